@@ -23,6 +23,7 @@ from unittest.mock import patch
 from benchmarks.cpu.checkpoints import SHAPES, VOCAB_SIZE, checkpoint, weight_bytes
 from benchmarks.cpu.machine import describe
 from quire.config import EngineOptions
+from quire.core.request import Request
 from quire.engine.engine import Engine
 from quire.kernels.cpu import _C, kernels
 from quire.params import SamplingParams
@@ -62,7 +63,7 @@ def start(engine: Engine, batch: int, prompt: int, output: int, tag: str) -> Non
     """Queue `batch` prompts of random tokens."""
     for i in range(batch):
         ids = [random.randrange(16, VOCAB_SIZE) for _ in range(prompt)]
-        engine.add_request(f"{tag}-{i}", ids, SamplingParams(temperature=0, max_tokens=output, ignore_eos=True))
+        engine.add(Request(f"{tag}-{i}", ids, SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)))
 
 
 def finish(engine: Engine) -> None:

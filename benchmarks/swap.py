@@ -22,6 +22,7 @@ import torch
 
 from benchmarks.cpu.machine import describe
 from quire.config import CacheConfig, EngineOptions
+from quire.core.request import Request
 from quire.core.step import Move
 from quire.cost.step_time import CostModel
 from quire.engine.engine import Engine
@@ -103,7 +104,7 @@ def recompute_seconds(engine: Engine, length: int, repeats: int) -> float:
     for repeat in range(repeats + 1):
         prompt = [rng.randrange(3, engine.vocab_size) for _ in range(length)]
         began = time.perf_counter()
-        engine.add_request(f"{length} {repeat}", prompt, SamplingParams(max_tokens=1, temperature=0.0))
+        engine.add(Request(f"{length} {repeat}", prompt, SamplingParams(max_tokens=1, temperature=0.0)))
         while engine.has_work:
             engine.step()
         found.append(time.perf_counter() - began)

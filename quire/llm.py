@@ -15,12 +15,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from quire.config import EngineOptions
 from quire.core.output import Output
-from quire.core.request import NO_NAMESPACE, Beams
+from quire.core.request import NO_NAMESPACE, Beams, Request
 from quire.core.scheduling_params import DEFAULT_SCHEDULING_PARAMS, SchedulingParams
 from quire.engine.embeddings import EmbeddingBatch, parse_pooling
 from quire.engine.engine import Engine, EngineStats
 from quire.engine.inputs import (
-    NewRequest,
     ProgramLike,
     Prompt,
     RetentionLike,
@@ -163,8 +162,8 @@ class LLM:
         Raises RequestError if any prompt cannot be served. Then no prompt is.
         """
         tokenized = [tokenize(prompt, self._tokenizer) for prompt in as_prompt_list(prompts)]
-        terms = self._scheduling_params(len(tokenized), priority, deadline, retention, program)
-        return self._complete(tokenized, sampling_params, use_tqdm, terms=terms)
+        scheduling_params = self._scheduling_params(len(tokenized), priority, deadline, retention, program)
+        return self._complete(tokenized, sampling_params, use_tqdm, scheduling_params=scheduling_params)
 
     def end_program(self, program: str, branch: str | None = None) -> None:
         """End a branch of a program: no request will continue from the KV that it left. None: all its branches.
@@ -209,8 +208,8 @@ class LLM:
             for conversation in conversations
         ]
         tokenized = [tokenize(text, self._tokenizer, add_special_tokens=False) for text in texts]
-        terms = self._scheduling_params(len(tokenized), priority, deadline, retention, program)
-        return self._complete(tokenized, sampling_params, use_tqdm, terms=terms)
+        scheduling_params = self._scheduling_params(len(tokenized), priority, deadline, retention, program)
+        return self._complete(tokenized, sampling_params, use_tqdm, scheduling_params=scheduling_params)
 
     def stream_chat(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Iterate over the text of an answer as it is generated. Closing the iterator aborts the request.
@@ -282,11 +281,11 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         shown: bool | None,  # noqa: FBT001 (three states: yes, no, only on a terminal)
         beams: Beams | None = None,
-        terms: Sequence[SchedulingParams] = (),
+        scheduling_params: Sequence[SchedulingParams] = (),
     ) -> list[RequestOutput]:
         transcripts = self._output_processors(prompts, params)
         with TokenProgress("generating", sum(t.params.num_sequences for t in transcripts), shown=shown) as progress:
-            for delta in self._deltas(transcripts, beams, terms):
+            for delta in self._deltas(transcripts, beams, scheduling_params):
                 progress.update(len(delta.token_ids), int(delta.finish_reason is not None))
         return [transcript.result() for transcript in transcripts]
 
@@ -335,14 +334,14 @@ class LLM:
         self,
         transcripts: Sequence[RequestOutputProcessor],
         beams: Beams | None = None,
-        terms: Sequence[SchedulingParams] = (),
+        scheduling_params: Sequence[SchedulingParams] = (),
     ) -> Generator[Delta]:
         """Run the engine until all requests are finished, and yield what each step adds.
 
-        beams: beam search instead of sampling. terms: scheduling parameters, one for each request.
+        beams: beam search instead of sampling. scheduling_params: scheduling parameters, one for each request.
         """
         by_id = {transcript.request_id: transcript for transcript in transcripts}
-        each = terms or [DEFAULT_SCHEDULING_PARAMS] * len(transcripts)
+        each = scheduling_params or [DEFAULT_SCHEDULING_PARAMS] * len(transcripts)
         requests = [
             transcript.generation.request(name, beams=beams, scheduling_params=one)
             for (name, transcript), one in zip(by_id.items(), each, strict=True)
@@ -359,15 +358,15 @@ class LLM:
                     transcript.metrics.explanation = self.llm_engine.explain(output.request_id)
                 yield delta
 
-    def _outputs(self, requests: Sequence[NewRequest], is_open: Callable[[str], bool]) -> Generator[Output]:
+    def _outputs(self, requests: Sequence[Request], is_open: Callable[[str], bool]) -> Generator[Output]:
         """Run the engine until no request is open. Open requests are aborted on an error or when closed early."""
         if self._streaming:
             raise RequestError("an answer is still being streamed; read it to its end or close it first")
         self._streaming = True
-        open_ids = [request.request_id for request in requests]
+        open_ids = [request.id for request in requests]
         try:
             for request in requests:
-                self.llm_engine.add_request(*request)
+                self.llm_engine.add(request)
             while open_ids:
                 yield from self.llm_engine.step()
                 open_ids = [name for name in open_ids if is_open(name)]

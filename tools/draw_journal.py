@@ -17,6 +17,7 @@ from pathlib import Path
 
 from quire.cache.kv_cache import KVCache
 from quire.config import CacheConfig, KVGroup, SchedulerConfig
+from quire.core.request import Request
 from quire.core.step import Step
 from quire.engine.engine import Engine
 from quire.params import SamplingParams
@@ -137,7 +138,7 @@ def record_demo(path: Path) -> None:
         engine = Engine(scheduler, runner, vocab_size=1000, clock=lambda: next(clock) / 1000)
         for i in range(16):
             prompt = [rng.randrange(1000) for _ in range(rng.choice([16, 30, 60, 100, 160]))]
-            engine.add_request(str(i), prompt, SamplingParams(max_tokens=rng.choice([20, 40, 60, 90])))
+            engine.add(Request(str(i), prompt, SamplingParams(max_tokens=rng.choice([20, 40, 60, 90]))))
             engine.step()
         while engine.has_work:
             engine.step()

@@ -28,7 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from quire.cache.kv_cache import KVCache
 from quire.config import CacheConfig, Eviction, KVGroup, Policy, PreemptionMode, SchedulerConfig
 from quire.core.output import Output
-from quire.core.request import Beams, KnownOutput, Namespace
+from quire.core.request import Beams, KnownOutput, Namespace, Request
 from quire.core.scheduling_params import Program, Retention, SchedulingParams
 from quire.core.step import Move, Pooling
 from quire.engine.engine import Engine
@@ -298,15 +298,17 @@ class Run:
 
     def _add(self, one: dict[str, Any]) -> None:
         try:
-            self._engine.add_request(
-                one["id"],
-                prompt_of(one),
-                self._params(one),
-                pooling=Pooling(one.get("pooling", 0)),
-                beams=_beams(one),
-                namespace=Namespace(one["tenant"], one.get("salt", "")),
-                scheduling_params=_scheduling_params(one),
-                known_outputs=self._known(one),
+            self._engine.add(
+                Request(
+                    one["id"],
+                    prompt_of(one),
+                    self._params(one),
+                    pooling=Pooling(one.get("pooling", 0)),
+                    beams=_beams(one),
+                    namespace=Namespace(one["tenant"], one.get("salt", "")),
+                    scheduling_params=_scheduling_params(one),
+                    known_outputs=self._known(one),
+                )
             )
         except RequestError:
             return

@@ -49,12 +49,16 @@ def request(
     num_output_tokens: int,
     *,
     tenant: str = "",
-    terms: SchedulingParams | None = None,
+    scheduling_params: SchedulingParams | None = None,
 ) -> Request:
     """A greedy request with a fixed output length."""
     params = SamplingParams(max_tokens=num_output_tokens, seed=0, ignore_eos=True, temperature=0.0)
     return Request(
-        id=request_id, prompt=prompt, params=params, namespace=Namespace(tenant), terms=terms or SchedulingParams()
+        id=request_id,
+        prompt=prompt,
+        params=params,
+        namespace=Namespace(tenant),
+        scheduling_params=scheduling_params or SchedulingParams(),
     )
 
 

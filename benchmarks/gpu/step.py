@@ -26,6 +26,7 @@ from benchmarks.gpu.part import Part
 from benchmarks.gpu.processes import Settings
 from quire.config import EngineOptions
 from quire.core.output import Output
+from quire.core.request import Request
 from quire.engine.engine import Engine
 from quire.kernels.triton import kernels
 from quire.kernels.triton.step_capture import CudaGraphCapture
@@ -248,7 +249,7 @@ class Steps:
         params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
         for i in range(batch):
             ids = [random.randrange(16, self.vocab) for _ in range(prompt)]
-            self.engine.add_request(f"{time.monotonic_ns()}-{i}", ids, params)
+            self.engine.add(Request(f"{time.monotonic_ns()}-{i}", ids, params))
 
     def _step(self) -> list[Output]:
         """Run one step. Raises RuntimeError for a step that failed."""

@@ -35,8 +35,8 @@ def loaded(policy: str, num_running: int, num_waiting: int, num_steps: int) -> S
         stem = [kind] * (16 * (1 + kind % 3))
         prompt = stem + [100 + i] * (PROMPT - len(stem) - i % 16 + 1)
         of_class = 0 if i < num_running else 1  # with one class the first waiting request would get a row
-        terms = SchedulingParams(priority=of_class)
-        asked = request(str(i), prompt, num_steps + 8, tenant=str(kind % 8), terms=terms)
+        scheduling_params = SchedulingParams(priority=of_class)
+        asked = request(str(i), prompt, num_steps + 8, tenant=str(kind % 8), scheduling_params=scheduling_params)
         scheduler.add(asked, i * 1e-3)
     return scheduler
 

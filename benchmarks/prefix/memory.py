@@ -8,6 +8,7 @@ from benchmarks.prefix.rows import Note, Row, Section
 from benchmarks.workloads import FIRST_TOKEN, Query, capped_median
 from quire.cache.kv_cache import KVCache
 from quire.config import PrefixIndexKind
+from quire.core.request import Request
 from quire.params import BeamSearchParams
 from quire.scheduler.beam_search import plan_beams
 from tools.demo_model.stories import tell
@@ -161,7 +162,7 @@ def _with_questions(index: PrefixIndexKind, num_requests: int, length: int) -> t
     queries = [Query([*prefix, i, *(rng.randrange(1000) for _ in range(20))], 8) for i in range(num_requests)]
     engine, cached = rig.engine, dict[str, int]()
     for i, query in enumerate(queries):
-        engine.add_request(str(i), query.prompt, greedy(query.num_output_tokens))
+        engine.add(Request(str(i), query.prompt, greedy(query.num_output_tokens)))
         if i == 0:
             engine.step()  # the others arrive after the first step
     num_blocks, most = -(-length // BLOCK_SIZE), (0, 0)

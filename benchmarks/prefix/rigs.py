@@ -9,7 +9,7 @@ from benchmarks.prefix.sessions import Session
 from benchmarks.workloads import Query
 from quire.cache.kv_cache import KVCache
 from quire.config import CacheConfig, EngineOptions, KVGroup, PrefixIndexKind, SchedulerConfig
-from quire.core.request import Beams
+from quire.core.request import Beams, Request
 from quire.core.runner import Runner
 from quire.core.step import Step
 from quire.engine.engine import Engine
@@ -128,7 +128,7 @@ def ask(engine: Engine, queries: Sequence[Query], *, n: int = 1, beams: Beams | 
         # Samples with one seed differ from each other by their index; greedy sequences would be equal.
         params = SamplingParams(max_tokens=query.num_output_tokens, n=n, seed=i, ignore_eos=True)
         plain = n == 1 or beams is not None
-        engine.add_request(str(i), query.prompt, greedy(query.num_output_tokens, n) if plain else params, beams=beams)
+        engine.add(Request(str(i), query.prompt, greedy(query.num_output_tokens, n) if plain else params, beams=beams))
     cached = [0] * len(queries)
     while engine.has_work:
         for output in engine.step():
@@ -166,7 +166,7 @@ def play(engine: Engine, sessions: Sequence[Session]) -> None:
         for i, query in enumerate(queries):
             name = str(next(numbers))
             asked[name] = (turn, i)
-            engine.add_request(name, query.prompt, greedy(query.num_output_tokens))
+            engine.add(Request(name, query.prompt, greedy(query.num_output_tokens)))
 
     for session in sessions:
         ask_next(session, None)

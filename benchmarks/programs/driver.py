@@ -97,8 +97,8 @@ class Driver:
             self._num_calls += 1
             name = f"{run.number}-{self._num_calls}"
             self._calls[name] = run, i
-            terms = SchedulingParams(program=self._hint(run, call))
-            self.server.add(name, list(call.prompt), call.num_output_tokens, terms)
+            scheduling_params = SchedulingParams(program=self._hint(run, call))
+            self.server.add(name, list(call.prompt), call.num_output_tokens, scheduling_params)
         if not calls:
             self._next(run)
 

@@ -39,7 +39,7 @@ class Server(Protocol):
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
 
-    def add(self, name: str, prompt: list[int], num_output_tokens: int, terms: SchedulingParams) -> None:
+    def add(self, name: str, prompt: list[int], num_output_tokens: int, scheduling_params: SchedulingParams) -> None:
         """Add a request."""
 
     def end_program(self, program: str, branch: str | None) -> None:
@@ -69,9 +69,9 @@ class Virtual:
         """See Server."""
         return self.scheduler.has_work
 
-    def add(self, name: str, prompt: list[int], num_output_tokens: int, terms: SchedulingParams) -> None:
+    def add(self, name: str, prompt: list[int], num_output_tokens: int, scheduling_params: SchedulingParams) -> None:
         """See Server."""
-        self.scheduler.add(request(name, prompt, num_output_tokens, terms=terms), self.now)
+        self.scheduler.add(request(name, prompt, num_output_tokens, scheduling_params=scheduling_params), self.now)
 
     def end_program(self, program: str, branch: str | None) -> None:
         """See Server."""

@@ -5,7 +5,7 @@ from typing import Literal
 
 import msgspec
 
-from quire.core.scheduling_params import SchedulingParams
+from quire.core.scheduling_params import DEFAULT_SCHEDULING_PARAMS, SchedulingParams
 from quire.core.step import Pooling
 from quire.errors import ContextLengthExceeded, RequestError
 from quire.params import SamplingParams
@@ -45,27 +45,27 @@ class KnownOutput(msgspec.Struct, frozen=True):
     cumulative_logprob: float = 0.0  # of those tokens, from the last Output; only if sequences are ranked (best_of)
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True):
+class Request(msgspec.Struct, frozen=True):
     """One prompt and `num_sequences` sequences to generate from it.
 
-    The front end has resolved `params.seed` and `params.max_tokens` (neither is None), so that the output is
-    determined. The front end handles stop strings.
+    The front end makes it, and `Engine.add` completes it with `resolve`: then neither `params.seed` nor
+    `params.max_tokens` is None, so that the output is determined. The front end handles stop strings.
 
-    With `known`, each sequence continues as if it had been preempted after its known tokens. The known tokens count
-    towards `max_tokens` and the other limits.
+    With `known_outputs`, each sequence continues as if it had been preempted after its known tokens. The known tokens
+    count towards `max_tokens` and the other limits.
     """
 
     id: str
     prompt: list[int]
     params: SamplingParams
-    eos_token_ids: tuple[int, ...] = ()
     bad_words: Sequence[Sequence[int]] = ()  # tokens of `params.bad_words`, each in all its spellings
     pooling: Pooling = Pooling.NONE  # pooled hidden states instead of tokens; `params.max_tokens` is 0 then
-    namespace: Namespace = Namespace()
-    terms: SchedulingParams = SchedulingParams()
+    namespace: Namespace = NO_NAMESPACE
     beams: Beams | None = None  # beam search instead of sampling; it returns `params.n` results
-    known: tuple[KnownOutput, ...] = ()  # empty for a new request; else one per sequence
+    scheduling_params: SchedulingParams = DEFAULT_SCHEDULING_PARAMS
+    known_outputs: Sequence[KnownOutput] = ()  # empty for a new request; else one per sequence
     resumed: bool = False  # accepted by an earlier engine; never rejected for the queue limit or its deadline
+    eos_token_ids: tuple[int, ...] = ()  # of the model
 
     @property
     def adapter(self) -> str:
@@ -75,7 +75,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def was_accepted(self) -> bool:
         """Whether an earlier engine has accepted it."""
-        return self.resumed or bool(self.known)
+        return self.resumed or bool(self.known_outputs)
 
     @property
     def is_constrained(self) -> bool:
@@ -92,7 +92,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_unfinished(self) -> int:
         """Sequences that have not ended."""
-        return self.num_sequences - sum(one.finished for one in self.known)
+        return self.num_sequences - sum(one.finished for one in self.known_outputs)
 
     @property
     def num_sequences(self) -> int:
@@ -143,29 +143,33 @@ def resolve_params(
 
 def check_known_tokens(request: Request, vocab_size: int) -> None:
     """Raise RequestError for known tokens that no engine can have generated for this request."""
-    known = request.known
+    known = request.known_outputs
     if not known:
         return
     if request.beams is not None or request.pooling is not Pooling.NONE:
         raise RequestError(
-            "a beam search or a pooling request starts from the beginning: leave `known` out, and set `resumed`",
-            "known",
+            "a beam search or a pooling request starts from the beginning: leave `known_outputs` out, and set "
+            "`resumed`",
+            "known_outputs",
         )
     if len(known) != request.num_sequences:
         raise RequestError(
-            f"known has {len(known)} entries, and the request {request.num_sequences} sequences: give one for each",
-            "known",
+            f"known_outputs has {len(known)} entries, and the request {request.num_sequences} sequences: give one for "
+            "each",
+            "known_outputs",
         )
     for index, one in enumerate(known):
         if len(one.token_ids) > request.max_tokens:
             raise RequestError(
                 f"{len(one.token_ids)} tokens are known of sequence {index}, and max_tokens is {request.max_tokens}; "
                 "give the parameters that the request had",
-                "known",
+                "known_outputs",
             )
         for token in one.token_ids:
             if not 0 <= token < vocab_size:
-                raise RequestError(f"token id {token} is outside the vocabulary (0 to {vocab_size - 1})", "known")
+                raise RequestError(
+                    f"token id {token} is outside the vocabulary (0 to {vocab_size - 1})", "known_outputs"
+                )
 
 
 def check_length(num_tokens: int, params: SamplingParams, max_model_len: int) -> None:

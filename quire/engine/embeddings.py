@@ -64,15 +64,15 @@ class EmbeddingBatch:
         generations: Sequence[Generation],
         pooling: Pooling,
         namespace: Namespace = NO_NAMESPACE,
-        terms: SchedulingParams = DEFAULT_SCHEDULING_PARAMS,
+        scheduling_params: SchedulingParams = DEFAULT_SCHEDULING_PARAMS,
         id: str | None = None,
     ) -> None:
         self.id = id or f"embd-{uuid4().hex}"
         self.requests = [
-            generation.request(prompt_request_id(self.id, i), pooling, namespace, scheduling_params=terms)
+            generation.request(prompt_request_id(self.id, i), pooling, namespace, scheduling_params=scheduling_params)
             for i, generation in enumerate(generations)
         ]
-        self._pooled = {each.request_id: PooledPrompt(each.request_id, each.prompt, pooling) for each in self.requests}
+        self._pooled = {each.id: PooledPrompt(each.id, each.prompt, pooling) for each in self.requests}
 
     def __iter__(self) -> Iterator[PooledPrompt]:
         """The prompts in their order."""

@@ -16,22 +16,17 @@ import msgspec
 from quire.core.explanation import Explanation
 from quire.core.output import Output
 from quire.core.request import (
-    NO_NAMESPACE,
-    Beams,
-    KnownOutput,
-    Namespace,
     Request,
     check_known_tokens,
     nth_seed,
     resolve_params,
 )
 from quire.core.runner import Runner
-from quire.core.scheduling_params import DEFAULT_SCHEDULING_PARAMS, SchedulingParams
-from quire.core.step import Pooling, Step, StepResult
+from quire.core.step import Step, StepResult
 from quire.cost.block_size import BlockFigures
 from quire.cost.step_time import CostFigures
 from quire.errors import RequestError
-from quire.params import SamplingParams, is_unicode
+from quire.params import is_unicode
 from quire.scheduler.scheduler import Scheduler
 from quire.structured_outputs.compiler import Compiler
 
@@ -167,72 +162,57 @@ class Engine:
         """Whether `step` has anything to do."""
         return self.scheduler.has_work
 
-    def add_request(  # noqa: PLR0913 (the fields of NewRequest)
-        self,
-        request_id: str,
-        prompt: list[int],
-        params: SamplingParams,
-        bad_words: Sequence[Sequence[int]] = (),
-        pooling: Pooling = Pooling.NONE,
-        namespace: Namespace = NO_NAMESPACE,
-        beams: Beams | None = None,
-        scheduling_params: SchedulingParams = DEFAULT_SCHEDULING_PARAMS,
-        known_outputs: Sequence[KnownOutput] = (),
-        resumed: bool = False,  # noqa: FBT001, FBT002
-    ) -> None:
-        """Queue a request of token ids. bad_words: tokens of `params.bad_words`, in all their spellings.
+    def add(self, request: Request) -> None:
+        """Queue a request. Its end tokens, its seed and its `max_tokens` are filled in where the front end has not.
 
-        pooling: returns pooled hidden states instead of tokens; needs `params.max_tokens` 0 and `params.n` 1.
-        namespace: the root under which its KV is found. beams: beam search for the `params.n` most likely sequences
-        instead of sampling. known_outputs: output tokens per sequence of a request that another engine has begun; its
-        parameters must be the same, and include the seed. resumed: the request was accepted before, with known tokens
-        or without, and is not rejected for the queue limit or its deadline.
+        `bad_words` are the tokens of `params.bad_words` in all their spellings. A pooling request returns pooled hidden
+        states instead of tokens; it needs `params.max_tokens` 0 and `params.n` 1. `known_outputs` are the output tokens
+        per sequence of a request that another engine has begun; its parameters must be the same, and include the seed.
+        A `resumed` request is not rejected for the queue limit or its deadline.
+
         Raises RequestError for a prompt that is empty, too long or out of range, an id in use, a full queue, or a
         deadline that cannot be met. Raises ValueError for parameters that contradict `pooling` or `beams`.
         """
-        if not is_unicode(request_id):
+        params = request.params
+        if not is_unicode(request.id):
             raise RequestError("a request id must be valid Unicode", "request_id")
         if params.deterministic and not self._deterministic:
             raise RequestError("this model cannot be run deterministically; leave `deterministic` out", "deterministic")
-        if namespace.adapter:
+        if request.adapter:
             raise RequestError("this engine has no adapters; leave `adapter` out", "adapter")
-        if pooling and (params.max_tokens != 0 or params.n != 1):
+        if request.pooling and (params.max_tokens != 0 or params.n != 1):
             raise ValueError("a pooling request has one sequence and generates no tokens")
-        if beams is not None and (pooling or params.max_tokens == 0 or params.prompt_logprobs is not None):
+        if request.beams is not None and (
+            request.pooling or params.max_tokens == 0 or params.prompt_logprobs is not None
+        ):
             raise ValueError("a beam search generates tokens and returns no prompt logprobs or hidden states")
         if (
             params.seed is None
             and params.temperature > 0
-            and any(one.token_ids and not one.finished for one in known_outputs)
+            and any(one.token_ids and not one.finished for one in request.known_outputs)
         ):
             raise RequestError("a resumed request needs the seed of the original request", "seed")
         params = resolve_params(
-            prompt,
+            request.prompt,
             params,
             vocab_size=self.vocab_size,
             max_model_len=self.max_model_len,
             default_seed=nth_seed(self._seed, self._num_requests),
         )
-        request = Request(
-            id=request_id,
-            prompt=prompt,
+        request = msgspec.structs.replace(
+            request,
             params=params,
+            bad_words=self._in_vocabulary(request.bad_words),
+            namespace=msgspec.structs.replace(request.namespace, deterministic=params.deterministic),
             eos_token_ids=self.eos_token_ids,
-            bad_words=self._in_vocabulary(bad_words),
-            pooling=pooling,
-            namespace=msgspec.structs.replace(namespace, deterministic=params.deterministic),
-            beams=beams,
-            terms=scheduling_params,
-            known=tuple(known_outputs),
-            resumed=resumed,
         )
         check_known_tokens(request, self.vocab_size)
         self.scheduler.add(request, self._clock())
         if request.is_constrained and self._compiler is not None and params.structured_outputs is not None:
-            self._compiler.submit(request_id, namespace, params.structured_outputs)
+            self._compiler.submit(request.id, request.namespace, params.structured_outputs)
         self._num_requests += 1
         if not request.was_accepted:  # otherwise an earlier engine has counted them
-            self._prompt_tokens += len(prompt)
+            self._prompt_tokens += len(request.prompt)
 
     def _in_vocabulary(self, words: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
         """The words whose tokens are all in the vocabulary: the same list if none is left out, as requests share it."""

@@ -5,7 +5,7 @@ from numbers import Integral
 from typing import Any, NamedTuple, TypedDict, TypeVar
 
 from quire.config import EngineOptions
-from quire.core.request import NO_NAMESPACE, Beams, KnownOutput, Namespace, check_length
+from quire.core.request import NO_NAMESPACE, Beams, Namespace, Request, check_length
 from quire.core.scheduling_params import DEFAULT_SCHEDULING_PARAMS, Program, Retention, SchedulingParams
 from quire.core.step import Pooling
 from quire.errors import RequestError, nearest
@@ -102,24 +102,6 @@ def _is_token(item: object) -> bool:
     return type(item) is int or (isinstance(item, Integral) and not isinstance(item, bool))  # also numpy's
 
 
-class NewRequest(NamedTuple):
-    """A request of token ids: the arguments of `Engine.add_request`.
-
-    known_outputs, resumed: for a request that an earlier engine accepted.
-    """
-
-    request_id: str
-    prompt: list[int]
-    params: SamplingParams
-    bad_words: Sequence[Sequence[int]] = ()
-    pooling: Pooling = Pooling.NONE
-    namespace: Namespace = NO_NAMESPACE
-    beams: Beams | None = None
-    scheduling_params: SchedulingParams = DEFAULT_SCHEDULING_PARAMS
-    known_outputs: Sequence[KnownOutput] = ()
-    resumed: bool = False
-
-
 class Generation(NamedTuple):
     """One truncated prompt with its parameters. bad_words: the tokens of `params.bad_words`."""
 
@@ -134,9 +116,9 @@ class Generation(NamedTuple):
         namespace: Namespace = NO_NAMESPACE,
         beams: Beams | None = None,
         scheduling_params: SchedulingParams = DEFAULT_SCHEDULING_PARAMS,
-    ) -> NewRequest:
-        """The engine request of this prompt. Arguments as in `Engine.add_request`."""
-        return NewRequest(
+    ) -> Request:
+        """The engine's request for this prompt. The arguments are fields of Request."""
+        return Request(
             request_id, self.prompt.ids, self.params, self.bad_words, pooling, namespace, beams, scheduling_params
         )
 
@@ -207,20 +189,20 @@ def make_scheduling_params(
     Raises RequestError, also for a priority, retention priority or pin that would have no effect with these options.
     Program hints are accepted with any options.
     """
-    terms = SchedulingParams(
+    scheduling_params = SchedulingParams(
         priority=0 if priority is None else priority,
         deadline=deadline,
         retention=Retention() if retention is None else _from_mapping("retention", Retention, retention),
         program=None if program is None else _from_mapping("program", Program, program),
     )
-    if terms.priority and options.policy != "priority":
+    if scheduling_params.priority and options.policy != "priority":
         raise RequestError(
-            f"priority {terms.priority} needs the policy 'priority', and this engine runs {options.policy!r}; leave it "
-            "out, or start the engine with policy='priority' (--policy priority)",
+            f"priority {scheduling_params.priority} needs the policy 'priority', and this engine runs "
+            f"{options.policy!r}; leave it out, or start the engine with policy='priority' (--policy priority)",
             "priority",
         )
-    _check_retention_supported(terms.retention, options)
-    return terms
+    _check_retention_supported(scheduling_params.retention, options)
+    return scheduling_params
 
 
 def _check_retention_supported(retention: Retention, options: EngineOptions) -> None:

@@ -49,7 +49,7 @@ def _tenant(request: Request) -> Flow:
 
 
 def _class(request: Request) -> Flow:
-    return request.terms.priority
+    return request.scheduling_params.priority
 
 
 def _everyone(_: Request) -> Flow:

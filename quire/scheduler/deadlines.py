@@ -38,7 +38,7 @@ class Deadlines:
         If nothing runs, no request is rejected: it delays no other one, and only steps that run correct the cost model.
         A request that an earlier engine accepted is not rejected either.
         """
-        deadline = request.terms.deadline
+        deadline = request.scheduling_params.deadline
         if deadline is None or request.was_accepted or not self._state.running_queue.running:
             return
         needed = self._forecast(request)
@@ -47,7 +47,7 @@ class Deadlines:
 
     def add(self, state: RequestState) -> None:
         """Track the deadline of a request that is queued."""
-        deadline = state.request.terms.deadline
+        deadline = state.request.scheduling_params.deadline
         if deadline is None:
             return
         alone = len(self._state.sequences) == state.request.num_unfinished
@@ -77,7 +77,7 @@ class Deadlines:
 
     def _forecast(self, request: Request) -> float:
         """Predicted seconds until the last token of a new request; 0 without observations."""
-        first = Sequence(-1, request, 0, 0.0, priority_class(self._config, request.terms.priority))
+        first = Sequence(-1, request, 0, 0.0, priority_class(self._config, request.scheduling_params.priority))
         running = sum(
             max(0, len(seq.request.prompt) - seq.num_computed)
             for seq in self._state.running_queue.running
@@ -97,7 +97,7 @@ class Deadlines:
         return running.rank[0] <= first.rank[0]
 
     def _latest_start(self, state: RequestState) -> float:
-        deadline = state.request.terms.deadline
+        deadline = state.request.scheduling_params.deadline
         assert deadline is not None, "only requests with a deadline are tracked"
         return state.arrived + deadline - self._own_seconds(state.sequences[0], 0)
 

@@ -208,8 +208,9 @@ class SchedulerState:
         """
         request = state.request
         self.num_compiling -= state.is_compiling
-        of_class, first_id = priority_class(self._config, request.terms.priority), self._next_id
-        wanted = [i for i in range(request.num_sequences) if not (request.known and request.known[i].finished)]
+        of_class, first_id = priority_class(self._config, request.scheduling_params.priority), self._next_id
+        known = request.known_outputs
+        wanted = [i for i in range(request.num_sequences) if not (known and known[i].finished)]
         place = self.programs.arrival(request, first_id, now)
         sequences = [Sequence(first_id + i, request, i, now, of_class, place) for i in wanted]
         self._next_id += request.num_sequences
@@ -390,9 +391,11 @@ class SchedulerState:
 def retention_of(seq: Sequence) -> SequenceRetention:
     """Retention and program hints for the KV that a sequence leaves."""
     request = seq.request
-    terms = request.terms
-    about = (terms.retention, request.id, request.namespace.tenant, len(request.prompt))
-    return SequenceRetention(*about) if terms.program is None else SequenceRetention(*about, terms.program, seq.rank[2])
+    params = request.scheduling_params
+    about = (params.retention, request.id, request.namespace.tenant, len(request.prompt))
+    return (
+        SequenceRetention(*about) if params.program is None else SequenceRetention(*about, params.program, seq.rank[2])
+    )
 
 
 def cause_of(seq: Sequence, now: float) -> EvictionCause:

@@ -145,7 +145,7 @@ class RequestStats:
             case DeadlineUnreachable():
                 refusal = Rejection("deadline", error.predicted, error.deadline, str(error))
             case QueueFull():
-                refusal = Rejection("queue_full", error.retry_after, request.terms.deadline, str(error))
+                refusal = Rejection("queue_full", error.retry_after, request.scheduling_params.deadline, str(error))
         self.events.append(Refused(now, request.id, refusal.reason, refusal.predicted_seconds, refusal.asked_seconds))
         tenant = self._tenants.get(request.namespace.tenant)
         explanation = Explanation(

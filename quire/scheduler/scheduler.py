@@ -159,8 +159,8 @@ class Scheduler:
             return
         request = state.request
         self.state.end_all(request_id, EndCause.NOT_COMPILED, now)
-        open_ones = [i for i, known in enumerate(request.known) if not known.finished]
-        for i in open_ones if request.known else range(request.num_sequences):
+        open_ones = [i for i, known in enumerate(request.known_outputs) if not known.finished]
+        for i in open_ones if request.known_outputs else range(request.num_sequences):
             self._pending_outputs.append(Output(request_id, i, NO_SEQUENCE, [], EndCause.NOT_COMPILED, error=error))
 
     def abort(self, request_id: str, now: float) -> None:
@@ -330,7 +330,7 @@ class Scheduler:
         sequences = self.state.begin(state, now, begin if request.is_constrained else None)
         self._queue_limit.add(request, now)
         self._deadlines.add(state)
-        for seq in sequences if request.known else ():
+        for seq in sequences if request.known_outputs else ():
             if seq.id not in ends:
                 self._end_known(seq, now)
         for seq in sequences if ends else ():
@@ -361,7 +361,7 @@ class Scheduler:
         """End waiting requests that cannot meet their deadline any more."""
         for state in self._deadlines.missed(now):
             request, members = state.request, state.sequences
-            error = f"the request waited too long to meet its deadline of {request.terms.deadline:.3g} s"
+            error = f"the request waited too long to meet its deadline of {request.scheduling_params.deadline:.3g} s"
             ended = [(seq.index, seq.id) for seq in members]
             if request.beams is not None:
                 ended = [(i, members[0].id) for i in range(request.params.n)]

@@ -44,7 +44,7 @@ class Programs:
 
 def program_of(request: Request) -> tuple[str, str] | None:
     """(tenant, id) of a request's program; None without one."""
-    program = request.terms.program
+    program = request.scheduling_params.program
     return None if program is None else (request.namespace.tenant, program.id)
 
 
@@ -119,7 +119,7 @@ class Sequence:
         self.rank = (priority_class, *(arrival or (0.0, seq_id)), seq_id)
         self.request = request
         self.index = index
-        known = request.known[index] if request.known else _NOTHING_KNOWN
+        known = request.known_outputs[index] if request.known_outputs else _NOTHING_KNOWN
         self.tokens = [*request.prompt, *known.token_ids]
         self.cumulative_logprob = known.cumulative_logprob  # updated only with best_of above n
         self.max_length = len(request.prompt) + request.max_tokens

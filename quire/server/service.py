@@ -96,11 +96,12 @@ class Service:
         asked: Sequence[Generation],
         namespace: Namespace,
         beams: Beams | None = None,
-        terms: SchedulingParams = DEFAULT_SCHEDULING_PARAMS,
+        scheduling_params: SchedulingParams = DEFAULT_SCHEDULING_PARAMS,
     ) -> Reply:
         """Check the constraints and queue generations, all or none. The engine's id of the i-th is its `part_id`.
 
-        namespace, beams, terms: of every generation; None: no beam search. Raises RequestError, Busy, EngineStopped.
+        namespace, beams (None: no beam search), scheduling_params: of every generation. Raises RequestError, Busy,
+        EngineStopped.
         """
         now = time.monotonic()
         for constraint in dict.fromkeys(one.params.structured_outputs for one in asked):
@@ -115,7 +116,9 @@ class Service:
         ]
         stream = await self.engine.generate(
             [
-                one.generation.request(one.request_id, namespace=namespace, beams=beams, scheduling_params=terms)
+                one.generation.request(
+                    one.request_id, namespace=namespace, beams=beams, scheduling_params=scheduling_params
+                )
                 for one in transcripts
             ]
         )

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Self
 
+import msgspec
+
 from quire.core.explanation import Explanation
 from quire.core.output import Output
-from quire.core.request import nth_seed
+from quire.core.request import Request, nth_seed
 from quire.engine.engine import CostModelStats
-from quire.engine.inputs import NewRequest
 from quire.errors import EngineStopped, QueueFull, QuireError, RequestError
 from quire.params import is_unicode
 from quire.supervisor import protocol
@@ -104,10 +105,10 @@ class AsyncEngine:
         """Why no engine is started any more; None while the engine serves or is restarted, and after `close`."""
         return self._supervisor.failure
 
-    async def generate(self, requests: Sequence[NewRequest]) -> Stream:
+    async def generate(self, requests: Sequence[Request]) -> Stream:
         """Queue requests, all or none. Raises RequestError if one cannot be served, and EngineStopped."""
         self._check_running()
-        ids = [request.request_id for request in requests]
+        ids = [request.id for request in requests]
         if any(request_id in self._streams for request_id in ids):
             raise RequestError("a request id is in use; choose another", "request_id")
         if not all(map(is_unicode, ids)):
@@ -163,13 +164,13 @@ class AsyncEngine:
         """The health of the engine as seen by the front end."""
         return self._supervisor.health(len(self._open_requests))
 
-    def _seeded(self, request: NewRequest) -> NewRequest:
+    def _seeded(self, request: Request) -> Request:
         """The request with a seed, because another engine that continues it needs the same seed."""
         self._num_requests += 1
         if request.params.seed is not None:
             return request
         seed = nth_seed(self.engine_handle.model_info.options.seed, self._num_requests - 1)
-        return request._replace(params=request.params.changed(seed=seed))
+        return msgspec.structs.replace(request, params=request.params.changed(seed=seed))
 
     def _abort(self, ids: Sequence[str]) -> None:
         known = [request_id for request_id in ids if self._streams.pop(request_id, None) is not None]
@@ -191,7 +192,7 @@ class AsyncEngine:
 
     # Pending calls
 
-    async def _call(self, command: Callable[[int], Any], requests: Sequence[NewRequest] = ()) -> Any:  # noqa: ANN401
+    async def _call(self, command: Callable[[int], Any], requests: Sequence[Request] = ()) -> Any:  # noqa: ANN401
         """Send a command, and return the engine's answer, which it gives between two steps.
 
         Raises the engine's error, QueueFull beyond MAX_PENDING_CALLS pending calls, and EngineStopped.
@@ -227,7 +228,7 @@ class AsyncEngine:
         if answer.failure is not None:
             call.answer.set_exception(protocol.decode_error(answer.failure))
             return
-        self._submitted_ids.update(request.request_id for request in call.requests)
+        self._submitted_ids.update(request.id for request in call.requests)
         self._open_requests.add(call.requests)
         call.answer.set_result(answer.result)
 

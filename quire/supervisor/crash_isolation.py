@@ -10,8 +10,10 @@ the process meet this condition only if no engine lives for as long as one step.
 from collections.abc import Iterable, Mapping
 from hashlib import sha256
 
+import msgspec
+
 from quire.core import codec
-from quire.engine.inputs import NewRequest
+from quire.core.request import Request
 
 MAX_CRASHES_ALONE = 3  # crashes
 _SUSPECT_CRASHES = 2  # crashes that make a request a suspect
@@ -89,17 +91,18 @@ class Denylist:
     def __init__(self) -> None:
         self._contents: dict[bytes, None] = {}
 
-    def __contains__(self, request: NewRequest) -> bool:
+    def __contains__(self, request: Request) -> bool:
         return bool(self._contents) and _content(request) in self._contents
 
-    def add(self, request: NewRequest) -> None:
+    def add(self, request: Request) -> None:
         """Add the content of a request."""
         self._contents[_content(request)] = None
         if len(self._contents) > _MAX_ENTRIES:
             del self._contents[next(iter(self._contents))]
 
 
-def _content(request: NewRequest) -> bytes:
+def _content(request: Request) -> bytes:
     """SHA-256 of a request without its id, seed, known tokens and `resumed`."""
-    asked = request._replace(request_id="", params=request.params.changed(seed=None), known_outputs=(), resumed=False)
-    return sha256(codec.encode(asked)).digest()
+    params = request.params.changed(seed=None)
+    content = msgspec.structs.replace(request, id="", params=params, known_outputs=(), resumed=False)
+    return sha256(codec.encode(content)).digest()

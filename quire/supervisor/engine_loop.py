@@ -153,10 +153,10 @@ class EngineLoop:
         for i, request in enumerate(command.requests):
             self._turn_began = time.monotonic()  # adding many requests is slow, and must not count as a stall
             try:
-                self._engine.add_request(*request)
+                self._engine.add(request)
             except Exception:
                 for before in command.requests[:i]:
-                    self._engine.abort(before.request_id)
+                    self._engine.abort(before.id)
                 raise
 
     def _send_batch(self, *, begins: bool) -> None:

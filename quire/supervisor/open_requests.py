@@ -11,9 +11,8 @@ import msgspec
 import numpy as np
 
 from quire.core.output import EndCause, Output
-from quire.core.request import KnownOutput
+from quire.core.request import KnownOutput, Request
 from quire.core.step import Logprobs, Pooling
-from quire.engine.inputs import NewRequest
 from quire.supervisor.protocol import Launched
 
 
@@ -31,7 +30,7 @@ class _DeliveredSequence:
 class _OpenRequest:
     """An open request."""
 
-    def __init__(self, request: NewRequest) -> None:
+    def __init__(self, request: Request) -> None:
         self.request = request
         searched = request.beams is not None
         self.sequences = [
@@ -46,14 +45,15 @@ class _OpenRequest:
         return all(sequence.finished for sequence in self.sequences)
 
     @property
-    def resubmission(self) -> NewRequest:
+    def resubmission(self) -> Request:
         """The request for another engine. Beam search and pooling start over, so they have no known tokens."""
         request = self.request
         begun = any(sequence.token_ids or sequence.finished for sequence in self.sequences)
         if not begun or request.beams is not None or request.pooling:
-            return request._replace(resumed=True)
+            return msgspec.structs.replace(request, resumed=True)
         known = tuple(KnownOutput(one.token_ids, one.finished, one.cumulative_logprob) for one in self.sequences)
-        return request._replace(params=request.params.changed(prompt_logprobs=None), known_outputs=known, resumed=True)
+        params = request.params.changed(prompt_logprobs=None)
+        return msgspec.structs.replace(request, params=params, known_outputs=known, resumed=True)
 
 
 class OpenRequests:
@@ -71,19 +71,19 @@ class OpenRequests:
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._entries
 
-    def add(self, requests: Iterable[NewRequest]) -> None:
+    def add(self, requests: Iterable[Request]) -> None:
         """Add accepted requests."""
-        self._entries.update((request.request_id, _OpenRequest(request)) for request in requests)
+        self._entries.update((request.id, _OpenRequest(request)) for request in requests)
 
     def remove(self, request_id: str) -> bool:
         """Remove a request that has ended or was aborted. Returns whether it was open."""
         return self._entries.pop(request_id, None) is not None
 
-    def request(self, request_id: str) -> NewRequest:
+    def request(self, request_id: str) -> Request:
         """An open request, as it was accepted."""
         return self._entries[request_id].request
 
-    def resume(self, request_id: str) -> NewRequest:
+    def resume(self, request_id: str) -> Request:
         """An open request for resubmission to a new engine, with its known tokens."""
         entry = self._entries[request_id]
         for sequence in entry.sequences:
@@ -142,7 +142,7 @@ class OpenRequests:
 
     def _remove_if_finished(self, entry: _OpenRequest) -> None:
         if entry.finished:
-            self.remove(entry.request.request_id)
+            self.remove(entry.request.id)
 
     def _undelivered(self, entry: _OpenRequest, output: Output, prompt_logprobs: Logprobs) -> Output:
         """The output without prompt logprobs that were delivered before."""

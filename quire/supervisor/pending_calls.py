@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from quire.engine.inputs import NewRequest
+from quire.core.request import Request
 
 MAX_CRASHES = 3  # crashes with only this call pending and no committed step, after which the call fails
 
@@ -16,7 +16,7 @@ MAX_CRASHES = 3  # crashes with only this call pending and no committed step, af
 class PendingCall:
     """A pending call."""
 
-    def __init__(self, command: Callable[[int], Any], requests: Sequence[NewRequest], *, resend: bool) -> None:
+    def __init__(self, command: Callable[[int], Any], requests: Sequence[Request], *, resend: bool) -> None:
         self.command = command  # call number -> message
         self.requests = requests  # requests that the call adds
         self.resend = resend  # whether it is sent again to the next engine
@@ -37,7 +37,7 @@ class PendingCalls:
         return len(self._pending)
 
     def add(
-        self, command: Callable[[int], Any], requests: Sequence[NewRequest] = (), *, resend: bool = True
+        self, command: Callable[[int], Any], requests: Sequence[Request] = (), *, resend: bool = True
     ) -> tuple[int, PendingCall]:
         """Add a call. Returns its number and the call. resend: whether it is sent again after a restart."""
         number, call = self._count, PendingCall(command, requests, resend=resend)

@@ -11,8 +11,8 @@ from quire.config import EngineOptions
 from quire.core import codec
 from quire.core.explanation import Explanation
 from quire.core.output import Output
+from quire.core.request import Request
 from quire.engine.engine import CostModelStats, EngineStats
-from quire.engine.inputs import NewRequest
 from quire.errors import (
     ConfigError,
     ContextLengthExceeded,
@@ -97,7 +97,7 @@ class Add(Command, frozen=True, tag=True):
     """Queue requests, all or none."""
 
     number: int
-    requests: list[NewRequest]
+    requests: list[Request]
 
 
 class Abort(Command, frozen=True, tag=True):

@@ -388,7 +388,7 @@ def test_terms_out_of_bounds_name_their_field(make, field):
 
 
 def test_terms_survive_their_bytes():
-    terms = SchedulingParams(
+    scheduling_params = SchedulingParams(
         priority=-3, deadline=2.5, retention=Retention(priority=90, ttl=0.0, pin=True, session="a")
     )
-    assert codec.decode(codec.encode(terms), SchedulingParams) == terms
+    assert codec.decode(codec.encode(scheduling_params), SchedulingParams) == scheduling_params

@@ -72,7 +72,7 @@ def test_prompts_are_cut_to_the_end_that_is_kept(tokenizer, length, keep, max_to
     assert generation.prompt.ids == ids[length - kept :]
     assert generation.prompt.text == tokenizer.decode(ids[length - kept :])
     request = generation.request("r")
-    assert (request.request_id, request.prompt, request.params) == ("r", generation.prompt.ids, params)
+    assert (request.id, request.prompt, request.params) == ("r", generation.prompt.ids, params)
 
 
 def test_a_prompt_of_ids_has_no_text(tokenizer):

@@ -7,6 +7,7 @@ import torch
 from engine_equality_cases import GREEDY, SAMPLED, make, prompts
 from random_checkpoints import VOCAB, save
 
+from quire.core.request import Request
 from quire.engine.engine import Engine
 from quire.hub import embedded
 from quire.params import SamplingParams
@@ -15,7 +16,7 @@ from quire.params import SamplingParams
 def run(engine: Engine, requests: list[tuple[list[int], dict]]) -> list[list[int]]:
     """Output tokens of requests that arrive at once."""
     for i, (prompt, params) in enumerate(requests):
-        engine.add_request(str(i), prompt, SamplingParams(**params))
+        engine.add(Request(str(i), prompt, SamplingParams(**params)))
     tokens: list[list[int]] = [[] for _ in requests]
     while engine.has_work:
         for output in engine.step():

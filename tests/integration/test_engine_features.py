@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from quire import LLM, SamplingParams
 from quire.cli import app
 from quire.config import EngineOptions
+from quire.core.request import Request
 from quire.engine.engine import Engine
 from quire.errors import ModelError, RequestError
 from quire.hub import embedded
@@ -161,7 +162,7 @@ def test_the_doctor_finds_a_model_that_runs_and_one_that_does_not(tmp_path):
 def test_tokens_that_the_model_does_not_have_can_neither_come_up_nor_hurt(llm):
     engine = llm.llm_engine
     params = SamplingParams(temperature=0, max_tokens=4, min_tokens=2, ignore_eos=True)
-    engine.add_request("a", PROMPT, params, bad_words=[[400_000], [3, 400_000]])
+    engine.add(Request("a", PROMPT, params, bad_words=[[400_000], [3, 400_000]]))
     tokens = [token for _ in range(6) for output in engine.step() for token in output.token_ids]
     assert len(tokens) == 4 and engine.stats().failed_steps == 0
     other = Engine(engine.scheduler, engine.runner, vocab_size=2048, eos_token_ids=(2, 2048, -1))

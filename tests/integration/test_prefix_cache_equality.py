@@ -7,7 +7,7 @@ import pytest
 from engine_equality_cases import GREEDY, SAMPLED, make
 from random_checkpoints import VOCAB, save
 
-from quire.core.request import Namespace
+from quire.core.request import Namespace, Request
 from quire.engine.engine import Engine
 from quire.hub import embedded
 from quire.params import SamplingParams
@@ -29,7 +29,7 @@ def answers(engine: Engine, waves: list[Asked]) -> tuple[list[list[int]], list[i
     number = 0
     for wave in waves:
         for prompt, params in wave:
-            engine.add_request(str(number), prompt, SamplingParams(**params), namespace=Namespace(tenant="t"))
+            engine.add(Request(str(number), prompt, SamplingParams(**params), namespace=Namespace(tenant="t")))
             number += 1
         for _ in range(7):
             step()

@@ -3,7 +3,7 @@
 import pytest
 
 from quire.config import EngineOptions
-from quire.core.request import KnownOutput
+from quire.core.request import KnownOutput, Request
 from quire.engine.engine import Engine
 from quire.params import SamplingParams
 from quire.startup.build import build
@@ -34,14 +34,14 @@ def run(kills: set[int]):
     totals, reasons = dict.fromkeys(keys, 0.0), {}
     engine, at = make(), 0
     for i, one in enumerate(params):
-        engine.add_request(str(i), PROMPT[i], one)
+        engine.add(Request(str(i), PROMPT[i], one))
     while engine.has_work:
         if at in kills:
             engine = make()
             for i, one in enumerate(params):
                 of = [(str(i), index) for index in range(one.num_sequences)]
                 known = [KnownOutput(list(tokens[key]), key in reasons, totals[key]) for key in of]
-                engine.add_request(str(i), PROMPT[i], one, known_outputs=known)
+                engine.add(Request(str(i), PROMPT[i], one, known_outputs=known))
         for output in engine.step():
             key = output.request_id, output.index
             tokens[key] += output.token_ids

@@ -8,6 +8,7 @@ from engine_equality_cases import GREEDY, SAMPLED, prompts
 from quire.cache.kv_cache import KVCache
 from quire.config import CacheConfig, KVGroup, SchedulerConfig
 from quire.core.events import Preempted
+from quire.core.request import Request
 from quire.core.step import Chunks, Move, NewRows, SamplingMasks, Step, TableUpdates
 from quire.engine.engine import Engine
 from quire.hub import embedded
@@ -57,7 +58,7 @@ def make(model, num_blocks: int, *, kernels="reference", num_host_blocks=200, nu
 
 def run(engine: Engine, requests) -> dict[tuple[str, int], list[int]]:
     for i, (prompt, params) in enumerate(requests):
-        engine.add_request(str(i), prompt, SamplingParams(**params))
+        engine.add(Request(str(i), prompt, SamplingParams(**params)))
     tokens: dict[tuple[str, int], list[int]] = {}
     while engine.has_work:
         for output in engine.step():

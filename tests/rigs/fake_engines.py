@@ -7,8 +7,8 @@ import threading
 
 from quire.config import CacheConfig, EngineOptions, KVGroup
 from quire.core.output import EndCause, Output
+from quire.core.request import Request
 from quire.engine.engine import EngineStats
-from quire.engine.inputs import NewRequest
 from quire.params import SamplingParams
 from quire.startup.build import ModelInfo
 from quire.supervisor.async_engine import AsyncEngine
@@ -49,10 +49,10 @@ class PretendEngine:
     def has_work(self):
         return bool(self.said)
 
-    def add_request(self, request_id, prompt, params, *more):
-        *_, known, _resumed = more
-        self.said[request_id] = len(known[0].token_ids) if known else 0
-        self.wanted[request_id] = prompt
+    def add(self, request):
+        known = request.known_outputs
+        self.said[request.id] = len(known[0].token_ids) if known else 0
+        self.wanted[request.id] = request.prompt
 
     def abort(self, request_id):
         self.said.pop(request_id, None)
@@ -119,7 +119,7 @@ class Host:
 
 
 def request(name, wanted, deadly=0):
-    return NewRequest(name, [wanted, deadly], SamplingParams(max_tokens=100))
+    return Request(name, [wanted, deadly], SamplingParams(max_tokens=100))
 
 
 async def heard(stream, names):

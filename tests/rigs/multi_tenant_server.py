@@ -9,7 +9,6 @@ import httpx
 import msgspec
 from embedded_model_server import CHAT, DEFAULTS, run_app, service_of, small_engine
 
-from quire.engine.inputs import NewRequest
 from quire.server.api_keys import Keys, new_key
 from quire.server.app import make_app
 from quire.server.options import ServerOptions
@@ -29,7 +28,7 @@ class Noting:
     def __init__(self, engine):
         self._engine = engine
         self.namespaces = {}
-        self.terms = {}
+        self.scheduling_params = {}
         self.explanations = {}
         self.figures = {}
         self.freed = None  # None: the engine's own result
@@ -38,11 +37,10 @@ class Noting:
     def __getattr__(self, name):
         return getattr(self._engine, name)
 
-    def add_request(self, *request):
-        asked = NewRequest(*request)
-        self.namespaces[asked.request_id] = asked.namespace
-        self.terms[asked.request_id] = asked.scheduling_params
-        self._engine.add_request(*request)
+    def add(self, request):
+        self.namespaces[request.id] = request.namespace
+        self.scheduling_params[request.id] = request.scheduling_params
+        self._engine.add(request)
 
     def explain(self, request_id):
         self.asked.append(request_id)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from quire.cache.kv_cache import KVCache
 from quire.config import CacheConfig, KVGroup, SchedulerConfig
 from quire.core.output import Output
-from quire.core.request import Namespace
+from quire.core.request import Namespace, Request
 from quire.core.scheduling_params import DEFAULT_SCHEDULING_PARAMS
 from quire.core.step import Pooling
 from quire.engine.engine import Engine
@@ -136,12 +136,20 @@ class Rig:
         pooling=Pooling.NONE,
         namespace=ANYBODY,
         beams=None,
-        terms=DEFAULT_SCHEDULING_PARAMS,
+        scheduling_params=DEFAULT_SCHEDULING_PARAMS,
         **params,
     ) -> None:
         params = SamplingParams(**({"temperature": 0.0, "max_tokens": 8} | params))
-        self.engine.add_request(
-            request_id, prompt, params, pooling=pooling, namespace=namespace, beams=beams, scheduling_params=terms
+        self.engine.add(
+            Request(
+                request_id,
+                prompt,
+                params,
+                pooling=pooling,
+                namespace=namespace,
+                beams=beams,
+                scheduling_params=scheduling_params,
+            )
         )
 
     def abort(self, request_id: str) -> None:

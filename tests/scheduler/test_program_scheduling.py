@@ -46,9 +46,15 @@ def test_a_program_out_of_bounds_is_refused_by_name(fields, param):
 # Admission order
 
 
-def asked(name, program=None, *, tenant="", num_tokens=4, num_output=2, **terms):
+def asked(name, program=None, *, tenant="", num_tokens=4, num_output=2, **scheduling_params):
     hint = None if program is None else Program(id=program)
-    return request(name, [7] * num_tokens, num_output, tenant=tenant, terms=SchedulingParams(program=hint, **terms))
+    return request(
+        name,
+        [7] * num_tokens,
+        num_output,
+        tenant=tenant,
+        scheduling_params=SchedulingParams(program=hint, **scheduling_params),
+    )
 
 
 def queued(policy="fcfs", prefix_index="none", **changed):
@@ -112,8 +118,8 @@ def test_siblings_of_who_is_next_follow_it(policy):
     scheduler, go = queued(policy, "radix", wait_weight=0.0)
     prompts = {"stranger": [9] * 9, "p0": [1] * 5, "q0": [2] * 9, "p1": [3] * 9, "another": [4] * 5, "p2": [1] * 9}
     for name, prompt in prompts.items():
-        terms = SchedulingParams(program=Program(id=name[0])) if name[1:].isdigit() else SchedulingParams()
-        scheduler.add(request(name, prompt, 2, terms=terms), 0.0)
+        scheduling_params = SchedulingParams(program=Program(id=name[0])) if name[1:].isdigit() else SchedulingParams()
+        scheduler.add(request(name, prompt, 2, scheduling_params=scheduling_params), 0.0)
     go()
     order = order_of(scheduler)
     first = order.index("p0")
@@ -318,7 +324,11 @@ def rig_with_programs(seed=0, **options):
         tenant = Namespace(dice.choice("ab"))
         rig.asked[str(i)] = prompt, dice.randrange(8)
         rig.add(
-            str(i), prompt, namespace=tenant, terms=SchedulingParams(program=program), max_tokens=rig.asked[str(i)][1]
+            str(i),
+            prompt,
+            namespace=tenant,
+            scheduling_params=SchedulingParams(program=program),
+            max_tokens=rig.asked[str(i)][1],
         )
         for _ in range(dice.randrange(4)):
             rig.step()
@@ -345,7 +355,7 @@ def test_programs_change_no_answer_leak_nothing_and_replay(policy, eviction):
 
 def test_a_branch_that_ends_while_its_request_runs_is_finished_when_that_is():
     rig = Rig(num_blocks=40, prefix_index="radix")
-    rig.add("a", [1] * 8, terms=SchedulingParams(program=Program(id="p")), max_tokens=4)
+    rig.add("a", [1] * 8, scheduling_params=SchedulingParams(program=Program(id="p")), max_tokens=4)
     rig.step()
     rig.engine.end_program("", "p", None)
     rig.run()
@@ -359,9 +369,14 @@ def test_a_branch_that_ends_while_its_request_runs_is_finished_when_that_is():
 def test_a_prompt_computed_for_a_fork_is_found_by_its_branches_even_in_the_same_step():
     rig = Rig(num_blocks=64, prefix_index="radix", max_num_batched_tokens=64)
     stem = list(range(20))
-    rig.add("fork", stem, terms=SchedulingParams(program=Program(id="p")), max_tokens=0)
+    rig.add("fork", stem, scheduling_params=SchedulingParams(program=Program(id="p")), max_tokens=0)
     for i in range(3):
-        rig.add(str(i), [*stem, 40 + i], terms=SchedulingParams(program=Program(id="p", branch=str(i))), max_tokens=2)
+        rig.add(
+            str(i),
+            [*stem, 40 + i],
+            scheduling_params=SchedulingParams(program=Program(id="p", branch=str(i))),
+            max_tokens=2,
+        )
     rig.run()
     assert rig.scheduler.request_stats.num_hit_tokens >= 3 * 16
     assert sum(rig.scheduler.sizes) <= 20 + 3 * 8

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from scripted_engine import VOCAB, Rig
 
 from quire.config import ConfigError, EngineOptions, SchedulerConfig, with_queue_limits
-from quire.core.request import KnownOutput, Namespace
+from quire.core.request import KnownOutput, Namespace, Request
 from quire.core.scheduling_params import SchedulingParams
 from quire.cost.queue_wait import QueuedRequest, QueueForecast, QueueSimulation, SimulatedEngine, Work
 from quire.errors import QueueFull
@@ -75,8 +75,8 @@ def test_where_nothing_is_known_of_steps_a_second_is_told():
 def test_what_was_accepted_before_is_never_refused():
     rig = full(max_queued_requests=2)
     params = SamplingParams(temperature=0.0, max_tokens=4)
-    rig.engine.add_request("known", prompt(4), params, known_outputs=[KnownOutput([3])])
-    rig.engine.add_request("resumed", prompt(4), params, resumed=True)
+    rig.engine.add(Request("known", prompt(4), params, known_outputs=[KnownOutput([3])]))
+    rig.engine.add(Request("resumed", prompt(4), params, resumed=True))
     with pytest.raises(QueueFull):
         rig.add("new", prompt(4))
     rig.run()
@@ -125,7 +125,11 @@ def crowd(policy: str, counts: dict[str | int, int], **bounds) -> Rig:
 
 def offer(rig: Rig, flow: str | int, name: str, length: int = 10, **more) -> None:
     """Add a request of a tenant, or of a priority class if `flow` is a number."""
-    sender = {"namespace": Namespace(flow)} if isinstance(flow, str) else {"terms": SchedulingParams(priority=flow)}
+    sender = (
+        {"namespace": Namespace(flow)}
+        if isinstance(flow, str)
+        else {"scheduling_params": SchedulingParams(priority=flow)}
+    )
     rig.add(name, prompt(length), **({"max_tokens": 5} | sender | more))
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_engine import VOCAB, Rig
 
-from quire.core.request import Beams, KnownOutput
+from quire.core.request import Beams, KnownOutput, Request
 from quire.core.scheduling_params import SchedulingParams
 from quire.core.step import Pooling
 from quire.errors import DeadlineUnreachable, RequestError
@@ -65,7 +65,7 @@ class FrontEnd:
                 self.kill()
             for i, ask in enumerate(self.asked):
                 if ask.arrives == at:
-                    self.rigs[-1].engine.add_request(str(i), ask.prompt, ask.params)
+                    self.rigs[-1].engine.add(Request(str(i), ask.prompt, ask.params))
                     self.accepted.append(str(i))
             for output in self.rigs[-1].step():
                 self.hear(output)
@@ -100,7 +100,7 @@ class FrontEnd:
             if all(one.reason for one in told):
                 continue
             have = [KnownOutput(list(one.tokens), one.reason is not None, one.total) for one in told]
-            self.rigs[-1].engine.add_request(request_id, ask.prompt, ask.params, known_outputs=have)
+            self.rigs[-1].engine.add(Request(request_id, ask.prompt, ask.params, known_outputs=have))
 
 
 @st.composite
@@ -151,7 +151,7 @@ def opened(have: tuple[KnownOutput, ...]) -> dict[int, list[object]]:
     )  # fmt: skip
     rig, steps = Rig(), []
     rig.engine.on_launch = steps.append
-    rig.engine.add_request("a", prompt(6), params, known_outputs=have)
+    rig.engine.add(Request("a", prompt(6), params, known_outputs=have))
     rig.run()
     told = {}
     for opens in (step.opens for step in steps):
@@ -173,7 +173,7 @@ def test_a_runner_is_told_the_same_seed_bounds_and_penalties():
 def test_sequences_of_one_request_go_on_from_where_each_stood(steps_in_flight):
     rig, want = Rig(steps_in_flight=steps_in_flight, prefix_index="radix"), script(prompt(9), 20, VOCAB)
     params = SamplingParams(temperature=0.0, n=4, max_tokens=20)
-    rig.engine.add_request("a", prompt(9), params, known_outputs=known(7, None, 0, 19, of=want))
+    rig.engine.add(Request("a", prompt(9), params, known_outputs=known(7, None, 0, 19, of=want)))
     rig.run()
     assert rig.tokens == {("a", 0): want[7:], ("a", 2): want, ("a", 3): want[19:]}
     assert set(rig.reasons.values()) == {"length"}
@@ -185,8 +185,8 @@ def test_a_lookup_covers_the_known_tokens_and_tells_of_the_prompt():
     rig.add("before", prompt(12), max_tokens=12)
     rig.run()
     del rig.scheduler.sizes[:]
-    rig.engine.add_request(
-        "a", prompt(12), SamplingParams(temperature=0.0, max_tokens=14), known_outputs=known(10, of=want)
+    rig.engine.add(
+        Request("a", prompt(12), SamplingParams(temperature=0.0, max_tokens=14), known_outputs=known(10, of=want))
     )
     rig.run()
     assert rig.tokens["a", 0] == want[10:14]
@@ -200,7 +200,7 @@ def test_penalties_and_ends_count_from_the_original_prompt():
     first = next(i for i in range(8, 30) if want[i] == stop) if stop in want[8:] else None
     rig = Rig()
     params = SamplingParams(temperature=0.0, max_tokens=30, min_tokens=8, stop_token_ids=(stop,))
-    rig.engine.add_request("a", prompt(5), params, known_outputs=known(6, of=want))
+    rig.engine.add(Request("a", prompt(5), params, known_outputs=known(6, of=want)))
     rig.run()
     assert rig.tokens["a", 0] == want[6 : 30 if first is None else first + 1]
 
@@ -218,7 +218,7 @@ def test_what_has_all_that_it_may_have_ends_at_once(have, params, reason, stop_t
     rig = Rig()
     params = SamplingParams(temperature=0.0, n=n, **params)
     others = [KnownOutput()] * (n - 1)
-    rig.engine.add_request("a", [1, 2, 3], params, known_outputs=[KnownOutput(have), *others])
+    rig.engine.add(Request("a", [1, 2, 3], params, known_outputs=[KnownOutput(have), *others]))
     first = rig.step()[0]
     assert (first.index, first.token_ids, first.finish_reason, first.stop_token) == (0, [], reason, stop_token)
     rig.run()
@@ -229,14 +229,14 @@ def test_what_has_all_that_it_may_have_ends_at_once(have, params, reason, stop_t
 def test_a_stop_token_before_min_tokens_has_ended_nothing():
     rig = Rig()
     params = SamplingParams(temperature=0.0, max_tokens=9, min_tokens=4, stop_token_ids=(6,))
-    rig.engine.add_request("a", [1, 2, 3], params, known_outputs=[KnownOutput([5, 6, 7])])
+    rig.engine.add(Request("a", [1, 2, 3], params, known_outputs=[KnownOutput([5, 6, 7])]))
     rig.run()
     assert len(rig.tokens["a", 0]) >= 1
 
 
 def test_nothing_is_said_of_a_request_that_had_ended():
     rig = Rig()
-    rig.engine.add_request("a", [1, 2], SamplingParams(n=2), known_outputs=[KnownOutput([4], finished=True)] * 2)
+    rig.engine.add(Request("a", [1, 2], SamplingParams(n=2), known_outputs=[KnownOutput([4], finished=True)] * 2))
     assert not rig.engine.has_work
     rig.add("a", [1, 2])  # its id is free
     rig.run()
@@ -246,7 +246,7 @@ def test_nothing_is_said_of_a_request_that_had_ended():
 
 def test_an_abort_takes_back_what_was_not_yet_said():
     rig = Rig()
-    rig.engine.add_request("a", [1, 2], SamplingParams(max_tokens=1, seed=1), known_outputs=[KnownOutput([4])])
+    rig.engine.add(Request("a", [1, 2], SamplingParams(max_tokens=1, seed=1), known_outputs=[KnownOutput([4])]))
     rig.abort("a")
     assert not rig.engine.has_work
 
@@ -272,16 +272,16 @@ def test_known_tokens_that_cannot_be_are_refused(have, more, message):
     special = {name: more.pop(name) for name in ("beams", "pooling") if name in (more := dict(more))}
     params = SamplingParams(**({"temperature": 0.0, "max_tokens": 8} | more))
     with pytest.raises(RequestError, match=message):
-        rig.engine.add_request("a", [1, 2], params, known_outputs=have, **special)
+        rig.engine.add(Request("a", [1, 2], params, known_outputs=have, **special))
     assert not rig.engine.has_work
 
 
 def test_prompts_are_counted_where_they_were_accepted():
     rig = Rig()
     params = SamplingParams(temperature=0.0, max_tokens=4)
-    rig.engine.add_request("new", prompt(5), params)
-    rig.engine.add_request("resumed", prompt(7), params, resumed=True)
-    rig.engine.add_request("known", prompt(9), params, known_outputs=known(2, of=prompt(4)), resumed=True)
+    rig.engine.add(Request("new", prompt(5), params))
+    rig.engine.add(Request("resumed", prompt(7), params, resumed=True))
+    rig.engine.add(Request("known", prompt(9), params, known_outputs=known(2, of=prompt(4)), resumed=True))
     assert rig.engine.stats().prompt_tokens == 5
 
 
@@ -294,14 +294,14 @@ def test_searches_and_poolings_begin_anew_and_are_not_refused_for_lack_of_time()
     rig.step()
     hurry = SchedulingParams(deadline=1e-6)
     with pytest.raises(DeadlineUnreachable):
-        rig.add("a", prompt(40, 2), max_tokens=20, terms=hurry)
+        rig.add("a", prompt(40, 2), max_tokens=20, scheduling_params=hurry)
     params = SamplingParams(temperature=0.0, max_tokens=2)
     beams = Beams(width=2, num_candidates=4, length_penalty=1.0, early_stopping=False)
-    rig.engine.add_request("search", prompt(4), params, beams=beams, resumed=True)
+    rig.engine.add(Request("search", prompt(4), params, beams=beams, resumed=True))
     pooled = SamplingParams(temperature=0.0, max_tokens=0)
-    rig.engine.add_request("pool", prompt(4), pooled, pooling=Pooling.LAST, resumed=True)
-    rig.engine.add_request(
-        "late", prompt(4), params, scheduling_params=hurry, resumed=True
+    rig.engine.add(Request("pool", prompt(4), pooled, pooling=Pooling.LAST, resumed=True))
+    rig.engine.add(
+        Request("late", prompt(4), params, scheduling_params=hurry, resumed=True)
     )  # ends later with the error
     rig.run()
     assert rig.reasons["search", 0] == "length"
@@ -314,7 +314,7 @@ def test_who_goes_on_keeps_the_place_in_the_queue():
     want = script(prompt(4), 9, VOCAB)
     params = SamplingParams(temperature=0.0, max_tokens=9)
     for i, length in enumerate((3, 0, 5)):
-        rig.engine.add_request(str(i), prompt(4), params, known_outputs=known(length, of=want))
+        rig.engine.add(Request(str(i), prompt(4), params, known_outputs=known(length, of=want)))
     rig.add("new", prompt(4))
     ended = []
     while rig.engine.has_work:

@@ -161,7 +161,7 @@ def test_a_request_goes_on_in_another_engine_as_if_nothing_had_happened(killed_a
     known = tuple(KnownOutput(rig.tokens.get(("a", i), []), ("a", i) in rig.reasons) for i in range(n))
     other = FormRig(ScriptedConstraints(often=2), steps_in_flight=in_flight)
     params = SamplingParams(temperature=0, n=n, max_tokens=30, structured_outputs=FORM, seed=0)
-    other.engine.add_request("a", prompt, params, known_outputs=known if any(one.token_ids for one in known) else ())
+    other.engine.add(Request("a", prompt, params, known_outputs=known if any(one.token_ids for one in known) else ()))
     other.run()
     for i in range(n):
         assert known[i].token_ids + other.tokens.get(("a", i), []) == expected_output(prompt, whims, 30)[0]
@@ -216,7 +216,7 @@ def test_the_queue_is_bounded_also_while_constraints_are_compiled():
 
 def test_compiling_counts_for_a_deadline():
     rig = FormRig(ScriptedConstraints(), compile_steps=2)
-    rig.add("a", prompt_of(3), structured_outputs=FORM, terms=SchedulingParams(deadline=1.0))
+    rig.add("a", prompt_of(3), structured_outputs=FORM, scheduling_params=SchedulingParams(deadline=1.0))
     rig.now += 100
     rig.run()
     assert rig.reasons["a", 0] == "abort" and "deadline" in rig.errors["a", 0]
@@ -225,7 +225,7 @@ def test_compiling_counts_for_a_deadline():
 def test_known_tokens_before_a_limit_are_followed_by_what_is_forced():
     rig = FormRig(ScriptedConstraints(often=1, longest=9))
     params = SamplingParams(temperature=0, max_tokens=3, structured_outputs=FORM, seed=0)
-    rig.engine.add_request("a", prompt_of(3), params, known_outputs=(KnownOutput([7]),))
+    rig.engine.add(Request("a", prompt_of(3), params, known_outputs=(KnownOutput([7]),)))
     rig.run()
     forced = rig.whims.verdict([7]).forced
     assert rig.tokens["a", 0] == forced[:2] and len(forced) >= 2

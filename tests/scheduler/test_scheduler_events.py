@@ -38,7 +38,7 @@ def test_a_request_that_cannot_be_in_time_is_explained_with_what_was_predicted()
     rig = Rig(num_blocks=256, max_model_len=900)
     busy(rig)
     with pytest.raises(DeadlineUnreachable) as caught:
-        rig.add("late", [7] * 800, max_tokens=90, terms=SchedulingParams(deadline=0.05))
+        rig.add("late", [7] * 800, max_tokens=90, scheduling_params=SchedulingParams(deadline=0.05))
     late = told(rig, "late")
     assert (late.state, late.num_prompt_tokens, late.admitted) == ("refused", 800, None)
     assert late.arrived == late.finished
@@ -76,7 +76,7 @@ def test_of_refused_requests_the_latest_are_remembered_and_nothing_else_of_them(
     busy(rig)
     for i in range(100):
         with pytest.raises(DeadlineUnreachable):
-            rig.add(f"late {i}", [7] * 800, max_tokens=90, terms=SchedulingParams(deadline=0.001))
+            rig.add(f"late {i}", [7] * 800, max_tokens=90, scheduling_params=SchedulingParams(deadline=0.001))
     assert rig.engine.explain("late 69") is None
     assert told(rig, "late 70").state == "refused"
     assert len(rig.scheduler.request_stats._ended) == 30
@@ -89,7 +89,7 @@ def test_an_explanation_says_that_a_request_ended_since_its_deadline_could_not_b
     rig = Rig(max_num_seqs=1)
     rig.add("runs", [1] * 10, max_tokens=30)
     rig.step()
-    rig.add("waits", [1] * 10, max_tokens=4, terms=SchedulingParams(deadline=0.01))
+    rig.add("waits", [1] * 10, max_tokens=4, scheduling_params=SchedulingParams(deadline=0.01))
     rig.run()
     assert rig.reasons["waits", 0] == "abort"
     assert (told(rig, "waits").finish_reason, told(rig, "runs").finish_reason) == ("deadline", "length")
@@ -157,7 +157,10 @@ def test_one_that_evicts_for_long_is_told_its_first_evictions_and_their_number(m
 def test_pins_that_were_refused_or_had_to_yield_are_told_to_the_one_that_asked():
     rig = Rig(num_blocks=24, max_model_len=96, prefix_index="radix")
     rig.add(
-        "pins", list(range(40)), max_tokens=20, terms=SchedulingParams(retention=Retention(pin=True, session="chat"))
+        "pins",
+        list(range(40)),
+        max_tokens=20,
+        scheduling_params=SchedulingParams(retention=Retention(pin=True, session="chat")),
     )
     rig.run()
     one = told(rig, "pins")

@@ -10,6 +10,7 @@ from quire import LLM, SamplingParams
 from quire.cache.kv_cache import KVCache
 from quire.cli import app
 from quire.config import CacheConfig, EngineOptions, KVGroup, SchedulerConfig
+from quire.core.request import Request
 from quire.core.step import StepResult
 from quire.cost.step_time import CostModel
 from quire.engine.engine import Engine
@@ -148,7 +149,7 @@ def test_requests_after_it_are_as_if_it_had_not_been():
     scheduler.calibrate(found)
     engine = Engine(scheduler, timed, vocab_size=VOCAB, clock=timed.clock)
     prompt = list(range(30))
-    engine.add_request("a", prompt, SamplingParams(temperature=0.0, max_tokens=20))
+    engine.add(Request("a", prompt, SamplingParams(temperature=0.0, max_tokens=20)))
     tokens = [token for output in run(engine) for token in output.token_ids]
     assert tokens == script(prompt, 20, VOCAB)
     stats = engine.stats()

@@ -10,8 +10,8 @@ from fake_engines import FACTS
 
 from quire.core.explanation import Explanation
 from quire.core.output import EndCause, Output
+from quire.core.request import Request
 from quire.engine.engine import EngineStats
-from quire.engine.inputs import NewRequest
 from quire.errors import EngineStopped, RequestError
 from quire.params import SamplingParams
 from quire.supervisor import health
@@ -40,11 +40,11 @@ class PretendEngine:
     def has_work(self):
         return bool(self.left)
 
-    def add_request(self, request_id, prompt, *_more):
+    def add(self, request):
         self.threads.add(threading.get_ident())
-        if not prompt:
+        if not request.prompt:
             raise RequestError("empty", "prompt")
-        self.left[request_id] = prompt[0]
+        self.left[request.id] = request.prompt[0]
 
     def abort(self, request_id):
         self.threads.add(threading.get_ident())
@@ -98,7 +98,7 @@ class PretendEngine:
 
 
 def request(name, num_tokens):
-    return NewRequest(name, [num_tokens] if num_tokens else [], SamplingParams())
+    return Request(name, [num_tokens] if num_tokens else [], SamplingParams())
 
 
 def engine_of(pretend):
@@ -170,13 +170,13 @@ def test_a_long_batch_is_no_stall(monkeypatch):
     monkeypatch.setattr(health, "STALL_SECONDS", 0.8)
 
     async def scenario(pretend, engine):
-        add, seen = pretend.add_request, []
+        add, seen = pretend.add, []
 
-        def slow(*request):
-            add(*request)
+        def slow(request):
+            add(request)
             time.sleep(0.5)  # together they take longer than a stall
 
-        pretend.add_request = slow
+        pretend.add = slow
         adding = asyncio.ensure_future(engine.generate([request(f"r{i}", 1) for i in range(3)]))
         while not adding.done():
             seen.append(engine.health().problem)

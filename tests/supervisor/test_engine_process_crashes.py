@@ -16,8 +16,8 @@ import pytest
 
 import quire
 from quire.config import EngineOptions
+from quire.core.request import Request
 from quire.core.step import Pooling
-from quire.engine.inputs import NewRequest
 from quire.errors import ConfigError, EngineStopped
 from quire.params import SamplingParams
 from quire.supervisor.async_engine import AsyncEngine
@@ -65,7 +65,7 @@ async def answer(engine, name, prompt, **params):
     params = {"max_tokens": 400, "ignore_eos": True, **params}
     asked = SamplingParams(**params)
     told = [[[], [], None] for _ in range(asked.num_sequences)]
-    stream = await engine.generate([NewRequest(name, prompt, asked)])
+    stream = await engine.generate([Request(name, prompt, asked)])
     try:
         while any(reason is None for _, _, reason in told):
             for output in await anext(stream):
@@ -147,11 +147,11 @@ def test_an_embedding_and_prompt_logprobs_are_told_once():
 
             async def told(number):
                 prompt = list(range(5, 405))
-                pooled = NewRequest(f"e{number}", prompt, SamplingParams(max_tokens=0), pooling=Pooling.MEAN)
-                scored = NewRequest(f"p{number}", prompt, SamplingParams(max_tokens=3, prompt_logprobs=1, seed=1))
+                pooled = Request(f"e{number}", prompt, SamplingParams(max_tokens=0), pooling=Pooling.MEAN)
+                scored = Request(f"p{number}", prompt, SamplingParams(max_tokens=3, prompt_logprobs=1, seed=1))
                 vectors, rows, tokens = [], [], []
                 stream = await engine.generate([pooled, scored])
-                open_ones = {pooled.request_id, scored.request_id}
+                open_ones = {pooled.id, scored.id}
                 while open_ones:
                     for output in await anext(stream):
                         vectors += [] if output.pooled is None else [output.pooled]

@@ -8,7 +8,7 @@ import time
 import pytest
 from fake_engines import Death, Host, PretendEngine, heard, request, run
 
-from quire.engine.inputs import NewRequest
+from quire.core.request import Request
 from quire.errors import EngineStopped, ModelError, RequestError
 from quire.params import SamplingParams
 from quire.supervisor.health import StallDetector, State
@@ -212,11 +212,10 @@ def test_engines_that_crash_with_requests_before_any_step_are_not_replaced_for_e
 
 def test_a_request_that_crashes_the_engine_while_it_is_added_again_fails_alone():
     class Brittle(PretendEngine):
-        def add_request(self, request_id, prompt, params, *more):
-            *_, resumed = more
-            if resumed and request_id == "r3":
+        def add(self, request):
+            if request.resumed and request.id == "r3":
                 raise Death
-            super().add_request(request_id, prompt, params, *more)
+            super().add(request)
 
     class BrittleHost(Host):
         engine_class = Brittle
@@ -282,11 +281,11 @@ def test_the_watchdog_ends_a_restarted_engine_that_never_sends_a_message():
 def test_what_was_given_up_is_known_when_it_comes_again():
     async def scenario(host, engine):
         params = SamplingParams(max_tokens=100, prompt_logprobs=1)
-        stream = await engine.generate([NewRequest("a", [30, 11], params)])
+        stream = await engine.generate([Request("a", [30, 11], params)])
         assert (await heard(stream, ["a"]))[1] == {"a": "error"}
         num_launched = host.num_launched
         with pytest.raises(RequestError, match="not tried again"):
-            await engine.generate([NewRequest("b", [30, 11], params)])
+            await engine.generate([Request("b", [30, 11], params)])
         assert host.num_launched == num_launched
 
     run(scenario)

@@ -3,15 +3,15 @@
 import random
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.core.output import EndCause, Output
-from quire.core.request import Beams
+from quire.core.request import Beams, Request
 from quire.core.step import Logprobs, Pooling
-from quire.engine.inputs import NewRequest
 from quire.params import SamplingParams
 from quire.supervisor.open_requests import OpenRequests
 
@@ -22,7 +22,7 @@ HIDDEN = 3
 class Plan:
     """A request with all outputs of an undisturbed engine."""
 
-    request: NewRequest
+    request: Request
     tokens: list[list[int]]  # per sequence
     ends: list[str]
     stops: dict[int, int] = field(default_factory=dict)  # sequence: tokens after which a stop string is complete
@@ -43,7 +43,7 @@ def plan_of(dice: random.Random, name: str) -> Plan:
     kind = dice.choice(["sample", "sample", "ranked", "score", "beams", "pool"])
     if kind == "pool":
         pooling = dice.choice([Pooling.MEAN, Pooling.LAST])
-        request = NewRequest(name, prompt, SamplingParams(max_tokens=0), pooling=pooling)
+        request = Request(name, prompt, SamplingParams(max_tokens=0), pooling=pooling)
         pooled = np.array([[dice.randint(0, 99) for _ in range(HIDDEN)] for _ in prompt], np.float32)
         return Plan(request, [[]], [EndCause.STOP], pooled=pooled)
     n = dice.randint(1, 4)
@@ -55,7 +55,7 @@ def plan_of(dice: random.Random, name: str) -> Plan:
     tokens = [[dice.randint(0, 9) for _ in range(0 if kind == "score" else dice.randint(1, 20))]
               for _ in range(sequences)]  # fmt: skip
     plan = Plan(
-        NewRequest(name, prompt, params, beams=beams),
+        Request(name, prompt, params, beams=beams),
         tokens,
         [dice.choice([EndCause.STOP, EndCause.LENGTH]) for _ in tokens],
     )
@@ -75,11 +75,12 @@ class PretendEngine:
         self.said: dict[int, int] = {}  # known output tokens of a sequence
         self.totals: dict[int, float] = {}
         self.told: dict[str, int] = {}  # prompt tokens whose logprobs or states were sent
-        self.wants: dict[str, NewRequest] = {}
+        self.wants: dict[str, Request] = {}
 
-    def add(self, request: NewRequest) -> None:
-        name, plan = request.request_id, self.plans[request.request_id]
-        assert request._replace(params=plan.request.params, known_outputs=(), resumed=False) == plan.request
+    def add(self, request: Request) -> None:
+        name, plan = request.id, self.plans[request.id]
+        new = msgspec.structs.replace(request, params=plan.request.params, known_outputs=(), resumed=False)
+        assert new == plan.request
         self.wants[name] = request
         self.told[name] = 1 if request.params.prompt_logprobs is not None else 0
         if request.known_outputs:
@@ -110,8 +111,8 @@ class PretendEngine:
         return outputs
 
     def say(self, seq_id: int, plan: Plan, index: int) -> list[Output]:
-        request = self.wants[plan.request.request_id]
-        name, length = request.request_id, len(request.prompt)
+        request = self.wants[plan.request.id]
+        name, length = request.id, len(request.prompt)
         if request.beams is not None:
             return self.results(plan) if self.dice.random() < 0.3 else []
         if request.pooling:
@@ -137,11 +138,11 @@ class PretendEngine:
             del self.open[seq_id]
         total = plan.total(index, upto) if plan.request.params.is_ranked and upto > start else None
         reason = plan.ends[index] if over else None
-        name = plan.request.request_id
+        name = plan.request.id
         return Output(name, index, seq_id, tokens[start:upto], reason, prompt_logprobs=scored, cumulative_logprob=total)
 
     def results(self, plan: Plan) -> list[Output]:
-        name = plan.request.request_id
+        name = plan.request.id
         ids = [seq_id for seq_id, (of, _) in self.open.items() if of == name]
         for seq_id in ids:
             del self.open[seq_id]
@@ -153,7 +154,7 @@ class PretendEngine:
     def pool(self, seq_id: int, plan: Plan) -> Output:
         request, states = plan.request, plan.pooled
         assert states is not None
-        told, name = self.told[request.request_id], request.request_id
+        told, name = self.told[request.id], request.id
         upto = self.told[name] = self.dice.randint(told + 1, len(request.prompt))
         over = upto == len(request.prompt)
         if over:
@@ -181,7 +182,7 @@ class Front:
 
     def __init__(self, dice: random.Random, plans: list[Plan], deaths: int) -> None:
         self.dice = dice
-        self.plans = {plan.request.request_id: plan for plan in plans}
+        self.plans = {plan.request.id: plan for plan in plans}
         self.heard = {(name, i): Heard() for name, plan in self.plans.items() for i in range(len(plan.tokens))}
         self.ledger = OpenRequests()
         self.deaths = deaths
@@ -271,14 +272,14 @@ def params_of(**values):
 
 def test_a_request_that_said_nothing_yet_begins_anew_and_is_never_refused():
     ledger = OpenRequests()
-    asked = NewRequest("a", [1, 2], params_of(prompt_logprobs=0))
+    asked = Request("a", [1, 2], params_of(prompt_logprobs=0))
     ledger.add([asked])
-    assert ledger.resume("a") == asked._replace(resumed=True)
+    assert ledger.resume("a") == msgspec.structs.replace(asked, resumed=True)
 
 
 def test_what_went_on_has_its_known_tokens_and_tells_nothing_about_the_prompt():
     ledger = OpenRequests()
-    ledger.add([NewRequest("a", [1, 2], params_of(n=2, prompt_logprobs=0))])
+    ledger.add([Request("a", [1, 2], params_of(n=2, prompt_logprobs=0))])
     ledger.record_output(Output("a", 0, 7, [5, 6]))
     ledger.record_output(Output("a", 1, 8, [9], EndCause.STOP, stop_token=9))
     resumed = ledger.resume("a")
@@ -289,7 +290,7 @@ def test_what_went_on_has_its_known_tokens_and_tells_nothing_about_the_prompt():
 
 def test_a_stop_string_that_no_engine_was_told_of_is_told_to_the_one_that_comes_to_it():
     ledger = OpenRequests()
-    ledger.add([NewRequest("a", [1], params_of(n=2))])
+    ledger.add([Request("a", [1], params_of(n=2))])
     ledger.record_output(Output("a", 0, 7, [5, 6]))
     ledger.resume("a")  # the engine died
     assert ledger.finish("a", 0, 1) is None  # and the next one's sequence id is not known
@@ -300,7 +301,7 @@ def test_a_stop_string_that_no_engine_was_told_of_is_told_to_the_one_that_comes_
 
 def test_a_stop_string_is_told_to_the_engine_that_put_it_out():
     ledger = OpenRequests()
-    ledger.add([NewRequest("a", [1], params_of())])
+    ledger.add([Request("a", [1], params_of())])
     ledger.record_output(Output("a", 0, 7, [5, 6]))
     assert ledger.finish("a", 0, 1) == 7
     assert "a" not in ledger
@@ -311,7 +312,7 @@ def test_a_stop_string_is_told_to_the_engine_that_put_it_out():
 @pytest.mark.parametrize("reason", EndCause)
 def test_entries_vanish_with_their_last_sequence(reason):
     ledger = OpenRequests()
-    ledger.add([NewRequest("a", [1], params_of(n=2)), NewRequest("b", [1], params_of())])
+    ledger.add([Request("a", [1], params_of(n=2)), Request("b", [1], params_of())])
     ledger.record_output(Output("a", 1, 8, [], reason))
     assert list(ledger) == ["a", "b"]
     ledger.record_output(Output("a", 0, 7, [4], reason))
@@ -323,7 +324,7 @@ def test_entries_vanish_with_their_last_sequence(reason):
 
 def test_a_request_that_fails_tells_each_sequence_that_goes_on():
     ledger = OpenRequests()
-    ledger.add([NewRequest("a", [1], params_of(n=3))])
+    ledger.add([Request("a", [1], params_of(n=3))])
     ledger.record_output(Output("a", 1, 8, [4], EndCause.LENGTH))
     outputs = ledger.fail("a", "why")
     assert [(one.index, one.finish_reason, one.error) for one in outputs] == [(0, "error", "why"), (2, "error", "why")]

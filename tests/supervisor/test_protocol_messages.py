@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 from quire.config import CacheConfig, EngineOptions, KVGroup
 from quire.core.explanation import Explanation, Miss, Preemption
 from quire.core.output import EndCause, Output
-from quire.core.request import Beams, KnownOutput, Namespace
+from quire.core.request import Beams, KnownOutput, Namespace, Request
 from quire.core.scheduling_params import MAX_PROGRAM_TTL, Program, Retention, SchedulingParams
 from quire.core.step import Logprobs, Pooling
 from quire.cost.block_size import BlockFigures
 from quire.cost.step_time import CostFigures
 from quire.engine.engine import CostModelStats, EngineStats
-from quire.engine.inputs import NewRequest
 from quire.errors import (
     ConfigError,
     ContextLengthExceeded,
@@ -133,7 +132,7 @@ def new_requests():
         expects_more=st.booleans(),
         ttl=st.floats(0, MAX_PROGRAM_TTL),
     )
-    terms = one_of_fields(
+    scheduling_params = one_of_fields(
         SchedulingParams,
         priority=st.integers(-(2**31 - 1), 2**31 - 1),
         deadline=optional(st.floats(0.1, 1e9)),
@@ -142,17 +141,18 @@ def new_requests():
     )
     known = one_of_fields(KnownOutput, token_ids=IDS, finished=st.booleans(), cumulative_logprob=NUMBER)
     return one_of_fields(
-        NewRequest,
-        request_id=TEXT,
+        Request,
+        id=TEXT,
         prompt=IDS,
         params=params(),
         bad_words=st.lists(IDS, max_size=2),
         pooling=st.sampled_from(Pooling),
         namespace=one_of_fields(Namespace, tenant=TEXT, salt=TEXT, adapter=TEXT, deterministic=st.booleans()),
         beams=optional(beams),
-        scheduling_params=terms,
+        scheduling_params=scheduling_params,
         known_outputs=st.lists(known, max_size=2),
         resumed=st.booleans(),
+        eos_token_ids=st.just((2,)),
     )
 
 
@@ -309,7 +309,7 @@ def test_news_come_as_they_were_sent(sent):
 
 @pytest.mark.parametrize("seed", [-(2**63), -1, 2**63, 2**64 - 1])
 def test_seeds_of_64_bits_travel(seed):
-    sent = protocol.Add(1, [NewRequest("a", [1], SamplingParams(seed=seed))])
+    sent = protocol.Add(1, [Request("a", [1], SamplingParams(seed=seed))])
     assert protocol.decode_commands(carried([sent]))[0].requests[0].params.seed == seed
 
 
@@ -330,7 +330,7 @@ OUTPUT = Output(
 ADD = protocol.Add(
     1,
     [
-        NewRequest(
+        Request(
             "a", [1, 2], SamplingParams(logit_bias={3: 1.0}, stop=("x",)), [[1]], Pooling.NONE, Namespace("t"),
             Beams(width=2, num_candidates=4, length_penalty=1.0, early_stopping="never"),
             SchedulingParams(deadline=2.0, retention=Retention(session="s")),
@@ -436,7 +436,7 @@ def test_announced_sizes_and_nesting_cost_nothing(data):
 )  # fmt: skip
 def test_values_out_of_bounds_do_not_pass_the_engines_door(wrong):
     fine = msgspec.to_builtins(ADD.requests[0].params)
-    request = ["a", [1], {**fine, **wrong}]
+    request = {"id": "a", "prompt": [1], "params": {**fine, **wrong}}
     data = msgspec.msgpack.encode([{"type": "Add", "number": 1, "requests": [request]}])
     if "unknown" in wrong:
         assert protocol.decode_commands(data)[0].requests[0].params == ADD.requests[0].params

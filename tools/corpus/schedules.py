@@ -18,7 +18,7 @@ from quire.cache.kv_cache import KVCache
 from quire.config import CacheConfig, Eviction, KVGroup, Policy, PreemptionMode, SchedulerConfig
 from quire.core import codec
 from quire.core.output import Output
-from quire.core.request import Beams, Namespace
+from quire.core.request import Beams, Namespace, Request
 from quire.core.scheduling_params import Program, Retention, SchedulingParams
 from quire.core.step import Pooling
 from quire.engine.engine import Engine
@@ -146,14 +146,16 @@ class Schedule:
             if draw.random() < 0.3:
                 params |= {"stop_token_ids": [draw.randrange(VOCAB_SIZE)]}
         try:
-            self._engine.add_request(
-                request_id,
-                prompt,
-                SamplingParams(**params),
-                pooling=pooling,
-                beams=beams,
-                namespace=Namespace(tenant=draw.choice(TENANTS), salt=draw.choice(["", "", "pepper"])),
-                scheduling_params=self._terms(),
+            self._engine.add(
+                Request(
+                    request_id,
+                    prompt,
+                    SamplingParams(**params),
+                    pooling=pooling,
+                    beams=beams,
+                    namespace=Namespace(tenant=draw.choice(TENANTS), salt=draw.choice(["", "", "pepper"])),
+                    scheduling_params=self._terms(),
+                )
             )
         except RequestError as error:
             self._add(f"{request_id} refused: {type(error).__name__}".encode())

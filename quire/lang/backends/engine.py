@@ -142,9 +142,9 @@ class EngineBackend(Backend):
     ) -> AsyncGenerator[Delta]:
         """Submit requests and yield their Deltas until all are finished. Updates the stats."""
         by_id = {transcript.request_id: transcript for transcript in transcripts}
-        terms = SchedulingParams(program=program)
+        params = SchedulingParams(program=program)
         outputs = await self._engine.generate(
-            [one.generation.request(name, scheduling_params=terms) for name, one in by_id.items()]
+            [one.generation.request(name, scheduling_params=params) for name, one in by_id.items()]
         )
         self.stats.num_calls += 1
         try:

@@ -252,7 +252,7 @@ def talk(rig: Rig, num_requests: int) -> None:
             prompt,
             max_tokens=rng.randint(1, 9),
             n=rng.choice((1, 1, 2)),
-            terms=SchedulingParams(retention=wish),
+            scheduling_params=SchedulingParams(retention=wish),
         )
         for _ in range(rng.randint(0, 6)):
             rig.step()
@@ -288,7 +288,7 @@ def test_wishes_change_no_token_and_a_journal_replays(eviction):
 
 def test_a_request_as_long_as_the_pool_runs_beside_pins():
     rig = rig_with("lru", num_blocks=24, max_model_len=96)
-    rig.add("pinned", list(range(40)), max_tokens=4, terms=SchedulingParams(retention=Retention(pin=True)))
+    rig.add("pinned", list(range(40)), max_tokens=4, scheduling_params=SchedulingParams(retention=Retention(pin=True)))
     rig.run()
     assert rig.cache.num_pinned == 10
     rig.add("long", [7] * 60, max_tokens=30)
@@ -299,7 +299,9 @@ def test_a_request_as_long_as_the_pool_runs_beside_pins():
 
 def test_a_request_that_is_preempted_asks_for_nothing_before_it_ends():
     rig = rig_with("lru", num_blocks=64, steps_in_flight=1)
-    rig.add("a", list(range(20)), max_tokens=9, terms=SchedulingParams(retention=Retention(pin=True, ttl=5.0)))
+    rig.add(
+        "a", list(range(20)), max_tokens=9, scheduling_params=SchedulingParams(retention=Retention(pin=True, ttl=5.0))
+    )
     while not rig.tokens.get(("a", 0)):
         rig.step()
     lives, wishes = rig.scheduler.state, rig.cache.index.retention
@@ -318,8 +320,8 @@ def test_beams_that_end_before_their_request_pin_nothing():
     rig = rig_with("lru", num_blocks=64, steps_in_flight=1)
     params = BeamSearchParams(beam_width=4, max_tokens=12)
     beams = plan_beams(params, vocab_size=50, num_end_tokens=1)
-    terms = SchedulingParams(retention=Retention(pin=True))
-    rig.add("a", list(range(9)), max_tokens=12, n=4, beams=beams, terms=terms)
+    scheduling_params = SchedulingParams(retention=Retention(pin=True))
+    rig.add("a", list(range(9)), max_tokens=12, n=4, beams=beams, scheduling_params=scheduling_params)
     while len(rig.scheduler.state.running_queue.running) < 4:
         rig.step()
     for _ in range(4):

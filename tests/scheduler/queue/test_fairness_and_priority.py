@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scripted_engine import VOCAB, Rig
 
 from quire.core.events import Finished, Preempted
-from quire.core.request import Namespace
+from quire.core.request import Namespace, Request
 from quire.core.scheduling_params import SchedulingParams
 from quire.cost.step_time import Calibration, DecodeSample, PrefillSample
 from quire.errors import DeadlineUnreachable, RequestError
@@ -171,7 +171,7 @@ def test_tokens_go_to_those_before_and_everybody_gets_a_part(wanted, total, orde
 def add(rig: Rig, request_id: str, length: int, priority: int, num_output: int = 8, n: int = 1) -> list[int]:
     prompt = [(int(request_id) * 11 + i) % VOCAB for i in range(length)]
     params = SamplingParams(temperature=0.0, max_tokens=num_output, n=n)
-    rig.engine.add_request(request_id, prompt, params, scheduling_params=SchedulingParams(priority=priority))
+    rig.engine.add(Request(request_id, prompt, params, scheduling_params=SchedulingParams(priority=priority)))
     return prompt
 
 
@@ -265,7 +265,7 @@ def busy(rig: Rig) -> None:
 
 def ask(rig: Rig, request_id: str, length: int, num_output: int, deadline: float, **params) -> None:
     params = SamplingParams(**({"temperature": 0.0, "max_tokens": num_output} | params))
-    rig.engine.add_request(request_id, [7] * length, params, scheduling_params=SchedulingParams(deadline=deadline))
+    rig.engine.add(Request(request_id, [7] * length, params, scheduling_params=SchedulingParams(deadline=deadline)))
 
 
 def test_what_cannot_be_in_time_is_refused_at_once_and_says_what_was_predicted():
@@ -312,11 +312,11 @@ def outcome(policy: str, priority: int, deadline: float, num_seen: int = 33) -> 
     rig.run()
     for i in range(10):
         prompt = [(i + 2) * (j + 1) % VOCAB for j in range(800)]
-        rig.engine.add_request(f"{i}", prompt, SamplingParams(max_tokens=2), namespace=Namespace("other"))
+        rig.engine.add(Request(f"{i}", prompt, SamplingParams(max_tokens=2), namespace=Namespace("other")))
     rig.step()
     try:
-        terms = SchedulingParams(deadline=deadline, priority=priority)
-        rig.engine.add_request("late", [7] * 20, SamplingParams(max_tokens=1), scheduling_params=terms)
+        scheduling_params = SchedulingParams(deadline=deadline, priority=priority)
+        rig.engine.add(Request("late", [7] * 20, SamplingParams(max_tokens=1), scheduling_params=scheduling_params))
     except DeadlineUnreachable:
         return "refused"
     return "taken"
@@ -420,7 +420,8 @@ def test_an_id_that_is_used_again_is_not_ended_for_the_deadline_of_the_one_befor
 def test_arrivals_that_are_refused_leave_no_trace_in_virtual_time():
     server = Server(limits("fcfs", max_num_seqs=4), memory(400), lambda n: 5e-3 + 1e-4 * n)
     arrivals = [
-        Arrival(i / 200, request(f"{i}", [i] * 200, 20, terms=SchedulingParams(deadline=2.0))) for i in range(600)
+        Arrival(i / 200, request(f"{i}", [i] * 200, 20, scheduling_params=SchedulingParams(deadline=2.0)))
+        for i in range(600)
     ]
     outcomes = server.run(arrivals)
     assert server.refused

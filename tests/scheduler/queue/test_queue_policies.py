@@ -11,7 +11,7 @@ from scripted_engine import VOCAB, Rig
 
 from quire.cache.incremental_match import IncrementalMatcher
 from quire.config import Policy
-from quire.core.request import Namespace
+from quire.core.request import Namespace, Request
 from quire.core.scheduling_params import SchedulingParams
 from quire.errors import ConfigError
 from quire.params import SamplingParams
@@ -171,10 +171,16 @@ def test_tokens_do_not_depend_on_the_policy_and_everything_replays(policy, data)
     for i in range(data.draw(st.integers(1, 10))):
         prompt = [token % VOCAB for token in data.draw(prompts())]
         params = {"max_tokens": data.draw(st.integers(1, 16)), "n": data.draw(st.sampled_from([1, 1, 1, 2]))}
-        terms = SchedulingParams(priority=data.draw(st.integers(-1, 1)))
+        scheduling_params = SchedulingParams(priority=data.draw(st.integers(-1, 1)))
         tenant = Namespace(data.draw(st.sampled_from(["a", "b", "c"])))
-        rig.engine.add_request(
-            str(i), prompt, SamplingParams(temperature=0.0, **params), namespace=tenant, scheduling_params=terms
+        rig.engine.add(
+            Request(
+                str(i),
+                prompt,
+                SamplingParams(temperature=0.0, **params),
+                namespace=tenant,
+                scheduling_params=scheduling_params,
+            )
         )
         asked[str(i)] = (prompt, params)
         for _ in range(data.draw(st.integers(0, 4))):
@@ -240,7 +246,7 @@ def test_places_are_those_that_counting_the_queue_would_find(data):
         tenant, lives = Namespace(data.draw(st.sampled_from("ab"))), rig.scheduler.state
         queued = [one for one in lives.sequences.values() if one in lives.queue and one.request.namespace == tenant]
         params = SamplingParams(max_tokens=data.draw(st.integers(1, 16)), n=data.draw(st.sampled_from([1, 3])))
-        rig.engine.add_request(str(i), [i] * data.draw(st.integers(1, 20)), params, namespace=tenant)
+        rig.engine.add(Request(str(i), [i] * data.draw(st.integers(1, 20)), params, namespace=tenant))
         assert rig.scheduler.explain(str(i), rig.now).place == len(queued)
         if data.draw(st.integers(0, 5)) == 0:
             rig.abort(str(data.draw(st.integers(0, i))))

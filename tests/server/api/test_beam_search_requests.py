@@ -5,7 +5,7 @@ from embedded_model_server import CHAT, STORY
 
 from quire.core.output import EndCause, Output
 from quire.core.request import Beams
-from quire.engine.inputs import Generation, NewRequest, TokenizedPrompt
+from quire.engine.inputs import Generation, TokenizedPrompt
 from quire.engine.output_text import RequestOutputProcessor
 from quire.engine.outputs import BeamSearchOutput
 from quire.errors import RequestError
@@ -207,10 +207,8 @@ def test_a_search_over_many_prompts_counts_its_width(http):
 
 @pytest.mark.parametrize("path", ROUTES)
 def test_end_tokens_of_model_and_request_have_candidates_beside_them(served, http, monkeypatch, path):
-    asked, add = [], served.built.engine.add_request
-    monkeypatch.setattr(
-        served.built.engine, "add_request", lambda *request: (asked.append(NewRequest(*request).beams), add(*request))
-    )
+    asked, add = [], served.built.engine.add
+    monkeypatch.setattr(served.built.engine, "add", lambda request: (asked.append(request.beams), add(request)))
     body = {**ROUTES[path], "use_beam_search": True, "max_tokens": 2, "stop_token_ids": [67, 68]}
     assert http.post(path, json=body).is_success
     ends = len(served.built.engine.eos_token_ids)

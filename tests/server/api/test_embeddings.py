@@ -152,7 +152,7 @@ def test_a_vector_of_nothing_stays_finite():
 def test_a_batch_of_prompts_ends_with_its_last_one_or_the_first_that_fails():
     asked = [Generation(TokenizedPrompt(None, [i]), SamplingParams(max_tokens=0)) for i in (5, 6)]
     batch = EmbeddingBatch(asked, Pooling.LAST)
-    first, second = (request.request_id for request in batch.requests)
+    first, second = (request.id for request in batch.requests)
     vector = np.ones(4, np.float32)
     assert batch.process_output(Output(second, 0, 0, [], end=EndCause.LENGTH, pooled=vector)).prompt_token_ids == [6]
     assert (batch.is_open(first), batch.is_open(second), batch.finished) == (True, False, False)
@@ -165,7 +165,7 @@ def test_a_batch_of_prompts_ends_with_its_last_one_or_the_first_that_fails():
 @pytest.mark.parametrize("pooling", [Pooling.LAST, Pooling.MEAN])
 def test_a_prompt_that_was_given_up_for_its_deadline_has_no_vector(pooling):
     batch = EmbeddingBatch([Generation(TokenizedPrompt(None, [5, 6]), SamplingParams(max_tokens=0))], pooling)
-    name = batch.requests[0].request_id
+    name = batch.requests[0].id
     if pooling is Pooling.MEAN:
         batch.process_output(Output(name, 0, 0, [], pooled=np.ones(4, np.float32)))  # of its first chunk
     with pytest.raises(EmbeddingDeadlineMissed, match="waited too long"):
@@ -182,7 +182,7 @@ def test_over_http_that_is_the_error_of_a_missed_deadline(monkeypatch, http):
                 pass
 
             async def __anext__(self):
-                return [Output(requests[0].request_id, 0, 0, [], end=EndCause.DEADLINE, error="it waited too long")]
+                return [Output(requests[0].id, 0, 0, [], end=EndCause.DEADLINE, error="it waited too long")]
 
         return Stream()
 

@@ -5,8 +5,8 @@ from embedded_model_server import STORY
 from multi_tenant_server import GENERATING, refused
 
 from quire import SamplingParams
+from quire.core.request import Request
 from quire.core.scheduling_params import Program, SchedulingParams
-from quire.engine.inputs import NewRequest
 from quire.errors import RequestError
 from quire.supervisor import protocol
 from quire.supervisor.open_requests import OpenRequests
@@ -34,7 +34,9 @@ def test_a_program_reaches_the_engine(keyless, path):
     ):
         answer = keyless.post(None, path, **GENERATING[path], program=given)
         assert answer.status_code == 200, answer.text
-        assert keyless.engine.terms[f"{answer.headers['x-request-id']}-0"] == SchedulingParams(program=expected)
+        assert keyless.engine.scheduling_params[f"{answer.headers['x-request-id']}-0"] == SchedulingParams(
+            program=expected
+        )
 
 
 @pytest.mark.parametrize("path", GENERATING)
@@ -99,23 +101,19 @@ def test_an_end_travels_as_it_is_and_a_restart_knows_the_program():
     (frame,) = FrameReader().feed(protocol.encode_frame([end]))
     assert protocol.decode_commands(frame) == [end]
     ledger = OpenRequests()
-    terms = SchedulingParams(program=Program(**WHOLE))
-    ledger.add([NewRequest("a", [1, 2], SamplingParams(seed=1), scheduling_params=terms)])
-    assert ledger.resume("a").scheduling_params == terms
+    scheduling_params = SchedulingParams(program=Program(**WHOLE))
+    ledger.add([Request("a", [1, 2], SamplingParams(seed=1), scheduling_params=scheduling_params)])
+    assert ledger.resume("a").scheduling_params == scheduling_params
 
 
 def test_a_program_offline(llm, monkeypatch):
     seen = []
-    add = llm.llm_engine.add_request
-    monkeypatch.setattr(
-        llm.llm_engine,
-        "add_request",
-        lambda *request: (seen.append(NewRequest(*request).scheduling_params), add(*request)),
-    )
+    add = llm.llm_engine.add
+    monkeypatch.setattr(llm.llm_engine, "add", lambda request: (seen.append(request.scheduling_params), add(request)))
     one = SamplingParams(max_tokens=1)
     llm.generate([STORY, STORY], one, program=[{"id": "a"}, None])
     llm.chat([{"role": "user", "content": "Hello"}], one, program=Program(**WHOLE))
-    assert [terms.program for terms in seen] == [Program(id="a"), None, Program(**WHOLE)]
+    assert [scheduling_params.program for scheduling_params in seen] == [Program(id="a"), None, Program(**WHOLE)]
     llm.end_program("a")
     llm.end_program("never heard of", "b")
     with pytest.raises(RequestError, match="id must be"):

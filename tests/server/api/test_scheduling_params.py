@@ -10,7 +10,7 @@ from multi_tenant_server import GENERATING
 from quire import SamplingParams
 from quire.config import EngineOptions
 from quire.core.scheduling_params import Retention, SchedulingParams
-from quire.engine.inputs import NewRequest, make_scheduling_params, scheduling_params_per_prompt
+from quire.engine.inputs import make_scheduling_params, scheduling_params_per_prompt
 from quire.errors import RequestError
 from quire.server.app import make_app
 
@@ -21,7 +21,7 @@ ONE = SamplingParams(max_tokens=1)
 
 def terms_of(site, answer):
     assert answer.status_code == 200, answer.text
-    return site.engine.terms[f"{answer.headers['x-request-id']}-0"]
+    return site.engine.scheduling_params[f"{answer.headers['x-request-id']}-0"]
 
 
 @pytest.mark.parametrize("path", GENERATING)
@@ -102,13 +102,13 @@ def test_a_server_that_heeds_priorities_takes_them(http):
 def noted(llm, monkeypatch):
     """Scheduling parameters of the engine's requests, in order."""
     seen = []
-    add = llm.llm_engine.add_request
+    add = llm.llm_engine.add
 
-    def noting(*request):
-        seen.append(NewRequest(*request).scheduling_params)
-        add(*request)
+    def noting(request):
+        seen.append(request.scheduling_params)
+        add(request)
 
-    monkeypatch.setattr(llm.llm_engine, "add_request", noting)
+    monkeypatch.setattr(llm.llm_engine, "add", noting)
     return seen
 
 

@@ -91,10 +91,10 @@ def test_an_engine_that_does_not_answer_tells_nothing(monkeypatch, served):
 
 @pytest.mark.parametrize("path", GENERATING)
 def test_a_deadline_that_cannot_be_met_is_a_429_that_says_when_to_come_again(keyless, monkeypatch, path):
-    def refuse(*_request):
+    def refuse(_request):
         raise DeadlineUnreachable(7.2, 2.5)
 
-    monkeypatch.setattr(keyless.engine, "add_request", refuse, raising=False)
+    monkeypatch.setattr(keyless.engine, "add", refuse, raising=False)
     answer = keyless.post(None, path, **GENERATING[path], deadline=2.5)
     assert answer.status_code == 429
     assert answer.headers["retry-after"] == "5"

@@ -83,9 +83,9 @@ async def _start(service: Service, body: ChatBody, caller: Caller, id: str) -> t
         asked, beginning = await service.thread_pool.run(lambda: _read(service, body, params))
         check_prompt_values(asked, ids=bool(body.return_token_ids), choices=False)
         answer = ChatAnswer(id, service, body, params, beginning)
-        namespace, terms = caller.namespace(body.cache_salt), body.scheduling_params(service.options)
+        namespace, scheduling_params = caller.namespace(body.cache_salt), body.scheduling_params(service.options)
         with caller.quota.spending(num_prompt_tokens(asked)):
-            return answer, await service.start(answer.id, asked, namespace, beams, terms)
+            return answer, await service.start(answer.id, asked, namespace, beams, scheduling_params)
 
 
 def _read(service: Service, body: ChatBody, params: SamplingParams) -> tuple[list[Generation], str]:

@@ -124,9 +124,9 @@ async def _start(service: Service, body: CompletionBody, caller: Caller, id: str
         asked = await service.tokenize(prompts, each, add_special_tokens=body.add_special_tokens)
         check_prompt_values(asked, ids=bool(body.return_token_ids or body.echo))
         answer = CompletionAnswer(id, service, body, params, await _echoes(service, body, asked))
-        namespace, terms = caller.namespace(body.cache_salt), body.scheduling_params(service.options)
+        namespace, scheduling_params = caller.namespace(body.cache_salt), body.scheduling_params(service.options)
         with caller.quota.spending(num_prompt_tokens(asked)):
-            return answer, await service.start(answer.id, asked, namespace, beams, terms)
+            return answer, await service.start(answer.id, asked, namespace, beams, scheduling_params)
 
 
 async def _echoes(service: Service, body: CompletionBody, asked: Sequence[Generation]) -> list[Echo] | None:

@@ -56,9 +56,9 @@ async def _start(service: Service, body: GenerateBody, caller: Caller, id: str) 
         answer = GenerateAnswer(id, reports, entries, alone=alone)
         asked = await service.tokenize(prompts, params)
         check_prompt_values(asked, ids=False)
-        namespace, terms = caller.namespace(body.salt()), body.scheduling_params(service.options)
+        namespace, scheduling_params = caller.namespace(body.salt()), body.scheduling_params(service.options)
         with caller.quota.spending(num_prompt_tokens(asked)):
-            return answer, await service.start(answer.id, asked, namespace, terms=terms)
+            return answer, await service.start(answer.id, asked, namespace, scheduling_params=scheduling_params)
 
 
 def _reports(body: GenerateBody, count: int) -> list[Report]:
