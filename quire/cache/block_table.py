@@ -13,17 +13,23 @@ ABSENT = -1  # instead of a block that lies wholly before the window of its grou
 _NAMESPACE = Namespace()
 
 
+class IndexHandle:
+    """A place in a prefix index, kept by a table or a prefix match. Each index has its own subclasses."""
+
+    __slots__ = ()
+
+
 class IndexCursor:
     """Where a table's blocks end in the prefix index. Only the index changes it.
 
-    The index owns the first `num_indexed` blocks of the table. `handle` is the position in the index where they end, of
-    a type that the index chooses. `num_public` leading blocks hold a public prefix.
+    The index owns the first `num_indexed` blocks of the table. `handle` is the place in the index where they end.
+    `num_public` leading blocks hold a public prefix.
     """
 
     __slots__ = ("handle", "num_indexed", "num_public")
 
     def __init__(self) -> None:
-        self.handle: object = None
+        self.handle: IndexHandle | None = None
         self.num_indexed = 0
         self.num_public = 0
 

@@ -23,7 +23,7 @@ from itertools import islice
 import msgspec
 
 from quire.cache.block_pool import BlockPool
-from quire.cache.block_table import ABSENT, BlockTable
+from quire.cache.block_table import ABSENT, BlockTable, IndexHandle
 from quire.cache.prefix.index import (
     BYTES_PER_TOKEN,
     NO_REASON,
@@ -54,11 +54,18 @@ class Entry:
 
 
 @dataclass(slots=True)
-class Chain:
+class Chain(IndexHandle):
     """The keys of a table's indexed blocks."""
 
     keys: list[bytes]
     firsts: list[int]  # per group: index of the first entry that the table uses
+
+
+@dataclass(frozen=True, slots=True)
+class MatchedKeys(IndexHandle):
+    """The keys of the blocks of a prefix match."""
+
+    keys: list[bytes]
 
 
 class HashIndex:
@@ -108,7 +115,7 @@ class HashIndex:
             if all(gap < self._config.first_attended_block(group, position) for group, gap in gaps.items()):
                 num_found = len(keys)
         found = tuple([some[group] for some in blocks[:num_found]] for group in range(len(nothing)))
-        return PrefixMatch(found, num_found * self._config.block_size, (), num_public, keys[:num_found])
+        return PrefixMatch(found, num_found * self._config.block_size, (), num_public, MatchedKeys(keys[:num_found]))
 
     def explain_miss(self, namespace: Namespace, tokens: Sequence[int], found: PrefixMatch, reusable: int) -> Miss:
         """See PrefixIndex. A miss of less than a block gets the reason "last_token" or "recomputed"."""
@@ -117,7 +124,7 @@ class HashIndex:
         if position // self._config.block_size >= reusable // self._config.block_size:
             return Miss(position, token, "last_token" if reusable == len(tokens) - 1 else "recomputed")
         rest = tokens[position : position + self._config.block_size]
-        keys: list[bytes] = found.index_handle or []  # type: ignore[assignment]  # set by `match_prefix`
+        keys = _keys_of(found)
         key = next(self._keys(namespace, token_key(rest), found.num_public, keys))
         cause = self._eviction_log.get(key)
         if cause is not None:
@@ -136,7 +143,7 @@ class HashIndex:
 
     def _is_being_computed(self, namespace: Namespace, rest: Sequence[int], found: PrefixMatch) -> bool:
         """Whether a running sequence has the tokens `rest` next behind the match."""
-        keys: list[bytes] = found.index_handle or []  # type: ignore[assignment]  # set by `match_prefix`
+        keys = _keys_of(found)
         depth, wanted = len(keys), token_key(rest)
         for table, chain in self._chains.items():
             if len(chain.keys) < depth or chain.keys[depth - 1 : depth] != keys[-1:]:
@@ -165,7 +172,7 @@ class HashIndex:
 
     def register(self, table: BlockTable, found: PrefixMatch) -> None:
         """See PrefixIndex."""
-        keys: list[bytes] = found.index_handle or []  # type: ignore[assignment]  # set by `match_prefix`
+        keys = _keys_of(found)
         table.cursor.num_public = found.num_public
         self._new_chain(table, keys)
         self._record_namespace(table.namespace)
@@ -404,5 +411,10 @@ def _root(namespace: Namespace, before: bytes) -> bytes:
 
 def _chain_of(table: BlockTable) -> Chain:
     """The chain of a table, set by `register` or `register_fork`."""
-    chain: Chain = table.cursor.handle  # type: ignore[assignment]
+    chain = table.cursor.handle
+    assert isinstance(chain, Chain), "the table is registered"
     return chain
+
+
+def _keys_of(match: PrefixMatch) -> list[bytes]:
+    return match.handle.keys if isinstance(match.handle, MatchedKeys) else []

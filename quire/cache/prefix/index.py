@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from struct import pack
 from typing import NamedTuple, Protocol
 
-from quire.cache.block_table import BlockTable
+from quire.cache.block_table import BlockTable, IndexHandle
 from quire.cache.prefix.retention_marks import RetentionMarks
 from quire.core.explanation import Miss
 from quire.core.request import Namespace
@@ -26,7 +26,7 @@ class PrefixMatch(NamedTuple):
     num_tokens: int = 0  # of the whole blocks and the partial block
     partial: tuple[int, ...] = ()  # per group: a block whose leading tokens match next; empty if there is none
     num_public: int = 0  # leading blocks of the prompt that belong to a public prefix, matched or not
-    index_handle: object = None  # where in the index the whole blocks end
+    handle: IndexHandle | None = None  # where in the index the whole blocks end
 
 
 NO_MATCH = PrefixMatch()

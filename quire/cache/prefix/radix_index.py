@@ -13,11 +13,12 @@ In a group with a window, a match ends where the blocks that its next query atte
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
 from quire.cache.block_pool import BlockPool
-from quire.cache.block_table import ABSENT, BlockTable
+from quire.cache.block_table import ABSENT, BlockTable, IndexHandle
 from quire.cache.prefix.eviction import (
     EvictableLeaves,
     EvictionPolicy,
@@ -57,6 +58,13 @@ class TreePosition(NamedTuple):
     depth: int
 
 
+@dataclass(frozen=True, slots=True)
+class MatchedPositions(IndexHandle):
+    """Where a prefix match ends: under the public root and under the root of the namespace."""
+
+    positions: list[TreePosition]
+
+
 class RadixSearch:
     """Searches the radix trees. Changes nothing."""
 
@@ -87,7 +95,7 @@ class RadixSearch:
             for some in blocks:
                 del some[depth:]
             places = [climb(place, min(depth, place.depth)) for place in places if place.node.root.end <= depth]
-        return PrefixMatch(blocks, depth * self._block_size + count, partial, num_public, places)
+        return PrefixMatch(blocks, depth * self._block_size + count, partial, num_public, MatchedPositions(places))
 
     def explain_miss(self, namespace: Namespace, tokens: Sequence[int], found: PrefixMatch, reusable: int) -> Miss:
         """See PrefixIndex."""
@@ -113,7 +121,7 @@ class RadixSearch:
     def _miss_reason(self, namespace: Namespace, data: bytes, found: PrefixMatch) -> MissReason:
         """The reason of a miss of tokens that were not evicted."""
         depth = found.num_tokens // self._block_size
-        places: list[TreePosition] = found.index_handle or []  # type: ignore[assignment]  # set by `match_prefix`
+        places = _positions_of(found)
         if any(self._is_being_computed(place, data, found.num_tokens) for place in places if place.depth == depth):
             return "being_computed"
         others = (one for one in self._trees.namespaces(namespace.tenant) if one != namespace)
@@ -302,7 +310,7 @@ class RadixIndex:
         depth = len(found.blocks[0]) if found.blocks else 0
         table.cursor.num_public = self._num_public(table)
         end = None
-        for node, at in found.index_handle or ():  # type: ignore[attr-defined]  # places from `match_prefix`
+        for node, at in _positions_of(found):
             if at == depth and node.public == (depth < table.cursor.num_public):
                 end = node = self.trees.split_at(node, at)
             self.trees.touch(node, hit=True)
@@ -498,3 +506,7 @@ class RadixIndex:
         data = token_key(table.tokens[: num_blocks * self._block_size])
         root = self.trees.root(self._public.root_key(table.namespace), 0, public=True)
         return self._search.descend(root, data, tuple([] for _ in range(self._num_groups)))
+
+
+def _positions_of(match: PrefixMatch) -> list[TreePosition]:
+    return match.handle.positions if isinstance(match.handle, MatchedPositions) else []

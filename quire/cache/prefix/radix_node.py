@@ -7,6 +7,7 @@ from itertools import islice
 from sys import maxsize
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from quire.cache.block_table import IndexHandle
 from quire.cache.retention import Mark
 
 V = TypeVar("V")
@@ -168,7 +169,7 @@ def merge_parts(upper: tuple[Part, ...], reach: int, uses: UseStats, lower: tupl
     return (*upper, Part(reach, uses), *lower)[-_MOST_PARTS:]
 
 
-class Node:
+class Node(IndexHandle):
     """A run of blocks without a branch.
 
     `edge` is the key of its tokens. It has a whole number of blocks, except for a tail: a leaf of one partly filled

@@ -470,4 +470,6 @@ class RadixTrees:
 
 def node_of(table: BlockTable) -> Node:
     """The node where a table's indexed blocks end."""
-    return table.cursor.handle  # type: ignore[return-value]  # set by `register_table`
+    node = table.cursor.handle
+    assert isinstance(node, Node), "the table is registered"
+    return node
