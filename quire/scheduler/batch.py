@@ -1,11 +1,13 @@
 """Batch composition: schedules running sequences, then admits waiting ones while budget, rows and blocks last."""
 
+from collections import Counter
+
 from quire.cache.manager import KVCacheManager
 from quire.config import SchedulerConfig
 from quire.cost.step_time import StepTime
 from quire.scheduler.budget_sharing import SHARING_RULES, TokenShares
 from quire.scheduler.lifecycle import SchedulerState, cause_of, retention_of
-from quire.scheduler.preemption import default_victim
+from quire.scheduler.preemption import Victims, default_victim
 from quire.scheduler.sequence import Sequence
 from quire.scheduler.step_builder import StepBuilder
 
@@ -41,9 +43,9 @@ class BatchComposer:
     def _preempt_for_head(self, now: float) -> None:
         """Preempt for the head of the queue by the rule of budget sharing, if rows are short or the head lacked blocks.
 
-        Preempts at most one request per step, and none while the previous victim is still in an in-flight step. Under
-        `fair` a request is not preempted again before it has a new token, or two tenants could preempt each other
-        forever.
+        One sequence is enough if only a row is missing. Blocks are freed by a whole request, because its sequences
+        share most of them. Preempts nothing while the previous victim is still in an in-flight step. Under `fair` a
+        request is not preempted again before it has a new token, or two tenants could preempt each other forever.
         """
         head, rows = self._state.queue.head, self._state.running_queue
         if self._sharing is None or head is None or (rows.has_free_row and self._blocked_head != head.id):
@@ -51,14 +53,19 @@ class BatchComposer:
         last = self._last_victim
         if last is not None and last.row < 0 and self._state.is_in_flight(last):
             return
-        requests = self._state.requests
-        victim = self._sharing.select_victim(
-            rows.running, self._state.queue, head, lambda seq: requests[seq.request.id].has_progressed
-        )
+        requests, lacks_blocks = self._state.requests, self._blocked_head == head.id
+        families = Counter(seq.request.id for seq in rows.running)
+
+        def num_leaving(seq: Sequence) -> int:
+            return families[seq.request.id] if lacks_blocks or self._leaves_together(seq) else 1
+
+        victims = Victims(rows.running, lambda seq: requests[seq.request.id].has_progressed, num_leaving)
+        victim = self._sharing.select_victim(victims, self._state.queue, head)
         if victim is not None and not victim.is_swapping_in:  # else after its swap-in
             self._last_victim = victim
             requests[victim.request.id].preempt_for_sharing()
-            self._state.preempt(victim, self._sharing.reason, now)
+            preempt = self._state.preempt if num_leaving(victim) > 1 else self._state.preempt_one
+            preempt(victim, self._sharing.reason, now)
 
     def _token_shares(self, running: list[Sequence], num_tokens: int) -> TokenShares | None:
         """The shares of `num_tokens` tokens; None without a limit, because no waiting sequence could use them."""
@@ -112,9 +119,8 @@ class BatchComposer:
     def _allocate_blocks(self, seq: Sequence, num_tokens: int, builder: StepBuilder, now: float) -> bool:
         """Allocate blocks for the first `num_tokens` positions; preempt the last running ones while blocks are short.
 
-        Sequences are preempted one by one, so that the others of their request continue. All sequences of another
-        request are preempted together if they are beams, which cannot continue alone, or if they are swapped, so that
-        their shared blocks are copied once. Returns False if the sequence gets no chunk in this step.
+        Sequences are preempted one by one, so that the others of their request continue, except for those of another
+        request that leave together. Returns False if the sequence gets no chunk in this step.
         """
         assert seq.table is not None
         while (firsts := self._cache.grow(seq.table, num_tokens, cause=cause_of(seq, now))) is None:
@@ -186,11 +192,17 @@ class BatchComposer:
     def _preempt(self, victim: Sequence, gainer: Sequence, reason: str, now: float) -> None:
         if self._state.watermark.preempted(len(self._state.running_queue.running)):
             self._state.request_stats.watermark_changed(self._state.watermark.blocks_per_sequence, now, more=True)
-        together = victim.is_beam or self._config.preemption == "swap"
-        if victim.request is gainer.request or not together:
+        if victim.request is gainer.request or not self._leaves_together(victim):
             self._state.preempt_one(victim, reason, now)
         else:
             self._state.preempt(victim, reason, now)
+
+    def _leaves_together(self, seq: Sequence) -> bool:
+        """Whether all sequences of a request are preempted together.
+
+        Beams cannot continue alone. Of swapped sequences the shared blocks are copied once.
+        """
+        return seq.is_beam or self._config.preemption == "swap"
 
     def _plan_chunk(self, seq: Sequence, num_tokens: int, builder: StepBuilder) -> None:
         """Plan a chunk of up to `num_tokens`. The next token is sampled behind the last known or pending one."""

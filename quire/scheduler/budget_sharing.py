@@ -6,12 +6,11 @@ counts per flow, too (`scheduler.queue_limit`).
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Sequence as Listing
 from typing import NamedTuple
 
 from quire.config import Policy
 from quire.core.request import Request
-from quire.scheduler.preemption import MayPreempt, tenant_service, victim_by_class, victim_by_tenant
+from quire.scheduler.preemption import Victims, tenant_service, victim_by_class, victim_by_tenant
 from quire.scheduler.queue.waiting_queue import Queue
 from quire.scheduler.sequence import Sequence
 
@@ -25,7 +24,7 @@ class SharingRule(NamedTuple):
     flow_of: Callable[[Request], Flow]
     order_of: Callable[[Queue, Flow], int]  # the lowest is first
     min_fraction: float  # fraction of an equal part that each flow gets, if it has that many tokens to compute
-    select_victim: Callable[[Listing[Sequence], Queue, Sequence, MayPreempt], Sequence | None]  # for the head
+    select_victim: Callable[[Victims, Queue, Sequence], Sequence | None]  # for the head of the queue
     reason: str
 
 

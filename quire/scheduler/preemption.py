@@ -27,55 +27,54 @@ def tenant_of(seq: Sequence) -> str:
     return seq.request.namespace.tenant
 
 
-MayPreempt = Callable[[Sequence], bool]  # False for a sequence whose request was preempted since its last token
+class Victims(NamedTuple):
+    """The running sequences of which one may be preempted for the head of the queue."""
+
+    running: Listing[Sequence]  # in the order of rank
+    may_preempt: Callable[[Sequence], bool]  # False for a sequence whose request was preempted since its last token
+    num_leaving: Callable[[Sequence], int]  # rows that are freed if the sequence is preempted
 
 
-def victim_by_class(running: Listing[Sequence], _: Queue, head: Sequence, __: MayPreempt) -> Sequence | None:
+def victim_by_class(victims: Victims, _: Queue, head: Sequence) -> Sequence | None:
     """The last sequence of the worst running class, if that class is worse than the head's.
 
     It may be preempted again and again: classes are ordered, so no two requests preempt each other forever.
     """
+    running = victims.running
     return running[-1] if running and running[-1].rank[0] > head.rank[0] else None
 
 
-def _victim_by_rows(running: Listing[Sequence], head: Sequence, may_preempt: MayPreempt) -> Sequence | None:
-    """The last sequence of the tenant with the most rows without whose request it has more rows than the head's tenant.
+def _victim_by_rows(victims: Victims, head: Sequence) -> Sequence | None:
+    """The last sequence of the tenant with the most rows after whose preemption it has more than the head's tenant.
 
-    If the head's tenant has no row, any request qualifies. None if the head's tenant has at most one row less.
+    If the head's tenant has no row, any sequence qualifies. None if the head's tenant has at most one row less.
     """
-    counts = Counter(map(tenant_of, running))
+    counts = Counter(map(tenant_of, victims.running))
     tenant, most = max(counts.items(), key=lambda one: one[1], default=("", 0))
     own = counts[tenant_of(head)]
     if most <= own + 1:
         return None
-    families = Counter(seq.request.id for seq in running)
-    theirs = (seq for seq in reversed(running) if tenant_of(seq) == tenant and may_preempt(seq))
-    return next((seq for seq in theirs if not own or most - families[seq.request.id] > own), None)
+    theirs = (seq for seq in reversed(victims.running) if tenant_of(seq) == tenant and victims.may_preempt(seq))
+    return next((seq for seq in theirs if not own or most - victims.num_leaving(seq) > own), None)
 
 
-def _victim_by_service(
-    running: Listing[Sequence], queue: Queue, head: Sequence, may_preempt: MayPreempt
-) -> Sequence | None:
+def _victim_by_service(victims: Victims, queue: Queue, head: Sequence) -> Sequence | None:
     """The last sequence of the tenant served most, if its counter is not below the head's tenant's plus the prompt.
 
-    Its request has no more rows than the head's request has sequences. So bursts of a tenant below its share do not
-    wait.
+    Its preemption frees no more rows than the head's request has sequences. So bursts of a tenant below its share do
+    not wait.
     """
-    counters = {tenant: tenant_service(queue, tenant) for tenant in map(tenant_of, running)}
+    counters = {tenant: tenant_service(queue, tenant) for tenant in map(tenant_of, victims.running)}
     tenant, most = max(counters.items(), key=lambda one: one[1], default=("", 0))
     if tenant == tenant_of(head) or most < tenant_service(queue, tenant_of(head)) + PROMPT_WEIGHT * len(head.tokens):
         return None
-    families = Counter(seq.request.id for seq in running)
-    theirs = (seq for seq in reversed(running) if tenant_of(seq) == tenant and may_preempt(seq))
-    return next((seq for seq in theirs if families[seq.request.id] <= head.request.num_sequences), None)
+    theirs = (seq for seq in reversed(victims.running) if tenant_of(seq) == tenant and victims.may_preempt(seq))
+    return next((seq for seq in theirs if victims.num_leaving(seq) <= head.request.num_sequences), None)
 
 
-def victim_by_tenant(
-    running: Listing[Sequence], queue: Queue, head: Sequence, may_preempt: MayPreempt
-) -> Sequence | None:
+def victim_by_tenant(victims: Victims, queue: Queue, head: Sequence) -> Sequence | None:
     """The victim under the policy `fair`: by rows, else by service."""
-    by_rows = _victim_by_rows(running, head, may_preempt)
-    return by_rows or _victim_by_service(running, queue, head, may_preempt)
+    return _victim_by_rows(victims, head) or _victim_by_service(victims, queue, head)
 
 
 def tenant_service(queue: Queue, tenant: str) -> int:

@@ -433,21 +433,42 @@ def test_arrivals_that_are_refused_leave_no_trace_in_virtual_time():
     assert server.scheduler.check() == []
 
 
-def test_a_family_gives_way_only_where_its_tenant_keeps_as_many_rows():
+def test_sequences_of_a_request_give_way_one_by_one_until_both_tenants_have_as_many_rows():
     rig = Rig(num_blocks=200, max_num_seqs=9, policy="fair")
     rig.add("large", [1] * 8, n=8, seed=1, temperature=1.0, max_tokens=40, namespace=Namespace("a"))
     for _ in range(4):
         rig.step()
     for i in range(12):
-        rig.add(f"small{i}", [2 + i] * 8, max_tokens=6, namespace=Namespace("b"))
-    rig.run()
-    assert rig.scheduler.request_stats.num_preemptions == 0, "b has a row, and a would have none"
-    rig.add("large again", [3] * 8, n=9, seed=1, temperature=1.0, max_tokens=40, namespace=Namespace("a"))
+        rig.add(f"small{i}", [2 + i] * 8, max_tokens=30, namespace=Namespace("b"))
+    rows = []
+    while not rig.reasons:
+        rows.append(Counter(name[:5] for name in running(rig)))
+        rig.step()
+    assert [(count["large"], count["small"]) for count in rows[:5]] == [(8, 0), (8, 1), (7, 2), (6, 3), (5, 4)]
+    assert all(count["large"] and count["small"] and sum(count.values()) == 9 for count in rows[1:])
+
+
+@pytest.mark.parametrize(("mode", "num_preempted"), [("recompute", 1), ("swap", 9)])
+def test_one_row_is_freed_by_one_sequence_unless_it_is_swapped(mode, num_preempted):
+    rig = Rig(num_blocks=200, max_num_seqs=9, policy="fair", preemption=mode, num_host_blocks=200)
+    rig.add("large", [3] * 8, n=9, seed=1, temperature=1.0, max_tokens=40, namespace=Namespace("a"))
     for _ in range(4):
         rig.step()
     rig.add("small", [40] * 8, max_tokens=6, namespace=Namespace("b"))
     rig.run()
-    assert rig.scheduler.request_stats.num_preemptions == 9, "b had none"
+    assert rig.scheduler.request_stats.num_preemptions == num_preempted
+
+
+def test_blocks_are_freed_by_a_whole_request():
+    rig = Rig(num_blocks=20, max_num_seqs=9, policy="fair")
+    rig.add("large", [3] * 20, n=4, seed=1, temperature=1.0, max_tokens=30, namespace=Namespace("a"))
+    for _ in range(9):
+        rig.step()
+    rig.add("small", [40] * 40, max_tokens=6, namespace=Namespace("b"))
+    rig.run()
+    preempted = [one for one in rig.scheduler.request_stats.events if isinstance(one, Preempted)]
+    assert [one.reason for one in preempted[:4]] == ["a tenant with fewer rows or less service waits"] * 4
+    assert len({one.now for one in preempted[:4]}) == 1
 
 
 def test_a_tenant_that_was_served_less_takes_more_than_half_of_the_rows_and_one_that_was_not_does_not():

@@ -63,7 +63,7 @@ def deepest(scheduler, waiting) -> Sequence:
     paths = {}
     for seq in waiting:
         found = scheduler.cache.index.match_prefix(seq.request.namespace, seq.tokens[: seq.reusable])
-        node = found.index_handle[-1].node if found.index_handle else None
+        node = found.handle.positions[-1].node if found.handle.positions else None
         path = []
         while node is not None:
             path.append(node.id)
