@@ -1,6 +1,7 @@
 """Random schedules of the scheduler under a virtual clock; a failing one is minimized.
 
-    python -m tools.fuzz_schedules [--seeds 20000 | --seconds 60] [--first SEED] [--save FOLDER] [--replay FILE...]
+    python -m tools.fuzz_schedules [--seeds 20000 | --seconds 60] [--first SEED] [--jobs N] [--save FOLDER]
+                                    [--replay FILE...]
 
 A schedule is data: a configuration and events (requests, aborts, ends, steps, pauses). It runs on the scripted runner.
 Every few steps the block accounting must be right. At the end every request must have ended, with the tokens that the
@@ -12,13 +13,15 @@ import argparse
 import io
 import json
 import logging
+import os
 import random
 import secrets
 import sys
 import time
 import traceback
 from collections.abc import Iterator
-from itertools import takewhile
+from multiprocessing import get_context
+from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -44,6 +47,7 @@ EOS = 0
 MAX_IDLE_STEPS = 4000  # steps without an output, after which a schedule hangs; a beam search has none before its end
 TENANTS = ("", "red", "blue")
 _STEPS_PER_CHECK = 5
+_SEEDS_PER_BATCH = 64
 MINIMIZE_SECONDS = 60.0
 
 Schedule = dict[str, Any]  # see `random_schedule`
@@ -524,12 +528,25 @@ def _simpler_events(event: list[Any]) -> Iterator[list[Any]]:
                     yield ["add", one | {"max_tokens": fewer}]
 
 
+def _fault_of_seed(seed: int) -> tuple[int, Fault | None]:
+    return seed, fault_of(random_schedule(seed))
+
+
+def _faults(pool: Pool, seeds: range, until: float) -> Iterator[tuple[int, Fault | None]]:
+    """Each seed with its fault, in any order, until the time `until` of the monotonic clock."""
+    for first in range(seeds.start, seeds.stop, _SEEDS_PER_BATCH):
+        if time.monotonic() >= until:
+            return
+        yield from pool.imap_unordered(_fault_of_seed, seeds[first - seeds.start :][:_SEEDS_PER_BATCH])
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the seeds or files, print and save what fails. Exits with 1 if anything failed."""
     parser = argparse.ArgumentParser(prog="tools.fuzz_schedules", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--seeds", type=int, default=1000, help="number of schedules")
     parser.add_argument("--seconds", type=float, help="as many schedules as run in this time, instead of --seeds")
     parser.add_argument("--first", type=int, help="the first seed; without it a random one")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes; by default one for each core")
     parser.add_argument("--save", type=Path, help="write minimized schedules to this folder")
     parser.add_argument("--replay", type=Path, nargs="+", default=[], help="run these saved schedules instead")
     args = parser.parse_args(arguments)
@@ -544,13 +561,13 @@ def main(arguments: list[str] | None = None) -> None:
     num_seeds = args.seeds if args.seconds is None else sys.maxsize
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     failed = num_run = 0
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with (
+        get_context("spawn").Pool(args.jobs, logging.disable) as pool,
+        Progress(*columns, console=Console(stderr=True), transient=True) as progress,
+    ):
         task = progress.add_task("schedules", total=None if args.seconds else num_seeds)
-        seeds = takewhile(lambda _: time.monotonic() < until, range(first, first + num_seeds))
-        for seed in seeds:
+        for seed, fault in _faults(pool, range(first, first + num_seeds), until):
             num_run += 1
-            schedule = random_schedule(seed)
-            fault = fault_of(schedule)
             progress.advance(task)
             if fault is None:
                 continue
@@ -559,7 +576,7 @@ def main(arguments: list[str] | None = None) -> None:
             if args.save is not None:
                 args.save.mkdir(parents=True, exist_ok=True)
                 path = args.save / f"{fault.kind.replace(' ', '_')}_{seed}.json"
-                path.write_text(json.dumps(minimized(schedule, fault.kind), indent=1) + "\n")
+                path.write_text(json.dumps(minimized(random_schedule(seed), fault.kind), indent=1) + "\n")
                 print(f"  minimized: {path}", flush=True)
     print(f"{num_run} schedules, {failed} failed")
     sys.exit(failed > 0)
