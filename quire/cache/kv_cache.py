@@ -340,6 +340,8 @@ class KVCache:
         cause: EvictionCause = NO_CAUSE,
     ) -> list[int] | None:
         """See KVCacheManager."""
+        if num_tokens == table.capacity + 1 and not (reserve or watermark_blocks) and self._append_blocks(table):
+            return [len(blocks) - 1 for blocks in table.blocks]
         needed, enough = self.num_needed_blocks(table, num_tokens, reserve), True
         for group, pool in enumerate(self.pools):
             wanted = needed[group] + (watermark_blocks[group] if watermark_blocks else 0)
@@ -360,6 +362,25 @@ class KVCache:
         table.append(fresh, self.block_size)
         return firsts
 
+    def _append_blocks(self, table: BlockTable) -> bool:
+        """Append a free block per group to a table whose blocks are all full. False, without a change, otherwise."""
+        index, rest = divmod(table.capacity, self.block_size)
+        if (
+            rest
+            or any(len(blocks) != index for blocks in table.blocks)
+            or not all(pool.num_free for pool in self.pools)
+        ):
+            return False
+        table.append([[pool.allocate()] for pool in self.pools], self.block_size)
+        return True
+
+    def append_slot(self, table: BlockTable, start: int) -> bool:
+        """See KVCacheManager."""
+        if start >= table.capacity or (self._has_index and (start + 1) // self.block_size > table.cursor.num_indexed):
+            return False
+        table.num_launched = start
+        return True
+
     def cache_blocks(self, table: BlockTable, start: int, stop: int) -> list[int] | None:
         """See KVCacheManager."""
         table.num_launched = start
@@ -368,6 +389,9 @@ class KVCache:
             return None
         num_blocks = min(stop, len(table.tokens)) // self.block_size
         if num_blocks <= cursor.num_indexed:
+            return None
+        if num_blocks == cursor.num_indexed + 1 and self.index.extend(table):
+            self._in_flight.record_insert(table, (num_blocks - 1,), start, self.block_size)
             return None
         added = self.index.insert(table, num_blocks, start)
         self._in_flight.record_insert(table, added.entered, start, self.block_size)

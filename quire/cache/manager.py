@@ -163,10 +163,17 @@ class KVCacheManager(Protocol):
         None if there are not enough blocks.
         """
 
+    def append_slot(self, table: BlockTable, start: int) -> bool:
+        """Record that the planned step writes position `start` only, if this needs no allocation and fills no block.
+
+        Otherwise returns False, and `grow` and `cache_blocks` are needed.
+        """
+
     def cache_blocks(self, table: BlockTable, start: int, stop: int) -> list[int] | None:
         """Record that the planned step writes [start, stop), behind positions that earlier steps wrote.
 
-        The scheduler calls this for each running sequence in each step, with a `stop` of 0 if it has no chunk.
+        The scheduler calls this or `append_slot` for each running sequence in each step; with a `stop` of 0 if it has
+        no chunk.
         Whole blocks of known tokens enter the index. Where the index has the block already, the table takes that block
         instead of its own. Returns per group the first table index that changed, or None if none did.
         """

@@ -11,6 +11,7 @@ of that row. The next chunk reads it there, and may be launched before the contr
 
 from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
+from itertools import chain
 from typing import NamedTuple
 
 import msgspec
@@ -88,9 +89,14 @@ class Chunks(msgspec.Struct, frozen=True, eq=False):
     @classmethod
     def of(cls, chunks: Sequence[tuple[int, ...]]) -> "Chunks":
         """Chunks from tuples in the order of the fields."""
-        table = np.array(chunks, dtype=np.int64).reshape(-1, 7).T
-        types = (np.int32, np.int64, np.int32, np.int32, np.int32, np.int32, np.uint8)
-        return cls(*(np.ascontiguousarray(column, dtype) for column, dtype in zip(table, types, strict=True)))
+        return cls.of_values(list(chain.from_iterable(chunks)))
+
+    @classmethod
+    def of_values(cls, values: Sequence[int]) -> "Chunks":
+        """Chunks from the fields of the first chunk, then those of the second, and so on."""
+        table = np.array(values, np.int64).reshape(-1, 7)
+        rows, starts, stops, num_drafts, num_logits = table.T[[0, 2, 3, 4, 5]].astype(np.int32)
+        return cls(rows, table[:, 1].copy(), starts, stops, num_drafts, num_logits, table[:, 6].astype(np.uint8))
 
 
 class TableUpdates(msgspec.Struct, frozen=True, eq=False):

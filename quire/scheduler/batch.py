@@ -92,6 +92,7 @@ class BatchComposer:
         budget = self._pace.tokens_within(self._config.step_seconds, self._config.max_num_batched_tokens)
         spare = budget - len(sequences)
         shares = self._token_shares(sequences, spare)
+        append_slot, add_token = self._cache.append_slot, builder.add_token
         i = 0
         while i < len(sequences):
             seq = sequences[i]
@@ -103,9 +104,14 @@ class BatchComposer:
                 spare += 1
                 i += 1
                 continue
-            take = min(lacking, 1 + max(spare, 0))
-            if shares is not None and take > 1:
-                take = 1 + shares.allocate(seq, take - 1)
+            if lacking == 1 and not seq.num_to_report and append_slot(seq.table, start):  # type: ignore[arg-type]
+                add_token(seq, start)
+                i += 1
+                continue
+            take = 1
+            if lacking > 1 and spare > 0:
+                more = min(lacking - 1, spare)
+                take += more if shares is None else shares.allocate(seq, more)
             if start + take > seq.table.capacity and not self._allocate_blocks(seq, start + take, builder, now):  # type: ignore[union-attr]
                 if seq.row < 0:  # it was the last one itself, and is preempted
                     break

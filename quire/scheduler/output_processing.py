@@ -75,9 +75,15 @@ class OutputProcessor:
         outputs = []
         tokens, counts, extras, at = result.tokens.tolist(), result.counts.tolist(), ResultSlices(result), 0
         has_windows = bool(self._cache.windowed)
+        has_plain = not (has_windows or extras.has_logprobs)
         self._state.queue.served(launched.scheduled, counts)
         for chunk, count in zip(launched.scheduled, counts, strict=True):
             seq, num_prompt_outputs = chunk.seq, chunk.num_prompt_outputs
+            if has_plain and count == 1 and seq.is_plain and not num_prompt_outputs and tokens[at] >= 0:
+                if seq.epoch == chunk.epoch:
+                    outputs.append(self._process_decoded(seq, chunk.stop, tokens[at], now))
+                at += 1
+                continue
             data = extras.next_chunk(chunk, at, count) if num_prompt_outputs or extras.has_logprobs else NO_DATA
             if seq.epoch == chunk.epoch:
                 seq.commit_chunk(chunk.stop, num_prompt_outputs)
@@ -91,6 +97,27 @@ class OutputProcessor:
                         outputs.append(output)
             at += count
         return outputs
+
+    def _process_decoded(self, seq: Sequence, stop: int, token: int, now: float) -> Output:
+        """Append the token of a sequence that `is_plain`, whose chunk ends at position `stop`."""
+        cause, stop_token, queued = seq.append_decoded(stop, token), None, None
+        if len(seq.tokens) == seq.num_prompt_tokens + 1:
+            queued = self._state.request_stats.queue_seconds(seq.request.id)
+        if cause is not None:
+            self.record_length(seq)
+            self._state.end(seq, cause, now)
+            stop_token = token if cause is EndCause.STOP else None
+        num_cached = seq.num_cached or 0
+        return Output(
+            seq.request.id,
+            seq.index,
+            seq.id,
+            [token],
+            cause,
+            stop_token,
+            num_cached_tokens=num_cached,
+            queue_seconds=queued,
+        )
 
     def record_length(self, seq: Sequence) -> None:
         """Record the length of a sequence that ends, for block use and length statistics."""

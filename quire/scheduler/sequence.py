@@ -76,6 +76,7 @@ class Sequence:
         "index",
         "is_beam",
         "is_generation",
+        "is_plain",
         "is_pooling",
         "is_ranked",
         "is_swapping_in",
@@ -88,6 +89,7 @@ class Sequence:
         "num_ignored_samples",
         "num_logprobs",
         "num_pending",
+        "num_prompt_tokens",
         "num_reported",
         "num_shared",
         "num_to_report",
@@ -121,6 +123,7 @@ class Sequence:
         self.index = index
         known = request.known_outputs[index] if request.known_outputs else _NOTHING_KNOWN
         self.tokens = [*request.prompt, *known.token_ids]
+        self.num_prompt_tokens = len(request.prompt)
         self.cumulative_logprob = known.cumulative_logprob  # updated only with best_of above n
         self.max_length = len(request.prompt) + request.max_tokens
         self.stop_ids = request.stop_ids
@@ -138,6 +141,8 @@ class Sequence:
         shares = request.params.num_sequences > 1 and self.is_generation and request.beams is None
         self.num_shared = len(request.prompt) - 1 if shares else 0
         self.num_logprobs = _num_logprobs(request)
+        # whether nothing but an append follows a sampled token: no branch, selection of beams, forced token or sum
+        self.is_plain = not (self.num_shared or self.is_beam or self.constrained or self.is_ranked)
         self.num_to_report = _num_to_report(request, index)
         self.num_cached: int | None = None  # prompt tokens of the prefix match at the first admission; None before
         self.num_computed = 0
@@ -165,7 +170,7 @@ class Sequence:
     @property
     def num_generated(self) -> int:
         """Number of known output tokens."""
-        return len(self.tokens) - len(self.request.prompt)
+        return len(self.tokens) - self.num_prompt_tokens
 
     @property
     def has_run(self) -> bool:
@@ -343,6 +348,21 @@ class Sequence:
             if len(self.tokens) == self.max_length:
                 return tokens[:num_kept], EndCause.LENGTH
         return tokens, None
+
+    def append_decoded(self, stop: int, token: int) -> EndCause | None:
+        """Commit a chunk up to position `stop`, and append the token that it sampled. Returns the cause of the end.
+
+        The same as `commit_chunk` and `append_sampled`, for a sequence that `is_plain` and a valid token.
+        """
+        self.runs_alone = False
+        if self.row >= 0:
+            self.num_written = stop
+        self.num_pending -= 1
+        self.tokens.append(token)
+        length = len(self.tokens)
+        if token in self.stop_ids and length > self.min_length:
+            return EndCause.STOP
+        return EndCause.LENGTH if length >= self.max_length else None
 
     def add_logprobs(self, logprobs: Logprobs | None) -> float:
         """Add the logprobs of new tokens (column 0). Returns the sum over all output tokens."""

@@ -41,7 +41,7 @@ class StepBuilder:
         self.swapped_in: list[Sequence] = []  # opened sequences whose KV is swapped in
         self.tokens: list[tuple[int, int, list[int]]] = []
         self.blocks: list[list[tuple[int, int, list[int]]]] = [[] for _ in range(num_groups)]
-        self.chunks: list[tuple[int, ...]] = []
+        self.chunks: list[int] = []  # the fields of each chunk, in the order of Chunks
         self.scheduled: list[ScheduledChunk] = []
         self.num_tokens = 0
 
@@ -59,9 +59,17 @@ class StepBuilder:
         """
         samples = seq.schedule(stop, self.id)
         output = _SAMPLE if samples else _POOL if num_prompt_outputs and seq.is_pooling else _NONE
-        self.chunks.append((seq.row, seq.id, start, stop, 0, num_prompt_outputs + samples, output))
+        self.chunks += (seq.row, seq.id, start, stop, 0, num_prompt_outputs + samples, output)
         self.scheduled.append(ScheduledChunk(seq, start, stop, seq.epoch, num_prompt_outputs))
         self.num_tokens += stop - start
+
+    def add_token(self, seq: Sequence, start: int) -> None:
+        """Schedule the position `start` of a sequence without prompt outputs. The same as `add_chunk` for it."""
+        stop = start + 1
+        samples = seq.schedule(stop, self.id)
+        self.chunks += (seq.row, seq.id, start, stop, 0, samples, samples)
+        self.scheduled.append(ScheduledChunk(seq, start, stop, seq.epoch, 0))
+        self.num_tokens += 1
 
     def add_swapped_in(self, seq: Sequence) -> None:
         """Mark a sequence whose KV this step swaps in."""
@@ -88,7 +96,7 @@ class StepBuilder:
             TableUpdates.of(self.tokens),
             [TableUpdates.of(spans) for spans in self.blocks],
             moves,
-            Chunks.of(self.chunks),
+            Chunks.of_values(self.chunks),
         )
 
 

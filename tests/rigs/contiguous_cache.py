@@ -78,6 +78,9 @@ class ContiguousCache:
         assert num_tokens <= table.capacity, "its run has room for the longest sequence"
         return [len(table)]
 
+    def append_slot(self, table, start):
+        return start < table.capacity
+
     def release(self, seq_id, num_tokens=0, *, ended=True):
         run = self.tables.pop(seq_id).blocks[0]
         self._moves = [move for move in self._moves if move.pairs[0][1] not in run]

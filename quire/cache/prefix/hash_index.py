@@ -182,6 +182,11 @@ class HashIndex:
         child.cursor.num_public = min(parent.cursor.num_public, num_indexed)
         self._new_chain(child, _chain_of(parent).keys[:num_indexed])
 
+    def extend(self, table: BlockTable) -> bool:
+        """See PrefixIndex. False: a chain has no fast path."""
+        del table
+        return False
+
     def insert(self, table: BlockTable, num_blocks: int, num_written: int) -> InsertResult:
         """See PrefixIndex."""
         added, chain = InsertResult(), _chain_of(table)

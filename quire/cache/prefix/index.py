@@ -97,6 +97,12 @@ class PrefixIndex(Protocol):
     def register_fork(self, parent: BlockTable, child: BlockTable, num_indexed: int) -> None:
         """Register a table that begins with blocks of another one; the first `num_indexed` are in the index."""
 
+    def extend(self, table: BlockTable) -> bool:
+        """Insert the next whole block of a table, if that changes nothing for other tables: the fast path of `insert`.
+
+        Returns False, without a change, if `insert` is needed.
+        """
+
     def insert(self, table: BlockTable, num_blocks: int, num_written: int) -> InsertResult:
         """Insert or exchange the whole blocks of a table up to `num_blocks`. They hold known tokens.
 
@@ -165,6 +171,11 @@ class NoIndex:
 
     def register_fork(self, parent: BlockTable, child: BlockTable, num_indexed: int) -> None:
         """Does nothing."""
+
+    def extend(self, table: BlockTable) -> bool:
+        """False: there is nothing to extend."""
+        del table
+        return False
 
     def insert(self, table: BlockTable, num_blocks: int, num_written: int) -> InsertResult:
         """No block enters."""

@@ -336,16 +336,20 @@ class RadixIndex:
         at_root = depth == child.cursor.num_public
         self.trees.register_table(child, self._root(child, depth) if at_root else self.trees.split_at(*place))
 
+    def extend(self, table: BlockTable) -> bool:
+        """See PrefixIndex."""
+        at, node = table.cursor.num_indexed, node_of(table)
+        if node.public:
+            return False
+        key = token_key(table.tokens[at * self._block_size : (at + 1) * self._block_size])
+        if not self.trees.extend(node, key, [blocks[at] for blocks in table.blocks]):
+            return False
+        table.cursor.num_indexed = at + 1
+        return True
+
     def insert(self, table: BlockTable, num_blocks: int, num_written: int) -> InsertResult:
         """See PrefixIndex."""
         added = InsertResult()
-        at, node = table.cursor.num_indexed, node_of(table)
-        if num_blocks == at + 1 and not node.public:
-            key = token_key(table.tokens[at * self._block_size : num_blocks * self._block_size])
-            if self.trees.extend(node, key, [blocks[at] for blocks in table.blocks]):
-                table.cursor.num_indexed = num_blocks
-                added.entered.append(at)
-                return added
         node = self._insert_blocks(table, num_blocks, added, num_written)
         if node is not table.cursor.handle:
             self.trees.unregister_table(table, keep=node)
