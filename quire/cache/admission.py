@@ -23,7 +23,7 @@ class Admission(NamedTuple):
 
     @property
     def is_swapping_in(self) -> bool:
-        """Whether the planned step copies some of its KV from the host. That KV is valid once the step is collected."""
+        """Whether the planned step copies some of its KV from the host. That KV is valid once the Moves are done."""
         return self.num_swapped_tokens > 0
 
 

@@ -94,7 +94,7 @@ class KVCacheManager(Protocol):
         flight), pins end until there are enough blocks, the weakest first.
 
         A swapped sequence also gets the KV that the host pool has behind the whole blocks of the match. The planned
-        step copies it, so nothing may be computed from it before that step is collected.
+        step copies it, so nothing may be computed from it before that Move is done.
         """
 
     def fork(self, seq_id: int, new_id: int, num_tokens: int, tokens: Sequence[int] = ()) -> BlockTable:

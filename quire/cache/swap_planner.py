@@ -1,7 +1,7 @@
 """Planning of swaps: the Moves of a sequence's blocks to the host pool and back.
 
 A Move to the host reads its blocks before later parts of its Step write them, so these blocks are free once it is
-planned. A Move from the host is complete when its Step is collected; until then nothing may be computed from its KV.
+planned. A Move from the host is done when a StepResult has its id; until then nothing may be computed from its KV.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -209,7 +209,11 @@ class Engine:
         check_known_tokens(request, self.vocab_size)
         self.scheduler.add(request, self._clock())
         if request.is_constrained and self._compiler is not None and params.structured_outputs is not None:
-            self._compiler.submit(request.id, request.namespace, params.structured_outputs)
+            try:
+                self._compiler.submit(request.id, request.namespace, params.structured_outputs)
+            except BaseException:  # for example no memory for a thread
+                self.abort(request.id)
+                raise
         self._num_requests += 1
         if not request.was_accepted:  # otherwise an earlier engine has counted them
             self._prompt_tokens += len(request.prompt)

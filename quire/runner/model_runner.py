@@ -194,8 +194,9 @@ class TorchRunner:
         ended = self._clock() if sampled.ended is None else sampled.ended
         began = max(launched.began, self._ended)  # the device ran the step before it first
         self._ended = ended
-        swaps = self._store.end_swaps(launched.step_id, wait=not len(launched.chunks))
         self._rows.write_sampled(sampled.rows, sampled.positions, tokens)
+        # last, because the ids of Moves are returned once
+        swaps = self._store.end_swaps(launched.step_id, wait=not len(launched.chunks))
         return StepResult(
             launched.step_id,
             ended - began,

@@ -264,6 +264,18 @@ class SchedulerState:
         seq.discard_in_flight()
         self.requeue(seq, 0, now)
 
+    def restart_swapping(self, now: float) -> None:
+        """Restart the sequences whose KV is being copied to or from the host, because the copies may never be done.
+
+        The blocks of the copies stay allocated until the copies are done.
+        """
+        for seq in list(self.sequences.values()):
+            if seq.is_swapping_in:
+                self.restart(seq, now)
+            elif self._cache.is_swapping_out(seq.id):
+                self._cache.drop_swapped(seq.id)
+                seq.drop_swapped()
+
     def requeue(self, seq: Sequence, num_valid: int, now: float, *, swapped: bool = False) -> None:
         """Queue a sequence, and take its row and blocks if it has any.
 

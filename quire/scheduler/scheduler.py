@@ -44,6 +44,7 @@ from quire.scheduler.request_state import RequestState
 from quire.scheduler.sequence import Sequence
 from quire.scheduler.step_builder import StepBuilder
 
+_MAX_FAILED_WITH_MOVES = 3  # failed steps in a row after which no sequence waits for Moves any more
 _STEPS_PER_SAMPLE = 16  # steps between two samples of the block use
 
 
@@ -80,6 +81,7 @@ class Scheduler:
         self._pending_outputs: list[Output] = []  # outputs of sequences that ended outside of a commit
         self._to_run_alone: deque[Sequence] = deque()
         self._next_step = 0
+        self._num_failed_in_a_row = 0  # failed steps since the last successful one
         self._reset = True  # the next Step has to reset the runner: it has no rows, or its rows are invalid
 
     @property
@@ -109,7 +111,12 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether there are unfinished requests, steps or Moves in flight, or pending outputs."""
         state = self.state
-        return bool(state.requests or state.in_flight or self._pending_outputs or self.cache.has_moves_in_flight)
+        return bool(state.requests or state.in_flight or self._pending_outputs or self._waits_for_moves)
+
+    @property
+    def _waits_for_moves(self) -> bool:
+        """Whether Moves are in flight, and the runner may still complete them."""
+        return self.cache.has_moves_in_flight and self._num_failed_in_a_row < _MAX_FAILED_WITH_MOVES
 
     def close(self) -> None:
         """Do nothing. A subclass that writes a journal closes it."""
@@ -224,7 +231,7 @@ class Scheduler:
         for seq, first in () if self._reset else self.state.running_queue.corrected:
             builder.rewrite_tokens(seq, first)
         self.request_stats.take_cache_events(self.cache, now)
-        waits_for_moves = not in_flight and self.cache.has_moves_in_flight  # its result waits for them
+        waits_for_moves = not in_flight and self._waits_for_moves  # its result waits for them
         if not (builder.chunks or builder.swapped_in or self.cache.has_urgent_moves or waits_for_moves):
             return None
         self._reset = False
@@ -262,7 +269,11 @@ class Scheduler:
                 if seq_id != alone:  # which depends on no other sequence of this step
                     self.state.restart(self.state.sequences[seq_id], now)
             self.state.update_swapped()
+            self._num_failed_in_a_row += 1
+            if self._num_failed_in_a_row >= _MAX_FAILED_WITH_MOVES:
+                self.state.restart_swapping(now)
             return self._roll_back(launched, result.error, now)
+        self._num_failed_in_a_row = 0
         self.cache.collected(launched.id)
         if result.done_moves:
             bytes_out, bytes_in = bytes_swapped(self.cache.moves_done(result.done_moves), self.cache.config)

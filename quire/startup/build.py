@@ -4,6 +4,7 @@ The memory plan is computed and reported before the weights are loaded.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from math import inf
 from pathlib import Path
@@ -140,20 +141,26 @@ def build(options: EngineOptions, *, report: Report, progress: Progress, is_rest
     prepared = prepare(options, report=report, progress=progress)
     limits, cache, description = prepared.scheduler_config, prepared.cache, prepared.files.description
     grammars = _grammar_compiler(prepared)
-    # before the weights, so that a bad journal path fails early
-    scheduler = _scheduler(prepared, grammars, is_restart=is_restart)
-    model = prepared.files.load(prepared.dtype, prepared.device, prepared.kernels.kernels, progress)
-    return_freed_memory()  # loading makes temporary copies
-    runner = TorchRunner(
-        model,
-        prepared.kernels.kernels,
-        cache=cache,
-        max_num_seqs=limits.max_num_seqs,
-        max_model_len=limits.max_model_len,
-        deterministic_kernels=prepared.kernels.deterministic,
-    )
-    if prepared.options.calibration:
-        _calibrate(scheduler, runner, prepared, report)
+    with ExitStack() as on_error:
+        # of the first engine before the weights, so that a bad path fails early; of a restart after them, so that
+        # failed restarts leave no files
+        scheduler = None if is_restart else _scheduler(prepared, grammars, is_restart=False)
+        if scheduler is not None:
+            on_error.callback(scheduler.close)
+        model = prepared.files.load(prepared.dtype, prepared.device, prepared.kernels.kernels, progress)
+        return_freed_memory()  # loading makes temporary copies
+        scheduler = scheduler or _scheduler(prepared, grammars, is_restart=True)
+        runner = TorchRunner(
+            model,
+            prepared.kernels.kernels,
+            cache=cache,
+            max_num_seqs=limits.max_num_seqs,
+            max_model_len=limits.max_model_len,
+            deterministic_kernels=prepared.kernels.deterministic,
+        )
+        if prepared.options.calibration:
+            _calibrate(scheduler, runner, prepared, report)
+        on_error.pop_all()
     engine = Engine(
         scheduler,
         runner,

@@ -67,6 +67,7 @@ class Compilation(Generic[T]):
     result: "Future[T | Fault]" = field(default_factory=Future)
     started_at: float | None = None
     num_waiting: int = 0  # requests that wait for the result
+    params: StructuredOutputsParams | None = None  # of a compilation that is not finished
 
 
 @dataclass(eq=False, slots=True)
@@ -111,7 +112,7 @@ class GrammarCache(Generic[T]):
         self._tenants: dict[str, _Entries[T]] = {}
         self._size = 0  # characters of all entries
         self._unfinished: list[Compilation[T]] = []
-        self._queue: SimpleQueue[tuple[Compilation[T], StructuredOutputsParams] | None] = SimpleQueue()
+        self._queue: SimpleQueue[Compilation[T] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._waiting: set[asyncio.Event] = set()  # of coroutines
         self._closed = False
@@ -136,6 +137,7 @@ class GrammarCache(Generic[T]):
         """A request no longer waits for this compilation. It is cancelled if it has not begun and no other waits."""
         work.num_waiting -= 1
         if not work.num_waiting and work.result.cancel():
+            work.params = None  # the queue still has the compilation
             self._remove(work)
 
     def outcome(self, work: Compilation[T], since: float) -> T | Fault | None:
@@ -189,9 +191,10 @@ class GrammarCache(Generic[T]):
 
     def _start(self, work: Compilation[T], params: StructuredOutputsParams) -> None:
         while len(self._threads) < NUM_THREADS:
-            self._threads.append(threading.Thread(target=self._work, name="quire-grammar", daemon=True))
+            thread = threading.Thread(target=self._work, name="quire-grammar", daemon=True)
             with _large_stack():
-                self._threads[-1].start()
+                thread.start()
+            self._threads.append(thread)
         entries = self._tenants.setdefault(work.tenant, _Entries())
         entries.compilations[work.key] = work
         entries.size += work.size
@@ -202,7 +205,8 @@ class GrammarCache(Generic[T]):
             _, _, largest = max((one.size, name == work.tenant, name) for name, one in self._tenants.items())
             self._remove(next(iter(self._tenants[largest].compilations.values())))
         self._unfinished.append(work)
-        self._queue.put((work, params))
+        work.params = params
+        self._queue.put(work)
 
     def _remove(self, work: Compilation[T]) -> None:
         """Remove an entry. Requests that wait for its compilation still get the result. Ignores a removed entry."""
@@ -232,9 +236,9 @@ class GrammarCache(Generic[T]):
 
     def _work(self) -> None:
         """The loop of a thread."""
-        while (job := self._queue.get()) is not None:
-            work, params = job
-            if work.result.set_running_or_notify_cancel():
+        while (work := self._queue.get()) is not None:
+            params, work.params = work.params, None
+            if params is not None and work.result.set_running_or_notify_cancel():
                 work.started_at = self._clock()
                 start = time.perf_counter()
                 result = self._compile_or_fault(params)

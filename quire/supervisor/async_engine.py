@@ -27,7 +27,7 @@ from quire.supervisor.open_requests import OpenRequests, StepsInFlight
 from quire.supervisor.pending_calls import PendingCalls
 from quire.supervisor.protocol import Answer, BadFrame, Batch
 from quire.supervisor.restart_policy import RESTART_TIMEOUT
-from quire.supervisor.supervisor import Supervisor
+from quire.supervisor.supervisor import EndedWork, Supervisor
 
 
 class Stream:
@@ -88,6 +88,7 @@ class AsyncEngine:
         self._bisection = CrashBisection()
         self._submitted_ids: set[str] = set()  # open requests that the current engine has
         self._resubmitting_ids: set[str] = set()  # among them, those whose Add it has not answered
+        self._stepped_ids: set[str] = set()  # of the current engine's requests, those in its committed steps
         self._pending_calls = PendingCalls()
         self._denylist = Denylist()
         self._num_requests = 0
@@ -186,6 +187,7 @@ class AsyncEngine:
         if request_id in self._open_requests:
             return
         self._submitted_ids.discard(request_id)
+        self._stepped_ids.discard(request_id)
         if self._bisection.has_suspects:
             self._bisection.forget(request_id)
             self._submit()
@@ -205,7 +207,8 @@ class AsyncEngine:
         try:
             return await call.answer
         finally:
-            self._pending_calls.pop(number)
+            if self._pending_calls.pop(number) is not None and call.was_pending_at_crash:
+                self._submit()  # open requests may have waited for this call
 
     def _send_pending_calls(self) -> None:
         """Send the pending calls that may be sent now."""
@@ -221,16 +224,18 @@ class AsyncEngine:
 
     def _on_answer(self, answer: Answer) -> None:
         call = self._pending_calls.pop(answer.number)
-        if call is not None and call.was_pending_at_crash:
-            self._send_pending_calls()  # such calls are sent one at a time
-        if call is None or call.answer.done():  # the caller was cancelled and has aborted its requests
+        if call is None:
             return
-        if answer.failure is not None:
+        if call.answer.done():  # the caller was cancelled and has aborted its requests
+            pass
+        elif answer.failure is not None:
             call.answer.set_exception(protocol.decode_error(answer.failure))
-            return
-        self._submitted_ids.update(request.id for request in call.requests)
-        self._open_requests.add(call.requests)
-        call.answer.set_result(answer.result)
+        else:
+            self._submitted_ids.update(request.id for request in call.requests)
+            self._open_requests.add(call.requests)
+            call.answer.set_result(answer.result)
+        if call.was_pending_at_crash:  # the next suspect, or the open requests
+            self._submit()
 
     # The current engine: calls of the supervisor
 
@@ -246,14 +251,15 @@ class AsyncEngine:
         for output in batch.outputs:
             self._deliver(output)
 
-    def on_engine_ended(self, steps: StepsInFlight) -> bool:
+    def on_engine_ended(self, steps: StepsInFlight) -> EndedWork:
         """Record the requests in flight as suspects, and fail one that is found guilty. See RequestOwner."""
         had_work = bool(self._open_requests or self._pending_calls)
-        self._record_crash(steps)
+        found_culprit = self._record_crash(steps)
         self._submitted_ids.clear()
         self._resubmitting_ids.clear()
+        self._stepped_ids.clear()
         self._pending_calls.mark_unsent()
-        return had_work
+        return EndedWork(had_work, found_culprit)
 
     def on_stopped(self, error: EngineStopped) -> None:
         """Fail all streams and pending calls. See RequestOwner."""
@@ -262,10 +268,16 @@ class AsyncEngine:
         self._pending_calls.fail(error)
 
     def _submit(self) -> None:
-        """Submit the open requests that the engine does not have: during bisection only those of the current group."""
+        """Submit the open requests that the engine does not have: during bisection only those of the current group.
+
+        A call that was pending when an engine crashed is tried first, on an engine without requests.
+        """
         if not self._supervisor.has_engine:
             return
         trying = self._bisection.current_group
+        if trying is None and self._pending_calls.has_suspects:
+            self._send_pending_calls()
+            return
         for request_id in list(self._open_requests) if trying is None else trying:
             if request_id not in self._submitted_ids and request_id in self._open_requests:
                 self._submitted_ids.add(request_id)
@@ -301,15 +313,19 @@ class AsyncEngine:
 
     def _record_progress(self, committed: list[dict[str, int]]) -> None:
         for rows in committed:
+            self._stepped_ids.update(rows)
             if self._bisection.has_suspects:
                 for name, position in rows.items():
                     self._bisection.record_progress(name, position)
                 self._submit()
 
-    def _record_crash(self, steps: StepsInFlight) -> None:
+    def _record_crash(self, steps: StepsInFlight) -> bool:
+        """Record suspects. Returns whether a request is found guilty, which then fails."""
         rows, num_gone = steps.at_crash(self._open_requests)
         # a request can also crash the engine while it is added again: until the first step it makes no progress
         rows |= {name: 0 for name in self._resubmitting_ids if name in self._open_requests and name not in rows}
+        # and while its constraint is compiled, beside the steps of other requests
+        rows |= {name: 0 for name in self._compiling_ids() if name not in rows}
         if rows:
             log.error("%d requests were in the last step of the engine or were being added", len(rows))
         culprit = self._bisection.record_crash(rows, num_gone)
@@ -317,10 +333,16 @@ class AsyncEngine:
             log.error("request %s fails: the engine crashed each time that it computed it", culprit)
             self._denylist.add(self._open_requests.request(culprit))
             self._fail(culprit, _CRASH_MESSAGE)
-        if not rows and not steps.num_committed:
-            for call in self._pending_calls.record_crash():
-                if not call.answer.done():
-                    call.answer.set_exception(RequestError(_CRASH_MESSAGE))
+        guilty = self._pending_calls.record_crash(has_other_work=bool(rows or num_gone or steps.num_committed))
+        for call in guilty:
+            if not call.answer.done():
+                call.answer.set_exception(RequestError(_CRASH_MESSAGE))
+        return culprit is not None or bool(guilty)
+
+    def _compiling_ids(self) -> list[str]:
+        """Constrained requests that the engine has and that no committed step has computed."""
+        new = [name for name in self._submitted_ids - self._stepped_ids if name in self._open_requests]
+        return [name for name in new if self._open_requests.request(name).is_constrained]
 
     def _fail(self, request_id: str, error: str) -> None:
         outputs = self._open_requests.fail(request_id, error)

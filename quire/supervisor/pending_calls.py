@@ -1,7 +1,8 @@
 """Calls that wait for an answer of the engine.
 
-If the engine dies before it answers, the call is sent to the next engine. If the engine died without committing a
-step, a call that adds requests may be the cause: such calls are then sent one at a time, until the cause is found.
+If the engine dies before it answers, the call is sent to the next engine. A call that adds requests may be the cause.
+Such calls are suspects: they are sent to the next engine one at a time, before any other request, until the cause is
+found.
 """
 
 import asyncio
@@ -22,8 +23,8 @@ class PendingCall:
         self.resend = resend  # whether it is sent again to the next engine
         self.answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.sent = False  # to the current engine
-        self.was_pending_at_crash = False  # whether it was pending when an engine died without a committed step
-        self.num_crashes = 0  # such crashes in which it was the only call that adds requests
+        self.was_pending_at_crash = False  # whether it was sent and pending when an engine died
+        self.num_crashes = 0  # deaths of engines that had no other work
 
 
 class PendingCalls:
@@ -35,6 +36,11 @@ class PendingCalls:
 
     def __len__(self) -> int:
         return len(self._pending)
+
+    @property
+    def has_suspects(self) -> bool:
+        """Whether an unanswered call that adds requests was pending at a crash."""
+        return any(call.was_pending_at_crash and not call.answer.done() for call in self._pending.values())
 
     def add(
         self, command: Callable[[int], Any], requests: Sequence[Request] = (), *, resend: bool = True
@@ -54,12 +60,13 @@ class PendingCalls:
 
         allow_adds: whether calls that add requests may be sent.
         """
-        adders = [call for call in self._pending.values() if call.requests]
-        one_by_one = any(one.was_pending_at_crash for one in adders)
+        adders = [call for call in self._pending.values() if call.requests and not call.answer.done()]
+        one_by_one = self.has_suspects
         for number, call in list(self._pending.items()):
             if call.sent or call.answer.done():
                 continue
-            if call.requests and (not allow_adds or (one_by_one and any(one.sent for one in adders))):
+            is_held = one_by_one and (not call.was_pending_at_crash or any(one.sent for one in adders))
+            if call.requests and (not allow_adds or is_held):
                 continue
             yield number, call
 
@@ -75,10 +82,13 @@ class PendingCalls:
         for call in self._pending.values():
             call.sent = False
 
-    def record_crash(self) -> list[PendingCall]:
-        """Record the death of an engine without a committed step. Returns the calls that have reached MAX_CRASHES."""
+    def record_crash(self, *, has_other_work: bool) -> list[PendingCall]:
+        """Record the death of an engine. Returns the calls that have reached MAX_CRASHES.
+
+        has_other_work: whether the engine had requests, which may be the cause, too.
+        """
         pending = [call for call in self._pending.values() if call.sent and call.requests]
         for call in pending:
             call.was_pending_at_crash = True
-            call.num_crashes += len(pending) == 1
+            call.num_crashes += len(pending) == 1 and not has_other_work
         return [call for call in pending if call.num_crashes >= MAX_CRASHES]

@@ -12,12 +12,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from quire.engine.engine import EngineStats
-from quire.errors import EngineStopped, QuireError
+from quire.errors import EngineStopped
 from quire.supervisor import protocol
 from quire.supervisor.connection import Connection
 from quire.supervisor.engine_handle import EngineHandle
@@ -35,6 +35,13 @@ _END_SECONDS = 5.0  # time for an engine to end after its connection is closed, 
 _KILL_INTERVAL = 0.25  # seconds between two kills of an engine that is starting: its process may not exist at the first
 
 
+class EndedWork(NamedTuple):
+    """What an engine that ended had to do."""
+
+    was_open: bool  # whether requests or calls were open
+    found_culprit: bool  # whether one of them is found to crash engines, and has failed
+
+
 class RequestOwner(Protocol):
     """What a supervisor calls, on its event loop."""
 
@@ -44,8 +51,8 @@ class RequestOwner(Protocol):
     def on_batch(self, batch: Batch, committed: list[dict[str, int]]) -> None:
         """The engine sent a batch. committed: its newly committed steps, oldest first, as in StepsInFlight."""
 
-    def on_engine_ended(self, steps: StepsInFlight) -> bool:
-        """The engine ended, with these steps in flight. Returns whether requests or calls were open."""
+    def on_engine_ended(self, steps: StepsInFlight) -> EndedWork:
+        """The engine ended, with these steps in flight."""
 
     def on_stopped(self, error: EngineStopped) -> None:
         """No engine will be started any more."""
@@ -71,7 +78,7 @@ class Supervisor:
         self._policy = RestartPolicy(restart_timeout, time.monotonic())
         self._state = State.STARTING
         self._connection: Connection | None = None  # None while no engine is connected
-        self._lost: asyncio.Future[Exception | None]  # the end of the connection
+        self._connection_ended: asyncio.Future[Exception | None]
         self._steps = StepsInFlight()  # of the current engine
         self._stall_detector = StallDetector(time.monotonic())
         self._cumulative_stats = CumulativeStats(EngineStats.zero())
@@ -121,9 +128,9 @@ class Supervisor:
     async def start(self) -> None:
         """Connect to the engine that the engine handle has launched, and supervise it and its successors."""
         self.error = None
+        self._spawn(self._run_watchdog())  # first, because an engine can be stalled before its first message
         await self._connect()
         self._spawn(self._supervise())
-        self._spawn(self._run_watchdog())
 
     async def close(self) -> None:
         """End the engine after its current step, or kill it if the step takes long."""
@@ -143,7 +150,7 @@ class Supervisor:
         """Connect to a launched engine, and wait for its first message or its end."""
         loop = asyncio.get_running_loop()
         self._steps, self._stall_detector = StepsInFlight(), StallDetector(time.monotonic())
-        self._lost = loop.create_future()
+        self._connection_ended = loop.create_future()
         self._connection = connection = Connection(self._on_message, self._on_lost)
         await loop.create_connection(lambda: connection, sock=self.engine_handle.connection)
         await connection.first_message.wait()
@@ -174,7 +181,7 @@ class Supervisor:
         self._connection = None
         if self.error is None:
             self._state = State.RESTARTING
-            self._lost.set_result(why)
+            self._connection_ended.set_result(why)
 
     # Restarts
 
@@ -182,7 +189,7 @@ class Supervisor:
         """Replace each engine that ends, until the state is failed."""
         try:
             while True:
-                await self._record_end(await self._lost)
+                await self._record_end(await self._connection_ended)
                 await self._restart()
         except EngineStopped as error:
             log.critical("%s", error)
@@ -198,10 +205,14 @@ class Supervisor:
         log.error("the engine ended %s", how)
         if not self.engine_handle.can_restart:
             raise EngineStopped(f"the engine failed: it ended {how}; see its log for the cause")
-        had_work = self._owner.on_engine_ended(self._steps)
+        work = self._owner.on_engine_ended(self._steps)
         self._cumulative_stats.engine_ended()
         self._policy.record_end(
-            time.monotonic(), lifetime=lifetime, num_committed=self._steps.num_committed, had_work=had_work
+            time.monotonic(),
+            lifetime=lifetime,
+            num_committed=self._steps.num_committed,
+            had_work=work.was_open,
+            found_culprit=work.found_culprit,
         )
         if self._policy.is_crash_loop:
             raise EngineStopped(
@@ -217,12 +228,17 @@ class Supervisor:
             async with asyncio.timeout(seconds):
                 while not await self._launch():
                     pass
+                self._num_restarts += 1
+                await self._connect()
         except TimeoutError:
+            if self._connection is not None:  # the engine has sent no message
+                self._connection.close()
+                self._connection = None
+                self.engine_handle.kill()
+                await self._wait_ended()
             raise EngineStopped(
-                f"no engine could be started for {self._restart_timeout:g} s; see the log of the server for the cause"
+                f"no engine has served for {self._restart_timeout:g} s; see the log of the server for the cause"
             ) from None
-        self._num_restarts += 1
-        await self._connect()
 
     async def _launch(self) -> bool:
         """Launch an engine after the delay of the policy. Returns whether it runs."""
@@ -238,7 +254,7 @@ class Supervisor:
             raise
         try:
             launching.result()
-        except (QuireError, OSError) as error:  # OSError: for example no memory for a process
+        except Exception as error:  # the cause makes no difference: a refusal, no memory, no thread
             self._policy.record_failed_start()
             self._start_error = str(error)
             log.error("the engine could not be started: %s; trying again in %.2f s", error, self._policy.delay)
@@ -255,10 +271,19 @@ class Supervisor:
         return waiting.result()
 
     async def _kill_until_done(self, call: "asyncio.Future[Any]") -> None:
-        """Kill the engine until a call of its handle is done, which runs on a thread and cannot be cancelled."""
+        """Kill the engine until a call of its handle is done, which runs on a thread and cannot be cancelled.
+
+        A cancellation meanwhile is raised when the call is done.
+        """
+        cancelled = None
         while not call.done():
             self.engine_handle.kill()
-            await asyncio.wait({call}, timeout=_KILL_INTERVAL)
+            try:
+                await asyncio.wait({call}, timeout=_KILL_INTERVAL)
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
 
     # Stalls and the end
 

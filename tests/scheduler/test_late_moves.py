@@ -102,3 +102,18 @@ def test_a_failed_step_takes_its_moves_with_it():
     cache.failed(0)
     assert (cache.pools.num_free, cache.host_pools.num_free, dict(cache.swapped)) == (8, 8, {})
     assert cache.moves_done([out.id]) == []
+
+
+@BOTH
+def test_requests_end_although_the_device_fails_for_good_while_moves_are_in_flight(steps_in_flight):
+    dead = []
+    rig = swapping(steps_in_flight=steps_in_flight, swap_delay_of=lambda move: 3, fails=lambda step: bool(dead))
+    for i in range(4):
+        rig.add(str(i), prompt(20, i), max_tokens=20)
+    while not any(seq.is_swapping_in for seq in rig.scheduler.state.running_queue.running):
+        rig.step()
+    dead.append(True)
+    for _ in range(200):
+        rig.step()
+    assert not rig.engine.has_work
+    assert set(rig.reasons.values()) <= {"error", "length"} and "error" in rig.reasons.values()

@@ -67,6 +67,18 @@ def test_a_journal_is_never_overwritten(tmp_path):
     assert (tmp_path / "journal").read_bytes() == b"somebody's"
 
 
+@pytest.mark.parametrize(("is_restart", "files"), [(True, []), (False, ["journal"])])
+def test_a_failed_restart_leaves_no_journal(tmp_path, monkeypatch, is_restart, files):
+    def fail():
+        raise ModelError("no memory for the weights")
+
+    monkeypatch.setattr("quire.startup.build.return_freed_memory", fail)
+    options = EngineOptions(memory="256MiB", max_model_len=256, journal=str(tmp_path / "journal"))
+    with pytest.raises(ModelError, match="no memory for the weights"):
+        build(options, report=lambda line: None, progress=lambda done, total: None, is_restart=is_restart)
+    assert [path.name for path in tmp_path.iterdir()] == files
+
+
 def test_a_missing_folder_says_what_to_do():
     with pytest.raises(ModelError, match=r"there is no folder or .gguf file 'no/such/folder'"):
         attempt(model="no/such/folder")

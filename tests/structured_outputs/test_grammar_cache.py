@@ -292,3 +292,32 @@ def test_the_loop_goes_on_while_a_constraint_is_compiled():
         await asking
 
     run(work)
+
+
+def test_cancelled_compilations_keep_no_text_while_they_wait_for_a_thread():
+    async def work(backend, cache):
+        busy = [cache.request(NO_NAMESPACE, regex(f"slow{i}")) for i in range(NUM_THREADS)]
+        cancelled = [cache.request(ALICE, regex(f"{i}" * 9999)) for i in range(9)]
+        for one in cancelled:
+            cache.release(one)
+        assert all(one.result.cancelled() and one.params is None for one in cancelled)
+        backend.gate.set()
+        for one in busy:
+            assert one.result.result(30)
+        assert await cache.compiled(BOB, regex("b"))
+
+    assert run(work).compiled[-1] == "b"
+
+
+def test_a_thread_that_cannot_be_started_is_started_later(monkeypatch):
+    def fail(thread):
+        raise RuntimeError("can't start new thread")
+
+    async def work(backend, cache):
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", fail)
+            with pytest.raises(RuntimeError, match="new thread"):
+                cache.request(ALICE, regex("a"))
+        assert await cache.compiled(ALICE, regex("a"))
+
+    run(work)

@@ -51,6 +51,23 @@ class Site:
         return []
 
 
+def test_a_request_whose_compilation_cannot_be_started_is_not_added(monkeypatch):
+    def fail(thread):
+        raise RuntimeError("can't start new thread")
+
+    built = build(EngineOptions(memory="256MiB"), report=lambda line: None, progress=lambda done, total: None)
+    params = SamplingParams(max_tokens=4, structured_outputs=regex("ab"))
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", fail)
+        with pytest.raises(RuntimeError, match="new thread"):
+            built.engine.add(Request("a", [67, 68], params))
+    assert not built.engine.has_work
+    built.engine.add(Request("a", [67, 68], params))
+    while built.engine.has_work:
+        built.engine.step()
+    built.engine.close()
+
+
 def regex(text, **others):
     return StructuredOutputsParams(regex=text, **others)
 

@@ -252,7 +252,7 @@ def test_an_engine_that_cannot_be_started_again_fails_what_is_open():
             await asyncio.sleep(0.3)
             engine.engine_handle.program = HOPELESS
             os.kill(pid(engine), signal.SIGKILL)
-            with pytest.raises(EngineStopped, match="could be started for 2 s"):
+            with pytest.raises(EngineStopped, match="has served for 2 s"):
                 await open_one
             assert engine.health().state is State.FAILED
             assert "with exit code 3 while it started" in engine.health().start_error

@@ -10,7 +10,8 @@ from fake_engines import Death, Host, PretendEngine, heard, request, run
 
 from quire.core.request import Request
 from quire.errors import EngineStopped, ModelError, RequestError
-from quire.params import SamplingParams
+from quire.params import SamplingParams, StructuredOutputsParams
+from quire.supervisor.crash_isolation import CrashBisection
 from quire.supervisor.health import StallDetector, State
 from quire.supervisor.pending_calls import PendingCalls
 
@@ -48,6 +49,7 @@ def quick(monkeypatch):
         OSError(12, "Cannot allocate memory"),
         ModelError("the model folder is away"),
         EngineStopped("the engine process ended by signal SIGKILL while it started"),
+        RuntimeError("can't start new thread"),
     ],
 )
 def test_failed_starts_are_repeated_until_one_succeeds(quick, error):
@@ -79,7 +81,7 @@ def test_health_during_a_restart_has_the_start_error_and_no_figures_of_the_ended
 def test_after_the_timeout_open_requests_end_with_an_error(quick):
     async def scenario(host, engine):
         stream = await engine.generate([request("a", 10)])
-        with pytest.raises(EngineStopped, match=r"no engine could be started for 0\.3 s; see the log") as error:
+        with pytest.raises(EngineStopped, match=r"no engine has served for 0\.3 s; see the log") as error:
             await heard(stream, ["a"])
         assert "folder" not in str(error.value), "clients do not see the server's files"
         assert "the model folder is away" in engine.health().start_error
@@ -107,7 +109,7 @@ def test_a_start_that_hangs_is_ended_at_the_timeout():
 
     async def scenario(host, engine):
         stream = await engine.generate([request("a", 10)])
-        with pytest.raises(EngineStopped, match="no engine could be started"):
+        with pytest.raises(EngineStopped, match="no engine has served"):
             await heard(stream, ["a"])
 
     run(scenario, host=Hung(first_dies), restart_timeout=0.2)
@@ -185,16 +187,14 @@ def test_idle_engines_that_end_at_once_are_replaced_until_the_timeout(quick, mon
         while engine.health().state is not State.FAILED:
             await asyncio.sleep(0.01)
         assert host.num_launched > 30, "their number is no limit"
-        with pytest.raises(EngineStopped, match="no engine could be started"):
+        with pytest.raises(EngineStopped, match="no engine has served"):
             await engine.generate([request("a", 10)])
 
     monkeypatch.setattr(PretendEngine, "has_work", property(die))
     run(scenario, restart_timeout=1.0)
 
 
-def test_engines_that_crash_with_requests_before_any_step_are_not_replaced_for_ever():
-    """Each request crashes the engine, and every one is found by bisection. So there are more of them than attempts."""
-
+def test_engines_that_crash_with_requests_are_not_replaced_for_ever_if_no_culprit_is_found(monkeypatch):
     def crash(number, step, rows):
         if rows:
             raise Death
@@ -207,6 +207,7 @@ def test_engines_that_crash_with_requests_before_any_step_are_not_replaced_for_e
             await heard(stream, names)
         assert host.num_launched == 25
 
+    monkeypatch.setattr(CrashBisection, "record_crash", lambda *_: None)
     run(scenario, crash)
 
 
@@ -227,6 +228,155 @@ def test_a_request_that_crashes_the_engine_while_it_is_added_again_fails_alone()
         assert host.num_launched < 15
 
     run(scenario, host=BrittleHost(first_dies))
+
+
+class DeadlyAdd(PretendEngine):
+    """Dies when the request "p" is added."""
+
+    def add(self, request):
+        if request.id == "p":
+            raise Death
+        super().add(request)
+
+    def step(self):
+        time.sleep(0.01)
+        return super().step()
+
+
+def test_a_new_request_that_crashes_the_engine_while_it_is_added_fails_alone_beside_others():
+    class DeadlyHost(Host):
+        engine_class = DeadlyAdd
+
+    async def scenario(host, engine):
+        others = await engine.generate([request(f"r{i}", 60) for i in range(3)])
+        await asyncio.sleep(0.1)
+        with pytest.raises(RequestError, match="not tried again"):
+            await engine.generate([request("p", 5)])
+        fine = await engine.generate([request("fine", 5)])
+        assert (await heard(fine, ["fine"]))[1] == {"fine": "length"}
+        tokens, ends = await heard(others, ["r0", "r1", "r2"])
+        assert ends == dict.fromkeys(("r0", "r1", "r2"), "length")
+        assert all(some == list(range(1, 61)) for some in tokens.values())
+        assert host.num_launched <= 6
+
+    run(scenario, host=DeadlyHost(lambda *_: ()))
+
+
+def test_open_requests_continue_when_the_caller_of_a_suspect_is_cancelled():
+    class SlowAdd(PretendEngine):
+        def add(self, request):
+            if request.id == "p":
+                if self.number == 1:
+                    raise Death
+                time.sleep(0.3)
+            super().add(request)
+
+    class SlowHost(Host):
+        engine_class = SlowAdd
+
+    async def scenario(host, engine):
+        others = await engine.generate([request("a", 2000)])
+        adding = asyncio.ensure_future(engine.generate([request("p", 5)]))
+        while host.num_launched < 2:
+            await asyncio.sleep(0.01)
+        adding.cancel()
+        assert (await heard(others, ["a"]))[1] == {"a": "length"}
+
+    run(scenario, host=SlowHost(lambda *_: ()))
+
+
+def test_a_constraint_that_crashes_the_engine_while_it_is_compiled_is_found_beside_others():
+    class DeadlyCompilation(PretendEngine):
+        """Dies 20 ms after the constrained request is added."""
+
+        def __init__(self, number, acts):
+            super().__init__(number, acts)
+            self.dies_at = None
+
+        @property
+        def has_work(self):
+            return bool(self.said) or self.dies_at is not None
+
+        def add(self, request):
+            if request.is_constrained:
+                self.dies_at = time.monotonic() + 0.02
+            else:
+                super().add(request)
+
+        def step(self):
+            time.sleep(0.005)
+            if self.dies_at is not None and time.monotonic() > self.dies_at:
+                raise Death
+            return super().step()
+
+    class DeadlyHost(Host):
+        engine_class = DeadlyCompilation
+
+    async def scenario(host, engine):
+        others = await engine.generate([request("a", 60)])
+        params = SamplingParams(max_tokens=9, structured_outputs=StructuredOutputsParams(regex="a"))
+        deadly = await engine.generate([Request("p", [5, 0], params)])
+        assert (await heard(deadly, ["p"]))[1] == {"p": "error"}
+        assert (await heard(others, ["a"]))[0] == {"a": list(range(1, 61))}
+        assert host.num_launched < 15
+
+    run(scenario, host=DeadlyHost(lambda *_: ()))
+
+
+def test_many_requests_that_crash_the_engine_do_not_end_the_server(quick):
+    async def scenario(host, engine):
+        names = [f"r{i}" for i in range(12)]
+        _, ends = await heard(await engine.generate([request(name, 10, 1) for name in names]), names)
+        assert ends == dict.fromkeys(names, "error")
+        stream = await engine.generate([request("fine", 3)])
+        assert (await heard(stream, ["fine"]))[1] == {"fine": "length"}
+        assert host.num_launched > 24
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("watchdog", [0.0, 30.0])
+def test_the_timeout_ends_an_engine_that_starts_and_never_sends_a_message(watchdog):
+    class Silent(Host):
+        def launch(self):
+            if not self.num_launched:
+                return super().launch()
+            self.num_launched += 1
+            self.connection, self.theirs = socket.socketpair()
+            return None
+
+        def kill(self):
+            self.theirs.close()
+
+    async def scenario(host, engine):
+        stream = await engine.generate([request("a", 10)])
+        with pytest.raises(EngineStopped, match=r"no engine has served for 0\.5 s"):
+            await heard(stream, ["a"])
+        assert engine.health().state is State.FAILED
+
+    run(scenario, host=Silent(first_dies), restart_timeout=0.5, watchdog=watchdog)
+
+
+def test_the_watchdog_ends_a_first_engine_that_never_sends_a_message():
+    class FirstSilent(Host):
+        def launch(self):
+            if self.num_launched:
+                return super().launch()
+            self.num_launched += 1
+            self.connection, self.theirs = socket.socketpair()
+            self.thread = threading.Thread(target=int)
+            self.thread.start()
+            return None
+
+        def kill(self):
+            self.theirs.close()
+
+    async def scenario(host, engine):
+        stream = await engine.generate([request("a", 10)])
+        assert (await heard(stream, ["a"]))[0] == {"a": list(range(1, 11))}
+        assert host.num_launched == 2
+
+    run(scenario, host=FirstSilent(lambda *_: ()), watchdog=0.5)
 
 
 def test_the_watchdog_ends_the_engine_that_stalled_and_not_the_next_one(monkeypatch):

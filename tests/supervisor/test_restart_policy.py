@@ -29,7 +29,7 @@ def test_the_delay_doubles_up_to_its_maximum_and_starts_over_when_an_engine_has_
     ("end", "delay", "deadline", "num_crashes"),
     [
         (SERVED, 0.0, 150.0, 0),
-        (CRASHED, 0.0, 150.0, 1),
+        (CRASHED, 0.0, 100.0, 1),
         (ENDED_AT_ONCE, FIRST_DELAY, 100.0, 0),
         (ENDED_AT_ONCE | {"num_committed": 1}, 0.0, 150.0, 0),
         (ENDED_AT_ONCE | {"lifetime": MIN_LIFETIME}, 0.0, 150.0, 0),
@@ -38,7 +38,10 @@ def test_the_delay_doubles_up_to_its_maximum_and_starts_over_when_an_engine_has_
 )
 def test_what_counts_as_an_engine_that_served(end, delay, deadline, num_crashes):
     policy = RestartPolicy(100.0, now=0.0)
+    policy.record_end(0.0, **ENDED_AT_ONCE)
     policy.record_end(50.0, **end)
+    if end in (ENDED_AT_ONCE, CRASHED):
+        delay = 2 * FIRST_DELAY if end == ENDED_AT_ONCE else FIRST_DELAY
     assert (policy.delay, policy.deadline, policy.num_crashes) == (delay, deadline, num_crashes)
 
 
@@ -63,3 +66,28 @@ def test_without_a_timeout_there_is_no_deadline(events):
             policy.record_end(1.0, **(CRASHED if event == "crash" else ENDED_AT_ONCE))
         assert policy.deadline is None
         assert 0 <= policy.delay <= MAX_DELAY
+
+
+def test_the_outage_begins_when_the_first_engine_ends_that_has_not_served():
+    policy = RestartPolicy(3.0, now=0.0)
+    policy.record_end(4.0, **ENDED_AT_ONCE)
+    assert policy.deadline == 7.0, "at least one start is tried"
+    policy.record_end(5.0, **CRASHED)
+    assert policy.deadline == 7.0
+
+
+def test_idle_ends_between_crashes_evade_neither_the_deadline_nor_the_count():
+    policy = RestartPolicy(600.0, now=0.0)
+    for i in range(MAX_CRASHES + 1):
+        policy.record_end(2.0 * i, **CRASHED)
+        policy.record_end(2.0 * i + 1, **ENDED_AT_ONCE)
+    assert policy.is_crash_loop
+    assert policy.deadline == 600.0
+
+
+def test_a_culprit_is_progress():
+    policy = RestartPolicy(600.0, now=0.0)
+    for _ in range(MAX_CRASHES):
+        policy.record_end(1.0, **CRASHED)
+    policy.record_end(1.0, **CRASHED, found_culprit=True)
+    assert policy.num_crashes == 0
