@@ -12,6 +12,7 @@ of that row. The next chunk reads it there, and may be launched before the contr
 from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
 from itertools import chain
+from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
@@ -219,6 +220,20 @@ _COLUMNS: dict[str, tuple[type[np.generic], float]] = {  # dtype and neutral val
     "poolings": (np.uint8, 0),
     "adapters": (np.int32, 0),
 }
+
+
+# Columns of NewRows that have the value of a sampling parameter as it is.
+PARAMETER_COLUMNS: Mapping[str, str] = MappingProxyType(
+    {
+        "temperatures": "temperature",
+        "top_ps": "top_p",
+        "min_ps": "min_p",
+        "presence_penalties": "presence_penalty",
+        "frequency_penalties": "frequency_penalty",
+        "repetition_penalties": "repetition_penalty",
+        "deterministic": "deterministic",
+    }
+)
 
 
 class Move(msgspec.Struct, frozen=True):

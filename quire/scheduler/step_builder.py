@@ -5,7 +5,17 @@ from collections.abc import Sequence as Listing
 
 import msgspec
 
-from quire.core.step import ChunkOutput, Chunks, Move, NewRows, Step, TableUpdates, TokenListKind, TokenLists
+from quire.core.step import (
+    PARAMETER_COLUMNS,
+    ChunkOutput,
+    Chunks,
+    Move,
+    NewRows,
+    Step,
+    TableUpdates,
+    TokenListKind,
+    TokenLists,
+)
 from quire.scheduler.sequence import Sequence
 
 TokenList = tuple[int, TokenListKind, Mapping[int, float] | Listing[int]]
@@ -113,20 +123,14 @@ def _new_rows(sequences: list[Sequence]) -> NewRows:
         seq_ids=[seq.id for seq in sequences],
         seeds=[seq.request.seed for seq in sequences],
         sample_indices=[seq.index for seq in sequences],
-        temperatures=[p.temperature for p in params],
-        top_ps=[p.top_p for p in params],
         top_ks=[max(p.top_k, 0) for p in params],
-        min_ps=[p.min_p for p in params],
         num_logprobs=[seq.num_logprobs for seq in sequences],
         num_prompt_logprobs=[-1 if p.prompt_logprobs is None else p.prompt_logprobs for p in params],
         prompt_lens=[len(seq.request.prompt) for seq in sequences],
         min_lens=[len(seq.request.prompt) + p.min_tokens for seq, p in zip(sequences, params, strict=True)],
-        presence_penalties=[p.presence_penalty for p in params],
-        frequency_penalties=[p.frequency_penalty for p in params],
-        repetition_penalties=[p.repetition_penalty for p in params],
-        deterministic=[p.deterministic for p in params],
         poolings=[seq.request.pooling for seq in sequences],
         lists=TokenLists.of(lists),
+        **{column: [getattr(p, name) for p in params] for column, name in PARAMETER_COLUMNS.items()},
     )
 
 

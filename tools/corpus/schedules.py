@@ -10,7 +10,7 @@ import io
 import random
 from collections.abc import Iterator
 from hashlib import sha256
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 
@@ -32,6 +32,10 @@ NUM_SCHEDULES = 500
 VOCAB_SIZE = 50
 MAX_STEPS = 300  # a schedule that is not done by then is cut off
 TENANTS = ("", "red", "blue")
+# Fixed, so that a new policy leaves the recorded schedules as they are.
+POLICIES: tuple[Policy, ...] = ("fcfs", "lpm", "dfs-weight", "cache-aware", "priority", "fair")
+EVICTIONS: tuple[Eviction, ...] = ("lru", "lfu", "priority", "cost")
+MODES: tuple[PreemptionMode, ...] = ("auto", "recompute", "swap")
 
 
 class Schedule:
@@ -82,10 +86,10 @@ class Schedule:
         windows = draw.choice([(0,), (0,), (0,), (0, 12)])
         sizes = (1, 8, "float32", num_blocks, 64 * block_size)
         groups = tuple(KVGroup((0,), "window" if one else "full", *sizes, one, swap) for one in windows)
-        eviction = draw.choice(get_args(Eviction)) if index == "radix" else "lru"
+        eviction = draw.choice(EVICTIONS) if index == "radix" else "lru"
         public = (tuple(range(1, 20)),) if index == "radix" and draw.random() < 0.2 else ()
         needs_tree = index != "radix" or len(windows) > 1
-        policies = [name for name in get_args(Policy) if not (needs_tree and name == "dfs-weight")]
+        policies = [name for name in POLICIES if not (needs_tree and name == "dfs-weight")]
         max_num_seqs = draw.choice([2, 4, 8])
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
@@ -95,7 +99,7 @@ class Schedule:
             watermark=draw.choice([0.0, 0.01, 0.1]),
             steps_in_flight=draw.choice([1, 2]),
             policy=draw.choice(policies),
-            preemption=draw.choice(get_args(PreemptionMode)),
+            preemption=draw.choice(MODES),
             max_queued_requests=draw.choice([None, None, 6]),
             max_queued_tokens=draw.choice([None, None, 200]),
         )
