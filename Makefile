@@ -73,7 +73,7 @@ gpu-check:  ## on a machine with a GPU; PYTHON has torch for CUDA and quire's de
 	@$(PYTHON) -m benchmarks.gpu.check $(ARGS)
 
 bench: $(VENV)/.installed-dev
-	@$(BIN)/python -m benchmarks.mind $(ARGS)
+	@$(BIN)/python -m benchmarks.scheduling_time $(ARGS)
 
 bench-prefix: $(VENV)/.installed-dev  ## ARGS="--only gain --plots FOLDER"; pictures need the extra `plots`
 	@$(BIN)/python -m benchmarks.prefix $(ARGS)

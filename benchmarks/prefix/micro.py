@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from random import Random
 from typing import Any
 
-from benchmarks import mind
+from benchmarks import scheduling_time
 from benchmarks.prefix.rigs import BLOCK_SIZE, INDEXES, VerbClock, cache_config
 from benchmarks.prefix.rows import Note, Row, Section
 from quire.cache.kv_cache import KVCache
@@ -146,7 +146,7 @@ def _plan(section: Section, note: Note, *, quick: bool) -> None:
     running, waiting, steps = (32, 50, 60) if quick else (256, 1000, 1000)
     for index in INDEXES:
         note(f"micro: plan and commit, {running} running, {waiting} waiting, {index}")
-        times = mind.measure(running, steps, num_waiting=waiting, prefix_index=index)["plan+commit"]
+        times = scheduling_time.decoding(running, steps, num_waiting=waiting, prefix_index=index)["plan+commit"]
         median, p99 = 1e3 * statistics.median(times), 1e3 * statistics.quantiles(times, n=100)[98]
         section.data.setdefault("plan", {})[index] = {"median_ms": median, "p99_ms": p99}
         goal = PLAN_GOAL_MS if index == "radix" else None

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from benchmarks import mind
+from benchmarks import scheduling_time
 from benchmarks.prefix import __main__ as command
 from benchmarks.prefix import plots
 from benchmarks.prefix.gain import Outcome, _summary
@@ -148,9 +148,9 @@ def test_micro_measures_what_it_says(index):
 
 
 @pytest.mark.parametrize("index", ["radix", "hash", "none"])
-def test_the_mind_is_measured_with_others_waiting(index):
-    parts = mind.measure(8, 20, num_waiting=5, prefix_index=index)
-    assert {len(seconds) for seconds in parts.values()} == {19}
+def test_scheduling_is_timed_with_others_waiting(index):
+    parts = scheduling_time.decoding(8, 20, num_waiting=5, prefix_index=index)
+    assert {len(seconds) for seconds in parts.values()} == {20}
 
 
 def test_the_command_writes_its_figures(tmp_path, capsys):
@@ -189,3 +189,19 @@ def test_the_embedded_model_runs_under_each_index():
         engine = embedded.rig(index).engine
         assert ask(engine, [query]) == [0]
         assert ask(engine, [query]) == [{"none": 0, "hash": 32, "radix": 39}[index]]
+
+
+def test_scheduling_time_beside_another_version(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "figures.json"
+    arguments = ["--sequences", "8", "--steps", "20", "--before", str(scheduling_time.ROOT), "--pairs", "2"]
+    monkeypatch.setattr("sys.argv", ["scheduling_time", *arguments, "--json", str(path)])
+    scheduling_time.main()
+    report = json.loads(path.read_text())
+    assert set(report["ratio_to_before"]) == set(report["cpu_time"])
+    assert report["ratio_to_before"]["churn, plan+commit"]["pairs"] == 2
+    assert "of the time before" in capsys.readouterr().out
+
+
+def test_the_interval_of_a_median_is_that_of_the_sign_test():
+    assert scheduling_time.interval([float(i) for i in range(15)]) == (3.0, 11.0)  # 0.9648, from the binomial
+    assert scheduling_time.interval([2.0, 1.0]) == (1.0, 2.0)
