@@ -3,7 +3,7 @@
 import re
 from dataclasses import asdict, dataclass, replace
 from math import inf
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -18,7 +18,7 @@ PrefixIndexKind = Literal["radix", "hash", "none"]
 Policy = Literal["fcfs", "lpm", "dfs-weight", "cache-aware", "priority", "fair"]
 DEFAULT_POLICY: Policy = "fcfs"
 PreemptionMode = Literal["auto", "recompute", "swap"]
-GrammarBackend = Literal["auto", "llguidance", "xgrammar", "fsm"]
+GrammarBackend = Literal["auto", "llguidance", "fsm"]
 Eviction = Literal["lru", "lfu", "priority", "cost"]
 
 
@@ -220,8 +220,7 @@ class EngineOptions:
     ] = None
     device: Annotated[str, Help("auto, cpu or cuda", "beta")] = "auto"
     grammar_backend: Annotated[
-        GrammarBackend,
-        Help("backend of structured outputs: llguidance, xgrammar (an extra), built-in fsm", "beta"),
+        GrammarBackend, Help("backend of structured outputs: llguidance (auto) or built-in fsm", "beta")
     ] = "auto"
     fast_forward: Annotated[
         Literal["on", "off"], Help("append tokens that a constraint forces all at once, or one by one", "beta")
@@ -240,7 +239,16 @@ def check_options(options: Any) -> None:  # noqa: ANN401 (a dataclass)
     except msgspec.ValidationError as error:
         message = str(error)
         place = _FIELD_PATH.search(message)
-        raise ConfigError((f"{place[1]}: " if place else "") + _FIELD_PATH.sub("", message)) from error
+        if place is None:
+            raise ConfigError(message) from error
+        values = _literals(get_type_hints(type(options)).get(place[1]))
+        known = f"; known: {', '.join(map(str, values))}" if values else ""
+        raise ConfigError(f"{place[1]}: {_FIELD_PATH.sub('', message)}{known}") from error
+
+
+def _literals(kind: Any) -> tuple[object, ...]:  # noqa: ANN401 (a type)
+    """The values that a Literal allows; empty for other types."""
+    return get_args(kind) if get_origin(kind) is Literal else ()
 
 
 _QUEUED_PER_ROW = 16

@@ -1,9 +1,10 @@
 """Cost of constraints, and savings by fast-forward.
 
-    python -m benchmarks.structured [--only masks jump throughput ablation] [--backends auto fsm xgrammar]
+    python -m benchmarks.structured [--only masks jump throughput ablation] [--backends llguidance fsm xgrammar]
         [--models FOLDER] [--peer vllm=VENV/bin/python] [--json FILE] [--table FILE]
 
-masks: compile time and time per mask, by backend, constraint and vocabulary. jump: JSON records by the embedded model
+masks: compile time and time per mask, by backend, constraint and vocabulary; also of the package xgrammar, if it is
+installed. jump: JSON records by the embedded model
 with fast-forward, token by token, and unconstrained (row C1). throughput: a batch of 32 with random weights in the
 shape of Qwen2.5-0.5B, constrained and unconstrained. ablation: programs with each feature off in turn (row R7).
 """
@@ -20,6 +21,7 @@ from benchmarks.cpu.checkpoints import checkpoint
 from benchmarks.cpu.machine import describe
 from benchmarks.structured import ablation, jump, masks, peers, throughput
 from quire.hub import embedded
+from quire.structured_outputs.backends import BACKENDS
 from quire.structured_outputs.compiler import vocabulary_of
 from quire.structured_outputs.vocabulary import Vocabulary
 from quire.tokenizer.tokenizer import Tokenizer
@@ -33,7 +35,7 @@ def main() -> None:
     """Run the parts and print their results."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--backends", nargs="+", default=["llguidance", "fsm"])
+    parser.add_argument("--backends", nargs="+", choices=(*BACKENDS, "xgrammar"), default=["llguidance", "fsm"])
     parser.add_argument("--questions", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--models", type=Path, help="where checkpoints are kept")
@@ -55,7 +57,9 @@ def main() -> None:
             name, _, python = args.peer.partition("=")
             results["peers"] = peers.measure(folder, name, python, repeats=args.repeats)
         if "throughput" in args.only:
-            results["throughput"] = throughput.measure(folder, args.backends, repeats=args.repeats)
+            results["throughput"] = throughput.measure(
+                folder, [one for one in args.backends if one in BACKENDS], repeats=args.repeats
+            )
     if "ablation" in args.only:
         results["ablation"] = ablation.measure(repeats=args.repeats)
         results["speculation"] = ablation.measure_speculation()

@@ -32,7 +32,6 @@ from quire.kernels.choose import Chosen, choose, usable_device
 from quire.kernels.contract import Requirements
 from quire.kernels.reference.quantized import MAX_QUANTIZED
 from quire.models.model import Progress
-from quire.params import StructuredOutputsParams
 from quire.runner.model_runner import TorchRunner
 from quire.scheduler.journal import JournalledScheduler, open_journal, open_restart_journal
 from quire.scheduler.scheduler import Scheduler
@@ -40,7 +39,6 @@ from quire.startup.calibration import measure
 from quire.startup.hardware import available_memory, pick_device, return_freed_memory
 from quire.startup.memory_demand import make_cache_config, memory_profile, shape_of
 from quire.startup.model_loading import ModelFiles, open_model
-from quire.structured_outputs.backends import check as check_constraint
 from quire.structured_outputs.compiler import GrammarCompiler, vocabulary_of
 from quire.tokenizer.tokenizer import Tokenizer
 
@@ -101,7 +99,6 @@ _DEFAULT_MEMORY_SHARES = {
     "cpu": 0.5,
     "cuda": 0.9,
 }  # default share of available memory; a host has other users, a GPU has not
-_PROBE_CONSTRAINT = StructuredOutputsParams(choice=("a",))
 _TINY_WEIGHT_BYTES = 32 * 2**20  # bytes of weights that fit into the caches of one or two cores
 _DTYPE_ALIASES: Mapping[str, str] = MappingProxyType({"float": "float32", "half": "float16", "fp8": "fp8_e4m3"})
 
@@ -368,8 +365,6 @@ def _prefix_cache_line(cache: CacheConfig) -> str:
 
 
 def _grammar_compiler(prepared: Prepared) -> GrammarCompiler:
-    """The compiler of constraints. Raises ConfigError for a backend that is not installed."""
-    check_constraint(_PROBE_CONSTRAINT, prepared.options.grammar_backend)
     description, tokenizer = prepared.files.description, prepared.files.tokenizer
     return GrammarCompiler(
         lambda: vocabulary_of(tokenizer, description.vocab_size, description.eos_token_ids),

@@ -10,7 +10,6 @@ from quire.params import StructuredOutputsParams
 from quire.structured_outputs.fsm.backend import FsmBackend
 from quire.structured_outputs.guidance import GuidanceBackend
 from quire.structured_outputs.vocabulary import Vocabulary
-from quire.structured_outputs.xgrammar import XgrammarBackend
 
 
 class Backend(Protocol):
@@ -24,9 +23,7 @@ class Backend(Protocol):
 
 
 _GUIDANCE = GuidanceBackend()
-BACKENDS: Mapping[str, Backend] = MappingProxyType(
-    {"auto": _GUIDANCE, "llguidance": _GUIDANCE, "xgrammar": XgrammarBackend(), "fsm": FsmBackend()}
-)
+BACKENDS: Mapping[str, Backend] = MappingProxyType({"auto": _GUIDANCE, "llguidance": _GUIDANCE, "fsm": FsmBackend()})
 
 
 def check(params: StructuredOutputsParams, backend: str = "auto") -> None:

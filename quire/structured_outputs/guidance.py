@@ -57,7 +57,7 @@ def with_options(schema: Schema, params: StructuredOutputsParams) -> dict[str, o
     options: dict[str, object] = {
         "whitespace_pattern": _whitespace(params),
         "whitespace_flexible": not params.disable_any_whitespace,
-        # The separators of json.dumps, which are the most common in training data; xgrammar has the same.
+        # The separators of json.dumps, which are the most common in training data.
         "item_separator": ", " if params.disable_any_whitespace else None,
         "key_separator": ": " if params.disable_any_whitespace else None,
         # Without \u a name has one spelling: "a" cannot be repeated as "\u0061".

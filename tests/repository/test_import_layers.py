@@ -66,7 +66,6 @@ LAZY = {
         "_transformers_backend",
     ): "transformers is an optional extra, and slow to import",
     ("quire/hub/locate.py", "locate"): "huggingface_hub takes a tenth of a second, for downloads alone",
-    ("quire/structured_outputs/xgrammar.py", "_module"): "xgrammar is an optional extra, and imports torch",
     ("quire/kernels/choose.py", "_triton"): "triton is an optional package, and slow to import",
     ("quire/server/observability/middleware.py", "_tracing"): "OpenTelemetry is an optional extra, and slow to import",
 }

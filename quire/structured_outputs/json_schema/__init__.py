@@ -1,1 +1,1 @@
-"""The JSON schema reader of the llguidance and xgrammar backends."""
+"""The JSON schema reader of the llguidance backend."""
