@@ -23,7 +23,6 @@ from quire.core.request import (
 )
 from quire.core.runner import Runner
 from quire.core.step import Step, StepResult
-from quire.cost.block_size import BlockFigures
 from quire.cost.step_time import CostFigures
 from quire.errors import RequestError
 from quire.params import is_unicode
@@ -97,13 +96,6 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     def zero(cls) -> Self:
         """Metrics of an engine that has reported none: all zero."""
         return msgspec.convert([0] * (len(cls.__struct_fields__) - len(cls.__struct_defaults__)), cls)
-
-
-class CostModelStats(msgspec.Struct, frozen=True):
-    """Figures of the cost model and of block use, measured from the requests so far."""
-
-    costs: CostFigures
-    blocks: BlockFigures
 
 
 class Engine:
@@ -299,9 +291,9 @@ class Engine:
             self._forced_tokens,
         )
 
-    def cost_model_stats(self) -> CostModelStats:
-        """Figures of the cost model and of block use."""
-        return CostModelStats(self.scheduler.costs.figures(), self.scheduler.block_use.figures())
+    def cost_figures(self) -> CostFigures:
+        """Figures of the cost model, fitted to the steps so far."""
+        return self.scheduler.costs.figures()
 
     def explain(self, request_id: str) -> Explanation | None:
         """The explanation of a request so far; None if the request is unknown or ended too long ago."""

@@ -77,18 +77,6 @@ class RunningQueue:
         self._free.append(seq.row)
         seq.stop_running(swapped=swapped)
 
-    def count_slots(self) -> tuple[int, int]:
-        """(slots, slots with a known token) of the block tables of group 0, without blocks behind a window."""
-        slots = tokens = 0
-        for seq in self.running:
-            table = seq.table
-            assert table is not None, "it runs"
-            num_slots = len(table.blocks[0]) * self._cache.block_size
-            gone = table.firsts[0] * self._cache.block_size
-            slots += num_slots - gone
-            tokens += min(num_slots, len(seq.tokens)) - gone
-        return slots, tokens
-
 
 class RequestCount(NamedTuple):
     """A number of requests, and of their prompt tokens."""

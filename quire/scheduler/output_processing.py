@@ -7,7 +7,6 @@ import numpy as np
 from quire.cache.manager import KVCacheManager
 from quire.core.output import EndCause, Output
 from quire.core.step import Logprobs, StepResult
-from quire.cost.block_size import BlockUse
 from quire.scheduler.beam_sequences import BeamSequences
 from quire.scheduler.constraints import NO_ALLOWED_TOKEN, StructuredOutputManager
 from quire.scheduler.lifecycle import InFlightStep, SchedulerState
@@ -60,14 +59,12 @@ class OutputProcessor:
         state: SchedulerState,
         beams: BeamSequences,
         structured_outputs: StructuredOutputManager,
-        block_use: BlockUse,
         queue_limit: QueueLimit,
     ) -> None:
         self._cache = cache
         self._state = state
         self._beams = beams
         self._structured_outputs = structured_outputs
-        self._block_use = block_use
         self._queue_limit = queue_limit
 
     def process(self, launched: InFlightStep, result: StepResult, now: float) -> list[Output]:
@@ -120,8 +117,7 @@ class OutputProcessor:
         )
 
     def record_length(self, seq: Sequence) -> None:
-        """Record the length of a sequence that ends, for block use and length statistics."""
-        self._block_use.record_finished(len(seq.tokens))
+        """Record the length of a sequence that ends, for the length statistics of the queue limit."""
         self._queue_limit.ended(seq)
 
     def fail_search(self, seq: Sequence, cause: EndCause, error: str, now: float) -> list[Output]:

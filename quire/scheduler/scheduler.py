@@ -29,7 +29,6 @@ from quire.core.explanation import Explanation
 from quire.core.output import NO_SEQUENCE, EndCause, Output
 from quire.core.request import Request
 from quire.core.step import SamplingMasks, Step, StepResult
-from quire.cost.block_size import BlockUse
 from quire.cost.step_time import Calibration, CostModel
 from quire.errors import ConfigError, DeadlineUnreachable, QueueFull, RequestError
 from quire.scheduler.batch import BatchComposer
@@ -45,7 +44,6 @@ from quire.scheduler.sequence import Sequence
 from quire.scheduler.step_builder import StepBuilder
 
 _MAX_FAILED_WITH_MOVES = 3  # failed steps in a row after which no sequence waits for Moves any more
-_STEPS_PER_SAMPLE = 16  # steps between two samples of the block use
 
 
 class Scheduler:
@@ -62,7 +60,6 @@ class Scheduler:
         self.cache = cache
         self.costs = CostModel()
         cache.set_recompute_seconds(self.costs.recompute_seconds)
-        self.block_use = BlockUse(cache.block_size)
         self._structured_outputs = StructuredOutputManager(constraints)
         self.state = SchedulerState(config, cache, self.costs, self._structured_outputs.end)
         self.request_stats = self.state.request_stats
@@ -74,7 +71,6 @@ class Scheduler:
             self.state,
             BeamSequences(cache, self.state),
             self._structured_outputs,
-            self.block_use,
             self._queue_limit,
         )
         self.predicted_seconds = 0.0  # of the step planned last; 0 without observations
@@ -281,8 +277,6 @@ class Scheduler:
             self.costs.observe_copies(bytes_out, seconds_out, bytes_in, seconds_in)
         self.state.end_swap_ins(launched.swapped_in)
         self.costs.observe_step(launched.num_tokens, result.seconds, _num_attention_pairs(launched))
-        if launched.id % _STEPS_PER_SAMPLE == 0:
-            self.block_use.sample(*self.state.running_queue.count_slots())
         return self._output_processor.process(launched, result, now)
 
     @property

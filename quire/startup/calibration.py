@@ -1,4 +1,4 @@
-"""Measurement of costs before the first request: steps, block copies and prefix lookups.
+"""Measurement of costs before the first request: steps and block copies.
 
 The steps are built here and not by the scheduler, whose state and metrics do not change. They write to blocks that no
 sequence owns yet. The first step of the scheduler resets the runner's rows. Measuring also warms up the kernels.
@@ -6,13 +6,10 @@ sequence owns yet. The first step of the scheduler resets the runner's rows. Mea
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
-from time import perf_counter
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from quire.cache.kv_cache import KVCache
-from quire.config import CacheConfig, KVGroup, PrefixIndexKind, SchedulerConfig
-from quire.core.request import NO_NAMESPACE
+from quire.config import CacheConfig, SchedulerConfig
 from quire.core.runner import Runner
 from quire.core.step import ChunkOutput, Chunks, Move, NewRows, SamplingMasks, Step, StepResult, TableUpdates
 from quire.cost.step_time import Calibration, CopySample, DecodeSample, PrefillSample
@@ -225,48 +222,3 @@ class _CalibrationRun:
         if result.error:
             raise RuntimeError(result.error)
         return result
-
-
-_PROMPTS = 32  # number of prompts in the index
-_PROMPT_GROUP_SIZE = 8  # size of a group of prompts with the same first half
-_LOOKUP_REPEATS = 3  # the fastest counts, because other programs slow down the rest
-
-
-def lookup_seconds(
-    kind: PrefixIndexKind,
-    block_sizes: Iterable[int],
-    num_tokens: int,
-    clock: Callable[[], float] = perf_counter,
-) -> dict[int, float]:
-    """Seconds per prefix match of a prompt of `num_tokens`, by block size; empty for kind "none"."""
-    if kind == "none" or num_tokens < 1:
-        return {}
-    return {size: _measure(kind, size, num_tokens, clock) for size in block_sizes}
-
-
-def _measure(kind: PrefixIndexKind, block_size: int, num_tokens: int, clock: Callable[[], float]) -> float:
-    cache = KVCache(_config(kind, block_size, _PROMPTS * (num_tokens // block_size + 1)))
-    prompts = [_prompt(i, num_tokens) for i in range(_PROMPTS)]
-    for i, prompt in enumerate(prompts):
-        table = cache.new_table(i, prompt)
-        cache.grow(table, num_tokens)
-        cache.release(i, num_tokens)
-    times = []
-    for _ in range(_LOOKUP_REPEATS):
-        began = clock()
-        for prompt in prompts:
-            cache.index.match_prefix(NO_NAMESPACE, prompt)
-        times.append(clock() - began)
-    return min(times) / _PROMPTS
-
-
-def _config(kind: PrefixIndexKind, block_size: int, num_blocks: int) -> CacheConfig:
-    group = KVGroup((0,), "full", 1, 1, "float32", num_blocks, 8 * block_size)
-    return CacheConfig(block_size, (group,), kind)
-
-
-def _prompt(number: int, length: int) -> list[int]:
-    """Token ids: the first half is equal in groups of `_PROMPT_GROUP_SIZE` prompts, the second half is unique."""
-    half = length // 2
-    begins = [(7919 * at + number // _PROMPT_GROUP_SIZE) % 50_021 for at in range(half)]
-    return begins + [(104_729 * at + 31 * number) % 50_021 for at in range(half, length)]

@@ -1,6 +1,7 @@
 """Report on installation, hardware, kernels, and whether a model fits. Loads no weights."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from platform import python_version
 from typing import NamedTuple
@@ -8,19 +9,19 @@ from typing import NamedTuple
 import torch
 
 from quire.config import EngineOptions
-from quire.cost.block_size import CANDIDATES
 from quire.cost.memory_plan import format_bytes
 from quire.errors import QuireError
 from quire.kernels.choose import MODULES, choose, unsupported_reason, usable_device
 from quire.kernels.contract import Requirements
 from quire.models.model import Progress
 from quire.startup.build import prepare
-from quire.startup.calibration import lookup_seconds
 from quire.startup.hardware import available_memory, cpu_description, gpu_description, pick_device
 
 _REQUIRED = ("quire", "torch", "numpy", "safetensors", "tokenizers", "jinja2", "msgspec", "huggingface_hub", "fastapi")
 _USUAL_DTYPE, _USUAL_HEAD_DIM = "bfloat16", 64  # assumed for the check of kernels, which is before the model's
-_USUAL_PROMPT = 512  # tokens
+_USUAL_LENGTH = 512  # tokens of a sequence
+_BLOCK_SIZES = (8, 16, 32, 64, 128)  # compared
+_MIN_SAVING = 0.01  # share of the KV pool that another block size has to save
 _OPTIONAL = {"transformers": "hf"}  # package -> extra
 
 
@@ -54,7 +55,7 @@ def examine(options: EngineOptions, progress: Progress = lambda _done, _total: N
         refused = unsupported_reason(name, demands)
         yield Finding("kernels", f"{name}: {f'not on {device}, {refused}' if refused else f'runs on {device}'}")
     yield Finding("kernels", f"chosen: {chosen}")
-    yield from _block_sizes(options)
+    yield from _block_sizes(options, demands)
     yield from _model(options, progress)
 
 
@@ -94,19 +95,38 @@ def _model(options: EngineOptions, progress: Progress) -> Iterator[Finding]:
     yield Finding("model", f"{prepared.name} can be served")
 
 
-def _block_sizes(options: EngineOptions) -> Iterator[Finding]:
-    """Unused slots and lookup time per block size, for a prompt of _USUAL_PROMPT tokens."""
-    kind = options.prefix_index if options.enable_prefix_caching else "none"
-    lookup = lookup_seconds(kind, CANDIDATES, _USUAL_PROMPT)
-    for number in CANDIDATES:
-        empty = (number - 1) / 2
-        found = f", finding {_USUAL_PROMPT} tokens takes {1e6 * lookup[number]:.0f} us" if lookup else ""
+def _block_sizes(options: EngineOptions, demands: Requirements) -> Iterator[Finding]:
+    """The kernels and the empty slots of each block size, and a recommendation.
+
+    A size with slower kernels is never recommended. The speed of one kernel module at different sizes is unknown here.
+    """
+    modules = list(MODULES)
+    ranks: dict[int, int] = {}  # block size -> rank of its kernels, 0 for the fastest
+    for size in sorted({*_BLOCK_SIZES, options.block_size}):
+        try:
+            name = choose(options.kernels, replace(demands, block_size=size)).kernels.NAME
+        except QuireError:
+            reason = unsupported_reason(options.kernels, replace(demands, block_size=size))
+            yield Finding("block size", f"{size:>3}: not with {options.kernels} kernels, {reason}")
+            continue
+        ranks[size] = modules.index(name)
         yield Finding(
             "block size",
-            f"{number:>3}: a sequence leaves {empty:g} slots empty on average, {empty / (_USUAL_PROMPT + empty):.1%} "
-            f"of {_USUAL_PROMPT} tokens{found}",
+            f"{size:>3}: {name} kernels; sequences of {_USUAL_LENGTH} tokens leave {_empty_share(size):.1%} of their "
+            f"slots empty",
         )
-    yield Finding(
-        "block size",
-        f"{options.block_size} is used; /get_server_info of a running server recommends a size",
-    )
+    current = options.block_size
+    best = min(ranks, key=lambda size: (ranks[size], size))
+    if ranks[best] < ranks[current]:
+        advice = f"{best} is recommended, because the faster {modules[ranks[best]]} kernels run with it"
+    elif _empty_share(current) - _empty_share(best) > _MIN_SAVING:
+        advice = f"{best} leaves fewer slots empty with the same kernels"
+    else:
+        advice = "no other size with these kernels leaves clearly fewer slots empty"
+    yield Finding("block size", f"{current} is used; {advice}")
+
+
+def _empty_share(block_size: int) -> float:
+    """Share of slots behind the last token, half a block per sequence of _USUAL_LENGTH tokens."""
+    empty = (block_size - 1) / 2
+    return empty / (_USUAL_LENGTH + empty)

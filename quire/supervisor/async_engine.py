@@ -16,7 +16,7 @@ import msgspec
 from quire.core.explanation import Explanation
 from quire.core.output import Output
 from quire.core.request import Request, nth_seed
-from quire.engine.engine import CostModelStats
+from quire.cost.step_time import CostFigures
 from quire.errors import EngineStopped, QueueFull, QuireError, RequestError
 from quire.params import is_unicode
 from quire.supervisor import protocol
@@ -153,13 +153,13 @@ class AsyncEngine:
         freed: int = await self._call(protocol.Flush)
         return freed
 
-    async def cost_model_stats(self) -> CostModelStats | None:
-        """Figures of the cost model and of block use; None if the engine does not answer within STALL_SECONDS."""
+    async def cost_figures(self) -> CostFigures | None:
+        """Figures of the cost model; None if the engine does not answer within STALL_SECONDS."""
         try:
-            learnt: CostModelStats = await asyncio.wait_for(self._call(protocol.AskLearnt), STALL_SECONDS)
+            figures: CostFigures = await asyncio.wait_for(self._call(protocol.AskCosts), STALL_SECONDS)
         except (EngineStopped, TimeoutError):
             return None
-        return learnt
+        return figures
 
     def health(self) -> Health:
         """The health of the engine as seen by the front end."""

@@ -16,7 +16,8 @@ from collections.abc import Callable
 
 from quire.core.explanation import Explanation
 from quire.core.output import Output
-from quire.engine.engine import CostModelStats, Engine
+from quire.cost.step_time import CostFigures
+from quire.engine.engine import Engine
 from quire.supervisor import protocol
 from quire.supervisor.protocol import Answer, BadFrame, Batch, Command, EngineMessage, FrameReader, Launched, Pulse
 
@@ -131,13 +132,13 @@ class EngineLoop:
                 self._engine.end_program(tenant, program, branch)
             case protocol.Close():
                 self._closing = True
-            case protocol.Add(number) | protocol.Explain(number) | protocol.Flush(number) | protocol.AskLearnt(number):
+            case protocol.Add(number) | protocol.Explain(number) | protocol.Flush(number) | protocol.AskCosts(number):
                 try:
                     self._answers.append(Answer(number, self._answer(command)))
                 except Exception as error:  # any error of a call is sent to its caller
                     self._answers.append(Answer(number, failure=protocol.encode_error(error)))
 
-    def _answer(self, command: Command) -> int | CostModelStats | list[Explanation] | None:
+    def _answer(self, command: Command) -> int | CostFigures | list[Explanation] | None:
         match command:
             case protocol.Add():
                 self._add(command)
@@ -147,7 +148,7 @@ class EngineLoop:
                 return [one for one in found if one is not None]
             case protocol.Flush():
                 return self._engine.flush_cache()
-        return self._engine.cost_model_stats()
+        return self._engine.cost_figures()
 
     def _add(self, command: protocol.Add) -> None:
         for i, request in enumerate(command.requests):

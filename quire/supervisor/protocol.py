@@ -12,7 +12,8 @@ from quire.core import codec
 from quire.core.explanation import Explanation
 from quire.core.output import Output
 from quire.core.request import Request
-from quire.engine.engine import CostModelStats, EngineStats
+from quire.cost.step_time import CostFigures
+from quire.engine.engine import EngineStats
 from quire.errors import (
     ConfigError,
     ContextLengthExceeded,
@@ -134,8 +135,8 @@ class Flush(Command, frozen=True, tag=True):
     number: int
 
 
-class AskLearnt(Command, frozen=True, tag=True):
-    """Return the figures of the cost model and of block use."""
+class AskCosts(Command, frozen=True, tag=True):
+    """Return the figures of the cost model."""
 
     number: int
 
@@ -157,7 +158,7 @@ class Answer(msgspec.Struct, frozen=True):
     """The result or the error of the command with this number."""
 
     number: int
-    result: int | CostModelStats | list[Explanation] | None = None
+    result: int | CostFigures | list[Explanation] | None = None
     failure: Failure | None = None
 
 
@@ -210,7 +211,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=True):
     failure: Failure
 
 
-Commands = list[Begin | Add | Abort | Finish | EndProgram | Explain | Flush | AskLearnt | Close]
+Commands = list[Begin | Add | Abort | Finish | EndProgram | Explain | Flush | AskCosts | Close]
 EngineMessage = Batch | Pulse | Report | Loading | Ready | Refused
 
 _COMMANDS = codec.decoder(Commands)

@@ -1,4 +1,4 @@
-"""The cost model: step and copy times fitted to samples, block use with advice on block sizes, the host pool's size."""
+"""The cost model: step and copy times fitted to samples, the host pool's size."""
 
 import random
 from math import inf, isfinite
@@ -12,7 +12,6 @@ from scripted_engine import Rig
 from quire.core import codec
 from quire.core.scheduling_params import Retention, SchedulingParams
 from quire.core.step import StepResult
-from quire.cost.block_size import CANDIDATES, BlockUse, advise
 from quire.cost.memory_plan import KVProfile, MemoryProfile, parse_swap_space, plan_host_pool, plan_memory
 from quire.cost.step_time import Calibration, CopySample, CostModel, DecodeSample, PrefillSample, PrefillTime, num_pairs
 from quire.errors import ConfigError, RequestError
@@ -202,100 +201,6 @@ def test_no_calibration_while_a_step_is_in_flight():
 
 def test_a_calibration_survives_its_bytes():
     assert codec.decode(codec.encode(calibration()), Calibration) == calibration()
-
-
-# Blocks
-
-
-lengths = st.lists(st.integers(1, 5000), min_size=1, max_size=60)
-
-
-@given(lengths, st.sampled_from([1, 2, 8, 16, 64, 128, 256]))
-def test_predicted_waste_is_exact_where_the_size_divides_256(seen, block_size):
-    use = BlockUse(16)
-    for length in seen:
-        use.record_finished(length)
-    slots = sum(-(-length // block_size) * block_size for length in seen)
-    assert use.figures().predicted_waste(block_size) == pytest.approx(1 - sum(seen) / slots)
-
-
-def test_predicted_waste_of_other_sizes_is_half_a_block_each():
-    use = BlockUse(16)
-    for length in (100, 200):
-        use.record_finished(length)
-    assert use.figures().predicted_waste(24) == pytest.approx(23 / (300 + 23))
-
-
-def test_measured_waste_is_that_of_the_tables():
-    """One sequence. Its block tables are read at the steps at which the scheduler samples them."""
-    rig = Rig(num_blocks=64, block_size=4, max_num_batched_tokens=32)
-    rig.add("a", [1, 2, 3], max_tokens=100)
-    empty = slots = 0
-    while rig.engine.has_work:
-        step_id = rig.engine.stats().num_steps
-        tables = {seq_id: len(table.blocks[0]) for seq_id, table in rig.cache.tables.items()}
-        known = 3 + len(rig.tokens.get(("a", 0), []))
-        rig.step()
-        if step_id and step_id % 16 == 0:
-            have = max(max(tables.values()), -(-known // 4)) * 4
-            empty, slots = empty + have - known, slots + have
-    figures = rig.scheduler.block_use.figures()
-    assert figures.num_ended == 1
-    assert figures.num_tokens == 103
-    assert figures.internal_waste == pytest.approx(empty / slots, abs=0.03)
-    assert 0 < figures.internal_waste < 0.5
-
-
-def figures_of(lengths, block_size=16):
-    use = BlockUse(block_size)
-    for length in lengths:
-        use.record_finished(length)
-    use.sample(1000, 900)
-    return use.figures()
-
-
-def test_short_sequences_in_large_blocks_get_smaller_ones():
-    rng = random.Random(5)
-    lookup = {size: 4e-6 + 1e-4 / size for size in CANDIDATES}
-    advice = advise(figures_of([rng.randrange(20, 60) for _ in range(200)], 128), lookup, 0.01)
-    assert advice.recommended == 8
-    assert advice.internal_waste == pytest.approx(0.1)
-    assert "128 tokens" in advice.reason
-    assert "8 tokens" in advice.reason
-
-
-def test_long_sequences_whose_lookups_take_long_get_larger_ones():
-    rng = random.Random(6)
-    lookup = {size: 0.02 / size for size in CANDIDATES}  # 2.5 ms with blocks of 8; prompts take 20 ms
-    advice = advise(figures_of([rng.randrange(8000, 16000) for _ in range(200)], 8), lookup, 0.02)
-    assert advice.recommended > 8
-    assert advice.lookup_us == pytest.approx(2500)
-
-
-def test_what_saves_nothing_to_speak_of_is_left_as_it_is():
-    rng = random.Random(7)
-    lookup = dict.fromkeys(CANDIDATES, 1e-5)
-    advice = advise(figures_of([rng.randrange(2000, 4000) for _ in range(200)]), lookup, 0.05)
-    assert advice.recommended == advice.current == 16
-    assert "no other size" in advice.reason
-
-
-def test_few_sequences_say_nothing():
-    advice = advise(figures_of([20] * 5, 128), {}, 0.0)
-    assert advice.recommended == 128
-    assert "only 5 sequences" in advice.reason
-    assert advice.lookup_us is None
-    empty = advise(BlockUse(24).figures(), {}, 0.0)
-    assert (empty.recommended, empty.internal_waste) == (24, 0.0)
-    assert 24 in [one.block_size for one in empty.candidates]
-
-
-def test_an_index_of_whole_blocks_computes_half_a_block_again():
-    rng = random.Random(8)
-    seen = figures_of([rng.randrange(300, 600) for _ in range(200)], 64)
-    lookup = {size: 1e-6 for size in CANDIDATES}
-    exact, whole = (advise(seen, lookup, 0.1, whole_blocks=way) for way in (False, True))
-    assert whole.recommended <= exact.recommended <= 16
 
 
 # The host pool

@@ -15,13 +15,14 @@ from quire.core.step import StepResult
 from quire.cost.step_time import CostModel
 from quire.engine.engine import Engine
 from quire.errors import ConfigError
+from quire.kernels.cpu import EXTENSION
 from quire.runner.model_runner import TorchRunner
 from quire.runner.scripted_runner import ScriptedRunner, script
 from quire.scheduler import journal
 from quire.scheduler.journal import JournalledScheduler
 from quire.server import serve
 from quire.startup.build import build
-from quire.startup.calibration import lookup_seconds, measure
+from quire.startup.calibration import measure
 
 VOCAB = 50
 SMALL = {"dtype": "float32", "memory": "300MiB", "max_num_seqs": 4}
@@ -268,21 +269,35 @@ def test_swap_space_is_taken_as_a_number_by_the_offline_interface():
     assert llm.get_metrics().kv_blocks_total > 0
 
 
-# Block size lookups, and the doctor
+# The doctor's block sizes
 
 
-def test_a_lookup_is_measured_for_each_size():
-    found = lookup_seconds("radix", [8, 64], 200)
-    assert set(found) == {8, 64}
-    assert all(0 < seconds < 1 for seconds in found.values())
-    assert lookup_seconds("none", [8], 200) == {}
-    ticks = iter(range(100))
-    assert lookup_seconds("hash", [16], 64, clock=lambda: float(next(ticks))) == {16: 1 / 32}
-
-
-def test_the_doctor_speaks_of_block_sizes():
-    result = CliRunner().invoke(app, ["doctor", "--memory", "300MiB", "--block-size", "32"])
+def block_size_lines(*arguments):
+    result = CliRunner().invoke(app, ["doctor", "--memory", "300MiB", *arguments])
     assert result.exit_code == 0
-    line = next(line for line in result.output.splitlines() if line.startswith("   16:"))
-    assert "16: a sequence leaves 7.5 slots empty on average, 1.4% of 512 tokens, finding 512 tokens takes" in line
-    assert "32 is used; /get_server_info" in result.output
+    return result.output.partition("block size\n")[2].partition("model\n")[0].splitlines()
+
+
+@pytest.mark.skipif(EXTENSION is not None, reason="the C++ kernels are not built")
+@pytest.mark.parametrize(
+    ("block_size", "advice"),
+    [
+        ("8", "8 is used; 16 is recommended, because the faster cpu kernels run with it"),
+        ("16", "16 is used; no other size with these kernels leaves clearly fewer slots empty"),
+        ("128", "128 is used; 16 leaves fewer slots empty with the same kernels"),
+    ],
+)
+def test_the_doctor_recommends_a_block_size_that_the_fast_kernels_support(block_size, advice):
+    *sizes, last = block_size_lines("--block-size", block_size)
+    assert [line.partition(";")[0].strip() for line in sizes] == [
+        "8: reference kernels",
+        *(f"{size}: cpu kernels" for size in (16, 32, 64, 128)),
+    ]
+    assert sizes[1].endswith("sequences of 512 tokens leave 1.4% of their slots empty")
+    assert last.strip() == advice
+
+
+@pytest.mark.skipif(EXTENSION is not None, reason="the C++ kernels are not built")
+def test_the_doctor_gives_the_reason_of_a_block_size_that_the_named_kernels_refuse():
+    sizes = block_size_lines("--kernels", "cpu")
+    assert sizes[0].strip() == "8: not with cpu kernels, block_size 8 is not a multiple of 16"

@@ -16,9 +16,8 @@ from quire.core.output import EndCause, Output
 from quire.core.request import Beams, KnownOutput, Namespace, Request
 from quire.core.scheduling_params import MAX_PROGRAM_TTL, Program, Retention, SchedulingParams
 from quire.core.step import Logprobs, Pooling
-from quire.cost.block_size import BlockFigures
 from quire.cost.step_time import CostFigures
-from quire.engine.engine import CostModelStats, EngineStats
+from quire.engine.engine import EngineStats
 from quire.errors import (
     ConfigError,
     ContextLengthExceeded,
@@ -174,7 +173,7 @@ def commands():
         one_of_fields(protocol.EndProgram, tenant=TEXT, program=TEXT, branch=optional(TEXT)),
         one_of_fields(protocol.Explain, number=number, request_ids=st.lists(TEXT, max_size=3)),
         one_of_fields(protocol.Flush, number=number),
-        one_of_fields(protocol.AskLearnt, number=number),
+        one_of_fields(protocol.AskCosts, number=number),
         one_of_fields(protocol.Close),
     )
 
@@ -221,7 +220,7 @@ def stats():
     )
 
 
-LEARNT = CostModelStats(CostFigures(1.0, 2.0, 3.0, 4.0, None, 5.0), BlockFigures(16, 1, 2.0, 3.0, 4, 5, (1, 2, 3)))
+COSTS = CostFigures(1.0, 2.0, 3.0, 4.0, None, 5.0)
 EXPLANATION = Explanation(
     "a", "t", 1.0, 5, state="finished", miss=Miss(3, 4, "evicted", 2.0, "b"), waited={"step": 1.5},
     preemptions=[Preemption(1.0, 0, "why", 3), Preemption(2.0, 1, "why", 3, 4, "swap", "faster", 5, 6.0, 7.0, 8, 9)],
@@ -241,7 +240,7 @@ FACTS = ModelInfo(
 
 
 def news():
-    result = st.one_of(st.none(), COUNT, st.just(LEARNT), st.just([EXPLANATION]))
+    result = st.one_of(st.none(), COUNT, st.just(COSTS), st.just([EXPLANATION]))
     answer = one_of_fields(Answer, number=COUNT, result=result, failure=optional(st.just(FAILURE)))
     launched = one_of_fields(
         Launched, names=optional(st.lists(TEXT, max_size=3)), positions=IDS, predicted_seconds=NUMBER
@@ -342,8 +341,8 @@ WHOLE = [
     carried(message)
     for message in (
         [protocol.Begin(EngineOptions()), protocol.Abort(["a"]), protocol.Finish(1, 2), protocol.Explain(1, ["a"])],
-        [ADD, protocol.Flush(2), protocol.AskLearnt(3), protocol.Close()],
-        Batch([OUTPUT], [Answer(1, LEARNT), Answer(2, [EXPLANATION], FAILURE)], 3, Launched(["a"], [4], 0.5),
+        [ADD, protocol.Flush(2), protocol.AskCosts(3), protocol.Close()],
+        Batch([OUTPUT], [Answer(1, COSTS), Answer(2, [EXPLANATION], FAILURE)], 3, Launched(["a"], [4], 0.5),
               EngineStats.zero()),
         protocol.Pulse(1.0),
         protocol.Ready(FACTS),

@@ -1,4 +1,4 @@
-"""Costs and block sizes in /get_server_info, and rejected or missed deadlines over HTTP."""
+"""Costs in /get_server_info, and rejected or missed deadlines over HTTP."""
 
 import asyncio
 import threading
@@ -7,44 +7,23 @@ import pytest
 from multi_tenant_server import GENERATING
 
 from quire.core.output import EndCause, Output
-from quire.cost.block_size import CANDIDATES, BlockUse
 from quire.cost.step_time import CostModel
-from quire.engine.engine import CostModelStats, EngineStats
+from quire.engine.engine import EngineStats
 from quire.errors import DeadlineUnreachable
-from quire.server.api.native import admin
 from quire.startup.build import model_info_of
 from quire.supervisor import async_engine
 from quire.supervisor.async_engine import AsyncEngine
 from quire.supervisor.engine_handle import EngineThread
 
 
-def test_costs_and_block_sizes_of_the_requests_so_far(keyless, monkeypatch):
-    measured = []
-    real = admin.lookup_seconds
-    monkeypatch.setattr(admin, "lookup_seconds", lambda *what: measured.append(what) or real(*what))
+def test_costs_of_the_requests_so_far(keyless):
     body = {"prompt": [[5] * 40] * 8, "n": 4, "max_tokens": 24, "ignore_eos": True}
     assert keyless.post(None, "/v1/completions", **body).status_code == 200
     info = keyless.ask(None, "GET", "/get_server_info").json()
-    costs, advice = info["costs"], info["block_size_advice"]
-    assert costs["prompt_seconds_per_token"] > 0
-    assert costs["step_seconds"] > 0
-    assert costs["seconds_per_byte_out"] is None
-    assert advice["current"] == 16
-    assert 0 < advice["internal_waste"] < 0.5
-    assert advice["lookup_us"] > 0
-    assert advice["reason"]
-    assert {one["block_size"] for one in advice["candidates"]} == set(CANDIDATES)
-    for one in advice["candidates"]:
-        assert set(one) == {"block_size", "predicted_waste", "half_block_waste", "lookup_us", "lookup_share"}
-        assert 0 <= one["predicted_waste"] < 1
-    wastes = [one["half_block_waste"] for one in advice["candidates"]]
-    assert wastes == sorted(wastes)
-    assert advice["recommended"] in {*CANDIDATES}
-    again = keyless.ask(None, "GET", "/get_server_info").json()["block_size_advice"]
-    assert again["lookup_us"] == advice["lookup_us"]
-    ((kind, sizes, length),) = measured
-    assert (kind, list(sizes)) == ("radix", list(CANDIDATES))
-    assert length == advice["lookup_tokens"] > 1
+    assert info["costs"]["prompt_seconds_per_token"] > 0
+    assert info["costs"]["step_seconds"] > 0
+    assert info["costs"]["seconds_per_byte_out"] is None
+    assert "block_size_advice" not in info
 
 
 class Stuck:
@@ -61,8 +40,8 @@ class Stuck:
     def stats(self):
         return EngineStats.zero()
 
-    def cost_model_stats(self):
-        return CostModelStats(CostModel().figures(), BlockUse(16).figures())
+    def cost_figures(self):
+        return CostModel().figures()
 
     def close(self):
         pass
@@ -77,14 +56,14 @@ def test_an_engine_that_does_not_answer_tells_nothing(monkeypatch, served):
         host = EngineThread(stuck, facts)
         host.launch()
         engine = AsyncEngine(host)
-        assert await engine.cost_model_stats() is None  # not started
+        assert await engine.cost_figures() is None  # not started
         await engine.start()
-        assert await engine.cost_model_stats() is None
+        assert await engine.cost_figures() is None
         stuck.has_work = False
         stuck.go.set()
-        assert (await engine.cost_model_stats()).blocks.block_size == 16
+        assert await engine.cost_figures() == CostModel().figures()
         await engine.close()
-        assert await engine.cost_model_stats() is None
+        assert await engine.cost_figures() is None
 
     asyncio.run(main())
 

@@ -8,57 +8,15 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from quire import __version__
 from quire.config import CacheConfig
-from quire.cost.block_size import CANDIDATES, BlockFigures, advise
 from quire.engine.engine import EngineStats
 from quire.engine.shared_prefixes import num_public_blocks
-from quire.errors import EngineStopped
-from quire.server.errors import Busy
 from quire.server.middleware.auth import admins_only, same_origin_only
 from quire.server.service import Service
-from quire.startup.calibration import lookup_seconds
-
-_MAX_LOOKUP_TOKENS = 1024  # tokens of a measured lookup, whose time grows with the length
-
-
-class BlockSizeAdvisor:
-    """Block size advice. Prefix lookups are measured once, at the first request."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._lookup: dict[int, float] | None = None
-        self._length = 0  # tokens of the measured prompts
-
-    async def figures(self) -> dict[str, object]:
-        """Costs and block size advice; both None if the engine does not answer."""
-        learnt = await self._service.engine.cost_model_stats()
-        if learnt is None:
-            return {"costs": None, "block_size_advice": None}
-        lookup = await self._lookups(learnt.blocks)
-        costs = learnt.costs
-        pairs = self._length * (self._length + 1) / 2
-        seconds = self._length * costs.prompt_seconds_per_token + pairs * costs.prompt_seconds_per_pair
-        whole_blocks = self._service.cache.prefix_index == "hash"
-        advice = advise(learnt.blocks, lookup, seconds, whole_blocks=whole_blocks)
-        advice_json = {**msgspec.structs.asdict(advice), "lookup_tokens": self._length}
-        return {"costs": costs, "block_size_advice": advice_json}
-
-    async def _lookups(self, blocks: BlockFigures) -> dict[int, float]:
-        if self._lookup is None:
-            kind, sizes = self._service.cache.prefix_index, sorted({*CANDIDATES, blocks.block_size})
-            mean = blocks.num_tokens // max(1, blocks.num_ended) or self._service.max_model_len // 4
-            length = min(max(mean, 1), _MAX_LOOKUP_TOKENS)
-            try:
-                self._lookup = await self._service.thread_pool.run(lambda: lookup_seconds(kind, sizes, length))
-            except (Busy, EngineStopped):  # the next request measures again
-                return {}
-            self._length = length
-        return self._lookup
 
 
 def admin_routes(service: Service, metrics_prefix: str) -> APIRouter:
     """The routes that need the role admin. Without keys every caller has it."""
     router = APIRouter(tags=["Operations"], dependencies=[Depends(admins_only)])
-    advisor = BlockSizeAdvisor(service)
 
     @router.get("/metrics", response_model=None)
     async def metrics() -> Response:
@@ -67,8 +25,8 @@ def admin_routes(service: Service, metrics_prefix: str) -> APIRouter:
 
     @router.get("/get_server_info", response_model=None)
     async def get_server_info() -> Response:
-        """Return version, model, options, KV groups, cache figures, load, measured costs and block size advice."""
-        info = {**_server_info(service), **await advisor.figures()}
+        """Return version, model, options, KV groups, cache figures, load and measured costs."""
+        info = {**_server_info(service), "costs": await service.engine.cost_figures()}
         return Response(msgspec.json.encode(info), media_type="application/json")
 
     @router.get("/flush_cache", dependencies=[Depends(same_origin_only)])
