@@ -63,6 +63,7 @@ class MatchedPositions(IndexHandle):
     """Where a prefix match ends: under the public root and under the root of the namespace."""
 
     positions: list[TreePosition]
+    data: bytes  # key of the tokens that could have matched
 
 
 class RadixSearch:
@@ -95,7 +96,9 @@ class RadixSearch:
             for some in blocks:
                 del some[depth:]
             places = [climb(place, min(depth, place.depth)) for place in places if place.node.root.end <= depth]
-        return PrefixMatch(blocks, depth * self._block_size + count, partial, num_public, MatchedPositions(places))
+        return PrefixMatch(
+            blocks, depth * self._block_size + count, partial, num_public, MatchedPositions(places, data)
+        )
 
     def explain_miss(self, namespace: Namespace, tokens: Sequence[int], found: PrefixMatch, reusable: int) -> Miss:
         """See PrefixIndex."""
@@ -104,7 +107,7 @@ class RadixSearch:
         if position >= reusable:
             return Miss(position, token, "last_token" if reusable == len(tokens) - 1 else "recomputed")
         depth = position // self._block_size
-        data = token_key(tokens[: (depth + 1) * self._block_size])  # later tokens do not change the reason
+        data = self._key_of_blocks(tokens, found, depth + 1)  # later tokens do not change the reason
         rest = data[depth * self._size :]
         for root_key, end in self._root_keys(namespace, data, found.num_public):
             before = data[end * self._size : depth * self._size]
@@ -118,12 +121,18 @@ class RadixSearch:
                 return Miss(position, token, "evicted", cause.now, whom)
         return Miss(position, token, self._miss_reason(namespace, data, found))
 
+    def _key_of_blocks(self, tokens: Sequence[int], found: PrefixMatch, num_blocks: int) -> bytes:
+        """The key of the first `num_blocks` blocks of `tokens`, of which the last may be incomplete."""
+        data = found.handle.data if isinstance(found.handle, MatchedPositions) else b""
+        known, end = len(data) // BYTES_PER_TOKEN, num_blocks * self._block_size
+        return data[: end * BYTES_PER_TOKEN] if known >= end else data + token_key(tokens[known:end])
+
     def _miss_reason(self, namespace: Namespace, data: bytes, found: PrefixMatch) -> MissReason:
         """The reason of a miss of tokens that were not evicted."""
         depth = found.num_tokens // self._block_size
-        places = _positions_of(found)
-        if any(self._is_being_computed(place, data, found.num_tokens) for place in places if place.depth == depth):
-            return "being_computed"
+        for place in _positions_of(found):
+            if place.depth == depth and self._is_being_computed(place, data, found.num_tokens):
+                return "being_computed"
         others = (one for one in self._trees.namespaces(namespace.tenant) if one != namespace)
         for other in islice(others, _MOST_ROOTS_SEARCHED):
             blocks: tuple[list[int], ...] = tuple([] for _ in range(self._num_groups))
@@ -138,10 +147,12 @@ class RadixSearch:
         node, depth = place
         begin = depth * self._size
         wanted, at = data[begin : (position + 1) * BYTES_PER_TOKEN], depth * self._block_size
-        for candidates in self._candidates(node, depth, data[begin : begin + self._size]):
-            if any(key.startswith(wanted) for key, _ in islice(candidates, 1)):
-                return True
-        return depth == node.end and any(token_key(t.tokens[at : position + 1]) == wanted for t in node.writers)
+        if depth < node.end:
+            return node.edge.startswith(wanted, (depth - node.start) * self._size)
+        child = next(node.children.from_key(wanted), None)  # the first of those that begin with `wanted`, if any does
+        if child is not None and child.edge.startswith(wanted):
+            return True
+        return any(token_key(table.tokens[at : position + 1]) == wanted for table in node.writers)
 
     def _root_keys(self, namespace: Namespace, data: bytes, num_public: int) -> Iterator[tuple[RootKey, int]]:
         """(root key, index of its first block) of the roots under which a prompt may be matched."""

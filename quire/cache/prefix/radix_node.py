@@ -59,14 +59,14 @@ class SortedChildren(Generic[V]):
     def before(self, key: bytes) -> Iterator[V]:
         """Values of the keys before `key`, nearest first."""
         run, i = self._place(key)
-        yield from reversed(self._values[run][:i])
+        yield from map(self._values[run].__getitem__, range(i - 1, -1, -1))
         for values in reversed(self._values[:run]):
             yield from reversed(values)
 
     def from_key(self, key: bytes) -> Iterator[V]:
         """Values of the keys from `key` on, sorted by key."""
         run, i = self._place(key)
-        yield from self._values[run][i:]
+        yield from map(self._values[run].__getitem__, range(i, len(self._values[run])))
         for values in self._values[run + 1 :]:
             yield from values
 

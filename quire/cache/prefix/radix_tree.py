@@ -12,7 +12,7 @@ from typing import NamedTuple
 from quire.cache.block_pool import BlockPool
 from quire.cache.block_table import ABSENT, BlockTable
 from quire.cache.prefix.eviction import EvictableLeaves
-from quire.cache.prefix.index import BYTES_PER_TOKEN, NO_REASON, EvictionCause, EvictionReason, common_prefix_len
+from quire.cache.prefix.index import BYTES_PER_TOKEN, NO_REASON, EvictionCause, EvictionReason
 from quire.cache.prefix.radix_node import Clock, LRUNodes, Node
 from quire.cache.prefix.retention_marks import RetentionMarks
 from quire.cache.retention import SequenceRetention
@@ -84,8 +84,14 @@ class EvictionLog:
 
     def find(self, place: object, before: bytes, rest: bytes, num_found: int) -> EvictionCause | None:
         """The cause of the latest eviction of a block that matches more than `num_found` tokens of `rest`, or None."""
+        if not self._places:
+            return None
         lost = self._places.get((place, hash(before)), ())
-        return next((one.cause for one in reversed(lost) if common_prefix_len(one.key, rest) > num_found), None)
+        wanted = rest[: (num_found + 1) * BYTES_PER_TOKEN]
+        for one in reversed(lost):
+            if one.key.startswith(wanted):
+                return one.cause
+        return None
 
 
 RootKey = tuple[Namespace, bytes]
