@@ -28,7 +28,7 @@ from quire.engine.shared_prefixes import PrefixLimits, num_public_blocks, read_p
 from quire.errors import ConfigError
 from quire.hub import embedded
 from quire.hub.locate import locate
-from quire.kernels.choose import Chosen, choose, usable_device
+from quire.kernels.choose import Chosen, choose, unsupported_reason, usable_device
 from quire.kernels.contract import Requirements
 from quire.kernels.reference.quantized import MAX_QUANTIZED
 from quire.models.model import Progress
@@ -193,18 +193,21 @@ def prepare(options: EngineOptions, *, report: Report, progress: Progress) -> Pr
     files = open_model(path, options.model_impl, max_model_len=options.max_model_len)
     description = files.description
     device = pick_device(options.device)
+    head_dims = tuple({layer.head_dim for layer in description.kv_layers})
     dtype, kv_dtype = _dtypes(options, description.dtype)
+    requirements = Requirements(usable_device(device), dtype, kv_dtype, options.block_size, head_dims)
+    requirements, dtype_line = _substitute_float16(options, requirements)
+    dtype, kv_dtype = requirements.dtype, requirements.kv_dtype
     shape = shape_of(description, dtype)
-    head_dims = tuple({layer.head_dim for layer in shape.layers})
-    chosen = choose(
-        options.kernels, Requirements(usable_device(device), dtype, kv_dtype, options.block_size, head_dims)
-    )
+    chosen = choose(options.kernels, requirements)
     threads = _threads(options.threads, shape.weight_bytes)
     chosen.kernels.use_threads(threads)
     kept = "" if kv_dtype == dtype else f", keys and values in {kv_dtype}"
     report(f"{description.architecture} from {path}, {dtype} on {device}{kept}")
     report(f"model      {files.implementation}")
     report(f"kernels    {chosen.reason}; {threads} threads")
+    if dtype_line:
+        report(f"dtype      {dtype_line}")
     kind = torch.device(device).type
     swaps_beside = kind != "cpu" and options.preemption != "recompute"
     demand = memory_profile(shape, options, (dtype, kv_dtype), chosen.kernels, overlaps_swaps=swaps_beside)
@@ -256,6 +259,25 @@ def _dtypes(options: EngineOptions, model_dtype: str) -> tuple[str, str]:
             f"keys and values are stored in dtype, or in {' or '.join(MAX_QUANTIZED)}"
         )
     return dtype, kv_dtype
+
+
+def _substitute_float16(options: EngineOptions, requirements: Requirements) -> tuple[Requirements, str]:
+    """The requirements of a float16 model in bfloat16, in which the C++ kernels compute it, and a line that says so.
+
+    They stay as they are, with an empty line, for other models and where the C++ kernels would not run anyway. With
+    options.dtype "float16" they stay, too, and the line says what that costs.
+    """
+    kv_dtype = "bfloat16" if options.kv_cache_dtype == "auto" else requirements.kv_dtype
+    substitute = replace(requirements, dtype="bfloat16", kv_dtype=kv_dtype)
+    if requirements.dtype != "float16" or options.kernels not in ("auto", "cpu"):
+        return requirements, ""
+    if unsupported_reason("cpu", requirements) is None or unsupported_reason("cpu", substitute) is not None:
+        return requirements, ""
+    if options.dtype != "auto":
+        return requirements, "float16 runs in plain torch, which is slow; --dtype bfloat16 and float32 run in C++"
+    why = "because the C++ kernels have no float16"
+    how = "--dtype float32 keeps all bits of the weights, in twice the memory"
+    return substitute, f"bfloat16 in place of the checkpoint's float16, {why}; {how}"
 
 
 def _scheduler_config(options: EngineOptions, max_model_len: int, steps_in_flight: int) -> SchedulerConfig:
