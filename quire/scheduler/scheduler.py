@@ -141,7 +141,7 @@ class Scheduler:
         self._structured_outputs.check(request)
         try:
             self._deadlines.check(request)
-            self._queue_limit.check(request, self._next_step, now)
+            self._queue_limit.check(request, now)
         except (DeadlineUnreachable, QueueFull) as error:
             self.request_stats.rejected(request, error, now)
             raise

@@ -10,10 +10,10 @@ from scripted_engine import VOCAB, Rig
 from quire.config import ConfigError, EngineOptions, SchedulerConfig, with_queue_limits
 from quire.core.request import KnownOutput, Namespace, Request
 from quire.core.scheduling_params import SchedulingParams
-from quire.cost.queue_wait import QueuedRequest, QueueForecast, QueueSimulation, SimulatedEngine, Work
 from quire.errors import QueueFull
 from quire.params import SamplingParams
 from quire.scheduler.queue_limit import MAX_EXPECTED_RETRIES
+from tools.virtual_time import Outcome, Server, limits, memory
 
 
 def prompt(length: int, salt: int = 0) -> list[int]:
@@ -166,7 +166,7 @@ def test_a_thousand_tenants_together_stay_below_the_stated_bound():
     rig = crowd("fair", {f"tenant {i}": 30 for i in range(1000)}, max_queued_requests=30, max_queued_tokens=600)
     assert list(num_waiting(rig).values()) == [30 // i for i in range(1, 31)]
     assert rig.scheduler.state.new_requests.total.num_requests <= 30 * sum(1 / i for i in range(1, 31))
-    assert len(rig.scheduler._queue_limit._lines) <= 32
+    assert len(rig.scheduler._queue_limit._retries) <= 32
     rig.run()
     for i in range(1000):
         with suppress(QueueFull):
@@ -194,7 +194,7 @@ def test_retry_after_is_near_the_wait_until_the_requests_own_flow_has_room(polic
     predicted = []
     for flow in flows:
         rig = crowd(policy, dict.fromkeys(flows, 60), max_queued_requests=30)
-        rig.scheduler._queue_limit._lines.clear()  # the clients rejected so far do not return
+        rig.scheduler._queue_limit._retries.clear()  # the clients rejected so far do not return
         rig.abort("running")
         with pytest.raises(QueueFull) as refused:
             offer(rig, flow, "again")
@@ -210,6 +210,46 @@ def test_retry_after_is_near_the_wait_until_the_requests_own_flow_has_room(polic
         rig.run()
     if policy == "fair":
         assert predicted[2] < 0.2 * predicted[0], "one request of the third-party leaves long before 20 of the first"
+
+
+@pytest.mark.parametrize(
+    ("changed", "num_blocks", "num_prompt", "num_outputs", "n"),
+    [
+        pytest.param({}, 4096, 40, 60, 1, id="rows are short"),
+        pytest.param({}, 4096, 40, 60, 3, id="three sequences per request"),
+        pytest.param({}, 64, 40, 60, 1, id="memory is short"),
+        pytest.param({"max_num_batched_tokens": 64}, 4096, 200, 1, 1, id="prompts fill the steps"),
+    ],
+)
+def test_retry_after_is_near_the_wait_whichever_resource_is_short(changed, num_blocks, num_prompt, num_outputs, n):
+    """Steps of 10 ms and 0.2 ms per token. 40 requests wait, and 20 clients were rejected before."""
+    config = limits(max_num_seqs=16, max_model_len=512, max_queued_requests=40, **changed)
+    server = Server(config, memory(num_blocks), lambda num_tokens: 0.01 + 0.0002 * num_tokens)
+    names = (str(i) for i in range(10**6))
+
+    def offer() -> float | None:
+        """Retry-After of a new request, None if it is accepted."""
+        name = next(names)
+        params = SamplingParams(max_tokens=num_outputs, ignore_eos=True, temperature=0.0, n=n, seed=0)
+        try:
+            server.scheduler.add(Request(name, [int(name) + 10] * num_prompt, params), server.now)
+        except QueueFull as full:
+            return full.retry_after
+        server.outcomes[name] = Outcome("", server.now)
+        return None
+
+    while server.now < 5.0:
+        while offer() is None:
+            pass
+        server.step()
+    server.scheduler._queue_limit._retries.clear()
+    predicted = [offer() for _ in range(21)][-1]
+    came, num_accepted = server.now, 0
+    while num_accepted < 21:
+        server.step()
+        while num_accepted < 21 and offer() is None:
+            num_accepted += 1
+    assert predicted == pytest.approx(server.now - came, rel=0.35)
 
 
 @settings(max_examples=60)
@@ -251,28 +291,6 @@ def test_who_is_refused_is_decided_by_those_who_never_ran(data, most, tokens, nu
 def is_new(rig, request_id) -> bool:
     told = rig.engine.explain(request_id)
     return told is not None and told.state == "waiting" and told.admitted is None
-
-
-def test_a_line_told_by_hand():
-    """Two rows, steps of 1 s and 0.1 s per token. The running sequences end after 3 and 5 steps."""
-    machine = SimulatedEngine(rows=2, token_budget=100, kv_capacity=50.0, fixed=1.0, per_token=0.1)
-    turns = QueueSimulation(machine, [Work(0, 3.0, 10), Work(0, 5.0, 10)])
-    waiting = [
-        QueuedRequest([Work(10, 4.0, 10)], 10),
-        QueuedRequest([Work(5, 1.0, 5)], None),
-        QueuedRequest([Work(40, 1.0, 40)], 40),
-    ]
-    line = QueueForecast(turns, waiting, 2, 50)
-    first = 3 * 1.2
-    assert line.seconds_until(1, 0) == pytest.approx(first)
-    # the second begins when the other one ends, 2 steps later; meanwhile 10 prompt tokens are computed
-    second = first + 2 * 1.2 + 0.1 * 10
-    # the third waits for memory, and so for all others: the last of them ends over 4 steps after its begin
-    assert line.seconds_until(0, 11) > second + 2
-    assert line.seconds_until(9, 99) == line.seconds_until(2, 50), "there are no more"
-    line.append(QueuedRequest([Work(1, 1.0, 1)], 1))
-    assert (line.num_requests, line.num_tokens) == (3, 51)
-    assert line.seconds_until(3, 0) >= line.seconds_until(2, 0)
 
 
 def test_the_bounds_of_a_server():
