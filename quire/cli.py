@@ -4,7 +4,7 @@ Flags are generated from the fields of EngineOptions and ServerOptions and their
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import asdict, fields, is_dataclass
 from inspect import Parameter, Signature, signature
@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import quire
-from quire.config import MODEL_HELP, EngineOptions, Help
+from quire.config import MODEL_HELP, REMOVED_VALUES, EngineOptions, Help
 from quire.errors import QuireError, RequestError
 from quire.params import SamplingParams
 from quire.scheduler.journal import replay_file
@@ -77,8 +77,27 @@ def _flag(name: str, annotated: Any, default: object) -> Parameter:  # noqa: ANN
         help=f"{text.text} ({text.stability})",
         min=bounds.ge,
         max=bounds.le,
+        parser=_parser_with_hints(kind, REMOVED_VALUES[name]) if name in REMOVED_VALUES else None,
+        metavar=f"[{'|'.join(_choices(kind))}]" if name in REMOVED_VALUES else None,
     )
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
+
+
+def _choices(kind: Any) -> tuple[str, ...]:  # noqa: ANN401 (a type)
+    """The values of `Literal[...] | None`."""
+    return get_args(get_args(kind)[0])
+
+
+def _parser_with_hints(kind: Any, removed: Mapping[str, str]) -> Callable[[str], str]:  # noqa: ANN401 (a type)
+    """A parser of `Literal[...] | None`. Its error says what to use instead of a removed value."""
+
+    def parse(value: str) -> str:
+        if value not in _choices(kind):
+            hint = f"; {removed[value]}" if value in removed else ""
+            raise typer.BadParameter(f"{value!r} is not one of {', '.join(map(repr, _choices(kind)))}{hint}")
+        return value
+
+    return parse
 
 
 def _print_version(wanted: bool) -> None:  # noqa: FBT001 (typer's signature)

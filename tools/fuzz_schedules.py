@@ -76,7 +76,6 @@ def random_schedule(seed: int) -> Schedule:
     num_blocks = draw.choice([12, 24, 64]) * (16 // block_size) // 2
     windows = draw.choice([[0], [0], [0], [0, 12]])
     max_num_seqs = draw.choice([2, 4, 8])
-    policies = [name for name in get_args(Policy) if name != "dfs-weight" or (index == "radix" and len(windows) == 1)]
     schedule: Schedule = {
         "seed": seed,
         "cache": {
@@ -95,7 +94,7 @@ def random_schedule(seed: int) -> Schedule:
             "step_seconds": draw.choice([0.005, 0.5]),
             "watermark": draw.choice([0.0, 0.01, 0.1]),
             "steps_in_flight": draw.choice([1, 2]),
-            "policy": draw.choice(policies),
+            "policy": draw.choice(get_args(Policy)),
             "preemption": draw.choice(get_args(PreemptionMode)),
             "max_queued_requests": draw.choice([None, None, 6]),
             "max_queued_tokens": draw.choice([None, None, 200]),

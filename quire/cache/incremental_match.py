@@ -42,11 +42,6 @@ class IncrementalMatcher:
         """The current index. Matches of an earlier one are invalid: the cache replaces an inconsistent index."""
         return self._cache.index
 
-    @property
-    def uses_radix_tree(self) -> bool:
-        """Whether matches have nodes."""
-        return isinstance(self.index, RadixIndex) and not self._cache.windowed
-
     def update(self, match: IncrementalMatch, namespace: Namespace, tokens: Sequence[int], num_tokens: int) -> int:
         """Update the match of the leading `num_tokens` tokens. Returns about how many blocks were compared."""
         index = self._cache.index
@@ -82,15 +77,6 @@ class IncrementalMatcher:
         begin = match.num_blocks * self._block_size
         where = namespace if match.node is None else match.node.id
         return where, match.num_blocks, token_key(tokens[begin : min(begin + self._block_size, num_tokens)])
-
-    def path(self, match: IncrementalMatch) -> tuple[int, ...]:
-        """Ids of the nodes from a root to the end of the match: the namespace's root, or the public one."""
-        ids = []
-        node = match.node
-        while node is not None:
-            ids.append(node.id)
-            node = node.parent
-        return tuple(reversed(ids))
 
     def _find_root(
         self, match: IncrementalMatch, trees: RadixTrees, namespace: Namespace, tokens: Sequence[int], most: int

@@ -42,7 +42,7 @@ from quire.startup.model_loading import ModelFiles, open_model
 from quire.structured_outputs.compiler import GrammarCompiler, vocabulary_of
 from quire.tokenizer.tokenizer import Tokenizer
 
-_PREFIX_AWARE_POLICIES = ("lpm", "dfs-weight", "cache-aware")  # prefix-aware policies
+_PREFIX_AWARE_POLICIES = ("lpm", "cache-aware")
 _LONGEST_CALIBRATION = 600.0  # seconds
 
 

@@ -35,12 +35,12 @@ def test_orders_that_heed_the_cache_reach_96_percent_of_the_best_order_on_small_
         brute = best_of_all_orders(prompts, **options).num_found
         assert brute <= best(prompts).num_found
         best_found += brute
-        for policy in ("lpm", "cache-aware", "dfs-weight"):
+        for policy in ("lpm", "cache-aware"):
             found[policy] += served(prompts, policy, max_num_seqs=1, **options).num_found
     assert min(found.values()) >= 0.96 * best_found, (found, best_found)
 
 
-@pytest.mark.parametrize("policy", ["lpm", "cache-aware", "dfs-weight"])
+@pytest.mark.parametrize("policy", ["lpm", "cache-aware"])
 def test_orders_that_heed_the_cache_reach_96_percent_of_the_best_order_on_few_shot_prompts(policy):
     prompts = few_shot(Random(0), 12, 10)
     bound = best(prompts)
@@ -49,7 +49,7 @@ def test_orders_that_heed_the_cache_reach_96_percent_of_the_best_order_on_few_sh
     assert served(prompts, "fcfs", **options).rate < 0.9 * bound.rate
 
 
-@pytest.mark.parametrize("policy", ["lpm", "cache-aware", "dfs-weight"])
+@pytest.mark.parametrize("policy", ["lpm", "cache-aware"])
 def test_a_step_looks_at_a_bounded_number_of_waiting_sequences(policy, monkeypatch):
     looked = Counter()
     renew = IncrementalMatcher.update

@@ -1,6 +1,5 @@
-"""Incrementally updated prefix matches against a full search, and their run time in a queue."""
+"""Incrementally updated prefix matches against a full search."""
 
-import sys
 from random import Random
 
 import pytest
@@ -8,9 +7,6 @@ from eviction_memory import NS, Memory
 
 from quire.cache import incremental_match
 from quire.cache.incremental_match import IncrementalMatch, IncrementalMatcher
-from quire.scheduler.queue.dfs_weight import DepthFirstQueue
-from quire.scheduler.sequence import Sequence
-from tools.virtual_time import request
 
 
 def blocks(*numbers: int) -> list[int]:
@@ -76,47 +72,3 @@ def test_what_differs_early_is_not_compared_to_its_end(monkeypatch):
     assert sum(packed) <= 100
     memory.run(blocks(1, *[3] * 900))
     assert renewed(memory, IncrementalMatch(), prompt) == 901
-
-
-class Paths:
-    """Matches of sequences with given paths."""
-
-    def __init__(self, paths: dict[int, tuple[int, ...]]) -> None:
-        self.path = lambda seq: paths[seq.id]
-        self.add = self.drop = lambda seq: None
-
-    def __len__(self) -> int:
-        return 0
-
-
-def num_calls(what) -> int:
-    calls = []
-    sys.setprofile(lambda frame, event, arg: calls.append(event))
-    try:
-        what()
-    finally:
-        sys.setprofile(None)
-    return len(calls)
-
-
-def test_depth_first_does_not_go_through_all_children_after_each_move():
-    rng, order = Random(1), []
-    paths = {i: (1, 2 + rng.randrange(700)) for i in range(1000)}
-    queue = DepthFirstQueue(Paths(paths))
-    waiting = [Sequence(i, request(str(i), [1], 1), 0, 0.0) for i in paths]
-    for seq in waiting:
-        queue.put(seq)
-    weights = dict.fromkeys((spot for _, spot in paths.values()), 0)
-    for _, spot in paths.values():
-        weights[spot] += 1
-    while (head := queue.head_of_new()) is not None:
-        spot = paths[head.id][-1]
-        assert weights[spot] == max(weights.values())
-        assert spot == min(one for one, weight in weights.items() if weight == weights[spot])
-        order.append(head.id)
-        queue.remove_new(head)
-        weights[spot] -= 1
-        if len(order) < 100:
-            assert num_calls(queue.head_of_new) < 200
-    assert sorted(order) == sorted(paths)
-    assert len(queue._root.heap) < 20

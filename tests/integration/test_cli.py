@@ -83,6 +83,8 @@ def test_flags_reach_the_engine_options(monkeypatch):
         (["serve", "--prot", "9"], "--port"),
         (["serv"], "serve"),
         (["serve", "--dtype", "float33"], "float32"),
+        (["serve", "--policy", "fifo"], "'fcfs', 'lpm'"),
+        (["serve", "--policy", "dfs-weight"], "use lpm"),
         (["serve", "--port", "99999"], "65535"),
         (["serve", "--max-num-seqs", "many"], "integer"),
         (["generate"], "PROMPT"),

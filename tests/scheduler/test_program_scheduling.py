@@ -113,7 +113,7 @@ def test_programs_are_served_as_they_began_and_nobody_is_passed_by_who_came_much
         assert all(came[before] <= came[name] + PROGRAM_LEAD_SECONDS for before in order[:place])
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "lpm", "cache-aware", "dfs-weight"])
+@pytest.mark.parametrize("policy", ["fcfs", "lpm", "cache-aware"])
 def test_siblings_of_who_is_next_follow_it(policy):
     scheduler, go = queued(policy, "radix", wait_weight=0.0)
     prompts = {"stranger": [9] * 9, "p0": [1] * 5, "q0": [2] * 9, "p1": [3] * 9, "another": [4] * 5, "p2": [1] * 9}

@@ -232,6 +232,7 @@ def test_a_server_calibrates_unless_it_is_told_not_to():
         ({"policy": "lpm", "enable_prefix_caching": False}, "policy 'lpm' orders requests by their prefix match"),
         ({"policy": "cache-aware", "enable_prefix_caching": False}, "policy 'cache-aware' orders"),
         ({"policy": "fifo"}, "policy: Invalid enum value 'fifo'"),
+        ({"policy": "dfs-weight"}, "policy: 'dfs-weight' is not supported; use lpm"),
         ({"wait_weight": 3.0}, "wait_weight applies to policy 'cache-aware'; policy 'fcfs'"),
         ({"wait_weight": -1.0, "policy": "cache-aware"}, "wait_weight must be at least 0"),
         ({"eviction": "cost", "prefix_index": "hash"}, "eviction 'cost' needs the radix prefix index; use the radix"),

@@ -33,7 +33,7 @@ VOCAB_SIZE = 50
 MAX_STEPS = 300  # a schedule that is not done by then is cut off
 TENANTS = ("", "red", "blue")
 # Fixed, so that a new policy leaves the recorded schedules as they are.
-POLICIES: tuple[Policy, ...] = ("fcfs", "lpm", "dfs-weight", "cache-aware", "priority", "fair")
+POLICIES: tuple[Policy, ...] = ("fcfs", "lpm", "cache-aware", "priority", "fair")
 EVICTIONS: tuple[Eviction, ...] = ("lru", "lfu", "priority", "cost")
 MODES: tuple[PreemptionMode, ...] = ("auto", "recompute", "swap")
 
@@ -88,8 +88,9 @@ class Schedule:
         groups = tuple(KVGroup((0,), "window" if one else "full", *sizes, one, swap) for one in windows)
         eviction = draw.choice(EVICTIONS) if index == "radix" else "lru"
         public = (tuple(range(1, 20)),) if index == "radix" and draw.random() < 0.2 else ()
-        needs_tree = index != "radix" or len(windows) > 1
-        policies = [name for name in POLICIES if not (needs_tree and name == "dfs-weight")]
+        policies = list(POLICIES)
+        if index == "radix" and len(windows) == 1:
+            policies.insert(2, "lpm")  # was `dfs-weight`; the policies of the other cases stay the same
         max_num_seqs = draw.choice([2, 4, 8])
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,

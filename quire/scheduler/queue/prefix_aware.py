@@ -107,10 +107,6 @@ class PrefixMatches:
         """The match of a waiting sequence as of its last update."""
         return self._waiting[seq.id].match
 
-    def path(self, seq: Sequence) -> tuple[int, ...]:
-        """Ids of the tree nodes from the root to the end of the match."""
-        return self._matching.path(self._waiting[seq.id].match)
-
     def mark_overdue(self, seq: Sequence) -> None:
         """Mark sequences with the same next block as overdue, because `seq` was admitted and computes that block."""
         if self._last_removed[0] == seq.id and self._last_removed[1] in self._by_next_block:

@@ -3,8 +3,6 @@
 from quire.cache.incremental_match import IncrementalMatcher
 from quire.cache.manager import KVCacheManager
 from quire.config import SchedulerConfig
-from quire.errors import ConfigError
-from quire.scheduler.queue.dfs_weight import DepthFirstQueue
 from quire.scheduler.queue.fair import FairQueue
 from quire.scheduler.queue.fcfs import RankedQueue
 from quire.scheduler.queue.prefix_aware import CacheAwareQueue, PrefixMatches
@@ -16,21 +14,13 @@ _STEPS_OF_CREDIT = 8
 
 
 def new_queue(config: SchedulerConfig, cache: KVCacheManager) -> Queue:
-    """An empty queue. Raises ConfigError for a policy that the prefix index does not support."""
+    """An empty queue."""
     if config.policy == "fair":
         return FairQueue(_STEPS_OF_CREDIT * config.max_num_batched_tokens)
     if config.policy in ("fcfs", "priority") or cache.config.prefix_index == "none":  # no matches to order by
         return RankedQueue()
-    matching = IncrementalMatcher(cache)
-    if config.policy == "dfs-weight":
-        if not matching.uses_radix_tree:
-            raise ConfigError(
-                "policy 'dfs-weight' goes through the radix tree, and this cache's index is another one or has "
-                "windows; use policy 'lpm', or prefix_index 'radix'"
-            )
-        return DepthFirstQueue(PrefixMatches(matching))
     weight = config.wait_weight if config.policy == "cache-aware" else 0.0
-    return CacheAwareQueue(PrefixMatches(matching), cache.block_size, weight)
+    return CacheAwareQueue(PrefixMatches(IncrementalMatcher(cache)), cache.block_size, weight)
 
 
 def priority_class(config: SchedulerConfig, priority: int) -> int:

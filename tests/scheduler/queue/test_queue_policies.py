@@ -1,6 +1,5 @@
 """Queue orders against orders computed from scratch, and equal outputs under any order."""
 
-from collections import Counter
 from itertools import pairwise
 from typing import get_args
 
@@ -13,7 +12,6 @@ from quire.cache.incremental_match import IncrementalMatcher
 from quire.config import Policy
 from quire.core.request import Namespace, Request
 from quire.core.scheduling_params import SchedulingParams
-from quire.errors import ConfigError
 from quire.params import SamplingParams
 from quire.runner.scripted_runner import script
 from quire.scheduler.queue import prefix_aware
@@ -58,35 +56,15 @@ def num_matched(scheduler, seq) -> int:
     return len(found.blocks[0]) if found.blocks else 0
 
 
-def deepest(scheduler, waiting) -> Sequence:
-    """The head by depth first, heaviest subtree first, computed from the tree's match of each sequence."""
-    paths = {}
-    for seq in waiting:
-        found = scheduler.cache.index.match_prefix(seq.request.namespace, seq.tokens[: seq.reusable])
-        node = found.handle.positions[-1].node if found.handle.positions else None
-        path = []
-        while node is not None:
-            path.append(node.id)
-            node = node.parent
-        paths[seq] = tuple(reversed(path))
-    weights = Counter(path[: i + 1] for path in paths.values() for i in range(len(path)))
-    top: tuple[int, ...] = ()
-    while below := [path for path in weights if path[:-1] == top]:
-        top = max(below, key=lambda path: (weights[path], -path[-1]))
-    return min((seq for seq in waiting if paths[seq] == top), key=lambda seq: seq.rank)
-
-
-def expected_head(scheduler, policy, weight) -> Sequence | None:
+def expected_head(scheduler, weight) -> Sequence | None:
     queued = [seq for seq in scheduler.state.sequences.values() if seq in scheduler.state.queue]
     back = [seq for seq in queued if seq.has_run]
     if back or not queued:
         return min(back, key=lambda seq: seq.rank, default=None)
-    if policy == "dfs-weight":
-        return deepest(scheduler, queued)
     return min(queued, key=lambda seq: (-BLOCK * num_matched(scheduler, seq) + weight * seq.queued_at, seq.id))
 
 
-@pytest.mark.parametrize("policy", ["lpm", "cache-aware", "dfs-weight"])
+@pytest.mark.parametrize("policy", ["lpm", "cache-aware"])
 @given(data=st.data())
 @settings(max_examples=40)
 def test_the_head_is_the_one_that_sorting_everybody_anew_would_find(policy, data):
@@ -103,10 +81,10 @@ def test_the_head_is_the_one_that_sorting_everybody_anew_would_find(policy, data
         if data.draw(st.integers(0, 5)) == 0:
             scheduler.abort(str(data.draw(st.integers(0, i))), server.now)
         scheduler.state.queue.refresh()
-        assert scheduler.state.queue.head is expected_head(scheduler, policy, weight)
+        assert scheduler.state.queue.head is expected_head(scheduler, weight)
     while scheduler.has_work:
         scheduler.state.queue.refresh()
-        assert scheduler.state.queue.head is expected_head(scheduler, policy, weight)
+        assert scheduler.state.queue.head is expected_head(scheduler, weight)
         scheduler.commit(result_of(scheduler.plan(server.now), 0.01), server.now)
 
 
@@ -142,11 +120,6 @@ def test_policies_that_match_work_with_every_index(prefix_index):
         outcomes = server.run(arrivals)
         assert {one.reason for one in outcomes.values()} == {"length"}
         assert (server.scheduler.request_stats.num_hit_tokens > 0) == (prefix_index == "hash")
-
-
-def test_going_through_the_tree_needs_a_tree():
-    with pytest.raises(ConfigError, match="prefix_index 'radix'"):
-        Server(limits("dfs-weight"), memory(128, 16, "hash"), lambda n: 0.01)
 
 
 # Outputs
@@ -208,7 +181,6 @@ def hot_and_cold(policy: str, **options: object) -> float:
 
 def test_who_shares_nothing_starves_by_longest_prefix_and_by_no_order_that_heeds_waiting():
     assert hot_and_cold("lpm") > 11
-    assert hot_and_cold("dfs-weight") > 11
     assert hot_and_cold("fcfs") < 2
     assert hot_and_cold("cache-aware", wait_weight=100.0) < 2 + 160 / 100 + 2
     assert hot_and_cold("cache-aware", wait_weight=1000.0) < 2 + 160 / 1000 + 1
