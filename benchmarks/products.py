@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from quire.kernels.contract import PackedWeight
-from quire.kernels.cpu.kernels import CpuKernels
+from quire.kernels.cpu import kernels
 from quire.kernels.cpu.products import pack_weight
 
 SHAPES = {"qkv": (1152, 896), "gate and up": (9728, 896), "down": (896, 4864)}  # columns out, columns in
@@ -33,7 +33,7 @@ def best(runs: list[Callable[[], object]]) -> list[float]:
     return seconds
 
 
-def measure(kernels: CpuKernels, columns: int, terms: int, rows: int) -> tuple[float, float]:
+def measure(columns: int, terms: int, rows: int) -> tuple[float, float]:
     """Seconds of one product by quire and by oneDNN."""
     copies = max(2, WEIGHT_BYTES // (2 * columns * terms))
     weights = [torch.randn(columns, terms).mul_(0.02).to(torch.bfloat16) for _ in range(copies)]
@@ -59,12 +59,11 @@ def main() -> None:
     parser.add_argument("--rows", default="1,4,8,16,32,64,128,512,2048")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
-    kernels = CpuKernels(deterministic=False)
     kernels.use_threads(args.threads)
     print(f"{'':<14}{'rows':>6}{'quire us':>10}{'oneDNN us':>11}{'ratio':>7}{'GFLOP/s':>9}{'GB/s':>7}")
     for name, (columns, terms) in SHAPES.items():
         for rows in map(int, args.rows.split(",")):
-            ours, theirs = measure(kernels, columns, terms, rows)
+            ours, theirs = measure(columns, terms, rows)
             rate, read = 2e-9 * rows * columns * terms / ours, 2e-9 * columns * terms / ours
             times = f"{1e6 * ours:>10.0f}{1e6 * theirs:>11.0f}{theirs / ours:>7.2f}"
             print(f"{name:<14}{rows:>6}{times}{rate:>9.0f}{read:>7.1f}")

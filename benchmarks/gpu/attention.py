@@ -22,7 +22,7 @@ from benchmarks.gpu.part import Part
 from benchmarks.gpu.processes import Row, Settings
 from quire.config import KVGroup
 from quire.kernels.contract import Batch, Storage
-from quire.kernels.triton.kernels import TritonKernels
+from quire.kernels.triton import kernels
 
 BLOCK_SIZE = 16
 COLD_BYTES = 2**29  # of keys and values: more than any cache
@@ -82,7 +82,6 @@ class Bench:
         self.part = part
         self.device = settings.device
         self.heads = heads
-        self.kernels = TritonKernels(deterministic=False)
         self.cold_bytes = 0 if settings.tiny else COLD_BYTES
 
     def decode(self, batch: int, context: int) -> None:
@@ -173,23 +172,23 @@ class Bench:
         """KV storage with random keys and values."""
         heads = self.heads
         group = KVGroup(tuple(range(layers)), "full", heads.num_kv, heads.dim, dtype, num_blocks, 1)
-        storage = self.kernels.allocate(group, BLOCK_SIZE, torch.device(self.device))
+        storage = kernels.allocate(group, BLOCK_SIZE, torch.device(self.device))
         blocks = np.arange(num_blocks)
         at_once = WRITTEN_AT_ONCE // BLOCK_SIZE
         for some in np.split(blocks, range(at_once, num_blocks, at_once)):
             tokens = len(some) * BLOCK_SIZE
             k, v = torch.randn(2, tokens, heads.num_kv, heads.dim, device=self.device).to(torch.bfloat16)
-            plan = self.kernels.plan(Batch(*_spans(1, 0, tokens), some.reshape(1, -1)), storage)
+            plan = kernels.plan(Batch(*_spans(1, 0, tokens), some.reshape(1, -1)), storage)
             for layer in range(layers):
-                self.kernels.rotary_write(storage, layer, k, k, v, None, plan)
+                kernels.rotary_write(storage, layer, k, k, v, None, plan)
         return storage
 
     def _attention(self, storage: Storage, q: Tensor, batch: Batch) -> Callable[[], object]:
         """Run attention in all layers."""
-        plan = self.kernels.plan(batch, storage)
+        plan = kernels.plan(batch, storage)
         layers = range(len(storage.group.layers))
         scale = self.heads.dim**-0.5
-        return lambda: [self.kernels.attention(storage, layer, q, plan, scale) for layer in layers]
+        return lambda: [kernels.attention(storage, layer, q, plan, scale) for layer in layers]
 
     def _peer(self, row: Row, name: str, make: Callable[[], Callable[[], object]], paged: float, layers: int) -> None:
         """Seconds of another attention, and their ratio to ours."""

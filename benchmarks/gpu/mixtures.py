@@ -12,7 +12,7 @@ from benchmarks.gpu import clock
 from benchmarks.gpu.part import Part
 from benchmarks.gpu.processes import Settings
 from quire.kernels.triton import experts as module
-from quire.kernels.triton.kernels import TritonKernels
+from quire.kernels.triton import kernels
 
 ROWS = (1, 8, 64, 512, 4096)
 TINY_ROWS = (1, 33)
@@ -49,7 +49,6 @@ class Layer:
     def __init__(self, mixture: Mixture, device: str) -> None:
         self.mixture = mixture
         self.device = device
-        self.kernels = TritonKernels(deterministic=False)
         self.up = self._weight(mixture.num_experts, 2 * mixture.inner, mixture.hidden)
         self.down = self._weight(mixture.num_experts, mixture.hidden, mixture.inner)
 
@@ -63,11 +62,11 @@ class Layer:
         logits = torch.randn(rows, mixture.num_experts, device=self.device).to(torch.bfloat16)
 
         def compute() -> torch.Tensor:
-            ids, weights = self.kernels.route(logits, mixture.per_token, normalise=True)
-            return self.kernels.experts(x, ids, weights, self.up, self.down, "silu")
+            ids, weights = kernels.route(logits, mixture.per_token, normalise=True)
+            return kernels.experts(x, ids, weights, self.up, self.down, "silu")
 
         (seconds,) = clock.seconds([compute], self.device)
-        ids, _ = self.kernels.route(logits, mixture.per_token, normalise=True)
+        ids, _ = kernels.route(logits, mixture.per_token, normalise=True)
         one = 3 * mixture.inner * mixture.hidden  # weights of one expert
         num_bytes, flops = 2 * one * len(ids.unique()), 2 * one * ids.numel()
         figures = {

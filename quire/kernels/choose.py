@@ -11,7 +11,8 @@ from quire.errors import ConfigError, nearest
 from quire.kernels import deterministic, reference
 from quire.kernels.contract import Kernels, Requirements
 from quire.kernels.cpu import EXTENSION
-from quire.kernels.cpu.kernels import CpuKernels, description
+from quire.kernels.cpu import deterministic as cpu_deterministic
+from quire.kernels.cpu import kernels as cpu
 
 
 class Candidate(NamedTuple):
@@ -26,28 +27,27 @@ class Candidate(NamedTuple):
 def _cpu() -> Candidate:
     if EXTENSION is not None:
         return Candidate(None, None, EXTENSION)
-    return Candidate(CpuKernels(deterministic=False), CpuKernels(deterministic=True), description())
+    return Candidate(cpu, cpu_deterministic, cpu.description())
 
 
 def _triton() -> Candidate:
     if find_spec("triton") is None:
         return Candidate(None, None, "the package triton is not installed")
-    from quire.kernels.triton.kernels import TritonKernels  # noqa: PLC0415  (an optional package)
+    from quire.kernels.triton import deterministic as triton_deterministic  # noqa: PLC0415  (an optional package)
+    from quire.kernels.triton import kernels as triton  # noqa: PLC0415
     from quire.kernels.triton.launch import INTERPRETED  # noqa: PLC0415
 
     if INTERPRETED:
         why = "Triton is interpreted, which is for tests only"
-        return Candidate(
-            TritonKernels(deterministic=False), TritonKernels(deterministic=True), "interpreted", skip_reason=why
-        )
-    return Candidate(TritonKernels(deterministic=False), TritonKernels(deterministic=True), "compiled when first used")
+        return Candidate(triton, triton_deterministic, "interpreted", skip_reason=why)
+    return Candidate(triton, triton_deterministic, "compiled when first used")
 
 
 def _reference() -> Candidate:
     return Candidate(reference, deterministic, "plain torch")
 
 
-# The fastest first. The C++ and Triton modules are new objects per call, because they keep memory.
+# The fastest first.
 MODULES: Mapping[str, Callable[[], Candidate]] = MappingProxyType(
     {"cpu": _cpu, "triton": _triton, "reference": _reference}
 )

@@ -203,8 +203,6 @@ class Kernels(Protocol):
     USES_RESIDENT_TABLES: bool  # whether it reads block tables that stay on the device
     SCRATCH_BYTES: int  # the most workspace of attention, unless the KV of one sequence and layer needs more
 
-    step_capture: StepCapture | None  # captures steps; None if capture is not supported or has no benefit
-
     def unsupported_reason(self, requirements: Requirements) -> str | None:
         """Why the module does not meet the requirements, or None if it does."""
 
@@ -213,6 +211,9 @@ class Kernels(Protocol):
 
     def release_workspace(self) -> None:
         """Release workspace that is kept only for reuse. Called when the engine is idle."""
+
+    def new_step_capture(self) -> StepCapture | None:
+        """A StepCapture for one engine; None if capture is not supported or has no benefit."""
 
     def allocate(self, group: KVGroup, block_size: int, device: torch.device) -> Storage:
         """Zeroed blocks for a KV group. CPU modules commit memory only when a block is first written."""

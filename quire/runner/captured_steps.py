@@ -38,7 +38,7 @@ class CapturedSteps:
         self._storages = storages
         self._max_model_len = max_model_len
         self._attend = PagedAttend(kernels, storages, model.score_scaling)
-        self._recorder = kernels.step_capture
+        self._recorder = kernels.new_step_capture()
         self._captured: dict[int, _CapturedStep] = {}
 
     def logits(self, inputs: Inputs, chunks: Chunks) -> Tensor | None:

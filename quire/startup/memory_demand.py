@@ -46,10 +46,9 @@ def memory_profile(
     sampled = min(max(LOGITS_AT_ONCE, shape.vocab_size), options.max_num_seqs * shape.vocab_size)
     token_bytes, logit_bytes = shape.activations_per_token * 4, shape.vocab_size * 4
     recorded = CaptureMemory(0, "")
-    if kernels.step_capture is not None:
-        recorded = kernels.step_capture.capture_memory(
-            options.max_num_seqs, token_bytes, logit_bytes, kernels.SCRATCH_BYTES
-        )
+    capture = kernels.new_step_capture()
+    if capture is not None:
+        recorded = capture.capture_memory(options.max_num_seqs, token_bytes, logit_bytes, kernels.SCRATCH_BYTES)
     return MemoryProfile(
         weight_bytes=shape.weight_bytes,
         weight_reason=f"{shape.num_parameters / 1e6:.2f} M parameters, {dtype}",

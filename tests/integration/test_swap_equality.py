@@ -21,9 +21,9 @@ from quire.scheduler.scheduler import Scheduler
 
 MODULES = {"reference": reference}
 try:
-    from quire.kernels.cpu.kernels import CpuKernels
+    from quire.kernels.cpu import kernels as cpu
 
-    MODULES["cpu"] = CpuKernels(deterministic=False)
+    MODULES["cpu"] = cpu
 except ImportError:
     pass
 

@@ -11,7 +11,8 @@ from quire.kernels import deterministic, reference
 from quire.kernels.choose import Candidate, choose, unsupported_reason, usable_device
 from quire.kernels.contract import ACTIVATIONS, Requirements
 from quire.kernels.cpu import EXTENSION
-from quire.kernels.cpu.kernels import CpuKernels
+from quire.kernels.cpu import deterministic as cpu_deterministic
+from quire.kernels.cpu import kernels as cpu_kernels
 from quire.kernels.reference import rotation
 from quire.layers.rope import Rope
 
@@ -175,7 +176,7 @@ def cpu():
     """The CPU kernels, if they are built."""
     if EXTENSION is not None:
         pytest.skip(EXTENSION)
-    return CpuKernels
+    return cpu_kernels
 
 
 def test_the_reference_is_chosen_by_its_name_and_for_what_nothing_else_can():
@@ -189,13 +190,12 @@ def test_the_reference_is_chosen_by_its_name_and_for_what_nothing_else_can():
 def test_the_cpu_kernels_are_chosen_by_name_and_as_the_fastest(cpu):
     for name, why in (("auto", "the fastest that runs on cpu"), ("cpu", "asked for by name")):
         chosen = choose(name, demands())
-        assert isinstance(chosen.kernels, cpu)
-        assert chosen.kernels.step_capture is not None
-        assert isinstance(chosen.deterministic, cpu)
-        assert chosen.deterministic.step_capture is None
+        assert chosen.kernels is cpu
+        assert chosen.kernels.new_step_capture() is not chosen.kernels.new_step_capture()  # each holds memory
+        assert chosen.deterministic is cpu_deterministic
+        assert chosen.deterministic.new_step_capture() is None
         assert chosen.reason.startswith("cpu (")
         assert chosen.reason.endswith(f" build): {why}")
-    assert choose("auto", demands()).kernels is not choose("auto", demands()).kernels  # they may hold memory
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_the_cpu_kernels_are_chosen_by_name_and_as_the_fastest(cpu):
     ],
 )
 def test_the_cpu_kernels_say_what_they_cannot_do(cpu, wish, why):
-    assert why in cpu(deterministic=False).unsupported_reason(demands(**wish))
+    assert why in cpu.unsupported_reason(demands(**wish))
     with pytest.raises(ConfigError, match=f"no kernels for .*; tried cpu: .*{why}"):
         choose("cpu", demands(**wish))
 

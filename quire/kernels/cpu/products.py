@@ -61,7 +61,7 @@ def pack_weight(weight: Tensor, parts: int = 1) -> PackedWeight:
     return packed
 
 
-def linear(x: Tensor, weight: Weight, bias: Tensor | None, *, deterministic: bool) -> Tensor:
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, *, deterministic: bool = False) -> Tensor:
     """x (num_rows, in) times weight (out, in), plus bias (out,)."""
     if isinstance(weight, Tensor):
         return F.linear(x, weight, bias)
@@ -74,7 +74,9 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None, *, deterministic: boo
     return _product(x, weight, bias, -1, deterministic=deterministic)
 
 
-def gated_linear(x: Tensor, weight: Weight, bias: Tensor | None, activation: str, *, deterministic: bool) -> Tensor:
+def gated_linear(
+    x: Tensor, weight: Weight, bias: Tensor | None, activation: str, *, deterministic: bool = False
+) -> Tensor:
     """activation(first half) * second half of the last axis of `linear`. Raises ValueError unless weight.parts is 2."""
     if isinstance(weight, Tensor):
         return rowwise.gate(F.linear(x, weight, bias), activation)
@@ -133,7 +135,14 @@ def embed(ids: Tensor, weight: Weight, scale: float = 1.0) -> Tensor:
 
 
 def experts(
-    x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, activation: str, *, deterministic: bool
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    up: Weight,
+    down: Weight,
+    activation: str,
+    *,
+    deterministic: bool = False,
 ) -> Tensor:
     """The weighted sum of each token's experts: see Kernels. Terms are added in the order of expert ids."""
     out = torch.zeros(x.shape, dtype=torch.float32)

@@ -15,9 +15,6 @@ NAME = "reference"
 USES_RESIDENT_TABLES = False
 
 
-step_capture: StepCapture | None = None
-
-
 def unsupported_reason(requirements: Requirements) -> str | None:
     """None: plain torch meets all requirements."""
     del requirements
@@ -31,6 +28,11 @@ def use_threads(number: int) -> None:
 
 def release_workspace() -> None:
     """Does nothing: this module keeps no workspace."""
+
+
+def new_step_capture() -> StepCapture | None:
+    """None: a captured step would not be faster."""
+    return None
 
 
 __all__ = [
@@ -50,6 +52,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "logprobs",
+    "new_step_capture",
     "pack",
     "plan",
     "release_workspace",
@@ -59,7 +62,6 @@ __all__ = [
     "rotation",
     "route",
     "sample",
-    "step_capture",
     "unpack",
     "unsupported_reason",
     "use_threads",

@@ -96,7 +96,14 @@ def _expert_products(x: Tensor, weight: Tensor, routes: Routes, slots: int, tile
 
 
 def experts(
-    x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, activation: str, *, deterministic: bool
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    up: Weight,
+    down: Weight,
+    activation: str,
+    *,
+    deterministic: bool = False,
 ) -> Tensor:
     """The weighted sum of each token's experts: see Kernels. Terms are added in the order of expert ids.
 

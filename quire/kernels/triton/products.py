@@ -108,7 +108,7 @@ def _linear(
     tl.store(out_ptr + places, rounded(total, out_ptr.dtype.element_ty, INTERPRET), mask=inside)
 
 
-def linear(x: Tensor, weight: Weight, bias: Tensor | None, *, deterministic: bool) -> Tensor:
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, *, deterministic: bool = False) -> Tensor:
     """x (num_rows, in) times weight (out, in), plus bias (out,). deterministic: rounded once, after the bias."""
     weight = require_unpacked(weight)
     if not deterministic:
@@ -135,7 +135,9 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None, *, deterministic: boo
     return out
 
 
-def gated_linear(x: Tensor, weight: Weight, bias: Tensor | None, activation: str, *, deterministic: bool) -> Tensor:
+def gated_linear(
+    x: Tensor, weight: Weight, bias: Tensor | None, activation: str, *, deterministic: bool = False
+) -> Tensor:
     """activation(first half) * second half of the last axis of `linear`, whose result is rounded first."""
     return gate(linear(x, weight, bias, deterministic=deterministic), activation)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from changed_kernels import changed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_runner_driver import GREEDY, Driver, Wish, copy_move, load_model
@@ -19,6 +20,7 @@ from quire.params import SamplingParams
 _C = pytest.importorskip("quire.kernels.cpu._C", reason="the CPU kernels are not built", exc_type=ImportError)
 memory = pytest.importorskip("quire.kernels.cpu.memory")
 kernels_module = pytest.importorskip("quire.kernels.cpu.kernels")
+deterministic = pytest.importorskip("quire.kernels.cpu.deterministic")
 rowwise = pytest.importorskip("quire.kernels.cpu.rowwise")
 
 ROWS = 8
@@ -27,18 +29,16 @@ RECORDED = ["qwen3-gqa", "llama-gqa-tied", "llama-mqa-biases", "phi3", "mistral-
 COMPUTED = ["gemma2", "gpt2", "opt-post-norm", "qwen3-moe", "falcon-40b", "granite"]  # each is partly plain torch
 
 
-class Watched(kernels_module.CpuKernels):
-    """Keeps the logits from which tokens are sampled."""
+def watched(*, recorded):
+    """The kernels with a list `logits` of those from which tokens are sampled."""
+    logits_so_far = []
 
-    def __init__(self, *, recorded):
-        super().__init__(deterministic=False)
-        self.logits = []
-        if not recorded:
-            self.step_capture = None
+    def sample(logits, draws):
+        logits_so_far.append(logits.clone())
+        return kernels_module.sample(logits, draws)
 
-    def sample(self, logits, draws):
-        self.logits.append(logits.clone())
-        return super().sample(logits, draws)
+    capture = kernels_module.new_step_capture if recorded else lambda: None
+    return changed(kernels_module, sample=sample, new_step_capture=capture, logits=logits_so_far)
 
 
 @pytest.fixture
@@ -63,10 +63,10 @@ def threads(request):
 
 
 def driver_of(folder, *, recorded, dtype="float32", **options):
-    kernels = Watched(recorded=recorded)
+    kernels = watched(recorded=recorded)
     model = load_model(folder, dtype, kernels)
     options = {"rows": ROWS, "block_size": BLOCK, **options}
-    return Driver(model, kernels=kernels, strict=kernels_module.CpuKernels(deterministic=True), **options), kernels
+    return Driver(model, kernels=kernels, strict=deterministic, **options), kernels
 
 
 class Script:
@@ -211,9 +211,9 @@ def test_two_runners_at_the_same_time_do_not_disturb_each_other(saved, threads):
 
 
 def test_a_tape_computes_again_from_what_its_inputs_are_now():
-    kernels = kernels_module.CpuKernels(deterministic=False)
+    kernels, capture = kernels_module, kernels_module.new_step_capture()
     x, weight = torch.randn(3, 20), torch.randn(20)
-    result, play = kernels.step_capture.capture(lambda: kernels.activate(kernels.rms_norm(x, weight, 1e-6), "silu"))
+    result, play = capture.capture(lambda: kernels.activate(kernels.rms_norm(x, weight, 1e-6), "silu"))
     for _ in range(3):
         assert torch.equal(result, kernels.activate(kernels.rms_norm(x, weight, 1e-6), "silu"))
         x.copy_(torch.randn(3, 20))
@@ -240,15 +240,15 @@ def test_a_tape_computes_again_from_what_its_inputs_are_now():
 )
 @pytest.mark.parametrize("inference", [False, True])
 def test_what_torch_computes_cannot_be_recorded_and_is_named(names, compute, inference):
-    kernels = kernels_module.CpuKernels(deterministic=False)
+    kernels, capture = kernels_module, kernels_module.new_step_capture()
     with torch.inference_mode(inference):
         x = torch.ones(2, 3)
         with pytest.raises(NotCapturable, match=rf"^({names}) is computed by torch$"):
-            kernels.step_capture.capture(lambda: kernels.activate(compute(x), "relu"))
+            capture.capture(lambda: kernels.activate(compute(x), "relu"))
 
 
 def test_views_and_empty_tensors_can_be_recorded():
-    kernels = kernels_module.CpuKernels(deterministic=False)
+    kernels, capture = kernels_module, kernels_module.new_step_capture()
     x = torch.randn(4, 6)
 
     def compute():
@@ -259,14 +259,14 @@ def test_views_and_empty_tensors_can_be_recorded():
         assert all(part.shape == (4, 3) for part in half_like)
         return rowwise.gate(torch.as_strided(first, (4, 6), (6, 1)), "relu") if second is not None else first
 
-    result, play = kernels.step_capture.capture(compute)
+    result, play = capture.capture(compute)
     x.neg_()
     play()
     assert torch.equal(result, rowwise.gate(kernels.activate(x, "silu"), "relu"))
 
 
 def test_an_exception_leaves_no_tape_behind(saved):
-    kernels = kernels_module.CpuKernels(deterministic=False)
+    kernels, capture = kernels_module, kernels_module.new_step_capture()
     x = torch.randn(2, 3)
 
     def fail():
@@ -274,15 +274,15 @@ def test_an_exception_leaves_no_tape_behind(saved):
         raise KeyError("broken")
 
     def twice():
-        return kernels.step_capture.capture(lambda: x)[0]
+        return capture.capture(lambda: x)[0]
 
     for compute, error in ((fail, KeyError), (lambda: x + 1, NotCapturable), (twice, RuntimeError)):
         with pytest.raises(error):
-            kernels.step_capture.capture(compute)
+            capture.capture(compute)
         with pytest.raises(RuntimeError, match="no tape is being recorded"):
             _C.stop()
         assert torch.equal(torch.empty(3).fill_(1), torch.ones(3))  # torch allocates normally again
-    result, play = kernels.step_capture.capture(lambda: kernels.activate(x, "silu"))
+    result, play = capture.capture(lambda: kernels.activate(x, "silu"))
     x.neg_()
     play()
     assert torch.equal(result, kernels.activate(x, "silu"))
@@ -402,7 +402,7 @@ def test_all_sizes_of_a_step_together_take_little_more_than_the_largest(saved, g
 
 
 def test_recording_again_takes_no_more_memory(given_out):
-    kernels = kernels_module.CpuKernels(deterministic=False)
+    kernels, capture = kernels_module, kernels_module.new_step_capture()
     x, weight = torch.randn(9, 40), torch.randn(40)
 
     def compute():
@@ -411,10 +411,10 @@ def test_recording_again_takes_no_more_memory(given_out):
             y, _ = kernels.add_rms_norm(y, x, weight, 1e-6)
         return y
 
-    kernels.step_capture.capture(compute)
+    capture.capture(compute)
     after_one = dict(given_out)
     for _ in range(20):
-        kernels.step_capture.capture(compute)
+        capture.capture(compute)
     assert given_out.keys() == after_one.keys()
     assert len(given_out) <= 4
 
@@ -425,7 +425,9 @@ def test_an_engine_that_has_nothing_to_do_keeps_no_large_buffers(monkeypatch):
     monkeypatch.setattr(memory._thread, "arena", arena)
     sizes = []
     rest = memory.release_workspace
-    monkeypatch.setattr(memory, "release_workspace", lambda: (sizes.append([size for size, _ in arena.free]), rest()))
+    monkeypatch.setattr(
+        kernels_module, "release_workspace", lambda: (sizes.append([size for size, _ in arena.free]), rest())
+    )
     llm.generate([[5] * 1024], SamplingParams(max_tokens=1), use_tqdm=False)
     assert max(sizes[-1]) >= 2**21, "what the prompt was computed in"
     assert arena.free and max(size for size, _ in arena.free) < 2**21

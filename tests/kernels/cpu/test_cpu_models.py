@@ -14,7 +14,8 @@ from quire.models.description import describe
 from quire.models.loading import load
 
 _C = pytest.importorskip("quire.kernels.cpu._C", reason="the CPU kernels are not built", exc_type=ImportError)
-CpuKernels = pytest.importorskip("quire.kernels.cpu.kernels").CpuKernels
+ordinary = pytest.importorskip("quire.kernels.cpu.kernels")
+deterministic = pytest.importorskip("quire.kernels.cpu.deterministic")
 
 KINDS = [  # one for each variant of a layer
     *("llama-gqa-tied", "llama-mqa-biases", "llama-yarn-mscale", "mistral-window", "qwen2-upper-window"),
@@ -53,7 +54,7 @@ def packed_model(folder, dtype, kernels, **options):
 
 def logits_of(folder, tokens, cut, *, dtype="float32", num_decoded=10, strict=False, **options):
     """Logits of a prompt: all but the last tokens in chunks of `cut`, these one by one."""
-    kernels = CpuKernels(deterministic=strict)
+    kernels = deterministic if strict else ordinary
     description, model = packed_model(folder, dtype, kernels, **options)
     sequences = Sequences(description, model, [len(tokens)], kernels=kernels)
     prompt = len(tokens) - num_decoded
@@ -81,7 +82,7 @@ def test_logits_equal_transformers(saved, kind, strict):
 def test_a_mixed_batch_equals_transformers(saved, kind):
     """Prompts in chunks beside decoding sequences. Each sequence has given tokens."""
     folder, theirs = saved(kind)
-    kernels = CpuKernels(deterministic=False)
+    kernels = ordinary
     description, model = packed_model(folder, "float32", kernels)
     whole = [tokens_of(length + 12) for length in LENGTHS]
     sequences = Sequences(description, model, [len(tokens) for tokens in whole], kernels=kernels)
@@ -112,8 +113,8 @@ def test_bfloat16_is_no_further_from_the_truth_than_transformers(tmp_path, kind)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_with_strict_kernels_logits_have_the_same_bits_in_any_company(saved, kind, dtype):
-    strict = CpuKernels(deterministic=True)
-    description, model = packed_model(saved(kind)[0], dtype, CpuKernels(deterministic=False))
+    strict = deterministic
+    description, model = packed_model(saved(kind)[0], dtype, ordinary)
     prompts = [tokens_of(length) for length in (21, 6, 1)]
     together = Sequences(description, model, [21, 6, 1], kernels=strict)
     parts = [together.logits([(0, 0, prompts[0][:4])])]
@@ -130,7 +131,7 @@ def test_deterministic_sequences_have_the_same_bits_in_any_company(saved, kind, 
     """In a runner, beside sequences with ordinary kernels, with varying chunks and threads."""
     random = np.random.default_rng(5)
     prompts = [random.integers(3, 301, length).tolist() for length in (5, 33, 1, 18, 61)]
-    kernels, strict = CpuKernels(deterministic=False), CpuKernels(deterministic=True)
+    kernels, strict = ordinary, deterministic
     model = load_model(saved(kind)[0], dtype, kernels)
     options = {"kernels": kernels, "strict": strict, "block_size": 16}
     alone = {row: record(model, prompts, WISHES, [1000] * 5, rows=[row], **options)[row] for row in STRICT}
@@ -146,7 +147,7 @@ def test_greedy_tokens_are_those_of_the_reference(saved):
     prompts = [tokens_of(length) for length in LENGTHS]
     folder = saved("qwen3-gqa")[0]
     expected = Driver(load_model(folder)).generate(prompts, 40)
-    kernels = CpuKernels(deterministic=False)
+    kernels = ordinary
     unpacked = Driver(load_model(folder), kernels=kernels, strict=None, block_size=16).generate(prompts, 40)
     model = load_model(folder, kernels=kernels)
     assert Driver(model, kernels=kernels, strict=None, block_size=16).generate(prompts, 40, cut=7) == expected

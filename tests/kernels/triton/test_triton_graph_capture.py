@@ -4,6 +4,7 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
+from changed_kernels import changed
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,8 +15,7 @@ from quire.models.description import describe
 from quire.startup.memory_demand import memory_profile, shape_of
 
 pytest.importorskip("triton")
-from quire.kernels.triton import step_capture
-from quire.kernels.triton.kernels import TritonKernels
+from quire.kernels.triton import kernels, step_capture
 
 
 @given(
@@ -115,10 +115,11 @@ def test_what_cannot_be_captured_is_refused_and_memory_that_is_short_is_an_error
 def test_the_demand_of_a_model_counts_it(saved, most):
     description = describe(saved("qwen3-gqa")[0])
     shape = shape_of(description, "float32")
-    kernels = TritonKernels(deterministic=False)
     without, recorded = (
-        memory_profile(shape, EngineOptions(max_num_seqs=most), ("float32", "float32"), kernels)
-        for kernels.step_capture in (None, step_capture.CudaGraphCapture())
+        memory_profile(
+            shape, EngineOptions(max_num_seqs=most), ("float32", "float32"), changed(kernels, new_step_capture=capture)
+        )
+        for capture in (lambda: None, step_capture.CudaGraphCapture)
     )
     assert (without.captured_steps_bytes, without.captured_steps_reason) == (0, "")
     sizes = (description.activations_per_token * 4, description.vocab_size * 4, kernels.SCRATCH_BYTES)

@@ -12,8 +12,7 @@ from triton_kernel_pairs import Pair, group_of
 from quire.kernels import reference
 from quire.kernels.contract import Batch
 from quire.kernels.triton import attention as module
-from quire.kernels.triton import blocks
-from quire.kernels.triton.kernels import TritonKernels
+from quire.kernels.triton import blocks, deterministic, kernels
 
 # head_dim, heads per KV head, tokens per block. Each head size and each ratio occurs with both block sizes.
 HEADS = [(64, 1, 16), (64, 8, 32), (80, 4, 16), (80, 1, 32), (96, 8, 16), (96, 4, 32), (128, 4, 16), (128, 8, 32)]
@@ -55,7 +54,6 @@ def test_keys_and_values_are_rotated_written_and_copied(dim, shared, size):
 @pytest.mark.parametrize("dim", sorted({dim for dim, _, _ in HEADS}))
 def test_heads_are_normalised(dim):
     """As in Qwen3, on views of one product."""
-    kernels = TritonKernels(deterministic=False)
     product = torch.randn(3, 7 * dim, generator=torch.Generator().manual_seed(dim)).to(torch.bfloat16).to(DEVICE)
     weight = torch.linspace(0.5, 2, dim).to(torch.bfloat16).to(DEVICE)
     heads = product[:, dim : 6 * dim].unflatten(1, (5, dim))
@@ -88,8 +86,8 @@ def test_repeated_runs_have_the_same_bits(strict, monkeypatch):
     for name, value in {"MIN_SPLIT_KEYS": 8, "KEY_BYTES": 1, "WAVES": 1000}.items():  # contexts are split and merged
         monkeypatch.setattr(module, name, value)
     case = Case(7, [(60, 61), (40, 42)], kv_heads=1, shared=4, dim=20, dtype="bfloat16")
-    kernels = TritonKernels(deterministic=strict)
-    first, second = (list(every_kernel(kernels, np.random.default_rng(3))) for _ in range(2))
+    ours = deterministic if strict else kernels
+    first, second = (list(every_kernel(ours, np.random.default_rng(3))) for _ in range(2))
     first.append(case.run(strict=strict))
     second.append(case.run(strict=strict))
     for one, other in zip(first, second, strict=True):

@@ -6,6 +6,7 @@ In mixed batches, in captured steps (CUDA graphs on a GPU), with 8-bit KV.
 import numpy as np
 import pytest
 import torch
+from changed_kernels import changed
 from model_runner_driver import GREEDY, Driver, load_model
 from triton_device import DEVICE
 
@@ -14,6 +15,7 @@ from quire.kernels.contract import NotCapturable, Requirements
 
 pytest.importorskip("triton")
 kernels_module = pytest.importorskip("quire.kernels.triton.kernels")
+deterministic = pytest.importorskip("quire.kernels.triton.deterministic")
 step_capture = pytest.importorskip("quire.kernels.triton.step_capture")
 
 BLOCK = 16
@@ -40,9 +42,8 @@ class Replaying(step_capture.CudaGraphCapture):
 
 def driver(folder, *, recorder=None):
     model = load_model(folder, device=str(DEVICE))
-    kernels, strict = (kernels_module.TritonKernels(deterministic=strict) for strict in (False, True))
-    kernels.step_capture = recorder
-    return Driver(model, block_size=BLOCK, num_blocks=40, kernels=kernels, strict=strict)
+    kernels = changed(kernels_module, new_step_capture=lambda: recorder)
+    return Driver(model, block_size=BLOCK, num_blocks=40, kernels=kernels, strict=deterministic)
 
 
 @pytest.fixture(scope="module")
@@ -130,4 +131,4 @@ def test_what_a_device_cannot_do_is_refused_before_anything_is_loaded(monkeypatc
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
     usual = {"device": torch.device("cuda"), "dtype": "bfloat16", "kv_dtype": "bfloat16", "block_size": 16}
     demands = Requirements(**{**usual, "head_dims": (128,), **wish})
-    assert kernels_module.TritonKernels(deterministic=True).unsupported_reason(demands) == why
+    assert kernels_module.unsupported_reason(demands) == why
