@@ -83,8 +83,9 @@ class KVCache:
 
     def advance_clock(self, now: float) -> None:
         """See KVCacheManager."""
-        if self.index.retention is not None:
-            self.index.retention.advance_clock(now)
+        retention = self.index.retention
+        if retention is not None:
+            retention.advance_clock(now)
 
     def end_program(self, tenant: str, program: str, branch: str | None) -> None:
         """See KVCacheManager."""
@@ -111,6 +112,8 @@ class KVCache:
 
     def take_evictions(self) -> list[EvictionRecord]:
         """See KVCacheManager."""
+        if not self._evictions:
+            return []
         evictions, self._evictions = self._evictions, {}
         return list(evictions.values())
 

@@ -282,9 +282,11 @@ class Scheduler:
     @property
     def leaks(self) -> bool:
         """Whether blocks are in use although there is no work. Cheap enough for a call after each step."""
+        if self.has_work:
+            return False
         used = self.cache.pools.num_blocks - self.cache.pools.num_available - self.cache.num_pinned
         used += self.cache.host_pools.num_blocks - self.cache.host_pools.num_free
-        return used > 0 and not self.has_work
+        return used > 0
 
     def check(self) -> list[str]:
         """Errors in the block accounting, in tables and host blocks of sequences, and in counts of pending samples."""
