@@ -10,7 +10,6 @@ from benchmarks.policies import live
 from benchmarks.policies.fair import Load, arrivals, harm
 from benchmarks.policies.order import best, best_of_all_orders, crossover, few_shot, served, small_case
 from benchmarks.policies.plan import loaded
-from quire.cache.incremental_match import IncrementalMatcher
 from quire.scheduler.queue import prefix_aware
 from quire.scheduler.queue.prefix_aware import score
 from tools.virtual_time import Arrival, Server, limits, memory, request, result_of
@@ -51,22 +50,19 @@ def test_orders_that_heed_the_cache_reach_96_percent_of_the_best_order_on_few_sh
 
 @pytest.mark.parametrize("policy", ["lpm", "cache-aware"])
 def test_a_step_looks_at_a_bounded_number_of_waiting_sequences(policy, monkeypatch):
-    looked = Counter()
-    renew = IncrementalMatcher.update
+    counts, scheduler = [], loaded(policy, 8, 1500, 40)
+    match = scheduler.cache.index.match_prefix
 
-    def counted(self, *args):
-        cost = renew(self, *args)
-        looked["sequences"] += 1
-        looked["blocks"] += cost
-        return cost
+    def counted(namespace, tokens):
+        counts.append(len(tokens))
+        return match(namespace, tokens)
 
-    monkeypatch.setattr(IncrementalMatcher, "update", counted)
-    scheduler = loaded(policy, 8, 1500, 40)
+    monkeypatch.setattr(scheduler.cache.index, "match_prefix", counted)
     for i in range(40):
-        looked.clear()
+        counts.clear()
         step = scheduler.plan(100.0 + i)
-        assert 0 < looked["sequences"] <= prefix_aware.MAX_MATCH_UPDATES + 4
-        assert looked["blocks"] <= prefix_aware.MOST_BLOCKS + 64
+        assert counts
+        assert sum(counts) <= prefix_aware.MAX_MATCHED_TOKENS + 8 * 96  # those of admitted sequences, too
         if i == 20:
             scheduler.abort(scheduler.state.running_queue.running[0].request.id, 100.0)  # another one may begin
         scheduler.commit(result_of(step, 0.01), 100.0 + i)

@@ -1,17 +1,21 @@
-"""Waiting queues that order new sequences by their prefix match."""
+"""Waiting queue that orders new sequences by their prefix match."""
 
-from abc import abstractmethod
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from quire.cache.incremental_match import IncrementalMatch, IncrementalMatcher
+from quire.cache.manager import KVCacheManager
+from quire.cache.prefix.index import NO_MATCH
+from quire.core.request import Namespace
 from quire.scheduler.queue.fcfs import RankedQueue
 from quire.scheduler.queue.waiting_queue import Queue
 from quire.scheduler.sequence import Rank, Sequence, program_of
 
 MAX_IN_A_ROW = 32  # sequences of one program that are admitted in a row
+# Tokens of waiting prompts that are matched again per step. A longer prompt uses those of later steps, too.
+MAX_MATCHED_TOKENS = 16384
+MAX_UPDATES_IN_TURN, MAX_TOKENS_IN_TURN = 4, 1024  # sequences that are updated in turn in one step, and their tokens
+_MAX_HEADS = 4  # heads whose match is updated one after the other in a step
 
 
 class WaitingByProgram:
@@ -58,160 +62,68 @@ class WaitingByProgram:
             self._last_program = None
 
 
-MAX_MATCH_UPDATES = 48  # sequences whose match is updated in one step
-MOST_BLOCKS = 1024  # blocks compared in one step
-
-Key = tuple[object, ...]
+Key = tuple[Namespace, int, tuple[int, ...]]  # of a block: namespace, position, tokens
 
 
 @dataclass(slots=True)
 class _Waiting:
     seq: Sequence
-    key: Key = ()
-    match: IncrementalMatch = field(default_factory=IncrementalMatch)
-
-
-class PrefixMatches:
-    """Prefix matches of waiting sequences that have never run."""
-
-    def __init__(self, matching: IncrementalMatcher, most: int = MAX_MATCH_UPDATES) -> None:
-        self._matching = matching
-        self._index = matching.index
-        self._most = most
-        self._left = most
-        self._blocks_left = MOST_BLOCKS
-        self._waiting: OrderedDict[int, _Waiting] = OrderedDict()  # least recently updated first
-        self._by_next_block: dict[Key, dict[int, Sequence]] = {}  # sequences whose next block is the same, by id
-        self._overdue: dict[Key, None] = {}  # keys of blocks that are being computed
-        self._last_removed: tuple[int, Key] = (-1, ())  # id and key of the sequence dropped last
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def __contains__(self, seq: Sequence) -> bool:
-        return seq.id in self._waiting
-
-    def add(self, seq: Sequence) -> None:
-        """Add a new sequence and compute its match."""
-        one = self._waiting[seq.id] = _Waiting(seq)
-        self._update_match(one)
-        self._enter(one)
-
-    def remove(self, seq: Sequence) -> None:
-        """Remove a sequence that does not wait any more."""
-        one = self._waiting.pop(seq.id)
-        self._leave(one)
-        self._last_removed = seq.id, one.key
-
-    def match(self, seq: Sequence) -> IncrementalMatch:
-        """The match of a waiting sequence as of its last update."""
-        return self._waiting[seq.id].match
-
-    def mark_overdue(self, seq: Sequence) -> None:
-        """Mark sequences with the same next block as overdue, because `seq` was admitted and computes that block."""
-        if self._last_removed[0] == seq.id and self._last_removed[1] in self._by_next_block:
-            self._overdue[self._last_removed[1]] = None
-
-    def start_step(self) -> Iterator[Sequence]:
-        """Start a step. Yields sequences with updated matches: overdue ones, then others up to half of the limit."""
-        if self._matching.index is not self._index:  # a new index: the old nodes are invalid
-            self._index = self._matching.index
-            for one in self._waiting.values():
-                one.match.node, one.match.num_blocks = None, 0
-        self._left, self._blocks_left = self._most, MOST_BLOCKS
-        yield from self.update_overdue()
-        for _ in range(min(len(self._waiting), self._left - self._most // 2)):
-            if self._blocks_left <= 0:
-                return
-            seq = next(iter(self._waiting.values())).seq
-            self.update(seq)
-            yield seq
-
-    def update_overdue(self) -> Iterator[Sequence]:
-        """Update and yield sequences whose next block is being computed, within the step's limits.
-
-        If the match of one of them does not change, the others with the same next block are skipped.
-        """
-        while self._overdue and self._left > 0 and self._blocks_left > 0:
-            key = next(iter(self._overdue))
-            seq = next(iter(self._by_next_block[key].values()))
-            self.update(seq)
-            yield seq
-            if seq.id in self._by_next_block.get(key, ()):
-                self._overdue.pop(key, None)
-
-    def update(self, seq: Sequence) -> None:
-        """Update the match of one sequence, regardless of the step's limits."""
-        one = self._waiting[seq.id]
-        self._waiting.move_to_end(seq.id)
-        match = one.match
-        before = match.node, match.num_blocks
-        self._update_match(one)
-        if before != (match.node, match.num_blocks):
-            self._leave(one)
-            self._enter(one)
-
-    def _update_match(self, one: _Waiting) -> None:
-        seq = one.seq
-        self._blocks_left -= self._matching.update(one.match, seq.request.namespace, seq.tokens, seq.reusable)
-        self._left -= 1
-
-    def _enter(self, one: _Waiting) -> None:
-        seq = one.seq
-        one.key = self._matching.next_block_key(one.match, seq.request.namespace, seq.tokens, seq.reusable)
-        self._by_next_block.setdefault(one.key, {})[seq.id] = seq
-
-    def _leave(self, one: _Waiting) -> None:
-        alike = self._by_next_block[one.key]
-        del alike[one.seq.id]
-        if not alike:
-            del self._by_next_block[one.key]
-            self._overdue.pop(one.key, None)
-
-
-_MOST_HEADS = 4  # heads whose match is updated one after the other in a step
+    place: float = 0.0  # negative score as of the last update: the lowest is first
+    next_block: Key | None = None  # the block behind the match
 
 
 class PrefixAwareQueue(Queue):
-    """Base class of prefix-aware orders.
+    """Order by matched tokens + wait_weight x seconds waited, the highest first; equal ones by rank.
 
-    Sequences that have run before are first, by rank. Those of the program admitted last follow, then other new ones
-    in the order of the subclass.
+    A weight of 0 is the longest prefix first. The order equals that by matched tokens - wait_weight x arrival, which
+    does not change with time. So no request is overtaken by one that arrives more than (longest prompt / wait_weight)
+    seconds later. Arrivals are effective ones: see Programs in scheduler/sequence.py.
+
+    Sequences that have run before are first, by rank. Those of the program admitted last follow, then other new ones.
+    A step updates the matches of the head, of sequences whose next block another one computes, and of a few in turn.
     """
 
-    def __init__(self, matches: PrefixMatches) -> None:
-        self.matches = matches
+    def __init__(self, cache: KVCacheManager, wait_weight: float) -> None:
+        self._cache = cache
+        self._wait_weight = wait_weight
         self._returning = RankedQueue()
         self._by_program = WaitingByProgram()
+        self._waiting: OrderedDict[int, _Waiting] = OrderedDict()  # new sequences, least recently updated first
+        self._order: list[tuple[float, Rank, Sequence]] = []  # of the new sequences
+        self._by_next_block: dict[Key, dict[int, Sequence]] = {}  # new sequences whose next block is the same, by id
+        self._overdue: dict[Key, None] = {}  # blocks that are being computed, and for which others wait
+        self._last_removed: tuple[int, Key | None] = (-1, None)  # id and next block of the new sequence removed last
+        self._tokens_left = MAX_MATCHED_TOKENS  # that may be matched before the next step
 
     @property
     def head(self) -> Sequence | None:
         """See Queue."""
-        return self._returning.head or self._by_program.head or self.head_of_new()
+        return self._returning.head or self._by_program.head or (self._order[0][2] if self._order else None)
 
     def __len__(self) -> int:
-        return len(self._returning) + len(self.matches)
+        return len(self._returning) + len(self._waiting)
 
     def __contains__(self, seq: Sequence) -> bool:
-        return seq in self._returning or seq in self.matches
+        return seq in self._returning or seq.id in self._waiting
 
     def put(self, seq: Sequence) -> None:
         """See Queue."""
         if seq.has_run:
             self._returning.put(seq)
-        else:
-            self.matches.add(seq)
-            self._by_program.add(seq)
-            self.insert_new(seq)
+            return
+        self._by_program.add(seq)
+        self._waiting[seq.id] = _Waiting(seq)
+        self._insert(self._waiting[seq.id])
 
     def remove(self, seq: Sequence) -> None:
         """See Queue."""
         if seq in self._returning:
             self._returning.remove(seq)
-        else:
-            self.remove_new(seq)
-            self._by_program.remove(seq)
-            self.matches.remove(seq)
+            return
+        self._by_program.remove(seq)
+        one = self._waiting.pop(seq.id)
+        self._remove_from_order(one)
+        self._last_removed = seq.id, one.next_block
 
     def num_tokens_before(self, seq: Sequence) -> int:
         """See Queue. New sequences may be overtaken, so they do not count."""
@@ -219,79 +131,71 @@ class PrefixAwareQueue(Queue):
 
     def refresh(self) -> None:
         """See Queue."""
-        for seq in self.matches.start_step():
-            self.reposition(seq)
-        for _ in range(_MOST_HEADS):
+        self._tokens_left = min(self._tokens_left, 0) + MAX_MATCHED_TOKENS
+        self._update_overdue()
+        at_end = max(self._tokens_left - MAX_TOKENS_IN_TURN, MAX_MATCHED_TOKENS // 2)
+        for _ in range(min(len(self._waiting), MAX_UPDATES_IN_TURN)):
+            if self._tokens_left <= at_end:
+                break
+            self._update(next(iter(self._waiting)))
+        for _ in range(_MAX_HEADS):
             head = self.head
-            if head is None or head in self._returning:
+            if head is None or head in self._returning or self._tokens_left <= 0:
                 return
-            self.matches.update(head)
-            self.reposition(head)
+            self._update(head.id)
             if self.head is head:
                 return
 
     def admitted(self, seq: Sequence, num_new: int) -> None:
         """See Queue."""
         del num_new
-        self.matches.mark_overdue(seq)
+        removed, next_block = self._last_removed
+        if removed == seq.id and next_block in self._by_next_block:
+            self._overdue[next_block] = None
         self._by_program.admitted(seq)
-        for other in self.matches.update_overdue():
-            self.reposition(other)
+        self._update_overdue()
 
-    def reposition(self, seq: Sequence) -> None:
-        """Move a new sequence to the place of its updated match."""
-        self.remove_new(seq)
-        self.insert_new(seq)
+    def _update_overdue(self) -> None:
+        """Update sequences whose next block is being computed, within the limit.
 
-    @abstractmethod
-    def head_of_new(self) -> Sequence | None:
-        """The next new sequence; None without one."""
+        If the match of one of them does not change, the others with the same next block are skipped.
+        """
+        while self._overdue and self._tokens_left > 0:
+            key = next(iter(self._overdue))
+            seq_id = next(iter(self._by_next_block[key]))
+            self._update(seq_id)
+            if seq_id in self._by_next_block.get(key, ()):
+                self._overdue.pop(key, None)
 
-    @abstractmethod
-    def insert_new(self, seq: Sequence) -> None:
-        """Insert a new sequence by its match."""
+    def _update(self, seq_id: int) -> None:
+        """Match the prompt of a new sequence again, and move the sequence."""
+        one = self._waiting[seq_id]
+        self._waiting.move_to_end(seq_id)
+        self._tokens_left -= max(one.seq.reusable, 0)
+        self._remove_from_order(one)
+        self._insert(one)
 
-    @abstractmethod
-    def remove_new(self, seq: Sequence) -> None:
-        """Remove a new sequence from its place, even if its match has changed since."""
+    def _insert(self, one: _Waiting) -> None:
+        """Match the prompt of a new sequence and insert the sequence."""
+        seq, size = one.seq, self._cache.block_size
+        num_tokens = max(seq.reusable, 0)
+        found = (
+            self._cache.index.match_prefix(seq.request.namespace, seq.tokens[:num_tokens]) if num_tokens else NO_MATCH
+        )
+        begin = found.num_tokens // size * size
+        one.place = -score(begin, -seq.rank[1], self._wait_weight)
+        insort(self._order, (one.place, seq.rank, seq))
+        one.next_block = seq.request.namespace, begin, tuple(seq.tokens[begin : min(begin + size, num_tokens)])
+        self._by_next_block.setdefault(one.next_block, {})[seq.id] = seq
 
-
-class CacheAwareQueue(PrefixAwareQueue):
-    """Order by matched tokens + wait_weight x seconds waited, the highest first; equal ones by rank.
-
-    A weight of 0 is the longest prefix first. The order equals that by matched tokens - wait_weight x arrival, which
-    does not change with time. So no request is overtaken by one that arrives more than (longest prompt / wait_weight)
-    seconds later. Arrivals are effective ones: see Programs in scheduler/sequence.py.
-    """
-
-    def __init__(self, matches: PrefixMatches, block_size: int, wait_weight: float) -> None:
-        super().__init__(matches)
-        self._block_size = block_size
-        self._wait_weight = wait_weight
-        self._order: list[tuple[float, Rank, Sequence]] = []
-        self._places: dict[int, float] = {}  # negative score by sequence id: the lowest is first
-
-    def head_of_new(self) -> Sequence | None:
-        """See PrefixAwareQueue."""
-        return self._order[0][2] if self._order else None
-
-    def insert_new(self, seq: Sequence) -> None:
-        """See PrefixAwareQueue."""
-        place = self._place(seq)
-        self._places[seq.id] = place
-        insort(self._order, (place, seq.rank, seq))
-
-    def remove_new(self, seq: Sequence) -> None:
-        """See PrefixAwareQueue."""
-        del self._order[bisect_left(self._order, (self._places.pop(seq.id), seq.rank))]
-
-    def reposition(self, seq: Sequence) -> None:
-        """See PrefixAwareQueue."""
-        if self._place(seq) != self._places[seq.id]:
-            super().reposition(seq)
-
-    def _place(self, seq: Sequence) -> float:
-        return -score(self.matches.match(seq).num_blocks * self._block_size, -seq.rank[1], self._wait_weight)
+    def _remove_from_order(self, one: _Waiting) -> None:
+        del self._order[bisect_left(self._order, (one.place, one.seq.rank))]
+        assert one.next_block is not None
+        alike = self._by_next_block[one.next_block]
+        del alike[one.seq.id]
+        if not alike:
+            del self._by_next_block[one.next_block]
+            self._overdue.pop(one.next_block, None)
 
 
 def score(num_matched: int, waited: float, wait_weight: float) -> float:

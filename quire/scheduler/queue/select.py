@@ -1,11 +1,10 @@
 """Selection of the waiting queue by policy."""
 
-from quire.cache.incremental_match import IncrementalMatcher
 from quire.cache.manager import KVCacheManager
 from quire.config import SchedulerConfig
 from quire.scheduler.queue.fair import FairQueue
 from quire.scheduler.queue.fcfs import RankedQueue
-from quire.scheduler.queue.prefix_aware import CacheAwareQueue, PrefixMatches
+from quire.scheduler.queue.prefix_aware import PrefixAwareQueue
 from quire.scheduler.queue.waiting_queue import Queue
 
 # Credit of a returning tenant under `fair`, in steps of max_num_batched_tokens. With less, a burst of a tenant that
@@ -19,8 +18,7 @@ def new_queue(config: SchedulerConfig, cache: KVCacheManager) -> Queue:
         return FairQueue(_STEPS_OF_CREDIT * config.max_num_batched_tokens)
     if config.policy in ("fcfs", "priority") or cache.config.prefix_index == "none":  # no matches to order by
         return RankedQueue()
-    weight = config.wait_weight if config.policy == "cache-aware" else 0.0
-    return CacheAwareQueue(PrefixMatches(IncrementalMatcher(cache)), cache.block_size, weight)
+    return PrefixAwareQueue(cache, config.wait_weight if config.policy == "cache-aware" else 0.0)
 
 
 def priority_class(config: SchedulerConfig, priority: int) -> int:

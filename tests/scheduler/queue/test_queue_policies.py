@@ -1,6 +1,5 @@
 """Queue orders against orders computed from scratch, and equal outputs under any order."""
 
-from itertools import pairwise
 from typing import get_args
 
 import pytest
@@ -8,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_engine import VOCAB, Rig
 
-from quire.cache.incremental_match import IncrementalMatcher
 from quire.config import Policy
 from quire.core.request import Namespace, Request
 from quire.core.scheduling_params import SchedulingParams
@@ -64,6 +62,12 @@ def expected_head(scheduler, weight) -> Sequence | None:
     return min(queued, key=lambda seq: (-BLOCK * num_matched(scheduler, seq) + weight * seq.queued_at, seq.id))
 
 
+def update_all(scheduler) -> None:
+    """Update the match of every waiting sequence."""
+    for _ in range(0, len(scheduler.state.queue), prefix_aware.MAX_UPDATES_IN_TURN):
+        scheduler.state.queue.refresh()
+
+
 @pytest.mark.parametrize("policy", ["lpm", "cache-aware"])
 @given(data=st.data())
 @settings(max_examples=40)
@@ -72,7 +76,6 @@ def test_the_head_is_the_one_that_sorting_everybody_anew_would_find(policy, data
     config = limits(policy, max_num_seqs=2, max_num_batched_tokens=16, max_model_len=48, wait_weight=weight)
     server = Server(config, memory(data.draw(st.integers(12, 30)), BLOCK), lambda n: 0.01 * n)
     scheduler = server.scheduler
-    scheduler.state.queue.matches._most = 10**6
     for i, prompt in enumerate(data.draw(st.lists(prompts(), min_size=2, max_size=14))):
         scheduler.add(request(str(i), prompt, data.draw(st.integers(1, 6))), float(i) / 8)
         for _ in range(data.draw(st.integers(0, 3))):
@@ -80,36 +83,12 @@ def test_the_head_is_the_one_that_sorting_everybody_anew_would_find(policy, data
                 scheduler.commit(result_of(step, 0.01), server.now)
         if data.draw(st.integers(0, 5)) == 0:
             scheduler.abort(str(data.draw(st.integers(0, i))), server.now)
-        scheduler.state.queue.refresh()
+        update_all(scheduler)
         assert scheduler.state.queue.head is expected_head(scheduler, weight)
     while scheduler.has_work:
-        scheduler.state.queue.refresh()
+        update_all(scheduler)
         assert scheduler.state.queue.head is expected_head(scheduler, weight)
         scheduler.commit(result_of(scheduler.plan(server.now), 0.01), server.now)
-
-
-@given(data=st.data())
-@settings(max_examples=60)
-def test_a_match_that_goes_on_from_where_it_was_is_the_one_that_a_search_finds(data):
-    public = (tuple(CHAIN[0] + CHAIN[1] + CHAIN[0]),) if data.draw(st.booleans()) else ()
-    config = memory(16, BLOCK)
-    config = type(config)(config.block_size, config.groups, "radix", public)
-    server = Server(limits(max_num_seqs=2, max_num_batched_tokens=12, max_model_len=48), config, lambda n: 0.01)
-    scheduler, matching = server.scheduler, IncrementalMatcher(server.scheduler.cache)
-    asked = [(Namespace(str(i % 2)), prompt) for i, prompt in enumerate(data.draw(st.lists(prompts(), min_size=1)))]
-    kept = [prefix_aware.IncrementalMatch() for _ in asked]
-    for i, prompt in enumerate(data.draw(st.lists(prompts(), min_size=1, max_size=12))):
-        scheduler.add(request(str(i), prompt, 3, tenant=str(i % 2)), 0.0)
-        for _ in range(data.draw(st.integers(0, 4))):
-            if (step := scheduler.plan(0.0)) is not None:
-                scheduler.commit(result_of(step, 0.01), 0.0)
-        if data.draw(st.integers(0, 6)) == 0:
-            scheduler.flush(0.0)
-        for match, (namespace, prompt) in zip(kept, asked, strict=True):
-            if data.draw(st.booleans()):
-                matching.update(match, namespace, prompt, len(prompt) - 1)
-                found = scheduler.cache.index.match_prefix(namespace, prompt[:-1])
-                assert match.num_blocks == (len(found.blocks[0]) if found.blocks else 0)
 
 
 @pytest.mark.parametrize("prefix_index", ["hash", "none"])
@@ -231,16 +210,42 @@ def test_places_are_those_that_counting_the_queue_would_find(data):
 # Run time
 
 
-def test_in_turn_everybody_is_looked_at_again():
+def counted_tokens(scheduler, monkeypatch) -> list[int]:
+    """The number of tokens of each prompt that is matched from now on."""
+    counts, match = [], scheduler.cache.index.match_prefix
+
+    def counted(namespace, tokens):
+        counts.append(len(tokens))
+        return match(namespace, tokens)
+
+    monkeypatch.setattr(scheduler.cache.index, "match_prefix", counted)
+    return counts
+
+
+def test_in_turn_everybody_is_looked_at_again(monkeypatch):
     server = Server(limits("lpm", max_num_seqs=1, max_model_len=4096), memory(600), lambda n: 0.01)
     scheduler = server.scheduler
     scheduler.add(request("first", [1], 2000), 0.0)
     for i in range(300):
-        scheduler.add(request(str(i), [i] * 40, 1), 0.0)
-    seen = [{} for _ in range(16)]
-    for one in seen:
-        step = scheduler.plan(0.0)
-        scheduler.commit(result_of(step, 0.01), 0.0)
-        one.update(dict.fromkeys(list(scheduler.state.queue.matches._waiting)[-25:]))
-    assert all(before != after for before, after in pairwise(seen))
-    assert len(set().union(*seen)) >= 300
+        scheduler.add(request(str(i), [i] * (40 + i), 1), 0.0)
+    scheduler.commit(result_of(scheduler.plan(0.0), 0.01), 0.0)
+    counts = counted_tokens(scheduler, monkeypatch)
+    for _ in range(300):
+        scheduler.commit(result_of(scheduler.plan(0.0), 0.01), 0.0)
+    assert set(counts) == {39 + i for i in range(300)}
+
+
+@pytest.mark.parametrize("length", [100, 20_000])
+def test_long_prompts_are_matched_within_the_same_limit_as_short_ones(length, monkeypatch):
+    """A prompt that is longer than the limit uses the tokens of later steps, too."""
+    server = Server(limits("lpm", max_num_seqs=1, max_model_len=2**15), memory(2**12), lambda n: 0.01)
+    scheduler = server.scheduler
+    scheduler.add(request("first", [1], 2000), 0.0)
+    for i in range(40):
+        scheduler.add(request(str(i), [i] * length, 1), 0.0)
+    scheduler.commit(result_of(scheduler.plan(0.0), 0.01), 0.0)
+    counts, num_steps = counted_tokens(scheduler, monkeypatch), 60
+    for _ in range(num_steps):
+        scheduler.commit(result_of(scheduler.plan(0.0), 0.01), 0.0)
+    assert 5 < len(counts) < 10 * num_steps
+    assert sum(counts) <= prefix_aware.MAX_MATCHED_TOKENS * num_steps + length
