@@ -4,12 +4,13 @@
         [--plots FOLDER]
 
 Traces run one request after another through the real KVCache with a radix tree, without scheduler and model. All
-figures are counts and equal on every machine. Pool sizes are shares of a trace's footprint. Intervals are 95 % over
-seeds.
+figures but the CPU seconds are counts and equal on every machine. Pool sizes are shares of a trace's footprint.
+Intervals are 95 % over seeds.
 """
 
 import argparse
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -27,22 +28,22 @@ SHARES = (0.05, 0.1, 0.2, 0.4)
 TO_WIN = ("chat-tree", "agent", "rag")  # traces that `cost` must win; elsewhere it may be 2 % worse than lru
 
 
-def measure(names: Sequence[str], seeds: Sequence[int], count: int) -> dict[str, dict[float, list[Cell]]]:
-    """Cells per trace and pool share, one for each seed."""
-    out: dict[str, dict[float, list[Cell]]] = {}
-    for name in names:
-        begin = time.perf_counter()
-        by_seed = [cells(name, seed, count, SHARES, ORDERS) for seed in seeds]
-        out[name] = {share: [some[i] for some in by_seed] for i, share in enumerate(SHARES)}
-        print(f"{name}: {time.perf_counter() - begin:.0f} s", file=sys.stderr)
-    return out
+def measure(name: str, seeds: Sequence[int], count: int) -> dict[float, list[Cell]]:
+    """Cells of a trace per pool share, one for each seed."""
+    begin = time.perf_counter()
+    by_seed = [cells(name, seed, count, SHARES, ORDERS) for seed in seeds]
+    print(f"{name}: {time.perf_counter() - begin:.0f} s", file=sys.stderr)
+    return {share: [some[i] for some in by_seed] for i, share in enumerate(SHARES)}
 
 
 def show(console: Console, measured: dict[str, dict[float, list[Cell]]]) -> None:
     """Print the table."""
     table = Table(title="prompt tokens computed again, against lru; 95 % intervals over seeds", title_justify="left")
-    for name in ("trace", "pool", "hit rate lru", "lfu", "cost", "optimum", "lfu, %", "cost, %", "optimum, %", "goal"):
-        table.add_column(name, justify="left" if name in ("trace", "goal") else "right")
+    for name in ("trace", "pool", *(f"hit rate {order}" for order in _all_orders())):
+        table.add_column(name, justify="left" if name == "trace" else "right")
+    for order in _all_orders()[1:]:
+        table.add_column(f"{order}, %", justify="right")
+    table.add_column("goal")
     for name, by_share in measured.items():
         by_seed = zip(*by_share.values(), strict=True)
         rows = {f"{share:.0%}": some for share, some in by_share.items()} | {"all": list(map(Cell.together, by_seed))}
@@ -79,6 +80,7 @@ def as_json(measured: dict[str, dict[float, list[Cell]]]) -> dict[str, Any]:
                     "cached": one.num_cached,
                     "recomputed": one.num_recomputed,
                     "regret": one.num_whole_lost,
+                    "cpu_seconds": one.cpu_seconds,
                 }
                 for one in some
             ]
@@ -109,11 +111,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="write the counts here")
     parser.add_argument("--plots", type=Path, help="draw eviction.png in this folder (needs matplotlib)")
     args = parser.parse_args(arguments)
-    measured = measure(args.only, range(args.first_seed, args.first_seed + args.seeds), args.requests)
+    seeds = range(args.first_seed, args.first_seed + args.seeds)
+    describe = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    about = {"commit": describe.stdout.strip(), "requests": args.requests, "seeds": list(seeds)}
+    measured: dict[str, dict[float, list[Cell]]] = {}
+    for name in args.only:
+        measured[name] = measure(name, seeds, args.requests)
+        if args.json:
+            args.json.write_text(json.dumps({**about, "traces": as_json(measured)}, indent=1))
     console = Console() if sys.stdout.isatty() else Console(width=150)
     show(console, measured)
-    if args.json:
-        args.json.write_text(json.dumps({"requests": args.requests, "traces": as_json(measured)}, indent=1))
     if args.plots:
         path = plots.draw(curves(measured), args.plots)
         console.print(f"drawn: {path}" if path else "nothing drawn: that needs matplotlib (pip install -e '.[plots]')")

@@ -9,7 +9,15 @@ except ImportError:
     Figure = None
 
 INK, GRID = "#333333", "#dddddd"
-COLOURS = {"lru": "#999999", "lfu": "#e69f00", "priority": "#cc79a7", "cost": "#0072b2", "optimum": "#333333"}
+COLOURS = {
+    "lru": "#999999",
+    "lfu": "#e69f00",
+    "priority": "#cc79a7",
+    "cost": "#0072b2",
+    "gdsf-hits": "#009e73",
+    "gdsf-siblings": "#d55e00",
+    "optimum": "#333333",
+}
 
 
 def draw(curves: dict[str, dict[str, dict[str, float]]], folder: Path) -> Path | None:

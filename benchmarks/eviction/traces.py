@@ -193,6 +193,62 @@ def scans(source: Source, count: int) -> list[Ask]:
     return asks
 
 
+def shared_prefix(source: Source, count: int) -> list[Ask]:
+    """64 system prompts of 512 tokens, equally many questions (32 tokens) behind each, in random order.
+
+    The workload `generated-shared-prefix` of SGLang's bench_serving with its default shape, at a quarter of the
+    lengths: 64 groups, system prompts of 2048 tokens, questions of 128, outputs of 256.
+    """
+    systems = [source.tokens(512, 512) for _ in range(64)]
+    order = [systems[i % 64] for i in range(count)]
+    source.rng.shuffle(order)
+    return [Ask(system + source.tokens(32, 32), source.tokens(64, 64), float(i)) for i, system in enumerate(order)]
+
+
+def mooncake(source: Source, count: int) -> list[Ask]:
+    """Long inputs and short outputs in blocks of 32 tokens: the shape of Mooncake's published trace, at 1/16 scale.
+
+    From Qin et al., "Mooncake" (2024), and its mooncake_trace.jsonl: 23,608 requests in an hour, prefixes in blocks of
+    512 tokens, inputs of 7,590 tokens and outputs of 182 in the mean. Half of the blocks are used once, and a few are
+    used by a large share of all requests. An infinite cache finds about half of the tokens.
+
+    Here: a system block that every request has. 45 % of the requests that begin a session are conversations (60 % go
+    on, each turn adds a lognormal input with a median of 2 blocks, and a median of 60 s passes), 30 % use one of 12 hot
+    prefixes of 10 to 14 blocks (Zipf 1.2), and 25 % read a document of their own once. First inputs are lognormal with
+    a median of 8 blocks and sigma 0.9, at most 250. Outputs have 2 to 20 tokens. One session begins in 1 s. So inputs
+    have 510 tokens in the mean (8,200 at full scale), an infinite cache finds 58 %, and 62 % of the blocks are used
+    once.
+    """
+    rng = source.rng
+    system = source.tokens(32, 32)
+    hot = [system + source.tokens(size, size) for size in (32 * rng.randint(10, 14) for _ in range(12))]
+    weights = source.zipf(12, 1.2)
+
+    def blocks(median: float) -> Tokens:
+        size = 32 * min(250, max(1, round(median * rng.lognormvariate(0, 0.9))))
+        return source.tokens(size, size)
+
+    def begin(source: Source) -> tuple[str, Session]:
+        kind = rng.random()
+        if kind < 0.45:
+            return "", conversation(system + blocks(8))
+        return "", once(rng.choices(hot, weights)[0] + blocks(2) if kind < 0.75 else system + blocks(8))
+
+    def once(prompt: Tokens) -> Session:
+        yield 0.0, prompt, source.tokens(2, 20)
+
+    def conversation(context: Tokens) -> Session:
+        wait = 0.0
+        while True:
+            output = source.tokens(2, 20)
+            yield wait, context, output
+            if rng.random() >= 0.6:
+                return
+            context, wait = context + output + blocks(2), source.pause(60, 0.8)
+
+    return _interleaved(source, begin, count, 1.0)
+
+
 TRACES: dict[str, Callable[[Source, int], list[Ask]]] = {
     "chat-tree": chat_tree,
     "agent": agents,
@@ -202,6 +258,8 @@ TRACES: dict[str, Callable[[Source, int], list[Ask]]] = {
     "tenants": tenants,
     "uniform": uniform,
     "scan": scans,
+    "shared-prefix": shared_prefix,
+    "mooncake": mooncake,
 }
 
 

@@ -120,13 +120,12 @@ class Clock:
 class UseStats:
     """Use statistics of a part: the section of a path that one sequence computed."""
 
-    __slots__ = ("gap", "has_ended_here", "hits", "level", "num_continuation_hits", "num_continuations", "turns")
+    __slots__ = ("gap", "has_ended_here", "hits", "num_continuation_hits", "num_continuations", "turns")
 
     def __init__(self, turns: int = 0, gap: int = 0) -> None:
         self.turns = turns  # earlier parts of the path at whose end a sequence ended
         self.gap = gap  # ticks between its last two uses; before these, that of the part before; 0: unknown
         self.hits = 0  # sequences that began with it
-        self.level = 0  # see LFUPolicy
         self.has_ended_here = False  # whether a sequence ended here
         self.num_continuations = 0  # parts that were computed behind it
         self.num_continuation_hits = 0  # hits of these parts
@@ -144,7 +143,7 @@ class UseStats:
     def split(self) -> "UseStats":
         """Statistics of the first section of this part after a split. Each hit of the part was one of the section."""
         uses = UseStats(self.turns, self.gap)
-        uses.hits, uses.level = self.hits, self.level
+        uses.hits = self.hits
         uses.num_continuations, uses.num_continuation_hits = 1, self.hits
         return uses
 
@@ -183,6 +182,7 @@ class Node(IndexHandle):
         "edge",
         "end",
         "id",
+        "level",
         "marks",
         "parent",
         "parts",
@@ -209,6 +209,7 @@ class Node(IndexHandle):
         self.children: SortedChildren[Node] = SortedChildren()  # by the key of their first block
         self.writers: dict[Any, None] = {}  # tables whose indexed blocks end here, in order of arrival
         self.tick = 0  # of its last use
+        self.level = 0.0  # ageing level of the eviction policy at its last use; see LFUPolicy
         self.uses = UseStats()  # of its last part
         self.parts: tuple[Part, ...] = ()  # earlier parts, if the run was continued or nodes were merged
         self.marks: tuple[Mark, ...] = ()  # retention; a mark applies to the blocks before the node too

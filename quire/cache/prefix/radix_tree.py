@@ -190,7 +190,7 @@ class RadixTrees:
         size, parent = count * self._size, node.parent
         assert parent is not None, "a root has no run"
         upper = Node(self._number(), node.edge[:size], [blocks[:count] for blocks in node.blocks], parent, depth)
-        upper.tick = node.tick
+        upper.tick, upper.level = node.tick, node.level
         node.split_uses(upper)
         parent.replace(node, upper)
         node.edge = node.edge[size:]
@@ -384,7 +384,7 @@ class RadixTrees:
         parent = leaf.parent
         assert parent is not None, "roots are not removed"
         self._detach(leaf)
-        parent.tick = max(parent.tick, leaf.tick)
+        parent.tick, parent.level = max(parent.tick, leaf.tick), max(parent.level, leaf.level)
         self.tidy(parent)
 
     def _detach(self, leaf: Node) -> None:
@@ -414,7 +414,7 @@ class RadixTrees:
         child.edge = node.edge + child.edge
         for upper, lower in zip(node.blocks, child.blocks, strict=True):
             lower[:0] = upper
-        child.tick = max(child.tick, node.tick)
+        child.tick, child.level = max(child.tick, node.tick), max(child.level, node.level)
         child.merge_uses(node)
         self.retention.merge_nodes(node, child)
         self._unlist(node)
