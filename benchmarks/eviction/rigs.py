@@ -2,13 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import log2
 
 from benchmarks.eviction.traces import Ask
 from quire.cache.kv_cache import KVCache
 from quire.cache.prefix.eviction import CostPolicy, OrderedLeaves, default_recompute_seconds
-from quire.cache.prefix.index import BYTES_PER_TOKEN, EvictionCause
-from quire.cache.prefix.radix_node import Node
+from quire.cache.prefix.index import EvictionCause
 from quire.cache.retention import SequenceRetention
 from quire.config import CacheConfig, KVGroup
 from quire.core.request import Namespace
@@ -31,25 +29,7 @@ class Outcome:
         return self.num_tokens - self.num_cached
 
 
-class SiblingReuse(CostPolicy):
-    """GDSF with another expected reuse: log2(hits + 1) of a part with hits, else the chance of its siblings.
-
-    That chance is the share of the parts behind the same part that had hits. A tail counts as the part before it.
-    """
-
-    def expected_reuse(self, leaf: Node) -> float:
-        """See CostPolicy."""
-        parent = leaf.parent
-        assert parent is not None, "roots are not leaves"
-        is_tail = len(leaf.edge) < BLOCK_SIZE * BYTES_PER_TOKEN
-        part = parent if is_tail and parent.parent is not None and len(parent.children) == 1 else leaf
-        if part.uses.hits:
-            return log2(part.uses.hits + 1)
-        before = part.previous_uses
-        return min(1.0, (before.num_continuation_hits + 1) / (before.num_continuations + 1))
-
-
-GDSF: dict[str, type[CostPolicy]] = {"gdsf-hits": CostPolicy, "gdsf-siblings": SiblingReuse}
+GDSF = {"gdsf": CostPolicy}  # policies beside those of CacheConfig
 
 
 def cache_of(num_blocks: int, eviction: str = "lru") -> KVCache:

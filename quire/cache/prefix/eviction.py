@@ -98,8 +98,9 @@ class CostPolicy:
 
     The key is the level of the leaf, as in LFUPolicy, plus cost x reuse x priority. All blocks have the same size.
     The cost is the seconds to compute the block again, divided by the seconds of a block at position 0. So it has no
-    unit, and the level stays valid when the predicted seconds change. The reuse is log2(hits + 2): 1 without hits.
-    Each 10 points of request priority above 50 double the product, and each 10 points below halve it.
+    unit, and the level stays valid when the predicted seconds change. The reuse is log2(hits + 1) with hits. Without,
+    it is the share of the earlier parts behind the same part that had hits (`UseStats.chance`). Each 10 points of
+    request priority above 50 double the product, and each 10 points below halve it.
     """
 
     def __init__(self, clock: Clock, seconds: RecomputeSeconds, block_size: int) -> None:
@@ -116,8 +117,8 @@ class CostPolicy:
         return leaf.level + value * 2 ** ((priority - DEFAULT_PRIORITY) / _POINTS_TO_DOUBLE), leaf.tick
 
     def expected_reuse(self, leaf: Node) -> float:
-        """The expected reuse of the last block of a leaf, relative to a part without hits."""
-        return log2(leaf.uses.hits + 2)
+        """The expected reuse of the last block of a leaf, relative to one that is surely used once more."""
+        return log2(leaf.uses.hits + 1) if leaf.uses.hits else leaf.uses.chance
 
     def on_use(self, node: Node) -> None:
         """See EvictionPolicy."""

@@ -105,6 +105,7 @@ class SortedChildren(Generic[V]):
 
 
 _MOST_PARTS = 4
+_MAX_CONTINUATIONS = 64  # then the counts are halved, so that the latest ones count more and no chance is near 0
 
 
 class Clock:
@@ -120,9 +121,10 @@ class Clock:
 class UseStats:
     """Use statistics of a part: the section of a path that one sequence computed."""
 
-    __slots__ = ("gap", "has_ended_here", "hits", "num_continuation_hits", "num_continuations", "turns")
+    __slots__ = ("chance", "gap", "has_ended_here", "hits", "num_continuation_hits", "num_continuations", "turns")
 
-    def __init__(self, turns: int = 0, gap: int = 0) -> None:
+    def __init__(self, turns: int = 0, gap: int = 0, chance: float = 1.0) -> None:
+        self.chance = chance  # of a hit, when it was computed; see `continued`
         self.turns = turns  # earlier parts of the path at whose end a sequence ended
         self.gap = gap  # ticks between its last two uses; before these, that of the part before; 0: unknown
         self.hits = 0  # sequences that began with it
@@ -136,13 +138,19 @@ class UseStats:
         return self.has_ended_here or self.hits > 0
 
     def continued(self) -> "UseStats":
-        """Statistics of a new part behind this one."""
+        """Statistics of a new part behind this one. Its chance is the hits per part of the earlier ones, at most 1."""
+        chance = min(1.0, (self.num_continuation_hits + 1) / (self.num_continuations + 1))
         self.num_continuations += 1
-        return UseStats(self.turns + self.has_ended_here, self.gap)
+        if self.num_continuations > _MAX_CONTINUATIONS:
+            self.num_continuations, self.num_continuation_hits = (
+                self.num_continuations // 2,
+                self.num_continuation_hits // 2,
+            )
+        return UseStats(self.turns + self.has_ended_here, self.gap, chance)
 
     def split(self) -> "UseStats":
         """Statistics of the first section of this part after a split. Each hit of the part was one of the section."""
-        uses = UseStats(self.turns, self.gap)
+        uses = UseStats(self.turns, self.gap, self.chance)
         uses.hits = self.hits
         uses.num_continuations, uses.num_continuation_hits = 1, self.hits
         return uses

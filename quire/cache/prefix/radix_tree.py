@@ -13,7 +13,7 @@ from quire.cache.block_pool import BlockPool
 from quire.cache.block_table import ABSENT, BlockTable
 from quire.cache.prefix.eviction import EvictableLeaves
 from quire.cache.prefix.index import BYTES_PER_TOKEN, NO_REASON, EvictionCause, EvictionReason
-from quire.cache.prefix.radix_node import Clock, LRUNodes, Node
+from quire.cache.prefix.radix_node import Clock, LRUNodes, Node, UseStats
 from quire.cache.prefix.retention_marks import RetentionMarks
 from quire.cache.retention import SequenceRetention
 from quire.core.request import Namespace
@@ -155,7 +155,8 @@ class RadixTrees:
         else:
             parent, node = node, Node(self._number(), edge, blocks, node, node.end + len(blocks[0]))
             parent.attach(node, edge[: self._size])
-            node.uses = parent.uses.continued() if len(edge) >= self._size else node.uses
+            is_tail = len(edge) < self._size
+            node.uses = UseStats(chance=parent.uses.chance) if is_tail else parent.uses.continued()
         node.tick = self.clock.tick
         self._list(node)
         return node
