@@ -8,10 +8,11 @@ from time import process_time
 from typing import NamedTuple, TypeVar
 
 from benchmarks.eviction.belady import optimum, paths
-from benchmarks.eviction.rigs import BLOCK_SIZE, GDSF, Outcome, cache_of, longest, run
+from benchmarks.eviction.rigs import BLOCK_SIZE, Outcome, cache_of, longest, run
 from benchmarks.eviction.traces import Ask, trace
+from quire.config import Eviction
 
-ORDERS = ("lru", "lfu", "cost", *GDSF)  # no request sets a retention, so `priority` would equal `lru`
+ORDERS: tuple[Eviction, ...] = ("lru", "lfu", "cost")  # no request sets a retention, so `priority` would equal `lru`
 V = TypeVar("V", int, float)
 _T = (0.0, 0.0, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t, 95 %, by number of values
 
@@ -70,7 +71,7 @@ class Cell:
         return 100 * (ours - theirs) / theirs if theirs else 100 * ours / self.num_tokens
 
 
-def cells(name: str, seed: int, count: int, shares: Sequence[float], orders: Sequence[str]) -> list[Cell]:
+def cells(name: str, seed: int, count: int, shares: Sequence[float], orders: Sequence[Eviction]) -> list[Cell]:
     """One cell per pool size. shares: of the trace's footprint, which is the number of its distinct blocks."""
     asks = trace(name, seed, count)
     blocks, wanted = paths(asks)
@@ -85,7 +86,7 @@ def _cell(
     wanted: list[int],
     num_blocks: int,
     without_end: Outcome,
-    orders: Sequence[str],
+    orders: Sequence[Eviction],
 ) -> Cell:
     num_blocks = max(num_blocks, 2 * longest(asks))
     found = optimum(blocks, wanted, num_blocks) * BLOCK_SIZE

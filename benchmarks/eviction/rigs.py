@@ -5,10 +5,9 @@ from dataclasses import dataclass
 
 from benchmarks.eviction.traces import Ask
 from quire.cache.kv_cache import KVCache
-from quire.cache.prefix.eviction import CostPolicy, OrderedLeaves, default_recompute_seconds
 from quire.cache.prefix.index import EvictionCause
 from quire.cache.retention import SequenceRetention
-from quire.config import CacheConfig, KVGroup
+from quire.config import CacheConfig, Eviction, KVGroup
 from quire.core.request import Namespace
 
 BLOCK_SIZE = 16
@@ -29,18 +28,10 @@ class Outcome:
         return self.num_tokens - self.num_cached
 
 
-GDSF = {"gdsf": CostPolicy}  # policies beside those of CacheConfig
-
-
-def cache_of(num_blocks: int, eviction: str = "lru") -> KVCache:
-    """A KVCache with one KV group and blocks of 16 tokens. eviction: a policy, or a key of GDSF."""
+def cache_of(num_blocks: int, eviction: Eviction = "lru") -> KVCache:
+    """A KVCache with one KV group and blocks of 16 tokens."""
     group = KVGroup((0,), "full", 1, 64, "bfloat16", num_blocks, 4096)
-    if eviction not in GDSF:
-        return KVCache(CacheConfig(BLOCK_SIZE, (group,), "radix", (), eviction))
-    cache = KVCache(CacheConfig(BLOCK_SIZE, (group,), "radix", (), "lru"))
-    trees = cache.index.trees
-    trees.leaves = OrderedLeaves(GDSF[eviction](trees.clock, default_recompute_seconds, BLOCK_SIZE))
-    return cache
+    return KVCache(CacheConfig(BLOCK_SIZE, (group,), "radix", (), eviction))
 
 
 def run(asks: Sequence[Ask], cache: KVCache) -> Outcome:
@@ -58,7 +49,7 @@ def run(asks: Sequence[Ask], cache: KVCache) -> Outcome:
             limit=len(tokens),
             max_new_positions=len(tokens),
             cause=cause,
-            retention=SequenceRetention(tenant=ask.tenant, num_prompt_tokens=len(tokens)),
+            retention=SequenceRetention(tenant=ask.tenant),
         )
         assert admission is not None, "the pool holds one request"
         table = admission.table

@@ -21,7 +21,7 @@ from quire.cache.copies import PendingMoves
 from quire.cache.host_pool import HostPool
 from quire.cache.in_flight import InFlight
 from quire.cache.manager import NO_CAUSE
-from quire.cache.prefix.eviction_by_cost import RecomputeSeconds, default_recompute_seconds
+from quire.cache.prefix.eviction import RecomputeSeconds, default_recompute_seconds
 from quire.cache.prefix.hash_index import HashIndex
 from quire.cache.prefix.index import NO_MATCH, EvictionCause, EvictionRecord, NoIndex, PrefixIndex, PrefixMatch
 from quire.cache.prefix.radix_index import RadixIndex

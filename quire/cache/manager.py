@@ -11,7 +11,7 @@ from typing import Protocol
 from quire.cache.admission import Admission
 from quire.cache.block_pool import Pools
 from quire.cache.block_table import BlockTable
-from quire.cache.prefix.eviction_by_cost import RecomputeSeconds
+from quire.cache.prefix.eviction import RecomputeSeconds
 from quire.cache.prefix.index import EvictionCause, EvictionRecord, PrefixIndex
 from quire.cache.retention import NO_RETENTION, SequenceRetention
 from quire.config import CacheConfig

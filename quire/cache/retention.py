@@ -23,7 +23,6 @@ class SequenceRetention(NamedTuple):
     params: Retention = Retention()
     request_id: str = ""
     tenant: str = ""
-    num_prompt_tokens: int = 0  # tokens of the prompt
     program: Program | None = None
     program_age: int = 0  # lower for a program that began earlier
 

@@ -392,7 +392,7 @@ def retention_of(seq: Sequence) -> SequenceRetention:
     """Retention and program hints for the KV that a sequence leaves."""
     request = seq.request
     params = request.scheduling_params
-    about = (params.retention, request.id, request.namespace.tenant, len(request.prompt))
+    about = (params.retention, request.id, request.namespace.tenant)
     return (
         SequenceRetention(*about) if params.program is None else SequenceRetention(*about, params.program, seq.rank[2])
     )

@@ -34,7 +34,7 @@ class Memory:
             max_new_positions=len(tokens),
             watermark_blocks=spare,
             cause=EvictionCause(now, str(self.num_seqs), tenant),
-            retention=SequenceRetention(Retention(**retention), str(self.num_seqs), tenant, len(tokens), program, age),
+            retention=SequenceRetention(Retention(**retention), str(self.num_seqs), tenant, program, age),
         )
         if admission is None:
             return None

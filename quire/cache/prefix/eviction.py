@@ -1,4 +1,4 @@
-"""Eviction policies "lru", "lfu" and "priority", and the heap of leaves in their order.
+"""Eviction policies, and the heap of leaves in their order.
 
 A policy gives each leaf an eviction key; the leaf with the lowest key is evicted first. A key may rise at no cost: the
 heap corrects an entry when it reaches the top. When a key may fall, `update` must be called.
@@ -10,7 +10,7 @@ from math import inf, log2
 from typing import Protocol
 
 from quire.cache.prefix.radix_node import Clock, Node
-from quire.cache.retention import DEFAULT_PRIORITY, priority_at
+from quire.cache.retention import DEFAULT_PRIORITY, NO_STAGE, priority_at
 
 EvictionKey = tuple[float, ...]
 
@@ -93,6 +93,10 @@ def default_recompute_seconds(num_tokens: int, num_before: int) -> float:
 _POINTS_TO_DOUBLE = 10  # of retention priority
 
 
+def _expected_reuse(leaf: Node) -> float:
+    return log2(leaf.uses.hits + 1) if leaf.uses.hits else leaf.uses.chance
+
+
 class CostPolicy:
     """cost: greedy-dual size-frequency (GDSF: Cherkasova, 1998) on the last block of a leaf.
 
@@ -112,13 +116,12 @@ class CostPolicy:
 
     def eviction_key(self, leaf: Node) -> EvictionKey:
         """See EvictionPolicy. Of equal keys the least recently used first."""
-        value = self._relative_cost(leaf) * self.expected_reuse(leaf)
-        priority = priority_at(leaf.marks, leaf.end, self._clock.now) if leaf.marks else DEFAULT_PRIORITY
-        return leaf.level + value * 2 ** ((priority - DEFAULT_PRIORITY) / _POINTS_TO_DOUBLE), leaf.tick
-
-    def expected_reuse(self, leaf: Node) -> float:
-        """The expected reuse of the last block of a leaf, relative to one that is surely used once more."""
-        return log2(leaf.uses.hits + 1) if leaf.uses.hits else leaf.uses.chance
+        value = self._relative_cost(leaf) * _expected_reuse(leaf)
+        asked = [mark for mark in leaf.marks if mark.hint.stage == NO_STAGE]  # program hints apply within a tenant only
+        if asked:
+            points = priority_at(asked, leaf.end, self._clock.now) - DEFAULT_PRIORITY
+            value *= 2 ** (points / _POINTS_TO_DOUBLE)
+        return leaf.level + value, leaf.tick
 
     def on_use(self, node: Node) -> None:
         """See EvictionPolicy."""
@@ -131,8 +134,9 @@ class CostPolicy:
     def reason(self, leaf: Node) -> dict[str, float]:
         """See EvictionPolicy."""
         key, _ = self.eviction_key(leaf)
-        cost, age, hits = self._relative_cost(leaf), self._clock.tick - leaf.tick, leaf.uses.hits
-        return {"key": key, "level": leaf.level, "cost": cost, "age": age, "hits": hits}
+        cost, reuse = self._relative_cost(leaf), _expected_reuse(leaf)
+        age, hits = self._clock.tick - leaf.tick, leaf.uses.hits
+        return {"key": key, "level": leaf.level, "cost": cost, "reuse": reuse, "age": age, "hits": hits}
 
     def _relative_cost(self, leaf: Node) -> float:
         size = self._block_size
@@ -188,21 +192,11 @@ class EvictableLeaves(Protocol):
     def pop(self) -> Node | None:
         """Remove and return the leaf to evict next; those set aside come last. None if there is none."""
 
-    def on_use(self, node: Node, *, hit: bool) -> None:
-        """The node was used. hit: a sequence begins with it."""
+    def on_use(self, node: Node) -> None:
+        """The node was used."""
 
-    def on_evict(self, leaf: Node, num_blocks: int) -> None:
-        """`num_blocks` blocks at the end of a popped leaf are about to be evicted."""
-
-    def num_evicted_together(self, leaf: Node) -> int:
-        """Blocks at the end of a leaf to evict together; behind them its key differs or is compared again."""
-
-    @property
-    def uses_misses(self) -> bool:
-        """Whether `on_miss` has any effect."""
-
-    def on_miss(self, root_key: object, data: bytes, first: int, at: int) -> None:
-        """A prompt's whole blocks from index `at` on are not in the index. first: index at which their root begins."""
+    def on_evict(self, leaf: Node) -> None:
+        """Blocks at the end of a popped leaf are about to be evicted."""
 
     def reason(self, leaf: Node) -> dict[str, float]:
         """The figures of the eviction key of a leaf, by name."""
@@ -236,8 +230,6 @@ class DeferredLeaves:
 
 class OrderedLeaves:
     """Leaves in the order of an eviction policy: a heap with entries corrected at the top. See EvictableLeaves."""
-
-    uses_misses = False
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self.policy = policy
@@ -301,22 +293,13 @@ class OrderedLeaves:
                 return node
         return None
 
-    def on_use(self, node: Node, *, hit: bool) -> None:
+    def on_use(self, node: Node) -> None:
         """See EvictableLeaves."""
-        del hit
         self.policy.on_use(node)
 
-    def on_evict(self, leaf: Node, num_blocks: int) -> None:
+    def on_evict(self, leaf: Node) -> None:
         """See EvictableLeaves."""
-        del num_blocks
         self.policy.on_evict(leaf)
-
-    def num_evicted_together(self, leaf: Node) -> int:
-        """See EvictableLeaves."""
-        return leaf.num_uniform_blocks
-
-    def on_miss(self, root_key: object, data: bytes, first: int, at: int) -> None:
-        """See EvictableLeaves."""
 
     def reason(self, leaf: Node) -> dict[str, float]:
         """See EvictableLeaves."""

@@ -12,7 +12,7 @@ In a group with a window, a match ends where the blocks that its next query atte
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
@@ -20,14 +20,15 @@ from typing import NamedTuple
 from quire.cache.block_pool import BlockPool
 from quire.cache.block_table import ABSENT, BlockTable, IndexHandle
 from quire.cache.prefix.eviction import (
+    CostPolicy,
     EvictableLeaves,
-    EvictionPolicy,
     LFUPolicy,
     LRUPolicy,
     OrderedLeaves,
     PriorityPolicy,
+    RecomputeSeconds,
+    default_recompute_seconds,
 )
-from quire.cache.prefix.eviction_by_cost import CostOrderedLeaves, RecomputeSeconds, default_recompute_seconds
 from quire.cache.prefix.index import (
     BYTES_PER_TOKEN,
     EvictionCause,
@@ -253,18 +254,13 @@ def climb(position: TreePosition, depth: int) -> TreePosition:
     return TreePosition(node, depth)
 
 
-_POLICIES: dict[str, Callable[[Clock], EvictionPolicy]] = {"lru": LRUPolicy, "lfu": LFUPolicy}
-
-
 def new_leaves(config: CacheConfig, clock: Clock, seconds: RecomputeSeconds) -> EvictableLeaves:
     """An empty collection of leaves in the order of `config.eviction`. seconds: prediction for the policy "cost"."""
     if config.eviction == "priority":
         return OrderedLeaves(PriorityPolicy(clock))
-    if config.eviction in _POLICIES:
-        return LeavesByTenant(_POLICIES[config.eviction](clock), clock)
-    block_bytes = sum(group.bytes_per_block for group in config.groups)
-    horizon = max(group.num_blocks for group in config.groups)
-    return CostOrderedLeaves(clock, seconds, config.block_size, block_bytes, horizon)
+    if config.eviction == "cost":
+        return LeavesByTenant(CostPolicy(clock, seconds, config.block_size), clock)
+    return LeavesByTenant(LFUPolicy(clock) if config.eviction == "lfu" else LRUPolicy(clock), clock)
 
 
 class RadixIndex:
@@ -326,16 +322,6 @@ class RadixIndex:
                 end = node = self.trees.split_at(node, at)
             self.trees.touch(node, hit=True)
         self.trees.register_table(table, end or self._root(table, depth))
-        if self.trees.leaves.uses_misses:
-            self._report_misses(table, depth)
-
-    def _report_misses(self, table: BlockTable, depth: int) -> None:
-        """Report the missing blocks of a table's tokens, behind the first `depth`, to the eviction policy."""
-        data, num_public = token_key(table.tokens), table.cursor.num_public
-        if depth < num_public:
-            self.trees.leaves.on_miss(self._public.root_key(table.namespace), data[: num_public * self._size], 0, depth)
-        own = (table.namespace, data[: num_public * self._size])
-        self.trees.leaves.on_miss(own, data, num_public, max(depth, num_public))
 
     def register_fork(self, parent: BlockTable, child: BlockTable, num_indexed: int) -> None:
         """See PrefixIndex."""
@@ -381,7 +367,7 @@ class RadixIndex:
         self.trees.touch(ends[-1], hit=False)
         if table.retention.params.pin and table.cursor.num_public and not node.public:
             ends.append(self._descend_public(table, table.cursor.num_public).node)
-        self.trees.apply_retention(ends, table.retention, table.retention.num_prompt_tokens // self._block_size)
+        self.trees.apply_retention(ends, table.retention)
         self.trees.tidy(node)
         table.cursor.handle = None
         return added.entered

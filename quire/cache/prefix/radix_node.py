@@ -121,12 +121,10 @@ class Clock:
 class UseStats:
     """Use statistics of a part: the section of a path that one sequence computed."""
 
-    __slots__ = ("chance", "gap", "has_ended_here", "hits", "num_continuation_hits", "num_continuations", "turns")
+    __slots__ = ("chance", "has_ended_here", "hits", "num_continuation_hits", "num_continuations")
 
-    def __init__(self, turns: int = 0, gap: int = 0, chance: float = 1.0) -> None:
+    def __init__(self, chance: float = 1.0) -> None:
         self.chance = chance  # of a hit, when it was computed; see `continued`
-        self.turns = turns  # earlier parts of the path at whose end a sequence ended
-        self.gap = gap  # ticks between its last two uses; before these, that of the part before; 0: unknown
         self.hits = 0  # sequences that began with it
         self.has_ended_here = False  # whether a sequence ended here
         self.num_continuations = 0  # parts that were computed behind it
@@ -142,15 +140,13 @@ class UseStats:
         chance = min(1.0, (self.num_continuation_hits + 1) / (self.num_continuations + 1))
         self.num_continuations += 1
         if self.num_continuations > _MAX_CONTINUATIONS:
-            self.num_continuations, self.num_continuation_hits = (
-                self.num_continuations // 2,
-                self.num_continuation_hits // 2,
-            )
-        return UseStats(self.turns + self.has_ended_here, self.gap, chance)
+            self.num_continuations //= 2
+            self.num_continuation_hits //= 2
+        return UseStats(chance)
 
     def split(self) -> "UseStats":
         """Statistics of the first section of this part after a split. Each hit of the part was one of the section."""
-        uses = UseStats(self.turns, self.gap, self.chance)
+        uses = UseStats(self.chance)
         uses.hits = self.hits
         uses.num_continuations, uses.num_continuation_hits = 1, self.hits
         return uses
@@ -194,8 +190,6 @@ class Node(IndexHandle):
         "marks",
         "parent",
         "parts",
-        "policy_state",
-        "prompt_end",
         "public",
         "root_key",
         "tenant",
@@ -221,8 +215,6 @@ class Node(IndexHandle):
         self.uses = UseStats()  # of its last part
         self.parts: tuple[Part, ...] = ()  # earlier parts, if the run was continued or nodes were merged
         self.marks: tuple[Mark, ...] = ()  # retention; a mark applies to the blocks before the node too
-        self.prompt_end = 0  # blocks of the prompt of the latest sequence that ended here
-        self.policy_state: object = None  # of a type that the eviction policy chooses; only the policy sets it
 
     @property
     def start(self) -> int:
@@ -310,7 +302,6 @@ class Node(IndexHandle):
         upper.parts, uses = truncate_parts(self.parts, self.uses, upper.end)
         upper.uses = uses if uses is not self.uses and self.parts[len(upper.parts)].reach == upper.end else uses.split()
         self.parts = tuple(part for part in self.parts if part.reach > upper.end)
-        upper.prompt_end = self.prompt_end
 
     def merge_uses(self, upper: "Node") -> None:
         """Add the use statistics of `upper`, whose run becomes the first section of this node."""

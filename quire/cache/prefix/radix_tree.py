@@ -156,7 +156,7 @@ class RadixTrees:
             parent, node = node, Node(self._number(), edge, blocks, node, node.end + len(blocks[0]))
             parent.attach(node, edge[: self._size])
             is_tail = len(edge) < self._size
-            node.uses = UseStats(chance=parent.uses.chance) if is_tail else parent.uses.continued()
+            node.uses = UseStats(parent.uses.chance) if is_tail else parent.uses.continued()
         node.tick = self.clock.tick
         self._list(node)
         return node
@@ -213,17 +213,16 @@ class RadixTrees:
         while above.parent is not None:
             if hit:
                 above.uses.hits += 1
-                above.uses.gap = tick - above.tick
                 above.previous_uses.num_continuation_hits += 1
             above.tick = tick
-            self.leaves.on_use(above, hit=hit)
+            self.leaves.on_use(above)
             above = above.parent
 
-    def apply_retention(self, ends: Sequence[Node], retention: SequenceRetention, num_prompt: int) -> None:
-        """A sequence with a prompt of `num_prompt` blocks ended at the nodes `ends`: apply its retention."""
+    def apply_retention(self, ends: Sequence[Node], retention: SequenceRetention) -> None:
+        """A sequence ended at the nodes `ends`: apply its retention."""
         for node in ends:
             if node.parent is not None:
-                node.uses.has_ended_here, node.prompt_end = True, num_prompt
+                node.uses.has_ended_here = True
                 self.leaves.update(node)  # a new part may have a lower eviction key than the one before
         self.retention.apply(ends, retention)
 
@@ -272,7 +271,7 @@ class RadixTrees:
         while freed < count and (leaf := self.leaves.pop()) is not None:
             if leaf.children or leaf.is_removed:
                 continue
-            cut = self._num_idle_at_end(leaf, min(count - freed, self.leaves.num_evicted_together(leaf)))
+            cut = self._num_idle_at_end(leaf, min(count - freed, leaf.num_uniform_blocks))
             if cut:
                 self._evict_blocks(leaf, cut, cause)
                 freed += cut
@@ -291,7 +290,7 @@ class RadixTrees:
     def _evict_blocks(self, leaf: Node, cut: int, cause: EvictionCause) -> None:
         """Evict `cut` blocks at the end of a popped leaf."""
         self.first_reason = self.first_reason or EvictionReason(self.leaves.reason(leaf), leaf.tenant)
-        self.leaves.on_evict(leaf, cut)
+        self.leaves.on_evict(leaf)
         at = len(leaf.blocks[0]) - cut
         self._log_eviction(leaf, at, cause)
         if at:

@@ -15,7 +15,7 @@ from heapq import heapify, heappop, heappush
 from math import inf
 
 from quire.cache.block_pool import BlockPool
-from quire.cache.prefix.eviction import DeferredLeaves, EvictionPolicy, OrderedLeaves
+from quire.cache.prefix.eviction import DeferredLeaves, EvictionKey, EvictionPolicy, OrderedLeaves
 from quire.cache.prefix.pins import Pins
 from quire.cache.prefix.radix_node import Clock, Node
 from quire.cache.retention import (
@@ -285,9 +285,6 @@ class RetentionMarks:
         return [*wrong, *self._pins.node_errors(node, windowed)]
 
 
-EvictionKey = tuple[int, ...]
-
-
 class _HintedPolicy:
     """An eviction policy with program hints as the first part of the key. See EvictionPolicy."""
 
@@ -352,8 +349,6 @@ class LeavesByTenant:
     cannot protect KV at the expense of other tenants.
     """
 
-    uses_misses = False
-
     def __init__(self, policy: EvictionPolicy, clock: Clock) -> None:
         self._hinted_policy = _HintedPolicy(policy, clock)
         self._tenant_order = _TenantOrder(policy, clock)
@@ -411,7 +406,9 @@ class LeavesByTenant:
         node = self.peek()
         if node is None:
             return self._deferred.pop()
-        self.record_victim(node)
+        spared = self._all.peek()
+        if spared is not None and spared is not node:
+            self._tenant_order.swap_keys(spared, node)
         self._remove(node)
         return node
 
@@ -420,32 +417,15 @@ class LeavesByTenant:
         first = self._all.peek()
         return None if first is None else self._by_tenant[first.tenant].peek()
 
-    def record_victim(self, node: Node) -> None:
-        """Record that `node`, which `peek` returned, is evicted: it swaps its key with the policy's first leaf."""
-        spared = self._all.peek()
-        if spared is not None and spared is not node:
-            self._tenant_order.swap_keys(spared, node)
-
-    def is_finished(self, node: Node) -> bool:
-        """Whether the last block of a leaf belongs to a finished branch, and no other retention protects it."""
-        return self._hinted_policy.stage(node) < NO_STAGE
-
-    def on_use(self, node: Node, *, hit: bool) -> None:
+    def on_use(self, node: Node) -> None:
         """See EvictableLeaves."""
-        self._all.on_use(node, hit=hit)
+        self._all.on_use(node)
         if self._tenant_order.restore_key(node):
             self.update(node)
 
-    def on_evict(self, leaf: Node, num_blocks: int) -> None:
+    def on_evict(self, leaf: Node) -> None:
         """See EvictableLeaves."""
-        self._all.on_evict(leaf, num_blocks)
-
-    def num_evicted_together(self, leaf: Node) -> int:
-        """See EvictableLeaves."""
-        return leaf.num_uniform_blocks
-
-    def on_miss(self, root_key: object, data: bytes, first: int, at: int) -> None:
-        """See EvictableLeaves."""
+        self._all.on_evict(leaf)
 
     def reason(self, leaf: Node) -> dict[str, float]:
         """See EvictableLeaves."""

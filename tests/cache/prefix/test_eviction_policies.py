@@ -1,5 +1,6 @@
 """Eviction policies: each against a scan of all leaves, the effect of retention, and the time per eviction."""
 
+from math import log2
 from random import Random
 from time import perf_counter
 
@@ -7,7 +8,13 @@ import pytest
 from eviction_memory import POLICIES, Memory
 from prefix_cache_model import Model, radix_config
 
-from quire.cache.prefix.eviction import LFUPolicy, LRUPolicy, OrderedLeaves, PriorityPolicy
+from quire.cache.prefix.eviction import (
+    LFUPolicy,
+    LRUPolicy,
+    OrderedLeaves,
+    PriorityPolicy,
+    default_recompute_seconds,
+)
 from quire.cache.prefix.index import EvictionCause
 from quire.cache.prefix.radix_node import Clock
 from quire.cache.retention import DEFAULT_PRIORITY, NO_RETENTION, SequenceRetention
@@ -21,12 +28,17 @@ def standing_by_hand(eviction: str, leaf, clock: Clock) -> tuple:
     if eviction == "lru":
         return (leaf.tick,)
     if eviction == "lfu":
-        return (leaf.uses.level, leaf.tick)
+        return (leaf.level + leaf.uses.hits, leaf.tick)
     wishes = [mark.hint for mark in leaf.marks if mark.reach >= leaf.end and mark.hint.expires > clock.now]
-    return (max((wish.priority for wish in wishes), default=DEFAULT_PRIORITY), leaf.tick)
+    priority = max((wish.priority for wish in wishes), default=DEFAULT_PRIORITY)
+    if eviction == "cost":
+        seconds = default_recompute_seconds(2, 2 * leaf.end - 2) / default_recompute_seconds(2, 0)
+        reuse = log2(1 + leaf.uses.hits) if leaf.uses.hits else leaf.uses.chance
+        return (leaf.level + seconds * reuse * 2 ** ((priority - DEFAULT_PRIORITY) / 10), leaf.tick)
+    return (priority, leaf.tick)
 
 
-@pytest.mark.parametrize("eviction", ["lru", "lfu", "priority"])
+@pytest.mark.parametrize("eviction", ["lru", "lfu", "priority", "cost"])
 @pytest.mark.parametrize("seed", range(3))
 def test_what_is_evicted_is_what_a_scan_of_all_leaves_finds(eviction, seed):
     rng, memory, now, compared = Random(seed), Memory(eviction, num_blocks=400, block_size=2), 0.0, 0
@@ -69,6 +81,57 @@ def test_lfu_keeps_what_is_asked_for_often_and_forgets_it_in_time():
             memory.run([*stem, last, 8])
         memory.evict(8)
     assert memory.has([1, 2, 3, 0]) == 0, "others rose above it"
+
+
+def evicted_first(memory: Memory, *prompts) -> list[int]:
+    """Evict as many blocks as the first prompt has. Returns the matched tokens of each prompt."""
+    memory.evict(len(prompts[0]))
+    return [memory.has(prompt) for prompt in prompts]
+
+
+def test_cost_keeps_the_block_that_takes_longer_to_compute_again():
+    memory = Memory("cost")
+    memory.kv.set_recompute_seconds(lambda num_tokens, num_before: num_tokens * (1.0 if num_before < 4 else 50.0))
+    memory.run([1] * 9)
+    memory.run([2] * 4)
+    assert evicted_first(memory, [2] * 4, [1] * 9) == [0, 9], "the older one, whose end costs more"
+
+
+def test_cost_keeps_its_order_when_the_unit_of_the_seconds_changes():
+    memory = Memory("cost")
+    memory.run([1] * 4)
+    memory.run([1] * 4)
+    for i in range(2, 20):
+        memory.run([i] * 4)
+    memory.evict(60)
+    memory.kv.set_recompute_seconds(lambda num_tokens, num_before: 1e-6 * num_tokens)
+    for i in range(20, 80):
+        memory.run([i] * 4)
+        memory.evict(4)
+    assert memory.has([1] * 4) == 0, "its level was stored before the change, and others rose above it"
+
+
+def test_cost_evicts_first_what_follows_a_prefix_whose_continuations_had_no_hits():
+    memory = Memory("cost", num_blocks=200)
+    document = [1] * 8
+    for question in range(2, 12):
+        memory.run([*document, *[question] * 4])
+    memory.run([50] * 8)
+    memory.run([*document, *[90] * 4])
+    assert evicted_first(memory, [90] * 4, [50] * 8, document) == [0, 8, 8], "though they were used later"
+    assert memory.has([*document, *[90] * 4]) < 12
+
+
+def test_cost_counts_ten_points_of_priority_as_twice_the_value():
+    memory = Memory("cost")
+    memory.run([1] * 4, priority=60)
+    memory.run([2] * 4)
+    assert evicted_first(memory, [2] * 4, [1] * 4) == [0, 4]
+    memory.run([3] * 4)
+    memory.evict(1)
+    why = memory.kv.index.take_reason().numbers
+    memory.evict(1)
+    assert why["key"] == pytest.approx(why["level"] + why["cost"] * why["reuse"])
 
 
 def test_priority_counts_before_recency_and_ends_with_its_ttl():
@@ -222,7 +285,7 @@ def churn(model: Model, rng: Random, num_operations: int) -> None:
                 pin=rng.random() < 0.3,
                 session=rng.choice((None, "a", "b")),
             )
-            seq.table.retention = SequenceRetention(wish, str(seq.id), seq.namespace.tenant, len(seq.tokens))
+            seq.table.retention = SequenceRetention(wish, str(seq.id), seq.namespace.tenant)
             (model.preempt, model.end, lambda one: model.branch(rng, one), lambda one: model.fork(rng, one))[
                 rng.randrange(4)
             ](seq)
