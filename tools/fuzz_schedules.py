@@ -151,7 +151,7 @@ def _random_request(draw: random.Random, number: int, schedule: Schedule) -> dic
     if draw.random() < 0.1:
         one["deadline"] = draw.choice([0.01, 0.2, 5.0])
     if draw.random() < 0.2:
-        one["retention"] = draw.choice([{"priority": 90}, {"ttl": 1.0}, {"pin": True}, {"session": "s1"}])
+        one["retention"] = draw.choice([{"priority": 90}, {"ttl": 1.0}, {"pin": True}, {"priority": 10}])
     if draw.random() < 0.2:
         branch = draw.choice(["", "a", "b"])
         one["program"] = {"id": f"p{draw.randrange(3)}", "branch": branch, "expects_more": draw.random() < 0.5}

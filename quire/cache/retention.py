@@ -30,38 +30,32 @@ class SequenceRetention(NamedTuple):
 NO_RETENTION = SequenceRetention()  # no retention
 
 
-SessionKey = tuple[str, ...]  # of a session: (tenant, name); of a branch: (tenant, program, branch)
+BranchKey = tuple[str, str, str]  # (tenant, program, branch)
 
 
 class HintState(NamedTuple):
-    """The retention that a RetentionHint applies at some time."""
+    """The hint of a branch at some time."""
 
     priority: int
     expires: float
     stage: Stage
-    pin: bool
 
     def protects_less_than(self, before: "HintState") -> bool:
         """Whether it protects less than `before` in any respect."""
-        return (
-            self.priority < before.priority
-            or self.expires < before.expires
-            or self.stage < before.stage
-            or (before.pin and not self.pin)
-        )
+        return self.priority < before.priority or self.expires < before.expires or self.stage < before.stage
 
 
 class RetentionHint:
-    """Retention that applies since the end of a request. The retention of a session changes with its latest request."""
+    """Retention that applies since the end of a request. That of a branch changes with its latest request."""
 
-    __slots__ = ("expires", "number", "pin", "priority", "request_id", "session", "stage", "tenant")
+    __slots__ = ("branch", "expires", "number", "pin", "priority", "request_id", "stage", "tenant")
 
-    def __init__(self, number: int, session: SessionKey | None = None, tenant: str = "") -> None:
-        """number: of all hints, in order of creation."""
+    def __init__(self, number: int, branch: BranchKey | None = None, tenant: str = "", request_id: str = "") -> None:
+        """number: of all hints, in order of creation. branch: of a program; None for the retention of a request."""
         self.number = number
-        self.session = session
+        self.branch = branch
         self.tenant = tenant
-        self.request_id = ""  # the latest request
+        self.request_id = request_id
         self.priority = DEFAULT_PRIORITY
         self.expires = inf  # seconds of the engine's clock
         self.pin = False
@@ -69,22 +63,17 @@ class RetentionHint:
 
     @property
     def state(self) -> HintState:
-        """The retention that it applies now."""
-        return HintState(self.priority, self.expires, self.stage, self.pin)
+        """The hint now."""
+        return HintState(self.priority, self.expires, self.stage)
 
     def set_retention(self, retention: Retention, now: float) -> None:
         """Set the retention of a request that has ended."""
         self.priority, self.pin = retention.priority, retention.pin
         self.expires = inf if retention.ttl is None else now + retention.ttl
 
-    def set_expects_more(self, retention: SequenceRetention, now: float) -> None:
+    def set_expects_more(self, program_age: int, expires: float) -> None:
         """A request of a program has ended, and another will continue. The oldest program's KV is evicted last."""
-        assert retention.program is not None, "a request of a program"
-        self.priority, self.stage, self.expires = (
-            EXPECTED_PRIORITY,
-            (1, -retention.program_age),
-            now + retention.program.ttl,
-        )
+        self.priority, self.stage, self.expires = EXPECTED_PRIORITY, (1, -program_age), expires
 
     def set_finished(self) -> None:
         """The branch has ended: no request will continue from its KV."""

@@ -36,7 +36,6 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 50  # 0 to 100: lower is evicted first, under the eviction policies "priority" and "cost"
     ttl: float | None = None  # seconds after the end of the request in which retention applies; None: no limit
     pin: bool = False  # no eviction during the ttl
-    session: str | None = None  # name of a conversation: the retention of its latest request applies to all of its KV
 
     def __post_init__(self) -> None:
         if not _is_int(self.priority) or not 0 <= self.priority <= 100:
@@ -45,8 +44,6 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True):
             raise _invalid_value("retention.ttl", f"a number of seconds from 0 to {MAX_SECONDS:.0e}", self.ttl)
         if not isinstance(self.pin, bool):
             raise _invalid_value("retention.pin", "true or false", self.pin)
-        if self.session is not None and not _is_name(self.session):
-            raise _invalid_value("retention.session", f"1 to {MAX_NAME_LEN} printable characters", self.session)
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):

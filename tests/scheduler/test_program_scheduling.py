@@ -276,10 +276,10 @@ def test_nothing_is_remembered_of_programs_whose_kv_is_gone():
         if i % 3 == 0:
             memory.kv.end_program("tenant", str(i % 7), None)
     wishes = memory.kv.index.trees.retention
-    assert len(wishes.sessions) <= 20
-    assert {key for keys in wishes.branches.values() for key in keys} == set(wishes.sessions)
+    assert len(wishes.branch_hints) <= 20
+    assert {key for keys in wishes.branches.values() for key in keys} == set(wishes.branch_hints)
     memory.kv.flush()
-    assert not wishes.sessions
+    assert not wishes.branch_hints
     assert not wishes.branches
     leaves = memory.kv.index.trees.leaves
     assert not len(leaves)

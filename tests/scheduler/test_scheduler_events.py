@@ -160,7 +160,7 @@ def test_pins_that_were_refused_or_had_to_yield_are_told_to_the_one_that_asked()
         "pins",
         list(range(40)),
         max_tokens=20,
-        scheduling_params=SchedulingParams(retention=Retention(pin=True, session="chat")),
+        scheduling_params=SchedulingParams(retention=Retention(pin=True)),
     )
     rig.run()
     one = told(rig, "pins")

@@ -122,7 +122,6 @@ def new_requests():
         priority=st.integers(0, 100),
         ttl=optional(st.floats(0, 1e9)),
         pin=st.booleans(),
-        session=optional(st.just("conversation 1")),
     )
     program = one_of_fields(
         Program,
@@ -332,7 +331,7 @@ ADD = protocol.Add(
         Request(
             "a", [1, 2], SamplingParams(logit_bias={3: 1.0}, stop=("x",)), [[1]], Pooling.NONE, Namespace("t"),
             Beams(width=2, num_candidates=4, length_penalty=1.0, early_stopping="never"),
-            SchedulingParams(deadline=2.0, retention=Retention(session="s")),
+            SchedulingParams(deadline=2.0, retention=Retention(ttl=5.0)),
             [KnownOutput([1], cumulative_logprob=-1.0)], resumed=True,
         )
     ],

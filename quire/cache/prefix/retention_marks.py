@@ -1,9 +1,9 @@
 """Retention of KV in the radix tree: the marks at nodes, when they apply, and the eviction order that they change.
 
 A mark is at the node where a sequence ended and applies to all blocks before it too. It moves up when a leaf is
-evicted. All marks of a session share one RetentionHint, so that the retention of its latest request applies to the
-whole session. The number of marks per session is limited, so that the end of a request does not get slower as a session
-grows. A branch of a program is such a session too; its hints are its retention (docs/programs.md).
+evicted. All marks of a branch of a program share one RetentionHint, so that the hint of its latest request applies to
+the whole branch (docs/programs.md). The number of marks per branch is limited, so that the end of a request does not
+get slower as a branch grows.
 
 If nothing runs and the next sequence does not fit, pins end, the weakest first, so that no request waits forever. A
 flush ends all pins.
@@ -21,21 +21,19 @@ from quire.cache.prefix.radix_node import Clock, Node
 from quire.cache.retention import (
     NO_HINT,
     NO_STAGE,
-    HintState,
+    BranchKey,
     Mark,
     RetentionHint,
     SequenceRetention,
-    SessionKey,
     Stage,
     merge_marks,
     stage_at,
 )
 from quire.core.events import Event, PinsRefused, PinsYielded
-from quire.core.scheduling_params import Retention
+from quire.core.scheduling_params import Program, Retention
 
-MAX_NODES_PER_SESSION = 256  # nodes with marks of one session
+MAX_NODES_PER_BRANCH = 256  # nodes with marks of one branch of a program
 
-_SESSION_KEY_LEN = 2  # length of the key of a session; that of a branch is longer by one
 _DEFAULT_RETENTION = Retention()
 
 
@@ -50,8 +48,8 @@ class RetentionMarks:
         self._clock = clock
         self._relist = relist
         self.nodes: dict[RetentionHint, dict[int, Node]] = {}  # nodes with marks of a hint, the latest last
-        self.sessions: dict[SessionKey, RetentionHint] = {}
-        self.branches: dict[SessionKey, dict[SessionKey, None]] = {}  # keys of sessions by tenant and program
+        self.branch_hints: dict[BranchKey, RetentionHint] = {}
+        self.branches: dict[tuple[str, str], dict[BranchKey, None]] = {}  # keys of hints, by tenant and program
         self._expiries: list[tuple[float, int, RetentionHint]] = []
         self._pins = Pins(pools, key_bytes)
         self._num_hints = 0
@@ -62,47 +60,59 @@ class RetentionMarks:
         ends: the nodes where it ends; several if a part of it is public, or a tail.
         """
         if retention.program is not None:
-            self._apply_hint(ends, retention, self._hint_of_branch(retention))
+            self._apply_to_branch(ends, retention, retention.program)
         if retention.program is None or retention.params != _DEFAULT_RETENTION:
-            self._apply_hint(ends, retention, self._hint_of_request(retention))
+            self._apply_to_request(ends, retention)
 
-    def _apply_hint(self, ends: Sequence[Node], retention: SequenceRetention, hint: RetentionHint) -> None:
-        asked_before = hint.state
-        self._update_hint(hint, retention)
+    def _apply_to_request(self, ends: Sequence[Node], retention: SequenceRetention) -> None:
+        hint = NO_HINT
+        if retention.params != _DEFAULT_RETENTION:
+            hint = self._new_hint(retention)
+            hint.set_retention(retention.params, self._clock.now)
+        marked = self._add_marks(ends, hint)
+        if hint.pin and marked:
+            self._pin_paths(hint, marked, retention)
+        for node in marked:
+            self._relist(node)
+
+    def _apply_to_branch(self, ends: Sequence[Node], retention: SequenceRetention, program: Program) -> None:
+        key = retention.tenant, program.id, program.branch
+        hint = self.branch_hints.get(key)
+        if hint is None:
+            hint = self.branch_hints[key] = self._new_hint(retention, key)
+            self.branches.setdefault(key[:2], {})[key] = None
+        before = hint.state
+        if program.expects_more:
+            hint.set_expects_more(retention.program_age, self._clock.now + program.ttl)
+        else:
+            hint.set_finished()
+        marked = self._add_marks(ends, hint)
+        if hint not in self.nodes:  # no blocks left, or stronger marks of others at the node
+            if self.branch_hints.get(key) is hint:
+                self._forget_branch(key)
+            return
+        places = self.nodes[hint]
+        for node in marked:
+            places[node.id] = places.pop(node.id)  # the latest
+        while len(places) > MAX_NODES_PER_BRANCH:
+            self._unmark(next(iter(places.values())), hint)
+        for node in list(places.values()) if hint.state.protects_less_than(before) else marked:
+            self._relist(node)
+
+    def _add_marks(self, ends: Sequence[Node], hint: RetentionHint) -> list[Node]:
+        """Mark the nodes where a sequence ended. Returns those that have the mark; none for NO_HINT."""
         for node in ends:
             if node.parent is not None:
                 self._merge_marks(node, (*node.marks, Mark(hint, node.end)))
-        places = self.nodes.get(hint)
-        if places is None:  # no retention, no blocks left, or stronger marks of others at the node
-            if hint.session is not None and self.sessions.get(hint.session) is hint:
-                self._end_session(hint.session)
-            return
-        new = [node for node in ends if node.id in places]
-        for node in new:
-            places[node.id] = places.pop(node.id)  # the latest
-        while len(places) > MAX_NODES_PER_SESSION:
-            self._unmark(next(iter(places.values())), hint)
-        if hint.expires < inf:
+        if hint in self.nodes and hint.expires < inf:
             self._schedule_expiry(hint)
-        self._apply_change(hint, asked_before, new, retention)
-
-    def _update_hint(self, hint: RetentionHint, retention: SequenceRetention) -> None:
-        """Set the hint from the request that has just ended."""
-        if hint is NO_HINT:
-            return
-        hint.request_id = retention.request_id
-        if hint.session is None or len(hint.session) == _SESSION_KEY_LEN:
-            hint.set_retention(retention.params, self._clock.now)
-        elif retention.program is not None and retention.program.expects_more:
-            hint.set_expects_more(retention, self._clock.now)
-        else:
-            hint.set_finished()
+        return [node for node in ends if node.id in self.nodes.get(hint, ())]
 
     def end_program(self, tenant: str, program: str, branch: str | None) -> None:
         """End a branch of a program (None: all): no request will continue from its KV. Ignores unknown ones."""
         keys = list(self.branches.get((tenant, program), ())) if branch is None else [(tenant, program, branch)]
         for key in keys:
-            hint = self.sessions.get(key)
+            hint = self.branch_hints.get(key)
             if hint is not None:
                 hint.set_finished()
                 for node in list(self.nodes.get(hint, {}).values()):
@@ -113,18 +123,6 @@ class RetentionMarks:
         if len(self._expiries) > 2 * len(self.nodes) + 64:
             self._expiries = [(one.expires, one.number, one) for one in self.nodes if one.expires < inf]
             heapify(self._expiries)
-
-    def _apply_change(
-        self, hint: RetentionHint, before: HintState, new: Sequence[Node], retention: SequenceRetention
-    ) -> None:
-        """Apply a changed hint: to its new nodes, and to its other nodes only as far as its retention changed."""
-        places = list(self.nodes[hint].values())
-        if hint.pin:
-            self._pin_paths(hint, new if before.pin else places, retention)
-        elif before.pin:
-            self._pins.unpin_all(hint)
-        for node in places if hint.state.protects_less_than(before) else new:
-            self._relist(node)
 
     def _pin_paths(self, hint: RetentionHint, nodes: Iterable[Node], retention: SequenceRetention) -> None:
         """Pin the paths to some nodes, within the limits. Adds an event if blocks were not pinned."""
@@ -137,40 +135,17 @@ class RetentionMarks:
         if refused:
             self.events.append(PinsRefused(self._clock.now, retention.request_id, len(refused), len(held)))
 
-    def _hint_of_request(self, retention: SequenceRetention) -> RetentionHint:
-        """The hint of a request that has just ended: NO_HINT without retention, that of its session, or a new one."""
-        asked = retention.params
-        if asked == _DEFAULT_RETENTION:
-            return NO_HINT
-        if asked.session is None:
-            return self._new_hint(None, retention)
-        return self._hint_of_session((retention.tenant, asked.session), retention)
-
-    def _hint_of_branch(self, retention: SequenceRetention) -> RetentionHint:
-        """The hint of the program branch that a request belongs to."""
-        assert retention.program is not None, "a request of a program"
-        key = retention.tenant, retention.program.id, retention.program.branch
-        self.branches.setdefault(key[:_SESSION_KEY_LEN], {})[key] = None
-        return self._hint_of_session(key, retention)
-
-    def _hint_of_session(self, key: SessionKey, retention: SequenceRetention) -> RetentionHint:
-        hint = self.sessions.get(key)
-        if hint is None:
-            hint = self.sessions[key] = self._new_hint(key, retention)
-        return hint
-
-    def _new_hint(self, key: SessionKey | None, retention: SequenceRetention) -> RetentionHint:
+    def _new_hint(self, retention: SequenceRetention, branch: BranchKey | None = None) -> RetentionHint:
         self._num_hints += 1
-        return RetentionHint(self._num_hints, key, retention.tenant)
+        return RetentionHint(self._num_hints, branch, retention.tenant, retention.request_id)
 
-    def _end_session(self, key: SessionKey) -> None:
-        """Delete a session without marks."""
-        del self.sessions[key]
-        if len(key) > _SESSION_KEY_LEN:
-            branches = self.branches[key[:_SESSION_KEY_LEN]]
-            del branches[key]
-            if not branches:
-                del self.branches[key[:_SESSION_KEY_LEN]]
+    def _forget_branch(self, key: BranchKey) -> None:
+        """Forget a branch without marks."""
+        del self.branch_hints[key]
+        keys = self.branches[key[:2]]
+        del keys[key]
+        if not keys:
+            del self.branches[key[:2]]
 
     # Marks
 
@@ -202,8 +177,8 @@ class RetentionMarks:
         del nodes[node.id]
         if not nodes:
             del self.nodes[hint]
-            if hint.session is not None:
-                self._end_session(hint.session)
+            if hint.branch is not None:
+                self._forget_branch(hint.branch)
 
     def _move_marks(self, node: Node, other: Node) -> None:
         """Remove all marks of a node. Pins of hints that are also at `other` move there."""

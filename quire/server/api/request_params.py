@@ -366,9 +366,14 @@ class RetentionBody(Body):
     )
     ttl: float | None = optional_field("Seconds after the end of the request for which it applies; null: for ever.")
     pin: bool | None = optional_field("Not evicted, within limits (docs/eviction.md); false by default.")
-    session: str | None = optional_field(
-        "Id of a session (1 to 256 characters); the retention of its latest request applies to all of it."
-    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reject_session(cls, body: object) -> object:
+        if isinstance(body, dict) and "session" in body:
+            text = "unknown field '{name}': it was removed; set priority, ttl and pin in each request of a conversation"
+            raise PydanticCustomError("unknown_field", text, {"name": "session"})
+        return body
 
 
 class ProgramBody(Body):

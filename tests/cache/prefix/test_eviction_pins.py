@@ -1,4 +1,4 @@
-"""Pins, sessions and ttl: which blocks they retain, the limit of pinned blocks, their end, and no deadlock."""
+"""Pins and ttl: which blocks they retain, the limit of pinned blocks, their end, and no deadlock."""
 
 from dataclasses import replace
 from random import Random
@@ -9,10 +9,10 @@ from scripted_engine import Rig
 
 from quire.cache.kv_cache import KVCache
 from quire.cache.prefix.index import NO_REASON, EvictionCause, EvictionReason
-from quire.cache.prefix.retention_marks import MAX_NODES_PER_SESSION
+from quire.cache.prefix.retention_marks import MAX_NODES_PER_BRANCH
 from quire.core.events import Evicted, PinsRefused, PinsYielded
 from quire.core.request import Namespace
-from quire.core.scheduling_params import Retention, SchedulingParams
+from quire.core.scheduling_params import Program, Retention, SchedulingParams
 from quire.params import BeamSearchParams
 from quire.scheduler.beam_search import plan_beams
 from quire.scheduler.beam_sequences import BeamSequences
@@ -70,25 +70,6 @@ def test_a_pin_survives_what_is_computed_behind_it_and_whoever_uses_it():
     memory.evict(9, now=3.0)
     assert memory.has([1, 1, 2, 2, 3, 4]) == 4, "whole blocks"
     assert memory.evict(9, now=51.0) == 2
-
-
-def test_the_latest_request_of_a_session_can_end_its_pin():
-    memory = Memory(block_size=2)
-    memory.run([1] * 6, pin=True, session="s")
-    memory.run([*[1] * 6, *[2] * 6], now=1.0, pin=True, session="s")
-    assert memory.kv.num_pinned == 6
-    memory.run([*[1] * 6, *[2] * 6, 3, 3], now=2.0, session="s")
-    assert memory.kv.num_pinned == 0
-    assert memory.evict(9, now=3.0) == 7
-
-
-def test_the_ttl_of_a_session_begins_with_the_end_of_its_latest_request():
-    memory = Memory()
-    memory.run([1, 1, 1], pin=True, ttl=10.0, session="s")
-    memory.run([1, 1, 1, 2], now=8.0, pin=True, ttl=10.0, session="s")
-    memory.evict(9, now=12.0)
-    assert memory.has([1, 1, 1, 2]) == 4
-    assert memory.evict(9, now=18.5) == 4
 
 
 def test_many_pins_of_one_prompt_cost_no_more_than_a_few():
@@ -164,24 +145,19 @@ def test_a_tenant_with_a_name_pins_half_of_what_may_be_pinned():
 
 
 @pytest.mark.parametrize("eviction", POLICIES)
-def test_the_end_of_a_request_takes_no_longer_the_more_its_session_left(eviction):
+def test_the_end_of_a_request_takes_no_longer_the_more_its_branch_left(eviction):
     memory = Memory(eviction, num_blocks=1000)
-    wishes, relisted, held = memory.kv.index.retention, [], []
-    relist, hold = wishes._relist, wishes._pins.pin
+    wishes, relisted = memory.kv.index.retention, []
+    relist = wishes._relist
     wishes._relist = lambda node: (relisted.append(node), relist(node))
-    wishes._pins.pin = lambda wish, node: (held.append(node), hold(wish, node))[1]
     for number in range(300):
         relisted.clear()
-        held.clear()
-        memory.run([1000, number], now=float(number), pin=True, ttl=50.0 + number, session="s", tenant="")
+        memory.run([1000, number], now=float(number), program=Program(id="p", ttl=100.0))
         assert len(relisted) <= 2
-        assert len(held) == 1
-    assert memory.kv.num_pinned == 1 + MAX_NODES_PER_SESSION, "the latest, and what they have in common"
-    assert memory.kv.pools.num_idle == 300 - MAX_NODES_PER_SESSION
-    memory.run([1000, 300], now=300.0, session="s", ttl=1.0, tenant="")
-    assert memory.kv.num_pinned == 0
-    memory.kv.advance_clock(302.0)
-    assert memory.evict(500, now=302.0) == 302
+    (places,) = wishes.nodes.values()
+    assert len(places) == MAX_NODES_PER_BRANCH, "the latest"
+    memory.run([1000, 300], now=300.0, program=Program(id="p", expects_more=False))
+    assert len(relisted) >= MAX_NODES_PER_BRANCH, "all are evicted first now"
 
 
 def test_a_pin_of_what_a_window_has_passed_ends_as_any_other():
@@ -245,7 +221,6 @@ def talk(rig: Rig, num_requests: int) -> None:
             priority=rng.choice((10, 50, 90)),
             ttl=rng.choice((None, 0.01, 1.0)),
             pin=rng.random() < 0.4,
-            session=rng.choice((None, f"chat {which}")),
         )
         rig.add(
             str(number),

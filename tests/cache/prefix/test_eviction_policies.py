@@ -51,7 +51,6 @@ def test_what_is_evicted_is_what_a_scan_of_all_leaves_finds(eviction, seed):
         if rng.random() < 0.2:
             stems[rng.randrange(6)] = tokens[:20]
         wish = {"priority": rng.choice((50, 50, 10, 90)), "ttl": rng.choice((None, 3.0, 10.0))}
-        wish["session"] = rng.choice((None, None, "a", "b"))
         memory.run(tokens, now=now, **wish)
         for _ in range(rng.choice((0, 0, 1, 4))):
             forest.retention.advance_clock(now)
@@ -169,20 +168,6 @@ def test_what_is_asked_for_a_leaf_counts_for_what_comes_before_it():
     assert memory.has([1, 1, 1, 3, 3, 3]) == 4, "its end goes first, and its begin is worth as much"
 
 
-def test_the_latest_request_of_a_session_speaks_for_all_of_it():
-    memory = Memory("priority")
-    memory.run([1, 1, 1], priority=90, session="s")
-    memory.run([2, 2, 2], now=1.0)
-    memory.run([3, 3, 3], now=2.0, priority=10, session="s")
-    memory.evict(6, now=3.0)
-    assert (memory.has([1, 1, 1]), memory.has([2, 2, 2])) == (0, 3)
-    assert not memory.kv.index.trees.retention.sessions, "nothing is left of it"
-    memory.run([1, 1, 1], now=4.0, priority=10, session="s")
-    memory.run([9, 9, 9], now=5.0, priority=90, session="s", tenant="other")
-    memory.evict(3, now=6.0)
-    assert (memory.has([1, 1, 1]), memory.has([2, 2, 2])) == (0, 3), "another tenant's session is another one"
-
-
 @pytest.mark.parametrize("eviction", POLICIES)
 def test_all_that_is_idle_can_be_evicted_at_once(eviction):
     memory, rng = Memory(eviction, num_blocks=300, block_size=4), Random(5)
@@ -283,7 +268,6 @@ def churn(model: Model, rng: Random, num_operations: int) -> None:
                 priority=rng.choice((20, 50, 80)),
                 ttl=rng.choice((None, 2.0, 30.0)),
                 pin=rng.random() < 0.3,
-                session=rng.choice((None, "a", "b")),
             )
             seq.table.retention = SequenceRetention(wish, str(seq.id), seq.namespace.tenant)
             (model.preempt, model.end, lambda one: model.branch(rng, one), lambda one: model.fork(rng, one))[

@@ -111,7 +111,7 @@ LIMITS = {
     "max_tokens": (MAX_TOKENS, lambda size: completion(prompt="a", max_tokens=size, stop="e"), f"{MAX_TOKENS:,}"),
     "seed": (2**64 - 1, lambda size: completion(seed=size), f"{2**64 - 1:,}"),
     "cache_salt": (MAX_SALT, lambda size: completion(cache_salt="a" * size), f"{MAX_SALT}"),
-    "session": (MAX_NAME_LEN, lambda size: completion(retention={"session": "a" * size}), f"{MAX_NAME_LEN}"),
+    "program": (MAX_NAME_LEN, lambda size: completion(program={"id": "a" * size}), f"{MAX_NAME_LEN}"),
     "rid": (MAX_RID, lambda size: (GENERATE, {**generate()[1], "rid": "a" * size}), f"{MAX_RID}"),
     "timeout": (int(MAX_TIMEOUT), lambda size: completion(timeout=size), "86400"),
     "deadline": (int(MAX_SECONDS), lambda size: completion(deadline=size), "deadline"),

@@ -14,7 +14,7 @@ from quire.engine.inputs import make_scheduling_params, scheduling_params_per_pr
 from quire.errors import RequestError
 from quire.server.app import make_app
 
-KEPT = {"ttl": 60, "pin": True, "session": "a talk"}
+KEPT = {"ttl": 60, "pin": True}
 OPTIONS = EngineOptions()
 ONE = SamplingParams(max_tokens=1)
 
@@ -36,6 +36,14 @@ def test_terms_reach_the_engine(keyless, path):
     assert terms_of(keyless, keyless.post(None, path, **GENERATING[path], **nothing)) == SchedulingParams()
 
 
+def test_a_session_is_refused_with_what_to_send_instead(keyless):
+    path = next(iter(GENERATING))
+    answer = keyless.post(None, path, **GENERATING[path], retention={"session": "chat-17", "ttl": 5})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, "retention.session", "unknown_parameter")
+    assert "set priority, ttl and pin in each request" in error["message"]
+
+
 REFUSED = [
     ({"deadline": 0}, "deadline", "invalid_value"),
     ({"deadline": -1.5}, "deadline", "invalid_value"),
@@ -50,8 +58,6 @@ REFUSED = [
     ({"retention": {"priority": -1}}, "retention.priority", "invalid_value"),
     ({"retention": {"ttl": -1}}, "retention.ttl", "invalid_value"),
     ({"retention": {"pin": "yes"}}, "retention.pin", "invalid_type"),
-    ({"retention": {"session": ""}}, "retention.session", "invalid_value"),
-    ({"retention": {"session": "x" * 257}}, "retention.session", "invalid_value"),
     ({"retention": {"ttll": 5}}, "retention.ttll", "unknown_parameter"),
 ]
 
