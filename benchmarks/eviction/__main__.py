@@ -106,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.eviction", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", nargs="+", choices=TRACES, default=list(TRACES), metavar="TRACE")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--first-seed", type=int, default=0, help="the orders were tuned on 0 and 1")
+    parser.add_argument("--first-seed", type=int, default=0, help="policies were chosen on seed 0")
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--json", type=Path, help="write the counts here")
     parser.add_argument("--plots", type=Path, help="draw eviction.png in this folder (needs matplotlib)")
