@@ -177,7 +177,7 @@ class Schedule:
             asked["deadline"] = draw.choice([0.01, 0.2, 5.0])
         if draw.random() < 0.2:
             asked["retention"] = draw.choice(
-                [Retention(priority=90), Retention(ttl=1.0), Retention(pin=True), Retention()]
+                [Retention(priority=90), Retention(ttl=1.0), Retention(pin=True), Retention(ttl=1e6)]
             )
         if draw.random() < 0.2:
             asked["program"] = Program(
