@@ -22,7 +22,7 @@ from benchmarks.cpu.machine import describe
 from benchmarks.structured import ablation, jump, masks, peers, throughput
 from quire.hub import embedded
 from quire.structured_outputs.backends import BACKENDS
-from quire.structured_outputs.compiler import vocabulary_of
+from quire.structured_outputs.grammar_compilation import vocabulary_of
 from quire.structured_outputs.vocabulary import Vocabulary
 from quire.tokenizer.tokenizer import Tokenizer
 

@@ -20,7 +20,7 @@ from benchmarks.deterministic import commit_of
 from quire.core.constraint import Grammar
 from quire.params import StructuredOutputsParams
 from quire.startup.hardware import cpu_description
-from quire.structured_outputs.guidance import GuidanceBackend
+from quire.structured_outputs.llguidance_backend import GuidanceBackend
 from quire.structured_outputs.vocabulary import Vocabulary
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,7 +13,7 @@ Blocks of the host pool have other owners: see HostPool. No bytes are copied her
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from quire.cache.admission import Admission, AdmissionLimits, fitting_match, has_available_blocks
+from quire.cache.admission_check import Admission, AdmissionLimits, fitting_match, has_available_blocks
 from quire.cache.audit import RefCountAudit, count_shared_blocks
 from quire.cache.block_pool import BlockPool, Pools
 from quire.cache.block_table import BlockTable

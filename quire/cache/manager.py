@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
-from quire.cache.admission import Admission
+from quire.cache.admission_check import Admission
 from quire.cache.block_pool import Pools
 from quire.cache.block_table import BlockTable
 from quire.cache.prefix.eviction import RecomputeSeconds

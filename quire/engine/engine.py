@@ -27,7 +27,7 @@ from quire.cost.step_time import CostFigures
 from quire.errors import RequestError
 from quire.params import is_unicode
 from quire.scheduler.scheduler import Scheduler
-from quire.structured_outputs.compiler import Compiler
+from quire.structured_outputs.grammar_compilation import Compiler
 
 STEP_SIZE_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # tokens; vLLM's
 

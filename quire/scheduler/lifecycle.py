@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from quire.cache.admission import Admission
+from quire.cache.admission_check import Admission
 from quire.cache.block_table import BlockTable
 from quire.cache.manager import KVCacheManager
 from quire.cache.prefix.index import EvictionCause

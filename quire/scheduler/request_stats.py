@@ -11,7 +11,7 @@ from typing import Literal
 
 from msgspec import structs
 
-from quire.cache.admission import Admission
+from quire.cache.admission_check import Admission
 from quire.cache.manager import KVCacheManager
 from quire.core.events import (
     AdmissionSlowed,

@@ -39,7 +39,7 @@ from quire.startup.calibration import measure
 from quire.startup.hardware import available_memory, pick_device, return_freed_memory
 from quire.startup.memory_demand import make_cache_config, memory_profile, shape_of
 from quire.startup.model_loading import ModelFiles, open_model
-from quire.structured_outputs.compiler import GrammarCompiler, vocabulary_of
+from quire.structured_outputs.grammar_compilation import GrammarCompiler, vocabulary_of
 from quire.tokenizer.tokenizer import Tokenizer
 
 _PREFIX_AWARE_POLICIES = ("lpm", "cache-aware")

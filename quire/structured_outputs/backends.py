@@ -8,7 +8,7 @@ from quire.core.constraint import Grammar
 from quire.errors import ConfigError, nearest
 from quire.params import StructuredOutputsParams
 from quire.structured_outputs.fsm.backend import FsmBackend
-from quire.structured_outputs.guidance import GuidanceBackend
+from quire.structured_outputs.llguidance_backend import GuidanceBackend
 from quire.structured_outputs.vocabulary import Vocabulary
 
 

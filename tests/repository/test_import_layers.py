@@ -32,7 +32,7 @@ ORDER = (
     *("structured_outputs.forced_tokens", "structured_outputs.json_schema", "structured_outputs.fsm"),
     *(
         "structured_outputs",
-        "structured_outputs.compiler",
+        "structured_outputs.grammar_compilation",
         "engine",
         "startup",
         "llm",
@@ -55,7 +55,7 @@ ORDER = (
 )
 CONTROL_PLANE = ORDER[: ORDER.index("scheduler") + 1]
 TORCH_FREE = {*CONTROL_PLANE, *(entry for entry in ORDER if entry.startswith("structured_outputs"))}
-TORCH_FREE -= {"structured_outputs.compiler"}  # it imports tokenizers
+TORCH_FREE -= {"structured_outputs.grammar_compilation"}  # it imports tokenizers
 
 # Imports that may be inside of a function: (file, function) -> reason.
 LAZY = {

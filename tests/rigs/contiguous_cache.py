@@ -3,7 +3,7 @@
 There is no prefix index, no sharing and no host pool. A fork copies the whole run.
 """
 
-from quire.cache.admission import Admission
+from quire.cache.admission_check import Admission
 from quire.cache.block_pool import BlockPool, Pools
 from quire.cache.block_table import BlockTable
 from quire.cache.prefix.index import NO_MATCH, NoIndex

@@ -12,9 +12,9 @@ from quire.errors import ConfigError, RequestError
 from quire.hub import embedded
 from quire.params import SamplingParams, StructuredOutputsParams
 from quire.startup.build import build
-from quire.structured_outputs import compiler
-from quire.structured_outputs.compiler import GrammarCompiler, vocabulary_of
+from quire.structured_outputs import grammar_compilation
 from quire.structured_outputs.grammar_cache import NUM_THREADS, STACK_BYTES
+from quire.structured_outputs.grammar_compilation import GrammarCompiler, vocabulary_of
 from quire.structured_outputs.vocabulary import Vocabulary
 from quire.tokenizer.tokenizer import Tokenizer
 
@@ -34,7 +34,7 @@ class Site:
             assert threading.current_thread().name.startswith("quire-grammar")
             return compiled(asked)
 
-        monkeypatch.setattr(compiler, "compile_grammar", compile_one)
+        monkeypatch.setattr(grammar_compilation, "compile_grammar", compile_one)
         self.grammars = GrammarCompiler(self.vocabulary, 40, deadline=3.0, clock=lambda: self.now)
 
     def vocabulary(self):

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from server_probes import Page
 
 from quire.errors import RequestError
-from quire.structured_outputs import compiler, grammar_cache
+from quire.structured_outputs import grammar_cache, grammar_compilation
 
 ASKED = [{"role": "user", "content": "Faye took 18 white ladders on Thursday.\nJSON keys: name, count, color"}]
 SCHEMA = {
@@ -212,7 +212,7 @@ def test_what_only_the_engine_finds_out_is_refused_too(monkeypatch, path):
     def refuse(*_args):
         raise RequestError("this vocabulary has no letters")
 
-    monkeypatch.setattr(compiler, "compile_grammar", refuse)
+    monkeypatch.setattr(grammar_compilation, "compile_grammar", refuse)
     form = {"sampling_params": {"regex": "[0-9]"}, "text": STORY} if path == "/generate" else {"regex": "[0-9]"}
     with run_site() as site:
         answer = site.post(None, path, **ROUTES.get(path, {}), **form)
@@ -223,7 +223,7 @@ def test_what_only_the_engine_finds_out_is_refused_too(monkeypatch, path):
 def test_no_tenant_and_no_salt_uses_what_another_has_compiled(monkeypatch):
     """Front end and engine compile a constraint once for each tenant and salt."""
     calls = {"check": [], "compile": []}
-    check, compile_grammar = grammar_cache.check, compiler.compile_grammar
+    check, compile_grammar = grammar_cache.check, grammar_compilation.compile_grammar
 
     def count_check(params, *args):
         calls["check"].append(params.text)
@@ -234,7 +234,7 @@ def test_no_tenant_and_no_salt_uses_what_another_has_compiled(monkeypatch):
         return compile_grammar(params, *args)
 
     monkeypatch.setattr(grammar_cache, "check", count_check)
-    monkeypatch.setattr(compiler, "compile_grammar", count_compile)
+    monkeypatch.setattr(grammar_compilation, "compile_grammar", count_compile)
     body = {"prompt": STORY, "max_tokens": 3, "regex": "[0-9]{2}"}
     with run_site("alice", "bob") as site:
         for number, (who, salt) in enumerate([("alice", {}), ("bob", {}), ("alice", {"cache_salt": "x"})], 1):

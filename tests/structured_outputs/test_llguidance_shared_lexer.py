@@ -5,7 +5,7 @@ import json
 import numpy as np
 
 from quire.params import StructuredOutputsParams
-from quire.structured_outputs.guidance import GuidanceBackend
+from quire.structured_outputs.llguidance_backend import GuidanceBackend
 from quire.structured_outputs.vocabulary import Vocabulary
 
 BYTES = Vocabulary(
