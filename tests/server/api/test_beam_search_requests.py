@@ -77,7 +77,7 @@ def searching(llm, monkeypatch):
         asked.extend(requests)
         for request in requests:
             for output in scripted(found):
-                yield Output(request.request_id, *[getattr(output, name) for name in output.__struct_fields__[1:]])
+                yield Output(request.id, *[getattr(output, name) for name in output.__struct_fields__[1:]])
 
     monkeypatch.setattr(llm, "_outputs", outputs)
     llm.asked = asked
