@@ -43,11 +43,17 @@ class DeadlineUnreachable(RequestError):
 
 
 class QueueFull(RequestError):
-    """A rejection because the queue is at its limit. retry_after: predicted seconds until the request would fit."""
+    """A rejection because the queue is at its limit.
 
-    def __init__(self, message: str, retry_after: float) -> None:
-        super().__init__(message)
+    retry_after: predicted seconds until the request would fit. spacing: seconds that each further request of the same
+    tenant would have to wait longer; None: the next one may be accepted.
+    """
+
+    def __init__(self, reason: str, retry_after: float, spacing: float | None = None) -> None:
+        super().__init__(f"{reason}; try again in {retry_after:.3g} s")
+        self.reason = reason
         self.retry_after = retry_after
+        self.spacing = spacing
 
 
 class EngineStopped(QuireError):

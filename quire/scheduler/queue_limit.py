@@ -100,14 +100,16 @@ class QueueLimit:
         )
         if not (too_many or too_long):
             return
-        seconds = self._retry_after(request, flow, now)
+        seconds, spacing = self._retry_after(request, flow, now)
         name = (
             "max_queued_requests" if too_many else "max_queued_tokens"
         )  # the message must not reveal the number of other requests
         sharing = SHARING_RULES.get(config.policy)
         shared = f", shared by {sharing.flows}" if sharing else ""
+        # the next request may be shorter, or name another class
+        applies_to_next = too_many and config.policy != "priority"
         raise QueueFull(
-            f"the queue is full ({name} {getattr(config, name)}{shared}); try again in {seconds:.3g} s", seconds
+            f"the queue is full ({name} {getattr(config, name)}{shared})", seconds, spacing if applies_to_next else None
         )
 
     def add(self, request: Request, now: float) -> None:
@@ -116,10 +118,13 @@ class QueueLimit:
         if retries is not None:
             retries.remove_returned(request.id, now)
 
-    def _retry_after(self, request: Request, flow: Flow, now: float) -> float:
-        """Predicted seconds until a rejected request would fit. Expects it to return then."""
+    def _retry_after(self, request: Request, flow: Flow, now: float) -> tuple[float, float | None]:
+        """Predicted seconds until a rejected request would fit, and how much later the next one would.
+
+        Expects the request to return then.
+        """
         if not self._costs.step_time.per_token:
-            return _DEFAULT_RETRY_AFTER
+            return _DEFAULT_RETRY_AFTER, None
         retries, waiting, others = self._retries_of(flow), self._state.new_requests.total, self._others(flow)
         retries.remove_returned(request.id, now)
         num_requests, num_tokens = waiting.num_requests + len(retries), waiting.num_tokens + retries.num_tokens
@@ -133,10 +138,12 @@ class QueueLimit:
         )
         num_leaving = max(by_requests, ceil(by_tokens / mean_prompt))
         mean_outputs = self._num_outputs / self._num_ended if self._num_ended else request.max_tokens
-        seconds = self._seconds_until_left(num_leaving, mean_prompt, mean_outputs) + self._costs.decode_step_seconds
+        until_left = self._seconds_until_left(num_leaving, mean_prompt, mean_outputs)
+        spacing = self._seconds_until_left(num_leaving + 1, mean_prompt, mean_outputs) - until_left
+        seconds = until_left + self._costs.decode_step_seconds
         if len(retries) < max(1, MAX_EXPECTED_RETRIES // len(self._state.new_requests.by_flow)):
             retries.add(request, now + seconds)
-        return seconds
+        return seconds, spacing
 
     def _retries_of(self, flow: Flow) -> _ExpectedRetries:
         """The expected retries of a flow. A new one replaces those of flows of which no new request waits."""

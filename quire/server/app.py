@@ -23,6 +23,7 @@ from quire.server.middleware.auth import AuthMiddleware
 from quire.server.middleware.body_limit import BodyLimit
 from quire.server.middleware.cors import Cors
 from quire.server.middleware.drain import Drain, DrainMiddleware
+from quire.server.middleware.queue_full import QueueFullMiddleware, RecentRefusals
 from quire.server.middleware.rate_limit import RateLimit
 from quire.server.middleware.tarpit import Tarpit
 from quire.server.observability.middleware import ObservabilityMiddleware, Observers
@@ -48,7 +49,7 @@ def make_app(
     keys: None admits every client. drain: set by the server on SIGTERM. with_tarpit: whether the tarpit is on.
     """
     drain = Drain() if drain is None else drain
-    observers = Observers(options, service.metrics)
+    observers, refusals = Observers(options, service.metrics), RecentRefusals()
 
     @asynccontextmanager
     async def running(_app: FastAPI) -> AsyncIterator[None]:
@@ -62,12 +63,13 @@ def make_app(
     app = FastAPI(title="quire", version=__version__, lifespan=running, redoc_url=None)
     app.add_middleware(BodyLimit)
     app.add_middleware(RateLimit)
+    app.add_middleware(QueueFullMiddleware, refusals=refusals)
     app.add_middleware(DrainMiddleware, drain=drain)
     app.add_middleware(AuthMiddleware, keys=keys)
     if options.cors_origins:
         app.add_middleware(Cors, origins=options.cors_origins)
     app.add_middleware(ObservabilityMiddleware, sinks=observers.sinks)  # the one that is added last is the outermost
-    install_error_handlers(app, Tarpit() if with_tarpit else None)
+    install_error_handlers(app, refusals, Tarpit() if with_tarpit else None)
     app.add_exception_handler(ClientGone, _client_gone_response)
     for routes in (
         *(completion_routes, chat_routes, embedding_routes),

@@ -5,17 +5,23 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from quire.engine.embeddings import EmbeddingFailed
-from quire.errors import EngineStopped, ModelError, RequestError
+from quire.errors import EngineStopped, ModelError, QueueFull, RequestError
 from quire.server.errors import SequenceFailed, response_to
+from quire.server.middleware.queue_full import RecentRefusals
 from quire.server.middleware.quota import RateLimited
 from quire.server.middleware.tarpit import Tarpit
 
 
-def install_error_handlers(app: FastAPI, tarpit: Tarpit | None) -> None:
-    """Make the app answer every exception with an error object. tarpit: None for no delays."""
+def install_error_handlers(app: FastAPI, refusals: RecentRefusals, tarpit: Tarpit | None) -> None:
+    """Make the app answer every exception with an error object.
+
+    refusals: records the refusals of the engine. tarpit: None for no delays.
+    """
 
     async def answer(request: Request, error: Exception) -> Response:
         response = response_to(error)
+        if isinstance(error, QueueFull):
+            refusals.record(request.state.caller.tenant, error)
         if tarpit is not None:
             await tarpit.delay(request, error, response.param)
         return response

@@ -23,6 +23,7 @@ from quire.tokenizer.chat_sandbox import MAX_SIZE, LimitExceeded, size_of
 from quire.tokenizer.tokenizer import Tokenizer
 
 CHARACTERS_PER_TOKEN = 64  # upper bound; the longest tokens are runs of spaces
+_SHORT = 1024  # characters and token ids; to tokenize them takes less time than to hand them to a thread under load
 
 
 class Service:
@@ -73,7 +74,7 @@ class Service:
     async def tokenize(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, add_special_tokens: bool | None = None
     ) -> list[Generation]:
-        """Tokenize prompts on the thread pool, so that long ones do not delay streams. One Generation per prompt.
+        """Tokenize prompts; long ones on the thread pool, so that they do not delay streams. One Generation per prompt.
 
         add_special_tokens: None means True. Raises RequestError, Busy, EngineStopped.
         """
@@ -88,6 +89,8 @@ class Service:
             tokenized = [tokenize(prompt, self.tokenizer, add_special_tokens=added) for prompt in prompts]
             return prepare_generations(tokenized, params, self.tokenizer, self.max_model_len)
 
+        if sum(map(len, prompts)) <= _SHORT and not any(one.bad_words for one in params):
+            return work()
         return await self.thread_pool.run(work)
 
     async def start(

@@ -201,7 +201,7 @@ class AsyncEngine:
         """
         self._check_running()
         if len(self._pending_calls) >= MAX_PENDING_CALLS:
-            raise QueueFull("too many requests wait for the engine; try again later", _RETRY_AFTER_SECONDS)
+            raise QueueFull("too many requests wait for the engine", _RETRY_AFTER_SECONDS)
         number, call = self._pending_calls.add(command, requests)
         self._send_pending_calls()
         try:

@@ -256,12 +256,13 @@ def encode_error(error: Exception) -> Failure:
         case DeadlineUnreachable():
             numbers = [error.predicted, error.deadline]
         case QueueFull():
-            numbers = [error.retry_after]
+            numbers = [error.retry_after, *(() if error.spacing is None else (error.spacing,))]
         case _:
             numbers = []
     names = [kind.__name__ for kind in type(error).__mro__]
     kind = next((name for name in names if name in _KINDS), names[0])  # nearest class that decode_error can build
-    return Failure(kind, str(error), getattr(error, "param", None), numbers)
+    message = error.reason if isinstance(error, QueueFull) else str(error)
+    return Failure(kind, message, getattr(error, "param", None), numbers)
 
 
 def decode_error(failure: Failure) -> Exception:
@@ -269,8 +270,8 @@ def decode_error(failure: Failure) -> Exception:
     match failure:
         case Failure("DeadlineUnreachable", _, _, [predicted, asked]):
             return DeadlineUnreachable(predicted, asked)
-        case Failure("QueueFull", message, _, [retry_after]):
-            return QueueFull(message, retry_after)
+        case Failure("QueueFull", reason, _, [_] | [_, _] as numbers):
+            return QueueFull(reason, *numbers)
     if failure.kind in _WITH_PARAM:
         return _WITH_PARAM[failure.kind](failure.message, failure.param)
     if failure.kind in _PLAIN:

@@ -48,6 +48,30 @@ def test_one_too_many_is_refused_and_told_when_to_come(bounds, length):
     assert rig.replay().difference == ""
 
 
+@pytest.mark.parametrize(
+    ("bounds", "applies"),
+    [
+        ({"max_queued_requests": 2}, True),
+        ({"max_queued_requests": 2, "policy": "fair"}, True),
+        ({"max_queued_requests": 2, "policy": "priority"}, False),  # the next one can have another class
+        ({"max_queued_tokens": 20}, False),  # the next one can be shorter
+    ],
+)
+def test_a_rejection_says_how_much_later_the_next_request_would_fit(bounds, applies):
+    rig = full(**bounds)
+    rejections = []
+    for i in range(2):
+        with pytest.raises(QueueFull) as refused:
+            rig.add(f"more {i}", prompt(10))
+        rejections.append(refused.value)
+    first, second = rejections
+    if applies:
+        assert first.spacing > 0
+        assert second.retry_after == pytest.approx(first.retry_after + first.spacing)
+    else:
+        assert first.spacing is second.spacing is None
+
+
 @pytest.mark.parametrize("bounds", [{}, {"max_queued_requests": 3}, {"max_queued_tokens": 30}])
 def test_what_is_within_the_bound_is_taken_in(bounds):
     rig = full(**bounds)

@@ -461,6 +461,7 @@ def returned(error):
         ContextLengthExceeded("too long", "prompt"),
         DeadlineUnreachable(1.25, 1 / 3),
         QueueFull("full", 2.5),
+        QueueFull("full", 2.5, 0.25),
         ConfigError("options"),
         ModelError("files"),
         QuireError("else"),
@@ -493,4 +494,4 @@ def test_other_errors_come_as_bugs_with_their_name(error):
 
 def test_a_failure_that_lacks_its_numbers_is_still_an_error():
     assert "DeadlineUnreachable" in str(protocol.decode_error(Failure("DeadlineUnreachable", "late")))
-    assert "QueueFull" in str(protocol.decode_error(Failure("QueueFull", "full", None, [1.0, 2.0])))
+    assert "QueueFull" in str(protocol.decode_error(Failure("QueueFull", "full", None, [1.0, 2.0, 3.0])))

@@ -23,6 +23,7 @@ from quire.server.error_handlers import install_error_handlers
 from quire.server.middleware import body_limit, http_protocol
 from quire.server.middleware.body_limit import MAX_BODY, BodyLimit
 from quire.server.middleware.http_protocol import MAX_HEAD
+from quire.server.middleware.queue_full import RecentRefusals
 from quire.server.options import ServerOptions
 from quire.server.serve import check_certificate
 
@@ -34,7 +35,7 @@ def echo_app(middleware=BodyLimit):
     """An app that answers with the length of the body."""
     app = Starlette()
     app.add_middleware(middleware)
-    install_error_handlers(app, None)
+    install_error_handlers(app, RecentRefusals(), None)
 
     async def count(request):
         await asyncio.sleep(float(request.query_params.get("sleep", 0)))

@@ -105,7 +105,7 @@ def test_tokens_of_prompts_and_outputs_count(stream, monkeypatch):
 
 
 def test_a_full_queue_says_when_to_come_back():
-    answer = response_to(QueueFull("128 requests wait, as many as may; try again in 4 s", 3.2))
+    answer = response_to(QueueFull("128 requests wait, as many as may", 3.2))
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "4")
     error = json.loads(answer.body)["error"]
     assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")

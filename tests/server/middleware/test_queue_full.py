@@ -1,0 +1,79 @@
+"""Requests that are refused without the engine, after it has refused one of their tenant."""
+
+from concurrent.futures import ThreadPoolExecutor, as_completed
+
+import httpx
+from embedded_model_server import run_app, service_of
+
+from quire.config import EngineOptions
+from quire.errors import QueueFull
+from quire.server.api_keys import Keys, new_key
+from quire.server.app import make_app
+from quire.server.middleware import queue_full
+from quire.server.middleware.queue_full import MAX_RETRIES, QUEUED_PATHS, REMEMBERED_SECONDS, RecentRefusals
+from quire.startup.build import build
+
+LONG = {"prompt": [67, 68, 69], "max_tokens": 300, "ignore_eos": True}
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_each_further_request_of_the_tenant_is_told_a_later_time():
+    refusals = RecentRefusals(clock := Clock())
+    assert refusals.next_error("loud") is None
+    refusals.record("loud", QueueFull("full", 2.0, 0.25))
+    told = [refusals.next_error("loud").retry_after for _ in range(3)]
+    assert told == [2.25, 2.5, 2.75]
+    assert refusals.next_error("quiet") is None
+    clock.now += REMEMBERED_SECONDS
+    assert refusals.next_error("loud") is None, "the engine is asked again"
+    refusals.record("loud", QueueFull("full", 2.0, 0.25))
+    assert str(refusals.next_error("loud")) == "full; try again in 2.9 s", "behind those that the engine does not know"
+
+
+def test_a_flood_does_not_raise_the_time_without_bound():
+    refusals = RecentRefusals(Clock())
+    refusals.record("loud", QueueFull("full", 2.0, 0.25))
+    told = [refusals.next_error("loud").retry_after for _ in range(MAX_RETRIES + 100)]
+    assert max(told) == told[-1] == 2.0 + MAX_RETRIES * 0.25
+
+
+def test_a_refusal_that_need_not_apply_to_the_next_request_is_forgotten():
+    refusals = RecentRefusals(Clock())
+    refusals.record("loud", QueueFull("full", 2.0, 0.25))
+    refusals.record("loud", QueueFull("too long", 2.0))
+    assert refusals.next_error("loud") is None
+
+
+def test_a_flood_is_refused_before_bodies_are_parsed_and_other_tenants_are_served(monkeypatch):
+    monkeypatch.setattr(queue_full, "REMEMBERED_SECONDS", 600.0)
+    options = EngineOptions(max_num_seqs=1, max_queued_requests=2, policy="fair", memory="256MiB", max_model_len=512)
+    service = service_of(build(options, report=lambda line: None, progress=lambda done, total: None))
+    made = {who: new_key(who, "user", requests_per_minute=9) for who in ("loud", "quiet")}
+    keys = Keys([entry for _, entry in made.values()])
+    headers = {who: {"authorization": f"Bearer {key}"} for who, (key, _) in made.items()}
+    with ThreadPoolExecutor() as pool, run_app(make_app(service, keys)) as url:
+
+        def post(who):
+            return httpx.post(f"{url}/v1/completions", json=LONG, headers=headers[who], timeout=60)
+
+        answers = [pool.submit(post, "loud") for _ in range(4)]  # one runs, two wait
+        refused = next(as_completed(answers)).result()
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        left = refused.headers["x-ratelimit-remaining-requests"]
+        for path in QUEUED_PATHS:
+            answer = httpx.post(url + path, content=b"this is not JSON", headers=headers["loud"])
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"], error["type"]) == (429, "queue_full", "rate_limit_error")
+            assert "the queue is full (max_queued_requests 2, shared by tenants)" in error["message"]
+            assert int(answer.headers["retry-after"]) >= int(refused.headers["retry-after"])
+        other = httpx.post(f"{url}/tokenize", json={"prompt": "a"}, headers=headers["loud"])
+        assert other.status_code == 200
+        assert other.headers["x-ratelimit-remaining-requests"] == str(int(left) - 1), "refusals here do not count"
+        assert post("quiet").status_code == 200
+        assert sorted(answer.result().status_code for answer in answers) == [200, 200, 200, 429]
