@@ -112,6 +112,7 @@ class SchedulerConfig:
     preemption: PreemptionMode = "auto"
     max_queued_requests: int | None = None  # waiting requests that have never run; None: no limit
     max_queued_tokens: int | None = None  # prompt tokens of these requests
+    target_tpot_seconds: float | None = None  # of a step in which sequences decode; None: StepBudget chooses it
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
@@ -124,6 +125,11 @@ class SchedulerConfig:
             )
         if not 0 < self.step_seconds < inf:
             raise ConfigError(f"step_seconds must be positive and finite, not {self.step_seconds}")
+        if self.target_tpot_seconds is not None and not 0 < self.target_tpot_seconds <= self.step_seconds:
+            raise ConfigError(
+                f"target_tpot_ms must be above 0 and at most {1000 * self.step_seconds:g} (step_seconds), not "
+                f"{1000 * self.target_tpot_seconds:g}"
+            )
         if not 0 <= self.watermark < 1:
             raise ConfigError(f"watermark must be at least 0 and below 1, not {self.watermark}")
         if self.steps_in_flight not in (1, 2):
@@ -176,6 +182,14 @@ class EngineOptions:
     max_num_seqs: Annotated[int, Meta(ge=1, le=65536), Help("sequences that run at once")] = 128
     max_num_batched_tokens: Annotated[int, Meta(ge=1, le=2**24), Help("tokens computed in one step")] = 2048
     step_seconds: Annotated[float, Help("predicted time that one step may take", "beta")] = 0.5
+    target_tpot_ms: Annotated[
+        float | None,
+        Help(
+            "target in ms for the time between tokens of running streams while prompts are computed, at most "
+            "step_seconds [default: 4 measured decode steps, at least 50, for a server]",
+            "beta",
+        ),
+    ] = None
     watermark: Annotated[float, Help("share of blocks that admission leaves free", "beta")] = 0.01
     policy: Annotated[
         Policy | None,

@@ -1,20 +1,22 @@
 """Comparison of engines on this machine's CPU: the same checkpoints, prompts and lengths, greedy, in bfloat16.
 
-    python -m benchmarks.cpu [--shapes 0.5b,1b] [--workloads W1,W2,W3,W4] [--repeat 3] [--only workloads http]
+    python -m benchmarks.cpu [--shapes 0.5b,1b] [--workloads W1,W2,W3,W4] [--repeat 3] [--only workloads http arrivals]
         [--peer vllm=VENV/bin/python] [--peer transformers=...] [--before CHECKOUT] [--alone] [--models FOLDER]
-        [--json FILE] [--table FILE]
+        [--requests 120] [--json FILE] [--table FILE]
 
 Each engine runs in a process of its own with the given interpreter, and the engines take turns. --before adds another
 version of quire: a checkout in which `python setup.py build_ext --inplace` has run. --alone loads one engine at a
-time. The part `http` sends 64 streams to `quire serve` and the same queries to an `LLM`. --shapes tiny runs
-every part at a size whose figures have no meaning.
+time. The part `http` sends 64 streams to `quire serve` and the same queries to an `LLM`. The part `arrivals`
+sends --requests streams with Poisson arrivals to the servers of quire, of the version before, and of vLLM. --shapes
+tiny runs every part at a size whose figures have no meaning.
 """
 
 import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from benchmarks.cpu.arrivals import arrivals, num_ticks
 from benchmarks.cpu.checkpoints import SHAPES, checkpoint, weight_bytes
 from benchmarks.cpu.engines import BEFORE, DRIVERS, PEERS, Engine, EngineError
 from benchmarks.cpu.machine import describe
@@ -30,7 +33,7 @@ from benchmarks.cpu.tables import grids, machine_line
 from benchmarks.cpu.turns import Turns
 from benchmarks.workloads import WORKLOADS
 
-PARTS = ("workloads", "http")
+PARTS = ("workloads", "http", "arrivals")
 
 
 def peer(text: str) -> tuple[str, str]:
@@ -65,6 +68,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shapes", type=lambda text: names_of([*SHAPES, "embedded"], text), default=["0.5b", "1b"])
     parser.add_argument("--workloads", type=lambda text: names_of(list(WORKLOADS), text), default="W1,W2,W3,W4")
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=120, help="of one run of the part arrivals")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
     parser.add_argument("--peer", type=peer, action="append", default=[], metavar="NAME=PYTHON")
     parser.add_argument("--before", type=checkout, metavar="CHECKOUT", help="another version of quire, kernels built")
@@ -83,28 +87,42 @@ def measure(args: argparse.Namespace, models: Path, results: dict[str, Any]) -> 
     if "workloads" in args.only:
         for shape in args.shapes:
             model = checkpoint(shape, models)
-            pythons = {"quire": sys.executable, **dict(args.peer)}
-            engines = [Engine(name, python, model) for name, python in pythons.items()]
-            if args.before:
-                driver = DRIVERS / "quire_driver.py"
-                engines.insert(1, Engine(BEFORE, sys.executable, model, driver=driver, checkout=args.before))
-            turns = Turns(engines, args.workloads, repeat=args.repeat)
+            turns = Turns(_engines(args, model), args.workloads, repeat=args.repeat)
             _take(turns, alone=args.alone)
             results.setdefault("shapes", {})[shape] = {"weight_bytes": weight_bytes(model), **turns.report()}
     if "http" in args.only:
         turns = http_turns(checkpoint(args.shapes[0], models), args.repeat)
         _take(turns, alone=args.alone)
         results["http"] = {"shape": args.shapes[0], **turns.report()}
+    if "arrivals" in args.only:
+        engines = _engines(args, checkpoint(args.shapes[0], models))
+        with _progress(num_ticks(len(engines), args.repeat)) as tick:
+            found = arrivals(engines, count=args.requests, repeat=args.repeat, tick=tick)
+        results["arrivals"] = {"shape": args.shapes[0], **found}
+
+
+def _engines(args: argparse.Namespace, model: Path) -> list[Engine]:
+    """quire, the version before if there is one, and the peers."""
+    pythons = {"quire": sys.executable, **dict(args.peer)}
+    engines = [Engine(name, python, model) for name, python in pythons.items()]
+    if args.before:
+        driver = DRIVERS / "quire_driver.py"
+        engines.insert(1, Engine(BEFORE, sys.executable, model, driver=driver, checkout=args.before))
+    return engines
 
 
 def _take(turns: Turns, *, alone: bool) -> None:
-    """Run the turns with a progress bar on stderr."""
+    with _progress(turns.num_turns) as tick:
+        (turns.alone if alone else turns.side_by_side)(tick)
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[str], None]]:
+    """A progress bar on stderr. The value is called with the name of each turn when it begins."""
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("loading", total=turns.num_turns)
-        done = count()
-        take = turns.alone if alone else turns.side_by_side
-        take(lambda doing: progress.update(task, description=doing, completed=next(done)))
+        task, done = progress.add_task("loading", total=total), count()
+        yield lambda doing: progress.update(task, description=doing, completed=next(done))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

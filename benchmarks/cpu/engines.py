@@ -133,7 +133,7 @@ class Running:
 
 def start(engine: Engine) -> Running:
     """Load an engine in a new process and warm it up. Raises EngineError."""
-    additions, preloaded = _environment(engine)
+    additions, preloaded = environment(engine)
     settings: dict[str, Any] = {"model": str(engine.model), "max_num_seqs": engine.max_num_seqs}
     settings |= {"max_model_len": engine.max_model_len, "options": dict(engine.options)}
     if engine.name in _GGUF:
@@ -170,7 +170,7 @@ def _plain(queries: Iterable[Query]) -> list[dict[str, Any]]:
     return [{"prompt": query.prompt, "out": query.num_output_tokens} for query in queries]
 
 
-def _environment(engine: Engine) -> tuple[dict[str, str], list[str]]:
+def environment(engine: Engine) -> tuple[dict[str, str], list[str]]:
     """Environment variables added for the engine's process, and the names of the preloaded libraries.
 
     Without them vLLM would reserve a core for its front end. Its documentation advises to preload an allocator and an

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from rich.console import Console
@@ -46,7 +47,26 @@ def grids(results: dict[str, Any]) -> list[Grid]:
         found += [_speeds(shape, part), _engines(shape, part)]
     if "http" in results:
         found.append(_speeds(f"through HTTP, {results['http']['shape']}", results["http"]))
+    if "arrivals" in results:
+        found += [_latencies(load, results["arrivals"]) for load in results["arrivals"]["runs"]]
     return found
+
+
+def _latencies(load: str, part: dict[str, Any]) -> Grid:
+    """One row per figure: the median of each server over the rounds, and the first server divided by each other one."""
+    runs, ratios = part["runs"][load], part["ratios"][load]
+    first, *others = runs
+    header = ["", *runs, *(f"{first} / {other}" for other in others)]
+    rows = [
+        [
+            what,
+            *(f"{median(one[what] for one in rounds):.3g}" for rounds in runs.values()),
+            *(_span(ratios[other][what]) for other in others),
+        ]
+        for what in runs[first][0]
+    ]
+    title = f"Poisson arrivals at {load} ({part['requests per second at capacity']:.3g} requests/s), {part['shape']}"
+    return Grid(f"{title}: medians of the rounds; of ratios in seconds below 1, {first} is faster", header, rows)
 
 
 def _speeds(title: str, part: dict[str, Any]) -> Grid:

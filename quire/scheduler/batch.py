@@ -4,22 +4,24 @@ from collections import Counter
 
 from quire.cache.manager import KVCacheManager
 from quire.config import SchedulerConfig
-from quire.cost.step_time import StepTime
 from quire.scheduler.budget_sharing import SHARING_RULES, TokenShares
 from quire.scheduler.lifecycle import SchedulerState, cause_of, retention_of
 from quire.scheduler.preemption import Victims, default_victim
 from quire.scheduler.sequence import Sequence
+from quire.scheduler.step_budget import StepBudget
 from quire.scheduler.step_builder import StepBuilder
 
 
 class BatchComposer:
     """Plans the chunks of a step within its budgets of tokens and of predicted time."""
 
-    def __init__(self, config: SchedulerConfig, cache: KVCacheManager, state: SchedulerState, pace: StepTime) -> None:
+    def __init__(
+        self, config: SchedulerConfig, cache: KVCacheManager, state: SchedulerState, budget: StepBudget
+    ) -> None:
         self._config = config
         self._cache = cache
         self._state = state
-        self._pace = pace
+        self._budget = budget
         self._sharing = SHARING_RULES.get(config.policy)
         self._blocked_head = -1  # id of the last head that lacked blocks; -1 after an admission
         self._last_victim: Sequence | None = None  # the sequence preempted last for budget sharing
@@ -89,8 +91,7 @@ class BatchComposer:
 
         Each sequence gets one token before any gets a second, so that a long prompt does not delay the others.
         """
-        budget = self._pace.tokens_within(self._config.step_seconds, self._config.max_num_batched_tokens)
-        spare = budget - len(sequences)
+        spare = self._budget.num_tokens(decoding=any(seq.decodes for seq in sequences)) - len(sequences)
         shares = self._token_shares(sequences, spare)
         append_slot, add_token = self._cache.append_slot, builder.add_token
         i = 0

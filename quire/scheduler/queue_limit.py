@@ -21,6 +21,7 @@ from quire.errors import QueueFull
 from quire.scheduler.budget_sharing import SHARING_RULES, Flow
 from quire.scheduler.lifecycle import RequestCount, SchedulerState
 from quire.scheduler.sequence import Sequence
+from quire.scheduler.step_budget import StepBudget
 
 MAX_EXPECTED_RETRIES = 512  # rejected requests that are expected to return; bounds Retry-After in a flood
 _DEFAULT_RETRY_AFTER = 1.0  # seconds of Retry-After before any step time is known
@@ -67,8 +68,16 @@ class _OtherFlow(NamedTuple):
 class QueueLimit:
     """Rejects requests beyond the queue limit, unless an earlier engine has accepted them."""
 
-    def __init__(self, config: SchedulerConfig, cache: KVCacheManager, state: SchedulerState, costs: CostModel) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: KVCacheManager,
+        state: SchedulerState,
+        costs: CostModel,
+        step_budget: StepBudget,
+    ) -> None:
         self._config = config
+        self._step_budget = step_budget
         self._cache = cache
         self._state = state
         self._costs = costs
@@ -172,8 +181,7 @@ class QueueLimit:
         hit_rate = accounts.num_hit_tokens / max(1, accounts.num_query_tokens)
         num_new = max(1.0, mean_prompt * (1 - hit_rate) / per_request)
         num_rows = max(1.0, min(config.max_num_seqs, self._kv_capacity() / (mean_prompt + mean_outputs)))
-        budget = pace.tokens_within(config.step_seconds, config.max_num_batched_tokens)
-        prompt_steps = num_new / max(1.0, budget - num_rows)
+        prompt_steps = num_new / max(1.0, self._step_budget.num_tokens(decoding=True) - num_rows)
         num_concurrent = min(num_rows, 1 + mean_outputs / prompt_steps)
         num_starts = num_requests * per_request - max(0.0, num_concurrent - num_running)
         seconds_of_step = pace.fixed * (prompt_steps + mean_outputs) / num_concurrent

@@ -41,6 +41,7 @@ from quire.scheduler.output_processing import OutputProcessor
 from quire.scheduler.queue_limit import QueueLimit
 from quire.scheduler.request_state import RequestState
 from quire.scheduler.sequence import Sequence
+from quire.scheduler.step_budget import StepBudget
 from quire.scheduler.step_builder import StepBuilder
 
 _MAX_FAILED_WITH_MOVES = 3  # failed steps in a row after which no sequence waits for Moves any more
@@ -63,9 +64,10 @@ class Scheduler:
         self._structured_outputs = StructuredOutputManager(constraints)
         self.state = SchedulerState(config, cache, self.costs, self._structured_outputs.end)
         self.request_stats = self.state.request_stats
-        self._batch = BatchComposer(config, cache, self.state, self.costs.step_time)
+        self.step_budget = StepBudget(config, self.costs.step_time)
+        self._batch = BatchComposer(config, cache, self.state, self.step_budget)
         self._deadlines = Deadlines(config, cache, self.state, self.costs)
-        self._queue_limit = QueueLimit(config, cache, self.state, self.costs)
+        self._queue_limit = QueueLimit(config, cache, self.state, self.costs, self.step_budget)
         self._output_processor = OutputProcessor(
             cache,
             self.state,
@@ -118,13 +120,14 @@ class Scheduler:
         """Do nothing. A subclass that writes a journal closes it."""
 
     def calibrate(self, calibration: Calibration) -> None:
-        """Fit the cost model to measurements on the runner, whose rows are invalid afterwards.
+        """Fit the cost model to measurements on the runner, whose rows are invalid afterwards; choose the target TPOT.
 
         Raises ValueError if a step is in flight.
         """
         if self.state.in_flight:
             raise ValueError("a step is in flight: calibrate before or between steps")
         self.costs.calibrate(calibration)
+        self.step_budget.choose_target(self.costs.decode_step_seconds)
         self._reset = True
 
     # Inputs about requests

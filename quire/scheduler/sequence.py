@@ -394,6 +394,11 @@ class Sequence:
         return self.row >= 0 and not self.is_swapping_in and self.num_written >= num_tokens
 
     @property
+    def decodes(self) -> bool:
+        """Whether all positions but the last are computed or planned, so that the next chunk has one position."""
+        return min(len(self.tokens) + self.num_pending, self.limit) - self.num_computed == 1
+
+    @property
     def is_over(self) -> bool:
         """Whether no tokens are sampled and all positions up to `limit` are committed."""
         return not self.is_generation and self.num_written >= self.limit

@@ -1,5 +1,7 @@
 """Exception handlers of the app."""
 
+from traceback import clear_frames
+
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -20,10 +22,11 @@ def install_error_handlers(app: FastAPI, refusals: RecentRefusals, tarpit: Tarpi
 
     async def answer(request: Request, error: Exception) -> Response:
         response = response_to(error)
+        _clear_frames(error)
         if isinstance(error, QueueFull):
             refusals.record(request.state.caller.tenant, error)
         if tarpit is not None:
-            await tarpit.delay(request, error, response.param)
+            await tarpit.delay(request, response.param)
         return response
 
     known = (RequestError, ModelError, EngineStopped, SequenceFailed, EmbeddingFailed, RequestValidationError)
@@ -31,3 +34,10 @@ def install_error_handlers(app: FastAPI, refusals: RecentRefusals, tarpit: Tarpi
         app.add_exception_handler(kind, answer)
     app.add_exception_handler(HTTPException, answer)
     app.add_exception_handler(Exception, answer)
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Clear the frames of an exception and its causes. They hold the body, and can refer to the exception."""
+    while error is not None:
+        clear_frames(error.__traceback__)
+        error = error.__cause__

@@ -1,6 +1,5 @@
 """Start of the HTTP server with its engine process."""
 
-import gc
 import ipaddress
 import socket
 import ssl
@@ -20,6 +19,7 @@ from quire.server.options import ServerOptions
 from quire.server.service import Service
 from quire.supervisor.async_engine import AsyncEngine
 from quire.supervisor.engine_handle import EngineProcess
+from quire.supervisor.gc_policy import GCPolicy
 from quire.supervisor.restart_policy import RESTART_TIMEOUT
 from quire.tokenizer.load import open_tokenizer
 
@@ -132,16 +132,20 @@ def serve(
             drain = Drain()
             config = http_config(make_app(service, keys, server, drain), server)
             _listen(listener, config.backlog)
+            gc_policy = GCPolicy()
             http = GracefulServer(
                 config,
                 drain=drain,
+                each_tick=lambda: gc_policy.collect_if_due(idle=not drain.num_open),
                 ready=lambda: _announce(report, url, service.model_name, with_key=keys is not None),
                 has_failed=lambda: service.engine.failure is not None,
                 close=service.close,
                 drain_timeout=server.drain_timeout,
             )
-            gc.freeze()  # loaded objects stay; the collector need not scan them while a large body is read
-            http.run(sockets=[listener])
+            try:
+                http.run(sockets=[listener])
+            finally:
+                gc_policy.close()
             if service.engine.failure is not None:
                 raise service.engine.failure
 

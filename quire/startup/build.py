@@ -286,6 +286,7 @@ def _scheduler_config(options: EngineOptions, max_model_len: int, steps_in_fligh
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_model_len=max_model_len,
         step_seconds=options.step_seconds,
+        target_tpot_seconds=None if options.target_tpot_ms is None else options.target_tpot_ms / 1000,
         watermark=options.watermark,
         steps_in_flight=steps_in_flight,
         policy=options.policy or DEFAULT_POLICY,
@@ -357,6 +358,19 @@ def _calibrate(scheduler: Scheduler, runner: TorchRunner, prepared: Prepared, re
     )
     scheduler.calibrate(measured.calibration)
     report(f"costs      {scheduler.costs}{f'; {measured.problem}' if measured.problem else ''}")
+    report(f"tpot       {_tpot_line(scheduler, prepared.options)}")
+
+
+def _tpot_line(scheduler: Scheduler, options: EngineOptions) -> str:
+    target, decode = scheduler.step_budget.tpot_seconds, scheduler.costs.decode_step_seconds
+    if target is None:
+        return "no target, because decode steps could not be measured; --target-tpot-ms sets one"
+    line = f"target {1000 * target:.3g} ms between tokens while prompts are computed"
+    if options.target_tpot_ms is None:
+        return f"{line}; --target-tpot-ms sets another one"
+    if target < 2 * decode:
+        return f"{line}; steps take longer, because a decode step alone takes {1000 * decode:.3g} ms"
+    return line
 
 
 def _with_prefix_cache(

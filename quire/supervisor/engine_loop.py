@@ -6,54 +6,19 @@ now. It is sent before that step is launched, so that after a crash the front en
 """
 
 import contextlib
-import gc
 import logging
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 
 from quire.core.explanation import Explanation
 from quire.core.output import Output
 from quire.cost.step_time import CostFigures
 from quire.engine.engine import Engine
 from quire.supervisor import protocol
+from quire.supervisor.gc_policy import GCPolicy
 from quire.supervisor.protocol import Answer, BadFrame, Batch, Command, EngineMessage, FrameReader, Launched, Pulse
-
-_NEVER = 2**31 - 1
-_IDLE_SHARE = 1 / 100  # the most share of time of full collections while the engine is idle
-_BUSY_SHARE = 1 / 2000  # the same while requests run
-_BUSY_SECONDS = 300.0  # least time between these: with a longer queue a collection takes longer than the last one
-
-
-class GCPolicy:
-    """Garbage collection policy of the engine process: schedules full collections. Use one instance per process."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Freeze all live objects, which are not scanned any more, and disable automatic full collections."""
-        self._clock = clock
-        self._collection_seconds = 0.0  # seconds of the last full collection
-        gc.collect()
-        gc.freeze()
-        young, middle, _ = gc.get_threshold()
-        gc.set_threshold(young, middle, _NEVER)
-        self._last_collection = clock()
-
-    def collect_if_due(self, *, idle: bool) -> None:
-        """Run a full collection if it is due. idle: whether the engine has no requests."""
-        begin = self._clock()
-        pause = (
-            self._collection_seconds / _IDLE_SHARE
-            if idle
-            else max(self._collection_seconds / _BUSY_SHARE, _BUSY_SECONDS)
-        )
-        if begin - self._last_collection < pause or not gc.get_count()[2]:
-            return
-        gc.collect()
-        self._last_collection = self._clock()
-        self._collection_seconds = self._last_collection - begin
-
 
 log = logging.getLogger(__name__)
 

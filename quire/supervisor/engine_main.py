@@ -12,7 +12,8 @@ from quire.errors import QuireError
 from quire.startup.build import Built, build, model_info_of
 from quire.supervisor import protocol
 from quire.supervisor.engine_handle import DUMP_SIGNAL
-from quire.supervisor.engine_loop import EngineLoop, GCPolicy
+from quire.supervisor.engine_loop import EngineLoop
+from quire.supervisor.gc_policy import GCPolicy
 from quire.supervisor.protocol import BadFrame, Begin, EngineMessage, Loading, Ready, Refused, Report, receive_frame
 
 _LOADING_STEPS = 100  # progress messages per load

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from quire.supervisor.engine_loop import GCPolicy
+from quire.supervisor.gc_policy import GCPolicy
 
 
 class Clock:

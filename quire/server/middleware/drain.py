@@ -93,9 +93,9 @@ _POLL = 0.05  # seconds
 class GracefulServer(uvicorn.Server):
     """A uvicorn server that drains after a signal, or when it has failed.
 
-    ready(): called when requests are accepted. has_failed(): whether no request can be served any more. close(): called
-    when none is open, or after `drain_timeout` seconds; it ends open requests with an error. uvicorn would cancel them,
-    and clients would see a broken connection.
+    ready(): called when requests are accepted. each_tick(): called several times a second. has_failed(): whether no
+    request can be served any more. close(): called when none is open, or after `drain_timeout` seconds; it ends open
+    requests with an error. uvicorn would cancel them, and clients would see a broken connection.
     """
 
     def __init__(
@@ -104,6 +104,7 @@ class GracefulServer(uvicorn.Server):
         *,
         drain: Drain,
         ready: Callable[[], None],
+        each_tick: Callable[[], None],
         has_failed: Callable[[], bool],
         close: Callable[[], Awaitable[None]],
         drain_timeout: float,
@@ -111,6 +112,7 @@ class GracefulServer(uvicorn.Server):
         super().__init__(config)
         self._drain = drain
         self._ready = ready
+        self._each_tick = each_tick
         self._has_failed = has_failed
         self._close = close
         self._drain_timeout = drain_timeout
@@ -130,6 +132,7 @@ class GracefulServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Called several times a second. Returns whether the main loop ends."""
+        self._each_tick()
         return await super().on_tick(counter) or self._has_failed()
 
     async def main_loop(self) -> None:

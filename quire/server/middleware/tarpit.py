@@ -7,7 +7,6 @@ Delaying the response costs no work and slows down a client that waits for it.
 from asyncio import sleep
 from collections.abc import Callable
 from time import monotonic_ns
-from traceback import clear_frames
 
 from starlette.requests import Request
 
@@ -30,7 +29,7 @@ class Tarpit:
         self._buckets: dict[str, Bucket] = {}  # by tenant
         self._num_waiting = self._num_held_bytes = 0
 
-    async def delay(self, request: Request, error: Exception, param: str | None) -> None:
+    async def delay(self, request: Request, param: str | None) -> None:
         """Delay the response to an error if `param` is one of CONSTRAINT_FIELDS. Admins with a key are exempt."""
         if param is None or CONSTRAINT_FIELDS.isdisjoint(param.split(".")):
             return
@@ -42,7 +41,6 @@ class Tarpit:
         seconds = self.delay_seconds(caller.tenant, num_bytes)
         if not seconds or self._num_waiting >= MAX_WAITING or self._num_held_bytes + num_bytes > MAX_HELD_BYTES:
             return
-        clear_frames(error.__traceback__)  # its frames hold the parsed body
         self._num_waiting += 1
         self._num_held_bytes += num_bytes
         try:

@@ -20,6 +20,7 @@ from quire.server.observability.request_record import (
     REQUEST_ID_HEADER,
     RequestRecord,
     new_id,
+    remove_record,
     store_record,
     valid_client_id,
 )
@@ -60,6 +61,7 @@ class ObservabilityMiddleware:
         finally:
             record.ended = time.monotonic()
             self._notify_sinks(record)
+            remove_record(scope)
 
     def _notify_sinks(self, record: RequestRecord) -> None:
         if record.status >= 500 and record.status != 503:  # 503 is a state of the server, not a failure

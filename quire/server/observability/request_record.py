@@ -93,6 +93,11 @@ def store_record(scope: Scope, record: RequestRecord) -> None:
     scope.setdefault("state", {})[_STATE] = record
 
 
+def remove_record(scope: Scope) -> None:
+    """Remove the record from the scope. It refers to the scope, and only a garbage collection would free both."""
+    del scope["state"][_STATE]
+
+
 def find_record(scope: Scope) -> RequestRecord | None:
     """The record of a scope; None if the scope has none."""
     record: RequestRecord | None = scope.get("state", {}).get(_STATE)

@@ -50,7 +50,13 @@ class Instance:
 def running(app, drain, close, grace=30.0):
     ready = threading.Event()
     server = GracefulServer(
-        http_config(app), drain=drain, ready=ready.set, has_failed=lambda: False, close=close, drain_timeout=grace
+        http_config(app),
+        drain=drain,
+        ready=ready.set,
+        each_tick=lambda: None,
+        has_failed=lambda: False,
+        close=close,
+        drain_timeout=grace,
     )
     listener = socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

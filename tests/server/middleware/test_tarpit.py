@@ -1,15 +1,21 @@
 """Tarpit: answers to many invalid constraints are delayed, and no other answers."""
 
 import asyncio
+from traceback import walk_tb
 from types import SimpleNamespace
 
+import httpx
 import pytest
+from embedded_model_server import run_app
+from fastapi import FastAPI
 from multi_tenant_server import MANY, run_site
 from starlette.datastructures import Headers
 
 from quire.errors import RequestError
 from quire.server.api_keys import KEYLESS_CALLER, Caller
+from quire.server.error_handlers import install_error_handlers
 from quire.server.middleware import tarpit
+from quire.server.middleware.queue_full import RecentRefusals
 from quire.server.middleware.quota import MINUTE
 from quire.server.middleware.tarpit import BYTES_PER_REJECTION, FREE_BYTES_PER_MINUTE, MAX_SECONDS, Tarpit
 
@@ -94,25 +100,16 @@ def run(refusals, monkeypatch, request, param, times=2):
     """Seconds by which answers were delayed, of those that were."""
     slept = noting(monkeypatch)
     for _ in range(times):
-        asyncio.run(refusals.delay(request, RequestError("no", param), param))
+        asyncio.run(refusals.delay(request, param))
     return slept
 
 
 @pytest.mark.parametrize(("bound", "most"), [("MAX_WAITING", 2), ("MAX_HELD_BYTES", 2 * FREE_BYTES_PER_MINUTE)])
-def test_no_more_answers_wait_than_a_bound_and_they_hold_nothing_of_the_body(refusals, monkeypatch, bound, most):
+def test_no_more_answers_wait_than_a_bound(refusals, monkeypatch, bound, most):
     monkeypatch.setattr(tarpit, bound, most)
-    bodies = []
-
-    def fail(body):
-        raise RequestError(f"no {len(body)}", "regex")
 
     async def ask():
-        try:
-            fail("a body" * 1000)
-        except RequestError as error:
-            await refusals.delay(a_request(length=FREE_BYTES_PER_MINUTE), error, "regex")
-            frame = error.__traceback__.tb_next.tb_frame
-            bodies.append(frame.f_locals)
+        await refusals.delay(a_request(length=FREE_BYTES_PER_MINUTE), "regex")
 
     async def ask_all():
         await ask()  # without a delay
@@ -125,7 +122,29 @@ def test_no_more_answers_wait_than_a_bound_and_they_hold_nothing_of_the_body(ref
         assert refusals._num_waiting == refusals._num_held_bytes == 0
 
     asyncio.run(ask_all())
-    assert [set(one) for one in bodies] == [{"body"}, {"body"}]  # those without a delay
+
+
+def test_while_an_answer_waits_nothing_holds_the_body():
+    errors, held = [], []
+
+    class Watching:
+        async def delay(self, _request, _param):
+            frames = [frame for frame, _ in walk_tb(errors[0].__traceback__)]
+            held.append([frame.f_locals for frame in frames if frame.f_code.co_name == "fail"])
+
+    def fail(body):
+        try:
+            raise RequestError(f"no {len(body)}", "regex")
+        except RequestError as error:
+            errors.append(error)
+            raise
+
+    app = FastAPI()
+    install_error_handlers(app, RecentRefusals(), Watching())
+    app.add_api_route("/", lambda: fail("a body" * 1000), methods=["POST"])
+    with run_app(app) as url:
+        assert httpx.post(url).status_code == 400
+    assert held == [[{}]]
 
 
 def test_a_server_holds_back_refusals_only(monkeypatch):

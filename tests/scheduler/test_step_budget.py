@@ -1,0 +1,90 @@
+"""The token budget of a step: prompts are cut while other sequences decode."""
+
+import pytest
+from scripted_engine import VOCAB, Rig
+
+from quire.config import ConfigError
+from quire.cost.step_time import Calibration, DecodeSample, PrefillSample, StepTime
+from quire.runner.scripted_runner import script
+from quire.scheduler.step_budget import StepBudget
+
+MEASURED = Calibration(
+    prefill=[PrefillSample(num_tokens, 0, 1e-3 + 1e-4 * num_tokens) for num_tokens in (10, 100, 1000)],
+    decode=[DecodeSample(num_rows, 1e-3 + 1e-4 * num_rows) for num_rows in (1, 4, 16)],
+)
+
+
+def long_prompt_beside(rig: Rig, num_streams: int) -> list[int]:
+    """Tokens of each step in which a prompt of 600 tokens is computed while `num_streams` sequences decode."""
+    for i in range(num_streams):
+        rig.add(f"stream {i}", [1 + i], max_tokens=200)
+    rig.step()
+    rig.add("long", [9] * 600, max_tokens=2)
+    counts = []
+    while not rig.tokens.get(("long", 0)):
+        before = {seq.id: seq.num_computed for seq in rig.scheduler.state.sequences.values()}
+        rig.step()
+        counts.append(sum(s.num_computed - before[s.id] for s in rig.scheduler.state.sequences.values()))
+    return counts
+
+
+def calibrated(**more) -> Rig:
+    rig = Rig(num_blocks=400, max_num_batched_tokens=2000, **more)
+    rig.scheduler.calibrate(MEASURED)
+    return rig
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_a_prompt_is_cut_while_others_decode_and_not_when_nothing_does(steps_in_flight):
+    rig = calibrated(target_tpot_seconds=0.012, steps_in_flight=steps_in_flight)
+    counts = long_prompt_beside(rig, 3)
+    # about (12 ms - 1 ms) / 0.1 ms tokens, at the speeds of 0.5 to 2 times the script's that the model learns from
+    assert len(counts) >= 4
+    assert max(counts) < 250
+    rig.run()
+    assert rig.tokens["long", 0] == script([9] * 600, 2, VOCAB)
+    assert rig.replay().difference == ""
+    assert max(long_prompt_beside(calibrated(target_tpot_seconds=0.012), 0)) == 600
+    assert max(long_prompt_beside(calibrated(target_tpot_seconds=0.5), 3)) == 603
+
+
+def test_streams_get_their_token_in_each_step_while_a_prompt_is_computed():
+    rig = calibrated(target_tpot_seconds=0.012)
+    for i in range(3):
+        rig.add(f"stream {i}", [1 + i], max_tokens=200)
+    rig.step()
+    rig.add("long", [9] * 600, max_tokens=2)
+    while not rig.tokens.get(("long", 0)):
+        assert {f"stream {i}" for i in range(3)} <= {output.request_id for output in rig.step()}
+
+
+def test_the_target_is_chosen_from_measured_decode_steps_and_a_replay_chooses_the_same():
+    rig = Rig(num_blocks=400, max_num_batched_tokens=2000)
+    assert rig.scheduler.step_budget.tpot_seconds is None
+    rig.scheduler.calibrate(MEASURED)
+    assert rig.scheduler.step_budget.tpot_seconds == 0.05, "decode steps take 2 ms; shorter pauses are not noticed"
+    slow = Calibration(decode=[DecodeSample(1, 0.03)] * 5)
+    rig.scheduler.calibrate(slow)
+    assert rig.scheduler.step_budget.tpot_seconds == pytest.approx(4 * rig.scheduler.costs.decode_step_seconds)
+    rig.add("a", [3] * 900, max_tokens=20)
+    rig.run()
+    assert rig.replay().difference == ""
+
+
+def test_a_chosen_target_is_within_step_seconds_and_a_given_one_is_kept():
+    pace = StepTime()
+    slow = StepBudget(Rig(step_seconds=0.3).config, pace)
+    slow.choose_target(1.0)
+    assert slow.tpot_seconds == 0.3
+    unknown = StepBudget(Rig().config, pace)
+    unknown.choose_target(0.0)
+    assert unknown.tpot_seconds is None
+    given = StepBudget(Rig(target_tpot_seconds=0.1).config, pace)
+    given.choose_target(1.0)
+    assert given.tpot_seconds == 0.1
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, 0.6, float("nan")])
+def test_a_target_out_of_range_is_refused(seconds):
+    with pytest.raises(ConfigError, match=r"target_tpot_ms must be above 0 and at most 500 \(step_seconds\), not"):
+        Rig(step_seconds=0.5, target_tpot_seconds=seconds)
