@@ -24,7 +24,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.cpu.arrivals import arrivals, num_ticks
+from benchmarks.cpu.arrivals import SERVERS, arrivals, num_ticks
 from benchmarks.cpu.checkpoints import SHAPES, checkpoint, weight_bytes
 from benchmarks.cpu.engines import BEFORE, DRIVERS, PEERS, Engine, EngineError
 from benchmarks.cpu.machine import describe
@@ -95,7 +95,7 @@ def measure(args: argparse.Namespace, models: Path, results: dict[str, Any]) -> 
         _take(turns, alone=args.alone)
         results["http"] = {"shape": args.shapes[0], **turns.report()}
     if "arrivals" in args.only:
-        engines = _engines(args, checkpoint(args.shapes[0], models))
+        engines = [one for one in _engines(args, checkpoint(args.shapes[0], models)) if one.name in SERVERS]
         with _progress(num_ticks(len(engines), args.repeat)) as tick:
             found = arrivals(engines, count=args.requests, repeat=args.repeat, tick=tick)
         results["arrivals"] = {"shape": args.shapes[0], **found}

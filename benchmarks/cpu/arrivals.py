@@ -14,18 +14,20 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from random import Random
 from socket import socket
 from statistics import median
-from typing import Any
+from tempfile import TemporaryFile
+from typing import IO, Any
 from urllib.error import URLError
 
 from benchmarks.cpu.engines import BEFORE, Engine, EngineError, environment
 from benchmarks.workloads import FIRST_TOKEN, SMALLEST_VOCABULARY, w2_lengths
 
 SHARES = (0.5, 1.0)  # of the capacity
+SERVERS = ("quire", BEFORE, "vllm")
 _START_SECONDS = 600.0  # for a server to answer
 _NUM_WARM = 8
 _DATA = b"data: "
@@ -73,28 +75,30 @@ def _server(engine: Engine) -> Iterator[_Server]:
     if engine.name == "vllm":
         command = [engine.python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(engine.model)]
         command += ["--dtype", "bfloat16"]
-    elif engine.name in ("quire", BEFORE):
+    else:
         command = [engine.python, "-c", "from quire.cli import main; main()", "serve", str(engine.model)]
         command += ["--dtype", "bfloat16", "--memory", "4GiB"]
-    else:
-        raise EngineError(f"there is no server of {engine.name} here")
     command += ["--port", str(port), "--max-model-len", str(engine.max_model_len)]
     command += ["--max-num-seqs", str(engine.max_num_seqs)]
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=os.environ | environment(engine)[0],
-        start_new_session=True,
-    ) as process:
+    with (
+        TemporaryFile() as log,
+        subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=os.environ | environment(engine)[0],
+            start_new_session=True,
+        ) as process,
+    ):
         try:
-            yield _Server(engine.name, port, _model_name(engine.name, port, process))
+            yield _Server(engine.name, port, _model_name(engine.name, port, process, log))
         finally:
-            os.killpg(process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
-def _model_name(name: str, port: int, process: "subprocess.Popen[bytes]") -> str:
+def _model_name(name: str, port: int, process: "subprocess.Popen[bytes]", log: IO[bytes]) -> str:
     end = time.monotonic() + _START_SECONDS
     while time.monotonic() < end and process.poll() is None:
         try:
@@ -102,7 +106,11 @@ def _model_name(name: str, port: int, process: "subprocess.Popen[bytes]") -> str
                 return str(json.load(answer)["data"][0]["id"])
         except (URLError, ConnectionError, TimeoutError):
             time.sleep(0.5)
-    raise EngineError(f"the server of {name} did not answer in {_START_SECONDS:.0f} s")
+    log.seek(0)
+    tail = b"\n".join(log.read().splitlines()[-15:]).decode(errors="replace")
+    raise EngineError(
+        f"the server of {name} ended, or did not answer in {_START_SECONDS:.0f} s; its last lines:\n{tail}"
+    )
 
 
 async def _stream(server: _Server, prompt: list[int], num_output: int, due: float, into: Latencies) -> None:
@@ -132,8 +140,11 @@ async def _stream(server: _Server, prompt: list[int], num_output: int, due: floa
     into.num_tokens += num_output
 
 
-def _play(server: _Server, rate: float, count: int, seed: int) -> Latencies:
-    """`count` requests with Poisson arrivals of `rate` per second; infinite: all at once."""
+def _play(server: _Server, rate: float, count: int, seed: str) -> Latencies:
+    """`count` requests with Poisson arrivals of `rate` per second; infinite: all at once.
+
+    Another seed gives other prompts, without a prefix match with earlier ones.
+    """
     rng, lengths, found = Random(f"arrivals-{seed}"), w2_lengths(count), Latencies()
     rng.shuffle(lengths)
     tokens = range(FIRST_TOKEN, SMALLEST_VOCABULARY)
@@ -159,15 +170,15 @@ def arrivals(engines: Sequence[Engine], *, count: int, repeat: int, tick: Callab
         capacity = float("inf")
         for server in servers:
             tick(f"{server.name} warm-up")
-            _play(server, float("inf"), _NUM_WARM, 0)
-            done = _play(server, float("inf"), count, 1)
+            _play(server, float("inf"), _NUM_WARM, "warm")
+            done = _play(server, float("inf"), count, "capacity")
             capacity = min(capacity, count / done.seconds)
         for share in SHARES:
             runs = rounds.setdefault(f"{share:g} of capacity", {})
             for number in range(repeat):
                 for server in servers[::-1] if number % 2 else servers:
                     tick(f"{server.name} at {share:g} of capacity")
-                    figures = _play(server, share * capacity, count, 10 + number).figures()
+                    figures = _play(server, share * capacity, count, f"{share}-{number}").figures()
                     runs.setdefault(server.name, []).append(figures)
     first, *others = [engine.name for engine in engines]
     return {

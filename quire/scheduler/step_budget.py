@@ -9,7 +9,7 @@ take `step_seconds`.
 from quire.config import SchedulerConfig
 from quire.cost.step_time import StepTime
 
-_DECODE_STEPS = 4  # the chosen target in decode steps: three quarters of the time are left for prompts
+_DECODE_STEPS = 6  # the chosen target in decode steps: five sixths of the time are left for prompts
 _SHORTEST_TARGET = 0.05  # seconds, of a chosen target; readers do not notice shorter pauses
 
 

@@ -1,8 +1,8 @@
 """Garbage collection policy of the engine process and of the HTTP process.
 
 A full collection visits every entry of every container: of the prompts of all waiting requests, for example. It stops
-the process for 0.05 to 0.3 s, so that all streams pause. So it runs when the process has no requests, and rarely
-otherwise. Requests leave no garbage that only a full collection finds.
+the process, so that all streams pause. So it runs when the process has no requests, and rarely otherwise. Requests
+leave no garbage that only a full collection finds.
 """
 
 import gc

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.cpu.__main__ import main, parse
+from benchmarks.cpu.arrivals import arrivals, num_ticks
 from benchmarks.cpu.checkpoints import checkpoint
 from benchmarks.cpu.engines import BEFORE, Answer, Engine, EngineError, start
 from benchmarks.cpu.gguf_file import gguf_file
@@ -54,6 +55,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict:
         "1",
         "--peer",
         f"transformers={sys.executable}",
+        "--requests",
+        "6",
     ]
     main([*arguments, "--json", str(folder / "figures.json"), "--table", str(folder / "table.md")])
     return {**json.loads((folder / "figures.json").read_text()), "table": (folder / "table.md").read_text()}
@@ -88,6 +91,28 @@ def test_http_is_measured_beside_the_same_queries_in_process(results):
     assert done["num_queries"] == 64 and done["num_output_tokens"] == 64 * 64
     rates = {engine: done["figures"][engine]["output tok/s"]["median"] for engine in ("http", "quire")}
     assert done["ratios"]["quire"]["output tok/s"]["median"] == pytest.approx(rates["http"] / rates["quire"])
+
+
+def test_streams_of_a_server_are_measured_while_others_arrive(results):
+    part = results["arrivals"]
+    assert part["requests per second at capacity"] > 0
+    assert set(part["runs"]) == {"0.5 of capacity", "1 of capacity"}
+    for runs in part["runs"].values():
+        (figures,) = runs["quire"]
+        assert 0 < figures["median between tokens s"] <= figures["p99 between tokens s"]
+        assert 0 < figures["median first token s"] <= figures["p99 first token s"]
+        assert figures["output tok/s"] > 0
+
+
+def test_two_servers_take_turns_with_the_same_requests(tmp_path):
+    model, ticks = checkpoint("tiny", tmp_path), []
+    engines = [Engine("quire", sys.executable, model), Engine(BEFORE, sys.executable, model)]
+    part = arrivals(engines, count=4, repeat=2, tick=ticks.append)
+    assert len(ticks) == num_ticks(2, 2)
+    assert ticks[2:6] == [f"{name} at 0.5 of capacity" for name in ("quire", BEFORE, BEFORE, "quire")]
+    for load, runs in part["runs"].items():
+        ours, theirs = (runs[name][0]["median first token s"] for name in ("quire", BEFORE))
+        assert part["ratios"][load][BEFORE]["median first token s"]["values"][0] == ours / theirs
 
 
 def test_the_table_has_every_figure(results):
