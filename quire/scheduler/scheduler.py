@@ -127,7 +127,7 @@ class Scheduler:
         if self.state.in_flight:
             raise ValueError("a step is in flight: calibrate before or between steps")
         self.costs.calibrate(calibration)
-        self.step_budget.choose_target(self.costs.decode_step_seconds)
+        self.step_budget.choose_target(min((step.seconds for step in calibration.decode), default=0.0))
         self._reset = True
 
     # Inputs about requests

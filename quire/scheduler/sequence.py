@@ -395,8 +395,9 @@ class Sequence:
 
     @property
     def decodes(self) -> bool:
-        """Whether all positions but the last are computed or planned, so that the next chunk has one position."""
-        return min(len(self.tokens) + self.num_pending, self.limit) - self.num_computed == 1
+        """Whether its next token is sampled in a step in flight or by a chunk of one position."""
+        lacking = min(len(self.tokens) + self.num_pending, self.limit) - self.num_computed
+        return (lacking == 1 or self.num_pending > 0) and not self.is_swapping_in
 
     @property
     def is_over(self) -> bool:

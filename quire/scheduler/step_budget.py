@@ -6,10 +6,13 @@ al., "Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve", 2
 take `step_seconds`.
 """
 
+from math import ceil
+
 from quire.config import SchedulerConfig
 from quire.cost.step_time import StepTime
 
-_DECODE_STEPS = 6  # the chosen target in decode steps: five sixths of the time are left for prompts
+_DECODE_STEPS = 8  # the chosen target, in decode steps of one sequence
+_PROMPT_PART = 0.25  # least part of the tokens of a target that prompts get, in addition to those of other sequences
 _SHORTEST_TARGET = 0.05  # seconds, of a chosen target; readers do not notice shorter pauses
 
 
@@ -23,15 +26,20 @@ class StepBudget:
         self._pace = pace
         self.tpot_seconds = config.target_tpot_seconds
 
-    def choose_target(self, decode_step_seconds: float) -> None:
-        """Choose the target, if the config has none, from the measured seconds of a decode step (0: unknown)."""
-        if self._config.target_tpot_seconds is None and decode_step_seconds > 0:
-            target = max(_SHORTEST_TARGET, _DECODE_STEPS * decode_step_seconds)
+    def choose_target(self, decode_seconds: float) -> None:
+        """Choose the target, if the config has none. decode_seconds: of the shortest decode step; 0 if unknown."""
+        if self._config.target_tpot_seconds is None and decode_seconds > 0:
+            target = max(_SHORTEST_TARGET, _DECODE_STEPS * decode_seconds)
             self.tpot_seconds = min(target, self._config.step_seconds)
 
-    def num_tokens(self, *, decoding: bool) -> int:
-        """The most tokens of a step, at least 1. decoding: whether a sequence decodes in it."""
-        seconds = self._config.step_seconds
-        if decoding and self.tpot_seconds is not None:
-            seconds = self.tpot_seconds
-        return self._pace.tokens_within(seconds, self._config.max_num_batched_tokens)
+    def spare(self, num_sequences: int, *, decoding: bool) -> int:
+        """Tokens of a step beyond one for each of `num_sequences`; negative if these exceed the budget.
+
+        decoding: whether a sequence decodes in the step. Prompts then get a part of the target's tokens, however many
+        sequences decode, so that they do not wait for these to end.
+        """
+        most = self._config.max_num_batched_tokens
+        if not decoding or self.tpot_seconds is None:
+            return self._pace.tokens_within(self._config.step_seconds, most) - num_sequences
+        target = self._pace.tokens_within(self.tpot_seconds, most)
+        return max(target - num_sequences, min(ceil(_PROMPT_PART * target), most - num_sequences))

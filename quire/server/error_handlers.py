@@ -1,7 +1,5 @@
 """Exception handlers of the app."""
 
-from traceback import clear_frames
-
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -22,7 +20,7 @@ def install_error_handlers(app: FastAPI, refusals: RecentRefusals, tarpit: Tarpi
 
     async def answer(request: Request, error: Exception) -> Response:
         response = response_to(error)
-        _clear_frames(error)
+        _drop_tracebacks(error)
         if isinstance(error, QueueFull):
             refusals.record(request.state.caller.tenant, error)
         if tarpit is not None:
@@ -36,8 +34,11 @@ def install_error_handlers(app: FastAPI, refusals: RecentRefusals, tarpit: Tarpi
     app.add_exception_handler(Exception, answer)
 
 
-def _clear_frames(error: BaseException | None) -> None:
-    """Clear the frames of an exception and its causes. They hold the body, and can refer to the exception."""
+def _drop_tracebacks(error: BaseException | None) -> None:
+    """Drop the tracebacks of an exception and its causes: their frames hold the body, and can refer to the exception.
+
+    The frames are not cleared: several requests can have raised one exception, and some of them are still suspended.
+    """
     while error is not None:
-        clear_frames(error.__traceback__)
+        error.__traceback__ = None
         error = error.__cause__

@@ -23,7 +23,9 @@ from quire.tokenizer.chat_sandbox import MAX_SIZE, LimitExceeded, size_of
 from quire.tokenizer.tokenizer import Tokenizer
 
 CHARACTERS_PER_TOKEN = 64  # upper bound; the longest tokens are runs of spaces
-_SHORT = 1024  # characters and token ids; to tokenize them takes less time than to hand them to a thread under load
+# bounds of prompts for which tokenization takes less time than the hand-over to a thread under load
+_MAX_SHORT = 1024  # characters and token ids together
+_MAX_SHORT_PROMPTS = 16
 
 
 class Service:
@@ -89,7 +91,8 @@ class Service:
             tokenized = [tokenize(prompt, self.tokenizer, add_special_tokens=added) for prompt in prompts]
             return prepare_generations(tokenized, params, self.tokenizer, self.max_model_len)
 
-        if sum(map(len, prompts)) <= _SHORT and not any(one.bad_words for one in params):
+        few = len(prompts) <= _MAX_SHORT_PROMPTS and sum(map(len, prompts)) <= _MAX_SHORT
+        if few and not any(one.bad_words for one in params):
             return work()
         return await self.thread_pool.run(work)
 

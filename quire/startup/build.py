@@ -157,6 +157,8 @@ def build(options: EngineOptions, *, report: Report, progress: Progress, is_rest
         )
         if prepared.options.calibration:
             _calibrate(scheduler, runner, prepared, report)
+        if prepared.options.calibration or prepared.options.target_tpot_ms is not None:
+            report(f"tpot       {_tpot_line(scheduler, prepared.options)}")
         on_error.pop_all()
     engine = Engine(
         scheduler,
@@ -358,7 +360,6 @@ def _calibrate(scheduler: Scheduler, runner: TorchRunner, prepared: Prepared, re
     )
     scheduler.calibrate(measured.calibration)
     report(f"costs      {scheduler.costs}{f'; {measured.problem}' if measured.problem else ''}")
-    report(f"tpot       {_tpot_line(scheduler, prepared.options)}")
 
 
 def _tpot_line(scheduler: Scheduler, options: EngineOptions) -> str:
@@ -369,7 +370,7 @@ def _tpot_line(scheduler: Scheduler, options: EngineOptions) -> str:
     if options.target_tpot_ms is None:
         return f"{line}; --target-tpot-ms sets another one"
     if target < 2 * decode:
-        return f"{line}; steps take longer, because a decode step alone takes {1000 * decode:.3g} ms"
+        return f"{line}; steps can take longer, because a decode step alone takes {1000 * decode:.3g} ms"
     return line
 
 

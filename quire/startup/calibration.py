@@ -106,7 +106,7 @@ class _CalibrationRun:
             self._run_chunk(small, at + longest - small, found)
 
     def measure_decode(self, found: Calibration) -> None:
-        """Measure decode steps with the batch sizes of _ROWS."""
+        """Measure decode steps with the batch sizes of _DECODE_BATCH_SIZES; at least one step, whatever the time."""
         length = min(_DECODE_PROMPT_TOKENS + _DECODE_OUTPUT_TOKENS + 1, self._scheduler_config.max_model_len - 1)
         prompt = min(_DECODE_PROMPT_TOKENS, length - 1)
         seconds = min((sample.seconds for sample in found.prefill), default=0.0)
@@ -118,12 +118,15 @@ class _CalibrationRun:
                     self._scheduler_config.max_num_batched_tokens // _DECODE_PROMPT_TOKENS,
                 )
             )
-            if len(rows) < count or not self._has_time(2 * seconds * (1 + _DECODE_OUTPUT_TOKENS)):
+            is_late = found.decode and not self._has_time(2 * seconds * (1 + _DECODE_OUTPUT_TOKENS))
+            if len(rows) < count or is_late:
                 return
             self._open_rows(dict.fromkeys(rows, length))
             self._run_step([(row, -1 - row, 0, prompt, 0, 1, ChunkOutput.SAMPLE) for row in rows])
             for at in range(prompt, length):
                 chunks = [(row, -1 - row, at, at + 1, 0, 1, ChunkOutput.SAMPLE) for row in rows]
+                if found.decode and not self._has_time(seconds):
+                    return
                 seconds = self._run_step(chunks).seconds
                 if at > prompt:  # the first decode step is a warm-up
                     found.decode.append(DecodeSample(len(rows), seconds))

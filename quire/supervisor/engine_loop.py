@@ -16,6 +16,7 @@ from quire.core.explanation import Explanation
 from quire.core.output import Output
 from quire.cost.step_time import CostFigures
 from quire.engine.engine import Engine
+from quire.errors import QueueFull
 from quire.supervisor import protocol
 from quire.supervisor.gc_policy import GCPolicy
 from quire.supervisor.protocol import Answer, BadFrame, Batch, Command, EngineMessage, FrameReader, Launched, Pulse
@@ -120,9 +121,11 @@ class EngineLoop:
             self._turn_began = time.monotonic()  # adding many requests is slow, and must not count as a stall
             try:
                 self._engine.add(request)
-            except Exception:
+            except Exception as error:
                 for before in command.requests[:i]:
                     self._engine.abort(before.id)
+                if i and isinstance(error, QueueFull):
+                    error.spacing = None  # the requests before it had room, so that the next single request has
                 raise
 
     def _send_batch(self, *, begins: bool) -> None:

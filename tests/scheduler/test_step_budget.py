@@ -4,6 +4,7 @@ import pytest
 from scripted_engine import VOCAB, Rig
 
 from quire.config import ConfigError
+from quire.core.request import Beams
 from quire.cost.step_time import Calibration, DecodeSample, PrefillSample, StepTime
 from quire.runner.scripted_runner import script
 from quire.scheduler.step_budget import StepBudget
@@ -58,14 +59,42 @@ def test_streams_get_their_token_in_each_step_while_a_prompt_is_computed():
         assert {f"stream {i}" for i in range(3)} <= {output.request_id for output in rig.step()}
 
 
+def test_prompts_get_a_part_of_the_budget_however_many_sequences_decode():
+    pace = StepTime()
+    for num_tokens in (10, 100, 1000):
+        pace.observe(num_tokens, 1e-3 * num_tokens)
+    budget = StepBudget(Rig(target_tpot_seconds=0.1, max_num_batched_tokens=160).config, pace)
+    spares = [budget.spare(n, decoding=True) for n in (0, 20, 90, 140, 160)]
+    assert spares == pytest.approx([100, 80, 25, 20, 0], abs=1)
+    assert budget.spare(90, decoding=False) == 70, "step_seconds is longer than the whole budget takes"
+
+
+def test_beams_decode_while_their_samples_are_in_flight():
+    rig = calibrated(target_tpot_seconds=0.012, steps_in_flight=2)
+    rig.add(
+        "search",
+        [5, 6],
+        max_tokens=60,
+        n=2,
+        beams=Beams(width=2, num_candidates=4, length_penalty=1.0, early_stopping="never"),
+    )
+    for _ in range(6):
+        rig.step()
+    counts = []
+    rig.add("long", [9] * 600, max_tokens=2)
+    while not rig.tokens.get(("long", 0)):
+        rig.step()
+        counts.append(rig.scheduler.state.in_flight[-1].num_tokens if rig.scheduler.state.in_flight else 0)
+    assert max(counts) < 300
+
+
 def test_the_target_is_chosen_from_measured_decode_steps_and_a_replay_chooses_the_same():
     rig = Rig(num_blocks=400, max_num_batched_tokens=2000)
     assert rig.scheduler.step_budget.tpot_seconds is None
     rig.scheduler.calibrate(MEASURED)
     assert rig.scheduler.step_budget.tpot_seconds == 0.05, "decode steps take 2 ms; shorter pauses are not noticed"
-    slow = Calibration(decode=[DecodeSample(1, 0.03)] * 5)
-    rig.scheduler.calibrate(slow)
-    assert rig.scheduler.step_budget.tpot_seconds == pytest.approx(6 * rig.scheduler.costs.decode_step_seconds)
+    rig.scheduler.calibrate(Calibration(decode=[DecodeSample(1, 0.02), DecodeSample(4, 0.03)]))
+    assert rig.scheduler.step_budget.tpot_seconds == pytest.approx(8 * 0.02)
     rig.add("a", [3] * 900, max_tokens=20)
     rig.run()
     assert rig.replay().difference == ""

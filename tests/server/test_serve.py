@@ -19,6 +19,7 @@ from quire.config import EngineOptions
 from quire.errors import ConfigError
 from quire.server import serve as serving
 from quire.server.options import ServerOptions
+from quire.supervisor.gc_policy import GCPolicy
 
 SERVE = """
 from quire.config import EngineOptions
@@ -71,24 +72,34 @@ def test_of_two_servers_on_one_port_the_second_says_so(monkeypatch):
         assert not any(line.startswith("ready") for line in lines)
 
 
-def test_what_is_loaded_is_no_garbage(monkeypatch):
+def test_what_is_loaded_is_no_garbage_and_full_collections_run_when_nothing_else_does(monkeypatch):
     class Server:
-        def __init__(self, *_config, **_more):
-            pass
+        def __init__(self, *_config, drain, each_tick, **_more):
+            self.drain, self.each_tick = drain, each_tick
 
         def run(self, sockets):
             self.frozen.append(gc.get_freeze_count())
+            self.thresholds.append(gc.get_threshold())
+            for self.drain.num_open in (1, 0):
+                self.each_tick()
 
         frozen: ClassVar[list[int]] = []
+        thresholds: ClassVar[list[tuple[int, int, int]]] = []
+
+    ticks = []
+    monkeypatch.setattr(GCPolicy, "collect_if_due", lambda _policy, *, idle: ticks.append(idle))
 
     monkeypatch.setattr(serving, "launched", lambda *_, **__: nullcontext(service_of(small_engine())))
     monkeypatch.setattr(serving, "GracefulServer", Server)
-    before = gc.get_freeze_count()
+    before, thresholds = gc.get_freeze_count(), gc.get_threshold()
     try:
         serving.serve(EngineOptions(), ServerOptions(port=0), report=print, progress=print)
     finally:
         gc.unfreeze()
     assert Server.frozen[0] > before + 10_000
+    assert ticks == [False, True]
+    assert Server.thresholds[0][2] > 10**9, "no automatic full collection"
+    assert gc.get_threshold() == thresholds
 
 
 def answered(url, head):

@@ -79,6 +79,32 @@ def test_a_tokenizer_that_hangs_delays_nobody_else(monkeypatch):
     assert {answer.status_code for answer in answers} == {200, 429}
 
 
+@pytest.mark.parametrize(
+    ("body", "on_thread"),
+    [
+        ({"prompt": "the " * 200}, False),
+        ({"prompt": "the " * 300}, True),
+        ({"prompt": ["a"] * 17}, True),
+        ({"prompt": [67] * 100}, False),
+        ({"prompt": "a", "bad_words": ["b"]}, True),
+    ],
+    ids=["short", "long", "many prompts", "token ids", "bad words"],
+)
+def test_only_short_prompts_are_tokenized_on_the_event_loop(monkeypatch, body, on_thread):
+    service, jobs = service_of(small_engine()), []
+    run = service.thread_pool.run
+
+    async def counted(work):
+        jobs.append(work)
+        return await run(work)
+
+    monkeypatch.setattr(service.thread_pool, "run", counted)
+    with run_app(make_app(service)) as url:
+        answer = httpx.post(f"{url}/v1/completions", json={**body, "max_tokens": 1}, timeout=30)
+    assert answer.status_code == 200, answer.text
+    assert bool(jobs) == on_thread
+
+
 def test_of_requests_that_were_given_up_nothing_waits_for_a_thread():
     class Body:
         def read(self):

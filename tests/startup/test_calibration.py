@@ -109,7 +109,7 @@ def test_it_ends_in_time_and_begins_nothing_that_would_not():
     for seconds in (1e-6, 2e-3, 0.01, 0.1):
         timed, (found, problem) = measured(cache, limits, seconds=seconds)
         assert problem == ""
-        assert timed.now <= max(seconds + 3e-3, 5e-3)  # a step takes 1 to 2 ms
+        assert timed.now <= seconds + 8e-3  # a step takes 1 to 2 ms; each part begins with up to four
     assert found.prefill
     assert found.decode
 

@@ -12,7 +12,7 @@ from quire.core.explanation import Explanation
 from quire.core.output import EndCause, Output
 from quire.core.request import Request
 from quire.engine.engine import EngineStats
-from quire.errors import EngineStopped, RequestError
+from quire.errors import EngineStopped, QueueFull, RequestError
 from quire.params import SamplingParams
 from quire.supervisor import health
 from quire.supervisor.async_engine import AsyncEngine
@@ -162,6 +162,26 @@ def test_several_requests_on_one_stream_come_all_or_not_at_all():
         pretend.gate.set()
         stream = await engine.generate([request("a", 5), request("c", 5)])
         assert len(await read(stream, "c")) == 5
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(("num_before", "spacing"), [(0, 0.25), (2, None)])
+def test_a_full_queue_says_nothing_of_single_requests_if_a_part_of_the_batch_had_room(num_before, spacing):
+    async def scenario(pretend, engine):
+        add = pretend.add
+
+        def full(request):
+            if len(pretend.left) == num_before:
+                raise QueueFull("full", 1.0, 0.25)
+            add(request)
+
+        pretend.add = full
+        pretend.gate.clear()
+        with pytest.raises(QueueFull) as refused:
+            await engine.generate([request(f"r{i}", 5) for i in range(4)])
+        assert refused.value.spacing == spacing
+        pretend.gate.set()
 
     run(scenario)
 

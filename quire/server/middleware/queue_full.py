@@ -5,6 +5,7 @@ delay the streams of other tenants.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from time import monotonic
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -12,21 +13,22 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from quire.errors import QueueFull
 from quire.server.api_keys import Caller
 from quire.server.errors import response_to
+from quire.server.middleware.rate_limit import has_unsafe_method, with_quota_headers
 
-REMEMBERED_SECONDS = 0.1  # after a refusal by the engine
+REMEMBERED_SECONDS = 0.1  # the longest time for which a refusal by the engine applies to other requests
 MAX_RETRIES = 512  # refused requests that are expected to return one after another; bounds Retry-After in a flood
 QUEUED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/generate"})
 
 
+@dataclass(slots=True)
 class _Refusal:
-    """The last refusal of a tenant by the engine. latest: the time at which its last refused request should return."""
+    """The last refusal of a tenant by the engine. Times are in seconds of the clock."""
 
-    __slots__ = ("error", "latest", "until")
-
-    def __init__(self, error: QueueFull, now: float) -> None:
-        self.error = error
-        self.until = now + REMEMBERED_SECONDS
-        self.latest = now + error.retry_after
+    reason: str
+    until: float  # until when it applies to other requests
+    latest: float  # when the tenant's last refused request should return
+    most: float  # the most value of `latest`
+    spacing: float
 
 
 class RecentRefusals:
@@ -38,13 +40,15 @@ class RecentRefusals:
 
     def record(self, tenant: str, error: QueueFull) -> None:
         """Record a refusal by the engine."""
+        before, now = self._refusals.pop(tenant, None), self._clock()
         if error.spacing is None:
-            self._refusals.pop(tenant, None)
             return
-        refusal, before = _Refusal(error, self._clock()), self._refusals.get(tenant)
-        if before is not None:  # the engine does not know of the requests that were refused here
-            refusal.latest = max(refusal.latest, before.latest)
-        self._refusals[tenant] = refusal
+        latest = returns = now + error.retry_after
+        if before is not None and now < before.until + REMEMBERED_SECONDS:
+            latest = max(latest, before.latest)  # the engine does not know of the requests that were refused here
+        until = now + min(REMEMBERED_SECONDS, error.retry_after)
+        most = returns + MAX_RETRIES * error.spacing
+        self._refusals[tenant] = _Refusal(error.reason, until, latest, most, error.spacing)
 
     def next_error(self, tenant: str) -> QueueFull | None:
         """The error for another request of a tenant; None if the engine has to be asked.
@@ -52,11 +56,10 @@ class RecentRefusals:
         Each further request should return later, by the time in which one request leaves the queue.
         """
         refusal, now = self._refusals.get(tenant), self._clock()
-        if refusal is None or refusal.error.spacing is None or now >= refusal.until:
+        if refusal is None or now >= refusal.until:
             return None
-        error, spacing = refusal.error, refusal.error.spacing
-        refusal.latest = min(refusal.latest + spacing, now + error.retry_after + MAX_RETRIES * spacing)
-        return QueueFull(error.reason, refusal.latest - now)
+        refusal.latest = min(refusal.latest + refusal.spacing, refusal.most)
+        return QueueFull(refusal.reason, refusal.latest - now)
 
 
 class QueueFullMiddleware:
@@ -72,6 +75,8 @@ class QueueFullMiddleware:
         if caller is not None and scope["type"] == "http" and scope["path"] in QUEUED_PATHS:
             error = self._refusals.next_error(caller.tenant)
             if error is not None:
+                if caller.quota.is_limited and has_unsafe_method(scope):
+                    send = with_quota_headers(caller.quota, send)
                 await response_to(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)

@@ -30,7 +30,7 @@ class RateLimit:
         if caller is None or not caller.quota.is_limited or not has_unsafe_method(scope):
             await self._app(scope, receive, send)
             return
-        telling = _with_headers(caller.quota, send)
+        telling = with_quota_headers(caller.quota, send)
         try:
             caller.quota.count_request()
         except RateLimited as error:
@@ -39,7 +39,9 @@ class RateLimit:
         await self._app(scope, receive, telling)
 
 
-def _with_headers(quota: Quota, send: Send) -> Send:
+def with_quota_headers(quota: Quota, send: Send) -> Send:
+    """A `send` that adds the rate-limit headers to the response."""
+
     async def tell(message: Message) -> None:
         if message["type"] == "http.response.start":
             MutableHeaders(scope=message).update(quota.headers())

@@ -47,13 +47,13 @@ class Instance:
 
 
 @contextlib.contextmanager
-def running(app, drain, close, grace=30.0):
+def running(app, drain, close, grace=30.0, each_tick=lambda: None):
     ready = threading.Event()
     server = GracefulServer(
         http_config(app),
         drain=drain,
         ready=ready.set,
-        each_tick=lambda: None,
+        each_tick=each_tick,
         has_failed=lambda: False,
         close=close,
         drain_timeout=grace,
@@ -115,6 +115,23 @@ def refused(answer):
     assert answer.headers["retry-after"] == "1"
     assert answer.headers["connection"] == "close"
     assert answer.json()["error"]["code"] == "draining"
+
+
+def test_each_tick_is_called_while_requests_run(streams):
+    ticks = []
+    with running(
+        streams.app, streams.drain, streams.close, each_tick=lambda: ticks.append(streams.drain.num_open)
+    ) as one:
+        streams.held = True
+        with httpx.stream("POST", f"{one.url}/work", content=b"abc") as answer:
+            text = answer.iter_text()
+            next(text)
+            end = time.monotonic() + 10
+            while 1 not in ticks and time.monotonic() < end:
+                time.sleep(0.02)
+            streams.held = False
+            list(text)
+    assert 1 in ticks
 
 
 def test_what_was_accepted_is_finished_while_work_is_refused_and_probes_are_answered(streams):

@@ -30,10 +30,27 @@ def test_each_further_request_of_the_tenant_is_told_a_later_time():
     told = [refusals.next_error("loud").retry_after for _ in range(3)]
     assert told == [2.25, 2.5, 2.75]
     assert refusals.next_error("quiet") is None
-    clock.now += REMEMBERED_SECONDS
+    clock.now += REMEMBERED_SECONDS * 1.01
     assert refusals.next_error("loud") is None, "the engine is asked again"
     refusals.record("loud", QueueFull("full", 2.0, 0.25))
     assert str(refusals.next_error("loud")) == "full; try again in 2.9 s", "behind those that the engine does not know"
+
+
+def test_a_refusal_applies_no_longer_than_its_retry_after():
+    refusals = RecentRefusals(clock := Clock())
+    refusals.record("loud", QueueFull("full", 0.02, 0.01))
+    clock.now += 0.03
+    assert refusals.next_error("loud") is None
+
+
+def test_requests_of_an_earlier_flood_do_not_count():
+    refusals = RecentRefusals(clock := Clock())
+    refusals.record("loud", QueueFull("full", 2.0, 0.25))
+    for _ in range(400):
+        refusals.next_error("loud")
+    clock.now += 1.0
+    refusals.record("loud", QueueFull("full", 2.0, 0.25))
+    assert refusals.next_error("loud").retry_after == 2.25
 
 
 def test_a_flood_does_not_raise_the_time_without_bound():
@@ -72,6 +89,7 @@ def test_a_flood_is_refused_before_bodies_are_parsed_and_other_tenants_are_serve
             assert (answer.status_code, error["code"], error["type"]) == (429, "queue_full", "rate_limit_error")
             assert "the queue is full (max_queued_requests 2, shared by tenants)" in error["message"]
             assert int(answer.headers["retry-after"]) >= int(refused.headers["retry-after"])
+            assert answer.headers["x-ratelimit-limit-requests"] == "9"
         other = httpx.post(f"{url}/tokenize", json={"prompt": "a"}, headers=headers["loud"])
         assert other.status_code == 200
         assert other.headers["x-ratelimit-remaining-requests"] == str(int(left) - 1), "refusals here do not count"

@@ -1,7 +1,9 @@
 """Tarpit: answers to many invalid constraints are delayed, and no other answers."""
 
 import asyncio
-from traceback import walk_tb
+import gc
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import httpx
@@ -11,7 +13,7 @@ from fastapi import FastAPI
 from multi_tenant_server import MANY, run_site
 from starlette.datastructures import Headers
 
-from quire.errors import RequestError
+from quire.errors import EngineStopped, RequestError
 from quire.server.api_keys import KEYLESS_CALLER, Caller
 from quire.server.error_handlers import install_error_handlers
 from quire.server.middleware import tarpit
@@ -125,26 +127,47 @@ def test_no_more_answers_wait_than_a_bound(refusals, monkeypatch, bound, most):
 
 
 def test_while_an_answer_waits_nothing_holds_the_body():
-    errors, held = [], []
+    class Parsed:
+        """A parsed body, and how many there are when an answer waits."""
+
+    parsed, alive = weakref.WeakSet(), []
 
     class Watching:
         async def delay(self, _request, _param):
-            frames = [frame for frame, _ in walk_tb(errors[0].__traceback__)]
-            held.append([frame.f_locals for frame in frames if frame.f_code.co_name == "fail"])
+            alive.append(len(parsed))
 
-    def fail(body):
-        try:
-            raise RequestError(f"no {len(body)}", "regex")
-        except RequestError as error:
-            errors.append(error)
-            raise
+    async def fail():
+        parsed.add(body := Parsed())
+        alive.append(len(parsed))
+        raise RequestError(f"no {type(body)}", "regex")
 
     app = FastAPI()
     install_error_handlers(app, RecentRefusals(), Watching())
-    app.add_api_route("/", lambda: fail("a body" * 1000), methods=["POST"])
-    with run_app(app) as url:
-        assert httpx.post(url).status_code == 400
-    assert held == [[{}]]
+    app.add_api_route("/", fail, methods=["POST"])
+    gc.disable()
+    try:
+        with run_app(app) as url:
+            assert httpx.post(url).status_code == 400
+    finally:
+        gc.enable()
+    assert alive == [1, 0]
+
+
+def test_an_error_that_two_requests_raise_ends_both_with_an_answer():
+    shared = EngineStopped("the engine has stopped")
+
+    async def fail():
+        try:
+            raise shared
+        finally:
+            await asyncio.sleep(0.1)  # as a request that waits for its client, while the other one is answered
+
+    app = FastAPI()
+    install_error_handlers(app, RecentRefusals(), None)
+    app.add_api_route("/", fail, methods=["POST"])
+    with run_app(app) as url, ThreadPoolExecutor() as pool:
+        answers = [pool.submit(httpx.post, url, timeout=10) for _ in range(8)]
+        assert {answer.result().status_code for answer in answers} == {503}
 
 
 def test_a_server_holds_back_refusals_only(monkeypatch):
