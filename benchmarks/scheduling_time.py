@@ -100,7 +100,7 @@ def _parts(times: list[tuple[float, float]]) -> dict[str, list[float]]:
 def figures(num_sequences: int, num_steps: int, prefix_index: PrefixIndexKind) -> dict[str, dict[str, float]]:
     """Milliseconds by load and part."""
     gc.collect()
-    gc.freeze()  # full collections are scheduled by the engine process (quire/supervisor/engine_loop.py)
+    gc.freeze()  # full collections are scheduled by the engine process (quire/supervisor/gc_policy.py)
     loads = {
         "decoding": decoding(num_sequences, num_steps, prefix_index=prefix_index),
         "churn": churn(num_sequences, num_steps, prefix_index=prefix_index),
