@@ -110,8 +110,8 @@ def test_it_ends_in_time_and_begins_nothing_that_would_not():
         timed, (found, problem) = measured(cache, limits, seconds=seconds)
         assert problem == ""
         assert timed.now <= seconds + 8e-3  # a step takes 1 to 2 ms; each part begins with up to four
+        assert found.decode, "the target for the time between tokens needs a decode step"
     assert found.prefill
-    assert found.decode
 
 
 def test_ids_are_below_zero_and_each_shape_is_warm_when_it_counts():
