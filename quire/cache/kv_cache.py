@@ -32,6 +32,8 @@ from quire.core.events import Event
 from quire.core.request import NO_NAMESPACE, Namespace
 from quire.core.step import Move
 
+_EVICTED_AHEAD = 256  # of so many blocks of a pool one is evicted ahead, because each eviction has a fixed cost
+
 
 class KVCache:
     """Block pools of all groups, block tables, the prefix index, the host pool, and blocks of steps in flight."""
@@ -477,7 +479,7 @@ class KVCache:
         """Evict until `needed` blocks of each group are free. Returns whether they are."""
         for group, pool in enumerate(self.pools):
             if needed[group] > pool.num_free:
-                self._evict(group, needed[group] - pool.num_free, cause)
+                self._evict(group, needed[group] - pool.num_free + pool.num_blocks // _EVICTED_AHEAD, cause)
         return all(pool.num_free >= count for pool, count in zip(self.pools, needed, strict=True))
 
     def _evict(self, group: int, count: int, cause: EvictionCause) -> None:

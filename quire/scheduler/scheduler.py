@@ -237,9 +237,11 @@ class Scheduler:
         self.state.running_queue.mark_sent()
         self._next_step += 1
         moves = self.cache.launched(builder.id)
-        launched = InFlightStep(builder.id, builder.scheduled, builder.num_tokens, alone, builder.swapped_in)
-        self.state.in_flight.append(launched)
-        self.predicted_seconds = self.costs.predicted_step_seconds(launched.num_tokens, _num_attention_pairs(launched))
+        num_tokens, num_pairs = builder.num_tokens, builder.num_attention_pairs
+        self.state.in_flight.append(
+            InFlightStep(builder.id, builder.scheduled, num_tokens, num_pairs, alone, builder.swapped_in)
+        )
+        self.predicted_seconds = self.costs.predicted_step_seconds(num_tokens, num_pairs)
         return builder.build(moves)
 
     def take_ended(self) -> list[Output]:
@@ -279,7 +281,7 @@ class Scheduler:
             seconds_out, seconds_in = result.swap_seconds
             self.costs.observe_copies(bytes_out, seconds_out, bytes_in, seconds_in)
         self.state.end_swap_ins(launched.swapped_in)
-        self.costs.observe_step(launched.num_tokens, result.seconds, _num_attention_pairs(launched))
+        self.costs.observe_step(launched.num_tokens, result.seconds, launched.num_pairs)
         return self._output_processor.process(launched, result, now)
 
     @property
@@ -403,10 +405,3 @@ class Scheduler:
 def _alive(launched: InFlightStep) -> list[tuple[Sequence, int]]:
     """The sequences of a step whose chunk still counts, with the first position of the chunk."""
     return [(chunk.seq, chunk.start) for chunk in launched.scheduled if chunk.is_valid]
-
-
-def _num_attention_pairs(launched: InFlightStep) -> float:
-    """Number of (token, attended token) pairs of a step with prompt tokens; 0 for a step with one token per chunk."""
-    if launched.num_tokens <= len(launched.scheduled):
-        return 0.0
-    return sum((one.stop - one.start) * (one.start + one.stop + 1) for one in launched.scheduled) / 2

@@ -97,6 +97,13 @@ class StepBuilder:
             if first < len(blocks):
                 spans.append((seq.row, first, blocks[first:]))
 
+    @property
+    def num_attention_pairs(self) -> float:
+        """Number of (token, attended token) pairs of a step with prompt tokens; 0 if each chunk has one token."""
+        if self.num_tokens <= len(self.scheduled):
+            return 0.0
+        return sum((one.stop - one.start) * (one.start + one.stop + 1) for one in self.scheduled) / 2
+
     def build(self, moves: list[Move]) -> Step:
         """The finished Step with `moves`."""
         return Step(

@@ -376,3 +376,20 @@ class CacheMachine(RuleBasedStateMachine):
 
 CacheMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 TestCacheMachine = CacheMachine.TestCase
+
+
+@pytest.mark.parametrize("prefix_index", ["radix", "hash"])
+@pytest.mark.parametrize(("num_blocks", "num_ahead"), [(255, 0), (256, 1), (1024, 4)])
+def test_an_eviction_frees_a_part_of_a_large_pool_ahead(prefix_index, num_blocks, num_ahead):
+    cache = KVCache(cache_config(num_blocks, prefix_index=prefix_index))
+    num_tokens = num_blocks * cache.block_size
+    table = cache.new_table(0, list(range(num_tokens)))
+    assert cache.grow(table, num_tokens) is not None
+    cache.release(0, num_tokens)
+    assert (cache.pools.num_free, cache.pools.num_idle) == (0, num_blocks)
+    table = cache.new_table(1)
+    for num_allocated in range(1, num_ahead + 2):
+        assert cache.grow(table, num_allocated * cache.block_size) is not None
+        assert cache.num_evicted == 1 + num_ahead
+        assert cache.pools.num_free == num_ahead + 1 - num_allocated
+    assert cache.check() == []
