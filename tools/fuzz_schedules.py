@@ -486,7 +486,7 @@ def _smaller(schedule: Schedule) -> Iterator[Schedule]:
         yield schedule | {"swap_delays": []}
     for part in ("cache", "config"):
         for name, plain in _PLAIN[part].items():
-            if schedule[part][name] != plain:
+            if schedule[part].get(name) != plain:
                 yield schedule | {part: schedule[part] | {name: plain}}
 
 

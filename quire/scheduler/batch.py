@@ -91,7 +91,7 @@ class BatchComposer:
 
         Each sequence gets one token before any gets a second, so that a long prompt does not delay the others.
         """
-        spare = self._budget.spare(len(sequences), decoding=any(seq.decodes for seq in sequences))
+        spare = int(self._budget.spare(len(sequences), decoding=any(seq.decodes for seq in sequences)))
         shares = self._token_shares(sequences, spare)
         append_slot, add_token = self._cache.append_slot, builder.add_token
         i = 0

@@ -181,7 +181,7 @@ class QueueLimit:
         hit_rate = accounts.num_hit_tokens / max(1, accounts.num_query_tokens)
         num_new = max(1.0, mean_prompt * (1 - hit_rate) / per_request)
         num_rows = max(1.0, min(config.max_num_seqs, self._kv_capacity() / (mean_prompt + mean_outputs)))
-        prompt_steps = num_new / max(1, self._step_budget.spare(int(num_rows), decoding=True))
+        prompt_steps = num_new / max(1.0, self._step_budget.spare(num_rows, decoding=True))
         num_concurrent = min(num_rows, 1 + mean_outputs / prompt_steps)
         num_starts = num_requests * per_request - max(0.0, num_concurrent - num_running)
         seconds_of_step = pace.fixed * (prompt_steps + mean_outputs) / num_concurrent

@@ -32,8 +32,8 @@ class StepBudget:
             target = max(_SHORTEST_TARGET, _DECODE_STEPS * decode_seconds)
             self.tpot_seconds = min(target, self._config.step_seconds)
 
-    def spare(self, num_sequences: int, *, decoding: bool) -> int:
-        """Tokens of a step beyond one for each of `num_sequences`; negative if these exceed the budget.
+    def spare(self, num_sequences: float, *, decoding: bool) -> float:
+        """Tokens of a step beyond one for each of `num_sequences`, whole for a whole number; negative if these are more.
 
         decoding: whether a sequence decodes in the step. Prompts then get a part of the target's tokens, however many
         sequences decode, so that they do not wait for these to end.
