@@ -33,7 +33,7 @@ class StepBudget:
             self.tpot_seconds = min(target, self._config.step_seconds)
 
     def spare(self, num_sequences: float, *, decoding: bool) -> float:
-        """Tokens of a step beyond one for each of `num_sequences`, whole for a whole number; negative if these are more.
+        """Tokens of a step beyond one for each of `num_sequences`; negative if these exceed the budget.
 
         decoding: whether a sequence decodes in the step. Prompts then get a part of the target's tokens, however many
         sequences decode, so that they do not wait for these to end.
