@@ -32,7 +32,7 @@ from quire.core.events import Event
 from quire.core.request import NO_NAMESPACE, Namespace
 from quire.core.step import Move
 
-_EVICTED_AHEAD = 256  # of so many blocks of a pool one is evicted ahead, because each eviction has a fixed cost
+_EVICTED_AHEAD = 256  # 1/256 of a pool is evicted in addition to what is needed: each eviction has a fixed cost
 
 
 class KVCache:
@@ -476,7 +476,7 @@ class KVCache:
         return self.index.retention is not None and self.index.retention.end_weakest_pin()
 
     def _evict_until_free(self, needed: Sequence[int], cause: EvictionCause) -> bool:
-        """Evict until `needed` blocks of each group are free. Returns whether they are."""
+        """Evict until `needed` blocks of each group are free, and a part of the pool ahead. Returns whether they are."""
         for group, pool in enumerate(self.pools):
             if needed[group] > pool.num_free:
                 self._evict(group, needed[group] - pool.num_free + pool.num_blocks // _EVICTED_AHEAD, cause)

@@ -91,8 +91,8 @@ class Service:
             tokenized = [tokenize(prompt, self.tokenizer, add_special_tokens=added) for prompt in prompts]
             return prepare_generations(tokenized, params, self.tokenizer, self.max_model_len)
 
-        few = len(prompts) <= _MAX_SHORT_PROMPTS and sum(map(len, prompts)) <= _MAX_SHORT
-        if few and not any(one.bad_words for one in params):
+        are_short = len(prompts) <= _MAX_SHORT_PROMPTS and sum(map(len, prompts)) <= _MAX_SHORT
+        if are_short and not any(one.bad_words for one in params):
             return work()
         return await self.thread_pool.run(work)
 
