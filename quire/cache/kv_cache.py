@@ -476,7 +476,7 @@ class KVCache:
         return self.index.retention is not None and self.index.retention.end_weakest_pin()
 
     def _evict_until_free(self, needed: Sequence[int], cause: EvictionCause) -> bool:
-        """Evict until `needed` blocks of each group are free, and a part of the pool ahead. Returns whether they are."""
+        """Evict until `needed` blocks of each group are free, and some blocks more. Returns whether `needed` are."""
         for group, pool in enumerate(self.pools):
             if needed[group] > pool.num_free:
                 self._evict(group, needed[group] - pool.num_free + pool.num_blocks // _EVICTED_AHEAD, cause)
