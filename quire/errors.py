@@ -42,6 +42,9 @@ class DeadlineUnreachable(RequestError):
         self.deadline = deadline
 
 
+MAX_EXPECTED_RETRIES = 512  # refused requests of a tenant that are expected to return; bounds Retry-After in a flood
+
+
 class QueueFull(RequestError):
     """A rejection because the queue is at its limit.
 

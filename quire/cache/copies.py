@@ -105,6 +105,8 @@ class PendingMoves:
 
         That owner is about to release them. Returns the targets of the dropped copies, which stay without content.
         """
+        if not self.pending:
+            return set()
         copies = [move for move in self.pending if move.group == group and _is_copy(move)]
         waiting = [move for move in copies if move.pairs[0][1] in targets]
         cancelled = [move for move in waiting if self._pools[group].num_refs(move.pairs[0][1]) == 2]

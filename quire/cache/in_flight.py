@@ -59,6 +59,15 @@ class InFlight:
         else:
             self._retired[newest].append((group, block))
 
+    def deferred_decr_refs(self, group: int, blocks: Sequence[int]) -> None:
+        """The same for one reference to each of some blocks."""
+        newest = self.newest
+        if newest is None or self._arriving:
+            for block in blocks:
+                self.deferred_decr_ref(group, block)
+        else:
+            self._retired[newest] += [(group, block) for block in blocks]
+
     def is_arriving(self, table: BlockTable) -> bool:
         """Whether a Move in flight writes a block of a table."""
         return bool(self._arriving) and any(

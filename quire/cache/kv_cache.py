@@ -370,12 +370,11 @@ class KVCache:
     def _append_blocks(self, table: BlockTable) -> bool:
         """Append a free block per group to a table whose blocks are all full. False, without a change, otherwise."""
         index, rest = divmod(table.capacity, self.block_size)
-        if (
-            rest
-            or any(len(blocks) != index for blocks in table.blocks)
-            or not all(pool.num_free for pool in self.pools)
-        ):
+        if rest:
             return False
+        for pool, blocks in zip(self.pools, table.blocks, strict=True):
+            if len(blocks) != index or not pool.num_free:
+                return False
         table.append([[pool.allocate()] for pool in self.pools], self.block_size)
         return True
 
@@ -411,8 +410,8 @@ class KVCache:
     def trim(self, table: BlockTable, num_tokens: int) -> None:
         """See KVCacheManager."""
         for group in self.windowed:
-            for block in table.trim(group, self.config.first_attended_block(group, num_tokens)):
-                self._in_flight.deferred_decr_ref(group, block)
+            gone = table.trim(group, self.config.first_attended_block(group, num_tokens))
+            self._in_flight.deferred_decr_refs(group, gone)
 
     def num_needed_blocks(self, table: BlockTable, num_tokens: int, reserve: int = 0) -> list[int]:
         """Blocks per group that `grow` would allocate."""
@@ -447,8 +446,7 @@ class KVCache:
         entered = self.index.unregister(table, num_tokens)
         self._in_flight.record_written_by_any([table.blocks[0][i] for i in entered])
         for group, (blocks, first) in enumerate(zip(table.blocks, table.firsts, strict=True)):
-            for block in reversed(blocks[first:]):
-                self._in_flight.deferred_decr_ref(group, block)
+            self._in_flight.deferred_decr_refs(group, blocks[first:][::-1])
 
     def fits_once_collected(self, table: BlockTable, num_tokens: int) -> bool:
         """See KVCacheManager."""

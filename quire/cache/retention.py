@@ -85,9 +85,6 @@ class RetentionHint:
         return self.expires if self.pin else 0.0, self.priority, self.expires, self.number
 
 
-NO_HINT = RetentionHint(0)  # of all requests without retention; never changed
-
-
 class Mark(NamedTuple):
     """A RetentionHint at a node. It applies to the first `reach` blocks of the path."""
 
@@ -107,17 +104,24 @@ def merge_marks(marks: Iterable[Mark], now: float) -> tuple[Mark, ...]:
     return tuple(Mark(hint, reaches[hint]) for hint in strongest)
 
 
-def stage_at(marks: Iterable[Mark], depth: int, now: float) -> Stage:
-    """The highest stage of the marks that apply to the block at `depth`; NO_STAGE without any."""
-    stage = None
+def stage_at(marks: Iterable[Mark], default_reach: int, depth: int, now: float) -> Stage:
+    """The highest stage of the marks that apply to the block at `depth`, or of a sequence without retention.
+
+    default_reach: see Node. NO_STAGE if nothing applies.
+    """
+    stage = NO_STAGE if default_reach >= depth else None
     for hint, reach in marks:
         if reach >= depth and (stage is None or hint.stage > stage) and hint.expires > now:
             stage = hint.stage
     return NO_STAGE if stage is None else stage
 
 
-def priority_at(marks: Iterable[Mark], depth: int, now: float) -> int:
-    """The highest priority of the marks that apply to the block at `depth`; 50 without any."""
-    return max(
-        (hint.priority for hint, reach in marks if reach >= depth and hint.expires > now), default=DEFAULT_PRIORITY
-    )
+def priority_at(marks: Iterable[Mark], default_reach: int, depth: int, now: float) -> int:
+    """The highest priority of the marks that apply to the block at `depth`, or of a sequence without retention.
+
+    default_reach: see Node. 50 if nothing applies.
+    """
+    found = [hint.priority for hint, reach in marks if reach >= depth and hint.expires > now]
+    if default_reach >= depth or not found:
+        found.append(DEFAULT_PRIORITY)
+    return max(found)

@@ -45,7 +45,7 @@ _FINISH_REASONS: Mapping[EndCause, FinishReason] = MappingProxyType(
 )
 
 
-class Output(msgspec.Struct, frozen=True, eq=False, array_like=True, omit_defaults=True):
+class Output(msgspec.Struct, frozen=True, eq=False, array_like=True, omit_defaults=True, gc=False):
     """New tokens of one sequence, and its end.
 
     The prompt logprobs of a request are in the Outputs of its sequence 0. end: None while the sequence continues.
@@ -66,7 +66,7 @@ class Output(msgspec.Struct, frozen=True, eq=False, array_like=True, omit_defaul
     cumulative_logprob: float | None = None  # of all its tokens: for results of a beam search and of best_of
     error: str = ""
     queue_seconds: float | None = None  # with its first tokens: from arrival to the first admission of the request
-    forced: list[int] = []  # indices of the forced tokens in token_ids; `logprobs` has rows for the others only
+    forced: tuple[int, ...] = ()  # indices of the forced tokens in token_ids; `logprobs` has rows for the others only
 
     @property
     def finish_reason(self) -> FinishReason | None:

@@ -12,6 +12,7 @@ of that row. The next chunk reads it there, and may be launched before the contr
 from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
 from itertools import chain
+from struct import pack
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -95,9 +96,15 @@ class Chunks(msgspec.Struct, frozen=True, eq=False):
     @classmethod
     def of_values(cls, values: Sequence[int]) -> "Chunks":
         """Chunks from the fields of the first chunk, then those of the second, and so on."""
-        table = np.array(values, np.int64).reshape(-1, 7)
+        table = np.frombuffer(pack(f"{len(values)}q", *values), np.int64).reshape(-1, 7)
         rows, starts, stops, num_drafts, num_logits = table.T[[0, 2, 3, 4, 5]].astype(np.int32)
         return cls(rows, table[:, 1].copy(), starts, stops, num_drafts, num_logits, table[:, 6].astype(np.uint8))
+
+    @property
+    def num_attention_pairs(self) -> float:
+        """Number of (token, attended token) pairs."""
+        starts, stops = self.starts.astype(np.float64), self.stops.astype(np.float64)
+        return float(((stops - starts) * (starts + stops + 1)).sum()) / 2
 
 
 class TableUpdates(msgspec.Struct, frozen=True, eq=False):
@@ -111,6 +118,8 @@ class TableUpdates(msgspec.Struct, frozen=True, eq=False):
     @classmethod
     def of(cls, spans: Sequence[tuple[int, int, Sequence[int]]]) -> "TableUpdates":
         """Table updates from (row, start, values) spans."""
+        if not spans:
+            return _NO_UPDATES
         values: list[int] = []
         for _, _, span in spans:
             values += span
@@ -128,6 +137,10 @@ class TableUpdates(msgspec.Struct, frozen=True, eq=False):
         ends = np.cumsum(self.lengths)
         columns = np.arange(len(self.values)) + np.repeat(self.starts - (ends - self.lengths), self.lengths)
         table[np.repeat(self.rows, self.lengths), columns] = self.values
+
+
+_NO_INTEGERS = np.zeros(0, np.int32)
+_NO_UPDATES = TableUpdates(_NO_INTEGERS, _NO_INTEGERS, _NO_INTEGERS, _NO_INTEGERS)
 
 
 class TokenLists(msgspec.Struct, frozen=True, eq=False):
@@ -150,6 +163,8 @@ class TokenLists(msgspec.Struct, frozen=True, eq=False):
     @classmethod
     def of(cls, lists: Sequence[tuple[int, TokenListKind, Mapping[int, float] | Sequence[int]]]) -> "TokenLists":
         """Lists from (row, kind, tokens) triples. A mapping has the weights of its tokens."""
+        if not lists:
+            return _NO_LISTS
         tokens: list[int] = []
         weights: list[float] = []
         for _, _, entries in lists:
@@ -162,6 +177,9 @@ class TokenLists(msgspec.Struct, frozen=True, eq=False):
             np.array(tokens, np.int32),
             np.array(weights, np.float32),
         )
+
+
+_NO_LISTS = TokenLists(_NO_INTEGERS, np.zeros(0, np.uint8), _NO_INTEGERS, _NO_INTEGERS, np.zeros(0, np.float32))
 
 
 class NewRows(msgspec.Struct, frozen=True, eq=False):

@@ -94,20 +94,21 @@ class BatchComposer:
         spare = int(self._budget.spare(len(sequences), decoding=any(seq.decodes for seq in sequences)))
         shares = self._token_shares(sequences, spare)
         append_slot, add_token = self._cache.append_slot, builder.add_token
-        i = 0
-        while i < len(sequences):
-            seq = sequences[i]
+        for seq in sequences:  # a preemption removes sequences behind this one
             start = seq.num_computed
-            lacking = min(len(seq.tokens) + seq.num_pending, seq.limit) - start
+            known = len(seq.tokens) + seq.num_pending
+            if (
+                start + 1 == known <= seq.limit
+                and not (seq.num_to_report or seq.is_swapping_in)
+                and append_slot(seq.table, start)  # type: ignore[arg-type]  # it runs
+            ):
+                add_token(seq, start)
+                continue
+            lacking = min(known, seq.limit) - start
             if lacking <= 0 or seq.is_swapping_in:
                 start = 0 if seq.is_swapping_in else start
                 self._cache.cache_blocks(seq.table, start, 0)  # type: ignore[arg-type]  # it runs
                 spare += 1
-                i += 1
-                continue
-            if lacking == 1 and not seq.num_to_report and append_slot(seq.table, start):  # type: ignore[arg-type]
-                add_token(seq, start)
-                i += 1
                 continue
             take = 1
             if lacking > 1 and spare > 0:
@@ -120,7 +121,6 @@ class BatchComposer:
             else:
                 self._plan_chunk(seq, take, builder)
                 spare -= take - 1
-            i += 1
         return spare
 
     def _allocate_blocks(self, seq: Sequence, num_tokens: int, builder: StepBuilder, now: float) -> bool:

@@ -78,7 +78,15 @@ class OutputProcessor:
             seq, num_prompt_outputs = chunk.seq, chunk.num_prompt_outputs
             if has_plain and count == 1 and seq.is_plain and not num_prompt_outputs and tokens[at] >= 0:
                 if seq.epoch == chunk.epoch:
-                    outputs.append(self._process_decoded(seq, chunk.stop, tokens[at], now))
+                    token = tokens[at]
+                    cause = seq.append_decoded(chunk.stop, token)
+                    if cause is None and chunk.stop != seq.num_prompt_tokens:
+                        num_cached = seq.num_cached or 0
+                        outputs.append(
+                            Output(seq.request.id, seq.index, seq.id, [token], None, None, None, None, None, num_cached)
+                        )
+                    else:
+                        outputs.append(self._first_or_last(seq, token, cause, now))
                 at += 1
                 continue
             data = extras.next_chunk(chunk, at, count) if num_prompt_outputs or extras.has_logprobs else NO_DATA
@@ -95,26 +103,17 @@ class OutputProcessor:
             at += count
         return outputs
 
-    def _process_decoded(self, seq: Sequence, stop: int, token: int, now: float) -> Output:
-        """Append the token of a sequence that `is_plain`, whose chunk ends at position `stop`."""
-        cause, stop_token, queued = seq.append_decoded(stop, token), None, None
-        if len(seq.tokens) == seq.num_prompt_tokens + 1:
+    def _first_or_last(self, seq: Sequence, token: int, cause: EndCause | None, now: float) -> Output:
+        """The Output of a decoded token that is the first one of its sequence, or ends it with `cause`."""
+        queued = stop_token = None
+        if seq.num_generated == 1:
             queued = self._state.request_stats.queue_seconds(seq.request.id)
         if cause is not None:
             self.record_length(seq)
             self._state.end(seq, cause, now)
             stop_token = token if cause is EndCause.STOP else None
-        num_cached = seq.num_cached or 0
-        return Output(
-            seq.request.id,
-            seq.index,
-            seq.id,
-            [token],
-            cause,
-            stop_token,
-            num_cached_tokens=num_cached,
-            queue_seconds=queued,
-        )
+        about = (seq.request.id, seq.index, seq.id, [token], cause, stop_token, None, None, None)
+        return Output(*about, seq.num_cached or 0, queue_seconds=queued)
 
     def record_length(self, seq: Sequence) -> None:
         """Record the length of a sequence that ends, for the length statistics of the queue limit."""
@@ -177,7 +176,7 @@ class OutputProcessor:
             total,
             error,
             queued,
-            forced,
+            tuple(forced),
         )
 
     def _apply_constraint(

@@ -17,13 +17,12 @@ from quire.cache.manager import KVCacheManager
 from quire.config import SchedulerConfig
 from quire.core.request import Request
 from quire.cost.step_time import CostModel
-from quire.errors import QueueFull
+from quire.errors import MAX_EXPECTED_RETRIES, QueueFull
 from quire.scheduler.budget_sharing import SHARING_RULES, Flow
 from quire.scheduler.lifecycle import RequestCount, SchedulerState
 from quire.scheduler.sequence import Sequence
 from quire.scheduler.step_budget import StepBudget
 
-MAX_EXPECTED_RETRIES = 512  # rejected requests that are expected to return; bounds Retry-After in a flood
 _DEFAULT_RETRY_AFTER = 1.0  # seconds of Retry-After before any step time is known
 _UNLIMITED = 2**62  # requests or tokens, where an option sets no bound
 _OUTPUT_DECAY = 0.98  # weight of a sequence when the next one ends

@@ -236,13 +236,14 @@ class Scheduler:
         self._reset = False
         self.state.running_queue.mark_sent()
         self._next_step += 1
-        moves = self.cache.launched(builder.id)
-        num_tokens, num_pairs = builder.num_tokens, builder.num_attention_pairs
+        step = builder.build(self.cache.launched(builder.id))
+        num_tokens = builder.num_tokens
+        num_pairs = step.chunks.num_attention_pairs if num_tokens > len(step.chunks) else 0.0
         self.state.in_flight.append(
             InFlightStep(builder.id, builder.scheduled, num_tokens, num_pairs, alone, builder.swapped_in)
         )
         self.predicted_seconds = self.costs.predicted_step_seconds(num_tokens, num_pairs)
-        return builder.build(moves)
+        return step
 
     def take_ended(self) -> list[Output]:
         """Return and clear the outputs of sequences that ended outside of a commit.
@@ -360,7 +361,7 @@ class Scheduler:
         self.state.end(seq, cause, now)
         stop_token = tokens[-1] if tokens and cause == EndCause.STOP and tokens[-1] in seq.stop_ids else None
         about = (seq.request.id, seq.index, seq.id, tokens, cause, stop_token)
-        self._pending_outputs.append(Output(*about, error=error, forced=list(range(len(tokens)))))
+        self._pending_outputs.append(Output(*about, error=error, forced=tuple(range(len(tokens)))))
 
     def _end_known(self, seq: Sequence, now: float) -> None:
         """End a sequence if the known tokens of its request complete it."""

@@ -42,7 +42,7 @@ class ScheduledChunk(msgspec.Struct, frozen=True, gc=False, eq=False):
 class StepBuilder:
     """The opened rows, table changes and chunks of a Step so far, as plain lists."""
 
-    __slots__ = ("blocks", "chunks", "id", "new_rows", "num_tokens", "reset", "scheduled", "swapped_in", "tokens")
+    __slots__ = ("_num_beyond", "blocks", "chunks", "id", "new_rows", "reset", "scheduled", "swapped_in", "tokens")
 
     def __init__(self, step_id: int, num_groups: int, *, reset: bool) -> None:
         self.id = step_id
@@ -53,7 +53,7 @@ class StepBuilder:
         self.blocks: list[list[tuple[int, int, list[int]]]] = [[] for _ in range(num_groups)]
         self.chunks: list[int] = []  # the fields of each chunk, in the order of Chunks
         self.scheduled: list[ScheduledChunk] = []
-        self.num_tokens = 0
+        self._num_beyond = 0  # tokens of chunks beyond their first
 
     def add_row(self, seq: Sequence) -> None:
         """Send all tokens and blocks of a sequence to the runner."""
@@ -71,7 +71,7 @@ class StepBuilder:
         output = _SAMPLE if samples else _POOL if num_prompt_outputs and seq.is_pooling else _NONE
         self.chunks += (seq.row, seq.id, start, stop, 0, num_prompt_outputs + samples, output)
         self.scheduled.append(ScheduledChunk(seq, start, stop, seq.epoch, num_prompt_outputs))
-        self.num_tokens += stop - start
+        self._num_beyond += stop - start - 1
 
     def add_token(self, seq: Sequence, start: int) -> None:
         """Schedule the position `start` of a sequence without prompt outputs. The same as `add_chunk` for it."""
@@ -79,7 +79,6 @@ class StepBuilder:
         samples = seq.schedule(stop, self.id)
         self.chunks += (seq.row, seq.id, start, stop, 0, samples, samples)
         self.scheduled.append(ScheduledChunk(seq, start, stop, seq.epoch, 0))
-        self.num_tokens += 1
 
     def add_swapped_in(self, seq: Sequence) -> None:
         """Mark a sequence whose KV this step swaps in."""
@@ -98,11 +97,9 @@ class StepBuilder:
                 spans.append((seq.row, first, blocks[first:]))
 
     @property
-    def num_attention_pairs(self) -> float:
-        """Number of (token, attended token) pairs of a step with prompt tokens; 0 if each chunk has one token."""
-        if self.num_tokens <= len(self.scheduled):
-            return 0.0
-        return sum((one.stop - one.start) * (one.start + one.stop + 1) for one in self.scheduled) / 2
+    def num_tokens(self) -> int:
+        """Positions that the step computes."""
+        return len(self.scheduled) + self._num_beyond
 
     def build(self, moves: list[Move]) -> Step:
         """The finished Step with `moves`."""

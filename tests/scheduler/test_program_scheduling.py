@@ -373,7 +373,7 @@ def test_a_branch_that_ends_while_its_request_runs_is_finished_when_that_is():
     rig.add("b", [2] * 8, max_tokens=4)
     rig.run()
     forest = rig.cache.index.trees
-    first = forest.leaves.peek()
+    first = forest.leaves.pop()
     assert first.path.startswith(token_key([1] * 8))
 
 

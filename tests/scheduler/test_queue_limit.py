@@ -10,9 +10,8 @@ from scripted_engine import VOCAB, Rig
 from quire.config import ConfigError, EngineOptions, SchedulerConfig, with_queue_limits
 from quire.core.request import KnownOutput, Namespace, Request
 from quire.core.scheduling_params import SchedulingParams
-from quire.errors import QueueFull
+from quire.errors import MAX_EXPECTED_RETRIES, QueueFull
 from quire.params import SamplingParams
-from quire.scheduler.queue_limit import MAX_EXPECTED_RETRIES
 from tools.virtual_time import Outcome, Server, limits, memory
 
 

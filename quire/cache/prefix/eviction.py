@@ -119,7 +119,7 @@ class CostPolicy:
         value = self._relative_cost(leaf) * _expected_reuse(leaf)
         asked = [mark for mark in leaf.marks if mark.hint.stage == NO_STAGE]  # program hints apply within a tenant only
         if asked:
-            points = priority_at(asked, leaf.end, self._clock.now) - DEFAULT_PRIORITY
+            points = priority_at(asked, leaf.default_reach, leaf.end, self._clock.now) - DEFAULT_PRIORITY
             value *= 2 ** (points / _POINTS_TO_DOUBLE)
         return leaf.level + value, leaf.tick
 
@@ -155,7 +155,7 @@ class PriorityPolicy:
 
     def eviction_key(self, leaf: Node) -> EvictionKey:
         """See EvictionPolicy."""
-        return priority_at(leaf.marks, leaf.end, self._clock.now), leaf.tick
+        return priority_at(leaf.marks, leaf.default_reach, leaf.end, self._clock.now), leaf.tick
 
     def on_use(self, node: Node) -> None:
         """See EvictionPolicy."""
@@ -165,7 +165,8 @@ class PriorityPolicy:
 
     def reason(self, leaf: Node) -> dict[str, float]:
         """See EvictionPolicy."""
-        return {"age": self._clock.tick - leaf.tick, "priority": priority_at(leaf.marks, leaf.end, self._clock.now)}
+        priority = priority_at(leaf.marks, leaf.default_reach, leaf.end, self._clock.now)
+        return {"age": self._clock.tick - leaf.tick, "priority": priority}
 
 
 class EvictableLeaves(Protocol):

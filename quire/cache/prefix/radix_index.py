@@ -478,6 +478,8 @@ class RadixIndex:
         This happens if the tail and the table disagree on whether the block belongs to a public prefix: the tail is
         under the public root and the block belongs under the namespace's root, or the other way round.
         """
+        if not self._public.longest:
+            return
         new = [(pool, blocks[depth]) for pool, blocks in zip(self._pools, table.blocks, strict=True)]
         if not any(b != ABSENT and pool.num_refs(b) > pool.num_refs_without_index(b) for pool, b in new):
             return

@@ -183,6 +183,7 @@ class Node(IndexHandle):
     __slots__ = (
         "blocks",
         "children",
+        "default_reach",
         "edge",
         "end",
         "id",
@@ -208,13 +209,14 @@ class Node(IndexHandle):
         self.root_key: object = None  # None for other nodes
         self.tenant: str = "" if parent is None else parent.tenant
         self.public: bool = parent is not None and parent.public
-        self.children: SortedChildren[Node] = SortedChildren()  # by the key of their first block
+        self.children: SortedChildren[Node] = _NO_CHILDREN  # by the key of their first block
         self.writers: dict[Any, None] = {}  # tables whose indexed blocks end here, in order of arrival
         self.tick = 0  # of its last use
         self.level = 0.0  # ageing level of the eviction policy at its last use; see LFUPolicy
         self.uses = UseStats()  # of its last part
         self.parts: tuple[Part, ...] = ()  # earlier parts, if the run was continued or nodes were merged
         self.marks: tuple[Mark, ...] = ()  # retention; a mark applies to the blocks before the node too
+        self.default_reach = 0  # blocks from position 0 to where a sequence without retention ended, or continued
 
     @property
     def start(self) -> int:
@@ -279,6 +281,8 @@ class Node(IndexHandle):
 
     def attach(self, child: "Node", key: bytes) -> None:
         """Add a child whose first block has this key."""
+        if self.children is _NO_CHILDREN:
+            self.children = SortedChildren()
         self.children.add(key, child)
         child.parent = self
 
@@ -311,13 +315,17 @@ class Node(IndexHandle):
         """Set an earlier end, and drop the statistics and the reach of marks behind it."""
         self.end = end
         self.parts, self.uses = truncate_parts(self.parts, self.uses, end)
+        self.default_reach = min(self.default_reach, end)
         if any(reach > end for _, reach in self.marks):
             self.marks = tuple(Mark(hint, min(reach, end)) for hint, reach in self.marks)
 
     @property
     def num_uniform_blocks(self) -> int:
         """Blocks at its end with the same use statistics and retention: at least 1."""
-        first = max([self.start, *(reach for reach, _ in self.parts), *(r for _, r in self.marks if r < self.end)])
+        first = max(self.start, self.parts[-1].reach if self.parts else 0)
+        if self.marks:
+            reaches = (self.default_reach, *(reach for _, reach in self.marks))
+            first = max([first, *(reach for reach in reaches if reach < self.end)])
         return self.end - first
 
     @property
@@ -338,6 +346,9 @@ class Node(IndexHandle):
             node = waiting.pop()
             yield node
             waiting += reversed(node.children)
+
+
+_NO_CHILDREN: SortedChildren[Node] = SortedChildren()  # of all nodes that never had any
 
 
 class LRUNodes:

@@ -158,7 +158,7 @@ class RadixTrees:
             is_tail = len(edge) < self._size
             node.uses = UseStats(parent.uses.chance) if is_tail else parent.uses.continued()
         node.tick = self.clock.tick
-        self._list(node)
+        self._list(node, in_use=writer is not None)
         return node
 
     def extend(self, node: Node, edge: bytes, blocks: Sequence[int]) -> bool:
@@ -249,9 +249,7 @@ class RadixTrees:
             if not node.children:
                 self._forget_root(node.root_key)  # type: ignore[arg-type]  # of a root
         elif not node.children:
-            end = len(node.blocks[0])
-            while end and all(blocks[end - 1] == ABSENT for blocks in node.blocks):
-                end -= 1
+            end = self._num_blocks_to_last(node) if self._window_nodes else len(node.blocks[0])
             if not end:
                 self._remove_leaf(node)
                 return
@@ -260,6 +258,13 @@ class RadixTrees:
             self._relist(node)
         elif (only := node.children.only) is not None and len(only.edge) >= self._size:
             self._merge(node, only)
+
+    def _num_blocks_to_last(self, node: Node) -> int:
+        """Blocks of a node up to the last one that is present in some group."""
+        end = len(node.blocks[0])
+        while end and all(blocks[end - 1] == ABSENT for blocks in node.blocks):
+            end -= 1
+        return end
 
     def evict(self, group: int, count: int, cause: EvictionCause) -> int:
         """See PrefixIndex."""
@@ -351,13 +356,13 @@ class RadixTrees:
 
     def _num_idle_at_end(self, leaf: Node, wanted: int) -> int:
         """Blocks at the end of a leaf that are idle or absent in every group, at most `wanted`."""
-        count = 0
-        while count < min(wanted, len(leaf.blocks[0])):
-            last = [blocks[-1 - count] for blocks in leaf.blocks]
-            if any(block != ABSENT and not self._pools[g].is_idle(block) for g, block in enumerate(last)):
-                break
-            count += 1
-        return count
+        most = min(wanted, len(leaf.blocks[0]))
+        for count in range(most):
+            for pool, blocks in zip(self._pools, leaf.blocks, strict=True):
+                block = blocks[-1 - count]
+                if block != ABSENT and not pool.is_idle(block):
+                    return count
+        return most
 
     def eviction_cause(self, key: RootKey, before: bytes, rest: bytes, num_found: int) -> EvictionCause | None:
         """The cause of the eviction that left only `num_found` tokens of `rest` behind `before`; None without one."""
@@ -426,8 +431,12 @@ class RadixTrees:
             self.leaves.update(node)
             self.leaves.add(node)
 
-    def _list(self, node: Node) -> None:
-        if not node.children:
+    def _list(self, node: Node, *, in_use: bool = False) -> None:
+        """List a node for eviction, as far as it has blocks that may be evicted.
+
+        in_use: a table is about to end there. `tidy` lists the leaf when no table does any more.
+        """
+        if not (node.children or node.writers or in_use):
             self.leaves.add(node)
         for group, nodes in self._window_nodes.items():
             if any(block != ABSENT for block in node.blocks[group]):

@@ -19,7 +19,6 @@ from quire.cache.prefix.eviction import DeferredLeaves, EvictionKey, EvictionPol
 from quire.cache.prefix.pins import Pins
 from quire.cache.prefix.radix_node import Clock, Node
 from quire.cache.retention import (
-    NO_HINT,
     NO_STAGE,
     BranchKey,
     Mark,
@@ -65,10 +64,12 @@ class RetentionMarks:
             self._apply_to_request(ends, retention)
 
     def _apply_to_request(self, ends: Sequence[Node], retention: SequenceRetention) -> None:
-        hint = NO_HINT
-        if retention.params != _DEFAULT_RETENTION:
-            hint = self._new_hint(retention)
-            hint.set_retention(retention.params, self._clock.now)
+        if retention.params == _DEFAULT_RETENTION:
+            for node in ends:
+                node.default_reach = node.end
+            return
+        hint = self._new_hint(retention)
+        hint.set_retention(retention.params, self._clock.now)
         marked = self._add_marks(ends, hint)
         if hint.pin and marked:
             self._pin_paths(hint, marked, retention)
@@ -100,7 +101,7 @@ class RetentionMarks:
             self._relist(node)
 
     def _add_marks(self, ends: Sequence[Node], hint: RetentionHint) -> list[Node]:
-        """Mark the nodes where a sequence ended. Returns those that have the mark; none for NO_HINT."""
+        """Mark the nodes where a sequence ended. Returns those that have the mark."""
         for node in ends:
             if node.parent is not None:
                 self._merge_marks(node, (*node.marks, Mark(hint, node.end)))
@@ -159,11 +160,10 @@ class RetentionMarks:
     def _set_marks(self, node: Node, marks: tuple[Mark, ...]) -> None:
         before, node.marks = node.marks, marks
         for hint, _ in marks:
-            if hint is not NO_HINT:
-                self.nodes.setdefault(hint, {})[node.id] = node
+            self.nodes.setdefault(hint, {})[node.id] = node
         kept = {hint for hint, _ in marks}
         for hint, _ in before:
-            if hint not in kept and hint is not NO_HINT:
+            if hint not in kept:
                 self._forget(hint, node)
 
     def _unmark(self, node: Node, hint: RetentionHint) -> None:
@@ -190,6 +190,7 @@ class RetentionMarks:
 
     def move_to_parent(self, leaf: Node, parent: Node) -> None:
         """A leaf is about to leave the tree: its marks, which apply to the blocks before it too, move to its parent."""
+        parent.default_reach = max(parent.default_reach, min(leaf.default_reach, parent.end))
         if leaf.marks:
             if parent.parent is not None:
                 moved = (Mark(hint, min(reach, parent.end)) for hint, reach in leaf.marks)
@@ -198,6 +199,7 @@ class RetentionMarks:
 
     def merge_nodes(self, upper: Node, node: Node) -> None:
         """The run of `upper` has become the first section of `node`: its marks move there."""
+        node.default_reach = max(node.default_reach, upper.default_reach)
         if upper.marks:
             self._merge_marks(node, (*upper.marks, *node.marks))
             self._move_marks(upper, node)
@@ -251,11 +253,7 @@ class RetentionMarks:
 
     def node_errors(self, node: Node, windowed: Collection[int]) -> list[str]:
         """Errors of the marks and pins of a node; empty if there are none."""
-        unknown = [
-            hint.number
-            for hint, _ in node.marks
-            if hint is not NO_HINT and self.nodes.get(hint, {}).get(node.id) is not node
-        ]
+        unknown = [hint.number for hint, _ in node.marks if self.nodes.get(hint, {}).get(node.id) is not node]
         wrong = [f"hints {unknown} do not have it"] if unknown else []
         return [*wrong, *self._pins.node_errors(node, windowed)]
 
@@ -277,7 +275,7 @@ class _HintedPolicy:
 
     def stage(self, leaf: Node) -> Stage:
         """The program hint for the last block of a leaf."""
-        return stage_at(leaf.marks, leaf.end, self._clock.now) if leaf.marks else NO_STAGE
+        return stage_at(leaf.marks, leaf.default_reach, leaf.end, self._clock.now) if leaf.marks else NO_STAGE
 
     def eviction_key(self, leaf: Node) -> EvictionKey:
         """See EvictionPolicy."""
@@ -378,19 +376,15 @@ class LeavesByTenant:
 
     def pop(self) -> Node | None:
         """See EvictableLeaves."""
-        node = self.peek()
-        if node is None:
+        first = self._all.peek()
+        if first is None:
             return self._deferred.pop()
-        spared = self._all.peek()
-        if spared is not None and spared is not node:
-            self._tenant_order.swap_keys(spared, node)
+        node = self._by_tenant[first.tenant].peek()
+        assert node is not None, "the tenant has a leaf"
+        if first is not node:  # a hint spares it
+            self._tenant_order.swap_keys(first, node)
         self._remove(node)
         return node
-
-    def peek(self) -> Node | None:
-        """The leaf that `pop` would return, of those that are not set aside."""
-        first = self._all.peek()
-        return None if first is None else self._by_tenant[first.tenant].peek()
 
     def on_use(self, node: Node) -> None:
         """See EvictableLeaves."""

@@ -10,13 +10,12 @@ from time import monotonic
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from quire.errors import QueueFull
+from quire.errors import MAX_EXPECTED_RETRIES, QueueFull
 from quire.server.api_keys import Caller
 from quire.server.errors import response_to
 from quire.server.middleware.rate_limit import has_unsafe_method, with_quota_headers
 
 REMEMBERED_SECONDS = 0.1  # the longest time for which a refusal by the engine applies to other requests
-MAX_RETRIES = 512  # refused requests that are expected to return one after another; bounds Retry-After in a flood
 QUEUED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/generate"})
 
 
@@ -47,7 +46,7 @@ class RecentRefusals:
         if before is not None and now < before.until + REMEMBERED_SECONDS:
             latest = max(latest, before.latest)  # the engine does not know of the requests that were refused here
         until = now + min(REMEMBERED_SECONDS, error.retry_after)
-        most = returns + MAX_RETRIES * error.spacing
+        most = returns + MAX_EXPECTED_RETRIES * error.spacing
         self._refusals[tenant] = _Refusal(error.reason, until, latest, most, error.spacing)
 
     def next_error(self, tenant: str) -> QueueFull | None:

@@ -30,7 +30,8 @@ def standing_by_hand(eviction: str, leaf, clock: Clock) -> tuple:
     if eviction == "lfu":
         return (leaf.level + leaf.uses.hits, leaf.tick)
     wishes = [mark.hint for mark in leaf.marks if mark.reach >= leaf.end and mark.hint.expires > clock.now]
-    priority = max((wish.priority for wish in wishes), default=DEFAULT_PRIORITY)
+    defaults = [] if wishes and leaf.default_reach < leaf.end else [DEFAULT_PRIORITY]
+    priority = max([*(wish.priority for wish in wishes), *defaults])
     if eviction == "cost":
         seconds = default_recompute_seconds(2, 2 * leaf.end - 2) / default_recompute_seconds(2, 0)
         reuse = log2(1 + leaf.uses.hits) if leaf.uses.hits else leaf.uses.chance

@@ -6,11 +6,11 @@ import httpx
 from embedded_model_server import run_app, service_of
 
 from quire.config import EngineOptions
-from quire.errors import QueueFull
+from quire.errors import MAX_EXPECTED_RETRIES, QueueFull
 from quire.server.api_keys import Keys, new_key
 from quire.server.app import make_app
 from quire.server.middleware import queue_full
-from quire.server.middleware.queue_full import MAX_RETRIES, QUEUED_PATHS, REMEMBERED_SECONDS, RecentRefusals
+from quire.server.middleware.queue_full import QUEUED_PATHS, REMEMBERED_SECONDS, RecentRefusals
 from quire.startup.build import build
 
 LONG = {"prompt": [67, 68, 69], "max_tokens": 300, "ignore_eos": True}
@@ -56,8 +56,8 @@ def test_requests_of_an_earlier_flood_do_not_count():
 def test_a_flood_does_not_raise_the_time_without_bound():
     refusals = RecentRefusals(Clock())
     refusals.record("loud", QueueFull("full", 2.0, 0.25))
-    told = [refusals.next_error("loud").retry_after for _ in range(MAX_RETRIES + 100)]
-    assert max(told) == told[-1] == 2.0 + MAX_RETRIES * 0.25
+    told = [refusals.next_error("loud").retry_after for _ in range(MAX_EXPECTED_RETRIES + 100)]
+    assert max(told) == told[-1] == 2.0 + MAX_EXPECTED_RETRIES * 0.25
 
 
 def test_a_refusal_that_need_not_apply_to_the_next_request_is_forgotten():
@@ -95,3 +95,12 @@ def test_a_flood_is_refused_before_bodies_are_parsed_and_other_tenants_are_serve
         assert other.headers["x-ratelimit-remaining-requests"] == str(int(left) - 1), "refusals here do not count"
         assert post("quiet").status_code == 200
         assert sorted(answer.result().status_code for answer in answers) == [200, 200, 200, 429]
+
+
+def test_each_post_route_is_refused_in_a_flood_or_queues_nothing():
+    options = EngineOptions(memory="256MiB", max_model_len=512)
+    service = service_of(build(options, report=lambda line: None, progress=lambda done, total: None))
+    app = make_app(service)
+    paths = {path for path, methods in app.openapi()["paths"].items() if "post" in methods}
+    queues_nothing = {"/tokenize", "/detokenize", "/flush_cache", "/v1/programs/end"}
+    assert paths == QUEUED_PATHS | queues_nothing, "add a route that generates to QUEUED_PATHS"
