@@ -135,8 +135,15 @@ struct HeldRows {
   int64_t stride, first, count;  // rows [first, first + count) of the product
 };
 
+// What a pass over a panel prefetches: of this panel, `ahead` bytes before they are used, to the L1 cache; or of the
+// next panel, vectors from `next` on, one per tile in `every` steps, to the L2 cache. 0: nothing.
+struct Prefetch {
+  int64_t ahead, every;
+  const char* next[4];  // tile by tile
+};
+
 template <class T, int MR, int NB>
-static void multiply(const Product& p, const Panel<T>& panel, const HeldRows<T>& rows, int64_t row, int64_t ahead) {
+static void multiply(const Product& p, const Panel<T>& panel, const HeldRows<T>& rows, int64_t row, Prefetch fetch) {
   constexpr int width = Term<T>::width;
   const auto* x = rows.x + row * rows.stride;
   int64_t steps = p.k / width;
@@ -145,10 +152,16 @@ static void multiply(const Product& p, const Panel<T>& panel, const HeldRows<T>&
   for (int m = 0; m < MR; m++)
 #pragma GCC unroll 8
     for (int n = 0; n < NB; n++) sums[m][n] = Vec{};
+  int64_t left = fetch.every;
   for (int64_t s = 0; s < steps; s++) {
-    if (ahead)
+    if (fetch.ahead) {
 #pragma GCC unroll 4
-      for (int n = 0; n < NB; n++) __builtin_prefetch(panel.w[n] + s * VECTOR_BYTES + ahead);
+      for (int n = 0; n < NB; n++) __builtin_prefetch(panel.w[n] + s * VECTOR_BYTES + fetch.ahead);
+    } else if (--left == 0) {
+      left = fetch.every;
+#pragma GCC unroll 4
+      for (int n = 0; n < NB; n++) __builtin_prefetch(fetch.next[n], 0, 2), fetch.next[n] += VECTOR_BYTES;
+    }
     add_terms<T>(sums, x + s * width, rows.stride, [&](int n) { return panel.w[n] + s * VECTOR_BYTES; });
   }
   alignas(64) float all[MR][NB][LANES];
@@ -165,19 +178,28 @@ constexpr int64_t HELD_ROWS = 256;      // the most rows of a block, which stays
 constexpr int64_t HELD_BYTES = 1 << 20;  // the most bytes of a block, unless 24 rows need more
 constexpr int64_t PREFETCH_BYTES = 2048;
 
-// Computes tiles of columns [begin, end), NB tiles of the weight at once.
+// Computes tiles of columns [begin, end), NB tiles of the weight at once. The passes over a panel, of up to 8 rows each,
+// share the prefetch of the next panel: so it is read from memory as fast as all of them compute.
 template <class T, int NB>
 static void multiply_block(const Product& p, const HeldRows<T>& rows, int64_t begin, int64_t end) {
   constexpr int most = min(8, VECTORS_AT_ONCE / NB);
   int64_t passes = (rows.count + most - 1) / most, each = (rows.count + passes - 1) / passes;
-  for (int64_t tile = begin; tile < end; tile += p.gate < 0 ? NB : NB / 2) {
+  int64_t steps = steps_of<T>(p.k), tiles = p.gate < 0 ? NB : NB / 2;
+  for (int64_t tile = begin; tile < end; tile += tiles) {
     Panel<T> panel = panel_of<T, NB>(p, tile, end);
-    for (int64_t row = 0; row < rows.count; row += each) {
-      int64_t ahead = row == 0 && rows.first == 0 ? PREFETCH_BYTES : 0;
+    Panel<T> next = panel_of<T, NB>(p, min(tile + tiles, end - 1), end);
+    for (int64_t pass = 0; pass < passes; pass++) {
+      int64_t row = pass * each;
+      Prefetch fetch{};
+      if (pass == 0 && tile == begin)
+        fetch.ahead = rows.first == 0 ? PREFETCH_BYTES : 0;
+      else if (tile + tiles < end)
+        fetch.every = passes;
+      for (int n = 0; n < NB; n++) fetch.next[n] = next.w[n] + pass * (steps / passes) * VECTOR_BYTES;
       switch (min(each, rows.count - row)) {
 #define ROWS(count) \
   case count: \
-    multiply<T, min(count, most), NB>(p, panel, rows, row, ahead); \
+    multiply<T, min(count, most), NB>(p, panel, rows, row, fetch); \
     break;
         ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8)
 #undef ROWS
