@@ -49,11 +49,10 @@ class Engine:
 
 @dataclass(frozen=True)
 class Answer:
-    """Duration of a workload. ttft: seconds to the first token of the first query, None if unknown."""
+    """Duration of a workload. ttft: seconds to the first token of a single query of several output tokens, else None."""
 
     seconds: float
     ttft: float | None
-    ttft_is: str
 
 
 @dataclass
@@ -79,7 +78,7 @@ class Running:
         wanted = [query.num_output_tokens for query in work.queries]
         if answer["num_tokens"] != wanted:
             raise self._error(f"{work.name}: outputs have {answer['num_tokens']} tokens, asked for were {wanted}")
-        return Answer(answer["seconds"], answer["ttft"], answer.get("ttft_is", "of the run"))
+        return Answer(answer["seconds"], answer["ttft"])
 
     def answer(self, queries: Sequence[Mapping[str, Any]]) -> tuple[float, list[int]]:
         """Seconds and output token counts of queries in the drivers' format. Output lengths are not checked."""

@@ -128,7 +128,6 @@ class Turns:
             "num_queries": len(work.queries),
             "num_prompt_tokens": work.num_prompt_tokens,
             "num_output_tokens": work.num_output_tokens,
-            "ttft_is": {engine.name: self.answers[name][engine.name][0].ttft_is for engine in self.engines},
             "figures": {
                 engine: {what: summary([round_[what] for round_ in rounds]) for what in rounds[0]}
                 for engine, rounds in by_engine.items()

@@ -6,10 +6,9 @@ import os
 import re
 import subprocess
 import sys
-import time
 from urllib.parse import SplitResult, urlsplit
 
-from protocol import Driven, Queries, Result, drive
+from protocol import Driven, Queries, drive
 
 import quire
 
@@ -33,20 +32,18 @@ def load(settings: dict) -> Driven:
     assert server.stdout is not None
     url = next(found[0] for line in server.stdout if (found := re.search(r"http://127\.0\.0\.1:\d+", line)))
 
-    def run(queries: Queries) -> Result:
-        start = time.perf_counter()
-        counts, firsts = zip(*asyncio.run(_all(url, queries)), strict=True)
-        return list(counts), firsts[0] - start
+    def run(queries: Queries) -> list[int]:
+        return asyncio.run(_all(url, queries))
 
     return Driven(run, quire.__version__, len(os.sched_getaffinity(0)), ["memory is of server and client"])
 
 
-async def _all(url: str, queries: Queries) -> list[tuple[int, float]]:
+async def _all(url: str, queries: Queries) -> list[int]:
     return await asyncio.gather(*(_one(urlsplit(url), query) for query in queries))
 
 
-async def _one(url: SplitResult, query: dict) -> tuple[int, float]:
-    """Output tokens as counted by the server, and the time of the first token.
+async def _one(url: SplitResult, query: dict) -> int:
+    """Output tokens as counted by the server.
 
     A real client runs on another machine. This one shares the server's cores, so it does as little work as possible.
     """
@@ -56,15 +53,13 @@ async def _one(url: SplitResult, query: dict) -> tuple[int, float]:
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {url.netloc}\r\nConnection: close\r\n"
     head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     writer.write(head.encode() + body)
-    first, tail = None, b""
+    tail = b""
     while piece := await reader.read(2**16):
-        if first is None and b"data: " in piece:
-            first = time.perf_counter()
         tail = (tail + piece)[-_USAGE_BYTES:]
     writer.close()
     usage = re.search(rb'"completion_tokens": ?(\d+)', tail)
-    assert first is not None and usage is not None, tail
-    return int(usage[1]), first
+    assert usage is not None, tail
+    return int(usage[1])
 
 
 if __name__ == "__main__":

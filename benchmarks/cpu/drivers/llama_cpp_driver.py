@@ -5,12 +5,11 @@ Common prefixes are computed once per query.
 """
 
 import os
-import time
 from dataclasses import dataclass
 
 import llama_cpp
 import numpy as np
-from protocol import Driven, Queries, Result, drive
+from protocol import Driven, Queries, drive
 
 TOKENS_AT_ONCE = 2048
 
@@ -46,16 +45,13 @@ class Model:
         self._vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
         self._batch = llama_cpp.llama_batch_init(TOKENS_AT_ONCE, 0, 1)
 
-    def run(self, queries: Queries) -> Result:
+    def run(self, queries: Queries) -> list[int]:
         """Run all queries at once. There may not be more queries than slots."""
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)  # noqa: FBT003
-        start, first = time.perf_counter(), None
         sequences = [Sequence(slot, query["prompt"], query["out"]) for slot, query in enumerate(queries)]
         while left := [sequence for sequence in sequences if sequence.num_left]:
             self._step(left)
-            if first is None and sequences[0].num_out:
-                first = time.perf_counter() - start
-        return [sequence.num_out for sequence in sequences], first
+        return [sequence.num_out for sequence in sequences]
 
     def _step(self, sequences: list[Sequence]) -> None:
         batch, count, ends = self._batch, 0, []

@@ -9,7 +9,7 @@ import numpy as np
 import openvino
 import openvino_genai
 from openvino_genai import ContinuousBatchingPipeline, GenerationConfig, SchedulerConfig
-from protocol import Driven, Queries, Result, drive
+from protocol import Driven, Queries, drive
 
 
 def load(settings: dict) -> Driven:
@@ -20,10 +20,10 @@ def load(settings: dict) -> Driven:
     scheduler.enable_prefix_caching = True
     pipeline = ContinuousBatchingPipeline(settings["gguf"], scheduler, "CPU", {"INFERENCE_PRECISION_HINT": "bf16"})
 
-    def run(queries: Queries) -> Result:
+    def run(queries: Queries) -> list[int]:
         prompts = [openvino.Tensor(np.array([query["prompt"]], np.int64)) for query in queries]
         outputs = pipeline.generate(prompts, [greedy(query["out"]) for query in queries])
-        return [len(output.m_generation_ids[0]) for output in outputs], None
+        return [len(output.m_generation_ids[0]) for output in outputs]
 
     return Driven(run, openvino_genai.__version__, len(os.sched_getaffinity(0)), ["from GGUF, F16"])
 

@@ -16,14 +16,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 Queries = list[dict]  # each with "prompt" (token ids) and "out" (exact number of output tokens)
-Result = tuple[list[int], float | None]  # output tokens per query; seconds to the first token of the first query
 
 
 @dataclass
 class Driven:
-    """A loaded engine. `run` answers all queries at once. Without a "form", it is greedy and ignores end tokens."""
+    """A loaded engine. `run` answers all queries at once, and returns the number of output tokens of each.
 
-    run: Callable[[Queries], Result]
+    Without a "form", it is greedy and ignores end tokens.
+    """
+
+    run: Callable[[Queries], list[int]]
     version: str
     threads: int
     notes: list[str] = field(default_factory=list)  # further facts for the report
@@ -47,21 +49,18 @@ def drive(load: Callable[[dict], Driven]) -> None:
 
 
 def _measured(engine: Driven, queries: Queries) -> dict:
-    """Run the queries. For a single query without a TTFT, measure the TTFT in a second run.
+    """Run the queries. The TTFT of a single query is the time of a second run, with one output token.
 
-    The second run has one output token and the reversed prompt: equal in length, and without a prefix match.
+    The prompt of that run is reversed: equal in length, and without a prefix match. Not all engines report their TTFT.
     """
     start = time.perf_counter()
-    num_tokens, ttft = engine.run(queries)
-    seconds = time.perf_counter() - start
-    ttft_is = "of the run"
-    if ttft is None and [query["out"] for query in queries] == [1]:
-        ttft = seconds
-    if ttft is None and len(queries) == 1:
+    num_tokens = engine.run(queries)
+    seconds, ttft = time.perf_counter() - start, None
+    if len(queries) == 1 and queries[0]["out"] > 1:
         start = time.perf_counter()
         engine.run([{"prompt": queries[0]["prompt"][::-1], "out": 1}])
-        ttft, ttft_is = time.perf_counter() - start, "of another run, with one token of output"
-    return {"seconds": seconds, "ttft": ttft, "ttft_is": ttft_is, "num_tokens": num_tokens}
+        ttft = time.perf_counter() - start
+    return {"seconds": seconds, "ttft": ttft, "num_tokens": num_tokens}
 
 
 def memory() -> dict:

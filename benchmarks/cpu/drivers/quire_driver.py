@@ -1,6 +1,6 @@
 """Driver for quire: an `LLM` with default options."""
 
-from protocol import Driven, Queries, Result, drive
+from protocol import Driven, Queries, drive
 
 import quire
 from quire import (
@@ -24,12 +24,10 @@ def load(settings: dict) -> Driven:
         **({"memory": "4GiB"} | settings["options"]),
     )
 
-    def run(queries: Queries) -> Result:
+    def run(queries: Queries) -> list[int]:
         params = [_params(query) for query in queries]
         outputs = llm.generate([query["prompt"] for query in queries], params, use_tqdm=False)
-        times = outputs[0].metrics
-        assert times.first_token_time is not None
-        return [len(out.outputs[0].token_ids) for out in outputs], times.first_token_time - times.arrival_time
+        return [len(out.outputs[0].token_ids) for out in outputs]
 
     kernels = next(" ".join(line.split()) for line in lines if line.startswith("kernels"))
     return Driven(run, quire.__version__, torch.get_num_threads(), [kernels])

@@ -2,7 +2,7 @@
 
 import torch
 import transformers
-from protocol import Driven, Queries, Result, drive
+from protocol import Driven, Queries, drive
 from transformers import AutoModelForCausalLM
 
 
@@ -10,7 +10,7 @@ def load(settings: dict) -> Driven:
     """Load the model with its default attention."""
     model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.bfloat16).eval()
 
-    def run(queries: Queries) -> Result:
+    def run(queries: Queries) -> list[int]:
         longest = max(len(query["prompt"]) for query in queries)
         num_output = max(query["out"] for query in queries)
         padding = [longest - len(query["prompt"]) for query in queries]
@@ -25,7 +25,7 @@ def load(settings: dict) -> Driven:
             pad_token_id=0,
         )
         # Every row has the length of the longest output. A shorter query counts the tokens that it asked for.
-        return [min(query["out"], tokens.shape[1] - longest) for query in queries], None
+        return [min(query["out"], tokens.shape[1] - longest) for query in queries]
 
     return Driven(run, transformers.__version__, torch.get_num_threads(), ["one static batch"])
 

@@ -3,7 +3,7 @@
 import os
 
 import vllm
-from protocol import Driven, Queries, Result, drive
+from protocol import Driven, Queries, drive
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
@@ -20,11 +20,11 @@ def load(settings: dict) -> Driven:
         **settings["options"],
     )
 
-    def run(queries: Queries) -> Result:
+    def run(queries: Queries) -> list[int]:
         params = [_params(query) for query in queries]
         prompts = [{"prompt_token_ids": query["prompt"]} for query in queries]
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        return [len(output.outputs[0].token_ids) for output in outputs], None
+        return [len(output.outputs[0].token_ids) for output in outputs]
 
     return Driven(run, vllm.__version__, len(os.sched_getaffinity(0)), ["prefix caching"])
 
