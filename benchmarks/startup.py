@@ -1,6 +1,9 @@
 """Time from the start of `quire serve` until it is ready, and until the first token of an answer.
 
-python -m benchmarks.startup [--repeat 5]
+    python -m benchmarks.startup [--shape 0.5b] [--models FOLDER] [--repeat 5] [--json FILE] [-- OPTION ...]
+
+Without --shape the embedded model is served, else a checkpoint with random weights in --models. OPTIONs are those of
+`quire serve`. The files are in the page cache after the first start.
 """
 
 import argparse
@@ -9,36 +12,65 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from rich.progress import track
+
+from benchmarks.cpu.checkpoints import SHAPES, checkpoint
+from benchmarks.cpu.machine import describe
+
+LINES = ("policy", "kernels", "costs", "tpot")  # start-up lines whose times are printed
 COMMAND = (str(Path(sys.executable).with_name("quire")), "serve", "--port", "0")
 
 
-def measure() -> tuple[float, float]:
-    """Seconds until the server is ready, and until a stream has its first token, in a new process."""
-    start = time.perf_counter()
-    with subprocess.Popen(COMMAND, stdout=subprocess.PIPE, text=True) as server:
+def measure(options: Sequence[str]) -> dict[str, float]:
+    """Seconds from the start of a new process until its lines, until it is ready, and until the first token."""
+    start, seconds = time.perf_counter(), {}
+    with subprocess.Popen([*COMMAND, *options], stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
-        url = next(found[0] for line in server.stdout if (found := re.search(r"http://127\.0\.0\.1:\d+", line)))
-        ready = time.perf_counter() - start
-        body = json.dumps({"messages": [{"role": "user", "content": "Hello!"}], "stream": True}).encode()
-        request = urllib.request.Request(f"{url}/v1/chat/completions", body, {"content-type": "application/json"})
+        for line in server.stdout:
+            if found := re.search(r"http://127\.0\.0\.1:\d+", line):
+                break
+            if (word := line.split(maxsplit=1)[0]) in LINES:
+                seconds[word] = time.perf_counter() - start
+        else:
+            raise RuntimeError(f"quire serve {' '.join(options)} has ended")
+        seconds["ready"] = time.perf_counter() - start
+        body = json.dumps({"prompt": [5, 6, 7, 8], "max_tokens": 4, "ignore_eos": True, "stream": True}).encode()
+        request = urllib.request.Request(f"{found[0]}/v1/completions", body, {"content-type": "application/json"})
         with urllib.request.urlopen(request) as stream:
-            next(line for line in stream if b'"content":"' in line and b'"content":""' not in line)
-            first = time.perf_counter() - start
+            next(line for line in stream if b'"text"' in line)
+            seconds["first token"] = time.perf_counter() - start
         server.terminate()
-    return ready, first
+    return seconds
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--shape", choices=SHAPES, help="default: the embedded model")
+    parser.add_argument("--models", type=Path, help="folder of the checkpoint; default: a temporary one")
     parser.add_argument("--repeat", type=int, default=5)
-    ready, first = zip(*(measure() for _ in range(parser.parse_args().repeat)), strict=True)
-    print(f"ready       median {statistics.median(ready):.2f} s, worst {max(ready):.2f} s")
-    print(f"first token median {statistics.median(first):.2f} s, worst {max(first):.2f} s")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("options", nargs="*", help="of quire serve, after --")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        model = [str(checkpoint(args.shape, args.models or Path(folder)))] if args.shape else []
+        runs = [measure([*model, *args.options]) for _ in track(range(1 + args.repeat), "starts")][1:]
+    summary: dict[str, Any] = {}
+    for name in runs[0]:
+        values = [run[name] for run in runs]
+        summary[name] = {"median": statistics.median(values), "min": min(values), "max": max(values)}
+        print(f"{name:<12} median {statistics.median(values):.2f} s, {min(values):.2f} to {max(values):.2f} s")
+    if args.json:
+        setting = {"shape": args.shape or "embedded", "repeat": args.repeat, "options": args.options}
+        report = {"machine": describe(), "setting": setting, "seconds": summary}
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

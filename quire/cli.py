@@ -21,9 +21,9 @@ import quire
 from quire.config import MODEL_HELP, REMOVED_VALUES, EngineOptions, Help
 from quire.errors import QuireError, RequestError
 from quire.params import SamplingParams
-from quire.scheduler.journal import replay_file
 from quire.server.api_keys import MAX_PER_MINUTE, Role, add_key, new_key
 from quire.server.options import ServerOptions
+from quire.supervisor.spawn import spawned_engine
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -125,7 +125,8 @@ def serve(
     server: ServerOptions,
 ) -> None:
     """Serve the OpenAI API over HTTP."""
-    quire.serve(options, server, report=typer.echo, progress=WeightsBar())
+    with spawned_engine() as spawned:  # it imports torch while this process imports the server
+        quire.serve(options, server, spawned=spawned, report=typer.echo, progress=WeightsBar())
 
 
 @app.command()
@@ -215,6 +216,8 @@ def run_batch(
 @app.command()
 def replay(file: Annotated[Path, typer.Argument(help="a journal, as --journal writes it")]) -> None:
     """Replay a journal and compare every step of the scheduler. Exit code 1 if one differs."""
+    from quire.scheduler.journal import replay_file  # noqa: PLC0415  (the scheduler takes a tenth of a second)
+
     try:
         report = replay_file(file)
     except OSError as error:

@@ -25,7 +25,8 @@ from quire.config import EngineOptions
 from quire.server.app import make_app
 from quire.server.batch.in_process_client import post
 from quire.server.service import Service
-from quire.startup.build import build, model_info_of
+from quire.startup.build import build
+from quire.startup.model_info import model_info_of
 from quire.supervisor.async_engine import AsyncEngine
 from quire.supervisor.engine_handle import EngineThread
 

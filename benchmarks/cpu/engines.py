@@ -49,7 +49,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class Answer:
-    """Duration of a workload. ttft: seconds to the first token of a single query of several output tokens, else None."""
+    """Duration of a workload. ttft: seconds to the first token of a single query; None with one output token."""
 
     seconds: float
     ttft: float | None

@@ -3,17 +3,17 @@
 An implementation for a format with other names (GGUF) translates them.
 """
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from quire.errors import ModelError
+from quire.models.json_file import read_json_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +53,6 @@ class Checkpoint(Protocol):
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor), one at a time, in the order of the files. Raises ModelError for a damaged file."""
-
-
-def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises ModelError if it is missing, damaged, or no JSON object."""
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except (ValueError, RecursionError, OSError) as error:
-        raise ModelError(f"{path} is not valid JSON, or cannot be read ({error}); download it again") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} must hold a JSON object; download it again")
-    return value
 
 
 WEIGHTS_FILE = "model.safetensors"

@@ -21,9 +21,10 @@ from quire.supervisor.async_engine import AsyncEngine
 from quire.supervisor.engine_handle import EngineProcess
 from quire.supervisor.gc_policy import GCPolicy
 from quire.supervisor.restart_policy import RESTART_TIMEOUT
+from quire.supervisor.spawn import Spawned
 from quire.tokenizer.load import open_tokenizer
 
-CALIBRATION_SECONDS = 1.0  # maximum; a small model needs less
+CALIBRATION_SECONDS = 0.3  # maximum; the cost model also learns from the first requests
 
 
 @contextmanager
@@ -33,14 +34,16 @@ def launched(
     *,
     watchdog: float = 0.0,
     restart_timeout: float = RESTART_TIMEOUT,
+    spawned: Spawned | None = None,
     report: Callable[[str], None],
     progress: Callable[[int, int], None],
 ) -> Iterator[Service]:
     """Context manager: a service whose engine process is ready. The process is killed on exit.
 
-    watchdog, restart_timeout: as in AsyncEngine. Raises ConfigError, ModelError, EngineStopped.
+    watchdog, restart_timeout: as in AsyncEngine. spawned: as in EngineProcess. Raises ConfigError, ModelError,
+    EngineStopped.
     """
-    host = EngineProcess(with_server_defaults(options), report=report, progress=progress)
+    host = EngineProcess(with_server_defaults(options), report=report, progress=progress, spawned=spawned)
     host.launch()
     try:
         tokenizer = open_tokenizer(Path(host.model_info.path))
@@ -99,15 +102,16 @@ def serve(
     options: EngineOptions,
     server: ServerOptions,
     *,
+    spawned: Spawned | None = None,
     report: Callable[[str], None],
     progress: Callable[[int, int], None],
 ) -> None:
     """Load the model and serve it until SIGINT or SIGTERM, then drain. A second signal ends the drain.
 
-    report(line) gets the memory plan, and the URL when requests are accepted. Without a key file the host must be a
-    loopback address, and every client that can connect is admitted. Raises ConfigError before the model is loaded for
-    unusable keys, certificates, host or port, and afterwards if another server listens on the port since then. Raises
-    EngineStopped when the engine ended and no other could be started.
+    spawned: as in EngineProcess. report(line) gets the memory plan, and the URL when requests are accepted. Without a
+    key file the host must be a loopback address, and every client that can connect is admitted. Raises ConfigError
+    before the model is loaded for unusable keys, certificates, host or port, and afterwards if another server listens
+    on the port since then. Raises EngineStopped when the engine ended and no other could be started.
     """
     server.check()
     check_certificate(server.ssl_certfile, server.ssl_keyfile)
@@ -125,6 +129,7 @@ def serve(
             server.served_model_name,
             watchdog=server.watchdog,
             restart_timeout=server.engine_restart_timeout,
+            spawned=spawned,
             report=report,
             progress=progress,
         ) as service:

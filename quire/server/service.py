@@ -16,7 +16,7 @@ from quire.server.observability.metrics import Metrics
 from quire.server.observability.request_record import RequestIds
 from quire.server.reply import Reply
 from quire.server.thread_pool import ThreadPool
-from quire.startup.build import ModelInfo
+from quire.startup.model_info import ModelInfo
 from quire.structured_outputs.grammar_cache import CompilerOverloaded, front_end_cache
 from quire.supervisor.async_engine import AsyncEngine
 from quire.tokenizer.chat_sandbox import MAX_SIZE, LimitExceeded, size_of

@@ -5,7 +5,7 @@ The memory plan is computed and reported before the weights are loaded.
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from types import MappingProxyType
@@ -38,6 +38,7 @@ from quire.scheduler.scheduler import Scheduler
 from quire.startup.calibration import measure
 from quire.startup.hardware import available_memory, pick_device, return_freed_memory
 from quire.startup.memory_demand import make_cache_config, memory_profile, shape_of
+from quire.startup.model_info import ModelInfo
 from quire.startup.model_loading import ModelFiles, open_model
 from quire.structured_outputs.grammar_compilation import GrammarCompiler, vocabulary_of
 from quire.tokenizer.tokenizer import Tokenizer
@@ -73,26 +74,6 @@ def _check_preemption(options: EngineOptions) -> None:
         raise ConfigError(
             f"swap_space={options.swap_space} has no effect with preemption 'recompute'; leave out one of them"
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelInfo:
-    """Information about a model and its engine, as plain data."""
-
-    model_name: str
-    path: str  # a folder or a .gguf file
-    max_model_len: int
-    vocab_size: int
-    num_end_tokens: int  # end tokens of the model
-    hidden_size: int
-    sampling_defaults: Mapping[str, float | int]  # for parameters that a request leaves out
-    options: EngineOptions  # as resolved by `prepare`
-    cache: CacheConfig
-
-
-def model_info_of(built: ModelInfo) -> ModelInfo:
-    """A copy with the fields of ModelInfo only, for example of Built."""
-    return ModelInfo(**{field.name: getattr(built, field.name) for field in fields(ModelInfo)})
 
 
 _DEFAULT_MEMORY_SHARES = {

@@ -7,7 +7,6 @@ import logging
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -16,15 +15,15 @@ from typing import Protocol
 from quire.config import EngineOptions
 from quire.engine.engine import Engine
 from quire.errors import EngineStopped
-from quire.startup.build import ModelInfo
+from quire.startup.model_info import ModelInfo
 from quire.supervisor import protocol
 from quire.supervisor.engine_loop import EngineLoop
 from quire.supervisor.protocol import Begin, EngineMessage, receive_frame
+from quire.supervisor.spawn import PROGRAM, Spawned, spawn
 
 log = logging.getLogger(__name__)
 
 DUMP_SIGNAL = signal.SIGUSR1  # makes an engine process write the stacks of its threads
-_PROGRAM = ("-m", "quire.supervisor")
 _SIGNALS = {one.value: one.name for one in signal.Signals}  # most real-time signals have no name
 
 
@@ -52,7 +51,7 @@ class EngineProcess:
     """An engine in a process of its own.
 
     report(line), progress(done, total): called during the first start only. progress is in bytes.
-    program: arguments of the Python interpreter; the file descriptor of the socket is appended.
+    program: see `spawn`. spawned: the process of the first start; None: `launch` starts one.
     """
 
     can_restart = True
@@ -65,27 +64,23 @@ class EngineProcess:
         *,
         report: Callable[[str], None],
         progress: Callable[[int, int], None],
-        program: Sequence[str] = _PROGRAM,
+        program: Sequence[str] = PROGRAM,
+        spawned: Spawned | None = None,
     ) -> None:
         self._options = options
         self._report = report
         self._progress = progress
         self.program = program
+        self._spawned = spawned
         self.process: subprocess.Popen[bytes]
         self._num_starts = 0
 
     def launch(self) -> None:
         """Start an engine, and wait until it is ready. Raises ConfigError, ModelError, EngineStopped, OSError."""
-        self.connection, theirs = socket.socketpair()
+        spawned, self._spawned = self._spawned or spawn(self.program), None
+        self.process, self.connection = spawned
         with ExitStack() as on_error:
             on_error.callback(self.connection.close)
-            with theirs:
-                self.process = subprocess.Popen(
-                    [sys.executable, *self.program, str(theirs.fileno())],
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()],
-                    start_new_session=True,  # Ctrl-C must reach the front end only, which drains requests
-                )
             on_error.callback(self.wait)
             on_error.callback(self.kill)
             begin = Begin(self._options, is_restart=self._num_starts > 0)

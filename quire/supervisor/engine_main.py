@@ -9,7 +9,8 @@ import socket
 from collections.abc import Callable
 
 from quire.errors import QuireError
-from quire.startup.build import Built, build, model_info_of
+from quire.startup.build import Built, build
+from quire.startup.model_info import model_info_of
 from quire.supervisor import protocol
 from quire.supervisor.engine_handle import DUMP_SIGNAL
 from quire.supervisor.engine_loop import EngineLoop

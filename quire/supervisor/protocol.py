@@ -23,7 +23,7 @@ from quire.errors import (
     QuireError,
     RequestError,
 )
-from quire.startup.build import ModelInfo
+from quire.startup.model_info import ModelInfo
 
 MAX_FRAME = 2**28  # bytes; enough for 2**24 tokens, more than a body of 16 MiB has
 _LENGTH = struct.Struct("<I")

@@ -13,7 +13,7 @@ from jinja2 import Template, TemplateError
 from jinja2.exceptions import SecurityError
 
 from quire.errors import ModelError, RequestError, nearest
-from quire.models.checkpoint import read_json_object
+from quire.models.json_file import read_json_object
 from quire.tokenizer.chat_sandbox import MAX_SECONDS, MAX_SIZE, LimitExceeded, Meter, Sandbox
 from quire.tokenizer.messages import REASONING_FIELDS, Message, plain_json, plain_messages
 

@@ -5,6 +5,7 @@ llama.cpp's conventions.
 """
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 
 from tokenizers import AddedToken, decoders, models, normalizers, processors
@@ -12,7 +13,7 @@ from tokenizers import Tokenizer as Core
 
 from quire.errors import QuireError, nearest
 from quire.models.gguf.checkpoint import special_tokens
-from quire.models.gguf.reader import Metadata
+from quire.models.gguf.reader import Metadata, read_header
 from quire.tokenizer.hf_files import SPLITS
 from quire.tokenizer.tokenizer import Tokenizer
 
@@ -20,6 +21,12 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # llam
 _MAX_PIECE = 1024  # characters of a SentencePiece token; longer ones get no merges
 _MAX_PIECES = 1 << 24  # characters of all tokens; the largest vocabularies have two million
 _SPACE = "▁"
+
+
+def read_gguf_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a .gguf file. Raises ModelError."""
+    header = read_header(path)
+    return gguf_tokenizer(Metadata(header.metadata, header.path))
 
 
 def gguf_tokenizer(metadata: Metadata) -> Tokenizer:

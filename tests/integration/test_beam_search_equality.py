@@ -13,7 +13,8 @@ from quire.params import BeamSearchParams
 from quire.scheduler.beam_search import Rules, Search
 from quire.server.app import make_app
 from quire.server.service import Service
-from quire.startup.build import build, model_info_of
+from quire.startup.build import build
+from quire.startup.model_info import model_info_of
 from quire.supervisor.async_engine import AsyncEngine
 from quire.supervisor.engine_handle import EngineThread
 

@@ -65,6 +65,8 @@ LAZY = {
         "quire/startup/model_loading.py",
         "_transformers_backend",
     ): "transformers is an optional extra, and slow to import",
+    ("quire/cli.py", "replay"): "the scheduler takes a tenth of a second, and `quire serve` is to start its engine",
+    ("quire/tokenizer/load.py", "open_tokenizer"): "the HTTP process has no torch, which .gguf files alone need",
     ("quire/hub/locate.py", "locate"): "huggingface_hub takes a tenth of a second, for downloads alone",
     ("quire/kernels/choose.py", "_triton"): "triton is an optional package, and slow to import",
     ("quire/server/observability/middleware.py", "_tracing"): "OpenTelemetry is an optional extra, and slow to import",

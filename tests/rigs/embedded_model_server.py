@@ -11,7 +11,8 @@ from quire.config import EngineOptions
 from quire.server.middleware.http_protocol import http_config
 from quire.server.options import ServerOptions
 from quire.server.service import Service
-from quire.startup.build import Built, build, model_info_of
+from quire.startup.build import Built, build
+from quire.startup.model_info import model_info_of
 from quire.supervisor.async_engine import AsyncEngine
 from quire.supervisor.engine_handle import EngineThread
 

@@ -10,7 +10,7 @@ from quire.core.output import EndCause, Output
 from quire.core.request import Request
 from quire.engine.engine import EngineStats
 from quire.params import SamplingParams
-from quire.startup.build import ModelInfo
+from quire.startup.model_info import ModelInfo
 from quire.supervisor.async_engine import AsyncEngine
 from quire.supervisor.engine_loop import EngineLoop
 

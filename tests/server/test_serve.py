@@ -140,3 +140,8 @@ def test_a_second_signal_ends_the_process_whose_streams_are_told():
         assert json.loads(got[-2])["error"]["message"] == "the server is shutting down"
         assert got[-1] == "[DONE]"
         ended_well(process)
+
+
+def test_the_http_process_does_not_wait_for_torch():
+    check = "import sys, quire.server.serve; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", check], check=True)

@@ -30,7 +30,7 @@ from quire.errors import (
 )
 from quire.models.description import UnknownArchitecture
 from quire.params import NUMBERS, SamplingParams, StructuredOutputsParams
-from quire.startup.build import ModelInfo
+from quire.startup.model_info import ModelInfo
 from quire.supervisor import protocol
 from quire.supervisor import protocol as framing
 from quire.supervisor.protocol import Answer, BadFrame, Batch, Failure, FrameReader, Launched

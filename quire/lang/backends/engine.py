@@ -21,7 +21,8 @@ from quire.lang.params import GenParams
 from quire.lang.select import ChoicesDecision, ChoicesSamplingMethod, TokenLogprob, common_prefix_len, decide
 from quire.lang.state_text import Message, Prompt
 from quire.params import SamplingParams
-from quire.startup.build import Built, build, model_info_of
+from quire.startup.build import Built, build
+from quire.startup.model_info import model_info_of
 from quire.structured_outputs.grammar_cache import front_end_cache
 from quire.supervisor.async_engine import AsyncEngine
 from quire.supervisor.engine_handle import EngineThread

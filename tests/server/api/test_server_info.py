@@ -10,7 +10,7 @@ from quire.core.output import EndCause, Output
 from quire.cost.step_time import CostModel
 from quire.engine.engine import EngineStats
 from quire.errors import DeadlineUnreachable
-from quire.startup.build import model_info_of
+from quire.startup.model_info import model_info_of
 from quire.supervisor import async_engine
 from quire.supervisor.async_engine import AsyncEngine
 from quire.supervisor.engine_handle import EngineThread

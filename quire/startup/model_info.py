@@ -1,0 +1,26 @@
+"""Information about a model and its engine, which the engine process sends to the front end. Imports no torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from quire.config import CacheConfig, EngineOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """Information about a model and its engine, as plain data."""
+
+    model_name: str
+    path: str  # a folder or a .gguf file
+    max_model_len: int
+    vocab_size: int
+    num_end_tokens: int  # end tokens of the model
+    hidden_size: int
+    sampling_defaults: Mapping[str, float | int]  # for parameters that a request leaves out
+    options: EngineOptions  # as resolved by `prepare`
+    cache: CacheConfig
+
+
+def model_info_of(built: ModelInfo) -> ModelInfo:
+    """A copy with the fields of ModelInfo only, for example of Built."""
+    return ModelInfo(**{field.name: getattr(built, field.name) for field in fields(ModelInfo)})

@@ -1,0 +1,49 @@
+"""New engine processes. Imports the standard library only, so that the command line can start one at once.
+
+An engine process needs a second to import torch. Meanwhile the HTTP process imports FastAPI.
+"""
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+PROGRAM = ("-m", "quire.supervisor")  # arguments of the Python interpreter; the socket's file descriptor is appended
+
+
+class Spawned(NamedTuple):
+    """A new engine process that waits for Begin, and the socket to it."""
+
+    process: "subprocess.Popen[bytes]"
+    connection: socket.socket
+
+
+def spawn(program: Sequence[str] = PROGRAM) -> Spawned:
+    """Start an engine process. It ends when the socket is closed. Raises OSError."""
+    ours, theirs = socket.socketpair()
+    try:
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, *program, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C must reach the front end only, which drains requests
+            )
+    except BaseException:
+        ours.close()
+        raise
+    return Spawned(process, ours)
+
+
+@contextmanager
+def spawned_engine() -> Iterator[Spawned]:
+    """Context manager: a new engine process. If it still runs at the end of the block, it is killed."""
+    spawned = spawn()
+    try:
+        yield spawned
+    finally:
+        spawned.connection.close()
+        spawned.process.kill()
+        spawned.process.wait()
