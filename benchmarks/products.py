@@ -1,6 +1,6 @@
 """quire's bf16 matrix products beside oneDNN's with packed weights in torch, on shapes of a 0.5B model.
 
-    python -m benchmarks.products [--rows 1,4,8,16,32,64,128,512,2048] [--threads N]
+    python -m benchmarks.products [--rows 1,4,8,16,32,64,128,512,2048] [--threads N] [--json FILE]
 
 Each turn goes over copies of a weight that are together larger than any cache. Times are the best of several rounds in
 which the two libraries take turns. oneDNN allocates its output at every call, as in torch; quire writes into an
@@ -8,11 +8,14 @@ existing buffer.
 """
 
 import argparse
+import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
+from benchmarks.cpu.machine import describe
 from quire.kernels.contract import PackedWeight
 from quire.kernels.cpu import kernels
 from quire.kernels.cpu.products import pack_weight
@@ -58,8 +61,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rows", default="1,4,8,16,32,64,128,512,2048")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
     kernels.use_threads(args.threads)
+    found = []
     print(f"{'':<14}{'rows':>6}{'quire us':>10}{'oneDNN us':>11}{'ratio':>7}{'GFLOP/s':>9}{'GB/s':>7}")
     for name, (columns, terms) in SHAPES.items():
         for rows in map(int, args.rows.split(",")):
@@ -67,6 +72,9 @@ def main() -> None:
             rate, read = 2e-9 * rows * columns * terms / ours, 2e-9 * columns * terms / ours
             times = f"{1e6 * ours:>10.0f}{1e6 * theirs:>11.0f}{theirs / ours:>7.2f}"
             print(f"{name:<14}{rows:>6}{times}{rate:>9.0f}{read:>7.1f}")
+            found.append({"weight": name, "rows": rows, "quire_us": 1e6 * ours, "onednn_us": 1e6 * theirs})
+    if args.json:
+        args.json.write_text(json.dumps({"machine": describe(), "products": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """Scheduler time: `plan` + `commit` of full batches without a model, alone or beside another version of quire.
 
-    python -m benchmarks.scheduling_time [--sequences 256] [--index radix] [--steps 400] [--json FILE]
-                                         [--before CHECKOUT [--pairs 15]]
+    python -m benchmarks.scheduling_time [--sequences 256] [--waiting 0] [--index radix] [--policy fcfs] [--steps 400]
+                                         [--json FILE] [--before CHECKOUT [--pairs 15]]
 
 Two loads: *decoding*, where all sequences run throughout, and *churn*, where about four sequences end and begin in each
-step. Figures are CPU time of this process in milliseconds per step: median and 99th percentile over the steps. The
-runner is not timed; its results are made up. With --before both versions run in turns, each in processes of its own,
-and the ratios of their medians are printed with an interval that has the median of pairs with 95 % confidence.
+step. In both, --waiting further requests wait throughout. Figures are CPU time of this process in milliseconds per
+step: median and 99th percentile over the steps. The runner is not timed; its results are made up. With --before both
+versions run in turns, each in processes of its own, and the ratios of their medians are printed with an interval that
+has the median of pairs with 95 % confidence.
 """
 
 import argparse
@@ -26,7 +27,7 @@ import numpy as np
 from rich.progress import track
 
 from quire.cache.kv_cache import KVCache
-from quire.config import CacheConfig, KVGroup, PrefixIndexKind, SchedulerConfig
+from quire.config import DEFAULT_POLICY, CacheConfig, KVGroup, Policy, PrefixIndexKind, SchedulerConfig
 from quire.core.request import Request
 from quire.core.step import ChunkOutput, Step, StepResult
 from quire.params import SamplingParams
@@ -35,22 +36,30 @@ from quire.scheduler.scheduler import Scheduler
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT = 64
 BLOCK_SIZE = 16
+SETTING = ("sequences", "waiting", "policy", "index", "steps")  # options of the measurement
 _WARM_UP = 8  # steps that are not counted
 
 
-def new_scheduler(num_sequences: int, length: int, prefix_index: PrefixIndexKind) -> Scheduler:
+def new_scheduler(
+    num_sequences: int, length: int, prefix_index: PrefixIndexKind, policy: Policy = DEFAULT_POLICY
+) -> Scheduler:
     """A scheduler with rows and blocks for `num_sequences` sequences of up to `length` tokens."""
     num_blocks = num_sequences * (-(-length // BLOCK_SIZE) + 1)
     group = KVGroup((0,), "full", 1, 64, "bfloat16", num_blocks, 2 * 64 * 2 * BLOCK_SIZE)
-    config = SchedulerConfig(num_sequences, max(2048, num_sequences * PROMPT), length, 1e9, 0.01, 1)
+    config = SchedulerConfig(num_sequences, max(2048, num_sequences * PROMPT), length, 1e9, 0.01, 1, policy)
     return Scheduler(config, KVCache(CacheConfig(BLOCK_SIZE, (group,), prefix_index)))
 
 
 def decoding(
-    num_sequences: int, num_steps: int, *, num_waiting: int = 0, prefix_index: PrefixIndexKind = "radix"
+    num_sequences: int,
+    num_steps: int,
+    *,
+    num_waiting: int = 0,
+    prefix_index: PrefixIndexKind = "radix",
+    policy: Policy = DEFAULT_POLICY,
 ) -> dict[str, list[float]]:
     """CPU seconds of plan, commit and both in each step, with `num_sequences` running and others waiting throughout."""
-    scheduler = new_scheduler(num_sequences, PROMPT + num_steps + 24, prefix_index)
+    scheduler = new_scheduler(num_sequences, PROMPT + num_steps + 24, prefix_index, policy)
     params = SamplingParams(max_tokens=num_steps + 16, seed=1)
     for i in range(num_sequences + num_waiting):
         # Lengths differ, so that sequences fill their blocks at different steps. Tokens differ, so that no prefix is
@@ -62,11 +71,18 @@ def decoding(
     return _parts(times)
 
 
-def churn(num_sequences: int, num_steps: int, *, prefix_index: PrefixIndexKind = "radix") -> dict[str, list[float]]:
+def churn(
+    num_sequences: int,
+    num_steps: int,
+    *,
+    num_waiting: int = 0,
+    prefix_index: PrefixIndexKind = "radix",
+    policy: Policy = DEFAULT_POLICY,
+) -> dict[str, list[float]]:
     """The same while about `num_sequences` / 64 sequences end and begin per step, with shared prefixes of 48 tokens."""
-    scheduler, number, times = new_scheduler(num_sequences, PROMPT + 80, prefix_index), 0, []
+    scheduler, number, times = new_scheduler(num_sequences, PROMPT + 80, prefix_index, policy), 0, []
     for i in range(num_steps + 128):
-        while scheduler.num_running + scheduler.num_waiting < num_sequences:
+        while scheduler.num_running + scheduler.num_waiting < num_sequences + num_waiting:
             prompt = [number * 7 % 40] * 48 + [100 + number] * 16
             params = SamplingParams(max_tokens=32 + number * 37 % 64, seed=1)
             scheduler.add(Request(id=str(number), prompt=prompt, params=params), float(i))
@@ -97,13 +113,16 @@ def _parts(times: list[tuple[float, float]]) -> dict[str, list[float]]:
     return {"plan": plans, "commit": commits, "plan+commit": [sum(both) for both in times]}
 
 
-def figures(num_sequences: int, num_steps: int, prefix_index: PrefixIndexKind) -> dict[str, dict[str, float]]:
+def figures(
+    num_sequences: int, num_steps: int, num_waiting: int, prefix_index: PrefixIndexKind, policy: Policy
+) -> dict[str, dict[str, float]]:
     """Milliseconds by load and part."""
     gc.collect()
     gc.freeze()  # full collections are scheduled by the engine process (quire/supervisor/gc_policy.py)
+    kinds = {"decoding": decoding, "churn": churn}
     loads = {
-        "decoding": decoding(num_sequences, num_steps, prefix_index=prefix_index),
-        "churn": churn(num_sequences, num_steps, prefix_index=prefix_index),
+        name: load(num_sequences, num_steps, num_waiting=num_waiting, prefix_index=prefix_index, policy=policy)
+        for name, load in kinds.items()
     }
     return {
         f"{load}, {part}": {
@@ -148,6 +167,8 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--sequences", type=int, default=256)
+    parser.add_argument("--waiting", type=int, default=0)
+    parser.add_argument("--policy", choices=get_args(Policy), default=DEFAULT_POLICY)
     parser.add_argument("--index", choices=get_args(PrefixIndexKind), default="radix")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="another version of quire")
@@ -155,20 +176,23 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--print-json", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    found = figures(args.sequences, args.steps, args.index)
+    found = figures(args.sequences, args.steps, args.waiting, args.index, args.policy)
     if args.print_json:
         print(json.dumps(found))
         return
     report: dict[str, object] = {
         "machine": f"{platform.processor() or platform.machine()}, Python {platform.python_version()}",
-        "setting": {name: getattr(args, name) for name in ("sequences", "index", "steps")},
+        "setting": {name: getattr(args, name) for name in SETTING},
         "cpu_time": found,
     }
-    print(f"{args.sequences} sequences, index {args.index}, {args.steps} steps, CPU time")
+    print(
+        f"{args.sequences} sequences, {args.waiting} waiting, {args.policy}, index {args.index}, {args.steps} steps, "
+        "CPU time"
+    )
     for name, figure in found.items():
         print(f"  {name:<22} median {figure['median_ms']:.3f} ms   p99 {figure['p99_ms']:.3f} ms")
     if args.before is not None:
-        setting = ["--sequences", f"{args.sequences}", "--index", args.index, "--steps", f"{args.steps}"]
+        setting = [word for name in SETTING for word in (f"--{name}", f"{getattr(args, name)}")]
         report["ratio_to_before"] = ratios = compare(args.before.resolve(), args.pairs, setting)
         for name, ratio in ratios.items():
             print(f"  {name:<22} {ratio['median']:.3f} of the time before, {ratio['interval']}, {ratio['pairs']} pairs")
