@@ -30,24 +30,30 @@ COMMAND = (str(Path(sys.executable).with_name("quire")), "serve", "--port", "0")
 
 def measure(options: Sequence[str]) -> dict[str, float]:
     """Seconds from the start of a new process until its lines, until it is ready, and until the first token."""
-    start, seconds = time.perf_counter(), {}
+    start, seconds = time.perf_counter(), dict[str, float]()
     with subprocess.Popen([*COMMAND, *options], stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        for line in server.stdout:
-            if found := re.search(r"http://127\.0\.0\.1:\d+", line):
-                break
-            if (word := line.split(maxsplit=1)[0]) in LINES:
-                seconds[word] = time.perf_counter() - start
-        else:
-            raise RuntimeError(f"quire serve {' '.join(options)} has ended")
-        seconds["ready"] = time.perf_counter() - start
-        body = json.dumps({"prompt": [5, 6, 7, 8], "max_tokens": 4, "ignore_eos": True, "stream": True}).encode()
-        request = urllib.request.Request(f"{found[0]}/v1/completions", body, {"content-type": "application/json"})
-        with urllib.request.urlopen(request) as stream:
-            next(line for line in stream if b'"text"' in line)
-            seconds["first token"] = time.perf_counter() - start
-        server.terminate()
+        try:
+            url = _wait_until_ready(server, seconds, start)
+            seconds["ready"] = time.perf_counter() - start
+            body = json.dumps({"prompt": [5, 6, 7, 8], "max_tokens": 4, "ignore_eos": True, "stream": True}).encode()
+            request = urllib.request.Request(f"{url}/v1/completions", body, {"content-type": "application/json"})
+            with urllib.request.urlopen(request) as stream:
+                next(line for line in stream if b'"text"' in line)
+                seconds["first token"] = time.perf_counter() - start
+        finally:
+            server.terminate()
     return seconds
+
+
+def _wait_until_ready(server: "subprocess.Popen[str]", seconds: dict[str, float], start: float) -> str:
+    """Record the times of LINES. Returns the server's URL."""
+    assert server.stdout is not None
+    for line in server.stdout:
+        if found := re.search(r"http://127\.0\.0\.1:\d+", line):
+            return found[0]
+        if (word := line.partition(" ")[0]) in LINES:
+            seconds[word] = time.perf_counter() - start
+    raise RuntimeError("quire serve has ended; run it in a terminal to see why")
 
 
 def main() -> None:

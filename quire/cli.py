@@ -216,7 +216,7 @@ def run_batch(
 @app.command()
 def replay(file: Annotated[Path, typer.Argument(help="a journal, as --journal writes it")]) -> None:
     """Replay a journal and compare every step of the scheduler. Exit code 1 if one differs."""
-    from quire.scheduler.journal import replay_file  # noqa: PLC0415  (the scheduler takes a tenth of a second)
+    from quire.scheduler.journal import replay_file  # noqa: PLC0415  (the scheduler takes a tenth of a second to import)
 
     try:
         report = replay_file(file)

@@ -223,7 +223,7 @@ class EngineOptions:
     ] = None
     eviction: Annotated[Eviction, Help("eviction order of the prefix cache", "beta")] = "lru"
     calibration: Annotated[
-        float | None, Help("seconds of cost measurement at start-up [default: 1 for a server, else 0]", "beta")
+        float | None, Help("seconds of cost measurement at start-up [default: 0.3 for a server, else 0]", "beta")
     ] = None
     steps_in_flight: Annotated[
         int | None, Help("1, or 2 to plan a step while the previous one runs [default: 2 on a GPU]", "prototype")

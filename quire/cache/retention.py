@@ -105,9 +105,9 @@ def merge_marks(marks: Iterable[Mark], now: float) -> tuple[Mark, ...]:
 
 
 def stage_at(marks: Iterable[Mark], default_reach: int, depth: int, now: float) -> Stage:
-    """The highest stage of the marks that apply to the block at `depth`, or of a sequence without retention.
+    """The highest stage that applies to the block at `depth`; NO_STAGE if none does.
 
-    default_reach: see Node. NO_STAGE if nothing applies.
+    Sequences without retention count as a mark without a stage that reaches `default_reach`, see Node.
     """
     stage = NO_STAGE if default_reach >= depth else None
     for hint, reach in marks:
@@ -117,9 +117,9 @@ def stage_at(marks: Iterable[Mark], default_reach: int, depth: int, now: float) 
 
 
 def priority_at(marks: Iterable[Mark], default_reach: int, depth: int, now: float) -> int:
-    """The highest priority of the marks that apply to the block at `depth`, or of a sequence without retention.
+    """The highest priority that applies to the block at `depth`; 50 if none does.
 
-    default_reach: see Node. 50 if nothing applies.
+    Sequences without retention count as a mark of priority 50 that reaches `default_reach`, see Node.
     """
     found = [hint.priority for hint, reach in marks if reach >= depth and hint.expires > now]
     if default_reach >= depth or not found:

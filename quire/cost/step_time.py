@@ -130,7 +130,7 @@ class PrefillTime:
             if min(values) >= 0 and missed < least:
                 found, least = dict(zip(used, values, strict=True)), missed
                 best = found[_TOKENS], found.get(_PAIRS, 0.0), found.get(_STEP, 0.0)
-                if wanted is _TERM_SETS[0]:  # no fit with fewer terms misses less
+                if len(used) == len(_TERM_SETS[0]):  # no fit with fewer terms misses less
                     break
         return best
 

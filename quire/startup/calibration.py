@@ -17,6 +17,7 @@ from quire.cost.step_time import Calibration, CopySample, DecodeSample, PrefillS
 log = logging.getLogger(__name__)
 
 _FIRST_CHUNK, _GROWTH = 16, 4  # tokens of the first chunk; factor from one chunk to the next
+_LEAST_CHUNKS = 2  # lengths that are measured whatever the time: one cannot separate the cost of a step from its tokens
 _MAX_CHUNKS = 8  # consecutive chunks that build up a context
 _DECODE_BATCH_SIZES = (1, 4, 16)  # batch sizes of decode
 _DECODE_PROMPT_TOKENS, _DECODE_OUTPUT_TOKENS = 8, 4  # tokens per sequence of these
@@ -84,18 +85,20 @@ class _CalibrationRun:
     # What is measured
 
     def measure_prefill(self, found: Calibration) -> None:
-        """Measure chunks of growing length without context, then chunks with more and more context."""
+        """Measure chunks of growing length without context, at least two, then chunks with more and more context."""
         length = self._scheduler_config.max_model_len - 1
         most = min(length, self._scheduler_config.max_num_batched_tokens)
         size, seconds = min(_FIRST_CHUNK, most), 0.0
         self._open_rows({0: length})
         longest = 0
-        while longest < most and self._has_time(seconds * _GROWTH**1.5):
-            self._run_chunk(size, 0)  # warm-up
+        while longest < most:
+            expected = seconds * _GROWTH**1.5
+            if len(found.prefill) >= _LEAST_CHUNKS and not self._has_time(expected):
+                break
+            if not longest or self._has_time(2 * expected):
+                self._run_chunk(size, 0)  # warm-up
             seconds = self._run_chunk(size, 0, found)
             longest, size = size, min(size * _GROWTH, most)
-        if not longest:
-            return
         small = min(_FIRST_CHUNK * _GROWTH, longest)
         if longest > small and self._has_time(seconds):
             self._run_chunk(small, longest - small, found)

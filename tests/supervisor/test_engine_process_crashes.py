@@ -249,7 +249,8 @@ def test_an_engine_that_cannot_be_started_again_fails_what_is_open():
     async def work():
         async with running(restart_timeout=2.0) as engine:
             open_one = asyncio.ensure_future(answer(engine, "a", [5, 6, 7], max_tokens=400))
-            await asyncio.sleep(0.1)
+            while not engine.health().stats.generation_tokens:
+                await asyncio.sleep(0.01)
             engine.engine_handle.program = HOPELESS
             os.kill(pid(engine), signal.SIGKILL)
             with pytest.raises(EngineStopped, match="has served for 2 s"):

@@ -202,7 +202,7 @@ def outputs():
         cumulative_logprob=optional(NUMBER),
         error=TEXT,
         queue_seconds=optional(NUMBER),
-        forced=IDS,
+        forced=IDS.map(tuple),
     )
 
 

@@ -216,7 +216,7 @@ class Node(IndexHandle):
         self.uses = UseStats()  # of its last part
         self.parts: tuple[Part, ...] = ()  # earlier parts, if the run was continued or nodes were merged
         self.marks: tuple[Mark, ...] = ()  # retention; a mark applies to the blocks before the node too
-        self.default_reach = 0  # blocks from position 0 to where a sequence without retention ended, or continued
+        self.default_reach = 0  # a sequence without retention left so many blocks from position 0 on; 0: none did
 
     @property
     def start(self) -> int:

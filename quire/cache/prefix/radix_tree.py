@@ -48,6 +48,8 @@ def _inner_node_errors(node: Node, size: int) -> Iterator[str]:
         yield "it does not begin where its parent ends"
     if len(node.edge) % size and (node.children or node.writers or len(node.blocks[0]) > 1):
         yield "a node follows a partial block"
+    if node.default_reach > node.end:
+        yield "a sequence without retention is recorded behind its end"
     only = node.children.only
     if not node.writers and only is not None and len(only.edge) >= size:
         yield "it should be merged with its only child"
@@ -432,7 +434,7 @@ class RadixTrees:
             self.leaves.add(node)
 
     def _list(self, node: Node, *, in_use: bool = False) -> None:
-        """List a node for eviction, as far as it has blocks that may be evicted.
+        """List a leaf for eviction, and any node with blocks of a window group for their eviction.
 
         in_use: a table is about to end there. `tidy` lists the leaf when no table does any more.
         """

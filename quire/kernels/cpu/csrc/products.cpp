@@ -135,11 +135,11 @@ struct HeldRows {
   int64_t stride, first, count;  // rows [first, first + count) of the product
 };
 
-// What a pass over a panel prefetches: of this panel, `ahead` bytes before they are used, to the L1 cache; or of the
-// next panel, vectors from `next` on, one per tile in `every` steps, to the L2 cache. 0: nothing.
+// What a pass over a panel prefetches: `ahead` or `every` or nothing.
 struct Prefetch {
-  int64_t ahead, every;
-  const char* next[4];  // tile by tile
+  int64_t ahead;  // of this panel to the L1 cache: this number of bytes before the present step; 0: nothing
+  int64_t every;  // of the next panel to the L2 cache: one vector per tile in so many steps; 0: nothing
+  const char* next[4];  // where the vectors of the next panel begin, tile by tile
 };
 
 template <class T, int MR, int NB>
@@ -178,20 +178,23 @@ constexpr int64_t HELD_ROWS = 256;      // the most rows of a block, which stays
 constexpr int64_t HELD_BYTES = 1 << 20;  // the most bytes of a block, unless 24 rows need more
 constexpr int64_t PREFETCH_BYTES = 2048;
 
-// Computes tiles of columns [begin, end), NB tiles of the weight at once. The passes over a panel, of up to 8 rows each,
-// share the prefetch of the next panel: so it is read from memory as fast as all of them compute.
+// Computes tiles of columns [begin, end), NB tiles of the weight at once. A panel is computed in passes of up to 8 rows.
+// Each pass prefetches an equal part of the next panel, so that memory is read during all passes. Nothing prefetches the
+// first panel, so its first pass does. So does a single pass if there are few panels, or if they have four tiles and may
+// be too large for the L2 cache.
 template <class T, int NB>
 static void multiply_block(const Product& p, const HeldRows<T>& rows, int64_t begin, int64_t end) {
   constexpr int most = min(8, VECTORS_AT_ONCE / NB);
   int64_t passes = (rows.count + most - 1) / most, each = (rows.count + passes - 1) / passes;
   int64_t steps = steps_of<T>(p.k), tiles = p.gate < 0 ? NB : NB / 2;
+  bool alone = passes == 1 && (NB == 4 || end - begin < 8 * tiles);
   for (int64_t tile = begin; tile < end; tile += tiles) {
     Panel<T> panel = panel_of<T, NB>(p, tile, end);
     Panel<T> next = panel_of<T, NB>(p, min(tile + tiles, end - 1), end);
     for (int64_t pass = 0; pass < passes; pass++) {
       int64_t row = pass * each;
       Prefetch fetch{};
-      if (pass == 0 && tile == begin)
+      if ((pass == 0 && tile == begin) || alone)
         fetch.ahead = rows.first == 0 ? PREFETCH_BYTES : 0;
       else if (tile + tiles < end)
         fetch.every = passes;
