@@ -2,14 +2,13 @@
 
 import os
 import sys
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "cpu" / "drivers"))
 
 import torch
 import transformers
-from protocol import Driven, Queries, Result, drive
+from protocol import Driven, Queries, drive
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
@@ -27,8 +26,7 @@ def load(settings: dict) -> Driven:
     manager = model.init_continuous_batching(generation_config=config, continuous_batching_config=sizes)
     notes = ["continuous batching", f"attention {model.config._attn_implementation}"]
 
-    def run(queries: Queries) -> Result:
-        start, first = time.perf_counter(), None
+    def run(queries: Queries) -> list[int]:
         names = [manager.add_request(q["prompt"], max_new_tokens=q["out"], eos_token_id=-1) for q in queries]
         if not manager.is_running():
             manager.start()  # with queued work: some versions cannot start without
@@ -42,9 +40,7 @@ def load(settings: dict) -> Driven:
                 raise RuntimeError(result.error)
             elif result.is_finished():
                 lengths[result.request_id] = len(result.generated_tokens)
-                if first is None and [query["out"] for query in queries] == [1]:
-                    first = time.perf_counter() - start
-        return [lengths[name] for name in names], first
+        return [lengths[name] for name in names]
 
     return Driven(run, transformers.__version__, torch.get_num_threads(), notes)
 
