@@ -60,7 +60,7 @@ class InFlight:
             self._retired[newest].append((group, block))
 
     def deferred_decr_refs(self, group: int, blocks: Sequence[int]) -> None:
-        """The same for one reference to each of some blocks."""
+        """Drop one reference to each of some blocks, as `deferred_decr_ref` does."""
         newest = self.newest
         if newest is None or self._arriving:
             for block in blocks:

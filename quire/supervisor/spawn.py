@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 PROGRAM = ("-m", "quire.supervisor")  # arguments of the Python interpreter; the socket's file descriptor is appended
@@ -23,17 +23,15 @@ class Spawned(NamedTuple):
 def spawn(program: Sequence[str] = PROGRAM) -> Spawned:
     """Start an engine process. It ends when the socket is closed. Raises OSError."""
     ours, theirs = socket.socketpair()
-    try:
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, *program, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C must reach the front end only, which drains requests
-            )
-    except BaseException:
-        ours.close()
-        raise
+    with ExitStack() as on_error, theirs:
+        on_error.callback(ours.close)
+        process = subprocess.Popen(
+            [sys.executable, *program, str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,  # Ctrl-C must reach the front end only, which drains requests
+        )
+        on_error.pop_all()
     return Spawned(process, ours)
 
 
