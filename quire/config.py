@@ -186,7 +186,7 @@ class EngineOptions:
         float | None,
         Help(
             "target in ms for the time between tokens of running streams while prompts are computed, at most "
-            "step_seconds [default: 8 measured decode steps, at least 50, for a server]",
+            "step_seconds [default: 8 to 16 measured decode steps, at least 50, for a server]",
             "beta",
         ),
     ] = None

@@ -11,26 +11,36 @@ from math import ceil
 from quire.config import SchedulerConfig
 from quire.cost.step_time import StepTime
 
-_DECODE_STEPS = 8  # the chosen target, in decode steps of one sequence
+_DECODE_STEPS = 8  # the least chosen target, in decode steps of one sequence
+_MORE_STEPS = 2  # a longer one has this many more of them than sequences run, as prompts then wait in most steps
+_MOST_STEPS = 16
 _PROMPT_PART = 0.25  # least part of the tokens of a target that prompts get, in addition to those of other sequences
 _SHORTEST_TARGET = 0.05  # seconds, of a chosen target; readers do not notice shorter pauses
 
 
 class StepBudget:
-    """The budget of the next step. tpot_seconds: the target for the time between tokens; None without one."""
+    """The budget of the next step."""
 
-    __slots__ = ("_config", "_pace", "tpot_seconds")
+    __slots__ = ("_config", "_decode_seconds", "_pace")
 
     def __init__(self, config: SchedulerConfig, pace: StepTime) -> None:
         self._config = config
         self._pace = pace
-        self.tpot_seconds = config.target_tpot_seconds
+        self._decode_seconds = 0.0
 
     def choose_target(self, decode_seconds: float) -> None:
         """Choose the target, if the config has none. decode_seconds: of the shortest decode step; 0 if unknown."""
-        if self._config.target_tpot_seconds is None and decode_seconds > 0:
-            target = max(_SHORTEST_TARGET, _DECODE_STEPS * decode_seconds)
-            self.tpot_seconds = min(target, self._config.step_seconds)
+        if decode_seconds > 0:
+            self._decode_seconds = decode_seconds
+
+    def target_seconds(self, num_sequences: float) -> float | None:
+        """The target for the time between tokens while `num_sequences` sequences run; None without one."""
+        if self._config.target_tpot_seconds is not None:
+            return self._config.target_tpot_seconds
+        if not self._decode_seconds:
+            return None
+        num_steps = min(max(_DECODE_STEPS, num_sequences + _MORE_STEPS), _MOST_STEPS)
+        return min(max(_SHORTEST_TARGET, num_steps * self._decode_seconds), self._config.step_seconds)
 
     def spare(self, num_sequences: float, *, decoding: bool) -> float:
         """Tokens of a step beyond one for each of `num_sequences`; negative if these exceed the budget.
@@ -39,7 +49,8 @@ class StepBudget:
         sequences decode, so that they do not wait for these to end.
         """
         most = self._config.max_num_batched_tokens
-        if not decoding or self.tpot_seconds is None:
+        target = self.target_seconds(num_sequences) if decoding else None
+        if target is None:
             return self._pace.tokens_within(self._config.step_seconds, most) - num_sequences
-        target = self._pace.tokens_within(self.tpot_seconds, most)
-        return max(target - num_sequences, min(ceil(_PROMPT_PART * target), most - num_sequences))
+        tokens = self._pace.tokens_within(target, most)
+        return max(tokens - num_sequences, min(ceil(_PROMPT_PART * tokens), most - num_sequences))

@@ -344,12 +344,14 @@ def _calibrate(scheduler: Scheduler, runner: TorchRunner, prepared: Prepared, re
 
 
 def _tpot_line(scheduler: Scheduler, options: EngineOptions) -> str:
-    target, decode = scheduler.step_budget.tpot_seconds, scheduler.costs.decode_step_seconds
-    if target is None:
+    budget, decode = scheduler.step_budget, scheduler.costs.decode_step_seconds
+    target, longest = budget.target_seconds(1), budget.target_seconds(options.max_num_seqs)
+    if target is None or longest is None:
         return "no target, because decode steps could not be measured; --target-tpot-ms sets one"
     line = f"target {1000 * target:.3g} ms between tokens while prompts are computed"
     if options.target_tpot_ms is None:
-        return f"{line}; --target-tpot-ms sets another one"
+        more = f", up to {1000 * longest:.3g} ms while many sequences run" if longest > target else ""
+        return f"{line}{more}; --target-tpot-ms sets another one"
     if target < 2 * decode:
         return f"{line}; steps can take longer, because a decode step alone takes {1000 * decode:.3g} ms"
     return line

@@ -90,27 +90,39 @@ def test_beams_decode_while_their_samples_are_in_flight():
 
 def test_the_target_is_chosen_from_measured_decode_steps_and_a_replay_chooses_the_same():
     rig = Rig(num_blocks=400, max_num_batched_tokens=2000)
-    assert rig.scheduler.step_budget.tpot_seconds is None
+    budget = rig.scheduler.step_budget
+    assert budget.target_seconds(1) is None
     rig.scheduler.calibrate(MEASURED)
-    assert rig.scheduler.step_budget.tpot_seconds == 0.05, "decode steps take 2 ms; shorter pauses are not noticed"
+    assert budget.target_seconds(16) == 0.05, "decode steps take 2 ms; shorter pauses are not noticed"
     rig.scheduler.calibrate(Calibration(decode=[DecodeSample(1, 0.02), DecodeSample(4, 0.03)]))
-    assert rig.scheduler.step_budget.tpot_seconds == pytest.approx(8 * 0.02)
+    assert [budget.target_seconds(n) for n in (1, 6, 7, 10, 14, 200)] == pytest.approx(
+        [8 * 0.02, 8 * 0.02, 9 * 0.02, 12 * 0.02, 16 * 0.02, 16 * 0.02]
+    )
     rig.add("a", [3] * 900, max_tokens=20)
     rig.run()
     assert rig.replay().difference == ""
+
+
+def test_prompts_get_more_tokens_while_more_sequences_run():
+    pace = StepTime()
+    for num_tokens in (10, 100, 1000):
+        pace.observe(num_tokens, 1e-3 * num_tokens)
+    budget = StepBudget(Rig(step_seconds=1.0, max_num_batched_tokens=2000).config, pace)
+    budget.choose_target(0.02)
+    assert [budget.spare(n, decoding=True) for n in (2, 10, 20)] == pytest.approx([158, 230, 300], abs=1)
 
 
 def test_a_chosen_target_is_within_step_seconds_and_a_given_one_is_kept():
     pace = StepTime()
     slow = StepBudget(Rig(step_seconds=0.3).config, pace)
     slow.choose_target(1.0)
-    assert slow.tpot_seconds == 0.3
+    assert slow.target_seconds(1) == slow.target_seconds(100) == 0.3
     unknown = StepBudget(Rig().config, pace)
     unknown.choose_target(0.0)
-    assert unknown.tpot_seconds is None
+    assert unknown.target_seconds(1) is None
     given = StepBudget(Rig(target_tpot_seconds=0.1).config, pace)
     given.choose_target(1.0)
-    assert given.tpot_seconds == 0.1
+    assert given.target_seconds(1) == given.target_seconds(100) == 0.1
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, 0.6, float("nan")])
