@@ -26,15 +26,15 @@ class StepTime:
         self.fixed = 0.0
         self.per_token = 0.0
 
-    def observe(self, num_tokens: int, seconds: float) -> None:
+    def observe(self, num_tokens: int, seconds: float, weight: float = 1.0) -> None:
         """Learn from a step. A duration outside (MIN_SECONDS, MAX_SECONDS) is ignored."""
         if not MIN_SECONDS < seconds < MAX_SECONDS:
             return
-        self._weight = self._weight * _STEP_DECAY + 1
-        self._n = self._n * _STEP_DECAY + num_tokens
-        self._nn = self._nn * _STEP_DECAY + num_tokens * num_tokens
-        self._s = self._s * _STEP_DECAY + seconds
-        self._ns = self._ns * _STEP_DECAY + num_tokens * seconds
+        self._weight = self._weight * _STEP_DECAY + weight
+        self._n = self._n * _STEP_DECAY + weight * num_tokens
+        self._nn = self._nn * _STEP_DECAY + weight * num_tokens * num_tokens
+        self._s = self._s * _STEP_DECAY + weight * seconds
+        self._ns = self._ns * _STEP_DECAY + weight * num_tokens * seconds
         spread = self._nn * self._weight - self._n * self._n
         slope = (self._ns * self._weight - self._n * self._s) / spread if spread > 1e-6 * self._nn else 0.0
         fixed = (self._s - slope * self._n) / self._weight
@@ -96,7 +96,7 @@ class PrefillTime:
         """Seconds per step, whatever it computes."""
         return self._coefficients()[2]
 
-    def observe(self, num_tokens: int, num_pairs: float, seconds: float) -> None:
+    def observe(self, num_tokens: int, num_pairs: float, seconds: float, weight: float = 1.0) -> None:
         """Learn from a step. A duration outside (MIN_SECONDS, MAX_SECONDS) is ignored, and an outlier is clamped."""
         if num_tokens < 1 or not MIN_SECONDS < seconds < MAX_SECONDS:
             return
@@ -105,9 +105,9 @@ class PrefillTime:
             seconds = min(max(seconds, expected / OUTLIER), expected * OUTLIER)
         features = (float(num_tokens), float(num_pairs), 1.0)
         for i, one in enumerate(features):
-            self._normal_vector[i] = self._normal_vector[i] * _PREFILL_DECAY + one * seconds
+            self._normal_vector[i] = self._normal_vector[i] * _PREFILL_DECAY + weight * one * seconds
             for j, other in enumerate(features):
-                self._normal_matrix[i][j] = self._normal_matrix[i][j] * _PREFILL_DECAY + one * other
+                self._normal_matrix[i][j] = self._normal_matrix[i][j] * _PREFILL_DECAY + weight * one * other
         self.num_steps += 1
         self._solved = None
 
@@ -168,6 +168,7 @@ def _least_squares(
 
 _MIN_DECODE_WEIGHT = 3  # total weight of decode steps from which on outliers are clamped
 _DECAY = 0.9  # weight of a copy or a decode step when the next one is observed
+_CALIBRATION_TOKENS = 8  # a calibration step weighs as much in a fit as a real step with this many tokens
 
 
 class PrefillSample(msgspec.Struct, frozen=True):
@@ -224,21 +225,26 @@ class CostModel:
     # Observations
 
     def calibrate(self, calibration: Calibration) -> None:
-        """Learn from all measurements of a calibration."""
+        """Learn from all measurements of a calibration.
+
+        The fits minimize absolute errors, so a long chunk would outweigh hundreds of short prompts. If the machine was
+        busy during the calibration, real steps could not correct it. So all of its steps count as short ones.
+        """
         for chunk in calibration.prefill:
-            self.observe_step(chunk.num_tokens, chunk.seconds, num_pairs(chunk.num_tokens, chunk.num_before))
+            pairs = num_pairs(chunk.num_tokens, chunk.num_before)
+            self.observe_step(chunk.num_tokens, chunk.seconds, pairs, (_CALIBRATION_TOKENS / chunk.num_tokens) ** 2)
         for step in calibration.decode:
             self.observe_step(step.num_rows, step.seconds)
         for copy in calibration.copies:
             self.observe_copies(copy.num_bytes, copy.seconds_out, copy.num_bytes, copy.seconds_in)
 
-    def observe_step(self, num_tokens: int, seconds: float, pairs: float = 0) -> None:
-        """Learn from a step. pairs: its number of pairs; 0 for a step that only decodes."""
+    def observe_step(self, num_tokens: int, seconds: float, pairs: float = 0, weight: float = 1.0) -> None:
+        """Learn from a step. pairs: its number of pairs; 0 for a step that only decodes. weight: in the fits."""
         if num_tokens < 1 or not MIN_SECONDS < seconds < MAX_SECONDS:
             return
-        self.step_time.observe(num_tokens, seconds)
+        self.step_time.observe(num_tokens, seconds, weight)
         if pairs > 0:
-            self.prefill.observe(num_tokens, pairs, seconds)
+            self.prefill.observe(num_tokens, pairs, seconds, weight)
         else:
             if self._decode_weight >= _MIN_DECODE_WEIGHT:  # a pause of the machine must not count as the speed of steps
                 seconds = min(max(seconds, self.decode_step_seconds / OUTLIER), self.decode_step_seconds * OUTLIER)

@@ -11,9 +11,8 @@ from math import ceil
 from quire.config import SchedulerConfig
 from quire.cost.step_time import StepTime
 
-_DECODE_STEPS = 8  # the least chosen target, in decode steps of one sequence
-_MORE_STEPS = 2  # a longer one has this many more of them than sequences run, as prompts then wait in most steps
-_MOST_STEPS = 16
+_LEAST_STEPS, _MOST_STEPS = 8, 16  # the chosen target, in decode steps of one sequence;
+_STEPS_PER_OTHER = 2  # between these, so many for each further sequence: prompts then wait in most steps
 _PROMPT_PART = 0.25  # least part of the tokens of a target that prompts get, in addition to those of other sequences
 _SHORTEST_TARGET = 0.05  # seconds, of a chosen target; readers do not notice shorter pauses
 
@@ -39,7 +38,7 @@ class StepBudget:
             return self._config.target_tpot_seconds
         if not self._decode_seconds:
             return None
-        num_steps = min(max(_DECODE_STEPS, num_sequences + _MORE_STEPS), _MOST_STEPS)
+        num_steps = min(max(_LEAST_STEPS, _STEPS_PER_OTHER * (num_sequences - 1)), _MOST_STEPS)
         return min(max(_SHORTEST_TARGET, num_steps * self._decode_seconds), self._config.step_seconds)
 
     def spare(self, num_sequences: float, *, decoding: bool) -> float:

@@ -340,7 +340,7 @@ def _calibrate(scheduler: Scheduler, runner: TorchRunner, prepared: Prepared, re
         seconds=prepared.options.calibration or 0.0,
     )
     scheduler.calibrate(measured.calibration)
-    report(f"costs      {scheduler.costs}{f'; {measured.problem}' if measured.problem else ''}")
+    report(f"costs      {scheduler.costs}; {measured.quality}")
 
 
 def _tpot_line(scheduler: Scheduler, options: EngineOptions) -> str:

@@ -16,21 +16,38 @@ from quire.cost.step_time import Calibration, CopySample, DecodeSample, PrefillS
 
 log = logging.getLogger(__name__)
 
-_FIRST_CHUNK, _GROWTH = 16, 4  # tokens of the first chunk; factor from one chunk to the next
+_FIRST_CHUNK, _GROWTH = 8, 4  # tokens of the first chunk; factor from one chunk to the next
 _LEAST_CHUNKS = 2  # lengths that are measured whatever the time: one cannot separate the cost of a step from its tokens
 _MAX_CHUNKS = 8  # consecutive chunks that build up a context
 _DECODE_BATCH_SIZES = (1, 4, 16)  # batch sizes of decode
-_DECODE_PROMPT_TOKENS, _DECODE_OUTPUT_TOKENS = 8, 4  # tokens per sequence of these
+_DECODE_PROMPT_TOKENS = 8  # per sequence of these
+_MOST_RUNS = 5  # of one step, while its fastest two differ by more than
+_AGREEMENT = 0.2  # this share of the fastest
+_DISAGREEMENT_FACTOR = 4  # factor of the time limit for runs that disagree: another program is using the machine
 _MAX_COPY_BYTES = 2**26  # the most bytes of a copy per KV group
 _REPEATS = 2
 _TIME_SHARES = (0.6, 0.8, 1.0)  # share of the time after which prefill, decode and copies must have ended
 
 
 class Measured(NamedTuple):
-    """Measured costs. `problem` is the first error, or empty."""
+    """Measured costs. spread: the most by which the fastest two runs of one step differ, as a share of the fastest.
+
+    problem: the first error, or empty.
+    """
 
     calibration: Calibration
+    spread: float
     problem: str
+
+    @property
+    def quality(self) -> str:
+        """The problem, or the spread in words."""
+        if self.problem:
+            return self.problem
+        words = f"runs of one step differ by {100 * self.spread:.0f} % at most"
+        if self.spread <= _AGREEMENT:
+            return words
+        return f"{words}: other programs may be using this machine; the first requests correct the costs"
 
 
 def measure(
@@ -42,7 +59,7 @@ def measure(
     seconds: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> Measured:
-    """Measure prefill, decode and copies for about `seconds`.
+    """Measure prefill, decode and copies for about `seconds`, longer while runs of the same step disagree.
 
     No step begins that is expected to end too late, except for the first and warm-up steps of a part.
     Errors of the runner are logged, end the part in which they occur, and are not raised.
@@ -53,13 +70,14 @@ def measure(
     parts = (("prompts", trial.measure_prefill), ("generating", trial.measure_decode), ("copies", trial.measure_copies))
     for (name, part), share in zip(parts, _TIME_SHARES, strict=True):
         trial.deadline = began + share * seconds
+        trial.latest = began + _DISAGREEMENT_FACTOR * seconds
         try:
             part(found)
         except Exception as error:  # requests may still be served after any error of a kernel
             log.exception("the calibration of %s failed", name)
             problem = problem or f"{name} could not be measured ({type(error).__name__}: {error})"
     runner.release_workspace()
-    return Measured(found, problem)
+    return Measured(found, trial.spread, problem)
 
 
 class _CalibrationRun:
@@ -74,6 +92,8 @@ class _CalibrationRun:
         clock: Callable[[], float],
     ) -> None:
         self.deadline = 0.0  # time by which steps must end, of `clock`
+        self.latest = 0.0  # time by which runs that disagree must end
+        self.spread = 0.0
         self._runner = runner
         self._cache = cache
         self._scheduler_config = scheduler_config
@@ -92,25 +112,22 @@ class _CalibrationRun:
         self._open_rows({0: length})
         longest = 0
         while longest < most:
-            expected = seconds * _GROWTH**1.5
-            if len(found.prefill) >= _LEAST_CHUNKS and not self._has_time(expected):
+            if len(found.prefill) >= _LEAST_CHUNKS and not self._has_time(2 * seconds * _GROWTH**1.5):
                 break
-            if not longest or self._has_time(2 * expected):
-                self._run_chunk(size, 0)  # warm-up
-            seconds = self._run_chunk(size, 0, found)
+            seconds = self._measure_chunk(size, 0, found)
             longest, size = size, min(size * _GROWTH, most)
         small = min(_FIRST_CHUNK * _GROWTH, longest)
-        if longest > small and self._has_time(seconds):
-            self._run_chunk(small, longest - small, found)
+        if longest > small and self._has_time(2 * seconds):
+            self._measure_chunk(small, longest - small, found)
         for at in range(longest, min(length, longest * _MAX_CHUNKS) - longest + 1, longest):
-            if not self._has_time(2 * seconds):
+            if not self._has_time(3 * seconds):
                 return
-            seconds = self._run_chunk(longest, at, found)
-            self._run_chunk(small, at + longest - small, found)
+            seconds = self._measure_chunk(longest, at, found)
+            self._measure_chunk(small, at + longest - small, found)
 
     def measure_decode(self, found: Calibration) -> None:
         """Measure decode steps with the batch sizes of _DECODE_BATCH_SIZES; at least one step, whatever the time."""
-        length = min(_DECODE_PROMPT_TOKENS + _DECODE_OUTPUT_TOKENS + 1, self._scheduler_config.max_model_len - 1)
+        length = min(_DECODE_PROMPT_TOKENS + _MOST_RUNS, self._scheduler_config.max_model_len - 1)
         prompt = min(_DECODE_PROMPT_TOKENS, length - 1)
         seconds = min((sample.seconds for sample in found.prefill), default=0.0)
         for count in _DECODE_BATCH_SIZES if prompt else ():
@@ -121,18 +138,18 @@ class _CalibrationRun:
                     self._scheduler_config.max_num_batched_tokens // _DECODE_PROMPT_TOKENS,
                 )
             )
-            is_late = found.decode and not self._has_time(2 * seconds * (1 + _DECODE_OUTPUT_TOKENS))
+            is_late = found.decode and not self._has_time(4 * seconds)
             if len(rows) < count or is_late:
                 return
             self._open_rows(dict.fromkeys(rows, length))
             self._run_step([(row, -1 - row, 0, prompt, 0, 1, ChunkOutput.SAMPLE) for row in rows])
-            for at in range(prompt, length):
-                chunks = [(row, -1 - row, at, at + 1, 0, 1, ChunkOutput.SAMPLE) for row in rows]
-                if found.decode and not self._has_time(seconds):
-                    return
-                seconds = self._run_step(chunks).seconds
-                if at > prompt:  # the first decode step is a warm-up
-                    found.decode.append(DecodeSample(len(rows), seconds))
+
+            def decode(run: int, rows: range = rows) -> float:
+                at = min(prompt + run, length - 1)
+                return self._run_step([(row, -1 - row, at, at + 1, 0, 1, ChunkOutput.SAMPLE) for row in rows]).seconds
+
+            seconds = self._measure(decode)
+            found.decode.append(DecodeSample(len(rows), seconds))
 
     def measure_copies(self, found: Calibration) -> None:
         """Measure copies of blocks to the host pool and back, of two sizes."""
@@ -157,6 +174,21 @@ class _CalibrationRun:
                     found.copies.append(CopySample(size, out, back))
 
     # Steps
+
+    def _measure(self, run: Callable[[int], float]) -> float:
+        """The seconds of a step: of its fastest run. Other programs make a run slower, but none makes it faster.
+
+        Runs are added until the fastest two agree. run(i): the seconds of run i. The first one warms the kernels up.
+        """
+        seconds = sorted((run(0), run(1)))
+        while (
+            len(seconds) < _MOST_RUNS
+            and seconds[1] > (1 + _AGREEMENT) * seconds[0]
+            and self._clock() + seconds[0] <= self.latest
+        ):
+            seconds = sorted((*seconds, run(len(seconds))))
+        self.spread = max(self.spread, seconds[1] / seconds[0] - 1)
+        return seconds[0]
 
     def _has_time(self, seconds: float) -> bool:
         return self._clock() + seconds <= self.deadline
@@ -186,11 +218,11 @@ class _CalibrationRun:
         """Varied token ids, so that a mixture-of-experts model uses all its experts."""
         return [(7919 * at + 104_729 * row + 1) % self._vocab_size for at in range(length)]
 
-    def _run_chunk(self, size: int, at: int, found: Calibration | None = None) -> float:
+    def _measure_chunk(self, size: int, at: int, found: Calibration) -> float:
         """Compute positions [at, at + size) of row 0. Returns the seconds of the step."""
-        seconds = self._run_step([(0, -1, at, at + size, 0, 1, ChunkOutput.SAMPLE)]).seconds
-        if found is not None:
-            found.prefill.append(PrefillSample(size, at, seconds))
+        chunk = [(0, -1, at, at + size, 0, 1, ChunkOutput.SAMPLE)]
+        seconds = self._measure(lambda _run: self._run_step(chunk).seconds)
+        found.prefill.append(PrefillSample(size, at, seconds))
         return seconds
 
     def _run_copy(self, source: str, target: str, counts: Sequence[int]) -> tuple[float, float]:

@@ -179,13 +179,14 @@ class _GuidanceParser:
         self._owns_lexer = False
         self._num_words = num_words
         self._tokens: list[int] = []  # consumed so far
+        self._num_since_refill = 0  # tokens consumed since a mask
 
     def accept_tokens(self, tokens: Sequence[int]) -> str:
         """See Parser."""
         ids = list(tokens)
-        num_taken = self._matcher.try_consume_tokens(ids)
+        num_taken = self._consume(ids)
         if self._matcher.is_error() and self._replace_lexer():
-            num_taken = self._matcher.try_consume_tokens(ids)
+            num_taken = self._consume(ids)
         if self._matcher.is_error():
             return f"the matcher of the constraint failed: {_clean_message(self._matcher.get_error())}"
         self._tokens += ids[:num_taken]
@@ -216,6 +217,7 @@ class _GuidanceParser:
         self._matcher.unsafe_compute_mask_ptr(found.ctypes.data, found.nbytes)
         if self._matcher.is_error() and self._replace_lexer():
             self._matcher.unsafe_compute_mask_ptr(found.ctypes.data, found.nbytes)
+        self._num_since_refill = 0
         words[:] = 0 if self._matcher.is_error() else found[: len(words)]
 
     def _replace_lexer(self) -> bool:
@@ -223,11 +225,25 @@ class _GuidanceParser:
         if self._owns_lexer:
             return False
         self._owns_lexer = True
+        self._num_since_refill = 0
         self._matcher = self._grammar.own_matcher(self._matcher.get_error())
-        for first in range(0, len(self._tokens), _TOKENS_PER_REFILL):
-            self._matcher.try_consume_tokens(self._tokens[first : first + _TOKENS_PER_REFILL])
-            self._matcher.compute_bitmask()  # grants more lexer fuel
+        self._consume(self._tokens)
         return True
+
+    def _consume(self, tokens: list[int]) -> int:
+        """Consume tokens. Returns how many fit. A resumed sequence has thousands, more than the lexer's fuel is for."""
+        num_taken = 0
+        while num_taken < len(tokens):
+            piece = tokens[num_taken : num_taken + _TOKENS_PER_REFILL - self._num_since_refill]
+            num_fitting = self._matcher.try_consume_tokens(piece)
+            num_taken += num_fitting
+            self._num_since_refill += num_fitting
+            if num_fitting < len(piece) or self._matcher.is_error():
+                break
+            if self._num_since_refill == _TOKENS_PER_REFILL:
+                self._matcher.compute_bitmask()
+                self._num_since_refill = 0
+        return num_taken
 
 
 def _compiled(grammar: str, kind: str, tokenizer: llguidance.LLTokenizer) -> llguidance.LLMatcher:

@@ -144,6 +144,22 @@ def test_a_calibration_teaches_all_of_it():
     assert "copies 1.05 GB/s to the host, 0.524 GB/s from it" in str(costs)
 
 
+def test_ten_short_prompts_correct_a_calibration_of_a_busy_machine():
+    sizes = (8, 32, 128, 512, 2048)
+    wrong = [PrefillSample(n, 0, 6 * seconds_of(n, num_pairs(n, 0))) for n in sizes]
+    costs = CostModel()
+    costs.calibrate(Calibration(prefill=wrong, decode=[DecodeSample(1, 0.012)]))
+    pairs = num_pairs(512, 0)
+    assert costs.predicted_step_seconds(512, pairs) == pytest.approx(6 * seconds_of(512, pairs), rel=0.05)
+    for num_tokens in (40, 60, 30, 90, 50, 45, 70, 35, 100, 55):
+        more = num_pairs(num_tokens, 0)
+        costs.observe_step(num_tokens, seconds_of(num_tokens, more), more)
+    assert costs.predicted_step_seconds(60, num_pairs(60, 0)) == pytest.approx(
+        seconds_of(60, num_pairs(60, 0)), rel=0.25
+    )
+    assert costs.predicted_step_seconds(60) == pytest.approx(seconds_of(60, 0), rel=0.25)
+
+
 def test_a_longer_context_makes_tokens_dearer():
     costs = CostModel()
     costs.calibrate(calibration())

@@ -95,8 +95,8 @@ def test_the_target_is_chosen_from_measured_decode_steps_and_a_replay_chooses_th
     rig.scheduler.calibrate(MEASURED)
     assert budget.target_seconds(16) == 0.05, "decode steps take 2 ms; shorter pauses are not noticed"
     rig.scheduler.calibrate(Calibration(decode=[DecodeSample(1, 0.02), DecodeSample(4, 0.03)]))
-    assert [budget.target_seconds(n) for n in (1, 6, 7, 10, 14, 200)] == pytest.approx(
-        [8 * 0.02, 8 * 0.02, 9 * 0.02, 12 * 0.02, 16 * 0.02, 16 * 0.02]
+    assert [budget.target_seconds(n) for n in (1, 5, 6, 8, 9, 200)] == pytest.approx(
+        [8 * 0.02, 8 * 0.02, 10 * 0.02, 14 * 0.02, 16 * 0.02, 16 * 0.02]
     )
     rig.add("a", [3] * 900, max_tokens=20)
     rig.run()
@@ -109,7 +109,7 @@ def test_prompts_get_more_tokens_while_more_sequences_run():
         pace.observe(num_tokens, 1e-3 * num_tokens)
     budget = StepBudget(Rig(step_seconds=1.0, max_num_batched_tokens=2000).config, pace)
     budget.choose_target(0.02)
-    assert [budget.spare(n, decoding=True) for n in (2, 10, 20)] == pytest.approx([158, 230, 300], abs=1)
+    assert [budget.spare(n, decoding=True) for n in (2, 6, 20)] == pytest.approx([158, 194, 300], abs=1)
 
 
 def test_a_chosen_target_is_within_step_seconds_and_a_given_one_is_kept():

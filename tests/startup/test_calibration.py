@@ -1,9 +1,11 @@
 """Calibration runs steps without lasting effects: on the scripted runner, and on the embedded model."""
 
 import io
+from random import Random
 
 import numpy as np
 import pytest
+from msgspec import structs
 from typer.testing import CliRunner
 
 from quire import LLM, SamplingParams
@@ -29,12 +31,16 @@ SMALL = {"dtype": "float32", "memory": "300MiB", "max_num_seqs": 4}
 
 
 class Timed:
-    """The scripted runner with a clock that its steps advance. Moves are only timed."""
+    """The scripted runner with a clock that its steps advance. Moves are only timed.
 
-    def __init__(self, cache, limits, *, fails=lambda step: False):
+    slowness(n): factor of the duration of the nth step.
+    """
+
+    def __init__(self, cache, limits, *, fails=lambda step: False, slowness=lambda n: 1):
         self.now = 0.0
         self.steps = []
         self._fails = fails
+        self._slowness = slowness
         self._moved = None
         self._runner = ScriptedRunner(
             cache,
@@ -65,6 +71,7 @@ class Timed:
     def collect(self):
         if self._moved is None:
             result = self._runner.collect()
+            result = structs.replace(result, seconds=result.seconds * self._slowness(len(self.steps)))
             self.now += result.seconds
             return result
         num_blocks = sum(len(move.pairs) for move in self._moved.moves)
@@ -90,10 +97,10 @@ def measured(cache, limits, *, seconds=10.0, **runner):
 
 @pytest.mark.parametrize("window", [0, 40])
 def test_prompts_steps_and_copies_are_measured(window):
-    _, (found, problem) = measured(*configs(host=16, window=window, budget=150))
+    _, (found, _, problem) = measured(*configs(host=16, window=window, budget=150))
     assert problem == ""
     sizes = {sample.num_tokens for sample in found.prefill}
-    assert sizes >= {16, 64, 150}
+    assert sizes >= {8, 32, 128, 150}
     assert {sample.num_before for sample in found.prefill} - {0}
     assert {sample.num_rows for sample in found.decode} == {1, 4, 16}
     assert len({sample.num_bytes for sample in found.copies}) == 2
@@ -107,7 +114,7 @@ def test_prompts_steps_and_copies_are_measured(window):
 def test_it_ends_in_time_and_begins_nothing_that_would_not():
     cache, limits = configs()
     for seconds in (1e-6, 2e-3, 0.01, 0.1):
-        timed, (found, problem) = measured(cache, limits, seconds=seconds)
+        timed, (found, _, problem) = measured(cache, limits, seconds=seconds)
         assert problem == ""
         assert timed.now <= seconds + 10e-3  # a step takes 1 to 2 ms; each part begins with up to four
         assert len({sample.num_tokens for sample in found.prefill}) > 1, "one length says nothing about the others"
@@ -122,22 +129,43 @@ def test_ids_are_below_zero_and_each_shape_is_warm_when_it_counts():
     assert all((step.chunks.seq_ids < 0).all() for step in timed.steps)
     assert all(move.id < 0 for step in timed.steps for move in step.moves)
     behind_nothing = [step.num_tokens for step in timed.steps if list(step.chunks.starts) == [0]]
-    assert sorted(behind_nothing)[:6] == [8, 16, 16, 64, 64, 100]
+    assert sorted(behind_nothing)[:7] == [8, 8, 8, 32, 32, 100, 100]
+
+
+def test_runs_that_disagree_are_repeated_and_the_fastest_counts():
+    quiet, (expected, spread, _) = measured(*configs())
+    assert spread == pytest.approx(0)
+    chance = Random(3)
+    noisy, result = measured(*configs(), slowness=lambda _n: chance.choice((1, 1, chance.uniform(2, 9))))
+    assert len(noisy.steps) > len(quiet.steps)
+    costs, noisy_costs = CostModel(), CostModel()
+    costs.calibrate(expected)
+    noisy_costs.calibrate(result.calibration)
+    assert noisy_costs.prefill.per_token == pytest.approx(costs.prefill.per_token, rel=0.1)
+    assert noisy_costs.decode_step_seconds == pytest.approx(costs.decode_step_seconds, rel=0.1)
+
+
+def test_a_calibration_without_agreement_ends_and_says_so():
+    growing, result = measured(*configs(), seconds=0.05, slowness=lambda n: 1.3**n)
+    assert growing.now <= 4 * 0.05 + 0.1
+    assert result.spread == pytest.approx(0.3, abs=0.05)
+    assert "runs of one step differ by 3" in result.quality
+    assert "the first requests correct the costs" in result.quality
 
 
 @pytest.mark.parametrize("limits", [{"max_model_len": 2, "max_num_seqs": 1}, {"max_num_seqs": 1, "budget": 3}])
 def test_tiny_engines_are_measured_as_far_as_they_go(limits):
-    _, (found, problem) = measured(*configs(**limits))
+    _, (found, _, problem) = measured(*configs(**limits))
     assert problem == ""
     assert found.prefill
 
 
 def test_a_runner_that_fails_ends_only_the_part_that_it_failed_in(caplog):
-    _, (found, problem) = measured(*configs(host=8), fails=lambda step: step.num_tokens > 20)
+    _, (found, _, problem) = measured(*configs(host=8), fails=lambda step: step.num_tokens > 20)
     assert problem == "prompts could not be measured (RuntimeError: out of memory)"
     assert found.decode
     assert found.copies
-    _, (nothing, problem) = measured(*configs(host=8), fails=lambda step: True)
+    _, (nothing, _, problem) = measured(*configs(host=8), fails=lambda step: True)
     assert (nothing.prefill, nothing.decode, nothing.copies) == ([], [], [])
     assert "out of memory" in problem
     assert "the calibration of copies failed" in caplog.text
@@ -145,7 +173,7 @@ def test_a_runner_that_fails_ends_only_the_part_that_it_failed_in(caplog):
 
 def test_requests_after_it_are_as_if_it_had_not_been():
     cache, limits = configs(host=8)
-    timed, (found, _) = measured(cache, limits)
+    timed, (found, *_) = measured(cache, limits)
     file = io.BytesIO()
     scheduler = JournalledScheduler(limits, KVCache(cache), file)
     scheduler.calibrate(found)

@@ -72,3 +72,12 @@ def test_a_panic_of_the_library_spoils_neither_siblings_nor_the_grammar(caplog):
     for matcher in (sibling, grammar.new_matcher(fast_forward=True)):
         assert bytes(matcher.advance([ord("a")]).forced) == b"cdefgh"
         assert matcher.advance([ord("i")]).is_over
+
+
+def test_a_resumed_sequence_consumes_thousands_of_known_tokens():
+    """Only masks grant lexer fuel. A restarted engine gets all known tokens at once, with a lexer that has no states."""
+    known = [ord('"'), *(ord("a") + i % 26 for i in range(20_000))]
+    for fast_forward in (True, False):
+        matcher = GuidanceBackend().compile(LONG_STRING, BYTES).new_matcher(fast_forward=fast_forward)
+        assert matcher.advance(known).error == ""
+        assert matcher.advance([ord('"')]).is_over
