@@ -8,6 +8,11 @@ from urllib.parse import urlsplit
 
 _WORDS = ("Mira", "Tomas", "river", "harbour", "lamp", "morning", "sold", "found", "the", "red", "and", "was", "went")
 
+_LONG = 1900  # tokens
+_LONG_SCHEMA = json.dumps(
+    {"type": "array", "minItems": 200, "items": {"type": "string", "format": "uri", "maxLength": 2083}}
+)
+
 
 class Answer(NamedTuple):
     """An answer: status, texts of the choices, and a description of an error, empty without one."""
@@ -18,7 +23,10 @@ class Answer(NamedTuple):
 
 
 def queries(count: int, seed: int, max_tokens: int) -> list[dict[str, object]]:
-    """Different queries: every other one is greedy, the rest have a seed; some have several choices or a constraint."""
+    """Different queries: every other one is greedy, the rest have a seed; some have several choices or a constraint.
+
+    One of 50 writes a JSON text of up to _LONG tokens.
+    """
     chance = Random(seed)
     made: list[dict[str, object]] = []
     for i in range(count):
@@ -29,6 +37,8 @@ def queries(count: int, seed: int, max_tokens: int) -> list[dict[str, object]]:
             body["structured_outputs"] = {
                 "regex": '(\\{"name": "[A-Z][a-z]{2,9}", "words": \\[("[a-z]{3,9}", ){9}\\]\\}\\n)+'
             }
+        if i % 50 == 1:
+            body |= {"structured_outputs": {"json": _LONG_SCHEMA}, "max_tokens": _LONG, "temperature": 1, "seed": i}
         made.append(body)
     return made
 
