@@ -75,7 +75,7 @@ def test_a_panic_of_the_library_spoils_neither_siblings_nor_the_grammar(caplog):
 
 
 def test_a_resumed_sequence_consumes_thousands_of_known_tokens():
-    """Only masks grant lexer fuel. A restarted engine gets all known tokens at once, with a lexer that has no states."""
+    """Only masks grant lexer fuel. A restarted engine gets all known tokens at once, with a new lexer."""
     known = [ord('"'), *(ord("a") + i % 26 for i in range(20_000))]
     for fast_forward in (True, False):
         matcher = GuidanceBackend().compile(LONG_STRING, BYTES).new_matcher(fast_forward=fast_forward)
