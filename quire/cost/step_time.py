@@ -220,6 +220,7 @@ class CostModel:
         self.step_time = StepTime()
         self.prefill = PrefillTime()
         self._decode_weight = self._decode_seconds = 0.0  # of decode steps: decayed count and sum of seconds
+        self.shortest_decode_seconds = inf  # of all decode steps so far
         self._copied = [(0.0, 0.0), (0.0, 0.0)]  # to the host, and from it: decayed sums of bytes and of seconds
 
     # Observations
@@ -248,6 +249,7 @@ class CostModel:
         else:
             if self._decode_weight >= _MIN_DECODE_WEIGHT:  # a pause of the machine must not count as the speed of steps
                 seconds = min(max(seconds, self.decode_step_seconds / OUTLIER), self.decode_step_seconds * OUTLIER)
+            self.shortest_decode_seconds = min(self.shortest_decode_seconds, seconds)
             self._decode_weight = self._decode_weight * _DECAY + 1
             self._decode_seconds = self._decode_seconds * _DECAY + seconds
 

@@ -64,7 +64,7 @@ class Scheduler:
         self._structured_outputs = StructuredOutputManager(constraints)
         self.state = SchedulerState(config, cache, self.costs, self._structured_outputs.end)
         self.request_stats = self.state.request_stats
-        self.step_budget = StepBudget(config, self.costs.step_time)
+        self.step_budget = StepBudget(config, self.costs)
         self._batch = BatchComposer(config, cache, self.state, self.step_budget)
         self._deadlines = Deadlines(config, cache, self.state, self.costs)
         self._queue_limit = QueueLimit(config, cache, self.state, self.costs, self.step_budget)
@@ -127,7 +127,8 @@ class Scheduler:
         if self.state.in_flight:
             raise ValueError("a step is in flight: calibrate before or between steps")
         self.costs.calibrate(calibration)
-        self.step_budget.choose_target(min((step.seconds for step in calibration.decode), default=0.0))
+        if calibration.decode:
+            self.step_budget.choose_target()
         self._reset = True
 
     # Inputs about requests

@@ -9,7 +9,7 @@ take `step_seconds`.
 from math import ceil
 
 from quire.config import SchedulerConfig
-from quire.cost.step_time import StepTime
+from quire.cost.step_time import CostModel
 
 _LEAST_STEPS, _MOST_STEPS = 8, 16  # the chosen target, in decode steps of one sequence;
 _STEPS_PER_OTHER = 2  # between these, so many for each further sequence: prompts then wait in most steps
@@ -20,26 +20,25 @@ _SHORTEST_TARGET = 0.05  # seconds, of a chosen target; readers do not notice sh
 class StepBudget:
     """The budget of the next step."""
 
-    __slots__ = ("_config", "_decode_seconds", "_pace")
+    __slots__ = ("_chooses_target", "_config", "_costs")
 
-    def __init__(self, config: SchedulerConfig, pace: StepTime) -> None:
+    def __init__(self, config: SchedulerConfig, costs: CostModel) -> None:
         self._config = config
-        self._pace = pace
-        self._decode_seconds = 0.0
+        self._costs = costs
+        self._chooses_target = False
 
-    def choose_target(self, decode_seconds: float) -> None:
-        """Choose the target, if the config has none. decode_seconds: of the shortest decode step; 0 if unknown."""
-        if decode_seconds > 0:
-            self._decode_seconds = decode_seconds
+    def choose_target(self) -> None:
+        """From now on, choose a target from the measured decode steps, if the config has none."""
+        self._chooses_target = True
 
     def target_seconds(self, num_sequences: float) -> float | None:
         """The target for the time between tokens while `num_sequences` sequences run; None without one."""
         if self._config.target_tpot_seconds is not None:
             return self._config.target_tpot_seconds
-        if not self._decode_seconds:
+        if not self._chooses_target:
             return None
         num_steps = min(max(_LEAST_STEPS, _STEPS_PER_OTHER * (num_sequences - 1)), _MOST_STEPS)
-        return min(max(_SHORTEST_TARGET, num_steps * self._decode_seconds), self._config.step_seconds)
+        return min(max(_SHORTEST_TARGET, num_steps * self._costs.shortest_decode_seconds), self._config.step_seconds)
 
     def spare(self, num_sequences: float, *, decoding: bool) -> float:
         """Tokens of a step beyond one for each of `num_sequences`; negative if these exceed the budget.
@@ -50,6 +49,6 @@ class StepBudget:
         most = self._config.max_num_batched_tokens
         target = self.target_seconds(num_sequences) if decoding else None
         if target is None:
-            return self._pace.tokens_within(self._config.step_seconds, most) - num_sequences
-        tokens = self._pace.tokens_within(target, most)
+            return self._costs.step_time.tokens_within(self._config.step_seconds, most) - num_sequences
+        tokens = self._costs.step_time.tokens_within(target, most)
         return max(tokens - num_sequences, min(ceil(_PROMPT_PART * tokens), most - num_sequences))

@@ -5,7 +5,7 @@ from scripted_engine import VOCAB, Rig
 
 from quire.config import ConfigError
 from quire.core.request import Beams
-from quire.cost.step_time import Calibration, DecodeSample, PrefillSample, StepTime
+from quire.cost.step_time import Calibration, CostModel, DecodeSample, PrefillSample
 from quire.runner.scripted_runner import script
 from quire.scheduler.step_budget import StepBudget
 
@@ -59,11 +59,18 @@ def test_streams_get_their_token_in_each_step_while_a_prompt_is_computed():
         assert {f"stream {i}" for i in range(3)} <= {output.request_id for output in rig.step()}
 
 
-def test_prompts_get_a_part_of_the_budget_however_many_sequences_decode():
-    pace = StepTime()
+def measured_costs(decode_seconds=()) -> CostModel:
+    """Costs of 1 ms a token, with these decode steps."""
+    costs = CostModel()
     for num_tokens in (10, 100, 1000):
-        pace.observe(num_tokens, 1e-3 * num_tokens)
-    budget = StepBudget(Rig(target_tpot_seconds=0.1, max_num_batched_tokens=160).config, pace)
+        costs.step_time.observe(num_tokens, 1e-3 * num_tokens)
+    for seconds in decode_seconds:
+        costs.observe_step(1, seconds, weight=1e-9)
+    return costs
+
+
+def test_prompts_get_a_part_of_the_budget_however_many_sequences_decode():
+    budget = StepBudget(Rig(target_tpot_seconds=0.1, max_num_batched_tokens=160).config, measured_costs())
     spares = [budget.spare(n, decoding=True) for n in (0, 20, 90, 140, 160)]
     assert spares == pytest.approx([100, 80, 25, 20, 0], abs=1)
     assert budget.spare(90, decoding=False) == 70, "step_seconds is longer than the whole budget takes"
@@ -89,11 +96,12 @@ def test_beams_decode_while_their_samples_are_in_flight():
 
 
 def test_the_target_is_chosen_from_measured_decode_steps_and_a_replay_chooses_the_same():
+    quick = Rig()
+    assert quick.scheduler.step_budget.target_seconds(1) is None
+    quick.scheduler.calibrate(MEASURED)
+    assert quick.scheduler.step_budget.target_seconds(16) == 0.05, "readers do not notice shorter pauses"
     rig = Rig(num_blocks=400, max_num_batched_tokens=2000)
     budget = rig.scheduler.step_budget
-    assert budget.target_seconds(1) is None
-    rig.scheduler.calibrate(MEASURED)
-    assert budget.target_seconds(16) == 0.05, "decode steps take 2 ms; shorter pauses are not noticed"
     rig.scheduler.calibrate(Calibration(decode=[DecodeSample(1, 0.02), DecodeSample(4, 0.03)]))
     assert [budget.target_seconds(n) for n in (1, 5, 6, 8, 9, 200)] == pytest.approx(
         [8 * 0.02, 8 * 0.02, 10 * 0.02, 14 * 0.02, 16 * 0.02, 16 * 0.02]
@@ -103,25 +111,31 @@ def test_the_target_is_chosen_from_measured_decode_steps_and_a_replay_chooses_th
     assert rig.replay().difference == ""
 
 
+def test_a_target_chosen_on_a_busy_machine_is_corrected_by_the_first_shorter_decode_step():
+    rig = Rig(num_blocks=400, max_num_batched_tokens=2000)
+    rig.scheduler.calibrate(Calibration(decode=[DecodeSample(1, 0.04)]))
+    assert rig.scheduler.step_budget.target_seconds(1) == pytest.approx(8 * 0.04)
+    rig.add("a", [3], max_tokens=20)
+    rig.run()
+    assert rig.scheduler.step_budget.target_seconds(1) == 0.05, "its decode steps take about 1 ms"
+    assert rig.replay().difference == ""
+
+
 def test_prompts_get_more_tokens_while_more_sequences_run():
-    pace = StepTime()
-    for num_tokens in (10, 100, 1000):
-        pace.observe(num_tokens, 1e-3 * num_tokens)
-    budget = StepBudget(Rig(step_seconds=1.0, max_num_batched_tokens=2000).config, pace)
-    budget.choose_target(0.02)
+    config = Rig(step_seconds=1.0, max_num_batched_tokens=2000).config
+    budget = StepBudget(config, measured_costs([0.02]))
+    budget.choose_target()
     assert [budget.spare(n, decoding=True) for n in (2, 6, 20)] == pytest.approx([158, 194, 300], abs=1)
 
 
 def test_a_chosen_target_is_within_step_seconds_and_a_given_one_is_kept():
-    pace = StepTime()
-    slow = StepBudget(Rig(step_seconds=0.3).config, pace)
-    slow.choose_target(1.0)
+    costs = measured_costs([1.0])
+    slow, unknown = StepBudget(Rig(step_seconds=0.3).config, costs), StepBudget(Rig().config, costs)
+    slow.choose_target()
     assert slow.target_seconds(1) == slow.target_seconds(100) == 0.3
-    unknown = StepBudget(Rig().config, pace)
-    unknown.choose_target(0.0)
     assert unknown.target_seconds(1) is None
-    given = StepBudget(Rig(target_tpot_seconds=0.1).config, pace)
-    given.choose_target(1.0)
+    given = StepBudget(Rig(target_tpot_seconds=0.1).config, costs)
+    given.choose_target()
     assert given.target_seconds(1) == given.target_seconds(100) == 0.1
 
 
