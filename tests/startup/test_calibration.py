@@ -247,6 +247,21 @@ def test_a_calibration_that_fails_is_told_and_requests_are_served(monkeypatch):
     assert llm.generate("Mira", SamplingParams(max_tokens=2))[0].finished
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"calibration": 0.2}, "target 50 ms between tokens while prompts are computed; --target-tpot-ms sets"),
+        ({"calibration": 0.2, "target_tpot_ms": 0.1}, "steps can take longer, because a decode step alone takes"),
+        ({"target_tpot_ms": 80.0}, "target 80 ms between tokens while prompts are computed"),
+    ],
+)
+def test_the_target_between_tokens_is_reported(options, words):
+    told = []
+    LLM(**SMALL, **options, report=told.append).close()
+    (line,) = [line for line in told if line.startswith("tpot ")]
+    assert words in line
+
+
 def test_a_server_calibrates_unless_it_is_told_not_to():
     assert serve.with_server_defaults(EngineOptions()).calibration == serve.CALIBRATION_SECONDS > 0
     assert serve.with_server_defaults(EngineOptions(calibration=0.0)).calibration == 0.0
