@@ -66,7 +66,7 @@ def _versions() -> Iterator[Finding]:
         yield Finding("versions", f"{package} {found or 'is missing; install quire again'}", problem=found is None)
     for package, extra in _OPTIONAL.items():
         found = _version(package)
-        yield Finding("versions", f"{package} {found or f'not installed (optional: pip install quire[{extra}])'}")
+        yield Finding("versions", f"{package} {found or f'not installed (optional: the extra {extra})'}")
 
 
 def _version(package: str) -> str | None:

@@ -55,7 +55,8 @@ def open_model(path: Path, implementation: ModelImpl, *, max_model_len: int | No
             raise
         if find_spec("transformers") is None:
             raise ModelError(
-                f"{unknown}. Transformers may run it as a backend: install it with pip install 'quire[hf]'"
+                f"{unknown}. Transformers may run it as a backend: install it with pip install -e '.[hf]' in a "
+                "checkout of quire"
             ) from unknown
         return _transformers_backend(checkpoint, tokenizer, "quire's own decoder does not describe this architecture")
 

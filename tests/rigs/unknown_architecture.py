@@ -28,6 +28,7 @@ UNKNOWN = {
     "hunyuan": ("HunYuanDenseV1", {"head_dim": 16}),
     "diffllama": ("DiffLlama", {}),  # two attentions per layer
     "olmoe": ("Olmoe", checkpoints.EXPERTS),  # one tensor per expert in the file, fused in the model
+    "olmoe-odd": ("Olmoe", {**checkpoints.EXPERTS, "intermediate_size": 37}),  # torch's grouped products refuse it
     "granite-moe": ("GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 4.0}),
 }
 
@@ -36,6 +37,7 @@ def save(folder, family, dtype=torch.float32, **values):
     """Write a random transformers model to a folder. Every parameter affects the result."""
     torch.manual_seed(sum(map(ord, family)))
     config = getattr(transformers, f"{family}Config")(**{**SHAPE, **values})
+    config._experts_implementation = "eager"  # takes experts of any size
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

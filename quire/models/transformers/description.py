@@ -28,6 +28,7 @@ _IGNORED_FIELDS = (  # fields that select code to run
     "transformers_weights",
 )
 _LAYER_TYPES = ("full_attention", "sliding_attention")
+_ALIGNED = 8  # numbers in 16 bytes of the smallest type, of which the strides of grouped products are multiples
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 
 
@@ -45,6 +46,7 @@ class TransformersDescription:
     max_positions: int
     activations_per_token: int
     num_parameters: int
+    has_aligned_experts: bool  # whether torch's grouped products take its experts, if it has any
     dtype: str  # compute dtype: "float32", "float16" or "bfloat16"
     eos_token_ids: tuple[int, ...]
     sampling_defaults: Mapping[str, float | int]  # by names of SamplingParams
@@ -93,6 +95,7 @@ def describe_transformers(checkpoint: Checkpoint) -> TransformersDescription:
         max_positions,
         _activations(model, config, traced.hidden_size, traced.layers),
         sum(parameter.numel() for parameter in model.parameters()),
+        all(size % _ALIGNED == 0 for one in model.parameters() if one.dim() == 3 for size in one.shape[1:]),
         compute_dtype(fields, checkpoint),
         token_ids(checkpoint, "eos_token_id"),
         sampling_defaults(checkpoint.generation_config),
@@ -162,17 +165,27 @@ def _ropes(config: PreTrainedConfig) -> dict[str, Mapping[str, Any]]:
 
 
 def _max_positions(fields: Fields, config: PreTrainedConfig) -> int:
-    """max_position_embeddings; with LongRoPE at most the positions of the training context.
+    """max_position_embeddings, which yarn and linear scaling extend as in quire's decoder.
 
-    Beyond these, one long position changes the rotation of all positions of a batch in transformers.
+    With LongRoPE at most the positions of the training context: beyond these, one long position changes the rotation of
+    all positions of a batch in transformers.
     """
-    limits = [getattr(config, "max_position_embeddings", None)]
-    if "longrope" in _ropes(config):
-        limits.append(_ropes(config)["longrope"].get("original_max_position_embeddings"))
-    found = [limit for limit in limits if isinstance(limit, int) and limit > 0]
-    if not found:
+    trained = getattr(config, "max_position_embeddings", None)
+    if not isinstance(trained, int) or trained <= 0:
         raise fields.error("max_position_embeddings is missing")
-    return min(found)
+    reach = trained
+    for kind, values in _ropes(config).items():
+        rope = Fields(values, fields.path)
+        original = rope.integer("original_max_position_embeddings", default=trained)
+        factor = rope.number("factor", default=1.0)
+        if kind == "yarn":
+            reach = max(int(original * factor), trained)
+        elif kind == "linear":
+            reach = int(trained * factor)
+        elif kind == "longrope":
+            reach = min(original, trained)
+    by_layer = "default" in _ropes(config)  # if ropes differ, max_position_embeddings includes the scaling
+    return min(reach, trained) if by_layer else reach
 
 
 def _activations(model: PreTrainedModel, config: PreTrainedConfig, hidden: int, layers: Sequence[Layer]) -> int:

@@ -44,6 +44,7 @@ def load_transformers(
             dtype=dtype,
             device=device,
             attention=SERVING_ATTENTION,
+            experts=None if description.has_aligned_experts else "eager",
         )
     except ModelError:
         if reading.error is not None:

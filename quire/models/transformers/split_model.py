@@ -36,6 +36,11 @@ class _GivenHidden(nn.Module):
         self._hidden = hidden
 
     @property
+    def decoder(self) -> "_GivenHidden":
+        """This module: some heads call the decoder inside of the base model (OPT)."""
+        return self
+
+    @property
     def was_called(self) -> bool:
         """Whether `forward` was called after `set_hidden`."""
         return self._hidden is None

@@ -50,9 +50,11 @@ def trace(split_model: SplitModel, max_positions: int) -> TraceResult:
     except ModelError:
         raise
     except Exception as error:  # a model's code may raise any exception on the meta device
-        raise ModelError(
-            f"{name} cannot be run through quire's attention: tracing it without weights failed with {error!s:.200}"
-        ) from error
+        if "on meta tensors" in str(error):
+            reason = "its code depends on values in a batch, such as the longest position, and not on its shape alone"
+        else:
+            reason = f"tracing it without weights failed with {error!s:.200}"
+        raise ModelError(f"{name} cannot be run through quire's attention: {reason}") from error
     if not calls:
         raise ModelError(f"{name} has no attention that uses transformers' attention interface")
     known: dict[MaskFunction, int] = {}

@@ -129,5 +129,6 @@ def _tracing() -> ModuleType:
         if (error.name or "").partition(".")[0] != "opentelemetry":
             raise
         raise ConfigError(
-            "otlp_endpoint needs OpenTelemetry, which is an extra: pip install 'quire[otel]', or leave it out"
+            "otlp_endpoint needs OpenTelemetry, which is an extra: pip install -e '.[otel]' in a checkout of quire, or "
+            "leave it out"
         ) from error

@@ -13,14 +13,14 @@ from quire.kernels import reference
 from quire.kernels.contract import Batch
 from quire.layers.attend import PagedAttend, ScoreScaling
 from quire.models.checkpoint import FolderCheckpoint
-from quire.models.description import FAMILIES
+from quire.models.description import FAMILIES, describe
 from quire.models.transformers import describe_transformers, load_transformers
 
 NUM_TOKENS = 32
 LENGTHS = (1, 13, 30)
 
 # models without a description in quire: name -> (name in transformers, differences from SHAPE)
-KNOWN = ("llama-3", "gemma2", "gemma3", "qwen2-upper-window", "gpt2-scaled-by-layer", "mixtral-window")
+KNOWN = ("llama-3", "opt", "gemma2", "gemma3", "qwen2-upper-window", "gpt2-scaled-by-layer", "mixtral-window")
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +160,22 @@ def test_what_a_description_says(made):
     assert 4 * 64 + 3 * 96 + 3 * 4 * 24 <= description.activations_per_token < 2000
     assert not backend.batch_invariant
     assert (backend.vocab_size, backend.device) == (checkpoints.VOCAB, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("rope", "longest"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512),
+        ({"rope_type": "yarn", "factor": 1.5, "original_max_position_embeddings": 128}, 256),
+        ({"rope_type": "linear", "factor": 2.0}, 512),
+        ({"rope_type": "default"}, 256),
+    ],
+)
+def test_scaled_positions_reach_as_far_as_in_quires_own_decoder(tmp_path, saved, rope, longest):
+    for family in ("SmolLM3", "Llama"):
+        save(tmp_path / family, family, rope_parameters={**rope, "rope_theta": 1e4})
+        assert describe_transformers(FolderCheckpoint(tmp_path / family)).max_positions == longest
+    assert describe(FolderCheckpoint(tmp_path / "Llama")).max_positions == longest
 
 
 def test_layers_scale_scores_as_they_were_built(made):

@@ -58,6 +58,17 @@ BY_ATTENTION = {
     "own mask": ("Doge", {}, "a mask of its own"),
     "unclear window": ("Olmoe", {"sliding_window": 7}, "mentions a window of 7 positions, but its mask has none"),
     "both ways": ("Gemma2", {"is_causal": False, "head_dim": 16}, "neither causal nor a sliding window"),
+    "values": (
+        "Phimoe",
+        {
+            **{"num_local_experts": 4, "num_experts_per_tok": 2},
+            "rope_parameters": {
+                **{"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
+                **{"short_mscale": 1.2, "long_mscale": 1.3, "original_max_position_embeddings": 128},
+            },
+        },
+        "depends on values in a batch, such as the longest position",
+    ),
     "without numbers": ("JetMoe", {"kv_channels": 16}, "tracing it without weights failed"),
 }
 
