@@ -24,7 +24,7 @@ from quire.lang.api import (
 from quire.lang.backends.openai import OpenAI
 from quire.lang.backends.server import RuntimeEndpoint
 from quire.lang.errors import BackendClosed, Cancelled, GenerationFailed
-from quire.lang.function import Function, flush_cache, function, set_default_backend
+from quire.lang.function import Function, flush_cache, function, global_config, set_default_backend
 from quire.lang.local import Engine, Runtime
 from quire.lang.program_state import ProgramState, ProgramStateGroup
 from quire.lang.select import (
@@ -56,6 +56,7 @@ __all__ = [
     "gen",
     "gen_int",
     "gen_string",
+    "global_config",
     "greedy_token_selection",
     "image",
     "select",

@@ -26,9 +26,9 @@ def gen(
 ) -> Expr:
     """Generate at most `max_tokens` tokens into the variable `name`.
 
-    choices: the same as select(name, choices, temperature, choices_method). dtype (int, float, str, bool), regex,
-    json_schema, ebnf: the constraint of the output, at most one. A parameter that is None has the default of the run.
-    Raises RequestError.
+    choices: the same as select(name, choices, temperature, choices_method), without other parameters. dtype (int,
+    float, str, bool), regex, json_schema, ebnf: the constraint of the output, at most one. A parameter that is None has
+    the default of the run. Raises RequestError.
     """
     constraints = {"dtype": dtype, "regex": regex, "json_schema": json_schema, "ebnf": ebnf}
     params = normalize_params({"max_tokens": max_tokens, **sampling, **constraints})
@@ -37,6 +37,10 @@ def gen(
     for constraint in ("regex", "json_schema", "ebnf"):
         if constraint in params:
             raise RequestError(f"choices and {constraint} (or dtype) both constrain the output; give one", constraint)
+    for other in sorted(params.keys() - {"temperature"}):
+        raise RequestError(
+            f"{other} has no effect with choices, of which the best one is returned; leave it out", other
+        )
     return select(name, choices, sampling.get("temperature") or 0.0, choices_method)
 
 

@@ -212,10 +212,16 @@ class ChatTurn:
         )
 
     def _stop_strings(self) -> tuple[str, ...]:
-        """Stop strings of the call: those of the last part if it is the turn's only gen, else none."""
+        """Stop strings of the call: those of the last part if it is the turn's only gen, else none.
+
+        None either if one could end the call within the fixed text, which the model writes in this call, too.
+        """
         last = self._parts[-1].params
         alone = sum(part.params is not None for part in self._parts) == 1
-        return last.stop if last is not None and alone else ()
+        fixed = "".join(part.text for part in self._parts)
+        return (
+            last.stop if last is not None and alone and not any(_begins_in(fixed, stop) for stop in last.stop) else ()
+        )
 
     def _match_parts(self, text: str) -> list[str] | None:
         """The text of each part; None if `text` does not match the parts."""
@@ -247,6 +253,11 @@ class ChatTurn:
             return None
         behind = text.find(self._parts[place + 1].text)
         return None if behind < 0 else behind
+
+
+def _begins_in(text: str, stop: str) -> bool:
+    """Whether `stop` is in the text, or may begin at its end."""
+    return stop in text or any(text.endswith(stop[:length]) for length in range(1, len(stop)))
 
 
 def _sampling(params: GenParams) -> GenParams:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Unpack, overload
 
@@ -20,18 +21,27 @@ from quire.lang.program_state import ProgramState
 from quire.lang.stream import Run
 
 
-class _Default:
-    backend: Backend | None = None
+@dataclass(slots=True)
+class GlobalConfig:
+    """SGLang's `global_config`. default_backend: of runs that have no `backend` argument. The others have no effect."""
+
+    default_backend: Backend | None = None
+    verbosity: int = 0
+    enable_precache_with_tracing: bool = True
+    enable_parallel_encoding: bool = True
+
+
+global_config = GlobalConfig()
 
 
 def set_default_backend(backend: Backend | None) -> None:
     """Set the backend of runs that have no `backend` argument."""
-    _Default.backend = backend
+    global_config.default_backend = backend
 
 
 def backend_or_default(backend: Backend | None) -> Backend:
     """The given backend, or else the default. Raises ConfigError if there is none."""
-    found = backend or _Default.backend
+    found = backend or global_config.default_backend
     if found is None:
         raise ConfigError("there is no backend: give backend=..., or call set_default_backend(...) first")
     return found

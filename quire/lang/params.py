@@ -10,11 +10,15 @@ from quire.errors import RequestError, nearest
 from quire.params import is_unicode
 
 # White space is allowed after a number and ends it: otherwise the model could only continue with digits.
+REGEX_INT = r"[-+]?[0-9]+[ \n]*"
+REGEX_FLOAT = r"[-+]?[0-9]*\.?[0-9]+[ \n]*"
+REGEX_BOOL = r"(True|False)"
+REGEX_STR = r'"[^"\\\n]*"'
 _DTYPES: Mapping[object, tuple[str, tuple[str, ...]]] = {
-    int: (r"[-+]?[0-9]+[ \n]*", (" ", "\n")),
-    float: (r"[-+]?[0-9]*\.?[0-9]+[ \n]*", (" ", "\n")),
-    bool: (r"(True|False)", ()),
-    str: (r'"[^"\\\n]*"', ()),
+    int: (REGEX_INT, (" ", "\n")),
+    float: (REGEX_FLOAT, (" ", "\n")),
+    bool: (REGEX_BOOL, ()),
+    str: (REGEX_STR, ()),
 }
 _DTYPE_NAMES: Mapping[object, type] = {
     **{kind.__name__: kind for kind in (int, float, bool, str)},

@@ -158,6 +158,21 @@ def test_a_chat_turn_is_written_in_one_call_and_read_by_its_pattern():
         assert asked.messages == ({"role": "user", "content": "Describe Ann."},)
 
 
+@pytest.mark.parametrize(
+    ("fixed", "stop", "sent"),
+    [("Name:", ":", ()), ("Name:", ":\n", ()), ("Name:", "\n", ("\n",)), ("", ":", (":",)), ("Name", ":", (":",))],
+)
+def test_a_stop_that_could_end_a_turn_within_its_fixed_text_is_not_sent(fixed, stop, sent):
+    @sgl.function(num_api_spec_tokens=64)
+    def program(s):
+        s += sgl.assistant(fixed + sgl.gen("x", stop=stop))
+
+    with chat(f"{fixed} Ann{stop}more") as backend:
+        assert program.run(temperature=0, backend=backend)["x"] == " Ann"
+        (asked,) = backend.asked
+        assert asked.params.stop == sent
+
+
 def test_a_turn_that_does_not_fit_is_tried_again_where_tokens_are_drawn():
     with chat("Ann is", "Name: Ann\nHouse: red\nEnd") as backend:
         assert character.run("Ann", temperature=0.5, backend=backend)["house"] == " red"

@@ -195,6 +195,21 @@ def test_api_speculation_writes_a_chat_turn_in_one_call(chats):
     assert chats.stats.num_calls - before == 1
 
 
+def test_token_usage_can_be_reset(completions):
+    sgl.function(lambda s: s.__iadd__("One" + sgl.gen(max_tokens=1))).run(backend=completions)
+    assert completions.token_usage.completion_tokens > 0
+    completions.token_usage.reset()
+    assert (completions.token_usage.prompt_tokens, completions.token_usage.completion_tokens) == (0, 0)
+
+
+@pytest.mark.parametrize("name", ["engine", "endpoint", "completions"])
+def test_logprobs_without_a_token_of_output(name, request):
+    program = sgl.function(lambda s: s.__iadd__("One Tuesday Mira" + sgl.gen("x", max_tokens=0, return_logprob=True)))
+    state = program.run(temperature=0, backend=request.getfixturevalue(name))
+    assert state["x"] == ""
+    assert state.get_meta_info("x")["finish_reason"]["type"] == "length"
+
+
 # Templates
 
 TEMPLATES = {

@@ -302,6 +302,8 @@ def test_a_coroutine_that_is_cancelled_gives_up_its_program(pretend):
         (lambda: "a\ud800" + sgl.gen("x"), "Unicode"),
         (lambda: sgl.gen("x", choices=[]), "choices"),
         (lambda: sgl.gen("x", choices=["a"], regex="a"), "give one"),
+        (lambda: sgl.gen("x", 5, choices=["a"]), "max_tokens has no effect"),
+        (lambda: sgl.gen("x", choices=["a"], stop="b"), "stop has no effect"),
         (lambda: sgl.select("x", ["\ud800"]), "Unicode"),
         (lambda: sgl.select("x", ["a"], choices_method="mean"), "ChoicesSamplingMethod"),
         (lambda: sgl.select("x", []), "choices"),

@@ -1,5 +1,6 @@
 """Semantics of programs, for any order in which the loop runs their operations."""
 
+import re
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 import quire.lang as sgl
 from quire.errors import ConfigError, RequestError
+from quire.lang.ir import REGEX_BOOL, REGEX_FLOAT, REGEX_INT, REGEX_STR
 
 
 @sgl.function
@@ -368,3 +370,19 @@ def test_random_programs_write_what_they_would_write_one_step_at_a_time():
             assert {name: state[name] for name in variables} == variables
 
         check()
+
+
+def test_what_programs_take_from_sglangs_modules(pretend):
+    for pattern, text in ((REGEX_INT, "-5"), (REGEX_FLOAT, "0.5"), (REGEX_BOOL, "True"), (REGEX_STR, '"a b"')):
+        assert re.fullmatch(pattern, text)
+    sgl.global_config.verbosity = 2
+    sgl.global_config.enable_parallel_encoding = False
+    backend = pretend()
+    sgl.set_default_backend(backend)
+    try:
+        assert sgl.global_config.default_backend is backend
+        assert sgl.function(lambda s: s.__iadd__(sgl.gen("x"))).run()["x"] == " yes"
+    finally:
+        sgl.set_default_backend(None)
+    with pytest.raises(AttributeError):
+        sgl.global_config.verbose = 1

@@ -45,6 +45,10 @@ class Stats:
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
     completion_tokens: int = 0
 
+    def reset(self) -> None:
+        """Set all totals to 0, such as SGLang's `token_usage.reset()`."""
+        self.num_calls = self.prompt_tokens = self.cached_tokens = self.completion_tokens = 0
+
     def count(self, prompt: int, completion: int, cached: int = 0) -> None:
         """Add tokens to the totals."""
         self.prompt_tokens += prompt
