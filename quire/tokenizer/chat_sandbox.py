@@ -22,6 +22,8 @@ from jinja2.runtime import Context, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from quire.tokenizer.messages import NoContent
+
 
 class MeteredCode(CodeGenerator):
     """Code generator that calls the environment's `counted` (loop items), `measured` (literals) and `joined` (`~`)."""
@@ -247,6 +249,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.meter = Meter()
         self.code_generator_class = MeteredCode
         self.filters["tojson"] = tojson
+        self.tests["none"] = lambda value: value is None or isinstance(value, NoContent)
         for name in _REFUSED_FILTERS:
             del self.filters[name]
         for name in _REFUSED_GLOBALS:

@@ -15,7 +15,7 @@ from jinja2.exceptions import SecurityError
 from quire.errors import ModelError, RequestError, nearest
 from quire.models.json_file import read_json_object
 from quire.tokenizer.chat_sandbox import MAX_SECONDS, MAX_SIZE, LimitExceeded, Meter, Sandbox
-from quire.tokenizer.messages import REASONING_FIELDS, Message, plain_json, plain_messages
+from quire.tokenizer.messages import REASONING_FIELDS, Message, NoContent, plain_json, plain_messages
 
 MAX_SOURCE = 2**20  # characters
 
@@ -32,6 +32,7 @@ class ChatTemplate:
         self._sandbox = Sandbox()
         self._lock = threading.Lock()
         self._seconds = seconds
+        self._reads_parts: dict[str, bool] = {}  # by role
         try:
             self._template: Template = self._sandbox.from_string(source)
         except (TemplateError, LimitExceeded, RecursionError, ValueError, TypeError) as error:
@@ -58,6 +59,28 @@ class ChatTemplate:
                 raise RequestError(
                     f"the model's chat template does not accept these messages: {_reason(error)}", "messages"
                 ) from error
+
+    def reads_parts(self, role: str, variables: Mapping[str, object]) -> bool:
+        """Whether the template writes the texts of a list of text parts, for messages of this role.
+
+        Found by a rendering with two parts. A template that expects text fails, drops a part or writes the list itself.
+        variables: the others of the template.
+        """
+        if role not in self._reads_parts:
+            parts = [{"type": "text", "text": mark} for mark in _PART_MARKS]
+            probe = {"role": role, "content": parts}
+            messages = [probe] if role == "user" else [{"role": "user", "content": "a"}, probe]
+            messages = [probe, messages[0]] if role == "system" else messages
+            try:
+                text = self.render({**variables, "messages": messages})
+            except (RequestError, ModelError):
+                text = ""
+            found = text.find(_PART_MARKS[0]), text.find(_PART_MARKS[1])
+            self._reads_parts[role] = 0 <= found[0] < found[1] and "type" not in text[found[0] : found[1]]
+        return self._reads_parts[role]
+
+
+_PART_MARKS = ("\U000f5ece", "\U000f5ecf")  # private-use characters
 
 
 def _collect(template: Template, variables: Mapping[str, object]) -> str:
@@ -134,7 +157,7 @@ class ContinuedFinalMessage:
     def __init__(self, messages: Sequence[dict[str, object]], field: str = "content") -> None:
         last = messages[-1]
         text = last.get(field)
-        if not isinstance(text, str):
+        if not isinstance(text, str) or isinstance(text, NoContent):
             raise RequestError(f"{_PARAM} needs a last message with {field}", _PARAM)
         copies = REASONING_FIELDS if field in REASONING_FIELDS else (field,)
         marked = {name: f"{text}{_MARK} " for name in copies if last.get(name) == text}
@@ -204,20 +227,19 @@ def render_conversation(
             "set one of them to false",
             "continue_final_message",
         )
-    plain = plain_messages(messages)
+    others: dict[str, object] = {
+        **{name: plain_json(value, "chat_template_kwargs") for name, value in variables.items()},
+        "tools": _objects(tools, "tools"),
+        "documents": _objects(documents, "documents"),
+        "add_generation_prompt": not continue_final_message if add_generation_prompt is None else add_generation_prompt,
+    }
+    plain = plain_messages(messages, lambda role: template.reads_parts(role, others))
     end = None
     if continue_final_message:
+        plain[-1:] = plain_messages(messages[-1:])  # its text is marked, so it must be one string
         end = ContinuedFinalMessage(plain, "content" if continue_final_message is True else continue_final_message)
         plain = end.messages
-    rendered = template.render(
-        {
-            **{name: plain_json(value, "chat_template_kwargs") for name, value in variables.items()},
-            "messages": plain,
-            "tools": _objects(tools, "tools"),
-            "documents": _objects(documents, "documents"),
-            "add_generation_prompt": end is None if add_generation_prompt is None else add_generation_prompt,
-        }
-    )
+    rendered = template.render({**others, "messages": plain})
     return rendered if end is None else end.truncate(rendered)
 
 

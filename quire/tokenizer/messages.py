@@ -1,7 +1,7 @@
 """Conversion of a caller's messages to the form that chat templates expect."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from quire.errors import RequestError
 
@@ -13,16 +13,28 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 Message = Mapping[str, object]
 
 
-def plain_messages(messages: Sequence[Message]) -> list[dict[str, object]]:
-    """A copy with content as strings and arguments of tool calls as objects.
+class NoContent(str):
+    """The content of a message that has none: an empty text, which templates' `is none` accepts as well.
 
+    Templates that test for it see none. Templates that print the content without a test print nothing.
+    """
+
+    __slots__ = ()
+
+
+def plain_messages(
+    messages: Sequence[Message], reads_parts: Callable[[str], bool] = lambda _role: False
+) -> list[dict[str, object]]:
+    """A copy without keys that are None, with content as strings and arguments of tool calls as objects.
+
+    reads_parts: whether the template reads text parts of messages of a role itself; they are joined by newlines if not.
     Raises RequestError for invalid messages and for content that is no text.
     """
     if not isinstance(messages, list | tuple) or not messages:
         raise RequestError("messages must be a list with at least one message", "messages")
     if len(messages) > MAX_MESSAGES:
         raise RequestError(f"at most {MAX_MESSAGES} messages", "messages")
-    return [_plain_message(message) for message in messages]
+    return [_plain_message(message, reads_parts) for message in messages]
 
 
 def plain_json(value: object, name: str, depth: int = 0) -> object:
@@ -42,15 +54,17 @@ def plain_json(value: object, name: str, depth: int = 0) -> object:
     raise RequestError(f"{name} must be made of plain JSON values, not {type(value).__name__}", name)
 
 
-def _plain_message(message: Message) -> dict[str, object]:
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+def _plain_message(message: Message, reads_parts: Callable[[str], bool]) -> dict[str, object]:
+    role = message.get("role") if isinstance(message, Mapping) else None
+    if not isinstance(role, str):
         raise RequestError("each message must be an object with a role and content", "messages")
-    plain = {str(key): plain_json(value, "messages") for key, value in message.items()}
-    plain["content"] = _text(plain.get("content"))
-    if plain.get("tool_calls"):
-        plain["tool_calls"] = _tool_calls(plain["tool_calls"])
-    elif plain["content"] is None and plain["role"] != "assistant":
-        raise RequestError(f"a message of role {plain['role']!r:.40} needs content", "messages")
+    plain = {str(key): plain_json(value, "messages") for key, value in message.items() if value is not None}
+    calls = plain.pop("tool_calls", None)
+    if calls:  # an empty list is like none: templates test whether the key exists
+        plain["tool_calls"] = _tool_calls(calls)
+    elif "content" not in plain and role != "assistant":
+        raise RequestError(f"a message of role {role!r:.40} needs content", "messages")
+    plain["content"] = _content(plain.get("content"), role, reads_parts)
     return _with_reasoning(plain)
 
 
@@ -60,24 +74,27 @@ def _with_reasoning(plain: dict[str, object]) -> dict[str, object]:
     return plain if thought is None else {"thinking": thought, **plain, "reasoning_content": thought}
 
 
-def _text(content: object) -> str | None:
-    if content is None or isinstance(content, str):
+def _content(content: object, role: str, reads_parts: Callable[[str], bool]) -> str | list[dict[str, object]]:
+    if content is None:
+        return NoContent()
+    if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise RequestError("the content of a message must be a string or a list of text parts", "messages")
-    return "\n".join(_part_text(part) for part in content)
+    parts = [_part(part) for part in content]
+    return parts if reads_parts(role) else "\n".join(str(part["text"]) for part in parts)
 
 
-def _part_text(part: object) -> str:
+def _part(part: object) -> dict[str, object]:
+    """A text part with the type "text"."""
     if isinstance(part, str):
-        return part
-    kind = part.get("type") if isinstance(part, dict) else None
-    text = part.get("text") if isinstance(part, dict) else None
-    if kind not in _TEXT_PARTS:
+        return {"type": "text", "text": part}
+    kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
+    if not isinstance(part, dict) or kind not in _TEXT_PARTS:
         raise RequestError(f"content parts of type {kind!r:.40} are not supported yet, only text", "messages")
     if not isinstance(text, str):
         raise RequestError("a text part needs a text", "messages")
-    return text
+    return {**{name: value for name, value in part.items() if value is not None}, "type": "text"}
 
 
 def _tool_calls(calls: object) -> list[dict[str, object]]:

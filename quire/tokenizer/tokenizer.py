@@ -103,6 +103,7 @@ class Tokenizer:
         self.special_ids = frozenset(i for i in self.added_ids if self._is_skipped(i))
         self.vocab_size = core.get_vocab_size()  # number of tokens; if ids have holes, the largest id can exceed it
         sources = {DEFAULT: chat_template} if isinstance(chat_template, str) else chat_template or {}
+        self.chat_templates = dict(sources)  # name -> Jinja source
         self._templates = TemplateSet(sources)
 
     @classmethod

@@ -358,3 +358,62 @@ def test_what_transformers_refuse(pairs, style, messages, options):
         reference.apply_chat_template(messages, tokenize=False, **options)
     with pytest.raises(RequestError):
         ours.apply_chat_template(messages, **options)
+
+
+PARTS = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+
+
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_a_template_that_reads_parts_gets_them(pairs, role):
+    messages = [TURNS[0], TURNS[1], {"role": "user", "content": PARTS}]
+    messages = [{"role": role, "content": PARTS} if message["role"] == role else message for message in messages]
+    assert "onetwo" in assert_same(pairs["gemma"], messages)
+
+
+def test_parts_are_lines_for_a_template_that_expects_text(pairs):
+    for style in ("chatml", "rag", "llama3", "qwen3"):
+        sent = [{"type": "text", "text": "one", "cache_control": {"type": "ephemeral"}}, "two"]
+        text = pairs[style][0].apply_chat_template([{"role": "user", "content": sent}])
+        assert "one\ntwo" in text and "cache_control" not in text
+    ours = pairs["gemma"][0]  # its system text is put before the first turn, as text
+    text = ours.apply_chat_template([{"role": "system", "content": PARTS}, TURNS[0]])
+    assert "one \ntwo" in text
+
+
+def test_the_last_message_of_parts_can_be_continued(pairs):
+    text = pairs["gemma"][0].apply_chat_template(
+        [TURNS[0], {"role": "assistant", "content": PARTS}], continue_final_message=True
+    )
+    assert text.endswith("one \ntwo")
+
+
+UNGUARDED = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ m.content | trim }}{{ '' ~ m['content'] }}{% endfor %}"
+)
+TESTING = (
+    "{% for m in messages %}<{% if m.content is none %}none{% elif m.content is not none %}text{% endif %}>{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("without", [{"content": None}, {}])
+def test_a_turn_without_content_prints_nothing_and_is_none(without):
+    messages = [TURNS[0], {"role": "assistant", **without, "tool_calls": [CALL]}]
+    core = KINDS["gpt2"]()
+    assert Tokenizer(core, chat_template=UNGUARDED).apply_chat_template(messages).endswith("<assistant>")
+    assert Tokenizer(core, chat_template=TESTING).apply_chat_template(messages) == "<text><none>"
+    with pytest.raises(RequestError, match="needs a last message with content"):
+        Tokenizer(core, chat_template=UNGUARDED).apply_chat_template(messages, continue_final_message=True)
+
+
+@pytest.mark.parametrize("more", [{"tool_calls": None}, {"tool_calls": []}, {"name": None, "reasoning": None}])
+def test_keys_without_a_value_are_left_out(pairs, more):
+    messages = [TURNS[0], {"role": "assistant", "content": "Yes.", **more}, TURNS[2]]
+    plain = [{name: value for name, value in message.items() if name not in more} for message in messages]
+    ours = pairs["llama3"][0]
+    assert ours.apply_chat_template(messages) == ours.apply_chat_template(plain)
+
+
+def test_none_within_the_arguments_of_a_tool_call_stays(pairs):
+    call = {"type": "function", "function": {"name": "price", "arguments": {"item": None}}}
+    messages = [TURNS[0], {"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert '{"item": null}' in pairs["qwen3"][0].apply_chat_template(messages)
