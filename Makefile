@@ -1,4 +1,4 @@
-# One command each: serve, test, test-build, corpus-check, check, try-wheel, try-pythons, trace, check-native, gpu-check, bench, bench-prefix, bench-cpu, chaos, soak, fuzz, fuzz-schedules, flood, demo-model, clean. CI calls the same ones (.ci/run).
+# One command each: serve, test, test-build, corpus-check, check, try-wheel, try-pythons, trace, check-native, gpu-check, bench, bench-prefix, bench-cpu, chaos, soak, fuzz, fuzz-schedules, flood, clients, demo-model, clean. CI calls the same ones (.ci/run).
 
 PYTHON ?= python3
 # Which torch: the package index's, which on Linux is the build for CUDA; or, with TORCH=cpu, the build for CPUs from torch's own index.
@@ -18,7 +18,7 @@ ifneq ($(filter-out cpu,$(TORCH)),)
 $(error TORCH=$(TORCH) is not known: TORCH=cpu takes torch's build for CPUs, without it torch comes from the package index)
 endif
 
-.PHONY: serve test test-build corpus-check check try-wheel try-pythons trace check-native gpu-check bench bench-prefix bench-cpu chaos soak fuzz fuzz-schedules flood demo-model clean
+.PHONY: serve test test-build corpus-check check try-wheel try-pythons trace check-native gpu-check bench bench-prefix bench-cpu chaos soak fuzz fuzz-schedules flood clients demo-model clean
 
 serve: $(VENV)/.installed  ## serve the embedded model; ARGS="MODEL --port 8001" goes to `quire serve`
 	@$(BIN)/quire serve $(ARGS)
@@ -95,6 +95,9 @@ fuzz-schedules: $(VENV)/.installed-dev  ## random schedules of the scheduler; AR
 
 flood: $(VENV)/.installed-dev  ## streams beside a flood of bad schemas; ARGS="--seconds 10 --rounds 1"
 	@$(BIN)/python -m benchmarks.structured.flood $(ARGS)
+
+clients: $(VENV)/.installed-dev  ## real clients against a server; ARGS="--only litellm --vllm VENV/bin/python --json FILE"
+	@$(BIN)/python -m benchmarks.clients $(ARGS)
 
 demo-model: $(VENV)/.installed-dev  ## train the embedded model, its draft and its adapters from scratch
 	@$(BIN)/python -m tools.demo_model.make $(ARGS)
