@@ -75,6 +75,7 @@ def _flag(name: str, annotated: Any, default: object) -> Parameter:  # noqa: ANN
     option = typer.Option(
         f"{flag}/--no-{flag[2:]}" if default is True else flag,
         help=f"{text.text} ({text.stability})",
+        envvar=text.envvar,
         min=bounds.ge,
         max=bounds.le,
         parser=_parser_with_hints(kind, REMOVED_VALUES[name]) if name in REMOVED_VALUES else None,

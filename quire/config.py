@@ -144,10 +144,11 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class Help:
-    """Help text and stability of an option."""
+    """Help text and stability of an option. envvar: an environment variable that the command line reads for it."""
 
     text: str
     stability: Literal["stable", "beta", "prototype"] = "stable"
+    envvar: str | None = None
 
 
 MODEL_HELP = "Hugging Face id, folder of a checkpoint, or .gguf file [default: quire's own model]"

@@ -83,7 +83,8 @@ class SequenceOutputProcessor:
         result.end_token = output.stop_token if self._stops.matched is None else None
         result.token_ids += tokens
         result.token_offsets += offsets
-        result.num_forced_tokens += sum(place < len(tokens) for place in output.forced)
+        num_forced = sum(place < len(tokens) for place in output.forced)
+        result.num_forced_tokens += num_forced
         result.finish_reason, result.stop_reason = None if end is None else end.finish_reason, stop_reason
         self._texts.append(text)
         engine_knows = output.end is not None or end is None  # the engine ended the sequence itself, or it goes on
@@ -94,6 +95,7 @@ class SequenceOutputProcessor:
             text=text,
             token_ids=tokens,
             token_offsets=offsets,
+            num_forced_tokens=num_forced,
             logprobs=logprobs,
             end=end,
             stop_reason=stop_reason,

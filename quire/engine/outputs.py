@@ -124,6 +124,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     token_ids: list[int]
     token_offsets: list[int]
+    num_forced_tokens: int = 0  # forced tokens among token_ids
     logprobs: list[LogprobRow] | None = None
     end: EndCause | None = None
     stop_reason: str | int | None = None

@@ -23,6 +23,8 @@ Role = Literal["user", "admin"]
 
 MAX_KEYS = 4096  # the key of each request is compared with all of them
 MAX_PER_MINUTE = 10**9
+MIN_KEY = 8  # characters of a key that the operator chose
+DEFAULT_TENANT = "default"  # of that key
 MAX_TENANT = 128  # characters
 _MAX_FILE = 4 * 2**20  # bytes
 _EMPTY_KEY_SHA256 = hashlib.sha256().hexdigest()
@@ -119,6 +121,15 @@ def read_keys(path: str | Path) -> Keys:
     if not entries:
         raise ConfigError(f"{path} lists no keys, so every request would fail; `quire key TENANT --file` adds one")
     return Keys(entries)
+
+
+def single_key(key: str) -> Keys:
+    """Keys with one key of an operator's choice, whose holder is an admin. Raises ConfigError for an unusable key."""
+    if not (len(key) >= MIN_KEY and key.isascii() and key.isprintable() and " " not in key):
+        raise ConfigError(
+            f"api_key must have at least {MIN_KEY} ASCII characters without spaces; `quire key` makes one"
+        )
+    return Keys([KeyEntry(hashlib.sha256(key.encode()).hexdigest(), DEFAULT_TENANT, "admin")])
 
 
 def new_key(

@@ -21,6 +21,7 @@ from quire.params import (
     MAX_WHITESPACE,
     NUMBERS,
 )
+from quire.server.api.openai.schema import NO_LIMIT
 from quire.server.api.request_params import NEUTRAL
 from quire.server.middleware.auth import OPEN_PATHS
 from quire.server.service import Service
@@ -38,6 +39,8 @@ def _number_limits() -> dict[str, Limits]:
     limits["truncate_prompt_tokens"] = {"integer": {**limits["truncate_prompt_tokens"]["integer"], "not": {"const": 0}}}
     for name, ours in _OTHER_NAMES.items():
         limits[name] = limits[ours]
+    for name in ("max_tokens", "max_completion_tokens"):
+        limits[name] = {"integer": {**limits[name]["integer"], "minimum": NO_LIMIT}}
     return limits
 
 

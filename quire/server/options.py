@@ -1,8 +1,8 @@
 """The options of a server."""
 
 import re
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -12,6 +12,7 @@ from quire.supervisor.restart_policy import RESTART_TIMEOUT
 
 _ORIGIN = re.compile(r"https?://[^/?#\s@]+")  # in the form of the Origin header
 Seconds = Annotated[float, Meta(ge=0, le=86_400)]
+UnknownFields = Literal["refuse", "ignore"]
 
 
 @known_arguments_only(ConfigError)
@@ -23,11 +24,17 @@ class ServerOptions:
     port: Annotated[int, Meta(ge=0, le=65535), Help("port to listen on; 0 takes a free one")] = 8000
     served_model_name: Annotated[str | None, Help("model name in requests [default: the model's]")] = None
     api_key_file: Annotated[str | None, Help("JSON file of API keys and their tenants")] = None
+    api_key: Annotated[
+        str | None, Help("one API key, with the role admin, in place of a file", "beta", envvar="QUIRE_API_KEY")
+    ] = field(default=None, repr=False)
     ssl_certfile: Annotated[str | None, Help("certificate chain (PEM); with it, the server accepts only HTTPS")] = None
     ssl_keyfile: Annotated[str | None, Help("its private key (PEM) [default: in the file of the certificate]")] = None
     cors_origins: Annotated[
         tuple[str, ...], Help("origin whose pages may send requests, such as https://chat.example; may be repeated")
     ] = ()
+    unknown_fields: Annotated[
+        UnknownFields, Help("what to do with a field of a body that the route does not have", "beta")
+    ] = "refuse"
     drain_timeout: Annotated[Seconds, Help("seconds that accepted requests have to finish after SIGTERM")] = 30.0
     watchdog: Annotated[Seconds, Help("seconds after which a stalled engine is restarted; 0: never", "beta")] = 10.0
     engine_restart_timeout: Annotated[

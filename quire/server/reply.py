@@ -55,6 +55,18 @@ def _first_token_seconds(metrics: RequestMetrics) -> float | None:
     return None if metrics.first_token_time is None else metrics.first_token_time - metrics.arrival_time
 
 
+class OutputTokens(msgspec.Struct):
+    """Running totals of output tokens, as a stream can report usage with every chunk."""
+
+    total: int = 0
+    forced: int = 0
+
+    def add(self, delta: Delta) -> None:
+        """Count the tokens of a delta."""
+        self.total += len(delta.token_ids)
+        self.forced += delta.num_forced_tokens
+
+
 class Reply:
     """One transcript per prompt, filled while the engine generates. Must be closed, finished or not.
 
@@ -75,9 +87,8 @@ class Reply:
         self._finish = finish
         self._metrics = metrics
         self._num_prompt = sum(len(transcript.prompt.ids) for transcript in transcripts)
-        self._num_output = 0  # running totals, as a stream can report usage with every chunk
+        self._output = OutputTokens()
         self._num_cached = 0
-        self._num_forced = 0
         self._has_constraints = any(one.params.structured_outputs is not None for one in transcripts)
         self._last_tokens: dict[tuple[int, int], float] = {}  # time of the last tokens, by prompt and sequence index
         self._default_finish_reason = "abort"  # finish reason of sequences that have none when it is closed
@@ -123,13 +134,17 @@ class Reply:
         async for _ in self.deltas():
             pass
 
-    def usage(self) -> dict[str, object]:
-        """OpenAI's usage so far. Each prompt counts once, for any n. Has the forced tokens if there is a constraint."""
-        details = {"completion_tokens_details": {"forced_tokens": self._num_forced}} if self._has_constraints else {}
+    def usage(self, output: OutputTokens | None = None) -> dict[str, object]:
+        """OpenAI's usage, of all output that was read or of `output`.
+
+        Each prompt counts once, for any n. Has the forced tokens if there is a constraint.
+        """
+        output = self._output if output is None else output
+        details = {"completion_tokens_details": {"forced_tokens": output.forced}} if self._has_constraints else {}
         return {
             "prompt_tokens": self._num_prompt,
-            "completion_tokens": self._num_output,
-            "total_tokens": self._num_prompt + self._num_output,
+            "completion_tokens": output.total,
+            "total_tokens": self._num_prompt + output.total,
             "prompt_tokens_details": {"cached_tokens": self._num_cached},
             **details,
         }
@@ -161,8 +176,7 @@ class Reply:
         self._num_cached += transcript.num_cached_tokens - cached
         if delta is None:
             return None
-        self._num_output += len(delta.token_ids)
-        self._num_forced += sum(place < len(delta.token_ids) for place in output.forced)
+        self._output.add(delta)
         self._spend(len(delta.token_ids))
         if delta.stopped_after is not None:
             self._finish(delta.request_id, delta.index, delta.stopped_after)
@@ -171,7 +185,7 @@ class Reply:
         if delta.finish_reason == "error" and not is_partial:
             self._default_finish_reason = "error"
             raise _failure(delta, transcript.params)
-        if delta.end is EndCause.DEADLINE and not self._num_output:
+        if delta.end is EndCause.DEADLINE and not self._output.total:
             raise DeadlineMissed(delta.stop_reason)
         return delta
 

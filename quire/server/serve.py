@@ -10,12 +10,12 @@ from pathlib import Path
 
 from quire.config import DEFAULT_POLICY, EngineOptions, Policy, with_queue_limits
 from quire.errors import ConfigError
-from quire.server.api_keys import Keys, read_keys
+from quire.server.api_keys import Keys, read_keys, single_key
 from quire.server.app import make_app
 from quire.server.middleware.drain import Drain, GracefulServer
 from quire.server.middleware.http_protocol import http_config
 from quire.server.observability.middleware import check_observers
-from quire.server.options import ServerOptions
+from quire.server.options import ServerOptions, UnknownFields
 from quire.server.service import Service
 from quire.supervisor.async_engine import AsyncEngine
 from quire.supervisor.engine_handle import EngineProcess
@@ -34,21 +34,22 @@ def launched(
     *,
     watchdog: float = 0.0,
     restart_timeout: float = RESTART_TIMEOUT,
+    unknown_fields: UnknownFields = "refuse",
     spawned: Spawned | None = None,
     report: Callable[[str], None],
     progress: Callable[[int, int], None],
 ) -> Iterator[Service]:
     """Context manager: a service whose engine process is ready. The process is killed on exit.
 
-    watchdog, restart_timeout: as in AsyncEngine. spawned: as in EngineProcess. Raises ConfigError, ModelError,
-    EngineStopped.
+    watchdog, restart_timeout: as in AsyncEngine. unknown_fields: as in Service. spawned: as in EngineProcess. Raises
+    ConfigError, ModelError, EngineStopped.
     """
     host = EngineProcess(with_server_defaults(options), report=report, progress=progress, spawned=spawned)
     host.launch()
     try:
         tokenizer = open_tokenizer(Path(host.model_info.path))
         engine = AsyncEngine(host, watchdog=watchdog, restart_timeout=restart_timeout)
-        yield Service(host.model_info, tokenizer, engine, model_name)
+        yield Service(host.model_info, tokenizer, engine, model_name, unknown_fields=unknown_fields)
     finally:
         host.kill()
         host.wait()
@@ -59,6 +60,15 @@ def with_server_defaults(options: EngineOptions) -> EngineOptions:
     if options.calibration is None:
         options = replace(options, calibration=CALIBRATION_SECONDS)
     return with_queue_limits(options)
+
+
+def choose_keys(server: ServerOptions) -> Keys | None:
+    """The keys of the key file, or the single key of the options; None without either. Raises ConfigError."""
+    if server.api_key is None:
+        return None if server.api_key_file is None else read_keys(server.api_key_file)
+    if server.api_key_file is not None:
+        raise ConfigError("api_key and api_key_file both name keys; give one (`quire key --file` adds to the file)")
+    return single_key(server.api_key)
 
 
 def choose_policy(options: EngineOptions, keys: Keys | None) -> tuple[Policy, str]:
@@ -108,15 +118,15 @@ def serve(
 ) -> None:
     """Load the model and serve it until SIGINT or SIGTERM, then drain. A second signal ends the drain.
 
-    spawned: as in EngineProcess. report(line) gets the memory plan, and the URL when requests are accepted. Without a
-    key file the host must be a loopback address, and every client that can connect is admitted. Raises ConfigError
+    spawned: as in EngineProcess. report(line) gets the memory plan, and the URL when requests are accepted. Without
+    keys the host must be a loopback address, and every client that can connect is admitted. Raises ConfigError
     before the model is loaded for unusable keys, certificates, host or port, and afterwards if another server listens
     on the port since then. Raises EngineStopped when the engine ended and no other could be started.
     """
     server.check()
     check_certificate(server.ssl_certfile, server.ssl_keyfile)
     check_observers(server)
-    keys = None if server.api_key_file is None else read_keys(server.api_key_file)
+    keys = choose_keys(server)
     listener = _bind(server.host, server.port, keys)
     with listener:
         if keys is not None:
@@ -129,6 +139,7 @@ def serve(
             server.served_model_name,
             watchdog=server.watchdog,
             restart_timeout=server.engine_restart_timeout,
+            unknown_fields=server.unknown_fields,
             spawned=spawned,
             report=report,
             progress=progress,
@@ -167,7 +178,7 @@ def _bind(host: str, port: int, keys: Keys | None) -> socket.socket:
     if keys is None and not ipaddress.ip_address(address[0]).is_loopback:
         raise ConfigError(
             f"{host} can be reached by other machines, so that API keys are required; name them with --api-key-file "
-            "(`quire key TENANT --file FILE` creates one), or serve on 127.0.0.1"
+            "(`quire key TENANT --file FILE` creates one), give one with --api-key, or serve on 127.0.0.1"
         )
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -203,9 +214,10 @@ def _url(listener: socket.socket, *, secure: bool) -> str:
 
 def _announce(report: Callable[[str], None], url: str, name: str, *, with_key: bool) -> None:
     key = "-H 'authorization: Bearer KEY' " if with_key else ""
-    page = "" if with_key else f", documentation at {url}/docs"  # a browser sends no key
-    report(f"ready: {name} on {url} (OpenAI API at {url}/v1{page})")
+    here = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")  # nobody can call those addresses
+    page = "" if with_key else f", documentation at {here}/docs"  # a browser sends no key
+    report(f"ready: {name} on {url} (OpenAI API at {here}/v1{page})")
     report(
-        f"try: curl {url}/v1/chat/completions {key}-H 'content-type: application/json' "
+        f"try: curl {here}/v1/chat/completions {key}-H 'content-type: application/json' "
         """-d '{"messages": [{"role": "user", "content": "Hello!"}]}'"""
     )

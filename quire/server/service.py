@@ -10,10 +10,11 @@ from quire.engine.inputs import Generation, Prompt, prepare_generations, prompt_
 from quire.engine.output_text import RequestOutputProcessor
 from quire.errors import ContextLengthExceeded
 from quire.params import SamplingParams
-from quire.server.api.request_params import MAX_PROMPTS
+from quire.server.api.request_params import MAX_PROMPTS, RequestBody
 from quire.server.errors import Busy, UnknownModel
 from quire.server.observability.metrics import Metrics
 from quire.server.observability.request_record import RequestIds
+from quire.server.options import UnknownFields
 from quire.server.reply import Reply
 from quire.server.thread_pool import ThreadPool
 from quire.startup.model_info import ModelInfo
@@ -32,7 +33,13 @@ class Service:
     """One served model: engine, tokenizer, metrics, thread pool."""
 
     def __init__(
-        self, facts: ModelInfo, tokenizer: Tokenizer, engine: AsyncEngine, model_name: str | None = None
+        self,
+        facts: ModelInfo,
+        tokenizer: Tokenizer,
+        engine: AsyncEngine,
+        model_name: str | None = None,
+        *,
+        unknown_fields: UnknownFields = "refuse",
     ) -> None:
         self.model_name = model_name or facts.model_name
         self.max_model_len = facts.max_model_len
@@ -51,6 +58,7 @@ class Service:
         self._grammar_checks = front_end_cache(facts.options.grammar_backend, self.metrics.observe_grammar_check)
         self.request_ids = RequestIds(self.model_name)
         self.created = int(time.time())
+        self._unknown_fields = unknown_fields
 
     def check_model(self, name: str | None) -> None:
         """Raises UnknownModel if `name` is neither None nor the served model."""
@@ -58,6 +66,12 @@ class Service:
             raise UnknownModel(
                 f"the model {name!r:.200} is not served here; this server has {self.model_name!r}", "model"
             )
+
+    def check_fields(self, body: RequestBody) -> None:
+        """Raises RequestValidationError for an unknown field of the body, unless the server ignores and counts them."""
+        if self._unknown_fields == "refuse":
+            body.refuse_unknown_fields()
+        self.metrics.count_unknown_fields("body", len(body.unknown_fields))
 
     def check_size(self, value: object, param: str) -> None:
         """Raises ContextLengthExceeded for a JSON value with more text than fits into the context for any tokenizer."""

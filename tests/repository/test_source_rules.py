@@ -38,7 +38,10 @@ PICKLING_NAMES = {
 }
 
 # Environment variables that quire may read: name -> reason.
-ENVIRONMENT = {"QUIRE_LOG_LEVEL": "how much is logged changes nothing that is computed"}
+ENVIRONMENT = {
+    "QUIRE_LOG_LEVEL": "how much is logged changes nothing that is computed",
+    "QUIRE_API_KEY": "an option is shown in the list of processes; only the command line reads it",
+}
 TOLD = {"GOMP_SPINCOUNT"}  # variables that quire may set, because a library has no other setting
 
 # Text that is valid only on one machine or in one network. Split into pieces, so that this file passes.
@@ -104,7 +107,7 @@ def environment_faults(source: str, path: str) -> Iterator[str]:
             yield f"{path}:{node.lineno}: {ast.unparse(node)}"
         if isinstance(node, ast.ImportFrom) and node.module == "os":
             yield from (f"{path}:{node.lineno}: os.{n.name}" for n in node.names if n.name in ("environ", "getenv"))
-        if isinstance(node, ast.keyword) and node.arg in ("envvar", "auto_envvar_prefix"):
+        if isinstance(node, ast.keyword) and node.arg in ("envvar", "auto_envvar_prefix") and not _declared(node.value):
             yield f"{path}:{node.lineno}: {node.arg}"
 
 
@@ -116,6 +119,11 @@ def _variable(node: ast.AST) -> str:
         case ast.Call(func=function, args=[ast.Constant(value=str(name)), *_]):
             return name if ast.unparse(function) in ("os.environ.get", "os.getenv") else ""
     return ""
+
+
+def _declared(value: ast.AST) -> bool:
+    """Whether the value of `envvar=` is a variable of the list, or the one that an option's Help names."""
+    return ast.unparse(value) in ("text.envvar", *map(repr, ENVIRONMENT))
 
 
 def _told(node: ast.AST) -> str:
@@ -329,6 +337,11 @@ def test_environment_faults_lets_pass_what_openmp_is_told():
 def test_environment_faults_lets_the_log_level_pass():
     assert list(environment_faults("import os\nos.environ.get('QUIRE_LOG_LEVEL', 'info')", "x.py")) == []
     assert list(environment_faults("import os\nos.getenv('QUIRE_LOG_LEVEL')", "x.py")) == []
+
+
+def test_environment_faults_lets_the_command_line_read_the_key():
+    assert list(environment_faults("Help('one key', envvar='QUIRE_API_KEY')", "x.py")) == []
+    assert len(list(environment_faults("Help('one key', envvar='QUIRE_KEY')", "x.py"))) == 1
 
 
 def test_docstring_faults_sees_every_kind():

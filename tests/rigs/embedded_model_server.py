@@ -28,12 +28,12 @@ def small_engine(model: str | None = None) -> Built:
     return build(options, report=lambda line: None, progress=lambda done, total: None)
 
 
-def service_of(built: Built) -> Service:
-    """A service whose engine runs on a thread of this process."""
+def service_of(built: Built, **options) -> Service:
+    """A service whose engine runs on a thread of this process. options: of Service."""
     facts = model_info_of(built)
     host = EngineThread(built.engine, facts)
     host.launch()
-    return Service(facts, built.tokenizer, AsyncEngine(host))
+    return Service(facts, built.tokenizer, AsyncEngine(host), **options)
 
 
 @contextlib.contextmanager

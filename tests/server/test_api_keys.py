@@ -3,6 +3,7 @@
 import gc
 import hashlib
 import json
+import re
 import stat
 import sys
 from contextlib import nullcontext
@@ -276,6 +277,25 @@ def test_with_keys_other_machines_are_served(served, tmp_path):
         assert httpx.get(f"{url}/v1/models", headers={"authorization": f"Bearer {key}"}).status_code == 200
 
 
+def test_one_key_without_a_file(served, tmp_path):
+    told, app = served(host="0.0.0.0", api_key="sk-of-docker")
+    assert told[0] == "keys       1 API keys of 1 tenants, 1 of them with the role admin"
+    assert re.search(r"try: curl http://127\.0\.0\.1:\d+/", told[-1])  # nobody can call 0.0.0.0
+    assert "http://0.0.0.0:" in told[-2]
+    with run_app(app) as url:
+        docker = {"host": "host.docker.internal:8000"}
+        assert httpx.get(f"{url}/v1/models", headers=docker).status_code == 401
+        key = {"authorization": "Bearer sk-of-docker"}
+        assert httpx.get(f"{url}/v1/models", headers=docker | key).status_code == 200
+        assert httpx.get(f"{url}/metrics", headers=key).status_code == 200
+    for wrong in ("short", "with a space", "schlüssel-von-docker", ""):
+        with pytest.raises(ConfigError, match="at least 8 ASCII characters"):
+            served(api_key=wrong)
+    with pytest.raises(ConfigError, match="give one"):
+        served(api_key="sk-of-docker", api_key_file=str(tmp_path / "keys.json"))
+    assert "sk-of-docker" not in repr(ServerOptions(api_key="sk-of-docker"))
+
+
 def test_without_keys_this_machine_is_served(served):
     told, app = served(host="127.0.0.1")
     assert "Bearer" not in "".join(told)
@@ -329,6 +349,11 @@ def test_flags_of_the_server(monkeypatch):
     assert serve("--enable-prefix-caching").enable_prefix_caching
     assert not serve("--no-enable-prefix-caching").enable_prefix_caching
     assert seen["server"].api_key_file is None
+    monkeypatch.setenv("QUIRE_API_KEY", "of-the-environment")
+    serve()
+    assert seen["server"].api_key == "of-the-environment"
+    serve("--api-key", "of-the-line")
+    assert seen["server"].api_key == "of-the-line"
 
 
 def test_the_command_says_what_is_wrong(monkeypatch, capsys):

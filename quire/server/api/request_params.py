@@ -5,12 +5,15 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
+from fastapi.exceptions import RequestValidationError
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
     JsonValue,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
     ValidationError,
     ValidatorFunctionWrapHandler,
     WrapValidator,
@@ -51,7 +54,7 @@ def optional_field(description: str, alias: str | None = None) -> Any:  # noqa: 
 
 
 class Body(BaseModel):
-    """A JSON object that rejects unknown fields."""
+    """A JSON object that rejects unknown fields. An unknown field that is null counts as absent."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -69,13 +72,20 @@ class Body(BaseModel):
         }
         cls._field_names = frozenset(field.alias or name for name, field in cls.model_fields.items())
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _reject_unknown_fields(cls, body: object) -> object:
-        for name in body if isinstance(body, dict) else ():
-            if name not in cls._field_names:
-                raise unknown_field(name, cls._field_names)
-        return body
+    def _check_unknown_fields(cls, body: object, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        if not isinstance(body, dict) or cls.model_config["extra"] == "allow" or body.keys() <= cls._field_names:
+            return validate(body)
+        unknown = [name for name in body if name not in cls._field_names and body[name] is not None]
+        return cls._without(unknown, {name: body[name] for name in body if name in cls._field_names}, validate)
+
+    @classmethod
+    def _without(cls, unknown: list[Any], known: dict[Any, Any], validate: ModelWrapValidatorHandler[Self]) -> Self:
+        """The body from its known fields. Raises PydanticCustomError if there are `unknown` ones."""
+        for name in unknown:
+            raise unknown_field(name, cls._field_names)
+        return validate(known)
 
     @model_validator(mode="after")
     def _reject_unsupported_values(self) -> Self:
@@ -84,6 +94,39 @@ class Body(BaseModel):
             if value is not None and not any(is_same(value, neutral) for neutral in self._neutral[name]):
                 raise PydanticCustomError("not_supported", "{name} is not supported yet", {"name": name})
         return self
+
+
+class RequestBody(Body):
+    """The body of a request. Its own unknown fields are set aside for `Service.check_fields`.
+
+    If a required field is missing, an unknown one is refused at once: it is probably the misspelled name.
+    """
+
+    _unknown: list[Any] = PrivateAttr(default_factory=list)
+
+    @classmethod
+    def _without(cls, unknown: list[Any], known: dict[Any, Any], validate: ModelWrapValidatorHandler[Self]) -> Self:
+        try:
+            body = validate(known)
+        except ValidationError as error:
+            if unknown and any(problem["type"] == "missing" for problem in error.errors(include_input=False)):
+                raise unknown_field(unknown[0], cls._field_names) from None
+            raise
+        body._unknown = unknown
+        return body
+
+    @property
+    def unknown_fields(self) -> Sequence[Any]:
+        """Names of the fields that the route does not have, except those that are null."""
+        return self._unknown
+
+    def refuse_unknown_fields(self) -> None:
+        """Raises RequestValidationError for the first unknown field."""
+        for name in self._unknown:
+            error = unknown_field(name, self._field_names)
+            raise RequestValidationError(
+                [{"type": error.type, "loc": ("body",), "msg": error.message(), "ctx": error.context}]
+            )
 
 
 def is_same(value: object, neutral: JsonValue) -> bool:
@@ -367,13 +410,12 @@ class RetentionBody(Body):
     ttl: float | None = optional_field("Seconds after the end of the request for which it applies; null: for ever.")
     pin: bool | None = optional_field("Not evicted, within limits (docs/eviction.md); false by default.")
 
-    @model_validator(mode="before")
     @classmethod
-    def _reject_session(cls, body: object) -> object:
-        if isinstance(body, dict) and "session" in body:
+    def _without(cls, unknown: list[Any], known: dict[Any, Any], validate: ModelWrapValidatorHandler[Self]) -> Self:
+        if "session" in unknown:
             text = "unknown field '{name}': it was removed; set priority, ttl and pin in each request of a conversation"
             raise PydanticCustomError("unknown_field", text, {"name": "session"})
-        return body
+        return super()._without(unknown, known, validate)
 
 
 class ProgramBody(Body):
@@ -389,7 +431,7 @@ class ProgramBody(Body):
     )
 
 
-class SchedulingParamsBody(Body):
+class SchedulingParamsBody(RequestBody):
     """Fields of scheduling parameters, and the timeout."""
 
     priority: int | None = optional_field(

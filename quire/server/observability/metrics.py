@@ -164,6 +164,7 @@ _COUNT = (1.0, 2.0, 5.0, 10.0, 20.0)
 _FINISH_REASONS = ("stop", "length", "abort", "error")
 _REJECTIONS = ("queue_full", "deadline_unreachable", "rate_limit_exceeded")
 _CHECKS = ("ok", "bad", "slow")
+_PLACES = ("body", "messages")
 _CODE = re.compile(r"[a-z_]{1,64}\Z")
 
 
@@ -216,6 +217,9 @@ class Metrics:
         )
         self._checks = self._counter("grammar_checks", "Constraints that were checked.", "result", _CHECKS)
         self._check_seconds = self._histogram("grammar_check_seconds", "Duration of the check of a constraint.", _CHECK)
+        self._unknown_fields = self._counter(
+            "unknown_fields", "Unknown fields that were accepted: of bodies, and of messages.", "place", _PLACES
+        )
         self._lost_log_lines = Counter(
             "access_log_lines_lost", "Lines of the access log that were not written.", LABELS, registry=self._registry
         ).labels(*self._label_values)
@@ -274,6 +278,10 @@ class Metrics:
         """Observe the check of a constraint. result: one of _CHECKS."""
         self._checks.labels(*self._label_values, result).inc()
         self._check_seconds.observe(seconds)
+
+    def count_unknown_fields(self, place: str, num_fields: int) -> None:
+        """Count unknown fields that were accepted. place: one of _PLACES."""
+        self._unknown_fields.labels(*self._label_values, place).inc(num_fields)
 
     def count_lost_log_lines(self, num_lines: int) -> None:
         """Count lines that the access log could not write."""

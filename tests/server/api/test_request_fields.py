@@ -128,7 +128,7 @@ def test_ids_are_added_where_asked_for(http, offline, llm, path):
         [answer["prompt_token_ids"]]
     )  # fmt: skip
     assert all(ids == expected.prompt_token_ids for ids in prompts)
-    assert "token_ids" not in http.post(path, json={**body, "return_token_ids": None}).json()["choices"][0]
+    assert http.post(path, json={**body, "return_token_ids": None}).json()["choices"][0]["token_ids"] is None
 
 
 WITHOUT_EFFECT = {
@@ -139,7 +139,7 @@ WITHOUT_EFFECT = {
     **{"response_format": {"type": "text"}, "prompt_logprobs": None, "logit_bias": {}, "stop": [], "top_p": None},
 }
 FOR_CHAT = {
-    **{"parallel_tool_calls": True, "modalities": ["text"], "functions": [], "function_call": "auto", "audio": None},
+    **{"parallel_tool_calls": False, "modalities": ["text"], "functions": [], "function_call": "auto", "audio": None},
     **{"tool_choice": "auto", "verbosity": "medium", "prediction": {"type": "content", "content": "a"}},
     **{"moderation": None, "web_search_options": None, "documents": [], "chat_template": None},
 }
@@ -151,7 +151,7 @@ REFUSED_IN_CHAT = {
         "function_call": {"name": "f"},
         "audio": {"voice": "x"},
     },
-    **{"modalities": ["text", "audio"], "parallel_tool_calls": False, "web_search_options": {}, "verbosity": "low"},
+    **{"modalities": ["text", "audio"], "web_search_options": {}, "verbosity": "low"},
     **{"moderation": {"model": "m"}},
 }
 

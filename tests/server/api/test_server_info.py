@@ -26,6 +26,12 @@ def test_costs_of_the_requests_so_far(keyless):
     assert "block_size_advice" not in info
 
 
+@pytest.mark.parametrize("path", ["/live", "/ready", "/health"])
+def test_probes_answer_head(keyless, path):
+    answer = keyless.ask(None, "HEAD", path)
+    assert (answer.status_code, answer.content) == (200, b"")
+
+
 class Stuck:
     """An engine whose step blocks until `go` is set."""
 

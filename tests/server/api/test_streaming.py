@@ -69,12 +69,13 @@ def test_chats(http, fields):
     whole = http.post("/v1/chat/completions", json=body).json()
     streamed, about = joined(http.post("/v1/chat/completions", json={**body, "stream": True}))
     for choice in streamed:
-        choice["message"] = {**choice.pop("delta"), "refusal": None}
+        choice["message"] = {**choice.pop("delta"), "refusal": None, "reasoning": None}
     for choice in (*streamed, *whole["choices"]):  # only streams omit fields without content
         choice["logprobs"] = choice["logprobs"] and choice["logprobs"]["content"]
     assert streamed == whole["choices"]
     assert about == {name: whole[name] for name in about}
-    assert set(about) == {name for name in ("prompt_logprobs", "prompt_token_ids") if name in whole}
+    wanted = {name for name in ("prompt_logprobs", "prompt_token_ids") if whole[name] is not None}
+    assert {name for name, value in about.items() if value is not None} == wanted
 
 
 @pytest.mark.parametrize("always", [False, True])

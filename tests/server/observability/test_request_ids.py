@@ -53,7 +53,7 @@ def test_every_refusal_has_an_id(site):
         site.ask("ann", "GET", "/v1/completions"),
         site.ask("ann", "GET", "/metrics"),
         site.post("ann", "/v1/completions", prompt="x", model="another"),
-        site.post("ann", "/v1/completions", prompt="x", max_tokens=-1),
+        site.post("ann", "/v1/completions", prompt="x", max_tokens=-2),
         site.ask("ann", "GET", "/v1/requests/none/explain"),
     ]
     assert [answer.status_code for answer in answers] == [401, 404, 405, 403, 404, 400, 404]

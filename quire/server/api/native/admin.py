@@ -29,6 +29,12 @@ def admin_routes(service: Service, metrics_prefix: str) -> APIRouter:
         info = {**_server_info(service), "costs": await service.engine.cost_figures()}
         return Response(msgspec.json.encode(info), media_type="application/json")
 
+    @router.get("/load")
+    async def load() -> dict[str, int]:
+        """Return the number of running and waiting sequences, as vLLM's `server_load`."""
+        stats = service.engine.health().stats
+        return {"server_load": stats.num_running + stats.num_waiting}
+
     @router.get("/flush_cache", dependencies=[Depends(same_origin_only)])
     @router.post("/flush_cache", dependencies=[Depends(same_origin_only)])
     async def flush_cache() -> dict[str, int]:

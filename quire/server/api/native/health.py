@@ -6,6 +6,7 @@ from types import MappingProxyType
 import msgspec
 from fastapi import APIRouter, Request, Response
 
+from quire import __version__
 from quire.server.middleware.auth import caller_of
 from quire.server.middleware.drain import Drain
 from quire.server.service import Service
@@ -27,6 +28,22 @@ def health_routes(service: Service, drain: Drain) -> APIRouter:
         service.check_model(name)
         return _model(service)
 
+    @router.get("/version")
+    async def version() -> dict[str, str]:
+        """Return quire's version."""
+        return {"version": __version__}
+
+    @router.get("/get_model_info", tags=["SGLang"])
+    async def get_model_info() -> dict[str, object]:
+        """Describe the served model with SGLang's fields. Paths are the served name."""
+        return {
+            "model_path": service.model_name,
+            "tokenizer_path": service.model_name,
+            "is_generation": True,
+            "preferred_sampling_params": dict(service.sampling_defaults) or None,
+        }
+
+    @router.head("/live", include_in_schema=False, response_model=None)
     @router.get("/live", response_model=None)
     async def live() -> Response:
         """200 while this process answers, unless no engine is started any more: then 503, and the process ends.
@@ -35,11 +52,13 @@ def health_routes(service: Service, drain: Drain) -> APIRouter:
         """
         return _status(str(service.engine.failure or ""))
 
+    @router.head("/ready", include_in_schema=False, response_model=None)
     @router.get("/ready", response_model=None)
     async def ready() -> Response:
         """200 if requests can be served, otherwise 503. A readiness probe; needs no API key."""
         return _status(_problem(service.engine.health(), drain))
 
+    @router.head("/health", include_in_schema=False, response_model=None)
     @router.get("/health", response_model=None)
     async def health(request: Request) -> Response:
         """200 if requests can be served, otherwise 503 with the reason in `status`. Admins also get figures."""
@@ -50,12 +69,25 @@ def health_routes(service: Service, drain: Drain) -> APIRouter:
 
 
 def _model(service: Service) -> dict[str, object]:
+    """The entry of /v1/models, with vLLM's fields."""
+    permission = {
+        "id": f"modelperm-{service.model_name}",
+        "object": "model_permission",
+        "created": service.created,
+        **dict.fromkeys(("allow_create_engine", "allow_fine_tuning", "is_blocking"), False),
+        **dict.fromkeys(("allow_sampling", "allow_logprobs", "allow_search_indices", "allow_view"), True),
+        "organization": "*",
+        "group": None,
+    }
     return {
         "id": service.model_name,
         "object": "model",
         "created": service.created,
         "owned_by": "quire",
+        "root": service.model_name,
+        "parent": None,
         "max_model_len": service.max_model_len,
+        "permission": [permission],
     }
 
 

@@ -5,14 +5,14 @@ from pydantic import Field
 
 from quire.core.scheduling_params import Program
 from quire.errors import RequestError
-from quire.server.api.request_params import Body, optional_field
+from quire.server.api.request_params import RequestBody, optional_field
 from quire.server.middleware.auth import caller_of
 from quire.server.service import Service
 
 _PREFIX = "program."  # of field names in Program's errors; this body has the fields at the top
 
 
-class EndProgramBody(Body):
+class EndProgramBody(RequestBody):
     """POST /v1/programs/end."""
 
     id: str = Field(description="The program's id, as in its requests.")
@@ -29,6 +29,7 @@ def program_routes(service: Service) -> APIRouter:
 
         An unknown id, or one of another tenant, changes nothing and gets the same answer.
         """
+        service.check_fields(body)
         try:
             program = Program(id=body.id, branch=body.branch or "")
         except RequestError as error:

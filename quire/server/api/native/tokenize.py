@@ -5,15 +5,16 @@ from msgspec.json import encode
 from pydantic import Field
 
 from quire.errors import RequestError
-from quire.server.api.openai.chat import template_messages, tokenize_conversation
+from quire.server.api.openai.chat import num_unknown_fields, template_messages, tokenize_conversation
 from quire.server.api.openai.schema import Messages, TemplateBody
-from quire.server.api.request_params import Body, TokenIds, optional_field
+from quire.server.api.request_params import RequestBody, TokenIds, optional_field
 from quire.server.service import Service
+from quire.tokenizer.chat_template import DEFAULT
 
 _MESSAGE_FIELDS = [name for name in TemplateBody.model_fields if name not in ("add_special_tokens", "tool_choice")]
 
 
-class TokenizeBody(TemplateBody):
+class TokenizeBody(TemplateBody, RequestBody):
     """POST /tokenize: a text, or a conversation for the chat template."""
 
     model: str | None = optional_field("The served model; /v1/models lists it.")
@@ -22,7 +23,7 @@ class TokenizeBody(TemplateBody):
     return_token_strs: bool | None = optional_field("Return also the vocabulary's text of each token.")
 
 
-class DetokenizeBody(Body):
+class DetokenizeBody(RequestBody):
     """POST /detokenize."""
 
     model: str | None = optional_field("The served model; /v1/models lists it.")
@@ -36,6 +37,7 @@ def token_routes(service: Service) -> APIRouter:
     @router.post("/tokenize", response_model=None)
     async def tokenize(body: TokenizeBody) -> Response:
         """Return the token ids of a text or a conversation."""
+        service.check_fields(body)
         service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("give either a prompt or messages", "prompt")
@@ -44,8 +46,22 @@ def token_routes(service: Service) -> APIRouter:
     @router.post("/detokenize", response_model=None)
     async def detokenize(body: DetokenizeBody) -> Response:
         """Return the text of token ids, special tokens included."""
+        service.check_fields(body)
         service.check_model(body.model)
         return await service.thread_pool.run(lambda: _json({"prompt": _text(body.tokens, service)}))
+
+    @router.get("/tokenizer_info", response_model=None)
+    async def tokenizer_info() -> Response:
+        """Return the special tokens and the chat template, with transformers' names."""
+        tokenizer = service.tokenizer
+        info = {
+            "tokenizer_class": "PreTrainedTokenizerFast",  # transformers' class for a tokenizer.json
+            "vocab_size": tokenizer.vocab_size,
+            "model_max_length": service.max_model_len,
+            "chat_template": tokenizer.chat_templates.get(DEFAULT),
+            **tokenizer.special_tokens,
+        }
+        return _json(info)
 
     return router
 
@@ -53,6 +69,7 @@ def token_routes(service: Service) -> APIRouter:
 def _tokenized(body: TokenizeBody, service: Service) -> dict[str, object]:
     if body.prompt is None:
         messages = template_messages(body.messages or ())
+        service.metrics.count_unknown_fields("messages", num_unknown_fields(body.messages or ()))
         service.check_size([messages, body.tools, body.documents, body.chat_template_kwargs], "messages")
         ids = tokenize_conversation(messages, body, service.tokenizer).ids
     else:

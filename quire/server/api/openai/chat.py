@@ -4,6 +4,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 
 from fastapi import APIRouter, Request, Response
+from msgspec import Raw
 
 from quire.engine.inputs import Generation, TokenizedPrompt, prepare_generations, template_variables, tokenize
 from quire.engine.output_text import RequestOutputProcessor
@@ -29,11 +30,17 @@ _OWN_FIELDS = (
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, object]]:
     """The messages as dicts for chat templates. The role developer becomes system."""
-    plain = [message.model_dump(exclude_none=True) for message in messages]
+    plain = [message.model_dump(exclude_unset=True) for message in messages]
     for message in plain:
         if message["role"] == "developer":  # OpenAI's newer name, which few templates accept
             message["role"] = "system"
     return plain
+
+
+def num_unknown_fields(messages: Sequence[ChatMessage]) -> int:
+    """Number of fields that ChatMessage and ContentPart do not name, in messages and their parts."""
+    parts = [part for message in messages if isinstance(message.content, list) for part in message.content]
+    return sum(len(one.model_extra or ()) for one in (*messages, *parts))
 
 
 def last_message_content(messages: Sequence[Mapping[str, object]]) -> str:
@@ -76,6 +83,7 @@ def chat_routes(service: Service) -> APIRouter:
 
 
 async def _start(service: Service, body: ChatBody, caller: Caller, id: str) -> tuple["ChatAnswer", Reply]:
+    service.check_fields(body)
     service.check_model(body.model)
     with renamed_fields(body.engine_names()):
         params = body.sampling_params(service.sampling_defaults)
@@ -91,6 +99,7 @@ async def _start(service: Service, body: ChatBody, caller: Caller, id: str) -> t
 def _read(service: Service, body: ChatBody, params: SamplingParams) -> tuple[list[Generation], str]:
     """The conversation as a Generation, and the text that the answer begins with if `echo` is set."""
     messages = template_messages(body.messages)
+    service.metrics.count_unknown_fields("messages", num_unknown_fields(body.messages))
     service.check_size([messages, body.tools, body.documents, body.chat_template_kwargs], "messages")
     prompt = tokenize_conversation(messages, body, service.tokenizer)
     asked = prepare_generations([prompt], [params], service.tokenizer, service.max_model_len)
@@ -102,7 +111,12 @@ class ChatAnswer:
 
     def __init__(self, id: str, service: Service, body: ChatBody, params: SamplingParams, echo_text: str) -> None:
         self.id = id
-        self._head = {"id": self.id, "created": int(time.time()), "model": service.model_name}
+        self._head = {
+            "id": self.id,
+            "created": int(time.time()),
+            "model": service.model_name,
+            "system_fingerprint": None,
+        }
         self._with_ids = bool(body.return_token_ids)
         self._logprobs = LogprobFormat(params, service.tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids))
         self._usage = UsageFormat(body.stream_options)
@@ -114,27 +128,31 @@ class ChatAnswer:
         choices = [
             self._choice(
                 sequence.index,
-                {"message": {"role": "assistant", "content": self._echo_text + sequence.text, "refusal": None}},
+                {"message": _message(self._echo_text + sequence.text)},
                 sequence,
             )
             for sequence in transcript.result().outputs
         ]
-        head = {**self._head, "object": "chat.completion", **self._prompt_fields(transcript)}
-        return {**head, "choices": choices, "usage": reply.usage()}
+        head = {**self._head, "object": "chat.completion"}
+        about_prompt = {**self._prompt_ids(transcript), "prompt_logprobs": _prompt_logprobs(transcript)}
+        return {**head, **about_prompt, "choices": choices, "usage": reply.usage()}
 
     async def events(self, reply: Reply) -> AsyncIterator[bytes]:
         """The events of a stream. The first chunk of each choice has the role."""
         (transcript,) = reply.transcripts
         head = {**self._head, "object": "chat.completion.chunk"}
+        first = self._prompt_ids(transcript)  # chat has one prompt, so its fields are sent once
         for index in range(reply.num_choices):
             choice = self._choice(index, {"delta": {"role": "assistant", "content": self._echo_text}}, None)
-            yield event({**head, "choices": [choice], **self._usage.of_chunk(reply)})
-        about_prompt = True  # whether the fields of the prompt are still to be sent
+            yield event({**head, **first, "choices": [choice], **self._usage.of_chunk(reply)})
+            first = {}
+        about_prompt = transcript.prompt_logprobs is not None  # whether they are still to be sent
         async for deltas in reply.deltas():
             chunks = []
             for delta in deltas:
+                self._usage.count(delta)
                 if is_visible(delta, ids=self._with_ids):
-                    first = self._prompt_fields(transcript) if about_prompt else {}
+                    first = {"prompt_logprobs": _prompt_logprobs(transcript)} if about_prompt else {}
                     about_prompt = False
                     choice = self._choice(delta.index, {"delta": _delta_content(delta)}, delta)
                     chunks.append(event({**head, **first, "choices": [choice], **self._usage.of_chunk(reply)}))
@@ -143,28 +161,30 @@ class ChatAnswer:
             yield event({**head, "choices": [], "usage": usage})
         yield DONE
 
-    def _prompt_fields(self, transcript: RequestOutputProcessor) -> dict[str, object]:
-        """The requested fields of the prompt. Chat has one prompt, so they are sent once."""
-        fields: dict[str, object] = {}
-        if transcript.prompt_logprobs is not None:
-            fields["prompt_logprobs"] = prompt_logprobs_json(transcript.prompt_logprobs)
-        if self._with_ids:
-            fields["prompt_token_ids"] = transcript.prompt.ids
-        return fields
+    def _prompt_ids(self, transcript: RequestOutputProcessor) -> dict[str, object]:
+        return {"prompt_token_ids": transcript.prompt.ids if self._with_ids else None}
 
     def _choice(
         self, index: int, content: dict[str, object], part: CompletionOutput | Delta | None
     ) -> dict[str, object]:
         """The object of a choice. part: a whole sequence, a delta, or None for a chunk without tokens."""
-        ids = {"token_ids": part.token_ids} if part and self._with_ids else {}
         return {
             "index": index,
             **content,
             "logprobs": self._logprobs.chat(part.logprobs) if part else None,
             "finish_reason": part.finish_reason if part else None,
             "stop_reason": part.stop_reason if part else None,
-            **ids,
+            "token_ids": part.token_ids if part and self._with_ids else None,
         }
+
+
+def _message(content: str) -> dict[str, object]:
+    return {"role": "assistant", "content": content, "refusal": None, "reasoning": None}
+
+
+def _prompt_logprobs(transcript: RequestOutputProcessor) -> Raw | None:
+    rows = transcript.prompt_logprobs
+    return None if rows is None else prompt_logprobs_json(rows)
 
 
 def _delta_content(delta: Delta) -> dict[str, str]:

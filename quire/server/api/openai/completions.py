@@ -88,14 +88,14 @@ class PromptEchoes:
 
     def _write(self, place: int, transcript: RequestOutputProcessor) -> PromptEcho:
         rows, ids = transcript.prompt_logprobs, transcript.prompt.ids
-        lists, fields = None, {}
+        lists = None
         if self._echoes and self._with_lists and rows is not None:
             lists = self._logprobs.completion(ids, rows, self._echoes[place].offsets)
             lists["top_logprobs"] = [Raw(encode(row)) for row in lists["top_logprobs"]]
-        if self._with_rows and rows is not None:
-            fields["prompt_logprobs"] = prompt_logprobs_json(rows)
-        if self._with_ids:
-            fields["prompt_token_ids"] = Raw(encode(ids))
+        fields = {
+            "prompt_logprobs": prompt_logprobs_json(rows) if self._with_rows and rows is not None else None,
+            "prompt_token_ids": Raw(encode(ids)) if self._with_ids else None,
+        }
         return PromptEcho(self._echoes[place].text if self._echoes else "", lists, fields)
 
 
@@ -114,6 +114,7 @@ def completion_routes(service: Service) -> APIRouter:
 
 
 async def _start(service: Service, body: CompletionBody, caller: Caller, id: str) -> tuple["CompletionAnswer", Reply]:
+    service.check_fields(body)
     service.check_model(body.model)
     with renamed_fields({**body.beam_names(), **body.constraint_names()}):
         params = body.sampling_params(service.sampling_defaults)
@@ -154,6 +155,7 @@ class CompletionAnswer:
             "object": "text_completion",
             "created": int(time.time()),
             "model": service.model_name,
+            "system_fingerprint": None,
         }
         self._with_ids = bool(body.return_token_ids)
         self._logprobs = LogprobFormat(params, service.tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids))
@@ -174,6 +176,7 @@ class CompletionAnswer:
         async for deltas in reply.deltas():
             chunks = []
             for delta in deltas:
+                self._usage.count(delta)
                 index, place = reply.choice_index(delta), reply.transcript_index(delta)
                 begins = index not in begun
                 if is_visible(delta, ids=self._with_ids) or (begins and self._prompt_echoes.is_requested):
@@ -190,14 +193,13 @@ class CompletionAnswer:
         self, index: int, part: CompletionOutput | Delta, place: int, prompt_echo: PromptEcho | None
     ) -> dict[str, object]:
         """The object of a choice. part: a whole sequence or a delta. prompt_echo: for the first part of a choice."""
-        ids = {"token_ids": part.token_ids} if self._with_ids else {}
         return {
             "index": index,
             "text": prompt_echo.text + part.text if prompt_echo else part.text,
             "logprobs": self._lists(part, place, prompt_echo),
             "finish_reason": part.finish_reason,
             "stop_reason": part.stop_reason,
-            **ids,
+            "token_ids": part.token_ids if self._with_ids else None,
             **(prompt_echo.fields if prompt_echo else {}),
         }
 

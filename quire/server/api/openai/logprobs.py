@@ -7,10 +7,10 @@ from msgspec import Raw
 from msgspec.json import encode
 from msgspec.structs import replace
 
-from quire.engine.outputs import Logprob, LogprobRow
+from quire.engine.outputs import Delta, Logprob, LogprobRow
 from quire.params import SamplingParams
 from quire.server.api.openai.schema import StreamOptions
-from quire.server.reply import Reply
+from quire.server.reply import OutputTokens, Reply
 from quire.tokenizer.tokenizer import Tokenizer
 
 _MIN_LOGPROB = -9999.0  # JSON has no infinity
@@ -111,17 +111,22 @@ def _finite_row(row: LogprobRow) -> LogprobRow:
 
 
 class UsageFormat:
-    """The usage of a stream, by its `stream_options`."""
+    """The usage of a stream, by its `stream_options`. `count` every delta before the chunk that has it."""
 
     def __init__(self, options: StreamOptions | None) -> None:
         self._wanted = options is not None and bool(options.include_usage)
         self._always = self._wanted and options is not None and bool(options.continuous_usage_stats)
+        self._sent = OutputTokens()
+
+    def count(self, delta: Delta) -> None:
+        """Count a delta's tokens, which the reply may have read together with later ones."""
+        self._sent.add(delta)
 
     def of_chunk(self, reply: Reply) -> dict[str, object]:
         """The usage field of a chunk with choices; empty if usage is not requested."""
         if not self._wanted:
             return {}
-        return {"usage": reply.usage() if self._always else None}
+        return {"usage": reply.usage(self._sent) if self._always else None}
 
     def at_end(self, reply: Reply) -> list[dict[str, object]]:
         """The usage of the last chunk, which has no choices; empty if usage is not requested."""

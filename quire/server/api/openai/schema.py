@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from quire.errors import RequestError
 from quire.params import SamplingParams
@@ -18,7 +19,6 @@ from quire.server.api.request_params import (
     SchedulingParamsBody,
     ignored_field,
     optional_field,
-    unknown_field,
     unsupported_field,
     with_default_max_tokens,
 )
@@ -26,22 +26,18 @@ from quire.tokenizer.messages import MAX_MESSAGES
 
 
 class ContentPart(BaseModel):
-    """A part of a message. Only text is supported."""
+    """A part of a message. Only text is supported. Further fields go to the chat template."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
     type: str
     text: str | None = None
 
-    @model_validator(mode="after")
-    def _reject_unknown_text_fields(self) -> Self:
-        for name in self.model_extra if self.text is not None and self.model_extra else ():
-            raise unknown_field(name, type(self).model_fields)
-        return self
-
 
 class ChatMessage(Body):
-    """One message of a conversation. Messages from responses of this server are accepted unchanged."""
+    """One message of a conversation. Further fields go to the chat template: other programs write histories, too."""
+
+    model_config = ConfigDict(extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Listed[ContentPart] | None = None
@@ -50,7 +46,6 @@ class ChatMessage(Body):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     refusal: str | None = None
-    annotations: Any = unsupported_field([])
     audio: Any = unsupported_field()
     function_call: Any = unsupported_field()
 
@@ -81,6 +76,7 @@ _SAMPLING_FIELDS = (
     *("skip_special_tokens", "spaces_between_special_tokens"),
     *("prompt_logprobs", "logprob_token_ids", "truncate_prompt_tokens"),
 )
+NO_LIMIT = -1  # of max_tokens: the rest of the context
 _COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens
 
 
@@ -99,7 +95,9 @@ class SamplingBody(BeamSearchBody, SchedulingParamsBody, ConstraintBody):
     stream: bool | None = optional_field("Send the output as server-sent events while it is generated.")
     stream_options: StreamOptions | None = None
     n: int | None = optional_field("Sequences to generate for each prompt (1 to 128).")
-    max_tokens: int | None = optional_field("Tokens to generate at most; 0 computes the prompt only.")
+    max_tokens: int | None = optional_field(
+        "Tokens to generate at most; 0 computes the prompt only, -1 allows the rest of the context."
+    )
     min_tokens: int | None = optional_field("Least number of tokens before the output may end.")
     temperature: float | None = optional_field("0 is greedy; 1 by default.")
     top_p: float | None = optional_field("Sample from the most likely tokens with this total probability.")
@@ -157,6 +155,8 @@ class SamplingBody(BeamSearchBody, SchedulingParamsBody, ConstraintBody):
             field = self.constraint_field()
             raise RequestError(f"{field} cannot be combined with use_beam_search; leave it out", field)
         chosen = {name: value for name, value in overrides.items() if value is not None}
+        if chosen.get("max_tokens", self.max_tokens) == NO_LIMIT:
+            chosen["max_tokens"] = None
         if self.use_beam_search:  # except for the length, the model's recommendations are for sampling
             defaults = {"max_tokens": defaults.get("max_tokens")}
         params = SamplingParams(**{**defaults, **given, **chosen, "structured_outputs": constraint})
@@ -195,7 +195,7 @@ class ChatBody(TemplateBody, SamplingBody):
     logprobs: bool | None = optional_field("Return the logprob of each token.")
     top_logprobs: int | None = optional_field("Return also those of this many most likely tokens (0 to 20).")
 
-    parallel_tool_calls: Any = unsupported_field(True)  # noqa: FBT003 (a value of the field)
+    parallel_tool_calls: bool | None = optional_field("With tools: false is not supported yet.")
     modalities: Any = unsupported_field(["text"])
     audio: Any = unsupported_field()
     function_call: Any = unsupported_field("auto", "none")
@@ -204,6 +204,12 @@ class ChatBody(TemplateBody, SamplingBody):
     verbosity: Any = unsupported_field("medium")
     web_search_options: Any = unsupported_field()
     prediction: Any = ignored_field()
+
+    @model_validator(mode="after")
+    def _reject_single_tool_calls(self) -> Self:
+        if self.parallel_tool_calls is False and self.tools and self.tool_choice != "none":
+            raise PydanticCustomError("not_supported", "{name} is not supported yet", {"name": "parallel_tool_calls"})
+        return self
 
     def engine_names(self) -> Mapping[str, str]:
         """The engine's names -> names in this body, for those that differ."""

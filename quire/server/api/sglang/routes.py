@@ -43,6 +43,7 @@ def generate_routes(service: Service) -> APIRouter:
 
 
 async def _start(service: Service, body: GenerateBody, caller: Caller, id: str) -> tuple["GenerateAnswer", Reply]:
+    service.check_fields(body)
     if (body.text is None) == (body.input_ids is None):
         raise RequestError("give either text or input_ids", "text")
     given = body.text if body.input_ids is None else body.input_ids
@@ -86,7 +87,7 @@ def _reports(body: GenerateBody, count: int) -> list[Report]:
             raise RequestError(f"rid must have 1 to {MAX_RID} valid Unicode characters", "rid")
         if report.start < -1:
             raise RequestError("logprob_start_len must be at least -1", "logprob_start_len")
-        if not report.logprobs and (report.start >= 0 or report.num_top or report.token_ids):
+        if not report.logprobs and (report.start > 0 or report.num_top or report.token_ids):
             raise RequestError("options of logprobs need return_logprob to be true", "return_logprob")
         if report.start >= 0 and report.token_ids:
             raise RequestError(
@@ -102,7 +103,7 @@ def _params(body: GenerateBody, reports: Sequence[Report], service: Service) -> 
         one.make_params(
             service.sampling_defaults,
             logprobs=report.num_top if report.logprobs else None,
-            prompt_logprobs=report.num_top if report.start >= 0 else None,
+            prompt_logprobs=report.num_top if report.logprobs and report.start >= 0 else None,
             prompt_logprobs_start=max(report.start, 0),
             logprob_token_ids=tuple(report.token_ids),
         )
