@@ -268,11 +268,14 @@ class Stream:
                 self._loop.spawn(self._send_end())
 
     async def _send_end(self) -> None:
-        """Send the end of the branch. Errors are only logged, as it is a hint."""
+        """Send the end of the branch. Errors are only logged, as it is a hint.
+
+        At interpreter exit the error is a RuntimeError: no thread can be started that looks up the server's address.
+        """
         try:
             branch = self._program.branch or None  # the end of the trunk ends all branches
             await self._setting.backend.end_program(self._program.id, branch)
-        except QuireError as error:
+        except (QuireError, RuntimeError) as error:
             log.debug("failed to send the end of a program to the backend: %s", error)
 
     def _next(self) -> Expr | None:

@@ -1,6 +1,7 @@
 """Errors of programs are raised where their result is read, and affect nothing else."""
 
 import asyncio
+import gc
 import logging
 import signal
 import threading
@@ -358,3 +359,24 @@ def test_choices_of_a_gen_are_a_select():
 @pytest.fixture(autouse=True)
 def warnings_of_streams(caplog):
     caplog.set_level(logging.WARNING, "quire.lang")
+
+
+def test_an_end_that_cannot_be_sent_at_exit_leaves_no_traceback(caplog):
+    class Exiting(Pretend):
+        async def end_program(self, program, branch):
+            await super().end_program(program, branch)
+            raise RuntimeError("cannot schedule new futures after shutdown")
+
+    @sgl.function
+    def program(s):
+        s += sgl.gen("x")
+        s["x"]  # so that the call announces more, and the end is sent apart
+
+    with Exiting() as backend:
+        program.run(backend=backend)
+        deadline = time.monotonic() + 20
+        while not backend.ended_branches and time.monotonic() < deadline:
+            time.sleep(0.001)
+    assert backend.ended_branches
+    gc.collect()
+    assert "never retrieved" not in caplog.text
