@@ -1,4 +1,4 @@
-# One command each: serve, test, test-build, corpus-check, check, try-wheel, try-pythons, trace, check-native, gpu-check, bench, bench-prefix, bench-cpu, chaos, soak, fuzz, fuzz-schedules, flood, clients, demo-model, clean. CI calls the same ones (.ci/run).
+# One command each: serve, test, test-build, corpus-check, check, try-wheel, try-pythons, trace, check-native, gpu-check, bench, bench-prefix, bench-cpu, chaos, soak, hostile, fuzz, fuzz-schedules, flood, clients, demo-model, clean. CI calls the same ones (.ci/run).
 
 PYTHON ?= python3
 # Which torch: the package index's, which on Linux is the build for CUDA; or, with TORCH=cpu, the build for CPUs from torch's own index.
@@ -18,7 +18,7 @@ ifneq ($(filter-out cpu,$(TORCH)),)
 $(error TORCH=$(TORCH) is not known: TORCH=cpu takes torch's build for CPUs, without it torch comes from the package index)
 endif
 
-.PHONY: serve test test-build corpus-check check try-wheel try-pythons trace check-native gpu-check bench bench-prefix bench-cpu chaos soak fuzz fuzz-schedules flood clients demo-model clean
+.PHONY: serve test test-build corpus-check check try-wheel try-pythons trace check-native gpu-check bench bench-prefix bench-cpu chaos soak hostile fuzz fuzz-schedules flood clients demo-model clean
 
 serve: $(VENV)/.installed  ## serve the embedded model; ARGS="MODEL --port 8001" goes to `quire serve`
 	@$(BIN)/quire serve $(ARGS)
@@ -86,6 +86,9 @@ chaos: $(VENV)/.installed-dev  ## streams while engines are killed; ARGS="--stre
 
 soak: $(VENV)/.installed-dev  ## ten minutes of all that can go wrong; ARGS="--seconds 3600"
 	@$(BIN)/python -m benchmarks.trust --only soak --seconds 600 $(ARGS)
+
+hostile: $(VENV)/.installed-dev  ## a quiet tenant beside hostile bodies, readers, connections, schemas; ARGS="--seconds 4 --only large"
+	@$(BIN)/python -m benchmarks.hostile $(ARGS)
 
 fuzz: $(VENV)/.installed-dev  ## all routes by what the OpenAPI document says; ARGS="--examples 1000 --seed 2"
 	@$(BIN)/python -m tools.schema_fuzz $(ARGS)

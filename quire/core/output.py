@@ -12,6 +12,7 @@ from quire.core.step import Logprobs
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
+_OBJECT_BYTES = 160  # of an Output with its lists, and of an array without its data
 NO_SEQUENCE = -1  # seq_id of an Output for a request that never had a sequence
 
 
@@ -67,6 +68,14 @@ class Output(msgspec.Struct, frozen=True, eq=False, array_like=True, omit_defaul
     error: str = ""
     queue_seconds: float | None = None  # with its first tokens: from arrival to the first admission of the request
     forced: tuple[int, ...] = ()  # indices of the forced tokens in token_ids; `logprobs` has rows for the others only
+
+    @property
+    def num_bytes(self) -> int:
+        """Estimate of the memory that this object takes."""
+        arrays = [self.pooled] if self.pooled is not None else []
+        for rows in (self.logprobs, self.prompt_logprobs):
+            arrays += [] if rows is None else [rows.ids, rows.values, rows.ranks]
+        return _OBJECT_BYTES * (1 + len(arrays)) + 32 * len(self.token_ids) + sum(array.nbytes for array in arrays)
 
     @property
     def finish_reason(self) -> FinishReason | None:

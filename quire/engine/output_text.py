@@ -44,6 +44,7 @@ class SequenceOutputProcessor:
 
     A token's offset is the number of characters that the tokens before it completed. All tokens of a character that
     spans several tokens have the same offset. Characters of a stop string count, although they are not in the text.
+    keeps_logprobs: whether `result` gets the logprobs, too.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class SequenceOutputProcessor:
         patterns: tuple[Pattern, ...],
     ) -> None:
         self.result = CompletionOutput(index, "", [])
+        self.keeps_logprobs = True
         if params.num_logprobs_needed is not None:
             self.result.cumulative_logprob = 0.0
         if params.logprobs is not None:
@@ -151,7 +153,8 @@ class SequenceOutputProcessor:
             added = logprob_rows(logprobs.slice(0, num_sampled), self._params.logprobs or 0, self._tokenizer)
         for place in forced:  # ascending, so that earlier insertions do not shift later ones
             added.insert(place, forced_logprob_row(output.token_ids[place], self._tokenizer))
-        result.logprobs += added
+        if self.keeps_logprobs:
+            result.logprobs += added
         return added
 
 
@@ -213,6 +216,11 @@ class RequestOutputProcessor:
     def num_output_tokens(self) -> list[int]:
         """Per sequence, also of those that are not returned."""
         return [len(sequence.result.token_ids) for sequence in self._sequences]
+
+    def drop_logprobs(self) -> None:
+        """From now on, logprobs of output tokens are only in the Deltas, and not in the result."""
+        for sequence in self._sequences:
+            sequence.keeps_logprobs = False
 
     def sequence(self, index: int) -> CompletionOutput:
         """The result so far of the sequence with this index in the engine."""

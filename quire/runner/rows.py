@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from quire.cache.block_table import ABSENT
 from quire.config import CacheConfig
 from quire.core.step import Chunks, SamplingMasks, Step, TableUpdates
 from quire.kernels.contract import Batch, SamplingMetadata
@@ -17,6 +18,8 @@ class Rows:
         width = -(-max_model_len // cache.block_size)
         self._tokens = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
         self._tables = [np.zeros((max_num_seqs, width), np.int32) for _ in cache.groups]
+        self._num_blocks = [group.num_blocks for group in cache.groups]
+        self._vocab_size = vocab_size
         self._block_size = cache.block_size
         self.sampling = SamplingColumns(max_num_seqs, vocab_size)
         self.deterministic = np.zeros(max_num_seqs, np.bool_)
@@ -25,8 +28,22 @@ class Rows:
             max_num_seqs, _NONE, np.int64
         )  # position of a sampled token that the host lacks
 
+    def _check(self, step: Step) -> None:
+        """Raises ValueError for a row, position, token or block out of bounds, which kernels do not check."""
+        num_rows, num_positions = self._tokens.shape
+        _check_range("rows", step.opens.rows, num_rows)
+        _check_range("rows", step.chunks.rows, num_rows)
+        _check_range("positions", step.chunks.starts, num_positions)
+        _check_range("positions", step.chunks.stops, num_positions)
+        _check_range("tokens", step.tokens.values, self._vocab_size)
+        _check_spans(step.tokens, self._tokens)
+        for updates, table, num_blocks in zip(step.blocks, self._tables, self._num_blocks, strict=True):
+            _check_range("blocks", updates.values, num_blocks, ABSENT)
+            _check_spans(updates, table)
+
     def apply(self, step: Step) -> None:
-        """Apply a step's reset, new rows, tokens and blocks."""
+        """Apply a step's reset, new rows, tokens and blocks. Raises ValueError for a step out of bounds."""
+        self._check(step)
         if step.reset:
             for table in (self._tokens, *self._tables):
                 table.fill(0)
@@ -92,3 +109,16 @@ class Rows:
         rows, positions = rows[here], positions[here]
         self._tokens[rows, positions] = np.maximum(tokens[here], 0)
         self._pending_positions[rows] = _NONE
+
+
+def _check_range(what: str, values: np.ndarray, stop: int, start: int = 0) -> None:
+    if len(values) and not start <= int(values.min()) <= int(values.max()) < stop:
+        raise ValueError(f"some of the step's {what} are not from {start} to {stop - 1}: {values.tolist()!s:.80}")
+
+
+def _check_spans(updates: TableUpdates, table: np.ndarray) -> None:
+    if len(updates.rows):
+        num_rows, width = table.shape
+        _check_range("rows", updates.rows, num_rows)
+        _check_range("columns", updates.starts, width + 1)
+        _check_range("columns", updates.starts + updates.lengths, width + 1)

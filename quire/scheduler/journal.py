@@ -1,17 +1,21 @@
 """The journal: every input of the scheduler in call order, with every planned Step.
 
 The scheduler is pure, so the same inputs give the same Steps, byte for byte. `replay_file` runs the inputs again
-without a model and reports the first difference. A journal is data only: msgpack records, each behind its length in 4
-bytes.
+without a model and reports the first difference. A journal is data only: msgpack records, each behind its length and
+its CRC-32 in 4 bytes each. Its file can be read by its owner only, because it has the tokens of prompts and outputs.
 
 `JournalledScheduler` is a scheduler that records its calls. The file is flushed before `plan` returns a step, so that a
 step that crashes the process is the last one in it.
 """
 
 import logging
+import os
+import struct
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import BinaryIO
 
@@ -86,7 +90,8 @@ class ReplayedConstraints:
 
 log = logging.getLogger(__name__)
 
-FORMAT = 7
+FORMAT = 8
+_HEAD = struct.Struct("<II")  # bytes of a record, and their CRC-32
 
 
 class Header(msgspec.Struct, frozen=True, tag=True):
@@ -191,7 +196,7 @@ class ReplayMismatch(QuireError):
 def open_journal(path: str) -> BinaryIO:
     """Create a journal. Raises ConfigError if the file exists or cannot be written."""
     try:
-        return open(path, "xb")
+        return open(path, "xb", opener=_for_owner)
     except FileExistsError as error:
         raise ConfigError(f"the journal {path!r} exists; name another file, or move it away") from error
     except OSError as error:
@@ -206,12 +211,17 @@ def open_restart_journal(path: str) -> BinaryIO | None:
     number = 1
     while True:
         try:
-            return open(f"{path}.{number}", "xb")
+            return open(f"{path}.{number}", "xb", opener=_for_owner)
         except FileExistsError:
             number += 1
         except OSError as error:
             log.error("the engine runs without a journal: %s.%d cannot be written: %s", path, number, error.strerror)
             return None
+
+
+def _for_owner(path: str, flags: int) -> int:
+    """An opener of files that their owner alone can read."""
+    return os.open(path, flags, 0o600)
 
 
 class JournalledScheduler(Scheduler):
@@ -291,7 +301,7 @@ class JournalledScheduler(Scheduler):
         self._write_bytes(codec.encode(record))
 
     def _write_bytes(self, data: bytes) -> None:
-        self._with_file(lambda file: file.write(len(data).to_bytes(4, "little") + data))
+        self._with_file(lambda file: file.write(_HEAD.pack(len(data), zlib.crc32(data)) + data))
 
     def _with_file(self, action: Callable[[BinaryIO], object]) -> None:
         """Apply `action` to the file. An OSError ends the journal, not the engine."""
@@ -312,16 +322,30 @@ class ReplayReport(msgspec.Struct, frozen=True):
 
 
 def read_records(file: BinaryIO) -> Iterator[Record]:
-    """The records of a journal. An incomplete last record (the process died) is omitted. Raises JournalError."""
-    while True:
-        head = file.read(4)
-        data = file.read(int.from_bytes(head, "little"))
-        if len(head) < 4 or len(data) < int.from_bytes(head, "little"):
+    """The records of a journal. An incomplete last record (the process died) is omitted.
+
+    Raises JournalError for a record that is damaged, with its number: 0 is the header.
+    """
+    for number in count():
+        head = file.read(_HEAD.size)
+        if len(head) < _HEAD.size:
             return
+        length, checksum = _HEAD.unpack(head)
+        data = file.read(length)
+        if number and len(data) < length:
+            return
+        if zlib.crc32(data) != checksum:
+            raise JournalError(_damaged(number, "its checksum differs"))
         try:
             yield codec.decode(data, Record)  # type: ignore[arg-type]
         except (msgspec.MsgspecError, ValueError, TypeError) as error:
-            raise JournalError(f"not a quire journal, or damaged: {error}") from error
+            raise JournalError(_damaged(number, str(error))) from error
+
+
+def _damaged(number: int, why: str) -> str:
+    if number == 0:
+        return f"not a quire journal, damaged at its begin, or of a format before {FORMAT}: {why}"
+    return f"record {number} is damaged: {why}"
 
 
 def replay_steps(records: Iterator[Record]) -> Iterator[tuple[Scheduler, Step | None, bytes]]:

@@ -20,7 +20,6 @@ from quire.server.api.sglang.routes import generate_routes
 from quire.server.api_keys import Keys
 from quire.server.error_handlers import install_error_handlers
 from quire.server.middleware.auth import AuthMiddleware
-from quire.server.middleware.body_limit import BodyLimit
 from quire.server.middleware.cors import Cors
 from quire.server.middleware.drain import Drain, DrainMiddleware
 from quire.server.middleware.queue_full import QueueFullMiddleware, RecentRefusals
@@ -61,7 +60,6 @@ def make_app(
             await asyncio.to_thread(observers.close)
 
     app = FastAPI(title="quire", version=__version__, lifespan=running, redoc_url=None)
-    app.add_middleware(BodyLimit)
     app.add_middleware(RateLimit)
     app.add_middleware(QueueFullMiddleware, refusals=refusals)
     app.add_middleware(DrainMiddleware, drain=drain)

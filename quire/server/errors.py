@@ -11,7 +11,15 @@ from uuid import uuid4
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from quire.errors import ContextLengthExceeded, DeadlineUnreachable, EngineStopped, ModelError, QueueFull, RequestError
+from quire.errors import (
+    ContextLengthExceeded,
+    DeadlineUnreachable,
+    EngineStopped,
+    ModelError,
+    OutputNotRead,
+    QueueFull,
+    RequestError,
+)
 from quire.server.middleware.quota import RateLimited
 from quire.server.observability.request_record import ErrorAnswer
 
@@ -170,6 +178,8 @@ def describe(error: Exception) -> tuple[int, dict[str, object]]:
             return status, error_object(status, str(error), error.param, code)
         case UnicodeEncodeError():  # from pydantic when it quotes the text
             return 400, error_object(400, "the body holds text that is not valid Unicode (an unpaired surrogate)")
+        case OutputNotRead():
+            return 408, error_object(408, str(error), code="output_not_read")
         case EngineStopped():
             return 503, error_object(503, str(error))
         case RequestValidationError():

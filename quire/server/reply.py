@@ -18,6 +18,7 @@ from quire.server.errors import DeadlineMissed, SequenceFailed
 from quire.server.middleware.auth import caller_of
 from quire.server.observability.metrics import FinishedRequestStats, Metrics
 from quire.server.observability.request_record import RequestStats, record_of
+from quire.server.request_body import release_body
 from quire.server.sse import EventStream, TimeLimit, while_connected
 from quire.supervisor.async_engine import Stream
 
@@ -231,6 +232,7 @@ class Answer(Protocol):
 
 async def respond(request: Request, answer: Answer, reply: Reply, limit: TimeLimit, *, stream: bool) -> Response:
     """The response. `reply` is closed at its end. Unstreamed, raises the errors of `deltas`, ClientGone, TimedOut."""
+    release_body(request)
     record_of(request).get_stats = reply.stats
     reply.charge(caller_of(request).quota.spend)
     if stream:

@@ -13,7 +13,7 @@ from quire.errors import ConfigError
 from quire.server.api_keys import Keys, read_keys, single_key
 from quire.server.app import make_app
 from quire.server.middleware.drain import Drain, GracefulServer
-from quire.server.middleware.http_protocol import http_config
+from quire.server.middleware.http_protocol import http_config, raise_descriptor_limit
 from quire.server.observability.middleware import check_observers
 from quire.server.options import ServerOptions, UnknownFields
 from quire.server.service import Service
@@ -126,6 +126,7 @@ def serve(
     server.check()
     check_certificate(server.ssl_certfile, server.ssl_keyfile)
     check_observers(server)
+    raise_descriptor_limit()
     keys = choose_keys(server)
     listener = _bind(server.host, server.port, keys)
     with listener:

@@ -1,6 +1,8 @@
 """The state that all routes share: one model with its engine, independent of HTTP formats."""
 
+import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 
 from quire.core.explanation import Explanation
@@ -16,6 +18,7 @@ from quire.server.observability.metrics import Metrics
 from quire.server.observability.request_record import RequestIds
 from quire.server.options import UnknownFields
 from quire.server.reply import Reply
+from quire.server.request_body import RequestBodies
 from quire.server.thread_pool import ThreadPool
 from quire.startup.model_info import ModelInfo
 from quire.structured_outputs.grammar_cache import CompilerOverloaded, front_end_cache
@@ -30,7 +33,7 @@ _MAX_SHORT_PROMPTS = 16
 
 
 class Service:
-    """One served model: engine, tokenizer, metrics, thread pool."""
+    """One served model: engine, tokenizer, metrics, request bodies, thread pool."""
 
     def __init__(
         self,
@@ -52,10 +55,12 @@ class Service:
         self.tokenizer = tokenizer
         self.engine = engine
         self.thread_pool = ThreadPool()
+        self.request_bodies = RequestBodies(self.max_model_len)
         self.metrics = Metrics(
             self.model_name, lambda: self.engine.health(), cache=self.cache, max_model_len=self.max_model_len
         )
         self._grammar_checks = front_end_cache(facts.options.grammar_backend, self.metrics.observe_grammar_check)
+        self._explaining: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by tenant
         self.request_ids = RequestIds(self.model_name)
         self.created = int(time.time())
         self._unknown_fields = unknown_fields
@@ -88,7 +93,12 @@ class Service:
             )
 
     async def tokenize(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, add_special_tokens: bool | None = None
+        self,
+        tenant: str,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        *,
+        add_special_tokens: bool | None = None,
     ) -> list[Generation]:
         """Tokenize prompts; long ones on the thread pool, so that they do not delay streams. One Generation per prompt.
 
@@ -108,7 +118,7 @@ class Service:
         are_short = len(prompts) <= _MAX_SHORT_PROMPTS and sum(map(len, prompts)) <= _MAX_SHORT
         if are_short and not any(one.bad_words for one in params):
             return work()
-        return await self.thread_pool.run(work)
+        return await self.thread_pool.run(tenant, work)
 
     async def start(
         self,
@@ -144,16 +154,21 @@ class Service:
         )
         return Reply(transcripts, stream, self.engine.finish, self.metrics)
 
-    async def explain(self, request_id: str) -> list[Explanation]:
+    async def explain(self, tenant: str, request_id: str) -> list[Explanation]:
         """The explanations of a request's prompts; empty for an unknown request. Raises EngineStopped.
+
+        tenant: of the caller. The engine looks up one request of each tenant at a time.
 
         request_id may also be the engine's id of one prompt. The engine drops explanations in the order in which
         prompts end, so any prompt of a batch can be missing. Therefore all possible ids are looked up.
         """
-        return await self.engine.explain([request_id, *(prompt_request_id(request_id, i) for i in range(MAX_PROMPTS))])
+        async with self._explaining[tenant]:
+            names = (prompt_request_id(request_id, i) for i in range(MAX_PROMPTS))
+            return await self.engine.explain([request_id, *names])
 
     async def close(self) -> None:
-        """Close the thread pool, the grammar checks and the engine. Open streams fail. Can be called again."""
+        """Close the thread pools, the grammar checks and the engine. Open streams fail. Can be called again."""
+        self.request_bodies.close()
         self.thread_pool.close()
         self._grammar_checks.close()
         await self.engine.close()

@@ -3,6 +3,7 @@
 The memory plan is computed and reported before the weights are loaded.
 """
 
+import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -80,6 +81,7 @@ _DEFAULT_MEMORY_SHARES = {
     "cpu": 0.5,
     "cuda": 0.9,
 }  # default share of available memory; a host has other users, a GPU has not
+_THREADS_PER_CORE = 4  # of `threads` at most: more would only take turns
 _TINY_WEIGHT_BYTES = 32 * 2**20  # bytes of weights that fit into the caches of one or two cores
 _DTYPE_ALIASES: Mapping[str, str] = MappingProxyType({"float": "float32", "half": "float16", "fp8": "fp8_e4m3"})
 
@@ -290,6 +292,11 @@ def _threads(requested: int | None, weight_bytes: int) -> int:
         threads = 1 if weight_bytes < _TINY_WEIGHT_BYTES else torch.get_num_threads()
     if threads < 1:
         raise ConfigError(f"threads: must be at least 1, not {threads}")
+    most = _THREADS_PER_CORE * (os.cpu_count() or 1)
+    if threads > most:
+        raise ConfigError(
+            f"threads: must be at most {most} on this machine ({_THREADS_PER_CORE} for each core), not {threads}"
+        )
     return threads
 
 

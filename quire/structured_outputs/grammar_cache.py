@@ -14,24 +14,23 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from queue import SimpleQueue
 from typing import Generic, Literal, NamedTuple, TypeVar
 
-from quire.core.request import NO_NAMESPACE, Namespace
+from quire.core.request import Namespace
 from quire.errors import EngineStopped, RequestError
 from quire.params import StructuredOutputsParams
 from quire.structured_outputs.backends import check
+from quire.tenant_queue import TenantQueue, share
 
 log = logging.getLogger(__name__)
 
-NUM_THREADS = 2
+NUM_THREADS = 2  # that one tenant occupies at most; there is one more
 DEADLINE = 5.0  # seconds until a compilation starts, and again until it ends
 STACK_BYTES = 16 * 2**20  # twice the stack with which the limits of constraints were tested
 CHARACTERS_PER_ENTRY = 2**12  # size of an entry whose constraint is empty
 CAPACITY = 2**20  # characters: at most 256 grammars. A grammar takes up to 100 bytes per character of its constraint
 CHECK_CAPACITY = 2**24  # characters: at most 4096 results of checks, which take less than 2 kB each
 MAX_UNFINISHED_CHECKS = 64
-SHARES = 4  # with keys, a tenant has at most one of so many equal parts of the capacity
 _MAX_MESSAGE = 1000  # characters; a backend may quote a whole schema
 
 T = TypeVar("T")
@@ -79,11 +78,12 @@ class _Entries(Generic[T]):
 
 
 class GrammarCache(Generic[T]):
-    """Compiles constraints on threads of its own. Entries are found by tenant, cache salt and content.
+    """Compiles constraints on threads of its own, for which tenants take turns.
 
-    With keys, a tenant has at most 1/SHARES of the capacity: beyond it, the tenant's own least recently used entry is
-    evicted. If all tenants together exceed the capacity, the tenant with the largest entries loses one. Without keys
-    there is one tenant, which has the whole capacity. All methods must be called from one thread.
+    Entries are found by tenant, cache salt and content. With keys, a tenant has at most 1/SHARES of the capacity:
+    beyond it, the tenant's own least recently used entry is evicted. If all tenants together exceed the capacity, the
+    tenant with the largest entries loses one. Without keys there is one tenant, which has the whole capacity. All
+    methods must be called from one thread.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class GrammarCache(Generic[T]):
         self._tenants: dict[str, _Entries[T]] = {}
         self._size = 0  # characters of all entries
         self._unfinished: list[Compilation[T]] = []
-        self._queue: SimpleQueue[Compilation[T] | None] = SimpleQueue()
+        self._queue: TenantQueue[Compilation[T]] = TenantQueue(NUM_THREADS)
         self._threads: list[threading.Thread] = []
         self._waiting: set[asyncio.Event] = set()  # of coroutines
         self._closed = False
@@ -186,11 +186,10 @@ class GrammarCache(Generic[T]):
             work.result.cancel()
         for finished in self._waiting:
             finished.set()
-        for _ in self._threads:
-            self._queue.put(None)
+        self._queue.close()
 
     def _start(self, work: Compilation[T], params: StructuredOutputsParams) -> None:
-        while len(self._threads) < NUM_THREADS:
+        while len(self._threads) <= NUM_THREADS:
             thread = threading.Thread(target=self._work, name="quire-grammar", daemon=True)
             with _large_stack():
                 thread.start()
@@ -199,14 +198,14 @@ class GrammarCache(Generic[T]):
         entries.compilations[work.key] = work
         entries.size += work.size
         self._size += work.size
-        while entries.size > _share(work.tenant, self._capacity):
+        while entries.size > share(work.tenant, self._capacity):
             self._remove(next(iter(entries.compilations.values())))
         while self._size > self._capacity:
             _, _, largest = max((one.size, name == work.tenant, name) for name, one in self._tenants.items())
             self._remove(next(iter(self._tenants[largest].compilations.values())))
         self._unfinished.append(work)
         work.params = params
-        self._queue.put(work)
+        self._queue.put(work.tenant, work)
 
     def _remove(self, work: Compilation[T]) -> None:
         """Remove an entry. Requests that wait for its compilation still get the result. Ignores a removed entry."""
@@ -224,7 +223,7 @@ class GrammarCache(Generic[T]):
         if self._max_unfinished is None:
             return False
         own = sum(work.tenant == tenant for work in self._unfinished)
-        return len(self._unfinished) >= self._max_unfinished or own >= _share(tenant, self._max_unfinished)
+        return len(self._unfinished) >= self._max_unfinished or own >= share(tenant, self._max_unfinished)
 
     def _seconds_left(self, work: Compilation[T], since: float) -> float:
         begin = since if work.started_at is None else work.started_at
@@ -236,7 +235,8 @@ class GrammarCache(Generic[T]):
 
     def _work(self) -> None:
         """The loop of a thread."""
-        while (work := self._queue.get()) is not None:
+        while (taken := self._queue.get()) is not None:
+            tenant, work = taken
             params, work.params = work.params, None
             if params is not None and work.result.set_running_or_notify_cancel():
                 work.started_at = self._clock()
@@ -246,6 +246,7 @@ class GrammarCache(Generic[T]):
                 if self._report is not None:
                     self._report(_verdict(result, is_slow=seconds > self._deadline), seconds)
                 work.result.set_result(result)
+            self._queue.done(tenant)
 
     def _compile_or_fault(self, params: StructuredOutputsParams) -> T | Fault:
         try:
@@ -265,11 +266,6 @@ def front_end_cache(backend: str, report: Callable[[Result, float], None] | None
         return True
 
     return GrammarCache(is_valid, capacity=CHECK_CAPACITY, max_unfinished=MAX_UNFINISHED_CHECKS, report=report)
-
-
-def _share(tenant: str, total: int) -> int:
-    """The part of `total` that a tenant may have. Without keys there is only one tenant."""
-    return total if tenant == NO_NAMESPACE.tenant else total // SHARES
 
 
 def _verdict(result: object, *, is_slow: bool) -> Result:

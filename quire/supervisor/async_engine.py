@@ -7,6 +7,7 @@ outputs are token ids.
 
 import asyncio
 import logging
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Self
@@ -17,7 +18,7 @@ from quire.core.explanation import Explanation
 from quire.core.output import Output
 from quire.core.request import Request, nth_seed
 from quire.cost.step_time import CostFigures
-from quire.errors import EngineStopped, QueueFull, QuireError, RequestError
+from quire.errors import EngineStopped, OutputNotRead, QueueFull, QuireError, RequestError
 from quire.params import is_unicode
 from quire.supervisor import protocol
 from quire.supervisor.crash_isolation import CrashBisection, Denylist
@@ -31,11 +32,17 @@ from quire.supervisor.supervisor import EndedWork, Supervisor
 
 
 class Stream:
-    """Async iterator over the outputs of a group of requests. Must be closed; this aborts unfinished requests."""
+    """Async iterator over the outputs of a group of requests. Must be closed; this aborts unfinished requests.
 
-    def __init__(self, close: Callable[[], None]) -> None:
-        self.close = close
-        self._outputs: list[Output] = []
+    num_bytes: of the outputs that were not taken yet. tenant_bytes: the same of all streams, by tenant.
+    """
+
+    def __init__(self, tenant: str, tenant_bytes: Counter[str], abort: Callable[[], None]) -> None:
+        self.tenant = tenant
+        self.num_bytes = 0
+        self._tenant_bytes = tenant_bytes
+        self._abort = abort
+        self._outputs: deque[Output] = deque()
         self._error: QuireError | None = None
         self._ready = asyncio.Event()
 
@@ -43,20 +50,30 @@ class Stream:
         return self
 
     async def __anext__(self) -> list[Output]:
-        """The new outputs, at least one. Raises EngineStopped when the engine has stopped. Never stops iteration."""
-        await self._ready.wait()
-        self._ready.clear()
-        if self._error is not None and not self._outputs:
-            self._ready.set()
+        """New outputs, at least one, and not many more than _BATCH_BYTES.
+
+        Raises EngineStopped when the engine has stopped, and OutputNotRead. Never stops iteration.
+        """
+        if self._outputs:
+            await asyncio.sleep(0)  # a stream with many outputs lets others take turns
+        else:
+            await self._ready.wait()
+        if not self._outputs:
+            assert self._error is not None
             raise self._error
-        outputs, self._outputs = self._outputs, []
-        if self._error is not None:
-            self._ready.set()
+        outputs, num_bytes = [], 0
+        while self._outputs and num_bytes < _BATCH_BYTES:
+            outputs.append(self._outputs.popleft())
+            num_bytes += outputs[-1].num_bytes
+        self._count(-num_bytes)
+        if not self._outputs and self._error is None:
+            self._ready.clear()
         return outputs
 
     def put(self, output: Output) -> None:
         """Add an output. To be called on the event loop."""
         self._outputs.append(output)
+        self._count(output.num_bytes)
         self._ready.set()
 
     def fail(self, error: QuireError) -> None:
@@ -64,10 +81,34 @@ class Stream:
         self._error = error
         self._ready.set()
 
+    def overflow(self) -> None:
+        """End the stream with OutputNotRead in place of the outputs, and abort its requests."""
+        self.close()
+        self.fail(OutputNotRead(_NOT_READ_MESSAGE))
+
+    def close(self) -> None:
+        """Abort unfinished requests, and drop the outputs. Can be called again."""
+        self._abort()
+        self._outputs.clear()
+        self._count(-self.num_bytes)
+
+    def _count(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self._tenant_bytes[self.tenant] += num_bytes
+        if not self._tenant_bytes[self.tenant]:
+            del self._tenant_bytes[self.tenant]
+
 
 log = logging.getLogger(__name__)
 
 MAX_PENDING_CALLS = 4096  # the most pending calls
+MAX_STREAM_BYTES = 8 * 2**20  # of outputs that the client of one stream has not read,
+MAX_TENANT_BYTES = 3 * MAX_STREAM_BYTES  # and of all streams of a tenant
+_BATCH_BYTES = 2**14  # taken from a stream at once: their text is several times as large
+_NOT_READ_MESSAGE = (
+    f"the client does not read: more than {MAX_STREAM_BYTES // 2**20} MiB of the output of this stream, or "
+    f"{MAX_TENANT_BYTES // 2**20} MiB of the output of this key's tenant, wait for it; read faster"
+)
 _RETRY_AFTER_SECONDS = 5.0  # Retry-After of requests beyond MAX_PENDING_CALLS
 _CRASH_MESSAGE = "the engine crashed each time that it computed this request; it is not tried again"
 
@@ -84,6 +125,7 @@ class AsyncEngine:
         self.engine_handle = engine_handle
         self._supervisor = Supervisor(engine_handle, self, watchdog=watchdog, restart_timeout=restart_timeout)
         self._streams: dict[str, Stream] = {}
+        self._tenant_bytes: Counter[str] = Counter()  # of outputs that wait in the streams, by tenant
         self._open_requests = OpenRequests()
         self._bisection = CrashBisection()
         self._submitted_ids: set[str] = set()  # open requests that the current engine has
@@ -117,7 +159,7 @@ class AsyncEngine:
         if any(request in self._denylist for request in requests):
             raise RequestError(_CRASH_MESSAGE)
         requests = [self._seeded(request) for request in requests]
-        stream = Stream(partial(self._abort, ids))
+        stream = Stream(requests[0].namespace.tenant, self._tenant_bytes, partial(self._abort, ids))
         self._streams.update(dict.fromkeys(ids, stream))
         try:
             await self._call(lambda number: protocol.Add(number, requests), requests)
@@ -307,7 +349,16 @@ class AsyncEngine:
         stream = self._streams.get(output.request_id)
         if delivered is not None and stream is not None:
             stream.put(delivered)
+            self._bound_undelivered(stream)
         self._release_if_ended(output.request_id)
+
+    def _bound_undelivered(self, stream: Stream) -> None:
+        """End a stream, or the tenant's largest stream, if more outputs wait for the client than are allowed."""
+        if stream.num_bytes > MAX_STREAM_BYTES:
+            stream.overflow()
+        elif self._tenant_bytes[stream.tenant] > MAX_TENANT_BYTES:
+            streams = {one for one in self._streams.values() if one.tenant == stream.tenant}
+            max(streams, key=lambda one: one.num_bytes).overflow()
 
     # Crashes
 

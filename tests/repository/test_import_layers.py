@@ -28,7 +28,7 @@ ORDER = (
     *("models.config", "models.weight_map", "quant", "parallel", "lora"),
     *("models", "models.gguf", "models.transformers", "sampling", "speculation", "kv_store", "runner"),
     # front end
-    *("tokenizer", "hub", "structured_outputs.vocabulary", "structured_outputs.limits"),
+    *("tenant_queue", "tokenizer", "hub", "structured_outputs.vocabulary", "structured_outputs.limits"),
     *("structured_outputs.forced_tokens", "structured_outputs.json_schema", "structured_outputs.fsm"),
     *(
         "structured_outputs",
@@ -50,7 +50,7 @@ ORDER = (
         "server.errors",
     ),
     *("server.observability", "server.api.request_params", "server.middleware", "server.thread_pool", "server.sse"),
-    *("server.reply", "server.service", "server.api.limits", "server.api"),
+    *("server.request_body", "server.reply", "server.service", "server.api.limits", "server.api"),
     *("server", "server.batch", "quire", "cli"),  # quire/__init__.py re-exports names of the folders before it
 )
 CONTROL_PLANE = ORDER[: ORDER.index("scheduler") + 1]

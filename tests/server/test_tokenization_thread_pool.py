@@ -94,9 +94,9 @@ def test_only_short_prompts_are_tokenized_on_the_event_loop(monkeypatch, body, o
     service, jobs = service_of(small_engine()), []
     run = service.thread_pool.run
 
-    async def counted(work):
+    async def counted(tenant, work):
         jobs.append(work)
-        return await run(work)
+        return await run(tenant, work)
 
     monkeypatch.setattr(service.thread_pool, "run", counted)
     with run_app(make_app(service)) as url:
@@ -112,7 +112,7 @@ def test_of_requests_that_were_given_up_nothing_waits_for_a_thread():
 
     async def run():
         threads, gate = thread_pool.ThreadPool(), threading.Event()
-        busy = [asyncio.ensure_future(threads.run(lambda: gate.wait(30))) for _ in range(thread_pool.NUM_THREADS)]
+        busy = [asyncio.ensure_future(threads.run("", lambda: gate.wait(30))) for _ in range(thread_pool.NUM_THREADS)]
         await asyncio.sleep(0)
         bodies = weakref.WeakSet()
         for _ in range(2 * thread_pool.MAX_JOBS):
@@ -120,7 +120,7 @@ def test_of_requests_that_were_given_up_nothing_waits_for_a_thread():
             bodies.add(body)
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0):
-                    await threads.run(body.read)
+                    await threads.run("", body.read)
         del body
         gc.collect()
         left = len(bodies)

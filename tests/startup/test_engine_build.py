@@ -52,6 +52,7 @@ def attempt(**options):
         ({"kernels": "trition"}, "there are no kernels 'trition'"),
         ({"kernels": "flashinfer"}, "quire has no kernels of flashinfer"),
         ({"device": "meta"}, "device 'meta' cannot be used"),
+        ({"threads": 1_000_000}, "threads: must be at most .* on this machine"),
         ({"journal": "/nowhere/at/all"}, "cannot be written"),
     ],
 )

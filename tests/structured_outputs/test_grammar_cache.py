@@ -15,10 +15,10 @@ from quire.structured_outputs.grammar_cache import (
     CHARACTERS_PER_ENTRY,
     DEADLINE,
     NUM_THREADS,
-    SHARES,
     CompilerOverloaded,
     GrammarCache,
 )
+from quire.tenant_queue import SHARES
 
 ENTRY = CHARACTERS_PER_ENTRY + 1  # size of an entry for a pattern of one character
 ALICE, BOB = Namespace("alice"), Namespace("bob")
@@ -212,6 +212,18 @@ def test_who_waits_for_threads_that_are_stuck_is_asked_to_come_back():
     assert run(work, deadline=0.1, max_unfinished=NUM_THREADS + 1).told == ["slow"] * NUM_THREADS + ["ok"]
 
 
+def test_a_tenant_that_occupies_its_threads_does_not_delay_another():
+    async def work(backend, cache):
+        asking = [asyncio.ensure_future(cache.compiled(ALICE, regex(f"slow {i}"))) for i in range(2 * NUM_THREADS)]
+        await until(lambda: len(backend.compiled) == NUM_THREADS)
+        assert await cache.compiled(BOB, regex("good")) == ["good"]  # while Alice's compilations run and wait
+        assert backend.told == ["ok"]
+        backend.gate.set()
+        await asyncio.gather(*asking)
+
+    run(work)
+
+
 def test_a_tenant_has_a_share_of_the_unfinished_compilations():
     async def work(backend, cache):
         asking = [asyncio.ensure_future(cache.compiled(ALICE, regex(f"slow {i}"))) for i in range(3)]
@@ -297,7 +309,7 @@ def test_the_loop_goes_on_while_a_constraint_is_compiled():
 def test_cancelled_compilations_keep_no_text_while_they_wait_for_a_thread():
     async def work(backend, cache):
         busy = [cache.request(NO_NAMESPACE, regex(f"slow{i}")) for i in range(NUM_THREADS)]
-        cancelled = [cache.request(ALICE, regex(f"{i}" * 9999)) for i in range(9)]
+        cancelled = [cache.request(NO_NAMESPACE, regex(f"{i}" * 9999)) for i in range(9)]
         for one in cancelled:
             cache.release(one)
         assert all(one.result.cancelled() and one.params is None for one in cancelled)

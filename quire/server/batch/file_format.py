@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from quire.server.batch.in_process_client import Response
-from quire.server.middleware.body_limit import MAX_BODY
+from quire.server.request_body import MAX_BODY
 
 MAX_LINE = MAX_BODY + 2**16  # bytes
 

@@ -10,7 +10,7 @@ import asyncio
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 
 import uvicorn
@@ -24,7 +24,10 @@ _READ_SECONDS = 2.0  # for the body of a rejected request
 
 
 class Drain:
-    """Whether the drain has begun, and the number of accepted requests that are still open."""
+    """Whether the drain has begun, and the number of accepted requests that are still open.
+
+    A request is accepted when its whole body has been received.
+    """
 
     def __init__(self) -> None:
         self.begun = False
@@ -56,13 +59,30 @@ class DrainMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
         elif not self._drain.begun:
-            with self._drain.open_request():
-                await self._app(scope, receive, send)
+            with ExitStack() as accepted:
+                await self._app(scope, self._accepting(accepted, scope, receive), send)
         elif has_unsafe_method(scope):
             await _discard_body(receive)
             await response_to(Draining())(scope, receive, send)
         else:
             await self._app(scope, receive, _with_connection_close(send))
+
+    def _accepting(self, accepted: ExitStack, scope: Scope, receive: Receive) -> Receive:
+        """A `receive` that counts the request as open once its body is complete; at once if it should have none."""
+        if not has_unsafe_method(scope):
+            accepted.enter_context(self._drain.open_request())
+            return receive
+        is_complete = False
+
+        async def counting() -> Message:
+            nonlocal is_complete
+            message = await receive()
+            if message["type"] == "http.request" and not message.get("more_body", False) and not is_complete:
+                is_complete = True
+                accepted.enter_context(self._drain.open_request())
+            return message
+
+        return counting
 
 
 def _with_connection_close(send: Send) -> Send:

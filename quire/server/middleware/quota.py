@@ -13,6 +13,7 @@ from time import monotonic_ns
 from quire.errors import QuireError
 
 MINUTE = 60 * 10**9  # ns
+BYTES_PER_TOKEN = 4  # of refused bodies, which count as tokens
 
 
 class RateLimited(QuireError):
@@ -85,12 +86,8 @@ class Quota:
         if self._tokens is None:
             yield
             return
-        try:
+        with self._uncounting_request():
             self._consume(self._tokens, num_tokens, "tokens")
-        except RateLimited:
-            if self._requests is not None:  # count_request has counted it
-                self._requests.consume(-1, self._clock())
-            raise
         try:
             yield
         except BaseException:  # the request was not accepted
@@ -102,6 +99,17 @@ class Quota:
         if self._tokens is not None:
             self._tokens.consume(num_tokens, self._clock())
 
+    def spend_refused(self, num_bytes: int) -> None:
+        """Count the bytes of a body that was refused, as the tokens of one minute at most."""
+        if self._tokens is not None:
+            self._tokens.consume(min(num_bytes // BYTES_PER_TOKEN, self._tokens.per_minute), self._clock())
+
+    def check_tokens(self) -> None:
+        """Raises RateLimited if no token is available, and then uncounts the request."""
+        if self._tokens is not None:
+            with self._uncounting_request():
+                self._check(self._tokens, 1, "tokens")
+
     def headers(self) -> Mapping[str, str]:
         """OpenAI's headers, for each limit: the limit, the remaining units, and the time until the bucket is full."""
         now, headers = self._clock(), {}
@@ -112,7 +120,21 @@ class Quota:
                 headers[f"x-ratelimit-reset-{name}"] = _format_duration(bucket.until_full(now))
         return headers
 
+    @contextmanager
+    def _uncounting_request(self) -> Iterator[None]:
+        """Context manager that returns what `count_request` has counted after a RateLimited."""
+        try:
+            yield
+        except RateLimited:
+            if self._requests is not None:
+                self._requests.consume(-1, self._clock())
+            raise
+
     def _consume(self, bucket: Bucket, amount: int, what: str) -> None:
+        self._check(bucket, amount, what)
+        bucket.consume(amount, self._clock())
+
+    def _check(self, bucket: Bucket, amount: int, what: str) -> None:
         now = self._clock()
         wait = bucket.wait(amount, now)
         if wait > 0:
@@ -121,7 +143,6 @@ class Quota:
                 f"this request needs {amount:,}; try again in {_format_duration(wait)}",
                 wait / 10**9,
             )
-        bucket.consume(amount, now)
 
 
 UNLIMITED = Quota()

@@ -14,7 +14,7 @@ from quire.server.api.request_params import CONSTRAINT_FIELDS
 from quire.server.middleware.quota import Bucket
 
 FREE_BYTES_PER_MINUTE = 2**20  # bytes of rejected bodies per tenant and minute without a delay
-UNKNOWN_LENGTH_BYTES = 2**24  # bytes, for a body without content-length: the maximum of body_limit.py
+UNKNOWN_LENGTH_BYTES = 2**24  # bytes, for a body without content-length: the maximum of request_body.py
 BYTES_PER_REJECTION = 2**14  # bytes added to each body
 MAX_SECONDS = 10.0
 MAX_WAITING = 512  # delayed responses; beyond it, as each takes memory, they are sent at once

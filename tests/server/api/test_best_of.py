@@ -1,6 +1,7 @@
 """best_of: of the generated sequences, those with the highest mean logprob per token are returned."""
 
 import asyncio
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -131,7 +132,7 @@ def replied(run, *pieces):
     """The recorded metrics of a reply to outputs that arrive in these groups."""
 
     async def main():
-        stream, counted = Stream(lambda: None), Counting()
+        stream, counted = Stream("", Counter(), lambda: None), Counting()
         reply = Reply([run], stream, None, counted)
         deltas = reply.deltas()
         for piece in pieces:

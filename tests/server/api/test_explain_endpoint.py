@@ -1,16 +1,22 @@
 """Explanations and cache figures over HTTP, and who may read them."""
 
+import asyncio
 import json
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 
 import httpx
 import msgspec
 import pytest
+from embedded_model_server import run_app, service_of, small_engine
 from multi_tenant_server import GENERATING, refused
 
 import quire
 from quire.config import EngineOptions
 from quire.core.explanation import Explanation, Miss, Preemption
+from quire.server.api_keys import Keys, new_key
+from quire.server.app import make_app
 
 
 def explanation(id, tenant, **more):
@@ -93,6 +99,25 @@ def test_one_prompt_by_the_engines_name_for_it(site):
 def test_what_is_unknown_says_where_the_id_is(site):
     error = refused(site.ask("ann", "GET", "/v1/requests/w/explain"), 404, "request_not_found")
     assert "header x-request-id" in error["message"]
+
+
+def test_explanations_count_as_requests_and_come_one_by_one():
+    key, entry = new_key("ann", "user", requests_per_minute=6)
+    service, running = service_of(small_engine()), Counter()
+
+    async def explain(_ids):
+        running["now"] += 1
+        running["most"] = max(running["most"], running["now"])
+        await asyncio.sleep(0.01)
+        running["now"] -= 1
+        return []
+
+    service.engine.explain = explain
+    with run_app(make_app(service, Keys([entry]))) as url, ThreadPoolExecutor() as pool:
+        headers = {"authorization": f"Bearer {key}"}
+        asked = [pool.submit(httpx.get, f"{url}/v1/requests/x/explain", headers=headers) for _ in range(8)]
+        assert sorted(one.result().status_code for one in asked) == [404] * 6 + [429] * 2
+    assert running["most"] == 1
 
 
 FROM_ELSEWHERE = [

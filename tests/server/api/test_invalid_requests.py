@@ -8,7 +8,7 @@ import threading
 import httpx
 import pytest
 
-from quire.server.middleware.body_limit import MAX_BODY
+from quire.server.request_body import MAX_BODY
 
 JSON = {"content-type": "application/json"}
 USER = [{"role": "user", "content": "a"}]

@@ -28,9 +28,9 @@ from quire.server.api.limits import MAX_CHOICES, MAX_PROMPT_VALUES
 from quire.server.api.native.explain import MAX_ID
 from quire.server.api.request_params import MAX_PROMPT_TOKENS, MAX_PROMPTS, MAX_SALT, MAX_TIMEOUT
 from quire.server.api.sglang.routes import MAX_RID
-from quire.server.middleware.body_limit import MAX_BODY, MAX_NESTING, Nesting
+from quire.server.request_body import MAX_BODY, MAX_NESTING, Structure
 from quire.server.service import CHARACTERS_PER_TOKEN
-from quire.tokenizer.messages import MAX_DEPTH, MAX_MESSAGES
+from quire.tokenizer.messages import MAX_DEPTH
 
 JSON = {"content-type": "application/json"}
 USER = {"role": "user", "content": "a"}
@@ -69,7 +69,7 @@ LIMITS = {
     "characters": (TEXT_LIMIT, lambda size: completion(prompt="a" * size), "max_model_len"),
     "characters of messages": (TEXT_LIMIT, lambda size: chat(messages=[{**USER, "content": "a" * size}]), "characters"),
     "characters to tokenize": (TEXT_LIMIT, lambda size: ("/tokenize", {"prompt": "a" * size}), "characters"),
-    "messages": (MAX_MESSAGES, lambda size: chat(messages=[USER] * size), str(MAX_MESSAGES)),
+    "messages": (CONTEXT, lambda size: chat(messages=[USER] * size), "max_model_len"),
     "depth of tools": (MAX_DEPTH, lambda size: chat(tools=[{"a": nested(size)}]), "deep"),
     "depth of variables": (MAX_DEPTH, lambda size: chat(chat_template_kwargs={"a": nested(size)}), "deep"),
     "n": (MAX_N, lambda size: completion(n=size), f"{MAX_N}"),
@@ -200,8 +200,8 @@ def test_nesting_is_that_of_the_value_however_its_text_is_cut(value, data):
 
     text = json.dumps(value).encode()
     cuts = [0, *sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5))), len(text)]
-    nesting = Nesting()
-    assert max(nesting.depth_after(text[a:b]) for a, b in pairwise(cuts)) == depth(value)
+    structure = Structure()
+    assert max(structure.depth_after(text[a:b]) for a, b in pairwise(cuts)) == depth(value)
 
 
 @pytest.mark.parametrize("length", [MAX_ID, MAX_ID + 1, 30_000])

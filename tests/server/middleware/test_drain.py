@@ -134,6 +134,21 @@ def test_each_tick_is_called_while_requests_run(streams):
     assert 1 in ticks
 
 
+def test_a_body_that_has_not_arrived_delays_no_drain(streams):
+    with (
+        running(streams.app, streams.drain, streams.close) as one,
+        socket.create_connection(("127.0.0.1", one.port)) as half,
+    ):
+        half.sendall(b"POST /work HTTP/1.1\r\nhost: x\r\ncontent-length: 6\r\n\r\nabc")
+        with httpx.stream("POST", f"{one.url}/work", content=b"abc") as answer:
+            assert streams.drain.num_open == 1
+            begun = time.monotonic()
+            one.signal()
+            assert answer.read().decode() == "." * PIECES + "3"
+        one.ended()
+        assert time.monotonic() - begun < PIECES * PAUSE + drain.CLOSE_SECONDS + 3
+
+
 def test_what_was_accepted_is_finished_while_work_is_refused_and_probes_are_answered(streams):
     with (
         running(streams.app, streams.drain, streams.close) as one,
@@ -314,10 +329,10 @@ def engine():
 
 
 def test_health_says_that_it_drains():
-    body = json.dumps({**BODY, "max_tokens": 3}).encode()
+    body = json.dumps({**BODY, "max_tokens": 400, "ignore_eos": True}).encode()
     with engine() as one, socket.create_connection(("127.0.0.1", one.port), timeout=10) as client:
         head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode()
-        client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n" + head + body[:5])
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n" + head + body)
         assert httpx.get(f"{one.url}/ready").status_code == 200
         one.signal()
         for path in ("/ready", "/health"):
@@ -325,7 +340,6 @@ def test_health_says_that_it_drains():
             assert (probe.status_code, probe.json()["status"]) == (503, "draining")
         assert httpx.get(f"{one.url}/live").status_code == 200
         refused(httpx.post(f"{one.url}/v1/completions", json=BODY))
-        client.sendall(body[5:])
         assert client.recv(2**16).startswith(b"HTTP/1.1 200")
         one.ended()
 

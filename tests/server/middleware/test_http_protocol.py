@@ -7,39 +7,45 @@ import shutil
 import socket
 import ssl
 import subprocess
+import sys
+import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
 import pytest
 from embedded_model_server import run_app
 from starlette.applications import Starlette
-from starlette.responses import PlainTextResponse
+from starlette.responses import PlainTextResponse, StreamingResponse
 
 from quire.config import EngineOptions
 from quire.errors import ConfigError
+from quire.server import request_body
 from quire.server import serve as serving
 from quire.server.error_handlers import install_error_handlers
-from quire.server.middleware import body_limit, http_protocol
-from quire.server.middleware.body_limit import MAX_BODY, BodyLimit
+from quire.server.middleware import http_protocol
 from quire.server.middleware.http_protocol import MAX_HEAD
 from quire.server.middleware.queue_full import RecentRefusals
 from quire.server.options import ServerOptions
+from quire.server.request_body import MAX_BODY, BodyReception, HeldBytes, TenantBytes
 from quire.server.serve import check_certificate
 
 POST = b"POST / HTTP/1.1\r\nhost: x\r\n"
 SLOW = 0.2  # time limit of headers and bodies in seconds
 
 
-def echo_app(middleware=BodyLimit):
+def echo_app(middleware=None):
     """An app that answers with the length of the body."""
     app = Starlette()
-    app.add_middleware(middleware)
+    if middleware is not None:
+        app.add_middleware(middleware)
     install_error_handlers(app, RecentRefusals(), None)
 
     async def count(request):
         await asyncio.sleep(float(request.query_params.get("sleep", 0)))
-        return PlainTextResponse(str(len(await request.body())))
+        with HeldBytes(TenantBytes()) as held:
+            return PlainTextResponse(str(len(await BodyReception(request, held).read())))
 
     app.add_route("/", count, methods=["GET", "POST"])
     return app
@@ -48,7 +54,7 @@ def echo_app(middleware=BodyLimit):
 @pytest.fixture
 def url(monkeypatch):
     monkeypatch.setattr(http_protocol, "HEAD_SECONDS", SLOW)
-    monkeypatch.setattr(body_limit, "BODY_SECONDS", SLOW)
+    monkeypatch.setattr(request_body, "BODY_SECONDS", SLOW)
     with run_app(echo_app()) as url:
         yield url
 
@@ -119,7 +125,7 @@ def test_a_body_that_comes_byte_by_byte(url):
 
 
 def test_a_long_body_has_more_time(url, monkeypatch):
-    monkeypatch.setattr(body_limit, "BYTES_PER_SECOND", 2**10)
+    monkeypatch.setattr(request_body, "BYTES_PER_SECOND", 2**10)
     with connected(url) as client:
         client.sendall(POST + b"connection: close\r\ncontent-length: 4096\r\n\r\n" + b"x" * 2048)
         time.sleep(2 * SLOW)
@@ -177,6 +183,96 @@ def test_a_body_that_is_no_http(url):
     with connected(url) as client:
         client.sendall(POST + b"transfer-encoding: chunked\r\n\r\nzz\r\n")
         assert refused(client, 400) == "this is not valid HTTP/1.1"
+
+
+@pytest.mark.parametrize(
+    ("version", "fields"),
+    [
+        (b"1.1", b"content-length: 3\r\ntransfer-encoding: chunked\r\n"),
+        (b"1.1", b"transfer-encoding: chunked\r\ncontent-length: 3\r\n"),
+        (b"1.0", b"transfer-encoding: chunked\r\n"),
+    ],
+)
+def test_a_body_of_ambiguous_length_is_refused_and_the_connection_closed(url, version, fields):
+    first = b"POST / HTTP/" + version + b"\r\nhost: x\r\n" + fields + b"\r\n0\r\n\r\n"
+    with connected(url) as client:
+        client.sendall(first + b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert "transfer-encoding beside a content-length" in refused(client, 400)
+
+
+def test_lengths_that_differ_are_refused_and_the_connection_closed(url):
+    with connected(url) as client:
+        client.sendall(POST + b"content-length: 3\r\ncontent-length: 4\r\n\r\nabcd")
+        assert refused(client, 400) == "this is not valid HTTP/1.1"
+
+
+def test_a_head_that_is_too_long_in_one_piece(url):
+    with connected(url) as client:
+        client.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n" + b"x-more: " + b"a" * 70_000 + b"\r\n\r\n")
+        assert f"longer than {MAX_HEAD} bytes" in refused(client, 431)
+
+
+def test_near_the_limit_of_descriptors_idle_connections_are_closed(monkeypatch):
+    limit = http_protocol.RESERVED_DESCRIPTORS + 4
+    monkeypatch.setattr(http_protocol.resource, "getrlimit", lambda _kind: (limit, limit))
+    with run_app(echo_app()) as url, ExitStack() as stack:
+        used, waits = (stack.enter_context(connected(url)) for _ in range(2))
+        used.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert used.recv(1000).startswith(b"HTTP/1.1 200")
+        waits.sendall(b"GET /?sleep=1 HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        time.sleep(0.05)  # until it is read: a connection without a request would be closed first
+        idle = []
+        for _ in range(6):
+            idle.append(stack.enter_context(connected(url)))
+            time.sleep(0.02)
+        assert [one.recv(1) for one in idle[:4]] == [b""] * 4  # the oldest without a request go first
+        assert not select.select(idle[4:], [], [], 0.1)[0]
+        busy = []
+        for _ in range(3):
+            busy.append(stack.enter_context(connected(url)))
+            busy[-1].sendall(b"GET /?sleep=1 HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            time.sleep(0.05)
+        assert used.recv(1) == b""
+        assert read_all(waits) == (200, b"0")
+        assert [read_all(one) for one in busy] == [(200, b"0")] * 3
+
+
+def test_the_limit_of_descriptors_is_raised():
+    code = """
+import resource
+from quire.server.middleware.http_protocol import raise_descriptor_limit
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+hard = min(hard, 1000)
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
+raise_descriptor_limit()
+assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_client_that_does_not_read_is_cut_off(monkeypatch):
+    monkeypatch.setattr(http_protocol, "WRITE_SECONDS", SLOW)
+    ended = threading.Event()
+
+    async def endless(request):
+        async def pieces():
+            try:
+                while True:
+                    yield b"a" * 2**16
+                    await asyncio.sleep(0)
+            finally:
+                ended.set()
+
+        return StreamingResponse(pieces())
+
+    app = echo_app()
+    app.add_route("/endless", endless)
+    with run_app(app, send_buffer=2**14) as url, connected(url) as client:
+        client.sendall(b"GET /endless HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert ended.wait(20)
+        got = b"".join(iter(lambda: client.recv(2**20), b""))
+        assert got
+        assert not got.endswith(b"0\r\n\r\n")  # the end of a whole answer
 
 
 @pytest.mark.parametrize("promised", [True, False])

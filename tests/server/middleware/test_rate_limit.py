@@ -81,8 +81,6 @@ def test_tokens_of_prompts_and_outputs_count(stream, monkeypatch):
     service = service_of(small_engine())
     with run_app(make_app(service, Keys([entry]))) as url:
         mine = Site(url, {"tokens": key})
-        long = mine.post("tokens", prompt=[67] * 600)  # rejected, and not counted
-        assert (long.status_code, long.headers["x-ratelimit-remaining-tokens"]) == (400, "60")
         with monkeypatch.context() as patch:
             patch.setattr(service.engine, "generate", never)
             late = mine.post("tokens", "/v1/embeddings", input=[67] * 10, timeout=0.1)
@@ -102,6 +100,21 @@ def test_tokens_of_prompts_and_outputs_count(stream, monkeypatch):
         assert "60 tokens per minute" in refused.json()["error"]["message"]
         assert 35 <= int(refused.headers["retry-after"]) <= 50
         assert refused.headers["x-ratelimit-limit-tokens"] == "60"
+
+
+def test_bytes_of_refused_bodies_count_as_tokens():
+    key, entry = new_key("spender", "user", requests_per_minute=6, tokens_per_minute=6000)
+    with run_app(make_app(service_of(small_engine()), Keys([entry]))) as url:
+        mine = Site(url, {"tokens": key})
+        refused = mine.post("tokens", prompt=[67] * 600)  # 1.8 kB of JSON, beyond the context
+        assert refused.status_code == 400
+        assert 5400 < int(mine.post("tokens", **BODY).headers["x-ratelimit-remaining-tokens"]) < 5800
+        large = {"messages": [{"role": "user", "content": "a" * 2**17}]}
+        assert mine.post("tokens", "/v1/chat/completions", **large).status_code == 400  # counts one minute at most
+        again = mine.post("tokens", "/v1/chat/completions", **large)  # refused before it is read
+        assert again.status_code == 429
+        assert "6,000 tokens per minute" in again.json()["error"]["message"]
+        assert again.headers["x-ratelimit-remaining-requests"] == "3"  # a refusal by a rate limit does not count
 
 
 def test_a_full_queue_says_when_to_come_back():

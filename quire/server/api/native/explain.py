@@ -20,8 +20,10 @@ def explain_routes(service: Service) -> APIRouter:
     async def explain(id: str, request: Request) -> Response:
         """Explain cache reuse, queue time and preemptions of a request that runs or ended recently."""
         caller = caller_of(request)
+        caller.quota.count_request()
         known = len(id) <= MAX_ID
-        explanations = await service.explain(service.request_ids.answer_id(caller.tenant, id)) if known else []
+        answer_id = service.request_ids.answer_id(caller.tenant, id)
+        explanations = await service.explain(caller.tenant, answer_id) if known else []
         if not visible(explanations, caller):
             raise UnknownRequest(
                 f"there is no request {id!r:.200}, or it ended long ago; give the id in the header x-request-id of "

@@ -1,6 +1,7 @@
 """/v1/programs/end: the end of a program or of one branch."""
 
-from fastapi import APIRouter, Request
+import msgspec
+from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from quire.core.scheduling_params import Program
@@ -21,10 +22,10 @@ class EndProgramBody(RequestBody):
 
 def program_routes(service: Service) -> APIRouter:
     """The route /v1/programs/end."""
-    router = APIRouter(tags=["Programs"])
+    router = APIRouter(tags=["Programs"], route_class=service.request_bodies.route_class())
 
-    @router.post("/v1/programs/end")
-    async def end(body: EndProgramBody, request: Request) -> dict[str, str | None]:
+    @router.post("/v1/programs/end", response_model=dict[str, str | None])
+    async def end(body: EndProgramBody, request: Request) -> Response:
         """End a program or one branch of it: no later request continues from it, and its cached KV is evicted first.
 
         An unknown id, or one of another tenant, changes nothing and gets the same answer.
@@ -36,6 +37,7 @@ def program_routes(service: Service) -> APIRouter:
             raise RequestError(str(error).removeprefix(_PREFIX), str(error.param).removeprefix(_PREFIX)) from error
         branch = None if body.branch is None else program.branch
         service.engine.end_program(caller_of(request).tenant, program.id, branch)
-        return {"object": "program.ended", "id": program.id, "branch": branch}
+        answer = {"object": "program.ended", "id": program.id, "branch": branch}
+        return Response(msgspec.json.encode(answer), media_type="application/json")
 
     return router

@@ -1,6 +1,6 @@
 """/tokenize and /detokenize, with vLLM's bodies."""
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from msgspec.json import encode
 from pydantic import Field
 
@@ -8,6 +8,7 @@ from quire.errors import RequestError
 from quire.server.api.openai.chat import num_unknown_fields, template_messages, tokenize_conversation
 from quire.server.api.openai.schema import Messages, TemplateBody
 from quire.server.api.request_params import RequestBody, TokenIds, optional_field
+from quire.server.middleware.auth import caller_of
 from quire.server.service import Service
 from quire.tokenizer.chat_template import DEFAULT
 
@@ -32,23 +33,25 @@ class DetokenizeBody(RequestBody):
 
 def token_routes(service: Service) -> APIRouter:
     """The routes of the tokenizer."""
-    router = APIRouter(tags=["Tokens"])
+    router = APIRouter(tags=["Tokens"], route_class=service.request_bodies.route_class())
 
     @router.post("/tokenize", response_model=None)
-    async def tokenize(body: TokenizeBody) -> Response:
+    async def tokenize(body: TokenizeBody, request: Request) -> Response:
         """Return the token ids of a text or a conversation."""
         service.check_fields(body)
         service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("give either a prompt or messages", "prompt")
-        return await service.thread_pool.run(lambda: _json(_tokenized(body, service)))
+        return await service.thread_pool.run(caller_of(request).tenant, lambda: _json(_tokenized(body, service)))
 
     @router.post("/detokenize", response_model=None)
-    async def detokenize(body: DetokenizeBody) -> Response:
+    async def detokenize(body: DetokenizeBody, request: Request) -> Response:
         """Return the text of token ids, special tokens included."""
         service.check_fields(body)
         service.check_model(body.model)
-        return await service.thread_pool.run(lambda: _json({"prompt": _text(body.tokens, service)}))
+        return await service.thread_pool.run(
+            caller_of(request).tenant, lambda: _json({"prompt": _text(body.tokens, service)})
+        )
 
     @router.get("/tokenizer_info", response_model=None)
     async def tokenizer_info() -> Response:

@@ -70,7 +70,7 @@ def tokenize_conversation(
 
 def chat_routes(service: Service) -> APIRouter:
     """The route /v1/chat/completions."""
-    router = APIRouter(tags=["OpenAI"])
+    router = APIRouter(tags=["OpenAI"], route_class=service.request_bodies.route_class())
 
     @router.post("/v1/chat/completions", response_model=None)
     async def chat_completions(body: ChatBody, request: Request) -> Response:
@@ -88,7 +88,7 @@ async def _start(service: Service, body: ChatBody, caller: Caller, id: str) -> t
     with renamed_fields(body.engine_names()):
         params = body.sampling_params(service.sampling_defaults)
         beams = body.beams(params, vocab_size=service.vocab_size, num_end_tokens=service.num_end_tokens)
-        asked, beginning = await service.thread_pool.run(lambda: _read(service, body, params))
+        asked, beginning = await service.thread_pool.run(caller.tenant, lambda: _read(service, body, params))
         check_prompt_values(asked, ids=bool(body.return_token_ids), choices=False)
         answer = ChatAnswer(id, service, body, params, beginning)
         namespace, scheduling_params = caller.namespace(body.cache_salt), body.scheduling_params(service.options)
@@ -140,6 +140,7 @@ class ChatAnswer:
     async def events(self, reply: Reply) -> AsyncIterator[bytes]:
         """The events of a stream. The first chunk of each choice has the role."""
         (transcript,) = reply.transcripts
+        transcript.drop_logprobs()
         head = {**self._head, "object": "chat.completion.chunk"}
         first = self._prompt_ids(transcript)  # chat has one prompt, so its fields are sent once
         for index in range(reply.num_choices):

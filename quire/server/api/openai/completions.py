@@ -101,7 +101,7 @@ class PromptEchoes:
 
 def completion_routes(service: Service) -> APIRouter:
     """The route /v1/completions."""
-    router = APIRouter(tags=["OpenAI"])
+    router = APIRouter(tags=["OpenAI"], route_class=service.request_bodies.route_class())
 
     @router.post("/v1/completions", response_model=None)
     async def completions(body: CompletionBody, request: Request) -> Response:
@@ -122,15 +122,17 @@ async def _start(service: Service, body: CompletionBody, caller: Caller, id: str
         prompts = as_prompt_list(body.prompt)
         each = [params] * len(prompts)
         check_choices(each, width=beams.width if beams else 1)
-        asked = await service.tokenize(prompts, each, add_special_tokens=body.add_special_tokens)
+        asked = await service.tokenize(caller.tenant, prompts, each, add_special_tokens=body.add_special_tokens)
         check_prompt_values(asked, ids=bool(body.return_token_ids or body.echo))
-        answer = CompletionAnswer(id, service, body, params, await _echoes(service, body, asked))
+        answer = CompletionAnswer(id, service, body, params, await _echoes(service, caller, body, asked))
         namespace, scheduling_params = caller.namespace(body.cache_salt), body.scheduling_params(service.options)
         with caller.quota.spending(num_prompt_tokens(asked)):
             return answer, await service.start(answer.id, asked, namespace, beams, scheduling_params)
 
 
-async def _echoes(service: Service, body: CompletionBody, asked: Sequence[Generation]) -> list[Echo] | None:
+async def _echoes(
+    service: Service, caller: Caller, body: CompletionBody, asked: Sequence[Generation]
+) -> list[Echo] | None:
     if not body.echo:
         return None
 
@@ -140,7 +142,7 @@ async def _echoes(service: Service, body: CompletionBody, asked: Sequence[Genera
             for each in asked
         ]
 
-    return await service.thread_pool.run(work)
+    return await service.thread_pool.run(caller.tenant, work)
 
 
 class CompletionAnswer:
@@ -173,6 +175,8 @@ class CompletionAnswer:
     async def events(self, reply: Reply) -> AsyncIterator[bytes]:
         """The events of a stream. The first chunk of a choice has its PromptEcho."""
         begun: set[int] = set()
+        for transcript in reply.transcripts:
+            transcript.drop_logprobs()
         async for deltas in reply.deltas():
             chunks = []
             for delta in deltas:

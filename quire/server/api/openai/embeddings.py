@@ -30,6 +30,7 @@ from quire.server.errors import DeadlineMissed, renamed_fields
 from quire.server.middleware.auth import caller_of
 from quire.server.observability.metrics import FinishedRequestStats
 from quire.server.observability.request_record import RequestStats, record_of
+from quire.server.request_body import release_body
 from quire.server.service import Service
 from quire.server.sse import TimeLimit, while_connected
 
@@ -59,7 +60,7 @@ class EmbeddingBody(SchedulingParamsBody):
 
 def embedding_routes(service: Service) -> APIRouter:
     """The route /v1/embeddings."""
-    router = APIRouter(tags=["OpenAI"])
+    router = APIRouter(tags=["OpenAI"], route_class=service.request_bodies.route_class())
 
     @router.post("/v1/embeddings", response_model=None)
     async def embeddings(body: EmbeddingBody, request: Request) -> Response:
@@ -73,7 +74,8 @@ def embedding_routes(service: Service) -> APIRouter:
             )
         with renamed_fields({"prompt": "input"}):
             limit, caller = TimeLimit(body.timeout), caller_of(request)
-            asked = await limit.run(_tokenize(service, body))
+            asked = await limit.run(_tokenize(service, caller.tenant, body))
+            release_body(request)
             id = service.request_ids.make("embd", request)
             batch = EmbeddingBatch(
                 asked, pooling, caller.namespace(body.cache_salt), body.scheduling_params(service.options), id
@@ -89,12 +91,12 @@ def embedding_routes(service: Service) -> APIRouter:
     return router
 
 
-async def _tokenize(service: Service, body: EmbeddingBody) -> list[Generation]:
+async def _tokenize(service: Service, tenant: str, body: EmbeddingBody) -> list[Generation]:
     prompts = as_prompt_list(body.input)
     if not 1 <= len(prompts) <= MAX_PROMPTS:
         raise RequestError(f"input must be 1 to {MAX_PROMPTS} texts or lists of token ids", "input")
     params = SamplingParams(max_tokens=0, truncate_prompt_tokens=body.truncate_prompt_tokens)
-    return await service.tokenize(prompts, [params] * len(prompts), add_special_tokens=body.add_special_tokens)
+    return await service.tokenize(tenant, prompts, [params] * len(prompts), add_special_tokens=body.add_special_tokens)
 
 
 async def _embed(service: Service, batch: EmbeddingBatch, spending: AbstractContextManager[None]) -> None:

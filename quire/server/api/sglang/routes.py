@@ -30,7 +30,7 @@ MAX_RID = 256  # characters; each event repeats the id
 
 def generate_routes(service: Service) -> APIRouter:
     """The route /generate."""
-    router = APIRouter(tags=["SGLang"])
+    router = APIRouter(tags=["SGLang"], route_class=service.request_bodies.route_class())
 
     @router.post("/generate", response_model=None)
     async def generate(body: GenerateBody, request: Request) -> Response:
@@ -55,7 +55,7 @@ async def _start(service: Service, body: GenerateBody, caller: Caller, id: str) 
         alone = prompts != given and params[0].n == 1 and not isinstance(body.sampling_params, list)
         entries = EntryFormat(service.tokenizer, with_text=bool(body.return_text_in_logprobs))
         answer = GenerateAnswer(id, reports, entries, alone=alone)
-        asked = await service.tokenize(prompts, params)
+        asked = await service.tokenize(caller.tenant, prompts, params)
         check_prompt_values(asked, ids=False)
         namespace, scheduling_params = caller.namespace(body.salt()), body.scheduling_params(service.options)
         with caller.quota.spending(num_prompt_tokens(asked)):

@@ -1,0 +1,1 @@
+"""Hostile load of one tenant beside another tenant's stream."""

@@ -1,0 +1,193 @@
+"""The load of one phase, as a process of its own: raw sockets that send prepared bytes.
+
+    python -m benchmarks.hostile.load PHASE PORT KEY SECONDS
+
+It prints "ready", begins when it reads a line, and at the end prints the answers' statuses as JSON, by count. A
+connection that the server closed without an answer counts as "closed".
+"""
+
+import asyncio
+import json
+import resource
+import sys
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator
+from itertools import count, cycle
+from typing import Any
+
+MAX_BODY = 16 * 2**20  # bytes: the server's bound
+CHAT = "/v1/chat/completions"
+_HELLO = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 4}
+_MARK = b"@@@@@@@@"  # replaced by a number in each body, so that no answer is cached
+_PIECE = 2**16
+
+Load = Callable[["Attack"], Coroutine[Any, Any, None]]
+
+
+class Attack:
+    """The connections of one phase until its end. statuses: of the answers, by count."""
+
+    def __init__(self, port: int, key: str, seconds: float) -> None:
+        self.port = port
+        self.key = key
+        self.seconds = seconds
+        self.statuses: Counter[str] = Counter()
+
+    def head(self, path: str, length: int) -> bytes:
+        """The head of a request with this key."""
+        fields = f"host: 127.0.0.1\r\nauthorization: Bearer {self.key}\r\ncontent-type: application/json\r\n"
+        return f"POST {path} HTTP/1.1\r\n{fields}content-length: {length}\r\n\r\n".encode()
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A connection to the server."""
+        return await asyncio.open_connection("127.0.0.1", self.port)
+
+    async def repeat(self, path: str, bodies: Iterator[bytes]) -> None:
+        """Send one body after the other on one connection, each after the answer to the one before."""
+        while True:
+            try:
+                reader, writer = await self.connect()
+                while True:
+                    body = next(bodies)
+                    writer.write(self.head(path, len(body)))
+                    for start in range(0, len(body), _PIECE):
+                        writer.write(body[start : start + _PIECE])
+                        await writer.drain()
+                    head = await reader.readuntil(b"\r\n\r\n")
+                    self.statuses[head[9:12].decode()] += 1
+                    lines = head.decode().lower().split("\r\n")
+                    length = next((int(line[15:]) for line in lines if line.startswith("content-length:")), None)
+                    if length is None or "connection: close" in lines:
+                        writer.transport.abort()
+                        break
+                    await reader.readexactly(length)
+            except (ConnectionError, asyncio.IncompleteReadError):
+                self.statuses["closed"] += 1
+                await asyncio.sleep(0.01)
+
+    async def flood(self, path: str, bodies: Iterator[bytes], num_connections: int) -> None:
+        """`repeat` on several connections."""
+        await asyncio.gather(*(self.repeat(path, bodies) for _ in range(num_connections)))
+
+    async def hold(self, data: bytes, num_connections: int, *, pause: float = 0.0) -> None:
+        """Open connections, send `data` on each, and read nothing. pause: seconds between two of them."""
+        held = []
+        for _ in range(num_connections):
+            try:
+                reader, writer = await self.connect()
+                writer.transport.pause_reading()  # type: ignore[attr-defined]  # StreamReader's type is narrow
+                writer.write(data)
+                held.append((reader, writer))
+            except OSError:
+                self.statuses["closed"] += 1
+            await asyncio.sleep(pause)
+        self.statuses["open"] = len(held)
+        await asyncio.sleep(self.seconds)
+
+
+def _numbered(bodies: list[bytes]) -> Iterator[bytes]:
+    """The bodies in turn, each with another number in place of the mark."""
+    numbers = count(10**7)
+    return (body.replace(_MARK, str(next(numbers)).encode()) for body in cycle(bodies))
+
+
+def _padded(begin: bytes, piece: bytes, end: bytes) -> bytes:
+    """A body of just under MAX_BODY bytes."""
+    return begin + piece * ((MAX_BODY - len(begin) - len(end) - 1) // len(piece)) + end
+
+
+async def large(attack: Attack) -> None:
+    """One text, many escapes, many numbers or many objects, each of 16 MiB."""
+    chat = b'{"messages": [{"role": "user", "content": "'
+    bodies = [
+        _padded(chat, b"a", b'"}]}'),
+        _padded(chat, rb"\u0041", b'"}]}'),
+        _padded(b'{"prompt": [1', b",1", b"]}"),
+        _padded(b'{"messages": [{}', b",{}", b"]}"),
+    ]
+    await attack.flood(CHAT, cycle(bodies), 8)
+
+
+async def deep(attack: Attack) -> None:
+    """JSON of 8 million levels, and texts full of backslashes."""
+    half = MAX_BODY // 2 - 100
+    bodies = [
+        b'{"messages": ' + b"[" * half + b"]" * half + b"}",
+        b'{"messages": "' + b"\\\\" * half + b'", "tools": ' + b"[" * 30 + b"]" * 30 + b"}",
+    ]
+    await attack.flood(CHAT, cycle(bodies), 8)
+
+
+async def messages(attack: Attack) -> None:
+    """Chats of 16,000 messages, 100 at once."""
+    body = json.dumps({"messages": [{"role": "user", "content": "a"}] * 16_000}).encode()
+    await attack.flood(CHAT, cycle([body]), 100)
+
+
+async def small(attack: Attack) -> None:
+    """Short bodies that are refused, on 100 connections."""
+    await attack.flood(CHAT, cycle([json.dumps({**_HELLO, "no_such_field": 1}).encode()]), 100)
+
+
+async def half(attack: Attack) -> None:
+    """Bodies of which a part is never sent."""
+    await attack.hold(attack.head(CHAT, 2**20) + b'{"messages": "' + b"a" * 2**17, 200)
+
+
+async def unread(attack: Attack) -> None:
+    """100 streams with several choices and 20 logprobs, of which nothing is read."""
+    body = json.dumps(
+        {"prompt": "One Tuesday", "max_tokens": 1900, "ignore_eos": True, "stream": True, "n": 16, "logprobs": 20}
+    ).encode()
+    await attack.hold(attack.head("/v1/completions", len(body)) + body, 100)
+
+
+async def idle(attack: Attack) -> None:
+    """Connections without a request, more than the server has file descriptors."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    await attack.hold(b"", min(1100, hard - 64))
+
+
+async def schemas(attack: Attack) -> None:
+    """Eight expensive schemas and grammars at once."""
+    objects = [{"properties": {f"@@@@@@@@{i}": {"type": "string"}}, "required": [f"@@@@@@@@{i}"]} for i in range(4)]
+    product = {"allOf": [{"anyOf": [{"type": "object", **one} for one in objects]} for _ in range(5)]}
+    rules = "\n".join(f'r{i} ::= "@@@@@@@@" r{i + 1} | r{i + 1} "{i}" | "{i}"' for i in range(500))
+    forms = [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": product}}},
+        {"structured_outputs": {"grammar": f'root ::= r0\n{rules}\nr500 ::= "a'}},
+    ]
+    await attack.flood(CHAT, _numbered([json.dumps({**_HELLO, **form}).encode() for form in forms]), 8)
+
+
+async def prompts(attack: Attack) -> None:
+    """Long prompts that are admitted, all different."""
+    body = json.dumps({"prompt": "@@@@@@@@ " + "the river and the lamp " * 90, "max_tokens": 1}).encode()
+    await attack.flood("/v1/completions", _numbered([body]), 16)
+
+
+async def nothing(_attack: Attack) -> None:
+    """No load."""
+    await asyncio.sleep(3600)
+
+
+PHASES: dict[str, Load] = {
+    one.__name__: one for one in (nothing, large, deep, messages, small, half, unread, idle, schemas, prompts)
+}
+
+
+async def _run(phase: Load, attack: Attack) -> None:
+    print("ready", flush=True)
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
+    try:
+        async with asyncio.timeout(attack.seconds):
+            await phase(attack)
+    except TimeoutError:
+        pass
+    print(json.dumps(attack.statuses), flush=True)
+
+
+if __name__ == "__main__":
+    _name, _port, _key, _seconds = sys.argv[1:]
+    asyncio.run(_run(PHASES[_name], Attack(int(_port), _key, float(_seconds))))

@@ -1,0 +1,315 @@
+"""Request bodies: their limits, their bytes per tenant, and their way to a validated model off the event loop.
+
+A thread that parses holds the GIL for as long as one call into C takes. Therefore the number of JSON values is bounded
+before the parser runs, and the number of messages before models are built.
+"""
+
+import asyncio
+import json
+import re
+from collections import deque
+from collections.abc import Callable, Coroutine
+from functools import partial
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import numpy as np
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message
+
+from quire.errors import ContextLengthExceeded, DeadlineUnreachable, ModelError, QueueFull, RequestError
+from quire.server.api_keys import Caller
+from quire.server.errors import BodyTimeout, Busy
+from quire.server.middleware.auth import caller_of
+from quire.server.middleware.quota import UNLIMITED, Quota
+from quire.server.sse import ClientGone
+from quire.server.thread_pool import ThreadPool
+
+T = TypeVar("T", bound=BaseModel)
+
+MAX_BODY = 16 * 2**20  # bytes
+BODY_SECONDS = 20.0  # for any body,
+BYTES_PER_SECOND = 2**16  # and one second more for each so many bytes received
+MAX_NESTING = 512  # levels of JSON; the limits of parsers differ between versions of Python
+MAX_VALUES = 2**20 + 2**17  # commas outside of strings; MAX_PROMPT_TOKENS token ids fit
+MAX_CONTAINERS = 2**17  # objects and lists
+MAX_TENANT_BYTES = 2 * MAX_BODY  # of large bodies of one tenant that are received, parsed or tokenized
+LARGE = 2**16  # bytes of a body that counts for MAX_TENANT_BYTES, and that is always parsed on a thread
+MANY = 256  # brackets of a body that is parsed on a thread, however short it is: models of messages take time
+
+_ESCAPE = re.compile(rb"\\.", re.DOTALL)
+_JSON_TYPE = re.compile(r"application/(json|[^;]*\+json)\s*(;|\Z)", re.IGNORECASE)
+_PIECE = 2**16  # bytes that are scanned at once
+
+
+class RequestBodies:
+    """Reads the bodies of one app. max_messages: of one conversation; none with more fits into the context."""
+
+    def __init__(self, max_messages: int) -> None:
+        self._max_messages = max_messages
+        self._pool = ThreadPool(max_per_tenant=1)
+        self._bytes: dict[str, TenantBytes] = {}
+
+    def route_class(self) -> type[APIRoute]:
+        """A class of routes whose endpoint gets its argument `body` from here, and not from FastAPI's parser.
+
+        FastAPI would parse and validate on the event loop. It still describes the routes in the OpenAPI document.
+        """
+
+        class BodyRoute(APIRoute):
+            def get_route_handler(route) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+                return partial(self._handle, route.endpoint)
+
+        return BodyRoute
+
+    def close(self) -> None:
+        """Close the thread pool. Can be called again."""
+        self._pool.close()
+
+    async def _handle(self, endpoint: Callable[..., Coroutine[Any, Any, Response]], request: Request) -> Response:
+        """Call an endpoint with its body. A body that is refused counts for the tokens of the caller's key."""
+        caller, types = caller_of(request), endpoint.__annotations__
+        with HeldBytes(self._bytes.setdefault(caller.tenant, TenantBytes())) as held:
+            request.state.body_bytes = held
+            reception = BodyReception(request, held, caller.quota)
+            try:
+                data = await reception.read()
+                body = await self._parse(caller, request.headers.get("content-type", ""), data, types["body"])
+                del data
+                return await endpoint(body=body, **({"request": request} if "request" in types else {}))
+            except Exception as error:
+                if _is_charged(error):
+                    caller.quota.spend_refused(reception.num_bytes)
+                raise
+
+    async def _parse(self, caller: Caller, content_type: str, data: bytes, model: type[T]) -> T:
+        """The model of a body; on the event loop if it is short. Raises what `_parsed` raises, and Busy."""
+        if not _JSON_TYPE.match(content_type):
+            data = b""
+        work = partial(_parsed, data, model, self._max_messages)
+        is_short = len(data) <= LARGE and _num_brackets(data) <= MANY
+        return work() if is_short else await self._pool.run(caller.tenant, work)
+
+
+def release_body(request: Request) -> None:
+    """The body of a request no longer counts for its tenant, although the request goes on."""
+    request.state.body_bytes.release()
+
+
+class TenantBytes:
+    """Bytes of the large bodies of one tenant. Bodies that do not fit wait for their turn."""
+
+    def __init__(self) -> None:
+        self._num_held = 0
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    async def acquire(self, num_bytes: int) -> None:
+        """Wait until the bytes fit, after all that waited before."""
+        if not self._waiting and self._fits(num_bytes):
+            self._num_held += num_bytes
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append((num_bytes, turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            self.release(0 if turn.cancelled() else num_bytes)
+            raise
+
+    def release(self, num_bytes: int) -> None:
+        """Give bytes back, and admit the next bodies."""
+        self._num_held -= num_bytes
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting and (self._waiting[0][1].cancelled() or self._fits(self._waiting[0][0])):
+            num_bytes, turn = self._waiting.popleft()
+            if not turn.cancelled():
+                self._num_held += num_bytes
+                turn.set_result(None)
+
+    def _fits(self, num_bytes: int) -> bool:
+        return self._num_held + num_bytes <= MAX_TENANT_BYTES
+
+
+class HeldBytes:
+    """The bytes of one body that count for its tenant, as a context manager that releases them."""
+
+    def __init__(self, tenant_bytes: TenantBytes) -> None:
+        self._tenant_bytes = tenant_bytes
+        self._num_bytes = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()
+
+    async def hold(self, num_bytes: int) -> None:
+        """Wait for the body's turn. Can be called once. Raises Busy if it takes more than BODY_SECONDS."""
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                await self._tenant_bytes.acquire(num_bytes)
+        except TimeoutError:
+            raise Busy from None
+        self._num_bytes = num_bytes
+
+    def release(self) -> None:
+        """The bytes no longer count for the tenant. Can be called again."""
+        if self._num_bytes:
+            self._tenant_bytes.release(self._num_bytes)
+            self._num_bytes = 0
+
+
+class BodyReception:
+    """The reception of one body.
+
+    held: its bytes. quota: of the caller's key. num_bytes: received so far.
+    """
+
+    def __init__(self, request: Request, held: HeldBytes, quota: Quota = UNLIMITED) -> None:
+        promised = request.headers.get("content-length", "")
+        self._content_length = int(promised) if promised.isascii() and promised.isdigit() and len(promised) < 20 else 0
+        self._receive = request.receive
+        self._held = held
+        self._quota = quota
+        self.num_bytes = 0
+
+    async def read(self) -> bytes:
+        """The whole body.
+
+        Raises HTTPException with 413, BodyTimeout after the time limit, ClientGone, Busy, and for a large body
+        RateLimited if the key has no token left.
+        """
+        self._check()
+        is_held = self._content_length > LARGE
+        if is_held:
+            await self._hold(self._content_length)
+        clock, pieces = asyncio.get_running_loop().time, list[bytes]()
+        started_at = clock()
+        while True:
+            message = await self._next(started_at + BODY_SECONDS + self.num_bytes / BYTES_PER_SECOND)
+            pieces.append(message.get("body", b""))
+            self.num_bytes += len(pieces[-1])
+            self._check()
+            if not message.get("more_body", False):
+                return b"".join(pieces)
+            if self.num_bytes > LARGE and not is_held:  # the length is not known
+                is_held, before = True, clock()
+                await self._hold(MAX_BODY)
+                started_at += clock() - before
+
+    async def _hold(self, num_bytes: int) -> None:
+        self._quota.check_tokens()
+        await self._held.hold(num_bytes)
+
+    async def _next(self, end: float) -> Message:
+        try:
+            async with asyncio.timeout_at(end):
+                message = await self._receive()
+        except TimeoutError:
+            raise BodyTimeout(BODY_SECONDS) from None
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        return message
+
+    def _check(self) -> None:
+        if max(self._content_length, self.num_bytes) > MAX_BODY:
+            raise HTTPException(413, f"the body is longer than {MAX_BODY} bytes; send less", {"connection": "close"})
+
+
+def _is_charged(error: Exception) -> bool:
+    """Whether an error refuses the content of a body. A refusal for the load of the server or a quota does not."""
+    if isinstance(error, HTTPException):
+        return error.status_code in (400, 413) or isinstance(error, BodyTimeout)
+    refused = isinstance(error, RequestError | RequestValidationError | ModelError | UnicodeEncodeError)
+    return refused and not isinstance(error, QueueFull | DeadlineUnreachable)
+
+
+def _num_brackets(data: bytes) -> int:
+    """Number of opening brackets, also within strings."""
+    return data.count(b"{") + data.count(b"[")
+
+
+def _parsed(data: bytes, model: type[T], max_messages: int) -> T:
+    """The model of a body.
+
+    Raises RequestValidationError for a body that is not JSON or not of the model, HTTPException with 400 for one that
+    no parser should read, and ContextLengthExceeded for more than `max_messages` messages.
+    """
+    if _num_brackets(data) > MAX_NESTING or data.count(b",") >= MAX_VALUES:
+        _check_structure(data)
+    value = _json(data) if data else None
+    messages = value.get("messages") if isinstance(value, dict) else None
+    if isinstance(messages, list) and len(messages) > max_messages:
+        raise ContextLengthExceeded(
+            f"messages has {len(messages):,} messages, more than the {max_messages:,} that can fit into the context "
+            "(max_model_len), as each takes a token or more; send fewer messages",
+            "messages",
+        )
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise RequestValidationError(error.errors(include_url=False, include_input=False)) from None
+
+
+def _json(data: bytes) -> object:
+    try:
+        return json.loads(data)
+    except json.JSONDecodeError as error:
+        problem = {"type": "json_invalid", "loc": ("body", error.pos), "msg": "", "ctx": {"error": error.msg}}
+        raise RequestValidationError([problem]) from None
+    except (ValueError, RecursionError) as error:
+        raise HTTPException(400) from error
+
+
+def _check_structure(data: bytes) -> None:
+    """Raises HTTPException for too many levels, containers or values of JSON."""
+    structure = Structure()
+    for start in range(0, len(data), _PIECE):
+        if structure.depth_after(data[start : start + _PIECE]) > MAX_NESTING:
+            raise HTTPException(400, f"the body's JSON is nested more than {MAX_NESTING} levels deep; send it flatter")
+        for what, number, most in (
+            ("objects and lists", structure.num_containers, MAX_CONTAINERS),
+            ("values", structure.num_commas + 1, MAX_VALUES),
+        ):
+            if number > most:
+                raise HTTPException(
+                    400, f"the body's JSON has more than {most:,} {what}; send several smaller requests"
+                )
+
+
+class Structure:
+    """Counts of the brackets and commas of a JSON text that comes in pieces."""
+
+    def __init__(self) -> None:
+        self.num_containers = 0
+        self.num_commas = 0
+        self._depth = 0
+        self._in_string = False
+        self._escaping = False  # the last byte was a backslash that escapes the next one
+
+    def depth_after(self, piece: bytes) -> int:
+        """The greatest depth within the next piece. The time is linear in its length."""
+        if self._escaping and piece:
+            piece = b" " + piece[1:]
+        plain = _ESCAPE.sub(b"  ", piece)
+        self._escaping = plain.endswith(b"\\") if piece else self._escaping
+        symbols = np.frombuffer(plain, np.uint8)
+        quotes = np.cumsum(symbols == ord('"')) + self._in_string
+        outside = quotes % 2 == 0
+        opening = ((symbols == ord("[")) | (symbols == ord("{"))) & outside
+        closing = ((symbols == ord("]")) | (symbols == ord("}"))) & outside
+        depths = self._depth + np.cumsum(opening.astype(np.int64) - closing)
+        self.num_containers += int(np.count_nonzero(opening))
+        self.num_commas += int(np.count_nonzero((symbols == ord(",")) & outside))
+        if len(symbols):
+            self._in_string, self._depth = bool(quotes[-1] % 2), int(depths[-1])
+        return int(depths.max(initial=self._depth))

@@ -1,0 +1,160 @@
+"""Request bodies: where they are parsed, what is refused before, and how many bytes of one tenant are held."""
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from fastapi.exceptions import RequestValidationError
+from multi_tenant_server import run_site
+from pydantic import BaseModel
+from server_probes import wait_until
+from starlette.exceptions import HTTPException
+
+from quire.errors import ContextLengthExceeded
+from quire.server import request_body
+from quire.server.api_keys import Caller
+from quire.server.request_body import (
+    LARGE,
+    MAX_BODY,
+    MAX_CONTAINERS,
+    MAX_TENANT_BYTES,
+    MAX_VALUES,
+    RequestBodies,
+    TenantBytes,
+)
+
+JSON = "application/json"
+USER = {"role": "user", "content": "a"}
+
+
+class Threads(BaseModel):
+    """A model that remembers the thread that made it."""
+
+    messages: list[object] = []
+
+    def model_post_init(self, _context):
+        self._thread = threading.current_thread().name
+
+
+def parsed(body, max_messages=100):
+    async def run():
+        bodies = RequestBodies(max_messages)
+        try:
+            return await bodies._parse(Caller("ann", "user"), JSON, body, Threads)
+        finally:
+            bodies.close()
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("body", "on_thread"),
+    [
+        ({"messages": [USER] * 9}, False),
+        ({"messages": ["a" * (LARGE - 100)]}, False),
+        ({"messages": ["a" * LARGE]}, True),
+        ({"messages": [[{}] * 300]}, True),
+    ],
+    ids=["short", "long text", "longer text", "many objects"],
+)
+def test_long_bodies_and_many_objects_are_parsed_on_a_thread(body, on_thread):
+    assert parsed(json.dumps(body).encode())._thread.startswith("quire-pool") == on_thread
+
+
+def test_more_messages_than_fit_into_the_context_make_no_models():
+    with pytest.raises(ContextLengthExceeded, match="has 16,000 messages, more than the 100") as caught:
+        parsed(json.dumps({"messages": [USER] * 16_000}).encode())
+    assert caught.value.param == "messages"
+    assert len(parsed(json.dumps({"messages": [USER] * 100}).encode()).messages) == 100
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b'{"messages": [' + b"{}," * MAX_CONTAINERS + b"{}]}", "more than 131,072 objects and lists"),
+        (b'{"messages": [' + b"1," * MAX_VALUES + b"1]}", "more than 1,179,648 values"),
+    ],
+)
+def test_json_of_too_many_values_is_not_parsed(monkeypatch, body, says):
+    monkeypatch.setattr(request_body, "_json", None)
+    with pytest.raises(HTTPException, match=says) as caught:
+        parsed(body)
+    assert caught.value.status_code == 400
+
+
+def test_commas_and_brackets_in_texts_are_no_values():
+    text = ",[{" * (MAX_VALUES + 1)
+    assert parsed(json.dumps({"messages": [text]}).encode()).messages == [text]
+
+
+@pytest.mark.parametrize("body", [b"{", b"[1, 2", b'{"messages": 5}' + b" " * LARGE + b"x"])
+def test_bodies_that_are_no_json_are_refused_on_either_way(body):
+    with pytest.raises(RequestValidationError) as caught:
+        parsed(body)
+    assert caught.value.errors()[0]["type"] == "json_invalid"
+
+
+def test_the_bytes_of_a_tenant_are_bounded_and_first_come_first_served():
+    async def run():
+        held, order = TenantBytes(), []
+
+        async def hold(name, num_bytes):
+            await held.acquire(num_bytes)
+            order.append(name)
+
+        await hold("first", MAX_BODY)
+        await hold("second", MAX_TENANT_BYTES - MAX_BODY)
+        waiting = [
+            asyncio.ensure_future(hold(name, size)) for name, size in (("big", MAX_BODY), ("small", 1), ("x", 2))
+        ]
+        await asyncio.sleep(0)
+        assert order == ["first", "second"]
+        waiting[2].cancel()
+        held.release(5)
+        await asyncio.sleep(0)
+        assert order == ["first", "second"]  # the small one does not overtake
+        waiting[0].cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        assert order == ["first", "second", "small"]
+        held.release(MAX_TENANT_BYTES - 5 + 1)
+        await hold("all", MAX_TENANT_BYTES)
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+
+
+def test_half_sent_bodies_of_a_tenant_delay_its_own_large_bodies_alone(monkeypatch):
+    monkeypatch.setattr(request_body, "BODY_SECONDS", 0.5)
+    with run_site("ann", "bob") as site:
+        host, port = site.url.removeprefix("http://").split(":")
+        large = json.dumps({"messages": [{**USER, "content": "a" * 2**17}]})
+        held = []
+        for _ in range(MAX_TENANT_BYTES // MAX_BODY):
+            client = socket.create_connection((host, int(port)))
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
+            head += f"authorization: Bearer {site.keys['ann']}\r\ncontent-length: {MAX_BODY}\r\n\r\n"
+            client.sendall(head.encode() + b"{" * 2**18)  # which gives the client 4 seconds more
+            held.append(client)
+        wait_until(lambda: site.ask("ann", "POST", "/v1/chat/completions", content=large).status_code == 429)
+        assert site.ask("bob", "POST", "/v1/chat/completions", content=large).status_code == 400
+        assert site.ask("ann", "POST", "/v1/chat/completions", content="{}").status_code == 400
+        for client in held:
+            client.close()
+        wait_until(lambda: site.ask("ann", "POST", "/v1/chat/completions", content=large).status_code == 400)
+
+
+def test_a_flood_of_many_messages_delays_nobody_for_long():
+    body = json.dumps({"messages": [USER] * 16_000}).encode()
+    with run_site("ann", "bob") as site, ThreadPoolExecutor(16) as pool, httpx.Client() as client:
+        flood = [pool.submit(site.ask, "ann", "POST", "/v1/chat/completions", content=body) for _ in range(40)]
+        longest = 0.0
+        while not all(one.done() for one in flood):
+            before = time.monotonic()
+            assert client.get(f"{site.url}/live").status_code == 200
+            longest = max(longest, time.monotonic() - before)
+        assert {one.result().json()["error"]["code"] for one in flood} == {"context_length_exceeded"}
+        assert longest < 1
