@@ -7,7 +7,7 @@ before the parser runs, and the number of messages before models are built.
 import asyncio
 import json
 import re
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine
 from functools import partial
 from types import TracebackType
@@ -42,6 +42,8 @@ MAX_TENANT_BYTES = 2 * MAX_BODY  # of large bodies of one tenant that are receiv
 LARGE = 2**16  # bytes of a body that counts for MAX_TENANT_BYTES, and that is always parsed on a thread
 MANY = 256  # brackets of a body that is parsed on a thread, however short it is: models of messages take time
 
+AT_ONCE = 4  # requests of a tenant that the event loop begins before it serves other connections
+
 _ESCAPE = re.compile(rb"\\.", re.DOTALL)
 _JSON_TYPE = re.compile(r"application/(json|[^;]*\+json)\s*(;|\Z)", re.IGNORECASE)
 _PIECE = 2**16  # bytes that are scanned at once
@@ -54,6 +56,7 @@ class RequestBodies:
         self._max_messages = max_messages
         self._pool = ThreadPool(max_per_tenant=1)
         self._bytes: dict[str, TenantBytes] = {}
+        self._turns: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(AT_ONCE))
 
     def route_class(self) -> type[APIRoute]:
         """A class of routes whose endpoint gets its argument `body` from here, and not from FastAPI's parser.
@@ -74,6 +77,8 @@ class RequestBodies:
     async def _handle(self, endpoint: Callable[..., Coroutine[Any, Any, Response]], request: Request) -> Response:
         """Call an endpoint with its body. A body that is refused counts for the tokens of the caller's key."""
         caller, types = caller_of(request), endpoint.__annotations__
+        async with self._turns[caller.tenant]:
+            await asyncio.sleep(0)
         with HeldBytes(self._bytes.setdefault(caller.tenant, TenantBytes())) as held:
             request.state.body_bytes = held
             reception = BodyReception(request, held, caller.quota)

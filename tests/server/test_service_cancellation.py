@@ -44,7 +44,7 @@ def run(scenario):
 
 async def start(service, **params):
     asked = SamplingParams(max_tokens=400, ignore_eos=True, seed=3, **params)
-    return await service.start("r", await service.tokenize(["One Tuesday Mira went"], [asked]), Namespace())
+    return await service.start("r", await service.tokenize("", ["One Tuesday Mira went"], [asked]), Namespace())
 
 
 @pytest.mark.parametrize("n", [1, 3])
