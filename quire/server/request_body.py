@@ -50,10 +50,14 @@ _PIECE = 2**16  # bytes that are scanned at once
 
 
 class RequestBodies:
-    """Reads the bodies of one app. max_messages: of one conversation; none with more fits into the context."""
+    """Reads the bodies of one app.
 
-    def __init__(self, max_messages: int) -> None:
+    max_messages: of one conversation; none with more fits into the context. check: called with each validated body.
+    """
+
+    def __init__(self, max_messages: int, check: Callable[[Any], None]) -> None:
         self._max_messages = max_messages
+        self._check = check
         self._pool = ThreadPool(max_per_tenant=1)
         self._bytes: dict[str, TenantBytes] = {}
         self._turns: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(AT_ONCE))
@@ -86,6 +90,7 @@ class RequestBodies:
                 data = await reception.read()
                 body = await self._parse(caller, request.headers.get("content-type", ""), data, types["body"])
                 del data
+                self._check(body)
                 return await endpoint(body=body, **({"request": request} if "request" in types else {}))
             except Exception as error:
                 if _is_charged(error):

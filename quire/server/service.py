@@ -55,7 +55,7 @@ class Service:
         self.tokenizer = tokenizer
         self.engine = engine
         self.thread_pool = ThreadPool()
-        self.request_bodies = RequestBodies(self.max_model_len)
+        self.request_bodies = RequestBodies(self.max_model_len, self._check_fields)
         self.metrics = Metrics(
             self.model_name, lambda: self.engine.health(), cache=self.cache, max_model_len=self.max_model_len
         )
@@ -72,7 +72,7 @@ class Service:
                 f"the model {name!r:.200} is not served here; this server has {self.model_name!r}", "model"
             )
 
-    def check_fields(self, body: RequestBody) -> None:
+    def _check_fields(self, body: RequestBody) -> None:
         """Raises RequestValidationError for an unknown field of the body, unless the server ignores and counts them."""
         if self._unknown_fields == "refuse":
             body.refuse_unknown_fields()

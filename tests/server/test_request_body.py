@@ -43,7 +43,7 @@ class Threads(BaseModel):
 
 def parsed(body, max_messages=100):
     async def run():
-        bodies = RequestBodies(max_messages)
+        bodies = RequestBodies(max_messages, lambda body: None)
         try:
             return await bodies._parse(Caller("ann", "user"), JSON, body, Threads)
         finally:

@@ -97,7 +97,7 @@ class Body(BaseModel):
 
 
 class RequestBody(Body):
-    """The body of a request. Its own unknown fields are set aside for `Service.check_fields`.
+    """The body of a request. Its own unknown fields are set aside, for the server to refuse or to ignore.
 
     If a required field is missing, an unknown one is refused at once: it is probably the misspelled name.
     """

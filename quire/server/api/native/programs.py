@@ -30,7 +30,6 @@ def program_routes(service: Service) -> APIRouter:
 
         An unknown id, or one of another tenant, changes nothing and gets the same answer.
         """
-        service.check_fields(body)
         try:
             program = Program(id=body.id, branch=body.branch or "")
         except RequestError as error:

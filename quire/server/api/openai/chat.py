@@ -83,7 +83,6 @@ def chat_routes(service: Service) -> APIRouter:
 
 
 async def _start(service: Service, body: ChatBody, caller: Caller, id: str) -> tuple["ChatAnswer", Reply]:
-    service.check_fields(body)
     service.check_model(body.model)
     with renamed_fields(body.engine_names()):
         params = body.sampling_params(service.sampling_defaults)

@@ -114,7 +114,6 @@ def completion_routes(service: Service) -> APIRouter:
 
 
 async def _start(service: Service, body: CompletionBody, caller: Caller, id: str) -> tuple["CompletionAnswer", Reply]:
-    service.check_fields(body)
     service.check_model(body.model)
     with renamed_fields({**body.beam_names(), **body.constraint_names()}):
         params = body.sampling_params(service.sampling_defaults)

@@ -65,7 +65,6 @@ def embedding_routes(service: Service) -> APIRouter:
     @router.post("/v1/embeddings", response_model=None)
     async def embeddings(body: EmbeddingBody, request: Request) -> Response:
         """Return the vector of one or several prompts."""
-        service.check_fields(body)
         service.check_model(body.model)
         pooling = parse_pooling(body.pooling or "last")
         if body.dimensions not in (None, service.hidden_size):

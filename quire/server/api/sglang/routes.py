@@ -43,7 +43,6 @@ def generate_routes(service: Service) -> APIRouter:
 
 
 async def _start(service: Service, body: GenerateBody, caller: Caller, id: str) -> tuple["GenerateAnswer", Reply]:
-    service.check_fields(body)
     if (body.text is None) == (body.input_ids is None):
         raise RequestError("give either text or input_ids", "text")
     given = body.text if body.input_ids is None else body.input_ids
