@@ -113,15 +113,16 @@ def _as_json(name: str, value: object) -> str:
 
 
 def _check_depth(name: str, value: object) -> None:
-    """Raises RequestError for a value that is nested too deeply, or has more items than MAX_CHARACTERS allows.
+    """Raises RequestError for a value that is nested too deeply, or has more items or text than MAX_CHARACTERS allows.
 
     The loop is bounded: each item takes at least two characters of JSON.
     """
-    level, most = [value], MAX_CHARACTERS // 2
+    level, most, most_text = [value], MAX_CHARACTERS // 2, MAX_CHARACTERS
     for _ in range(MAX_NESTING + 1):
         containers = [one for one in level if isinstance(one, (dict, list, tuple))]
         most -= sum(map(len, containers))
-        if most < 0:
+        most_text -= sum(len(one) for one in level if isinstance(one, str))
+        if most < 0 or most_text < 0:
             raise RequestError(f"{name} must have 1 to {MAX_CHARACTERS:,} characters, and has more", name)
         level = [one for outer in containers for one in (outer.values() if isinstance(outer, dict) else outer)]
         if not level:

@@ -23,7 +23,6 @@ from starlette.responses import Response
 from starlette.types import Message
 
 from quire.errors import ContextLengthExceeded, DeadlineUnreachable, ModelError, QueueFull, RequestError
-from quire.server.api_keys import Caller
 from quire.server.errors import BodyTimeout, Busy
 from quire.server.middleware.auth import caller_of
 from quire.server.middleware.quota import UNLIMITED, Quota
@@ -88,22 +87,19 @@ class RequestBodies:
             reception = BodyReception(request, held, caller.quota)
             try:
                 data = await reception.read()
-                body = await self._parse(caller, request.headers.get("content-type", ""), data, types["body"])
+                held.is_large = len(data) > LARGE or _num_brackets(data) > MANY
+                parse = partial(
+                    _parsed, data, request.headers.get("content-type", ""), types["body"], self._max_messages
+                )
                 del data
+                body = await self._pool.run(caller.tenant, parse) if held.is_large else parse()
+                del parse
                 self._check(body)
                 return await endpoint(body=body, **({"request": request} if "request" in types else {}))
             except Exception as error:
                 if _is_charged(error):
                     caller.quota.spend_refused(reception.num_bytes)
                 raise
-
-    async def _parse(self, caller: Caller, content_type: str, data: bytes, model: type[T]) -> T:
-        """The model of a body; on the event loop if it is short. Raises what `_parsed` raises, and Busy."""
-        if not _JSON_TYPE.match(content_type):
-            data = b""
-        work = partial(_parsed, data, model, self._max_messages)
-        is_short = len(data) <= LARGE and _num_brackets(data) <= MANY
-        return work() if is_short else await self._pool.run(caller.tenant, work)
 
 
 def release_body(request: Request) -> None:
@@ -148,9 +144,13 @@ class TenantBytes:
 
 
 class HeldBytes:
-    """The bytes of one body that count for its tenant, as a context manager that releases them."""
+    """The bytes of one body that count for its tenant, as a context manager that releases them.
+
+    is_large: whether work that grows with the body belongs on a thread; known once the body is received.
+    """
 
     def __init__(self, tenant_bytes: TenantBytes) -> None:
+        self.is_large = False
         self._tenant_bytes = tenant_bytes
         self._num_bytes = 0
 
@@ -248,12 +248,14 @@ def _num_brackets(data: bytes) -> int:
     return data.count(b"{") + data.count(b"[")
 
 
-def _parsed(data: bytes, model: type[T], max_messages: int) -> T:
-    """The model of a body.
+def _parsed(data: bytes, content_type: str, model: type[T], max_messages: int) -> T:
+    """The model of a body. A body that is not sent as JSON counts as absent.
 
     Raises RequestValidationError for a body that is not JSON or not of the model, HTTPException with 400 for one that
     no parser should read, and ContextLengthExceeded for more than `max_messages` messages.
     """
+    if not _JSON_TYPE.match(content_type):
+        data = b""
     if _num_brackets(data) > MAX_NESTING or data.count(b",") >= MAX_VALUES:
         _check_structure(data)
     value = _json(data) if data else None

@@ -3,7 +3,10 @@
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from fastapi import Request
 
 from quire.core.explanation import Explanation
 from quire.core.request import Beams, Namespace, check_length
@@ -14,6 +17,7 @@ from quire.errors import ContextLengthExceeded
 from quire.params import SamplingParams
 from quire.server.api.request_params import MAX_PROMPTS, RequestBody
 from quire.server.errors import Busy, UnknownModel
+from quire.server.middleware.auth import caller_of
 from quire.server.observability.metrics import Metrics
 from quire.server.observability.request_record import RequestIds
 from quire.server.options import UnknownFields
@@ -25,6 +29,8 @@ from quire.structured_outputs.grammar_cache import CompilerOverloaded, front_end
 from quire.supervisor.async_engine import AsyncEngine
 from quire.tokenizer.chat_sandbox import MAX_SIZE, LimitExceeded, size_of
 from quire.tokenizer.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 CHARACTERS_PER_TOKEN = 64  # upper bound; the longest tokens are runs of spaces
 # bounds of prompts for which tokenization takes less time than the hand-over to a thread under load
@@ -91,6 +97,15 @@ class Service:
                 f"{self.max_model_len} tokens (max_model_len); shorten {param}",
                 param,
             )
+
+    async def prepare(self, request: Request, work: Callable[[], T]) -> T:
+        """The result of `work`, which grows with the request's body: if that is large, it runs on the thread pool.
+
+        Raises Busy, EngineStopped, and what `work` raises.
+        """
+        if not request.state.body_bytes.is_large:
+            return work()
+        return await self.thread_pool.run(caller_of(request).tenant, work)
 
     async def tokenize(
         self,

@@ -103,7 +103,7 @@ log = logging.getLogger(__name__)
 
 MAX_PENDING_CALLS = 4096  # the most pending calls
 MAX_STREAM_BYTES = 8 * 2**20  # of outputs that the client of one stream has not read,
-MAX_TENANT_BYTES = 3 * MAX_STREAM_BYTES  # and of all streams of a tenant
+MAX_TENANT_BYTES = 2 * MAX_STREAM_BYTES  # and of all streams of a tenant
 _BATCH_BYTES = 2**14  # taken from a stream at once: their text is several times as large
 _NOT_READ_MESSAGE = (
     f"the client does not read: more than {MAX_STREAM_BYTES // 2**20} MiB of the output of this stream, or "

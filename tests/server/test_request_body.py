@@ -9,7 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.testclient import TestClient
 from multi_tenant_server import run_site
 from pydantic import BaseModel
 from server_probes import wait_until
@@ -17,7 +19,7 @@ from starlette.exceptions import HTTPException
 
 from quire.errors import ContextLengthExceeded
 from quire.server import request_body
-from quire.server.api_keys import Caller
+from quire.server.middleware.auth import AuthMiddleware
 from quire.server.request_body import (
     LARGE,
     MAX_BODY,
@@ -42,14 +44,7 @@ class Threads(BaseModel):
 
 
 def parsed(body, max_messages=100):
-    async def run():
-        bodies = RequestBodies(max_messages, lambda body: None)
-        try:
-            return await bodies._parse(Caller("ann", "user"), JSON, body, Threads)
-        finally:
-            bodies.close()
-
-    return asyncio.run(run())
+    return request_body._parsed(body, JSON, Threads, max_messages)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +58,19 @@ def parsed(body, max_messages=100):
     ids=["short", "long text", "longer text", "many objects"],
 )
 def test_long_bodies_and_many_objects_are_parsed_on_a_thread(body, on_thread):
-    assert parsed(json.dumps(body).encode())._thread.startswith("quire-pool") == on_thread
+    bodies, app = RequestBodies(100), FastAPI()
+    router = APIRouter(route_class=bodies.route_class())
+
+    @router.post("/")
+    async def thread(body: Threads, request: Request) -> Response:
+        assert request.state.body_bytes.is_large == on_thread
+        return Response(body._thread)
+
+    app.include_router(router)
+    app.add_middleware(AuthMiddleware, keys=None)
+    with TestClient(app, base_url="http://localhost") as client:
+        assert client.post("/", json=body).text.startswith("quire-pool") == on_thread
+    bodies.close()
 
 
 def test_more_messages_than_fit_into_the_context_make_no_models():

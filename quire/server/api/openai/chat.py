@@ -13,7 +13,6 @@ from quire.params import SamplingParams
 from quire.server.api.limits import check_prompt_values, num_prompt_tokens
 from quire.server.api.openai.logprobs import LogprobFormat, UsageFormat, prompt_logprobs_json
 from quire.server.api.openai.schema import ChatBody, ChatMessage, TemplateBody
-from quire.server.api_keys import Caller
 from quire.server.errors import renamed_fields
 from quire.server.middleware.auth import caller_of
 from quire.server.reply import Reply, is_visible, respond
@@ -76,16 +75,17 @@ def chat_routes(service: Service) -> APIRouter:
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """Generate the next message of a conversation."""
         limit, id = TimeLimit(body.timeout), service.request_ids.make("chatcmpl", request)
-        answer, reply = await limit.run(_start(service, body, caller_of(request), id))
+        answer, reply = await limit.run(_start(service, body, request, id))
         return await respond(request, answer, reply, limit, stream=bool(body.stream))
 
     return router
 
 
-async def _start(service: Service, body: ChatBody, caller: Caller, id: str) -> tuple["ChatAnswer", Reply]:
+async def _start(service: Service, body: ChatBody, request: Request, id: str) -> tuple["ChatAnswer", Reply]:
+    caller = caller_of(request)
     service.check_model(body.model)
     with renamed_fields(body.engine_names()):
-        params = body.sampling_params(service.sampling_defaults)
+        params = await service.prepare(request, lambda: body.sampling_params(service.sampling_defaults))
         beams = body.beams(params, vocab_size=service.vocab_size, num_end_tokens=service.num_end_tokens)
         asked, beginning = await service.thread_pool.run(caller.tenant, lambda: _read(service, body, params))
         check_prompt_values(asked, ids=bool(body.return_token_ids), choices=False)

@@ -107,16 +107,17 @@ def completion_routes(service: Service) -> APIRouter:
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Continue one or several prompts."""
         limit, id = TimeLimit(body.timeout), service.request_ids.make("cmpl", request)
-        answer, reply = await limit.run(_start(service, body, caller_of(request), id))
+        answer, reply = await limit.run(_start(service, body, request, id))
         return await respond(request, answer, reply, limit, stream=bool(body.stream))
 
     return router
 
 
-async def _start(service: Service, body: CompletionBody, caller: Caller, id: str) -> tuple["CompletionAnswer", Reply]:
+async def _start(service: Service, body: CompletionBody, request: Request, id: str) -> tuple["CompletionAnswer", Reply]:
+    caller = caller_of(request)
     service.check_model(body.model)
     with renamed_fields({**body.beam_names(), **body.constraint_names()}):
-        params = body.sampling_params(service.sampling_defaults)
+        params = await service.prepare(request, lambda: body.sampling_params(service.sampling_defaults))
         beams = body.beams(params, vocab_size=service.vocab_size, num_end_tokens=service.num_end_tokens)
         prompts = as_prompt_list(body.prompt)
         each = [params] * len(prompts)

@@ -16,7 +16,6 @@ from quire.params import SamplingParams, is_unicode
 from quire.server.api.limits import check_choices, check_prompt_values, num_prompt_tokens
 from quire.server.api.sglang.logprobs import EntryFormat, OutputEntries, Report
 from quire.server.api.sglang.schema import ROUTE_NAMES, GenerateBody, GenerateParams
-from quire.server.api_keys import Caller
 from quire.server.errors import renamed_fields
 from quire.server.middleware.auth import caller_of
 from quire.server.reply import Reply, is_visible, respond
@@ -36,20 +35,21 @@ def generate_routes(service: Service) -> APIRouter:
     async def generate(body: GenerateBody, request: Request) -> Response:
         """Continue one or several prompts."""
         limit, id = TimeLimit(body.timeout), service.request_ids.make("generate", request)
-        answer, reply = await limit.run(_start(service, body, caller_of(request), id))
+        answer, reply = await limit.run(_start(service, body, request, id))
         return await respond(request, answer, reply, limit, stream=bool(body.stream))
 
     return router
 
 
-async def _start(service: Service, body: GenerateBody, caller: Caller, id: str) -> tuple["GenerateAnswer", Reply]:
+async def _start(service: Service, body: GenerateBody, request: Request, id: str) -> tuple["GenerateAnswer", Reply]:
+    caller = caller_of(request)
     if (body.text is None) == (body.input_ids is None):
         raise RequestError("give either text or input_ids", "text")
     given = body.text if body.input_ids is None else body.input_ids
     with renamed_fields({**ROUTE_NAMES, "prompt": "input_ids" if body.text is None else "text"}):
         prompts = as_prompt_list([] if given is None else given)
         reports = _reports(body, len(prompts))
-        params = _params(body, reports, service)
+        params = await service.prepare(request, lambda: _params(body, reports, service))
         check_choices(params)
         alone = prompts != given and params[0].n == 1 and not isinstance(body.sampling_params, list)
         entries = EntryFormat(service.tokenizer, with_text=bool(body.return_text_in_logprobs))
