@@ -97,9 +97,12 @@ def _padded(begin: bytes, piece: bytes, end: bytes) -> bytes:
 
 
 async def large(attack: Attack) -> None:
-    """One text, many escapes, many numbers or many objects, each of 16 MiB."""
+    """One text, many escapes, many numbers or many objects, a schema with a long text, each of 16 MiB; many biases."""
     chat = b'{"messages": [{"role": "user", "content": "'
+    schema = b'{"messages": [{"role": "user", "content": "a"}], "structured_outputs": {"json": {"description": "'
     bodies = [
+        _padded(schema, b"a", b'"}}}'),
+        json.dumps({**_HELLO, "logit_bias": {str(i): 1 for i in range(65_536)}, "temperature": -1}).encode(),
         _padded(chat, b"a", b'"}]}'),
         _padded(chat, rb"\u0041", b'"}]}'),
         _padded(b'{"prompt": [1', b",1", b"]}"),

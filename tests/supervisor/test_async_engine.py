@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from collections import Counter
 from functools import partial
 
 import msgspec
@@ -169,6 +170,28 @@ def undelivered(*sizes):
         return ended
 
     return asyncio.run(main())
+
+
+def test_a_stream_with_many_outputs_lets_others_take_turns():
+    async def main():
+        stream, turns = Stream("ann", Counter(), lambda: None), 0
+
+        async def other():
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        task = asyncio.ensure_future(other())
+        for _ in range(1000):
+            stream.put(Output("a", 0, 0, [1]))
+        num_taken = 0
+        while num_taken < 1000:
+            num_taken += len(await anext(stream))
+        task.cancel()
+        return turns
+
+    assert asyncio.run(main()) >= 1000 * Output("a", 0, 0, [1]).num_bytes // 2**14
 
 
 def test_outputs_that_nobody_takes_end_their_stream():
