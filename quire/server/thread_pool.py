@@ -9,12 +9,12 @@ from typing import Any, NamedTuple, TypeVar
 
 from quire.errors import EngineStopped
 from quire.server.errors import Busy
-from quire.tenant_queue import TenantQueue, share
+from quire.tenant_queue import TenantQueue
 
 T = TypeVar("T")
 
 NUM_THREADS = 2  # that one tenant occupies at most; there is one more
-MAX_JOBS = 256  # running and waiting
+MAX_JOBS = 256  # of one tenant, running and waiting
 
 
 class _Job(NamedTuple):
@@ -25,7 +25,7 @@ class _Job(NamedTuple):
 
 
 class ThreadPool:
-    """A few threads with a bounded queue, in which tenants take turns."""
+    """A few threads with a queue that is bounded for each tenant, and in which tenants take turns."""
 
     def __init__(self, max_per_tenant: int = NUM_THREADS) -> None:
         """max_per_tenant: threads that one tenant occupies at most. There is one more."""
@@ -38,10 +38,10 @@ class ThreadPool:
     async def run(self, tenant: str, work: Callable[[], T]) -> T:
         """The result of `work`, run on a thread.
 
-        Raises Busy beyond MAX_JOBS jobs or beyond the tenant's share of them, and EngineStopped after `close`.
+        Raises Busy beyond MAX_JOBS jobs of the tenant, and EngineStopped after `close`.
         """
         self._check_open()
-        if self._num_jobs.total() >= MAX_JOBS or self._num_jobs[tenant] >= share(tenant, MAX_JOBS):
+        if self._num_jobs[tenant] >= MAX_JOBS:
             raise Busy
         if not self._has_started:
             self._has_started = True

@@ -159,6 +159,7 @@ class GracefulServer(uvicorn.Server):
         """Serve until a signal or a failure, then drain. Connections are accepted during both."""
         await super().main_loop()
         self._drain.begin()
+        await asyncio.sleep(_POLL)  # requests whose body has arrived are accepted meanwhile
         await self._wait_until(lambda: self._skip_drain or not self._drain.num_open, self._drain_timeout)
         await self._close()
         await self._wait_until(lambda: not self._drain.num_open, CLOSE_SECONDS)
