@@ -4,16 +4,7 @@ import threading
 from collections import Counter, deque
 from typing import Generic, TypeVar
 
-from quire.core.request import NO_NAMESPACE
-
 T = TypeVar("T")
-
-SHARES = 4  # with keys, a tenant has at most one of so many equal parts of what all tenants may have
-
-
-def share(tenant: str, total: int) -> int:
-    """The part of `total` that a tenant may have. Without keys there is one tenant, which has all of it."""
-    return total if tenant == NO_NAMESPACE.tenant else total // SHARES
 
 
 class TenantQueue(Generic[T]):

@@ -16,11 +16,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Generic, Literal, NamedTuple, TypeVar
 
-from quire.core.request import Namespace
+from quire.core.request import NO_NAMESPACE, Namespace
 from quire.errors import EngineStopped, RequestError
 from quire.params import StructuredOutputsParams
 from quire.structured_outputs.backends import check
-from quire.tenant_queue import TenantQueue, share
+from quire.tenant_queue import TenantQueue
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +31,7 @@ CHARACTERS_PER_ENTRY = 2**12  # size of an entry whose constraint is empty
 CAPACITY = 2**20  # characters: at most 256 grammars. A grammar takes up to 100 bytes per character of its constraint
 CHECK_CAPACITY = 2**24  # characters: at most 4096 results of checks, which take less than 2 kB each
 MAX_UNFINISHED_CHECKS = 64
+SHARES = 4  # with keys, a tenant has at most one of so many equal parts of the capacity
 _MAX_MESSAGE = 1000  # characters; a backend may quote a whole schema
 
 T = TypeVar("T")
@@ -198,7 +199,7 @@ class GrammarCache(Generic[T]):
         entries.compilations[work.key] = work
         entries.size += work.size
         self._size += work.size
-        while entries.size > share(work.tenant, self._capacity):
+        while entries.size > _share(work.tenant, self._capacity):
             self._remove(next(iter(entries.compilations.values())))
         while self._size > self._capacity:
             _, _, largest = max((one.size, name == work.tenant, name) for name, one in self._tenants.items())
@@ -223,7 +224,7 @@ class GrammarCache(Generic[T]):
         if self._max_unfinished is None:
             return False
         own = sum(work.tenant == tenant for work in self._unfinished)
-        return len(self._unfinished) >= self._max_unfinished or own >= share(tenant, self._max_unfinished)
+        return len(self._unfinished) >= self._max_unfinished or own >= _share(tenant, self._max_unfinished)
 
     def _seconds_left(self, work: Compilation[T], since: float) -> float:
         begin = since if work.started_at is None else work.started_at
@@ -266,6 +267,11 @@ def front_end_cache(backend: str, report: Callable[[Result, float], None] | None
         return True
 
     return GrammarCache(is_valid, capacity=CHECK_CAPACITY, max_unfinished=MAX_UNFINISHED_CHECKS, report=report)
+
+
+def _share(tenant: str, total: int) -> int:
+    """The part of `total` that a tenant may have. Without keys there is only one tenant."""
+    return total if tenant == NO_NAMESPACE.tenant else total // SHARES
 
 
 def _verdict(result: object, *, is_slow: bool) -> Result:

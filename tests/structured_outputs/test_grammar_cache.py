@@ -15,10 +15,10 @@ from quire.structured_outputs.grammar_cache import (
     CHARACTERS_PER_ENTRY,
     DEADLINE,
     NUM_THREADS,
+    SHARES,
     CompilerOverloaded,
     GrammarCache,
 )
-from quire.tenant_queue import SHARES
 
 ENTRY = CHARACTERS_PER_ENTRY + 1  # size of an entry for a pattern of one character
 ALICE, BOB = Namespace("alice"), Namespace("bob")
