@@ -51,7 +51,7 @@ def test_no_route_shows_what_broke(broken, caplog):
             assert "zebra" not in answer.text
             assert "Traceback" not in answer.text
             assert answer.headers["x-request-id"]
-            if answer.status_code == 500:
+            if answer.status_code == 500 and method != "HEAD":  # whose answer has no body
                 failed.add(path)
                 error = answer.json()["error"]
                 assert error["type"] == "server_error"
