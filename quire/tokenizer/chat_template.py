@@ -60,11 +60,11 @@ class ChatTemplate:
                     f"the model's chat template does not accept these messages: {_reason(error)}", "messages"
                 ) from error
 
-    def reads_parts(self, role: str, variables: Mapping[str, object]) -> bool:
+    def reads_parts(self, role: str) -> bool:
         """Whether the template writes the texts of a list of text parts, for messages of this role.
 
         Found by a rendering with two parts. A template that expects text fails, drops a part or writes the list itself.
-        variables: the others of the template.
+        The result is kept for all requests, so it depends on no variable of one.
         """
         if role not in self._reads_parts:
             parts = [{"type": "text", "text": mark} for mark in _PART_MARKS]
@@ -72,7 +72,7 @@ class ChatTemplate:
             messages = [probe] if role == "user" else [{"role": "user", "content": "a"}, probe]
             messages = [probe, messages[0]] if role == "system" else messages
             try:
-                text = self.render({**variables, "messages": messages})
+                text = self.render({**_PROBE_VARIABLES, "messages": messages})
             except (RequestError, ModelError):
                 text = ""
             found = text.find(_PART_MARKS[0]), text.find(_PART_MARKS[1])
@@ -80,6 +80,8 @@ class ChatTemplate:
         return self._reads_parts[role]
 
 
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+_PROBE_VARIABLES = {**dict.fromkeys(_SPECIAL_TOKENS, ""), "tools": None, "documents": None}
 _PART_MARKS = ("\U000f5ece", "\U000f5ecf")  # private-use characters
 
 
@@ -233,7 +235,7 @@ def render_conversation(
         "documents": _objects(documents, "documents"),
         "add_generation_prompt": not continue_final_message if add_generation_prompt is None else add_generation_prompt,
     }
-    plain = plain_messages(messages, lambda role: template.reads_parts(role, others))
+    plain = plain_messages(messages, template.reads_parts)
     end = None
     if continue_final_message:
         plain[-1:] = plain_messages(messages[-1:])  # its text is marked, so it must be one string

@@ -370,6 +370,15 @@ def test_a_template_that_reads_parts_gets_them(pairs, role):
     assert "onetwo" in assert_same(pairs["gemma"], messages)
 
 
+def test_whether_a_template_reads_parts_does_not_depend_on_the_first_request(pairs):
+    source = "{% if broken %}{{ raise_exception('broken') }}{% endif %}" + STYLES["gemma"]
+    ours = Tokenizer(KINDS["gpt2"](), chat_template=source, special_tokens={"bos_token": "<|im_start|>"})
+    messages = [{"role": "user", "content": PARTS}]
+    with pytest.raises(RequestError):
+        ours.apply_chat_template(messages, broken=True)
+    assert ours.apply_chat_template(messages) == pairs["gemma"][0].apply_chat_template(messages)
+
+
 def test_parts_are_lines_for_a_template_that_expects_text(pairs):
     for style in ("chatml", "rag", "llama3", "qwen3"):
         sent = [{"type": "text", "text": "one", "cache_control": {"type": "ephemeral"}}, "two"]

@@ -102,6 +102,24 @@ def test_usage(client, always):
         assert set(counts) == {None}
 
 
+@pytest.mark.parametrize("more", [{}, {"structured_outputs": {"json": {"const": {"name": "Mira", "price": 5}}}}])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_usage_of_a_chunk_counts_up_to_its_own_tokens(http, path, more):
+    body = {"prompt": STORY} if path == "/v1/completions" else {"messages": CHAT}
+    options = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    asked = {**body, **SAMPLED, **more, **options, "return_token_ids": True, "max_tokens": 20}
+    lines = http.post(path, json=asked).text.splitlines()
+    *chunks, last = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    num_tokens = 0
+    for chunk in chunks:
+        num_tokens += len(chunk["choices"][0]["token_ids"] or ())
+        usage = chunk["usage"]
+        assert usage["completion_tokens"] == num_tokens
+        assert usage.get("completion_tokens_details", {}).get("forced_tokens", 0) <= num_tokens
+    assert {**chunks[-1]["usage"], "prompt_tokens_details": 0} == {**last["usage"], "prompt_tokens_details": 0}
+    assert num_tokens > 5
+
+
 def test_cached_tokens_are_counted_once_for_all_sequences(http):
     body = {"prompt": list(range(67, 107)), "n": 3, "max_tokens": 1}
     usages = [http.post("/v1/completions", json=body).json()["usage"] for _ in range(2)]
