@@ -1,4 +1,4 @@
-"""Routes of models and health."""
+"""Routes of the served model and of health."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -11,6 +11,7 @@ from quire.server.middleware.auth import caller_of
 from quire.server.middleware.drain import Drain
 from quire.server.service import Service
 from quire.supervisor.health import Health
+from quire.tokenizer.chat_template import DEFAULT
 
 
 def health_routes(service: Service, drain: Drain) -> APIRouter:
@@ -41,6 +42,18 @@ def health_routes(service: Service, drain: Drain) -> APIRouter:
             "tokenizer_path": service.model_name,
             "is_generation": True,
             "preferred_sampling_params": dict(service.sampling_defaults) or None,
+        }
+
+    @router.get("/tokenizer_info")
+    async def tokenizer_info() -> dict[str, object]:
+        """Return the special tokens and the chat template, with transformers' names."""
+        tokenizer = service.tokenizer
+        return {
+            "tokenizer_class": "PreTrainedTokenizerFast",  # transformers' class for a tokenizer.json
+            "vocab_size": tokenizer.vocab_size,
+            "model_max_length": service.max_model_len,
+            "chat_template": tokenizer.chat_templates.get(DEFAULT),
+            **tokenizer.special_tokens,
         }
 
     @router.head("/live", include_in_schema=False, response_model=None)

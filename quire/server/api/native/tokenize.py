@@ -10,7 +10,6 @@ from quire.server.api.openai.schema import Messages, TemplateBody
 from quire.server.api.request_params import RequestBody, TokenIds, optional_field
 from quire.server.middleware.auth import caller_of
 from quire.server.service import Service
-from quire.tokenizer.chat_template import DEFAULT
 
 _MESSAGE_FIELDS = [name for name in TemplateBody.model_fields if name not in ("add_special_tokens", "tool_choice")]
 
@@ -50,19 +49,6 @@ def token_routes(service: Service) -> APIRouter:
         return await service.thread_pool.run(
             caller_of(request).tenant, lambda: _json({"prompt": _text(body.tokens, service)})
         )
-
-    @router.get("/tokenizer_info", response_model=None)
-    async def tokenizer_info() -> Response:
-        """Return the special tokens and the chat template, with transformers' names."""
-        tokenizer = service.tokenizer
-        info = {
-            "tokenizer_class": "PreTrainedTokenizerFast",  # transformers' class for a tokenizer.json
-            "vocab_size": tokenizer.vocab_size,
-            "model_max_length": service.max_model_len,
-            "chat_template": tokenizer.chat_templates.get(DEFAULT),
-            **tokenizer.special_tokens,
-        }
-        return _json(info)
 
     return router
 
