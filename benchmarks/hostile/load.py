@@ -97,10 +97,12 @@ def _padded(begin: bytes, piece: bytes, end: bytes) -> bytes:
 
 
 async def large(attack: Attack) -> None:
-    """One text, many escapes, many numbers or many objects, a schema with a long text, each of 16 MiB; many biases."""
+    """Bodies of up to 16 MiB: a text, escapes, numbers, objects, fields, a schema with a long text, biases."""
     chat = b'{"messages": [{"role": "user", "content": "'
     schema = b'{"messages": [{"role": "user", "content": "a"}], "structured_outputs": {"json": {"description": "'
+    fields = b'{"messages": [], "metadata": {' + b",".join(b'"%d":1' % i for i in range(10**6)) + b"}}"
     bodies = [
+        fields,
         _padded(schema, b"a", b'"}}}'),
         json.dumps({**_HELLO, "logit_bias": {str(i): 1 for i in range(65_536)}, "temperature": -1}).encode(),
         _padded(chat, b"a", b'"}]}'),

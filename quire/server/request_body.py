@@ -36,7 +36,8 @@ BODY_SECONDS = 20.0  # for any body,
 BYTES_PER_SECOND = 2**16  # and one second more for each so many bytes received
 MAX_NESTING = 512  # levels of JSON; the limits of parsers differ between versions of Python
 MAX_VALUES = 2**20 + 2**17  # commas outside of strings; MAX_PROMPT_TOKENS token ids fit
-MAX_CONTAINERS = 2**17  # objects and lists
+MAX_CONTAINERS = 2**17  # objects and lists,
+MAX_FIELDS = 2**17  # and fields of objects: a parser takes much longer for them than for numbers
 MAX_TENANT_BYTES = 2 * MAX_BODY  # of large bodies of one tenant that are received, parsed or tokenized
 LARGE = 2**16  # bytes of a body that counts for MAX_TENANT_BYTES, and that is always parsed on a thread
 MANY = 256  # brackets of a body that is parsed on a thread, however short it is: models of messages take time
@@ -256,7 +257,7 @@ def _parsed(data: bytes, content_type: str, model: type[T], max_messages: int) -
     """
     if not _JSON_TYPE.match(content_type):
         data = b""
-    if _num_brackets(data) > MAX_NESTING or data.count(b",") >= MAX_VALUES:
+    if _num_brackets(data) > MAX_NESTING or data.count(b",") >= MAX_VALUES or data.count(b":") > MAX_FIELDS:
         _check_structure(data)
     value = _json(data) if data else None
     messages = value.get("messages") if isinstance(value, dict) else None
@@ -290,6 +291,7 @@ def _check_structure(data: bytes) -> None:
             raise HTTPException(400, f"the body's JSON is nested more than {MAX_NESTING} levels deep; send it flatter")
         for what, number, most in (
             ("objects and lists", structure.num_containers, MAX_CONTAINERS),
+            ("fields of objects", structure.num_colons, MAX_FIELDS),
             ("values", structure.num_commas + 1, MAX_VALUES),
         ):
             if number > most:
@@ -299,10 +301,11 @@ def _check_structure(data: bytes) -> None:
 
 
 class Structure:
-    """Counts of the brackets and commas of a JSON text that comes in pieces."""
+    """Counts of the brackets, colons and commas of a JSON text that comes in pieces."""
 
     def __init__(self) -> None:
         self.num_containers = 0
+        self.num_colons = 0
         self.num_commas = 0
         self._depth = 0
         self._in_string = False
@@ -321,6 +324,7 @@ class Structure:
         closing = ((symbols == ord("]")) | (symbols == ord("}"))) & outside
         depths = self._depth + np.cumsum(opening.astype(np.int64) - closing)
         self.num_containers += int(np.count_nonzero(opening))
+        self.num_colons += int(np.count_nonzero((symbols == ord(":")) & outside))
         self.num_commas += int(np.count_nonzero((symbols == ord(",")) & outside))
         if len(symbols):
             self._in_string, self._depth = bool(quotes[-1] % 2), int(depths[-1])

@@ -24,6 +24,7 @@ from quire.server.request_body import (
     LARGE,
     MAX_BODY,
     MAX_CONTAINERS,
+    MAX_FIELDS,
     MAX_TENANT_BYTES,
     MAX_VALUES,
     RequestBodies,
@@ -84,6 +85,7 @@ def test_more_messages_than_fit_into_the_context_make_no_models():
     ("body", "says"),
     [
         (b'{"messages": [' + b"{}," * MAX_CONTAINERS + b"{}]}", "more than 131,072 objects and lists"),
+        (b'{"messages": {' + b'"a":1,' * MAX_FIELDS + b'"a":1}}', "more than 131,072 fields of objects"),
         (b'{"messages": [' + b"1," * MAX_VALUES + b"1]}", "more than 1,179,648 values"),
     ],
 )
@@ -95,7 +97,7 @@ def test_json_of_too_many_values_is_not_parsed(monkeypatch, body, says):
 
 
 def test_commas_and_brackets_in_texts_are_no_values():
-    text = ",[{" * (MAX_VALUES + 1)
+    text = ",[{:" * (MAX_VALUES + 1)
     assert parsed(json.dumps({"messages": [text]}).encode()).messages == [text]
 
 
