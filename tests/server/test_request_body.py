@@ -59,7 +59,7 @@ def parsed(body, max_messages=100):
     ids=["short", "long text", "longer text", "many objects"],
 )
 def test_long_bodies_and_many_objects_are_parsed_on_a_thread(body, on_thread):
-    bodies, app = RequestBodies(100), FastAPI()
+    bodies, app = RequestBodies(100, lambda body: None), FastAPI()
     router = APIRouter(route_class=bodies.route_class())
 
     @router.post("/")
