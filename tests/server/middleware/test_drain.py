@@ -173,11 +173,10 @@ def test_what_was_accepted_is_finished_while_work_is_refused_and_probes_are_answ
 
 def test_a_request_whose_body_still_comes_was_accepted(streams):
     with running(streams.app, streams.drain, streams.close) as one:
-        with socket.create_connection(("127.0.0.1", one.port), timeout=10) as client:
+        with socket.create_connection(("127.0.0.1", one.port), timeout=10) as client, httpx.Client() as probe:
             client.sendall(b"POST /work HTTP/1.1\r\nhost: x\r\ncontent-length: 6\r\n\r\nabc")
-            httpx.get(f"{one.url}/probe")
+            probe.get(f"{one.url}/probe")
             one.signal()
-            httpx.get(f"{one.url}/probe")
             client.sendall(b"def")
             data = b""
             while piece := client.recv(1000):
