@@ -50,7 +50,7 @@ class Figures:
     """Results of one phase. Seconds and MiB; None where nothing was measured."""
 
     longest_gap: float | None
-    longest_first: float | None  # from a request of the quiet tenant to its first event
+    longest_first: float | None  # from a request of the quiet tenant to its first token
     longest_live: float | None
     longest_schema: float | None
     grown: float  # MiB: the most resident memory during the phase beyond that before it
@@ -145,7 +145,7 @@ def table(results: dict[str, Figures]) -> Table:
     """The figures. One beyond its goal has a `!`, one beyond its floor `!!`."""
     made = Table(title="longest waits of a quiet tenant beside each load (s), growth of the HTTP process (MiB)")
     columns = ("longest_gap", "longest_live", "longest_first", "longest_schema", "grown")
-    for name in ("load", "gap", "/live", "first event", "new schema", "grown", "answers to the load", "problems"):
+    for name in ("load", "gap", "/live", "first token", "new schema", "grown", "answers to the load", "problems"):
         made.add_column(name, overflow="fold")
     for phase, figures in results.items():
         cells = [_cell(getattr(figures, name), bounds(phase).get(name)) for name in columns]

@@ -17,8 +17,8 @@ _STREAM = {**_CHAT, "max_tokens": 48, "ignore_eos": True, "stream": True}
 class Waits:
     """Seconds that the quiet tenant waited, and what went wrong."""
 
-    gaps: list[float] = field(default_factory=list)  # between two events of a stream
-    first: list[float] = field(default_factory=list)  # from a request to its first event
+    gaps: list[float] = field(default_factory=list)  # between two tokens of a stream
+    first: list[float] = field(default_factory=list)  # from a request to its first token
     live: list[float] = field(default_factory=list)  # of a probe
     schema: list[float] = field(default_factory=list)  # of a request with a new schema and one token
     problems: Counter[str] = field(default_factory=Counter)
@@ -39,12 +39,14 @@ class Quiet:
         while True:
             async with _Connection(self._port, self._waits.problems, "stream") as one:
                 while True:
-                    before, is_first = self._clock(), True
+                    before, num_events = self._clock(), 0
                     await one.post("/v1/chat/completions", self._key, body)
                     while not one.is_end(line := await one.reader.readline()):
-                        if line.startswith(b"data:"):
-                            (self._waits.first if is_first else self._waits.gaps).append(self._clock() - before)
-                            before, is_first = self._clock(), False
+                        num_events += line.startswith(b"data:")
+                        if line.startswith(b"data:") and num_events > 1:  # the first one has the role alone
+                            waits = self._waits.first if num_events == 2 else self._waits.gaps
+                            waits.append(self._clock() - before)
+                            before = self._clock()
 
     async def probes(self) -> None:
         """Probe /live every PROBE_SECONDS."""
