@@ -62,14 +62,18 @@ def _victim_by_service(victims: Victims, queue: Queue, head: Sequence) -> Sequen
     """The last sequence of the tenant served most, if its counter is not below the head's tenant's plus the prompt.
 
     Its preemption frees no more rows than the head's request has sequences. So bursts of a tenant below its share do
-    not wait.
+    not wait. A tenant keeps its last row if the head's tenant has a row, so that a burst does not stop its only stream.
     """
     counters = {tenant: tenant_service(queue, tenant) for tenant in map(tenant_of, victims.running)}
     tenant, most = max(counters.items(), key=lambda one: one[1], default=("", 0))
     if tenant == tenant_of(head) or most < tenant_service(queue, tenant_of(head)) + PROMPT_WEIGHT * len(head.tokens):
         return None
+    counts = Counter(map(tenant_of, victims.running))
+    most_rows = head.request.num_sequences
+    if counts[tenant_of(head)]:
+        most_rows = min(most_rows, counts[tenant] - 1)
     theirs = (seq for seq in reversed(victims.running) if tenant_of(seq) == tenant and victims.may_preempt(seq))
-    return next((seq for seq in theirs if victims.num_leaving(seq) <= head.request.num_sequences), None)
+    return next((seq for seq in theirs if victims.num_leaving(seq) <= most_rows), None)
 
 
 def victim_by_tenant(victims: Victims, queue: Queue, head: Sequence) -> Sequence | None:

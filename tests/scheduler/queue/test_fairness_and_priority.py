@@ -490,3 +490,27 @@ def test_a_tenant_that_was_served_less_takes_more_than_half_of_the_rows_and_one_
 
     assert rows_of_quiet(0) > 2
     assert rows_of_quiet(10_000) <= 2
+
+
+def test_a_burst_with_less_service_does_not_stop_the_only_stream_of_another_tenant():
+    rig = Rig(num_blocks=400, max_num_seqs=4, max_num_batched_tokens=64, policy="fair")
+    rig.add("stream", [2] * 8, max_tokens=100, namespace=Namespace("quiet"))
+    for _ in range(30):
+        rig.step()
+    for i in range(8):
+        rig.add(f"burst{i}", [20 + i] * 8, max_tokens=20, namespace=Namespace("loud"))
+    while rig.tokens.get(("burst7", 0)) is None:
+        rig.step()
+        assert "stream" in running(rig)
+
+
+def test_a_tenant_without_a_row_takes_one_of_the_tenant_that_was_served_most():
+    rig = Rig(num_blocks=400, max_num_seqs=2, max_num_batched_tokens=64, policy="fair")
+    for name in ("a", "b"):
+        rig.add(name, [2] * 8, max_tokens=100, namespace=Namespace(name))
+        for _ in range(20):
+            rig.step()
+    rig.add("c", [5] * 8, max_tokens=20, namespace=Namespace("c"))
+    for _ in range(3):
+        rig.step()
+    assert running(rig) == ["b", "c"]
