@@ -29,6 +29,7 @@ class StructuredOutputsParams:
     with constrained parts between tags. whitespace_pattern: whitespace allowed between the tokens of JSON.
     disable_any_whitespace: exactly one space after each comma and colon, as json.dumps writes.
     disable_additional_properties: objects have only the properties that their schema names.
+    unknown_keywords: "ignore" or "refuse" keywords and formats that JSON schema does not have.
     fast_forward: forced tokens are appended without sampling.
     Raises RequestError for a value out of bounds. The schema, pattern or grammar itself is checked when it is compiled.
     """
@@ -41,6 +42,7 @@ class StructuredOutputsParams:
     structural_tag: str | Mapping[str, object] | None = None
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
+    unknown_keywords: str = "ignore"
     whitespace_pattern: str | None = None
     fast_forward: bool = True
 
@@ -63,6 +65,10 @@ class StructuredOutputsParams:
             value = getattr(self, name)
             if not isinstance(value, bool) and not (value is None and name == "json_object"):
                 raise RequestError(f"{name} must be true or false", name)
+        if self.unknown_keywords not in ("ignore", "refuse"):
+            raise RequestError(
+                f"unknown_keywords must be 'ignore' or 'refuse', not {self.unknown_keywords!r:.100}", "unknown_keywords"
+            )
         for name in ("regex", "grammar"):
             _check_text(name, getattr(self, name), MAX_CHARACTERS)
         _check_text("whitespace_pattern", self.whitespace_pattern, MAX_WHITESPACE)

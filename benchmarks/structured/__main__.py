@@ -2,11 +2,13 @@
 
     python -m benchmarks.structured [--only masks jump throughput ablation] [--backends llguidance fsm xgrammar]
         [--models FOLDER] [--peer vllm=VENV/bin/python] [--json FILE] [--table FILE]
+    python -m benchmarks.structured --only corpora --suite FOLDER [--suite FOLDER] [--limit 500] [--backends fsm]
 
 masks: compile time and time per mask, by backend, constraint and vocabulary; also of the package xgrammar, if it is
 installed. jump: JSON records by the embedded model
 with fast-forward, token by token, and unconstrained (row C1). throughput: a batch of 32 with random weights in the
 shape of Qwen2.5-0.5B, constrained and unconstrained. ablation: programs with each feature off in turn (row R7).
+corpora: the schemas and instances of public suites, by the first backend of --backends.
 """
 
 import argparse
@@ -19,7 +21,7 @@ from typing import Any
 
 from benchmarks.cpu.checkpoints import checkpoint
 from benchmarks.cpu.machine import describe
-from benchmarks.structured import ablation, jump, masks, peers, throughput
+from benchmarks.structured import ablation, corpora, jump, masks, peers, throughput
 from quire.hub import embedded
 from quire.structured_outputs.backends import BACKENDS
 from quire.structured_outputs.grammar_compilation import vocabulary_of
@@ -34,16 +36,35 @@ _COUNTED = ("tokens", "forced", "right", "valid")
 def main() -> None:
     """Run the parts and print their results."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--only", nargs="+", choices=(*PARTS, "corpora"), default=PARTS)
     parser.add_argument("--backends", nargs="+", choices=(*BACKENDS, "xgrammar"), default=["llguidance", "fsm"])
     parser.add_argument("--questions", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--models", type=Path, help="where checkpoints are kept")
     parser.add_argument("--peer", metavar="NAME=PYTHON", help="records beside it, such as vllm=VENV/bin/python")
+    parser.add_argument("--suite", type=Path, action="append", default=[], help="a checkout of a public suite")
+    parser.add_argument("--limit", type=int, help="schemas of each suite, drawn at random")
+    parser.add_argument("--processes", type=int, default=2, help="for the suites; at most 2")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--table", type=Path)
     args = parser.parse_args()
+    if "corpora" in args.only and not args.suite:
+        parser.error("--only corpora needs --suite FOLDER")
     results: dict[str, Any] = {"machine": describe()}
+    if set(args.only) & set(PARTS):
+        _measure_parts(args, results)
+    if "corpora" in args.only:
+        results["corpora"] = corpora.measure(args.suite, args.backends[0], limit=args.limit, processes=args.processes)
+    text = "\n\n".join(_tables(results))
+    print(text)
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1) + "\n")
+    if args.table:
+        args.table.write_text(text + "\n")
+
+
+def _measure_parts(args: argparse.Namespace, results: dict[str, Any]) -> None:
+    """Add the results of the parts that need a model."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = checkpoint(SHAPE, args.models or Path(temporary))
         if "masks" in args.only:
@@ -63,12 +84,6 @@ def main() -> None:
     if "ablation" in args.only:
         results["ablation"] = ablation.measure(repeats=args.repeats)
         results["speculation"] = ablation.measure_speculation()
-    text = "\n\n".join(_tables(results))
-    print(text)
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=1) + "\n")
-    if args.table:
-        args.table.write_text(text + "\n")
 
 
 def _vocabulary(folder: Path) -> Vocabulary:
@@ -106,6 +121,8 @@ def _tables(results: dict[str, Any]) -> list[str]:
         tables.append(_table(names, [tuple(row[name] for name in names) for row in results["throughput"]]))
     if "peers" in results:
         tables.append(_of_rows(results["peers"]["rows"]))
+    if "corpora" in results:
+        tables += corpora.tables(results["corpora"])
     tables += [_of_rows(results[name]) for name in ("ablation", "speculation") if name in results]
     return tables
 

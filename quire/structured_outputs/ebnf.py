@@ -97,9 +97,11 @@ class FirstSets:
         self._characters = dict.fromkeys(rules, 0)
         self._continuations = dict.fromkeys(rules, 0)
         is_new = True
+        order = list(rules.items())
         while is_new:
             is_new = False
-            for name, body in rules.items():
+            order.reverse()  # rules mostly refer to later ones
+            for name, body in order:
                 known = self._known(name)
                 self._empty[name] = self.may_be_empty(body)
                 self._first[name] = self.first(body)
@@ -421,17 +423,20 @@ def _are_terminals_exact(rules: Mapping[str, Node], recursive: Set[str]) -> bool
 def _is_unambiguous(rules: Mapping[str, Node], recursive: Set[str], shapes: FirstSets) -> bool:
     behind = dict.fromkeys(recursive, 0)  # characters that can follow a rule
     terminals: dict[Node, int] = {}  # characters that can follow a terminal
+    order = [rule for rule in rules if rule in recursive][::-1]
     is_new = True
     while is_new:
         known = dict(behind), dict(terminals)
-        for rule in recursive:
+        order.reverse()
+        for rule in order:
             _add_follow_sets(rules[rule], behind[rule], shapes, behind, terminals)
         is_new = known != (behind, terminals)
     if any(shapes.continuations(one) & follows for one, follows in terminals.items()):
         return False
-    for (one, follows), (other, _) in permutations(terminals.items(), 2):
+    sets = [(shapes.first(one), shapes.characters(one), follows) for one, follows in terminals.items()]
+    for (first, _, follows), (other_first, characters, _) in permutations(sets, 2):
         shapes.count_step()
-        if shapes.first(one) & shapes.first(other) and shapes.characters(other) & follows:
+        if first & other_first and characters & follows:
             return False
     return True
 

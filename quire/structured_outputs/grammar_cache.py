@@ -283,7 +283,7 @@ def _verdict(result: object, *, is_slow: bool) -> Result:
 def _digest(params: StructuredOutputsParams) -> bytes:
     """Hash of all that a grammar depends on."""
     asked = (params.kind, params.text, params.disable_any_whitespace, params.disable_additional_properties)
-    return hashlib.sha256(repr((*asked, params.whitespace_pattern)).encode()).digest()
+    return hashlib.sha256(repr((*asked, params.unknown_keywords, params.whitespace_pattern)).encode()).digest()
 
 
 def _setter(event: asyncio.Event, loop: asyncio.AbstractEventLoop) -> Callable[[object], None]:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from quire.errors import RequestError
 from quire.params import MAX_LITERAL, StructuredOutputsParams
-from quire.structured_outputs.json_schema.reader import Schema, read_schema
+from quire.structured_outputs.json_schema.logic import Schema
+from quire.structured_outputs.json_schema.reader import read_schema
 
 MAX_GRAMMAR = 32_768  # characters
 MAX_RULES = 512
@@ -30,11 +31,12 @@ _PIECE = re.compile(
 )
 
 
-def checked_lark(text: str, translate_schema: Callable[[Schema], object]) -> str:
+def checked_lark(params: StructuredOutputsParams, translate_schema: Callable[[Schema], object]) -> str:
     """The same grammar without comments. translate_schema: returns a checked schema in the format of llguidance.
 
     Raises RequestError. Other errors are found when the grammar is compiled.
     """
+    text = params.text
     check_length(text)
     out: list[str] = []
     bare: list[str] = []  # the grammar without texts, patterns, comments and directives
@@ -49,7 +51,9 @@ def checked_lark(text: str, translate_schema: Callable[[Schema], object]) -> str
         if kind == "text" and len(written) > MAX_LITERAL:
             raise _error(text, piece.start(), f"a text must have at most {MAX_LITERAL:,} characters")
         if kind == "directive":
-            written, place = _directive(text, written, place, translate_schema)
+            written, place = _directive(
+                text, written, place, lambda one: translate_schema(read_schema(one, _PARAM, params))
+            )
         if kind == "other":
             bare.append(written)
         if kind != "comment":
@@ -64,7 +68,7 @@ def check_length(text: str) -> None:
         raise RequestError(f"grammar must have at most {MAX_GRAMMAR:,} characters", _PARAM)
 
 
-def _directive(text: str, name: str, place: int, translate_schema: Callable[[Schema], object]) -> tuple[str, int]:
+def _directive(text: str, name: str, place: int, translate_schema: Callable[[str], object]) -> tuple[str, int]:
     """The translation of a directive with its JSON, and the position at which it ends. Raises RequestError."""
     if name in ("%import", "%ignore"):
         return name, place
@@ -78,7 +82,7 @@ def _directive(text: str, name: str, place: int, translate_schema: Callable[[Sch
     if name == "%llguidance" and not (isinstance(value, dict) and value.keys() <= _OPTIONS):
         raise _error(text, start, f"options are {', '.join(sorted(_OPTIONS))}")
     if name == "%json":
-        value = translate_schema(read_schema(text[start:end], _PARAM))
+        value = translate_schema(text[start:end])
     return f"{name} {json.dumps(value)} ", end
 
 
@@ -178,7 +182,7 @@ def _tag(value: object, at: str, triggers: list[str], params: StructuredOutputsP
     trigger = next((one for one in triggers if begin.startswith(one)), None)
     if trigger is None:
         raise RequestError(f"structural_tag: {at}/begin must start with one of the triggers", _TAG_PARAM)
-    schema = read_schema(json.dumps(value.get("schema", True)), _TAG_PARAM, closed=params.disable_additional_properties)
+    schema = read_schema(json.dumps(value.get("schema", True)), _TAG_PARAM, params)
     return Tag(trigger, begin, schema, end)
 
 

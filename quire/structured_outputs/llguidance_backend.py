@@ -18,14 +18,24 @@ from quire.errors import RequestError
 from quire.params import StructuredOutputsParams
 from quire.structured_outputs.ebnf import ebnf_to_lark, is_ebnf
 from quire.structured_outputs.forced_tokens import encode_within, forced_tokens
-from quire.structured_outputs.json_schema.reader import Schema, read_schema
+from quire.structured_outputs.json_schema.bounds import children, schema_error
+from quire.structured_outputs.json_schema.guidance import guidance_schema
+from quire.structured_outputs.json_schema.logic import Part, Schema
+from quire.structured_outputs.json_schema.reader import read_schema
 from quire.structured_outputs.lark import checked_lark, read_tags, tags_to_lark
 from quire.structured_outputs.library_matcher import LibraryMatcher, Masks
-from quire.structured_outputs.limits import MAX_FORCED, MAX_MESSAGE, VocabularyCache, checked_regex, choice_alternatives
+from quire.structured_outputs.limits import (
+    MAX_FORCED,
+    MAX_MESSAGE,
+    VocabularyCache,
+    checked_regex,
+    choice_alternatives,
+)
 from quire.structured_outputs.vocabulary import Vocabulary
 
-# White space between the tokens of JSON is bounded, so that a model cannot generate it without end.
-WHITESPACE = r"[ \n\r\t]{1,128}"
+# White space between two elements of JSON, if any: a space, or a line break with the indentation of eight levels. It is
+# bounded, so that a model cannot generate it without end.
+WHITESPACE = r"(?: |\n {0,32}|\n\t{1,8})"
 _SPACES = r" \n\r\t"
 _WHITESPACE_PATTERN = re.compile(r"(?: |\\[nrts]|\\x20|[\[\]()|?*+\n\r\t]|\(\?:|\{\d{1,4}(?:,\d{0,4})?\})*")
 
@@ -38,18 +48,22 @@ def grammar_of(params: StructuredOutputsParams) -> str:
 
     match params.kind:
         case "json":
-            schema = read_schema(params.text, "json", closed=params.disable_additional_properties)
+            schema = read_schema(params.text, "json", params)
             if schema is False:
-                raise RequestError("the schema false allows no value", "json")
-            return str(llguidance.LLMatcher.grammar_from_json_schema(write(schema)))
+                raise schema_error("#", "no value satisfies the schema", "json")
+            return _json_grammar(schema, params)
         case "regex":
             return str(llguidance.LLMatcher.grammar_from_regex(checked_regex(params)))
         case "choice":
             return _lark(f"start: CHOICE\nCHOICE: {choice_alternatives(params)}\n")
         case "grammar":
-            return _lark(ebnf_to_lark(params.text) if is_ebnf(params.text) else checked_lark(params.text, write))
+            return _lark(ebnf_to_lark(params.text) if is_ebnf(params.text) else checked_lark(params, write))
         case "structural_tag":
             return _lark(tags_to_lark(read_tags(params), write))
+
+
+def _json_grammar(schema: Schema, params: StructuredOutputsParams) -> str:
+    return str(llguidance.LLMatcher.grammar_from_json_schema(with_options(schema, params)))
 
 
 def with_options(schema: Schema, params: StructuredOutputsParams) -> dict[str, object]:
@@ -64,7 +78,8 @@ def with_options(schema: Schema, params: StructuredOutputsParams) -> dict[str, o
         "json_allowed_escapes": 'nrbtf\\"',
     }
     named = {name: value for name, value in options.items() if value is not None}
-    return {**(schema if isinstance(schema, dict) else {}), "x-guidance": named}
+    written = guidance_schema(schema, params.kind)
+    return {**(written if isinstance(written, dict) else {} if written else {"enum": []}), "x-guidance": named}
 
 
 def _whitespace(params: StructuredOutputsParams) -> str | None:
@@ -100,6 +115,7 @@ _MAX_ITEMS = 600
 _MAX_ITEMS_OF_SCHEMA = 3_000
 # Characters of forced text that are tokenized per call: llguidance passes all forced text, for each mask.
 _MAX_TOKENISED = 512
+_MAX_TRIALS = 24  # compilations of parts of a schema that cannot be enforced, to find the place
 _TOKENS_PER_REFILL = 128  # consumed tokens after which a mask is computed: only masks grant lexer fuel
 
 log = logging.getLogger(__name__)
@@ -114,7 +130,7 @@ class GuidanceBackend:
 
     def check(self, params: StructuredOutputsParams) -> None:
         """See Backend. It compiles the constraint, with single bytes as tokens."""
-        _compiled(grammar_of(params), params.kind, self._byte_tokenizer)
+        _first_matcher(params, self._byte_tokenizer)
 
     def compile(self, params: StructuredOutputsParams, vocabulary: Vocabulary) -> "GuidanceGrammar":
         """See Backend."""
@@ -134,7 +150,7 @@ class GuidanceGrammar:
         self._params = params
         self._vocabulary = tokens
         self._grammar = grammar_of(params)
-        self._shared_matcher = self._compiled()
+        self._shared_matcher = _first_matcher(params, tokens.tokenizer)
         self._lock = Lock()
         self._logged_reason = ""
 
@@ -246,6 +262,48 @@ class _GuidanceParser:
         return num_taken
 
 
+def _first_matcher(params: StructuredOutputsParams, tokenizer: llguidance.LLTokenizer) -> llguidance.LLMatcher:
+    """A matcher that has consumed no token. Raises RequestError. For a schema it names the place."""
+    grammar = grammar_of(params)
+    try:
+        return _compiled(grammar, params.kind, tokenizer)
+    except RequestError as error:
+        if params.kind != "json":
+            raise
+        why = str(error)
+        raise schema_error(_place(params, why, tokenizer), why.removeprefix("json "), "json") from error
+
+
+def _place(params: StructuredOutputsParams, message: str, tokenizer: llguidance.LLTokenizer) -> str:
+    """The JSON pointer of the innermost part of a schema that alone has the same error."""
+    if re.search("too (big|large|many)|exceeded|Unable to determine|Current row has", message):
+        return "#"  # a limit of the whole schema; each trial would take long, too
+    root = read_schema(params.text, "json", params)
+    definitions = root.get("$defs", {}) if isinstance(root, Part) else {}
+    part, num_left = root, _MAX_TRIALS
+    while isinstance(part, Part):
+        inner = [one for _, one in children(part)]
+        inner += [definitions[str(part["$ref"]).removeprefix("#/$defs/")]] if "$ref" in part else []
+        for one in inner[:num_left]:
+            num_left -= 1
+            if isinstance(one, Part) and _has_error(
+                Part(one.at, {**one, "$defs": definitions}), params, message, tokenizer
+            ):
+                part = one
+                break
+        else:
+            break
+    return part.at if isinstance(part, Part) else "#"
+
+
+def _has_error(schema: Part, params: StructuredOutputsParams, message: str, tokenizer: llguidance.LLTokenizer) -> bool:
+    try:
+        _compiled(_json_grammar(schema, params), "json", tokenizer)
+    except RequestError as error:
+        return str(error) == message
+    return False
+
+
 def _compiled(grammar: str, kind: str, tokenizer: llguidance.LLTokenizer) -> llguidance.LLMatcher:
     """A matcher that has consumed no token. Raises RequestError. kind: of the constraint."""
     limits = llguidance.LLParserLimits(
@@ -267,18 +325,33 @@ def _compiled(grammar: str, kind: str, tokenizer: llguidance.LLTokenizer) -> llg
             return matcher
         matcher = trial
     error = matcher.get_error()
-    if error.startswith("NoExtension"):
-        raise RequestError(f"no output satisfies this {kind}", kind)
+    if error.startswith("NoExtension") or (kind == "json" and "nsatisfiable" in error):
+        raise RequestError(
+            "no value satisfies the schema" if kind == "json" else f"no output satisfies this {kind}", kind
+        )
     raise RequestError(f"{kind} cannot be enforced: {_clean_message(error)}", kind)
 
 
+# Parts of llguidance's messages that have rewritten patterns or names of quire's own, and what they mean.
+_MEANINGS = (
+    ("patternProperty regexes", "a property name could match two of the patterns"),
+    ("circular references", "a recursive $ref has other keywords beside it; leave out the $ref or these keywords"),
+    ("Unable to determine if regex is empty", "patterns, formats and lengths of one text are too complex together"),
+    ("min/maxProperties only supported", "minProperties and maxProperties beside optional properties are not enforced"),
+    ("lookaround", "look-around is not supported in patterns"),
+    ("look-around", "look-around is not supported in patterns"),
+    ("panic", "the backend failed"),
+    ("Traceback", "the backend failed"),
+)
+
+
 def _clean_message(error: str) -> str:
-    """An error message of llguidance without parser state and places in its source, and without its option names."""
-    if error.startswith("oneOf constraints are not supported"):
-        return "the branches of a oneOf cannot be proven to exclude each other; use anyOf"
-    if "panic" in error or "Traceback" in error:
-        return "the backend failed"
-    return error.partition("<non-verbose/>")[0].strip()[:MAX_MESSAGE]
+    """An error message of llguidance without parser state, places in its source, and names of quire's own."""
+    meaning = next((meaning for part, meaning in _MEANINGS if part in error), None)
+    if meaning is not None:
+        return meaning
+    first = error.partition("<non-verbose/>")[0].partition("  while processing ")[0]
+    return first.strip()[:MAX_MESSAGE]
 
 
 class _TokenizerAdapter:

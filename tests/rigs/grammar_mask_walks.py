@@ -8,6 +8,8 @@ import numpy as np
 import tokenizers
 
 from quire.core.constraint import Grammar, Matcher
+from quire.params import StructuredOutputsParams
+from quire.structured_outputs.backends import compile
 from quire.structured_outputs.vocabulary import Vocabulary
 from quire.tokenizer.tokenizer import TokenBytes
 
@@ -42,6 +44,17 @@ def allowed(matcher: Matcher, vocabulary: Vocabulary) -> list[int]:
 
 def text_of(tokens: list[int], vocabulary: Vocabulary) -> bytes:
     return b"".join(vocabulary.tokens[token] for token in tokens if token not in vocabulary.end_ids)
+
+
+END = 256
+BYTES = Vocabulary([bytes([i]) for i in range(256)] + [b""], (END,), frozenset({END}), lambda text: list(text.encode()))
+
+
+def matches(asked: StructuredOutputsParams, text: str, backend: str = "auto") -> bool:
+    """Whether a text, byte by byte, is a complete output."""
+    matcher = compile(asked, BYTES, backend).new_matcher(fast_forward=False)
+    verdict = matcher.advance(list(text.encode()))
+    return not verdict.error and END in allowed(matcher, BYTES)
 
 
 def walk(

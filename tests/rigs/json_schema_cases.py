@@ -26,6 +26,8 @@ def by_keyword() -> Iterator[tuple[str, Schema]]:
     yield from _objects()
     yield from _joined()
     yield from _references()
+    yield from _conditions()
+    yield from _closed()
 
 
 def _types() -> Iterator[tuple[str, Schema]]:
@@ -200,9 +202,81 @@ def _references() -> Iterator[tuple[str, Schema]]:
     yield "$ref", {"$ref": "#/$defs/s", "minLength": 2, "$defs": {"s": {"type": "string", "maxLength": 4}}}
     yield "$ref", {"prefixItems": [INTEGER], "items": {"$ref": "#/prefixItems/0"}, "type": "array"}
     yield "$ref", {"$id": "http://a.test/s", "$ref": "http://a.test/s#/$defs/i", "$defs": {"i": INTEGER}}
+    yield "$dynamicRef", tree | {"$dynamicAnchor": "t", "properties": {"v": INTEGER, "next": {"$dynamicRef": "#t"}}}
+    recursive = {"$schema": "https://json-schema.org/draft/2019-09/schema", "$recursiveAnchor": True}
+    yield "$recursiveRef", recursive | tree | {"properties": {"v": INTEGER, "next": {"$recursiveRef": "#"}}}
+    yield "$ref", {"items": {"$ref": "#name"}, "type": "array", "$defs": {"x": INTEGER | {"$anchor": "name"}}}
     even = {"type": "array", "prefixItems": [{"$ref": "#/$defs/odd"}], "items": False}
     odd = {"anyOf": [{"type": "null"}, {"type": "array", "prefixItems": [{"$ref": "#/$defs/even"}], "items": False}]}
     yield "$ref", {"$ref": "#/$defs/even", "$defs": {"even": even, "odd": odd}}
+
+
+def _conditions() -> Iterator[tuple[str, Schema]]:
+    for value in ("a", "", "abc", "é\n", 3, 1.5, True, None, [], {}):
+        yield "not", {"not": {"const": value}}
+    yield "not", {"type": "string", "maxLength": 3, "not": {"enum": ["a", "ab", "abc", "b", ""]}}
+    yield "not", {"type": "integer", "not": {"enum": [0, 1, 5, -7]}, "minimum": -9, "maximum": 9}
+    yield "not", {"not": {"type": ["object", "array", "number"]}}
+    yield "not", {"type": "object", "not": {"required": ["a", "b"]}, "properties": {"a": INTEGER, "b": INTEGER}}
+    yield "not", {**POINT, "not": {"properties": {"x": {"minimum": 5}}}}
+    yield "not", {"type": "array", "items": INTEGER, "not": {"anyOf": [{"maxItems": 1}, {"minItems": 4}]}}
+    yield "not", {"type": "string", "not": {"minLength": 3}}
+    yield "not", {"type": "array", "not": {"prefixItems": [{"type": "string"}, True]}, "minItems": 1, "maxItems": 2}
+    kind, value = {"enum": ["n", "s", "x"]}, {"type": ["string", "integer"]}
+    asked: Schema = {"type": "object", "properties": {"kind": kind, "v": value}, "required": ["kind", "v"]}
+    rules: list[Schema] = [
+        {"if": {"properties": {"kind": {"const": one}}}, "then": {"properties": {"v": then}}}
+        for one, then in (("n", INTEGER), ("s", STRING), ("x", {"const": 1}))
+    ]
+    yield "if", asked | {"allOf": rules}
+    yield "if", asked | rules[0] | {"else": {"properties": {"v": {"type": "string"}}}}
+    yield (
+        "if",
+        {"type": ["integer", "string"], "if": {"type": "string"}, "then": {"maxLength": 2}, "else": {"minimum": 3}},
+    )
+    yield (
+        "if",
+        {"type": "object", "if": {"required": ["a"]}, "then": {"required": ["b"]}, "additionalProperties": INTEGER},
+    )
+    three: Schema = {"type": "object", "properties": {"a": INTEGER, "b": INTEGER, "c": INTEGER}}
+    yield "dependentRequired", three | {"dependentRequired": {"a": ["b"], "b": ["c"]}, "additionalProperties": False}
+    yield "dependentRequired", {"type": ["object", "null"], "dependentRequired": {"a": ["b"]}}
+    yield "dependentSchemas", three | {"dependentSchemas": {"a": {"properties": {"b": {"minimum": 7}}}, "c": False}}
+    old: Schema = {"$schema": "http://json-schema.org/draft-07/schema#"}
+    yield "dependencies", old | three | {"dependencies": {"a": ["b"], "c": {"required": ["a"]}}}
+    for names in ({"pattern": "^[a-c]+$"}, {"enum": ["a", "bc"]}, {"maxLength": 2}, {"minLength": 1, "type": "string"}):
+        yield "propertyNames", {"type": "object", "propertyNames": names, "additionalProperties": INTEGER}
+    yield "propertyNames", three | {"propertyNames": {"pattern": "^[ax]"}}
+    for options in ([{"required": ["a"]}, {"required": ["b"]}], [{"maxProperties": 0}, {"required": ["c"]}]):
+        yield "oneOf", three | {"oneOf": options, "additionalProperties": False}
+    yield "oneOf", {"oneOf": [{"type": "integer", "minimum": 3}, {"type": "integer", "maximum": 6}]}
+    yield "oneOf", {"oneOf": [{"enum": ["a", "b"]}, {"enum": ["b", "c"]}, {"type": "null"}]}
+    yield "oneOf", {"oneOf": [POINT, {"type": "object", "properties": {"z": INTEGER}, "required": ["z"]}]}
+
+
+def _closed() -> Iterator[tuple[str, Schema]]:
+    for items in ({"enum": ["a", "b", "c"]}, {"type": "boolean"}, {"enum": list("abcdefgh")}, {"enum": [1, 1.0, True]}):
+        yield "uniqueItems", {"type": "array", "items": items, "uniqueItems": True}
+    yield (
+        "uniqueItems",
+        {"type": "array", "items": {"$ref": "#/$defs/e"}, "uniqueItems": True, "minItems": 2}
+        | {"$defs": {"e": {"enum": [f"value {i}" for i in range(15)], "type": "string"}}},
+    )
+    yield "uniqueItems", {"type": ["array", "null"], "maxItems": 1, "uniqueItems": True}
+    yield "contains", {"type": "array", "contains": INTEGER, "items": {"type": ["integer", "null"]}}
+    yield "minContains", {"type": "array", "contains": {"const": 1}, "minContains": 2, "maxItems": 4}
+    yield "minContains", {"type": "array", "contains": {"const": 1}, "minContains": 0, "maxItems": 2}
+    yield "maxContains", {"type": "array", "contains": {"const": 1}, "maxContains": 2, "items": {"enum": [1, 2]}}
+    ab: Schema = {"a": INTEGER, "b": STRING}
+    whole: Schema = {"type": "object", "unevaluatedProperties": False}
+    yield "unevaluatedProperties", whole | {"properties": ab, "allOf": [{"properties": {"c": INTEGER}}]}
+    yield (
+        "unevaluatedProperties",
+        whole | {"anyOf": [{"properties": {"c": INTEGER}, "required": ["c"]}, {"properties": ab}]},
+    )
+    yield "unevaluatedProperties", {"type": "object", "properties": ab, "unevaluatedProperties": INTEGER}
+    yield "unevaluatedProperties", whole | {"$ref": "#/$defs/p", "$defs": {"p": {"properties": ab}}}
+    yield "unevaluatedItems", {"type": "array", "prefixItems": [INTEGER, STRING], "unevaluatedItems": False}
 
 
 def at_random(rng: random.Random, depth: int = 3) -> Schema:

@@ -96,10 +96,11 @@ def test_a_constraint_is_compiled_once_for_a_namespace():
             assert caught.value.param == "regex"
         await cache.compiled(NO_NAMESPACE, StructuredOutputsParams(grammar="good"))
         await cache.compiled(NO_NAMESPACE, regex("good", disable_any_whitespace=True))
+        await cache.compiled(NO_NAMESPACE, regex("good", unknown_keywords="refuse"))
 
     backend = run(work)
-    assert backend.compiled == ["good", "bad", "good", "good"]
-    assert backend.told == ["ok", "bad", "ok", "ok"]
+    assert backend.compiled == ["good", "bad", "good", "good", "good"]
+    assert backend.told == ["ok", "bad", "ok", "ok", "ok"]
 
 
 def test_each_tenant_and_each_salt_compiles_a_constraint_itself():

@@ -1,12 +1,13 @@
 """The llguidance backend: masks, forced tokens, verdicts, kinds and limits."""
 
 import itertools
+import json
 import random
 import re
 import threading
 
 import pytest
-from grammar_mask_walks import allowed, encode, text_of, vocabulary, walk
+from grammar_mask_walks import BYTES, END, allowed, encode, matches, text_of, vocabulary, walk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from json_schema_cases import at_random
@@ -41,17 +42,6 @@ ANYTHING = [
     Asked(grammar='start: "let " NAME " = " %json {"type": "integer"}\nNAME: /[a-z]{1,9}/'),
     Asked(structural_tag=TAG),
 ]
-
-
-def matches(asked: Asked, text: str, small: Vocabulary | None = None) -> bool:
-    """Whether a text, token by token, is a complete output."""
-    matcher = compile(asked, small or BYTES).new_matcher(fast_forward=False)
-    verdict = matcher.advance(list(text.encode()))
-    return not verdict.error and END in allowed(matcher, BYTES)
-
-
-END = 256
-BYTES = Vocabulary([bytes([i]) for i in range(256)] + [b""], (END,), frozenset({END}), lambda text: list(text.encode()))
 
 
 @pytest.mark.parametrize("asked", ANYTHING, ids=lambda asked: asked.kind)
@@ -216,7 +206,11 @@ def test_a_limit_met_on_the_way_is_an_error_of_this_sequence_alone():
             ["[1, 2]", '[{"a": 1}]'],
             ["[1,2]", "[1,  2]", "[ ]"],
         ),
-        (Asked(json={"type": "array"}), ["[1 ,\n2]", "[" + " " * 128 + "]"], ["[" + " " * 129 + "]", " []", "[] "]),
+        (
+            Asked(json={"type": "array"}),
+            ["[1 ,\n2]", "[\n" + " " * 32 + "]", "[\n\t\t1, 2\n]", json.dumps([[{"a": [1]}]], indent=4)],
+            ["[  ]", "[\n\n]", "[\n" + " " * 33 + "]", " []", "[] "],
+        ),
         (
             Asked(json={"properties": {"a": True}, "type": "object"}, disable_additional_properties=True),
             ["{}", '{"a":1}'],

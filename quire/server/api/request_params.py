@@ -320,6 +320,9 @@ class StructuredOutputs(Body):
     structural_tag: Tag | None = optional_field("Text with constrained parts between tags.")
     disable_any_whitespace: bool | None = optional_field("Exactly one space after each comma and colon of JSON.")
     disable_additional_properties: bool | None = optional_field("Only properties that the schema names.")
+    unknown_keywords: Literal["ignore", "refuse"] | None = optional_field(
+        "Whether keywords and formats that JSON schema does not have are ignored (default) or refused."
+    )
     whitespace_pattern: str | None = optional_field("Pattern of whitespace between the tokens of JSON.")
     fast_forward: bool | None = optional_field("Append forced tokens without sampling; true by default.")
 

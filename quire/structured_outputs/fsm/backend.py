@@ -1,6 +1,5 @@
 """The fsm backend: minimal automata for patterns, choices and the regular part of JSON schema."""
 
-import json
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,6 +13,7 @@ from quire.structured_outputs.fsm.json_schema import schema_to_node
 from quire.structured_outputs.fsm.nodes import Node
 from quire.structured_outputs.fsm.regex import parse
 from quire.structured_outputs.fsm.token_masks import TokenFsm, TokenTrie
+from quire.structured_outputs.json_schema.reader import read_schema
 from quire.structured_outputs.limits import VocabularyCache, checked_regex
 from quire.structured_outputs.vocabulary import Vocabulary
 
@@ -116,5 +116,5 @@ def _tree(params: StructuredOutputsParams) -> Node:
             return parse(checked_regex(params))
         case "json":
             whitespace = "" if params.disable_any_whitespace else params.whitespace_pattern
-            return schema_to_node(json.loads(params.text), whitespace)
+            return schema_to_node(read_schema(params.text, "json", params), whitespace)
     raise RequestError(f"the fsm backend does not support {params.kind}: use the llguidance backend", params.kind)

@@ -19,6 +19,7 @@ from quire.structured_outputs.fsm.nodes import (
     Repeat,
     chain,
     choice,
+    intersection,
     literal,
     negation,
     too_complex,
@@ -27,11 +28,15 @@ from quire.structured_outputs.fsm.nodes import (
 
 
 class Reader:
-    """A cursor over the characters of a pattern. name: the field of the pattern, for errors."""
+    """A cursor over the characters of a pattern. name: the field of the pattern, for errors.
 
-    def __init__(self, text: str, name: str) -> None:
+    is_ecma: the pattern is one of a JSON schema, with the white space and line ends of ECMA-262.
+    """
+
+    def __init__(self, text: str, name: str, *, is_ecma: bool = False) -> None:
         self._text = text
         self.name = name
+        self.is_ecma = is_ecma
         self.at = 0
 
     def peek(self, offset: int = 0) -> str:
@@ -84,6 +89,14 @@ NO_NEWLINE = negation(union([(0x0A, 0x0A)]))
 
 _CLASSES = {"d": DIGITS, "w": WORD, "s": BLANKS}
 _CLASSES |= {name.upper(): negation(ranges) for name, ranges in _CLASSES.items()}
+# Patterns of JSON schema (ECMA-262, 12.2, 12.3, 22.2.2.9). All white space of ECMA-262 and Python is outside of \S.
+_ECMA_BLANKS = union(
+    [(0x09, 0x0D), (0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029)]
+    + [(code, code) for code in (0x202F, 0x205F, 0x3000)]
+)
+_NO_BLANKS = negation(union([*_ECMA_BLANKS, (0x1C, 0x1F), (0x85, 0x85), (0xFEFF, 0xFEFF)]))
+_ECMA_CLASSES = _CLASSES | {"s": _ECMA_BLANKS, "S": _NO_BLANKS}
+_ECMA_NO_NEWLINE = negation(union([(0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029)]))
 _CONTROLS = {"a": 7, "b": 8, "t": 9, "n": 10, "v": 11, "f": 12, "r": 13}
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 _ANCHORS = {"b": "a word boundary", "B": "a word boundary"}
@@ -96,7 +109,7 @@ def escape(reader: Reader, *, inside: bool) -> Ranges:
     if not name:
         raise reader.error("ends in a backslash", at)
     if name in _CLASSES:
-        return _CLASSES[name]
+        return (_ECMA_CLASSES if reader.is_ecma else _CLASSES)[name]
     if name in _ANCHORS and not (inside and name == "b"):
         raise reader.unsupported(f"{_ANCHORS[name]} (\\{name})", at)
     if name in _CONTROLS:
@@ -127,7 +140,15 @@ def bracket(reader: Reader) -> Ranges:
             raise too_complex("ranges in one class", MAX_RANGES, reader.name)
     reader.skip("]")
     members = union(ranges)
-    return negation(members) if negated else members
+    if not negated:
+        return members
+    others = negation(members)
+    for class_, negative in ((_ECMA_BLANKS, _NO_BLANKS), (_NO_BLANKS, _ECMA_BLANKS)) if reader.is_ecma else ():
+        if (
+            intersection(members, class_) == class_
+        ):  # a code point that is white space in one language only is in neither
+            others = intersection(others, negative)
+    return others
 
 
 def _member(reader: Reader, opened: int) -> Ranges:
@@ -220,8 +241,11 @@ def parse(pattern: str, name: str = "regex") -> Node:
 
 
 def parse_search(pattern: str, name: str, anything: Node) -> Node:
-    """The tree of texts that contain a match: repeated `anything` before and after it, except at anchors."""
-    parser = _parser(pattern, name)
+    """The tree of texts that contain a match of a pattern of JSON schema.
+
+    They have repeated `anything` before and after it, except at anchors.
+    """
+    parser = _parser(pattern, name, is_ecma=True)
     return without_anchors(_searched(parser.whole(), Repeat(anything, 0, None)), parser.reader)
 
 
@@ -234,12 +258,12 @@ def _searched(node: Node, around: Node) -> Node:
     return chain([*before, *parts, *behind])
 
 
-def _parser(pattern: str, name: str) -> "_Parser":
+def _parser(pattern: str, name: str, *, is_ecma: bool = False) -> "_Parser":
     try:
         pattern.encode()
     except UnicodeEncodeError as error:
         raise RequestError(f"the {name} has half a character at position {error.start}", name) from error
-    return _Parser(Reader(pattern, name))
+    return _Parser(Reader(pattern, name, is_ecma=is_ecma))
 
 
 class _Parser:
@@ -314,7 +338,7 @@ class _Parser:
         if char == "[":
             return Chars(bracket(reader))
         if char == ".":
-            return Chars(NO_NEWLINE)
+            return Chars(_ECMA_NO_NEWLINE if reader.is_ecma else NO_NEWLINE)
         if char in "^$":
             return Anchor(at, is_end=char == "$")
         if char != "\\":

@@ -6,14 +6,14 @@ references point to "$defs" of the root.
 
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
-from math import lcm
-from types import MappingProxyType
+from math import lcm, prod
 
 from quire.errors import RequestError
 
-MAX_NODES = 2048  # schemas, and values within constants
+MAX_NODES = 3072  # schemas, and values within constants
 MAX_TOTAL_NESTING = 512  # levels, summed over the root and all definitions
-MAX_EXPANDED_NODES = 4096  # nodes of a schema after references with other keywords beside them are expanded
+MAX_EXPANDED_NODES = 8192  # nodes of a schema after references with other keywords beside them are expanded
+MAX_PRODUCT = 6000  # combinations of alternatives in one place, times the nodes of the schema there
 MAX_MULTIPLE = 10_000  # common multiple of all multipleOf, in units of the last decimal
 
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
@@ -27,17 +27,57 @@ def check_bounds(root: bool | dict[str, object], param: str) -> None:  # noqa: F
     definitions = root.get("$defs", {})
     assert isinstance(definitions, dict)
     schemas = [root, *definitions.values()]
+    sizes = _Sizes(definitions, param)
+    if sum(sizes.of(schema) for schema in schemas) > 2 * MAX_EXPANDED_NODES:
+        raise sizes.too_large()
     if sum(map(_depth, schemas)) > MAX_TOTAL_NESTING:
-        raise RequestError(
-            f"the schema's definitions have more than {MAX_TOTAL_NESTING} levels of nesting in total", param
-        )
+        raise schema_error("#", f"definitions have more than {MAX_TOTAL_NESTING} levels of nesting in total", param)
     if lcm(*(multiple for schema in schemas for multiple in _multiples(schema)), 1) > MAX_MULTIPLE:
         why = f"a common multiple of at most {MAX_MULTIPLE:,}, counted in their last decimal"
-        raise RequestError(f"all multipleOf of a schema must have {why}", param)
-    sizes = _Sizes(definitions, param)
-    if sum(sizes.of(schema) for schema in schemas) > 4 * MAX_EXPANDED_NODES:
-        raise sizes.too_large()
+        raise schema_error("#", f"all multipleOf of a schema must have {why}", param)
     _check_finite(root, definitions, param)
+    combinations = _Combinations(definitions, sizes, param)
+    for schema in schemas:
+        combinations.check(schema)
+
+
+def schema_error(at: str, why: str, param: str) -> RequestError:
+    """The error of a part of a schema. at: its JSON pointer."""
+    return RequestError(f"schema at {at}: {why}", param)
+
+
+class _Combinations:
+    """Alternatives of allOf, anyOf and $ref in one place make a product: llguidance expands it."""
+
+    def __init__(self, definitions: Mapping[str, object], sizes: "_Sizes", param: str) -> None:
+        self._definitions = definitions
+        self._sizes = sizes
+        self._param = param
+        self._known: dict[int, int] = {}  # by the id of a schema; 1 while it is counted
+
+    def check(self, schema: object) -> None:
+        """Raises RequestError if a schema or a part of it has too many combinations."""
+        self._of(schema)
+        if isinstance(schema, dict):
+            for _, child in children(schema):
+                if id(child) not in self._known:
+                    self.check(child)
+
+    def _of(self, schema: object) -> int:
+        if not isinstance(schema, dict):
+            return 1
+        if id(schema) not in self._known:
+            self._known[id(schema)] = 1
+            factors = [self._of(one) for one in schema.get("allOf", ())]
+            factors.append(sum(self._of(one) for one in schema.get("anyOf", ())))
+            if "$ref" in schema:
+                factors.append(self._of(self._definitions[schema["$ref"].removeprefix("#/$defs/")]))
+            factors = [factor for factor in factors if factor > 1]
+            if len(factors) > 1 and prod(factors) * self._sizes.of(schema) > MAX_PRODUCT:
+                why = f"{prod(factors)} combinations of alternatives (anyOf, oneOf, if, dependencies) of this size"
+                raise schema_error(getattr(schema, "at", "#"), f"{why} are too many; use fewer at once", self._param)
+            self._known[id(schema)] = prod(factors)
+        return self._known[id(schema)]
 
 
 def children(schema: Mapping[str, object]) -> Iterator[tuple[str, object]]:
@@ -82,7 +122,7 @@ class _Sizes:
 
     def too_large(self) -> RequestError:
         why = "use fewer references that have other keywords beside them"
-        return RequestError(f"the schema is too large with its references expanded; {why}", self._param)
+        return schema_error("#", f"the schema is too large with its references expanded; {why}", self._param)
 
     def of(self, schema: object, *, is_joined: bool = False) -> int:
         if not isinstance(schema, dict):
@@ -90,17 +130,17 @@ class _Sizes:
         size = 1 + len(schema.get("enum", ()))
         is_joined = is_joined or len(schema.keys() - {"$defs"}) > 1 or len(schema.get("allOf", ())) > 1
         if "$ref" in schema and is_joined:
-            size += self._of_definition(schema["$ref"].removeprefix("#/$defs/"))
+            size += self._of_definition(schema["$ref"].removeprefix("#/$defs/"), getattr(schema, "at", "#"))
         for key, child in children(schema):
             size += self.of(child, is_joined=is_joined and key in _IN_PLACE)
-        if size > MAX_EXPANDED_NODES:
-            raise self.too_large()
+            if size > MAX_EXPANDED_NODES:
+                raise self.too_large()
         return size
 
-    def _of_definition(self, name: str) -> int:
+    def _of_definition(self, name: str, at: str) -> int:
         if name in self._expanding:
             why = "a recursive $ref has other keywords beside it; leave out the $ref or these keywords"
-            raise RequestError(f"the schema is infinite: {why}", self._param)
+            raise schema_error(at, f"the schema is infinite: {why}", self._param)
         if name not in self._definition_sizes:
             self._expanding.add(name)
             self._definition_sizes[name] = self.of(self._definitions[name], is_joined=True)
@@ -117,7 +157,7 @@ def _check_finite(root: dict[str, object], definitions: Mapping[str, object], pa
             break
         ending |= more
     if len(ending) < len(definitions) or not _can_end(root, ending):
-        raise RequestError("no value satisfies the schema: a recursive $ref never ends", param)
+        raise schema_error("#", "no value satisfies the schema: a recursive $ref never ends", param)
 
 
 def _can_end(schema: object, ending: set[str]) -> bool:
@@ -149,6 +189,9 @@ ENFORCED = frozenset(
         *("items", "prefixItems", "additionalItems", "minItems", "maxItems"),
         *("minLength", "maxLength", "pattern", "format"),
         *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+        *("not", "if", "dependentRequired", "dependentSchemas", "dependencies", "propertyNames"),
+        *("contains", "minContains", "maxContains", "uniqueItems"),
+        *("unevaluatedItems", "unevaluatedProperties", "$dynamicRef", "$recursiveRef"),
     }
 )
 
@@ -157,35 +200,12 @@ ANNOTATIONS = frozenset(
         *("title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly"),
         *("$schema", "$id", "id", "$anchor", "$comment", "$defs", "definitions", "$vocabulary"),
         *("contentMediaType", "contentEncoding", "contentSchema"),
-        *("discriminator", "externalDocs", "xml"),  # OpenAPI's: redundant with oneOf, or no constraint
+        *("discriminator", "externalDocs", "xml", "nullable"),  # of OpenAPI: redundant with oneOf, or no constraint
+        *("then", "else", "$dynamicAnchor", "$recursiveAnchor"),  # parts of other keywords
     }
 )
 
-REFUSED: Mapping[str, str] = MappingProxyType(
-    {
-        "not": "describe the allowed values instead",
-        "if": "use anyOf of the two cases",
-        "then": "use anyOf of the two cases",
-        "else": "use anyOf of the two cases",
-        "contains": "say what items are",
-        "minContains": "say what items are",
-        "maxContains": "say what items are",
-        "uniqueItems": "leave it out; items may repeat",
-        "propertyNames": "use patternProperties and additionalProperties: false",
-        "dependencies": "use anyOf of the cases",
-        "dependentRequired": "use anyOf of the cases",
-        "dependentSchemas": "use anyOf of the cases",
-        "unevaluatedItems": "use items",
-        "unevaluatedProperties": "use additionalProperties",
-        "$dynamicRef": "use $ref",
-        "$dynamicAnchor": "use $defs and $ref",
-        "$recursiveRef": "use $ref",
-        "$recursiveAnchor": "use $ref",
-        "nullable": 'use "type": [..., "null"]',
-    }
-)
-
-KNOWN = ENFORCED | ANNOTATIONS | frozenset(REFUSED)
+KNOWN = ENFORCED | ANNOTATIONS
 
 TYPES = frozenset({"null", "boolean", "object", "array", "number", "integer", "string"})
 

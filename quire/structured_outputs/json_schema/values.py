@@ -1,12 +1,14 @@
 """Keywords of JSON schema whose arguments are values and not schemas."""
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from quire.errors import RequestError, nearest
 from quire.params import MAX_LITERAL
-from quire.structured_outputs.json_schema.bounds import MAX_NODES, TYPES
+from quire.structured_outputs.json_schema.bounds import MAX_NODES, TYPES, schema_error
+from quire.structured_outputs.json_schema.logic import Part
 
 # RFC 3339, with real calendar days: the 29th of February only in leap years; no year 0000.
 _YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
@@ -17,7 +19,7 @@ _MONTH_AND_DAY = (
 )
 _DATE = f"(?:{_YEAR}-{_MONTH_AND_DAY}|{_LEAP_YEAR}-02-29)"
 _HOURS = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
-_TIME = f"{_HOURS}:[0-5][0-9](?:\\.[0-9]{{1,9}})?(?:Z|[+-]{_HOURS})"
+_TIME = f"{_HOURS}:[0-5][0-9](?:\\.[0-9]{{1,9}})?(?:[Zz]|[+-]{_HOURS})"
 
 # RFC 3339, appendix A: units in order, without gaps.
 _N = "[0-9]{1,6}"
@@ -25,29 +27,50 @@ _TIME_OF_DURATION = f"T(?:{_N}H(?:{_N}M(?:{_N}S)?)?|{_N}M(?:{_N}S)?|{_N}S)"
 _DATE_OF_DURATION = f"(?:{_N}Y(?:{_N}M(?:{_N}D)?)?|{_N}M(?:{_N}D)?|{_N}D)"
 _DURATION = f"P(?:{_N}W|{_DATE_OF_DURATION}(?:{_TIME_OF_DURATION})?|{_TIME_OF_DURATION})"
 
-# RFC 1123: at most 63 characters between dots and 253 in all. The last label begins with a letter: it is no address.
-_LONG_LABEL = "[a-zA-Z0-9]{1,15}(?:-[a-zA-Z0-9]{1,15}){0,3}"
-_SHORT_LABEL = "[a-zA-Z0-9]{1,10}(?:-[a-zA-Z0-9]{1,10})?"
-_LAST_LABEL = "[a-zA-Z]{1,15}(?:-[a-zA-Z0-9]{1,15}){0,3}"
-_HOSTNAME = f"(?:(?:{_LONG_LABEL}\\.){{0,2}}|(?:{_SHORT_LABEL}\\.){{3,8}}){_LAST_LABEL}"
+# RFC 1123 and 5891: a label has at most 63 characters and no "--" at its third and fourth. A host has at most 253. The
+# last label is no number: it has a letter among its first 15 characters.
+_LETTER, _DIGIT_OR_LETTER, _ANY_OF_LABEL = "[a-zA-Z]", "[a-zA-Z0-9]", "[a-zA-Z0-9-]"
+
+
+def _label(most: int, first: str = _DIGIT_OR_LETTER) -> str:
+    middle = f"{_ANY_OF_LABEL}(?:{_DIGIT_OR_LETTER}{_ANY_OF_LABEL}|-{_DIGIT_OR_LETTER}){_ANY_OF_LABEL}{{0,{most - 5}}}"
+    return f"{first}(?:(?:{_ANY_OF_LABEL}{{0,2}}|{middle}){_DIGIT_OR_LETTER})?"
+
+
+def _last_label(most: int) -> str:
+    after_digits = f"[0-9](?:[0-9]|-[0-9]){{0,7}}{_LETTER}(?:-?{_DIGIT_OR_LETTER}){{0,{(most - 17) // 2}}}"
+    return f"(?:{_label(most, _LETTER)}|{after_digits})"
+
+
+_HOSTNAME = (
+    f"(?:(?:{_label(63)}\\.){{0,2}}{_last_label(63)}"
+    f"|(?:{_label(63)}\\.)?(?:{_label(30)}\\.){{0,5}}{_last_label(30)}"
+    f"|(?:{_label(10)}\\.){{0,18}}{_last_label(30)})"
+)
 
 # RFC 5321, 4.1.2: a dot-string of at most 64 characters at a host.
-_ATOM = "[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]{1,20}"
-_EMAIL = f"{_ATOM}(?:\\.{_ATOM}){{0,2}}@{_HOSTNAME}"
+_ATOM = "[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]"
+_LOCAL = (
+    f"(?:{_ATOM}{{1,64}}|{_ATOM}{{1,31}}\\.{_ATOM}{{1,32}}"
+    f"|{_ATOM}{{1,20}}(?:\\.{_ATOM}{{1,20}}){{2}}|{_ATOM}(?:\\.?{_ATOM}){{0,31}})"
+)
+_EMAIL = f"{_LOCAL}@{_HOSTNAME}"
 
 _BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _IPV4 = f"(?:{_BYTE}\\.){{3}}{_BYTE}"
 
-# RFC 4291: eight groups, or up to seven and a "::".
+# RFC 4291: eight groups, or up to seven and a "::". The last two groups may be an IPv4 address.
 _GROUP = "[0-9a-fA-F]{1,4}"
 
 
 def _with_gap(left: int) -> str:
     before = f"{_GROUP}(?::{_GROUP}){{{left - 1}}}" if left else ""
-    return f"{before}::" + (f"(?:{_GROUP}(?::{_GROUP}){{0,{6 - left}}})?" if left < 7 else "")
+    address = f"|(?:{_GROUP}:){{0,{5 - left}}}{_IPV4}" if left < 6 else ""
+    return f"{before}::" + (f"(?:{_GROUP}(?::{_GROUP}){{0,{6 - left}}}{address})?" if left < 7 else "")
 
 
-_IPV6 = "(?:" + "|".join([f"(?:{_GROUP}:){{7}}{_GROUP}", *map(_with_gap, range(8))]) + ")"
+_WITHOUT_GAP = f"(?:{_GROUP}:){{6}}(?:{_GROUP}:{_GROUP}|{_IPV4})"
+_IPV6 = "(?:" + "|".join([_WITHOUT_GAP, *map(_with_gap, range(8))]) + ")"
 
 _UUID = "[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"
 
@@ -64,7 +87,7 @@ FORMATS: Mapping[str, str] = MappingProxyType(
     {
         name: f"^(?:{pattern})$"
         for name, pattern in {
-            "date-time": f"{_DATE}T{_TIME}",
+            "date-time": f"{_DATE}[Tt]{_TIME}",
             "date": _DATE,
             "time": _TIME,
             "duration": _DURATION,
@@ -79,66 +102,24 @@ FORMATS: Mapping[str, str] = MappingProxyType(
 )
 
 
-# By letter of the class: characters that both JavaScript (ECMA-262, 12.2, 12.3, 22.2.2.9) and Python count, or either.
-_CLASS_INTERSECTION = {
-    "s": r"\t\n\x0b\x0c\r\x20\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000",
-    "d": "0-9",
-    "w": "0-9A-Za-z_",
-}
-_CLASS_UNION = {"s": _CLASS_INTERSECTION["s"] + r"\x1c-\x1f\u0085\ufeff", "d": r"\p{Nd}", "w": r"\p{L}\p{N}\p{M}\p{Pc}"}
-_PATTERN_CONTROL = re.compile(r"[\x00-\x08\x0b\x0e-\x1f]|\\(?:x(?:[01]|\{)|u(?:00[01]|\{)|U000000[01]|c|[0aebv])")
-_PIECE = re.compile(
-    r"(?P<set>\[\^?(?:[^\]\\]|\\.)*\])|(?P<property>\\[pP](?:\{[^{}]*\}|.))|(?P<escape>\\.)|(?P<any>\.)|(?P<other>.)",
-    re.DOTALL,
+_MAX_BOUND = 2**63 - 1024  # of numbers: exact as a float and as a 64-bit integer
+INTEGER_FORMATS: Mapping[str, tuple[int, int]] = MappingProxyType(
+    {
+        **{f"int{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (8, 16, 32)},
+        **{f"uint{bits}": (0, 2**bits - 1) for bits in (8, 16, 32)},
+        "int64": (-_MAX_BOUND, _MAX_BOUND),
+        "uint64": (0, _MAX_BOUND),
+        "uint": (0, 2**32 - 1),
+    }
 )
-_WHOLE_SETS = {"[]", "[^]"}  # no character and any character, in JavaScript only
-
-
-def strict_pattern(pattern: str) -> str:
-    """The pattern, narrowed to what both JavaScript and Python match. Raises ValueError if a part is unsupported."""
-    if re.search(r"\\b", pattern):
-        raise ValueError("\\b is not supported")
-    if _PATTERN_CONTROL.search(pattern):
-        raise ValueError("control characters other than \\t, \\n, \\r and \\f cannot be named")
-    return "".join(map(_rewritten, _PIECE.finditer(pattern)))
-
-
-def _rewritten(piece: re.Match[str]) -> str:
-    written = piece[0]
-    match piece.lastgroup:
-        case "set":
-            if written in _WHOLE_SETS or "--" in written:
-                raise ValueError(f"the set {written!r:.50} is not supported")
-            return _without_control(_set(written))
-        case "property":
-            return _without_control(written)
-        case "any":
-            return _without_control(r"[^\n\r\u2028\u2029]")
-        case "escape":
-            return _class(written)
-    return written
-
-
-def _set(written: str) -> str:
-    """The set with "[", "&" and "~" escaped: in JavaScript they are plain characters in a set."""
-    opening = "[^" if written.startswith("[^") else "["
-    inner = re.findall(r"\\.|.", written[len(opening) : -1], re.DOTALL)
-    is_negated = opening == "[^"
-    return opening + "".join(f"\\{one}" if one in "[&~" else _class(one, is_negated=is_negated) for one in inner) + "]"
-
-
-def _class(escape: str, *, is_negated: bool = False) -> str:
-    """The set of a class escape such as \\d; another escape unchanged. is_negated: it stands in a negated set."""
-    letter = escape[1:]
-    if letter in _CLASS_INTERSECTION:
-        return f"[{(_CLASS_UNION if is_negated else _CLASS_INTERSECTION)[letter]}]"
-    if letter.lower() in _CLASS_INTERSECTION and len(escape) == 2:
-        return f"[^{(_CLASS_INTERSECTION if is_negated else _CLASS_UNION)[letter.lower()]}]"
-    return escape
-
-
-def _without_control(one: str) -> str:
-    return rf"[{one}&&[^\x01]]"
+# Formats that are known and not enforced: of numbers, of text that is no regular language, and of OpenAPI.
+_UNENFORCED_FORMATS = frozenset(
+    {
+        *("float", "double", "decimal", "byte", "binary", "password"),
+        *("regex", "uri-reference", "uri-template", "json-pointer", "relative-json-pointer"),
+        *("iri", "iri-reference", "idn-email", "idn-hostname"),
+    }
+)
 
 
 MAX_PROPERTIES = 512  # of one object
@@ -148,20 +129,19 @@ _MAX_AMOUNT = 2**31 - 1
 _MAX_PATTERNS = 8192  # characters of all patterns
 _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]")  # characters that JSON can write as \u escapes only
 
-Out = dict[str, object]
-
 
 class Values:
     """Checks values and counts nodes and characters of patterns. at: JSON pointer of a value, for errors."""
 
-    def __init__(self, param: str) -> None:
+    def __init__(self, param: str, *, refuse_unknown: bool = False) -> None:
         self._param = param
+        self._refuse_unknown = refuse_unknown
         self._num_nodes = 0
         self._num_characters = 0
 
     def error(self, at: str, why: str) -> RequestError:
         """The error of a value. The caller raises it."""
-        return RequestError(f"schema at {at}: {why}", self._param)
+        return schema_error(at, why, self._param)
 
     def count_node(self, at: str) -> None:
         """Count a schema, or a value within a constant. Raises RequestError beyond MAX_NODES."""
@@ -169,21 +149,22 @@ class Values:
         if self._num_nodes > MAX_NODES:
             raise self.error(at, f"more than {MAX_NODES:,} parts; make the schema smaller")
 
-    def read(self, key: str, argument: object, at: str, out: Out) -> None:
+    def read(self, key: str, argument: object, at: str, out: Part) -> None:
         """Translate one keyword of VALUES into the schema `out`. Raises RequestError."""
         VALUES[key](self, key, argument, at, out)
 
-    def pattern(self, pattern: object, at: str) -> str:
-        """A pattern in the syntax of the backends. Raises RequestError."""
+    def ignore(self, at: str, why: str) -> None:
+        """A keyword or format is an annotation. Raises RequestError if these are refused."""
+        if self._refuse_unknown:
+            raise self.error(at, why)
+
+    def count_pattern(self, pattern: object, at: str) -> None:
+        """Raises RequestError for a pattern that is no string, and if all patterns are too long together."""
         if not isinstance(pattern, str):
             raise self.error(at, "a pattern is a string")
         self._num_characters += len(pattern)
         if self._num_characters > _MAX_PATTERNS:
             raise self.error(at, f"more than {_MAX_PATTERNS:,} characters of patterns")
-        try:
-            return strict_pattern(pattern)
-        except ValueError as error:
-            raise self.error(at, f"pattern: {error}") from error
 
     def check_text(self, text: str, at: str) -> None:
         """Raises RequestError for a name or constant that is too long or has control characters."""
@@ -192,16 +173,25 @@ class Values:
         if _CONTROL.search(text):
             raise self.error(at, "control characters other than \\b, \\f, \\n, \\r and \\t are not supported")
 
-    def _pattern(self, key: str, argument: object, at: str, out: Out) -> None:
-        out[key] = self.pattern(argument, at)
+    def _pattern(self, key: str, argument: object, at: str, out: Part) -> None:
+        self.count_pattern(argument, at)
+        out[key] = argument
 
-    def _format(self, key: str, argument: object, at: str, out: Out) -> None:
-        if not isinstance(argument, str) or argument not in FORMATS:
-            known = ", ".join(sorted(FORMATS))
-            raise self.error(at, f"format {argument!r:.100} is not enforced; leave it out, or use one of {known}")
-        out[key] = FORMATS[argument]
+    def _format(self, key: str, argument: object, at: str, out: Part) -> None:
+        if not isinstance(argument, str):
+            raise self.error(at, "a format is a string")
+        if argument in FORMATS or argument in INTEGER_FORMATS:
+            out[key] = argument
+        elif argument not in _UNENFORCED_FORMATS:
+            self.ignore(at, f"unknown format {argument!r:.100}{nearest(argument, FORMATS)}")
 
-    def _types(self, key: str, argument: object, at: str, out: Out) -> None:
+    def _unique(self, key: str, argument: object, at: str, out: Part) -> None:
+        if not isinstance(argument, bool):
+            raise self.error(at, "must be true or false")
+        if argument:
+            out[key] = True
+
+    def _types(self, key: str, argument: object, at: str, out: Part) -> None:
         names = [argument] if isinstance(argument, str) else argument
         if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
             raise self.error(at, "type is a name or a list of names")
@@ -210,11 +200,11 @@ class Values:
                 raise self.error(at, f"unknown type {name!r:.100}{nearest(name, sorted(TYPES))}")
         out[key] = names[0] if len(names) == 1 else names
 
-    def _const(self, key: str, argument: object, at: str, out: Out) -> None:
+    def _const(self, key: str, argument: object, at: str, out: Part) -> None:
         self._constant(argument, at)
         out[key] = argument
 
-    def _enum(self, key: str, argument: object, at: str, out: Out) -> None:
+    def _enum(self, key: str, argument: object, at: str, out: Part) -> None:
         if not isinstance(argument, list) or not argument:
             raise self.error(at, "enum is a list of values, at least one")
         for index, one in enumerate(argument):
@@ -245,20 +235,36 @@ class Values:
             raise self.error(at, f"numbers closer to zero than {_MIN_FRACTION:g} are not enforced")
         return value
 
-    def _bound(self, key: str, argument: object, at: str, out: Out) -> None:
+    def _bound(self, key: str, argument: object, at: str, out: Part) -> None:
         if not isinstance(argument, bool):
-            out[key] = self._number(argument, at)
+            out[key] = self._exact_bound(key, argument, at, out)
         elif not key.startswith("exclusive"):
             raise self.error(at, "must be a number")
         elif argument:  # draft 4: the bound of the same side is exclusive
             out[key] = True
 
-    def _multiple(self, key: str, argument: object, at: str, out: Out) -> None:
+    def _exact_bound(self, key: str, argument: object, at: str, out: Part) -> float:
+        """A bound that is exact as a float, the nearest one inside of the range."""
+        if not isinstance(argument, int | float) or abs(argument) <= _MAX_WHOLE:
+            return self._number(argument, at)
+        sign = 1 if key.endswith("inimum") else -1
+        if sign * argument > _MAX_BOUND or argument != argument:
+            raise self.error(at, "no number that large can be enforced; use a smaller one")
+        bound = float(max(-_MAX_BOUND, min(_MAX_BOUND, argument)))
+        bound = (
+            bound
+            if sign * int(bound) >= sign * min(_MAX_BOUND, max(-_MAX_BOUND, argument))
+            else math.nextafter(bound, sign * math.inf)
+        )
+        out.is_narrowed |= bound != argument
+        return int(bound)
+
+    def _multiple(self, key: str, argument: object, at: str, out: Part) -> None:
         if self._number(argument, at) <= 0:
             raise self.error(at, "must be above 0")
         out[key] = argument
 
-    def _amount(self, key: str, argument: object, at: str, out: Out) -> None:
+    def _amount(self, key: str, argument: object, at: str, out: Part) -> None:
         value = self._number(argument, at)
         if value < 0 or value != int(value):
             raise self.error(at, "must be a whole number, 0 or more")
@@ -267,7 +273,7 @@ class Values:
         elif key.startswith("min"):
             raise self.error(at, f"must be at most {_MAX_AMOUNT:,}")
 
-    def _required(self, key: str, argument: object, at: str, out: Out) -> None:
+    def _required(self, key: str, argument: object, at: str, out: Part) -> None:
         if not isinstance(argument, list) or not all(isinstance(name, str) for name in argument):
             raise self.error(at, "required is a list of names")
         if len(argument) > MAX_PROPERTIES:
@@ -282,7 +288,7 @@ def escaped(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1")
 
 
-VALUES: Mapping[str, Callable[[Values, str, object, str, Out], None]] = MappingProxyType(
+VALUES: Mapping[str, Callable[[Values, str, object, str, Part], None]] = MappingProxyType(
     {
         "type": Values._types,
         "const": Values._const,
@@ -293,6 +299,7 @@ VALUES: Mapping[str, Callable[[Values, str, object, str, Out], None]] = MappingP
         "required": Values._required,
         **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), Values._bound),
         **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems"), Values._amount),
-        **dict.fromkeys(("minProperties", "maxProperties"), Values._amount),
+        **dict.fromkeys(("minProperties", "maxProperties", "minContains", "maxContains"), Values._amount),
+        "uniqueItems": Values._unique,
     }
 )

@@ -46,6 +46,10 @@ FORMS = [
     ({"structured_outputs": {"grammar": 'start: "a"', "json": None}}, {"grammar": 'start: "a"'}),
     ({"structured_outputs": {"json_object": True, "whitespace_pattern": " ?"}}, None),
     ({"structured_outputs": {"json": SCHEMA, "disable_additional_properties": True}}, None),
+    (
+        {"json_schema": SCHEMA, "structured_outputs": {"unknown_keywords": "refuse"}},
+        {"json": SCHEMA, "unknown_keywords": "refuse"},
+    ),
     ({"structured_outputs": {"structural_tag": json.dumps(TAG)}}, {"structural_tag": TAG}),
     ({"guided_json": SCHEMA}, {"json": SCHEMA}),
     ({"guided_regex": "a+"}, {"regex": "a+"}),

@@ -167,7 +167,9 @@ REFUSED = [
     ({"regex": "(?<!a)b"}, "regex"),
     ({"response_format": {**BY_SCHEMA, "json_schema": {"name": "x", "schema": {"type": "strnig"}}}}, "response_format"),
     ({"response_format": {**BY_SCHEMA, "json_schema": {"name": "x", "schema": {"pattern": "("}}}}, "response_format"),
-    ({"guided_json": {"type": "object", "unevaluatedProperties": False, "dependentSchemas": {"a": {}}}}, "guided_json"),
+    ({"guided_json": {"type": "array", "items": {"type": "string"}, "uniqueItems": True}}, "guided_json"),
+    ({"structured_outputs": {"json": {"colour": 1}, "unknown_keywords": "refuse"}}, "structured_outputs.json"),
+    ({"guided_json": {"colour": 1}, "structured_outputs": {"unknown_keywords": "refuse"}}, "guided_json"),
     ({"structured_outputs": {"grammar": 'start: "a" missing'}}, "structured_outputs.grammar"),
     ({"ebnf": "root ::= missing"}, "ebnf"),
     (

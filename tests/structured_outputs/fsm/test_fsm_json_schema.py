@@ -1,16 +1,15 @@
 """JSON schemas as automata: every accepted text is valid, and unsupported keywords are rejected by name."""
 
 import datetime
-import ipaddress
 import json
 import random
-import uuid
 
 import jsonschema
 import pytest
 from fsm_oracles import demo_vocabulary, samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from json_schema_oracle import faults
 
 from quire.errors import RequestError
 from quire.params import StructuredOutputsParams
@@ -18,6 +17,7 @@ from quire.structured_outputs.fsm.backend import FsmBackend, automaton
 from quire.structured_outputs.fsm.construct import node_to_dfa
 from quire.structured_outputs.fsm.dfa import Dfa
 from quire.structured_outputs.fsm.json_text import integers
+from quire.structured_outputs.json_schema.values import FORMATS
 
 
 def compiled(schema: object, **options: object) -> Dfa:
@@ -56,7 +56,7 @@ SCHEMAS = [
     ({"type": "number"}, [0, -1.25, 1e-7, 12.5e20], ["1"]),
     ({"type": "number", "minimum": 0}, [0, 0.5, 3], [-1, -0.5]),
     ({"type": ["boolean", "null", "integer"], "maximum": 3}, [True, None, 3, -9], [4, "x"]),
-    ({"const": {"a": [1, "x\u0001", None], "b": {}}}, [{"a": [1, "x\u0001", None], "b": {}}], [{}]),
+    ({"const": {"a": [1, "x\n", None], "b": {}}}, [{"a": [1, "x\n", None], "b": {}}], [{}]),
     ({"enum": [1, 2.5, "a", True, [], {"k": "é"}]}, [1, 2.5, "a", True, [], {"k": "é"}], [False, {}]),
     ({"type": "string", "enum": [1, "a", None]}, ["a"], [1, None]),
     ({"type": "array", "items": {"type": "boolean"}}, [[], [True] * 5], [[1], {}]),
@@ -94,12 +94,23 @@ def test_what_is_written_is_valid_and_what_is_valid_is_written(schema, good, bad
             assert not dfa.matches(json.dumps(value, ensure_ascii=False).encode()), value
 
 
+@pytest.mark.parametrize("negative", ["\\S", "[^\\s]", "[^\\s\\d]", "[\\S]"])
+def test_no_unicode_white_space_is_outside_of_white_space(negative):
+    dfa = compiled({"type": "string", "pattern": f"^{negative}$"})
+    assert dfa.matches('"é"'.encode())
+    for blank in "\t\n\x0b\x1f \x85\xa0\u1680\u2003\u2028\u2029\u202f\u205f\u3000\ufeff":
+        assert not dfa.matches(json.dumps(blank, ensure_ascii=False).encode()), blank
+    assert not compiled({"type": "string", "pattern": "^[^\\S]$"}).matches('"\x85"'.encode())
+    assert compiled({"type": "string", "pattern": "^\\s$"}).matches('"\u2003"'.encode())
+
+
 def test_white_space_is_what_was_asked_for():
     schema = {"type": "object", "properties": {"a": {"type": "array", "items": {"const": 1}}}, "required": ["a"]}
     plain = texts_of(schema, disable_any_whitespace=True)
     assert plain and all(text == json.dumps(json.loads(text)) for text in plain)
     assert compiled(schema).matches(b'{"a":[1, 1]}') and compiled(schema).matches(b'{\n"a":\t[ 1,1\n] }')
     assert not compiled(schema).matches(b'{  "a":[1]}')
+    assert not compiled(schema).matches(b'{\n\n"a":[1]}')
     assert compiled(schema, whitespace_pattern="( |\\n){2}").matches(b'{  "a": \n[  1  ] \n}')
     for pattern in (r"\s", "x?", ".", "[ -#]"):
         with pytest.raises(RequestError, match="only spaces, tabs and line breaks") as caught:
@@ -107,20 +118,10 @@ def test_white_space_is_what_was_asked_for():
         assert caught.value.param == "whitespace_pattern"
 
 
-@pytest.mark.parametrize(
-    ("name", "is_valid"),
-    [
-        ("date", lambda text: datetime.date.fromisoformat(text) and len(text) == 10),
-        ("date-time", lambda text: datetime.datetime.fromisoformat(text.replace("Z", "+00:00")).tzinfo),
-        ("time", lambda text: datetime.time.fromisoformat(text.replace("Z", "+00:00")).tzinfo),
-        ("uuid", lambda text: str(uuid.UUID(text)) == text),
-        ("ipv4", lambda text: str(ipaddress.IPv4Address(text)) == text),
-    ],
-)
-def test_formats_are_enforced(name, is_valid):
-    for text in texts_of({"type": "string", "format": name}, 300):
-        value = json.loads(text)
-        assert value.startswith("0000") or is_valid(value), value
+@pytest.mark.parametrize("name", sorted(FORMATS.keys() - {"email", "hostname"}))
+def test_formats_are_enforced(name):
+    for text in texts_of({"type": "string", "format": name}, 100):
+        assert not list(faults({"type": "string", "format": name}, text.encode())), text
 
 
 def test_every_day_of_the_calendar_is_a_date():
@@ -158,7 +159,6 @@ def test_bounds_of_integers_are_exact(least, most, seed):
 
 
 REFUSED = [
-    ({"type": "string", "contentEncoding": "base64"}, "contentEncoding"),
     ({"type": "string", "format": "hostname"}, "hostname"),
     ({"type": "string", "pattern": "a", "minLength": 1}, "'minLength' together with 'pattern'"),
     ({"type": "string", "pattern": "(?=a)"}, "look-ahead"),
@@ -168,25 +168,22 @@ REFUSED = [
     ({"type": "integer", "multipleOf": 3}, "multipleOf"),
     ({"type": "array"}, "items"),
     ({"type": "array", "items": {"type": "null"}, "uniqueItems": True}, "uniqueItems"),
-    ({"type": "array", "items": {"type": "null"}, "contains": {}}, "contains"),
+    ({"type": "array", "items": {"type": "null"}, "contains": {}}, "allOf|anyOf"),
     ({"type": "array", "prefixItems": [{"type": "null"}], "items": {"type": "null"}}, "prefixItems"),
     ({"type": "array", "prefixItems": [{"type": "null"}], "minItems": 2}, "prefixItems"),
     ({"type": "object"}, "properties"),
     ({"type": "object", "properties": {"a": {"type": "null"}}, "additionalProperties": True}, "additionalProperties"),
     ({"type": "object", "properties": {"a": {"type": "null"}}, "required": ["b"]}, "'b'"),
-    ({"type": "object", "properties": {"a": {"type": "null"}}, "minProperties": 1}, "minProperties"),
-    ({"type": "object", "properties": {"a": {"type": "object", "patternProperties": {}}}}, " at /properties/a"),
-    ({"not": {"type": "null"}}, "any type"),
-    ({"type": "null", "not": {}}, "not"),
-    ({"type": "null", "if": {}}, "if"),
-    ({"type": "null", "x-hint": 1}, "x-hint"),
+    ({"type": "object", "properties": {"a": {"type": "null"}}, "minProperties": 1}, "anyOf"),
+    ({"type": "object", "properties": {"a": {"type": "object", "patternProperties": {}}}}, "at #/properties/a: "),
+    ({"not": {"const": 5}}, "anyOf|not"),
     ({"const": 1, "minimum": 3}, "minimum"),
     ({"anyOf": [{"type": "null"}], "type": "null"}, "type"),
-    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
+    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "anyOf|no integers"),
     ({"oneOf": [{"const": 1}, {"enum": [1, 2]}]}, "oneOf"),
     ({"allOf": [{"type": "null"}, {"type": "null"}]}, "allOf"),
     ({}, "any type"),
-    (True, "True"),
+    (True, "any type"),
     ({"$ref": "#/$defs/a", "$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}}}}, "recursive"),
     ({"type": "array", "items": {"$ref": "#"}}, "recursive"),
     ({"$ref": "other.json"}, "within"),

@@ -4,14 +4,14 @@ import json
 import time
 
 import pytest
+from grammar_mask_walks import matches
 from json_schema_cases import INTEGER, STRING
 
 from quire.errors import RequestError
 from quire.params import SamplingParams
 from quire.params import StructuredOutputsParams as Asked
 from quire.structured_outputs.backends import check
-from quire.structured_outputs.json_schema.bounds import ANNOTATIONS, ENFORCED, REFUSED
-from quire.structured_outputs.json_schema.values import FORMATS
+from quire.structured_outputs.json_schema.bounds import ANNOTATIONS, ENFORCED
 
 
 def refusal(**asked: object) -> str:
@@ -21,15 +21,30 @@ def refusal(**asked: object) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("keyword", sorted(REFUSED))
-def test_a_keyword_that_is_not_enforced_is_refused_where_it_stands(keyword):
-    schema = {"type": "object", "properties": {"a/b": {"items": {keyword: True}}}}
-    assert refusal(json=schema).startswith(f"schema at #/properties/a~1b/items/{keyword}: {keyword!r} is not enforced")
-
-
-def test_keywords_are_enforced_or_annotations_or_refused():
+def test_a_keyword_is_enforced_or_an_annotation():
     assert not ENFORCED & ANNOTATIONS
-    assert not (ENFORCED | ANNOTATIONS) & REFUSED.keys()
+
+
+@pytest.mark.parametrize("schema", [{"proprties": {}}, {"items": {"x": {}}}, {"format": "colour"}, {"extends": {}}])
+def test_unknown_keywords_and_formats_are_annotations_unless_they_are_refused(schema):
+    check(Asked(json=schema))
+    assert "unknown" in refusal(json=schema, unknown_keywords="refuse")
+
+
+def test_known_annotations_and_extensions_are_not_unknown():
+    schema = {"x-order": 3, "nullable": True, "format": "double", "then": {}, "contentEncoding": "base64"}
+    check(Asked(json=schema, unknown_keywords="refuse"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "low", "high"), [("int32", -(2**31), 2**31 - 1), ("int64", 1024 - 2**63, 2**63 - 1024), ("uint8", 0, 255)]
+)
+def test_an_integer_format_is_a_range(kind, low, high):
+    asked = Asked(json={"type": "integer", "format": kind})
+    assert matches(asked, str(low))
+    assert matches(asked, str(high))
+    assert not matches(asked, str(low - 1))
+    assert not matches(asked, str(high + 1))
 
 
 @pytest.mark.parametrize("keyword", sorted(ANNOTATIONS - {"$schema", "$defs", "definitions"}))
@@ -42,9 +57,7 @@ def test_annotations_change_nothing(keyword):
     [
         ({"const": "x" * 4097}, "#/const: a text must have at most 4,096 characters"),
         ({"enum": [["a", {"x" * 4097: 1}]]}, "#/enum/0/1: a text must have at most 4,096 characters"),
-        ({"proprties": {}}, "#/proprties: unknown keyword 'proprties' (did you mean 'properties'?)"),
         ({"items": {"type": "strng"}}, "#/items/type: unknown type 'strng' (did you mean 'string'?)"),
-        ({"x": {}, "anyOf": [{}, 5]}, "unknown keyword 'x'"),
         ({"anyOf": [{}, 5]}, "#/anyOf/1: a schema is an object, true or false"),
         ({"anyOf": []}, "#/anyOf: anyOf is a list of schemas, at least one"),
         ({"type": []}, "type is a name or a list of names"),
@@ -52,11 +65,28 @@ def test_annotations_change_nothing(keyword):
         ({"required": "a"}, "required is a list of names"),
         ({"minLength": -1}, "#/minLength: must be a whole number, 0 or more"),
         ({"minItems": 2**40}, "must be at most 2,147,483,647"),
-        ({"maximum": 2**53 + 1}, "numbers beyond 2**53 are not exact"),
+        ({"const": 2**53 + 1}, "numbers beyond 2**53 are not exact"),
+        ({"minimum": 2**70}, "#/minimum: no number that large"),
         ({"const": {"a": [1e-300]}}, "#/const/a/0: numbers closer to zero than 1e-09"),
         ({"multipleOf": 0}, "must be above 0"),
         ({"minimum": True}, "must be a number"),
-        ({"format": "idn-email"}, f"use one of {', '.join(sorted(FORMATS))}"),
+        ({"format": 3}, "#/format: a format is a string"),
+        ({"not": {"pattern": "a"}}, "#/not: 'not' is not enforced: #/not/pattern has no negation"),
+        (
+            {"type": "object", "properties": {"a": {"if": {"format": "date"}, "then": {}, "else": {"type": "null"}}}},
+            "#/properties/a/if",
+        ),
+        ({"uniqueItems": True}, "#/uniqueItems: 'uniqueItems' is not enforced"),
+        ({"propertyNames": {"pattern": "a", "maxLength": 3}}, "#/propertyNames: only 'propertyNames' of a single"),
+        ({"dependentRequired": {"a/b": "c"}}, "#/dependentRequired/a~1b"),
+        (
+            {
+                "properties": {
+                    "p": {"allOf": [{"anyOf": [{"required": [f"{i}{j}"]} for j in range(4)]} for i in range(5)]}
+                }
+            },
+            "#/properties/p: more than 1024 combinations",
+        ),
         ({"pattern": 5}, "a pattern is a string"),
         ({"pattern": r"\bx"}, "#/pattern: pattern: \\b is not supported"),
         ({"pattern": r"^\u0001$"}, "control characters"),
@@ -66,21 +96,86 @@ def test_annotations_change_nothing(keyword):
         ({"properties": {"\x00": {}}}, "control characters"),
         ({"$ref": "#/$defs/none"}, "#/$ref: the schema has nothing at '#/$defs/none'"),
         ({"$ref": "http://a.test/x"}, "only references within the schema"),
-        ({"items": {"$id": "http://a.test/x"}}, "cannot have its own $id"),
+        ({"items": {"$id": "http://a.test/x", "$ref": "#/x"}}, "#/items/$ref: a subschema with its own $id"),
         ({"$schema": "http://a.test/x"}, "unknown dialect 'http://a.test/x'"),
         ({"minProperties": 2}, "more properties than are required by name, and one"),
         ({"$ref": "#"}, "a recursive $ref"),
         ({"properties": {"a": {"$ref": "#"}}, "required": ["a"], "type": "object"}, "a recursive $ref"),
         ({"$ref": "#", "title": "x", "minLength": 3}, "a recursive $ref"),
-        ({"oneOf": [INTEGER, {"type": "number"}]}, "cannot be proven to exclude each other; use anyOf"),
-        ({"allOf": [INTEGER, STRING]}, "nsatisfiable"),
-        ({"type": "integer", "minimum": 3, "maximum": 2}, "nsatisfiable"),
+        ({"oneOf": [INTEGER, {"type": "number"}]}, "numbers that are no integers"),
+        ({"allOf": [INTEGER, STRING]}, "#: no value satisfies the schema"),
+        ({"type": "integer", "minimum": 3, "maximum": 2}, "#: no value satisfies the schema"),
+        (
+            {
+                "properties": {"a": {"$ref": "#/$defs/x/y"}},
+                "required": ["a"],
+                "type": "object",
+                "$defs": {"x": {"y": {"items": {"allOf": [INTEGER, STRING]}, "minItems": 1, "type": "array"}}},
+            },
+            "schema at #/$defs/x/y/items: no value satisfies the schema",
+        ),
         ({"type": "number", "multipleOf": 99991}, "multipleOf"),
         ({"allOf": [{"multipleOf": 9973}, {"multipleOf": 9967}]}, "multipleOf"),
     ],
 )
 def test_a_schema_is_refused_with_its_place_and_a_reason(schema, why):
-    assert why in refusal(json=schema)
+    message = refusal(json=schema)
+    assert why in message
+    assert message.startswith("schema at #") or "not valid Unicode" in message
+    assert not any(internal in message for internal in ("$defs/d0", "&&", "json-schema:"))
+
+
+def test_a_limit_on_products_of_alternatives_costs_little():
+    def thing(i: int, j: int) -> dict:
+        properties = {f"p{i}{j}{k}": STRING for k in range(4)}
+        return {"type": "object", "properties": properties, "required": [f"p{i}{j}0"]}
+
+    schema = {"allOf": [{"anyOf": [thing(i, j) for j in range(4)]} for i in range(5)]}
+    began = time.process_time()
+    assert "combinations of alternatives" in refusal(json={"items": schema})
+    assert time.process_time() - began < 0.3, "0.07 s on an idle machine; 0.4 s if the backend expands the product"
+
+
+@pytest.mark.parametrize(
+    "branches",
+    [
+        [{"type": "string", "format": "uri"}, {"const": "none"}],  # formats are annotations for some validators
+        [{"type": "string", "pattern": "a"}, {"type": "string", "pattern": "b"}],
+        [{"type": "array", "contains": INTEGER}, {"type": "array", "items": STRING}],
+        [{"type": "integer", "format": "int32"}, {"type": "integer", "minimum": 2**31}],
+    ],
+)
+def test_branches_that_exclude_each_other_only_for_quire_are_refused(branches):
+    assert "cannot be proven to exclude each other" in refusal(json={"oneOf": branches})
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        (
+            {"oneOf": [{"type": "string", "pattern": "^[0-9]+$"}, {"enum": ["any"]}, {"type": "object"}]},
+            ['"12"', '"any"', "{}"],
+            ['"x"', "1"],
+        ),
+        (
+            {"oneOf": [{"properties": {"a": {}}, "additionalProperties": False}, {"properties": {"b": {}}, "additionalProperties": False}]},  # noqa: E501
+            ['{"a": 1}', '{"b": 1}'],
+            ["{}", "1", '{"a": 1, "b": 1}'],
+        ),
+        ({"type": "object", "not": {"required": ["a"]}}, ["{}", '{"b": 1}'], ['{"a": 1}']),
+        ({"type": "array", "items": {"enum": ["x", "y"]}, "uniqueItems": True}, ['["y", "x"]', "[]"], ['["x", "x"]']),
+        ({"if": {"type": "string"}, "then": {"maxLength": 2}, "else": {"const": 3}}, ['"ab"', "3"], ['"abc"', "4"]),
+        ({"type": "string", "format": "email"}, ['"a.b.c.d@raw.githubusercontent.com"', f'"{"x" * 64}@web01"'], ['"a..b@c"', '"a@b.1"']),  # noqa: E501
+        ({"type": "string", "format": "hostname"}, ['"web01"', f'"{"a" * 63}.example.com"'], [f'"{"a" * 64}.com"', '"1.2.3.4"', '"ab--c.d"']),  # noqa: E501
+        ({"type": "string", "format": "ipv6"}, ['"::ffff:1.2.3.4"', '"1:2:3:4:5:6:1.2.3.4"'], ['"1:2:3:4:5:6:7:1.2.3.4"', '"::1.2.3"']),  # noqa: E501
+        ({"type": "string", "format": "date-time"}, ['"2024-02-29t12:00:00z"'], ['"2023-02-29T12:00:00Z"']),
+    ],
+)  # fmt: skip
+def test_an_output_is_what_the_schema_asks_for(schema, good, bad):
+    for text in good:
+        assert matches(Asked(json=schema), text), text
+    for text in bad:
+        assert not matches(Asked(json=schema), text), text
 
 
 @pytest.mark.parametrize(
@@ -105,8 +200,11 @@ def test_a_schema_is_refused_with_its_place_and_a_reason(schema, why):
         ),
         ({"grammar": "start: <|im_end|>"}, "grammar, line 1: special tokens such as '<|im_end|>' are not supported"),
         ({"grammar": 'start: "a"\n<[1]>'}, "grammar, line 2"),
-        ({"grammar": 'start: %json {"not": {}}'}, "schema at #/not: 'not' is not enforced"),
-        ({"grammar": 'start: %json {"x-guidance": {"lenient": true}, "if": 1}'}, "'if' is not enforced"),
+        ({"grammar": 'start: %json {"not": {"pattern": "a"}}'}, "schema at #/not: 'not' is not enforced"),
+        (
+            {"grammar": 'start: %json {"x-guidance": {"lenient": true}, "if": 1, "then": {}}'},
+            "#/if: a schema is an object",
+        ),
         ({"grammar": "start: %json {"}, "%json needs JSON"),
         ({"grammar": '%llguidance {"allow_invalid_utf8": true}\nstart: "a"'}, "options are"),
         ({"grammar": "start: @x"}, "cannot be enforced"),
@@ -129,7 +227,7 @@ def test_a_schema_is_refused_with_its_place_and_a_reason(schema, why):
             {"structural_tag": {"triggers": ["<"], "structures": [{"begin": "a"}]}},
             "must start with one of the triggers",
         ),
-        ({"structural_tag": {"triggers": ["<"], "structures": [{"begin": "<", "schema": {"if": 1}}]}}, "#/if"),
+        ({"structural_tag": {"triggers": ["<"], "structures": [{"begin": "<", "schema": {"not": 1}}]}}, "#/not"),
         ({"json": {}, "whitespace_pattern": "[^a]*"}, "whitespace_pattern may be made of"),
         ({"json": {}, "whitespace_pattern": "a"}, "whitespace_pattern may be made of"),
     ],
