@@ -340,3 +340,48 @@ def _object(rng: random.Random, depth: int) -> Schema:
 def _either(rng: random.Random, depth: int) -> Schema:
     parts = [at_random(rng, depth - 1) for _ in range(rng.randint(1, 3))]
     return rng.choice([{"anyOf": parts}, {"allOf": parts[:1]}, {"oneOf": [{"type": "null"}, *parts[:1]]}])
+
+
+def conditional_at_random(rng: random.Random, depth: int = 2) -> Schema:
+    """A random schema with a condition, exclusive alternatives or a keyword that depends on others."""
+
+    def part() -> Schema:
+        return conditional_at_random(rng, depth - 1) if depth and rng.random() < 0.35 else _plain(rng, 1)
+
+    beside = _plain(rng, 1) if rng.random() < 0.5 else {}
+    names = rng.choice([{"enum": ["a", "b"]}, {"pattern": "^[ab]"}, {"maxLength": 1}, {"not": {"enum": ["a"]}}])
+    return rng.choice(
+        [
+            lambda: {**beside, "not": part()},
+            lambda: {**beside, "oneOf": [part() for _ in range(rng.randint(2, 4))]},
+            lambda: {**beside, "oneOf": [part(), part()]},
+            lambda: {**beside, "if": part(), "then": part(), "else": part()},
+            lambda: {**beside, "if": part(), "then": part()},
+            lambda: {**beside, "dependentRequired": {"a": ["b"]}, "dependentSchemas": {"c": part()}},
+            lambda: {"allOf": [part(), part()], "anyOf": [part(), part()]},
+            lambda: {**beside, "anyOf": [part(), part()], "unevaluatedProperties": False},
+            lambda: {"type": "object", **beside, "propertyNames": names},
+            lambda: {"type": "array", "contains": part(), "uniqueItems": True, "items": {"enum": ["a", 1, None]}},
+        ]
+    )()
+
+
+def _plain(rng: random.Random, depth: int) -> Schema:
+    closed: Schema = {"additionalProperties": False} if rng.random() < 0.4 else {}
+    properties = {name: _plain(rng, depth - 1) if depth else INTEGER for name in rng.sample("abc", 2)}
+    kinds = ["string", "integer", "number", "null", "object", "array", "boolean"]
+    return rng.choice(
+        [
+            {"type": rng.choice(kinds)},
+            {"type": ["string", "integer", "object"]},
+            {"enum": rng.sample(["a", "b", "ab", 1, 2, 2.5, None, True, [], {}, [1]], rng.randint(1, 3))},
+            {"type": "string", "minLength": rng.randint(0, 2), "maxLength": rng.randint(1, 4)},
+            {"minimum": rng.randint(-3, 3)},
+            {"type": "integer", "maximum": rng.randint(-3, 5)},
+            {"required": rng.sample("abc", rng.randint(1, 2))},
+            {"type": "object", "properties": properties, "required": rng.sample("abc", 1), **closed},
+            {"properties": properties},
+            {"type": "array", "items": rng.choice([INTEGER, STRING]), "minItems": rng.randint(0, 2)},
+            {"type": "string", "pattern": rng.choice(["^a", "b$", "^[ab]*$"])},
+        ]
+    )

@@ -4,7 +4,9 @@ import random
 
 import pytest
 from grammar_mask_walks import text_of, vocabulary, walk
-from json_schema_cases import at_random, by_keyword
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from json_schema_cases import at_random, by_keyword, conditional_at_random
 from json_schema_oracle import faults
 
 from quire.errors import RequestError
@@ -59,6 +61,17 @@ def test_every_output_fits_schemas_at_random():
             num_refused += 1
     assert num_refused < NUM_AT_RANDOM // 10
     assert num_complete > NUM_AT_RANDOM
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 10**9))
+def test_every_output_fits_schemas_with_conditions_at_random(seed):
+    rng = random.Random(seed)
+    schema = conditional_at_random(rng)
+    try:
+        completed(schema, rng, 2, 40)
+    except RequestError as error:
+        assert str(error).startswith("schema at #")
 
 
 def test_there_are_300_schemas_which_have_each_enforced_keyword():
