@@ -10,7 +10,7 @@ from math import lcm, prod
 
 from quire.errors import RequestError
 
-MAX_NODES = 3072  # schemas, and values within constants
+MAX_NODES = 2560  # schemas, and values within constants
 MAX_TOTAL_NESTING = 512  # levels, summed over the root and all definitions
 MAX_EXPANDED_NODES = 8192  # nodes of a schema after references with other keywords beside them are expanded
 MAX_PRODUCT = 6000  # combinations of alternatives in one place, times the nodes of the schema there

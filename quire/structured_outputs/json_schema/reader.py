@@ -226,8 +226,11 @@ class _Reader:
     def _normalize(self, value: Mapping[str, object], at: str, out: Part) -> None:
         """Convert keywords of older drafts to 2020-12, integer formats to ranges, and close objects."""
         if "const" in out:
-            constant = Part(at, {"enum": [out.pop("const")]})
-            _conjoin(out, constant) if "enum" in out else out.update(constant)
+            constant = {"enum": [out.pop("const")]}
+            if "enum" in out:
+                _conjoin(out, Part(at, constant))
+            else:
+                out.update(constant)
         for side in ("Minimum", "Maximum"):
             if out.get(f"exclusive{side}") is True:
                 bound = out.pop(side.lower(), None)
