@@ -57,6 +57,15 @@ def test_fast_forward_takes_fewer_steps_and_changes_no_token(llm):
     assert fast.outputs[0].num_forced_tokens > 5 and slow.outputs[0].num_forced_tokens == 0
 
 
+@pytest.mark.parametrize("options", [{"ignore_eos": True}, {"min_tokens": 40}])
+@pytest.mark.parametrize("fast_forward", [True, False])
+def test_a_complete_constraint_ends_an_output_before_min_tokens_and_with_ignore_eos(llm, options, fast_forward):
+    form = StructuredOutputsParams(choice=("yes", "no way"), fast_forward=fast_forward)
+    result, _ = ask(llm, form, **options)
+    assert result.outputs[0].text in ("yes", "no way")
+    assert result.outputs[0].finish_reason == "stop"
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_drawn_tokens_are_the_same_too_and_the_text_has_the_form(llm, seed):
     params = {"temperature": 1.5, "seed": seed, "n": 3, "max_tokens": 120}
