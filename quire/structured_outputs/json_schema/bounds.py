@@ -127,7 +127,7 @@ class _Sizes:
     def of(self, schema: object, *, is_joined: bool = False) -> int:
         if not isinstance(schema, dict):
             return 1
-        size = 1 + len(schema.get("enum", ()))
+        size = 1 + len(schema.get("enum", ())) + len(schema.get("not", {}).get("enum", ()))
         is_joined = is_joined or len(schema.keys() - {"$defs"}) > 1 or len(schema.get("allOf", ())) > 1
         if "$ref" in schema and is_joined:
             size += self._of_definition(schema["$ref"].removeprefix("#/$defs/"), getattr(schema, "at", "#"))

@@ -11,8 +11,8 @@ from types import MappingProxyType
 from typing import Any
 
 MAX_COMBINATIONS = 256  # alternatives that the alternatives of one schema make together
-_MAX_STEPS = 50_000  # parts that are compared or negated for one schema of a user
-_MAX_TEXT_TESTS = 256  # of patterns and formats against each other
+_MAX_STEPS = 25_000  # parts that are compared or negated for one schema of a user
+_MAX_TEXT_TESTS = 100  # of patterns and formats against each other
 _MAX_DEPTH = 8  # of properties within properties
 
 
