@@ -239,7 +239,7 @@ def _why_accepted(schema: object, value: object) -> str:
 
 
 def _why_rejected(grammar: Grammar, schema: object, value: object, near: str) -> str:
-    order = {name: place for place, name in enumerate(_names(schema))}
+    order = list(_orders(schema))
     for why, other in (
         ("order of properties", _sorted(value, order)),
         ("form of a number", _with_plain_numbers(value)),
@@ -252,23 +252,26 @@ def _why_rejected(grammar: Grammar, schema: object, value: object, near: str) ->
     return f"other: {near!r}"
 
 
-def _names(schema: object) -> Iterator[str]:
-    """The names of properties, in their order in the schema."""
+def _orders(schema: object) -> Iterator[dict[str, int]]:
+    """The places of names, of each `properties` in the schema."""
     if isinstance(schema, dict):
         properties = schema.get("properties")
-        yield from properties if isinstance(properties, dict) else ()
+        if isinstance(properties, dict):
+            yield {name: place for place, name in enumerate(properties)}
         for one in schema.values():
-            yield from _names(one)
+            yield from _orders(one)
     elif isinstance(schema, list):
         for one in schema:
-            yield from _names(one)
+            yield from _orders(one)
 
 
-def _sorted(value: object, order: dict[str, int]) -> object:
+def _sorted(value: object, orders: Sequence[dict[str, int]]) -> object:
+    """The value with each object in the order of the `properties` that have most of its names; others come last."""
     if isinstance(value, dict):
+        order: dict[str, int] = max(orders, key=lambda one: len(one.keys() & value.keys()), default={})
         names = sorted(value, key=lambda name: order.get(name, len(order)))
-        return {name: _sorted(value[name], order) for name in names}
-    return [_sorted(one, order) for one in value] if isinstance(value, list) else value
+        return {name: _sorted(value[name], orders) for name in names}
+    return [_sorted(one, orders) for one in value] if isinstance(value, list) else value
 
 
 def _with_plain_numbers(value: object) -> object:
