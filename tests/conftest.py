@@ -1,4 +1,4 @@
-"""Settings of all tests: one torch thread; hypothesis without deadlines, and with fresh seeds in CI only."""
+"""Settings of all tests: one torch thread; hypothesis without deadlines, and with fixed seeds by default."""
 
 import os
 
@@ -12,7 +12,7 @@ if not torch.cuda.is_available():  # Triton decides on its interpreter when it i
 pytest_plugins = ["checkpoint_fixtures", "embedded_model_fixtures"]
 
 settings.register_profile("quire", deadline=None, derandomize=True)
-settings.register_profile("fresh", deadline=None, derandomize=False, print_blob=True)  # see .ci/run
+settings.register_profile("fresh", deadline=None, derandomize=False, print_blob=True)  # see CONTRIBUTING.md
 settings.register_profile("native", deadline=None, derandomize=True, max_examples=3)  # under sanitizers, see Makefile
 settings.load_profile("quire")
 

@@ -227,7 +227,8 @@ def test_every_poison_is_found_soon_and_everybody_else_finishes(seed, num_poison
     world = world_of(seed, num_poisons=num_poisons)
     num_rows = min(len(world.open) + len(world.later), world.max_rows)
     run(world)
-    assert world.deaths <= len(world.blamed) * deaths_needed(num_rows)
+    # With two steps in flight, the other step can have an innocent request at one death or two.
+    assert world.deaths <= len(world.blamed) * (deaths_needed(num_rows) + 2 * (world.depth - 1))
 
 
 @given(seed=SEEDS, kill_every=st.sampled_from([2, 4, 10]))
@@ -242,7 +243,6 @@ def test_random_kills_are_nobodys_fault(seed, kill_every):
 def test_poison_is_found_among_random_kills(seed, num_poisons, kill_every):
     world = world_of(seed, num_poisons=num_poisons, kill_every=kill_every, max_kills=20)
     run(world)
-    print("K", num_poisons, world.deaths - world.kills)
 
 
 def test_so_many_deaths_find_one_of_many():
