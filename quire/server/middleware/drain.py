@@ -20,18 +20,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.server.errors import Draining, response_to
 from quire.server.middleware.rate_limit import has_unsafe_method
 
-_READ_SECONDS = 2.0  # for the body of a rejected request
+_READ_SECONDS = 2.0  # for bodies, once the drain has begun
 
 
 class Drain:
     """Whether the drain has begun, and the number of accepted requests that are still open.
 
-    A request is accepted when its whole body has been received.
+    A request is accepted when its whole body has been received. num_receiving: requests whose body is incomplete.
     """
 
     def __init__(self) -> None:
         self.begun = False
         self.num_open = 0
+        self.num_receiving = 0
 
     def begin(self) -> None:
         """Begin the drain. Can be called from a signal handler."""
@@ -46,6 +47,15 @@ class Drain:
         finally:
             self.num_open -= 1
 
+    @contextmanager
+    def receiving_body(self) -> Iterator[None]:
+        """Context manager that counts a request as one whose body is incomplete."""
+        self.num_receiving += 1
+        try:
+            yield
+        finally:
+            self.num_receiving -= 1
+
 
 class DrainMiddleware:
     """ASGI middleware that rejects new requests with 503 during the drain, except GET, HEAD and OPTIONS."""
@@ -59,19 +69,21 @@ class DrainMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
         elif not self._drain.begun:
-            with ExitStack() as accepted:
-                await self._app(scope, self._accepting(accepted, scope, receive), send)
+            with ExitStack() as stack:
+                await self._app(scope, self._accepting(stack, scope, receive), send)
         elif has_unsafe_method(scope):
             await _discard_body(receive)
             await response_to(Draining())(scope, receive, send)
         else:
             await self._app(scope, receive, _with_connection_close(send))
 
-    def _accepting(self, accepted: ExitStack, scope: Scope, receive: Receive) -> Receive:
+    def _accepting(self, stack: ExitStack, scope: Scope, receive: Receive) -> Receive:
         """A `receive` that counts the request as open once its body is complete; at once if it should have none."""
         if not has_unsafe_method(scope):
-            accepted.enter_context(self._drain.open_request())
+            stack.enter_context(self._drain.open_request())
             return receive
+        receiving = stack.enter_context(ExitStack())
+        receiving.enter_context(self._drain.receiving_body())
         is_complete = False
 
         async def counting() -> Message:
@@ -79,7 +91,8 @@ class DrainMiddleware:
             message = await receive()
             if message["type"] == "http.request" and not message.get("more_body", False) and not is_complete:
                 is_complete = True
-                accepted.enter_context(self._drain.open_request())
+                stack.enter_context(self._drain.open_request())
+                receiving.close()
             return message
 
         return counting
@@ -159,7 +172,7 @@ class GracefulServer(uvicorn.Server):
         """Serve until a signal or a failure, then drain. Connections are accepted during both."""
         await super().main_loop()
         self._drain.begin()
-        await asyncio.sleep(_POLL)  # requests whose body has arrived are accepted meanwhile
+        await self._wait_until(lambda: self._skip_drain or not self._drain.num_receiving, _READ_SECONDS)
         await self._wait_until(lambda: self._skip_drain or not self._drain.num_open, self._drain_timeout)
         await self._close()
         await self._wait_until(lambda: not self._drain.num_open, CLOSE_SECONDS)
