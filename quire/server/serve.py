@@ -215,7 +215,7 @@ def _url(listener: socket.socket, *, secure: bool) -> str:
 
 def _announce(report: Callable[[str], None], url: str, name: str, *, with_key: bool) -> None:
     key = "-H 'authorization: Bearer KEY' " if with_key else ""
-    here = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")  # nobody can call those addresses
+    here = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")  # those are to listen on
     page = "" if with_key else f", documentation at {here}/docs"  # a browser sends no key
     report(f"ready: {name} on {url} (OpenAI API at {here}/v1{page})")
     report(

@@ -18,7 +18,7 @@ MAX_JOBS = 256  # of one tenant, running and waiting
 
 
 class _Job(NamedTuple):
-    """work: empty once nobody waits for the result."""
+    """work: empty once the coroutine that waited for the result has ended."""
 
     work: list[Callable[[], Any]]
     result: "Future[Any]"

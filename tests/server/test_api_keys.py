@@ -280,7 +280,7 @@ def test_with_keys_other_machines_are_served(served, tmp_path):
 def test_one_key_without_a_file(served, tmp_path):
     told, app = served(host="0.0.0.0", api_key="sk-of-docker")
     assert told[0] == "keys       1 API keys of 1 tenants, 1 of them with the role admin"
-    assert re.search(r"try: curl http://127\.0\.0\.1:\d+/", told[-1])  # nobody can call 0.0.0.0
+    assert re.search(r"try: curl http://127\.0\.0\.1:\d+/", told[-1])  # 0.0.0.0 is to listen on only
     assert "http://0.0.0.0:" in told[-2]
     with run_app(app) as url:
         docker = {"host": "host.docker.internal:8000"}

@@ -177,6 +177,7 @@ def test_a_request_whose_body_still_comes_was_accepted(streams):
             client.sendall(b"POST /work HTTP/1.1\r\nhost: x\r\ncontent-length: 6\r\n\r\nabc")
             probe.get(f"{one.url}/probe")
             one.signal()
+            time.sleep(0.3)
             client.sendall(b"def")
             data = b""
             while piece := client.recv(1000):
