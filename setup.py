@@ -18,7 +18,7 @@ ONCE = ("team.cpp", "tiles.cpp")
 PER_BUILD = sorted(path.name for path in FOLDER.glob("*.cpp") if path.name not in (*ONCE, "module.cpp"))
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
-AVX512_BF16 = (*AVX512, "-mavx512bf16")
+AVX512_BF16 = (*AVX512, "-mavx512bf16", "-mavx512vnni")
 X86_BUILDS = {  # the fastest first
     "amx": (*AVX512_BF16, "-mamx-tile", "-mamx-bf16"),
     "avx512_bf16": AVX512_BF16,

@@ -13,6 +13,7 @@ from quire.errors import ConfigError, known_arguments_only
 DType = Literal["auto", "float32", "float16", "bfloat16", "float", "half"]
 KVDType = Literal["auto", "float32", "float16", "bfloat16", "float", "half", "fp8", "fp8_e4m3", "int8"]
 ModelImpl = Literal["auto", "quire", "transformers"]
+Quantization = Literal["int8", "int4"]
 GroupKind = Literal["full", "window", "latent", "state"]
 PrefixIndexKind = Literal["radix", "hash", "none"]
 Policy = Literal["fcfs", "lpm", "cache-aware", "priority", "fair"]
@@ -170,6 +171,12 @@ class EngineOptions:
     kv_cache_dtype: Annotated[
         KVDType, Help("type of cached keys and values; auto: same as dtype; fp8 (e4m3) and int8 take half the memory")
     ] = "auto"
+    quantization: Annotated[
+        Quantization | None,
+        Help(
+            "round weights to int8, or int4 with an int8 head, as they are loaded [default: keep dtype]", "beta"
+        ),
+    ] = None
     block_size: Annotated[int, Meta(ge=1, le=65536), Help("tokens in one KV block")] = 16
     enable_prefix_caching: Annotated[bool, Help("reuse the KV of earlier requests with the same prefix")] = True
     prefix_index: Annotated[
@@ -245,7 +252,14 @@ class EngineOptions:
 
 
 # Values that an option had in an earlier version, or has in another engine: what to use instead.
-REMOVED_VALUES = {"policy": {"dfs-weight": "use lpm, whose hit rate is within 1 % of it"}}
+_NO_SUCH_CHECKPOINTS = (
+    "checkpoints with quantized weights cannot be loaded yet, except GGUF files; use a checkpoint in 16 bits with int8 "
+    "or int4"
+)
+REMOVED_VALUES = {
+    "policy": {"dfs-weight": "use lpm, whose hit rate is within 1 % of it"},
+    "quantization": dict.fromkeys(("awq", "gptq", "fp8", "compressed-tensors", "bitsandbytes"), _NO_SUCH_CHECKPOINTS),
+}
 _FIELD_PATH = re.compile(r" - at `\$\.([^`]*)`")  # the field, in an error of msgspec
 
 

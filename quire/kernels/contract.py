@@ -9,7 +9,7 @@ types the last axis is uint8 (head_dim + 4,): see `reference.quantized`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -31,6 +31,42 @@ Plan = Any  # what a module's `plan` returns; opaque outside of that module
 Rotation = tuple[Tensor, Tensor]  # cosines and sines, float32 (num_tokens, rotary_dim / 2)
 
 
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """Storage of a low-bit weight: value = scale * (code - zero_point), with unsigned codes of `bits` bits.
+
+    Products round each row of x to 8 bits with one scale, so that a row's result depends on this row alone.
+    `quire.kernels.reference.codes` specifies the rounding of weights and of x.
+    """
+
+    bits: int  # 8 or 4
+    group_size: int = 0  # columns that share a scale; 0: all columns of a row
+
+    @property
+    def zero_point(self) -> int:
+        """The code of zero."""
+        return 1 << (self.bits - 1)
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """Scales of whole rows are float32, scales of groups are bfloat16."""
+        return torch.bfloat16 if self.group_size else torch.float32
+
+    def num_groups(self, columns: int) -> int:
+        """Number of scales of a row. The last group may be shorter."""
+        return -(-columns // self.group_size) if self.group_size else 1
+
+    def num_bytes(self, rows: int, columns: int) -> int:
+        """Bytes of a weight's codes and scales, without padding."""
+        return rows * (-(-columns * self.bits // 8) + self.num_groups(columns) * self.scale_dtype.itemsize)
+
+    def __str__(self) -> str:
+        return f"int{self.bits}" + (f", groups of {self.group_size}" if self.group_size else ", one scale a row")
+
+
+INT8, INT4 = Scheme(8), Scheme(4, 32)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
     """A weight (rows, columns), or a stack of such weights, in the layout of the module that packed it."""
@@ -38,11 +74,20 @@ class PackedWeight:
     data: Tensor  # of a stack: (number, ...)
     rows: int
     columns: int
+    dtype: torch.dtype  # of x and of the results
     parts: int = 1  # equal parts of the rows that are packed separately; 2 for gate and up of a gated product
+    scheme: Scheme | None = None  # None: `data` has numbers of `dtype`
+    scales: Tensor | None = None  # of codes; of a stack: (number, ...)
 
     def __getitem__(self, index: int) -> "PackedWeight":
         """One weight of a stack."""
-        return PackedWeight(self.data[index], self.rows, self.columns, self.parts)
+        scales = None if self.scales is None else self.scales[index]
+        return replace(self, data=self.data[index], scales=scales)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the memory that the weight has, padding included."""
+        return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
 
 Weight = Tensor | PackedWeight
@@ -152,6 +197,7 @@ class Requirements:
     kv_dtype: str
     block_size: int
     head_dims: tuple[int, ...]
+    schemes: tuple[Scheme, ...] = ()  # of low-bit weights
 
 
 class CaptureMemory(NamedTuple):
@@ -281,16 +327,20 @@ class Kernels(Protocol):
     def activate(self, x: Tensor, activation: str) -> Tensor:
         """activation(x). activation: one of ACTIVATIONS."""
 
-    def allocate_weight(self, shape: Sequence[int], dtype: torch.dtype, parts: int = 1) -> PackedWeight | None:
+    def allocate_weight(
+        self, shape: Sequence[int], dtype: torch.dtype, parts: int = 1, scheme: Scheme | None = None
+    ) -> PackedWeight | None:
         """A zeroed weight (out, in), or stack (number, out, in), in the layout that this module's products read.
 
-        parts: 2 for the weight of a gated product. Returns None if products read plain tensors.
+        dtype: of x and of the results. parts: 2 for the weight of a gated product. scheme: of a low-bit weight.
+        Returns None if products read plain tensors, unless there is a scheme.
         """
 
     def write_rows(self, weight: PackedWeight, rows: Tensor, start: int, index: int = 0) -> None:
         """Write `rows` (n, in) of any float type to rows [start, start + n) of a weight from `allocate_weight`.
 
-        Each row may be written only once. index: of the weight in a stack.
+        They are rounded to the weight's type or scheme. Each row may be written only once. index: of the weight in a
+        stack.
         """
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from quire.kernels.contract import Kernels, Weight
+from quire.kernels.contract import Kernels, Scheme, Weight
 from quire.layers.linear import Linear, allocate_weight
 from quire.layers.mlp import MLP
 
@@ -40,13 +40,16 @@ class Experts(nn.Module):
             self.shared = MLP(hidden, config.shared_size, activation=activation, gated=True, bias=False, dtype=dtype)
             self.shared_gate = Linear(hidden, 1, bias=False, dtype=dtype)
 
-    def use_kernel_layout(self, kernels: Kernels) -> None:
-        """Replace the weights, before they are loaded, by weights in the layout of `kernels`."""
+    def use_kernel_layout(self, kernels: Kernels, scheme: Scheme | None = None) -> None:
+        """Replace the weights, before they are loaded, by weights in the layout of `kernels`.
+
+        scheme: of the experts' weights. Router and gate keep the model's type.
+        """
         self.router.use_kernel_layout(kernels)
-        self.up = allocate_weight(self, "up", kernels, 2)
-        self.down = allocate_weight(self, "down", kernels)
+        self.up = allocate_weight(self, "up", kernels, 2, scheme)
+        self.down = allocate_weight(self, "down", kernels, scheme=scheme)
         if self.shared is not None:
-            self.shared.use_kernel_layout(kernels)
+            self.shared.use_kernel_layout(kernels, scheme)
             self.shared_gate.use_kernel_layout(kernels)
 
     def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:

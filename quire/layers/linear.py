@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from quire.kernels.contract import Kernels, Weight
+from quire.kernels.contract import Kernels, Scheme, Weight
 
 
 class Linear(nn.Module):
@@ -14,9 +14,12 @@ class Linear(nn.Module):
         self.weight: Weight = nn.Parameter(torch.empty(outputs, inputs, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype)) if bias else None
 
-    def use_kernel_layout(self, kernels: Kernels, parts: int = 1) -> None:
-        """Replace the weight, before it is loaded, by one in the layout of `kernels`. parts: see Kernels.room."""
-        self.weight = allocate_weight(self, "weight", kernels, parts)
+    def use_kernel_layout(self, kernels: Kernels, parts: int = 1, scheme: Scheme | None = None) -> None:
+        """Replace the weight, before it is loaded, by one in the layout of `kernels`.
+
+        parts, scheme: see Kernels.allocate_weight.
+        """
+        self.weight = allocate_weight(self, "weight", kernels, parts, scheme)
 
     def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
         """x (num_rows, in) -> (num_rows, out)."""
@@ -31,19 +34,21 @@ class Embedding(nn.Module):
         self.weight: Weight = nn.Parameter(torch.empty(rows, size, dtype=dtype))
         self.dtype = dtype
 
-    def use_kernel_layout(self, kernels: Kernels) -> None:
+    def use_kernel_layout(self, kernels: Kernels, scheme: Scheme | None = None) -> None:
         """Replace the weight, before it is loaded, by one in the layout of products, because it is also the head."""
-        self.weight = allocate_weight(self, "weight", kernels)
+        self.weight = allocate_weight(self, "weight", kernels, scheme=scheme)
 
     def __call__(self, ids: Tensor, kernels: Kernels, scale: float = 1.0) -> Tensor:
         """ids int64 (num_tokens,) -> (num_tokens, size), times `scale`."""
         return kernels.embed(ids, self.weight, scale)
 
 
-def allocate_weight(module: nn.Module, name: str, kernels: Kernels, parts: int = 1) -> Weight:
+def allocate_weight(
+    module: nn.Module, name: str, kernels: Kernels, parts: int = 1, scheme: Scheme | None = None
+) -> Weight:
     """The weight `name` in the layout of `kernels`, not filled. It is no longer a parameter if the layout differs."""
     parameter = module.get_parameter(name)
-    room = kernels.allocate_weight(parameter.shape, parameter.dtype, parts)
+    room = kernels.allocate_weight(parameter.shape, parameter.dtype, parts, scheme)
     if room is None:
         return parameter
     delattr(module, name)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from quire.kernels.contract import Kernels
+from quire.kernels.contract import Kernels, Scheme
 from quire.layers.linear import Linear
 
 
@@ -27,7 +27,7 @@ class MLP(nn.Module):
             x = kernels.activate(self.up(x, kernels), self.activation)
         return self.down(x, kernels)
 
-    def use_kernel_layout(self, kernels: Kernels) -> None:
+    def use_kernel_layout(self, kernels: Kernels, scheme: Scheme | None = None) -> None:
         """Replace the weights, before they are loaded, by weights in the layout of `kernels`."""
-        self.up.use_kernel_layout(kernels, 2 if self.gated else 1)
-        self.down.use_kernel_layout(kernels)
+        self.up.use_kernel_layout(kernels, 2 if self.gated else 1, scheme)
+        self.down.use_kernel_layout(kernels, scheme=scheme)

@@ -16,6 +16,7 @@ from quire.layers.linear import Embedding, Linear
 from quire.layers.mlp import MLP
 from quire.layers.norm import NoNorm, Norm, make_norm
 from quire.models.config import DecoderConfig
+from quire.quant.schemes import Quantization
 
 
 class DecoderLayer(nn.Module):
@@ -96,16 +97,20 @@ class Decoder(nn.Module):
         """See Model."""
         return tuple(layer.score_scaling for layer in self.config.layers)
 
-    def use_kernel_layout(self, kernels: Kernels) -> None:
-        """Replace the weights of products, before they are loaded, by weights in the layout of `kernels`."""
+    def use_kernel_layout(self, kernels: Kernels, quantization: Quantization | None = None) -> None:
+        """Replace the weights of products, before they are loaded, by weights in the layout of `kernels`.
+
+        quantization: schemes of low-bit weights; None: all have the dtype of the model.
+        """
+        scheme, head = (None, None) if quantization is None else (quantization.layers, quantization.head)
         for layer in cast(list[DecoderLayer], list(self.layers)):
-            layer.attention.qkv.use_kernel_layout(kernels)
-            layer.attention.o.use_kernel_layout(kernels)
-            layer.mlp.use_kernel_layout(kernels)
+            layer.attention.qkv.use_kernel_layout(kernels, scheme=scheme)
+            layer.attention.o.use_kernel_layout(kernels, scheme=scheme)
+            layer.mlp.use_kernel_layout(kernels, scheme)
         if self.head is not None:
-            self.head.use_kernel_layout(kernels)
+            self.head.use_kernel_layout(kernels, scheme=head)
         else:
-            self.embed.use_kernel_layout(kernels)
+            self.embed.use_kernel_layout(kernels, head)
         if self.config.embed_size:
             self.project_in.use_kernel_layout(kernels)
             self.project_out.use_kernel_layout(kernels)

@@ -26,6 +26,7 @@ from quire.models.family import LLAMA, Family
 from quire.models.text_part import TEXT_MODELS, TextCheckpoint
 from quire.models.weight_map import Placement, build_weight_map
 from quire.params import SamplingParams
+from quire.quant.schemes import Quantization
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
@@ -160,10 +161,17 @@ class ModelDescription:
         """See Description."""
         return sum(math.prod(placement.shape) for placement in self.weight_map.values())
 
-    def weight_bytes(self, dtype: str) -> int:
+    def weight_bytes(self, dtype: str, quantization: Quantization | None = None) -> int:
         """See Description."""
-        kept = sum(math.prod(place.shape) for place in self.weight_map.values() if place.offset)  # always float32
-        return (self.num_parameters - kept) * DTYPES[dtype].itemsize + kept * DTYPES["float32"].itemsize
+        return sum(self._bytes(place, dtype, quantization) for place in self.weight_map.values())
+
+    def _bytes(self, place: Placement, dtype: str, quantization: Quantization | None) -> int:
+        scheme = quantization and quantization.scheme_of(place.parameter, tied=self.config.tied)
+        if scheme is not None:
+            rows, columns = reversed(place.shape) if place.transposed else place.shape
+            return scheme.num_bytes(rows, columns)
+        kept = "float32" if place.offset else dtype
+        return math.prod(place.shape) * DTYPES[kept].itemsize
 
     @cached_property
     def weight_map(self) -> Mapping[str, Placement]:

@@ -12,6 +12,7 @@ from quire.models.decoder import Decoder
 from quire.models.description import ModelDescription
 from quire.models.model import Progress
 from quire.models.weight_map import Placement
+from quire.quant.schemes import Quantization
 
 
 def load(
@@ -20,19 +21,21 @@ def load(
     dtype: str,
     device: str = "cpu",
     kernels: Kernels = reference,
+    quantization: Quantization | None = None,
     progress: Progress | None = None,
 ) -> Decoder:
     """A decoder with the checkpoint's weights, cast to `dtype` ("float32", "float16" or "bfloat16").
 
     kernels: the kernel module that will compute it; weights are written in its layout. All modules can read the
-    reference's layout. Names, shapes and types are checked before the first tensor is read. Raises ModelError with the
-    tensor's name, what was expected and what was found.
+    reference's layout. quantization: schemes to which weights are rounded, if they are not kept in `dtype`.
+    Names, shapes and types are checked before the first tensor is read. Raises ModelError with the tensor's name, what
+    was expected and what was found.
     """
     places = description.weight_map
     _check(description, places)
     with torch.device(device):
         model = Decoder(description.config, DTYPES[dtype])
-    model.use_kernel_layout(kernels)
+        model.use_kernel_layout(kernels, quantization)
     _load_weights(model, description, kernels, progress or _no_progress)
     return model.requires_grad_(requires_grad=False).eval()
 

@@ -10,6 +10,7 @@ from quire.cost.model_shape import KVLayer
 from quire.kernels.contract import Kernels
 from quire.layers.attend import Attend, ScoreScaling
 from quire.models.checkpoint import Checkpoint
+from quire.quant.schemes import Quantization
 
 Progress = Callable[[int, int], None]  # bytes of weights loaded, bytes in all
 
@@ -61,8 +62,8 @@ class Description(Protocol):
     def sampling_defaults(self) -> Mapping[str, float | int]:
         """Defaults from generation_config.json, by names of SamplingParams."""
 
-    def weight_bytes(self, dtype: str) -> int:
-        """Bytes of the weights if they are loaded as `dtype`."""
+    def weight_bytes(self, dtype: str, quantization: Quantization | None = None) -> int:
+        """Bytes of the weights if they are loaded as `dtype`, or in the schemes of `quantization`, without padding."""
 
 
 class Model(Protocol):

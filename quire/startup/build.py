@@ -33,6 +33,7 @@ from quire.kernels.choose import Chosen, choose, unsupported_reason, usable_devi
 from quire.kernels.contract import Requirements
 from quire.kernels.reference.quantized import MAX_QUANTIZED
 from quire.models.model import Progress
+from quire.quant.schemes import QUANTIZATIONS, Quantization
 from quire.runner.model_runner import TorchRunner
 from quire.scheduler.journal import JournalledScheduler, open_journal, open_restart_journal
 from quire.scheduler.scheduler import Scheduler
@@ -127,7 +128,8 @@ def build(options: EngineOptions, *, report: Report, progress: Progress, is_rest
         scheduler = None if is_restart else _scheduler(prepared, grammars, is_restart=False)
         if scheduler is not None:
             on_error.callback(scheduler.close)
-        model = prepared.files.load(prepared.dtype, prepared.device, prepared.kernels.kernels, progress)
+        kernels, quantization = prepared.kernels.kernels, quantization_of(prepared.options)
+        model = prepared.files.load(prepared.dtype, prepared.device, kernels, quantization, progress)
         return_freed_memory()  # loading makes temporary copies
         scheduler = scheduler or _scheduler(prepared, grammars, is_restart=True)
         runner = TorchRunner(
@@ -180,10 +182,12 @@ def prepare(options: EngineOptions, *, report: Report, progress: Progress) -> Pr
     device = pick_device(options.device)
     head_dims = tuple({layer.head_dim for layer in description.kv_layers})
     dtype, kv_dtype = _dtypes(options, description.dtype)
-    requirements = Requirements(usable_device(device), dtype, kv_dtype, options.block_size, head_dims)
+    quantization = quantization_of(options)
+    schemes = () if quantization is None else (quantization.layers, quantization.head)
+    requirements = Requirements(usable_device(device), dtype, kv_dtype, options.block_size, head_dims, schemes)
     requirements, dtype_line = _substitute_float16(options, requirements)
     dtype, kv_dtype = requirements.dtype, requirements.kv_dtype
-    shape = shape_of(description, dtype)
+    shape = shape_of(description, dtype, quantization)
     chosen = choose(options.kernels, requirements)
     threads = _threads(options.threads, shape.weight_bytes)
     chosen.kernels.use_threads(threads)
@@ -191,6 +195,8 @@ def prepare(options: EngineOptions, *, report: Report, progress: Progress) -> Pr
     report(f"{description.architecture} from {path}, {dtype} on {device}{kept}")
     report(f"model      {files.implementation}")
     report(f"kernels    {chosen.reason}; {threads} threads")
+    if quantization is not None:
+        report(f"weights    rounded to {quantization.layers}; head to {quantization.head}")
     if dtype_line:
         report(f"dtype      {dtype_line}")
     kind = torch.device(device).type
@@ -231,6 +237,11 @@ def prepare(options: EngineOptions, *, report: Report, progress: Progress) -> Pr
         device=device,
     )
     return Prepared(name, path, files, chosen, device, dtype, cache, limits, resolved)
+
+
+def quantization_of(options: EngineOptions) -> Quantization | None:
+    """The schemes of weights that the options select; None if weights keep the dtype."""
+    return None if options.quantization is None else QUANTIZATIONS[options.quantization]
 
 
 def _dtypes(options: EngineOptions, model_dtype: str) -> tuple[str, str]:

@@ -1,36 +1,61 @@
-"""Matrix products with packed weights by the C++ kernels, embedding lookup included: see `csrc/products.cpp`."""
+"""Matrix products with packed weights by the C++ kernels, embedding lookup included.
+
+See `csrc/products.cpp`, and `csrc/code_products.cpp` for low-bit weights.
+"""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quire.kernels.contract import ACTIVATIONS, PackedWeight, Weight
+from quire.kernels.contract import ACTIVATIONS, PackedWeight, Scheme, Weight
 from quire.kernels.cpu import _C, rowwise
 from quire.kernels.cpu.memory import empty, pages
 from quire.kernels.cpu.views import dtype_code
+from quire.kernels.reference.codes import quantize_rows
 
 TILE_ROWS = 16  # rows of a tile of a packed weight
+_VECTOR_BYTES = 64  # of a tile: the next terms of its rows
+_MAX_CODE_COLUMNS = 65536  # of a low-bit weight: sums of so many products of codes fit into 32 bits
 _PACK_CHUNK_ROWS = 1024  # rows that are converted at once, so that they are still in a CPU cache when they are packed
 
 
-def allocate_weight(shape: Sequence[int], dtype: torch.dtype, parts: int = 1) -> PackedWeight:
+def allocate_weight(
+    shape: Sequence[int], dtype: torch.dtype, parts: int = 1, scheme: Scheme | None = None
+) -> PackedWeight:
     """A zeroed weight (rows, columns), or stack (number, rows, columns), in tiles of 16 rows.
 
     The rows are cut into `parts` equal parts, and each is padded to whole tiles. Raises ValueError if they cannot be
-    cut, TypeError for a dtype that the kernels do not have.
+    cut, or if the kernels do not have the scheme for so many columns; TypeError for a dtype that they do not have.
     """
     *number, rows, columns = shape
     if rows % parts:
         raise ValueError(f"{rows} rows cannot be divided into {parts} parts")
-    tiles = -(-(rows // parts) // TILE_ROWS)
-    terms = columns if dtype == torch.float32 else -(-columns // 32) * 32
-    sizes = (*number, parts, tiles, TILE_ROWS * terms)
-    data = pages(prod(sizes) * dtype.itemsize, huge=True).view(dtype).view(sizes)
-    dtype_code(data)  # raises for types that products do not support
-    return PackedWeight(data, rows, columns, parts)
+    dtype_code(torch.empty(0, dtype=dtype))  # raises for types that products do not support
+    tiles = (*number, parts, -(-(rows // parts) // TILE_ROWS))
+    if scheme is None:
+        terms = columns if dtype == torch.float32 else -(-columns // 32) * 32
+        return PackedWeight(_zeros((*tiles, TILE_ROWS * terms), dtype), rows, columns, dtype, parts)
+    _check_scheme(scheme, columns)
+    terms = 32 // scheme.bits  # of a vector and a row
+    codes = _zeros((*tiles, -(-columns // terms) * _VECTOR_BYTES), torch.uint8)
+    scales = _zeros((*tiles, scheme.num_groups(columns), TILE_ROWS), scheme.scale_dtype)
+    return PackedWeight(codes, rows, columns, dtype, parts, scheme, scales)
+
+
+def _zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return pages(prod(shape) * dtype.itemsize, huge=True).view(dtype).view(*shape)
+
+
+def _check_scheme(scheme: Scheme, columns: int) -> None:
+    grouped = scheme.group_size > 0
+    if scheme.bits not in (4, 8) or grouped is not (scheme.bits == 4) or scheme.group_size % 8:
+        raise ValueError(f"the CPU kernels have 8 bits with a scale a row, and 4 bits with groups, not {scheme}")
+    if columns > _MAX_CODE_COLUMNS:
+        raise ValueError(f"a low-bit weight has at most {_MAX_CODE_COLUMNS} columns, not {columns}")
 
 
 def write_rows(weight: PackedWeight, rows: Tensor, start: int, index: int = 0) -> None:
@@ -38,24 +63,34 @@ def write_rows(weight: PackedWeight, rows: Tensor, start: int, index: int = 0) -
 
     Raises ValueError for rows of another width or outside of the weight.
     """
-    data = weight.data if weight.data.dim() == 3 else weight.data[index]
+    one = weight if weight.data.dim() == 3 else weight[index]
     if rows.dim() != 2 or rows.shape[1] != weight.columns or not 0 <= start <= weight.rows - len(rows):
         raise ValueError(
             f"rows {tuple(rows.shape)} from {start} on do not fit a weight {(weight.rows, weight.columns)}"
         )
-    code, per_part, end = dtype_code(data), weight.rows // weight.parts, start + len(rows)
-    ready = rows.dtype == data.dtype and rows.is_contiguous()
+    per_part, end = weight.rows // weight.parts, start + len(rows)
+    ready = rows.dtype == one.data.dtype and rows.is_contiguous()
     while start < end:
         part, place = divmod(start, per_part)
         count = min(end - start, per_part - place, end if ready else _PACK_CHUNK_ROWS)
-        some = rows[len(rows) - (end - start) :][:count].to(data.dtype).contiguous()
-        _C.pack_rows(some, data[part], code, count, weight.columns, place)
+        _write_part(one, part, rows[len(rows) - (end - start) :][:count], place)
         start += count
 
 
-def pack_weight(weight: Tensor, parts: int = 1) -> PackedWeight:
+def _write_part(weight: PackedWeight, part: int, rows: Tensor, start: int) -> None:
+    data, sizes = weight.data[part], (len(rows), weight.columns, start)
+    if weight.scheme is None or weight.scales is None:
+        _C.pack_rows(rows.to(data.dtype).contiguous(), data, dtype_code(data), *sizes)
+        return
+    quantized = quantize_rows(rows, weight.scheme)
+    _C.pack_codes(quantized.codes.contiguous(), data, weight.scheme.bits, *sizes)
+    places = torch.arange(start, start + len(rows))
+    weight.scales[part][places // TILE_ROWS, :, places % TILE_ROWS] = quantized.scales
+
+
+def pack_weight(weight: Tensor, parts: int = 1, scheme: Scheme | None = None) -> PackedWeight:
     """A weight (rows, columns), or stack (number, rows, columns), packed: see `allocate_weight`."""
-    packed = allocate_weight(weight.shape, weight.dtype, parts)
+    packed = allocate_weight(weight.shape, weight.dtype, parts, scheme)
     for index, one in enumerate(weight if weight.dim() == 3 else [weight]):
         write_rows(packed, one, 0, index)
     return packed
@@ -67,7 +102,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, *, determinist
         return F.linear(x, weight, bias)
     if weight.parts != 1:  # each part is a product of its own
         _check(x, weight, bias)
-        parts = [PackedWeight(data, weight.rows // weight.parts, weight.columns) for data in weight.data]
+        parts = [replace(weight[part], rows=weight.rows // weight.parts, parts=1) for part in range(weight.parts)]
         biases = [None] * weight.parts if bias is None else list(bias.chunk(weight.parts))
         pairs = zip(parts, biases, strict=True)
         return torch.cat([_product(x, part, one, -1, deterministic=deterministic) for part, one in pairs], -1)
@@ -88,7 +123,7 @@ def gated_linear(
 def _product(x: Tensor, weight: PackedWeight, bias: Tensor | None, gate: int, *, deterministic: bool) -> Tensor:
     _check(x, weight, bias)
     num_rows, columns = x.shape
-    if x.dtype == torch.bfloat16:  # kernels read pairs of bfloat16
+    if x.dtype == torch.bfloat16 and weight.scheme is None:  # kernels read pairs of bfloat16
         if columns % 2:
             x, columns = F.pad(x, (0, 1)), columns + 1
         if x.stride(0) % 2 or x.storage_offset() % 2:
@@ -99,15 +134,19 @@ def _product(x: Tensor, weight: PackedWeight, bias: Tensor | None, gate: int, *,
         bias = bias.contiguous()
     width = weight.rows if gate < 0 else weight.rows // 2
     out = empty((num_rows, width), x.dtype)
-    sizes = (num_rows, width, columns, x.stride(0), width, gate, int(not deterministic))
-    _C.linear(x, weight.data, bias, out, dtype_code(x), *sizes)
+    code, sizes = dtype_code(x), (num_rows, width, columns, x.stride(0), width, gate)
+    if weight.scheme is None:
+        _C.linear(x, weight.data, bias, out, code, *sizes, int(not deterministic))
+    else:
+        scheme = weight.scheme.bits, weight.scheme.group_size
+        _C.code_linear(x, weight.data, weight.scales, bias, out, code, *scheme, *sizes)
     return out
 
 
 def _check(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> None:
     if weight.data.dim() > 3:
         raise ValueError("a product needs one of the stacked weights, not the whole stack")
-    dtype = weight.data.dtype
+    dtype = weight.dtype
     if x.dim() != 2 or x.shape[1] != weight.columns or x.dtype != dtype:
         raise ValueError(
             f"x {tuple(x.shape)} of {x.dtype} does not match a weight {(weight.rows, weight.columns)} of {dtype}"
@@ -128,9 +167,13 @@ def embed(ids: Tensor, weight: Weight, scale: float = 1.0) -> Tensor:
         raise ValueError("a row lookup needs one of the stacked weights, not the whole stack")
     if weight.parts != 1:
         raise ValueError(f"a row lookup needs a weight of one part, not of {weight.parts}")
-    out = empty((len(ids), weight.columns), weight.data.dtype)
-    sizes = (len(ids), weight.columns, weight.rows)
-    _C.unpack_rows(weight.data, ids.contiguous(), out, dtype_code(out), *sizes, float(scale))
+    out = empty((len(ids), weight.columns), weight.dtype)
+    code, sizes = dtype_code(out), (len(ids), weight.columns, weight.rows)
+    if weight.scheme is None:
+        _C.unpack_rows(weight.data, ids.contiguous(), out, code, *sizes, float(scale))
+    else:
+        scheme = weight.scheme.bits, weight.scheme.group_size
+        _C.unpack_codes(weight.data, weight.scales, ids.contiguous(), out, code, *sizes, *scheme, float(scale))
     return out
 
 

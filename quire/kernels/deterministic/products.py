@@ -1,17 +1,22 @@
-"""Matrix products with exact sums, whose result does not depend on the order: see `quire.kernels.exact.product`."""
+"""Matrix products with exact sums, whose result does not depend on the order: see `quire.kernels.exact.product`.
+
+The reference's products of low-bit weights have this property already.
+"""
 
 import torch
 from torch import Tensor
 
-from quire.kernels.contract import Weight
+from quire.kernels.contract import PackedWeight, Weight
 from quire.kernels.deterministic.rowwise import gate
 from quire.kernels.exact import product
-from quire.kernels.reference.products import require_unpacked
+from quire.kernels.reference import codes
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """x (num_rows, in) times weight (out, in), plus bias (out,)."""
-    return product(x, require_unpacked(weight), bias, x.dtype)
+    if isinstance(weight, PackedWeight):
+        return codes.linear(x, weight, bias)
+    return product(x, weight, bias, x.dtype)
 
 
 def gated_linear(x: Tensor, weight: Weight, bias: Tensor | None, activation: str) -> Tensor:
@@ -21,10 +26,9 @@ def gated_linear(x: Tensor, weight: Weight, bias: Tensor | None, activation: str
 
 def experts(x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, activation: str) -> Tensor:
     """The weighted sum of each token's experts: see Kernels. Terms are added in the order of expert ids."""
-    ups, downs = require_unpacked(up), require_unpacked(down)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in sorted(set(ids.flatten().tolist())):
         tokens, places = (ids == expert).nonzero(as_tuple=True)
-        inner = gated_linear(x[tokens], ups[expert], None, activation)
-        out[tokens] += linear(inner, downs[expert]) * weights[tokens, places].unsqueeze(1)
+        inner = gated_linear(x[tokens], up[expert], None, activation)
+        out[tokens] += linear(inner, down[expert]) * weights[tokens, places].unsqueeze(1)
     return out.to(x.dtype)

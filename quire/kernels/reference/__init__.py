@@ -4,10 +4,11 @@ import torch
 
 from quire.kernels.contract import Requirements, StepCapture
 from quire.kernels.reference.blocks import allocate, copy_blocks, pack, unpack
+from quire.kernels.reference.codes import write_rows
 from quire.kernels.reference.likelihood import logprobs
 from quire.kernels.reference.paged import GATHERED_BYTES as SCRATCH_BYTES
 from quire.kernels.reference.paged import attention, plan, rotary_write, write_kv
-from quire.kernels.reference.products import allocate_weight, embed, experts, gated_linear, linear, route, write_rows
+from quire.kernels.reference.products import allocate_weight, embed, experts, gated_linear, linear, route
 from quire.kernels.reference.rowwise import activate, add_rms_norm, gate, layer_norm, rms_norm, rotary, rotation
 from quire.kernels.reference.sampling import sample
 

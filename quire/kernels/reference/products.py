@@ -1,4 +1,4 @@
-"""Matrix products with plain (unpacked) weights, embedding lookup included."""
+"""Matrix products with plain (unpacked) and low-bit weights, embedding lookup included."""
 
 from collections.abc import Sequence
 
@@ -6,19 +6,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quire.kernels.contract import PackedWeight, Weight
+from quire.kernels.contract import PackedWeight, Scheme, Weight
+from quire.kernels.reference import codes
 from quire.kernels.reference.rowwise import gate
 
 
-def allocate_weight(shape: Sequence[int], dtype: torch.dtype, parts: int = 1) -> None:
-    """None: products read plain tensors."""
-    del shape, dtype, parts
-
-
-def write_rows(weight: PackedWeight, rows: Tensor, start: int, index: int = 0) -> None:
-    """Raises TypeError if the weight is packed: this module has no packed weights."""
-    del rows, start, index
-    require_unpacked(weight)
+def allocate_weight(
+    shape: Sequence[int], dtype: torch.dtype, parts: int = 1, scheme: Scheme | None = None
+) -> PackedWeight | None:
+    """A low-bit weight, or None without a scheme: other products read plain tensors."""
+    return None if scheme is None else codes.allocate(shape, dtype, parts, scheme)
 
 
 def require_unpacked(weight: Weight) -> Tensor:
@@ -30,7 +27,9 @@ def require_unpacked(weight: Weight) -> Tensor:
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """x (num_rows, in) times weight (out, in), plus bias (out,)."""
-    return F.linear(x, require_unpacked(weight), bias)
+    if isinstance(weight, PackedWeight):
+        return codes.linear(x, weight, bias)
+    return F.linear(x, weight, bias)
 
 
 def gated_linear(x: Tensor, weight: Weight, bias: Tensor | None, activation: str) -> Tensor:
@@ -40,7 +39,9 @@ def gated_linear(x: Tensor, weight: Weight, bias: Tensor | None, activation: str
 
 def embed(ids: Tensor, weight: Weight, scale: float = 1.0) -> Tensor:
     """Rows of the weight, times `scale`."""
-    rows = F.embedding(ids, require_unpacked(weight))
+    if isinstance(weight, PackedWeight):
+        return codes.embed(ids, weight, scale)
+    rows = F.embedding(ids, weight)
     return rows if scale == 1 else rows * scale
 
 
@@ -52,10 +53,9 @@ def route(logits: Tensor, k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
 
 def experts(x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, activation: str) -> Tensor:
     """The weighted sum of each token's experts: see Kernels. Terms are added in the order of expert ids."""
-    ups, downs = require_unpacked(up), require_unpacked(down)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in sorted(set(ids.flatten().tolist())):
         tokens, places = (ids == expert).nonzero(as_tuple=True)
-        inner = gated_linear(x[tokens], ups[expert], None, activation)
-        out[tokens] += linear(inner, downs[expert]) * weights[tokens, places].unsqueeze(1)
+        inner = gated_linear(x[tokens], up[expert], None, activation)
+        out[tokens] += linear(inner, down[expert]) * weights[tokens, places].unsqueeze(1)
     return out.to(x.dtype)

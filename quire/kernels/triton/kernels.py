@@ -30,6 +30,8 @@ def unsupported_reason(requirements: Requirements) -> str | None:
         return why
     if requirements.block_size % BLOCK_SIZE_MULTIPLE:
         return f"block_size {requirements.block_size} is not a multiple of {BLOCK_SIZE_MULTIPLE}"
+    if requirements.schemes:
+        return f"it does not multiply low-bit weights ({requirements.schemes[0]})"
     if max(requirements.head_dims) > MAX_HEAD_DIM:
         return f"heads of {max(requirements.head_dims)} are larger than {MAX_HEAD_DIM}"
     return None

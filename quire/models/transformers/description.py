@@ -14,6 +14,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from quire.cost.model_shape import KVLayer
+from quire.errors import ModelError
 from quire.kernels.contract import DTYPES
 from quire.models.checkpoint import Checkpoint
 from quire.models.config_fields import Fields
@@ -22,6 +23,7 @@ from quire.models.transformers.attention import TRACING_ATTENTION
 from quire.models.transformers.construction import MetaTensor, construct, quiet
 from quire.models.transformers.split_model import SplitModel
 from quire.models.transformers.tracing import Layer, trace
+from quire.quant.schemes import Quantization
 
 _IGNORED_FIELDS = (  # fields that select code to run
     *("auto_map", "attn_implementation", "experts_implementation", "fusion_config", "distributed_config"),
@@ -56,8 +58,13 @@ class TransformersDescription:
         """See Description."""
         return tuple(KVLayer(layer.params.num_kv_heads, layer.params.head_dim, layer.window) for layer in self.layers)
 
-    def weight_bytes(self, dtype: str) -> int:
-        """See Description."""
+    def weight_bytes(self, dtype: str, quantization: Quantization | None = None) -> int:
+        """See Description. Raises ModelError if there is a quantization."""
+        if quantization is not None:
+            raise ModelError(
+                f"{self.architecture} runs with transformers as a backend, which keeps its weights in dtype; leave "
+                "quantization out"
+            )
         return self.num_parameters * DTYPES[dtype].itemsize
 
 

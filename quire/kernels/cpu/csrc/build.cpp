@@ -21,7 +21,7 @@ static bool runs_here() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
 #if defined(__AVX512BF16__)
-  if (!__builtin_cpu_supports("avx512bf16")) return false;
+  if (!__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512vnni")) return false;
 #endif
 #if defined(__AVX512F__)
   if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||

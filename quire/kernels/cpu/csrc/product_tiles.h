@@ -154,12 +154,13 @@ static void tiled_block(const Product& p, int64_t row, int64_t rows, int64_t beg
   float* waiting = (float*)part.sums;
   lay_out(p, row, rows, part, a);
   for (int64_t tile = begin; tile < end; tile += wide) {
-    Panel<bf16> panel = panel_of<bf16, 2>(p, tile, end);
+    Panel panel = panel_of<2>(p, tile, end);
     bool alone = !GATED && tile + 1 == end;
     int64_t column = panel.columns[0];
     Vec first = bias_of<bf16>(p, column, 0), second{};
     if (!alone) second = GATED ? bias_of<bf16>(p, column, 1) : bias_of<bf16>(p, column + 16, 0);
-    const char *w0 = panel.w[0] + part.begin * TILE_BYTES, *w1 = panel.w[1] + part.begin * TILE_BYTES;
+    const char* w0 = p.weight + panel.tiles[0] * w_tile + part.begin * TILE_BYTES;
+    const char* w1 = p.weight + panel.tiles[1] * w_tile + part.begin * TILE_BYTES;
     for (int64_t i = 0; i < pieces; i++, waiting += 1024) {
       const char* some = a + i * 2 * a_tile;
       Sums& now = sums[turn];

@@ -1,0 +1,93 @@
+// Codes: rows of x rounded to 8 bits, and their products with unsigned codes of weights.
+#pragma once
+#include "simd.h"
+
+namespace quire::ISA {
+
+// Writes 16 numbers as bytes.
+INLINE void store_bytes(int8_t* p, IVec v) {
+#if defined(__AVX512F__)
+  _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)v));
+#else
+  int32_t all[LANES];
+  store_bits(all, v);
+  for (int i = 0; i < LANES; i++) p[i] = (int8_t)all[i];
+#endif
+}
+
+// Rounds a row to codes in [-127, 127], x = scale * code, and returns the scale. A row with NaN or infinity has the scale
+// NaN, so that all its products are NaN. A row whose largest magnitude is below 2^-96 has codes 0. Codes behind the row,
+// up to a multiple of 16, become 0.
+template <class T>
+static float round_row(const T* row, int64_t k, int8_t* codes) {
+  Vec most{}, bad{};
+  int64_t whole = k / LANES * LANES;
+  auto look = [&](Vec v) {
+    most = vmax(most, vmax(v, -v));
+    bad = fma(v, Vec{}, bad);
+  };
+  for (int64_t i = 0; i < whole; i += LANES) look(load(row + i));
+  if (whole < k) look(load_some(row + whole, k - whole));
+  float magnitude = largest(most), none = sum(bad);
+  bool is_zero = magnitude < 0x1p-96f;
+  float factor = is_zero ? 0.0f : 127.0f / magnitude;
+  if (none != none) {
+    memset(codes, 0, up_to(k, LANES));
+    return none;
+  }
+  auto codes_of = [&](Vec v) { return to_ints(round_to_int(v * splat(factor))); };
+  for (int64_t i = 0; i < whole; i += LANES) store_bytes(codes + i, codes_of(load(row + i)));
+  if (whole < k) store_bytes(codes + whole, codes_of(load_some(row + whole, k - whole)));
+  return is_zero ? 0.0f : magnitude / 127.0f;
+}
+
+// Products of four terms: Codes of 16 columns, four unsigned bytes each, times four terms of x for all columns.
+#if defined(__AVX512VNNI__)
+using HeldCode = int8_t;
+using Codes = IVec;
+INLINE Codes codes_of(IVec bytes) { return bytes; }
+INLINE void hold_codes(const int8_t* codes, HeldCode* held, int64_t count) { memcpy(held, codes, count); }
+INLINE IVec dot(IVec acc, const HeldCode* x, Codes w) {
+  int32_t four;
+  memcpy(&four, x, 4);
+  return (IVec)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(four));
+}
+#else
+using HeldCode = int16_t;  // terms 0, 2, 1, 3 of each four: pairs as they are multiplied
+struct Codes {
+  IVec even, odd;  // terms 0 and 2, 1 and 3, of 16 bits
+};
+INLINE Codes codes_of(IVec bytes) {
+  UVec bits = (UVec)bytes;
+  return {(IVec)(bits & 0x00ff00ffu), (IVec)((bits >> 8) & 0x00ff00ffu)};
+}
+INLINE void hold_codes(const int8_t* codes, HeldCode* held, int64_t count) {
+  for (int64_t i = 0; i < count; i += 4) {
+    held[i] = codes[i];
+    held[i + 1] = codes[i + 2];
+    held[i + 2] = codes[i + 1];
+    held[i + 3] = codes[i + 3];
+  }
+}
+// Sums of the products of two numbers of 16 bits.
+INLINE Ints add_pairs(Ints a, Ints b) {
+#if defined(__AVX512BW__)
+  return (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  return (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__)
+  return (Ints)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#else
+  return (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
+#endif
+}
+EACH_OF_TWO(add_pairs)
+INLINE IVec dot(IVec acc, const HeldCode* x, Codes w) {
+  int32_t even, odd;
+  memcpy(&even, x, 4);
+  memcpy(&odd, x + 2, 4);
+  return acc + add_pairs(w.even, splat_int(even)) + add_pairs(w.odd, splat_int(odd));
+}
+#endif
+
+}  // namespace quire::ISA

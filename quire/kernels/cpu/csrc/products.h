@@ -1,0 +1,164 @@
+// What all products share: panels of tiles of a packed weight, the output, and the loop over panels with its prefetches.
+//
+// A packed weight is cut into tiles of 16 of its rows, which are columns of the output. A tile is a number of vectors of
+// 64 bytes, each with the next terms of the 16 columns.
+#pragma once
+#include "activation.h"
+#include "team.h"
+
+namespace quire::ISA {
+
+constexpr int64_t VECTOR_BYTES = 64;
+
+struct Product {
+  const char* x;
+  const char* weight;
+  const char* bias;  // (n,), of a gated product (2, n); or null
+  char* out;
+  int64_t rows, n, k;            // n: columns of `out`
+  int64_t x_stride, out_stride;  // elements from row to row
+  int64_t gate;  // -1, or an Activation: out = activation(x * gate rows) * (x * up rows), n rows each, padded
+};
+
+// A product from its arguments. sizes: rows, n, k, x_stride, out_stride, gate.
+INLINE Product product_of(const Arg* x, const Arg* weight, const Arg* bias, const Arg* out, const Arg* sizes) {
+  return {(const char*)x->data,   (const char*)weight->data, (const char*)bias->data, (char*)out->data,
+          sizes[0].integer,       sizes[1].integer,          sizes[2].integer,        sizes[3].integer,
+          sizes[4].integer,       sizes[5].integer};
+}
+
+// Columns are computed in panels of up to four tiles. The tiles of a gated product alternate: gate, up, gate, up.
+struct Panel {
+  int64_t tiles[4];    // of the packed weight
+  int64_t columns[4];  // first column in `out`, and in each half of the bias
+};
+
+// Tiles from `end` on belong to another thread or do not exist: the first tile replaces them, and is not written there.
+template <int NB>
+INLINE Panel panel_of(const Product& p, int64_t tile, int64_t end) {
+  Panel panel;
+  int64_t half = (p.n + 15) / 16;
+  for (int i = 0; i < NB; i++) {
+    int64_t column = p.gate < 0 ? tile + i : tile + i / 2;
+    panel.tiles[i] = column + (p.gate >= 0 && i % 2 ? half : 0);
+    panel.columns[i] = column * 16;
+    if (column < end) continue;
+    panel.tiles[i] = panel.tiles[0];
+    panel.columns[i] = p.n;
+  }
+  return panel;
+}
+
+template <class T>
+INLINE Vec bias_of(const Product& p, int64_t column, int64_t half) {
+  if (p.bias == nullptr) return Vec{};
+  return load_some((const T*)p.bias + half * p.n + column, min(16, p.n - column));
+}
+
+// Writes 16 columns of a row: adds the bias, and applies the gate if there is one (sums: gate rows, gated: up rows).
+template <class T>
+INLINE void finish(const Product& p, int64_t row, int64_t column, Vec sums, Vec gated) {
+  T* out = (T*)p.out + row * p.out_stride + column;
+  sums += bias_of<T>(p, column, 0);
+  if (p.gate >= 0) sums = activate((Activation)p.gate, rounded<T>(sums)) * rounded<T>(gated + bias_of<T>(p, column, 1));
+  store_some(out, sums, min(16, p.n - column));
+}
+
+// The same for the sums of MR rows from `row` on and NB tiles.
+template <class T, int MR, int NB>
+INLINE void finish_all(const Product& p, const Panel& panel, int64_t row, const Vec (&sums)[MR][NB]) {
+  alignas(64) float all[MR][NB][LANES];
+#pragma GCC unroll 8
+  for (int m = 0; m < MR; m++)
+#pragma GCC unroll 8
+    for (int n = 0; n < NB; n++) store(all[m][n], sums[m][n]);
+  for (int m = 0; m < MR; m++)
+    for (int n = 0; n < NB; n += p.gate < 0 ? 1 : 2)
+      finish<T>(p, row + m, panel.columns[n], load(all[m][n]), load(all[m][n + 1 < NB ? n + 1 : n]));
+}
+
+// What a pass over a panel prefetches: `ahead` or `every` or nothing.
+template <int NB>
+struct Prefetch {
+  int64_t ahead;  // of this panel to the L1 cache: this number of bytes before the present step; 0: nothing
+  int64_t every;  // of the next panel to the L2 cache: one vector per tile in so many steps; 0: nothing
+  const char* next[NB];  // where the vectors of the next panel begin, tile by tile
+  int64_t left = every;
+
+  INLINE_MEMBER void step(const char* const (&tiles)[NB], int64_t at) {  // at: of the vectors of this step in the tiles
+    if (ahead) {
+#pragma GCC unroll 4
+      for (int n = 0; n < NB; n++) __builtin_prefetch(tiles[n] + at + ahead);
+    } else if (--left == 0) {
+      left = every;
+#pragma GCC unroll 4
+      for (int n = 0; n < NB; n++) __builtin_prefetch(next[n], 0, 2), next[n] += VECTOR_BYTES;
+    }
+  }
+};
+
+constexpr int64_t HELD_ROWS = 256;       // the most rows of a block, which stays in the L1 and L2 caches
+constexpr int64_t HELD_BYTES = 1 << 20;  // the most bytes of a block, unless 24 rows need more
+constexpr int64_t PREFETCH_BYTES = 2048;
+
+// A kind of products (a Product, with more fields) has a class Rows, a block of rows of x as its inner loop reads them:
+//
+//   AT_ONCE                             sums that fit into registers
+//   row_bytes(p)                        bytes of a row in the thread's memory
+//   Rows(p, first, count, team)         the block of rows [first, first + count), perhaps converted
+//   tile_bytes                          bytes of a tile of the weight
+//   multiply<MR, NB>(panel, row, fetch) computes rows [row, row + MR) of the block, and writes them to the output
+
+// Computes tiles of columns [begin, end), NB tiles of the weight at once. A panel is computed in passes of up to 8 rows.
+// Each pass prefetches an equal part of the next panel, so that memory is read during all passes. Nothing prefetches the
+// first panel, so its first pass does. So does a single pass if there are few panels, or if they have four tiles and may
+// be too large for the L2 cache.
+template <int NB, class Rows>
+static void multiply_block(const Product& p, const Rows& rows, int64_t begin, int64_t end) {
+  constexpr int most = (int)max(1, min(8, Rows::AT_ONCE / NB));
+  int64_t passes = (rows.count + most - 1) / most, each = (rows.count + passes - 1) / passes;
+  int64_t steps = rows.tile_bytes / VECTOR_BYTES, tiles = p.gate < 0 ? NB : NB / 2;
+  bool alone = passes == 1 && (NB == 4 || end - begin < 8 * tiles);
+  for (int64_t tile = begin; tile < end; tile += tiles) {
+    Panel panel = panel_of<NB>(p, tile, end);
+    Panel next = panel_of<NB>(p, min(tile + tiles, end - 1), end);
+    for (int64_t pass = 0; pass < passes; pass++) {
+      int64_t row = pass * each;
+      Prefetch<NB> fetch{};
+      if ((pass == 0 && tile == begin) || alone)
+        fetch.ahead = rows.first == 0 ? PREFETCH_BYTES : 0;
+      else if (tile + tiles < end)
+        fetch.every = fetch.left = passes;
+      for (int n = 0; n < NB; n++)
+        fetch.next[n] = p.weight + next.tiles[n] * rows.tile_bytes + pass * (steps / passes) * VECTOR_BYTES;
+      switch (min(each, rows.count - row)) {
+#define ROWS(count) \
+  case count: \
+    rows.template multiply<(int)min(count, most), NB>(panel, row, fetch); \
+    break;
+        ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8)
+#undef ROWS
+      }
+    }
+  }
+}
+
+// Computes a product. With few rows, several tiles are computed at once, so that there are enough independent sums.
+template <class Rows, class Kind>
+static void with_vectors(const Kind& p, const Team& team) {
+  constexpr int at_once = Rows::AT_ONCE;
+  bool gated = p.gate >= 0;
+  int64_t most = max(24, min(HELD_ROWS, HELD_BYTES / Rows::row_bytes(p) / 24 * 24)), begin, end;
+  team.share((p.n + 15) / 16, gated ? 1 : 2, &begin, &end);
+  for (int64_t first = 0; first < p.rows && begin < end; first += most) {
+    Rows rows(p, first, min(most, p.rows - first), team);
+    if (at_once >= 4 && 4 * rows.count <= at_once)
+      multiply_block<at_once >= 4 ? 4 : 2>(p, rows, begin, end);
+    else if (gated || at_once >= 16 || 2 * rows.count <= at_once)
+      multiply_block<2>(p, rows, begin, end);
+    else
+      multiply_block<at_once >= 16 ? 2 : 1>(p, rows, begin, end);
+  }
+}
+
+}  // namespace quire::ISA

@@ -1,0 +1,138 @@
+"""Low-bit weights in plain torch: rounding of weights and of x to codes, and their products.
+
+Each row of x is rounded to 8 bits with one scale. The products of codes are exact: their sums of a group of columns are
+integers. They are multiplied by the group's scale and added in float64, then multiplied by the scale of x.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from quire.kernels.contract import PackedWeight, Scheme
+
+_SMALLEST = 2.0**-96  # a row of x whose largest magnitude is smaller counts as zeros
+_MAX_CODE = 127  # of x
+_STEPS = (8 / 7, *(1 - i / 20 for i in range(8)))  # tried scales of a group, relative to its extreme at code 0
+
+
+class QuantizedRows(NamedTuple):
+    """Rows of a low-bit weight before they are packed."""
+
+    codes: Tensor  # uint8 (n, columns)
+    scales: Tensor  # Scheme.scale_dtype (n, num_groups)
+
+
+def quantize_rows(rows: Tensor, scheme: Scheme) -> QuantizedRows:
+    """Rows of a weight (n, columns), of any float type, rounded to codes. NaN and infinity give NaN scales.
+
+    8 bits: the largest magnitude of a row is 127 codes away from zero. 4 bits: of several scales of a group, the one
+    with the least squared error; the extreme of a group may have code 0, which is 8 codes away from zero.
+    """
+    rows = rows.float()
+    if not scheme.group_size:
+        most = (1 << (scheme.bits - 1)) - 1
+        scales = rows.abs().amax(-1, keepdim=True) / most
+        return QuantizedRows(_codes(rows, scales, scheme), scales)
+    columns, size = rows.shape[1], scheme.group_size
+    padded = pad(rows, (0, -columns % size)).unflatten(1, (-1, size))
+    largest, smallest = padded.amax(-1, keepdim=True), padded.amin(-1, keepdim=True)
+    extremes = torch.where(largest > -smallest, largest, smallest)
+    best = torch.full_like(extremes, torch.inf)
+    codes, scales = torch.zeros_like(padded, dtype=torch.uint8), torch.full_like(extremes, torch.nan)
+    for step in _STEPS:
+        tried = (extremes * (-step / scheme.zero_point)).to(scheme.scale_dtype).float()
+        rounded = _codes(padded, tried, scheme)
+        error = (((rounded.float() - scheme.zero_point) * tried - padded) ** 2).sum(-1, keepdim=True)
+        better = error < best
+        best = torch.where(better, error, best)
+        codes, scales = torch.where(better, rounded, codes), torch.where(better, tried, scales)
+    return QuantizedRows(codes.flatten(1)[:, :columns], scales.squeeze(-1).to(scheme.scale_dtype))
+
+
+def _codes(rows: Tensor, scales: Tensor, scheme: Scheme) -> Tensor:
+    last = (1 << scheme.bits) - 1
+    rounded = (rows / scales.where(scales != 0, 1)).nan_to_num().round()  # ties to even
+    return (rounded + scheme.zero_point).clamp(0, last).to(torch.uint8)
+
+
+def dequantize(rows: QuantizedRows, scheme: Scheme) -> Tensor:
+    """The values of quantized rows, float32 (n, columns)."""
+    columns = rows.codes.shape[1]
+    scales = rows.scales.float().repeat_interleave(scheme.group_size or columns, 1)[:, :columns]
+    return (rows.codes.float() - scheme.zero_point) * scales
+
+
+def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x (num_rows, columns) as codes in [-127, 127], float32, and scales float32 (num_rows, 1): x = code * scale.
+
+    A row with NaN or infinity has codes 0 and the scale NaN.
+    """
+    x = x.float()
+    most = x.abs().amax(-1, keepdim=True)
+    finite = x.isfinite().all(-1, keepdim=True)
+    zero = most < _SMALLEST
+    factors = torch.where(finite & ~zero, torch.full_like(most, _MAX_CODE) / most, 0)  # 127 / most would round twice
+    scales = torch.where(finite, torch.where(zero, 0, most / _MAX_CODE), torch.nan)
+    return torch.where(finite, x * factors, 0).round(), scales
+
+
+def allocate(shape: Sequence[int], dtype: torch.dtype, parts: int, scheme: Scheme) -> PackedWeight:
+    """A zeroed weight (rows, columns), or stack of such weights. Codes of 4 bits are packed two to a byte."""
+    *number, rows, columns = shape
+    codes = torch.zeros((*number, rows, -(-columns * scheme.bits // 8)), dtype=torch.uint8)
+    scales = torch.zeros((*number, rows, scheme.num_groups(columns)), dtype=scheme.scale_dtype)
+    return PackedWeight(codes, rows, columns, dtype, parts, scheme, scales)
+
+
+def write_rows(weight: PackedWeight, rows: Tensor, start: int, index: int = 0) -> None:
+    """See Kernels."""
+    one = weight if weight.data.dim() == 2 else weight[index]
+    scheme, scales = require_codes(one)
+    quantized = quantize_rows(rows, scheme)
+    codes = quantized.codes
+    if scheme.bits == 4:
+        pairs = pad(codes, (0, codes.shape[1] % 2)).unflatten(1, (-1, 2))
+        codes = pairs[:, :, 0] | pairs[:, :, 1] << 4
+    one.data[start : start + len(rows)] = codes
+    scales[start : start + len(rows)] = quantized.scales
+
+
+def rows_of(weight: PackedWeight) -> QuantizedRows:
+    """All rows of a weight of this module."""
+    scheme, scales = require_codes(weight)
+    codes = weight.data
+    if scheme.bits == 4:
+        codes = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
+    return QuantizedRows(codes[:, : weight.columns], scales)
+
+
+def require_codes(weight: PackedWeight) -> tuple[Scheme, Tensor]:
+    """Scheme and scales of a low-bit weight. Raises TypeError for others."""
+    if weight.scheme is None or weight.scales is None:
+        raise TypeError("this weight was packed by another kernel module")
+    return weight.scheme, weight.scales
+
+
+def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+    """x (num_rows, in) times a low-bit weight (out, in), plus bias (out,), rounded once to x's type."""
+    rows, (scheme, _) = rows_of(weight), require_codes(weight)
+    codes, scales = quantize_activations(x)
+    size = scheme.group_size or weight.columns
+    out = torch.zeros((len(x), weight.rows), dtype=torch.float64, device=x.device)
+    for group, first in enumerate(range(0, weight.columns, size)):
+        some = slice(first, first + size)
+        sums = codes[:, some].double() @ (rows.codes[:, some].double() - scheme.zero_point).T
+        out += sums * rows.scales[:, group].double()
+    out *= scales
+    return (out if bias is None else out + bias).to(x.dtype)
+
+
+def embed(ids: Tensor, weight: PackedWeight, scale: float) -> Tensor:
+    """Rows of a low-bit weight, times `scale`, rounded once."""
+    scheme, scales = require_codes(weight)
+    chosen = replace(weight, data=weight.data[ids], scales=scales[ids])
+    return (dequantize(rows_of(chosen), scheme) * scale).to(weight.dtype)

@@ -1,0 +1,1 @@
+"""Low-bit weights: which weights of a model are stored in which scheme."""

@@ -1,0 +1,152 @@
+"""Products with low-bit weights by the CPU kernels, against plain torch, for every build and number of threads."""
+
+import pytest
+import torch
+from cpu_kernel_builds import each_with, in_use
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.kernels import reference
+from quire.kernels.contract import INT4, INT8, Scheme
+from quire.kernels.reference.codes import dequantize, quantize_activations, quantize_rows
+
+_C = pytest.importorskip("quire.kernels.cpu._C", reason="the CPU kernels are not built", exc_type=ImportError)
+cpu = pytest.importorskip("quire.kernels.cpu.products")
+
+SCHEMES = st.sampled_from([INT8, INT4, Scheme(4, 8), Scheme(4, 128)])
+DTYPES = st.sampled_from((torch.float32, torch.bfloat16))
+ROWS = st.sampled_from([*range(1, 10), 16, 17, 33, 64, 300])  # for the paths of few rows, registers, tiles and blocks
+SIZES = st.sampled_from([1, 2, 3, 15, 16, 17, 31, 32, 33, 47, 48, 64, 65, 100, 130])
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+@pytest.fixture(scope="module", params=each_with(1, 2, 3))
+def build(request):
+    with in_use(request.param) as threads:
+        yield threads
+
+
+pytestmark = pytest.mark.usefixtures("build")
+drawn = settings(max_examples=10)
+
+
+def normal(seed, *shape, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def plain(weight, scheme, dtype):
+    """The weight in the layout of the reference."""
+    room = reference.allocate_weight(weight.shape, dtype, scheme=scheme)
+    reference.write_rows(room, weight, 0)
+    return room
+
+
+def assert_near(found, expected, error):
+    """Asserts that `found` differs from `expected` by at most `error` and the rounding of both."""
+    assert found.dtype == expected.dtype
+    unit = 2**-7 if found.dtype == torch.bfloat16 else 2**-23
+    distance = (found.double() - expected.double()).abs()
+    assert (distance <= error + unit * expected.double().abs()).all(), distance.max()
+
+
+def bound(x, weight, scheme):
+    """A bound for the error of float32 sums over groups."""
+    codes, scales = quantize_activations(x)
+    values = dequantize(quantize_rows(weight, scheme), scheme)
+    terms = (codes * scales).double().abs() @ values.double().abs().T
+    return (scheme.num_groups(weight.shape[1]) + 4) * 2**-23 * terms
+
+
+@drawn
+@given(SEEDS, ROWS, SIZES, SIZES, SCHEMES, DTYPES, st.booleans(), st.booleans())
+def test_products_are_those_of_plain_torch(seed, rows, n, k, scheme, dtype, biased, halved):
+    n *= 1 + halved
+    x, weight = normal(seed, rows, k, dtype=dtype), normal(seed + 1, n, k, dtype=dtype) / k**0.5
+    bias = normal(seed + 2, n, dtype=dtype) if biased else None
+    packed = cpu.pack_weight(weight, 1 + halved, scheme)
+    expected = reference.linear(x, plain(weight, scheme, dtype), bias)
+    assert_near(cpu.linear(x, packed, bias), expected, bound(x, weight, scheme))
+
+
+@drawn
+@given(SEEDS, ROWS, SIZES, SIZES, SCHEMES, DTYPES, st.booleans())
+def test_gated_products_are_those_of_two_products(seed, rows, n, k, scheme, dtype, biased):
+    x, weight = normal(seed, rows, k, dtype=dtype), normal(seed + 1, 2 * n, k, dtype=dtype) / k**0.5
+    bias = normal(seed + 2, 2 * n, dtype=dtype) if biased else None
+    packed = cpu.pack_weight(weight, 2, scheme)
+    gate, up = cpu.linear(x, packed, bias).chunk(2, 1)
+    expected = (reference.activate(gate.float(), "silu") * up.float()).to(dtype)
+    assert_near(cpu.gated_linear(x, packed, bias, "silu"), expected, 1e-5 * up.double().abs() + 1e-6)
+
+
+@drawn
+@given(SEEDS, ROWS, SIZES, SIZES, SCHEMES, DTYPES)
+def test_products_of_integers_are_exact(seed, rows, n, k, scheme, dtype):
+    """Rows of x and weights are integers that the codes represent with scale 1; results of bf16 are rounded once."""
+    draw = torch.Generator().manual_seed(seed)
+    weight = torch.randint(-scheme.zero_point + 1, scheme.zero_point, (n, k), generator=draw).float()
+    weight[:, :: scheme.group_size or k] = -scheme.zero_point if scheme.bits == 4 else 127
+    x = torch.randint(-127, 128, (rows, k), generator=draw).float()
+    x[:, 0] = 127
+    found = cpu.linear(x.to(dtype), cpu.pack_weight(weight.to(dtype), scheme=scheme))
+    assert torch.equal(found, (x.double() @ weight.double().T).to(dtype))
+
+
+@drawn
+@given(SEEDS, st.integers(2, 40), SIZES, SIZES, SCHEMES, DTYPES, st.data())
+def test_a_row_does_not_depend_on_the_others(seed, rows, n, k, scheme, dtype, data):
+    x, packed = normal(seed, rows, k, dtype=dtype), cpu.pack_weight(normal(seed, n, k, dtype=dtype), scheme=scheme)
+    chosen = data.draw(st.lists(st.integers(0, rows - 1), min_size=1, max_size=rows))
+    assert torch.equal(cpu.linear(x[chosen], packed), cpu.linear(x, packed)[chosen])
+
+
+@drawn
+@given(SEEDS, SIZES, SIZES, SCHEMES, DTYPES)
+def test_rows_are_looked_up_as_they_are_multiplied(seed, n, k, scheme, dtype):
+    weight = normal(seed, n, k, dtype=dtype)
+    packed = cpu.pack_weight(weight, scheme=scheme)
+    values = dequantize(quantize_rows(weight, scheme), scheme)
+    ids = torch.tensor([n - 1, 0, -1, n])
+    found = cpu.embed(ids, packed, 3.0)
+    assert_near(found[:2], (3 * values[ids[:2]]).to(dtype), 0)
+    assert not found[2:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scheme", [INT8, INT4])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_row_that_is_not_finite_gives_nan_and_the_others_stay(scheme, dtype, bad):
+    x, packed = normal(0, 20, 100, dtype=dtype), cpu.pack_weight(normal(1, 40, 100, dtype=dtype), scheme=scheme)
+    expected = cpu.linear(x, packed)
+    x[3, 99] = bad
+    found = cpu.linear(x, packed)
+    assert found[3].isnan().all()
+    others = [row for row in range(20) if row != 3]
+    assert torch.equal(found[others], expected[others])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tiny_and_huge_rows(dtype):
+    """Below 2^-96 a row counts as zeros; the largest finite numbers do not overflow before the scale."""
+    weight = normal(1, 40, 64, dtype=dtype)
+    x = torch.stack([torch.full((64,), 2.0**-97), torch.full((64,), 2.0**-96), torch.full((64,), 2.0**100)]).to(dtype)
+    found = cpu.linear(x, cpu.pack_weight(weight, scheme=INT8))
+    expected = reference.linear(x, plain(weight, INT8, dtype))
+    assert not found[0].any()
+    assert_near(found, expected, bound(x, weight, INT8))
+
+
+@pytest.mark.parametrize("scheme", [Scheme(8, 32), Scheme(4), Scheme(4, 12), Scheme(2), INT8])
+def test_schemes_that_the_kernels_do_not_have_are_refused(scheme):
+    why = "at most 65536 columns" if scheme == INT8 else "CPU kernels have"
+    with pytest.raises(ValueError, match=why):
+        cpu.allocate_weight((16, 2**16 + 1), torch.bfloat16, scheme=scheme)
+
+
+def test_stacks_are_indexed_with_their_scales():
+    stack = normal(0, 3, 20, 50)
+    packed = cpu.pack_weight(stack, scheme=INT4)
+    for index in range(3):
+        one = cpu.pack_weight(stack[index], scheme=INT4)
+        assert torch.equal(packed[index].data, one.data)
+        assert torch.equal(packed[index].scales, one.scales)

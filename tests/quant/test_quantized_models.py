@@ -1,0 +1,105 @@
+"""Models whose weights are rounded at load: memory, results of both kernel modules, and the effect of the options."""
+
+import pytest
+import torch
+from paged_model_forward import Sequences
+
+from quire import LLM, SamplingParams
+from quire.config import EngineOptions
+from quire.errors import ConfigError, ModelError
+from quire.kernels import deterministic, reference
+from quire.kernels.contract import PackedWeight
+from quire.models.checkpoint import FolderCheckpoint
+from quire.models.description import describe
+from quire.models.loading import load
+from quire.models.transformers import describe_transformers
+from quire.quant.schemes import QUANTIZATIONS
+from quire.startup.build import build
+
+_C = pytest.importorskip("quire.kernels.cpu._C", reason="the CPU kernels are not built", exc_type=ImportError)
+cpu = pytest.importorskip("quire.kernels.cpu.kernels")
+
+KINDS = ["llama-gqa-tied", "qwen2-upper-window", "qwen2-moe", "mixtral-window", "gpt2", "gemma2", "opt-post-norm"]
+PROMPTS = ["The capital of France is", "ENGLISH TO FRENCH: the red house ->"]
+
+
+def weights_of(model):
+    """Name -> weight, of parameters and packed weights."""
+    found = dict(model.named_parameters())
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, PackedWeight):
+                found[f"{path}.{name}"] = value
+    return found
+
+
+def logits_of(description, model, kernels, tokens):
+    sequences = Sequences(description, model, [len(tokens)], kernels=kernels)
+    cut = len(tokens) - 5
+    steps = [(0, tokens[:cut]), *((start, tokens[start : start + 1]) for start in range(cut, len(tokens)))]
+    return torch.cat([sequences.logits([(0, start, some)]) for start, some in steps])
+
+
+@pytest.mark.parametrize("name", QUANTIZATIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_have_their_schemes_and_the_planned_bytes(saved, kind, name):
+    description, quantization = describe(saved(kind)[0]), QUANTIZATIONS[name]
+    model = load(description, dtype="bfloat16", quantization=quantization)
+    total = 0
+    for path, weight in weights_of(model).items():
+        scheme = quantization.scheme_of(path, tied=description.config.tied)
+        assert (weight.scheme if isinstance(weight, PackedWeight) else None) == scheme, path
+        total += weight.num_bytes if isinstance(weight, PackedWeight) else weight.nbytes
+    assert total == description.weight_bytes("bfloat16", quantization) < description.weight_bytes("bfloat16")
+
+
+@pytest.mark.parametrize("name", QUANTIZATIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_of_the_cpu_kernels_are_those_of_plain_torch(saved, kind, name):
+    description, quantization = describe(saved(kind)[0]), QUANTIZATIONS[name]
+    tokens = [7 * i % description.vocab_size for i in range(40)]
+    found = {
+        kernels: logits_of(
+            description, load(description, dtype="float32", kernels=kernels, quantization=quantization), kernels, tokens
+        )
+        for kernels in (reference, deterministic, cpu)
+    }
+    exact = logits_of(description, load(description, dtype="float32"), reference, tokens)
+    width = exact.max() - exact.min()
+    for kernels in (deterministic, cpu):
+        different = (found[kernels] - found[reference]).abs().max()
+        assert different < 0.02 * width, kernels.NAME  # a code of x may be rounded to the other side
+    error = (found[cpu] - exact).abs().median()  # single tokens may take another expert
+    assert 0 < error < (0.01 if name == "int8" else 0.1) * width
+
+
+@pytest.mark.parametrize("name", QUANTIZATIONS)
+def test_the_embedded_model_answers(name):
+    lines = []
+    llm = LLM(quantization=name, memory="256MiB", max_model_len=512, report=lines.append)
+    greedy = SamplingParams(temperature=0.0, max_tokens=12)
+    together = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, greedy, use_tqdm=False)]
+    apart = [llm.generate([prompt], greedy, use_tqdm=False)[0].outputs[0].token_ids for prompt in PROMPTS]
+    assert together == apart
+    assert all(len(answer) > 0 for answer in together)
+    assert any(line.startswith("weights    rounded to int") for line in lines)
+    assert any(f"M parameters, {name}" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"quantization": "int3"}, "quantization: Invalid enum value 'int3'"),
+        ({"quantization": "awq"}, "'awq' is not supported; checkpoints with quantized weights cannot be loaded yet"),
+        ({"quantization": "int8", "kernels": "triton"}, "no kernels for"),
+    ],
+)
+def test_options_that_cannot_work_are_named(options, why):
+    with pytest.raises(ConfigError, match=why):
+        build(EngineOptions(**options), report=lambda line: None, progress=lambda done, total: None)
+
+
+def test_transformers_as_a_backend_says_that_it_keeps_the_type(saved):
+    description = describe_transformers(FolderCheckpoint(saved("llama-gqa-tied")[0]))
+    with pytest.raises(ModelError, match="keeps its weights in dtype; leave quantization out"):
+        description.weight_bytes("bfloat16", QUANTIZATIONS["int8"])
