@@ -2,13 +2,14 @@
 
     python -m benchmarks.cpu [--shapes 0.5b,1b] [--workloads W1,W2,W3,W4] [--repeat 3] [--only workloads http arrivals]
         [--peer vllm=VENV/bin/python] [--peer transformers=...] [--before CHECKOUT] [--alone] [--models FOLDER]
-        [--requests 120] [--json FILE] [--table FILE]
+        [--quantization int8] [--requests 120] [--json FILE] [--table FILE]
 
 Each engine runs in a process of its own with the given interpreter, and the engines take turns. --before adds another
 version of quire: a checkout in which `python setup.py build_ext --inplace` has run. --alone loads one engine at a
-time. The part `http` sends 64 streams to `quire serve` and the same queries to an `LLM`. The part `arrivals`
-sends --requests streams with Poisson arrivals to the servers of quire, of the version before, and of vLLM. --shapes
-tiny runs every part at a size whose figures have no meaning.
+time. --quantization rounds the weights of quire to int8 or int4 and gives OpenVINO and llama.cpp files in Q8_0 or Q4_0
+with a head in Q8_0; vLLM and transformers keep bfloat16. The part `http` sends 64 streams to `quire serve` and the same
+queries to an `LLM`. The part `arrivals` sends --requests streams with Poisson arrivals to the servers of quire, of the
+version before, and of vLLM. --shapes tiny runs every part at a size whose figures have no meaning.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks.cpu.arrivals import SERVERS, arrivals, num_ticks
 from benchmarks.cpu.checkpoints import SHAPES, checkpoint, weight_bytes
-from benchmarks.cpu.engines import BEFORE, DRIVERS, PEERS, Engine, EngineError
+from benchmarks.cpu.engines import BEFORE, DRIVERS, PEERS, QUANTIZATIONS, Engine, EngineError
 from benchmarks.cpu.machine import describe
 from benchmarks.cpu.over_http import http_turns
 from benchmarks.cpu.tables import grids, machine_line
@@ -68,6 +70,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shapes", type=lambda text: names_of([*SHAPES, "embedded"], text), default=["0.5b", "1b"])
     parser.add_argument("--workloads", type=lambda text: names_of(list(WORKLOADS), text), default="W1,W2,W3,W4")
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, help="of the weights of quire, OpenVINO and llama.cpp")
     parser.add_argument("--requests", type=int, default=120, help="of one run of the part arrivals")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
     parser.add_argument("--peer", type=peer, action="append", default=[], metavar="NAME=PYTHON")
@@ -104,10 +107,11 @@ def measure(args: argparse.Namespace, models: Path, results: dict[str, Any]) -> 
 def _engines(args: argparse.Namespace, model: Path) -> list[Engine]:
     """quire, the version before if there is one, and the peers."""
     pythons = {"quire": sys.executable, **dict(args.peer)}
-    engines = [Engine(name, python, model) for name, python in pythons.items()]
+    engines = [Engine(name, python, model, quantization=args.quantization) for name, python in pythons.items()]
     if args.before:
         driver = DRIVERS / "quire_driver.py"
-        engines.insert(1, Engine(BEFORE, sys.executable, model, driver=driver, checkout=args.before))
+        before = Engine(BEFORE, sys.executable, model, driver=driver, checkout=args.before)
+        engines.insert(1, replace(before, quantization=args.quantization))
     return engines
 
 
@@ -130,7 +134,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parse(arguments)
     results: dict[str, Any] = {
         "machine": describe(),
-        "settings": {"dtype": "bfloat16", "repeat": args.repeat, "alone": args.alone},
+        "settings": {
+            "dtype": "bfloat16",
+            "quantization": args.quantization,
+            "repeat": args.repeat,
+            "alone": args.alone,
+        },
     }
     with tempfile.TemporaryDirectory() as temporary:
         try:

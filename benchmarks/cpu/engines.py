@@ -19,8 +19,13 @@ ROOT = Path(__file__).resolve().parents[2]
 DRIVERS = Path(__file__).parent / "drivers"
 BEFORE = "before"  # another version of quire
 PEERS = ("vllm", "transformers", "openvino", "llama_cpp")
-# Engines that read GGUF, and the type of their matrices: OpenVINO reads no BF16 from GGUF.
-_GGUF = {"openvino": "F16", "llama_cpp": "BF16"}
+# Engines that read GGUF, and the type of their matrices by quantization: OpenVINO reads no BF16 from GGUF.
+_GGUF: Mapping[str | None, Mapping[str, str]] = {
+    None: {"openvino": "F16", "llama_cpp": "BF16"},
+    "int8": {"openvino": "Q8_0", "llama_cpp": "Q8_0"},
+    "int4": {"openvino": "Q4_0", "llama_cpp": "Q4_0"},
+}
+QUANTIZATIONS = tuple(name for name in _GGUF if name is not None)
 _PATIENCE = 60.0  # seconds for an engine to exit before it is killed
 
 
@@ -40,6 +45,7 @@ class Engine:
     driver: Path | None = None  # a driver script other than the one of that name
     checkout: Path = ROOT  # of quire: which version is imported
     options: Mapping[str, Any] = field(default_factory=dict)  # engine options that replace the driver's own
+    quantization: str | None = None  # of the weights; vllm and transformers keep 16 bits
 
     @property
     def script(self) -> Path:
@@ -134,11 +140,14 @@ def start(engine: Engine) -> Running:
     """Load an engine in a new process and warm it up. Raises EngineError."""
     additions, preloaded = environment(engine)
     settings: dict[str, Any] = {"model": str(engine.model), "max_num_seqs": engine.max_num_seqs}
-    settings |= {"max_model_len": engine.max_model_len, "options": dict(engine.options)}
-    if engine.name in _GGUF:
+    options = dict(engine.options)
+    if engine.quantization is not None and engine.name in ("quire", "http", BEFORE):
+        options["quantization"] = engine.quantization
+    settings |= {"max_model_len": engine.max_model_len, "options": options}
+    if kind := _GGUF[engine.quantization].get(engine.name):
         from benchmarks.cpu.gguf_file import gguf_file  # noqa: PLC0415  (only two engines need the package gguf)
 
-        settings["gguf"] = str(gguf_file(engine.model, _GGUF[engine.name]))
+        settings |= {"gguf": str(gguf_file(engine.model, kind)), "gguf_type": kind}
     handle, log = tempfile.mkstemp(prefix=f"{engine.name}-", suffix=".log")
     for weights in engine.model.glob("*.safetensors"):
         weights.read_bytes()  # into the page cache, so that no engine waits for the disk

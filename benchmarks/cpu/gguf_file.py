@@ -16,11 +16,17 @@ _ARCHITECTURES = {"LlamaForCausalLM": gguf.MODEL_ARCH.LLAMA, "Qwen2ForCausalLM":
 _TYPES = {
     "BF16": (gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16),
     "F16": (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
+    "Q8_0": (gguf.GGMLQuantizationType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
+    "Q4_0": (gguf.GGMLQuantizationType.Q4_0, gguf.LlamaFileType.MOSTLY_Q4_0),
 }
 
 
 def gguf_file(folder: Path, kind: str = "BF16") -> Path:
-    """The GGUF file beside a checkpoint's folder. Creates it unless it exists. kind: type of matrices, BF16 or F16."""
+    """The GGUF file beside a checkpoint's folder. Creates it unless it exists.
+
+    kind: type of matrices: BF16, F16, Q8_0 or Q4_0. With Q4_0 the head, and the embedding table, which may be the head,
+    have the type Q8_0.
+    """
     path = folder.with_name(f"{folder.name}-{kind}.gguf")
     if path.exists():
         return path
@@ -80,4 +86,6 @@ def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict[str, Any], config: d
 def _add_tensor(writer: gguf.GGUFWriter, name: str, tensor: Tensor, kind: gguf.GGMLQuantizationType) -> None:
     if tensor.ndim < 2:
         kind = gguf.GGMLQuantizationType.F32
+    elif kind == gguf.GGMLQuantizationType.Q4_0 and name.startswith(("token_embd", "output.")):
+        kind = gguf.GGMLQuantizationType.Q8_0
     writer.add_tensor(name, gguf.quants.quantize(tensor.float().numpy(), kind), raw_dtype=kind)

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -199,7 +200,16 @@ child.communicate()
         assert 1e8 < running.memory()["bytes"] < 3e8
 
 
-@pytest.mark.parametrize("kind", ["BF16", "F16"])
+def test_quantized_weights_are_those_of_quire_alone(tmp_path):
+    engine = Engine("quire", sys.executable, checkpoint("tiny", tmp_path), quantization="int8")
+    with start(engine) as running:
+        assert any(note.startswith("weights rounded to int8") for note in running.facts["notes"])
+    with start(replace(honest(tmp_path), quantization="int8")) as running:
+        assert running.run(small("W", 1)).seconds > 0
+    assert parse(["--quantization", "int4"]).quantization == "int4"
+
+
+@pytest.mark.parametrize("kind", ["BF16", "F16", "Q8_0", "Q4_0"])
 def test_a_gguf_file_holds_the_model_of_its_checkpoint(tmp_path, kind):
     folder = checkpoint("tiny", tmp_path)
     ours, theirs = (

@@ -86,7 +86,7 @@ def _quiet(level: int, text: bytes, data: object) -> None:
 def load(settings: dict) -> Driven:
     """Load the model with one thread per core."""
     threads = len(os.sched_getaffinity(0))
-    return Driven(Model(settings, threads).run, llama_cpp.__version__, threads, ["from GGUF, BF16"])
+    return Driven(Model(settings, threads).run, llama_cpp.__version__, threads, [f"from GGUF, {settings['gguf_type']}"])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Driver for OpenVINO GenAI with continuous batching in bfloat16. It reads a GGUF file with float16 matrices.
+"""Driver for OpenVINO GenAI with continuous batching in bfloat16. It reads a GGUF file.
 
 On a single core, OpenVINO 2026.4 ends with a division by zero.
 """
@@ -25,7 +25,9 @@ def load(settings: dict) -> Driven:
         outputs = pipeline.generate(prompts, [greedy(query["out"]) for query in queries])
         return [len(output.m_generation_ids[0]) for output in outputs]
 
-    return Driven(run, openvino_genai.__version__, len(os.sched_getaffinity(0)), ["from GGUF, F16"])
+    return Driven(
+        run, openvino_genai.__version__, len(os.sched_getaffinity(0)), [f"from GGUF, {settings['gguf_type']}"]
+    )
 
 
 def greedy(num_tokens: int) -> GenerationConfig:

@@ -29,8 +29,8 @@ def load(settings: dict) -> Driven:
         outputs = llm.generate([query["prompt"] for query in queries], params, use_tqdm=False)
         return [len(out.outputs[0].token_ids) for out in outputs]
 
-    kernels = next(" ".join(line.split()) for line in lines if line.startswith("kernels"))
-    return Driven(run, quire.__version__, torch.get_num_threads(), [kernels])
+    notes = [" ".join(line.split()) for line in lines if line.startswith(("kernels", "weights    rounded"))]
+    return Driven(run, quire.__version__, torch.get_num_threads(), notes)
 
 
 def _params(query: dict) -> SamplingParams:
