@@ -48,7 +48,7 @@ EOS = 0
 MAX_IDLE_STEPS = 4000  # steps without an output, after which a schedule hangs; a beam search has none before its end
 TENANTS = ("", "red", "blue")
 _STEPS_PER_CHECK = 5
-_SEEDS_PER_BATCH = 64
+_SEEDS_PER_BATCH = 512
 MINIMIZE_SECONDS = 60.0
 
 Schedule = dict[str, Any]  # see `random_schedule`
