@@ -15,7 +15,7 @@ from quire.kernels.contract import ACTIVATIONS, PackedWeight, Scheme, Weight
 from quire.kernels.cpu import _C, rowwise
 from quire.kernels.cpu.memory import empty, pages
 from quire.kernels.cpu.views import dtype_code
-from quire.kernels.reference.codes import quantize_rows
+from quire.kernels.reference.codes import QuantizedRows
 
 TILE_ROWS = 16  # rows of a tile of a packed weight
 _VECTOR_BYTES = 64  # of a tile: the next terms of its rows
@@ -83,9 +83,18 @@ def _write_part(weight: PackedWeight, part: int, rows: Tensor, start: int) -> No
         _C.pack_rows(rows.to(data.dtype).contiguous(), data, dtype_code(data), *sizes)
         return
     quantized = quantize_rows(rows, weight.scheme)
-    _C.pack_codes(quantized.codes.contiguous(), data, weight.scheme.bits, *sizes)
+    _C.pack_codes(quantized.codes, data, weight.scheme.bits, *sizes)
     places = torch.arange(start, start + len(rows))
     weight.scales[part][places // TILE_ROWS, :, places % TILE_ROWS] = quantized.scales
+
+
+def quantize_rows(rows: Tensor, scheme: Scheme) -> QuantizedRows:
+    """Rows of a weight (n, columns), of any float type, rounded to codes: see `quire.kernels.reference.codes`."""
+    n, columns = rows.shape
+    codes = torch.empty((n, columns), dtype=torch.uint8)
+    scales = torch.empty((n, scheme.num_groups(columns)), dtype=scheme.scale_dtype)
+    _C.quantize_rows(rows.float().contiguous(), codes, scales, n, columns, scheme.group_size)
+    return QuantizedRows(codes, scales)
 
 
 def pack_weight(weight: Tensor, parts: int = 1, scheme: Scheme | None = None) -> PackedWeight:

@@ -14,8 +14,9 @@ from torch.nn.functional import pad
 
 from quire.kernels.contract import PackedWeight, Scheme
 
-_SMALLEST = 2.0**-96  # a row of x whose largest magnitude is smaller counts as zeros
+_SMALLEST = 2.0**-96  # rows with a smaller largest magnitude, and groups with a smaller scale, count as zeros
 _MAX_CODE = 127  # of x
+_BETTER = 0.9999  # of the least error: other sums of the same errors select the same scale
 _STEPS = (8 / 7, *(1 - i / 20 for i in range(8)))  # tried scales of a group, relative to its extreme at code 0
 
 
@@ -34,29 +35,24 @@ def quantize_rows(rows: Tensor, scheme: Scheme) -> QuantizedRows:
     """
     rows = rows.float()
     if not scheme.group_size:
-        most = (1 << (scheme.bits - 1)) - 1
-        scales = rows.abs().amax(-1, keepdim=True) / most
-        return QuantizedRows(_codes(rows, scales, scheme), scales)
+        rounded, scales = quantize_activations(rows)
+        return QuantizedRows((rounded + scheme.zero_point).to(torch.uint8), scales)
     columns, size = rows.shape[1], scheme.group_size
     padded = pad(rows, (0, -columns % size)).unflatten(1, (-1, size))
     largest, smallest = padded.amax(-1, keepdim=True), padded.amin(-1, keepdim=True)
     extremes = torch.where(largest > -smallest, largest, smallest)
     best = torch.full_like(extremes, torch.inf)
-    codes, scales = torch.zeros_like(padded, dtype=torch.uint8), torch.full_like(extremes, torch.nan)
+    codes, scales = torch.zeros_like(padded), torch.full_like(extremes, torch.nan)
     for step in _STEPS:
         tried = (extremes * (-step / scheme.zero_point)).to(scheme.scale_dtype).float()
-        rounded = _codes(padded, tried, scheme)
-        error = (((rounded.float() - scheme.zero_point) * tried - padded) ** 2).sum(-1, keepdim=True)
-        better = error < best
+        factors = torch.where(tried.abs() < _SMALLEST, 0, 1 / tried)
+        rounded = (padded * factors).round().clamp(-scheme.zero_point, scheme.zero_point - 1)
+        error = ((rounded * tried - padded) ** 2).sum(-1, keepdim=True)
+        better = error < best * _BETTER
         best = torch.where(better, error, best)
         codes, scales = torch.where(better, rounded, codes), torch.where(better, tried, scales)
-    return QuantizedRows(codes.flatten(1)[:, :columns], scales.squeeze(-1).to(scheme.scale_dtype))
-
-
-def _codes(rows: Tensor, scales: Tensor, scheme: Scheme) -> Tensor:
-    last = (1 << scheme.bits) - 1
-    rounded = (rows / scales.where(scales != 0, 1)).nan_to_num().round()  # ties to even
-    return (rounded + scheme.zero_point).clamp(0, last).to(torch.uint8)
+    codes = (codes.flatten(1)[:, :columns] + scheme.zero_point).to(torch.uint8)
+    return QuantizedRows(codes, scales.squeeze(-1).to(scheme.scale_dtype))
 
 
 def dequantize(rows: QuantizedRows, scheme: Scheme) -> Tensor:

@@ -101,6 +101,21 @@ def test_a_row_does_not_depend_on_the_others(seed, rows, n, k, scheme, dtype, da
 
 
 @drawn
+@given(SEEDS, SIZES, SIZES, SCHEMES, DTYPES, st.sampled_from([None, 0.0, torch.nan, torch.inf, 2.0**-120]))
+def test_weights_are_rounded_as_in_plain_torch(seed, n, k, scheme, dtype, special):
+    weight = normal(seed, n, k, dtype=dtype)
+    if special is not None:
+        weight[n // 2, k // 2 :] = special
+    found, expected = cpu.quantize_rows(weight, scheme), quantize_rows(weight, scheme)
+    finite = expected.scales.isfinite()
+    assert torch.equal(found.scales.isnan(), ~finite)
+    assert torch.equal(found.scales[finite], expected.scales[finite])
+    size = scheme.group_size or k
+    compared = finite.repeat_interleave(size, 1)[:, :k]
+    assert torch.equal(found.codes[compared], expected.codes[compared])
+
+
+@drawn
 @given(SEEDS, SIZES, SIZES, SCHEMES, DTYPES)
 def test_rows_are_looked_up_as_they_are_multiplied(seed, n, k, scheme, dtype):
     weight = normal(seed, n, k, dtype=dtype)

@@ -148,6 +148,12 @@ struct CodeRows {
       w[n] = p.weight + panel.tiles[n] * tile_bytes;
       by[n] = (const Scale*)p.scales + panel.tiles[n] * f.groups * 16;
     }
+    if (GROUPED && row == 0) {
+      int64_t scale_bytes = f.groups * 16 * sizeof(Scale);
+      for (int n = 0; n < NB; n++)
+        for (int64_t at = 0; at < scale_bytes; at += VECTOR_BYTES)
+          __builtin_prefetch(p.scales + fetch.panel.tiles[n] * scale_bytes + at);
+    }
     Vec sums[MR][NB];
     for_all<MR, NB>([&](int m, int n) { sums[m][n] = Vec{}; });
     for (int64_t g = 0; g < f.groups; g++) {

@@ -4,6 +4,8 @@
 
 namespace quire::ISA {
 
+constexpr float SMALLEST_ROUNDED = 0x1p-96f;
+
 // Writes 16 numbers as bytes.
 INLINE void store_bytes(int8_t* p, IVec v) {
 #if defined(__AVX512F__)
@@ -29,7 +31,7 @@ static float round_row(const T* row, int64_t k, int8_t* codes) {
   for (int64_t i = 0; i < whole; i += LANES) look(load(row + i));
   if (whole < k) look(load_some(row + whole, k - whole));
   float magnitude = largest(most), none = sum(bad);
-  bool is_zero = magnitude < 0x1p-96f;
+  bool is_zero = magnitude < SMALLEST_ROUNDED;
   float factor = is_zero ? 0.0f : 127.0f / magnitude;
   if (none != none) {
     memset(codes, 0, up_to(k, LANES));

@@ -9,6 +9,7 @@ bool has_tiles();  // whether the processor has AMX and the system permits this 
   OP(pack_rows, "ttiiii") \
   OP(unpack_rows, "tttiiiid") \
   OP(linear, "ttotiiiiiiii") \
+  OP(quantize_rows, "tttiii") \
   OP(pack_codes, "ttiiii") \
   OP(unpack_codes, "ttttiiiiiid") \
   OP(code_linear, "tttotiiiiiiiii") \

@@ -80,15 +80,18 @@ INLINE void finish_all(const Product& p, const Panel& panel, int64_t row, const 
 // What a pass over a panel prefetches: `ahead` or `every` or nothing.
 template <int NB>
 struct Prefetch {
-  int64_t ahead;  // of this panel to the L1 cache: this number of bytes before the present step; 0: nothing
+  int64_t ahead;  // to the L1 cache: the vectors so many bytes after those of the present step; 0: nothing
   int64_t every;  // of the next panel to the L2 cache: one vector per tile in so many steps; 0: nothing
-  const char* next[NB];  // where the vectors of the next panel begin, tile by tile
+  int64_t tile_bytes;
+  Panel panel;           // the next one
+  const char* next[NB];  // where its vectors to prefetch begin, tile by tile
   int64_t left = every;
 
   INLINE_MEMBER void step(const char* const (&tiles)[NB], int64_t at) {  // at: of the vectors of this step in the tiles
     if (ahead) {
+      int64_t place = at + ahead, behind = place - tile_bytes;
 #pragma GCC unroll 4
-      for (int n = 0; n < NB; n++) __builtin_prefetch(tiles[n] + at + ahead);
+      for (int n = 0; n < NB; n++) __builtin_prefetch(behind < 0 ? tiles[n] + place : next[n] + behind);
     } else if (--left == 0) {
       left = every;
 #pragma GCC unroll 4
@@ -125,12 +128,14 @@ static void multiply_block(const Product& p, const Rows& rows, int64_t begin, in
     for (int64_t pass = 0; pass < passes; pass++) {
       int64_t row = pass * each;
       Prefetch<NB> fetch{};
+      fetch.tile_bytes = rows.tile_bytes;
+      fetch.panel = next;
       if ((pass == 0 && tile == begin) || alone)
         fetch.ahead = rows.first == 0 ? PREFETCH_BYTES : 0;
       else if (tile + tiles < end)
         fetch.every = fetch.left = passes;
-      for (int n = 0; n < NB; n++)
-        fetch.next[n] = p.weight + next.tiles[n] * rows.tile_bytes + pass * (steps / passes) * VECTOR_BYTES;
+      int64_t from = fetch.ahead ? 0 : pass * (steps / passes) * VECTOR_BYTES;
+      for (int n = 0; n < NB; n++) fetch.next[n] = p.weight + next.tiles[n] * rows.tile_bytes + from;
       switch (min(each, rows.count - row)) {
 #define ROWS(count) \
   case count: \
