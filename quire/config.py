@@ -173,9 +173,7 @@ class EngineOptions:
     ] = "auto"
     quantization: Annotated[
         Quantization | None,
-        Help(
-            "round weights to int8, or int4 with an int8 head, as they are loaded [default: keep dtype]", "beta"
-        ),
+        Help("round weights to int8, or int4 with an int8 head, as they are loaded [default: keep dtype]", "beta"),
     ] = None
     block_size: Annotated[int, Meta(ge=1, le=65536), Help("tokens in one KV block")] = 16
     enable_prefix_caching: Annotated[bool, Help("reuse the KV of earlier requests with the same prefix")] = True

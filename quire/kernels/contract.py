@@ -33,7 +33,7 @@ Rotation = tuple[Tensor, Tensor]  # cosines and sines, float32 (num_tokens, rota
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """Storage of a low-bit weight: value = scale * (code - zero_point), with unsigned codes of `bits` bits.
+    """Storage of a low-bit weight: value = scale * (code - zero_point) + offset, with unsigned codes of `bits` bits.
 
     Products round each row of x to 8 bits with one scale, so that a row's result depends on this row alone.
     `quire.kernels.reference.codes` specifies the rounding of weights and of x.
@@ -41,30 +41,37 @@ class Scheme:
 
     bits: int  # 8 or 4
     group_size: int = 0  # columns that share a scale; 0: all columns of a row
+    scale_dtype: torch.dtype = torch.float32  # also of offsets
+    has_offsets: bool = False  # one for each scale; otherwise the offset is 0
 
     @property
     def zero_point(self) -> int:
-        """The code of zero."""
+        """The code whose value is the offset."""
         return 1 << (self.bits - 1)
-
-    @property
-    def scale_dtype(self) -> torch.dtype:
-        """Scales of whole rows are float32, scales of groups are bfloat16."""
-        return torch.bfloat16 if self.group_size else torch.float32
 
     def num_groups(self, columns: int) -> int:
         """Number of scales of a row. The last group may be shorter."""
         return -(-columns // self.group_size) if self.group_size else 1
 
     def num_bytes(self, rows: int, columns: int) -> int:
-        """Bytes of a weight's codes and scales, without padding."""
-        return rows * (-(-columns * self.bits // 8) + self.num_groups(columns) * self.scale_dtype.itemsize)
+        """Bytes of a weight's codes, scales and offsets, without padding."""
+        each = self.scale_dtype.itemsize * (1 + self.has_offsets)
+        return rows * (-(-columns * self.bits // 8) + self.num_groups(columns) * each)
 
     def __str__(self) -> str:
-        return f"int{self.bits}" + (f", groups of {self.group_size}" if self.group_size else ", one scale a row")
+        groups = f"groups of {self.group_size}" if self.group_size else "one scale a row"
+        return f"int{self.bits}, {groups}" + (" with offsets" if self.has_offsets else "")
 
 
-INT8, INT4 = Scheme(8), Scheme(4, 32)
+INT8, INT4 = Scheme(8), Scheme(4, 32, torch.bfloat16)
+
+
+class QuantizedRows(NamedTuple):
+    """Rows of a low-bit weight before they are packed."""
+
+    codes: Tensor  # uint8 (n, columns)
+    scales: Tensor  # Scheme.scale_dtype (n, num_groups)
+    offsets: Tensor | None = None  # like scales, if Scheme.has_offsets
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,16 +85,17 @@ class PackedWeight:
     parts: int = 1  # equal parts of the rows that are packed separately; 2 for gate and up of a gated product
     scheme: Scheme | None = None  # None: `data` has numbers of `dtype`
     scales: Tensor | None = None  # of codes; of a stack: (number, ...)
+    offsets: Tensor | None = None  # like scales
 
     def __getitem__(self, index: int) -> "PackedWeight":
         """One weight of a stack."""
-        scales = None if self.scales is None else self.scales[index]
-        return replace(self, data=self.data[index], scales=scales)
+        scales, offsets = (some if some is None else some[index] for some in (self.scales, self.offsets))
+        return replace(self, data=self.data[index], scales=scales, offsets=offsets)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the memory that the weight has, padding included."""
-        return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
+        return sum(some.nbytes for some in (self.data, self.scales, self.offsets) if some is not None)
 
 
 Weight = Tensor | PackedWeight
@@ -336,11 +344,11 @@ class Kernels(Protocol):
         Returns None if products read plain tensors, unless there is a scheme.
         """
 
-    def write_rows(self, weight: PackedWeight, rows: Tensor, start: int, index: int = 0) -> None:
-        """Write `rows` (n, in) of any float type to rows [start, start + n) of a weight from `allocate_weight`.
+    def write_rows(self, weight: PackedWeight, rows: Tensor | QuantizedRows, start: int, index: int = 0) -> None:
+        """Write `rows` (n, in) to rows [start, start + n) of a weight from `allocate_weight`.
 
-        They are rounded to the weight's type or scheme. Each row may be written only once. index: of the weight in a
-        stack.
+        rows: of any float type, which are rounded to the weight's type or scheme, or in the weight's scheme. Each row
+        may be written only once. index: of the weight in a stack.
         """
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:

@@ -3,22 +3,24 @@
 See `csrc/products.cpp`, and `csrc/code_products.cpp` for low-bit weights.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quire.kernels.contract import ACTIVATIONS, PackedWeight, Scheme, Weight
+from quire.kernels.contract import ACTIVATIONS, PackedWeight, QuantizedRows, Scheme, Weight
 from quire.kernels.cpu import _C, rowwise
 from quire.kernels.cpu.memory import empty, pages
 from quire.kernels.cpu.views import dtype_code
-from quire.kernels.reference.codes import QuantizedRows
+from quire.kernels.reference.codes import with_offsets
 
 TILE_ROWS = 16  # rows of a tile of a packed weight
 _VECTOR_BYTES = 64  # of a tile: the next terms of its rows
+_SCALE_CODES: Mapping[torch.dtype, int] = MappingProxyType({torch.float32: 0, torch.bfloat16: 1, torch.float16: 2})
 _MAX_CODE_COLUMNS = 65536  # of a low-bit weight: sums of so many products of codes fit into 32 bits
 _PACK_CHUNK_ROWS = 1024  # rows that are converted at once, so that they are still in a CPU cache when they are packed
 
@@ -42,8 +44,10 @@ def allocate_weight(
     _check_scheme(scheme, columns)
     terms = 32 // scheme.bits  # of a vector and a row
     codes = _zeros((*tiles, -(-columns // terms) * _VECTOR_BYTES), torch.uint8)
-    scales = _zeros((*tiles, scheme.num_groups(columns), TILE_ROWS), scheme.scale_dtype)
-    return PackedWeight(codes, rows, columns, dtype, parts, scheme, scales)
+    shape = (*tiles, scheme.num_groups(columns), TILE_ROWS)
+    scales = _zeros(shape, scheme.scale_dtype)
+    offsets = _zeros(shape, scheme.scale_dtype) if scheme.has_offsets else None
+    return PackedWeight(codes, rows, columns, dtype, parts, scheme, scales, offsets)
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -51,41 +55,48 @@ def _zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def _check_scheme(scheme: Scheme, columns: int) -> None:
-    grouped = scheme.group_size > 0
-    if scheme.bits not in (4, 8) or grouped is not (scheme.bits == 4) or scheme.group_size % 8:
-        raise ValueError(f"the CPU kernels have 8 bits with a scale a row, and 4 bits with groups, not {scheme}")
+    if scheme.bits not in (4, 8) or scheme.group_size % 8 or scheme.scale_dtype not in _SCALE_CODES:
+        raise ValueError(f"the CPU kernels have 8 and 4 bits with groups of a multiple of 8 columns, not {scheme}")
     if columns > _MAX_CODE_COLUMNS:
         raise ValueError(f"a low-bit weight has at most {_MAX_CODE_COLUMNS} columns, not {columns}")
 
 
-def write_rows(weight: PackedWeight, rows: Tensor, start: int, index: int = 0) -> None:
-    """Write `rows` (n, columns) of any type to rows [start, start + n) of a weight. index: of the weight in a stack.
+def write_rows(weight: PackedWeight, rows: Tensor | QuantizedRows, start: int, index: int = 0) -> None:
+    """Write `rows` (n, columns) to rows [start, start + n) of a weight: see Kernels. index: of the weight in a stack.
 
     Raises ValueError for rows of another width or outside of the weight.
     """
     one = weight if weight.data.dim() == 3 else weight[index]
-    if rows.dim() != 2 or rows.shape[1] != weight.columns or not 0 <= start <= weight.rows - len(rows):
-        raise ValueError(
-            f"rows {tuple(rows.shape)} from {start} on do not fit a weight {(weight.rows, weight.columns)}"
-        )
-    per_part, end = weight.rows // weight.parts, start + len(rows)
-    ready = rows.dtype == one.data.dtype and rows.is_contiguous()
+    shape = rows.shape if isinstance(rows, Tensor) else rows.codes.shape
+    if len(shape) != 2 or shape[1] != weight.columns or not 0 <= start <= weight.rows - shape[0]:
+        raise ValueError(f"rows {tuple(shape)} from {start} on do not fit a weight {(weight.rows, weight.columns)}")
+    per_part, first, end = weight.rows // weight.parts, start, start + shape[0]
+    ready = not isinstance(rows, Tensor) or (rows.dtype == one.data.dtype and rows.is_contiguous())
     while start < end:
         part, place = divmod(start, per_part)
         count = min(end - start, per_part - place, end if ready else _PACK_CHUNK_ROWS)
-        _write_part(one, part, rows[len(rows) - (end - start) :][:count], place)
+        some = slice(start - first, start - first + count)
+        _write_part(one, part, rows[some] if isinstance(rows, Tensor) else _slice(rows, some), place)
         start += count
 
 
-def _write_part(weight: PackedWeight, part: int, rows: Tensor, start: int) -> None:
-    data, sizes = weight.data[part], (len(rows), weight.columns, start)
-    if weight.scheme is None or weight.scales is None:
-        _C.pack_rows(rows.to(data.dtype).contiguous(), data, dtype_code(data), *sizes)
+def _slice(rows: QuantizedRows, some: slice) -> QuantizedRows:
+    return QuantizedRows(*(values if values is None else values[some] for values in rows))
+
+
+def _write_part(weight: PackedWeight, part: int, rows: Tensor | QuantizedRows, start: int) -> None:
+    data = weight.data[part]
+    if weight.scheme is None:
+        if not isinstance(rows, Tensor):
+            raise TypeError("rows of codes need a weight with their scheme")
+        _C.pack_rows(rows.to(data.dtype).contiguous(), data, dtype_code(data), len(rows), weight.columns, start)
         return
-    quantized = quantize_rows(rows, weight.scheme)
-    _C.pack_codes(quantized.codes, data, weight.scheme.bits, *sizes)
-    places = torch.arange(start, start + len(rows))
-    weight.scales[part][places // TILE_ROWS, :, places % TILE_ROWS] = quantized.scales
+    codes, *factors = quantize_rows(rows, weight.scheme) if isinstance(rows, Tensor) else rows
+    _C.pack_codes(codes.contiguous(), data, weight.scheme.bits, len(codes), weight.columns, start)
+    places = torch.arange(start, start + len(codes))
+    for packed, values in zip((weight.scales, weight.offsets), factors, strict=True):
+        if packed is not None:
+            packed[part][places // TILE_ROWS, :, places % TILE_ROWS] = values
 
 
 def quantize_rows(rows: Tensor, scheme: Scheme) -> QuantizedRows:
@@ -93,8 +104,9 @@ def quantize_rows(rows: Tensor, scheme: Scheme) -> QuantizedRows:
     n, columns = rows.shape
     codes = torch.empty((n, columns), dtype=torch.uint8)
     scales = torch.empty((n, scheme.num_groups(columns)), dtype=scheme.scale_dtype)
-    _C.quantize_rows(rows.float().contiguous(), codes, scales, n, columns, scheme.group_size)
-    return QuantizedRows(codes, scales)
+    code = _SCALE_CODES[scheme.scale_dtype]
+    _C.quantize_rows(rows.float().contiguous(), codes, scales, code, n, columns, scheme.bits, scheme.group_size)
+    return with_offsets(QuantizedRows(codes, scales), scheme)
 
 
 def pack_weight(weight: Tensor, parts: int = 1, scheme: Scheme | None = None) -> PackedWeight:
@@ -147,8 +159,7 @@ def _product(x: Tensor, weight: PackedWeight, bias: Tensor | None, gate: int, *,
     if weight.scheme is None:
         _C.linear(x, weight.data, bias, out, code, *sizes, int(not deterministic))
     else:
-        scheme = weight.scheme.bits, weight.scheme.group_size
-        _C.code_linear(x, weight.data, weight.scales, bias, out, code, *scheme, *sizes)
+        _C.code_linear(x, *_codes(weight), bias, out, code, *_format(weight.scheme), *sizes)
     return out
 
 
@@ -181,9 +192,17 @@ def embed(ids: Tensor, weight: Weight, scale: float = 1.0) -> Tensor:
     if weight.scheme is None:
         _C.unpack_rows(weight.data, ids.contiguous(), out, code, *sizes, float(scale))
     else:
-        scheme = weight.scheme.bits, weight.scheme.group_size
-        _C.unpack_codes(weight.data, weight.scales, ids.contiguous(), out, code, *sizes, *scheme, float(scale))
+        some = (*sizes, *_format(weight.scheme), float(scale))
+        _C.unpack_codes(*_codes(weight), ids.contiguous(), out, code, *some)
     return out
+
+
+def _codes(weight: PackedWeight) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    return weight.data, weight.scales, weight.offsets
+
+
+def _format(scheme: Scheme) -> tuple[int, int, int]:
+    return scheme.bits, scheme.group_size, _SCALE_CODES[scheme.scale_dtype]
 
 
 def experts(

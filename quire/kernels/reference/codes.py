@@ -6,60 +6,60 @@ integers. They are multiplied by the group's scale and added in float64, then mu
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from quire.kernels.contract import PackedWeight, Scheme
+from quire.kernels.contract import PackedWeight, QuantizedRows, Scheme
 
 _SMALLEST = 2.0**-96  # rows with a smaller largest magnitude, and groups with a smaller scale, count as zeros
 _MAX_CODE = 127  # of x
 _BETTER = 0.9999  # of the least error: other sums of the same errors select the same scale
-_STEPS = (8 / 7, *(1 - i / 20 for i in range(8)))  # tried scales of a group, relative to its extreme at code 0
-
-
-class QuantizedRows(NamedTuple):
-    """Rows of a low-bit weight before they are packed."""
-
-    codes: Tensor  # uint8 (n, columns)
-    scales: Tensor  # Scheme.scale_dtype (n, num_groups)
+_STEPS = tuple(1 - i / 20 for i in range(8))  # tried scales of a group, relative to its extreme at code 0
 
 
 def quantize_rows(rows: Tensor, scheme: Scheme) -> QuantizedRows:
-    """Rows of a weight (n, columns), of any float type, rounded to codes. NaN and infinity give NaN scales.
+    """Rows of a weight (n, columns), of any float type, rounded to codes. Offsets are 0.
 
-    8 bits: the largest magnitude of a row is 127 codes away from zero. 4 bits: of several scales of a group, the one
-    with the least squared error; the extreme of a group may have code 0, which is 8 codes away from zero.
+    NaN and infinity give NaN scales. 8 bits with a scale for each row: the largest magnitude is 127 codes away from
+    zero. Otherwise: of several scales of a group, the one with the least squared error; its extreme may have code 0.
     """
-    rows = rows.float()
-    if not scheme.group_size:
+    rows, (columns, zero) = rows.float(), (rows.shape[1], scheme.zero_point)
+    if scheme.bits == 8 and not scheme.group_size:
         rounded, scales = quantize_activations(rows)
-        return QuantizedRows((rounded + scheme.zero_point).to(torch.uint8), scales)
-    columns, size = rows.shape[1], scheme.group_size
+        return with_offsets(QuantizedRows((rounded + zero).to(torch.uint8), scales.to(scheme.scale_dtype)), scheme)
+    size = scheme.group_size or columns
     padded = pad(rows, (0, -columns % size)).unflatten(1, (-1, size))
     largest, smallest = padded.amax(-1, keepdim=True), padded.amin(-1, keepdim=True)
     extremes = torch.where(largest > -smallest, largest, smallest)
     best = torch.full_like(extremes, torch.inf)
     codes, scales = torch.zeros_like(padded), torch.full_like(extremes, torch.nan)
-    for step in _STEPS:
-        tried = (extremes * (-step / scheme.zero_point)).to(scheme.scale_dtype).float()
+    for step in (zero / (zero - 1), *_STEPS):
+        tried = (extremes * (-step / zero)).to(scheme.scale_dtype).float()
         factors = torch.where(tried.abs() < _SMALLEST, 0, 1 / tried)
-        rounded = (padded * factors).round().clamp(-scheme.zero_point, scheme.zero_point - 1)
+        rounded = (padded * factors).round().clamp(-zero, zero - 1)
         error = ((rounded * tried - padded) ** 2).sum(-1, keepdim=True)
         better = error < best * _BETTER
         best = torch.where(better, error, best)
         codes, scales = torch.where(better, rounded, codes), torch.where(better, tried, scales)
-    codes = (codes.flatten(1)[:, :columns] + scheme.zero_point).to(torch.uint8)
-    return QuantizedRows(codes, scales.squeeze(-1).to(scheme.scale_dtype))
+    codes = (codes.flatten(1)[:, :columns] + zero).to(torch.uint8)
+    return with_offsets(QuantizedRows(codes, scales.squeeze(-1).to(scheme.scale_dtype)), scheme)
+
+
+def with_offsets(rows: QuantizedRows, scheme: Scheme) -> QuantizedRows:
+    """The rows, with offsets of 0 if the scheme has offsets."""
+    return rows._replace(offsets=torch.zeros_like(rows.scales)) if scheme.has_offsets else rows
 
 
 def dequantize(rows: QuantizedRows, scheme: Scheme) -> Tensor:
     """The values of quantized rows, float32 (n, columns)."""
     columns = rows.codes.shape[1]
-    scales = rows.scales.float().repeat_interleave(scheme.group_size or columns, 1)[:, :columns]
-    return (rows.codes.float() - scheme.zero_point) * scales
+    scales, offsets = (
+        0 if some is None else some.float().repeat_interleave(scheme.group_size or columns, 1)[:, :columns]
+        for some in (rows.scales, rows.offsets)
+    )
+    return (rows.codes.float() - scheme.zero_point) * scales + offsets
 
 
 def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,20 +81,23 @@ def allocate(shape: Sequence[int], dtype: torch.dtype, parts: int, scheme: Schem
     *number, rows, columns = shape
     codes = torch.zeros((*number, rows, -(-columns * scheme.bits // 8)), dtype=torch.uint8)
     scales = torch.zeros((*number, rows, scheme.num_groups(columns)), dtype=scheme.scale_dtype)
-    return PackedWeight(codes, rows, columns, dtype, parts, scheme, scales)
+    offsets = torch.zeros_like(scales) if scheme.has_offsets else None
+    return PackedWeight(codes, rows, columns, dtype, parts, scheme, scales, offsets)
 
 
-def write_rows(weight: PackedWeight, rows: Tensor, start: int, index: int = 0) -> None:
+def write_rows(weight: PackedWeight, rows: Tensor | QuantizedRows, start: int, index: int = 0) -> None:
     """See Kernels."""
     one = weight if weight.data.dim() == 2 else weight[index]
     scheme, scales = require_codes(one)
-    quantized = quantize_rows(rows, scheme)
-    codes = quantized.codes
+    quantized = quantize_rows(rows, scheme) if isinstance(rows, Tensor) else rows
+    codes, end = quantized.codes, start + len(quantized.codes)
     if scheme.bits == 4:
         pairs = pad(codes, (0, codes.shape[1] % 2)).unflatten(1, (-1, 2))
         codes = pairs[:, :, 0] | pairs[:, :, 1] << 4
-    one.data[start : start + len(rows)] = codes
-    scales[start : start + len(rows)] = quantized.scales
+    one.data[start:end] = codes
+    scales[start:end] = quantized.scales
+    if one.offsets is not None:
+        one.offsets[start:end] = quantized.offsets
 
 
 def rows_of(weight: PackedWeight) -> QuantizedRows:
@@ -103,7 +106,7 @@ def rows_of(weight: PackedWeight) -> QuantizedRows:
     codes = weight.data
     if scheme.bits == 4:
         codes = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
-    return QuantizedRows(codes[:, : weight.columns], scales)
+    return QuantizedRows(codes[:, : weight.columns], scales, weight.offsets)
 
 
 def require_codes(weight: PackedWeight) -> tuple[Scheme, Tensor]:
@@ -123,6 +126,8 @@ def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
         some = slice(first, first + size)
         sums = codes[:, some].double() @ (rows.codes[:, some].double() - scheme.zero_point).T
         out += sums * rows.scales[:, group].double()
+        if rows.offsets is not None:
+            out += codes[:, some].double().sum(1, keepdim=True) * rows.offsets[:, group].double()
     out *= scales
     return (out if bias is None else out + bias).to(x.dtype)
 
@@ -130,5 +135,6 @@ def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
 def embed(ids: Tensor, weight: PackedWeight, scale: float) -> Tensor:
     """Rows of a low-bit weight, times `scale`, rounded once."""
     scheme, scales = require_codes(weight)
-    chosen = replace(weight, data=weight.data[ids], scales=scales[ids])
+    offsets = None if weight.offsets is None else weight.offsets[ids]
+    chosen = replace(weight, data=weight.data[ids], scales=scales[ids], offsets=offsets)
     return (dequantize(rows_of(chosen), scheme) * scale).to(weight.dtype)

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.kernels import deterministic, reference
-from quire.kernels.contract import INT4, INT8, Scheme
+from quire.kernels.contract import INT4, INT8, QuantizedRows, Scheme
 from quire.kernels.reference.codes import dequantize, quantize_activations, quantize_rows
 
-SCHEMES = [INT8, INT4, Scheme(4, 128)]
+SCHEMES = [INT8, INT4, Scheme(4, 128, torch.float16), Scheme(8, 32, torch.float16), Scheme(4, 64, has_offsets=True)]
 SIZES = st.sampled_from([1, 2, 7, 31, 32, 33, 64, 100, 130])
 
 
@@ -79,13 +79,17 @@ def test_x_is_rounded_row_by_row_to_127_steps_on_each_side():
 @settings(max_examples=20)
 @given(st.integers(0, 99), st.integers(1, 5), SIZES, SIZES)
 def test_products_of_integers_are_exact(kernels, scheme, seed, rows, n, k):
-    """Weights are integers that the codes represent with scale 1, rows of x integers with scale 1."""
+    """Codes with scale 1, and integer offsets, times rows of integers with scale 1."""
     draw = torch.Generator().manual_seed(seed)
-    weight = torch.randint(-scheme.zero_point + 1, scheme.zero_point, (n, k), generator=draw).float()
-    weight[:, :: scheme.group_size or k] = -scheme.zero_point if scheme.bits == 4 else 127
+    codes = torch.randint(0, 1 << scheme.bits, (n, k), dtype=torch.uint8, generator=draw)
+    ones = torch.ones(n, scheme.num_groups(k), dtype=scheme.scale_dtype)
+    quantized = QuantizedRows(codes, ones, 3 * ones if scheme.has_offsets else None)
+    weight = codes.float() - scheme.zero_point + 3 * scheme.has_offsets
     x = torch.randint(-127, 128, (rows, k), generator=draw).float()
     x[:, 0] = 127
-    room = packed(weight, scheme)
+    room = reference.allocate_weight((n, k), torch.float32, 1, scheme)
+    reference.write_rows(room, quantized, 0)
+    assert torch.equal(dequantize(quantized, scheme), weight)
     assert torch.equal(kernels.linear(x, room).double(), x.double() @ weight.double().T)
     assert torch.equal(kernels.embed(torch.arange(n), room, 2.0), 2 * weight)
 

@@ -1,12 +1,11 @@
 // Matrix products of low-bit weights: x (rows, k) in bf16 or float32 times a packed weight (n, k) of unsigned codes.
 //
-// A weight's value is scale * (code - zero), zero 128 for codes of 8 bits and 8 for codes of 4. The scales are one
-// float32 for each row, or one bf16 for each group of columns of a row. A vector of a tile (see products.h) has codes of
-// 8 bits [16][4] of 4 terms, or of 4 bits [16][4] of 8 terms: the low halves of the bytes are the first four terms.
+// A weight's value is scale * (code - zero) + offset, zero 128 for codes of 8 bits and 8 for codes of 4. Each row has one
+// scale and offset, or one for each group of columns. A vector of a tile (see products.h) has codes of 8 bits [16][4] of 4
+// terms, or of 4 bits [16][4] of 8 terms: the low halves of the bytes are the first four terms. Scales and offsets of a
+// tile are [groups][16].
 // Each row of x is rounded to 8 bits with one scale. The products of a group are added exactly, in integers, and groups
 // in order. So the result of a row does not depend on other rows or on threads.
-#include <type_traits>
-
 #include "codes.h"
 #include "products.h"
 #include "terms.h"
@@ -20,12 +19,14 @@ struct Format {
   int64_t steps;   // vectors of a tile
   int64_t groups;  // scales of a row
   int64_t each;    // vectors of a group
+  ScaleType type;  // of scales and offsets
 };
 
-INLINE Format format_of(int64_t bits, int64_t group_size, int64_t k) {
-  int64_t terms = 32 / bits, steps = (k + terms - 1) / terms;
+// numbers: bits, group size (0: a row), type of scales.
+INLINE Format format_of(const Arg* numbers, int64_t k) {
+  int64_t bits = numbers[0].integer, group_size = numbers[1].integer, terms = 32 / bits, steps = (k + terms - 1) / terms;
   int64_t each = group_size ? group_size / terms : steps;
-  return {bits, terms, steps, (steps + each - 1) / each, each};
+  return {bits, terms, steps, (steps + each - 1) / each, each, (ScaleType)numbers[2].integer};
 }
 
 // ---- packing ----
@@ -36,35 +37,34 @@ void pack_codes(const Arg* a, const Team& team) {
   auto source = (const uint8_t*)a[0].data;
   auto target = (uint8_t*)a[1].data;
   int64_t n = a[3].integer, k = a[4].integer, start = a[5].integer, begin, end;
-  Format f = format_of(a[2].integer, 0, k);
-  int64_t first_tile = start / 16;
+  int64_t first_tile = start / 16, terms = 32 / a[2].integer, steps = (k + terms - 1) / terms;
   team.share((start + n + 15) / 16 - first_tile, 1, &begin, &end);
   for (int64_t tile = first_tile + begin; tile < first_tile + end; tile++) {
     int64_t before = tile * 16 - start;  // first source row of the tile; negative if the tile begins before the source
     for (int64_t i = max(0, -before); i < min(16, n - before); i++) {
       const uint8_t* row = source + (before + i) * k;
-      uint8_t* out = target + tile * f.steps * VECTOR_BYTES + i * 4;
+      uint8_t* out = target + tile * steps * VECTOR_BYTES + i * 4;
       for (int64_t column = 0; column < k; column++) {
-        int64_t term = column % f.terms;
-        out[column / f.terms * VECTOR_BYTES + term % 4] |= row[column] << term / 4 * 4;
+        int64_t term = column % terms;
+        out[column / terms * VECTOR_BYTES + term % 4] |= row[column] << term / 4 * 4;
       }
     }
   }
 }
 
 // Rows of a packed weight, times `scale`: for embeddings, and to unpack a weight.
-// weight, scales, ids (count,) int64, target (count, k), dtype, count, k, n (other ids give zeros), bits, group size,
-// scale
-template <class T, class Scale>
+// weight, scales, offsets or null, ids (count,) int64, target (count, k), dtype, count, k, n (other ids give zeros), the
+// numbers of `format_of`, scale
+template <class T>
 static void unpack(const Arg* a, const Team& team) {
   auto weight = (const uint8_t*)a[0].data;
-  auto scales = (const Scale*)a[1].data;
-  auto ids = (const int64_t*)a[2].data;
-  auto target = (T*)a[3].data;
-  int64_t count = a[5].integer, k = a[6].integer, n = a[7].integer, begin, end;
-  Format f = format_of(a[8].integer, a[9].integer, k);
-  float factor = (float)a[10].number;
-  int32_t zero = 1 << (f.bits - 1);
+  auto scales = (const char*)a[1].data, offsets = (const char*)a[2].data;
+  auto ids = (const int64_t*)a[3].data;
+  auto target = (T*)a[4].data;
+  int64_t count = a[6].integer, k = a[7].integer, n = a[8].integer, begin, end;
+  Format f = format_of(a + 9, k);
+  float factor = (float)a[12].number;
+  int32_t zero = 1 << (f.bits - 1), mask = (1 << f.bits) - 1;
   team.share(count, 1, &begin, &end);
   for (int64_t i = begin; i < end; i++) {
     int64_t row = ids[i];
@@ -73,35 +73,30 @@ static void unpack(const Arg* a, const Team& team) {
       continue;
     }
     const uint8_t* from = weight + row / 16 * f.steps * VECTOR_BYTES + row % 16 * 4;
-    const Scale* from_scales = scales + row / 16 * f.groups * 16 + row % 16;
-    for (int64_t column = 0; column < k; column++) {
-      int64_t step = column / f.terms, term = column % f.terms;
-      int32_t code = (from[step * VECTOR_BYTES + term % 4] >> term / 4 * 4) & ((1 << f.bits) - 1);
-      put(target + i * k + column, (float)(code - zero) * to_float(from_scales[step / f.each * 16]) * factor);
+    for (int64_t step = 0; step < f.steps; step++) {
+      int64_t place = (row / 16 * f.groups + step / f.each) * 16 + row % 16;
+      float scale = load_scale(f.type, scales, place), offset = offsets ? load_scale(f.type, offsets, place) : 0.0f;
+      for (int64_t term = 0; term < min(f.terms, k - step * f.terms); term++) {
+        int32_t code = (from[step * VECTOR_BYTES + term % 4] >> term / 4 * 4) & mask;
+        put(target + i * k + step * f.terms + term, ((float)(code - zero) * scale + offset) * factor);
+      }
     }
   }
 }
 
-void unpack_codes(const Arg* a, const Team& team) {
-  if (a[9].integer)
-    a[4].integer ? unpack<bf16, bf16>(a, team) : unpack<float, bf16>(a, team);
-  else
-    a[4].integer ? unpack<bf16, float>(a, team) : unpack<float, float>(a, team);
-}
+void unpack_codes(const Arg* a, const Team& team) { a[5].integer ? unpack<bf16>(a, team) : unpack<float>(a, team); }
 
 // ---- products ----
 
 struct CodeProduct : Product {
-  const char* scales;
+  const char *scales, *offsets;  // offsets: or null
   Format format;
   bool is_bf16;  // x, bias and out
 };
 
-// Rows of x as codes, for weights with codes of BITS bits.
-template <int BITS>
+// Rows of x as codes, for weights with codes of BITS bits. GROUPED: whether rows of the weight have several scales.
+template <int BITS, bool GROUPED>
 struct CodeRows {
-  static constexpr bool GROUPED = BITS == 4;
-  using Scale = typename std::conditional<GROUPED, bf16, float>::type;
   static constexpr int AT_ONCE = GROUPED ? max(1, VECTORS_AT_ONCE / 2) : VECTORS_AT_ONCE;
   static constexpr int TERMS = 32 / BITS, ZERO = 1 << (BITS - 1);
 
@@ -143,17 +138,8 @@ struct CodeRows {
     const HeldCode* from = x + row * stride;
     const int32_t* begin_at = corrections + row * f.groups;
     const char* w[NB];
-    const Scale* by[NB];
-    for (int n = 0; n < NB; n++) {
-      w[n] = p.weight + panel.tiles[n] * tile_bytes;
-      by[n] = (const Scale*)p.scales + panel.tiles[n] * f.groups * 16;
-    }
-    if (GROUPED && row == 0) {
-      int64_t scale_bytes = f.groups * 16 * sizeof(Scale);
-      for (int n = 0; n < NB; n++)
-        for (int64_t at = 0; at < scale_bytes; at += VECTOR_BYTES)
-          __builtin_prefetch(p.scales + fetch.panel.tiles[n] * scale_bytes + at);
-    }
+    for (int n = 0; n < NB; n++) w[n] = p.weight + panel.tiles[n] * tile_bytes;
+    if (GROUPED && row == 0) fetch_scales(fetch.panel, NB);
     Vec sums[MR][NB];
     for_all<MR, NB>([&](int m, int n) { sums[m][n] = Vec{}; });
     for (int64_t g = 0; g < f.groups; g++) {
@@ -174,10 +160,31 @@ struct CodeRows {
           if (NB > 1) one_after_another();
         }
       }
-      for_all<MR, NB>([&](int m, int n) { sums[m][n] = fma(to_floats(acc[m][n]), load(by[n] + g * 16), sums[m][n]); });
+#pragma GCC unroll 8
+      for (int n = 0; n < NB; n++) {
+        Vec scale = load_scales(f.type, p.scales, (panel.tiles[n] * f.groups + g) * 16);
+#pragma GCC unroll 8
+        for (int m = 0; m < MR; m++) sums[m][n] = fma(to_floats(acc[m][n]), scale, sums[m][n]);
+      }
+      if (p.offsets == nullptr) continue;
+      for (int n = 0; n < NB; n++) {
+        Vec offset = load_scales(f.type, p.offsets, (panel.tiles[n] * f.groups + g) * 16);
+        for (int m = 0; m < MR; m++)
+          sums[m][n] = fma(splat(begin_at[m * f.groups + g] * (-1.0f / ZERO)), offset, sums[m][n]);
+      }
     }
     for_all<MR, NB>([&](int m, int n) { sums[m][n] *= splat(scales[row + m]); });
     p.is_bf16 ? finish_all<bf16>(p, panel, first + row, sums) : finish_all<float>(p, panel, first + row, sums);
+  }
+
+  // Prefetches the scales and offsets of the next panel.
+  INLINE_MEMBER void fetch_scales(const Panel& next, int tiles) const {
+    int64_t bytes = p.format.groups * 16 * scale_bytes(p.format.type);
+    for (int n = 0; n < tiles; n++)
+      for (int64_t at = next.tiles[n] * bytes; at < (next.tiles[n] + 1) * bytes; at += VECTOR_BYTES) {
+        __builtin_prefetch(p.scales + at);
+        if (p.offsets) __builtin_prefetch(p.offsets + at);
+      }
   }
 
   template <int MR, int NB>
@@ -195,14 +202,19 @@ struct CodeRows {
   }
 };
 
-// x, weight, scales, bias, out, dtype of x, bias and out, bits, group size (0: a row), the sizes of `product_of`
+// x, weight, scales, offsets or null, bias or null, out, dtype of x, bias and out, the numbers of `format_of`, the sizes of
+// `product_of`
 void code_linear(const Arg* a, const Team& team) {
   CodeProduct p;
-  (Product&)p = product_of(a, a + 1, a + 3, a + 4, a + 8);
+  (Product&)p = product_of(a, a + 1, a + 4, a + 5, a + 10);
   p.scales = (const char*)a[2].data;
-  p.format = format_of(a[6].integer, a[7].integer, p.k);
-  p.is_bf16 = a[5].integer;
-  p.format.bits == 4 ? with_vectors<CodeRows<4>>(p, team) : with_vectors<CodeRows<8>>(p, team);
+  p.offsets = (const char*)a[3].data;
+  p.format = format_of(a + 7, p.k);
+  p.is_bf16 = a[6].integer;
+  if (p.format.bits == 4)
+    with_vectors<CodeRows<4, true>>(p, team);
+  else
+    p.format.groups > 1 ? with_vectors<CodeRows<8, true>>(p, team) : with_vectors<CodeRows<8, false>>(p, team);
 }
 
 }  // namespace quire::ISA

@@ -1,8 +1,62 @@
-// Codes: rows of x rounded to 8 bits, and their products with unsigned codes of weights.
+// Codes: rows of x rounded to 8 bits, and their products with unsigned codes of weights. Scales of weights.
 #pragma once
 #include "simd.h"
 
 namespace quire::ISA {
+
+struct half {
+  uint16_t bits;
+};
+
+INLINE float to_float(half x) {
+  uint32_t sign = (uint32_t)(x.bits & 0x8000) << 16, rest = x.bits & 0x7fff;
+  if (rest >= 0x7c00) return as_float(sign | 0x7f800000 | (rest & 0x3ff) << 13);
+  return as_float(sign | as_bits(as_float(rest << 13) * 0x1p112f));  // the product also scales subnormal numbers
+}
+INLINE void put(half* target, float x) {  // rounds to nearest, ties to even; NaN stays NaN
+  uint32_t bits = as_bits(x), sign = bits >> 16 & 0x8000, rest = bits & 0x7fffffff, out;
+  if (rest > 0x7f800000)
+    out = 0x7e00;
+  else if (rest >= 0x477ff000)  // from 65520 on
+    out = 0x7c00;
+  else if (rest < 0x38800000)  // subnormal: the sum is rounded to units of 2^-24
+    out = as_bits(as_float(rest) + 0.5f) - as_bits(0.5f);
+  else
+    out = (rest - 0x38000000 + 0xfff + (rest >> 13 & 1)) >> 13;
+  target->bits = (uint16_t)(sign | out);
+}
+INLINE void read(const half* p, Floats* v) {
+#if defined(__AVX512F__)
+  *v = (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__F16C__)
+  *v = (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#else
+  for (int i = 0; i < REGISTER_LANES; i++) (*v)[i] = to_float(p[i]);
+#endif
+}
+
+// The type of scales, as in quire.kernels.cpu.products.
+enum class ScaleType { float32, bfloat16, float16 };
+
+INLINE int64_t scale_bytes(ScaleType type) { return type == ScaleType::float32 ? 4 : 2; }
+INLINE Vec load_scales(ScaleType type, const char* p, int64_t index) {
+  if (type == ScaleType::float32) return load((const float*)p + index);
+  return type == ScaleType::bfloat16 ? load((const bf16*)p + index) : load((const half*)p + index);
+}
+INLINE float load_scale(ScaleType type, const char* p, int64_t index) {
+  if (type == ScaleType::float32) return ((const float*)p)[index];
+  return type == ScaleType::bfloat16 ? to_float(((const bf16*)p)[index]) : to_float(((const half*)p)[index]);
+}
+// Stores x rounded to the type, and returns what is stored.
+INLINE float store_scale(ScaleType type, char* p, int64_t index, float x) {
+  if (type == ScaleType::float32)
+    ((float*)p)[index] = x;
+  else if (type == ScaleType::bfloat16)
+    put((bf16*)p + index, x);
+  else
+    put((half*)p + index, x);
+  return load_scale(type, p, index);
+}
 
 constexpr float SMALLEST_ROUNDED = 0x1p-96f;
 

@@ -9,10 +9,10 @@ bool has_tiles();  // whether the processor has AMX and the system permits this 
   OP(pack_rows, "ttiiii") \
   OP(unpack_rows, "tttiiiid") \
   OP(linear, "ttotiiiiiiii") \
-  OP(quantize_rows, "tttiii") \
+  OP(quantize_rows, "tttiiiii") \
   OP(pack_codes, "ttiiii") \
-  OP(unpack_codes, "ttttiiiiiid") \
-  OP(code_linear, "tttotiiiiiiiii") \
+  OP(unpack_codes, "ttottiiiiiiid") \
+  OP(code_linear, "tttootiiiiiiiiii") \
   OP(rms_norm, "tttiiiiiid") \
   OP(add_rms_norm, "tttttiiiid") \
   OP(layer_norm, "ttotiiiiiiid") \
