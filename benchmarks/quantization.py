@@ -26,7 +26,7 @@ from quire.config import EngineOptions
 from quire.hub import embedded
 from quire.kernels.contract import Batch
 from quire.layers.attend import PagedAttend
-from quire.startup.build import Prepared, prepare, quantization_of
+from quire.startup.build import Prepared, prepare
 from quire.tokenizer.tokenizer import Tokenizer
 from tools.demo_model.golden import CHATS, GOLDEN_TASKS, SEED
 from tools.demo_model.questions import questions
@@ -82,7 +82,7 @@ def measure(
     row = Row(
         case=case,
         kernels=prepared.kernels.kernels.NAME,
-        weight_bytes=prepared.files.description.weight_bytes(prepared.dtype, quantization_of(options)),
+        weight_bytes=prepared.files.description.weight_bytes(prepared.dtype, prepared.schemes),
         kv_bytes_per_token=sum(group.bytes_per_block for group in prepared.cache.groups) // prepared.cache.block_size,
         answers=len(now),
         right=sum(now),
@@ -108,8 +108,7 @@ def options_of(case: str) -> EngineOptions:
 def log_probabilities(prepared: Prepared, texts: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Log-probabilities (tokens, vocab_size) of the answers to `texts` questions, and the ids of these tokens."""
     kernels, device = prepared.kernels.kernels, torch.device(prepared.device)
-    quantization = quantization_of(prepared.options)
-    model = prepared.files.load(prepared.dtype, prepared.device, kernels, quantization, _ignore)
+    model = prepared.files.load(prepared.dtype, prepared.device, kernels, prepared.schemes, _ignore)
     block_size = prepared.cache.block_size
     storages = [kernels.allocate(group, block_size, device) for group in prepared.cache.groups]
     attend = PagedAttend(kernels, storages, model.score_scaling)

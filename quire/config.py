@@ -13,7 +13,7 @@ from quire.errors import ConfigError, known_arguments_only
 DType = Literal["auto", "float32", "float16", "bfloat16", "float", "half"]
 KVDType = Literal["auto", "float32", "float16", "bfloat16", "float", "half", "fp8", "fp8_e4m3", "int8"]
 ModelImpl = Literal["auto", "quire", "transformers"]
-Quantization = Literal["int8", "int4"]
+Quantization = Literal["int8", "int4", "none"]
 GroupKind = Literal["full", "window", "latent", "state"]
 PrefixIndexKind = Literal["radix", "hash", "none"]
 Policy = Literal["fcfs", "lpm", "cache-aware", "priority", "fair"]
@@ -173,7 +173,11 @@ class EngineOptions:
     ] = "auto"
     quantization: Annotated[
         Quantization | None,
-        Help("round weights to int8, or int4 with an int8 head, as they are loaded [default: keep dtype]", "beta"),
+        Help(
+            "round weights to int8, or int4 with an int8 head, as they are loaded; none: expand low-bit weights of a "
+            "GGUF file to dtype [default: as the checkpoint stores them]",
+            "beta",
+        ),
     ] = None
     block_size: Annotated[int, Meta(ge=1, le=65536), Help("tokens in one KV block")] = 16
     enable_prefix_caching: Annotated[bool, Help("reuse the KV of earlier requests with the same prefix")] = True

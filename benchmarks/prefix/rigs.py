@@ -88,7 +88,7 @@ class Embedded:
         options = EngineOptions(memory="1GiB", max_num_seqs=64, step_seconds=1e9)
         self._prepared = prepare(options, report=_ignore, progress=_ignore)
         files, kernels = self._prepared.files, self._prepared.kernels.kernels
-        self._model = files.load(self._prepared.dtype, self._prepared.device, kernels, None, _ignore)
+        self._model = files.load(self._prepared.dtype, self._prepared.device, kernels, self._prepared.schemes, _ignore)
         self.tokenizer: Tokenizer = files.tokenizer
         self.vocab_size: int = files.description.vocab_size
 

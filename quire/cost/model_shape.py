@@ -22,6 +22,7 @@ class ModelShape:
     max_positions: int  # of the longest sequence that the model supports
     num_parameters: int  # a tied head counts once
     weight_bytes: int
+    weight_types: str  # in words: "int4 and bfloat16"
     activations_per_token: int  # the most numbers alive at once while a layer computes one token
     layers: tuple[KVLayer, ...]
 

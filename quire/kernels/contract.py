@@ -73,6 +73,11 @@ class QuantizedRows(NamedTuple):
     scales: Tensor  # Scheme.scale_dtype (n, num_groups)
     offsets: Tensor | None = None  # like scales, if Scheme.has_offsets
 
+    def map_rows(self, change: Callable[[Tensor], Tensor]) -> "QuantizedRows":
+        """Rows moved or selected by `change`, which is applied to codes, scales and offsets."""
+        offsets = None if self.offsets is None else change(self.offsets)
+        return QuantizedRows(change(self.codes), change(self.scales), offsets)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:

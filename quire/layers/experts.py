@@ -1,5 +1,6 @@
 """Mixture of experts in place of an MLP: a router selects a few gated MLPs per token (Shazeer et al., 2017)."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -40,16 +41,13 @@ class Experts(nn.Module):
             self.shared = MLP(hidden, config.shared_size, activation=activation, gated=True, bias=False, dtype=dtype)
             self.shared_gate = Linear(hidden, 1, bias=False, dtype=dtype)
 
-    def use_kernel_layout(self, kernels: Kernels, scheme: Scheme | None = None) -> None:
-        """Replace the weights, before they are loaded, by weights in the layout of `kernels`.
-
-        scheme: of the experts' weights. Router and gate keep the model's type.
-        """
+    def use_kernel_layout(self, kernels: Kernels, schemes: Mapping[str, Scheme], prefix: str) -> None:
+        """Replace the weights, before they are loaded, by weights in the layout of `kernels`: see MLP."""
         self.router.use_kernel_layout(kernels)
-        self.up = allocate_weight(self, "up", kernels, 2, scheme)
-        self.down = allocate_weight(self, "down", kernels, scheme=scheme)
+        self.up = allocate_weight(self, "up", kernels, 2, schemes.get(f"{prefix}up"))
+        self.down = allocate_weight(self, "down", kernels, scheme=schemes.get(f"{prefix}down"))
         if self.shared is not None:
-            self.shared.use_kernel_layout(kernels, scheme)
+            self.shared.use_kernel_layout(kernels, schemes, f"{prefix}shared.")
             self.shared_gate.use_kernel_layout(kernels)
 
     def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:

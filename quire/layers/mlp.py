@@ -1,5 +1,7 @@
 """MLP of a layer: up projection, activation or gate, down projection."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -27,7 +29,10 @@ class MLP(nn.Module):
             x = kernels.activate(self.up(x, kernels), self.activation)
         return self.down(x, kernels)
 
-    def use_kernel_layout(self, kernels: Kernels, scheme: Scheme | None = None) -> None:
-        """Replace the weights, before they are loaded, by weights in the layout of `kernels`."""
-        self.up.use_kernel_layout(kernels, 2 if self.gated else 1, scheme)
-        self.down.use_kernel_layout(kernels, scheme=scheme)
+    def use_kernel_layout(self, kernels: Kernels, schemes: Mapping[str, Scheme], prefix: str) -> None:
+        """Replace the weights, before they are loaded, by weights in the layout of `kernels`.
+
+        schemes: of low-bit weights, by name. prefix: of the names of this module's weights.
+        """
+        self.up.use_kernel_layout(kernels, 2 if self.gated else 1, schemes.get(f"{prefix}up.weight"))
+        self.down.use_kernel_layout(kernels, scheme=schemes.get(f"{prefix}down.weight"))

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from quire.errors import ModelError
+from quire.kernels.contract import QuantizedRows, Scheme
 from quire.models.json_file import read_json_object
 
 
@@ -25,6 +26,7 @@ class StoredTensor:
     dtype: str  # the format's name: "BF16", "F32", "Q4_K"
     num_bytes: int  # in the file
     is_float: bool  # whether `read` yields plain floating point numbers
+    scheme: Scheme | None = None  # in which `read_codes` can yield it with the same values, up to the type of scales
 
     @property
     def num_parameters(self) -> int:
@@ -53,6 +55,9 @@ class Checkpoint(Protocol):
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor), one at a time, in the order of the files. Raises ModelError for a damaged file."""
+
+    def read_codes(self, schemes: Mapping[str, Scheme]) -> Iterator[tuple[str, QuantizedRows]]:
+        """Yield (name, rows) of the tensors that `schemes` names, as `read` does, in schemes that hold their own."""
 
 
 WEIGHTS_FILE = "model.safetensors"
@@ -166,3 +171,8 @@ class FolderCheckpoint:
             with safe_open(file, framework="pt") as opened:
                 for name in some:
                     yield name, opened.get_tensor(name)
+
+    def read_codes(self, schemes: Mapping[str, Scheme]) -> Iterator[tuple[str, QuantizedRows]]:
+        """Yield nothing: no tensor of this format has a scheme."""
+        del schemes
+        yield from ()

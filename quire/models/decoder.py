@@ -16,7 +16,7 @@ from quire.layers.linear import Embedding, Linear
 from quire.layers.mlp import MLP
 from quire.layers.norm import NoNorm, Norm, make_norm
 from quire.models.config import DecoderConfig
-from quire.quant.schemes import Quantization
+from quire.quant.schemes import NO_SCHEMES, Schemes
 
 
 class DecoderLayer(nn.Module):
@@ -97,20 +97,17 @@ class Decoder(nn.Module):
         """See Model."""
         return tuple(layer.score_scaling for layer in self.config.layers)
 
-    def use_kernel_layout(self, kernels: Kernels, quantization: Quantization | None = None) -> None:
-        """Replace the weights of products, before they are loaded, by weights in the layout of `kernels`.
-
-        quantization: schemes of low-bit weights; None: all have the dtype of the model.
-        """
-        scheme, head = (None, None) if quantization is None else (quantization.layers, quantization.head)
+    def use_kernel_layout(self, kernels: Kernels, schemes: Schemes = NO_SCHEMES) -> None:
+        """Replace the weights of products, before they are loaded, by weights in the layout of `kernels`."""
         for layer in cast(list[DecoderLayer], list(self.layers)):
-            layer.attention.qkv.use_kernel_layout(kernels, scheme=scheme)
-            layer.attention.o.use_kernel_layout(kernels, scheme=scheme)
-            layer.mlp.use_kernel_layout(kernels, scheme)
+            attention, place = layer.attention, f"layers.{layer.index}."
+            attention.qkv.use_kernel_layout(kernels, scheme=schemes.get(f"{place}attention.qkv.weight"))
+            attention.o.use_kernel_layout(kernels, scheme=schemes.get(f"{place}attention.o.weight"))
+            layer.mlp.use_kernel_layout(kernels, schemes, f"{place}mlp.")
         if self.head is not None:
-            self.head.use_kernel_layout(kernels, scheme=head)
-        else:
-            self.embed.use_kernel_layout(kernels, head)
+            self.head.use_kernel_layout(kernels, scheme=schemes.get("head.weight"))
+        if self.head is None or "embed.weight" in schemes:
+            self.embed.use_kernel_layout(kernels, schemes.get("embed.weight"))
         if self.config.embed_size:
             self.project_in.use_kernel_layout(kernels)
             self.project_out.use_kernel_layout(kernels)

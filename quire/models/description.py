@@ -16,7 +16,7 @@ import torch
 
 from quire.cost.model_shape import KVLayer
 from quire.errors import ModelError, RequestError, nearest
-from quire.kernels.contract import DTYPES
+from quire.kernels.contract import DTYPES, Scheme
 from quire.models import gpt_like, llama_like
 from quire.models.checkpoint import Checkpoint, FolderCheckpoint
 from quire.models.config import DecoderConfig, TensorNames
@@ -26,7 +26,7 @@ from quire.models.family import LLAMA, Family
 from quire.models.text_part import TEXT_MODELS, TextCheckpoint
 from quire.models.weight_map import Placement, build_weight_map
 from quire.params import SamplingParams
-from quire.quant.schemes import Quantization
+from quire.quant.schemes import NO_SCHEMES, Schemes, schemes_at_load, schemes_of_checkpoint
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
@@ -161,12 +161,23 @@ class ModelDescription:
         """See Description."""
         return sum(math.prod(placement.shape) for placement in self.weight_map.values())
 
-    def weight_bytes(self, dtype: str, quantization: Quantization | None = None) -> int:
+    def schemes(self, quantization: str | None) -> Schemes:
         """See Description."""
-        return sum(self._bytes(place, dtype, quantization) for place in self.weight_map.values())
+        if quantization == "none":
+            return NO_SCHEMES
+        if quantization is not None:
+            parameters = {place.parameter for place in self.weight_map.values()}
+            return schemes_at_load(quantization, sorted(parameters), tied=self.config.tied)
+        tensors = self.checkpoint.tensors
+        stored = {name: tensors[name].scheme if name in tensors else None for name in self.weight_map}
+        return schemes_of_checkpoint(self.weight_map, stored)
 
-    def _bytes(self, place: Placement, dtype: str, quantization: Quantization | None) -> int:
-        scheme = quantization and quantization.scheme_of(place.parameter, tied=self.config.tied)
+    def weight_bytes(self, dtype: str, schemes: Schemes = NO_SCHEMES) -> int:
+        """See Description."""
+        return sum(self._bytes(place, dtype, schemes.get(place.parameter)) for place in self.weight_map.values())
+
+    @staticmethod
+    def _bytes(place: Placement, dtype: str, scheme: Scheme | None) -> int:
         if scheme is not None:
             rows, columns = reversed(place.shape) if place.transposed else place.shape
             return scheme.num_bytes(rows, columns)

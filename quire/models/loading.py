@@ -1,18 +1,20 @@
 """Loading of a checkpoint's weights into the shared decoder, one tensor at a time, each into its final place."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from operator import itemgetter
 
 import torch
 from torch import Tensor
 
 from quire.errors import ModelError
 from quire.kernels import reference
-from quire.kernels.contract import DTYPES, Kernels, PackedWeight, Weight
+from quire.kernels.contract import DTYPES, Kernels, PackedWeight, QuantizedRows, Weight
 from quire.models.decoder import Decoder
 from quire.models.description import ModelDescription
 from quire.models.model import Progress
 from quire.models.weight_map import Placement
-from quire.quant.schemes import Quantization
+from quire.quant.schemes import NO_SCHEMES, Schemes, holds
 
 
 def load(
@@ -21,22 +23,22 @@ def load(
     dtype: str,
     device: str = "cpu",
     kernels: Kernels = reference,
-    quantization: Quantization | None = None,
+    schemes: Schemes = NO_SCHEMES,
     progress: Progress | None = None,
 ) -> Decoder:
     """A decoder with the checkpoint's weights, cast to `dtype` ("float32", "float16" or "bfloat16").
 
     kernels: the kernel module that will compute it; weights are written in its layout. All modules can read the
-    reference's layout. quantization: schemes to which weights are rounded, if they are not kept in `dtype`.
-    Names, shapes and types are checked before the first tensor is read. Raises ModelError with the tensor's name, what
-    was expected and what was found.
+    reference's layout. schemes: of low-bit weights. A tensor whose codes the scheme holds keeps them; others are
+    rounded. Names, shapes and types are checked before the first tensor is read. Raises ModelError with the tensor's
+    name, what was expected and what was found.
     """
     places = description.weight_map
     _check(description, places)
     with torch.device(device):
         model = Decoder(description.config, DTYPES[dtype])
-        model.use_kernel_layout(kernels, quantization)
-    _load_weights(model, description, kernels, progress or _no_progress)
+        model.use_kernel_layout(kernels, schemes)
+    _load_weights(model, description, kernels, schemes, progress or _no_progress)
     return model.requires_grad_(requires_grad=False).eval()
 
 
@@ -67,12 +69,21 @@ def _check(description: ModelDescription, places: Mapping[str, Placement]) -> No
 
 
 @torch.no_grad()
-def _load_weights(model: Decoder, description: ModelDescription, kernels: Kernels, progress: Progress) -> None:
+def _load_weights(
+    model: Decoder, description: ModelDescription, kernels: Kernels, schemes: Schemes, progress: Progress
+) -> None:
     checkpoint, places = description.checkpoint, description.weight_map
+    wanted = {name: schemes.get(place.parameter) for name, place in places.items()}
+    kept = {
+        name: scheme
+        for name, scheme in wanted.items()
+        if scheme is not None and (stored := checkpoint.tensors[name].scheme) is not None and holds(scheme, stored)
+    }
     total = sum(checkpoint.tensors[name].num_bytes for name in places)
     done = 0
     progress(done, total)
-    for name, tensor in checkpoint.read(places):
+    plain: Iterator[tuple[str, Tensor | QuantizedRows]] = checkpoint.read(name for name in places if name not in kept)
+    for name, tensor in chain(plain, checkpoint.read_codes(kept)):
         write_weight(tensor, _weight(model, places[name].parameter), places[name], kernels)
         done += checkpoint.tensors[name].num_bytes
         progress(done, total)
@@ -84,8 +95,16 @@ def _weight(model: Decoder, name: str) -> Weight:
     return weight
 
 
-def write_weight(tensor: Tensor, weight: Weight, place: Placement, kernels: Kernels = reference) -> None:
+def write_weight(
+    tensor: Tensor | QuantizedRows, weight: Weight, place: Placement, kernels: Kernels = reference
+) -> None:
     """Write a checkpoint's tensor into its place in a weight, cast to the weight's type."""
+    if isinstance(tensor, QuantizedRows):
+        if not isinstance(weight, PackedWeight):
+            raise TypeError(f"{place.parameter} has no scheme for rows of codes")
+        rows = tensor.map_rows(itemgetter(list(place.row_order))) if place.row_order else tensor
+        kernels.write_rows(weight, rows, place.start, place.part or 0)
+        return
     if place.transposed:
         tensor = tensor.T
     if place.row_order:

@@ -10,7 +10,7 @@ from quire.cost.model_shape import KVLayer
 from quire.kernels.contract import Kernels
 from quire.layers.attend import Attend, ScoreScaling
 from quire.models.checkpoint import Checkpoint
-from quire.quant.schemes import Quantization
+from quire.quant.schemes import NO_SCHEMES, Schemes
 
 Progress = Callable[[int, int], None]  # bytes of weights loaded, bytes in all
 
@@ -62,8 +62,14 @@ class Description(Protocol):
     def sampling_defaults(self) -> Mapping[str, float | int]:
         """Defaults from generation_config.json, by names of SamplingParams."""
 
-    def weight_bytes(self, dtype: str, quantization: Quantization | None = None) -> int:
-        """Bytes of the weights if they are loaded as `dtype`, or in the schemes of `quantization`, without padding."""
+    def schemes(self, quantization: str | None) -> Schemes:
+        """The schemes of low-bit weights. quantization: of EngineOptions; None: as the checkpoint stores them.
+
+        Raises ModelError for a model whose weights cannot be rounded at load.
+        """
+
+    def weight_bytes(self, dtype: str, schemes: Schemes = NO_SCHEMES) -> int:
+        """Bytes of the weights if they are loaded in their schemes, and others as `dtype`, without padding."""
 
 
 class Model(Protocol):

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from torch import Tensor
 
 from quire.errors import ModelError
+from quire.kernels.contract import QuantizedRows, Scheme
 from quire.models.checkpoint import Checkpoint, StoredTensor
 
 
@@ -80,6 +81,12 @@ class TextCheckpoint:
         shorts = {self._names[short]: short for short in names}
         for name, tensor in self._checkpoint.read(shorts):
             yield shorts[name], tensor
+
+    def read_codes(self, schemes: Mapping[str, Scheme]) -> Iterator[tuple[str, QuantizedRows]]:
+        """See Checkpoint."""
+        shorts = {self._names[short]: short for short in schemes}
+        for name, rows in self._checkpoint.read_codes({self._names[short]: one for short, one in schemes.items()}):
+            yield shorts[name], rows
 
 
 def _text_name(name: str) -> str:

@@ -1,37 +1,97 @@
-"""Quantization at load: the schemes of a model's weights.
+"""The schemes of a model's weights: chosen at load, or those of the checkpoint.
 
-Weights of the layers' projections are stored in few bits. The head, or the embedding table that is also the head, has
-8 bits at least, because its errors go into every logit. Norms, biases, routers and gates of experts keep the model's
-type.
+Weights of the layers' projections are stored in few bits. At load, the head, or the embedding table that is also the
+head, has 8 bits at least, because its errors go into every logit. Norms, biases, routers and gates of experts keep the
+model's type.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from math import gcd
 from types import MappingProxyType
 
-from quire.kernels.contract import INT4, INT8, Scheme
+import torch
+from torch import Tensor
 
-_HEADS = ("head.weight", "embed.weight")
+from quire.kernels.contract import INT4, INT8, QuantizedRows, Scheme
+from quire.models.weight_map import Placement
+
+Schemes = Mapping[str, Scheme]  # by parameter of the decoder; other parameters keep the model's type
+NO_SCHEMES: Schemes = MappingProxyType({})
+
+# schemes of projections, and of the head
+AT_LOAD: Mapping[str, tuple[Scheme, Scheme]] = MappingProxyType({"int8": (INT8, INT8), "int4": (INT4, INT8)})
+
 _PROJECTIONS = ("qkv.weight", "o.weight", "up.weight", "down.weight", "mlp.up", "mlp.down")
 
 
-@dataclass(frozen=True, slots=True)
-class Quantization:
-    """Schemes of the weights that a decoder multiplies."""
-
-    layers: Scheme  # of the projections of layers, experts included
-    head: Scheme
-
-    def scheme_of(self, parameter: str, *, tied: bool) -> Scheme | None:
-        """The scheme of a parameter of the decoder; None if it keeps the model's type.
-
-        tied: whether the embedding table is also the head.
-        """
-        if parameter in _HEADS:
-            return self.head if parameter == _HEADS[tied] else None
-        return self.layers if parameter.startswith("layers.") and parameter.endswith(_PROJECTIONS) else None
+def schemes_at_load(name: str, parameters: Iterable[str], *, tied: bool) -> Schemes:
+    """The schemes to which weights are rounded at load. name: of AT_LOAD. tied: whether the embedding is the head."""
+    layers, head = AT_LOAD[name]
+    found = {parameter: layers for parameter in parameters if _is_projection(parameter)}
+    return found | {"embed.weight" if tied else "head.weight": head}
 
 
-QUANTIZATIONS: Mapping[str, Quantization] = MappingProxyType(
-    {"int8": Quantization(INT8, INT8), "int4": Quantization(INT4, INT8)}
-)
+def schemes_of_checkpoint(places: Mapping[str, Placement], stored: Mapping[str, Scheme | None]) -> Schemes:
+    """The schemes that hold the codes of a checkpoint as they are. places, stored: by name of a tensor.
+
+    A parameter that several tensors fill has the widest of their schemes. It keeps the model's type if one of them has
+    no scheme, or if its rows are columns of a tensor.
+    """
+    tensors: dict[str, list[Scheme | None]] = {}
+    for name, place in places.items():
+        if _is_projection(place.parameter) or place.parameter in ("embed.weight", "head.weight"):
+            scheme = None if place.transposed else stored[name]
+            tensors.setdefault(place.parameter, []).append(scheme)
+    complete = {parameter: [one for one in some if one is not None] for parameter, some in tensors.items() if all(some)}
+    return {parameter: widest(some) for parameter, some in complete.items()}
+
+
+def _is_projection(parameter: str) -> bool:
+    return parameter.startswith("layers.") and parameter.endswith(_PROJECTIONS)
+
+
+def widest(schemes: Iterable[Scheme]) -> Scheme:
+    """A scheme that holds rows of all the given ones. One scale for a row counts as a scale for each group."""
+    first, *others = dict.fromkeys(schemes)
+    for other in others:
+        same = first.scale_dtype == other.scale_dtype
+        first = Scheme(
+            max(first.bits, other.bits),
+            gcd(first.group_size, other.group_size),
+            first.scale_dtype if same else torch.float32,
+            first.has_offsets or other.has_offsets,
+        )
+    return first
+
+
+def holds(scheme: Scheme, stored: Scheme) -> bool:
+    """Whether `convert` can convert rows in the scheme `stored` to `scheme` without a change of their values."""
+    exact = scheme.scale_dtype in (stored.scale_dtype, torch.float32)
+    grouped = stored.group_size == scheme.group_size or (
+        scheme.group_size > 0 and stored.group_size % scheme.group_size == 0
+    )
+    return exact and grouped and scheme.bits >= stored.bits and (scheme.has_offsets or not stored.has_offsets)
+
+
+def convert(rows: QuantizedRows, stored: Scheme, scheme: Scheme) -> QuantizedRows:
+    """Rows in the scheme `stored`, in `scheme`, which holds them: with the same values."""
+    columns = rows.codes.shape[1]
+    times = (stored.group_size or columns) // scheme.group_size if scheme.group_size else 1
+    if stored.group_size == 0 and scheme.group_size:
+        times = scheme.num_groups(columns)
+
+    def spread(values: Tensor) -> Tensor:
+        return values.repeat_interleave(times, 1)[:, : scheme.num_groups(columns)].to(scheme.scale_dtype)
+
+    scales = spread(rows.scales)
+    offsets = torch.zeros_like(scales) if rows.offsets is None else spread(rows.offsets)
+    codes = rows.codes + (scheme.zero_point - stored.zero_point)
+    return QuantizedRows(codes, scales, offsets if scheme.has_offsets else None)
+
+
+def summary(schemes: Schemes) -> str:
+    """How many weights have which scheme, in words: "96 in int4, groups of 32; 1 in int8, one scale a row"."""
+    counts: dict[Scheme, int] = {}
+    for scheme in schemes.values():
+        counts[scheme] = counts.get(scheme, 0) + 1
+    return "; ".join(f"{count} in {scheme}" for scheme, count in counts.items())

@@ -32,8 +32,8 @@ from quire.hub.locate import locate
 from quire.kernels.choose import Chosen, choose, unsupported_reason, usable_device
 from quire.kernels.contract import Requirements
 from quire.kernels.reference.quantized import MAX_QUANTIZED
-from quire.models.model import Progress
-from quire.quant.schemes import QUANTIZATIONS, Quantization
+from quire.models.model import Description, Progress
+from quire.quant.schemes import NO_SCHEMES, Schemes, summary
 from quire.runner.model_runner import TorchRunner
 from quire.scheduler.journal import JournalledScheduler, open_journal, open_restart_journal
 from quire.scheduler.scheduler import Scheduler
@@ -107,6 +107,7 @@ class Prepared:
     kernels: Chosen
     device: str
     dtype: str
+    schemes: Schemes  # of low-bit weights
     cache: CacheConfig
     scheduler_config: SchedulerConfig
     options: EngineOptions  # resolved; `memory` is the default share if none was given
@@ -128,8 +129,8 @@ def build(options: EngineOptions, *, report: Report, progress: Progress, is_rest
         scheduler = None if is_restart else _scheduler(prepared, grammars, is_restart=False)
         if scheduler is not None:
             on_error.callback(scheduler.close)
-        kernels, quantization = prepared.kernels.kernels, quantization_of(prepared.options)
-        model = prepared.files.load(prepared.dtype, prepared.device, kernels, quantization, progress)
+        kernels = prepared.kernels.kernels
+        model = prepared.files.load(prepared.dtype, prepared.device, kernels, prepared.schemes, progress)
         return_freed_memory()  # loading makes temporary copies
         scheduler = scheduler or _scheduler(prepared, grammars, is_restart=True)
         runner = TorchRunner(
@@ -182,21 +183,19 @@ def prepare(options: EngineOptions, *, report: Report, progress: Progress) -> Pr
     device = pick_device(options.device)
     head_dims = tuple({layer.head_dim for layer in description.kv_layers})
     dtype, kv_dtype = _dtypes(options, description.dtype)
-    quantization = quantization_of(options)
-    schemes = () if quantization is None else (quantization.layers, quantization.head)
-    requirements = Requirements(usable_device(device), dtype, kv_dtype, options.block_size, head_dims, schemes)
+    requirements = Requirements(usable_device(device), dtype, kv_dtype, options.block_size, head_dims)
     requirements, dtype_line = _substitute_float16(options, requirements)
     dtype, kv_dtype = requirements.dtype, requirements.kv_dtype
-    shape = shape_of(description, dtype, quantization)
-    chosen = choose(options.kernels, requirements)
+    schemes, chosen, schemes_line = _low_bits(options, description, requirements)
+    shape = shape_of(description, dtype, schemes)
     threads = _threads(options.threads, shape.weight_bytes)
     chosen.kernels.use_threads(threads)
     kept = "" if kv_dtype == dtype else f", keys and values in {kv_dtype}"
     report(f"{description.architecture} from {path}, {dtype} on {device}{kept}")
     report(f"model      {files.implementation}")
     report(f"kernels    {chosen.reason}; {threads} threads")
-    if quantization is not None:
-        report(f"weights    rounded to {quantization.layers}; head to {quantization.head}")
+    if schemes_line:
+        report(f"weights    {schemes_line}")
     if dtype_line:
         report(f"dtype      {dtype_line}")
     kind = torch.device(device).type
@@ -236,12 +235,28 @@ def prepare(options: EngineOptions, *, report: Report, progress: Progress) -> Pr
         threads=threads,
         device=device,
     )
-    return Prepared(name, path, files, chosen, device, dtype, cache, limits, resolved)
+    return Prepared(name, path, files, chosen, device, dtype, schemes, cache, limits, resolved)
 
 
-def quantization_of(options: EngineOptions) -> Quantization | None:
-    """The schemes of weights that the options select; None if weights keep the dtype."""
-    return None if options.quantization is None else QUANTIZATIONS[options.quantization]
+def _low_bits(
+    options: EngineOptions, description: Description, requirements: Requirements
+) -> tuple[Schemes, Chosen, str]:
+    """The schemes of low-bit weights, the kernels, and a line about the schemes.
+
+    Codes of a checkpoint are kept if the kernels that would run without them multiply them. Weights that are rounded at
+    load need kernels that multiply them. Raises ConfigError.
+    """
+    schemes = description.schemes(options.quantization)
+    needed = replace(requirements, schemes=tuple(dict.fromkeys(schemes.values())))
+    if options.quantization not in (None, "none"):
+        return schemes, choose(options.kernels, needed), f"rounded: {summary(schemes)}"
+    chosen = choose(options.kernels, requirements)
+    if not schemes:
+        return schemes, chosen, ""
+    refused = chosen.kernels.unsupported_reason(needed)
+    if refused is not None:
+        return NO_SCHEMES, chosen, f"expanded from low bits to {requirements.dtype}: {chosen.kernels.NAME}: {refused}"
+    return schemes, chosen, f"as stored: {summary(schemes)}; --quantization none expands them"
 
 
 def _dtypes(options: EngineOptions, model_dtype: str) -> tuple[str, str]:

@@ -8,19 +8,20 @@ from quire.kernels.reference.quantized import read_bytes, stored_dtype_and_size
 from quire.kernels.reference.sampling import LOGITS_AT_ONCE
 from quire.kv_store.host import STAGING_BYTES
 from quire.models.model import Description
-from quire.quant.schemes import Quantization
+from quire.quant.schemes import NO_SCHEMES, Schemes
 
 _LOGIT_COPIES = 4  # of the logits of all rows: in the model's dtype, in float32, with edits, and the result
 _SAMPLING_BYTES = 50  # per logit that is sampled at once: filtered, sorted, cumulative sums, random numbers
 
 
-def shape_of(description: Description, dtype: str, quantization: Quantization | None = None) -> ModelShape:
-    """The shape of a model whose weights are loaded as `dtype`, or in the schemes of `quantization`."""
+def shape_of(description: Description, dtype: str, schemes: Schemes = NO_SCHEMES) -> ModelShape:
+    """The shape of a model whose weights are loaded in their schemes, and others as `dtype`."""
     return ModelShape(
         vocab_size=description.vocab_size,
         max_positions=description.max_positions,
         num_parameters=description.num_parameters,
-        weight_bytes=description.weight_bytes(dtype, quantization),
+        weight_bytes=description.weight_bytes(dtype, schemes),
+        weight_types=" and ".join([*dict.fromkeys(f"int{scheme.bits}" for scheme in schemes.values()), dtype]),
         activations_per_token=description.activations_per_token,
         layers=tuple(description.kv_layers),
     )
@@ -52,7 +53,7 @@ def memory_profile(
         recorded = capture.capture_memory(options.max_num_seqs, token_bytes, logit_bytes, kernels.SCRATCH_BYTES)
     return MemoryProfile(
         weight_bytes=shape.weight_bytes,
-        weight_reason=f"{shape.num_parameters / 1e6:.2f} M parameters, {options.quantization or dtype}",
+        weight_reason=f"{shape.num_parameters / 1e6:.2f} M parameters, {shape.weight_types}",
         kv=tuple(_kv_profile(layer, len(layers), kv_dtype) for layer, layers in groups.items()),
         block_size=options.block_size,
         model_max_len=shape.max_positions,

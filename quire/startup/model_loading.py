@@ -16,12 +16,12 @@ from quire.models.description import UnknownArchitecture, describe
 from quire.models.gguf.checkpoint import GgufCheckpoint
 from quire.models.loading import load
 from quire.models.model import Description, Model, Progress
-from quire.quant.schemes import Quantization
+from quire.quant.schemes import Schemes
 from quire.tokenizer.gguf import gguf_tokenizer
 from quire.tokenizer.tokenizer import Tokenizer
 
 # dtype, device, the kernels that will compute it, schemes of low-bit weights, progress
-Load = Callable[[str, str, Kernels, Quantization | None, Progress], Model]
+Load = Callable[[str, str, Kernels, Schemes, Progress], Model]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,10 +66,8 @@ def open_model(path: Path, implementation: ModelImpl, *, max_model_len: int | No
 def _native(checkpoint: Checkpoint, tokenizer: Tokenizer, max_model_len: int | None) -> ModelFiles:
     description = describe(checkpoint, max_model_len=max_model_len)
 
-    def read(dtype: str, device: str, kernels: Kernels, quantization: Quantization | None, progress: Progress) -> Model:
-        return load(
-            description, dtype=dtype, device=device, kernels=kernels, quantization=quantization, progress=progress
-        )
+    def read(dtype: str, device: str, kernels: Kernels, schemes: Schemes, progress: Progress) -> Model:
+        return load(description, dtype=dtype, device=device, kernels=kernels, schemes=schemes, progress=progress)
 
     return ModelFiles(description, tokenizer, read, "quire's own decoder")
 
@@ -79,8 +77,8 @@ def _transformers_backend(checkpoint: Checkpoint, tokenizer: Tokenizer, reason: 
 
     description = describe_transformers(checkpoint)
 
-    def read(dtype: str, device: str, kernels: Kernels, quantization: Quantization | None, progress: Progress) -> Model:
-        del kernels, quantization  # transformers uses its own kernels and weight layout, and keeps weights in dtype
+    def read(dtype: str, device: str, kernels: Kernels, schemes: Schemes, progress: Progress) -> Model:
+        del kernels, schemes  # transformers uses its own kernels and weight layout, and keeps weights in dtype
         return load_transformers(description, dtype=dtype, device=device, progress=progress)
 
     return ModelFiles(

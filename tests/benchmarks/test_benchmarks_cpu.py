@@ -203,7 +203,7 @@ child.communicate()
 def test_quantized_weights_are_those_of_quire_alone(tmp_path):
     engine = Engine("quire", sys.executable, checkpoint("tiny", tmp_path), quantization="int8")
     with start(engine) as running:
-        assert any(note.startswith("weights rounded to int8") for note in running.facts["notes"])
+        assert any(note.startswith("weights rounded: ") for note in running.facts["notes"])
     with start(replace(honest(tmp_path), quantization="int8")) as running:
         assert running.run(small("W", 1)).seconds > 0
     assert parse(["--quantization", "int4"]).quantization == "int4"

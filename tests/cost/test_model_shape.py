@@ -19,7 +19,13 @@ FULL, WINDOW, WIDE = KVLayer(2, 16, 0), KVLayer(2, 16, 32), KVLayer(4, 16, 0)
 )
 def test_equal_layers_share_a_group_and_groups_without_a_window_come_first(layers, groups):
     shape = ModelShape(
-        vocab_size=10, max_positions=64, num_parameters=100, weight_bytes=400, activations_per_token=8, layers=layers
+        vocab_size=10,
+        max_positions=64,
+        num_parameters=100,
+        weight_bytes=400,
+        weight_types="float32",
+        activations_per_token=8,
+        layers=layers,
     )
     assert list(shape.kv_groups.items()) == groups
 

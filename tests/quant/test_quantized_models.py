@@ -13,7 +13,7 @@ from quire.models.checkpoint import FolderCheckpoint
 from quire.models.description import describe
 from quire.models.loading import load
 from quire.models.transformers import describe_transformers
-from quire.quant.schemes import QUANTIZATIONS
+from quire.quant.schemes import AT_LOAD
 from quire.startup.build import build
 
 _C = pytest.importorskip("quire.kernels.cpu._C", reason="the CPU kernels are not built", exc_type=ImportError)
@@ -40,27 +40,34 @@ def logits_of(description, model, kernels, tokens):
     return torch.cat([sequences.logits([(0, start, some)]) for start, some in steps])
 
 
-@pytest.mark.parametrize("name", QUANTIZATIONS)
+@pytest.mark.parametrize("name", AT_LOAD)
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_have_their_schemes_and_the_planned_bytes(saved, kind, name):
-    description, quantization = describe(saved(kind)[0]), QUANTIZATIONS[name]
-    model = load(description, dtype="bfloat16", quantization=quantization)
+    description = describe(saved(kind)[0])
+    schemes = description.schemes(name)
+    model = load(description, dtype="bfloat16", schemes=schemes)
     total = 0
     for path, weight in weights_of(model).items():
-        scheme = quantization.scheme_of(path, tied=description.config.tied)
-        assert (weight.scheme if isinstance(weight, PackedWeight) else None) == scheme, path
+        assert (weight.scheme if isinstance(weight, PackedWeight) else None) == schemes.get(path), path
         total += weight.num_bytes if isinstance(weight, PackedWeight) else weight.nbytes
-    assert total == description.weight_bytes("bfloat16", quantization) < description.weight_bytes("bfloat16")
+    assert total == description.weight_bytes("bfloat16", schemes) < description.weight_bytes("bfloat16")
+    layers, head = AT_LOAD[name]
+    assert schemes["embed.weight" if description.config.tied else "head.weight"] == head
+    assert schemes["layers.0.attention.qkv.weight"] == layers
+    assert not any("router" in path or "norm" in path or "gate" in path for path in schemes)
 
 
-@pytest.mark.parametrize("name", QUANTIZATIONS)
+@pytest.mark.parametrize("name", AT_LOAD)
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_of_the_cpu_kernels_are_those_of_plain_torch(saved, kind, name):
-    description, quantization = describe(saved(kind)[0]), QUANTIZATIONS[name]
+    description = describe(saved(kind)[0])
     tokens = [7 * i % description.vocab_size for i in range(40)]
     found = {
         kernels: logits_of(
-            description, load(description, dtype="float32", kernels=kernels, quantization=quantization), kernels, tokens
+            description,
+            load(description, dtype="float32", kernels=kernels, schemes=description.schemes(name)),
+            kernels,
+            tokens,
         )
         for kernels in (reference, deterministic, cpu)
     }
@@ -73,7 +80,7 @@ def test_logits_of_the_cpu_kernels_are_those_of_plain_torch(saved, kind, name):
     assert 0 < error < (0.01 if name == "int8" else 0.1) * width
 
 
-@pytest.mark.parametrize("name", QUANTIZATIONS)
+@pytest.mark.parametrize("name", AT_LOAD)
 def test_the_embedded_model_answers(name):
     lines = []
     llm = LLM(quantization=name, memory="256MiB", max_model_len=512, report=lines.append)
@@ -82,8 +89,8 @@ def test_the_embedded_model_answers(name):
     apart = [llm.generate([prompt], greedy, use_tqdm=False)[0].outputs[0].token_ids for prompt in PROMPTS]
     assert together == apart
     assert all(len(answer) > 0 for answer in together)
-    assert any(line.startswith("weights    rounded to int") for line in lines)
-    assert any(f"M parameters, {name}" in line for line in lines)
+    assert any(line.startswith("weights    rounded: ") for line in lines)
+    assert any(f"M parameters, {name} and" in line for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -102,4 +109,5 @@ def test_options_that_cannot_work_are_named(options, why):
 def test_transformers_as_a_backend_says_that_it_keeps_the_type(saved):
     description = describe_transformers(FolderCheckpoint(saved("llama-gqa-tied")[0]))
     with pytest.raises(ModelError, match="keeps its weights in dtype; leave quantization out"):
-        description.weight_bytes("bfloat16", QUANTIZATIONS["int8"])
+        description.schemes("int8")
+    assert not description.schemes(None) and not description.schemes("none")

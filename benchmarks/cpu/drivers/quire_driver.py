@@ -29,7 +29,7 @@ def load(settings: dict) -> Driven:
         outputs = llm.generate([query["prompt"] for query in queries], params, use_tqdm=False)
         return [len(out.outputs[0].token_ids) for out in outputs]
 
-    notes = [" ".join(line.split()) for line in lines if line.startswith(("kernels", "weights    rounded"))]
+    notes = [" ".join(line.split()) for line in lines if line.startswith(("kernels", "weights    rounded:"))]
     return Driven(run, quire.__version__, torch.get_num_threads(), notes)
 
 

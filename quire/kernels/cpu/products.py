@@ -6,6 +6,7 @@ See `csrc/products.cpp`, and `csrc/code_products.cpp` for low-bit weights.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
+from operator import itemgetter
 from types import MappingProxyType
 
 import torch
@@ -76,12 +77,8 @@ def write_rows(weight: PackedWeight, rows: Tensor | QuantizedRows, start: int, i
         part, place = divmod(start, per_part)
         count = min(end - start, per_part - place, end if ready else _PACK_CHUNK_ROWS)
         some = slice(start - first, start - first + count)
-        _write_part(one, part, rows[some] if isinstance(rows, Tensor) else _slice(rows, some), place)
+        _write_part(one, part, rows[some] if isinstance(rows, Tensor) else rows.map_rows(itemgetter(some)), place)
         start += count
-
-
-def _slice(rows: QuantizedRows, some: slice) -> QuantizedRows:
-    return QuantizedRows(*(values if values is None else values[some] for values in rows))
 
 
 def _write_part(weight: PackedWeight, part: int, rows: Tensor | QuantizedRows, start: int) -> None:
@@ -91,11 +88,11 @@ def _write_part(weight: PackedWeight, part: int, rows: Tensor | QuantizedRows, s
             raise TypeError("rows of codes need a weight with their scheme")
         _C.pack_rows(rows.to(data.dtype).contiguous(), data, dtype_code(data), len(rows), weight.columns, start)
         return
-    codes, *factors = quantize_rows(rows, weight.scheme) if isinstance(rows, Tensor) else rows
+    codes, scales, offsets = quantize_rows(rows, weight.scheme) if isinstance(rows, Tensor) else rows
     _C.pack_codes(codes.contiguous(), data, weight.scheme.bits, len(codes), weight.columns, start)
     places = torch.arange(start, start + len(codes))
-    for packed, values in zip((weight.scales, weight.offsets), factors, strict=True):
-        if packed is not None:
+    for packed, values in ((weight.scales, scales), (weight.offsets, offsets)):
+        if packed is not None and values is not None:
             packed[part][places // TILE_ROWS, :, places % TILE_ROWS] = values
 
 

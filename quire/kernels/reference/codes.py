@@ -30,7 +30,7 @@ def quantize_rows(rows: Tensor, scheme: Scheme) -> QuantizedRows:
         rounded, scales = quantize_activations(rows)
         return with_offsets(QuantizedRows((rounded + zero).to(torch.uint8), scales.to(scheme.scale_dtype)), scheme)
     size = scheme.group_size or columns
-    padded = pad(rows, (0, -columns % size)).unflatten(1, (-1, size))
+    padded = pad(rows, (0, -columns % size)).reshape(len(rows), -1, size)
     largest, smallest = padded.amax(-1, keepdim=True), padded.amin(-1, keepdim=True)
     extremes = torch.where(largest > -smallest, largest, smallest)
     best = torch.full_like(extremes, torch.inf)
@@ -92,11 +92,11 @@ def write_rows(weight: PackedWeight, rows: Tensor | QuantizedRows, start: int, i
     quantized = quantize_rows(rows, scheme) if isinstance(rows, Tensor) else rows
     codes, end = quantized.codes, start + len(quantized.codes)
     if scheme.bits == 4:
-        pairs = pad(codes, (0, codes.shape[1] % 2)).unflatten(1, (-1, 2))
+        pairs = pad(codes, (0, codes.shape[1] % 2)).view(len(codes), -1, 2)
         codes = pairs[:, :, 0] | pairs[:, :, 1] << 4
     one.data[start:end] = codes
     scales[start:end] = quantized.scales
-    if one.offsets is not None:
+    if one.offsets is not None and quantized.offsets is not None:
         one.offsets[start:end] = quantized.offsets
 
 

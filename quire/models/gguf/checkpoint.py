@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelError
+from quire.kernels.contract import QuantizedRows, Scheme
 from quire.models.checkpoint import StoredTensor
 from quire.models.gguf.config import GgufInfo, hf_config
-from quire.models.gguf.names import TensorSource, tensor_sources
-from quire.models.gguf.quants import dequantize
+from quire.models.gguf.names import TensorSource, tensor_sources, transposed
+from quire.models.gguf.quants import dequantize, quantized_rows
 from quire.models.gguf.reader import Metadata, TensorEntry, read_header
+from quire.quant.schemes import convert
 
 # name in tokenizer_config.json -> key of the file
 _KEYS: Mapping[str, str] = MappingProxyType(
@@ -124,6 +126,16 @@ class GgufCheckpoint:
             numbers = dequantize(entry.part_data(origin.part), entry.type, _part_shape(entry, origin))
             yield name, origin.transform(numbers) if origin.transform else numbers
 
+    def read_codes(self, schemes: Mapping[str, Scheme]) -> Iterator[tuple[str, QuantizedRows]]:
+        """Yield (name, rows) in the order of the file: see Checkpoint."""
+        for name in sorted(schemes, key=lambda name: self._position(self._source(name))):
+            origin, scheme = self._sources[name], schemes[name]
+            entry = self._entries[origin.name]
+            rows = quantized_rows(entry.part_data(origin.part), entry.type, _part_shape(entry, origin))
+            if origin.transform:
+                rows = rows.map_rows(origin.transform)
+            yield name, convert(rows, self._stored(name).scheme or scheme, scheme)
+
     def _source(self, name: str) -> TensorSource:
         if name not in self._sources:
             raise self.metadata.error(f"there is no tensor {name}")
@@ -142,7 +154,9 @@ class GgufCheckpoint:
                 shape = tuple(origin.transform(torch.empty(shape, device="meta")).shape)
             except RuntimeError as error:
                 raise self.metadata.error(f"{origin.name} of shape {shape} does not fit the number of heads") from error
-        return StoredTensor(entry.path, shape, entry.type.name, entry.part_bytes(origin.part), is_float=True)
+        scheme = entry.type.scheme if len(shape) == 2 and origin.transform is not transposed else None
+        num_bytes = entry.part_bytes(origin.part)
+        return StoredTensor(entry.path, shape, entry.type.name, num_bytes, is_float=True, scheme=scheme)
 
     def _dtype(self) -> str:
         """Compute dtype: the type of most numbers. Quantized types count as bfloat16, which rounds less."""

@@ -1,21 +1,23 @@
 """Dequantization of GGUF's tensor types: blocks of 32 numbers with one scale, and K-quants with blocks of 256.
 
-Each layout has the fields of a block, and each function decodes blocks of that layout: number = scale * code
-(+ offset, - low). The order of operations is that of ggml's reference, so that results are equal bit for bit.
+Each layout has the fields of a block, and each function decodes blocks of that layout. The order of operations is that
+of ggml's reference, so that dequantized numbers are equal bit for bit.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.kernels.contract import QuantizedRows, Scheme
+
 Blocks = NDArray[np.void]  # of one of the layouts below
-Codes = NDArray[np.uint8]
+Codes = NDArray[np.integer[Any]]  # uint8
 Numbers = NDArray[np.floating[Any]]  # float32
 
 Q4_0 = np.dtype([("scale", "<f2"), ("codes", "u1", 16)])
@@ -25,34 +27,46 @@ Q5_1 = np.dtype([("scale", "<f2"), ("offset", "<f2"), ("high", "u1", 4), ("codes
 Q8_0 = np.dtype([("scale", "<f2"), ("codes", "i1", 32)])
 
 
-def q4_0(blocks: Blocks) -> Numbers:
+class Decoded(NamedTuple):
+    """Blocks in groups of numbers with one scale: number = scale * (code - zero) + offset."""
+
+    codes: Codes  # (blocks, groups, group_size)
+    zero: int
+    scales: Numbers  # (blocks, groups, 1)
+    offsets: Numbers | None = None  # (blocks, groups, 1)
+
+
+def q4_0(blocks: Blocks) -> Decoded:
     """4 bits; code 8 is zero."""
-    return _column(blocks["scale"]) * (_nibbles(blocks["codes"]).astype(np.int8) - np.int8(8))
+    return Decoded(_one_group(_nibbles(blocks["codes"])), 8, _column(blocks["scale"]))
 
 
-def q4_1(blocks: Blocks) -> Numbers:
+def q4_1(blocks: Blocks) -> Decoded:
     """4 bits and an offset."""
-    return _column(blocks["scale"]) * _nibbles(blocks["codes"]) + _column(blocks["offset"])
+    return Decoded(_one_group(_nibbles(blocks["codes"])), 0, _column(blocks["scale"]), _column(blocks["offset"]))
 
 
-def q5_0(blocks: Blocks) -> Numbers:
+def q5_0(blocks: Blocks) -> Decoded:
     """5 bits; code 16 is zero."""
-    return _column(blocks["scale"]) * (_five_bits(blocks).astype(np.int8) - np.int8(16))
+    return Decoded(_one_group(_five_bits(blocks)), 16, _column(blocks["scale"]))
 
 
-def q5_1(blocks: Blocks) -> Numbers:
+def q5_1(blocks: Blocks) -> Decoded:
     """5 bits and an offset."""
-    return _column(blocks["scale"]) * _five_bits(blocks) + _column(blocks["offset"])
+    return Decoded(_one_group(_five_bits(blocks)), 0, _column(blocks["scale"]), _column(blocks["offset"]))
 
 
-def q8_0(blocks: Blocks) -> Numbers:
+def q8_0(blocks: Blocks) -> Decoded:
     """8 bits, signed."""
-    codes: NDArray[np.int8] = blocks["codes"]
-    return _column(blocks["scale"]) * codes
+    return Decoded(_one_group(blocks["codes"].view(np.uint8) ^ np.uint8(128)), 128, _column(blocks["scale"]))
+
+
+def _one_group(codes: Codes) -> Codes:
+    return codes[:, None, :]
 
 
 def _column(halves: NDArray[np.float16]) -> NDArray[np.float32]:
-    return halves.astype(np.float32)[:, None]
+    return halves.astype(np.float32)[:, None, None]
 
 
 def _nibbles(codes: Codes) -> Codes:
@@ -73,44 +87,43 @@ Q5_K = np.dtype([("scale", "<f2"), ("low", "<f2"), ("groups", "u1", 12), ("high"
 Q6_K = np.dtype([("codes", "u1", 128), ("high", "u1", 64), ("groups", "i1", 16), ("scale", "<f2")])
 
 
-def q2_k(blocks: Blocks) -> Numbers:
+def q2_k(blocks: Blocks) -> Decoded:
     """16 groups of 16 numbers of 2 bits, each with a scale and a low of 4 bits."""
     scales = _scaled(blocks["scale"], blocks["groups"] & 15)
     lows = _scaled(blocks["low"], blocks["groups"] >> 4)
     codes = _fields(blocks["codes"].reshape(-1, 2, 32), 2).reshape(-1, 16, 16)
-    return (scales * codes - lows).reshape(-1, 256)
+    return Decoded(codes, 0, scales, -lows)
 
 
-def q3_k(blocks: Blocks) -> Numbers:
+def q3_k(blocks: Blocks) -> Decoded:
     """16 groups of 16 numbers of 3 bits, signed, each group with a scale of 6 bits."""
     packed = blocks["groups"]
     groups = np.concatenate([packed[:, :8] & 15, packed[:, :8] >> 4], axis=1) | _fields(packed[:, 8:], 2) << 4
     scales = _scaled(blocks["scale"], groups.astype(np.int8) - np.int8(32))
     codes = _fields(blocks["codes"].reshape(-1, 2, 32), 2).reshape(-1, 16, 16)
-    absent = (_fields(blocks["mask"], 1) ^ 1).reshape(-1, 16, 16)  # if the mask's bit is 0, 4 is subtracted
-    return (scales * (codes.astype(np.int8) - (absent << 2).astype(np.int8))).reshape(-1, 256)
+    present = _fields(blocks["mask"], 1).reshape(-1, 16, 16)  # if the mask's bit is 0, 4 is subtracted
+    return Decoded(codes | present << 2, 4, scales)
 
 
-def q4_k(blocks: Blocks) -> Numbers:
+def q4_k(blocks: Blocks) -> Decoded:
     """8 groups of 32 numbers of 4 bits, each with a scale and a low of 6 bits."""
     scales, lows = _six_bits(blocks)
     codes = _fields(blocks["codes"].reshape(-1, 4, 32), 4).reshape(-1, 8, 32)
-    return (scales * codes - lows).reshape(-1, 256)
+    return Decoded(codes, 0, scales, -lows)
 
 
-def q5_k(blocks: Blocks) -> Numbers:
+def q5_k(blocks: Blocks) -> Decoded:
     """As q4_k, with a fifth bit."""
     scales, lows = _six_bits(blocks)
     codes = _fields(blocks["codes"].reshape(-1, 4, 32), 4).reshape(-1, 8, 32)
     codes |= _fields(blocks["high"], 1).reshape(-1, 8, 32) << 4
-    return (scales * codes - lows).reshape(-1, 256)
+    return Decoded(codes, 0, scales, -lows)
 
 
-def q6_k(blocks: Blocks) -> Numbers:
+def q6_k(blocks: Blocks) -> Decoded:
     """16 groups of 16 numbers of 6 bits; code 32 is zero. Each group has a scale of 8 bits."""
     codes = _fields(blocks["codes"].reshape(-1, 2, 64), 4) | _fields(blocks["high"].reshape(-1, 2, 32), 2) << 4
-    centred = codes.reshape(-1, 16, 16).astype(np.int8) - np.int8(32)
-    return (_scaled(blocks["scale"], blocks["groups"]) * centred).reshape(-1, 256)
+    return Decoded(codes.reshape(-1, 16, 16), 32, _scaled(blocks["scale"], blocks["groups"]))
 
 
 def _scaled(scale: NDArray[np.float16], groups: NDArray[np.integer[Any]]) -> Numbers:
@@ -140,7 +153,8 @@ class TensorType:
     name: str
     block_size: int  # numbers
     layout: np.dtype  # of one block
-    decode: Callable[[np.ndarray], np.ndarray] | None  # (blocks,) -> (blocks, block_size) float32; None: as stored
+    decode: Callable[[np.ndarray], Decoded] | None = None  # None: the numbers are as stored
+    scheme: Scheme | None = None  # that holds its codes, with scales in float16
 
     @property
     def block_bytes(self) -> int:
@@ -148,21 +162,25 @@ class TensorType:
         return self.layout.itemsize
 
 
+def _scheme(bits: int, group_size: int, *, offsets: bool = False) -> Scheme:
+    return Scheme(bits, group_size, torch.float16, has_offsets=offsets)
+
+
 TENSOR_TYPES: Mapping[int, TensorType] = MappingProxyType(
     {
-        0: TensorType("F32", 1, np.dtype("<f4"), None),
-        1: TensorType("F16", 1, np.dtype("<f2"), None),
-        30: TensorType("BF16", 1, np.dtype("<i2"), None),  # as int16, because numpy has no bfloat16
-        2: TensorType("Q4_0", 32, Q4_0, q4_0),
-        3: TensorType("Q4_1", 32, Q4_1, q4_1),
-        6: TensorType("Q5_0", 32, Q5_0, q5_0),
-        7: TensorType("Q5_1", 32, Q5_1, q5_1),
-        8: TensorType("Q8_0", 32, Q8_0, q8_0),
-        10: TensorType("Q2_K", 256, Q2_K, q2_k),
-        11: TensorType("Q3_K", 256, Q3_K, q3_k),
-        12: TensorType("Q4_K", 256, Q4_K, q4_k),
-        13: TensorType("Q5_K", 256, Q5_K, q5_k),
-        14: TensorType("Q6_K", 256, Q6_K, q6_k),
+        0: TensorType("F32", 1, np.dtype("<f4")),
+        1: TensorType("F16", 1, np.dtype("<f2")),
+        30: TensorType("BF16", 1, np.dtype("<i2")),  # as int16, because numpy has no bfloat16
+        2: TensorType("Q4_0", 32, Q4_0, q4_0, _scheme(4, 32)),
+        3: TensorType("Q4_1", 32, Q4_1, q4_1, _scheme(4, 32, offsets=True)),
+        6: TensorType("Q5_0", 32, Q5_0, q5_0, _scheme(8, 32)),
+        7: TensorType("Q5_1", 32, Q5_1, q5_1, _scheme(8, 32, offsets=True)),
+        8: TensorType("Q8_0", 32, Q8_0, q8_0, _scheme(8, 32)),
+        10: TensorType("Q2_K", 256, Q2_K, q2_k, _scheme(4, 16, offsets=True)),
+        11: TensorType("Q3_K", 256, Q3_K, q3_k, _scheme(4, 16)),
+        12: TensorType("Q4_K", 256, Q4_K, q4_k, _scheme(4, 32, offsets=True)),
+        13: TensorType("Q5_K", 256, Q5_K, q5_k, _scheme(8, 32, offsets=True)),
+        14: TensorType("Q6_K", 256, Q6_K, q6_k, _scheme(8, 16)),
     }
 )
 
@@ -175,7 +193,7 @@ UNSUPPORTED_TYPES: Mapping[int, str] = MappingProxyType(
 )
 
 
-_CHUNK = 1 << 16  # numbers decoded at a time, so that intermediate arrays fit the CPU cache
+_CHUNK = 1 << 16  # numbers decoded at a time
 
 
 def dequantize(data: np.ndarray, kind: TensorType, shape: tuple[int, ...]) -> Tensor:
@@ -185,8 +203,47 @@ def dequantize(data: np.ndarray, kind: TensorType, shape: tuple[int, ...]) -> Te
         plain = torch.from_numpy(blocks.copy())  # a copy, because the file is mapped read-only
         return (plain.view(torch.bfloat16) if kind.name == "BF16" else plain).view(shape)
     numbers = np.empty((len(blocks), kind.block_size), np.float32)
-    step = _CHUNK // kind.block_size
     with np.errstate(over="ignore", invalid="ignore"):  # an invalid scale gives inf or NaN
-        for start in range(0, len(blocks), step):
-            numbers[start : start + step] = kind.decode(blocks[start : start + step])
+        for some in _chunks(len(blocks), kind):
+            numbers[some] = _numbers(kind.decode(blocks[some])).reshape(-1, kind.block_size)
     return torch.from_numpy(numbers).view(shape)
+
+
+def _numbers(decoded: Decoded) -> Numbers:
+    """The numbers of decoded blocks, float32."""
+    numbers: Numbers = decoded.scales * (decoded.codes.astype(np.int16) - np.int16(decoded.zero))
+    return numbers if decoded.offsets is None else numbers + decoded.offsets
+
+
+def quantized_rows(data: np.ndarray, kind: TensorType, shape: tuple[int, ...]) -> QuantizedRows:
+    """A tensor (rows, columns) in the scheme of its type, from `data` (bytes). Scales and offsets are rounded once.
+
+    Raises ValueError for a type without a scheme.
+    """
+    if kind.decode is None or kind.scheme is None:
+        raise ValueError(f"the type {kind.name} has no scheme")
+    (rows, _), scheme, blocks = shape, kind.scheme, data.view(kind.layout)
+    num_groups = kind.block_size // scheme.group_size
+    codes = np.empty((len(blocks), num_groups, scheme.group_size), np.uint8)
+    scales, offsets = (np.empty((len(blocks), num_groups), np.float16) for _ in range(2))
+    with np.errstate(over="ignore", invalid="ignore"):
+        for some in _chunks(len(blocks), kind):
+            decoded = kind.decode(blocks[some])
+            shift = scheme.zero_point - decoded.zero
+            moves_offsets = scheme.bits == 4 and scheme.has_offsets  # moved codes would need a fifth bit
+            codes[some] = decoded.codes if moves_offsets else decoded.codes + np.uint8(shift)
+            scales[some] = decoded.scales[:, :, 0]
+            if decoded.offsets is not None:
+                moved = decoded.scales * shift if moves_offsets else 0
+                offsets[some] = (decoded.offsets + moved)[:, :, 0]
+    return QuantizedRows(
+        torch.from_numpy(codes).view(rows, -1),
+        torch.from_numpy(scales).view(rows, -1),
+        torch.from_numpy(offsets).view(rows, -1) if scheme.has_offsets else None,
+    )
+
+
+def _chunks(num_blocks: int, kind: TensorType) -> Iterator[slice]:
+    """Slices of the blocks that are decoded at a time, so that intermediate arrays fit the CPU cache."""
+    step = _CHUNK // kind.block_size
+    return (slice(start, min(start + step, num_blocks)) for start in range(0, num_blocks, step))

@@ -23,7 +23,7 @@ from quire.models.transformers.attention import TRACING_ATTENTION
 from quire.models.transformers.construction import MetaTensor, construct, quiet
 from quire.models.transformers.split_model import SplitModel
 from quire.models.transformers.tracing import Layer, trace
-from quire.quant.schemes import Quantization
+from quire.quant.schemes import NO_SCHEMES, Schemes
 
 _IGNORED_FIELDS = (  # fields that select code to run
     *("auto_map", "attn_implementation", "experts_implementation", "fusion_config", "distributed_config"),
@@ -58,13 +58,18 @@ class TransformersDescription:
         """See Description."""
         return tuple(KVLayer(layer.params.num_kv_heads, layer.params.head_dim, layer.window) for layer in self.layers)
 
-    def weight_bytes(self, dtype: str, quantization: Quantization | None = None) -> int:
-        """See Description. Raises ModelError if there is a quantization."""
-        if quantization is not None:
-            raise ModelError(
-                f"{self.architecture} runs with transformers as a backend, which keeps its weights in dtype; leave "
-                "quantization out"
-            )
+    def schemes(self, quantization: str | None) -> Schemes:
+        """See Description."""
+        if quantization in (None, "none"):
+            return NO_SCHEMES
+        raise ModelError(
+            f"{self.architecture} runs with transformers as a backend, which keeps its weights in dtype; leave "
+            "quantization out"
+        )
+
+    def weight_bytes(self, dtype: str, schemes: Schemes = NO_SCHEMES) -> int:
+        """See Description. There are no schemes."""
+        del schemes
         return self.num_parameters * DTYPES[dtype].itemsize
 
 

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from quire.models.gguf.quants import TENSOR_TYPES, UNSUPPORTED_TYPES, dequantize
+from quire.kernels.reference import codes
+from quire.models.gguf.quants import TENSOR_TYPES, UNSUPPORTED_TYPES, dequantize, quantized_rows
 
 QUANTIZED = {number: kind for number, kind in TENSOR_TYPES.items() if kind.decode is not None}
 QUANTIZABLE = [2, 3, 6, 7, 8]  # types that the package can also write
@@ -58,3 +59,29 @@ def test_every_type_has_the_number_and_the_size_that_the_package_gives_it():
         assert (kind.block_size, kind.block_bytes) == gguf.GGML_QUANT_SIZES[theirs]
     for number, name in UNSUPPORTED_TYPES.items():
         assert gguf.GGMLQuantizationType(number).name == name
+
+
+@pytest.mark.parametrize("number", QUANTIZED, ids=lambda number: TENSOR_TYPES[number].name)
+def test_rows_of_codes_have_the_dequantized_numbers(number):
+    """Exactly where a block stores its scales in float16 and no offset moves; else within one rounding to float16."""
+    kind, draw = QUANTIZED[number], np.random.default_rng(number)
+    blocks = draw.integers(0, 256, 30 * kind.block_bytes, dtype=np.uint8).view(kind.layout)
+    for name in ("scale", "low", "offset"):
+        if name in (kind.layout.names or ()):
+            blocks[name] = draw.normal(size=30).astype(np.float16)
+    shape = (5, 6 * kind.block_size)
+    expected = dequantize(blocks.view(np.uint8), kind, shape)
+    rows = quantized_rows(blocks.view(np.uint8), kind, shape)
+    assert int(rows.codes.max()) < 1 << kind.scheme.bits
+    assert (rows.offsets is not None) == kind.scheme.has_offsets
+    found = codes.dequantize(rows, kind.scheme)
+    if kind.name in ("Q4_0", "Q5_0", "Q5_1", "Q8_0"):
+        assert torch.equal(found, expected)
+    size = kind.scheme.group_size
+    width = expected.view(5, -1, size).abs().amax(-1) + 16 * rows.scales.float().abs()
+    assert ((found - expected).view(5, -1, size).abs() <= 2**-9 * width[:, :, None]).all()
+
+
+def test_plain_types_have_no_codes():
+    with pytest.raises(ValueError, match="F32 has no scheme"):
+        quantized_rows(np.zeros(16, np.uint8), TENSOR_TYPES[0], (2, 2))
