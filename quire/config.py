@@ -254,13 +254,15 @@ class EngineOptions:
 
 
 # Values that an option had in an earlier version, or has in another engine: what to use instead.
-_NO_SUCH_CHECKPOINTS = (
-    "checkpoints with quantized weights cannot be loaded yet, except GGUF files; use a checkpoint in 16 bits with int8 "
-    "or int4"
-)
 REMOVED_VALUES = {
     "policy": {"dfs-weight": "use lpm, whose hit rate is within 1 % of it"},
-    "quantization": dict.fromkeys(("awq", "gptq", "fp8", "compressed-tensors", "bitsandbytes"), _NO_SUCH_CHECKPOINTS),
+    "quantization": {
+        **dict.fromkeys(
+            ("awq", "gptq", "compressed-tensors"), "leave it out; quire reads the layout of a checkpoint from it"
+        ),
+        "fp8": "leave it out for a checkpoint in FP8; weights can be rounded to int8 or int4",
+        "bitsandbytes": "use int8 or int4, with a checkpoint in 16 bits",
+    },
 }
 _FIELD_PATH = re.compile(r" - at `\$\.([^`]*)`")  # the field, in an error of msgspec
 

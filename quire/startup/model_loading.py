@@ -16,6 +16,7 @@ from quire.models.description import UnknownArchitecture, describe
 from quire.models.gguf.checkpoint import GgufCheckpoint
 from quire.models.loading import load
 from quire.models.model import Description, Model, Progress
+from quire.models.quantized_checkpoint import open_layers
 from quire.quant.schemes import Schemes
 from quire.tokenizer.gguf import gguf_tokenizer
 from quire.tokenizer.tokenizer import Tokenizer
@@ -46,7 +47,7 @@ def open_model(path: Path, implementation: ModelImpl, *, max_model_len: int | No
             )
         gguf = GgufCheckpoint(path)
         return _native(gguf, gguf_tokenizer(gguf.metadata), max_model_len)
-    checkpoint = FolderCheckpoint(path)
+    checkpoint = open_layers(FolderCheckpoint(path))
     tokenizer = Tokenizer.from_folder(path)
     if implementation == "transformers":
         return _transformers_backend(checkpoint, tokenizer, "asked for by name")
