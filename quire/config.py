@@ -13,7 +13,8 @@ from quire.errors import ConfigError, known_arguments_only
 DType = Literal["auto", "float32", "float16", "bfloat16", "float", "half"]
 KVDType = Literal["auto", "float32", "float16", "bfloat16", "float", "half", "fp8", "fp8_e4m3", "int8"]
 ModelImpl = Literal["auto", "quire", "transformers"]
-Quantization = Literal["int8", "int4", "none"]
+QuantMethod = Literal["awq", "gptq", "compressed-tensors", "fp8", "gguf"]  # layouts of quantized checkpoints
+Quantization = Literal["int8", "int4", "none"] | QuantMethod
 GroupKind = Literal["full", "window", "latent", "state"]
 PrefixIndexKind = Literal["radix", "hash", "none"]
 Policy = Literal["fcfs", "lpm", "cache-aware", "priority", "fair"]
@@ -174,8 +175,8 @@ class EngineOptions:
     quantization: Annotated[
         Quantization | None,
         Help(
-            "round weights to int8, or int4 with an int8 head, as they are loaded; none: expand low-bit weights of a "
-            "GGUF file to dtype [default: as the checkpoint stores them]",
+            "int8, or int4 with an int8 head: round weights as they are loaded; none: expand low-bit weights to dtype; "
+            "others: the layout that the checkpoint has anyway [default: weights as they are stored]",
             "beta",
         ),
     ] = None
@@ -256,13 +257,7 @@ class EngineOptions:
 # Values that an option had in an earlier version, or has in another engine: what to use instead.
 REMOVED_VALUES = {
     "policy": {"dfs-weight": "use lpm, whose hit rate is within 1 % of it"},
-    "quantization": {
-        **dict.fromkeys(
-            ("awq", "gptq", "compressed-tensors"), "leave it out; quire reads the layout of a checkpoint from it"
-        ),
-        "fp8": "leave it out for a checkpoint in FP8; weights can be rounded to int8 or int4",
-        "bitsandbytes": "use int8 or int4, with a checkpoint in 16 bits",
-    },
+    "quantization": {"bitsandbytes": "use int8 or int4, with a checkpoint in 16 bits"},
 }
 _FIELD_PATH = re.compile(r" - at `\$\.([^`]*)`")  # the field, in an error of msgspec
 

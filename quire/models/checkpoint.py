@@ -50,6 +50,10 @@ class Checkpoint(Protocol):
         """The fields of generation_config.json; empty without such a file."""
 
     @property
+    def quant_method(self) -> str | None:
+        """The layout of its quantized weights, by the name in quantization_config; None if it has none."""
+
+    @property
     def tensors(self) -> Mapping[str, StoredTensor]:
         """All tensors by Hugging Face name, with the shapes of a Hugging Face checkpoint."""
 
@@ -156,6 +160,10 @@ class FolderCheckpoint:
     def generation_config(self) -> Mapping[str, object]:
         """The fields of generation_config.json; empty without such a file."""
         return self._generation_config
+
+    @property
+    def quant_method(self) -> None:
+        """None: its tensors have plain numbers."""
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:

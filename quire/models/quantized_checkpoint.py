@@ -36,6 +36,7 @@ class QuantizedCheckpoint:
             self._layout = layout_of(settings)
         except ValueError as error:
             raise ModelError(f"{checkpoint.path}: {_CONFIG}: {error}") from error
+        self.quant_method = str(settings["quant_method"])
         self._checkpoint = checkpoint
         self._config = {name: value for name, value in checkpoint.config.items() if name != _CONFIG}
         self._layers: dict[str, Layer] = {}  # by the name of the weight

@@ -72,6 +72,11 @@ class TextCheckpoint:
         return self._checkpoint.generation_config
 
     @property
+    def quant_method(self) -> str | None:
+        """That of the outer checkpoint."""
+        return self._checkpoint.quant_method
+
+    @property
     def tensors(self) -> Mapping[str, StoredTensor]:
         """The tensors of the text model, by its own names."""
         return {short: self._checkpoint.tensors[name] for short, name in self._names.items()}

@@ -67,8 +67,8 @@ def layout_of(settings: Mapping[str, object]) -> Layout:
         case "fp8":
             return Fp8(_block(settings))
     raise ValueError(
-        f"quant_method {method!r:.80} is not supported; use a checkpoint in AWQ, GPTQ, compressed-tensors, FP8 or GGUF, "
-        "or one in 16 bits with --quantization int8 or int4"
+        f"quant_method {method!r:.80} is not supported; use a checkpoint in AWQ, GPTQ, compressed-tensors, FP8 or "
+        "GGUF, or one in 16 bits with --quantization int8 or int4"
     )
 
 

@@ -10,12 +10,21 @@ from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from types import MappingProxyType
-from typing import cast
+from typing import cast, get_args
 
 import torch
 
 from quire.cache.kv_cache import KVCache
-from quire.config import DEFAULT_POLICY, CacheConfig, DType, EngineOptions, KVDType, SchedulerConfig, check_options
+from quire.config import (
+    DEFAULT_POLICY,
+    CacheConfig,
+    DType,
+    EngineOptions,
+    KVDType,
+    QuantMethod,
+    SchedulerConfig,
+    check_options,
+)
 from quire.cost.memory_plan import (
     DEFAULT_SWAP_SPACE,
     HostPoolPlan,
@@ -32,6 +41,7 @@ from quire.hub.locate import locate
 from quire.kernels.choose import Chosen, choose, unsupported_reason, usable_device
 from quire.kernels.contract import Requirements
 from quire.kernels.reference.quantized import MAX_QUANTIZED
+from quire.models.checkpoint import Checkpoint
 from quire.models.model import Description, Progress
 from quire.quant.schemes import NO_SCHEMES, Schemes, summary
 from quire.runner.model_runner import TorchRunner
@@ -238,6 +248,20 @@ def prepare(options: EngineOptions, *, report: Report, progress: Progress) -> Pr
     return Prepared(name, path, files, chosen, device, dtype, schemes, cache, limits, resolved)
 
 
+def _quantization(options: EngineOptions, checkpoint: Checkpoint) -> str | None:
+    """The option, without a name of the layout that the checkpoint has. Raises ConfigError for another layout."""
+    asked = options.quantization
+    if asked not in get_args(QuantMethod):
+        return asked
+    if asked != checkpoint.quant_method:
+        has = f"has the layout {checkpoint.quant_method!r}" if checkpoint.quant_method else "is not quantized"
+        raise ConfigError(
+            f"quantization {asked!r} names the layout of a checkpoint, but {checkpoint.path} {has}; leave it out, or "
+            "use int8 or int4 to round weights at load"
+        )
+    return None
+
+
 def _low_bits(
     options: EngineOptions, description: Description, requirements: Requirements
 ) -> tuple[Schemes, Chosen, str]:
@@ -246,9 +270,10 @@ def _low_bits(
     Codes of a checkpoint are kept if the kernels that would run without them multiply them. Weights that are rounded at
     load need kernels that multiply them. Raises ConfigError.
     """
-    schemes = description.schemes(options.quantization)
+    quantization = _quantization(options, description.checkpoint)
+    schemes = description.schemes(quantization)
     needed = replace(requirements, schemes=tuple(dict.fromkeys(schemes.values())))
-    if options.quantization not in (None, "none"):
+    if quantization not in (None, "none"):
         return schemes, choose(options.kernels, needed), f"rounded: {summary(schemes)}"
     chosen = choose(options.kernels, requirements)
     if not schemes:

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire import LLM, SamplingParams
+from quire.errors import ConfigError
 from quire.hub import embedded
 from quire.kernels import reference
 from quire.kernels.contract import INT4, INT8, PackedWeight, QuantizedRows, Scheme
@@ -104,15 +105,17 @@ def test_weights_of_a_gguf_file_keep_their_codes(saved, tmp_path, kind, file_typ
 def test_the_embedded_model_from_a_gguf_file(tmp_path):
     path = gguf_files.write_gguf(embedded.folder(), tmp_path / "model.gguf", kind="Q8_0")
     prompts, answers = ["The capital of France is", "Two and two are"], {}
-    for quantization in (None, "none"):
+    for quantization in (None, "gguf", "none"):
         lines = []
         llm = LLM(str(path), quantization=quantization, memory="256MiB", max_model_len=256, report=lines.append)
         outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False)
         answers[quantization] = [output.outputs[0].text for output in outputs]
         kept = [line for line in lines if line.startswith("weights    as stored: ")]
-        assert len(kept) == (quantization is None)
+        assert len(kept) == (quantization != "none")
         llm.close()
-    assert answers[None] == answers["none"]
+    assert answers[None] == answers["gguf"] == answers["none"]
+    with pytest.raises(ConfigError, match=r"'awq' names the layout of a checkpoint, but .* has the layout 'gguf'"):
+        LLM(str(path), quantization="awq", report=lines.append)
 
 
 def test_both_kernel_modules_multiply_the_codes_of_a_file(saved, tmp_path):

@@ -97,7 +97,8 @@ def test_the_embedded_model_answers(name):
     ("options", "why"),
     [
         ({"quantization": "int3"}, "quantization: Invalid enum value 'int3'"),
-        ({"quantization": "awq"}, "'awq' is not supported; checkpoints with quantized weights cannot be loaded yet"),
+        ({"quantization": "awq"}, "names the layout of a checkpoint, but .* is not quantized; leave it out"),
+        ({"quantization": "bitsandbytes"}, "'bitsandbytes' is not supported; use int8 or int4"),
         ({"quantization": "int8", "kernels": "triton"}, "no kernels for"),
     ],
 )

@@ -114,6 +114,11 @@ class GgufCheckpoint:
         return found
 
     @property
+    def quant_method(self) -> str:
+        """The name of the format, which has types for low-bit weights."""
+        return "gguf"
+
+    @property
     def tensors(self) -> Mapping[str, StoredTensor]:
         """All tensors by Hugging Face name, with the shapes of a Hugging Face checkpoint."""
         return self._tensors
