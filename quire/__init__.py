@@ -27,10 +27,11 @@ _HOMES = {
     "EmbeddingRequestOutput": "quire.engine.outputs",
     "EmbeddingOutput": "quire.engine.outputs",
     "examine": "quire.startup.doctor",
+    "quantize": "quire.startup.quantize",
     "run_batch": "quire.server.batch.run",
     "serve": "quire.server.serve",
 }
-_WITH_TORCH = ("quire.llm", "quire.startup.doctor")
+_WITH_TORCH = ("quire.llm", "quire.startup.doctor", "quire.startup.quantize")
 __all__ = ["__version__", *_HOMES]
 
 

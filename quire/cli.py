@@ -249,6 +249,18 @@ def doctor(
         raise typer.Exit(1)
 
 
+@app.command()
+def quantize(
+    model: Annotated[Path, typer.Argument(help="folder of a checkpoint in 16 or 32 bits")],
+    out: Annotated[Path, typer.Argument(help="new folder")],
+    *,
+    scheme: Annotated[str, typer.Option(help="int8: W8A8; int4: W4A16 with groups of 32")] = "int8",
+) -> None:
+    """Round the weights of a checkpoint's layers, and write them in the layout of compressed-tensors."""
+    quire.quantize(model, out, scheme, report=typer.echo, progress=WeightsBar())
+    typer.echo(f"written to {out}")
+
+
 def _converse(llm: "quire.LLM", system: str | None, params: SamplingParams) -> None:
     """The loop of a chat, until the user ends it."""
     messages = [] if system is None else [{"role": "system", "content": system}]

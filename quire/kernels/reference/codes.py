@@ -19,11 +19,12 @@ _BETTER = 0.9999  # of the least error: other sums of the same errors select the
 _STEPS = tuple(1 - i / 20 for i in range(8))  # tried scales of a group, relative to its extreme at code 0
 
 
-def quantize_rows(rows: Tensor, scheme: Scheme) -> QuantizedRows:
+def quantize_rows(rows: Tensor, scheme: Scheme, *, positive: bool = False) -> QuantizedRows:
     """Rows of a weight (n, columns), of any float type, rounded to codes. Offsets are 0.
 
     NaN and infinity give NaN scales. 8 bits with a scale for each row: the largest magnitude is 127 codes away from
     zero. Otherwise: of several scales of a group, the one with the least squared error; its extreme may have code 0.
+    positive: for layouts that have no negative scales; then only an extreme below zero may have code 0.
     """
     rows, (columns, zero) = rows.float(), (rows.shape[1], scheme.zero_point)
     if scheme.bits == 8 and not scheme.group_size:
@@ -33,6 +34,8 @@ def quantize_rows(rows: Tensor, scheme: Scheme) -> QuantizedRows:
     padded = pad(rows, (0, -columns % size)).reshape(len(rows), -1, size)
     largest, smallest = padded.amax(-1, keepdim=True), padded.amin(-1, keepdim=True)
     extremes = torch.where(largest > -smallest, largest, smallest)
+    if positive:
+        extremes = -extremes.abs()
     best = torch.full_like(extremes, torch.inf)
     codes, scales = torch.zeros_like(padded), torch.full_like(extremes, torch.nan)
     for step in (zero / (zero - 1), *_STEPS):

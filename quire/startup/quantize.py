@@ -1,0 +1,128 @@
+"""Quantization of a checkpoint: the weights of its layers are rounded and written in compressed-tensors' layout."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from quire.cost.memory_plan import format_bytes
+from quire.errors import ConfigError, ModelError
+from quire.kernels.contract import Scheme
+from quire.kernels.reference.codes import quantize_rows
+from quire.models.checkpoint import INDEX_FILE, FolderCheckpoint
+from quire.models.description import ModelDescription, describe
+from quire.models.model import Progress
+from quire.models.weight_map import Placement
+from quire.quant.schemes import AT_LOAD
+from quire.startup.build import Report
+
+_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", INDEX_FILE, "config.json")
+_FORMATS = {8: "int-quantized", 4: "pack-quantized"}  # names by bits
+
+
+def quantize(model: Path, out: Path, scheme: str, *, report: Report, progress: Progress) -> None:
+    """Write the checkpoint in the folder `model` to the folder `out`, with the layers' weights in int8 or int4.
+
+    Head, embedding, norms, biases and routers keep their type. report: receives lines. progress(done, total): bytes of
+    the weights. Raises ConfigError for an unknown scheme or an `out` that exists, ModelError for a model that is
+    damaged, quantized already, or that compressed-tensors' layout cannot have.
+    """
+    if scheme not in AT_LOAD:
+        raise ConfigError(f"scheme {scheme!r:.40} is not supported; known: {', '.join(AT_LOAD)}")
+    if out.exists() and any(out.iterdir()):
+        raise ConfigError(f"{out} exists and is not empty; name another folder")
+    checkpoint = FolderCheckpoint(model)
+    description = describe(checkpoint)
+    chosen, _ = AT_LOAD[scheme]
+    layers = _layers(description, chosen)
+    schemes = {place.parameter: chosen for place in layers.values()}
+    before, after = (description.weight_bytes(description.dtype, some) for some in ({}, schemes))
+    report(f"{len(layers)} weights to {chosen}: {format_bytes(before)} -> {format_bytes(after)}")
+    out.mkdir(parents=True, exist_ok=True)
+    for path in model.iterdir():
+        if path.is_file() and not any(path.match(pattern) for pattern in _WEIGHT_FILES):
+            shutil.copy2(path, out / path.name)
+    _write_weights(checkpoint, layers, chosen, out, progress)
+    config = {**checkpoint.config, "quantization_config": _settings(chosen)}
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _layers(description: ModelDescription, scheme: Scheme) -> Mapping[str, Placement]:
+    """The weights to round, by name. Raises ModelError if one of them does not fit the layout."""
+    chosen = description.schemes("int8")
+    found = {
+        name: place
+        for name, place in description.weight_map.items()
+        if place.parameter.startswith("layers.") and place.parameter in chosen
+    }
+    for name, place in found.items():
+        columns = place.shape[0] if place.transposed else place.shape[1]
+        if place.transposed:
+            raise ModelError(f"{name} is stored transposed, which compressed-tensors does not have; use --quantization")
+        if scheme.group_size and columns % scheme.group_size:
+            raise ModelError(f"{name} has {columns} columns, not a multiple of {scheme.group_size}; use --quantization")
+    return found
+
+
+def _write_weights(
+    checkpoint: FolderCheckpoint, layers: Mapping[str, Placement], scheme: Scheme, out: Path, progress: Progress
+) -> None:
+    """Write one file for each file of the checkpoint, and the index."""
+    total, done = sum(stored.num_bytes for stored in checkpoint.tensors.values()), 0
+    files: dict[Path, list[str]] = {}
+    for name, stored in checkpoint.tensors.items():
+        files.setdefault(stored.file, []).append(name)
+    index: dict[str, str] = {}
+    num_bytes = 0
+    for file, names in files.items():
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in checkpoint.read(names):
+            tensors |= _parts(name, tensor, scheme) if name in layers else {name: tensor}
+            done += checkpoint.tensors[name].num_bytes
+            progress(done, total)
+        save_file(tensors, out / file.name, metadata={"format": "pt"})
+        index |= dict.fromkeys(tensors, file.name)
+        num_bytes += sum(tensor.nbytes for tensor in tensors.values())
+    if len(files) > 1:
+        content = {"metadata": {"total_size": num_bytes}, "weight_map": index}
+        (out / INDEX_FILE).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _parts(name: str, weight: Tensor, scheme: Scheme) -> dict[str, Tensor]:
+    """The tensors of a layer in compressed-tensors' layout. Their scales have the type of the weight."""
+    rows = quantize_rows(weight, scheme, positive=True)
+    base, scales = name.removesuffix("weight"), rows.scales.to(weight.dtype)
+    if scheme.bits == 8:
+        return {name: (rows.codes.to(torch.int16) - 128).to(torch.int8), f"{base}weight_scale": scales}
+    shifts = torch.arange(0, 32, 4)
+    words = (rows.codes.long().view(len(rows.codes), -1, 8) << shifts).sum(-1)
+    return {
+        f"{base}weight_packed": (words - (words >> 31 << 32)).to(torch.int32),
+        f"{base}weight_scale": scales,
+        f"{base}weight_shape": torch.tensor(weight.shape),
+    }
+
+
+def _settings(scheme: Scheme) -> dict[str, Any]:
+    """The quantization_config of the checkpoint."""
+    common = {"type": "int", "symmetric": True}
+    grouped = {"strategy": "group", "group_size": scheme.group_size} if scheme.group_size else {"strategy": "channel"}
+    activations = {"num_bits": 8, **common, "strategy": "token", "dynamic": True} if scheme.bits == 8 else None
+    group = {
+        "targets": ["Linear"],
+        "weights": {"num_bits": scheme.bits, **common, **grouped, "dynamic": False},
+        "input_activations": activations,
+        "output_activations": None,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": _FORMATS[scheme.bits],
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }

@@ -1,0 +1,98 @@
+"""`quire quantize`: a checkpoint written in compressed-tensors' layout, loaded again with the rounded weights."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+import quire
+from quire.cli import app
+from quire.errors import ConfigError, ModelError
+from quire.hub import embedded
+from quire.kernels.contract import INT4, INT8
+from quire.kernels.reference.codes import dequantize, quantize_rows
+from quire.models.checkpoint import INDEX_FILE, FolderCheckpoint
+from quire.models.quantized_checkpoint import open_layers
+
+
+def quantize(model, out, scheme):
+    lines, calls = [], []
+    quire.quantize(model, out, scheme, report=lines.append, progress=lambda done, total: calls.append((done, total)))
+    assert calls[-1][0] == calls[-1][1] > 0
+    return lines
+
+
+@pytest.mark.parametrize(("name", "scheme"), [("int8", INT8), ("int4", INT4)])
+@pytest.mark.parametrize("kind", ["qwen2-upper-window", "mixtral-window"])
+def test_the_weights_of_layers_are_rounded_and_all_others_stay(saved, tmp_path, kind, name, scheme):
+    folder = saved(kind)[0]
+    (line,) = quantize(folder, tmp_path / "out", name)
+    assert " -> " in line
+    plain = load_file(folder / "model.safetensors")
+    checkpoint = open_layers(FolderCheckpoint(tmp_path / "out"))
+    assert checkpoint.quant_method == "compressed-tensors"
+    assert checkpoint.tensors.keys() == plain.keys()
+    rounded = [name for name, stored in checkpoint.tensors.items() if stored.scheme is not None]
+    assert len(rounded) > 8
+    assert not any("embed" in name or "lm_head" in name or "norm" in name or ".gate." in name for name in rounded)
+    for name, tensor in checkpoint.read(plain):
+        if name not in rounded:
+            assert torch.equal(tensor, plain[name])
+            continue
+        rows = quantize_rows(plain[name], scheme, positive=True)
+        assert (rows.scales >= 0).all()
+        assert torch.allclose(tensor, dequantize(rows, scheme), rtol=1e-6, atol=1e-7)
+
+
+def test_shards_stay_shards(saved, tmp_path):
+    folder = shutil.copytree(saved("qwen2-upper-window")[0], tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    names = sorted(tensors)
+    (folder / "model.safetensors").unlink()
+    shards = {"model-1.safetensors": names[::2], "model-2.safetensors": names[1::2]}
+    for file, some in shards.items():
+        save_file({name: tensors[name] for name in some}, folder / file)
+    weight_map = {name: file for file, some in shards.items() for name in some}
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
+    quantize(folder, tmp_path / "out", "int4")
+    assert open_layers(FolderCheckpoint(tmp_path / "out")).tensors.keys() == tensors.keys()
+
+
+def test_the_embedded_model_answers_from_its_quantized_checkpoint(tmp_path):
+    quantize(embedded.folder(), tmp_path / "out", "int8")
+    lines = []
+    llm = quire.LLM(str(tmp_path / "out"), memory="256MiB", max_model_len=256, report=lines.append)
+    assert any(line.startswith("weights    as stored: ") for line in lines)
+    greedy = quire.SamplingParams(temperature=0.0, max_tokens=8)
+    answers = [llm.generate(["The capital of France is"], greedy, use_tqdm=False)[0].outputs[0].text]
+    llm.close()
+    llm = quire.LLM(quantization="int8", memory="256MiB", max_model_len=256)
+    answers.append(llm.generate(["The capital of France is"], greedy, use_tqdm=False)[0].outputs[0].text)
+    llm.close()
+    assert answers[0] == answers[1] != ""
+
+
+def test_the_command(saved, tmp_path):
+    arguments = ["quantize", str(saved("qwen2-upper-window")[0]), str(tmp_path / "out"), "--scheme", "int4"]
+    run = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert run.exit_code == 0
+    assert " weights to int4, groups of 32: " in run.stdout
+    assert run.stdout.endswith(f"written to {tmp_path / 'out'}\n")
+
+
+def test_what_cannot_be_written_is_named(saved, tmp_path):
+    folder = saved("qwen2-upper-window")[0]
+    with pytest.raises(ConfigError, match="scheme 'int3' is not supported; known: int8, int4"):
+        quantize(folder, tmp_path / "out", "int3")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with pytest.raises(ConfigError, match="is not empty; name another folder"):
+        quantize(folder, tmp_path / "full", "int8")
+    with pytest.raises(ModelError, match="stored transposed"):
+        quantize(saved("gpt2")[0], tmp_path / "out", "int8")
+    quantize(folder, tmp_path / "once", "int8")
+    with pytest.raises(ModelError, match="quantization_config"):
+        quantize(tmp_path / "once", tmp_path / "twice", "int8")
