@@ -9,11 +9,10 @@ from quire.kernels.cpu.blocks import allocate, copy_blocks, pack, unpack
 from quire.kernels.cpu.likelihood import logprobs
 from quire.kernels.cpu.memory import release_workspace
 from quire.kernels.cpu.paged import CpuPlan, attention, plan
-from quire.kernels.cpu.products import allocate_weight, embed, experts, gated_linear, linear, write_rows
+from quire.kernels.cpu.products import allocate_weight, embed, experts, gated_linear, linear, route, write_rows
 from quire.kernels.cpu.rowwise import activate, add_rms_norm, layer_norm, rms_norm, rotation
 from quire.kernels.cpu.sampling import sample
 from quire.kernels.cpu.step_capture import CallListCapture
-from quire.kernels.reference import route  # in torch: its time is negligible compared with the experts
 
 NAME = "cpu"
 USES_RESIDENT_TABLES = False

@@ -18,6 +18,7 @@ from quire.kernels.cpu import _C, rowwise
 from quire.kernels.cpu.memory import empty, pages
 from quire.kernels.cpu.views import dtype_code
 from quire.kernels.reference.codes import with_offsets
+from quire.kernels.reference.products import experts as plain_experts
 
 TILE_ROWS = 16  # rows of a tile of a packed weight
 _VECTOR_BYTES = 64  # of a tile: the next terms of its rows
@@ -202,6 +203,18 @@ def _format(scheme: Scheme) -> tuple[int, int, int]:
     return scheme.bits, scheme.group_size, _SCALE_CODES[scheme.scale_dtype]
 
 
+def route(logits: Tensor, k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
+    """The k experts of each token and their weights: see Kernels. Raises ValueError if there are fewer than k."""
+    num_tokens, number = logits.shape
+    if not 0 < k <= number:
+        raise ValueError(f"{k} experts cannot be selected of {number}")
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    ids, weights = empty((num_tokens, k), torch.int64), empty((num_tokens, k), torch.float32)
+    sizes = (num_tokens, number, k, logits.stride(0), int(normalise))
+    _C.route(logits, ids, weights, dtype_code(logits), *sizes)
+    return ids, weights
+
+
 def experts(
     x: Tensor,
     ids: Tensor,
@@ -213,11 +226,26 @@ def experts(
     deterministic: bool = False,
 ) -> Tensor:
     """The weighted sum of each token's experts: see Kernels. Terms are added in the order of expert ids."""
-    out = torch.zeros(x.shape, dtype=torch.float32)
-    for expert in sorted(set(ids.flatten().tolist())):
-        tokens, places = (ids == expert).nonzero(as_tuple=True)
-        inner = gated_linear(x[tokens], up[expert], None, activation, deterministic=deterministic)
-        out[tokens] += linear(inner, down[expert], None, deterministic=deterministic) * weights[
-            tokens, places
-        ].unsqueeze(1)
-    return out.to(x.dtype)
+    if isinstance(up, Tensor) or isinstance(down, Tensor):
+        return plain_experts(x, ids, weights, up, down, activation)
+    (num_tokens, size), (_, each), inner = x.shape, ids.shape, up.rows // 2
+    if up.parts != 2 or (up.columns, down.rows, down.columns) != (size, size, inner) or x.dtype != up.dtype:
+        raise ValueError(f"x {tuple(x.shape)} of {x.dtype} does not match the weights of the experts")
+    pairs, number = ids.numel(), len(up.data)
+    out = empty((num_tokens, size), x.dtype)
+    memory = [
+        empty((pairs, size + size % 2), x.dtype),
+        empty((pairs, inner + inner % 2), x.dtype),
+        empty((pairs, size), x.dtype),
+        empty((2 * pairs + number + 1,), torch.int64),
+    ]
+    tensors = (x.contiguous(), ids.contiguous(), weights.contiguous(), *_codes(up), *_codes(down), out, *memory)
+    sizes = (num_tokens, each, number, size, inner, ACTIVATIONS.index(activation), int(not deterministic))
+    _C.experts(*tensors, dtype_code(x), *sizes, *_stack(up), *_stack(down))
+    return out
+
+
+def _stack(weight: PackedWeight) -> tuple[int, ...]:
+    """Bytes of one weight of a stack, bytes of its scales, and its format, which is zeros without a scheme."""
+    scale_bytes = 0 if weight.scales is None else weight.scales[0].nbytes
+    return weight.data[0].nbytes, scale_bytes, *((0, 0, 0) if weight.scheme is None else _format(weight.scheme))

@@ -25,8 +25,8 @@ rowwise = pytest.importorskip("quire.kernels.cpu.rowwise")
 
 ROWS = 8
 BLOCK = 16
-RECORDED = ["qwen3-gqa", "llama-gqa-tied", "llama-mqa-biases", "phi3", "mistral-window"]
-COMPUTED = ["gemma2", "gpt2", "opt-post-norm", "qwen3-moe", "falcon-40b", "granite"]  # each is partly plain torch
+RECORDED = ["qwen3-gqa", "llama-gqa-tied", "llama-mqa-biases", "phi3", "mistral-window", "qwen3-moe", "mixtral-window"]
+COMPUTED = ["gemma2", "gpt2", "opt-post-norm", "qwen2-moe", "falcon-40b", "granite"]  # each is partly plain torch
 
 
 def watched(*, recorded):

@@ -112,6 +112,24 @@ def test_codes_of_a_checkpoint_are_multiplied_as_they_are(seed, rows, n, k, sche
 
 
 @drawn
+@given(SEEDS, st.integers(1, 40), SIZES, SIZES, SCHEMES, DTYPES)
+def test_experts_are_the_products_of_their_weights(seed, num_tokens, hidden, inner, scheme, dtype):
+    x = normal(seed, num_tokens, hidden, dtype=dtype)
+    up = cpu.pack_weight(normal(seed + 1, 5, 2 * inner, hidden, dtype=dtype) / hidden**0.5, 2, scheme)
+    down = cpu.pack_weight(normal(seed + 2, 5, hidden, inner, dtype=dtype) / inner**0.5, 1, scheme)
+    ids = torch.rand(num_tokens, 4, generator=torch.Generator().manual_seed(seed)).argsort(1)[:, :3]
+    weights = normal(seed + 3, num_tokens, 3).softmax(1)
+    found = cpu.experts(x, ids, weights, up, down, "silu")
+    for token in range(num_tokens):
+        one, expected = x[token : token + 1], torch.zeros(1, hidden)
+        for place in ids[token].argsort().tolist():
+            expert = int(ids[token, place])
+            result = cpu.linear(cpu.gated_linear(one, up[expert], None, "silu"), down[expert])
+            expected += result.float() * weights[token, place]
+        assert_near(found[token : token + 1], expected.to(dtype), 1e-6)
+
+
+@drawn
 @given(SEEDS, ROWS, SIZES, SIZES, SCHEMES, DTYPES)
 def test_products_of_integers_are_exact(seed, rows, n, k, scheme, dtype):
     """Codes with scale 1, and integer offsets, times rows of integers with scale 1. Results are rounded once."""

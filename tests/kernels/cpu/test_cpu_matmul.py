@@ -165,6 +165,28 @@ def test_experts_are_those_of_float64(seed, num_tokens, hidden, inner, dtype, pa
 
 
 @drawn
+@given(SEEDS, st.integers(1, 40), st.sampled_from([1, 2, 5, 8, 60, 128]), DTYPES, st.booleans(), st.data())
+def test_routes_are_those_of_plain_torch(seed, num_tokens, number, dtype, normalise, data):
+    k = data.draw(st.integers(1, min(number, 8)))
+    logits = 3 * normal(seed, num_tokens, number + 3)[:, :number]  # rows with a stride
+    logits = logits.argsort(1).to(dtype) / 8 if number < 64 else logits.float()  # no ties
+    ids, weights = cpu.route(logits, k, normalise=normalise)
+    expected_ids, expected = reference.route(logits, k, normalise=normalise)
+    assert torch.equal(ids, expected_ids)
+    assert torch.allclose(weights, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_a_token_with_nan_has_experts_and_nan_weights():
+    logits = torch.tensor([[1.0, torch.nan, 3.0], [torch.nan] * 3, [-torch.inf] * 3])
+    ids, weights = cpu.route(logits, 2, normalise=True)
+    assert ids[0].tolist() == [2, 0]
+    assert sorted(ids[1].tolist()) == sorted(ids[2].tolist()) == [0, 1]
+    assert weights[:3].isnan().all()
+    with pytest.raises(ValueError, match="4 experts cannot be selected of 3"):
+        cpu.route(logits, 4, normalise=True)
+
+
+@drawn
 @given(SEEDS, SIZES, SIZES, DTYPES, st.integers(1, 40))
 def test_one_of_several_weights_is_as_if_it_was_packed_alone(seed, n, k, dtype, rows):
     weights, x = weight_of(seed, 3, 2 * n, k, dtype=dtype), normal(seed + 1, rows, k, dtype=dtype)

@@ -12,18 +12,7 @@
 
 namespace quire::ISA {
 
-// How the codes of a weight are stored.
-struct Format {
-  int64_t bits;
-  int64_t terms;   // of a vector and a column: 4 or 8
-  int64_t steps;   // vectors of a tile
-  int64_t groups;  // scales of a row
-  int64_t each;    // vectors of a group
-  ScaleType type;  // of scales and offsets
-};
-
-// numbers: bits, group size (0: a row), type of scales.
-INLINE Format format_of(const Arg* numbers, int64_t k) {
+Format format_of(const Arg* numbers, int64_t k) {
   int64_t bits = numbers[0].integer, group_size = numbers[1].integer, terms = 32 / bits, steps = (k + terms - 1) / terms;
   int64_t each = group_size ? group_size / terms : steps;
   return {bits, terms, steps, (steps + each - 1) / each, each, (ScaleType)numbers[2].integer};
@@ -87,12 +76,6 @@ static void unpack(const Arg* a, const Team& team) {
 void unpack_codes(const Arg* a, const Team& team) { a[5].integer ? unpack<bf16>(a, team) : unpack<float>(a, team); }
 
 // ---- products ----
-
-struct CodeProduct : Product {
-  const char *scales, *offsets;  // offsets: or null
-  Format format;
-  bool is_bf16;  // x, bias and out
-};
 
 // Rows of x as codes, for weights with codes of BITS bits. GROUPED: whether rows of the weight have several scales.
 template <int BITS, bool GROUPED>
@@ -202,6 +185,13 @@ struct CodeRows {
   }
 };
 
+void multiply_codes(const CodeProduct& p, const Team& team) {
+  if (p.format.bits == 4)
+    with_vectors<CodeRows<4, true>>(p, team);
+  else
+    p.format.groups > 1 ? with_vectors<CodeRows<8, true>>(p, team) : with_vectors<CodeRows<8, false>>(p, team);
+}
+
 // x, weight, scales, offsets or null, bias or null, out, dtype of x, bias and out, the numbers of `format_of`, the sizes of
 // `product_of`
 void code_linear(const Arg* a, const Team& team) {
@@ -211,10 +201,7 @@ void code_linear(const Arg* a, const Team& team) {
   p.offsets = (const char*)a[3].data;
   p.format = format_of(a + 7, p.k);
   p.is_bf16 = a[6].integer;
-  if (p.format.bits == 4)
-    with_vectors<CodeRows<4, true>>(p, team);
-  else
-    p.format.groups > 1 ? with_vectors<CodeRows<8, true>>(p, team) : with_vectors<CodeRows<8, false>>(p, team);
+  multiply_codes(p, team);
 }
 
 }  // namespace quire::ISA

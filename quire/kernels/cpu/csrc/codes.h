@@ -1,6 +1,6 @@
 // Codes: rows of x rounded to 8 bits, and their products with unsigned codes of weights. Scales of weights.
 #pragma once
-#include "simd.h"
+#include "products.h"
 
 namespace quire::ISA {
 
@@ -34,9 +34,6 @@ INLINE void read(const half* p, Floats* v) {
   for (int i = 0; i < REGISTER_LANES; i++) (*v)[i] = to_float(p[i]);
 #endif
 }
-
-// The type of scales, as in quire.kernels.cpu.products.
-enum class ScaleType { float32, bfloat16, float16 };
 
 INLINE int64_t scale_bytes(ScaleType type) { return type == ScaleType::float32 ? 4 : 2; }
 INLINE Vec load_scales(ScaleType type, const char* p, int64_t index) {

@@ -13,6 +13,8 @@ bool has_tiles();  // whether the processor has AMX and the system permits this 
   OP(pack_codes, "ttiiii") \
   OP(unpack_codes, "ttottiiiiiiid") \
   OP(code_linear, "tttootiiiiiiiiii") \
+  OP(route, "tttiiiiii") \
+  OP(experts, "ttttootoottttt" "iiiiiiiiiiiiiiiiii") \
   OP(rms_norm, "tttiiiiiid") \
   OP(add_rms_norm, "tttttiiiid") \
   OP(layer_norm, "ttotiiiiiiid") \

@@ -124,14 +124,16 @@ struct FloatRows {
 #include "product_tiles.h"
 #endif
 
-// x, weight, bias, out, dtype, the sizes of `product_of`, whether tile registers may be used
-void linear(const Arg* a, const Team& team) {
-  Product p = product_of(a, a + 1, a + 2, a + 3, a + 5);
-  bool is_bf16 = a[4].integer;
+void multiply(const Product& p, bool is_bf16, [[maybe_unused]] bool tiles, const Team& team) {
 #if defined(__AMX_TILE__)
-  if (is_bf16 && a[11].integer && p.rows > TILES_FROM_ROWS) return with_tiles(p, team);
+  if (is_bf16 && tiles && p.rows > TILES_FROM_ROWS) return with_tiles(p, team);
 #endif
   is_bf16 ? with_vectors<FloatRows<bf16>>(p, team) : with_vectors<FloatRows<float>>(p, team);
+}
+
+// x, weight, bias, out, dtype, the sizes of `product_of`, whether tile registers may be used
+void linear(const Arg* a, const Team& team) {
+  multiply(product_of(a, a + 1, a + 2, a + 3, a + 5), a[4].integer, a[11].integer, team);
 }
 
 }  // namespace quire::ISA

@@ -20,6 +20,27 @@ struct Product {
   int64_t gate;  // -1, or an Activation: out = activation(x * gate rows) * (x * up rows), n rows each, padded
 };
 
+// Computes a product of weights in bf16 or float32. tiles: whether tile registers may be used.
+void multiply(const Product& p, bool is_bf16, bool tiles, const Team& team);
+
+// How the codes of a low-bit weight are stored: see code_products.cpp.
+enum class ScaleType { float32, bfloat16, float16 };
+struct Format {
+  int64_t bits;
+  int64_t terms;   // of a vector and a column: 4 or 8
+  int64_t steps;   // vectors of a tile
+  int64_t groups;  // scales of a row
+  int64_t each;    // vectors of a group
+  ScaleType type;  // of scales and offsets
+};
+struct CodeProduct : Product {
+  const char *scales, *offsets;  // offsets: or null
+  Format format;
+  bool is_bf16;  // x, bias and out
+};
+Format format_of(const Arg* numbers, int64_t k);  // numbers: bits, group size (0: a row), type of scales
+void multiply_codes(const CodeProduct& p, const Team& team);
+
 // A product from its arguments. sizes: rows, n, k, x_stride, out_stride, gate.
 INLINE Product product_of(const Arg* x, const Arg* weight, const Arg* bias, const Arg* out, const Arg* sizes) {
   return {(const char*)x->data,   (const char*)weight->data, (const char*)bias->data, (char*)out->data,

@@ -1,0 +1,163 @@
+// Experts: for each token the weighted sum of a few gated products, whose weights are one of a stack.
+//
+// Pairs of a token and one of its experts are sorted by expert. Their rows of x are gathered, so that the rows of an expert
+// are one product. Threads divide the columns of each product. The results of a token are added in the order of experts.
+#include <cmath>
+
+#include "products.h"
+
+namespace quire::ISA {
+
+// The k experts of a token with the largest logits, the largest first, and their softmax over all logits. NaN counts as
+// the smallest, and makes all weights NaN.
+template <class T>
+static void route_token(const T* logits, int64_t experts, int64_t k, bool normalise, float* values, int64_t* ids,
+                        float* weights) {
+  Vec most = splat(-INFINITY), total{};
+  for (int64_t i = 0; i < experts; i++) values[i] = to_float(logits[i]);
+  for (int64_t i = 0; i < experts; i++) most = vmax(splat(values[i]), most);
+  for (int64_t j = 0; j < k; j++) {
+    int64_t best = -1;
+    for (int64_t i = 0; i < experts; i++) {
+      bool taken = false;
+      for (int64_t other = 0; other < j; other++) taken = taken || ids[other] == i;
+      if (!taken && (best < 0 || values[i] > values[best])) best = i;
+    }
+    ids[j] = best;
+  }
+  for (int64_t i = 0; i < experts; i++) {
+    alignas(64) float all[LANES];
+    Vec e = values[i] == values[i] ? exp(splat(values[i]) - most) : splat(values[i]);
+    store(all, e);
+    values[i] = all[0];
+    total += e;
+  }
+  alignas(64) float sums[LANES];
+  store(sums, total);
+  float sum = sums[0], chosen = 0;
+  for (int64_t j = 0; j < k; j++) chosen += values[ids[j]] / sum;
+  for (int64_t j = 0; j < k; j++) weights[j] = values[ids[j]] / sum / (normalise ? chosen : 1.0f);
+}
+
+// logits (tokens, experts), ids int64 and weights float32 (tokens, k), dtype, tokens, experts, k, elements from row to row of
+// the logits, whether the weights of a token are scaled to sum 1
+void route(const Arg* a, const Team& team) {
+  int64_t tokens = a[4].integer, experts = a[5].integer, k = a[6].integer, stride = a[7].integer, begin, end;
+  bool is_bf16 = a[3].integer, normalise = a[8].integer;
+  auto values = (float*)team.scratch(experts * sizeof(float));
+  team.share(tokens, 1, &begin, &end);
+  for (int64_t i = begin; i < end; i++) {
+    auto ids = (int64_t*)a[1].data + i * k;
+    auto weights = (float*)a[2].data + i * k;
+    if (is_bf16)
+      route_token((const bf16*)a[0].data + i * stride, experts, k, normalise, values, ids, weights);
+    else
+      route_token((const float*)a[0].data + i * stride, experts, k, normalise, values, ids, weights);
+  }
+}
+
+// One stack of weights.
+struct Stack {
+  const char *data, *scales, *offsets;        // scales and offsets: of codes, or null
+  int64_t bytes, scale_bytes;                 // of one weight
+  const Arg* format;                          // bits (0: bf16 or float32), group size, type of scales
+
+  // Terms of a product over `size` columns: bf16 is read in pairs, and packed weights have zeros behind their columns.
+  int64_t terms(int64_t size, bool is_bf16) const { return is_bf16 && format[0].integer == 0 ? up_to(size, 2) : size; }
+};
+
+static void multiply_expert(const Stack& stack, int64_t expert, Product p, bool is_bf16, bool tiles, const Team& team) {
+  p.weight = stack.data + expert * stack.bytes;
+  if (stack.format[0].integer == 0) return multiply(p, is_bf16, tiles, team);
+  CodeProduct q;
+  (Product&)q = p;
+  q.scales = stack.scales + expert * stack.scale_bytes;
+  q.offsets = stack.offsets ? stack.offsets + expert * stack.scale_bytes : nullptr;
+  q.format = format_of(stack.format, p.k);
+  q.is_bf16 = is_bf16;
+  multiply_codes(q, team);
+}
+
+// Sorts pairs by expert, in the order of tokens within one: pairs of expert e are order[starts[e]] to order[starts[e + 1]].
+static void sort_pairs(const int64_t* ids, int64_t pairs, int64_t experts, int64_t* order, int64_t* starts) {
+  memset(starts, 0, (experts + 1) * sizeof(int64_t));
+  for (int64_t i = 0; i < pairs; i++) starts[ids[i] + 1]++;
+  for (int64_t e = 0; e < experts; e++) starts[e + 1] += starts[e];
+  for (int64_t i = 0; i < pairs; i++) order[starts[ids[i]]++] = i;
+  for (int64_t e = experts; e > 0; e--) starts[e] = starts[e - 1];
+  starts[0] = 0;
+}
+
+// Adds the results of each token. places: of pairs in the sorted order.
+template <class T>
+static void combine(const float* weights, const int64_t* ids, const int64_t* places, const T* results, T* out,
+                    int64_t tokens, int64_t each, int64_t size, const Team& team) {
+  int64_t begin, end;
+  team.share(tokens, 1, &begin, &end);
+  for (int64_t token = begin; token < end; token++)
+    for (int64_t column = 0; column < size; column += LANES) {
+      Vec sum{};
+      for (int64_t last = -1, done = 0; done < each; done++) {
+        int64_t next = -1;
+        for (int64_t i = token * each; i < (token + 1) * each; i++)
+          if (ids[i] > last && (next < 0 || ids[i] < ids[next])) next = i;
+        last = ids[next];
+        sum += load_some(results + places[next] * size + column, size - column) * splat(weights[next]);
+      }
+      store_some(out + token * size + column, sum, size - column);
+    }
+}
+
+// x (tokens, size), ids int64 and weights float32 (tokens, each), the up stack: data, scales or null, offsets or null, the
+// down stack alike, out (tokens, size), memory: gathered (pairs, size), inner (pairs, inner size), results (pairs, size),
+// int64 (2 * pairs + experts + 1,), rows of gathered and inner padded to even sizes; dtype, tokens, each, experts, size, inner
+// size, gate, whether tile registers may be used, of each stack: bytes of a weight, of its scales, the numbers of `format_of`
+// with bits 0 for bf16 and float32
+void experts(const Arg* a, const Team& team) {
+  auto ids = (const int64_t*)a[1].data;
+  const Arg* n = a + 14;
+  bool is_bf16 = n[0].integer, tiles = n[7].integer;
+  int64_t tokens = n[1].integer, each = n[2].integer, experts = n[3].integer, size = n[4].integer, inner = n[5].integer;
+  int64_t pairs = tokens * each, element = is_bf16 ? sizeof(bf16) : sizeof(float), begin, end;
+  Stack up = {(const char*)a[3].data, (const char*)a[4].data, (const char*)a[5].data, n[8].integer, n[9].integer, n + 10};
+  Stack down = {(const char*)a[6].data, (const char*)a[7].data, (const char*)a[8].data, n[13].integer, n[14].integer, n + 15};
+  char *gathered = (char*)a[10].data, *middle = (char*)a[11].data, *results = (char*)a[12].data;
+  auto order = (int64_t*)a[13].data, places = order + pairs, starts = places + pairs;
+  if (team.rank == 0) {
+    sort_pairs(ids, pairs, experts, order, starts);
+    for (int64_t i = 0; i < pairs; i++) places[order[i]] = i;
+  }
+  team.barrier();
+  team.share(pairs, 1, &begin, &end);
+  int64_t wide = up_to(size, 2) * element, inner_wide = up_to(inner, 2) * element;  // bytes of a row
+  for (int64_t i = begin; i < end; i++) {
+    memset(gathered + (i + 1) * wide - element, 0, element);
+    memset(middle + (i + 1) * inner_wide - element, 0, element);
+    memcpy(gathered + i * wide, (const char*)a[0].data + order[i] / each * size * element, size * element);
+  }
+  team.barrier();
+  for (int half = 0; half < 2; half++) {
+    for (int64_t e = 0; e < experts; e++) {
+      int64_t first = starts[e], count = starts[e + 1] - first;
+      if (count == 0) continue;
+      Product p{};
+      p.x = half ? middle + first * inner_wide : gathered + first * wide;
+      p.out = half ? results + first * size * element : middle + first * inner_wide;
+      p.rows = count;
+      p.n = half ? size : inner;
+      p.k = half ? down.terms(inner, is_bf16) : up.terms(size, is_bf16);
+      p.x_stride = (half ? inner_wide : wide) / element;
+      p.out_stride = half ? size : inner_wide / element;
+      p.gate = half ? -1 : n[6].integer;
+      multiply_expert(half ? down : up, e, p, is_bf16, tiles, team);
+    }
+    team.barrier();
+  }
+  auto weights = (const float*)a[2].data;
+  if (is_bf16)
+    combine(weights, ids, places, (const bf16*)results, (bf16*)a[9].data, tokens, each, size, team);
+  else
+    combine(weights, ids, places, (const float*)results, (float*)a[9].data, tokens, each, size, team);
+}
+
+}  // namespace quire::ISA
