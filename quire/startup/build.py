@@ -267,8 +267,8 @@ def _low_bits(
 ) -> tuple[Schemes, Chosen, str]:
     """The schemes of low-bit weights, the kernels, and a line about the schemes.
 
-    Codes of a checkpoint are kept if the kernels that would run without them multiply them. Weights that are rounded at
-    load need kernels that multiply them. Raises ConfigError.
+    Codes of a checkpoint are kept if the kernels that would run without them multiply them, and fast. Weights that are
+    rounded at load need kernels that multiply them. Raises ConfigError.
     """
     quantization = _quantization(options, description.checkpoint)
     schemes = description.schemes(quantization)
@@ -278,9 +278,11 @@ def _low_bits(
     chosen = choose(options.kernels, requirements)
     if not schemes:
         return schemes, chosen, ""
-    refused = chosen.kernels.unsupported_reason(needed)
+    name, refused = chosen.kernels.NAME, chosen.kernels.unsupported_reason(needed)
+    if name == "reference":
+        refused = "it multiplies codes slowly"
     if refused is not None:
-        return NO_SCHEMES, chosen, f"expanded from low bits to {requirements.dtype}: {chosen.kernels.NAME}: {refused}"
+        return NO_SCHEMES, chosen, f"expanded from low bits to {requirements.dtype}: {name}: {refused}"
     return schemes, chosen, f"as stored: {summary(schemes)}; --quantization none expands them"
 
 

@@ -58,7 +58,7 @@ def test_tensors_are_written_where_their_placement_says():
     )
     assert one.tolist() == [1 + 2.0**-9] * 3  # a bfloat16 would lose it
     with pytest.raises(TypeError, match="packed by another kernel module"):
-        write_weight(rows, PackedWeight(torch.zeros(4, 3), 4, 3), Placement((4, 3), "p"))
+        write_weight(rows, PackedWeight(torch.zeros(4, 3), 4, 3, torch.float32), Placement((4, 3), "p"))
 
 
 def test_rows_of_a_grouped_projection_are_queries_then_keys_then_values(saved):

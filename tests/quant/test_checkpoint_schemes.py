@@ -114,6 +114,9 @@ def test_the_embedded_model_from_a_gguf_file(tmp_path):
         assert len(kept) == (quantization != "none")
         llm.close()
     assert answers[None] == answers["gguf"] == answers["none"]
+    del lines[:]
+    LLM(str(path), kernels="reference", memory="256MiB", max_model_len=256, report=lines.append).close()
+    assert any(line.startswith("weights    expanded from low bits to bfloat16: reference: ") for line in lines)
     with pytest.raises(ConfigError, match=r"'awq' names the layout of a checkpoint, but .* has the layout 'gguf'"):
         LLM(str(path), quantization="awq", report=lines.append)
 

@@ -175,7 +175,7 @@ def test_no_rows_give_no_rows():
 
 
 def test_weights_of_other_modules_are_refused():
-    x, packed = torch.zeros(1, 4, device=DEVICE), PackedWeight(torch.zeros(4, 4, device=DEVICE), 4, 4)
+    x, packed = torch.zeros(1, 4, device=DEVICE), PackedWeight(torch.zeros(4, 4, device=DEVICE), 4, 4, torch.float32)
     for strict in (False, True):
         with pytest.raises(TypeError, match="packed by another kernel module"):
             products.linear(x, packed, None, deterministic=strict)
