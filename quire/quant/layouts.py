@@ -98,10 +98,10 @@ def _compressed_bits(settings: Mapping[str, object]) -> int:
     if not isinstance(groups, dict) or not groups:
         raise ValueError("config_groups must be an object with the weights of each group of layers")
     weights = [group.get("weights") if isinstance(group, dict) else None for group in groups.values()]
-    bits = {one.get("num_bits") if isinstance(one, dict) else None for one in weights}
-    if not bits <= {4, 8} or len(bits) > 1:
-        raise ValueError(f"weights must have 4 bits or 8 in all groups of layers, not {sorted(map(str, bits))}")
-    return 4 if bits == {4} else 8
+    bits = [one.get("num_bits") if isinstance(one, dict) else None for one in weights]
+    if bits not in ([4] * len(bits), [8] * len(bits)):
+        raise ValueError(f"weights must have 4 bits or 8 in all groups of layers, not {bits!r:.80}")
+    return 4 if bits[0] == 4 else 8
 
 
 def _group_size(settings: Mapping[str, object]) -> int:

@@ -214,6 +214,7 @@ def test_scales_that_are_not_finite_are_named(saved, tmp_path):
         ({"quant_method": "gptq", "bits": 4, "group_size": 12}, "group_size must be"),
         ({"quant_method": "compressed-tensors"}, "config_groups must be"),
         (compressed(3, "int"), "weights must have 4 bits or 8"),
+        (compressed([4], "int"), "weights must have 4 bits or 8"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size must be two sizes"),
         ("awq", "must be an object"),
     ],
