@@ -77,6 +77,7 @@ void unpack_codes(const Arg* a, const Team& team) { a[5].integer ? unpack<bf16>(
 
 // ---- products ----
 
+namespace {
 // Rows of x as codes, for weights with codes of BITS bits. GROUPED: whether rows of the weight have several scales.
 template <int BITS, bool GROUPED>
 struct CodeRows {
@@ -184,6 +185,8 @@ struct CodeRows {
       for (int n = 0; n < NB; n++) f(m, n);
   }
 };
+
+}  // namespace
 
 void multiply_codes(const CodeProduct& p, const Team& team) {
   if (p.format.bits == 4)

@@ -75,6 +75,7 @@ void unpack_rows(const Arg* a, const Team& team) { a[3].integer ? unpack<bf16>(a
 
 // ---- products ----
 
+namespace {
 // Rows of x in the type Held, in place if x has this type.
 template <class T>
 struct FloatRows {
@@ -119,6 +120,7 @@ struct FloatRows {
     finish_all<T>(p, panel, first + row, sums);
   }
 };
+}  // namespace
 
 #if defined(__AMX_TILE__)
 #include "product_tiles.h"
