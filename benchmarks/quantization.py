@@ -159,6 +159,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     axes = figure.subplots()
     for kv, marker in (("auto", "o"), ("fp8", "s"), ("int8", "^")):
         some = [row for row in rows if row.case.endswith(f":{kv}")]
+        if not some:
+            continue
         rates = [row.right / row.answers for row in some]
         errors = [100 * sqrt(rate * (1 - rate) / row.answers) for rate, row in zip(rates, some, strict=True)]
         sizes = [row.weight_bytes / 1e6 for row in some]
