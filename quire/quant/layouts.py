@@ -6,6 +6,7 @@ read, and makes of them rows of codes, or numbers where no scheme holds them.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
@@ -202,6 +203,7 @@ class CompressedTensors:
             return Layer(rows, words * 32 // self.bits, self._scheme(parts, rows, words * 32 // self.bits, self.bits))
         rows, columns = _matrix(parts, "weight")
         if parts["weight"].dtype == _FLOAT8:
+            _expect_scales(parts, "weight_scale", rows)
             return Layer(rows, columns, None)
         if parts["weight"].dtype != "I8":
             raise ValueError(f"weight must be int8 or float8, not {parts['weight'].dtype}")
@@ -214,6 +216,9 @@ class CompressedTensors:
         if found != rows or not groups or columns % groups or dtype is None:
             shape = parts["weight_scale"].shape
             raise ValueError(f"weight_scale {shape} of {parts['weight_scale'].dtype} does not fit {(rows, columns)}")
+        if "weight_zero_point" in parts:
+            packed = parts["weight_zero_point"].dtype == "I32"  # along the rows
+            _expect(parts, "weight_zero_point", (-(-rows * bits // 32) if packed else rows, groups))
         size = 0 if groups == 1 else columns // groups
         return Scheme(bits, size, dtype if size else torch.float32, has_offsets="weight_zero_point" in parts)
 
@@ -259,6 +264,8 @@ class Fp8:
             raise ValueError("a float8 weight needs weight_scale_inv or weight_scale")
         if self.block[0] and parts[name].shape != (-(-rows // self.block[0]), -(-columns // self.block[1])):
             raise ValueError(f"{name} of shape {parts[name].shape} does not fit blocks of {self.block}")
+        if not self.block[0]:
+            _expect_scales(parts, name, 1)
         return Layer(rows, columns, None)
 
     def codes(self, tensors: Tensors, layer: Layer) -> QuantizedRows:
@@ -287,6 +294,12 @@ def _matrix(parts: Parts, name: str) -> tuple[int, int]:
 def _expect(parts: Parts, name: str, shape: tuple[int, int]) -> None:
     if _matrix(parts, name) != shape:
         raise ValueError(f"{name}: expected shape {shape}, found {parts[name].shape}")
+
+
+def _expect_scales(parts: Parts, name: str, rows: int) -> None:
+    """Raises ValueError unless a part has one number, or one for each row."""
+    if prod(parts[name].shape) not in (1, rows):
+        raise ValueError(f"{name}: expected one scale or {rows}, found shape {parts[name].shape}")
 
 
 def _unpacked_rows(packed: Tensor, bits: int) -> Tensor:

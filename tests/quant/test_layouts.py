@@ -174,6 +174,11 @@ def shorter(tensors):
     tensors[name] = tensors[name][:-1].contiguous()
 
 
+def with_fewer_zeros(tensors):
+    name = next(name for name in tensors if name.endswith("weight_zero_point"))
+    tensors[name] = tensors[name][:-1].contiguous()
+
+
 def without_zeros(tensors):
     del tensors[next(name for name in tensors if name.endswith("qzeros"))]
 
@@ -186,6 +191,8 @@ def without_zeros(tensors):
         ("pack-quantized", shorter, "weight_scale .* does not fit"),
         ("int-quantized", shorter, "weight_scale .* does not fit"),
         ("fp8-blocks", shorter, "weight_scale_inv .* does not fit blocks"),
+        ("float-quantized", shorter, "weight_scale: expected one scale or"),
+        ("pack-quantized-zeros", with_fewer_zeros, "weight_zero_point: expected shape"),
     ],
 )
 def test_tensors_that_do_not_fit_are_named_before_weights_are_read(saved, tmp_path, layout, change, why):
