@@ -39,7 +39,7 @@ def quantize(model: Path, out: Path, scheme: str, *, report: Report, progress: P
     checkpoint = FolderCheckpoint(model)
     description = describe(checkpoint)
     chosen, _ = AT_LOAD[scheme]
-    layers = _layers(description, chosen)
+    layers = _layers(checkpoint, description, chosen)
     schemes = {place.parameter: chosen for place in layers.values()}
     before, after = (description.weight_bytes(description.dtype, some) for some in ({}, schemes))
     report(f"{len(layers)} weights to {chosen}: {format_bytes(before)} -> {format_bytes(after)}")
@@ -52,15 +52,17 @@ def quantize(model: Path, out: Path, scheme: str, *, report: Report, progress: P
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _layers(description: ModelDescription, scheme: Scheme) -> Mapping[str, Placement]:
+def _layers(checkpoint: FolderCheckpoint, description: ModelDescription, scheme: Scheme) -> Mapping[str, Placement]:
     """The weights to round, by name. Raises ModelError if one of them does not fit the layout."""
-    chosen = description.schemes("int8")
+    chosen, tensors = description.schemes("int8"), checkpoint.tensors
     found = {
         name: place
         for name, place in description.weight_map.items()
         if place.parameter.startswith("layers.") and place.parameter in chosen
     }
     for name, place in found.items():
+        if name not in tensors:
+            raise ModelError(f"{checkpoint.path} is multimodal, which cannot be written; use --quantization")
         columns = place.shape[0] if place.transposed else place.shape[1]
         if place.transposed:
             raise ModelError(f"{name} is stored transposed, which compressed-tensors does not have; use --quantization")

@@ -83,6 +83,18 @@ def test_the_command(saved, tmp_path):
     assert run.stdout.endswith(f"written to {tmp_path / 'out'}\n")
 
 
+def test_a_multimodal_checkpoint_is_refused(saved, tmp_path):
+    folder = shutil.copytree(saved("gemma3")[0], tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    outer = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": config}
+    (folder / "config.json").write_text(json.dumps(outer))
+    tensors = load_file(folder / "model.safetensors")
+    save_file({f"language_model.{name}": tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
+    with pytest.raises(ModelError, match="is multimodal, which cannot be written; use --quantization"):
+        quantize(folder, tmp_path / "out", "int8")
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_cannot_be_written_is_named(saved, tmp_path):
     folder = saved("qwen2-upper-window")[0]
     with pytest.raises(ConfigError, match="scheme 'int3' is not supported; known: int8, int4"):
