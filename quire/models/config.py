@@ -107,10 +107,11 @@ class DecoderConfig:
     def activations_per_token(self) -> int:
         """The most activation numbers that one token needs at the same time within a layer."""
         experts = self.experts
-        widest = self.intermediate_size
+        widest, hidden = self.intermediate_size, 4 * self.hidden_size
         if experts is not None:
             widest = max(widest, experts.per_token * experts.intermediate_size + experts.shared_size)
-        return 4 * self.hidden_size + 3 * widest + 3 * self.num_heads * self.head_dim
+            hidden += 2 * experts.per_token * self.hidden_size  # a row of x and a result for each expert
+        return hidden + 3 * widest + 3 * self.num_heads * self.head_dim
 
     @property
     def default_scale(self) -> float:
