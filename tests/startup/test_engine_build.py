@@ -182,7 +182,7 @@ def test_8_bit_keys_and_values_take_half_as_much_and_answer_alike(dtype):
     size = group.head_dim
     assert other.bytes_per_block * 2 * size == group.bytes_per_block * (size + 4)
     assert any("keys and values in " in line for line in lines)
-    assert any("not cpu: it keeps keys and values in bfloat16" in line for line in lines)
+    assert any(line.startswith("kernels    cpu") for line in lines)
     questions = [[{"role": "user", "content": text}] for text in ("Who are you?", "What does the lamp cost?")]
     answers = [llm.chat(questions, SamplingParams(temperature=0)) for llm in (small, LLM(memory="256MiB"))]
     texts = [[answer.outputs[0].text for answer in of_one] for of_one in answers]

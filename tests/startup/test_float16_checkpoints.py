@@ -68,9 +68,7 @@ def test_float16_that_is_asked_for_runs_in_plain_torch_and_says_what_would_not(f
         prepared(folder, dtype="float16", kernels="cpu")
 
 
-@pytest.mark.parametrize(
-    "options", [{"kernels": "reference"}, {"block_size": 8}, {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "float16"}]
-)
+@pytest.mark.parametrize("options", [{"kernels": "reference"}, {"block_size": 8}, {"kv_cache_dtype": "float16"}])
 def test_float16_stays_where_the_cpp_kernels_cannot_run(folder, options):
     kernels, dtype, _, line = prepared(folder, **options)
     assert (kernels, dtype, line) == ("reference", "float16", "")

@@ -1,17 +1,21 @@
 """KV blocks on CPUs: allocation, writes, copies. `csrc/blocks.cpp` describes the layout."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from quire.config import KVGroup
-from quire.kernels.contract import DTYPES, Storage
+from quire.kernels.contract import Storage
 from quire.kernels.cpu import _C
 from quire.kernels.cpu.memory import empty, pages
 from quire.kernels.cpu.views import dtype_code, with_contiguous_heads
+from quire.kernels.reference.quantized import stored_dtype_and_size
 
 PART_TOKENS = 16  # tokens of one head that are stored as one unit
+STORED: Mapping[str, int] = MappingProxyType({"float32": 0, "bfloat16": 1, "int8": 2, "fp8_e4m3": 3})  # of the kernels
 
 Rotation = tuple[Tensor, Tensor]  # cosines and sines, float32 (num_tokens, rotary_dim / 2)
 
@@ -24,19 +28,18 @@ def padded_head_dim(head_dim: int) -> int:
 def allocate(group: KVGroup, block_size: int, device: torch.device) -> Storage:
     """Zeros (num_layers, 2, num_blocks, num_kv_heads, block_size / 16, 16 * padded head_dim).
 
-    The system commits memory page by page when it is first written. Raises ValueError for a device, block_size or type
-    that the kernels do not have.
+    For 8-bit types the last axis also has the scales of 16 tokens. The system commits memory page by page when it is
+    first written. Raises ValueError for a device, block_size or type that the kernels do not have.
     """
     if device.type != "cpu":
         raise ValueError(f"the CPU kernels cannot have blocks on {device}")
     if block_size % PART_TOKENS:
         raise ValueError(f"the CPU kernels need a block_size that is a multiple of {PART_TOKENS}, not {block_size}")
-    if group.dtype not in ("float32", "bfloat16"):
-        raise ValueError(f"the CPU kernels keep keys and values as float32 or bfloat16, not as {group.dtype}")
-    stretch = PART_TOKENS * padded_head_dim(group.head_dim)
-    stretches = block_size // PART_TOKENS
-    shape = (len(group.layers), 2, group.num_blocks, group.num_kv_heads, stretches, stretch)
-    dtype = DTYPES[group.dtype]
+    if group.dtype not in STORED:
+        raise ValueError(f"the CPU kernels keep keys and values as {', '.join(STORED)}, not as {group.dtype}")
+    dtype, width = stored_dtype_and_size(group.dtype, padded_head_dim(group.head_dim))
+    parts = (block_size // PART_TOKENS, PART_TOKENS * width)
+    shape = (len(group.layers), 2, group.num_blocks, group.num_kv_heads, *parts)
     data = pages(torch.Size(shape).numel() * dtype.itemsize, huge=False)  # blocks are written one by one
     return Storage(group, block_size, data.view(dtype).view(shape))
 
@@ -89,7 +92,7 @@ def _write(storage: Storage, layer: int, k: Tensor, v: Tensor, slots: Tensor, ro
     half = 0 if rotary.cos is None else rotary.cos.shape[1]
     _C.rotary_write(
         *(rotary.q, k, v, rotary.cos, rotary.sin, rotary.out, slots.contiguous(), storage.data),
-        *(dtype_code(k), dtype_code(storage.data), num_tokens, heads, *shape),
+        *(dtype_code(k), STORED[group.dtype], num_tokens, heads, *shape),
         *(stride, k.stride(0), v.stride(0), storage.block_size, group.num_blocks, layer, half),
     )
 
@@ -120,13 +123,14 @@ def copy_blocks(storage: Storage, pairs: Tensor, num_tokens: int) -> None:
     _check_block_ids(storage, pairs)
     group = storage.group
     sizes = (len(group.layers), group.num_blocks, len(pairs), group.num_kv_heads, storage.block_size, group.head_dim)
-    code = dtype_code(storage.data)
-    _C.copy_blocks(storage.data, pairs.contiguous(), code, *sizes, min(num_tokens, storage.block_size))
+    stored = STORED[group.dtype]
+    _C.copy_blocks(storage.data, pairs.contiguous(), stored, *sizes, min(num_tokens, storage.block_size))
 
 
 def _canonical_shape(storage: Storage, blocks: Tensor) -> tuple[int, ...]:
     group = storage.group
-    return (len(group.layers), 2, len(blocks), storage.block_size, group.num_kv_heads, group.head_dim)
+    _, width = stored_dtype_and_size(group.dtype, group.head_dim)
+    return (len(group.layers), 2, len(blocks), storage.block_size, group.num_kv_heads, width)
 
 
 def _layout_arguments(storage: Storage, blocks: Tensor, canonical: Tensor) -> tuple[Tensor | int, ...]:
@@ -134,7 +138,7 @@ def _layout_arguments(storage: Storage, blocks: Tensor, canonical: Tensor) -> tu
     _check_block_ids(storage, blocks)
     group = storage.group
     sizes = (len(group.layers), group.num_blocks, len(blocks), group.num_kv_heads, storage.block_size, group.head_dim)
-    return (blocks.contiguous(), canonical, dtype_code(canonical), *sizes)
+    return (blocks.contiguous(), canonical, STORED[group.dtype], *sizes)
 
 
 def _check_block_ids(storage: Storage, blocks: Tensor) -> None:

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from quire.kernels.contract import Batch, Storage
 from quire.kernels.cpu import _C
+from quire.kernels.cpu.blocks import STORED
 from quire.kernels.cpu.memory import empty
+from quire.kernels.cpu.views import dtype_code
 
 SCRATCH_ROWS_PER_CPU = (
     1024  # per CPU: rows of scratch for split contexts; one row per query, head and part of the context
@@ -80,11 +82,12 @@ def attention(
 ) -> Tensor:
     """Causal attention of q (num_tokens, num_heads, head_dim) -> (num_tokens, num_heads * head_dim).
 
-    q is converted to the storage's type. There may be gaps between tokens in memory.
+    q has the type of the storage, unless that has 8 bits. There may be gaps between tokens in memory.
     """
     num_tokens, num_heads, head_dim = q.shape
-    if q.stride(2) != 1 or q.stride(1) != head_dim or q.dtype != storage.data.dtype:
-        q = q.to(storage.data.dtype).contiguous()
+    dtype = storage.data.dtype if storage.data.is_floating_point() else q.dtype
+    if q.stride(2) != 1 or q.stride(1) != head_dim or q.dtype != dtype:
+        q = q.to(dtype).contiguous()
     out = empty((num_tokens, num_heads * head_dim), q.dtype)
     _C.attention(*kernel_arguments(storage, layer, q, out, plan, scale, softcap))
     return out
@@ -97,7 +100,7 @@ def kernel_arguments(
     group = storage.group
     return (
         *(q, out, storage.data, plan.starts, plan.stops, plan.tables, plan.scratch),
-        *(int(q.dtype == torch.bfloat16), int(plan.deterministic), layer, len(plan.starts)),
+        *(dtype_code(q), STORED[group.dtype], int(plan.deterministic), layer, len(plan.starts)),
         *(q.shape[1], group.num_kv_heads, group.head_dim, storage.block_size, group.num_blocks),
         *(plan.tables.stride(0), q.stride(0), group.window, plan.scratch.shape[0]),
         *(scale, softcap),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from quire.config import KVGroup
 from quire.kernels import reference
+from quire.kernels.reference.quantized import stored_dtype_and_size, to_stored
 
 _C = pytest.importorskip("quire.kernels.cpu._C", reason="the CPU kernels are not built", exc_type=ImportError)
 cpu = pytest.importorskip("quire.kernels.cpu.blocks")
@@ -18,6 +19,7 @@ memory = pytest.importorskip("quire.kernels.cpu.memory")
 
 CPU = torch.device("cpu")
 NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+STORED = sorted([*NAMES, "int8", "fp8_e4m3"])
 SEEDS = st.integers(0, 2**32 - 1)
 NUM_BLOCKS = 7
 
@@ -42,7 +44,7 @@ def groups(draw):
     """A KV group of one to three layers, and a block size."""
     layers, heads = draw(st.integers(1, 3)), draw(st.integers(1, 4))
     head_dim = draw(st.sampled_from([2, 8, 20, 64, 80, 96, 128]))
-    dtype = draw(st.sampled_from(sorted(NAMES)))
+    dtype = draw(st.sampled_from(STORED))
     return KVGroup(tuple(range(layers)), "full", heads, head_dim, dtype, NUM_BLOCKS, 1), draw(
         st.sampled_from([16, 32, 48])
     )
@@ -54,10 +56,11 @@ class Pair:
     def __init__(self, group, block_size, seed):
         self.group, self.block_size = group, block_size
         self.random = torch.Generator().manual_seed(seed)
-        self.dtype = NAMES[group.dtype]
+        self.dtype = NAMES.get(group.dtype, torch.bfloat16)  # of inputs
         self.fast, self.slow = cpu.allocate(group, block_size, CPU), reference.allocate(group, block_size, CPU)
-        canonical = self.normal(*self.slow.data.shape)
+        canonical = self.normal(*self.slow.data.shape[:-1], group.head_dim)
         canonical[self.normal(*canonical.shape) > 2] = torch.nan
+        canonical = to_stored(canonical, group.dtype)
         cpu.unpack(self.fast, torch.arange(NUM_BLOCKS), canonical)
         reference.unpack(self.slow, torch.arange(NUM_BLOCKS), canonical)
 
@@ -90,15 +93,16 @@ class Pair:
     def store(self, layer, k, v, slots, begun):
         """Store as `reference.write_kv` does."""
         self.slow.data[layer][:, begun] = 0
-        self.slow.data[layer].flatten(1, 2)[:, slots] = torch.stack((k, v)).to(self.dtype)
+        self.slow.data[layer].flatten(1, 2)[:, slots] = to_stored(torch.stack((k, v)), self.group.dtype)
 
 
 def zeros_behind_heads(storage):
     """Whether the padding of heads is zero, by the documented layout."""
     group, depth = storage.group, cpu.padded_head_dim(storage.group.head_dim)
-    keys, values = storage.data[:, 0], storage.data[:, 1]
-    terms = 2 if storage.data.dtype == torch.bfloat16 else 1
-    keys = keys.unflatten(-1, (depth // terms, 16, terms)).transpose(-1, -2).flatten(-3, -2)
+    keys, values = storage.data[:, 0, ..., : 16 * depth], storage.data[:, 1, ..., : 16 * depth]
+    terms = 4 // storage.data.itemsize
+    order = [0, 2, 1, 3] if terms == 4 else list(range(terms))
+    keys = keys.unflatten(-1, (depth // terms, 16, terms))[..., order].transpose(-1, -2).flatten(-3, -2)
     values = values.unflatten(-1, (16 // terms, depth, terms))
     return not keys[..., group.head_dim :, :].any() and not values[..., group.head_dim :, :].any()
 
@@ -209,11 +213,12 @@ def test_slots_outside_of_the_blocks_are_passed_over():
     assert torch.equal(cpu.pack(storage, torch.arange(3)), expected)
 
 
-@pytest.mark.parametrize("dtype", sorted(NAMES))
+@pytest.mark.parametrize("dtype", STORED)
 def test_blocks_start_as_zeros_in_lines_of_the_cache(dtype):
     storage = cpu.allocate(small(dtype=dtype), 32, CPU)
-    assert storage.data.dtype == NAMES[dtype]
-    assert storage.data.shape == (2, 2, 3, 2, 2, 16 * 32)
+    stored, width = stored_dtype_and_size(dtype, 32)
+    assert storage.data.dtype == stored
+    assert storage.data.shape == (2, 2, 3, 2, 2, 16 * width)
     assert storage.data.data_ptr() % 64 == 0
     assert not storage.data.any()
     assert not cpu.pack(storage, torch.arange(3)).any()

@@ -12,12 +12,15 @@ from hypothesis import strategies as st
 
 from quire.config import KVGroup
 from quire.kernels.contract import DTYPES, Batch, Storage
+from quire.kernels.reference.quantized import from_stored, stored_dtype_and_size, to_stored
 
 _C = pytest.importorskip("quire.kernels.cpu._C")
 paged = pytest.importorskip("quire.kernels.cpu.paged")
 
 NOWHERE = 2**40  # a block that does not exist
 TOLERANCES = {"float32": 3e-5, "bfloat16": 0.03}
+QUANTIZED = ["int8", "fp8_e4m3"]
+TYPES = ["float32", "bfloat16", *QUANTIZED]  # of keys and values
 
 
 @pytest.fixture(params=EVERY)
@@ -29,6 +32,14 @@ def build(request):
 def laid_out(tokens, dtype, block_size):
     """(block_size, head_dim) float32 -> keys and values of a block in the kernels' layout, padded with zeros."""
     padded = -(-tokens.shape[1] // 16) * 16
+    if dtype in QUANTIZED:
+        rows = to_stored(torch.from_numpy(tokens), dtype).numpy().reshape(-1, 16, tokens.shape[1] + 4)
+        codes = np.zeros((len(rows), 16, padded), np.uint8)
+        codes[:, :, : tokens.shape[1]] = rows[:, :, :-4]
+        keys = codes.reshape(-1, 16, padded // 4, 4)[..., [0, 2, 1, 3]].transpose(0, 2, 1, 3)
+        values = codes.reshape(-1, 4, 4, padded)[:, :, [0, 2, 1, 3]].transpose(0, 1, 3, 2)
+        scales = rows[:, :, -4:].reshape(len(rows), -1)
+        return [np.concatenate((some.reshape(len(rows), -1), scales), 1) for some in (keys, values)]
     parts = np.zeros((block_size // 16, 16, padded), np.float32)
     parts[:, :, : tokens.shape[1]] = tokens.reshape(-1, 16, tokens.shape[1])
     if dtype == "float32":
@@ -41,18 +52,31 @@ class Case:
     """Sequences with given keys and values in blocks, NaN everywhere else, and queries of some positions."""
 
     def __init__(
-        self, seed, spans, *, kv_heads=2, shared=2, dim=64, block_size=16, dtype="bfloat16", window=0, strict=False
+        self,
+        seed,
+        spans,
+        *,
+        kv_heads=2,
+        shared=2,
+        dim=64,
+        block_size=16,
+        dtype="bfloat16",
+        window=0,
+        strict=False,
+        compute="bfloat16",
     ):
+        """compute: type of queries for keys and values of 8 bits."""
         random = np.random.default_rng(seed)
         self.random, self.spans, self.window, self.dtype, self.block_size = random, spans, window, dtype, block_size
         self.strict, self.shared = strict, shared
+        self.compute = compute if dtype in QUANTIZED else dtype
         needed = [-(-stop // block_size) for _, stop in spans]
         group = KVGroup((0, 1), "window" if window else "full", kv_heads, dim, dtype, sum(needed) + 3, 1, window)
         padded = -(-dim // 16) * 16
-        data = torch.full(
-            (2, 2, group.num_blocks, kv_heads, block_size // 16, 16 * padded), torch.nan, dtype=DTYPES[dtype]
-        )
-        self.storage = Storage(group, block_size, data)
+        stored, width = stored_dtype_and_size(dtype, padded)
+        shape = (2, 2, group.num_blocks, kv_heads, block_size // 16, 16 * width)
+        data = torch.full((*shape[:-1], shape[-1] * stored.itemsize), 0xFF, dtype=torch.uint8)  # NaN in all types
+        self.storage = Storage(group, block_size, data.view(stored))
         ids = random.permutation(group.num_blocks)
         self.tables = np.full((len(spans), max(needed) + 2), NOWHERE)
         self.kv, self.q = [], []
@@ -67,7 +91,7 @@ class Case:
             self.tables[i, :lost] = -1
 
     def draw(self, *shape):
-        return torch.from_numpy(self.random.standard_normal(shape)).to(DTYPES[self.dtype])
+        return torch.from_numpy(self.random.standard_normal(shape)).to(DTYPES[self.compute])
 
     def store(self, i):
         """Write the KV of sequence i from its window on into layer 1, and numbers behind its last token."""
@@ -99,15 +123,19 @@ class Case:
     def expected(self, softcap=0.0, scale=0.2):
         return np.concatenate(
             [
-                naive(q.double().numpy(), *kv.double().numpy(), start, scale, self.window, softcap)
+                naive(q.double().numpy(), *self.stored(kv).double().numpy(), start, scale, self.window, softcap)
                 for q, kv, (start, _) in zip(self.q, self.kv, self.spans, strict=True)
             ]
         )
 
+    def stored(self, kv):
+        return from_stored(to_stored(kv, self.dtype), self.dtype)
+
     def check(self, plan=None, softcap=0.0):
         out = self.run(plan, softcap)
-        assert out.dtype == DTYPES[self.dtype]
-        np.testing.assert_allclose(out.float().numpy(), self.expected(softcap), atol=TOLERANCES[self.dtype], rtol=0.01)
+        assert out.dtype == DTYPES[self.compute]
+        atol = 3e-4 if self.compute == "float32" and self.dtype in QUANTIZED else TOLERANCES[self.compute]
+        np.testing.assert_allclose(out.float().numpy(), self.expected(softcap), atol=atol, rtol=0.01)
 
 
 span = st.tuples(
@@ -119,7 +147,8 @@ shapes = st.fixed_dictionaries(
         "shared": st.sampled_from([1, 2, 5, 7]),
         "dim": st.sampled_from([8, 32, 64, 80, 96, 128, 256]),
         "block_size": st.sampled_from([16, 32, 64]),
-        "dtype": st.sampled_from(["float32", "bfloat16", "bfloat16"]),
+        "dtype": st.sampled_from(TYPES),
+        "compute": st.sampled_from(["float32", "bfloat16"]),
         "window": st.sampled_from([0, 0, 1, 7, 40, 300]),
         "strict": st.booleans(),
     }
@@ -145,7 +174,7 @@ def test_mixed_chunks_equal_loops_over_positions(seed, spans, shape, softcap, th
         _C.set_threads(1)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("window", [0, 100, 1500])
 def test_long_chunks_beside_decode_rows(build, dtype, window):
     _C.set_threads(2)
@@ -153,7 +182,7 @@ def test_long_chunks_beside_decode_rows(build, dtype, window):
     Case(1, spans, dtype=dtype, window=window, shared=7, kv_heads=1, dim=32).check()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("growth", [0.01, 100])
 def test_scores_that_grow_or_shrink_along_the_sequence(build, dtype, growth):
     case = Case(13, [(900, 960), (999, 1000)], dtype=dtype, shared=5)
@@ -164,7 +193,7 @@ def test_scores_that_grow_or_shrink_along_the_sequence(build, dtype, growth):
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", TYPES)
 def test_long_contexts_are_split_among_threads(build, dtype, threads):
     _C.set_threads(threads)
     Case(2, [(4999, 5000)], dtype=dtype, kv_heads=1, dim=16).check()
@@ -254,7 +283,7 @@ def strict_rows(spans, threads, *, company, window, dtype, seed=10):
     return torch.cat(outputs)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("window", [0, 90])
 def test_strict_rows_depend_on_their_own_sequence_only(build, dtype, window):
     options = {"window": window, "dtype": dtype}
@@ -264,8 +293,10 @@ def test_strict_rows_depend_on_their_own_sequence_only(build, dtype, window):
     assert torch.equal(whole, strict_rows([0, 128, 401, 700], 3, company=True, **options))
 
 
-def test_nan_of_one_sequence_stays_there_and_is_seen(build):
-    case = Case(11, [(7, 8), (7, 8), (2, 11)])
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("window", [0, 6])
+def test_nan_of_one_sequence_stays_there_and_is_seen(build, dtype, window):
+    case = Case(11, [(7, 8), (7, 8), (2, 11)], dtype=dtype, window=window)
     case.kv[1][:, 3] = torch.nan
     case.store(1)
     out = case.run()

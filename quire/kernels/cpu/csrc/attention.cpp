@@ -4,6 +4,11 @@
 // Dp = head_dim padded by zeros to a multiple of 16. Keys of a part: bf16 [Dp / 2][16][2], float32 [Dp][16]. Values:
 // bf16 [8][Dp][2], float32 [16][Dp]. The dot-product instructions read this layout, and keys are AMX tiles.
 //
+// Parts of 8-bit numbers are keys [Dp / 4][16][4], or values [4][Dp][4], and 16 float32 scales, one for each token. See
+// terms.h for the order of four bytes. fp8 is multiplied in floats. int8 is multiplied in integers: queries are rounded
+// to 16 bits with a scale for each row, and so are the products of softmax weights and scales of values, with a scale
+// for each row and step. So results are within a 32767th of the largest terms.
+//
 // Threads take items of work (see attention_items.h) one by one, the most expensive first. An item processes its
 // positions in steps with a running maximum and sum (Milakov and Gimelshein 2018, Dao et al. 2022). The parts of a
 // split item write maxima, sums and weighted values to scratch, and are merged after a barrier.
@@ -36,6 +41,7 @@ static int64_t locate(const Attention& a, int64_t chunk, int64_t head, int64_t b
 // A thread's state of the rows of an item.
 struct Rows {
   void* q;        // [row][padded]
+  float* scales;  // [row]: of scores; includes that of q if q is rounded to integers
   float* tops;    // [row / ROWS_AT_ONCE][16]
   float* sums;    // [row][16]
   float* values;  // [row][padded]
@@ -79,11 +85,27 @@ static void find_positions(const Attention& a, const Item& item, Rows* rows) {
   }
 }
 
+// The type of the queries of rows that are not rounded to integers.
+template <class T>
+struct Query {
+  using Type = T;
+};
+template <class X>
+struct Query<Fp8<X>> {
+  using Type = X;
+};
+
 template <class T>
 static void begin_rows(const Attention& a, const Item& item, const Rows& rows) {
   auto q = (typename Term<T>::Held*)rows.q;
   memset(q, 0, item.rows * a.padded * sizeof(*q));
-  for (int64_t i = 0; i < item.rows; i++, q += a.padded) hold(query<T>(a, item, i), q, a.head_dim);
+  for (int64_t i = 0; i < item.rows; i++, q += a.padded) {
+    if constexpr (IS_INTEGER<T>)
+      rows.scales[i] = a.scale * (a.is_bf16 ? round_to_shorts(query<bf16>(a, item, i), a.head_dim, q)
+                                            : round_to_shorts(query<float>(a, item, i), a.head_dim, q));
+    else
+      rows.scales[i] = a.scale, hold(query<typename Query<T>::Type>(a, item, i), q, a.head_dim);
+  }
   for (int64_t i = 0; i < up_to(item.rows, ROWS_AT_ONCE) / ROWS_AT_ONCE; i++) store(rows.tops + i * 16, splat(LOWEST));
   memset(rows.sums, 0, item.rows * 16 * sizeof(float));
   memset(rows.values, 0, item.rows * a.padded * sizeof(float));
@@ -127,7 +149,8 @@ static void attend(const Attention& a, const Item& item, Queue* queue, const Row
       int64_t seen_end = end;
       if (!look(a, rows.positions + row, count, begin, &seen_end, seen)) continue;
       Span span = {places[0], first ? places[1] : nullptr, (seen_end - begin + 15) / 16};
-      State state = {rows.tops + row / ROWS_AT_ONCE * 16, rows.sums + row * 16, rows.values + row * a.padded};
+      State state = {rows.scales + row, rows.tops + row / ROWS_AT_ONCE * 16, rows.sums + row * 16,
+                     rows.values + row * a.padded};
       step_some_rows<T>(a, count, (const typename Term<T>::Held*)rows.q + row * a.padded, span, seen, state);
       first = false;
     }
@@ -178,10 +201,16 @@ static void attend_item(const Attention& a, const Item& item, Queue* queue, Rows
   if (fits_tiles(a, item)) return attend_with_tiles<PAGED>(a, item, queue, rows, tiles);
 #endif
   (void)tiles;
-  if (a.is_bf16)
-    attend<bf16, PAGED>(a, item, queue, rows);
-  else
-    attend<float, PAGED>(a, item, queue, rows);
+  switch (a.stored) {
+    case Stored::float32:
+      return attend<float, PAGED>(a, item, queue, rows);
+    case Stored::bfloat16:
+      return attend<bf16, PAGED>(a, item, queue, rows);
+    case Stored::int8:
+      return attend<int8_t, PAGED>(a, item, queue, rows);
+    case Stored::fp8:
+      return a.is_bf16 ? attend<Fp8<bf16>, PAGED>(a, item, queue, rows) : attend<Fp8<float>, PAGED>(a, item, queue, rows);
+  }
 }
 
 template <bool PAGED>
@@ -192,22 +221,22 @@ static void attend_all(Attention& a, const Team& team) {
   count_work(a, splitter, &work, by_class);
   int64_t sizes[] = {
       work.num_items * (int64_t)sizeof(Item), work.num_merges * (int64_t)sizeof(Merge), a.max_rows * a.padded * 4,
-      a.max_rows * a.padded * 4, a.max_rows * 64, a.max_rows * 64, tile_bytes(a)};
-  char* memory[8];
+      a.max_rows * a.padded * 4, a.max_rows * 64, a.max_rows * 64, a.max_rows * 4, tile_bytes(a)};
+  char* memory[9];
   int64_t all = 0;
   for (int64_t size : sizes) all += up_to(size, 64);
   memory[0] = (char*)team.scratch(all);
-  for (int i = 0; i < 7; i++) memory[i + 1] = memory[i] + up_to(sizes[i], 64);
+  for (int i = 0; i < 8; i++) memory[i + 1] = memory[i] + up_to(sizes[i], 64);
   work.items = (Item*)memory[0];
   work.merges = (Merge*)memory[1];
-  Rows rows = {memory[2], (float*)memory[4], (float*)memory[5], (float*)memory[3], {}};
+  Rows rows = {memory[2], (float*)memory[6], (float*)memory[4], (float*)memory[5], (float*)memory[3], {}};
   list_work(a, splitter, &work, by_class);
 
   Queue queue = {team, work};
 #if defined(__AMX_TILE__)
   if (may_use_tiles(a)) begin_tiles();
 #endif
-  while (const Item* item = queue.take()) attend_item<PAGED>(a, *item, &queue, rows, memory[6]);
+  while (const Item* item = queue.take()) attend_item<PAGED>(a, *item, &queue, rows, memory[7]);
 #if defined(__AMX_TILE__)
   if (may_use_tiles(a)) _tile_release();
 #endif
@@ -216,7 +245,7 @@ static void attend_all(Attention& a, const Team& team) {
   merge_all(a, work, team);
 }
 
-// q, out, storage, starts, stops, tables, scratch; then integers in the order of Attention; then scale and softcap
+// q, out, storage, starts, stops, tables, scratch; then the integers in the order of `numbers`; then scale and softcap
 static Attention read(const Arg* args) {
   Attention a;
   a.q = (const char*)args[0].data;
@@ -225,15 +254,16 @@ static Attention read(const Arg* args) {
   a.stops = (const int64_t*)args[4].data;
   a.tables = (const int64_t*)args[5].data;
   a.scratch = (float*)args[6].data;
-  int64_t* numbers[] = {&a.is_bf16,    &a.strict,     &a.layer,        &a.num_chunks, &a.num_heads,
-                        &a.kv_heads,   &a.head_dim,   &a.block_size,   &a.num_blocks, &a.table_stride,
-                        &a.q_stride,   &a.window,     &a.scratch_rows};
-  for (int i = 0; i < 13; i++) *numbers[i] = args[7 + i].integer;
-  a.softcap = (float)(args[21].number * 1.4426950408889634);
-  a.scale = (float)(args[20].number * 1.4426950408889634);
+  int64_t* numbers[] = {&a.is_bf16,    (int64_t*)&a.stored, &a.strict,     &a.layer,      &a.num_chunks,
+                        &a.num_heads,  &a.kv_heads,         &a.head_dim,   &a.block_size, &a.num_blocks,
+                        &a.table_stride, &a.q_stride,       &a.window,     &a.scratch_rows};
+  for (int i = 0; i < 14; i++) *numbers[i] = args[7 + i].integer;
+  a.softcap = (float)(args[22].number * 1.4426950408889634);
+  a.scale = (float)(args[21].number * 1.4426950408889634);
   a.shared = a.num_heads / a.kv_heads;
   a.padded = up_to(a.head_dim, 16);
-  a.part_bytes = PART_TOKENS * a.padded * (a.is_bf16 ? 2 : 4);
+  a.scales_at = PART_TOKENS * a.padded * (a.stored == Stored::float32 ? 4 : a.stored == Stored::bfloat16 ? 2 : 1);
+  a.part_bytes = a.scales_at + (a.stored >= Stored::int8 ? PART_TOKENS * 4 : 0);
   int64_t bytes = a.num_blocks * a.kv_heads * (a.block_size / PART_TOKENS) * a.part_bytes;
   a.keys = (const char*)args[2].data + a.layer * 2 * bytes;
   a.values = a.keys + bytes;

@@ -5,11 +5,10 @@
 // all of them. Long items are split. Each thread computes the same list, which depends only on the arguments and the
 // number of threads.
 #pragma once
-#include "simd.h"
+#include "terms.h"
 #include "team.h"
 
 namespace quire::ISA {
-
 
 constexpr int64_t PART_TOKENS = 16;
 constexpr int64_t STEP_TOKENS = 128;
@@ -33,12 +32,15 @@ struct Attention {
   const int64_t* stops;
   const int64_t* tables;
   float* scratch;  // (scratch_rows, padded + 16): weighted values, maximum, sum
-  int64_t is_bf16, strict, layer, num_chunks, num_heads, kv_heads, head_dim, block_size, num_blocks;
+  Stored stored;
+  int64_t is_bf16;  // queries and results; otherwise they are float32
+  int64_t strict, layer, num_chunks, num_heads, kv_heads, head_dim, block_size, num_blocks;
   int64_t table_stride, q_stride, window, scratch_rows;
   float scale, softcap;  // scores are to base 2: both include log2(e)
   int64_t shared;        // query heads per KV head
   int64_t padded;        // head_dim padded to a multiple of 16
   int64_t part_bytes;    // of the keys, or the values, of a part
+  int64_t scales_at;     // offset of the scales in a part, in bytes
   int64_t max_rows;      // of an item
 };
 

@@ -7,14 +7,14 @@
 namespace quire::ISA {
 
 // 2^x for x up to 0 or slightly above: exactly 0 below -126, NaN for NaN. The relative error is up to 8e-5 for weights
-// in bf16, which is small compared with their rounding, and 2e-7 otherwise.
+// of values in bf16 or 8 bits, which is small compared with the rounding of these, and 2e-7 otherwise.
 template <class T>
 INLINE Vec power_of_two(Vec x) {
 #if !defined(__AVX512F__)
   x = vmax(splat(-200.0f), x);
 #endif
   Vec n = round_to_int(x), f = x - n, p;
-  if (sizeof(T) == sizeof(bf16)) {
+  if (sizeof(T) <= sizeof(bf16)) {
     p = fma(splat(5.51716527e-02f), f, splat(2.42611121e-01f));
     p = fma(p, f, splat(6.93260988e-01f));
     p = fma(p, f, splat(9.99928074e-01f));
@@ -36,6 +36,11 @@ INLINE Vec power_of_two(Vec x) {
 #endif
 }
 
+template <class T>
+constexpr bool IS_INTEGER = false;  // whether queries and weights are rounded to integers
+template <>
+constexpr bool IS_INTEGER<int8_t> = true;
+
 INLINE Vec capped(Vec score, float softcap) { return softcap * tanh(score * (1.0f / softcap)); }
 
 // The number of vectors of sums per row that fit into registers.
@@ -51,16 +56,21 @@ struct Span {
   int64_t parts;
 };
 
-// Scores of MR rows of q and the keys of NB parts.
+INLINE Vec as_floats(Vec v) { return v; }
+INLINE Vec as_floats(IVec v) { return to_floats(v); }
+
+// Scores of MR rows of q and the keys of NB parts, without the scales of q and of keys.
 template <class T, int MR, int NB>
 INLINE void score(const Attention& a, const typename Term<T>::Held* q, const int64_t* places, const int64_t* coming,
                   float* scores) {
+  using Sum = typename Term<T>::Sum;
   const char *keys[NB], *ahead[NB];
-  Vec acc[MR][NB];
+  Sum acc[MR][NB];
   for (int n = 0; n < NB; n++) {
     keys[n] = a.keys + places[n];
     ahead[n] = coming ? a.keys + coming[n] : nullptr;
-    for (int m = 0; m < MR; m++) acc[m][n] = Vec{};
+    for (int m = 0; m < MR; m++) acc[m][n] = Sum{};
+    if (HAS_SCALES<T> && coming) __builtin_prefetch(ahead[n] + a.scales_at);
   }
   constexpr int64_t width = Term<T>::width;
   int64_t steps = (a.head_dim + width - 1) / width;
@@ -71,22 +81,31 @@ INLINE void score(const Attention& a, const typename Term<T>::Held* q, const int
     add_terms<T>(acc, q + s * width, a.padded, [&](int n) { return keys[n] + s * 64; });
   }
   for (int m = 0; m < MR; m++)
-    for (int n = 0; n < NB; n++) store(scores + m * STEP_TOKENS + n * 16, acc[m][n]);
+    for (int n = 0; n < NB; n++) store(scores + m * STEP_TOKENS + n * 16, as_floats(acc[m][n]));
 }
 
-// sums (MR, padded) = sums * rescale + weights * values, for NV vectors of dimensions from `column` on.
+// sums (MR, padded) = sums * rescale + weights * values, for NV vectors of dimensions from `column` on. Weights that are
+// integers are multiplied by `units`.
 template <class T, int MR, int NV>
 INLINE void weigh(const Attention& a, const typename Term<T>::Held* weights, const Span& span, int64_t column,
-                  const float* rescale, float* sums) {
+                  const float* rescale, const float* units, float* sums) {
+  using Sum = typename Term<T>::Sum;
   constexpr int64_t width = Term<T>::width, steps = PART_TOKENS / width;
   int64_t row_bytes = a.padded * 4;
-  Vec acc[MR][NV];
+  Sum acc[MR][NV];
+  auto before = [&](int m, int n) { return load(sums + m * a.padded + column + n * 16) * rescale[m]; };
   for (int m = 0; m < MR; m++)
-    for (int n = 0; n < NV; n++) acc[m][n] = load(sums + m * a.padded + column + n * 16) * rescale[m];
+    for (int n = 0; n < NV; n++) {
+      if constexpr (IS_INTEGER<T>)
+        acc[m][n] = Sum{};
+      else
+        acc[m][n] = before(m, n);
+    }
   for (int64_t part = 0; part < span.parts; part++) {
     const char* values = a.values + span.places[part] + column * 4;
     const char* ahead = span.coming ? a.values + span.coming[part] + column * 4 : nullptr;
     const auto* w = weights + part * PART_TOKENS;
+    if (HAS_SCALES<T> && ahead && column == 0) __builtin_prefetch(ahead + a.scales_at);
     for (int64_t s = 0; s < steps; s++) {
       if (ahead)
 #pragma GCC unroll 8
@@ -96,7 +115,11 @@ INLINE void weigh(const Attention& a, const typename Term<T>::Held* weights, con
     }
   }
   for (int m = 0; m < MR; m++)
-    for (int n = 0; n < NV; n++) store(sums + m * a.padded + column + n * 16, acc[m][n]);
+    for (int n = 0; n < NV; n++) {
+      Vec total = as_floats(acc[m][n]);
+      if (IS_INTEGER<T>) total = fma(total, splat(units[m]), before(m, n));
+      store(sums + m * a.padded + column + n * 16, total);
+    }
 }
 
 // The positions [from, to) that a row attends to, relative to the first of a step.
@@ -104,12 +127,17 @@ struct Seen {
   int32_t from, to;
 };
 
+INLINE Vec scales_of(const Attention& a, const char* part) { return load((const float*)(part + a.scales_at)); }
+
 // Scales, caps and masks scores in place. Returns the lanewise maxima.
-INLINE Vec prepare(const Attention& a, float* scores, int64_t parts, Seen seen) {
+template <class T>
+INLINE Vec prepare(const Attention& a, float* scores, const Span& span, float scale, Seen seen) {
   Vec top = splat(-__builtin_inff());
+  int64_t parts = span.parts;
   bool masked = seen.from > 0 || seen.to < parts * 16;
   for (int64_t i = 0; i < parts; i++) {
-    Vec s = load(scores + i * 16) * a.scale;
+    Vec s = load(scores + i * 16) * scale;
+    if (HAS_SCALES<T>) s *= scales_of(a, a.keys + span.places[i]);
     if (a.softcap > 0) s = capped(s, a.softcap);
     if (masked) {
       IVec place = lane_numbers() + (int32_t)(i * 16);
@@ -121,8 +149,27 @@ INLINE Vec prepare(const Attention& a, float* scores, int64_t parts, Seen seen) 
   return top;
 }
 
+// Rounds numbers to 16-bit integers, of which the largest magnitude is LARGEST_SHORT. Returns their unit, or NaN if a number
+// is not finite. Writes zeros up to a multiple of 16.
+constexpr float LARGEST_SHORT = 32767.0f;
+template <class X>
+INLINE float round_to_shorts(const X* x, int64_t count, int16_t* to) {
+  Vec most{}, bad{};
+  for (int64_t i = 0; i < count; i += LANES) {
+    Vec v = load_some(x + i, count - i);
+    most = vmax(most, vmax(v, -v));
+    bad = fma(v, Vec{}, bad);
+  }
+  float top = largest(most), none = sum(bad);
+  Vec factor = splat(none == none && top > 1e-30f ? LARGEST_SHORT / top : 0.0f);
+  for (int64_t i = 0; i < count; i += LANES)
+    store_shorts(to + i, to_ints(round_to_int(load_some(x + i, count - i) * factor)));
+  return none == none ? top * (1.0f / LARGEST_SHORT) : none;
+}
+
 // The online softmax state of up to ROWS_AT_ONCE rows.
 struct State {
+  const float* scales;  // [row]: of scores
   float* tops;  // [16]: maxima
   float* sums;  // [row][16]: sums of weights, lane by lane
   float* values;  // [row][padded]: weighted values
@@ -131,7 +178,7 @@ struct State {
 template <class T, int MR>
 static void step_rows(const Attention& a, const typename Term<T>::Held* q, const Span& span, const Seen* seen,
                       const State& state) {
-  alignas(64) float scores[MR * STEP_TOKENS], tops[16] = {}, rescale[16];
+  alignas(64) float scores[MR * STEP_TOKENS], tops[16] = {}, rescale[16], units[MR];
   alignas(64) typename Term<T>::Held weights[MR * STEP_TOKENS];
   constexpr int NB = wide(MR);
   int64_t part = 0;
@@ -140,7 +187,8 @@ static void step_rows(const Attention& a, const typename Term<T>::Held* q, const
   for (; part < span.parts; part++)
     score<T, MR, 1>(a, q, span.places + part, span.coming ? span.coming + part : nullptr, scores + part * 16);
 
-  for (int m = 0; m < MR; m++) tops[m] = largest(prepare(a, scores + m * STEP_TOKENS, span.parts, seen[m]));
+  for (int m = 0; m < MR; m++)
+    tops[m] = largest(prepare<T>(a, scores + m * STEP_TOKENS, span, state.scales[m], seen[m]));
   Vec before = load(state.tops), now = vmax(before, load(tops));
   store(rescale, power_of_two<float>(before - now));
   store(state.tops, now);
@@ -148,18 +196,25 @@ static void step_rows(const Attention& a, const typename Term<T>::Held* q, const
   for (int m = 0; m < MR; m++) {
     Vec total = load(state.sums + m * 16) * rescale[m];
     for (int64_t i = 0; i < span.parts; i++) {
-      Vec w = power_of_two<T>(load(scores + m * STEP_TOKENS + i * 16) - tops[m]);
+      float* score = scores + m * STEP_TOKENS + i * 16;
+      Vec w = power_of_two<T>(load(score) - tops[m]);
       total += w;
-      store(weights + m * STEP_TOKENS + i * 16, w);
+      if (HAS_SCALES<T>) w *= scales_of(a, a.values + span.places[i]);
+      if constexpr (IS_INTEGER<T>)
+        store(score, w);
+      else
+        store(weights + m * STEP_TOKENS + i * 16, w);
     }
     store(state.sums + m * 16, total);
+    if constexpr (IS_INTEGER<T>)
+      units[m] = round_to_shorts(scores + m * STEP_TOKENS, span.parts * 16, weights + m * STEP_TOKENS);
   }
 
   constexpr int NV = wide(MR) > 4 ? 4 : wide(MR);
   int64_t column = 0;
   for (; column + NV * 16 <= a.padded; column += NV * 16)
-    weigh<T, MR, NV>(a, weights, span, column, rescale, state.values);
-  for (; column < a.padded; column += 16) weigh<T, MR, 1>(a, weights, span, column, rescale, state.values);
+    weigh<T, MR, NV>(a, weights, span, column, rescale, units, state.values);
+  for (; column < a.padded; column += 16) weigh<T, MR, 1>(a, weights, span, column, rescale, units, state.values);
 }
 
 template <class T>

@@ -18,7 +18,9 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-INLINE bool may_use_tiles(const Attention& a) { return a.is_bf16 && !a.strict && a.head_dim % 32 == 0 && a.scale > 0; }
+INLINE bool may_use_tiles(const Attention& a) {
+  return a.stored == Stored::bfloat16 && !a.strict && a.head_dim % 32 == 0 && a.scale > 0;
+}
 INLINE bool fits_tiles(const Attention& a, const Item& item) {
   return may_use_tiles(a) && item.rows >= TILES_FROM_ROWS;
 }

@@ -1,10 +1,12 @@
-// KV blocks: (num_layers, 2, num_blocks, kv_heads, block_size / 16, 16 * depth); index 0 of the second axis is keys.
-// depth is head_dim padded by zeros to a multiple of 16.
+// KV blocks: (num_layers, 2, num_blocks, kv_heads, block_size / 16, part); index 0 of the second axis is keys.
 //
-// Sixteen tokens of a head are contiguous. Keys are transposed, so that 16 scores are one vector: float32
-// [depth][16 tokens], bf16 [depth / 2][16 tokens][2]. Values are [16 tokens][depth], in bf16
-// [8 pairs of tokens][depth][2]. In words of 4 bytes, keys are [words][16 tokens] for both types.
+// A part has sixteen tokens of a head: 16 * depth numbers, and 16 float32 scales of 8-bit types. depth is head_dim padded
+// by zeros to a multiple of 16. Keys are transposed, so that 16 scores are one vector: float32 [depth][16 tokens], bf16
+// [depth / 2][16 tokens][2], 8 bits [depth / 4][16 tokens][4]. Values are float32 [16 tokens][depth], bf16
+// [8 pairs of tokens][depth][2], 8 bits [4 times 4 tokens][depth][4]. See terms.h for the order of four bytes. In words of
+// 4 bytes, keys are [words][16 tokens] for all types, and the scales are the last 16 words.
 #include "rows.h"
+#include "terms.h"
 
 namespace quire::ISA {
 
@@ -12,16 +14,76 @@ typedef uint32_t __attribute__((may_alias)) Word;
 typedef uint32_t Quad __attribute__((vector_size(16)));
 
 namespace {
+// Of blocks of K. Sizes are in numbers of this type.
+template <class K>
 struct Layout {
   int64_t num_blocks, heads, block_size, dim;
 
+  static constexpr int64_t scale = HAS_SCALES<K> ? sizeof(float) : 0;
   int64_t depth() const { return up_to(dim, 16); }
-  // element offset of the keys, or values, of a head in a block of a layer
+  int64_t row() const { return depth() + scale; }         // of a token
+  int64_t canonical_row() const { return dim + scale; }  // of a token in the canonical layout
+  int64_t part() const { return 16 * row(); }
+  int64_t words() const { return row() * sizeof(K) / sizeof(Word); }  // of a token
+  // the keys, or values, of a head in a block of a layer
   int64_t offset(int64_t layer, int64_t is_value, int64_t block, int64_t head) const {
-    return (((layer * 2 + is_value) * num_blocks + block) * heads + head) * block_size * depth();
+    return (((layer * 2 + is_value) * num_blocks + block) * heads + head) * (block_size / 16) * part();
   }
 };
 }  // namespace
+
+// ---- 8 bits ----
+
+template <class K>
+constexpr float LARGEST = 127.0f;
+template <class X>
+constexpr float LARGEST<Fp8<X>> = 448.0f;
+
+// Codes of numbers of at most LARGEST; ties to even.
+INLINE IVec codes_of(Vec v, int8_t) { return to_ints(round_to_int(v)); }
+INLINE IVec codes_of(Vec v, Fp8<float>) {
+  UVec bits = (UVec)v, sign = bits >> 24 & 0x80u, rest = bits & 0x7fffffffu;
+  UVec normal = ((rest + 0x7ffffu + (rest >> 20 & 1u)) >> 20) - (120u << 3);
+  UVec subnormal = (UVec)((Vec)rest + 16384.0f) - as_bits(16384.0f);  // the sum is rounded to units of 2^-9
+  IVec is_normal = (Vec)rest >= 0x1p-6f;
+  return (IVec)(((normal & (UVec)is_normal) | (subnormal & ~(UVec)is_normal)) | sign);
+}
+
+// Rounds a head to codes and a scale, with which the largest magnitude is LARGEST. The scale is NaN if a number is not
+// finite.
+template <class T, class K>
+static void round_head(const T* x, const Layout<K>& layout, K* row) {
+  Vec most{}, bad{}, limit = splat(LARGEST<K>);
+  each_vector(layout.dim, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+    Vec v = load_some(x + i, n);
+    most = vmax(most, vmax(v, -v));
+    bad = fma(v, Vec{}, bad);
+  });
+  float none = sum(bad), scale = largest(most) / LARGEST<K>;
+  memset(row, 0, layout.depth());
+  if (none == none && scale > 0)
+    each_vector(layout.dim, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+      Vec v = load_some(x + i, n) / splat(scale);
+      store_bytes(row + i, codes_of(vmax(-limit, vmin(limit, v)), K{}));
+    });
+  if (none != none) scale = none;
+  memcpy(row + layout.depth(), &scale, sizeof scale);
+}
+
+// A head in the canonical layout.
+template <class K>
+INLINE void round_head(const K* canonical, const Layout<K>& layout, K* row) {
+  memcpy(row, canonical, layout.dim);
+  memset(row + layout.dim, 0, layout.depth() - layout.dim);
+  memcpy(row + layout.depth(), canonical + layout.dim, layout.scale);
+}
+
+// Exchanges the inner two bytes of words: from the order of numbers to the stored order, or back.
+INLINE void swap_inner(Word* words, int64_t count) {
+  for (int64_t i = 0; i < count; i++)
+    words[i] = (words[i] & 0xff0000ffu) | (words[i] & 0xff00u) << 8 | (words[i] >> 8 & 0xff00u);
+}
+constexpr int64_t INNER_SWAPPED[] = {0, 2, 1, 3};
 
 // ---- keys ----
 
@@ -51,32 +113,40 @@ static void put_keys(const Word* rows, Word* sixteen, int64_t place, int64_t cou
       t++;
       continue;
     }
-    for (int64_t w = 0; w < words; w += 4) {
+    int64_t w = 0;
+    for (; w + 4 <= words; w += 4) {
       Quad quads[4];
       for (int i = 0; i < 4; i++) quads[i] = load_quad(row + i * words + w);
       transpose(quads);
       for (int i = 0; i < 4; i++) memcpy(out + (w + i) * 16, &quads[i], 16);
     }
+    for (; w < words; w++)
+      for (int i = 0; i < 4; i++) out[w * 16 + i] = row[i * words + w];
     t += 4;
   }
 }
 
 // Reads all sixteen keys as rows of `words`.
 static void get_keys(const Word* sixteen, Word* rows, int64_t words) {
-  for (int64_t t = 0; t < 16; t += 4)
-    for (int64_t w = 0; w < words; w += 4) {
+  for (int64_t t = 0; t < 16; t += 4) {
+    int64_t w = 0;
+    for (; w + 4 <= words; w += 4) {
       Quad quads[4];
       for (int i = 0; i < 4; i++) quads[i] = load_quad(sixteen + (w + i) * 16 + t);
       transpose(quads);
       for (int i = 0; i < 4; i++) memcpy(rows + (t + i) * words + w, &quads[i], 16);
     }
+    for (; w < words; w++)
+      for (int i = 0; i < 4; i++) rows[(t + i) * words + w] = sixteen[w * 16 + t + i];
+  }
 }
 
 // ---- values ----
 
 // Writes the values of `count` tokens, `stride` elements apart, to tokens [place, place + count) of sixteen.
 template <class T>
-static void put_values(const T* v, int64_t stride, float* sixteen, int64_t place, int64_t count, const Layout& layout) {
+static void put_values(const T* v, int64_t stride, float* sixteen, int64_t place, int64_t count,
+                       const Layout<float>& layout) {
   int64_t dim = layout.dim, depth = layout.depth();
   for (int64_t t = 0; t < count; t++)
     for (int64_t i = 0; i < depth; i += LANES)
@@ -84,7 +154,8 @@ static void put_values(const T* v, int64_t stride, float* sixteen, int64_t place
 }
 
 template <class T>
-static void put_values(const T* v, int64_t stride, bf16* sixteen, int64_t place, int64_t count, const Layout& layout) {
+static void put_values(const T* v, int64_t stride, bf16* sixteen, int64_t place, int64_t count,
+                       const Layout<bf16>& layout) {
   int64_t dim = layout.dim, depth = layout.depth();
   for (int64_t t = 0; t < count;) {
     const T* row = v + t * stride;
@@ -105,10 +176,27 @@ static void put_values(const T* v, int64_t stride, bf16* sixteen, int64_t place,
   }
 }
 
-INLINE void get_value(const float* sixteen, int64_t place, float* out, const Layout& layout) {
+// The same for rows of codes and a scale.
+template <class K>
+static void put_values(const K* rows, K* sixteen, int64_t place, int64_t count, const Layout<K>& layout) {
+  int64_t depth = layout.depth();
+  for (int64_t t = 0; t < count; t++) {
+    const K* row = rows + t * layout.row();
+    K* out = sixteen + (place + t) / 4 * 4 * depth + INNER_SWAPPED[(place + t) % 4];
+    for (int64_t i = 0; i < depth; i++) out[4 * i] = row[i];
+    memcpy(sixteen + 16 * depth + (place + t) * layout.scale, row + depth, layout.scale);
+  }
+}
+
+INLINE void get_value(const float* sixteen, int64_t place, float* out, const Layout<float>& layout) {
   memcpy(out, sixteen + place * layout.depth(), layout.dim * sizeof(float));
 }
-INLINE void get_value(const bf16* sixteen, int64_t place, bf16* out, const Layout& layout) {
+INLINE void get_value(const int8_t* sixteen, int64_t place, int8_t* out, const Layout<int8_t>& layout) {
+  const int8_t* row = sixteen + place / 4 * 4 * layout.depth() + INNER_SWAPPED[place % 4];
+  for (int64_t i = 0; i < layout.dim; i++) out[i] = row[4 * i];
+  memcpy(out + layout.dim, sixteen + 16 * layout.depth() + place * layout.scale, layout.scale);
+}
+INLINE void get_value(const bf16* sixteen, int64_t place, bf16* out, const Layout<bf16>& layout) {
   const bf16* row = sixteen + place / 2 * 2 * layout.depth() + place % 2;
   for (int64_t i = 0; i < layout.dim; i++) out[i] = row[2 * i];
 }
@@ -126,21 +214,52 @@ struct Tokens {
 };
 }  // namespace
 
+namespace {
+template <class K>
+struct Scratch {
+  K* rows;         // [16][row]
+  float* rotated;  // [depth], for 8-bit types
+};
+}  // namespace
+
+// Writes the key of a token, rotated, as a row of words in the stored order.
+template <class T, class K>
+INLINE void make_key(const Tokens<T>& in, int64_t t, const Layout<K>& layout, const Scratch<K>& scratch) {
+  const T* k = in.k + t * in.k_stride;
+  const float *cos = in.cos + t * in.half, *sin = in.sin + t * in.half;
+  K* row = scratch.rows + t * layout.row();
+  if constexpr (!HAS_SCALES<K>) {
+    rotate(k, row, cos, sin, in.half, layout.dim);
+  } else {
+    if constexpr (HAS_SCALES<T>) {
+      round_head(k, layout, row);
+    } else {
+      rotate(k, scratch.rotated, cos, sin, in.half, layout.dim);
+      round_head(scratch.rotated, layout, row);
+    }
+    swap_inner((Word*)row, layout.depth() / sizeof(Word));
+  }
+}
+
 // Stores `count` tokens from slot `place` of a block on. If `place` is 0, the slots after them are zeroed.
 template <class T, class K>
-static void store_tokens(Tokens<T> in, K* keys, K* values, int64_t place, int64_t count, const Layout& layout, K* rows) {
-  int64_t depth = layout.depth();
+static void store_tokens(Tokens<T> in, K* keys, K* values, int64_t place, int64_t count, const Layout<K>& layout,
+                         const Scratch<K>& scratch) {
   if (place == 0) {
-    int64_t filled = count / 16 * 16;
-    memset(keys + filled * depth, 0, (layout.block_size - filled) * depth * sizeof(K));
-    memset(values + filled * depth, 0, (layout.block_size - filled) * depth * sizeof(K));
+    int64_t filled = count / 16 * layout.part(), all = layout.block_size / 16 * layout.part();
+    memset((void*)(keys + filled), 0, (all - filled) * sizeof(K));
+    memset((void*)(values + filled), 0, (all - filled) * sizeof(K));
   }
   while (count > 0) {
-    int64_t first = place % 16, some = min(count, 16 - first), offset = (place - first) * depth;
-    for (int64_t t = 0; t < some; t++)
-      rotate(in.k + t * in.k_stride, rows + t * depth, in.cos + t * in.half, in.sin + t * in.half, in.half, layout.dim);
-    put_keys((const Word*)rows, (Word*)(keys + offset), first, some, depth * sizeof(K) / sizeof(Word));
-    put_values(in.v, in.v_stride, values + offset, first, some, layout);
+    int64_t first = place % 16, some = min(count, 16 - first), offset = place / 16 * layout.part();
+    for (int64_t t = 0; t < some; t++) make_key(in, t, layout, scratch);
+    put_keys((const Word*)scratch.rows, (Word*)(keys + offset), first, some, layout.words());
+    if constexpr (HAS_SCALES<K>) {
+      for (int64_t t = 0; t < some; t++) round_head(in.v + t * in.v_stride, layout, scratch.rows + t * layout.row());
+      put_values(scratch.rows, values + offset, first, some, layout);
+    } else {
+      put_values(in.v, in.v_stride, values + offset, first, some, layout);
+    }
     in.k += some * in.k_stride;
     in.v += some * in.v_stride;
     in.cos += some * in.half;
@@ -150,11 +269,12 @@ static void store_tokens(Tokens<T> in, K* keys, K* values, int64_t place, int64_
   }
 }
 
-// Zeroed scratch for sixteen rows of keys.
+// Zeroed scratch.
 template <class K>
-static K* zero_rows(const Layout& layout, const Team& team) {
-  size_t num_bytes = 16 * layout.depth() * sizeof(K);
-  return (K*)memset(team.scratch(num_bytes), 0, num_bytes);
+static Scratch<K> zero_scratch(const Layout<K>& layout, const Team& team) {
+  size_t rows = layout.part() * sizeof(K), rotated = layout.depth() * sizeof(float);
+  auto memory = (char*)memset(team.scratch(rows + rotated), 0, rows + rotated);
+  return {(K*)memory, (float*)(memory + rows)};
 }
 
 namespace {
@@ -175,11 +295,11 @@ struct Slots {
 
 // Threads divide pairs of a run of tokens and a head, so that no two threads write the same memory.
 template <class T, class K>
-static void store_step(const Tokens<T>& all, const Slots& slots, K* data, int64_t layer, const Layout& layout,
+static void store_step(const Tokens<T>& all, const Slots& slots, K* data, int64_t layer, const Layout<K>& layout,
                        const Team& team) {
   int64_t heads = layout.heads, dim = layout.dim, begin, end, counted = -1, count = 0;
   part_of(team, slots.num_tokens * heads, 16 * dim, &begin, &end);  // 16 *: a key touches one cache line per word
-  K* rows = zero_rows<K>(layout, team);
+  Scratch<K> scratch = zero_scratch(layout, team);
   for (int64_t i = begin; i < end; i++) {
     int64_t token = i / heads, head = i % heads, slot = slots.of_tokens[token];
     if (slot < 0 || slot >= layout.num_blocks * layout.block_size || !slots.begins(token)) continue;
@@ -192,26 +312,37 @@ static void store_step(const Tokens<T>& all, const Slots& slots, K* data, int64_
     in.cos += token * all.half;
     in.sin += token * all.half;
     store_tokens(in, data + layout.offset(layer, 0, block, head), data + layout.offset(layer, 1, block, head),
-                 slot % layout.block_size, count, layout, rows);
+                 slot % layout.block_size, count, layout, scratch);
   }
 }
 
-template <class T>
-static void rotary_write_of(const Arg* a, const Team& team) {
+template <class T, class K>
+static void rotary_write_to(const Arg* a, const Team& team) {
   int64_t tokens = a[10].integer, heads = a[11].integer, layer = a[19].integer;
-  Layout layout = {a[18].integer, a[12].integer, a[17].integer, a[13].integer};
+  Layout<K> layout = {a[18].integer, a[12].integer, a[17].integer, a[13].integer};
   Tokens<T> all = {(const T*)a[1].data, (const T*)a[2].data, a[15].integer, a[16].integer, (const float*)a[3].data,
                    (const float*)a[4].data, a[3].data ? a[20].integer : 0};
   Slots slots = {(const int64_t*)a[6].data, tokens, layout.block_size};
   auto q = (const T*)a[0].data;
   if (q) rotate_heads(q, a[14].integer, (T*)a[5].data, all.cos, all.sin, all.half, tokens, heads, layout.dim, team);
-  if (a[9].integer)
-    store_step(all, slots, (bf16*)a[7].data, layer, layout, team);
-  else
-    store_step(all, slots, (float*)a[7].data, layer, layout, team);
+  store_step(all, slots, (K*)a[7].data, layer, layout, team);
 }
 
-// q or None, k, v, cos or None, sin, q_out, slots int64 (num_tokens,), blocks, dtype, dtype of blocks, num_tokens, heads,
+template <class T>
+static void rotary_write_of(const Arg* a, const Team& team) {
+  switch ((Stored)a[9].integer) {
+    case Stored::float32:
+      return rotary_write_to<T, float>(a, team);
+    case Stored::bfloat16:
+      return rotary_write_to<T, bf16>(a, team);
+    case Stored::int8:
+      return rotary_write_to<T, int8_t>(a, team);
+    case Stored::fp8:
+      return rotary_write_to<T, Fp8<float>>(a, team);
+  }
+}
+
+// q or None, k, v, cos or None, sin, q_out, slots int64 (num_tokens,), blocks, dtype, Stored, num_tokens, heads,
 // kv_heads, head_dim, token strides of q, k, v, block_size, num_blocks, layer, rotary_dim / 2
 // Rotates q into q_out, which is contiguous, and stores rotated k, and v. A slot is block * block_size + offset; tokens
 // whose slots are outside of the blocks are not stored. The tokens of one block must be consecutive.
@@ -222,62 +353,73 @@ void rotary_write(const Arg* a, const Team& team) {
     rotary_write_of<float>(a, team);
 }
 
-// ---- the canonical layout: (num_layers, 2, count, block_size, kv_heads, head_dim) ----
+// ---- the canonical layout: (num_layers, 2, count, block_size, kv_heads, canonical row) ----
 
 template <class K>
-static void pack(const Arg* a, const Layout& layout, int64_t layers, int64_t count, const Team& team) {
+static void pack(const Arg* a, const Layout<K>& layout, int64_t layers, int64_t count, const Team& team) {
   auto blocks = (const int64_t*)a[1].data;
-  int64_t heads = layout.heads, dim = layout.dim, depth = layout.depth(), begin, end;
+  int64_t heads = layout.heads, dim = layout.canonical_row(), begin, end;
   part_of(team, layers * 2 * count * heads, layout.block_size * dim, &begin, &end);
-  K* rows = (K*)team.scratch(16 * depth * sizeof(K));
+  K* rows = (K*)team.scratch(layout.part() * sizeof(K));
   for (int64_t i = begin; i < end; i++) {
     int64_t head = i % heads, index = i / heads, plane = index / count;
     const K* in = (const K*)a[0].data + layout.offset(plane / 2, plane % 2, blocks[index % count], head);
     K* out = (K*)a[2].data + (index * layout.block_size * heads + head) * dim;
     for (int64_t place = 0; place < layout.block_size; place++, out += heads * dim) {
-      const K* sixteen = in + place / 16 * 16 * depth;
+      const K* sixteen = in + place / 16 * layout.part();
       if (plane % 2) {
         get_value(sixteen, place % 16, out, layout);
         continue;
       }
-      if (place % 16 == 0) get_keys((const Word*)sixteen, (Word*)rows, depth * sizeof(K) / sizeof(Word));
-      memcpy(out, rows + place % 16 * depth, dim * sizeof(K));
+      K* row = rows + place % 16 * layout.row();
+      if (place % 16 == 0) get_keys((const Word*)sixteen, (Word*)rows, layout.words());
+      if (HAS_SCALES<K>) swap_inner((Word*)row, layout.depth() / sizeof(Word));
+      memcpy(out, row, layout.dim * sizeof(K));
+      memcpy(out + layout.dim, row + layout.depth(), layout.scale);
     }
   }
 }
 
 template <class K>
-static void unpack(const Arg* a, const Layout& layout, int64_t layers, int64_t count, const Team& team) {
+static void unpack(const Arg* a, const Layout<K>& layout, int64_t layers, int64_t count, const Team& team) {
   auto blocks = (const int64_t*)a[1].data;
-  int64_t heads = layout.heads, dim = layout.dim, stride = heads * dim, begin, end;
+  int64_t heads = layout.heads, dim = layout.canonical_row(), stride = heads * dim, begin, end;
   part_of(team, layers * count * heads, 2 * layout.block_size * dim, &begin, &end);
-  K* rows = zero_rows<K>(layout, team);
+  Scratch<K> scratch = zero_scratch(layout, team);
   for (int64_t i = begin; i < end; i++) {
     int64_t head = i % heads, index = i / heads % count, layer = i / heads / count, block = blocks[index];
     const K* k = (const K*)a[2].data + (layer * 2 * count + index) * layout.block_size * stride + head * dim;
     Tokens<K> in = {k, k + count * layout.block_size * stride, stride, stride, nullptr, nullptr, 0};
     K* data = (K*)a[0].data;
     store_tokens(in, data + layout.offset(layer, 0, block, head), data + layout.offset(layer, 1, block, head), 0,
-                 layout.block_size, layout, rows);
+                 layout.block_size, layout, scratch);
   }
 }
 
-// data, blocks int64 (count,), canonical, dtype, num_layers, num_blocks, count, kv_heads, block_size, head_dim
+// Calls run(layout) with the Layout of K for a Stored, for kernels that move numbers as they are.
+template <class Run>
+INLINE void with_layout(const Arg& stored, int64_t num_blocks, int64_t heads, int64_t block_size, int64_t dim, Run run) {
+  switch ((Stored)stored.integer) {
+    case Stored::float32:
+      return run(Layout<float>{num_blocks, heads, block_size, dim});
+    case Stored::bfloat16:
+      return run(Layout<bf16>{num_blocks, heads, block_size, dim});
+    case Stored::int8:
+    case Stored::fp8:
+      return run(Layout<int8_t>{num_blocks, heads, block_size, dim});
+  }
+}
+
+// data, blocks int64 (count,), canonical, Stored, num_layers, num_blocks, count, kv_heads, block_size, head_dim
 void pack_blocks(const Arg* a, const Team& team) {
-  Layout layout = {a[5].integer, a[7].integer, a[8].integer, a[9].integer};
-  if (a[3].integer)
-    pack<bf16>(a, layout, a[4].integer, a[6].integer, team);
-  else
-    pack<float>(a, layout, a[4].integer, a[6].integer, team);
+  with_layout(a[3], a[5].integer, a[7].integer, a[8].integer, a[9].integer,
+              [&](auto layout) { pack(a, layout, a[4].integer, a[6].integer, team); });
 }
 
 // The inverse of pack_blocks, with the same arguments.
 void unpack_blocks(const Arg* a, const Team& team) {
-  Layout layout = {a[5].integer, a[7].integer, a[8].integer, a[9].integer};
-  if (a[3].integer)
-    unpack<bf16>(a, layout, a[4].integer, a[6].integer, team);
-  else
-    unpack<float>(a, layout, a[4].integer, a[6].integer, team);
+  with_layout(a[3], a[5].integer, a[7].integer, a[8].integer, a[9].integer,
+              [&](auto layout) { unpack(a, layout, a[4].integer, a[6].integer, team); });
 }
 
 // ---- copies ----
@@ -287,34 +429,44 @@ static void copy_keys(const Word* source, Word* target, int64_t count, int64_t w
   for (int64_t w = 0; w < words * 16; w++) target[w] = w % 16 < count ? source[w] : 0;
 }
 
-static void copy_values(const Word* source, Word* target, int64_t count, int64_t depth, bool paired) {
-  int64_t whole = (paired ? count / 2 : count) * depth, all = (paired ? 8 : 16) * depth;
+template <class K>
+static void copy_values(const Word* source, Word* target, int64_t count, const Layout<K>& layout) {
+  constexpr int64_t together = sizeof(Word) / sizeof(K);  // tokens whose numbers are in one word
+  static const Word kFirst[] = {0, sizeof(K) == 1 ? 0xffu : 0xffffu, 0x00ff00ffu, 0x00ffffffu};
+  int64_t depth = layout.depth(), whole = count / together * depth, all = 16 / together * depth;
   memcpy(target, source, whole * sizeof(Word));
-  if (paired && count % 2)
-    for (int64_t i = 0; i < depth; i++, whole++) target[whole] = source[whole] & 0xffff;
+  if (count % together)
+    for (int64_t i = 0; i < depth; i++, whole++) target[whole] = source[whole] & kFirst[count % together];
   memset(target + whole, 0, (all - whole) * sizeof(Word));
+  if (HAS_SCALES<K>) copy_keys(source + all, target + all, count, 1);
 }
 
-// data, pairs int64 (count, 2) of which no target is a source, dtype, num_layers, num_blocks, count, kv_heads,
-// block_size, head_dim, num_tokens
-void copy_blocks(const Arg* a, const Team& team) {
+template <class K>
+static void copy(const Arg* a, const Layout<K>& layout, const Team& team) {
   auto pairs = (const int64_t*)a[1].data;
-  int64_t paired = a[2].integer, count = a[5].integer, num_tokens = a[9].integer, begin, end;
-  Layout layout = {a[4].integer, a[6].integer, a[7].integer, a[8].integer};
-  int64_t heads = layout.heads, depth = layout.depth(), words = paired ? depth / 2 : depth;  // per token
-  part_of(team, a[3].integer * 2 * count * heads, layout.block_size * words, &begin, &end);
+  int64_t count = a[5].integer, num_tokens = a[9].integer, heads = layout.heads, part = layout.part(), begin, end;
+  part_of(team, a[3].integer * 2 * count * heads, layout.block_size * layout.words(), &begin, &end);
   for (int64_t i = begin; i < end; i++) {
-    int64_t index = i / heads % count, plane = i / heads / count, scale = paired ? 2 : 1;
+    int64_t index = i / heads % count, plane = i / heads / count;
     const int64_t* pair = pairs + 2 * index;
-    auto source = (const Word*)a[0].data + layout.offset(plane / 2, plane % 2, pair[0], i % heads) / scale;
-    auto target = (Word*)a[0].data + layout.offset(plane / 2, plane % 2, pair[1], i % heads) / scale;
-    int64_t whole = num_tokens / 16 * 16, rest = num_tokens % 16, at = whole * words;
-    memcpy(target, source, at * sizeof(Word));
-    if (rest && plane % 2) copy_values(source + at, target + at, rest, depth, paired);
-    if (rest && plane % 2 == 0) copy_keys(source + at, target + at, rest, words);
-    if (rest) whole += 16;
-    memset(target + whole * words, 0, (layout.block_size - whole) * words * sizeof(Word));
+    const K* source = (const K*)a[0].data + layout.offset(plane / 2, plane % 2, pair[0], i % heads);
+    K* target = (K*)a[0].data + layout.offset(plane / 2, plane % 2, pair[1], i % heads);
+    int64_t whole = num_tokens / 16, rest = num_tokens % 16;
+    auto from = (const Word*)(source + whole * part);
+    auto to = (Word*)(target + whole * part);
+    memcpy((void*)target, source, whole * part * sizeof(K));
+    if (rest && plane % 2) copy_values(from, to, rest, layout);
+    if (rest && plane % 2 == 0) copy_keys(from, to, rest, layout.words());
+    if (rest) whole++;
+    memset((void*)(target + whole * part), 0, (layout.block_size / 16 - whole) * part * sizeof(K));
   }
+}
+
+// data, pairs int64 (count, 2) of which no target is a source, Stored, num_layers, num_blocks, count, kv_heads, block_size,
+// head_dim, num_tokens
+void copy_blocks(const Arg* a, const Team& team) {
+  with_layout(a[2], a[4].integer, a[6].integer, a[7].integer, a[8].integer,
+              [&](auto layout) { copy(a, layout, team); });
 }
 
 }  // namespace quire::ISA

@@ -1,6 +1,7 @@
 // Codes: rows of x rounded to 8 bits, and their products with unsigned codes of weights. Scales of weights.
 #pragma once
 #include "products.h"
+#include "terms.h"
 
 namespace quire::ISA {
 
@@ -57,17 +58,6 @@ INLINE float store_scale(ScaleType type, char* p, int64_t index, float x) {
 
 constexpr float SMALLEST_ROUNDED = 0x1p-96f;
 
-// Writes 16 numbers as bytes.
-INLINE void store_bytes(int8_t* p, IVec v) {
-#if defined(__AVX512F__)
-  _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)v));
-#else
-  int32_t all[LANES];
-  store_bits(all, v);
-  for (int i = 0; i < LANES; i++) p[i] = (int8_t)all[i];
-#endif
-}
-
 // Rounds a row to codes in [-127, 127], x = scale * code, and returns the scale. A row with NaN or infinity has the scale
 // NaN, so that all its products are NaN. A row whose largest magnitude is below 2^-96 has codes 0. Codes behind the row,
 // up to a multiple of 16, become 0.
@@ -122,19 +112,6 @@ INLINE void hold_codes(const int8_t* codes, HeldCode* held, int64_t count) {
     held[i + 3] = codes[i + 3];
   }
 }
-// Sums of the products of two numbers of 16 bits.
-INLINE Ints add_pairs(Ints a, Ints b) {
-#if defined(__AVX512BW__)
-  return (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
-#elif defined(__AVX2__)
-  return (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
-#elif defined(__SSE2__)
-  return (Ints)_mm_madd_epi16((__m128i)a, (__m128i)b);
-#else
-  return (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
-#endif
-}
-EACH_OF_TWO(add_pairs)
 INLINE IVec dot(IVec acc, const HeldCode* x, Codes w) {
   int32_t even, odd;
   memcpy(&even, x, 4);

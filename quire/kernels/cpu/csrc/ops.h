@@ -26,7 +26,7 @@ bool has_tiles();  // whether the processor has AMX and the system permits this 
   OP(unpack_blocks, "tttiiiiiii") \
   OP(copy_blocks, "ttiiiiiiii") \
   OP(attention_plan, "ttttiii") \
-  OP(attention, "tttttttiiiiiiiiiiiiidd") \
-  OP(attention_contiguous, "tttttttiiiiiiiiiiiiidd") \
+  OP(attention, "tttttttiiiiiiiiiiiiiidd") \
+  OP(attention_contiguous, "tttttttiiiiiiiiiiiiiidd") \
   OP(sample, "tttiiiiooooo") \
   OP(logprobs, "ttttttiiiiii")

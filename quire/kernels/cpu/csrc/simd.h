@@ -38,6 +38,7 @@ constexpr int REGISTER_LANES = REGISTER_BYTES / 4;
 typedef float Floats __attribute__((vector_size(REGISTER_BYTES)));
 typedef int32_t Ints __attribute__((vector_size(REGISTER_BYTES)));
 typedef uint32_t UInts __attribute__((vector_size(REGISTER_BYTES)));
+typedef int16_t Shorts __attribute__((vector_size(REGISTER_BYTES)));
 typedef double Doubles __attribute__((vector_size(REGISTER_BYTES)));
 typedef int64_t Longs __attribute__((vector_size(REGISTER_BYTES)));
 typedef uint64_t ULongs __attribute__((vector_size(REGISTER_BYTES)));
@@ -49,6 +50,7 @@ using Vector = typename Several<Register, 64 / REGISTER_BYTES>::Type;
 using Vec = Vector<Floats>;
 using IVec = Vector<Ints>;
 using UVec = Vector<UInts>;
+using SVec = Vector<Shorts>;  // 32 numbers
 using DVec = Vector<Doubles>;  // 8 numbers, like the next two
 using LVec = Vector<Longs>;
 using ULVec = Vector<ULongs>;
@@ -167,6 +169,26 @@ INLINE void store_some(T* p, Vec v, int64_t n) {
   T all[LANES];
   store(all, v);
   memcpy(p, all, n * sizeof(T));
+}
+
+// Writes the lower bytes, or the lower halves, of 16 integers.
+INLINE void store_bytes(void* p, IVec v) {
+#if defined(__AVX512F__)
+  _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)v));
+#else
+  int32_t all[LANES];
+  store_bits(all, v);
+  for (int i = 0; i < LANES; i++) ((int8_t*)p)[i] = (int8_t)all[i];
+#endif
+}
+INLINE void store_shorts(int16_t* p, IVec v) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)v));
+#else
+  int32_t all[LANES];
+  store_bits(all, v);
+  for (int i = 0; i < LANES; i++) p[i] = (int16_t)all[i];
+#endif
 }
 
 // ---- arithmetic ----
