@@ -101,8 +101,11 @@ def zeros_behind_heads(storage):
     group, depth = storage.group, cpu.padded_head_dim(storage.group.head_dim)
     keys, values = storage.data[:, 0, ..., : 16 * depth], storage.data[:, 1, ..., : 16 * depth]
     terms = 4 // storage.data.itemsize
-    order = [0, 2, 1, 3] if terms == 4 else list(range(terms))
-    keys = keys.unflatten(-1, (depth // terms, 16, terms))[..., order].transpose(-1, -2).flatten(-3, -2)
+    keys = keys.unflatten(-1, (depth // terms, 16, terms))
+    keys = keys[..., [0, 2, 1, 3]] if group.dtype == "fp8_e4m3" else keys
+    if group.dtype == "int8":  # stored as key + 128, and zeroed memory stays zero
+        keys = torch.where(keys == 128, 0, keys)
+    keys = keys.transpose(-1, -2).flatten(-3, -2)
     values = values.unflatten(-1, (16 // terms, depth, terms))
     return not keys[..., group.head_dim :, :].any() and not values[..., group.head_dim :, :].any()
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from quire.config import KVGroup
 from quire.kernels.contract import DTYPES, Batch, Storage
+from quire.kernels.reference.codes import quantize_activations
 from quire.kernels.reference.quantized import from_stored, stored_dtype_and_size, to_stored
 
 _C = pytest.importorskip("quire.kernels.cpu._C")
@@ -36,7 +37,8 @@ def laid_out(tokens, dtype, block_size):
         rows = to_stored(torch.from_numpy(tokens), dtype).numpy().reshape(-1, 16, tokens.shape[1] + 4)
         codes = np.zeros((len(rows), 16, padded), np.uint8)
         codes[:, :, : tokens.shape[1]] = rows[:, :, :-4]
-        keys = codes.reshape(-1, 16, padded // 4, 4)[..., [0, 2, 1, 3]].transpose(0, 2, 1, 3)
+        keys = codes.reshape(-1, 16, padded // 4, 4).transpose(0, 2, 1, 3)
+        keys = keys ^ 0x80 if dtype == "int8" else keys[..., [0, 2, 1, 3]]
         values = codes.reshape(-1, 4, 4, padded)[:, :, [0, 2, 1, 3]].transpose(0, 1, 3, 2)
         scales = rows[:, :, -4:].reshape(len(rows), -1)
         return [np.concatenate((some.reshape(len(rows), -1), scales), 1) for some in (keys, values)]
@@ -123,10 +125,17 @@ class Case:
     def expected(self, softcap=0.0, scale=0.2):
         return np.concatenate(
             [
-                naive(q.double().numpy(), *self.stored(kv).double().numpy(), start, scale, self.window, softcap)
+                naive(self.rounded(q), *self.stored(kv).double().numpy(), start, scale, self.window, softcap)
                 for q, kv, (start, _) in zip(self.q, self.kv, self.spans, strict=True)
             ]
         )
+
+    def rounded(self, q):
+        """Queries as they are multiplied: for keys of int8, with 8 bits."""
+        if self.dtype != "int8":
+            return q.double().numpy()
+        codes, scales = quantize_activations(q.flatten(0, 1))
+        return (codes.double() * scales.double()).view(q.shape).numpy()
 
     def stored(self, kv):
         return from_stored(to_stored(kv, self.dtype), self.dtype)

@@ -5,9 +5,9 @@
 // bf16 [8][Dp][2], float32 [16][Dp]. The dot-product instructions read this layout, and keys are AMX tiles.
 //
 // Parts of 8-bit numbers are keys [Dp / 4][16][4], or values [4][Dp][4], and 16 float32 scales, one for each token. See
-// terms.h for the order of four bytes. fp8 is multiplied in floats. int8 is multiplied in integers: queries are rounded
-// to 16 bits with a scale for each row, and so are the products of softmax weights and scales of values, with a scale
-// for each row and step. So results are within a 32767th of the largest terms.
+// terms.h for the order of four bytes. fp8 is multiplied in floats. int8 is multiplied in integers: queries are rounded to
+// 8 bits with a scale for each row, and keys are stored as key + 128 in the order of dimensions. The products of softmax
+// weights and scales of values are rounded to 16 bits, with a scale for each row and step.
 //
 // Threads take items of work (see attention_items.h) one by one, the most expensive first. An item processes its
 // positions in steps with a running maximum and sum (Milakov and Gimelshein 2018, Dao et al. 2022). The parts of a
@@ -41,7 +41,8 @@ static int64_t locate(const Attention& a, int64_t chunk, int64_t head, int64_t b
 // A thread's state of the rows of an item.
 struct Rows {
   void* q;        // [row][padded]
-  float* scales;  // [row]: of scores; includes that of q if q is rounded to integers
+  float* scales;   // [row]: of scores; includes that of q if q is rounded to integers
+  int32_t* begin;  // [row]: see State
   float* tops;    // [row / ROWS_AT_ONCE][16]
   float* sums;    // [row][16]
   float* values;  // [row][padded]
@@ -97,14 +98,20 @@ struct Query<Fp8<X>> {
 
 template <class T>
 static void begin_rows(const Attention& a, const Item& item, const Rows& rows) {
-  auto q = (typename Term<T>::Held*)rows.q;
+  auto q = (typename ScoreTerm<T>::Held*)rows.q;
   memset(q, 0, item.rows * a.padded * sizeof(*q));
   for (int64_t i = 0; i < item.rows; i++, q += a.padded) {
-    if constexpr (IS_INTEGER<T>)
-      rows.scales[i] = a.scale * (a.is_bf16 ? round_to_shorts(query<bf16>(a, item, i), a.head_dim, q)
-                                            : round_to_shorts(query<float>(a, item, i), a.head_dim, q));
-    else
-      rows.scales[i] = a.scale, hold(query<typename Query<T>::Type>(a, item, i), q, a.head_dim);
+    rows.scales[i] = a.scale;
+    if constexpr (IS_INTEGER<T>) {
+      int8_t codes[MAX_HEAD_DIM];
+      rows.scales[i] *= a.is_bf16 ? round_row(query<bf16>(a, item, i), a.head_dim, codes)
+                                  : round_row(query<float>(a, item, i), a.head_dim, codes);
+      rows.begin[i] = 0;
+      for (int64_t d = 0; d < a.head_dim; d++) rows.begin[i] -= ZERO_CODE * codes[d];
+      hold_codes(codes, q, a.padded);
+    } else {
+      hold(query<typename Query<T>::Type>(a, item, i), q, a.head_dim);
+    }
   }
   for (int64_t i = 0; i < up_to(item.rows, ROWS_AT_ONCE) / ROWS_AT_ONCE; i++) store(rows.tops + i * 16, splat(LOWEST));
   memset(rows.sums, 0, item.rows * 16 * sizeof(float));
@@ -149,9 +156,9 @@ static void attend(const Attention& a, const Item& item, Queue* queue, const Row
       int64_t seen_end = end;
       if (!look(a, rows.positions + row, count, begin, &seen_end, seen)) continue;
       Span span = {places[0], first ? places[1] : nullptr, (seen_end - begin + 15) / 16};
-      State state = {rows.scales + row, rows.tops + row / ROWS_AT_ONCE * 16, rows.sums + row * 16,
+      State state = {rows.scales + row, rows.begin + row, rows.tops + row / ROWS_AT_ONCE * 16, rows.sums + row * 16,
                      rows.values + row * a.padded};
-      step_some_rows<T>(a, count, (const typename Term<T>::Held*)rows.q + row * a.padded, span, seen, state);
+      step_some_rows<T>(a, count, (const typename ScoreTerm<T>::Held*)rows.q + row * a.padded, span, seen, state);
       first = false;
     }
   }
@@ -162,7 +169,7 @@ static void attend(const Attention& a, const Item& item, Queue* queue, const Row
 
 // Merges the partial results of one row of a split item.
 static void merge_row(const Attention& a, const Merge& merge, int64_t row) {
-  alignas(64) float values[256] = {};
+  alignas(64) float values[MAX_HEAD_DIM] = {};
   int64_t stride = a.padded + 16;
   const float* first = a.scratch + (merge.item.partial + row) * stride;
   float top = LOWEST, total = 0;
@@ -221,22 +228,24 @@ static void attend_all(Attention& a, const Team& team) {
   count_work(a, splitter, &work, by_class);
   int64_t sizes[] = {
       work.num_items * (int64_t)sizeof(Item), work.num_merges * (int64_t)sizeof(Merge), a.max_rows * a.padded * 4,
-      a.max_rows * a.padded * 4, a.max_rows * 64, a.max_rows * 64, a.max_rows * 4, tile_bytes(a)};
-  char* memory[9];
+      a.max_rows * a.padded * 4, a.max_rows * 64, a.max_rows * 64, a.max_rows * 4, a.max_rows * 4,
+      tile_bytes(a)};
+  char* memory[10];
   int64_t all = 0;
   for (int64_t size : sizes) all += up_to(size, 64);
   memory[0] = (char*)team.scratch(all);
-  for (int i = 0; i < 8; i++) memory[i + 1] = memory[i] + up_to(sizes[i], 64);
+  for (int i = 0; i < 9; i++) memory[i + 1] = memory[i] + up_to(sizes[i], 64);
   work.items = (Item*)memory[0];
   work.merges = (Merge*)memory[1];
-  Rows rows = {memory[2], (float*)memory[6], (float*)memory[4], (float*)memory[5], (float*)memory[3], {}};
+  Rows rows = {memory[2],         (float*)memory[6], (int32_t*)memory[7], (float*)memory[4],
+               (float*)memory[5], (float*)memory[3], {}};
   list_work(a, splitter, &work, by_class);
 
   Queue queue = {team, work};
 #if defined(__AMX_TILE__)
   if (may_use_tiles(a)) begin_tiles();
 #endif
-  while (const Item* item = queue.take()) attend_item<PAGED>(a, *item, &queue, rows, memory[7]);
+  while (const Item* item = queue.take()) attend_item<PAGED>(a, *item, &queue, rows, memory[8]);
 #if defined(__AMX_TILE__)
   if (may_use_tiles(a)) _tile_release();
 #endif

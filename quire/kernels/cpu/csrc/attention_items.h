@@ -11,6 +11,7 @@
 namespace quire::ISA {
 
 constexpr int64_t PART_TOKENS = 16;
+constexpr int64_t MAX_HEAD_DIM = 256;
 constexpr int64_t STEP_TOKENS = 128;
 constexpr int64_t STEP_PARTS = STEP_TOKENS / PART_TOKENS;
 constexpr int64_t SPLIT_TOKENS = 512;       // the parts of a split item have at least so many on average

@@ -2,7 +2,7 @@
 // softmax, the weighted sums of values. The keys and values that are needed next are prefetched.
 #pragma once
 #include "attention_items.h"
-#include "terms.h"
+#include "codes.h"
 
 namespace quire::ISA {
 
@@ -36,8 +36,21 @@ INLINE Vec power_of_two(Vec x) {
 #endif
 }
 
+// Terms of scores. Keys of int8 are stored as unsigned codes, as those of weights, and queries are rounded like rows of x.
 template <class T>
-constexpr bool IS_INTEGER = false;  // whether queries and weights are rounded to integers
+struct ScoreTerm : Term<T> {};
+template <>
+struct ScoreTerm<int8_t> {
+  using Held = HeldCode;
+  using Sum = IVec;
+  static constexpr int width = 4, parts = 1;
+  INLINE Codes part(const char* y, int) { return codes_of(load_bits<IVec>(y)); }
+  INLINE IVec dot(IVec acc, const HeldCode* x, Codes y) { return ISA::dot(acc, x, y); }
+};
+constexpr int32_t ZERO_CODE = 128;  // of keys
+
+template <class T>
+constexpr bool IS_INTEGER = false;
 template <>
 constexpr bool IS_INTEGER<int8_t> = true;
 
@@ -56,29 +69,37 @@ struct Span {
   int64_t parts;
 };
 
+// Into the second cache: the first one is too small for two steps.
+INLINE void fetch(const char* line) { __builtin_prefetch(line, 0, 2); }
+
 INLINE Vec as_floats(Vec v) { return v; }
 INLINE Vec as_floats(IVec v) { return to_floats(v); }
 
 // Scores of MR rows of q and the keys of NB parts, without the scales of q and of keys.
 template <class T, int MR, int NB>
-INLINE void score(const Attention& a, const typename Term<T>::Held* q, const int64_t* places, const int64_t* coming,
-                  float* scores) {
-  using Sum = typename Term<T>::Sum;
+INLINE void score(const Attention& a, const typename ScoreTerm<T>::Held* q, const int32_t* begin, const int64_t* places,
+                  const int64_t* coming, float* scores) {
+  using Sum = typename ScoreTerm<T>::Sum;
   const char *keys[NB], *ahead[NB];
   Sum acc[MR][NB];
   for (int n = 0; n < NB; n++) {
     keys[n] = a.keys + places[n];
     ahead[n] = coming ? a.keys + coming[n] : nullptr;
-    for (int m = 0; m < MR; m++) acc[m][n] = Sum{};
-    if (HAS_SCALES<T> && coming) __builtin_prefetch(ahead[n] + a.scales_at);
+    for (int m = 0; m < MR; m++) {
+      if constexpr (IS_INTEGER<T>)
+        acc[m][n] = splat_int(begin[m]);
+      else
+        acc[m][n] = Sum{};
+    }
+    if (HAS_SCALES<T> && coming) fetch(ahead[n] + a.scales_at);
   }
-  constexpr int64_t width = Term<T>::width;
+  constexpr int64_t width = ScoreTerm<T>::width;
   int64_t steps = (a.head_dim + width - 1) / width;
   for (int64_t s = 0; s < steps; s++) {
     if (coming)
 #pragma GCC unroll 8
-      for (int n = 0; n < NB; n++) __builtin_prefetch(ahead[n] + s * 64);
-    add_terms<T>(acc, q + s * width, a.padded, [&](int n) { return keys[n] + s * 64; });
+      for (int n = 0; n < NB; n++) fetch(ahead[n] + s * 64);
+    add_terms<ScoreTerm<T>>(acc, q + s * width, a.padded, [&](int n) { return keys[n] + s * 64; });
   }
   for (int m = 0; m < MR; m++)
     for (int n = 0; n < NB; n++) store(scores + m * STEP_TOKENS + n * 16, as_floats(acc[m][n]));
@@ -105,13 +126,13 @@ INLINE void weigh(const Attention& a, const typename Term<T>::Held* weights, con
     const char* values = a.values + span.places[part] + column * 4;
     const char* ahead = span.coming ? a.values + span.coming[part] + column * 4 : nullptr;
     const auto* w = weights + part * PART_TOKENS;
-    if (HAS_SCALES<T> && ahead && column == 0) __builtin_prefetch(ahead + a.scales_at);
+    if (HAS_SCALES<T> && ahead && column == 0) fetch(ahead + a.scales_at);
     for (int64_t s = 0; s < steps; s++) {
       if (ahead)
 #pragma GCC unroll 8
-        for (int n = 0; n < NV; n++) __builtin_prefetch(ahead + s * row_bytes + n * 64);
+        for (int n = 0; n < NV; n++) fetch(ahead + s * row_bytes + n * 64);
       const char* now = values + s * row_bytes;
-      add_terms<T>(acc, w + s * width, STEP_TOKENS, [&](int n) { return now + n * 64; });
+      add_terms<Term<T>>(acc, w + s * width, STEP_TOKENS, [&](int n) { return now + n * 64; });
     }
   }
   for (int m = 0; m < MR; m++)
@@ -149,43 +170,40 @@ INLINE Vec prepare(const Attention& a, float* scores, const Span& span, float sc
   return top;
 }
 
-// Rounds numbers to 16-bit integers, of which the largest magnitude is LARGEST_SHORT. Returns their unit, or NaN if a number
-// is not finite. Writes zeros up to a multiple of 16.
+// Rounds weights, which are not negative, to integers of up to LARGEST_SHORT. Returns their unit, or NaN if a weight is not
+// finite. count: a multiple of 16.
 constexpr float LARGEST_SHORT = 32767.0f;
-template <class X>
-INLINE float round_to_shorts(const X* x, int64_t count, int16_t* to) {
-  Vec most{}, bad{};
-  for (int64_t i = 0; i < count; i += LANES) {
-    Vec v = load_some(x + i, count - i);
-    most = vmax(most, vmax(v, -v));
-    bad = fma(v, Vec{}, bad);
-  }
-  float top = largest(most), none = sum(bad);
-  Vec factor = splat(none == none && top > 1e-30f ? LARGEST_SHORT / top : 0.0f);
-  for (int64_t i = 0; i < count; i += LANES)
-    store_shorts(to + i, to_ints(round_to_int(load_some(x + i, count - i) * factor)));
-  return none == none ? top * (1.0f / LARGEST_SHORT) : none;
+INLINE float round_weights(const float* weights, int64_t count, int16_t* to) {
+  UVec most{};  // as bits, infinity and NaN are the largest
+  for (int64_t i = 0; i < count; i += LANES) most = umax(most, load_bits<UVec>(weights + i));
+  float top = as_float(largest_bits(most));
+  bool finite = top < __builtin_inff();
+  Vec factor = splat(finite && top > 1e-30f ? LARGEST_SHORT / top : 0.0f), magic = splat(12582912.0f);
+  for (int64_t i = 0; i < count; i += LANES)  // the sum with 1.5 * 2^23 has the integer in its lower bits
+    store_shorts(to + i, (IVec)fma(load(weights + i), factor, magic));
+  return finite ? top * (1.0f / LARGEST_SHORT) : as_float(0x7fc00000);
 }
 
 // The online softmax state of up to ROWS_AT_ONCE rows.
 struct State {
-  const float* scales;  // [row]: of scores
+  const float* scales;   // [row]: of scores
+  const int32_t* begin;  // [row]: added to scores of integers
   float* tops;  // [16]: maxima
   float* sums;  // [row][16]: sums of weights, lane by lane
   float* values;  // [row][padded]: weighted values
 };
 
 template <class T, int MR>
-static void step_rows(const Attention& a, const typename Term<T>::Held* q, const Span& span, const Seen* seen,
+static void step_rows(const Attention& a, const typename ScoreTerm<T>::Held* q, const Span& span, const Seen* seen,
                       const State& state) {
   alignas(64) float scores[MR * STEP_TOKENS], tops[16] = {}, rescale[16], units[MR];
   alignas(64) typename Term<T>::Held weights[MR * STEP_TOKENS];
   constexpr int NB = wide(MR);
   int64_t part = 0;
   for (; part + NB <= span.parts; part += NB)
-    score<T, MR, NB>(a, q, span.places + part, span.coming ? span.coming + part : nullptr, scores + part * 16);
+    score<T, MR, NB>(a, q, state.begin, span.places + part, span.coming ? span.coming + part : nullptr, scores + part * 16);
   for (; part < span.parts; part++)
-    score<T, MR, 1>(a, q, span.places + part, span.coming ? span.coming + part : nullptr, scores + part * 16);
+    score<T, MR, 1>(a, q, state.begin, span.places + part, span.coming ? span.coming + part : nullptr, scores + part * 16);
 
   for (int m = 0; m < MR; m++)
     tops[m] = largest(prepare<T>(a, scores + m * STEP_TOKENS, span, state.scales[m], seen[m]));
@@ -207,7 +225,7 @@ static void step_rows(const Attention& a, const typename Term<T>::Held* q, const
     }
     store(state.sums + m * 16, total);
     if constexpr (IS_INTEGER<T>)
-      units[m] = round_to_shorts(scores + m * STEP_TOKENS, span.parts * 16, weights + m * STEP_TOKENS);
+      units[m] = round_weights(scores + m * STEP_TOKENS, span.parts * 16, weights + m * STEP_TOKENS);
   }
 
   constexpr int NV = wide(MR) > 4 ? 4 : wide(MR);
@@ -218,7 +236,7 @@ static void step_rows(const Attention& a, const typename Term<T>::Held* q, const
 }
 
 template <class T>
-INLINE void step_some_rows(const Attention& a, int64_t rows, const typename Term<T>::Held* q, const Span& span,
+INLINE void step_some_rows(const Attention& a, int64_t rows, const typename ScoreTerm<T>::Held* q, const Span& span,
                            const Seen* seen, const State& state) {
   switch (rows) {
 #define ROWS(count) \

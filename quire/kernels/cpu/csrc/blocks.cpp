@@ -3,8 +3,9 @@
 // A part has sixteen tokens of a head: 16 * depth numbers, and 16 float32 scales of 8-bit types. depth is head_dim padded
 // by zeros to a multiple of 16. Keys are transposed, so that 16 scores are one vector: float32 [depth][16 tokens], bf16
 // [depth / 2][16 tokens][2], 8 bits [depth / 4][16 tokens][4]. Values are float32 [16 tokens][depth], bf16
-// [8 pairs of tokens][depth][2], 8 bits [4 times 4 tokens][depth][4]. See terms.h for the order of four bytes. In words of
-// 4 bytes, keys are [words][16 tokens] for all types, and the scales are the last 16 words.
+// [8 pairs of tokens][depth][2], 8 bits [4 times 4 tokens][depth][4]. In words of 4 bytes, keys are [words][16 tokens] for all
+// types, and the scales are the last 16 words. Keys of int8 are stored as key + 128 in order; see terms.h for the order of
+// other groups of four bytes.
 #include "rows.h"
 #include "terms.h"
 
@@ -78,8 +79,11 @@ INLINE void round_head(const K* canonical, const Layout<K>& layout, K* row) {
   memcpy(row + layout.depth(), canonical + layout.dim, layout.scale);
 }
 
-// Exchanges the inner two bytes of words: from the order of numbers to the stored order, or back.
-INLINE void swap_inner(Word* words, int64_t count) {
+// Words of a key from codes to the stored form, or back: adds 128, or exchanges the inner two bytes.
+INLINE void exchange(Word* words, int64_t count, int8_t) {
+  for (int64_t i = 0; i < count; i++) words[i] ^= 0x80808080u;
+}
+INLINE void exchange(Word* words, int64_t count, Fp8<float>) {
   for (int64_t i = 0; i < count; i++)
     words[i] = (words[i] & 0xff0000ffu) | (words[i] & 0xff00u) << 8 | (words[i] >> 8 & 0xff00u);
 }
@@ -191,8 +195,9 @@ static void put_values(const K* rows, K* sixteen, int64_t place, int64_t count, 
 INLINE void get_value(const float* sixteen, int64_t place, float* out, const Layout<float>& layout) {
   memcpy(out, sixteen + place * layout.depth(), layout.dim * sizeof(float));
 }
-INLINE void get_value(const int8_t* sixteen, int64_t place, int8_t* out, const Layout<int8_t>& layout) {
-  const int8_t* row = sixteen + place / 4 * 4 * layout.depth() + INNER_SWAPPED[place % 4];
+template <class K>
+INLINE void get_value(const K* sixteen, int64_t place, K* out, const Layout<K>& layout) {
+  const K* row = sixteen + place / 4 * 4 * layout.depth() + INNER_SWAPPED[place % 4];
   for (int64_t i = 0; i < layout.dim; i++) out[i] = row[4 * i];
   memcpy(out + layout.dim, sixteen + 16 * layout.depth() + place * layout.scale, layout.scale);
 }
@@ -237,7 +242,7 @@ INLINE void make_key(const Tokens<T>& in, int64_t t, const Layout<K>& layout, co
       rotate(k, scratch.rotated, cos, sin, in.half, layout.dim);
       round_head(scratch.rotated, layout, row);
     }
-    swap_inner((Word*)row, layout.depth() / sizeof(Word));
+    exchange((Word*)row, layout.depth() / sizeof(Word), K{});
   }
 }
 
@@ -373,7 +378,12 @@ static void pack(const Arg* a, const Layout<K>& layout, int64_t layers, int64_t 
       }
       K* row = rows + place % 16 * layout.row();
       if (place % 16 == 0) get_keys((const Word*)sixteen, (Word*)rows, layout.words());
-      if (HAS_SCALES<K>) swap_inner((Word*)row, layout.depth() / sizeof(Word));
+      if constexpr (HAS_SCALES<K>) {
+        exchange((Word*)row, layout.depth() / sizeof(Word), K{});
+        float scale;
+        memcpy(&scale, row + layout.depth(), sizeof scale);
+        if (scale == 0) memset(row, 0, layout.depth());  // zeroed memory is not the stored form of zeros
+      }
       memcpy(out, row, layout.dim * sizeof(K));
       memcpy(out + layout.dim, row + layout.depth(), layout.scale);
     }
@@ -405,8 +415,9 @@ INLINE void with_layout(const Arg& stored, int64_t num_blocks, int64_t heads, in
     case Stored::bfloat16:
       return run(Layout<bf16>{num_blocks, heads, block_size, dim});
     case Stored::int8:
-    case Stored::fp8:
       return run(Layout<int8_t>{num_blocks, heads, block_size, dim});
+    case Stored::fp8:
+      return run(Layout<Fp8<float>>{num_blocks, heads, block_size, dim});
   }
 }
 

@@ -115,7 +115,7 @@ struct FloatRows {
       for (int n = 0; n < NB; n++) sums[m][n] = Vec{};
     for (int64_t s = 0; s < steps; s++) {
       fetch.step(w, s * VECTOR_BYTES);
-      add_terms<T>(sums, from + s * width, stride, [&](int n) { return w[n] + s * VECTOR_BYTES; });
+      add_terms<Term<T>>(sums, from + s * width, stride, [&](int n) { return w[n] + s * VECTOR_BYTES; });
     }
     finish_all<T>(p, panel, first + row, sums);
   }

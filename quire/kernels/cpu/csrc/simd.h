@@ -233,6 +233,15 @@ INLINE Floats vmin(Floats a, Floats b) {  // b where either is NaN
   return a < b ? a : b;
 #endif
 }
+INLINE UInts umax(UInts a, UInts b) {
+#if defined(__AVX512F__)
+  return (UInts)_mm512_max_epu32((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  return (UInts)_mm256_max_epu32((__m256i)a, (__m256i)b);
+#else
+  return a > b ? a : b;
+#endif
+}
 INLINE Floats round_to_int(Floats x) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_roundscale_ps((__m512)x, 8);
@@ -265,6 +274,7 @@ INLINE Pair<H> select(Pair<M> mask, Pair<H> a, Pair<H> b) {
 }
 EACH_OF_TWO(vmax)
 EACH_OF_TWO(vmin)
+EACH_OF_TWO(umax)
 EACH(round_to_int)
 EACH(reciprocal)
 EACH(to_ints)
@@ -347,6 +357,17 @@ INLINE float largest(Vec v) {
   return _mm512_reduce_max_ps((__m512)v);
 #else
   return reduced(v, Larger{});
+#endif
+}
+
+INLINE uint32_t largest_bits(UVec v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_epu32((__m512i)v);
+#else
+  uint32_t all[LANES], most = 0;
+  store_bits(all, v);
+  for (uint32_t one : all) most = one > most ? one : most;
+  return most;
 #endif
 }
 

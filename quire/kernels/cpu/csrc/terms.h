@@ -139,19 +139,18 @@ INLINE void one_after_another() {
 #endif
 }
 
-// Adds a step's terms to sums of MR rows and N vectors of columns: the terms of row m at x + m * stride, times the
+// Adds a step's terms (One is a Term) to sums of MR rows and N vectors of columns: the terms of row m at x + m * stride, times the
 // vector at place(n).
-template <class T, int MR, int N, class Place>
-INLINE void add_terms(typename Term<T>::Sum (&sums)[MR][N], const typename Term<T>::Held* x, int64_t stride,
-                      Place place) {
-  constexpr int terms = Term<T>::width / Term<T>::parts;
+template <class One, int MR, int N, class Place>
+INLINE void add_terms(typename One::Sum (&sums)[MR][N], const typename One::Held* x, int64_t stride, Place place) {
+  constexpr int terms = One::width / One::parts;
 #pragma GCC unroll 4
-  for (int part = 0; part < Term<T>::parts; part++) {
+  for (int part = 0; part < One::parts; part++) {
 #pragma GCC unroll 8
     for (int n = 0; n < N; n++) {
-      auto y = Term<T>::part(place(n), part);
+      auto y = One::part(place(n), part);
 #pragma GCC unroll 8
-      for (int m = 0; m < MR; m++) sums[m][n] = Term<T>::dot(sums[m][n], x + m * stride + part * terms, y);
+      for (int m = 0; m < MR; m++) sums[m][n] = One::dot(sums[m][n], x + m * stride + part * terms, y);
       if (N > 1) one_after_another();
     }
   }
