@@ -7,13 +7,14 @@
 // Parts of 8-bit numbers are keys [Dp / 4][16][4], or values [4][Dp][4], and 16 float32 scales, one for each token. See
 // terms.h for the order of four bytes. fp8 is multiplied in floats. int8 is multiplied in integers: queries are rounded to
 // 8 bits with a scale for each row, and keys are stored as key + 128 in the order of dimensions. The products of softmax
-// weights and scales of values are rounded to 16 bits, with a scale for each row and step.
+// weights and scales of values are rounded to 16 bits, or 8 where that is precise enough, with a scale for each row and
+// step.
 //
 // Threads take items of work (see attention_items.h) one by one, the most expensive first. An item processes its
 // positions in steps with a running maximum and sum (Milakov and Gimelshein 2018, Dao et al. 2022). The parts of a
 // split item write maxima, sums and weighted values to scratch, and are merged after a barrier.
 //
-// A strict call splits no item and uses no tile registers. Its steps end at multiples of STEP_TOKENS, and masked keys
+// A strict call splits no item, and uses no tile registers and no weights of 8 bits. Its steps end at multiples of STEP_TOKENS, and masked keys
 // do not change a row's state, bit for bit. So a row's result depends on its own sequence only.
 #include "attention_rows.h"
 
@@ -45,6 +46,7 @@ struct Rows {
   int32_t* begin;  // [row]: see State
   float* tops;    // [row / ROWS_AT_ONCE][16]
   float* sums;    // [row][16]
+  float* masses;  // [row][16]
   float* values;  // [row][padded]
   int32_t positions[MAX_ROWS];
 };
@@ -115,6 +117,7 @@ static void begin_rows(const Attention& a, const Item& item, const Rows& rows) {
   }
   for (int64_t i = 0; i < up_to(item.rows, ROWS_AT_ONCE) / ROWS_AT_ONCE; i++) store(rows.tops + i * 16, splat(LOWEST));
   memset(rows.sums, 0, item.rows * 16 * sizeof(float));
+  if (IS_INTEGER<T>) memset(rows.masses, 0, item.rows * 16 * sizeof(float));
   memset(rows.values, 0, item.rows * a.padded * sizeof(float));
 }
 
@@ -157,7 +160,7 @@ static void attend(const Attention& a, const Item& item, Queue* queue, const Row
       if (!look(a, rows.positions + row, count, begin, &seen_end, seen)) continue;
       Span span = {places[0], first ? places[1] : nullptr, (seen_end - begin + 15) / 16};
       State state = {rows.scales + row, rows.begin + row, rows.tops + row / ROWS_AT_ONCE * 16, rows.sums + row * 16,
-                     rows.values + row * a.padded};
+                     rows.masses + row * 16, rows.values + row * a.padded};
       step_some_rows<T>(a, count, (const typename ScoreTerm<T>::Held*)rows.q + row * a.padded, span, seen, state);
       first = false;
     }
@@ -228,24 +231,24 @@ static void attend_all(Attention& a, const Team& team) {
   count_work(a, splitter, &work, by_class);
   int64_t sizes[] = {
       work.num_items * (int64_t)sizeof(Item), work.num_merges * (int64_t)sizeof(Merge), a.max_rows * a.padded * 4,
-      a.max_rows * a.padded * 4, a.max_rows * 64, a.max_rows * 64, a.max_rows * 4, a.max_rows * 4,
-      tile_bytes(a)};
-  char* memory[10];
+      a.max_rows * a.padded * 4, a.max_rows * 64, a.max_rows * 64, a.max_rows * 64, a.max_rows * 4,
+      a.max_rows * 4, tile_bytes(a)};
+  char* memory[11];
   int64_t all = 0;
   for (int64_t size : sizes) all += up_to(size, 64);
   memory[0] = (char*)team.scratch(all);
-  for (int i = 0; i < 9; i++) memory[i + 1] = memory[i] + up_to(sizes[i], 64);
+  for (int i = 0; i < 10; i++) memory[i + 1] = memory[i] + up_to(sizes[i], 64);
   work.items = (Item*)memory[0];
   work.merges = (Merge*)memory[1];
-  Rows rows = {memory[2],         (float*)memory[6], (int32_t*)memory[7], (float*)memory[4],
-               (float*)memory[5], (float*)memory[3], {}};
+  Rows rows = {memory[2],         (float*)memory[7], (int32_t*)memory[8], (float*)memory[4],
+               (float*)memory[5], (float*)memory[6], (float*)memory[3],   {}};
   list_work(a, splitter, &work, by_class);
 
   Queue queue = {team, work};
 #if defined(__AMX_TILE__)
   if (may_use_tiles(a)) begin_tiles();
 #endif
-  while (const Item* item = queue.take()) attend_item<PAGED>(a, *item, &queue, rows, memory[8]);
+  while (const Item* item = queue.take()) attend_item<PAGED>(a, *item, &queue, rows, memory[9]);
 #if defined(__AMX_TILE__)
   if (may_use_tiles(a)) _tile_release();
 #endif

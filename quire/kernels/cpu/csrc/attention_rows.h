@@ -107,11 +107,11 @@ INLINE void score(const Attention& a, const typename ScoreTerm<T>::Held* q, cons
 
 // sums (MR, padded) = sums * rescale + weights * values, for NV vectors of dimensions from `column` on. Weights that are
 // integers are multiplied by `units`.
-template <class T, int MR, int NV>
-INLINE void weigh(const Attention& a, const typename Term<T>::Held* weights, const Span& span, int64_t column,
+template <class T, class One, int MR, int NV>
+INLINE void weigh(const Attention& a, const typename One::Held* weights, const Span& span, int64_t column,
                   const float* rescale, const float* units, float* sums) {
-  using Sum = typename Term<T>::Sum;
-  constexpr int64_t width = Term<T>::width, steps = PART_TOKENS / width;
+  using Sum = typename One::Sum;
+  constexpr int64_t width = One::width, steps = PART_TOKENS / width;
   int64_t row_bytes = a.padded * 4;
   Sum acc[MR][NV];
   auto before = [&](int m, int n) { return load(sums + m * a.padded + column + n * 16) * rescale[m]; };
@@ -132,7 +132,7 @@ INLINE void weigh(const Attention& a, const typename Term<T>::Held* weights, con
 #pragma GCC unroll 8
         for (int n = 0; n < NV; n++) fetch(ahead + s * row_bytes + n * 64);
       const char* now = values + s * row_bytes;
-      add_terms<Term<T>>(acc, w + s * width, STEP_TOKENS, [&](int n) { return now + n * 64; });
+      add_terms<One>(acc, w + s * width, STEP_TOKENS, [&](int n) { return now + n * 64; });
     }
   }
   for (int m = 0; m < MR; m++)
@@ -170,18 +170,52 @@ INLINE Vec prepare(const Attention& a, float* scores, const Span& span, float sc
   return top;
 }
 
-// Rounds weights, which are not negative, to integers of up to LARGEST_SHORT. Returns their unit, or NaN if a weight is not
-// finite. count: a multiple of 16.
-constexpr float LARGEST_SHORT = 32767.0f;
-INLINE float round_weights(const float* weights, int64_t count, int16_t* to) {
-  UVec most{};  // as bits, infinity and NaN are the largest
-  for (int64_t i = 0; i < count; i += LANES) most = umax(most, load_bits<UVec>(weights + i));
-  float top = as_float(largest_bits(most));
+// ---- softmax weights as integers ----
+
+constexpr float LARGEST_SHORT = 32767.0f, LARGEST_BYTE = 255.0f;
+// Bytes are precise enough for a step whose largest weight times this number is at most the sum of all weights so far: the
+// rounding of a step's weights changes the result by less than 2^-8 of it, and as a rule by less than 2^-12.
+constexpr float COARSE_FROM = 64.0f;
+
+// Values times weights of 8 bits, twice as fast as with 16 bits.
+struct CoarseTerm {
+  using Held = uint8_t;  // in the order of four bytes of values
+  using Sum = IVec;
+  static constexpr int width = 4, parts = 1;
+  INLINE IVec part(const char* y, int) { return load_bits<IVec>(y); }
+  INLINE IVec dot([[maybe_unused]] IVec acc, [[maybe_unused]] const uint8_t* x, [[maybe_unused]] IVec y) {
+#if defined(__AVX512VNNI__)
+    int32_t four;
+    memcpy(&four, x, 4);
+    return (IVec)_mm512_dpbusd_epi32((__m512i)acc, _mm512_set1_epi32(four), (__m512i)y);
+#else
+    return acc;  // not used: products of bytes are not faster without this instruction
+#endif
+  }
+};
+#if defined(__AVX512VNNI__)
+constexpr bool HAS_COARSE = true;
+#else
+constexpr bool HAS_COARSE = false;
+#endif
+
+INLINE void store_weights(int16_t* p, IVec w) { store_shorts(p, w); }
+INLINE void store_weights(uint8_t* p, IVec w) {
+  typedef uint32_t Words __attribute__((vector_size(LANES)));
+  store_bytes(p, w);
+  auto words = load_bits<Words>(p);
+  store_bits(p, (words & 0xff0000ffu) | (words & 0xff00u) << 8 | (words >> 8 & 0xff00u));
+}
+
+// Rounds `count` weights, a multiple of 16, of which `top` is the largest, to integers of up to `most`. None is negative.
+// Returns their unit, which is NaN if top is not finite.
+template <class Held>
+INLINE float round_weights(const float* weights, int64_t count, float top, float most, Held* to) {
   bool finite = top < __builtin_inff();
-  Vec factor = splat(finite && top > 1e-30f ? LARGEST_SHORT / top : 0.0f), magic = splat(12582912.0f);
+  Vec factor = splat(finite && top > 1e-30f ? most / top : 0.0f), magic = splat(12582912.0f);
   for (int64_t i = 0; i < count; i += LANES)  // the sum with 1.5 * 2^23 has the integer in its lower bits
-    store_shorts(to + i, (IVec)fma(load(weights + i), factor, magic));
-  return finite ? top * (1.0f / LARGEST_SHORT) : as_float(0x7fc00000);
+    store_weights(to + i, (IVec)fma(load(weights + i), factor, magic));
+  return finite ? top / most : as_float(0x7fc00000);
 }
 
 // The online softmax state of up to ROWS_AT_ONCE rows.
@@ -189,15 +223,28 @@ struct State {
   const float* scales;   // [row]: of scores
   const int32_t* begin;  // [row]: added to scores of integers
   float* tops;  // [16]: maxima
-  float* sums;  // [row][16]: sums of weights, lane by lane
+  float* sums;    // [row][16]: sums of weights, lane by lane
+  float* masses;  // [row][16]: sums of weights times the scales of values, if weights are rounded to integers
   float* values;  // [row][padded]: weighted values
 };
+
+template <class T, class One, int MR>
+INLINE void weigh_all(const Attention& a, const typename One::Held* weights, const Span& span, const float* rescale,
+                      const float* units, float* sums) {
+  constexpr int NV = wide(MR) > 4 ? 4 : wide(MR);
+  int64_t column = 0;
+  for (; column + NV * 16 <= a.padded; column += NV * 16)
+    weigh<T, One, MR, NV>(a, weights, span, column, rescale, units, sums);
+  for (; column < a.padded; column += 16) weigh<T, One, MR, 1>(a, weights, span, column, rescale, units, sums);
+}
 
 template <class T, int MR>
 static void step_rows(const Attention& a, const typename ScoreTerm<T>::Held* q, const Span& span, const Seen* seen,
                       const State& state) {
   alignas(64) float scores[MR * STEP_TOKENS], tops[16] = {}, rescale[16], units[MR];
   alignas(64) typename Term<T>::Held weights[MR * STEP_TOKENS];
+  [[maybe_unused]] float largest_weights[MR];
+  bool coarse = HAS_COARSE && IS_INTEGER<T> && !a.strict;
   constexpr int NB = wide(MR);
   int64_t part = 0;
   for (; part + NB <= span.parts; part += NB)
@@ -212,27 +259,43 @@ static void step_rows(const Attention& a, const typename ScoreTerm<T>::Held* q, 
   store(state.tops, now);
   store(tops, now);
   for (int m = 0; m < MR; m++) {
-    Vec total = load(state.sums + m * 16) * rescale[m];
+    Vec total = load(state.sums + m * 16) * rescale[m], mass{};
+    UVec most{};  // as bits, infinity and NaN are the largest
     for (int64_t i = 0; i < span.parts; i++) {
       float* score = scores + m * STEP_TOKENS + i * 16;
       Vec w = power_of_two<T>(load(score) - tops[m]);
       total += w;
       if (HAS_SCALES<T>) w *= scales_of(a, a.values + span.places[i]);
-      if constexpr (IS_INTEGER<T>)
+      if constexpr (IS_INTEGER<T>) {
         store(score, w);
-      else
+        mass += w;
+        most = umax(most, (UVec)w);
+      } else {
         store(weights + m * STEP_TOKENS + i * 16, w);
+      }
     }
     store(state.sums + m * 16, total);
-    if constexpr (IS_INTEGER<T>)
-      units[m] = round_weights(scores + m * STEP_TOKENS, span.parts * 16, weights + m * STEP_TOKENS);
+    if constexpr (IS_INTEGER<T>) {
+      mass = fma(load(state.masses + m * 16), splat(rescale[m]), mass);
+      store(state.masses + m * 16, mass);
+      largest_weights[m] = as_float(largest_bits(most));
+      if (coarse && !(largest_weights[m] * COARSE_FROM <= sum(mass))) coarse = false;
+    }
   }
 
-  constexpr int NV = wide(MR) > 4 ? 4 : wide(MR);
-  int64_t column = 0;
-  for (; column + NV * 16 <= a.padded; column += NV * 16)
-    weigh<T, MR, NV>(a, weights, span, column, rescale, units, state.values);
-  for (; column < a.padded; column += 16) weigh<T, MR, 1>(a, weights, span, column, rescale, units, state.values);
+  auto round_all = [&](auto* to, float most) {
+    for (int m = 0; m < MR; m++)
+      units[m] = round_weights(scores + m * STEP_TOKENS, span.parts * 16, largest_weights[m], most, to + m * STEP_TOKENS);
+  };
+  if constexpr (HAS_COARSE && IS_INTEGER<T>) {
+    auto bytes = (uint8_t*)weights;
+    if (coarse) {
+      round_all(bytes, LARGEST_BYTE);
+      return weigh_all<T, CoarseTerm, MR>(a, bytes, span, rescale, units, state.values);
+    }
+  }
+  if constexpr (IS_INTEGER<T>) round_all(weights, LARGEST_SHORT);
+  weigh_all<T, Term<T>, MR>(a, weights, span, rescale, units, state.values);
 }
 
 template <class T>
