@@ -3,9 +3,9 @@
     python -m benchmarks.kv_types [--shape 0.5b] [--rows 8] [--context 16384] [--quantization int8] [--rounds 15]
         [--models FOLDER] [--json FILE]
 
-Measures attention alone (one layer), and whole steps of a model with random weights. Keys and values are random, and the
-blocks of a sequence are in order. Layers are called from Python, one kernel after another. A ratio above 1 means that
-the type is faster than bfloat16. `tokens` is the number of tokens whose keys and values fit into one GiB.
+Measures attention alone (one layer), and whole steps of a model with random weights. Keys and values are random, and
+the blocks of a sequence are in order. Layers are called from Python, one kernel after another. A ratio above 1 means
+that the type is faster than bfloat16. `tokens` is the number of tokens whose keys and values fit into one GiB.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from benchmarks.cpu.checkpoints import SHAPES, VOCAB_SIZE, checkpoint
 from quire.config import EngineOptions, KVDType, Quantization
 from quire.kernels.contract import Batch, Storage
 from quire.layers.attend import PagedAttend
+from quire.models.model import Model
 from quire.startup.build import Prepared, prepare
 
 KINDS: tuple[KVDType, ...] = ("auto", "int8", "fp8")
@@ -36,7 +38,7 @@ _FILL_TOKENS = 4096  # written at once
 class Case:
     """A decode step of `rows` sequences at position `context` - 1, with one type of keys and values."""
 
-    def __init__(self, prepared: Prepared, model: Any, rows: int, context: int) -> None:
+    def __init__(self, prepared: Prepared, model: Model, num_heads: int, rows: int, context: int) -> None:
         self.kernels, self.model = prepared.kernels.kernels, model
         self.block_size = prepared.cache.block_size
         self.bytes_per_token = sum(group.bytes_per_block for group in prepared.cache.groups) // self.block_size
@@ -50,8 +52,7 @@ class Case:
         self.attend = PagedAttend(self.kernels, self.storages, model.score_scaling)
         self.ids, self.positions = torch.randint(VOCAB_SIZE, (rows,)), torch.full((rows,), context - 1)
         self.plans = [self.kernels.plan(self.batch, storage) for storage in self.storages]
-        heads = prepared.files.description.config.num_heads
-        self.q = torch.randn(rows, heads, groups[0].head_dim).bfloat16()
+        self.q = torch.randn(rows, num_heads, groups[0].head_dim).bfloat16()
 
     def _fill(self, storage: Storage) -> None:
         """Random keys and values, the same in all layers."""
@@ -116,21 +117,23 @@ def main() -> None:
     quantization: Quantization | None = None if args.quantization == "none" else args.quantization
     with tempfile.TemporaryDirectory() as temporary:
         folder = checkpoint(args.shape, args.models or Path(temporary))
-        cases, model = [], None
+        num_heads = json.loads((folder / "config.json").read_text())["num_attention_heads"]
+        cases: list[Case] = []
+        model: Model | None = None
         for kind in KINDS:
             options = EngineOptions(
                 model=str(folder), dtype="bfloat16", quantization=quantization, kv_cache_dtype=kind, memory="4GiB"
             )
             prepared = prepare(options, report=lambda line: None, progress=lambda done, total: None)
             if model is None:
-                model = prepared.files.load(
-                    prepared.dtype, prepared.device, prepared.kernels.kernels, prepared.schemes, lambda done, total: None
-                )
-            cases.append(Case(prepared, model, args.rows, args.context))
+                load = partial(prepared.files.load, prepared.dtype, prepared.device)
+                model = load(prepared.kernels.kernels, prepared.schemes, lambda done, total: None)
+            cases.append(Case(prepared, model, num_heads, args.rows, args.context))
         figures = {"attention": measured(cases, Case.attention, args.rounds)}
         figures["step"] = measured(cases, Case.step, args.rounds)
     print(f"{args.shape}, weights {args.quantization}, {args.rows} rows of {args.context} tokens")
-    print("| KV | B/token | tokens in 1 GiB | attention, ms | ratio | step, ms | ratio |\n|---|---:|---:|---:|---|---:|---|")
+    print("| KV | B/token | tokens in 1 GiB | attention, ms | ratio | step, ms | ratio |")
+    print("|---|---:|---:|---:|---|---:|---|")
     rows = []
     for i, (kind, case) in enumerate(zip(KINDS, cases, strict=True)):
         tokens = 2**30 // case.bytes_per_token
