@@ -84,7 +84,7 @@ static float round_row(const T* row, int64_t k, int8_t* codes) {
   return is_zero ? 0.0f : magnitude / 127.0f;
 }
 
-// The numbers of codes of 4 bits, in units of the scale. Other grids have code - zero.
+// The numbers of the codes of 4-bit grids, in units of the scale. Those of integers are code - zero.
 constexpr int8_t E2M1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};  // doubled
 constexpr int8_t IQ4_NL[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 INLINE const int8_t* table_of(Grid grid) { return grid == Grid::integers ? nullptr : grid == Grid::e2m1 ? E2M1 : IQ4_NL; }
