@@ -7,7 +7,8 @@ So the bits of a row depend neither on the other rows nor on the tile, and deter
 Layout: columns are cut into tiles of at most 128. `data` int8 (tiles, rows, run): in 8 bits, a byte is the code of one
 column. In 4 bits, the low halves of the bytes are the first run of columns of the tile, and the high halves the second
 run, so that unpacking moves nothing between threads. All columns of a run are in one group. Codes are stored minus the
-zero point, in two's complement. Scales and offsets are (groups, rows). Columns and groups are padded with zeros.
+zero point, in two's complement. Scales and offsets are (groups, rows), with an even number of rows, so that kernels can
+load two of 16 bits as one word. All padding is zeros.
 """
 # ruff: noqa: ANN201 -- Triton reads annotations
 
@@ -101,7 +102,7 @@ def allocate(shape: Sequence[int], dtype: torch.dtype, parts: int, scheme: Schem
         raise ValueError(f"the Triton kernels: {why}")
     layout = layout_of(scheme, columns)
     data = torch.zeros((*number, layout.tiles * layout.steps, rows, layout.run), dtype=torch.int8)
-    scales = torch.zeros((*number, layout.num_groups, rows), dtype=scheme.scale_dtype)
+    scales = torch.zeros((*number, layout.num_groups, rows + rows % 2), dtype=scheme.scale_dtype)
     offsets = torch.zeros_like(scales) if scheme.has_offsets else None
     return PackedWeight(data, rows, columns, dtype, parts, scheme, scales, offsets)
 
@@ -224,20 +225,61 @@ def quantize_activations(x: Tensor, weight: PackedWeight) -> RoundedRows:
 
 
 @triton.jit
-def _signed(packed, HALF: tl.constexpr, HALVES: tl.constexpr):
+def _signed(packed, HALF: tl.constexpr, HALVES: tl.constexpr, INTERPRET: tl.constexpr):
     """The codes of a run, as int8. Those of 4 bits are times 16."""
     if HALVES == 1:
         return packed
-    return packed << 4 if HALF == 0 else packed & -16
+    if INTERPRET:
+        return packed << 4 if HALF == 0 else packed & -16
+    # four at once
+    if HALF == 0:
+        packed = tl.inline_asm_elementwise("shl.b32 $0, $1, 4;", "=r,r", [packed], tl.int8, is_pure=True, pack=4)
+    return tl.inline_asm_elementwise("and.b32 $0, $1, 0xF0F0F0F0;", "=r,r", [packed], tl.int8, is_pure=True, pack=4)
 
 
 @triton.jit
-def _add_group(total, sums, x_sums_ptr, scales_ptr, offsets_ptr, group, sources, present, columns, N, GROUPS, UNIT):
-    """total (COLUMNS, ROWS) plus the `sums` of a group times its scales, and its offsets times sums of x."""
-    scales = load_floats(scales_ptr + group * N + columns, columns < N) * UNIT
+def _load_scales(scales_ptr, group, first, N: tl.constexpr, COLUMNS: tl.constexpr):
+    """Scales or offsets of a group and of COLUMNS rows of the weight, in float32.
+
+    Two of 16 bits are loaded as one word: asynchronous copies have 32 bits at least.
+    """
+    SPAN: tl.constexpr = N + N % 2
+    if scales_ptr.dtype.element_ty == tl.float32:
+        columns = first + tl.arange(0, COLUMNS)
+        scales = tl.load(scales_ptr + group * SPAN + columns, mask=columns < SPAN, other=0.0)
+    else:
+        pairs = first // 2 + tl.arange(0, COLUMNS // 2)
+        words_ptr = scales_ptr.to(tl.pointer_type(tl.int32))
+        words = tl.load(words_ptr + group * (SPAN // 2) + pairs, mask=pairs < SPAN // 2, other=0)
+        if scales_ptr.dtype.element_ty == tl.bfloat16:
+            even, odd = (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
+        else:
+            even = words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+            odd = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        scales = tl.interleave(even, odd)
+    return scales
+
+
+@triton.jit
+def _add_group(
+    total,  # float32 (COLUMNS, ROWS)
+    sums,  # int32, like total
+    x_sums_ptr,
+    scales_ptr,
+    offsets_ptr,
+    group,
+    sources,
+    present,
+    first,
+    N: tl.constexpr,
+    GROUPS: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """The total plus the sums of a group times its scales, and its offsets times sums of x."""
+    scales = _load_scales(scales_ptr, group, first, N, total.shape[0]) * UNIT
     total = tl.fma(sums.to(tl.float32), scales[:, None], total)
     if offsets_ptr is not None:
-        offsets = load_floats(offsets_ptr + group * N + columns, columns < N)
+        offsets = _load_scales(offsets_ptr, group, first, N, total.shape[0])
         x_sums = load_floats(x_sums_ptr + sources.to(tl.int64) * GROUPS + group, present)
         total = tl.fma(offsets[:, None], x_sums[None, :], total)
     return total
@@ -253,7 +295,7 @@ def code_product(
     data_ptr,  # data, scales and offsets of the weight
     scales_ptr,
     offsets_ptr,
-    columns,  # (COLUMNS,): indices of rows of the weight
+    first,  # index of the first of COLUMNS rows of the weight, even
     N: tl.constexpr,  # number of rows of the weight
     RUN: tl.constexpr,  # see `Layout`
     HALVES: tl.constexpr,
@@ -264,6 +306,7 @@ def code_product(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):
     """Rows of x times rows of a low-bit weight: float32 (ROWS, COLUMNS).
 
@@ -272,6 +315,7 @@ def code_product(
     GROUPS: tl.constexpr = STEPS * HALVES if GROUPED else STEPS
     UNIT: tl.constexpr = 1.0 / 16 if HALVES == 2 else 1.0  # of codes: see `_signed`
     terms = tl.arange(0, TERMS)
+    columns = first + tl.arange(0, COLUMNS)
     codes_ptrs = codes_ptr + (sources.to(tl.int64) * (STEPS * TILES * HALVES * RUN))[None, :] + terms[:, None]
     data_ptrs = data_ptr + (columns * RUN)[:, None] + terms[None, :]
     codes_inside = present[None, :] & (terms < RUN)[:, None]
@@ -283,18 +327,18 @@ def code_product(
             packed = tl.load(data_ptrs, mask=data_inside, other=0)
             for half in tl.static_range(HALVES):
                 x = tl.load(codes_ptrs, mask=codes_inside, other=0)
-                sums = tl.dot(_signed(packed, half, HALVES), x, sums, out_dtype=tl.int32)
+                sums = tl.dot(_signed(packed, half, HALVES, INTERPRET), x, sums, out_dtype=tl.int32)
                 codes_ptrs += RUN
                 if GROUPED:
                     total = _add_group(
                         total, sums, x_sums_ptr, scales_ptr, offsets_ptr, step * HALVES + half,
-                        sources, present, columns, N, GROUPS, UNIT,
+                        sources, present, first, N, GROUPS, UNIT,
                     )  # fmt: skip
                     sums = tl.zeros((COLUMNS, ROWS), tl.int32)
             data_ptrs += N * RUN
         if not GROUPED:
             total = _add_group(
-                total, sums, x_sums_ptr, scales_ptr, offsets_ptr, step, sources, present, columns, N, GROUPS, UNIT
+                total, sums, x_sums_ptr, scales_ptr, offsets_ptr, step, sources, present, first, N, GROUPS, UNIT
             )
     scales = load_floats(x_scales_ptr + sources, present)
     return tl.trans(tl.fma(total, scales[None, :], 0.0))  # never fused with the addition of a bias
@@ -331,8 +375,8 @@ def _code_linear(
     rows = down * ROWS + tl.arange(0, ROWS)
     columns = across * COLUMNS + tl.arange(0, COLUMNS)
     total = code_product(
-        codes_ptr, x_scales_ptr, x_sums_ptr, rows, rows < num_rows, data_ptr, scales_ptr, offsets_ptr, columns,
-        N, RUN, HALVES, TILES, STEPS, GROUPED, TERMS, ROWS, COLUMNS, STAGES,
+        codes_ptr, x_scales_ptr, x_sums_ptr, rows, rows < num_rows, data_ptr, scales_ptr, offsets_ptr, across * COLUMNS,
+        N, RUN, HALVES, TILES, STEPS, GROUPED, TERMS, ROWS, COLUMNS, STAGES, INTERPRET,
     )  # fmt: skip
     if bias_ptr is not None:
         total += load_floats(bias_ptr + columns, columns < N)[None, :]
@@ -352,9 +396,9 @@ class Tile(NamedTuple):
 
 def tile_of(num_rows: int, layout: Layout) -> Tile:
     """A tile for products of so many rows. Results do not depend on it."""
-    rows, columns, num_warps = (16, 32, 4) if num_rows <= 16 else (64, 64, 4) if num_rows <= 64 else (128, 128, 8)
-    stages = _STAGE_BYTES // (columns * layout.run)
-    return Tile(rows, columns, max(3, min(stages, 8)) if num_rows <= 16 else 3, num_warps)
+    if num_rows <= 16:
+        return Tile(8 if num_rows <= 8 else 16, 32, max(3, min(_STAGE_BYTES // (32 * layout.run), 8)), 2)
+    return Tile(64, 64, 3, 4) if num_rows <= 64 else Tile(128, 128, 3, 8)
 
 
 def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
@@ -426,10 +470,10 @@ def _code_embed(
     packed = tl.load(data_ptr + ((runs // HALVES * num_rows + row) * RUN + columns % RUN), mask=inside, other=0)
     codes = packed.to(tl.float32)
     if HALVES == 2:
-        low = _signed(packed, 0, HALVES).to(tl.float32)
-        high = _signed(packed, 1, HALVES).to(tl.float32)
+        low = _signed(packed, 0, HALVES, INTERPRET).to(tl.float32)
+        high = _signed(packed, 1, HALVES, INTERPRET).to(tl.float32)
         codes = tl.where(runs % 2 == 0, low, high) / 16
-    places = columns // GROUP * num_rows + row
+    places = columns // GROUP * (num_rows + num_rows % 2) + row
     x = codes * load_floats(scales_ptr + places, inside)
     if offsets_ptr is not None:
         x += load_floats(offsets_ptr + places, inside)
