@@ -65,14 +65,16 @@ class Layout(NamedTuple):
 
 def unsupported_scheme_reason(scheme: Scheme) -> str | None:
     """Why weights of this scheme are not multiplied, or None if they are."""
-    if scheme != Scheme(scheme.bits, scheme.group_size, scheme.scale_dtype, scheme.has_offsets):
-        return f"it multiplies codes on a linear grid only, not {scheme}"
+    if scheme != Scheme(scheme.bits, scheme.group_size, scheme.scale_dtype, has_offsets=scheme.has_offsets):
+        return f"it multiplies codes of integers only, not {scheme}"
+    if scheme.bits not in (4, 8):
+        return f"it multiplies codes of 4 and 8 bits, not {scheme}"
     size, longest = scheme.group_size, TILE_COLUMNS * scheme.bits // 8
-    if scheme.bits not in (4, 8) or scheme.scale_dtype not in _SCALE_DTYPES or (size > longest and size % TILE_COLUMNS):
-        return (
-            f"it multiplies codes of 4 and 8 bits, in groups of up to 64 and 128 columns or a multiple of "
-            f"{TILE_COLUMNS}, not {scheme}"
-        )
+    if size > longest and size % TILE_COLUMNS:
+        most = f"{longest} columns of int{scheme.bits}"
+        return f"its groups have at most {most}, or a multiple of {TILE_COLUMNS}, not {size}"
+    if scheme.scale_dtype not in _SCALE_DTYPES:
+        return f"it has no scales of {scheme.scale_dtype}"
     return None
 
 
@@ -114,13 +116,13 @@ def write_rows(weight: PackedWeight, rows: Tensor | QuantizedRows, start: int, i
     shape = rows.shape if isinstance(rows, Tensor) else rows.codes.shape
     if len(shape) != 2 or shape[1] != weight.columns or not 0 <= start <= weight.rows - shape[0]:
         raise ValueError(f"rows {tuple(shape)} from {start} on do not fit a weight {(weight.rows, weight.columns)}")
-    step = max(1, _WRITTEN_AT_ONCE // shape[1])
+    step, device = max(1, _WRITTEN_AT_ONCE // shape[1]), one.data.device
     for first in range(0, shape[0], step):
         some = itemgetter(slice(first, first + step))
         if isinstance(rows, Tensor):
-            quantized = quantize_rows(some(rows).to(one.data.device), scheme)
+            quantized = quantize_rows(some(rows).to(device), scheme)
         else:
-            quantized = rows.map_rows(lambda part, some=some: some(part).to(one.data.device))
+            quantized = rows.map_rows(some).map_rows(lambda part: part.to(device))
         _write(one, scheme, quantized, start + first)
 
 

@@ -3,6 +3,7 @@
 In mixed batches, in captured steps (CUDA graphs on a GPU), with low-bit weights, with 8-bit KV.
 """
 
+import gguf_writer as gguf_files
 import numpy as np
 import pytest
 import torch
@@ -11,9 +12,12 @@ from model_runner_driver import GREEDY, Driver, load_model
 from triton_device import DEVICE
 
 from quire import LLM, SamplingParams
+from quire.config import EngineOptions
+from quire.hub import embedded
 from quire.kernels.contract import INT4, INT8, NotCapturable, Requirements, Scheme
 from quire.models.description import describe
 from quire.models.loading import load
+from quire.startup.build import prepare
 
 pytest.importorskip("triton")
 kernels_module = pytest.importorskip("quire.kernels.triton.kernels")
@@ -114,6 +118,14 @@ def test_the_embedded_model_answers_as_the_reference_does(kv_cache_dtype):
     assert_answers_are_those_of_the_reference(kv_cache_dtype=kv_cache_dtype)
 
 
+def test_codes_of_a_checkpoint_are_kept(tmp_path):
+    path, lines = gguf_files.write_gguf(embedded.folder(), tmp_path / "model.gguf", kind="Q4_1"), []
+    options = EngineOptions(model=str(path), kernels="triton", device=str(DEVICE), memory="1GiB")
+    prepared = prepare(options, report=lines.append, progress=lambda done, total: None)
+    assert Scheme(4, 32, torch.float16, has_offsets=True) in prepared.schemes.values()
+    assert any(line.startswith("weights    as stored: ") for line in lines)
+
+
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="the interpreter takes a minute")
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_the_low_bit_embedded_model_answers_as_the_reference_does(quantization):
@@ -152,8 +164,7 @@ def test_ladder_sizes_hold_what_they_are_asked_for():
         (
             {"schemes": (INT4, Scheme(4, 96))},
             (9, 0),
-            "it multiplies codes of 4 and 8 bits, in groups of up to 64 and 128 columns or a multiple of 128, "
-            "not int4, groups of 96",
+            "its groups have at most 64 columns of int4, or a multiple of 128, not 96",
         ),
         ({"head_dims": (64, 512)}, (9, 0), "heads of 512 are larger than 256"),
     ],
