@@ -89,7 +89,7 @@ def code_rows(kernels, dtype):
     schemes = [*(INT8, INT4, Scheme(8, 16, torch.bfloat16, has_offsets=True), Scheme(4, 16, torch.float16))]
     for scheme in (*schemes, Scheme(4, 128, torch.float16, has_offsets=True), Scheme(8, 256)):
         weight = kernels.allocate_weight((640, HIDDEN), dtype, scheme=scheme)
-        for number in (1, 16, 60, 300):
+        for number in (1, 16, 60, 300) if scheme in (INT8, INT4) else (1, 300):
             kernels.linear(torch.zeros(number, HIDDEN, dtype=dtype), weight, torch.zeros(640, dtype=dtype))
         kernels.embed(torch.arange(3), weight)
     up, down = (

@@ -228,7 +228,10 @@ def quantize_activations(x: Tensor, weight: PackedWeight) -> RoundedRows:
 
 @triton.jit
 def _signed(packed, HALF: tl.constexpr, HALVES: tl.constexpr, INTERPRET: tl.constexpr):
-    """The codes of a run, as int8. Those of 4 bits are times 16."""
+    """The codes of a run, as int8. Those of 4 bits are times 16.
+
+    Products and row lookups get the value of a code from here alone. A grid with a table of 16 values is looked up here.
+    """
     if HALVES == 1:
         return packed
     if INTERPRET:
@@ -400,7 +403,7 @@ def tile_of(num_rows: int, layout: Layout) -> Tile:
     """A tile for products of so many rows. Results do not depend on it."""
     if num_rows <= 16:
         return Tile(8 if num_rows <= 8 else 16, 32, max(3, min(_STAGE_BYTES // (32 * layout.run), 8)), 2)
-    return Tile(64, 64, 3, 4) if num_rows <= 64 else Tile(128, 128, 3, 8)
+    return Tile(64, 64, 4, 4) if num_rows <= 64 else Tile(128, 128, 3, 8)
 
 
 def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:

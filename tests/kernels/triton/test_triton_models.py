@@ -68,7 +68,7 @@ def test_tokens_are_those_of_the_reference(saved, prompts, family):
     ("family", "quantization"), [("llama-gqa-tied", "int8"), ("llama-gqa-tied", "int4"), ("qwen3-moe", "int4")]
 )
 def test_tokens_of_low_bit_models_are_those_of_the_reference(saved, prompts, family, quantization):
-    folder, short = saved(family)[0], prompts[::2]
+    folder, short = saved(family)[0], [prompt[:2] for prompt in prompts[1:]]
     description, recorder = describe(folder), Replaying()
     schemes = description.schemes(quantization)
     expected = Driver(load(description, dtype="float32", schemes=schemes), block_size=BLOCK).generate(short, 2)
