@@ -230,7 +230,7 @@ def quantize_activations(x: Tensor, weight: PackedWeight) -> RoundedRows:
 def _signed(packed, HALF: tl.constexpr, HALVES: tl.constexpr, INTERPRET: tl.constexpr):
     """The codes of a run, as int8. Those of 4 bits are times 16.
 
-    Products and row lookups get the value of a code from here alone. A grid with a table of 16 values is looked up here.
+    Products and row lookups get the values of codes from here alone; a table of 16 values would be looked up here.
     """
     if HALVES == 1:
         return packed
