@@ -8,10 +8,12 @@ from torch import Tensor
 from quire.errors import ModelError
 from quire.kernels.contract import QuantizedRows, Scheme
 from quire.models.checkpoint import Checkpoint, StoredTensor
+from quire.models.json_file import read_json_object
 from quire.quant.layouts import Layer, Part, Tensors, layout_of
 from quire.quant.schemes import convert
 
 _CONFIG = "quantization_config"
+_MODELOPT_FILE = "hf_quant_config.json"  # has the settings of ModelOpt if config.json does not
 _UNUSED = (
     ".k_scale",
     ".v_scale",
@@ -21,15 +23,18 @@ _UNUSED = (
 
 
 def open_layers(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint itself, or a QuantizedCheckpoint if its config has a quantization_config. Raises ModelError."""
-    return checkpoint if checkpoint.config.get(_CONFIG) is None else QuantizedCheckpoint(checkpoint)
+    """The checkpoint itself, or a QuantizedCheckpoint if its folder has settings of quantization. Raises ModelError."""
+    settings, file = checkpoint.config.get(_CONFIG), checkpoint.path / _MODELOPT_FILE
+    if settings is None and file.is_file():
+        found = read_json_object(file).get("quantization")
+        settings = {"quant_method": "modelopt", **found} if isinstance(found, dict) else found
+    return checkpoint if settings is None else QuantizedCheckpoint(checkpoint, settings)
 
 
 class QuantizedCheckpoint:
     """Implements Checkpoint. The constructor raises ModelError for a layout that is not supported or does not fit."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        settings = checkpoint.config.get(_CONFIG)
+    def __init__(self, checkpoint: Checkpoint, settings: object) -> None:
         if not isinstance(settings, dict):
             raise ModelError(f"{checkpoint.path}: {_CONFIG} must be an object, not {settings!r:.80}; download it again")
         try:

@@ -43,7 +43,7 @@ from quire.kernels.contract import Requirements
 from quire.kernels.reference.quantized import MAX_QUANTIZED
 from quire.models.checkpoint import Checkpoint
 from quire.models.model import Description, Progress
-from quire.quant.schemes import NO_SCHEMES, Schemes, summary
+from quire.quant.schemes import Schemes, summary
 from quire.runner.model_runner import TorchRunner
 from quire.scheduler.journal import JournalledScheduler, open_journal, open_restart_journal
 from quire.scheduler.scheduler import Scheduler
@@ -253,7 +253,7 @@ def _quantization(options: EngineOptions, checkpoint: Checkpoint) -> str | None:
     asked = options.quantization
     if asked not in get_args(QuantMethod):
         return asked
-    if asked != checkpoint.quant_method:
+    if asked != checkpoint.quant_method and (asked, checkpoint.quant_method) != ("modelopt_fp4", "modelopt"):
         has = f"has the layout {checkpoint.quant_method!r}" if checkpoint.quant_method else "is not quantized"
         raise ConfigError(
             f"quantization {asked!r} names the layout of a checkpoint, but {checkpoint.path} {has}; leave it out, or "
@@ -278,12 +278,19 @@ def _low_bits(
     chosen = choose(options.kernels, requirements)
     if not schemes:
         return schemes, chosen, ""
-    name, refused = chosen.kernels.NAME, chosen.kernels.unsupported_reason(needed)
-    if name == "reference":
-        refused = "it multiplies codes slowly"
-    if refused is not None:
-        return NO_SCHEMES, chosen, f"expanded from low bits to {requirements.dtype}: {name}: {refused}"
-    return schemes, chosen, f"as stored: {summary(schemes)}; --quantization none expands them"
+    name, kernels = chosen.kernels.NAME, chosen.kernels
+    refused = {
+        scheme: "it multiplies codes slowly"
+        if name == "reference"
+        else kernels.unsupported_reason(replace(requirements, schemes=(scheme,)))
+        for scheme in needed.schemes
+    }
+    kept = {parameter: scheme for parameter, scheme in schemes.items() if refused[scheme] is None}
+    line = [f"as stored: {summary(kept)}; --quantization none expands them"] if kept else []
+    reasons = dict.fromkeys(reason for reason in refused.values() if reason is not None)
+    if reasons:
+        line.append(f"expanded from low bits to {requirements.dtype}: {name}: {', '.join(reasons)}")
+    return kept, chosen, "; ".join(line)
 
 
 def _dtypes(options: EngineOptions, model_dtype: str) -> tuple[str, str]:
