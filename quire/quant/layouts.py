@@ -20,7 +20,7 @@ _SCALES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 _FLOAT8 = "F8_E4M3"
 _E8M0 = ("U8", "F8_E8M0")  # types of scales that are powers of two: the code is the exponent + 127
 _FP4_GROUPS = {"NVFP4": 16, "MXFP4": 32}  # columns of a group
-_MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "MXFP8", "MIXED_PRECISION")
+_MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4", "MXFP8", "MIXED_PRECISION")
 
 
 class Part(NamedTuple):

@@ -107,12 +107,16 @@ def _fp4_scales(groups: Tensor, scheme: Scheme, largest: Tensor | None) -> Itera
         _, exponents = finite.frexp()  # finite in [2**(exponent - 1), 2**exponent)
         scales = (torch.ldexp(torch.ones_like(most), exponents + shift) for shift in _MXFP4_SHIFTS)
     else:
-        of_row = most.amax(1, keepdim=True) if largest is None else largest
-        _, exponents = (of_row / (min(_NVFP4_TOPS) * _MAX_E4M3)).frexp()
-        factors = torch.ldexp(torch.where(of_row.isfinite(), 0.5, torch.nan), exponents)
+        factors = nvfp4_factor(most.amax(1, keepdim=True) if largest is None else largest) / 2
         scales = ((most / (2 * top * factors)).to(torch.float8_e4m3fn).float() * factors for top in _NVFP4_TOPS)
     for scale in scales:
         yield torch.where(most < _SMALLEST, 0, scale).to(scheme.scale_dtype).float()
+
+
+def nvfp4_factor(largest: Tensor) -> Tensor:
+    """The factor of the e4m3 scales of numbers up to `largest` in NVFP4: a power of two, or NaN."""
+    _, exponents = (largest / (min(_NVFP4_TOPS) * _MAX_E4M3)).frexp()
+    return torch.ldexp(torch.where(largest.isfinite(), 1.0, torch.nan), exponents)
 
 
 def with_offsets(rows: QuantizedRows, scheme: Scheme) -> QuantizedRows:
