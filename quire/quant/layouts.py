@@ -5,21 +5,21 @@ read, and makes of them rows of codes, or numbers where no scheme holds them.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from quire.kernels.contract import QuantizedRows, Scheme
+from quire.kernels.contract import MXFP4, NVFP4, QuantizedRows, Scheme
 from quire.kernels.reference.codes import dequantize
 
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of 8 neighbouring columns in a packed number
 _SCALES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 _FLOAT8 = "F8_E4M3"
 _E8M0 = ("U8", "F8_E8M0")  # types of scales that are powers of two: the code is the exponent + 127
-_FP4_GROUPS = {"NVFP4": 16, "MXFP4": 32}  # columns of a group
+_NVFP4 = replace(NVFP4, scale_dtype=torch.float32)  # because a stored factor is any float32
 _MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4", "MXFP8", "MIXED_PRECISION")
 
 
@@ -31,11 +31,12 @@ class Part(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A quantized linear layer. scheme: of its rows of codes; None if no scheme holds them."""
+    """A quantized linear layer, or a stack of them. scheme: of the rows of codes; None if no scheme holds them."""
 
     rows: int
     columns: int
     scheme: Scheme | None
+    experts: int = 0  # layers of a stack, whose tensors have one more dimension in front; 0: not a stack
 
 
 Parts = Mapping[str, Part]
@@ -45,6 +46,7 @@ Tensors = Mapping[str, Tensor]  # by the last component of their names
 class Layout(Protocol):
     """One layout. Methods raise ValueError for tensors that do not fit together."""
 
+    separator: ClassVar[str]  # before the last component of a name
     marker: ClassVar[str]  # the last component of the name of a tensor that every quantized layer has
     others: ClassVar[tuple[str, ...]]  # those of the other tensors that it may have
 
@@ -52,7 +54,7 @@ class Layout(Protocol):
         """The layer that these tensors are; None for a layer that is not quantized."""
 
     def codes(self, tensors: Tensors, layer: Layer) -> QuantizedRows:
-        """The rows of a layer in its scheme."""
+        """The rows of a layer, or of one layer of a stack, in its scheme."""
 
     def numbers(self, tensors: Tensors, layer: Layer) -> Tensor:
         """The dequantized weight, float32 (rows, columns)."""
@@ -70,11 +72,13 @@ def layout_of(settings: Mapping[str, object]) -> Layout:
             return _compressed_tensors(settings)
         case "modelopt" | "modelopt_fp4":
             return _modelopt(settings)
+        case "mxfp4":
+            return Mxfp4()
         case "fp8":
             return Fp8(_block(settings.get("weight_block_size")))
     raise ValueError(
         f"quant_method {method!r:.80} is not supported; use a checkpoint in AWQ, GPTQ, compressed-tensors, ModelOpt, "
-        "FP8 or GGUF, or one in 16 bits with --quantization int8 or int4"
+        "FP8, MXFP4 or GGUF, or one in 16 bits with --quantization int8 or int4"
     )
 
 
@@ -146,6 +150,7 @@ class Packed:
     symmetric: bool = False  # whether all zeros are the code in the middle
     any_order: bool = False  # whether columns of a group are not neighbours
 
+    separator: ClassVar[str] = "."
     marker: ClassVar[str] = "qweight"
     others: ClassVar[tuple[str, ...]] = ("qzeros", "scales", "g_idx")
 
@@ -205,6 +210,7 @@ class CompressedTensors:
     bits: int  # of packed integers
     block: tuple[int, int] = (0, 0)  # rows and columns of a block of float8; (0, 0): no blocks
 
+    separator: ClassVar[str] = "."
     marker: ClassVar[str] = "weight_scale"
     others: ClassVar[tuple[str, ...]] = (
         *("weight", "weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx"),
@@ -271,6 +277,7 @@ class CompressedTensors:
 class ModelOpt:
     """NVIDIA's Model Optimizer: NVFP4, MXFP8, and float8 with one scale or one for each row."""
 
+    separator: ClassVar[str] = "."
     marker: ClassVar[str] = "weight_scale"
     others: ClassVar[tuple[str, ...]] = ("weight", "weight_scale_2", "input_scale", "pre_quant_scale")
 
@@ -298,11 +305,41 @@ class ModelOpt:
 
 
 @dataclass(frozen=True, slots=True)
+class Mxfp4:
+    """MXFP4 as in gpt-oss: stacks of experts, with tensors `gate_up_proj_blocks` and `gate_up_proj_scales`."""
+
+    separator: ClassVar[str] = "_"
+    marker: ClassVar[str] = "blocks"
+    others: ClassVar[tuple[str, ...]] = ("scales",)
+
+    def layer(self, parts: Parts) -> Layer:
+        """See Layout."""
+        blocks, scales = parts["blocks"], parts.get("scales")
+        if len(blocks.shape) != 4 or blocks.shape[3] != MXFP4.group_size // 2 or blocks.dtype != "U8":
+            raise ValueError(f"blocks must be uint8 (experts, rows, groups, 16), not {blocks.dtype} {blocks.shape}")
+        experts, rows, groups, _ = blocks.shape
+        if scales is None:
+            raise ValueError("scales is missing")
+        if scales.shape != (experts, rows, groups) or scales.dtype not in _E8M0:
+            raise ValueError(f"scales must be uint8 {(experts, rows, groups)}, not {scales.dtype} {scales.shape}")
+        return Layer(rows, groups * MXFP4.group_size, MXFP4, experts)
+
+    def codes(self, tensors: Tensors, layer: Layer) -> QuantizedRows:
+        """See Layout."""
+        return _fp4_rows(tensors["blocks"].flatten(1), _float_scales(tensors["scales"]))
+
+    def numbers(self, tensors: Tensors, layer: Layer) -> Tensor:
+        """See Layout."""
+        return dequantize(self.codes(tensors, layer), require_scheme(layer))
+
+
+@dataclass(frozen=True, slots=True)
 class Fp8:
     """float8 weights with a scale for each block, or one for the weight."""
 
     block: tuple[int, int]  # rows and columns of a block; (0, 0): one scale
 
+    separator: ClassVar[str] = "."
     marker: ClassVar[str] = "weight"
     others: ClassVar[tuple[str, ...]] = ("weight_scale_inv", "weight_scale", "input_scale")
 
@@ -339,18 +376,15 @@ def require_scheme(layer: Layer) -> Scheme:
 def _fp4_layer(parts: Parts, codes: str, factor: str) -> Layer:
     """A layer in NVFP4 if it has the part `factor`, else in MXFP4. codes: name of the part with two codes in a byte."""
     rows, num_bytes = _matrix(parts, codes)
-    scales, kind = parts["weight_scale"], "NVFP4" if factor in parts else "MXFP4"
-    size, columns = _FP4_GROUPS[kind], 2 * num_bytes
-    known = (_FLOAT8,) if factor in parts else _E8M0
+    scales, columns = parts["weight_scale"], 2 * num_bytes
+    name, scheme, known = ("NVFP4", _NVFP4, (_FLOAT8,)) if factor in parts else ("MXFP4", MXFP4, _E8M0)
     if parts[codes].dtype != "U8" or scales.dtype not in known:
-        raise ValueError(f"{kind} has uint8 and scales of {known[0]}, not {parts[codes].dtype} and {scales.dtype}")
-    if columns % size or scales.shape != (rows, columns // size):
-        raise ValueError(f"weight_scale {scales.shape} does not fit {(rows, columns)} in groups of {size}")
-    if factor not in parts:
-        return Layer(rows, columns, Scheme(4, size, torch.bfloat16, grid="e2m1"))
-    if prod(parts[factor].shape) != 1 or parts[factor].dtype != "F32":
+        raise ValueError(f"{name} has uint8 and scales of {known[0]}, not {parts[codes].dtype} and {scales.dtype}")
+    if columns % scheme.group_size or scales.shape != (rows, columns // scheme.group_size):
+        raise ValueError(f"weight_scale {scales.shape} does not fit {(rows, columns)} in groups of {scheme.group_size}")
+    if factor in parts and (prod(parts[factor].shape) != 1 or parts[factor].dtype != "F32"):
         raise ValueError(f"{factor} must be one float32, not {parts[factor].shape} of {parts[factor].dtype}")
-    return Layer(rows, columns, Scheme(4, size, torch.float32, grid="e2m1"))
+    return Layer(rows, columns, scheme)
 
 
 def _fp4_rows(packed: Tensor, scales: Tensor) -> QuantizedRows:

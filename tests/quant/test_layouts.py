@@ -12,7 +12,7 @@ from quire import LLM
 from quire.errors import ModelError
 from quire.hub import embedded
 from quire.kernels import reference
-from quire.kernels.contract import PackedWeight
+from quire.kernels.contract import MXFP4, PackedWeight
 from quire.kernels.reference.codes import dequantize, numbers_of, rows_of
 from quire.models.checkpoint import FolderCheckpoint
 from quire.models.description import describe
@@ -226,6 +226,62 @@ def test_layouts_are_loaded_and_keep_their_codes(saved, tmp_path, layout):
         some = load(description, dtype="float32", kernels=kernels, schemes=kept)
         found.append(Sequences(description, some, [30], kernels=kernels).logits([(0, 0, list(range(30)))]))
     assert (found[0] - found[1]).abs().max() < 0.02 * (found[0].max() - found[0].min())
+
+
+def write_stacks(source, folder, change=lambda tensors: None):
+    """The Mixtral checkpoint in `source` with its experts in MXFP4, stacked. Returns the numbers of their weights."""
+    shutil.copytree(source, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    tensors, numbers, stacks = load_file(folder / "model.safetensors"), {}, {}
+    for seed, name in enumerate(sorted(name for name in tensors if ".experts." in name)):
+        parts, numbers[name] = fp4(name, tensors.pop(name), seed, size=32, packed_name="blocks")
+        before, _, after = name.removesuffix(".weight").partition(".experts.")
+        stack = stacks.setdefault(f"{before}.experts.{after.partition('.')[2]}", [])
+        stack.append((parts["blocks"].unflatten(1, (-1, 16)), parts["weight_scale"]))
+    for stack, experts in stacks.items():
+        for last, some in zip(("blocks", "scales"), zip(*experts, strict=True), strict=True):
+            tensors[f"{stack}_{last}"] = torch.stack(some)
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    return numbers
+
+
+def test_stacks_of_experts_in_mxfp4_keep_their_codes(saved, tmp_path):
+    numbers = write_stacks(saved("mixtral-window")[0], tmp_path / "model")
+    checkpoint = open_layers(FolderCheckpoint(tmp_path / "model"))
+    found = dict(checkpoint.read(numbers))
+    assert all(torch.equal(found[name], numbers[name]) for name in numbers)
+    description = describe(checkpoint)
+    schemes = description.schemes(None)
+    assert set(schemes.values()) == {MXFP4}
+    assert {path.rpartition(".")[2] for path in schemes} == {"up", "down"}
+    plain, model = (load(description, dtype="float32", schemes=some) for some in ({}, schemes))
+    for number, layer in enumerate(model.layers):
+        for name in ("up", "down"):
+            for weight, expected in zip(getattr(layer.mlp, name), getattr(plain.layers[number].mlp, name), strict=True):
+                assert torch.equal(dequantize(rows_of(weight), MXFP4), expected)
+
+
+@pytest.mark.parametrize(
+    ("last", "change", "why"),
+    [
+        ("blocks", lambda blocks: blocks.flatten(2), r"blocks must be uint8 \(experts, rows, groups, 16\)"),
+        ("blocks", lambda blocks: blocks.int(), "blocks must be uint8 .*, not I32"),
+        ("scales", lambda scales: scales[:, :-1], "scales must be uint8"),
+        ("scales", lambda scales: scales.float(), "scales must be uint8 .*, not F32"),
+        ("scales", lambda scales: None, "scales is missing"),
+    ],
+)
+def test_stacks_that_do_not_fit_are_named(saved, tmp_path, last, change, why):
+    def spoil(tensors):
+        name = next(name for name in tensors if name.endswith(f"_{last}"))
+        tensor = change(tensors.pop(name))
+        tensors |= {} if tensor is None else {name: tensor.contiguous()}
+
+    write_stacks(saved("mixtral-window")[0], tmp_path / "model", spoil)
+    with pytest.raises(ModelError, match=rf"experts\.w?\w+\.weight: {why}"):
+        open_layers(FolderCheckpoint(tmp_path / "model"))
 
 
 def shorter(tensors):
