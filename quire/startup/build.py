@@ -250,16 +250,16 @@ def prepare(options: EngineOptions, *, report: Report, progress: Progress) -> Pr
 
 def _quantization(options: EngineOptions, checkpoint: Checkpoint) -> str | None:
     """The option, without a name of the layout that the checkpoint has. Raises ConfigError for another layout."""
-    asked = options.quantization
+    asked, stored = options.quantization, checkpoint.quant_method
+    if asked == stored or (asked, stored) == ("modelopt_fp4", "modelopt"):
+        return None
     if asked not in get_args(QuantMethod):
         return asked
-    if asked != checkpoint.quant_method and (asked, checkpoint.quant_method) != ("modelopt_fp4", "modelopt"):
-        has = f"has the layout {checkpoint.quant_method!r}" if checkpoint.quant_method else "is not quantized"
-        raise ConfigError(
-            f"quantization {asked!r} names the layout of a checkpoint, but {checkpoint.path} {has}; leave it out, or "
-            "use int8 or int4 to round weights at load"
-        )
-    return None
+    has = f"has the layout {stored!r}" if stored else "is not quantized"
+    raise ConfigError(
+        f"quantization {asked!r} names the layout of a checkpoint, but {checkpoint.path} {has}; leave it out, or "
+        "use int8 or int4 to round weights at load"
+    )
 
 
 def _low_bits(
@@ -287,9 +287,9 @@ def _low_bits(
     }
     kept = {parameter: scheme for parameter, scheme in schemes.items() if refused[scheme] is None}
     line = [f"as stored: {summary(kept)}; --quantization none expands them"] if kept else []
-    reasons = dict.fromkeys(reason for reason in refused.values() if reason is not None)
-    if reasons:
-        line.append(f"expanded from low bits to {requirements.dtype}: {name}: {', '.join(reasons)}")
+    reason = next((one for one in refused.values() if one is not None), None)
+    if reason is not None:
+        line.append(f"expanded from low bits to {requirements.dtype}: {name}: {reason}")
     return kept, chosen, "; ".join(line)
 
 

@@ -173,6 +173,13 @@ def test_weights_are_rounded_as_in_plain_torch(seed, n, k, scheme, dtype, specia
     assert abs(ours.sum() - theirs.sum()) <= 1e-3 * theirs.sum() + 1e-10  # equal scales but for ties
 
 
+@pytest.mark.parametrize("scheme", [INT8, INT4, MXFP4, NVFP4])
+def test_codes_of_a_row_do_not_depend_on_the_others(scheme):
+    weight = normal(0, 20, 100) * torch.logspace(-6, 2, 20)[:, None]
+    whole, one = cpu.quantize_rows(weight, scheme), cpu.quantize_rows(weight[3:4], scheme)
+    assert torch.equal(whole.codes[3:4], one.codes) and torch.equal(whole.scales[3:4], one.scales)
+
+
 @drawn
 @given(SEEDS, SIZES, SIZES, SCHEMES, DTYPES)
 def test_rows_are_looked_up_as_they_are_multiplied(seed, n, k, scheme, dtype):
