@@ -51,6 +51,7 @@ static float to_e4m3(float x) {
   return as_float((bits + 0x7ffff + (bits >> 20 & 1)) & ~0xfffffu);
 }
 
+// Numbers of e2m1 that the largest magnitude of a group is tried as, and exponents of halved scales: see the reference.
 constexpr float NVFP4_TOPS[] = {6.0f, 5.5f, 5.0f, 4.5f, 4.0f, 6.5f, 7.0f}, LEAST_TOP = 4.0f;
 constexpr int MXFP4_SHIFTS[] = {-4, -3, -5};
 

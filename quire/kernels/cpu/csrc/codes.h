@@ -105,14 +105,19 @@ INLINE Ints biased_table(Grid grid) {
   for (int i = 0; i < REGISTER_BYTES; i++) bytes[i] = (uint8_t)(table_of(grid)[i % 16] + 128);
   return load_bits<Ints>(bytes);
 }
+typedef uint8_t Bytes __attribute__((vector_size(16)));
 // The bytes of a table for indices below 16.
 INLINE Ints look_up(Ints table, Ints indices) {
 #if defined(__AVX512BW__)
   return (Ints)_mm512_shuffle_epi8((__m512i)table, (__m512i)indices);
 #elif defined(__AVX2__)
   return (Ints)_mm256_shuffle_epi8((__m256i)table, (__m256i)indices);
+#elif defined(__SSE2__) && !defined(__SSSE3__)  // has no shuffle of bytes
+  Bytes found{};
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i++) found |= (Bytes)((Bytes)indices == (uint8_t)i) & ((Bytes)table)[i];
+  return (Ints)found;
 #else
-  typedef uint8_t Bytes __attribute__((vector_size(16)));
   return (Ints)__builtin_shuffle((Bytes)table, (Bytes)indices);
 #endif
 }
