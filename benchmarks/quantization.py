@@ -26,6 +26,7 @@ from quire.config import EngineOptions
 from quire.hub import embedded
 from quire.kernels.contract import Batch
 from quire.layers.attend import PagedAttend
+from quire.quant.schemes import AT_LOAD
 from quire.startup.build import Prepared, prepare
 from quire.tokenizer.tokenizer import Tokenizer
 from tools.demo_model.golden import CHATS, GOLDEN_TASKS, SEED
@@ -33,11 +34,11 @@ from tools.demo_model.questions import questions
 from tools.demo_model.score import Run, ScoringRun
 
 WEIGHTS = {"float32": ("float32", None), "bfloat16": ("bfloat16", None)} | {
-    name: ("bfloat16", name) for name in ("int8", "int4")
+    name: ("bfloat16", name) for name in AT_LOAD
 }
 CASES = [
     *("float32:auto", "bfloat16:auto", "bfloat16:fp8", "bfloat16:int8", "int8:auto", "int8:fp8", "int8:int8"),
-    *("int4:auto", "int4:int8"),
+    *("int4:auto", "int4:int8", "mxfp4:auto", "nvfp4:auto"),
 ]
 
 

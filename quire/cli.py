@@ -254,7 +254,9 @@ def quantize(
     model: Annotated[Path, typer.Argument(help="folder of a checkpoint in 16 or 32 bits")],
     out: Annotated[Path, typer.Argument(help="new folder")],
     *,
-    scheme: Annotated[str, typer.Option(help="int8: W8A8; int4: W4A16 with groups of 32")] = "int8",
+    scheme: Annotated[
+        str, typer.Option(help="int8: W8A8; int4: W4A16 with groups of 32; mxfp4, nvfp4: weights in 4-bit floats")
+    ] = "int8",
 ) -> None:
     """Round the weights of a checkpoint's layers, and write them in the layout of compressed-tensors."""
     quire.quantize(model, out, scheme, report=typer.echo, progress=WeightsBar())

@@ -13,8 +13,9 @@ from quire.errors import ConfigError, known_arguments_only
 DType = Literal["auto", "float32", "float16", "bfloat16", "float", "half"]
 KVDType = Literal["auto", "float32", "float16", "bfloat16", "float", "half", "fp8", "fp8_e4m3", "int8"]
 ModelImpl = Literal["auto", "quire", "transformers"]
-QuantMethod = Literal["awq", "gptq", "compressed-tensors", "fp8", "gguf"]  # layouts of quantized checkpoints
-Quantization = Literal["int8", "int4", "none", QuantMethod]
+# layouts of quantized checkpoints
+QuantMethod = Literal["awq", "gptq", "compressed-tensors", "modelopt", "modelopt_fp4", "fp8", "gguf"]
+Quantization = Literal["int8", "int4", "mxfp4", "nvfp4", "none", QuantMethod]
 GroupKind = Literal["full", "window", "latent", "state"]
 PrefixIndexKind = Literal["radix", "hash", "none"]
 Policy = Literal["fcfs", "lpm", "cache-aware", "priority", "fair"]
@@ -175,7 +176,8 @@ class EngineOptions:
     quantization: Annotated[
         Quantization | None,
         Help(
-            "int8, or int4 with an int8 head: round weights as they are loaded; none: expand low-bit weights to dtype; "
+            "int8, or int4, mxfp4, nvfp4 with an int8 head: round weights as they are loaded; none: expand low-bit "
+            "weights to dtype; "
             "others: the layout that the checkpoint has anyway [default: weights as they are stored]",
             "beta",
         ),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -31,23 +31,44 @@ Plan = Any  # what a module's `plan` returns; opaque outside of that module
 Rotation = tuple[Tensor, Tensor]  # cosines and sines, float32 (num_tokens, rotary_dim / 2)
 
 
+Grid = Literal["int", "e2m1", "iq4_nl", "e4m3"]
+
+# the numbers of the codes of a 4-bit grid, in units of the scale
+GRIDS: Mapping[Grid, tuple[int, ...]] = MappingProxyType(
+    {
+        "e2m1": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),  # doubled: scales are half the format's
+        "iq4_nl": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
+    }
+)
+_TYPE_NAMES: Mapping[Grid, str] = MappingProxyType({"e2m1": "fp4_e2m1", "iq4_nl": "iq4_nl", "e4m3": "fp8_e4m3"})
+
+
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """Storage of a low-bit weight: value = scale * (code - zero_point) + offset, with unsigned codes of `bits` bits.
+    """Storage of a low-bit weight: value = scale * number + offset, with unsigned codes of `bits` bits for the numbers.
 
-    Products round each row of x to 8 bits with one scale, so that a row's result depends on this row alone.
-    `quire.kernels.reference.codes` specifies the rounding of weights and of x.
+    The grid has the number of each code. "int": code - zero_point. "e2m1", "iq4_nl": GRIDS[grid][code], 4 bits.
+    "e4m3": the float8 (e4m3fn) number with these bits.
+
+    Products round each row of x to 8 bits with one scale, so that a row's result depends on this row alone. With the
+    grid "e4m3" they do not round x. `quire.kernels.reference.codes` specifies the rounding of weights and of x.
     """
 
     bits: int  # 8 or 4
     group_size: int = 0  # columns that share a scale; 0: all columns of a row
     scale_dtype: torch.dtype = torch.float32  # also of offsets
     has_offsets: bool = False  # one for each scale; otherwise the offset is 0
+    grid: Grid = "int"
 
     @property
     def zero_point(self) -> int:
-        """The code whose value is the offset."""
+        """The code whose value is the offset, if the grid is "int"."""
         return 1 << (self.bits - 1)
+
+    @property
+    def type_name(self) -> str:
+        """The type of the codes: "int8", "fp4_e2m1"."""
+        return _TYPE_NAMES.get(self.grid, f"int{self.bits}")
 
     def num_groups(self, columns: int) -> int:
         """Number of scales of a row. The last group may be shorter."""
@@ -60,10 +81,11 @@ class Scheme:
 
     def __str__(self) -> str:
         groups = f"groups of {self.group_size}" if self.group_size else "one scale a row"
-        return f"int{self.bits}, {groups}" + (" with offsets" if self.has_offsets else "")
+        return f"{self.type_name}, {groups}" + (" with offsets" if self.has_offsets else "")
 
 
 INT8, INT4 = Scheme(8), Scheme(4, 32, torch.bfloat16)
+MXFP4, NVFP4 = (Scheme(4, size, torch.bfloat16, grid="e2m1") for size in (32, 16))  # as rounded at load
 
 
 class QuantizedRows(NamedTuple):

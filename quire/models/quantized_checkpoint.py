@@ -8,10 +8,12 @@ from torch import Tensor
 from quire.errors import ModelError
 from quire.kernels.contract import QuantizedRows, Scheme
 from quire.models.checkpoint import Checkpoint, StoredTensor
+from quire.models.json_file import read_json_object
 from quire.quant.layouts import Layer, Part, Tensors, layout_of
 from quire.quant.schemes import convert
 
 _CONFIG = "quantization_config"
+_MODELOPT_FILE = "hf_quant_config.json"  # has the settings of ModelOpt if config.json does not
 _UNUSED = (
     ".k_scale",
     ".v_scale",
@@ -21,15 +23,18 @@ _UNUSED = (
 
 
 def open_layers(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint itself, or a QuantizedCheckpoint if its config has a quantization_config. Raises ModelError."""
-    return checkpoint if checkpoint.config.get(_CONFIG) is None else QuantizedCheckpoint(checkpoint)
+    """The checkpoint itself, or a QuantizedCheckpoint if its folder has settings of quantization. Raises ModelError."""
+    settings, file = checkpoint.config.get(_CONFIG), checkpoint.path / _MODELOPT_FILE
+    if settings is None and file.is_file():
+        found = read_json_object(file).get("quantization")
+        settings = {"quant_method": "modelopt", **found} if isinstance(found, dict) else found
+    return checkpoint if settings is None else QuantizedCheckpoint(checkpoint, settings)
 
 
 class QuantizedCheckpoint:
     """Implements Checkpoint. The constructor raises ModelError for a layout that is not supported or does not fit."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        settings = checkpoint.config.get(_CONFIG)
+    def __init__(self, checkpoint: Checkpoint, settings: object) -> None:
         if not isinstance(settings, dict):
             raise ModelError(f"{checkpoint.path}: {_CONFIG} must be an object, not {settings!r:.80}; download it again")
         try:
@@ -41,6 +46,7 @@ class QuantizedCheckpoint:
         self._config = {name: value for name, value in checkpoint.config.items() if name != _CONFIG}
         self._layers: dict[str, Layer] = {}  # by the name of the weight
         self._parts: dict[str, dict[str, str]] = {}  # of a weight: last component -> name of a tensor
+        self._experts: dict[str, int] = {}  # of a weight in a stack: its index there
         self._tensors = self._join()
 
     @property
@@ -67,53 +73,73 @@ class QuantizedCheckpoint:
         """Yield (name, tensor). Weights of quantized layers become float32, layer by layer, after all others."""
         wanted = list(names)
         yield from self._checkpoint.read(name for name in wanted if name not in self._layers)
-        for name in wanted:
-            if name in self._layers:
-                tensors, layer = self._read_parts(name), self._layers[name]
-                try:
-                    yield name, self._layout.numbers(tensors, layer)
-                except ValueError as error:
-                    raise self._error(name, error) from error
+        for name, tensors, layer in self._read_layers(name for name in wanted if name in self._layers):
+            try:
+                yield name, self._layout.numbers(tensors, layer)
+            except ValueError as error:
+                raise self._error(name, error) from error
 
     def read_codes(self, schemes: Mapping[str, Scheme]) -> Iterator[tuple[str, QuantizedRows]]:
         """Yield (name, rows): see Checkpoint. Raises ModelError for scales that are not finite."""
-        for name, scheme in schemes.items():
-            layer = self._layers[name]
+        for name, tensors, layer in self._read_layers(schemes):
             try:
-                rows = self._layout.codes(self._read_parts(name), layer)
+                rows = self._layout.codes(tensors, layer)
                 if not rows.scales.isfinite().all():
                     raise ValueError("its scales are not finite; download it again")
             except ValueError as error:
                 raise self._error(name, error) from error
-            yield name, convert(rows, layer.scheme or scheme, scheme)
+            yield name, convert(rows, layer.scheme or schemes[name], schemes[name])
 
-    def _read_parts(self, name: str) -> Tensors:
-        by_name = {full: last for last, full in self._parts[name].items()}
-        return {by_name[full]: tensor for full, tensor in self._checkpoint.read(by_name)}
+    def _read_layers(self, names: Iterable[str]) -> Iterator[tuple[str, Tensors, Layer]]:
+        """Yield (name, tensors, layer). A stack is read once: its layers follow each other."""
+        together: dict[str, list[str]] = {}
+        for name in names:
+            together.setdefault(self._parts[name][self._layout.marker], []).append(name)
+        for some in together.values():
+            by_name = {full: last for last, full in self._parts[some[0]].items()}
+            tensors = {by_name[full]: tensor for full, tensor in self._checkpoint.read(by_name)}
+            for name in some:
+                one = tensors
+                if name in self._experts:
+                    one = {last: tensor[self._experts[name]] for last, tensor in tensors.items()}
+                yield name, one, self._layers[name]
 
     def _join(self) -> dict[str, StoredTensor]:
         stored = self._checkpoint.tensors
-        known = (self._layout.marker, *self._layout.others)
+        known, separator = (self._layout.marker, *self._layout.others), self._layout.separator
         rest = {name: one for name, one in stored.items() if not name.endswith(_UNUSED)}
-        for marker in [name for name in rest if name.endswith(f".{self._layout.marker}")]:
-            base = marker.removesuffix(self._layout.marker)
-            parts = {last: base + last for last in known if base + last in stored}
-            name = f"{base}weight"
+        for marker in [name for name in rest if name.endswith(f"{separator}{self._layout.marker}")]:
+            base = marker.removesuffix(f"{separator}{self._layout.marker}")
+            parts = {last: full for last in known if (full := f"{base}{separator}{last}") in stored}
             try:
                 layer = self._layout.layer(
                     {last: Part(stored[full].shape, stored[full].dtype) for last, full in parts.items()}
                 )
             except ValueError as error:
-                raise self._error(name, error) from error
+                raise self._error(f"{base}.weight", error) from error
             if layer is None:
                 continue
-            self._layers[name], self._parts[name] = layer, parts
             for full in parts.values():
                 rest.pop(full, None)
-            num_bytes = sum(stored[full].num_bytes for full in parts.values())
+            names = _names(base, layer)
+            num_bytes = sum(stored[full].num_bytes for full in parts.values()) // len(names)
             shape, dtype = (layer.rows, layer.columns), type(self._layout).__name__
-            rest[name] = StoredTensor(stored[marker].file, shape, dtype, num_bytes, is_float=True, scheme=layer.scheme)
+            for name in names:
+                self._layers[name], self._parts[name] = layer, parts
+                rest[name] = StoredTensor(
+                    stored[marker].file, shape, dtype, num_bytes, is_float=True, scheme=layer.scheme
+                )
+            if layer.experts:
+                self._experts |= {name: index for index, name in enumerate(names)}
         return rest
 
     def _error(self, name: str, error: ValueError) -> ModelError:
         return ModelError(f"{self.path}: {name}: {error}")
+
+
+def _names(base: str, layer: Layer) -> list[str]:
+    """The names of a layer's weights. Those of the stack `experts.down` are `experts.0.down.weight`, ..."""
+    if not layer.experts:
+        return [f"{base}.weight"]
+    before, _, after = base.rpartition("experts.")
+    return [f"{before}experts.{index}.{after}.weight" for index in range(layer.experts)]

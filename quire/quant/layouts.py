@@ -1,23 +1,26 @@
-"""Published layouts of quantized linear layers: AWQ, GPTQ, compressed-tensors, and FP8 with scales of blocks.
+"""Published layouts of quantized linear layers: AWQ, GPTQ, compressed-tensors, ModelOpt, and FP8 with scales of blocks.
 
 A layer has several tensors, such as `qweight`, `qzeros` and `scales`. A layout checks their shapes before they are
 read, and makes of them rows of codes, or numbers where no scheme holds them.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from quire.kernels.contract import QuantizedRows, Scheme
+from quire.kernels.contract import MXFP4, NVFP4, QuantizedRows, Scheme
 from quire.kernels.reference.codes import dequantize
 
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of 8 neighbouring columns in a packed number
 _SCALES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 _FLOAT8 = "F8_E4M3"
+_E8M0 = ("U8", "F8_E8M0")  # types of scales that are powers of two: the code is the exponent + 127
+_NVFP4 = replace(NVFP4, scale_dtype=torch.float32)  # because a stored factor is any float32
+_MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4", "MXFP8", "MIXED_PRECISION")
 
 
 class Part(NamedTuple):
@@ -28,11 +31,12 @@ class Part(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A quantized linear layer. scheme: of its rows of codes; None if no scheme holds them."""
+    """A quantized linear layer, or a stack of them. scheme: of the rows of codes; None if no scheme holds them."""
 
     rows: int
     columns: int
     scheme: Scheme | None
+    experts: int = 0  # layers of a stack, whose tensors have one more dimension in front; 0: not a stack
 
 
 Parts = Mapping[str, Part]
@@ -42,6 +46,7 @@ Tensors = Mapping[str, Tensor]  # by the last component of their names
 class Layout(Protocol):
     """One layout. Methods raise ValueError for tensors that do not fit together."""
 
+    separator: ClassVar[str]  # before the last component of a name
     marker: ClassVar[str]  # the last component of the name of a tensor that every quantized layer has
     others: ClassVar[tuple[str, ...]]  # those of the other tensors that it may have
 
@@ -49,7 +54,7 @@ class Layout(Protocol):
         """The layer that these tensors are; None for a layer that is not quantized."""
 
     def codes(self, tensors: Tensors, layer: Layer) -> QuantizedRows:
-        """The rows of a layer in its scheme."""
+        """The rows of a layer, or of one layer of a stack, in its scheme."""
 
     def numbers(self, tensors: Tensors, layer: Layer) -> Tensor:
         """The dequantized weight, float32 (rows, columns)."""
@@ -64,12 +69,16 @@ def layout_of(settings: Mapping[str, object]) -> Layout:
         case "gptq":
             return _gptq(settings)
         case "compressed-tensors":
-            return CompressedTensors(_compressed_bits(settings))
+            return _compressed_tensors(settings)
+        case "modelopt" | "modelopt_fp4":
+            return _modelopt(settings)
+        case "mxfp4":
+            return Mxfp4()
         case "fp8":
-            return Fp8(_block(settings))
+            return Fp8(_block(settings.get("weight_block_size")))
     raise ValueError(
-        f"quant_method {method!r:.80} is not supported; use a checkpoint in AWQ, GPTQ, compressed-tensors, FP8 or "
-        "GGUF, or one in 16 bits with --quantization int8 or int4"
+        f"quant_method {method!r:.80} is not supported; use a checkpoint in AWQ, GPTQ, compressed-tensors, ModelOpt, "
+        "FP8, MXFP4 or GGUF, or one in 16 bits with --quantization int8 or int4"
     )
 
 
@@ -93,16 +102,27 @@ def _gptq(settings: Mapping[str, object]) -> "Packed":
     )
 
 
-def _compressed_bits(settings: Mapping[str, object]) -> int:
-    """The bits of weights, which must be the same in all groups of layers. Raises ValueError."""
+def _compressed_tensors(settings: Mapping[str, object]) -> "CompressedTensors":
     groups = settings.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise ValueError("config_groups must be an object with the weights of each group of layers")
     weights = [group.get("weights") if isinstance(group, dict) else None for group in groups.values()]
-    bits = [one.get("num_bits") if isinstance(one, dict) else None for one in weights]
-    if bits not in ([4] * len(bits), [8] * len(bits)):
+    each = [one if isinstance(one, dict) else {} for one in weights]
+    bits = [one.get("num_bits") for one in each]
+    packed = [one.get("num_bits") for one in each if one.get("type") != "float"]
+    if any(some not in (4, 8) for some in bits) or any(some != packed[0] for some in packed):
         raise ValueError(f"weights must have 4 bits or 8 in all groups of layers, not {bits!r:.80}")
-    return 4 if bits[0] == 4 else 8
+    blocks = [one["block_structure"] for one in each if one.get("block_structure")]
+    if any(block != blocks[0] for block in blocks):
+        raise ValueError("block_structure must be the same in all groups of layers")
+    return CompressedTensors(8 if 8 in packed else 4, _block(blocks[0] if blocks else None))
+
+
+def _modelopt(settings: Mapping[str, object]) -> "ModelOpt":
+    algorithm = settings.get("quant_algo")
+    if algorithm not in _MODELOPT:
+        raise ValueError(f"quant_algo {algorithm!r:.80} is not supported; {', '.join(_MODELOPT)} are")
+    return ModelOpt()
 
 
 def _group_size(settings: Mapping[str, object]) -> int:
@@ -112,8 +132,8 @@ def _group_size(settings: Mapping[str, object]) -> int:
     return max(size, 0)
 
 
-def _block(settings: Mapping[str, object]) -> tuple[int, int]:
-    block = settings.get("weight_block_size") or [0, 0]
+def _block(block: object) -> tuple[int, int]:
+    block = block or [0, 0]
     if not isinstance(block, list) or len(block) != 2 or not all(isinstance(size, int) and size >= 0 for size in block):
         raise ValueError(f"weight_block_size must be two sizes, not {block!r:.80}")
     return block[0], block[1]
@@ -130,6 +150,7 @@ class Packed:
     symmetric: bool = False  # whether all zeros are the code in the middle
     any_order: bool = False  # whether columns of a group are not neighbours
 
+    separator: ClassVar[str] = "."
     marker: ClassVar[str] = "qweight"
     others: ClassVar[tuple[str, ...]] = ("qzeros", "scales", "g_idx")
 
@@ -184,27 +205,30 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class CompressedTensors:
-    """compressed-tensors: packed codes or int8 with scales for rows or groups, and float8 with scales for rows."""
+    """compressed-tensors: packed codes, int8 or float8 with scales for rows, groups or blocks; NVFP4, MXFP4, MXFP8."""
 
-    bits: int  # of packed codes
+    bits: int  # of packed integers
+    block: tuple[int, int] = (0, 0)  # rows and columns of a block of float8; (0, 0): no blocks
 
+    separator: ClassVar[str] = "."
     marker: ClassVar[str] = "weight_scale"
     others: ClassVar[tuple[str, ...]] = (
         *("weight", "weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx"),
-        "input_scale",
+        *("weight_global_scale", "input_global_scale", "input_scale"),
     )
 
     def layer(self, parts: Parts) -> Layer:
         """See Layout."""
         if "weight_g_idx" in parts:
             raise ValueError("columns in activation order (weight_g_idx) are not supported in this layout")
+        if "weight_packed" in parts and parts["weight_packed"].dtype == "U8":
+            return _fp4_layer(parts, "weight_packed", "weight_global_scale")
         if "weight_packed" in parts:
             rows, words = _matrix(parts, "weight_packed")
             return Layer(rows, words * 32 // self.bits, self._scheme(parts, rows, words * 32 // self.bits, self.bits))
         rows, columns = _matrix(parts, "weight")
         if parts["weight"].dtype == _FLOAT8:
-            _expect_scales(parts, "weight_scale", rows)
-            return Layer(rows, columns, None)
+            return Layer(rows, columns, _float8_scheme(parts, "weight_scale", rows, columns, self.block))
         if parts["weight"].dtype != "I8":
             raise ValueError(f"weight must be int8 or float8, not {parts['weight'].dtype}")
         return Layer(rows, columns, self._scheme(parts, rows, columns, 8))
@@ -224,33 +248,98 @@ class CompressedTensors:
 
     def codes(self, tensors: Tensors, layer: Layer) -> QuantizedRows:
         """See Layout."""
-        if layer.scheme is None:
-            raise ValueError("no scheme holds float8")
-        zero_point, scales = layer.scheme.zero_point, tensors["weight_scale"].to(layer.scheme.scale_dtype)
+        scheme = require_scheme(layer)
+        if scheme.grid == "e2m1":
+            scales = _float_scales(tensors["weight_scale"])
+            if "weight_global_scale" in tensors:
+                scales = scales.float() / tensors["weight_global_scale"]
+            return _fp4_rows(tensors["weight_packed"], scales)
+        if scheme.grid == "e4m3":
+            return _float8_rows(tensors["weight"], tensors["weight_scale"], scheme, self.block)
+        scales = tensors["weight_scale"].to(scheme.scale_dtype)
         if "weight_packed" in tensors:
-            codes = _unpacked_rows(tensors["weight_packed"], layer.scheme.bits)
+            codes = _unpacked_rows(tensors["weight_packed"], scheme.bits)
         else:
-            codes = (tensors["weight"].to(torch.int16) + zero_point).to(torch.uint8)
-        if not layer.scheme.has_offsets:
+            codes = (tensors["weight"].to(torch.int16) + scheme.zero_point).to(torch.uint8)
+        if not scheme.has_offsets:
             return QuantizedRows(codes, scales)
         zeros = tensors["weight_zero_point"]
         if zeros.dtype == torch.int32:  # packed along the rows
-            zeros = _unpacked_rows(zeros.T, layer.scheme.bits).T[: layer.rows].to(torch.int16) - zero_point
+            zeros = _unpacked_rows(zeros.T, scheme.bits).T[: layer.rows].to(torch.int16) - scheme.zero_point
         return QuantizedRows(codes, scales, (scales.float() * -zeros.float()).to(scales.dtype))
 
     def numbers(self, tensors: Tensors, layer: Layer) -> Tensor:
         """See Layout."""
-        if layer.scheme is not None:
-            return dequantize(self.codes(tensors, layer), layer.scheme)
-        return tensors["weight"].float() * tensors["weight_scale"].float().reshape(-1, 1)
+        return dequantize(self.codes(tensors, layer), require_scheme(layer))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOpt:
+    """NVIDIA's Model Optimizer: NVFP4, MXFP8, and float8 with one scale or one for each row."""
+
+    separator: ClassVar[str] = "."
+    marker: ClassVar[str] = "weight_scale"
+    others: ClassVar[tuple[str, ...]] = ("weight", "weight_scale_2", "input_scale", "pre_quant_scale")
+
+    def layer(self, parts: Parts) -> Layer:
+        """See Layout."""
+        if "pre_quant_scale" in parts:
+            raise ValueError("scales of the columns of x (pre_quant_scale) are not supported")
+        rows, columns = _matrix(parts, "weight")
+        if parts["weight"].dtype == _FLOAT8:
+            return Layer(rows, columns, _float8_scheme(parts, "weight_scale", rows, columns, (0, 0)))
+        if "weight_scale_2" not in parts:
+            raise ValueError("weight_scale_2 is missing")
+        return _fp4_layer(parts, "weight", "weight_scale_2")
+
+    def codes(self, tensors: Tensors, layer: Layer) -> QuantizedRows:
+        """See Layout."""
+        scheme = require_scheme(layer)
+        if scheme.grid == "e4m3":
+            return _float8_rows(tensors["weight"], tensors["weight_scale"], scheme, (0, 0))
+        return _fp4_rows(tensors["weight"], tensors["weight_scale"].float() * tensors["weight_scale_2"])
+
+    def numbers(self, tensors: Tensors, layer: Layer) -> Tensor:
+        """See Layout."""
+        return dequantize(self.codes(tensors, layer), require_scheme(layer))
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4:
+    """MXFP4 as in gpt-oss: stacks of experts, with tensors `gate_up_proj_blocks` and `gate_up_proj_scales`."""
+
+    separator: ClassVar[str] = "_"
+    marker: ClassVar[str] = "blocks"
+    others: ClassVar[tuple[str, ...]] = ("scales",)
+
+    def layer(self, parts: Parts) -> Layer:
+        """See Layout."""
+        blocks, scales = parts["blocks"], parts.get("scales")
+        if len(blocks.shape) != 4 or blocks.shape[3] != MXFP4.group_size // 2 or blocks.dtype != "U8":
+            raise ValueError(f"blocks must be uint8 (experts, rows, groups, 16), not {blocks.dtype} {blocks.shape}")
+        experts, rows, groups, _ = blocks.shape
+        if scales is None:
+            raise ValueError("scales is missing")
+        if scales.shape != (experts, rows, groups) or scales.dtype not in _E8M0:
+            raise ValueError(f"scales must be uint8 {(experts, rows, groups)}, not {scales.dtype} {scales.shape}")
+        return Layer(rows, groups * MXFP4.group_size, MXFP4, experts)
+
+    def codes(self, tensors: Tensors, layer: Layer) -> QuantizedRows:
+        """See Layout."""
+        return _fp4_rows(tensors["blocks"].flatten(1), _float_scales(tensors["scales"]))
+
+    def numbers(self, tensors: Tensors, layer: Layer) -> Tensor:
+        """See Layout."""
+        return dequantize(self.codes(tensors, layer), require_scheme(layer))
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8:
-    """float8 weights with a scale for each block, or one for the weight. No scheme holds them."""
+    """float8 weights with a scale for each block, or one for the weight."""
 
     block: tuple[int, int]  # rows and columns of a block; (0, 0): one scale
 
+    separator: ClassVar[str] = "."
     marker: ClassVar[str] = "weight"
     others: ClassVar[tuple[str, ...]] = ("weight_scale_inv", "weight_scale", "input_scale")
 
@@ -259,26 +348,81 @@ class Fp8:
         if parts["weight"].dtype != _FLOAT8:
             return None
         rows, columns = _matrix(parts, "weight")
-        name = "weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale"
+        name = self._scales(parts)
         if name not in parts:
             raise ValueError("a float8 weight needs weight_scale_inv or weight_scale")
-        if self.block[0] and parts[name].shape != (-(-rows // self.block[0]), -(-columns // self.block[1])):
-            raise ValueError(f"{name} of shape {parts[name].shape} does not fit blocks of {self.block}")
-        if not self.block[0]:
-            _expect_scales(parts, name, 1)
-        return Layer(rows, columns, None)
+        return Layer(rows, columns, _float8_scheme(parts, name, rows, columns, self.block))
+
+    @staticmethod
+    def _scales(parts: Mapping[str, object]) -> str:
+        return "weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale"
 
     def codes(self, tensors: Tensors, layer: Layer) -> QuantizedRows:
-        """Raises ValueError: no scheme holds float8."""
-        raise ValueError("no scheme holds float8")
+        """See Layout."""
+        return _float8_rows(tensors["weight"], tensors[self._scales(tensors)], require_scheme(layer), self.block)
 
     def numbers(self, tensors: Tensors, layer: Layer) -> Tensor:
         """See Layout."""
-        scales = tensors["weight_scale_inv" if "weight_scale_inv" in tensors else "weight_scale"].float()
-        if self.block[0]:
-            scales = scales.repeat_interleave(self.block[0], 0)[: layer.rows]
-            scales = scales.repeat_interleave(self.block[1], 1)[:, : layer.columns]
-        return tensors["weight"].float() * scales
+        return dequantize(self.codes(tensors, layer), require_scheme(layer))
+
+
+def require_scheme(layer: Layer) -> Scheme:
+    """The scheme of a layer. Raises ValueError if no scheme holds it."""
+    if layer.scheme is None:
+        raise ValueError("no scheme holds its codes")
+    return layer.scheme
+
+
+def _fp4_layer(parts: Parts, codes: str, factor: str) -> Layer:
+    """A layer in NVFP4 if it has the part `factor`, else in MXFP4. codes: name of the part with two codes in a byte."""
+    rows, num_bytes = _matrix(parts, codes)
+    scales, columns = parts["weight_scale"], 2 * num_bytes
+    name, scheme, known = ("NVFP4", _NVFP4, (_FLOAT8,)) if factor in parts else ("MXFP4", MXFP4, _E8M0)
+    if parts[codes].dtype != "U8" or scales.dtype not in known:
+        raise ValueError(f"{name} has uint8 and scales of {known[0]}, not {parts[codes].dtype} and {scales.dtype}")
+    if columns % scheme.group_size or scales.shape != (rows, columns // scheme.group_size):
+        raise ValueError(f"weight_scale {scales.shape} does not fit {(rows, columns)} in groups of {scheme.group_size}")
+    if factor in parts and (prod(parts[factor].shape) != 1 or parts[factor].dtype != "F32"):
+        raise ValueError(f"{factor} must be one float32, not {parts[factor].shape} of {parts[factor].dtype}")
+    return Layer(rows, columns, scheme)
+
+
+def _fp4_rows(packed: Tensor, scales: Tensor) -> QuantizedRows:
+    """uint8 (rows, columns / 2), the first column in the low bits, as rows. Scales are halved: the grid is doubled."""
+    return QuantizedRows(torch.stack((packed & 15, packed >> 4), -1).flatten(1), scales * 0.5)
+
+
+def _float_scales(scales: Tensor) -> Tensor:
+    """Scales as numbers: codes of e8m0 become bfloat16, which has all of its powers of two. Code 255 is NaN."""
+    if scales.dtype not in (torch.uint8, torch.float8_e8m0fnu):
+        return scales
+    return scales.view(torch.float8_e8m0fnu).to(torch.bfloat16)
+
+
+def _float8_scheme(parts: Parts, name: str, rows: int, columns: int, block: tuple[int, int]) -> Scheme:
+    """The scheme of float8 with the scales in the part `name`: of blocks, of groups, of rows, or one."""
+    shape, dtype = parts[name].shape, parts[name].dtype
+    if dtype not in (*_SCALES, *_E8M0):
+        raise ValueError(f"{name} must be floating point or uint8, not {dtype}")
+    scale_dtype, size = _SCALES.get(dtype, torch.bfloat16), 0
+    if block[0]:
+        if shape != (-(-rows // block[0]), -(-columns // block[1])):
+            raise ValueError(f"{name} of shape {shape} does not fit blocks of {block}")
+        size = block[1]
+    elif prod(shape) not in (1, rows):
+        if len(shape) != 2 or shape[0] != rows or columns % shape[1]:
+            raise ValueError(f"{name}: expected one scale or {rows}, or groups of columns, found shape {shape}")
+        size = columns // shape[1]
+    return Scheme(8, size, scale_dtype, grid="e4m3")
+
+
+def _float8_rows(weight: Tensor, scales: Tensor, scheme: Scheme, block: tuple[int, int]) -> QuantizedRows:
+    scales, (rows, columns) = _float_scales(scales), weight.shape
+    if block[0]:
+        scales = scales.repeat_interleave(block[0], 0)[:rows]
+    elif scales.numel() == 1:
+        scales = scales.reshape(1, 1).expand(rows, 1)
+    return QuantizedRows(weight.view(torch.uint8), scales.reshape(rows, scheme.num_groups(columns)))
 
 
 def _matrix(parts: Parts, name: str) -> tuple[int, int]:
@@ -294,12 +438,6 @@ def _matrix(parts: Parts, name: str) -> tuple[int, int]:
 def _expect(parts: Parts, name: str, shape: tuple[int, int]) -> None:
     if _matrix(parts, name) != shape:
         raise ValueError(f"{name}: expected shape {shape}, found {parts[name].shape}")
-
-
-def _expect_scales(parts: Parts, name: str, rows: int) -> None:
-    """Raises ValueError unless a part has one number, or one for each row."""
-    if prod(parts[name].shape) not in (1, rows):
-        raise ValueError(f"{name}: expected one scale or {rows}, found shape {parts[name].shape}")
 
 
 def _unpacked_rows(packed: Tensor, bits: int) -> Tensor:

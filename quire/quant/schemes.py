@@ -12,14 +12,17 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from quire.kernels.contract import INT4, INT8, QuantizedRows, Scheme
+from quire.kernels.contract import INT4, INT8, MXFP4, NVFP4, QuantizedRows, Scheme
+from quire.kernels.reference.codes import numbers_of
 from quire.models.weight_map import Placement
 
 Schemes = Mapping[str, Scheme]  # by parameter of the decoder; other parameters keep the model's type
 NO_SCHEMES: Schemes = MappingProxyType({})
 
 # schemes of projections, and of the head
-AT_LOAD: Mapping[str, tuple[Scheme, Scheme]] = MappingProxyType({"int8": (INT8, INT8), "int4": (INT4, INT8)})
+AT_LOAD: Mapping[str, tuple[Scheme, Scheme]] = MappingProxyType(
+    {"int8": (INT8, INT8), "int4": (INT4, INT8), "mxfp4": (MXFP4, INT8), "nvfp4": (NVFP4, INT8)}
+)
 
 _PROJECTIONS = ("qkv.weight", "o.weight", "up.weight", "down.weight", "mlp.up", "mlp.down")
 
@@ -35,7 +38,7 @@ def schemes_of_checkpoint(places: Mapping[str, Placement], stored: Mapping[str, 
     """The schemes that hold the codes of a checkpoint as they are. places, stored: by name of a tensor.
 
     A parameter that several tensors fill has the widest of their schemes. It keeps the model's type if one of them has
-    no scheme, or if its rows are columns of a tensor.
+    no scheme, if no scheme holds them all, or if its rows are columns of a tensor.
     """
     tensors: dict[str, list[Scheme | None]] = {}
     for name, place in places.items():
@@ -43,23 +46,30 @@ def schemes_of_checkpoint(places: Mapping[str, Placement], stored: Mapping[str, 
             scheme = None if place.transposed else stored[name]
             tensors.setdefault(place.parameter, []).append(scheme)
     complete = {parameter: [one for one in some if one is not None] for parameter, some in tensors.items() if all(some)}
-    return {parameter: widest(some) for parameter, some in complete.items()}
+    found = {parameter: widest(some) for parameter, some in complete.items()}
+    return {parameter: scheme for parameter, scheme in found.items() if scheme is not None}
 
 
 def _is_projection(parameter: str) -> bool:
     return parameter.startswith("layers.") and parameter.endswith(_PROJECTIONS)
 
 
-def widest(schemes: Iterable[Scheme]) -> Scheme:
-    """A scheme that holds rows of all the given ones. One scale for a row counts as a scale for each group."""
+def widest(schemes: Iterable[Scheme]) -> Scheme | None:
+    """A scheme that holds rows of all the given ones. One scale for a row counts as a scale for each group.
+
+    Different 4-bit grids become int8, whose codes have all their numbers. None: float8 and another grid.
+    """
     first, *others = dict.fromkeys(schemes)
     for other in others:
-        same = first.scale_dtype == other.scale_dtype
+        same_grid, same_scales = first.grid == other.grid, first.scale_dtype == other.scale_dtype
+        if not same_grid and "e4m3" in (first.grid, other.grid):
+            return None
         first = Scheme(
-            max(first.bits, other.bits),
+            max(first.bits, other.bits) if same_grid else 8,
             gcd(first.group_size, other.group_size),
-            first.scale_dtype if same else torch.float32,
+            first.scale_dtype if same_scales else torch.float32,
             first.has_offsets or other.has_offsets,
+            first.grid if same_grid else "int",
         )
     return first
 
@@ -70,7 +80,9 @@ def holds(scheme: Scheme, stored: Scheme) -> bool:
     grouped = stored.group_size == scheme.group_size or (
         scheme.group_size > 0 and stored.group_size % scheme.group_size == 0
     )
-    return exact and grouped and scheme.bits >= stored.bits and (scheme.has_offsets or not stored.has_offsets)
+    is_int8 = scheme.grid == "int" and scheme.bits == 8
+    coded = scheme.bits >= stored.bits if scheme.grid == stored.grid else is_int8 and stored.grid != "e4m3"
+    return exact and grouped and coded and (scheme.has_offsets or not stored.has_offsets)
 
 
 def convert(rows: QuantizedRows, stored: Scheme, scheme: Scheme) -> QuantizedRows:
@@ -85,7 +97,10 @@ def convert(rows: QuantizedRows, stored: Scheme, scheme: Scheme) -> QuantizedRow
 
     scales = spread(rows.scales)
     offsets = torch.zeros_like(scales) if rows.offsets is None else spread(rows.offsets)
-    codes = rows.codes + (scheme.zero_point - stored.zero_point)
+    if stored.grid != scheme.grid:
+        codes = (numbers_of(rows.codes, stored) + scheme.zero_point).to(torch.uint8)
+    else:
+        codes = rows.codes + (scheme.zero_point - stored.zero_point)
     return QuantizedRows(codes, scales, offsets if scheme.has_offsets else None)
 
 

@@ -43,7 +43,7 @@ from quire.kernels.contract import Requirements
 from quire.kernels.reference.quantized import MAX_QUANTIZED
 from quire.models.checkpoint import Checkpoint
 from quire.models.model import Description, Progress
-from quire.quant.schemes import NO_SCHEMES, Schemes, summary
+from quire.quant.schemes import Schemes, summary
 from quire.runner.model_runner import TorchRunner
 from quire.scheduler.journal import JournalledScheduler, open_journal, open_restart_journal
 from quire.scheduler.scheduler import Scheduler
@@ -250,16 +250,16 @@ def prepare(options: EngineOptions, *, report: Report, progress: Progress) -> Pr
 
 def _quantization(options: EngineOptions, checkpoint: Checkpoint) -> str | None:
     """The option, without a name of the layout that the checkpoint has. Raises ConfigError for another layout."""
-    asked = options.quantization
+    asked, stored = options.quantization, checkpoint.quant_method
+    if asked == stored or (asked, stored) == ("modelopt_fp4", "modelopt"):
+        return None
     if asked not in get_args(QuantMethod):
         return asked
-    if asked != checkpoint.quant_method:
-        has = f"has the layout {checkpoint.quant_method!r}" if checkpoint.quant_method else "is not quantized"
-        raise ConfigError(
-            f"quantization {asked!r} names the layout of a checkpoint, but {checkpoint.path} {has}; leave it out, or "
-            "use int8 or int4 to round weights at load"
-        )
-    return None
+    has = f"has the layout {stored!r}" if stored else "is not quantized"
+    raise ConfigError(
+        f"quantization {asked!r} names the layout of a checkpoint, but {checkpoint.path} {has}; leave it out, or "
+        "use int8 or int4 to round weights at load"
+    )
 
 
 def _low_bits(
@@ -278,12 +278,19 @@ def _low_bits(
     chosen = choose(options.kernels, requirements)
     if not schemes:
         return schemes, chosen, ""
-    name, refused = chosen.kernels.NAME, chosen.kernels.unsupported_reason(needed)
-    if name == "reference":
-        refused = "it multiplies codes slowly"
-    if refused is not None:
-        return NO_SCHEMES, chosen, f"expanded from low bits to {requirements.dtype}: {name}: {refused}"
-    return schemes, chosen, f"as stored: {summary(schemes)}; --quantization none expands them"
+    name, kernels = chosen.kernels.NAME, chosen.kernels
+    refused = {
+        scheme: "it multiplies codes slowly"
+        if name == "reference"
+        else kernels.unsupported_reason(replace(requirements, schemes=(scheme,)))
+        for scheme in needed.schemes
+    }
+    kept = {parameter: scheme for parameter, scheme in schemes.items() if refused[scheme] is None}
+    line = [f"as stored: {summary(kept)}; --quantization none expands them"] if kept else []
+    reason = next((one for one in refused.values() if one is not None), None)
+    if reason is not None:
+        line.append(f"expanded from low bits to {requirements.dtype}: {name}: {reason}")
+    return kept, chosen, "; ".join(line)
 
 
 def _dtypes(options: EngineOptions, model_dtype: str) -> tuple[str, str]:

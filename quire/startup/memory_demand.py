@@ -21,7 +21,7 @@ def shape_of(description: Description, dtype: str, schemes: Schemes = NO_SCHEMES
         max_positions=description.max_positions,
         num_parameters=description.num_parameters,
         weight_bytes=description.weight_bytes(dtype, schemes),
-        weight_types=" and ".join([*dict.fromkeys(f"int{scheme.bits}" for scheme in schemes.values()), dtype]),
+        weight_types=" and ".join([*dict.fromkeys(scheme.type_name for scheme in schemes.values()), dtype]),
         activations_per_token=description.activations_per_token,
         layers=tuple(description.kv_layers),
     )

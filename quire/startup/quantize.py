@@ -12,8 +12,8 @@ from torch import Tensor
 
 from quire.cost.memory_plan import format_bytes
 from quire.errors import ConfigError, ModelError
-from quire.kernels.contract import Scheme
-from quire.kernels.reference.codes import quantize_rows
+from quire.kernels.contract import INT4, INT8, MXFP4, NVFP4, Scheme
+from quire.kernels.reference.codes import nvfp4_factor, quantize_rows
 from quire.models.checkpoint import INDEX_FILE, FolderCheckpoint
 from quire.models.description import ModelDescription, describe
 from quire.models.model import Progress
@@ -22,11 +22,15 @@ from quire.quant.schemes import AT_LOAD
 from quire.startup.build import Report
 
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", INDEX_FILE, "config.json")
-_FORMATS = {8: "int-quantized", 4: "pack-quantized"}  # names by bits
+# names of the layouts of compressed-tensors
+_FORMATS = {
+    **{INT8: "int-quantized", INT4: "pack-quantized"},
+    **{MXFP4: "mxfp4-pack-quantized", NVFP4: "nvfp4-pack-quantized"},
+}
 
 
 def quantize(model: Path, out: Path, scheme: str, *, report: Report, progress: Progress) -> None:
-    """Write the checkpoint in the folder `model` to the folder `out`, with the layers' weights in int8 or int4.
+    """Write the checkpoint in the folder `model` to the folder `out`, with the layers' weights in a scheme of AT_LOAD.
 
     Head, embedding, norms, biases and routers keep their type. report: receives lines. progress(done, total): bytes of
     the weights. Raises ConfigError for an unknown scheme or an `out` that exists, ModelError for a model that is
@@ -76,6 +80,7 @@ def _write_weights(
 ) -> None:
     """Write one file for each file of the checkpoint, and the index."""
     total, done = sum(stored.num_bytes for stored in checkpoint.tensors.values()), 0
+    largest = _largest(checkpoint, layers) if scheme == NVFP4 else {}
     files: dict[Path, list[str]] = {}
     for name, stored in checkpoint.tensors.items():
         files.setdefault(stored.file, []).append(name)
@@ -84,7 +89,8 @@ def _write_weights(
     for file, names in files.items():
         tensors: dict[str, Tensor] = {}
         for name, tensor in checkpoint.read(names):
-            tensors |= _parts(name, tensor, scheme) if name in layers else {name: tensor}
+            parameter = layers[name].parameter if name in layers else ""
+            tensors |= _parts(name, tensor, scheme, largest.get(parameter)) if parameter else {name: tensor}
             done += checkpoint.tensors[name].num_bytes
             progress(done, total)
         save_file(tensors, out / file.name, metadata={"format": "pt"})
@@ -95,10 +101,32 @@ def _write_weights(
         (out / INDEX_FILE).write_text(json.dumps(content, indent=2) + "\n")
 
 
-def _parts(name: str, weight: Tensor, scheme: Scheme) -> dict[str, Tensor]:
-    """The tensors of a layer in compressed-tensors' layout. Their scales have the type of the weight."""
-    rows = quantize_rows(weight, scheme, positive=True)
-    base, scales = name.removesuffix("weight"), rows.scales.to(weight.dtype)
+def _largest(checkpoint: FolderCheckpoint, layers: Mapping[str, Placement]) -> Mapping[str, Tensor]:
+    """The largest magnitude (1, 1) of each parameter. Its tensors share a factor, because vLLM has one for them all."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in checkpoint.read(layers):
+        most, parameter = tensor.float().abs().amax()[None, None], layers[name].parameter
+        found[parameter] = torch.maximum(most, found.get(parameter, most))
+    return found
+
+
+def _parts(name: str, weight: Tensor, scheme: Scheme, largest: Tensor | None) -> dict[str, Tensor]:
+    """The tensors of a layer in compressed-tensors' layout. Scales of integers have the type of the weight.
+
+    largest: magnitude of all weights with the same factor in NVFP4.
+    """
+    rows, base = quantize_rows(weight, scheme, positive=True, largest=largest), name.removesuffix("weight")
+    if scheme.grid == "e2m1":
+        pairs, scales = rows.codes.view(len(rows.codes), -1, 2), 2 * rows.scales.float()  # of the grid as it is
+        packed = {f"{base}weight_packed": pairs[:, :, 0] | pairs[:, :, 1] << 4}
+        if largest is None:
+            return packed | {f"{base}weight_scale": scales.to(torch.float8_e8m0fnu).view(torch.uint8)}
+        factor = nvfp4_factor(largest)
+        return packed | {
+            f"{base}weight_scale": (scales / factor).to(torch.float8_e4m3fn),
+            f"{base}weight_global_scale": 1 / factor[0],
+        }
+    scales = rows.scales.to(weight.dtype)
     if scheme.bits == 8:
         return {name: (rows.codes.to(torch.int16) - 128).to(torch.int8), f"{base}weight_scale": scales}
     shifts = torch.arange(0, 32, 4)
@@ -112,8 +140,12 @@ def _parts(name: str, weight: Tensor, scheme: Scheme) -> dict[str, Tensor]:
 
 def _settings(scheme: Scheme) -> dict[str, Any]:
     """The quantization_config of the checkpoint."""
-    common = {"type": "int", "symmetric": True}
+    common: dict[str, Any] = {"type": "float" if scheme.grid == "e2m1" else "int", "symmetric": True}
     grouped = {"strategy": "group", "group_size": scheme.group_size} if scheme.group_size else {"strategy": "channel"}
+    if scheme == NVFP4:
+        grouped |= {"strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"}
+    if scheme == MXFP4:
+        grouped |= {"scale_dtype": "torch.uint8"}
     activations = {"num_bits": 8, **common, "strategy": "token", "dynamic": True} if scheme.bits == 8 else None
     group = {
         "targets": ["Linear"],
@@ -123,7 +155,7 @@ def _settings(scheme: Scheme) -> dict[str, Any]:
     }
     return {
         "quant_method": "compressed-tensors",
-        "format": _FORMATS[scheme.bits],
+        "format": _FORMATS[scheme],
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
         "ignore": ["lm_head"],

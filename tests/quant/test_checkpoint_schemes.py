@@ -22,7 +22,10 @@ cpu = pytest.importorskip("quire.kernels.cpu.kernels")
 
 HALF = torch.float16
 BITS, SIZES = st.sampled_from([4, 8]), st.sampled_from([0, 8, 16, 32, 128])
-SCHEMES = st.builds(Scheme, BITS, SIZES, st.sampled_from([HALF, torch.float32]), st.booleans())
+TYPES = st.sampled_from([HALF, torch.float32])
+SCHEMES = st.builds(Scheme, BITS, SIZES, TYPES, st.booleans())
+GRIDS = SCHEMES | st.builds(lambda grid, size, dtype: Scheme(4, size, dtype, grid=grid),
+                            st.sampled_from(["e2m1", "iq4_nl"]), SIZES, TYPES)  # fmt: skip
 
 
 def drawn(scheme, columns, seed=0):
@@ -32,7 +35,7 @@ def drawn(scheme, columns, seed=0):
     return QuantizedRows(codes, scales, offsets if scheme.has_offsets else None)
 
 
-@given(st.lists(SCHEMES, min_size=1, max_size=4), st.integers(1, 300), st.integers(0, 99))
+@given(st.lists(GRIDS, min_size=1, max_size=4), st.integers(1, 300), st.integers(0, 99))
 def test_rows_in_the_widest_scheme_have_the_same_values(schemes, columns, seed):
     wide = widest(schemes)
     for scheme in schemes:
@@ -51,11 +54,23 @@ def test_rows_in_the_widest_scheme_have_the_same_values(schemes, columns, seed):
         (Scheme(8, 32, HALF), Scheme(8, 16, HALF)),
         (Scheme(8, 32, HALF), Scheme(8, 32, HALF, has_offsets=True)),
         (Scheme(8, 32, HALF), Scheme(8, 32, torch.float32)),
+        (Scheme(4, 32, HALF), Scheme(4, 32, HALF, grid="iq4_nl")),
+        (Scheme(4, 32, HALF, grid="e2m1"), Scheme(4, 32, HALF, grid="iq4_nl")),
+        (Scheme(8, 32, HALF), Scheme(8, 32, HALF, grid="e4m3")),
+        (Scheme(8, 32, HALF, grid="e4m3"), Scheme(4, 32, HALF)),
     ],
 )
 def test_what_a_scheme_does_not_hold(scheme, stored):
     assert not holds(scheme, stored)
     assert holds(stored, stored)
+
+
+def test_no_scheme_holds_float8_and_another_grid():
+    one_scale, groups = Scheme(8, grid="e4m3"), Scheme(8, 128, HALF, grid="e4m3")
+    assert widest([INT8, one_scale]) is widest([groups, INT4]) is None
+    assert widest([one_scale, groups]) == Scheme(8, 128, grid="e4m3")
+    places = {name: Placement((8, 32), "layers.0.attention.qkv.weight", 8 * i) for i, name in enumerate("qk")}
+    assert not schemes_of_checkpoint(places, {"q": one_scale, "k": INT8})
 
 
 def test_a_fused_weight_has_the_widest_scheme_of_its_tensors_or_none():
@@ -79,7 +94,7 @@ def test_a_fused_weight_has_the_widest_scheme_of_its_tensors_or_none():
     }
 
 
-@pytest.mark.parametrize("file_type", ["Q4_0", "Q4_1", "Q8_0"])
+@pytest.mark.parametrize("file_type", ["Q4_0", "Q4_1", "Q8_0", "MXFP4"])
 @pytest.mark.parametrize("kind", ["llama-gqa-tied", "mixtral-window", "qwen3-gqa", "gpt2"])
 def test_weights_of_a_gguf_file_keep_their_codes(saved, tmp_path, kind, file_type):
     description = describe(

@@ -8,16 +8,20 @@ import torch
 from paged_model_forward import Sequences
 from safetensors.torch import load_file, save_file
 
+from quire import LLM
 from quire.errors import ModelError
+from quire.hub import embedded
 from quire.kernels import reference
-from quire.kernels.contract import PackedWeight
-from quire.kernels.reference.codes import dequantize, rows_of
+from quire.kernels.contract import MXFP4, PackedWeight
+from quire.kernels.reference.codes import dequantize, numbers_of, rows_of
 from quire.models.checkpoint import FolderCheckpoint
 from quire.models.description import describe
 from quire.models.loading import load
 from quire.models.quantized_checkpoint import QuantizedCheckpoint, open_layers
+from quire.quant.layouts import Part, layout_of
 
 cpu = pytest.importorskip("quire.kernels.cpu.kernels")
+multiplies = pytest.importorskip("quire.kernels.cpu.products").multiplies
 
 KIND = "llama-gqa-tied"  # hidden size 64
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each nibble, the lowest first
@@ -102,8 +106,46 @@ def blocks(name, weight, seed):
     return {"weight": eight, "weight_scale_inv": scales}, eight.float() * spread
 
 
-def compressed(bits, kind):
-    weights = {"num_bits": bits, "type": kind, "symmetric": True}
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def fp4(name, weight, seed, *, size, packed_name, factor_name=None, divides=False):
+    """Random codes of e2m1: NVFP4 with a factor of all scales, which may divide; MXFP4 without."""
+    draw = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 16, weight.shape, dtype=torch.uint8, generator=draw)
+    shape, factor = (weight.shape[0], weight.shape[1] // size), torch.tensor([0.0123])
+    if factor_name is None:
+        scales = torch.randint(119, 124, shape, dtype=torch.uint8, generator=draw)
+        numbers = 2.0 ** (scales.float() - 127)
+    else:
+        scales = (1 + 3 * torch.rand(shape, generator=draw)).to(torch.float8_e4m3fn)
+        numbers = scales.float() * factor
+    tensors = {packed_name: codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": scales}
+    if factor_name is not None:
+        tensors |= {factor_name: 1 / factor if divides else factor, "input_scale": torch.tensor(1.0)}
+    return tensors, E2M1[codes.long()] * numbers.repeat_interleave(size, 1)
+
+
+def mxfp8(name, weight, seed):
+    draw = torch.Generator().manual_seed(seed)
+    scales = torch.randint(119, 124, (weight.shape[0], weight.shape[1] // 32), dtype=torch.uint8, generator=draw)
+    spread = (2.0 ** (scales.float() - 127)).repeat_interleave(32, 1)
+    eight = (weight.float() / spread).to(torch.float8_e4m3fn)
+    return {"weight": eight, "weight_scale": scales}, eight.float() * spread
+
+
+def one_scale(name, weight, seed):
+    eight, scale = (weight.float() / 0.01).to(torch.float8_e4m3fn), torch.tensor(0.01)
+    return {"weight": eight, "weight_scale": scale, "input_scale": torch.tensor(1.0)}, eight.float() * scale
+
+
+def compressed_blocks(name, weight, seed):
+    tensors, numbers = blocks(name, weight, seed)
+    return {"weight": tensors["weight"], "weight_scale": tensors["weight_scale_inv"]}, numbers
+
+
+def compressed(bits, kind, **more):
+    weights = {"num_bits": bits, "type": kind, "symmetric": True, **more}
     return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
 
 
@@ -125,9 +167,23 @@ LAYOUTS = {
     "pack-quantized-8": (with_options(pack_quantized, bits=8), compressed(8, "int")),
     "int-quantized": (int_quantized, compressed(8, "int")),
     "float-quantized": (float_quantized, compressed(8, "float")),
+    "float-quantized-blocks": (compressed_blocks, compressed(8, "float", block_structure=[16, 32])),
+    "nvfp4-pack-quantized": (
+        with_options(fp4, size=16, packed_name="weight_packed", factor_name="weight_global_scale", divides=True),
+        compressed(4, "float"),
+    ),
+    "mxfp4-pack-quantized": (with_options(fp4, size=32, packed_name="weight_packed"), compressed(4, "float")),
+    "mxfp8-quantized": (mxfp8, compressed(8, "float")),
+    "modelopt-nvfp4": (
+        with_options(fp4, size=16, packed_name="weight", factor_name="weight_scale_2"),
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]},
+    ),
+    "modelopt-fp8": (one_scale, {"quant_method": "modelopt", "quant_algo": "FP8"}),
+    "modelopt-mxfp8": (mxfp8, {"quant_method": "modelopt", "quant_algo": "MXFP8"}),
     "fp8-blocks": (blocks, {"quant_method": "fp8", "weight_block_size": [16, 32]}),
 }
-EXPANDED = ("gptq-act-order", "float-quantized", "fp8-blocks")  # no scheme holds their numbers
+EXPANDED = ("gptq-act-order",)  # no scheme holds its numbers
+EXACT = [name for name in LAYOUTS if "fp4" in name or "fp8" in name or name == "float-quantized"]
 
 
 def write(source, folder, layout, change=lambda tensors: None):
@@ -153,6 +209,8 @@ def test_layouts_are_loaded_and_keep_their_codes(saved, tmp_path, layout):
     assert isinstance(checkpoint, QuantizedCheckpoint)
     for name, tensor in checkpoint.read(numbers):
         assert torch.allclose(tensor, numbers[name], rtol=2**-9, atol=2**-9), name
+        if layout in EXACT and layout != "nvfp4-pack-quantized":  # whose stored factor is the reciprocal
+            assert torch.equal(tensor, numbers[name]), name
     description = describe(checkpoint)
     schemes = description.schemes(None)
     assert bool(schemes) == (layout not in EXPANDED)
@@ -164,9 +222,66 @@ def test_layouts_are_loaded_and_keep_their_codes(saved, tmp_path, layout):
         assert torch.allclose(dequantize(rows_of(weight), scheme), expected, rtol=2**-9, atol=2**-8), path
     found = []
     for kernels in (reference, cpu):
-        some = load(description, dtype="float32", kernels=kernels, schemes=schemes)
+        kept = {name: scheme for name, scheme in schemes.items() if kernels is reference or multiplies(scheme)}
+        some = load(description, dtype="float32", kernels=kernels, schemes=kept)
         found.append(Sequences(description, some, [30], kernels=kernels).logits([(0, 0, list(range(30)))]))
     assert (found[0] - found[1]).abs().max() < 0.02 * (found[0].max() - found[0].min())
+
+
+def write_stacks(source, folder, change=lambda tensors: None):
+    """The Mixtral checkpoint in `source` with its experts in MXFP4, stacked. Returns the numbers of their weights."""
+    shutil.copytree(source, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    tensors, numbers, stacks = load_file(folder / "model.safetensors"), {}, {}
+    for seed, name in enumerate(sorted(name for name in tensors if ".experts." in name)):
+        parts, numbers[name] = fp4(name, tensors.pop(name), seed, size=32, packed_name="blocks")
+        before, _, after = name.removesuffix(".weight").partition(".experts.")
+        stack = stacks.setdefault(f"{before}.experts.{after.partition('.')[2]}", [])
+        stack.append((parts["blocks"].unflatten(1, (-1, 16)), parts["weight_scale"]))
+    for stack, experts in stacks.items():
+        for last, some in zip(("blocks", "scales"), zip(*experts, strict=True), strict=True):
+            tensors[f"{stack}_{last}"] = torch.stack(some)
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    return numbers
+
+
+def test_stacks_of_experts_in_mxfp4_keep_their_codes(saved, tmp_path):
+    numbers = write_stacks(saved("mixtral-window")[0], tmp_path / "model")
+    checkpoint = open_layers(FolderCheckpoint(tmp_path / "model"))
+    found = dict(checkpoint.read(numbers))
+    assert all(torch.equal(found[name], numbers[name]) for name in numbers)
+    description = describe(checkpoint)
+    schemes = description.schemes(None)
+    assert set(schemes.values()) == {MXFP4}
+    assert {path.rpartition(".")[2] for path in schemes} == {"up", "down"}
+    plain, model = (load(description, dtype="float32", schemes=some) for some in ({}, schemes))
+    for number, layer in enumerate(model.layers):
+        for name in ("up", "down"):
+            for weight, expected in zip(getattr(layer.mlp, name), getattr(plain.layers[number].mlp, name), strict=True):
+                assert torch.equal(dequantize(rows_of(weight), MXFP4), expected)
+
+
+@pytest.mark.parametrize(
+    ("last", "change", "why"),
+    [
+        ("blocks", lambda blocks: blocks.flatten(2), r"blocks must be uint8 \(experts, rows, groups, 16\)"),
+        ("blocks", lambda blocks: blocks.int(), "blocks must be uint8 .*, not I32"),
+        ("scales", lambda scales: scales[:, :-1], "scales must be uint8"),
+        ("scales", lambda scales: scales.float(), "scales must be uint8 .*, not F32"),
+        ("scales", lambda scales: None, "scales is missing"),
+    ],
+)
+def test_stacks_that_do_not_fit_are_named(saved, tmp_path, last, change, why):
+    def spoil(tensors):
+        name = next(name for name in tensors if name.endswith(f"_{last}"))
+        tensor = change(tensors.pop(name))
+        tensors |= {} if tensor is None else {name: tensor.contiguous()}
+
+    write_stacks(saved("mixtral-window")[0], tmp_path / "model", spoil)
+    with pytest.raises(ModelError, match=rf"experts\.w?\w+\.weight: {why}"):
+        open_layers(FolderCheckpoint(tmp_path / "model"))
 
 
 def shorter(tensors):
@@ -177,6 +292,17 @@ def shorter(tensors):
 def with_fewer_zeros(tensors):
     name = next(name for name in tensors if name.endswith("weight_zero_point"))
     tensors[name] = tensors[name][:-1].contiguous()
+
+
+def changed(last, change):
+    """A function that changes the first tensor whose name ends in `last`; a change to None deletes it."""
+
+    def apply(tensors):
+        name = next(name for name in tensors if name.endswith(f"_proj.{last}"))
+        tensor = change(tensors.pop(name))
+        tensors |= {} if tensor is None else {name: tensor.contiguous()}
+
+    return apply
 
 
 def without_zeros(tensors):
@@ -193,6 +319,20 @@ def without_zeros(tensors):
         ("fp8-blocks", shorter, "weight_scale_inv .* does not fit blocks"),
         ("float-quantized", shorter, "weight_scale: expected one scale or"),
         ("pack-quantized-zeros", with_fewer_zeros, "weight_zero_point: expected shape"),
+        ("float-quantized-blocks", shorter, "weight_scale .* does not fit blocks"),
+        ("nvfp4-pack-quantized", shorter, "weight_scale .* does not fit .* in groups of 16"),
+        ("nvfp4-pack-quantized", changed("weight_packed", lambda w: w[:, :-4]), "weight_scale .* groups of 16"),
+        ("nvfp4-pack-quantized", changed("weight_packed", lambda w: w[0]), ".*must have two dimensions"),
+        ("nvfp4-pack-quantized", changed("weight_scale", lambda s: s.float()), ".*scales of F8_E4M3, not U8 and F32"),
+        ("nvfp4-pack-quantized", changed("weight_global_scale", lambda f: f.expand(2)), ".*must be one float32"),
+        ("nvfp4-pack-quantized", changed("weight_global_scale", lambda f: None), "MXFP4 has uint8 and scales of U8"),
+        ("mxfp4-pack-quantized", shorter, "weight_scale .* does not fit .* in groups of 32"),
+        ("mxfp4-pack-quantized", changed("weight_scale", lambda s: s.repeat(1, 2)), ".*in groups of 32"),
+        ("mxfp8-quantized", shorter, "weight_scale: expected one scale or"),
+        ("mxfp8-quantized", changed("weight_scale", lambda s: s.int()), ".*must be floating point or uint8, not I32"),
+        ("modelopt-nvfp4", changed("weight_scale_2", lambda f: None), "weight_scale_2 is missing"),
+        ("modelopt-nvfp4", shorter, "weight_scale .* does not fit .* in groups of 16"),
+        ("modelopt-fp8", changed("weight_scale", lambda s: torch.ones(3)), "weight_scale: expected one scale or"),
     ],
 )
 def test_tensors_that_do_not_fit_are_named_before_weights_are_read(saved, tmp_path, layout, change, why):
@@ -201,14 +341,74 @@ def test_tensors_that_do_not_fit_are_named_before_weights_are_read(saved, tmp_pa
         open_layers(FolderCheckpoint(tmp_path / "model"))
 
 
-def test_scales_that_are_not_finite_are_named(saved, tmp_path):
-    def spoil(tensors):
-        tensors[next(name for name in tensors if name.endswith("scales"))][0, 0] = torch.nan
-
-    write(saved(KIND)[0], tmp_path / "model", "awq", spoil)
+@pytest.mark.parametrize(
+    ("layout", "spoil"),
+    [
+        ("awq", lambda tensors: tensors[next(name for name in tensors if name.endswith("scales"))].fill_(torch.nan)),
+        ("mxfp4-pack-quantized", changed("weight_scale", lambda scales: scales.fill_(255))),
+        ("nvfp4-pack-quantized", changed("weight_global_scale", torch.zeros_like)),
+        (
+            "modelopt-nvfp4",
+            changed("weight_scale", lambda scales: scales.view(torch.uint8).fill_(127).view(scales.dtype)),
+        ),
+        ("modelopt-nvfp4", changed("weight_scale_2", lambda factor: factor * torch.nan)),
+    ],
+)
+def test_scales_that_are_not_finite_are_named(saved, tmp_path, layout, spoil):
+    write(saved(KIND)[0], tmp_path / "model", layout, spoil)
     description = describe(open_layers(FolderCheckpoint(tmp_path / "model")))
     with pytest.raises(ModelError, match=r"_proj\.weight: its scales are not finite"):
         load(description, dtype="float32", schemes=description.schemes(None))
+
+
+def test_modelopt_settings_in_a_file_of_their_own(saved, tmp_path):
+    folder = tmp_path / "model"
+    numbers = write(saved(KIND)[0], folder, "modelopt-nvfp4")
+    config = json.loads((folder / "config.json").read_text())
+    settings = config.pop("quantization_config")
+    (folder / "config.json").write_text(json.dumps(config))
+    file = folder / "hf_quant_config.json"
+    file.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}))
+    checkpoint = open_layers(FolderCheckpoint(folder))
+    assert checkpoint.quant_method == settings["quant_method"]
+    assert all(checkpoint.tensors[name].scheme.grid == "e2m1" for name in numbers)
+    file.write_text(json.dumps({"quantization": ["NVFP4"]}))
+    with pytest.raises(ModelError, match="quantization_config must be an object"):
+        open_layers(FolderCheckpoint(folder))
+
+
+def test_the_start_says_which_weights_are_expanded(tmp_path):
+    """All projections of the first layer in NVFP4, and the others in float8."""
+    folder = tmp_path / "model"
+    shutil.copytree(embedded.folder(), folder)
+    config = json.loads((folder / "config.json").read_text())
+    settings = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    tensors = load_file(folder / "model.safetensors")
+    for seed, name in enumerate([name for name in tensors if name.endswith("_proj.weight")]):
+        layout = "modelopt-nvfp4" if ".layers.0." in name else "modelopt-fp8"
+        parts, _ = LAYOUTS[layout][0](name, tensors.pop(name), seed)
+        tensors |= {name.removesuffix("weight") + last: tensor.contiguous() for last, tensor in parts.items()}
+    save_file(tensors, folder / "model.safetensors")
+    lines = []
+    LLM(str(folder), quantization="modelopt_fp4", memory="256MiB", max_model_len=256, report=lines.append).close()
+    (line,) = [line for line in lines if line.startswith("weights    as stored: ")]
+    assert line.startswith("weights    as stored: 4 in fp4_e2m1, groups of 16; --quantization none expands them; ")
+    assert line.endswith(
+        "expanded from low bits to bfloat16: cpu: it does not multiply weights in fp8_e4m3, one scale a row"
+    )
+
+
+def test_every_scale_of_mxfp4_is_exact():
+    layout = layout_of(compressed(4, "float"))
+    scales = torch.arange(255, dtype=torch.uint8)[:, None]
+    packed_codes = torch.full((255, 16), 0x21, dtype=torch.uint8)
+    parts = {"weight_packed": Part((255, 16), "U8"), "weight_scale": Part((255, 1), "U8")}
+    layer = layout.layer(parts)
+    rows = layout.codes({"weight_packed": packed_codes, "weight_scale": scales}, layer)
+    expected = torch.tensor([0.5, 1.0]) * 2.0 ** torch.arange(-127, 128, dtype=torch.float64)[:, None]
+    found = numbers_of(rows.codes, layer.scheme).double() * rows.scales.double()
+    assert torch.equal(found, expected.repeat(1, 16))
 
 
 @pytest.mark.parametrize(
@@ -222,6 +422,9 @@ def test_scales_that_are_not_finite_are_named(saved, tmp_path):
         ({"quant_method": "compressed-tensors"}, "config_groups must be"),
         (compressed(3, "int"), "weights must have 4 bits or 8"),
         (compressed([4], "int"), "weights must have 4 bits or 8"),
+        (compressed(6, "float"), "weights must have 4 bits or 8"),
+        (compressed(8, "float", block_structure=[128]), "weight_block_size must be two sizes"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "quant_algo 'NVFP4_AWQ' is not supported"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size must be two sizes"),
         ("awq", "must be an object"),
     ],

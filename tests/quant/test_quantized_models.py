@@ -90,7 +90,7 @@ def test_the_embedded_model_answers(name):
     assert together == apart
     assert all(len(answer) > 0 for answer in together)
     assert any(line.startswith("weights    rounded: ") for line in lines)
-    assert any(f"M parameters, {name} and" in line for line in lines)
+    assert any(f"M parameters, {AT_LOAD[name][0].type_name} and" in line for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import quire
 from quire.cli import app
 from quire.errors import ConfigError, ModelError
 from quire.hub import embedded
-from quire.kernels.contract import INT4, INT8
+from quire.kernels.contract import INT4, INT8, MXFP4
 from quire.kernels.reference.codes import dequantize, quantize_rows
 from quire.models.checkpoint import INDEX_FILE, FolderCheckpoint
 from quire.models.quantized_checkpoint import open_layers
@@ -25,7 +25,7 @@ def quantize(model, out, scheme):
     return lines
 
 
-@pytest.mark.parametrize(("name", "scheme"), [("int8", INT8), ("int4", INT4)])
+@pytest.mark.parametrize(("name", "scheme"), [("int8", INT8), ("int4", INT4), ("mxfp4", MXFP4)])
 @pytest.mark.parametrize("kind", ["qwen2-upper-window", "mixtral-window"])
 def test_the_weights_of_layers_are_rounded_and_all_others_stay(saved, tmp_path, kind, name, scheme):
     folder = saved(kind)[0]
@@ -45,6 +45,23 @@ def test_the_weights_of_layers_are_rounded_and_all_others_stay(saved, tmp_path, 
         rows = quantize_rows(plain[name], scheme, positive=True)
         assert (rows.scales >= 0).all()
         assert torch.allclose(tensor, dequantize(rows, scheme), rtol=1e-6, atol=1e-7)
+
+
+def test_nvfp4_has_one_factor_for_the_tensors_of_a_parameter(saved, tmp_path):
+    folder = saved("qwen2-upper-window")[0]
+    quantize(folder, tmp_path / "out", "nvfp4")
+    stored, plain = (load_file(path / "model.safetensors") for path in (tmp_path / "out", folder))
+    for parts in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
+        block = "self_attn" if parts[0] == "q_proj" else "mlp"
+        factors = [stored[f"model.layers.0.{block}.{part}.weight_global_scale"] for part in parts]
+        assert all(torch.equal(factor, factors[0]) and factor.shape == (1,) for factor in factors)
+    checkpoint = open_layers(FolderCheckpoint(tmp_path / "out"))
+    rounded = [name for name, one in checkpoint.tensors.items() if one.scheme is not None]
+    for name, tensor in checkpoint.read(rounded):
+        assert stored[f"{name}_packed"].shape == (len(tensor), tensor.shape[1] // 2)
+        errors = (tensor - plain[name].float()).norm() / plain[name].float().norm()
+        assert errors < 0.12
+    assert {name for name in plain if name not in rounded} <= stored.keys()
 
 
 def test_shards_stay_shards(saved, tmp_path):
@@ -97,7 +114,7 @@ def test_a_multimodal_checkpoint_is_refused(saved, tmp_path):
 
 def test_what_cannot_be_written_is_named(saved, tmp_path):
     folder = saved("qwen2-upper-window")[0]
-    with pytest.raises(ConfigError, match="scheme 'int3' is not supported; known: int8, int4"):
+    with pytest.raises(ConfigError, match="scheme 'int3' is not supported; known: int8, int4, mxfp4, nvfp4"):
         quantize(folder, tmp_path / "out", "int3")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()

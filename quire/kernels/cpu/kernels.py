@@ -9,7 +9,16 @@ from quire.kernels.cpu.blocks import allocate, copy_blocks, pack, unpack
 from quire.kernels.cpu.likelihood import logprobs
 from quire.kernels.cpu.memory import release_workspace
 from quire.kernels.cpu.paged import CpuPlan, attention, plan
-from quire.kernels.cpu.products import allocate_weight, embed, experts, gated_linear, linear, route, write_rows
+from quire.kernels.cpu.products import (
+    allocate_weight,
+    embed,
+    experts,
+    gated_linear,
+    linear,
+    multiplies,
+    route,
+    write_rows,
+)
 from quire.kernels.cpu.rowwise import activate, add_rms_norm, layer_norm, rms_norm, rotation
 from quire.kernels.cpu.sampling import sample
 from quire.kernels.cpu.step_capture import CallListCapture
@@ -34,6 +43,9 @@ def unsupported_reason(requirements: Requirements) -> str | None:
         return f"block_size {requirements.block_size} is not a multiple of {blocks.PART_TOKENS}"
     if max(requirements.head_dims) > MAX_HEAD_DIM:
         return f"heads of {max(requirements.head_dims)} are larger than {MAX_HEAD_DIM}"
+    for scheme in requirements.schemes:
+        if not multiplies(scheme):
+            return f"it does not multiply weights in {scheme}"
     return None
 
 

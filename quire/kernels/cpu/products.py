@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quire.kernels.contract import ACTIVATIONS, PackedWeight, QuantizedRows, Scheme, Weight
+from quire.kernels.contract import ACTIVATIONS, Grid, PackedWeight, QuantizedRows, Scheme, Weight
 from quire.kernels.cpu import _C, rowwise
 from quire.kernels.cpu.memory import empty, pages
 from quire.kernels.cpu.views import dtype_code
@@ -23,6 +23,7 @@ from quire.kernels.reference.products import experts as plain_experts
 TILE_ROWS = 16  # rows of a tile of a packed weight
 _VECTOR_BYTES = 64  # of a tile: the next terms of its rows
 _SCALE_CODES: Mapping[torch.dtype, int] = MappingProxyType({torch.float32: 0, torch.bfloat16: 1, torch.float16: 2})
+_GRID_CODES: Mapping[Grid, int] = MappingProxyType({"int": 0, "e2m1": 1, "iq4_nl": 2})
 _MAX_CODE_COLUMNS = 65536  # of a low-bit weight: sums of so many products of codes fit into 32 bits
 _PACK_CHUNK_ROWS = 1024  # rows that are converted at once, so that they are still in a CPU cache when they are packed
 
@@ -56,8 +57,15 @@ def _zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return pages(prod(shape) * dtype.itemsize, huge=True).view(dtype).view(*shape)
 
 
+def multiplies(scheme: Scheme) -> bool:
+    """Whether products have weights in this scheme."""
+    bits = (4, 8) if scheme.grid == "int" else (4,)
+    known = scheme.grid in _GRID_CODES and scheme.scale_dtype in _SCALE_CODES
+    return known and scheme.bits in bits and scheme.group_size % 8 == 0
+
+
 def _check_scheme(scheme: Scheme, columns: int) -> None:
-    if scheme.bits not in (4, 8) or scheme.group_size % 8 or scheme.scale_dtype not in _SCALE_CODES:
+    if not multiplies(scheme):
         raise ValueError(f"the CPU kernels have 8 and 4 bits with groups of a multiple of 8 columns, not {scheme}")
     if columns > _MAX_CODE_COLUMNS:
         raise ValueError(f"a low-bit weight has at most {_MAX_CODE_COLUMNS} columns, not {columns}")
@@ -99,11 +107,13 @@ def _write_part(weight: PackedWeight, part: int, rows: Tensor | QuantizedRows, s
 
 def quantize_rows(rows: Tensor, scheme: Scheme) -> QuantizedRows:
     """Rows of a weight (n, columns), of any float type, rounded to codes: see `quire.kernels.reference.codes`."""
+    if scheme.grid == "iq4_nl":
+        raise ValueError("weights are not rounded to iq4_nl; only GGUF files have it")
     n, columns = rows.shape
     codes = torch.empty((n, columns), dtype=torch.uint8)
     scales = torch.empty((n, scheme.num_groups(columns)), dtype=scheme.scale_dtype)
-    code = _SCALE_CODES[scheme.scale_dtype]
-    _C.quantize_rows(rows.float().contiguous(), codes, scales, code, n, columns, scheme.bits, scheme.group_size)
+    bits, group_size, scale_code, grid = _format(scheme)
+    _C.quantize_rows(rows.float().contiguous(), codes, scales, scale_code, n, columns, bits, group_size, grid)
     return with_offsets(QuantizedRows(codes, scales), scheme)
 
 
@@ -199,8 +209,8 @@ def _codes(weight: PackedWeight) -> tuple[Tensor, Tensor | None, Tensor | None]:
     return weight.data, weight.scales, weight.offsets
 
 
-def _format(scheme: Scheme) -> tuple[int, int, int]:
-    return scheme.bits, scheme.group_size, _SCALE_CODES[scheme.scale_dtype]
+def _format(scheme: Scheme) -> tuple[int, int, int, int]:
+    return scheme.bits, scheme.group_size, _SCALE_CODES[scheme.scale_dtype], _GRID_CODES[scheme.grid]
 
 
 def route(logits: Tensor, k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
@@ -248,4 +258,4 @@ def experts(
 def _stack(weight: PackedWeight) -> tuple[int, ...]:
     """Bytes of one weight of a stack, bytes of its scales, and its format, which is zeros without a scheme."""
     scale_bytes = 0 if weight.scales is None else weight.scales[0].nbytes
-    return weight.data[0].nbytes, scale_bytes, *((0, 0, 0) if weight.scheme is None else _format(weight.scheme))
+    return weight.data[0].nbytes, scale_bytes, *((0, 0, 0, 0) if weight.scheme is None else _format(weight.scheme))

@@ -1,53 +1,122 @@
 """Low-bit weights in plain torch: rounding of weights and of x to codes, and their products.
 
 Each row of x is rounded to 8 bits with one scale. The products of codes are exact: their sums of a group of columns are
-integers. They are multiplied by the group's scale and added in float64, then multiplied by the scale of x.
+integers. They are multiplied by the group's scale and added in float64, then multiplied by the scale of x. Products
+with float8 weights (the grid "e4m3") are added in float64, too, and do not round x.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from quire.kernels.contract import PackedWeight, QuantizedRows, Scheme
+from quire.kernels.contract import GRIDS, MXFP4, PackedWeight, QuantizedRows, Scheme
 
 _SMALLEST = 2.0**-96  # rows with a smaller largest magnitude, and groups with a smaller scale, count as zeros
 _MAX_CODE = 127  # of x
 _BETTER = 0.9999  # of the least error: other sums of the same errors select the same scale
 _STEPS = tuple(1 - i / 20 for i in range(8))  # tried scales of a group, relative to its extreme at code 0
+_MAX_E4M3 = 448.0
+_E2M1_CODES = tuple(GRIDS["e2m1"].index(unit) if unit in GRIDS["e2m1"] else 0 for unit in range(-12, 13))
+_MXFP4_SHIFTS = (-4, -3, -5)  # of the exponents of halved scales: the first is that of OCP's specification
+_NVFP4_TOPS = (6.0, 5.5, 5.0, 4.5, 4.0, 6.5, 7.0)  # numbers of e2m1 that the largest magnitude of a group is tried as
 
 
-def quantize_rows(rows: Tensor, scheme: Scheme, *, positive: bool = False) -> QuantizedRows:
+def quantize_rows(
+    rows: Tensor, scheme: Scheme, *, positive: bool = False, largest: Tensor | None = None
+) -> QuantizedRows:
     """Rows of a weight (n, columns), of any float type, rounded to codes. Offsets are 0.
 
     NaN and infinity give NaN scales. 8 bits with a scale for each row: the largest magnitude is 127 codes away from
-    zero. Otherwise: of several scales of a group, the one with the least squared error; its extreme may have code 0.
+    zero. e4m3: the largest magnitude is 448. Otherwise: of several scales of a group, the one with the least squared
+    error. With the grid "int" a group's extreme may have code 0. With "e2m1" and groups of 32, scales are powers of two
+    (OCP Microscaling Formats v1.0: MXFP4). With other groups they are e4m3 numbers times one power of two for a row
+    (NVFP4), so that a row's codes depend on this row alone.
+
     positive: for layouts that have no negative scales; then only an extreme below zero may have code 0.
+    largest: float32 (1, 1), for NVFP4 layouts with one factor for a tensor: its largest magnitude.
+    Raises ValueError for the grid "iq4_nl".
     """
     rows, (columns, zero) = rows.float(), (rows.shape[1], scheme.zero_point)
-    if scheme.bits == 8 and not scheme.group_size:
+    if scheme.grid == "int" and scheme.bits == 8 and not scheme.group_size:
         rounded, scales = quantize_activations(rows)
         return with_offsets(QuantizedRows((rounded + zero).to(torch.uint8), scales.to(scheme.scale_dtype)), scheme)
     size = scheme.group_size or columns
     padded = pad(rows, (0, -columns % size)).reshape(len(rows), -1, size)
-    largest, smallest = padded.amax(-1, keepdim=True), padded.amin(-1, keepdim=True)
+    match scheme.grid:
+        case "int":
+            units, scales = _best(padded, _linear_scales(padded, scheme, positive=positive), _to_integers(zero))
+            codes = units + zero
+        case "e2m1":
+            units, scales = _best(padded, _fp4_scales(padded, scheme, largest), _to_e2m1)
+            codes = torch.tensor(_E2M1_CODES, device=units.device)[units.long() + 12]
+        case "e4m3":
+            scales = (padded.abs().amax(-1, keepdim=True) / _MAX_E4M3).to(scheme.scale_dtype).float()
+            codes = (padded * _factors(scales)).clamp(-_MAX_E4M3, _MAX_E4M3).to(torch.float8_e4m3fn).view(torch.uint8)
+            scales = torch.where(scales.isfinite(), scales, torch.nan)
+        case "iq4_nl":
+            raise ValueError("weights are not rounded to iq4_nl; only GGUF files have it")
+    codes = codes.flatten(1)[:, :columns].to(torch.uint8)
+    return with_offsets(QuantizedRows(codes, scales.squeeze(-1).to(scheme.scale_dtype)), scheme)
+
+
+def _best(groups: Tensor, tried: Iterable[Tensor], to_units: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Groups (n, num_groups, size) in units of their scales, and the scales (n, num_groups, 1) with the least error."""
+    best = torch.full_like(groups[..., :1], torch.inf)
+    units, scales = torch.zeros_like(groups), torch.full_like(best, torch.nan)
+    for scale in tried:
+        rounded = to_units(groups * _factors(scale))
+        error = ((rounded * scale - groups) ** 2).sum(-1, keepdim=True)
+        better = error < best * _BETTER
+        best = torch.where(better, error, best)
+        units, scales = torch.where(better, rounded, units), torch.where(better, scale, scales)
+    return units, scales
+
+
+def _factors(scales: Tensor) -> Tensor:
+    return torch.where(scales.abs() < _SMALLEST, 0, 1 / scales)
+
+
+def _to_integers(zero: int) -> Callable[[Tensor], Tensor]:
+    return lambda x: x.round().clamp(-zero, zero - 1)
+
+
+def _linear_scales(groups: Tensor, scheme: Scheme, *, positive: bool) -> Iterator[Tensor]:
+    largest, smallest, zero = groups.amax(-1, keepdim=True), groups.amin(-1, keepdim=True), scheme.zero_point
     extremes = torch.where(largest > -smallest, largest, smallest)
     if positive:
         extremes = -extremes.abs()
-    best = torch.full_like(extremes, torch.inf)
-    codes, scales = torch.zeros_like(padded), torch.full_like(extremes, torch.nan)
     for step in (zero / (zero - 1), *_STEPS):
-        tried = (extremes * (-step / zero)).to(scheme.scale_dtype).float()
-        factors = torch.where(tried.abs() < _SMALLEST, 0, 1 / tried)
-        rounded = (padded * factors).round().clamp(-zero, zero - 1)
-        error = ((rounded * tried - padded) ** 2).sum(-1, keepdim=True)
-        better = error < best * _BETTER
-        best = torch.where(better, error, best)
-        codes, scales = torch.where(better, rounded, codes), torch.where(better, tried, scales)
-    codes = (codes.flatten(1)[:, :columns] + zero).to(torch.uint8)
-    return with_offsets(QuantizedRows(codes, scales.squeeze(-1).to(scheme.scale_dtype)), scheme)
+        yield (extremes * (-step / zero)).to(scheme.scale_dtype).float()
+
+
+def _to_e2m1(x: Tensor) -> Tensor:
+    """The nearest of the doubled numbers of e2m1, ties to the even code: steps of 1 up to 4, of 2 to 8, of 4 to 12."""
+    ones, twos, fours = x.round(), (x / 2).round() * 2, (x / 4).round() * 4
+    low = ones.clamp(-4, 4)
+    return low + (twos.clamp(-8, 8) - twos.clamp(-4, 4)) + (fours.clamp(-12, 12) - fours.clamp(-8, 8))
+
+
+def _fp4_scales(groups: Tensor, scheme: Scheme, largest: Tensor | None) -> Iterator[Tensor]:
+    """Halves of the scales of MXFP4 or NVFP4 to try."""
+    most = groups.abs().amax(-1, keepdim=True)
+    finite = torch.where(most.isfinite() & (most >= _SMALLEST), most, 1)
+    if scheme.group_size == MXFP4.group_size:
+        _, exponents = finite.frexp()  # finite in [2**(exponent - 1), 2**exponent)
+        scales = (torch.ldexp(torch.ones_like(most), exponents + shift) for shift in _MXFP4_SHIFTS)
+    else:
+        factors = nvfp4_factor(most.amax(1, keepdim=True) if largest is None else largest) / 2
+        scales = ((most / (2 * top * factors)).to(torch.float8_e4m3fn).float() * factors for top in _NVFP4_TOPS)
+    for scale in scales:
+        yield torch.where(most < _SMALLEST, 0, scale).to(scheme.scale_dtype).float()
+
+
+def nvfp4_factor(largest: Tensor) -> Tensor:
+    """The factor of the e4m3 scales of numbers up to `largest` in NVFP4: a power of two, or NaN."""
+    _, exponents = (largest / (min(_NVFP4_TOPS) * _MAX_E4M3)).frexp()
+    return torch.ldexp(torch.where(largest.isfinite(), 1.0, torch.nan), exponents)
 
 
 def with_offsets(rows: QuantizedRows, scheme: Scheme) -> QuantizedRows:
@@ -62,7 +131,17 @@ def dequantize(rows: QuantizedRows, scheme: Scheme) -> Tensor:
         0 if some is None else some.float().repeat_interleave(scheme.group_size or columns, 1)[:, :columns]
         for some in (rows.scales, rows.offsets)
     )
-    return (rows.codes.float() - scheme.zero_point) * scales + offsets
+    return numbers_of(rows.codes, scheme) * scales + offsets
+
+
+def numbers_of(codes: Tensor, scheme: Scheme) -> Tensor:
+    """The numbers of codes (uint8) in the scheme's grid, float32, in units of the scale."""
+    match scheme.grid:
+        case "int":
+            return codes.float() - scheme.zero_point
+        case "e4m3":
+            return codes.view(torch.float8_e4m3fn).float()
+    return torch.tensor(GRIDS[scheme.grid], dtype=torch.float32, device=codes.device)[codes.long()]
 
 
 def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,12 +201,15 @@ def require_codes(weight: PackedWeight) -> tuple[Scheme, Tensor]:
 def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     """x (num_rows, in) times a low-bit weight (out, in), plus bias (out,), rounded once to x's type."""
     rows, (scheme, _) = rows_of(weight), require_codes(weight)
-    codes, scales = quantize_activations(x)
+    if scheme.grid == "e4m3":
+        codes, scales = x, torch.ones((len(x), 1), dtype=torch.float64, device=x.device)
+    else:
+        codes, scales = quantize_activations(x)
     size = scheme.group_size or weight.columns
     out = torch.zeros((len(x), weight.rows), dtype=torch.float64, device=x.device)
     for group, first in enumerate(range(0, weight.columns, size)):
         some = slice(first, first + size)
-        sums = codes[:, some].double() @ (rows.codes[:, some].double() - scheme.zero_point).T
+        sums = codes[:, some].double() @ numbers_of(rows.codes[:, some], scheme).double().T
         out += sums * rows.scales[:, group].double()
         if rows.offsets is not None:
             out += codes[:, some].double().sum(1, keepdim=True) * rows.offsets[:, group].double()

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kernels.contract import QuantizedRows, Scheme
+from quire.kernels.contract import GRIDS, Grid, QuantizedRows, Scheme
 
 Blocks = NDArray[np.void]  # of one of the layouts below
 Codes = NDArray[np.integer[Any]]  # uint8
@@ -28,12 +28,16 @@ Q8_0 = np.dtype([("scale", "<f2"), ("codes", "i1", 32)])
 
 
 class Decoded(NamedTuple):
-    """Blocks in groups of numbers with one scale: number = scale * (code - zero) + offset."""
+    """Blocks in groups of numbers with one scale: number = scale * (code - zero) + offset.
+
+    With a 4-bit grid, number = scale * GRIDS[grid][code].
+    """
 
     codes: Codes  # (blocks, groups, group_size)
-    zero: int
+    zero: int  # 0 with a grid
     scales: Numbers  # (blocks, groups, 1)
     offsets: Numbers | None = None  # (blocks, groups, 1)
+    grid: Grid = "int"
 
 
 def q4_0(blocks: Blocks) -> Decoded:
@@ -59,6 +63,31 @@ def q5_1(blocks: Blocks) -> Decoded:
 def q8_0(blocks: Blocks) -> Decoded:
     """8 bits, signed."""
     return Decoded(_one_group(blocks["codes"].view(np.uint8) ^ np.uint8(128)), 128, _column(blocks["scale"]))
+
+
+MXFP4 = np.dtype([("exponent", "u1"), ("codes", "u1", 16)])
+IQ4_NL = Q4_0
+IQ4_XS = np.dtype([("scale", "<f2"), ("scales_high", "<u2"), ("scales_low", "u1", 4), ("codes", "u1", 128)])
+
+
+def mxfp4(blocks: Blocks) -> Decoded:
+    """4 bits of e2m1. The exponent e means the scale 2**(e - 127), which is halved for the doubled grid."""
+    scales = np.ldexp(np.float32(1), blocks["exponent"].astype(np.int32) - 128).astype(np.float32)
+    return Decoded(_one_group(_nibbles(blocks["codes"])), 0, scales[:, None, None], grid="e2m1")
+
+
+def iq4_nl(blocks: Blocks) -> Decoded:
+    """4 bits of the grid iq4_nl."""
+    return Decoded(_one_group(_nibbles(blocks["codes"])), 0, _column(blocks["scale"]), grid="iq4_nl")
+
+
+def iq4_xs(blocks: Blocks) -> Decoded:
+    """8 groups of 32 numbers of the grid iq4_nl, each with a scale of 6 bits, signed."""
+    high = blocks["scales_high"][:, None] >> np.arange(0, 16, 2, dtype=np.uint16) & 3
+    low = (blocks["scales_low"][:, :, None] >> np.array([0, 4], np.uint8) & 15).reshape(-1, 8)
+    factors = (low | high << 4).astype(np.int8) - np.int8(32)
+    codes = _fields(blocks["codes"].reshape(-1, 8, 16), 4)
+    return Decoded(codes, 0, _scaled(blocks["scale"], factors), grid="iq4_nl")
 
 
 def _one_group(codes: Codes) -> Codes:
@@ -154,7 +183,7 @@ class TensorType:
     block_size: int  # numbers
     layout: np.dtype  # of one block
     decode: Callable[[np.ndarray], Decoded] | None = None  # None: the numbers are as stored
-    scheme: Scheme | None = None  # that holds its codes, with scales in float16
+    scheme: Scheme | None = None  # that holds its codes
 
     @property
     def block_bytes(self) -> int:
@@ -181,14 +210,18 @@ TENSOR_TYPES: Mapping[int, TensorType] = MappingProxyType(
         12: TensorType("Q4_K", 256, Q4_K, q4_k, _scheme(4, 32, offsets=True)),
         13: TensorType("Q5_K", 256, Q5_K, q5_k, _scheme(8, 32, offsets=True)),
         14: TensorType("Q6_K", 256, Q6_K, q6_k, _scheme(8, 16)),
+        20: TensorType("IQ4_NL", 32, IQ4_NL, iq4_nl, Scheme(4, 32, torch.float16, grid="iq4_nl")),
+        # float32: its scales have up to 17 bits, and in float16 many would be subnormal
+        23: TensorType("IQ4_XS", 256, IQ4_XS, iq4_xs, Scheme(4, 32, torch.float32, grid="iq4_nl")),
+        39: TensorType("MXFP4", 32, MXFP4, mxfp4, Scheme(4, 32, torch.bfloat16, grid="e2m1")),
     }
 )
 
 UNSUPPORTED_TYPES: Mapping[int, str] = MappingProxyType(
     {
         **{9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 34: "TQ1_0", 35: "TQ2_0"},
-        **{16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S"},
-        **{23: "IQ4_XS", 29: "IQ1_M", 39: "MXFP4", 40: "NVFP4"},
+        **{16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S"},
+        **{29: "IQ1_M", 40: "NVFP4"},
     }
 )
 
@@ -211,7 +244,11 @@ def dequantize(data: np.ndarray, kind: TensorType, shape: tuple[int, ...]) -> Te
 
 def _numbers(decoded: Decoded) -> Numbers:
     """The numbers of decoded blocks, float32."""
-    numbers: Numbers = decoded.scales * (decoded.codes.astype(np.int16) - np.int16(decoded.zero))
+    if decoded.grid == "int":
+        units = decoded.codes.astype(np.int16) - np.int16(decoded.zero)
+    else:
+        units = np.array(GRIDS[decoded.grid], np.int16)[decoded.codes]
+    numbers: Numbers = decoded.scales * units
     return numbers if decoded.offsets is None else numbers + decoded.offsets
 
 
@@ -225,11 +262,12 @@ def quantized_rows(data: np.ndarray, kind: TensorType, shape: tuple[int, ...]) -
     (rows, _), scheme, blocks = shape, kind.scheme, data.view(kind.layout)
     num_groups = kind.block_size // scheme.group_size
     codes = np.empty((len(blocks), num_groups, scheme.group_size), np.uint8)
-    scales, offsets = (np.empty((len(blocks), num_groups), np.float16) for _ in range(2))
+    dtype = np.float16 if scheme.scale_dtype == torch.float16 else np.float32
+    scales, offsets = (np.empty((len(blocks), num_groups), dtype) for _ in range(2))
     with np.errstate(over="ignore", invalid="ignore"):
         for some in _chunks(len(blocks), kind):
             decoded = kind.decode(blocks[some])
-            shift = scheme.zero_point - decoded.zero
+            shift = scheme.zero_point - decoded.zero if scheme.grid == "int" else 0
             moves_offsets = scheme.bits == 4 and scheme.has_offsets  # moved codes would need a fifth bit
             codes[some] = decoded.codes if moves_offsets else decoded.codes + np.uint8(shift)
             scales[some] = decoded.scales[:, :, 0]
@@ -238,7 +276,7 @@ def quantized_rows(data: np.ndarray, kind: TensorType, shape: tuple[int, ...]) -
                 offsets[some] = (decoded.offsets + moved)[:, :, 0]
     return QuantizedRows(
         torch.from_numpy(codes).view(rows, -1),
-        torch.from_numpy(scales).view(rows, -1),
+        torch.from_numpy(scales).view(rows, -1).to(scheme.scale_dtype),
         torch.from_numpy(offsets).view(rows, -1) if scheme.has_offsets else None,
     )
 

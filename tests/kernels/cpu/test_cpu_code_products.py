@@ -7,19 +7,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.kernels import reference
-from quire.kernels.contract import INT4, INT8, QuantizedRows, Scheme
+from quire.kernels.contract import INT4, INT8, MXFP4, NVFP4, QuantizedRows, Scheme
 from quire.kernels.reference.codes import dequantize, quantize_activations, quantize_rows
 
 _C = pytest.importorskip("quire.kernels.cpu._C", reason="the CPU kernels are not built", exc_type=ImportError)
 cpu = pytest.importorskip("quire.kernels.cpu.products")
 
-SCHEMES = st.sampled_from(
-    [
-        *(INT8, INT4, Scheme(4), Scheme(4, 8), Scheme(4, 128, torch.float16)),
-        *(Scheme(8, 0, torch.float16), Scheme(8, 32, torch.float16)),
-        *(Scheme(4, 32, torch.float16, has_offsets=True), Scheme(8, 16, torch.bfloat16, has_offsets=True)),
-    ]
-)
+ROUNDED = [
+    *(INT8, INT4, Scheme(4), Scheme(4, 8), Scheme(4, 128, torch.float16)),
+    *(Scheme(8, 0, torch.float16), Scheme(8, 32, torch.float16)),
+    *(Scheme(4, 32, torch.float16, has_offsets=True), Scheme(8, 16, torch.bfloat16, has_offsets=True)),
+    *(MXFP4, NVFP4, Scheme(4, grid="e2m1")),
+]
+SCHEMES = st.sampled_from(ROUNDED)
+STORED = st.sampled_from(
+    [*ROUNDED, *(Scheme(4, size, dtype, grid="iq4_nl") for size, dtype in ((32, torch.float16), (0, torch.float32)))]
+)  # also those to which nothing is rounded
 DTYPES = st.sampled_from((torch.float32, torch.bfloat16))
 ROWS = st.sampled_from([*range(1, 10), 16, 17, 33, 64, 300])  # for the paths of few rows, registers, tiles and blocks
 SIZES = st.sampled_from([1, 2, 3, 15, 16, 17, 31, 32, 33, 47, 48, 64, 65, 100, 130])
@@ -95,7 +98,7 @@ def drawn_rows(seed, n, k, scheme):
 
 
 @drawn
-@given(SEEDS, st.integers(1, 20), SIZES, SIZES, SCHEMES, DTYPES)
+@given(SEEDS, st.integers(1, 20), SIZES, SIZES, STORED, DTYPES)
 def test_codes_of_a_checkpoint_are_multiplied_as_they_are(seed, rows, n, k, scheme, dtype):
     x, quantized = normal(seed, rows, k, dtype=dtype), drawn_rows(seed, n, k, scheme)
     packed, room = (some.allocate_weight((n, k), dtype, scheme=scheme) for some in (cpu, reference))
@@ -130,7 +133,7 @@ def test_experts_are_the_products_of_their_weights(seed, num_tokens, hidden, inn
 
 
 @drawn
-@given(SEEDS, ROWS, SIZES, SIZES, SCHEMES, DTYPES)
+@given(SEEDS, ROWS, SIZES, SIZES, STORED, DTYPES)
 def test_products_of_integers_are_exact(seed, rows, n, k, scheme, dtype):
     """Codes with scale 1, and integer offsets, times rows of integers with scale 1. Results are rounded once."""
     draw, quantized = torch.Generator().manual_seed(seed), drawn_rows(seed, n, k, scheme)
@@ -164,8 +167,17 @@ def test_weights_are_rounded_as_in_plain_torch(seed, n, k, scheme, dtype, specia
     finite = expected.scales.isfinite()
     assert torch.equal(found.scales.isnan(), ~finite)
     compared = finite.repeat_interleave(scheme.group_size or k, 1)[:, :k]
+    if scheme.grid == "e2m1":
+        assert torch.equal(found.codes, expected.codes)
     ours, theirs = ((dequantize(some, scheme) - weight)[compared].double().square() for some in (found, expected))
     assert abs(ours.sum() - theirs.sum()) <= 1e-3 * theirs.sum() + 1e-10  # equal scales but for ties
+
+
+@pytest.mark.parametrize("scheme", [INT8, INT4, MXFP4, NVFP4])
+def test_codes_of_a_row_do_not_depend_on_the_others(scheme):
+    weight = normal(0, 20, 100) * torch.logspace(-6, 2, 20)[:, None]
+    whole, one = cpu.quantize_rows(weight, scheme), cpu.quantize_rows(weight[3:4], scheme)
+    assert torch.equal(whole.codes[3:4], one.codes) and torch.equal(whole.scales[3:4], one.scales)
 
 
 @drawn
@@ -181,7 +193,7 @@ def test_rows_are_looked_up_as_they_are_multiplied(seed, n, k, scheme, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scheme", [INT8, INT4])
+@pytest.mark.parametrize("scheme", [INT8, INT4, MXFP4, NVFP4])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_a_row_that_is_not_finite_gives_nan_and_the_others_stay(scheme, dtype, bad):
     x, packed = normal(0, 20, 100, dtype=dtype), cpu.pack_weight(normal(1, 40, 100, dtype=dtype), scheme=scheme)
@@ -204,7 +216,13 @@ def test_tiny_and_huge_rows(dtype):
     assert_near(found, expected, bound(x, weight, INT8))
 
 
-@pytest.mark.parametrize("scheme", [Scheme(8, 12), Scheme(4, 4), Scheme(2), Scheme(8, 0, torch.float64), INT8])
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        *(Scheme(8, 12), Scheme(4, 4), Scheme(2), Scheme(8, 0, torch.float64), INT8),
+        *(Scheme(8, grid="e4m3"), Scheme(8, 32, grid="e2m1")),
+    ],
+)
 def test_schemes_that_the_kernels_do_not_have_are_refused(scheme):
     why = "at most 65536 columns" if scheme == INT8 else "CPU kernels have"
     with pytest.raises(ValueError, match=why):
@@ -218,3 +236,8 @@ def test_stacks_are_indexed_with_their_scales():
         one = cpu.pack_weight(stack[index], scheme=INT4)
         assert torch.equal(packed[index].data, one.data)
         assert torch.equal(packed[index].scales, one.scales)
+
+
+def test_nothing_is_rounded_to_iq4_nl():
+    with pytest.raises(ValueError, match="not rounded to iq4_nl"):
+        cpu.quantize_rows(normal(0, 1, 32), Scheme(4, 32, grid="iq4_nl"))

@@ -6,10 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.kernels import deterministic, reference
-from quire.kernels.contract import INT4, INT8, QuantizedRows, Scheme
-from quire.kernels.reference.codes import dequantize, quantize_activations, quantize_rows
+from quire.kernels.contract import GRIDS, INT4, INT8, MXFP4, NVFP4, QuantizedRows, Scheme
+from quire.kernels.reference.codes import dequantize, numbers_of, quantize_activations, quantize_rows
 
-SCHEMES = [INT8, INT4, Scheme(4, 128, torch.float16), Scheme(8, 32, torch.float16), Scheme(4, 64, has_offsets=True)]
+LINEAR = [INT8, INT4, Scheme(4, 128, torch.float16), Scheme(8, 32, torch.float16), Scheme(4, 64, has_offsets=True)]
+FLOAT8 = [Scheme(8, grid="e4m3"), Scheme(8, 128, torch.bfloat16, grid="e4m3")]
+SCHEMES = [*LINEAR, MXFP4, NVFP4, *FLOAT8]
+STORED = [*SCHEMES, Scheme(4, 32, torch.float16, grid="iq4_nl")]  # also those to which nothing is rounded
 SIZES = st.sampled_from([1, 2, 7, 31, 32, 33, 64, 100, 130])
 
 
@@ -22,6 +25,13 @@ def packed(weight, scheme, dtype=torch.float32, parts=1):
     for index, one in enumerate(weight if weight.dim() == 3 else [weight]):
         reference.write_rows(room, one, 0, index)
     return room
+
+
+def largest_error(scheme, extremes):
+    """The most that a number of a group is rounded by, from the group's largest magnitude."""
+    if scheme.grid == "int":
+        return 0.51 * extremes / (scheme.zero_point - 1)  # of a grid that reaches both extremes
+    return extremes * {MXFP4: 0.251, NVFP4: 0.18}.get(scheme, 0.04)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -37,8 +47,7 @@ def test_rounding_is_as_good_as_its_scale(scheme, seed, rows, columns):
     for group in range(scheme.num_groups(columns)):
         some = weight[:, group * size : (group + 1) * size]
         found = errors[:, group * size : (group + 1) * size].square().sum(1)
-        steps = some.abs().amax(1) / (scheme.zero_point - 1)  # of a grid that reaches both extremes
-        assert (found <= some.shape[1] * (0.51 * steps).square() + 1e-12).all()
+        assert (found <= some.shape[1] * largest_error(scheme, some.abs().amax(1)).square() + 1e-12).all()
 
 
 def test_a_row_of_8_bits_has_its_largest_number_at_the_end_of_the_codes():
@@ -54,6 +63,49 @@ def test_a_group_of_4_bits_may_use_all_sixteen_codes():
         quantized = quantize_rows(sign * weight, INT4)
         assert quantized.scales.item() == sign
         assert quantized.codes.tolist() == [list(range(16))]
+
+
+def test_e2m1_is_rounded_to_the_nearest_number_and_ties_to_the_even_code():
+    values = torch.tensor([0.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 0.26, 5.1, 6, -0.75, -5, -6])
+    exact = torch.tensor([6.0, -6, 4, -4, 3, -3, 2, -2, 1.5, -1.5, 1, -1, 0.5, -0.5, 6])
+    quantized = quantize_rows(torch.cat([values[:, None], exact.expand(len(values), -1)], 1), NVFP4)
+    assert quantized.scales.eq(0.5).all()
+    doubled = [0, 0, 2, 2, 4, 4, 8, 8, 1, 12, 12, -2, -8, -12]
+    assert numbers_of(quantized.codes, NVFP4)[:, 0].tolist() == doubled
+
+
+@pytest.mark.parametrize("scheme", [MXFP4, NVFP4])
+@given(st.integers(0, 99), st.integers(-50, 50))
+def test_scales_of_fp4_are_those_of_their_formats(scheme, seed, exponent):
+    weight = torch.ldexp(normal(seed, 5, 96), torch.tensor(exponent))
+    scales = 2 * quantize_rows(weight, scheme).scales.double()
+    if scheme == MXFP4:
+        assert (scales.frexp().mantissa == 0.5).all()
+        return
+    for row, of_row in zip(weight, scales, strict=True):
+        factor = 2.0 ** torch.ceil(torch.log2(row.abs().max().double() / 4 / 448))
+        stored = of_row / factor
+        assert torch.equal(stored.to(torch.float8_e4m3fn).double(), stored)
+
+
+def test_one_factor_for_a_tensor_of_nvfp4():
+    weight = normal(0, 4, 32) * torch.tensor([[1e-3], [1], [10], [300]])
+    quantized = quantize_rows(weight, NVFP4, largest=weight.abs().amax()[None, None])
+    factor = 2.0 ** torch.ceil(torch.log2(weight.abs().max() / 4 / 448))
+    stored = 2 * quantized.scales.float() / factor
+    assert torch.equal(stored.to(torch.float8_e4m3fn).float(), stored)
+    assert torch.equal(quantized.scales[3], quantize_rows(weight[3:], NVFP4).scales[0])
+
+
+def test_float8_reaches_its_largest_number():
+    quantized = quantize_rows(torch.tensor([[1.0, -896.0, 2.0, 0.0], [0, 0, 0, 0]]), FLOAT8[0])
+    assert quantized.scales.tolist() == [[2.0], [0.0]]
+    assert dequantize(quantized, FLOAT8[0]).tolist() == [[1, -896, 2, 0], [0, 0, 0, 0]]
+
+
+def test_nothing_is_rounded_to_iq4_nl():
+    with pytest.raises(ValueError, match="not rounded to iq4_nl"):
+        quantize_rows(normal(0, 1, 32), STORED[-1])
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -75,16 +127,18 @@ def test_x_is_rounded_row_by_row_to_127_steps_on_each_side():
 
 
 @pytest.mark.parametrize("kernels", [reference, deterministic])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", STORED)
 @settings(max_examples=20)
 @given(st.integers(0, 99), st.integers(1, 5), SIZES, SIZES)
 def test_products_of_integers_are_exact(kernels, scheme, seed, rows, n, k):
     """Codes with scale 1, and integer offsets, times rows of integers with scale 1."""
     draw = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 1 << scheme.bits, (n, k), dtype=torch.uint8, generator=draw)
+    if scheme.grid == "e4m3":
+        codes = torch.randint(-16, 17, (n, k), generator=draw).to(torch.float8_e4m3fn).view(torch.uint8)
     ones = torch.ones(n, scheme.num_groups(k), dtype=scheme.scale_dtype)
     quantized = QuantizedRows(codes, ones, 3 * ones if scheme.has_offsets else None)
-    weight = codes.float() - scheme.zero_point + 3 * scheme.has_offsets
+    weight = numbers_of(codes, scheme) + 3 * scheme.has_offsets
     x = torch.randint(-127, 128, (rows, k), generator=draw).float()
     x[:, 0] = 127
     room = reference.allocate_weight((n, k), torch.float32, 1, scheme)
@@ -112,7 +166,22 @@ def test_experts_read_the_weights_of_a_stack(kernels, scheme):
 def test_scheme_bytes_are_those_of_the_memory(scheme):
     weight = packed(normal(0, 5, 37), scheme)
     assert weight.num_bytes == scheme.num_bytes(5, 37)
-    assert str(scheme).startswith(f"int{scheme.bits}")
+    assert str(scheme).startswith({"e2m1": "fp4_e2m1, ", "e4m3": "fp8_e4m3, "}.get(scheme.grid, f"int{scheme.bits}, "))
+
+
+def test_numbers_of_grids():
+    codes = torch.arange(16, dtype=torch.uint8)
+    e2m1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    assert (numbers_of(codes, MXFP4) / 2).tolist() == [*e2m1, *(-number for number in e2m1)]
+    assert list(GRIDS["iq4_nl"]) == sorted(GRIDS["iq4_nl"])
+    assert numbers_of(codes, STORED[-1]).tolist() == list(GRIDS["iq4_nl"])
+
+
+@pytest.mark.parametrize("scheme", FLOAT8)
+def test_products_with_float8_do_not_round_x(scheme):
+    x, weight = normal(0, 4, 130), normal(1, 7, 130)
+    expected = x.double() @ dequantize(quantize_rows(weight, scheme), scheme).double().T
+    assert torch.allclose(reference.linear(x, packed(weight, scheme)).double(), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_a_weight_of_another_module_is_refused():

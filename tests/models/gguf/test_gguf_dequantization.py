@@ -9,7 +9,7 @@ from quire.kernels.reference import codes
 from quire.models.gguf.quants import TENSOR_TYPES, UNSUPPORTED_TYPES, dequantize, quantized_rows
 
 QUANTIZED = {number: kind for number, kind in TENSOR_TYPES.items() if kind.decode is not None}
-QUANTIZABLE = [2, 3, 6, 7, 8]  # types that the package can also write
+QUANTIZABLE = [2, 3, 6, 7, 8, 39]  # types that the package can also write
 
 
 def theirs(data, number):
@@ -40,7 +40,7 @@ def test_quantized_numbers_come_back_near_what_they_were(number):
     data = gguf.quants.quantize(numbers, gguf.GGMLQuantizationType(number))
     found = dequantize(data.reshape(-1), TENSOR_TYPES[number], numbers.shape).numpy()
     assert same_bits(found, theirs(data, number))
-    assert np.abs(found - numbers).max() < 0.4
+    assert np.abs(found - numbers).max() < (1 if number == 39 else 0.4)
 
 
 @pytest.mark.parametrize(("number", "dtype"), [(0, torch.float32), (1, torch.float16), (30, torch.bfloat16)])
@@ -63,7 +63,7 @@ def test_every_type_has_the_number_and_the_size_that_the_package_gives_it():
 
 @pytest.mark.parametrize("number", QUANTIZED, ids=lambda number: TENSOR_TYPES[number].name)
 def test_rows_of_codes_have_the_dequantized_numbers(number):
-    """Exactly where a block stores its scales in float16 and no offset moves; else within one rounding to float16."""
+    """Exactly where the scheme has a block's scales and no offset moves; else within one rounding to float16."""
     kind, draw = QUANTIZED[number], np.random.default_rng(number)
     blocks = draw.integers(0, 256, 30 * kind.block_bytes, dtype=np.uint8).view(kind.layout)
     for name in ("scale", "low", "offset"):
@@ -75,8 +75,9 @@ def test_rows_of_codes_have_the_dequantized_numbers(number):
     assert int(rows.codes.max()) < 1 << kind.scheme.bits
     assert (rows.offsets is not None) == kind.scheme.has_offsets
     found = codes.dequantize(rows, kind.scheme)
-    if kind.name in ("Q4_0", "Q5_0", "Q5_1", "Q8_0"):
+    if kind.name in ("Q4_0", "Q5_0", "Q5_1", "Q8_0") or kind.scheme.grid != "int":
         assert torch.equal(found, expected)
+        return
     size = kind.scheme.group_size
     width = expected.view(5, -1, size).abs().amax(-1) + 16 * rows.scales.float().abs()
     assert ((found - expected).view(5, -1, size).abs() <= 2**-9 * width[:, :, None]).all()

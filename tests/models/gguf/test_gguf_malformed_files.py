@@ -169,7 +169,7 @@ def tensor(name=b"t", dimensions=(32,), kind=0, offset=0):
         ([tensor(dimensions=(0,))], "t is empty"),
         ([tensor(dimensions=(1,) * 5)], "t has 5 dimensions"),
         ([tensor(dimensions=(33,), kind=8)], "rows of 33 numbers, not a multiple of 32"),
-        ([tensor(kind=20)], "t is of type IQ4_NL; quire reads F32, F16, BF16, Q4_0.*such as Q4_K_M"),
+        ([tensor(kind=21)], "t is of type IQ3_S; quire reads F32, F16, BF16, Q4_0.*such as Q4_K_M"),
         ([tensor(kind=99)], "t is of type 99"),
         ([tensor(), tensor()], "the tensor t twice"),
     ],

@@ -1,7 +1,8 @@
 // Matrix products of low-bit weights: x (rows, k) in bf16 or float32 times a packed weight (n, k) of unsigned codes.
 //
-// A weight's value is scale * (code - zero) + offset, zero 128 for codes of 8 bits and 8 for codes of 4. Each row has one
-// scale and offset, or one for each group of columns. A vector of a tile (see products.h) has codes of 8 bits [16][4] of 4
+// A weight's value is scale * (code - zero) + offset, zero 128 for codes of 8 bits and 8 for codes of 4. With a grid it is
+// scale * number + offset: a table of bytes has number + 128 for each code of 4 bits, so that the zero is 128. Each row has
+// one scale and offset, or one for each group of columns. A vector of a tile (see products.h) has codes of 8 bits [16][4] of 4
 // terms, or of 4 bits [16][4] of 8 terms: the low halves of the bytes are the first four terms. Scales and offsets of a
 // tile are [groups][16].
 // Each row of x is rounded to 8 bits with one scale. The products of a group are added exactly, in integers, and groups
@@ -15,7 +16,7 @@ namespace quire::ISA {
 Format format_of(const Arg* numbers, int64_t k) {
   int64_t bits = numbers[0].integer, group_size = numbers[1].integer, terms = 32 / bits, steps = (k + terms - 1) / terms;
   int64_t each = group_size ? group_size / terms : steps;
-  return {bits, terms, steps, (steps + each - 1) / each, each, (ScaleType)numbers[2].integer};
+  return {bits, terms, steps, (steps + each - 1) / each, each, (ScaleType)numbers[2].integer, (Grid)numbers[3].integer};
 }
 
 // ---- packing ----
@@ -52,8 +53,9 @@ static void unpack(const Arg* a, const Team& team) {
   auto target = (T*)a[4].data;
   int64_t count = a[6].integer, k = a[7].integer, n = a[8].integer, begin, end;
   Format f = format_of(a + 9, k);
-  float factor = (float)a[12].number;
+  float factor = (float)a[9 + FORMAT_NUMBERS].number;
   int32_t zero = 1 << (f.bits - 1), mask = (1 << f.bits) - 1;
+  const int8_t* table = table_of(f.grid);
   team.share(count, 1, &begin, &end);
   for (int64_t i = begin; i < end; i++) {
     int64_t row = ids[i];
@@ -67,7 +69,8 @@ static void unpack(const Arg* a, const Team& team) {
       float scale = load_scale(f.type, scales, place), offset = offsets ? load_scale(f.type, offsets, place) : 0.0f;
       for (int64_t term = 0; term < min(f.terms, k - step * f.terms); term++) {
         int32_t code = (from[step * VECTOR_BYTES + term % 4] >> term / 4 * 4) & mask;
-        put(target + i * k + step * f.terms + term, ((float)(code - zero) * scale + offset) * factor);
+        int32_t number = table ? table[code] : code - zero;
+        put(target + i * k + step * f.terms + term, ((float)number * scale + offset) * factor);
       }
     }
   }
@@ -79,10 +82,11 @@ void unpack_codes(const Arg* a, const Team& team) { a[5].integer ? unpack<bf16>(
 
 namespace {
 // Rows of x as codes, for weights with codes of BITS bits. GROUPED: whether rows of the weight have several scales.
-template <int BITS, bool GROUPED>
+// TABLE: whether codes are looked up.
+template <int BITS, bool GROUPED, bool TABLE = false>
 struct CodeRows {
   static constexpr int AT_ONCE = GROUPED ? max(1, VECTORS_AT_ONCE / 2) : VECTORS_AT_ONCE;
-  static constexpr int TERMS = 32 / BITS, ZERO = 1 << (BITS - 1);
+  static constexpr int TERMS = 32 / BITS, ZERO = TABLE ? 128 : 1 << (BITS - 1);
 
   const CodeProduct& p;
   int64_t first, count, tile_bytes;
@@ -123,6 +127,7 @@ struct CodeRows {
     const int32_t* begin_at = corrections + row * f.groups;
     const char* w[NB];
     for (int n = 0; n < NB; n++) w[n] = p.weight + panel.tiles[n] * tile_bytes;
+    Ints table = TABLE ? biased_table(f.grid) : Ints{};
     if (GROUPED && row == 0) fetch_scales(fetch.panel, NB);
     Vec sums[MR][NB];
     for_all<MR, NB>([&](int m, int n) { sums[m][n] = Vec{}; });
@@ -138,8 +143,9 @@ struct CodeRows {
           if (BITS == 8) {
             add<MR, NB>(acc, n, from + s * 4, codes_of(bytes));
           } else {
-            add<MR, NB>(acc, n, from + s * 8, codes_of((IVec)((UVec)bytes & 0x0f0f0f0fu)));
-            add<MR, NB>(acc, n, from + s * 8 + 4, codes_of((IVec)(((UVec)bytes >> 4) & 0x0f0f0f0fu)));
+            IVec low = (IVec)((UVec)bytes & 0x0f0f0f0fu), high = (IVec)(((UVec)bytes >> 4) & 0x0f0f0f0fu);
+            add<MR, NB>(acc, n, from + s * 8, codes_of(TABLE ? look_up(table, low) : low));
+            add<MR, NB>(acc, n, from + s * 8 + 4, codes_of(TABLE ? look_up(table, high) : high));
           }
           if (NB > 1) one_after_another();
         }
@@ -189,7 +195,9 @@ struct CodeRows {
 }  // namespace
 
 void multiply_codes(const CodeProduct& p, const Team& team) {
-  if (p.format.bits == 4)
+  if (p.format.grid != Grid::integers)
+    with_vectors<CodeRows<4, true, true>>(p, team);
+  else if (p.format.bits == 4)
     with_vectors<CodeRows<4, true>>(p, team);
   else
     p.format.groups > 1 ? with_vectors<CodeRows<8, true>>(p, team) : with_vectors<CodeRows<8, false>>(p, team);
@@ -199,7 +207,7 @@ void multiply_codes(const CodeProduct& p, const Team& team) {
 // `product_of`
 void code_linear(const Arg* a, const Team& team) {
   CodeProduct p;
-  (Product&)p = product_of(a, a + 1, a + 4, a + 5, a + 10);
+  (Product&)p = product_of(a, a + 1, a + 4, a + 5, a + 7 + FORMAT_NUMBERS);
   p.scales = (const char*)a[2].data;
   p.offsets = (const char*)a[3].data;
   p.format = format_of(a + 7, p.k);

@@ -84,6 +84,38 @@ static float round_row(const T* row, int64_t k, int8_t* codes) {
   return is_zero ? 0.0f : magnitude / 127.0f;
 }
 
+// The numbers of codes of 4 bits, in units of the scale. Other grids have code - zero.
+constexpr int8_t E2M1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};  // doubled
+constexpr int8_t IQ4_NL[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+INLINE const int8_t* table_of(Grid grid) { return grid == Grid::integers ? nullptr : grid == Grid::e2m1 ? E2M1 : IQ4_NL; }
+
+// A register that has a grid's numbers + 128, as unsigned bytes, in each of its parts of 16 bytes.
+INLINE Ints biased_table(Grid grid) {
+  uint8_t bytes[REGISTER_BYTES];
+  for (int i = 0; i < REGISTER_BYTES; i++) bytes[i] = (uint8_t)(table_of(grid)[i % 16] + 128);
+  return load_bits<Ints>(bytes);
+}
+typedef uint8_t Bytes __attribute__((vector_size(16)));
+// The bytes of a table for indices below 16.
+INLINE Ints look_up(Ints table, Ints indices) {
+#if defined(__AVX512BW__)
+  return (Ints)_mm512_shuffle_epi8((__m512i)table, (__m512i)indices);
+#elif defined(__AVX2__)
+  return (Ints)_mm256_shuffle_epi8((__m256i)table, (__m256i)indices);
+#elif defined(__SSE2__) && !defined(__SSSE3__)  // has no shuffle of bytes
+  Bytes found{};
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i++) found |= (Bytes)((Bytes)indices == (uint8_t)i) & ((Bytes)table)[i];
+  return (Ints)found;
+#else
+  return (Ints)__builtin_shuffle((Bytes)table, (Bytes)indices);
+#endif
+}
+template <class H>
+INLINE Pair<H> look_up(Ints table, Pair<H> indices) {
+  return {look_up(table, indices.low), look_up(table, indices.high)};
+}
+
 // Products of four terms: Codes of 16 columns, four unsigned bytes each, times four terms of x for all columns.
 #if defined(__AVX512VNNI__)
 using HeldCode = int8_t;

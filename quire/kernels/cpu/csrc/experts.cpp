@@ -60,7 +60,7 @@ void route(const Arg* a, const Team& team) {
 struct Stack {
   const char *data, *scales, *offsets;        // scales and offsets: of codes, or null
   int64_t bytes, scale_bytes;                 // of one weight
-  const Arg* format;                          // bits (0: bf16 or float32), group size, type of scales
+  const Arg* format;                          // bits (0: bf16 or float32), group size, type of scales, grid
 
   // Terms of a product over `size` columns: bf16 is read in pairs, and packed weights have zeros behind their columns.
   int64_t terms(int64_t size, bool is_bf16) const { return is_bf16 && format[0].integer == 0 ? up_to(size, 2) : size; }
@@ -120,7 +120,8 @@ void experts(const Arg* a, const Team& team) {
   int64_t tokens = n[1].integer, each = n[2].integer, experts = n[3].integer, size = n[4].integer, inner = n[5].integer;
   int64_t pairs = tokens * each, element = is_bf16 ? sizeof(bf16) : sizeof(float), begin, end;
   Stack up = {(const char*)a[3].data, (const char*)a[4].data, (const char*)a[5].data, n[8].integer, n[9].integer, n + 10};
-  Stack down = {(const char*)a[6].data, (const char*)a[7].data, (const char*)a[8].data, n[13].integer, n[14].integer, n + 15};
+  const Arg* m = n + 10 + FORMAT_NUMBERS;
+  Stack down = {(const char*)a[6].data, (const char*)a[7].data, (const char*)a[8].data, m[0].integer, m[1].integer, m + 2};
   char *gathered = (char*)a[10].data, *middle = (char*)a[11].data, *results = (char*)a[12].data;
   auto order = (int64_t*)a[13].data, places = order + pairs, starts = places + pairs;
   if (team.rank == 0) {

@@ -9,12 +9,12 @@ bool has_tiles();  // whether the processor has AMX and the system permits this 
   OP(pack_rows, "ttiiii") \
   OP(unpack_rows, "tttiiiid") \
   OP(linear, "ttotiiiiiiii") \
-  OP(quantize_rows, "tttiiiii") \
+  OP(quantize_rows, "tttiiiiii") \
   OP(pack_codes, "ttiiii") \
-  OP(unpack_codes, "ttottiiiiiiid") \
-  OP(code_linear, "tttootiiiiiiiiii") \
+  OP(unpack_codes, "ttottiiiiiiiid") \
+  OP(code_linear, "tttootiiiiiiiiiii") \
   OP(route, "tttiiiiii") \
-  OP(experts, "ttttootoottttt" "iiiiiiiiiiiiiiiiii") \
+  OP(experts, "ttttootoottttt" "iiiiiiiiiiiiiiiiiiii") \
   OP(rms_norm, "tttiiiiiid") \
   OP(add_rms_norm, "tttttiiiid") \
   OP(layer_norm, "ttotiiiiiiid") \

@@ -25,6 +25,7 @@ void multiply(const Product& p, bool is_bf16, bool tiles, const Team& team);
 
 // How the codes of a low-bit weight are stored: see code_products.cpp.
 enum class ScaleType { float32, bfloat16, float16 };
+enum class Grid { integers, e2m1, iq4_nl };  // the numbers of codes: see codes.h
 struct Format {
   int64_t bits;
   int64_t terms;   // of a vector and a column: 4 or 8
@@ -32,13 +33,15 @@ struct Format {
   int64_t groups;  // scales of a row
   int64_t each;    // vectors of a group
   ScaleType type;  // of scales and offsets
+  Grid grid;
 };
+constexpr int FORMAT_NUMBERS = 4;  // arguments of `format_of`
 struct CodeProduct : Product {
   const char *scales, *offsets;  // offsets: or null
   Format format;
   bool is_bf16;  // x, bias and out
 };
-Format format_of(const Arg* numbers, int64_t k);  // numbers: bits, group size (0: a row), type of scales
+Format format_of(const Arg* numbers, int64_t k);  // numbers: bits, group size (0: a row), type of scales, grid
 void multiply_codes(const CodeProduct& p, const Team& team);
 
 // A product from its arguments. sizes: rows, n, k, x_stride, out_stride, gate.
