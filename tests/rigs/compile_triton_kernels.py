@@ -15,7 +15,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from quire.config import KVGroup
-from quire.kernels.contract import ACTIVATIONS, INT4, INT8, Batch, Scheme
+from quire.kernels.contract import ACTIVATIONS, INT4, INT8, MXFP4, Batch, Scheme
 from quire.kernels.triton import deterministic
 from quire.kernels.triton import kernels as ordinary
 
@@ -87,7 +87,13 @@ def rows(kernels, dtype):
 def code_rows(kernels, dtype):
     """Products with low-bit weights, row lookup, experts."""
     schemes = [*(INT8, INT4, Scheme(8, 16, torch.bfloat16, has_offsets=True), Scheme(4, 16, torch.float16))]
-    for scheme in (*schemes, Scheme(4, 128, torch.float16, has_offsets=True), Scheme(8, 256)):
+    for scheme in (
+        *schemes,
+        Scheme(4, 128, torch.float16, has_offsets=True),
+        Scheme(8, 256),
+        MXFP4,
+        Scheme(4, 128, grid="iq4_nl"),
+    ):
         weight = kernels.allocate_weight((640, HIDDEN), dtype, scheme=scheme)
         for number in (1, 16, 60, 300) if scheme in (INT8, INT4) else (1, 300):
             kernels.linear(torch.zeros(number, HIDDEN, dtype=dtype), weight, torch.zeros(640, dtype=dtype))

@@ -6,15 +6,15 @@ So the bits of a row depend neither on the other rows nor on the tile, and deter
 
 Layout: columns are cut into tiles of at most 128. `data` int8 (tiles, rows, run): in 8 bits, a byte is the code of one
 column. In 4 bits, the low halves of the bytes are the first run of columns of the tile, and the high halves the second
-run, so that unpacking moves nothing between threads. All columns of a run are in one group. Codes are stored minus the
-zero point, in two's complement. Scales and offsets are (groups, rows), with an even number of rows, so that kernels can
-load two of 16 bits as one word. All padding is zeros.
+run, so that unpacking moves nothing between threads. All columns of a run are in one group. Codes of integers are
+stored minus the zero point, in two's complement, and those of other grids as they are. Scales and offsets are (groups,
+rows), with an even number of rows, so that kernels can load two of 16 bits as one word. All padding is zeros.
 """
 # ruff: noqa: ANN201 -- Triton reads annotations
 
 from collections.abc import Sequence
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
-from quire.kernels.contract import PackedWeight, QuantizedRows, Scheme
+from quire.kernels.contract import GRIDS, PackedWeight, QuantizedRows, Scheme
 from quire.kernels.reference.codes import quantize_rows, require_codes
 from quire.kernels.triton.launch import CONSECUTIVE_TILES, INTERPRETED, pow2
 from quire.kernels.triton.rounding import rounded
@@ -45,11 +45,12 @@ class Layout(NamedTuple):
     tiles: int  # of a step
     steps: int
     grouped: bool  # whether each run is a group; otherwise each step is
+    lookup: str | tuple[int, ...] | None = None  # see `_lookup`
 
     @property
-    def constants(self) -> dict[str, int]:
+    def constants(self) -> dict[str, Any]:
         """Arguments of `code_product`."""
-        names = ("RUN", "HALVES", "TILES", "STEPS", "GROUPED")
+        names = ("RUN", "HALVES", "TILES", "STEPS", "GROUPED", "LOOKUP")
         return dict(zip(names, self, strict=True)) | {"TERMS": max(_LEAST_TERMS, pow2(self.run))}
 
     @property
@@ -65,8 +66,8 @@ class Layout(NamedTuple):
 
 def unsupported_scheme_reason(scheme: Scheme) -> str | None:
     """Why weights of this scheme are not multiplied, or None if they are."""
-    if scheme != Scheme(scheme.bits, scheme.group_size, scheme.scale_dtype, has_offsets=scheme.has_offsets):
-        return f"it multiplies codes of integers only, not {scheme}"
+    if scheme.grid != "int" and scheme.grid not in GRIDS:
+        return f"it does not multiply weights in {scheme}"
     if scheme.bits not in (4, 8):
         return f"it multiplies codes of 4 and 8 bits, not {scheme}"
     size, longest = scheme.group_size, TILE_COLUMNS * scheme.bits // 8
@@ -85,10 +86,35 @@ def layout_of(scheme: Scheme, columns: int) -> Layout:
     size = scheme.group_size if scheme.group_size < columns else 0
     run = min(longest, size or pow2(triton.cdiv(columns, halves)))
     tiles = triton.cdiv(columns, run * halves)
+    lookup = None if scheme.grid == "int" else _lookup(GRIDS[scheme.grid])
     if not size:
-        return Layout(run, halves, tiles, 1, grouped=False)
+        return Layout(run, halves, tiles, 1, grouped=False, lookup=lookup)
     each = max(1, size // TILE_COLUMNS)
-    return Layout(run, halves, each, triton.cdiv(tiles, each), grouped=run == size)
+    return Layout(run, halves, each, triton.cdiv(tiles, each), grouped=run == size, lookup=lookup)
+
+
+def _lookup(grid: tuple[int, ...]) -> str | tuple[int, ...]:
+    """PTX that looks up the 16 numbers of a grid, or the grid itself in the interpreter.
+
+    It replaces four bytes by the numbers of their low halves, and by those of their high halves. `prmt` selects four of
+    eight bytes by three bits of a code each: from the first half of the grid, from the second half, then between both
+    results by the fourth bit.
+    """
+    if INTERPRETED:
+        return grid
+    words = [int.from_bytes(bytes(number & 255 for number in grid[i : i + 4]), "little") for i in range(0, 16, 4)]
+    first, second, third, fourth = (f"0x{word:08x}" for word in words)
+    looked_up = f"prmt.b32 l, {first}, {second}, s; prmt.b32 h, {third}, {fourth}, s;"
+    return f"""{{
+        .reg .b32 s, i, l, h, even, odd;
+        and.b32 s, $2, 0x77777777;
+        and.b32 i, $2, 0x88888888; shr.b32 i, i, 1; or.b32 i, i, 0x32103210;
+        {looked_up} prmt.b32 even, l, h, i;
+        shr.b32 s, s, 16; shr.b32 i, i, 16;
+        {looked_up} prmt.b32 odd, l, h, i;
+        prmt.b32 $0, even, odd, 0x6420;
+        prmt.b32 $1, even, odd, 0x7531;
+    }}"""
 
 
 def allocate(shape: Sequence[int], dtype: torch.dtype, parts: int, scheme: Scheme) -> PackedWeight:
@@ -128,7 +154,8 @@ def write_rows(weight: PackedWeight, rows: Tensor | QuantizedRows, start: int, i
 
 def _write(weight: PackedWeight, scheme: Scheme, rows: QuantizedRows, start: int) -> None:
     layout, (number, columns) = layout_of(scheme, weight.columns), rows.codes.shape
-    codes = pad(rows.codes ^ scheme.zero_point, (0, layout.columns - columns))
+    codes = rows.codes ^ scheme.zero_point if scheme.grid == "int" else rows.codes
+    codes = pad(codes, (0, layout.columns - columns))
     runs = codes.view(number, -1, layout.halves, layout.run)
     packed = runs[:, :, 0] if scheme.bits == 8 else runs[:, :, 0] & 15 | runs[:, :, 1] << 4
     weight.data[:, start : start + number] = packed.view(torch.int8).transpose(0, 1)
@@ -227,13 +254,19 @@ def quantize_activations(x: Tensor, weight: PackedWeight) -> RoundedRows:
 
 
 @triton.jit
-def _signed(packed, HALF: tl.constexpr, HALVES: tl.constexpr, INTERPRET: tl.constexpr):
-    """The codes of a run, as int8. Those of 4 bits are times 16.
-
-    Products and row lookups get the values of codes from here alone; a table of 16 values would be looked up here.
-    """
+def _numbers(packed, HALF: tl.constexpr, HALVES: tl.constexpr, LOOKUP: tl.constexpr, INTERPRET: tl.constexpr):
+    """The numbers of a run, as int8. Integers of 4 bits are times 16."""
     if HALVES == 1:
         return packed
+    if LOOKUP is not None:
+        if INTERPRET:
+            codes = (packed >> (4 * HALF)) & 15
+            numbers = codes
+            for code in tl.static_range(16):
+                numbers = tl.where(codes == code, LOOKUP[code], numbers).to(tl.int8)
+            return numbers
+        low, high = tl.inline_asm_elementwise(LOOKUP, "=r,=r,r", [packed], (tl.int8, tl.int8), is_pure=True, pack=4)
+        return low if HALF == 0 else high
     if INTERPRET:
         return packed << 4 if HALF == 0 else packed & -16
     # four at once
@@ -307,6 +340,7 @@ def code_product(
     TILES: tl.constexpr,
     STEPS: tl.constexpr,
     GROUPED: tl.constexpr,
+    LOOKUP: tl.constexpr,
     TERMS: tl.constexpr,  # RUN or more, a power of two
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -318,7 +352,7 @@ def code_product(
     The weight is the left operand, so that it can stay in registers after it is unpacked.
     """
     GROUPS: tl.constexpr = STEPS * HALVES if GROUPED else STEPS
-    UNIT: tl.constexpr = 1.0 / 16 if HALVES == 2 else 1.0  # of codes: see `_signed`
+    UNIT: tl.constexpr = 1.0 / 16 if HALVES == 2 and LOOKUP is None else 1.0  # see `_numbers`
     terms = tl.arange(0, TERMS)
     columns = first + tl.arange(0, COLUMNS)
     codes_ptrs = codes_ptr + (sources.to(tl.int64) * (STEPS * TILES * HALVES * RUN))[None, :] + terms[:, None]
@@ -332,7 +366,7 @@ def code_product(
             packed = tl.load(data_ptrs, mask=data_inside, other=0)
             for half in tl.static_range(HALVES):
                 x = tl.load(codes_ptrs, mask=codes_inside, other=0)
-                sums = tl.dot(_signed(packed, half, HALVES, INTERPRET), x, sums, out_dtype=tl.int32)
+                sums = tl.dot(_numbers(packed, half, HALVES, LOOKUP, INTERPRET), x, sums, out_dtype=tl.int32)
                 codes_ptrs += RUN
                 if GROUPED:
                     total = _add_group(
@@ -366,6 +400,7 @@ def _code_linear(
     TILES: tl.constexpr,
     STEPS: tl.constexpr,
     GROUPED: tl.constexpr,
+    LOOKUP: tl.constexpr,
     TERMS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -381,7 +416,7 @@ def _code_linear(
     columns = across * COLUMNS + tl.arange(0, COLUMNS)
     total = code_product(
         codes_ptr, x_scales_ptr, x_sums_ptr, rows, rows < num_rows, data_ptr, scales_ptr, offsets_ptr, across * COLUMNS,
-        N, RUN, HALVES, TILES, STEPS, GROUPED, TERMS, ROWS, COLUMNS, STAGES, INTERPRET,
+        N, RUN, HALVES, TILES, STEPS, GROUPED, LOOKUP, TERMS, ROWS, COLUMNS, STAGES, INTERPRET,
     )  # fmt: skip
     if bias_ptr is not None:
         total += load_floats(bias_ptr + columns, columns < N)[None, :]
@@ -462,6 +497,7 @@ def _code_embed(
     GROUP: tl.constexpr,  # columns of a group
     RUN: tl.constexpr,  # see `Layout`
     HALVES: tl.constexpr,
+    LOOKUP: tl.constexpr,
     PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
     INTERPRET: tl.constexpr,
@@ -473,13 +509,14 @@ def _code_embed(
     inside = (columns < SIZE) & (row >= 0) & (row < num_rows)
     runs = columns // RUN
     packed = tl.load(data_ptr + ((runs // HALVES * num_rows + row) * RUN + columns % RUN), mask=inside, other=0)
-    codes = packed.to(tl.float32)
+    numbers = _numbers(packed, 0, HALVES, LOOKUP, INTERPRET).to(tl.float32)
     if HALVES == 2:
-        low = _signed(packed, 0, HALVES, INTERPRET).to(tl.float32)
-        high = _signed(packed, 1, HALVES, INTERPRET).to(tl.float32)
-        codes = tl.where(runs % 2 == 0, low, high) / 16
+        high = _numbers(packed, 1, HALVES, LOOKUP, INTERPRET).to(tl.float32)
+        numbers = tl.where(runs % 2 == 0, numbers, high)
+        if LOOKUP is None:
+            numbers /= 16
     places = columns // GROUP * (num_rows + num_rows % 2) + row
-    x = codes * load_floats(scales_ptr + places, inside)
+    x = numbers * load_floats(scales_ptr + places, inside)
     if offsets_ptr is not None:
         x += load_floats(offsets_ptr + places, inside)
     tl.store(
@@ -505,6 +542,7 @@ def embed(ids: Tensor, weight: PackedWeight, scale: float) -> Tensor:
         GROUP=layout.columns // layout.num_groups,
         RUN=layout.run,
         HALVES=layout.halves,
+        LOOKUP=layout.lookup,
         PIECES=pieces,
         BLOCK=block,
         INTERPRET=INTERPRETED,

@@ -106,6 +106,7 @@ def _grouped_codes(
     TILES: tl.constexpr,
     STEPS: tl.constexpr,
     GROUPED: tl.constexpr,
+    LOOKUP: tl.constexpr,
     TERMS: tl.constexpr,
     SLOTS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -126,7 +127,7 @@ def _grouped_codes(
         offsets_ptr += expert * SCALES_SIZE
     total = code_product(
         codes_ptr, x_scales_ptr, x_sums_ptr, sources, present, data_ptr, scales_ptr, offsets_ptr, first,
-        N, RUN, HALVES, TILES, STEPS, GROUPED, TERMS, ROWS, COLUMNS, STAGES, INTERPRET,
+        N, RUN, HALVES, TILES, STEPS, GROUPED, LOOKUP, TERMS, ROWS, COLUMNS, STAGES, INTERPRET,
     )  # fmt: skip
     _store(out_ptr, total, targets, present, first + tl.arange(0, COLUMNS), N, INTERPRET)
 

@@ -10,7 +10,7 @@ from triton_device import DEVICE
 from triton_random_tensors import DTYPES, ROUNDING, SEEDS, drawn, normal, poisoned_empty
 
 from quire.kernels import reference
-from quire.kernels.contract import INT4, INT8, QuantizedRows, Requirements, Scheme
+from quire.kernels.contract import INT4, INT8, MXFP4, NVFP4, QuantizedRows, Requirements, Scheme
 from quire.kernels.reference.codes import dequantize, quantize_activations
 
 pytest.importorskip("triton")
@@ -23,7 +23,8 @@ EACH = [
     *(INT8, Scheme(8, 0, F16, has_offsets=True), Scheme(8, 16, BF16, has_offsets=True), Scheme(8, 32, F16)),
     *(Scheme(8, 128), Scheme(8, 12), Scheme(8, 256), INT4, Scheme(4), Scheme(4, 0, has_offsets=True)),
     *(Scheme(4, 16, F16, has_offsets=True), Scheme(4, 32, F16, has_offsets=True), Scheme(4, 64)),
-    Scheme(4, 128, BF16, has_offsets=True),
+    *(Scheme(4, 128, BF16, has_offsets=True), MXFP4, NVFP4, Scheme(4, 32, F16, grid="iq4_nl")),
+    *(Scheme(4, 128, grid="iq4_nl", has_offsets=True), Scheme(4, 0, grid="e2m1")),
 ]
 SCHEMES = st.sampled_from(EACH)
 few = settings(drawn, max_examples=4)
@@ -230,6 +231,7 @@ def test_no_rows_give_no_rows():
     ("scheme", "why"),
     [
         (Scheme(2), "it multiplies codes of 4 and 8 bits, not int2"),
+        (Scheme(8, grid="e4m3"), "it does not multiply weights in fp8_e4m3, one scale a row"),
         (Scheme(4, 96), "its groups have at most 64 columns of int4, or a multiple of 128, not 96"),
         (Scheme(8, 200), "its groups have at most 128 columns of int8"),
         (Scheme(8, 0, torch.float64), "it has no scales of torch.float64"),
@@ -240,14 +242,6 @@ def test_schemes_that_the_kernels_do_not_have_are_refused(scheme, why):
         kernels.allocate_weight((16, 64), BF16, scheme=scheme)
     needed = Requirements(DEVICE, "bfloat16", "bfloat16", 16, (64,), (INT8, scheme))
     assert kernels.unsupported_reason(needed).startswith(why)
-
-
-def test_schemes_with_another_grid_are_refused():
-    class Grid(Scheme):
-        def __eq__(self, other):
-            return False
-
-    assert "codes of integers only" in code_products.unsupported_scheme_reason(Grid(4, 32))
 
 
 def test_wrong_shapes_and_types_are_refused():
