@@ -27,7 +27,7 @@ EACH = [
     *(Scheme(4, 128, grid="iq4_nl", has_offsets=True), Scheme(4, 0, grid="e2m1")),
 ]
 SCHEMES = st.sampled_from(EACH)
-few = settings(drawn, max_examples=4)
+few = settings(drawn, max_examples=3)
 ROWS = st.sampled_from([1, 2, 5, 16, 17, 70])
 WIDTHS = st.sampled_from([1, 3, 20, 33, 65])
 SIZES = st.sampled_from([1, 3, 16, 31, 33, 64, 100, 130, 200, 300])
@@ -118,7 +118,7 @@ def test_tiny_huge_and_tied_rows_are_rounded_as_in_plain_torch(dtype):
     assert torch.equal(found.scales.cpu(), scales.flatten())
 
 
-@drawn
+@few
 @given(SEEDS, st.sampled_from([1, 5, 17, 70]), WIDTHS, SIZES, SCHEMES, st.sampled_from([torch.float32, BF16]))
 def test_products_of_integers_are_exact(seed, num_rows, n, k, scheme, dtype):
     """Codes with scale 1, and integer offsets, times rows of integers with scale 1. Results are rounded once."""
@@ -132,7 +132,7 @@ def test_products_of_integers_are_exact(seed, num_rows, n, k, scheme, dtype):
 
 
 @few
-@given(SEEDS, st.sampled_from([20, 66]), WIDTHS, SIZES, SCHEMES, DTYPES, st.booleans())
+@given(SEEDS, st.sampled_from([18, 65]), st.sampled_from([3, 65]), SIZES, SCHEMES, DTYPES, st.booleans())
 def test_a_row_has_the_same_bits_in_any_company(seed, num_rows, n, k, scheme, dtype, biased):
     x, weight = normal(seed, num_rows, k, dtype=dtype), packed(drawn_rows(seed, n, k, scheme), scheme, dtype)
     bias = normal(seed + 2, n, dtype=dtype) if biased else None
@@ -177,7 +177,7 @@ def test_gated_products_are_gates_of_products(seed, num_rows, n, k, scheme, dtyp
     assert_near(kernels.gated_linear(x, weight, bias, activation), expected.cpu(), 1e-6 * (1 + both[:, n:].cpu().abs()))
 
 
-@drawn
+@few
 @given(SEEDS, WIDTHS, SIZES, SCHEMES, DTYPES)
 def test_rows_are_looked_up_as_they_are_multiplied(seed, n, k, scheme, dtype):
     rows = drawn_rows(seed, n, k, scheme)
