@@ -31,7 +31,7 @@ SHAPES = ("qwen3-0.6b", "llama-8b", "0.5b", "1b", "tiny")  # of benchmarks.cpu.c
 PARTS = {
     "limits": ("limits", 25.0),
     "attention": ("attention", 105.0),
-    "gemm": ("products", 40.0),
+    "gemm": ("products", 70.0),
     "experts": ("mixtures", 25.0),
     "step": ("step", 145.0),
     "serving": ("serving", 190.0),

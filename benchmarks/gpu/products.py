@@ -1,4 +1,7 @@
-"""Matrix products of a model's weights in bf16 by torch's library: the lower bound of a step's time."""
+"""Matrix products of a model's weights in bf16 by torch's library: the lower bound of a step's time.
+
+The gated weight is multiplied in few bits, too, by the Triton kernels.
+"""
 
 import torch
 from torch.nn.functional import linear
@@ -7,9 +10,12 @@ from benchmarks.cpu.checkpoints import SHAPES
 from benchmarks.gpu import clock
 from benchmarks.gpu.part import Part
 from benchmarks.gpu.processes import Settings
+from quire.kernels.contract import INT4, INT8
+from quire.kernels.triton import kernels
 
 COLD_BYTES = 2**28  # of weights: more than any cache
 MOST_COPIES = 32
+LOW_BIT = "gate and up"  # the weight that is multiplied in few bits
 ROWS = (1, 8, 64, 256, 2048)
 MOST_LOGITS = 256  # rows; a step has no more logits
 
@@ -38,6 +44,8 @@ def measure(part: Part, settings: Settings) -> None:
                     continue
                 what = f"{shape} {name}, {rows} rows"
                 part.attempt(what, lambda w=what, o=out, s=size, r=rows: one(part, settings, w, o, s, r))
+                if name == LOW_BIT:
+                    part.attempt(what, lambda w=what, o=out, s=size, r=rows: low_bit(part, settings, w, o, s, r))
 
 
 def one(part: Part, settings: Settings, what: str, out: int, size: int, rows: int) -> None:
@@ -57,3 +65,20 @@ def one(part: Part, settings: Settings, what: str, out: int, size: int, rows: in
         part.row(what, **figures, bound="memory" if by_memory > by_products else "products")
     else:
         part.row(what, **figures)
+
+
+def low_bit(part: Part, settings: Settings, what: str, out: int, size: int, rows: int) -> None:
+    """Time one weight in int8 and in int4 times `rows` rows, rounding of the rows included: see `one`."""
+    x = torch.randn(rows, size, device=settings.device).to(torch.bfloat16)
+    for name, scheme in (("int8", INT8), ("int4", INT4)):
+        num_bytes = scheme.num_bytes(out, size)
+        copies = 1 if settings.tiny else max(1, min(MOST_COPIES, -(-COLD_BYTES // num_bytes)))
+        with torch.device(settings.device):
+            stack = kernels.allocate_weight((copies, out, size), torch.bfloat16, scheme=scheme)
+        for copy in range(copies):
+            kernels.write_rows(stack, torch.randn(out, size, device=settings.device), 0, copy)
+        some = [stack[copy] for copy in range(copies)]
+        (seconds,) = clock.seconds([lambda some=some: [kernels.linear(x, each) for each in some]], settings.device)
+        row = part.row(what, **{f"{name}_us": 1e6 * seconds / copies})
+        if "us" in row:
+            part.row(what, **{f"{name}_speedup": row["us"] / row[f"{name}_us"]})

@@ -73,6 +73,8 @@ def test_products_are_bound_by_one_or_the_other(results):
     found = rows(results, "gemm")
     assert len(found) == 2 * len(weights("tiny"))
     assert {row["bound"] for row in found.values()} <= {"memory", "products"}
+    gated = found["tiny gate and up, 1 rows"]
+    assert gated["int4_speedup"] == pytest.approx(gated["us"] / gated["int4_us"]) and gated["int8_us"] > 0
 
 
 def test_mixtures_of_experts_are_measured_by_both_ways(results):

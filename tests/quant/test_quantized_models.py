@@ -99,7 +99,6 @@ def test_the_embedded_model_answers(name):
         ({"quantization": "int3"}, "quantization: Invalid enum value 'int3'"),
         ({"quantization": "awq"}, "names the layout of a checkpoint, but .* is not quantized; leave it out"),
         ({"quantization": "bitsandbytes"}, "'bitsandbytes' is not supported; use int8 or int4"),
-        ({"quantization": "int8", "kernels": "triton"}, "no kernels for"),
     ],
 )
 def test_options_that_cannot_work_are_named(options, why):

@@ -15,7 +15,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from quire.config import KVGroup
-from quire.kernels.contract import ACTIVATIONS, Batch
+from quire.kernels.contract import ACTIVATIONS, INT4, INT8, MXFP4, Batch, Scheme
 from quire.kernels.triton import deterministic
 from quire.kernels.triton import kernels as ordinary
 
@@ -84,6 +84,28 @@ def rows(kernels, dtype):
         kernels.gated_linear(x[:1], torch.zeros(256, HIDDEN, dtype=dtype), None, activation)
 
 
+def code_rows(kernels, dtype):
+    """Products with low-bit weights, row lookup, experts."""
+    schemes = [*(INT8, INT4, Scheme(8, 16, torch.bfloat16, has_offsets=True), Scheme(4, 16, torch.float16))]
+    for scheme in (
+        *schemes,
+        Scheme(4, 128, torch.float16, has_offsets=True),
+        Scheme(8, 256),
+        MXFP4,
+        Scheme(4, 128, grid="iq4_nl"),
+    ):
+        weight = kernels.allocate_weight((640, HIDDEN), dtype, scheme=scheme)
+        for number in (1, 16, 60, 300) if scheme in (INT8, INT4) else (1, 300):
+            kernels.linear(torch.zeros(number, HIDDEN, dtype=dtype), weight, torch.zeros(640, dtype=dtype))
+        kernels.embed(torch.arange(3), weight)
+    up, down = (
+        kernels.allocate_weight((4, *shape), dtype, scheme=INT4) for shape in ((2 * INNER, HIDDEN), (HIDDEN, INNER))
+    )
+    for number in (1, 300):
+        x, ids = torch.zeros(number, HIDDEN, dtype=dtype), torch.zeros(number, 2, dtype=torch.int64)
+        kernels.experts(x, ids, torch.ones(number, 2), up, down, "silu")
+
+
 def tokens(kernels, dtype):
     """Sampling with all parameters and with none; logprobs."""
     logits = torch.zeros(3, VOCAB_SIZE, dtype=dtype)
@@ -105,6 +127,7 @@ def main() -> None:
     step(deterministic, torch.bfloat16, "bfloat16")
     for kernels in (ordinary, deterministic):
         rows(kernels, torch.bfloat16)
+    code_rows(ordinary, torch.bfloat16)
     tokens(ordinary, torch.bfloat16)
     tokens(ordinary, torch.float32)
     print(*sorted(compiled))

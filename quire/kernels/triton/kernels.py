@@ -3,14 +3,15 @@
 import torch
 
 from quire.kernels.contract import Requirements, StepCapture
-from quire.kernels.reference import allocate_weight, use_threads, write_rows  # products read plain tensors
+from quire.kernels.reference import use_threads
 from quire.kernels.triton.attention import SCRATCH_BYTES, attention
 from quire.kernels.triton.blocks import BLOCK_SIZE_MULTIPLE, allocate, copy_blocks, pack, rotary_write, unpack
+from quire.kernels.triton.code_products import unsupported_scheme_reason, write_rows
 from quire.kernels.triton.experts import experts
 from quire.kernels.triton.launch import INTERPRETED
 from quire.kernels.triton.likelihood import logprobs
 from quire.kernels.triton.plan import plan
-from quire.kernels.triton.products import embed, gated_linear, linear
+from quire.kernels.triton.products import allocate_weight, embed, gated_linear, linear
 from quire.kernels.triton.routing import route
 from quire.kernels.triton.rowwise import activate, add_rms_norm, layer_norm, rms_norm, rotation
 from quire.kernels.triton.sampling import sample
@@ -30,8 +31,9 @@ def unsupported_reason(requirements: Requirements) -> str | None:
         return why
     if requirements.block_size % BLOCK_SIZE_MULTIPLE:
         return f"block_size {requirements.block_size} is not a multiple of {BLOCK_SIZE_MULTIPLE}"
-    if requirements.schemes:
-        return f"it does not multiply low-bit weights ({requirements.schemes[0]})"
+    for scheme in requirements.schemes:
+        if (why := unsupported_scheme_reason(scheme)) is not None:
+            return why
     if max(requirements.head_dims) > MAX_HEAD_DIM:
         return f"heads of {max(requirements.head_dims)} are larger than {MAX_HEAD_DIM}"
     return None

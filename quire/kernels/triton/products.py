@@ -1,10 +1,11 @@
-"""Matrix products with plain (unpacked) weights, embedding lookup included.
+"""Matrix products with plain and low-bit weights, embedding lookup included. `code_products` has the low-bit ones.
 
-torch computes ordinary products. Strict products use one tile shape and one order of sums, so that the bits of a row do
-not depend on the rest of the batch.
+With plain weights torch computes ordinary products. Strict products use one tile shape and one order of sums, so that
+the bits of a row do not depend on the rest of the batch.
 """
 # ruff: noqa: ANN201 -- Triton reads annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,13 +14,12 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from quire.kernels.contract import Weight
-from quire.kernels.reference.products import require_unpacked
-from quire.kernels.triton.launch import INTERPRETED, pow2
+from quire.kernels.contract import PackedWeight, Scheme, Weight
+from quire.kernels.triton import code_products
+from quire.kernels.triton.launch import CONSECUTIVE_TILES, INTERPRETED, pow2
 from quire.kernels.triton.rounding import rounded
 from quire.kernels.triton.rowwise import BLOCK, gate, load_floats
 
-GROUP_SIZE = 8  # tiles of rows whose programs are consecutive, so that they share a weight in the cache
 SHORT_TILE_ROWS = 16  # pairs per expert up to which a short tile is used; also its rows
 
 
@@ -36,6 +36,13 @@ def tile_of(rows: int, columns: int, dtype: torch.dtype) -> Tile:
     """A tile of this shape for products of this type."""
     terms = 64 if rows > SHORT_TILE_ROWS else 128
     return Tile(rows, columns, terms // 2 if dtype == torch.float32 else terms, 4 if rows > SHORT_TILE_ROWS else 3)
+
+
+def allocate_weight(
+    shape: Sequence[int], dtype: torch.dtype, parts: int = 1, scheme: Scheme | None = None
+) -> PackedWeight | None:
+    """A low-bit weight, or None without a scheme: other products read plain tensors."""
+    return None if scheme is None else code_products.allocate(shape, dtype, parts, scheme)
 
 
 def with_contiguous_rows(x: Tensor) -> Tensor:
@@ -110,7 +117,8 @@ def _linear(
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, *, deterministic: bool = False) -> Tensor:
     """x (num_rows, in) times weight (out, in), plus bias (out,). deterministic: rounded once, after the bias."""
-    weight = require_unpacked(weight)
+    if isinstance(weight, PackedWeight):
+        return code_products.linear(with_contiguous_rows(x), weight, bias)
     if not deterministic:
         return F.linear(x, weight, bias)
     x, (num_rows, columns) = with_contiguous_rows(x), x.shape
@@ -128,7 +136,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, *, determinist
         ROWS=tile.rows,
         COLUMNS=tile.columns,
         TERMS=tile.terms,
-        TOGETHER=GROUP_SIZE,
+        TOGETHER=CONSECUTIVE_TILES,
         INTERPRET=INTERPRETED,
         num_stages=tile.num_stages,
     )
@@ -170,7 +178,9 @@ def _embed(
 
 def embed(ids: Tensor, weight: Weight, scale: float = 1.0) -> Tensor:
     """Rows of weight (num_rows, size) for ids int64 (num_tokens,), times `scale`. An id without a row gives zeros."""
-    weight = require_unpacked(weight).contiguous()
+    if isinstance(weight, PackedWeight):
+        return code_products.embed(ids, weight, scale)
+    weight = weight.contiguous()
     num_rows, size = weight.shape
     out = torch.empty((len(ids), size), dtype=weight.dtype, device=weight.device)
     block = min(BLOCK, pow2(size))

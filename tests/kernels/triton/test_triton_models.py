@@ -1,8 +1,9 @@
 """Whole models on the Triton kernels: the tokens of the reference and of transformers, both on the CPU.
 
-In mixed batches, in captured steps (CUDA graphs on a GPU), with 8-bit KV.
+In mixed batches, in captured steps (CUDA graphs on a GPU), with low-bit weights, with 8-bit KV.
 """
 
+import gguf_writer as gguf_files
 import numpy as np
 import pytest
 import torch
@@ -11,7 +12,12 @@ from model_runner_driver import GREEDY, Driver, load_model
 from triton_device import DEVICE
 
 from quire import LLM, SamplingParams
-from quire.kernels.contract import NotCapturable, Requirements
+from quire.config import EngineOptions
+from quire.hub import embedded
+from quire.kernels.contract import INT4, INT8, NotCapturable, Requirements, Scheme
+from quire.models.description import describe
+from quire.models.loading import load
+from quire.startup.build import prepare
 
 pytest.importorskip("triton")
 kernels_module = pytest.importorskip("quire.kernels.triton.kernels")
@@ -40,8 +46,8 @@ class Replaying(step_capture.CudaGraphCapture):
         return result, play if DEVICE.type == "cuda" else lambda: result.copy_(compute())
 
 
-def driver(folder, *, recorder=None):
-    model = load_model(folder, device=str(DEVICE))
+def driver(folder, *, recorder=None, model=None):
+    model = model or load_model(folder, device=str(DEVICE))
     kernels = changed(kernels_module, new_step_capture=lambda: recorder)
     return Driver(model, block_size=BLOCK, num_blocks=40, kernels=kernels, strict=deterministic)
 
@@ -56,6 +62,19 @@ def prompts():
 def test_tokens_are_those_of_the_reference(saved, prompts, family):
     expected = Driver(load_model(saved(family)[0]), block_size=BLOCK).generate(prompts, 2)
     assert driver(saved(family)[0]).generate(prompts, 2, cut=12) == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "quantization"), [("llama-gqa-tied", "int8"), ("llama-gqa-tied", "int4"), ("qwen3-moe", "int4")]
+)
+def test_tokens_of_low_bit_models_are_those_of_the_reference(saved, prompts, family, quantization):
+    folder, short = saved(family)[0], [prompt[:2] for prompt in prompts[1:]]
+    description, recorder = describe(folder), Replaying()
+    schemes = description.schemes(quantization)
+    expected = Driver(load(description, dtype="float32", schemes=schemes), block_size=BLOCK).generate(short, 2)
+    model = load(description, dtype="float32", device=str(DEVICE), kernels=kernels_module, schemes=schemes)
+    assert driver(folder, model=model, recorder=recorder).generate(short, 2) == expected
+    assert recorder.sizes == [2]
 
 
 @pytest.mark.parametrize("family", ["qwen3-gqa", "mixtral"])
@@ -96,12 +115,30 @@ def test_what_cannot_be_recorded_runs_as_before(saved, prompts):
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "int8"])
 def test_the_embedded_model_answers_as_the_reference_does(kv_cache_dtype):
+    assert_answers_are_those_of_the_reference(kv_cache_dtype=kv_cache_dtype)
+
+
+def test_codes_of_a_checkpoint_are_kept(tmp_path):
+    path, lines = gguf_files.write_gguf(embedded.folder(), tmp_path / "model.gguf", kind="Q4_1"), []
+    options = EngineOptions(model=str(path), kernels="triton", device=str(DEVICE), memory="1GiB")
+    prepared = prepare(options, report=lines.append, progress=lambda done, total: None)
+    assert Scheme(4, 32, torch.float16, has_offsets=True) in prepared.schemes.values()
+    assert any(line.startswith("weights    as stored: ") for line in lines)
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="the interpreter takes a minute")
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_the_low_bit_embedded_model_answers_as_the_reference_does(quantization):
+    assert_answers_are_those_of_the_reference(quantization=quantization)
+
+
+def assert_answers_are_those_of_the_reference(**options):
     greedy = SamplingParams(temperature=0, max_tokens=3)
     question = [{"role": "user", "content": "What is 2 plus 3?"}]
     texts = []
     for kernels, device in (("triton", str(DEVICE)), ("reference", "cpu")):
         lines = []
-        llm = LLM(kernels=kernels, device=device, kv_cache_dtype=kv_cache_dtype, memory="1GiB", report=lines.append)
+        llm = LLM(kernels=kernels, device=device, **options, memory="1GiB", report=lines.append)
         texts.append(llm.chat(question, greedy)[0].outputs[0].token_ids)
         assert any(line.startswith(f"kernels    {kernels}") for line in lines)
     assert texts[0] == texts[1]
@@ -123,6 +160,12 @@ def test_ladder_sizes_hold_what_they_are_asked_for():
         ({"kv_dtype": "int8"}, (8, 0), None),
         ({"device": torch.device("cuda", 1)}, (9, 0), "it runs on the current device, cuda:0, not on cuda:1"),
         ({"block_size": 24}, (9, 0), "block_size 24 is not a multiple of 16"),
+        ({"schemes": (INT8, INT4)}, (9, 0), None),
+        (
+            {"schemes": (INT4, Scheme(4, 96))},
+            (9, 0),
+            "its groups have at most 64 columns of int4, or a multiple of 128, not 96",
+        ),
         ({"head_dims": (64, 512)}, (9, 0), "heads of 512 are larger than 256"),
     ],
 )

@@ -1,0 +1,550 @@
+"""Matrix products with low-bit weights: see `quire.kernels.reference.codes`.
+
+A kernel rounds each row of x to 8 bits with one scale. Products of codes are summed in int32, which is exact. The sum
+of a group of columns is multiplied by the group's scale, and groups are added in order in float32 by fused operations.
+So the bits of a row depend neither on the other rows nor on the tile, and deterministic products are the same.
+
+Layout: columns are cut into tiles of at most 128. `data` int8 (tiles, rows, run): in 8 bits, a byte is the code of one
+column. In 4 bits, the low halves of the bytes are the first run of columns of the tile, and the high halves the second
+run, so that unpacking moves nothing between threads. All columns of a run are in one group. Codes of integers are
+stored minus the zero point, in two's complement, and those of other grids as they are. Scales and offsets are (groups,
+rows), with an even number of rows, so that kernels can load two of 16 bits as one word. All padding is zeros.
+"""
+# ruff: noqa: ANN201 -- Triton reads annotations
+
+from collections.abc import Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.functional import pad
+
+from quire.kernels.contract import GRIDS, PackedWeight, QuantizedRows, Scheme
+from quire.kernels.reference.codes import quantize_rows, require_codes
+from quire.kernels.triton.launch import CONSECUTIVE_TILES, INTERPRETED, pow2
+from quire.kernels.triton.rounding import rounded
+from quire.kernels.triton.rowwise import BLOCK, load_floats
+
+MAX_COLUMNS = 65536  # of a low-bit weight: sums of so many products of codes fit into 32 bits
+TILE_COLUMNS = 128  # the most columns of a tile
+_LEAST_TERMS = 32  # of an 8-bit product of tiles
+_SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_WRITTEN_AT_ONCE = 2**22  # codes that `write_rows` converts at once
+_STAGE_BYTES = 2**15  # bytes of a weight that a program loads ahead: an estimate, not measured
+_SMALLEST = tl.constexpr(2.0**-96)  # as in the reference: rows with a smaller largest magnitude count as zeros
+
+
+class Layout(NamedTuple):
+    """Layout of a low-bit weight: see above. A step is one tile, or all tiles of a group."""
+
+    run: int  # columns
+    halves: int  # runs of a tile: 1, or 2 for 4 bits
+    tiles: int  # of a step
+    steps: int
+    grouped: bool  # whether each run is a group; otherwise each step is
+    lookup: str | tuple[int, ...] | None = None  # see `_lookup`
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Arguments of `code_product`."""
+        names = ("RUN", "HALVES", "TILES", "STEPS", "GROUPED", "LOOKUP")
+        return dict(zip(names, self, strict=True)) | {"TERMS": max(_LEAST_TERMS, pow2(self.run))}
+
+    @property
+    def columns(self) -> int:
+        """Number of columns, padding included."""
+        return self.steps * self.tiles * self.halves * self.run
+
+    @property
+    def num_groups(self) -> int:
+        """Number of scales of a row, padding included."""
+        return self.steps * self.halves if self.grouped else self.steps
+
+
+def unsupported_scheme_reason(scheme: Scheme) -> str | None:
+    """Why weights of this scheme are not multiplied, or None if they are."""
+    if scheme.grid != "int" and scheme.grid not in GRIDS:
+        return f"it does not multiply weights in {scheme}"
+    if scheme.bits not in (4, 8):
+        return f"it multiplies codes of 4 and 8 bits, not {scheme}"
+    size, longest = scheme.group_size, TILE_COLUMNS * scheme.bits // 8
+    if size > longest and size % TILE_COLUMNS:
+        most = f"{longest} columns of int{scheme.bits}"
+        return f"its groups have at most {most}, or a multiple of {TILE_COLUMNS}, not {size}"
+    if scheme.scale_dtype not in _SCALE_DTYPES:
+        return f"it has no scales of {scheme.scale_dtype}"
+    return None
+
+
+def layout_of(scheme: Scheme, columns: int) -> Layout:
+    """The layout of a weight with so many columns."""
+    halves = 8 // scheme.bits
+    longest = TILE_COLUMNS // halves
+    size = scheme.group_size if scheme.group_size < columns else 0
+    run = min(longest, size or pow2(triton.cdiv(columns, halves)))
+    tiles = triton.cdiv(columns, run * halves)
+    lookup = None if scheme.grid == "int" else _lookup(GRIDS[scheme.grid])
+    if not size:
+        return Layout(run, halves, tiles, 1, grouped=False, lookup=lookup)
+    each = max(1, size // TILE_COLUMNS)
+    return Layout(run, halves, each, triton.cdiv(tiles, each), grouped=run == size, lookup=lookup)
+
+
+def _lookup(grid: tuple[int, ...]) -> str | tuple[int, ...]:
+    """PTX that looks up the 16 numbers of a grid, or the grid itself in the interpreter.
+
+    It replaces four bytes by the numbers of their low halves, and by those of their high halves. `prmt` selects four of
+    eight bytes by three bits of a code each: from the first half of the grid, from the second half, then between both
+    results by the fourth bit.
+    """
+    if INTERPRETED:
+        return grid
+    words = [int.from_bytes(bytes(number & 255 for number in grid[i : i + 4]), "little") for i in range(0, 16, 4)]
+    first, second, third, fourth = (f"0x{word:08x}" for word in words)
+    looked_up = f"prmt.b32 l, {first}, {second}, s; prmt.b32 h, {third}, {fourth}, s;"
+    return f"""{{
+        .reg .b32 s, i, l, h, even, odd;
+        and.b32 s, $2, 0x77777777;
+        and.b32 i, $2, 0x88888888; shr.b32 i, i, 1; or.b32 i, i, 0x32103210;
+        {looked_up} prmt.b32 even, l, h, i;
+        shr.b32 s, s, 16; shr.b32 i, i, 16;
+        {looked_up} prmt.b32 odd, l, h, i;
+        prmt.b32 $0, even, odd, 0x6420;
+        prmt.b32 $1, even, odd, 0x7531;
+    }}"""
+
+
+def allocate(shape: Sequence[int], dtype: torch.dtype, parts: int, scheme: Scheme) -> PackedWeight:
+    """A zeroed weight (rows, columns), or stack (number, rows, columns).
+
+    Raises ValueError for a scheme or a number of columns that the kernels do not have.
+    """
+    *number, rows, columns = shape
+    why = unsupported_scheme_reason(scheme)
+    if why is None and columns > MAX_COLUMNS:
+        why = f"a low-bit weight has at most {MAX_COLUMNS} columns, not {columns}"
+    if why is not None:
+        raise ValueError(f"the Triton kernels: {why}")
+    layout = layout_of(scheme, columns)
+    data = torch.zeros((*number, layout.tiles * layout.steps, rows, layout.run), dtype=torch.int8)
+    scales = torch.zeros((*number, layout.num_groups, rows + rows % 2), dtype=scheme.scale_dtype)
+    offsets = torch.zeros_like(scales) if scheme.has_offsets else None
+    return PackedWeight(data, rows, columns, dtype, parts, scheme, scales, offsets)
+
+
+def write_rows(weight: PackedWeight, rows: Tensor | QuantizedRows, start: int, index: int = 0) -> None:
+    """See Kernels. Rows are rounded and packed on the weight's device, some at once. Raises TypeError, ValueError."""
+    one = weight if weight.data.dim() == 3 else weight[index]
+    scheme, _ = require_codes(one)
+    shape = rows.shape if isinstance(rows, Tensor) else rows.codes.shape
+    if len(shape) != 2 or shape[1] != weight.columns or not 0 <= start <= weight.rows - shape[0]:
+        raise ValueError(f"rows {tuple(shape)} from {start} on do not fit a weight {(weight.rows, weight.columns)}")
+    step, device = max(1, _WRITTEN_AT_ONCE // shape[1]), one.data.device
+    for first in range(0, shape[0], step):
+        some = itemgetter(slice(first, first + step))
+        if isinstance(rows, Tensor):
+            quantized = quantize_rows(some(rows).to(device), scheme)
+        else:
+            quantized = rows.map_rows(some).map_rows(lambda part: part.to(device))
+        _write(one, scheme, quantized, start + first)
+
+
+def _write(weight: PackedWeight, scheme: Scheme, rows: QuantizedRows, start: int) -> None:
+    layout, (number, columns) = layout_of(scheme, weight.columns), rows.codes.shape
+    codes = rows.codes ^ scheme.zero_point if scheme.grid == "int" else rows.codes
+    codes = pad(codes, (0, layout.columns - columns))
+    runs = codes.view(number, -1, layout.halves, layout.run)
+    packed = runs[:, :, 0] if scheme.bits == 8 else runs[:, :, 0] & 15 | runs[:, :, 1] << 4
+    weight.data[:, start : start + number] = packed.view(torch.int8).transpose(0, 1)
+    for target, values in ((weight.scales, rows.scales), (weight.offsets, rows.offsets)):
+        if target is not None and values is not None:
+            target[: values.shape[1], start : start + number] = values.T
+
+
+# ---- rounding of x ----
+
+
+class RoundedRows(NamedTuple):
+    """Rows of x rounded to 8 bits for a weight."""
+
+    codes: Tensor  # int8 (num_rows, Layout.columns)
+    scales: Tensor  # float32 (num_rows,)
+    sums: Tensor | None  # float32 (num_rows, Layout.num_groups): sums of codes, for weights with offsets
+
+
+@triton.jit
+def _quantize(
+    x_ptr,  # (num_rows, K)
+    codes_ptr,  # codes, scales and sums: see `RoundedRows`
+    scales_ptr,
+    sums_ptr,
+    K: tl.constexpr,
+    STRIDE: tl.constexpr,  # elements from one row of x to the next
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,  # columns of a group
+    HEIGHT: tl.constexpr,  # groups at once
+    WIDTH: tl.constexpr,  # columns at once
+    BLOCK: tl.constexpr,
+):
+    """Round one row."""
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * STRIDE
+    codes_ptr += row * (GROUPS * SIZE)
+    largest = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, K, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        x = tl.abs(load_floats(x_ptr + columns, columns < K))
+        largest = tl.maximum(largest, tl.where(x < float("inf"), x, float("inf")))
+    most = tl.max(largest, 0, keep_dims=True)
+    finite = most < float("inf")
+    used = finite & (most >= _SMALLEST)
+    limit = tl.full((1,), 127.0, tl.float32)
+    factor = tl.where(used, tl.div_rn(limit, tl.where(used, most, 1.0)), 0.0)
+    scale = tl.where(used, tl.div_rn(most, limit), tl.where(finite, 0.0, float("nan")))
+    tl.store(scales_ptr + row + tl.arange(0, 1), scale)
+    for first_group in range(0, GROUPS, HEIGHT):
+        groups = first_group + tl.arange(0, HEIGHT)
+        sums = tl.zeros((HEIGHT,), tl.int32)
+        for first in range(0, SIZE, WIDTH):
+            places = first + tl.arange(0, WIDTH)
+            columns = groups[:, None] * SIZE + places[None, :]
+            inside = (groups < GROUPS)[:, None] & (places < SIZE)[None, :]
+            x = load_floats(x_ptr + columns, inside & (columns < K))
+            x = tl.where(used[:, None], x, 0.0)
+            # float32 from 2^23 on has no fraction bits, so the addition rounds to an integer, ties to even; the
+            # product is an operation of its own, because it would otherwise be fused with the addition
+            codes = ((tl.fma(x, factor[:, None], 0.0) + 12582912.0) - 12582912.0).to(tl.int8)
+            tl.store(codes_ptr + columns, codes, mask=inside)
+            sums += tl.sum(codes.to(tl.int32), 1)
+        if sums_ptr is not None:
+            tl.store(sums_ptr + row * GROUPS + groups, sums.to(tl.float32), mask=groups < GROUPS)
+
+
+def quantize_activations(x: Tensor, weight: PackedWeight) -> RoundedRows:
+    """x (num_rows, columns), with contiguous rows, rounded to 8 bits for products with `weight`."""
+    scheme, _ = require_codes(weight)
+    layout, (num_rows, columns) = layout_of(scheme, weight.columns), x.shape
+    codes = torch.empty((num_rows, layout.columns), dtype=torch.int8, device=x.device)
+    scales = torch.empty(num_rows, dtype=torch.float32, device=x.device)
+    sums = None
+    if scheme.has_offsets:
+        sums = torch.empty((num_rows, layout.num_groups), dtype=torch.float32, device=x.device)
+    size = layout.columns // layout.num_groups
+    width = min(pow2(size), BLOCK)
+    _quantize[(num_rows,)](
+        x,
+        codes,
+        scales,
+        sums,
+        K=columns,
+        STRIDE=x.stride(0),
+        GROUPS=layout.num_groups,
+        SIZE=size,
+        HEIGHT=min(BLOCK // width, pow2(layout.num_groups)),
+        WIDTH=width,
+        BLOCK=BLOCK,
+    )
+    return RoundedRows(codes, scales, sums)
+
+
+# ---- products ----
+
+
+@triton.jit
+def _numbers(packed, HALF: tl.constexpr, HALVES: tl.constexpr, LOOKUP: tl.constexpr, INTERPRET: tl.constexpr):
+    """The numbers of a run, as int8. Integers of 4 bits are times 16."""
+    if HALVES == 1:
+        return packed
+    if LOOKUP is not None:
+        if INTERPRET:
+            codes = (packed >> (4 * HALF)) & 15
+            numbers = codes
+            for code in tl.static_range(16):
+                numbers = tl.where(codes == code, LOOKUP[code], numbers).to(tl.int8)
+            return numbers
+        low, high = tl.inline_asm_elementwise(LOOKUP, "=r,=r,r", [packed], (tl.int8, tl.int8), is_pure=True, pack=4)
+        return low if HALF == 0 else high
+    if INTERPRET:
+        return packed << 4 if HALF == 0 else packed & -16
+    # four at once
+    if HALF == 0:
+        packed = tl.inline_asm_elementwise("shl.b32 $0, $1, 4;", "=r,r", [packed], tl.int8, is_pure=True, pack=4)
+    return tl.inline_asm_elementwise("and.b32 $0, $1, 0xF0F0F0F0;", "=r,r", [packed], tl.int8, is_pure=True, pack=4)
+
+
+@triton.jit
+def _load_scales(scales_ptr, group, first, N: tl.constexpr, COLUMNS: tl.constexpr):
+    """Scales or offsets of a group and of COLUMNS rows of the weight, in float32.
+
+    Two of 16 bits are loaded as one word: asynchronous copies have 32 bits at least.
+    """
+    SPAN: tl.constexpr = N + N % 2
+    if scales_ptr.dtype.element_ty == tl.float32:
+        columns = first + tl.arange(0, COLUMNS)
+        scales = tl.load(scales_ptr + group * SPAN + columns, mask=columns < SPAN, other=0.0)
+    else:
+        pairs = first // 2 + tl.arange(0, COLUMNS // 2)
+        words_ptr = scales_ptr.to(tl.pointer_type(tl.int32))
+        words = tl.load(words_ptr + group * (SPAN // 2) + pairs, mask=pairs < SPAN // 2, other=0)
+        if scales_ptr.dtype.element_ty == tl.bfloat16:
+            even, odd = (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
+        else:
+            even = words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+            odd = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        scales = tl.interleave(even, odd)
+    return scales
+
+
+@triton.jit
+def _add_group(
+    total,  # float32 (COLUMNS, ROWS)
+    sums,  # int32, like total
+    x_sums_ptr,
+    scales_ptr,
+    offsets_ptr,
+    group,
+    sources,
+    present,
+    first,
+    N: tl.constexpr,
+    GROUPS: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """The total plus the sums of a group times its scales, and its offsets times sums of x."""
+    scales = _load_scales(scales_ptr, group, first, N, total.shape[0]) * UNIT
+    total = tl.fma(sums.to(tl.float32), scales[:, None], total)
+    if offsets_ptr is not None:
+        offsets = _load_scales(offsets_ptr, group, first, N, total.shape[0])
+        x_sums = load_floats(x_sums_ptr + sources.to(tl.int64) * GROUPS + group, present)
+        total = tl.fma(offsets[:, None], x_sums[None, :], total)
+    return total
+
+
+@triton.jit
+def code_product(
+    codes_ptr,  # codes, scales and sums of x: see `RoundedRows`
+    x_scales_ptr,
+    x_sums_ptr,
+    sources,  # (ROWS,): indices of rows of x
+    present,  # (ROWS,): whether the row exists; otherwise its results are undefined
+    data_ptr,  # data, scales and offsets of the weight
+    scales_ptr,
+    offsets_ptr,
+    first,  # index of the first of COLUMNS rows of the weight, even
+    N: tl.constexpr,  # number of rows of the weight
+    RUN: tl.constexpr,  # see `Layout`
+    HALVES: tl.constexpr,
+    TILES: tl.constexpr,
+    STEPS: tl.constexpr,
+    GROUPED: tl.constexpr,
+    LOOKUP: tl.constexpr,
+    TERMS: tl.constexpr,  # RUN or more, a power of two
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """Rows of x times rows of a low-bit weight: float32 (ROWS, COLUMNS).
+
+    The weight is the left operand, so that it can stay in registers after it is unpacked.
+    """
+    GROUPS: tl.constexpr = STEPS * HALVES if GROUPED else STEPS
+    UNIT: tl.constexpr = 1.0 / 16 if HALVES == 2 and LOOKUP is None else 1.0  # see `_numbers`
+    terms = tl.arange(0, TERMS)
+    columns = first + tl.arange(0, COLUMNS)
+    codes_ptrs = codes_ptr + (sources.to(tl.int64) * (STEPS * TILES * HALVES * RUN))[None, :] + terms[:, None]
+    data_ptrs = data_ptr + (columns * RUN)[:, None] + terms[None, :]
+    codes_inside = present[None, :] & (terms < RUN)[:, None]
+    data_inside = (columns < N)[:, None] & (terms < RUN)[None, :]
+    total = tl.zeros((COLUMNS, ROWS), tl.float32)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        sums = tl.zeros((COLUMNS, ROWS), tl.int32)
+        for _ in range(TILES):
+            packed = tl.load(data_ptrs, mask=data_inside, other=0)
+            for half in tl.static_range(HALVES):
+                x = tl.load(codes_ptrs, mask=codes_inside, other=0)
+                sums = tl.dot(_numbers(packed, half, HALVES, LOOKUP, INTERPRET), x, sums, out_dtype=tl.int32)
+                codes_ptrs += RUN
+                if GROUPED:
+                    total = _add_group(
+                        total, sums, x_sums_ptr, scales_ptr, offsets_ptr, step * HALVES + half,
+                        sources, present, first, N, GROUPS, UNIT,
+                    )  # fmt: skip
+                    sums = tl.zeros((COLUMNS, ROWS), tl.int32)
+            data_ptrs += N * RUN
+        if not GROUPED:
+            total = _add_group(
+                total, sums, x_sums_ptr, scales_ptr, offsets_ptr, step, sources, present, first, N, GROUPS, UNIT
+            )
+    scales = load_floats(x_scales_ptr + sources, present)
+    return tl.trans(tl.fma(total, scales[None, :], 0.0))  # never fused with the addition of a bias
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _code_linear(
+    codes_ptr,  # codes, scales and sums of x: see `RoundedRows`
+    x_scales_ptr,
+    x_sums_ptr,
+    data_ptr,  # data, scales and offsets of the weight
+    scales_ptr,
+    offsets_ptr,
+    bias_ptr,  # (N,), or None
+    out_ptr,  # (num_rows, N)
+    num_rows,
+    N: tl.constexpr,
+    RUN: tl.constexpr,  # see `code_product`
+    HALVES: tl.constexpr,
+    TILES: tl.constexpr,
+    STEPS: tl.constexpr,
+    GROUPED: tl.constexpr,
+    LOOKUP: tl.constexpr,
+    TERMS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """One tile of a product."""
+    ACROSS: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
+    program = tl.program_id(0)
+    down, across = tl.swizzle2d(program // ACROSS, program % ACROSS, tl.cdiv(num_rows, ROWS), ACROSS, TOGETHER)
+    rows = down * ROWS + tl.arange(0, ROWS)
+    columns = across * COLUMNS + tl.arange(0, COLUMNS)
+    total = code_product(
+        codes_ptr, x_scales_ptr, x_sums_ptr, rows, rows < num_rows, data_ptr, scales_ptr, offsets_ptr, across * COLUMNS,
+        N, RUN, HALVES, TILES, STEPS, GROUPED, LOOKUP, TERMS, ROWS, COLUMNS, STAGES, INTERPRET,
+    )  # fmt: skip
+    if bias_ptr is not None:
+        total += load_floats(bias_ptr + columns, columns < N)[None, :]
+    inside = (rows < num_rows)[:, None] & (columns < N)[None, :]
+    places = rows.to(tl.int64)[:, None] * N + columns[None, :]
+    tl.store(out_ptr + places, rounded(total, out_ptr.dtype.element_ty, INTERPRET), mask=inside)
+
+
+class Tile(NamedTuple):
+    """Tile of a product: rows of x and of the weight that one program multiplies, and its launch options."""
+
+    rows: int
+    columns: int
+    num_stages: int
+    num_warps: int
+
+
+def tile_of(num_rows: int, layout: Layout) -> Tile:
+    """A tile for products of so many rows. Results do not depend on it."""
+    if num_rows <= 16:
+        return Tile(8 if num_rows <= 8 else 16, 32, max(3, min(_STAGE_BYTES // (32 * layout.run), 8)), 2)
+    return Tile(64, 64, 4, 4) if num_rows <= 64 else Tile(128, 128, 3, 8)
+
+
+def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+    """x (num_rows, in), with contiguous rows, times a low-bit weight (out, in), plus bias (out,), rounded to x's type.
+
+    Raises ValueError if x or the bias do not match the weight.
+    """
+    check(x, weight)
+    if bias is not None and bias.shape != (weight.rows,):
+        raise ValueError(f"a bias {tuple(bias.shape)} does not match a weight of {weight.rows} rows")
+    num_rows, layout = len(x), layout_of(require_codes(weight)[0], weight.columns)
+    rounded_rows, tile = quantize_activations(x, weight), tile_of(num_rows, layout)
+    out = torch.empty((num_rows, weight.rows), dtype=x.dtype, device=x.device)
+    _code_linear[(triton.cdiv(num_rows, tile.rows) * triton.cdiv(weight.rows, tile.columns),)](
+        *rounded_rows,
+        weight.data,
+        weight.scales,
+        weight.offsets,
+        None if bias is None else bias.contiguous(),
+        out,
+        num_rows,
+        N=weight.rows,
+        **layout.constants,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        STAGES=tile.num_stages,
+        TOGETHER=CONSECUTIVE_TILES,
+        INTERPRET=INTERPRETED,
+        num_stages=tile.num_stages,
+        num_warps=tile.num_warps,
+    )
+    return out
+
+
+def check(x: Tensor, weight: PackedWeight) -> None:
+    """Raise ValueError unless x (num_rows, columns) has the type and the columns of `weight`."""
+    if x.dim() != 2 or x.shape[1] != weight.columns or x.dtype != weight.dtype:
+        raise ValueError(
+            f"x {tuple(x.shape)} of {x.dtype} does not match a weight {(weight.rows, weight.columns)} of {weight.dtype}"
+        )
+
+
+# ---- rows of a weight ----
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _code_embed(
+    ids_ptr,
+    data_ptr,  # data, scales and offsets of the weight
+    scales_ptr,
+    offsets_ptr,
+    out_ptr,
+    num_rows,
+    scale,
+    SIZE: tl.constexpr,
+    GROUP: tl.constexpr,  # columns of a group
+    RUN: tl.constexpr,  # see `Layout`
+    HALVES: tl.constexpr,
+    LOOKUP: tl.constexpr,
+    PIECES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """One of PIECES pieces of a token's row."""
+    token = (tl.program_id(0) // PIECES).to(tl.int64)
+    columns = tl.program_id(0) % PIECES * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(ids_ptr + token)
+    inside = (columns < SIZE) & (row >= 0) & (row < num_rows)
+    runs = columns // RUN
+    packed = tl.load(data_ptr + ((runs // HALVES * num_rows + row) * RUN + columns % RUN), mask=inside, other=0)
+    numbers = _numbers(packed, 0, HALVES, LOOKUP, INTERPRET).to(tl.float32)
+    if HALVES == 2:
+        high = _numbers(packed, 1, HALVES, LOOKUP, INTERPRET).to(tl.float32)
+        numbers = tl.where(runs % 2 == 0, numbers, high)
+        if LOOKUP is None:
+            numbers /= 16
+    places = columns // GROUP * (num_rows + num_rows % 2) + row
+    x = numbers * load_floats(scales_ptr + places, inside)
+    if offsets_ptr is not None:
+        x += load_floats(offsets_ptr + places, inside)
+    tl.store(
+        out_ptr + (token * SIZE + columns), rounded(x * scale, out_ptr.dtype.element_ty, INTERPRET), mask=columns < SIZE
+    )
+
+
+def embed(ids: Tensor, weight: PackedWeight, scale: float) -> Tensor:
+    """Rows of a low-bit weight (num_rows, size) for ids int64, times `scale`. An id without a row gives zeros."""
+    layout = layout_of(require_codes(weight)[0], weight.columns)
+    out = torch.empty((len(ids), weight.columns), dtype=weight.dtype, device=weight.data.device)
+    block = min(BLOCK, pow2(weight.columns))
+    pieces = triton.cdiv(weight.columns, block)
+    _code_embed[(len(ids) * pieces,)](
+        ids.contiguous(),
+        weight.data,
+        weight.scales,
+        weight.offsets,
+        out,
+        weight.rows,
+        float(scale),
+        SIZE=weight.columns,
+        GROUP=layout.columns // layout.num_groups,
+        RUN=layout.run,
+        HALVES=layout.halves,
+        LOOKUP=layout.lookup,
+        PIECES=pieces,
+        BLOCK=block,
+        INTERPRET=INTERPRETED,
+    )
+    return out
