@@ -176,8 +176,9 @@ class EngineOptions:
     quantization: Annotated[
         Quantization | None,
         Help(
-            "int8, or int4, mxfp4 or nvfp4 with an int8 head: round weights as they are loaded; none: expand low-bit "
-            "weights to dtype; others: the layout that the checkpoint has anyway [default: weights as they are stored]",
+            "int8, or fp8, int4, mxfp4 or nvfp4 with an int8 head: round weights as they are loaded; none: expand "
+            "low-bit weights to dtype; others: the layout that the checkpoint has anyway "
+            "[default: weights as they are stored]",
             "beta",
         ),
     ] = None

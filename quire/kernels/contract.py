@@ -84,7 +84,7 @@ class Scheme:
         return f"{self.type_name}, {groups}" + (" with offsets" if self.has_offsets else "")
 
 
-INT8, INT4 = Scheme(8), Scheme(4, 32, torch.bfloat16)
+INT8, INT4, FP8 = Scheme(8), Scheme(4, 32, torch.bfloat16), Scheme(8, grid="e4m3")
 MXFP4, NVFP4 = (Scheme(4, size, torch.bfloat16, grid="e2m1") for size in (32, 16))  # as rounded at load
 
 

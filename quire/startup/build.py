@@ -43,7 +43,7 @@ from quire.kernels.contract import Requirements
 from quire.kernels.reference.quantized import MAX_QUANTIZED
 from quire.models.checkpoint import Checkpoint
 from quire.models.model import Description, Progress
-from quire.quant.schemes import Schemes, summary
+from quire.quant.schemes import AT_LOAD, Schemes, summary
 from quire.runner.model_runner import TorchRunner
 from quire.scheduler.journal import JournalledScheduler, open_journal, open_restart_journal
 from quire.scheduler.scheduler import Scheduler
@@ -253,7 +253,7 @@ def _quantization(options: EngineOptions, checkpoint: Checkpoint) -> str | None:
     asked, stored = options.quantization, checkpoint.quant_method
     if asked == stored or (asked, stored) == ("modelopt_fp4", "modelopt"):
         return None
-    if asked not in get_args(QuantMethod):
+    if asked not in get_args(QuantMethod) or (asked in AT_LOAD and stored is None):  # fp8 is both
         return asked
     has = f"has the layout {stored!r}" if stored else "is not quantized"
     raise ConfigError(

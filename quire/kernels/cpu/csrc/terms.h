@@ -14,6 +14,12 @@ struct Fp8 {
   uint8_t bits;
 };
 
+INLINE float float8(int32_t code) {
+  int32_t exponent = code >> 3 & 15, fraction = code & 7;
+  float magnitude = exponent ? as_float((uint32_t)(exponent + 120) << 23 | fraction << 20) : (float)fraction * 0x1p-9f;
+  return code & 0x80 ? -magnitude : magnitude;
+}
+
 // The type of stored keys and values. Those of 8 bits have a scale for each token.
 enum class Stored : int64_t { float32, bfloat16, int8, fp8 };
 template <class K>
