@@ -182,7 +182,7 @@ class EngineOptions:
             "beta",
         ),
     ] = None
-    block_size: Annotated[int, Meta(ge=1, le=65536), Help("tokens in one KV block")] = 16
+    block_size: Annotated[int, Meta(ge=1, le=65536), Help("tokens in one KV block, a multiple of 16")] = 16
     enable_prefix_caching: Annotated[bool, Help("reuse the KV of earlier requests with the same prefix")] = True
     prefix_index: Annotated[
         Literal["radix", "hash"], Help("radix: exact to the token; hash: whole blocks, by their chained hashes", "beta")

@@ -196,6 +196,7 @@ def prepare(options: EngineOptions, *, report: Report, progress: Progress) -> Pr
     requirements = Requirements(usable_device(device), dtype, kv_dtype, options.block_size, head_dims)
     requirements, dtype_line = _substitute_float16(options, requirements)
     dtype, kv_dtype = requirements.dtype, requirements.kv_dtype
+    _check_block_size(options, requirements)
     schemes, chosen, schemes_line = _low_bits(options, description, requirements)
     shape = shape_of(description, dtype, schemes)
     threads = _threads(options.threads, shape.weight_bytes)
@@ -323,6 +324,19 @@ def _substitute_float16(options: EngineOptions, requirements: Requirements) -> t
     why = "because the C++ kernels have no float16"
     how = "--dtype float32 keeps all bits of the weights, in twice the memory"
     return substitute, f"bfloat16 in place of the checkpoint's float16, {why}; {how}"
+
+
+def _check_block_size(options: EngineOptions, requirements: Requirements) -> None:
+    """Raise ConfigError if the block size alone makes plain torch compute, and the kernels were not named."""
+    usual = replace(requirements, block_size=EngineOptions().block_size)
+    if options.kernels != "auto" or choose("auto", requirements).kernels.NAME != "reference":
+        return
+    fast = choose("auto", usual).kernels.NAME
+    if fast != "reference":
+        raise ConfigError(
+            f"{fast}: {unsupported_reason(fast, requirements)}. Use such a block_size; --kernels reference computes "
+            "with any, in plain torch, which is slow"
+        )
 
 
 def _scheduler_config(options: EngineOptions, max_model_len: int, steps_in_flight: int) -> SchedulerConfig:

@@ -50,6 +50,7 @@ def attempt(**options):
         ({"watermark": 1.0}, "watermark must be at least 0 and below 1"),
         ({"steps_in_flight": 3}, "steps_in_flight must be 1 or 2"),
         ({"kernels": "trition"}, "there are no kernels 'trition'"),
+        ({"block_size": 24}, "block_size 24 is not a multiple of 16. Use such a block_size; --kernels reference"),
         ({"kernels": "flashinfer"}, "quire has no kernels of flashinfer"),
         ({"device": "meta"}, "device 'meta' cannot be used"),
         ({"threads": 1_000_000}, "threads: must be at most .* on this machine"),
