@@ -11,7 +11,7 @@ from msgspec import Meta
 from quire.errors import ConfigError, known_arguments_only
 
 DType = Literal["auto", "float32", "float16", "bfloat16", "float", "half"]
-KVDType = Literal["auto", "float32", "float16", "bfloat16", "float", "half", "fp8", "fp8_e4m3", "int8"]
+KVDType = Literal["auto", "float32", "float16", "bfloat16", "float", "half", "fp8", "fp8_e4m3", "int8", "int4"]
 ModelImpl = Literal["auto", "quire", "transformers"]
 # layouts of quantized checkpoints
 QuantMethod = Literal["awq", "gptq", "compressed-tensors", "modelopt", "modelopt_fp4", "fp8", "gguf"]
@@ -33,7 +33,7 @@ class KVGroup:
     kind: GroupKind
     num_kv_heads: int
     head_dim: int
-    dtype: str  # a float type, or "fp8_e4m3" or "int8": bytes with a scale for each head of each token
+    dtype: str  # a float type, "fp8_e4m3" or "int8" (with a scale for each head of each token), or "int4" (of groups)
     num_blocks: int
     bytes_per_block: int
     window: int = 0  # of kind "window": positions that a query attends to, its own included; else 0
@@ -171,7 +171,10 @@ class EngineOptions:
     ] = "auto"
     dtype: Annotated[DType, Help("compute and weight type; auto: as the checkpoint says")] = "auto"
     kv_cache_dtype: Annotated[
-        KVDType, Help("type of cached keys and values; auto: same as dtype; fp8 (e4m3) and int8 take half the memory")
+        KVDType,
+        Help(
+            "type of cached keys and values; auto: same as dtype; fp8 (e4m3) and int8 take half the memory, int4 a third"
+        ),
     ] = "auto"
     quantization: Annotated[
         Quantization | None,

@@ -4,8 +4,8 @@ A kernel module owns the layout of blocks on its device. It has no access to mod
 `quire.kernels.reference` is the specification of every function; other modules must agree with it.
 
 KV that leaves a device is in the canonical layout, which is the same for all modules:
-(num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim), where index 0 of the second axis is keys. For 8-bit
-types the last axis is uint8 (head_dim + 4,): see `reference.quantized`.
+(num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim), where index 0 of the second axis is keys. For
+types of 8 and 4 bits the last axis is uint8 with scales: see `reference.quantized`.
 """
 
 from collections.abc import Callable, Mapping, Sequence

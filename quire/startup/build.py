@@ -40,7 +40,7 @@ from quire.hub import embedded
 from quire.hub.locate import locate
 from quire.kernels.choose import Chosen, choose, unsupported_reason, usable_device
 from quire.kernels.contract import Requirements
-from quire.kernels.reference.quantized import MAX_QUANTIZED
+from quire.kernels.reference.quantized import QUANTIZED
 from quire.models.checkpoint import Checkpoint
 from quire.models.model import Description, Progress
 from quire.quant.schemes import AT_LOAD, Schemes, summary
@@ -299,10 +299,10 @@ def _dtypes(options: EngineOptions, model_dtype: str) -> tuple[str, str]:
     dtype = model_dtype if options.dtype == "auto" else _DTYPE_ALIASES.get(options.dtype, options.dtype)
     kv_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     kv_dtype = _DTYPE_ALIASES.get(kv_dtype, kv_dtype)
-    if kv_dtype != dtype and kv_dtype not in MAX_QUANTIZED:
+    if kv_dtype != dtype and kv_dtype not in QUANTIZED:
         raise ConfigError(
             f"kv_cache_dtype {kv_dtype!r} is not dtype {dtype!r}; "
-            f"keys and values are stored in dtype, or in {' or '.join(MAX_QUANTIZED)}"
+            f"keys and values are stored in dtype, or in {', '.join(QUANTIZED)}"
         )
     return dtype, kv_dtype
 

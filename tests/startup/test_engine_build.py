@@ -43,7 +43,7 @@ def attempt(**options):
         ({"dtype": "int8"}, "dtype: Invalid enum value 'int8'"),
         (
             {"dtype": "float32", "kv_cache_dtype": "bfloat16"},
-            "are stored in dtype, or in fp8_e4m3 or int8",
+            "are stored in dtype, or in fp8_e4m3, int8, int4",
         ),
         ({"step_seconds": float("inf")}, "step_seconds must be positive and finite"),
         ({"step_seconds": 0.0}, "step_seconds must be positive and finite"),
