@@ -172,9 +172,7 @@ class EngineOptions:
     dtype: Annotated[DType, Help("compute and weight type; auto: as the checkpoint says")] = "auto"
     kv_cache_dtype: Annotated[
         KVDType,
-        Help(
-            "type of cached keys and values; auto: same as dtype; fp8 (e4m3) and int8 take half the memory, int4 a third"
-        ),
+        Help("type of cached keys and values; auto: same as dtype; fp8 (e4m3), int8: half the memory; int4: a third"),
     ] = "auto"
     quantization: Annotated[
         Quantization | None,

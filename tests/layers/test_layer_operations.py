@@ -202,7 +202,7 @@ def test_the_cpu_kernels_are_chosen_by_name_and_as_the_fastest(cpu):
     ("wish", "why"),
     [
         ({"dtype": "float16"}, "computes in float32 and bfloat16, not in float16"),
-        ({"kv_dtype": "bfloat16"}, "keeps keys and values in float32 or in fp8_e4m3, int8, int4, not in bfloat16"),
+        ({"kv_dtype": "bfloat16"}, "keeps keys and values in float32, fp8_e4m3, int8, int4, not in bfloat16"),
         ({"block_size": 24}, "block_size 24 is not a multiple of 16"),
         ({"head_dims": (64, 257)}, "heads of 257 are larger than 256"),
         ({"device": "meta"}, "runs on CPUs, not on meta"),

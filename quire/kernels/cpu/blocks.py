@@ -30,8 +30,8 @@ def padded_head_dim(head_dim: int) -> int:
 def allocate(group: KVGroup, block_size: int, device: torch.device) -> Storage:
     """Zeros (num_layers, 2, num_blocks, num_kv_heads, block_size / 16, 16 * padded head_dim).
 
-    For quantized types the last axis also has the scales of 16 tokens. The system commits memory page by page when it is
-    first written. Raises ValueError for a device, block_size or type that the kernels do not have.
+    For quantized types the last axis has other numbers, and the scales of 16 tokens. The system commits memory page by
+    page when it is first written. Raises ValueError for a device, block_size or type that the kernels do not have.
     """
     if device.type != "cpu":
         raise ValueError(f"the CPU kernels cannot have blocks on {device}")

@@ -38,7 +38,8 @@ def unsupported_reason(requirements: Requirements) -> str | None:
     if requirements.dtype not in DTYPES:
         return f"it computes in {' and '.join(DTYPES)}, not in {requirements.dtype}"
     if requirements.kv_dtype not in (requirements.dtype, *QUANTIZED):
-        return f"it keeps keys and values in {requirements.dtype} or in {', '.join(QUANTIZED)}, not in {requirements.kv_dtype}"
+        kept = ", ".join([requirements.dtype, *QUANTIZED])
+        return f"it keeps keys and values in {kept}, not in {requirements.kv_dtype}"
     if requirements.block_size % blocks.PART_TOKENS:
         return f"block_size {requirements.block_size} is not a multiple of {blocks.PART_TOKENS}"
     if max(requirements.head_dims) > MAX_HEAD_DIM:

@@ -83,8 +83,9 @@ def _quantize_to_int4(x: Tensor) -> Tensor:
 
 def _dequantize_int4(x: Tensor) -> Tensor:
     num_groups = x.shape[-1] // (INT4_GROUP // 2 + SCALE_BYTES)
-    halves, pairs = x.split((num_groups * INT4_GROUP // 2, num_groups * SCALE_BYTES), -1)
-    pairs = pairs.contiguous().view(torch.bfloat16).unflatten(-1, (num_groups, 2)).float()
-    halves = halves.unflatten(-1, (num_groups, -1))
+    size = num_groups * INT4_GROUP // 2
+    pairs = x[..., size:].contiguous().view(torch.bfloat16).unflatten(-1, (num_groups, 2)).float()
+    halves = x[..., :size].unflatten(-1, (num_groups, -1))
     codes = torch.cat((halves & 15, halves >> 4), -1)
-    return ((codes.float() - 8) * pairs[..., :1] + pairs[..., 1:]).flatten(-2)
+    numbers: Tensor = (codes.float() - 8) * pairs[..., :1] + pairs[..., 1:]
+    return numbers.flatten(-2)
