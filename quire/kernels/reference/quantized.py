@@ -68,7 +68,7 @@ def dequantize(x: Tensor, dtype: str) -> Tensor:
 
 
 def _quantize_to_int4(x: Tensor) -> Tensor:
-    groups = pad(x, (0, -x.shape[-1] % INT4_GROUP)).unflatten(-1, (-1, INT4_GROUP))
+    groups = pad(x, (0, -x.shape[-1] % INT4_GROUP)).reshape(*x.shape[:-1], -1, INT4_GROUP)
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     finite = groups.isfinite().all(-1, keepdim=True)
     scales = torch.where(finite, (high - low) / 15, torch.nan).bfloat16()
@@ -84,8 +84,9 @@ def _quantize_to_int4(x: Tensor) -> Tensor:
 def _dequantize_int4(x: Tensor) -> Tensor:
     num_groups = x.shape[-1] // (INT4_GROUP // 2 + SCALE_BYTES)
     size = num_groups * INT4_GROUP // 2
-    pairs = x[..., size:].contiguous().view(torch.bfloat16).unflatten(-1, (num_groups, 2)).float()
-    halves = x[..., :size].unflatten(-1, (num_groups, -1))
+    shape = (*x.shape[:-1], num_groups)
+    pairs = x[..., size:].contiguous().view(torch.bfloat16).view(*shape, 2).float()
+    halves = x[..., :size].reshape(*shape, -1)
     codes = torch.cat((halves & 15, halves >> 4), -1)
     numbers: Tensor = (codes.float() - 8) * pairs[..., :1] + pairs[..., 1:]
     return numbers.flatten(-2)
