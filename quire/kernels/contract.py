@@ -337,7 +337,8 @@ class Kernels(Protocol):
 
         A query at position p attends to positions 0 to p, in a group with a window to the last `window` of them,
         p included, with softmax(scale * q k). A softcap above 0 replaces s = scale * q k by
-        softcap * tanh(s / softcap). Consecutive query heads share a KV head.
+        softcap * tanh(s / softcap). Consecutive query heads share a KV head. If keys are int8, a module may round q to
+        8 bits with a scale for each head.
         Returns (num_tokens, num_heads * head_dim).
         """
 
