@@ -3,7 +3,8 @@
     python -m benchmarks.quantization [--chats 100] [--texts 300] [--only int8:auto,int4:int8] [--json FILE]
         [--plot FILE]
 
-A case is a weight type and a KV type. Exact matches are those of all golden tasks together; the paired difference to
+A case is a weight type and a KV type. The weight type may be the folder of a checkpoint that `quire quantize` has
+written of the embedded model. Exact matches are those of all golden tasks together; the paired difference to
 float32 counts answers that only one of the two has right. Perplexity and KL divergence are those of the tokens of right
 answers, each after the true text before it.
 """
@@ -72,7 +73,12 @@ def measure(
     names = {"quantization": options.quantization, "kv_cache_dtype": options.kv_cache_dtype}
     chosen = {name: value for name, value in names.items() if value is not None}
     run = ScoringRun(
-        model=embedded.folder(), dtype=options.dtype, options=chosen, tasks=GOLDEN_TASKS, chats=chats, seed=SEED
+        model=Path(options.model or embedded.folder()),
+        dtype=options.dtype,
+        options=chosen,
+        tasks=GOLDEN_TASKS,
+        chats=chats,
+        seed=SEED,
     ).run()
     prepared = prepare(options, report=_ignore_line, progress=_ignore)
     found, targets = log_probabilities(prepared, texts)
@@ -96,12 +102,15 @@ def measure(
 
 
 def options_of(case: str) -> EngineOptions:
-    """The options of "WEIGHTS:KV". Raises SystemExit for a case that is not in CASES."""
-    if case not in CASES:
-        raise SystemExit(f"no case {case!r}; there are {', '.join(CASES)}")
-    weights, _, kv = case.partition(":")
-    dtype, quantization = WEIGHTS[weights]
-    fields: dict[str, Any] = {"dtype": dtype, "quantization": quantization, "kv_cache_dtype": kv}
+    """The options of "WEIGHTS:KV". Raises SystemExit for a case that is not in CASES and begins with no folder."""
+    weights, _, kv = case.rpartition(":")
+    fields: dict[str, Any] = {"kv_cache_dtype": kv}
+    if case in CASES:
+        fields["dtype"], fields["quantization"] = WEIGHTS[weights]
+    elif Path(weights).is_dir():
+        fields["model"] = weights
+    else:
+        raise SystemExit(f"no case {case!r}; there are {', '.join(CASES)}, and FOLDER:KV")
     return EngineOptions(memory="512MiB", **fields)
 
 
