@@ -1,4 +1,4 @@
-"""Decode steps over long contexts with keys and values in 16 bits and in 8, in turns.
+"""Decode steps over long contexts with keys and values in 16, 8 and 4 bits, in turns.
 
     python -m benchmarks.kv_types [--shape 0.5b] [--rows 8] [--context 16384] [--quantization int8] [--rounds 15]
         [--models FOLDER] [--json FILE]
@@ -31,7 +31,7 @@ from quire.layers.attend import PagedAttend
 from quire.models.model import Model
 from quire.startup.build import Prepared, prepare
 
-KINDS: tuple[KVDType, ...] = ("auto", "int8", "fp8")
+KINDS: tuple[KVDType, ...] = ("auto", "int8", "fp8", "int4")
 _FILL_TOKENS = 4096  # written at once
 
 

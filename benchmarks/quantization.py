@@ -38,8 +38,9 @@ WEIGHTS = {"float32": ("float32", None), "bfloat16": ("bfloat16", None)} | {
     name: ("bfloat16", name) for name in AT_LOAD
 }
 CASES = [
-    *("float32:auto", "bfloat16:auto", "bfloat16:fp8", "bfloat16:int8", "int8:auto", "int8:fp8", "int8:int8"),
-    *("int4:auto", "int4:int8", "mxfp4:auto", "nvfp4:auto"),
+    *("float32:auto", "bfloat16:auto", "bfloat16:fp8", "bfloat16:int8", "bfloat16:int4"),
+    *("int8:auto", "int8:fp8", "int8:int8", "int8:int4", "fp8:auto", "fp8:fp8"),
+    *("int4:auto", "int4:int8", "int4:int4", "mxfp4:auto", "nvfp4:auto"),
 ]
 
 
@@ -167,7 +168,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         raise SystemExit("--plot needs matplotlib: pip install -e '.[plots]'") from error
     figure = Figure(figsize=(6.4, 3.6), layout="constrained", facecolor="white")
     axes = figure.subplots()
-    for kv, marker in (("auto", "o"), ("fp8", "s"), ("int8", "^")):
+    for kv, marker in (("auto", "o"), ("fp8", "s"), ("int8", "^"), ("int4", "v")):
         some = [row for row in rows if row.case.endswith(f":{kv}")]
         if not some:
             continue

@@ -255,7 +255,7 @@ def quantize(
     out: Annotated[Path, typer.Argument(help="new folder")],
     *,
     scheme: Annotated[
-        str, typer.Option(help="int8: W8A8; int4: W4A16 with groups of 32; mxfp4, nvfp4: weights in 4-bit floats")
+        str, typer.Option(help="int8, fp8: W8A8; int4: W4A16 with groups of 32; mxfp4, nvfp4: weights in 4-bit floats")
     ] = "int8",
     calibrate: Annotated[
         Path | None,

@@ -11,7 +11,7 @@ from msgspec import Meta
 from quire.errors import ConfigError, known_arguments_only
 
 DType = Literal["auto", "float32", "float16", "bfloat16", "float", "half"]
-KVDType = Literal["auto", "float32", "float16", "bfloat16", "float", "half", "fp8", "fp8_e4m3", "int8"]
+KVDType = Literal["auto", "float32", "float16", "bfloat16", "float", "half", "fp8", "fp8_e4m3", "int8", "int4"]
 ModelImpl = Literal["auto", "quire", "transformers"]
 # layouts of quantized checkpoints
 QuantMethod = Literal["awq", "gptq", "compressed-tensors", "modelopt", "modelopt_fp4", "fp8", "gguf"]
@@ -33,7 +33,7 @@ class KVGroup:
     kind: GroupKind
     num_kv_heads: int
     head_dim: int
-    dtype: str  # a float type, or "fp8_e4m3" or "int8": bytes with a scale for each head of each token
+    dtype: str  # a float type, "fp8_e4m3" or "int8" (with a scale for each head of each token), or "int4" (of groups)
     num_blocks: int
     bytes_per_block: int
     window: int = 0  # of kind "window": positions that a query attends to, its own included; else 0
@@ -171,17 +171,19 @@ class EngineOptions:
     ] = "auto"
     dtype: Annotated[DType, Help("compute and weight type; auto: as the checkpoint says")] = "auto"
     kv_cache_dtype: Annotated[
-        KVDType, Help("type of cached keys and values; auto: same as dtype; fp8 (e4m3) and int8 take half the memory")
+        KVDType,
+        Help("type of cached keys and values; auto: same as dtype; fp8 (e4m3), int8: half the memory; int4: a third"),
     ] = "auto"
     quantization: Annotated[
         Quantization | None,
         Help(
-            "int8, or int4, mxfp4 or nvfp4 with an int8 head: round weights as they are loaded; none: expand low-bit "
-            "weights to dtype; others: the layout that the checkpoint has anyway [default: weights as they are stored]",
+            "int8, or fp8, int4, mxfp4 or nvfp4 with an int8 head: round weights as they are loaded; none: expand "
+            "low-bit weights to dtype; others: the layout that the checkpoint has anyway "
+            "[default: weights as they are stored]",
             "beta",
         ),
     ] = None
-    block_size: Annotated[int, Meta(ge=1, le=65536), Help("tokens in one KV block")] = 16
+    block_size: Annotated[int, Meta(ge=1, le=65536), Help("tokens in one KV block, a multiple of 16")] = 16
     enable_prefix_caching: Annotated[bool, Help("reuse the KV of earlier requests with the same prefix")] = True
     prefix_index: Annotated[
         Literal["radix", "hash"], Help("radix: exact to the token; hash: whole blocks, by their chained hashes", "beta")

@@ -4,8 +4,8 @@ A kernel module owns the layout of blocks on its device. It has no access to mod
 `quire.kernels.reference` is the specification of every function; other modules must agree with it.
 
 KV that leaves a device is in the canonical layout, which is the same for all modules:
-(num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim), where index 0 of the second axis is keys. For 8-bit
-types the last axis is uint8 (head_dim + 4,): see `reference.quantized`.
+(num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim), where index 0 of the second axis is keys. For
+types of 8 and 4 bits the last axis is uint8 with scales: see `reference.quantized`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -84,7 +84,7 @@ class Scheme:
         return f"{self.type_name}, {groups}" + (" with offsets" if self.has_offsets else "")
 
 
-INT8, INT4 = Scheme(8), Scheme(4, 32, torch.bfloat16)
+INT8, INT4, FP8 = Scheme(8), Scheme(4, 32, torch.bfloat16), Scheme(8, grid="e4m3")
 MXFP4, NVFP4 = (Scheme(4, size, torch.bfloat16, grid="e2m1") for size in (32, 16))  # as rounded at load
 
 
@@ -337,7 +337,8 @@ class Kernels(Protocol):
 
         A query at position p attends to positions 0 to p, in a group with a window to the last `window` of them,
         p included, with softmax(scale * q k). A softcap above 0 replaces s = scale * q k by
-        softcap * tanh(s / softcap). Consecutive query heads share a KV head.
+        softcap * tanh(s / softcap). Consecutive query heads share a KV head. If keys are int8, a module may round q to
+        8 bits with a scale for each head.
         Returns (num_tokens, num_heads * head_dim).
         """
 

@@ -76,12 +76,14 @@ class QuantizedCheckpoint:
                 raise self._error(name, error) from error
 
     def read_codes(self, schemes: Mapping[str, Scheme]) -> Iterator[tuple[str, QuantizedRows]]:
-        """Yield (name, rows): see Checkpoint. Raises ModelError for scales that are not finite."""
+        """Yield (name, rows): see Checkpoint. Raises ModelError for scales or float8 numbers that are not finite."""
         for name, tensors, layer in self._read_layers(schemes):
             try:
                 rows = self._layout.codes(tensors, layer)
                 if not rows.scales.isfinite().all():
                     raise ValueError("its scales are not finite; download it again")
+                if layer.scheme is not None and layer.scheme.grid == "e4m3" and (rows.codes & 127 == 127).any():
+                    raise ValueError("its float8 numbers are not finite; download it again")
             except ValueError as error:
                 raise self._error(name, error) from error
             yield name, convert(rows, layer.scheme or schemes[name], schemes[name])

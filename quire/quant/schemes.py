@@ -12,17 +12,16 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from quire.kernels.contract import INT4, INT8, MXFP4, NVFP4, QuantizedRows, Scheme
+from quire.kernels.contract import FP8, INT4, INT8, MXFP4, NVFP4, QuantizedRows, Scheme
 from quire.kernels.reference.codes import numbers_of
 from quire.models.weight_map import Placement
 
 Schemes = Mapping[str, Scheme]  # by parameter of the decoder; other parameters keep the model's type
 NO_SCHEMES: Schemes = MappingProxyType({})
 
+_LAYERS = {"int8": INT8, "int4": INT4, "fp8": FP8, "mxfp4": MXFP4, "nvfp4": NVFP4}
 # schemes of projections, and of the head
-AT_LOAD: Mapping[str, tuple[Scheme, Scheme]] = MappingProxyType(
-    {"int8": (INT8, INT8), "int4": (INT4, INT8), "mxfp4": (MXFP4, INT8), "nvfp4": (NVFP4, INT8)}
-)
+AT_LOAD: Mapping[str, tuple[Scheme, Scheme]] = MappingProxyType({name: (one, INT8) for name, one in _LAYERS.items()})
 
 _PROJECTIONS = ("qkv.weight", "o.weight", "up.weight", "down.weight", "mlp.up", "mlp.down")
 

@@ -40,10 +40,10 @@ from quire.hub import embedded
 from quire.hub.locate import locate
 from quire.kernels.choose import Chosen, choose, unsupported_reason, usable_device
 from quire.kernels.contract import Requirements
-from quire.kernels.reference.quantized import MAX_QUANTIZED
+from quire.kernels.reference.quantized import QUANTIZED
 from quire.models.checkpoint import Checkpoint
 from quire.models.model import Description, Progress
-from quire.quant.schemes import Schemes, summary
+from quire.quant.schemes import AT_LOAD, Schemes, summary
 from quire.runner.model_runner import TorchRunner
 from quire.scheduler.journal import JournalledScheduler, open_journal, open_restart_journal
 from quire.scheduler.scheduler import Scheduler
@@ -196,6 +196,7 @@ def prepare(options: EngineOptions, *, report: Report, progress: Progress) -> Pr
     requirements = Requirements(usable_device(device), dtype, kv_dtype, options.block_size, head_dims)
     requirements, dtype_line = _substitute_float16(options, requirements)
     dtype, kv_dtype = requirements.dtype, requirements.kv_dtype
+    _check_block_size(options, requirements)
     schemes, chosen, schemes_line = _low_bits(options, description, requirements)
     shape = shape_of(description, dtype, schemes)
     threads = _threads(options.threads, shape.weight_bytes)
@@ -253,7 +254,7 @@ def _quantization(options: EngineOptions, checkpoint: Checkpoint) -> str | None:
     asked, stored = options.quantization, checkpoint.quant_method
     if asked == stored or (asked, stored) == ("modelopt_fp4", "modelopt"):
         return None
-    if asked not in get_args(QuantMethod):
+    if asked not in get_args(QuantMethod) or (asked in AT_LOAD and stored is None):  # fp8 is both
         return asked
     has = f"has the layout {stored!r}" if stored else "is not quantized"
     raise ConfigError(
@@ -298,10 +299,10 @@ def _dtypes(options: EngineOptions, model_dtype: str) -> tuple[str, str]:
     dtype = model_dtype if options.dtype == "auto" else _DTYPE_ALIASES.get(options.dtype, options.dtype)
     kv_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     kv_dtype = _DTYPE_ALIASES.get(kv_dtype, kv_dtype)
-    if kv_dtype != dtype and kv_dtype not in MAX_QUANTIZED:
+    if kv_dtype != dtype and kv_dtype not in QUANTIZED:
         raise ConfigError(
             f"kv_cache_dtype {kv_dtype!r} is not dtype {dtype!r}; "
-            f"keys and values are stored in dtype, or in {' or '.join(MAX_QUANTIZED)}"
+            f"keys and values are stored in dtype, or in {', '.join(QUANTIZED)}"
         )
     return dtype, kv_dtype
 
@@ -323,6 +324,19 @@ def _substitute_float16(options: EngineOptions, requirements: Requirements) -> t
     why = "because the C++ kernels have no float16"
     how = "--dtype float32 keeps all bits of the weights, in twice the memory"
     return substitute, f"bfloat16 in place of the checkpoint's float16, {why}; {how}"
+
+
+def _check_block_size(options: EngineOptions, requirements: Requirements) -> None:
+    """Raise ConfigError if the block size alone makes plain torch compute, and the kernels were not named."""
+    usual = replace(requirements, block_size=EngineOptions().block_size)
+    if options.kernels != "auto" or choose("auto", requirements).kernels.NAME != "reference":
+        return
+    fast = choose("auto", usual).kernels.NAME
+    if fast != "reference":
+        raise ConfigError(
+            f"{fast}: {unsupported_reason(fast, requirements)}. Use such a block_size; --kernels reference computes "
+            "with any, in plain torch, which is slow"
+        )
 
 
 def _scheduler_config(options: EngineOptions, max_model_len: int, steps_in_flight: int) -> SchedulerConfig:

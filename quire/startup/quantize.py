@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.cost.memory_plan import format_bytes
 from quire.errors import ConfigError, ModelError
-from quire.kernels.contract import INT4, INT8, MXFP4, NVFP4, QuantizedRows, Scheme
+from quire.kernels.contract import FP8, INT4, INT8, MXFP4, NVFP4, QuantizedRows, Scheme
 from quire.kernels.reference.codes import nvfp4_factor, quantize_rows
 from quire.models.checkpoint import INDEX_FILE, FolderCheckpoint
 from quire.models.description import ModelDescription, describe
@@ -25,7 +25,7 @@ from quire.startup.gptq_calibration import calibrated_rows
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", INDEX_FILE, "config.json")
 # names of the layouts of compressed-tensors
 _FORMATS = {
-    **{INT8: "int-quantized", INT4: "pack-quantized"},
+    **{INT8: "int-quantized", FP8: "float-quantized", INT4: "pack-quantized"},
     **{MXFP4: "mxfp4-pack-quantized", NVFP4: "nvfp4-pack-quantized"},
 }
 
@@ -148,6 +148,8 @@ def _parts(name: str, weight: Tensor, rows: QuantizedRows, scheme: Scheme, large
             f"{base}weight_global_scale": 1 / factor[0],
         }
     scales = rows.scales.to(weight.dtype)
+    if scheme.grid == "e4m3":
+        return {name: rows.codes.view(torch.float8_e4m3fn), f"{base}weight_scale": scales}
     if scheme.bits == 8:
         return {name: (rows.codes.to(torch.int16) - 128).to(torch.int8), f"{base}weight_scale": scales}
     shifts = torch.arange(0, 32, 4)
@@ -161,7 +163,7 @@ def _parts(name: str, weight: Tensor, rows: QuantizedRows, scheme: Scheme, large
 
 def _settings(scheme: Scheme) -> dict[str, Any]:
     """The quantization_config of the checkpoint."""
-    common: dict[str, Any] = {"type": "float" if scheme.grid == "e2m1" else "int", "symmetric": True}
+    common: dict[str, Any] = {"type": "int" if scheme.grid == "int" else "float", "symmetric": True}
     grouped = {"strategy": "group", "group_size": scheme.group_size} if scheme.group_size else {"strategy": "channel"}
     if scheme == NVFP4:
         grouped |= {"strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"}

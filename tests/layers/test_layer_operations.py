@@ -181,7 +181,7 @@ def cpu():
 
 def test_the_reference_is_chosen_by_its_name_and_for_what_nothing_else_can():
     assert choose("reference", demands()) == (reference, deterministic, "reference (plain torch): asked for by name")
-    for wish in ({"dtype": "float16"}, {"kv_dtype": "int8"}, {"block_size": 8}, {"head_dims": (64, 512)}):
+    for wish in ({"dtype": "float16"}, {"kv_dtype": "bfloat16"}, {"block_size": 8}, {"head_dims": (64, 512)}):
         chosen = choose("auto", demands(**wish))
         assert chosen[:2] == (reference, deterministic)
         assert chosen.reason.startswith("reference (plain torch): the fastest that runs on cpu; not cpu: ")
@@ -202,7 +202,7 @@ def test_the_cpu_kernels_are_chosen_by_name_and_as_the_fastest(cpu):
     ("wish", "why"),
     [
         ({"dtype": "float16"}, "computes in float32 and bfloat16, not in float16"),
-        ({"kv_dtype": "int8"}, "keeps keys and values in float32, not in int8"),
+        ({"kv_dtype": "bfloat16"}, "keeps keys and values in float32, fp8_e4m3, int8, int4, not in bfloat16"),
         ({"block_size": 24}, "block_size 24 is not a multiple of 16"),
         ({"head_dims": (64, 257)}, "heads of 257 are larger than 256"),
         ({"device": "meta"}, "runs on CPUs, not on meta"),

@@ -12,7 +12,7 @@ import quire
 from quire.cli import app
 from quire.errors import ConfigError, ModelError
 from quire.hub import embedded
-from quire.kernels.contract import INT4, INT8, MXFP4
+from quire.kernels.contract import FP8, INT4, INT8, MXFP4
 from quire.kernels.reference.codes import dequantize, quantize_rows
 from quire.models.checkpoint import INDEX_FILE, FolderCheckpoint
 from quire.models.quantized_checkpoint import open_layers
@@ -25,7 +25,7 @@ def quantize(model, out, scheme):
     return lines
 
 
-@pytest.mark.parametrize(("name", "scheme"), [("int8", INT8), ("int4", INT4), ("mxfp4", MXFP4)])
+@pytest.mark.parametrize(("name", "scheme"), [("int8", INT8), ("int4", INT4), ("fp8", FP8), ("mxfp4", MXFP4)])
 @pytest.mark.parametrize("kind", ["qwen2-upper-window", "mixtral-window"])
 def test_the_weights_of_layers_are_rounded_and_all_others_stay(saved, tmp_path, kind, name, scheme):
     folder = saved(kind)[0]
@@ -114,7 +114,7 @@ def test_a_multimodal_checkpoint_is_refused(saved, tmp_path):
 
 def test_what_cannot_be_written_is_named(saved, tmp_path):
     folder = saved("qwen2-upper-window")[0]
-    with pytest.raises(ConfigError, match="scheme 'int3' is not supported; known: int8, int4, mxfp4, nvfp4"):
+    with pytest.raises(ConfigError, match="scheme 'int3' is not supported; known: int8, int4, fp8, mxfp4, nvfp4"):
         quantize(folder, tmp_path / "out", "int3")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()

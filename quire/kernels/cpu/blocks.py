@@ -15,7 +15,9 @@ from quire.kernels.cpu.views import dtype_code, with_contiguous_heads
 from quire.kernels.reference.quantized import stored_dtype_and_size
 
 PART_TOKENS = 16  # tokens of one head that are stored as one unit
-STORED: Mapping[str, int] = MappingProxyType({"float32": 0, "bfloat16": 1, "int8": 2, "fp8_e4m3": 3})  # of the kernels
+STORED: Mapping[str, int] = MappingProxyType(
+    {"float32": 0, "bfloat16": 1, "int8": 2, "fp8_e4m3": 3, "int4": 4}
+)  # of the kernels
 
 Rotation = tuple[Tensor, Tensor]  # cosines and sines, float32 (num_tokens, rotary_dim / 2)
 
@@ -28,8 +30,8 @@ def padded_head_dim(head_dim: int) -> int:
 def allocate(group: KVGroup, block_size: int, device: torch.device) -> Storage:
     """Zeros (num_layers, 2, num_blocks, num_kv_heads, block_size / 16, 16 * padded head_dim).
 
-    For 8-bit types the last axis also has the scales of 16 tokens. The system commits memory page by page when it is
-    first written. Raises ValueError for a device, block_size or type that the kernels do not have.
+    For quantized types the last axis has other numbers, and the scales of 16 tokens. The system commits memory page by
+    page when it is first written. Raises ValueError for a device, block_size or type that the kernels do not have.
     """
     if device.type != "cpu":
         raise ValueError(f"the CPU kernels cannot have blocks on {device}")

@@ -22,7 +22,7 @@ from quire.kernels.cpu.products import (
 from quire.kernels.cpu.rowwise import activate, add_rms_norm, layer_norm, rms_norm, rotation
 from quire.kernels.cpu.sampling import sample
 from quire.kernels.cpu.step_capture import CallListCapture
-from quire.kernels.reference.quantized import MAX_QUANTIZED
+from quire.kernels.reference.quantized import QUANTIZED
 
 NAME = "cpu"
 USES_RESIDENT_TABLES = False
@@ -37,8 +37,9 @@ def unsupported_reason(requirements: Requirements) -> str | None:
         return f"it runs on CPUs, not on {requirements.device.type}"
     if requirements.dtype not in DTYPES:
         return f"it computes in {' and '.join(DTYPES)}, not in {requirements.dtype}"
-    if requirements.kv_dtype not in (requirements.dtype, *MAX_QUANTIZED):
-        return f"it keeps keys and values in {requirements.dtype} or in 8 bits, not in {requirements.kv_dtype}"
+    if requirements.kv_dtype not in (requirements.dtype, *QUANTIZED):
+        kept = ", ".join([requirements.dtype, *QUANTIZED])
+        return f"it keeps keys and values in {kept}, not in {requirements.kv_dtype}"
     if requirements.block_size % blocks.PART_TOKENS:
         return f"block_size {requirements.block_size} is not a multiple of {blocks.PART_TOKENS}"
     if max(requirements.head_dims) > MAX_HEAD_DIM:

@@ -82,7 +82,7 @@ def attention(
 ) -> Tensor:
     """Causal attention of q (num_tokens, num_heads, head_dim) -> (num_tokens, num_heads * head_dim).
 
-    q has the type of the storage, unless that has 8 bits. There may be gaps between tokens in memory.
+    q has the type of the storage, unless that is quantized. There may be gaps between tokens in memory.
     """
     num_tokens, num_heads, head_dim = q.shape
     dtype = storage.data.dtype if storage.data.is_floating_point() else q.dtype

@@ -17,13 +17,14 @@ from quire.kernels.contract import ACTIVATIONS, Grid, PackedWeight, QuantizedRow
 from quire.kernels.cpu import _C, rowwise
 from quire.kernels.cpu.memory import empty, pages
 from quire.kernels.cpu.views import dtype_code
+from quire.kernels.reference.codes import quantize_rows as plain_rows
 from quire.kernels.reference.codes import with_offsets
 from quire.kernels.reference.products import experts as plain_experts
 
 TILE_ROWS = 16  # rows of a tile of a packed weight
 _VECTOR_BYTES = 64  # of a tile: the next terms of its rows
 _SCALE_CODES: Mapping[torch.dtype, int] = MappingProxyType({torch.float32: 0, torch.bfloat16: 1, torch.float16: 2})
-_GRID_CODES: Mapping[Grid, int] = MappingProxyType({"int": 0, "e2m1": 1, "iq4_nl": 2})
+_GRID_CODES: Mapping[Grid, int] = MappingProxyType({"int": 0, "e2m1": 1, "iq4_nl": 2, "e4m3": 3})
 _MAX_CODE_COLUMNS = 65536  # of a low-bit weight: sums of so many products of codes fit into 32 bits
 _PACK_CHUNK_ROWS = 1024  # rows that are converted at once, so that they are still in a CPU cache when they are packed
 
@@ -59,9 +60,10 @@ def _zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 def multiplies(scheme: Scheme) -> bool:
     """Whether products have weights in this scheme."""
-    bits = (4, 8) if scheme.grid == "int" else (4,)
-    known = scheme.grid in _GRID_CODES and scheme.scale_dtype in _SCALE_CODES
-    return known and scheme.bits in bits and scheme.group_size % 8 == 0
+    bits = {"int": (4, 8), "e4m3": (8,)}.get(scheme.grid, (4,))
+    if scheme.grid == "e4m3" and scheme.has_offsets:
+        return False
+    return scheme.bits in bits and scheme.scale_dtype in _SCALE_CODES and scheme.group_size % 8 == 0
 
 
 def _check_scheme(scheme: Scheme, columns: int) -> None:
@@ -98,7 +100,8 @@ def _write_part(weight: PackedWeight, part: int, rows: Tensor | QuantizedRows, s
         _C.pack_rows(rows.to(data.dtype).contiguous(), data, dtype_code(data), len(rows), weight.columns, start)
         return
     codes, scales, offsets = quantize_rows(rows, weight.scheme) if isinstance(rows, Tensor) else rows
-    _C.pack_codes(codes.contiguous(), data, weight.scheme.bits, len(codes), weight.columns, start)
+    grid = _GRID_CODES[weight.scheme.grid]
+    _C.pack_codes(codes.contiguous(), data, weight.scheme.bits, len(codes), weight.columns, start, grid)
     places = torch.arange(start, start + len(codes))
     for packed, values in ((weight.scales, scales), (weight.offsets, offsets)):
         if packed is not None and values is not None:
@@ -109,6 +112,8 @@ def quantize_rows(rows: Tensor, scheme: Scheme) -> QuantizedRows:
     """Rows of a weight (n, columns), of any float type, rounded to codes: see `quire.kernels.reference.codes`."""
     if scheme.grid == "iq4_nl":
         raise ValueError("weights are not rounded to iq4_nl; only GGUF files have it")
+    if scheme.grid == "e4m3":
+        return plain_rows(rows, scheme)
     n, columns = rows.shape
     codes = torch.empty((n, columns), dtype=torch.uint8)
     scales = torch.empty((n, scheme.num_groups(columns)), dtype=scheme.scale_dtype)

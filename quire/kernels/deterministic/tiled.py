@@ -156,7 +156,7 @@ def _attend(q: Tensor, storage: Storage, layer: int, plan: DeterministicPlan, ti
         keys = torch.arange(split * KEYS, stop, device=q.device)
         seen = _attention_mask(keys, positions[seeing], group.window)  # (num seeing, queries, num_keys)
         slots = plan.keys[chunks[seeing], split * KEYS : stop]
-        k, v = (_gather(blocks, slots, group.dtype) for blocks in storage.data[layer])
+        k, v = (_gather(blocks, slots, group.dtype, group.head_dim) for blocks in storage.data[layer])
         scores = _scores(q[seeing], k)
         if softcap:
             scores = apply_to_whole_vectors(torch.tanh, scores / softcap) * softcap
@@ -174,10 +174,10 @@ def _attention_mask(keys: Tensor, positions: Tensor, window: int) -> Tensor:
     return (ages >= 0) & (ages < window) if window else ages >= 0
 
 
-def _gather(blocks: Tensor, slots: Tensor, dtype: str) -> Tensor:
+def _gather(blocks: Tensor, slots: Tensor, dtype: str, head_dim: int) -> Tensor:
     """Keys or values at `slots` (num_tiles, num_keys): float32 (num_tiles, num_kv_heads, num_keys, head_dim)."""
     found = blocks.flatten(0, 1).index_select(0, slots.flatten()).view(*slots.shape, *blocks.shape[2:])
-    return from_stored(found.transpose(1, 2).contiguous(), dtype).float()
+    return from_stored(found.transpose(1, 2).contiguous(), dtype, head_dim).float()
 
 
 def _scores(q: Tensor, k: Tensor) -> Tensor:

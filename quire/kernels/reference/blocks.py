@@ -12,7 +12,7 @@ from quire.kernels.reference.quantized import stored_dtype_and_size
 def allocate(group: KVGroup, block_size: int, device: torch.device) -> Storage:
     """Zeros (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim).
 
-    For 8-bit types the last axis also has the scales: see `quantized`.
+    Quantized types have another last axis, with scales: see `quantized`.
     """
     dtype, width = stored_dtype_and_size(group.dtype, group.head_dim)
     shape = (len(group.layers), 2, group.num_blocks, block_size, group.num_kv_heads, width)

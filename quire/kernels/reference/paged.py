@@ -181,9 +181,11 @@ def attention(
         queries = q.index_select(0, bucket.queries).view(num_pieces, num_queries, *q.shape[1:])
         k, v = (
             from_stored(
-                torch.index_select(blocks, 0, bucket.blocks, out=scratch[: len(bucket.blocks)]), storage.group.dtype
+                torch.index_select(blocks, 0, bucket.blocks, out=scratch[: len(bucket.blocks)]),
+                storage.group.dtype,
+                storage.group.head_dim,
             )
-            .view(num_pieces, -1, blocks.shape[2], q.shape[2])
+            .reshape(num_pieces, -1, blocks.shape[2], q.shape[2])
             .to(q.dtype)
             for blocks, scratch in zip(storage.data[layer], plan.gather_scratch, strict=True)
         )

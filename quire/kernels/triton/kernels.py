@@ -29,6 +29,8 @@ def unsupported_reason(requirements: Requirements) -> str | None:
         return f"it runs on cuda, and on {requirements.device.type} only in Triton's interpreter"
     if requirements.device.type == "cuda" and (why := _device_unsupported_reason(requirements)) is not None:
         return why
+    if requirements.kv_dtype == "int4":
+        return "it does not keep keys and values in int4"
     if requirements.block_size % BLOCK_SIZE_MULTIPLE:
         return f"block_size {requirements.block_size} is not a multiple of {BLOCK_SIZE_MULTIPLE}"
     for scheme in requirements.schemes:

@@ -20,7 +20,7 @@ paged = pytest.importorskip("quire.kernels.cpu.paged")
 
 NOWHERE = 2**40  # a block that does not exist
 TOLERANCES = {"float32": 3e-5, "bfloat16": 0.03}
-QUANTIZED = ["int8", "fp8_e4m3"]
+QUANTIZED = ["int8", "fp8_e4m3", "int4"]
 TYPES = ["float32", "bfloat16", *QUANTIZED]  # of keys and values
 
 
@@ -33,6 +33,18 @@ def build(request):
 def laid_out(tokens, dtype, block_size):
     """(block_size, head_dim) float32 -> keys and values of a block in the kernels' layout, padded with zeros."""
     padded = -(-tokens.shape[1] // 16) * 16
+    if dtype == "int4":
+        rows = (
+            to_stored(torch.from_numpy(tokens), dtype).numpy().reshape(-1, 16, stored_dtype_and_size(dtype, padded)[1])
+        )
+        num_groups = rows.shape[2] // 20
+        codes, pairs = (
+            rows[:, :, : 16 * num_groups],
+            rows[:, :, 16 * num_groups :].reshape(len(rows), 16, num_groups, 4),
+        )
+        keys = codes.reshape(len(rows), 16, -1, 4).transpose(0, 2, 1, 3)
+        pairs = pairs.transpose(0, 2, 1, 3).reshape(len(rows), -1)
+        return [np.concatenate((some.reshape(len(rows), -1), pairs), 1) for some in (keys, codes)]
     if dtype in QUANTIZED:
         rows = to_stored(torch.from_numpy(tokens), dtype).numpy().reshape(-1, 16, tokens.shape[1] + 4)
         codes = np.zeros((len(rows), 16, padded), np.uint8)
@@ -138,7 +150,7 @@ class Case:
         return (codes.double() * scales.double()).view(q.shape).numpy()
 
     def stored(self, kv):
-        return from_stored(to_stored(kv, self.dtype), self.dtype)
+        return from_stored(to_stored(kv, self.dtype), self.dtype, kv.shape[-1])
 
     def check(self, plan=None, softcap=0.0):
         out = self.run(plan, softcap)

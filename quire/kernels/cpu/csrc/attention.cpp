@@ -14,9 +14,11 @@
 // positions in steps with a running maximum and sum (Milakov and Gimelshein 2018, Dao et al. 2022). The parts of a
 // split item write maxima, sums and weighted values to scratch, and are merged after a barrier.
 //
+// int4 is expanded to the type of queries, one step at a time: see attention_int4.h.
+//
 // A strict call splits no item, and uses no tile registers and no weights of 8 bits. Its steps end at multiples of STEP_TOKENS, and masked keys
 // do not change a row's state, bit for bit. So a row's result depends on its own sequence only.
-#include "attention_rows.h"
+#include "attention_int4.h"
 
 namespace quire::ISA {
 
@@ -143,16 +145,21 @@ static int64_t locate_coming(const Attention& a, const Item& item, int64_t end, 
   return locate<PAGED>(a, next->chunk, next->head, next->begin, next_end, places);
 }
 
+// expanded: memory for keys and values of a step, if they are stored in int4; otherwise null.
 template <class T, bool PAGED>
-static void attend(const Attention& a, const Item& item, Queue* queue, const Rows& rows) {
+static void attend(const Attention& stored, const Item& item, Queue* queue, const Rows& rows, char* expanded = nullptr) {
+  Attention a = stored;
+  if (expanded) a = expanded_in(stored, expanded);
   begin_rows<T>(a, item, rows);
   int64_t places[2][STEP_PARTS], end;
   for (int64_t begin = item.begin; begin < item.end; begin = end) {
     end = min(item.end, (begin / STEP_TOKENS + 1) * STEP_TOKENS);
-    int64_t parts = locate<PAGED>(a, item.chunk, item.head, begin, end, places[0]);
-    int64_t coming = locate_coming<PAGED>(a, item, end, queue, places[1]);
+    int64_t parts = locate<PAGED>(stored, item.chunk, item.head, begin, end, places[0]);
+    int64_t coming = locate_coming<PAGED>(stored, item, end, queue, places[1]);
     for (int64_t i = coming; i < parts; i++) places[1][i] = places[0][i];  // prefetches cached memory, which is cheap
-    bool first = true;
+    bool first = expanded == nullptr;
+    if constexpr (!HAS_SCALES<T>)
+      if (expanded) expand<T>(stored, places[0], places[1], parts, a);
     for (int64_t row = 0; row < item.rows; row += ROWS_AT_ONCE) {
       Seen seen[ROWS_AT_ONCE];
       int64_t count = min(ROWS_AT_ONCE, item.rows - row);
@@ -205,7 +212,7 @@ constexpr int64_t tile_bytes(const Attention&) { return 0; }
 #endif
 
 template <bool PAGED>
-static void attend_item(const Attention& a, const Item& item, Queue* queue, Rows& rows, char* tiles) {
+static void attend_item(const Attention& a, const Item& item, Queue* queue, Rows& rows, char* tiles, char* expanded) {
   find_positions(a, item, &rows);
 #if defined(__AMX_TILE__)
   if (fits_tiles(a, item)) return attend_with_tiles<PAGED>(a, item, queue, rows, tiles);
@@ -220,6 +227,9 @@ static void attend_item(const Attention& a, const Item& item, Queue* queue, Rows
       return attend<int8_t, PAGED>(a, item, queue, rows);
     case Stored::fp8:
       return a.is_bf16 ? attend<Fp8<bf16>, PAGED>(a, item, queue, rows) : attend<Fp8<float>, PAGED>(a, item, queue, rows);
+    case Stored::int4:
+      return a.is_bf16 ? attend<bf16, PAGED>(a, item, queue, rows, expanded)
+                       : attend<float, PAGED>(a, item, queue, rows, expanded);
   }
 }
 
@@ -232,12 +242,12 @@ static void attend_all(Attention& a, const Team& team) {
   int64_t sizes[] = {
       work.num_items * (int64_t)sizeof(Item), work.num_merges * (int64_t)sizeof(Merge), a.max_rows * a.padded * 4,
       a.max_rows * a.padded * 4, a.max_rows * 64, a.max_rows * 64, a.max_rows * 64, a.max_rows * 4,
-      a.max_rows * 4, tile_bytes(a)};
-  char* memory[11];
+      a.max_rows * 4, tile_bytes(a), expanded_bytes(a)};
+  char* memory[12];
   int64_t all = 0;
   for (int64_t size : sizes) all += up_to(size, 64);
   memory[0] = (char*)team.scratch(all);
-  for (int i = 0; i < 10; i++) memory[i + 1] = memory[i] + up_to(sizes[i], 64);
+  for (int i = 0; i < 11; i++) memory[i + 1] = memory[i] + up_to(sizes[i], 64);
   work.items = (Item*)memory[0];
   work.merges = (Merge*)memory[1];
   Rows rows = {memory[2],         (float*)memory[7], (int32_t*)memory[8], (float*)memory[4],
@@ -248,7 +258,7 @@ static void attend_all(Attention& a, const Team& team) {
 #if defined(__AMX_TILE__)
   if (may_use_tiles(a)) begin_tiles();
 #endif
-  while (const Item* item = queue.take()) attend_item<PAGED>(a, *item, &queue, rows, memory[9]);
+  while (const Item* item = queue.take()) attend_item<PAGED>(a, *item, &queue, rows, memory[9], memory[10]);
 #if defined(__AMX_TILE__)
   if (may_use_tiles(a)) _tile_release();
 #endif
@@ -274,8 +284,11 @@ static Attention read(const Arg* args) {
   a.scale = (float)(args[21].number * 1.4426950408889634);
   a.shared = a.num_heads / a.kv_heads;
   a.padded = up_to(a.head_dim, 16);
+  a.groups = (a.head_dim + INT4_GROUP - 1) / INT4_GROUP;
   a.scales_at = PART_TOKENS * a.padded * (a.stored == Stored::float32 ? 4 : a.stored == Stored::bfloat16 ? 2 : 1);
-  a.part_bytes = a.scales_at + (a.stored >= Stored::int8 ? PART_TOKENS * 4 : 0);
+  if (a.stored == Stored::int4) a.scales_at = PART_TOKENS * a.groups * INT4_GROUP / 2;
+  int64_t scales = a.stored == Stored::int4 ? a.groups : a.stored >= Stored::int8 ? 1 : 0;
+  a.part_bytes = a.scales_at + scales * PART_TOKENS * 4;
   int64_t bytes = a.num_blocks * a.kv_heads * (a.block_size / PART_TOKENS) * a.part_bytes;
   a.keys = (const char*)args[2].data + a.layer * 2 * bytes;
   a.values = a.keys + bytes;

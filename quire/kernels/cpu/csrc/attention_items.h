@@ -42,6 +42,7 @@ struct Attention {
   int64_t padded;        // head_dim padded to a multiple of 16
   int64_t part_bytes;    // of the keys, or the values, of a part
   int64_t scales_at;     // offset of the scales in a part, in bytes
+  int64_t groups;        // of a head in int4
   int64_t max_rows;      // of an item
 };
 

@@ -6,6 +6,10 @@
 // [8 pairs of tokens][depth][2], 8 bits [4 times 4 tokens][depth][4]. In words of 4 bytes, keys are [words][16 tokens] for all
 // types, and the scales are the last 16 words. Keys of int8 are stored as key + 128 in order; see terms.h for the order of
 // other groups of four bytes.
+//
+// int4: bytes are those of the canonical layout (see quantized.py): 16 bytes of codes for each group of 32 numbers, and a
+// pair of bf16, scale and offset, for each group. Keys are [4 words of each group][16 tokens], values [16 tokens][bytes].
+// The pairs are [groups][16 tokens].
 #include "rows.h"
 #include "terms.h"
 
@@ -14,16 +18,22 @@ namespace quire::ISA {
 typedef uint32_t __attribute__((may_alias)) Word;
 typedef uint32_t Quad __attribute__((vector_size(16)));
 
+template <class K>
+constexpr bool IS_INT4 = false;
+template <>
+constexpr bool IS_INT4<Int4> = true;
+
 namespace {
 // Of blocks of K. Sizes are in numbers of this type.
 template <class K>
 struct Layout {
   int64_t num_blocks, heads, block_size, dim;
 
-  static constexpr int64_t scale = HAS_SCALES<K> ? sizeof(float) : 0;
-  int64_t depth() const { return up_to(dim, 16); }
-  int64_t row() const { return depth() + scale; }         // of a token
-  int64_t canonical_row() const { return dim + scale; }  // of a token in the canonical layout
+  int64_t groups() const { return (dim + INT4_GROUP - 1) / INT4_GROUP; }  // of int4
+  int64_t depth() const { return IS_INT4<K> ? groups() * INT4_GROUP / 2 : up_to(dim, 16); }
+  int64_t scales() const { return IS_INT4<K> ? groups() * 4 : HAS_SCALES<K> ? 4 : 0; }
+  int64_t row() const { return depth() + scales(); }                                // of a token
+  int64_t canonical_row() const { return (IS_INT4<K> ? depth() : dim) + scales(); }  // in the canonical layout
   int64_t part() const { return 16 * row(); }
   int64_t words() const { return row() * sizeof(K) / sizeof(Word); }  // of a token
   // the keys, or values, of a head in a block of a layer
@@ -33,7 +43,7 @@ struct Layout {
 };
 }  // namespace
 
-// ---- 8 bits ----
+// ---- 8 and 4 bits ----
 
 template <class K>
 constexpr float LARGEST = 127.0f;
@@ -71,18 +81,50 @@ static void round_head(const T* x, const Layout<K>& layout, K* row) {
   memcpy(row + layout.depth(), &scale, sizeof scale);
 }
 
+// Rounds a head to codes of 4 bits, with a scale and an offset for each group. They are NaN if a number is not finite.
+template <class T>
+static void round_head(const T* x, const Layout<Int4>& layout, Int4* row) {
+  constexpr int64_t half = INT4_GROUP / 2;
+  for (int64_t g = 0; g < layout.groups(); g++) {
+    Vec v[2];
+    for (int i = 0; i < 2; i++) {
+      int64_t first = g * INT4_GROUP + i * half;
+      v[i] = first < layout.dim ? load_some(x + first, layout.dim - first) : Vec{};
+    }
+    float none = sum(fma(v[0], Vec{}, v[1] * Vec{}));
+    float low = -largest(vmax(-v[0], -v[1])), high = largest(vmax(v[0], v[1]));
+    bf16 pair[2];
+    put(pair, none == none ? (high - low) / 15.0f : none);
+    put(pair + 1, none == none ? low + 8.0f * to_float(pair[0]) : none);
+    float step = to_float(pair[0]), offset = to_float(pair[1]);
+    IVec codes[2];
+    for (int i = 0; i < 2; i++) {
+      Vec units = step > 0 ? round_to_int((v[i] - splat(offset)) / splat(step)) : Vec{};
+      codes[i] = to_ints(vmin(splat(7.0f), vmax(splat(-8.0f), units))) + 8;
+      if (none != none) codes[i] = IVec{};
+    }
+    store_bytes(row + g * half, codes[0] | codes[1] << 4);
+    memcpy(row + layout.depth() + g * 4, pair, 4);
+  }
+}
+
 // A head in the canonical layout.
 template <class K>
 INLINE void round_head(const K* canonical, const Layout<K>& layout, K* row) {
-  memcpy(row, canonical, layout.dim);
-  memset(row + layout.dim, 0, layout.depth() - layout.dim);
-  memcpy(row + layout.depth(), canonical + layout.dim, layout.scale);
+  int64_t bytes = layout.canonical_row() - layout.scales();
+  memcpy((void*)row, canonical, bytes);
+  memset((void*)(row + bytes), 0, layout.depth() - bytes);
+  memcpy((void*)(row + layout.depth()), canonical + bytes, layout.scales());
+}
+INLINE void round_head(const Int4* canonical, const Layout<Int4>& layout, Int4* row) {
+  memcpy(row, canonical, layout.row());
 }
 
 // Words of a key from codes to the stored form, or back: adds 128, or exchanges the inner two bytes.
 INLINE void exchange(Word* words, int64_t count, int8_t) {
   for (int64_t i = 0; i < count; i++) words[i] ^= 0x80808080u;
 }
+INLINE void exchange(Word*, int64_t, Int4) {}
 INLINE void exchange(Word* words, int64_t count, Fp8<float>) {
   for (int64_t i = 0; i < count; i++)
     words[i] = (words[i] & 0xff0000ffu) | (words[i] & 0xff00u) << 8 | (words[i] >> 8 & 0xff00u);
@@ -188,8 +230,22 @@ static void put_values(const K* rows, K* sixteen, int64_t place, int64_t count, 
     const K* row = rows + t * layout.row();
     K* out = sixteen + (place + t) / 4 * 4 * depth + INNER_SWAPPED[(place + t) % 4];
     for (int64_t i = 0; i < depth; i++) out[4 * i] = row[i];
-    memcpy(sixteen + 16 * depth + (place + t) * layout.scale, row + depth, layout.scale);
+    memcpy(sixteen + 16 * depth + (place + t) * layout.scales(), row + depth, layout.scales());
   }
+}
+static void put_values(const Int4* rows, Int4* sixteen, int64_t place, int64_t count, const Layout<Int4>& layout) {
+  int64_t depth = layout.depth();
+  for (int64_t t = 0; t < count; t++) {
+    const Int4* row = rows + t * layout.row();
+    memcpy(sixteen + (place + t) * depth, row, depth);
+    for (int64_t g = 0; g < layout.groups(); g++)
+      memcpy(sixteen + 16 * depth + (g * 16 + place + t) * 4, row + depth + g * 4, 4);
+  }
+}
+INLINE void get_value(const Int4* sixteen, int64_t place, Int4* out, const Layout<Int4>& layout) {
+  int64_t depth = layout.depth();
+  memcpy(out, sixteen + place * depth, depth);
+  for (int64_t g = 0; g < layout.groups(); g++) memcpy(out + depth + g * 4, sixteen + 16 * depth + (g * 16 + place) * 4, 4);
 }
 
 INLINE void get_value(const float* sixteen, int64_t place, float* out, const Layout<float>& layout) {
@@ -199,7 +255,7 @@ template <class K>
 INLINE void get_value(const K* sixteen, int64_t place, K* out, const Layout<K>& layout) {
   const K* row = sixteen + place / 4 * 4 * layout.depth() + INNER_SWAPPED[place % 4];
   for (int64_t i = 0; i < layout.dim; i++) out[i] = row[4 * i];
-  memcpy(out + layout.dim, sixteen + 16 * layout.depth() + place * layout.scale, layout.scale);
+  memcpy((void*)(out + layout.dim), sixteen + 16 * layout.depth() + place * layout.scales(), layout.scales());
 }
 INLINE void get_value(const bf16* sixteen, int64_t place, bf16* out, const Layout<bf16>& layout) {
   const bf16* row = sixteen + place / 2 * 2 * layout.depth() + place % 2;
@@ -223,7 +279,7 @@ namespace {
 template <class K>
 struct Scratch {
   K* rows;         // [16][row]
-  float* rotated;  // [depth], for 8-bit types
+  float* rotated;  // [dim], padded, for types with scales
 };
 }  // namespace
 
@@ -277,7 +333,7 @@ static void store_tokens(Tokens<T> in, K* keys, K* values, int64_t place, int64_
 // Zeroed scratch.
 template <class K>
 static Scratch<K> zero_scratch(const Layout<K>& layout, const Team& team) {
-  size_t rows = layout.part() * sizeof(K), rotated = layout.depth() * sizeof(float);
+  size_t rows = layout.part() * sizeof(K), rotated = up_to(layout.dim, 16) * sizeof(float);
   auto memory = (char*)memset(team.scratch(rows + rotated), 0, rows + rotated);
   return {(K*)memory, (float*)(memory + rows)};
 }
@@ -344,6 +400,8 @@ static void rotary_write_of(const Arg* a, const Team& team) {
       return rotary_write_to<T, int8_t>(a, team);
     case Stored::fp8:
       return rotary_write_to<T, Fp8<float>>(a, team);
+    case Stored::int4:
+      return rotary_write_to<T, Int4>(a, team);
   }
 }
 
@@ -378,14 +436,15 @@ static void pack(const Arg* a, const Layout<K>& layout, int64_t layers, int64_t 
       }
       K* row = rows + place % 16 * layout.row();
       if (place % 16 == 0) get_keys((const Word*)sixteen, (Word*)rows, layout.words());
-      if constexpr (HAS_SCALES<K>) {
+      if constexpr (HAS_SCALES<K> && !IS_INT4<K>) {
         exchange((Word*)row, layout.depth() / sizeof(Word), K{});
         float scale;
         memcpy(&scale, row + layout.depth(), sizeof scale);
         if (scale == 0) memset(row, 0, layout.depth());  // zeroed memory is not the stored form of zeros
       }
-      memcpy(out, row, layout.dim * sizeof(K));
-      memcpy(out + layout.dim, row + layout.depth(), layout.scale);
+      int64_t numbers = layout.canonical_row() - layout.scales();
+      memcpy((void*)out, row, numbers * sizeof(K));
+      memcpy((void*)(out + numbers), row + layout.depth(), layout.scales());
     }
   }
 }
@@ -418,6 +477,8 @@ INLINE void with_layout(const Arg& stored, int64_t num_blocks, int64_t heads, in
       return run(Layout<int8_t>{num_blocks, heads, block_size, dim});
     case Stored::fp8:
       return run(Layout<Fp8<float>>{num_blocks, heads, block_size, dim});
+    case Stored::int4:
+      return run(Layout<Int4>{num_blocks, heads, block_size, dim});
   }
 }
 
@@ -450,6 +511,12 @@ static void copy_values(const Word* source, Word* target, int64_t count, const L
     for (int64_t i = 0; i < depth; i++, whole++) target[whole] = source[whole] & kFirst[count % together];
   memset(target + whole, 0, (all - whole) * sizeof(Word));
   if (HAS_SCALES<K>) copy_keys(source + all, target + all, count, 1);
+}
+static void copy_values(const Word* source, Word* target, int64_t count, const Layout<Int4>& layout) {
+  int64_t words = layout.depth() / sizeof(Word);
+  memcpy(target, source, count * words * sizeof(Word));
+  memset(target + count * words, 0, (16 - count) * words * sizeof(Word));
+  copy_keys(source + 16 * words, target + 16 * words, count, layout.groups());
 }
 
 template <class K>

@@ -7,6 +7,9 @@
 // tile are [groups][16].
 // Each row of x is rounded to 8 bits with one scale. The products of a group are added exactly, in integers, and groups
 // in order. So the result of a row does not depend on other rows or on threads.
+//
+// Codes of the grid e4m3 are float8 numbers: see terms.h for the order of four codes. They are multiplied in floats with x
+// as it is. The terms of a group are added in order, and groups in order.
 #include "codes.h"
 #include "products.h"
 #include "terms.h"
@@ -21,13 +24,20 @@ Format format_of(const Arg* numbers, int64_t k) {
 
 // ---- packing ----
 
+// The bytes of a vector that have terms 0 to 3 of a column, and 4 to 7 in their high halves.
+static const int64_t* order_of(Grid grid) {
+  static const int64_t kInOrder[] = {0, 1, 2, 3}, kPairs[] = {0, 2, 1, 3};
+  return grid == Grid::e4m3 ? kPairs : kInOrder;
+}
+
 // Writes rows [start, start + n) of a packed weight: the caller has zeroed them.
-// source uint8 (n, k), target, bits, n, k, start
+// source uint8 (n, k), target, bits, n, k, start, grid
 void pack_codes(const Arg* a, const Team& team) {
   auto source = (const uint8_t*)a[0].data;
   auto target = (uint8_t*)a[1].data;
   int64_t n = a[3].integer, k = a[4].integer, start = a[5].integer, begin, end;
   int64_t first_tile = start / 16, terms = 32 / a[2].integer, steps = (k + terms - 1) / terms;
+  const int64_t* bytes = order_of((Grid)a[6].integer);
   team.share((start + n + 15) / 16 - first_tile, 1, &begin, &end);
   for (int64_t tile = first_tile + begin; tile < first_tile + end; tile++) {
     int64_t before = tile * 16 - start;  // first source row of the tile; negative if the tile begins before the source
@@ -36,7 +46,7 @@ void pack_codes(const Arg* a, const Team& team) {
       uint8_t* out = target + tile * steps * VECTOR_BYTES + i * 4;
       for (int64_t column = 0; column < k; column++) {
         int64_t term = column % terms;
-        out[column / terms * VECTOR_BYTES + term % 4] |= row[column] << term / 4 * 4;
+        out[column / terms * VECTOR_BYTES + bytes[term % 4]] |= row[column] << term / 4 * 4;
       }
     }
   }
@@ -55,6 +65,7 @@ static void unpack(const Arg* a, const Team& team) {
   Format f = format_of(a + 9, k);
   float factor = (float)a[9 + FORMAT_NUMBERS].number;
   int32_t zero = 1 << (f.bits - 1), mask = (1 << f.bits) - 1;
+  const int64_t* bytes = order_of(f.grid);
   const int8_t* table = table_of(f.grid);
   team.share(count, 1, &begin, &end);
   for (int64_t i = begin; i < end; i++) {
@@ -68,9 +79,9 @@ static void unpack(const Arg* a, const Team& team) {
       int64_t place = (row / 16 * f.groups + step / f.each) * 16 + row % 16;
       float scale = load_scale(f.type, scales, place), offset = offsets ? load_scale(f.type, offsets, place) : 0.0f;
       for (int64_t term = 0; term < min(f.terms, k - step * f.terms); term++) {
-        int32_t code = (from[step * VECTOR_BYTES + term % 4] >> term / 4 * 4) & mask;
-        int32_t number = table ? table[code] : code - zero;
-        put(target + i * k + step * f.terms + term, ((float)number * scale + offset) * factor);
+        int32_t code = (from[step * VECTOR_BYTES + bytes[term % 4]] >> term / 4 * 4) & mask;
+        float number = f.grid == Grid::e4m3 ? float8(code) : (float)(table ? table[code] : code - zero);
+        put(target + i * k + step * f.terms + term, (number * scale + offset) * factor);
       }
     }
   }
@@ -192,10 +203,65 @@ struct CodeRows {
   }
 };
 
+// Rows of x in X, for weights with codes of the grid e4m3.
+template <class X, bool GROUPED>
+struct Float8Rows {
+  using One = Term<Fp8<X>>;
+  using Held = typename One::Held;
+  static constexpr int AT_ONCE = GROUPED ? max(1, VECTORS_AT_ONCE / 2) : VECTORS_AT_ONCE;
+
+  const CodeProduct& p;
+  int64_t first, count, tile_bytes;
+  Held* x;
+  int64_t stride;
+
+  static int64_t row_bytes(const CodeProduct& p) { return p.k * sizeof(Held); }
+
+  Float8Rows(const CodeProduct& p, int64_t first, int64_t count, const Team& team)
+      : p(p), first(first), count(count), tile_bytes(p.format.steps * VECTOR_BYTES) {
+    stride = up_to(p.k, LANES) + LANES;  // rarely a power of two, so that rows do not share cache sets
+    x = (Held*)team.scratch(count * stride * sizeof(Held));
+    for (int64_t i = 0; i < count; i++) {
+      memset((void*)(x + i * stride + p.k), 0, (stride - p.k) * sizeof(Held));
+      hold((const X*)p.x + (first + i) * p.x_stride, x + i * stride, p.k);
+    }
+  }
+
+  template <int MR, int NB>
+  void multiply(const Panel& panel, int64_t row, Prefetch<NB> fetch) const {
+    const Format& f = p.format;
+    const char* w[NB];
+    for (int n = 0; n < NB; n++) w[n] = p.weight + panel.tiles[n] * tile_bytes;
+    Vec sums[MR][NB] = {};
+    for (int64_t g = 0; g < f.groups; g++) {
+      Vec acc[MR][NB] = {};
+      int64_t end = min(f.steps, (g + 1) * f.each);
+      for (int64_t s = g * f.each; s < end; s++) {
+        fetch.step(w, s * VECTOR_BYTES);
+        add_terms<One>(acc, x + row * stride + s * 4, stride, [&](int n) { return w[n] + s * VECTOR_BYTES; });
+      }
+#pragma GCC unroll 8
+      for (int n = 0; n < NB; n++) {
+        Vec scale = load_scales(f.type, p.scales, (panel.tiles[n] * f.groups + g) * 16);
+#pragma GCC unroll 8
+        for (int m = 0; m < MR; m++) sums[m][n] = GROUPED ? fma(acc[m][n], scale, sums[m][n]) : acc[m][n] * scale;
+      }
+    }
+    finish_all<X>(p, panel, first + row, sums);
+  }
+};
+
+template <class X>
+static void multiply_float8(const CodeProduct& p, const Team& team) {
+  p.format.groups > 1 ? with_vectors<Float8Rows<X, true>>(p, team) : with_vectors<Float8Rows<X, false>>(p, team);
+}
+
 }  // namespace
 
 void multiply_codes(const CodeProduct& p, const Team& team) {
-  if (p.format.grid != Grid::integers)
+  if (p.format.grid == Grid::e4m3)
+    p.is_bf16 ? multiply_float8<bf16>(p, team) : multiply_float8<float>(p, team);
+  else if (p.format.grid != Grid::integers)
     with_vectors<CodeRows<4, true, true>>(p, team);
   else if (p.format.bits == 4)
     with_vectors<CodeRows<4, true>>(p, team);

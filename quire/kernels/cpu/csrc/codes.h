@@ -87,7 +87,9 @@ static float round_row(const T* row, int64_t k, int8_t* codes) {
 // The numbers of the codes of 4-bit grids, in units of the scale. Those of integers are code - zero.
 constexpr int8_t E2M1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};  // doubled
 constexpr int8_t IQ4_NL[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
-INLINE const int8_t* table_of(Grid grid) { return grid == Grid::integers ? nullptr : grid == Grid::e2m1 ? E2M1 : IQ4_NL; }
+INLINE const int8_t* table_of(Grid grid) {
+  return grid == Grid::e2m1 ? E2M1 : grid == Grid::iq4_nl ? IQ4_NL : nullptr;
+}
 
 // A register that has a grid's numbers + 128, as unsigned bytes, in each of its parts of 16 bytes.
 INLINE Ints biased_table(Grid grid) {
