@@ -58,6 +58,7 @@ class Row:
     won: int
     perplexity: float
     kl: float
+    kl_error: float  # standard error over texts
 
     @property
     def difference(self) -> tuple[float, float]:
@@ -84,7 +85,9 @@ def measure(
     prepared = prepare(options, report=_ignore_line, progress=_ignore)
     found, targets = log_probabilities(prepared, texts)
     nlls = torch.cat([-logp.gather(1, ids[:, None])[:, 0] for logp, ids in zip(found, targets, strict=True)])
-    divergences = torch.cat([(p.exp() * (p - q)).sum(1) for p, q in zip(logs or found, found, strict=True)])
+    divergences = [(p.exp() * (p - q)).sum(1) for p, q in zip(logs or found, found, strict=True)]
+    kl = torch.cat(divergences).mean()
+    deviations = torch.stack([(some - kl).sum() for some in divergences])  # by text, as its tokens are not independent
     before = [answer.text == answer.expected for answer in (exact or run).answers]
     now = [answer.text == answer.expected for answer in run.answers]
     row = Row(
@@ -97,7 +100,8 @@ def measure(
         lost=sum(a and not b for a, b in zip(before, now, strict=True)),
         won=sum(b and not a for a, b in zip(before, now, strict=True)),
         perplexity=exp(nlls.mean().item()),
-        kl=divergences.mean().item(),
+        kl=kl.item(),
+        kl_error=deviations.norm().item() / len(nlls),
     )
     return row, run, found
 
@@ -155,7 +159,7 @@ def table(rows: Sequence[Row]) -> str:
         net, net_error = row.difference
         lines.append(
             f"| {row.case} | {row.kernels} | {row.weight_bytes / 1e6:.2f} | {row.kv_bytes_per_token} | "
-            f"{100 * rate:.2f} ± {error:.2f} | {net:+.2f} ± {net_error:.2f} | {row.perplexity:.4f} | {row.kl:.5f} |"
+            f"{100 * rate:.2f} ± {error:.2f} | {net:+.2f} ± {net_error:.2f} | {row.perplexity:.4f} | {row.kl:.5f} ± {row.kl_error:.5f} |"
         )
     return "\n".join(lines)
 

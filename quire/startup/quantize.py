@@ -43,7 +43,7 @@ def quantize(
     """
     if scheme not in AT_LOAD:
         raise ConfigError(f"scheme {scheme!r:.40} is not supported; known: {', '.join(AT_LOAD)}")
-    if calibrate is not None and not AT_LOAD[scheme][0].group_size:
+    if calibrate is not None and AT_LOAD[scheme][0].bits != 4:
         raise ConfigError(f"calibration applies to schemes of 4 bits, not to {scheme}; leave it out")
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out} exists and is not empty; name another folder")

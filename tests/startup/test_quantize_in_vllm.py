@@ -34,7 +34,7 @@ for folder in sys.argv[1:]:
         found = str(error)
     print("FOUND", json.dumps(found), flush=True)
 """
-SCHEMES = ("int8", "int4", "mxfp4", "nvfp4")
+SCHEMES = ("int8", "fp8", "int4", "mxfp4", "nvfp4")
 
 
 @pytest.fixture(scope="module")
@@ -86,4 +86,4 @@ def test_logprobs_are_those_of_quire(folders, in_vllm, scheme):
     found, expected = torch.tensor(in_vllm[scheme]), logprobs(folders[scheme])
     assert (found - expected).abs().mean() < 0.03
     effect = (torch.tensor(in_vllm["plain"]) - found).abs().mean()
-    assert scheme == "int8" or (found - expected).abs().mean() < effect / 4
+    assert scheme in ("int8", "fp8") or (found - expected).abs().mean() < effect / 4
