@@ -3,7 +3,8 @@
     python -m benchmarks.quantization [--chats 100] [--texts 300] [--only int8:auto,int4:int8] [--json FILE]
         [--plot FILE]
 
-A case is a weight type and a KV type. Exact matches are those of all golden tasks together; the paired difference to
+A case is a weight type and a KV type. The weight type may be the folder of a checkpoint that `quire quantize` has
+written of the embedded model. Exact matches are those of all golden tasks together; the paired difference to
 float32 counts answers that only one of the two has right. Perplexity and KL divergence are those of the tokens of right
 answers, each after the true text before it.
 """
@@ -57,6 +58,7 @@ class Row:
     won: int
     perplexity: float
     kl: float
+    kl_error: float  # standard error over texts
 
     @property
     def difference(self) -> tuple[float, float]:
@@ -73,12 +75,19 @@ def measure(
     names = {"quantization": options.quantization, "kv_cache_dtype": options.kv_cache_dtype}
     chosen = {name: value for name, value in names.items() if value is not None}
     run = ScoringRun(
-        model=embedded.folder(), dtype=options.dtype, options=chosen, tasks=GOLDEN_TASKS, chats=chats, seed=SEED
+        model=Path(options.model or embedded.folder()),
+        dtype=options.dtype,
+        options=chosen,
+        tasks=GOLDEN_TASKS,
+        chats=chats,
+        seed=SEED,
     ).run()
     prepared = prepare(options, report=_ignore_line, progress=_ignore)
     found, targets = log_probabilities(prepared, texts)
     nlls = torch.cat([-logp.gather(1, ids[:, None])[:, 0] for logp, ids in zip(found, targets, strict=True)])
-    divergences = torch.cat([(p.exp() * (p - q)).sum(1) for p, q in zip(logs or found, found, strict=True)])
+    divergences = [(p.exp() * (p - q)).sum(1) for p, q in zip(logs or found, found, strict=True)]
+    kl = torch.cat(divergences).mean()
+    deviations = torch.stack([(some - kl).sum() for some in divergences])  # by text, as its tokens are not independent
     before = [answer.text == answer.expected for answer in (exact or run).answers]
     now = [answer.text == answer.expected for answer in run.answers]
     row = Row(
@@ -91,18 +100,22 @@ def measure(
         lost=sum(a and not b for a, b in zip(before, now, strict=True)),
         won=sum(b and not a for a, b in zip(before, now, strict=True)),
         perplexity=exp(nlls.mean().item()),
-        kl=divergences.mean().item(),
+        kl=kl.item(),
+        kl_error=deviations.norm().item() / len(nlls),
     )
     return row, run, found
 
 
 def options_of(case: str) -> EngineOptions:
-    """The options of "WEIGHTS:KV". Raises SystemExit for a case that is not in CASES."""
-    if case not in CASES:
-        raise SystemExit(f"no case {case!r}; there are {', '.join(CASES)}")
-    weights, _, kv = case.partition(":")
-    dtype, quantization = WEIGHTS[weights]
-    fields: dict[str, Any] = {"dtype": dtype, "quantization": quantization, "kv_cache_dtype": kv}
+    """The options of "WEIGHTS:KV". Raises SystemExit for a case that is not in CASES and begins with no folder."""
+    weights, _, kv = case.rpartition(":")
+    fields: dict[str, Any] = {"kv_cache_dtype": kv}
+    if case in CASES:
+        fields["dtype"], fields["quantization"] = WEIGHTS[weights]
+    elif Path(weights).is_dir():
+        fields["model"] = weights
+    else:
+        raise SystemExit(f"no case {case!r}; there are {', '.join(CASES)}, and FOLDER:KV")
     return EngineOptions(memory="512MiB", **fields)
 
 
@@ -146,7 +159,7 @@ def table(rows: Sequence[Row]) -> str:
         net, net_error = row.difference
         lines.append(
             f"| {row.case} | {row.kernels} | {row.weight_bytes / 1e6:.2f} | {row.kv_bytes_per_token} | "
-            f"{100 * rate:.2f} ± {error:.2f} | {net:+.2f} ± {net_error:.2f} | {row.perplexity:.4f} | {row.kl:.5f} |"
+            f"{100 * rate:.2f} ± {error:.2f} | {net:+.2f} ± {net_error:.2f} | {row.perplexity:.4f} | {row.kl:.5f} ± {row.kl_error:.5f} |"
         )
     return "\n".join(lines)
 

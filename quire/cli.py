@@ -257,9 +257,13 @@ def quantize(
     scheme: Annotated[
         str, typer.Option(help="int8, fp8: W8A8; int4: W4A16 with groups of 32; mxfp4, nvfp4: weights in 4-bit floats")
     ] = "int8",
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(help="text file for GPTQ in 4 bits, like the model's prompts and answers [default: no GPTQ]"),
+    ] = None,
 ) -> None:
     """Round the weights of a checkpoint's layers, and write them in the layout of compressed-tensors."""
-    quire.quantize(model, out, scheme, report=typer.echo, progress=WeightsBar())
+    quire.quantize(model, out, scheme, calibrate=calibrate, report=typer.echo, progress=WeightsBar())
     typer.echo(f"written to {out}")
 
 

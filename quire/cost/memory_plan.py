@@ -57,6 +57,10 @@ class MemoryProfile:
             max_blocks_of_sequence(kv.window, self.block_size, length, self.max_num_batched_tokens) for kv in self.kv
         ]
 
+    def kv_bytes(self, length: int) -> int:
+        """Bytes of KV that one sequence of `length` tokens needs if it runs alone."""
+        return _kv_bytes(self, self.blocks_alone(length))
+
     def blocks_while_decoding(self, length: int) -> list[int]:
         """Per group, the blocks that a sequence of `length` tokens holds while it decodes."""
         return [max_blocks_of_sequence(kv.window, self.block_size, length, 1) for kv in self.kv]
@@ -119,9 +123,9 @@ def plan_memory(
     beside = profile.workspace_bytes + profile.captured_steps_bytes + profile.staging_bytes
     length, length_reason = _max_model_len(profile)
     room = budget - profile.weight_bytes - beside
-    if _kv_bytes(profile, profile.blocks_alone(length)) > room:
-        if profile.max_model_len is not None or _kv_bytes(profile, profile.blocks_alone(2)) > room:
-            need = profile.weight_bytes + beside + _kv_bytes(profile, profile.blocks_alone(length))
+    if profile.kv_bytes(length) > room:
+        if profile.max_model_len is not None or profile.kv_bytes(2) > room:
+            need = profile.weight_bytes + beside + profile.kv_bytes(length)
             raise ConfigError(
                 f"one sequence of {length} tokens needs {format_bytes(need)} (weights "
                 f"{format_bytes(profile.weight_bytes)}, workspace {format_bytes(beside)}, the rest KV), but the budget "
@@ -170,7 +174,7 @@ def _kv_bytes(profile: MemoryProfile, num_blocks: Sequence[int]) -> int:
 def _longest_fitting_len(profile: MemoryProfile, length: int, available_bytes: int) -> int:
     """The longest sequence, below `length` tokens, whose KV takes at most `available_bytes`."""
     counts = range(2, length)
-    fits = bisect_left(counts, 1, key=lambda count: _kv_bytes(profile, profile.blocks_alone(count)) > available_bytes)
+    fits = bisect_left(counts, 1, key=lambda count: profile.kv_bytes(count) > available_bytes)
     return counts[fits - 1]
 
 

@@ -114,12 +114,9 @@ class Decoder(nn.Module):
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, kernels: Kernels) -> Tensor:
         """Hidden states (num_tokens, hidden_size) after the last norm; arguments int64 (num_tokens,)."""
-        rotations = [
-            kernels.rotation(positions, frequencies, rope.magnitude)
-            for rope, frequencies in zip(self.config.ropes, self.frequencies, strict=True)
-        ]
+        rotations = self.rotations(positions, kernels)
         layers = cast(list[DecoderLayer], list(self.layers))
-        residual = self._embed(token_ids, positions, kernels)
+        residual = self.embed_tokens(token_ids, positions, kernels)
         x = layers[0].attn_norm(residual, kernels)
         afters = [*(layer.attn_norm for layer in layers[1:]), self.norm]
         for layer, after in zip(layers, afters, strict=True):
@@ -139,7 +136,15 @@ class Decoder(nn.Module):
             logits = kernels.activate(logits / config.logit_softcap, "tanh") * config.logit_softcap
         return logits
 
-    def _embed(self, token_ids: Tensor, positions: Tensor, kernels: Kernels) -> Tensor:
+    def rotations(self, positions: Tensor, kernels: Kernels) -> list[Rotation]:
+        """The rotation of each rope of the config. positions: int64 (num_tokens,)."""
+        return [
+            kernels.rotation(positions, frequencies, rope.magnitude)
+            for rope, frequencies in zip(self.config.ropes, self.frequencies, strict=True)
+        ]
+
+    def embed_tokens(self, token_ids: Tensor, positions: Tensor, kernels: Kernels) -> Tensor:
+        """Input of the first layer's norm, (num_tokens, hidden_size); arguments int64 (num_tokens,)."""
         config = self.config
         x = self.embed(token_ids, kernels, self.embed_scale)
         if config.embed_size:

@@ -84,12 +84,13 @@ def _load_weights(
     progress(done, total)
     plain: Iterator[tuple[str, Tensor | QuantizedRows]] = checkpoint.read(name for name in places if name not in kept)
     for name, tensor in chain(plain, checkpoint.read_codes(kept)):
-        write_weight(tensor, _weight(model, places[name].parameter), places[name], kernels)
+        write_weight(tensor, weight_of(model, places[name].parameter), places[name], kernels)
         done += checkpoint.tensors[name].num_bytes
         progress(done, total)
 
 
-def _weight(model: Decoder, name: str) -> Weight:
+def weight_of(model: Decoder, name: str) -> Weight:
+    """The weight of a parameter, by its name in the weight map."""
     module, _, attribute = name.rpartition(".")
     weight: Weight = getattr(model.get_submodule(module), attribute)
     return weight

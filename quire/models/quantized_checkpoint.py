@@ -14,12 +14,8 @@ from quire.quant.schemes import convert
 
 _CONFIG = "quantization_config"
 _MODELOPT_FILE = "hf_quant_config.json"  # has the settings of ModelOpt if config.json does not
-_UNUSED = (
-    ".k_scale",
-    ".v_scale",
-    ".q_scale",
-    ".output_scale",
-)  # of KV and outputs, which have scales of their own here
+# of KV, queries and outputs, which have scales of their own here
+_UNUSED = tuple(f".{of}{last}" for of in ("k", "v", "q", "kv", "prob", "output") for last in ("_scale", "_zero_point"))
 
 
 def open_layers(checkpoint: Checkpoint) -> Checkpoint:
@@ -119,10 +115,11 @@ class QuantizedCheckpoint:
                 )
             except ValueError as error:
                 raise self._error(f"{base}.weight", error) from error
+            for last, full in parts.items():
+                if layer is not None or last != "weight":
+                    rest.pop(full, None)
             if layer is None:
                 continue
-            for full in parts.values():
-                rest.pop(full, None)
             names = _names(base, layer)
             num_bytes = sum(stored[full].num_bytes for full in parts.values()) // len(names)
             shape, dtype = (layer.rows, layer.columns), type(self._layout).__name__

@@ -16,7 +16,7 @@ from quire.kernels.contract import MXFP4, NVFP4, QuantizedRows, Scheme
 from quire.kernels.reference.codes import dequantize
 
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of 8 neighbouring columns in a packed number
-_SCALES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+_FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}  # of scales, and of plain weights
 _FLOAT8 = "F8_E4M3"
 _E8M0 = ("U8", "F8_E8M0")  # types of scales that are powers of two: the code is the exponent + 127
 _NVFP4 = replace(NVFP4, scale_dtype=torch.float32)  # because a stored factor is any float32
@@ -104,6 +104,8 @@ def _gptq(settings: Mapping[str, object]) -> "Packed":
 
 def _compressed_tensors(settings: Mapping[str, object]) -> "CompressedTensors":
     groups = settings.get("config_groups")
+    if not groups and settings.get("kv_cache_scheme"):  # a checkpoint with scales of KV alone
+        return CompressedTensors(8)
     if not isinstance(groups, dict) or not groups:
         raise ValueError("config_groups must be an object with the weights of each group of layers")
     weights = [group.get("weights") if isinstance(group, dict) else None for group in groups.values()]
@@ -120,9 +122,14 @@ def _compressed_tensors(settings: Mapping[str, object]) -> "CompressedTensors":
 
 def _modelopt(settings: Mapping[str, object]) -> "ModelOpt":
     algorithm = settings.get("quant_algo")
-    if algorithm not in _MODELOPT:
+    if algorithm not in _MODELOPT and (algorithm or not settings.get("kv_cache_quant_algo")):
         raise ValueError(f"quant_algo {algorithm!r:.80} is not supported; {', '.join(_MODELOPT)} are")
     return ModelOpt()
+
+
+def _is_plain(parts: Parts) -> bool:
+    """Whether the weight is not quantized, whatever other tensors the layer has."""
+    return "weight" in parts and parts["weight"].dtype in _FLOATS
 
 
 def _group_size(settings: Mapping[str, object]) -> int:
@@ -165,9 +172,9 @@ class Packed:
             raise ValueError(f"{columns} columns cannot be divided into groups of {size}")
         _expect(parts, "scales", (groups, rows))
         _expect(parts, "qzeros", (groups, rows // per_word))
-        if parts["scales"].dtype not in _SCALES:
+        if parts["scales"].dtype not in _FLOATS:
             raise ValueError(f"scales must be floating point, not {parts['scales'].dtype}")
-        scheme = Scheme(self.bits, self.group_size, _SCALES[parts["scales"].dtype], has_offsets=not self.symmetric)
+        scheme = Scheme(self.bits, self.group_size, _FLOATS[parts["scales"].dtype], has_offsets=not self.symmetric)
         return Layer(rows, columns, None if self.any_order else scheme)
 
     def codes(self, tensors: Tensors, layer: Layer) -> QuantizedRows:
@@ -217,8 +224,10 @@ class CompressedTensors:
         *("weight_global_scale", "input_global_scale", "input_scale"),
     )
 
-    def layer(self, parts: Parts) -> Layer:
+    def layer(self, parts: Parts) -> Layer | None:
         """See Layout."""
+        if _is_plain(parts):
+            return None
         if "weight_g_idx" in parts:
             raise ValueError("columns in activation order (weight_g_idx) are not supported in this layout")
         if "weight_packed" in parts and parts["weight_packed"].dtype == "U8":
@@ -236,7 +245,7 @@ class CompressedTensors:
     @staticmethod
     def _scheme(parts: Parts, rows: int, columns: int, bits: int) -> Scheme:
         found, groups = _matrix(parts, "weight_scale")
-        dtype = _SCALES.get(parts["weight_scale"].dtype)
+        dtype = _FLOATS.get(parts["weight_scale"].dtype)
         if found != rows or not groups or columns % groups or dtype is None:
             shape = parts["weight_scale"].shape
             raise ValueError(f"weight_scale {shape} of {parts['weight_scale'].dtype} does not fit {(rows, columns)}")
@@ -281,8 +290,10 @@ class ModelOpt:
     marker: ClassVar[str] = "weight_scale"
     others: ClassVar[tuple[str, ...]] = ("weight", "weight_scale_2", "input_scale", "pre_quant_scale")
 
-    def layer(self, parts: Parts) -> Layer:
+    def layer(self, parts: Parts) -> Layer | None:
         """See Layout."""
+        if _is_plain(parts):
+            return None
         if "pre_quant_scale" in parts:
             raise ValueError("scales of the columns of x (pre_quant_scale) are not supported")
         rows, columns = _matrix(parts, "weight")
@@ -402,9 +413,9 @@ def _float_scales(scales: Tensor) -> Tensor:
 def _float8_scheme(parts: Parts, name: str, rows: int, columns: int, block: tuple[int, int]) -> Scheme:
     """The scheme of float8 with the scales in the part `name`: of blocks, of groups, of rows, or one."""
     shape, dtype = parts[name].shape, parts[name].dtype
-    if dtype not in (*_SCALES, *_E8M0):
+    if dtype not in (*_FLOATS, *_E8M0):
         raise ValueError(f"{name} must be floating point or uint8, not {dtype}")
-    scale_dtype, size = _SCALES.get(dtype, torch.bfloat16), 0
+    scale_dtype, size = _FLOATS.get(dtype, torch.bfloat16), 0
     if block[0]:
         if shape != (-(-rows // block[0]), -(-columns // block[1])):
             raise ValueError(f"{name} of shape {shape} does not fit blocks of {block}")

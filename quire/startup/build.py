@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from types import MappingProxyType
-from typing import cast, get_args
+from typing import NamedTuple, cast, get_args
 
 import torch
 
@@ -107,6 +107,14 @@ class Built(ModelInfo):
     tokenizer: Tokenizer
 
 
+class OpenFiles(NamedTuple):
+    """A model's name, the path of its files, and what was read from them."""
+
+    name: str
+    path: Path
+    files: ModelFiles
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
     """All decisions that are made before the weights are loaded."""
@@ -118,6 +126,7 @@ class Prepared:
     device: str
     dtype: str
     schemes: Schemes  # of low-bit weights
+    plan: MemoryPlan
     cache: CacheConfig
     scheduler_config: SchedulerConfig
     options: EngineOptions  # resolved; `memory` is the default share if none was given
@@ -185,10 +194,20 @@ def prepare(options: EngineOptions, *, report: Report, progress: Progress) -> Pr
 
     report, progress: as in `build`. Raises ConfigError, ModelError.
     """
+    return prepare_files(options, open_files(options, report=report, progress=progress), report=report)
+
+
+def open_files(options: EngineOptions, *, report: Report, progress: Progress) -> OpenFiles:
+    """Find or download the model's files, and read its description and tokenizer. Raises ConfigError, ModelError."""
     check_options(options)
     check_policies(options)
     name, path = _locate_model(options, report, progress)
-    files = open_model(path, options.model_impl, max_model_len=options.max_model_len)
+    return OpenFiles(name, path, open_model(path, options.model_impl, max_model_len=options.max_model_len))
+
+
+def prepare_files(options: EngineOptions, opened: OpenFiles, *, report: Report) -> Prepared:
+    """Choose kernels and dtypes for a model, and plan the memory. Raises ConfigError, ModelError."""
+    name, path, files = opened
     description = files.description
     device = pick_device(options.device)
     head_dims = tuple({layer.head_dim for layer in description.kv_layers})
@@ -246,7 +265,7 @@ def prepare(options: EngineOptions, *, report: Report, progress: Progress) -> Pr
         threads=threads,
         device=device,
     )
-    return Prepared(name, path, files, chosen, device, dtype, schemes, cache, limits, resolved)
+    return Prepared(name, path, files, chosen, device, dtype, schemes, plan, cache, limits, resolved)
 
 
 def _quantization(options: EngineOptions, checkpoint: Checkpoint) -> str | None:

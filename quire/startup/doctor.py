@@ -1,20 +1,20 @@
 """Report on installation, hardware, kernels, and whether a model fits. Loads no weights."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from platform import python_version
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from quire.config import EngineOptions
-from quire.cost.memory_plan import format_bytes
+from quire.cost.memory_plan import MemoryPlan, format_bytes
 from quire.errors import QuireError
 from quire.kernels.choose import MODULES, choose, unsupported_reason, usable_device
 from quire.kernels.contract import Requirements
 from quire.models.model import Progress
-from quire.startup.build import prepare
+from quire.startup.build import OpenFiles, open_files, prepare_files
 from quire.startup.hardware import available_memory, cpu_description, gpu_description, pick_device
 
 _REQUIRED = ("quire", "torch", "numpy", "safetensors", "tokenizers", "jinja2", "msgspec", "huggingface_hub", "fastapi")
@@ -22,6 +22,11 @@ _USUAL_DTYPE, _USUAL_HEAD_DIM = "bfloat16", 64  # assumed for the check of kerne
 _USUAL_LENGTH = 512  # tokens of a sequence
 _BLOCK_SIZES = (8, 16, 32, 64, 128)  # compared
 _MIN_SAVING = 0.01  # share of the KV pool that another block size has to save
+_USUAL_CONTEXT = 8192  # tokens that a sequence should be able to have
+# quantization and kv_cache_dtype, in the order of accuracy
+_PRECISIONS: tuple[tuple[Literal["int8", "int4"] | None, Literal["auto", "int8"]], ...] = (
+    *((None, "auto"), (None, "int8"), ("int8", "auto"), ("int8", "int8"), ("int4", "auto"), ("int4", "int8")),
+)
 _OPTIONAL = {"transformers": "hf"}  # package -> extra
 
 
@@ -78,12 +83,17 @@ def _version(package: str) -> str | None:
 
 def _model(options: EngineOptions, progress: Progress) -> Iterator[Finding]:
     lines: list[str] = []
+    opened: OpenFiles | None = None
     try:
-        prepared = prepare(options, report=lines.append, progress=progress)
+        opened = open_files(options, report=lines.append, progress=progress)
+        prepared = prepare_files(options, opened, report=lines.append)
     except QuireError as error:
+        if opened is not None:
+            yield from _precisions(options, opened)
         yield from (Finding("model", line) for line in lines)
         yield Finding("model", str(error), problem=True)
         return
+    yield from _precisions(options, opened)
     yield from (Finding("model", line) for line in lines)
     tokenizer, description = prepared.files.tokenizer, prepared.files.description
     template = "with" if tokenizer.has_chat_template else "without"
@@ -93,6 +103,54 @@ def _model(options: EngineOptions, progress: Progress) -> Iterator[Finding]:
     defaults = ", ".join(f"{name} {value}" for name, value in description.sampling_defaults.items())
     yield Finding("model", f"sampling unless a request says otherwise: {defaults or 'temperature 1'}")
     yield Finding("model", f"{prepared.name} can be served")
+
+
+def _precisions(options: EngineOptions, opened: OpenFiles) -> Iterator[Finding]:
+    """The memory of weights and KV in several types, and a recommendation.
+
+    It is the first of _PRECISIONS that holds _USUAL_CONTEXT tokens, else the one that holds the most.
+    """
+    stored = opened.files.description.checkpoint.quant_method
+    plans: dict[str, MemoryPlan] = {}
+    for quantization, kv_dtype in _PRECISIONS:
+        if stored is not None and quantization is not None:
+            continue
+        flags = [f"--quantization {quantization}"] if quantization else []
+        flags += [] if kv_dtype == "auto" else [f"--kv-cache-dtype {kv_dtype}"]
+        try:
+            asked = replace(options, quantization=quantization, kv_cache_dtype=kv_dtype)
+            prepared = prepare_files(asked, opened, report=_ignore)
+        except QuireError as error:
+            reason = str(error).partition(". ")[0]
+            yield Finding("precision", f"{' '.join(flags) or 'as stored'}: {reason}")
+            continue
+        plan, label = prepared.plan, " ".join(flags) or f"weights in {stored or prepared.dtype}"
+        plans[label] = plan
+        profile, length = plan.profile, plan.max_model_len
+        whole = "" if length == profile.model_max_len else f" of the model's {profile.model_max_len}"
+        weights, kv = (format_bytes(size) for size in (profile.weight_bytes, profile.kv_bytes(length)))
+        yield Finding(
+            "precision",
+            f"{label}: weights {weights}, KV of {length} tokens{whole} {kv}, {plan.concurrency(length)} at once",
+        )
+    if plans:
+        yield Finding("precision", f"recommended: {_recommended(plans)}")
+    else:
+        yield Finding("precision", "nothing fits; free memory, or choose a smaller model")
+
+
+def _recommended(plans: Mapping[str, MemoryPlan]) -> str:
+    """The recommended one of `plans`, which are in the order of accuracy, and the reason."""
+    for label, plan in plans.items():
+        usual = min(_USUAL_CONTEXT, plan.profile.model_max_len)
+        if plan.max_model_len >= usual:
+            return f"{label}, the most accurate that holds a sequence of {usual} tokens"
+    longest = max(plans, key=lambda label: plans[label].max_model_len)
+    return f"{longest}, which holds the longest sequence"
+
+
+def _ignore(line: str) -> None:
+    """Ignore a line."""
 
 
 def _block_sizes(options: EngineOptions, demands: Requirements) -> Iterator[Finding]:

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.cost.memory_plan import format_bytes
 from quire.errors import ConfigError, ModelError
-from quire.kernels.contract import FP8, INT4, INT8, MXFP4, NVFP4, Scheme
+from quire.kernels.contract import FP8, INT4, INT8, MXFP4, NVFP4, QuantizedRows, Scheme
 from quire.kernels.reference.codes import nvfp4_factor, quantize_rows
 from quire.models.checkpoint import INDEX_FILE, FolderCheckpoint
 from quire.models.description import ModelDescription, describe
@@ -20,6 +20,7 @@ from quire.models.model import Progress
 from quire.models.weight_map import Placement
 from quire.quant.schemes import AT_LOAD
 from quire.startup.build import Report
+from quire.startup.gptq_calibration import calibrated_rows
 
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", INDEX_FILE, "config.json")
 # names of the layouts of compressed-tensors
@@ -29,15 +30,21 @@ _FORMATS = {
 }
 
 
-def quantize(model: Path, out: Path, scheme: str, *, report: Report, progress: Progress) -> None:
+def quantize(
+    model: Path, out: Path, scheme: str, *, calibrate: Path | None = None, report: Report, progress: Progress
+) -> None:
     """Write the checkpoint in the folder `model` to the folder `out`, with the layers' weights in a scheme of AT_LOAD.
 
-    Head, embedding, norms, biases and routers keep their type. report: receives lines. progress(done, total): bytes of
-    the weights. Raises ConfigError for an unknown scheme or an `out` that exists, ModelError for a model that is
-    damaged, quantized already, or that compressed-tensors' layout cannot have.
+    Head, embedding, norms, biases and routers keep their type. calibrate: text file for GPTQ, whose first
+    CALIBRATION_TOKENS tokens are used; None: weights are rounded to nearest. report: receives lines.
+    progress(done, total): bytes of the weights, counted from 0 for calibration and again for writing.
+    Raises ConfigError for an unknown scheme, an `out` that exists or a text that is too short, ModelError for a model
+    that is damaged, quantized already, or that compressed-tensors' layout cannot have.
     """
     if scheme not in AT_LOAD:
         raise ConfigError(f"scheme {scheme!r:.40} is not supported; known: {', '.join(AT_LOAD)}")
+    if calibrate is not None and AT_LOAD[scheme][0].bits != 4:
+        raise ConfigError(f"calibration applies to schemes of 4 bits, not to {scheme}; leave it out")
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out} exists and is not empty; name another folder")
     checkpoint = FolderCheckpoint(model)
@@ -47,11 +54,23 @@ def quantize(model: Path, out: Path, scheme: str, *, report: Report, progress: P
     schemes = {place.parameter: chosen for place in layers.values()}
     before, after = (description.weight_bytes(description.dtype, some) for some in ({}, schemes))
     report(f"{len(layers)} weights to {chosen}: {format_bytes(before)} -> {format_bytes(after)}")
+    largest = _largest(checkpoint, layers) if chosen == NVFP4 else {}
+    calibrated: Mapping[str, QuantizedRows] = {}
+    if calibrate is not None:
+        calibrated = calibrated_rows(
+            checkpoint, layers, chosen, calibrate, largest=largest, report=report, progress=progress
+        )
     out.mkdir(parents=True, exist_ok=True)
     for path in model.iterdir():
         if path.is_file() and not any(path.match(pattern) for pattern in _WEIGHT_FILES):
             shutil.copy2(path, out / path.name)
-    _write_weights(checkpoint, layers, chosen, out, progress)
+
+    def parts(name: str, weight: Tensor) -> dict[str, Tensor]:
+        most = largest.get(layers[name].parameter)
+        rows = calibrated.get(name) or quantize_rows(weight, chosen, positive=True, largest=most)
+        return _parts(name, weight, rows, chosen, most)
+
+    _write_weights(checkpoint, layers, parts, out, progress)
     config = {**checkpoint.config, "quantization_config": _settings(chosen)}
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
@@ -76,11 +95,14 @@ def _layers(checkpoint: FolderCheckpoint, description: ModelDescription, scheme:
 
 
 def _write_weights(
-    checkpoint: FolderCheckpoint, layers: Mapping[str, Placement], scheme: Scheme, out: Path, progress: Progress
+    checkpoint: FolderCheckpoint,
+    layers: Collection[str],
+    parts: Callable[[str, Tensor], dict[str, Tensor]],
+    out: Path,
+    progress: Progress,
 ) -> None:
-    """Write one file for each file of the checkpoint, and the index."""
+    """Write one file for each file of the checkpoint, and the index. parts: the tensors of a weight in `layers`."""
     total, done = sum(stored.num_bytes for stored in checkpoint.tensors.values()), 0
-    largest = _largest(checkpoint, layers) if scheme == NVFP4 else {}
     files: dict[Path, list[str]] = {}
     for name, stored in checkpoint.tensors.items():
         files.setdefault(stored.file, []).append(name)
@@ -89,8 +111,7 @@ def _write_weights(
     for file, names in files.items():
         tensors: dict[str, Tensor] = {}
         for name, tensor in checkpoint.read(names):
-            parameter = layers[name].parameter if name in layers else ""
-            tensors |= _parts(name, tensor, scheme, largest.get(parameter)) if parameter else {name: tensor}
+            tensors |= parts(name, tensor) if name in layers else {name: tensor}
             done += checkpoint.tensors[name].num_bytes
             progress(done, total)
         save_file(tensors, out / file.name, metadata={"format": "pt"})
@@ -110,12 +131,12 @@ def _largest(checkpoint: FolderCheckpoint, layers: Mapping[str, Placement]) -> M
     return found
 
 
-def _parts(name: str, weight: Tensor, scheme: Scheme, largest: Tensor | None) -> dict[str, Tensor]:
+def _parts(name: str, weight: Tensor, rows: QuantizedRows, scheme: Scheme, largest: Tensor | None) -> dict[str, Tensor]:
     """The tensors of a layer in compressed-tensors' layout. Scales of integers have the type of the weight.
 
-    largest: magnitude of all weights with the same factor in NVFP4.
+    rows: the rounded weight. largest: magnitude of all weights with the same factor in NVFP4.
     """
-    rows, base = quantize_rows(weight, scheme, positive=True, largest=largest), name.removesuffix("weight")
+    base = name.removesuffix("weight")
     if scheme.grid == "e2m1":
         pairs, scales = rows.codes.view(len(rows.codes), -1, 2), 2 * rows.scales.float()  # of the grid as it is
         packed = {f"{base}weight_packed": pairs[:, :, 0] | pairs[:, :, 1] << 4}

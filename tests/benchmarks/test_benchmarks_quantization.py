@@ -21,7 +21,7 @@ def test_a_small_run_has_a_row_for_each_case(tmp_path, capsys, monkeypatch):
 
 
 def test_the_paired_difference_counts_changed_answers():
-    row = Row("int8:auto", "cpu", 1, 1, answers=100, right=90, lost=6, won=2, perplexity=1.0, kl=0.0)
+    row = Row("int8:auto", "cpu", 1, 1, answers=100, right=90, lost=6, won=2, perplexity=1.0, kl=0.0, kl_error=0.0)
     assert row.difference == (-4.0, pytest.approx(2.8, abs=0.01))
     with pytest.raises(SystemExit, match="no case 'int3:auto'"):
         quantization.options_of("int3:auto")

@@ -17,6 +17,7 @@ from quire.engine.engine import Engine
 from quire.errors import ModelError, RequestError
 from quire.hub import embedded
 from quire.startup.doctor import examine
+from quire.startup.quantize import quantize
 
 SMALL = {"dtype": "float32", "memory": "400MiB", "max_num_seqs": 16}
 PROMPT = [(7 * i + 3) % VOCAB for i in range(61)]
@@ -144,7 +145,9 @@ def save_olmo(folder):
 def test_the_doctor_finds_a_model_that_runs_and_one_that_does_not(tmp_path):
     healthy = list(examine(EngineOptions(memory="400MiB")))
     assert not any(finding.problem for finding in healthy)
-    assert {finding.topic for finding in healthy} == {"versions", "hardware", "kernels", "model", "block size"}
+    assert {finding.topic for finding in healthy} == {
+        *("versions", "hardware", "kernels", "model", "block size", "precision"),
+    }
     assert healthy[-1].text == "quire-demo can be served"
     save(tmp_path, "gemma2")
     problems = [finding.text for finding in examine(EngineOptions(model=str(tmp_path))) if finding.problem]
@@ -157,6 +160,36 @@ def test_the_doctor_finds_a_model_that_runs_and_one_that_does_not(tmp_path):
         assert [finding.topic for finding in problems] == ["kernels"]
     problems = [finding.text for finding in examine(EngineOptions(revision="main")) if finding.problem]
     assert len(problems) == 1 and "revision" in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("memory", "recommended"),
+    [
+        ("400MiB", "weights in bfloat16, the most accurate that holds a sequence of 2048 tokens"),
+        ("55MiB", "--quantization int8, the most accurate that holds a sequence of 2048 tokens"),
+        ("50MiB", "--quantization int4 --kv-cache-dtype int8, which holds the longest sequence"),
+        ("40MiB", None),
+    ],
+)
+def test_the_doctor_recommends_the_most_accurate_precision_that_fits(memory, recommended):
+    findings = list(examine(EngineOptions(memory=memory)))
+    texts = [finding.text for finding in findings if finding.topic == "precision"]
+    assert len(texts) == 7
+    assert texts[-1] == (
+        f"recommended: {recommended}" if recommended else "nothing fits; free memory, or choose a smaller model"
+    )
+    assert any(finding.problem for finding in findings) == (memory in ("50MiB", "40MiB"))
+
+
+def test_the_doctor_keeps_the_weights_of_a_quantized_checkpoint(tmp_path):
+    quantize(embedded.folder(), tmp_path / "model", "int4", report=lambda _: None, progress=lambda *_: None)
+    texts = [finding.text for finding in examine(EngineOptions(model=str(tmp_path / "model"), memory="400MiB"))
+             if finding.topic == "precision"]  # fmt: skip
+    assert [text.partition(":")[0] for text in texts] == [
+        "weights in compressed-tensors",
+        "--kv-cache-dtype int8",
+        "recommended",
+    ]
 
 
 def test_tokens_that_the_model_does_not_have_can_neither_come_up_nor_hurt(llm):

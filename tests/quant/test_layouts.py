@@ -361,6 +361,74 @@ def test_scales_that_are_not_finite_are_named(saved, tmp_path, layout, spoil):
         load(description, dtype="float32", schemes=description.schemes(None))
 
 
+@pytest.mark.parametrize("layout", ["pack-quantized", "int-quantized", "modelopt-nvfp4", "fp8-blocks"])
+def test_a_weight_that_is_not_quantized_is_plain_beside_scales(saved, tmp_path, layout):
+    plain, name = load_file(saved(KIND)[0] / "model.safetensors"), "model.layers.0.self_attn.o_proj.weight"
+
+    def unquantize(tensors):
+        for part in ("weight_packed", "weight_shape"):
+            tensors.pop(name.removesuffix("weight") + part, None)
+        tensors[name] = plain[name]
+
+    write(saved(KIND)[0], tmp_path / "model", layout, unquantize)
+    checkpoint = open_layers(FolderCheckpoint(tmp_path / "model"))
+    assert checkpoint.tensors[name].scheme is None and torch.equal(dict(checkpoint.read([name]))[name], plain[name])
+    assert load(describe(checkpoint), dtype="float32")
+
+
+@pytest.mark.parametrize("layout", ["pack-quantized", "modelopt-nvfp4"])
+def test_the_tensors_of_an_ignored_layer_say_whether_it_is_quantized(saved, tmp_path, layout):
+    numbers = write(saved(KIND)[0], tmp_path / "model", layout)
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config["quantization_config"]["ignore"] = ["model.layers.0.self_attn.o_proj", "re:.*gate_proj"]
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    checkpoint = open_layers(FolderCheckpoint(tmp_path / "model"))
+    assert all(checkpoint.tensors[name].scheme is not None for name in numbers)
+
+
+KV_SCALES = ("k_scale", "v_scale", "q_scale", "k_proj.output_scale", "k_proj.k_scale", "v_proj.v_scale", "kv_scale",
+             "prob_scale", "k_zero_point", "v_zero_point", "v_proj.output_zero_point")  # fmt: skip
+
+
+def with_kv_scales(tensors):
+    for layer in range(3):
+        tensors |= {f"model.layers.{layer}.self_attn.{last}": torch.ones(1) for last in KV_SCALES}
+
+
+KV_FLOAT8 = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+
+
+@pytest.mark.parametrize("layout", ["float-quantized", "pack-quantized", "modelopt-fp8", "fp8-blocks"])
+def test_scales_of_kv_are_not_used(saved, tmp_path, layout):
+    numbers = write(saved(KIND)[0], tmp_path / "model", layout, with_kv_scales)
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config["quantization_config"] |= {"kv_cache_scheme": KV_FLOAT8, "kv_cache_quant_algo": "FP8"}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    checkpoint = open_layers(FolderCheckpoint(tmp_path / "model"))
+    assert not any(name.endswith(KV_SCALES) for name in checkpoint.tensors)
+    assert all(checkpoint.tensors[name].scheme is not None for name in numbers)
+    assert load(describe(checkpoint), dtype="float32")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "kv_cache_scheme": KV_FLOAT8},
+        {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"},
+    ],
+)
+def test_a_checkpoint_with_scales_of_kv_alone_is_plain(saved, tmp_path, settings):
+    folder = shutil.copytree(saved(KIND)[0], tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    with_kv_scales(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    description = describe(open_layers(FolderCheckpoint(folder)))
+    assert not description.schemes(None)
+    assert load(description, dtype="float32")
+
+
 def test_modelopt_settings_in_a_file_of_their_own(saved, tmp_path):
     folder = tmp_path / "model"
     numbers = write(saved(KIND)[0], folder, "modelopt-nvfp4")

@@ -5,7 +5,7 @@ integers. They are multiplied by the group's scale and added in float64, then mu
 with float8 weights (the grid "e4m3") are added in float64, too, and do not round x.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -36,7 +36,8 @@ def quantize_rows(
     (NVFP4), so that a row's codes depend on this row alone.
 
     positive: for layouts that have no negative scales; then only an extreme below zero may have code 0.
-    largest: float32 (1, 1), for NVFP4 layouts with one factor for a tensor: its largest magnitude.
+    largest: float32 (1, 1), for NVFP4 layouts with one factor for a tensor: its largest magnitude. Scales of larger
+    groups are the largest e4m3 number times the factor.
     Raises ValueError for the grid "iq4_nl".
     """
     rows, (columns, zero) = rows.float(), (rows.shape[1], scheme.zero_point)
@@ -47,11 +48,11 @@ def quantize_rows(
     padded = pad(rows, (0, -columns % size)).reshape(len(rows), -1, size)
     match scheme.grid:
         case "int":
-            units, scales = _best(padded, _linear_scales(padded, scheme, positive=positive), _to_integers(zero))
-            codes = units + zero
+            numbers, scales = _best(padded, _linear_scales(padded, scheme, positive=positive), scheme)
+            codes = codes_of(numbers, scheme)
         case "e2m1":
-            units, scales = _best(padded, _fp4_scales(padded, scheme, largest), _to_e2m1)
-            codes = torch.tensor(_E2M1_CODES, device=units.device)[units.long() + 12]
+            numbers, scales = _best(padded, _fp4_scales(padded, scheme, largest), scheme)
+            codes = codes_of(numbers, scheme)
         case "e4m3":
             scales = (padded.abs().amax(-1, keepdim=True) / _MAX_E4M3).to(scheme.scale_dtype).float()
             codes = (padded * _factors(scales)).clamp(-_MAX_E4M3, _MAX_E4M3).to(torch.float8_e4m3fn).view(torch.uint8)
@@ -62,25 +63,34 @@ def quantize_rows(
     return with_offsets(QuantizedRows(codes, scales.squeeze(-1).to(scheme.scale_dtype)), scheme)
 
 
-def _best(groups: Tensor, tried: Iterable[Tensor], to_units: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """Groups (n, num_groups, size) in units of their scales, and the scales (n, num_groups, 1) with the least error."""
+def _best(groups: Tensor, tried: Iterable[Tensor], scheme: Scheme) -> tuple[Tensor, Tensor]:
+    """Groups (n, num_groups, size) as numbers, and the scales (n, num_groups, 1) with the least error."""
     best = torch.full_like(groups[..., :1], torch.inf)
-    units, scales = torch.zeros_like(groups), torch.full_like(best, torch.nan)
+    numbers, scales = torch.zeros_like(groups), torch.full_like(best, torch.nan)
     for scale in tried:
-        rounded = to_units(groups * _factors(scale))
+        rounded = nearest_numbers(groups, scale, scheme)
         error = ((rounded * scale - groups) ** 2).sum(-1, keepdim=True)
         better = error < best * _BETTER
         best = torch.where(better, error, best)
-        units, scales = torch.where(better, rounded, units), torch.where(better, scale, scales)
-    return units, scales
+        numbers, scales = torch.where(better, rounded, numbers), torch.where(better, scale, scales)
+    return numbers, scales
+
+
+def nearest_numbers(values: Tensor, scales: Tensor, scheme: Scheme) -> Tensor:
+    """The numbers of the grid "int" or "e2m1" that are nearest to values / scales, float32. 0 for a scale of 0."""
+    x, zero = values * _factors(scales), scheme.zero_point
+    return _to_e2m1(x) if scheme.grid == "e2m1" else x.round().clamp(-zero, zero - 1)
+
+
+def codes_of(numbers: Tensor, scheme: Scheme) -> Tensor:
+    """The codes, uint8, of numbers of the grid "int" or "e2m1": the inverse of `numbers_of`."""
+    if scheme.grid == "e2m1":
+        return torch.tensor(_E2M1_CODES, dtype=torch.uint8, device=numbers.device)[numbers.long() + 12]
+    return (numbers + scheme.zero_point).to(torch.uint8)
 
 
 def _factors(scales: Tensor) -> Tensor:
     return torch.where(scales.abs() < _SMALLEST, 0, 1 / scales)
-
-
-def _to_integers(zero: int) -> Callable[[Tensor], Tensor]:
-    return lambda x: x.round().clamp(-zero, zero - 1)
 
 
 def _linear_scales(groups: Tensor, scheme: Scheme, *, positive: bool) -> Iterator[Tensor]:
@@ -108,7 +118,8 @@ def _fp4_scales(groups: Tensor, scheme: Scheme, largest: Tensor | None) -> Itera
         scales = (torch.ldexp(torch.ones_like(most), exponents + shift) for shift in _MXFP4_SHIFTS)
     else:
         factors = nvfp4_factor(most.amax(1, keepdim=True) if largest is None else largest) / 2
-        scales = ((most / (2 * top * factors)).to(torch.float8_e4m3fn).float() * factors for top in _NVFP4_TOPS)
+        exact = (most / (2 * top * factors) for top in _NVFP4_TOPS)
+        scales = (one.clamp(max=_MAX_E4M3).to(torch.float8_e4m3fn).float() * factors for one in exact)
     for scale in scales:
         yield torch.where(most < _SMALLEST, 0, scale).to(scheme.scale_dtype).float()
 

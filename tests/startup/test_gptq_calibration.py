@@ -1,0 +1,115 @@
+"""`quire quantize --calibrate`: the sequences of the text, the written weights, and errors."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_tokenizers import llama3, write_folder
+from typer.testing import CliRunner
+
+import quire
+from quire.cli import app
+from quire.errors import ConfigError, ModelError
+from quire.hub import embedded
+from quire.models.checkpoint import FolderCheckpoint
+from quire.models.quantized_checkpoint import open_layers
+from quire.startup import gptq_calibration
+from quire.startup.gptq_calibration import CALIBRATION_TOKENS, read_sequences
+from quire.tokenizer.tokenizer import Tokenizer
+from tools.demo_model.sample_text import sample
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A file of about 4000 tokens."""
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text(sample(7, 20_000))
+    return file
+
+
+def quantize(out, scheme="int4", **options):
+    lines, calls = [], []
+    model = embedded.folder()
+    quire.quantize(
+        model, out, scheme, report=lines.append, progress=lambda done, total: calls.append((done, total)), **options
+    )
+    return lines, calls
+
+
+@pytest.mark.parametrize("scheme", ["int4", "mxfp4", "nvfp4"])
+def test_the_checkpoint_has_the_same_tensors_with_other_codes(tmp_path, text, scheme):
+    quantize(tmp_path / "plain", scheme)
+    lines, calls = quantize(tmp_path / "calibrated", scheme, calibrate=text)
+    assert lines[1].startswith("calibrated with ") and lines[1].endswith(" in sequences of up to 2048")
+    ends = [i for i, (done, total) in enumerate(calls) if done == total]
+    assert len(ends) == 2 and ends[1] == len(calls) - 1  # once calibrated, once written
+    plain, found = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "calibrated"))
+    assert {name: tensor.shape for name, tensor in plain.items()} == {name: one.shape for name, one in found.items()}
+    changed = {name for name in plain if not torch.equal(plain[name], found[name])}
+    assert {name for name in plain if name.endswith("_packed")} <= changed
+    assert all(name.endswith(("_packed", "_scale")) for name in changed)
+    checkpoint = open_layers(FolderCheckpoint(tmp_path / "calibrated"))
+    weights = load_file(embedded.folder() / "model.safetensors")
+    for name, tensor in checkpoint.read(name for name, one in checkpoint.tensors.items() if one.scheme is not None):
+        assert (tensor - weights[name].float()).norm() / weights[name].float().norm() < 0.2
+
+
+def test_the_command(tmp_path, text):
+    arguments = [
+        "quantize",
+        str(embedded.folder()),
+        str(tmp_path / "out"),
+        "--scheme",
+        "int4",
+        "--calibrate",
+        str(text),
+    ]
+    run = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert run.exit_code == 0 and f" tokens of {text}, " in run.stdout
+    greedy = quire.SamplingParams(temperature=0.0, max_tokens=8)
+    llm = quire.LLM(str(tmp_path / "out"), memory="256MiB", max_model_len=256)
+    (output,) = llm.generate(["The capital of France is"], greedy, use_tqdm=False)
+    llm.close()
+    assert output.outputs[0].text
+
+
+def test_each_sequence_begins_with_the_begin_token(tmp_path):
+    folder = write_folder(tmp_path, llama3(), tokenizer_config={"bos_token": "<|im_start|>"})
+    tokenizer = Tokenizer.from_folder(folder)
+    (tmp_path / "text").write_text("The kettle stands on the shelf. " * 400)
+    ids = tokenizer.encode((tmp_path / "text").read_text())
+    sequences = read_sequences(tmp_path / "text", tokenizer, 100)
+    assert ids[0] == tokenizer.bos_token_id and all(int(one[0]) == ids[0] for one in sequences)
+    assert torch.cat([one[1:] for one in sequences]).tolist() == ids[1:]
+    assert {len(one) for one in sequences[:-1]} == {100} and len(sequences[-1]) <= 100
+
+
+def test_a_long_text_is_cut(tmp_path, text):
+    (tmp_path / "long").write_text(text.read_text() * 20)
+    sequences = read_sequences(tmp_path / "long", Tokenizer.from_folder(embedded.folder()), 2048)
+    assert sum(map(len, sequences)) == CALIBRATION_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "has 0 tokens, but at least 1024 are needed"),
+        (b"Two and two are four.", r"has \d+ tokens, but at least 1024 are needed; use text like"),
+        (b"\xff\xfe" * 1000, "cannot be read as UTF-8 text"),
+        (None, "cannot be read as UTF-8 text: .*No such file"),
+    ],
+)
+def test_a_text_that_cannot_be_used_is_refused_before_anything_is_written(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "text").write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        quantize(tmp_path / "out", calibrate=tmp_path / "text")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_calibration_does_not_apply_to_is_named(tmp_path, text, monkeypatch):
+    with pytest.raises(ConfigError, match="calibration applies to schemes of 4 bits, not to int8; leave it out"):
+        quantize(tmp_path / "out", "int8", calibrate=text)
+    nan = iter([{("layers.0.attention.qkv.weight", 0): torch.full((256, 256), torch.nan)}])
+    monkeypatch.setattr(gptq_calibration, "layer_hessians", lambda *_, **__: nan)
+    with pytest.raises(ModelError, match=r"q_proj\.weight: inputs of the layer are not finite; quantize without"):
+        quantize(tmp_path / "out", calibrate=text)
