@@ -181,6 +181,14 @@ class EngineOptions:
             "beta",
         ),
     ] = None
+    weight_cache: Annotated[
+        str | None,
+        Help(
+            "folder for weights in the layout of the CPU kernels, which later starts map into memory; takes disk space "
+            "of the size of the weights [default: none]",
+            "beta",
+        ),
+    ] = None
     block_size: Annotated[int, Meta(ge=1, le=65536), Help("tokens in one KV block")] = 16
     enable_prefix_caching: Annotated[bool, Help("reuse the KV of earlier requests with the same prefix")] = True
     prefix_index: Annotated[

@@ -43,6 +43,7 @@ from quire.kernels.contract import Requirements
 from quire.kernels.reference.quantized import MAX_QUANTIZED
 from quire.models.checkpoint import Checkpoint
 from quire.models.model import Description, Progress
+from quire.models.weight_cache import WeightCache
 from quire.quant.schemes import Schemes, summary
 from quire.runner.model_runner import TorchRunner
 from quire.scheduler.journal import JournalledScheduler, open_journal, open_restart_journal
@@ -140,7 +141,8 @@ def build(options: EngineOptions, *, report: Report, progress: Progress, is_rest
         if scheduler is not None:
             on_error.callback(scheduler.close)
         kernels = prepared.kernels.kernels
-        model = prepared.files.load(prepared.dtype, prepared.device, kernels, prepared.schemes, progress)
+        weights = None if options.weight_cache is None else WeightCache(Path(options.weight_cache), report)
+        model = prepared.files.load(prepared.dtype, prepared.device, kernels, prepared.schemes, progress, weights)
         return_freed_memory()  # loading makes temporary copies
         scheduler = scheduler or _scheduler(prepared, grammars, is_restart=True)
         runner = TorchRunner(

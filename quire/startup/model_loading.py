@@ -17,12 +17,13 @@ from quire.models.gguf.checkpoint import GgufCheckpoint
 from quire.models.loading import load
 from quire.models.model import Description, Model, Progress
 from quire.models.quantized_checkpoint import open_layers
+from quire.models.weight_cache import WeightCache
 from quire.quant.schemes import Schemes
 from quire.tokenizer.gguf import gguf_tokenizer
 from quire.tokenizer.tokenizer import Tokenizer
 
-# dtype, device, the kernels that will compute it, schemes of low-bit weights, progress
-Load = Callable[[str, str, Kernels, Schemes, Progress], Model]
+# dtype, device, the kernels that will compute it, schemes of low-bit weights, progress, cache of weights
+Load = Callable[[str, str, Kernels, Schemes, Progress, WeightCache | None], Model]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,8 +68,12 @@ def open_model(path: Path, implementation: ModelImpl, *, max_model_len: int | No
 def _native(checkpoint: Checkpoint, tokenizer: Tokenizer, max_model_len: int | None) -> ModelFiles:
     description = describe(checkpoint, max_model_len=max_model_len)
 
-    def read(dtype: str, device: str, kernels: Kernels, schemes: Schemes, progress: Progress) -> Model:
-        return load(description, dtype=dtype, device=device, kernels=kernels, schemes=schemes, progress=progress)
+    def read(
+        dtype: str, device: str, kernels: Kernels, schemes: Schemes, progress: Progress, cache: WeightCache | None
+    ) -> Model:
+        return load(
+            description, dtype=dtype, device=device, kernels=kernels, schemes=schemes, progress=progress, cache=cache
+        )
 
     return ModelFiles(description, tokenizer, read, "quire's own decoder")
 
@@ -78,8 +83,12 @@ def _transformers_backend(checkpoint: Checkpoint, tokenizer: Tokenizer, reason: 
 
     description = describe_transformers(checkpoint)
 
-    def read(dtype: str, device: str, kernels: Kernels, schemes: Schemes, progress: Progress) -> Model:
+    def read(
+        dtype: str, device: str, kernels: Kernels, schemes: Schemes, progress: Progress, cache: WeightCache | None
+    ) -> Model:
         del kernels, schemes  # transformers uses its own kernels and weight layout, and keeps weights in dtype
+        if cache is not None:
+            cache.report("weights    not cached, because transformers loads them")
         return load_transformers(description, dtype=dtype, device=device, progress=progress)
 
     return ModelFiles(
