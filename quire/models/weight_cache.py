@@ -1,9 +1,9 @@
 """Weight cache: a file with a model's weights in their final layout, which later starts map into memory.
 
-A file has a header of one page and then each tensor of the decoder, from a new page on. It is mapped private and
-read-only in effect, so that processes with the same model share its pages. The header has a key, a hash of all that
-decides the bytes of the weights, the size of the file and the sum of its 64-bit words. A file whose header or sum does
-not match is not used. Files are replaced by renaming and never changed, because a mapping would see the change.
+A file has a header of one page, then each tensor of the decoder from a new page on. The header has a key, which is a
+hash of all that decides the bytes of the weights, the size of the file, and the sum of its 64-bit words. A file that
+does not match one of the three is not used. Processes that map the same file share its pages. So a file is never
+changed: a new one is written and renamed.
 """
 
 import fcntl
@@ -94,8 +94,10 @@ def load_through(cache: WeightCache, model: nn.Module, identity: Identity, load:
         _map(tensors, file, key)
     except FileNotFoundError:
         pass
-    except (OSError, UnusableFile) as error:
-        reason = f", because the one before {error}" if isinstance(error, UnusableFile) else f" ({error})"
+    except UnusableFile as error:
+        reason = f", because the one before {error}"
+    except OSError as error:
+        reason = f", because the one before cannot be read ({error.strerror})"
     else:
         cache.report(f"weights    mapped from the cache {file}")
         return
