@@ -14,6 +14,7 @@ import re
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,11 +70,13 @@ class Identity:
         stats = [(str(file), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in sorted(files)]
         stored = [(name, one.shape, one.dtype) for name, one in self.checkpoint.tensors.items()]
         layout = [(name, one.shape, one.dtype) for name, one in tensors.items()]
-        parts = (stats, stored, layout, sorted(self.schemes.items()), self.dtype, self.kernels, _code_digest())
+        parts = (stats, stored, layout, sorted(self.schemes.items()), self.dtype, self.kernels, code_digest())
         return hashlib.sha256(repr(parts).encode()).digest()
 
 
-def _code_digest() -> str:
+@cache
+def code_digest() -> str:
+    """A hash of the code that decides the bytes of weights and the speed of steps, compiled kernels included."""
     files = [path for folder in _CODE for path in (_ROOT / folder).rglob("*") if path.suffix in (".py", ".so")]
     digest = hashlib.sha256()
     for path in sorted(files):
@@ -81,13 +84,13 @@ def _code_digest() -> str:
     return digest.hexdigest()
 
 
-def load_through(cache: WeightCache, model: nn.Module, identity: Identity, load: Callable[[], None]) -> None:
+def load_through(where: WeightCache, model: nn.Module, identity: Identity, load: Callable[[], None]) -> None:
     """Map the weights of `model` from the cache's file. Without a usable file, call `load` and write one.
 
     Errors of the cache are reported in a line and not raised.
     """
     tensors = _tensors(model)
-    file = cache.folder.expanduser() / identity.file_name
+    file = where.folder.expanduser() / identity.file_name
     key = identity.key(tensors)
     reason = ""
     try:
@@ -99,16 +102,16 @@ def load_through(cache: WeightCache, model: nn.Module, identity: Identity, load:
     except OSError as error:
         reason = f", because the one before cannot be read ({error.strerror})"
     else:
-        cache.report(f"weights    mapped from the cache {file}")
+        where.report(f"weights    mapped from the cache {file}")
         return
     load()
     try:
         _write(tensors, file, key)
         _map(tensors, file, key)  # pages of the file can be shared with other processes
     except (OSError, UnusableFile) as error:
-        cache.report(f"weights    not written to the cache: {error}")
+        where.report(f"weights    not written to the cache: {error}")
     else:
-        cache.report(f"weights    written to the cache {file}{reason}")
+        where.report(f"weights    written to the cache {file}{reason}")
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -94,7 +94,7 @@ def change_config(folder, file, monkeypatch):
 
 
 def change_code(folder, file, monkeypatch):
-    monkeypatch.setattr(weight_cache, "_code_digest", lambda: "another build")
+    monkeypatch.setattr(weight_cache, "code_digest", lambda: "another build")
 
 
 def truncate(folder, file, monkeypatch):
