@@ -67,7 +67,7 @@ class Identity:
         """
         files = {stored.file for stored in self.checkpoint.tensors.values()}
         files |= set(self.checkpoint.path.glob("*.json"))
-        stats = [(str(file), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in sorted(files)]
+        stats = [(str(file.resolve()), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in sorted(files)]
         stored = [(name, one.shape, one.dtype) for name, one in self.checkpoint.tensors.items()]
         layout = [(name, one.shape, one.dtype) for name, one in tensors.items()]
         parts = (stats, stored, layout, sorted(self.schemes.items()), self.dtype, self.kernels, code_digest())
@@ -156,7 +156,6 @@ def _map(tensors: Mapping[str, Tensor], file: Path, key: bytes) -> None:
         memory = mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     finally:
         os.close(descriptor)
-    memory.madvise(mmap.MADV_WILLNEED)
     if _checksum(memory) != checksum:
         raise UnusableFile("is damaged")
     whole = torch.from_numpy(np.frombuffer(memory, np.uint8))
