@@ -101,6 +101,7 @@ def decode_ratio(
     It is infinite if one of the two has no such step. Errors of the runner are not raised: `measure` reports them.
     """
     trial, found = _CalibrationRun(runner, cache, scheduler_config, vocab_size, clock), Calibration()
+    trial.latest = inf
     with suppress(Exception):
         trial.measure_decode(found)
     runner.release_workspace()
