@@ -184,8 +184,8 @@ class EngineOptions:
     weight_cache: Annotated[
         str | None,
         Help(
-            "folder for weights in the layout of the CPU kernels, which later starts map into memory; takes disk space "
-            "of the size of the weights [default: none]",
+            "folder for packed weights of CPU kernels, which make later starts faster; takes the weights' size on disk "
+            "[default: none]",
             "beta",
         ),
     ] = None

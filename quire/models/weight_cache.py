@@ -1,9 +1,12 @@
-"""Weight cache: a file with a model's weights in their final layout, which later starts map into memory.
+"""Weight cache: a file with a model's weights in their final layout, which later starts map or copy into memory.
 
 A file has a header of one page, then each tensor of the decoder from a new page on. The header has a key, which is a
 hash of all that decides the bytes of the weights, the size of the file, and the sum of its 64-bit words. A file that
 does not match one of the three is not used. Processes that map the same file share its pages. So a file is never
 changed: a new one is written and renamed.
+
+Decode steps need large pages. The page cache has them on some systems and for some files only. Without them the
+weights are copied from the file into the memory that they would have without a cache.
 """
 
 import fcntl
@@ -11,12 +14,13 @@ import hashlib
 import mmap
 import os
 import re
+import resource
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +33,7 @@ from quire.quant.schemes import Schemes
 _HEADER = struct.Struct("<8s32sQQ")  # _MAGIC, key, bytes of the file, sum of the 64-bit words behind the header
 _MAGIC = b"quire-w1"
 _PAGE = 4096  # bytes
+_LARGE_PAGE = 2**18  # bytes per page fault, on average, from which on pages of the file are large enough
 _ROOT = Path(__file__).parents[1]
 _CODE = ("kernels", "layers", "models", "quant")  # folders of quire whose code decides the bytes of weights
 
@@ -85,7 +90,7 @@ def code_digest() -> str:
 
 
 def load_through(where: WeightCache, model: nn.Module, identity: Identity, load: Callable[[], None]) -> None:
-    """Map the weights of `model` from the cache's file. Without a usable file, call `load` and write one.
+    """Map or copy the weights of `model` from the cache's file. Without a usable file, call `load` and write one.
 
     Errors of the cache are reported in a line and not raised.
     """
@@ -94,7 +99,7 @@ def load_through(where: WeightCache, model: nn.Module, identity: Identity, load:
     key = identity.key(tensors)
     reason = ""
     try:
-        _map(tensors, file, key)
+        way = _read(tensors, file, key)
     except FileNotFoundError:
         pass
     except UnusableFile as error:
@@ -102,12 +107,12 @@ def load_through(where: WeightCache, model: nn.Module, identity: Identity, load:
     except OSError as error:
         reason = f", because the one before cannot be read ({error.strerror})"
     else:
-        where.report(f"weights    mapped from the cache {file}")
+        where.report(f"weights    {way} from the cache {file}")
         return
     load()
     try:
         _write(tensors, file, key)
-        _map(tensors, file, key)  # pages of the file can be shared with other processes
+        _read(tensors, file, key)  # pages of the file can be shared with other processes
     except (OSError, UnusableFile) as error:
         where.report(f"weights    not written to the cache: {error}")
     else:
@@ -136,8 +141,11 @@ def _offsets(tensors: Mapping[str, Tensor]) -> tuple[list[int], int]:
 
 
 @torch.no_grad()
-def _map(tensors: Mapping[str, Tensor], file: Path, key: bytes) -> None:
-    """Let the tensors have the memory of the file. Raises UnusableFile and OSError, and then changes no tensor."""
+def _read(tensors: Mapping[str, Tensor], file: Path, key: bytes) -> Literal["mapped", "copied"]:
+    """Let the tensors have the memory of the file if its pages are large, else copy it.
+
+    Raises UnusableFile and OSError, and then changes no tensor.
+    """
     offsets, size = _offsets(tensors)
     descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
     try:
@@ -156,11 +164,19 @@ def _map(tensors: Mapping[str, Tensor], file: Path, key: bytes) -> None:
         memory = mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     finally:
         os.close(descriptor)
+    num_faults = -resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     if _checksum(memory) != checksum:
         raise UnusableFile("is damaged")
+    num_faults += resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    way: Literal["mapped", "copied"] = "mapped" if num_faults * _LARGE_PAGE <= size else "copied"
     whole = torch.from_numpy(np.frombuffer(memory, np.uint8))
     for tensor, offset in zip(tensors.values(), offsets, strict=True):
-        tensor.data = whole[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        values = whole[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        if way == "mapped":
+            tensor.data = values
+        else:
+            tensor.copy_(values)
+    return way
 
 
 def _checksum(memory: mmap.mmap) -> int:

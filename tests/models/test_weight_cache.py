@@ -18,7 +18,13 @@ from quire.models.weight_cache import WeightCache
 
 cpu = pytest.importorskip("quire.kernels.cpu.kernels")
 
+PAGES = {"mapped": 0, "copied": 2**60}  # bytes of a page that is large
 EMBEDDED = {"memory": "256MiB", "max_model_len": 256}
+
+
+@pytest.fixture(autouse=True)
+def mapped(monkeypatch):
+    monkeypatch.setattr(weight_cache, "_LARGE_PAGE", PAGES["mapped"])
 
 
 @pytest.fixture
@@ -46,24 +52,28 @@ def file_of(cache):
     return file
 
 
+@pytest.mark.parametrize("way", PAGES)
 @pytest.mark.parametrize("kind", ["qwen3-gqa", "qwen3-tied", "qwen2-moe", "opt-post-norm"])
 @pytest.mark.parametrize(
     ("quantization", "dtype", "kernels"),
     [(None, "bfloat16", cpu), ("int8", "bfloat16", cpu), ("int4", "float32", cpu), (None, "float32", reference)],
 )
-def test_mapped_weights_have_the_bits_of_loaded_ones(saved, tmp_path, kind, quantization, dtype, kernels):
+def test_weights_of_the_cache_have_the_bits_of_loaded_ones(
+    saved, tmp_path, monkeypatch, way, kind, quantization, dtype, kernels
+):
+    monkeypatch.setattr(weight_cache, "_LARGE_PAGE", PAGES[way])
     options = {"quantization": quantization, "dtype": dtype, "kernels": kernels}
     expected, no_lines = loaded(saved(kind)[0], None, **options)
     written, first = loaded(saved(kind)[0], tmp_path / "cache", **options)
-    mapped, second = loaded(saved(kind)[0], tmp_path / "cache", **options)
+    found, second = loaded(saved(kind)[0], tmp_path / "cache", **options)
     assert_equal(written, expected)
-    assert_equal(mapped, expected)
+    assert_equal(found, expected)
     file = file_of(tmp_path / "cache")
     assert no_lines == []
     assert first == [f"weights    written to the cache {file}"]
-    assert second == [f"weights    mapped from the cache {file}"]
+    assert second == [f"weights    {way} from the cache {file}"]
     assert file.stat().st_mode & 0o777 == 0o600
-    assert not any(tensor.requires_grad for tensor in mapped.values())
+    assert not any(tensor.requires_grad for tensor in found.values())
 
 
 def test_mapped_weights_are_pages_of_the_file_that_a_write_does_not_reach(folder, tmp_path):
