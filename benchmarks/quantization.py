@@ -159,7 +159,8 @@ def table(rows: Sequence[Row]) -> str:
         net, net_error = row.difference
         lines.append(
             f"| {row.case} | {row.kernels} | {row.weight_bytes / 1e6:.2f} | {row.kv_bytes_per_token} | "
-            f"{100 * rate:.2f} ± {error:.2f} | {net:+.2f} ± {net_error:.2f} | {row.perplexity:.4f} | {row.kl:.5f} ± {row.kl_error:.5f} |"
+            f"{100 * rate:.2f} ± {error:.2f} | {net:+.2f} ± {net_error:.2f} | {row.perplexity:.4f} | "
+            f"{row.kl:.5f} ± {row.kl_error:.5f} |"
         )
     return "\n".join(lines)
 
