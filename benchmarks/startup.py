@@ -1,9 +1,10 @@
 """Time from the start of `quire serve` until it is ready, and until the first token of an answer.
 
-    python -m benchmarks.startup [--shape 0.5b] [--models FOLDER] [--repeat 5] [--json FILE] [-- OPTION ...]
+    python -m benchmarks.startup [--shape 0.5b] [--models FOLDER] [--warm] [--repeat 5] [--json FILE] [-- OPTION ...]
 
 Without --shape the embedded model is served, else a checkpoint with random weights in --models. OPTIONs are those of
-`quire serve`. The files are in the page cache after the first start.
+`quire serve`. The first start is not counted: after it the files are in the page cache. --warm: a start is followed by
+one with a weight cache, which an uncounted start has filled. Names of its times begin with "warm".
 """
 
 import argparse
@@ -24,7 +25,7 @@ from rich.progress import track
 from benchmarks.cpu.checkpoints import SHAPES, checkpoint
 from benchmarks.cpu.machine import describe
 
-LINES = ("policy", "kernels", "costs", "tpot")  # start-up lines whose times are printed
+LINES = ("policy", "kernels", "weights", "costs", "tpot")  # start-up lines whose times are printed
 COMMAND = (str(Path(sys.executable).with_name("quire")), "serve", "--port", "0")
 
 
@@ -61,18 +62,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shape", choices=SHAPES, help="default: the embedded model")
     parser.add_argument("--models", type=Path, help="folder of the checkpoint; default: a temporary one")
+    parser.add_argument("--warm", action="store_true", help="measure starts with a filled weight cache, too")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("options", nargs="*", help="of quire serve, after --")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = [str(checkpoint(args.shape, args.models or Path(folder)))] if args.shape else []
-        runs = [measure([*model, *args.options]) for _ in track(range(1 + args.repeat), "starts")][1:]
+        options = [*model, *args.options]
+        cached = [*options, "--weight-cache", f"{folder}/weights"]
+        runs = []
+        for _ in track(range(1 + args.repeat), "starts"):
+            run = measure(options)
+            if args.warm:
+                run |= {f"warm {name}": seconds for name, seconds in measure(cached).items()}
+            runs.append(run)
+        del runs[0]
     summary: dict[str, Any] = {}
     for name in runs[0]:
         values = [run[name] for run in runs]
         summary[name] = {"median": statistics.median(values), "min": min(values), "max": max(values)}
-        print(f"{name:<12} median {statistics.median(values):.2f} s, {min(values):.2f} to {max(values):.2f} s")
+        print(f"{name:<17} median {statistics.median(values):.2f} s, {min(values):.2f} to {max(values):.2f} s")
     if args.json:
         setting = {"shape": args.shape or "embedded", "repeat": args.repeat, "options": args.options}
         report = {"machine": describe(), "setting": setting, "seconds": summary}

@@ -183,6 +183,14 @@ class EngineOptions:
             "beta",
         ),
     ] = None
+    weight_cache: Annotated[
+        str | None,
+        Help(
+            "folder for packed weights of CPU kernels, which make later starts faster; takes the weights' size on disk "
+            "[default: none]",
+            "beta",
+        ),
+    ] = None
     block_size: Annotated[int, Meta(ge=1, le=65536), Help("tokens in one KV block, a multiple of 16")] = 16
     enable_prefix_caching: Annotated[bool, Help("reuse the KV of earlier requests with the same prefix")] = True
     prefix_index: Annotated[

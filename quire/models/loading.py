@@ -13,6 +13,7 @@ from quire.kernels.contract import DTYPES, Kernels, PackedWeight, QuantizedRows,
 from quire.models.decoder import Decoder
 from quire.models.description import ModelDescription
 from quire.models.model import Progress
+from quire.models.weight_cache import Identity, WeightCache, load_through
 from quire.models.weight_map import Placement
 from quire.quant.schemes import NO_SCHEMES, Schemes, holds
 
@@ -25,20 +26,31 @@ def load(
     kernels: Kernels = reference,
     schemes: Schemes = NO_SCHEMES,
     progress: Progress | None = None,
+    cache: WeightCache | None = None,
 ) -> Decoder:
     """A decoder with the checkpoint's weights, cast to `dtype` ("float32", "float16" or "bfloat16").
 
     kernels: the kernel module that will compute it; weights are written in its layout. All modules can read the
     reference's layout. schemes: of low-bit weights. A tensor whose codes the scheme holds keeps them; others are
-    rounded. Names, shapes and types are checked before the first tensor is read. Raises ModelError with the tensor's
-    name, what was expected and what was found.
+    rounded. cache: of weights in host memory. Names, shapes and types are checked before the first tensor is read.
+    Raises ModelError with the tensor's name, what was expected and what was found.
     """
     places = description.weight_map
     _check(description, places)
     with torch.device(device):
         model = Decoder(description.config, DTYPES[dtype])
         model.use_kernel_layout(kernels, schemes)
-    _load_weights(model, description, kernels, schemes, progress or _no_progress)
+
+    def read() -> None:
+        _load_weights(model, description, kernels, schemes, progress or _no_progress)
+
+    if cache is None:
+        read()
+    elif torch.device(device).type != "cpu":
+        cache.report(f"weights    not cached, because they are on {device}")
+        read()
+    else:
+        load_through(cache, model, Identity(description.checkpoint, dtype, kernels.NAME, schemes), read)
     return model.requires_grad_(requires_grad=False).eval()
 
 

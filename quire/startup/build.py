@@ -43,11 +43,13 @@ from quire.kernels.contract import Requirements
 from quire.kernels.reference.quantized import QUANTIZED
 from quire.models.checkpoint import Checkpoint
 from quire.models.model import Description, Progress
+from quire.models.weight_cache import WeightCache
 from quire.quant.schemes import AT_LOAD, Schemes, summary
 from quire.runner.model_runner import TorchRunner
 from quire.scheduler.journal import JournalledScheduler, open_journal, open_restart_journal
 from quire.scheduler.scheduler import Scheduler
-from quire.startup.calibration import measure
+from quire.startup.calibration import decode_ratio, measure
+from quire.startup.calibration_cache import calibration_file, read_calibration, write_calibration
 from quire.startup.hardware import available_memory, pick_device, return_freed_memory
 from quire.startup.memory_demand import make_cache_config, memory_profile, shape_of
 from quire.startup.model_info import ModelInfo
@@ -57,6 +59,7 @@ from quire.tokenizer.tokenizer import Tokenizer
 
 _PREFIX_AWARE_POLICIES = ("lpm", "cache-aware")
 _LONGEST_CALIBRATION = 600.0  # seconds
+_SAME_SPEED = 1.25  # ratio of decode steps up to which the costs of an earlier start are used
 
 
 def check_policies(options: EngineOptions) -> None:
@@ -149,7 +152,8 @@ def build(options: EngineOptions, *, report: Report, progress: Progress, is_rest
         if scheduler is not None:
             on_error.callback(scheduler.close)
         kernels = prepared.kernels.kernels
-        model = prepared.files.load(prepared.dtype, prepared.device, kernels, prepared.schemes, progress)
+        weights = None if options.weight_cache is None else WeightCache(Path(options.weight_cache), report)
+        model = prepared.files.load(prepared.dtype, prepared.device, kernels, prepared.schemes, progress, weights)
         return_freed_memory()  # loading makes temporary copies
         scheduler = scheduler or _scheduler(prepared, grammars, is_restart=True)
         runner = TorchRunner(
@@ -431,16 +435,27 @@ def _host_pool(options: EngineOptions, plan: MemoryPlan, kind: str) -> HostPoolP
 
 
 def _calibrate(scheduler: Scheduler, runner: TorchRunner, prepared: Prepared, report: Report) -> None:
-    """Measure costs before the first request. Errors are reported only, as the cost model also learns from steps."""
-    measured = measure(
-        runner,
-        prepared.cache,
-        prepared.scheduler_config,
-        vocab_size=prepared.files.description.vocab_size,
-        seconds=prepared.options.calibration or 0.0,
-    )
+    """Measure costs before the first request, or take those of an earlier start if a decode step is as fast as then.
+
+    Errors are reported only, as the cost model also learns from steps.
+    """
+    options, limits, vocab_size = prepared.options, prepared.scheduler_config, prepared.files.description.vocab_size
+    file = None if options.weight_cache is None else calibration_file(options.weight_cache, prepared.path, options)
+    known = None if file is None else read_calibration(file)
+    if known is not None:
+        ratio = decode_ratio(runner, prepared.cache, limits, known, vocab_size=vocab_size)
+        if 1 / _SAME_SPEED <= ratio <= _SAME_SPEED:
+            scheduler.calibrate(known)
+            report(
+                f"costs      {scheduler.costs}; of an earlier start, whose decode steps took {1 / ratio:.2f} of today's"
+            )
+            return
+    seconds = options.calibration or 0.0
+    measured = measure(runner, prepared.cache, limits, vocab_size=vocab_size, seconds=seconds)
     scheduler.calibrate(measured.calibration)
     report(f"costs      {scheduler.costs}; {measured.quality}")
+    if file is not None and measured.is_reliable:
+        write_calibration(file, measured.calibration)
 
 
 def _tpot_line(scheduler: Scheduler, options: EngineOptions) -> str:

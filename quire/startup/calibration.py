@@ -7,6 +7,8 @@ sequence owns yet. The first step of the scheduler resets the runner's rows. Mea
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from math import inf
 from typing import NamedTuple
 
 from quire.config import CacheConfig, SchedulerConfig
@@ -38,6 +40,11 @@ class Measured(NamedTuple):
     calibration: Calibration
     spread: float
     problem: str
+
+    @property
+    def is_reliable(self) -> bool:
+        """Whether there was no error, and the runs of one step agreed."""
+        return not self.problem and self.spread <= _AGREEMENT
 
     @property
     def quality(self) -> str:
@@ -78,6 +85,28 @@ def measure(
             problem = problem or f"{name} could not be measured ({type(error).__name__}: {error})"
     runner.release_workspace()
     return Measured(found, trial.spread, problem)
+
+
+def decode_ratio(
+    runner: Runner,
+    cache: CacheConfig,
+    scheduler_config: SchedulerConfig,
+    known: Calibration,
+    *,
+    vocab_size: int,
+    clock: Callable[[], float] = time.monotonic,
+) -> float:
+    """The time of a decode step of one sequence, divided by its time in an earlier calibration.
+
+    It is infinite if one of the two has no such step. Errors of the runner are not raised: `measure` reports them.
+    """
+    trial, found = _CalibrationRun(runner, cache, scheduler_config, vocab_size, clock), Calibration()
+    trial.latest = inf
+    with suppress(Exception):
+        trial.measure_decode(found)
+    runner.release_workspace()
+    now, before = ([step.seconds for step in some.decode if step.num_rows == 1] for some in (found, known))
+    return now[0] / before[0] if now and before and before[0] > 0 else inf
 
 
 class _CalibrationRun:

@@ -3,10 +3,10 @@
 `open_model` chooses the implementation: quire's own decoder, or transformers as a backend.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Protocol
 
 from quire.config import ModelImpl
 from quire.errors import ModelError
@@ -17,12 +17,25 @@ from quire.models.gguf.checkpoint import GgufCheckpoint
 from quire.models.loading import load
 from quire.models.model import Description, Model, Progress
 from quire.models.quantized_checkpoint import open_layers
+from quire.models.weight_cache import WeightCache
 from quire.quant.schemes import Schemes
 from quire.tokenizer.gguf import gguf_tokenizer
 from quire.tokenizer.tokenizer import Tokenizer
 
-# dtype, device, the kernels that will compute it, schemes of low-bit weights, progress
-Load = Callable[[str, str, Kernels, Schemes, Progress], Model]
+
+class Load(Protocol):
+    """Loads the weights of a model."""
+
+    def __call__(
+        self,
+        dtype: str,
+        device: str,
+        kernels: Kernels,
+        schemes: Schemes,
+        progress: Progress,
+        cache: WeightCache | None = None,
+    ) -> Model:
+        """Load them for `kernels`, in `schemes` where those have one, through `cache` if they are on a CPU."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,8 +80,17 @@ def open_model(path: Path, implementation: ModelImpl, *, max_model_len: int | No
 def _native(checkpoint: Checkpoint, tokenizer: Tokenizer, max_model_len: int | None) -> ModelFiles:
     description = describe(checkpoint, max_model_len=max_model_len)
 
-    def read(dtype: str, device: str, kernels: Kernels, schemes: Schemes, progress: Progress) -> Model:
-        return load(description, dtype=dtype, device=device, kernels=kernels, schemes=schemes, progress=progress)
+    def read(
+        dtype: str,
+        device: str,
+        kernels: Kernels,
+        schemes: Schemes,
+        progress: Progress,
+        cache: WeightCache | None = None,
+    ) -> Model:
+        return load(
+            description, dtype=dtype, device=device, kernels=kernels, schemes=schemes, progress=progress, cache=cache
+        )
 
     return ModelFiles(description, tokenizer, read, "quire's own decoder")
 
@@ -78,8 +100,17 @@ def _transformers_backend(checkpoint: Checkpoint, tokenizer: Tokenizer, reason: 
 
     description = describe_transformers(checkpoint)
 
-    def read(dtype: str, device: str, kernels: Kernels, schemes: Schemes, progress: Progress) -> Model:
+    def read(
+        dtype: str,
+        device: str,
+        kernels: Kernels,
+        schemes: Schemes,
+        progress: Progress,
+        cache: WeightCache | None = None,
+    ) -> Model:
         del kernels, schemes  # transformers uses its own kernels and weight layout, and keeps weights in dtype
+        if cache is not None:
+            cache.report("weights    not cached, because transformers loads them")
         return load_transformers(description, dtype=dtype, device=device, progress=progress)
 
     return ModelFiles(

@@ -14,7 +14,7 @@ from quire.cli import app
 from quire.config import CacheConfig, EngineOptions, KVGroup, SchedulerConfig
 from quire.core.request import Request
 from quire.core.step import StepResult
-from quire.cost.step_time import CostModel
+from quire.cost.step_time import Calibration, CostModel, DecodeSample
 from quire.engine.engine import Engine
 from quire.errors import ConfigError
 from quire.kernels.cpu import EXTENSION
@@ -24,7 +24,7 @@ from quire.scheduler import journal
 from quire.scheduler.journal import JournalledScheduler
 from quire.server import serve
 from quire.startup.build import build
-from quire.startup.calibration import measure
+from quire.startup.calibration import decode_ratio, measure
 
 VOCAB = 50
 SMALL = {"dtype": "float32", "memory": "300MiB", "max_num_seqs": 4}
@@ -265,6 +265,27 @@ def test_the_target_between_tokens_is_reported(options, words):
 def test_a_server_calibrates_unless_it_is_told_not_to():
     assert serve.with_server_defaults(EngineOptions()).calibration == serve.CALIBRATION_SECONDS > 0
     assert serve.with_server_defaults(EngineOptions(calibration=0.0)).calibration == 0.0
+
+
+def ratio_to(known=None, **runner):
+    cache, limits = configs()
+    timed = Timed(cache, limits, **runner)
+    if known is None:
+        known = measure(Timed(cache, limits), cache, limits, vocab_size=VOCAB, seconds=1, clock=timed.clock).calibration
+    return decode_ratio(timed, cache, limits, known, vocab_size=VOCAB, clock=timed.clock), timed.steps
+
+
+def test_ratio_is_that_of_a_decode_step_of_one_sequence():
+    found, steps = ratio_to()
+    assert found == pytest.approx(1)
+    assert len(steps) == 4  # new rows, their prompts, two decode steps
+    assert ratio_to(slowness=lambda n: 3)[0] == pytest.approx(3)
+
+
+def test_ratio_is_infinite_without_a_measurement():
+    assert ratio_to(Calibration())[0] == float("inf")
+    assert ratio_to(Calibration(decode=[DecodeSample(1, 0.0)]))[0] == float("inf")
+    assert ratio_to(fails=lambda step: True)[0] == float("inf")
 
 
 # Options

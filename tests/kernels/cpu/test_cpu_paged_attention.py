@@ -325,6 +325,21 @@ def test_nan_of_one_sequence_stays_there_and_is_seen(build, dtype, window):
     assert out[[0, 2, 3, 4]].isfinite().all()
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_many_small_weights_count_beside_a_large_one_in_each_step(build, strict):
+    """In each step of 128 tokens one weight is 511 times the others, which have a fifth of the sum."""
+    case = Case(14, [(8191, 8192)], dtype="int8", kv_heads=1, shared=7, dim=16, strict=strict)
+    case.q[0][:] = 1
+    keys, values = case.kv[0]
+    keys[:] = 0
+    keys[5::128] = np.log(511) / (16 * 0.2)
+    values[:] = 1 + 0.1 * values
+    values[5::128] = -1
+    case.store(0)
+    found = case.run().float().numpy()
+    np.testing.assert_allclose(found, case.expected(), atol=0.004)
+
+
 def test_contiguous_blocks_give_the_same(build):
     case = Case(12, [(700, 800)], block_size=32)
     table = case.tables[0]

@@ -173,9 +173,20 @@ INLINE Vec prepare(const Attention& a, float* scores, const Span& span, float sc
 // ---- softmax weights as integers ----
 
 constexpr float LARGEST_SHORT = 32767.0f, LARGEST_BYTE = 255.0f;
-// Bytes are precise enough for a step whose largest weight times this number is at most the sum of all weights so far: the
-// rounding of a step's weights changes the result by less than 2^-8 of it, and as a rule by less than 2^-12.
+// Bytes are precise enough for a step whose largest weight times this number is at most the sum of all weights so far.
 constexpr float COARSE_FROM = 64.0f;
+
+// Weights are rounded to bytes up or down by their place in a step, at thresholds that are spread evenly (by the golden
+// ratio). So the sum over many small weights stays right, each of which would become 0 if it were rounded to the nearest.
+struct Thresholds {
+  float of_place[STEP_TOKENS];
+  constexpr Thresholds() : of_place() {
+    for (int i = 0; i < STEP_TOKENS; i++) {
+      double x = i * 0.6180339887498949;
+      of_place[i] = (float)(x - (int)x - 0.5);
+    }
+  }
+};
 
 // Values times weights of 8 bits, twice as fast as with 16 bits.
 struct CoarseTerm {
@@ -211,10 +222,14 @@ INLINE void store_weights(uint8_t* p, IVec w) {
 // Returns their unit, which is NaN if top is not finite.
 template <class Held>
 INLINE float round_weights(const float* weights, int64_t count, float top, float most, Held* to) {
+  alignas(64) static constexpr Thresholds thresholds;
   bool finite = top < __builtin_inff();
   Vec factor = splat(finite && top > 1e-30f ? most / top : 0.0f), magic = splat(12582912.0f);
-  for (int64_t i = 0; i < count; i += LANES)  // the sum with 1.5 * 2^23 has the integer in its lower bits
-    store_weights(to + i, (IVec)fma(load(weights + i), factor, magic));
+  for (int64_t i = 0; i < count; i += LANES) {
+    Vec units = load(weights + i) * factor;
+    if (sizeof(Held) == 1) units = vmax(Vec{}, vmin(splat(most), units + load(thresholds.of_place + i)));
+    store_weights(to + i, (IVec)(units + magic));  // the sum with 1.5 * 2^23 has the integer in its lower bits
+  }
   return finite ? top / most : as_float(0x7fc00000);
 }
 
@@ -222,7 +237,7 @@ INLINE float round_weights(const float* weights, int64_t count, float top, float
 struct State {
   const float* scales;   // [row]: of scores
   const int32_t* begin;  // [row]: added to scores of integers
-  float* tops;  // [16]: maxima
+  float* tops;    // [16]: maxima
   float* sums;    // [row][16]: sums of weights, lane by lane
   float* masses;  // [row][16]: sums of weights times the scales of values, if weights are rounded to integers
   float* values;  // [row][padded]: weighted values

@@ -1,0 +1,253 @@
+"""The weight cache: mapped weights are those of the checkpoint, and no file of the cache leads to other ones."""
+
+import fcntl
+import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire import LLM, SamplingParams
+from quire.kernels import reference
+from quire.models import weight_cache
+from quire.models.description import describe
+from quire.models.loading import load
+from quire.models.weight_cache import WeightCache
+
+cpu = pytest.importorskip("quire.kernels.cpu.kernels")
+
+PAGES = {"mapped": 0, "copied": 2**60}  # bytes of a page that is large
+EMBEDDED = {"memory": "256MiB", "max_model_len": 256}
+
+
+@pytest.fixture(autouse=True)
+def mapped(monkeypatch):
+    monkeypatch.setattr(weight_cache, "_LARGE_PAGE", PAGES["mapped"])
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    return Path(shutil.copytree(saved("qwen3-tied")[0], tmp_path / "model"))
+
+
+def loaded(folder, cache, quantization="int8", dtype="float32", kernels=cpu):
+    """The tensors of a model by name, and the lines of the cache."""
+    lines, description = [], describe(folder)
+    options = {"dtype": dtype, "kernels": kernels, "schemes": description.schemes(quantization)}
+    model = load(description, **options, cache=None if cache is None else WeightCache(cache, lines.append))
+    return weight_cache._tensors(model), lines
+
+
+def assert_equal(left, right):
+    assert left.keys() == right.keys()
+    for name in left:
+        assert left[name].shape == right[name].shape
+        assert torch.equal(left[name].view(torch.uint8), right[name].view(torch.uint8)), name
+
+
+def file_of(cache):
+    (file,) = cache.glob("*.weights")
+    return file
+
+
+@pytest.mark.parametrize("way", PAGES)
+@pytest.mark.parametrize("kind", ["qwen3-gqa", "qwen3-tied", "qwen2-moe", "opt-post-norm"])
+@pytest.mark.parametrize(
+    ("quantization", "dtype", "kernels"),
+    [(None, "bfloat16", cpu), ("int8", "bfloat16", cpu), ("int4", "float32", cpu), (None, "float32", reference)],
+)
+def test_weights_of_the_cache_have_the_bits_of_loaded_ones(
+    saved, tmp_path, monkeypatch, way, kind, quantization, dtype, kernels
+):
+    monkeypatch.setattr(weight_cache, "_LARGE_PAGE", PAGES[way])
+    options = {"quantization": quantization, "dtype": dtype, "kernels": kernels}
+    expected, no_lines = loaded(saved(kind)[0], None, **options)
+    written, first = loaded(saved(kind)[0], tmp_path / "cache", **options)
+    found, second = loaded(saved(kind)[0], tmp_path / "cache", **options)
+    assert_equal(written, expected)
+    assert_equal(found, expected)
+    file = file_of(tmp_path / "cache")
+    assert no_lines == []
+    assert first == [f"weights    written to the cache {file}"]
+    assert second == [f"weights    {way} from the cache {file}"]
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert not any(tensor.requires_grad for tensor in found.values())
+
+
+def test_mapped_weights_are_pages_of_the_file_that_a_write_does_not_reach(folder, tmp_path):
+    loaded(folder, tmp_path / "cache")
+    before = file_of(tmp_path / "cache").read_bytes()
+    mapped, _ = loaded(folder, tmp_path / "cache")
+    starts = {name: tensor.data_ptr() % weight_cache._PAGE for name, tensor in mapped.items()}
+    assert set(starts.values()) == {0}
+    for tensor in mapped.values():
+        tensor.data.zero_()
+    assert file_of(tmp_path / "cache").read_bytes() == before
+
+
+def test_options_have_files_of_their_own(folder, tmp_path):
+    for options in ({}, {"quantization": "int4"}, {"dtype": "bfloat16"}, {"quantization": None}):
+        _, lines = loaded(folder, tmp_path, **options)
+        assert "written" in lines[0]
+    assert len(list(tmp_path.glob("*.weights"))) == 4
+
+
+def touch(folder, file, monkeypatch):
+    os.utime(folder / "model.safetensors", ns=(1, 1))
+
+
+def change_config(folder, file, monkeypatch):
+    with (folder / "config.json").open("a") as config:
+        config.write("\n")
+
+
+def change_code(folder, file, monkeypatch):
+    monkeypatch.setattr(weight_cache, "code_digest", lambda: "another build")
+
+
+def truncate(folder, file, monkeypatch):
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def truncate_header(folder, file, monkeypatch):
+    os.truncate(file, 20)
+
+
+def empty(folder, file, monkeypatch):
+    os.truncate(file, 0)
+
+
+def flip(file, offset):
+    content = bytearray(file.read_bytes())
+    content[offset] ^= 1
+    file.write_bytes(content)
+
+
+def flip_checksum(folder, file, monkeypatch):
+    flip(file, weight_cache._HEADER.size - 1)
+
+
+def flip_weight(folder, file, monkeypatch):
+    flip(file, weight_cache._PAGE + 5)
+
+
+def flip_last_byte(folder, file, monkeypatch):
+    flip(file, -1)
+
+
+def replace_by_link(folder, file, monkeypatch):
+    file.rename(file.with_suffix(".old"))
+    file.symlink_to(file.with_suffix(".old"))
+
+
+def change_user(folder, file, monkeypatch):
+    user = os.geteuid() + 1
+    answers = iter([user])
+    monkeypatch.setattr(os, "geteuid", lambda: next(answers, user - 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (touch, "because the one before is of other files, options or code"),
+        (change_config, "because the one before is of other files, options or code"),
+        (change_code, "because the one before is of other files, options or code"),
+        (truncate, "because the one before is truncated"),
+        (truncate_header, "because the one before is truncated"),
+        (empty, "because the one before is truncated"),
+        (flip_checksum, "because the one before is damaged"),
+        (flip_weight, "because the one before is damaged"),
+        (flip_last_byte, "because the one before is damaged"),
+        (change_user, "because the one before belongs to another user"),
+        (replace_by_link, "because the one before cannot be read"),
+    ],
+)
+def test_unusable_file_is_replaced(folder, tmp_path, monkeypatch, change, reason):
+    expected, _ = loaded(folder, None)
+    loaded(folder, tmp_path)
+    file = file_of(tmp_path)
+    change(folder, file, monkeypatch)
+    for line in (f"written to the cache {file}, {reason}", f"mapped from the cache {file}"):
+        tensors, lines = loaded(folder, tmp_path)
+        assert_equal(tensors, expected)
+        assert line in lines[0]
+        assert len(lines) == 1
+    assert file_of(tmp_path) == file
+
+
+def test_changed_checkpoint_gives_its_own_weights(folder, saved, tmp_path):
+    old, _ = loaded(folder, tmp_path)
+    content = bytearray((folder / "model.safetensors").read_bytes())
+    content[-(len(content) // 2) :: 64] = bytes(len(content[-(len(content) // 2) :: 64]))
+    (folder / "model.safetensors").write_bytes(content)
+    expected, _ = loaded(folder, None)
+    tensors, _ = loaded(folder, tmp_path)
+    assert_equal(tensors, expected)
+    assert any(not torch.equal(old[name], tensors[name]) for name in old)
+
+
+def test_folder_that_cannot_be_used_is_a_line(folder, tmp_path):
+    (tmp_path / "file").touch()
+    expected, _ = loaded(folder, None)
+    tensors, lines = loaded(folder, tmp_path / "file" / "cache")
+    assert_equal(tensors, expected)
+    assert "weights    not written to the cache: " in lines[0]
+
+
+def test_full_disk_is_a_line_and_leaves_no_file(folder, tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    expected, _ = loaded(folder, None)
+    monkeypatch.setattr(os, "pwrite", full)
+    tensors, lines = loaded(folder, tmp_path / "cache")
+    assert_equal(tensors, expected)
+    assert "not written to the cache: [Errno 28] No space left on device" in lines[0]
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_file_that_another_process_writes_is_left_alone(folder, tmp_path):
+    cache = tmp_path / "cache"
+    loaded(folder, cache)
+    file = file_of(cache)
+    file.unlink()
+    with file.with_suffix(".tmp").open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        _, lines = loaded(folder, cache)
+        assert "not written to the cache: another process writes" in lines[0]
+        assert list(cache.iterdir()) == [file.with_suffix(".tmp")]
+    assert "weights    written to the cache" in loaded(folder, cache)[1][0]  # over what a writer that ended has left
+    assert list(cache.iterdir()) == [file]
+
+
+def test_simultaneous_starts_have_the_same_weights(folder, tmp_path):
+    expected, _ = loaded(folder, None)
+    for round_ in range(3):
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda _: loaded(folder, tmp_path / f"cache{round_}"), range(4)))  # noqa: B023
+        for tensors, lines in found:
+            assert_equal(tensors, expected)
+            assert len(lines) == 1
+        assert "mapped" in loaded(folder, tmp_path / f"cache{round_}")[1][0]
+
+
+def test_tokens_are_those_without_a_cache(tmp_path):
+    def tokens(**options):
+        lines = []
+        llm = LLM(quantization="int8", report=lines.append, **EMBEDDED, **options)
+        try:
+            params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+            (output,) = llm.generate(["3 + 4 ="], params, use_tqdm=False)
+        finally:
+            llm.close()
+        return output.outputs[0].token_ids, [line for line in lines if "cache /" in line]
+
+    expected, no_lines = tokens()
+    first, written = tokens(weight_cache=str(tmp_path))
+    second, mapped = tokens(weight_cache=str(tmp_path))
+    assert first == second == expected
+    assert no_lines == []
+    assert written == [f"weights    written to the cache {file_of(tmp_path)}"]
+    assert mapped == [f"weights    mapped from the cache {file_of(tmp_path)}"]
