@@ -1,5 +1,7 @@
 """`quire quantize --calibrate`: the sequences of the text, the written weights, and errors."""
 
+import shutil
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -26,9 +28,8 @@ def text(tmp_path_factory):
     return file
 
 
-def quantize(out, scheme="int4", **options):
+def quantize(out, scheme="int4", model=embedded.folder(), **options):  # noqa: B008 (a path, which is not changed)
     lines, calls = [], []
-    model = embedded.folder()
     quire.quantize(
         model, out, scheme, report=lines.append, progress=lambda done, total: calls.append((done, total)), **options
     )
@@ -51,6 +52,20 @@ def test_the_checkpoint_has_the_same_tensors_with_other_codes(tmp_path, text, sc
     weights = load_file(embedded.folder() / "model.safetensors")
     for name, tensor in checkpoint.read(name for name, one in checkpoint.tensors.items() if one.scheme is not None):
         assert (tensor - weights[name].float()).norm() / weights[name].float().norm() < 0.2
+
+
+def test_experts_are_calibrated_with_their_own_tokens(saved, tmp_path, monkeypatch):
+    folder = shutil.copytree(saved("mixtral")[0], tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(embedded.folder() / name, folder)
+    ids = torch.randint(0, 301, (2, 200), generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(gptq_calibration, "read_sequences", lambda *_: list(ids))
+    quantize(tmp_path / "plain", model=folder)
+    quantize(tmp_path / "calibrated", model=folder, calibrate=tmp_path / "text")
+    plain, found = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "calibrated"))
+    packed = [name for name in plain if name.endswith("_packed")]
+    assert sum(".experts." in name for name in packed) == 3 * 4 * 3
+    assert not any(torch.equal(plain[name], found[name]) for name in packed)
 
 
 def test_the_command(tmp_path, text):

@@ -84,6 +84,6 @@ def test_logprobs_are_those_of_quire(folders, in_vllm, scheme):
         assert "kernel" in in_vllm[scheme]
         pytest.skip(in_vllm[scheme])
     found, expected = torch.tensor(in_vllm[scheme]), logprobs(folders[scheme])
-    assert (found - expected).abs().mean() < 0.03
+    assert (found - expected).abs().mean() < (0.08 if scheme == "fp8" else 0.03)  # there x is rounded to float8, too
     effect = (torch.tensor(in_vllm["plain"]) - found).abs().mean()
     assert scheme in ("int8", "fp8") or (found - expected).abs().mean() < effect / 4
