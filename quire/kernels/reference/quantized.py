@@ -6,7 +6,8 @@ number = byte * scale. The scale is the smallest with which the largest number f
 With 4 bits a head is cut into groups of 32 numbers, and the last one is padded by zeros. A group is 16 bytes: the lower
 halves are the codes of its first 16 numbers, the upper halves those of the others. After all groups, each has four
 bytes: a bfloat16 scale and a bfloat16 offset. number = (code - 8) * scale + offset. The codes reach from the smallest
-to the largest number of the group.
+to the largest number of the group. A group whose numbers differ by less than a 30th of their size loses precision,
+because the offset has eight bits.
 """
 
 from collections.abc import Mapping

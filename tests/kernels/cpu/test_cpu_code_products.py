@@ -101,6 +101,31 @@ def test_gated_products_are_those_of_two_products(seed, rows, n, k, scheme, dtyp
     assert_near(cpu.gated_linear(x, packed, bias, "silu"), expected, 1e-5 * up.double().abs() + 1e-6)
 
 
+@pytest.mark.parametrize("scheme", [None, INT8, INT4, NVFP4, Scheme(8, grid="e4m3")])
+def test_experts_are_played_again_with_all_their_arguments(scheme, monkeypatch):
+    kept = []  # a call's memory must stay as long as its tape
+
+    def keep(shape, dtype):
+        kept.append(torch.empty(shape, dtype=dtype))
+        return kept[-1]
+
+    monkeypatch.setattr(cpu, "empty", keep)
+    up = cpu.pack_weight(normal(0, 4, 64, 32), 2, scheme)
+    down = cpu.pack_weight(normal(1, 4, 32, 32), 1, scheme)
+    x, ids, weights = normal(2, 3, 32), torch.tensor([[0, 1], [2, 3], [1, 3]]), normal(3, 3, 2)
+    expected = cpu.experts(x, ids, weights, up, down, "silu").clone()
+    _C.record()
+    try:
+        out = cpu.experts(x, ids, weights, up, down, "silu")
+        cpu.linear(x, down[0])
+    finally:
+        tape = _C.stop()
+    assert torch.equal(out, expected)
+    out.zero_()
+    _C.play(tape)
+    assert torch.equal(out, expected)
+
+
 def drawn_rows(seed, n, k, scheme):
     """Random codes with scales and offsets, as a checkpoint has them."""
     draw = torch.Generator().manual_seed(seed)

@@ -267,7 +267,8 @@ static void attend_all(Attention& a, const Team& team) {
   merge_all(a, work, team);
 }
 
-// q, out, storage, starts, stops, tables, scratch; then the integers in the order of `numbers`; then scale and softcap
+// q, out, storage, starts, stops, tables, scratch, dtype of q and out, Stored, integers in the order of `numbers`, scale,
+// softcap
 static Attention read(const Arg* args) {
   Attention a;
   a.q = (const char*)args[0].data;
@@ -276,10 +277,11 @@ static Attention read(const Arg* args) {
   a.stops = (const int64_t*)args[4].data;
   a.tables = (const int64_t*)args[5].data;
   a.scratch = (float*)args[6].data;
-  int64_t* numbers[] = {&a.is_bf16,    (int64_t*)&a.stored, &a.strict,     &a.layer,      &a.num_chunks,
-                        &a.num_heads,  &a.kv_heads,         &a.head_dim,   &a.block_size, &a.num_blocks,
-                        &a.table_stride, &a.q_stride,       &a.window,     &a.scratch_rows};
-  for (int i = 0; i < 14; i++) *numbers[i] = args[7 + i].integer;
+  a.is_bf16 = args[7].integer;
+  a.stored = (Stored)args[8].integer;
+  int64_t* numbers[] = {&a.strict,     &a.layer,      &a.num_chunks,   &a.num_heads, &a.kv_heads, &a.head_dim,
+                        &a.block_size, &a.num_blocks, &a.table_stride, &a.q_stride,  &a.window,   &a.scratch_rows};
+  for (int i = 0; i < 12; i++) *numbers[i] = args[9 + i].integer;
   a.softcap = (float)(args[22].number * 1.4426950408889634);
   a.scale = (float)(args[21].number * 1.4426950408889634);
   a.shared = a.num_heads / a.kv_heads;

@@ -7,7 +7,9 @@
 
 namespace quire::ISA {
 
-#define OP(name, kinds) void name(const Arg*, const Team&);
+#define OP(name, kinds) \
+  void name(const Arg*, const Team&); \
+  static_assert(sizeof(kinds) - 1 <= MAX_ARGS, "a call of " #name " has no room for its arguments");
 QUIRE_OPS
 #undef OP
 

@@ -25,7 +25,7 @@ void multiply(const Product& p, bool is_bf16, bool tiles, const Team& team);
 
 // How the codes of a low-bit weight are stored: see code_products.cpp.
 enum class ScaleType { float32, bfloat16, float16 };
-enum class Grid { integers, e2m1, iq4_nl, e4m3 };  // the numbers of codes: see codes.h
+enum class Grid { integers, e2m1, iq4_nl, e4m3 };  // the numbers of codes: see codes.h, and float8 in terms.h
 struct Format {
   int64_t bits;
   int64_t terms;   // of a vector and a column: 4 or 8

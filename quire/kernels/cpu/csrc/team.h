@@ -39,9 +39,10 @@ struct Team {
 
 using Kernel = void (*)(const Arg*, const Team&);
 
+constexpr int MAX_ARGS = 40;
 struct Call {
   Kernel kernel;
-  Arg args[32];
+  Arg args[MAX_ARGS];
 };
 
 // Runs calls one after another with a team of `num_threads`, which is started once.

@@ -2,7 +2,8 @@
 // pair of bf16, or four bytes, for each of 16 columns.
 //
 // Of four bytes, the even ones are terms 0 and 1, and the odd ones terms 2 and 3. So the pairs of terms that the
-// processor multiplies at once are in order, and rows keep theirs.
+// processor multiplies at once are in order, and rows keep theirs. Codes that are multiplied four at once (see codes.h) are
+// in order.
 #pragma once
 #include "simd.h"
 
