@@ -71,7 +71,8 @@ def test_the_embedded_model_answers_the_same_with_and_without_a_cache(prefix_ind
 def test_block_sizes(block_size):
     asked = waves(2048, seed=1)
     plain, _ = answers(make(enable_prefix_caching=False), asked)
-    assert answers(make(block_size=block_size), asked)[0] == plain
+    kernels = "reference" if block_size % 16 else "auto"
+    assert answers(make(block_size=block_size, kernels=kernels), asked)[0] == plain
 
 
 def test_blocks_that_are_evicted_are_computed_again():

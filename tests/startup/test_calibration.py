@@ -341,7 +341,7 @@ def test_swap_space_is_taken_as_a_number_by_the_offline_interface():
 def block_size_lines(*arguments):
     result = CliRunner().invoke(app, ["doctor", "--memory", "300MiB", *arguments])
     assert result.exit_code == ("8" in arguments)  # refused further down
-    return result.output.partition("block size\n")[2].partition("model\n")[0].splitlines()
+    return result.output.partition("block size\n")[2].partition("precision\n")[0].splitlines()
 
 
 @pytest.mark.skipif(EXTENSION is not None, reason="the C++ kernels are not built")
