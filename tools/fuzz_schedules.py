@@ -109,7 +109,7 @@ def random_schedule(seed: int) -> Schedule:
     if schedule["failing"]:
         preempts = 0  # the scheduler itself preempts while it plans: no step fails before the copies are launched
     # Most schedules are short: they find more faults per second. A few are long, for faults of rare combinations.
-    for _ in range(2 + int(39 * draw.random() ** 8)):
+    for _ in range(2 + int(39 * draw.random() ** 6)):
         kinds = {"add": 20, "abort": 2, "finish": 2, "end_program": 1, "flush": 0.5, "pause": 1, "preempt": preempts}
         match draw.choices(list(kinds), weights=list(kinds.values()))[0]:
             case "add":
