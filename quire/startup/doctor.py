@@ -136,7 +136,7 @@ def _precisions(options: EngineOptions, opened: OpenFiles) -> Iterator[Finding]:
     if plans:
         yield Finding("precision", f"recommended: {_recommended(plans)}")
     else:
-        yield Finding("precision", "nothing fits; free memory, or choose a smaller model")
+        yield Finding("precision", "none of these can be used, for the reasons beside them")
 
 
 def _recommended(plans: Mapping[str, MemoryPlan]) -> str:

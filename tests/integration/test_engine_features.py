@@ -176,7 +176,7 @@ def test_the_doctor_recommends_the_most_accurate_precision_that_fits(memory, rec
     texts = [finding.text for finding in findings if finding.topic == "precision"]
     assert len(texts) == 7
     assert texts[-1] == (
-        f"recommended: {recommended}" if recommended else "nothing fits; free memory, or choose a smaller model"
+        f"recommended: {recommended}" if recommended else "none of these can be used, for the reasons beside them"
     )
     assert any(finding.problem for finding in findings) == (memory in ("50MiB", "40MiB"))
 
