@@ -197,6 +197,7 @@ class Run:
         self._seq_ids: dict[tuple[str, int], int] = {}
         self._tokens: dict[tuple[str, int], list[int]] = {}
         self._ends: dict[tuple[str, int], Output] = {}
+        self._beams_alone: dict[str, dict[int, list[int]]] = {}  # results by request
         self._num_failures = self._num_steps = 0
         self._has_preempted = False  # the journal does not record such preemptions
         self._windows = tuple(schedule["cache"]["windows"])
@@ -392,7 +393,9 @@ class Run:
             return
         if "beams" in one:
             if end is not None and end.finish_reason in ("stop", "length"):
-                alone = _beams_alone(one, self._schedule)[key[1]]
+                if key[0] not in self._beams_alone:
+                    self._beams_alone[key[0]] = _beams_alone(one, self._schedule)
+                alone = self._beams_alone[key[0]][key[1]]
                 if tokens != alone:
                     _fail("tokens", f"{key}: {tokens}, alone {alone}")
             return
@@ -429,7 +432,7 @@ def _scheduling_params(one: dict[str, Any]) -> SchedulingParams:
 
 def _beams_alone(one: dict[str, Any], schedule: Schedule) -> dict[int, list[int]]:
     """The results of a beam search without other requests, in memory that is never short."""
-    cache = schedule["cache"] | {"num_blocks": 2000, "num_host_blocks": 0, "index": "none", "eviction": "lru"}
+    cache = schedule["cache"] | {"num_blocks": 1000, "num_host_blocks": 0, "index": "none", "eviction": "lru"}
     cache["num_public"] = 0
     config = schedule["config"] | {"steps_in_flight": 1, "max_num_seqs": 8, "max_num_batched_tokens": 256}
     config |= {"policy": "fcfs", "max_queued_requests": None, "max_queued_tokens": None, "step_seconds": 1e9}
