@@ -12,8 +12,8 @@ from tokenizers import AddedToken, decoders, models, normalizers, processors
 from tokenizers import Tokenizer as Core
 
 from quire.errors import QuireError, nearest
-from quire.models.gguf.checkpoint import special_tokens
 from quire.models.gguf.reader import Metadata, read_header
+from quire.models.gguf.special_tokens import special_tokens
 from quire.tokenizer.hf_files import SPLITS
 from quire.tokenizer.tokenizer import Tokenizer
 

@@ -1,4 +1,4 @@
-"""A module of quire imports only what stands before it in ORDER, at its top; the control plane never imports torch.
+"""A module of quire imports only what stands before it in ORDER, at its top; modules in TORCH_FREE never import torch.
 
 The checkers at the top are pure functions from source text to errors. The last tests run them on small sources that
 break a rule, so that a checker that finds nothing would fail.
@@ -26,7 +26,9 @@ ORDER = (
     *("preload", "kernels.contract", "kernels.exact", "kernels.reference", "kernels.deterministic"),
     *("kernels.cpu", "kernels.triton", "kernels", "layers"),
     *("models.config", "models.weight_map", "quant", "parallel", "lora"),
-    *("models", "models.gguf", "models.transformers", "sampling", "speculation", "kv_store", "runner"),
+    "models",
+    *("models.gguf.tensor_types", "models.gguf.reader", "models.gguf.special_tokens", "models.gguf"),
+    *("models.transformers", "sampling", "speculation", "kv_store", "runner"),
     # front end
     *("tenant_queue", "tokenizer", "hub", "structured_outputs.vocabulary", "structured_outputs.limits"),
     *("structured_outputs.forced_tokens", "structured_outputs.json_schema", "structured_outputs.fsm"),
@@ -54,8 +56,8 @@ ORDER = (
     *("server", "server.batch", "quire", "cli"),  # quire/__init__.py re-exports names of the folders before it
 )
 CONTROL_PLANE = ORDER[: ORDER.index("scheduler") + 1]
-TORCH_FREE = {*CONTROL_PLANE, *(entry for entry in ORDER if entry.startswith("structured_outputs"))}
-TORCH_FREE -= {"structured_outputs.grammar_compilation"}  # it imports tokenizers
+TORCH_FREE = {*CONTROL_PLANE, *(entry for entry in ORDER if entry.startswith("structured_outputs")), "tokenizer"}
+TORCH_FREE |= {"models.gguf.tensor_types", "models.gguf.reader", "models.gguf.special_tokens"}  # for the tokenizer
 
 # Imports that may be inside of a function: (file, function) -> reason.
 LAZY = {
@@ -66,7 +68,6 @@ LAZY = {
         "_transformers_backend",
     ): "transformers is an optional extra, and slow to import",
     ("quire/cli.py", "replay"): "the scheduler takes a tenth of a second to import, and the commands do not need it",
-    ("quire/tokenizer/load.py", "open_tokenizer"): "only .gguf files need torch in the HTTP process",
     ("quire/hub/locate.py", "locate"): "huggingface_hub takes a tenth of a second, for downloads alone",
     ("quire/kernels/choose.py", "_triton"): "triton is an optional package, and slow to import",
     ("quire/server/observability/middleware.py", "_tracing"): "OpenTelemetry is an optional extra, and slow to import",

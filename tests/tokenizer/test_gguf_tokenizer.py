@@ -1,6 +1,8 @@
 """Tokenizers from GGUF files against their sources: `tokenizers` and sentencepiece."""
 
 import io
+import subprocess
+import sys
 from pathlib import Path
 
 import gguf
@@ -292,3 +294,15 @@ def test_unicode_is_composed_only_where_the_model_was_trained_so(byte_level):
     for pre, same in (("qwen2", True), ("llama-bpe", False)):
         _, found = byte_level(pre)
         assert (found.encode("e\u0301") == found.encode("\u00e9")) is same
+
+
+def test_reading_the_tokenizer_imports_no_torch(tmp_path):
+    path = gguf_files.write_gguf(embedded.folder(), tmp_path / "model.gguf", pre="smollm")
+    script = """
+import sys
+from pathlib import Path
+from quire.tokenizer.load import open_tokenizer
+print(open_tokenizer(Path(sys.argv[1])).encode("Mira"), "torch" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", script, path], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == f"{loaded(path).encode('Mira')} False"

@@ -1,11 +1,10 @@
-"""Dequantization of GGUF's tensor types: blocks of 32 numbers with one scale, and K-quants with blocks of 256.
+"""Dequantization of GGUF's tensor types, and their codes as torch tensors.
 
-Each layout has the fields of a block, and each function decodes blocks of that layout. The order of operations is that
-of ggml's reference, so that dequantized numbers are equal bit for bit.
+Each function decodes blocks of the layout of its name in `tensor_types`. The order of operations is that of ggml's
+reference, so that dequantized numbers are equal bit for bit.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -15,16 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels.contract import GRIDS, Grid, QuantizedRows, Scheme
+from quire.models.gguf.tensor_types import TensorType
 
-Blocks = NDArray[np.void]  # of one of the layouts below
+Blocks = NDArray[np.void]  # of one of the layouts of tensor_types
 Codes = NDArray[np.integer[Any]]  # uint8
 Numbers = NDArray[np.floating[Any]]  # float32
-
-Q4_0 = np.dtype([("scale", "<f2"), ("codes", "u1", 16)])
-Q4_1 = np.dtype([("scale", "<f2"), ("offset", "<f2"), ("codes", "u1", 16)])
-Q5_0 = np.dtype([("scale", "<f2"), ("high", "u1", 4), ("codes", "u1", 16)])
-Q5_1 = np.dtype([("scale", "<f2"), ("offset", "<f2"), ("high", "u1", 4), ("codes", "u1", 16)])
-Q8_0 = np.dtype([("scale", "<f2"), ("codes", "i1", 32)])
 
 
 class Decoded(NamedTuple):
@@ -65,11 +59,6 @@ def q8_0(blocks: Blocks) -> Decoded:
     return Decoded(_one_group(blocks["codes"].view(np.uint8) ^ np.uint8(128)), 128, _column(blocks["scale"]))
 
 
-MXFP4 = np.dtype([("exponent", "u1"), ("codes", "u1", 16)])
-IQ4_NL = Q4_0
-IQ4_XS = np.dtype([("scale", "<f2"), ("scales_high", "<u2"), ("scales_low", "u1", 4), ("codes", "u1", 128)])
-
-
 def mxfp4(blocks: Blocks) -> Decoded:
     """4 bits of e2m1. The exponent e means the scale 2**(e - 127), which is halved for the doubled grid."""
     scales = np.ldexp(np.float32(1), blocks["exponent"].astype(np.int32) - 128).astype(np.float32)
@@ -107,13 +96,6 @@ def _five_bits(blocks: Blocks) -> Codes:
     """5-bit codes: nibbles, with the fifth bit from the mask `high`."""
     fifth = np.unpackbits(blocks["high"], axis=1, bitorder="little")
     return _nibbles(blocks["codes"]) | fifth << np.uint8(4)
-
-
-Q2_K = np.dtype([("groups", "u1", 16), ("codes", "u1", 64), ("scale", "<f2"), ("low", "<f2")])
-Q3_K = np.dtype([("mask", "u1", 32), ("codes", "u1", 64), ("groups", "u1", 12), ("scale", "<f2")])
-Q4_K = np.dtype([("scale", "<f2"), ("low", "<f2"), ("groups", "u1", 12), ("codes", "u1", 128)])
-Q5_K = np.dtype([("scale", "<f2"), ("low", "<f2"), ("groups", "u1", 12), ("high", "u1", 32), ("codes", "u1", 128)])
-Q6_K = np.dtype([("codes", "u1", 128), ("high", "u1", 64), ("groups", "i1", 16), ("scale", "<f2")])
 
 
 def q2_k(blocks: Blocks) -> Decoded:
@@ -175,55 +157,42 @@ def _six_bits(blocks: Blocks) -> tuple[Numbers, Numbers]:
     return _scaled(blocks["scale"], scales), _scaled(blocks["low"], lows)
 
 
-@dataclass(frozen=True, slots=True)
-class TensorType:
-    """A tensor type of GGUF. A row of a tensor is a whole number of blocks."""
+class Coding(NamedTuple):
+    """How the codes of a tensor type are decoded and stored."""
 
-    name: str
-    block_size: int  # numbers
-    layout: np.dtype  # of one block
-    decode: Callable[[np.ndarray], Decoded] | None = None  # None: the numbers are as stored
-    scheme: Scheme | None = None  # that holds its codes
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block."""
-        return self.layout.itemsize
+    decode: Callable[[np.ndarray], Decoded]
+    scheme: Scheme  # that holds its codes
 
 
 def _scheme(bits: int, group_size: int, *, offsets: bool = False) -> Scheme:
     return Scheme(bits, group_size, torch.float16, has_offsets=offsets)
 
 
-TENSOR_TYPES: Mapping[int, TensorType] = MappingProxyType(
+# by the name of the type; types that are not here have plain numbers
+CODINGS: Mapping[str, Coding] = MappingProxyType(
     {
-        0: TensorType("F32", 1, np.dtype("<f4")),
-        1: TensorType("F16", 1, np.dtype("<f2")),
-        30: TensorType("BF16", 1, np.dtype("<i2")),  # as int16, because numpy has no bfloat16
-        2: TensorType("Q4_0", 32, Q4_0, q4_0, _scheme(4, 32)),
-        3: TensorType("Q4_1", 32, Q4_1, q4_1, _scheme(4, 32, offsets=True)),
-        6: TensorType("Q5_0", 32, Q5_0, q5_0, _scheme(8, 32)),
-        7: TensorType("Q5_1", 32, Q5_1, q5_1, _scheme(8, 32, offsets=True)),
-        8: TensorType("Q8_0", 32, Q8_0, q8_0, _scheme(8, 32)),
-        10: TensorType("Q2_K", 256, Q2_K, q2_k, _scheme(4, 16, offsets=True)),
-        11: TensorType("Q3_K", 256, Q3_K, q3_k, _scheme(4, 16)),
-        12: TensorType("Q4_K", 256, Q4_K, q4_k, _scheme(4, 32, offsets=True)),
-        13: TensorType("Q5_K", 256, Q5_K, q5_k, _scheme(8, 32, offsets=True)),
-        14: TensorType("Q6_K", 256, Q6_K, q6_k, _scheme(8, 16)),
-        20: TensorType("IQ4_NL", 32, IQ4_NL, iq4_nl, Scheme(4, 32, torch.float16, grid="iq4_nl")),
+        "Q4_0": Coding(q4_0, _scheme(4, 32)),
+        "Q4_1": Coding(q4_1, _scheme(4, 32, offsets=True)),
+        "Q5_0": Coding(q5_0, _scheme(8, 32)),
+        "Q5_1": Coding(q5_1, _scheme(8, 32, offsets=True)),
+        "Q8_0": Coding(q8_0, _scheme(8, 32)),
+        "Q2_K": Coding(q2_k, _scheme(4, 16, offsets=True)),
+        "Q3_K": Coding(q3_k, _scheme(4, 16)),
+        "Q4_K": Coding(q4_k, _scheme(4, 32, offsets=True)),
+        "Q5_K": Coding(q5_k, _scheme(8, 32, offsets=True)),
+        "Q6_K": Coding(q6_k, _scheme(8, 16)),
+        "IQ4_NL": Coding(iq4_nl, Scheme(4, 32, torch.float16, grid="iq4_nl")),
         # float32: its scales have up to 17 bits, and in float16 many would be subnormal
-        23: TensorType("IQ4_XS", 256, IQ4_XS, iq4_xs, Scheme(4, 32, torch.float32, grid="iq4_nl")),
-        39: TensorType("MXFP4", 32, MXFP4, mxfp4, Scheme(4, 32, torch.bfloat16, grid="e2m1")),
+        "IQ4_XS": Coding(iq4_xs, Scheme(4, 32, torch.float32, grid="iq4_nl")),
+        "MXFP4": Coding(mxfp4, Scheme(4, 32, torch.bfloat16, grid="e2m1")),
     }
 )
 
-UNSUPPORTED_TYPES: Mapping[int, str] = MappingProxyType(
-    {
-        **{9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 34: "TQ1_0", 35: "TQ2_0"},
-        **{16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S"},
-        **{29: "IQ1_M", 40: "NVFP4"},
-    }
-)
+
+def scheme_of(kind: TensorType) -> Scheme | None:
+    """The scheme that holds the codes of a type; None for plain numbers."""
+    coding = CODINGS.get(kind.name)
+    return None if coding is None else coding.scheme
 
 
 _CHUNK = 1 << 16  # numbers decoded at a time
@@ -231,14 +200,14 @@ _CHUNK = 1 << 16  # numbers decoded at a time
 
 def dequantize(data: np.ndarray, kind: TensorType, shape: tuple[int, ...]) -> Tensor:
     """A tensor of this shape from `data` (bytes). F16 and BF16 keep their type; all other types become float32."""
-    blocks = data.view(kind.layout)
-    if kind.decode is None:
+    blocks, coding = data.view(kind.layout), CODINGS.get(kind.name)
+    if coding is None:
         plain = torch.from_numpy(blocks.copy())  # a copy, because the file is mapped read-only
         return (plain.view(torch.bfloat16) if kind.name == "BF16" else plain).view(shape)
     numbers = np.empty((len(blocks), kind.block_size), np.float32)
     with np.errstate(over="ignore", invalid="ignore"):  # an invalid scale gives inf or NaN
         for some in _chunks(len(blocks), kind):
-            numbers[some] = _numbers(kind.decode(blocks[some])).reshape(-1, kind.block_size)
+            numbers[some] = _numbers(coding.decode(blocks[some])).reshape(-1, kind.block_size)
     return torch.from_numpy(numbers).view(shape)
 
 
@@ -257,16 +226,17 @@ def quantized_rows(data: np.ndarray, kind: TensorType, shape: tuple[int, ...]) -
 
     Raises ValueError for a type without a scheme.
     """
-    if kind.decode is None or kind.scheme is None:
+    if kind.name not in CODINGS:
         raise ValueError(f"the type {kind.name} has no scheme")
-    (rows, _), scheme, blocks = shape, kind.scheme, data.view(kind.layout)
+    decode, scheme = CODINGS[kind.name]
+    (rows, _), blocks = shape, data.view(kind.layout)
     num_groups = kind.block_size // scheme.group_size
     codes = np.empty((len(blocks), num_groups, scheme.group_size), np.uint8)
     dtype = np.float16 if scheme.scale_dtype == torch.float16 else np.float32
     scales, offsets = (np.empty((len(blocks), num_groups), dtype) for _ in range(2))
     with np.errstate(over="ignore", invalid="ignore"):
         for some in _chunks(len(blocks), kind):
-            decoded = kind.decode(blocks[some])
+            decoded = decode(blocks[some])
             shift = scheme.zero_point - decoded.zero if scheme.grid == "int" else 0
             moves_offsets = scheme.bits == 4 and scheme.has_offsets  # moved codes would need a fifth bit
             codes[some] = decoded.codes if moves_offsets else decoded.codes + np.uint8(shift)

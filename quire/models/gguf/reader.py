@@ -1,6 +1,7 @@
 """Reader of GGUF headers: metadata and tensor positions.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian. Imports no torch,
+because the HTTP process reads the tokenizer of a file.
 """
 
 import math
@@ -15,7 +16,7 @@ from typing import TypeVar
 import numpy as np
 
 from quire.errors import ModelError
-from quire.models.gguf.quants import TENSOR_TYPES, UNSUPPORTED_TYPES, TensorType
+from quire.models.gguf.tensor_types import TENSOR_TYPES, UNSUPPORTED_TYPES, TensorType
 
 MAX_HEADER = 1 << 29  # bytes; the largest vocabularies take 16 MiB
 MAX_VALUES = 1 << 24  # strings and scalars; the largest vocabularies have under a million

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from quire.kernels.reference import codes
-from quire.models.gguf.quants import TENSOR_TYPES, UNSUPPORTED_TYPES, dequantize, quantized_rows
+from quire.models.gguf.quants import CODINGS, dequantize, quantized_rows, scheme_of
+from quire.models.gguf.tensor_types import TENSOR_TYPES, UNSUPPORTED_TYPES
 
-QUANTIZED = {number: kind for number, kind in TENSOR_TYPES.items() if kind.decode is not None}
+QUANTIZED = {number: kind for number, kind in TENSOR_TYPES.items() if kind.name in CODINGS}
 QUANTIZABLE = [2, 3, 6, 7, 8, 39]  # types that the package can also write
 
 
@@ -69,18 +70,22 @@ def test_rows_of_codes_have_the_dequantized_numbers(number):
     for name in ("scale", "low", "offset"):
         if name in (kind.layout.names or ()):
             blocks[name] = draw.normal(size=30).astype(np.float16)
-    shape = (5, 6 * kind.block_size)
+    shape, scheme = (5, 6 * kind.block_size), scheme_of(kind)
     expected = dequantize(blocks.view(np.uint8), kind, shape)
     rows = quantized_rows(blocks.view(np.uint8), kind, shape)
-    assert int(rows.codes.max()) < 1 << kind.scheme.bits
-    assert (rows.offsets is not None) == kind.scheme.has_offsets
-    found = codes.dequantize(rows, kind.scheme)
-    if kind.name in ("Q4_0", "Q5_0", "Q5_1", "Q8_0") or kind.scheme.grid != "int":
+    assert int(rows.codes.max()) < 1 << scheme.bits
+    assert (rows.offsets is not None) == scheme.has_offsets
+    found = codes.dequantize(rows, scheme)
+    if kind.name in ("Q4_0", "Q5_0", "Q5_1", "Q8_0") or scheme.grid != "int":
         assert torch.equal(found, expected)
         return
-    size = kind.scheme.group_size
+    size = scheme.group_size
     width = expected.view(5, -1, size).abs().amax(-1) + 16 * rows.scales.float().abs()
     assert ((found - expected).view(5, -1, size).abs() <= 2**-9 * width[:, :, None]).all()
+
+
+def test_every_type_has_codes_or_plain_numbers():
+    assert {kind.name for kind in TENSOR_TYPES.values()} == {*CODINGS, "F32", "F16", "BF16"}
 
 
 def test_plain_types_have_no_codes():
