@@ -102,7 +102,7 @@ class GgufCheckpoint:
 
     def _position(self, origin: TensorSource) -> tuple[str, int, int]:
         entry = self._entries[origin.name]
-        return entry.path.name, entry.start, origin.part or 0
+        return entry.file.path.name, entry.start, origin.part or 0
 
     def _stored(self, name: str) -> StoredTensor:
         origin = self._sources[name]
@@ -115,7 +115,7 @@ class GgufCheckpoint:
                 raise self.metadata.error(f"{origin.name} of shape {shape} does not fit the number of heads") from error
         scheme = scheme_of(entry.type) if len(shape) == 2 and origin.transform is not transposed else None
         num_bytes = entry.part_bytes(origin.part)
-        return StoredTensor(entry.path, shape, entry.type.name, num_bytes, is_float=True, scheme=scheme)
+        return StoredTensor(entry.file.path, shape, entry.type.name, num_bytes, is_float=True, scheme=scheme)
 
     def _dtype(self) -> str:
         """Compute dtype: the type of most numbers. Quantized types count as bfloat16, which rounds less."""
@@ -130,7 +130,7 @@ class GgufCheckpoint:
         if entry is None:
             return None
         if len(entry.shape) != 1:
-            raise ModelError(f"{entry.path}: {name} must have one dimension, not {len(entry.shape)}")
+            raise ModelError(f"{entry.file.path}: {name} must have one dimension, not {len(entry.shape)}")
         numbers: np.ndarray = dequantize(entry.part_data(None), entry.type, entry.shape).float().numpy()
         return numbers
 

@@ -202,7 +202,7 @@ def dequantize(data: np.ndarray, kind: TensorType, shape: tuple[int, ...]) -> Te
     """A tensor of this shape from `data` (bytes). F16 and BF16 keep their type; all other types become float32."""
     blocks, coding = data.view(kind.layout), CODINGS.get(kind.name)
     if coding is None:
-        plain = torch.from_numpy(blocks.copy())  # a copy, because the file is mapped read-only
+        plain = torch.from_numpy(blocks.copy())  # a copy: the file is mapped read-only, and only until it is read
         return (plain.view(torch.bfloat16) if kind.name == "BF16" else plain).view(shape)
     numbers = np.empty((len(blocks), kind.block_size), np.float32)
     with np.errstate(over="ignore", invalid="ignore"):  # an invalid scale gives inf or NaN

@@ -1,17 +1,18 @@
-"""Reader of GGUF headers: metadata and tensor positions.
+"""Reader of GGUF files: metadata, and the positions and bytes of tensors.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian. Imports no torch,
-because the HTTP process reads the tokenizer of a file.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian. A file is mapped
+only while its header or a tensor is read. Imports no torch, because the HTTP process reads the tokenizer of a file.
 """
 
 import math
+import os
 import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from mmap import ACCESS_READ, mmap
+from mmap import ACCESS_READ, ALLOCATIONGRANULARITY, mmap
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 import numpy as np
 
@@ -71,7 +72,7 @@ class HeaderReader:
             raise self.error(f"text at byte {start} is not UTF-8") from error
 
     def value(self, kind: int) -> Value:
-        """Read a metadata value of one of GGUF's types. Numeric arrays are views of the file."""
+        """Read a metadata value of one of GGUF's types."""
         if kind == _STRING:
             return self.text()
         if kind == _ARRAY:
@@ -89,7 +90,7 @@ class HeaderReader:
             raise self.error(f"an array of kind {kind} at byte {self.position}; arrays hold numbers or strings")
         dtype = _DTYPES[kind]
         count = self.count("array items", dtype.itemsize)
-        return np.frombuffer(self._data, dtype, count, self._advance(count * dtype.itemsize))
+        return np.frombuffer(self._data, dtype, count, self._advance(count * dtype.itemsize)).copy()
 
     def _scalar(self, code: str) -> int | float | bool:
         value: int | float | bool = struct.unpack_from(f"<{code}", self._data, self._advance(struct.calcsize(code)))[0]
@@ -114,11 +115,40 @@ _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
 @dataclass(frozen=True, slots=True)
+class GgufFile:
+    """A file whose header was read, with its size and the time of its last change at that time."""
+
+    path: Path
+    size: int  # bytes
+    changed: int  # nanoseconds
+
+    def view(self, start: int, size: int) -> np.ndarray:
+        """Bytes of the file as uint8. They are mapped until no array refers to them.
+
+        Raises ModelError if the file cannot be read, or has changed.
+        """
+        first = start // ALLOCATIONGRANULARITY * ALLOCATIONGRANULARITY
+        try:
+            with self.path.open("rb") as opened:
+                if _stamp(opened) != (self.size, self.changed):
+                    raise ModelError(f"{self.path} has changed while the model was loaded; start again")
+                data = mmap(opened.fileno(), start + size - first, access=ACCESS_READ, offset=first)
+        except (OSError, ValueError) as error:  # ValueError: it was cut off just now
+            raise ModelError(f"{self.path} cannot be read ({error}); download it again") from error
+        return np.frombuffer(data, np.uint8, size, start - first)
+
+
+def _stamp(opened: BinaryIO) -> tuple[int, int]:
+    """The size of a file, and the time of its last change."""
+    stat = os.fstat(opened.fileno())
+    return stat.st_size, stat.st_mtime_ns
+
+
+@dataclass(frozen=True, slots=True)
 class TensorEntry:
     """One tensor of a file: type, shape in torch's order, position."""
 
-    path: Path
-    data: mmap
+    file: GgufFile
     type: TensorType
     shape: tuple[int, ...]
     start: int
@@ -129,9 +159,9 @@ class TensorEntry:
         return self.num_bytes if part is None else self.num_bytes // self.shape[0]
 
     def part_data(self, part: int | None) -> np.ndarray:
-        """The bytes of one index of the first dimension, or of the tensor, as a view of the file."""
+        """The bytes of one index of the first dimension, or of the tensor, as `GgufFile.view`."""
         size = self.part_bytes(part)
-        return np.frombuffer(self.data, np.uint8, size, self.start + (part or 0) * size)
+        return self.file.view(self.start + (part or 0) * size, size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,11 +227,17 @@ def _shards(path: Path, count: int) -> list[Path]:
 
 def _read_file(path: Path) -> Header:
     try:
-        with path.open("rb") as file:
-            data = mmap(file.fileno(), 0, access=ACCESS_READ)
+        with path.open("rb") as opened:
+            file = GgufFile(path, *_stamp(opened))
+            data = mmap(opened.fileno(), file.size, access=ACCESS_READ)
     except (OSError, ValueError) as error:  # ValueError: an empty file
         raise ModelError(f"{path} cannot be read ({error}); download it again") from error
-    source = HeaderReader(data, path)
+    with data:
+        return _header(HeaderReader(data, path), file)
+
+
+def _header(source: HeaderReader, file: GgufFile) -> Header:
+    path = file.path
     if source.unsigned("I") != _MAGIC:
         raise source.error("it does not begin with GGUF")
     version = source.unsigned("I")
@@ -217,12 +253,10 @@ def _read_file(path: Path) -> Header:
         if key in metadata:
             raise source.error(f"it has the key {key:.80} twice")
         metadata[key] = source.value(source.unsigned("I"))
-    return Header(path, metadata, _entries(source, data, path, num_tensors, metadata))
+    return Header(path, metadata, _entries(source, file, num_tensors, metadata))
 
 
-def _entries(
-    source: HeaderReader, data: mmap, path: Path, count: int, metadata: dict[str, Value]
-) -> dict[str, TensorEntry]:
+def _entries(source: HeaderReader, file: GgufFile, count: int, metadata: dict[str, Value]) -> dict[str, TensorEntry]:
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or not 0 < alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
         raise source.error(f"general.alignment must be a power of two, not {alignment!r:.80}")
@@ -233,7 +267,7 @@ def _entries(
         kind = TENSOR_TYPES.get(number)
         if kind is None:
             raise ModelError(
-                f"{path}: {name} is of type {UNSUPPORTED_TYPES.get(number, number)}; quire reads "
+                f"{file.path}: {name} is of type {UNSUPPORTED_TYPES.get(number, number)}; quire reads "
                 f"{', '.join(each.name for each in TENSOR_TYPES.values())}. Get a file of one of those, such as Q4_K_M"
             )
         if name in entries:
@@ -241,9 +275,9 @@ def _entries(
         if shape[-1] % kind.block_size:
             raise source.error(f"{name} has rows of {shape[-1]} numbers, not a multiple of {kind.block_size}")
         num_bytes = math.prod(shape) // kind.block_size * kind.block_bytes
-        if offset % alignment or base + offset + num_bytes > len(data):
+        if offset % alignment or base + offset + num_bytes > file.size:
             raise source.error(f"{name} does not lie within the file, or not at a multiple of {alignment} bytes")
-        entries[name] = TensorEntry(path, data, kind, shape, base + offset, num_bytes)
+        entries[name] = TensorEntry(file, kind, shape, base + offset, num_bytes)
     return entries
 
 

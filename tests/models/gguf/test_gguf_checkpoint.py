@@ -1,7 +1,9 @@
 """Converted GGUF checkpoints equal their source: every tensor bit for bit, and every relevant field of the config."""
 
 import json
+import os
 import shutil
+from pathlib import Path
 
 import gguf
 import gguf_writer as gguf_files
@@ -16,6 +18,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from quire.errors import ModelError
 from quire.hub import embedded
 from quire.models.gguf.checkpoint import GgufCheckpoint
+from quire.models.gguf.reader import read_header
 
 COMMON = {
     "vocab_size": 61,
@@ -237,6 +240,43 @@ def test_read_goes_through_the_file_from_front_to_back(source, tmp_path):
     assert [name for name, _ in checkpoint.read(reversed(names))] == names
     with pytest.raises(ModelError, match="no tensor x"):
         list(checkpoint.read(["x"]))
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux lists the mappings of a process")
+def test_the_file_is_mapped_only_while_a_tensor_is_read(source, tmp_path):
+    path = gguf_files.write_gguf(source("llama3"), tmp_path / "model.gguf", kind="Q8_0")
+    checkpoint = GgufCheckpoint(path)
+
+    def is_mapped():
+        return str(path) in Path("/proc/self/maps").read_text()
+
+    assert not is_mapped()
+    schemes = {name: stored.scheme for name, stored in checkpoint.tensors.items() if stored.scheme}
+    kept = []
+    for read in (checkpoint.read(checkpoint.tensors), checkpoint.read_codes(schemes)):
+        for one in read:
+            kept.append(one)
+            assert not is_mapped()
+    assert len(kept) == len(checkpoint.tensors) + len(schemes) > 30
+    view = read_header(path).tensors["token_embd.weight"].part_data(None)
+    assert is_mapped()
+    del view
+    assert not is_mapped()
+
+
+def test_a_file_that_changed_since_its_header_was_read_is_refused(source, tmp_path):
+    path = gguf_files.write_gguf(source("qwen2"), tmp_path / "model.gguf")
+    checkpoint, time = GgufCheckpoint(path), path.stat().st_mtime_ns
+    for change in (
+        lambda: os.utime(path, ns=(time, time + 1)),
+        lambda: (path.write_bytes(path.read_bytes() + b"x"), os.utime(path, ns=(time, time))),
+    ):
+        change()
+        with pytest.raises(ModelError, match=r"model.gguf has changed while the model was loaded; start again"):
+            next(checkpoint.read(["model.norm.weight"]))
+    path.unlink()
+    with pytest.raises(ModelError, match=r"model.gguf cannot be read .*No such file"):
+        next(checkpoint.read(["model.norm.weight"]))
 
 
 def test_bytes_in_the_file_add_up(source, tmp_path):
