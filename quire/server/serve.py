@@ -17,6 +17,7 @@ from quire.server.middleware.http_protocol import http_config, raise_descriptor_
 from quire.server.observability.middleware import check_observers
 from quire.server.options import ServerOptions, UnknownFields
 from quire.server.service import Service
+from quire.startup.freed_memory import return_freed_memory
 from quire.supervisor.async_engine import AsyncEngine
 from quire.supervisor.engine_handle import EngineProcess
 from quire.supervisor.gc_policy import GCPolicy
@@ -48,6 +49,7 @@ def launched(
     host.launch()
     try:
         tokenizer = open_tokenizer(Path(host.model_info.path))
+        return_freed_memory()  # of its files' content
         engine = AsyncEngine(host, watchdog=watchdog, restart_timeout=restart_timeout)
         yield Service(host.model_info, tokenizer, engine, model_name, unknown_fields=unknown_fields)
     finally:

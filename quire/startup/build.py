@@ -50,7 +50,8 @@ from quire.scheduler.journal import JournalledScheduler, open_journal, open_rest
 from quire.scheduler.scheduler import Scheduler
 from quire.startup.calibration import decode_ratio, measure
 from quire.startup.calibration_cache import calibration_file, read_calibration, write_calibration
-from quire.startup.hardware import available_memory, pick_device, return_freed_memory
+from quire.startup.freed_memory import return_freed_memory
+from quire.startup.hardware import available_memory, pick_device
 from quire.startup.memory_demand import make_cache_config, memory_profile, shape_of
 from quire.startup.model_info import ModelInfo
 from quire.startup.model_loading import ModelFiles, open_model
@@ -500,10 +501,12 @@ def _prefix_cache_line(cache: CacheConfig) -> str:
 
 
 def _grammar_compiler(prepared: Prepared) -> GrammarCompiler:
-    description, tokenizer = prepared.files.description, prepared.files.tokenizer
+    tokenizer, description = prepared.files.tokenizer, prepared.files.description
+    # not the description in the function: its checkpoint, with all texts of a GGUF header, would stay in memory
+    vocab_size, eos_token_ids = description.vocab_size, description.eos_token_ids
     return GrammarCompiler(
-        lambda: vocabulary_of(tokenizer, description.vocab_size, description.eos_token_ids),
-        description.vocab_size,
+        lambda: vocabulary_of(tokenizer, vocab_size, eos_token_ids),
+        vocab_size,
         backend=prepared.options.grammar_backend,
         fast_forward=prepared.options.fast_forward == "on",
     )

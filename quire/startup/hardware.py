@@ -1,9 +1,7 @@
 """Detection of device, available memory and processor features."""
 
-import ctypes
 import os
 import platform
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -30,12 +28,6 @@ def available_memory(device: str) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
     return min(_host_memory(), _cgroup_memory())
-
-
-def return_freed_memory() -> None:
-    """Return freed heap memory to the system. Has an effect with glibc only."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _host_memory() -> int:

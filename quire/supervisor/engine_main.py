@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from quire.errors import QuireError
 from quire.startup.build import Built, build
+from quire.startup.freed_memory import return_freed_memory
 from quire.startup.model_info import model_info_of
 from quire.supervisor import protocol
 from quire.supervisor.engine_handle import DUMP_SIGNAL
@@ -44,6 +45,7 @@ def run(connection: socket.socket, build: Callable[..., Built] = build) -> None:
     except QuireError as error:
         say(Refused(protocol.encode_error(error)))
         return
+    return_freed_memory()  # of the checkpoint's description, which `build` has dropped
     say(Ready(model_info_of(built)))
     EngineLoop(built.engine, connection, GCPolicy()).run()
 

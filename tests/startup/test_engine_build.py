@@ -1,11 +1,13 @@
 """From options to an engine: errors, the report before loading, and memory during loading."""
 
 import ctypes
+import gc
 import os
 import platform
 import shutil
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,8 @@ from quire.hub import embedded
 from quire.models.description import describe
 from quire.startup import hardware
 from quire.startup.build import build
+from quire.startup.freed_memory import return_freed_memory
+from quire.startup.model_loading import open_model
 
 
 def attempt(**options):
@@ -190,6 +194,22 @@ def test_8_bit_keys_and_values_take_half_as_much_and_answer_alike(dtype):
     assert texts[0] == texts[1]
 
 
+def test_the_description_of_the_checkpoint_is_dropped(monkeypatch):
+    """A GGUF header has all tokens and merges: 40 MB for a vocabulary of 128 000 tokens."""
+    opened = []
+
+    def watched(*args, **options):
+        files = open_model(*args, **options)
+        opened.append(weakref.ref(files.description.checkpoint))
+        return files
+
+    monkeypatch.setattr("quire.startup.build.open_model", watched)
+    built = attempt(memory="64MiB", calibration=0.01)
+    gc.collect()
+    assert [checkpoint() for checkpoint in opened] == [None]
+    built.engine.close()
+
+
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told to")
 def test_memory_that_was_freed_goes_back_to_the_system():
     libc = ctypes.CDLL(None)
@@ -204,6 +224,6 @@ def test_memory_that_was_freed_goes_back_to_the_system():
     for piece in pieces[:-1]:  # the last one keeps the heap from shrinking by itself
         libc.free(piece)
     before = resident()
-    hardware.return_freed_memory()
+    return_freed_memory()
     assert before - resident() > 60_000_000
     libc.free(pieces[-1])
