@@ -3,9 +3,11 @@
 import fcntl
 import os
 import shutil
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -45,6 +47,21 @@ def assert_equal(left, right):
     for name in left:
         assert left[name].shape == right[name].shape
         assert torch.equal(left[name].view(torch.uint8), right[name].view(torch.uint8)), name
+
+
+def test_written_weights_are_not_in_memory_twice(saved, tmp_path, monkeypatch):
+    allocated = []
+
+    def watched(num_bytes, *, huge):
+        array = np.zeros(num_bytes, np.uint8)
+        allocated.append(weakref.ref(array))
+        return torch.from_numpy(array)
+
+    monkeypatch.setattr("quire.kernels.cpu.products.pages", watched)
+    tensors, lines = loaded(saved("qwen3-tied")[0], tmp_path / "cache")
+    assert "written to the cache" in lines[0]
+    assert len(tensors) > len(allocated) > 0
+    assert not any(array() is not None for array in allocated)
 
 
 def file_of(cache):

@@ -55,7 +55,8 @@ def allocate_weight(
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return pages(prod(shape) * dtype.itemsize, huge=True).view(dtype).view(*shape)
+    zeros = pages(prod(shape) * dtype.itemsize, huge=True).view(dtype).view(*shape)
+    return zeros.detach()  # a view refers to this memory also after the weight cache has given the tensor other memory
 
 
 def multiplies(scheme: Scheme) -> bool:
