@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from quire.errors import ConfigError, known_arguments_only
+from quire.errors import ConfigError, known_arguments_only, nearest
 
 DType = Literal["auto", "float32", "float16", "bfloat16", "float", "half"]
 KVDType = Literal["auto", "float32", "float16", "bfloat16", "float", "half", "fp8", "fp8_e4m3", "int8", "int4"]
@@ -100,6 +100,10 @@ def max_blocks_of_sequence(window: int, block_size: int, length: int, step_token
     return whole if window == 0 else min(whole, -(-(window - 1 + step_tokens) // block_size) + 1)
 
 
+Drafter = Literal["suffix", "prediction"]
+MAX_SPECULATIVE_TOKENS = 16
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """Limits of a step and of the queue, policy, preemption mode."""
@@ -116,6 +120,9 @@ class SchedulerConfig:
     max_queued_requests: int | None = None  # waiting requests that have never run; None: no limit
     max_queued_tokens: int | None = None  # prompt tokens of these requests
     target_tpot_seconds: float | None = None  # of a step in which sequences decode; None: StepBudget chooses it
+    speculation: tuple[Drafter, ...] = ()  # drafters; empty: no speculative decoding
+    num_speculative_tokens: int = 8  # the most drafts of a sequence in one step
+    governs_speculation: bool = True  # whether only drafts are verified that are expected to save time
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
@@ -137,6 +144,10 @@ class SchedulerConfig:
             raise ConfigError(f"watermark must be at least 0 and below 1, not {self.watermark}")
         if self.steps_in_flight not in (1, 2):
             raise ConfigError(f"steps_in_flight must be 1 or 2, not {self.steps_in_flight}")
+        if not 1 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
+            raise ConfigError(
+                f"num_speculative_tokens must be from 1 to {MAX_SPECULATIVE_TOKENS}, not {self.num_speculative_tokens}"
+            )
         if not 0 <= self.wait_weight < inf:
             raise ConfigError(f"wait_weight must be at least 0 and finite, not {self.wait_weight}")
         for name in ("max_queued_requests", "max_queued_tokens"):
@@ -261,8 +272,31 @@ class EngineOptions:
     fast_forward: Annotated[
         Literal["on", "off"], Help("append tokens that a constraint forces all at once, or one by one", "beta")
     ] = "on"
+    speculation: Annotated[
+        str,
+        Help(
+            "drafters of speculative decoding: auto, off, or a list of suffix (what followed the same tokens before) "
+            "and prediction (of the request); drafts change no token",
+            "beta",
+        ),
+    ] = "auto"
+    num_speculative_tokens: Annotated[
+        int, Meta(ge=1, le=16), Help("most drafts of a sequence in one step", "beta")
+    ] = 8
     seed: Annotated[int, Help("seed of requests without one")] = 0
     journal: Annotated[str | None, Help("file that records every input of the scheduler", "beta")] = None
+
+
+def drafters_of(speculation: str) -> tuple[Drafter, ...]:
+    """The drafters of the option `speculation`. Raises ConfigError for an unknown one, with the nearest known one."""
+    known = get_args(Drafter)
+    if speculation in ("auto", "off"):
+        return known if speculation == "auto" else ()
+    names = tuple(name.strip() for name in speculation.split(","))
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"speculation: there is no drafter {name!r}{nearest(name, known)}; auto uses all, off none")
+    return names  # type: ignore[return-value]  # checked
 
 
 # Values that an option had in an earlier version, or has in another engine: what to use instead.

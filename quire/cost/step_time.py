@@ -4,6 +4,7 @@ It learns from durations that the journal records, of steps, of copies and of th
 same.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from math import inf
 
@@ -52,6 +53,62 @@ class StepTime:
             return max_tokens
         tokens = max(seconds - self.fixed, seconds / 2) / self.per_token
         return max_tokens if tokens >= max_tokens else max(1, int(tokens))
+
+
+_CURVE_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # least tokens of each class
+_CURVE_DECAY = 0.9  # weight of a step when the next one of its class is observed
+
+
+class StepCurve:
+    """Seconds of steps of sequences that decode, by the number of tokens: piecewise linear and convex.
+
+    A straight line would not do: while the weights are read from memory, a further token costs almost nothing.
+    """
+
+    __slots__ = ("_classes", "_points")
+
+    def __init__(self) -> None:
+        self._classes: dict[int, tuple[float, float, float]] = {}  # decayed: steps, tokens, seconds
+        self._points: list[tuple[float, float]] | None = None  # (tokens, seconds), rising; None: to be computed
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """Learn from a step. An outlier is clamped."""
+        of = bisect_right(_CURVE_SIZES, num_tokens)
+        steps, tokens, total = self._classes.get(of, (0.0, 0.0, 0.0))
+        if steps > 1:
+            mean = total / steps
+            seconds = min(max(seconds, mean / OUTLIER), mean * OUTLIER)
+        keep = _CURVE_DECAY
+        self._classes[of] = steps * keep + 1, tokens * keep + num_tokens, total * keep + seconds
+        self._points = None
+
+    def seconds(self, num_tokens: int) -> float:
+        """Predicted seconds of a step; 0 before any step."""
+        if self._points is None:
+            means = sorted((tokens / steps, total / steps) for steps, tokens, total in self._classes.values())
+            self._points = _lower_hull(means)
+        points = self._points
+        if not points:
+            return 0.0
+        if len(points) == 1 or num_tokens <= points[0][0]:
+            return points[0][1] * (max(1.0, num_tokens / points[0][0]) if len(points) == 1 else 1.0)
+        place = min(max(1, bisect_right(points, (num_tokens, 0.0))), len(points) - 1)
+        (left, low), (right, high) = points[place - 1], points[place]
+        return low + (high - low) * (num_tokens - left) / (right - left)
+
+
+def _lower_hull(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The lower convex hull of points that are sorted by x, from the least y on: neither noise nor a pause bends it."""
+    hull: list[tuple[float, float]] = []
+    for x, y in points:
+        while hull and (
+            y <= hull[-1][1]
+            if len(hull) < 2
+            else (hull[-1][1] - hull[-2][1]) * (x - hull[-2][0]) >= (y - hull[-2][1]) * (hull[-1][0] - hull[-2][0])
+        ):
+            hull.pop()
+        hull.append((x, y))
+    return hull
 
 
 _PREFILL_DECAY = 0.98  # weight of a step when the next one is observed
@@ -219,6 +276,7 @@ class CostModel:
     def __init__(self) -> None:
         self.step_time = StepTime()
         self.prefill = PrefillTime()
+        self.step_curve = StepCurve()
         self._decode_weight = self._decode_seconds = 0.0  # of decode steps: decayed count and sum of seconds
         self.shortest_decode_seconds = inf  # of all decode steps so far
         self._copied = [(0.0, 0.0), (0.0, 0.0)]  # to the host, and from it: decayed sums of bytes and of seconds
@@ -247,6 +305,7 @@ class CostModel:
         if pairs > 0:
             self.prefill.observe(num_tokens, pairs, seconds, weight)
         else:
+            self.step_curve.observe(num_tokens, seconds)
             if self._decode_weight >= _MIN_DECODE_WEIGHT:  # a pause of the machine must not count as the speed of steps
                 seconds = min(max(seconds, self.decode_step_seconds / OUTLIER), self.decode_step_seconds * OUTLIER)
             self.shortest_decode_seconds = min(self.shortest_decode_seconds, seconds)

@@ -24,6 +24,7 @@ from quire.config import (
     QuantMethod,
     SchedulerConfig,
     check_options,
+    drafters_of,
 )
 from quire.cost.memory_plan import (
     DEFAULT_SWAP_SPACE,
@@ -375,6 +376,8 @@ def _scheduler_config(options: EngineOptions, max_model_len: int, steps_in_fligh
         preemption=options.preemption,
         max_queued_requests=options.max_queued_requests,
         max_queued_tokens=options.max_queued_tokens,
+        speculation=drafters_of(options.speculation),
+        num_speculative_tokens=options.num_speculative_tokens,
         **({} if options.wait_weight is None else {"wait_weight": options.wait_weight}),
     )
 

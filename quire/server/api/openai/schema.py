@@ -80,6 +80,26 @@ NO_LIMIT = -1  # of max_tokens: the rest of the context
 _COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens
 
 
+class PredictionPart(Body):
+    """A part of a predicted output."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(Body):
+    """OpenAI's predicted output."""
+
+    type: Literal["content"]
+    content: str | Listed[PredictionPart]
+
+    @property
+    def text(self) -> str | None:
+        """The whole text; None if it is empty."""
+        parts = [self.content] if isinstance(self.content, str) else [part.text for part in self.content]
+        return "".join(parts) or None
+
+
 class StreamOptions(Body):
     """Further content of a stream."""
 
@@ -203,7 +223,7 @@ class ChatBody(TemplateBody, SamplingBody):
     moderation: Any = unsupported_field()
     verbosity: Any = unsupported_field("medium")
     web_search_options: Any = unsupported_field()
-    prediction: Any = ignored_field()
+    prediction: Prediction | None = optional_field("Text that the answer probably is, in whole or in part.")
 
     @model_validator(mode="after")
     def _reject_single_tool_calls(self) -> Self:
@@ -226,5 +246,6 @@ class ChatBody(TemplateBody, SamplingBody):
         return self.make_params(
             {"max_tokens": None, **defaults},
             max_tokens=self.max_completion_tokens,
+            prediction=None if self.prediction is None else self.prediction.text,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
         )

@@ -1,0 +1,153 @@
+"""Speculation: which running sequences of a step verify drafts, and what came of them.
+
+A sequence that decodes has one chunk of one token. Drafts extend this chunk: its next tokens are computed as if they
+were known, and a token is sampled after each. Sampling depends on the position alone, so each sampled token is the one
+that an engine without speculation would have sampled, as long as the drafts before it were right. Drafts are accepted
+while they equal the sampled tokens (Daliri, Musco and Suresh, "Coupling without Communication and Drafter-Invariant
+Speculative Decoding", 2024).
+
+Drafts get blocks that are free. Nothing is evicted or preempted for them.
+"""
+
+from collections.abc import Sequence as Listing
+
+from quire.cache.manager import KVCacheManager
+from quire.config import SchedulerConfig
+from quire.cost.step_time import CostModel
+from quire.scheduler.constraints import StructuredOutputManager
+from quire.scheduler.sequence import Sequence
+from quire.scheduler.step_builder import ScheduledChunk, StepBuilder
+from quire.speculation.drafters import PredictionDrafter, Proposal, SuffixDrafter
+from quire.speculation.governor import Candidate, Chances, Governor, OwnCounts
+
+_INDEXED_PER_STEP = 4096  # tokens that all sequences together add to their indexes in one step
+_MOST_INDEXED = 2**20  # tokens in the indexes of all running sequences, about 100 bytes each
+
+
+class _SequenceDrafters:
+    """The drafters of one running sequence."""
+
+    __slots__ = ("own_counts", "prediction", "suffix")
+
+    def __init__(self, seq: Sequence, drafters: Listing[str]) -> None:
+        self.own_counts = OwnCounts()
+        self.suffix = SuffixDrafter(seq.tokens) if "suffix" in drafters else None
+        prediction = seq.request.prediction if "prediction" in drafters else ()
+        self.prediction = PredictionDrafter(prediction, seq.tokens, seq.num_prompt_tokens) if prediction else None
+
+
+class Speculator:
+    """Adds drafts to the chunks of a step, and learns from their verification."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: KVCacheManager,
+        costs: CostModel,
+        structured_outputs: StructuredOutputManager,
+    ) -> None:
+        self._drafters = config.speculation
+        self._max_drafts = config.num_speculative_tokens
+        self._cache = cache
+        self._structured_outputs = structured_outputs
+        self._governor = Governor(costs.step_curve.seconds) if config.governs_speculation else None
+        self._chances = Chances()
+        self._sequences: dict[int, _SequenceDrafters] = {}  # by id, of sequences that have decoded
+        self._num_indexed = 0
+
+    def end(self, seq: Sequence) -> None:
+        """Forget a sequence that has ended. Ignores one without drafters."""
+        drafters = self._sequences.pop(seq.id, None)
+        if drafters is not None and drafters.suffix is not None:
+            self._num_indexed -= drafters.suffix.num_indexed
+
+    def add_drafts(self, builder: StepBuilder, most: int) -> None:
+        """Add up to `most` drafts to the chunks of the planned step that sample behind a known token."""
+        found: list[tuple[int, Candidate]] = []
+        index_budget = _INDEXED_PER_STEP
+        for place, chunk in enumerate(builder.scheduled):
+            seq = chunk.seq
+            if not (self._may_draft(seq) and seq.num_computed == chunk.stop == len(seq.tokens)):
+                continue
+            drafters = self._sequences.get(seq.id)
+            if drafters is None:
+                drafters = self._sequences[seq.id] = _SequenceDrafters(seq, self._drafters)
+            if drafters.suffix is not None and index_budget > 0 and self._num_indexed < _MOST_INDEXED:
+                number = drafters.suffix.extend(index_budget)
+                index_budget -= number
+                self._num_indexed += number
+            length = min(self._max_drafts, most, seq.limit - chunk.stop)
+            candidate = self._candidate(drafters, length) if length > 0 else None
+            if candidate is not None:
+                found.append((place, candidate))
+        if not found:
+            return
+        candidates = [candidate for _, candidate in found]
+        num_samples = len(builder.scheduled)
+        counts = (
+            [len(one.proposal.tokens) for one in candidates]
+            if self._governor is None
+            else self._governor.select(candidates, num_tokens=builder.num_tokens, num_samples=num_samples, most=most)
+        )
+        for (place, candidate), wanted in zip(found, counts, strict=True):
+            proposal = self._allowed(builder, builder.scheduled[place], candidate.proposal, min(wanted, most))
+            if proposal is not None:
+                most -= len(proposal.tokens)
+                builder.add_drafts(place, proposal)
+
+    def verified(self, chunk: ScheduledChunk, num_accepted: int) -> None:
+        """Learn from a committed chunk with drafts. Those behind the first rejected one say nothing."""
+        assert chunk.proposal is not None, "the chunk has no drafts"
+        self._chances.observe(chunk.proposal, num_accepted)
+        drafters = self._sequences.get(chunk.seq.id)
+        if drafters is not None:
+            drafters.own_counts.observe(chunk.proposal, num_accepted)
+
+    def _may_draft(self, seq: Sequence) -> bool:
+        """Whether the next token of a sequence follows tokens that are all known, and nothing else depends on it."""
+        return (
+            seq.num_pending == 1
+            and seq.num_ignored_samples == 0
+            and seq.is_generation
+            and not (seq.is_beam or seq.runs_alone)
+            and seq.num_reported >= seq.num_to_report
+            and seq.request.params.speculation
+        )
+
+    def _candidate(self, drafters: _SequenceDrafters, length: int) -> Candidate | None:
+        """The proposal of a sequence with the most expected tokens; None if no drafter has one."""
+        best: Candidate | None = None
+        most = 0.0
+        for drafter in (drafters.prediction, drafters.suffix):
+            proposal: Proposal | None = None if drafter is None else drafter.propose(length)
+            if proposal is None:
+                continue
+            chances = drafters.own_counts.adjust(proposal.drafter, self._chances.of(proposal))
+            expected, gain = 0.0, 1.0
+            for chance in chances:
+                gain *= chance
+                expected += gain
+            if expected > most:
+                best, most = Candidate(proposal, chances), expected
+        return best
+
+    def _allowed(
+        self, builder: StepBuilder, chunk: ScheduledChunk, proposal: Proposal, wanted: int
+    ) -> Proposal | None:
+        """Up to `wanted` drafts that have a block and that the constraint allows; None if there are none."""
+        if wanted <= 0 or (count := min(wanted, self._capacity(builder, chunk, wanted))) <= 0:
+            return None
+        if not chunk.seq.constrained:
+            return proposal._replace(tokens=list(proposal.tokens[:count]))
+        allowed = self._structured_outputs.allowed_drafts(chunk.seq, proposal.tokens, count)
+        return proposal._replace(tokens=allowed.tokens, forced=allowed.forced) if allowed.tokens else None
+
+    def _capacity(self, builder: StepBuilder, chunk: ScheduledChunk, wanted: int) -> int:
+        """How many drafts have a block. Allocates one if one is free."""
+        table = chunk.seq.table
+        assert table is not None, "the sequence runs"
+        if table.capacity < chunk.stop + wanted:
+            firsts = self._cache.grow_free(table, chunk.stop + wanted)
+            if firsts is not None:
+                builder.update_table(chunk.seq, firsts)
+        return table.capacity - chunk.stop
