@@ -100,7 +100,7 @@ def max_blocks_of_sequence(window: int, block_size: int, length: int, step_token
     return whole if window == 0 else min(whole, -(-(window - 1 + step_tokens) // block_size) + 1)
 
 
-Drafter = Literal["suffix", "prediction"]
+Drafter = Literal["suffix", "answers", "prediction"]
 MAX_SPECULATIVE_TOKENS = 16
 
 
@@ -275,8 +275,8 @@ class EngineOptions:
     speculation: Annotated[
         str,
         Help(
-            "drafters of speculative decoding: auto, off, or a list of suffix (what followed the same tokens before) "
-            "and prediction (of the request); drafts change no token",
+            "drafters of speculative decoding: auto (all), off, or a list of suffix (what followed the same tokens "
+            "in the text), answers (earlier ones of the namespace), prediction (of the request)",
             "beta",
         ),
     ] = "auto"

@@ -100,7 +100,7 @@ def random_schedule(seed: int) -> Schedule:
             "preemption": draw.choice(get_args(PreemptionMode)),
             "max_queued_requests": draw.choice([None, None, 6]),
             "max_queued_tokens": draw.choice([None, None, 200]),
-            "speculation": draw.choice([[], ["suffix"], ["prediction"], ["prediction", "suffix"]]),
+            "speculation": draw.choice([[], ["suffix"], ["answers"], ["prediction", "answers", "suffix"]]),
             "num_speculative_tokens": draw.choice([1, 3, 8]),
             "governs_speculation": draw.random() < 0.3,
         },

@@ -202,7 +202,9 @@ class Scheduler:
         self.state.end_program(tenant, program, branch)
 
     def flush(self, now: float) -> int:
-        """Evict all idle blocks, pinned ones included. Returns the number of freed blocks."""
+        """Evict all idle blocks, pinned ones included, and forget drafts. Returns the number of freed blocks."""
+        if self._speculator is not None:
+            self._speculator.flush()
         return self.cache.flush(EvictionCause(now))
 
     def explain(self, request_id: str, now: float) -> Explanation | None:

@@ -9,6 +9,7 @@ Speculative Decoding", 2024).
 Drafts get blocks that are free. Nothing is evicted or preempted for them.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence as Listing
 
 from quire.cache.manager import KVCacheManager
@@ -17,20 +18,24 @@ from quire.cost.step_time import CostModel
 from quire.scheduler.constraints import StructuredOutputManager
 from quire.scheduler.sequence import Sequence
 from quire.scheduler.step_builder import ScheduledChunk, StepBuilder
-from quire.speculation.drafters import PredictionDrafter, Proposal, SuffixDrafter
+from quire.speculation.answers import AnswerStore
+from quire.speculation.drafters import AnswersDrafter, PredictionDrafter, Proposal, SuffixDrafter
 from quire.speculation.governor import Candidate, Chances, Governor, OwnCounts
 
 _INDEXED_PER_STEP = 4096  # tokens that all sequences together add to their indexes in one step
+_MOST_TENANTS = 4096  # whose chances are kept
 _MOST_INDEXED = 2**20  # tokens in the indexes of all running sequences, about 100 bytes each
 
 
 class _SequenceDrafters:
     """The drafters of one running sequence."""
 
-    __slots__ = ("own_counts", "prediction", "suffix")
+    __slots__ = ("answers", "own_counts", "prediction", "suffix")
 
-    def __init__(self, seq: Sequence, drafters: Listing[str]) -> None:
+    def __init__(self, seq: Sequence, drafters: Listing[str], store: AnswerStore) -> None:
         self.own_counts = OwnCounts()
+        about = seq.request.namespace, seq.tokens, seq.num_prompt_tokens
+        self.answers = AnswersDrafter(store, *about) if "answers" in drafters else None
         self.suffix = SuffixDrafter(seq.tokens) if "suffix" in drafters else None
         prediction = seq.request.prediction if "prediction" in drafters else ()
         self.prediction = PredictionDrafter(prediction, seq.tokens, seq.num_prompt_tokens) if prediction else None
@@ -51,12 +56,15 @@ class Speculator:
         self._cache = cache
         self._structured_outputs = structured_outputs
         self._governor = Governor(costs.step_curve.seconds) if config.governs_speculation else None
-        self._chances = Chances()
+        self._chances: OrderedDict[str, Chances] = OrderedDict()  # by tenant, least recently used first
+        self._answers = AnswerStore()
         self._sequences: dict[int, _SequenceDrafters] = {}  # by id, of sequences that have decoded
         self._num_indexed = 0
 
     def end(self, seq: Sequence) -> None:
-        """Forget a sequence that has ended. Ignores one without drafters."""
+        """Forget a sequence that has ended, and keep its answer."""
+        if "answers" in self._drafters and seq.is_generation:
+            self._answers.add(seq.request.namespace, seq.tokens, seq.num_prompt_tokens)
         drafters = self._sequences.pop(seq.id, None)
         if drafters is not None and drafters.suffix is not None:
             self._num_indexed -= drafters.suffix.num_indexed
@@ -71,13 +79,13 @@ class Speculator:
                 continue
             drafters = self._sequences.get(seq.id)
             if drafters is None:
-                drafters = self._sequences[seq.id] = _SequenceDrafters(seq, self._drafters)
+                drafters = self._sequences[seq.id] = _SequenceDrafters(seq, self._drafters, self._answers)
             if drafters.suffix is not None and index_budget > 0 and self._num_indexed < _MOST_INDEXED:
                 number = drafters.suffix.extend(index_budget)
                 index_budget -= number
                 self._num_indexed += number
             length = min(self._max_drafts, most, seq.limit - chunk.stop)
-            candidate = self._candidate(drafters, length) if length > 0 else None
+            candidate = self._candidate(seq, drafters, length) if length > 0 else None
             if candidate is not None:
                 found.append((place, candidate))
         if not found:
@@ -98,7 +106,7 @@ class Speculator:
     def verified(self, chunk: ScheduledChunk, num_accepted: int) -> None:
         """Learn from a committed chunk with drafts. Those behind the first rejected one say nothing."""
         assert chunk.proposal is not None, "the chunk has no drafts"
-        self._chances.observe(chunk.proposal, num_accepted)
+        self._chances_of(chunk.seq).observe(chunk.proposal, num_accepted)
         drafters = self._sequences.get(chunk.seq.id)
         if drafters is not None:
             drafters.own_counts.observe(chunk.proposal, num_accepted)
@@ -114,15 +122,30 @@ class Speculator:
             and seq.request.params.speculation
         )
 
-    def _candidate(self, drafters: _SequenceDrafters, length: int) -> Candidate | None:
+    def flush(self) -> None:
+        """Forget all answers."""
+        self._answers.clear()
+
+    def _chances_of(self, seq: Sequence) -> Chances:
+        """The chances of a tenant's drafts. Those of other tenants would reveal how well these predict theirs."""
+        tenant = seq.request.namespace.tenant
+        chances = self._chances.get(tenant)
+        if chances is None:
+            chances = self._chances[tenant] = Chances()
+            if len(self._chances) > _MOST_TENANTS:
+                self._chances.popitem(last=False)
+        self._chances.move_to_end(tenant)
+        return chances
+
+    def _candidate(self, seq: Sequence, drafters: _SequenceDrafters, length: int) -> Candidate | None:
         """The proposal of a sequence with the most expected tokens; None if no drafter has one."""
         best: Candidate | None = None
         most = 0.0
-        for drafter in (drafters.prediction, drafters.suffix):
+        for drafter in (drafters.prediction, drafters.answers, drafters.suffix):
             proposal: Proposal | None = None if drafter is None else drafter.propose(length)
             if proposal is None:
                 continue
-            chances = drafters.own_counts.adjust(proposal.drafter, self._chances.of(proposal))
+            chances = drafters.own_counts.adjust(proposal.drafter, self._chances_of(seq).of(proposal))
             expected, gain = 0.0, 1.0
             for chance in chances:
                 gain *= chance

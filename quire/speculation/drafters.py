@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from quire.config import Drafter
+from quire.core.request import Namespace
+from quire.speculation.answers import AnswerStore, prompt_key
 from quire.speculation.suffix_index import MAX_INDEXED, SuffixIndex
 
 class Proposal(NamedTuple):
@@ -50,10 +52,40 @@ class SuffixDrafter:
         return Proposal("suffix", chain, found.length)
 
 
+class _Follower:
+    """Follows the new tokens of a sequence through a text that they may repeat."""
+
+    __slots__ = ("match_length", "num_seen", "position", "text")
+
+    def __init__(self, num_seen: int) -> None:
+        """num_seen: leading tokens of the sequence that are not compared."""
+        self.num_seen = num_seen
+        self.text: Sequence[int] = ()
+        self.position: int | None = None  # of the next token in the text; None if they do not agree
+        self.match_length = 0  # tokens before it that agree
+
+    def start(self, text: Sequence[int], position: int, match_length: int) -> None:
+        """Follow the tokens from a position of a text on."""
+        self.text, self.position, self.match_length = text, position, match_length
+
+    def follow(self, tokens: Sequence[int]) -> bool:
+        """Compare the tokens that were appended. Returns whether the sequence still agrees with the text."""
+        position, text = self.position, self.text
+        for token in tokens[self.num_seen :] if position is not None else ():
+            assert position is not None, "the loop ends at the first difference"
+            if position >= len(text) or text[position] != token:
+                position = None
+                break
+            position += 1
+            self.match_length += 1
+        self.num_seen, self.position = len(tokens), position
+        return position is not None
+
+
 class PredictionDrafter:
     """Proposes the rest of a predicted output. After a difference, it continues where the output meets it again."""
 
-    __slots__ = ("_index", "_match_length", "_num_seen", "_place", "_prediction", "_tokens")
+    __slots__ = ("_follower", "_index", "_prediction", "_tokens")
 
     def __init__(self, prediction: Sequence[int], tokens: list[int], num_prompt_tokens: int) -> None:
         """tokens: those of the sequence, a list that grows with it. prediction: of its output."""
@@ -61,27 +93,48 @@ class PredictionDrafter:
         self._tokens = tokens
         self._index = SuffixIndex(prediction)
         self._index.extend(len(prediction), len(prediction))
-        self._place: int | None = 0  # of the next token in the prediction; None after a difference
-        self._match_length = 0  # tokens before it that agree with the output
-        self._num_seen = num_prompt_tokens  # tokens of the sequence that are compared
+        self._follower = _Follower(num_prompt_tokens)
+        self._follower.start(prediction, 0, 0)
 
     def propose(self, most: int) -> Proposal | None:
         """Up to `most` tokens of the prediction; None if it does not continue the output, or has ended."""
-        self._align()
-        if self._place is None or self._place >= len(self._prediction):
+        follower, tokens = self._follower, self._tokens
+        if not follower.follow(tokens) and (found := self._index.find(tokens, len(tokens))) is not None:
+            follower.start(self._prediction, *found)
+        if follower.position is None or follower.position >= len(self._prediction):
             return None
-        return Proposal("prediction", self._prediction[self._place : self._place + most], self._match_length)
+        chain = self._prediction[follower.position : follower.position + most]
+        return Proposal("prediction", chain, follower.match_length)
 
-    def _align(self) -> None:
-        """Compare the new tokens of the sequence with the prediction."""
-        tokens, prediction, place = self._tokens, self._prediction, self._place
-        for token in tokens[self._num_seen :]:
-            if place is not None and place < len(prediction) and prediction[place] == token:
-                place += 1
-                self._match_length += 1
-            else:
-                place = None
-        self._num_seen = len(tokens)
-        if place is None and (found := self._index.find(tokens, len(tokens))) is not None:
-            place, self._match_length = found
-        self._place = place
+
+class AnswersDrafter:
+    """Proposes what followed in an earlier answer of the namespace: to the same prompt, or behind the same tokens."""
+
+    __slots__ = ("_follower", "_namespace", "_num_prompt_tokens", "_store", "_tokens")
+
+    def __init__(self, store: AnswerStore, namespace: Namespace, tokens: list[int], num_prompt_tokens: int) -> None:
+        """tokens: those of the sequence, a list that grows with it."""
+        self._store = store
+        self._namespace = namespace
+        self._tokens = tokens
+        self._num_prompt_tokens = num_prompt_tokens
+        self._follower = _Follower(num_prompt_tokens)
+        key = prompt_key(tokens, num_prompt_tokens)
+        for answers in store.of(namespace):
+            if (place := answers.begin(key)) is not None:
+                self._follower.start(*place)
+                break
+
+    def propose(self, most: int) -> Proposal | None:
+        """Up to `most` tokens of an earlier answer; None if none continues the sequence."""
+        follower, tokens = self._follower, self._tokens
+        if not follower.follow(tokens):
+            places = [found for answers in self._store.of(self._namespace) if (found := answers.find(tokens))]
+            if not places:
+                return None
+            follower.start(*max(places, key=lambda place: place.length))
+        assert follower.position is not None, "it follows an answer"
+        chain = follower.text[follower.position : follower.position + most]
+        if -1 in chain:
+            chain = chain[: chain.index(-1)]
+        return Proposal("answers", chain, follower.match_length) if chain else None

@@ -45,7 +45,7 @@ class Chances:
 
     def _chance(self, key: tuple[Drafter, int, int]) -> float:
         accepted, tried = self._counts.get(key, (0.0, 0.0))
-        prior = _PRIOR_CHANCES[key[1]] if key[0] == "suffix" else _PRIOR_CHANCES[-1]
+        prior = _PRIOR_CHANCES[-1] if key[0] == "prediction" else _PRIOR_CHANCES[key[1]]
         return (accepted + _PRIOR_WEIGHT * prior) / (tried + _PRIOR_WEIGHT)
 
 
