@@ -100,6 +100,7 @@ def max_blocks_of_sequence(window: int, block_size: int, length: int, step_token
     return whole if window == 0 else min(whole, -(-(window - 1 + step_tokens) // block_size) + 1)
 
 
+DEFAULT_WAIT_WEIGHT = 100.0
 Drafter = Literal["suffix", "answers", "prediction"]
 MAX_SPECULATIVE_TOKENS = 16
 
@@ -115,7 +116,9 @@ class SchedulerConfig:
     watermark: float  # least share of blocks that admission leaves free for growth
     steps_in_flight: int
     policy: Policy = DEFAULT_POLICY
-    wait_weight: float = 100.0  # policy "cache-aware": tokens of prefix match that equal one second of waiting
+    wait_weight: float = (
+        DEFAULT_WAIT_WEIGHT  # policy "cache-aware": tokens of prefix match that equal one second of waiting
+    )
     preemption: PreemptionMode = "auto"
     max_queued_requests: int | None = None  # waiting requests that have never run; None: no limit
     max_queued_tokens: int | None = None  # prompt tokens of these requests
@@ -280,9 +283,7 @@ class EngineOptions:
             "beta",
         ),
     ] = "auto"
-    num_speculative_tokens: Annotated[
-        int, Meta(ge=1, le=16), Help("most drafts of a sequence in one step", "beta")
-    ] = 8
+    num_speculative_tokens: Annotated[int, Meta(ge=1, le=16), Help("most drafts of a sequence in one step", "beta")] = 8
     seed: Annotated[int, Help("seed of requests without one")] = 0
     journal: Annotated[str | None, Help("file that records every input of the scheduler", "beta")] = None
 
@@ -295,7 +296,9 @@ def drafters_of(speculation: str) -> tuple[Drafter, ...]:
     names = tuple(name.strip() for name in speculation.split(","))
     for name in names:
         if name not in known:
-            raise ConfigError(f"speculation: there is no drafter {name!r}{nearest(name, known)}; auto uses all, off none")
+            raise ConfigError(
+                f"speculation: there is no drafter {name!r}{nearest(name, known)}; auto uses all, off none"
+            )
     return names  # type: ignore[return-value]  # checked
 
 

@@ -69,6 +69,8 @@ class Output(msgspec.Struct, frozen=True, eq=False, array_like=True, omit_defaul
     queue_seconds: float | None = None  # with its first tokens: from arrival to the first admission of the request
     forced: tuple[int, ...] = ()  # indices of the forced tokens in token_ids; `logprobs` has rows for the others only
 
+    predicted: tuple[int, int] = (0, 0)  # accepted and rejected drafts from the prediction of the request
+
     @property
     def num_bytes(self) -> int:
         """Estimate of the memory that this object takes."""

@@ -131,9 +131,7 @@ Weight = Tensor | PackedWeight
 class Purpose(IntEnum):
     """The use of a random number. It is one word of the Philox counter, so that no two uses share a number."""
 
-    SAMPLE = 0  # selects the token
-    ACCEPT = 1  # accepts or rejects a draft token
-    RESIDUAL = 2  # selects the token that replaces a rejected draft token
+    SAMPLE = 0  # selects the token, at positions behind drafts as at others
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -20,7 +20,6 @@ from quire.runner.captured_steps import CapturedSteps
 from quire.runner.inputs import Inputs
 from quire.runner.rows import Rows
 
-
 MAX_UNUSED_LOGITS = 16  # of a captured step; the head reads its weights once for all positions
 
 

@@ -128,9 +128,9 @@ class CapturedHostInputs:
 
 
 def _padded(batch: Batch, num_tokens: int, num_chunks: int) -> Batch:
-    """The batch with `num_tokens` more chunks of one token without blocks, then `num_chunks` chunks by ones without tokens.
+    """The batch with `num_tokens` more chunks of one token, and `num_chunks` chunks in total: the others have no tokens.
 
-    The KV of the added tokens is not written, and their results are not used.
+    The added tokens have no blocks. Their KV is not written, and their results are not used.
     """
     more = num_chunks - len(batch.starts)
     stops = np.pad(batch.stops, (0, more))

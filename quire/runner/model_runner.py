@@ -61,7 +61,9 @@ class SampledPositions(NamedTuple):
     tokens: np.ndarray  # int64: indices into all tokens of the step, whose logits are sampled from
     rows: np.ndarray  # int32
     positions: np.ndarray  # of the sampled tokens
-    written: np.ndarray | None  # which of them the runner writes into its rows: those of chunks without drafts; None: all
+    written: (
+        np.ndarray | None
+    )  # which of them the runner writes into its rows: those of chunks without drafts; None: all
 
 
 def sampled_positions(chunks: Chunks) -> SampledPositions:

@@ -77,7 +77,7 @@ class TokenLists:
             self._has_edits[row] = row in self._biases or row in self._bad_words or row in self._end_tokens
 
     def masks(self, rows: np.ndarray, positions: np.ndarray, sampling_masks: SamplingMasks) -> Masks:
-        """The masks of tokens at `positions` of `rows`: allowed tokens, and `sampling_masks`; of both, the intersection.
+        """The masks of tokens at `positions` of `rows`: allowed tokens and `sampling_masks`, or their intersection.
 
         Other entries of `sampling_masks` are ignored. Raises ValueError for masks of another vocabulary size.
         """

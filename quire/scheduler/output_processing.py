@@ -14,6 +14,7 @@ from quire.scheduler.queue_limit import QueueLimit
 from quire.scheduler.sequence import Sequence
 from quire.scheduler.speculation import Speculator
 from quire.scheduler.step_builder import ScheduledChunk
+from quire.speculation.drafters import Proposal
 
 
 class ChunkData(NamedTuple):
@@ -68,6 +69,11 @@ def _num_kept(scheduled: list[ScheduledChunk], counts: list[int], tokens: list[i
         kept.append(num)
         at += count
     return kept
+
+
+def _num_predicted(proposal: Proposal, num_accepted: int) -> tuple[int, int]:
+    """The accepted and rejected drafts from the prediction of the request."""
+    return (num_accepted, len(proposal.tokens) - num_accepted) if proposal.drafter == "prediction" else (0, 0)
 
 
 class OutputProcessor:
@@ -176,7 +182,7 @@ class OutputProcessor:
 
         Returns None without anything to output, for example if the sampled token had been forced before.
         """
-        seq, num_prompt_outputs = chunk.seq, chunk.num_prompt_outputs
+        seq, num_prompt_outputs, num_kept = chunk.seq, chunk.num_prompt_outputs, len(tokens)
         kept, cause, error = seq.append_sampled(tokens) if tokens else (tokens, None, "")
         logprobs, scored, pooled = data
         forced = [place for place in chunk.forced if place < len(kept)]
@@ -215,6 +221,7 @@ class OutputProcessor:
             error,
             queued,
             tuple(forced),
+            (0, 0) if chunk.proposal is None else _num_predicted(chunk.proposal, num_kept - 1),
         )
 
     def _apply_constraint(

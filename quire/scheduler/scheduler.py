@@ -63,13 +63,13 @@ class Scheduler:
         self.costs = CostModel()
         cache.set_recompute_seconds(self.costs.recompute_seconds)
         self._structured_outputs = StructuredOutputManager(constraints)
-        self._speculator: Speculator | None = None
-        if config.speculation:
-            self._speculator = Speculator(config, cache, self.costs, self._structured_outputs)
         self.state = SchedulerState(config, cache, self.costs, self._forget)
         self.request_stats = self.state.request_stats
+        self.speculator: Speculator | None = None
+        if config.speculation:
+            self.speculator = Speculator(config, cache, self.costs, self._structured_outputs, self.request_stats)
         self.step_budget = StepBudget(config, self.costs)
-        self._batch = BatchComposer(config, cache, self.state, self.step_budget, self._speculator)
+        self._batch = BatchComposer(config, cache, self.state, self.step_budget, self.speculator)
         self._deadlines = Deadlines(config, cache, self.state, self.costs)
         self._queue_limit = QueueLimit(config, cache, self.state, self.costs, self.step_budget)
         self._output_processor = OutputProcessor(
@@ -78,7 +78,7 @@ class Scheduler:
             BeamSequences(cache, self.state),
             self._structured_outputs,
             self._queue_limit,
-            self._speculator,
+            self.speculator,
         )
         self.predicted_seconds = 0.0  # of the step planned last; 0 without observations
         self._pending_outputs: list[Output] = []  # outputs of sequences that ended outside of a commit
@@ -203,8 +203,8 @@ class Scheduler:
 
     def flush(self, now: float) -> int:
         """Evict all idle blocks, pinned ones included, and forget drafts. Returns the number of freed blocks."""
-        if self._speculator is not None:
-            self._speculator.flush()
+        if self.speculator is not None:
+            self.speculator.flush()
         return self.cache.flush(EvictionCause(now))
 
     def explain(self, request_id: str, now: float) -> Explanation | None:
@@ -336,8 +336,8 @@ class Scheduler:
     def _forget(self, seq: Sequence) -> None:
         """Drop what is kept for a sequence that has ended."""
         self._structured_outputs.end(seq)
-        if self._speculator is not None:
-            self._speculator.end(seq)
+        if self.speculator is not None:
+            self.speculator.end(seq)
 
     def _next_to_run_alone(self) -> Sequence | None:
         """A running sequence of a failed step that has not succeeded since. Drops suspects that do not run."""

@@ -14,8 +14,10 @@ from collections.abc import Sequence as Listing
 
 from quire.cache.manager import KVCacheManager
 from quire.config import SchedulerConfig
+from quire.core.explanation import SkipReason
 from quire.cost.step_time import CostModel
 from quire.scheduler.constraints import StructuredOutputManager
+from quire.scheduler.request_stats import RequestStats
 from quire.scheduler.sequence import Sequence
 from quire.scheduler.step_builder import ScheduledChunk, StepBuilder
 from quire.speculation.answers import AnswerStore
@@ -50,12 +52,16 @@ class Speculator:
         cache: KVCacheManager,
         costs: CostModel,
         structured_outputs: StructuredOutputManager,
+        request_stats: RequestStats,
     ) -> None:
         self._drafters = config.speculation
         self._max_drafts = config.num_speculative_tokens
         self._cache = cache
         self._structured_outputs = structured_outputs
-        self._governor = Governor(costs.step_curve.seconds) if config.governs_speculation else None
+        self._request_stats = request_stats
+        self._governor = Governor(costs.step_curve.seconds)
+        self.governs = config.governs_speculation  # whether drafts are verified only if they are expected to save time
+        self.keeps_answers = "answers" in config.speculation
         self._chances: OrderedDict[str, Chances] = OrderedDict()  # by tenant, least recently used first
         self._answers = AnswerStore()
         self._sequences: dict[int, _SequenceDrafters] = {}  # by id, of sequences that have decoded
@@ -63,7 +69,7 @@ class Speculator:
 
     def end(self, seq: Sequence) -> None:
         """Forget a sequence that has ended, and keep its answer."""
-        if "answers" in self._drafters and seq.is_generation:
+        if self.keeps_answers and seq.is_generation:
             self._answers.add(seq.request.namespace, seq.tokens, seq.num_prompt_tokens)
         drafters = self._sequences.pop(seq.id, None)
         if drafters is not None and drafters.suffix is not None:
@@ -92,20 +98,23 @@ class Speculator:
             return
         candidates = [candidate for _, candidate in found]
         num_samples = len(builder.scheduled)
-        counts = (
-            [len(one.proposal.tokens) for one in candidates]
-            if self._governor is None
-            else self._governor.select(candidates, num_tokens=builder.num_tokens, num_samples=num_samples, most=most)
-        )
+        counts = [len(one.proposal.tokens) for one in candidates]
+        if self.governs:
+            num_tokens = builder.num_tokens
+            counts = self._governor.select(candidates, num_tokens=num_tokens, num_samples=num_samples, most=most)
         for (place, candidate), wanted in zip(found, counts, strict=True):
-            proposal = self._allowed(builder, builder.scheduled[place], candidate.proposal, min(wanted, most))
-            if proposal is not None:
+            chunk = builder.scheduled[place]
+            proposal = self._allowed(builder, chunk, candidate.proposal, min(wanted, most)) if wanted else "cost"
+            if isinstance(proposal, Proposal):
                 most -= len(proposal.tokens)
                 builder.add_drafts(place, proposal)
+            else:
+                self._request_stats.skipped(chunk.seq, proposal)
 
     def verified(self, chunk: ScheduledChunk, num_accepted: int) -> None:
         """Learn from a committed chunk with drafts. Those behind the first rejected one say nothing."""
         assert chunk.proposal is not None, "the chunk has no drafts"
+        self._request_stats.verified(chunk.seq, chunk.proposal.drafter, len(chunk.drafts), num_accepted)
         self._chances_of(chunk.seq).observe(chunk.proposal, num_accepted)
         drafters = self._sequences.get(chunk.seq.id)
         if drafters is not None:
@@ -156,14 +165,14 @@ class Speculator:
 
     def _allowed(
         self, builder: StepBuilder, chunk: ScheduledChunk, proposal: Proposal, wanted: int
-    ) -> Proposal | None:
-        """Up to `wanted` drafts that have a block and that the constraint allows; None if there are none."""
-        if wanted <= 0 or (count := min(wanted, self._capacity(builder, chunk, wanted))) <= 0:
-            return None
+    ) -> Proposal | SkipReason:
+        """Up to `wanted` drafts that have a block and that the constraint allows, or why there are none."""
+        if (count := min(wanted, self._capacity(builder, chunk, wanted))) <= 0:
+            return "blocks"
         if not chunk.seq.constrained:
             return proposal._replace(tokens=list(proposal.tokens[:count]))
         allowed = self._structured_outputs.allowed_drafts(chunk.seq, proposal.tokens, count)
-        return proposal._replace(tokens=allowed.tokens, forced=allowed.forced) if allowed.tokens else None
+        return proposal._replace(tokens=allowed.tokens, forced=allowed.forced) if allowed.tokens else "constraint"
 
     def _capacity(self, builder: StepBuilder, chunk: ScheduledChunk, wanted: int) -> int:
         """How many drafts have a block. Allocates one if one is free."""

@@ -8,6 +8,7 @@ from quire.core.request import Namespace
 from quire.speculation.answers import AnswerStore, prompt_key
 from quire.speculation.suffix_index import MAX_INDEXED, SuffixIndex
 
+
 class Proposal(NamedTuple):
     """A chain of draft tokens."""
 

@@ -91,9 +91,7 @@ class Governor:
         self._seconds = seconds
         self._unspent = 0.0  # seconds for drafts that are not expected to pay
 
-    def select(
-        self, candidates: Sequence[Candidate], *, num_tokens: int, num_samples: int, most: int
-    ) -> list[int]:
+    def select(self, candidates: Sequence[Candidate], *, num_tokens: int, num_samples: int, most: int) -> list[int]:
         """The number of drafts to verify of each candidate.
 
         num_tokens, num_samples: of the step without drafts. most: drafts of all candidates together.

@@ -17,6 +17,7 @@ import torch
 from quire.cache.kv_cache import KVCache
 from quire.config import (
     DEFAULT_POLICY,
+    DEFAULT_WAIT_WEIGHT,
     CacheConfig,
     DType,
     EngineOptions,
@@ -378,7 +379,7 @@ def _scheduler_config(options: EngineOptions, max_model_len: int, steps_in_fligh
         max_queued_tokens=options.max_queued_tokens,
         speculation=drafters_of(options.speculation),
         num_speculative_tokens=options.num_speculative_tokens,
-        **({} if options.wait_weight is None else {"wait_weight": options.wait_weight}),
+        wait_weight=DEFAULT_WAIT_WEIGHT if options.wait_weight is None else options.wait_weight,
     )
 
 

@@ -192,6 +192,6 @@ def test_long_prompts_are_indexed_over_several_steps(monkeypatch):
     rig.add("a", prompt, max_tokens=40)
     rig.run()
     assert rig.tokens["a", 0] == script(prompt, 40, VOCAB)
-    speculator = rig.scheduler._speculator
+    speculator = rig.scheduler.speculator
     assert speculator._num_indexed == 0
     assert not speculator._sequences

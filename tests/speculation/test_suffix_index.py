@@ -12,7 +12,9 @@ few = st.integers(0, 3)
 def matching(tokens, stop, ending):
     """Tokens before `stop` that equal the end of `ending`."""
     count = 0
-    while count < min(stop, len(ending), suffix_index._LONGEST_MATCH) and tokens[stop - 1 - count] == ending[-1 - count]:
+    while (
+        count < min(stop, len(ending), suffix_index._LONGEST_MATCH) and tokens[stop - 1 - count] == ending[-1 - count]
+    ):
         count += 1
     return count
 

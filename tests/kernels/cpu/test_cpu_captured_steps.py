@@ -192,7 +192,7 @@ def test_deterministic_sequences_are_not_recorded(saved, played):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_steps_with_drafts_are_recorded_by_their_number_of_tokens(saved, played, dtype):
-    """Chunks of any length: recorded ones have the bits of others, and blocks that were not accepted are overwritten."""
+    """Chunks of any length. Recorded steps have the bits of others, and rejected drafts are overwritten."""
     folder, random = saved("qwen3-gqa")[0], np.random.default_rng(4)
     steps = []
     starts = {row: int(random.integers(1, 40)) for row in range(6)}
