@@ -128,7 +128,7 @@ class CapturedHostInputs:
 
 
 def _padded(batch: Batch, num_tokens: int, num_chunks: int) -> Batch:
-    """The batch with `num_tokens` more chunks of one token, and `num_chunks` chunks in total: the others have no tokens.
+    """The batch with `num_tokens` more chunks of one token, and `num_chunks` chunks in all: the rest has no tokens.
 
     The added tokens have no blocks. Their KV is not written, and their results are not used.
     """

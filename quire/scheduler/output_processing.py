@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.cache.manager import KVCacheManager
-from quire.core.output import EndCause, Output
+from quire.core.output import NOTHING_PREDICTED, EndCause, Output
 from quire.core.step import Logprobs, StepResult
 from quire.scheduler.beam_sequences import BeamSequences
 from quire.scheduler.constraints import NO_ALLOWED_TOKEN, StructuredOutputManager
@@ -71,9 +71,11 @@ def _num_kept(scheduled: list[ScheduledChunk], counts: list[int], tokens: list[i
     return kept
 
 
-def _num_predicted(proposal: Proposal, num_accepted: int) -> tuple[int, int]:
+def _num_predicted(proposal: Proposal | None, num_accepted: int) -> tuple[int, int]:
     """The accepted and rejected drafts from the prediction of the request."""
-    return (num_accepted, len(proposal.tokens) - num_accepted) if proposal.drafter == "prediction" else (0, 0)
+    if proposal is None or proposal.drafter != "prediction":
+        return NOTHING_PREDICTED
+    return num_accepted, len(proposal.tokens) - num_accepted
 
 
 class OutputProcessor:
@@ -221,7 +223,7 @@ class OutputProcessor:
             error,
             queued,
             tuple(forced),
-            (0, 0) if chunk.proposal is None else _num_predicted(chunk.proposal, num_kept - 1),
+            _num_predicted(chunk.proposal, num_kept - 1),
         )
 
     def _apply_constraint(
