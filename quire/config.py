@@ -1,8 +1,11 @@
 """Configuration records of cache, scheduler and engine. All are frozen."""
 
+import json
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from math import inf
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -283,9 +286,49 @@ class EngineOptions:
             "beta",
         ),
     ] = "auto"
-    num_speculative_tokens: Annotated[int, Meta(ge=1, le=16), Help("most drafts of a sequence in one step", "beta")] = 8
+    num_speculative_tokens: Annotated[
+        int, Meta(ge=1, le=MAX_SPECULATIVE_TOKENS), Help("most drafts of a sequence in one step", "beta")
+    ] = 8
+    speculative_config: Annotated[
+        str | None, Help("vLLM's JSON object for the methods ngram and suffix, in place of these two options", "beta")
+    ] = None
     seed: Annotated[int, Help("seed of requests without one")] = 0
     journal: Annotated[str | None, Help("file that records every input of the scheduler", "beta")] = None
+
+
+_VLLM_METHODS: Mapping[str, tuple[Drafter, ...]] = MappingProxyType(
+    {"ngram": ("suffix",), "suffix": ("suffix", "answers")}
+)
+# fields of vLLM's object that have no effect: the governor decides from measured costs and chances instead
+_VLLM_IGNORED = (
+    *("prompt_lookup_max", "prompt_lookup_min", "disable_by_batch_size", "suffix_decoding_max_tree_depth"),
+    *("suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob"),
+)
+
+
+def speculation_of(options: EngineOptions) -> tuple[tuple[Drafter, ...], int]:
+    """The drafters, and the most drafts of a sequence in one step. Raises ConfigError."""
+    if options.speculative_config is None:
+        return drafters_of(options.speculation), options.num_speculative_tokens
+    name = "speculative_config"
+    try:
+        given = json.loads(options.speculative_config)
+    except ValueError as error:
+        raise ConfigError(f"{name} is not valid JSON: {error}") from error
+    if not isinstance(given, dict):
+        raise ConfigError(f'{name} must be an object such as {{"method": "ngram", "num_speculative_tokens": 8}}')
+    known = ("method", "num_speculative_tokens", *_VLLM_IGNORED)
+    method, number = given.get("method"), given.get("num_speculative_tokens", options.num_speculative_tokens)
+    if not isinstance(method, str) or method not in _VLLM_METHODS:
+        raise ConfigError(f"{name}: method must be ngram or suffix, not {method!r:.60}; quire has no draft models yet")
+    for field in given:
+        if field not in known:
+            raise ConfigError(f"{name} has no field {field!r:.60}{nearest(field, known)}")
+    if type(number) is not int or not 1 <= number <= MAX_SPECULATIVE_TOKENS:
+        raise ConfigError(
+            f"{name}: num_speculative_tokens must be from 1 to {MAX_SPECULATIVE_TOKENS}, not {number!r:.60}"
+        )
+    return _VLLM_METHODS[method], number
 
 
 def drafters_of(speculation: str) -> tuple[Drafter, ...]:

@@ -73,7 +73,7 @@ _SAMPLING_FIELDS = (
     *("n", "best_of", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "deterministic"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words"),
     *("stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output"),
-    *("skip_special_tokens", "spaces_between_special_tokens"),
+    *("skip_special_tokens", "spaces_between_special_tokens", "speculation"),
     *("prompt_logprobs", "logprob_token_ids", "truncate_prompt_tokens"),
 )
 NO_LIMIT = -1  # of max_tokens: the rest of the context
@@ -141,6 +141,7 @@ class SamplingBody(BeamSearchBody, SchedulingParamsBody, ConstraintBody):
     spaces_between_special_tokens: bool | None = optional_field(
         "Keep the tokenizer's spaces between special tokens; true by default."
     )
+    speculation: bool | None = optional_field("Draft and verify tokens, which changes none of them; true by default.")
     truncate_prompt_tokens: int | None = optional_field(
         "Keep this many tokens at the prompt's end; -1: as many as fit."
     )
