@@ -16,9 +16,10 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.progress import track
 
@@ -31,25 +32,44 @@ COMMAND = (str(Path(sys.executable).with_name("quire")), "serve", "--port", "0")
 
 def measure(options: Sequence[str]) -> dict[str, float]:
     """Seconds from the start of a new process until its lines, until it is ready, and until the first token."""
-    start, seconds = time.perf_counter(), dict[str, float]()
-    with subprocess.Popen([*COMMAND, *options], stdout=subprocess.PIPE, text=True) as server:
+    with answered(options) as server:
+        return server.seconds
+
+
+class Server(NamedTuple):
+    """A server that has sent its first answer. lines: those of its start. seconds: see `measure`."""
+
+    pid: int
+    lines: list[str]
+    seconds: dict[str, float]
+
+
+@contextmanager
+def answered(options: Sequence[str]) -> Iterator[Server]:
+    """A new `quire serve` that has sent a first answer, until the end of the block. Raises RuntimeError if it ends."""
+    start, seconds, lines = time.perf_counter(), dict[str, float](), list[str]()
+    with subprocess.Popen([*COMMAND, *options], stdout=subprocess.PIPE, text=True) as process:
         try:
-            url = _wait_until_ready(server, seconds, start)
+            url = _wait_until_ready(process, lines, seconds, start)
             seconds["ready"] = time.perf_counter() - start
             body = json.dumps({"prompt": [5, 6, 7, 8], "max_tokens": 4, "ignore_eos": True, "stream": True}).encode()
             request = urllib.request.Request(f"{url}/v1/completions", body, {"content-type": "application/json"})
             with urllib.request.urlopen(request) as stream:
                 next(line for line in stream if b'"text"' in line)
                 seconds["first token"] = time.perf_counter() - start
+                stream.read()
+            yield Server(process.pid, lines, seconds)
         finally:
-            server.terminate()
-    return seconds
+            process.terminate()
 
 
-def _wait_until_ready(server: "subprocess.Popen[str]", seconds: dict[str, float], start: float) -> str:
-    """Record the times of LINES. Returns the server's URL."""
-    assert server.stdout is not None
-    for line in server.stdout:
+def _wait_until_ready(
+    process: "subprocess.Popen[str]", lines: list[str], seconds: dict[str, float], start: float
+) -> str:
+    """Record the lines, and the times of LINES. Returns the server's URL."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.append(line)
         if found := re.search(r"http://127\.0\.0\.1:\d+", line):
             return found[0]
         if (word := line.partition(" ")[0]) in LINES:

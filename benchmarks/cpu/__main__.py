@@ -1,15 +1,23 @@
 """Comparison of engines on this machine's CPU: the same checkpoints, prompts and lengths, greedy, in bfloat16.
 
     python -m benchmarks.cpu [--shapes 0.5b,1b] [--workloads W1,W2,W3,W4] [--repeat 3] [--only workloads http arrivals]
-        [--peer vllm=VENV/bin/python] [--peer transformers=...] [--before CHECKOUT] [--alone] [--models FOLDER]
+        [--peer vllm=VENV/bin/python] [--peer openvino:int4=...] [--before CHECKOUT] [--alone] [--models FOLDER]
         [--quantization int8] [--requests 120] [--json FILE] [--table FILE]
 
 Each engine runs in a process of its own with the given interpreter, and the engines take turns. --before adds another
 version of quire: a checkout in which `python setup.py build_ext --inplace` has run. --alone loads one engine at a
 time. --quantization rounds the weights of quire to int8 or int4 and gives OpenVINO and llama.cpp files in Q8_0 or Q4_0
-with a head in Q8_0; vLLM and transformers keep bfloat16. The part `http` sends 64 streams to `quire serve` and the same
-queries to an `LLM`. The part `arrivals` sends --requests streams with Poisson arrivals to the servers of quire, of the
-version before, and of vLLM. --shapes tiny runs every part at a size whose figures have no meaning.
+with a head in Q8_0; vLLM and transformers keep bfloat16. With --quantization Q4_K_M, Q4_0 or Q8_0 quire, OpenVINO and
+llama.cpp load the same GGUF file; --peer llama_cpp=... makes that in Q4_K_M. A peer PROGRAM:QUANTIZATION has a
+quantization of its own, `none` for 16 bits; the program may be quire, too.
+
+For one stream, the report has the bytes of weights and KV that decoding a token reads, and the share that the decode
+rate is of the rate at which the machine reads so many bytes. That is measured before and after each turn: the best of
+twelve passes over 512 MiB, with the threads of torch, which are those of quire.
+
+The part `http` sends 64 streams to `quire serve` and the same queries to an `LLM`. The part `arrivals` sends --requests
+streams with Poisson arrivals to the servers of quire, of the version before, and of vLLM. --shapes tiny runs every part
+at a size whose figures have no meaning.
 """
 
 import argparse
@@ -28,7 +36,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks.cpu.arrivals import SERVERS, arrivals, num_ticks
 from benchmarks.cpu.checkpoints import SHAPES, checkpoint, weight_bytes
+from benchmarks.cpu.decode_bytes import decode_bytes
 from benchmarks.cpu.engines import BEFORE, DRIVERS, PEERS, QUANTIZATIONS, Engine, EngineError
+from benchmarks.cpu.gguf_file import gguf_file
 from benchmarks.cpu.machine import describe
 from benchmarks.cpu.over_http import http_turns
 from benchmarks.cpu.tables import grids, machine_line
@@ -41,8 +51,11 @@ PARTS = ("workloads", "http", "arrivals")
 def peer(text: str) -> tuple[str, str]:
     """The (name, path) of NAME=PYTHON. The path is made absolute; links stay, because a venv's python is a link."""
     name, separator, python = text.partition("=")
-    if name not in PEERS or not separator:
+    program, colon, quantization = name.partition(":")
+    if program not in (*PEERS, *["quire"] * bool(colon)) or not separator:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=PYTHON with a name of {', '.join(PEERS)}")
+    if colon and quantization not in (*QUANTIZATIONS, "none"):
+        raise argparse.ArgumentTypeError(f"{quantization!r} is none of {', '.join(QUANTIZATIONS)}, none")
     if not Path(python).is_file():
         raise argparse.ArgumentTypeError(f"there is no interpreter {python!r}")
     return name, str(Path(python).absolute())
@@ -70,7 +83,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shapes", type=lambda text: names_of([*SHAPES, "embedded"], text), default=["0.5b", "1b"])
     parser.add_argument("--workloads", type=lambda text: names_of(list(WORKLOADS), text), default="W1,W2,W3,W4")
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--quantization", choices=QUANTIZATIONS, help="of the weights of quire, OpenVINO and llama.cpp")
+    parser.add_argument(
+        "--quantization", choices=QUANTIZATIONS, help="of the weights, or type of one GGUF file for all"
+    )
     parser.add_argument("--requests", type=int, default=120, help="of one run of the part arrivals")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
     parser.add_argument("--peer", type=peer, action="append", default=[], metavar="NAME=PYTHON")
@@ -80,6 +95,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--table", type=Path, help="write the tables here, in Markdown")
     args = parser.parse_args(arguments)
+    programs, _, quantizations = zip(*(name.partition(":") for name in ("quire", *dict(args.peer))), strict=True)
+    if "Q4_K_M" in (args.quantization, *quantizations) and "llama_cpp" not in programs:
+        parser.error("Q4_K_M needs --peer llama_cpp=PYTHON, which makes the file")
     if args.repeat < 1:
         parser.error("--repeat must be at least 1")
     return args
@@ -107,12 +125,20 @@ def measure(args: argparse.Namespace, models: Path, results: dict[str, Any]) -> 
 def _engines(args: argparse.Namespace, model: Path) -> list[Engine]:
     """quire, the version before if there is one, and the peers."""
     pythons = {"quire": sys.executable, **dict(args.peer)}
-    engines = [Engine(name, python, model, quantization=args.quantization) for name, python in pythons.items()]
+    engines = []
+    for name, python in pythons.items():
+        own = name.partition(":")[2]
+        quantization = None if own == "none" else own or args.quantization
+        engines.append(Engine(name, python, model, quantization=quantization))
     if args.before:
         driver = DRIVERS / "quire_driver.py"
         before = Engine(BEFORE, sys.executable, model, driver=driver, checkout=args.before)
         engines.insert(1, replace(before, quantization=args.quantization))
-    return engines
+    llama_cpp = next((engine.python for engine in engines if engine.program == "llama_cpp"), "")
+    for engine in engines:
+        if engine.gguf_type:
+            gguf_file(model, engine.gguf_type, llama_cpp=llama_cpp)
+    return [replace(engine, decode_bytes=decode_bytes(engine)) for engine in engines]
 
 
 def _take(turns: Turns, *, alone: bool) -> None:

@@ -5,7 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from quire.hub import embedded
 
@@ -79,6 +87,23 @@ def _llama_8b() -> PretrainedConfig:
     )
 
 
+def _mixtral_small() -> PretrainedConfig:
+    """Mixtral with eight layers of eight experts, of which a token uses two; 0.5 billion parameters."""
+    return MixtralConfig(
+        hidden_size=1024,
+        num_hidden_layers=8,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=64,
+        intermediate_size=2048,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        sliding_window=None,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        **{**_COMMON, "tie_word_embeddings": False},
+    )
+
+
 def _tiny() -> PretrainedConfig:
     """A shape for trying every part. Its figures have no meaning."""
     return LlamaConfig(
@@ -98,6 +123,7 @@ SHAPES = {
     "1b": _llama_1b,
     "qwen3-0.6b": _qwen3_06b,
     "llama-8b": _llama_8b,
+    "mixtral-small": _mixtral_small,
     "tiny": _tiny,
 }
 

@@ -19,11 +19,14 @@ ROOT = Path(__file__).resolve().parents[2]
 DRIVERS = Path(__file__).parent / "drivers"
 BEFORE = "before"  # another version of quire
 PEERS = ("vllm", "transformers", "openvino", "llama_cpp")
-# Engines that read GGUF, and the type of their matrices by quantization: OpenVINO reads no BF16 from GGUF.
+QUIRE = ("quire", "http", BEFORE)
+# Engines that get a GGUF file, and its type by quantization: OpenVINO reads no BF16 from GGUF. A type of files as a
+# quantization gives quire the same file.
 _GGUF: Mapping[str | None, Mapping[str, str]] = {
     None: {"openvino": "F16", "llama_cpp": "BF16"},
     "int8": {"openvino": "Q8_0", "llama_cpp": "Q8_0"},
     "int4": {"openvino": "Q4_0", "llama_cpp": "Q4_0"},
+    **{kind: dict.fromkeys((*QUIRE, "openvino", "llama_cpp"), kind) for kind in ("Q8_0", "Q4_0", "Q4_K_M")},
 }
 QUANTIZATIONS = tuple(name for name in _GGUF if name is not None)
 _PATIENCE = 60.0  # seconds for an engine to exit before it is killed
@@ -35,7 +38,10 @@ class EngineError(Exception):
 
 @dataclass(frozen=True)
 class Engine:
-    """How to start an engine: name of the driver, interpreter that has the engine, settings of the driver."""
+    """How to start an engine: its program, interpreter that has the engine, settings of the driver.
+
+    name: PROGRAM or PROGRAM:QUANTIZATION. decode_bytes: those of `benchmarks.cpu.decode_bytes`.
+    """
 
     name: str
     python: str
@@ -46,19 +52,34 @@ class Engine:
     checkout: Path = ROOT  # of quire: which version is imported
     options: Mapping[str, Any] = field(default_factory=dict)  # engine options that replace the driver's own
     quantization: str | None = None  # of the weights; vllm and transformers keep 16 bits
+    decode_bytes: tuple[int, int] | None = None
+
+    @property
+    def program(self) -> str:
+        """The name of its driver."""
+        return self.name.partition(":")[0]
 
     @property
     def script(self) -> Path:
         """Path of the driver script."""
-        return self.driver or DRIVERS / f"{self.name}_driver.py"
+        return self.driver or DRIVERS / f"{self.program}_driver.py"
+
+    @property
+    def gguf_type(self) -> str | None:
+        """The type of the GGUF file that it loads, or None if it loads the checkpoint."""
+        return _GGUF[self.quantization].get(self.program)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Duration of a workload. ttft: seconds to the first token of a single query; None with one output token."""
+    """Duration of a workload. ttft: seconds to the first token of a single query; None with one output token.
+
+    read_rate: bytes per second that the machine read before and after it; None if this was not measured.
+    """
 
     seconds: float
     ttft: float | None
+    read_rate: float | None = None
 
 
 @dataclass
@@ -141,13 +162,14 @@ def start(engine: Engine) -> Running:
     additions, preloaded = environment(engine)
     settings: dict[str, Any] = {"model": str(engine.model), "max_num_seqs": engine.max_num_seqs}
     options = dict(engine.options)
-    if engine.quantization is not None and engine.name in ("quire", "http", BEFORE):
+    if engine.quantization is not None and engine.program in QUIRE and not engine.gguf_type:
         options["quantization"] = engine.quantization
     settings |= {"max_model_len": engine.max_model_len, "options": options}
-    if kind := _GGUF[engine.quantization].get(engine.name):
-        from benchmarks.cpu.gguf_file import gguf_file  # noqa: PLC0415  (only two engines need the package gguf)
+    if kind := engine.gguf_type:
+        from benchmarks.cpu.gguf_file import gguf_file, types  # noqa: PLC0415  (few engines need the package gguf)
 
-        settings |= {"gguf": str(gguf_file(engine.model, kind)), "gguf_type": kind}
+        file = gguf_file(engine.model, kind)
+        settings |= {"gguf": str(file), "gguf_type": f"{kind}: {types(file)}"}
     handle, log = tempfile.mkstemp(prefix=f"{engine.name}-", suffix=".log")
     for weights in engine.model.glob("*.safetensors"):
         weights.read_bytes()  # into the page cache, so that no engine waits for the disk
@@ -171,6 +193,8 @@ def start(engine: Engine) -> Running:
     ready = facts.pop("ready")
     variables = {name: value for name, value in additions.items() if "/" not in value}  # no paths in the report
     running.facts = {**facts, "cold_start_seconds": ready, "environment": variables, "preloaded": preloaded}
+    if engine.decode_bytes is not None:
+        running.facts["decode_bytes"] = dict(zip(("weights", "kv_per_token"), engine.decode_bytes, strict=True))
     return running
 
 
@@ -185,9 +209,9 @@ def environment(engine: Engine) -> tuple[dict[str, str], list[str]]:
     OpenMP runtime.
     """
     variables = {"HF_HUB_OFFLINE": "1"}
-    if engine.name in ("quire", "http", BEFORE):
+    if engine.program in QUIRE:
         return variables | {"PYTHONPATH": str(engine.checkout)}, []  # not an installed quire
-    if engine.name != "vllm":
+    if engine.program != "vllm":
         return variables, []
     found = [
         *sorted(Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4"))[:1],

@@ -5,6 +5,8 @@ does not matter for random weights.
 """
 
 import json
+import subprocess
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +22,32 @@ _TYPES = {
     "Q4_0": (gguf.GGMLQuantizationType.Q4_0, gguf.LlamaFileType.MOSTLY_Q4_0),
 }
 
+_QUANTIZE = """
+import ctypes, sys, llama_cpp
+source, target, kind = sys.argv[1:]
+params = llama_cpp.llama_model_quantize_default_params()
+params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
+sys.exit(llama_cpp.llama_model_quantize(source.encode(), target.encode(), ctypes.byref(params)))
+"""
 
-def gguf_file(folder: Path, kind: str = "BF16") -> Path:
+
+def gguf_file(folder: Path, kind: str = "BF16", *, llama_cpp: str = "") -> Path:
     """The GGUF file beside a checkpoint's folder. Creates it unless it exists.
 
     kind: type of matrices: BF16, F16, Q8_0 or Q4_0. With Q4_0 the head, and the embedding table, which may be the head,
-    have the type Q8_0.
+    have the type Q8_0. Other kinds, such as Q4_K_M, are mixtures of types: the interpreter `llama_cpp`, which has the
+    package of this name, makes them from the file in BF16. Raises ValueError if they need it and it is not given.
     """
     path = folder.with_name(f"{folder.name}-{kind}.gguf")
     if path.exists():
         return path
+    if kind not in _TYPES:
+        if not llama_cpp:
+            raise ValueError(f"{path} does not exist, and only llama_cpp can make it: pass --peer llama_cpp=PYTHON")
+        unfinished = path.with_suffix(".part")
+        words = [llama_cpp, "-c", _QUANTIZE, gguf_file(folder), unfinished, kind]
+        subprocess.run(words, check=True, capture_output=True)
+        return unfinished.rename(path)
     config = json.loads((folder / "config.json").read_text())
     architecture = _ARCHITECTURES[config["architectures"][0]]
     unfinished = path.with_suffix(".part")
@@ -49,6 +67,14 @@ def gguf_file(folder: Path, kind: str = "BF16") -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return unfinished.rename(path)
+
+
+def types(path: Path) -> str:
+    """The types of the tensors of a GGUF file, in words: "412 MB Q8_0, 1 MB F32"."""
+    sizes: Counter[str] = Counter()
+    for tensor in gguf.GGUFReader(path).tensors:
+        sizes[tensor.tensor_type.name] += tensor.n_bytes
+    return ", ".join(f"{size / 1e6:.0f} MB {name}" for name, size in sizes.most_common())
 
 
 def _add_shape(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:

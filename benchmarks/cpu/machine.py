@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from quire.kernels.cpu.memory import pages
 from quire.startup.hardware import cpu_description
 
 _READ_BYTES = 2**30  # larger than any cache
@@ -27,9 +28,9 @@ def describe() -> dict[str, Any]:
 
 
 def read_rate(num_bytes: int = _READ_BYTES) -> float:
-    """Bytes per second of a matrix-vector product on all threads, which reads each number once."""
-    matrix, vector = torch.ones(num_bytes // 4 // _MATRIX, _MATRIX), torch.ones(_MATRIX)
-    return num_bytes / _best_seconds(lambda: matrix @ vector)
+    """Bytes per second of a sum on all threads, which reads each number once. Pages have 2 MiB, as those of weights."""
+    numbers = pages(num_bytes, huge=True).view(torch.float32).fill_(1)
+    return num_bytes / _best_seconds(numbers.sum)
 
 
 def matmul_rate(size: int = _MATRIX) -> float:

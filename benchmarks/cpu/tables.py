@@ -90,6 +90,7 @@ def _engines(shape: str, part: dict[str, Any]) -> Grid:
         "threads",
         "start to first token s",
         f"resident MB (weights {part['weight_bytes'] / 1e6:.0f})",
+        "decoding reads",
         "notes",
     ]
     rows = [
@@ -99,11 +100,16 @@ def _engines(shape: str, part: dict[str, Any]) -> Grid:
             str(facts["threads"]),
             f"{facts['cold_start_seconds']:.1f}",
             f"{facts['memory']['bytes'] / 1e6:.0f}",
+            _read(**facts["decode_bytes"]),
             "; ".join([*facts.get("notes", []), *(f"preloaded {library}" for library in facts["preloaded"])]),
         ]
         for name, facts in part["engines"].items()
     ]
     return Grid(f"{shape}: the engines", header, rows)
+
+
+def _read(weights: int, kv_per_token: int) -> str:
+    return f"{weights / 1e6:.1f} MB, KV {kv_per_token / 1e3:.1f} kB a token"
 
 
 def _span(figure: dict[str, Any]) -> str:

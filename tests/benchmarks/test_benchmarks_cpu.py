@@ -10,11 +10,13 @@ import pytest
 from benchmarks.cpu.__main__ import main, parse
 from benchmarks.cpu.arrivals import arrivals, num_ticks
 from benchmarks.cpu.checkpoints import checkpoint
+from benchmarks.cpu.decode_bytes import decode_bytes
 from benchmarks.cpu.engines import BEFORE, Answer, Engine, EngineError, start
-from benchmarks.cpu.gguf_file import gguf_file
+from benchmarks.cpu.gguf_file import gguf_file, types
 from benchmarks.cpu.machine import matmul_rate, read_rate
 from benchmarks.cpu.turns import Turns, figures
 from benchmarks.workloads import Query, Workload, workload
+from quire.models.description import describe
 from quire.startup.model_loading import open_model
 
 PROTOCOL = Path(__file__).resolve().parents[2] / "benchmarks/cpu/drivers"
@@ -117,7 +119,7 @@ def test_two_servers_take_turns_with_the_same_requests(tmp_path):
 
 
 def test_the_table_has_every_figure(results):
-    for what in ("W1 decode tok/s", "W1 first token s", "W3 wall s", "64 streams output tok/s"):
+    for what in ("W1 decode tok/s", "W1 first token s", "W1 decode GB/s", "W3 wall s", "64 streams output tok/s"):
         assert f"| {what} | " in results["table"]
     assert "quire / transformers" in results["table"]
     assert results["machine"]["read_gb_per_second"] > 0 and results["machine"]["bf16_matmul_gflops"] > 0
@@ -132,6 +134,9 @@ def test_figures_of_a_stream_leave_the_first_token_out():
     }
     assert figures(Workload("x", 0, [Query([1] * 10, 1)]), Answer(2.0, None)) == {"prompt tok/s": 5.0}
     assert figures(small("x", 0), Answer(3.0, None)) == {"output tok/s": 2.0, "wall s": 3.0}
+    # 5 tokens a second, each with the weights and the KV of 15.5 tokens
+    read = figures(one, Answer(3.0, 1.0, read_rate=2e9), (10**8, 10**6))
+    assert read["decode GB/s"] == pytest.approx(0.5775) == 2 * read["decode, share of read rate"]
 
 
 def test_rates_of_the_machine_are_positive():
@@ -209,6 +214,34 @@ def test_quantized_weights_are_those_of_quire_alone(tmp_path):
     assert parse(["--quantization", "int4"]).quantization == "int4"
 
 
+def test_a_type_of_gguf_files_gives_quire_the_same_file_as_its_peers(tmp_path):
+    engine = Engine("quire:Q4_0", sys.executable, checkpoint("tiny", tmp_path), quantization="Q4_0")
+    with start(engine) as running:
+        assert any(note.startswith("weights as stored: ") for note in running.facts["notes"])
+    file = tmp_path / "random-tiny-Q4_0.gguf"
+    assert "MB Q8_0" in types(file) and file == gguf_file(engine.model, "Q4_0")
+
+
+def test_decoding_reads_weights_in_the_schemes_of_the_engine_and_the_experts_of_one_token(tmp_path, saved):
+    def bytes_of(name, model, quantization=None):
+        return decode_bytes(Engine(name, "", model, quantization=quantization))
+
+    tiny = checkpoint("tiny", tmp_path)
+    plain = 2 * describe(tiny).num_parameters
+    assert bytes_of("quire", tiny) == bytes_of("vllm", tiny, "int8") == (plain, 2 * 2 * 2 * 2 * 32)
+    assert 0.5 < bytes_of("quire", tiny, "int8")[0] / plain < 0.52
+    # quire keeps codes and scales as they are stored, but the norms of the file are in float32
+    ours, theirs = (bytes_of(name, tiny, "Q8_0")[0] for name in ("quire", "llama_cpp"))
+    assert theirs - ours == 2 * 5 * 128
+    mixtral = saved("mixtral")[0]
+    description = describe(mixtral)
+    config = description.config
+    skipped = config.vocab_size * config.hidden_size  # the embedding table
+    per_expert = 3 * config.hidden_size * config.experts.intermediate_size
+    skipped += config.num_layers * (config.experts.num_experts - config.experts.per_token) * per_expert
+    assert bytes_of("quire", mixtral)[0] == 2 * (description.num_parameters - skipped)
+
+
 @pytest.mark.parametrize("kind", ["BF16", "F16", "Q8_0", "Q4_0"])
 def test_a_gguf_file_holds_the_model_of_its_checkpoint(tmp_path, kind):
     folder = checkpoint("tiny", tmp_path)
@@ -219,7 +252,24 @@ def test_a_gguf_file_holds_the_model_of_its_checkpoint(tmp_path, kind):
     assert (theirs.kv_layers, theirs.vocab_size) == (ours.kv_layers, ours.vocab_size)
 
 
-@pytest.mark.parametrize("arguments", [["--peer", "vllm"], ["--peer", "nobody=x"], ["--peer", "vllm=/no"]])
+def test_a_peer_may_have_a_quantization_of_its_own():
+    python = sys.executable
+    names = ["openvino:int4", "quire:none"]
+    arguments = [word for name in names for word in ("--peer", f"{name}={python}")]
+    assert parse(arguments).peer == [(name, python) for name in names]
+
+
+def test_only_llama_cpp_makes_files_of_mixed_types(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        parse(["--quantization", "Q4_K_M"])
+    assert "needs --peer llama_cpp=" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="only llama_cpp can make it"):
+        gguf_file(tmp_path / "model", "Q4_K_M")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--peer", name] for name in ("vllm", "nobody=x", "vllm=/no", "quire=/no", "openvino:int3=/no")]
+)
 def test_a_peer_is_a_known_name_and_an_interpreter(arguments, capsys):
     with pytest.raises(SystemExit):
         parse(arguments)

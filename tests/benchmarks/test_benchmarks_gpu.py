@@ -217,7 +217,7 @@ def test_a_seed_selects_tokens_and_never_lengths():
 
 
 def test_shapes_are_those_of_the_models():
-    assert set(command.SHAPES) == set(SHAPES)
+    assert set(command.SHAPES) == set(SHAPES) - {"mixtral-small"}  # the part `mixtures` has experts of its own
     assert weights("llama-8b")["gate and up"] == (2 * 14336, 4096)
     assert weights("qwen3-0.6b")["qkv"] == (4096, 1024)
 

@@ -16,7 +16,7 @@ def load(settings: dict) -> Driven:
     """Load the model into an LLM."""
     lines: list[str] = []
     llm = LLM(
-        settings["model"],
+        settings.get("gguf", settings["model"]),
         dtype="bfloat16",
         max_model_len=settings["max_model_len"],
         max_num_seqs=settings["max_num_seqs"],
@@ -29,7 +29,9 @@ def load(settings: dict) -> Driven:
         outputs = llm.generate([query["prompt"] for query in queries], params, use_tqdm=False)
         return [len(out.outputs[0].token_ids) for out in outputs]
 
-    notes = [" ".join(line.split()) for line in lines if line.startswith(("kernels", "weights    rounded:"))]
+    notes = [
+        " ".join(line.split()) for line in lines if line.startswith(("kernels", "weights    rounded:", "weights    as"))
+    ]
     return Driven(run, quire.__version__, torch.get_num_threads(), notes)
 
 
