@@ -77,6 +77,9 @@ class Speculator:
 
     def add_drafts(self, builder: StepBuilder, most: int) -> None:
         """Add up to `most` drafts to the chunks of the planned step that sample behind a known token."""
+        num_tokens, num_samples = builder.num_tokens, len(builder.scheduled)
+        if self.governs and not self._governor.may_pay(num_tokens, num_samples):
+            return
         found: list[tuple[int, Candidate]] = []
         index_budget = _INDEXED_PER_STEP
         for place, chunk in enumerate(builder.scheduled):
@@ -97,10 +100,8 @@ class Speculator:
         if not found:
             return
         candidates = [candidate for _, candidate in found]
-        num_samples = len(builder.scheduled)
         counts = [len(one.proposal.tokens) for one in candidates]
         if self.governs:
-            num_tokens = builder.num_tokens
             counts = self._governor.select(candidates, num_tokens=num_tokens, num_samples=num_samples, most=most)
         for (place, candidate), wanted in zip(found, counts, strict=True):
             chunk = builder.scheduled[place]

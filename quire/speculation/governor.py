@@ -91,6 +91,16 @@ class Governor:
         self._seconds = seconds
         self._unspent = 0.0  # seconds for drafts that are not expected to pay
 
+    def may_pay(self, num_tokens: int, num_samples: int) -> bool:
+        """Whether a draft that is surely right would pay in a step, or the time to try one has been saved up.
+
+        num_tokens, num_samples: of the step without drafts. Called once per step.
+        """
+        base = self._seconds(num_tokens)
+        extra = self._seconds(num_tokens + 1) - base
+        self._unspent = min(self._unspent + _EXPLORED_SHARE * base, base)
+        return extra * num_samples < base or extra <= self._unspent
+
     def select(self, candidates: Sequence[Candidate], *, num_tokens: int, num_samples: int, most: int) -> list[int]:
         """The number of drafts to verify of each candidate.
 
@@ -104,7 +114,6 @@ class Governor:
             seconds = self._seconds(num_tokens + count)
             if seconds <= 0 or expected / seconds > rate:
                 best, rate = count, expected / seconds if seconds > 0 else 0.0
-        self._unspent = min(self._unspent + _EXPLORED_SHARE * base, base)
         if not best and gains:
             count = min(len(gains), len(candidates))
             extra = self._seconds(num_tokens + count) - base

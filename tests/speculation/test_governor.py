@@ -60,9 +60,19 @@ def test_drafts_that_do_not_pay_take_a_hundredth_of_the_time():
     """They are tried now and then, because chances and costs change."""
     governor, spent, steps = Governor(lambda tokens: 1.0 + 0.5 * (tokens - 1)), 0.0, 10_000
     for _ in range(steps):
+        assert governor.may_pay(1, 1)  # half of the time of a token
         (count,) = governor.select([candidate(0.1, 0.1)], num_tokens=1, num_samples=1, most=9)
         spent += 0.5 * count
     assert 0.009 * steps <= spent <= 0.0101 * steps
+
+
+def test_proposals_are_not_even_made_where_no_draft_can_pay():
+    """A step of 64 sequences that takes as long as its tokens. One of them is tried as soon as its time was saved up."""
+    governor = Governor(lambda tokens: 0.01 * tokens)
+    asked = [governor.may_pay(64, 64) for _ in range(100)]
+    assert not asked[0]
+    assert asked[-1]
+    assert Governor(lambda tokens: 1.0 + 0.01 * tokens).may_pay(64, 64)
 
 
 def test_chances_are_learned_by_place_and_match_length():
