@@ -4,11 +4,11 @@
                                          [--drafts N] [--json FILE] [--before CHECKOUT [--pairs 15]]
 
 Loads: *decoding*, where all sequences run throughout, and *churn*, where about four sequences end and begin in each
-step. In both, --waiting further requests wait throughout. With --drafts N also *drafting*: decoding of texts that repeat
-themselves, with N drafts of each sequence in each step, all of them right. Figures are CPU time of this process in
-milliseconds per step: median and 99th percentile over the steps. The runner is not timed; its results are made up. With
---before both versions run in turns, each in processes of its own, and the ratios of their medians are printed with an
-interval that has the median of pairs with 95 % confidence.
+step. In both, --waiting further requests wait throughout. With --drafts N also *drafting*: decoding of texts that
+repeat themselves, with N drafts of each sequence in each step, all of them right. Figures are CPU time of this process
+in milliseconds per step: median and 99th percentile over the steps. The runner is not timed; its results are made up.
+With --before both versions run in turns, each in processes of its own, and the ratios of their medians are printed with
+an interval that has the median of pairs with 95 % confidence.
 """
 
 import argparse

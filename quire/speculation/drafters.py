@@ -18,41 +18,6 @@ class Proposal(NamedTuple):
     forced: Sequence[int] = ()  # indices of tokens that the constraint forces if those before them are right
 
 
-class SuffixDrafter:
-    """Proposes what followed the longest earlier occurrence of the last tokens in the sequence itself."""
-
-    __slots__ = ("_index", "_tokens")
-
-    def __init__(self, tokens: list[int]) -> None:
-        """tokens: those of the sequence, a list that grows with it."""
-        self._tokens = tokens
-        self._index = SuffixIndex(tokens, max(0, len(tokens) - MAX_INDEXED // 2))
-
-    @property
-    def num_indexed(self) -> int:
-        """Number of indexed tokens, each of which takes memory."""
-        return self._index.num_indexed
-
-    def extend(self, most: int) -> int:
-        """Index up to `most` more tokens. Returns their number."""
-        return self._index.extend(len(self._tokens) - 1, most)
-
-    def propose(self, most: int) -> Proposal | None:
-        """Up to `most` tokens; None if the last two tokens have not occurred before.
-
-        If the occurrence overlaps the end, the text repeats itself, and so does the chain.
-        """
-        tokens, length = self._tokens, len(self._tokens)
-        found = self._index.find(tokens, length)
-        if found is None:
-            return None
-        chain = tokens[found.stop : found.stop + most]
-        period = length - found.stop
-        if len(chain) < most:
-            chain = [chain[i % period] for i in range(most)]
-        return Proposal("suffix", chain, found.length)
-
-
 class _Follower:
     """Follows the new tokens of a sequence through a text that they may repeat."""
 
@@ -81,6 +46,48 @@ class _Follower:
             self.match_length += 1
         self.num_seen, self.position = len(tokens), position
         return position is not None
+
+
+_FOLLOWED = 8  # tokens of a match that is followed without a search for a longer one
+
+
+class SuffixDrafter:
+    """Proposes what followed the longest earlier occurrence of the last tokens in the sequence itself."""
+
+    __slots__ = ("_follower", "_index", "_tokens")
+
+    def __init__(self, tokens: list[int]) -> None:
+        """tokens: those of the sequence, a list that grows with it."""
+        self._tokens = tokens
+        self._index = SuffixIndex(tokens, max(0, len(tokens) - MAX_INDEXED // 2))
+        self._follower = _Follower(len(tokens))
+
+    @property
+    def num_indexed(self) -> int:
+        """Number of indexed tokens, each of which takes memory."""
+        return self._index.num_indexed
+
+    def extend(self, most: int) -> int:
+        """Index up to `most` more tokens. Returns their number."""
+        return self._index.extend(len(self._tokens) - 1, most)
+
+    def propose(self, most: int) -> Proposal | None:
+        """Up to `most` tokens; None if the last two tokens have not occurred before.
+
+        If the occurrence overlaps the end, the text repeats itself, and so does the chain.
+        """
+        follower, tokens, length = self._follower, self._tokens, len(self._tokens)
+        if not follower.follow(tokens) or follower.match_length < _FOLLOWED:
+            found = self._index.find(tokens, length)
+            if found is None:
+                return None
+            follower.start(tokens, *found)
+        assert follower.position is not None, "it follows an earlier occurrence"
+        chain = tokens[follower.position : follower.position + most]
+        if len(chain) < most:
+            period = length - follower.position
+            chain = [chain[i % period] for i in range(most)]
+        return Proposal("suffix", chain, follower.match_length)
 
 
 class PredictionDrafter:

@@ -67,7 +67,7 @@ def test_drafts_that_do_not_pay_take_a_hundredth_of_the_time():
 
 
 def test_proposals_are_not_even_made_where_no_draft_can_pay():
-    """A step of 64 sequences that takes as long as its tokens. One of them is tried as soon as its time was saved up."""
+    """A step of 64 sequences that takes as long as its tokens. One draft is tried as soon as its time is saved up."""
     governor = Governor(lambda tokens: 0.01 * tokens)
     asked = [governor.may_pay(64, 64) for _ in range(100)]
     assert not asked[0]
