@@ -34,7 +34,7 @@ from tools.demo_model.questions import questions
 BATCHES = (1, 8, 32)
 ACCEPTANCES = (0.0, 0.5, 0.7, 0.9, 1.0)
 _PROMPT_TOKENS = 64
-_OUTPUT_TOKENS = 96
+_OUTPUT_TOKENS = 64
 TASKS = ("copy", "needle", "talk", "tool", "recall", "extract", "facts")
 _MOST_TOKENS = 256
 _CONSOLE = Console(stderr=True)
@@ -106,7 +106,8 @@ def changed(tokens: Sequence[int], share: float, vocab_size: int, draw: random.R
 def controlled(folder: Path, shape: str, rounds: int) -> list[dict[str, Any]]:
     """The ratio of seconds without to seconds with drafts, for each acceptance and batch."""
     draw = random.Random(3)
-    bench = Bench(str(checkpoint(shape, folder)), dtype="bfloat16", max_model_len=1024, max_num_seqs=32)
+    options = {"dtype": "bfloat16", "max_model_len": 1024, "max_num_seqs": 32, "speculation": "prediction"}
+    bench = Bench(str(checkpoint(shape, folder)), **options)
     vocab_size, cells = bench.engine.vocab_size, []
     params = {"temperature": 0.0, "max_tokens": _OUTPUT_TOKENS, "ignore_eos": True}
     for batch in BATCHES:

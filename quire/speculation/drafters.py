@@ -21,7 +21,7 @@ class Proposal(NamedTuple):
 class _Follower:
     """Follows the new tokens of a sequence through a text that they may repeat."""
 
-    __slots__ = ("match_length", "num_seen", "position", "text")
+    __slots__ = ("behind", "match_length", "num_seen", "position", "text")
 
     def __init__(self, num_seen: int) -> None:
         """num_seen: leading tokens of the sequence that are not compared."""
@@ -29,6 +29,7 @@ class _Follower:
         self.text: Sequence[int] = ()
         self.position: int | None = None  # of the next token in the text; None if they do not agree
         self.match_length = 0  # tokens before it that agree
+        self.behind = 0  # of the next token, if the last difference was an exchanged token
 
     def start(self, text: Sequence[int], position: int, match_length: int) -> None:
         """Follow the tokens from a position of a text on."""
@@ -37,13 +38,14 @@ class _Follower:
     def follow(self, tokens: Sequence[int]) -> bool:
         """Compare the tokens that were appended. Returns whether the sequence still agrees with the text."""
         position, text = self.position, self.text
-        for token in tokens[self.num_seen :] if position is not None else ():
-            assert position is not None, "the loop ends at the first difference"
-            if position >= len(text) or text[position] != token:
-                position = None
-                break
-            position += 1
-            self.match_length += 1
+        if position is not None:
+            for place in range(self.num_seen, len(tokens)):
+                if position >= len(text) or text[position] != tokens[place]:
+                    self.behind = position + len(tokens) - place
+                    position = None
+                    break
+                position += 1
+                self.match_length += 1
         self.num_seen, self.position = len(tokens), position
         return position is not None
 
@@ -91,7 +93,11 @@ class SuffixDrafter:
 
 
 class PredictionDrafter:
-    """Proposes the rest of a predicted output. After a difference, it continues where the output meets it again."""
+    """Proposes the rest of a predicted output.
+
+    After a difference, it continues where the last two tokens of the output are in the prediction. Until they are, it
+    takes the differing token for one that was exchanged.
+    """
 
     __slots__ = ("_follower", "_index", "_prediction", "_tokens")
 
@@ -107,8 +113,9 @@ class PredictionDrafter:
     def propose(self, most: int) -> Proposal | None:
         """Up to `most` tokens of the prediction; None if it does not continue the output, or has ended."""
         follower, tokens = self._follower, self._tokens
-        if not follower.follow(tokens) and (found := self._index.find(tokens, len(tokens))) is not None:
-            follower.start(self._prediction, *found)
+        if not follower.follow(tokens):
+            found = self._index.find(tokens, len(tokens))
+            follower.start(self._prediction, *(found or (follower.behind, 0)))
         if follower.position is None or follower.position >= len(self._prediction):
             return None
         chain = self._prediction[follower.position : follower.position + most]
