@@ -56,11 +56,12 @@ class StepTime:
 
 
 _CURVE_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # least tokens of each class
+_SHORT = 64  # tokens of a step with prompts that takes about as long as one of drafts
 _CURVE_DECAY = 0.9  # weight of a step when the next one of its class is observed
 
 
 class StepCurve:
-    """Seconds of steps of sequences that decode, by the number of tokens: piecewise linear and convex.
+    """Seconds of short steps, and of steps of sequences that decode, by the number of tokens: piecewise linear, convex.
 
     A straight line would not do: while the weights are read from memory, a further token costs almost nothing.
     """
@@ -302,10 +303,11 @@ class CostModel:
         if num_tokens < 1 or not MIN_SECONDS < seconds < MAX_SECONDS:
             return
         self.step_time.observe(num_tokens, seconds, weight)
+        if not pairs or num_tokens <= _SHORT:
+            self.step_curve.observe(num_tokens, seconds)
         if pairs > 0:
             self.prefill.observe(num_tokens, pairs, seconds, weight)
         else:
-            self.step_curve.observe(num_tokens, seconds)
             if self._decode_weight >= _MIN_DECODE_WEIGHT:  # a pause of the machine must not count as the speed of steps
                 seconds = min(max(seconds, self.decode_step_seconds / OUTLIER), self.decode_step_seconds * OUTLIER)
             self.shortest_decode_seconds = min(self.shortest_decode_seconds, seconds)

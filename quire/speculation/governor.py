@@ -114,12 +114,11 @@ class Governor:
             seconds = self._seconds(num_tokens + count)
             if seconds <= 0 or expected / seconds > rate:
                 best, rate = count, expected / seconds if seconds > 0 else 0.0
-        if not best and gains:
-            count = min(len(gains), len(candidates))
-            extra = self._seconds(num_tokens + count) - base
-            if extra <= self._unspent:
-                self._unspent -= extra
-                best = count
+        more = min(len(gains), 2 * best or len(candidates))  # whose costs may have been overestimated
+        extra = self._seconds(num_tokens + more) - self._seconds(num_tokens + best)
+        if best < more and extra <= self._unspent:
+            self._unspent -= extra
+            best = more
         counts = [0] * len(candidates)
         for _, index in gains[:best]:
             counts[index] += 1
