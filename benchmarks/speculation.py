@@ -28,7 +28,7 @@ from rich.table import Table
 from benchmarks.cpu import machine
 from benchmarks.cpu.checkpoints import checkpoint
 from quire import LLM, SamplingParams
-from quire.core.request import Request
+from quire.core.request import Namespace, Request
 from tools.demo_model.questions import questions
 
 BATCHES = (1, 8, 32)
@@ -70,6 +70,7 @@ class Bench:
         *,
         speculation: bool,
         governed: bool = True,
+        tenant: str = "",
         **params: object,
     ) -> Run:
         """Run one request per prompt, all at once. predictions: token ids, one per prompt."""
@@ -83,7 +84,8 @@ class Bench:
             ids.append(f"{self._number}")
             asked = SamplingParams(speculation=speculation, **params)  # type: ignore[arg-type]  # checked by name
             predicted = predictions[i] if predictions else ()
-            engine.add(Request(ids[-1], list(prompt), asked, prediction=predicted))
+            namespace = Namespace(tenant)
+            engine.add(Request(ids[-1], list(prompt), asked, namespace=namespace, prediction=predicted))
         tokens: dict[str, list[int]] = {one: [] for one in ids}
         before, num_steps = engine.stats(), 0
         began = time.perf_counter()
@@ -116,11 +118,12 @@ def controlled(folder: Path, shape: str, rounds: int) -> list[dict[str, Any]]:
         for acceptance in ACCEPTANCES:
             ratios, drafts, accepted, same = [], 0, 0, True
             predicted = [changed(one, 1 - acceptance, vocab_size, draw) for one in known]
-            bench.run(prompts, predicted, speculation=True, **params)  # captures its steps
+            asked = {**params, "tenant": f"{batch} {acceptance}"}  # chances of drafts are learned by tenant
+            bench.run(prompts, predicted, speculation=True, **asked)  # captures its steps
             label = f"batch {batch}, acceptance {acceptance}"
             for turn in track(range(rounds), label, console=_CONSOLE, transient=True):
                 kinds = (False, True) if turn % 2 else (True, False)
-                runs = {kind: bench.run(prompts, predicted, speculation=kind, **params) for kind in kinds}
+                runs = {kind: bench.run(prompts, predicted, speculation=kind, **asked) for kind in kinds}
                 ratios.append(runs[False].seconds / runs[True].seconds)
                 drafts, accepted = drafts + runs[True].num_drafts, accepted + runs[True].num_accepted
                 same &= runs[True].tokens == runs[False].tokens

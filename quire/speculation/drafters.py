@@ -95,8 +95,8 @@ class SuffixDrafter:
 class PredictionDrafter:
     """Proposes the rest of a predicted output.
 
-    After a difference, it continues where the last two tokens of the output are in the prediction. Until they are, it
-    takes the differing token for one that was exchanged.
+    After a difference, it takes the differing token for one that was exchanged. If that is wrong, it continues where
+    the last two tokens of the output are in the prediction.
     """
 
     __slots__ = ("_follower", "_index", "_prediction", "_tokens")
@@ -114,7 +114,7 @@ class PredictionDrafter:
         """Up to `most` tokens of the prediction; None if it does not continue the output, or has ended."""
         follower, tokens = self._follower, self._tokens
         if not follower.follow(tokens):
-            found = self._index.find(tokens, len(tokens))
+            found = self._index.find(tokens, len(tokens)) if follower.match_length < 2 else None
             follower.start(self._prediction, *(found or (follower.behind, 0)))
         if follower.position is None or follower.position >= len(self._prediction):
             return None

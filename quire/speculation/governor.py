@@ -19,6 +19,7 @@ _PRIOR_WEIGHT = 4.0  # drafts that the prior counts as
 _DECAY = 0.995  # weight of a draft when the next one of its class is tried
 _OWN_PRIOR_WEIGHT = 4.0  # drafts that the chance of all sequences counts as, beside those of a sequence
 _OWN_DECAY = 0.9
+_LEAST_COST = 0.01  # of a draft, as a share of the step without drafts: measured costs are too noisy for less
 _EXPLORED_SHARE = 0.01  # of the time of all steps, for drafts that are not expected to pay
 
 
@@ -111,11 +112,11 @@ class Governor:
         best, rate = 0, expected / base if base > 0 else 0.0
         for count, (gain, _) in enumerate(gains, 1):
             expected += gain
-            seconds = self._seconds(num_tokens + count)
+            seconds = max(self._seconds(num_tokens + count), base * (1 + _LEAST_COST * count))
             if seconds <= 0 or expected / seconds > rate:
                 best, rate = count, expected / seconds if seconds > 0 else 0.0
         more = min(len(gains), 2 * best or len(candidates))  # whose costs may have been overestimated
-        extra = self._seconds(num_tokens + more) - self._seconds(num_tokens + best)
+        extra = self._seconds(num_tokens + more) - self._seconds(num_tokens + best) + _LEAST_COST * base * (more - best)
         if best < more and extra <= self._unspent:
             self._unspent -= extra
             best = more
