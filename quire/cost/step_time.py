@@ -55,15 +55,15 @@ class StepTime:
         return max_tokens if tokens >= max_tokens else max(1, int(tokens))
 
 
-_CURVE_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # least tokens of each class
 _SHORT = 64  # tokens of a step with prompts that takes about as long as one of drafts
 _CURVE_DECAY = 0.9  # weight of a step when the next one of its class is observed
 
 
 class StepCurve:
-    """Seconds of short steps, and of steps of sequences that decode, by the number of tokens: piecewise linear, convex.
+    """Seconds of short steps and of steps without prompts, by the number of tokens: piecewise linear, rising.
 
-    A straight line would not do: while the weights are read from memory, a further token costs almost nothing.
+    A straight line would not do. While the weights are read from memory, a further token costs almost nothing. And
+    kernels compute tokens in groups, so that the first token of a group costs more than the others.
     """
 
     __slots__ = ("_classes", "_points")
@@ -74,7 +74,7 @@ class StepCurve:
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Learn from a step. An outlier is clamped."""
-        of = bisect_right(_CURVE_SIZES, num_tokens)
+        of = _curve_class(num_tokens)
         steps, tokens, total = self._classes.get(of, (0.0, 0.0, 0.0))
         if steps > 1:
             mean = total / steps
@@ -86,30 +86,36 @@ class StepCurve:
     def seconds(self, num_tokens: int) -> float:
         """Predicted seconds of a step; 0 before any step."""
         if self._points is None:
-            means = sorted((tokens / steps, total / steps) for steps, tokens, total in self._classes.values())
-            self._points = _lower_hull(means)
+            self._points = _rising(list(self._classes.values()))
         points = self._points
         if not points:
             return 0.0
-        if len(points) == 1 or num_tokens <= points[0][0]:
-            return points[0][1] * (max(1.0, num_tokens / points[0][0]) if len(points) == 1 else 1.0)
+        if len(points) == 1:
+            return points[0][1] * max(1.0, num_tokens / points[0][0])
+        if num_tokens <= points[0][0]:
+            return points[0][1]
         place = min(max(1, bisect_right(points, (num_tokens, 0.0))), len(points) - 1)
         (left, low), (right, high) = points[place - 1], points[place]
         return low + (high - low) * (num_tokens - left) / (right - left)
 
 
-def _lower_hull(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The lower convex hull of points that are sorted by x, from the least y on: neither noise nor a pause bends it."""
-    hull: list[tuple[float, float]] = []
-    for x, y in points:
-        while hull and (
-            y <= hull[-1][1]
-            if len(hull) < 2
-            else (hull[-1][1] - hull[-2][1]) * (x - hull[-2][0]) >= (y - hull[-2][1]) * (hull[-1][0] - hull[-2][0])
-        ):
-            hull.pop()
-        hull.append((x, y))
-    return hull
+def _curve_class(num_tokens: int) -> int:
+    """The most tokens of a step's class. Kernels take up to 8 tokens, or multiples of that, at once."""
+    if num_tokens <= 16:
+        return num_tokens
+    group = 8 if num_tokens <= _SHORT else 64
+    return -(-num_tokens // group) * group
+
+
+def _rising(classes: Sequence[tuple[float, float, float]]) -> list[tuple[float, float]]:
+    """(mean tokens, mean seconds) of classes, sorted. Neighbours are joined until the seconds rise, as noise demands."""
+    joined: list[tuple[float, float, float]] = []
+    for one in sorted(classes, key=lambda some: some[1] / some[0]):
+        joined.append(one)
+        while len(joined) > 1 and joined[-2][2] * joined[-1][0] >= joined[-1][2] * joined[-2][0]:
+            last, other = joined.pop(), joined.pop()
+            joined.append((last[0] + other[0], last[1] + other[1], last[2] + other[2]))
+    return [(tokens / steps, seconds / steps) for steps, tokens, seconds in joined]
 
 
 _PREFILL_DECAY = 0.98  # weight of a step when the next one is observed

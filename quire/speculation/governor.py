@@ -19,6 +19,7 @@ _PRIOR_WEIGHT = 4.0  # drafts that the prior counts as
 _DECAY = 0.995  # weight of a draft when the next one of its class is tried
 _OWN_PRIOR_WEIGHT = 4.0  # drafts that the chance of all sequences counts as, beside those of a sequence
 _OWN_DECAY = 0.9
+_MOST_PER_SAMPLE = 8  # drafts of a sequence
 _LEAST_COST = 0.01  # of a draft, as a share of the step without drafts: measured costs are too noisy for less
 _EXPLORED_SHARE = 0.01  # of the time of all steps, for drafts that are not expected to pay
 
@@ -88,19 +89,24 @@ class Governor:
     """Selects the drafts of a step."""
 
     def __init__(self, seconds: Callable[[int], float]) -> None:
-        """seconds: predicted seconds of a step by its number of tokens, convex; 0 if nothing is known."""
+        """seconds: seconds of a step by its number of tokens; 0 if unknown."""
         self._seconds = seconds
         self._unspent = 0.0  # seconds for drafts that are not expected to pay
 
     def may_pay(self, num_tokens: int, num_samples: int) -> bool:
-        """Whether a draft that is surely right would pay in a step, or the time to try one has been saved up.
+        """Whether drafts that are surely right would pay in a step, or the time to try one has been saved up.
 
         num_tokens, num_samples: of the step without drafts. Called once per step.
         """
         base = self._seconds(num_tokens)
-        extra = self._seconds(num_tokens + 1) - base
         self._unspent = min(self._unspent + _EXPLORED_SHARE * base, base)
-        return extra * num_samples < base or extra <= self._unspent
+        if self._seconds(num_tokens + 1) - base <= self._unspent:
+            return True
+        # the first token of a group of tokens may cost more than the others
+        return any(
+            (self._seconds(num_tokens + count) - base) * num_samples < 0.99 * base * count
+            for count in (1, 8, _MOST_PER_SAMPLE * num_samples)
+        )
 
     def select(self, candidates: Sequence[Candidate], *, num_tokens: int, num_samples: int, most: int) -> list[int]:
         """The number of drafts to verify of each candidate.

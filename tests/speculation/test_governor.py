@@ -34,7 +34,7 @@ def expected(candidates, counts):
     st.integers(1, 12),
 )
 def test_the_drafts_with_the_most_tokens_per_second_are_selected(candidates, slopes, most):
-    """Of all numbers of drafts of each candidate. The cost is convex, and a chain is selected from its begin."""
+    """Of all numbers of drafts of each candidate. A chain is selected from its begin."""
     costs = [0.0, 1.0]
     for slope in sorted(slopes):
         costs.append(costs[-1] + slope)
@@ -107,23 +107,29 @@ def test_a_sequence_whose_drafts_fail_differs_from_the_others():
 
 
 @given(st.lists(st.tuples(st.integers(1, 300), st.floats(1e-4, 1.0)), min_size=1, max_size=40))
-def test_the_curve_of_step_seconds_is_convex_and_rises(steps):
+def test_the_curve_of_step_seconds_rises(steps):
     curve = StepCurve()
     for num_tokens, seconds in steps:
         curve.observe(num_tokens, seconds)
     values = [curve.seconds(n) for n in range(1, 400)]
-    slopes = [b - a for a, b in itertools.pairwise(values)]
-    assert min(slopes) >= -1e-12
-    if len(curve._points) > 1:
-        assert all(b - a > -1e-9 for a, b in itertools.pairwise(slopes))
+    assert min(values) > 0
+    assert all(b >= a - 1e-12 for a, b in itertools.pairwise(values))
 
 
-def test_a_pause_of_the_machine_hardly_bends_the_curve():
+def test_the_first_token_of_a_group_of_eight_may_cost_more_than_the_others():
+    curve = StepCurve()
+    for _ in range(20):
+        for num_tokens in range(1, 17):
+            curve.observe(num_tokens, 0.01 * -(-num_tokens // 8) + 1e-5 * num_tokens)
+    assert curve.seconds(9) - curve.seconds(8) > 0.009
+    assert curve.seconds(16) - curve.seconds(9) < 0.001
+
+
+def test_a_pause_of_the_machine_is_clamped():
     curve = StepCurve()
     for _ in range(20):
         for num_tokens in (1, 8, 64):
             curve.observe(num_tokens, 0.01 + 0.001 * num_tokens)
     curve.observe(8, 5.0)
     assert curve.seconds(1) == pytest.approx(0.011)
-    assert curve.seconds(64) == pytest.approx(0.074)
-    assert curve.seconds(8) <= 0.0181
+    assert curve.seconds(8) < 0.04
