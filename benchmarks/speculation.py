@@ -59,7 +59,7 @@ class Bench:
     """An engine that runs batches with and without drafts."""
 
     def __init__(self, model: str | None, **options: object) -> None:
-        self.llm = LLM(model, calibration=0.3, seed=1, **options)
+        self.llm = LLM(model, **{"calibration": 0.3, "seed": 1, "speculation": "auto", **options})
         self.engine = self.llm.llm_engine
         self._number = 0
 

@@ -281,11 +281,11 @@ class EngineOptions:
     speculation: Annotated[
         str,
         Help(
-            "drafters of speculative decoding: auto (all), off, or a list of suffix (what followed the same tokens "
-            "in the text), answers (earlier ones of the namespace), prediction (of the request)",
-            "beta",
+            "drafters of speculative decoding: off, auto (all), or a list of suffix (what followed the same tokens in "
+            "the text), answers (earlier ones of the namespace), prediction (of the request)",
+            "prototype",
         ),
-    ] = "auto"
+    ] = "off"
     num_speculative_tokens: Annotated[
         int, Meta(ge=1, le=MAX_SPECULATIVE_TOKENS), Help("most drafts of a sequence in one step", "beta")
     ] = 8

@@ -108,7 +108,7 @@ def _curve_class(num_tokens: int) -> int:
 
 
 def _rising(classes: Sequence[tuple[float, float, float]]) -> list[tuple[float, float]]:
-    """(mean tokens, mean seconds) of classes, sorted. Neighbours are joined until the seconds rise, as noise demands."""
+    """(mean tokens, mean seconds) of classes, sorted. Neighbours are joined until the seconds rise, against noise."""
     joined: list[tuple[float, float, float]] = []
     for one in sorted(classes, key=lambda some: some[1] / some[0]):
         joined.append(one)

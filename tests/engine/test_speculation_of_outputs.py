@@ -30,7 +30,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def llm():
-    with closing(LLM(dtype="float32", seed=1)) as llm:
+    with closing(LLM(dtype="float32", speculation="auto", seed=1)) as llm:
         llm.llm_engine.scheduler.speculator.governs = False
         yield llm
 
@@ -74,7 +74,7 @@ def test_no_output_changes(llm, case):
 
 
 def test_deterministic_outputs_are_equal_bit_for_bit():
-    with closing(LLM(dtype="bfloat16", kernels="cpu", seed=1)) as llm:
+    with closing(LLM(dtype="bfloat16", kernels="cpu", speculation="auto", seed=1)) as llm:
         llm.llm_engine.scheduler.speculator.governs = False
         params = {
             "temperature": 0.8,
@@ -108,7 +108,7 @@ SCHEMA = {
 @pytest.mark.parametrize("fast_forward", [True, False])
 def test_constrained_outputs_are_the_same(backend, fast_forward):
     """Forced tokens and drafts are one chain. A repeated request takes few steps."""
-    with closing(LLM(dtype="float32", seed=1, grammar_backend=backend)) as llm:
+    with closing(LLM(dtype="float32", speculation="auto", seed=1, grammar_backend=backend)) as llm:
         llm.llm_engine.scheduler.speculator.governs = False
         asked = {"json": json.dumps(SCHEMA), "fast_forward": fast_forward, "disable_any_whitespace": True}
         for logprobs in (None, 1):
@@ -148,7 +148,7 @@ def test_usage_of_a_prediction(llm):
 
 
 def test_the_governor_explains_what_it_skips():
-    with closing(LLM(dtype="float32", seed=1)) as llm:
+    with closing(LLM(dtype="float32", speculation="auto", seed=1)) as llm:
         # a draft costs nearly a whole step
         llm.llm_engine.scheduler.speculator._governor._seconds = lambda tokens: 1.0 + 0.95 * (tokens - 1)
         output, _ = generate(llm, SamplingParams(temperature=0, max_tokens=30, prediction="no such words at all"))
