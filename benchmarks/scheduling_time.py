@@ -1,13 +1,14 @@
 """Scheduler time: `plan` + `commit` of full batches without a model, alone or beside another version of quire.
 
     python -m benchmarks.scheduling_time [--sequences 256] [--waiting 0] [--index radix] [--policy fcfs] [--steps 400]
-                                         [--json FILE] [--before CHECKOUT [--pairs 15]]
+                                         [--drafts N] [--json FILE] [--before CHECKOUT [--pairs 15]]
 
-Two loads: *decoding*, where all sequences run throughout, and *churn*, where about four sequences end and begin in each
-step. In both, --waiting further requests wait throughout. Figures are CPU time of this process in milliseconds per
-step: median and 99th percentile over the steps. The runner is not timed; its results are made up. With --before both
-versions run in turns, each in processes of its own, and the ratios of their medians are printed with an interval that
-has the median of pairs with 95 % confidence.
+Loads: *decoding*, where all sequences run throughout, and *churn*, where about four sequences end and begin in each
+step. In both, --waiting further requests wait throughout. With --drafts N also *drafting*: decoding of texts that
+repeat themselves, with N drafts of each sequence in each step, all of them right. Figures are CPU time of this process
+in milliseconds per step: median and 99th percentile over the steps. The runner is not timed; its results are made up.
+With --before both versions run in turns, each in processes of its own, and the ratios of their medians are printed with
+an interval that has the median of pairs with 95 % confidence.
 """
 
 import argparse
@@ -19,6 +20,8 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from math import comb
 from pathlib import Path
 from typing import get_args
@@ -71,6 +74,42 @@ def decoding(
     return _parts(times)
 
 
+def drafting(num_sequences: int, num_steps: int, num_drafts: int) -> dict[str, list[float]]:
+    """CPU seconds of steps in which each of `num_sequences` sequences has `num_drafts` right drafts."""
+    length = PROMPT + num_steps * (num_drafts + 1) + 64
+    group = KVGroup(
+        (0,), "full", 1, 64, "bfloat16", num_sequences * (length // BLOCK_SIZE + 2), 2 * 64 * 2 * BLOCK_SIZE
+    )
+    config = SchedulerConfig(num_sequences, max(4096, num_sequences * PROMPT), length, 1e9, 0.01, 1)
+    drafts = {"speculation": ("suffix", "answers"), "num_speculative_tokens": num_drafts, "governs_speculation": False}
+    cache = KVCache(CacheConfig(BLOCK_SIZE, (group,), "radix"))
+    scheduler = Scheduler(replace(config, **drafts), cache)  # type: ignore[arg-type]  # checked by name
+    params = SamplingParams(max_tokens=length - PROMPT, seed=1)
+    for i in range(num_sequences):
+        prompt = [_repeated(i, position) for position in range(PROMPT - i % BLOCK_SIZE)]
+        scheduler.add(Request(id=str(i), prompt=prompt, params=params), 0.0)
+    times = [_step(scheduler, float(i), _repeating) for i in range(num_steps + _WARM_UP)][_WARM_UP:]
+    accepted = scheduler.request_stats.drafts["suffix"].num_accepted
+    if accepted < 0.7 * num_drafts * num_sequences * num_steps:  # some chains end at the last free slot of a block
+        raise AssertionError("few drafts were accepted; the figures would mean something else")
+    return _parts(times)
+
+
+def _repeated(row: int, position: int) -> int:
+    return 10 * row + position % 7
+
+
+def _repeating(step: Step) -> StepResult:
+    """Tokens that repeat themselves after seven positions. The rows are those of the prompts, in order."""
+    tokens = [
+        _repeated(chunk.seq_id, position)
+        for chunk in step.chunks
+        if chunk.output is ChunkOutput.SAMPLE
+        for position in range(chunk.stop - chunk.num_drafts, chunk.stop + 1)
+    ]
+    return StepResult(step.id, 1e-3, step.chunks.num_samples, np.array(tokens, np.int32))
+
+
 def churn(
     num_sequences: int,
     num_steps: int,
@@ -91,21 +130,23 @@ def churn(
     return _parts(times[128:])
 
 
-def _step(scheduler: Scheduler, now: float) -> tuple[float, float]:
+def _result_of(step: Step) -> StepResult:
+    counts = (step.chunks.outputs == ChunkOutput.SAMPLE).astype(np.int32)
+    return StepResult(step.id, 1e-3, counts, np.arange(counts.sum(), dtype=np.int32) % 100)
+
+
+def _step(
+    scheduler: Scheduler, now: float, result_of: Callable[[Step], StepResult] = _result_of
+) -> tuple[float, float]:
     """CPU seconds of one plan and of its commit."""
     begin = time.process_time()
     step = scheduler.plan(now)
     planned = time.process_time() - begin
     assert step is not None, "there is always work"
-    result = _result_of(step)
+    result = result_of(step)
     begin = time.process_time()
     scheduler.commit(result, now)
     return planned, time.process_time() - begin
-
-
-def _result_of(step: Step) -> StepResult:
-    counts = (step.chunks.outputs == ChunkOutput.SAMPLE).astype(np.int32)
-    return StepResult(step.id, 1e-3, counts, np.arange(counts.sum(), dtype=np.int32) % 100)
 
 
 def _parts(times: list[tuple[float, float]]) -> dict[str, list[float]]:
@@ -114,7 +155,12 @@ def _parts(times: list[tuple[float, float]]) -> dict[str, list[float]]:
 
 
 def figures(
-    num_sequences: int, num_steps: int, num_waiting: int, prefix_index: PrefixIndexKind, policy: Policy
+    num_sequences: int,
+    num_steps: int,
+    num_waiting: int,
+    prefix_index: PrefixIndexKind,
+    policy: Policy,
+    num_drafts: int = 0,
 ) -> dict[str, dict[str, float]]:
     """Milliseconds by load and part."""
     gc.collect()
@@ -124,6 +170,8 @@ def figures(
         name: load(num_sequences, num_steps, num_waiting=num_waiting, prefix_index=prefix_index, policy=policy)
         for name, load in kinds.items()
     }
+    if num_drafts:
+        loads["drafting"] = drafting(num_sequences, num_steps, num_drafts)
     return {
         f"{load}, {part}": {
             "median_ms": statistics.median(seconds) * 1e3,
@@ -171,12 +219,13 @@ def main() -> None:
     parser.add_argument("--policy", choices=get_args(Policy), default=DEFAULT_POLICY)
     parser.add_argument("--index", choices=get_args(PrefixIndexKind), default="radix")
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--drafts", type=int, default=0, help="drafts of each sequence, for the load drafting")
     parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="another version of quire")
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--print-json", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    found = figures(args.sequences, args.steps, args.waiting, args.index, args.policy)
+    found = figures(args.sequences, args.steps, args.waiting, args.index, args.policy, args.drafts)
     if args.print_json:
         print(json.dumps(found))
         return

@@ -1,14 +1,17 @@
 """Configuration records of cache, scheduler and engine. All are frozen."""
 
+import json
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from math import inf
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
-from quire.errors import ConfigError, known_arguments_only
+from quire.errors import ConfigError, known_arguments_only, nearest
 
 DType = Literal["auto", "float32", "float16", "bfloat16", "float", "half"]
 KVDType = Literal["auto", "float32", "float16", "bfloat16", "float", "half", "fp8", "fp8_e4m3", "int8", "int4"]
@@ -100,6 +103,11 @@ def max_blocks_of_sequence(window: int, block_size: int, length: int, step_token
     return whole if window == 0 else min(whole, -(-(window - 1 + step_tokens) // block_size) + 1)
 
 
+DEFAULT_WAIT_WEIGHT = 100.0
+Drafter = Literal["suffix", "answers", "prediction"]
+MAX_SPECULATIVE_TOKENS = 16
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """Limits of a step and of the queue, policy, preemption mode."""
@@ -111,11 +119,16 @@ class SchedulerConfig:
     watermark: float  # least share of blocks that admission leaves free for growth
     steps_in_flight: int
     policy: Policy = DEFAULT_POLICY
-    wait_weight: float = 100.0  # policy "cache-aware": tokens of prefix match that equal one second of waiting
+    wait_weight: float = (
+        DEFAULT_WAIT_WEIGHT  # policy "cache-aware": tokens of prefix match that equal one second of waiting
+    )
     preemption: PreemptionMode = "auto"
     max_queued_requests: int | None = None  # waiting requests that have never run; None: no limit
     max_queued_tokens: int | None = None  # prompt tokens of these requests
     target_tpot_seconds: float | None = None  # of a step in which sequences decode; None: StepBudget chooses it
+    speculation: tuple[Drafter, ...] = ()  # drafters; empty: no speculative decoding
+    num_speculative_tokens: int = 8  # the most drafts of a sequence in one step
+    governs_speculation: bool = True  # whether only drafts are verified that are expected to save time
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
@@ -137,6 +150,10 @@ class SchedulerConfig:
             raise ConfigError(f"watermark must be at least 0 and below 1, not {self.watermark}")
         if self.steps_in_flight not in (1, 2):
             raise ConfigError(f"steps_in_flight must be 1 or 2, not {self.steps_in_flight}")
+        if not 1 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
+            raise ConfigError(
+                f"num_speculative_tokens must be from 1 to {MAX_SPECULATIVE_TOKENS}, not {self.num_speculative_tokens}"
+            )
         if not 0 <= self.wait_weight < inf:
             raise ConfigError(f"wait_weight must be at least 0 and finite, not {self.wait_weight}")
         for name in ("max_queued_requests", "max_queued_tokens"):
@@ -261,8 +278,71 @@ class EngineOptions:
     fast_forward: Annotated[
         Literal["on", "off"], Help("append tokens that a constraint forces all at once, or one by one", "beta")
     ] = "on"
+    speculation: Annotated[
+        str,
+        Help(
+            "drafters of speculative decoding: off, auto (all), or a list of suffix (what followed the same tokens in "
+            "the text), answers (earlier ones of the namespace), prediction (of the request)",
+            "prototype",
+        ),
+    ] = "off"
+    num_speculative_tokens: Annotated[
+        int, Meta(ge=1, le=MAX_SPECULATIVE_TOKENS), Help("most drafts of a sequence in one step", "beta")
+    ] = 8
+    speculative_config: Annotated[
+        str | None, Help("vLLM's JSON object for the methods ngram and suffix, in place of these two options", "beta")
+    ] = None
     seed: Annotated[int, Help("seed of requests without one")] = 0
     journal: Annotated[str | None, Help("file that records every input of the scheduler", "beta")] = None
+
+
+_VLLM_METHODS: Mapping[str, tuple[Drafter, ...]] = MappingProxyType(
+    {"ngram": ("suffix",), "suffix": ("suffix", "answers")}
+)
+# fields of vLLM's object that have no effect: the governor decides from measured costs and chances instead
+_VLLM_IGNORED = (
+    *("prompt_lookup_max", "prompt_lookup_min", "disable_by_batch_size", "suffix_decoding_max_tree_depth"),
+    *("suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob"),
+)
+
+
+def speculation_of(options: EngineOptions) -> tuple[tuple[Drafter, ...], int]:
+    """The drafters, and the most drafts of a sequence in one step. Raises ConfigError."""
+    if options.speculative_config is None:
+        return drafters_of(options.speculation), options.num_speculative_tokens
+    name = "speculative_config"
+    try:
+        given = json.loads(options.speculative_config)
+    except ValueError as error:
+        raise ConfigError(f"{name} is not valid JSON: {error}") from error
+    if not isinstance(given, dict):
+        raise ConfigError(f'{name} must be an object such as {{"method": "ngram", "num_speculative_tokens": 8}}')
+    known = ("method", "num_speculative_tokens", *_VLLM_IGNORED)
+    method, number = given.get("method"), given.get("num_speculative_tokens", options.num_speculative_tokens)
+    if not isinstance(method, str) or method not in _VLLM_METHODS:
+        raise ConfigError(f"{name}: method must be ngram or suffix, not {method!r:.60}; quire has no draft models yet")
+    for field in given:
+        if field not in known:
+            raise ConfigError(f"{name} has no field {field!r:.60}{nearest(field, known)}")
+    if type(number) is not int or not 1 <= number <= MAX_SPECULATIVE_TOKENS:
+        raise ConfigError(
+            f"{name}: num_speculative_tokens must be from 1 to {MAX_SPECULATIVE_TOKENS}, not {number!r:.60}"
+        )
+    return _VLLM_METHODS[method], number
+
+
+def drafters_of(speculation: str) -> tuple[Drafter, ...]:
+    """The drafters of the option `speculation`. Raises ConfigError for an unknown one, with the nearest known one."""
+    known = get_args(Drafter)
+    if speculation in ("auto", "off"):
+        return known if speculation == "auto" else ()
+    names = tuple(name.strip() for name in speculation.split(","))
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f"speculation: there is no drafter {name!r}{nearest(name, known)}; auto uses all, off none"
+            )
+    return names  # type: ignore[return-value]  # checked
 
 
 # Values that an option had in an earlier version, or has in another engine: what to use instead.

@@ -1,5 +1,6 @@
 """Offline inference in the calling process and thread."""
 
+import json
 import logging
 import sys
 import time
@@ -114,6 +115,8 @@ class LLM:
         settings = {"model": None if model is None else fspath(model), "step_seconds": _STEP_SECONDS, **options}
         settings["memory"] = None if memory is None else str(memory)
         settings["swap_space"] = None if swap_space is None else str(swap_space)
+        if isinstance(options.get("speculative_config"), Mapping):
+            settings["speculative_config"] = json.dumps(options["speculative_config"], default=str)
         built = build(EngineOptions(**settings), report=report, progress=progress)  # type: ignore[arg-type]  # the options are checked by name when called
         self.model_name = built.model_name
         self.max_model_len = built.engine.max_model_len

@@ -178,6 +178,7 @@ MAX_LISTED_TOKENS = 65536  # of logit_bias and allowed_token_ids
 MAX_BAD_WORDS = 1024
 MAX_BAD_CHARACTERS = 16384  # of all bad words
 MAX_LOGPROB_IDS = 128
+MAX_PREDICTION = 2**20  # characters
 MAX_BEAMS = 128
 MAX_LENGTH_PENALTY = 10.0  # of either sign; length ** penalty stays finite
 
@@ -203,6 +204,8 @@ class SamplingParams:
     prompt tokens after this position, so that the tokens before it may come from the prefix cache.
     logprob_token_ids: further tokens whose logprobs are returned.
     Prompt: truncate_prompt_tokens: number of tokens kept at the prompt's end; -1 means as many as fit.
+    Speed: prediction: text that the output probably is, in whole or in part. speculation: whether tokens may be drafted
+    and verified, if the engine does so. Neither changes a token.
     Raises RequestError for a value out of bounds and for an unknown name, with the nearest known one.
     """
 
@@ -233,6 +236,8 @@ class SamplingParams:
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
+    prediction: str | None = None
+    speculation: bool = True
     structured_outputs: StructuredOutputsParams | None = None
     json_schema: str | Mapping[str, object] | None = None
     regex: str | None = None
@@ -322,6 +327,9 @@ class SamplingParams:
                     raise RequestError(f"a {what} must have 1 to {MAX_STOP_LENGTH} valid Unicode characters", name)
         if sum(map(len, self.bad_words)) > MAX_BAD_CHARACTERS:
             raise RequestError(f"bad_words must have at most {MAX_BAD_CHARACTERS} characters together", "bad_words")
+        _check_text("prediction", self.prediction, MAX_PREDICTION)
+        if self.prediction is not None and self.max_tokens == 0:
+            raise RequestError("prediction needs max_tokens above 0; leave one of them out", "prediction")
 
     def _check_tokens(self) -> None:
         if self.allowed_token_ids is not None and not 0 < len(self.allowed_token_ids) <= MAX_LISTED_TOKENS:
@@ -341,7 +349,7 @@ _SGLANG_CONSTRAINT_FIELDS: Mapping[str, str] = MappingProxyType(
 )
 _FLAGS = (
     *("ignore_eos", "deterministic", "include_stop_str_in_output"),
-    *("skip_special_tokens", "spaces_between_special_tokens"),
+    *("skip_special_tokens", "spaces_between_special_tokens", "speculation"),
 )
 _OPTIONAL = ("best_of", "seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
 NUMBERS: Mapping[str, tuple[type[int] | type[float], float, float]] = MappingProxyType(  # bounds are allowed

@@ -100,6 +100,9 @@ def random_schedule(seed: int) -> Schedule:
             "preemption": draw.choice(get_args(PreemptionMode)),
             "max_queued_requests": draw.choice([None, None, 6]),
             "max_queued_tokens": draw.choice([None, None, 200]),
+            "speculation": draw.choice([[], ["suffix"], ["answers"], ["prediction", "answers", "suffix"]]),
+            "num_speculative_tokens": draw.choice([1, 3, 8]),
+            "governs_speculation": draw.random() < 0.3,
         },
         "failing": sorted(draw.sample(range(200), 8)) if draw.random() < 0.2 else [],
         "swap_delays": [seed >> i & 3 for i in range(0, 8, 2)] if seed % 2 else [],  # in results, in turn by Move id
@@ -147,6 +150,8 @@ def _random_request(draw: random.Random, number: int, schedule: Schedule) -> dic
         one |= draw.choice([{"logprobs": 2}, {"prompt_logprobs": 1}, {"ignore_eos": True}, {"min_tokens": 1}])
         if kind != "constrained" and draw.random() < 0.3:
             one["stop_token_ids"] = [draw.randrange(VOCAB_SIZE)]
+    if kind not in ("beams", "pooling") and config["speculation"] and draw.random() < 0.5:
+        one["predicted"] = draw.choice([1.0, 0.9, 0.5, 0.0])  # share of right tokens in the prediction
     if draw.random() < 0.2:
         one["salt"] = "pepper"
     if config["policy"] == "priority":
@@ -201,7 +206,8 @@ class Run:
         self._num_failures = self._num_steps = 0
         self._has_preempted = False  # the journal does not record such preemptions
         self._windows = tuple(schedule["cache"]["windows"])
-        config = SchedulerConfig(**schedule["config"])
+        speculation = tuple(schedule["config"].get("speculation", ()))
+        config = SchedulerConfig(**schedule["config"] | {"speculation": speculation})
         cache = self._cache_config()
         self._constraints = ScriptedConstraints(ends_after=15, vocab_size=VOCAB_SIZE)
         self._scheduler = JournalledScheduler(config, KVCache(cache), self._file, self._constraints)
@@ -315,6 +321,7 @@ class Run:
                     namespace=Namespace(one["tenant"], one.get("salt", "")),
                     scheduling_params=_scheduling_params(one),
                     known_outputs=self._known(one),
+                    prediction=self._prediction(one),
                 )
             )
         except RequestError:
@@ -337,6 +344,14 @@ class Run:
         if "num_known" not in one:
             return ()
         return (KnownOutput(self._expected(one)[: one["num_known"]]),)
+
+    def _prediction(self, one: dict[str, Any]) -> list[int]:
+        if "predicted" not in one:
+            return []
+        draw = random.Random(one["id"])
+        return [
+            token if draw.random() < one["predicted"] else draw.randrange(VOCAB_SIZE) for token in self._expected(one)
+        ]
 
     def _finish(self, key: tuple[str, int], num_tokens: int) -> None:
         """End a running sequence at most at its length, as the front end does at a stop string."""
@@ -505,6 +520,7 @@ _PLAIN: dict[str, dict[str, Any]] = {
         "watermark": 0.0,
         "steps_in_flight": 1,
         "target_tpot_seconds": None,
+        "speculation": [],
         "step_seconds": 0.5,
         "max_num_batched_tokens": 256,
     },

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from quire.core.constraint import Verdict
+from quire.core.constraint import AllowedDrafts, Verdict, allowed_drafts
 from quire.core.request import Namespace, Request
 from quire.params import StructuredOutputsParams
 from quire.runner.scripted_runner import attend, key_after, token_after
@@ -46,11 +46,23 @@ class ScriptedConstraints:
         """See Constraints."""
         self.outputs.pop(seq_id)
 
-    def masks(self, seq_ids: Sequence[int]) -> np.ndarray:
+    def allowed_drafts(self, seq_id: int, drafts: Sequence[int], most: int) -> AllowedDrafts:
+        """See Constraints. All tokens are allowed that the scripted runner may sample."""
+        output = list(self.outputs[seq_id])
+
+        def advance(token: int) -> Verdict:
+            output.append(token)
+            verdict = self.verdict(output)
+            output.extend(verdict.forced)
+            return verdict
+
+        return allowed_drafts(advance, drafts, most)
+
+    def masks(self, seq_ids: Sequence[int], drafts: Sequence[AllowedDrafts]) -> np.ndarray:
         """See Constraints. The masks are empty: the scripted runner does not read them."""
         self.asked.append(list(seq_ids))
         assert all(seq_id in self.outputs for seq_id in seq_ids)
-        return np.zeros((len(seq_ids), 2), np.uint32)
+        return np.zeros((len(seq_ids) + sum(len(one.tokens) for one in drafts), 2), np.uint32)
 
     def _follow(self, seq_id: int) -> Verdict:
         verdict = self.verdict(self.outputs[seq_id])

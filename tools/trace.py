@@ -31,7 +31,7 @@ from quire.supervisor.async_engine import AsyncEngine
 from quire.supervisor.engine_handle import EngineThread
 
 PACKAGE = Path(quire.__file__).parent
-SIZES = {"max_num_seqs": 4, "memory": "256MiB", "dtype": "float32"}
+SIZES = {"speculation": "off", "max_num_seqs": 4, "memory": "256MiB", "dtype": "float32"}
 PROMPT = "One Tuesday Mira went to the"
 SAMPLING = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 CHAT = {"messages": [{"role": "user", "content": "Hello! Who are you?"}], "stream": True, **SAMPLING}

@@ -195,7 +195,7 @@ class Steps:
         self.part.row(what, replay_ms=1e3 * replay, between_ms=1e3 * (wall - replay))
 
     def _play(self, batch: int) -> Callable[[], None]:
-        plays = [kept.plays.get(kept.capture_size(batch) or 0) for kept in self.recordings]
+        plays = [kept.plays.get(kept.capture_size(batch, batch) or 0) for kept in self.recordings]
         play = next((play for play in plays if play is not None), None)
         if play is None:
             raise LookupError(f"no step of {batch} sequences was recorded")

@@ -378,6 +378,16 @@ class KVCache:
         table.append([[pool.allocate()] for pool in self.pools], self.block_size)
         return True
 
+    def grow_free(self, table: BlockTable, num_tokens: int) -> list[int] | None:
+        """See KVCacheManager."""
+        if table.capacity % self.block_size:
+            return None  # the block is shared
+        num_tokens = min(num_tokens, table.capacity + self.block_size)
+        needed = self.num_needed_blocks(table, num_tokens)
+        if any(number > pool.num_free for number, pool in zip(needed, self.pools, strict=True)):
+            return None
+        return self.grow(table, num_tokens)
+
     def append_slot(self, table: BlockTable, start: int) -> bool:
         """See KVCacheManager."""
         if start >= table.capacity or (self._has_index and (start + 1) // self.block_size > table.cursor.num_indexed):

@@ -163,6 +163,12 @@ class KVCacheManager(Protocol):
         None if there are not enough blocks.
         """
 
+    def grow_free(self, table: BlockTable, num_tokens: int) -> list[int] | None:
+        """Make positions up to `num_tokens` writable, or those of one more block, with free blocks only.
+
+        None if none are free, or if the last block is shared. Otherwise returns what `grow` returns.
+        """
+
     def append_slot(self, table: BlockTable, start: int) -> bool:
         """Record that the planned step writes position `start` only, if this needs no allocation and fills no block.
 

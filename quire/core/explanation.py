@@ -67,6 +67,25 @@ class Preemption(msgspec.Struct, frozen=True):
     num_bytes_in: int = 0
 
 
+SkipReason = Literal[
+    "cost",  # verifying a draft was not expected to save time
+    "blocks",  # no free KV block, or no tokens left in the step
+    "constraint",  # the constraint does not allow the first draft
+]
+
+
+class DraftCounts(msgspec.Struct, frozen=True, array_like=True):
+    """Drafts of one drafter."""
+
+    num_chains: int = 0
+    num_drafts: int = 0
+    num_accepted: int = 0
+
+    def with_chain(self, num_drafts: int, num_accepted: int) -> "DraftCounts":
+        """The counts with another verified chain."""
+        return DraftCounts(self.num_chains + 1, self.num_drafts + num_drafts, self.num_accepted + num_accepted)
+
+
 class Explanation(msgspec.Struct):
     """The explanation of one request. Times are in seconds of the engine's clock.
 
@@ -95,6 +114,8 @@ class Explanation(msgspec.Struct):
     evictions: list[Eviction] = []  # the first ones; their number is limited
     num_blocks_not_pinned: int = 0  # that its retention asked to pin, beyond the limit of pins
     num_pinned_blocks_yielded: int = 0  # whose pin ended early because the next sequence needed memory
+    drafts: dict[str, DraftCounts] = {}  # verified, by drafter
+    proposals_skipped: dict[SkipReason, int] = {}  # proposals of which no draft was verified, by reason
     # When the first of its sequences ended: blocks of group 0 that its sequences would have without any sharing, and
     # blocks that are not from the prefix index, each counted once.
     num_blocks_unshared: int = 0

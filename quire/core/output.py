@@ -13,6 +13,7 @@ from quire.core.step import Logprobs
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 _OBJECT_BYTES = 160  # of an Output with its lists, and of an array without its data
+NOTHING_PREDICTED = (0, 0)  # one object: defaults are left out of messages by identity
 NO_SEQUENCE = -1  # seq_id of an Output for a request that never had a sequence
 
 
@@ -68,6 +69,8 @@ class Output(msgspec.Struct, frozen=True, eq=False, array_like=True, omit_defaul
     error: str = ""
     queue_seconds: float | None = None  # with its first tokens: from arrival to the first admission of the request
     forced: tuple[int, ...] = ()  # indices of the forced tokens in token_ids; `logprobs` has rows for the others only
+
+    predicted: tuple[int, int] = NOTHING_PREDICTED  # accepted and rejected drafts from the prediction of the request
 
     @property
     def num_bytes(self) -> int:

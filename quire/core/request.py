@@ -66,6 +66,7 @@ class Request(msgspec.Struct, frozen=True):
     known_outputs: Sequence[KnownOutput] = ()  # empty for a new request; else one per sequence
     resumed: bool = False  # accepted by an earlier engine; never rejected for the queue limit or its deadline
     eos_token_ids: tuple[int, ...] = ()  # of the model
+    prediction: Sequence[int] = ()  # tokens of `params.prediction`
 
     @property
     def adapter(self) -> str:

@@ -6,7 +6,8 @@ empties all rows first and opens them again. Data is columnar: one numpy array p
 `docs/step.md` shows a full example.
 
 Tokens that the runner sampled are not sent back. It writes the token sampled at the end of a chunk to position `stop`
-of that row. The next chunk reads it there, and may be launched before the control plane has the token.
+of that row. The next chunk reads it there, and may be launched before the control plane has the token. Of a chunk with
+drafts it writes none: the control plane decides which of the sampled tokens count, and the next Step writes the last.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ class ChunkOutput(IntEnum):
     """The output of a chunk."""
 
     NONE = 0  # only KV
-    SAMPLE = 1  # one token after its last position, more if drafts are accepted
+    SAMPLE = 1  # one token after its last position, and one after each position before a draft
     POOL = 2  # pooled hidden states of its last `num_logits` positions
 
 
@@ -51,8 +52,9 @@ class TokenListKind(IntEnum):
 class Chunk(NamedTuple):
     """Positions [start, stop) of one sequence, computed in one step.
 
-    The last `num_drafts` positions hold draft tokens. Logits are computed at the last `num_logits` positions. Logits
-    that no token is sampled from give the logprobs of the next prompt tokens.
+    The last `num_drafts` positions hold draft tokens, which the Step writes. Logits are computed at the last
+    `num_logits` positions. Tokens are sampled from the last `num_drafts + 1` of them. Other logits give the logprobs of
+    the next prompt tokens.
     """
 
     row: int
@@ -99,6 +101,11 @@ class Chunks(msgspec.Struct, frozen=True, eq=False):
         table = np.frombuffer(pack(f"{len(values)}q", *values), np.int64).reshape(-1, 7)
         rows, starts, stops, num_drafts, num_logits = table.T[[0, 2, 3, 4, 5]].astype(np.int32)
         return cls(rows, table[:, 1].copy(), starts, stops, num_drafts, num_logits, table[:, 6].astype(np.uint8))
+
+    @property
+    def num_samples(self) -> np.ndarray:
+        """Number of tokens that each chunk samples, int32."""
+        return np.where(self.outputs == ChunkOutput.SAMPLE, self.num_drafts + 1, 0).astype(np.int32)
 
     @property
     def num_attention_pairs(self) -> float:
@@ -303,12 +310,13 @@ class SamplingMasks(msgspec.Struct, frozen=True, eq=False):
     """Sampling masks of a step, computed after the previous commit. They are derived, so the journal has none."""
 
     rows: np.ndarray  # int32: constrained rows
-    masks: np.ndarray  # uint32 (num rows, words): bit t%32 of word t//32 allows token t
+    positions: np.ndarray  # int32: of the tokens to be sampled in these rows
+    masks: np.ndarray  # uint32 (len(rows), words): bit t%32 of word t//32 allows token t
 
     @classmethod
     def empty(cls) -> "SamplingMasks":
         """The masks of a step without constrained rows."""
-        return cls(np.zeros(0, np.int32), np.zeros((0, 0), np.uint32))
+        return cls(_NO_INTEGERS, _NO_INTEGERS, np.zeros((0, 0), np.uint32))
 
 
 class Logprobs(msgspec.Struct, frozen=True, eq=False):
@@ -325,6 +333,13 @@ class Logprobs(msgspec.Struct, frozen=True, eq=False):
     def slice(self, start: int, stop: int) -> "Logprobs":
         """The logprobs of tokens [start, stop)."""
         return Logprobs(self.ids[start:stop], self.values[start:stop], self.ranks[start:stop])
+
+    def without(self, places: Sequence[int], stop: int) -> "Logprobs":
+        """The logprobs of the first `stop` tokens except for those at `places`."""
+        if not places:
+            return self.slice(0, stop)
+        kept = np.delete(np.arange(stop), places)
+        return Logprobs(self.ids[kept], self.values[kept], self.ranks[kept])
 
 
 class StepResult(msgspec.Struct, frozen=True, eq=False):

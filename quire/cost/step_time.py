@@ -4,6 +4,7 @@ It learns from durations that the journal records, of steps, of copies and of th
 same.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from math import inf
 
@@ -52,6 +53,69 @@ class StepTime:
             return max_tokens
         tokens = max(seconds - self.fixed, seconds / 2) / self.per_token
         return max_tokens if tokens >= max_tokens else max(1, int(tokens))
+
+
+_SHORT = 64  # tokens of a step with prompts that takes about as long as one of drafts
+_CURVE_DECAY = 0.9  # weight of a step when the next one of its class is observed
+
+
+class StepCurve:
+    """Seconds of short steps and of steps without prompts, by the number of tokens: piecewise linear, rising.
+
+    A straight line would not do. While the weights are read from memory, a further token costs almost nothing. And
+    kernels compute tokens in groups, so that the first token of a group costs more than the others.
+    """
+
+    __slots__ = ("_classes", "_points")
+
+    def __init__(self) -> None:
+        self._classes: dict[int, tuple[float, float, float]] = {}  # decayed: steps, tokens, seconds
+        self._points: list[tuple[float, float]] | None = None  # (tokens, seconds), rising; None: to be computed
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """Learn from a step. An outlier is clamped."""
+        of = _curve_class(num_tokens)
+        steps, tokens, total = self._classes.get(of, (0.0, 0.0, 0.0))
+        if steps > 1:
+            mean = total / steps
+            seconds = min(max(seconds, mean / OUTLIER), mean * OUTLIER)
+        keep = _CURVE_DECAY
+        self._classes[of] = steps * keep + 1, tokens * keep + num_tokens, total * keep + seconds
+        self._points = None
+
+    def seconds(self, num_tokens: int) -> float:
+        """Predicted seconds of a step; 0 before any step."""
+        if self._points is None:
+            self._points = _rising(list(self._classes.values()))
+        points = self._points
+        if not points:
+            return 0.0
+        if len(points) == 1:
+            return points[0][1] * max(1.0, num_tokens / points[0][0])
+        if num_tokens <= points[0][0]:
+            return points[0][1]
+        place = min(max(1, bisect_right(points, (num_tokens, 0.0))), len(points) - 1)
+        (left, low), (right, high) = points[place - 1], points[place]
+        return low + (high - low) * (num_tokens - left) / (right - left)
+
+
+def _curve_class(num_tokens: int) -> int:
+    """The most tokens of a step's class. Kernels take up to 8 tokens, or multiples of that, at once."""
+    if num_tokens <= 16:
+        return num_tokens
+    group = 8 if num_tokens <= _SHORT else 64
+    return -(-num_tokens // group) * group
+
+
+def _rising(classes: Sequence[tuple[float, float, float]]) -> list[tuple[float, float]]:
+    """(mean tokens, mean seconds) of classes, sorted. Neighbours are joined until the seconds rise, against noise."""
+    joined: list[tuple[float, float, float]] = []
+    for one in sorted(classes, key=lambda some: some[1] / some[0]):
+        joined.append(one)
+        while len(joined) > 1 and joined[-2][2] * joined[-1][0] >= joined[-1][2] * joined[-2][0]:
+            last, other = joined.pop(), joined.pop()
+            joined.append((last[0] + other[0], last[1] + other[1], last[2] + other[2]))
+    return [(tokens / steps, seconds / steps) for steps, tokens, seconds in joined]
 
 
 _PREFILL_DECAY = 0.98  # weight of a step when the next one is observed
@@ -219,6 +283,7 @@ class CostModel:
     def __init__(self) -> None:
         self.step_time = StepTime()
         self.prefill = PrefillTime()
+        self.step_curve = StepCurve()
         self._decode_weight = self._decode_seconds = 0.0  # of decode steps: decayed count and sum of seconds
         self.shortest_decode_seconds = inf  # of all decode steps so far
         self._copied = [(0.0, 0.0), (0.0, 0.0)]  # to the host, and from it: decayed sums of bytes and of seconds
@@ -244,6 +309,8 @@ class CostModel:
         if num_tokens < 1 or not MIN_SECONDS < seconds < MAX_SECONDS:
             return
         self.step_time.observe(num_tokens, seconds, weight)
+        if not pairs or num_tokens <= _SHORT:
+            self.step_curve.observe(num_tokens, seconds)
         if pairs > 0:
             self.prefill.observe(num_tokens, pairs, seconds, weight)
         else:

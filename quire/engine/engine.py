@@ -13,7 +13,7 @@ from typing import ClassVar, Self
 
 import msgspec
 
-from quire.core.explanation import Explanation
+from quire.core.explanation import DraftCounts, Explanation
 from quire.core.output import Output
 from quire.core.request import (
     Request,
@@ -63,6 +63,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
             *("num_running", "num_waiting", "kv_blocks_used", "kv_blocks_total", "failed_in_a_row"),
             *("last_step_seconds", "kv_blocks_cached", "host_blocks_used", "host_blocks_total"),
             *("num_step_tokens", "step_sizes", "waiting_because"),  # the histogram restarts with each engine
+            *("drafts", "accepted_by_place"),
         )
     )
 
@@ -91,6 +92,11 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     step_sizes: tuple[int, ...] = ()  # histogram of tokens per step, as in StepSizes
     waiting_because: str = "step"  # WaitCause of the waiting sequences, or of the last that waited
     forced_tokens: int = 0  # forced tokens among generation_tokens
+    num_draft_chains: int = 0  # verified
+    num_draft_tokens: int = 0
+    num_accepted_drafts: int = 0
+    drafts: dict[str, DraftCounts] = {}  # the same by drafter, since the engine's start
+    accepted_by_place: tuple[int, ...] = ()  # accepted drafts by place in their chain, since the engine's start
 
     @classmethod
     def zero(cls) -> Self:
@@ -289,6 +295,11 @@ class Engine:
             self._step_sizes.counts,
             accounts.wait_cause,
             self._forced_tokens,
+            sum(counts.num_chains for counts in accounts.drafts.values()),
+            sum(counts.num_drafts for counts in accounts.drafts.values()),
+            sum(counts.num_accepted for counts in accounts.drafts.values()),
+            dict(accounts.drafts),
+            tuple(accounts.accepted_by_place),
         )
 
     def cost_figures(self) -> CostFigures:

@@ -103,11 +103,12 @@ def _is_token(item: object) -> bool:
 
 
 class Generation(NamedTuple):
-    """One truncated prompt with its parameters. bad_words: the tokens of `params.bad_words`."""
+    """One truncated prompt with its parameters. bad_words, prediction: the tokens of these parameters."""
 
     prompt: TokenizedPrompt
     params: SamplingParams
     bad_words: Sequence[Sequence[int]] = ()
+    prediction: Sequence[int] = ()
 
     def request(
         self,
@@ -118,9 +119,9 @@ class Generation(NamedTuple):
         scheduling_params: SchedulingParams = DEFAULT_SCHEDULING_PARAMS,
     ) -> Request:
         """The engine's request for this prompt. The arguments are fields of Request."""
-        return Request(
-            request_id, self.prompt.ids, self.params, self.bad_words, pooling, namespace, beams, scheduling_params
-        )
+        prompt, params = self.prompt.ids, self.params
+        about = (request_id, prompt, params, self.bad_words, pooling, namespace, beams, scheduling_params)
+        return Request(*about, prediction=self.prediction)
 
 
 def prompt_request_id(request_id: str, index: int) -> str:
@@ -142,8 +143,14 @@ def prepare_generations(
         bad_words = made[-1].bad_words if same else bad_word_tokens(one.bad_words, tokenizer)
         kept = _truncate(prompt, one, tokenizer, max_model_len)
         check_length(len(kept.ids), one, max_model_len)
-        made.append(Generation(kept, one, bad_words))
+        prediction = made[-1].prediction if same else prediction_tokens(one, tokenizer)
+        made.append(Generation(kept, one, bad_words, prediction[: max_model_len - len(kept.ids)]))
     return made
+
+
+def prediction_tokens(params: SamplingParams, tokenizer: Tokenizer) -> Sequence[int]:
+    """The tokens of `params.prediction`, which continues a prompt; empty without one."""
+    return () if params.prediction is None else tokenizer.encode(params.prediction, add_special_tokens=False)
 
 
 def _truncate(

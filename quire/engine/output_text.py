@@ -87,6 +87,8 @@ class SequenceOutputProcessor:
         result.token_offsets += offsets
         num_forced = sum(place < len(tokens) for place in output.forced)
         result.num_forced_tokens += num_forced
+        accepted, rejected = result.num_predicted_tokens
+        result.num_predicted_tokens = accepted + output.predicted[0], rejected + output.predicted[1]
         result.finish_reason, result.stop_reason = None if end is None else end.finish_reason, stop_reason
         self._texts.append(text)
         engine_knows = output.end is not None or end is None  # the engine ended the sequence itself, or it goes on
@@ -98,6 +100,7 @@ class SequenceOutputProcessor:
             token_ids=tokens,
             token_offsets=offsets,
             num_forced_tokens=num_forced,
+            num_predicted_tokens=output.predicted,
             logprobs=logprobs,
             end=end,
             stop_reason=stop_reason,

@@ -35,6 +35,7 @@ class CompletionOutput(msgspec.Struct):
     stop_reason: str | int | None = None
     token_offsets: list[int] = []  # per token: number of characters that the tokens before it completed
     num_forced_tokens: int = 0  # forced tokens among token_ids
+    num_predicted_tokens: tuple[int, int] = (0, 0)  # accepted and rejected drafts from the prediction
     end_token: int | None = None  # the end or stop token that ended the sequence, which is the last of token_ids
 
     @property
@@ -125,6 +126,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
     token_offsets: list[int]
     num_forced_tokens: int = 0  # forced tokens among token_ids
+    num_predicted_tokens: tuple[int, int] = (0, 0)  # accepted and rejected drafts from the prediction
     logprobs: list[LogprobRow] | None = None
     end: EndCause | None = None
     stop_reason: str | int | None = None

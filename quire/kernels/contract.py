@@ -131,9 +131,7 @@ Weight = Tensor | PackedWeight
 class Purpose(IntEnum):
     """The use of a random number. It is one word of the Philox counter, so that no two uses share a number."""
 
-    SAMPLE = 0  # selects the token
-    ACCEPT = 1  # accepts or rejects a draft token
-    RESIDUAL = 2  # selects the token that replaces a rejected draft token
+    SAMPLE = 0  # selects the token, at positions behind drafts as at others
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -169,7 +167,7 @@ class Batch:
     The tokens of all chunks are concatenated in order. The token at position p of chunk i is in block
     tables[i, p // block_size], at p % block_size. Entries after the last position are undefined and may be -1, and so
     are entries of blocks that are completely outside of the group's window at position starts[i].
-    There is at least one token, and no block is written for two chunks.
+    There is at least one token, and no block is written for two chunks. In captured steps a chunk may have no tokens.
     """
 
     starts: np.ndarray  # int64 (num_chunks,)
@@ -245,11 +243,12 @@ class CaptureMemory(NamedTuple):
 class StepCapture(Protocol):
     """Captures steps of a module and replays them without Python, on the same tensors with new contents."""
 
-    def capture_size(self, num_sequences: int) -> int | None:
-        """The batch size at which a step of `num_sequences` sequences is captured, or None if it is not captured.
+    def capture_size(self, num_tokens: int, num_chunks: int) -> int | None:
+        """The number of tokens at which such a step is captured, or None if it is not captured.
 
-        If the size is larger, the step is padded with chunks of one token at position 0 whose tables are all -1.
-        Kernels must not write anything for them. Their results are undefined.
+        If it is larger than `num_tokens`, the step is padded with chunks of one token at position 0 whose tables are
+        all -1. Kernels must not write anything for them. Their results are undefined. Each captured step has as many
+        chunks as tokens. If `num_chunks` is smaller than `num_tokens`, the missing chunks are added without tokens.
         """
 
     def capture_memory(

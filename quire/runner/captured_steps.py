@@ -25,12 +25,12 @@ class _CapturedStep:
 
     inputs: CapturedInputs
     plans: list[Plan]
-    logits: Tensor  # (size, vocab_size)
+    logits: Tensor  # (num_tokens, vocab_size)
     replay: Callable[[], None]
 
 
 class CapturedSteps:
-    """Captured steps of one model on one set of blocks, by size."""
+    """Captured steps of one model on one set of blocks, by their number of tokens."""
 
     def __init__(self, model: Model, kernels: Kernels, storages: Sequence[Storage], max_model_len: int) -> None:
         self._model = model
@@ -42,12 +42,12 @@ class CapturedSteps:
         self._captured: dict[int, _CapturedStep] = {}
 
     def logits(self, inputs: Inputs, chunks: Chunks) -> Tensor | None:
-        """Logits (num_chunks, vocab_size) of a step whose chunks have one token each, valid until the next step.
+        """Logits (num_tokens, vocab_size) at all positions of a step, valid until the next step.
 
-        None if such a step cannot be captured.
+        None if such a step is not captured.
         """
-        number = len(chunks)
-        size = None if self._recorder is None else self._recorder.capture_size(number)
+        number = int((chunks.stops - chunks.starts).sum())
+        size = None if self._recorder is None else self._recorder.capture_size(number, len(chunks))
         if self._recorder is None or size is None:
             return None
         captured_step = self._captured.get(size)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.core.step import ChunkOutput, Chunks
+from quire.core.step import Chunks
 from quire.kernels.contract import Kernels, Storage
 from quire.kv_store.upload import to_device
 from quire.layers.attend import PagedAttend
@@ -19,6 +19,8 @@ from quire.models.model import Model
 from quire.runner.captured_steps import CapturedSteps
 from quire.runner.inputs import Inputs
 from quire.runner.rows import Rows
+
+MAX_UNUSED_LOGITS = 16  # of a captured step; the head reads its weights once for all positions
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,16 +61,21 @@ class ForwardPasses:
         )
         self._captured_steps = CapturedSteps(model, kernels, storages, max_model_len)
 
-    def decode(self, rows: Rows, chunks: Chunks) -> Tensor | None:
-        """Logits (num_chunks, vocab_size) of a step whose chunks all have one token and sample, from a captured step.
+    def captured(self, rows: Rows, chunks: Chunks, sampled: np.ndarray) -> Tensor | None:
+        """Logits (len(sampled), vocab_size) at the tokens `sampled` of a step, from a captured step.
 
-        They are valid until the next step. None for other steps, for steps with deterministic sequences, and if the
-        step cannot be captured.
+        They are valid until the next step. A captured step computes the logits at all its positions. So it is None for
+        a step with many positions that are not sampled, and for one with deterministic sequences, prompt logprobs or
+        pooling, and if the kernels do not capture it.
         """
-        one_each = (chunks.stops - chunks.starts == 1).all() and (chunks.outputs == ChunkOutput.SAMPLE).all()
-        if not one_each or rows.deterministic[chunks.rows].any():
+        num_tokens = int((chunks.stops - chunks.starts).sum())
+        has_other_outputs = (chunks.num_logits != chunks.num_samples).any()
+        if has_other_outputs or num_tokens > len(sampled) + MAX_UNUSED_LOGITS or rows.deterministic[chunks.rows].any():
             return None
-        return self._captured_steps.logits(self._inputs, chunks)
+        logits = self._captured_steps.logits(self._inputs, chunks)
+        if logits is None or len(logits) == len(sampled):
+            return logits
+        return logits[to_device(sampled, logits.device)]
 
     def hidden(self, rows: Rows, chunks: Chunks) -> Hidden:
         """The hidden states of all chunks, at least one.

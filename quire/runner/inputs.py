@@ -43,7 +43,7 @@ class ForwardInputs(NamedTuple):
 
 
 class CapturedInputs(Protocol):
-    """The inputs of a captured step, in which every chunk has one token. The tensors keep their addresses."""
+    """The inputs of a captured step. The tensors keep their addresses."""
 
     positions: Tensor  # int64 (size,)
 
@@ -51,7 +51,7 @@ class CapturedInputs(Protocol):
         """int64 (size,). Called inside the capture."""
 
     def refill(self, chunks: Chunks) -> list[Batch]:
-        """Set the inputs to those of another step with at most `size` chunks, padded as Recorder specifies."""
+        """Set the inputs to those of another step with at most `size` tokens, padded as StepCapture specifies."""
 
 
 class Inputs(Protocol):
@@ -70,7 +70,7 @@ class Inputs(Protocol):
         """The inputs of one pass over `chunks`, at least one."""
 
     def captured_inputs(self, size: int) -> CapturedInputs:
-        """Inputs of captured steps of `size` chunks."""
+        """Inputs of captured steps of `size` tokens."""
 
 
 class HostInputs:
@@ -115,22 +115,28 @@ class CapturedHostInputs:
 
     def refill(self, chunks: Chunks) -> list[Batch]:
         """See CapturedInputs."""
-        size, more = len(self.positions), len(self.positions) - len(chunks)
         columns, batches = self._rows.inputs(chunks), self._rows.batches(chunks)
+        size, more = len(self.positions), len(self.positions) - len(columns[0])
         if more:
             columns = (np.pad(columns[0], (0, more)), np.pad(columns[1], (0, more)))
-            batches = [_padded(batch, size) for batch in batches]
+        if size != len(chunks):
+            batches = [_padded(batch, more, size) for batch in batches]
         for target, column in zip((self._token_ids, self.positions), columns, strict=True):
             target.copy_(to_device(column, target.device))
         self._last_tokens.fill(self._token_ids, self._rows.pending_tokens(chunks))
         return batches
 
 
-def _padded(batch: Batch, size: int) -> Batch:
-    """The batch, padded with chunks of one token without blocks. Their KV is not written, their result not used."""
-    more = size - len(batch.starts)
+def _padded(batch: Batch, num_tokens: int, num_chunks: int) -> Batch:
+    """The batch with `num_tokens` more chunks of one token, and `num_chunks` chunks in all: the rest has no tokens.
+
+    The added tokens have no blocks. Their KV is not written, and their results are not used.
+    """
+    more = num_chunks - len(batch.starts)
+    stops = np.pad(batch.stops, (0, more))
+    stops[len(batch.starts) : len(batch.starts) + num_tokens] = 1
     return Batch(
         np.pad(batch.starts, (0, more)),
-        np.pad(batch.stops, (0, more), constant_values=1),
+        stops,
         np.pad(batch.tables, ((0, more), (0, 0)), constant_values=-1),
     )

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -40,13 +41,13 @@ def check_supported(step: Step) -> None:
     chunks = step.chunks
     if step.opens.adapters.any():
         raise ValueError("this runner has no adapters")
-    if chunks.num_drafts.any():
-        raise ValueError("this runner cannot verify drafts")
     lengths = chunks.stops - chunks.starts
     if (lengths < 1).any() or (chunks.num_logits > lengths).any():
         raise ValueError("each chunk needs at least one position, and one for each of its logits")
-    if (chunks.num_logits[chunks.outputs == ChunkOutput.SAMPLE] < 1).any():
-        raise ValueError("a chunk that samples needs logits at its last position")
+    if (chunks.num_logits < chunks.num_samples).any():
+        raise ValueError("a chunk needs logits at each position from which it samples")
+    if chunks.num_drafts[chunks.outputs != ChunkOutput.SAMPLE].any():
+        raise ValueError("only chunks that sample can have drafts")
 
 
 def end_positions(chunks: Chunks) -> np.ndarray:
@@ -54,11 +55,39 @@ def end_positions(chunks: Chunks) -> np.ndarray:
     return np.cumsum(chunks.stops - chunks.starts, dtype=np.int64)
 
 
+class SampledPositions(NamedTuple):
+    """Where the tokens of a step are sampled. A chunk with drafts has several entries."""
+
+    tokens: np.ndarray  # int64: indices into all tokens of the step, whose logits are sampled from
+    rows: np.ndarray  # int32
+    positions: np.ndarray  # of the sampled tokens
+    written: (
+        np.ndarray | None
+    )  # which of them the runner writes into its rows: those of chunks without drafts; None: all
+
+
+def sampled_positions(chunks: Chunks) -> SampledPositions:
+    """The sampled positions of all chunks, in order."""
+    samples = chunks.outputs == ChunkOutput.SAMPLE
+    ends, rows, stops = end_positions(chunks)[samples], chunks.rows[samples], chunks.stops[samples]
+    drafts = chunks.num_drafts[samples]
+    if not drafts.any():
+        return SampledPositions(ends - 1, rows, stops, None)
+    counts = drafts + 1
+    behind = np.repeat(np.cumsum(counts), counts) - 1 - np.arange(counts.sum())  # sampled tokens of the chunk after it
+    return SampledPositions(
+        np.repeat(ends, counts) - 1 - behind,
+        np.repeat(rows, counts),
+        np.repeat(stops, counts) - behind.astype(stops.dtype),
+        np.repeat(drafts == 0, counts),
+    )
+
+
 def prompt_logprob_positions(chunks: Chunks, rows: Rows) -> PromptLogprobPositions:
     """In rows with prompt logprobs: all positions with logits from which nothing is sampled."""
     columns = rows.sampling
     asking = (columns["num_prompt_logprobs"][chunks.rows] >= 0) & (chunks.outputs != ChunkOutput.POOL)
-    counts = np.where(asking, chunks.num_logits - (chunks.outputs == ChunkOutput.SAMPLE), 0)
+    counts = np.where(asking, chunks.num_logits - chunks.num_samples, 0)
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     of_row = np.repeat(chunks.rows, counts)
     return PromptLogprobPositions(
@@ -94,7 +123,8 @@ class LaunchedStep:
     step_id: int
     began: float  # seconds, of the runner's clock
     chunks: Chunks
-    logits: Tensor  # (chunks that sample, vocab_size)
+    sampled: SampledPositions
+    logits: Tensor  # (tokens to sample, vocab_size)
     prompt_logprobs: Logprobs | None
     pooled: np.ndarray | None
 
@@ -104,9 +134,7 @@ class SampledStep:
     """A step whose tokens are sampled and being copied to the host."""
 
     launched: LaunchedStep
-    rows: np.ndarray  # rows that sampled
-    positions: np.ndarray  # of the sampled tokens
-    tokens: Tensor  # int64 (len(rows),), on the host after the event `copy_done`
+    tokens: Tensor  # int64 (tokens to sample,), on the host after the event `copy_done`
     copy_done: torch.cuda.Event | None
     logprobs: Logprobs | None
     ended: float | None  # seconds, of the runner's clock; None if the device has not finished
@@ -159,8 +187,8 @@ class TorchRunner:
     def launch(self, step: Step) -> None:
         """Apply the delta, start the Moves, run the forward passes.
 
-        Raises ValueError for what this runner does not support: drafts, adapters, Moves between other tiers than device
-        and host, and deterministic sequences without deterministic kernels.
+        Raises ValueError for what this runner does not support: adapters, Moves between other tiers than device and
+        host, and deterministic sequences without deterministic kernels.
         """
         began = self._clock()
         self._launched = None
@@ -194,13 +222,15 @@ class TorchRunner:
         ended = self._clock() if sampled.ended is None else sampled.ended
         began = max(launched.began, self._ended)  # the device ran the step before it first
         self._ended = ended
-        self._rows.write_sampled(sampled.rows, sampled.positions, tokens)
+        _, rows, positions, written = launched.sampled
+        which = slice(None) if written is None else written
+        self._rows.write_sampled(rows[which], positions[which], tokens[which])
         # last, because the ids of Moves are returned once
         swaps = self._store.end_swaps(launched.step_id, wait=not len(launched.chunks))
         return StepResult(
             launched.step_id,
             ended - began,
-            (launched.chunks.outputs == ChunkOutput.SAMPLE).astype(np.int32),
+            launched.chunks.num_samples,
             tokens,
             sampled.logprobs,
             launched.prompt_logprobs,
@@ -218,17 +248,18 @@ class TorchRunner:
         chunks = step.chunks
         if not len(chunks):
             nothing = torch.empty(0, self._vocab_size, device=self._device)
-            return LaunchedStep(step.id, began, chunks, nothing, None, None)
-        logits = self._forward_passes.decode(self._rows, chunks)
+            return LaunchedStep(step.id, began, chunks, sampled_positions(chunks), nothing, None, None)
+        sampled = sampled_positions(chunks)
+        logits = self._forward_passes.captured(self._rows, chunks, sampled.tokens)
         if logits is not None:
-            return LaunchedStep(step.id, began, chunks, logits, None, None)
+            return LaunchedStep(step.id, began, chunks, sampled, logits, None, None)
         hidden = self._forward_passes.hidden(self._rows, chunks)
-        last = end_positions(chunks)[chunks.outputs == ChunkOutput.SAMPLE] - 1
         return LaunchedStep(
             step.id,
             began,
             chunks,
-            self._forward_passes.logits(hidden, last),
+            sampled,
+            self._forward_passes.logits(hidden, sampled.tokens),
             self._prompt_logprobs(hidden, chunks),
             pooled_states(hidden.states, chunks, self._rows),
         )
@@ -244,15 +275,19 @@ class TorchRunner:
 
     @torch.inference_mode()
     def _sample_tokens(self, launched: LaunchedStep, sampling_masks: SamplingMasks) -> SampledStep:
-        chunks, logits = launched.chunks, launched.logits
-        sampling = chunks.outputs == ChunkOutput.SAMPLE
-        rows, positions = chunks.rows[sampling], chunks.stops[sampling]
+        logits, (_, rows, positions, written) = launched.logits, launched.sampled
         if not len(rows):
-            return self._copy_to_host(launched, rows, positions, torch.zeros(0, dtype=torch.int64), None)
+            return self._copy_to_host(launched, torch.zeros(0, dtype=torch.int64), None)
         chosen = self._kernels.sample(logits, self._rows.sampling_metadata(rows, positions, sampling_masks))
-        self._inputs.put_sampled(rows, positions, chosen)
-        self._rows.mark_pending(rows, positions)
-        return self._copy_to_host(launched, rows, positions, chosen, self._sample_logprobs(rows, chosen, logits))
+        logprobs = self._sample_logprobs(rows, chosen, logits)
+        kept = chosen
+        if written is not None:
+            rows, positions = rows[written], positions[written]
+            kept = chosen[to_device(np.flatnonzero(written), chosen.device)]
+        if len(rows):
+            self._inputs.put_sampled(rows, positions, kept)
+            self._rows.mark_pending(rows, positions)
+        return self._copy_to_host(launched, chosen, logprobs)
 
     def _sample_logprobs(self, rows: np.ndarray, chosen: Tensor, logits: Tensor) -> Logprobs | None:
         """Logprobs of the sampled tokens in rows that requested them; None if none did. Waits for the tokens."""
@@ -269,14 +304,12 @@ class TorchRunner:
             columns.token_lists.logprob_tokens(rows),
         )
 
-    def _copy_to_host(
-        self, launched: LaunchedStep, rows: np.ndarray, positions: np.ndarray, chosen: Tensor, logprobs: Logprobs | None
-    ) -> SampledStep:
+    def _copy_to_host(self, launched: LaunchedStep, chosen: Tensor, logprobs: Logprobs | None) -> SampledStep:
         """Start the copy of the tokens to the host, without waiting for it."""
         if launched.logits.device.type == "cpu":
-            return SampledStep(launched, rows, positions, chosen, None, logprobs, self._clock())
+            return SampledStep(launched, chosen, None, logprobs, self._clock())
         host = torch.empty(len(chosen), dtype=chosen.dtype, pin_memory=True)
         host.copy_(chosen, non_blocking=True)
         arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrival.record()
-        return SampledStep(launched, rows, positions, host, arrival, logprobs, None)
+        return SampledStep(launched, host, arrival, logprobs, None)

@@ -85,7 +85,7 @@ class Rows:
     def sampling_metadata(
         self, rows: np.ndarray, positions: np.ndarray, sampling_masks: SamplingMasks
     ) -> SamplingMetadata:
-        """The sampling metadata for one token of each of `rows`, at `positions`."""
+        """The sampling metadata for the tokens at `positions` of `rows`."""
         return self.sampling.metadata(rows, positions, self._tokens, sampling_masks)
 
     def mark_pending(self, rows: np.ndarray, positions: np.ndarray) -> None:

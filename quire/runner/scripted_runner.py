@@ -185,12 +185,15 @@ class ScriptedRunner:
             raise ValueError(f"step {step_id} is not the last launched step")
         self._launched = None
         for chunk in launched.chunks:
-            if chunk.output is ChunkOutput.SAMPLE:
-                seen = sum(attend(self._keys(chunk.row, chunk.stop, group)) for group in range(len(self._kv)))
+            if chunk.output is not ChunkOutput.SAMPLE:
+                continue
+            for stop in range(chunk.stop - chunk.num_drafts, chunk.stop + 1):
+                seen = sum(attend(self._keys(chunk.row, stop, group)) for group in range(len(self._kv)))
                 token = token_after(seen, self._vocab_size)
-                self._tokens[chunk.row, chunk.stop] = token
                 launched.tokens.append(token)
                 launched.logprobs.append((token, logprobs_after(seen, self._vocab_size), self._num_logprobs[chunk.row]))
+            if not chunk.num_drafts:
+                self._tokens[chunk.row, chunk.stop] = token
         self.sampled.append(launched)
 
     def collect(self) -> StepResult:
@@ -204,7 +207,7 @@ class ScriptedRunner:
         for swap in begun.values():
             swap.num_collects -= 1
         num_out, num_in = (sum(s.num_blocks for s in ended.values() if s.is_swap_in is back) for back in (False, True))
-        counts = np.array([chunk.output is ChunkOutput.SAMPLE for chunk in done.chunks], np.int32)
+        counts = np.array([_num_samples(chunk) for chunk in done.chunks], np.int32)
         tokens = np.array(done.tokens, np.int32)
         scored = None
         if done.prompt_logprobs:
@@ -249,8 +252,7 @@ class ScriptedRunner:
 
     def _prompt_logprobs(self, chunk: Chunk) -> list[tuple[int, int]]:
         """(token, position) after each position with logits from which nothing is sampled."""
-        stop = chunk.stop - (chunk.output is ChunkOutput.SAMPLE)
-        positions = range(chunk.stop - chunk.num_logits + 1, stop + 1)
+        positions = range(chunk.stop - chunk.num_logits + 1, chunk.stop - _num_samples(chunk) + 1)
         return [(int(self._tokens[chunk.row, position]), position) for position in positions]
 
     def _pool(self, chunk: Chunk) -> tuple[int, int]:
@@ -268,6 +270,10 @@ class ScriptedRunner:
         if (blocks == _UNSET).any() or (keys == _UNSET).any():
             raise ValueError(f"row {row} reads KV of positions {positions} that was never written")
         return keys
+
+
+def _num_samples(chunk: Chunk) -> int:
+    return chunk.num_drafts + 1 if chunk.output is ChunkOutput.SAMPLE else 0
 
 
 def _top_logprobs(likely: list[tuple[int, np.ndarray, int]]) -> Logprobs | None:

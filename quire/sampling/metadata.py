@@ -76,19 +76,20 @@ class TokenLists:
         for row in new_rows.rows.tolist():
             self._has_edits[row] = row in self._biases or row in self._bad_words or row in self._end_tokens
 
-    def masks(self, rows: np.ndarray, sampling_masks: SamplingMasks) -> Masks:
-        """The masks of `rows`: allowed tokens and `sampling_masks`. If a row has both, their intersection.
+    def masks(self, rows: np.ndarray, positions: np.ndarray, sampling_masks: SamplingMasks) -> Masks:
+        """The masks of tokens at `positions` of `rows`: allowed tokens and `sampling_masks`, or their intersection.
 
-        Entries of `sampling_masks` for other rows are ignored. Raises ValueError for masks of another vocabulary size.
+        Other entries of `sampling_masks` are ignored. Raises ValueError for masks of another vocabulary size.
         """
         if len(sampling_masks.rows) and sampling_masks.masks.shape[1] != self._num_words:
             raise ValueError(f"masks must have {self._num_words} words for a row, not {sampling_masks.masks.shape[1]}")
-        indices = self._indices(rows)
-        words = {index: self._allowed[row] for row, index in _present(self._allowed, indices)}
-        for row, mask in zip(sampling_masks.rows.tolist(), sampling_masks.masks, strict=True):
-            index = int(indices[row])
-            if index >= 0:
-                words[index] = words[index] & mask if index in words else mask
+        words = {index: self._allowed[row] for row, index in _present(self._allowed, rows)}
+        if len(sampling_masks.rows):
+            indices = {place: i for i, place in enumerate(zip(rows.tolist(), positions.tolist(), strict=True))}
+            masked = zip(sampling_masks.rows.tolist(), sampling_masks.positions.tolist(), strict=True)
+            for place, mask in zip(masked, sampling_masks.masks, strict=True):
+                if (index := indices.get(place)) is not None:
+                    words[index] = words[index] & mask if index in words else mask
         stacked = np.array(list(words.values()), np.uint32).reshape(-1, self._num_words)
         return Masks(np.array(list(words), np.int64), stacked)
 
@@ -118,13 +119,7 @@ class TokenLists:
 
     def logprob_tokens(self, rows: np.ndarray) -> Mapping[int, np.ndarray]:
         """Index into `rows` -> listed tokens whose logprobs are reported, int64. Other rows are absent."""
-        return {index: self._logprob_tokens[row] for row, index in _present(self._logprob_tokens, self._indices(rows))}
-
-    def _indices(self, rows: np.ndarray) -> np.ndarray:
-        """Row -> its index in `rows`, or -1."""
-        indices = np.full(len(self._has_edits), -1, np.int64)
-        indices[rows] = np.arange(len(rows))
-        return indices
+        return {index: self._logprob_tokens[row] for row, index in _present(self._logprob_tokens, rows)}
 
     def _mask(self, tokens: np.ndarray) -> np.ndarray:
         words = np.zeros(self._num_words, np.uint32)
@@ -132,9 +127,9 @@ class TokenLists:
         return words
 
 
-def _present(lists: Mapping[int, object], indices: np.ndarray) -> Iterator[tuple[int, int]]:
-    """(row, index) of the rows that have a list and an index."""
-    return ((row, int(indices[row])) for row in lists if indices[row] >= 0)
+def _present(lists: Mapping[int, object], rows: np.ndarray) -> Iterator[tuple[int, int]]:
+    """(row, index) of the entries of `rows` that have a list."""
+    return ((row, index) for index, row in enumerate(rows.tolist()) if row in lists) if lists else iter(())
 
 
 _COLUMNS: dict[str, type[np.generic]] = {
@@ -180,9 +175,9 @@ class SamplingColumns:
     def metadata(
         self, rows: np.ndarray, positions: np.ndarray, tokens: np.ndarray, sampling_masks: SamplingMasks
     ) -> SamplingMetadata:
-        """The sampling metadata for `rows`, whose next tokens are at `positions` of `tokens` (all rows, positions).
+        """The sampling metadata for the tokens at `positions` of `rows`. tokens: (all rows, positions), those before.
 
-        Entries of `sampling_masks` for other rows are ignored.
+        A row with drafts has several entries. Entries of `sampling_masks` for other tokens are ignored.
         """
         column = {name: values[rows] for name, values in self._columns.items()}
         return SamplingMetadata(
@@ -196,7 +191,7 @@ class SamplingColumns:
             presence_penalties=column["presence_penalties"],
             frequency_penalties=column["frequency_penalties"],
             repetition_penalties=column["repetition_penalties"],
-            masks=self.token_lists.masks(rows, sampling_masks),
+            masks=self.token_lists.masks(rows, positions, sampling_masks),
             edits=self.token_lists.logit_edits(rows, positions, column["min_lens"], tokens),
             history=_history(rows, positions, column, tokens),
         )

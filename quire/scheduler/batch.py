@@ -8,6 +8,7 @@ from quire.scheduler.budget_sharing import SHARING_RULES, TokenShares
 from quire.scheduler.lifecycle import SchedulerState, cause_of, retention_of
 from quire.scheduler.preemption import Victims, default_victim
 from quire.scheduler.sequence import Sequence
+from quire.scheduler.speculation import Speculator
 from quire.scheduler.step_budget import StepBudget
 from quire.scheduler.step_builder import StepBuilder
 
@@ -16,12 +17,18 @@ class BatchComposer:
     """Plans the chunks of a step within its budgets of tokens and of predicted time."""
 
     def __init__(
-        self, config: SchedulerConfig, cache: KVCacheManager, state: SchedulerState, budget: StepBudget
+        self,
+        config: SchedulerConfig,
+        cache: KVCacheManager,
+        state: SchedulerState,
+        budget: StepBudget,
+        speculator: Speculator | None,
     ) -> None:
         self._config = config
         self._cache = cache
         self._state = state
         self._budget = budget
+        self._speculator = speculator
         self._sharing = SHARING_RULES.get(config.policy)
         self._blocked_head = -1  # id of the last head that lacked blocks; -1 after an admission
         self._last_victim: Sequence | None = None  # the sequence preempted last for budget sharing
@@ -35,12 +42,14 @@ class BatchComposer:
         state.branch_waiting(now)
         self._preempt_for_head(now)
         left = self._schedule_running(state.running_queue.running, builder, now)
-        self._admit(builder, left, now, state.watermark_blocks if state.running_queue.running else None)
+        left = self._admit(builder, left, now, state.watermark_blocks if state.running_queue.running else None)
         for _ in range(len(state.running_queue.running) + 1):
             is_busy = builder.chunks or builder.swapped_in or state.in_flight or self._cache.has_moves_in_flight
             if is_busy or state.queue.head is None:
                 break
             self._unblock(builder, left, now)
+        if self._speculator is not None and left > 0:
+            self._speculator.add_drafts(builder, left)
 
     def _preempt_for_head(self, now: float) -> None:
         """Preempt for the head of the queue by the rule of budget sharing, if rows are short or the head lacked blocks.
@@ -107,7 +116,7 @@ class BatchComposer:
             lacking = min(known, seq.limit) - start
             if lacking <= 0 or seq.is_swapping_in:
                 start = 0 if seq.is_swapping_in else start
-                self._cache.cache_blocks(seq.table, start, 0)  # type: ignore[arg-type]  # it runs
+                self._cache.cache_blocks(seq.table, min(start, len(seq.tokens)), 0)  # type: ignore[arg-type]  # it runs
                 spare += 1
                 continue
             take = 1
@@ -145,19 +154,19 @@ class BatchComposer:
         builder.update_table(seq, firsts)
         return True
 
-    def _admit(self, builder: StepBuilder, token_budget: int, now: float, watermark_blocks: list[int] | None) -> None:
+    def _admit(self, builder: StepBuilder, token_budget: int, now: float, watermark_blocks: list[int] | None) -> int:
         """Admit waiting sequences in the order of the queue, while tokens, rows and blocks last.
 
         token_budget: tokens left. watermark_blocks: blocks per group to leave free, the admission watermark; None: no
-        watermark.
+        watermark. Returns the tokens left afterwards.
         """
         while (seq := self._state.queue.head) is not None:
             if token_budget <= 0 or not self._state.running_queue.has_free_row:
                 self._state.request_stats.set_wait_cause("tokens" if token_budget <= 0 else "rows", now)
-                return
+                return token_budget
             if self._state.is_in_flight(seq) or self._cache.is_swapping_out(seq.id):  # preempted just now
                 self._state.request_stats.set_wait_cause("in_flight", now)
-                return
+                return token_budget
             limit = min(len(seq.tokens), seq.limit)
             admission = self._cache.admit(
                 seq.id,
@@ -173,7 +182,7 @@ class BatchComposer:
             if admission is None:
                 self._state.request_stats.set_wait_cause("memory", now)
                 self._blocked_head = seq.id
-                return
+                return token_budget
             num_new = 0 if seq.has_run else max(0, len(seq.request.prompt) - admission.num_tokens)
             self._state.admit(seq, admission, now)
             builder.add_row(seq)
@@ -187,6 +196,7 @@ class BatchComposer:
             self._blocked_head = -1
             watermark_blocks = self._state.watermark_blocks
         self._state.request_stats.set_wait_cause("step", now)
+        return token_budget
 
     def _unblock(self, builder: StepBuilder, token_budget: int, now: float) -> None:
         """Admit the head without watermark, or preempt the last running sequence: idle beams hold the head's blocks."""

@@ -9,13 +9,14 @@ from collections.abc import Sequence as Listing
 
 import numpy as np
 
-from quire.core.constraint import Constraints, Verdict
+from quire.core.constraint import NO_DRAFTS, AllowedDrafts, Constraints, Verdict
 from quire.core.output import EndCause
 from quire.core.request import Request
 from quire.core.step import ChunkOutput, SamplingMasks, Step
 from quire.errors import RequestError
 from quire.scheduler.lifecycle import InFlightStep
 from quire.scheduler.sequence import Sequence
+from quire.speculation.drafters import Proposal
 
 _DEAD_END = "the constraint on the output allows nothing here: "
 NO_ALLOWED_TOKEN = (
@@ -64,6 +65,11 @@ class StructuredOutputManager:
             return [], EndCause.STOP if verdict.is_over and not verdict.forced else EndCause.LENGTH, ""
         return self._apply_verdict(seq, verdict)
 
+    def allowed_drafts(self, seq: Sequence, drafts: Listing[int], most: int) -> AllowedDrafts:
+        """The drafts of a constrained sequence that are allowed, up to `most` tokens with those that are forced."""
+        assert self.constraints is not None, "checked in `check`"
+        return self.constraints.allowed_drafts(seq.id, drafts, most)
+
     def end(self, seq: Sequence) -> None:
         """Drop the matcher of a sequence. Ignores a sequence without one."""
         if seq.id in self._constrained_ids and self.constraints is not None:
@@ -77,14 +83,18 @@ class StructuredOutputManager:
         assert self.constraints is not None, "a sequence is constrained"
         samples = (step.chunks.outputs == ChunkOutput.SAMPLE).tolist()
         asking = [
-            (row, chunk.seq.id)
+            (row, chunk)
             for row, chunk, is_sampled in zip(step.chunks.rows.tolist(), launched.scheduled, samples, strict=True)
             if is_sampled and chunk.seq.constrained and chunk.is_valid and not chunk.seq.num_ignored_samples
         ]
         if not asking:
             return SamplingMasks.empty()
-        rows, seq_ids = zip(*asking, strict=True)
-        return SamplingMasks(np.array(rows, np.int32), self.constraints.masks(seq_ids))
+        rows = [row for row, chunk in asking for _ in range(1 + len(chunk.drafts))]
+        positions = [at for _, chunk in asking for at in range(chunk.stop - len(chunk.drafts), chunk.stop + 1)]
+        masks = self.constraints.masks(
+            [chunk.seq.id for _, chunk in asking], [_allowed(chunk.proposal) for _, chunk in asking]
+        )
+        return SamplingMasks(np.array(rows, np.int32), np.array(positions, np.int32), masks)
 
     def _apply_verdict(self, seq: Sequence, verdict: Verdict) -> tuple[list[int], EndCause | None, str]:
         kept, cause = seq.append_forced(verdict.forced) if verdict.forced else ([], None)
@@ -93,3 +103,7 @@ class StructuredOutputManager:
         if verdict.error and cause is None:
             return kept, EndCause.DEAD_END, _DEAD_END + verdict.error
         return kept, cause, ""
+
+
+def _allowed(proposal: Proposal | None) -> AllowedDrafts:
+    return NO_DRAFTS if proposal is None else AllowedDrafts(list(proposal.tokens), list(proposal.forced))

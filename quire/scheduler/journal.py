@@ -26,7 +26,7 @@ from quire.cache.kv_cache import KVCache
 from quire.cache.manager import KVCacheManager
 from quire.config import CacheConfig, SchedulerConfig
 from quire.core import codec, step
-from quire.core.constraint import EMPTY_VERDICT, Constraints, Verdict
+from quire.core.constraint import EMPTY_VERDICT, NO_DRAFTS, AllowedDrafts, Constraints, Verdict
 from quire.core.output import Output
 from quire.core.request import Request
 from quire.core.step import Step, StepResult
@@ -36,11 +36,12 @@ from quire.scheduler.scheduler import Scheduler
 
 
 class RecordingConstraints:
-    """Constraints that append their verdicts to a list."""
+    """Constraints that append their verdicts and allowed drafts to lists."""
 
-    def __init__(self, constraints: Constraints, verdicts: list[Verdict]) -> None:
+    def __init__(self, constraints: Constraints, verdicts: list[Verdict], drafts: list[AllowedDrafts]) -> None:
         self._constraints = constraints
         self._verdicts = verdicts
+        self._drafts = drafts
 
     def begin(self, seq_id: int, request: Request, known: Sequence[int]) -> Verdict:
         """See Constraints."""
@@ -54,9 +55,15 @@ class RecordingConstraints:
         """See Constraints."""
         self._constraints.end(seq_id)
 
-    def masks(self, seq_ids: Sequence[int]) -> np.ndarray:
+    def allowed_drafts(self, seq_id: int, drafts: Sequence[int], most: int) -> AllowedDrafts:
+        """See Constraints."""
+        allowed = self._constraints.allowed_drafts(seq_id, drafts, most)
+        self._drafts.append(allowed)
+        return allowed
+
+    def masks(self, seq_ids: Sequence[int], drafts: Sequence[AllowedDrafts]) -> np.ndarray:
         """See Constraints. Masks go to the runner only and are not recorded."""
-        return self._constraints.masks(seq_ids)
+        return self._constraints.masks(seq_ids, drafts)
 
     def _record(self, verdict: Verdict) -> Verdict:
         self._verdicts.append(verdict)
@@ -64,10 +71,11 @@ class RecordingConstraints:
 
 
 class ReplayedConstraints:
-    """Constraints that return the recorded `verdicts` in order, then EMPTY_VERDICT."""
+    """Constraints that return the recorded `verdicts` and `drafts` in order, then EMPTY_VERDICT and NO_DRAFTS."""
 
     def __init__(self) -> None:
         self.verdicts: deque[Verdict] = deque()
+        self.drafts: deque[AllowedDrafts] = deque()
 
     def begin(self, seq_id: int, request: Request, known: Sequence[int]) -> Verdict:
         """See Constraints."""
@@ -80,9 +88,13 @@ class ReplayedConstraints:
     def end(self, seq_id: int) -> None:
         """See Constraints."""
 
-    def masks(self, seq_ids: Sequence[int]) -> np.ndarray:
+    def allowed_drafts(self, seq_id: int, drafts: Sequence[int], most: int) -> AllowedDrafts:
+        """See Constraints."""
+        return self.drafts.popleft() if self.drafts else NO_DRAFTS
+
+    def masks(self, seq_ids: Sequence[int], drafts: Sequence[AllowedDrafts]) -> np.ndarray:
         """Masks without words: a replay does not sample."""
-        return np.zeros((len(seq_ids), 0), np.uint32)
+        return np.zeros((len(seq_ids) + sum(len(one.tokens) for one in drafts), 0), np.uint32)
 
     def _next(self) -> Verdict:
         return self.verdicts.popleft() if self.verdicts else EMPTY_VERDICT
@@ -90,7 +102,7 @@ class ReplayedConstraints:
 
 log = logging.getLogger(__name__)
 
-FORMAT = 8
+FORMAT = 9
 _HEAD = struct.Struct("<II")  # bytes of a record, and their CRC-32
 
 
@@ -168,10 +180,11 @@ class Repair(msgspec.Struct, frozen=True, tag=True):
 
 
 class Plan(msgspec.Struct, frozen=True, tag=True):
-    """`Scheduler.plan`, with the bytes of its Step, empty for None."""
+    """`Scheduler.plan`, with the bytes of its Step, empty for None, and the drafts that constraints allowed."""
 
     now: float
     step: bytes
+    drafts: list[AllowedDrafts] = []
 
 
 class Commit(msgspec.Struct, frozen=True, tag=True, eq=False):
@@ -231,9 +244,11 @@ class JournalledScheduler(Scheduler):
         self, config: SchedulerConfig, cache: KVCacheManager, file: BinaryIO, constraints: Constraints | None = None
     ) -> None:
         self._new_verdicts: list[Verdict] = []
-        super().__init__(
-            config, cache, None if constraints is None else RecordingConstraints(constraints, self._new_verdicts)
-        )
+        self._new_drafts: list[AllowedDrafts] = []
+        recording = constraints
+        if constraints is not None:
+            recording = RecordingConstraints(constraints, self._new_verdicts, self._new_drafts)
+        super().__init__(config, cache, recording)
         self._file = file
         self._write_failed = False  # whether a write failed; later records would be useless
         self._write(Header(FORMAT, config, cache.config, constraints is not None))
@@ -277,7 +292,8 @@ class JournalledScheduler(Scheduler):
 
     def plan(self, now: float) -> Step | None:
         planned = super().plan(now)
-        self._write(Plan(now, _bytes(planned)))
+        self._write(Plan(now, _bytes(planned), list(self._new_drafts)))
+        self._new_drafts.clear()
         if planned is not None:
             self._with_file(lambda file: file.flush())  # the step may crash the process
         return planned
@@ -362,6 +378,7 @@ def replay_steps(records: Iterator[Record]) -> Iterator[tuple[Scheduler, Step | 
     scheduler = Scheduler(header.scheduler, KVCache(header.cache), constraints if header.is_constrained else None)
     for record in records:
         if isinstance(record, Plan):
+            constraints.drafts.extend(record.drafts)
             yield scheduler, scheduler.plan(record.now), record.step
             continue
         if isinstance(record, Compiled | Commit):

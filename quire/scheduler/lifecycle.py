@@ -127,9 +127,10 @@ class InFlightStep:
     id: int
     scheduled: list[ScheduledChunk]
     num_tokens: int
-    num_pairs: float  # (token, attended token) pairs; 0 with one token per chunk
+    num_pairs: float  # (token, attended token) pairs; 0 with one token per chunk, drafts not counted
     exclusive: bool  # whether no other step may be in flight
     swapped_in: list[Sequence]  # sequences whose KV it swaps in
+    num_drafts: int = 0
 
 
 class SchedulerState:

@@ -5,14 +5,16 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.cache.manager import KVCacheManager
-from quire.core.output import EndCause, Output
+from quire.core.output import NOTHING_PREDICTED, EndCause, Output
 from quire.core.step import Logprobs, StepResult
 from quire.scheduler.beam_sequences import BeamSequences
 from quire.scheduler.constraints import NO_ALLOWED_TOKEN, StructuredOutputManager
 from quire.scheduler.lifecycle import InFlightStep, SchedulerState
 from quire.scheduler.queue_limit import QueueLimit
 from quire.scheduler.sequence import Sequence
+from quire.scheduler.speculation import Speculator
 from quire.scheduler.step_builder import ScheduledChunk
+from quire.speculation.drafters import Proposal
 
 
 class ChunkData(NamedTuple):
@@ -50,6 +52,32 @@ class ResultSlices:
         return ChunkData(logprobs, scored, pooled)
 
 
+def _num_kept(scheduled: list[ScheduledChunk], counts: list[int], tokens: list[int]) -> list[int]:
+    """How many tokens each chunk yields: its accepted drafts, and the token sampled behind them.
+
+    A draft is accepted if all before it are, and it equals the token sampled at its position or is forced.
+    """
+    kept, at = [], 0
+    for chunk, count in zip(scheduled, counts, strict=True):
+        num = min(count, 1)
+        if chunk.proposal is not None:
+            forced = chunk.proposal.forced
+            for place, (draft, token) in enumerate(zip(chunk.drafts, tokens[at : at + count], strict=False)):
+                if draft != token and place not in forced:
+                    break
+                num += 1
+        kept.append(num)
+        at += count
+    return kept
+
+
+def _num_predicted(proposal: Proposal | None, num_accepted: int) -> tuple[int, int]:
+    """The accepted and rejected drafts from the prediction of the request."""
+    if proposal is None or proposal.drafter != "prediction":
+        return NOTHING_PREDICTED
+    return num_accepted, len(proposal.tokens) - num_accepted
+
+
 class OutputProcessor:
     """Applies step results to sequences: tokens, constraints, beam searches, ends."""
 
@@ -60,12 +88,14 @@ class OutputProcessor:
         beams: BeamSequences,
         structured_outputs: StructuredOutputManager,
         queue_limit: QueueLimit,
+        speculator: Speculator | None,
     ) -> None:
         self._cache = cache
         self._state = state
         self._beams = beams
         self._structured_outputs = structured_outputs
         self._queue_limit = queue_limit
+        self._speculator = speculator
 
     def process(self, launched: InFlightStep, result: StepResult, now: float) -> list[Output]:
         """Apply the result of a successful step. Returns the outputs."""
@@ -73,8 +103,9 @@ class OutputProcessor:
         tokens, counts, extras, at = result.tokens.tolist(), result.counts.tolist(), ResultSlices(result), 0
         has_windows = bool(self._cache.windowed)
         has_plain = not (has_windows or extras.has_logprobs)
-        self._state.queue.served(launched.scheduled, counts)
-        for chunk, count in zip(launched.scheduled, counts, strict=True):
+        kept = counts if not launched.num_drafts else _num_kept(launched.scheduled, counts, tokens)
+        self._state.queue.served(launched.scheduled, kept)
+        for chunk, count, num_kept in zip(launched.scheduled, counts, kept, strict=True):
             seq, num_prompt_outputs = chunk.seq, chunk.num_prompt_outputs
             if has_plain and count == 1 and seq.is_plain and not num_prompt_outputs and tokens[at] >= 0:
                 if seq.epoch == chunk.epoch:
@@ -91,17 +122,32 @@ class OutputProcessor:
                 continue
             data = extras.next_chunk(chunk, at, count) if num_prompt_outputs or extras.has_logprobs else NO_DATA
             if seq.epoch == chunk.epoch:
-                seq.commit_chunk(chunk.stop, num_prompt_outputs)
+                stop = chunk.stop
+                if count > 1:
+                    stop = self._accept_drafts(chunk, num_kept - 1)
+                    self._state.running_queue.correct_tokens(seq, stop)  # the runner may have another draft there
+                seq.commit_chunk(stop, num_prompt_outputs)
                 if (has_windows or seq.num_shared) and seq.row >= 0:
                     self._chunk_written(seq, now)
                 if seq.is_beam:
                     outputs += self._process_beam(seq, tokens[at : at + count], data, now)
                 elif count or num_prompt_outputs or seq.is_over:
-                    output = self._process_chunk(chunk, tokens[at : at + count], data, now)
+                    yielded = tokens[at : at + num_kept]
+                    if num_kept > 1:
+                        yielded[:-1] = chunk.drafts[: num_kept - 1]  # forced ones may differ from the sampled tokens
+                    output = self._process_chunk(chunk, yielded, data, now)
                     if output is not None:
                         outputs.append(output)
             at += count
         return outputs
+
+    def _accept_drafts(self, chunk: ScheduledChunk, num_accepted: int) -> int:
+        """Accept the leading drafts of a chunk. Returns the position behind the last one with the right token."""
+        assert self._speculator is not None, "there are drafts"
+        self._speculator.verified(chunk, num_accepted)
+        stop = chunk.stop - len(chunk.drafts) + num_accepted
+        chunk.seq.accept_drafts(stop)
+        return stop
 
     def _first_or_last(self, seq: Sequence, token: int, cause: EndCause | None, now: float) -> Output:
         """The Output of a decoded token that is the first one of its sequence, or ends it with `cause`."""
@@ -138,15 +184,15 @@ class OutputProcessor:
 
         Returns None without anything to output, for example if the sampled token had been forced before.
         """
-        seq, num_prompt_outputs = chunk.seq, chunk.num_prompt_outputs
+        seq, num_prompt_outputs, num_kept = chunk.seq, chunk.num_prompt_outputs, len(tokens)
         kept, cause, error = seq.append_sampled(tokens) if tokens else (tokens, None, "")
         logprobs, scored, pooled = data
+        forced = [place for place in chunk.forced if place < len(kept)]
         if logprobs is not None:
-            logprobs = logprobs.slice(0, len(kept)) if kept else None
+            logprobs = logprobs.without(forced, len(kept)) if kept else None
         total = seq.add_logprobs(logprobs) if kept and seq.is_ranked else None
-        forced: list[int] = []
         if seq.constrained and tokens:
-            kept, forced, cause, error = self._apply_constraint(seq, kept, cause, error)
+            kept, forced, cause, error = self._apply_constraint(seq, kept, forced, cause, error)
         if not (kept or cause or num_prompt_outputs or seq.is_over):
             return None
         if seq.deferred_end[0] is not None and seq.is_over:
@@ -177,12 +223,16 @@ class OutputProcessor:
             error,
             queued,
             tuple(forced),
+            _num_predicted(chunk.proposal, num_kept - 1),
         )
 
     def _apply_constraint(
-        self, seq: Sequence, sampled: list[int], cause: EndCause | None, error: str
+        self, seq: Sequence, sampled: list[int], forced: list[int], cause: EndCause | None, error: str
     ) -> tuple[list[int], list[int], EndCause | None, str]:
-        """Pass sampled tokens to the constraint. Returns (tokens to output, indices of forced ones, cause, error)."""
+        """Pass new tokens to the constraint. Returns (tokens to output, indices of forced ones, cause, error).
+
+        forced: indices of forced drafts among `sampled`.
+        """
         if cause is EndCause.NO_TOKEN:
             cause, error = EndCause.DEAD_END, NO_ALLOWED_TOKEN
         behind: list[int] = []
@@ -192,7 +242,8 @@ class OutputProcessor:
                 self._state.running_queue.correct_tokens(seq, len(seq.tokens) - len(behind))
         before = seq.take_unreported() if sampled or cause else []
         reported = before + sampled + behind
-        return reported, [*range(len(before)), *range(len(before) + len(sampled), len(reported))], cause, error
+        among = (len(before) + place for place in forced)
+        return reported, [*range(len(before)), *among, *range(len(before) + len(sampled), len(reported))], cause, error
 
     def _process_beam(self, seq: Sequence, tokens: list[int], data: ChunkData, now: float) -> list[Output]:
         """Pass the candidates of a beam's chunk, if it has any, to its search. Returns outputs if the search ends."""

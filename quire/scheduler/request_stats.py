@@ -13,6 +13,7 @@ from msgspec import structs
 
 from quire.cache.admission_check import Admission
 from quire.cache.manager import KVCacheManager
+from quire.config import MAX_SPECULATIVE_TOKENS, Drafter
 from quire.core.events import (
     AdmissionSlowed,
     Admitted,
@@ -26,7 +27,7 @@ from quire.core.events import (
     Refused,
     StepFailed,
 )
-from quire.core.explanation import Eviction, Explanation, Miss, Preemption, Rejection
+from quire.core.explanation import DraftCounts, Eviction, Explanation, Miss, Preemption, Rejection, SkipReason
 from quire.core.output import EndCause
 from quire.core.request import Request
 from quire.errors import DeadlineUnreachable, QueueFull
@@ -81,6 +82,7 @@ class QueueTimes:
             self._since = now
 
 
+_NO_DRAFTS = DraftCounts()
 MOST_EVENTS = 4096
 MOST_ENDED = 4096  # kept per tenant
 MOST_ENDED_OF_ALL = 16384
@@ -106,6 +108,8 @@ class RequestStats:
         self.num_watermark_raises = 0  # times that the blocks per running sequence of the watermark were raised
         self.num_query_tokens = 0  # prompt tokens at the first admission of their request
         self.num_hit_tokens = 0  # prefix matches among them
+        self.drafts: dict[str, DraftCounts] = {}  # verified, by drafter
+        self.accepted_by_place = [0] * MAX_SPECULATIVE_TOKENS  # accepted drafts, by place in their chain
         self._requests = requests
         self._ended: dict[str, Explanation] = {}
         self._ended_by_tenant: dict[str, deque[str]] = {}  # request ids, oldest first
@@ -125,6 +129,8 @@ class RequestStats:
             waited=dict(found.waited),
             preemptions=list(found.preemptions),
             evictions=list(found.evictions),
+            drafts=dict(found.drafts),
+            proposals_skipped=dict(found.proposals_skipped),
         )
         for seq_id in seq_ids:
             if seq_id in self._snapshots:
@@ -240,6 +246,19 @@ class RequestStats:
     def failed(self, step_id: int, error: str, now: float) -> None:
         """Record a failed step."""
         self.events.append(StepFailed(now, "", step_id, error))
+
+    def verified(self, seq: Sequence, drafter: Drafter, num_drafts: int, num_accepted: int) -> None:
+        """Record a verified chain of drafts."""
+        drafts = self._requests[seq.request.id].explanation.drafts
+        for counts in (drafts, self.drafts):
+            counts[drafter] = counts.get(drafter, _NO_DRAFTS).with_chain(num_drafts, num_accepted)
+        for place in range(num_accepted):
+            self.accepted_by_place[place] += 1
+
+    def skipped(self, seq: Sequence, reason: SkipReason) -> None:
+        """Record a proposal of which no draft is verified."""
+        skipped = self._requests[seq.request.id].explanation.proposals_skipped
+        skipped[reason] = skipped.get(reason, 0) + 1
 
     def take_cache_events(self, cache: KVCacheManager, now: float) -> None:
         """Take the events and evictions of the cache since the last call."""

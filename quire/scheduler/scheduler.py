@@ -41,6 +41,7 @@ from quire.scheduler.output_processing import OutputProcessor
 from quire.scheduler.queue_limit import QueueLimit
 from quire.scheduler.request_state import RequestState
 from quire.scheduler.sequence import Sequence
+from quire.scheduler.speculation import Speculator
 from quire.scheduler.step_budget import StepBudget
 from quire.scheduler.step_builder import StepBuilder
 
@@ -62,10 +63,13 @@ class Scheduler:
         self.costs = CostModel()
         cache.set_recompute_seconds(self.costs.recompute_seconds)
         self._structured_outputs = StructuredOutputManager(constraints)
-        self.state = SchedulerState(config, cache, self.costs, self._structured_outputs.end)
+        self.state = SchedulerState(config, cache, self.costs, self._forget)
         self.request_stats = self.state.request_stats
+        self.speculator: Speculator | None = None
+        if config.speculation:
+            self.speculator = Speculator(config, cache, self.costs, self._structured_outputs, self.request_stats)
         self.step_budget = StepBudget(config, self.costs)
-        self._batch = BatchComposer(config, cache, self.state, self.step_budget)
+        self._batch = BatchComposer(config, cache, self.state, self.step_budget, self.speculator)
         self._deadlines = Deadlines(config, cache, self.state, self.costs)
         self._queue_limit = QueueLimit(config, cache, self.state, self.costs, self.step_budget)
         self._output_processor = OutputProcessor(
@@ -74,6 +78,7 @@ class Scheduler:
             BeamSequences(cache, self.state),
             self._structured_outputs,
             self._queue_limit,
+            self.speculator,
         )
         self.predicted_seconds = 0.0  # of the step planned last; 0 without observations
         self._pending_outputs: list[Output] = []  # outputs of sequences that ended outside of a commit
@@ -197,7 +202,9 @@ class Scheduler:
         self.state.end_program(tenant, program, branch)
 
     def flush(self, now: float) -> int:
-        """Evict all idle blocks, pinned ones included. Returns the number of freed blocks."""
+        """Evict all idle blocks, pinned ones included, and forget drafts. Returns the number of freed blocks."""
+        if self.speculator is not None:
+            self.speculator.flush()
         return self.cache.flush(EvictionCause(now))
 
     def explain(self, request_id: str, now: float) -> Explanation | None:
@@ -239,9 +246,12 @@ class Scheduler:
         self._next_step += 1
         step = builder.build(self.cache.launched(builder.id))
         num_tokens = builder.num_tokens
-        num_pairs = step.chunks.num_attention_pairs if num_tokens > len(step.chunks) else 0.0
+        has_prompts = num_tokens - builder.num_drafts > len(step.chunks)
+        num_pairs = step.chunks.num_attention_pairs if has_prompts else 0.0
         self.state.in_flight.append(
-            InFlightStep(builder.id, builder.scheduled, num_tokens, num_pairs, alone, builder.swapped_in)
+            InFlightStep(
+                builder.id, builder.scheduled, num_tokens, num_pairs, alone, builder.swapped_in, builder.num_drafts
+            )
         )
         self.predicted_seconds = self.costs.predicted_step_seconds(num_tokens, num_pairs)
         return step
@@ -322,6 +332,12 @@ class Scheduler:
         for seq_id in list(self.cache.swapped):
             if not self.state.is_swapped(seq_id):
                 self.cache.drop_swapped(seq_id)
+
+    def _forget(self, seq: Sequence) -> None:
+        """Drop what is kept for a sequence that has ended."""
+        self._structured_outputs.end(seq)
+        if self.speculator is not None:
+            self.speculator.end(seq)
 
     def _next_to_run_alone(self) -> Sequence | None:
         """A running sequence of a failed step that has not succeeded since. Drops suspects that do not run."""

@@ -248,6 +248,19 @@ class Sequence:
             return True
         return False
 
+    def schedule_drafts(self, count: int) -> None:
+        """Extend its chunk, scheduled just now, by `count` drafts. Invariant: `limit` bounds computed positions."""
+        assert self.num_pending == 1 and self.num_computed == len(self.tokens), "its last token is not known"
+        assert self.num_computed + count <= self.limit, "drafts reach beyond the last position to compute"
+        self.num_computed += count
+
+    def accept_drafts(self, stop: int) -> None:
+        """Record that of a chunk with drafts the positions before `stop` hold the right tokens.
+
+        Invariant: when tokens are appended, and the sequence may end, no rejected draft counts as computed.
+        """
+        self.num_computed = stop
+
     def commit_chunk(self, stop: int, num_prompt_outputs: int) -> None:
         """Record that a chunk up to position `stop` has succeeded, with `num_prompt_outputs` outputs of the prompt.
 

@@ -7,6 +7,7 @@ import msgspec
 
 from quire.core.step import (
     PARAMETER_COLUMNS,
+    Chunk,
     ChunkOutput,
     Chunks,
     Move,
@@ -17,10 +18,12 @@ from quire.core.step import (
     TokenLists,
 )
 from quire.scheduler.sequence import Sequence
+from quire.speculation.drafters import Proposal
 
 TokenList = tuple[int, TokenListKind, Mapping[int, float] | Listing[int]]
 
 
+_NUM_FIELDS = len(Chunk._fields)
 _NONE, _SAMPLE, _POOL = int(ChunkOutput.NONE), int(ChunkOutput.SAMPLE), int(ChunkOutput.POOL)
 
 
@@ -32,6 +35,17 @@ class ScheduledChunk(msgspec.Struct, frozen=True, gc=False, eq=False):
     stop: int
     epoch: int  # of the sequence when the chunk was planned
     num_prompt_outputs: int  # number of its last positions with prompt logprobs or pooled states in the result
+    proposal: Proposal | None = None  # its drafts: its last positions
+
+    @property
+    def drafts(self) -> Listing[int]:
+        """The draft tokens at its last positions."""
+        return () if self.proposal is None else self.proposal.tokens
+
+    @property
+    def forced(self) -> Listing[int]:
+        """Indices of the drafts that the constraint forces."""
+        return () if self.proposal is None else self.proposal.forced
 
     @property
     def is_valid(self) -> bool:
@@ -42,7 +56,18 @@ class ScheduledChunk(msgspec.Struct, frozen=True, gc=False, eq=False):
 class StepBuilder:
     """The opened rows, table changes and chunks of a Step so far, as plain lists."""
 
-    __slots__ = ("_num_beyond", "blocks", "chunks", "id", "new_rows", "reset", "scheduled", "swapped_in", "tokens")
+    __slots__ = (
+        "_num_beyond",
+        "blocks",
+        "chunks",
+        "id",
+        "new_rows",
+        "num_drafts",
+        "reset",
+        "scheduled",
+        "swapped_in",
+        "tokens",
+    )
 
     def __init__(self, step_id: int, num_groups: int, *, reset: bool) -> None:
         self.id = step_id
@@ -53,6 +78,7 @@ class StepBuilder:
         self.blocks: list[list[tuple[int, int, list[int]]]] = [[] for _ in range(num_groups)]
         self.chunks: list[int] = []  # the fields of each chunk, in the order of Chunks
         self.scheduled: list[ScheduledChunk] = []
+        self.num_drafts = 0
         self._num_beyond = 0  # tokens of chunks beyond their first
 
     def add_row(self, seq: Sequence) -> None:
@@ -79,6 +105,18 @@ class StepBuilder:
         samples = seq.schedule(stop, self.id)
         self.chunks += (seq.row, seq.id, start, stop, 0, samples, samples)
         self.scheduled.append(ScheduledChunk(seq, start, stop, seq.epoch, 0))
+
+    def add_drafts(self, place: int, proposal: Proposal) -> None:
+        """Extend the chunk at index `place`, which samples behind the last known token, by drafts."""
+        chunk, count = self.scheduled[place], len(proposal.tokens)
+        seq, stop = chunk.seq, chunk.stop + count
+        self.tokens.append((seq.row, chunk.stop, list(proposal.tokens)))
+        seq.schedule_drafts(count)
+        self.scheduled[place] = msgspec.structs.replace(chunk, stop=stop, proposal=proposal)
+        at = place * _NUM_FIELDS
+        self.chunks[at + 3 : at + 6] = (stop, count, count + 1)
+        self._num_beyond += count
+        self.num_drafts += count
 
     def add_swapped_in(self, seq: Sequence) -> None:
         """Mark a sequence whose KV this step swaps in."""

@@ -61,11 +61,15 @@ class OutputTokens(msgspec.Struct):
 
     total: int = 0
     forced: int = 0
+    predicted_right: int = 0  # accepted drafts from the prediction of the request
+    predicted_wrong: int = 0
 
     def add(self, delta: Delta) -> None:
         """Count the tokens of a delta."""
         self.total += len(delta.token_ids)
         self.forced += delta.num_forced_tokens
+        self.predicted_right += delta.num_predicted_tokens[0]
+        self.predicted_wrong += delta.num_predicted_tokens[1]
 
 
 class Reply:
@@ -91,6 +95,7 @@ class Reply:
         self._output = OutputTokens()
         self._num_cached = 0
         self._has_constraints = any(one.params.structured_outputs is not None for one in transcripts)
+        self._has_predictions = any(one.params.prediction is not None for one in transcripts)
         self._last_tokens: dict[tuple[int, int], float] = {}  # time of the last tokens, by prompt and sequence index
         self._default_finish_reason = "abort"  # finish reason of sequences that have none when it is closed
         self._closed = False
@@ -138,16 +143,20 @@ class Reply:
     def usage(self, output: OutputTokens | None = None) -> dict[str, object]:
         """OpenAI's usage, of all output that was read or of `output`.
 
-        Each prompt counts once, for any n. Has the forced tokens if there is a constraint.
+        Each prompt counts once, for any n. Has the forced tokens if there is a constraint, and the accepted and
+        rejected drafts of a prediction.
         """
         output = self._output if output is None else output
-        details = {"completion_tokens_details": {"forced_tokens": output.forced}} if self._has_constraints else {}
+        details: dict[str, object] = {"forced_tokens": output.forced} if self._has_constraints else {}
+        if self._has_predictions:
+            details["accepted_prediction_tokens"] = output.predicted_right
+            details["rejected_prediction_tokens"] = output.predicted_wrong
         return {
             "prompt_tokens": self._num_prompt,
             "completion_tokens": output.total,
             "total_tokens": self._num_prompt + output.total,
             "prompt_tokens_details": {"cached_tokens": self._num_cached},
-            **details,
+            **({"completion_tokens_details": details} if details else {}),
         }
 
     def stats(self, content: bool) -> RequestStats:  # noqa: FBT001

@@ -17,6 +17,7 @@ import torch
 from quire.cache.kv_cache import KVCache
 from quire.config import (
     DEFAULT_POLICY,
+    DEFAULT_WAIT_WEIGHT,
     CacheConfig,
     DType,
     EngineOptions,
@@ -24,6 +25,7 @@ from quire.config import (
     QuantMethod,
     SchedulerConfig,
     check_options,
+    speculation_of,
 )
 from quire.cost.memory_plan import (
     DEFAULT_SWAP_SPACE,
@@ -206,6 +208,7 @@ def open_files(options: EngineOptions, *, report: Report, progress: Progress) ->
     """Find or download the model's files, and read its description and tokenizer. Raises ConfigError, ModelError."""
     check_options(options)
     check_policies(options)
+    speculation_of(options)
     name, path = _locate_model(options, report, progress)
     return OpenFiles(name, path, open_model(path, options.model_impl, max_model_len=options.max_model_len))
 
@@ -364,6 +367,7 @@ def _check_block_size(options: EngineOptions, requirements: Requirements) -> Non
 
 
 def _scheduler_config(options: EngineOptions, max_model_len: int, steps_in_flight: int) -> SchedulerConfig:
+    drafters, num_drafts = speculation_of(options)
     return SchedulerConfig(
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
@@ -376,7 +380,9 @@ def _scheduler_config(options: EngineOptions, max_model_len: int, steps_in_fligh
         preemption=options.preemption,
         max_queued_requests=options.max_queued_requests,
         max_queued_tokens=options.max_queued_tokens,
-        **({} if options.wait_weight is None else {"wait_weight": options.wait_weight}),
+        speculation=drafters,
+        num_speculative_tokens=num_drafts,
+        wait_weight=DEFAULT_WAIT_WEIGHT if options.wait_weight is None else options.wait_weight,
     )
 
 

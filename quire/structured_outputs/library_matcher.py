@@ -1,6 +1,7 @@
 """Matcher over the parser of a grammar library."""
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Protocol
 
 import numpy as np
@@ -27,6 +28,9 @@ class Parser(Protocol):
 
     def fill_bitmask(self, words: np.ndarray) -> None:
         """See Matcher. Bits of ids that are no text may be set."""
+
+    def fork(self) -> "Parser":
+        """A copy that consumes tokens of its own."""
 
 
 class Masks:
@@ -77,6 +81,12 @@ class LibraryMatcher:
         else:
             self._parser.fill_bitmask(words)
             words &= self._masks.allowed
+
+    def fork(self) -> "LibraryMatcher":
+        """See Matcher."""
+        fork = copy(self)
+        fork._parser = self._parser.fork()
+        return fork
 
     def _forced_tokens(self) -> list[int]:
         """At most MAX_FORCED forced tokens. The mask then allows only the next token; the next verdict has the rest."""

@@ -8,6 +8,7 @@ import json
 import logging
 import re
 from collections.abc import Sequence
+from copy import copy
 from threading import Lock
 
 import llguidance
@@ -218,6 +219,13 @@ class _GuidanceParser:
             more = ahead.compute_ff_tokens()
             span = span + more
         return span
+
+    def fork(self) -> "_GuidanceParser":
+        """See Parser."""
+        fork = copy(self)
+        fork._matcher = self._matcher.deep_copy()
+        fork._tokens = list(self._tokens)
+        return fork
 
     def may_end(self) -> bool:
         """See Parser."""

@@ -7,10 +7,12 @@ from weakref import WeakSet
 
 import numpy as np
 
-from quire.core.constraint import Grammar, Matcher, Verdict
+from quire.core.constraint import NO_DRAFTS, AllowedDrafts, Grammar, Matcher, Verdict, allowed_drafts
 from quire.core.request import Request
 
 log = logging.getLogger(__name__)
+
+_ALL = np.uint32(0xFFFFFFFF)
 
 
 class _PendingMatcher(NamedTuple):
@@ -76,18 +78,46 @@ class Matchers:
         self._pending.pop(seq_id, None)
         self._matchers.pop(seq_id, None)
 
-    def masks(self, seq_ids: Sequence[int]) -> np.ndarray:
+    def allowed_drafts(self, seq_id: int, drafts: Sequence[int], most: int) -> AllowedDrafts:
+        """See Constraints. A backend that fails allows none; the sequence itself continues."""
+        try:
+            fork = self._matcher(seq_id).fork()
+            return allowed_drafts(lambda token: fork.advance([token]), drafts, most)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            self._record_failure(self._grammar(seq_id), error)
+            return NO_DRAFTS
+
+    def masks(self, seq_ids: Sequence[int], drafts: Sequence[AllowedDrafts]) -> np.ndarray:
         """See Constraints."""
-        words = np.zeros((len(seq_ids), self._num_words), np.uint32)
-        for seq_id, row in zip(seq_ids, words, strict=True):
+        words = np.zeros((len(seq_ids) + sum(len(one.tokens) for one in drafts), self._num_words), np.uint32)
+        stop = 0
+        for seq_id, one in zip(seq_ids, drafts, strict=True):
+            start, stop = stop, stop + len(one.tokens) + 1
             try:
-                self._matcher(seq_id).fill_bitmask(row)
+                self._fill_masks(self._matcher(seq_id), one, words[start:stop])
             except (KeyboardInterrupt, SystemExit):
                 raise
             except BaseException as error:
                 self._record_failure(self._grammar(seq_id), error)
-                row[:] = 0
+                words[start:stop] = 0
         return words
+
+    @staticmethod
+    def _fill_masks(matcher: Matcher, drafts: AllowedDrafts, words: np.ndarray) -> None:
+        """Write the mask before each draft, and the one behind the last."""
+        if drafts.tokens:
+            matcher = matcher.fork()
+        matcher.fill_bitmask(words[0])
+        forced = set(drafts.forced)
+        for place, token in enumerate(drafts.tokens, 1):
+            if place - 1 not in forced:  # the matcher consumes forced tokens with the token before them
+                matcher.advance([token])
+            if place in forced:
+                words[place] = _ALL
+            else:
+                matcher.fill_bitmask(words[place])
 
     def _grammar(self, seq_id: int) -> Grammar:
         return self._pending[seq_id].grammar if seq_id in self._pending else self._matchers[seq_id][0]

@@ -21,14 +21,14 @@ ORDER = (
     # control plane
     *("errors", "config", "params", "core", "cost"),
     *("cache.retention", "cache.block_pool", "cache.block_table", "cache.prefix", "cache"),
-    *("draft", "scheduler.sequence", "scheduler.step_builder", "scheduler.queue", "scheduler"),
+    *("speculation", "scheduler.sequence", "scheduler.step_builder", "scheduler.queue", "scheduler"),
     # execution
     *("preload", "kernels.contract", "kernels.exact", "kernels.reference", "kernels.deterministic"),
     *("kernels.cpu", "kernels.triton", "kernels", "layers"),
     *("models.config", "models.weight_map", "quant", "parallel", "lora"),
     "models",
     *("models.gguf.tensor_types", "models.gguf.reader", "models.gguf.special_tokens", "models.gguf"),
-    *("models.transformers", "sampling", "speculation", "kv_store", "runner"),
+    *("models.transformers", "sampling", "draft_models", "kv_store", "runner"),
     # front end
     *("tenant_queue", "tokenizer", "hub", "structured_outputs.vocabulary", "structured_outputs.limits"),
     *("structured_outputs.forced_tokens", "structured_outputs.json_schema", "structured_outputs.fsm"),

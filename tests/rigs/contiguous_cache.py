@@ -78,6 +78,9 @@ class ContiguousCache:
         assert num_tokens <= table.capacity, "its run has room for the longest sequence"
         return [len(table)]
 
+    def grow_free(self, table, num_tokens):
+        return None
+
     def append_slot(self, table, start):
         return start < table.capacity
 

@@ -5,6 +5,8 @@ import contextlib
 import socket
 import threading
 
+from msgspec import structs
+
 from quire.config import CacheConfig, EngineOptions, KVGroup
 from quire.core.output import EndCause, Output
 from quire.core.request import Request
@@ -75,8 +77,7 @@ class PretendEngine:
         return outputs
 
     def stats(self):
-        first = (len(self.said), 0, 0, 9, 0, self.steps, 0, 0, 0, 0, 0.0)
-        return EngineStats(*first, *[0] * (len(EngineStats.zero().__struct_fields__) - 3 - len(first)))
+        return structs.replace(EngineStats.zero(), num_running=len(self.said), kv_blocks_total=9, num_steps=self.steps)
 
     def close(self):
         pass

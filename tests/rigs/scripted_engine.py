@@ -111,6 +111,7 @@ class Rig:
         self.scored: dict[str, list[tuple[int, int]]] = {}
         self.pooled: dict[str, tuple[int, int]] = {}
         self.cached: dict[tuple[str, int], int] = {}
+        self.logprobs: dict[tuple[str, int], list[list[int]]] = {}  # tokens with logprobs, for each sampled token
 
     def failing(self, fails):
         """Count the failures that a test causes; no other step may fail."""
@@ -137,6 +138,7 @@ class Rig:
         namespace=ANYBODY,
         beams=None,
         scheduling_params=DEFAULT_SCHEDULING_PARAMS,
+        prediction=(),
         **params,
     ) -> None:
         params = SamplingParams(**({"temperature": 0.0, "max_tokens": 8} | params))
@@ -149,6 +151,7 @@ class Rig:
                 namespace=namespace,
                 beams=beams,
                 scheduling_params=scheduling_params,
+                prediction=prediction,
             )
         )
 
@@ -175,6 +178,9 @@ class Rig:
         return outputs
 
     def note(self, output: Output) -> None:
+        if output.logprobs is not None:
+            rows = [[token for token in row if token >= 0] for row in output.logprobs.ids.tolist()]
+            self.logprobs.setdefault((output.request_id, output.index), []).extend(rows)
         if output.prompt_logprobs is not None:
             ids, positions = output.prompt_logprobs.ids[:, 0].tolist(), (-output.prompt_logprobs.values[:, 0]).tolist()
             self.scored.setdefault(output.request_id, []).extend(zip(ids, map(int, positions), strict=True))

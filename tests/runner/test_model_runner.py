@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from model_runner_driver import GREEDY, Driver, copy_move, load_model
+from model_runner_driver import GREEDY, Driver, Wish, copy_move, load_model
 from sampling_metadata_builders import mask
 
 from quire.core.step import ChunkOutput, SamplingMasks, TableUpdates, from_bytes, to_bytes
@@ -142,7 +142,8 @@ def test_logprobs_equal_transformers(saved, model, prompts):
 def test_late_masks_bind_their_rows_only(model, prompts, greedy):
     driver = Driver(model)
     allowed = {7, 300} - {greedy[1][0]}
-    late = SamplingMasks(np.array([1, 6], np.int32), mask([allowed, {0}], 301))  # row 6 does not sample in this step
+    rows, positions = np.array([1, 1, 6], np.int32), np.array([33, 34, 33], np.int32)
+    late = SamplingMasks(rows, positions, mask([allowed, {0}, {0}], 301))  # only the first is sampled in this step
     opening = {"opens": [(0, GREEDY), (1, GREEDY)], "tokens": [(0, 0, prompts[0]), (1, 0, prompts[1])]}
     tokens = driver.run([(0, 0, 5), (1, 0, 33)], late=late, **opening).tokens.tolist()
     assert tokens[0] == greedy[0][0]
@@ -230,11 +231,12 @@ def test_short_types_generate(saved, prompts, dtype):
 @pytest.mark.parametrize(
     ("chunk", "message"),
     [
-        ((0, 0, 0, 5, 2, 3, ChunkOutput.SAMPLE), "cannot verify drafts"),
+        ((0, 0, 0, 5, 2, 2, ChunkOutput.SAMPLE), "each position from which it samples"),
+        ((0, 0, 0, 5, 2, 3, ChunkOutput.NONE), "only chunks that sample can have drafts"),
         ((0, 0, 0, 5, 0, 1, ChunkOutput.POOL), "has no pooling"),
         ((0, 0, 5, 5, 0, 0, ChunkOutput.NONE), "at least one position"),
         ((0, 0, 0, 5, 0, 6, ChunkOutput.NONE), "one for each of its logits"),
-        ((0, 0, 0, 5, 0, 0, ChunkOutput.SAMPLE), "needs logits at its last position"),
+        ((0, 0, 0, 5, 0, 0, ChunkOutput.SAMPLE), "each position from which it samples"),
     ],
 )
 def test_chunks_it_cannot_run_are_refused(model, prompts, greedy, chunk, message):
@@ -244,6 +246,56 @@ def test_chunks_it_cannot_run_are_refused(model, prompts, greedy, chunk, message
         driver.runner.launch(driver.step([chunk], **opening))
     driver = Driver(model)
     assert driver.run([(0, 0, 5)], **opening).tokens.tolist() == greedy[0][:1]
+
+
+def test_drafts_are_sampled_at_their_own_positions(model, prompts, greedy):
+    """Each sampled token is the one behind the draft before it, whether or not that draft is right."""
+    driver = Driver(model)
+    opening = {"opens": [(0, GREEDY), (1, GREEDY)], "tokens": [(0, 0, prompts[0]), (1, 0, prompts[1])]}
+    assert driver.run([(0, 0, 5), (1, 0, 33)], **opening).tokens.tolist() == [greedy[0][0], greedy[1][0]]
+    wrong = (greedy[0][3] + 1) % 301
+    verified = (0, 0, 5, 9, 3, 4, ChunkOutput.SAMPLE)
+    drafts = [greedy[0][1], greedy[0][2], wrong]
+    result = driver.run([verified, (1, 33, 34)], tokens=[(0, 5, [greedy[0][0], *drafts])])
+    assert result.counts.tolist() == [4, 1]
+    assert result.tokens[:3].tolist() == greedy[0][1:4]
+    assert result.tokens[4] == greedy[1][1]
+    behind = driver.run([(0, 8, 9), (1, 34, 35)], tokens=[(0, 8, [greedy[0][3]])])  # replaces the wrong draft
+    assert behind.tokens.tolist() == [greedy[0][4], greedy[1][2]]
+
+
+def test_drafts_are_sampled_with_their_own_parameters(model):
+    """Penalties, biases, bad words, masks, logprobs and random numbers count positions with drafts as others."""
+    bad_words = ((7, 9),)
+    params = SamplingParams(
+        temperature=0.9, seed=5, presence_penalty=0.5, repetition_penalty=1.2, logit_bias={4: 1.0}, min_tokens=3,
+        logprobs=2, top_p=0.95, min_p=0.01,
+    )  # fmt: skip
+    wish, prompt, allowed = Wish(params, 4, (6,), bad_words), [3, 7, 9, 11], set(range(3, 200))
+
+    def late(rows_and_positions):
+        rows, positions = np.array(rows_and_positions, np.int32).T
+        return SamplingMasks(rows, positions, mask([allowed - {position} for position in positions.tolist()], 301))
+
+    driver, tokens, logprobs = Driver(model), [], []
+    opening = {"opens": [(0, wish)], "tokens": [(0, 0, prompt)]}
+    for stop in range(4, 10):
+        result = driver.run([(0, max(stop - 1, 0) if stop > 4 else 0, stop)], late=late([(0, stop)]), **opening)
+        opening = {}
+        tokens += result.tokens.tolist()
+        logprobs.append(result.logprobs)
+    driver = Driver(model)
+    drafted = (0, 0, 0, 9, 5, 6, ChunkOutput.SAMPLE)
+    result = driver.run(
+        [drafted],
+        opens=[(0, wish)],
+        tokens=[(0, 0, prompt + tokens[:5])],
+        late=late([(0, position) for position in range(4, 10)]),
+    )
+    assert result.tokens.tolist() == tokens
+    for i, one in enumerate(logprobs):
+        assert result.logprobs.ids[i].tolist() == one.ids[0].tolist()
+        np.testing.assert_allclose(result.logprobs.values[i], one.values[0], atol=1e-4)
 
 
 def test_calls_out_of_order_are_refused(model, prompts):
@@ -265,7 +317,7 @@ def test_a_failed_step_is_forgotten(model, prompts, greedy):
     first = driver.step([(0, 0, 5)], **opening)
     driver.runner.launch(first)
     driver.runner.sample(first.id, SamplingMasks.empty())
-    wrong = SamplingMasks(np.array([0], np.int32), np.zeros((1, 1), np.uint32))
+    wrong = SamplingMasks(np.array([0], np.int32), np.array([6], np.int32), np.zeros((1, 1), np.uint32))
     failing = driver.step([(0, 5, 6)])
     driver.runner.launch(failing)
     with pytest.raises(ValueError, match="masks must have 10 words"):

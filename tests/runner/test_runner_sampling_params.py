@@ -158,7 +158,7 @@ def test_tokens_that_only_the_runner_knows_are_penalised(theirs, model):
 def test_a_grammar_and_a_list_both_bind(model):
     opening = {"opens": [(0, params_of(allowed_token_ids=(5, 6)))], "tokens": [(0, 0, PROMPTS[1])]}
     for grammar, expected in (({3, 4, 5}, 5), ({6, 300}, 6), ({7}, -1)):
-        late = SamplingMasks(np.array([0], np.int32), mask([grammar], VOCAB))
+        late = SamplingMasks(np.array([0], np.int32), np.array([3], np.int32), mask([grammar], VOCAB))
         assert Driver(model).run([(0, 0, 3)], late=late, **opening).tokens.tolist() == [expected]
 
 

@@ -48,7 +48,9 @@ def banned_tokens(wish, tokens):
 
 
 def check(columns, opened, rows, positions, tokens, late_masks):
-    late = SamplingMasks(np.array(list(late_masks), np.int32), mask(late_masks.values(), VOCAB))
+    place_of = dict(zip(rows.tolist(), positions.tolist(), strict=True))
+    places = np.array([place_of.get(row, 0) for row in late_masks], np.int32)
+    late = SamplingMasks(np.array(list(late_masks), np.int32), places, mask(late_masks.values(), VOCAB))
     draws = columns.metadata(rows, positions, tokens, late if late_masks else SamplingMasks.empty())
     found = dict(zip(draws.masks.rows.tolist(), draws.masks.words.tolist(), strict=True))
     reported = columns.token_lists.logprob_tokens(rows)
@@ -128,6 +130,6 @@ def test_a_repetition_penalty_that_float32_cannot_hold_is_the_smallest_that_it_c
 def test_late_masks_of_another_width_are_refused_also_where_they_would_spread():
     columns = SamplingColumns(1, VOCAB)
     columns.set_rows(open_rows([(0, SamplingParams(allowed_token_ids=(2,)))]))
-    late = SamplingMasks(np.array([0], np.int32), np.ones((1, 1), np.uint32))
+    late = SamplingMasks(np.array([0], np.int32), np.array([1], np.int32), np.ones((1, 1), np.uint32))
     with pytest.raises(ValueError, match="masks must have 2 words for a row, not 1"):
         columns.metadata(np.array([0]), np.array([1]), np.zeros((1, 2), np.int32), late)

@@ -285,7 +285,7 @@ def test_a_backend_that_raises_ends_its_own_sequence_alone(after):
         rig.step()
     assert rig.reasons["a", 0] == "error" and "the backend failed (IndexError)" in rig.errors["a", 0]
     assert rig.reasons["b", 0] == "length"
-    assert not matchers.masks([]).any() and not matchers._matchers and not matchers._pending
+    assert not matchers.masks([], []).any() and not matchers._matchers and not matchers._pending
 
 
 def test_who_compares_sequences_gets_them_token_by_token():

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from quire.config import EngineOptions
-from quire.core.constraint import Verdict
+from quire.core.constraint import NO_DRAFTS, Verdict
 from quire.core.request import NO_NAMESPACE, Namespace, Request
 from quire.errors import ConfigError, RequestError
 from quire.hub import embedded
@@ -130,10 +130,10 @@ def test_a_grammar_that_fails_is_dropped_and_logged_once_with_the_reason(monkeyp
         params = SamplingParams(max_tokens=4, seed=1, structured_outputs=regex("x"))
         error = constraints.begin(seq_id, Request(id=f"{seq_id}", prompt=[1], params=params), []).error
         assert error in ("", "the backend failed (BaseException)")
-        return not error and bool(constraints.masks([seq_id]).all())
+        return not error and bool(constraints.masks([seq_id], [NO_DRAFTS]).all())
 
     assert not begin(1)
-    assert not constraints.masks([1]).any(), "the failed sequence fails again, without another line"
+    assert not constraints.masks([1], [NO_DRAFTS]).any(), "the failed sequence fails again, without another line"
     assert begin(2) and begin(3)
     assert site.calls == ["x", "x"]
     (line,) = [one for one in caplog.records if one.name == "quire.structured_outputs.matchers"]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.config import CacheConfig, EngineOptions, KVGroup
-from quire.core.explanation import Explanation, Miss, Preemption
+from quire.core.explanation import DraftCounts, Explanation, Miss, Preemption
 from quire.core.output import EndCause, Output
 from quire.core.request import Beams, KnownOutput, Namespace, Request
 from quire.core.scheduling_params import MAX_PROGRAM_TTL, Program, Retention, SchedulingParams
@@ -83,7 +83,7 @@ def params():
     for name in ("best_of", "seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"):
         chosen[name] = optional(chosen[name])
     words = st.lists(TEXT.filter(bool), max_size=2).map(tuple)
-    flags = ("ignore_eos", "deterministic", "include_stop_str_in_output", "skip_special_tokens")
+    flags = ("ignore_eos", "deterministic", "include_stop_str_in_output", "skip_special_tokens", "speculation")
     return one_of_fields(
         SamplingParams,
         **chosen
@@ -103,6 +103,7 @@ def params():
             "logprob_token_ids": IDS.map(tuple),
             "spaces_between_special_tokens": st.booleans(),
             "structured_outputs": optional(st.sampled_from(FORMS)),
+            "prediction": st.none(),
         }
         | dict.fromkeys(("json_schema", "regex", "ebnf"), st.none())  # moved to structured_outputs by the constructor
         | dict.fromkeys(flags, st.booleans()),
@@ -151,6 +152,7 @@ def new_requests():
         known_outputs=st.lists(known, max_size=2),
         resumed=st.booleans(),
         eos_token_ids=st.just((2,)),
+        prediction=IDS,
     )
 
 
@@ -203,6 +205,7 @@ def outputs():
         error=TEXT,
         queue_seconds=optional(NUMBER),
         forced=IDS.map(tuple),
+        predicted=st.tuples(COUNT, COUNT),
     )
 
 
@@ -215,6 +218,8 @@ def stats():
             "last_step_seconds": NUMBER,
             "step_sizes": st.lists(COUNT, max_size=3).map(tuple),
             "waiting_because": st.just("blocks"),
+            "drafts": st.dictionaries(TEXT, st.builds(DraftCounts, COUNT, COUNT, COUNT), max_size=2),
+            "accepted_by_place": st.lists(COUNT, max_size=3).map(tuple),
         },
     )
 

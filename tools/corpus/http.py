@@ -119,7 +119,8 @@ def _server() -> Iterator[str]:
         "--seed",
         "0",
     ]
-    command += ["--threads", "1", "--kernels", "reference"]
+    # the number of tokens in an event of a stream would depend on durations of steps
+    command += ["--threads", "1", "--kernels", "reference", "--speculation", "off"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
         said = []

@@ -24,7 +24,7 @@ _VIEWS = frozenset(
     )
 )
 _VIEWS_OR_COPIES = frozenset(("to", "flatten", "reshape", "contiguous"))  # views unless they convert or copy
-MAX_SEQUENCES = 64  # of a captured step; in larger steps the time of Python is negligible
+MAX_TOKENS = 64  # of a captured step; in larger steps the time of Python is negligible
 _EMPTY = frozenset(("empty", "new_empty", "empty_like"))
 
 
@@ -34,9 +34,10 @@ class CallListCapture:
     def __init__(self) -> None:
         self._arena = Arena(never_free=True)
 
-    def capture_size(self, num_sequences: int) -> int | None:
-        """See StepCapture."""
-        return num_sequences if num_sequences <= MAX_SEQUENCES else None
+    def capture_size(self, num_tokens: int, num_chunks: int) -> int | None:
+        """See StepCapture. Chunks may have any length, because the kernels read it when the calls are replayed."""
+        del num_chunks
+        return num_tokens if num_tokens <= MAX_TOKENS else None
 
     def capture_memory(
         self, num_sequences: int, token_bytes: int, logit_bytes: int, scratch_bytes: int

@@ -30,9 +30,10 @@ def check_prompt_values(asked: Sequence[Generation], *, ids: bool, choices: bool
     ids: whether it includes the prompts' token ids. choices: whether it repeats all of them in each choice.
     """
     num_values = 0
-    for prompt, params, _ in asked:
+    for one in asked:
+        params = one.params
         beside = 0 if params.prompt_logprobs is None else params.prompt_logprobs + 1
-        num_values += len(prompt.ids) * (beside + ids) * (params.n if choices else 1)
+        num_values += len(one.prompt.ids) * (beside + ids) * (params.n if choices else 1)
     if num_values > MAX_PROMPT_VALUES:
         raise RequestError(
             f"the response would have {num_values:,} token ids and logprobs of its prompts, more than "

@@ -5,13 +5,14 @@ Each app has its own registries. The prefix of names is added on export.
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from quire.config import CacheConfig
+from quire.config import CacheConfig, Drafter
+from quire.core.explanation import DraftCounts
 from quire.engine.engine import STEP_SIZE_BUCKETS, EngineStats
 from quire.engine.outputs import RequestMetrics
 from quire.params import SamplingParams
@@ -19,6 +20,7 @@ from quire.server.observability.request_record import RequestRecord
 from quire.supervisor.health import Health, State
 
 LABELS = ("model_name", "engine")
+_BY_DRAFTER = (*LABELS, "drafter")
 ENGINE = "0"  # the index of the only engine
 _CAPACITY = frozenset({"tokens", "rows", "memory"})  # wait causes that more capacity would end
 
@@ -56,6 +58,9 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
         "Times that preemptions raised the admission watermark.",
         lambda s: s.num_admissions_slowed,
     ),
+    ("spec_decode_num_drafts", "Verified chains of drafts.", lambda s: s.num_draft_chains),
+    ("spec_decode_num_draft_tokens", "Verified drafts.", lambda s: s.num_draft_tokens),
+    ("spec_decode_num_accepted_tokens", "Accepted drafts.", lambda s: s.num_accepted_drafts),
     ("iterations", "Steps run.", lambda s: s.num_steps),
     ("iterations_failed", "Steps that failed.", lambda s: s.failed_steps),
 )
@@ -80,6 +85,7 @@ class EngineCollector(Collector):
         yield self._waiting_by_reason(health.stats)
         yield self._prompt_tokens_by_source(health.stats)
         yield self._step_sizes(health.stats)
+        yield from self._drafts(health.stats)
         yield self._cache_config()
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
@@ -118,6 +124,22 @@ class EngineCollector(Collector):
         for source, value in (("local_compute", computed), ("local_cache_hit", stats.prefix_hit_tokens)):
             family.add_metric((*self._label_values, source), value)
         return family
+
+    def _drafts(self, stats: EngineStats) -> Iterator[Metric]:
+        """Drafts by drafter, and accepted ones by their place in the chain, since the engine's start."""
+        verified = CounterMetricFamily("spec_decode_draft_tokens_by_drafter", "Verified drafts.", labels=_BY_DRAFTER)
+        accepted = CounterMetricFamily("spec_decode_accepted_tokens_by_drafter", "Accepted drafts.", labels=_BY_DRAFTER)
+        for drafter in get_args(Drafter):
+            counts = stats.drafts.get(drafter, DraftCounts())
+            verified.add_metric((*self._label_values, drafter), counts.num_drafts)
+            accepted.add_metric((*self._label_values, drafter), counts.num_accepted)
+        yield verified
+        yield accepted
+        name, text = "spec_decode_num_accepted_tokens_per_pos", "Accepted drafts by place in their chain."
+        by_place = CounterMetricFamily(name, text, labels=(*LABELS, "position"))
+        for place, number in enumerate(stats.accepted_by_place):
+            by_place.add_metric((*self._label_values, str(place)), number)
+        yield by_place
 
     def _step_sizes(self, stats: EngineStats) -> Metric:
         """Tokens per step: a histogram, although its name, which is vLLM's, ends in _total."""

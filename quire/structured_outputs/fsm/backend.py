@@ -1,6 +1,7 @@
 """The fsm backend: minimal automata for patterns, choices and the regular part of JSON schema."""
 
 from collections.abc import Sequence
+from copy import copy
 
 import numpy as np
 
@@ -64,6 +65,10 @@ class FsmMatcher:
             words[:] = 0
         else:
             words[:] = self._fsm.end_mask if self._has_ended else self._fsm.mask(self._state)
+
+    def fork(self) -> "FsmMatcher":
+        """See Matcher."""
+        return copy(self)
 
     def _forced(self) -> tuple[int, ...]:
         return self._fsm.forced_tokens(self._state) if self._fast_forward else ()

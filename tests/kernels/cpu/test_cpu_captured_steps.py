@@ -190,6 +190,49 @@ def test_deterministic_sequences_are_not_recorded(saved, played):
     assert len(played) == 4
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_steps_with_drafts_are_recorded_by_their_number_of_tokens(saved, played, dtype):
+    """Chunks of any length. Recorded steps have the bits of others, and rejected drafts are overwritten."""
+    folder, random = saved("qwen3-gqa")[0], np.random.default_rng(4)
+    steps = []
+    starts = {row: int(random.integers(1, 40)) for row in range(6)}
+    for _ in range(30):
+        rows = random.permutation(6)[: random.integers(1, 7)].tolist()
+        steps.append([(row, int(random.integers(0, 9)), int(random.integers(0, 9))) for row in rows])
+
+    def run(driver):
+        known = {row: random_tokens(row, length) for row, length in starts.items()}
+        done, found = dict.fromkeys(known, 0), []
+        opening = {
+            "opens": [(row, GREEDY) for row in known],
+            "tokens": [(row, 0, tokens) for row, tokens in known.items()],
+        }
+        for rows in steps:
+            chunks, writes = [], []
+            for row, num_drafts, num_accepted in rows:
+                at = len(known[row])
+                drafts = random_tokens(row + at, num_drafts)
+                chunks.append((row, row, done[row], at + num_drafts, num_drafts, num_drafts + 1, 1))
+                writes.append((row, done[row], [*known[row][done[row] :], *drafts]))
+                known[row] += [*drafts[:num_accepted], 3 + num_accepted]
+                done[row] = len(known[row]) - 1
+            opening.setdefault("tokens", []).extend(writes)
+            result = driver.run(chunks, **opening)
+            opening = {}
+            found.append(result.tokens.tolist())
+        return found
+
+    found, watched = driver_of(folder, recorded=True, dtype=dtype)
+    expected, plain = driver_of(folder, recorded=False, dtype=dtype)
+    assert run(found) == run(expected)
+    assert_alike(watched.logits, plain.logits)
+    assert len(played) >= 5
+
+
+def random_tokens(seed, number):
+    return np.random.default_rng(seed).integers(3, 301, number).tolist()
+
+
 def test_large_steps_are_computed_without(saved, played):
     driver, _ = driver_of(saved("qwen3-gqa")[0], recorded=True, rows=70)
     prompts = [[3 + n, 5] for n in range(65)]

@@ -24,7 +24,7 @@ from quire.kernels.triton import kernels, step_capture
 def test_the_line_covers_every_size_that_may_be_recorded(most, token, logits, scratch):
     recorder = step_capture.CudaGraphCapture()
     taken = recorder.capture_memory(most, token, logits, scratch)
-    sizes = {recorder.capture_size(number) for number in range(1, most + 1)} - {None}
+    sizes = {recorder.capture_size(number, number) for number in range(1, most + 1)} - {None}
     results = {recorder.result_buffer(torch.empty(size, 3, device="meta")).shape[0]: size for size in sizes}
     kept = sum(rows for (rows, _, _) in recorder._results) * logits
     needed = len(sizes) * step_capture.GRAPH_BYTES + max(sizes) * (token + logits) + scratch + kept

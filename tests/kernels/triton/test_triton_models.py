@@ -148,8 +148,8 @@ def assert_answers_are_those_of_the_reference(**options):
 def test_ladder_sizes_hold_what_they_are_asked_for():
     sizes = step_capture.CudaGraphCapture()
     for number in range(1, step_capture.CAPTURE_SIZES[-1] + 1):
-        assert number <= sizes.capture_size(number) <= max(2 * number, 4)
-    assert sizes.capture_size(step_capture.CAPTURE_SIZES[-1] + 1) is None
+        assert number <= sizes.capture_size(number, number) <= max(2 * number, 4)
+    assert sizes.capture_size(*2 * (step_capture.CAPTURE_SIZES[-1] + 1,)) is None
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,9 @@ LIKE_VLLM = {
     "request_prefill_time_seconds": ("histogram", set()),
     "request_decode_time_seconds": ("histogram", set()),
     "request_inference_time_seconds": ("histogram", set()),
+    **dict.fromkeys(("spec_decode_num_drafts", "spec_decode_num_draft_tokens"), ("counter", set())),
+    "spec_decode_num_accepted_tokens": ("counter", set()),
+    "spec_decode_num_accepted_tokens_per_pos": ("counter", {"position"}),
     "cache_config_info": (
         "gauge",
         {"block_size", "cache_dtype", "enable_prefix_caching", "num_gpu_blocks", "num_cpu_blocks"},
@@ -62,6 +65,8 @@ OUR_OWN = {
     "engine_state": ("gauge", {"state"}),
     "requests_refused": ("counter", {"reason"}),
     "forced_tokens": ("counter", set()),
+    **dict.fromkeys(("spec_decode_draft_tokens_by_drafter",), ("counter", {"drafter"})),
+    **dict.fromkeys(("spec_decode_accepted_tokens_by_drafter",), ("counter", {"drafter"})),
     "grammar_checks": ("counter", {"result"}),
     "grammar_check_seconds": ("histogram", set()),
 }

@@ -73,11 +73,31 @@ _SAMPLING_FIELDS = (
     *("n", "best_of", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "deterministic"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words"),
     *("stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output"),
-    *("skip_special_tokens", "spaces_between_special_tokens"),
+    *("skip_special_tokens", "spaces_between_special_tokens", "speculation"),
     *("prompt_logprobs", "logprob_token_ids", "truncate_prompt_tokens"),
 )
 NO_LIMIT = -1  # of max_tokens: the rest of the context
 _COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens
+
+
+class PredictionPart(Body):
+    """A part of a predicted output."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(Body):
+    """OpenAI's predicted output."""
+
+    type: Literal["content"]
+    content: str | Listed[PredictionPart]
+
+    @property
+    def text(self) -> str | None:
+        """The whole text; None if it is empty."""
+        parts = [self.content] if isinstance(self.content, str) else [part.text for part in self.content]
+        return "".join(parts) or None
 
 
 class StreamOptions(Body):
@@ -121,6 +141,7 @@ class SamplingBody(BeamSearchBody, SchedulingParamsBody, ConstraintBody):
     spaces_between_special_tokens: bool | None = optional_field(
         "Keep the tokenizer's spaces between special tokens; true by default."
     )
+    speculation: bool | None = optional_field("Draft and verify tokens, which changes none of them; true by default.")
     truncate_prompt_tokens: int | None = optional_field(
         "Keep this many tokens at the prompt's end; -1: as many as fit."
     )
@@ -203,7 +224,7 @@ class ChatBody(TemplateBody, SamplingBody):
     moderation: Any = unsupported_field()
     verbosity: Any = unsupported_field("medium")
     web_search_options: Any = unsupported_field()
-    prediction: Any = ignored_field()
+    prediction: Prediction | None = optional_field("Text that the answer probably is, in whole or in part.")
 
     @model_validator(mode="after")
     def _reject_single_tool_calls(self) -> Self:
@@ -226,5 +247,6 @@ class ChatBody(TemplateBody, SamplingBody):
         return self.make_params(
             {"max_tokens": None, **defaults},
             max_tokens=self.max_completion_tokens,
+            prediction=None if self.prediction is None else self.prediction.text,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
         )

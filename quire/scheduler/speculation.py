@@ -1,0 +1,186 @@
+"""Speculation: which running sequences of a step verify drafts, and what came of them.
+
+A sequence that decodes has one chunk of one token. Drafts extend this chunk: its next tokens are computed as if they
+were known, and a token is sampled after each. Sampling depends on the position alone, so each sampled token is the one
+that an engine without speculation would have sampled, as long as the drafts before it were right. Drafts are accepted
+while they equal the sampled tokens (Daliri, Musco and Suresh, "Coupling without Communication and Drafter-Invariant
+Speculative Decoding", 2024).
+
+Drafts get blocks that are free. Nothing is evicted or preempted for them.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence as Listing
+
+from quire.cache.manager import KVCacheManager
+from quire.config import SchedulerConfig
+from quire.core.explanation import SkipReason
+from quire.cost.step_time import CostModel
+from quire.scheduler.constraints import StructuredOutputManager
+from quire.scheduler.request_stats import RequestStats
+from quire.scheduler.sequence import Sequence
+from quire.scheduler.step_builder import ScheduledChunk, StepBuilder
+from quire.speculation.answers import AnswerStore
+from quire.speculation.drafters import AnswersDrafter, PredictionDrafter, Proposal, SuffixDrafter
+from quire.speculation.governor import Candidate, Chances, Governor, OwnCounts
+
+_INDEXED_PER_STEP = 4096  # tokens that all sequences together add to their indexes in one step
+_MOST_TENANTS = 4096  # whose chances are kept
+_MOST_INDEXED = 2**20  # tokens in the indexes of all running sequences, about 100 bytes each
+
+
+class _SequenceDrafters:
+    """The drafters of one running sequence."""
+
+    __slots__ = ("answers", "own_counts", "prediction", "suffix")
+
+    def __init__(self, seq: Sequence, drafters: Listing[str], store: AnswerStore) -> None:
+        self.own_counts = OwnCounts()
+        about = seq.request.namespace, seq.tokens, seq.num_prompt_tokens
+        self.answers = AnswersDrafter(store, *about) if "answers" in drafters else None
+        self.suffix = SuffixDrafter(seq.tokens) if "suffix" in drafters else None
+        prediction = seq.request.prediction if "prediction" in drafters else ()
+        self.prediction = PredictionDrafter(prediction, seq.tokens, seq.num_prompt_tokens) if prediction else None
+
+
+class Speculator:
+    """Adds drafts to the chunks of a step, and learns from their verification."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: KVCacheManager,
+        costs: CostModel,
+        structured_outputs: StructuredOutputManager,
+        request_stats: RequestStats,
+    ) -> None:
+        self._drafters = config.speculation
+        self._max_drafts = config.num_speculative_tokens
+        self._cache = cache
+        self._structured_outputs = structured_outputs
+        self._request_stats = request_stats
+        self._governor = Governor(costs.step_curve.seconds)
+        self.governs = config.governs_speculation  # whether drafts are verified only if they are expected to save time
+        self.keeps_answers = "answers" in config.speculation
+        self._chances: OrderedDict[str, Chances] = OrderedDict()  # by tenant, least recently used first
+        self._answers = AnswerStore()
+        self._sequences: dict[int, _SequenceDrafters] = {}  # by id, of sequences that have decoded
+        self._num_indexed = 0
+
+    def end(self, seq: Sequence) -> None:
+        """Forget a sequence that has ended, and keep its answer."""
+        if self.keeps_answers and seq.is_generation:
+            self._answers.add(seq.request.namespace, seq.tokens, seq.num_prompt_tokens)
+        drafters = self._sequences.pop(seq.id, None)
+        if drafters is not None and drafters.suffix is not None:
+            self._num_indexed -= drafters.suffix.num_indexed
+
+    def add_drafts(self, builder: StepBuilder, most: int) -> None:
+        """Add up to `most` drafts to the chunks of the planned step that sample behind a known token."""
+        num_tokens, num_samples = builder.num_tokens, len(builder.scheduled)
+        if self.governs and not self._governor.may_pay(num_tokens, num_samples):
+            return
+        found: list[tuple[int, Candidate]] = []
+        index_budget = _INDEXED_PER_STEP
+        for place, chunk in enumerate(builder.scheduled):
+            seq = chunk.seq
+            if not (self._may_draft(seq) and seq.num_computed == chunk.stop == len(seq.tokens)):
+                continue
+            drafters = self._sequences.get(seq.id)
+            if drafters is None:
+                drafters = self._sequences[seq.id] = _SequenceDrafters(seq, self._drafters, self._answers)
+            if drafters.suffix is not None and index_budget > 0 and self._num_indexed < _MOST_INDEXED:
+                number = drafters.suffix.extend(index_budget)
+                index_budget -= number
+                self._num_indexed += number
+            length = min(self._max_drafts, most, seq.limit - chunk.stop)
+            candidate = self._candidate(seq, drafters, length) if length > 0 else None
+            if candidate is not None:
+                found.append((place, candidate))
+        if not found:
+            return
+        candidates = [candidate for _, candidate in found]
+        counts = [len(one.proposal.tokens) for one in candidates]
+        if self.governs:
+            counts = self._governor.select(candidates, num_tokens=num_tokens, num_samples=num_samples, most=most)
+        for (place, candidate), wanted in zip(found, counts, strict=True):
+            chunk = builder.scheduled[place]
+            proposal = self._allowed(builder, chunk, candidate.proposal, min(wanted, most)) if wanted else "cost"
+            if isinstance(proposal, Proposal):
+                most -= len(proposal.tokens)
+                builder.add_drafts(place, proposal)
+            else:
+                self._request_stats.skipped(chunk.seq, proposal)
+
+    def verified(self, chunk: ScheduledChunk, num_accepted: int) -> None:
+        """Learn from a committed chunk with drafts. Those behind the first rejected one say nothing."""
+        assert chunk.proposal is not None, "the chunk has no drafts"
+        self._request_stats.verified(chunk.seq, chunk.proposal.drafter, len(chunk.drafts), num_accepted)
+        self._chances_of(chunk.seq).observe(chunk.proposal, num_accepted)
+        drafters = self._sequences.get(chunk.seq.id)
+        if drafters is not None:
+            drafters.own_counts.observe(chunk.proposal, num_accepted)
+
+    def _may_draft(self, seq: Sequence) -> bool:
+        """Whether the next token of a sequence follows tokens that are all known, and nothing else depends on it."""
+        return (
+            seq.num_pending == 1
+            and seq.num_ignored_samples == 0
+            and seq.is_generation
+            and not (seq.is_beam or seq.runs_alone)
+            and seq.num_reported >= seq.num_to_report
+            and seq.request.params.speculation
+        )
+
+    def flush(self) -> None:
+        """Forget all answers."""
+        self._answers.clear()
+
+    def _chances_of(self, seq: Sequence) -> Chances:
+        """The chances of a tenant's drafts. Those of other tenants would reveal how well these predict theirs."""
+        tenant = seq.request.namespace.tenant
+        chances = self._chances.get(tenant)
+        if chances is None:
+            chances = self._chances[tenant] = Chances()
+            if len(self._chances) > _MOST_TENANTS:
+                self._chances.popitem(last=False)
+        self._chances.move_to_end(tenant)
+        return chances
+
+    def _candidate(self, seq: Sequence, drafters: _SequenceDrafters, length: int) -> Candidate | None:
+        """The proposal of a sequence with the most expected tokens; None if no drafter has one."""
+        best: Candidate | None = None
+        most = 0.0
+        for drafter in (drafters.prediction, drafters.answers, drafters.suffix):
+            proposal: Proposal | None = None if drafter is None else drafter.propose(length)
+            if proposal is None:
+                continue
+            chances = drafters.own_counts.adjust(proposal.drafter, self._chances_of(seq).of(proposal))
+            expected, gain = 0.0, 1.0
+            for chance in chances:
+                gain *= chance
+                expected += gain
+            if expected > most:
+                best, most = Candidate(proposal, chances), expected
+        return best
+
+    def _allowed(
+        self, builder: StepBuilder, chunk: ScheduledChunk, proposal: Proposal, wanted: int
+    ) -> Proposal | SkipReason:
+        """Up to `wanted` drafts that have a block and that the constraint allows, or why there are none."""
+        if (count := min(wanted, self._capacity(builder, chunk, wanted))) <= 0:
+            return "blocks"
+        if not chunk.seq.constrained:
+            return proposal._replace(tokens=list(proposal.tokens[:count]))
+        allowed = self._structured_outputs.allowed_drafts(chunk.seq, proposal.tokens, count)
+        return proposal._replace(tokens=allowed.tokens, forced=allowed.forced) if allowed.tokens else "constraint"
+
+    def _capacity(self, builder: StepBuilder, chunk: ScheduledChunk, wanted: int) -> int:
+        """How many drafts have a block. Allocates one if one is free."""
+        table = chunk.seq.table
+        assert table is not None, "the sequence runs"
+        if table.capacity < chunk.stop + wanted:
+            firsts = self._cache.grow_free(table, chunk.stop + wanted)
+            if firsts is not None:
+                builder.update_table(chunk.seq, firsts)
+        return table.capacity - chunk.stop

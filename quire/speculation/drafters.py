@@ -1,0 +1,155 @@
+"""Drafters of one sequence. Each proposes the tokens that may follow, from tokens alone."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from quire.config import Drafter
+from quire.core.request import Namespace
+from quire.speculation.answers import AnswerStore, prompt_key
+from quire.speculation.suffix_index import MAX_INDEXED, SuffixIndex
+
+
+class Proposal(NamedTuple):
+    """A chain of draft tokens."""
+
+    drafter: Drafter
+    tokens: Sequence[int]
+    match_length: int  # tokens before the chain that equal those before its source
+    forced: Sequence[int] = ()  # indices of tokens that the constraint forces if those before them are right
+
+
+class _Follower:
+    """Follows the new tokens of a sequence through a text that they may repeat."""
+
+    __slots__ = ("behind", "match_length", "num_seen", "position", "text")
+
+    def __init__(self, num_seen: int) -> None:
+        """num_seen: leading tokens of the sequence that are not compared."""
+        self.num_seen = num_seen
+        self.text: Sequence[int] = ()
+        self.position: int | None = None  # of the next token in the text; None if they do not agree
+        self.match_length = 0  # tokens before it that agree
+        self.behind = 0  # of the next token, if the last difference was an exchanged token
+
+    def start(self, text: Sequence[int], position: int, match_length: int) -> None:
+        """Follow the tokens from a position of a text on."""
+        self.text, self.position, self.match_length = text, position, match_length
+
+    def follow(self, tokens: Sequence[int]) -> bool:
+        """Compare the tokens that were appended. Returns whether the sequence still agrees with the text."""
+        position, text = self.position, self.text
+        if position is not None:
+            for place in range(self.num_seen, len(tokens)):
+                if position >= len(text) or text[position] != tokens[place]:
+                    self.behind = position + len(tokens) - place
+                    position = None
+                    break
+                position += 1
+                self.match_length += 1
+        self.num_seen, self.position = len(tokens), position
+        return position is not None
+
+
+_FOLLOWED = 8  # tokens of a match that is followed without a search for a longer one
+
+
+class SuffixDrafter:
+    """Proposes what followed the longest earlier occurrence of the last tokens in the sequence itself."""
+
+    __slots__ = ("_follower", "_index", "_tokens")
+
+    def __init__(self, tokens: list[int]) -> None:
+        """tokens: those of the sequence, a list that grows with it."""
+        self._tokens = tokens
+        self._index = SuffixIndex(tokens, max(0, len(tokens) - MAX_INDEXED // 2))
+        self._follower = _Follower(len(tokens))
+
+    @property
+    def num_indexed(self) -> int:
+        """Number of indexed tokens, each of which takes memory."""
+        return self._index.num_indexed
+
+    def extend(self, most: int) -> int:
+        """Index up to `most` more tokens. Returns their number."""
+        return self._index.extend(len(self._tokens) - 1, most)
+
+    def propose(self, most: int) -> Proposal | None:
+        """Up to `most` tokens; None if the last two tokens have not occurred before.
+
+        If the occurrence overlaps the end, the text repeats itself, and so does the chain.
+        """
+        follower, tokens, length = self._follower, self._tokens, len(self._tokens)
+        if not follower.follow(tokens) or follower.match_length < _FOLLOWED:
+            found = self._index.find(tokens, length)
+            if found is None:
+                return None
+            follower.start(tokens, *found)
+        assert follower.position is not None, "it follows an earlier occurrence"
+        chain = tokens[follower.position : follower.position + most]
+        if len(chain) < most:
+            period = length - follower.position
+            chain = [chain[i % period] for i in range(most)]
+        return Proposal("suffix", chain, follower.match_length)
+
+
+class PredictionDrafter:
+    """Proposes the rest of a predicted output.
+
+    After a difference, it takes the differing token for one that was exchanged. If that is wrong, it continues where
+    the last two tokens of the output are in the prediction.
+    """
+
+    __slots__ = ("_follower", "_index", "_prediction", "_tokens")
+
+    def __init__(self, prediction: Sequence[int], tokens: list[int], num_prompt_tokens: int) -> None:
+        """tokens: those of the sequence, a list that grows with it. prediction: of its output."""
+        self._prediction = prediction
+        self._tokens = tokens
+        self._index = SuffixIndex(prediction)
+        self._index.extend(len(prediction), len(prediction))
+        self._follower = _Follower(num_prompt_tokens)
+        self._follower.start(prediction, 0, 0)
+
+    def propose(self, most: int) -> Proposal | None:
+        """Up to `most` tokens of the prediction; None if it does not continue the output, or has ended."""
+        follower, tokens = self._follower, self._tokens
+        if not follower.follow(tokens):
+            found = self._index.find(tokens, len(tokens)) if follower.match_length < 2 else None
+            follower.start(self._prediction, *(found or (follower.behind, 0)))
+        if follower.position is None or follower.position >= len(self._prediction):
+            return None
+        chain = self._prediction[follower.position : follower.position + most]
+        return Proposal("prediction", chain, follower.match_length)
+
+
+class AnswersDrafter:
+    """Proposes what followed in an earlier answer of the namespace: to the same prompt, or behind the same tokens."""
+
+    __slots__ = ("_follower", "_namespace", "_num_prompt_tokens", "_store", "_tokens")
+
+    def __init__(self, store: AnswerStore, namespace: Namespace, tokens: list[int], num_prompt_tokens: int) -> None:
+        """tokens: those of the sequence, a list that grows with it."""
+        self._store = store
+        self._namespace = namespace
+        self._tokens = tokens
+        self._num_prompt_tokens = num_prompt_tokens
+        self._follower = _Follower(num_prompt_tokens)
+        key = prompt_key(tokens, num_prompt_tokens)
+        for answers in store.of(namespace):
+            if (place := answers.begin(key)) is not None:
+                self._follower.start(*place)
+                break
+
+    def propose(self, most: int) -> Proposal | None:
+        """Up to `most` tokens of an earlier answer; None if none continues the sequence."""
+        follower, tokens = self._follower, self._tokens
+        if not follower.follow(tokens):
+            places = [found for answers in self._store.of(self._namespace) if (found := answers.find(tokens))]
+            if not places:
+                return None
+            follower.start(*max(places, key=lambda place: place.length))
+        assert follower.position is not None, "it follows an answer"
+        chain = follower.text[follower.position : follower.position + most]
+        if -1 in chain:
+            chain = chain[: chain.index(-1)]
+        return Proposal("answers", chain, follower.match_length) if chain else None

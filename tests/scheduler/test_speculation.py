@@ -1,0 +1,197 @@
+"""Speculative decoding over the scripted runner: it changes no token, takes fewer steps, and takes nothing from others.
+
+The token after a position depends on all KV before it, so that the KV of a rejected draft, if it were read, would
+change the output.
+"""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted_engine import VOCAB, Namespace, Rig
+
+from quire.runner.scripted_runner import script
+
+DRAFTERS = ("suffix", "answers", "prediction")
+ALL = {"speculation": DRAFTERS, "governs_speculation": False, "num_speculative_tokens": 4}
+
+
+def predicted(prompt, num_tokens, share, seed=0, windows=(0,)):
+    """The output after `prompt`, with a share of the tokens right."""
+    draw = random.Random(seed)
+    right = script(prompt, num_tokens, VOCAB, windows)
+    return [token if draw.random() < share else draw.randrange(VOCAB) for token in right]
+
+
+def outputs(rig):
+    return rig.tokens, rig.reasons, rig.logprobs, rig.scored
+
+
+request = st.fixed_dictionaries(
+    {
+        "prompt": st.tuples(st.integers(0, 3), st.integers(1, 30)),
+        "share": st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+        "max_tokens": st.integers(1, 20),
+        "n": st.sampled_from([1, 1, 2]),
+        "logprobs": st.sampled_from([None, None, 2]),
+        "prompt_logprobs": st.sampled_from([None, None, 1]),
+        "stop_token_ids": st.sampled_from([(), (), (3, 14)]),
+        "min_tokens": st.sampled_from([0, 1]),
+        "best_of": st.sampled_from([None, None, None, 3]),
+        "after": st.integers(0, 6),
+    }
+)
+
+
+def run(requests, windows, **options):
+    rig = Rig(windows=windows, prefix_index="radix", max_num_batched_tokens=16, **options)
+    for number, one in enumerate(requests):
+        start, length = one["prompt"]
+        prompt = [1 + (start * (i > 8) + 3 * i) % (VOCAB - 1) for i in range(length)]
+        names = ("max_tokens", "n", "logprobs", "prompt_logprobs", "stop_token_ids", "min_tokens", "best_of")
+        params = {name: one[name] for name in names}
+        params["best_of"] = None if params["best_of"] is None else max(params["best_of"], params["n"])
+        params["min_tokens"] = min(params["min_tokens"], params["max_tokens"])
+        prediction = predicted(prompt, 20, one["share"], number, windows)
+        rig.add(f"r{number}", prompt, prediction=prediction, **params)
+        for _ in range(one["after"]):
+            rig.step()
+    rig.run()
+    assert rig.replay().difference == ""
+    return rig
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(request, min_size=1, max_size=6),
+    st.sampled_from([(0,), (0, 12)]),
+    st.sampled_from([16, 24, 64]),
+    st.sampled_from([1, 2]),
+    st.integers(1, 9),
+)
+def test_no_token_changes(requests, windows, num_blocks, steps_in_flight, most):
+    options = {"num_blocks": num_blocks, "steps_in_flight": steps_in_flight}
+    options |= {"max_num_seqs": 5, "max_model_len": 56}
+    plain = run(requests, windows, **options)
+    drafting = run(requests, windows, **options | ALL | {"num_speculative_tokens": most})
+    assert outputs(drafting) == outputs(plain)
+
+
+PROMPT = [5, 4, 3, 9]
+
+
+@pytest.mark.parametrize(("share", "most_steps"), [(1.0, 8), (0.0, 40)])
+def test_a_prediction_saves_steps(share, most_steps):
+    """40 tokens in chains of 4 drafts and a sampled token: 8 steps. The prompt has the first chain."""
+    rig = Rig(num_blocks=64, **ALL | {"speculation": ("prediction",)})
+    rig.add("a", PROMPT, max_tokens=40, prediction=predicted(PROMPT, 40, share))
+    rig.run()
+    assert rig.tokens["a", 0] == script(PROMPT, 40, VOCAB)
+    assert len(rig.scheduler.sizes) == most_steps
+
+
+def test_a_repeated_request_takes_a_fifth_of_the_steps():
+    rig = Rig(num_blocks=64, prefix_index="radix", **ALL | {"num_speculative_tokens": 8})
+    for name in "ab":
+        before = len(getattr(rig.scheduler, "sizes", []))
+        rig.add(name, PROMPT, max_tokens=40)
+        rig.run()
+    assert rig.tokens["a", 0] == rig.tokens["b", 0]
+    assert len(rig.scheduler.sizes) - before <= 8 <= before // 4
+
+
+def test_a_request_may_decline():
+    rig = Rig(num_blocks=64, **ALL)
+    rig.add("a", PROMPT, max_tokens=20, prediction=predicted(PROMPT, 20, 1.0), speculation=False)
+    rig.run()
+    assert len(rig.scheduler.sizes) == 20
+
+
+def test_answers_of_another_tenant_are_no_drafts():
+    rig = Rig(num_blocks=64, prefix_index="radix", **ALL)
+    for name, tenant in (("a", "red"), ("b", "blue"), ("c", "red")):
+        before = len(getattr(rig.scheduler, "sizes", []))
+        rig.add(name, PROMPT, max_tokens=20, namespace=Namespace(tenant))
+        rig.run()
+        steps = len(rig.scheduler.sizes) - before
+        assert (steps <= 6) == (name == "c")
+    rig.engine.flush_cache()
+    before = len(rig.scheduler.sizes)
+    rig.add("d", PROMPT, max_tokens=20, namespace=Namespace("red"))
+    rig.run()
+    assert len(rig.scheduler.sizes) - before > 15
+
+
+def test_the_kv_of_rejected_drafts_is_not_reused():
+    """The first request ends at a stop token within a chain; another continues its text from the prefix cache."""
+    expected = script(PROMPT, 30, VOCAB)
+    for stop in range(1, 20):
+        rig = Rig(num_blocks=64, prefix_index="radix", **ALL)
+        prediction = [*expected[:stop], (expected[stop] + 1) % VOCAB, 7, 7]
+        last = next((i for i, token in enumerate(expected) if token == expected[stop] and i >= 1), stop)
+        rig.add("a", PROMPT, max_tokens=20, prediction=prediction, stop_token_ids=(expected[stop],), min_tokens=1)
+        rig.run()
+        assert rig.tokens["a", 0] == expected[: last + 1]
+        rig.add("b", PROMPT + expected[: last + 1], max_tokens=6, speculation=False)
+        rig.run()
+        assert rig.tokens["b", 0] == expected[last + 1 : last + 7]
+
+
+def test_nothing_is_evicted_or_preempted_for_drafts():
+    """With and without drafts, three sequences in a pool that is just large enough."""
+    stats = []
+    for options in ({}, ALL):
+        rig = Rig(num_blocks=24, block_size=4, max_model_len=32, prefix_index="radix", **options)
+        for number in range(3):
+            prompt = [number + 1, *PROMPT]
+            rig.add(f"r{number}", prompt, max_tokens=26, prediction=predicted(prompt, 26, 0.8, number))
+        rig.run()
+        assert all(len(tokens) == 26 for tokens in rig.tokens.values())
+        stats.append((rig.engine.stats().num_preemptions, rig.engine.stats().kv_blocks_evicted, rig.scheduler.sizes))
+    assert stats[0][:2] == stats[1][:2] == (0, 0)
+    assert len(stats[1][2]) < len(stats[0][2])
+
+
+def test_drafts_stay_within_the_budget_of_tokens():
+    rig = Rig(num_blocks=64, max_num_batched_tokens=6, max_num_seqs=4, **ALL)
+    for number in range(4):
+        prompt = [number + 1, *PROMPT]
+        rig.add(f"r{number}", prompt, max_tokens=20, prediction=predicted(prompt, 20, 1.0))
+    rig.run()
+    assert max(rig.scheduler.sizes) == 6
+
+
+def test_fairness_and_costs_count_accepted_tokens_only():
+    charged, steps = [], []
+    for options in ({}, ALL):
+        rig = Rig(num_blocks=64, policy="fair", **options)
+        rig.add("a", PROMPT, max_tokens=20, prediction=predicted(PROMPT, 20, 0.5), namespace=Namespace("red"))
+        rig.run()
+        charged.append(rig.scheduler.state.queue.counter("red"))
+        steps.append(rig.scheduler.costs.prefill.num_steps)
+    assert charged[0] == charged[1]
+    assert steps == [1, 1]  # steps with drafts are no prompt steps
+
+
+def test_a_failing_step_with_drafts_is_rolled_back():
+    fails = {2, 5}
+    rig = Rig(num_blocks=64, fails=lambda step: step.id in fails, **ALL)
+    for name, prompt in (("a", PROMPT), ("b", PROMPT[::-1])):
+        rig.add(name, prompt, max_tokens=20, prediction=predicted(prompt, 20, 0.7))
+    rig.run()
+    assert rig.num_failures == 2
+    assert rig.tokens["a", 0] == script(PROMPT, 20, VOCAB)
+    assert rig.tokens["b", 0] == script(PROMPT[::-1], 20, VOCAB)
+
+
+def test_long_prompts_are_indexed_over_several_steps(monkeypatch):
+    monkeypatch.setattr("quire.scheduler.speculation._INDEXED_PER_STEP", 8)
+    prompt = [1 + i % 7 for i in range(200)]
+    rig = Rig(num_blocks=128, max_num_batched_tokens=256, **ALL | {"speculation": ("suffix",)})
+    rig.add("a", prompt, max_tokens=40)
+    rig.run()
+    assert rig.tokens["a", 0] == script(prompt, 40, VOCAB)
+    speculator = rig.scheduler.speculator
+    assert speculator._num_indexed == 0
+    assert not speculator._sequences

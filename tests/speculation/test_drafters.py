@@ -1,0 +1,89 @@
+"""What each drafter proposes."""
+
+from quire.core.request import Namespace
+from quire.speculation.answers import AnswerStore
+from quire.speculation.drafters import AnswersDrafter, PredictionDrafter, SuffixDrafter
+
+RED, BLUE = Namespace("red"), Namespace("blue")
+
+
+def suffix(tokens):
+    drafter = SuffixDrafter(tokens)
+    drafter.extend(10**6)
+    return drafter
+
+
+def test_a_text_that_repeats_itself_is_continued():
+    assert suffix([1, 2, 3, 4, 5, 1, 2]).propose(3).tokens == [3, 4, 5]
+    assert suffix([9, 8, 1, 2, 1, 2]).propose(5).tokens == [1, 2, 1, 2, 1]  # the chain overlaps the end
+    assert suffix([1, 2, 3, 4]).propose(3) is None
+
+
+def test_tokens_that_were_appended_are_found():
+    tokens = [1, 2, 3, 9]
+    drafter = suffix(tokens)
+    assert drafter.propose(2) is None
+    tokens += [1, 2]
+    drafter.extend(100)
+    assert drafter.propose(2).tokens == [3, 9]
+
+
+def test_a_prediction_is_followed_and_met_again_after_a_difference():
+    prediction, tokens = [5, 6, 7, 8, 9, 10], [1, 2]
+    drafter = PredictionDrafter(prediction, tokens, 2)
+    assert drafter.propose(3).tokens == [5, 6, 7]
+    tokens += [5, 6, 50]
+    assert drafter.propose(2) == ("prediction", [8, 9], 0, ())  # as if 50 were in the place of 7
+    tokens += [7]
+    assert drafter.propose(2).tokens == [9, 10]
+    tokens += [8]
+    proposal = drafter.propose(3)  # 50 was inserted: the last two tokens are found
+    assert (proposal.tokens, proposal.match_length) == ([9, 10], 2)
+    tokens += [9]
+    assert drafter.propose(3) == ("prediction", [10], 3, ())
+    tokens += [10]
+    assert drafter.propose(3) is None
+
+
+def test_the_answer_to_the_same_prompt_is_proposed_from_its_first_token():
+    store, prompt = AnswerStore(), list(range(100))
+    store.add(RED, [*prompt, 7, 8, 9], 100)
+    store.add(RED, [*prompt[::-1], 4, 5, 6], 100)
+    tokens = list(prompt)
+    drafter = AnswersDrafter(store, RED, tokens, 100)
+    assert drafter.propose(2).tokens == [7, 8]
+    tokens += [7, 8]
+    assert drafter.propose(2).tokens == [9]  # the answer ends
+    tokens += [9]
+    assert drafter.propose(2) is None
+    assert AnswersDrafter(store, BLUE, list(prompt), 100).propose(2) is None
+
+
+def test_what_followed_in_an_earlier_answer_is_proposed():
+    store = AnswerStore()
+    store.add(RED, [1, 2, 3, 4, 5, 6, 7], 2)
+    tokens = [90, 91, 4]
+    drafter = AnswersDrafter(store, RED, tokens, 2)
+    assert drafter.propose(4) is None
+    tokens += [5]
+    assert drafter.propose(4).tokens == [6, 7]
+    tokens += [44]
+    assert drafter.propose(4) is None
+
+
+def test_answers_are_bounded_and_can_be_forgotten(monkeypatch):
+    monkeypatch.setattr("quire.speculation.answers._MOST_TOKENS", 64)
+    monkeypatch.setattr("quire.speculation.answers._MOST_OF_ALL", 200)
+    store = AnswerStore()
+    for i in range(50):
+        store.add(RED, [i, *range(10 * i, 10 * i + 10)], 1)
+    kept = sum(len(answers.tokens) for answers in store.of(RED))
+    assert 32 <= kept <= 96
+    assert store.of(RED)[0].find([495, 496]) is not None
+    assert all(answers.find([5, 6]) is None for answers in store.of(RED))
+    for i in range(10):
+        store.add(Namespace(str(i)), list(range(30)), 1)
+    assert not store.of(RED)
+    assert store.of(Namespace("9"))
+    store.clear()
+    assert not store.of(Namespace("9"))

@@ -1,0 +1,135 @@
+"""The governor against all choices, and its learning."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.cost.step_time import StepCurve
+from quire.speculation.drafters import Proposal
+from quire.speculation.governor import Candidate, Chances, Governor, OwnCounts
+
+chances = st.lists(st.floats(0.05, 1.0), min_size=1, max_size=4)
+
+
+def candidate(*of):
+    return Candidate(Proposal("suffix", [0] * len(of), 2), of)
+
+
+def expected(candidates, counts):
+    total = 0.0
+    for one, count in zip(candidates, counts, strict=True):
+        gain = 1.0
+        for chance in one.chances[:count]:
+            gain *= chance
+            total += gain
+    return total
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(chances.map(lambda of: candidate(*of)), min_size=1, max_size=3),
+    st.lists(st.floats(0.01, 1.0), min_size=12, max_size=12),  # at least what a draft costs anyway
+    st.integers(1, 12),
+)
+def test_the_drafts_with_the_most_tokens_per_second_are_selected(candidates, slopes, most):
+    """Of all numbers of drafts of each candidate. A chain is selected from its begin."""
+    costs = [0.0, 1.0]
+    for slope in sorted(slopes):
+        costs.append(costs[-1] + slope)
+    costs += [costs[-1] + i for i in range(1, 20)]
+    governor, samples = Governor(lambda tokens: costs[tokens]), len(candidates)
+    counts = governor.select(candidates, num_tokens=1, num_samples=samples, most=most)
+    choices = itertools.product(*(range(len(one.chances) + 1) for one in candidates))
+    best = max(
+        (samples + expected(candidates, choice)) / costs[1 + sum(choice)] for choice in choices if sum(choice) <= most
+    )
+    if sum(counts):
+        assert (samples + expected(candidates, counts)) / costs[1 + sum(counts)] == pytest.approx(best)
+    else:
+        assert samples / costs[1] == pytest.approx(best)
+
+
+def test_without_costs_all_drafts_are_selected():
+    governor = Governor(lambda tokens: 0.0)
+    assert governor.select([candidate(0.1, 0.1)], num_tokens=1, num_samples=1, most=9) == [2]
+
+
+def test_drafts_that_do_not_pay_take_a_hundredth_of_the_time():
+    """They are tried now and then, because chances and costs change."""
+    governor, spent, steps = Governor(lambda tokens: 1.0 + 0.5 * (tokens - 1)), 0.0, 10_000
+    for _ in range(steps):
+        assert governor.may_pay(1, 1)  # half of the time of a token
+        (count,) = governor.select([candidate(0.1, 0.1)], num_tokens=1, num_samples=1, most=9)
+        spent += 0.5 * count
+    assert 0.009 * steps <= spent <= 0.0101 * steps
+
+
+def test_proposals_are_not_even_made_where_no_draft_can_pay():
+    """A step of 64 sequences that takes as long as its tokens. One draft is tried as soon as its time is saved up."""
+    governor = Governor(lambda tokens: 0.01 * tokens)
+    asked = [governor.may_pay(64, 64) for _ in range(100)]
+    assert not asked[0]
+    assert asked[-1]
+    assert Governor(lambda tokens: 1.0 + 0.01 * tokens).may_pay(64, 64)
+
+
+def test_chances_are_learned_by_place_and_match_length():
+    learned = Chances()
+    short, long = Proposal("suffix", [1, 2], 2), Proposal("suffix", [1, 2], 20)
+    before = learned.of(short)
+    for _ in range(200):
+        learned.observe(short, 0)
+        learned.observe(long, 2)
+    assert learned.of(short)[0] < 0.05
+    assert learned.of(short)[1] == before[1]  # it was never reached
+    assert min(learned.of(long)) > 0.95
+
+
+def test_a_forced_token_says_nothing_about_drafts():
+    learned, proposal = Chances(), Proposal("suffix", [1, 2, 3], 2, forced=[1])
+    before = learned.of(proposal)
+    learned.observe(proposal, 2)
+    after = learned.of(proposal)
+    assert after[0] > before[0]
+    assert after[1] == before[1]
+    assert after[2] < before[2]
+
+
+def test_a_sequence_whose_drafts_fail_differs_from_the_others():
+    counts, proposal = OwnCounts(), Proposal("prediction", [1, 2], 0)
+    assert counts.adjust("prediction", [0.9]) == [pytest.approx(0.9)]
+    for _ in range(20):
+        counts.observe(proposal, 0)
+    assert counts.adjust("prediction", [0.9])[0] < 0.35
+    assert counts.adjust("suffix", [0.9]) == [pytest.approx(0.9)]
+
+
+@given(st.lists(st.tuples(st.integers(1, 300), st.floats(1e-4, 1.0)), min_size=1, max_size=40))
+def test_the_curve_of_step_seconds_rises(steps):
+    curve = StepCurve()
+    for num_tokens, seconds in steps:
+        curve.observe(num_tokens, seconds)
+    values = [curve.seconds(n) for n in range(1, 400)]
+    assert min(values) > 0
+    assert all(b >= a - 1e-12 for a, b in itertools.pairwise(values))
+
+
+def test_the_first_token_of_a_group_of_eight_may_cost_more_than_the_others():
+    curve = StepCurve()
+    for _ in range(20):
+        for num_tokens in range(1, 17):
+            curve.observe(num_tokens, 0.01 * -(-num_tokens // 8) + 1e-5 * num_tokens)
+    assert curve.seconds(9) - curve.seconds(8) > 0.009
+    assert curve.seconds(16) - curve.seconds(9) < 0.001
+
+
+def test_a_pause_of_the_machine_is_clamped():
+    curve = StepCurve()
+    for _ in range(20):
+        for num_tokens in (1, 8, 64):
+            curve.observe(num_tokens, 0.01 + 0.001 * num_tokens)
+    curve.observe(8, 5.0)
+    assert curve.seconds(1) == pytest.approx(0.011)
+    assert curve.seconds(8) < 0.04
