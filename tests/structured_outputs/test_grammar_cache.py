@@ -291,7 +291,8 @@ def test_a_result_that_comes_after_the_end_of_the_loop_is_ignored(caplog):
                 break
             time.sleep(0.005)
     assert backend.told == ["slow"]
-    assert not [one for one in caplog.records if one.levelno >= logging.ERROR]
+    ours = [one for one in caplog.records if one.name.startswith(("asyncio", "quire.structured_outputs"))]
+    assert not [one for one in ours if one.levelno >= logging.ERROR]
 
 
 def test_the_loop_goes_on_while_a_constraint_is_compiled():
