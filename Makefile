@@ -57,14 +57,15 @@ trace: $(VENV)/.installed-dev  ## files and functions that one request passes; A
 corpus-check: $(VENV)/.installed-dev  ## schedules, greedy outputs and HTTP responses beside those that were recorded
 	@$(BIN)/python -m pytest tests/repository/test_corpus_replay.py $(ARGS)
 
-# A copy of quire whose kernels are compiled with the sanitizers of GCC for addresses and undefined behaviour.
+# A copy of quire whose kernels are compiled with the sanitizers of GCC for addresses and undefined behaviour. Tile registers
+# are emulated as well, because sanitizers do not see the memory that AMX instructions read and write.
 NATIVE := build/native
 SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -O1 -g1
 RUNTIMES = $(foreach name,libasan.so libubsan.so libstdc++.so,$(shell $(or $(CXX),g++) -print-file-name=$(name)))
 
 check-native: $(VENV)/.installed-dev  ## the tests of the CPU kernels, watched by sanitizers; ARGS="-k rowwise -x"
 	@rm -rf $(NATIVE) && mkdir -p $(NATIVE) && cp -r quire $(NATIVE)/ && rm -f $(NATIVE)/quire/kernels/cpu/_C*.so
-	@QUIRE_CXXFLAGS="$(SANITIZERS)" $(BIN)/python setup.py -q build_ext --build-temp $(NATIVE)/temp --build-lib $(NATIVE)
+	@QUIRE_BUILDS=all QUIRE_CXXFLAGS="$(SANITIZERS)" $(BIN)/python setup.py -q build_ext --build-temp $(NATIVE)/temp --build-lib $(NATIVE)
 	@ls $(NATIVE)/quire/kernels/cpu/_C*.so
 	@LD_PRELOAD="$(RUNTIMES)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 $(BIN)/python -m pytest --capture=sys \
 		-o pythonpath="$(NATIVE) tests/rigs" --hypothesis-profile native tests/kernels/cpu $(ARGS)

@@ -20,15 +20,18 @@ AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
 AVX512_BF16 = (*AVX512, "-mavx512bf16", "-mavx512vnni")
 X86_BUILDS = {  # the fastest first
-    "amx": (*AVX512_BF16, "-mamx-tile", "-mamx-bf16"),
+    "amx": (*AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
     "avx512_bf16": AVX512_BF16,
     "avx512": AVX512,
     "avx2": AVX2,
     "generic": (),
 }
-BUILDS = X86_BUILDS if platform.machine() in ("x86_64", "AMD64") else {"generic": ()}
-if only := os.environ.get("QUIRE_BUILDS"):  # for tests: names of some of them
-    BUILDS = {name: BUILDS[name] for name in only.split(",")}
+X86_TEST_BUILDS = {"amx_emulated": (*AVX512_BF16, "-DEMULATED_TILES")}
+IS_X86 = platform.machine() in ("x86_64", "AMD64")
+BUILDS = X86_BUILDS if IS_X86 else {"generic": ()}
+if only := os.environ.get("QUIRE_BUILDS"):  # for tests: names of some of them, or "all" with those for tests
+    BUILDS = {**BUILDS, **(X86_TEST_BUILDS if IS_X86 else {})}
+    BUILDS = BUILDS if only == "all" else {name: BUILDS[name] for name in only.split(",")}
 WIDE_MOVES = ("-mmove-max=256", "-mstore-max=256")  # or GCC moves vectors of two registers piece by piece
 FLAGS = (
     *("-O3", "-g0", "-std=c++17", "-fopenmp", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math"),

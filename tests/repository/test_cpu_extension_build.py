@@ -4,24 +4,15 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from built_extension import ROOT, build
 
 from quire.kernels.cpu import _C
 
-ROOT = Path(__file__).resolve().parents[2]
 BUILT = ROOT / "build"  # of an editable installation
 SOURCES = ROOT / "quire" / "kernels" / "cpu" / "csrc"
 GLOBAL = frozenset("ABCDGRSTVWiuvw")  # letters of nm for symbols that other object files may refer to
-
-
-def build(temporary, library, **variables):
-    """Run setup.py. It writes only to `temporary` and `library`."""
-    command = [sys.executable, "setup.py", "build_ext", "--build-temp", str(temporary), "--build-lib", str(library)]
-    return subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True, check=False
-    )
 
 
 def object_files(folder):

@@ -1,4 +1,4 @@
-"""The deterministic C++ kernels: without AMX tile registers, and without contexts that are split over threads.
+"""The deterministic C++ kernels: without AMX tile registers for floats, and without contexts split over threads.
 
 They use the blocks and weights of the ordinary ones.
 """

@@ -17,6 +17,7 @@ ROUNDED = [
     *(INT8, INT4, Scheme(4), Scheme(4, 8), Scheme(4, 128, torch.float16)),
     *(Scheme(8, 0, torch.float16), Scheme(8, 32, torch.float16)),
     *(Scheme(4, 32, torch.float16, has_offsets=True), Scheme(8, 16, torch.bfloat16, has_offsets=True)),
+    *(Scheme(8, 64, torch.float16, has_offsets=True), Scheme(4, 64)),  # groups that fill tile registers
     *(MXFP4, NVFP4, Scheme(4, grid="e2m1")),
     *(Scheme(8, grid="e4m3"), Scheme(8, 32, torch.bfloat16, grid="e4m3")),
 ]
@@ -189,11 +190,42 @@ def test_products_of_integers_are_exact(seed, rows, n, k, scheme, dtype):
 
 
 @drawn
-@given(SEEDS, st.integers(2, 40), SIZES, SIZES, SCHEMES, DTYPES, st.data())
-def test_a_row_does_not_depend_on_the_others(seed, rows, n, k, scheme, dtype, data):
-    x, packed = normal(seed, rows, k, dtype=dtype), cpu.pack_weight(normal(seed, n, k, dtype=dtype), scheme=scheme)
+@given(SEEDS, st.integers(2, 70), SIZES, SIZES, SCHEMES, DTYPES, st.booleans(), st.data())
+def test_a_row_does_not_depend_on_the_others(seed, rows, n, k, scheme, dtype, gated, data):
+    product = product_of(seed, n, k, scheme, dtype, gated)
+    x = normal(seed, rows, k, dtype=dtype)
     chosen = data.draw(st.lists(st.integers(0, rows - 1), min_size=1, max_size=rows))
-    assert torch.equal(cpu.linear(x[chosen], packed), cpu.linear(x, packed)[chosen])
+    assert torch.equal(product(x[chosen]), product(x)[chosen])
+
+
+def product_of(seed, n, k, scheme, dtype, gated):
+    """A function of x: its product with a random weight (n, k), or (2n, k) if it is gated, plus a bias."""
+    n *= 1 + gated
+    packed = cpu.pack_weight(normal(seed, n, k, dtype=dtype), 1 + gated, scheme)
+    bias = normal(seed + 1, n, dtype=dtype)
+    return lambda x: cpu.gated_linear(x, packed, bias, "silu") if gated else cpu.linear(x, packed, bias)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("scheme", [INT8, Scheme(8, 64), Scheme(4, 64, has_offsets=True), Scheme(4)])
+def test_each_number_of_rows_has_the_bits_of_each_row_alone(scheme, gated):
+    product = product_of(0, 40, 130, scheme, torch.float32, gated)
+    x = normal(1, 65, 130)
+    every = product(x)
+    for rows in (4, 5, 9, 16, 17, 31, 32, 33, 48, 49):
+        assert torch.equal(product(x[:rows]), every[:rows])
+        assert torch.equal(product(x[rows - 1 : rows]), every[rows - 1 : rows])
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("scheme", [INT8, Scheme(8, 64), Scheme(4, 128, has_offsets=True)])
+def test_many_long_rows_have_the_bits_of_each_row_alone(scheme, gated):
+    """So many that a block of x has a part of k at a time with tile registers."""
+    product = product_of(0, 17, 8300, scheme, torch.bfloat16, gated)
+    x = normal(1, 301, 8300, dtype=torch.bfloat16)
+    found = product(x)
+    for row in (0, 15, 16, 31, 32, 127, 160, 255, 256, 300):
+        assert torch.equal(product(x[row : row + 1])[0], found[row])
 
 
 @drawn

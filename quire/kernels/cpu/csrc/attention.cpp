@@ -19,6 +19,7 @@
 // A strict call splits no item, and uses no tile registers and no weights of 8 bits. Its steps end at multiples of STEP_TOKENS, and masked keys
 // do not change a row's state, bit for bit. So a row's result depends on its own sequence only.
 #include "attention_int4.h"
+#include "tile_registers.h"
 
 namespace quire::ISA {
 
@@ -205,7 +206,7 @@ static void merge_all(const Attention& a, const Work& work, const Team& team) {
       merge_row(a, work.merges[i], row);
 }
 
-#if defined(__AMX_TILE__)
+#if defined(HAS_TILES)
 #include "attention_tiles.h"
 #else
 constexpr int64_t tile_bytes(const Attention&) { return 0; }
@@ -214,7 +215,7 @@ constexpr int64_t tile_bytes(const Attention&) { return 0; }
 template <bool PAGED>
 static void attend_item(const Attention& a, const Item& item, Queue* queue, Rows& rows, char* tiles, char* expanded) {
   find_positions(a, item, &rows);
-#if defined(__AMX_TILE__)
+#if defined(HAS_TILES)
   if (fits_tiles(a, item)) return attend_with_tiles<PAGED>(a, item, queue, rows, tiles);
 #endif
   (void)tiles;
@@ -255,11 +256,11 @@ static void attend_all(Attention& a, const Team& team) {
   list_work(a, splitter, &work, by_class);
 
   Queue queue = {team, work};
-#if defined(__AMX_TILE__)
+#if defined(HAS_TILES)
   if (may_use_tiles(a)) begin_tiles();
 #endif
   while (const Item* item = queue.take()) attend_item<PAGED>(a, *item, &queue, rows, memory[9], memory[10]);
-#if defined(__AMX_TILE__)
+#if defined(HAS_TILES)
   if (may_use_tiles(a)) _tile_release();
 #endif
   if (work.num_merges == 0) return;

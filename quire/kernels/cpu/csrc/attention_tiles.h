@@ -6,27 +6,16 @@
 // Sums and weighted values are rescaled only when a maximum has grown by more than a factor of 2^SLACK. Until then
 // weights can be above 1, which costs no precision.
 constexpr int64_t TILES_FROM_ROWS = 4;  // with fewer rows, vectors read memory as fast
-constexpr int64_t TILE_BYTES = 1024;
 constexpr int64_t TILE_GROUPS = STEP_TOKENS / 32;       // of 32 tokens
 constexpr int64_t TILE_ROWS = 32;                            // rows at once
 constexpr int64_t SCORE_STRIDE = STEP_TOKENS + 16;  // no power of two, so that rows do not share cache sets
 constexpr float SLACK = 8.0f;
-
-struct alignas(64) TileConfig {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
 
 INLINE bool may_use_tiles(const Attention& a) {
   return a.stored == Stored::bfloat16 && !a.strict && a.head_dim % 32 == 0 && a.scale > 0;
 }
 INLINE bool fits_tiles(const Attention& a, const Item& item) {
   return may_use_tiles(a) && item.rows >= TILES_FROM_ROWS;
-}
-INLINE void begin_tiles() {
-  static const TileConfig config;
-  _tile_loadconfig(&config);
 }
 
 struct Tiles {

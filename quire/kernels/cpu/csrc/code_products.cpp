@@ -6,11 +6,12 @@
 // terms, or of 4 bits [16][4] of 8 terms: the low halves of the bytes are the first four terms. Scales and offsets of a
 // tile are [groups][16].
 // Each row of x is rounded to 8 bits with one scale. The products of a group are added exactly, in integers, and groups
-// in order. So the result of a row does not depend on other rows or on threads.
+// in order. So the result of a row does not depend on other rows, on threads or on whether tile registers are used.
 //
 // Codes of the grid e4m3 are float8 numbers: see terms.h for the order of four codes. They are multiplied in floats with x
 // as it is. The terms of a group are added in order, and groups in order.
 #include "codes.h"
+#include "product_tiles.h"
 #include "products.h"
 #include "terms.h"
 
@@ -92,6 +93,21 @@ void unpack_codes(const Arg* a, const Team& team) { a[5].integer ? unpack<bf16>(
 // ---- products ----
 
 namespace {
+// Rounds a row of x to codes, and returns its scale. corrections: [groups], what the zero of the weight's codes adds to
+// the sums of a group, negated.
+float round_x(const CodeProduct& p, int64_t row, int32_t zero, int8_t* codes, int32_t* corrections) {
+  const Format& f = p.format;
+  int64_t place = row * p.x_stride, padded = f.steps * f.terms;
+  float scale =
+      p.is_bf16 ? round_row((const bf16*)p.x + place, p.k, codes) : round_row((const float*)p.x + place, p.k, codes);
+  for (int64_t g = 0; g < f.groups; g++) {
+    int32_t total = 0;
+    for (int64_t i = g * f.each * f.terms; i < min(padded, (g + 1) * f.each * f.terms); i++) total += codes[i];
+    corrections[g] = -zero * total;
+  }
+  return scale;
+}
+
 // Rows of x as codes, for weights with codes of BITS bits. GROUPED: whether rows of the weight have several scales.
 // TABLE: whether codes are looked up.
 template <int BITS, bool GROUPED, bool TABLE = false>
@@ -103,7 +119,7 @@ struct CodeRows {
   int64_t first, count, tile_bytes;
   HeldCode* x;
   float* scales;
-  int32_t* corrections;  // [count][groups]: what the zero of the codes adds to the sums of a group, negated
+  int32_t* corrections;  // [count][groups]: see round_x
   int64_t stride;
 
   static int64_t row_bytes(const CodeProduct& p) { return p.k * sizeof(HeldCode); }
@@ -119,15 +135,8 @@ struct CodeRows {
     corrections = (int32_t*)(scales + count);
     auto codes = (int8_t*)(corrections + count * groups);
     for (int64_t i = 0; i < count; i++) {
-      int64_t place = (first + i) * p.x_stride;
-      scales[i] = p.is_bf16 ? round_row((const bf16*)p.x + place, p.k, codes) : round_row((const float*)p.x + place, p.k, codes);
+      scales[i] = round_x(p, first + i, ZERO, codes, corrections + i * groups);
       hold_codes(codes, x + i * stride, padded);
-      for (int64_t g = 0; g < groups; g++) {
-        int64_t begin = g * p.format.each * TERMS, end = min(padded, begin + p.format.each * TERMS);
-        int32_t total = 0;
-        for (int64_t j = begin; j < end; j++) total += codes[j];
-        corrections[i * groups + g] = -ZERO * total;
-      }
     }
   }
 
@@ -174,7 +183,7 @@ struct CodeRows {
           sums[m][n] = fma(splat(begin_at[m * f.groups + g] * (-1.0f / ZERO)), offset, sums[m][n]);
       }
     }
-    for_all<MR, NB>([&](int m, int n) { sums[m][n] *= splat(scales[row + m]); });
+    for_all<MR, NB>([&](int m, int n) { sums[m][n] = unfused(sums[m][n] * splat(scales[row + m])); });
     p.is_bf16 ? finish_all<bf16>(p, panel, first + row, sums) : finish_all<float>(p, panel, first + row, sums);
   }
 
@@ -258,10 +267,17 @@ static void multiply_float8(const CodeProduct& p, const Team& team) {
 
 }  // namespace
 
+#if defined(HAS_TILES)
+#include "code_tiles.h"
+#endif
+
 void multiply_codes(const CodeProduct& p, const Team& team) {
   if (p.format.grid == Grid::e4m3)
-    p.is_bf16 ? multiply_float8<bf16>(p, team) : multiply_float8<float>(p, team);
-  else if (p.format.grid != Grid::integers)
+    return p.is_bf16 ? multiply_float8<bf16>(p, team) : multiply_float8<float>(p, team);
+#if defined(HAS_TILES)
+  if (fits_tiles(p)) return with_tiles<CodeBlock>(p, team);
+#endif
+  if (p.format.grid != Grid::integers)
     with_vectors<CodeRows<4, true, true>>(p, team);
   else if (p.format.bits == 4)
     with_vectors<CodeRows<4, true>>(p, team);

@@ -180,6 +180,10 @@ PyMODINIT_FUNC PyInit__C() {
   using namespace quire;
   for (const Build* build : kBuilds)
     if (state.build == nullptr && build->runs_here()) state.build = build;
+  if (state.build == nullptr) {
+    PyErr_SetString(PyExc_ImportError, "it has no build that runs on this machine");
+    return nullptr;
+  }
   state.data_ptr = PyUnicode_InternFromString("data_ptr");
   PyObject* module = PyModule_Create(&kModule);
   if (module != nullptr && (state.data_ptr == nullptr || !add_kernels(module))) Py_CLEAR(module);

@@ -5,6 +5,7 @@
 // AMX tile register, so one copy serves all builds.
 // One thread adds the terms in order. So the result of a row depends neither on the values of other rows nor on
 // threads, but on whether tile registers are used.
+#include "product_tiles.h"
 #include "products.h"
 #include "terms.h"
 
@@ -120,15 +121,78 @@ struct FloatRows {
     finish_all<T>(p, panel, first + row, sums);
   }
 };
+
+#if defined(HAS_TILES)
+// A block of rows of x in bf16, for tile registers: see product_tiles.h.
+template <bool GATED>
+struct Bf16Block {
+  struct Sums : TileSums {
+    int64_t column;
+    Vec bias[2];
+    bool alone;  // whether there is no second tile
+  };
+  static constexpr bool in_place = true;
+
+  const Product& p;
+
+  static int64_t steps(const Product& p) { return up_to(p.k, 32) / 32; }
+  static int64_t unit(const Product&) { return 1; }
+  static int64_t memory_bytes(const Product&, int64_t, int64_t) { return 0; }
+  Bf16Block(const Product& p, int64_t, int64_t, char*) : p(p) {}
+
+  void lay_out(int64_t row, int64_t count, const Part& part, char* a) const {
+    for (int64_t i = 0; i < up_to(count, 16); i++) {
+      char* out = a + i / 16 * part.bytes() + i % 16 * 64;
+      const bf16* x = (const bf16*)p.x + (row + i) * p.x_stride + part.begin * 32;
+      for (int64_t s = 0; s < part.end - part.begin; s++, out += TILE_BYTES) {
+        int64_t left = i < count ? min(32, p.k - (part.begin + s) * 32) : 0;
+        if (left == 32) {
+          memcpy(out, x + s * 32, 64);
+        } else {
+          memset(out, 0, 64);
+          memcpy(out, x + s * 32, left * sizeof(bf16));
+        }
+      }
+    }
+  }
+
+  const char* weight(int64_t tile, const Part& part, int) const {
+    return p.weight + (tile * steps(p) + part.begin) * TILE_BYTES;
+  }
+
+  template <bool BOTH>
+  INLINE_MEMBER void multiply(const char* a, int64_t, const Panel&, const Part& part, Beside<Bf16Block>& beside,
+                              const float* from, float* to) const {
+    multiply_tiles<false, BOTH>(a, part.bytes(), 0, part.bytes(), beside, from, to);
+  }
+
+  INLINE_MEMBER void begin(Sums& sums, const Panel& panel) const {
+    sums.column = panel.columns[0];
+    sums.alone = panel.columns[1] >= p.n;
+    sums.bias[0] = bias_of<bf16>(p, sums.column, 0);
+    sums.bias[1] = Vec{};
+    if (!sums.alone) sums.bias[1] = GATED ? bias_of<bf16>(p, sums.column, 1) : bias_of<bf16>(p, sums.column + 16, 0);
+  }
+
+  INLINE_MEMBER void finish_row(Sums& sums) const {
+    int64_t i = sums.done++;
+    bf16* out = (bf16*)p.out + (sums.first + i) * p.out_stride + sums.column;
+    int64_t left = p.n - sums.column;
+    Vec x = load(sums.values[i / 16][0][i % 16]) + sums.bias[0];
+    Vec y = load(sums.values[i / 16][1][i % 16]) + sums.bias[1];
+    if (GATED) return store_some(out, activate((Activation)p.gate, rounded<bf16>(x)) * rounded<bf16>(y), left);
+    if (left >= 32) return store_two(out, x, y);
+    store_some(out, x, left);
+    if (!sums.alone) store_some(out + 16, y, left - 16);
+  }
+};
+#endif
 }  // namespace
 
-#if defined(__AMX_TILE__)
-#include "product_tiles.h"
-#endif
-
 void multiply(const Product& p, bool is_bf16, [[maybe_unused]] bool tiles, const Team& team) {
-#if defined(__AMX_TILE__)
-  if (is_bf16 && tiles && p.rows > TILES_FROM_ROWS) return with_tiles(p, team);
+#if defined(HAS_TILES)
+  if (is_bf16 && tiles && p.rows > TILES_FROM_ROWS)
+    return p.gate < 0 ? with_tiles<Bf16Block<false>>(p, team) : with_tiles<Bf16Block<true>>(p, team);
 #endif
   is_bf16 ? with_vectors<FloatRows<bf16>>(p, team) : with_vectors<FloatRows<float>>(p, team);
 }

@@ -202,6 +202,15 @@ INLINE Floats fma(Floats a, Floats b, Floats c) {
   return a * b + c;  // contracted if the machine has a fused multiply-add
 #endif
 }
+// x itself: a product that GCC must not fuse with a sum, so that it is rounded in the same way everywhere.
+INLINE Floats unfused(Floats x) {
+#if defined(__x86_64__)
+  __asm__("" : "+v"(x));
+#elif defined(__aarch64__)
+  __asm__("" : "+w"(x));
+#endif
+  return x;
+}
 INLINE Floats select(Ints mask, Floats a, Floats b) {  // lanes of mask are 0 or -1
 #if defined(__AVX512F__)
   return (Floats)_mm512_mask_blend_ps(_mm512_movepi32_mask((__m512i)mask), (__m512)b, (__m512)a);
@@ -275,6 +284,7 @@ INLINE Pair<H> select(Pair<M> mask, Pair<H> a, Pair<H> b) {
 EACH_OF_TWO(vmax)
 EACH_OF_TWO(vmin)
 EACH_OF_TWO(umax)
+EACH(unfused)
 EACH(round_to_int)
 EACH(reciprocal)
 EACH(to_ints)

@@ -1,0 +1,142 @@
+// The part of code_products.cpp that uses AMX: 64 codes of rows of x times 64 codes of columns of the weight at once.
+//
+// The sums of a group are the same integers as in vector code, and are added to floats in the same way. So results have
+// the same bits. Codes of 4 bits, and of 8 bits if k is no multiple of 64, are copied to whole registers of bytes.
+
+constexpr int64_t WIDENED_FROM_ROWS = 16;  // with fewer rows, codes of 4 bits are not worth the copy
+
+INLINE bool fits_tiles(const CodeProduct& p) {
+  const Format& f = p.format;
+  bool whole = f.groups == 1 || f.each * f.terms % 64 == 0;
+  return whole && p.rows > (f.bits == 8 ? TILES_FROM_ROWS : WIDENED_FROM_ROWS);
+}
+
+namespace {
+// A block of rows of x as codes, for tile registers: see product_tiles.h.
+struct CodeBlock {
+  struct Sums : TileSums {
+    Panel panel;
+    Vec scales[2], offsets[2];
+  };
+
+  const CodeProduct& p;
+  const Format& f;
+  const int32_t zero;
+  const int64_t all_steps, group_steps, widened_bytes;
+  const bool in_place;
+  int8_t* codes;         // [row][all_steps][64]
+  char* widened;         // two tiles of the weight
+  float* scales;         // [row]
+  int32_t* corrections;  // [row][groups]: see round_x
+  int64_t first = 0, count = 0;  // rows of x
+
+  static int64_t steps(const CodeProduct& p) { return up_to(p.k, 64) / 64; }
+  static int64_t unit(const CodeProduct& p) { return p.format.groups == 1 ? 1 : p.format.each * p.format.terms / 64; }
+  static int64_t memory_bytes(const CodeProduct& p, int64_t rows, int64_t part_steps) {
+    return rows * (steps(p) * 64 + (p.format.groups + 1) * 4) + 2 * part_steps * TILE_BYTES;
+  }
+
+  CodeBlock(const CodeProduct& p, int64_t rows, int64_t part_steps, char* memory)
+      : p(p), f(p.format), zero(f.grid == Grid::integers && f.bits == 4 ? 8 : 128), all_steps(steps(p)),
+        group_steps(f.groups == 1 ? all_steps : unit(p)), widened_bytes(part_steps * TILE_BYTES),
+        in_place(f.bits == 8 && f.steps % 16 == 0) {
+    codes = (int8_t*)memory;
+    widened = memory + rows * all_steps * 64;
+    scales = (float*)(widened + 2 * widened_bytes);
+    corrections = (int32_t*)(scales + rows);
+  }
+
+  void lay_out(int64_t start, int64_t rows, const Part& part, char* a) {
+    int64_t row_bytes = all_steps * 64, padded = up_to(rows, 16);
+    if (part.first) {
+      first = start;
+      count = rows;
+      memset(codes, 0, padded * row_bytes);
+      for (int64_t i = 0; i < count; i++)
+        scales[i] = round_x(p, start + i, zero, codes + i * row_bytes, corrections + i * f.groups);
+    }
+    for (int64_t i = 0; i < padded; i++) {
+      const int8_t* row = codes + i * row_bytes;
+      char* out = a + i / 16 * part.bytes() + i % 16 * 64;
+      for (int64_t s = part.begin; s < part.end; s++, out += TILE_BYTES) memcpy(out, row + s * 64, 64);
+    }
+  }
+
+  const char* weight(int64_t tile, const Part& part, int place) const {
+    const char* source = p.weight + tile * f.steps * VECTOR_BYTES;
+    if (in_place) return source + part.begin * TILE_BYTES;
+    char *target = widened + place * widened_bytes, *out = target;
+    int64_t begin = part.begin * 64 / f.terms, end = min(f.steps, part.end * 64 / f.terms);
+    if (f.bits == 8) {
+      memcpy(out, source + begin * VECTOR_BYTES, (end - begin) * VECTOR_BYTES);
+      out += (end - begin) * VECTOR_BYTES;
+    } else {
+      Ints table = f.grid == Grid::integers ? Ints{} : biased_table(f.grid);
+      auto put = [&](IVec codes) {
+        store_bits(out, f.grid == Grid::integers ? codes : look_up(table, codes));
+        out += VECTOR_BYTES;
+      };
+      for (int64_t s = begin; s < end; s++) {
+        UVec bytes = load_bits<UVec>(source + s * VECTOR_BYTES);
+        put((IVec)(bytes & 0x0f0f0f0fu));
+        put((IVec)((bytes >> 4) & 0x0f0f0f0fu));
+      }
+    }
+    memset(out, 0, target + part.bytes() - out);
+    return target;
+  }
+
+  template <bool BOTH>
+  INLINE_MEMBER void multiply(const char* a, int64_t row, const Panel& panel, const Part& part,
+                              Beside<CodeBlock>& beside, const float* from, float* to) const {
+    if (f.groups == 1) return multiply_tiles<true, BOTH>(a, part.bytes(), 0, part.bytes(), beside, from, to);
+    alignas(64) float integers[4 * 16 * 16];
+    for (int64_t step = part.begin; step < part.end; step += group_steps, from = to) {
+      int64_t group = step / group_steps, begin = (step - part.begin) * TILE_BYTES;
+      int64_t end = min(part.bytes(), begin + group_steps * TILE_BYTES);
+      multiply_tiles<true, BOTH>(a, part.bytes(), begin, end, beside, nullptr, integers);
+      for (int64_t n = 0; n < 2; n++) {
+        int64_t place = (panel.tiles[n] * f.groups + group) * 16;
+        Vec scale = load_scales(f.type, p.scales, place);
+        Vec offset = p.offsets ? load_scales(f.type, p.offsets, place) : Vec{};
+        for (int64_t i = 0; i < min(BOTH ? 32 : 16, count - row); i++) {
+          int64_t at = ((i / 16 * 2 + n) * 16 + i % 16) * 16;
+          Vec sums = from ? load(from + at) : Vec{};
+          store(to + at, add_group(sums, integers + at, corrections[(row + i) * f.groups + group], scale, offset));
+        }
+      }
+    }
+  }
+
+  INLINE_MEMBER Vec add_group(Vec sums, const float* integers, int32_t correction, Vec scale, Vec offset) const {
+    sums = fma(to_floats(load_bits<IVec>(integers) + correction), scale, sums);
+    return p.offsets ? fma(splat(correction * (-1.0f / zero)), offset, sums) : sums;
+  }
+
+  INLINE_MEMBER void begin(Sums& sums, const Panel& panel) const {
+    sums.panel = panel;
+    for (int n = 0; n < 2 && f.groups == 1; n++) {
+      sums.scales[n] = load_scales(f.type, p.scales, panel.tiles[n] * 16);
+      sums.offsets[n] = p.offsets ? load_scales(f.type, p.offsets, panel.tiles[n] * 16) : Vec{};
+    }
+  }
+
+  __attribute__((noinline)) void finish_row(Sums& sums) const {
+    int64_t i = sums.done++, row = sums.first + i - first;
+    Vec results[2];
+    for (int n = 0; n < 2; n++) {
+      const float* values = sums.values[i / 16][n][i % 16];
+      Vec all = load(values);
+      if (f.groups == 1) all = add_group(Vec{}, values, corrections[row], sums.scales[n], sums.offsets[n]);
+      results[n] = unfused(all * splat(scales[row]));
+    }
+    p.is_bf16 ? write<bf16>(sums, first + row, results) : write<float>(sums, first + row, results);
+  }
+
+  template <class T>
+  INLINE_MEMBER void write(const Sums& sums, int64_t row, const Vec (&results)[2]) const {
+    finish<T>(p, row, sums.panel.columns[0], results[0], results[1]);
+    if (p.gate < 0) finish<T>(p, row, sums.panel.columns[1], results[1], Vec{});
+  }
+};
+}  // namespace
