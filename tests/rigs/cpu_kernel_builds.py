@@ -1,9 +1,12 @@
-"""Parametrization of CPU kernel tests over the builds that run here, with new memory full of NaN."""
+"""CPU kernel tests for each build that runs here, with new memory that is full of NaN and ends at a forbidden page."""
 
+import ctypes
+import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,6 +14,7 @@ _C = pytest.importorskip("quire.kernels.cpu._C", reason="the CPU kernels are not
 memory = pytest.importorskip("quire.kernels.cpu.memory")
 
 EVERY = _C.builds()
+_LIBC = ctypes.CDLL(None)
 
 
 def each_with(*threads: int) -> list[str]:
@@ -20,13 +24,16 @@ def each_with(*threads: int) -> list[str]:
 
 @contextmanager
 def in_use(parameter: str) -> Iterator[int]:
-    """Use one of `each_with`; yields its number of threads. New memory is NaN, so that unwritten values are found."""
+    """Use one of `each_with`; yields its number of threads.
+
+    New memory is NaN, so that unwritten values are found. A kernel that reads or writes behind it ends the process.
+    """
     name, threads = parameter.split("-")
     _C.use(name)
     _C.set_threads(int(threads))
     torch.use_deterministic_algorithms(mode=True)  # fills the memory of torch.empty
     try:
-        with patch.object(memory.Arena, "empty", _poisoned):
+        with patch.object(memory.Arena, "empty", _poisoned), patch.object(memory, "_pages", _fenced):
             yield int(threads)
     finally:
         torch.use_deterministic_algorithms(mode=False)
@@ -38,5 +45,17 @@ _empty = memory.Arena.empty
 
 
 def _poisoned(arena, shape, dtype):
-    x = _empty(arena, shape, dtype)
+    if arena._never_free:  # captured steps keep the addresses
+        x = _empty(arena, shape, dtype)
+    else:
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        x = torch.from_numpy(_fenced(num_bytes)).view(dtype).view(torch.Size(shape))
     return x.fill_(torch.nan) if dtype.is_floating_point else x
+
+
+def _fenced(num_bytes: int, *, huge: bool = False) -> np.ndarray:
+    """Zeros uint8 (num_bytes,), like those of quire.kernels.cpu.memory. They end at a page that must not be touched."""
+    size = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    whole = np.frombuffer(mmap.mmap(-1, size + mmap.PAGESIZE), np.uint8)
+    _LIBC.mprotect(ctypes.c_void_p(whole.ctypes.data + size), mmap.PAGESIZE, 0)
+    return whole[size - num_bytes : size]

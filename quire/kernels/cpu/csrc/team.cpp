@@ -12,6 +12,9 @@
 #else
 #include <sched.h>
 #endif
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#endif
 
 namespace quire {
 
@@ -91,6 +94,10 @@ void* Team::scratch(size_t num_bytes) const {
     if (buffer.data == nullptr) abort();  // at most some megabytes, so there is no way to continue
     buffer.size = size;
   }
+#ifdef __SANITIZE_ADDRESS__  // what is left of a larger buffer must not be used
+  ASAN_UNPOISON_MEMORY_REGION(buffer.data, num_bytes);
+  ASAN_POISON_MEMORY_REGION((char*)buffer.data + num_bytes, buffer.size - num_bytes);
+#endif
   return buffer.data;
 }
 
