@@ -57,6 +57,7 @@ class StepTime:
 
 _SHORT = 64  # tokens of a step with prompts that takes about as long as one of drafts
 _CURVE_DECAY = 0.9  # weight of a step when the next one of its class is observed
+_CURVE_AGING = 0.95  # weight of a class when a step of another class is observed
 
 
 class StepCurve:
@@ -66,27 +67,29 @@ class StepCurve:
     kernels compute tokens in groups, so that the first token of a group costs more than the others.
     """
 
-    __slots__ = ("_classes", "_points")
+    __slots__ = ("_classes", "_num_steps", "_points")
 
     def __init__(self) -> None:
-        self._classes: dict[int, tuple[float, float, float]] = {}  # decayed: steps, tokens, seconds
+        self._classes: dict[int, tuple[float, float, float, int]] = {}  # decayed: steps, tokens, seconds; last step
+        self._num_steps = 0
         self._points: list[tuple[float, float]] | None = None  # (tokens, seconds), rising; None: to be computed
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Learn from a step. An outlier is clamped."""
         of = _curve_class(num_tokens)
-        steps, tokens, total = self._classes.get(of, (0.0, 0.0, 0.0))
+        steps, tokens, total, _ = self._classes.get(of, (0.0, 0.0, 0.0, 0))
         if steps > 1:
             mean = total / steps
             seconds = min(max(seconds, mean / OUTLIER), mean * OUTLIER)
         keep = _CURVE_DECAY
-        self._classes[of] = steps * keep + 1, tokens * keep + num_tokens, total * keep + seconds
+        self._num_steps += 1
+        self._classes[of] = steps * keep + 1, tokens * keep + num_tokens, total * keep + seconds, self._num_steps
         self._points = None
 
     def seconds(self, num_tokens: int) -> float:
         """Predicted seconds of a step; 0 before any step."""
         if self._points is None:
-            self._points = _rising(list(self._classes.values()))
+            self._points = _rising([self._aged(*one) for one in self._classes.values()])
         points = self._points
         if not points:
             return 0.0
@@ -97,6 +100,12 @@ class StepCurve:
         place = min(max(1, bisect_right(points, (num_tokens, 0.0))), len(points) - 1)
         (left, low), (right, high) = points[place - 1], points[place]
         return low + (high - low) * (num_tokens - left) / (right - left)
+
+
+    def _aged(self, steps: float, tokens: float, seconds: float, last: int) -> tuple[float, float, float]:
+        """The sums of a class with less weight the longer ago its last step was: the machine may be faster now."""
+        weight = max(_CURVE_AGING ** (self._num_steps - last), 1e-9)
+        return steps * weight, tokens * weight, seconds * weight
 
 
 def _curve_class(num_tokens: int) -> int:

@@ -41,6 +41,10 @@ class CapturedSteps:
         self._recorder = kernels.new_step_capture()
         self._captured: dict[int, _CapturedStep] = {}
 
+    def __len__(self) -> int:
+        """Number of captured steps."""
+        return len(self._captured)
+
     def logits(self, inputs: Inputs, chunks: Chunks) -> Tensor | None:
         """Logits (num_tokens, vocab_size) at all positions of a step, valid until the next step.
 

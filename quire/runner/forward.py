@@ -61,6 +61,11 @@ class ForwardPasses:
         )
         self._captured_steps = CapturedSteps(model, kernels, storages, max_model_len)
 
+    @property
+    def num_captured(self) -> int:
+        """Number of steps that were captured so far."""
+        return len(self._captured_steps)
+
     def captured(self, rows: Rows, chunks: Chunks, sampled: np.ndarray) -> Tensor | None:
         """Logits (len(sampled), vocab_size) at the tokens `sampled` of a step, from a captured step.
 

@@ -125,8 +125,9 @@ class LaunchedStep:
     chunks: Chunks
     sampled: SampledPositions
     logits: Tensor  # (tokens to sample, vocab_size)
-    prompt_logprobs: Logprobs | None
-    pooled: np.ndarray | None
+    prompt_logprobs: Logprobs | None = None
+    pooled: np.ndarray | None = None
+    captured: bool = False  # while it ran
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -237,6 +238,7 @@ class TorchRunner:
             launched.pooled,
             done_moves=swaps.move_ids,
             swap_seconds=(swaps.seconds_out, swaps.seconds_in),
+            captured=launched.captured,
         )
 
     def release_workspace(self) -> None:
@@ -248,11 +250,13 @@ class TorchRunner:
         chunks = step.chunks
         if not len(chunks):
             nothing = torch.empty(0, self._vocab_size, device=self._device)
-            return LaunchedStep(step.id, began, chunks, sampled_positions(chunks), nothing, None, None)
+            return LaunchedStep(step.id, began, chunks, sampled_positions(chunks), nothing)
         sampled = sampled_positions(chunks)
+        num_captured = self._forward_passes.num_captured
         logits = self._forward_passes.captured(self._rows, chunks, sampled.tokens)
         if logits is not None:
-            return LaunchedStep(step.id, began, chunks, sampled, logits, None, None)
+            captured = self._forward_passes.num_captured > num_captured
+            return LaunchedStep(step.id, began, chunks, sampled, logits, captured=captured)
         hidden = self._forward_passes.hidden(self._rows, chunks)
         return LaunchedStep(
             step.id,

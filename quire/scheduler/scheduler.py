@@ -293,7 +293,8 @@ class Scheduler:
             seconds_out, seconds_in = result.swap_seconds
             self.costs.observe_copies(bytes_out, seconds_out, bytes_in, seconds_in)
         self.state.end_swap_ins(launched.swapped_in)
-        self.costs.observe_step(launched.num_tokens, result.seconds, launched.num_pairs)
+        if not result.captured:
+            self.costs.observe_step(launched.num_tokens, result.seconds, launched.num_pairs)
         return self._output_processor.process(launched, result, now)
 
     @property

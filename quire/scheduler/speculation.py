@@ -24,6 +24,7 @@ from quire.speculation.answers import AnswerStore
 from quire.speculation.drafters import AnswersDrafter, PredictionDrafter, Proposal, SuffixDrafter
 from quire.speculation.governor import Candidate, Chances, Governor, OwnCounts
 
+_MOST_PROPOSALS = 64  # in one step; sequences take turns
 _INDEXED_PER_STEP = 4096  # tokens that all sequences together add to their indexes in one step
 _MOST_TENANTS = 4096  # whose chances are kept
 _MOST_INDEXED = 2**20  # tokens in the indexes of all running sequences, about 100 bytes each
@@ -66,6 +67,7 @@ class Speculator:
         self._answers = AnswerStore()
         self._sequences: dict[int, _SequenceDrafters] = {}  # by id, of sequences that have decoded
         self._num_indexed = 0
+        self._num_planned = 0  # steps
 
     def end(self, seq: Sequence) -> None:
         """Forget a sequence that has ended, and keep its answer."""
@@ -82,7 +84,11 @@ class Speculator:
             return
         found: list[tuple[int, Candidate]] = []
         index_budget = _INDEXED_PER_STEP
-        for place, chunk in enumerate(builder.scheduled):
+        self._num_planned += 1
+        number = len(builder.scheduled)
+        for i in range(number):
+            place = (self._num_planned * _MOST_PROPOSALS + i) % number
+            chunk = builder.scheduled[place]
             seq = chunk.seq
             if not (self._may_draft(seq) and seq.num_computed == chunk.stop == len(seq.tokens)):
                 continue
@@ -90,13 +96,15 @@ class Speculator:
             if drafters is None:
                 drafters = self._sequences[seq.id] = _SequenceDrafters(seq, self._drafters, self._answers)
             if drafters.suffix is not None and index_budget > 0 and self._num_indexed < _MOST_INDEXED:
-                number = drafters.suffix.extend(index_budget)
-                index_budget -= number
-                self._num_indexed += number
+                num_indexed = drafters.suffix.extend(index_budget)
+                index_budget -= num_indexed
+                self._num_indexed += num_indexed
             length = min(self._max_drafts, most, seq.limit - chunk.stop)
             candidate = self._candidate(seq, drafters, length) if length > 0 else None
             if candidate is not None:
                 found.append((place, candidate))
+                if len(found) == _MOST_PROPOSALS:
+                    break
         if not found:
             return
         candidates = [candidate for _, candidate in found]
@@ -150,18 +158,14 @@ class Speculator:
     def _candidate(self, seq: Sequence, drafters: _SequenceDrafters, length: int) -> Candidate | None:
         """The proposal of a sequence with the most expected tokens; None if no drafter has one."""
         best: Candidate | None = None
-        most = 0.0
+        most, chances = 0.0, self._chances_of(seq)
         for drafter in (drafters.prediction, drafters.answers, drafters.suffix):
             proposal: Proposal | None = None if drafter is None else drafter.propose(length)
             if proposal is None:
                 continue
-            chances = drafters.own_counts.adjust(proposal.drafter, self._chances_of(seq).of(proposal))
-            expected, gain = 0.0, 1.0
-            for chance in chances:
-                gain *= chance
-                expected += gain
-            if expected > most:
-                best, most = Candidate(proposal, chances), expected
+            gains = drafters.own_counts.gains(proposal.drafter, chances.of(proposal))
+            if best is None or sum(gains) > most:
+                best, most = Candidate(proposal, gains), sum(gains)
         return best
 
     def _allowed(

@@ -1,6 +1,8 @@
 """Drafters of one sequence. Each proposes the tokens that may follow, from tokens alone."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from quire.config import Drafter
@@ -92,34 +94,67 @@ class SuffixDrafter:
         return Proposal("suffix", chain, follower.match_length)
 
 
+_NEAREST = 4  # places of the last two tokens on either side of the expected one that are compared
+_LONGEST = 32  # tokens that are compared
+_TRIED = 8  # tokens of the output before another place is searched; the same wrong one could be found again and again
+
+
 class PredictionDrafter:
     """Proposes the rest of a predicted output.
 
-    After a difference, it takes the differing token for one that was exchanged. If that is wrong, it continues where
-    the last two tokens of the output are in the prediction.
+    After a difference, it takes the differing token for one that was exchanged. If the next one differs, too, it
+    continues where more of the last tokens of the output are in the prediction than anywhere near.
     """
 
-    __slots__ = ("_follower", "_index", "_prediction", "_tokens")
+    __slots__ = ("_follower", "_may_search", "_places", "_prediction", "_tokens")
 
     def __init__(self, prediction: Sequence[int], tokens: list[int], num_prompt_tokens: int) -> None:
         """tokens: those of the sequence, a list that grows with it. prediction: of its output."""
         self._prediction = prediction
         self._tokens = tokens
-        self._index = SuffixIndex(prediction)
-        self._index.extend(len(prediction), len(prediction))
+        self._places: dict[tuple[int, int], list[int]] = {}  # positions behind each pair of neighbours
+        for place, pair in enumerate(pairwise(prediction), 2):
+            self._places.setdefault(pair, []).append(place)
         self._follower = _Follower(num_prompt_tokens)
         self._follower.start(prediction, 0, 0)
+        self._may_search = 0  # length of the sequence from which on a place may be searched
 
     def propose(self, most: int) -> Proposal | None:
         """Up to `most` tokens of the prediction; None if it does not continue the output, or has ended."""
         follower, tokens = self._follower, self._tokens
         if not follower.follow(tokens):
-            found = self._index.find(tokens, len(tokens)) if follower.match_length < 2 else None
+            found = None
+            if follower.match_length < 2 and len(tokens) >= self._may_search:
+                found = self._find(follower.behind)
+            if found is not None:
+                self._may_search = len(tokens) + _TRIED
             follower.start(self._prediction, *(found or (follower.behind, 0)))
         if follower.position is None or follower.position >= len(self._prediction):
             return None
         chain = self._prediction[follower.position : follower.position + most]
         return Proposal("prediction", chain, follower.match_length)
+
+    def _find(self, expected: int) -> tuple[int, int] | None:
+        """The place near the expected one before which the prediction has most of the last tokens, and their number.
+
+        None if there are several, as in a text that repeats itself.
+        """
+        places = self._places.get(tuple(self._tokens[-2:]), [])
+        at = bisect_left(places, expected)
+        near = places[max(0, at - _NEAREST) : at + _NEAREST]
+        found = sorted(((self._num_equal(place), place) for place in near), reverse=True)[:2]
+        if not found or found[0][0] == found[-1][0] and len(found) > 1:
+            return None
+        length, place = found[0]
+        return place, length
+
+    def _num_equal(self, place: int) -> int:
+        """How many of the last tokens of the output are before a place of the prediction."""
+        tokens, prediction, number = self._tokens, self._prediction, 2
+        most = min(_LONGEST, place, len(tokens))
+        while number < most and prediction[place - 1 - number] == tokens[-1 - number]:
+            number += 1
+        return number
 
 
 class AnswersDrafter:

@@ -6,7 +6,8 @@ that yield the most expected tokens per second; none if none of them pays.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from quire.config import Drafter
@@ -21,7 +22,12 @@ _OWN_PRIOR_WEIGHT = 4.0  # drafts that the chance of all sequences counts as, be
 _OWN_DECAY = 0.9
 _MOST_PER_SAMPLE = 8  # drafts of a sequence
 _LEAST_COST = 0.01  # of a draft, as a share of the step without drafts: measured costs are too noisy for less
-_EXPLORED_SHARE = 0.01  # of the time of all steps, for drafts that are not expected to pay
+_LEAST_SHARE = 0.1  # of a draft, as a share of a token of the step without drafts, if that is less
+_GROUP = 8  # tokens that kernels compute at once
+_LEAST_GAIN = 1.05  # expected tokens per second with drafts, by those without; less is within the error of the estimates
+_PROPOSAL_SECONDS = 25e-6  # for the proposal of a sequence, after a step that has emptied the caches of the processor
+_PROPOSED_SHARE = 0.004  # of the time of all steps, for proposals while no drafts pay
+_EXPLORED_SHARE = 0.005  # of the time of all steps, for steps that are expected to be worse than the best
 
 
 class Chances:
@@ -29,12 +35,17 @@ class Chances:
 
     def __init__(self) -> None:
         self._counts: dict[tuple[Drafter, int, int], list[float]] = {}  # decayed: accepted, tried
+        self._by_index: dict[tuple[Drafter, int], list[float]] = {}  # chances of the first drafts of a chain
 
     def of(self, proposal: Proposal) -> list[float]:
         """The chance of each draft of a proposal."""
-        match_class = bisect_right(_MATCH_LENGTHS, proposal.match_length)
-        by_place = [self._chance((proposal.drafter, match_class, place)) for place in range(len(_PLACES) + 1)]
-        return [by_place[bisect_right(_PLACES, i)] for i in range(len(proposal.tokens))]
+        key = proposal.drafter, bisect_right(_MATCH_LENGTHS, proposal.match_length)
+        chances = self._by_index.get(key)
+        if chances is None:
+            by_place = [self._chance((*key, place)) for place in range(len(_PLACES) + 1)]
+            chances = self._by_index[key] = [by_place[bisect_right(_PLACES, i)] for i in range(_PLACES[-1] + 1)]
+        more = len(proposal.tokens) - len(chances)
+        return chances[: len(proposal.tokens)] if more <= 0 else chances + chances[-1:] * more
 
     def observe(self, proposal: Proposal, num_accepted: int) -> None:
         """Learn from a verified proposal, of which `num_accepted` leading drafts were accepted."""
@@ -44,6 +55,7 @@ class Chances:
             counts = self._counts.setdefault(key, [0.0, 0.0])
             counts[0] = counts[0] * _DECAY + (i < num_accepted)
             counts[1] = counts[1] * _DECAY + 1
+        self._by_index.pop((proposal.drafter, match_class), None)
 
     def _chance(self, key: tuple[Drafter, int, int]) -> float:
         accepted, tried = self._counts.get(key, (0.0, 0.0))
@@ -59,10 +71,19 @@ class OwnCounts:
     def __init__(self) -> None:
         self._counts: dict[Drafter, list[float]] = {}  # decayed: accepted, tried
 
-    def adjust(self, drafter: Drafter, chances: Sequence[float]) -> list[float]:
-        """The chances of drafts of this sequence, from those of all sequences."""
+    def gains(self, drafter: Drafter, chances: Sequence[float]) -> list[float]:
+        """Expected tokens from each draft of this sequence. chances: of drafts of all sequences.
+
+        Those from the first draft on that yields too little are left out.
+        """
         accepted, tried = self._counts.get(drafter, (0.0, 0.0))
-        return [(accepted + _OWN_PRIOR_WEIGHT * chance) / (tried + _OWN_PRIOR_WEIGHT) for chance in chances]
+        gains, gain = [], 1.0
+        for chance in chances:
+            gain *= (accepted + _OWN_PRIOR_WEIGHT * chance) / (tried + _OWN_PRIOR_WEIGHT)
+            if gain < _LEAST_COST:
+                break
+            gains.append(gain)
+        return gains
 
     def observe(self, proposal: Proposal, num_accepted: int) -> None:
         """Learn from a verified proposal, of which `num_accepted` leading drafts were accepted."""
@@ -82,7 +103,7 @@ class Candidate(NamedTuple):
     """A proposal for one sequence of the step."""
 
     proposal: Proposal
-    chances: Sequence[float]  # of each draft, if those before it are accepted
+    gains: Sequence[float]  # expected tokens from each draft, falling; from later ones 0
 
 
 class Governor:
@@ -91,21 +112,33 @@ class Governor:
     def __init__(self, seconds: Callable[[int], float]) -> None:
         """seconds: seconds of a step by its number of tokens; 0 if unknown."""
         self._seconds = seconds
-        self._unspent = 0.0  # seconds for drafts that are not expected to pay
+        self._unspent = 0.0  # seconds for steps that are expected to be worse than the best
+        self._has_paid = True  # whether the last selection had drafts
+        self._unproposed = 0.0  # seconds for proposals
+        self._explores_plain = False  # whether the next of these has no drafts, where drafts pay
 
     def may_pay(self, num_tokens: int, num_samples: int) -> bool:
-        """Whether drafts that are surely right would pay in a step, or the time to try one has been saved up.
+        """Whether proposals are made for a step: drafts that are surely right would pay, or one can be tried.
+
+        While none pay, proposals are only made as often as there is time for them.
 
         num_tokens, num_samples: of the step without drafts. Called once per step.
         """
         base = self._seconds(num_tokens)
         self._unspent = min(self._unspent + _EXPLORED_SHARE * base, base)
+        if not self._has_paid:
+            share = _PROPOSED_SHARE * base
+            self._unproposed += share
+            cost = num_samples * min(_PROPOSAL_SECONDS, share)
+            if self._unproposed < cost:
+                return False
+            self._unproposed = min(self._unproposed - cost, cost)
         if self._seconds(num_tokens + 1) - base <= self._unspent:
             return True
         # the first token of a group of tokens may cost more than the others
         return any(
-            (self._seconds(num_tokens + count) - base) * num_samples < 0.99 * base * count
-            for count in (1, 8, _MOST_PER_SAMPLE * num_samples)
+            (num_samples + count) * base >= _LEAST_GAIN * num_samples * self._seconds(num_tokens + count)
+            for count in (1, _GROUP, _MOST_PER_SAMPLE * num_samples)
         )
 
     def select(self, candidates: Sequence[Candidate], *, num_tokens: int, num_samples: int, most: int) -> list[int]:
@@ -113,29 +146,47 @@ class Governor:
 
         num_tokens, num_samples: of the step without drafts. most: drafts of all candidates together.
         """
-        gains = sorted(_gains(candidates), reverse=True)[:most]
-        expected, base = float(num_samples), self._seconds(num_tokens)
-        best, rate = 0, expected / base if base > 0 else 0.0
-        for count, (gain, _) in enumerate(gains, 1):
-            expected += gain
-            seconds = max(self._seconds(num_tokens + count), base * (1 + _LEAST_COST * count))
-            if seconds <= 0 or expected / seconds > rate:
-                best, rate = count, expected / seconds if seconds > 0 else 0.0
-        more = min(len(gains), 2 * best or len(candidates))  # whose costs may have been overestimated
-        extra = self._seconds(num_tokens + more) - self._seconds(num_tokens + best) + _LEAST_COST * base * (more - best)
-        if best < more and extra <= self._unspent:
-            self._unspent -= extra
-            best = more
+        # the gains of a chain fall, so a prefix of it is selected
+        gains = sorted(((gain, i) for i, one in enumerate(candidates) for gain in one.gains), reverse=True)[:most]
+        base = self._seconds(num_tokens)
+        expected = list(accumulate((gain for gain, _ in gains), initial=float(num_samples)))
+        least_cost = base * min(_LEAST_COST, _LEAST_SHARE / num_samples)
+
+        def seconds(count: int) -> float:
+            return max(self._seconds(num_tokens + count), base + least_cost * count)
+
+        best = len(gains)
+        if base > 0:
+            best = max(_compared(num_tokens, len(gains)), key=lambda count: expected[count] / seconds(count))
+            if expected[best] * base < _LEAST_GAIN * num_samples * seconds(best):
+                best = 0
+            self._has_paid = best > 0
+            best = self._explored(best, expected, seconds, len(candidates))
         counts = [0] * len(candidates)
         for _, index in gains[:best]:
             counts[index] += 1
         return counts
 
+    def _explored(self, best: int, expected: Sequence[float], seconds: Callable[[int], float], most: int) -> int:
+        """The best number of drafts, or another one, if the time to try it has been saved up.
 
-def _gains(candidates: Iterable[Candidate]) -> Iterable[tuple[float, int]]:
-    """(expected tokens, candidate index) of each draft. The gains of a chain fall, so a prefix of it is selected."""
-    for index, candidate in enumerate(candidates):
-        gain = 1.0
-        for chance in candidate.chances:
-            gain *= chance
-            yield gain, index
+        Estimates of costs and chances that are not tried now and then are not corrected either.
+        """
+        if best and self._explores_plain:
+            other = 0
+            lost = seconds(0) - expected[0] * seconds(best) / expected[best]  # beyond the time for as many tokens
+        else:
+            other = min(len(expected) - 1, 2 * best or most)
+            lost = seconds(other) - seconds(best)
+        if other == best or lost > self._unspent:
+            return best
+        self._unspent -= lost
+        self._explores_plain = not self._explores_plain
+        return other
+
+
+def _compared(num_tokens: int, most: int) -> Iterator[int]:
+    """Numbers of drafts from 0 to `most` that are compared: all small ones, then those that fill groups."""
+    yield from range(min(most, 2 * _GROUP) + 1)
+    yield from range(3 * _GROUP - num_tokens % _GROUP, most, _GROUP)
+    yield most

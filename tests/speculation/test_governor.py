@@ -1,6 +1,7 @@
 """The governor against all choices, and its learning."""
 
 import itertools
+import operator
 
 import pytest
 from hypothesis import given, settings
@@ -14,17 +15,11 @@ chances = st.lists(st.floats(0.05, 1.0), min_size=1, max_size=4)
 
 
 def candidate(*of):
-    return Candidate(Proposal("suffix", [0] * len(of), 2), of)
+    return Candidate(Proposal("suffix", [0] * len(of), 2), list(itertools.accumulate(of, operator.mul)))
 
 
 def expected(candidates, counts):
-    total = 0.0
-    for one, count in zip(candidates, counts, strict=True):
-        gain = 1.0
-        for chance in one.chances[:count]:
-            gain *= chance
-            total += gain
-    return total
+    return sum(sum(one.gains[:count]) for one, count in zip(candidates, counts, strict=True))
 
 
 @settings(max_examples=150, deadline=None)
@@ -41,14 +36,14 @@ def test_the_drafts_with_the_most_tokens_per_second_are_selected(candidates, slo
     costs += [costs[-1] + i for i in range(1, 20)]
     governor, samples = Governor(lambda tokens: costs[tokens]), len(candidates)
     counts = governor.select(candidates, num_tokens=1, num_samples=samples, most=most)
-    choices = itertools.product(*(range(len(one.chances) + 1) for one in candidates))
+    choices = itertools.product(*(range(len(one.gains) + 1) for one in candidates))
     best = max(
         (samples + expected(candidates, choice)) / costs[1 + sum(choice)] for choice in choices if sum(choice) <= most
     )
     if sum(counts):
         assert (samples + expected(candidates, counts)) / costs[1 + sum(counts)] == pytest.approx(best)
     else:
-        assert samples / costs[1] == pytest.approx(best)
+        assert best < 1.051 * samples / costs[1]  # too little to be sure
 
 
 def test_without_costs_all_drafts_are_selected():
@@ -99,11 +94,11 @@ def test_a_forced_token_says_nothing_about_drafts():
 
 def test_a_sequence_whose_drafts_fail_differs_from_the_others():
     counts, proposal = OwnCounts(), Proposal("prediction", [1, 2], 0)
-    assert counts.adjust("prediction", [0.9]) == [pytest.approx(0.9)]
+    assert counts.gains("prediction", [0.9]) == [pytest.approx(0.9)]
     for _ in range(20):
         counts.observe(proposal, 0)
-    assert counts.adjust("prediction", [0.9])[0] < 0.35
-    assert counts.adjust("suffix", [0.9]) == [pytest.approx(0.9)]
+    assert counts.gains("prediction", [0.9])[0] < 0.35
+    assert counts.gains("suffix", [0.9]) == [pytest.approx(0.9)]
 
 
 @given(st.lists(st.tuples(st.integers(1, 300), st.floats(1e-4, 1.0)), min_size=1, max_size=40))
