@@ -1,14 +1,16 @@
 """Speculative decoding beside decoding without drafts, with the same engine and in turns.
 
-    python -m benchmarks.speculation [--only controlled,earned,repeated] [--shape 0.5b] [--rounds 9] [--models FOLDER]
-        [--json FILE] [--picture FILE]
+    python -m benchmarks.speculation [--only controlled,earned,repeated,together,records] [--shape 0.5b] [--rounds 9]
+        [--models FOLDER] [--json FILE] [--picture FILE]
 
 controlled: a model with random weights, and predictions that are the engine's own earlier output with a share of tokens
 changed, for batches of 1, 8 and 32. Random weights repeat themselves, so other drafters would look too good.
 earned: the embedded model on its own tasks. Chats of the same task come first, whose answers are drafts. `tokens per
 step` is without the governor, with 8 drafts, and counts the step that computes the prompt: it yields a token, too.
 `speed-up` is with the governor: seconds without drafts by seconds with them.
-repeated: a request again, with the same answer. Every output is compared with the one without drafts.
+repeated: a request again, with the same answer. together: 32 requests at once, of random prompts at temperature 1 (W2),
+and of chats. records: JSON records of a schema, token by token, with forced tokens, and with drafts between these.
+Every output is compared with the one without drafts.
 """
 
 import argparse
@@ -27,7 +29,8 @@ from rich.table import Table
 
 from benchmarks.cpu import machine
 from benchmarks.cpu.checkpoints import checkpoint
-from quire import LLM, SamplingParams
+from benchmarks.structured import jump
+from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.core.request import Namespace, Request
 from tools.demo_model.questions import questions
 
@@ -71,9 +74,10 @@ class Bench:
         speculation: bool,
         governed: bool = True,
         tenant: str = "",
+        constraints: Sequence[StructuredOutputsParams] = (),
         **params: object,
     ) -> Run:
-        """Run one request per prompt, all at once. predictions: token ids, one per prompt."""
+        """Run one request per prompt, all at once. predictions: token ids. Lists are empty or have one per prompt."""
         engine = self.engine
         speculator = engine.scheduler.speculator
         assert speculator is not None, "the engine drafts"
@@ -82,6 +86,8 @@ class Bench:
         for i, prompt in enumerate(prompts):
             self._number += 1
             ids.append(f"{self._number}")
+            if constraints:
+                params["structured_outputs"] = constraints[i]
             asked = SamplingParams(speculation=speculation, **params)  # type: ignore[arg-type]  # checked by name
             predicted = predictions[i] if predictions else ()
             namespace = Namespace(tenant)
@@ -205,6 +211,83 @@ def repeated(num_chats: int) -> dict[str, Any]:
     }
 
 
+def together(folder: Path, shape: str, rounds: int) -> list[dict[str, Any]]:
+    """The ratio of seconds without to seconds with drafts for 32 requests at once, with all drafters."""
+    draw, rows = random.Random(5), []
+    options = {"dtype": "bfloat16", "max_model_len": 1024, "max_num_seqs": 32}
+    shaped = Bench(str(checkpoint(shape, folder)), **options)
+    prompts = [[draw.randrange(shaped.engine.vocab_size) for _ in range(128)] for _ in range(32)]
+    sampled = {"temperature": 1.0, "seed": 5, "max_tokens": 64, "ignore_eos": True}
+    rows.append(_compared("W2, temperature 1", shaped, prompts, sampled, rounds))
+    embedded = Bench(None, max_num_seqs=32)
+    chats = [one.prompt for one in questions(TASKS, 5, 4, embedded.llm.get_tokenizer())][:32]
+    rows.append(_compared("32 chats", embedded, chats, {"temperature": 1.0, "seed": 5, "max_tokens": 128}, rounds))
+    return rows
+
+
+def _compared(
+    load: str, bench: Bench, prompts: Sequence[Sequence[int]], params: dict[str, object], rounds: int
+) -> dict[str, Any]:
+    """A row of `together`. Answers are not kept, or they would be repeated."""
+    speculator = bench.engine.scheduler.speculator
+    assert speculator is not None, "the engine drafts"
+    speculator.keeps_answers = False
+    for kind in (False, True):
+        bench.run(prompts, speculation=kind, **params)
+    ratios, drafts, accepted, same = [], 0, 0, True
+    for turn in track(range(rounds), load, console=_CONSOLE, transient=True):
+        kinds = (False, True) if turn % 2 else (True, False)
+        runs = {kind: bench.run(prompts, speculation=kind, **params) for kind in kinds}
+        ratios.append(runs[False].seconds / runs[True].seconds)
+        drafts, accepted = drafts + runs[True].num_drafts, accepted + runs[True].num_accepted
+        same &= runs[True].tokens == runs[False].tokens
+    bench.llm.close()
+    found = {"load": load, "ratio": round(median(ratios), 3), "least": round(min(ratios), 3)}
+    found |= {"most": round(max(ratios), 3), "drafts": drafts, "accepted": accepted, "same tokens": same}
+    _CONSOLE.print(found)
+    return found
+
+
+def records(rounds: int, count: int = 64) -> list[dict[str, Any]]:
+    """Steps and seconds of JSON records by the embedded model, 16 at once; those with drafts after other records."""
+    bench = Bench(None, max_num_seqs=16)
+    tokenizer = bench.llm.get_tokenizer()
+
+    def asked(seed: int) -> tuple[list[list[int]], list[dict[str, Any]]]:
+        found = jump.questions(count, seed)
+        texts = [tokenizer.apply_chat_template(messages, None, add_generation_prompt=True) for messages, _ in found]
+        return [tokenizer.encode(text, add_special_tokens=False) for text in texts], [record for _, record in found]
+
+    def run(prompts: list[list[int]], answers: list[dict[str, Any]], way: str) -> Run:
+        constraints = [jump.form(record, fast_forward=way != "token by token") for record in answers]
+        params: dict[str, object] = {"temperature": 0.0, "max_tokens": 96}
+        return bench.run(prompts, speculation=way == "with drafts", constraints=constraints, **params)
+
+    speculator = bench.engine.scheduler.speculator
+    assert speculator is not None, "the engine drafts"
+    run(*asked(1), "with drafts")  # its answers are drafts of others
+    speculator.keeps_answers = False
+    ways, prompts_and_answers = ("token by token", "fast-forward", "with drafts"), asked(2)
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    runs = {way: run(*prompts_and_answers, way) for way in ways}  # finds and caches the prompts, and captures steps
+    for turn in track(range(rounds), "records", console=_CONSOLE, transient=True):
+        for way in ways if turn % 2 else reversed(ways):
+            runs[way] = run(*prompts_and_answers, way)
+            seconds[way].append(runs[way].seconds)
+    bench.llm.close()
+    return [
+        {
+            "way": way,
+            "steps": runs[way].num_steps,
+            "seconds": round(median(seconds[way]), 3),
+            "least": round(min(seconds[way]), 3),
+            "most": round(max(seconds[way]), 3),
+            "same tokens as fast-forward": runs[way].tokens == runs["fast-forward"].tokens,
+        }
+        for way in ways
+    ]
+
+
 def draw_map(cells: Sequence[dict[str, Any]], path: Path, title: str) -> None:
     """Draw the ratios of `controlled`: one line per batch."""
     from matplotlib.figure import Figure  # noqa: PLC0415  (an optional package)
@@ -236,7 +319,7 @@ def show(title: str, rows: Sequence[dict[str, Any]]) -> None:
 def main() -> None:
     """Run the parts, print tables, write the JSON file and the picture."""
     parser = argparse.ArgumentParser(prog="benchmarks.speculation", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--only", default="controlled,earned,repeated", help="parts to run")
+    parser.add_argument("--only", default="controlled,earned,repeated,together,records", help="parts to run")
     parser.add_argument("--shape", default="0.5b", help="model of `controlled`")
     parser.add_argument("--rounds", type=int, default=9, help="pairs of runs for each ratio")
     parser.add_argument("--chats", type=int, default=10, help="chats per task of `earned`")
@@ -259,6 +342,13 @@ def main() -> None:
     if "repeated" in parts:
         found["repeated"] = repeated(args.chats)
         show("requests again", [found["repeated"]])
+    if "together" in parts:
+        with tempfile.TemporaryDirectory() as temporary:
+            rows = found["together"] = together(args.models or Path(temporary), args.shape, args.rounds)
+        show("32 requests at once: seconds without drafts by seconds with them", rows)
+    if "records" in parts:
+        rows = found["records"] = records(args.rounds)
+        show("64 JSON records by the embedded model, 16 at once", rows)
     if args.json is not None:
         args.json.write_text(json.dumps(found, indent=2) + "\n")
 

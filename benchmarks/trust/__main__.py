@@ -5,7 +5,7 @@
 
 chaos: streams while the engine is killed at random moments; each text is compared with a run without kills. soak:
 clients that disconnect, read slowly, or send too much or invalid data, and kills. timing: whether a tenant's latencies
-reveal which schema another tenant used. Exit code 1 after any failure.
+reveal which schema or prompt another tenant used. Exit code 1 after any failure.
 """
 
 import argparse

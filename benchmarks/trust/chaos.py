@@ -7,7 +7,10 @@ from typing import NamedTuple
 from benchmarks.trust.client import Answer, queries, stream
 from benchmarks.trust.server import Server, served
 
-FLAGS = ("--dtype", "float32", "--memory", "512MiB", "--max-num-seqs", "64", "--max-model-len", "2048")
+FLAGS = (
+    *("--dtype", "float32", "--memory", "512MiB", "--max-num-seqs", "64", "--max-model-len", "2048"),
+    *("--speculation", "auto"),
+)
 
 
 class Chaos(NamedTuple):

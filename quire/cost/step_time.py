@@ -101,7 +101,6 @@ class StepCurve:
         (left, low), (right, high) = points[place - 1], points[place]
         return low + (high - low) * (num_tokens - left) / (right - left)
 
-
     def _aged(self, steps: float, tokens: float, seconds: float, last: int) -> tuple[float, float, float]:
         """The sums of a class with less weight the longer ago its last step was: the machine may be faster now."""
         weight = max(_CURVE_AGING ** (self._num_steps - last), 1e-9)

@@ -42,6 +42,7 @@ class Sampling(TypedDict, total=False):
     presence_penalty: float | None
     ignore_eos: bool | None
     seed: int | None
+    prediction: str | None
     return_logprob: bool | None
     logprob_start_len: int | None
     top_logprobs_num: int | None
@@ -52,8 +53,9 @@ class Sampling(TypedDict, total=False):
 class GenParams:
     """Parameters of one `gen`, or the defaults of a run. The default values are those of SGLang's language.
 
-    regex, json_schema, ebnf: the constraint of the output, at most one. return_logprob and the three fields after it
-    select what the meta info of the variable contains.
+    regex, json_schema, ebnf: the constraint of the output, at most one. prediction: text that the output probably is,
+    in whole or in part; it changes the time, not the output. return_logprob and the three fields after it select what
+    the meta info of the variable contains.
     """
 
     max_tokens: int = 128
@@ -69,6 +71,7 @@ class GenParams:
     presence_penalty: float = 0.0
     ignore_eos: bool = False
     seed: int | None = None
+    prediction: str | None = None
     return_logprob: bool = False
     logprob_start_len: int | None = None
     top_logprobs_num: int | None = None
@@ -113,7 +116,7 @@ _TYPES: Mapping[str, tuple[Any, str]] = {
     **dict.fromkeys(("logprob_start_len", "top_logprobs_num"), _INTEGER),
     **dict.fromkeys(("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty"), _NUMBER),
     **dict.fromkeys(("ignore_eos", "return_logprob", "return_text_in_logprobs"), _BOOL),
-    **dict.fromkeys(("regex", "ebnf"), _TEXT),
+    **dict.fromkeys(("regex", "ebnf", "prediction"), _TEXT),
 }
 _LISTS: Mapping[str, tuple[Any, str]] = {"stop": _TEXT, "stop_token_ids": _INTEGER}
 _ALIASES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}

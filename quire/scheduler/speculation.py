@@ -24,7 +24,7 @@ from quire.speculation.answers import AnswerStore
 from quire.speculation.drafters import AnswersDrafter, PredictionDrafter, Proposal, SuffixDrafter
 from quire.speculation.governor import Candidate, Chances, Governor, OwnCounts
 
-_MOST_PROPOSALS = 64  # in one step; sequences take turns
+MOST_PROPOSALS = 32  # in one step; sequences take turns
 _INDEXED_PER_STEP = 4096  # tokens that all sequences together add to their indexes in one step
 _MOST_TENANTS = 4096  # whose chances are kept
 _MOST_INDEXED = 2**20  # tokens in the indexes of all running sequences, about 100 bytes each
@@ -87,7 +87,7 @@ class Speculator:
         self._num_planned += 1
         number = len(builder.scheduled)
         for i in range(number):
-            place = (self._num_planned * _MOST_PROPOSALS + i) % number
+            place = (self._num_planned * MOST_PROPOSALS + i) % number
             chunk = builder.scheduled[place]
             seq = chunk.seq
             if not (self._may_draft(seq) and seq.num_computed == chunk.stop == len(seq.tokens)):
@@ -103,7 +103,7 @@ class Speculator:
             candidate = self._candidate(seq, drafters, length) if length > 0 else None
             if candidate is not None:
                 found.append((place, candidate))
-                if len(found) == _MOST_PROPOSALS:
+                if len(found) == MOST_PROPOSALS:
                     break
         if not found:
             return

@@ -1,6 +1,7 @@
 """Server-sent events, client disconnects and time limits of requests."""
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import partial
 from types import TracebackType
@@ -32,6 +33,18 @@ def event(value: object) -> bytes:
         for end, escaped in _LINE_ENDS:
             data = data.replace(end, escaped)
     return b"data: " + data + b"\n\n"
+
+
+_PADDED_BYTES = 256
+
+
+def padded_event(value: dict[str, object]) -> bytes:
+    """One event with a random `obfuscation`, which makes its length a multiple of 256 bytes.
+
+    So the sizes of packets hardly reveal how long the text of each event is.
+    """
+    missing = -len(event({**value, "obfuscation": ""})) % _PADDED_BYTES
+    return event({**value, "obfuscation": secrets.token_urlsafe(_PADDED_BYTES)[:missing]})
 
 
 async def while_connected(receive: Receive, work: Callable[[], Coroutine[object, object, T]]) -> T:

@@ -143,7 +143,7 @@ class PredictionDrafter:
         at = bisect_left(places, expected)
         near = places[max(0, at - _NEAREST) : at + _NEAREST]
         found = sorted(((self._num_equal(place), place) for place in near), reverse=True)[:2]
-        if not found or found[0][0] == found[-1][0] and len(found) > 1:
+        if not found or (found[0][0] == found[-1][0] and len(found) > 1):
             return None
         length, place = found[0]
         return place, length

@@ -124,9 +124,34 @@ def test_calls_and_tokens_are_counted(engine, endpoint, completions):
 
 def test_an_endpoint_without_extensions_refuses_what_the_api_does_not_have(url):
     with sgl.OpenAI("quire-demo", is_chat_model=False, base_url=f"{url}/v1") as backend:
-        for said in ({"top_k": 3}, {"regex": "a"}, {"ignore_eos": True}):
+        for said in ({"top_k": 3}, {"regex": "a"}, {"ignore_eos": True}, {"prediction": "a"}):
             state = sgl.function(lambda s, said=said: s.__iadd__("a" + sgl.gen("x", **said))).run(backend=backend)
             assert "extensions=True" in str(state.error())
+
+
+def test_a_prediction_changes_no_text(engine, endpoint, completions, chats):
+    @sgl.function
+    def program(s, prediction):
+        s += "One Tuesday Mira went to" + sgl.gen("where", max_tokens=24, prediction=prediction)
+
+    for backend in (engine, endpoint, completions):
+        plain = program.run({"prediction": None}, temperature=0, backend=backend)
+        assert program.run({"prediction": plain["where"]}, temperature=0, backend=backend)["where"] == plain["where"]
+        assert program.run({"prediction": "the moon"}, temperature=0, backend=backend)["where"] == plain["where"]
+
+    @sgl.function
+    def answered(s, prediction):
+        s += sgl.user("How much is the lantern?")
+        s += sgl.assistant(sgl.gen("price", max_tokens=24, prediction=prediction))
+
+    plain = answered.run({"prediction": None}, temperature=0, backend=chats)
+    known = answered.run({"prediction": plain["price"]}, temperature=0, backend=chats)
+    assert known["price"] == plain["price"]
+
+
+def test_a_prediction_that_is_no_text_is_refused():
+    with pytest.raises(RequestError, match="prediction must be Unicode text"):
+        sgl.gen("x", prediction=3)
 
 
 def test_a_chat_endpoint_needs_gens_that_begin_a_turn(chats, url):

@@ -6,6 +6,7 @@ change the output.
 
 import random
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -172,6 +173,28 @@ def test_fairness_and_costs_count_accepted_tokens_only():
         steps.append(rig.scheduler.costs.prefill.num_steps)
     assert charged[0] == charged[1]
     assert steps == [1, 1]  # steps with drafts are no prompt steps
+
+
+def test_the_time_of_a_captured_step_says_nothing_about_others():
+    rig = Rig(num_blocks=64, **ALL)
+    collect = rig.engine.runner.collect
+    rig.engine.runner.collect = lambda: msgspec.structs.replace(collect(), captured=True)
+    rig.add("a", PROMPT, max_tokens=20)
+    rig.run()
+    assert rig.scheduler.costs.step_curve.seconds(1) == rig.scheduler.costs.prefill.num_steps == 0
+
+
+def test_sequences_take_turns_if_there_are_many(monkeypatch):
+    """Two proposals in a step: each of four sequences has one in every second step."""
+    monkeypatch.setattr("quire.scheduler.speculation.MOST_PROPOSALS", 2)
+    rig = Rig(num_blocks=128, **ALL | {"max_num_batched_tokens": 128})
+    prompts = [[1 + (i + n) % 40 for i in range(12)] for n in range(4)]
+    for n, prompt in enumerate(prompts):
+        rig.add(f"r{n}", prompt, max_tokens=40, prediction=predicted(prompt, 40, 1.0))
+    rig.run()
+    assert [rig.tokens[f"r{n}", 0] for n in range(4)] == [script(prompt, 40, VOCAB) for prompt in prompts]
+    assert len(rig.scheduler.sizes) < 20
+    assert max(rig.scheduler.sizes[1:]) <= 4 + 2 * 4
 
 
 def test_a_failing_step_with_drafts_is_rolled_back():

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from openai._streaming import SSEDecoder
 
-from quire.server.sse import DONE, EventStream, event
+from quire.server.sse import DONE, EventStream, event, padded_event
 
 UGLY = st.sampled_from(
     [
@@ -110,3 +110,12 @@ def test_a_stream_that_fails_is_whole_to_its_last_event(num_good, wrong, caplog)
     assert set(json.loads(error)) == {"error"}
     assert "secret" not in error
     assert (done, closed, sent[-1]["more_body"]) == ("[DONE]", [True], False)
+
+
+@given(TEXT)
+def test_padded_events_have_the_text_and_few_sizes(text):
+    data = padded_event({"text": text})
+    assert len(data) % 256 == 0
+    (chunk,) = map(json.loads, by_the_standard([data]))
+    assert chunk["text"] == text
+    assert padded_event({"text": text}) != data or not chunk["obfuscation"]

@@ -1,5 +1,9 @@
 """What each drafter proposes."""
 
+import random
+
+import pytest
+
 from quire.core.request import Namespace
 from quire.speculation.answers import AnswerStore
 from quire.speculation.drafters import AnswersDrafter, PredictionDrafter, SuffixDrafter
@@ -43,6 +47,40 @@ def test_a_prediction_is_followed_and_met_again_after_a_difference():
     assert drafter.propose(3) == ("prediction", [10], 3, ())
     tokens += [10]
     assert drafter.propose(3) is None
+
+
+def accepted(prediction, output):
+    """How many of the drafts are right if one is verified in each step, and how many were made."""
+    tokens, right, number = [], 0, 0
+    drafter = PredictionDrafter(prediction, tokens, 0)
+    while len(tokens) < len(output) - 1:
+        proposal = drafter.propose(1)
+        number += proposal is not None
+        is_right = proposal is not None and proposal.tokens[0] == output[len(tokens)]
+        right += is_right
+        tokens += output[len(tokens) : len(tokens) + 1 + is_right]
+    return right, number
+
+
+@pytest.mark.parametrize("period", [1, 3, 1000])
+@pytest.mark.parametrize("share", [0.5, 0.7, 0.9])
+def test_exchanged_tokens_do_not_lead_away_from_the_place(period, share):
+    """In a text that repeats itself, other places look as good. The prediction has a share of the right tokens."""
+    draw, right, number = random.Random(1), 0, 0
+    for _ in range(20):
+        output = [draw.randrange(1000) for _ in range(period)] * 64
+        output = output[:64]
+        prediction = [token if draw.random() < share else 1000 for token in output]
+        found = accepted(prediction, output)
+        right, number = right + found[0], number + found[1]
+    assert right / number > 0.7 * share
+
+
+def test_inserted_and_missing_tokens_are_passed():
+    draw = random.Random(2)
+    text = [draw.randrange(1000) for _ in range(60)]
+    assert accepted(text, [*text[:20], 1000, 1001, 1002, *text[20:]])[0] > 24  # of 31 at most
+    assert accepted(text, text[:20] + text[26:])[0] > 22
 
 
 def test_the_answer_to_the_same_prompt_is_proposed_from_its_first_token():

@@ -61,6 +61,34 @@ def test_drafts_that_do_not_pay_take_half_a_percent_of_the_time():
     assert 0.0045 * steps <= spent <= 0.00501 * steps
 
 
+def test_steps_without_drafts_are_tried_where_drafts_pay():
+    """Or their cost would be out of date. Each loses a third of a step, and every second trial has more drafts."""
+    governor, plain, steps = Governor(lambda tokens: 1.0 if tokens < 3 else 1.8), 0, 1000
+    for _ in range(steps):
+        governor.may_pay(1, 1)
+        plain += governor.select([candidate(0.5, 0.05)], num_tokens=1, num_samples=1, most=9) == [0]
+    assert 3 <= plain <= 6
+
+
+def test_a_draft_that_hardly_pays_is_not_verified():
+    for chance, expected_counts in ((0.14, [0]), (0.16, [1])):
+        governor = Governor(lambda tokens: 0.9 + 0.1 * tokens)
+        counts = governor.select([candidate(chance)], num_tokens=1, num_samples=1, most=9)
+        assert counts == expected_counts  # a tenth more time
+
+
+def test_proposals_are_rare_while_none_of_them_pays():
+    """Eight sequences, of which each proposal takes 25 us, in steps of 20 ms: 1 % if all were made."""
+    governor, made, steps = Governor(lambda tokens: 0.02 + 0.001 * (tokens - 8)), 0, 1000
+    for _ in range(steps):
+        if governor.may_pay(8, 8):
+            made += 1
+            governor.select([candidate(0.02)] * 8, num_tokens=8, num_samples=8, most=9)
+    assert 300 < made < 500
+    governor.select([candidate(1.0, 1.0)] * 8, num_tokens=8, num_samples=8, most=16)
+    assert all(governor.may_pay(8, 8) for _ in range(9))
+
+
 def test_proposals_are_not_even_made_where_no_draft_can_pay():
     """A step of 64 sequences that takes as long as its tokens. One draft is tried as soon as its time is saved up."""
     governor = Governor(lambda tokens: 0.01 * tokens)
@@ -118,6 +146,16 @@ def test_the_first_token_of_a_group_of_eight_may_cost_more_than_the_others():
             curve.observe(num_tokens, 0.01 * -(-num_tokens // 8) + 1e-5 * num_tokens)
     assert curve.seconds(9) - curve.seconds(8) > 0.009
     assert curve.seconds(16) - curve.seconds(9) < 0.001
+
+
+def test_what_is_measured_now_outweighs_what_was_measured_long_ago():
+    """The machine has become faster: steps of 8 tokens take less than those of 7 took."""
+    curve = StepCurve()
+    for _ in range(20):
+        curve.observe(7, 1.0)
+    for _ in range(60):
+        curve.observe(8, 0.7)
+    assert curve.seconds(8) == pytest.approx(0.7, rel=0.05)
 
 
 def test_a_pause_of_the_machine_is_clamped():

@@ -32,7 +32,11 @@ def load(settings: dict) -> Driven:
     notes = [
         " ".join(line.split()) for line in lines if line.startswith(("kernels", "weights    rounded:", "weights    as"))
     ]
-    return Driven(run, quire.__version__, torch.get_num_threads(), notes)
+
+    def accepted() -> int:
+        return llm.llm_engine.stats().num_accepted_drafts
+
+    return Driven(run, quire.__version__, torch.get_num_threads(), notes, accepted)
 
 
 def _params(query: dict) -> SamplingParams:

@@ -16,8 +16,7 @@ def load(settings: dict) -> Driven:
         max_model_len=settings["max_model_len"],
         max_num_seqs=settings["max_num_seqs"],
         enable_prefix_caching=True,
-        disable_log_stats=True,
-        **settings["options"],
+        **{"disable_log_stats": True} | settings["options"],
     )
 
     def run(queries: Queries) -> list[int]:
@@ -26,7 +25,12 @@ def load(settings: dict) -> Driven:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         return [len(output.outputs[0].token_ids) for output in outputs]
 
-    return Driven(run, vllm.__version__, len(os.sched_getaffinity(0)), ["prefix caching"])
+    def accepted() -> int:
+        if "speculative_config" not in settings["options"]:
+            return 0
+        return sum(one.value for one in llm.get_metrics() if one.name == "vllm:spec_decode_num_accepted_tokens")
+
+    return Driven(run, vllm.__version__, len(os.sched_getaffinity(0)), ["prefix caching"], accepted)
 
 
 def _params(query: dict) -> SamplingParams:

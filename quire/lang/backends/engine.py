@@ -198,6 +198,7 @@ def sampling_params(params: GenParams) -> SamplingParams:
         frequency_penalty=params.frequency_penalty,
         presence_penalty=params.presence_penalty,
         ignore_eos=params.ignore_eos,
+        prediction=params.prediction,
         logprobs=params.top_logprobs_num or 0 if params.return_logprob else None,
         prompt_logprobs=(params.top_logprobs_num or 0) if params.returns_prompt_logprobs else None,
         prompt_logprobs_start=max(params.logprob_start_len or 0, 0),

@@ -203,6 +203,14 @@ class OpenAI(Backend):
 
     def _request(self, prompt: Prompt, params: GenParams) -> tuple[str, dict[str, object]]:
         body = {"model": self.model_name, **sampling_fields(params, extensions=self._extensions)}
+        if params.prediction is not None:
+            if not (self.is_chat_model or self._extensions):
+                raise RequestError(
+                    "OpenAI's completions have no prediction; leave it out, or use chat, or OpenAI(..., "
+                    "extensions=True) for quire's server",
+                    "prediction",
+                )
+            body["prediction"] = {"type": "content", "content": params.prediction}
         if not self.is_chat_model:
             logprobs = completion_logprobs(params)
             return "/completions", {**body, "prompt": prompt.text, **logprobs}

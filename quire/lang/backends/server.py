@@ -204,6 +204,7 @@ def sampling_params(params: GenParams) -> dict[str, object]:
         "stop_token_ids": list(params.stop_token_ids),
         "ignore_eos": params.ignore_eos,
         "sampling_seed": params.seed,
+        "prediction": params.prediction,
         "regex": params.regex,
         "json_schema": params.json_schema,
         "ebnf": params.ebnf,

@@ -180,6 +180,22 @@ def test_prompts_that_were_generated_are_those_of_the_reference(saved, played):
     assert len(played) == 38  # all except the prompts and the first step of its size
 
 
+def test_a_result_says_whether_its_step_was_captured(saved):
+    """The first of its number of tokens, which takes longer than the others."""
+    driver, _ = driver_of(saved("qwen3-gqa")[0], recorded=True)
+    params, known = Wish(GREEDY), {0: [5, 6, 7], 1: [8, 9]}
+    opening = {"opens": [(row, params) for row in known], "tokens": [(row, 0, ids) for row, ids in known.items()]}
+    results = [driver.run([(0, 0, 3), (1, 0, 2)], **opening)]
+    for rows in ([0, 1], [0, 1], [0], [1]):
+        chunks = []
+        for row in rows:
+            known[row].append(10)
+            chunks.append((row, len(known[row]) - 1, len(known[row])))
+        tokens = [(row, stop - 1, [10]) for row, _, stop in chunks]
+        results.append(driver.run(chunks, tokens=tokens))
+    assert [result.captured for result in results] == [True, True, False, True, False]
+
+
 def test_deterministic_sequences_are_not_recorded(saved, played):
     folder = saved("qwen3-gqa")[0]
     driver, _ = driver_of(folder, recorded=True)

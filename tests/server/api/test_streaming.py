@@ -125,3 +125,20 @@ def test_cached_tokens_are_counted_once_for_all_sequences(http):
     usages = [http.post("/v1/completions", json=body).json()["usage"] for _ in range(2)]
     assert {usage["prompt_tokens"] for usage in usages} == {40}
     assert all(0 <= usage["prompt_tokens_details"]["cached_tokens"] < 40 for usage in usages)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_obfuscated_chunks_have_few_sizes(http, path):
+    body = {"prompt": STORY} if path == "/v1/completions" else {"messages": CHAT}
+    asked = {**body, **SAMPLED, "stream": True}
+    texts = []
+    for obfuscated in (False, True):
+        lines = http.post(path, json={**asked, "stream_options": {"include_obfuscation": obfuscated}}).text.splitlines()
+        chunks = [line for line in lines if line.startswith("data: {")]
+        assert all(("obfuscation" in json.loads(chunk.removeprefix("data: "))) == obfuscated for chunk in chunks)
+        sizes = {len(chunk.encode()) + 2 for chunk in chunks}
+        assert all(size % 256 == 0 for size in sizes) == obfuscated
+        choices = [json.loads(chunk.removeprefix("data: "))["choices"][0] for chunk in chunks]
+        texts.append("".join(one.get("text") or one.get("delta", {}).get("content") or "" for one in choices))
+    assert texts[0] == texts[1]
+    assert texts[0]

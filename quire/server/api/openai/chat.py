@@ -119,6 +119,7 @@ class ChatAnswer:
         self._with_ids = bool(body.return_token_ids)
         self._logprobs = LogprobFormat(params, service.tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids))
         self._usage = UsageFormat(body.stream_options)
+        self._chunk_event = body.chunk_event
         self._echo_text = echo_text
 
     def full_response(self, reply: Reply) -> dict[str, object]:
@@ -144,7 +145,7 @@ class ChatAnswer:
         first = self._prompt_ids(transcript)  # chat has one prompt, so its fields are sent once
         for index in range(reply.num_choices):
             choice = self._choice(index, {"delta": {"role": "assistant", "content": self._echo_text}}, None)
-            yield event({**head, **first, "choices": [choice], **self._usage.of_chunk(reply)})
+            yield self._chunk_event({**head, **first, "choices": [choice], **self._usage.of_chunk(reply)})
             first = {}
         about_prompt = transcript.prompt_logprobs is not None  # whether they are still to be sent
         async for deltas in reply.deltas():
@@ -155,7 +156,8 @@ class ChatAnswer:
                     first = {"prompt_logprobs": _prompt_logprobs(transcript)} if about_prompt else {}
                     about_prompt = False
                     choice = self._choice(delta.index, {"delta": _delta_content(delta)}, delta)
-                    chunks.append(event({**head, **first, "choices": [choice], **self._usage.of_chunk(reply)}))
+                    chunk = {**head, **first, "choices": [choice], **self._usage.of_chunk(reply)}
+                    chunks.append(self._chunk_event(chunk))
             yield b"".join(chunks)
         for usage in self._usage.at_end(reply):
             yield event({**head, "choices": [], "usage": usage})

@@ -162,6 +162,7 @@ class CompletionAnswer:
         self._with_ids = bool(body.return_token_ids)
         self._logprobs = LogprobFormat(params, service.tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids))
         self._usage = UsageFormat(body.stream_options)
+        self._chunk_event = body.chunk_event
         self._prompt_echoes = PromptEchoes(body, self._logprobs, echoes)
 
     def full_response(self, reply: Reply) -> dict[str, object]:
@@ -187,7 +188,8 @@ class CompletionAnswer:
                     begun.add(index)
                     opening = self._prompt_echoes.get(place, reply.transcripts[place]) if begins else None
                     choice = self._choice(index, delta, place, opening)
-                    chunks.append(event({**self._head, "choices": [choice], **self._usage.of_chunk(reply)}))
+                    chunk = {**self._head, "choices": [choice], **self._usage.of_chunk(reply)}
+                    chunks.append(self._chunk_event(chunk))
             yield b"".join(chunks)
         for usage in self._usage.at_end(reply):
             yield event({**self._head, "choices": [], "usage": usage})

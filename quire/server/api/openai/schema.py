@@ -1,6 +1,6 @@
 """Request bodies of completions and chat: names, types and defaults. SamplingParams checks bounds."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -22,6 +22,7 @@ from quire.server.api.request_params import (
     unsupported_field,
     with_default_max_tokens,
 )
+from quire.server.sse import event, padded_event
 from quire.tokenizer.messages import MAX_MESSAGES
 
 
@@ -105,7 +106,9 @@ class StreamOptions(Body):
 
     include_usage: bool | None = optional_field("Send a last chunk with the usage.")
     continuous_usage_stats: bool | None = optional_field("With include_usage: send the usage so far in every chunk.")
-    include_obfuscation: bool | None = ignored_field()
+    include_obfuscation: bool | None = optional_field(
+        "Pad each chunk with a random `obfuscation` to a multiple of 256 bytes, against readers of packet sizes."
+    )
 
 
 class SamplingBody(BeamSearchBody, SchedulingParamsBody, ConstraintBody):
@@ -114,6 +117,8 @@ class SamplingBody(BeamSearchBody, SchedulingParamsBody, ConstraintBody):
     model: str | None = optional_field("The served model; /v1/models lists it.")
     stream: bool | None = optional_field("Send the output as server-sent events while it is generated.")
     stream_options: StreamOptions | None = None
+    prediction: Prediction | None = optional_field("Text that the output probably is, in whole or in part.")
+
     n: int | None = optional_field("Sequences to generate for each prompt (1 to 128).")
     max_tokens: int | None = optional_field(
         "Tokens to generate at most; 0 computes the prompt only, -1 allows the rest of the context."
@@ -176,6 +181,8 @@ class SamplingBody(BeamSearchBody, SchedulingParamsBody, ConstraintBody):
             field = self.constraint_field()
             raise RequestError(f"{field} cannot be combined with use_beam_search; leave it out", field)
         chosen = {name: value for name, value in overrides.items() if value is not None}
+        if self.prediction is not None:
+            chosen["prediction"] = self.prediction.text
         if chosen.get("max_tokens", self.max_tokens) == NO_LIMIT:
             chosen["max_tokens"] = None
         if self.use_beam_search:  # except for the length, the model's recommendations are for sampling
@@ -187,6 +194,11 @@ class SamplingBody(BeamSearchBody, SchedulingParamsBody, ConstraintBody):
         if self.stream:
             params.check_streamable()
         return params
+
+    @property
+    def chunk_event(self) -> Callable[[dict[str, object]], bytes]:
+        """Encodes a chunk with output as an event."""
+        return padded_event if self.stream_options is not None and self.stream_options.include_obfuscation else event
 
 
 class CompletionBody(SamplingBody):
@@ -224,7 +236,6 @@ class ChatBody(TemplateBody, SamplingBody):
     moderation: Any = unsupported_field()
     verbosity: Any = unsupported_field("medium")
     web_search_options: Any = unsupported_field()
-    prediction: Prediction | None = optional_field("Text that the answer probably is, in whole or in part.")
 
     @model_validator(mode="after")
     def _reject_single_tool_calls(self) -> Self:
@@ -247,6 +258,5 @@ class ChatBody(TemplateBody, SamplingBody):
         return self.make_params(
             {"max_tokens": None, **defaults},
             max_tokens=self.max_completion_tokens,
-            prediction=None if self.prediction is None else self.prediction.text,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
         )

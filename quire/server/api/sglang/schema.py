@@ -68,6 +68,7 @@ class GenerateParams(Body):
         "Keep the tokenizer's spaces between special tokens; true by default."
     )
     speculation: bool | None = optional_field("Draft and verify tokens, which changes none of them; true by default.")
+    prediction: str | None = optional_field("Text that the output probably is, in whole or in part.")
     json_schema: Schema | None = optional_field("The output is JSON that this schema allows.")
     regex: str | None = optional_field("The output matches this pattern.")
     ebnf: str | None = optional_field("The output is what this grammar allows, as EBNF or Lark.")

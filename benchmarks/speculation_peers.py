@@ -1,0 +1,135 @@
+"""Speculative decoding of quire beside vLLM's: the embedded model on its own tasks, one stream.
+
+    python -m benchmarks.speculation_peers --vllm PYTHON [--methods ngram,suffix] [--rounds 5] [--chats 6] [--before 30]
+        [--json FILE]
+
+PYTHON: an interpreter that has vLLM; its method suffix needs the package arctic-inference. Each engine runs with and
+without drafts, 8 at most, after other chats of the same task. All write equally many tokens. Tokens per step are output
+tokens by those that are no accepted drafts. Engines take turns.
+"""
+
+import argparse
+import json
+import random
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from benchmarks.cpu import machine
+from benchmarks.cpu.engines import Engine, EngineError, Running, start
+from benchmarks.speculation import TASKS
+from quire import LLM, SamplingParams
+from quire.hub import embedded
+from tools.demo_model.questions import questions
+
+_MOST_TOKENS = 256
+_DRAFTS = 8  # of one sequence in one step
+_CONSOLE = Console(stderr=True)
+
+Queries = list[dict[str, Any]]
+
+
+def engines(vllm: str, methods: Sequence[str]) -> list[Engine]:
+    """quire and vLLM, each without drafts and with them."""
+    common = {"model": embedded.folder(), "max_num_seqs": 8, "max_model_len": 2048}
+    found = [
+        Engine("quire:off", sys.executable, options={"speculation": "off"}, **common),
+        Engine("quire:auto", sys.executable, options={"speculation": "auto"}, **common),
+        Engine("vllm:off", vllm, **common),
+    ]
+    for method in methods:
+        config: dict[str, object] = {"method": method, "num_speculative_tokens": _DRAFTS}
+        if method == "ngram":
+            config |= {"prompt_lookup_min": 2, "prompt_lookup_max": 5}
+        options = {"speculative_config": config, "disable_log_stats": False}
+        found.append(Engine(f"vllm:{method}", vllm, options=options, **common))
+    return found
+
+
+def tasks(num_chats: int, num_before: int) -> dict[str, tuple[Queries, Queries]]:
+    """For each task the queries that come before and those that are measured, with the lengths of quire's answers."""
+    llm = LLM(speculation="off")
+    params = SamplingParams(temperature=0, max_tokens=_MOST_TOKENS)
+    found = {}
+    for task in track(TASKS, "lengths of answers", console=_CONSOLE, transient=True):
+        parts = []
+        for number, seed in ((num_before, 1), (num_chats, 2)):
+            prompts = [one.prompt for one in questions([task], number, seed, llm.get_tokenizer())]
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            lengths = [len(output.outputs[0].token_ids) for output in outputs]
+            parts.append([{"prompt": p, "out": n} for p, n in zip(prompts, lengths, strict=True)])
+        found[task] = parts[0], parts[1]
+    llm.close()
+    return found
+
+
+def run(running: Running, queries: Queries) -> tuple[float, int]:
+    """Seconds of queries one after another, and accepted drafts."""
+    answers = [running.answer_with_drafts([query]) for query in queries]
+    return sum(seconds for seconds, _ in answers), sum(accepted for _, accepted in answers)
+
+
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each task. Raises EngineError."""
+    asked, rows = tasks(args.chats, args.before), []
+    with ExitStack() as stack:
+        loaded = {one.name: stack.enter_context(start(one)) for one in engines(args.vllm, args.methods.split(","))}
+        for task, (before, queries) in asked.items():
+            for running in loaded.values():
+                run(running, before)
+            seconds, accepted = defaultdict(list), {}
+            for turn in track(range(args.rounds), task, console=_CONSOLE, transient=True):
+                order = list(loaded)
+                random.Random(turn).shuffle(order)
+                for name in order:
+                    took, accepted[name] = run(loaded[name], queries)
+                    seconds[name].append(took)
+            rows.append(_row(task, sum(query["out"] for query in queries), seconds, accepted))
+            _CONSOLE.print(rows[-1])
+    return rows
+
+
+def _row(task: str, num_tokens: int, seconds: dict[str, list[float]], accepted: dict[str, int]) -> dict[str, Any]:
+    """Tokens per step, speed-up by drafts, and tokens per second of each engine."""
+    row: dict[str, Any] = {"task": task, "tokens": num_tokens}
+    for name, times in seconds.items():
+        if not name.endswith(":off"):
+            row[f"{name}, tokens per step"] = round(num_tokens / (num_tokens - accepted[name]), 2)
+            pairs = zip(seconds[f"{name.partition(':')[0]}:off"], times, strict=True)
+            row[f"{name}, speed-up"] = round(median(off / on for off, on in pairs), 2)
+        row[f"{name}, tokens/s"] = round(num_tokens / median(times))
+    return row
+
+
+def main() -> None:
+    """Measure, print a table and write the JSON file."""
+    parser = argparse.ArgumentParser(prog="benchmarks.speculation_peers", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--vllm", required=True, metavar="PYTHON", help="an interpreter that has vLLM")
+    parser.add_argument("--methods", default="ngram,suffix", help="of vLLM")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--chats", type=int, default=6, help="per task")
+    parser.add_argument("--before", type=int, default=30, help="chats per task before these")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    args = parser.parse_args()
+    try:
+        rows = measure(args)
+    except EngineError as error:
+        sys.exit(str(error))
+    table = Table(*rows[0], title="speculative decoding of the embedded model, one stream")
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    Console().print(table)
+    if args.json is not None:
+        args.json.write_text(json.dumps({"machine": machine.describe(), "tasks": rows}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
