@@ -283,9 +283,9 @@ class EngineOptions:
         Help(
             "drafters of speculative decoding: off, auto (all), or a list of suffix (what followed the same tokens in "
             "the text), answers (earlier ones of the namespace), prediction (of the request)",
-            "prototype",
+            "beta",
         ),
-    ] = "off"
+    ] = "auto"
     num_speculative_tokens: Annotated[
         int, Meta(ge=1, le=MAX_SPECULATIVE_TOKENS), Help("most drafts of a sequence in one step", "beta")
     ] = 8

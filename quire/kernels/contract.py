@@ -167,13 +167,15 @@ class Batch:
     The tokens of all chunks are concatenated in order. The token at position p of chunk i is in block
     tables[i, p // block_size], at p % block_size. Entries after the last position are undefined and may be -1, and so
     are entries of blocks that are completely outside of the group's window at position starts[i].
-    There is at least one token, and no block is written for two chunks. In captured steps a chunk may have no tokens.
+    There is at least one token, and no block is written for two chunks. In captured steps a chunk may have no tokens,
+    or several chunks of one token follow each other in one sequence.
     """
 
     starts: np.ndarray  # int64 (num_chunks,)
     stops: np.ndarray  # int64 (num_chunks,)
     tables: np.ndarray  # int64 (num_chunks, width)
     resident: ResidentTables | None = None  # replaces empty `tables`; for modules with USES_RESIDENT_TABLES
+    ends: np.ndarray | None = None  # int64 (num_chunks,): position after the sequence's last token; None: `stops`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -243,18 +245,19 @@ class CaptureMemory(NamedTuple):
 class StepCapture(Protocol):
     """Captures steps of a module and replays them without Python, on the same tensors with new contents."""
 
-    def capture_size(self, num_tokens: int, num_chunks: int) -> int | None:
+    def capture_size(self, num_tokens: int, max_num_seqs: int) -> int | None:
         """The number of tokens at which such a step is captured, or None if it is not captured.
 
         If it is larger than `num_tokens`, the step is padded with chunks of one token at position 0 whose tables are
         all -1. Kernels must not write anything for them. Their results are undefined. Each captured step has as many
-        chunks as tokens. If `num_chunks` is smaller than `num_tokens`, the missing chunks are added without tokens.
+        chunks as tokens. Longer chunks are divided into chunks of one token for modules with USES_RESIDENT_TABLES. For
+        others, the missing chunks are added without tokens. max_num_seqs: the argument of `capture_memory`.
         """
 
     def capture_memory(
         self, num_sequences: int, token_bytes: int, logit_bytes: int, scratch_bytes: int
     ) -> CaptureMemory:
-        """The most memory of captured steps of all sizes up to `num_sequences`.
+        """The most memory of captured steps of all sizes up to that of `num_sequences` tokens.
 
         Each token of a step needs `token_bytes` of activations and `logit_bytes` of logits, attention `scratch_bytes`.
         """

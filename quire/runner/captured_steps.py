@@ -1,4 +1,4 @@
-"""Captured steps: decode steps of one token per sequence, captured once per batch size and replayed.
+"""Captured steps: decode steps, perhaps with drafts or forced tokens, captured by number of tokens and replayed.
 
 The first step of a size is captured while it runs. Later steps refill its inputs and replay it, so that the time on
 the host does not grow with the number of layers.
@@ -32,10 +32,18 @@ class _CapturedStep:
 class CapturedSteps:
     """Captured steps of one model on one set of blocks, by their number of tokens."""
 
-    def __init__(self, model: Model, kernels: Kernels, storages: Sequence[Storage], max_model_len: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        kernels: Kernels,
+        storages: Sequence[Storage],
+        max_num_seqs: int,
+        max_model_len: int,
+    ) -> None:
         self._model = model
         self._kernels = kernels
         self._storages = storages
+        self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
         self._attend = PagedAttend(kernels, storages, model.score_scaling)
         self._recorder = kernels.new_step_capture()
@@ -51,7 +59,7 @@ class CapturedSteps:
         None if such a step is not captured.
         """
         number = int((chunks.stops - chunks.starts).sum())
-        size = None if self._recorder is None else self._recorder.capture_size(number, len(chunks))
+        size = None if self._recorder is None else self._recorder.capture_size(number, self._max_num_seqs)
         if self._recorder is None or size is None:
             return None
         captured_step = self._captured.get(size)

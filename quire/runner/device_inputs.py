@@ -73,11 +73,13 @@ class ResidentInputs:
         """The words at `indices` of `words` (tokens), as int64."""
         return self.words.index_select(0, indices).long()
 
-    def batches(self, starts: np.ndarray, stops: np.ndarray, rows: np.ndarray) -> list[Batch]:
+    def batches(
+        self, starts: np.ndarray, stops: np.ndarray, rows: np.ndarray, ends: np.ndarray | None = None
+    ) -> list[Batch]:
         """The Batch of each KV group. The arguments have one entry per chunk."""
         starts, stops, rows = (column.astype(np.int64) for column in (starts, stops, rows))
         nothing = np.empty((len(rows), 0), np.int64)
-        return [Batch(starts, stops, nothing, ResidentTables(table, rows)) for table in self.tables]
+        return [Batch(starts, stops, nothing, ResidentTables(table, rows), ends) for table in self.tables]
 
     def _token_indices(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Indices of tokens in `words`, int64."""
@@ -92,7 +94,10 @@ class ResidentInputs:
 
 
 class CapturedResidentInputs:
-    """Rows and positions of a captured step. The captured step itself reads the tokens from the rows."""
+    """Rows and positions of a captured step. The captured step itself reads the tokens from the rows.
+
+    Chunks of several tokens become chunks of one token, because a captured step cannot change the length of a chunk.
+    """
 
     def __init__(self, inputs: ResidentInputs, size: int, device: torch.device) -> None:
         self._inputs = inputs
@@ -105,11 +110,14 @@ class CapturedResidentInputs:
 
     def refill(self, chunks: Chunks) -> list[Batch]:
         """See CapturedInputs."""
-        more = (0, len(self.positions) - len(chunks))
-        rows = np.pad(chunks.rows.astype(np.int64), more, constant_values=self._inputs.padding_row)
-        starts = np.pad(chunks.starts.astype(np.int64), more)
-        copy_to_device(self._uploaded, _aligned_pair(rows * self._inputs.stride + starts, starts))
-        return self._inputs.batches(starts, starts + 1, rows)
+        lengths = chunks.stops - chunks.starts
+        rows, ends = (np.repeat(column.astype(np.int64), lengths) for column in (chunks.rows, chunks.stops))
+        positions = np.arange(len(rows)) + np.repeat(chunks.stops - np.cumsum(lengths), lengths)
+        more = (0, len(self.positions) - len(rows))
+        rows = np.pad(rows, more, constant_values=self._inputs.padding_row)
+        positions, ends = np.pad(positions, more), np.pad(ends, more, constant_values=1)
+        copy_to_device(self._uploaded, _aligned_pair(rows * self._inputs.stride + positions, positions))
+        return self._inputs.batches(positions, positions + 1, rows, ends)
 
 
 def _aligned_pair(one: np.ndarray, other: np.ndarray) -> np.ndarray:

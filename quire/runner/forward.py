@@ -48,6 +48,7 @@ class ForwardPasses:
         kernels: Kernels,
         deterministic_kernels: Kernels | None,
         storages: Sequence[Storage],
+        max_num_seqs: int,
         max_model_len: int,
         inputs: Inputs,
     ) -> None:
@@ -59,7 +60,7 @@ class ForwardPasses:
             if deterministic_kernels is None
             else KernelSet(deterministic_kernels, PagedAttend(deterministic_kernels, storages, model.score_scaling))
         )
-        self._captured_steps = CapturedSteps(model, kernels, storages, max_model_len)
+        self._captured_steps = CapturedSteps(model, kernels, storages, max_num_seqs, max_model_len)
 
     @property
     def num_captured(self) -> int:

@@ -178,6 +178,7 @@ class TorchRunner:
             kernels,
             deterministic_kernels if self.supports_deterministic else None,
             self._store.storages,
+            max_num_seqs,
             max_model_len,
             self._inputs,
         )

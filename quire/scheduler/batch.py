@@ -103,9 +103,13 @@ class BatchComposer:
         spare = int(self._budget.spare(len(sequences), decoding=any(seq.decodes for seq in sequences)))
         shares = self._token_shares(sequences, spare)
         append_slot, add_token = self._cache.append_slot, builder.add_token
+        speculator = self._speculator if self._config.steps_in_flight > 1 else None
         for seq in sequences:  # a preemption removes sequences behind this one
             start = seq.num_computed
             known = len(seq.tokens) + seq.num_pending
+            if speculator is not None and speculator.skips(seq):
+                spare += 1
+                continue
             if (
                 start + 1 == known <= seq.limit
                 and not (seq.num_to_report or seq.is_swapping_in)

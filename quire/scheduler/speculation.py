@@ -24,6 +24,7 @@ from quire.speculation.answers import AnswerStore
 from quire.speculation.drafters import AnswersDrafter, PredictionDrafter, Proposal, SuffixDrafter
 from quire.speculation.governor import Candidate, Chances, Governor, OwnCounts
 
+_LEAST_FOR_A_SKIP = 1.3  # expected tokens from drafts for which a sequence skips a step
 MOST_PROPOSALS = 32  # in one step; sequences take turns
 _INDEXED_PER_STEP = 4096  # tokens that all sequences together add to their indexes in one step
 _MOST_TENANTS = 4096  # whose chances are kept
@@ -33,13 +34,15 @@ _MOST_INDEXED = 2**20  # tokens in the indexes of all running sequences, about 1
 class _SequenceDrafters:
     """The drafters of one running sequence."""
 
-    __slots__ = ("answers", "own_counts", "prediction", "suffix")
+    __slots__ = ("answers", "own_counts", "prediction", "suffix", "unverified", "unverified_at")
 
     def __init__(self, seq: Sequence, drafters: Listing[str], store: AnswerStore) -> None:
         self.own_counts = OwnCounts()
         about = seq.request.namespace, seq.tokens, seq.num_prompt_tokens
         self.answers = AnswersDrafter(store, *about) if "answers" in drafters else None
         self.suffix = SuffixDrafter(seq.tokens) if "suffix" in drafters else None
+        self.unverified: Proposal | None = None  # the last proposal, if it was not verified
+        self.unverified_at = 0  # position of its first draft
         prediction = seq.request.prediction if "prediction" in drafters else ()
         self.prediction = PredictionDrafter(prediction, seq.tokens, seq.num_prompt_tokens) if prediction else None
 
@@ -68,11 +71,14 @@ class Speculator:
         self._sequences: dict[int, _SequenceDrafters] = {}  # by id, of sequences that have decoded
         self._num_indexed = 0
         self._num_planned = 0  # steps
+        self._has_steps_in_flight = config.steps_in_flight > 1
+        self._skipping: set[int] = set()  # ids of sequences that skip the next step
 
     def end(self, seq: Sequence) -> None:
         """Forget a sequence that has ended, and keep its answer."""
         if self.keeps_answers and seq.is_generation:
             self._answers.add(seq.request.namespace, seq.tokens, seq.num_prompt_tokens)
+        self._skipping.discard(seq.id)
         drafters = self._sequences.pop(seq.id, None)
         if drafters is not None and drafters.suffix is not None:
             self._num_indexed -= drafters.suffix.num_indexed
@@ -82,15 +88,37 @@ class Speculator:
         num_tokens, num_samples = builder.num_tokens, len(builder.scheduled)
         if self.governs and not self._governor.may_pay(num_tokens, num_samples):
             return
+        found = self._proposals(builder, most)
+        skip = _LEAST_FOR_A_SKIP if self._has_steps_in_flight and len(found) < num_samples else 0.0
+        found = [(place, one) for place, one in found if sum(one.gains) >= skip]
+        if not found:
+            return
+        candidates = [candidate for _, candidate in found]
+        counts = [len(one.proposal.tokens) for one in candidates]
+        if self.governs:
+            counts = self._governor.select(candidates, num_tokens=num_tokens, num_samples=num_samples, most=most)
+            counts = [n if sum(one.gains[:n]) >= skip else 0 for n, one in zip(counts, candidates, strict=True)]
+        for (place, candidate), wanted in zip(found, counts, strict=True):
+            chunk = builder.scheduled[place]
+            proposal = self._allowed(builder, chunk, candidate.proposal, min(wanted, most)) if wanted else "cost"
+            if isinstance(proposal, Proposal):
+                most -= len(proposal.tokens)
+                builder.add_drafts(place, proposal)
+                self._sequences[chunk.seq.id].unverified = None
+            else:
+                self._request_stats.skipped(chunk.seq, proposal)
+
+    def _proposals(self, builder: StepBuilder, most: int) -> list[tuple[int, Candidate]]:
+        """Proposals of up to `most` drafts, each with the place of its chunk in the step. Sequences take turns."""
         found: list[tuple[int, Candidate]] = []
-        index_budget = _INDEXED_PER_STEP
+        index_budget, left, number = _INDEXED_PER_STEP, MOST_PROPOSALS, len(builder.scheduled)
         self._num_planned += 1
-        number = len(builder.scheduled)
         for i in range(number):
             place = (self._num_planned * MOST_PROPOSALS + i) % number
             chunk = builder.scheduled[place]
             seq = chunk.seq
-            if not (self._may_draft(seq) and seq.num_computed == chunk.stop == len(seq.tokens)):
+            num_unknown = chunk.stop - len(seq.tokens)  # tokens of the chunk that steps in flight sample
+            if not (seq.num_computed == chunk.stop and num_unknown >= 0 and self._may_draft(seq, 1 + num_unknown)):
                 continue
             drafters = self._sequences.get(seq.id)
             if drafters is None:
@@ -99,26 +127,31 @@ class Speculator:
                 num_indexed = drafters.suffix.extend(index_budget)
                 index_budget -= num_indexed
                 self._num_indexed += num_indexed
+            self._learn(seq, drafters)
             length = min(self._max_drafts, most, seq.limit - chunk.stop)
             candidate = self._candidate(seq, drafters, length) if length > 0 else None
-            if candidate is not None:
+            if candidate is None:
+                continue
+            drafters.unverified, drafters.unverified_at = candidate.proposal, len(seq.tokens)
+            left -= 1
+            if num_unknown == 0:
                 found.append((place, candidate))
-                if len(found) == MOST_PROPOSALS:
-                    break
-        if not found:
-            return
-        candidates = [candidate for _, candidate in found]
-        counts = [len(one.proposal.tokens) for one in candidates]
-        if self.governs:
-            counts = self._governor.select(candidates, num_tokens=num_tokens, num_samples=num_samples, most=most)
-        for (place, candidate), wanted in zip(found, counts, strict=True):
-            chunk = builder.scheduled[place]
-            proposal = self._allowed(builder, chunk, candidate.proposal, min(wanted, most)) if wanted else "cost"
-            if isinstance(proposal, Proposal):
-                most -= len(proposal.tokens)
-                builder.add_drafts(place, proposal)
-            else:
-                self._request_stats.skipped(chunk.seq, proposal)
+            elif sum(candidate.gains[num_unknown + 1 :]) >= _LEAST_FOR_A_SKIP:  # behind the token of this chunk
+                self._skipping.add(seq.id)
+            if left == 0:
+                break
+        return found
+
+    def skips(self, seq: Sequence) -> bool:
+        """Whether a sequence has no chunk in this step, because its last token is pending and drafts may follow it.
+
+        While a chunk with drafts is in flight, it is not known which token is the next. So a sequence with drafts is in
+        every other step if two are in flight. It yields more tokens only if more than one draft is accepted.
+        """
+        if seq.id not in self._skipping:
+            return False
+        self._skipping.remove(seq.id)
+        return seq.num_pending > 0
 
     def verified(self, chunk: ScheduledChunk, num_accepted: int) -> None:
         """Learn from a committed chunk with drafts. Those behind the first rejected one say nothing."""
@@ -129,10 +162,25 @@ class Speculator:
         if drafters is not None:
             drafters.own_counts.observe(chunk.proposal, num_accepted)
 
-    def _may_draft(self, seq: Sequence) -> bool:
-        """Whether the next token of a sequence follows tokens that are all known, and nothing else depends on it."""
+    def _learn(self, seq: Sequence, drafters: _SequenceDrafters) -> None:
+        """Compare the last proposal with the tokens that were sampled without it."""
+        proposal, num_known = drafters.unverified, len(seq.tokens) - drafters.unverified_at
+        if proposal is None or num_known == 0:
+            return
+        known = seq.tokens[drafters.unverified_at :]
+        drafts = proposal.tokens[:num_known]
+        num_right = next(
+            (i for i, pair in enumerate(zip(drafts, known, strict=False)) if pair[0] != pair[1]), len(drafts)
+        )
+        compared = proposal._replace(tokens=drafts)
+        self._chances_of(seq).observe(compared, num_right)
+        drafters.own_counts.observe(compared, num_right)
+        drafters.unverified = None
+
+    def _may_draft(self, seq: Sequence, num_pending: int) -> bool:
+        """Whether so many tokens of a sequence are pending, and nothing else depends on them."""
         return (
-            seq.num_pending == 1
+            seq.num_pending == num_pending
             and seq.num_ignored_samples == 0
             and seq.is_generation
             and not (seq.is_beam or seq.runs_alone)

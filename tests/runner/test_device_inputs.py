@@ -77,6 +77,8 @@ class Both:
             assert (fed.token_ids.tolist(), fed.positions.tolist()) == (expected, positions)
             assert fed.token_ids.dtype == fed.positions.dtype == torch.int64
             self.check_batches(fed.batches, spans)
+            if way is self.ways[1] and len(expected) <= 8:
+                self.check_divided(self.fixed[2 if len(expected) <= 2 else 8, i], chunks, spans, expected)
             if all(stop == start + 1 for _, start, stop in spans):
                 self.check_fixed(self.fixed[2 if len(spans) <= 2 else 8, i], chunks, spans, expected)
 
@@ -85,6 +87,15 @@ class Both:
         assert fixed.token_ids()[: len(spans)].tolist() == expected
         assert fixed.positions.tolist() == [start for _, start, _ in spans] + [0] * more
         self.check_batches(batches, spans, more)
+
+    def check_divided(self, fixed, chunks, spans, expected):
+        """Each token is a chunk. `ends`: where the tokens of its row end."""
+        tokens = [(row, at, at + 1) for row, start, stop in spans for at in range(start, stop)]
+        batches, more = fixed.refill(chunks), len(fixed.positions) - len(tokens)
+        assert fixed.token_ids()[: len(tokens)].tolist() == expected
+        self.check_batches(batches, tokens, more)
+        ends = [stop for _, start, stop in spans for _ in range(start, stop)]
+        assert all(batch.ends.tolist() == ends + [1] * more for batch in batches)
 
     def check_batches(self, batches, spans, more=0):
         for batch, lists in zip(batches, self.tables, strict=True):

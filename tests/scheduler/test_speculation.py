@@ -92,6 +92,25 @@ def test_a_prediction_saves_steps(share, most_steps):
     assert len(rig.scheduler.sizes) == most_steps
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_sequence_skips_a_step_for_drafts_with_two_steps_in_flight(beside):
+    """The first eight tokens of the prediction are wrong, so decode steps are in flight when it begins to be right."""
+    prediction = [1 + token % 40 for token in script(PROMPT, 8, VOCAB)] + script(PROMPT, 60, VOCAB)[8:]
+    steps = {}
+    for drafts in (False, True):
+        rig = Rig(num_blocks=128, steps_in_flight=2, **ALL | {"num_speculative_tokens": 8} if drafts else {})
+        rig.add("a", PROMPT, max_tokens=60, prediction=prediction)
+        if beside:
+            rig.add("b", PROMPT[::-1], max_tokens=60)
+        while ("a", 0) not in rig.reasons:
+            rig.step()
+        steps[drafts] = len(rig.scheduler.sizes)
+        rig.run()
+        assert rig.tokens["a", 0] == script(PROMPT, 60, VOCAB)
+    assert steps[False] == 60
+    assert steps[True] < 40 if beside else steps[True] < 20
+
+
 def test_a_repeated_request_takes_a_fifth_of_the_steps():
     rig = Rig(num_blocks=64, prefix_index="radix", **ALL | {"num_speculative_tokens": 8})
     for name in "ab":

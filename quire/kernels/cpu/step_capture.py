@@ -34,9 +34,9 @@ class CallListCapture:
     def __init__(self) -> None:
         self._arena = Arena(never_free=True)
 
-    def capture_size(self, num_tokens: int, num_chunks: int) -> int | None:
+    def capture_size(self, num_tokens: int, max_num_seqs: int) -> int | None:
         """See StepCapture. Chunks may have any length, because the kernels read it when the calls are replayed."""
-        del num_chunks
+        del max_num_seqs
         return num_tokens if num_tokens <= MAX_TOKENS else None
 
     def capture_memory(

@@ -23,12 +23,13 @@ class TritonPlan:
     query_start_loc: Tensor  # (num_chunks + 1,): index of each chunk's first token, and num_tokens
     starts: Tensor  # (num_chunks,): position of a chunk's first token
     stops: Tensor  # (num_chunks,): position after its last token
+    ends: Tensor  # (num_chunks,): position after the last token of its sequence in this step
     table_rows: Tensor  # (num_chunks,): row of each chunk in `tables`
     tables: Tensor  # (num_tables, width)
     max_query_len: int  # tokens of the longest chunk
     max_context: int  # the most keys of a query, in this step and in those that it is refilled with
     lengths: np.ndarray  # int64 (num_chunks,): tokens of each chunk
-    packed_columns: Tensor  # contains chunks, positions, begins, starts, stops and rows, which are views of it
+    packed_columns: Tensor  # contains chunks, positions, begins, starts, stops, ends and rows, which are views of it
     resident: bool  # whether `tables` are resident; then a refill does not write them
     tiles: dict[tuple[int, range], Tensor] = field(default_factory=dict)  # see `tiles_of`
 
@@ -65,11 +66,11 @@ def plan(batch: Batch, storage: Storage, *, width: int | None = None) -> TritonP
         _write_tables(tables, batch.tables)
     else:
         tables = batch.resident.tables
-    chunks, positions, begins, starts, stops, rows = (
+    chunks, positions, begins, starts, stops, ends, rows = (
         columns[place : place + len(array)] for place, array in zip(places, arrays, strict=True)
     )
     return TritonPlan(
-        *(chunks, positions, begins, starts, stops, rows, tables),
+        *(chunks, positions, begins, starts, stops, ends, rows, tables),
         max_query_len=int(lengths.max()),
         max_context=int(batch.stops.max()) if width is None else width * storage.block_size,
         lengths=lengths,
@@ -112,7 +113,8 @@ def _columns(batch: Batch) -> list[np.ndarray]:
     chunks = np.repeat(np.arange(len(lengths)), lengths)
     positions = np.arange(len(chunks)) + np.repeat(batch.stops - ends, lengths)
     rows = np.arange(len(lengths)) if batch.resident is None else batch.resident.rows
-    columns = (chunks, positions, np.concatenate(([0], ends)), batch.starts, batch.stops, rows)
+    last = batch.stops if batch.ends is None else batch.ends
+    columns = (chunks, positions, np.concatenate(([0], ends)), batch.starts, batch.stops, last, rows)
     return [column.astype(np.int32) for column in columns]
 
 

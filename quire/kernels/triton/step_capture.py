@@ -1,5 +1,6 @@
-"""Captured steps on GPUs: CUDA graphs, captured once per batch size."""
+"""Captured steps on GPUs: CUDA graphs, captured once per number of tokens."""
 
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import Any
 
@@ -26,17 +27,17 @@ class CudaGraphCapture:
         self._stream: torch.cuda.Stream | None = None  # one for all warm-ups: libraries allocate per stream
         self._results: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
-    def capture_size(self, num_tokens: int, num_chunks: int) -> int | None:
-        """See StepCapture. Only chunks of one token: the launch of attention depends on the length of each chunk."""
-        if num_tokens != num_chunks:
-            return None
-        return next((size for size in CAPTURE_SIZES if size >= num_tokens), None)
+    def capture_size(self, num_tokens: int, max_num_seqs: int) -> int | None:
+        """See StepCapture. There is memory for steps of as many tokens as sequences."""
+        sizes = CAPTURE_SIZES[: bisect_left(CAPTURE_SIZES, max_num_seqs) + 1]
+        return next((size for size in sizes if size >= num_tokens), None)
 
     def capture_memory(
         self, num_sequences: int, token_bytes: int, logit_bytes: int, scratch_bytes: int
     ) -> CaptureMemory:
         """See StepCapture."""
-        largest = self.capture_size(num_sequences, num_sequences) or CAPTURE_SIZES[-1]
+        largest = self.capture_size(min(num_sequences, CAPTURE_SIZES[-1]), num_sequences)
+        assert largest is not None, "there is memory for it"
         number = CAPTURE_SIZES.index(largest) + 1
         computed = _MEMORY_FACTOR * (largest * (token_bytes + logit_bytes) + scratch_bytes)
         kept = 2 * pow2(largest) * logit_bytes  # results of this size, half of it, a quarter, ...

@@ -47,7 +47,7 @@ def rotary_write(
     parts = -(-num_heads // together) + 2 * -(-num_kv_heads // together)
     _rotary_write[(num_tokens, parts)](
         *(q, k, v, cos, sin, turned, data, data.view(torch.float32) if in_8_bits else data),
-        *(plan.chunks, plan.positions, plan.stops, plan.table_rows, plan.tables),
+        *(plan.chunks, plan.positions, plan.ends, plan.table_rows, plan.tables),
         *(q.stride(0), k.stride(0), v.stride(0), data.stride(0), plan.tables.shape[1]),
         HEADS=together,
         NUM_HEADS=num_heads,
@@ -83,7 +83,7 @@ def _with_contiguous_heads(x: Tensor) -> Tensor:
 @triton.jit(do_not_specialize=["width"])
 def _rotary_write(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, turned_ptr, data_ptr, scales_ptr,
-    chunks_ptr, positions_ptr, stops_ptr, rows_ptr, tables_ptr,
+    chunks_ptr, positions_ptr, ends_ptr, rows_ptr, tables_ptr,
     q_stride, k_stride, v_stride, values_stride, width,
     HEADS: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr, PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -108,7 +108,7 @@ def _rotary_write(
         row = tl.load(rows_ptr + chunk).to(tl.int64)
         block = tl.load(tables_ptr + row * width + position // BLOCK_SIZE).to(tl.int64)
         if block >= 0:
-            left = tl.load(stops_ptr + chunk) - position
+            left = tl.load(ends_ptr + chunk) - position
             if part < Q_PARTS + KV_PARTS:
                 heads = (part - Q_PARTS) * HEADS + tl.arange(0, HEADS)
                 first, second = _halves(k_ptr + token * k_stride, heads, NUM_KV_HEADS, HEAD_DIM, HALF, PADDED)
@@ -184,9 +184,9 @@ def _store_token(
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, STORED: tl.constexpr, LARGEST: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Store heads of a token at slot `place` of its block. left: tokens of the chunk from this one on.
+    """Store heads of a token at slot `place` of its block. left: tokens of its sequence in this step from this one on.
 
-    The program that writes slot 0 also zeroes the slots after the end of the chunk, which this step does not write.
+    The program that writes slot 0 also zeroes the slots after the last of these, which this step does not write.
     """
     VALUES: tl.constexpr = BLOCK_SIZE * HEAD_DIM
     STRIDE: tl.constexpr = VALUES if STORED == "" else VALUES + 4 * BLOCK_SIZE

@@ -56,6 +56,20 @@ def test_tokens_of_a_model_of_common_sizes_are_stored(stored):
 
 
 @pytest.mark.parametrize("stored", STORED)
+def test_the_first_token_of_a_block_clears_no_token_of_its_sequence(stored):
+    """Chunks of one token each, whose programs run in any order: here the last token is stored first."""
+    whole, divided = (Pair(group_of(stored), 16) for _ in range(2))
+    q, k, v = whole.qkv(6, 4, DTYPES.get(stored, torch.bfloat16))
+    batch = Batch(np.array([14]), np.array([20]), np.array([[4, 9]]))
+    blocks.rotary_write(whole.fast, 0, q, k, v, None, plan(batch, whole.fast))
+    positions = np.arange(14, 20)[::-1]
+    ends, tables = np.full(6, 20), np.repeat(batch.tables, 6, 0)
+    parts = Batch(positions.copy(), positions + 1, tables, ends=ends)
+    blocks.rotary_write(divided.fast, 0, *(x.flip(0) for x in (q, k, v)), None, plan(parts, divided.fast))
+    assert torch.equal(divided.fast.data.view(torch.uint8), whole.fast.data.view(torch.uint8))
+
+
+@pytest.mark.parametrize("stored", STORED)
 def test_an_odd_head_is_stored_whole(stored):
     pair = Pair(group_of(stored, head_dim=19), 16)
     pair.write(Batch(np.array([0]), np.array([3]), np.array([[5]])), 3, 4, torch.float32, layer=1)

@@ -74,7 +74,7 @@ def test_tokens_of_low_bit_models_are_those_of_the_reference(saved, prompts, fam
     expected = Driver(load(description, dtype="float32", schemes=schemes), block_size=BLOCK).generate(short, 2)
     model = load(description, dtype="float32", device=str(DEVICE), kernels=kernels_module, schemes=schemes)
     assert driver(folder, model=model, recorder=recorder).generate(short, 2) == expected
-    assert recorder.sizes == [2]
+    assert recorder.sizes == [4, 2], "three tokens of two prompts are padded to four"
 
 
 @pytest.mark.parametrize("family", ["qwen3-gqa", "mixtral"])
@@ -101,6 +101,34 @@ def test_recorded_steps_are_filled_up_and_give_the_same_tokens(saved, prompts):
     expected = Driver(load_model(folder), block_size=BLOCK).generate(prompts, 3)
     assert driver(folder, recorder=recorder).generate(prompts, 3) == expected
     assert recorder.sizes == [4], "three sequences are a step of four, recorded once"
+
+
+def test_recorded_steps_divide_chunks_with_drafts(saved):
+    """The chunk of row 0 crosses the end of a block, and its rejected drafts are overwritten."""
+    folder, recorder = saved("qwen3-gqa")[0], Replaying()
+    random = np.random.default_rng(3)
+    steps = [{0: (0, 0), 1: (0, 0)}, {0: (3, 1), 1: (1, 1)}, {0: (1, 0), 1: (4, 2)}, {0: (2, 2)}]  # drafts, accepted
+    written = {row: random.integers(3, 301, 40).tolist() for row in (0, 1)}
+
+    def run(one):
+        known, done, found = {0: written[0][:14], 1: written[1][:3]}, {0: 0, 1: 0}, []
+        opening = {"opens": [(row, GREEDY) for row in known]}
+        for step in steps:
+            chunks, writes = [], []
+            for row, (num_drafts, num_accepted) in step.items():
+                at = len(known[row])
+                drafts = written[row][at : at + num_drafts]
+                chunks.append((row, row, done[row], at + num_drafts, num_drafts, num_drafts + 1, 1))
+                writes.append((row, done[row], [*known[row][done[row] :], *drafts]))
+                known[row] = [*known[row], *drafts[:num_accepted], 3 + at]
+                done[row] = len(known[row]) - 1
+            found.append(one.run(chunks, tokens=writes, **opening).tokens.tolist())
+            opening = {}
+        return found
+
+    expected = run(Driver(load_model(folder), block_size=BLOCK))
+    assert run(driver(folder, recorder=recorder)) == expected
+    assert recorder.sizes == [8, 4], "steps of 6 and 7 tokens, and one of 3"
 
 
 def test_what_cannot_be_recorded_runs_as_before(saved, prompts):
@@ -150,6 +178,7 @@ def test_ladder_sizes_hold_what_they_are_asked_for():
     for number in range(1, step_capture.CAPTURE_SIZES[-1] + 1):
         assert number <= sizes.capture_size(number, number) <= max(2 * number, 4)
     assert sizes.capture_size(*2 * (step_capture.CAPTURE_SIZES[-1] + 1,)) is None
+    assert [sizes.capture_size(number, 3) for number in (1, 3, 4, 5)] == [1, 4, 4, None], "there is no memory for more"
 
 
 @pytest.mark.parametrize(
