@@ -37,9 +37,12 @@ LARGER = {
 def measure(folder: str, dtype: str, kernels: str, threads: int) -> dict[str, float]:
     """CPU seconds of each workload, deterministic and ordinary, with the version of quire that this process imports."""
     from quire import LLM, SamplingParams  # noqa: PLC0415  (the version under test)
+    from quire.config import EngineOptions  # noqa: PLC0415
 
+    drafts = {"speculation": "off"} if hasattr(EngineOptions, "speculation") else {}  # an earlier version has none
     llm = LLM(
         folder or None,
+        **drafts,
         kernels=kernels,
         dtype=dtype,
         threads=threads,

@@ -75,7 +75,9 @@ def _time(folder: Path, dtype: str, repeat: int) -> dict[str, Any]:
     """Medians of CPU milliseconds per prompt token and per decode step of BATCH sequences."""
     lines: list[str] = []
     start = time.process_time()
-    llm = LLM(str(folder), dtype=dtype, threads=1, max_model_len=1024, memory="8GiB", report=lines.append)
+    llm = LLM(
+        str(folder), dtype=dtype, threads=1, max_model_len=1024, memory="8GiB", speculation="off", report=lines.append
+    )
     load = time.process_time() - start
     prefill, decode = [], []
     for i in range(repeat + 1):

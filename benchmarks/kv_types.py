@@ -122,7 +122,12 @@ def main() -> None:
         model: Model | None = None
         for kind in KINDS:
             options = EngineOptions(
-                model=str(folder), dtype="bfloat16", quantization=quantization, kv_cache_dtype=kind, memory="4GiB"
+                model=str(folder),
+                dtype="bfloat16",
+                quantization=quantization,
+                kv_cache_dtype=kind,
+                memory="4GiB",
+                speculation="off",
             )
             prepared = prepare(options, report=lambda line: None, progress=lambda done, total: None)
             if model is None:

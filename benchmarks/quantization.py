@@ -116,7 +116,7 @@ def options_of(case: str) -> EngineOptions:
         fields["model"] = weights
     else:
         raise SystemExit(f"no case {case!r}; there are {', '.join(CASES)}, and FOLDER:KV")
-    return EngineOptions(memory="512MiB", **fields)
+    return EngineOptions(memory="512MiB", speculation="off", **fields)
 
 
 @torch.inference_mode()

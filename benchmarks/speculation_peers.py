@@ -4,8 +4,8 @@
         [--json FILE]
 
 PYTHON: an interpreter that has vLLM; its method suffix needs the package arctic-inference. Each engine runs with and
-without drafts, 8 at most, after other chats of the same task. All write equally many tokens. Tokens per step are output
-tokens by those that are no accepted drafts. Engines take turns.
+without drafts, 8 at most, after other chats of the same task, and with other chats in each round. All write equally
+many tokens. Tokens per step are output tokens by those that are no accepted drafts. Engines take turns.
 """
 
 import argparse
@@ -13,11 +13,11 @@ import json
 import random
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.progress import track
@@ -37,6 +37,14 @@ _CONSOLE = Console(stderr=True)
 Queries = list[dict[str, Any]]
 
 
+class Round(NamedTuple):
+    """One engine's run of the queries of a round."""
+
+    num_tokens: int
+    seconds: float
+    num_accepted: int  # drafts
+
+
 def engines(vllm: str, methods: Sequence[str]) -> list[Engine]:
     """quire and vLLM, each without drafts and with them."""
     common = {"model": embedded.folder(), "max_num_seqs": 8, "max_model_len": 2048}
@@ -54,19 +62,20 @@ def engines(vllm: str, methods: Sequence[str]) -> list[Engine]:
     return found
 
 
-def tasks(num_chats: int, num_before: int) -> dict[str, tuple[Queries, Queries]]:
-    """For each task the queries that come before and those that are measured, with the lengths of quire's answers."""
+def tasks(rounds: int, num_chats: int, num_before: int) -> dict[str, list[Queries]]:
+    """For each task the queries that come before, and those of each round, with the lengths of quire's answers."""
     llm = LLM(speculation="off")
     params = SamplingParams(temperature=0, max_tokens=_MOST_TOKENS)
     found = {}
     for task in track(TASKS, "lengths of answers", console=_CONSOLE, transient=True):
         parts = []
-        for number, seed in ((num_before, 1), (num_chats, 2)):
-            prompts = [one.prompt for one in questions([task], number, seed, llm.get_tokenizer())]
+        for turn in range(rounds + 1):
+            number = num_chats if turn else num_before
+            prompts = [one.prompt for one in questions([task], number, 1 + turn, llm.get_tokenizer())]
             outputs = llm.generate(prompts, params, use_tqdm=False)
             lengths = [len(output.outputs[0].token_ids) for output in outputs]
             parts.append([{"prompt": p, "out": n} for p, n in zip(prompts, lengths, strict=True)])
-        found[task] = parts[0], parts[1]
+        found[task] = parts
     llm.close()
     return found
 
@@ -79,33 +88,33 @@ def run(running: Running, queries: Queries) -> tuple[float, int]:
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each task. Raises EngineError."""
-    asked, rows = tasks(args.chats, args.before), []
+    asked, rows = tasks(args.rounds, args.chats, args.before), []
     with ExitStack() as stack:
         loaded = {one.name: stack.enter_context(start(one)) for one in engines(args.vllm, args.methods.split(","))}
-        for task, (before, queries) in asked.items():
+        for task, (before, *others) in asked.items():
             for running in loaded.values():
                 run(running, before)
-            seconds, accepted = defaultdict(list), {}
-            for turn in track(range(args.rounds), task, console=_CONSOLE, transient=True):
+            measured: dict[str, list[Round]] = defaultdict(list)
+            for turn, queries in enumerate(track(others, task, console=_CONSOLE, transient=True)):
                 order = list(loaded)
                 random.Random(turn).shuffle(order)
                 for name in order:
-                    took, accepted[name] = run(loaded[name], queries)
-                    seconds[name].append(took)
-            rows.append(_row(task, sum(query["out"] for query in queries), seconds, accepted))
+                    measured[name].append(Round(sum(query["out"] for query in queries), *run(loaded[name], queries)))
+            rows.append(_row(task, measured))
             _CONSOLE.print(rows[-1])
     return rows
 
 
-def _row(task: str, num_tokens: int, seconds: dict[str, list[float]], accepted: dict[str, int]) -> dict[str, Any]:
+def _row(task: str, measured: Mapping[str, Sequence[Round]]) -> dict[str, Any]:
     """Tokens per step, speed-up by drafts, and tokens per second of each engine."""
-    row: dict[str, Any] = {"task": task, "tokens": num_tokens}
-    for name, times in seconds.items():
+    row: dict[str, Any] = {"task": task, "tokens": sum(one.num_tokens for one in next(iter(measured.values())))}
+    for name, rounds in measured.items():
+        num_tokens, accepted = row["tokens"], sum(one.num_accepted for one in rounds)
         if not name.endswith(":off"):
-            row[f"{name}, tokens per step"] = round(num_tokens / (num_tokens - accepted[name]), 2)
-            pairs = zip(seconds[f"{name.partition(':')[0]}:off"], times, strict=True)
-            row[f"{name}, speed-up"] = round(median(off / on for off, on in pairs), 2)
-        row[f"{name}, tokens/s"] = round(num_tokens / median(times))
+            row[f"{name}, tokens per step"] = round(num_tokens / (num_tokens - accepted), 2)
+            pairs = zip(measured[f"{name.partition(':')[0]}:off"], rounds, strict=True)
+            row[f"{name}, speed-up"] = round(median(off.seconds / on.seconds for off, on in pairs), 2)
+        row[f"{name}, tokens/s"] = round(median(one.num_tokens / one.seconds for one in rounds))
     return row
 
 

@@ -54,7 +54,7 @@ def timed_kernels() -> Iterator[Counter[str]]:
 
 def engine_for(folder: Path, *, recorded: bool) -> Engine:
     """An engine with default options, with or without captured steps."""
-    options = EngineOptions(model=str(folder), dtype="bfloat16", memory="6GiB", step_seconds=1e9)
+    options = EngineOptions(model=str(folder), dtype="bfloat16", memory="6GiB", step_seconds=1e9, speculation="off")
     with patch.object(kernels, "CallListCapture", kernels.CallListCapture if recorded else lambda: None):
         return build(options, report=lambda line: None, progress=lambda done, total: None).engine
 

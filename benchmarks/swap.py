@@ -71,6 +71,7 @@ def options(model: str | None, block_size: int, length: int) -> EngineOptions:
         step_seconds=1e9,
         preemption="recompute",
         calibration=0,
+        speculation="off",
     )
 
 

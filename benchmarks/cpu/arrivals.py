@@ -77,7 +77,7 @@ def _server(engine: Engine) -> Iterator[_Server]:
         command += ["--dtype", "bfloat16"]
     else:
         command = [engine.python, "-c", "from quire.cli import main; main()", "serve", str(engine.model)]
-        command += ["--dtype", "bfloat16", "--memory", "4GiB"]
+        command += ["--dtype", "bfloat16", "--memory", "4GiB", "--speculation", "off"]
     command += ["--port", str(port), "--max-model-len", str(engine.max_model_len)]
     command += ["--max-num-seqs", str(engine.max_num_seqs)]
     with (

@@ -125,6 +125,7 @@ class Steps:
             device=settings.device,
             kernels="triton",
             steps_in_flight=2,
+            speculation="off",
             memory="128MiB" if settings.tiny else None,
             max_num_seqs=max(self.sizes.batches),
             max_num_batched_tokens=max(self.sizes.prefills),

@@ -30,7 +30,14 @@ _PATIENCE = 10.0  # seconds after the last request
 _MAX_NUM_SEQS = 16
 _NUM_TOKENS = 100  # token ids in prompts: below the size of any vocabulary
 _FLAGS = ("--port", "0", "--memory", "1GiB", "--max-num-seqs", str(_MAX_NUM_SEQS))
-_FLAGS += ("--max-num-batched-tokens", "256", "--threads", "1")  # the other core is for HTTP and the clients
+_FLAGS += (
+    "--max-num-batched-tokens",
+    "256",
+    "--threads",
+    "1",
+    "--speculation",
+    "off",
+)  # the other core is for HTTP and the clients
 
 
 class Site(NamedTuple):

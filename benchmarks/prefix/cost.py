@@ -57,7 +57,8 @@ def _compare_runs(note: Note, num_rounds: int, num_prompts: int, vocab_size: int
         "hash": {"prefix_index": "hash"},
         "radix": {"prefix_index": "radix"},
     }
-    engines = {index: LLM(memory=MEMORY, max_num_seqs=64, step_seconds=1e9, **options[index]) for index in INDEXES}
+    common = {"memory": MEMORY, "max_num_seqs": 64, "step_seconds": 1e9, "speculation": "off"}
+    engines = {index: LLM(**common, **options[index]) for index in INDEXES}
     seconds: dict[str, list[float]] = {index: [] for index in INDEXES}
     note("R4: filling the pools")
     for index, engine in engines.items():

@@ -85,7 +85,7 @@ class Embedded:
     """The embedded model, loaded once. Each engine over it has a KV pool of its own; all are of equal size."""
 
     def __init__(self) -> None:
-        options = EngineOptions(memory="1GiB", max_num_seqs=64, step_seconds=1e9)
+        options = EngineOptions(memory="1GiB", max_num_seqs=64, step_seconds=1e9, speculation="off")
         self._prepared = prepare(options, report=_ignore, progress=_ignore)
         files, kernels = self._prepared.files, self._prepared.kernels.kernels
         self._model = files.load(self._prepared.dtype, self._prepared.device, kernels, self._prepared.schemes, _ignore)

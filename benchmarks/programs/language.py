@@ -85,7 +85,9 @@ FUNCTIONS: dict[str, Function] = {
 
 def live(kind: str, *, hints: bool, count: int, memory: str) -> dict[str, float]:
     """Run `count` programs of a kind at once. Times depend on this machine."""
-    backend = sgl.Engine(hints=hints, memory=memory, max_num_seqs=16, max_num_batched_tokens=512, calibration=0.0)
+    backend = sgl.Engine(
+        hints=hints, memory=memory, max_num_seqs=16, max_num_batched_tokens=512, calibration=0.0, speculation="off"
+    )
     with backend:
         latencies = []
 

@@ -35,6 +35,7 @@ FEATURES: Mapping[str, Mapping[str, object]] = MappingProxyType(
 _COMMON: Mapping[str, object] = MappingProxyType(
     {
         "dtype": "float32",
+        "speculation": "off",
         "max_num_seqs": 8,
         "max_num_batched_tokens": 256,
         "max_model_len": 1024,

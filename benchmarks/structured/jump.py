@@ -57,7 +57,7 @@ def form(record: dict[str, Any], *, fast_forward: bool) -> StructuredOutputsPara
 
 def measure(backend: str, count: int = 64, repeats: int = 3, seed: int = 1) -> dict[str, Any]:
     """Steps, seconds, tokens, correct answers and equal answers of each mode. The modes take turns."""
-    llm = LLM(dtype="float32", memory="512MiB", max_num_seqs=16, grammar_backend=backend, seed=seed)
+    llm = LLM(dtype="float32", memory="512MiB", max_num_seqs=16, grammar_backend=backend, seed=seed, speculation="off")
     asked = questions(count, seed)
     conversations = [messages for messages, _ in asked]
     rows: dict[str, Any] = {}
@@ -89,7 +89,11 @@ def measure_shape(
     folder: Path, backend: str, batches: tuple[int, ...] = (1, 32), repeats: int = 5
 ) -> list[dict[str, Any]]:
     """Time and steps of records on random weights, token by token and with fast-forward, in turns."""
-    options = {"max_num_seqs": max(batches), "enable_prefix_caching": False}  # the second mode would find the prompts
+    options = {
+        "max_num_seqs": max(batches),
+        "enable_prefix_caching": False,
+        "speculation": "off",
+    }  # the second mode would find the prompts
     llm = LLM(str(folder), dtype="bfloat16", memory="4GiB", grammar_backend=backend, **options)
     rows = []
     for batch in batches:

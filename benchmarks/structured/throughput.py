@@ -17,7 +17,11 @@ def measure(folder: Path, backends: list[str], batch: int = 32, repeats: int = 5
     """A row for each backend and constraint: medians of the ratios of consecutive runs."""
     rows = []
     for backend in backends:
-        options = {"max_num_seqs": batch, "enable_prefix_caching": False}  # the second run would find the prompts
+        options = {
+            "max_num_seqs": batch,
+            "enable_prefix_caching": False,
+            "speculation": "off",
+        }  # the second run would find the prompts
         llm = LLM(str(folder), dtype="bfloat16", memory="4GiB", grammar_backend=backend, **options)
         for name, asked in EVER.items():
             if backend == "fsm" and asked.kind == "json":

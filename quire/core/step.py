@@ -361,7 +361,7 @@ class StepResult(msgspec.Struct, frozen=True, eq=False):
     pooled: np.ndarray | None = None  # float32 (chunks that pool, hidden_size)
     done_moves: list[int] = []  # ids of moves of this and earlier steps, to and from the host, that are done now
     swap_seconds: tuple[float, float] = (0.0, 0.0)  # of those to the host, and from it; not part of `seconds`
-    captured: bool = False  # whether the step was captured while it ran, which takes longer than its replays
+    captured: bool = False  # whether a step was captured while this one ran, so that it took longer than usual
     error: str = ""
 
     @classmethod

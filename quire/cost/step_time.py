@@ -77,26 +77,29 @@ class StepCurve:
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Learn from a step. An outlier is clamped."""
         of = _curve_class(num_tokens)
-        steps, tokens, total, _ = self._classes.get(of, (0.0, 0.0, 0.0, 0))
-        if steps > 1:
-            mean = total / steps
+        known = self._classes.get(of, (0.0, 0.0, 0.0, 0))
+        if known[0] > 1:
+            mean = known[2] / known[0]
             seconds = min(max(seconds, mean / OUTLIER), mean * OUTLIER)
+        steps, tokens, total = self._aged(*known)
         keep = _CURVE_DECAY
         self._num_steps += 1
         self._classes[of] = steps * keep + 1, tokens * keep + num_tokens, total * keep + seconds, self._num_steps
         self._points = None
 
     def seconds(self, num_tokens: int) -> float:
-        """Predicted seconds of a step; 0 before any step."""
+        """Predicted seconds of a step; 0 before any step.
+
+        A step with fewer tokens than any so far may take less time for each, but that is found out only if it is tried.
+        So it is predicted in proportion.
+        """
         if self._points is None:
             self._points = _rising([self._aged(*one) for one in self._classes.values()])
         points = self._points
         if not points:
             return 0.0
-        if len(points) == 1:
-            return points[0][1] * max(1.0, num_tokens / points[0][0])
-        if num_tokens <= points[0][0]:
-            return points[0][1]
+        if len(points) == 1 or num_tokens <= points[0][0]:
+            return points[0][1] * num_tokens / points[0][0]
         place = min(max(1, bisect_right(points, (num_tokens, 0.0))), len(points) - 1)
         (left, low), (right, high) = points[place - 1], points[place]
         return low + (high - low) * (num_tokens - left) / (right - left)

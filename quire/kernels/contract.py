@@ -255,9 +255,9 @@ class StepCapture(Protocol):
         """
 
     def capture_memory(
-        self, num_sequences: int, token_bytes: int, logit_bytes: int, scratch_bytes: int
+        self, max_num_seqs: int, token_bytes: int, logit_bytes: int, scratch_bytes: int
     ) -> CaptureMemory:
-        """The most memory of captured steps of all sizes up to that of `num_sequences` tokens.
+        """The most memory of captured steps of an engine with up to `max_num_seqs` sequences.
 
         Each token of a step needs `token_bytes` of activations and `logit_bytes` of logits, attention `scratch_bytes`.
         """

@@ -1,4 +1,4 @@
-"""Captured steps: decode steps, perhaps with drafts or forced tokens, captured by number of tokens and replayed.
+"""Captured steps: decode steps and other small steps, captured by number of tokens and replayed.
 
 The first step of a size is captured while it runs. Later steps refill its inputs and replay it, so that the time on
 the host does not grow with the number of layers.

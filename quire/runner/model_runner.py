@@ -127,7 +127,6 @@ class LaunchedStep:
     logits: Tensor  # (tokens to sample, vocab_size)
     prompt_logprobs: Logprobs | None = None
     pooled: np.ndarray | None = None
-    captured: bool = False  # while it ran
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -184,6 +183,7 @@ class TorchRunner:
         )
         self._launched: LaunchedStep | None = None
         self._sampled: deque[SampledStep] = deque()
+        self._slowed: set[int] = set()  # ids of steps during which a step was captured
         self._ended = 0.0  # when the step before had ended
 
     def launch(self, step: Step) -> None:
@@ -196,6 +196,7 @@ class TorchRunner:
         self._launched = None
         if step.reset:
             self._sampled.clear()  # steps that failed before they were collected
+            self._slowed.clear()
             self._store.wait()
         check_supported(step)
         self._rows.apply(step)
@@ -229,6 +230,8 @@ class TorchRunner:
         self._rows.write_sampled(rows[which], positions[which], tokens[which])
         # last, because the ids of Moves are returned once
         swaps = self._store.end_swaps(launched.step_id, wait=not len(launched.chunks))
+        is_slowed = launched.step_id in self._slowed
+        self._slowed.discard(launched.step_id)
         return StepResult(
             launched.step_id,
             ended - began,
@@ -239,7 +242,7 @@ class TorchRunner:
             launched.pooled,
             done_moves=swaps.move_ids,
             swap_seconds=(swaps.seconds_out, swaps.seconds_in),
-            captured=launched.captured,
+            captured=is_slowed,
         )
 
     def release_workspace(self) -> None:
@@ -256,8 +259,9 @@ class TorchRunner:
         num_captured = self._forward_passes.num_captured
         logits = self._forward_passes.captured(self._rows, chunks, sampled.tokens)
         if logits is not None:
-            captured = self._forward_passes.num_captured > num_captured
-            return LaunchedStep(step.id, began, chunks, sampled, logits, captured=captured)
+            if self._forward_passes.num_captured > num_captured:
+                self._slowed |= {step.id, *(sampled.launched.step_id for sampled in self._sampled)}
+            return LaunchedStep(step.id, began, chunks, sampled, logits)
         hidden = self._forward_passes.hidden(self._rows, chunks)
         return LaunchedStep(
             step.id,

@@ -107,17 +107,16 @@ class BatchComposer:
         for seq in sequences:  # a preemption removes sequences behind this one
             start = seq.num_computed
             known = len(seq.tokens) + seq.num_pending
-            if speculator is not None and speculator.skips(seq):
-                spare += 1
-                continue
+            skips = speculator is not None and speculator.skips(seq)
             if (
                 start + 1 == known <= seq.limit
+                and not skips
                 and not (seq.num_to_report or seq.is_swapping_in)
                 and append_slot(seq.table, start)  # type: ignore[arg-type]  # it runs
             ):
                 add_token(seq, start)
                 continue
-            lacking = min(known, seq.limit) - start
+            lacking = 0 if skips else min(known, seq.limit) - start
             if lacking <= 0 or seq.is_swapping_in:
                 start = 0 if seq.is_swapping_in else start
                 self._cache.cache_blocks(seq.table, min(start, len(seq.tokens)), 0)  # type: ignore[arg-type]  # it runs

@@ -112,9 +112,9 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether there are unfinished requests, steps or Moves in flight, or pending outputs."""
-        state = self.state
-        return bool(state.requests or state.in_flight or self._pending_outputs or self._waits_for_moves)
+        """Whether there are unfinished requests, steps or Moves in flight or planned, or pending outputs."""
+        state, has_moves = self.state, self._waits_for_moves or self.cache.has_urgent_moves
+        return bool(state.requests or state.in_flight or self._pending_outputs or has_moves)
 
     @property
     def _waits_for_moves(self) -> bool:

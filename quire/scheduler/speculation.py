@@ -21,10 +21,11 @@ from quire.scheduler.request_stats import RequestStats
 from quire.scheduler.sequence import Sequence
 from quire.scheduler.step_builder import ScheduledChunk, StepBuilder
 from quire.speculation.answers import AnswerStore
-from quire.speculation.drafters import AnswersDrafter, PredictionDrafter, Proposal, SuffixDrafter
+from quire.speculation.drafters import AnswersDrafter, PredictionDrafter, PredictionIndex, Proposal, SuffixDrafter
 from quire.speculation.governor import Candidate, Chances, Governor, OwnCounts
 
-_LEAST_FOR_A_SKIP = 1.3  # expected tokens from drafts for which a sequence skips a step
+_SKIPPED = 1.0  # tokens that a sequence loses by a step that it skips beside others
+_SKIPPED_BY_ALL = 0.3  # the same if all skip it: no step runs, but the next one is planned later
 MOST_PROPOSALS = 32  # in one step; sequences take turns
 _INDEXED_PER_STEP = 4096  # tokens that all sequences together add to their indexes in one step
 _MOST_TENANTS = 4096  # whose chances are kept
@@ -36,15 +37,24 @@ class _SequenceDrafters:
 
     __slots__ = ("answers", "own_counts", "prediction", "suffix", "unverified", "unverified_at")
 
-    def __init__(self, seq: Sequence, drafters: Listing[str], store: AnswerStore) -> None:
+    def __init__(
+        self, seq: Sequence, drafters: Listing[str], store: AnswerStore, prediction: PredictionIndex | None
+    ) -> None:
         self.own_counts = OwnCounts()
         about = seq.request.namespace, seq.tokens, seq.num_prompt_tokens
         self.answers = AnswersDrafter(store, *about) if "answers" in drafters else None
         self.suffix = SuffixDrafter(seq.tokens) if "suffix" in drafters else None
-        self.unverified: Proposal | None = None  # the last proposal, if it was not verified
-        self.unverified_at = 0  # position of its first draft
-        prediction = seq.request.prediction if "prediction" in drafters else ()
-        self.prediction = PredictionDrafter(prediction, seq.tokens, seq.num_prompt_tokens) if prediction else None
+        self.prediction = None
+        if prediction is not None:
+            prediction.num_users += 1
+            self.prediction = PredictionDrafter(prediction, seq.tokens, seq.num_prompt_tokens)
+        self.unverified: list[Proposal] = []  # the last proposals, without the one that was verified
+        self.unverified_at = 0  # position of their first drafts
+
+    def extend(self, most: int) -> int:
+        """Index up to `most` more tokens. Returns their number."""
+        number = 0 if self.suffix is None else self.suffix.extend(most)
+        return number if self.prediction is None else number + self.prediction.extend(most - number)
 
 
 class Speculator:
@@ -70,9 +80,11 @@ class Speculator:
         self._answers = AnswerStore()
         self._sequences: dict[int, _SequenceDrafters] = {}  # by id, of sequences that have decoded
         self._num_indexed = 0
-        self._num_planned = 0  # steps
-        self._has_steps_in_flight = config.steps_in_flight > 1
+        self._predictions: dict[str, PredictionIndex] = {}  # by request id
+        self._next_place = 0  # in the step, of the chunk whose sequence has the next turn
+        self._overlaps = config.steps_in_flight > 1
         self._skipping: set[int] = set()  # ids of sequences that skip the next step
+        self._skipped: set[int] = set()  # ids of sequences that have skipped a step since the last proposals
 
     def end(self, seq: Sequence) -> None:
         """Forget a sequence that has ended, and keep its answer."""
@@ -80,67 +92,103 @@ class Speculator:
             self._answers.add(seq.request.namespace, seq.tokens, seq.num_prompt_tokens)
         self._skipping.discard(seq.id)
         drafters = self._sequences.pop(seq.id, None)
-        if drafters is not None and drafters.suffix is not None:
+        if drafters is None:
+            return
+        if drafters.suffix is not None:
             self._num_indexed -= drafters.suffix.num_indexed
+        if drafters.prediction is not None:
+            index = drafters.prediction.index
+            index.num_users -= 1
+            if not index.num_users:
+                self._num_indexed -= index.num_indexed
+                del self._predictions[seq.request.id]
 
     def add_drafts(self, builder: StepBuilder, most: int) -> None:
         """Add up to `most` drafts to the chunks of the planned step that sample behind a known token."""
         num_tokens, num_samples = builder.num_tokens, len(builder.scheduled)
-        if self.governs and not self._governor.may_pay(num_tokens, num_samples):
+        if not num_samples:
             return
-        found = self._proposals(builder, most)
-        skip = _LEAST_FOR_A_SKIP if self._has_steps_in_flight and len(found) < num_samples else 0.0
-        found = [(place, one) for place, one in found if sum(one.gains) >= skip]
-        if not found:
+        skipped, self._skipped = self._skipped, set()
+        may_pay = not self.governs or self._governor.may_pay(num_tokens, num_samples, min(num_samples, MOST_PROPOSALS))
+        if not (may_pay or skipped):
             return
-        candidates = [candidate for _, candidate in found]
-        counts = [len(one.proposal.tokens) for one in candidates]
-        if self.governs:
-            counts = self._governor.select(candidates, num_tokens=num_tokens, num_samples=num_samples, most=most)
-            counts = [n if sum(one.gains[:n]) >= skip else 0 for n, one in zip(counts, candidates, strict=True)]
+        found, later = self._proposals(builder, most, skipped)
+        selected = self._selected([candidate for _, candidate in later], num_tokens, num_samples, most, tries=False)
+        self._skipping |= {seq.id for (seq, _), count in zip(later, selected, strict=True) if count}
+        counts = self._selected([candidate for _, candidate in found], num_tokens, num_samples, most)
+        self._governor.proposed(selected=any(counts) or any(selected))
         for (place, candidate), wanted in zip(found, counts, strict=True):
             chunk = builder.scheduled[place]
             proposal = self._allowed(builder, chunk, candidate.proposal, min(wanted, most)) if wanted else "cost"
             if isinstance(proposal, Proposal):
                 most -= len(proposal.tokens)
                 builder.add_drafts(place, proposal)
-                self._sequences[chunk.seq.id].unverified = None
+                drafters = self._sequences[chunk.seq.id]
+                drafters.unverified = [one for one in drafters.unverified if one is not candidate.proposal]
             else:
                 self._request_stats.skipped(chunk.seq, proposal)
 
-    def _proposals(self, builder: StepBuilder, most: int) -> list[tuple[int, Candidate]]:
-        """Proposals of up to `most` drafts, each with the place of its chunk in the step. Sequences take turns."""
+    def _selected(
+        self, candidates: list[Candidate], num_tokens: int, num_samples: int, most: int, *, tries: bool = True
+    ) -> list[int]:
+        """The number of drafts to verify of each candidate."""
+        price = 0.0
+        if self._overlaps:
+            price = _SKIPPED if len(candidates) < num_samples else _SKIPPED_BY_ALL
+        if self.governs and candidates:
+            about = {"num_tokens": num_tokens, "num_samples": num_samples, "most": most}
+            return self._governor.select(candidates, **about, price=price, tries=tries)
+        return [len(one.proposal.tokens) if sum(one.gains) >= price else 0 for one in candidates]
+
+    def _proposals(
+        self, builder: StepBuilder, most: int, skipped: set[int]
+    ) -> tuple[list[tuple[int, Candidate]], list[tuple[Sequence, Candidate]]]:
+        """Proposals of up to `most` drafts, each with the place of its chunk; and those for later steps.
+
+        The latter are of sequences whose chunk is behind a token that is still sampled. Sequences take turns. Those
+        that skipped a step for drafts are first.
+        """
         found: list[tuple[int, Candidate]] = []
+        later: list[tuple[Sequence, Candidate]] = []
         index_budget, left, number = _INDEXED_PER_STEP, MOST_PROPOSALS, len(builder.scheduled)
-        self._num_planned += 1
-        for i in range(number):
-            place = (self._num_planned * MOST_PROPOSALS + i) % number
+        places = [(self._next_place + i) % number for i in range(number)]
+        if skipped:
+            places.sort(key=lambda place: builder.scheduled[place].seq.id not in skipped)
+        for place in places:
             chunk = builder.scheduled[place]
             seq = chunk.seq
             num_unknown = chunk.stop - len(seq.tokens)  # tokens of the chunk that steps in flight sample
             if not (seq.num_computed == chunk.stop and num_unknown >= 0 and self._may_draft(seq, 1 + num_unknown)):
                 continue
-            drafters = self._sequences.get(seq.id)
-            if drafters is None:
-                drafters = self._sequences[seq.id] = _SequenceDrafters(seq, self._drafters, self._answers)
-            if drafters.suffix is not None and index_budget > 0 and self._num_indexed < _MOST_INDEXED:
-                num_indexed = drafters.suffix.extend(index_budget)
+            drafters = self._drafters_of(seq)
+            if index_budget > 0 and self._num_indexed < _MOST_INDEXED:
+                num_indexed = drafters.extend(index_budget)
                 index_budget -= num_indexed
                 self._num_indexed += num_indexed
             self._learn(seq, drafters)
-            length = min(self._max_drafts, most, seq.limit - chunk.stop)
-            candidate = self._candidate(seq, drafters, length) if length > 0 else None
+            unknown = num_unknown + 1 if num_unknown else 0  # tokens before drafts could follow: those, and the chunk's
+            length = min(self._max_drafts, most, seq.limit - chunk.stop) + unknown
+            candidate = self._candidate(seq, drafters, length) if length > unknown else None
             if candidate is None:
                 continue
-            drafters.unverified, drafters.unverified_at = candidate.proposal, len(seq.tokens)
             left -= 1
-            if num_unknown == 0:
+            self._next_place = place + 1
+            if unknown:
+                later.append((seq, candidate._replace(gains=candidate.gains[unknown:])))
+            else:
                 found.append((place, candidate))
-            elif sum(candidate.gains[num_unknown + 1 :]) >= _LEAST_FOR_A_SKIP:  # behind the token of this chunk
-                self._skipping.add(seq.id)
             if left == 0:
                 break
-        return found
+        return found, later
+
+    def _drafters_of(self, seq: Sequence) -> _SequenceDrafters:
+        drafters = self._sequences.get(seq.id)
+        if drafters is None:
+            index, request = None, seq.request
+            if "prediction" in self._drafters and request.prediction:
+                index = self._predictions.setdefault(request.id, PredictionIndex(request.prediction))
+            drafters = self._sequences[seq.id] = _SequenceDrafters(seq, self._drafters, self._answers, index)
+        return drafters
 
     def skips(self, seq: Sequence) -> bool:
         """Whether a sequence has no chunk in this step, because its last token is pending and drafts may follow it.
@@ -151,7 +199,10 @@ class Speculator:
         if seq.id not in self._skipping:
             return False
         self._skipping.remove(seq.id)
-        return seq.num_pending > 0
+        if seq.num_pending == 0:
+            return False
+        self._skipped.add(seq.id)
+        return True
 
     def verified(self, chunk: ScheduledChunk, num_accepted: int) -> None:
         """Learn from a committed chunk with drafts. Those behind the first rejected one say nothing."""
@@ -163,19 +214,19 @@ class Speculator:
             drafters.own_counts.observe(chunk.proposal, num_accepted)
 
     def _learn(self, seq: Sequence, drafters: _SequenceDrafters) -> None:
-        """Compare the last proposal with the tokens that were sampled without it."""
-        proposal, num_known = drafters.unverified, len(seq.tokens) - drafters.unverified_at
-        if proposal is None or num_known == 0:
-            return
-        known = seq.tokens[drafters.unverified_at :]
-        drafts = proposal.tokens[:num_known]
-        num_right = next(
-            (i for i, pair in enumerate(zip(drafts, known, strict=False)) if pair[0] != pair[1]), len(drafts)
-        )
-        compared = proposal._replace(tokens=drafts)
-        self._chances_of(seq).observe(compared, num_right)
-        drafters.own_counts.observe(compared, num_right)
-        drafters.unverified = None
+        """Compare proposals that were not verified with the tokens that came instead.
+
+        Not if the sequence is constrained: some of its tokens may be forced, and say nothing about the drafter.
+        """
+        num_known = 0 if seq.constrained else len(seq.tokens) - drafters.unverified_at
+        for proposal in drafters.unverified if num_known else ():
+            compared = proposal._replace(tokens=proposal.tokens[:num_known])
+            known = seq.tokens[drafters.unverified_at : drafters.unverified_at + len(compared.tokens)]
+            pairs = enumerate(zip(compared.tokens, known, strict=True))
+            num_right = next((i for i, (draft, token) in pairs if draft != token), len(known))
+            self._chances_of(seq).observe(compared, num_right)
+            drafters.own_counts.observe(compared, num_right)
+        drafters.unverified, drafters.unverified_at = [], len(seq.tokens)
 
     def _may_draft(self, seq: Sequence, num_pending: int) -> bool:
         """Whether so many tokens of a sequence are pending, and nothing else depends on them."""
@@ -211,6 +262,7 @@ class Speculator:
             proposal: Proposal | None = None if drafter is None else drafter.propose(length)
             if proposal is None:
                 continue
+            drafters.unverified.append(proposal)
             gains = drafters.own_counts.gains(proposal.drafter, chances.of(proposal))
             if best is None or sum(gains) > most:
                 best, most = Candidate(proposal, gains), sum(gains)

@@ -2,7 +2,6 @@
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 from quire.config import Drafter
@@ -99,6 +98,33 @@ _LONGEST = 32  # tokens that are compared
 _TRIED = 8  # tokens of the output before another place is searched; the same wrong one could be found again and again
 
 
+class PredictionIndex:
+    """Where each pair of neighbours is in the prediction of a request; for all sequences of the request."""
+
+    __slots__ = ("_places", "num_indexed", "num_users", "prediction")
+
+    def __init__(self, prediction: Sequence[int]) -> None:
+        self.prediction = prediction
+        self.num_indexed = 0  # leading tokens whose pairs are indexed
+        self.num_users = 0
+        self._places: dict[tuple[int, int], list[int]] = {}  # positions behind each pair, rising
+
+    def extend(self, most: int) -> int:
+        """Index up to `most` more tokens, MAX_INDEXED in all. Returns their number."""
+        begin, prediction = self.num_indexed, self.prediction
+        stop = min(begin + most, len(prediction), MAX_INDEXED)
+        for place in range(max(begin, 1), stop):
+            self._places.setdefault((prediction[place - 1], prediction[place]), []).append(place + 1)
+        self.num_indexed = stop
+        return stop - begin
+
+    def near(self, first: int, second: int, expected: int) -> list[int]:
+        """Positions behind this pair of tokens, a few on either side of the expected position."""
+        places = self._places.get((first, second), [])
+        at = bisect_left(places, expected)
+        return places[max(0, at - _NEAREST) : at + _NEAREST]
+
+
 class PredictionDrafter:
     """Proposes the rest of a predicted output.
 
@@ -106,32 +132,35 @@ class PredictionDrafter:
     continues where more of the last tokens of the output are in the prediction than anywhere near.
     """
 
-    __slots__ = ("_follower", "_may_search", "_places", "_prediction", "_tokens")
+    __slots__ = ("_follower", "_may_search", "_needs_index", "_tokens", "index")
 
-    def __init__(self, prediction: Sequence[int], tokens: list[int], num_prompt_tokens: int) -> None:
-        """tokens: those of the sequence, a list that grows with it. prediction: of its output."""
-        self._prediction = prediction
+    def __init__(self, index: PredictionIndex, tokens: list[int], num_prompt_tokens: int) -> None:
+        """tokens: those of the sequence, a list that grows with it. index: of the prediction of its output."""
+        self.index = index
         self._tokens = tokens
-        self._places: dict[tuple[int, int], list[int]] = {}  # positions behind each pair of neighbours
-        for place, pair in enumerate(pairwise(prediction), 2):
-            self._places.setdefault(pair, []).append(place)
         self._follower = _Follower(num_prompt_tokens)
-        self._follower.start(prediction, 0, 0)
+        self._follower.start(index.prediction, 0, 0)
+        self._needs_index = False
         self._may_search = 0  # length of the sequence from which on a place may be searched
+
+    def extend(self, most: int) -> int:
+        """Index up to `most` more tokens of the prediction, if they are searched. Returns their number."""
+        return self.index.extend(most) if self._needs_index else 0
 
     def propose(self, most: int) -> Proposal | None:
         """Up to `most` tokens of the prediction; None if it does not continue the output, or has ended."""
-        follower, tokens = self._follower, self._tokens
+        follower, tokens, prediction = self._follower, self._tokens, self.index.prediction
         if not follower.follow(tokens):
             found = None
             if follower.match_length < 2 and len(tokens) >= self._may_search:
+                self._needs_index = True
                 found = self._find(follower.behind)
             if found is not None:
                 self._may_search = len(tokens) + _TRIED
-            follower.start(self._prediction, *(found or (follower.behind, 0)))
-        if follower.position is None or follower.position >= len(self._prediction):
+            follower.start(prediction, *(found or (follower.behind, 0)))
+        if follower.position is None or follower.position >= len(prediction):
             return None
-        chain = self._prediction[follower.position : follower.position + most]
+        chain = prediction[follower.position : follower.position + most]
         return Proposal("prediction", chain, follower.match_length)
 
     def _find(self, expected: int) -> tuple[int, int] | None:
@@ -139,9 +168,9 @@ class PredictionDrafter:
 
         None if there are several, as in a text that repeats itself.
         """
-        places = self._places.get(tuple(self._tokens[-2:]), [])
-        at = bisect_left(places, expected)
-        near = places[max(0, at - _NEAREST) : at + _NEAREST]
+        if len(self._tokens) < 2:
+            return None
+        near = self.index.near(self._tokens[-2], self._tokens[-1], expected)
         found = sorted(((self._num_equal(place), place) for place in near), reverse=True)[:2]
         if not found or (found[0][0] == found[-1][0] and len(found) > 1):
             return None
@@ -150,7 +179,7 @@ class PredictionDrafter:
 
     def _num_equal(self, place: int) -> int:
         """How many of the last tokens of the output are before a place of the prediction."""
-        tokens, prediction, number = self._tokens, self._prediction, 2
+        tokens, prediction, number = self._tokens, self.index.prediction, 2
         most = min(_LONGEST, place, len(tokens))
         while number < most and prediction[place - 1 - number] == tokens[-1 - number]:
             number += 1

@@ -23,11 +23,12 @@ _OWN_DECAY = 0.95
 _MOST_PER_SAMPLE = 8  # drafts of a sequence
 _LEAST_COST = 0.01  # of a draft, as a share of the step without drafts: measured costs are too noisy for less
 _LEAST_SHARE = 0.1  # of a draft, as a share of a token of the step without drafts, if that is less
+_NO_GAIN = 0.01  # expected tokens of a draft that is never selected
 _GROUP = 8  # tokens that kernels compute at once
 _LEAST_GAIN = 1.05  # expected speed with drafts, by that without; less is within the error of the estimates
 _PROPOSAL_SECONDS = 25e-6  # for the proposal of a sequence, after a step that has emptied the caches of the processor
 _PROPOSED_SHARE = 0.004  # of the time of all steps, for proposals while no drafts pay
-_EXPLORED_SHARE = 0.005  # of the time of all steps, for steps that are expected to be worse than the best
+_TRIED_SHARE = 0.005  # of the time of all steps, for steps that are expected to be worse than the best
 
 
 class Chances:
@@ -80,7 +81,7 @@ class OwnCounts:
         gains, gain = [], 1.0
         for chance in chances:
             gain *= (accepted + _OWN_PRIOR_WEIGHT * chance) / (tried + _OWN_PRIOR_WEIGHT)
-            if gain < _LEAST_COST:
+            if gain < _NO_GAIN:
                 break
             gains.append(gain)
         return gains
@@ -112,24 +113,23 @@ class Governor:
     def __init__(self, seconds: Callable[[int], float]) -> None:
         """seconds: seconds of a step by its number of tokens; 0 if unknown."""
         self._seconds = seconds
-        self._unspent = 0.0  # seconds for steps that are expected to be worse than the best
-        self._has_paid = True  # whether the last selection had drafts
+        self._unspent = 0.0  # seconds for trials: steps that are expected to be worse than the best
+        self._tries_more = True  # whether the next trial has more drafts than the best step, not none
+        self._has_paid = True  # whether drafts paid when proposals were made last
         self._unproposed = 0.0  # seconds for proposals
-        self._explores_plain = False  # whether the next of these has no drafts, where drafts pay
 
-    def may_pay(self, num_tokens: int, num_samples: int) -> bool:
+    def may_pay(self, num_tokens: int, num_samples: int, num_proposals: int) -> bool:
         """Whether proposals are made for a step: drafts that are surely right would pay, or one can be tried.
 
-        While none pay, proposals are only made as often as there is time for them.
-
-        num_tokens, num_samples: of the step without drafts. Called once per step.
+        While none pay, proposals are only made as often as there is time for them. num_tokens, num_samples: of the step
+        without drafts. num_proposals: at most. Called once per step.
         """
         base = self._seconds(num_tokens)
-        self._unspent = min(self._unspent + _EXPLORED_SHARE * base, base)
+        self._unspent = min(self._unspent + _TRIED_SHARE * base, base)
         if not self._has_paid:
             share = _PROPOSED_SHARE * base
             self._unproposed += share
-            cost = num_samples * min(_PROPOSAL_SECONDS, share)
+            cost = num_proposals * min(_PROPOSAL_SECONDS, share)
             if self._unproposed < cost:
                 return False
             self._unproposed = min(self._unproposed - cost, cost)
@@ -141,13 +141,27 @@ class Governor:
             for count in (1, _GROUP, _MOST_PER_SAMPLE * num_samples)
         )
 
-    def select(self, candidates: Sequence[Candidate], *, num_tokens: int, num_samples: int, most: int) -> list[int]:
+    def select(
+        self,
+        candidates: Sequence[Candidate],
+        *,
+        num_tokens: int,
+        num_samples: int,
+        most: int,
+        price: float = 0.0,
+        tries: bool = True,
+    ) -> list[int]:
         """The number of drafts to verify of each candidate.
 
-        num_tokens, num_samples: of the step without drafts. most: drafts of all candidates together.
+        num_tokens, num_samples: of the step without drafts. most: drafts of all candidates together. price: tokens that
+        a sequence loses by having drafts. tries: whether the step may be a trial.
         """
-        # the gains of a chain fall, so a prefix of it is selected
-        gains = sorted(((gain, i) for i, one in enumerate(candidates) for gain in one.gains), reverse=True)[:most]
+        least, gains = [], []
+        for i, one in enumerate(candidates):
+            number, priced = _priced(one.gains, price)
+            least.append(number)
+            gains += [(gain, i) for gain in priced]
+        gains = sorted(gains, reverse=True)[:most]  # the gains of a chain fall, so a prefix of it is selected
         base = self._seconds(num_tokens)
         expected = list(accumulate((gain for gain, _ in gains), initial=float(num_samples)))
         least_cost = base * min(_LEAST_COST, _LEAST_SHARE / num_samples)
@@ -155,34 +169,55 @@ class Governor:
         def seconds(count: int) -> float:
             return max(self._seconds(num_tokens + count), base + least_cost * count)
 
-        best = len(gains)
+        best = 0
         if base > 0:
             best = max(_compared(num_tokens, len(gains)), key=lambda count: expected[count] / seconds(count))
             if expected[best] * base < _LEAST_GAIN * num_samples * seconds(best):
                 best = 0
-            self._has_paid = best > 0
-            best = self._explored(best, expected, seconds, len(candidates))
+            if tries:
+                best = self._tried(best, expected, seconds, len(candidates))
         counts = [0] * len(candidates)
         for _, index in gains[:best]:
             counts[index] += 1
-        return counts
+        return [count if count >= least[i] else 0 for i, count in enumerate(counts)]
 
-    def _explored(self, best: int, expected: Sequence[float], seconds: Callable[[int], float], most: int) -> int:
+    def proposed(self, *, selected: bool) -> None:
+        """Learn whether drafts of a step's proposals were selected."""
+        self._has_paid = selected
+
+    def _tried(self, best: int, expected: Sequence[float], seconds: Callable[[int], float], most: int) -> int:
         """The best number of drafts, or another one, if the time to try it has been saved up.
 
-        Estimates of costs and chances that are not tried now and then are not corrected either.
+        Estimates of costs that are not tried now and then are not corrected either. Steps with more drafts and steps
+        without drafts take turns.
         """
-        if best and self._explores_plain:
-            other = 0
-            lost = seconds(0) - expected[0] * seconds(best) / expected[best]  # beyond the time for as many tokens
-        else:
-            other = min(len(expected) - 1, 2 * best or most)
-            lost = seconds(other) - seconds(best)
-        if other == best or lost > self._unspent:
+        base, more = seconds(0), min(len(expected) - 1, 2 * best or most)
+        lost = {}
+        if best:
+            lost[0] = base - expected[0] * seconds(best) / expected[best]  # beyond the time for as many tokens
+        if more > best:
+            lost[more] = seconds(more) - seconds(best)
+        trials = [number for number in lost if lost[number] <= base]  # the most that is saved up
+        if not trials:
             return best
-        self._unspent -= lost
-        self._explores_plain = not self._explores_plain
+        other = max(trials) if self._tries_more else min(trials)
+        if lost[other] > self._unspent:
+            return best
+        self._unspent -= max(lost[other], 0.0)
+        self._tries_more = not self._tries_more
         return other
+
+
+def _priced(gains: Sequence[float], price: float) -> tuple[int, Sequence[float]]:
+    """How many drafts of a chain are verified at least, and their gains if the first ones have to yield `price`.
+
+    The first drafts, as many as yield the most for each, have equal gains. So gains fall, and are selected together.
+    """
+    if price == 0 or not gains:
+        return 0, gains
+    number = max(range(1, len(gains) + 1), key=lambda n: (sum(gains[:n]) - price) / n)
+    mean = (sum(gains[:number]) - price) / number
+    return (number, [mean] * number + list(gains[number:])) if mean > 0 else (0, ())
 
 
 def _compared(num_tokens: int, most: int) -> Iterator[int]:

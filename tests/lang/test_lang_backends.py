@@ -135,18 +135,35 @@ def test_a_prediction_changes_no_text(engine, endpoint, completions, chats):
         s += "One Tuesday Mira went to" + sgl.gen("where", max_tokens=24, prediction=prediction)
 
     for backend in (engine, endpoint, completions):
-        plain = program.run({"prediction": None}, temperature=0, backend=backend)
-        assert program.run({"prediction": plain["where"]}, temperature=0, backend=backend)["where"] == plain["where"]
-        assert program.run({"prediction": "the moon"}, temperature=0, backend=backend)["where"] == plain["where"]
+        plain = program.run(None, temperature=0, backend=backend)
+        assert program.run(plain["where"], temperature=0, backend=backend)["where"] == plain["where"]
+        assert program.run("the moon", temperature=0, backend=backend)["where"] == plain["where"]
 
     @sgl.function
     def answered(s, prediction):
         s += sgl.user("How much is the lantern?")
         s += sgl.assistant(sgl.gen("price", max_tokens=24, prediction=prediction))
 
-    plain = answered.run({"prediction": None}, temperature=0, backend=chats)
-    known = answered.run({"prediction": plain["price"]}, temperature=0, backend=chats)
+    plain = answered.run(None, temperature=0, backend=chats)
+    known = answered.run(plain["price"], temperature=0, backend=chats)
     assert known["price"] == plain["price"]
+
+
+def test_a_prediction_is_sent_as_each_api_has_it(endpoint, completions, chats, monkeypatch):
+    sent, post = [], Http.post
+
+    async def posting(self, path, body):
+        sent.append(body)
+        return await post(self, path, body)
+
+    monkeypatch.setattr(Http, "post", posting)
+    program = sgl.function(lambda s: s.__iadd__("a" + sgl.gen("x", max_tokens=2, prediction="b")))
+    answered = sgl.function(lambda s: s.__iadd__(sgl.user("a") + sgl.assistant(sgl.gen("x", prediction="b"))))
+    for ask, backend in ((program, endpoint), (program, completions), (answered, chats)):
+        assert ask.run(backend=backend).error() is None
+    asked = [body.get("sampling_params", body).get("prediction") for body in sent]
+    theirs = {"type": "content", "content": "b"}
+    assert [one for one in asked if one is not None] == ["b", theirs, theirs]
 
 
 def test_a_prediction_that_is_no_text_is_refused():

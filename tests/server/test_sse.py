@@ -118,4 +118,8 @@ def test_padded_events_have_the_text_and_few_sizes(text):
     assert len(data) % 256 == 0
     (chunk,) = map(json.loads, by_the_standard([data]))
     assert chunk["text"] == text
-    assert padded_event({"text": text}) != data or not chunk["obfuscation"]
+    assert len(chunk["obfuscation"]) < 256
+
+
+def test_the_padding_is_random():
+    assert len({padded_event({"text": "a"}) for _ in range(10)}) == 10

@@ -6,7 +6,8 @@ import pytest
 
 from quire.core.request import Namespace
 from quire.speculation.answers import AnswerStore
-from quire.speculation.drafters import AnswersDrafter, PredictionDrafter, SuffixDrafter
+from quire.speculation.drafters import AnswersDrafter, PredictionDrafter, PredictionIndex, SuffixDrafter
+from quire.speculation.suffix_index import MAX_INDEXED
 
 RED, BLUE = Namespace("red"), Namespace("blue")
 
@@ -34,12 +35,13 @@ def test_tokens_that_were_appended_are_found():
 
 def test_a_prediction_is_followed_and_met_again_after_a_difference():
     prediction, tokens = [5, 6, 7, 8, 9, 10], [1, 2]
-    drafter = PredictionDrafter(prediction, tokens, 2)
+    drafter = PredictionDrafter(PredictionIndex(prediction), tokens, 2)
     assert drafter.propose(3).tokens == [5, 6, 7]
     tokens += [5, 6, 50]
     assert drafter.propose(2) == ("prediction", [8, 9], 0, ())  # as if 50 were in the place of 7
     tokens += [7]
     assert drafter.propose(2).tokens == [9, 10]
+    assert drafter.extend(4) == 4 and drafter.extend(4) == 2
     tokens += [8]
     proposal = drafter.propose(3)  # 50 was inserted: the last two tokens are found
     assert (proposal.tokens, proposal.match_length) == ([9, 10], 2)
@@ -52,8 +54,9 @@ def test_a_prediction_is_followed_and_met_again_after_a_difference():
 def accepted(prediction, output):
     """How many of the drafts are right if one is verified in each step, and how many were made."""
     tokens, right, number = [], 0, 0
-    drafter = PredictionDrafter(prediction, tokens, 0)
+    drafter = PredictionDrafter(PredictionIndex(prediction), tokens, 0)
     while len(tokens) < len(output) - 1:
+        drafter.extend(100)
         proposal = drafter.propose(1)
         number += proposal is not None
         is_right = proposal is not None and proposal.tokens[0] == output[len(tokens)]
@@ -81,6 +84,20 @@ def test_inserted_and_missing_tokens_are_passed():
     text = [draw.randrange(1000) for _ in range(60)]
     assert accepted(text, [*text[:20], 1000, 1001, 1002, *text[20:]])[0] > 24  # of 31 at most
     assert accepted(text, text[:20] + text[26:])[0] > 22
+
+
+def test_a_prediction_is_indexed_only_if_it_differs_and_up_to_a_bound():
+    prediction, tokens = list(range(100_000)), [1, 2]
+    drafter = PredictionDrafter(PredictionIndex(prediction), tokens, 2)
+    for token in (0, 1, 2):
+        assert drafter.propose(1).tokens == [token]
+        assert drafter.extend(1000) == 0
+        tokens.append(token)
+    tokens += [-1, -2]
+    drafter.propose(1)
+    tokens += [-3]
+    drafter.propose(1)
+    assert sum(drafter.extend(10_000) for _ in range(10)) == MAX_INDEXED
 
 
 def test_the_answer_to_the_same_prompt_is_proposed_from_its_first_token():

@@ -46,16 +46,16 @@ def test_the_drafts_with_the_most_tokens_per_second_are_selected(candidates, slo
         assert best < 1.051 * samples / costs[1]  # too little to be sure
 
 
-def test_without_costs_all_drafts_are_selected():
+def test_without_costs_no_drafts_are_selected():
     governor = Governor(lambda tokens: 0.0)
-    assert governor.select([candidate(0.1, 0.1)], num_tokens=1, num_samples=1, most=9) == [2]
+    assert governor.select([candidate(1.0, 1.0)], num_tokens=1, num_samples=1, most=9) == [0]
 
 
 def test_drafts_that_do_not_pay_take_half_a_percent_of_the_time():
     """They are tried now and then, because chances and costs change."""
     governor, spent, steps = Governor(lambda tokens: 1.0 + 0.5 * (tokens - 1)), 0.0, 10_000
     for _ in range(steps):
-        assert governor.may_pay(1, 1)  # half of the time of a token
+        assert governor.may_pay(1, 1, 1)  # half of the time of a token
         (count,) = governor.select([candidate(0.1, 0.1)], num_tokens=1, num_samples=1, most=9)
         spent += 0.5 * count
     assert 0.0045 * steps <= spent <= 0.00501 * steps
@@ -65,9 +65,29 @@ def test_steps_without_drafts_are_tried_where_drafts_pay():
     """Or their cost would be out of date. Each loses a third of a step, and every second trial has more drafts."""
     governor, plain, steps = Governor(lambda tokens: 1.0 if tokens < 3 else 1.8), 0, 1000
     for _ in range(steps):
-        governor.may_pay(1, 1)
+        governor.may_pay(1, 1, 1)
         plain += governor.select([candidate(0.5, 0.05)], num_tokens=1, num_samples=1, most=9) == [0]
     assert 3 <= plain <= 6
+
+
+@pytest.mark.parametrize("seconds", [lambda tokens: 1.0, lambda tokens: 1.0 + 0.01 * tokens])
+def test_steps_without_drafts_are_tried_where_all_drafts_pay(seconds):
+    governor, plain = Governor(seconds), 0
+    for _ in range(1000):
+        governor.may_pay(1, 1, 1)
+        plain += governor.select([candidate(0.9, 0.9, 0.9)], num_tokens=1, num_samples=1, most=9) == [0]
+    assert 5 <= plain <= 10  # each loses about 0.7 of a step
+
+
+def test_a_step_that_a_sequence_skips_is_part_of_the_price():
+    """More drafts cost nothing. A chain is worth it if it yields more than the token that is lost."""
+    governor, about = Governor(lambda tokens: 1.0), {"num_tokens": 4, "num_samples": 4, "most": 99, "tries": False}
+    chains = [candidate(0.9, 0.9, 0.9, 0.9), candidate(0.5, 0.5, 0.5), candidate(0.9)]
+    assert governor.select(chains, **about) == [4, 3, 1]
+    assert governor.select(chains, **about, price=1.0) == [4, 0, 0]
+    assert governor.select(chains, **about, price=0.3) == [4, 3, 1]
+    limited = {**about, "most": 1}
+    assert governor.select(chains, **limited, price=1.0) == [0, 0, 0]  # one draft of the chain is not worth a token
 
 
 def test_a_draft_that_hardly_pays_is_not_verified():
@@ -81,21 +101,22 @@ def test_proposals_are_rare_while_none_of_them_pays():
     """Eight sequences, of which each proposal takes 25 us, in steps of 20 ms: 1 % if all were made."""
     governor, made, steps = Governor(lambda tokens: 0.02 + 0.001 * (tokens - 8)), 0, 1000
     for _ in range(steps):
-        if governor.may_pay(8, 8):
+        if governor.may_pay(8, 8, 8):
             made += 1
-            governor.select([candidate(0.02)] * 8, num_tokens=8, num_samples=8, most=9)
+            counts = governor.select([candidate(0.02)] * 8, num_tokens=8, num_samples=8, most=9)
+            governor.proposed(selected=any(counts))
     assert 300 < made < 500
-    governor.select([candidate(1.0, 1.0)] * 8, num_tokens=8, num_samples=8, most=16)
-    assert all(governor.may_pay(8, 8) for _ in range(9))
+    governor.proposed(selected=True)
+    assert all(governor.may_pay(8, 8, 8) for _ in range(9))
 
 
 def test_proposals_are_not_even_made_where_no_draft_can_pay():
     """A step of 64 sequences that takes as long as its tokens. One draft is tried as soon as its time is saved up."""
     governor = Governor(lambda tokens: 0.01 * tokens)
-    asked = [governor.may_pay(64, 64) for _ in range(100)]
+    asked = [governor.may_pay(64, 64, 32) for _ in range(100)]
     assert not asked[0]
     assert asked[-1]
-    assert Governor(lambda tokens: 1.0 + 0.01 * tokens).may_pay(64, 64)
+    assert Governor(lambda tokens: 1.0 + 0.01 * tokens).may_pay(64, 64, 32)
 
 
 def test_chances_are_learned_by_place_and_match_length():
@@ -158,6 +179,17 @@ def test_what_is_measured_now_outweighs_what_was_measured_long_ago():
     assert curve.seconds(8) == pytest.approx(0.7, rel=0.05)
 
 
+def test_a_class_that_is_measured_again_after_a_long_time_begins_anew():
+    curve = StepCurve()
+    for _ in range(20):
+        curve.observe(1, 1.0)
+    for _ in range(200):
+        curve.observe(9, 0.5)
+    curve.observe(1, 0.4)
+    assert curve.seconds(1) == pytest.approx(0.4, rel=0.01)
+    assert curve.seconds(9) == pytest.approx(0.5, rel=0.01)
+
+
 def test_a_pause_of_the_machine_is_clamped():
     curve = StepCurve()
     for _ in range(20):
@@ -165,4 +197,4 @@ def test_a_pause_of_the_machine_is_clamped():
             curve.observe(num_tokens, 0.01 + 0.001 * num_tokens)
     curve.observe(8, 5.0)
     assert curve.seconds(1) == pytest.approx(0.011)
-    assert curve.seconds(8) < 0.04
+    assert curve.seconds(8) < 0.05

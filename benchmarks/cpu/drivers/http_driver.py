@@ -24,6 +24,7 @@ def load(settings: dict) -> Driven:
         "--memory": "4GiB",
         "--max-model-len": settings["max_model_len"],
         "--max-num-seqs": settings["max_num_seqs"],
+        "--speculation": "off",
     }
     words = [str(word) for flag in flags.items() for word in flag]
     server = subprocess.Popen(

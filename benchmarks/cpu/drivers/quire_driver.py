@@ -1,4 +1,4 @@
-"""Driver for quire: an `LLM` with default options."""
+"""Driver for quire: an `LLM` with default options, but without drafts: random weights repeat themselves."""
 
 from protocol import Driven, Queries, drive
 
@@ -8,6 +8,7 @@ from quire import (
     SamplingParams,
     StructuredOutputsParams,
 )  # before torch: quire sets how long OpenMP threads spin
+from quire.config import EngineOptions
 
 import torch  # isort: skip
 
@@ -15,13 +16,14 @@ import torch  # isort: skip
 def load(settings: dict) -> Driven:
     """Load the model into an LLM."""
     lines: list[str] = []
+    drafts = {"speculation": "off"} if hasattr(EngineOptions, "speculation") else {}  # an earlier version has none
     llm = LLM(
         settings.get("gguf", settings["model"]),
         dtype="bfloat16",
         max_model_len=settings["max_model_len"],
         max_num_seqs=settings["max_num_seqs"],
         report=lines.append,
-        **({"memory": "4GiB"} | settings["options"]),
+        **({"memory": "4GiB"} | drafts | settings["options"]),
     )
 
     def run(queries: Queries) -> list[int]:

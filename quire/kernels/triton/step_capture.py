@@ -16,7 +16,13 @@ CAPTURE_SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112
 GRAPH_BYTES = 2**24  # driver memory per graph: an estimate, not measured
 LIBRARY_BYTES = 3 * 2**26  # library workspaces, one per stream: of other steps, warm-ups, graphs
 _MEMORY_FACTOR = 2  # estimated memory of graphs of all sizes, relative to the largest graph
+_LEAST_TOKENS = 16  # of the largest graph
 _WARM_UPS = 2  # runs before a capture, in which kernels are compiled and libraries allocate their workspaces
+
+
+def _sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """The numbers of tokens of the graphs of an engine."""
+    return CAPTURE_SIZES[: bisect_left(CAPTURE_SIZES, max(max_num_seqs, _LEAST_TOKENS)) + 1]
 
 
 class CudaGraphCapture:
@@ -28,21 +34,19 @@ class CudaGraphCapture:
         self._results: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
     def capture_size(self, num_tokens: int, max_num_seqs: int) -> int | None:
-        """See StepCapture. There is memory for steps of as many tokens as sequences."""
-        sizes = CAPTURE_SIZES[: bisect_left(CAPTURE_SIZES, max_num_seqs) + 1]
-        return next((size for size in sizes if size >= num_tokens), None)
+        """See StepCapture. There is memory for steps of as many tokens as sequences, and for drafts of a few."""
+        return next((size for size in _sizes(max_num_seqs) if size >= num_tokens), None)
 
     def capture_memory(
-        self, num_sequences: int, token_bytes: int, logit_bytes: int, scratch_bytes: int
+        self, max_num_seqs: int, token_bytes: int, logit_bytes: int, scratch_bytes: int
     ) -> CaptureMemory:
         """See StepCapture."""
-        largest = self.capture_size(min(num_sequences, CAPTURE_SIZES[-1]), num_sequences)
-        assert largest is not None, "there is memory for it"
-        number = CAPTURE_SIZES.index(largest) + 1
+        sizes = _sizes(max_num_seqs)
+        number, largest = len(sizes), sizes[-1]
         computed = _MEMORY_FACTOR * (largest * (token_bytes + logit_bytes) + scratch_bytes)
         kept = 2 * pow2(largest) * logit_bytes  # results of this size, half of it, a quarter, ...
         why = (
-            f"{number} graphs of up to {largest} sequences x {GRAPH_BYTES >> 20} MiB, {computed >> 20} MiB of "
+            f"{number} graphs of up to {largest} tokens x {GRAPH_BYTES >> 20} MiB, {computed >> 20} MiB of "
             f"working memory, {kept >> 20} MiB of logits, {LIBRARY_BYTES >> 20} MiB of libraries; estimated"
         )
         return CaptureMemory(number * GRAPH_BYTES + computed + kept + LIBRARY_BYTES, why)

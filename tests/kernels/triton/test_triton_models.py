@@ -178,7 +178,10 @@ def test_ladder_sizes_hold_what_they_are_asked_for():
     for number in range(1, step_capture.CAPTURE_SIZES[-1] + 1):
         assert number <= sizes.capture_size(number, number) <= max(2 * number, 4)
     assert sizes.capture_size(*2 * (step_capture.CAPTURE_SIZES[-1] + 1,)) is None
-    assert [sizes.capture_size(number, 3) for number in (1, 3, 4, 5)] == [1, 4, 4, None], "there is no memory for more"
+    assert [sizes.capture_size(number, 18) for number in (1, 3, 18, 20, 21)] == [1, 4, 20, 20, None], (
+        "no memory for more"
+    )
+    assert [sizes.capture_size(number, 1) for number in (1, 9, 17)] == [1, 12, None], "one sequence with eight drafts"
 
 
 @pytest.mark.parametrize(

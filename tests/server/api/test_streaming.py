@@ -142,3 +142,15 @@ def test_obfuscated_chunks_have_few_sizes(http, path):
         texts.append("".join(one.get("text") or one.get("delta", {}).get("content") or "" for one in choices))
     assert texts[0] == texts[1]
     assert texts[0]
+
+
+def test_predictions_of_completions_and_generate(http):
+    text = http.post("/v1/completions", json={"prompt": STORY, "temperature": 0}).json()["choices"][0]["text"]
+    body = {"prompt": STORY, "temperature": 0, "prediction": {"type": "content", "content": text}}
+    answer = http.post("/v1/completions", json=body).json()
+    assert answer["choices"][0]["text"] == text
+    assert "accepted_prediction_tokens" in answer["usage"]["completion_tokens_details"]
+    params = {"temperature": 0, "max_new_tokens": 16, "prediction": text}
+    assert http.post("/generate", json={"text": STORY, "sampling_params": params}).json()["text"] == text
+    refused = http.post("/generate", json={"text": STORY, "sampling_params": {**params, "prediction": 3}})
+    assert refused.status_code == 400
