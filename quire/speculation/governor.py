@@ -26,6 +26,7 @@ _LEAST_SHARE = 0.1  # of a draft, as a share of a token of the step without draf
 _NO_GAIN = 0.01  # expected tokens of a draft that is never selected
 _GROUP = 8  # tokens that kernels compute at once
 _LEAST_GAIN = 1.05  # expected speed with drafts, by that without; less is within the error of the estimates
+_LEAST_GAIN_OF_SEVERAL = 1.15  # the same of several sequences, because a longer step delays those without drafts
 _PROPOSAL_SECONDS = 25e-6  # for the proposal of a sequence, after a step that has emptied the caches of the processor
 _PROPOSED_SHARE = 0.004  # of the time of all steps, for proposals while no drafts pay
 _TRIED_SHARE = 0.005  # of the time of all steps, for steps that are expected to be worse than the best
@@ -137,7 +138,7 @@ class Governor:
             return True
         # the first token of a group of tokens may cost more than the others
         return any(
-            (num_samples + count) * base >= _LEAST_GAIN * num_samples * self._seconds(num_tokens + count)
+            (num_samples + count) * base >= _least_gain(num_samples) * num_samples * self._seconds(num_tokens + count)
             for count in (1, _GROUP, _MOST_PER_SAMPLE * num_samples)
         )
 
@@ -172,7 +173,7 @@ class Governor:
         best = 0
         if base > 0:
             best = max(_compared(num_tokens, len(gains)), key=lambda count: expected[count] / seconds(count))
-            if expected[best] * base < _LEAST_GAIN * num_samples * seconds(best):
+            if expected[best] * base < _least_gain(num_samples) * num_samples * seconds(best):
                 best = 0
             if tries:
                 best = self._tried(best, expected, seconds, len(candidates))
@@ -206,6 +207,10 @@ class Governor:
         self._unspent -= max(lost[other], 0.0)
         self._tries_more = not self._tries_more
         return other
+
+
+def _least_gain(num_samples: int) -> float:
+    return _LEAST_GAIN if num_samples == 1 else _LEAST_GAIN_OF_SEVERAL
 
 
 def _priced(gains: Sequence[float], price: float) -> tuple[int, Sequence[float]]:

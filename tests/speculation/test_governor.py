@@ -43,7 +43,7 @@ def test_the_drafts_with_the_most_tokens_per_second_are_selected(candidates, slo
     if sum(counts):
         assert (samples + expected(candidates, counts)) / costs[1 + sum(counts)] == pytest.approx(best)
     else:
-        assert best < 1.051 * samples / costs[1]  # too little to be sure
+        assert best < 1.151 * samples / costs[1]  # too little to be sure
 
 
 def test_without_costs_no_drafts_are_selected():
@@ -90,11 +90,14 @@ def test_a_step_that_a_sequence_skips_is_part_of_the_price():
     assert governor.select(chains, **limited, price=1.0) == [0, 0, 0]  # one draft of the chain is not worth a token
 
 
-def test_a_draft_that_hardly_pays_is_not_verified():
-    for chance, expected_counts in ((0.14, [0]), (0.16, [1])):
-        governor = Governor(lambda tokens: 0.9 + 0.1 * tokens)
-        counts = governor.select([candidate(chance)], num_tokens=1, num_samples=1, most=9)
-        assert counts == expected_counts  # a tenth more time
+@pytest.mark.parametrize(("num_samples", "least"), [(1, 0.155), (2, 0.38)])
+def test_a_draft_that_hardly_pays_is_not_verified(num_samples, least):
+    """A draft takes a tenth more time. Beside another sequence, which waits longer for its token, it has to yield more."""
+    about = {"num_tokens": num_samples, "num_samples": num_samples, "most": 9, "tries": False}
+    governor = Governor(lambda tokens: 1 + 0.1 * (tokens - num_samples))
+    for chance in (least - 0.01, least + 0.01):
+        counts = governor.select([candidate(chance)] * num_samples, **about)
+        assert any(counts) == (chance > least)
 
 
 def test_proposals_are_rare_while_none_of_them_pays():
