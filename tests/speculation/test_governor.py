@@ -92,7 +92,7 @@ def test_a_step_that_a_sequence_skips_is_part_of_the_price():
 
 @pytest.mark.parametrize(("num_samples", "least"), [(1, 0.155), (2, 0.38)])
 def test_a_draft_that_hardly_pays_is_not_verified(num_samples, least):
-    """A draft takes a tenth more time. Beside another sequence, which waits longer for its token, it must yield more."""
+    """A draft takes a tenth more time. Beside another sequence, which waits longer for its token, it yields more."""
     about = {"num_tokens": num_samples, "num_samples": num_samples, "most": 9, "tries": False}
     governor = Governor(lambda tokens: 1 + 0.1 * (tokens - num_samples))
     for chance in (least - 0.01, least + 0.01):
