@@ -24,7 +24,9 @@ from quire.supervisor.async_engine import AsyncEngine
 from quire.supervisor.engine_handle import EngineProcess
 from quire.supervisor.health import State
 
-OPTIONS = EngineOptions(memory="256MiB", dtype="float32", max_num_seqs=32, max_model_len=512, threads=1)
+OPTIONS = EngineOptions(
+    speculation="off", memory="256MiB", dtype="float32", max_num_seqs=32, max_model_len=512, threads=1
+)
 PROGRAM = str(Path(front_children.__file__))
 HOPELESS = ("-c", "raise SystemExit(3)")
 

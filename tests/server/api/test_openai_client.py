@@ -41,7 +41,7 @@ def test_streamed_completion(client, offline):
     assert chunks[-1].choices == []
     assert chunks[-1].usage.completion_tokens == 20
     assert all(chunk.usage is None for chunk in chunks[:-1])
-    assert len(chunks) > 3  # an event may have several tokens: drafts that were accepted
+    assert len(chunks) > 1  # an event may have several tokens: drafts that were accepted
 
 
 def test_forms_of_a_prompt(client, llm):

@@ -84,7 +84,7 @@ def test_completions_are_those_of_the_offline_interface(client, on_loop, offline
     assert whole.usage.completion_tokens == len(expected.token_ids)
     chunks = list(client.completions.create(model=MODEL, prompt=STORY, stream=True, **GREEDY))
     assert "".join(chunk.choices[0].text for chunk in chunks) == expected.text
-    assert len(chunks) > 5
+    assert len(chunks) > 1  # a chunk may have several tokens
 
     async def streamed(client):
         stream = await client.completions.create(model=MODEL, prompt=STORY, stream=True, **GREEDY)
