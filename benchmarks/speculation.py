@@ -38,6 +38,7 @@ BATCHES = (1, 8, 32)
 ACCEPTANCES = (0.0, 0.5, 0.7, 0.9, 1.0)
 _PROMPT_TOKENS = 64
 _OUTPUT_TOKENS = 64
+_WARM_UPS = 5
 TASKS = ("copy", "needle", "talk", "tool", "recall", "extract", "facts")
 _MOST_TOKENS = 256
 _CONSOLE = Console(stderr=True)
@@ -232,8 +233,8 @@ def _compared(
     speculator = bench.engine.scheduler.speculator
     assert speculator is not None, "the engine drafts"
     speculator.keeps_answers = False
-    for kind in (False, True):
-        bench.run(prompts, speculation=kind, **params)
+    for _ in range(_WARM_UPS):  # which capture steps
+        bench.run(prompts, speculation=True, **params)
     ratios, drafts, accepted, same = [], 0, 0, True
     for turn in track(range(rounds), load, console=_CONSOLE, transient=True):
         kinds = (False, True) if turn % 2 else (True, False)
@@ -269,7 +270,8 @@ def records(rounds: int, count: int = 64) -> list[dict[str, Any]]:
     speculator.keeps_answers = False
     ways, prompts_and_answers = ("token by token", "fast-forward", "with drafts"), asked(2)
     seconds: dict[str, list[float]] = {way: [] for way in ways}
-    runs = {way: run(*prompts_and_answers, way) for way in ways}  # finds and caches the prompts, and captures steps
+    for _ in range(_WARM_UPS):  # which capture steps
+        runs = {way: run(*prompts_and_answers, way) for way in ways}
     for turn in track(range(rounds), "records", console=_CONSOLE, transient=True):
         for way in ways if turn % 2 else reversed(ways):
             runs[way] = run(*prompts_and_answers, way)

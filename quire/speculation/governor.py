@@ -28,6 +28,7 @@ _GROUP = 8  # tokens that kernels compute at once
 _LEAST_GAIN = 1.05  # expected speed with drafts, by that without; less is within the error of the estimates
 _LEAST_GAIN_OF_SEVERAL = 1.15  # the same of several sequences, because a longer step delays those without drafts
 _PROPOSAL_SECONDS = 25e-6  # for the proposal of a sequence, after a step that has emptied the caches of the processor
+_PROPOSAL_SHARE = 0.008  # of the time of a step without drafts, for the proposal of a sequence, if that is less
 _PROPOSED_SHARE = 0.004  # of the time of all steps, for proposals while no drafts pay
 _TRIED_SHARE = 0.005  # of the time of all steps, for steps that are expected to be worse than the best
 
@@ -128,9 +129,8 @@ class Governor:
         base = self._seconds(num_tokens)
         self._unspent = min(self._unspent + _TRIED_SHARE * base, base)
         if not self._has_paid:
-            share = _PROPOSED_SHARE * base
-            self._unproposed += share
-            cost = num_proposals * min(_PROPOSAL_SECONDS, share)
+            self._unproposed += _PROPOSED_SHARE * base
+            cost = num_proposals * min(_PROPOSAL_SECONDS, _PROPOSAL_SHARE * base)
             if self._unproposed < cost:
                 return False
             self._unproposed = min(self._unproposed - cost, cost)
@@ -173,7 +173,8 @@ class Governor:
         best = 0
         if base > 0:
             best = max(_compared(num_tokens, len(gains)), key=lambda count: expected[count] / seconds(count))
-            if expected[best] * base < _least_gain(num_samples) * num_samples * seconds(best):
+            proposing = len(candidates) * min(_PROPOSAL_SECONDS, _PROPOSAL_SHARE * base)
+            if expected[best] * base < _least_gain(num_samples) * num_samples * (seconds(best) + proposing):
                 best = 0
             if tries:
                 best = self._tried(best, expected, seconds, len(candidates))
