@@ -82,9 +82,10 @@ def test_completions_are_those_of_the_offline_interface(client, on_loop, offline
     whole = client.completions.create(model=MODEL, prompt=STORY, **GREEDY)
     assert (whole.choices[0].text, whole.choices[0].finish_reason) == (expected.text, "length")
     assert whole.usage.completion_tokens == len(expected.token_ids)
-    chunks = list(client.completions.create(model=MODEL, prompt=STORY, stream=True, **GREEDY))
+    undrafted = {"extra_body": {"speculation": False}}  # or a chunk may have several tokens
+    chunks = list(client.completions.create(model=MODEL, prompt=STORY, stream=True, **undrafted, **GREEDY))
     assert "".join(chunk.choices[0].text for chunk in chunks) == expected.text
-    assert len(chunks) > 1  # a chunk may have several tokens
+    assert len(chunks) > 5
 
     async def streamed(client):
         stream = await client.completions.create(model=MODEL, prompt=STORY, stream=True, **GREEDY)
