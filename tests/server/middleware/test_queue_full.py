@@ -9,7 +9,6 @@ from quire.config import EngineOptions
 from quire.errors import MAX_EXPECTED_RETRIES, QueueFull
 from quire.server.api_keys import Keys, new_key
 from quire.server.app import make_app
-from quire.server.middleware import queue_full
 from quire.server.middleware.queue_full import QUEUED_PATHS, REMEMBERED_SECONDS, RecentRefusals
 from quire.startup.build import build
 
@@ -68,7 +67,7 @@ def test_a_refusal_that_need_not_apply_to_the_next_request_is_forgotten():
 
 
 def test_a_flood_is_refused_before_bodies_are_parsed_and_other_tenants_are_served(monkeypatch):
-    monkeypatch.setattr(queue_full, "REMEMBERED_SECONDS", 600.0)
+    monkeypatch.setattr(RecentRefusals.__init__, "__defaults__", (Clock(),))  # so that a slow test is no later request
     options = EngineOptions(max_num_seqs=1, max_queued_requests=2, policy="fair", memory="256MiB", max_model_len=512)
     service = service_of(build(options, report=lambda line: None, progress=lambda done, total: None))
     made = {who: new_key(who, "user", requests_per_minute=9) for who in ("loud", "quiet")}
