@@ -126,13 +126,13 @@ class QueueLimit:
         if retries is not None:
             retries.remove_returned(request.id, now)
 
-    def _retry_after(self, request: Request, flow: Flow, now: float) -> tuple[float, float | None]:
+    def _retry_after(self, request: Request, flow: Flow, now: float) -> tuple[float, float]:
         """Predicted seconds until a rejected request would fit, and how much later the next one would.
 
         Expects the request to return then.
         """
         if not self._costs.step_time.per_token:
-            return _DEFAULT_RETRY_AFTER, None
+            return _DEFAULT_RETRY_AFTER, 0.0
         retries, waiting, others = self._retries_of(flow), self._state.new_requests.total, self._others(flow)
         retries.remove_returned(request.id, now)
         num_requests, num_tokens = waiting.num_requests + len(retries), waiting.num_tokens + retries.num_tokens

@@ -71,6 +71,14 @@ def test_a_rejection_says_how_much_later_the_next_request_would_fit(bounds, appl
         assert first.spacing is second.spacing is None
 
 
+def test_a_rejection_before_any_step_time_is_known_applies_to_the_next_request():
+    rig = Rig(max_queued_requests=1)
+    rig.add("first", prompt(10))
+    with pytest.raises(QueueFull) as refused:
+        rig.add("second", prompt(10))
+    assert (refused.value.retry_after, refused.value.spacing) == (1.0, 0.0)
+
+
 @pytest.mark.parametrize("bounds", [{}, {"max_queued_requests": 3}, {"max_queued_tokens": 30}])
 def test_what_is_within_the_bound_is_taken_in(bounds):
     rig = full(**bounds)
