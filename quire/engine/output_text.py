@@ -220,6 +220,10 @@ class RequestOutputProcessor:
         """Per sequence, also of those that are not returned."""
         return [len(sequence.result.token_ids) for sequence in self._sequences]
 
+    def token_offsets(self, index: int) -> list[int]:
+        """Per token of a sequence so far: number of characters that the tokens before it completed."""
+        return self._sequences[index].result.token_offsets
+
     def drop_logprobs(self) -> None:
         """From now on, logprobs of output tokens are only in the Deltas, and not in the result."""
         for sequence in self._sequences:

@@ -93,6 +93,7 @@ class Reply:
         self._metrics = metrics
         self._num_prompt = sum(len(transcript.prompt.ids) for transcript in transcripts)
         self._output = OutputTokens()
+        self.num_reasoning_tokens: int | None = None  # set by the reader of messages; None: not counted
         self._num_cached = 0
         self._has_constraints = any(one.params.structured_outputs is not None for one in transcripts)
         self._has_predictions = any(one.params.prediction is not None for one in transcripts)
@@ -143,14 +144,16 @@ class Reply:
     def usage(self, output: OutputTokens | None = None) -> dict[str, object]:
         """OpenAI's usage, of all output that was read or of `output`.
 
-        Each prompt counts once, for any n. Has the forced tokens if there is a constraint, and the accepted and
-        rejected drafts of a prediction.
+        Each prompt counts once, for any n. Has the forced tokens if there is a constraint, the accepted and rejected
+        drafts of a prediction, and the tokens of reasoning if they are counted.
         """
         output = self._output if output is None else output
         details: dict[str, object] = {"forced_tokens": output.forced} if self._has_constraints else {}
         if self._has_predictions:
             details["accepted_prediction_tokens"] = output.predicted_right
             details["rejected_prediction_tokens"] = output.predicted_wrong
+        if self.num_reasoning_tokens is not None:
+            details["reasoning_tokens"] = self.num_reasoning_tokens
         return {
             "prompt_tokens": self._num_prompt,
             "completion_tokens": output.total,

@@ -5,7 +5,7 @@ from msgspec.json import encode
 from pydantic import Field
 
 from quire.errors import RequestError
-from quire.server.api.openai.chat import num_unknown_fields, template_messages, tokenize_conversation
+from quire.server.api.openai.chat import num_unknown_fields, rendering_of, template_messages
 from quire.server.api.openai.schema import Messages, TemplateBody
 from quire.server.api.request_params import RequestBody, TokenIds, optional_field
 from quire.server.middleware.auth import caller_of
@@ -57,8 +57,9 @@ def _tokenized(body: TokenizeBody, service: Service) -> dict[str, object]:
     if body.prompt is None:
         messages = template_messages(body.messages or ())
         service.metrics.count_unknown_fields("messages", num_unknown_fields(body.messages or ()))
-        service.check_size([messages, body.tools, body.documents, body.chat_template_kwargs], "messages")
-        ids = tokenize_conversation(messages, body, service.tokenizer).ids
+        rendering = rendering_of(body)
+        rendering.check_size(messages, service)
+        ids = rendering.tokenize(messages, service.tokenizer).ids
     else:
         for name in _MESSAGE_FIELDS:
             if getattr(body, name) is not None:

@@ -6,20 +6,21 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from fastapi import APIRouter, Request, Response
 from msgspec import Raw
 
-from quire.engine.inputs import Generation, TokenizedPrompt, prepare_generations, template_variables, tokenize
+from quire.chat.parts import CallArguments, CallBegin, Content, Message, Part, Reasoning
+from quire.chat.tools import toolbox
+from quire.engine.inputs import template_variables
 from quire.engine.output_text import RequestOutputProcessor
 from quire.engine.outputs import CompletionOutput, Delta
 from quire.params import SamplingParams
-from quire.server.api.limits import check_prompt_values, num_prompt_tokens
+from quire.server.api.conversation import ChatRequest, MessageReader, Rendering, start_conversation
 from quire.server.api.openai.logprobs import LogprobFormat, UsageFormat, prompt_logprobs_json
 from quire.server.api.openai.schema import ChatBody, ChatMessage, TemplateBody
 from quire.server.errors import renamed_fields
 from quire.server.middleware.auth import caller_of
-from quire.server.reply import Reply, is_visible, respond
+from quire.server.reply import Reply, respond
 from quire.server.service import Service
 from quire.server.sse import DONE, TimeLimit, event
 from quire.tokenizer.messages import plain_messages
-from quire.tokenizer.tokenizer import Tokenizer
 
 _OWN_FIELDS = (
     *("messages", "tools", "documents", "chat_template"),
@@ -49,22 +50,19 @@ def last_message_content(messages: Sequence[Mapping[str, object]]) -> str:
     return str(plain_messages(messages[-1:])[0]["content"] or "")
 
 
-def tokenize_conversation(
-    messages: Sequence[Mapping[str, object]], body: TemplateBody, tokenizer: Tokenizer
-) -> TokenizedPrompt:
-    """The conversation as rendered by the chat template, with token ids. Raises RequestError, ModelError."""
-    effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
-    variables = template_variables(body.chat_template_kwargs, (*_OWN_FIELDS, *effort))
-    text = tokenizer.apply_chat_template(
-        messages,
-        None if body.tool_choice == "none" else body.tools,
-        body.add_generation_prompt,
-        continue_final_message=bool(body.continue_final_message),
+def rendering_of(body: TemplateBody) -> Rendering:
+    """The rendering that a body requests. Raises RequestError."""
+    named = {"reasoning_effort": body.reasoning_effort, "enable_thinking": body.enable_thinking}
+    fields = {name: value for name, value in named.items() if value is not None}
+    return Rendering(
+        tools=None if body.tool_choice == "none" else body.tools,
         documents=body.documents,
         chat_template=body.chat_template,
-        **(variables | effort),
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=bool(body.continue_final_message),
+        add_special_tokens=bool(body.add_special_tokens),
+        variables=template_variables(body.chat_template_kwargs, (*_OWN_FIELDS, *fields)) | fields,
     )
-    return tokenize(text, tokenizer, add_special_tokens=bool(body.add_special_tokens))
 
 
 def chat_routes(service: Service) -> APIRouter:
@@ -82,33 +80,39 @@ def chat_routes(service: Service) -> APIRouter:
 
 
 async def _start(service: Service, body: ChatBody, request: Request, id: str) -> tuple["ChatAnswer", Reply]:
-    caller = caller_of(request)
     service.check_model(body.model)
     with renamed_fields(body.engine_names()):
         params = await service.prepare(request, lambda: body.sampling_params(service.sampling_defaults))
-        beams = body.beams(params, vocab_size=service.vocab_size, num_end_tokens=service.num_end_tokens)
-        asked, beginning = await service.thread_pool.run(caller.tenant, lambda: _read(service, body, params))
-        check_prompt_values(asked, ids=bool(body.return_token_ids), choices=False)
-        answer = ChatAnswer(id, service, body, params, beginning)
-        namespace, scheduling_params = caller.namespace(body.cache_salt), body.scheduling_params(service.options)
-        with caller.quota.spending(num_prompt_tokens(asked)):
-            return answer, await service.start(answer.id, asked, namespace, beams, scheduling_params)
-
-
-def _read(service: Service, body: ChatBody, params: SamplingParams) -> tuple[list[Generation], str]:
-    """The conversation as a Generation, and the text that the answer begins with if `echo` is set."""
-    messages = template_messages(body.messages)
-    service.metrics.count_unknown_fields("messages", num_unknown_fields(body.messages))
-    service.check_size([messages, body.tools, body.documents, body.chat_template_kwargs], "messages")
-    prompt = tokenize_conversation(messages, body, service.tokenizer)
-    asked = prepare_generations([prompt], [params], service.tokenizer, service.max_model_len)
-    return asked, last_message_content(messages) if body.echo else ""
+        messages = template_messages(body.messages)
+        service.metrics.count_unknown_fields("messages", num_unknown_fields(body.messages))
+        chat = ChatRequest(
+            messages=messages,
+            params=params,
+            rendering=rendering_of(body),
+            toolbox=toolbox(body.tools, body.tool_choice, body.parallel_tool_calls),
+            separate_reasoning=body.separate_reasoning is not False,
+            thinking_budget=body.thinking_token_budget,
+            namespace=caller_of(request).namespace(body.cache_salt),
+            beams=body.beams(params, vocab_size=service.vocab_size, num_end_tokens=service.num_end_tokens),
+            scheduling_params=body.scheduling_params(service.options),
+            with_prompt_ids=bool(body.return_token_ids),
+        )
+        reader, reply = await start_conversation(service, request, id, chat)
+        return ChatAnswer(id, service, body, params, messages, reader), reply
 
 
 class ChatAnswer:
     """OpenAI's chat.completion objects for one request."""
 
-    def __init__(self, id: str, service: Service, body: ChatBody, params: SamplingParams, echo_text: str) -> None:
+    def __init__(
+        self,
+        id: str,
+        service: Service,
+        body: ChatBody,
+        params: SamplingParams,
+        messages: Sequence[Mapping[str, object]],
+        reader: MessageReader,
+    ) -> None:
         self.id = id
         self._head = {
             "id": self.id,
@@ -116,22 +120,20 @@ class ChatAnswer:
             "model": service.model_name,
             "system_fingerprint": None,
         }
+        self._reader = reader
         self._with_ids = bool(body.return_token_ids)
+        self._with_reasoning = body.include_reasoning is not False
         self._logprobs = LogprobFormat(params, service.tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids))
         self._usage = UsageFormat(body.stream_options)
         self._chunk_event = body.chunk_event
-        self._echo_text = echo_text
+        self._echo_text = last_message_content(messages) if body.echo else ""
 
     def full_response(self, reply: Reply) -> dict[str, object]:
         """The body of the response."""
         (transcript,) = reply.transcripts
         choices = [
-            self._choice(
-                sequence.index,
-                {"message": _message(self._echo_text + sequence.text)},
-                sequence,
-            )
-            for sequence in transcript.result().outputs
+            self._choice(output.index, {"message": self._message(message)}, output, finish_reason)
+            for message, output, finish_reason in self._reader.choices(reply)
         ]
         head = {**self._head, "object": "chat.completion"}
         about_prompt = {**self._prompt_ids(transcript), "prompt_logprobs": _prompt_logprobs(transcript)}
@@ -144,20 +146,25 @@ class ChatAnswer:
         head = {**self._head, "object": "chat.completion.chunk"}
         first = self._prompt_ids(transcript)  # chat has one prompt, so its fields are sent once
         for index in range(reply.num_choices):
-            choice = self._choice(index, {"delta": {"role": "assistant", "content": self._echo_text}}, None)
+            choice = self._choice(index, {"delta": {"role": "assistant", "content": self._echo_text}}, None, None)
             yield self._chunk_event({**head, **first, "choices": [choice], **self._usage.of_chunk(reply)})
             first = {}
         about_prompt = transcript.prompt_logprobs is not None  # whether they are still to be sent
-        async for deltas in reply.deltas():
+        async for deltas in self._reader.deltas(reply):
             chunks = []
-            for delta in deltas:
+            for index, parts, delta, finish_reason in deltas:
                 self._usage.count(delta)
-                if is_visible(delta, ids=self._with_ids):
+                objects = self._delta_objects(parts, with_logprobs=bool(delta.logprobs))
+                if not objects and (finish_reason or (self._with_ids and delta.token_ids)):
+                    objects = [{}]
+                for place, content in enumerate(objects, 1):
                     first = {"prompt_logprobs": _prompt_logprobs(transcript)} if about_prompt else {}
                     about_prompt = False
-                    choice = self._choice(delta.index, {"delta": _delta_content(delta)}, delta)
-                    chunk = {**head, **first, "choices": [choice], **self._usage.of_chunk(reply)}
-                    chunks.append(self._chunk_event(chunk))
+                    whole = (delta, finish_reason) if place == len(objects) else (None, None)
+                    choice = self._choice(index, {"delta": content}, *whole)
+                    chunks.append(
+                        self._chunk_event({**head, **first, "choices": [choice], **self._usage.of_chunk(reply)})
+                    )
             yield b"".join(chunks)
         for usage in self._usage.at_end(reply):
             yield event({**head, "choices": [], "usage": usage})
@@ -167,27 +174,62 @@ class ChatAnswer:
         return {"prompt_token_ids": transcript.prompt.ids if self._with_ids else None}
 
     def _choice(
-        self, index: int, content: dict[str, object], part: CompletionOutput | Delta | None
+        self,
+        index: int,
+        content: dict[str, object],
+        part: CompletionOutput | Delta | None,
+        finish_reason: str | None,
     ) -> dict[str, object]:
         """The object of a choice. part: a whole sequence, a delta, or None for a chunk without tokens."""
         return {
             "index": index,
             **content,
             "logprobs": self._logprobs.chat(part.logprobs) if part else None,
-            "finish_reason": part.finish_reason if part else None,
+            "finish_reason": finish_reason,
             "stop_reason": part.stop_reason if part else None,
             "token_ids": part.token_ids if part and self._with_ids else None,
         }
 
+    def _message(self, message: Message) -> dict[str, object]:
+        reasoning = message.reasoning if self._with_reasoning else None
+        content = self._echo_text + message.content
+        calls = [
+            _call(self._reader.new_call_id(index, call.name), call.name, call.arguments)
+            for index, call in enumerate(message.calls)
+        ]
+        return {
+            "role": "assistant",
+            "content": None if calls and not content else content,
+            "refusal": None,
+            "reasoning": reasoning,
+            **({} if reasoning is None else {"reasoning_content": reasoning}),
+            **({"tool_calls": calls} if calls else {}),
+        }
 
-def _message(content: str) -> dict[str, object]:
-    return {"role": "assistant", "content": content, "refusal": None, "reasoning": None}
+    def _delta_objects(self, parts: Sequence[Part], *, with_logprobs: bool) -> list[dict[str, object]]:
+        """The `delta` objects of a step's parts, in their order: each has content, reasoning or tool calls.
+
+        with_logprobs: there is one object at least, to carry the logprobs.
+        """
+        objects: list[dict[str, object]] = []
+        for part in parts:
+            match part:
+                case Content(text):
+                    objects.append({"content": text})
+                case Reasoning(text):
+                    if self._with_reasoning:
+                        objects.append({"reasoning": text, "reasoning_content": text})
+                case CallBegin(index, name):
+                    objects.append({"tool_calls": [{"index": index, **_call(self._reader.new_call_id(index, name), name, "")}]})
+                case CallArguments(index, text):
+                    objects.append({"tool_calls": [{"index": index, "function": {"arguments": text}}]})
+        return objects or ([{"content": ""}] if with_logprobs else [])
+
+
+def _call(id: str, name: str, arguments: str) -> dict[str, object]:
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _prompt_logprobs(transcript: RequestOutputProcessor) -> Raw | None:
     rows = transcript.prompt_logprobs
     return None if rows is None else prompt_logprobs_json(rows)
-
-
-def _delta_content(delta: Delta) -> dict[str, str]:
-    return {"content": delta.text} if delta.text or delta.logprobs else {}

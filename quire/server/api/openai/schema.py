@@ -1,13 +1,12 @@
 """Request bodies of completions and chat: names, types and defaults. SamplingParams checks bounds."""
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field
 
 from quire.errors import RequestError
-from quire.params import SamplingParams
+from quire.params import MAX_TOKENS, SamplingParams
 from quire.server.api.request_params import (
     BeamSearchBody,
     Biases,
@@ -54,6 +53,9 @@ class ChatMessage(Body):
 Messages = Annotated[list[ChatMessage], Field(fail_fast=True, max_length=MAX_MESSAGES)]
 
 
+ThinkingBudget = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+
+
 class TemplateBody(Body):
     """Fields for rendering a conversation with the chat template."""
 
@@ -65,8 +67,11 @@ class TemplateBody(Body):
     add_generation_prompt: bool | None = optional_field("Begin the assistant's turn; true by default.")
     continue_final_message: bool | None = optional_field("Continue the last message instead of a new turn.")
     add_special_tokens: bool | None = optional_field("Let the tokenizer add begin and end tokens; false by default.")
-    tool_choice: Any = unsupported_field("auto", "none")
+    tool_choice: str | dict[str, Any] | None = optional_field(
+        "auto, none, required, or an object that names a function or the allowed tools."
+    )
     reasoning_effort: str | None = optional_field("Passed to the model's chat template.")
+    enable_thinking: bool | None = optional_field("Passed to the model's chat template.")
     chat_template: str | None = optional_field("Name of one of the model's own templates.")
 
 
@@ -228,7 +233,12 @@ class ChatBody(TemplateBody, SamplingBody):
     logprobs: bool | None = optional_field("Return the logprob of each token.")
     top_logprobs: int | None = optional_field("Return also those of this many most likely tokens (0 to 20).")
 
-    parallel_tool_calls: bool | None = optional_field("With tools: false is not supported yet.")
+    parallel_tool_calls: bool | None = optional_field("With tools: whether a message may have several calls; true.")
+    include_reasoning: bool | None = optional_field("Return the reasoning; true by default.")
+    separate_reasoning: bool | None = optional_field(
+        "Return the reasoning apart from the content; true by default. False leaves its text and tags in the content."
+    )
+    thinking_token_budget: ThinkingBudget | None = optional_field("Most tokens of reasoning; then its end is forced.")
     modalities: Any = unsupported_field(["text"])
     audio: Any = unsupported_field()
     function_call: Any = unsupported_field("auto", "none")
@@ -236,12 +246,6 @@ class ChatBody(TemplateBody, SamplingBody):
     moderation: Any = unsupported_field()
     verbosity: Any = unsupported_field("medium")
     web_search_options: Any = unsupported_field()
-
-    @model_validator(mode="after")
-    def _reject_single_tool_calls(self) -> Self:
-        if self.parallel_tool_calls is False and self.tools and self.tool_choice != "none":
-            raise PydanticCustomError("not_supported", "{name} is not supported yet", {"name": "parallel_tool_calls"})
-        return self
 
     def engine_names(self) -> Mapping[str, str]:
         """The engine's names -> names in this body, for those that differ."""

@@ -1,0 +1,207 @@
+"""Conversations: how every chat dialect reaches the engine, and reads the messages that come back.
+
+A dialect translates its body into a `ChatRequest`, and the parts of messages into its own format.
+"""
+
+from bisect import bisect_left
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from fastapi import Request
+
+from quire.chat.constraint import call_constraint
+from quire.chat.formats import GENERIC, ChatFormat
+from quire.chat.parser import MessageParser
+from quire.chat.parts import CallBegin, Message, Part, message_of
+from quire.chat.tools import Toolbox
+from quire.core.request import Beams, Namespace
+from quire.core.scheduling_params import DEFAULT_SCHEDULING_PARAMS, SchedulingParams
+from quire.engine.inputs import Generation, TokenizedPrompt, prepare_generations, tokenize
+from quire.engine.outputs import CompletionOutput, Delta
+from quire.errors import RequestError
+from quire.params import ReasoningParams, SamplingParams
+from quire.server.api.limits import check_prompt_values, num_prompt_tokens
+from quire.server.middleware.auth import caller_of
+from quire.server.reply import Reply
+from quire.server.service import Service
+from quire.tokenizer.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendering:
+    """How the chat template renders a conversation. The fields are arguments of `Tokenizer.apply_chat_template`.
+
+    variables: the template's own. add_special_tokens: whether the tokenizer adds its begin and end tokens.
+    """
+
+    tools: Sequence[Mapping[str, object]] | None = None
+    documents: Sequence[Mapping[str, object]] | None = None
+    chat_template: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    variables: Mapping[str, object] = field(default_factory=dict)
+
+    def tokenize(self, messages: Sequence[Mapping[str, object]], tokenizer: Tokenizer) -> TokenizedPrompt:
+        """The rendered conversation with its token ids. Raises RequestError, ModelError."""
+        text = tokenizer.apply_chat_template(
+            messages,
+            self.tools,
+            self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+            documents=self.documents,
+            chat_template=self.chat_template,
+            **self.variables,
+        )
+        return tokenize(text, tokenizer, add_special_tokens=self.add_special_tokens)
+
+    def check_size(self, messages: Sequence[Mapping[str, object]], service: Service) -> None:
+        """Raises ContextLengthExceeded for a conversation that cannot fit into the context."""
+        service.check_size([messages, self.tools, self.documents, self.variables], "messages")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest:
+    """A conversation to continue, in no dialect.
+
+    messages: objects with OpenAI's names. toolbox: None without tools. separate_reasoning: whether reasoning is apart
+    from the content; without it, its markup and text are content. thinking_budget: most tokens of reasoning.
+    with_prompt_ids: whether the response includes the prompt's token ids.
+    """
+
+    messages: Sequence[Mapping[str, object]]
+    params: SamplingParams
+    rendering: Rendering
+    toolbox: Toolbox | None = None
+    separate_reasoning: bool = True
+    thinking_budget: int | None = None
+    namespace: Namespace
+    beams: Beams | None = None
+    scheduling_params: SchedulingParams = DEFAULT_SCHEDULING_PARAMS
+    with_prompt_ids: bool = False
+
+
+class MessageDelta(NamedTuple):
+    """What one step adds to a message. index: of the choice. finish_reason: None while the message continues."""
+
+    index: int
+    parts: list[Part]
+    delta: Delta
+    finish_reason: str | None
+
+
+class Choice(NamedTuple):
+    """One whole message, with the sequence that it was read from."""
+
+    message: Message
+    output: CompletionOutput
+    finish_reason: str | None
+
+
+class MessageReader:
+    """Reads the messages of one request's sequences.
+
+    format: what is parsed; other markup is content. in_reasoning: whether the prompt ends inside of reasoning. forced:
+    whether the output must be tool calls.
+    """
+
+    def __init__(self, format: ChatFormat, toolbox: Toolbox | None, *, in_reasoning: bool, forced: bool) -> None:
+        self._new_parser = lambda: MessageParser(format, toolbox, in_reasoning=in_reasoning, forced=forced)
+        self._has_reasoning = format.reasoning is not None
+        self._tools = format.tools or GENERIC
+        self._parsers: dict[int, MessageParser] = {}  # by sequence
+        self._num_reasoning_tokens: dict[int, int] = {}  # by sequence
+        self._called: set[int] = set()  # sequences with a tool call
+
+    def new_call_id(self, index: int, name: str) -> str:
+        """An id for the index-th call of a message, which the model's chat template accepts in a later request."""
+        return self._tools.new_call_id(index, name)
+
+    def choices(self, reply: Reply) -> list[Choice]:
+        """The messages of all returned sequences, which have ended."""
+        (transcript,) = reply.transcripts
+        choices = []
+        for output in transcript.result().outputs:
+            parser = self._new_parser()
+            message = message_of([*parser.push(output.text), *parser.finish()])
+            self._count(output.index, parser, output.token_offsets, reply)
+            choices.append(Choice(message, output, _finish_reason(output.finish_reason, called=bool(message.calls))))
+        return choices
+
+    async def deltas(self, reply: Reply) -> AsyncIterator[list[MessageDelta]]:
+        """The parts of messages as they come. Raises as `Reply.deltas`."""
+        async for deltas in reply.deltas():
+            yield [self._read(delta, reply) for delta in deltas]
+
+    def _read(self, delta: Delta, reply: Reply) -> MessageDelta:
+        parser = self._parsers.get(delta.index)
+        if parser is None:
+            parser = self._parsers[delta.index] = self._new_parser()
+        parts = parser.push(delta.text)
+        if delta.finish_reason is not None:
+            parts += parser.finish()
+        if any(isinstance(part, CallBegin) for part in parts):
+            self._called.add(delta.index)
+        self._count(delta.index, parser, reply.transcripts[0].token_offsets(delta.index), reply)
+        return MessageDelta(
+            delta.index, parts, delta, _finish_reason(delta.finish_reason, called=delta.index in self._called)
+        )
+
+    def _count(self, index: int, parser: MessageParser, token_offsets: Sequence[int], reply: Reply) -> None:
+        """Count the sequence's tokens of reasoning, tags included."""
+        if self._has_reasoning:
+            self._num_reasoning_tokens[index] = bisect_left(token_offsets, parser.reasoning_end)
+            reply.num_reasoning_tokens = sum(self._num_reasoning_tokens.values())
+
+
+def _finish_reason(reason: str | None, *, called: bool) -> str | None:
+    return "tool_calls" if called and reason == "stop" else reason
+
+
+async def start_conversation(
+    service: Service, request: Request, id: str, chat: ChatRequest
+) -> tuple[MessageReader, Reply]:
+    """Queue a conversation in the engine, under the response's `id`.
+
+    Raises RequestError, Busy, EngineStopped, RateLimited.
+    """
+    caller = caller_of(request)
+    reader, asked = await service.thread_pool.run(caller.tenant, lambda: _prepare(service, chat))
+    check_prompt_values([asked], ids=chat.with_prompt_ids, choices=False)
+    with caller.quota.spending(num_prompt_tokens([asked])):
+        reply = await service.start(id, [asked], chat.namespace, chat.beams, chat.scheduling_params)
+    return reader, reply
+
+
+def _prepare(service: Service, chat: ChatRequest) -> tuple[MessageReader, Generation]:
+    chat.rendering.check_size(chat.messages, service)
+    prompt = chat.rendering.tokenize(chat.messages, service.tokenizer)
+    params, format = chat.params, _parsed_format(service.chat_format, chat)
+    reasoning, toolbox = format.reasoning, chat.toolbox
+    in_reasoning = reasoning is not None and reasoning.is_open(prompt.text or "")
+    forced = toolbox is not None and toolbox.choice.mode == "required"
+    if toolbox is not None and format.tools is not None:
+        constraint = None if params.structured_outputs else call_constraint(format.tools, toolbox)
+        if forced and constraint is None:
+            raise RequestError("tool_choice that requires a call cannot be combined with another constraint", "tool_choice")
+        if constraint is not None:
+            params = params.changed(structured_outputs=constraint)
+    if reasoning is not None and (params.structured_outputs is not None or chat.thinking_budget is not None):
+        params = params.changed(
+            reasoning=ReasoningParams(
+                begin=reasoning.begin, end=reasoning.end, begun=in_reasoning, budget=chat.thinking_budget
+            )
+        )
+    if format.needs_special_tokens:
+        params = params.changed(skip_special_tokens=False, spaces_between_special_tokens=False)
+    (asked,) = prepare_generations([prompt], [params], service.tokenizer, service.max_model_len)
+    return MessageReader(format, toolbox, in_reasoning=in_reasoning, forced=forced), asked
+
+
+def _parsed_format(own: ChatFormat, chat: ChatRequest) -> ChatFormat:
+    """The part of the model's format that applies to a request."""
+    tools = None
+    if chat.toolbox is not None and chat.toolbox.choice.mode != "none":
+        tools = own.tools or (GENERIC if chat.toolbox.choice.mode == "required" else None)
+    return replace(own, tools=tools, reasoning=own.reasoning if chat.separate_reasoning else None)
