@@ -14,6 +14,9 @@ from uuid import uuid4
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from quire.chat.detect import chat_format
+from quire.chat.output import constrained_params, output_format
+from quire.chat.tools import toolbox
 from quire.config import EngineOptions
 from quire.core.output import Output
 from quire.core.request import NO_NAMESPACE, Beams, Request

@@ -15,6 +15,7 @@ from typing import NamedTuple, cast, get_args
 import torch
 
 from quire.cache.kv_cache import KVCache
+from quire.chat.detect import chat_format
 from quire.config import (
     DEFAULT_POLICY,
     DEFAULT_WAIT_WEIGHT,
