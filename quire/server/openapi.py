@@ -148,7 +148,7 @@ def describe_api(app: FastAPI, service: Service, *, with_keys: bool) -> None:
     """Replace `app.openapi` by one that adds them. with_keys: whether requests need an API key."""
     token: Keywords = {"minimum": 0, "maximum": service.vocab_size - 1}
     tokens: dict[str, Limits] = {name: {**LIMITS.get(name, {}), "integer": token} for name in _TOKENS}
-    limits: Mapping[str, Limits] = {**LIMITS, **tokens, "model": {"string": {"const": service.model_name}}}
+    limits: Mapping[str, Limits] = {**LIMITS, **tokens, "model": {"string": {"enum": list(service.model_names)}}}
     plain = app.openapi
     done: dict[str, Any] = {}
 
