@@ -133,7 +133,7 @@ class ChatAnswer:
         (transcript,) = reply.transcripts
         choices = [
             self._choice(output.index, {"message": self._message(message)}, output, finish_reason)
-            for message, output, finish_reason in self._reader.choices(reply)
+            for message, _, output, finish_reason in self._reader.choices(reply)
         ]
         head = {**self._head, "object": "chat.completion"}
         about_prompt = {**self._prompt_ids(transcript), "prompt_logprobs": _prompt_logprobs(transcript)}
@@ -220,7 +220,9 @@ class ChatAnswer:
                     if self._with_reasoning:
                         objects.append({"reasoning": text, "reasoning_content": text})
                 case CallBegin(index, name):
-                    objects.append({"tool_calls": [{"index": index, **_call(self._reader.new_call_id(index, name), name, "")}]})
+                    objects.append(
+                        {"tool_calls": [{"index": index, **_call(self._reader.new_call_id(index, name), name, "")}]}
+                    )
                 case CallArguments(index, text):
                     objects.append({"tool_calls": [{"index": index, "function": {"arguments": text}}]})
         return objects or ([{"content": ""}] if with_logprobs else [])
