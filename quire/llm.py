@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from quire.chat.detect import chat_format
 from quire.chat.output import constrained_params, output_format
 from quire.chat.tools import toolbox
-from quire.config import Activation, EngineOptions
+from quire.config import EngineOptions
 from quire.core.output import Output
 from quire.core.request import NO_NAMESPACE, Beams, Request
 from quire.core.scheduling_params import DEFAULT_SCHEDULING_PARAMS, SchedulingParams
@@ -50,7 +50,7 @@ from quire.engine.outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from quire.engine.scoring import pair_texts, probabilities
+from quire.engine.scoring import activation_of, pair_texts, probabilities
 from quire.errors import RequestError
 from quire.params import BeamSearchParams, SamplingParams
 from quire.scheduler.beam_search import plan_beams
@@ -313,7 +313,7 @@ class LLM:
         """
         tokenized = [tokenize(prompt, self._tokenizer) for prompt in as_prompt_list(prompts)]
         batch = self._pool(tokenized, Pooling.CLASS, truncate_prompt_tokens, "classifying", use_tqdm)
-        activation = self._activation if use_activation else "none"
+        activation = activation_of(self._classification, used=use_activation)
         return [
             ClassificationRequestOutput(
                 request_id=one.request_id,
@@ -343,7 +343,7 @@ class LLM:
         pairs = pair_texts(firsts, seconds, self._tokenizer, self._classification)
         batch = list(self._pool(pairs.prompts, pairs.pooling, truncate_prompt_tokens, "scoring", use_tqdm))
         vectors = [one.vector(normalized=pairs.pooling is not Pooling.CLASS) for one in batch]
-        scores = pairs.scores(vectors, self._activation if use_activation else "none")
+        scores = pairs.scores(vectors, activation_of(self._classification, used=use_activation))
         return [
             ScoringRequestOutput(
                 request_id=batch[second].request_id,
@@ -373,10 +373,6 @@ class LLM:
                 if one.finish_reason is not None:
                     progress.update(len(one.prompt_token_ids), 1)
         return batch
-
-    @property
-    def _activation(self) -> Activation:
-        return "none" if self._classification is None else self._classification.activation
 
     def _complete(
         self,

@@ -109,7 +109,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
 class Engine:
     """One model with one scheduler. Not thread-safe: no two methods may run at the same time."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (facts about one model)
         self,
         scheduler: Scheduler,
         runner: Runner,

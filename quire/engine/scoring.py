@@ -23,6 +23,11 @@ def probabilities(logits: np.ndarray, activation: Activation) -> np.ndarray:
     return (weights / weights.sum()).astype(np.float32)
 
 
+def activation_of(classification: Classification | None, *, used: bool) -> Activation:
+    """What makes probabilities of a model's logits. used: whether the caller wants them."""
+    return classification.activation if used and classification is not None else "none"
+
+
 class ScoredPairs(NamedTuple):
     """The prompts whose vectors give the scores of pairs of texts.
 

@@ -129,8 +129,8 @@ QKVRows = Literal["plain", "grouped"]
 class TensorNames:
     """Names of a family's tensors, without `.weight` and `.bias`.
 
-    All but those of heads are preceded by `prefix`, and those of a layer also by `layer`. Braces stand for the number of a
-    layer, an expert or a head.
+    All but those of the two heads are preceded by `prefix`, and those of a layer also by `layer`. Braces stand for the
+    number of a layer, an expert or a head.
     """
 
     prefix: str = "model."
