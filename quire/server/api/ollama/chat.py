@@ -265,7 +265,8 @@ class OllamaAnswer:
         """The body of the response. Raises as `events`."""
         (choice,) = self._reader.choices(reply)
         end = _end(reply, choice.finish_reason, choice.output.stop_reason)
-        return {**self._part(choice.parts, choice.output.logprobs, ended=True), **end}
+        fields = self._content(choice.parts, choice.output.logprobs, ended=True)
+        return {**self._head(), **(fields or self._fields("", "", ())), **end}
 
     async def events(self, reply: Reply) -> AsyncIterator[bytes]:
         """The lines of a stream. Raises DeadlineMissed or RequestError if the message has no regular end."""
@@ -274,22 +275,26 @@ class OllamaAnswer:
         async for deltas in self._reader.deltas(reply):
             lines = []
             for _, parts, delta, finish_reason in deltas:
-                part = self._part(parts, delta.logprobs, ended=finish_reason is not None)
-                if parts or delta.logprobs:
-                    lines.append(line({**part, "done": False}))
+                fields = self._content(parts, delta.logprobs, ended=finish_reason is not None)
+                if fields:
+                    lines.append(line({**self._head(), **fields, "done": False}))
                 if finish_reason is not None:
-                    last = {**self._part((), None, ended=True), **_end(reply, finish_reason, delta.stop_reason)}
-                    lines.append(line(last))
+                    end = _end(reply, finish_reason, delta.stop_reason)
+                    lines.append(line({**self._head(), **self._fields("", "", ()), **end}))
             yield b"".join(lines)
 
-    def _part(self, parts: Sequence[Part], rows: Sequence[LogprobRow] | None, *, ended: bool) -> dict[str, object]:
+    def _head(self) -> dict[str, object]:
+        return {"model": self._model_name, "created_at": timestamp()}
+
+    def _content(self, parts: Sequence[Part], rows: Sequence[LogprobRow] | None, *, ended: bool) -> dict[str, object]:
+        """The fields of further parts; empty if they add nothing, such as the beginning of a call."""
         content = "".join(part.text for part in parts if isinstance(part, Content))
         thinking = "".join(part.text for part in parts if isinstance(part, Reasoning))
         calls = self._calls.push(parts, ended=ended)
         logprobs = self._logprobs.chat(rows)
+        if not (content or thinking or calls or logprobs):
+            return {}
         return {
-            "model": self._model_name,
-            "created_at": timestamp(),
             **self._fields(content, thinking, calls),
             **({} if logprobs is None else {"logprobs": logprobs["content"]}),
         }
