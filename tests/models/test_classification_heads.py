@@ -115,7 +115,7 @@ def logits_of(theirs, ids):
 
 def test_an_engine_classifies_as_transformers(classifiers):
     folder, theirs = classifiers(3)
-    llm = LLM(folder, memory="64MiB", max_num_batched_tokens=64)
+    llm = LLM(folder, memory="64MiB", max_num_seqs=8, max_num_batched_tokens=64)
     results = llm.classify([*TEXTS, "word " * 100])  # the last one in several chunks
     raw = llm.classify(TEXTS, use_activation=False)
     for text, result in zip([*TEXTS, "word " * 100], results, strict=True):
