@@ -69,7 +69,7 @@ def test_documented_bounds_are_those_that_hold(site, name):
 def test_the_document_names_model_vocabulary_keys_and_neutral_values(site):
     parts = schemas(site)
     fields = parts["CompletionBody"]["properties"]
-    assert fields["model"]["anyOf"][0]["const"] == "quire-demo"
+    assert fields["model"]["anyOf"][0]["enum"] == ["quire-demo"]
     assert fields["stop_token_ids"]["anyOf"][0]["items"]["maximum"] == 2047
     assert fields["suffix"]["enum"] == [None, ""]
     assert parts["RetentionBody"]["properties"]["priority"]["anyOf"][0]["maximum"] == 100
