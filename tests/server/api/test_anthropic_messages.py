@@ -190,16 +190,13 @@ def test_the_last_message_of_the_assistant_is_continued(http):
 
 
 def test_output_can_have_a_schema(http):
-    schema = {
-        "type": "object",
-        "properties": {"n": {"type": "integer"}},
-        "required": ["n"],
-        "additionalProperties": False,
-    }
+    record = [{"role": "user", "content": "Faye took 18 white ladders on Thursday.\nJSON keys: count, name"}]
+    properties = {"count": {"type": "integer"}, "name": {"enum": ["Faye", "Zoe"]}}
+    schema = {"type": "object", "properties": properties, "required": ["count", "name"], "additionalProperties": False}
     asked_format = {"type": "json_schema", "schema": schema}
     for fields in ({"output_config": {"format": asked_format, "effort": "max"}}, {"output_format": asked_format}):
-        found = post(http, **fields, max_tokens=60)
-        assert list(json.loads(found["content"][0]["text"])) == ["n"]
+        (text,) = post(http, record, **fields)["content"]
+        assert json.loads(text["text"]) == {"count": 18, "name": "Faye"}
     error = error_of(http.post("/v1/messages", json=asked(output_format={**asked_format, "schema": {"type": "x"}})))
     assert error["param"] == "output_config"
 
@@ -376,6 +373,8 @@ def test_what_claude_code_sends_is_accepted(http):
 
 class SlowReader:
     """A reader whose first output comes late."""
+
+    new_call_id = None
 
     async def deltas(self, _reply):
         await asyncio.sleep(0.2)
