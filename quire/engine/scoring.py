@@ -43,7 +43,8 @@ class ScoredPairs(NamedTuple):
         """The score of each pair. vectors: of the prompts; those of states have length 1."""
         if self.pooling is Pooling.CLASS:
             return [float(probabilities(vectors[place], activation)[0]) for place, _ in self.pairs]
-        return [float(np.dot(vectors[first], vectors[second])) for first, second in self.pairs]
+        cosines = [float(np.dot(vectors[first], vectors[second])) for first, second in self.pairs]
+        return [max(-1.0, min(1.0, cosine)) for cosine in cosines]  # they may be off by a rounding error
 
 
 def pair_texts(

@@ -1,6 +1,7 @@
 """Content blocks and whole calls: a stream of parts in any pieces gives what the parts give at once."""
 
 import json
+from itertools import pairwise
 
 from anthropic_events import message_of
 from hypothesis import given
@@ -43,7 +44,7 @@ def messages(draw):
 def test_the_events_give_the_blocks_of_the_whole_message(parts, places, with_thinking):
     blocks = ContentBlocks(call_id, with_thinking=with_thinking)
     bounds = [0, *sorted(min(place, len(parts)) for place in places), len(parts)]
-    events = [event for a, b in zip(bounds, bounds[1:], strict=False) for event in blocks.events(parts[a:b])]
+    events = [event for a, b in pairwise(bounds) for event in blocks.events(parts[a:b])]
     events += blocks.close()
     start = ("message_start", {"message": {"content": []}})
     found = message_of([start, *((event["type"], event) for event in events)])["content"]

@@ -174,7 +174,7 @@ def test_options_mean_what_they_mean_elsewhere():
         ("/api/show", {"model": "gpt"}, "model", "not served"),
         ("/api/show", {"model": None}, "model", "name the model"),
         ("/api/embed", {"dimensions": 3}, "dimensions", "dimensions"),
-        ("/api/embed", {"input": [""]}, "input", "input"),
+        ("/api/embed", {"input": [""]}, "input", "is empty"),
     ],
 )
 def test_refusals_name_the_field(http, path, fields, param, message):

@@ -128,7 +128,7 @@ def test_a_head_of_one_class_scores_pairs(classifier, llm):
         ("/v1/score", {"text_1": "a", "queries": "b", "text_2": "c"}, "text_1", "give one of text_1"),
         ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1", "cannot be paired"),
         ("/v1/score", {"queries": "a", "items": []}, "queries", "cannot be paired"),
-        ("/v1/score", {"data_1": "a", "data_2": [""]}, "data_2", "data_2"),
+        ("/v1/score", {"data_1": "a", "data_2": [""]}, "data_2", "is empty"),
         ("/v1/score", {"text_1": "a", "text_2": 5}, "text_2", "text_2"),
         ("/v1/rerank", {"query": "a", "documents": []}, "documents", "cannot be paired"),
         ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n", "top_n"),
@@ -138,7 +138,7 @@ def test_a_head_of_one_class_scores_pairs(classifier, llm):
             "max_tokens_per_doc",
             "not supported",
         ),
-        ("/v1/rerank", {"query": "a " * 3000, "documents": ["b"]}, "documents", "too long|context|fit"),
+        ("/v1/rerank", {"query": "a " * 3000, "documents": ["b"]}, "documents", "truncate_prompt_tokens"),
         ("/v1/classify", {"input": "a"}, "model", "no classification head"),
         ("/v1/classify", {}, "input", "required"),
     ],
@@ -147,7 +147,7 @@ def test_refusals_name_the_field(http, path, body, param, message):
     answer = http.post(path, json=body)
     error = error_of(answer)
     assert (answer.status_code, error["param"]) == (400, param), answer.text
-    assert any(one in error["message"] for one in message.split("|")), error
+    assert message in error["message"]
 
 
 def test_the_characters_of_all_pairs_are_bounded(http, monkeypatch):
