@@ -172,7 +172,6 @@ def test_options_mean_what_they_mean_elsewhere():
         ("/api/generate", {"context": [1, 2]}, "context", "context"),
         ("/api/generate", {"raw": True, "system": "a"}, "system", "raw"),
         ("/api/show", {"model": "gpt"}, "model", "not served"),
-        ("/api/show", {"model": None}, "model", "name the model"),
         ("/api/embed", {"dimensions": 3}, "dimensions", "dimensions"),
         ("/api/embed", {"input": [""]}, "input", "is empty"),
     ],

@@ -169,7 +169,7 @@ def test_the_body_cannot_choose_the_tenant(site, path, field):
 @pytest.mark.parametrize("path", GENERATING)
 @pytest.mark.parametrize("user", [{"user": "bob"}, {"prompt_cache_key": "bob"}, {"model": "bob"}])
 def test_other_names_in_the_body_change_nothing(site, path, user):
-    answer = site.post("ann", path, **GENERATING[path], **user)
+    answer = site.post("ann", path, **{**GENERATING[path], **user})
     if answer.status_code == 200:
         assert namespace_of(site, answer) == Namespace(tenant="ann")
 

@@ -120,7 +120,7 @@ class ContextManagement(Body):
 class ConversationBody(RequestBody):
     """Fields that a message and the number of its tokens depend on."""
 
-    model: str = Field(description="The served model; /v1/models lists its names.")
+    model: str | None = optional_field("The served model; /v1/models lists its names.")
     messages: Annotated[list[AnthropicMessage], Field(fail_fast=True, max_length=MAX_MESSAGES)]
     system: str | Listed[TextBlock] | None = optional_field("Instructions, in front of the messages.")
     tools: Listed[ToolBody] | None = optional_field("Tools that the model may call.")

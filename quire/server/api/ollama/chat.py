@@ -35,9 +35,9 @@ from quire.server.sse import LINES, TimeLimit, line
 _TEXT = OutputFormat(ChatFormat(None, None, "a raw prompt"), None, in_reasoning=False)
 
 
-def served_name(service: Service, name: str) -> str:
-    """The served name that an Ollama client means: it may add the tag :latest."""
-    return name if name in service.model_names else name.removesuffix(":latest")
+def check_model(service: Service, name: str | None) -> None:
+    """Raises UnknownModel unless `name` is a name of the served model, to which a client may add the tag :latest."""
+    service.check_model(name if name is None or name in service.model_names else name.removesuffix(":latest"))
 
 
 def timestamp() -> str:
@@ -52,7 +52,7 @@ def generation_routes(service: Service) -> APIRouter:
     @router.post("/api/chat", response_model=None)
     async def chat(body: OllamaChatBody, request: Request) -> Response:
         """Generate the next message of a conversation."""
-        service.check_model(served_name(service, body.model))
+        check_model(service, body.model)
         if not body.messages:
             return _loaded(service, body, _chat_fields)
         limit, id = TimeLimit(body.timeout), service.request_ids.make("chat", request)
@@ -63,7 +63,7 @@ def generation_routes(service: Service) -> APIRouter:
     @router.post("/api/generate", response_model=None)
     async def generate(body: OllamaGenerateBody, request: Request) -> Response:
         """Answer a prompt."""
-        service.check_model(served_name(service, body.model))
+        check_model(service, body.model)
         if not body.prompt:
             return _loaded(service, body, _generate_fields)
         limit, id = TimeLimit(body.timeout), service.request_ids.make("generate", request)

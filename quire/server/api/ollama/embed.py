@@ -6,7 +6,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from quire.core.step import Pooling
-from quire.server.api.ollama.chat import served_name
+from quire.server.api.ollama.chat import check_model
 from quire.server.api.ollama.schema import OllamaEmbedBody, OllamaEmbeddingsBody
 from quire.server.api.openai.embeddings import check_dimensions
 from quire.server.api.pooling import PoolingRequest, pool
@@ -22,7 +22,7 @@ def embed_routes(service: Service) -> APIRouter:
     async def embed(body: OllamaEmbedBody, request: Request) -> Response:
         """Return the vectors of texts, of length 1."""
         began = time.monotonic()
-        service.check_model(served_name(service, body.model))
+        check_model(service, body.model)
         check_dimensions(body.dimensions, service)
         texts = [body.input] if isinstance(body.input, str) else body.input
         asked = PoolingRequest(texts, Pooling.LAST, None if body.truncate is False else -1)
@@ -40,7 +40,7 @@ def embed_routes(service: Service) -> APIRouter:
     @router.post("/api/embeddings", response_model=None)
     async def embeddings(body: OllamaEmbeddingsBody, request: Request) -> Response:
         """Return the vector of a text, as the model computes it."""
-        service.check_model(served_name(service, body.model))
+        check_model(service, body.model)
         asked = PoolingRequest([body.prompt], Pooling.LAST, -1)
         (pooled,) = await pool(service, request, body, asked, "embd")
         answer = {"embedding": pooled.vector(normalized=False).tolist()}

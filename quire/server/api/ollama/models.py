@@ -6,8 +6,7 @@ from datetime import UTC, datetime
 import msgspec
 from fastapi import APIRouter, Response
 
-from quire.errors import RequestError
-from quire.server.api.ollama.chat import served_name
+from quire.server.api.ollama.chat import check_model
 from quire.server.api.ollama.schema import ShowBody
 from quire.server.service import Service
 from quire.tokenizer.chat_template import DEFAULT
@@ -45,10 +44,7 @@ def model_routes(service: Service) -> APIRouter:
     @bodies.post("/api/show", response_model=None)
     async def show(body: ShowBody) -> Response:
         """Describe the served model."""
-        name = body.model or body.name
-        if not name:
-            raise RequestError("name the model; /api/tags lists it", "model")
-        service.check_model(served_name(service, name))
+        check_model(service, body.model or body.name)
         return Response(msgspec.json.encode(_shown(service)), media_type="application/json")
 
     router.include_router(bodies)

@@ -84,7 +84,7 @@ class OllamaOptions(Body):
 class OllamaBody(SaltedBody):
     """Fields that all of these routes with a body share."""
 
-    model: str = Field(description="The served model; /api/tags lists its names. The tag :latest may be added.")
+    model: str | None = optional_field("The served model; /api/tags lists its names. The tag :latest may be added.")
     options: OllamaOptions | None = optional_field("Sampling, length and end of the output.")
     keep_alive: Any = ignored_field()
 
@@ -186,7 +186,7 @@ class OllamaEmbeddingsBody(OllamaBody):
 class ShowBody(RequestBody):
     """POST /api/show."""
 
-    model: str | None = optional_field("The served model.")
+    model: str | None = optional_field("The served model; also without the tag :latest.")
     name: str | None = optional_field("Former name of model.")
     verbose: Any = ignored_field()
     system: Any = unsupported_field("")
