@@ -85,13 +85,13 @@ class OllamaBody(SaltedBody):
     """Fields that all of these routes with a body share."""
 
     model: str | None = optional_field("The served model; /api/tags lists its names. The tag :latest may be added.")
-    options: OllamaOptions | None = optional_field("Sampling, length and end of the output.")
     keep_alive: Any = ignored_field()
 
 
 class GenerationBody(OllamaBody):
     """Fields of both chat and generate."""
 
+    options: OllamaOptions | None = optional_field("Sampling, length and end of the output.")
     stream: bool | None = optional_field("Send the output as lines of JSON while it is generated; true by default.")
     format: str | dict[str, Any] | None = optional_field('The output is JSON: "json", or a JSON schema.')
     think: bool | Literal["low", "medium", "high"] | None = optional_field(
@@ -175,12 +175,14 @@ class OllamaEmbedBody(OllamaBody):
     input: str | PerPrompt[str] = Field(description="A text, or several.")
     truncate: bool | None = optional_field("Keep the end of a text that is too long; true by default.")
     dimensions: int | None = optional_field("Accepted if it is the size of the model's vectors.")
+    options: Any = ignored_field()
 
 
 class OllamaEmbeddingsBody(OllamaBody):
     """POST /api/embeddings."""
 
     prompt: str = Field(description="A text.")
+    options: Any = ignored_field()
 
 
 class ShowBody(RequestBody):
