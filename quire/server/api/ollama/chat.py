@@ -206,7 +206,13 @@ def _generate_fields(content: str, thinking: str, _calls: Sequence[dict[str, obj
 
 
 def _loaded(service: Service, body: GenerationBody, fields: MessageFields) -> Response:
-    """The answer to a request without a prompt, with which Ollama's clients load or unload a model."""
+    """The answer to a request without a prompt, with which Ollama's clients load or unload a model.
+
+    Raises RequestError for fields that a request with a prompt may not have.
+    """
+    with renamed_fields(ENGINE_NAMES):
+        body.sampling_params(service.sampling_defaults)
+        body.scheduling_params(service.options)
     reason = "unload" if body.keep_alive in (0, "0", "0s") else "load"
     head = {"model": service.model_name, "created_at": timestamp()}
     content = {**head, **fields("", "", ()), "done": True, "done_reason": reason}
