@@ -59,8 +59,16 @@ class MessageParser:
         self._parts = _Parts(is_parallel=toolbox is None or toolbox.parallel)
         self._content = _Prose(self._parts, Content)
         self._reasoning = _Prose(self._parts, Reasoning)
+        self._reasoning_spans: list[tuple[int, int]] = []  # those that have ended
+        self._reasoning_start = 0
         self._machine = self._message()
         next(self._machine)
+
+    @property
+    def reasoning_spans(self) -> list[tuple[int, int]]:
+        """Where reasoning, tags included, begins and ends so far: numbers of characters before."""
+        is_open = [(self._reasoning_start, self._reader.num_fed)] if self.in_reasoning else []
+        return self._reasoning_spans + is_open
 
     def push(self, text: str) -> list[Part]:
         """The parts that this further text completes."""
@@ -79,14 +87,14 @@ class MessageParser:
     def _message(self) -> Reading[None]:
         markup, content = self._markup, self._content
         if self.in_reasoning:
-            yield from self._reason(frozenset(markup.ends.values()))
+            yield from self._reason(frozenset(markup.ends.values()), 0)
         while True:
             text, marker = yield from self._reader.until(markup.outside)
             content.add(text)
             if marker in markup.forms:
                 yield from self._calls(marker)
             elif marker in markup.ends and content.is_at_edge:
-                yield from self._reason(frozenset({markup.ends[marker]}))
+                yield from self._reason(frozenset({markup.ends[marker]}), self._reader.num_read - len(marker))
             elif marker in markup.dropped:
                 content.drop_space()
             elif marker:
@@ -94,9 +102,9 @@ class MessageParser:
             elif not text:
                 return
 
-    def _reason(self, ends: frozenset[str]) -> Reading[None]:
-        """Reads reasoning from behind its beginning up to one of the texts `ends`."""
-        self.in_reasoning = True
+    def _reason(self, ends: frozenset[str], start: int) -> Reading[None]:
+        """Reads reasoning from behind its beginning, which is at `start`, up to one of the texts `ends`."""
+        self.in_reasoning, self._reasoning_start = True, start
         self._reasoning.open()
         while True:
             text, marker = yield from self._reader.until(self._markup.inside)
@@ -105,6 +113,7 @@ class MessageParser:
                 self._reasoning.drop_space()
                 self._content.drop_space()
                 self.in_reasoning = False
+                self._reasoning_spans.append((start, self._reader.num_read))
                 return
             is_repeated_begin = marker in self._markup.ends and self._reasoning.is_at_edge
             if marker and not is_repeated_begin and marker not in self._markup.drop:

@@ -57,10 +57,12 @@ class Reader:
         self.at = 0
         self.stop = 0
         self.ended = False  # no further text will come
+        self.num_fed = 0  # characters so far
         self._mark: int | None = None
 
     def feed(self, text: str) -> None:
         """Append text."""
+        self.num_fed += len(text)
         first = self.at if self._mark is None else self._mark
         self.text = self.text[first:] + text
         self.at -= first
@@ -76,6 +78,11 @@ class Reader:
         """End `hold`: the text up to here is consumed."""
         self._mark = None
         self._set_stop()
+
+    @property
+    def num_read(self) -> int:
+        """Number of consumed characters since the beginning."""
+        return self.num_fed - len(self.text) + self.at
 
     @property
     def num_held(self) -> int:
