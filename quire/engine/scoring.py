@@ -18,9 +18,9 @@ def probabilities(logits: np.ndarray, activation: Activation) -> np.ndarray:
         return logits
     wide = logits.astype(np.float64)
     if activation == "sigmoid":
-        return (1 / (1 + np.exp(-np.clip(wide, -500, 500)))).astype(np.float32)
+        return np.asarray(1 / (1 + np.exp(-np.clip(wide, -500, 500))), np.float32)
     weights = np.exp(wide - wide.max())
-    return (weights / weights.sum()).astype(np.float32)
+    return np.asarray(weights / weights.sum(), np.float32)
 
 
 def activation_of(classification: Classification | None, *, used: bool) -> Activation:

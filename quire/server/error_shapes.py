@@ -20,9 +20,15 @@ _ANTHROPIC_TYPES = {  # by status; any other is an invalid_request_error
 }
 
 
+_ANTHROPIC_DETAILS = {  # by field; clients that read them send the whole conversation instead
+    "thread": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+}
+
+
 def _anthropic(status: int, error: Mapping[str, object]) -> ErrorObject:
     kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error")
-    return {"type": "error", "error": {**error, "type": kind}}
+    details = _ANTHROPIC_DETAILS.get(str(error["param"]))
+    return {"type": "error", "error": {**error, "type": kind, **({"details": details} if details else {})}}
 
 
 def _ollama(_status: int, error: Mapping[str, object]) -> ErrorObject:

@@ -68,11 +68,14 @@ HINTS: Mapping[str, str] = MappingProxyType(
 )
 
 
+_LONGEST = max(map(len, HINTS))
+
+
 def route_hint(path: str) -> str:
     """What to use in place of a route that does not exist."""
     path = path.rstrip("/") or path
-    beginnings = [path[: end + 1] for end, character in enumerate(path) if character == "/" and end][:4]
-    for name in (path, f"{path}/", *beginnings):
+    folders = [path[: end + 1] for end, character in enumerate(path[:_LONGEST]) if character == "/"]
+    for name in (path, f"{path}/", *folders):
         if name in HINTS:
             return HINTS[name]
     return "/openapi.json lists the routes"

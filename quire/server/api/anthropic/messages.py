@@ -130,7 +130,7 @@ class MessagesAnswer:
 
     async def events(self, reply: Reply) -> AsyncIterator[bytes]:
         """The events of a stream. Raises DeadlineMissed or RequestError if the message has no regular end."""
-        nothing = {"content": [], "stop_reason": None, "stop_sequence": None}
+        nothing: dict[str, object] = {"content": [], "stop_reason": None, "stop_sequence": None}
         yield named_event({"type": "message_start", "message": {**self._head, **nothing, "usage": self._usage(reply)}})
         yield _PING
         deltas = self._reader.deltas(reply)

@@ -133,6 +133,7 @@ class ConversationBody(RequestBody):
     chat_template_kwargs: dict[str, Any] | None = optional_field("Variables of the model's chat template.")
     mcp_servers: Any = unsupported_field([])
     container: Any = unsupported_field()
+    thread: Any = unsupported_field()
     speed: Any = unsupported_field("standard")
     metadata: Any = ignored_field()
     service_tier: Any = ignored_field()

@@ -160,11 +160,6 @@ def _tool(tool: ToolBody) -> dict[str, object]:
         )
     if tool.input_schema is None:
         raise RequestError(f"the tool {tool.name!r:.80} needs an input_schema", "tools")
-    function = {
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": {"type": "object", **tool.input_schema},
-    }
-    if tool.strict is not None:
-        function["strict"] = tool.strict
+    parameters = {"type": "object", **tool.input_schema}
+    function = {"name": tool.name, "description": tool.description, "parameters": parameters, "strict": tool.strict}
     return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}

@@ -4,7 +4,6 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Protocol
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -96,8 +95,9 @@ async def _start_generate(
             raise RequestError("system needs the chat template; leave raw out, or write it into the prompt", "system")
         reader, reply = await _continue_text(service, body, request, id, params)
     else:
-        system = [{"role": "system", "content": body.system}] if body.system else []
-        messages = [*system, {"role": "user", "content": body.prompt}]
+        messages: list[dict[str, object]] = [{"role": "user", "content": body.prompt}]
+        if body.system:
+            messages.insert(0, {"role": "system", "content": body.system})
         chat = _chat_request(service, body, request, messages, params, Rendering(variables=body.variables))
         reader, reply = await start_conversation(service, request, id, chat)
     return OllamaAnswer(id, service, params, reader, _generate_fields), reply
@@ -189,19 +189,17 @@ def _chat_call(call: Mapping[str, object], ids: _CallIds) -> dict[str, object]:
     }
 
 
-class MessageFields(Protocol):
-    """The fields of a response with the message, or with what a step adds to it."""
-
-    def __call__(self, content: str, thinking: str, calls: Sequence[dict[str, object]]) -> dict[str, object]:
-        """calls: whole ones."""
+Calls = Sequence[dict[str, object]]
+# The fields of a response with the message, or with what a step adds to it: from content, thinking and whole calls.
+MessageFields = Callable[[str, str, Calls], dict[str, object]]
 
 
-def _chat_fields(content: str, thinking: str, calls: Sequence[dict[str, object]]) -> dict[str, object]:
+def _chat_fields(content: str, thinking: str, calls: Calls) -> dict[str, object]:
     thought = {"thinking": thinking} if thinking else {}
     return {"message": {"role": "assistant", "content": content, **thought, **({"tool_calls": calls} if calls else {})}}
 
 
-def _generate_fields(content: str, thinking: str, _calls: Sequence[dict[str, object]]) -> dict[str, object]:
+def _generate_fields(content: str, thinking: str, _calls: Calls) -> dict[str, object]:
     return {"response": content, **({"thinking": thinking} if thinking else {})}
 
 
