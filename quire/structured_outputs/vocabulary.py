@@ -20,6 +20,12 @@ class Vocabulary:
     special_texts: Mapping[int, bytes] = field(default_factory=dict)
 
     @property
+    def special_ids_by_text(self) -> Mapping[str, int]:
+        """The special ids that end no sequence, by their texts."""
+        texts = self.special_texts.items()
+        return {text.decode(errors="replace"): token for token, text in texts if token not in self.end_ids}
+
+    @property
     def size(self) -> int:
         """Number of logits of the model."""
         return len(self.tokens)
