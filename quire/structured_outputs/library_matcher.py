@@ -34,12 +34,16 @@ class Parser(Protocol):
 
 
 class Masks:
-    """Masks of a vocabulary. allowed: text and end tokens; ends: end tokens."""
+    """Masks of a vocabulary. allowed: text, special tokens with a text, and end tokens; ends: end tokens."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.end_ids = frozenset(vocabulary.end_ids)
         ends = np.array([token in self.end_ids for token in range(vocabulary.size)], bool)
-        text = [bool(data) and token not in vocabulary.special_ids for token, data in enumerate(vocabulary.tokens)]
+        special = vocabulary.special_texts
+        text = [
+            bool(special.get(token) if token in vocabulary.special_ids else data)
+            for token, data in enumerate(vocabulary.tokens)
+        ]
         self.allowed = pack_bitmask(ends | np.array(text, bool))
         self.ends = pack_bitmask(ends)
 

@@ -7,9 +7,10 @@ an output is the same with and without fast-forward.
 import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from threading import Lock
+from types import MappingProxyType
 
 import llguidance
 import numpy as np
@@ -23,7 +24,7 @@ from quire.structured_outputs.json_schema.bounds import children, schema_error
 from quire.structured_outputs.json_schema.guidance import guidance_schema
 from quire.structured_outputs.json_schema.logic import Part, Schema
 from quire.structured_outputs.json_schema.reader import read_schema
-from quire.structured_outputs.lark import checked_lark, read_tags, tags_to_lark
+from quire.structured_outputs.lark import checked_lark
 from quire.structured_outputs.library_matcher import LibraryMatcher, Masks
 from quire.structured_outputs.limits import (
     MAX_FORCED,
@@ -32,6 +33,7 @@ from quire.structured_outputs.limits import (
     checked_regex,
     choice_alternatives,
 )
+from quire.structured_outputs.structural_tags import tags_to_lark
 from quire.structured_outputs.vocabulary import Vocabulary
 
 # White space between two elements of JSON, if any: a space, or a line break with the indentation of eight levels. It is
@@ -41,8 +43,14 @@ _SPACES = r" \n\r\t"
 _WHITESPACE_PATTERN = re.compile(r"(?: |\\[nrts]|\\x20|[\[\]()|?*+\n\r\t]|\(\?:|\{\d{1,4}(?:,\d{0,4})?\})*")
 
 
-def grammar_of(params: StructuredOutputsParams) -> str:
-    """The constraint as a grammar of llguidance. Raises RequestError if it cannot be enforced exactly."""
+_NO_SPECIAL_TOKENS: Mapping[str, int] = MappingProxyType({})
+
+
+def grammar_of(params: StructuredOutputsParams, special: Mapping[str, int] = _NO_SPECIAL_TOKENS) -> str:
+    """The constraint as a grammar of llguidance. Raises RequestError if it cannot be enforced exactly.
+
+    special: ids of special tokens by text, which the texts of structural tags may have.
+    """
 
     def write(schema: Schema) -> dict[str, object]:
         return with_options(schema, params)
@@ -60,7 +68,7 @@ def grammar_of(params: StructuredOutputsParams) -> str:
         case "grammar":
             return _lark(ebnf_to_lark(params.text) if is_ebnf(params.text) else checked_lark(params, write))
         case "structural_tag":
-            return _lark(tags_to_lark(read_tags(params), write))
+            return _lark(tags_to_lark(params, write, special))
 
 
 def _json_grammar(schema: Schema, params: StructuredOutputsParams) -> str:
@@ -131,7 +139,7 @@ class GuidanceBackend:
 
     def check(self, params: StructuredOutputsParams) -> None:
         """See Backend. It compiles the constraint, with single bytes as tokens."""
-        _first_matcher(params, self._byte_tokenizer)
+        _first_matcher(params, grammar_of(params), self._byte_tokenizer)
 
     def compile(self, params: StructuredOutputsParams, vocabulary: Vocabulary) -> "GuidanceGrammar":
         """See Backend."""
@@ -150,8 +158,8 @@ class GuidanceGrammar:
     def __init__(self, params: StructuredOutputsParams, tokens: "_GuidanceVocabulary") -> None:
         self._params = params
         self._vocabulary = tokens
-        self._grammar = grammar_of(params)
-        self._shared_matcher = _first_matcher(params, tokens.tokenizer)
+        self._grammar = grammar_of(params, tokens.special)
+        self._shared_matcher = _first_matcher(params, self._grammar, tokens.tokenizer)
         self._lock = Lock()
         self._logged_reason = ""
 
@@ -182,6 +190,8 @@ class _GuidanceVocabulary:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.masks = Masks(vocabulary)
+        texts = ((token, text.decode(errors="ignore")) for token, text in vocabulary.special_texts.items())
+        self.special = {text: token for token, text in texts if text and token not in self.masks.end_ids}
         wrapper = _TokenizerAdapter(vocabulary)
         self.num_words = -(-len(wrapper.tokens) // 32)
         self.tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(wrapper), eos_token=wrapper.end_ids)
@@ -270,9 +280,10 @@ class _GuidanceParser:
         return num_taken
 
 
-def _first_matcher(params: StructuredOutputsParams, tokenizer: llguidance.LLTokenizer) -> llguidance.LLMatcher:
+def _first_matcher(
+    params: StructuredOutputsParams, grammar: str, tokenizer: llguidance.LLTokenizer
+) -> llguidance.LLMatcher:
     """A matcher that has consumed no token. Raises RequestError. For a schema it names the place."""
-    grammar = grammar_of(params)
     try:
         return _compiled(grammar, params.kind, tokenizer)
     except RequestError as error:
