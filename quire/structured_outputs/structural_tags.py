@@ -1,8 +1,8 @@
 """Structural tags as Lark grammars: free text with constrained parts, in vLLM's older form and in xgrammar's `format`.
 
 Free text ends at a text that must follow it: a trigger, the end of a tag, or a constant. A lazy terminal matches the
-free text together with the first such text. A regex or an EBNF grammar is one grammar with the text that must follow it, so
-that it does not take that text for its own. Texts of special tokens in a tag are these tokens.
+free text together with the first such text. A regex or an EBNF grammar is one grammar with the text that must follow
+it, so that it does not take that text for its own. Texts of special tokens in a tag are these tokens.
 """
 
 import json
