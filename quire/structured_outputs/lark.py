@@ -8,7 +8,6 @@ arguments of tool calls.
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from quire.errors import RequestError
 from quire.params import MAX_LITERAL, StructuredOutputsParams
@@ -158,81 +157,3 @@ def _check_bare(text: str) -> None:
 
 def _error(text: str, place: int, why: str) -> RequestError:
     return RequestError(f"grammar, line {text.count(chr(10), 0, place) + 1}: {why}", _PARAM)
-
-
-_TAG_PARAM = "structural_tag"
-_MAX_TAGS = 256
-_MAX_TEXT = 1024  # characters of a trigger, begin or end
-
-
-@dataclass(frozen=True, slots=True)
-class Tag:
-    """One structure. trigger: the prefix of `begin` that starts it."""
-
-    trigger: str
-    begin: str
-    schema: Schema
-    end: str
-
-
-def read_tags(params: StructuredOutputsParams) -> list[Tag]:
-    """The structures of a structural tag. Raises RequestError that names the invalid one."""
-    value = json.loads(params.text)
-    if not isinstance(value, dict) or value.get("type", "structural_tag") != "structural_tag":
-        raise RequestError(
-            'structural_tag is {"type": "structural_tag", "structures": [...], "triggers": [...]}', _TAG_PARAM
-        )
-    if "format" in value:
-        raise RequestError("structural_tag: format is not supported; use structures and triggers", _TAG_PARAM)
-    unknown = value.keys() - {"type", "structures", "triggers"}
-    if unknown:
-        raise RequestError(f"structural_tag: unknown field {min(unknown)!r:.100}", _TAG_PARAM)
-    triggers = value.get("triggers")
-    if not isinstance(triggers, list) or not triggers or len(triggers) > _MAX_TAGS:
-        raise RequestError(f"structural_tag: triggers is a list of 1 to {_MAX_TAGS} strings", _TAG_PARAM)
-    for index, trigger in enumerate(triggers):
-        _check_text(trigger, f"triggers/{index}", at_least=1)
-    structures = value.get("structures")
-    if not isinstance(structures, list) or not structures or len(structures) > _MAX_TAGS:
-        raise RequestError(f"structural_tag: structures is a list of 1 to {_MAX_TAGS} objects", _TAG_PARAM)
-    return [_tag(one, f"structures/{i}", triggers, params) for i, one in enumerate(structures)]
-
-
-def tags_to_lark(tags: list[Tag], translate_schema: Callable[[Schema], object]) -> str:
-    """A Lark grammar of free text and tags. translate_schema: returns a schema in the format of llguidance."""
-    triggers = list(dict.fromkeys(tag.trigger for tag in tags))
-    lines = [
-        f"start: ({' | '.join(f'after{i}' for i in range(len(triggers)))})* rest",
-        "rest: TEXT",
-        "TEXT: /(?s:.)*/",
-    ]
-    for index, trigger in enumerate(triggers):
-        options = " | ".join(f"tag{i}" for i, tag in enumerate(tags) if tag.trigger == trigger)
-        # [lazy]: the free text ends at the first trigger.
-        lines += [f"head{index}[lazy]: TEXT {_quoted(trigger)}", f"after{index}: head{index} ({options})"]
-    for index, tag in enumerate(tags):
-        begin = _quoted(tag.begin.removeprefix(tag.trigger))
-        lines.append(f"tag{index}: {begin} %json {json.dumps(translate_schema(tag.schema))} {_quoted(tag.end)}")
-    return "\n".join(lines) + "\n"
-
-
-def _tag(value: object, at: str, triggers: list[str], params: StructuredOutputsParams) -> Tag:
-    if not isinstance(value, dict) or value.keys() - {"begin", "schema", "end"} or "begin" not in value:
-        raise RequestError(f"structural_tag: {at} is an object with begin, schema and end", _TAG_PARAM)
-    begin, end = value["begin"], value.get("end", "")
-    _check_text(begin, f"{at}/begin", at_least=1)
-    _check_text(end, f"{at}/end", at_least=0)
-    trigger = next((one for one in triggers if begin.startswith(one)), None)
-    if trigger is None:
-        raise RequestError(f"structural_tag: {at}/begin must start with one of the triggers", _TAG_PARAM)
-    schema = read_schema(json.dumps(value.get("schema", True)), _TAG_PARAM, params)
-    return Tag(trigger, begin, schema, end)
-
-
-def _check_text(value: object, at: str, *, at_least: int) -> None:
-    if not isinstance(value, str) or not at_least <= len(value) <= _MAX_TEXT:
-        raise RequestError(f"structural_tag: {at} is a string of {at_least} to {_MAX_TEXT} characters", _TAG_PARAM)
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False) if text else '""'

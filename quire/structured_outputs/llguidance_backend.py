@@ -7,9 +7,10 @@ an output is the same with and without fast-forward.
 import json
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from threading import Lock
+from types import MappingProxyType
 
 import llguidance
 import numpy as np
@@ -23,7 +24,7 @@ from quire.structured_outputs.json_schema.bounds import children, schema_error
 from quire.structured_outputs.json_schema.guidance import guidance_schema
 from quire.structured_outputs.json_schema.logic import Part, Schema
 from quire.structured_outputs.json_schema.reader import read_schema
-from quire.structured_outputs.lark import checked_lark, read_tags, tags_to_lark
+from quire.structured_outputs.lark import checked_lark
 from quire.structured_outputs.library_matcher import LibraryMatcher, Masks
 from quire.structured_outputs.limits import (
     MAX_FORCED,
@@ -32,6 +33,7 @@ from quire.structured_outputs.limits import (
     checked_regex,
     choice_alternatives,
 )
+from quire.structured_outputs.structural_tags import tags_to_lark
 from quire.structured_outputs.vocabulary import Vocabulary
 
 # White space between two elements of JSON, if any: a space, or a line break with the indentation of eight levels. It is
@@ -41,10 +43,13 @@ _SPACES = r" \n\r\t"
 _WHITESPACE_PATTERN = re.compile(r"(?: |\\[nrts]|\\x20|[\[\]()|?*+\n\r\t]|\(\?:|\{\d{1,4}(?:,\d{0,4})?\})*")
 
 
-def grammar_of(params: StructuredOutputsParams, special_id: Callable[[str], int | None] = lambda _text: None) -> str:
-    """The constraint as a grammar of llguidance. special_id: returns the id of the special token with a text.
+_NO_SPECIAL_TOKENS: Mapping[str, int] = MappingProxyType({})
 
-    Raises RequestError if it cannot be enforced exactly.
+
+def grammar_of(params: StructuredOutputsParams, special: Mapping[str, int] = _NO_SPECIAL_TOKENS) -> str:
+    """The constraint as a grammar of llguidance. Raises RequestError if it cannot be enforced exactly.
+
+    special: ids of special tokens by text, which structural tags and directives of Lark grammars may have.
     """
 
     def write(schema: Schema) -> dict[str, object]:
@@ -61,9 +66,9 @@ def grammar_of(params: StructuredOutputsParams, special_id: Callable[[str], int 
         case "choice":
             return _lark(f"start: CHOICE\nCHOICE: {choice_alternatives(params)}\n")
         case "grammar":
-            return _lark(ebnf_to_lark(params.text) if is_ebnf(params.text) else checked_lark(params, write, special_id))
+            return _lark(ebnf_to_lark(params.text) if is_ebnf(params.text) else checked_lark(params, write, special.get))
         case "structural_tag":
-            return _lark(tags_to_lark(read_tags(params), write))
+            return _lark(tags_to_lark(params, write, special))
 
 
 def _json_grammar(schema: Schema, params: StructuredOutputsParams) -> str:
@@ -153,9 +158,7 @@ class GuidanceGrammar:
     def __init__(self, params: StructuredOutputsParams, tokens: "_GuidanceVocabulary") -> None:
         self._params = params
         self._vocabulary = tokens
-        self._special_ids: set[int] = set()  # that the grammar has
-        self._grammar = grammar_of(params, self._special_id)
-        self._masks = tokens.masks.allowing(self._special_ids)
+        self._grammar = grammar_of(params, tokens.special)
         self._shared_matcher = _first_matcher(params, self._grammar, tokens.tokenizer)
         self._lock = Lock()
         self._logged_reason = ""
@@ -163,7 +166,7 @@ class GuidanceGrammar:
     def new_matcher(self, *, fast_forward: bool) -> Matcher:
         """See Grammar."""
         parser = _GuidanceParser(self, self._shared_matcher.deep_copy(), self._vocabulary.num_words)
-        return LibraryMatcher(parser, self._masks, fast_forward=fast_forward)
+        return LibraryMatcher(parser, self._vocabulary.masks, fast_forward=fast_forward)
 
     def own_matcher(self, reason: str) -> llguidance.LLMatcher:
         """A matcher with a lexer of its own that has consumed no token. Later sequences share another lexer, too.
@@ -178,11 +181,6 @@ class GuidanceGrammar:
             self._shared_matcher = self._compiled()
         return self._compiled()
 
-    def _special_id(self, text: str) -> int | None:
-        token = self._vocabulary.special_ids_by_text.get(text)
-        self._special_ids |= {token} if token is not None else set()
-        return token
-
     def _compiled(self) -> llguidance.LLMatcher:
         return _compiled(self._grammar, self._params.kind, self._vocabulary.tokenizer)
 
@@ -192,7 +190,7 @@ class _GuidanceVocabulary:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.masks = Masks(vocabulary)
-        self.special_ids_by_text = vocabulary.special_ids_by_text
+        self.special = vocabulary.special_ids_by_text
         wrapper = _TokenizerAdapter(vocabulary)
         self.num_words = -(-len(wrapper.tokens) // 32)
         self.tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(wrapper), eos_token=wrapper.end_ids)
@@ -284,10 +282,7 @@ class _GuidanceParser:
 def _first_matcher(
     params: StructuredOutputsParams, grammar: str, tokenizer: llguidance.LLTokenizer
 ) -> llguidance.LLMatcher:
-    """A matcher that has consumed no token. Raises RequestError. For a schema it names the place.
-
-    grammar: as `grammar_of` returns it.
-    """
+    """A matcher that has consumed no token. Raises RequestError. For a schema it names the place."""
     try:
         return _compiled(grammar, params.kind, tokenizer)
     except RequestError as error:

@@ -22,8 +22,8 @@ class Vocabulary:
     @property
     def special_ids_by_text(self) -> Mapping[str, int]:
         """The special ids that end no sequence, by their texts."""
-        texts = self.special_texts.items()
-        return {text.decode(errors="replace"): token for token, text in texts if token not in self.end_ids}
+        texts = ((token, text.decode(errors="ignore")) for token, text in self.special_texts.items())
+        return {text: token for token, text in texts if text and token not in self.end_ids}
 
     @property
     def size(self) -> int:

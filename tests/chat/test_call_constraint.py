@@ -189,7 +189,7 @@ WITH_SPECIAL = Vocabulary(
     (END,),
     frozenset(range(256, END + 1)),
     lambda text: list(text.encode()),
-    {text: 256 + place for place, text in enumerate(SPECIAL)},
+    {256 + place: text.encode() for place, text in enumerate(SPECIAL)},
 )
 
 
@@ -198,7 +198,7 @@ def special_tokens(text):
     tokens = []
     while text:
         found = next((one for one in SPECIAL if text.startswith(one)), None)
-        tokens += [WITH_SPECIAL.special_texts[found]] if found else list(text[0].encode())
+        tokens += [WITH_SPECIAL.special_ids_by_text[found]] if found else list(text[0].encode())
         text = text[len(found or "x") :]
     return tokens
 
@@ -244,7 +244,7 @@ def test_a_special_token_that_is_not_in_the_grammar_is_not_allowed():
     matcher = compiled.new_matcher(fast_forward=False)
     matcher.advance([])
     assert set(allowed(matcher, WITH_SPECIAL)) & WITH_SPECIAL.special_ids == {
-        WITH_SPECIAL.special_texts["[TOOL_CALLS]"],
+        WITH_SPECIAL.special_ids_by_text["[TOOL_CALLS]"],
         END,
     }
 
