@@ -34,18 +34,23 @@ class Parser(Protocol):
 
 
 class Masks:
-    """Masks of a vocabulary. allowed: text, special tokens with a text, and end tokens; ends: end tokens."""
+    """Masks of a vocabulary. allowed: text and end tokens; ends: end tokens."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.end_ids = frozenset(vocabulary.end_ids)
         ends = np.array([token in self.end_ids for token in range(vocabulary.size)], bool)
-        special = vocabulary.special_texts
-        text = [
-            bool(special.get(token) if token in vocabulary.special_ids else data)
-            for token, data in enumerate(vocabulary.tokens)
-        ]
+        text = [bool(data) and token not in vocabulary.special_ids for token, data in enumerate(vocabulary.tokens)]
         self.allowed = pack_bitmask(ends | np.array(text, bool))
         self.ends = pack_bitmask(ends)
+
+    def allowing(self, special_ids: Collection[int]) -> "Masks":
+        """Masks of the same vocabulary that allow these special tokens as well."""
+        masks = copy(self)
+        masks.allowed = self.allowed.copy()
+        for token in special_ids:
+            masks.allowed[token // 32] |= np.uint32(1 << token % 32)
+        masks.allowed.flags.writeable = False
+        return masks
 
 
 class LibraryMatcher:

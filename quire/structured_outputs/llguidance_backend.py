@@ -7,10 +7,9 @@ an output is the same with and without fast-forward.
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import copy
 from threading import Lock
-from types import MappingProxyType
 
 import llguidance
 import numpy as np
@@ -34,7 +33,7 @@ from quire.structured_outputs.limits import (
     choice_alternatives,
 )
 from quire.structured_outputs.structural_tags import tags_to_lark
-from quire.structured_outputs.vocabulary import Vocabulary
+from quire.structured_outputs.vocabulary import SpecialTokens, Vocabulary
 
 # White space between two elements of JSON, if any: a space, or a line break with the indentation of eight levels. It is
 # bounded, so that a model cannot generate it without end.
@@ -43,13 +42,10 @@ _SPACES = r" \n\r\t"
 _WHITESPACE_PATTERN = re.compile(r"(?: |\\[nrts]|\\x20|[\[\]()|?*+\n\r\t]|\(\?:|\{\d{1,4}(?:,\d{0,4})?\})*")
 
 
-_NO_SPECIAL_TOKENS: Mapping[str, int] = MappingProxyType({})
-
-
-def grammar_of(params: StructuredOutputsParams, special: Mapping[str, int] = _NO_SPECIAL_TOKENS) -> str:
+def grammar_of(params: StructuredOutputsParams, special: SpecialTokens) -> str:
     """The constraint as a grammar of llguidance. Raises RequestError if it cannot be enforced exactly.
 
-    special: ids of special tokens by text, which structural tags and directives of Lark grammars may have.
+    special: the tokens that structural tags and directives of Lark grammars may have.
     """
 
     def write(schema: Schema) -> dict[str, object]:
@@ -66,7 +62,7 @@ def grammar_of(params: StructuredOutputsParams, special: Mapping[str, int] = _NO
         case "choice":
             return _lark(f"start: CHOICE\nCHOICE: {choice_alternatives(params)}\n")
         case "grammar":
-            return _lark(ebnf_to_lark(params.text) if is_ebnf(params.text) else checked_lark(params, write, special.get))
+            return _lark(ebnf_to_lark(params.text) if is_ebnf(params.text) else checked_lark(params, write, special.id))
         case "structural_tag":
             return _lark(tags_to_lark(params, write, special))
 
@@ -139,7 +135,7 @@ class GuidanceBackend:
 
     def check(self, params: StructuredOutputsParams) -> None:
         """See Backend. It compiles the constraint, with single bytes as tokens."""
-        _first_matcher(params, grammar_of(params), self._byte_tokenizer)
+        _first_matcher(params, grammar_of(params, SpecialTokens({})), self._byte_tokenizer)
 
     def compile(self, params: StructuredOutputsParams, vocabulary: Vocabulary) -> "GuidanceGrammar":
         """See Backend."""
@@ -158,7 +154,9 @@ class GuidanceGrammar:
     def __init__(self, params: StructuredOutputsParams, tokens: "_GuidanceVocabulary") -> None:
         self._params = params
         self._vocabulary = tokens
-        self._grammar = grammar_of(params, tokens.special)
+        special = SpecialTokens(tokens.special_ids_by_text)
+        self._grammar = grammar_of(params, special)
+        self._masks = tokens.masks.allowing(special.used)
         self._shared_matcher = _first_matcher(params, self._grammar, tokens.tokenizer)
         self._lock = Lock()
         self._logged_reason = ""
@@ -166,7 +164,7 @@ class GuidanceGrammar:
     def new_matcher(self, *, fast_forward: bool) -> Matcher:
         """See Grammar."""
         parser = _GuidanceParser(self, self._shared_matcher.deep_copy(), self._vocabulary.num_words)
-        return LibraryMatcher(parser, self._vocabulary.masks, fast_forward=fast_forward)
+        return LibraryMatcher(parser, self._masks, fast_forward=fast_forward)
 
     def own_matcher(self, reason: str) -> llguidance.LLMatcher:
         """A matcher with a lexer of its own that has consumed no token. Later sequences share another lexer, too.
@@ -190,7 +188,7 @@ class _GuidanceVocabulary:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.masks = Masks(vocabulary)
-        self.special = vocabulary.special_ids_by_text
+        self.special_ids_by_text = vocabulary.special_ids_by_text
         wrapper = _TokenizerAdapter(vocabulary)
         self.num_words = -(-len(wrapper.tokens) // 32)
         self.tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(wrapper), eos_token=wrapper.end_ids)

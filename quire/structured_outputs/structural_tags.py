@@ -18,6 +18,7 @@ from quire.structured_outputs.json_schema.logic import Part, Schema
 from quire.structured_outputs.json_schema.reader import read_schema
 from quire.structured_outputs.lark import MAX_GRAMMAR
 from quire.structured_outputs.limits import MAX_REGEX
+from quire.structured_outputs.vocabulary import SpecialTokens
 
 _PARAM = "structural_tag"
 _MAX_TAGS = 256  # of one list
@@ -25,8 +26,6 @@ _MAX_FORMATS = 1024
 _MAX_TEXT = 1024  # characters of a trigger, begin or end
 _FREE_TEXT = "/(?s:.)*/"
 _SPACE = r"/[ \t\n]{1,8}/"  # around the parameters of Qwen's XML
-
-Special = Sequence[tuple[str, int]]  # texts of special tokens, longest first, with their ids
 
 
 class After(NamedTuple):
@@ -37,19 +36,18 @@ class After(NamedTuple):
 
 
 def tags_to_lark(
-    params: StructuredOutputsParams, translate_schema: Callable[[Schema], object], special: Mapping[str, int]
+    params: StructuredOutputsParams, translate_schema: Callable[[Schema], object], special: SpecialTokens
 ) -> str:
     """The structural tag as a Lark grammar. Raises RequestError that names the invalid part.
 
-    translate_schema: returns a schema in the format of llguidance. special: ids of special tokens by text.
+    translate_schema: returns a schema in the format of llguidance. special: the tokens that texts of the tag may have.
     """
     value = json.loads(params.text)
     if not isinstance(value, dict) or value.get("type", _PARAM) != _PARAM:
         raise RequestError(
             'structural_tag is {"type": "structural_tag", "format": {...}}, or has structures and triggers', _PARAM
         )
-    longest_first = sorted(special.items(), key=lambda entry: -len(entry[0]))
-    writer = _Writer(params, translate_schema, longest_first)
+    writer = _Writer(params, translate_schema, special)
     if "format" in value:
         _check_fields(value, "", ("type", "format"))
         start = writer.write(value["format"], "format", After(is_last=True))
@@ -81,7 +79,7 @@ class _Writer:
     """Writes formats as expressions of Lark. lines: the rules to which these refer."""
 
     def __init__(
-        self, params: StructuredOutputsParams, translate_schema: Callable[[Schema], object], special: Special
+        self, params: StructuredOutputsParams, translate_schema: Callable[[Schema], object], special: SpecialTokens
     ) -> None:
         self.lines: list[str] = []
         self._params = params
@@ -246,7 +244,7 @@ class _Writer:
 
     def _until(self, terminal: str, end: str, at: str) -> str:
         """Free text up to the first `end`, and this end."""
-        first, *rest = self._split(end)
+        first, *rest = self._special.split(end)
         if isinstance(first, int):
             return f"{terminal} {self._literal(end)}"
         if rest:
@@ -297,25 +295,12 @@ class _Writer:
 
     def _plain_ends(self, after: After) -> tuple[tuple[str, ...], str]:
         """The texts that may follow, if none has special tokens; otherwise the same as an expression."""
-        if all(isinstance(part, str) for end in after.ends for part in self._split(end)):
+        if all(isinstance(part, str) for end in after.ends for part in self._special.split(end)):
             return after.ends, ""
         return (), self._ends(after)
 
     def _literal(self, text: str) -> str:
-        return " ".join(_quoted(part) if isinstance(part, str) else f"<[{part}]>" for part in self._split(text))
-
-    def _split(self, text: str) -> list[str | int]:
-        """The text as texts and special tokens, at least one."""
-        parts: list[str | int] = []
-        start = place = 0
-        while place < len(text):
-            found = next(((name, token) for name, token in self._special if text.startswith(name, place)), None)
-            if found is None:
-                place += 1
-                continue
-            parts += [text[start:place], found[1]] if start < place else [found[1]]
-            start = place = place + len(found[0])
-        return [*parts, text[start:]] if start < len(text) or not parts else parts
+        return " ".join(_quoted(part) if isinstance(part, str) else f"<[{part}]>" for part in self._special.split(text))
 
     def _rule(self, body: str, attributes: str = "") -> str:
         name = f"r{len(self.lines)}"
