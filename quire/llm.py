@@ -231,7 +231,8 @@ class LLM:
         ]
         tokenized = [tokenize(text, self._tokenizer, add_special_tokens=False) for text in texts]
         scheduling_params = self._scheduling_params(len(tokenized), priority, deadline, retention, program)
-        formats = [output_format(self._chat_format, box, text) for text in texts]
+        reasons = self._tokenizer.reasons(variables, has_tools=bool(tools))
+        formats = [output_format(self._chat_format, box, text, reasons=reasons) for text in texts]
         params = [
             constrained_params(format, one, thinking_token_budget)
             for format, one in zip(formats, self._params_per_prompt(len(texts), sampling_params), strict=True)
@@ -418,8 +419,9 @@ class LLM:
         self, prompts: Sequence[TokenizedPrompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[RequestOutputProcessor]:
         each = self._params_per_prompt(len(prompts), params)
-        for constraint in {one.structured_outputs for one in each} - {None}:
-            check_constraint(constraint, self._options.grammar_backend)
+        for constraint in {one.structured_outputs for one in each}:
+            if constraint is not None:
+                check_constraint(constraint, self._options.grammar_backend)
         now = time.monotonic()
         asked = prepare_generations(prompts, each, self._tokenizer, self.max_model_len)
         return [RequestOutputProcessor(uuid4().hex, generation, self._tokenizer, now=now) for generation in asked]
