@@ -31,7 +31,7 @@ from quire.server.reply import Reply, check_end, respond
 from quire.server.service import Service
 from quire.server.sse import LINES, TimeLimit, line
 
-_TEXT = OutputFormat(ChatFormat(None, None, "a raw prompt"), None, in_reasoning=False)
+_NO_MARKUP = OutputFormat(ChatFormat(None, None, "a raw prompt"), None, None, begun=False, may_reason=False)
 
 
 def check_model(service: Service, name: str | None) -> None:
@@ -132,7 +132,7 @@ async def _continue_text(
     namespace, scheduling_params = caller.namespace(body.cache_salt), body.scheduling_params(service.options)
     with caller.quota.spending(num_prompt_tokens(asked)):
         reply = await service.start(id, asked, namespace, scheduling_params=scheduling_params)
-    return MessageReader(_TEXT), reply
+    return MessageReader(_NO_MARKUP), reply
 
 
 def chat_messages(messages: Sequence[OllamaMessage]) -> list[dict[str, object]]:
