@@ -227,7 +227,7 @@ def is_ebnf(text: str) -> bool:
 
 def ebnf_to_lark(text: str) -> str:
     """The same grammar in Lark; the start rule is `root`. Raises RequestError that names the line of a syntax error."""
-    check_length(text)
+    check_length(len(text))
     rules = _Parser(text).rules()
     if "root" not in rules:
         raise RequestError("grammar: there is no rule root ::= ...", "grammar")

@@ -118,9 +118,11 @@ def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, end_ids: tuple[int, ...
     known = tokenizer.eos_token_id
     ends = tuple(token for token in end_ids or (known,) if token is not None and 0 <= token < vocab_size)
     special_ids = tokenizer.special_ids | frozenset(ends)
+    specials = ((tokenizer.decode([token]), token) for token in special_ids if token < vocab_size and token not in ends)
     return Vocabulary(
         tokens=[b"" if token in special_ids else tokenizer.token_bytes(token) for token in range(vocab_size)],
         end_ids=ends,
         special_ids=special_ids,
         encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
+        special_texts=dict(specials),
     )

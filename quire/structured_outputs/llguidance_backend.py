@@ -7,7 +7,7 @@ an output is the same with and without fast-forward.
 import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from threading import Lock
 
@@ -41,8 +41,11 @@ _SPACES = r" \n\r\t"
 _WHITESPACE_PATTERN = re.compile(r"(?: |\\[nrts]|\\x20|[\[\]()|?*+\n\r\t]|\(\?:|\{\d{1,4}(?:,\d{0,4})?\})*")
 
 
-def grammar_of(params: StructuredOutputsParams) -> str:
-    """The constraint as a grammar of llguidance. Raises RequestError if it cannot be enforced exactly."""
+def grammar_of(params: StructuredOutputsParams, special_id: Callable[[str], int | None] = lambda _text: None) -> str:
+    """The constraint as a grammar of llguidance. special_id: returns the id of the special token with a text.
+
+    Raises RequestError if it cannot be enforced exactly.
+    """
 
     def write(schema: Schema) -> dict[str, object]:
         return with_options(schema, params)
@@ -58,7 +61,7 @@ def grammar_of(params: StructuredOutputsParams) -> str:
         case "choice":
             return _lark(f"start: CHOICE\nCHOICE: {choice_alternatives(params)}\n")
         case "grammar":
-            return _lark(ebnf_to_lark(params.text) if is_ebnf(params.text) else checked_lark(params, write))
+            return _lark(ebnf_to_lark(params.text) if is_ebnf(params.text) else checked_lark(params, write, special_id))
         case "structural_tag":
             return _lark(tags_to_lark(read_tags(params), write))
 
@@ -131,7 +134,7 @@ class GuidanceBackend:
 
     def check(self, params: StructuredOutputsParams) -> None:
         """See Backend. It compiles the constraint, with single bytes as tokens."""
-        _first_matcher(params, self._byte_tokenizer)
+        _first_matcher(params, grammar_of(params), self._byte_tokenizer)
 
     def compile(self, params: StructuredOutputsParams, vocabulary: Vocabulary) -> "GuidanceGrammar":
         """See Backend."""
@@ -150,15 +153,17 @@ class GuidanceGrammar:
     def __init__(self, params: StructuredOutputsParams, tokens: "_GuidanceVocabulary") -> None:
         self._params = params
         self._vocabulary = tokens
-        self._grammar = grammar_of(params)
-        self._shared_matcher = _first_matcher(params, tokens.tokenizer)
+        self._special_ids: set[int] = set()  # that the grammar has
+        self._grammar = grammar_of(params, self._special_id)
+        self._masks = tokens.masks.allowing(self._special_ids)
+        self._shared_matcher = _first_matcher(params, self._grammar, tokens.tokenizer)
         self._lock = Lock()
         self._logged_reason = ""
 
     def new_matcher(self, *, fast_forward: bool) -> Matcher:
         """See Grammar."""
         parser = _GuidanceParser(self, self._shared_matcher.deep_copy(), self._vocabulary.num_words)
-        return LibraryMatcher(parser, self._vocabulary.masks, fast_forward=fast_forward)
+        return LibraryMatcher(parser, self._masks, fast_forward=fast_forward)
 
     def own_matcher(self, reason: str) -> llguidance.LLMatcher:
         """A matcher with a lexer of its own that has consumed no token. Later sequences share another lexer, too.
@@ -173,6 +178,11 @@ class GuidanceGrammar:
             self._shared_matcher = self._compiled()
         return self._compiled()
 
+    def _special_id(self, text: str) -> int | None:
+        token = self._vocabulary.special_texts.get(text)
+        self._special_ids |= {token} if token is not None else set()
+        return token
+
     def _compiled(self) -> llguidance.LLMatcher:
         return _compiled(self._grammar, self._params.kind, self._vocabulary.tokenizer)
 
@@ -182,6 +192,7 @@ class _GuidanceVocabulary:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.masks = Masks(vocabulary)
+        self.special_texts = vocabulary.special_texts
         wrapper = _TokenizerAdapter(vocabulary)
         self.num_words = -(-len(wrapper.tokens) // 32)
         self.tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(wrapper), eos_token=wrapper.end_ids)
@@ -270,9 +281,13 @@ class _GuidanceParser:
         return num_taken
 
 
-def _first_matcher(params: StructuredOutputsParams, tokenizer: llguidance.LLTokenizer) -> llguidance.LLMatcher:
-    """A matcher that has consumed no token. Raises RequestError. For a schema it names the place."""
-    grammar = grammar_of(params)
+def _first_matcher(
+    params: StructuredOutputsParams, grammar: str, tokenizer: llguidance.LLTokenizer
+) -> llguidance.LLMatcher:
+    """A matcher that has consumed no token. Raises RequestError. For a schema it names the place.
+
+    grammar: as `grammar_of` returns it.
+    """
     try:
         return _compiled(grammar, params.kind, tokenizer)
     except RequestError as error:
