@@ -319,7 +319,7 @@ _GENERIC = ToolFormat(
     forms=(
         CallForm(call=JsonCall(), separator="\n", has_many=True),
         _json_list(""),
-        *(_tagged_json(f"<{tag}>", f"</{tag}>") for tag in ("tool_call", "function_call", "tool", "function")),
+        *(_tagged_json(f"<{tag}>\n", f"\n</{tag}>") for tag in ("tool_call", "function_call", "tool", "function")),
         *(_json_list(f"<{tag}>", f"</{tag}>") for tag in ("tool_call", "tool_calls", "function_calls", "tools")),
         _json_list("<|tool_call|>"),
         _json_list("[TOOL_CALLS]"),

@@ -1,7 +1,8 @@
 """Lark grammars of a tool's arguments that are not written as JSON: between tags, or as Python keyword arguments.
 
-They allow a part of what the schema allows: only named properties, in the order of the schema. In Python the required
-ones come first. Between tags, a string is written without quotes and escapes.
+They allow a part of what the schema allows: only named properties, in the order of the schema. Between tags, a string
+is written without quotes and escapes. A value that may be a string or something else is no list, object or number with
+bounds there.
 """
 
 import json
@@ -21,7 +22,7 @@ _MAX_FIRST = 64  # optional properties with which Python arguments may begin if 
 _MAX_REFERENCES = 16  # of a property, one behind the other
 _ANY_NAME = "/[a-zA-Z_][a-zA-Z0-9_]{0,63}/"
 _ROOT = {"type", "properties", "required", "additionalProperties", "$defs"}
-_SCALARS = ("null", "boolean", "integer", "number")
+_NUMBER_BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 _CONSTANTS = {True: '"True"', False: '"False"', None: '"None"'}
 # Texts between tags that are read as a value of another type, if the property may have this type.
 _NUMBER = r"\s*[-+]?\.?[0-9][-+0-9a-zA-Z_.]*\s*"
@@ -82,14 +83,14 @@ class ArgumentGrammars:
         properties = _properties(schema)
         if properties is None:
             name, key_end = self._terminal(_ANY_NAME), _quoted(tags.key_end + tags.value_begin)
-            return f"({_quoted(tags.key_begin)} {name} {key_end} {self._text([], tags)})*"
+            return f"({_quoted(tags.key_begin)} {name} {key_end} {self._ended([_text([], tags)], tags)})*"
         written = []
         for one in properties:
             if tags.key_end.strip() in one.name or not one.name.strip():
                 raise schema_error(one.at, f"in this format a name cannot have {tags.key_end.strip()!r}", _PARAM)
             begin = _quoted(tags.key_begin + one.name + tags.key_end + tags.value_begin)
-            value = " | ".join(self._tagged_values(one, tags))
-            written.append(f"{begin} ({value})" if one.is_required else f"({begin} ({value}))?")
+            written.append(f"{begin} {self._tagged_value(one, tags)}")
+            written[-1] = written[-1] if one.is_required else f"({written[-1]})?"
         return " ".join(written) or '""'
 
     def keywords(self, schema: Schema) -> str:
@@ -100,12 +101,11 @@ class ArgumentGrammars:
             one = f'{self._terminal(_ANY_NAME)} "=" ({value})'
             return f'({one} (", " {one})*)?'
         rules = [(self._python_argument(one), one.is_required) for one in properties]
-        required = [rule for rule, is_required in rules if is_required]
-        optional = [rule for rule, is_required in rules if not is_required]
-        others = [f'(", " {rule})?' for rule in optional]
-        if required:
-            return " ".join([' ", " '.join(required), *others])
-        firsts = [" ".join([rule, *others[place + 1 :]]) for place, rule in enumerate(optional[:_MAX_FIRST])]
+        first = next((place for place, (_, is_required) in enumerate(rules) if is_required), None)
+        later = [f'", " {rule}' if is_required else f'(", " {rule})?' for rule, is_required in rules]
+        if first is not None:
+            return " ".join([*(f'({rule} ", ")?' for rule, _ in rules[:first]), rules[first][0], *later[first + 1 :]])
+        firsts = [" ".join([rule, *later[place + 1 :]]) for place, (rule, _) in enumerate(rules[:_MAX_FIRST])]
         return f"({' | '.join(firsts)})?" if firsts else '""'
 
     def _python_argument(self, one: _Property) -> str:
@@ -113,38 +113,17 @@ class ArgumentGrammars:
             raise schema_error(one.at, "in this format a name must be a Python identifier", _PARAM)
         return self._rule(f"{_quoted(one.name + '=')} ({' | '.join(self._python_values(one))})")
 
-    def _tagged_values(self, one: _Property, tags: Tags) -> Iterator[str]:
-        """Alternatives of a value and the tag behind it."""
-        leaves, end = one.leaves(), _quoted(tags.value_end)
+    def _tagged_value(self, one: _Property, tags: Tags) -> str:
+        """A value and the tag behind it."""
+        leaves = one.leaves()
         types = {name for leaf in leaves for name in _types(leaf)}
         if "string" not in types:
-            yield f"{self._json(one.schema, one.definitions)} {end}"
-            return
+            return f"{self._json(one.schema, one.definitions)} {_quoted(tags.value_end)}"
         others = [_READ_AS[name] for name in types if name in _READ_AS]
-        num_written = 0
-        for leaf in leaves:
-            for written in self._text_or_scalar(leaf, one, tags, others):
-                num_written += 1
-                yield written
-        if not num_written:
-            raise schema_error(one.at, "no text between tags satisfies the schema", _PARAM)
-
-    def _text_or_scalar(self, leaf: Schema, one: _Property, tags: Tags, others: list[str]) -> Iterator[str]:
-        """Alternatives of one leaf of a property that may be a string. others: patterns of texts that are none."""
-        keywords = leaf if isinstance(leaf, Part) else {}
-        if "enum" in keywords:
-            for value in keywords["enum"]:
-                text = value if isinstance(value, str) else json.dumps(value)
-                is_read_so = not isinstance(value, str) or not any(re.fullmatch(other, text) for other in others)
-                if is_read_so and tags.value_end.strip() not in text and not isinstance(value, list | dict):
-                    yield _quoted(text + tags.value_end)
-            return
-        if "string" in _types(leaf):
-            yield self._text([*_conditions(leaf, one.at), *(f"~{_regex(other)}" for other in others)], tags)
-        scalars = [name for name in _SCALARS if name in _types(leaf)]
-        if scalars:
-            part = Part(one.at, {**keywords, "type": scalars})
-            yield f"{self._json(part, one.definitions)} {_quoted(tags.value_end)}"
+        written = [text for leaf in leaves for text in _texts(leaf, one.at, tags, others)]
+        if not written:
+            raise schema_error(one.at, "in this format no text satisfies the schema", _PARAM)
+        return self._ended(written, tags)
 
     def _python_values(self, one: _Property) -> Iterator[str]:
         """Alternatives of a Python literal. Within lists and dicts, constants are written as in JSON."""
@@ -168,10 +147,9 @@ class ArgumentGrammars:
             schema = Part(schema.at, {**schema, "$defs": definitions})
         return f"%json {json.dumps(self._translate_schema(schema))} "
 
-    def _text(self, conditions: list[str], tags: Tags) -> str:
-        """A text that meets the conditions, and the tag behind it. They are one terminal: see docs/structured.md."""
-        ended = "~" + _regex(f"(?s:.*){re.escape(tags.value_end.strip())}(?s:.*)")
-        return self._terminal(f"({' & '.join(['/(?s:.*)/', *conditions, ended])}) {_quoted(tags.value_end)}")
+    def _ended(self, texts: list[str], tags: Tags) -> str:
+        """One of these texts, and the tag behind it: one terminal, because a terminal takes all text that it can."""
+        return self._terminal(f"({' | '.join(texts)}) {_quoted(tags.value_end)}")
 
     def _terminal(self, expression: str) -> str:
         self.definitions.append(f"ARGUMENT_{len(self.definitions)}: {expression}")
@@ -236,6 +214,36 @@ def _types(leaf: Schema, unnamed: Sequence[str] = ("string",)) -> Sequence[str]:
         return [type_of(value) for value in leaf["enum"]]
     types: str | list[str] = leaf.get("type", unnamed)
     return [types] if isinstance(types, str) else types
+
+
+def _texts(leaf: Schema, at: str, tags: Tags, others: list[str]) -> Iterator[str]:
+    """Alternatives of one leaf of a property that may be a string, as parts of a terminal; no lists and objects.
+
+    others: patterns of the texts that are read as a value of another type.
+    """
+    keywords = leaf if isinstance(leaf, Part) else {}
+    types = _types(leaf)
+    if "enum" in keywords:
+        for value in keywords["enum"]:
+            text = value if isinstance(value, str) else json.dumps(value)
+            is_read_so = not isinstance(value, str) or not any(re.fullmatch(other, text) for other in others)
+            if is_read_so and tags.value_end.strip() not in text and not isinstance(value, list | dict):
+                yield _quoted(text)
+        return
+    if "string" in types:
+        yield _text([*_conditions(leaf, at), *(f"~{_regex(other)}" for other in others)], tags)
+    if "null" in types:
+        yield '"null"'
+    if "boolean" in types:
+        yield '"true" | "false"'
+    if not keywords.keys() & _NUMBER_BOUNDS and {"integer", "number"} & set(types):
+        yield "/-?(?:0|[1-9][0-9]{0,14})/" if "number" not in types else r"/-?(?:0|[1-9][0-9]{0,14})(?:\.[0-9]{1,9})?/"
+
+
+def _text(conditions: list[str], tags: Tags) -> str:
+    """A text that meets the conditions and has no end tag."""
+    ended = "~" + _regex(f"(?s:.*){re.escape(tags.value_end.strip())}(?s:.*)")
+    return f"({' & '.join(['/(?s:.*)/', *conditions, ended])})"
 
 
 def _conditions(leaf: Schema, at: str) -> Iterator[str]:

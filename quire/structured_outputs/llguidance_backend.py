@@ -369,11 +369,11 @@ _MEANINGS = (
 
 
 def _clean_message(error: str) -> str:
-    """An error message of llguidance without parser state, places in its source, and names of quire's own."""
+    """An error message of llguidance without parser state, lines of the grammar, and names of quire's own."""
     meaning = next((meaning for part, meaning in _MEANINGS if part in error), None)
     if meaning is not None:
         return meaning
-    first = error.partition("<non-verbose/>")[0].partition("  while processing ")[0]
+    first = re.split(r"<non-verbose/>|  while processing |\n +\d+ \|", error)[0]
     return first.strip()[:MAX_MESSAGE]
 
 

@@ -8,7 +8,8 @@ from chat_transcripts import TOOLBOX, chat_format, parse, parts_of
 
 from quire.chat.parser import MessageParser
 
-# (formats of tools and reasoning, a beginning, what is repeated behind it)
+BAR = "\uff5c"
+# (format of tools, a beginning, what is repeated behind it)
 TEXTS = {
     "begin tags": ("hermes", "", "<tool_call>"),
     "half begin tags": ("hermes", "", "<tool_cal"),
@@ -59,8 +60,8 @@ TEXTS = {
     "a long name of Kimi": ("kimi_k2", "<|tool_call_begin|>", "functions."),
     "headers": ("openai", "", "<|channel|>commentary to=now "),
     "starts": ("openai", "", "<|start|>assistant"),
-    "sections of DeepSeek": ("deepseek_v3", "", "<｜tool▁calls▁begin｜>"),
-    "fences of DeepSeek": ("deepseek_v3", "", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```js"),
+    "sections of DeepSeek": ("deepseek_v3", "", f"<{BAR}tool▁calls▁begin{BAR}>"),
+    "fences of DeepSeek": ("deepseek_v3", "", f"<{BAR}tool▁call▁begin{BAR}>function<{BAR}tool▁sep{BAR}>now\n```js"),
 }
 NAMES = sorted(TEXTS)
 PIECE = 16  # characters
@@ -111,7 +112,7 @@ def test_a_hostile_text_is_the_same_message_in_any_pieces(name):
 
 def test_a_megabyte_takes_bounded_time():
     """Copies and searches are no function calls: their time counts, too. A quadratic one would take minutes."""
-    for name in ("a long string", "deep arguments", "half ends of reasoning", "half ends of a value", "strings in tags"):
+    for name in ("a long string", "deep arguments", "half ends of reasoning", "half ends of a value", "quotes"):
         format, text = text_of(name, 2**20)
         began = time.process_time()
         parts_of(format, pieces(text, 64))

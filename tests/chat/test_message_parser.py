@@ -92,7 +92,7 @@ OTHERS = (
 def texts_of(name):
     format = TOOL_FORMATS[name]
     known = [*markup(format), *OTHERS, "<think>", "</think>", "<|channel|>analysis<|message|>", "<|end|>"]
-    broken = [text[:end] for text in markup(format) for end in (1, len(text) // 2, len(text) - 1) if 0 < end < len(text)]
+    broken = [text[:end] for text in markup(format) for end in {1, len(text) // 2, len(text) - 1} - {0, len(text)}]
     return st.lists(st.sampled_from([*known, *known, *broken]), max_size=25).map("".join)
 
 
@@ -267,14 +267,6 @@ def test_white_space_stays_where_there_is_no_markup():
         assert parse(HERMES, list(text)).content == text
 
 
-def test_arguments_of_complete_calls_are_json_objects():
-    for transcript in TRANSCRIPTS:
-        message = transcript.parse([transcript.text])
-        expected = [value for call in transcript.calls for value in call.values()]
-        for call, value in zip(message.calls, expected, strict=True):
-            assert isinstance(value, str) or isinstance(json.loads(call.arguments), dict)
-
-
 def test_parts_give_a_message():
     parts = [Reasoning("a"), Content("b"), CallBegin(0, "f"), CallArguments(0, "{"), CallBegin(1, "g")]
     parts += [CallArguments(0, "}"), Content("c"), CallArguments(1, "{}"), Reasoning("d")]
@@ -284,7 +276,7 @@ def test_parts_give_a_message():
 
 def test_the_beginning_of_reasoning_is_seen_in_a_prompt():
     think, harmony = REASONING_FORMATS["deepseek_r1"], REASONING_FORMATS["openai_gptoss"]
-    assert think.is_begun_by("<｜Assistant｜><think>\n")
+    assert think.is_begun_by("assistant: <think>\n")
     assert not think.is_begun_by("<think>\n\n</think>\n\n")
     assert not think.is_begun_by("Write <think> now: ")
     assert harmony.is_begun_by("<|start|>assistant<|channel|>analysis<|message|>")

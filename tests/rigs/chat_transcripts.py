@@ -1,10 +1,9 @@
 """Reads the transcripts: outputs of models as their families' templates write them, with the messages that they are."""
 
 import json
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-
-import yaml
 
 from quire.chat.formats import REASONING_FORMATS, TOOL_FORMATS, ChatFormat
 from quire.chat.parser import MessageParser
@@ -12,27 +11,26 @@ from quire.chat.parts import Message, message_of
 from quire.chat.tools import toolbox
 
 FOLDER = Path(__file__).parents[1] / "chat" / "transcripts"
-TOOLS = yaml.safe_load((FOLDER / "tools.yaml").read_text(encoding="utf-8"))
+TOOLS = json.loads((FOLDER / "tools.json").read_text(encoding="utf-8"))
 TOOLBOX = toolbox(TOOLS)
 
 
 @dataclass(frozen=True)
 class Transcript:
-    """One output. begun: whether the prompt ends within reasoning. calls: name -> arguments, or the text that was cut."""
+    """One output. begun: whether the prompt ends within reasoning. calls: (name, arguments), as JSON or cut."""
 
     id: str
     format: ChatFormat
     text: str
     content: str
     reasoning: str | None
-    calls: list
+    calls: list[tuple[str, str]]
     begun: bool
 
     def is_read_as(self, message):
         """Whether a message is what was written."""
         calls = [(call.name, call.arguments) for call in message.calls]
-        expected = [pair for call in self.calls for pair in call.items()]
-        return (message.content, message.reasoning) == (self.content, self.reasoning) and same_calls(calls, expected)
+        return (message.content, message.reasoning) == (self.content, self.reasoning) and same_calls(calls, self.calls)
 
     def parse(self, pieces, toolbox=TOOLBOX):
         """The message in these pieces of the text."""
@@ -40,11 +38,19 @@ class Transcript:
 
 
 def same_calls(calls, expected):
-    """Whether calls have these names and arguments: values, or text that is no JSON."""
+    """Whether calls have the same names, and arguments of the same value, or the same text if they are no JSON."""
     return len(calls) == len(expected) and all(
-        name == other and (text == value if isinstance(value, str) else strict(json.loads(text)) == strict(value))
-        for (name, text), (other, value) in zip(calls, expected, strict=True)
+        name == other and value_of(text) == value_of(other_text)
+        for (name, text), (other, other_text) in zip(calls, expected, strict=True)
     )
+
+
+def value_of(text):
+    """The value of JSON text; other text as it is."""
+    try:
+        return strict(json.loads(text))
+    except ValueError:
+        return text
 
 
 def strict(value):
@@ -71,7 +77,7 @@ def chat_format(tools=None, reasoning=None):
 
 
 def _read(path):
-    file = yaml.safe_load(path.read_text(encoding="utf-8"))
+    file = tomllib.loads(path.read_text(encoding="utf-8"))
     for case in file.pop("cases"):
         values = {**file, **case}
         yield Transcript(
@@ -80,9 +86,9 @@ def _read(path):
             case["text"],
             case.get("content", ""),
             case.get("reasoning"),
-            case.get("calls", []),
+            [tuple(call.split(" ", 1)) for call in case.get("calls", [])],
             case.get("begun", False),
         )
 
 
-TRANSCRIPTS = [one for path in sorted(FOLDER.glob("*.yaml")) if path.stem != "tools" for one in _read(path)]
+TRANSCRIPTS = [one for path in sorted(FOLDER.glob("*.toml")) for one in _read(path)]
