@@ -7,7 +7,6 @@ import jsonschema
 import numpy as np
 import pytest
 from call_writers import WRITERS
-from chat_transcripts import chat_format, parse, strict
 from grammar_mask_walks import allowed, encode, text_of, vocabulary, walk
 
 from quire.chat.constraint import call_constraint
@@ -17,6 +16,7 @@ from quire.errors import RequestError
 from quire.params import StructuredOutputsParams
 from quire.structured_outputs.backends import check, compile
 from quire.structured_outputs.vocabulary import Vocabulary
+from tools.chat_transcripts import chat_format, parse, strict
 from tools.forced_calls import forced_calls
 from tools.tool_schemas import SCHEMAS
 

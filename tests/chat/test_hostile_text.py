@@ -4,9 +4,9 @@ import sys
 import time
 
 import pytest
-from chat_transcripts import TOOLBOX, chat_format, parse, parts_of
 
 from quire.chat.parser import MessageParser
+from tools.chat_transcripts import TOOLBOX, chat_format, parse, parts_of
 
 BAR = "\uff5c"
 # (format of tools, a beginning, what is repeated behind it)

@@ -5,7 +5,6 @@ import re
 from itertools import pairwise
 
 import pytest
-from chat_transcripts import TOOLBOX, TOOLS, TRANSCRIPTS, chat_format, parse
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +13,7 @@ from quire.chat.parser import MAX_SPACE, MessageParser
 from quire.chat.parts import Call, CallArguments, CallBegin, Content, Message, Reasoning, message_of
 from quire.chat.reader import MAX_HELD
 from quire.chat.tools import toolbox
+from tools.chat_transcripts import TOOLBOX, TOOLS, TRANSCRIPTS, chat_format, parse
 
 HERMES = chat_format("hermes", "qwen3")
 CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
