@@ -65,7 +65,7 @@ def parts_of(
     format: ChatFormat, pieces: Sequence[str], toolbox: Toolbox | None = TOOLBOX, **options: bool | frozenset[str]
 ) -> list[Part]:
     """All parts of a message that comes in pieces."""
-    parser = MessageParser(format, toolbox, **options)  # type: ignore[arg-type]  # checked by name when called
+    parser = MessageParser(format, toolbox, **options)
     return [part for piece in pieces for part in parser.push(piece)] + parser.finish()
 
 

@@ -62,7 +62,9 @@ def test_there_are_60_schemas():
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_call_of_each_schema_is_accepted_if_it_is_valid(format):
-    for one in SCHEMAS:
+    """Every schema in one format of each kind of arguments, and a part of the schemas in the others."""
+    share = 1 if format in ("hermes", "qwen3_coder", "pythonic") else 5
+    for one in SCHEMAS[FORMATS.index(format) % share :: share]:
         compiled = grammar(format, [one.tool])
         box = toolbox([one.tool])
         for arguments in one.valid:
@@ -83,7 +85,7 @@ def test_every_output_is_valid_calls(format):
     """Random tokens that the masks allow."""
     rng = random.Random(format)
     num_complete = 0
-    for one in rng.sample(SCHEMAS, 16):
+    for one in rng.sample(SCHEMAS, 8):
         others = rng.sample(SCHEMAS, 2)
         tools = {tool.name: tool for tool in (one, *others)}
         compiled = grammar(format, [tool.tool for tool in tools.values()])
@@ -97,7 +99,7 @@ def test_every_output_is_valid_calls(format):
             assert not message.content, text
             for call in message.calls:
                 assert not faults(tools[call.name].parameters, call.arguments), text
-    assert num_complete >= 5
+    assert num_complete >= 3
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -97,3 +97,8 @@ def test_names_of_vllm_are_known():
     assert names <= set(TOOL_FORMATS)
     reasoning = {"deepseek_r1", "deepseek_v3", "qwen3", "granite", "mistral", "openai_gptoss", "glm45", "kimi_k2"}
     assert reasoning | {"seed_oss", "minimax_m2", "olmo3", "holo2", "mimo"} <= set(REASONING_FORMATS)
+
+
+def test_the_documentation_has_every_name():
+    text = (Path(__file__).parents[2] / "docs" / "tools.md").read_text()
+    assert not [name for name in (*TOOL_FORMATS, *REASONING_FORMATS) if f"`{name}`" not in text]
