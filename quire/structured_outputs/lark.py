@@ -7,7 +7,7 @@ arguments of tool calls.
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from quire.errors import RequestError
@@ -37,7 +37,7 @@ _PIECE = re.compile(
 def checked_lark(
     params: StructuredOutputsParams,
     translate_schema: Callable[[Schema], object],
-    special_id: Callable[[str], int | None],
+    special_ids: Mapping[str, int],
 ) -> str:
     """The same grammar without comments, and with quire's directives replaced.
 
@@ -45,7 +45,7 @@ def checked_lark(
     token with a text, if there is one. RequestError. Other errors are found when the grammar is compiled.
     """
     text = params.text
-    directives = _Directives(params, translate_schema, special_id)
+    directives = _Directives(params, translate_schema, special_ids)
     num_in_schemas = 0  # characters of schemas, which have limits of their own
     out: list[str] = []
     bare: list[str] = []  # the grammar without texts, patterns, comments and directives
@@ -88,12 +88,12 @@ class _Directives:
         self,
         params: StructuredOutputsParams,
         translate_schema: Callable[[Schema], object],
-        special_id: Callable[[str], int | None],
+        special_ids: Mapping[str, int],
     ) -> None:
         self.arguments = ArgumentGrammars(translate_schema)
         self._params = params
         self._translate_schema = translate_schema
-        self._special_id = special_id
+        self._special_ids = special_ids
 
     def replaced(self, text: str, name: str, place: int) -> tuple[str, int]:
         """What a directive stands for, and the position behind its JSON. Raises RequestError."""
@@ -112,18 +112,26 @@ class _Directives:
             case "%keywords", _:
                 return f"({self.arguments.keywords(self._schema(value))})", end
             case "%special", str(token):
-                known = self._special_id(token)
-                return json.dumps(token, ensure_ascii=False) if known is None else f"<[{known}]>", end
+                return self._with_special_tokens(token), end
             case "%llguidance", {**options} if options.keys() <= _OPTIONS:
                 return f"{name} {json.dumps(options)} ", end
             case "%regex", _:
                 return f"{name} {json.dumps(value)} ", end
         expected = {
             "%llguidance": f"options are {', '.join(sorted(_OPTIONS))}",
-            "%special": "%special needs the text of a special token",
+            "%special": "%special needs a text",
             "%tagged": "%tagged needs an object with a schema",
         }
         raise _error(text, start, expected[name])
+
+    def _with_special_tokens(self, text: str) -> str:
+        """A text with its special tokens. Text between them is one terminal."""
+        if len(text) > MAX_LITERAL:
+            raise RequestError(f"grammar: a text must have at most {MAX_LITERAL:,} characters", _PARAM)
+        longest_first = sorted(self._special_ids, key=len, reverse=True)
+        pieces = re.split(f"({'|'.join(map(re.escape, longest_first))})", text) if longest_first else [text]
+        parts = [f"<[{self._special_ids[one]}]>" if at % 2 else _quoted(one) for at, one in enumerate(pieces) if one]
+        return " ".join(parts) or '""'
 
     def _schema(self, value: object) -> Schema:
         return read_schema(json.dumps(value), _PARAM, self._params)

@@ -7,9 +7,10 @@ an output is the same with and without fast-forward.
 import json
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from threading import Lock
+from types import MappingProxyType
 
 import llguidance
 import numpy as np
@@ -38,11 +39,12 @@ from quire.structured_outputs.vocabulary import Vocabulary
 # bounded, so that a model cannot generate it without end.
 WHITESPACE = r"(?: |\n {0,32}|\n\t{1,8})"
 _SPACES = r" \n\r\t"
+_SPECIAL = re.compile(r"<\[(\d{1,9})\]>")  # a special token in a grammar; a text may have it, too, which allows no more
 _WHITESPACE_PATTERN = re.compile(r"(?: |\\[nrts]|\\x20|[\[\]()|?*+\n\r\t]|\(\?:|\{\d{1,4}(?:,\d{0,4})?\})*")
 
 
-def grammar_of(params: StructuredOutputsParams, special_id: Callable[[str], int | None] = lambda _text: None) -> str:
-    """The constraint as a grammar of llguidance. special_id: returns the id of the special token with a text.
+def grammar_of(params: StructuredOutputsParams, special_ids: Mapping[str, int] = MappingProxyType({})) -> str:
+    """The constraint as a grammar of llguidance. special_ids: ids of special tokens, by text.
 
     Raises RequestError if it cannot be enforced exactly.
     """
@@ -61,7 +63,9 @@ def grammar_of(params: StructuredOutputsParams, special_id: Callable[[str], int 
         case "choice":
             return _lark(f"start: CHOICE\nCHOICE: {choice_alternatives(params)}\n")
         case "grammar":
-            return _lark(ebnf_to_lark(params.text) if is_ebnf(params.text) else checked_lark(params, write, special_id))
+            return _lark(
+                ebnf_to_lark(params.text) if is_ebnf(params.text) else checked_lark(params, write, special_ids)
+            )
         case "structural_tag":
             return _lark(tags_to_lark(read_tags(params), write))
 
@@ -153,9 +157,9 @@ class GuidanceGrammar:
     def __init__(self, params: StructuredOutputsParams, tokens: "_GuidanceVocabulary") -> None:
         self._params = params
         self._vocabulary = tokens
-        self._special_ids: set[int] = set()  # that the grammar has
-        self._grammar = grammar_of(params, self._special_id)
-        self._masks = tokens.masks.allowing(self._special_ids)
+        self._grammar = grammar_of(params, tokens.special_texts)
+        named = map(int, _SPECIAL.findall(self._grammar)) if params.kind == "grammar" else ()
+        self._masks = tokens.masks.allowing(set(named) & set(tokens.special_texts.values()))
         self._shared_matcher = _first_matcher(params, self._grammar, tokens.tokenizer)
         self._lock = Lock()
         self._logged_reason = ""
@@ -177,11 +181,6 @@ class GuidanceGrammar:
                 self._logged_reason = reason
             self._shared_matcher = self._compiled()
         return self._compiled()
-
-    def _special_id(self, text: str) -> int | None:
-        token = self._vocabulary.special_texts.get(text)
-        self._special_ids |= {token} if token is not None else set()
-        return token
 
     def _compiled(self) -> llguidance.LLMatcher:
         return _compiled(self._grammar, self._params.kind, self._vocabulary.tokenizer)

@@ -282,7 +282,9 @@ def test_the_beginning_of_reasoning_is_seen_in_a_prompt():
     assert harmony.is_begun_by("<|start|>assistant<|channel|>analysis<|message|>")
 
 
-def test_special_tokens_are_needed_where_they_are_markup():
-    assert not HERMES.needs_special_tokens
-    assert chat_format("mistral").needs_special_tokens
-    assert chat_format("hermes", "mistral").special_tokens == ("[THINK]", "[/THINK]")
+def test_markup_may_be_special_tokens():
+    assert HERMES.special_tokens == {"<tool_call>", "</tool_call>", "<think>", "</think>"}
+    assert chat_format("mistral", "mistral").special_tokens >= {"[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"}
+    assert "<|channel|>" in chat_format("openai").special_tokens
+    assert HERMES.needs_special_tokens
+    assert not chat_format("pythonic").needs_special_tokens
