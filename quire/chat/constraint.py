@@ -111,7 +111,7 @@ class _Grammar:
 
     def _tail(self, tools: Sequence[tuple[Tool, bool]]) -> str:
         """The rule of a call from its name on."""
-        own = [(self._name([tool]), _enforced(tool.parameters)) for tool, is_enforced in tools if is_enforced]
+        own = [(self._name([tool]), _enforced(tool)) for tool, is_enforced in tools if is_enforced]
         others = [tool for tool, is_enforced in tools if not is_enforced]
         shared = [(self._name(others), _ANY_ARGUMENTS)] if others else []
         call = self._form.call
@@ -144,10 +144,14 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _enforced(schema: Mapping[str, object]) -> dict[str, object]:
-    """The schema without annotations. Objects that name properties have no others, unless parts are composed."""
-    written = json.dumps(schema)
-    return _without_annotations(schema, closes=not any(f'"{keyword}"' in written for keyword in _COMPOSING))
+def _enforced(tool: Tool) -> dict[str, object]:
+    """The schema without annotations. Objects that name properties have no others, unless parts are composed.
+
+    It has the name of the tool for errors.
+    """
+    written = json.dumps(tool.parameters)
+    closes = not any(f'"{keyword}"' in written for keyword in _COMPOSING)
+    return {"x-name": f"tool {tool.name}", **_without_annotations(tool.parameters, closes=closes)}
 
 
 def _without_annotations(schema: Mapping[str, object], *, closes: bool) -> dict[str, object]:

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from quire.errors import RequestError
 from quire.params import MAX_LITERAL, StructuredOutputsParams
@@ -22,7 +23,18 @@ MAX_TOTAL_NESTING = 1024  # levels of parentheses, summed over all rules; llguid
 _PARAM = "grammar"
 
 _WITH_SCHEMAS = frozenset({"%json", "%tagged", "%keywords"})
+_MAX_SPACE = 256  # characters before the JSON of a directive
 _OPTIONS = frozenset({"no_forcing", "allow_initial_skip", "ignore_once"})
+_NEEDED: Mapping[str, str] = MappingProxyType(  # directive -> its JSON
+    {
+        "%json": "a schema",
+        "%tagged": "an object with a schema",
+        "%keywords": "a schema",
+        "%special": f"a text of at most {MAX_LITERAL:,} characters",
+        "%llguidance": f"an object; options are {', '.join(sorted(_OPTIONS))}",
+        "%regex": "a pattern",
+    }
+)
 _PIECE = re.compile(
     r"""(?P<text>"(?:[^"\\\n]|\\.)*"i?)
     |(?P<comment>//[^\n]*|\#[^\n]*)
@@ -94,43 +106,49 @@ class _Directives:
         self._params = params
         self._translate_schema = translate_schema
         self._special_ids = special_ids
+        longest_first = sorted(special_ids, key=len, reverse=True)
+        self._special = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
 
     def replaced(self, text: str, name: str, place: int) -> tuple[str, int]:
         """What a directive stands for, and the position behind its JSON. Raises RequestError."""
-        if name not in _WITH_SCHEMAS | {"%llguidance", "%regex", "%special"}:
+        if name not in _NEEDED:
             raise _error(text, place, f"unknown directive {name!r:.100}")
-        start = place + len(text[place:]) - len(text[place:].lstrip())
+        start = place + len(text[place : place + _MAX_SPACE]) - len(text[place : place + _MAX_SPACE].lstrip())
         try:
             value, end = json.JSONDecoder().raw_decode(text, start)
         except (ValueError, RecursionError) as error:
             raise _error(text, start, f"{name} needs JSON: {error}") from error
+        try:
+            written = self._written(name, value)
+        except RequestError as error:
+            schema = value.get("schema") if name == "%tagged" else value
+            about = schema.get("x-name") if isinstance(schema, dict) else None
+            raise RequestError(f"{about}: {error}", error.param) if isinstance(about, str) else error from error
+        if written is None:
+            raise _error(text, start, f"{name} needs {_NEEDED[name]}")
+        return written, end
+
+    def _written(self, name: str, value: object) -> str | None:
+        """A directive in Lark of llguidance; None if its JSON has the wrong form."""
         match name, value:
             case "%json", _:
-                return f"%json {json.dumps(self._translate_schema(self._schema(value)))} ", end
+                return f"%json {json.dumps(self._translate_schema(self._schema(value)))} "
             case "%tagged", {"schema": schema, **tags}:
-                return f"({self.arguments.tagged(self._schema(schema), Tags.read(tags))})", end
+                return f"({self.arguments.tagged(self._schema(schema), Tags.read(tags))})"
             case "%keywords", _:
-                return f"({self.arguments.keywords(self._schema(value))})", end
-            case "%special", str(token):
-                return self._with_special_tokens(token), end
+                return f"({self.arguments.keywords(self._schema(value))})"
+            case "%special", str(text) if len(text) <= MAX_LITERAL:
+                return self._with_special_tokens(text)
             case "%llguidance", {**options} if options.keys() <= _OPTIONS:
-                return f"{name} {json.dumps(options)} ", end
+                return f"{name} {json.dumps(options)} "
             case "%regex", _:
-                return f"{name} {json.dumps(value)} ", end
-        expected = {
-            "%llguidance": f"options are {', '.join(sorted(_OPTIONS))}",
-            "%special": "%special needs a text",
-            "%tagged": "%tagged needs an object with a schema",
-        }
-        raise _error(text, start, expected[name])
+                return f"{name} {json.dumps(value)} "
+        return None
 
     def _with_special_tokens(self, text: str) -> str:
         """A text with its special tokens. Text between them is one terminal."""
-        if len(text) > MAX_LITERAL:
-            raise RequestError(f"grammar: a text must have at most {MAX_LITERAL:,} characters", _PARAM)
-        longest_first = sorted(self._special_ids, key=len, reverse=True)
-        pieces = re.split(f"({'|'.join(map(re.escape, longest_first))})", text) if longest_first else [text]
-        parts = [f"<[{self._special_ids[one]}]>" if at % 2 else _quoted(one) for at, one in enumerate(pieces) if one]
+        pieces = enumerate(self._special.split(text))
+        parts = [f"<[{self._special_ids[one]}]>" if place % 2 else _quoted(one) for place, one in pieces if one]
         return " ".join(parts) or '""'
 
     def _schema(self, value: object) -> Schema:
