@@ -107,9 +107,10 @@ def main() -> None:
     cache = CacheConfig(16, (KVGroup((0,), "full", 1, 16, "bfloat16", 8, 1024),))
     metrics = Metrics("quire", no_health, cache=cache, max_model_len=2048)
     tokens, tools = message(args.tokens, tokenizer), toolbox([_TOOL])
+    special = tokenizer.special_texts
     formats = {
-        "parsed": output_format(chat_format(tokenizer.tool_template), tools, "", reasons=True),
-        "plain": output_format(ChatFormat(None, None, ""), None, "", reasons=False),
+        "parsed": output_format(chat_format(tokenizer.tool_template), tools, "", reasons=True, special_texts=special),
+        "plain": output_format(ChatFormat(None, None, ""), None, "", reasons=False, special_texts=special),
     }
     pairs = [
         {name: seconds_per_token(tokens, tokenizer, format, metrics) for name, format in formats.items()}

@@ -181,7 +181,9 @@ def _prepare(service: Service, chat: ChatRequest) -> tuple[MessageReader, Genera
         chat.toolbox,
         prompt.text or "",
         reasons=chat.rendering.reasons(service.tokenizer),
+        special_texts=service.tokenizer.special_texts,
         separate_reasoning=chat.separate_reasoning,
+        skip_special_tokens=chat.params.skip_special_tokens,
     )
     params = constrained_params(format, chat.params, chat.thinking_budget)
     (asked,) = prepare_generations([prompt], [params], service.tokenizer, service.max_model_len)
