@@ -99,7 +99,9 @@ def constrained_params(
         elif format.must_call:
             raise RequestError("tool_choice requires a call, which excludes another constraint", "tool_choice")
     constraint = changes.get("structured_outputs") or params.structured_outputs
-    if reasoning is not None and ((constraint is not None and format.may_reason) or thinking_budget is not None):
+    if params.reasoning is not None:
+        pass  # the caller describes the reasoning
+    elif reasoning is not None and ((constraint is not None and format.may_reason) or thinking_budget is not None):
         changes["reasoning"] = ReasoningParams(
             begin=reasoning.begin, end=reasoning.end, begun=format.begun, budget=thinking_budget
         )

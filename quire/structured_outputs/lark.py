@@ -145,10 +145,8 @@ class _Directives:
 
     def _with_special_tokens(self, text: str) -> str:
         """A text with its special tokens. Text between them is one terminal."""
-        return " ".join(
-            json.dumps(part, ensure_ascii=False) if isinstance(part, str) else f"<[{part}]>"
-            for part in self._special.split(text)
-        )
+        parts = self._special.split(text)
+        return " ".join(f"<[{part}]>" if isinstance(part, int) else json.dumps(part) for part in parts)
 
     def _schema(self, value: object) -> Schema:
         return read_schema(json.dumps(value), _PARAM, self._params)
