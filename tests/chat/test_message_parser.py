@@ -212,6 +212,7 @@ def test_the_caller_knows_whether_the_text_is_reasoning():
         seen.append(parser.in_reasoning)
     assert seen == [False, True, True, False, False, False]
     assert MessageParser(HERMES, TOOLBOX, in_reasoning=True).in_reasoning
+    assert not MessageParser(chat_format("hermes"), TOOLBOX, in_reasoning=True).in_reasoning
 
 
 def test_only_the_first_call_counts_if_calls_may_not_be_parallel():
