@@ -281,6 +281,7 @@ class LLM:
         pooling: str = "last",
         normalize: bool = True,
         truncate_prompt_tokens: int | None = None,
+        truncation_side: str = "left",
         use_tqdm: bool | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """One vector (hidden_size,) per prompt, pooled from the last layer's hidden states after the final norm.
@@ -289,7 +290,9 @@ class LLM:
         Raises RequestError like `generate`, and EmbeddingFailed if the model failed.
         """
         how = parse_pooling(pooling)
-        params = SamplingParams(max_tokens=0, truncate_prompt_tokens=truncate_prompt_tokens)
+        params = SamplingParams(
+            max_tokens=0, truncate_prompt_tokens=truncate_prompt_tokens, truncation_side=truncation_side
+        )
         tokenized = [tokenize(prompt, self._tokenizer) for prompt in as_prompt_list(prompts)]
         asked = prepare_generations(tokenized, [params] * len(tokenized), self._tokenizer, self.max_model_len)
         batch = EmbeddingBatch(asked, how)
