@@ -30,7 +30,7 @@ ORDER = (
     *("models.gguf.tensor_types", "models.gguf.reader", "models.gguf.special_tokens", "models.gguf"),
     *("models.transformers", "sampling", "draft_models", "kv_store", "runner"),
     # front end
-    *("tenant_queue", "tokenizer", "hub", "structured_outputs.vocabulary", "structured_outputs.limits"),
+    *("tenant_queue", "tokenizer", "chat", "hub", "structured_outputs.vocabulary", "structured_outputs.limits"),
     *("structured_outputs.forced_tokens", "structured_outputs.json_schema", "structured_outputs.fsm"),
     *(
         "structured_outputs",
@@ -56,7 +56,7 @@ ORDER = (
     *("server", "server.batch", "quire", "cli"),  # quire/__init__.py re-exports names of the folders before it
 )
 CONTROL_PLANE = ORDER[: ORDER.index("scheduler") + 1]
-TORCH_FREE = {*CONTROL_PLANE, *(entry for entry in ORDER if entry.startswith("structured_outputs")), "tokenizer"}
+TORCH_FREE = {*CONTROL_PLANE, *(entry for entry in ORDER if entry.startswith("structured_outputs")), "tokenizer", "chat"}
 TORCH_FREE |= {"models.gguf.tensor_types", "models.gguf.reader", "models.gguf.special_tokens"}  # for the tokenizer
 
 # Imports that may be inside of a function: (file, function) -> reason.

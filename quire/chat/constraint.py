@@ -1,0 +1,20 @@
+"""The constraint under which a model can only write valid tool calls."""
+
+from quire.chat.formats import ToolFormat
+from quire.chat.tools import Toolbox
+from quire.params import StructuredOutputsParams
+
+
+def call_constraint(format: ToolFormat, toolbox: Toolbox) -> StructuredOutputsParams | None:
+    """The constraint for the tools of a request; None if nothing has to be constrained. Raises RequestError."""
+    if toolbox.choice.mode == "none":
+        return None
+    structures = [
+        {
+            "begin": f'{format.begin}\n{{"name": "{tool.name}", "arguments": ',
+            "schema": tool.parameters,
+            "end": f"}}\n{format.end}",
+        }
+        for tool in toolbox.callable_tools
+    ]
+    return StructuredOutputsParams(structural_tag={"structures": structures, "triggers": [format.begin]})
