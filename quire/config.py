@@ -208,6 +208,14 @@ class EngineOptions:
             "beta",
         ),
     ] = None
+    tool_call_parser: Annotated[
+        str | None,
+        Help("format of the model's tool calls, such as hermes or mistral [default: from the chat template]", "beta"),
+    ] = None
+    reasoning_parser: Annotated[
+        str | None,
+        Help("format of its reasoning, such as qwen3; none: leave it in the text [default: from the chat template]", "beta"),
+    ] = None
     block_size: Annotated[int, Meta(ge=1, le=65536), Help("tokens in one KV block, a multiple of 16")] = 16
     enable_prefix_caching: Annotated[bool, Help("reuse the KV of earlier requests with the same prefix")] = True
     prefix_index: Annotated[

@@ -14,6 +14,9 @@ from uuid import uuid4
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from quire.chat.detect import chat_format
+from quire.chat.output import constrained_params, output_format
+from quire.chat.tools import toolbox
 from quire.config import EngineOptions
 from quire.core.output import Output
 from quire.core.request import NO_NAMESPACE, Beams, Request
@@ -123,6 +126,9 @@ class LLM:
         self.llm_engine: Engine = built.engine
         self._tokenizer: Tokenizer = built.tokenizer
         self._sampling_defaults = built.sampling_defaults
+        self._chat_format = chat_format(
+            built.tokenizer.tool_template, built.options.tool_call_parser, built.options.reasoning_parser
+        )
         self._options = built.options
         self._streaming = False  # whether outputs are being read
 
@@ -182,6 +188,9 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: Sequence[Mapping[str, object]] | None = None,
+        tool_choice: str | Mapping[str, object] | None = None,
+        parallel_tool_calls: bool | None = None,
+        thinking_token_budget: int | None = None,
         chat_template_kwargs: Mapping[str, object] | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
@@ -193,6 +202,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or several. Raises RequestError like `generate`.
 
+        Each result has its `message`: content, reasoning and tool calls. tool_choice, parallel_tool_calls: as in
+        OpenAI's chat. thinking_token_budget: most tokens of reasoning.
         priority, deadline, retention, program: as in `generate`, for each conversation.
         continue_final_message: the answer continues the last message.
         add_generation_prompt: begin the assistant's turn; None means yes unless continue_final_message is set.
@@ -200,10 +211,11 @@ class LLM:
         one = all(isinstance(message, Mapping) for message in messages)
         conversations: Sequence[Sequence[Message]] = [messages] if one else list(messages)  # type: ignore[list-item, arg-type]  # mypy cannot follow `one`
         variables = template_variables(chat_template_kwargs, _CHAT_ARGUMENTS)
+        box = toolbox(tools, tool_choice, parallel_tool_calls)
         texts = [
             self._tokenizer.apply_chat_template(
                 conversation,
-                tools,
+                None if tool_choice == "none" else tools,
                 add_generation_prompt,
                 continue_final_message=continue_final_message,
                 **variables,  # type: ignore[arg-type]  # any variable of the template
@@ -212,7 +224,16 @@ class LLM:
         ]
         tokenized = [tokenize(text, self._tokenizer, add_special_tokens=False) for text in texts]
         scheduling_params = self._scheduling_params(len(tokenized), priority, deadline, retention, program)
-        return self._complete(tokenized, sampling_params, use_tqdm, scheduling_params=scheduling_params)
+        formats = [output_format(self._chat_format, box, text) for text in texts]
+        params = [
+            constrained_params(format, one, thinking_token_budget)
+            for format, one in zip(formats, self._params_per_prompt(len(texts), sampling_params), strict=True)
+        ]
+        results = self._complete(tokenized, params, use_tqdm, scheduling_params=scheduling_params)
+        for format, result in zip(formats, results, strict=True):
+            for output in result.outputs:
+                output.message = format.read(output.text)
+        return results
 
     def stream_chat(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Iterate over the text of an answer as it is generated. Closing the iterator aborts the request.
@@ -304,18 +325,24 @@ class LLM:
             stop_reason=output.stop_reason,
         )
 
-    def _output_processors(
-        self, prompts: Sequence[TokenizedPrompt], params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[RequestOutputProcessor]:
+    def _params_per_prompt(
+        self, count: int, params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[SamplingParams]:
         if isinstance(params, list | tuple):
             each = list(params)
         else:
-            each = [params or self.get_default_sampling_params()] * len(prompts)
-        if len(each) != len(prompts):
-            raise RequestError(f"{len(prompts)} prompts need as many sampling_params, not {len(each)}")
+            each = [params or self.get_default_sampling_params()] * count
+        if len(each) != count:
+            raise RequestError(f"{count} prompts need as many sampling_params, not {len(each)}")
         for one in each:
             if not isinstance(one, SamplingParams):
                 raise RequestError(f"sampling_params must be SamplingParams(...), not {type(one).__name__}")
+        return each
+
+    def _output_processors(
+        self, prompts: Sequence[TokenizedPrompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[RequestOutputProcessor]:
+        each = self._params_per_prompt(len(prompts), params)
         for constraint in {one.structured_outputs for one in each} - {None}:
             check_constraint(constraint, self._options.grammar_backend)
         now = time.monotonic()

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from uuid import uuid4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,6 +15,10 @@ class ToolFormat:
     end: str
     needs_special_tokens: bool = False
 
+    def new_call_id(self, index: int, name: str) -> str:
+        """An id for the index-th call of a message."""
+        return f"call_{uuid4().hex[:24]}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningFormat:
@@ -23,6 +28,10 @@ class ReasoningFormat:
     begin: str
     end: str
     needs_special_tokens: bool = False
+
+    def is_open(self, prompt: str) -> bool:
+        """Whether a rendered prompt ends inside of reasoning."""
+        return prompt.rstrip().endswith(self.begin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +49,7 @@ class ChatFormat:
 
 
 _HERMES = ToolFormat(name="hermes", begin="<tool_call>", end="</tool_call>")
+GENERIC = _HERMES
 _THINK = ReasoningFormat(name="qwen3", begin="<think>", end="</think>")
 
 # Keys are vLLM's names of parsers.

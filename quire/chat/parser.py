@@ -28,6 +28,7 @@ class MessageParser:
         self._reasoning = format.reasoning
         self._text = ""
         self._num_calls = 0
+        self.reasoning_end = 0
 
     def push(self, text: str) -> list[Part]:
         """The parts that this further text completes."""

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from quire.chat.parts import Message
 from quire.core.explanation import Explanation
 from quire.core.output import EndCause, FinishReason
 
@@ -23,7 +24,8 @@ class CompletionOutput(msgspec.Struct):
 
     cumulative_logprob: sum over its tokens; None unless logprobs are requested or sequences are ranked.
     finish_reason: "stop", "length", "abort" or "error"; None while it goes on. stop_reason: the stop string or the
-    token id of stop_token_ids that ended it; None after an end token; the message after "error" or "abort".
+    token id of stop_token_ids that ended it; None after an end token; the message after "error" or "abort". message:
+    content, reasoning and tool calls of the text, for `LLM.chat`.
     """
 
     index: int  # which of the request's n sequences
@@ -36,6 +38,7 @@ class CompletionOutput(msgspec.Struct):
     token_offsets: list[int] = []  # per token: number of characters that the tokens before it completed
     num_forced_tokens: int = 0  # forced tokens among token_ids
     num_predicted_tokens: tuple[int, int] = (0, 0)  # accepted and rejected drafts from the prediction
+    message: Message | None = None
     end_token: int | None = None  # the end or stop token that ended the sequence, which is the last of token_ids
 
     @property

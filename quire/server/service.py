@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from fastapi import Request
 
+from quire.chat.detect import chat_format
 from quire.core.explanation import Explanation
 from quire.core.request import Beams, Namespace, check_length
 from quire.core.scheduling_params import DEFAULT_SCHEDULING_PARAMS, SchedulingParams
@@ -59,6 +60,9 @@ class Service:
         self.cache = facts.cache
         self.sampling_defaults = facts.sampling_defaults
         self.tokenizer = tokenizer
+        self.chat_format = chat_format(
+            tokenizer.tool_template, facts.options.tool_call_parser, facts.options.reasoning_parser
+        )
         self.engine = engine
         self.thread_pool = ThreadPool()
         self.request_bodies = RequestBodies(self.max_model_len, self._check_fields)

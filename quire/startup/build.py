@@ -15,6 +15,7 @@ from typing import NamedTuple, cast, get_args
 import torch
 
 from quire.cache.kv_cache import KVCache
+from quire.chat.detect import chat_format
 from quire.config import (
     DEFAULT_POLICY,
     DEFAULT_WAIT_WEIGHT,
@@ -231,6 +232,9 @@ def prepare_files(options: EngineOptions, opened: OpenFiles, *, report: Report) 
     kept = "" if kv_dtype == dtype else f", keys and values in {kv_dtype}"
     report(f"{description.architecture} from {path}, {dtype} on {device}{kept}")
     report(f"model      {files.implementation}")
+    if files.tokenizer.has_chat_template:
+        format = chat_format(files.tokenizer.tool_template, options.tool_call_parser, options.reasoning_parser)
+        report(f"chat       {format.reason}")
     report(f"kernels    {chosen.reason}; {threads} threads")
     if schemes_line:
         report(f"weights    {schemes_line}")

@@ -11,7 +11,7 @@ from typing import Literal
 import tokenizers
 
 from quire.errors import RequestError
-from quire.tokenizer.chat_template import DEFAULT, TemplateSet, read_templates, render_conversation
+from quire.tokenizer.chat_template import DEFAULT, TOOL_USE, TemplateSet, read_templates, render_conversation
 from quire.tokenizer.hf_files import read_tokenizer
 from quire.tokenizer.messages import Message
 
@@ -121,6 +121,11 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         """Whether the model has a chat template."""
         return bool(self._templates)
+
+    @property
+    def tool_template(self) -> str | None:
+        """The Jinja source that renders conversations with tools; None without a chat template."""
+        return self.chat_templates.get(TOOL_USE, self.chat_templates.get(DEFAULT))
 
     @property
     def eos_token_id(self) -> int | None:

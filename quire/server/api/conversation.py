@@ -5,13 +5,12 @@ A dialect translates its body into a `ChatRequest`, and the parts of messages in
 
 from bisect import bisect_left
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fastapi import Request
 
-from quire.chat.constraint import call_constraint
-from quire.chat.formats import GENERIC, ChatFormat
+from quire.chat.output import OutputFormat, constrained_params, output_format
 from quire.chat.parser import MessageParser
 from quire.chat.parts import CallBegin, Message, Part, message_of
 from quire.chat.tools import Toolbox
@@ -19,8 +18,7 @@ from quire.core.request import Beams, Namespace
 from quire.core.scheduling_params import DEFAULT_SCHEDULING_PARAMS, SchedulingParams
 from quire.engine.inputs import Generation, TokenizedPrompt, prepare_generations, tokenize
 from quire.engine.outputs import CompletionOutput, Delta
-from quire.errors import RequestError
-from quire.params import ReasoningParams, SamplingParams
+from quire.params import SamplingParams
 from quire.server.api.limits import check_prompt_values, num_prompt_tokens
 from quire.server.middleware.auth import caller_of
 from quire.server.reply import Reply
@@ -100,30 +98,24 @@ class Choice(NamedTuple):
 
 
 class MessageReader:
-    """Reads the messages of one request's sequences.
+    """Reads the messages of one request's sequences."""
 
-    format: what is parsed; other markup is content. in_reasoning: whether the prompt ends inside of reasoning. forced:
-    whether the output must be tool calls.
-    """
-
-    def __init__(self, format: ChatFormat, toolbox: Toolbox | None, *, in_reasoning: bool, forced: bool) -> None:
-        self._new_parser = lambda: MessageParser(format, toolbox, in_reasoning=in_reasoning, forced=forced)
-        self._has_reasoning = format.reasoning is not None
-        self._tools = format.tools or GENERIC
+    def __init__(self, format: OutputFormat) -> None:
+        self._format = format
         self._parsers: dict[int, MessageParser] = {}  # by sequence
         self._num_reasoning_tokens: dict[int, int] = {}  # by sequence
         self._called: set[int] = set()  # sequences with a tool call
 
     def new_call_id(self, index: int, name: str) -> str:
-        """An id for the index-th call of a message, which the model's chat template accepts in a later request."""
-        return self._tools.new_call_id(index, name)
+        """See OutputFormat."""
+        return self._format.new_call_id(index, name)
 
     def choices(self, reply: Reply) -> list[Choice]:
         """The messages of all returned sequences, which have ended."""
         (transcript,) = reply.transcripts
         choices = []
         for output in transcript.result().outputs:
-            parser = self._new_parser()
+            parser = self._format.new_parser()
             message = message_of([*parser.push(output.text), *parser.finish()])
             self._count(output.index, parser, output.token_offsets, reply)
             choices.append(Choice(message, output, _finish_reason(output.finish_reason, called=bool(message.calls))))
@@ -137,7 +129,7 @@ class MessageReader:
     def _read(self, delta: Delta, reply: Reply) -> MessageDelta:
         parser = self._parsers.get(delta.index)
         if parser is None:
-            parser = self._parsers[delta.index] = self._new_parser()
+            parser = self._parsers[delta.index] = self._format.new_parser()
         parts = parser.push(delta.text)
         if delta.finish_reason is not None:
             parts += parser.finish()
@@ -150,7 +142,7 @@ class MessageReader:
 
     def _count(self, index: int, parser: MessageParser, token_offsets: Sequence[int], reply: Reply) -> None:
         """Count the sequence's tokens of reasoning, tags included."""
-        if self._has_reasoning:
+        if self._format.format.reasoning is not None:
             self._num_reasoning_tokens[index] = bisect_left(token_offsets, parser.reasoning_end)
             reply.num_reasoning_tokens = sum(self._num_reasoning_tokens.values())
 
@@ -177,31 +169,9 @@ async def start_conversation(
 def _prepare(service: Service, chat: ChatRequest) -> tuple[MessageReader, Generation]:
     chat.rendering.check_size(chat.messages, service)
     prompt = chat.rendering.tokenize(chat.messages, service.tokenizer)
-    params, format = chat.params, _parsed_format(service.chat_format, chat)
-    reasoning, toolbox = format.reasoning, chat.toolbox
-    in_reasoning = reasoning is not None and reasoning.is_open(prompt.text or "")
-    forced = toolbox is not None and toolbox.choice.mode == "required"
-    if toolbox is not None and format.tools is not None:
-        constraint = None if params.structured_outputs else call_constraint(format.tools, toolbox)
-        if forced and constraint is None:
-            raise RequestError("tool_choice that requires a call cannot be combined with another constraint", "tool_choice")
-        if constraint is not None:
-            params = params.changed(structured_outputs=constraint)
-    if reasoning is not None and (params.structured_outputs is not None or chat.thinking_budget is not None):
-        params = params.changed(
-            reasoning=ReasoningParams(
-                begin=reasoning.begin, end=reasoning.end, begun=in_reasoning, budget=chat.thinking_budget
-            )
-        )
-    if format.needs_special_tokens:
-        params = params.changed(skip_special_tokens=False, spaces_between_special_tokens=False)
+    format = output_format(
+        service.chat_format, chat.toolbox, prompt.text or "", separate_reasoning=chat.separate_reasoning
+    )
+    params = constrained_params(format, chat.params, chat.thinking_budget)
     (asked,) = prepare_generations([prompt], [params], service.tokenizer, service.max_model_len)
-    return MessageReader(format, toolbox, in_reasoning=in_reasoning, forced=forced), asked
-
-
-def _parsed_format(own: ChatFormat, chat: ChatRequest) -> ChatFormat:
-    """The part of the model's format that applies to a request."""
-    tools = None
-    if chat.toolbox is not None and chat.toolbox.choice.mode != "none":
-        tools = own.tools or (GENERIC if chat.toolbox.choice.mode == "required" else None)
-    return replace(own, tools=tools, reasoning=own.reasoning if chat.separate_reasoning else None)
+    return MessageReader(format), asked

@@ -1,0 +1,81 @@
+"""What of a model's message format applies to one request, and the sampling parameters that follow from it."""
+
+from dataclasses import dataclass, replace
+
+from quire.chat.constraint import call_constraint
+from quire.chat.formats import GENERIC, ChatFormat
+from quire.chat.parser import MessageParser
+from quire.chat.parts import Message, message_of
+from quire.chat.tools import Toolbox
+from quire.errors import RequestError
+from quire.params import ReasoningParams, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFormat:
+    """How the output of one request is read.
+
+    format: what is parsed; other markup is content. in_reasoning: whether the prompt ends inside of reasoning.
+    """
+
+    format: ChatFormat
+    toolbox: Toolbox | None
+    in_reasoning: bool
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the output has to be tool calls."""
+        return self.toolbox is not None and self.toolbox.choice.mode == "required"
+
+    def new_parser(self) -> MessageParser:
+        """A parser for one sequence."""
+        return MessageParser(self.format, self.toolbox, in_reasoning=self.in_reasoning, forced=self.must_call)
+
+    def read(self, text: str) -> Message:
+        """The message of a whole output."""
+        parser = self.new_parser()
+        return message_of([*parser.push(text), *parser.finish()])
+
+    def new_call_id(self, index: int, name: str) -> str:
+        """An id for the index-th call of a message, which the model's chat template accepts in a later request."""
+        return (self.format.tools or GENERIC).new_call_id(index, name)
+
+
+def output_format(
+    own: ChatFormat, toolbox: Toolbox | None, prompt: str, *, separate_reasoning: bool = True
+) -> OutputFormat:
+    """How the output behind a rendered prompt is read. own: the model's format."""
+    tools = None
+    if toolbox is not None and toolbox.choice.mode != "none":
+        tools = own.tools or (GENERIC if toolbox.choice.mode == "required" else None)
+    reasoning = own.reasoning if separate_reasoning else None
+    in_reasoning = reasoning is not None and reasoning.is_open(prompt)
+    return OutputFormat(replace(own, tools=tools, reasoning=reasoning), toolbox, in_reasoning)
+
+
+def constrained_params(format: OutputFormat, params: SamplingParams, thinking_budget: int | None) -> SamplingParams:
+    """`params` with the constraint of the tools, behind the reasoning. thinking_budget: most tokens of reasoning.
+
+    Raises RequestError for a second constraint beside a required call, and for a budget without a format of reasoning.
+    """
+    tools, reasoning = format.format.tools, format.format.reasoning
+    changes: dict[str, object] = {}
+    if tools is not None and format.toolbox is not None:
+        if params.structured_outputs is None:
+            changes["structured_outputs"] = call_constraint(tools, format.toolbox)
+        elif format.must_call:
+            raise RequestError("tool_choice requires a call, which excludes another constraint", "tool_choice")
+    constraint = changes.get("structured_outputs") or params.structured_outputs
+    if reasoning is not None and (constraint is not None or thinking_budget is not None):
+        changes["reasoning"] = ReasoningParams(
+            begin=reasoning.begin, end=reasoning.end, begun=format.in_reasoning, budget=thinking_budget
+        )
+    elif thinking_budget is not None:
+        raise RequestError(
+            "thinking_token_budget needs a model whose reasoning quire can tell from its content "
+            "(reasoning_parser); leave it out",
+            "thinking_token_budget",
+        )
+    if format.format.needs_special_tokens:
+        changes |= {"skip_special_tokens": False, "spaces_between_special_tokens": False}
+    return params.changed(**changes)
