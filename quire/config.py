@@ -214,7 +214,10 @@ class EngineOptions:
     ] = None
     reasoning_parser: Annotated[
         str | None,
-        Help("format of its reasoning, such as qwen3; none: leave it in the text [default: from the chat template]", "beta"),
+        Help(
+            "format of its reasoning, such as qwen3; none: leave it in the text [default: from the chat template]",
+            "beta",
+        ),
     ] = None
     block_size: Annotated[int, Meta(ge=1, le=65536), Help("tokens in one KV block, a multiple of 16")] = 16
     enable_prefix_caching: Annotated[bool, Help("reuse the KV of earlier requests with the same prefix")] = True

@@ -195,9 +195,10 @@ def _add_limits(schema: dict[str, Any], limits: Limits, *, in_list: bool = False
 
 
 def _has_stream(operation: Mapping[str, Any], schemas: Mapping[str, Any]) -> bool:
-    if "requestBody" not in operation:
+    content = operation.get("requestBody", {}).get("content", {})
+    if "application/json" not in content:
         return False
-    name = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+    name = content["application/json"]["schema"]["$ref"].rpartition("/")[2]
     return "stream" in schemas[name]["properties"]
 
 

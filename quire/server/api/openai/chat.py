@@ -220,7 +220,9 @@ class ChatAnswer:
                     if self._with_reasoning:
                         objects.append({"reasoning": text, "reasoning_content": text})
                 case CallBegin(index, name):
-                    objects.append({"tool_calls": [{"index": index, **_call(self._reader.new_call_id(index, name), name, "")}]})
+                    objects.append(
+                        {"tool_calls": [{"index": index, **_call(self._reader.new_call_id(index, name), name, "")}]}
+                    )
                 case CallArguments(index, text):
                     objects.append({"tool_calls": [{"index": index, "function": {"arguments": text}}]})
         return objects or ([{"content": ""}] if with_logprobs else [])
