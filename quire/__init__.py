@@ -18,6 +18,7 @@ _HOMES = {
     "LLM": "quire.llm",
     "SamplingParams": "quire.params",
     "BeamSearchParams": "quire.params",
+    "ReasoningParams": "quire.params",
     "StructuredOutputsParams": "quire.params",
     "Retention": "quire.core.scheduling_params",
     "RequestOutput": "quire.engine.outputs",

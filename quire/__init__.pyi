@@ -7,6 +7,7 @@ from quire.engine.outputs import EmbeddingRequestOutput as EmbeddingRequestOutpu
 from quire.engine.outputs import RequestOutput as RequestOutput
 from quire.llm import LLM as LLM
 from quire.params import BeamSearchParams as BeamSearchParams
+from quire.params import ReasoningParams as ReasoningParams
 from quire.params import SamplingParams as SamplingParams
 from quire.params import StructuredOutputsParams as StructuredOutputsParams
 from quire.server.batch.run import run_batch as run_batch

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal, Self
+from typing import Literal, NamedTuple, Self
 
 from quire.errors import RequestError, known_arguments_only
 
@@ -16,6 +16,7 @@ MAX_CHOICES = 4096
 MAX_LITERAL = 4096  # characters of one choice, or of one text in a schema or a grammar
 MAX_NESTING = 64  # of a schema or tag
 MAX_WHITESPACE = 256  # characters of a whitespace pattern
+MAX_TAG = 256  # characters of the begin or the end of reasoning
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
@@ -91,6 +92,69 @@ class StructuredOutputsParams:
         text = getattr(self, self.kind)
         assert isinstance(text, str), "__post_init__ converts it to text"
         return text
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """All that a grammar of this constraint depends on."""
+        asked = (self.kind, self.text, self.disable_any_whitespace, self.disable_additional_properties)
+        return (*asked, self.unknown_keywords, self.whitespace_pattern)
+
+
+@known_arguments_only(RequestError)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningParams:
+    """How a model writes its reasoning, which stands before the answer. The chat layers set it, no client does.
+
+    begin, end: the texts around the reasoning. Each may be one special token or several tokens. begun: the prompt ends
+    inside of the reasoning, so that the output begins there; `begin` may be empty then. If False, the output has
+    reasoning only if its first text, apart from white space, is `begin`. budget: tokens of reasoning, not counting the
+    tokens of `begin` and `end`, after which `end` is forced; None: no limit.
+    Raises RequestError for a value out of bounds.
+    """
+
+    begin: str
+    end: str
+    begun: bool = False
+    budget: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.begun, bool):
+            raise RequestError("begun must be true or false", "reasoning")
+        for name, text in (("begin", self.begin), ("end", self.end)):
+            if not isinstance(text, str) or len(text) > MAX_TAG or not is_unicode(text):
+                raise RequestError(f"{name} must have at most {MAX_TAG} valid Unicode characters", "reasoning")
+        if not self.end.strip():
+            raise RequestError("end must have characters that are no white space", "reasoning")
+        if self.begin[:1].isspace() or not (self.begin or self.begun):
+            raise RequestError("begin must start with a character that is no white space", "reasoning")
+        _check_number("budget", self.budget, int, 0, MAX_TOKENS, optional=True)
+
+
+class Constraint(NamedTuple):
+    """What a matcher enforces: `structured_outputs`, which apply behind the reasoning, and the reasoning's budget."""
+
+    structured_outputs: StructuredOutputsParams | None
+    reasoning: ReasoningParams | None = None
+
+    @property
+    def kind(self) -> str:
+        """What an error message names."""
+        return "reasoning" if self.structured_outputs is None else self.structured_outputs.kind
+
+    @property
+    def text(self) -> str:
+        """The schema, pattern, grammar or tag, empty without one."""
+        return "" if self.structured_outputs is None else self.structured_outputs.text
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """All that a grammar of this constraint depends on."""
+        return (None if self.structured_outputs is None else self.structured_outputs.identity, self.reasoning)
+
+    @property
+    def fast_forward(self) -> bool:
+        """Whether forced tokens are appended without sampling."""
+        return self.structured_outputs is None or self.structured_outputs.fast_forward
 
 
 def _as_json(name: str, value: object) -> str:
@@ -200,6 +264,8 @@ class SamplingParams:
     returned text unless include_stop_str_in_output is set.
     Constraint: structured_outputs: StructuredOutputsParams, or a mapping with its fields. json_schema, regex and ebnf
     are SGLang's names for some of these fields; they are moved to structured_outputs and set to None.
+    Reasoning: reasoning: ReasoningParams, or a mapping with its fields, of a model that writes its reasoning before its
+    answer. Structured outputs then apply to the answer alone.
     Logprobs: logprobs and prompt_logprobs: number of most likely tokens beside each token. prompt_logprobs_start: only
     prompt tokens after this position, so that the tokens before it may come from the prefix cache.
     logprob_token_ids: further tokens whose logprobs are returned.
@@ -239,6 +305,7 @@ class SamplingParams:
     prediction: str | None = None
     speculation: bool = True
     structured_outputs: StructuredOutputsParams | None = None
+    reasoning: ReasoningParams | None = None
     json_schema: str | Mapping[str, object] | None = None
     regex: str | None = None
     ebnf: str | None = None
@@ -258,6 +325,19 @@ class SamplingParams:
         self._check_relations()
         self._check_texts()
         self._check_tokens()
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """What a matcher enforces; None if it has nothing to do, as for reasoning without a budget alone."""
+        has_budget = self.reasoning is not None and self.reasoning.budget is not None
+        if self.structured_outputs is None and not has_budget:
+            return None
+        return Constraint(self.structured_outputs, self.reasoning)
+
+    @property
+    def has_constraint(self) -> bool:
+        """Whether a matcher restricts the output."""
+        return self.constraint is not None
 
     @property
     def num_sequences(self) -> int:
@@ -302,6 +382,7 @@ class SamplingParams:
             constraint = _as_constraint({kind: value})
             object.__setattr__(self, name, None)
         object.__setattr__(self, "structured_outputs", constraint)
+        object.__setattr__(self, "reasoning", _as_reasoning(self.reasoning))
 
     def _check_relations(self) -> None:
         if self.top_p == 0:
@@ -445,6 +526,15 @@ def _as_constraint(value: object) -> StructuredOutputsParams | None:
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         raise RequestError("structured_outputs must be StructuredOutputsParams or a mapping", "structured_outputs")
     return StructuredOutputsParams(**value)
+
+
+def _as_reasoning(value: object) -> ReasoningParams | None:
+    """ReasoningParams from the same, or from a mapping with its fields. Raises RequestError for other types."""
+    if value is None or isinstance(value, ReasoningParams):
+        return value
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise RequestError("reasoning must be ReasoningParams or a mapping", "reasoning")
+    return ReasoningParams(**value)
 
 
 def _biases(value: object) -> dict[int, float]:

@@ -7,7 +7,7 @@ import numpy as np
 
 from quire.core.constraint import AllowedDrafts, Verdict, allowed_drafts
 from quire.core.request import Namespace, Request
-from quire.params import StructuredOutputsParams
+from quire.params import Constraint
 from quire.runner.scripted_runner import attend, key_after, token_after
 
 
@@ -78,7 +78,7 @@ class ScriptedCompiler:
         self._errors = errors or {}
         self.left: dict[str, int] = {}  # calls until a request is compiled
 
-    def submit(self, request_id: str, namespace: Namespace, params: StructuredOutputsParams) -> None:
+    def submit(self, request_id: str, namespace: Namespace, constraint: Constraint) -> None:
         """See Compiler."""
         self.left[request_id] = self._steps
 

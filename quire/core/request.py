@@ -81,7 +81,7 @@ class Request(msgspec.Struct, frozen=True):
     @property
     def is_constrained(self) -> bool:
         """Whether its output has a constraint."""
-        return self.params.structured_outputs is not None and self.params.max_tokens != 0
+        return self.params.has_constraint and self.params.max_tokens != 0
 
     @property
     def may_end_early(self) -> bool:

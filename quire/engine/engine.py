@@ -206,9 +206,9 @@ class Engine:
         )
         check_known_tokens(request, self.vocab_size)
         self.scheduler.add(request, self._clock())
-        if request.is_constrained and self._compiler is not None and params.structured_outputs is not None:
+        if request.is_constrained and self._compiler is not None and params.constraint is not None:
             try:
-                self._compiler.submit(request.id, request.namespace, params.structured_outputs)
+                self._compiler.submit(request.id, request.namespace, params.constraint)
             except BaseException:  # for example no memory for a thread
                 self.abort(request.id)
                 raise

@@ -35,12 +35,11 @@ class StructuredOutputManager:
         """Raises RequestError for a constrained request if there are no constraints, or if it is a beam search."""
         if not request.is_constrained:
             return
+        field = "reasoning" if request.params.structured_outputs is None else "structured_outputs"
         if self.constraints is None:
-            raise RequestError(
-                "this engine cannot constrain outputs; leave structured_outputs out", "structured_outputs"
-            )
+            raise RequestError(f"this engine cannot constrain outputs; leave {field} out", field)
         if request.beams is not None:
-            raise RequestError("a beam search takes no structured_outputs; leave one of them out", "structured_outputs")
+            raise RequestError(f"a beam search takes no {field}; leave one of them out", field)
 
     def begin(self, seq: Sequence) -> tuple[EndCause | None, str]:
         """Start a matcher for a sequence behind its known output tokens, and append the forced tokens.

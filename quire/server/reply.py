@@ -95,7 +95,7 @@ class Reply:
         self._output = OutputTokens()
         self.num_reasoning_tokens: int | None = None  # set by the reader of messages; None: not counted
         self._num_cached = 0
-        self._has_constraints = any(one.params.structured_outputs is not None for one in transcripts)
+        self._has_constraints = any(one.params.has_constraint for one in transcripts)
         self._has_predictions = any(one.params.prediction is not None for one in transcripts)
         self._last_tokens: dict[tuple[int, int], float] = {}  # time of the last tokens, by prompt and sequence index
         self._default_finish_reason = "abort"  # finish reason of sequences that have none when it is closed

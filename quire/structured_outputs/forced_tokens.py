@@ -1,7 +1,9 @@
 """Tokens of forced text, as far as no later text can change them."""
 
 from bisect import bisect_right
+from collections.abc import Mapping
 from functools import lru_cache
+from types import MappingProxyType
 
 from quire.structured_outputs.limits import num_common
 from quire.structured_outputs.vocabulary import Vocabulary
@@ -35,25 +37,33 @@ def forced_tokens(data: bytes, vocabulary: Vocabulary, *, closed: bool = False) 
     return found
 
 
-def encode_within(text: str, vocabulary: Vocabulary) -> list[int]:
-    """Tokens of a text inside of a longer one; empty if the tokenizer writes no tokens with exactly its bytes."""
+def encode_within(text: str, vocabulary: Vocabulary, special: Mapping[int, bytes] = MappingProxyType({})) -> list[int]:
+    """Tokens of a text inside of a longer one; empty if the tokenizer writes no tokens with exactly its bytes.
+
+    special: texts of special tokens that the text may have.
+    """
     data = text.encode()
     tokens = vocabulary.encode(text)
-    if _bytes_of(tokens, vocabulary) == data:
+    if _bytes_of(tokens, vocabulary, special) == data:
         return tokens
     tokens = vocabulary.encode(_ANCHOR + text)  # the tokenizer changes the beginning of a text
     for start in range(len(tokens)):
-        if _bytes_of(tokens[start:], vocabulary) == data:
+        if _bytes_of(tokens[start:], vocabulary, special) == data:
             return tokens[start:]
     return []
 
 
-def _bytes_of(tokens: list[int], vocabulary: Vocabulary) -> bytes | None:
-    """The bytes of tokens; None if a token is no text or has no logit."""
+def _bytes_of(tokens: list[int], vocabulary: Vocabulary, special: Mapping[int, bytes]) -> bytes | None:
+    """The bytes of tokens; None if a token is no text and not `special`, or has no logit."""
+    parts = []
     for token in tokens:
-        if token >= vocabulary.size or not vocabulary.tokens[token] or token in vocabulary.special_ids:
+        if token >= vocabulary.size:
             return None
-    return b"".join(vocabulary.tokens[token] for token in tokens)
+        text = special.get(token, b"") if token in vocabulary.special_ids else vocabulary.tokens[token]
+        if not text:
+            return None
+        parts.append(text)
+    return b"".join(parts)
 
 
 def _whole_characters(data: bytes) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Generic, Literal, NamedTuple, TypeVar
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from quire.core.request import NO_NAMESPACE, Namespace
 from quire.errors import EngineStopped, RequestError
@@ -34,6 +34,24 @@ MAX_UNFINISHED_CHECKS = 64
 SHARES = 4  # with keys, a tenant has at most one of so many equal parts of the capacity
 _MAX_MESSAGE = 1000  # characters; a backend may quote a whole schema
 
+
+class Compilable(Protocol):
+    """A constraint as the cache sees it."""
+
+    @property
+    def kind(self) -> str:
+        """What an error message names."""
+
+    @property
+    def text(self) -> str:
+        """The schema, pattern, grammar or tag, which determines the size of the entry."""
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """All that its grammar depends on."""
+
+
+C = TypeVar("C", bound=Compilable)
 T = TypeVar("T")
 Result = Literal["ok", "bad", "slow"]
 Key = tuple[str, bytes]  # salt, SHA-256 of the constraint
@@ -54,7 +72,7 @@ class CompilerOverloaded(RequestError):
 
 
 @dataclass(eq=False, slots=True)
-class Compilation(Generic[T]):
+class Compilation(Generic[C, T]):
     """The compilation of one constraint of one namespace. Requests with the same constraint share it.
 
     started_at: time at which a thread started it; None before.
@@ -67,18 +85,18 @@ class Compilation(Generic[T]):
     result: "Future[T | Fault]" = field(default_factory=Future)
     started_at: float | None = None
     num_waiting: int = 0  # requests that wait for the result
-    params: StructuredOutputsParams | None = None  # of a compilation that is not finished
+    params: C | None = None  # of a compilation that is not finished
 
 
 @dataclass(eq=False, slots=True)
-class _Entries(Generic[T]):
+class _Entries(Generic[C, T]):
     """The entries of one tenant, least recently used first."""
 
-    compilations: OrderedDict[Key, Compilation[T]] = field(default_factory=OrderedDict)
+    compilations: OrderedDict[Key, Compilation[C, T]] = field(default_factory=OrderedDict)
     size: int = 0  # characters
 
 
-class GrammarCache(Generic[T]):
+class GrammarCache(Generic[C, T]):
     """Compiles constraints on threads of its own, for which tenants take turns.
 
     Entries are found by tenant, cache salt and content. With keys, a tenant has at most 1/SHARES of the capacity:
@@ -89,7 +107,7 @@ class GrammarCache(Generic[T]):
 
     def __init__(
         self,
-        compile_one: Callable[[StructuredOutputsParams], T],
+        compile_one: Callable[[C], T],
         *,
         capacity: int = CAPACITY,
         max_unfinished: int | None = None,
@@ -110,15 +128,15 @@ class GrammarCache(Generic[T]):
         self._deadline = deadline
         self._clock = clock
         self._report = report
-        self._tenants: dict[str, _Entries[T]] = {}
+        self._tenants: dict[str, _Entries[C, T]] = {}
         self._size = 0  # characters of all entries
-        self._unfinished: list[Compilation[T]] = []
-        self._queue: TenantQueue[Compilation[T]] = TenantQueue(NUM_THREADS)
+        self._unfinished: list[Compilation[C, T]] = []
+        self._queue: TenantQueue[Compilation[C, T]] = TenantQueue(NUM_THREADS)
         self._threads: list[threading.Thread] = []
         self._waiting: set[asyncio.Event] = set()  # of coroutines
         self._closed = False
 
-    def request(self, namespace: Namespace, params: StructuredOutputsParams) -> Compilation[T]:
+    def request(self, namespace: Namespace, params: C) -> Compilation[C, T]:
         """The compilation of a constraint, which is started if the namespace has none. Must be released."""
         tenant, key = namespace.tenant, (namespace.salt, _digest(params))
         entries = self._tenants.get(tenant)
@@ -134,14 +152,14 @@ class GrammarCache(Generic[T]):
         work.num_waiting += 1
         return work
 
-    def release(self, work: Compilation[T]) -> None:
+    def release(self, work: Compilation[C, T]) -> None:
         """A request no longer waits for this compilation. It is cancelled if it has not begun and no other waits."""
         work.num_waiting -= 1
         if not work.num_waiting and work.result.cancel():
             work.params = None  # the queue still has the compilation
             self._remove(work)
 
-    def outcome(self, work: Compilation[T], since: float) -> T | Fault | None:
+    def outcome(self, work: Compilation[C, T], since: float) -> T | Fault | None:
         """The result of a compilation for a request that waits since this time of the clock. None: no result yet."""
         if work.result.done():
             return work.result.result()
@@ -152,7 +170,7 @@ class GrammarCache(Generic[T]):
         message = f"{work.kind} could not be compiled within {self._deadline:g} s; make it smaller or simpler"
         return Fault(message, work.kind)
 
-    async def compiled(self, namespace: Namespace, params: StructuredOutputsParams) -> T:
+    async def compiled(self, namespace: Namespace, params: C) -> T:
         """The result for a constraint. Raises RequestError, CompilerOverloaded, and EngineStopped after `close`."""
         self._check_open()
         since = self._clock()
@@ -189,7 +207,7 @@ class GrammarCache(Generic[T]):
             finished.set()
         self._queue.close()
 
-    def _start(self, work: Compilation[T], params: StructuredOutputsParams) -> None:
+    def _start(self, work: Compilation[C, T], params: C) -> None:
         while len(self._threads) <= NUM_THREADS:
             thread = threading.Thread(target=self._work, name="quire-grammar", daemon=True)
             with _large_stack():
@@ -208,7 +226,7 @@ class GrammarCache(Generic[T]):
         work.params = params
         self._queue.put(work.tenant, work)
 
-    def _remove(self, work: Compilation[T]) -> None:
+    def _remove(self, work: Compilation[C, T]) -> None:
         """Remove an entry. Requests that wait for its compilation still get the result. Ignores a removed entry."""
         entries = self._tenants.get(work.tenant)
         if entries is None or entries.compilations.get(work.key) is not work:
@@ -226,7 +244,7 @@ class GrammarCache(Generic[T]):
         own = sum(work.tenant == tenant for work in self._unfinished)
         return len(self._unfinished) >= self._max_unfinished or own >= _share(tenant, self._max_unfinished)
 
-    def _seconds_left(self, work: Compilation[T], since: float) -> float:
+    def _seconds_left(self, work: Compilation[C, T], since: float) -> float:
         begin = since if work.started_at is None else work.started_at
         return begin + self._deadline - self._clock()
 
@@ -249,7 +267,7 @@ class GrammarCache(Generic[T]):
                 work.result.set_result(result)
             self._queue.done(tenant)
 
-    def _compile_or_fault(self, params: StructuredOutputsParams) -> T | Fault:
+    def _compile_or_fault(self, params: C) -> T | Fault:
         try:
             return self._compile_one(params)
         except RequestError as error:
@@ -259,7 +277,9 @@ class GrammarCache(Generic[T]):
             return Fault(f"{params.kind} cannot be compiled by this server; change it", params.kind)
 
 
-def front_end_cache(backend: str, report: Callable[[Result, float], None] | None = None) -> GrammarCache[bool]:
+def front_end_cache(
+    backend: str, report: Callable[[Result, float], None] | None = None
+) -> GrammarCache[StructuredOutputsParams, bool]:
     """A cache of checks: constraints are compiled as far as the backend does without a vocabulary, and not kept."""
 
     def is_valid(params: StructuredOutputsParams) -> bool:
@@ -280,10 +300,9 @@ def _verdict(result: object, *, is_slow: bool) -> Result:
     return "bad" if isinstance(result, Fault) else "ok"
 
 
-def _digest(params: StructuredOutputsParams) -> bytes:
+def _digest(params: Compilable) -> bytes:
     """Hash of all that a grammar depends on."""
-    asked = (params.kind, params.text, params.disable_any_whitespace, params.disable_additional_properties)
-    return hashlib.sha256(repr((*asked, params.unknown_keywords, params.whitespace_pattern)).encode()).digest()
+    return hashlib.sha256(repr(params.identity).encode()).digest()
 
 
 def _setter(event: asyncio.Event, loop: asyncio.AbstractEventLoop) -> Callable[[object], None]:

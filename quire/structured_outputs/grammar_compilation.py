@@ -8,10 +8,11 @@ from typing import NamedTuple, Protocol
 
 from quire.core.constraint import Constraints, Grammar
 from quire.core.request import Namespace
-from quire.params import StructuredOutputsParams
+from quire.params import Constraint
 from quire.structured_outputs.backends import compile as compile_grammar
 from quire.structured_outputs.grammar_cache import CAPACITY, DEADLINE, Compilation, Fault, GrammarCache
 from quire.structured_outputs.matchers import Matchers
+from quire.structured_outputs.reasoning import ReasoningCompiler
 from quire.structured_outputs.vocabulary import Vocabulary
 from quire.tokenizer.tokenizer import Tokenizer
 
@@ -19,7 +20,7 @@ from quire.tokenizer.tokenizer import Tokenizer
 class _WaitingRequest(NamedTuple):
     """A request that waits for a compilation. submitted_at: seconds on the compiler's clock."""
 
-    compilation: Compilation[Grammar]
+    compilation: Compilation[Constraint, Grammar]
     submitted_at: float
 
 
@@ -28,7 +29,7 @@ class Compiler(Protocol):
 
     constraints: Constraints
 
-    def submit(self, request_id: str, namespace: Namespace, params: StructuredOutputsParams) -> None:
+    def submit(self, request_id: str, namespace: Namespace, constraint: Constraint) -> None:
         """Start to compile the constraint of a request, unless the namespace has its grammar already."""
 
     def finished(self) -> list[tuple[str, str]]:
@@ -59,19 +60,21 @@ class GrammarCompiler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """vocabulary: called once, for the first constraint. capacity, deadline: see GrammarCache."""
-        self._cache = GrammarCache(self._compile, capacity=capacity, deadline=deadline, clock=clock)
+        self._cache: GrammarCache[Constraint, Grammar] = GrammarCache(
+            self._compile, capacity=capacity, deadline=deadline, clock=clock
+        )
         self._matchers = Matchers(-(-vocab_size // 32), fast_forward=fast_forward, on_failure=self._cache.drop)
         self.constraints: Constraints = self._matchers
         self._make_vocabulary = vocabulary
-        self._vocabulary: Vocabulary | None = None
+        self._vocabulary: tuple[Vocabulary, ReasoningCompiler] | None = None
         self._vocabulary_lock = threading.Lock()
         self._backend = backend
         self._clock = clock
         self._waiting_requests: dict[str, _WaitingRequest] = {}
 
-    def submit(self, request_id: str, namespace: Namespace, params: StructuredOutputsParams) -> None:
+    def submit(self, request_id: str, namespace: Namespace, constraint: Constraint) -> None:
         """See Compiler."""
-        self._waiting_requests[request_id] = _WaitingRequest(self._cache.request(namespace, params), self._clock())
+        self._waiting_requests[request_id] = _WaitingRequest(self._cache.request(namespace, constraint), self._clock())
 
     def finished(self) -> list[tuple[str, str]]:
         """See Compiler."""
@@ -106,11 +109,18 @@ class GrammarCompiler:
         if waiting is not None:
             self._cache.release(waiting.compilation)
 
-    def _compile(self, params: StructuredOutputsParams) -> Grammar:
+    def _compile(self, constraint: Constraint) -> Grammar:
         with self._vocabulary_lock:
             if self._vocabulary is None:
-                self._vocabulary = self._make_vocabulary()
-        return compile_grammar(params, self._vocabulary, self._backend)
+                made = self._make_vocabulary()
+                self._vocabulary = made, ReasoningCompiler(made)
+        vocabulary, reasoning_compiler = self._vocabulary
+        asked, reasoning = constraint
+        answer = None if asked is None else compile_grammar(asked, vocabulary, self._backend)
+        if reasoning is None:
+            assert answer is not None, "a constraint has one of both"
+            return answer
+        return reasoning_compiler.compile(reasoning, answer)
 
 
 def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, end_ids: tuple[int, ...]) -> Vocabulary:
@@ -123,4 +133,5 @@ def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, end_ids: tuple[int, ...
         end_ids=ends,
         special_ids=special_ids,
         encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
+        special_texts={token: tokenizer.token_bytes(token) for token in special_ids if token < vocab_size},
     )

@@ -57,10 +57,10 @@ class Matchers:
 
     def begin(self, seq_id: int, request: Request, output_tokens: Sequence[int]) -> Verdict:
         """See Constraints."""
-        params = request.params
-        assert params.structured_outputs is not None, "the request has no constraint"
+        params, constraint = request.params, request.params.constraint
+        assert constraint is not None, "the request has no constraint"
         minds_tokens = params.allowed_token_ids is not None or params.bad_words or params.logit_bias or params.is_ranked
-        wanted = self._fast_forward and params.structured_outputs.fast_forward and not minds_tokens
+        wanted = self._fast_forward and constraint.fast_forward and not minds_tokens
         grammar = self._grammars[request.id]
         waiting = self._pending[seq_id] = _PendingMatcher(grammar, wanted, tuple(output_tokens))
         if (

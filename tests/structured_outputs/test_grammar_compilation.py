@@ -10,7 +10,7 @@ from quire.core.constraint import NO_DRAFTS, Verdict
 from quire.core.request import NO_NAMESPACE, Namespace, Request
 from quire.errors import ConfigError, RequestError
 from quire.hub import embedded
-from quire.params import SamplingParams, StructuredOutputsParams
+from quire.params import Constraint, SamplingParams, StructuredOutputsParams
 from quire.startup.build import build
 from quire.structured_outputs import grammar_compilation
 from quire.structured_outputs.grammar_cache import NUM_THREADS, STACK_BYTES
@@ -74,10 +74,10 @@ def regex(text, **others):
 def test_a_constraint_is_compiled_once_for_all_who_ask_it(monkeypatch):
     site = Site(monkeypatch, lambda asked: object())
     for name in ("a", "b"):
-        site.grammars.submit(name, NO_NAMESPACE, regex("x"))
+        site.grammars.submit(name, NO_NAMESPACE, Constraint(regex("x")))
         assert site.told() == [(name, "")]
-    site.grammars.submit("c", NO_NAMESPACE, regex("x", fast_forward=False))
-    site.grammars.submit("d", NO_NAMESPACE, regex("y"))
+    site.grammars.submit("c", NO_NAMESPACE, Constraint(regex("x", fast_forward=False)))
+    site.grammars.submit("d", NO_NAMESPACE, Constraint(regex("y")))
     assert sorted(site.told() + site.told()) == [("c", ""), ("d", "")]
     assert sorted(site.calls) == ["x", "y"]
     assert site.vocabularies == 1
@@ -88,7 +88,7 @@ def test_each_tenant_and_each_salt_compiles_a_constraint_itself(monkeypatch):
     site = Site(monkeypatch, lambda asked: object())
     namespaces = [Namespace("alice"), Namespace("bob"), Namespace("alice", salt="x")]
     for i, namespace in enumerate(namespaces * 2):
-        site.grammars.submit(f"{i}", namespace, regex("x"))
+        site.grammars.submit(f"{i}", namespace, Constraint(regex("x")))
         assert site.told() == [(f"{i}", "")]
     assert site.calls == ["x"] * len(namespaces)
     site.grammars.close()
@@ -125,7 +125,7 @@ def test_a_grammar_that_fails_is_dropped_and_logged_once_with_the_reason(monkeyp
 
     def begin(seq_id):
         """Whether a new request with the same constraint works."""
-        site.grammars.submit(f"{seq_id}", NO_NAMESPACE, regex("x"))
+        site.grammars.submit(f"{seq_id}", NO_NAMESPACE, Constraint(regex("x")))
         assert site.told() == [(f"{seq_id}", "")]
         params = SamplingParams(max_tokens=4, seed=1, structured_outputs=regex("x"))
         error = constraints.begin(seq_id, Request(id=f"{seq_id}", prompt=[1], params=params), []).error
@@ -146,9 +146,9 @@ def test_what_a_backend_says_against_a_constraint_is_told_and_its_accidents_too(
         raise RequestError("no such thing") if asked.text == "bad" else ValueError("oh")
 
     site = Site(monkeypatch, compiled)
-    site.grammars.submit("a", NO_NAMESPACE, regex("bad"))
+    site.grammars.submit("a", NO_NAMESPACE, Constraint(regex("bad")))
     assert site.told() == [("a", "no such thing")]
-    site.grammars.submit("b", NO_NAMESPACE, regex("worse"))
+    site.grammars.submit("b", NO_NAMESPACE, Constraint(regex("worse")))
     assert site.told() == [("b", "regex cannot be compiled by this server; change it")]
     site.grammars.close()
 
@@ -156,8 +156,8 @@ def test_what_a_backend_says_against_a_constraint_is_told_and_its_accidents_too(
 def test_nobody_waits_longer_than_the_deadline(monkeypatch):
     go_on = threading.Event()
     site = Site(monkeypatch, lambda asked: go_on.wait(30) if asked.text == "slow" else object())
-    site.grammars.submit("a", NO_NAMESPACE, regex("slow"))
-    site.grammars.submit("b", NO_NAMESPACE, regex("fast"))
+    site.grammars.submit("a", NO_NAMESPACE, Constraint(regex("slow")))
+    site.grammars.submit("b", NO_NAMESPACE, Constraint(regex("fast")))
     assert site.told() == [("b", "")]
     site.now = 3.5
     ((name, error),) = site.grammars.finished()
@@ -171,12 +171,12 @@ def test_what_nobody_waits_for_any_more_is_not_begun_and_who_only_waited_for_oth
     go_on = threading.Event()
     site = Site(monkeypatch, lambda asked: go_on.wait(30) if asked.text.startswith("slow") else object())
     for i in range(NUM_THREADS):
-        site.grammars.submit(f"slow {i}", NO_NAMESPACE, regex(f"slow {i}"))
+        site.grammars.submit(f"slow {i}", NO_NAMESPACE, Constraint(regex(f"slow {i}")))
     for i in range(20):
-        site.grammars.submit(f"{i}", NO_NAMESPACE, regex(f"slow as well {i}"))
+        site.grammars.submit(f"{i}", NO_NAMESPACE, Constraint(regex(f"slow as well {i}")))
         site.grammars.forget(f"{i}")
-    site.grammars.submit("patient", NO_NAMESPACE, regex("x"))
-    site.grammars.submit("late", NO_NAMESPACE, regex("x"))
+    site.grammars.submit("patient", NO_NAMESPACE, Constraint(regex("x")))
+    site.grammars.submit("late", NO_NAMESPACE, Constraint(regex("x")))
     site.now = 2.0
     assert site.grammars.finished() == []
     site.grammars._waiting_requests["late"] = site.grammars._waiting_requests["late"]._replace(submitted_at=-2.0)
@@ -191,8 +191,8 @@ def test_two_first_requests_share_one_vocabulary(monkeypatch):
     site = Site(monkeypatch, lambda asked: object())
     slowly = site.grammars._make_vocabulary
     site.grammars._make_vocabulary = lambda: (time.sleep(0.05), slowly())[1]
-    site.grammars.submit("a", NO_NAMESPACE, regex("x"))
-    site.grammars.submit("b", NO_NAMESPACE, regex("y"))
+    site.grammars.submit("a", NO_NAMESPACE, Constraint(regex("x")))
+    site.grammars.submit("b", NO_NAMESPACE, Constraint(regex("y")))
     assert len(site.told()) + len(site.told()) >= 2
     assert site.vocabularies == 1
     site.grammars.close()
@@ -200,7 +200,7 @@ def test_two_first_requests_share_one_vocabulary(monkeypatch):
 
 def test_who_gives_up_is_told_nothing(monkeypatch):
     site = Site(monkeypatch, lambda asked: object())
-    site.grammars.submit("a", NO_NAMESPACE, regex("x"))
+    site.grammars.submit("a", NO_NAMESPACE, Constraint(regex("x")))
     site.grammars.forget("a")
     assert site.told(5) == []
     site.grammars.close()
@@ -232,7 +232,7 @@ def test_compiling_has_a_stack_of_a_known_size_and_nobody_else_gets_it(monkeypat
 
     monkeypatch.setattr(threading.Thread, "start", start)
     site = Site(monkeypatch, lambda asked: object())
-    site.grammars.submit("a", NO_NAMESPACE, regex("x"))
+    site.grammars.submit("a", NO_NAMESPACE, Constraint(regex("x")))
     assert site.told() == [("a", "")]
     site.grammars.close()
     assert [size for name, size in started if name.startswith("quire-grammar")] == [STACK_BYTES] * (NUM_THREADS + 1)

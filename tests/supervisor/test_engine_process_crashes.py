@@ -88,6 +88,7 @@ def questions(count):
         {"temperature": 0.9},  # with the seed that the front end sets
         {"temperature": 1.0, "seed": 3, "n": 3, "repetition_penalty": 1.2, "presence_penalty": 0.5},
         {"temperature": 0.8, "seed": 4, "logprobs": 2, "min_tokens": 20, "ignore_eos": False, "max_tokens": 90},
+        {"temperature": 1.0, "seed": 5, "reasoning": {"begin": "", "end": "</think>", "begun": True, "budget": 60}},
     )
     return {f"r{i}": ([10 + i, *range(20, 24 + i % 9)], kinds[i % len(kinds)]) for i in range(count)}
 

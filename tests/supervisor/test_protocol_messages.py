@@ -29,7 +29,7 @@ from quire.errors import (
     RequestError,
 )
 from quire.models.description import UnknownArchitecture
-from quire.params import NUMBERS, SamplingParams, StructuredOutputsParams
+from quire.params import NUMBERS, ReasoningParams, SamplingParams, StructuredOutputsParams
 from quire.startup.model_info import ModelInfo
 from quire.supervisor import protocol
 from quire.supervisor import protocol as framing
@@ -84,6 +84,13 @@ def params():
         chosen[name] = optional(chosen[name])
     words = st.lists(TEXT.filter(bool), max_size=2).map(tuple)
     flags = ("ignore_eos", "deterministic", "include_stop_str_in_output", "skip_special_tokens", "speculation")
+    reasoning = one_of_fields(
+        ReasoningParams,
+        begin=st.just("<think>"),
+        end=st.sampled_from(["</think>", "◁/think▷"]),
+        begun=st.booleans(),
+        budget=optional(st.integers(0, 2**31 - 1)),
+    )
     return one_of_fields(
         SamplingParams,
         **chosen
@@ -103,6 +110,7 @@ def params():
             "logprob_token_ids": IDS.map(tuple),
             "spaces_between_special_tokens": st.booleans(),
             "structured_outputs": optional(st.sampled_from(FORMS)),
+            "reasoning": optional(reasoning),
             "prediction": st.none(),
         }
         | dict.fromkeys(("json_schema", "regex", "ebnf"), st.none())  # moved to structured_outputs by the constructor

@@ -26,7 +26,7 @@ class LogprobFormat:
     def __init__(self, params: SamplingParams, tokenizer: Tokenizer, *, as_token_ids: bool = False) -> None:
         self._top = params.logprobs or 0
         self._logprob_token_ids = params.logprob_token_ids
-        self._with_forced = params.structured_outputs is not None
+        self._with_forced = params.has_constraint
         self._tokenizer = tokenizer
         self._as_token_ids = as_token_ids
 

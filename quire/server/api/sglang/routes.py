@@ -168,7 +168,7 @@ class GenerateAnswer:
             "cached_tokens": transcript.num_cached_tokens,
             "e2e_latency": (metrics.finished_time or time.monotonic()) - metrics.arrival_time,
         }
-        if transcript.params.structured_outputs is not None:
+        if transcript.params.has_constraint:
             about["forced_tokens"] = output.num_forced_tokens
         if report.logprobs:
             about |= self._logprobs(place, transcript, output)
