@@ -154,7 +154,11 @@ class _Run:
     def __init__(self, service: Service, store: Store, drain: Drain, tenant: str, record: BatchRecord) -> None:
         self.batch = record.batch
         self.task: asyncio.Task[None]
-        self._has_priorities = service.options.policy == "priority"
+        self._defaults: dict[str, object] = {}  # of fields of requests
+        if service.options.policy == "priority":
+            self._defaults["priority"] = LOWEST_PRIORITY
+        if self.batch["endpoint"] == "/v1/responses":
+            self._defaults["store"] = False  # or a batch would take the room of other responses
         self._store = store
         self._drain = drain
         self._tenant = tenant
@@ -256,12 +260,11 @@ class _Run:
         return num_lines
 
     async def _tasks(self) -> AsyncIterator[Task | BadLine]:
-        """The requests of the file until the server drains, with the lowest priority that the policy allows."""
+        """The requests of the file until the server drains, with the defaults of batches."""
         async for found in self._lines():
             if self._drain.begun:
                 return
-            is_ranked = self._has_priorities and isinstance(found, Task)
-            yield found._replace(body=_with_lowest_priority(found.body)) if is_ranked else found  # type: ignore[union-attr, call-arg]  # a Task
+            yield found._replace(body=_with_defaults(found.body, self._defaults)) if isinstance(found, Task) else found
 
     async def _lines(self) -> AsyncIterator[Task | BadLine]:
         """The lines of the file, parsed on a thread."""
@@ -342,11 +345,11 @@ def _problem(code: str, message: str, line: int | None = None) -> dict[str, obje
     return {"code": code, "message": message, "line": line, "param": None}
 
 
-def _with_lowest_priority(body: bytes) -> bytes:
-    """The body with the lowest priority, unless it has one."""
+def _with_defaults(body: bytes, defaults: Mapping[str, object]) -> bytes:
+    """The body of a request with values for fields that it does not have, or that are null."""
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return body  # no object: the route says so
-    given = fields.pop("priority", msgspec.Raw(b"null"))
-    return msgspec.json.encode({**fields, "priority": LOWEST_PRIORITY if bytes(given) == b"null" else given})
+    missing = {name: value for name, value in defaults.items() if bytes(fields.get(name, b"null")) == b"null"}
+    return msgspec.json.encode({**fields, **missing}) if missing else body

@@ -390,10 +390,10 @@ class Responses:
                 raise RequestError(f"input refers to more than {MAX_REFERENCES} responses; send the items", "input")
             record = await self._store.get(tenant, "response", response_id)
             known[response_id] = [] if record is None else _items_of(record)
-        found = next((one for one in reversed(known[response_id]) if one["id"] == id), None)
-        if found is not None:
-            return found
-        raise UnknownObject("item", id, "input")
+        found: dict[str, Any] | None = next((one for one in known[response_id] if one["id"] == id), None)
+        if found is None:
+            raise UnknownObject("item", id, "input")
+        return found
 
 
 def _items_of(record: bytes) -> list[dict[str, Any]]:
