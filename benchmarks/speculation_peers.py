@@ -5,7 +5,7 @@
 
 PYTHON: an interpreter that has vLLM; its method suffix needs the package arctic-inference. Each engine runs with and
 without drafts, 8 at most, after other chats of the same task, and with other chats in each round. All write equally
-many tokens. Tokens per step are output tokens by those that are no accepted drafts. Engines take turns.
+many tokens. Tokens per step are output tokens by model steps, those of prompts included. Engines take turns.
 """
 
 import argparse
@@ -42,7 +42,7 @@ class Round(NamedTuple):
 
     num_tokens: int
     seconds: float
-    num_accepted: int  # drafts
+    num_steps: int
 
 
 def engines(vllm: str, methods: Sequence[str]) -> list[Engine]:
@@ -51,7 +51,7 @@ def engines(vllm: str, methods: Sequence[str]) -> list[Engine]:
     found = [
         Engine("quire:off", sys.executable, options={"speculation": "off"}, **common),
         Engine("quire:auto", sys.executable, options={"speculation": "auto"}, **common),
-        Engine("vllm:off", vllm, **common),
+        Engine("vllm:off", vllm, options={"disable_log_stats": False}, **common),
     ]
     for method in methods:
         config: dict[str, object] = {"method": method, "num_speculative_tokens": _DRAFTS}
@@ -81,9 +81,9 @@ def tasks(rounds: int, num_chats: int, num_before: int) -> dict[str, list[Querie
 
 
 def run(running: Running, queries: Queries) -> tuple[float, int]:
-    """Seconds of queries one after another, and accepted drafts."""
-    answers = [running.answer_with_drafts([query]) for query in queries]
-    return sum(seconds for seconds, _ in answers), sum(accepted for _, accepted in answers)
+    """Seconds and model steps of queries one after another."""
+    answers = [running.answer_in_steps([query]) for query in queries]
+    return sum(seconds for seconds, _ in answers), sum(steps for _, steps in answers)
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -109,9 +109,8 @@ def _row(task: str, measured: Mapping[str, Sequence[Round]]) -> dict[str, Any]:
     """Tokens per step, speed-up by drafts, and tokens per second of each engine."""
     row: dict[str, Any] = {"task": task, "tokens": sum(one.num_tokens for one in next(iter(measured.values())))}
     for name, rounds in measured.items():
-        num_tokens, accepted = row["tokens"], sum(one.num_accepted for one in rounds)
         if not name.endswith(":off"):
-            row[f"{name}, tokens per step"] = round(num_tokens / (num_tokens - accepted), 2)
+            row[f"{name}, tokens per step"] = round(row["tokens"] / sum(one.num_steps for one in rounds), 2)
             pairs = zip(measured[f"{name.partition(':')[0]}:off"], rounds, strict=True)
             row[f"{name}, speed-up"] = round(median(off.seconds / on.seconds for off, on in pairs), 2)
         row[f"{name}, tokens/s"] = round(median(one.num_tokens / one.seconds for one in rounds))

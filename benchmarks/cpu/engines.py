@@ -112,10 +112,10 @@ class Running:
         found = self._ask({"name": "forms", "queries": list(queries)}, ("seconds", "num_tokens"))
         return found["seconds"], found["num_tokens"]
 
-    def answer_with_drafts(self, queries: Sequence[Mapping[str, Any]]) -> tuple[float, int]:
-        """Seconds of queries in the drivers' format, and how many drafts were accepted for them."""
-        found = self._ask({"name": "drafts", "queries": list(queries)}, ("seconds", "accepted"))
-        return found["seconds"], found["accepted"]
+    def answer_in_steps(self, queries: Sequence[Mapping[str, Any]]) -> tuple[float, int]:
+        """Seconds of queries in the drivers' format, and the number of model steps."""
+        found = self._ask({"name": "steps", "queries": list(queries)}, ("seconds", "steps"))
+        return found["seconds"], found["steps"]
 
     def memory(self) -> dict[str, Any]:
         """Resident bytes of all processes of the engine, and whether they are PSS or RSS."""

@@ -7,14 +7,4 @@ from quire.params import StructuredOutputsParams
 
 def call_constraint(format: ToolFormat, toolbox: Toolbox) -> StructuredOutputsParams | None:
     """The constraint for the tools of a request; None if nothing has to be constrained. Raises RequestError."""
-    if toolbox.choice.mode == "none":
-        return None
-    structures = [
-        {
-            "begin": f'{format.begin}\n{{"name": "{tool.name}", "arguments": ',
-            "schema": tool.parameters,
-            "end": f"}}\n{format.end}",
-        }
-        for tool in toolbox.callable_tools
-    ]
-    return StructuredOutputsParams(structural_tag={"structures": structures, "triggers": [format.begin]})
+    return None

@@ -1,37 +1,118 @@
-"""How model families write tool calls and reasoning, as data."""
+"""How model families write tool calls and reasoning, as data.
+
+Texts are written as the families' chat templates write them. The parser takes any white space at their ends; a
+constraint reproduces them exactly.
+"""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from uuid import uuid4
+from typing import Literal, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JsonCall:
+    """A call as a JSON object with its name and arguments: {"name": "f", "arguments": {...}}.
+
+    names, arguments: keys that models use; the first is the one of the templates.
+    """
+
+    names: tuple[str, ...] = ("name",)
+    arguments: tuple[str, ...] = ("arguments", "parameters")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaggedArguments:
+    """Arguments between tags: key_begin KEY key_end value_begin VALUE value_end. Strings are written without quotes."""
+
+    key_begin: str
+    key_end: str
+    value_begin: str = ""
+    value_end: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedCall:
+    """A call as its name with arguments behind it: begin NAME after_name name_end ARGUMENTS end.
+
+    name_prefix: text before the name that models may leave out. after_name: pattern of the text between the name and
+    `name_end` that does not belong to the name; the parser takes any short text. arguments: "python" are keyword
+    arguments of a Python call.
+    """
+
+    begin: str = ""
+    name_prefix: str = ""
+    after_name: str = ""
+    name_end: str
+    arguments: Literal["json", "python"] | TaggedArguments = "json"
+    end: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallForm:
+    """A group of calls: begin open CALL separator CALL ... close end.
+
+    begin, end: the parser takes calls without them if the call has a `begin` of its own. With neither, a call is one at
+    the beginning of a line only, and if its name is the name of a tool. has_many: a group may have several calls. Else
+    there are several groups, with the separator between them.
+    """
+
+    call: JsonCall | NamedCall
+    begin: str = ""
+    open: str = ""
+    separator: str = ""
+    close: str = ""
+    end: str = ""
+    has_many: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """How a model family writes tool calls: JSON between two tags."""
+    """How a model family writes tool calls.
 
-    name: str
-    begin: str
-    end: str
-    needs_special_tokens: bool = False
+    parser: vLLM's name of the parser. forms: tried in this order; a constraint uses the first one. special_tokens:
+    texts that are special tokens in the family's tokenizers. dropped: further markup that is no content.
+    before_calls: text that a constraint allows before the first call. has_parallel: whether a message may have several
+    calls.
+    """
 
-    def new_call_id(self, index: int, name: str) -> str:
-        """An id for the index-th call of a message."""
-        return f"call_{uuid4().hex[:24]}"
+    parser: str
+    forms: tuple[CallForm, ...]
+    special_tokens: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    before_calls: str = ""
+    has_parallel: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningFormat:
-    """How a model family writes reasoning: text between two tags."""
+    """How a model family writes reasoning.
 
-    name: str
-    begin: str
-    end: str
-    needs_special_tokens: bool = False
+    parser: vLLM's name of the parser. tags: pairs of texts before and behind the reasoning; the first pair is the one
+    of the templates. special_tokens, dropped: see ToolFormat.
+    """
 
-    def is_open(self, prompt: str) -> bool:
-        """Whether a rendered prompt ends inside of reasoning."""
-        return prompt.rstrip().endswith(self.begin)
+    parser: str
+    tags: tuple[tuple[str, str], ...]
+    special_tokens: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+
+    @property
+    def begin(self) -> str:
+        """The text before reasoning."""
+        return self.tags[0][0]
+
+    @property
+    def end(self) -> str:
+        """The text behind reasoning."""
+        return self.tags[0][1]
+
+    def is_begun_by(self, prompt: str) -> bool:
+        """Whether a prompt ends with the beginning of reasoning, so that the generated text continues it."""
+        tail = prompt.rstrip(" \n\r\t")
+        return any(tail.endswith(begin.strip()) for begin, _ in self.tags)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +125,296 @@ class ChatFormat:
 
     @property
     def needs_special_tokens(self) -> bool:
-        """Whether markup may consist of special tokens, so that the text must be detokenized with these."""
-        return any(one is not None and one.needs_special_tokens for one in (self.tools, self.reasoning))
+        """Whether special tokens are markup, so that the text must be detokenized with them."""
+        return bool(self.special_tokens)
+
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        """Texts of markup that are special tokens."""
+        return tuple(text for one in (self.tools, self.reasoning) if one is not None for text in one.special_tokens)
 
 
-_HERMES = ToolFormat(name="hermes", begin="<tool_call>", end="</tool_call>")
-GENERIC = _HERMES
-_THINK = ReasoningFormat(name="qwen3", begin="<think>", end="</think>")
+def _tagged_json(begin: str, end: str, call: JsonCall = JsonCall()) -> CallForm:
+    return CallForm(begin=begin, call=call, end=end, separator="\n")
 
-# Keys are vLLM's names of parsers.
-TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType({"hermes": _HERMES, "qwen": _HERMES})
-REASONING_FORMATS: Mapping[str, ReasoningFormat] = MappingProxyType({"qwen3": _THINK, "deepseek_r1": _THINK})
+
+def _json_list(begin: str, end: str = "") -> CallForm:
+    return CallForm(begin=begin, open="[", call=JsonCall(), separator=", ", close="]", end=end, has_many=True)
+
+
+_TOOL_CALL = _tagged_json("<tool_call>\n", "\n</tool_call>")
+_PYTHON_CALL = NamedCall(name_end="(", arguments="python", end=")")
+_PYTHON_LIST = CallForm(open="[", call=_PYTHON_CALL, separator=", ", close="]", has_many=True)
+_PARAMETERS_FIRST = JsonCall(arguments=("parameters", "arguments"))
+_QWEN_CALL = NamedCall(
+    begin="<function=",
+    name_end=">\n",
+    arguments=TaggedArguments(key_begin="<parameter=", key_end=">\n", value_end="\n</parameter>\n"),
+    end="</function>",
+)
+
+_HERMES = ToolFormat(parser="hermes", forms=(_TOOL_CALL,))
+_GRANITE_20B = ToolFormat(parser="granite-20b-fc", forms=(_tagged_json("<function_call> ", ""),))
+_GRANITE = ToolFormat(
+    parser="granite",
+    forms=(_json_list("<|tool_call|>"), _json_list("<tool_call>")),
+    special_tokens=("<|tool_call|>",),
+)
+_QWEN3_CODER = ToolFormat(
+    parser="qwen3_coder",
+    forms=(CallForm(begin="<tool_call>\n", call=_QWEN_CALL, separator="\n", end="\n</tool_call>"),),
+)
+_SEED_OSS = ToolFormat(
+    parser="seed_oss",
+    forms=(CallForm(begin="<seed:tool_call>\n", call=_QWEN_CALL, separator="\n", end="\n</seed:tool_call>"),),
+)
+_MINIMAX_M2 = ToolFormat(
+    parser="minimax_m2",
+    forms=(
+        CallForm(
+            begin="<minimax:tool_call>\n",
+            call=NamedCall(
+                begin='<invoke name="',
+                name_end='">\n',
+                arguments=TaggedArguments(key_begin='<parameter name="', key_end='">', value_end="</parameter>\n"),
+                end="</invoke>",
+            ),
+            separator="\n",
+            end="\n</minimax:tool_call>",
+            has_many=True,
+        ),
+    ),
+)
+_GLM45 = ToolFormat(
+    parser="glm45",
+    forms=(
+        CallForm(
+            call=NamedCall(
+                begin="<tool_call>",
+                name_end="\n",
+                arguments=TaggedArguments(
+                    key_begin="<arg_key>", key_end="</arg_key>\n", value_begin="<arg_value>", value_end="</arg_value>\n"
+                ),
+                end="</tool_call>",
+            ),
+            separator="\n",
+        ),
+    ),
+)
+_LLAMA3 = ToolFormat(
+    parser="llama3_json",
+    forms=(
+        CallForm(call=_PARAMETERS_FIRST, separator="; ", has_many=True),
+        CallForm(begin="<|python_tag|>", call=_PARAMETERS_FIRST, separator="; ", has_many=True),
+    ),
+    special_tokens=("<|python_tag|>",),
+)
+_PYTHONIC = ToolFormat(parser="pythonic", forms=(_PYTHON_LIST,))
+_LLAMA4_PYTHONIC = ToolFormat(
+    parser="llama4_pythonic",
+    forms=(_PYTHON_LIST, replace(_PYTHON_LIST, begin="<|python_start|>", end="<|python_end|>")),
+    special_tokens=("<|python_start|>", "<|python_end|>"),
+)
+_LFM2 = ToolFormat(
+    parser="lfm2",
+    forms=(replace(_PYTHON_LIST, begin="<|tool_call_start|>", end="<|tool_call_end|>"),),
+    special_tokens=("<|tool_call_start|>", "<|tool_call_end|>"),
+)
+_OLMO3 = ToolFormat(
+    parser="olmo3",
+    forms=(
+        CallForm(
+            begin="<function_calls>\n",
+            call=_PYTHON_CALL,
+            separator="\n",
+            end="\n</function_calls>",
+            has_many=True,
+        ),
+    ),
+)
+_MISTRAL_LIST = _json_list("[TOOL_CALLS]")
+_MISTRAL_NAMED = CallForm(
+    call=NamedCall(begin="[TOOL_CALLS]", name_end="[ARGS]"),  # since version 11 of Mistral's tokenizers
+)
+_MISTRAL_OTHERS = (
+    CallForm(call=NamedCall(begin="[TOOL_CALLS]", after_name=r"\[CALL_ID\][a-zA-Z0-9]{9}", name_end="[ARGS]")),
+    CallForm(call=NamedCall(begin="[TOOL_CALLS]", name_end="")),
+)
+_MISTRAL = ToolFormat(
+    parser="mistral",
+    forms=(_MISTRAL_LIST, _MISTRAL_NAMED, *_MISTRAL_OTHERS),
+    special_tokens=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+)
+_MISTRAL_V11 = replace(_MISTRAL, forms=(_MISTRAL_NAMED, _MISTRAL_LIST, *_MISTRAL_OTHERS))
+
+
+def _deepseek(words: str) -> str:
+    """A special token of DeepSeek's tokenizers."""
+    return "<\uff5c" + words.replace(" ", "\u2581") + "\uff5c>"
+
+
+_CALLS_BEGIN, _CALLS_END = _deepseek("tool calls begin"), _deepseek("tool calls end")
+_CALL_BEGIN, _CALL_SEP, _CALL_END = (_deepseek(f"tool {words}") for words in ("call begin", "sep", "call end"))
+_DEEPSEEK_V3 = ToolFormat(
+    parser="deepseek_v3",
+    forms=(
+        CallForm(
+            begin=_CALLS_BEGIN,
+            call=NamedCall(begin=f"{_CALL_BEGIN}function{_CALL_SEP}", name_end="\n```json\n", end=f"\n```{_CALL_END}"),
+            separator="\n",
+            end=_CALLS_END,
+            has_many=True,
+        ),
+    ),
+    special_tokens=(_CALLS_BEGIN, _CALLS_END, _CALL_BEGIN, _CALL_SEP, _CALL_END),
+)
+_DEEPSEEK_V31 = replace(
+    _DEEPSEEK_V3,
+    parser="deepseek_v31",
+    forms=(
+        CallForm(
+            begin=_CALLS_BEGIN,
+            call=NamedCall(begin=_CALL_BEGIN, name_end=_CALL_SEP, end=_CALL_END),
+            end=_CALLS_END,
+            has_many=True,
+        ),
+    ),
+)
+_KIMI_K2 = ToolFormat(
+    parser="kimi_k2",
+    forms=(
+        CallForm(
+            begin="<|tool_calls_section_begin|>",
+            call=NamedCall(
+                begin="<|tool_call_begin|>",
+                name_prefix="functions.",
+                after_name=":[0-9]{1,3}",
+                name_end="<|tool_call_argument_begin|>",
+                end="<|tool_call_end|>",
+            ),
+            end="<|tool_calls_section_end|>",
+            has_many=True,
+        ),
+    ),
+    special_tokens=(
+        *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+        *("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    ),
+)
+_PHI4_FORMS = (_json_list("<|tool_call|>", "<|/tool_call|>"), _json_list("functools"))
+_PHI4 = ToolFormat(parser="phi4_mini_json", forms=_PHI4_FORMS, special_tokens=("<|tool_call|>", "<|/tool_call|>"))
+_PHI4_FUNCTOOLS = replace(_PHI4, forms=_PHI4_FORMS[::-1])
+_INTERNLM = ToolFormat(
+    parser="internlm",
+    forms=(_tagged_json("<|action_start|><|plugin|>\n", "<|action_end|>", _PARAMETERS_FIRST),),
+    special_tokens=("<|action_start|>", "<|plugin|>", "<|action_end|>"),
+)
+_JAMBA = ToolFormat(parser="jamba", forms=(_json_list("<tool_calls>", "</tool_calls>"),))
+_LONGCAT = ToolFormat(parser="longcat", forms=(_tagged_json("<longcat_tool_call>\n", "\n</longcat_tool_call>"),))
+_GENERIC = ToolFormat(
+    parser="generic",
+    forms=(
+        CallForm(call=JsonCall(), separator="\n", has_many=True),
+        _json_list(""),
+        *(_tagged_json(f"<{tag}>", f"</{tag}>") for tag in ("tool_call", "function_call", "tool", "function")),
+        *(_json_list(f"<{tag}>", f"</{tag}>") for tag in ("tool_call", "tool_calls", "function_calls", "tools")),
+        _json_list("<|tool_call|>"),
+        _json_list("[TOOL_CALLS]"),
+        *(replace(_json_list(fence), end="```") for fence in ("```json\n", "```tool_call\n", "```\n")),
+    ),
+)
+
+# A channel of gpt-oss ends with a token of its own; its header names the channel and the recipient.
+_HARMONY_TOKENS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
+_HARMONY_CALLS = tuple(
+    CallForm(
+        call=NamedCall(begin=begin, name_prefix="functions.", after_name=after, name_end="<|message|>"),
+    )
+    for begin, after in (
+        ("<|channel|>commentary to=", r" <\|constrain\|>json"),
+        ("<|channel|>analysis to=", " code"),
+        ("<|start|>assistant to=", r"<\|channel\|>commentary json"),
+    )
+)
+_HARMONY_DROPPED = (
+    *("<|start|>assistant", "<|end|>", "<|return|>", "<|call|>"),
+    *("<|channel|>final<|message|>", "<|channel|>final <|constrain|>json<|message|>"),
+    "<|channel|>commentary<|message|>",
+)
+_GPT_OSS = ToolFormat(
+    parser="openai",
+    forms=_HARMONY_CALLS,
+    special_tokens=_HARMONY_TOKENS,
+    dropped=_HARMONY_DROPPED,
+    before_calls="<|start|>assistant",
+    has_parallel=False,
+)
+
+_THINK = ("<think>", "</think>")
+_QWEN3 = ReasoningFormat(parser="qwen3", tags=(_THINK,))
+_DEEPSEEK_R1 = ReasoningFormat(parser="deepseek_r1", tags=(_THINK,))
+_GRANITE_REASONING = ReasoningFormat(
+    parser="granite",
+    tags=(
+        _THINK,
+        ("Here is my thought process:", "Here is my response:"),
+        ("Here's my thought process:", "Here's my response:"),
+    ),
+    dropped=("<response>", "</response>"),
+)
+_MAGISTRAL = ReasoningFormat(
+    parser="mistral", tags=(("[THINK]", "[/THINK]"), _THINK), special_tokens=("[THINK]", "[/THINK]")
+)
+_SEED_REASONING = ReasoningFormat(parser="seed_oss", tags=(("<seed:think>", "</seed:think>"),))
+_GPT_OSS_REASONING = ReasoningFormat(
+    parser="openai_gptoss",
+    tags=(("<|channel|>analysis<|message|>", "<|end|>"),),
+    special_tokens=_HARMONY_TOKENS,
+    dropped=_HARMONY_DROPPED,
+)
+
+
+def _named(formats: Mapping[T, str]) -> Mapping[str, T]:
+    """The formats by each of their names, which are separated by spaces."""
+    return MappingProxyType({name: format for format, names in formats.items() for name in names.split()})
+
+
+# The names are those of vLLM's parsers, then some of SGLang's and of model families.
+TOOL_FORMATS = _named(
+    {
+        _HERMES: "hermes granite4 ernie45 qwen qwen25 qwen3",
+        _QWEN3_CODER: "qwen3_coder qwen3_xml mimo step3p5",
+        _LLAMA3: "llama3_json llama4_json llama3",
+        _PYTHONIC: "pythonic",
+        _LLAMA4_PYTHONIC: "llama4_pythonic",
+        _OLMO3: "olmo3",
+        _LFM2: "lfm2",
+        _MISTRAL: "mistral",
+        _MISTRAL_V11: "mistral_v11",
+        _DEEPSEEK_V3: "deepseek_v3 deepseekv3 deepseek_r1",
+        _DEEPSEEK_V31: "deepseek_v31 deepseekv31",
+        _GRANITE: "granite",
+        _GRANITE_20B: "granite-20b-fc",
+        _PHI4: "phi4_mini_json phi4",
+        _PHI4_FUNCTOOLS: "phi4_functools",
+        _GPT_OSS: "openai gpt-oss gpt_oss",
+        _GLM45: "glm45 glm47 glm",
+        _KIMI_K2: "kimi_k2",
+        _MINIMAX_M2: "minimax_m2 minimax-m2",
+        _SEED_OSS: "seed_oss",
+        _JAMBA: "jamba hunyuan_a13b",
+        _INTERNLM: "internlm",
+        _LONGCAT: "longcat",
+        _GENERIC: "generic",
+    }
+)
+REASONING_FORMATS = _named(
+    {
+        _QWEN3: "qwen3 glm45 glm47 holo2 mimo kimi_k2 minimax_m2 nemotron_v3 ernie45 olmo3 step3 step3p5",
+        _DEEPSEEK_R1: "deepseek_r1 deepseek_v3 deepseek_v31 deepseek-r1 deepseek-v3",
+        _GRANITE_REASONING: "granite",
+        _MAGISTRAL: "mistral magistral",
+        _SEED_REASONING: "seed_oss",
+        _GPT_OSS_REASONING: "openai_gptoss gpt-oss gpt_oss openai",
+    }
+)

@@ -1,9 +1,10 @@
 """What of a model's message format applies to one request, and the sampling parameters that follow from it."""
 
 from dataclasses import dataclass, replace
+from uuid import uuid4
 
 from quire.chat.constraint import call_constraint
-from quire.chat.formats import GENERIC, ChatFormat
+from quire.chat.formats import TOOL_FORMATS, ChatFormat
 from quire.chat.parser import MessageParser
 from quire.chat.parts import Message, message_of
 from quire.chat.tools import Toolbox
@@ -38,7 +39,12 @@ class OutputFormat:
 
     def new_call_id(self, index: int, name: str) -> str:
         """An id for the index-th call of a message, which the model's chat template accepts in a later request."""
-        return (self.format.tools or GENERIC).new_call_id(index, name)
+        match self.format.tools.parser if self.format.tools else None:
+            case "mistral":
+                return uuid4().hex[:9]
+            case "kimi_k2":
+                return f"functions.{name}:{index}"
+        return f"call_{uuid4().hex[:24]}"
 
 
 def output_format(
@@ -47,9 +53,9 @@ def output_format(
     """How the output behind a rendered prompt is read. own: the model's format."""
     tools = None
     if toolbox is not None and toolbox.choice.mode != "none":
-        tools = own.tools or (GENERIC if toolbox.choice.mode == "required" else None)
+        tools = own.tools or (TOOL_FORMATS["generic"] if toolbox.choice.mode == "required" else None)
     reasoning = own.reasoning if separate_reasoning else None
-    in_reasoning = reasoning is not None and reasoning.is_open(prompt)
+    in_reasoning = reasoning is not None and reasoning.is_begun_by(prompt)
     return OutputFormat(replace(own, tools=tools, reasoning=reasoning), toolbox, in_reasoning)
 
 

@@ -52,13 +52,15 @@ class Toolbox(msgspec.Struct, frozen=True):
         return self.tools if names is None else tuple(tool for tool in self.tools if tool.name in names)
 
 
-def toolbox(tools: object, tool_choice: object = None, parallel_tool_calls: bool | None = None) -> Toolbox | None:
+def toolbox(tools: object, tool_choice: object = None, parallel_tool_calls: object = None) -> Toolbox | None:
     """The toolbox of a chat request, from the JSON values of these fields. None without tools.
 
     tool_choice: "none", "auto" (also None), "required", {"type": "function", "function": {"name": ...}} (one call of
     this tool), or {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required", "tools": [...]}}.
-    Raises RequestError with the param "tools" or "tool_choice".
+    parallel_tool_calls: true (also None) or false. Raises RequestError that names the field in `param`.
     """
+    if not isinstance(parallel_tool_calls, bool | None):
+        raise RequestError("parallel_tool_calls must be true or false", "parallel_tool_calls")
     if tools is None or tools == []:
         if tool_choice not in (None, "none", "auto"):
             raise RequestError("tool_choice needs tools; add tools, or leave tool_choice out", "tool_choice")

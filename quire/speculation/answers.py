@@ -51,7 +51,7 @@ class Answers:
 
     def find(self, ending: Sequence[int]) -> Place | None:
         """The longest earlier occurrence of the end of `ending`, or None."""
-        found = self._index.find(ending, len(ending))
+        found = self._index.find(ending, len(ending), prefer_latest=True)
         return None if found is None else Place(self.tokens, found.stop, found.length)
 
 

@@ -81,7 +81,7 @@ class SuffixDrafter:
         """
         follower, tokens, length = self._follower, self._tokens, len(self._tokens)
         if not follower.follow(tokens) or follower.match_length < _FOLLOWED:
-            found = self._index.find(tokens, length)
+            found = self._index.find(tokens, length, prefer_latest=False)  # texts repeat what they said first
             if found is None:
                 return None
             follower.start(tokens, *found)

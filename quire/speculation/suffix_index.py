@@ -52,18 +52,21 @@ class SuffixIndex:
         self._stop = stop
         return number
 
-    def find(self, ending: Sequence[int], length: int) -> Occurrence | None:
-        """The longest indexed occurrence of the end of `ending`, which has `length` tokens; the latest of several."""
+    def find(self, ending: Sequence[int], length: int, *, prefer_latest: bool) -> Occurrence | None:
+        """The longest of the latest indexed occurrences of the end of `ending`, which has `length` tokens.
+
+        prefer_latest: whether it is the last or the first of several.
+        """
         if length < 2:
             return None
         tokens, begin = self._tokens, self._begin
         position = self._latest.get(ending[length - 2] << 32 | ending[length - 1], _NOWHERE)
-        best, longest, left = _NOWHERE, 1, _MOST_CANDIDATES
+        best, longest, left = _NOWHERE, 1 if prefer_latest else 2, _MOST_CANDIDATES
         while position != _NOWHERE and left:
             matched, most = 2, min(_LONGEST_MATCH, position - begin + 1, length)
             while matched < most and tokens[position - matched] == ending[length - 1 - matched]:
                 matched += 1
-            if matched > longest:
+            if matched > longest or (matched == longest and not prefer_latest):
                 best, longest = position, matched
                 if matched == _LONGEST_MATCH:
                     break

@@ -20,27 +20,28 @@ def matching(tokens, stop, ending):
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(few, min_size=2, max_size=60), st.integers(1, 9))
-def test_the_longest_occurrence_is_found(tokens, step):
+@given(st.lists(few, min_size=2, max_size=60), st.integers(1, 9), st.booleans())
+def test_the_longest_occurrence_is_found(tokens, step, latest):
     """Among the latest occurrences of the last pair. The index grows in any steps, and never holds the end itself."""
     index = SuffixIndex(tokens)
     while index.extend(len(tokens) - 1, step):
         pass
-    found = index.find(tokens, len(tokens))
+    found = index.find(tokens, len(tokens), prefer_latest=latest)
     stops = [stop for stop in range(len(tokens) - 1, 1, -1) if tokens[stop - 2 : stop] == tokens[-2:]]
     stops = stops[: suffix_index._MOST_CANDIDATES]
     if not stops:
         assert found is None
         return
     lengths = [matching(tokens, stop, tokens) for stop in stops]
-    assert found == (stops[lengths.index(max(lengths))], max(lengths))
+    longest = [stop for stop, length in zip(stops, lengths, strict=True) if length == max(lengths)]
+    assert found == (longest[0 if latest or max(lengths) == suffix_index._LONGEST_MATCH else -1], max(lengths))
 
 
 @given(st.lists(few, min_size=1, max_size=40), st.lists(few, max_size=10))
 def test_the_end_of_another_text_is_found(tokens, ending):
     index = SuffixIndex(tokens)
     index.extend(len(tokens), len(tokens))
-    found = index.find(ending, len(ending))
+    found = index.find(ending, len(ending), prefer_latest=True)
     expected = len(ending) >= 2 and any(tokens[i : i + 2] == ending[-2:] for i in range(len(tokens) - 1))
     assert (found is not None) == expected
     if found is not None:
@@ -51,7 +52,7 @@ def test_a_text_of_equal_tokens_takes_bounded_work():
     tokens = [7] * 100_000
     index = SuffixIndex(tokens, len(tokens) - MAX_INDEXED // 2)
     assert index.extend(len(tokens) - 1, 10**9) == MAX_INDEXED // 2 - 2 == index.num_indexed
-    assert index.find(tokens, len(tokens)) == (len(tokens) - 1, suffix_index._LONGEST_MATCH)
+    assert index.find(tokens, len(tokens), prefer_latest=False) == (len(tokens) - 1, suffix_index._LONGEST_MATCH)
 
 
 def test_the_number_of_indexed_tokens_is_bounded():

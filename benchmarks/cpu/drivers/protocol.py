@@ -2,7 +2,7 @@
 
 The benchmark starts `python NAME_driver.py SETTINGS` and first sends queries for the warm-up. The driver loads the
 engine and answers {"ready": seconds, ...}. It then answers each {"name": ..., "queries": [{"prompt": ids, "out": n}]}
-with {"seconds": ..., "ttft": ..., "num_tokens": [one per query], "accepted": drafts}, and {"memory": true} with
+with {"seconds": ..., "ttft": ..., "num_tokens": [one per query], "steps": number}, and {"memory": true} with
 {"bytes": ..., "kind": ...}. A query may have a "form", a JSON schema; it then also has a "seed". The driver blocks
 while it reads its next line, and exits at the end of its input. The engine's own output goes to stderr.
 """
@@ -29,7 +29,7 @@ class Driven:
     version: str
     threads: int
     notes: list[str] = field(default_factory=list)  # further facts for the report
-    accepted: Callable[[], int] = lambda: 0  # drafts that were accepted so far, by speculative decoding
+    steps: Callable[[], int] = lambda: 0  # model steps so far; 0 if the engine does not count them
 
 
 def drive(load: Callable[[dict], Driven]) -> None:
@@ -54,15 +54,15 @@ def _measured(engine: Driven, queries: Queries) -> dict:
 
     The prompt of that run is reversed: equal in length, and without a prefix match. Not all engines report their TTFT.
     """
-    accepted, start = engine.accepted(), time.perf_counter()
+    steps, start = engine.steps(), time.perf_counter()
     num_tokens = engine.run(queries)
     seconds, ttft = time.perf_counter() - start, None
-    accepted = engine.accepted() - accepted
+    steps = engine.steps() - steps
     if len(queries) == 1 and queries[0]["out"] > 1:
         start = time.perf_counter()
         engine.run([{"prompt": queries[0]["prompt"][::-1], "out": 1}])
         ttft = time.perf_counter() - start
-    return {"seconds": seconds, "ttft": ttft, "num_tokens": num_tokens, "accepted": accepted}
+    return {"seconds": seconds, "ttft": ttft, "num_tokens": num_tokens, "steps": steps}
 
 
 def memory() -> dict:

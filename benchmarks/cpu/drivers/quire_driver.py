@@ -35,10 +35,10 @@ def load(settings: dict) -> Driven:
         " ".join(line.split()) for line in lines if line.startswith(("kernels", "weights    rounded:", "weights    as"))
     ]
 
-    def accepted() -> int:
-        return llm.llm_engine.stats().num_accepted_drafts
+    def steps() -> int:
+        return llm.llm_engine.stats().num_steps
 
-    return Driven(run, quire.__version__, torch.get_num_threads(), notes, accepted)
+    return Driven(run, quire.__version__, torch.get_num_threads(), notes, steps)
 
 
 def _params(query: dict) -> SamplingParams:

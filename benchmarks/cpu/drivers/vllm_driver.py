@@ -25,12 +25,12 @@ def load(settings: dict) -> Driven:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         return [len(output.outputs[0].token_ids) for output in outputs]
 
-    def accepted() -> int:
-        if "speculative_config" not in settings["options"]:
+    def steps() -> int:
+        if settings["options"].get("disable_log_stats", True):
             return 0
-        return sum(one.value for one in llm.get_metrics() if one.name == "vllm:spec_decode_num_accepted_tokens")
+        return sum(one.count for one in llm.get_metrics() if one.name == "vllm:iteration_tokens_total")
 
-    return Driven(run, vllm.__version__, len(os.sched_getaffinity(0)), ["prefix caching"], accepted)
+    return Driven(run, vllm.__version__, len(os.sched_getaffinity(0)), ["prefix caching"], steps)
 
 
 def _params(query: dict) -> SamplingParams:

@@ -143,7 +143,10 @@ class MessageReader:
     def _count(self, index: int, parser: MessageParser, token_offsets: Sequence[int], reply: Reply) -> None:
         """Count the sequence's tokens of reasoning, tags included."""
         if self._format.format.reasoning is not None:
-            self._num_reasoning_tokens[index] = bisect_left(token_offsets, parser.reasoning_end)
+            self._num_reasoning_tokens[index] = sum(
+                bisect_left(token_offsets, stop) - bisect_left(token_offsets, start)
+                for start, stop in parser.reasoning_spans
+            )
             reply.num_reasoning_tokens = sum(self._num_reasoning_tokens.values())
 
 

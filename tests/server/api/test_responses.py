@@ -2,10 +2,9 @@
 
 import asyncio
 import json
-import time
 from random import Random
+from typing import Literal
 
-import httpx
 import openai
 import pytest
 from embedded_model_server import CHAT, MODEL
@@ -133,8 +132,8 @@ def test_a_required_call_is_made(client, choice, names):
 
 def test_strict_tools_and_formats_are_parsed_by_the_client(client):
     class Price(BaseModel):
-        item: str
-        coins: int
+        item: Literal["kite", "lamp"]
+        is_cheap: bool
 
     answer = client.responses.parse(model=MODEL, input=HELLO, text_format=Price, temperature=0)
     assert isinstance(answer.output_parsed, Price)
@@ -338,7 +337,7 @@ def test_stored_responses_are_bounded(client, monkeypatch):
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "hiccup"}}}}, "text.format"),
         ({"conversation": "conv_1"}, "conversation"),
-        ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, "chat_template_kwargs"),
+        ({"extra_body": {"chat_template_kwargs": {"tools": []}}}, "tools"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
