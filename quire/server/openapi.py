@@ -47,7 +47,7 @@ def _number_limits() -> dict[str, Limits]:
 _OTHER_NAMES = {  # a route's name of a number -> the engine's name
     **{"max_completion_tokens": "max_tokens", "top_logprobs": "logprobs"},
     **{"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"},
-    "top_logprobs_num": "logprobs",
+    **{"top_logprobs_num": "logprobs", "max_output_tokens": "max_tokens"},
 }
 _TEXT: Keywords = {"minLength": 1, "maxLength": MAX_STOP_LENGTH}
 _TOKENS = (
@@ -96,6 +96,7 @@ _LIMITS_BY_SCHEMA: Mapping[
     "RetentionBody": {"priority": {"integer": {"minimum": 0, "maximum": 100}}},
     "ProgramBody": {"id": _ID, "branch": _BRANCH, "ttl": {"number": {"minimum": 0, "maximum": MAX_PROGRAM_TTL}}},
     "EndProgramBody": {"id": _ID, "branch": _BRANCH},
+    "ResponseBody": {"input": {"string": {}}},
 }
 
 _HELLO = {"role": "user", "content": "Hello! Who are you?"}
@@ -114,6 +115,17 @@ EXAMPLES: Mapping[str, Mapping[str, Mapping[str, object]]] = {
         "streamed": {"value": {"messages": [_HELLO], "max_tokens": 8, "stream": True}},
         "form": {"value": {"messages": [_HELLO], "max_tokens": 40, "response_format": _BY_SCHEMA}},
         "logprobs": {"value": {"messages": [_HELLO], "max_tokens": 4, "logprobs": True, "top_logprobs": 2}},
+    },
+    "/v1/responses": {
+        "whole": {"value": {"input": "Hello! Who are you?", "max_output_tokens": 16, "store": False}},
+        "streamed": {"value": {"input": [_HELLO], "max_output_tokens": 8, "stream": True}},
+        "form": {
+            "value": {
+                "input": [_HELLO],
+                "max_output_tokens": 40,
+                "text": {"format": {"type": "json_schema", "name": "named", "schema": _NAMED}},
+            }
+        },
     },
     "/v1/embeddings": {"vectors": {"value": {"input": [_STORY, "Hello"], "encoding_format": "base64"}}},
     "/generate": {

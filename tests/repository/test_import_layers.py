@@ -59,7 +59,12 @@ ORDER = (
 )
 CONTROL_PLANE = ORDER[: ORDER.index("scheduler") + 1]
 TORCH_FREE = {*CONTROL_PLANE, *(entry for entry in ORDER if entry.startswith("structured_outputs")), "tokenizer"}
-TORCH_FREE |= {"chat", "models.gguf.tensor_types", "models.gguf.reader", "models.gguf.special_tokens"}  # for the tokenizer
+TORCH_FREE |= {
+    "chat",
+    "models.gguf.tensor_types",
+    "models.gguf.reader",
+    "models.gguf.special_tokens",
+}  # for the tokenizer
 
 # Imports that may be inside of a function: (file, function) -> reason.
 LAZY = {

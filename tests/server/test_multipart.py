@@ -1,6 +1,7 @@
 """The parser of forms, with httpx's encoder as the oracle."""
 
 import time
+from itertools import pairwise
 
 import httpx
 import pytest
@@ -52,7 +53,7 @@ def test_forms_are_parsed_as_they_were_written_however_they_are_cut(fields, file
         )
         body += b"--xyz--\r\n"
     places = [0, *sorted(cut % (len(body) + 1) for cut in cuts), len(body)]
-    pieces = [body[start:stop] for start, stop in zip(places, places[1:], strict=False)]
+    pieces = [body[start:stop] for start, stop in pairwise(places)]
     expected = [(Part(name, None), value.encode()) for name, value in fields.items()]
     expected += [(Part(name, file), data) for name, file, data in files]
     if fields or files:

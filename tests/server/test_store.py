@@ -152,7 +152,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStore = StoreMachine.TestCase
-TestStore.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
+TestStore.settings = settings(max_examples=15, stateful_step_count=20, deadline=None)
 
 
 def test_the_oldest_objects_make_room_and_those_in_use_do_not(small):

@@ -165,7 +165,9 @@ def test_what_is_wrong_with_tools_is_named(client, fields, param):
 def test_reasoning_is_apart_from_the_content(client):
     answer = chat(client, **THINK)
     message = answer.choices[0].message
-    assert message.reasoning == message.reasoning_content == "13+25: 3+5=8, 1+2+0=3, so 38\n38+31: 8+1=9, 3+3+0=6, so 69"
+    assert (
+        message.reasoning == message.reasoning_content == "13+25: 3+5=8, 1+2+0=3, so 38\n38+31: 8+1=9, 3+3+0=6, so 69"
+    )
     assert message.content == "69"
     details = answer.usage.completion_tokens_details
     assert 0 < details.reasoning_tokens < answer.usage.completion_tokens
