@@ -153,6 +153,7 @@ ERROR: Keywords = {
         }
     },
 }
+_OTHER_TYPES = {"/metrics": "text/plain", "/v1/files/{id}/content": "application/octet-stream"}  # of responses, by path
 _STATUS: Keywords = {"type": "object", "required": ["status"], "properties": {"status": {"type": "string"}}}
 
 
@@ -218,8 +219,8 @@ def _responses(path: str, good: Mapping[str, Any], streams: bool) -> dict[str, o
     content: Mapping[str, object] = good["content"]
     if streams:
         content = {**content, "text/event-stream": {"schema": {}}}
-    if path == "/metrics":
-        content = {"text/plain": {"schema": {"type": "string"}}}
+    if path in _OTHER_TYPES:
+        content = {_OTHER_TYPES[path]: {"schema": {"type": "string"}}}
     problem = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     health = {"application/json": {"schema": _STATUS}}
     return {
