@@ -224,7 +224,8 @@ class LLM:
         ]
         tokenized = [tokenize(text, self._tokenizer, add_special_tokens=False) for text in texts]
         scheduling_params = self._scheduling_params(len(tokenized), priority, deadline, retention, program)
-        formats = [output_format(self._chat_format, box, text) for text in texts]
+        reasons = self._tokenizer.reasons(variables, has_tools=bool(tools))
+        formats = [output_format(self._chat_format, box, text, reasons=reasons) for text in texts]
         params = [
             constrained_params(format, one, thinking_token_budget)
             for format, one in zip(formats, self._params_per_prompt(len(texts), sampling_params), strict=True)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from uuid import uuid4
 
 from quire.chat.constraint import call_constraint
-from quire.chat.formats import TOOL_FORMATS, ChatFormat
+from quire.chat.formats import TOOL_FORMATS, ChatFormat, ReasoningFormat
 from quire.chat.parser import MessageParser
 from quire.chat.parts import Message, message_of
 from quire.chat.tools import Toolbox
@@ -16,12 +16,15 @@ from quire.params import ReasoningParams, SamplingParams
 class OutputFormat:
     """How the output of one request is read.
 
-    format: what is parsed; other markup is content. in_reasoning: whether the prompt ends inside of reasoning.
+    parsed: what is parsed; other markup is content. reasoning: how the model writes its reasoning. begun: whether the
+    prompt ends inside of reasoning. may_reason: whether a constrained output may begin with reasoning.
     """
 
-    format: ChatFormat
+    parsed: ChatFormat
     toolbox: Toolbox | None
-    in_reasoning: bool
+    reasoning: ReasoningFormat | None
+    begun: bool
+    may_reason: bool
 
     @property
     def must_call(self) -> bool:
@@ -30,7 +33,8 @@ class OutputFormat:
 
     def new_parser(self) -> MessageParser:
         """A parser for one sequence."""
-        return MessageParser(self.format, self.toolbox, in_reasoning=self.in_reasoning, forced=self.must_call)
+        in_reasoning = self.begun and self.parsed.reasoning is not None
+        return MessageParser(self.parsed, self.toolbox, in_reasoning=in_reasoning, forced=self.must_call)
 
     def read(self, text: str) -> Message:
         """The message of a whole output."""
@@ -39,7 +43,7 @@ class OutputFormat:
 
     def new_call_id(self, index: int, name: str) -> str:
         """An id for the index-th call of a message, which the model's chat template accepts in a later request."""
-        match self.format.tools.parser if self.format.tools else None:
+        match self.parsed.tools.parser if self.parsed.tools else None:
             case "mistral":
                 return uuid4().hex[:9]
             case "kimi_k2":
@@ -48,15 +52,21 @@ class OutputFormat:
 
 
 def output_format(
-    own: ChatFormat, toolbox: Toolbox | None, prompt: str, *, separate_reasoning: bool = True
+    own: ChatFormat, toolbox: Toolbox | None, prompt: str, *, reasons: bool, separate_reasoning: bool = True
 ) -> OutputFormat:
-    """How the output behind a rendered prompt is read. own: the model's format."""
+    """How the output behind a rendered prompt is read.
+
+    own: the model's format. reasons: see `Tokenizer.reasons`.
+    """
     tools = None
     if toolbox is not None and toolbox.choice.mode != "none":
         tools = own.tools or (TOOL_FORMATS["generic"] if toolbox.choice.mode == "required" else None)
-    reasoning = own.reasoning if separate_reasoning else None
-    in_reasoning = reasoning is not None and reasoning.is_begun_by(prompt)
-    return OutputFormat(replace(own, tools=tools, reasoning=reasoning), toolbox, in_reasoning)
+    reasoning = own.reasoning
+    begun = reasoning is not None and reasoning.is_begun_by(prompt)
+    has_ended = reasoning is not None and prompt.rstrip().endswith(reasoning.end.strip())
+    may_reason = begun or (reasoning is not None and reasons and not has_ended)
+    parsed = replace(own, tools=tools, reasoning=reasoning if separate_reasoning else None)
+    return OutputFormat(parsed, toolbox, reasoning, begun, may_reason)
 
 
 def constrained_params(format: OutputFormat, params: SamplingParams, thinking_budget: int | None) -> SamplingParams:
@@ -64,7 +74,7 @@ def constrained_params(format: OutputFormat, params: SamplingParams, thinking_bu
 
     Raises RequestError for a second constraint beside a required call, and for a budget without a format of reasoning.
     """
-    tools, reasoning = format.format.tools, format.format.reasoning
+    tools, reasoning = format.parsed.tools, format.reasoning
     changes: dict[str, object] = {}
     if tools is not None and format.toolbox is not None:
         if params.structured_outputs is None:
@@ -72,9 +82,9 @@ def constrained_params(format: OutputFormat, params: SamplingParams, thinking_bu
         elif format.must_call:
             raise RequestError("tool_choice requires a call, which excludes another constraint", "tool_choice")
     constraint = changes.get("structured_outputs") or params.structured_outputs
-    if reasoning is not None and (constraint is not None or thinking_budget is not None):
+    if reasoning is not None and ((constraint is not None and format.may_reason) or thinking_budget is not None):
         changes["reasoning"] = ReasoningParams(
-            begin=reasoning.begin, end=reasoning.end, begun=format.in_reasoning, budget=thinking_budget
+            begin=reasoning.begin, end=reasoning.end, begun=format.begun, budget=thinking_budget
         )
     elif thinking_budget is not None:
         raise RequestError(
@@ -82,6 +92,6 @@ def constrained_params(format: OutputFormat, params: SamplingParams, thinking_bu
             "(reasoning_parser); leave it out",
             "thinking_token_budget",
         )
-    if format.format.needs_special_tokens:
+    if format.parsed.needs_special_tokens:
         changes |= {"skip_special_tokens": False, "spaces_between_special_tokens": False}
     return params.changed(**changes)

@@ -23,8 +23,8 @@ class Markers:
         self._pattern = re.compile("|".join(map(re.escape, ordered)) or "(?!)")
         firsts = "".join({re.escape(text[0]) for text in ordered})
         self._firsts = re.compile(f"[{firsts}]" if firsts else "(?!)")
-        self._beginnings = frozenset(text[:end] for text in ordered for end in range(1, len(text)))
-        self._endings = tuple(self._beginnings)
+        self._prefixes = frozenset(text[:end] for text in ordered for end in range(1, len(text)))
+        self._endings = tuple(self._prefixes)
         self._longest = max(map(len, ordered), default=0)
 
     def find(self, text: str, at: int, stop: int, *, is_last: bool) -> tuple[int, str]:
@@ -46,7 +46,7 @@ class Markers:
         """The place, from `first`, of the longest beginning of a marker that ends at `stop`; `stop` if none does."""
         if not text.endswith(self._endings, first, stop):
             return stop
-        return next(place for place in range(first, stop + 1) if text[place:stop] in self._beginnings)
+        return next(place for place in range(first, stop + 1) if text[place:stop] in self._prefixes)
 
 
 class Reader:

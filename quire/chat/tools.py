@@ -79,6 +79,7 @@ def toolbox(tools: object, tool_choice: object = None, parallel_tool_calls: obje
 
 
 def _tool(value: object, at: str) -> Tool:
+    raw = plain_json(value, "tools")
     if not isinstance(value, Mapping) or value.get("type", "function") != "function":
         kind = value.get("type") if isinstance(value, Mapping) else value
         raise RequestError(f'{at}: only tools with "type": "function" are supported, not {kind!r:.80}', "tools")
@@ -95,7 +96,6 @@ def _tool(value: object, at: str) -> Tool:
         raise RequestError(f"{at}/function/description must be text", "tools")
     if not isinstance(strict, bool | None):
         raise RequestError(f"{at}/function/strict must be true or false", "tools")
-    raw = plain_json(value, "tools")
     parameters = plain_json(function.get("parameters"), "tools") or dict(_NO_PARAMETERS)
     if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
         raise RequestError(f'{at}/function/parameters must be a JSON schema with "type": "object"', "tools")

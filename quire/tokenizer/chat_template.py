@@ -33,6 +33,7 @@ class ChatTemplate:
         self._lock = threading.Lock()
         self._seconds = seconds
         self._reads_parts: dict[str, bool] = {}  # by role
+        self._reasons_by_default: dict[str, bool] = {}  # by the name of the variable
         try:
             self._template: Template = self._sandbox.from_string(source)
         except (TemplateError, LimitExceeded, RecursionError, ValueError, TypeError) as error:
@@ -80,6 +81,28 @@ class ChatTemplate:
         return self._reads_parts[role]
 
 
+    def reasons(self, variables: Mapping[str, object]) -> bool:
+        """Whether the model reasons before its answer, as far as the template's variables decide.
+
+        A variable that is not given has its default. It is found by renderings without it and with both values.
+        """
+        return all(
+            bool(variables[name]) if variables.get(name) is not None else self._does_by_default(name)
+            for name in REASONING_SWITCHES
+        )
+
+    def _does_by_default(self, name: str) -> bool:
+        if name not in self._reasons_by_default:
+            about = {**_PROBE_VARIABLES, "messages": [{"role": "user", "content": "a"}], "add_generation_prompt": True}
+            try:
+                unset, off, on = (self.render(about | value) for value in ({}, {name: False}, {name: True}))
+                self._reasons_by_default[name] = not (unset == off != on)
+            except (RequestError, ModelError):
+                self._reasons_by_default[name] = True
+        return self._reasons_by_default[name]
+
+
+REASONING_SWITCHES = ("enable_thinking", "thinking")  # variables with which templates switch reasoning on and off
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _PROBE_VARIABLES = {**dict.fromkeys(_SPECIAL_TOKENS, ""), "tools": None, "documents": None}
 _PART_MARKS = ("\U000f5ece", "\U000f5ecf")  # private-use characters

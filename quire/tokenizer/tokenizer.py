@@ -223,6 +223,12 @@ class Tokenizer:
             continue_final_message=continue_final_message,
         )
 
+    def reasons(
+        self, variables: Mapping[str, object], *, has_tools: bool = False, chat_template: str | None = None
+    ) -> bool:
+        """Whether the model reasons before its answer, as far as the variables of its chat template decide."""
+        return self._templates.choose(chat_template, has_tools=has_tools).reasons(variables)
+
     def _is_skipped(self, token: int) -> bool:
         twice = [token, token]  # the decoder may strip the space of the first
         return bool(self._core.decode(twice, skip_special_tokens=False)) and not self._core.decode(twice)

@@ -54,6 +54,10 @@ class Rendering:
         )
         return tokenize(text, tokenizer, add_special_tokens=self.add_special_tokens)
 
+    def reasons(self, tokenizer: Tokenizer) -> bool:
+        """See `Tokenizer.reasons`."""
+        return tokenizer.reasons(self.variables, has_tools=bool(self.tools), chat_template=self.chat_template)
+
     def check_size(self, messages: Sequence[Mapping[str, object]], service: Service) -> None:
         """Raises ContextLengthExceeded for a conversation that cannot fit into the context."""
         service.check_size([messages, self.tools, self.documents, self.variables], "messages")
@@ -142,7 +146,7 @@ class MessageReader:
 
     def _count(self, index: int, parser: MessageParser, token_offsets: Sequence[int], reply: Reply) -> None:
         """Count the sequence's tokens of reasoning, tags included."""
-        if self._format.format.reasoning is not None:
+        if self._format.parsed.reasoning is not None:
             self._num_reasoning_tokens[index] = sum(
                 bisect_left(token_offsets, stop) - bisect_left(token_offsets, start)
                 for start, stop in parser.reasoning_spans
@@ -173,7 +177,11 @@ def _prepare(service: Service, chat: ChatRequest) -> tuple[MessageReader, Genera
     chat.rendering.check_size(chat.messages, service)
     prompt = chat.rendering.tokenize(chat.messages, service.tokenizer)
     format = output_format(
-        service.chat_format, chat.toolbox, prompt.text or "", separate_reasoning=chat.separate_reasoning
+        service.chat_format,
+        chat.toolbox,
+        prompt.text or "",
+        reasons=chat.rendering.reasons(service.tokenizer),
+        separate_reasoning=chat.separate_reasoning,
     )
     params = constrained_params(format, chat.params, chat.thinking_budget)
     (asked,) = prepare_generations([prompt], [params], service.tokenizer, service.max_model_len)

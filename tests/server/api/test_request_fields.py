@@ -145,12 +145,7 @@ FOR_CHAT = {
 }
 FOR_COMPLETIONS = {"suffix": "", "echo": False}
 REFUSED_IN_CHAT = {
-    **{
-        "tool_choice": "required",
-        "functions": [{"name": "f"}],
-        "function_call": {"name": "f"},
-        "audio": {"voice": "x"},
-    },
+    **{"functions": [{"name": "f"}], "function_call": {"name": "f"}, "audio": {"voice": "x"}},
     **{"modalities": ["text", "audio"], "web_search_options": {}, "verbosity": "low"},
     **{"moderation": {"model": "m"}},
 }
