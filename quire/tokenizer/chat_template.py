@@ -80,7 +80,6 @@ class ChatTemplate:
             self._reads_parts[role] = 0 <= found[0] < found[1] and "type" not in text[found[0] : found[1]]
         return self._reads_parts[role]
 
-
     def reasons(self, variables: Mapping[str, object]) -> bool:
         """Whether the model reasons before its answer, as far as the template's variables decide.
 

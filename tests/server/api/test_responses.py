@@ -5,9 +5,10 @@ import json
 from random import Random
 from typing import Literal
 
+import httpx
 import openai
 import pytest
-from embedded_model_server import CHAT, MODEL
+from embedded_model_server import CHAT, MODEL, run_app, service_of, small_engine
 from pydantic import BaseModel
 from server_probes import wait_until
 
@@ -15,6 +16,7 @@ from quire.errors import EngineStopped
 from quire.server import store as store_module
 from quire.server.api.openai.responses_generation import Generation
 from quire.server.api.openai.responses_output import ResponseWriter
+from quire.server.app import make_app
 from quire.server.sse import TimeLimit
 from tools.demo_model.tool_use import TOOLS
 
@@ -43,6 +45,7 @@ def test_a_response_is_what_chat_answers(client):
     assert (item.type, item.role, item.status) == ("message", "assistant", "completed")
     assert (answer.status, answer.object, answer.metadata, answer.model) == ("completed", "response", {"a": "b"}, MODEL)
     assert answer.id.startswith("resp_")
+    assert client.get(f"/requests/{answer.id}/explain", cast_to=object)["id"] == answer.id
     usage = answer.usage
     assert (usage.input_tokens, usage.output_tokens) == (chat.usage.prompt_tokens, chat.usage.completion_tokens)
     assert usage.total_tokens == usage.input_tokens + usage.output_tokens
@@ -112,6 +115,25 @@ def test_an_agent_calls_a_tool_and_answers_with_its_result(client, name):
     assert len({one.usage.input_tokens for one in (stored, stateless, by_reference)}) == 1
 
 
+def test_a_client_as_codex_sends_all_its_fields():
+    body = {
+        **{"model": MODEL, "instructions": "You are Pip.", "stream": True, "store": False, "tool_choice": "auto"},
+        **{"parallel_tool_calls": False, "prompt_cache_key": "x", "client_metadata": {"a": "b"}, "temperature": 0},
+        **{"reasoning": {"effort": "none", "summary": "auto"}, "include": ["reasoning.encrypted_content"]},
+        **{"text": {"verbosity": "low"}, "max_output_tokens": 8},
+        "tools": [tool("get_price", strict=False), {"type": "web_search", "external_web_access": False}],
+        "input": [
+            {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be short."}]},
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": HELLO}]},
+        ],
+    }
+    with run_app(make_app(service_of(small_engine(), unknown_fields="ignore"))) as url:
+        answer = httpx.post(f"{url}/v1/responses", json=body)
+        events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: ")]
+    assert events[-1]["type"] in ("response.completed", "response.incomplete")
+    assert events[-1]["response"]["output"]
+
+
 @pytest.mark.parametrize(
     ("choice", "names"),
     [
@@ -140,10 +162,19 @@ def test_strict_tools_and_formats_are_parsed_by_the_client(client):
     use = question("add_numbers", 2)
     strict = tool("add_numbers", strict=True)
     strict["parameters"] = {**strict["parameters"], "additionalProperties": False}
-    called = client.responses.parse(model=MODEL, input=use.question, tools=[strict], temperature=0)
-    assert called.output[0].parsed_arguments == use.arguments
+    choice = {"type": "function", "name": "add_numbers"}
+    called = client.responses.parse(model=MODEL, input=use.question, tools=[strict], tool_choice=choice, temperature=0)
+    assert called.output[0].parsed_arguments.keys() == use.arguments.keys()
     some = respond(client, input=HELLO, text={"format": {"type": "json_object"}})
     assert some.status == "incomplete" or json.loads(some.output_text) is not None
+
+
+def test_the_template_does_not_get_what_concerns_the_server(client):
+    counts = {
+        respond(client, input=HELLO, tools=[tool("get_price", **fields)], max_output_tokens=1).usage.input_tokens
+        for fields in ({}, {"strict": False}, {"strict": None}, {"defer_loading": False})
+    }
+    assert len(counts) == 1
 
 
 def test_reasoning_is_an_item(client):
@@ -328,6 +359,8 @@ def test_stored_responses_are_bounded(client, monkeypatch):
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tools": [tool("get_price")], "tool_choice": {"type": "function", "name": "get_prise"}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": "function", "function": 5}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools"),
         ({"max_output_tokens": -5}, "max_output_tokens"),
         ({"top_logprobs": 10**6}, "top_logprobs"),
         ({"background": True, "store": False}, "background"),
@@ -345,6 +378,26 @@ def test_what_is_wrong_is_named(client, fields, param, stream):
     with pytest.raises(openai.BadRequestError) as caught:
         respond(client, stream=stream, **{"input": HELLO, **fields})
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"input": "\ud800"},
+        {"instructions": "\ud800"},
+        {"metadata": {"a": "\ud800"}},
+        {"previous_response_id": "\ud800"},
+        {"input": [{"type": "item_reference", "id": "msg_\ud800"}]},
+        {"input": [{"role": "user", "content": "x", "extra": "\ud800"}]},
+        {"tools": [{"type": "function", "name": "x", "description": "\ud800"}]},
+        {"tools": [tool("get_price", note="\ud800")], "tool_choice": "none"},
+        {"stop": "\ud800"},
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_text_that_is_no_unicode_is_refused(keyless, fields, stream):
+    answer = keyless.post(None, "/v1/responses", stream=stream, max_output_tokens=1, **{"input": "x", **fields})
+    assert answer.status_code in (400, 404), answer.text
 
 
 def test_tenants_do_not_see_each_others_responses(site):

@@ -12,7 +12,7 @@ from msgspec import Raw
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
-from quire.chat.tools import toolbox
+from quire.chat.tools import Toolbox, toolbox
 from quire.engine.inputs import template_variables
 from quire.errors import ContextLengthExceeded, QuireError, RequestError
 from quire.params import SamplingParams
@@ -40,6 +40,7 @@ from quire.server.middleware.auth import caller_of
 from quire.server.middleware.drain import Drain
 from quire.server.observability.request_record import record_error
 from quire.server.reply import Reply
+from quire.server.request_body import MANY
 from quire.server.service import Service
 from quire.server.sse import TimeLimit, event, padded
 from quire.server.store import Store
@@ -70,10 +71,18 @@ class _Output(msgspec.Struct):
 
 
 class _Conversation(msgspec.Struct):
-    """The items of a StoredResponse."""
+    """The items of a StoredResponse. Its input can be long, and is decoded only where it is needed."""
 
     response: _Output
-    input: list[dict[str, Any]]
+    input: Raw
+
+    def input_items(self) -> list[dict[str, Any]]:
+        return msgspec.json.decode(self.input, type=list[dict[str, Any]])
+
+    def find(self, id: str) -> dict[str, Any] | None:
+        """The item of this id, looked up in the output first."""
+        found: dict[str, Any] | None = next((one for one in self.response.output if one["id"] == id), None)
+        return found or next((one for one in self.input_items() if one["id"] == id), None)
 
 
 class _EventHead(msgspec.Struct):
@@ -306,7 +315,7 @@ class Responses:
             raise UnknownObject("response", id)
 
     async def start(self, body: ResponseBody, request: Request, limit: TimeLimit) -> Generation:
-        """Queue a response in the engine. Raises RequestError, Busy, EngineStopped, RateLimited."""
+        """Queue a response in the engine. Raises RequestError, UnicodeEncodeError, Busy, EngineStopped, RateLimited."""
         service, caller = self._service, caller_of(request)
         service.check_model(body.model)
         body.check()
@@ -316,20 +325,27 @@ class Responses:
         tools = chat_tools(body.tools or (), skip_others=service.ignores_unknown_fields)
         with renamed_fields(body.engine_names()):
             params = await service.prepare(request, lambda: body.sampling_params(service.sampling_defaults))
+            offered = toolbox(tools, chat_tool_choice(body.tool_choice), body.parallel_tool_calls)
+            if len(input) > MANY:
+                messages = await service.thread_pool.run(caller.tenant, lambda: chat_messages(input, body.instructions))
+            else:
+                messages = chat_messages(input, body.instructions)
             chat = ChatRequest(
-                messages=await service.prepare(request, lambda: chat_messages(input, body.instructions)),
+                messages=messages,
                 params=params,
-                rendering=_rendering(body, tools),
-                toolbox=toolbox(tools, chat_tool_choice(body.tool_choice), body.parallel_tool_calls),
+                rendering=_rendering(body, offered),
+                toolbox=offered,
                 thinking_budget=body.thinking_token_budget,
                 namespace=caller.namespace(body.cache_salt),
                 scheduling_params=body.scheduling_params(service.options),
             )
             if body.truncation == "auto":
                 chat = await service.thread_pool.run(caller.tenant, lambda: _truncated(service, chat))
+            fields = _fields(id, service, body, params)
+            msgspec.json.encode((fields, new_items))  # raises UnicodeEncodeError for text that cannot be sent back
             reader, reply = await start_conversation(service, request, id, chat)
         writer = ResponseWriter(
-            _fields(id, service, body, params),
+            fields,
             len(new_items),
             reader.new_call_id,
             with_summary=body.summary is not None,
@@ -371,37 +387,33 @@ class Responses:
         self, tenant: str, previous_id: str | None, new_items: Sequence[dict[str, Any]]
     ) -> list[dict[str, Any]]:
         """The items before and in a request, with those that it refers to. Raises UnknownObject, RequestError."""
-        known: dict[str, list[dict[str, Any]]] = {}  # items by response
         items: list[dict[str, Any]] = []
         if previous_id is not None:
-            known[previous_id] = _items_of(await self._record(tenant, previous_id, "previous_response_id"))
-            items += known[previous_id]
+            record = await self._record(tenant, previous_id, "previous_response_id")
+            previous = msgspec.json.decode(record, type=_Conversation)
+            if previous.response.status in ("queued", "in_progress"):
+                raise RequestError("the response is still generated; wait for its end", "previous_response_id")
+            items += (*previous.input_items(), *previous.response.output)
+        known: dict[str, _Conversation | None] = {}
         for item in new_items:
             items.append(item if item["type"] != "item_reference" else await self._referenced(tenant, item, known))
         return items
 
     async def _referenced(
-        self, tenant: str, item: Mapping[str, Any], known: dict[str, list[dict[str, Any]]]
+        self, tenant: str, item: Mapping[str, Any], known: dict[str, _Conversation | None]
     ) -> dict[str, Any]:
-        """The item that an item_reference stands for. known: items by response; those that are read are added."""
+        """The item that an item_reference stands for. known: by response; conversations that are read are added."""
         id, response_id = str(item["id"]), response_of(str(item["id"]))
         if response_id not in known:
             if len(known) >= MAX_REFERENCES:
                 raise RequestError(f"input refers to more than {MAX_REFERENCES} responses; send the items", "input")
             record = await self._store.get(tenant, "response", response_id)
-            known[response_id] = [] if record is None else _items_of(record)
-        found: dict[str, Any] | None = next((one for one in known[response_id] if one["id"] == id), None)
+            known[response_id] = None if record is None else msgspec.json.decode(record, type=_Conversation)
+        conversation = known[response_id]
+        found = None if conversation is None else conversation.find(id)
         if found is None:
             raise UnknownObject("item", id, "input")
         return found
-
-
-def _items_of(record: bytes) -> list[dict[str, Any]]:
-    """The items of a stored response: those that it continues, and its output. Raises RequestError if it has no end."""
-    found = msgspec.json.decode(record, type=_Conversation)
-    if found.response.status in ("queued", "in_progress"):
-        raise RequestError("the previous response is still generated; wait for its end", "previous_response_id")
-    return [*found.input, *found.response.output]
 
 
 def _new_items(body: ResponseBody, response_id: str) -> list[dict[str, Any]]:
@@ -420,11 +432,18 @@ def _new_items(body: ResponseBody, response_id: str) -> list[dict[str, Any]]:
     return items
 
 
-def _rendering(body: ResponseBody, tools: Sequence[Mapping[str, Any]]) -> Rendering:
-    """The rendering that a body requests. Raises RequestError."""
+def _rendering(body: ResponseBody, offered: Toolbox | None) -> Rendering:
+    """The rendering that a body requests. Raises RequestError.
+
+    `strict` concerns the server, and clients send it with every function: the template does not get it.
+    """
+    tools = []
+    for tool in () if offered is None or offered.choice.mode == "none" else offered.tools:
+        function: Mapping[str, object] = tool.raw["function"]  # type: ignore[assignment]  # an object, as it was read
+        tools.append({**tool.raw, "function": {name: function[name] for name in function if name != "strict"}})
     reasoning = {} if body.reasoning is None else body.reasoning.variables()
     return Rendering(
-        tools=None if body.tool_choice == "none" else tools or None,
+        tools=tools or None,
         variables={**reasoning, **template_variables(body.chat_template_kwargs, _TEMPLATE_FIELDS)},
     )
 
