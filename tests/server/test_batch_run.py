@@ -11,6 +11,7 @@ import sys
 import time
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from itertools import pairwise
 
 import pytest
 from embedded_model_server import CHAT, STORY, service_of, small_engine
@@ -206,6 +207,19 @@ def test_wherever_it_is_cut_off_a_batch_goes_on(tmp_path_factory, lines, cuts, c
     assert sorted(map(told, results(disturbed))) == sorted(map(told, undisturbed))
 
 
+@given(lines=LINES, cuts=st.lists(st.integers(0, 2000), max_size=6), ends=st.booleans())
+def test_a_file_in_pieces_has_the_requests_of_the_whole_file(lines, cuts, ends):
+    text = b"\xef\xbb\xbf" + written(*lines)
+    text = text if ends else text.removesuffix(b"\n")
+    places = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
+    whole, pieces = file_format.TaskReader(), file_format.TaskReader()
+    found = [one for start, stop in pairwise(places) for one in pieces.push(text[start:stop])] + pieces.finish()
+    assert found == whole.push(text) + whole.finish()
+    assert [one.number for one in found] == [
+        number for number, line in enumerate(text[3:].split(b"\n"), 1) if line.strip()
+    ]
+
+
 def test_so_many_at_once_and_no_more(tmp_path):
     app = App()
     answer(app, written(*(task(str(i)) for i in range(20))), tmp_path / "out", concurrency=4)
@@ -239,6 +253,14 @@ def test_the_end_of_the_engine_is_no_result(tmp_path):
     assert [result["custom_id"] for result in results(tmp_path / "out")] == ["a"]
     answer(App(), written(*map(task, "abc")), tmp_path / "out", resume=True)
     assert sorted(result["custom_id"] for result in results(tmp_path / "out")) == ["a", "b", "c"]
+
+
+def test_a_server_that_shuts_down_is_not_asked_again_and_what_it_has_is_finished(tmp_path):
+    app = App([(200, {}, b"{}"), refusal(503, "draining", retry_after="0"), (200, {}, b"{}")])
+    with pytest.raises(BatchStopped, match="not now"):
+        answer(app, written(*map(task, "abcdef")), tmp_path / "out", concurrency=3)
+    assert sorted(result["custom_id"] for result in results(tmp_path / "out")) == ["a", "c"]
+    assert len(app.asked) == 3
 
 
 def test_a_full_disk_ends_the_batch(tmp_path):

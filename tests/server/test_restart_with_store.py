@@ -14,6 +14,7 @@ from quire.errors import ConfigError
 from quire.server.api_keys import Keys, new_key
 from quire.server.app import make_app
 from quire.server.batch import background
+from quire.server.middleware.drain import Drain
 from quire.server.options import ServerOptions
 from quire.server.serve import serve
 from quire.server.store import Store
@@ -31,8 +32,8 @@ LINES = [
 
 
 @contextmanager
-def server(path, keys=None, key="none", **more):
-    app = make_app(service_of(small_engine()), keys, store=Store(path, **more))
+def server(path, keys=None, key="none", drain=None, **more):
+    app = make_app(service_of(small_engine()), keys, drain=drain, store=Store(path, **more))
     with run_app(app) as url, openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
         yield client
 
@@ -87,6 +88,29 @@ def test_after_a_restart_all_is_there_and_a_batch_goes_on(tmp_path, monkeypatch)
         assert client.batches.list().data == []
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(first.id)
+
+
+def test_in_a_drain_requests_in_progress_are_finished_and_no_other_is_sent(tmp_path):
+    path, drain = tmp_path / "store", Drain()
+    with server(path, drain=drain) as client:
+        data = "\n".join(map(json.dumps, LINES)).encode()
+        file = client.files.create(file=("in.jsonl", data), purpose="batch")
+        running = client.responses.create(model=MODEL, input=HELLO, background=True, extra_body={"ignore_eos": True})
+        batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed > 2)
+        drain.begin()
+        wait_until(lambda: not drain.num_open)
+        assert client.responses.retrieve(running.id).status == "incomplete", "it has filled the context"
+        wait_until(lambda: client.batches.retrieve(batch.id).output_file_id)
+        before = client.batches.retrieve(batch.id)
+        results = client.files.content(before.output_file_id).text.splitlines()
+    assert before.status == "in_progress"
+    assert 2 < before.request_counts.completed == len(results) < 30
+    with server(path) as client:
+        wait_until(lambda: client.batches.retrieve(batch.id).status == "completed")
+        after = client.files.content(before.output_file_id).text.splitlines()
+        assert after[: len(results)] == results
+        assert len(after) == 30
 
 
 def test_a_batch_of_a_tenant_without_a_key_fails(tmp_path, monkeypatch):

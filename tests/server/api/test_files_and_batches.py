@@ -3,16 +3,22 @@
 import io
 import json
 import time
+from dataclasses import replace
 
 import httpx
 import openai
 import pytest
-from embedded_model_server import CHAT, STORY
+from embedded_model_server import CHAT, STORY, run_app, service_of
+from multi_tenant_server import Noting
 from server_probes import wait_until
 
+from quire.config import EngineOptions
 from quire.server import request_body
 from quire.server import store as store_module
+from quire.server.app import make_app
 from quire.server.batch import background
+from quire.server.batch.background import LOWEST_PRIORITY
+from quire.startup.build import build
 
 SHORT = {"max_tokens": 4, "temperature": 0}
 ENDED = ("completed", "failed", "expired", "cancelled")
@@ -231,6 +237,20 @@ def test_a_batch_leaves_rows_free_for_other_requests(client, http):
     assert max(health["requests_running"] + health["requests_waiting"] for health in counts) == 8, (
         "half of max_num_seqs"
     )
+
+
+def test_requests_of_a_batch_have_the_lowest_priority():
+    options = EngineOptions(memory="256MiB", max_model_len=512, max_num_seqs=16, policy="priority")
+    built = build(options, report=lambda line: None, progress=lambda done, total: None)
+    engine = Noting(built.engine)
+    with (
+        run_app(make_app(service_of(replace(built, engine=engine)))) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client,
+    ):
+        body = {"prompt": STORY, **SHORT}
+        ended(client, started(client, line("a"), line("b", **body, priority=None), line("c", **body, priority=3)))
+    priorities = [params.priority for params in engine.scheduling_params.values()]
+    assert sorted(priorities) == [3, LOWEST_PRIORITY, LOWEST_PRIORITY]
 
 
 def test_a_batch_whose_file_is_deleted_fails(client, monkeypatch):
