@@ -344,8 +344,9 @@ class LLM:
         self, prompts: Sequence[TokenizedPrompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[RequestOutputProcessor]:
         each = self._params_per_prompt(len(prompts), params)
-        for constraint in {one.structured_outputs for one in each} - {None}:
-            check_constraint(constraint, self._options.grammar_backend)
+        for constraint in {one.structured_outputs for one in each}:
+            if constraint is not None:
+                check_constraint(constraint, self._options.grammar_backend)
         now = time.monotonic()
         asked = prepare_generations(prompts, each, self._tokenizer, self.max_model_len)
         return [RequestOutputProcessor(uuid4().hex, generation, self._tokenizer, now=now) for generation in asked]

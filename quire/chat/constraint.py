@@ -1,10 +1,175 @@
-"""The constraint under which a model can only write valid tool calls."""
+"""The constraint under which a model can only write valid tool calls, in its own format.
 
-from quire.chat.formats import ToolFormat
-from quire.chat.tools import Toolbox
+It is a grammar in Lark (docs/structured.md). Schemas are those of the tools, without annotations. Objects that name
+properties have no others, if the schema does not say more about them.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+
+from quire.chat.formats import CallForm, JsonCall, TaggedArguments, ToolFormat
+from quire.chat.tools import Tool, Toolbox
 from quire.params import StructuredOutputsParams
+
+_ANY_ARGUMENTS: Mapping[str, object] = {"type": "object"}
+_ANNOTATIONS = frozenset(
+    {*("title", "description", "default", "examples", "example"), *("deprecated", "readOnly", "writeOnly", "$comment")}
+)
+_NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_VALUES = frozenset({"enum", "const"})
+# With one of these, an object may have properties that another part of the schema names.
+_COMPOSING = ("allOf", "not", "if", "dependentSchemas", "unevaluatedProperties")
+_OPENING = frozenset({"additionalProperties", "patternProperties", "anyOf", "oneOf", "$ref"})
 
 
 def call_constraint(format: ToolFormat, toolbox: Toolbox) -> StructuredOutputsParams | None:
-    """The constraint for the tools of a request; None if nothing has to be constrained. Raises RequestError."""
-    return None
+    """The constraint for the tools that a request may call; None if nothing has to be constrained.
+
+    "required": the output is calls, and the arguments satisfy the schemas. "auto": the output is free up to the text
+    that begins a group of calls in the format's first form that has one. Then the calls are complete, the names are
+    those of tools, and the arguments are JSON objects; those of strict tools satisfy their schemas. If the format has
+    no such text, the output is constrained only if there are strict tools: it is calls or does not begin like a call.
+    """
+    tools = toolbox.callable_tools
+    if not tools:
+        return None
+    is_parallel = toolbox.parallel and format.has_parallel
+    if toolbox.choice.mode == "required":
+        grammar = _Grammar(format, format.forms[0], is_parallel=is_parallel).forced([(tool, True) for tool in tools])
+        return StructuredOutputsParams(grammar=grammar, disable_any_whitespace=True)
+    asked = [(tool, tool.strict) for tool in tools]
+    form = next((form for form in format.forms if _trigger(form)), None)
+    if form is not None:
+        grammar = _Grammar(format, form, is_parallel=is_parallel).triggered(asked)
+    elif any(tool.strict for tool in tools):
+        grammar = _Grammar(format, format.forms[0], is_parallel=is_parallel).alternative(asked)
+    else:
+        return None
+    return StructuredOutputsParams(grammar=grammar, disable_any_whitespace=True)
+
+
+def _trigger(form: CallForm) -> str:
+    """The text that begins a group of calls; "" if calls begin without markup."""
+    return form.begin.strip() or ("" if isinstance(form.call, JsonCall) else form.call.begin.strip())
+
+
+class _Grammar:
+    """Writes grammars for calls in one form. is_parallel: several calls are allowed.
+
+    The methods take the tools, each with whether its schema is enforced.
+    """
+
+    def __init__(self, format: ToolFormat, form: CallForm, *, is_parallel: bool) -> None:
+        self._format = format
+        self._form = form
+        self._is_parallel = is_parallel
+        self._special = re.compile("|".join(map(re.escape, format.special_tokens)) or "(?!)")
+
+    def forced(self, tools: Sequence[tuple[Tool, bool]]) -> str:
+        """The whole output is calls."""
+        lead = f"({self._text(self._format.before_calls)})? " if self._format.before_calls else ""
+        return "\n".join([f"start: {lead}{self._calls()}", self._tail(tools)])
+
+    def triggered(self, tools: Sequence[tuple[Tool, bool]]) -> str:
+        """Free text up to a trigger, then calls."""
+        trigger = _trigger(self._form)
+        markup = [self._text(text) for text in self._format.dropped]
+        words = " | ".join(["TEXT", *markup])
+        has_special = self._special.search(trigger) is not None
+        begins = f"(head | {self._text(trigger)})" if has_special else "head"
+        calls = f"{begins} {self._calls(num_written=len(trigger))}"
+        return "\n".join(
+            [
+                f"start: ({words} | {calls})*" if self._is_parallel else f"start: ({words})* ({calls})?",
+                # [lazy]: the free text ends at the first trigger.
+                f"head[lazy]: ANY_TEXT {_quoted(trigger)}",
+                "ANY_TEXT: /(?s:.*)/",
+                "TEXT: /(?s:.+)/",
+                self._tail(tools),
+            ]
+        )
+
+    def alternative(self, tools: Sequence[tuple[Tool, bool]]) -> str:
+        """Calls, or a text that does not begin like one."""
+        first = re.escape(self._form.open or "{")
+        return "\n".join([f"start: {self._calls()} | TEXT", rf"TEXT: /(\s*[^\s{first}](?s:.*))?/", self._tail(tools)])
+
+    def _calls(self, num_written: int = 0) -> str:
+        """One call or several. num_written: characters of the first one that are already written."""
+        form = self._form
+        call = form.call
+        head = f'{{"{call.names[0]}": "' if isinstance(call, JsonCall) else call.begin + call.name_prefix
+        group = form.begin + form.open + head
+        end = self._text(form.close + form.end)
+        first = f"{self._text(group[num_written:])} tail"
+        if not self._is_parallel:
+            return f"{first} {end}"
+        if form.has_many:
+            return f"{first} ({self._text(form.separator + head)} tail)* {end}"
+        return f"{first} {end} ({self._text(form.separator + group)} tail {end})*"
+
+    def _tail(self, tools: Sequence[tuple[Tool, bool]]) -> str:
+        """The rule of a call from its name on."""
+        own = [(self._name([tool]), _enforced(tool.parameters)) for tool, is_enforced in tools if is_enforced]
+        others = [tool for tool, is_enforced in tools if not is_enforced]
+        shared = [(self._name(others), _ANY_ARGUMENTS)] if others else []
+        call = self._form.call
+        end = self._text("}" if isinstance(call, JsonCall) else call.end)
+        return "tail: " + "\n  | ".join(f"{name} {self._arguments(schema)} {end}" for name, schema in [*own, *shared])
+
+    def _name(self, tools: Sequence[Tool]) -> str:
+        """One of the names, with the text up to the arguments."""
+        call = self._form.call
+        names = " | ".join(_quoted(tool.name) for tool in tools)
+        if isinstance(call, JsonCall):
+            return f"({names}) " + _quoted(f'", "{call.arguments[0]}": ')
+        number = "/[0-9]{1,3}/" if call.is_numbered else ""
+        return f"({names}) {self._text(call.after_name)} {number} {self._text(call.name_end)}"
+
+    def _arguments(self, schema: Mapping[str, object]) -> str:
+        call = self._form.call
+        style = "json" if isinstance(call, JsonCall) else call.arguments
+        if isinstance(style, TaggedArguments):
+            return f"%tagged {json.dumps({'schema': schema, **asdict(style)})}"
+        return f"{'%json' if style == 'json' else '%keywords'} {json.dumps(schema)}"
+
+    def _text(self, text: str) -> str:
+        """A text with its special tokens, as parts of a rule."""
+        parts = []
+        place = 0
+        for found in self._special.finditer(text):
+            parts += [_quoted(text[place : found.start()]), f"%special {_quoted(found[0])}"]
+            place = found.end()
+        return " ".join(part for part in [*parts, _quoted(text[place:])] if part != '""')
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _enforced(schema: Mapping[str, object]) -> dict[str, object]:
+    """The schema without annotations. Objects that name properties have no others, unless parts are composed."""
+    written = json.dumps(schema)
+    return _without_annotations(schema, closes=not any(f'"{keyword}"' in written for keyword in _COMPOSING))
+
+
+def _without_annotations(schema: Mapping[str, object], *, closes: bool) -> dict[str, object]:
+    out: dict[str, object] = {}
+    for key, value in schema.items():
+        if key in _VALUES:
+            out[key] = value
+        elif key in _NAMED_SCHEMAS and isinstance(value, Mapping):
+            out[key] = {name: _converted(one, closes=closes) for name, one in value.items()}
+        elif key not in _ANNOTATIONS:
+            out[key] = _converted(value, closes=closes)
+    if closes and "properties" in out and not out.keys() & _OPENING:
+        out["additionalProperties"] = False
+    return out
+
+
+def _converted(value: object, *, closes: bool) -> object:
+    if isinstance(value, list):
+        return [_converted(one, closes=closes) for one in value]
+    return _without_annotations(value, closes=closes) if isinstance(value, Mapping) else value

@@ -37,14 +37,15 @@ class TaggedArguments:
 class NamedCall:
     """A call as its name with arguments behind it: begin NAME after_name name_end ARGUMENTS end.
 
-    name_prefix: text before the name that models may leave out. after_name: pattern of the text between the name and
-    `name_end` that does not belong to the name; the parser takes any short text. arguments: "python" are keyword
-    arguments of a Python call.
+    name_prefix: text before the name that models may leave out. after_name: text behind the name, with a number behind
+    it if is_numbered; the parser takes any short text there. arguments: "python" are those of a Python call with
+    keywords.
     """
 
     begin: str = ""
     name_prefix: str = ""
     after_name: str = ""
+    is_numbered: bool = False
     name_end: str
     arguments: Literal["json", "python"] | TaggedArguments = "json"
     end: str = ""
@@ -206,8 +207,9 @@ _LLAMA3 = ToolFormat(
     forms=(
         CallForm(call=_PARAMETERS_FIRST, separator="; ", has_many=True),
         CallForm(begin="<|python_tag|>", call=_PARAMETERS_FIRST, separator="; ", has_many=True),
+        CallForm(begin="<|python_start|>", call=_PARAMETERS_FIRST, separator="; ", end="<|python_end|>", has_many=True),
     ),
-    special_tokens=("<|python_tag|>",),
+    special_tokens=("<|python_tag|>", "<|python_start|>", "<|python_end|>"),
 )
 _PYTHONIC = ToolFormat(parser="pythonic", forms=(_PYTHON_LIST,))
 _LLAMA4_PYTHONIC = ToolFormat(
@@ -237,7 +239,7 @@ _MISTRAL_NAMED = CallForm(
     call=NamedCall(begin="[TOOL_CALLS]", name_end="[ARGS]"),  # since version 11 of Mistral's tokenizers
 )
 _MISTRAL_OTHERS = (
-    CallForm(call=NamedCall(begin="[TOOL_CALLS]", after_name=r"\[CALL_ID\][a-zA-Z0-9]{9}", name_end="[ARGS]")),
+    CallForm(call=NamedCall(begin="[TOOL_CALLS]", after_name="[CALL_ID]", name_end="[ARGS]")),
     CallForm(call=NamedCall(begin="[TOOL_CALLS]", name_end="")),
 )
 _MISTRAL = ToolFormat(
@@ -288,7 +290,8 @@ _KIMI_K2 = ToolFormat(
             call=NamedCall(
                 begin="<|tool_call_begin|>",
                 name_prefix="functions.",
-                after_name=":[0-9]{1,3}",
+                after_name=":",
+                is_numbered=True,
                 name_end="<|tool_call_argument_begin|>",
                 end="<|tool_call_end|>",
             ),
@@ -316,7 +319,7 @@ _GENERIC = ToolFormat(
     forms=(
         CallForm(call=JsonCall(), separator="\n", has_many=True),
         _json_list(""),
-        *(_tagged_json(f"<{tag}>", f"</{tag}>") for tag in ("tool_call", "function_call", "tool", "function")),
+        *(_tagged_json(f"<{tag}>\n", f"\n</{tag}>") for tag in ("tool_call", "function_call", "tool", "function")),
         *(_json_list(f"<{tag}>", f"</{tag}>") for tag in ("tool_call", "tool_calls", "function_calls", "tools")),
         _json_list("<|tool_call|>"),
         _json_list("[TOOL_CALLS]"),
@@ -331,9 +334,9 @@ _HARMONY_CALLS = tuple(
         call=NamedCall(begin=begin, name_prefix="functions.", after_name=after, name_end="<|message|>"),
     )
     for begin, after in (
-        ("<|channel|>commentary to=", r" <\|constrain\|>json"),
+        ("<|channel|>commentary to=", " <|constrain|>json"),
         ("<|channel|>analysis to=", " code"),
-        ("<|start|>assistant to=", r"<\|channel\|>commentary json"),
+        ("<|start|>assistant to=", "<|channel|>commentary json"),
     )
 )
 _HARMONY_DROPPED = (

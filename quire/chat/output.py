@@ -69,7 +69,9 @@ def output_format(
     return OutputFormat(parsed, toolbox, reasoning, begun, may_reason)
 
 
-def constrained_params(format: OutputFormat, params: SamplingParams, thinking_budget: int | None) -> SamplingParams:
+def constrained_params(
+    format: OutputFormat, params: SamplingParams, thinking_budget: int | None = None
+) -> SamplingParams:
     """`params` with the constraint of the tools, behind the reasoning. thinking_budget: most tokens of reasoning.
 
     Raises RequestError for a second constraint beside a required call, and for a budget without a format of reasoning.

@@ -165,10 +165,14 @@ class MessageParser:
 
     def _optional(self, end: str) -> Reading[None]:
         """Consumes a text, and white space before it, if it is next."""
+        if not end:
+            return
         reader = self._reader
         reader.hold()
         yield from reader.run(_BEFORE_END, MAX_HELD)
-        is_next = bool(end) and (yield from reader.literal(end))
+        is_next = yield from reader.literal(end)
+        if not is_next and reader.is_cut_within(end):
+            is_next, reader.at = True, reader.stop
         reader.take_held(reader.num_held if is_next else 0)
 
     def _call(self, form: CallForm) -> Reading[bool]:

@@ -2,10 +2,11 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypedDict
 
+from quire.chat.tools import Toolbox, toolbox
 from quire.errors import RequestError, nearest
 from quire.params import is_unicode
 
@@ -43,6 +44,8 @@ class Sampling(TypedDict, total=False):
     ignore_eos: bool | None
     seed: int | None
     prediction: str | None
+    tools: Sequence[Mapping[str, Any]] | None
+    tool_choice: str | Mapping[str, Any] | None
     return_logprob: bool | None
     logprob_start_len: int | None
     top_logprobs_num: int | None
@@ -54,8 +57,9 @@ class GenParams:
     """Parameters of one `gen`, or the defaults of a run. The default values are those of SGLang's language.
 
     regex, json_schema, ebnf: the constraint of the output, at most one. prediction: text that the output probably is,
-    in whole or in part; it changes the time, not the output. return_logprob and the three fields after it select what
-    the meta info of the variable contains.
+    in whole or in part; it changes the time, not the output. tools, tool_choice: functions that the model may call, as
+    in OpenAI's chat; the meta info then has the `tool_calls` of the text. return_logprob and the three fields after it
+    select what the meta info of the variable contains.
     """
 
     max_tokens: int = 128
@@ -72,6 +76,8 @@ class GenParams:
     ignore_eos: bool = False
     seed: int | None = None
     prediction: str | None = None
+    tools: tuple[Mapping[str, Any], ...] = ()
+    tool_choice: str | Mapping[str, Any] | None = None
     return_logprob: bool = False
     logprob_start_len: int | None = None
     top_logprobs_num: int | None = None
@@ -93,8 +99,15 @@ class GenParams:
                 return name, text
         return None
 
+    @property
+    def toolbox(self) -> Toolbox | None:
+        """The tools that may be called; None without tools. Raises RequestError."""
+        return toolbox(list(self.tools), self.tool_choice)
+
     def check(self) -> None:
-        """Raises RequestError if a field about logprobs is set without return_logprob."""
+        """Raises RequestError if a field about logprobs is set without return_logprob, or tools are wrong."""
+        if self.toolbox is not None and self.constraint is not None:
+            raise RequestError(f"{self.constraint[0]} cannot be combined with tools; leave one of them out", "tools")
         for name in ("logprob_start_len", "top_logprobs_num", "return_text_in_logprobs"):
             if getattr(self, name) and not self.return_logprob:
                 raise RequestError(f"{name} needs return_logprob=True", name)
@@ -118,7 +131,10 @@ _TYPES: Mapping[str, tuple[Any, str]] = {
     **dict.fromkeys(("ignore_eos", "return_logprob", "return_text_in_logprobs"), _BOOL),
     **dict.fromkeys(("regex", "ebnf", "prediction"), _TEXT),
 }
-_LISTS: Mapping[str, tuple[Any, str]] = {"stop": _TEXT, "stop_token_ids": _INTEGER}
+_LISTS: Mapping[str, tuple[Any, str]] = {
+    **{"stop": _TEXT, "stop_token_ids": _INTEGER},
+    "tools": (Mapping, "an object"),
+}
 _ALIASES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 
 

@@ -8,7 +8,7 @@ too much, each character becomes a terminal, which is slower.
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from itertools import permutations
 
@@ -227,16 +227,29 @@ def is_ebnf(text: str) -> bool:
 
 def ebnf_to_lark(text: str) -> str:
     """The same grammar in Lark; the start rule is `root`. Raises RequestError that names the line of a syntax error."""
-    check_length(text)
+    start, lines = ebnf_rules(text)
+    return "\n".join([f"start: {start}", *lines]) + "\n"
+
+
+def ebnf_rules(text: str, *, then: Iterable[str] = (), suffix: str = "") -> tuple[str, list[str]]:
+    """The name of the start rule, and all rules in Lark. Raises RequestError that names the line of a syntax error.
+
+    then: one of these texts follows a text of the grammar. suffix: of the names of all rules.
+    """
+    check_length(len(text))
     rules = _Parser(text).rules()
     if "root" not in rules:
         raise RequestError("grammar: there is no rule root ::= ...", "grammar")
+    start = "root"
+    texts = tuple(map(_literal, then))
+    if texts:
+        start = "root and what follows"  # no name of EBNF
+        rules[start] = Sequence((Name("root"), Either(texts)))
     recursive = _recursive(rules)
-    is_apart = "root" not in recursive or _are_terminals_exact(rules, recursive)
-    names = {name: f"T{i}" if is_apart and name not in recursive else f"r{i}" for i, name in enumerate(rules)}
-    lines = [f"start: {names['root']}"]
-    lines += [f"{names[rule]}: {_to_lark(body, names, use_terminals=is_apart)}" for rule, body in rules.items()]
-    return "\n".join(lines) + "\n"
+    is_apart = start not in recursive or _are_terminals_exact(rules, recursive)
+    names = {name: f"{'T' if is_apart and name not in recursive else 'r'}{i}{suffix}" for i, name in enumerate(rules)}
+    lines = [f"{names[rule]}: {_to_lark(body, names, use_terminals=is_apart)}" for rule, body in rules.items()]
+    return names[start], lines
 
 
 class _Parser:

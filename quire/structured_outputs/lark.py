@@ -1,16 +1,17 @@
 """Grammars in Lark, in llguidance's dialect.
 
-Special tokens, `stop`, which removes generated text, and unknown directives are refused, because with them an output
-could be no text of the grammar. Schemas within a grammar are read strictly.
+`stop`, which removes generated text, and unknown directives are refused, because with them an output could be no text
+of the grammar. Schemas within a grammar are read strictly. Directives of quire's own write special tokens and the
+arguments of tool calls.
 """
 
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from quire.errors import RequestError
 from quire.params import MAX_LITERAL, StructuredOutputsParams
+from quire.structured_outputs.call_arguments import ArgumentGrammars, Tags
 from quire.structured_outputs.json_schema.logic import Schema
 from quire.structured_outputs.json_schema.reader import read_schema
 
@@ -19,6 +20,7 @@ MAX_RULES = 512
 MAX_TOTAL_NESTING = 1024  # levels of parentheses, summed over all rules; llguidance recurses through them
 _PARAM = "grammar"
 
+_WITH_SCHEMAS = frozenset({"%json", "%tagged", "%keywords"})
 _OPTIONS = frozenset({"no_forcing", "allow_initial_skip", "ignore_once"})
 _PIECE = re.compile(
     r"""(?P<text>"(?:[^"\\\n]|\\.)*"i?)
@@ -31,13 +33,19 @@ _PIECE = re.compile(
 )
 
 
-def checked_lark(params: StructuredOutputsParams, translate_schema: Callable[[Schema], object]) -> str:
-    """The same grammar without comments. translate_schema: returns a checked schema in the format of llguidance.
+def checked_lark(
+    params: StructuredOutputsParams,
+    translate_schema: Callable[[Schema], object],
+    special_id: Callable[[str], int | None],
+) -> str:
+    """The same grammar without comments, and with quire's directives replaced.
 
-    Raises RequestError. Other errors are found when the grammar is compiled.
+    translate_schema: returns a checked schema in the format of llguidance. special_id: returns the id of the special
+    token with a text, if there is one. RequestError. Other errors are found when the grammar is compiled.
     """
     text = params.text
-    check_length(text)
+    directives = _Directives(params, translate_schema, special_id)
+    num_in_schemas = 0  # characters of schemas, which have limits of their own
     out: list[str] = []
     bare: list[str] = []  # the grammar without texts, patterns, comments and directives
     place = 0
@@ -47,43 +55,77 @@ def checked_lark(params: StructuredOutputsParams, translate_schema: Callable[[Sc
         place = piece.end()
         kind, written = piece.lastgroup, piece[0]
         if kind == "special":
-            raise _error(text, piece.start(), f"special tokens such as {written!r:.100} are not supported; use text")
+            raise _error(
+                text, piece.start(), f"special tokens such as {written!r:.100} are not supported; use %special"
+            )
         if kind == "text" and len(written) > MAX_LITERAL:
             raise _error(text, piece.start(), f"a text must have at most {MAX_LITERAL:,} characters")
-        if kind == "directive":
-            written, place = _directive(
-                text, written, place, lambda one: translate_schema(read_schema(one, _PARAM, params))
-            )
+        if kind == "directive" and written not in ("%import", "%ignore"):
+            name = written
+            written, end = directives.replaced(text, name, place)
+            num_in_schemas += end - place if name in _WITH_SCHEMAS else 0
+            place = end
         if kind == "other":
             bare.append(written)
         if kind != "comment":
             out.append(written)
+    check_length(len(text) - num_in_schemas)
     _check_bare("".join(bare))
-    return "".join(out)
+    return "\n".join(["".join(out), *directives.arguments.definitions])
 
 
-def check_length(text: str) -> None:
+def check_length(num_characters: int) -> None:
     """Raises RequestError for a grammar of more than MAX_GRAMMAR characters."""
-    if len(text) > MAX_GRAMMAR:
+    if num_characters > MAX_GRAMMAR:
         raise RequestError(f"grammar must have at most {MAX_GRAMMAR:,} characters", _PARAM)
 
 
-def _directive(text: str, name: str, place: int, translate_schema: Callable[[str], object]) -> tuple[str, int]:
-    """The translation of a directive with its JSON, and the position at which it ends. Raises RequestError."""
-    if name in ("%import", "%ignore"):
-        return name, place
-    if name not in ("%json", "%llguidance", "%regex"):
-        raise _error(text, place, f"unknown directive {name!r:.100}")
-    start = place + len(text[place:]) - len(text[place:].lstrip())
-    try:
-        value, end = json.JSONDecoder().raw_decode(text, start)
-    except (ValueError, RecursionError) as error:
-        raise _error(text, start, f"{name} needs JSON: {error}") from error
-    if name == "%llguidance" and not (isinstance(value, dict) and value.keys() <= _OPTIONS):
-        raise _error(text, start, f"options are {', '.join(sorted(_OPTIONS))}")
-    if name == "%json":
-        value = translate_schema(text[start:end])
-    return f"{name} {json.dumps(value)} ", end
+class _Directives:
+    """Replaces directives with JSON by Lark of llguidance. See `checked_lark` for the arguments."""
+
+    def __init__(
+        self,
+        params: StructuredOutputsParams,
+        translate_schema: Callable[[Schema], object],
+        special_id: Callable[[str], int | None],
+    ) -> None:
+        self.arguments = ArgumentGrammars(translate_schema)
+        self._params = params
+        self._translate_schema = translate_schema
+        self._special_id = special_id
+
+    def replaced(self, text: str, name: str, place: int) -> tuple[str, int]:
+        """What a directive stands for, and the position behind its JSON. Raises RequestError."""
+        if name not in _WITH_SCHEMAS | {"%llguidance", "%regex", "%special"}:
+            raise _error(text, place, f"unknown directive {name!r:.100}")
+        start = place + len(text[place:]) - len(text[place:].lstrip())
+        try:
+            value, end = json.JSONDecoder().raw_decode(text, start)
+        except (ValueError, RecursionError) as error:
+            raise _error(text, start, f"{name} needs JSON: {error}") from error
+        match name, value:
+            case "%json", _:
+                return f"%json {json.dumps(self._translate_schema(self._schema(value)))} ", end
+            case "%tagged", {"schema": schema, **tags}:
+                return f"({self.arguments.tagged(self._schema(schema), Tags.read(tags))})", end
+            case "%keywords", _:
+                return f"({self.arguments.keywords(self._schema(value))})", end
+            case "%special", str(token):
+                known = self._special_id(token)
+                return json.dumps(token, ensure_ascii=False) if known is None else f"<[{known}]>", end
+            case "%llguidance", {**options} if options.keys() <= _OPTIONS:
+                return f"{name} {json.dumps(options)} ", end
+            case "%regex", _:
+                return f"{name} {json.dumps(value)} ", end
+        expected = {
+            "%llguidance": f"options are {', '.join(sorted(_OPTIONS))}",
+            "%special": "%special needs the text of a special token",
+            "%tagged": "%tagged needs an object with a schema",
+        }
+        raise _error(text, start, expected[name])
+
+    def _schema(self, value: object) -> Schema:
+        return read_schema(json.dumps(value), _PARAM, self._params)
 
 
 def check_total_nesting(num_levels: int) -> None:
@@ -115,81 +157,3 @@ def _check_bare(text: str) -> None:
 
 def _error(text: str, place: int, why: str) -> RequestError:
     return RequestError(f"grammar, line {text.count(chr(10), 0, place) + 1}: {why}", _PARAM)
-
-
-_TAG_PARAM = "structural_tag"
-_MAX_TAGS = 256
-_MAX_TEXT = 1024  # characters of a trigger, begin or end
-
-
-@dataclass(frozen=True, slots=True)
-class Tag:
-    """One structure. trigger: the prefix of `begin` that starts it."""
-
-    trigger: str
-    begin: str
-    schema: Schema
-    end: str
-
-
-def read_tags(params: StructuredOutputsParams) -> list[Tag]:
-    """The structures of a structural tag. Raises RequestError that names the invalid one."""
-    value = json.loads(params.text)
-    if not isinstance(value, dict) or value.get("type", "structural_tag") != "structural_tag":
-        raise RequestError(
-            'structural_tag is {"type": "structural_tag", "structures": [...], "triggers": [...]}', _TAG_PARAM
-        )
-    if "format" in value:
-        raise RequestError("structural_tag: format is not supported; use structures and triggers", _TAG_PARAM)
-    unknown = value.keys() - {"type", "structures", "triggers"}
-    if unknown:
-        raise RequestError(f"structural_tag: unknown field {min(unknown)!r:.100}", _TAG_PARAM)
-    triggers = value.get("triggers")
-    if not isinstance(triggers, list) or not triggers or len(triggers) > _MAX_TAGS:
-        raise RequestError(f"structural_tag: triggers is a list of 1 to {_MAX_TAGS} strings", _TAG_PARAM)
-    for index, trigger in enumerate(triggers):
-        _check_text(trigger, f"triggers/{index}", at_least=1)
-    structures = value.get("structures")
-    if not isinstance(structures, list) or not structures or len(structures) > _MAX_TAGS:
-        raise RequestError(f"structural_tag: structures is a list of 1 to {_MAX_TAGS} objects", _TAG_PARAM)
-    return [_tag(one, f"structures/{i}", triggers, params) for i, one in enumerate(structures)]
-
-
-def tags_to_lark(tags: list[Tag], translate_schema: Callable[[Schema], object]) -> str:
-    """A Lark grammar of free text and tags. translate_schema: returns a schema in the format of llguidance."""
-    triggers = list(dict.fromkeys(tag.trigger for tag in tags))
-    lines = [
-        f"start: ({' | '.join(f'after{i}' for i in range(len(triggers)))})* rest",
-        "rest: TEXT",
-        "TEXT: /(?s:.)*/",
-    ]
-    for index, trigger in enumerate(triggers):
-        options = " | ".join(f"tag{i}" for i, tag in enumerate(tags) if tag.trigger == trigger)
-        # [lazy]: the free text ends at the first trigger.
-        lines += [f"head{index}[lazy]: TEXT {_quoted(trigger)}", f"after{index}: head{index} ({options})"]
-    for index, tag in enumerate(tags):
-        begin = _quoted(tag.begin.removeprefix(tag.trigger))
-        lines.append(f"tag{index}: {begin} %json {json.dumps(translate_schema(tag.schema))} {_quoted(tag.end)}")
-    return "\n".join(lines) + "\n"
-
-
-def _tag(value: object, at: str, triggers: list[str], params: StructuredOutputsParams) -> Tag:
-    if not isinstance(value, dict) or value.keys() - {"begin", "schema", "end"} or "begin" not in value:
-        raise RequestError(f"structural_tag: {at} is an object with begin, schema and end", _TAG_PARAM)
-    begin, end = value["begin"], value.get("end", "")
-    _check_text(begin, f"{at}/begin", at_least=1)
-    _check_text(end, f"{at}/end", at_least=0)
-    trigger = next((one for one in triggers if begin.startswith(one)), None)
-    if trigger is None:
-        raise RequestError(f"structural_tag: {at}/begin must start with one of the triggers", _TAG_PARAM)
-    schema = read_schema(json.dumps(value.get("schema", True)), _TAG_PARAM, params)
-    return Tag(trigger, begin, schema, end)
-
-
-def _check_text(value: object, at: str, *, at_least: int) -> None:
-    if not isinstance(value, str) or not at_least <= len(value) <= _MAX_TEXT:
-        raise RequestError(f"structural_tag: {at} is a string of {at_least} to {_MAX_TEXT} characters", _TAG_PARAM)
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False) if text else '""'

@@ -1,6 +1,6 @@
 """Matcher over the parser of a grammar library."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from copy import copy
 from typing import Protocol
 
@@ -42,6 +42,15 @@ class Masks:
         text = [bool(data) and token not in vocabulary.special_ids for token, data in enumerate(vocabulary.tokens)]
         self.allowed = pack_bitmask(ends | np.array(text, bool))
         self.ends = pack_bitmask(ends)
+
+    def allowing(self, special_ids: Collection[int]) -> "Masks":
+        """Masks of the same vocabulary that allow these special tokens as well."""
+        masks = copy(self)
+        masks.allowed = self.allowed.copy()
+        for token in special_ids:
+            masks.allowed[token // 32] |= np.uint32(1 << token % 32)
+        masks.allowed.flags.writeable = False
+        return masks
 
 
 class LibraryMatcher:

@@ -23,7 +23,7 @@ from quire.structured_outputs.json_schema.bounds import children, schema_error
 from quire.structured_outputs.json_schema.guidance import guidance_schema
 from quire.structured_outputs.json_schema.logic import Part, Schema
 from quire.structured_outputs.json_schema.reader import read_schema
-from quire.structured_outputs.lark import checked_lark, read_tags, tags_to_lark
+from quire.structured_outputs.lark import checked_lark
 from quire.structured_outputs.library_matcher import LibraryMatcher, Masks
 from quire.structured_outputs.limits import (
     MAX_FORCED,
@@ -32,7 +32,8 @@ from quire.structured_outputs.limits import (
     checked_regex,
     choice_alternatives,
 )
-from quire.structured_outputs.vocabulary import Vocabulary
+from quire.structured_outputs.structural_tags import tags_to_lark
+from quire.structured_outputs.vocabulary import SpecialTokens, Vocabulary
 
 # White space between two elements of JSON, if any: a space, or a line break with the indentation of eight levels. It is
 # bounded, so that a model cannot generate it without end.
@@ -41,8 +42,11 @@ _SPACES = r" \n\r\t"
 _WHITESPACE_PATTERN = re.compile(r"(?: |\\[nrts]|\\x20|[\[\]()|?*+\n\r\t]|\(\?:|\{\d{1,4}(?:,\d{0,4})?\})*")
 
 
-def grammar_of(params: StructuredOutputsParams) -> str:
-    """The constraint as a grammar of llguidance. Raises RequestError if it cannot be enforced exactly."""
+def grammar_of(params: StructuredOutputsParams, special: SpecialTokens) -> str:
+    """The constraint as a grammar of llguidance. Raises RequestError if it cannot be enforced exactly.
+
+    special: the tokens that structural tags and directives of Lark grammars may have.
+    """
 
     def write(schema: Schema) -> dict[str, object]:
         return with_options(schema, params)
@@ -58,9 +62,9 @@ def grammar_of(params: StructuredOutputsParams) -> str:
         case "choice":
             return _lark(f"start: CHOICE\nCHOICE: {choice_alternatives(params)}\n")
         case "grammar":
-            return _lark(ebnf_to_lark(params.text) if is_ebnf(params.text) else checked_lark(params, write))
+            return _lark(ebnf_to_lark(params.text) if is_ebnf(params.text) else checked_lark(params, write, special.id))
         case "structural_tag":
-            return _lark(tags_to_lark(read_tags(params), write))
+            return _lark(tags_to_lark(params, write, special))
 
 
 def _json_grammar(schema: Schema, params: StructuredOutputsParams) -> str:
@@ -131,7 +135,7 @@ class GuidanceBackend:
 
     def check(self, params: StructuredOutputsParams) -> None:
         """See Backend. It compiles the constraint, with single bytes as tokens."""
-        _first_matcher(params, self._byte_tokenizer)
+        _first_matcher(params, grammar_of(params, SpecialTokens({})), self._byte_tokenizer)
 
     def compile(self, params: StructuredOutputsParams, vocabulary: Vocabulary) -> "GuidanceGrammar":
         """See Backend."""
@@ -150,15 +154,17 @@ class GuidanceGrammar:
     def __init__(self, params: StructuredOutputsParams, tokens: "_GuidanceVocabulary") -> None:
         self._params = params
         self._vocabulary = tokens
-        self._grammar = grammar_of(params)
-        self._shared_matcher = _first_matcher(params, tokens.tokenizer)
+        special = SpecialTokens(tokens.special_ids_by_text)
+        self._grammar = grammar_of(params, special)
+        self._masks = tokens.masks.allowing(special.used)
+        self._shared_matcher = _first_matcher(params, self._grammar, tokens.tokenizer)
         self._lock = Lock()
         self._logged_reason = ""
 
     def new_matcher(self, *, fast_forward: bool) -> Matcher:
         """See Grammar."""
         parser = _GuidanceParser(self, self._shared_matcher.deep_copy(), self._vocabulary.num_words)
-        return LibraryMatcher(parser, self._vocabulary.masks, fast_forward=fast_forward)
+        return LibraryMatcher(parser, self._masks, fast_forward=fast_forward)
 
     def own_matcher(self, reason: str) -> llguidance.LLMatcher:
         """A matcher with a lexer of its own that has consumed no token. Later sequences share another lexer, too.
@@ -182,6 +188,7 @@ class _GuidanceVocabulary:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.masks = Masks(vocabulary)
+        self.special_ids_by_text = vocabulary.special_ids_by_text
         wrapper = _TokenizerAdapter(vocabulary)
         self.num_words = -(-len(wrapper.tokens) // 32)
         self.tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(wrapper), eos_token=wrapper.end_ids)
@@ -270,9 +277,10 @@ class _GuidanceParser:
         return num_taken
 
 
-def _first_matcher(params: StructuredOutputsParams, tokenizer: llguidance.LLTokenizer) -> llguidance.LLMatcher:
+def _first_matcher(
+    params: StructuredOutputsParams, grammar: str, tokenizer: llguidance.LLTokenizer
+) -> llguidance.LLMatcher:
     """A matcher that has consumed no token. Raises RequestError. For a schema it names the place."""
-    grammar = grammar_of(params)
     try:
         return _compiled(grammar, params.kind, tokenizer)
     except RequestError as error:
@@ -354,11 +362,11 @@ _MEANINGS = (
 
 
 def _clean_message(error: str) -> str:
-    """An error message of llguidance without parser state, places in its source, and names of quire's own."""
+    """An error message of llguidance without parser state, lines of the grammar, and names of quire's own."""
     meaning = next((meaning for part, meaning in _MEANINGS if part in error), None)
     if meaning is not None:
         return meaning
-    first = error.partition("<non-verbose/>")[0].partition("  while processing ")[0]
+    first = re.split(r"<non-verbose/>|  while processing |\n +\d+ \|", error)[0]
     return first.strip()[:MAX_MESSAGE]
 
 

@@ -20,6 +20,12 @@ class Vocabulary:
     special_texts: Mapping[int, bytes] = field(default_factory=dict)
 
     @property
+    def special_ids_by_text(self) -> Mapping[str, int]:
+        """The special ids that end no sequence, by their texts."""
+        texts = ((token, text.decode(errors="ignore")) for token, text in self.special_texts.items())
+        return {text: token for token, text in texts if text and token not in self.end_ids}
+
+    @property
     def size(self) -> int:
         """Number of logits of the model."""
         return len(self.tokens)
@@ -28,3 +34,34 @@ class Vocabulary:
     def num_words(self) -> int:
         """Number of 32-bit words of a mask."""
         return -(-len(self.tokens) // 32)
+
+
+class SpecialTokens:
+    """The special tokens that a grammar may have, by text. used: those that it has."""
+
+    def __init__(self, ids: Mapping[str, int]) -> None:
+        self._ids = ids
+        self._longest_first = sorted(ids, key=len, reverse=True)
+        self.used: set[int] = set()
+
+    def id(self, text: str) -> int | None:
+        """The id of the special token with this text, which the grammar then has; None if there is none."""
+        token = self._ids.get(text)
+        if token is not None:
+            self.used.add(token)
+        return token
+
+    def split(self, text: str) -> list[str | int]:
+        """The text as texts and ids of special tokens, at least one."""
+        parts: list[str | int] = []
+        start = place = 0
+        while place < len(text):
+            found = next((name for name in self._longest_first if text.startswith(name, place)), None)
+            if found is None:
+                place += 1
+                continue
+            parts += [text[start:place]] if start < place else []
+            parts.append(self._ids[found])
+            self.used.add(self._ids[found])
+            start = place = place + len(found)
+        return [*parts, text[start:]] if start < len(text) or not parts else parts

@@ -93,8 +93,9 @@ class ChatTemplate:
     def _does_by_default(self, name: str) -> bool:
         if name not in self._reasons_by_default:
             about = {**_PROBE_VARIABLES, "messages": [{"role": "user", "content": "a"}], "add_generation_prompt": True}
+            values: tuple[Mapping[str, object], ...] = ({}, {name: False}, {name: True})
             try:
-                unset, off, on = (self.render(about | value) for value in ({}, {name: False}, {name: True}))
+                unset, off, on = (self.render({**about, **value}) for value in values)
                 self._reasons_by_default[name] = not (unset == off != on)
             except (RequestError, ModelError):
                 self._reasons_by_default[name] = True

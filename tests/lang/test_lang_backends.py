@@ -2,6 +2,7 @@
 
 import json
 import re
+from random import Random
 
 import pytest
 from fake_lang_backend import Pretend
@@ -13,6 +14,7 @@ from quire.lang.backends.http import Http
 from quire.lang.backends.roles import TemplateRoles
 from quire.lang.event_loop import LoopThread
 from quire.tokenizer.tokenizer import Tokenizer
+from tools.demo_model.tool_use import TOOLS
 
 
 @sgl.function
@@ -223,7 +225,7 @@ def test_api_speculation_needs_no_more_calls_where_the_text_is_streamed(completi
     assert calls == [2, 2]
 
 
-def test_api_speculation_writes_a_chat_turn_in_one_call(chats):
+def test_api_speculation_writes_a_chat_turn_in_one_call(url):
     @sgl.function(num_api_spec_tokens=64)
     def program(s):
         s += sgl.user("Sum: 5 17 8 /think")
@@ -231,10 +233,10 @@ def test_api_speculation_writes_a_chat_turn_in_one_call(chats):
             s += "<think>\n" + sgl.gen("one", stop="\n") + "\n" + sgl.gen("two", stop="\n") + "\n</think>\n\n"
             s += sgl.gen("sum")
 
-    before = chats.stats.num_calls
-    state = program.run(temperature=0, backend=chats)
-    assert (state["one"], state["sum"]) == ("05+17: 5+7=12, 0+1+1=2, so 22", "30")
-    assert chats.stats.num_calls - before == 1
+    with sgl.OpenAI("quire-demo", base_url=f"{url}/v1", extensions=True) as backend:
+        state = program.run(temperature=0, backend=backend)
+        assert (state["one"], state["sum"]) == ("05+17: 5+7=12, 0+1+1=2, so 22", "30")
+        assert backend.stats.num_calls == 1
 
 
 def test_token_usage_can_be_reset(completions):
@@ -350,3 +352,23 @@ def test_a_busy_server_is_asked_again_and_a_broken_one_is_not():
             loop.run(http.post("/x", {}))
     finally:
         loop.close(http.close)
+
+
+@sgl.function
+def agent(s, question, tools, tool_choice):
+    s += sgl.system("Tools:\n" + "\n".join(map(json.dumps, tools)))
+    s += sgl.user(question)
+    s += sgl.assistant(sgl.gen("call", max_tokens=80, temperature=0, tools=tools, tool_choice=tool_choice))
+
+
+@pytest.mark.parametrize("tool_choice", ["auto", "required"])
+def test_a_gen_with_tools_calls_one(engine, endpoint, completions, tool_choice):
+    tool, make = TOOLS["get_price"]
+    use = make(Random(1))
+    for backend in (engine, endpoint):
+        state = agent.run(use.question, [tool], tool_choice, backend=backend)
+        (call,) = state.get_meta_info("call")["tool_calls"]
+        assert (call["name"], json.loads(call["arguments"])) == ("get_price", use.arguments)
+        assert "get_price" in state["call"], "the text stays as it was generated"
+    with pytest.raises(RequestError, match="needs a quire engine"):
+        agent.run(use.question, [tool], tool_choice, backend=completions)["call"]

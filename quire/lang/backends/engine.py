@@ -7,6 +7,10 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 from uuid import uuid4
 
+from msgspec import to_builtins
+
+from quire.chat.detect import chat_format
+from quire.chat.output import constrained_params, output_format
 from quire.config import EngineOptions
 from quire.core.request import NO_NAMESPACE
 from quire.core.scheduling_params import Program, SchedulingParams
@@ -43,6 +47,9 @@ class EngineBackend(Backend):
         super().__init__(hints=hints)
         self._tokenizer = built.tokenizer
         self._max_model_len = built.max_model_len
+        self._chat_format = chat_format(
+            built.tokenizer.tool_template, built.options.tool_call_parser, built.options.reasoning_parser
+        )
         self._roles = TemplateRoles(self._render)
         self._grammar_checks = front_end_cache(built.options.grammar_backend)
         self._engine = AsyncEngine(self._host)
@@ -64,7 +71,10 @@ class EngineBackend(Backend):
         self, prompt: Prompt, params: GenParams, program: Program | None, *, stream: bool
     ) -> AsyncGenerator[Piece]:
         """See Backend. Raises RequestError, EngineStopped, GenerationFailed."""
-        sampling = sampling_params(params)
+        sampling, format = sampling_params(params), None
+        if params.toolbox is not None:
+            format = output_format(self._chat_format, params.toolbox, prompt.text, reasons=False)
+            sampling = constrained_params(format, sampling)
         if sampling.structured_outputs is not None:
             await self._grammar_checks.compiled(NO_NAMESPACE, sampling.structured_outputs)
         transcript = self._transcript(await self._encode(prompt.text), sampling)
@@ -73,7 +83,10 @@ class EngineBackend(Backend):
             texts[delta.index] += delta.text
             if stream or delta.finish_reason is not None:
                 text, texts[delta.index] = texts[delta.index], ""
-                yield Piece(text, meta_info(transcript, delta.index, params, self._tokenizer), delta.index)
+                meta = meta_info(transcript, delta.index, params, self._tokenizer)
+                if format is not None and delta.finish_reason is not None:
+                    meta["tool_calls"] = to_builtins(format.read(transcript.sequence(delta.index).text).calls)
+                yield Piece(text, meta, delta.index)
 
     async def select(
         self, prompt: Prompt, choices: tuple[str, ...], method: ChoicesSamplingMethod, program: Program | None

@@ -202,6 +202,8 @@ class OpenAI(Backend):
         await self._http.close()
 
     def _request(self, prompt: Prompt, params: GenParams) -> tuple[str, dict[str, object]]:
+        if params.tools:
+            raise RequestError("gen(tools=...) needs a quire engine, or RuntimeEndpoint for a quire server", "tools")
         body = {"model": self.model_name, **sampling_fields(params, extensions=self._extensions)}
         if params.prediction is not None:
             if not (self.is_chat_model or self._extensions):
@@ -214,7 +216,8 @@ class OpenAI(Backend):
         if not self.is_chat_model:
             logprobs = completion_logprobs(params)
             return "/completions", {**body, "prompt": prompt.text, **logprobs}
-        return "/chat/completions", {**body, **self._conversation(prompt), **chat_logprobs(params)}
+        whole = {"separate_reasoning": False} if self._extensions else {}  # a state has all of the model's text
+        return "/chat/completions", {**body, **whole, **self._conversation(prompt), **chat_logprobs(params)}
 
     def _conversation(self, prompt: Prompt) -> dict[str, object]:
         messages: list[Mapping[str, str]] = list(prompt.messages)

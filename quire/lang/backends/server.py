@@ -59,6 +59,7 @@ class RuntimeEndpoint(Backend):
             "text": await self._without_bos(prompt.text),
             "sampling_params": sampling_params(params),
             **_logprob_fields(params),
+            **({"tools": list(params.tools), "tool_choice": params.tool_choice} if params.tools else {}),
             **self._hint(program),
         }
         self.stats.num_calls += 1

@@ -85,9 +85,9 @@ class ChatRequest:
 
 
 class MessageDelta(NamedTuple):
-    """What one step adds to a message. index: of the choice. finish_reason: None while the message continues."""
+    """What one step adds to the message of a choice. finish_reason: None while the message continues."""
 
-    index: int
+    choice: int
     parts: list[Part]
     delta: Delta
     finish_reason: str | None

@@ -284,29 +284,41 @@ class ResponseFormat(Body):
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = optional_field("With the type json_schema.")
-    format: dict[str, Any] | None = optional_field("With the type structural_tag; no backend supports it yet.")
+    schema_: Schema | None = optional_field(
+        "With the type json_object or json_schema: the JSON schema of the output, as in llama.cpp and Together.",
+        alias="schema",
+    )
+    format: dict[str, Any] | None = optional_field("With the type structural_tag: the format, as in xgrammar.")
     structures: PerPrompt[dict[str, Any]] | None = optional_field(
-        "With the type structural_tag: begin, schema and end of each tag."
+        "With the type structural_tag, instead of format: begin, schema and end of each tag."
     )
     triggers: PerPrompt[str] | None = optional_field("With structures: texts at which a tag may begin.")
 
     def constraint_args(self) -> Mapping[str, object]:
         """Arguments of StructuredOutputsParams; empty for text. Raises RequestError."""
-        beside = {"json_schema": ("json_schema",), "structural_tag": ("format", "structures", "triggers")}
+        beside = {
+            "json_object": ("schema_",),
+            "json_schema": ("json_schema", "schema_"),
+            "structural_tag": ("format", "structures", "triggers"),
+        }
         own = {name: value for name in beside.get(self.type, ()) if (value := getattr(self, name)) is not None}
         for name in self.model_fields_set - {"type", *own}:
             if getattr(self, name) is not None:
-                raise RequestError(f"response_format of type {self.type} has no {name}; leave it out", _FORMAT)
+                without = _without_underscore(name)
+                raise RequestError(f"response_format of type {self.type} has no {without}; leave it out", _FORMAT)
         match self.type:
             case "text":
                 return {}
-            case "json_object":
-                return {"json_object": True}
             case "structural_tag":
                 return {"structural_tag": {"type": self.type, **own}}
-        if self.json_schema is None or self.json_schema.schema_ is None:
+            case "json_object" if self.schema_ is None:
+                return {"json_object": True}
+        named = None if self.json_schema is None else self.json_schema.schema_
+        if named is not None and self.schema_ is not None:
+            raise RequestError("response_format has two schemas; leave out schema or json_schema", _FORMAT)
+        if named is None and self.schema_ is None:
             raise RequestError("response_format of type json_schema needs a json_schema with a schema", _FORMAT)
-        return {"json": self.json_schema.schema_}
+        return {"json": self.schema_ if named is None else named}
 
 
 class StructuredOutputs(Body):

@@ -34,6 +34,8 @@ FORMS = [
     ),
     ({"response_format": TAG}, {"structural_tag": TAG}),
     ({"response_format": OLD_TAG}, {"structural_tag": OLD_TAG}),
+    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, {"json": SCHEMA}),
+    ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, {"json": SCHEMA}),
     (
         {"response_format": {"type": "json_object"}, "structured_outputs": {"disable_any_whitespace": True}},
         {"json_object": True, "disable_any_whitespace": True},
@@ -106,6 +108,12 @@ REFUSED = [
     ({"response_format": {"type": "json_schema"}}, "response_format", "needs a json_schema with a schema"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format", "with a schema"),
     ({"response_format": {"type": "text", "format": {}}}, "response_format", "type text has no format"),
+    ({"response_format": {"type": "text", "schema": SCHEMA}}, "response_format", "type text has no schema"),
+    (
+        {"response_format": {"type": "json_schema", "schema": SCHEMA, "json_schema": {"name": "x", "schema": True}}},
+        "response_format",
+        "has two schemas",
+    ),
     ({"response_format": {**TAG, "json_schema": {"name": "x"}}}, "response_format", "has no json_schema"),
     (
         {"structured_outputs": {"json": DEEP}},

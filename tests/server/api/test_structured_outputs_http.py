@@ -29,6 +29,14 @@ TAG = {
     "structures": [{"begin": " the<n>", "schema": {"enum": [1, 2]}, "end": "</n>"}],
     "triggers": [" the"],  # it occurs in the story
 }
+TAG_FORMAT = {
+    "type": "structural_tag",
+    "format": {
+        "type": "triggered_tags",
+        "triggers": [" the"],
+        "tags": [{"begin": " the<n>", "content": {"type": "regex", "pattern": "[12]"}, "end": "</n>"}],
+    },
+}
 ROUTES = {"/v1/completions": {"prompt": STORY}, "/v1/chat/completions": {"messages": ASKED}}
 
 
@@ -87,7 +95,11 @@ def test_the_output_has_the_form(http, path, fields, holds):
 
 
 def test_a_structural_tag_has_its_form_in_free_text(http):
-    for fields in ({"response_format": TAG}, {"structured_outputs": {"structural_tag": json.dumps(TAG)}}):
+    for fields in (
+        {"response_format": TAG},
+        {"response_format": TAG_FORMAT},
+        {"structured_outputs": {"structural_tag": json.dumps(TAG)}},
+    ):
         assert is_tagged(contents(http.post("/v1/completions", json={"prompt": STORY, **GREEDY, **fields}))[0])
 
 

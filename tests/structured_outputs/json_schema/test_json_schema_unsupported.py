@@ -221,7 +221,7 @@ def test_an_output_is_what_the_schema_asks_for(schema, good, bad):
         ({"grammar": 'root ::= "a"{3,2}'}, "repetition"),
         ({"grammar": "root ::= root"}, "no output satisfies"),
         ({"structural_tag": {"type": "x"}}, "structural_tag is"),
-        ({"structural_tag": {"format": {}}}, "format is not supported"),
+        ({"structural_tag": {"format": {}}}, "format/type: unknown type None"),
         ({"structural_tag": {"triggers": ["<"], "structures": []}}, "structures is a list"),
         (
             {"structural_tag": {"triggers": ["<"], "structures": [{"begin": "a"}]}},

@@ -8,6 +8,8 @@ from uuid import uuid4
 from fastapi import APIRouter, Request, Response
 from msgspec import Raw
 
+from quire.chat.output import OutputFormat, constrained_params, output_format
+from quire.chat.tools import toolbox
 from quire.engine.inputs import as_prompt_list
 from quire.engine.output_text import RequestOutputProcessor
 from quire.engine.outputs import CompletionOutput
@@ -50,15 +52,24 @@ async def _start(service: Service, body: GenerateBody, request: Request, id: str
         prompts = as_prompt_list([] if given is None else given)
         reports = _reports(body, len(prompts))
         params = await service.prepare(request, lambda: _params(body, reports, service))
+        format = _tool_format(service, body)
+        if format is not None:
+            params = [constrained_params(format, one) for one in params]
         check_choices(params)
         alone = prompts != given and params[0].n == 1 and not isinstance(body.sampling_params, list)
         entries = EntryFormat(service.tokenizer, with_text=bool(body.return_text_in_logprobs))
-        answer = GenerateAnswer(id, reports, entries, alone=alone)
+        answer = GenerateAnswer(id, reports, entries, format, alone=alone)
         asked = await service.tokenize(caller.tenant, prompts, params)
         check_prompt_values(asked, ids=False)
         namespace, scheduling_params = caller.namespace(body.salt()), body.scheduling_params(service.options)
         with caller.quota.spending(num_prompt_tokens(asked)):
             return answer, await service.start(answer.id, asked, namespace, scheduling_params=scheduling_params)
+
+
+def _tool_format(service: Service, body: GenerateBody) -> OutputFormat | None:
+    """How tool calls are read from the text; None without tools. The prompt is not looked at. Raises RequestError."""
+    tools = toolbox(body.tools, body.tool_choice)
+    return None if tools is None else output_format(service.chat_format, tools, "", reasons=False)
 
 
 def _reports(body: GenerateBody, count: int) -> list[Report]:
@@ -122,15 +133,25 @@ def _one_each(name: str, values: list[T], count: int) -> list[T]:
 
 
 class GenerateAnswer:
-    """SGLang's objects for one request. alone: one object instead of a list, for one prompt with n = 1.
+    """SGLang's objects for one request.
 
+    alone: one object instead of a list, for one prompt with n = 1. format: how tool calls are read; None without tools.
     The objects have the ids of their reports; request_id is the server's.
     """
 
-    def __init__(self, request_id: str, reports: Sequence[Report], entries: EntryFormat, *, alone: bool) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        reports: Sequence[Report],
+        entries: EntryFormat,
+        format: OutputFormat | None,
+        *,
+        alone: bool,
+    ) -> None:
         self.id = request_id
         self._reports = reports
         self._entries = entries
+        self._format = format
         self._alone = alone
         self._prompt_fields: dict[int, dict[str, Raw]] = {}  # by prompt index
         self._output_entries: dict[tuple[int, int], OutputEntries] = {}  # by prompt and sequence index
@@ -170,6 +191,8 @@ class GenerateAnswer:
         }
         if transcript.params.has_constraint:
             about["forced_tokens"] = output.num_forced_tokens
+        if self._format is not None and output.finish_reason is not None:
+            about["tool_calls"] = self._format.read(output.text).calls
         if report.logprobs:
             about |= self._logprobs(place, transcript, output)
         return {"text": output.text, "output_ids": output.token_ids, "meta_info": about}

@@ -104,6 +104,10 @@ class GenerateBody(SchedulingParamsBody):
     input_ids: TokenIds | PerPrompt[TokenIds] | None = optional_field("The same as token ids, instead of text.")
     sampling_params: GenerateParams | PerPrompt[GenerateParams] | None = None
     stream: bool | None = optional_field("Send server-sent events, each with the whole output so far.")
+    tools: Listed[dict[str, Any]] | None = optional_field(
+        "Functions that the model may call, as in chat; meta_info has the tool_calls of the text."
+    )
+    tool_choice: str | dict[str, Any] | None = optional_field("With tools: as in chat.")
     return_logprob: bool | PerPrompt[bool] | None = optional_field("Return the logprob of each token.")
     logprob_start_len: int | PerPrompt[int] | None = optional_field(
         "Return also those of prompt tokens from this position on; -1, the default: none."

@@ -1,0 +1,295 @@
+"""Lark grammars of a tool's arguments that are not written as JSON: between tags, or as Python keyword arguments.
+
+They allow a part of what the schema allows: only named properties, in the order of the schema. Between tags, a string
+is written without quotes and escapes. A value that may be a string or something else is no list, object or number with
+bounds there.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from quire.errors import RequestError
+from quire.structured_outputs.json_schema.bounds import schema_error
+from quire.structured_outputs.json_schema.guidance import strict_pattern
+from quire.structured_outputs.json_schema.logic import TYPES, Part, Schema, type_of
+from quire.structured_outputs.json_schema.values import FORMATS
+
+_PARAM = "grammar"
+_MAX_FIRST = 64  # optional properties with which Python arguments may begin if none is required
+_MAX_REFERENCES = 16  # of a property, one behind the other
+_ANY_NAME = "/[a-zA-Z_][a-zA-Z0-9_]{0,63}/"
+_ROOT = {"type", "properties", "required", "additionalProperties", "$defs"}
+_NUMBER_BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+_CONSTANTS = {True: '"True"', False: '"False"', None: '"None"'}
+# Texts between tags that are read as a value of another type, if the property may have this type.
+_NUMBER = r"\s*[-+]?\.?[0-9][-+0-9a-zA-Z_.]*\s*"
+_READ_AS = {
+    "null": r"\s*(?:null|None)\s*",
+    "boolean": r"\s*(?:true|false|True|False)\s*",
+    "integer": _NUMBER,
+    "number": _NUMBER,
+    "array": r"(?s:\s*[\[(].*)",
+    "object": r"(?s:\s*\{.*)",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """Texts around the name and the value of a property."""
+
+    key_begin: str
+    key_end: str
+    value_begin: str
+    value_end: str
+
+    @classmethod
+    def read(cls, value: Mapping[object, object]) -> "Tags":
+        """The tags of a JSON object. Raises RequestError."""
+        texts = {name: value.get(name) for name in cls.__slots__}
+        if not all(isinstance(text, str) and (text.strip() or name == "value_begin") for name, text in texts.items()):
+            raise RequestError(f"%tagged needs a schema and the texts {', '.join(texts)}", _PARAM)
+        return cls(**{name: str(text) for name, text in texts.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class _Property:
+    name: str
+    schema: Schema
+    at: str
+    is_required: bool
+    definitions: Mapping[str, Schema]
+
+    def leaves(self) -> list[Schema]:
+        """The alternatives of the schema."""
+        return list(_leaves(self.schema, self.definitions, 0))
+
+
+class ArgumentGrammars:
+    """Writes arguments as parts of a rule. translate_schema: returns a schema in the format of llguidance.
+
+    definitions: rules and terminals to which the parts refer. The methods raise RequestError that names the place in
+    the schema of what cannot be written.
+    """
+
+    def __init__(self, translate_schema: Callable[[Schema], object]) -> None:
+        self._translate_schema = translate_schema
+        self.definitions: list[str] = []
+
+    def tagged(self, schema: Schema, tags: Tags) -> str:
+        """Arguments between tags."""
+        properties = _properties(schema)
+        if properties is None:
+            name, key_end = self._terminal(_ANY_NAME), _quoted(tags.key_end + tags.value_begin)
+            return f"({_quoted(tags.key_begin)} {name} {key_end} {self._ended([_text([], tags)], tags)})*"
+        written = []
+        for one in properties:
+            if tags.key_end.strip() in one.name or not one.name.strip():
+                raise schema_error(one.at, f"in this format a name cannot have {tags.key_end.strip()!r}", _PARAM)
+            begin = _quoted(tags.key_begin + one.name + tags.key_end + tags.value_begin)
+            written.append(f"{begin} {self._tagged_value(one, tags)}")
+            written[-1] = written[-1] if one.is_required else f"({written[-1]})?"
+        return " ".join(written) or '""'
+
+    def keywords(self, schema: Schema) -> str:
+        """Keyword arguments of a Python call."""
+        properties = _properties(schema)
+        if properties is None:
+            value = " | ".join([self._json(Part("#"), {}), *_CONSTANTS.values()])
+            one = f'{self._terminal(_ANY_NAME)} "=" ({value})'
+            return f'({one} (", " {one})*)?'
+        rules = [(self._python_argument(one), one.is_required) for one in properties]
+        first = next((place for place, (_, is_required) in enumerate(rules) if is_required), None)
+        later = [f'", " {rule}' if is_required else f'(", " {rule})?' for rule, is_required in rules]
+        if first is not None:
+            return " ".join([*(f'({rule} ", ")?' for rule, _ in rules[:first]), rules[first][0], *later[first + 1 :]])
+        firsts = [" ".join([rule, *later[place + 1 :]]) for place, (rule, _) in enumerate(rules[:_MAX_FIRST])]
+        return f"({' | '.join(firsts)})?" if firsts else '""'
+
+    def _python_argument(self, one: _Property) -> str:
+        if not one.name.isidentifier():
+            raise schema_error(one.at, "in this format a name must be a Python identifier", _PARAM)
+        return self._rule(f"{_quoted(one.name + '=')} ({' | '.join(self._python_values(one))})")
+
+    def _tagged_value(self, one: _Property, tags: Tags) -> str:
+        """A value and the tag behind it."""
+        leaves = one.leaves()
+        types = {name for leaf in leaves for name in _types(leaf)}
+        if "string" not in types:
+            return f"{self._json(one.schema, one.definitions)} {_quoted(tags.value_end)}"
+        others = [_READ_AS[name] for name in types if name in _READ_AS]
+        written = [text for leaf in leaves for text in _texts(leaf, one.at, tags, others)]
+        if not written:
+            raise schema_error(one.at, "in this format no text satisfies the schema", _PARAM)
+        return self._ended(written, tags)
+
+    def _python_values(self, one: _Property) -> Iterator[str]:
+        """Alternatives of a Python literal. Within lists and dicts, constants are written as in JSON."""
+        for leaf in one.leaves():
+            keywords = leaf if isinstance(leaf, Part) else {}
+            types = _types(leaf, TYPES)
+            given = keywords.get("enum", [True, False, None])
+            for value, constant in _CONSTANTS.items():
+                if type_of(value) in types and any(value is other for other in given):
+                    yield constant
+            others = [name for name in types if name not in ("boolean", "null")]
+            if "enum" in keywords:
+                values = [value for value in given if not isinstance(value, bool | None)]
+                if values:
+                    yield self._json(Part(one.at, {"enum": values}), {})
+            elif others:
+                yield self._json(Part(one.at, {**keywords, "type": others}), one.definitions)
+
+    def _json(self, schema: Schema, definitions: Mapping[str, Schema]) -> str:
+        if isinstance(schema, Part) and definitions:
+            schema = Part(schema.at, {**schema, "$defs": definitions})
+        return f"%json {json.dumps(self._translate_schema(schema))} "
+
+    def _ended(self, texts: list[str], tags: Tags) -> str:
+        """One of these texts, and the tag behind it: one terminal, because a terminal takes all text that it can."""
+        return self._terminal(f"({' | '.join(texts)}) {_quoted(tags.value_end)}")
+
+    def _terminal(self, expression: str) -> str:
+        self.definitions.append(f"ARGUMENT_{len(self.definitions)}: {expression}")
+        return f"ARGUMENT_{len(self.definitions) - 1}"
+
+    def _rule(self, expression: str) -> str:
+        self.definitions.append(f"argument_{len(self.definitions)}: {expression}")
+        return f"argument_{len(self.definitions) - 1}"
+
+
+def _properties(schema: Schema) -> list[_Property] | None:
+    """The properties of the arguments; None if the schema names none and allows any."""
+    definitions: Mapping[str, Schema] = schema.get("$defs", {}) if isinstance(schema, Part) else {}
+    root = _resolved(schema, definitions)
+    if root is False:
+        raise schema_error("#", "no arguments satisfy the schema", _PARAM)
+    if root is True or not isinstance(root, Part):
+        return None
+    other = next((key for key in root if key not in _ROOT), None)
+    if other is not None or "object" not in _types(root, TYPES):
+        why = f"{other!r} beside the properties" if other else "arguments that are no object"
+        raise schema_error(root.at, f"in this format {why} cannot be enforced; use the properties alone", _PARAM)
+    named, required = root.get("properties", {}), root.get("required", [])
+    missing = next((name for name in required if name not in named), None)
+    if missing is not None:
+        raise schema_error(root.at, f"in this format the required {missing!r:.80} must be in properties", _PARAM)
+    if not named and root.get("additionalProperties") is not False:
+        return None
+    return [
+        _Property(name, one, getattr(one, "at", f"{root.at}/properties/{name}"), name in required, definitions)
+        for name, one in named.items()
+        if one is not False or name in required
+    ]
+
+
+def _resolved(schema: Schema, definitions: Mapping[str, Schema]) -> Schema:
+    """The target of a schema that is only a reference, or only one schema of allOf."""
+    for _ in range(_MAX_REFERENCES):
+        match schema:
+            case {"$ref": str(reference), **others} if not others.keys() - {"$defs"}:
+                schema = definitions[reference.removeprefix("#/$defs/")]
+            case {"allOf": [one], **others} if not others.keys() - {"$defs"}:
+                schema = one
+    return schema
+
+
+def _leaves(schema: Schema, definitions: Mapping[str, Schema], depth: int) -> Iterator[Schema]:
+    """The alternatives of a schema, with references followed."""
+    schema = _resolved(schema, definitions)
+    if isinstance(schema, Part) and schema.keys() == {"anyOf"} and depth < _MAX_REFERENCES:
+        for one in schema["anyOf"]:
+            yield from _leaves(one, definitions, depth + 1)
+    else:
+        yield schema
+
+
+def _types(leaf: Schema, unnamed: Sequence[str] = ("string",)) -> Sequence[str]:
+    """The types that a leaf names; `unnamed` if it names none."""
+    if not isinstance(leaf, Part):
+        return unnamed
+    if "enum" in leaf:
+        return [type_of(value) for value in leaf["enum"]]
+    types: str | list[str] = leaf.get("type", unnamed)
+    return [types] if isinstance(types, str) else types
+
+
+def _texts(leaf: Schema, at: str, tags: Tags, others: list[str]) -> Iterator[str]:
+    """Alternatives of one leaf of a property that may be a string, as parts of a terminal; no lists and objects.
+
+    others: patterns of the texts that are read as a value of another type.
+    """
+    keywords = leaf if isinstance(leaf, Part) else {}
+    types = _types(leaf)
+    if "enum" in keywords:
+        for value in keywords["enum"]:
+            text = value if isinstance(value, str) else json.dumps(value)
+            is_read_so = not isinstance(value, str) or not any(re.fullmatch(other, text) for other in others)
+            if is_read_so and tags.value_end.strip() not in text and not isinstance(value, list | dict):
+                yield _quoted(text)
+        return
+    if "string" in types:
+        yield _text([*_conditions(leaf, at), *(f"~{_regex(other)}" for other in others)], tags)
+    if "null" in types:
+        yield '"null"'
+    if "boolean" in types:
+        yield '"true" | "false"'
+    if not keywords.keys() & _NUMBER_BOUNDS and {"integer", "number"} & set(types):
+        yield "/-?(?:0|[1-9][0-9]{0,14})/" if "number" not in types else r"/-?(?:0|[1-9][0-9]{0,14})(?:\.[0-9]{1,9})?/"
+
+
+def _text(conditions: list[str], tags: Tags) -> str:
+    """A text that meets the conditions and has no end tag."""
+    ended = "~" + _regex(f"(?s:.*){re.escape(tags.value_end.strip())}(?s:.*)")
+    return f"({' & '.join(['/(?s:.*)/', *conditions, ended])})"
+
+
+def _conditions(leaf: Schema, at: str) -> Iterator[str]:
+    """What a leaf asks of strings, as patterns of Lark for whole texts."""
+    if not isinstance(leaf, Part):
+        return
+    least, most = leaf.get("minLength", 0), leaf.get("maxLength", "")
+    if least or most != "":
+        yield f"/(?s:.{{{least},{most}}})/"
+    for key, argument in leaf.items():
+        match key:
+            case "pattern":
+                try:
+                    yield _regex(_found_in_text(argument))
+                except ValueError as error:
+                    raise schema_error(f"{leaf.at}/pattern", f"pattern: {error}", _PARAM) from error
+            case "format":
+                yield _regex(FORMATS[argument].removeprefix("^").removesuffix("$"))
+            case "not":
+                yield from (f"~{_regex(re.escape(one))}" for one in argument["enum"] if isinstance(one, str))
+            case "allOf":
+                for one in argument:
+                    yield from _conditions(one, at)
+            case "anyOf" | "$ref" | "enum":
+                raise schema_error(at, f"in this format {key!r} beside other keywords is not enforced", _PARAM)
+
+
+def _found_in_text(pattern: str) -> str:
+    """A pattern of the whole texts in which `pattern` is found. Raises ValueError if it cannot be written."""
+    pieces = re.findall(r"\[\^?(?:[^\]\\]|\\.)*\]|\\.|.", pattern, re.DOTALL)
+    begins, ends = pieces[:1] == ["^"], pieces[-1:] == ["$"]
+    inner = pieces[begins : len(pieces) - ends]
+    depths = accumulate({"(": 1, ")": -1}.get(piece, 0) for piece in inner)
+    has_options = any(piece == "|" and depth == 0 for piece, depth in zip(inner, depths, strict=True))
+    if {"^", "$"} & set(inner) or ((begins or ends) and has_options):
+        raise ValueError("in this format ^ and $ are supported only around the whole pattern")
+    middle = f"(?:{strict_pattern(''.join(inner))})"
+    return ("" if begins else "(?s:.*)") + middle + ("" if ends else "(?s:.*)")
+
+
+def _regex(pattern: str) -> str:
+    """A pattern in Lark's syntax."""
+    escapes = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
+    escaped = re.sub(r"\\.|/|\n", lambda found: escapes.get(found[0], found[0]), pattern, flags=re.DOTALL)
+    return f"/{escaped}/"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

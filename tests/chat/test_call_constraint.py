@@ -1,0 +1,342 @@
+"""Constraints for calls: what they accept and reject, random outputs under them, and calls of the embedded model."""
+
+import json
+import random
+
+import jsonschema
+import numpy as np
+import pytest
+from call_writers import WRITERS
+from chat_transcripts import chat_format, parse, strict
+from grammar_mask_walks import allowed, encode, text_of, vocabulary, walk
+
+from quire.chat.constraint import call_constraint
+from quire.chat.formats import TOOL_FORMATS
+from quire.chat.tools import toolbox
+from quire.errors import RequestError
+from quire.params import StructuredOutputsParams
+from quire.structured_outputs.backends import check, compile
+from quire.structured_outputs.vocabulary import Vocabulary
+from tools.forced_calls import forced_calls
+from tools.tool_schemas import SCHEMAS
+
+FORMATS = sorted(WRITERS)
+BY_NAME = {one.name: one for one in SCHEMAS}
+BETWEEN_TAGS = {"qwen3_coder", "minimax_m2", "glm45"}
+VOCABULARY = vocabulary()
+NOW, ADD, ECHO = ({**BY_NAME[name].tool} for name in ("now", "add", "echo"))
+
+
+def named(name):
+    return {"type": "function", "function": {"name": name}}
+
+
+def grammar(format, tools, choice="required", parallel=None):
+    constraint = call_constraint(TOOL_FORMATS[format], toolbox(tools, choice, parallel))
+    return compile(constraint, VOCABULARY)
+
+
+def accepts(grammar, text, known=VOCABULARY, tokens=encode):
+    """Whether a text is a complete output."""
+    matcher = grammar.new_matcher(fast_forward=False)
+    verdict = matcher.advance(tokens(text))
+    return not verdict.error and bool(set(allowed(matcher, known)) & set(known.end_ids))
+
+
+def faults(schema, arguments):
+    return [error.message for error in jsonschema.Draft202012Validator(schema).iter_errors(json.loads(arguments))]
+
+
+def is_read_otherwise(format, one, text):
+    """Whether a text is read as arguments that are valid: between tags, 5 may be a text."""
+    calls = parse(chat_format(format), [text], toolbox([one.tool])).calls
+    return format in BETWEEN_TAGS and len(calls) == 1 and not faults(one.parameters, calls[0].arguments)
+
+
+def test_there_are_60_schemas():
+    assert len(SCHEMAS) >= 60
+    assert sum(len(one.invalid) for one in SCHEMAS) >= 60
+    for one in SCHEMAS:
+        assert not [arguments for arguments in one.valid if faults(one.parameters, json.dumps(arguments))]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_call_of_each_schema_is_accepted_if_it_is_valid(format):
+    for one in SCHEMAS:
+        compiled = grammar(format, [one.tool])
+        box = toolbox([one.tool])
+        for arguments in one.valid:
+            text = WRITERS[format]([(one.name, arguments)])
+            if format in BETWEEN_TAGS and one.name in ("ping", "bounded_or_text"):
+                continue  # any arguments are texts there; a number with bounds beside a text is left out
+            assert accepts(compiled, text), text
+            (call,) = parse(chat_format(format), [text], box).calls
+            assert call.name == one.name
+            assert strict(json.loads(call.arguments)) == strict(arguments)
+        for arguments in one.invalid:
+            text = WRITERS[format]([(one.name, arguments)])
+            assert not accepts(compiled, text) or is_read_otherwise(format, one, text), text
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_output_is_valid_calls(format):
+    """Random tokens that the masks allow."""
+    rng = random.Random(format)
+    num_complete = 0
+    for one in rng.sample(SCHEMAS, 16):
+        others = rng.sample(SCHEMAS, 2)
+        tools = {tool.name: tool for tool in (one, *others)}
+        compiled = grammar(format, [tool.tool for tool in tools.values()])
+        limit = 70 + 2 * len(encode(WRITERS[format]([("now", {})])))
+        tokens, is_complete = walk(compiled, VOCABULARY, rng, limit=limit, fast_forward=rng.random() < 0.5)
+        num_complete += is_complete
+        if is_complete:
+            text = text_of(tokens, VOCABULARY).decode()
+            message = parse(chat_format(format), [text], toolbox([tool.tool for tool in tools.values()]), forced=True)
+            assert message.calls, text
+            assert not message.content, text
+            for call in message.calls:
+                assert not faults(tools[call.name].parameters, call.arguments), text
+    assert num_complete >= 5
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_one_call_or_several(format):
+    write = WRITERS[format]
+    calls = [("now", {}), ("echo", {"text": "a"}), ("now", {})]
+    is_parallel = TOOL_FORMATS[format].has_parallel
+    several = grammar(format, [NOW, ECHO])
+    one = grammar(format, [NOW, ECHO], parallel=False)
+    assert accepts(one, write(calls[:1]))
+    assert accepts(several, write(calls[1:2]))
+    if is_parallel:
+        assert accepts(several, write(calls))
+        assert not accepts(one, write(calls[:2]))
+    for text in ("", "Hello", write(calls[:1]) + " Done.", " " + write(calls[:1])):
+        assert not accepts(several, text), text
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_only_offered_tools_are_called(format):
+    tools = [BY_NAME[name].tool for name in ("get", "get_all", "get_price")]
+    write = WRITERS[format]
+    calls = {"get": {"key": "a"}, "get_all": {"keys": []}, "get_price": {"item": "x"}}
+    every, two, one = (
+        grammar(format, tools, choice)
+        for choice in (
+            "required",
+            {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "required", "tools": [named("get"), named("get_price")]},
+            },
+            named("get"),
+        )
+    )
+    for name, arguments in calls.items():
+        text = write([(name, arguments)])
+        assert accepts(every, text)
+        assert accepts(two, text) == (name != "get_all")
+        assert accepts(one, text) == (name == "get")
+    for name in ("ge", "get_", "got", "get_priced"):
+        assert not accepts(every, write([(name, {"key": "a"})]))
+
+
+@pytest.mark.parametrize("format", sorted(set(FORMATS) - {"pythonic", "openai"}))
+def test_with_auto_what_was_begun_is_valid(format):
+    write = WRITERS[format]
+    call = [("now", {}), ("echo", {"text": "a"})]
+    if format == "llama3_json":
+        write = lambda calls: "<|python_tag|>" + WRITERS[format](calls)  # noqa: E731
+    if format == "generic":
+        write = WRITERS["hermes"]
+    auto = grammar(format, [NOW, {**ECHO, "function": {**ECHO["function"], "strict": True}}], "auto")
+    one = grammar(format, [NOW, ECHO], "auto", parallel=False)
+    for text in ("", "Hello.\n", "a <b> [c] {d}: ", write(call), f"I look.\n{write(call[:1])}\n", write(call) + "x"):
+        assert accepts(auto, text), text
+    text = write(call[:1])
+    assert accepts(one, f"a {text}")
+    assert not accepts(one, f"a {text}b")
+    assert not accepts(auto, text[:-3])
+    assert not accepts(auto, write([("nothing", {})]))
+    assert not accepts(auto, write([("echo", {"other": "a"})])), "a strict tool satisfies its schema"
+    assert not accepts(auto, write([("echo", {})]))
+    assert accepts(auto, write([("now", {"any": "thing"})])), "another one has any arguments"
+    assert accepts(one, write([("echo", {"other": "a"})]))
+
+
+@pytest.mark.parametrize(("format", "first"), [("pythonic", "["), ("llama3_json", "{")])
+def test_calls_without_markup_are_constrained_only_for_strict_tools(format, first):
+    strict_tool = {**ADD, "function": {**ADD["function"], "strict": True}}
+    form = TOOL_FORMATS[format].forms[0]
+    bare = type(TOOL_FORMATS[format])(parser="bare", forms=(form,))
+    assert call_constraint(bare, toolbox([ADD])) is None
+    compiled = compile(call_constraint(bare, toolbox([strict_tool])), VOCABULARY)
+    write = WRITERS[format]
+    for text in ("", "Hello.", f" a {first} b", write([("add", {"a": 1, "b": 2})])):
+        assert accepts(compiled, text), text
+    for text in (first, f"\n{first}1", write([("add", {"a": 1})])):
+        assert not accepts(compiled, text), text
+
+
+def test_without_tools_that_may_be_called_there_is_no_constraint():
+    assert call_constraint(TOOL_FORMATS["hermes"], toolbox([NOW], "none")) is None
+
+
+SPECIAL = ("<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>", "[TOOL_CALLS]", "[ARGS]")
+END = 256 + len(SPECIAL)
+WITH_SPECIAL = Vocabulary(
+    [bytes([i]) for i in range(256)] + [b""] * (len(SPECIAL) + 1),
+    (END,),
+    frozenset(range(256, END + 1)),
+    lambda text: list(text.encode()),
+    {256 + place: text.encode() for place, text in enumerate(SPECIAL)},
+)
+
+
+def special_tokens(text):
+    """The tokens of a text, in which special tokens are tokens."""
+    tokens = []
+    while text:
+        found = next((one for one in SPECIAL if text.startswith(one)), None)
+        tokens += [WITH_SPECIAL.special_ids_by_text[found]] if found else list(text[0].encode())
+        text = text[len(found or "x") :]
+    return tokens
+
+
+def test_markup_that_is_a_special_token_is_written_as_one():
+    for format in ("openai", "mistral", "mistral_v11"):
+        constraint = call_constraint(TOOL_FORMATS[format], toolbox([NOW], "required"))
+        check(constraint)
+        compiled = compile(constraint, WITH_SPECIAL)
+        text = WRITERS[format]([("now", {})])
+        assert accepts(compiled, text, WITH_SPECIAL, special_tokens)
+        assert not accepts(compiled, text, WITH_SPECIAL, lambda text: list(text.encode()))
+        matcher = compiled.new_matcher(fast_forward=True)
+        forced = matcher.advance([]).forced
+        assert not forced or forced[0] == special_tokens(text)[0]
+
+
+def test_a_call_of_gpt_oss_may_follow_reasoning():
+    compiled = compile(call_constraint(TOOL_FORMATS["openai"], toolbox([NOW], "required")), WITH_SPECIAL)
+    text = WRITERS["openai"]([("now", {})])
+    assert accepts(compiled, f"<|start|>assistant{text}", WITH_SPECIAL, special_tokens)
+
+
+def test_with_auto_gpt_oss_may_answer_in_its_channels():
+    compiled = compile(call_constraint(TOOL_FORMATS["openai"], toolbox([ECHO])), WITH_SPECIAL)
+    call = WRITERS["openai"]([("echo", {"text": "a"})])
+    for text in (
+        "<|channel|>final<|message|>Hello.",
+        "<|start|>assistant<|channel|>final<|message|>Hello.",
+        f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{call}",
+        call,
+    ):
+        assert accepts(compiled, text, WITH_SPECIAL, special_tokens), text
+    for text in (f"{call}x", call[:-2], call.replace("echo", "other")):
+        assert not accepts(compiled, text, WITH_SPECIAL, special_tokens), text
+    compiled = compile(call_constraint(TOOL_FORMATS["mistral"], toolbox([ECHO])), WITH_SPECIAL)
+    assert accepts(compiled, 'a [TOOL_CALLS][{"name": "echo", "arguments": {}}] b', WITH_SPECIAL, special_tokens)
+    assert not accepts(compiled, "a [TOOL_CALLS] b", WITH_SPECIAL, special_tokens)
+
+
+def test_a_special_token_that_is_not_in_the_grammar_is_not_allowed():
+    compiled = compile(call_constraint(TOOL_FORMATS["mistral"], toolbox([ECHO])), WITH_SPECIAL)
+    matcher = compiled.new_matcher(fast_forward=False)
+    matcher.advance([])
+    assert set(allowed(matcher, WITH_SPECIAL)) & WITH_SPECIAL.special_ids == {
+        WITH_SPECIAL.special_ids_by_text["[TOOL_CALLS]"],
+        END,
+    }
+
+
+def test_objects_have_no_properties_that_their_schema_does_not_name():
+    nested = {"type": "object", "properties": {"p": {"type": "object", "properties": {"x": {"type": "integer"}}}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": nested}}
+    compiled = grammar("hermes", [tool])
+    write = WRITERS["hermes"]
+    assert accepts(compiled, write([("f", {"p": {"x": 1}})]))
+    assert not accepts(compiled, write([("f", {"p": {"x": 1, "y": 2}})]))
+    assert not accepts(compiled, write([("f", {"p": {}, "q": 1})]))
+
+
+def test_objects_of_composed_schemas_have_all_their_properties():
+    base = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    more = {"properties": {"b": {"type": "integer"}}, "required": ["b"]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "allOf": [base, more]}}}
+    assert accepts(grammar("hermes", [tool]), WRITERS["hermes"]([("f", {"a": 1, "b": 2})]))
+
+
+@pytest.mark.parametrize(
+    ("format", "parameters", "message"),
+    [
+        ("hermes", {"type": "object", "properties": {"a": {"not": {"pattern": "x"}}}}, "schema at #/properties/a/not"),
+        ("glm45", {"type": "object", "anyOf": [{"required": ["a"]}]}, "'anyOf' beside the properties cannot be"),
+        ("glm45", {"type": "object", "required": ["a"]}, "the required 'a' must be in properties"),
+        ("glm45", {"type": "object", "properties": {"</arg_key>": {}}}, "a name cannot have '</arg_key>'"),
+        ("glm45", {"type": "object", "properties": {"a": {"enum": ["</arg_value>"]}}}, "no text satisfies the schema"),
+        ("pythonic", {"type": "object", "properties": {"a-b": {}}}, "a name must be a Python identifier"),
+        (
+            "qwen3_coder",
+            {"type": "object", "properties": {"a": {"type": "string", "pattern": "^a|b$"}}},
+            "schema at #/properties/a/pattern: pattern: in this format ^ and $ are supported only around",
+        ),
+    ],
+)
+def test_a_schema_that_cannot_be_enforced_is_refused(format, parameters, message):
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    constraint = call_constraint(TOOL_FORMATS[format], toolbox([tool], "required"))
+    with pytest.raises(RequestError) as found:
+        check(constraint)
+    assert message in str(found.value)
+    assert call_constraint(TOOL_FORMATS[format], toolbox([tool])) != constraint
+    if format != "pythonic":
+        check(call_constraint(TOOL_FORMATS[format], toolbox([tool])))  # with auto any arguments are taken
+
+
+def test_texts_between_tags_may_be_anything_but_the_end_tag():
+    compiled = grammar("qwen3_coder", [ECHO])
+    write = WRITERS["qwen3_coder"]
+    for text in ("", "\n", "\n\n", " a ", '"', "</parameter", "<parameter=x>", "</function>\n</tool_call>", "日本🎉"):
+        written = write([("echo", {"text": text})])
+        assert accepts(compiled, written), text
+        (call,) = parse(chat_format("qwen3_coder"), [written], toolbox([ECHO])).calls
+        assert json.loads(call.arguments) == {"text": text}
+    assert not accepts(compiled, write([("echo", {"text": "a</parameter>b"})]))
+
+
+def test_many_tools_with_long_descriptions_fit():
+    tools = []
+    for index in range(128):
+        properties = {f"p{i}": {"type": "string", "description": "x" * 300} for i in range(6)}
+        function = {"name": f"tool_{index}", "parameters": {"type": "object", "properties": properties}}
+        tools.append({"type": "function", "function": function})
+    for choice in ("required", "auto"):
+        constraint = call_constraint(TOOL_FORMATS["hermes"], toolbox(tools, choice))
+        compiled = compile(constraint, VOCABULARY)
+        assert accepts(compiled, WRITERS["hermes"]([("tool_127", {"p5": "a"})]))
+
+
+def test_masks_of_free_text_allow_most_tokens():
+    compiled = grammar("hermes", [NOW], "auto")
+    matcher = compiled.new_matcher(fast_forward=True)
+    assert not matcher.advance(encode("Hello")).forced
+    words = np.zeros(VOCABULARY.num_words, np.uint32)
+    matcher.fill_bitmask(words)
+    assert int(np.bitwise_count(words).sum()) > 1900
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["start: %special 5", 'start: %tagged {"key_begin": "a"}', 'start: %tagged {"schema": {}, "key_begin": "a"}'],
+)
+def test_invalid_directives_are_refused(text):
+    with pytest.raises(RequestError, match=r"grammar|%tagged"):
+        check(StructuredOutputsParams(grammar=text))
+
+
+def test_forced_calls_of_the_embedded_model_are_valid(llm):
+    """`python -m benchmarks.tool_calls` generates 300 of them."""
+    for format, num_calls in (("hermes", 32), ("qwen3_coder", 8)):
+        calls = list(forced_calls(llm, format, num_calls))
+        assert len(calls) == num_calls
+        assert [(call.name, call.fault, call.text) for call in calls if call.fault] == []
