@@ -25,6 +25,7 @@ from quire.errors import ConfigError
 from quire.server.batch import file_format
 from quire.server.batch import run as batches
 from quire.server.batch.run import Batch, BatchStopped, ResultFile, run_batch
+from quire.server.batch.sender import send_lines
 from quire.server.middleware import tarpit
 
 SHORT = {"max_tokens": 6, "temperature": 0}
@@ -253,6 +254,39 @@ def test_the_end_of_the_engine_is_no_result(tmp_path):
     assert [result["custom_id"] for result in results(tmp_path / "out")] == ["a"]
     answer(App(), written(*map(task, "abc")), tmp_path / "out", resume=True)
     assert sorted(result["custom_id"] for result in results(tmp_path / "out")) == ["a", "b", "c"]
+
+
+def test_lines_that_wait_take_no_slot_from_other_batches():
+    """One batch is refused for ever, with as many lines as there are slots. The other one is answered."""
+
+    class Busy(App):
+        async def __call__(self, scope, receive, send):
+            self._answers = [refusal(429, retry_after="1")]
+            await super().__call__(scope, receive, send)
+
+    class Kept:
+        def __init__(self):
+            self.found = []
+
+        def has(self, found):
+            return False
+
+        async def add(self, found, answer):
+            self.found.append(found.custom_id)
+
+    async def tasks():
+        for one in file_format.TaskReader().push(written(*map(task, "abcd"))):
+            yield one
+
+    async def main():
+        slots, kept = asyncio.Semaphore(2), Kept()
+        refused = asyncio.ensure_future(send_lines(Busy(), tasks(), Kept(), concurrency=2, slots=slots))
+        async with asyncio.timeout(0.9):
+            await send_lines(App(), tasks(), kept, concurrency=2, slots=slots)
+        refused.cancel()
+        return kept.found
+
+    assert sorted(asyncio.run(main())) == list("abcd")
 
 
 def test_a_server_that_shuts_down_is_not_asked_again_and_what_it_has_is_finished(tmp_path):

@@ -72,8 +72,8 @@ class Batches:
         self._app: ASGIApp
         self._running: dict[tuple[str, str], _Run] = {}  # by tenant and id
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by tenant: one batch at a time
-        # Half of the rows stay free for other requests.
-        self._slots = asyncio.Semaphore(max(1, service.options.max_num_seqs // 2))
+        self._concurrency = max(1, service.options.max_num_seqs // 2)  # so that rows stay free for other requests
+        self._slots = asyncio.Semaphore(self._concurrency)  # of the requests of all batches
 
     async def start(self, app: ASGIApp) -> None:
         """Continue the batches that had not ended when the last server with this store did. app: gets all requests."""
@@ -144,7 +144,8 @@ class Batches:
     def _begin(self, tenant: str, record: BatchRecord, caller: Caller | None) -> None:
         id = record.batch["id"]
         run = self._running[tenant, id] = _Run(self._service, self._store, self._drain, tenant, record)
-        run.task = asyncio.create_task(run.run(self._app, caller, self._turns[tenant], self._slots))
+        send = partial(send_lines, self._app, concurrency=self._concurrency, slots=self._slots, caller=caller)
+        run.task = asyncio.create_task(run.run(None if caller is None else send, self._turns[tenant]))
         run.task.add_done_callback(lambda _: self._running.pop((tenant, id)))
 
 
@@ -177,9 +178,12 @@ class _Run:
             self._set_status("cancelling")
             self.task.cancel()
 
-    async def run(self, app: ASGIApp, caller: Caller | None, turn: asyncio.Lock, slots: asyncio.Semaphore) -> None:
-        """Run the batch to its end, or until the server ends. turn: is held while its requests are sent."""
-        status, problems = await self._outcome(self._send(app, caller, turn, slots))
+    async def run(self, send: Callable[..., Awaitable[None]] | None, turn: asyncio.Lock) -> None:
+        """Run the batch to its end, or until the server ends.
+
+        send: `send_lines`, but for lines and results; None if nobody may send them. turn: held while they are sent.
+        """
+        status, problems = await self._outcome(self._send(send, turn))
         failed, more_problems = await self._outcome(self._write())
         if failed == "failed":
             status, problems = failed, more_problems
@@ -222,17 +226,17 @@ class _Run:
         if self._num_unwritten_bytes >= FLUSH_BYTES or age >= FLUSH_SECONDS:
             await asyncio.shield(asyncio.ensure_future(self._write()))  # a result is written once, or not at all
 
-    async def _send(self, app: ASGIApp, caller: Caller | None, turn: asyncio.Lock, slots: asyncio.Semaphore) -> None:
+    async def _send(self, send: Callable[..., Awaitable[None]] | None, turn: asyncio.Lock) -> None:
         """Check the file, and send its requests. Raises _Failed, BatchStopped, TimeoutError, and as `add`."""
         async with asyncio.timeout(max(0.0, self.batch["expires_at"] - self._store.clock())), turn:
-            if caller is None:
+            if send is None:
                 raise _Failed(_problem("key_removed", "the server has no key of the batch's tenant any more"))
             counts = self.batch["request_counts"]
             counts["total"] = await self._num_requests()
             await self._read_results()
             self._set_status("in_progress")
             await self._save()
-            await send_lines(app, self._tasks(), self, slots, caller)
+            await send(self._tasks(), self)
             if self._drain.begun:
                 raise BatchStopped("the server is shutting down")
             if counts["completed"] + counts["failed"] < counts["total"]:

@@ -167,7 +167,8 @@ class Batch:
     async def run(self, file: BinaryIO, concurrency: int) -> None:
         """Send all lines and write their results. Raises BatchStopped, OSError."""
         try:
-            await send_lines(self._app, _tasks(file), self, asyncio.Semaphore(concurrency), None)
+            slots = asyncio.Semaphore(concurrency)
+            await send_lines(self._app, _tasks(file), self, concurrency=concurrency, slots=slots)
         except BatchStopped as error:
             raise BatchStopped(f"{error}; finished results are written, and --resume continues") from None
 

@@ -43,32 +43,35 @@ async def send_lines(
     app: ASGIApp,
     lines: AsyncIterator[Task | BadLine],
     results: Results,
+    *,
+    concurrency: int,
     slots: asyncio.Semaphore,
-    caller: Caller | None,
+    caller: Caller | None = None,
 ) -> None:
-    """Send all lines that have no result yet, each as soon as there is a slot.
+    """Send all lines that have no result yet, at most `concurrency` at once.
 
-    caller: the sender of the requests; None for a server without keys. Raises BatchStopped if the app serves no more
-    requests; those that were sent before have their results then. Raises what `results` raises.
+    slots: one is held while a request is in the app, but not until it is sent again. caller: the sender of the requests;
+    None for a server without keys. Raises BatchStopped if the app serves no more requests; those that were sent before
+    have their results then. Raises what `results` raises.
     """
     stopped: list[BatchStopped] = []
+    places = asyncio.Semaphore(concurrency)
 
     async def work(found: Task | BadLine) -> None:
         try:
-            await results.add(found, await _answer(app, found, caller) if isinstance(found, Task) else None)
+            await results.add(found, await _answer(app, found, slots, caller) if isinstance(found, Task) else None)
         except BatchStopped as error:
             stopped.append(error)
         finally:
-            slots.release()
+            places.release()
 
     try:
         async with asyncio.TaskGroup() as group:
             async for found in lines:
                 if results.has(found):
                     continue
-                await slots.acquire()
+                await places.acquire()
                 if stopped:
-                    slots.release()
                     break
                 group.create_task(work(found))
     except ExceptionGroup as errors:
@@ -77,10 +80,11 @@ async def send_lines(
         raise stopped[0]
 
 
-async def _answer(app: ASGIApp, task: Task, caller: Caller | None) -> Response:
+async def _answer(app: ASGIApp, task: Task, slots: asyncio.Semaphore, caller: Caller | None) -> Response:
     """The response, after retries while the app is busy. Raises BatchStopped if it serves no more requests."""
     while True:
-        answer = await post(app, task.url, task.body, caller)
+        async with slots:
+            answer = await post(app, task.url, task.body, caller)
         wait = _retry_after(answer)
         if wait is None:
             break

@@ -279,6 +279,8 @@ def test_a_response_in_the_background(client):
     wait_until(lambda: client.responses.retrieve(answer.id).status == "completed")
     done = client.responses.retrieve(answer.id)
     assert done.output_text == respond(client, input=HELLO).output_text
+    last = list(respond(client, input=HELLO, background=True, stream=True))[-1].response
+    assert respond(client, input="Thanks", previous_response_id=last.id, max_output_tokens=1).id, "at once"
     assert client.responses.cancel(answer.id).status == "completed"
     with pytest.raises(openai.BadRequestError, match="background and stream"):
         client.responses.retrieve(answer.id, stream=True)
@@ -337,7 +339,7 @@ def test_a_conversation_that_is_too_long_is_truncated_on_request(client):
     assert len(listed) == len(items), "the conversation itself keeps all items"
 
 
-def test_stored_responses_are_bounded(client, monkeypatch):
+def test_stored_responses_are_bounded(client, http, monkeypatch):
     first = respond(client, input="a", max_output_tokens=1)
     limits = {**store_module.LIMITS, "response": store_module.Limit(2, 2**20)}
     monkeypatch.setattr(store_module, "LIMITS", limits)
@@ -351,6 +353,10 @@ def test_stored_responses_are_bounded(client, monkeypatch):
     with pytest.raises(openai.BadRequestError) as caught:
         respond(client, input="a", background=True)
     assert caught.value.code == "store_full"
+    monkeypatch.setattr(store_module, "LIMITS", {**limits, "response": store_module.Limit(2, 1600)})
+    grown = list(respond(client, input="a", background=True, stream=True))[-1].response
+    assert grown.status == "completed"
+    wait_until(lambda: http.get(f"/v1/responses/{grown.id}").status_code == 404)
 
 
 @pytest.mark.parametrize(

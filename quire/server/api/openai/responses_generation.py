@@ -35,7 +35,7 @@ from quire.server.api.openai.responses_schema import (
     chat_tool_choice,
     chat_tools,
 )
-from quire.server.errors import UnknownObject, describe, renamed_fields
+from quire.server.errors import StoreFull, UnknownObject, describe, renamed_fields
 from quire.server.middleware.auth import caller_of
 from quire.server.middleware.drain import Drain
 from quire.server.observability.request_record import record_error
@@ -197,7 +197,8 @@ class Running:
         self._generation = generation
         self._events: list[Raw] = []  # the i-th has the sequence number i
         self._changed = asyncio.Event()  # replaced with each change
-        self._is_generated = self._has_ended = False
+        self.is_generated = False  # what is left is to store it
+        self._has_ended = False
         self.task: asyncio.Task[None]
 
     @property
@@ -228,22 +229,30 @@ class Running:
 
     async def cancel(self) -> None:
         """End the generation, if it has not ended."""
-        if not self._is_generated:
+        if not self.is_generated:
             self.task.cancel()
         await asyncio.wait((self.task,))
 
     async def _run(self, store: Store, drain: Drain) -> None:
         with drain.open_request():
             await self._generate()
-            self._is_generated = True
-            events = self._events if self.keeps_events else None
-            generation, id = self._generation, self.response["id"]
-            try:
-                await store.update(generation.tenant, "response", id, generation.record(events))
-            except (QuireError, HTTPException) as error:
-                log.warning("a response could not be stored: %s", error)
+            self.is_generated = True
+            await self._save(store)
             self._has_ended = True
             self._changed.set()
+
+    async def _save(self, store: Store) -> None:
+        """Store the response as it is. If there is no room for it, it is no longer stored."""
+        generation, id = self._generation, self.response["id"]
+        record = generation.record(self._events if self.keeps_events else None)
+        try:
+            try:
+                await store.update(generation.tenant, "response", id, record)
+            except StoreFull:
+                await store.delete(generation.tenant, "response", id)
+                raise
+        except (QuireError, HTTPException) as error:
+            log.warning("a response could not be stored: %s", error)
 
     async def _generate(self) -> None:
         generation = self._generation
@@ -378,6 +387,9 @@ class Responses:
         return running
 
     async def _record(self, tenant: str, id: str, param: str | None) -> bytes:
+        running = self.running(tenant, id)
+        if running is not None and running.is_generated:
+            await asyncio.wait((running.task,))
         record = await self._store.get(tenant, "response", id)
         if record is None:
             raise UnknownObject("response", id, param)
