@@ -50,9 +50,9 @@ async def send_lines(
 ) -> None:
     """Send all lines that have no result yet, at most `concurrency` at once.
 
-    slots: one is held while a request is in the app, but not until it is sent again. caller: the sender of the requests;
-    None for a server without keys. Raises BatchStopped if the app serves no more requests; those that were sent before
-    have their results then. Raises what `results` raises.
+    slots: one is held while a request is in the app, but not until it is sent again. caller: the sender of the
+    requests; None for a server without keys. Raises BatchStopped if the app serves no more requests; those that were
+    sent before have their results then. Raises what `results` raises.
     """
     stopped: list[BatchStopped] = []
     places = asyncio.Semaphore(concurrency)
