@@ -47,7 +47,7 @@ def _number_limits() -> dict[str, Limits]:
 _OTHER_NAMES = {  # a route's name of a number -> the engine's name
     **{"max_completion_tokens": "max_tokens", "top_logprobs": "logprobs"},
     **{"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"},
-    "top_logprobs_num": "logprobs",
+    **{"top_logprobs_num": "logprobs", "max_output_tokens": "max_tokens"},
 }
 _TEXT: Keywords = {"minLength": 1, "maxLength": MAX_STOP_LENGTH}
 _TOKENS = (
@@ -96,6 +96,7 @@ _LIMITS_BY_SCHEMA: Mapping[
     "RetentionBody": {"priority": {"integer": {"minimum": 0, "maximum": 100}}},
     "ProgramBody": {"id": _ID, "branch": _BRANCH, "ttl": {"number": {"minimum": 0, "maximum": MAX_PROGRAM_TTL}}},
     "EndProgramBody": {"id": _ID, "branch": _BRANCH},
+    "ResponseBody": {"input": {"string": {}}},
 }
 
 _HELLO = {"role": "user", "content": "Hello! Who are you?"}
@@ -114,6 +115,17 @@ EXAMPLES: Mapping[str, Mapping[str, Mapping[str, object]]] = {
         "streamed": {"value": {"messages": [_HELLO], "max_tokens": 8, "stream": True}},
         "form": {"value": {"messages": [_HELLO], "max_tokens": 40, "response_format": _BY_SCHEMA}},
         "logprobs": {"value": {"messages": [_HELLO], "max_tokens": 4, "logprobs": True, "top_logprobs": 2}},
+    },
+    "/v1/responses": {
+        "whole": {"value": {"input": "Hello! Who are you?", "max_output_tokens": 16, "store": False}},
+        "streamed": {"value": {"input": [_HELLO], "max_output_tokens": 8, "stream": True}},
+        "form": {
+            "value": {
+                "input": [_HELLO],
+                "max_output_tokens": 40,
+                "text": {"format": {"type": "json_schema", "name": "named", "schema": _NAMED}},
+            }
+        },
     },
     "/v1/embeddings": {"vectors": {"value": {"input": [_STORY, "Hello"], "encoding_format": "base64"}}},
     "/generate": {
@@ -141,6 +153,7 @@ ERROR: Keywords = {
         }
     },
 }
+_OTHER_TYPES = {"/metrics": "text/plain", "/v1/files/{id}/content": "application/octet-stream"}  # of responses, by path
 _STATUS: Keywords = {"type": "object", "required": ["status"], "properties": {"status": {"type": "string"}}}
 
 
@@ -195,9 +208,10 @@ def _add_limits(schema: dict[str, Any], limits: Limits, *, in_list: bool = False
 
 
 def _has_stream(operation: Mapping[str, Any], schemas: Mapping[str, Any]) -> bool:
-    if "requestBody" not in operation:
+    content = operation.get("requestBody", {}).get("content", {})
+    if "application/json" not in content:
         return False
-    name = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+    name = content["application/json"]["schema"]["$ref"].rpartition("/")[2]
     return "stream" in schemas[name]["properties"]
 
 
@@ -205,8 +219,8 @@ def _responses(path: str, good: Mapping[str, Any], streams: bool) -> dict[str, o
     content: Mapping[str, object] = good["content"]
     if streams:
         content = {**content, "text/event-stream": {"schema": {}}}
-    if path == "/metrics":
-        content = {"text/plain": {"schema": {"type": "string"}}}
+    if path in _OTHER_TYPES:
+        content = {_OTHER_TYPES[path]: {"schema": {"type": "string"}}}
     problem = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     health = {"application/json": {"schema": _STATUS}}
     return {
