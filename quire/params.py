@@ -17,6 +17,8 @@ MAX_LITERAL = 4096  # characters of one choice, or of one text in a schema or a 
 MAX_NESTING = 64  # of a schema or tag
 MAX_WHITESPACE = 256  # characters of a whitespace pattern
 MAX_TAG = 256  # characters of the begin or the end of reasoning
+MAX_PATTERN = 1024  # tokens of a pattern whose repetition is detected, and repetitions of it
+MAX_NGRAM = 64  # tokens
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
@@ -128,6 +130,30 @@ class ReasoningParams:
         if self.begin[:1].isspace() or not (self.begin or self.begun):
             raise RequestError("begin must start with a character that is no white space", "reasoning")
         _check_number("budget", self.budget, int, 0, MAX_TOKENS, optional=True)
+
+
+@known_arguments_only(RequestError)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepetitionDetectionParams:
+    """vLLM's early end of an output that repeats itself.
+
+    The output ends if its last tokens are the same pattern `min_count` times (2 to 1024), one directly behind another,
+    for a pattern of `min_pattern_size` to `max_pattern_size` tokens (up to 1024). A min_pattern_size of 0 counts as 1.
+    A max_pattern_size of 0 detects nothing.
+    Raises RequestError for a value out of bounds.
+    """
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("max_pattern_size", "min_pattern_size", "min_count"):
+            _check_number("repetition_detection", getattr(self, name), int, 0, MAX_PATTERN, label=name)
+        if self.min_pattern_size > self.max_pattern_size:
+            raise RequestError("min_pattern_size is above max_pattern_size", "repetition_detection")
+        if self.max_pattern_size and self.min_count < 2:
+            raise RequestError("min_count must be at least 2", "repetition_detection")
 
 
 class Constraint(NamedTuple):
@@ -256,12 +282,14 @@ class SamplingParams:
     returned; None means n.
     Sampling: temperature 0 is greedy. top_k: 0 or -1 keeps all tokens. seed: None means that a seed is derived from
     the engine's. presence_penalty and frequency_penalty apply to output tokens, repetition_penalty also to prompt
-    tokens. logit_bias: token id -> value added to its logit. bad_words: texts that are never generated.
+    tokens. no_repeat_ngram_size: no sequence of so many tokens occurs twice in prompt and output, unless it ends with
+    an end token; 0: off. logit_bias: token id -> value added to its logit. bad_words: texts that are never generated.
     allowed_token_ids: None allows all. deterministic: the output does not depend on the rest of the batch, also in
     half precision, at some cost in speed.
     End: max_tokens: None means up to max_model_len; 0 computes the prompt only. min_tokens: least number of tokens
     before an end token, stop token or stop string ends the sequence. stop: strings, which are left out of the
-    returned text unless include_stop_str_in_output is set.
+    returned text unless include_stop_str_in_output is set. repetition_detection: RepetitionDetectionParams, or a
+    mapping with its fields: ends an output that repeats itself.
     Constraint: structured_outputs: StructuredOutputsParams, or a mapping with its fields. json_schema, regex and ebnf
     are SGLang's names for some of these fields; they are moved to structured_outputs and set to None.
     Reasoning: reasoning: ReasoningParams, or a mapping with its fields, of a model that writes its reasoning before its
@@ -286,6 +314,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
@@ -296,6 +325,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
+    repetition_detection: RepetitionDetectionParams | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     prompt_logprobs_start: int = 0
@@ -319,6 +349,7 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", _as_tuple("allowed_token_ids", int, self.allowed_token_ids))
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        object.__setattr__(self, "repetition_detection", _as_repetition_detection(self.repetition_detection))
         for name, (kind, low, high) in NUMBERS.items():
             _check_number(name, getattr(self, name), kind, low, high, optional=name in _OPTIONAL)
         for name in _FLAGS:
@@ -451,6 +482,7 @@ NUMBERS: Mapping[str, tuple[type[int] | type[float], float, float]] = MappingPro
         "presence_penalty": (float, -2, 2),
         "frequency_penalty": (float, -2, 2),
         "repetition_penalty": (float, 0, 100),
+        "no_repeat_ngram_size": (int, 0, MAX_NGRAM),
         "max_tokens": (int, 0, MAX_TOKENS),
         "min_tokens": (int, 0, MAX_TOKENS),
         "logprobs": (int, 0, MAX_LOGPROBS),
@@ -541,6 +573,21 @@ def _as_reasoning(value: object) -> ReasoningParams | None:
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         raise RequestError("reasoning must be ReasoningParams or a mapping", "reasoning")
     return ReasoningParams(**value)
+
+
+def _as_repetition_detection(value: object) -> RepetitionDetectionParams | None:
+    """RepetitionDetectionParams from the same, or from a mapping with its fields; None if they detect nothing.
+
+    Raises RequestError for other types.
+    """
+    if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
+        value = RepetitionDetectionParams(**value)
+    if value is None or (isinstance(value, RepetitionDetectionParams) and not value.max_pattern_size):
+        return None
+    if not isinstance(value, RepetitionDetectionParams):
+        why = "repetition_detection must be RepetitionDetectionParams or a mapping"
+        raise RequestError(why, "repetition_detection")
+    return value
 
 
 def _biases(value: object) -> dict[int, float]:

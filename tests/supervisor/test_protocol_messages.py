@@ -29,7 +29,7 @@ from quire.errors import (
     RequestError,
 )
 from quire.models.description import UnknownArchitecture
-from quire.params import NUMBERS, ReasoningParams, SamplingParams, StructuredOutputsParams
+from quire.params import NUMBERS, ReasoningParams, RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
 from quire.startup.model_info import ModelInfo
 from quire.supervisor import protocol
 from quire.supervisor import protocol as framing
@@ -91,6 +91,12 @@ def params():
         begun=st.booleans(),
         budget=optional(st.integers(0, 2**31 - 1)),
     )
+    repetition = one_of_fields(
+        RepetitionDetectionParams,
+        max_pattern_size=st.integers(4, 9),
+        min_pattern_size=st.integers(0, 4),
+        min_count=st.integers(2, 9),
+    )
     return one_of_fields(
         SamplingParams,
         **chosen
@@ -112,6 +118,7 @@ def params():
             "spaces_between_special_tokens": st.booleans(),
             "structured_outputs": optional(st.sampled_from(FORMS)),
             "reasoning": optional(reasoning),
+            "repetition_detection": optional(repetition),
             "prediction": st.none(),
         }
         | dict.fromkeys(("json_schema", "regex", "ebnf"), st.none())  # moved to structured_outputs by the constructor

@@ -17,6 +17,8 @@ CHANGES = {
     "presence_penalty": (OF_FOUR, -2.0),
     "frequency_penalty": (OF_FOUR, 2.0),
     "repetition_penalty": ({}, 4.0),
+    "no_repeat_ngram_size": ({}, 1),
+    "repetition_detection": (OF_FOUR, {"max_pattern_size": 4, "min_count": 2}),
     "logit_bias": ({}, None),
     "allowed_token_ids": ({}, [67, 68, 69]),
     "bad_words": ({}, None),
