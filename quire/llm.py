@@ -224,11 +224,20 @@ class LLM:
         ]
         tokenized = [tokenize(text, self._tokenizer, add_special_tokens=False) for text in texts]
         scheduling_params = self._scheduling_params(len(tokenized), priority, deadline, retention, program)
-        reasons = self._tokenizer.reasons(variables, has_tools=bool(tools))
-        formats = [output_format(self._chat_format, box, text, reasons=reasons) for text in texts]
+        each = self._params_per_prompt(len(texts), sampling_params)
+        formats = [
+            output_format(
+                self._chat_format,
+                box,
+                text,
+                reasons=self._tokenizer.reasons(variables, has_tools=bool(tools)),
+                special_texts=self._tokenizer.special_texts,
+                skip_special_tokens=one.skip_special_tokens,
+            )
+            for text, one in zip(texts, each, strict=True)
+        ]
         params = [
-            constrained_params(format, one, thinking_token_budget)
-            for format, one in zip(formats, self._params_per_prompt(len(texts), sampling_params), strict=True)
+            constrained_params(format, one, thinking_token_budget) for format, one in zip(formats, each, strict=True)
         ]
         results = self._complete(tokenized, params, use_tqdm, scheduling_params=scheduling_params)
         for format, result in zip(formats, results, strict=True):
@@ -272,6 +281,7 @@ class LLM:
         pooling: str = "last",
         normalize: bool = True,
         truncate_prompt_tokens: int | None = None,
+        truncation_side: str = "left",
         use_tqdm: bool | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """One vector (hidden_size,) per prompt, pooled from the last layer's hidden states after the final norm.
@@ -280,7 +290,9 @@ class LLM:
         Raises RequestError like `generate`, and EmbeddingFailed if the model failed.
         """
         how = parse_pooling(pooling)
-        params = SamplingParams(max_tokens=0, truncate_prompt_tokens=truncate_prompt_tokens)
+        params = SamplingParams(
+            max_tokens=0, truncate_prompt_tokens=truncate_prompt_tokens, truncation_side=truncation_side
+        )
         tokenized = [tokenize(prompt, self._tokenizer) for prompt in as_prompt_list(prompts)]
         asked = prepare_generations(tokenized, [params] * len(tokenized), self._tokenizer, self.max_model_len)
         batch = EmbeddingBatch(asked, how)

@@ -233,7 +233,7 @@ def check_unicode(name: str, text: str) -> None:
 
 
 MAX_N = 128
-MAX_LOGPROBS = 20
+MAX_LOGPROBS = 128
 MAX_STOPS = 64
 MAX_STOP_LENGTH = 1024  # characters, of a stop string or a bad word
 MAX_TOKENS = 2**31 - 1
@@ -269,7 +269,8 @@ class SamplingParams:
     Logprobs: logprobs and prompt_logprobs: number of most likely tokens beside each token. prompt_logprobs_start: only
     prompt tokens after this position, so that the tokens before it may come from the prefix cache.
     logprob_token_ids: further tokens whose logprobs are returned.
-    Prompt: truncate_prompt_tokens: number of tokens kept at the prompt's end; -1 means as many as fit.
+    Prompt: truncate_prompt_tokens: number of tokens kept of the prompt; -1 means as many as fit. truncation_side:
+    "left" drops tokens at the prompt's begin, "right" at its end.
     Speed: prediction: text that the output probably is, in whole or in part. speculation: whether tokens may be drafted
     and verified, if the engine does so. Neither changes a token.
     Raises RequestError for a value out of bounds and for an unknown name, with the nearest known one.
@@ -302,6 +303,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
+    truncation_side: str = "left"
     prediction: str | None = None
     speculation: bool = True
     structured_outputs: StructuredOutputsParams | None = None
@@ -389,6 +391,10 @@ class SamplingParams:
             raise RequestError("top_p must be above 0; use temperature=0 for greedy sampling", "top_p")
         if self.repetition_penalty == 0:
             raise RequestError("repetition_penalty must be above 0; 1 means no penalty", "repetition_penalty")
+        if self.truncation_side not in ("left", "right"):
+            raise RequestError(
+                f"truncation_side must be 'left' or 'right', not {self.truncation_side!r:.80}", "truncation_side"
+            )
         if self.truncate_prompt_tokens == 0:
             raise RequestError("truncate_prompt_tokens must be -1 or at least 1", "truncate_prompt_tokens")
         if self.num_sequences < self.n:

@@ -156,7 +156,7 @@ def prediction_tokens(params: SamplingParams, tokenizer: Tokenizer) -> Sequence[
 def _truncate(
     prompt: TokenizedPrompt, params: SamplingParams, tokenizer: Tokenizer, max_model_len: int
 ) -> TokenizedPrompt:
-    """The last `truncate_prompt_tokens` tokens of a prompt. If tokens are dropped, its text is decoded from the rest.
+    """`truncate_prompt_tokens` tokens of a prompt. If tokens are dropped, its text is decoded from the rest.
 
     Raises RequestError if max_tokens leaves no room for the prompt.
     """
@@ -173,7 +173,7 @@ def _truncate(
             )
     if len(prompt.ids) <= length:
         return prompt
-    ids = prompt.ids[-length:]
+    ids = prompt.ids[:length] if params.truncation_side == "right" else prompt.ids[-length:]
     return TokenizedPrompt(None if prompt.text is None else tokenizer.decode(ids), ids)
 
 

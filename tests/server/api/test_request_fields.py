@@ -24,6 +24,7 @@ CHANGES = {
     "stop_token_ids": ({}, None),
     "include_stop_str_in_output": ({"stop": ["e"]}, True),
     "truncate_prompt_tokens": ({}, 2),
+    "truncation_side": ({"truncate_prompt_tokens": 2}, "right"),
     "top_k": (WILD, 1),
     "top_p": (WILD, 0.01),
     "min_p": (WILD, 1.0),

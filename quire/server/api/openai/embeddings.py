@@ -48,7 +48,10 @@ class EmbeddingBody(SchedulingParamsBody):
         "Which of the last layer's states: that of the last token ('last'), or the 'mean' over all tokens."
     )
     normalize: bool | None = optional_field("Scale vectors to length 1; true by default.")
-    truncate_prompt_tokens: int | None = optional_field("Keep this many tokens at the input's end; -1: as many as fit.")
+    truncate_prompt_tokens: int | None = optional_field("Keep this many tokens of the input; -1: as many as fit.")
+    truncation_side: Literal["left", "right"] | None = optional_field(
+        "With truncate_prompt_tokens: drop tokens at the begin (left, the default) or at the end (right)."
+    )
     add_special_tokens: bool | None = optional_field(
         "Let the tokenizer add begin and end tokens to a text; true by default."
     )
@@ -94,7 +97,11 @@ async def _tokenize(service: Service, tenant: str, body: EmbeddingBody) -> list[
     prompts = as_prompt_list(body.input)
     if not 1 <= len(prompts) <= MAX_PROMPTS:
         raise RequestError(f"input must be 1 to {MAX_PROMPTS} texts or lists of token ids", "input")
-    params = SamplingParams(max_tokens=0, truncate_prompt_tokens=body.truncate_prompt_tokens)
+    params = SamplingParams(
+        max_tokens=0,
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+        truncation_side=body.truncation_side or "left",
+    )
     return await service.tokenize(tenant, prompts, [params] * len(prompts), add_special_tokens=body.add_special_tokens)
 
 

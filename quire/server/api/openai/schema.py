@@ -80,7 +80,7 @@ _SAMPLING_FIELDS = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words"),
     *("stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output"),
     *("skip_special_tokens", "spaces_between_special_tokens", "speculation"),
-    *("prompt_logprobs", "logprob_token_ids", "truncate_prompt_tokens"),
+    *("prompt_logprobs", "logprob_token_ids", "truncate_prompt_tokens", "truncation_side"),
 )
 NO_LIMIT = -1  # of max_tokens: the rest of the context
 _COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens
@@ -152,8 +152,9 @@ class SamplingBody(BeamSearchBody, SchedulingParamsBody, ConstraintBody):
         "Keep the tokenizer's spaces between special tokens; true by default."
     )
     speculation: bool | None = optional_field("Draft and verify tokens, which changes none of them; true by default.")
-    truncate_prompt_tokens: int | None = optional_field(
-        "Keep this many tokens at the prompt's end; -1: as many as fit."
+    truncate_prompt_tokens: int | None = optional_field("Keep this many tokens of the prompt; -1: as many as fit.")
+    truncation_side: Literal["left", "right"] | None = optional_field(
+        "With truncate_prompt_tokens: drop tokens at the begin (left, the default) or at the end (right)."
     )
     prompt_logprobs: int | None = optional_field("Return logprobs of prompt tokens and of this many likeliest ones.")
     logprob_token_ids: Listed[int] | None = optional_field("With logprobs: return also the logprobs of these tokens.")
@@ -210,7 +211,7 @@ class CompletionBody(SamplingBody):
     """POST /v1/completions."""
 
     prompt: Prompts = Field(description="A text, token ids, or a list of several of either.")
-    logprobs: int | None = optional_field("Return logprobs, with this many of the most likely tokens (0 to 20).")
+    logprobs: int | None = optional_field("Return logprobs, with this many of the most likely tokens (0 to 128).")
     add_special_tokens: bool | None = optional_field(
         "Let the tokenizer add begin and end tokens to a text; true by default."
     )
@@ -231,7 +232,7 @@ class ChatBody(TemplateBody, SamplingBody):
     messages: Messages
     max_completion_tokens: int | None = optional_field("As max_tokens, which it replaces.")
     logprobs: bool | None = optional_field("Return the logprob of each token.")
-    top_logprobs: int | None = optional_field("Return also those of this many most likely tokens (0 to 20).")
+    top_logprobs: int | None = optional_field("Return also those of this many most likely tokens (0 to 128).")
 
     parallel_tool_calls: bool | None = optional_field("With tools: whether a message may have several calls; true.")
     include_reasoning: bool | None = optional_field("Return the reasoning; true by default.")
