@@ -445,17 +445,11 @@ def _new_items(body: ResponseBody, response_id: str) -> list[dict[str, Any]]:
 
 
 def _rendering(body: ResponseBody, offered: Toolbox | None) -> Rendering:
-    """The rendering that a body requests. Raises RequestError.
-
-    `strict` concerns the server, and clients send it with every function: the template does not get it.
-    """
-    tools = []
-    for tool in () if offered is None or offered.choice.mode == "none" else offered.tools:
-        function: Mapping[str, object] = tool.raw["function"]  # type: ignore[assignment]  # an object, as it was read
-        tools.append({**tool.raw, "function": {name: function[name] for name in function if name != "strict"}})
+    """The rendering that a body requests. Raises RequestError."""
+    shown = () if offered is None or offered.choice.mode == "none" else offered.tools
     reasoning = {} if body.reasoning is None else body.reasoning.variables()
     return Rendering(
-        tools=tools or None,
+        tools=[tool.raw for tool in shown] or None,
         variables={**reasoning, **template_variables(body.chat_template_kwargs, _TEMPLATE_FIELDS)},
     )
 
