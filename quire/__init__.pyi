@@ -1,10 +1,14 @@
 from quire.core.scheduling_params import Retention as Retention
 from quire.engine.outputs import BeamSearchOutput as BeamSearchOutput
 from quire.engine.outputs import BeamSearchSequence as BeamSearchSequence
+from quire.engine.outputs import ClassificationOutput as ClassificationOutput
+from quire.engine.outputs import ClassificationRequestOutput as ClassificationRequestOutput
 from quire.engine.outputs import CompletionOutput as CompletionOutput
 from quire.engine.outputs import EmbeddingOutput as EmbeddingOutput
 from quire.engine.outputs import EmbeddingRequestOutput as EmbeddingRequestOutput
 from quire.engine.outputs import RequestOutput as RequestOutput
+from quire.engine.outputs import ScoringOutput as ScoringOutput
+from quire.engine.outputs import ScoringRequestOutput as ScoringRequestOutput
 from quire.llm import LLM as LLM
 from quire.params import BeamSearchParams as BeamSearchParams
 from quire.params import ReasoningParams as ReasoningParams

@@ -43,6 +43,20 @@ class KVGroup:
     num_host_blocks: int = 0  # blocks of the host pool, for swapped sequences
 
 
+Activation = Literal["softmax", "sigmoid", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class Classification:
+    """The classes of a model with a classification head.
+
+    activation: what makes probabilities of its logits; "none": they are the result.
+    """
+
+    labels: tuple[str, ...]
+    activation: Activation
+
+
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """The KV cache: block size, KV groups, prefix index."""

@@ -21,6 +21,7 @@ from quire.config import EngineOptions
 from quire.core.output import Output
 from quire.core.request import NO_NAMESPACE, Beams, Request
 from quire.core.scheduling_params import DEFAULT_SCHEDULING_PARAMS, SchedulingParams
+from quire.core.step import Pooling
 from quire.engine.embeddings import EmbeddingBatch, parse_pooling
 from quire.engine.engine import Engine, EngineStats
 from quire.engine.inputs import (
@@ -30,6 +31,7 @@ from quire.engine.inputs import (
     TokenizedPrompt,
     as_prompt_list,
     make_scheduling_params,
+    pooling_params,
     prepare_generations,
     scheduling_params_per_prompt,
     template_variables,
@@ -39,12 +41,17 @@ from quire.engine.output_text import RequestOutputProcessor
 from quire.engine.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
+    ClassificationOutput,
+    ClassificationRequestOutput,
     CompletionOutput,
     Delta,
     EmbeddingOutput,
     EmbeddingRequestOutput,
     RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
 )
+from quire.engine.scoring import activation_of, pair_texts, probabilities
 from quire.errors import RequestError
 from quire.params import BeamSearchParams, SamplingParams
 from quire.scheduler.beam_search import plan_beams
@@ -129,6 +136,7 @@ class LLM:
         self._chat_format = chat_format(
             built.tokenizer.tool_template, built.options.tool_call_parser, built.options.reasoning_parser
         )
+        self._classification = built.classification
         self._options = built.options
         self._streaming = False  # whether outputs are being read
 
@@ -290,18 +298,9 @@ class LLM:
         Raises RequestError like `generate`, and EmbeddingFailed if the model failed.
         """
         how = parse_pooling(pooling)
-        params = SamplingParams(
-            max_tokens=0, truncate_prompt_tokens=truncate_prompt_tokens, truncation_side=truncation_side
-        )
         tokenized = [tokenize(prompt, self._tokenizer) for prompt in as_prompt_list(prompts)]
-        asked = prepare_generations(tokenized, [params] * len(tokenized), self._tokenizer, self.max_model_len)
-        batch = EmbeddingBatch(asked, how)
-        outputs = self._outputs(batch.requests, batch.is_open)
-        with TokenProgress("embedding", len(asked), shown=use_tqdm) as progress, closing(outputs):
-            for output in outputs:
-                one = batch.process_output(output)
-                if one.finish_reason is not None:
-                    progress.update(len(one.prompt_token_ids), 1)
+        params = pooling_params(truncate_prompt_tokens, truncation_side)
+        batch = self._pool(tokenized, how, params, "embedding", use_tqdm)
         return [
             EmbeddingRequestOutput(
                 request_id=one.request_id,
@@ -311,6 +310,83 @@ class LLM:
             )
             for one in batch
         ]
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_activation: bool = True,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool | None = None,
+    ) -> list[ClassificationRequestOutput]:
+        """The probabilities of the classes for each prompt, by the model's classification head.
+
+        use_activation: False returns logits. Raises RequestError like `generate`, and for a model without such a head;
+        EmbeddingFailed if the model failed.
+        """
+        tokenized = [tokenize(prompt, self._tokenizer) for prompt in as_prompt_list(prompts)]
+        params = pooling_params(truncate_prompt_tokens)
+        batch = self._pool(tokenized, Pooling.CLASS, params, "classifying", use_tqdm)
+        activation = activation_of(self._classification, used=use_activation)
+        return [
+            ClassificationRequestOutput(
+                request_id=one.request_id,
+                prompt_token_ids=one.prompt_token_ids,
+                outputs=ClassificationOutput(probabilities(one.vector(normalized=False), activation).tolist()),
+                finished=True,
+            )
+            for one in batch
+        ]
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        /,
+        *,
+        use_activation: bool = True,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """The score of each pair of texts: one of `data_1` with each of `data_2`, or as many of both.
+
+        A model with a classification head of one class reads both texts in one prompt. Of other models the score is the
+        cosine of two embeddings. use_activation: False returns the logit of such a head. Raises as `classify`.
+        """
+        firsts, seconds = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
+        pairs = pair_texts(firsts, seconds, self._tokenizer, self._classification)
+        params = pooling_params(truncate_prompt_tokens)
+        batch = list(self._pool(pairs.prompts, pairs.pooling, params, "scoring", use_tqdm))
+        vectors = [one.vector(normalized=pairs.pooling is not Pooling.CLASS) for one in batch]
+        scores = pairs.scores(vectors, activation_of(self._classification, used=use_activation))
+        return [
+            ScoringRequestOutput(
+                request_id=batch[second].request_id,
+                prompt_token_ids=[token for place in {first: 0, second: 0} for token in batch[place].prompt_token_ids],
+                outputs=ScoringOutput(score),
+                finished=True,
+            )
+            for (first, second), score in zip(pairs.pairs, scores, strict=True)
+        ]
+
+    def _pool(
+        self,
+        prompts: Sequence[TokenizedPrompt],
+        pooling: Pooling,
+        params: SamplingParams,
+        work: str,
+        shown: bool | None,  # noqa: FBT001 (three states: yes, no, only on a terminal)
+    ) -> EmbeddingBatch:
+        """Compute the vectors of prompts. params: their truncation. work: label of the progress bar."""
+        asked = prepare_generations(prompts, [params] * len(prompts), self._tokenizer, self.max_model_len)
+        batch = EmbeddingBatch(asked, pooling)
+        outputs = self._outputs(batch.requests, batch.is_open)
+        with TokenProgress(work, len(asked), shown=shown) as progress, closing(outputs):
+            for output in outputs:
+                one = batch.process_output(output)
+                if one.finish_reason is not None:
+                    progress.update(len(one.prompt_token_ids), 1)
+        return batch
 
     def _complete(
         self,

@@ -11,7 +11,7 @@ import schemathesis
 
 # A field -> the field that it needs.
 NEEDS = {
-    **{"top_logprobs": "logprobs", "stream_options": "stream", "logprob_token_ids": "logprobs"},
+    **{"tool_choice": "tools", "top_logprobs": "logprobs", "stream_options": "stream", "logprob_token_ids": "logprobs"},
     **{
         "length_penalty": "use_beam_search",
         "early_stopping": "use_beam_search",
@@ -54,6 +54,10 @@ def before_call(_context: schemathesis.HookContext, case: schemathesis.Case, _kw
     if case.meta is None or not case.meta.generation.mode.is_positive:
         return
     _pair(body)
+    if case.path == "/v1/messages":
+        body["max_tokens"] = SHORT
+    if case.path in ("/api/chat", "/api/generate"):
+        body["options"] = {**(body.get("options") or {}), "num_predict": SHORT}
     if "completions" in case.path:
         _shorten(body, "max_tokens", "min_tokens")
         body.pop("max_completion_tokens", None)

@@ -48,8 +48,8 @@ class Result(NamedTuple):
 
     @property
     def failed(self) -> bool:
-        """Whether a check failed that is expected to work."""
-        return any(error and check != programs.TOOLS for check, error in self.errors.items())
+        """Whether a check failed."""
+        return any(self.errors.values())
 
 
 def environment(folder: Path, wanted: str) -> Path:

@@ -26,8 +26,8 @@ class OutputFormat:
     reasoning: ReasoningFormat | None
     begun: bool
     may_reason: bool
-    needs_special: bool
-    hidden: frozenset[str]
+    needs_special: bool = False
+    hidden: frozenset[str] = frozenset()
 
     @property
     def must_call(self) -> bool:

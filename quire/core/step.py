@@ -37,6 +37,12 @@ class Pooling(IntEnum):
     NONE = 0  # no pooling: the sequence generates tokens
     LAST = 1  # the state of the last position
     MEAN = 2  # the mean over all positions; a chunk yields a sum
+    CLASS = 3  # the logits of the classification head at the last position
+
+    @property
+    def is_of_last_position(self) -> bool:
+        """Whether it needs the hidden state of the last position only."""
+        return self in (Pooling.LAST, Pooling.CLASS)
 
 
 class TokenListKind(IntEnum):
@@ -359,7 +365,7 @@ class StepResult(msgspec.Struct, frozen=True, eq=False):
     tokens: np.ndarray  # int32
     logprobs: Logprobs | None = None  # of `tokens`; None if no row of the step requests logprobs
     prompt_logprobs: Logprobs | None = None  # of the prompt tokens after the logits that no token was sampled from
-    pooled: np.ndarray | None = None  # float32 (chunks that pool, hidden_size)
+    pooled: np.ndarray | None = None  # float32 (chunks that pool, hidden_size), or number of classes for Pooling.CLASS
     done_moves: list[int] = []  # ids of moves of this and earlier steps, to and from the host, that are done now
     swap_seconds: tuple[float, float] = (0.0, 0.0)  # of those to the host, and from it; not part of `seconds`
     captured: bool = False  # whether a step was captured while this one ran, so that it took longer than usual

@@ -22,7 +22,7 @@ from quire.core.request import (
     resolve_params,
 )
 from quire.core.runner import Runner
-from quire.core.step import Step, StepResult
+from quire.core.step import Pooling, Step, StepResult
 from quire.cost.step_time import CostFigures
 from quire.errors import RequestError
 from quire.params import is_unicode
@@ -52,6 +52,8 @@ class StepSizes:
 
 log = logging.getLogger(__name__)
 _COMPILE_SECONDS = 0.005  # how long an empty step waits for a constraint to be compiled
+_ONLY_CLASSIFIES = "this model has a classification head: it generates no text and no embeddings; use classify"
+_NO_CLASSES = "this model has no classification head; use a checkpoint of ...ForSequenceClassification"
 _IDLE_PER_CHECK = 100  # pause after a check, times its duration: requests wait for checks at most 1 % of the time
 
 
@@ -107,7 +109,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
 class Engine:
     """One model with one scheduler. Not thread-safe: no two methods may run at the same time."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (facts about one model)
         self,
         scheduler: Scheduler,
         runner: Runner,
@@ -116,10 +118,14 @@ class Engine:
         eos_token_ids: tuple[int, ...] = (),
         seed: int = 0,
         deterministic: bool = False,
+        classifies: bool = False,
         compiler: Compiler | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """compiler: compiles the constraints of `scheduler`; None for a scheduler without constraints."""
+        """classifies: whether the model has a classification head in place of the one over its vocabulary.
+
+        compiler: compiles the constraints of `scheduler`; None for a scheduler without constraints.
+        """
         self.vocab_size = vocab_size
         self.max_model_len = scheduler.config.max_model_len
         self.on_launch: Callable[[Step], None] | None = None  # called with each step before the runner launches it
@@ -127,6 +133,7 @@ class Engine:
         self.runner = runner
         self.eos_token_ids = tuple(token for token in eos_token_ids if 0 <= token < vocab_size)
         self._deterministic = deterministic  # whether the runner has deterministic kernels
+        self._classifies = classifies
         self._seed = seed
         self._compiler = compiler
         self._clock = clock
@@ -168,8 +175,9 @@ class Engine:
         per sequence of a request that another engine has begun; its parameters must be the same, and include the seed.
         A `resumed` request is not rejected for the queue limit or its deadline.
 
-        Raises RequestError for a prompt that is empty, too long or out of range, an id in use, a full queue, or a
-        deadline that cannot be met. Raises ValueError for parameters that contradict `pooling` or `beams`.
+        Raises RequestError for a prompt that is empty, too long or out of range, an id in use, a full queue, a
+        deadline that cannot be met, or an output that the model has no head for. Raises ValueError for parameters that
+        contradict `pooling` or `beams`.
         """
         params = request.params
         if not is_unicode(request.id):
@@ -178,6 +186,8 @@ class Engine:
             raise RequestError("this model cannot be run deterministically; leave `deterministic` out", "deterministic")
         if request.adapter:
             raise RequestError("this engine has no adapters; leave `adapter` out", "adapter")
+        if self._classifies is not (request.pooling is Pooling.CLASS):
+            raise RequestError(_ONLY_CLASSIFIES if self._classifies else _NO_CLASSES, "model")
         if request.pooling and (params.max_tokens != 0 or params.n != 1):
             raise ValueError("a pooling request has one sequence and generates no tokens")
         if request.beams is not None and (

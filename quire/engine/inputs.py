@@ -148,6 +148,11 @@ def prepare_generations(
     return made
 
 
+def pooling_params(truncate_prompt_tokens: int | None = None, truncation_side: str = "left") -> SamplingParams:
+    """The parameters of a prompt that is pooled: its truncation. Raises RequestError."""
+    return SamplingParams(max_tokens=0, truncate_prompt_tokens=truncate_prompt_tokens, truncation_side=truncation_side)
+
+
 def prediction_tokens(params: SamplingParams, tokenizer: Tokenizer) -> Sequence[int]:
     """The tokens of `params.prediction`, which continues a prompt; empty without one."""
     return () if params.prediction is None else tokenizer.encode(params.prediction, add_special_tokens=False)
@@ -178,6 +183,7 @@ def _truncate(
 
 
 _EVICTION_BY_PRIORITY = ("priority", "cost")  # eviction policies that use retention.priority
+_KEPT_PRIORITY = 80  # of KV that a request asks to keep: under "cost", eight times the usual value
 
 RetentionLike = Retention | Mapping[str, object]  # a mapping has the fields of Retention
 ProgramLike = Program | Mapping[str, object]  # a mapping has the fields of Program
@@ -212,8 +218,12 @@ def make_scheduling_params(
     return scheduling_params
 
 
+def _has_tree(options: EngineOptions) -> bool:
+    return options.enable_prefix_caching and options.prefix_index == "radix"
+
+
 def _check_retention_supported(retention: Retention, options: EngineOptions) -> None:
-    has_tree = options.enable_prefix_caching and options.prefix_index == "radix"
+    has_tree = _has_tree(options)
     if retention.pin and not has_tree:
         kind = f"the {options.prefix_index} one" if options.enable_prefix_caching else "no prefix cache"
         raise RequestError(
@@ -227,6 +237,15 @@ def _check_retention_supported(retention: Retention, options: EngineOptions) -> 
             f"{options.eviction!r}; leave it out, or start the engine with eviction='priority' (--eviction priority)",
             "retention.priority",
         )
+
+
+def kept_for(seconds: float, options: EngineOptions) -> Retention:
+    """The retention that best keeps KV for this time, under an engine's options: a priority, else a pin, else none."""
+    if not _has_tree(options):
+        return Retention()
+    if options.eviction in _EVICTION_BY_PRIORITY:
+        return Retention(priority=_KEPT_PRIORITY, ttl=seconds)
+    return Retention(ttl=seconds, pin=True)
 
 
 def scheduling_params_per_prompt(

@@ -115,6 +115,41 @@ class EmbeddingRequestOutput(msgspec.Struct):
     finished: bool
 
 
+class ClassificationOutput(msgspec.Struct):
+    """The classes of one prompt. probs: one per class; logits if the model's head has no activation."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes."""
+        return len(self.probs)
+
+
+class ClassificationRequestOutput(msgspec.Struct):
+    """The result of one classified prompt."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: ClassificationOutput
+    finished: bool
+
+
+class ScoringOutput(msgspec.Struct):
+    """The score of one pair of texts."""
+
+    score: float
+
+
+class ScoringRequestOutput(msgspec.Struct):
+    """The result of one scored pair. prompt_token_ids: of both texts."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: ScoringOutput
+    finished: bool
+
+
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """The addition of one step to one sequence.
 

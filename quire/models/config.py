@@ -79,6 +79,7 @@ class DecoderConfig:
     residual_scale: float = 1.0  # factor of a branch's output before it is added
     logit_scale: float = 1.0
     logit_softcap: float = 0.0  # l becomes softcap * tanh(l / softcap); 0: none
+    num_classes: int = 0  # of the classification head; 0: a language model
 
     layers: tuple[LayerConfig, ...] = ()
     ropes: tuple[Rope, ...] = ()
@@ -128,8 +129,8 @@ QKVRows = Literal["plain", "grouped"]
 class TensorNames:
     """Names of a family's tensors, without `.weight` and `.bias`.
 
-    All but the head's are preceded by `prefix`, and those of a layer also by `layer`. Braces stand for the number of a
-    layer, an expert or a head.
+    All but those of the two heads are preceded by `prefix`, and those of a layer also by `layer`. Braces stand for the
+    number of a layer, an expert or a head.
     """
 
     prefix: str = "model."
@@ -139,6 +140,7 @@ class TensorNames:
     project_out: str = "project_out"
     norm: str = "norm"
     head: str = "lm_head"
+    class_head: str = "score"
 
     layer: str = "layers.{}."
     attn_norm: str = "input_layernorm"

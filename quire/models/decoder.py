@@ -85,6 +85,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config, index, dtype) for index in range(config.num_layers))
         self.norm = _norm(config, dtype) if config.final_norm else NoNorm()
         self.head = None if config.tied else Linear(width, config.vocab_size, bias=config.head_bias, dtype=dtype)
+        self.class_head = Linear(hidden, config.num_classes, bias=False, dtype=dtype) if config.num_classes else None
         self.frequencies = [rope.frequencies() for rope in config.ropes]
 
     @property

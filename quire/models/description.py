@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 
+from quire.config import Classification
 from quire.cost.model_shape import KVLayer
 from quire.errors import ModelError, RequestError, nearest
 from quire.kernels.contract import DTYPES, Scheme
 from quire.models import gpt_like, llama_like
 from quire.models.checkpoint import Checkpoint, FolderCheckpoint
+from quire.models.classification import CLASSIFIERS, is_classifier, read_classification
 from quire.models.config import DecoderConfig, TensorNames
 from quire.models.config_fields import Fields
 from quire.models.config_reader import decoder_config
@@ -129,6 +131,7 @@ class ModelDescription:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     sampling_defaults: Mapping[str, float | int]  # by names of SamplingParams
+    classification: Classification | None  # of the classification head; None for a language model
 
     @property
     def vocab_size(self) -> int:
@@ -207,21 +210,27 @@ def describe(source: Checkpoint | Path, *, max_model_len: int | None = None) -> 
     if architecture in TEXT_MODELS:
         text = TextCheckpoint(checkpoint, TEXT_MODELS[architecture])
         return replace(describe(text, max_model_len=max_model_len), architecture=architecture)
-    family = FAMILIES[architecture]
+    family = FAMILIES[CLASSIFIERS.get(architecture, architecture)]
     config, names = decoder_config(family, fields, max_model_len), fields.resolve(family.names)
     names = replace(names, prefix=_prefix(names, checkpoint))
+    classification = read_classification(fields) if architecture in CLASSIFIERS else None
+    if classification is not None:  # no token is sampled, so that a head over the vocabulary is not needed
+        config = replace(config, tied=True, num_classes=len(classification.labels))
+    else:
+        config = replace(config, tied=config.tied and not _has_own_head(names, checkpoint))
     parts = sum(config.experts.num_experts if config.experts and layer.has_experts else 1 for layer in config.layers)
     if 0 < len(checkpoint.tensors) < parts:  # before the weight map is built, which would be large
         raise fields.error(f"it has {parts} layers and experts, but the weights only {len(checkpoint.tensors)} tensors")
     return ModelDescription(
         checkpoint,
         architecture,
-        replace(config, tied=config.tied and not _has_own_head(names, checkpoint)),
+        config,
         names,
         compute_dtype(fields, checkpoint),
         next(iter(token_ids(checkpoint, "bos_token_id")), None),
         token_ids(checkpoint, "eos_token_id"),
         sampling_defaults(checkpoint.generation_config),
+        classification,
     )
 
 
@@ -231,8 +240,13 @@ def _architecture(fields: Fields) -> str:
     if not names:
         raise fields.error(f"architectures is missing; supported: {supported}")
     for name in names:
-        if name in FAMILIES or name in TEXT_MODELS:
+        if name in FAMILIES or name in TEXT_MODELS or name in CLASSIFIERS:
             return name
+    if is_classifier(names[0]):  # transformers as a backend has no classification heads
+        raise fields.error(
+            f"the classification head of {names[0]!r:.80} is not supported{nearest(names[0], CLASSIFIERS)}; "
+            f"supported: {', '.join(CLASSIFIERS)}"
+        )
     raise UnknownArchitecture(
         f"{fields.path}: architecture {names[0]!r:.80} is not supported{nearest(names[0], FAMILIES)}; "
         f"supported: {supported}"

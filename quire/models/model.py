@@ -6,9 +6,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from quire.config import Classification
 from quire.cost.model_shape import KVLayer
 from quire.kernels.contract import Kernels
 from quire.layers.attend import Attend, ScoreScaling
+from quire.layers.linear import Linear
 from quire.models.checkpoint import Checkpoint
 from quire.quant.schemes import NO_SCHEMES, Schemes
 
@@ -25,6 +27,10 @@ class Description(Protocol):
     @property
     def architecture(self) -> str:
         """The class name in config.json's `architectures`."""
+
+    @property
+    def classification(self) -> Classification | None:
+        """The classes of the classification head; None for a language model."""
 
     @property
     def vocab_size(self) -> int:
@@ -86,6 +92,10 @@ class Model(Protocol):
     @property
     def vocab_size(self) -> int:
         """Number of logits per position."""
+
+    @property
+    def class_head(self) -> Linear | None:
+        """The classification head, on hidden states after the last norm; None for a language model."""
 
     @property
     def score_scaling(self) -> Sequence[ScoreScaling]:

@@ -32,6 +32,8 @@ def build_weight_map(config: DecoderConfig, names: TensorNames) -> dict[str, Pla
     if not config.tied:
         width = config.embed_size or config.hidden_size
         found |= _linear(names.head, "head", config.vocab_size, width, bias=config.head_bias)
+    if config.num_classes:
+        found |= _linear(names.class_head, "class_head", config.num_classes, config.hidden_size, bias=False)
     for index, layer in enumerate(config.layers):
         source, target = names.prefix + names.layer.format(index), f"layers.{index}."
         blocks = [*_norms(config, names), *_attention(config, names)]

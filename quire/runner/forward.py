@@ -4,7 +4,7 @@ Deterministic sequences use deterministic kernels, whose results depend on the s
 of the two kinds is one pass.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -98,9 +98,18 @@ class ForwardPasses:
 
     def logits(self, hidden: Hidden, tokens: np.ndarray) -> Tensor:
         """Logits (len(tokens), vocab_size) after some tokens of the step, by the kernels of their sequences."""
+        return self._head_outputs(self._model.logits, hidden, tokens)
+
+    def class_logits(self, hidden: Hidden, tokens: np.ndarray) -> Tensor:
+        """The same of the classification head, (len(tokens), number of classes). Raises ValueError if there is none."""
+        if self._model.class_head is None:
+            raise ValueError("this model has no classification head")
+        return self._head_outputs(self._model.class_head, hidden, tokens)
+
+    def _head_outputs(self, head: Callable[[Tensor, Kernels], Tensor], hidden: Hidden, tokens: np.ndarray) -> Tensor:
         deterministic = hidden.deterministic[tokens]
         parts = [
-            self._model.logits(hidden.states[to_device(tokens[which], hidden.states.device)], kernel_set.kernels)
+            head(hidden.states[to_device(tokens[which], hidden.states.device)], kernel_set.kernels)
             for kernel_set, which in self._split_by_kernels(deterministic)
         ]
         return _merge(deterministic, parts)

@@ -97,20 +97,26 @@ def prompt_logprob_positions(chunks: Chunks, rows: Rows) -> PromptLogprobPositio
     )
 
 
-def pooled_states(states: Tensor, chunks: Chunks, rows: Rows) -> np.ndarray | None:
+def pooled_states(
+    states: Tensor, chunks: Chunks, rows: Rows, class_logits: Callable[[np.ndarray], Tensor]
+) -> np.ndarray | None:
     """One float32 row for each chunk that pools, from the states (num_tokens, hidden_size) of the step.
 
-    LAST: the state of the chunk's last position. MEAN: the sum of the states of its last `num_logits` positions. None
-    if no chunk pools. Raises ValueError for a chunk whose row has no pooling.
+    LAST: the state of the chunk's last position. MEAN: the sum of the states of its last `num_logits` positions. CLASS:
+    `class_logits` of its last position. None if no chunk pools. Raises ValueError for a chunk whose row has no pooling,
+    and for rows of different lengths.
     """
     pooling = np.flatnonzero(chunks.outputs == ChunkOutput.POOL)
     if not len(pooling):
         return None
-    kinds = rows.poolings[chunks.rows[pooling]]
+    kinds, ends = rows.poolings[chunks.rows[pooling]], end_positions(chunks)[pooling]
+    if (kinds == Pooling.CLASS).all():
+        logits: np.ndarray = class_logits(ends - 1).float().cpu().numpy()
+        return logits
     found = []
-    for end, length, kind in zip(end_positions(chunks)[pooling], chunks.num_logits[pooling], kinds, strict=True):
-        if kind == Pooling.NONE:
-            raise ValueError("a chunk is to be pooled, but its sequence has no pooling")
+    for end, length, kind in zip(ends, chunks.num_logits[pooling], kinds, strict=True):
+        if kind not in (Pooling.LAST, Pooling.MEAN):
+            raise ValueError("a chunk is to be pooled, but its sequence has no pooling of states")
         first = end - (1 if kind == Pooling.LAST else length)
         found.append(states[first:end].float().sum(0).cpu().numpy())
     return np.stack(found)
@@ -270,7 +276,9 @@ class TorchRunner:
             sampled,
             self._forward_passes.logits(hidden, sampled.tokens),
             self._prompt_logprobs(hidden, chunks),
-            pooled_states(hidden.states, chunks, self._rows),
+            pooled_states(
+                hidden.states, chunks, self._rows, lambda tokens: self._forward_passes.class_logits(hidden, tokens)
+            ),
         )
 
     def _prompt_logprobs(self, hidden: Hidden, chunks: Chunks) -> Logprobs | None:

@@ -150,8 +150,7 @@ class Sequence:
         self.num_ignored_samples = 0
         self.num_written = 0
         self.unreported_tokens: list[int] = []  # last tokens: forced before the first sample, not output yet
-        # Pooling.LAST needs the hidden state of the last position only
-        self.num_reported = len(request.prompt) - 1 if request.pooling is Pooling.LAST else 0
+        self.num_reported = len(request.prompt) - 1 if request.pooling.is_of_last_position else 0
         if not self.is_pooling and self.num_to_report:
             self.num_reported = min(request.params.prompt_logprobs_start, self.num_to_report)
         if known.token_ids:  # prompt data was output before the first output token

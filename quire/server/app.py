@@ -8,11 +8,15 @@ from fastapi import FastAPI, Response
 from starlette.requests import Request
 
 from quire import __version__
+from quire.server.api.anthropic.messages import message_routes
 from quire.server.api.native.admin import admin_routes
 from quire.server.api.native.explain import explain_routes
 from quire.server.api.native.health import health_routes
 from quire.server.api.native.programs import program_routes
 from quire.server.api.native.tokenize import token_routes
+from quire.server.api.ollama.chat import generation_routes
+from quire.server.api.ollama.embed import embed_routes
+from quire.server.api.ollama.models import model_routes
 from quire.server.api.openai.batches import batch_routes
 from quire.server.api.openai.chat import chat_routes
 from quire.server.api.openai.completions import completion_routes
@@ -21,6 +25,8 @@ from quire.server.api.openai.files import file_routes
 from quire.server.api.openai.responses import response_routes
 from quire.server.api.openai.responses_generation import Responses
 from quire.server.api.sglang.routes import generate_routes
+from quire.server.api.vllm.classify import classify_routes
+from quire.server.api.vllm.score import score_routes
 from quire.server.api_keys import Keys
 from quire.server.batch.background import Batches
 from quire.server.error_handlers import install_error_handlers
@@ -85,7 +91,8 @@ def make_app(
     install_error_handlers(app, refusals, Tarpit() if with_tarpit else None)
     app.add_exception_handler(ClientGone, _client_gone_response)
     for routes in (
-        *(completion_routes, chat_routes, embedding_routes),
+        *(completion_routes, chat_routes, embedding_routes, score_routes, classify_routes),
+        *(message_routes, generation_routes, embed_routes, model_routes),
         *(token_routes, generate_routes, explain_routes, program_routes),
     ):
         app.include_router(routes(service))

@@ -6,10 +6,11 @@ from starlette.exceptions import HTTPException
 
 from quire.engine.embeddings import EmbeddingFailed
 from quire.errors import EngineStopped, ModelError, QueueFull, RequestError
-from quire.server.errors import SequenceFailed, response_to
+from quire.server.errors import SequenceFailed, UnknownRoute, response_to
 from quire.server.middleware.queue_full import RecentRefusals
 from quire.server.middleware.quota import RateLimited
 from quire.server.middleware.tarpit import Tarpit
+from quire.server.route_hints import route_hint
 
 
 def install_error_handlers(app: FastAPI, refusals: RecentRefusals, tarpit: Tarpit | None) -> None:
@@ -19,6 +20,9 @@ def install_error_handlers(app: FastAPI, refusals: RecentRefusals, tarpit: Tarpi
     """
 
     async def answer(request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException) and error.status_code == 404:  # routes of this app raise NotFound
+            path = request.url.path
+            error = UnknownRoute(f"there is no route {path!r:.200}: {route_hint(path)}")
         response = response_to(error)
         _drop_tracebacks(error)
         if isinstance(error, QueueFull):

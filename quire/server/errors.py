@@ -77,6 +77,12 @@ class StoreFull(RequestError):
         )
 
 
+class UnknownRoute(NotFound):
+    """The path is no route of this server."""
+
+    code = "route_not_found"
+
+
 class DeadlineMissed(HTTPException):
     """A request was aborted before its first output token because it could not meet its deadline any more."""
 
@@ -149,7 +155,8 @@ class Unauthenticated(NotAllowed):
 
     def __init__(self) -> None:
         message = (
-            "this server requires a valid API key in the header `Authorization: Bearer KEY`; ask its operator for one"
+            "this server requires a valid API key in the header `Authorization: Bearer KEY` (or `x-api-key: KEY`); ask "
+            "its operator for one"
         )
         super().__init__(401, message, {"www-authenticate": "Bearer"})
 

@@ -18,6 +18,7 @@ from quire.params import (
     MAX_LOGPROB_IDS,
     MAX_STOP_LENGTH,
     MAX_STOPS,
+    MAX_TOKENS,
     MAX_WHITESPACE,
     NUMBERS,
 )
@@ -47,7 +48,7 @@ def _number_limits() -> dict[str, Limits]:
 _OTHER_NAMES = {  # a route's name of a number -> the engine's name
     **{"max_completion_tokens": "max_tokens", "top_logprobs": "logprobs"},
     **{"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"},
-    **{"top_logprobs_num": "logprobs", "max_output_tokens": "max_tokens"},
+    **{"top_logprobs_num": "logprobs", "max_output_tokens": "max_tokens", "repeat_penalty": "repetition_penalty"},
 }
 _TEXT: Keywords = {"minLength": 1, "maxLength": MAX_STOP_LENGTH}
 _TOKENS = (
@@ -62,7 +63,7 @@ _SECONDS: Keywords = {"exclusiveMinimum": 0, "maximum": MAX_SECONDS}
 
 LIMITS: Mapping[str, Limits] = {
     **_number_limits(),
-    "stop": {"string": _TEXT, "array": {"maxItems": MAX_STOPS}},
+    **{name: {"string": _TEXT, "array": {"maxItems": MAX_STOPS}} for name in ("stop", "stop_sequences")},
     "bad_words": {"string": _TEXT, "array": {"maxItems": MAX_BAD_WORDS}},
     "stop_token_ids": {"array": {"maxItems": MAX_STOPS}},
     "allowed_token_ids": {"array": {"minItems": 1, "maxItems": MAX_LISTED_TOKENS}},
@@ -93,6 +94,9 @@ _BRANCH: Limits = {"string": {"maxLength": MAX_NAME_LEN}}
 _LIMITS_BY_SCHEMA: Mapping[
     str, Mapping[str, Limits]
 ] = {  # by schema, for fields whose names have other limits elsewhere
+    "MessagesBody": {"max_tokens": {"integer": {"minimum": 0, "maximum": MAX_TOKENS}}},
+    "OllamaOptions": {"num_predict": {"integer": {"maximum": MAX_TOKENS}}},
+    "RerankBody": {"top_n": {"integer": {"minimum": 0}}},
     "RetentionBody": {"priority": {"integer": {"minimum": 0, "maximum": 100}}},
     "ProgramBody": {"id": _ID, "branch": _BRANCH, "ttl": {"number": {"minimum": 0, "maximum": MAX_PROGRAM_TTL}}},
     "EndProgramBody": {"id": _ID, "branch": _BRANCH},
@@ -102,6 +106,7 @@ _LIMITS_BY_SCHEMA: Mapping[
 _HELLO = {"role": "user", "content": "Hello! Who are you?"}
 _STORY = "One Tuesday Mira went"
 _NAMED = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}}, "required": ["name"]}
+_TOOL = {"name": "keep", "description": "Keep a name", "input_schema": _NAMED}
 _BY_SCHEMA = {"type": "json_schema", "json_schema": {"name": "named", "schema": _NAMED}}
 EXAMPLES: Mapping[str, Mapping[str, Mapping[str, object]]] = {
     "/v1/completions": {
@@ -128,6 +133,27 @@ EXAMPLES: Mapping[str, Mapping[str, Mapping[str, object]]] = {
         },
     },
     "/v1/embeddings": {"vectors": {"value": {"input": [_STORY, "Hello"], "encoding_format": "base64"}}},
+    "/v1/messages": {
+        "whole": {"value": {"messages": [_HELLO], "max_tokens": 16, "temperature": 0}},
+        "streamed": {"value": {"messages": [_HELLO], "max_tokens": 8, "stream": True}},
+        "tools": {"value": {"messages": [_HELLO], "max_tokens": 8, "tools": [_TOOL]}},
+    },
+    "/v1/messages/count_tokens": {"chat": {"value": {"messages": [_HELLO], "tools": [_TOOL]}}},
+    "/api/chat": {
+        "whole": {"value": {"messages": [_HELLO], "stream": False, "options": {"num_predict": 8}}},
+        "streamed": {"value": {"messages": [_HELLO], "options": {"num_predict": 8, "temperature": 0}}},
+    },
+    "/api/generate": {
+        "chat": {"value": {"prompt": "Hello!", "options": {"num_predict": 8}}},
+        "raw": {"value": {"prompt": _STORY, "raw": True, "options": {"num_predict": 8}}},
+    },
+    "/api/embed": {"vectors": {"value": {"input": [_STORY, "Hello"]}}},
+    "/api/embeddings": {"vector": {"value": {"prompt": _STORY}}},
+    **{path: {"pairs": {"value": {"text_1": "Hello", "text_2": [_STORY, "a"]}}} for path in ("/score", "/v1/score")},
+    **{
+        path: {"best": {"value": {"query": "Hello", "documents": [_STORY, "a"], "top_n": 1}}}
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+    },
     "/generate": {
         "one": {"value": {"text": _STORY, "sampling_params": {"max_new_tokens": 8, "temperature": 0}}},
         "form": {"value": {"text": _STORY, "sampling_params": {"max_new_tokens": 8, "regex": " [a-z]{3}"}}},
@@ -154,6 +180,16 @@ ERROR: Keywords = {
     },
 }
 _OTHER_TYPES = {"/metrics": "text/plain", "/v1/files/{id}/content": "application/octet-stream"}  # of responses, by path
+_OLLAMA = "/api/"  # its routes have errors and streams of their own
+OLLAMA_ERROR: Keywords = {
+    "type": "object",
+    "required": ["error", "param", "code"],
+    "properties": {
+        "error": {"type": "string"},
+        "param": {"type": ["string", "null"], "description": "The invalid field."},
+        "code": {"type": ["string", "null"]},
+    },
+}
 _STATUS: Keywords = {"type": "object", "required": ["status"], "properties": {"status": {"type": "string"}}}
 
 
@@ -161,7 +197,7 @@ def describe_api(app: FastAPI, service: Service, *, with_keys: bool) -> None:
     """Replace `app.openapi` by one that adds them. with_keys: whether requests need an API key."""
     token: Keywords = {"minimum": 0, "maximum": service.vocab_size - 1}
     tokens: dict[str, Limits] = {name: {**LIMITS.get(name, {}), "integer": token} for name in _TOKENS}
-    limits: Mapping[str, Limits] = {**LIMITS, **tokens, "model": {"string": {"const": service.model_name}}}
+    limits: Mapping[str, Limits] = {**LIMITS, **tokens, "model": {"string": {"enum": list(service.model_names)}}}
     plain = app.openapi
     done: dict[str, Any] = {}
 
@@ -181,7 +217,7 @@ def _augmented(document: dict[str, Any], limits: Mapping[str, Limits], *, with_k
     for name, schema in schemas.items():
         for field, value in schema["properties"].items():
             _add_limits(value, _LIMITS_BY_SCHEMA.get(name, {}).get(field) or limits.get(field, {}))
-    schemas["Error"] = ERROR
+    schemas["Error"], schemas["OllamaError"] = ERROR, OLLAMA_ERROR
     if with_keys:
         parts["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     for path, operations in document["paths"].items():
@@ -215,13 +251,18 @@ def _has_stream(operation: Mapping[str, Any], schemas: Mapping[str, Any]) -> boo
     return "stream" in schemas[name]["properties"]
 
 
+def _stream_type(path: str) -> str:
+    return "application/x-ndjson" if path.startswith(_OLLAMA) else "text/event-stream"
+
+
 def _responses(path: str, good: Mapping[str, Any], streams: bool) -> dict[str, object]:  # noqa: FBT001 (a fact)
     content: Mapping[str, object] = good["content"]
     if streams:
-        content = {**content, "text/event-stream": {"schema": {}}}
+        content = {**content, _stream_type(path): {"schema": {}}}
     if path in _OTHER_TYPES:
         content = {_OTHER_TYPES[path]: {"schema": {"type": "string"}}}
-    problem = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    error = "OllamaError" if path.startswith(_OLLAMA) else "Error"
+    problem = {"application/json": {"schema": {"$ref": f"#/components/schemas/{error}"}}}
     health = {"application/json": {"schema": _STATUS}}
     return {
         "200": {**good, "content": content},

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from quire.config import Help, check_options
+from quire.core.scheduling_params import MAX_NAME_LEN
 from quire.errors import ConfigError, known_arguments_only
 from quire.supervisor.restart_policy import RESTART_TIMEOUT
 
@@ -22,7 +23,10 @@ class ServerOptions:
 
     host: Annotated[str, Help("address to listen on; others than loopback need API keys")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535), Help("port to listen on; 0 takes a free one")] = 8000
-    served_model_name: Annotated[str | None, Help("model name in requests [default: the model's]")] = None
+    served_model_name: Annotated[
+        tuple[str, ...],
+        Help("model name in requests; may be repeated: all are accepted, the first is reported [default: the model's]"),
+    ] = ()
     api_key_file: Annotated[str | None, Help("JSON file of API keys and their tenants")] = None
     api_key: Annotated[
         str | None, Help("one API key, with the role admin, in place of a file", "beta", envvar="QUIRE_API_KEY")
@@ -54,6 +58,11 @@ class ServerOptions:
     def check(self) -> None:
         """Raises ConfigError that names an option with a wrong type or value."""
         check_options(self)
+        for name in self.served_model_name:
+            if not (0 < len(name) <= MAX_NAME_LEN and name.isprintable()):
+                raise ConfigError(
+                    f"served_model_name: {name!r:.300} must have 1 to {MAX_NAME_LEN} printable characters"
+                )
         for origin in self.cors_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ConfigError(

@@ -19,7 +19,7 @@ from quire.server.middleware.auth import caller_of
 from quire.server.observability.metrics import FinishedRequestStats, Metrics
 from quire.server.observability.request_record import RequestStats, record_of
 from quire.server.request_body import release_body
-from quire.server.sse import EventStream, TimeLimit, while_connected
+from quire.server.sse import EVENTS, EventStream, StreamFormat, TimeLimit, while_connected
 from quire.supervisor.async_engine import Stream
 
 
@@ -230,6 +230,17 @@ def _failure(delta: Delta, params: SamplingParams) -> Exception:
     return SequenceFailed(reason)
 
 
+def check_end(finish_reason: str | None, stop_reason: str | int | None) -> None:
+    """Raise DeadlineMissed or RequestError for a sequence that ended early after some output.
+
+    For dialects that have no name for such an end, as OpenAI's has.
+    """
+    if finish_reason == "abort":
+        raise DeadlineMissed(stop_reason)
+    if finish_reason == "error":
+        raise RequestError(str(stop_reason), "structured_outputs")
+
+
 class Answer(Protocol):
     """Formats the response of one request. id: of the response."""
 
@@ -239,16 +250,24 @@ class Answer(Protocol):
         """The body of the response, after all sequences have ended."""
 
     def events(self, reply: Reply) -> AsyncIterator[bytes]:
-        """The server-sent events of a streamed response."""
+        """The parts of a streamed response: server-sent events, or lines."""
 
 
-async def respond(request: Request, answer: Answer, reply: Reply, limit: TimeLimit, *, stream: bool) -> Response:
+async def respond(
+    request: Request,
+    answer: Answer,
+    reply: Reply,
+    limit: TimeLimit,
+    *,
+    stream: bool,
+    stream_format: StreamFormat = EVENTS,
+) -> Response:
     """The response. `reply` is closed at its end. Unstreamed, raises the errors of `deltas`, ClientGone, TimedOut."""
     release_body(request)
     record_of(request).get_stats = reply.stats
     reply.charge(caller_of(request).quota.spend)
     if stream:
-        return EventStream(limit.iterate(answer.events(reply)), reply.close)
+        return EventStream(limit.iterate(answer.events(reply)), reply.close, stream_format)
     try:
         await limit.run(while_connected(request.receive, reply.end))
     finally:

@@ -3,7 +3,7 @@
 import ipaddress
 import socket
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +32,7 @@ CALIBRATION_SECONDS = 0.3  # maximum; the cost model also learns from the first 
 @contextmanager
 def launched(
     options: EngineOptions,
-    model_name: str | None = None,
+    model_names: Sequence[str] = (),
     *,
     watchdog: float = 0.0,
     restart_timeout: float = RESTART_TIMEOUT,
@@ -43,8 +43,8 @@ def launched(
 ) -> Iterator[Service]:
     """Context manager: a service whose engine process is ready. The process is killed on exit.
 
-    watchdog, restart_timeout: as in AsyncEngine. unknown_fields: as in Service. spawned: as in EngineProcess. Raises
-    ConfigError, ModelError, EngineStopped.
+    watchdog, restart_timeout: as in AsyncEngine. model_names, unknown_fields: as in Service. spawned: as in
+    EngineProcess. Raises ConfigError, ModelError, EngineStopped.
     """
     host = EngineProcess(with_server_defaults(options), report=report, progress=progress, spawned=spawned)
     host.launch()
@@ -52,7 +52,7 @@ def launched(
         tokenizer = open_tokenizer(Path(host.model_info.path))
         return_freed_memory()  # of its files' content
         engine = AsyncEngine(host, watchdog=watchdog, restart_timeout=restart_timeout)
-        yield Service(host.model_info, tokenizer, engine, model_name, unknown_fields=unknown_fields)
+        yield Service(host.model_info, tokenizer, engine, model_names, unknown_fields=unknown_fields)
     finally:
         host.kill()
         host.wait()

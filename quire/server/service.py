@@ -40,22 +40,27 @@ _MAX_SHORT_PROMPTS = 16
 
 
 class Service:
-    """One served model: engine, tokenizer, metrics, request bodies, thread pool."""
+    """One served model: engine, tokenizer, metrics, request bodies, thread pool.
+
+    model_names: names that requests may use, of which responses have the first; (): the model's own.
+    """
 
     def __init__(
         self,
         facts: ModelInfo,
         tokenizer: Tokenizer,
         engine: AsyncEngine,
-        model_name: str | None = None,
+        model_names: Sequence[str] = (),
         *,
         unknown_fields: UnknownFields = "refuse",
     ) -> None:
-        self.model_name = model_name or facts.model_name
+        self.model_names = tuple(dict.fromkeys(model_names)) or (facts.model_name,)
+        self.model_name = self.model_names[0]  # in responses and metrics
         self.max_model_len = facts.max_model_len
         self.vocab_size = facts.vocab_size
         self.num_end_tokens = facts.num_end_tokens
         self.hidden_size = facts.hidden_size
+        self.facts = facts
         self.options = facts.options
         self.cache = facts.cache
         self.sampling_defaults = facts.sampling_defaults
@@ -76,11 +81,10 @@ class Service:
         self._unknown_fields = unknown_fields
 
     def check_model(self, name: str | None) -> None:
-        """Raises UnknownModel if `name` is neither None nor the served model."""
-        if name is not None and name != self.model_name:
-            raise UnknownModel(
-                f"the model {name!r:.200} is not served here; this server has {self.model_name!r}", "model"
-            )
+        """Raises UnknownModel if `name` is neither None nor a name of the served model."""
+        if name is not None and name not in self.model_names:
+            served = " and ".join(map(repr, self.model_names))
+            raise UnknownModel(f"the model {name!r:.200} is not served here; this server has {served}", "model")
 
     @property
     def ignores_unknown_fields(self) -> bool:

@@ -1,16 +1,17 @@
-"""Server-sent events, client disconnects and time limits of requests."""
+"""Streamed responses, client disconnects and time limits of requests."""
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from functools import partial
 from types import TracebackType
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
+from quire.server.error_shapes import in_shape_of_route
 from quire.server.errors import TimedOut, describe
 from quire.server.observability.request_record import record_error
 
@@ -31,12 +32,38 @@ def event(value: object, name: str | None = None) -> bytes:
 
     Raises UnicodeEncodeError for an unpaired surrogate.
     """
+    begin = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return begin + b"data: " + _one_line(value) + b"\n\n"
+
+
+def named_event(value: Mapping[str, object]) -> bytes:
+    """One event with `value` as JSON, named by its `type`."""
+    return event(value, str(value["type"]))
+
+
+def line(value: object) -> bytes:
+    """One line with `value` as JSON. Raises UnicodeEncodeError for an unpaired surrogate."""
+    return _one_line(value) + b"\n"
+
+
+def _one_line(value: object) -> bytes:
     data = msgspec.json.encode(value)
     if not data.isascii():
         for end, escaped in _LINE_ENDS:
             data = data.replace(end, escaped)
-    begin = b"" if name is None else b"event: " + name.encode() + b"\n"
-    return begin + b"data: " + data + b"\n\n"
+    return data
+
+
+class StreamFormat(NamedTuple):
+    """The format of a stream. end_with(error): the last bytes if an error ends it, from the route's error object."""
+
+    media_type: str
+    end_with: Callable[[Mapping[str, object]], bytes]
+
+
+EVENTS = StreamFormat("text/event-stream", lambda error: event(error) + DONE)
+NAMED_EVENTS = StreamFormat("text/event-stream", named_event)
+LINES = StreamFormat("application/x-ndjson", line)
 
 
 _PADDED_BYTES = 256
@@ -74,11 +101,13 @@ async def while_connected(receive: Receive, work: Callable[[], Coroutine[object,
 class EventStream(Response):
     """A streamed response. `close` is called at its end, also after an error or a disconnect."""
 
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None]) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+    def __init__(
+        self, events: AsyncIterator[bytes], close: Callable[[], None], stream_format: StreamFormat = EVENTS
+    ) -> None:
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(headers=headers, media_type=stream_format.media_type)
         del self.headers["content-length"]
+        self._format = stream_format
         self._events = events
         self._close = close
 
@@ -99,9 +128,10 @@ class EventStream(Response):
         except OSError:
             raise
         except Exception as error:  # the status is already sent, so the error is an event
-            _, body = describe(error)
+            status, body = describe(error)
             record_error(scope, body)
-            await send({"type": "http.response.body", "body": event(body) + DONE, "more_body": True})
+            end = self._format.end_with(in_shape_of_route(scope["path"], status, body))
+            await send({"type": "http.response.body", "body": end, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -180,12 +180,17 @@ def build(options: EngineOptions, *, report: Report, progress: Progress, is_rest
         eos_token_ids=description.eos_token_ids,
         seed=options.seed,
         deterministic=runner.supports_deterministic,
+        classifies=description.classification is not None,
         compiler=grammars,
     )
     return Built(
         engine=engine,
         tokenizer=prepared.files.tokenizer,
         model_name=prepared.name,
+        architecture=description.architecture,
+        num_parameters=description.num_parameters,
+        weight_bytes=description.weight_bytes(prepared.dtype, prepared.schemes),
+        classification=description.classification,
         path=str(prepared.path),
         max_model_len=engine.max_model_len,
         vocab_size=engine.vocab_size,

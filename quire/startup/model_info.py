@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from quire.config import CacheConfig, EngineOptions
+from quire.config import CacheConfig, Classification, EngineOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -11,6 +11,10 @@ class ModelInfo:
     """Information about a model and its engine, as plain data."""
 
     model_name: str
+    architecture: str
+    num_parameters: int
+    weight_bytes: int
+    classification: Classification | None  # of its classification head; None for a language model
     path: str  # a folder or a .gguf file
     max_model_len: int
     vocab_size: int

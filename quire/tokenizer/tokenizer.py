@@ -79,6 +79,18 @@ def _is_text(data: bytes) -> bool:
     return True
 
 
+def _check_text(text: object) -> None:
+    """Raises RequestError unless it is a text of valid Unicode."""
+    if not isinstance(text, str):
+        raise RequestError(f"a prompt must be text, not {type(text).__name__}", "prompt")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"the text is not valid Unicode: an unpaired surrogate at position {error.start}", "prompt"
+        ) from error
+
+
 _BAD_ID = "token ids must be whole numbers from 0 to 4294967295"
 
 
@@ -140,16 +152,15 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:  # noqa: FBT001, FBT002 (transformers')
         """The token ids of a text. Raises RequestError if the text is not valid Unicode."""
-        if not isinstance(text, str):
-            raise RequestError(f"a prompt must be text, not {type(text).__name__}", "prompt")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise RequestError(
-                f"the text is not valid Unicode: an unpaired surrogate at position {error.start}", "prompt"
-            ) from error
+        _check_text(text)
         # encode_batch_fast computes no offsets, which take half of the time.
         return list(self._core.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """The token ids of two texts as one prompt, joined as the tokenizer joins pairs. Raises as `encode`."""
+        _check_text(first)
+        _check_text(second)
+        return list(self._core.encode_batch_fast([(first, second)])[0].ids)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:  # noqa: FBT001, FBT002
         """The text of token ids. Invalid UTF-8 becomes U+FFFD; ids without a token are skipped.

@@ -46,6 +46,7 @@ ORDER = (
     *("lang.event_loop", "lang.backends", "lang"),
     *(
         "server.options",
+        "server.error_shapes",
         "server.middleware.quota",
         "server.api_keys",
         "server.observability.request_record",

@@ -18,6 +18,10 @@ from quire.supervisor.engine_loop import EngineLoop
 
 FACTS = ModelInfo(
     model_name="pretended",
+    architecture="NoneForCausalLM",
+    num_parameters=0,
+    weight_bytes=0,
+    classification=None,
     path="",
     max_model_len=999,
     vocab_size=999,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import httpx
 import msgspec
-from embedded_model_server import CHAT, DEFAULTS, run_app, service_of, small_engine
+from embedded_model_server import CHAT, DEFAULTS, MODEL, run_app, service_of, small_engine
 
 from quire.server.api_keys import Keys, new_key
 from quire.server.app import make_app
@@ -20,7 +20,16 @@ GENERATING = {
     "/v1/responses": {"input": "Hello", "max_output_tokens": 1},
     "/v1/embeddings": {"input": "Hello"},
     "/generate": {"text": "Hello", "sampling_params": {"max_new_tokens": 1}},
+    "/v1/messages": {"model": MODEL, "messages": CHAT, "max_tokens": 1},
+    "/api/chat": {"model": MODEL, "messages": CHAT, "options": {"num_predict": 1}, "stream": False},
+    "/api/generate": {"model": MODEL, "prompt": "Hello", "options": {"num_predict": 1}, "stream": False},
+    "/api/embed": {"model": MODEL, "input": "Hello"},
+    "/api/embeddings": {"model": MODEL, "prompt": "Hello"},
+    **{path: {"text_1": "Hello", "text_2": "a"} for path in ("/score", "/v1/score")},
+    **{path: {"query": "Hello", "documents": ["a"]} for path in ("/rerank", "/v1/rerank", "/v2/rerank")},
 }
+# those of them without tokens to stream
+POOLING = {path for path in GENERATING if path.endswith(("score", "rerank", "embed", "embeddings"))}
 
 
 class Noting:
@@ -86,7 +95,16 @@ def run_site(*names: str, options: ServerOptions = DEFAULTS) -> Iterator[Site]:
         yield Site(app, url, engine, {name: key for name, (key, _) in made.items()})
 
 
+def error_of(answer):
+    """The error object of an answer in any dialect: message, param and code, and a type unless it is Ollama's."""
+    body = answer.json()
+    error = body["error"]
+    return error if isinstance(error, dict) else {**body, "message": error, "type": None}
+
+
 def refused(answer, status, code):
-    error = answer.json()["error"]
-    assert (answer.status_code, error["code"], error["type"]) == (status, code, "invalid_request_error")
+    error = error_of(answer)
+    assert (answer.status_code, error["code"]) == (status, code)
+    if answer.json().keys() == {"error"}:
+        assert error["type"] == "invalid_request_error"
     return error

@@ -47,6 +47,11 @@ class Sequences:
     @torch.inference_mode()
     def logits(self, chunks):
         """chunks: (sequence, start, token ids). Returns logits at all of their positions, concatenated, float32."""
+        return self.model.logits(self.hidden(chunks), self.kernels).float()
+
+    @torch.inference_mode()
+    def hidden(self, chunks):
+        """The hidden states at these positions."""
         rows, starts, tokens = zip(*chunks, strict=True)
         starts = np.array(starts)
         stops = starts + [len(ids) for ids in tokens]
@@ -58,8 +63,7 @@ class Sequences:
         self.attend.plan(batches)
         positions = torch.cat([torch.arange(a, b) for a, b in zip(starts, stops, strict=True)])
         ids = torch.tensor([token for some in tokens for token in some])
-        hidden = self.model(ids, positions, self.attend, self.kernels)
-        return self.model.logits(hidden, self.kernels).float()
+        return self.model(ids, positions, self.attend, self.kernels)
 
 
 def logits_of(folder, prompt, *, cut=10**9, dtype="float32", kernels=reference, **options):

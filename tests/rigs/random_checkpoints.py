@@ -183,11 +183,24 @@ def config_of(kind: str):
     return getattr(transformers, _CONFIGS.get(family, f"{family}Config"))(**values)
 
 
-def save(folder: Path, kind: str = "qwen3-gqa", *, shard: str | None = None, dtype=torch.float32) -> PreTrainedModel:
-    """Create a model, write it to `folder`, and return it. Every parameter is random, also norms and biases."""
+def classifier(kind: str) -> str:
+    """The architecture of a kind with a classification head."""
+    family, _ = EVERY[kind]
+    return f"{family}TextForSequenceClassification" if family == "Gemma3" else f"{family}ForSequenceClassification"
+
+
+def save(
+    folder: Path, kind: str = "qwen3-gqa", *, shard: str | None = None, dtype=torch.float32, head=architecture, **config
+) -> PreTrainedModel:
+    """Create a model, write it to `folder`, and return it. Every parameter is random, also norms and biases.
+
+    head: `architecture` or `classifier`. config: further fields of its config.
+    """
     family, _ = EVERY[kind]
     torch.manual_seed(sum(map(ord, kind)))
-    model = getattr(transformers, architecture(kind))(config_of(kind)).eval()
+    made = config_of(kind)
+    made.update(config)
+    model = getattr(transformers, head(kind))(made).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             is_norm = "norm" in name or "ln_" in name

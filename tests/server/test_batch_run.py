@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import fields
 from itertools import pairwise
 
 import pytest
@@ -78,9 +78,9 @@ def answer(app, text, path, *, resume=False, concurrency=3):
 
 
 @contextmanager
-def on_a_thread(options, name=None, **_more):
+def on_a_thread(options, names=(), **_more):
     built = small_engine()
-    yield service_of(replace(built, model_name=name or built.model_name))
+    yield service_of(built, model_names=names)
 
 
 @pytest.fixture

@@ -104,7 +104,11 @@ def test_a_stream_that_fails_is_whole_to_its_last_event(num_good, wrong, caplog)
     async def send(message):
         sent.append(message)
 
-    asyncio.run(EventStream(events(), lambda: closed.append(True))({"type": "http", "state": {}}, receive, send))
+    asyncio.run(
+        EventStream(events(), lambda: closed.append(True))(
+            {"type": "http", "path": "/v1/completions", "state": {}}, receive, send
+        )
+    )
     *good, error, done = by_the_standard([message.get("body", b"") for message in sent])
     assert [json.loads(one)["number"] for one in good] == list(range(num_good))
     assert set(json.loads(error)) == {"error"}

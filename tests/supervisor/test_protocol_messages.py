@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.config import CacheConfig, EngineOptions, KVGroup
+from quire.config import CacheConfig, Classification, EngineOptions, KVGroup
 from quire.core.explanation import DraftCounts, Explanation, Miss, Preemption
 from quire.core.output import EndCause, Output
 from quire.core.request import Beams, KnownOutput, Namespace, Request
@@ -248,6 +248,10 @@ EXPLANATION = Explanation(
 FAILURE = Failure("RequestError", "no", "n", [1.5])
 FACTS = ModelInfo(
     model_name="m",
+    architecture="LlamaForSequenceClassification",
+    num_parameters=10,
+    weight_bytes=20,
+    classification=Classification(("no", "yes"), "softmax"),
     path="p",
     max_model_len=9,
     vocab_size=8,

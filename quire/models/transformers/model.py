@@ -17,6 +17,7 @@ class TransformersModel:
     """A decoder-only model with its weights. transformers computes all but attention, without quire's kernels."""
 
     batch_invariant = False
+    class_head = None
 
     def __init__(self, split_model: SplitModel, layers: Sequence[Layer], vocab_size: int) -> None:
         """layers: traced attention calls, in order."""

@@ -95,9 +95,10 @@ class MessageDelta(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """One whole message, with the sequence that it was read from."""
+    """One whole message, with the sequence that it was read from. parts: in the order in which they were generated."""
 
     message: Message
+    parts: list[Part]
     output: CompletionOutput
     finish_reason: str | None
 
@@ -121,9 +122,11 @@ class MessageReader:
         choices = []
         for output in transcript.result().outputs:
             parser = self._format.new_parser()
-            message = message_of([*parser.push(output.text), *parser.finish()])
+            parts = [*parser.push(output.text), *parser.finish()]
+            message = message_of(parts)
             self._count(output.index, parser, output.token_offsets, reply)
-            choices.append(Choice(message, output, _finish_reason(output.finish_reason, called=bool(message.calls))))
+            finish_reason = _finish_reason(output.finish_reason, called=bool(message.calls))
+            choices.append(Choice(message, parts, output, finish_reason))
         return choices
 
     async def deltas(self, reply: Reply) -> AsyncIterator[list[MessageDelta]]:

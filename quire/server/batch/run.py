@@ -127,7 +127,7 @@ def run_batch(  # noqa: PLR0913 (a flag each)
             file.seek(0)
         output = ResultFile(target, resume=resume)
         try:
-            with launched(options, model_name, report=report, progress=progress) as service:
+            with launched(options, [model_name] if model_name else (), report=report, progress=progress) as service:
                 app = make_app(service, with_tarpit=False)
                 batch = Batch(app, output, lambda done: advance(done, max(done, total)))
                 asyncio.run(_until_signal(app, batch.run(file, concurrency)))

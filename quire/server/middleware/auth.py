@@ -41,9 +41,16 @@ class AuthMiddleware:
         """The caller, or the error to answer with."""
         if self._keys is None:
             return KEYLESS_CALLER if is_local(headers.get("host", "")) else HostNotAllowed()
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        caller = self._keys.caller(key.strip().encode("latin-1")) if scheme.lower() == "bearer" else None
-        return caller or Unauthenticated()
+        return self._keys.caller(_key(headers).encode("latin-1")) or Unauthenticated()
+
+
+def _key(headers: Headers) -> str:
+    """The key of a request: of the header authorization, or without that header of x-api-key; empty without both."""
+    given = headers.get("authorization")
+    if given is None:
+        return headers.get("x-api-key", "").strip()
+    scheme, _, key = given.partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
 
 
 def is_local(host: str) -> bool:

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.params import SamplingParams
+from quire.server.error_shapes import in_shape_of_route
 
 _STATE = "record"  # its key in the ASGI state
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
@@ -120,10 +121,15 @@ _CLIENT_ID = re.compile(
 _SUFFIX_LENGTH = 12
 _OPERATIONS = {  # OpenTelemetry's operation names, by prefix of the response id
     "chatcmpl": "chat",
+    "msg": "chat",
+    "chat": "chat",
     "cmpl": "text_completion",
     "generate": "text_completion",
     "embd": "embeddings",
     "resp": "chat",
+    "score": "embeddings",
+    "rerank": "embeddings",
+    "classify": "embeddings",
 }
 _STORED = "resp"  # such responses have ids without characters of the client
 
@@ -173,7 +179,7 @@ class RequestIds:
 
 
 class ErrorAnswer(Response):
-    """An error response. body: from `error_object`."""
+    """An error response. body: from `error_object`; it is sent in the shape of the route."""
 
     media_type = "application/json"
 
@@ -190,6 +196,8 @@ class ErrorAnswer(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response, and store its code in the request's record."""
         record_error(scope, self._object)
+        self.body = msgspec.json.encode(in_shape_of_route(scope["path"], self.status_code, self._object))
+        self.headers["content-length"] = str(len(self.body))
         await super().__call__(scope, receive, send)
 
 

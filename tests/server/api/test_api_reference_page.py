@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from quire.server.api.anthropic import schema as anthropic
 from quire.server.api.native.programs import EndProgramBody
 from quire.server.api.native.tokenize import DetokenizeBody, TokenizeBody
+from quire.server.api.ollama import schema as ollama
 from quire.server.api.openai.batches import BatchBody
 from quire.server.api.openai.embeddings import EmbeddingBody
 from quire.server.api.openai.responses_schema import (
@@ -19,9 +21,15 @@ from quire.server.api.openai.responses_schema import (
 from quire.server.api.openai.schema import ChatBody, ChatMessage, CompletionBody, SamplingBody, StreamOptions
 from quire.server.api.request_params import JsonSchema, ProgramBody, ResponseFormat, RetentionBody, StructuredOutputs
 from quire.server.api.sglang.schema import GenerateBody, GenerateParams
+from quire.server.api.vllm.classify import ClassifyBody
+from quire.server.api.vllm.score import DocumentBody, RerankBody, ScoreBody
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "api.md").read_text()
 SECTIONS = {part.split("\n", 1)[0]: part for part in PAGE.split("\n## ")}
+ANTHROPIC = ("MessagesBody", "CountTokensBody", "ContentBlock", "AnthropicMessage", "ToolBody", "ToolChoiceBody")
+ANTHROPIC += ("ThinkingBody", "OutputConfig", "OutputFormatBody", "ContextManagement", "CacheControl")
+OLLAMA = ("OllamaChatBody", "OllamaGenerateBody", "OllamaOptions", "OllamaMessage", "OllamaEmbedBody")
+OLLAMA += ("OllamaEmbeddingsBody", "ShowBody")
 COMMON = "`/v1/completions` and `/v1/chat/completions`"
 BODIES = {
     SamplingBody: [COMMON],
@@ -39,6 +47,10 @@ BODIES = {
     ReasoningOptions: ["`/v1/responses`"],
     BatchBody: ["`/v1/files` and `/v1/batches`"],
     EmbeddingBody: ["`/v1/embeddings`"],
+    **{body: ["`/v1/score` and `/v1/rerank`"] for body in (ScoreBody, RerankBody, DocumentBody)},
+    ClassifyBody: ["`/v1/classify`"],
+    **{getattr(anthropic, name): ["`/v1/messages`"] for name in ANTHROPIC},
+    **{getattr(ollama, name): ["Ollama's routes"] for name in OLLAMA},
     TokenizeBody: ["`/tokenize` and `/detokenize`"],
     DetokenizeBody: ["`/tokenize` and `/detokenize`"],
     GenerateBody: ["`/generate`"],

@@ -2,7 +2,7 @@
 
 import pytest
 from embedded_model_server import STORY
-from multi_tenant_server import GENERATING, refused
+from multi_tenant_server import GENERATING, error_of, refused
 
 from quire import SamplingParams
 from quire.core.request import Request
@@ -54,11 +54,11 @@ def test_a_program_that_cannot_be_is_refused_by_name(keyless, path):
     ):
         answer = keyless.post(None, path, **GENERATING[path], program=program)
         assert answer.status_code == 400, (program, answer.text)
-        error = answer.json()["error"]
+        error = error_of(answer)
         assert error["param"] == param, (program, error)
         assert code in (None, error["code"]), (program, error)
     answer = keyless.post(None, path, **GENERATING[path], program={"id": "a", "branches": "b"})
-    assert "unknown field 'branches' (did you mean 'branch'?)" in answer.json()["error"]["message"]
+    assert "unknown field 'branches' (did you mean 'branch'?)" in error_of(answer)["message"]
 
 
 def test_a_prompt_can_be_computed_ahead_of_a_fork(keyless):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from embedded_model_server import CHAT, STORY, run_app, service_of, small_engine
-from multi_tenant_server import GENERATING
+from multi_tenant_server import GENERATING, error_of
 
 from quire import SamplingParams
 from quire.config import EngineOptions
@@ -39,7 +39,7 @@ def test_terms_reach_the_engine(keyless, path):
 def test_a_session_is_refused_with_what_to_send_instead(keyless):
     path = next(iter(GENERATING))
     answer = keyless.post(None, path, **GENERATING[path], retention={"session": "chat-17", "ttl": 5})
-    error = answer.json()["error"]
+    error = error_of(answer)
     assert (answer.status_code, error["param"], error["code"]) == (400, "retention.session", "unknown_parameter")
     assert "set priority, ttl and pin in each request" in error["message"]
 
@@ -67,7 +67,7 @@ def test_values_out_of_bounds_and_unknown_names_are_refused(keyless, path):
     for fields, param, code in REFUSED:
         answer = keyless.post(None, path, **GENERATING[path], **fields)
         assert answer.status_code == 400, (fields, answer.text)
-        error = answer.json()["error"]
+        error = error_of(answer)
         found = error["param"] if code != "unknown_parameter" else "retention.ttll"
         assert found == param, (fields, error)
         assert code in (None, error["code"]), (fields, error)
@@ -75,7 +75,7 @@ def test_values_out_of_bounds_and_unknown_names_are_refused(keyless, path):
     whole = json.dumps(GENERATING[path])[:-1] + ', "deadline": 1e999}'
     answer = keyless.ask(None, "POST", path, content=whole)
     assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "deadline"
+    assert error_of(answer)["param"] == "deadline"
 
 
 def test_a_priority_that_nobody_heeds_is_refused_and_one_that_is_heeded_is_not(keyless):
@@ -84,7 +84,7 @@ def test_a_priority_that_nobody_heeds_is_refused_and_one_that_is_heeded_is_not(k
     assert error["param"] == "priority"
     assert "--policy priority" in error["message"]
     for path, body in GENERATING.items():
-        error = keyless.post(None, path, **body, retention={"priority": 51}).json()["error"]
+        error = error_of(keyless.post(None, path, **body, retention={"priority": 51}))
         assert error["param"] == "retention.priority"
         assert "--eviction priority" in error["message"]
 

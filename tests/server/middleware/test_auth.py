@@ -6,7 +6,7 @@ import json
 import httpx
 import pytest
 from embedded_model_server import run_app, service_of, small_engine
-from multi_tenant_server import GENERATING, refused
+from multi_tenant_server import GENERATING, error_of, refused
 from server_probes import routes
 from starlette.requests import Request
 
@@ -54,6 +54,14 @@ def test_a_route_that_is_added_later_needs_a_key_too():
 def test_wrong_keys(site, value):
     header = value.format(key=site.keys["ann"]).encode("latin-1")
     refused(httpx.get(f"{site.url}/v1/models", headers={b"authorization": header}), 401, "invalid_api_key")
+
+
+def test_a_key_may_stand_in_x_api_key(site):
+    """As Anthropic's client sends it. Beside an authorization it is not read."""
+    mine, path = site.keys["ann"], f"{site.url}/v1/models"
+    assert httpx.get(path, headers={"x-api-key": mine}).status_code == 200
+    for headers in ({"x-api-key": "wrong"}, {"x-api-key": ""}, {"x-api-key": mine, "authorization": "Bearer wrong"}):
+        refused(httpx.get(path, headers=headers), 401, "invalid_api_key")
 
 
 def test_right_keys(site):
@@ -155,13 +163,13 @@ def test_the_key_chooses_the_tenant(site, keyless, path):
 @pytest.mark.parametrize("field", ["tenant", "namespace", "api_key", "role"])
 def test_the_body_cannot_choose_the_tenant(site, path, field):
     answer = site.post("ann", path, **GENERATING[path], **{field: "bob"})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unknown_parameter")
+    assert (answer.status_code, error_of(answer)["code"]) == (400, "unknown_parameter")
 
 
 @pytest.mark.parametrize("path", GENERATING)
 @pytest.mark.parametrize("user", [{"user": "bob"}, {"prompt_cache_key": "bob"}, {"model": "bob"}])
 def test_other_names_in_the_body_change_nothing(site, path, user):
-    answer = site.post("ann", path, **GENERATING[path], **user)
+    answer = site.post("ann", path, **{**GENERATING[path], **user})
     if answer.status_code == 200:
         assert namespace_of(site, answer) == Namespace(tenant="ann")
 
@@ -172,7 +180,7 @@ def test_salts_are_bounded(keyless, path, salt):
     for name in ("cache_salt", "extra_key") if path == "/generate" else ("cache_salt",):
         answer = keyless.post(None, path, **GENERATING[path], **{name: salt})
         assert answer.status_code == 400
-        error = answer.json()["error"]
+        error = error_of(answer)
         assert error["param"] in ((name, None) if salt == "\ud800" else (name,))
 
 
@@ -187,7 +195,7 @@ def test_an_extra_key_is_a_salt(site):
     for given in ({"extra_key": "s"}, {"cache_salt": "s"}, {"cache_salt": "s", "extra_key": "s"}):
         assert namespace_of(site, site.post("ann", "/generate", **body, **given)) == Namespace(tenant="ann", salt="s")
     answer = site.post("ann", "/generate", **body, cache_salt="s", extra_key="t")
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "extra_key")
+    assert (answer.status_code, error_of(answer)["param"]) == (400, "extra_key")
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate"])

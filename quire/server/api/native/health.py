@@ -20,14 +20,20 @@ def health_routes(service: Service, drain: Drain) -> APIRouter:
 
     @router.get("/v1/models", tags=["OpenAI"])
     async def models() -> dict[str, object]:
-        """List the served model."""
-        return {"object": "list", "data": [_model(service)]}
+        """List the names of the served model."""
+        return {"object": "list", "data": [_model(service, name) for name in service.model_names]}
 
     @router.get("/v1/models/{name:path}", tags=["OpenAI"])
     async def model(name: str) -> dict[str, object]:
         """Describe the served model. 404 for another name."""
         service.check_model(name)
-        return _model(service)
+        return _model(service, name)
+
+    @router.head("/", include_in_schema=False, response_model=None)
+    @router.get("/", include_in_schema=False, response_model=None)
+    async def root() -> Response:
+        """Say what this is. Ollama's clients ask whether a server answers here."""
+        return Response("quire is running; /docs describes its routes\n", media_type="text/plain")
 
     @router.get("/version")
     async def version() -> dict[str, str]:
@@ -40,7 +46,7 @@ def health_routes(service: Service, drain: Drain) -> APIRouter:
         return {
             "model_path": service.model_name,
             "tokenizer_path": service.model_name,
-            "is_generation": True,
+            "is_generation": service.facts.classification is None,
             "preferred_sampling_params": dict(service.sampling_defaults) or None,
         }
 
@@ -81,10 +87,10 @@ def health_routes(service: Service, drain: Drain) -> APIRouter:
     return router
 
 
-def _model(service: Service) -> dict[str, object]:
-    """The entry of /v1/models, with vLLM's fields."""
+def _model(service: Service, name: str) -> dict[str, object]:
+    """The entry of a name in /v1/models, with vLLM's fields."""
     permission = {
-        "id": f"modelperm-{service.model_name}",
+        "id": f"modelperm-{name}",
         "object": "model_permission",
         "created": service.created,
         **dict.fromkeys(("allow_create_engine", "allow_fine_tuning", "is_blocking"), False),
@@ -93,7 +99,7 @@ def _model(service: Service) -> dict[str, object]:
         "group": None,
     }
     return {
-        "id": service.model_name,
+        "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "quire",

@@ -133,7 +133,7 @@ class ChatAnswer:
         (transcript,) = reply.transcripts
         choices = [
             self._choice(output.index, {"message": self._message(message)}, output, finish_reason)
-            for message, output, finish_reason in self._reader.choices(reply)
+            for message, _, output, finish_reason in self._reader.choices(reply)
         ]
         head = {**self._head, "object": "chat.completion"}
         about_prompt = {**self._prompt_ids(transcript), "prompt_logprobs": _prompt_logprobs(transcript)}

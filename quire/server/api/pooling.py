@@ -1,0 +1,140 @@
+"""Requests that compute vectors of prompts and generate no text: embeddings, classes, scores."""
+
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Literal, NamedTuple
+
+from fastapi import Request
+from pydantic import Field
+
+from quire.core.step import Pooling
+from quire.engine.embeddings import EmbeddingBatch, EmbeddingDeadlineMissed, EmbeddingFailed, PooledPrompt
+from quire.engine.inputs import Prompt, pooling_params
+from quire.engine.outputs import RequestMetrics
+from quire.errors import EngineStopped, RequestError
+from quire.params import SamplingParams
+from quire.server.api.limits import num_prompt_tokens
+from quire.server.api.request_params import (
+    MAX_PROMPTS,
+    Prompts,
+    Salt,
+    SchedulingParamsBody,
+    ignored_field,
+    optional_field,
+)
+from quire.server.errors import DeadlineMissed
+from quire.server.middleware.auth import caller_of
+from quire.server.observability.metrics import FinishedRequestStats
+from quire.server.observability.request_record import RequestStats, record_of
+from quire.server.request_body import release_body
+from quire.server.service import Service
+from quire.server.sse import TimeLimit, while_connected
+
+
+class SaltedBody(SchedulingParamsBody):
+    """Fields that all of these routes share."""
+
+    cache_salt: Salt | None = optional_field(
+        "Share cached tokens only with requests of the same salt (1 to 256 characters)."
+    )
+
+
+class PoolingBody(SaltedBody):
+    """Fields of the routes in the formats of OpenAI and vLLM."""
+
+    model: str | None = optional_field("The served model; /v1/models lists it.")
+    truncate_prompt_tokens: int | None = optional_field("Keep this many tokens of the input; -1: as many as fit.")
+    truncation_side: Literal["left", "right"] | None = optional_field(
+        "With truncate_prompt_tokens: drop tokens at the begin (left, the default) or at the end (right)."
+    )
+    user: object = ignored_field()
+
+    def params(self) -> SamplingParams:
+        """The truncation, as parameters of a request that generates nothing. Raises RequestError."""
+        return pooling_params(self.truncate_prompt_tokens, self.truncation_side or "left")
+
+
+class PromptsBody(PoolingBody):
+    """Fields of the routes whose prompts may be texts or token ids."""
+
+    input: Prompts = Field(description="A text, token ids, or a list of several of either.")
+    add_special_tokens: bool | None = optional_field(
+        "Let the tokenizer add begin and end tokens to a text; true by default."
+    )
+
+
+class PoolingRequest(NamedTuple):
+    """Prompts to pool. params: their truncation. add_special_tokens: as in `Service.tokenize`."""
+
+    prompts: Sequence[Prompt]
+    pooling: Pooling
+    params: SamplingParams
+    add_special_tokens: bool | None = None
+
+
+async def pool(
+    service: Service, request: Request, body: SaltedBody, asked: PoolingRequest, kind: str
+) -> list[PooledPrompt]:
+    """Compute the vector of each prompt. kind: prefix of the response's id.
+
+    Raises RequestError, RateLimited, DeadlineMissed, EmbeddingFailed, EngineStopped, TimedOut, ClientGone.
+    """
+    limit, caller, prompts = TimeLimit(body.timeout), caller_of(request), asked.prompts
+    if not 1 <= len(prompts) <= MAX_PROMPTS:
+        raise RequestError(f"prompt must be 1 to {MAX_PROMPTS} texts or lists of token ids", "prompt")
+    each, special = [asked.params] * len(prompts), asked.add_special_tokens
+    tokenized = await limit.run(service.tokenize(caller.tenant, prompts, each, add_special_tokens=special))
+    release_body(request)
+    id = service.request_ids.make(kind, request)
+    namespace, scheduling_params = caller.namespace(body.cache_salt), body.scheduling_params(service.options)
+    batch = EmbeddingBatch(tokenized, asked.pooling, namespace, scheduling_params, id)
+    record_of(request).get_stats = partial(_stats, batch)
+    work = partial(_run, service, batch, caller.quota.spending(num_prompt_tokens(tokenized)))
+    await limit.run(while_connected(request.receive, work))
+    return list(batch)
+
+
+def usage_of(pooled: Sequence[PooledPrompt]) -> dict[str, object]:
+    """OpenAI's usage of prompts without output."""
+    num_tokens = sum(len(one.prompt_token_ids) for one in pooled)
+    return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+
+
+async def _run(service: Service, batch: EmbeddingBatch, spending: AbstractContextManager[None]) -> None:
+    """Compute the batch, and update the metrics. spending: counts the prompt tokens while the engine accepts them.
+
+    Raises RequestError, RateLimited, DeadlineMissed, EmbeddingFailed, EngineStopped.
+    """
+    metrics = RequestMetrics(time.monotonic())
+    with spending:
+        stream = await service.engine.generate(batch.requests)
+    unfinished = "abort"
+    try:
+        while not batch.finished:
+            for output in await anext(stream):
+                batch.process_output(output)
+    except EmbeddingDeadlineMissed as late:
+        raise DeadlineMissed(late) from late
+    except (EngineStopped, EmbeddingFailed):
+        unfinished = "error"
+        raise
+    finally:
+        stream.close()
+        for one in batch:
+            service.metrics.observe_finished_sequence(one.finish_reason or unfinished)
+            service.metrics.observe_finished_request(
+                FinishedRequestStats(metrics, len(one.prompt_token_ids), one.num_cached_tokens), time.monotonic()
+            )
+
+
+def _stats(batch: EmbeddingBatch, content: bool) -> RequestStats:  # noqa: FBT001
+    """Figures for the request record, without vectors. Prompts are token ids."""
+    return RequestStats(
+        num_prompt_tokens=sum(len(one.prompt_token_ids) for one in batch),
+        num_output_tokens=0,
+        num_cached_tokens=sum(one.num_cached_tokens for one in batch),
+        finish_reasons=[one.finish_reason or "abort" for one in batch],
+        prompts=tuple(one.prompt_token_ids for one in batch) if content else (),
+    )

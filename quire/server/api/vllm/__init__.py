@@ -1,0 +1,1 @@
+"""vLLM's routes of pooling: classification, scores of pairs, reranking."""
