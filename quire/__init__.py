@@ -19,6 +19,7 @@ _HOMES = {
     "SamplingParams": "quire.params",
     "BeamSearchParams": "quire.params",
     "ReasoningParams": "quire.params",
+    "RepetitionDetectionParams": "quire.params",
     "StructuredOutputsParams": "quire.params",
     "Retention": "quire.core.scheduling_params",
     "RequestOutput": "quire.engine.outputs",

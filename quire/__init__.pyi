@@ -12,6 +12,7 @@ from quire.engine.outputs import ScoringRequestOutput as ScoringRequestOutput
 from quire.llm import LLM as LLM
 from quire.params import BeamSearchParams as BeamSearchParams
 from quire.params import ReasoningParams as ReasoningParams
+from quire.params import RepetitionDetectionParams as RepetitionDetectionParams
 from quire.params import SamplingParams as SamplingParams
 from quire.params import StructuredOutputsParams as StructuredOutputsParams
 from quire.server.batch.run import run_batch as run_batch

@@ -31,6 +31,7 @@ from quire.engine.inputs import (
     TokenizedPrompt,
     as_prompt_list,
     make_scheduling_params,
+    pooling_params,
     prepare_generations,
     scheduling_params_per_prompt,
     template_variables,
@@ -231,11 +232,20 @@ class LLM:
         ]
         tokenized = [tokenize(text, self._tokenizer, add_special_tokens=False) for text in texts]
         scheduling_params = self._scheduling_params(len(tokenized), priority, deadline, retention, program)
-        reasons = self._tokenizer.reasons(variables, has_tools=bool(tools))
-        formats = [output_format(self._chat_format, box, text, reasons=reasons) for text in texts]
+        each = self._params_per_prompt(len(texts), sampling_params)
+        formats = [
+            output_format(
+                self._chat_format,
+                box,
+                text,
+                reasons=self._tokenizer.reasons(variables, has_tools=bool(tools)),
+                special_texts=self._tokenizer.special_texts,
+                skip_special_tokens=one.skip_special_tokens,
+            )
+            for text, one in zip(texts, each, strict=True)
+        ]
         params = [
-            constrained_params(format, one, thinking_token_budget)
-            for format, one in zip(formats, self._params_per_prompt(len(texts), sampling_params), strict=True)
+            constrained_params(format, one, thinking_token_budget) for format, one in zip(formats, each, strict=True)
         ]
         results = self._complete(tokenized, params, use_tqdm, scheduling_params=scheduling_params)
         for format, result in zip(formats, results, strict=True):
@@ -279,6 +289,7 @@ class LLM:
         pooling: str = "last",
         normalize: bool = True,
         truncate_prompt_tokens: int | None = None,
+        truncation_side: str = "left",
         use_tqdm: bool | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """One vector (hidden_size,) per prompt, pooled from the last layer's hidden states after the final norm.
@@ -288,7 +299,8 @@ class LLM:
         """
         how = parse_pooling(pooling)
         tokenized = [tokenize(prompt, self._tokenizer) for prompt in as_prompt_list(prompts)]
-        batch = self._pool(tokenized, how, truncate_prompt_tokens, "embedding", use_tqdm)
+        params = pooling_params(truncate_prompt_tokens, truncation_side)
+        batch = self._pool(tokenized, how, params, "embedding", use_tqdm)
         return [
             EmbeddingRequestOutput(
                 request_id=one.request_id,
@@ -313,7 +325,8 @@ class LLM:
         EmbeddingFailed if the model failed.
         """
         tokenized = [tokenize(prompt, self._tokenizer) for prompt in as_prompt_list(prompts)]
-        batch = self._pool(tokenized, Pooling.CLASS, truncate_prompt_tokens, "classifying", use_tqdm)
+        params = pooling_params(truncate_prompt_tokens)
+        batch = self._pool(tokenized, Pooling.CLASS, params, "classifying", use_tqdm)
         activation = activation_of(self._classification, used=use_activation)
         return [
             ClassificationRequestOutput(
@@ -342,7 +355,8 @@ class LLM:
         """
         firsts, seconds = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
         pairs = pair_texts(firsts, seconds, self._tokenizer, self._classification)
-        batch = list(self._pool(pairs.prompts, pairs.pooling, truncate_prompt_tokens, "scoring", use_tqdm))
+        params = pooling_params(truncate_prompt_tokens)
+        batch = list(self._pool(pairs.prompts, pairs.pooling, params, "scoring", use_tqdm))
         vectors = [one.vector(normalized=pairs.pooling is not Pooling.CLASS) for one in batch]
         scores = pairs.scores(vectors, activation_of(self._classification, used=use_activation))
         return [
@@ -359,12 +373,11 @@ class LLM:
         self,
         prompts: Sequence[TokenizedPrompt],
         pooling: Pooling,
-        truncate_prompt_tokens: int | None,
+        params: SamplingParams,
         work: str,
         shown: bool | None,  # noqa: FBT001 (three states: yes, no, only on a terminal)
     ) -> EmbeddingBatch:
-        """Compute the vectors of prompts. work: label of the progress bar."""
-        params = SamplingParams(max_tokens=0, truncate_prompt_tokens=truncate_prompt_tokens)
+        """Compute the vectors of prompts. params: their truncation. work: label of the progress bar."""
         asked = prepare_generations(prompts, [params] * len(prompts), self._tokenizer, self.max_model_len)
         batch = EmbeddingBatch(asked, pooling)
         outputs = self._outputs(batch.requests, batch.is_open)

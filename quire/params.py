@@ -17,6 +17,8 @@ MAX_LITERAL = 4096  # characters of one choice, or of one text in a schema or a 
 MAX_NESTING = 64  # of a schema or tag
 MAX_WHITESPACE = 256  # characters of a whitespace pattern
 MAX_TAG = 256  # characters of the begin or the end of reasoning
+MAX_PATTERN = 1024  # tokens of a pattern whose repetition is detected, and repetitions of it
+MAX_NGRAM = 64  # tokens
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
@@ -130,6 +132,30 @@ class ReasoningParams:
         _check_number("budget", self.budget, int, 0, MAX_TOKENS, optional=True)
 
 
+@known_arguments_only(RequestError)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepetitionDetectionParams:
+    """vLLM's early end of an output that repeats itself.
+
+    The output ends if its last tokens are the same pattern `min_count` times (2 to 1024), one directly behind another,
+    for a pattern of `min_pattern_size` to `max_pattern_size` tokens (up to 1024). A min_pattern_size of 0 counts as 1.
+    A max_pattern_size of 0 detects nothing.
+    Raises RequestError for a value out of bounds.
+    """
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("max_pattern_size", "min_pattern_size", "min_count"):
+            _check_number("repetition_detection", getattr(self, name), int, 0, MAX_PATTERN, label=name)
+        if self.min_pattern_size > self.max_pattern_size:
+            raise RequestError("min_pattern_size is above max_pattern_size", "repetition_detection")
+        if self.max_pattern_size and self.min_count < 2:
+            raise RequestError("min_count must be at least 2", "repetition_detection")
+
+
 class Constraint(NamedTuple):
     """What a matcher enforces: `structured_outputs`, which apply behind the reasoning, and the reasoning's budget."""
 
@@ -233,7 +259,7 @@ def check_unicode(name: str, text: str) -> None:
 
 
 MAX_N = 128
-MAX_LOGPROBS = 20
+MAX_LOGPROBS = 128
 MAX_STOPS = 64
 MAX_STOP_LENGTH = 1024  # characters, of a stop string or a bad word
 MAX_TOKENS = 2**31 - 1
@@ -256,12 +282,14 @@ class SamplingParams:
     returned; None means n.
     Sampling: temperature 0 is greedy. top_k: 0 or -1 keeps all tokens. seed: None means that a seed is derived from
     the engine's. presence_penalty and frequency_penalty apply to output tokens, repetition_penalty also to prompt
-    tokens. logit_bias: token id -> value added to its logit. bad_words: texts that are never generated.
+    tokens. no_repeat_ngram_size: no sequence of so many tokens occurs twice in prompt and output, unless it ends with
+    an end token; 0: off. logit_bias: token id -> value added to its logit. bad_words: texts that are never generated.
     allowed_token_ids: None allows all. deterministic: the output does not depend on the rest of the batch, also in
     half precision, at some cost in speed.
     End: max_tokens: None means up to max_model_len; 0 computes the prompt only. min_tokens: least number of tokens
     before an end token, stop token or stop string ends the sequence. stop: strings, which are left out of the
-    returned text unless include_stop_str_in_output is set.
+    returned text unless include_stop_str_in_output is set. repetition_detection: RepetitionDetectionParams, or a
+    mapping with its fields: ends an output that repeats itself.
     Constraint: structured_outputs: StructuredOutputsParams, or a mapping with its fields. json_schema, regex and ebnf
     are SGLang's names for some of these fields; they are moved to structured_outputs and set to None.
     Reasoning: reasoning: ReasoningParams, or a mapping with its fields, of a model that writes its reasoning before its
@@ -269,7 +297,8 @@ class SamplingParams:
     Logprobs: logprobs and prompt_logprobs: number of most likely tokens beside each token. prompt_logprobs_start: only
     prompt tokens after this position, so that the tokens before it may come from the prefix cache.
     logprob_token_ids: further tokens whose logprobs are returned.
-    Prompt: truncate_prompt_tokens: number of tokens kept at the prompt's end; -1 means as many as fit.
+    Prompt: truncate_prompt_tokens: number of tokens kept of the prompt; -1 means as many as fit. truncation_side:
+    "left" drops tokens at the prompt's begin, "right" at its end.
     Speed: prediction: text that the output probably is, in whole or in part. speculation: whether tokens may be drafted
     and verified, if the engine does so. Neither changes a token.
     Raises RequestError for a value out of bounds and for an unknown name, with the nearest known one.
@@ -285,6 +314,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
@@ -295,6 +325,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
+    repetition_detection: RepetitionDetectionParams | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     prompt_logprobs_start: int = 0
@@ -302,6 +333,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
+    truncation_side: str = "left"
     prediction: str | None = None
     speculation: bool = True
     structured_outputs: StructuredOutputsParams | None = None
@@ -317,6 +349,7 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", _as_tuple("allowed_token_ids", int, self.allowed_token_ids))
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        object.__setattr__(self, "repetition_detection", _as_repetition_detection(self.repetition_detection))
         for name, (kind, low, high) in NUMBERS.items():
             _check_number(name, getattr(self, name), kind, low, high, optional=name in _OPTIONAL)
         for name in _FLAGS:
@@ -389,6 +422,10 @@ class SamplingParams:
             raise RequestError("top_p must be above 0; use temperature=0 for greedy sampling", "top_p")
         if self.repetition_penalty == 0:
             raise RequestError("repetition_penalty must be above 0; 1 means no penalty", "repetition_penalty")
+        if self.truncation_side not in ("left", "right"):
+            raise RequestError(
+                f"truncation_side must be 'left' or 'right', not {self.truncation_side!r:.80}", "truncation_side"
+            )
         if self.truncate_prompt_tokens == 0:
             raise RequestError("truncate_prompt_tokens must be -1 or at least 1", "truncate_prompt_tokens")
         if self.num_sequences < self.n:
@@ -445,6 +482,7 @@ NUMBERS: Mapping[str, tuple[type[int] | type[float], float, float]] = MappingPro
         "presence_penalty": (float, -2, 2),
         "frequency_penalty": (float, -2, 2),
         "repetition_penalty": (float, 0, 100),
+        "no_repeat_ngram_size": (int, 0, MAX_NGRAM),
         "max_tokens": (int, 0, MAX_TOKENS),
         "min_tokens": (int, 0, MAX_TOKENS),
         "logprobs": (int, 0, MAX_LOGPROBS),
@@ -535,6 +573,21 @@ def _as_reasoning(value: object) -> ReasoningParams | None:
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         raise RequestError("reasoning must be ReasoningParams or a mapping", "reasoning")
     return ReasoningParams(**value)
+
+
+def _as_repetition_detection(value: object) -> RepetitionDetectionParams | None:
+    """RepetitionDetectionParams from the same, or from a mapping with its fields; None if they detect nothing.
+
+    Raises RequestError for other types.
+    """
+    if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
+        value = RepetitionDetectionParams(**value)
+    if value is None or (isinstance(value, RepetitionDetectionParams) and not value.max_pattern_size):
+        return None
+    if not isinstance(value, RepetitionDetectionParams):
+        why = "repetition_detection must be RepetitionDetectionParams or a mapping"
+        raise RequestError(why, "repetition_detection")
+    return value
 
 
 def _biases(value: object) -> dict[int, float]:

@@ -61,6 +61,8 @@ def before_call(_context: schemathesis.HookContext, case: schemathesis.Case, _kw
     if "completions" in case.path:
         _shorten(body, "max_tokens", "min_tokens")
         body.pop("max_completion_tokens", None)
+    if case.path == "/v1/responses":
+        _shorten(body, "max_output_tokens", "min_tokens")
     for params in _listed(body.get("sampling_params", {})) if case.path == "/generate" else ():
         _shorten(params, "max_new_tokens", "min_new_tokens")
         _form(params)
@@ -75,7 +77,8 @@ def _pair(body: dict[str, Any]) -> None:
     for field, other in EITHER:
         if body.get(field) is not None and body.get(other) is not None:
             body.pop(other)
-    if (body.get("best_of") or 128) < (body.get("n") or 1):
+    counts = [body.get("best_of") or 128, body.get("n") or 1]
+    if all(isinstance(count, int) for count in counts) and counts[0] < counts[1]:
         body.pop("best_of")
     _form(body)
     body.pop("retention", None)  # it needs a server with an eviction policy for it
@@ -92,8 +95,9 @@ def _form(fields: dict[str, Any]) -> None:
 
 
 def _shorten(params: dict[str, Any], most: str, least: str) -> None:
-    params[most] = min(SHORT, SHORT if params.get(most) is None else params[most])
-    params[least] = min(params.get(least) or 0, params[most])
+    given = {name: params[name] for name in (most, least) if isinstance(params.get(name), int)}
+    params[most] = min(SHORT, given.get(most, SHORT))
+    params[least] = min(given.get(least, 0), params[most])
 
 
 def _listed(value: Any) -> list[dict[str, Any]]:  # noqa: ANN401 (JSON)

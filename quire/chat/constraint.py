@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from quire.chat.formats import CallForm, JsonCall, TaggedArguments, ToolFormat
+from quire.chat.formats import SPECIAL_TOKEN, CallForm, JsonCall, TaggedArguments, ToolFormat
 from quire.chat.tools import Tool, Toolbox
 from quire.params import StructuredOutputsParams
 
@@ -65,20 +65,19 @@ class _Grammar:
         self._format = format
         self._form = form
         self._is_parallel = is_parallel
-        self._special = re.compile("|".join(map(re.escape, format.special_tokens)) or "(?!)")
 
     def forced(self, tools: Sequence[tuple[Tool, bool]]) -> str:
         """The whole output is calls."""
-        lead = f"({self._text(self._format.before_calls)})? " if self._format.before_calls else ""
+        lead = f"({_text(self._format.before_calls)})? " if self._format.before_calls else ""
         return "\n".join([f"start: {lead}{self._calls()}", self._tail(tools)])
 
     def triggered(self, tools: Sequence[tuple[Tool, bool]]) -> str:
         """Free text up to a trigger, then calls."""
         trigger = _trigger(self._form)
-        markup = [self._text(text) for text in self._format.dropped]
+        markup = [_text(text) for text in self._format.dropped]
         words = " | ".join(["TEXT", *markup])
-        has_special = self._special.search(trigger) is not None
-        begins = f"(head | {self._text(trigger)})" if has_special else "head"
+        has_special = SPECIAL_TOKEN.search(trigger) is not None
+        begins = f"(head | {_text(trigger)})" if has_special else "head"
         calls = f"{begins} {self._calls(num_written=len(trigger))}"
         return "\n".join(
             [
@@ -102,21 +101,21 @@ class _Grammar:
         call = form.call
         head = f'{{"{call.names[0]}": "' if isinstance(call, JsonCall) else call.begin + call.name_prefix
         group = form.begin + form.open + head
-        end = self._text(form.close + form.end)
-        first = f"{self._text(group[num_written:])} tail"
+        end = _text(form.close + form.end)
+        first = f"{_text(group[num_written:])} tail"
         if not self._is_parallel:
             return f"{first} {end}"
         if form.has_many:
-            return f"{first} ({self._text(form.separator + head)} tail)* {end}"
-        return f"{first} {end} ({self._text(form.separator + group)} tail {end})*"
+            return f"{first} ({_text(form.separator + head)} tail)* {end}"
+        return f"{first} {end} ({_text(form.separator + group)} tail {end})*"
 
     def _tail(self, tools: Sequence[tuple[Tool, bool]]) -> str:
         """The rule of a call from its name on."""
-        own = [(self._name([tool]), _enforced(tool.parameters)) for tool, is_enforced in tools if is_enforced]
+        own = [(self._name([tool]), _enforced(tool)) for tool, is_enforced in tools if is_enforced]
         others = [tool for tool, is_enforced in tools if not is_enforced]
         shared = [(self._name(others), _ANY_ARGUMENTS)] if others else []
         call = self._form.call
-        end = self._text("}" if isinstance(call, JsonCall) else call.end)
+        end = _text("}" if isinstance(call, JsonCall) else call.end)
         return "tail: " + "\n  | ".join(f"{name} {self._arguments(schema)} {end}" for name, schema in [*own, *shared])
 
     def _name(self, tools: Sequence[Tool]) -> str:
@@ -126,7 +125,7 @@ class _Grammar:
         if isinstance(call, JsonCall):
             return f"({names}) " + _quoted(f'", "{call.arguments[0]}": ')
         number = "/[0-9]{1,3}/" if call.is_numbered else ""
-        return f"({names}) {self._text(call.after_name)} {number} {self._text(call.name_end)}"
+        return f"({names}) {_text(call.after_name)} {number} {_text(call.name_end)}"
 
     def _arguments(self, schema: Mapping[str, object]) -> str:
         call = self._form.call
@@ -135,24 +134,24 @@ class _Grammar:
             return f"%tagged {json.dumps({'schema': schema, **asdict(style)})}"
         return f"{'%json' if style == 'json' else '%keywords'} {json.dumps(schema)}"
 
-    def _text(self, text: str) -> str:
-        """A text with its special tokens, as parts of a rule."""
-        parts = []
-        place = 0
-        for found in self._special.finditer(text):
-            parts += [_quoted(text[place : found.start()]), f"%special {_quoted(found[0])}"]
-            place = found.end()
-        return " ".join(part for part in [*parts, _quoted(text[place:])] if part != '""')
+
+def _text(text: str) -> str:
+    """A text as a part of a rule. What looks like a special token is one, if the tokenizer has it."""
+    return f"%special {_quoted(text)}" if SPECIAL_TOKEN.search(text) else _quoted(text) if text else ""
 
 
 def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _enforced(schema: Mapping[str, object]) -> dict[str, object]:
-    """The schema without annotations. Objects that name properties have no others, unless parts are composed."""
-    written = json.dumps(schema)
-    return _without_annotations(schema, closes=not any(f'"{keyword}"' in written for keyword in _COMPOSING))
+def _enforced(tool: Tool) -> dict[str, object]:
+    """The schema without annotations. Objects that name properties have no others, unless parts are composed.
+
+    It has the name of the tool for errors.
+    """
+    written = json.dumps(tool.parameters)
+    closes = not any(f'"{keyword}"' in written for keyword in _COMPOSING)
+    return {"x-name": f"tool {tool.name}", **_without_annotations(tool.parameters, closes=closes)}
 
 
 def _without_annotations(schema: Mapping[str, object], *, closes: bool) -> dict[str, object]:

@@ -4,8 +4,10 @@ Texts are written as the families' chat templates write them. The parser takes a
 constraint reproduces them exactly.
 """
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Literal, TypeVar
 
@@ -73,15 +75,13 @@ class CallForm:
 class ToolFormat:
     """How a model family writes tool calls.
 
-    parser: vLLM's name of the parser. forms: tried in this order; a constraint uses the first one. special_tokens:
-    texts that are special tokens in the family's tokenizers. dropped: further markup that is no content.
-    before_calls: text that a constraint allows before the first call. has_parallel: whether a message may have several
-    calls.
+    parser: vLLM's name of the parser. forms: tried in this order; a constraint uses the first one. dropped: further
+    markup that is no content. before_calls: text that a constraint allows before the first call. has_parallel: whether
+    a message may have several calls.
     """
 
     parser: str
     forms: tuple[CallForm, ...]
-    special_tokens: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
     before_calls: str = ""
     has_parallel: bool = True
@@ -92,12 +92,11 @@ class ReasoningFormat:
     """How a model family writes reasoning.
 
     parser: vLLM's name of the parser. tags: pairs of texts before and behind the reasoning; the first pair is the one
-    of the templates. special_tokens, dropped: see ToolFormat.
+    of the templates. dropped: see ToolFormat.
     """
 
     parser: str
     tags: tuple[tuple[str, str], ...]
-    special_tokens: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
 
     @property
@@ -126,13 +125,29 @@ class ChatFormat:
 
     @property
     def needs_special_tokens(self) -> bool:
-        """Whether special tokens are markup, so that the text must be detokenized with them."""
+        """Whether markup may be special tokens. If it is, the text must be detokenized with them."""
         return bool(self.special_tokens)
 
     @property
-    def special_tokens(self) -> tuple[str, ...]:
-        """Texts of markup that are special tokens."""
-        return tuple(text for one in (self.tools, self.reasoning) if one is not None for text in one.special_tokens)
+    def special_tokens(self) -> frozenset[str]:
+        """Texts of markup that are special tokens in some tokenizers."""
+        return frozenset().union(*(_special_tokens(one) for one in (self.tools, self.reasoning) if one is not None))
+
+
+SPECIAL_TOKEN = re.compile(r"<[^<>\s=\"]+>|\[/?[A-Z_]+\]")  # what a special token of markup looks like
+
+
+@lru_cache
+def _special_tokens(format: ToolFormat | ReasoningFormat) -> frozenset[str]:
+    found: set[str] = set()
+    pending: list[object] = [astuple(format)]
+    while pending:
+        one = pending.pop()
+        if isinstance(one, str):
+            found.update(SPECIAL_TOKEN.findall(one))
+        elif isinstance(one, tuple):
+            pending += one
+    return frozenset(found)
 
 
 def _tagged_json(begin: str, end: str, call: JsonCall = JsonCall()) -> CallForm:
@@ -159,7 +174,6 @@ _GRANITE_20B = ToolFormat(parser="granite-20b-fc", forms=(_tagged_json("<functio
 _GRANITE = ToolFormat(
     parser="granite",
     forms=(_json_list("<|tool_call|>"), _json_list("<tool_call>")),
-    special_tokens=("<|tool_call|>",),
 )
 _QWEN3_CODER = ToolFormat(
     parser="qwen3_coder",
@@ -209,18 +223,15 @@ _LLAMA3 = ToolFormat(
         CallForm(begin="<|python_tag|>", call=_PARAMETERS_FIRST, separator="; ", has_many=True),
         CallForm(begin="<|python_start|>", call=_PARAMETERS_FIRST, separator="; ", end="<|python_end|>", has_many=True),
     ),
-    special_tokens=("<|python_tag|>", "<|python_start|>", "<|python_end|>"),
 )
 _PYTHONIC = ToolFormat(parser="pythonic", forms=(_PYTHON_LIST,))
 _LLAMA4_PYTHONIC = ToolFormat(
     parser="llama4_pythonic",
     forms=(_PYTHON_LIST, replace(_PYTHON_LIST, begin="<|python_start|>", end="<|python_end|>")),
-    special_tokens=("<|python_start|>", "<|python_end|>"),
 )
 _LFM2 = ToolFormat(
     parser="lfm2",
     forms=(replace(_PYTHON_LIST, begin="<|tool_call_start|>", end="<|tool_call_end|>"),),
-    special_tokens=("<|tool_call_start|>", "<|tool_call_end|>"),
 )
 _OLMO3 = ToolFormat(
     parser="olmo3",
@@ -245,7 +256,6 @@ _MISTRAL_OTHERS = (
 _MISTRAL = ToolFormat(
     parser="mistral",
     forms=(_MISTRAL_LIST, _MISTRAL_NAMED, *_MISTRAL_OTHERS),
-    special_tokens=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
 )
 _MISTRAL_V11 = replace(_MISTRAL, forms=(_MISTRAL_NAMED, _MISTRAL_LIST, *_MISTRAL_OTHERS))
 
@@ -268,7 +278,6 @@ _DEEPSEEK_V3 = ToolFormat(
             has_many=True,
         ),
     ),
-    special_tokens=(_CALLS_BEGIN, _CALLS_END, _CALL_BEGIN, _CALL_SEP, _CALL_END),
 )
 _DEEPSEEK_V31 = replace(
     _DEEPSEEK_V3,
@@ -299,18 +308,13 @@ _KIMI_K2 = ToolFormat(
             has_many=True,
         ),
     ),
-    special_tokens=(
-        *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
-        *("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
-    ),
 )
 _PHI4_FORMS = (_json_list("<|tool_call|>", "<|/tool_call|>"), _json_list("functools"))
-_PHI4 = ToolFormat(parser="phi4_mini_json", forms=_PHI4_FORMS, special_tokens=("<|tool_call|>", "<|/tool_call|>"))
+_PHI4 = ToolFormat(parser="phi4_mini_json", forms=_PHI4_FORMS)
 _PHI4_FUNCTOOLS = replace(_PHI4, forms=_PHI4_FORMS[::-1])
 _INTERNLM = ToolFormat(
     parser="internlm",
     forms=(_tagged_json("<|action_start|><|plugin|>\n", "<|action_end|>", _PARAMETERS_FIRST),),
-    special_tokens=("<|action_start|>", "<|plugin|>", "<|action_end|>"),
 )
 _JAMBA = ToolFormat(parser="jamba", forms=(_json_list("<tool_calls>", "</tool_calls>"),))
 _LONGCAT = ToolFormat(parser="longcat", forms=(_tagged_json("<longcat_tool_call>\n", "\n</longcat_tool_call>"),))
@@ -328,7 +332,6 @@ _GENERIC = ToolFormat(
 )
 
 # A channel of gpt-oss ends with a token of its own; its header names the channel and the recipient.
-_HARMONY_TOKENS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 _HARMONY_CALLS = tuple(
     CallForm(
         call=NamedCall(begin=begin, name_prefix="functions.", after_name=after, name_end="<|message|>"),
@@ -347,7 +350,6 @@ _HARMONY_DROPPED = (
 _GPT_OSS = ToolFormat(
     parser="openai",
     forms=_HARMONY_CALLS,
-    special_tokens=_HARMONY_TOKENS,
     dropped=_HARMONY_DROPPED,
     before_calls="<|start|>assistant",
     has_parallel=False,
@@ -365,14 +367,11 @@ _GRANITE_REASONING = ReasoningFormat(
     ),
     dropped=("<response>", "</response>"),
 )
-_MAGISTRAL = ReasoningFormat(
-    parser="mistral", tags=(("[THINK]", "[/THINK]"), _THINK), special_tokens=("[THINK]", "[/THINK]")
-)
+_MAGISTRAL = ReasoningFormat(parser="mistral", tags=(("[THINK]", "[/THINK]"), _THINK))
 _SEED_REASONING = ReasoningFormat(parser="seed_oss", tags=(("<seed:think>", "</seed:think>"),))
 _GPT_OSS_REASONING = ReasoningFormat(
     parser="openai_gptoss",
     tags=(("<|channel|>analysis<|message|>", "<|end|>"),),
-    special_tokens=_HARMONY_TOKENS,
     dropped=_HARMONY_DROPPED,
 )
 

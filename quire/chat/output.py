@@ -17,7 +17,8 @@ class OutputFormat:
     """How the output of one request is read.
 
     parsed: what is parsed; other markup is content. reasoning: how the model writes its reasoning. begun: whether the
-    prompt ends inside of reasoning. may_reason: whether a constrained output may begin with reasoning.
+    prompt ends inside of reasoning. may_reason: whether a constrained output may begin with reasoning. needs_special:
+    whether the text must have the special tokens, because some are markup. hidden: special tokens that are removed.
     """
 
     parsed: ChatFormat
@@ -25,6 +26,8 @@ class OutputFormat:
     reasoning: ReasoningFormat | None
     begun: bool
     may_reason: bool
+    needs_special: bool = False
+    hidden: frozenset[str] = frozenset()
 
     @property
     def must_call(self) -> bool:
@@ -34,7 +37,9 @@ class OutputFormat:
     def new_parser(self) -> MessageParser:
         """A parser for one sequence."""
         in_reasoning = self.begun and self.parsed.reasoning is not None
-        return MessageParser(self.parsed, self.toolbox, in_reasoning=in_reasoning, forced=self.must_call)
+        return MessageParser(
+            self.parsed, self.toolbox, in_reasoning=in_reasoning, forced=self.must_call, drop=self.hidden
+        )
 
     def read(self, text: str) -> Message:
         """The message of a whole output."""
@@ -52,11 +57,19 @@ class OutputFormat:
 
 
 def output_format(
-    own: ChatFormat, toolbox: Toolbox | None, prompt: str, *, reasons: bool, separate_reasoning: bool = True
+    own: ChatFormat,
+    toolbox: Toolbox | None,
+    prompt: str,
+    *,
+    reasons: bool,
+    special_texts: frozenset[str],
+    separate_reasoning: bool = True,
+    skip_special_tokens: bool = True,
 ) -> OutputFormat:
     """How the output behind a rendered prompt is read.
 
-    own: the model's format. reasons: see `Tokenizer.reasons`.
+    own: the model's format. reasons: see `Tokenizer.reasons`. special_texts: of the tokenizer's special tokens.
+    skip_special_tokens: whether content is without those that are no markup.
     """
     tools = None
     if toolbox is not None and toolbox.choice.mode != "none":
@@ -66,7 +79,9 @@ def output_format(
     has_ended = reasoning is not None and prompt.rstrip().endswith(reasoning.end.strip())
     may_reason = begun or (reasoning is not None and reasons and not has_ended)
     parsed = replace(own, tools=tools, reasoning=reasoning if separate_reasoning else None)
-    return OutputFormat(parsed, toolbox, reasoning, begun, may_reason)
+    needs_special = not parsed.special_tokens.isdisjoint(special_texts)
+    hidden = special_texts - parsed.special_tokens if needs_special and skip_special_tokens else frozenset[str]()
+    return OutputFormat(parsed, toolbox, reasoning, begun, may_reason, needs_special, hidden)
 
 
 def constrained_params(
@@ -84,7 +99,9 @@ def constrained_params(
         elif format.must_call:
             raise RequestError("tool_choice requires a call, which excludes another constraint", "tool_choice")
     constraint = changes.get("structured_outputs") or params.structured_outputs
-    if reasoning is not None and ((constraint is not None and format.may_reason) or thinking_budget is not None):
+    if params.reasoning is not None:
+        pass  # the caller describes the reasoning
+    elif reasoning is not None and ((constraint is not None and format.may_reason) or thinking_budget is not None):
         changes["reasoning"] = ReasoningParams(
             begin=reasoning.begin, end=reasoning.end, begun=format.begun, budget=thinking_budget
         )
@@ -94,6 +111,6 @@ def constrained_params(
             "(reasoning_parser); leave it out",
             "thinking_token_budget",
         )
-    if format.parsed.needs_special_tokens:
+    if format.needs_special:
         changes |= {"skip_special_tokens": False, "spaces_between_special_tokens": False}
     return params.changed(**changes)

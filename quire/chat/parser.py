@@ -50,7 +50,7 @@ class MessageParser:
         forced: bool = False,
         drop: frozenset[str] = frozenset(),
     ) -> None:
-        self.in_reasoning = in_reasoning
+        self.in_reasoning = in_reasoning and format.reasoning is not None
         self._forced = forced
         self._schemas = {tool.name: tool.parameters for tool in toolbox.tools} if toolbox else {}
         may_call = toolbox is not None and toolbox.choice.mode != "none"

@@ -12,7 +12,6 @@ from quire.tokenizer.messages import plain_json
 MAX_TOOLS = 512
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 _MODES = ("none", "auto", "required")
-_NO_PARAMETERS: dict[str, object] = {"type": "object", "properties": {}}
 
 
 class Tool(msgspec.Struct, frozen=True):
@@ -96,7 +95,9 @@ def _tool(value: object, at: str) -> Tool:
         raise RequestError(f"{at}/function/description must be text", "tools")
     if not isinstance(strict, bool | None):
         raise RequestError(f"{at}/function/strict must be true or false", "tools")
-    parameters = plain_json(function.get("parameters"), "tools") or dict(_NO_PARAMETERS)
+    parameters = plain_json(function.get("parameters"), "tools")
+    if parameters in (None, {}):
+        parameters = {"type": "object", "properties": {}}
     if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
         raise RequestError(f'{at}/function/parameters must be a JSON schema with "type": "object"', "tools")
     assert isinstance(raw, dict), "plain_json keeps the kind of a value"

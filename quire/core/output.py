@@ -10,7 +10,7 @@ import numpy as np
 
 from quire.core.step import Logprobs
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "repetition", "abort", "error"]
 
 _OBJECT_BYTES = 160  # of an Output with its lists, and of an array without its data
 NOTHING_PREDICTED = (0, 0)  # one object: defaults are left out of messages by identity
@@ -22,6 +22,7 @@ class EndCause(StrEnum):
 
     STOP = "stop"  # a stop or end token or a stop string; the constraint or pooling is complete
     LENGTH = "length"  # max_tokens, or the context is full
+    REPETITION = "repetition"  # the output repeats itself, and the request asked to detect it
     ABORT = "abort"  # the client or the front end aborted the request
     DEADLINE = "deadline"  # the request could not meet its deadline any more
     DEAD_END = "dead_end"  # the constraint allows no token that could be sampled
@@ -41,6 +42,7 @@ _FINISH_REASONS: Mapping[EndCause, FinishReason] = MappingProxyType(
     {
         EndCause.STOP: "stop",
         EndCause.LENGTH: "length",
+        EndCause.REPETITION: "repetition",
         EndCause.ABORT: "abort",
         EndCause.DEADLINE: "abort",
     }

@@ -53,6 +53,7 @@ class TokenListKind(IntEnum):
     BAD_WORD = 2  # this sequence of tokens may not be sampled; one list per sequence
     END = 3  # may not be sampled at positions below the row's `min_lens`
     LOGPROB = 4  # tokens whose logprobs are reported for each sampled token
+    NO_REPEAT = 5  # a size: no sequence of so many tokens may occur twice; then tokens that may repeat nevertheless
 
 
 class Chunk(NamedTuple):

@@ -148,6 +148,11 @@ def prepare_generations(
     return made
 
 
+def pooling_params(truncate_prompt_tokens: int | None = None, truncation_side: str = "left") -> SamplingParams:
+    """The parameters of a prompt that is pooled: its truncation. Raises RequestError."""
+    return SamplingParams(max_tokens=0, truncate_prompt_tokens=truncate_prompt_tokens, truncation_side=truncation_side)
+
+
 def prediction_tokens(params: SamplingParams, tokenizer: Tokenizer) -> Sequence[int]:
     """The tokens of `params.prediction`, which continues a prompt; empty without one."""
     return () if params.prediction is None else tokenizer.encode(params.prediction, add_special_tokens=False)
@@ -156,7 +161,7 @@ def prediction_tokens(params: SamplingParams, tokenizer: Tokenizer) -> Sequence[
 def _truncate(
     prompt: TokenizedPrompt, params: SamplingParams, tokenizer: Tokenizer, max_model_len: int
 ) -> TokenizedPrompt:
-    """The last `truncate_prompt_tokens` tokens of a prompt. If tokens are dropped, its text is decoded from the rest.
+    """`truncate_prompt_tokens` tokens of a prompt. If tokens are dropped, its text is decoded from the rest.
 
     Raises RequestError if max_tokens leaves no room for the prompt.
     """
@@ -173,7 +178,7 @@ def _truncate(
             )
     if len(prompt.ids) <= length:
         return prompt
-    ids = prompt.ids[-length:]
+    ids = prompt.ids[:length] if params.truncation_side == "right" else prompt.ids[-length:]
     return TokenizedPrompt(None if prompt.text is None else tokenizer.decode(ids), ids)
 
 

@@ -12,6 +12,7 @@ from quire.core.output import EndCause, Output
 from quire.core.step import Logprobs
 from quire.engine.inputs import Generation
 from quire.engine.outputs import CompletionOutput, Delta, Logprob, LogprobRow, RequestMetrics, RequestOutput
+from quire.engine.repetition import REPETITION_DETECTED, RepetitionDetector
 from quire.params import SamplingParams
 from quire.tokenizer.detokenizer import Detokenizer
 from quire.tokenizer.stop_strings import Pattern, StopStrings, compile_stops
@@ -70,6 +71,9 @@ class SequenceOutputProcessor:
             spaces_between_special_tokens=params.spaces_between_special_tokens,
         )
         self._stops = StopStrings(patterns, included=params.include_stop_str_in_output)
+        detection = params.repetition_detection
+        self._repetition = None if detection is None else RepetitionDetector(detection)
+        self._ended_here: tuple[EndCause, str] | None = None  # the end that was found here, and the stop reason
         self._texts: list[str] = []
         self._num_characters = 0
 
@@ -78,11 +82,9 @@ class SequenceOutputProcessor:
         text, offsets = self._detokenize(output)
         tokens = output.token_ids[: len(offsets)]
         logprobs = self._logprobs(output, len(tokens))
-        end, stop_reason = output.end, self._stop_reason(output)
-        if self._stops.matched is not None:
-            end, stop_reason = EndCause.STOP, self._stops.matched
+        end, stop_reason = self._ended_here or (output.end, self._stop_reason(output))
         result = self.result
-        result.end_token = output.stop_token if self._stops.matched is None else None
+        result.end_token = output.stop_token if self._ended_here is None else None
         result.token_ids += tokens
         result.token_offsets += offsets
         num_forced = sum(place < len(tokens) for place in output.forced)
@@ -113,24 +115,39 @@ class SequenceOutputProcessor:
         return self.result
 
     def _detokenize(self, output: Output) -> tuple[str, list[int]]:
-        """The text of an output, and the offsets of its tokens up to a stop string."""
+        """The text of an output, and the offsets of its tokens up to an end that is found here."""
         pieces, offsets = [], []
         for token in output.token_ids:
             offsets.append(self._num_characters)
-            ends = output.stop_token is not None and len(offsets) == len(output.token_ids)
+            is_last = output.end is not None and len(offsets) == len(output.token_ids)
+            ends = output.stop_token is not None and is_last
             if not ends or self._params.include_stop_str_in_output:  # by default the text excludes the stop token
                 pieces.append(self._check_stop(self._detokenizer.append_token(token), len(offsets)))
-            if self._stops.matched is not None:
-                return "".join(pieces), offsets
-        if output.finish_reason is not None:
+            if self._repetition is not None and self._repetition.append_token(token):
+                self._end_repetition(len(offsets), may_end=not is_last)
+            if self._ended_here is not None:
+                break
+        if output.end is not None if self._ended_here is None else self._ended_here[0] is EndCause.REPETITION:
             pieces.append(self._check_stop(self._detokenizer.flush(), len(offsets)))
             pieces.append(self._stops.flush())
         return "".join(pieces), offsets
 
     def _check_stop(self, text: str, num_tokens: int) -> str:
+        """The text that is certain to be output. num_tokens: new ones up to this text."""
         self._num_characters += len(text)
-        enough = len(self.result.token_ids) + num_tokens >= self._params.min_tokens
-        return self._stops.append_text(text, may_stop=enough)
+        found = self._stops.append_text(text, may_stop=self._may_end(num_tokens))
+        if self._stops.matched is not None:
+            self._ended_here = EndCause.STOP, self._stops.matched
+        return found
+
+    def _end_repetition(self, num_tokens: int, *, may_end: bool) -> None:
+        """End the sequence because it repeats itself, unless it ends otherwise at this token."""
+        if may_end and self._ended_here is None and self._may_end(num_tokens):
+            self._ended_here = EndCause.REPETITION, REPETITION_DETECTED
+
+    def _may_end(self, num_tokens: int) -> bool:
+        """Whether the sequence has min_tokens with `num_tokens` new ones."""
+        return len(self.result.token_ids) + num_tokens >= self._params.min_tokens
 
     def _stop_reason(self, output: Output) -> str | int | None:
         if output.finish_reason in ("error", "abort"):

@@ -23,9 +23,9 @@ class CompletionOutput(msgspec.Struct):
     """One generated sequence.
 
     cumulative_logprob: sum over its tokens; None unless logprobs are requested or sequences are ranked.
-    finish_reason: "stop", "length", "abort" or "error"; None while it goes on. stop_reason: the stop string or the
-    token id of stop_token_ids that ended it; None after an end token; the message after "error" or "abort". message:
-    content, reasoning and tool calls of the text, for `LLM.chat`.
+    finish_reason: "stop", "length", "repetition", "abort" or "error"; None while it goes on. stop_reason: the stop
+    string or the token id of stop_token_ids that ended it, or "repetition_detected"; None after an end token; the
+    message after "error" or "abort". message: content, reasoning and tool calls of the text, for `LLM.chat`.
     """
 
     index: int  # which of the request's n sequences

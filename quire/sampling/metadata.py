@@ -42,8 +42,22 @@ class BadWords(NamedTuple):
         return np.concatenate((self.single_tokens, self.last_tokens[np.logical_and.reduceat(same, self.starts)]))
 
 
+def repeating_tokens(tokens: np.ndarray, size: int) -> np.ndarray:
+    """The tokens that would complete a sequence of `size` tokens that occurs in `tokens` already, int64."""
+    num_starts = len(tokens) - size + 1  # of sequences of this size
+    if num_starts < 1:
+        return np.zeros(0, np.int64)
+    last = tokens[num_starts:]  # the first size - 1 tokens of the sequence that the next token completes
+    starts = np.flatnonzero(tokens[:num_starts] == last[0]) if size > 1 else np.arange(num_starts)
+    for offset in range(1, size - 1):
+        starts = starts[tokens[starts + offset] == last[offset]]
+    return tokens[starts + size - 1].astype(np.int64)
+
+
 class TokenLists:
-    """Token lists per row: allowed tokens, biases, bad words, end tokens, tokens with requested logprobs."""
+    """Token lists per row: allowed tokens, biases, bad words, end tokens, tokens that may not repeat, and tokens with
+    requested logprobs.
+    """
 
     def __init__(self, num_rows: int, vocab_size: int) -> None:
         self._num_words = -(-vocab_size // 32)
@@ -52,11 +66,13 @@ class TokenLists:
         self._biases: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._bad_words: dict[int, BadWords] = {}
         self._end_tokens: dict[int, np.ndarray] = {}
+        self._no_repeats: dict[int, tuple[int, np.ndarray]] = {}  # row -> size, and tokens that may repeat
         self._logprob_tokens: dict[int, np.ndarray] = {}
 
     def set_rows(self, new_rows: NewRows) -> None:
         """Replace the lists of the new rows."""
-        for lists in (self._allowed, self._biases, self._bad_words, self._end_tokens, self._logprob_tokens):
+        edits = (self._biases, self._bad_words, self._end_tokens, self._no_repeats)
+        for lists in (*edits, self._allowed, self._logprob_tokens):
             for row in lists.keys() & set(new_rows.rows.tolist()):
                 del lists[row]
         words: dict[int, list[np.ndarray]] = defaultdict(list)
@@ -70,11 +86,13 @@ class TokenLists:
                     words[row].append(tokens)
                 case TokenListKind.END:
                     self._end_tokens[row] = tokens
+                case TokenListKind.NO_REPEAT:
+                    self._no_repeats[row] = int(tokens[0]), tokens[1:]
                 case TokenListKind.LOGPROB:
                     self._logprob_tokens[row] = tokens.astype(np.int64)
         self._bad_words |= {row: BadWords.of(some) for row, some in words.items()}
         for row in new_rows.rows.tolist():
-            self._has_edits[row] = row in self._biases or row in self._bad_words or row in self._end_tokens
+            self._has_edits[row] = any(row in lists for lists in edits)
 
     def masks(self, rows: np.ndarray, positions: np.ndarray, sampling_masks: SamplingMasks) -> Masks:
         """The masks of tokens at `positions` of `rows`: allowed tokens and `sampling_masks`, or their intersection.
@@ -112,6 +130,9 @@ class TokenLists:
                 bans.append(self._end_tokens[row])
             if row in self._bad_words:
                 bans.append(self._bad_words[row].banned(tokens[row, :position]))
+            if row in self._no_repeats:
+                size, exceptions = self._no_repeats[row]
+                bans.append(np.setdiff1d(repeating_tokens(tokens[row, :position], size), exceptions))
             edited += [added, *bans]
             values += [weights, *(np.full(len(banned), -np.inf, np.float32) for banned in bans)]
             indices.append(np.full(len(added) + sum(map(len, bans)), index, np.int64))

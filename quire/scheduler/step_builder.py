@@ -187,6 +187,8 @@ def _lists(seq: Sequence) -> list[TokenList]:
     ends = seq.stop_ids.union(request.eos_token_ids) if seq.constrained else seq.stop_ids
     if params.min_tokens and ends:
         lists.append((seq.row, TokenListKind.END, sorted(ends)))
+    if params.no_repeat_ngram_size:
+        lists.append((seq.row, TokenListKind.NO_REPEAT, [params.no_repeat_ngram_size, *sorted(ends)]))
     if params.logprob_token_ids:
         lists.append((seq.row, TokenListKind.LOGPROB, params.logprob_token_ids))
     return lists

@@ -98,6 +98,10 @@ class Keys:
                 found = caller
         return found if key else None
 
+    def caller_of_tenant(self, tenant: str) -> Caller | None:
+        """The caller of a tenant's first key; None for a tenant without a key."""
+        return next((caller for _, caller in self._callers if caller.tenant == tenant), None)
+
     @property
     def num_tenants(self) -> int:
         """Number of tenants that the keys name."""

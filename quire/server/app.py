@@ -17,13 +17,18 @@ from quire.server.api.native.tokenize import token_routes
 from quire.server.api.ollama.chat import generation_routes
 from quire.server.api.ollama.embed import embed_routes
 from quire.server.api.ollama.models import model_routes
+from quire.server.api.openai.batches import batch_routes
 from quire.server.api.openai.chat import chat_routes
 from quire.server.api.openai.completions import completion_routes
 from quire.server.api.openai.embeddings import embedding_routes
+from quire.server.api.openai.files import file_routes
+from quire.server.api.openai.responses import response_routes
+from quire.server.api.openai.responses_generation import Responses
 from quire.server.api.sglang.routes import generate_routes
 from quire.server.api.vllm.classify import classify_routes
 from quire.server.api.vllm.score import score_routes
 from quire.server.api_keys import Keys
+from quire.server.batch.background import Batches
 from quire.server.error_handlers import install_error_handlers
 from quire.server.middleware.auth import AuthMiddleware
 from quire.server.middleware.cors import Cors
@@ -36,6 +41,7 @@ from quire.server.openapi import describe_api
 from quire.server.options import ServerOptions
 from quire.server.service import Service
 from quire.server.sse import ClientGone
+from quire.server.store import Store
 
 DEFAULTS = ServerOptions()
 _CLIENT_GONE = 499  # nginx's status; no client receives it
@@ -46,23 +52,32 @@ def make_app(
     keys: Keys | None = None,
     options: ServerOptions = DEFAULTS,
     drain: Drain | None = None,
+    store: Store | None = None,
     *,
     with_tarpit: bool = True,
 ) -> FastAPI:
-    """An app that starts the engine of `service`, and closes `service` when it shuts down.
+    """An app that starts the engine of `service`, and closes `service` and `store` when it shuts down.
 
-    keys: None admits every client. drain: set by the server on SIGTERM. with_tarpit: whether the tarpit is on.
+    keys: None admits every client. drain: set by the server on SIGTERM. store: None for one in memory. with_tarpit:
+    whether the tarpit is on.
     """
     drain = Drain() if drain is None else drain
+    store = Store() if store is None else store
+    responses, batches = Responses(service, store, drain), Batches(service, store, drain, keys)
     observers, refusals = Observers(options, service.metrics), RecentRefusals()
 
     @asynccontextmanager
     async def running(_app: FastAPI) -> AsyncIterator[None]:
         await service.engine.start()
+        await responses.recover()
+        await batches.start(app)
         try:
             yield
         finally:
             await service.close()
+            await batches.close()
+            await responses.close()
+            store.close()
             await asyncio.to_thread(observers.close)
 
     app = FastAPI(title="quire", version=__version__, lifespan=running, redoc_url=None)
@@ -81,6 +96,9 @@ def make_app(
         *(token_routes, generate_routes, explain_routes, program_routes),
     ):
         app.include_router(routes(service))
+    app.include_router(response_routes(service, responses))
+    app.include_router(file_routes(service, store))
+    app.include_router(batch_routes(service, store, batches))
     app.include_router(health_routes(service, drain))
     app.include_router(admin_routes(service, options.metrics_prefix))
     describe_api(app, service, with_keys=keys is not None)

@@ -58,6 +58,25 @@ class UnknownRequest(NotFound):
     code = "request_not_found"
 
 
+class UnknownObject(NotFound):
+    """The request names a stored object that does not exist, or belongs to another tenant. Both give one answer."""
+
+    code = "not_found"
+
+    def __init__(self, kind: str, id: str, param: str | None = None) -> None:
+        super().__init__(f"there is no {kind} {id!r:.200}; it may have been deleted, or have expired", param)
+
+
+class StoreFull(RequestError):
+    """The stored objects of a tenant leave no room for another one."""
+
+    def __init__(self, kind: str, number: int, num_bytes: int) -> None:
+        super().__init__(
+            f"there is no room to store this {kind}: a tenant may store {number:,} of them with {num_bytes:,} bytes in "
+            "all, and the server's store is bounded, too; delete some, or wait until they expire"
+        )
+
+
 class UnknownRoute(NotFound):
     """The path is no route of this server."""
 
@@ -93,6 +112,15 @@ class Draining(Rejection):
     def __init__(self) -> None:
         headers = {"retry-after": "1", "connection": "close"}
         super().__init__(503, "this server is shutting down and accepts no new requests; try again", headers)
+
+
+class StoreUnavailable(Rejection):
+    """The server cannot read or write its store."""
+
+    code = "store_unavailable"
+
+    def __init__(self) -> None:
+        super().__init__(503, "the server cannot use its store at present; try again, or tell its operator")
 
 
 class TimedOut(Rejection):
@@ -213,6 +241,8 @@ def _status_and_code(error: RequestError) -> tuple[int, str]:
             return 429, "deadline_unreachable"
         case QueueFull():
             return 429, "queue_full"
+        case StoreFull():
+            return 400, "store_full"
     return 400, "invalid_value"
 
 

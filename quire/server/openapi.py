@@ -48,7 +48,7 @@ def _number_limits() -> dict[str, Limits]:
 _OTHER_NAMES = {  # a route's name of a number -> the engine's name
     **{"max_completion_tokens": "max_tokens", "top_logprobs": "logprobs"},
     **{"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"},
-    **{"top_logprobs_num": "logprobs", "repeat_penalty": "repetition_penalty"},
+    **{"top_logprobs_num": "logprobs", "max_output_tokens": "max_tokens", "repeat_penalty": "repetition_penalty"},
 }
 _TEXT: Keywords = {"minLength": 1, "maxLength": MAX_STOP_LENGTH}
 _TOKENS = (
@@ -100,6 +100,7 @@ _LIMITS_BY_SCHEMA: Mapping[
     "RetentionBody": {"priority": {"integer": {"minimum": 0, "maximum": 100}}},
     "ProgramBody": {"id": _ID, "branch": _BRANCH, "ttl": {"number": {"minimum": 0, "maximum": MAX_PROGRAM_TTL}}},
     "EndProgramBody": {"id": _ID, "branch": _BRANCH},
+    "ResponseBody": {"input": {"string": {}}},
 }
 
 _HELLO = {"role": "user", "content": "Hello! Who are you?"}
@@ -119,6 +120,17 @@ EXAMPLES: Mapping[str, Mapping[str, Mapping[str, object]]] = {
         "streamed": {"value": {"messages": [_HELLO], "max_tokens": 8, "stream": True}},
         "form": {"value": {"messages": [_HELLO], "max_tokens": 40, "response_format": _BY_SCHEMA}},
         "logprobs": {"value": {"messages": [_HELLO], "max_tokens": 4, "logprobs": True, "top_logprobs": 2}},
+    },
+    "/v1/responses": {
+        "whole": {"value": {"input": "Hello! Who are you?", "max_output_tokens": 16, "store": False}},
+        "streamed": {"value": {"input": [_HELLO], "max_output_tokens": 8, "stream": True}},
+        "form": {
+            "value": {
+                "input": [_HELLO],
+                "max_output_tokens": 40,
+                "text": {"format": {"type": "json_schema", "name": "named", "schema": _NAMED}},
+            }
+        },
     },
     "/v1/embeddings": {"vectors": {"value": {"input": [_STORY, "Hello"], "encoding_format": "base64"}}},
     "/v1/messages": {
@@ -167,6 +179,7 @@ ERROR: Keywords = {
         }
     },
 }
+_OTHER_TYPES = {"/metrics": "text/plain", "/v1/files/{id}/content": "application/octet-stream"}  # of responses, by path
 _OLLAMA = "/api/"  # its routes have errors and streams of their own
 OLLAMA_ERROR: Keywords = {
     "type": "object",
@@ -231,9 +244,10 @@ def _add_limits(schema: dict[str, Any], limits: Limits, *, in_list: bool = False
 
 
 def _has_stream(operation: Mapping[str, Any], schemas: Mapping[str, Any]) -> bool:
-    if "requestBody" not in operation:
+    content = operation.get("requestBody", {}).get("content", {})
+    if "application/json" not in content:
         return False
-    name = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+    name = content["application/json"]["schema"]["$ref"].rpartition("/")[2]
     return "stream" in schemas[name]["properties"]
 
 
@@ -245,8 +259,8 @@ def _responses(path: str, good: Mapping[str, Any], streams: bool) -> dict[str, o
     content: Mapping[str, object] = good["content"]
     if streams:
         content = {**content, _stream_type(path): {"schema": {}}}
-    if path == "/metrics":
-        content = {"text/plain": {"schema": {"type": "string"}}}
+    if path in _OTHER_TYPES:
+        content = {_OTHER_TYPES[path]: {"schema": {"type": "string"}}}
     error = "OllamaError" if path.startswith(_OLLAMA) else "Error"
     problem = {"application/json": {"schema": {"$ref": f"#/components/schemas/{error}"}}}
     health = {"application/json": {"schema": _STATUS}}

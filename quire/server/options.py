@@ -39,6 +39,10 @@ class ServerOptions:
     unknown_fields: Annotated[
         UnknownFields, Help("what to do with a field of a body that the route does not have", "beta")
     ] = "refuse"
+    store_path: Annotated[
+        str | None,
+        Help("file of stored responses, files and batches (SQLite) [default: memory, until the end]", "beta"),
+    ] = None
     drain_timeout: Annotated[Seconds, Help("seconds that accepted requests have to finish after SIGTERM")] = 30.0
     watchdog: Annotated[Seconds, Help("seconds after which a stalled engine is restarted; 0: never", "beta")] = 10.0
     engine_restart_timeout: Annotated[

@@ -8,7 +8,7 @@ import asyncio
 import json
 import re
 from collections import defaultdict, deque
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -26,12 +26,14 @@ from quire.errors import ContextLengthExceeded, DeadlineUnreachable, ModelError,
 from quire.server.errors import BodyTimeout, Busy
 from quire.server.middleware.auth import caller_of
 from quire.server.middleware.quota import UNLIMITED, Quota
+from quire.server.multipart import MultipartParser, Part
 from quire.server.sse import ClientGone
 from quire.server.thread_pool import ThreadPool
 
 T = TypeVar("T", bound=BaseModel)
 
 MAX_BODY = 16 * 2**20  # bytes
+MAX_UPLOAD = 128 * 2**20  # bytes of a form with a file, which is not kept in memory
 BODY_SECONDS = 20.0  # for any body,
 BYTES_PER_SECOND = 2**16  # and one second more for each so many bytes received
 MAX_NESTING = 512  # levels of JSON; the limits of parsers differ between versions of Python
@@ -44,6 +46,7 @@ MANY = 256  # brackets of a body that is parsed on a thread, however short it is
 
 AT_ONCE = 4  # requests of a tenant that the event loop begins before it serves other connections
 
+_CONVERSATIONS = ("messages", "input")  # fields that hold one as a list of objects
 _ESCAPE = re.compile(rb"\\.", re.DOTALL)
 _JSON_TYPE = re.compile(r"application/(json|[^;]*\+json)\s*(;|\Z)", re.IGNORECASE)
 _PIECE = 2**16  # bytes that are scanned at once
@@ -73,6 +76,20 @@ class RequestBodies:
                 return partial(self._handle, route.endpoint)
 
         return BodyRoute
+
+    async def form(self, request: Request) -> AsyncIterator[tuple[Part, bytes]]:
+        """The pieces of a multipart form, as they come. The first piece of each part is empty.
+
+        Raises as `BodyReception.pieces`, and RequestError for a body that is no form.
+        """
+        caller = caller_of(request)
+        parser = MultipartParser(request.headers.get("content-type", ""))
+        with HeldBytes(TenantBytes()) as held:
+            reception = BodyReception(request, held, caller.quota, MAX_UPLOAD)
+            async for piece in reception.pieces():
+                for content in parser.push(piece):
+                    yield content
+        parser.finish()
 
     def close(self) -> None:
         """Close the thread pool. Can be called again."""
@@ -185,41 +202,52 @@ class BodyReception:
     held: its bytes. quota: of the caller's key. num_bytes: received so far.
     """
 
-    def __init__(self, request: Request, held: HeldBytes, quota: Quota = UNLIMITED) -> None:
+    def __init__(self, request: Request, held: HeldBytes, quota: Quota = UNLIMITED, max_bytes: int = MAX_BODY) -> None:
         promised = request.headers.get("content-length", "")
         self._content_length = int(promised) if promised.isascii() and promised.isdigit() and len(promised) < 20 else 0
         self._receive = request.receive
         self._held = held
         self._quota = quota
+        self._max_bytes = max_bytes
+        self._clock = asyncio.get_running_loop().time
+        self._started_at = self._clock()
+        self._is_complete = False
         self.num_bytes = 0
 
     async def read(self) -> bytes:
         """The whole body.
 
-        Raises HTTPException with 413, BodyTimeout after the time limit, ClientGone, Busy, and for a large body
-        RateLimited if the key has no token left.
+        Raises as `pieces`, Busy, and for a large body RateLimited if the key has no token left.
         """
         self._check()
         is_held = self._content_length > LARGE
         if is_held:
             await self._hold(self._content_length)
-        clock, pieces = asyncio.get_running_loop().time, list[bytes]()
-        started_at = clock()
-        while True:
-            message = await self._next(started_at + BODY_SECONDS + self.num_bytes / BYTES_PER_SECOND)
-            pieces.append(message.get("body", b""))
-            self.num_bytes += len(pieces[-1])
-            self._check()
-            if not message.get("more_body", False):
-                return b"".join(pieces)
-            if self.num_bytes > LARGE and not is_held:  # the length is not known
-                is_held, before = True, clock()
+        pieces = []
+        async for piece in self.pieces():
+            pieces.append(piece)
+            if self.num_bytes > LARGE and not is_held and not self._is_complete:  # the length is not known
+                is_held = True
                 await self._hold(MAX_BODY)
-                started_at += clock() - before
+        return b"".join(pieces)
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """The body as it comes. Raises HTTPException with 413, BodyTimeout after the time limit, ClientGone."""
+        self._check()
+        while not self._is_complete:
+            message = await self._next(self._started_at + BODY_SECONDS + self.num_bytes / BYTES_PER_SECOND)
+            piece = message.get("body", b"")
+            self._is_complete = not message.get("more_body", False)
+            self.num_bytes += len(piece)
+            self._check()
+            yield piece
 
     async def _hold(self, num_bytes: int) -> None:
+        """Wait for the body's turn. The time does not count for its time limit."""
         self._quota.check_tokens()
+        before = self._clock()
         await self._held.hold(num_bytes)
+        self._started_at += self._clock() - before
 
     async def _next(self, end: float) -> Message:
         try:
@@ -232,8 +260,10 @@ class BodyReception:
         return message
 
     def _check(self) -> None:
-        if max(self._content_length, self.num_bytes) > MAX_BODY:
-            raise HTTPException(413, f"the body is longer than {MAX_BODY} bytes; send less", {"connection": "close"})
+        if max(self._content_length, self.num_bytes) > self._max_bytes:
+            raise HTTPException(
+                413, f"the body is longer than {self._max_bytes} bytes; send less", {"connection": "close"}
+            )
 
 
 def _is_charged(error: Exception) -> bool:
@@ -260,13 +290,15 @@ def _parsed(data: bytes, content_type: str, model: type[T], max_messages: int) -
     if _num_brackets(data) > MAX_NESTING or data.count(b",") >= MAX_VALUES or data.count(b":") > MAX_FIELDS:
         _check_structure(data)
     value = _json(data) if data else None
-    messages = value.get("messages") if isinstance(value, dict) else None
-    if isinstance(messages, list) and len(messages) > max_messages:
-        raise ContextLengthExceeded(
-            f"messages has {len(messages):,} messages, more than the {max_messages:,} that can fit into the context "
-            "(max_model_len), as each takes a token or more; send fewer messages",
-            "messages",
-        )
+    body = value if isinstance(value, dict) else {}
+    for name in _CONVERSATIONS:
+        messages = body.get(name)
+        if isinstance(messages, list) and len(messages) > max_messages and isinstance(messages[0], dict):
+            raise ContextLengthExceeded(
+                f"{name} has {len(messages):,} messages, more than the {max_messages:,} that can fit into the context "
+                "(max_model_len), as each takes a token or more; send fewer messages",
+                name,
+            )
     try:
         return model.model_validate(value)
     except ValidationError as error:

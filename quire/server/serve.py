@@ -17,6 +17,7 @@ from quire.server.middleware.http_protocol import http_config, raise_descriptor_
 from quire.server.observability.middleware import check_observers
 from quire.server.options import ServerOptions, UnknownFields
 from quire.server.service import Service
+from quire.server.store import Store
 from quire.startup.freed_memory import return_freed_memory
 from quire.supervisor.async_engine import AsyncEngine
 from quire.supervisor.engine_handle import EngineProcess
@@ -122,14 +123,15 @@ def serve(
 
     spawned: as in EngineProcess. report(line) gets the memory plan, and the URL when requests are accepted. Without
     keys the host must be a loopback address, and every client that can connect is admitted. Raises ConfigError
-    before the model is loaded for unusable keys, certificates, host or port, and afterwards if another server listens
-    on the port since then. Raises EngineStopped when the engine ended and no other could be started.
+    before the model is loaded for unusable keys, certificates, store, host or port, and afterwards if another server
+    listens on the port since then. Raises EngineStopped when the engine ended and no other could be started.
     """
     server.check()
     check_certificate(server.ssl_certfile, server.ssl_keyfile)
     check_observers(server)
     raise_descriptor_limit()
     keys = choose_keys(server)
+    store = Store(None if server.store_path is None else Path(server.store_path))
     listener = _bind(server.host, server.port, keys)
     with listener:
         if keys is not None:
@@ -149,7 +151,7 @@ def serve(
         ) as service:
             url = _url(listener, secure=server.ssl_certfile is not None)
             drain = Drain()
-            config = http_config(make_app(service, keys, server, drain), server)
+            config = http_config(make_app(service, keys, server, drain, store), server)
             _listen(listener, config.backlog)
             gc_policy = GCPolicy()
             http = GracefulServer(

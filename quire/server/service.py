@@ -86,9 +86,14 @@ class Service:
             served = " and ".join(map(repr, self.model_names))
             raise UnknownModel(f"the model {name!r:.200} is not served here; this server has {served}", "model")
 
+    @property
+    def ignores_unknown_fields(self) -> bool:
+        """Whether fields and tools that the server does not know are ignored; else they are refused."""
+        return self._unknown_fields == "ignore"
+
     def _check_fields(self, body: RequestBody) -> None:
         """Raises RequestValidationError for an unknown field of the body, unless the server ignores and counts them."""
-        if self._unknown_fields == "refuse":
+        if not self.ignores_unknown_fields:
             body.refuse_unknown_fields()
         self.metrics.count_unknown_fields("body", len(body.unknown_fields))
 

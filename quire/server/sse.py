@@ -27,14 +27,18 @@ class ClientGone(Exception):
     """The client has disconnected."""
 
 
-def event(value: object) -> bytes:
-    """One event with `value` as JSON. Raises UnicodeEncodeError for an unpaired surrogate."""
-    return b"data: " + _one_line(value) + b"\n\n"
+def event(value: object, name: str | None = None) -> bytes:
+    """One event with `value` as JSON. name: its type for dialects that have one.
+
+    Raises UnicodeEncodeError for an unpaired surrogate.
+    """
+    begin = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return begin + b"data: " + _one_line(value) + b"\n\n"
 
 
 def named_event(value: Mapping[str, object]) -> bytes:
     """One event with `value` as JSON, named by its `type`."""
-    return f"event: {value['type']}\n".encode() + event(value)
+    return event(value, str(value["type"]))
 
 
 def line(value: object) -> bytes:
@@ -65,13 +69,18 @@ LINES = StreamFormat("application/x-ndjson", line)
 _PADDED_BYTES = 256
 
 
-def padded_event(value: dict[str, object]) -> bytes:
-    """One event with a random `obfuscation`, which makes its length a multiple of 256 bytes.
+def padded(value: dict[str, object], name: str | None = None) -> dict[str, object]:
+    """`value` with a random `obfuscation`, which makes the length of its event a multiple of 256 bytes.
 
     So the sizes of packets hardly reveal how long the text of each event is.
     """
-    missing = -len(event({**value, "obfuscation": ""})) % _PADDED_BYTES
-    return event({**value, "obfuscation": secrets.token_urlsafe(_PADDED_BYTES)[:missing]})
+    missing = -len(event({**value, "obfuscation": ""}, name)) % _PADDED_BYTES
+    return {**value, "obfuscation": secrets.token_urlsafe(_PADDED_BYTES)[:missing]}
+
+
+def padded_event(value: dict[str, object]) -> bytes:
+    """One event with `padded` content."""
+    return event(padded(value))
 
 
 async def while_connected(receive: Receive, work: Callable[[], Coroutine[object, object, T]]) -> T:

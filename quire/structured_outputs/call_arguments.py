@@ -20,6 +20,7 @@ from quire.structured_outputs.json_schema.values import FORMATS
 _PARAM = "grammar"
 _MAX_FIRST = 64  # optional properties with which Python arguments may begin if none is required
 _MAX_REFERENCES = 16  # of a property, one behind the other
+_ANY_TEXT = "/(?s:.*)/"
 _ANY_NAME = "/[a-zA-Z_][a-zA-Z0-9_]{0,63}/"
 _ROOT = {"type", "properties", "required", "additionalProperties", "$defs"}
 _NUMBER_BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
@@ -243,7 +244,7 @@ def _texts(leaf: Schema, at: str, tags: Tags, others: list[str]) -> Iterator[str
 def _text(conditions: list[str], tags: Tags) -> str:
     """A text that meets the conditions and has no end tag."""
     ended = "~" + _regex(f"(?s:.*){re.escape(tags.value_end.strip())}(?s:.*)")
-    return f"({' & '.join(['/(?s:.*)/', *conditions, ended])})"
+    return f"({' & '.join([_ANY_TEXT, *conditions, ended])})"
 
 
 def _conditions(leaf: Schema, at: str) -> Iterator[str]:
@@ -267,7 +268,10 @@ def _conditions(leaf: Schema, at: str) -> Iterator[str]:
             case "allOf":
                 for one in argument:
                     yield from _conditions(one, at)
-            case "anyOf" | "$ref" | "enum":
+            case "anyOf":
+                texts = [one for one in argument if "string" in _types(one)]
+                yield "(" + " | ".join(f"({' & '.join([_ANY_TEXT, *_conditions(one, at)])})" for one in texts) + ")"
+            case "$ref" | "enum":
                 raise schema_error(at, f"in this format {key!r} beside other keywords is not enforced", _PARAM)
 
 

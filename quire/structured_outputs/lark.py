@@ -7,13 +7,15 @@ arguments of tool calls.
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from quire.errors import RequestError
 from quire.params import MAX_LITERAL, StructuredOutputsParams
 from quire.structured_outputs.call_arguments import ArgumentGrammars, Tags
 from quire.structured_outputs.json_schema.logic import Schema
 from quire.structured_outputs.json_schema.reader import read_schema
+from quire.structured_outputs.vocabulary import SpecialTokens
 
 MAX_GRAMMAR = 32_768  # characters
 MAX_RULES = 512
@@ -21,7 +23,18 @@ MAX_TOTAL_NESTING = 1024  # levels of parentheses, summed over all rules; llguid
 _PARAM = "grammar"
 
 _WITH_SCHEMAS = frozenset({"%json", "%tagged", "%keywords"})
+_MAX_SPACE = 256  # characters before the JSON of a directive
 _OPTIONS = frozenset({"no_forcing", "allow_initial_skip", "ignore_once"})
+_NEEDED: Mapping[str, str] = MappingProxyType(  # directive -> its JSON
+    {
+        "%json": "a schema",
+        "%tagged": "an object with a schema",
+        "%keywords": "a schema",
+        "%special": f"a text of at most {MAX_LITERAL:,} characters",
+        "%llguidance": f"an object; options are {', '.join(sorted(_OPTIONS))}",
+        "%regex": "a pattern",
+    }
+)
 _PIECE = re.compile(
     r"""(?P<text>"(?:[^"\\\n]|\\.)*"i?)
     |(?P<comment>//[^\n]*|\#[^\n]*)
@@ -36,7 +49,7 @@ _PIECE = re.compile(
 def checked_lark(
     params: StructuredOutputsParams,
     translate_schema: Callable[[Schema], object],
-    special_id: Callable[[str], int | None],
+    special: SpecialTokens,
 ) -> str:
     """The same grammar without comments, and with quire's directives replaced.
 
@@ -44,7 +57,7 @@ def checked_lark(
     token with a text, if there is one. RequestError. Other errors are found when the grammar is compiled.
     """
     text = params.text
-    directives = _Directives(params, translate_schema, special_id)
+    directives = _Directives(params, translate_schema, special)
     num_in_schemas = 0  # characters of schemas, which have limits of their own
     out: list[str] = []
     bare: list[str] = []  # the grammar without texts, patterns, comments and directives
@@ -87,42 +100,53 @@ class _Directives:
         self,
         params: StructuredOutputsParams,
         translate_schema: Callable[[Schema], object],
-        special_id: Callable[[str], int | None],
+        special: SpecialTokens,
     ) -> None:
         self.arguments = ArgumentGrammars(translate_schema)
         self._params = params
         self._translate_schema = translate_schema
-        self._special_id = special_id
+        self._special = special
 
     def replaced(self, text: str, name: str, place: int) -> tuple[str, int]:
         """What a directive stands for, and the position behind its JSON. Raises RequestError."""
-        if name not in _WITH_SCHEMAS | {"%llguidance", "%regex", "%special"}:
+        if name not in _NEEDED:
             raise _error(text, place, f"unknown directive {name!r:.100}")
-        start = place + len(text[place:]) - len(text[place:].lstrip())
+        start = place + len(text[place : place + _MAX_SPACE]) - len(text[place : place + _MAX_SPACE].lstrip())
         try:
             value, end = json.JSONDecoder().raw_decode(text, start)
         except (ValueError, RecursionError) as error:
             raise _error(text, start, f"{name} needs JSON: {error}") from error
+        try:
+            written = self._written(name, value)
+        except RequestError as error:
+            schema = value.get("schema") if name == "%tagged" else value
+            about = schema.get("x-name") if isinstance(schema, dict) else None
+            raise RequestError(f"{about}: {error}", error.param) if isinstance(about, str) else error from error
+        if written is None:
+            raise _error(text, start, f"{name} needs {_NEEDED[name]}")
+        return written, end
+
+    def _written(self, name: str, value: object) -> str | None:
+        """A directive in Lark of llguidance; None if its JSON has the wrong form."""
         match name, value:
             case "%json", _:
-                return f"%json {json.dumps(self._translate_schema(self._schema(value)))} ", end
+                return f"%json {json.dumps(self._translate_schema(self._schema(value)))} "
             case "%tagged", {"schema": schema, **tags}:
-                return f"({self.arguments.tagged(self._schema(schema), Tags.read(tags))})", end
+                return f"({self.arguments.tagged(self._schema(schema), Tags.read(tags))})"
             case "%keywords", _:
-                return f"({self.arguments.keywords(self._schema(value))})", end
-            case "%special", str(token):
-                known = self._special_id(token)
-                return json.dumps(token, ensure_ascii=False) if known is None else f"<[{known}]>", end
+                return f"({self.arguments.keywords(self._schema(value))})"
+            case "%special", str(text) if len(text) <= MAX_LITERAL:
+                return self._with_special_tokens(text)
             case "%llguidance", {**options} if options.keys() <= _OPTIONS:
-                return f"{name} {json.dumps(options)} ", end
+                return f"{name} {json.dumps(options)} "
             case "%regex", _:
-                return f"{name} {json.dumps(value)} ", end
-        expected = {
-            "%llguidance": f"options are {', '.join(sorted(_OPTIONS))}",
-            "%special": "%special needs the text of a special token",
-            "%tagged": "%tagged needs an object with a schema",
-        }
-        raise _error(text, start, expected[name])
+                return f"{name} {json.dumps(value)} "
+        return None
+
+    def _with_special_tokens(self, text: str) -> str:
+        """A text with its special tokens. Text between them is one terminal."""
+        parts = self._special.split(text)
+        return " ".join(f"<[{part}]>" if isinstance(part, int) else json.dumps(part) for part in parts)
 
     def _schema(self, value: object) -> Schema:
         return read_schema(json.dumps(value), _PARAM, self._params)

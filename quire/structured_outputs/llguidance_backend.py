@@ -39,6 +39,7 @@ from quire.structured_outputs.vocabulary import SpecialTokens, Vocabulary
 # bounded, so that a model cannot generate it without end.
 WHITESPACE = r"(?: |\n {0,32}|\n\t{1,8})"
 _SPACES = r" \n\r\t"
+_SPECIAL = re.compile(r"<\[(\d{1,9})\]>")  # a special token in a grammar; a text may have it, too, which allows no more
 _WHITESPACE_PATTERN = re.compile(r"(?: |\\[nrts]|\\x20|[\[\]()|?*+\n\r\t]|\(\?:|\{\d{1,4}(?:,\d{0,4})?\})*")
 
 
@@ -62,7 +63,7 @@ def grammar_of(params: StructuredOutputsParams, special: SpecialTokens) -> str:
         case "choice":
             return _lark(f"start: CHOICE\nCHOICE: {choice_alternatives(params)}\n")
         case "grammar":
-            return _lark(ebnf_to_lark(params.text) if is_ebnf(params.text) else checked_lark(params, write, special.id))
+            return _lark(ebnf_to_lark(params.text) if is_ebnf(params.text) else checked_lark(params, write, special))
         case "structural_tag":
             return _lark(tags_to_lark(params, write, special))
 

@@ -44,13 +44,6 @@ class SpecialTokens:
         self._longest_first = sorted(ids, key=len, reverse=True)
         self.used: set[int] = set()
 
-    def id(self, text: str) -> int | None:
-        """The id of the special token with this text, which the grammar then has; None if there is none."""
-        token = self._ids.get(text)
-        if token is not None:
-            self.used.add(token)
-        return token
-
     def split(self, text: str) -> list[str | int]:
         """The text as texts and ids of special tokens, at least one."""
         parts: list[str | int] = []

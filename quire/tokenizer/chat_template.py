@@ -254,7 +254,7 @@ def render_conversation(
         )
     others: dict[str, object] = {
         **{name: plain_json(value, "chat_template_kwargs") for name, value in variables.items()},
-        "tools": _objects(tools, "tools"),
+        "tools": _without_strict(_objects(tools, "tools")),
         "documents": _objects(documents, "documents"),
         "add_generation_prompt": not continue_final_message if add_generation_prompt is None else add_generation_prompt,
     }
@@ -275,3 +275,16 @@ def _objects(values: Sequence[Mapping[str, object]] | None, name: str) -> object
     if not isinstance(values, list | tuple) or not all(isinstance(value, Mapping) for value in values):
         raise RequestError(f"{name} must be a list of objects", name)
     return plain_json(list(values), name)
+
+
+def _without_strict(tools: object) -> object:
+    """Tools without `strict`: it concerns the server, and many clients send it with every function."""
+    if not isinstance(tools, list):
+        return tools
+    written = []
+    for tool in tools:
+        function = tool.get("function")
+        if isinstance(function, dict) and "strict" in function:
+            tool = {**tool, "function": {name: value for name, value in function.items() if name != "strict"}}
+        written.append(tool)
+    return written

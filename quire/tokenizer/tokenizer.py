@@ -113,6 +113,7 @@ class Tokenizer:
         self.special_tokens = dict(special_tokens or {})  # name ("eos_token") -> text
         self.added_ids = frozenset(core.get_added_tokens_decoder())
         self.special_ids = frozenset(i for i in self.added_ids if self._is_skipped(i))
+        self.special_texts = frozenset(self.token_text(token) for token in self.special_ids)
         self.vocab_size = core.get_vocab_size()  # number of tokens; if ids have holes, the largest id can exceed it
         sources = {DEFAULT: chat_template} if isinstance(chat_template, str) else chat_template or {}
         self.chat_templates = dict(sources)  # name -> Jinja source

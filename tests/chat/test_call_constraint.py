@@ -7,7 +7,6 @@ import jsonschema
 import numpy as np
 import pytest
 from call_writers import WRITERS
-from chat_transcripts import chat_format, parse, strict
 from grammar_mask_walks import allowed, encode, text_of, vocabulary, walk
 
 from quire.chat.constraint import call_constraint
@@ -17,6 +16,7 @@ from quire.errors import RequestError
 from quire.params import StructuredOutputsParams
 from quire.structured_outputs.backends import check, compile
 from quire.structured_outputs.vocabulary import Vocabulary
+from tools.chat_transcripts import chat_format, parse, strict
 from tools.forced_calls import forced_calls
 from tools.tool_schemas import SCHEMAS
 
@@ -62,7 +62,9 @@ def test_there_are_60_schemas():
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_call_of_each_schema_is_accepted_if_it_is_valid(format):
-    for one in SCHEMAS:
+    """Every schema in one format of each kind of arguments, and a part of the schemas in the others."""
+    share = 1 if format in ("hermes", "qwen3_coder", "pythonic") else 5
+    for one in SCHEMAS[FORMATS.index(format) % share :: share]:
         compiled = grammar(format, [one.tool])
         box = toolbox([one.tool])
         for arguments in one.valid:
@@ -83,7 +85,7 @@ def test_every_output_is_valid_calls(format):
     """Random tokens that the masks allow."""
     rng = random.Random(format)
     num_complete = 0
-    for one in rng.sample(SCHEMAS, 16):
+    for one in rng.sample(SCHEMAS, 8):
         others = rng.sample(SCHEMAS, 2)
         tools = {tool.name: tool for tool in (one, *others)}
         compiled = grammar(format, [tool.tool for tool in tools.values()])
@@ -97,7 +99,7 @@ def test_every_output_is_valid_calls(format):
             assert not message.content, text
             for call in message.calls:
                 assert not faults(tools[call.name].parameters, call.arguments), text
-    assert num_complete >= 5
+    assert num_complete >= 3
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -269,7 +271,16 @@ def test_objects_of_composed_schemas_have_all_their_properties():
 @pytest.mark.parametrize(
     ("format", "parameters", "message"),
     [
-        ("hermes", {"type": "object", "properties": {"a": {"not": {"pattern": "x"}}}}, "schema at #/properties/a/not"),
+        (
+            "hermes",
+            {"type": "object", "properties": {"a": {"not": {"pattern": "x"}}}},
+            "tool f: schema at #/properties/a/not",
+        ),
+        (
+            "hermes",
+            {"type": "object", "properties": {"a": {"type": "string", "enum": [1]}}, "required": ["a"]},
+            "required property 'a'",
+        ),
         ("glm45", {"type": "object", "anyOf": [{"required": ["a"]}]}, "'anyOf' beside the properties cannot be"),
         ("glm45", {"type": "object", "required": ["a"]}, "the required 'a' must be in properties"),
         ("glm45", {"type": "object", "properties": {"</arg_key>": {}}}, "a name cannot have '</arg_key>'"),
@@ -288,6 +299,7 @@ def test_a_schema_that_cannot_be_enforced_is_refused(format, parameters, message
     with pytest.raises(RequestError) as found:
         check(constraint)
     assert message in str(found.value)
+    assert "start:" not in str(found.value), "errors do not quote the grammar"
     assert call_constraint(TOOL_FORMATS[format], toolbox([tool])) != constraint
     if format != "pythonic":
         check(call_constraint(TOOL_FORMATS[format], toolbox([tool])))  # with auto any arguments are taken

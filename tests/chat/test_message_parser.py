@@ -5,7 +5,6 @@ import re
 from itertools import pairwise
 
 import pytest
-from chat_transcripts import TOOLBOX, TOOLS, TRANSCRIPTS, chat_format, parse
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,10 +13,11 @@ from quire.chat.parser import MAX_SPACE, MessageParser
 from quire.chat.parts import Call, CallArguments, CallBegin, Content, Message, Reasoning, message_of
 from quire.chat.reader import MAX_HELD
 from quire.chat.tools import toolbox
+from tools.chat_transcripts import TOOLBOX, TOOLS, TRANSCRIPTS, chat_format, parse
 
 HERMES = chat_format("hermes", "qwen3")
 CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-MAX_SPLITS = 100  # of one transcript in three pieces; `python -m benchmarks.tool_calls` tries all of them
+MAX_SPLITS = 40  # of one transcript in three pieces; `python -m benchmarks.tool_calls` tries all of them
 
 
 @pytest.mark.parametrize("transcript", TRANSCRIPTS, ids=lambda one: one.id)
@@ -96,7 +96,7 @@ def texts_of(name):
     return st.lists(st.sampled_from([*known, *known, *broken]), max_size=25).map("".join)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @pytest.mark.parametrize("name", sorted({format.parser for format in TOOL_FORMATS.values()}))
 @given(data=st.data())
 def test_markup_at_random_is_the_same_message_in_any_pieces(name, data):
@@ -212,6 +212,7 @@ def test_the_caller_knows_whether_the_text_is_reasoning():
         seen.append(parser.in_reasoning)
     assert seen == [False, True, True, False, False, False]
     assert MessageParser(HERMES, TOOLBOX, in_reasoning=True).in_reasoning
+    assert not MessageParser(chat_format("hermes"), TOOLBOX, in_reasoning=True).in_reasoning
 
 
 def test_only_the_first_call_counts_if_calls_may_not_be_parallel():
@@ -282,7 +283,9 @@ def test_the_beginning_of_reasoning_is_seen_in_a_prompt():
     assert harmony.is_begun_by("<|start|>assistant<|channel|>analysis<|message|>")
 
 
-def test_special_tokens_are_needed_where_they_are_markup():
-    assert not HERMES.needs_special_tokens
-    assert chat_format("mistral").needs_special_tokens
-    assert chat_format("hermes", "mistral").special_tokens == ("[THINK]", "[/THINK]")
+def test_markup_may_be_special_tokens():
+    assert HERMES.special_tokens == {"<tool_call>", "</tool_call>", "<think>", "</think>"}
+    assert chat_format("mistral", "mistral").special_tokens >= {"[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"}
+    assert "<|channel|>" in chat_format("openai").special_tokens
+    assert HERMES.needs_special_tokens
+    assert not chat_format("pythonic").needs_special_tokens

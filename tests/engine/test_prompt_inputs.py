@@ -50,13 +50,14 @@ def test_bad_words_of_a_batch_are_tokenized_once(tokenizer):
     length=st.integers(1, 60),
     keep=st.one_of(st.none(), st.just(-1), st.integers(1, 60)),
     max_tokens=st.one_of(st.none(), st.integers(0, 60)),
+    side=st.sampled_from(["left", "right"]),
 )
-def test_prompts_are_cut_to_the_end_that_is_kept(tokenizer, length, keep, max_tokens):
+def test_prompts_are_cut_to_the_end_that_is_kept(tokenizer, length, keep, max_tokens, side):
     limit = 40
     ids = list(range(67, 67 + length))
     room = limit - (1 if max_tokens is None else max_tokens)
     kept = length if keep is None else min(length, room if keep == -1 else keep)
-    params = SamplingParams(truncate_prompt_tokens=keep, max_tokens=max_tokens)
+    params = SamplingParams(truncate_prompt_tokens=keep, truncation_side=side, max_tokens=max_tokens)
     prompt = TokenizedPrompt(tokenizer.decode(ids), ids)
     if keep == -1 and room < 1:
         with pytest.raises(RequestError, match=r"max_tokens .* leaves none") as refused:
@@ -69,8 +70,9 @@ def test_prompts_are_cut_to_the_end_that_is_kept(tokenizer, length, keep, max_to
         assert caught.value.param == "prompt"
         return
     (generation,) = prepare_generations([prompt], [params], tokenizer, limit)
-    assert generation.prompt.ids == ids[length - kept :]
-    assert generation.prompt.text == tokenizer.decode(ids[length - kept :])
+    expected = ids[:kept] if side == "right" else ids[length - kept :]
+    assert generation.prompt.ids == expected
+    assert generation.prompt.text == tokenizer.decode(expected)
     request = generation.request("r")
     assert (request.id, request.prompt, request.params) == ("r", generation.prompt.ids, params)
 

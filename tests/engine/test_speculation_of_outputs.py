@@ -18,6 +18,8 @@ CASES = {
     "penalties": {"temperature": 0, "presence_penalty": 0.5, "frequency_penalty": 0.4, "repetition_penalty": 1.1},
     "biases": {"temperature": 0, "logit_bias": {300: 2.0, 1139: -3.0}},
     "bad words": {"temperature": 0, "bad_words": ["Mira", " the"]},
+    "no repeated n-grams": {"temperature": 0, "no_repeat_ngram_size": 2},
+    "repetition": {"temperature": 0, "repetition_detection": {"max_pattern_size": 9, "min_count": 2}},
     "allowed tokens": {"temperature": 0, "allowed_token_ids": tuple(range(300, 900))},
     "logprobs": {"temperature": 0, "logprobs": 3, "logprob_token_ids": (5, 300)},
     "min_tokens": {"temperature": 0, "min_tokens": 30},

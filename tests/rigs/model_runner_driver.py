@@ -173,6 +173,8 @@ def _lists(row, wish):
         yield row, TokenListKind.ALLOWED, list(params.allowed_token_ids)
     if wish.eos:
         yield row, TokenListKind.END, list(wish.eos)
+    if params.no_repeat_ngram_size:
+        yield row, TokenListKind.NO_REPEAT, [params.no_repeat_ngram_size, *sorted(wish.eos)]
     if params.logprob_token_ids:
         yield row, TokenListKind.LOGPROB, list(params.logprob_token_ids)
 

@@ -31,6 +31,7 @@ wishes = st.builds(
         presence_penalty=st.sampled_from([0.0, 1.0]),
         frequency_penalty=st.sampled_from([0.0, -1.5]),
         repetition_penalty=st.sampled_from([1.0, 1.0, 1.5]),
+        no_repeat_ngram_size=st.sampled_from([0, 0, 1, 2, 3, 12]),
         logprobs=st.just(0),
         logprob_token_ids=st.lists(token, max_size=3).map(tuple),
     ),
@@ -44,7 +45,10 @@ def banned_tokens(wish, tokens):
     """Banned tokens of a row that ends with `tokens`."""
     ends = wish.eos if len(tokens) < wish.prompt_len + wish.params.min_tokens else ()
     words = [word[-1] for word in wish.bad_words if tuple(tokens[len(tokens) + 1 - len(word) :]) == word[:-1]]
-    return set(ends) | {word for word in words}
+    size = wish.params.no_repeat_ngram_size
+    ngrams = [tokens[start : start + size] for start in range(len(tokens) - size + 1) if size]
+    repeats = {ngram[-1] for ngram in ngrams if ngram[:-1] == tokens[len(tokens) - size + 1 :]}
+    return set(ends) | {word for word in words} | repeats - set(wish.eos)
 
 
 def check(columns, opened, rows, positions, tokens, late_masks):

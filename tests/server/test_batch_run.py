@@ -11,6 +11,7 @@ import sys
 import time
 from contextlib import contextmanager
 from dataclasses import fields
+from itertools import pairwise
 
 import pytest
 from embedded_model_server import CHAT, STORY, service_of, small_engine
@@ -24,6 +25,7 @@ from quire.errors import ConfigError
 from quire.server.batch import file_format
 from quire.server.batch import run as batches
 from quire.server.batch.run import Batch, BatchStopped, ResultFile, run_batch
+from quire.server.batch.sender import send_lines
 from quire.server.middleware import tarpit
 
 SHORT = {"max_tokens": 6, "temperature": 0}
@@ -206,6 +208,19 @@ def test_wherever_it_is_cut_off_a_batch_goes_on(tmp_path_factory, lines, cuts, c
     assert sorted(map(told, results(disturbed))) == sorted(map(told, undisturbed))
 
 
+@given(lines=LINES, cuts=st.lists(st.integers(0, 2000), max_size=6), ends=st.booleans())
+def test_a_file_in_pieces_has_the_requests_of_the_whole_file(lines, cuts, ends):
+    text = b"\xef\xbb\xbf" + written(*lines)
+    text = text if ends else text.removesuffix(b"\n")
+    places = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
+    whole, pieces = file_format.TaskReader(), file_format.TaskReader()
+    found = [one for start, stop in pairwise(places) for one in pieces.push(text[start:stop])] + pieces.finish()
+    assert found == whole.push(text) + whole.finish()
+    assert [one.number for one in found] == [
+        number for number, line in enumerate(text[3:].split(b"\n"), 1) if line.strip()
+    ]
+
+
 def test_so_many_at_once_and_no_more(tmp_path):
     app = App()
     answer(app, written(*(task(str(i)) for i in range(20))), tmp_path / "out", concurrency=4)
@@ -239,6 +254,47 @@ def test_the_end_of_the_engine_is_no_result(tmp_path):
     assert [result["custom_id"] for result in results(tmp_path / "out")] == ["a"]
     answer(App(), written(*map(task, "abc")), tmp_path / "out", resume=True)
     assert sorted(result["custom_id"] for result in results(tmp_path / "out")) == ["a", "b", "c"]
+
+
+def test_lines_that_wait_take_no_slot_from_other_batches():
+    """One batch is refused for ever, with as many lines as there are slots. The other one is answered."""
+
+    class Busy(App):
+        async def __call__(self, scope, receive, send):
+            self._answers = [refusal(429, retry_after="1")]
+            await super().__call__(scope, receive, send)
+
+    class Kept:
+        def __init__(self):
+            self.found = []
+
+        def has(self, found):
+            return False
+
+        async def add(self, found, answer):
+            self.found.append(found.custom_id)
+
+    async def tasks():
+        for one in file_format.TaskReader().push(written(*map(task, "abcd"))):
+            yield one
+
+    async def main():
+        slots, kept = asyncio.Semaphore(2), Kept()
+        refused = asyncio.ensure_future(send_lines(Busy(), tasks(), Kept(), concurrency=2, slots=slots))
+        async with asyncio.timeout(0.9):
+            await send_lines(App(), tasks(), kept, concurrency=2, slots=slots)
+        refused.cancel()
+        return kept.found
+
+    assert sorted(asyncio.run(main())) == list("abcd")
+
+
+def test_a_server_that_shuts_down_is_not_asked_again_and_what_it_has_is_finished(tmp_path):
+    app = App([(200, {}, b"{}"), refusal(503, "draining", retry_after="0"), (200, {}, b"{}")])
+    with pytest.raises(BatchStopped, match="not now"):
+        answer(app, written(*map(task, "abcdef")), tmp_path / "out", concurrency=3)
+    assert sorted(result["custom_id"] for result in results(tmp_path / "out")) == ["a", "c"]
+    assert len(app.asked) == 3
 
 
 def test_a_full_disk_ends_the_batch(tmp_path):

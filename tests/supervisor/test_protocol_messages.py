@@ -29,7 +29,7 @@ from quire.errors import (
     RequestError,
 )
 from quire.models.description import UnknownArchitecture
-from quire.params import NUMBERS, ReasoningParams, SamplingParams, StructuredOutputsParams
+from quire.params import NUMBERS, ReasoningParams, RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
 from quire.startup.model_info import ModelInfo
 from quire.supervisor import protocol
 from quire.supervisor import protocol as framing
@@ -91,6 +91,12 @@ def params():
         begun=st.booleans(),
         budget=optional(st.integers(0, 2**31 - 1)),
     )
+    repetition = one_of_fields(
+        RepetitionDetectionParams,
+        max_pattern_size=st.integers(4, 9),
+        min_pattern_size=st.integers(0, 4),
+        min_count=st.integers(2, 9),
+    )
     return one_of_fields(
         SamplingParams,
         **chosen
@@ -100,7 +106,8 @@ def params():
             "top_p": st.floats(0.1, 1),
             "repetition_penalty": st.floats(0.1, 2),
             "min_tokens": st.just(0),
-            "logprobs": st.integers(0, 20),
+            "logprobs": st.integers(0, 128),
+            "truncation_side": st.sampled_from(["left", "right"]),
             "truncate_prompt_tokens": optional(st.integers(1, 2**31 - 1)),
             "logit_bias": st.dictionaries(st.integers(0, 2**31 - 1), st.floats(-100, 100), max_size=3),
             "allowed_token_ids": optional(IDS.filter(bool).map(tuple)),
@@ -111,6 +118,7 @@ def params():
             "spaces_between_special_tokens": st.booleans(),
             "structured_outputs": optional(st.sampled_from(FORMS)),
             "reasoning": optional(reasoning),
+            "repetition_detection": optional(repetition),
             "prediction": st.none(),
         }
         | dict.fromkeys(("json_schema", "regex", "ebnf"), st.none())  # moved to structured_outputs by the constructor

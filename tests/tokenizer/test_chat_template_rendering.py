@@ -9,6 +9,7 @@ from small_tokenizers import KINDS, write_folder
 from transformers import AutoTokenizer
 
 from quire.errors import RequestError
+from quire.tokenizer.chat_template import ChatTemplate
 from quire.tokenizer.tokenizer import Tokenizer
 
 CHATML = """\
@@ -426,3 +427,32 @@ def test_none_within_the_arguments_of_a_tool_call_stays(pairs):
     call = {"type": "function", "function": {"name": "price", "arguments": {"item": None}}}
     messages = [TURNS[0], {"role": "assistant", "content": None, "tool_calls": [call]}]
     assert '{"item": null}' in pairs["qwen3"][0].apply_chat_template(messages)
+
+
+def test_templates_do_not_get_strict_of_a_tool(pairs):
+    own, _ = pairs["qwen3"]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    strict = {"type": "function", "function": {**tool["function"], "strict": True}}
+    messages = [{"role": "user", "content": "a"}]
+    assert own.apply_chat_template(messages, [strict]) == own.apply_chat_template(messages, [tool])
+    assert strict["function"]["strict"] is True, "the caller's object is as it was"
+
+
+OFF_BY_DEFAULT = "{% if enable_thinking is defined and enable_thinking %}/think{% endif %}"
+ON_BY_DEFAULT = "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "variables", "expected"),
+    [
+        (OFF_BY_DEFAULT, {}, False),
+        (OFF_BY_DEFAULT, {"enable_thinking": True}, True),
+        (ON_BY_DEFAULT, {}, True),
+        (ON_BY_DEFAULT, {"enable_thinking": False}, False),
+        (OFF_BY_DEFAULT.replace("enable_thinking", "thinking"), {}, False),
+        ("{{ messages[0].content }}", {}, True),
+        ("{{ raise_exception('no') }}", {}, True),
+    ],
+)
+def test_whether_the_model_reasons_is_read_from_the_template(template, variables, expected):
+    assert ChatTemplate(template).reasons(variables) is expected

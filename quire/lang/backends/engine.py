@@ -73,7 +73,13 @@ class EngineBackend(Backend):
         """See Backend. Raises RequestError, EngineStopped, GenerationFailed."""
         sampling, format = sampling_params(params), None
         if params.toolbox is not None:
-            format = output_format(self._chat_format, params.toolbox, prompt.text, reasons=False)
+            format = output_format(
+                self._chat_format,
+                params.toolbox,
+                prompt.text,
+                reasons=False,
+                special_texts=self._tokenizer.special_texts,
+            )
             sampling = constrained_params(format, sampling)
         if sampling.structured_outputs is not None:
             await self._grammar_checks.compiled(NO_NAMESPACE, sampling.structured_outputs)

@@ -20,6 +20,7 @@ from quire.engine.inputs import Generation, TokenizedPrompt, prepare_generations
 from quire.engine.outputs import CompletionOutput, Delta
 from quire.params import SamplingParams
 from quire.server.api.limits import check_prompt_values, num_prompt_tokens
+from quire.server.errors import renamed_fields
 from quire.server.middleware.auth import caller_of
 from quire.server.reply import Reply
 from quire.server.service import Service
@@ -171,7 +172,9 @@ async def start_conversation(
     caller = caller_of(request)
     reader, asked = await service.thread_pool.run(caller.tenant, lambda: _prepare(service, chat))
     check_prompt_values([asked], ids=chat.with_prompt_ids, choices=False)
-    with caller.quota.spending(num_prompt_tokens([asked])):
+    # the constraint of tools is a grammar of the server's
+    names = {"grammar": "tools"} if chat.toolbox is not None and chat.params.structured_outputs is None else {}
+    with renamed_fields(names), caller.quota.spending(num_prompt_tokens([asked])):
         reply = await service.start(id, [asked], chat.namespace, chat.beams, chat.scheduling_params)
     return reader, reply
 
@@ -184,7 +187,9 @@ def _prepare(service: Service, chat: ChatRequest) -> tuple[MessageReader, Genera
         chat.toolbox,
         prompt.text or "",
         reasons=chat.rendering.reasons(service.tokenizer),
+        special_texts=service.tokenizer.special_texts,
         separate_reasoning=chat.separate_reasoning,
+        skip_special_tokens=chat.params.skip_special_tokens,
     )
     params = constrained_params(format, chat.params, chat.thinking_budget)
     (asked,) = prepare_generations([prompt], [params], service.tokenizer, service.max_model_len)

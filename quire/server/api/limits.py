@@ -7,6 +7,7 @@ from quire.errors import RequestError
 from quire.params import SamplingParams
 
 MAX_CHOICES = 1024  # prompts times n, or times best_of
+MAX_LOGPROBS_PER_TOKEN = MAX_CHOICES * 149  # of one output token, over all choices
 MAX_PROMPT_VALUES = 2**20  # token ids and logprobs of prompts in one response, over all choices
 
 
@@ -16,12 +17,23 @@ def num_prompt_tokens(asked: Sequence[Generation]) -> int:
 
 
 def check_choices(params: Sequence[SamplingParams], width: int = 1) -> None:
-    """Raises RequestError for no sequence, and for more than MAX_CHOICES.
+    """Raises RequestError for no sequence, for more than MAX_CHOICES, and for too many logprobs of their tokens.
 
     params: one per prompt. width: beam width; 1 without beam search.
     """
     if not 1 <= sum(max(one.num_sequences, width) for one in params) <= MAX_CHOICES:
         raise RequestError(f"the number of prompts times n (or best_of) must be 1 to {MAX_CHOICES:,}", "prompt")
+    if sum(map(_num_logprobs, params)) > MAX_LOGPROBS_PER_TOKEN:
+        raise RequestError(
+            f"logprobs and logprob_token_ids ask for more than {MAX_LOGPROBS_PER_TOKEN:,} values per token over all "
+            "choices; lower them, n or the number of prompts",
+            "logprobs",
+        )
+
+
+def _num_logprobs(params: SamplingParams) -> int:
+    """Number of logprobs of one output token of each returned sequence."""
+    return 0 if params.logprobs is None else params.n * (params.logprobs + 1 + len(params.logprob_token_ids))
 
 
 def check_prompt_values(asked: Sequence[Generation], *, ids: bool, choices: bool = True) -> None:

@@ -4,14 +4,14 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from fastapi import Request
 from pydantic import Field
 
 from quire.core.step import Pooling
 from quire.engine.embeddings import EmbeddingBatch, EmbeddingDeadlineMissed, EmbeddingFailed, PooledPrompt
-from quire.engine.inputs import Prompt
+from quire.engine.inputs import Prompt, pooling_params
 from quire.engine.outputs import RequestMetrics
 from quire.errors import EngineStopped, RequestError
 from quire.params import SamplingParams
@@ -45,8 +45,15 @@ class PoolingBody(SaltedBody):
     """Fields of the routes in the formats of OpenAI and vLLM."""
 
     model: str | None = optional_field("The served model; /v1/models lists it.")
-    truncate_prompt_tokens: int | None = optional_field("Keep this many tokens at the input's end; -1: as many as fit.")
+    truncate_prompt_tokens: int | None = optional_field("Keep this many tokens of the input; -1: as many as fit.")
+    truncation_side: Literal["left", "right"] | None = optional_field(
+        "With truncate_prompt_tokens: drop tokens at the begin (left, the default) or at the end (right)."
+    )
     user: object = ignored_field()
+
+    def params(self) -> SamplingParams:
+        """The truncation, as parameters of a request that generates nothing. Raises RequestError."""
+        return pooling_params(self.truncate_prompt_tokens, self.truncation_side or "left")
 
 
 class PromptsBody(PoolingBody):
@@ -59,11 +66,11 @@ class PromptsBody(PoolingBody):
 
 
 class PoolingRequest(NamedTuple):
-    """Prompts to pool. truncate_prompt_tokens: as in SamplingParams; add_special_tokens: as in `Service.tokenize`."""
+    """Prompts to pool. params: their truncation. add_special_tokens: as in `Service.tokenize`."""
 
     prompts: Sequence[Prompt]
     pooling: Pooling
-    truncate_prompt_tokens: int | None = None
+    params: SamplingParams
     add_special_tokens: bool | None = None
 
 
@@ -77,8 +84,7 @@ async def pool(
     limit, caller, prompts = TimeLimit(body.timeout), caller_of(request), asked.prompts
     if not 1 <= len(prompts) <= MAX_PROMPTS:
         raise RequestError(f"prompt must be 1 to {MAX_PROMPTS} texts or lists of token ids", "prompt")
-    params = SamplingParams(max_tokens=0, truncate_prompt_tokens=asked.truncate_prompt_tokens)
-    each, special = [params] * len(prompts), asked.add_special_tokens
+    each, special = [asked.params] * len(prompts), asked.add_special_tokens
     tokenized = await limit.run(service.tokenize(caller.tenant, prompts, each, add_special_tokens=special))
     release_body(request)
     id = service.request_ids.make(kind, request)

@@ -190,6 +190,7 @@ _BEAM_NEUTRAL_VALUES: Mapping[str, tuple[JsonValue, ...]] = MappingProxyType(
         **{"temperature": (0, 1), "top_p": (1,), "top_k": (0, -1), "min_p": (0,), "deterministic": (False,)},
         **{"presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,)},
         **{"logit_bias": ({},), "allowed_token_ids": (), "bad_words": ([],), "stop": ([],)},
+        **{"no_repeat_ngram_size": (0,), "repetition_detection": ()},
         **{"seed": (), "stream": (False,), "logprobs": (False,), "logprob_token_ids": ([],), "prompt_logprobs": ()},
     }
 )

@@ -1,8 +1,8 @@
 """The line format of OpenAI's batch files, for requests and results."""
 
 import codecs
-from collections.abc import Iterator
-from typing import Annotated, BinaryIO, Literal, NamedTuple, get_args
+from collections.abc import Sequence
+from typing import Annotated, Literal, NamedTuple, get_args
 from uuid import uuid4
 
 import msgspec
@@ -13,7 +13,9 @@ from quire.server.request_body import MAX_BODY
 
 MAX_LINE = MAX_BODY + 2**16  # bytes
 
-Url = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
+READ_SIZE = 2**18  # bytes of a file that are read at once
+
+Url = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
 CustomId = Annotated[str, Meta(min_length=1, max_length=512)]
 
 
@@ -46,8 +48,11 @@ class _Named(msgspec.Struct):
     custom_id: CustomId | None = None
 
 
-class _Streamed(msgspec.Struct):
+class _Unanswered(msgspec.Struct):
+    """Fields of a body that ask for another answer than one whole result."""
+
     stream: object = None
+    background: object = None
 
 
 class _ResultError(msgspec.Struct):
@@ -66,21 +71,74 @@ class ResultLine(msgspec.Struct):
 _SHOWN = ", ".join(get_args(Url))
 _LINE_DECODER = msgspec.json.Decoder(_Line)
 _CUSTOM_ID_DECODER = msgspec.json.Decoder(_Named)
-_STREAM_DECODER = msgspec.json.Decoder(_Streamed)
+_UNANSWERED_DECODER = msgspec.json.Decoder(_Unanswered)
 RESULT_DECODER = msgspec.json.Decoder(ResultLine)
 
 
-def read_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Number and bytes of each line that is not blank. Longer lines are cut to MAX_LINE + 1 bytes."""
-    number = 0
-    while line := file.readline(MAX_LINE + 1):
-        number += 1
-        rest = line
-        while not rest.endswith(b"\n") and (rest := file.readline(2**20)):
-            pass
+class LineSplitter:
+    """Splits the content of a batch file, which comes in pieces, into lines with their numbers, from 1.
+
+    Blank lines are left out. Longer lines are cut to MAX_LINE + 1 bytes.
+    """
+
+    def __init__(self) -> None:
+        self._number = 1
+        self._pieces: list[bytes] = []  # of the incomplete line
+        self._num_bytes = 0  # of them
+
+    def push(self, data: bytes) -> list[tuple[int, bytes]]:
+        """The lines that this further piece completes."""
+        *ends, rest = data.split(b"\n")
+        lines = []
+        for end in ends:
+            self._add(end)
+            lines += self._next()
+        self._add(rest)
+        return lines
+
+    def finish(self) -> list[tuple[int, bytes]]:
+        """The last line if it has no newline."""
+        return self._next()
+
+    def _add(self, piece: bytes) -> None:
+        piece = piece[: MAX_LINE + 1 - self._num_bytes]
+        self._pieces.append(piece)
+        self._num_bytes += len(piece)
+
+    def _next(self) -> list[tuple[int, bytes]]:
+        number, line = self._number, b"".join(self._pieces)
+        self._pieces, self._num_bytes = [], 0
+        self._number += 1
         text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-        if not text.isspace() and text:
-            yield number, text
+        return [] if text.isspace() or not text else [(number, text)]
+
+
+class TaskReader:
+    """Reads the requests of a batch file, whose content comes in pieces."""
+
+    def __init__(self) -> None:
+        self._lines = LineSplitter()
+        self._custom_ids: set[str] = set()
+
+    def push(self, data: bytes) -> list[Task | BadLine]:
+        """The requests that this further piece completes."""
+        return self._parsed(self._lines.push(data))
+
+    def finish(self) -> list[Task | BadLine]:
+        """The last request if its line has no newline."""
+        return self._parsed(self._lines.finish())
+
+    def _parsed(self, lines: Sequence[tuple[int, bytes]]) -> list[Task | BadLine]:
+        return [self._distinct(parse(number, line)) for number, line in lines]
+
+    def _distinct(self, found: Task | BadLine) -> Task | BadLine:
+        """The same, or the BadLine for a custom_id that an earlier line has."""
+        if found.custom_id in self._custom_ids:
+            message = f"the custom_id {found.custom_id!r} is that of an earlier line; each line needs a different one"
+            return BadLine(found.number, found.custom_id, "duplicate_custom_id", message)
+        if found.custom_id is not None:
+            self._custom_ids.add(found.custom_id)
+        return found
 
 
 def parse(number: int, line: bytes) -> Task | BadLine:
@@ -90,19 +148,15 @@ def parse(number: int, line: bytes) -> Task | BadLine:
     try:
         found = _LINE_DECODER.decode(line)
         body = bytes(found.body)
-        streamed = body.startswith(b"{") and _STREAM_DECODER.decode(body).stream not in (None, False)
+        asked = _UNANSWERED_DECODER.decode(body) if body.startswith(b"{") else _Unanswered()
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         message = f"not a batch request ({error}); it needs custom_id, method (POST), url (one of {_SHOWN}) and body"
         return BadLine(number, _name(line), "invalid_line", message)
-    if streamed:
-        return BadLine(number, found.custom_id, "invalid_line", "results of a batch are not streamed; leave out stream")
+    if not all(value in (None, False) for value in (asked.stream, asked.background)):
+        return BadLine(
+            number, found.custom_id, "invalid_line", "results of a batch are whole; leave out stream and background"
+        )
     return Task(number, found.custom_id, found.url, body)
-
-
-def duplicate_line(found: Task | BadLine) -> BadLine:
-    """The BadLine for a custom_id that an earlier line has."""
-    message = f"the custom_id {found.custom_id!r} is that of an earlier line; each line needs a different one"
-    return BadLine(found.number, found.custom_id, "duplicate_custom_id", message)
 
 
 def result_line(found: Task | BadLine, answer: Response | None) -> bytes:

@@ -6,6 +6,8 @@ from typing import NamedTuple
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message
 
+from quire.server.api_keys import Caller
+
 LOCAL_ADDRESS = ("127.0.0.1", 0)
 
 
@@ -17,10 +19,11 @@ class Response(NamedTuple):
     body: bytes
 
 
-async def post(app: ASGIApp, path: str, body: bytes) -> Response:
+async def post(app: ASGIApp, path: str, body: bytes, caller: Caller | None = None) -> Response:
     """POST a JSON body and return the response. Cancellation aborts the request.
 
-    Raises what the app raises before it has begun a response.
+    caller: the sender, who needs no key; None lets the app find it out. Raises what the app raises before it has begun
+    a response.
     """
     given = False
     status = 0
@@ -42,14 +45,14 @@ async def post(app: ASGIApp, path: str, body: bytes) -> Response:
             parts.append(message.get("body", b""))
 
     try:
-        await app(_scope(path, len(body)), receive, send)
+        await app(_scope(path, len(body), caller), receive, send)
     except Exception:  # starlette raises what it has answered, for the server's log; this app logs it
         if not status:
             raise
     return Response(status, headers, b"".join(parts))
 
 
-def _scope(path: str, num_bytes: int) -> dict[str, object]:
+def _scope(path: str, num_bytes: int, caller: Caller | None) -> dict[str, object]:
     headers = [
         (b"host", LOCAL_ADDRESS[0].encode()),
         (b"content-type", b"application/json"),
@@ -58,5 +61,5 @@ def _scope(path: str, num_bytes: int) -> dict[str, object]:
     return {
         **{"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http"},
         **{"path": path, "raw_path": path.encode(), "root_path": "", "query_string": b"", "headers": headers},
-        **{"client": LOCAL_ADDRESS, "server": LOCAL_ADDRESS, "state": {}},
+        **{"client": LOCAL_ADDRESS, "server": LOCAL_ADDRESS, "state": {} if caller is None else {"caller": caller}},
     }

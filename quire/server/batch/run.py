@@ -8,7 +8,8 @@ import fcntl
 import os
 import signal
 import stat
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,10 +18,19 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from quire.config import EngineOptions
-from quire.errors import ConfigError, QuireError
+from quire.errors import ConfigError
 from quire.server.app import make_app
-from quire.server.batch.file_format import RESULT_DECODER, BadLine, Task, duplicate_line, parse, read_lines, result_line
-from quire.server.batch.in_process_client import Response, post
+from quire.server.batch.file_format import (
+    READ_SIZE,
+    RESULT_DECODER,
+    BadLine,
+    LineSplitter,
+    Task,
+    TaskReader,
+    result_line,
+)
+from quire.server.batch.in_process_client import Response
+from quire.server.batch.sender import BatchStopped, send_lines
 from quire.server.serve import launched
 
 
@@ -85,11 +95,6 @@ class ResultFile:
 
 
 CONCURRENCY = 256  # twice the default of max_num_seqs, so that some requests wait
-_MAX_WAIT = 60.0  # seconds, upper bound of a Retry-After
-
-
-class BatchStopped(QuireError):
-    """A batch ended before all lines had a result. The results so far are written."""
 
 
 def run_batch(  # noqa: PLR0913 (a flag each)
@@ -117,7 +122,7 @@ def run_batch(  # noqa: PLR0913 (a flag each)
     except OSError as error:
         raise ConfigError(f"{source} cannot be read: {error.strerror}") from error
     with file:
-        total = sum(1 for _ in read_lines(file)) if source.is_file() else 0  # a pipe can be read only once
+        total = _num_lines(file) if source.is_file() else 0  # a pipe can be read only once
         if total:
             file.seek(0)
         output = ResultFile(target, resume=resume)
@@ -135,6 +140,11 @@ def run_batch(  # noqa: PLR0913 (a flag each)
     report(f"{batch.num_done} requests: {batch.summary()}; results are in {target}")
 
 
+def _num_lines(file: BinaryIO) -> int:
+    lines = LineSplitter()
+    return sum(len(lines.push(data)) for data in iter(partial(file.read, READ_SIZE), b"")) + len(lines.finish())
+
+
 async def _until_signal(app: FastAPI, work: Coroutine[object, object, None]) -> None:
     """Run `work` while the app is started. SIGTERM cancels it, as Ctrl-C does."""
     async with app.router.lifespan_context(app):
@@ -143,17 +153,8 @@ async def _until_signal(app: FastAPI, work: Coroutine[object, object, None]) -> 
         await working
 
 
-class _Error(msgspec.Struct):
-    code: str | None = None
-    message: str = ""
-
-
-class _ErrorBody(msgspec.Struct):
-    error: _Error
-
-
 class Batch:
-    """One batch run. advance(done): called with the number of lines done."""
+    """One batch run, whose results go to a file. advance(done): called with the number of lines done."""
 
     def __init__(self, app: ASGIApp, output: ResultFile, advance: Callable[[int], None]) -> None:
         self._app = app
@@ -165,13 +166,29 @@ class Batch:
 
     async def run(self, file: BinaryIO, concurrency: int) -> None:
         """Send all lines and write their results. Raises BatchStopped, OSError."""
-        lines = self._lines(file)
         try:
-            async with asyncio.TaskGroup() as workers:
-                for _ in range(concurrency):
-                    workers.create_task(self._work(lines))
-        except ExceptionGroup as group:
-            raise group.exceptions[0] from None
+            slots = asyncio.Semaphore(concurrency)
+            await send_lines(self._app, _tasks(file), self, concurrency=concurrency, slots=slots)
+        except BatchStopped as error:
+            raise BatchStopped(f"{error}; finished results are written, and --resume continues") from None
+
+    def has(self, found: Task | BadLine) -> bool:
+        """Whether the file has a result of this line. If so, counts it as skipped."""
+        known = (
+            found.number in self._output.invalid_lines
+            if isinstance(found, BadLine)
+            else found.custom_id in self._output.done_ids
+        )
+        if known:
+            self.num_skipped += 1
+            self._count()
+        return known
+
+    async def add(self, found: Task | BadLine, answer: Response | None) -> None:
+        """Write a result. Raises OSError."""
+        self._output.write(result_line(found, answer))
+        self.num_failed += answer is None or answer.status >= 400
+        self._count()
 
     def summary(self) -> str:
         """The numbers of answered, skipped and failed lines, as text."""
@@ -179,51 +196,15 @@ class Batch:
         known = f", {self.num_skipped} before" if self.num_skipped else ""
         return f"{good} answered{known}, {self.num_failed} failed"
 
-    def _lines(self, file: BinaryIO) -> Iterator[Task | BadLine]:
-        seen: set[str] = set()
-        for number, line in read_lines(file):
-            found = parse(number, line)
-            if found.custom_id in seen:
-                found = duplicate_line(found)
-            elif found.custom_id is not None:
-                seen.add(found.custom_id)
+    def _count(self) -> None:
+        self.num_done += 1
+        self._advance(self.num_done)
+
+
+async def _tasks(file: BinaryIO) -> AsyncIterator[Task | BadLine]:
+    reader = TaskReader()
+    while data := file.readline(READ_SIZE):
+        for found in reader.push(data):
             yield found
-
-    async def _work(self, lines: Iterator[Task | BadLine]) -> None:
-        for found in lines:
-            if isinstance(found, BadLine):
-                known = found.number in self._output.invalid_lines
-            else:
-                known = found.custom_id in self._output.done_ids
-            if known:
-                self.num_skipped += 1
-            else:
-                await self._process(found)
-            self.num_done += 1
-            self._advance(self.num_done)
-
-    async def _process(self, found: Task | BadLine) -> None:
-        answer = await self._answer(found) if isinstance(found, Task) else None
-        self._output.write(result_line(found, answer))
-        self.num_failed += answer is None or answer.status >= 400
-
-    async def _answer(self, task: Task) -> Response:
-        """The response, after retries while the app is busy. Raises BatchStopped if the engine has stopped."""
-        answer = await post(self._app, task.url, task.body)
-        while (wait := _retry_after(answer)) is not None:
-            await asyncio.sleep(wait)
-            answer = await post(self._app, task.url, task.body)
-        if answer.status == 503:
-            raise BatchStopped(f"{_error_of(answer).message}; finished results are written, and --resume continues")
-        return answer
-
-
-def _retry_after(answer: Response) -> float | None:
-    """Seconds until a retry; None for a final response."""
-    after = answer.headers.get("retry-after", "")
-    busy = answer.status in (429, 503) and after.isdecimal() and _error_of(answer).code != "deadline_unreachable"
-    return min(float(after), _MAX_WAIT) if busy else None
-
-
-def _error_of(answer: Response) -> _Error:
-    return msgspec.json.decode(answer.body, type=_ErrorBody).error
+    for found in reader.finish():
+        yield found

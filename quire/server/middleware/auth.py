@@ -26,9 +26,11 @@ class AuthMiddleware:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
-        caller = self._caller(Headers(scope=scope))
+        state = scope.setdefault("state", {})
+        # Only code of this process can set the state before, such as a batch for its requests.
+        caller = state.get("caller") or self._caller(Headers(scope=scope))
         if isinstance(caller, Caller) or scope["path"] in OPEN_PATHS:
-            scope.setdefault("state", {})["caller"] = caller if isinstance(caller, Caller) else None
+            state["caller"] = caller if isinstance(caller, Caller) else None
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
             await response_to(caller)(scope, receive, send)

@@ -183,7 +183,7 @@ _WHOLE_REQUEST = (
 _CHECK = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 _COUNT = (1.0, 2.0, 5.0, 10.0, 20.0)
 
-_FINISH_REASONS = ("stop", "length", "abort", "error")
+_FINISH_REASONS = ("stop", "length", "repetition", "abort", "error")
 _REJECTIONS = ("queue_full", "deadline_unreachable", "rate_limit_exceeded")
 _CHECKS = ("ok", "bad", "slow")
 _PLACES = ("body", "messages")

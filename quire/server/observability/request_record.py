@@ -126,10 +126,12 @@ _OPERATIONS = {  # OpenTelemetry's operation names, by prefix of the response id
     "cmpl": "text_completion",
     "generate": "text_completion",
     "embd": "embeddings",
+    "resp": "chat",
     "score": "embeddings",
     "rerank": "embeddings",
     "classify": "embeddings",
 }
+_STORED = "resp"  # such responses have ids without characters of the client
 
 
 def valid_client_id(client_id: str | None) -> str | None:
@@ -157,10 +159,12 @@ class RequestIds:
         """A new response id, such as cmpl-..., stored in the request's record."""
         record = record_of(request)
         record.model, record.operation = self._model_name, _OPERATIONS[kind]
-        unique = (
-            record.random_id if record.client_id is None else f"{record.client_id}-{record.random_id[:_SUFFIX_LENGTH]}"
-        )
-        record.answer_id = f"{kind}-{unique}"
+        if kind == _STORED:
+            record.answer_id = f"{kind}_{record.random_id}"
+        elif record.client_id is None:
+            record.answer_id = f"{kind}-{record.random_id}"
+        else:
+            record.answer_id = f"{kind}-{record.client_id}-{record.random_id[:_SUFFIX_LENGTH]}"
         if record.client_id is not None:
             key = (record.tenant or "", record.client_id)
             self._answers[key] = record.answer_id

@@ -9,7 +9,15 @@ from quire.server.api.anthropic import schema as anthropic
 from quire.server.api.native.programs import EndProgramBody
 from quire.server.api.native.tokenize import DetokenizeBody, TokenizeBody
 from quire.server.api.ollama import schema as ollama
+from quire.server.api.openai.batches import BatchBody
 from quire.server.api.openai.embeddings import EmbeddingBody
+from quire.server.api.openai.responses_schema import (
+    ReasoningOptions,
+    ResponseBody,
+    ResponseStreamOptions,
+    TextFormat,
+    TextOptions,
+)
 from quire.server.api.openai.schema import ChatBody, ChatMessage, CompletionBody, SamplingBody, StreamOptions
 from quire.server.api.request_params import JsonSchema, ProgramBody, ResponseFormat, RetentionBody, StructuredOutputs
 from quire.server.api.sglang.schema import GenerateBody, GenerateParams
@@ -32,6 +40,12 @@ BODIES = {
     CompletionBody: [COMMON, "`/v1/completions`"],
     ChatBody: [COMMON, "`/v1/chat/completions`"],
     ChatMessage: ["`/v1/chat/completions`"],
+    ResponseBody: ["`/v1/responses`"],
+    ResponseStreamOptions: ["`/v1/responses`"],
+    TextOptions: ["`/v1/responses`"],
+    TextFormat: ["`/v1/responses`"],
+    ReasoningOptions: ["`/v1/responses`"],
+    BatchBody: ["`/v1/files` and `/v1/batches`"],
     EmbeddingBody: ["`/v1/embeddings`"],
     **{body: ["`/v1/score` and `/v1/rerank`"] for body in (ScoreBody, RerankBody, DocumentBody)},
     ClassifyBody: ["`/v1/classify`"],

@@ -95,7 +95,10 @@ def test_forms_of_input_mean_the_same(client, llm):
         assert item.embedding == pytest.approx(expected.embedding, abs=1e-5)
 
 
-@pytest.mark.parametrize("fields", [{"pooling": "mean"}, {"normalize": False}, {"truncate_prompt_tokens": 2}])
+RIGHT = {"truncate_prompt_tokens": 3, "truncation_side": "right"}
+
+
+@pytest.mark.parametrize("fields", [{"pooling": "mean"}, {"normalize": False}, {"truncate_prompt_tokens": 2}, RIGHT])
 def test_extra_fields(client, llm, fields):
     (plain,) = client.embeddings.create(model=MODEL, input=STORY).data
     (item,) = client.embeddings.create(model=MODEL, input=STORY, extra_body=fields).data

@@ -114,7 +114,7 @@ def test_ids_of_requests(refused, http, rid, listed):
 @pytest.mark.parametrize(
     ("path", "fields", "param", "message"),
     [
-        (CHATS, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs must be between 0 and 20"),
+        (CHATS, {"logprobs": True, "top_logprobs": 129}, "top_logprobs", "top_logprobs must be between 0 and 128"),
         (CHATS, {"max_completion_tokens": -2}, "max_completion_tokens", "max_completion_tokens must be between"),
         (CHATS, {"max_tokens": -2}, "max_tokens", "max_tokens must be between 0 and 2,147,483,647, not -2"),
         (CHATS, {"max_completion_tokens": 2, "min_tokens": 3}, "min_tokens", "above max_completion_tokens (2)"),

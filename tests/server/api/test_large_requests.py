@@ -121,6 +121,11 @@ def test_choices_are_bounded():
     for params in ([], [SamplingParams()] * (MAX_CHOICES + 1)):
         with pytest.raises(RequestError, match=r"prompts times n \(or best_of\) must be 1 to 1,024"):
             check_choices(params)
+    listed = tuple(range(128))
+    check_choices([SamplingParams(n=128, logprobs=20, logprob_token_ids=listed)] * 8)
+    check_choices([SamplingParams(n=128, logprobs=128)] * 8)
+    with pytest.raises(RequestError, match="more than 152,576 values per token"):
+        check_choices([SamplingParams(n=128, logprobs=128, logprob_token_ids=listed)] * 8)
 
 
 @pytest.mark.parametrize(

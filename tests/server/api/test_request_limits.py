@@ -87,8 +87,8 @@ LIMITS = {
         f"{MAX_LOGPROB_IDS}",
     ),
     "what is told": (
-        MAX_PROMPT_VALUES // 500 // 21,
-        lambda size: completion(prompt=[[67] * 500] * size, prompt_logprobs=20, echo=True, logprobs=20),
+        MAX_PROMPT_VALUES // 500 // 129,
+        lambda size: completion(prompt=[[67] * 500] * size, prompt_logprobs=128, echo=True, logprobs=128),
         f"more than {MAX_PROMPT_VALUES:,}",
     ),
     "stop strings": (MAX_STOPS, lambda size: completion(stop=["zq"] * size), f"{MAX_STOPS} stop"),

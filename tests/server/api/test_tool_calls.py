@@ -12,6 +12,10 @@ from embedded_model_server import CHAT, MODEL
 from tools.demo_model.tool_use import TOOLS
 
 OFFERED = [TOOLS[name][0] for name in ("get_price", "get_stock", "find_person")]
+UNSUPPORTED = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"not": {"pattern": "x"}}}}},
+}
 THINK = {"messages": [{"role": "user", "content": "Sum: 13 25 31"}], "extra_body": {"enable_thinking": True}}
 
 
@@ -151,6 +155,7 @@ def test_strict_tools_are_parsed_by_the_client(client):
         ({"tools": OFFERED, "tool_choice": {"type": "function", "function": {"name": "get_prise"}}}, "tool_choice"),
         ({"tools": [*OFFERED, OFFERED[0]]}, "tools"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [UNSUPPORTED], "tool_choice": "required"}, "tools"),
         (
             {"tools": OFFERED, "tool_choice": "required", "response_format": {"type": "json_object"}},
             "tool_choice",

@@ -6,6 +6,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from quire.core.step import Pooling
+from quire.engine.inputs import pooling_params
 from quire.server.api.ollama.chat import check_model
 from quire.server.api.ollama.schema import OllamaEmbedBody, OllamaEmbeddingsBody
 from quire.server.api.openai.embeddings import check_dimensions
@@ -25,7 +26,7 @@ def embed_routes(service: Service) -> APIRouter:
         check_model(service, body.model)
         check_dimensions(body.dimensions, service)
         texts = [body.input] if isinstance(body.input, str) else body.input
-        asked = PoolingRequest(texts, Pooling.LAST, None if body.truncate is False else -1)
+        asked = PoolingRequest(texts, Pooling.LAST, pooling_params(None if body.truncate is False else -1))
         with renamed_fields({"prompt": "input"}):
             pooled = await pool(service, request, body, asked, "embd")
         answer = {
@@ -41,7 +42,7 @@ def embed_routes(service: Service) -> APIRouter:
     async def embeddings(body: OllamaEmbeddingsBody, request: Request) -> Response:
         """Return the vector of a text, as the model computes it."""
         check_model(service, body.model)
-        asked = PoolingRequest([body.prompt], Pooling.LAST, -1)
+        asked = PoolingRequest([body.prompt], Pooling.LAST, pooling_params(-1))
         (pooled,) = await pool(service, request, body, asked, "embd")
         answer = {"embedding": pooled.vector(normalized=False).tolist()}
         return Response(msgspec.json.encode(answer), media_type="application/json")

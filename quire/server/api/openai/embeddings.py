@@ -46,8 +46,7 @@ def embedding_routes(service: Service) -> APIRouter:
         pooling = parse_pooling(body.pooling or "last")
         check_dimensions(body.dimensions, service)
         with renamed_fields({"prompt": "input"}):
-            prompts, limit = as_prompt_list(body.input), body.truncate_prompt_tokens
-            asked = PoolingRequest(prompts, pooling, limit, body.add_special_tokens)
+            asked = PoolingRequest(as_prompt_list(body.input), pooling, body.params(), body.add_special_tokens)
             pooled = await pool(service, request, body, asked, "embd")
         vectors = [one.vector(normalized=body.normalize is not False) for one in pooled]
         written = [_base64(vector) if body.encoding_format == "base64" else vector.tolist() for vector in vectors]

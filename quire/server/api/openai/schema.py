@@ -78,9 +78,10 @@ class TemplateBody(Body):
 _SAMPLING_FIELDS = (
     *("n", "best_of", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "deterministic"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words"),
+    "no_repeat_ngram_size",
     *("stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output"),
     *("skip_special_tokens", "spaces_between_special_tokens", "speculation"),
-    *("prompt_logprobs", "logprob_token_ids", "truncate_prompt_tokens"),
+    *("prompt_logprobs", "logprob_token_ids", "truncate_prompt_tokens", "truncation_side"),
 )
 NO_LIMIT = -1  # of max_tokens: the rest of the context
 _COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens
@@ -104,6 +105,14 @@ class Prediction(Body):
         """The whole text; None if it is empty."""
         parts = [self.content] if isinstance(self.content, str) else [part.text for part in self.content]
         return "".join(parts) or None
+
+
+class RepetitionDetection(Body):
+    """vLLM's `repetition_detection`: the output ends if a pattern of tokens is repeated directly behind itself."""
+
+    max_pattern_size: int | None = optional_field("Tokens of the longest pattern (0 to 1024); 0 detects nothing.")
+    min_pattern_size: int | None = optional_field("Tokens of the shortest pattern; 1 by default.")
+    min_count: int | None = optional_field("How often the pattern has to occur (2 to 1024).")
 
 
 class StreamOptions(Body):
@@ -140,6 +149,9 @@ class SamplingBody(BeamSearchBody, SchedulingParamsBody, ConstraintBody):
     repetition_penalty: float | None = optional_field(
         "Divides the logits of tokens in the prompt or output; 1 is none."
     )
+    no_repeat_ngram_size: int | None = optional_field(
+        "No sequence of so many tokens occurs twice in prompt and output (1 to 64); 0: off."
+    )
     logit_bias: Biases | None = optional_field("Token id -> value added to its logit (-100 to 100).")
     allowed_token_ids: Listed[int] | None = optional_field("Only these tokens are generated.")
     bad_words: str | Listed[str] | None = optional_field("Texts that are never generated.")
@@ -147,13 +159,15 @@ class SamplingBody(BeamSearchBody, SchedulingParamsBody, ConstraintBody):
     stop_token_ids: Listed[int] | None = optional_field("Tokens that end the output.")
     ignore_eos: bool | None = optional_field("Continue after the model's end token.")
     include_stop_str_in_output: bool | None = optional_field("Include the stop string or token that ended the output.")
+    repetition_detection: RepetitionDetection | None = optional_field("End an output that repeats itself.")
     skip_special_tokens: bool | None = optional_field("Leave special tokens out of the text; true by default.")
     spaces_between_special_tokens: bool | None = optional_field(
         "Keep the tokenizer's spaces between special tokens; true by default."
     )
     speculation: bool | None = optional_field("Draft and verify tokens, which changes none of them; true by default.")
-    truncate_prompt_tokens: int | None = optional_field(
-        "Keep this many tokens at the prompt's end; -1: as many as fit."
+    truncate_prompt_tokens: int | None = optional_field("Keep this many tokens of the prompt; -1: as many as fit.")
+    truncation_side: Literal["left", "right"] | None = optional_field(
+        "With truncate_prompt_tokens: drop tokens at the begin (left, the default) or at the end (right)."
     )
     prompt_logprobs: int | None = optional_field("Return logprobs of prompt tokens and of this many likeliest ones.")
     logprob_token_ids: Listed[int] | None = optional_field("With logprobs: return also the logprobs of these tokens.")
@@ -188,6 +202,8 @@ class SamplingBody(BeamSearchBody, SchedulingParamsBody, ConstraintBody):
         chosen = {name: value for name, value in overrides.items() if value is not None}
         if self.prediction is not None:
             chosen["prediction"] = self.prediction.text
+        if self.repetition_detection is not None:
+            chosen["repetition_detection"] = self.repetition_detection.model_dump(exclude_none=True)
         if chosen.get("max_tokens", self.max_tokens) == NO_LIMIT:
             chosen["max_tokens"] = None
         if self.use_beam_search:  # except for the length, the model's recommendations are for sampling
@@ -210,7 +226,7 @@ class CompletionBody(SamplingBody):
     """POST /v1/completions."""
 
     prompt: Prompts = Field(description="A text, token ids, or a list of several of either.")
-    logprobs: int | None = optional_field("Return logprobs, with this many of the most likely tokens (0 to 20).")
+    logprobs: int | None = optional_field("Return logprobs, with this many of the most likely tokens (0 to 128).")
     add_special_tokens: bool | None = optional_field(
         "Let the tokenizer add begin and end tokens to a text; true by default."
     )
@@ -231,7 +247,7 @@ class ChatBody(TemplateBody, SamplingBody):
     messages: Messages
     max_completion_tokens: int | None = optional_field("As max_tokens, which it replaces.")
     logprobs: bool | None = optional_field("Return the logprob of each token.")
-    top_logprobs: int | None = optional_field("Return also those of this many most likely tokens (0 to 20).")
+    top_logprobs: int | None = optional_field("Return also those of this many most likely tokens (0 to 128).")
 
     parallel_tool_calls: bool | None = optional_field("With tools: whether a message may have several calls; true.")
     include_reasoning: bool | None = optional_field("Return the reasoning; true by default.")

@@ -69,7 +69,10 @@ async def _start(service: Service, body: GenerateBody, request: Request, id: str
 def _tool_format(service: Service, body: GenerateBody) -> OutputFormat | None:
     """How tool calls are read from the text; None without tools. The prompt is not looked at. Raises RequestError."""
     tools = toolbox(body.tools, body.tool_choice)
-    return None if tools is None else output_format(service.chat_format, tools, "", reasons=False)
+    if tools is None:
+        return None
+    special_texts = service.tokenizer.special_texts
+    return output_format(service.chat_format, tools, "", reasons=False, special_texts=special_texts)
 
 
 def _reports(body: GenerateBody, count: int) -> list[Report]:

@@ -57,6 +57,9 @@ class GenerateParams(Body):
     repetition_penalty: float | None = optional_field(
         "Divides the logits of tokens in the prompt or output; 1 is none."
     )
+    no_repeat_ngram_size: int | None = optional_field(
+        "No sequence of so many tokens occurs twice in prompt and output (1 to 64); 0: off."
+    )
     logit_bias: Biases | None = optional_field("Token id -> value added to its logit.")
     sampling_seed: int | None = optional_field("Same seed, same output.")
     stop: str | Listed[str] | None = optional_field("Strings that end the output; not part of it.")

@@ -31,8 +31,7 @@ def classify_routes(service: Service) -> APIRouter:
         """Return the probability of each class, for one or several prompts."""
         service.check_model(body.model)
         with renamed_fields({"prompt": "input"}):
-            prompts, limit = as_prompt_list(body.input), body.truncate_prompt_tokens
-            asked = PoolingRequest(prompts, Pooling.CLASS, limit, body.add_special_tokens)
+            asked = PoolingRequest(as_prompt_list(body.input), Pooling.CLASS, body.params(), body.add_special_tokens)
             pooled = await pool(service, request, body, asked, "classify")
         classification = service.facts.classification
         assert classification is not None, "the engine refuses to classify without a classification head"

@@ -143,7 +143,7 @@ async def _score(
         caller_of(request).tenant,
         lambda: pair_texts(firsts, seconds, service.tokenizer, service.facts.classification),
     )
-    asked = PoolingRequest([one.ids for one in pairs.prompts], pairs.pooling, body.truncate_prompt_tokens)
+    asked = PoolingRequest([one.ids for one in pairs.prompts], pairs.pooling, body.params())
     pooled = await pool(service, request, body, asked, kind)
     vectors = [one.vector(normalized=pairs.pooling is not Pooling.CLASS) for one in pooled]
     activation = activation_of(service.facts.classification, used=body.use_activation is not False)

@@ -1,0 +1,165 @@
+"""Lark's directives for arguments that are not JSON, and for special tokens."""
+
+import json
+
+import pytest
+from grammar_mask_walks import BYTES, END, allowed, matches
+
+from quire.errors import RequestError
+from quire.params import StructuredOutputsParams as Asked
+from quire.structured_outputs.backends import check, compile
+from quire.structured_outputs.grammar_compilation import vocabulary_of
+from quire.structured_outputs.vocabulary import Vocabulary
+
+TAGS = {"key_begin": "<", "key_end": "=", "value_begin": "", "value_end": "/>"}
+STRING = {"type": "string"}
+
+
+def tagged(value, **more):
+    schema = {"type": "object", "properties": {"a": value}, "required": ["a"], **more}
+    return Asked(grammar=f"start: %tagged {json.dumps({'schema': schema, **TAGS})}")
+
+
+def keywords(properties, required=(), **more):
+    schema = {"type": "object", "properties": properties, "required": list(required), **more}
+    return Asked(grammar=f'start: "f(" %keywords {json.dumps(schema)} ")"', disable_any_whitespace=True)
+
+
+@pytest.mark.parametrize(
+    ("value", "good", "bad"),
+    [
+        (STRING, ["", "b", "/", "a\nb", "/ >", "日本🎉", "null", "{"], ["/>", "a/>b"]),
+        ({}, ["", "5", "[1]"], ["/>"]),
+        ({"type": "string", "minLength": 2, "maxLength": 3}, ["ab", "日本🎉", "a/b"], ["a", "abcd"]),
+        ({"type": "string", "minLength": 2}, ["ab", "abcdef"], ["a", ""]),
+        ({"type": "string", "maxLength": 2}, ["", "ab"], ["abc"]),
+        ({"type": "string", "pattern": "^[a-z/]+$"}, ["ab", "a/b"], ["", "a1"]),
+        ({"type": "string", "pattern": "^a"}, ["a", "ab\n"], ["ba"]),
+        ({"type": "string", "pattern": "b$"}, ["b", "ab"], ["ba"]),
+        ({"type": "string", "pattern": "x|y"}, ["x", "ayb"], ["a"]),
+        ({"type": "string", "pattern": r"\d[/]"}, ["1/", "a2/b"], ["1", "/"]),
+        ({"type": "string", "pattern": "^b", "maxLength": 2}, ["b", "bc"], ["bcd", "c"]),
+        ({"type": "string", "format": "date"}, ["2024-02-29"], ["2023-02-29", "x"]),
+        ({"type": "string", "not": {"enum": ["a", "b/"]}}, ["ab", "b"], ["a", "b/"]),
+        ({"allOf": [{"type": "string"}]}, ["x"], ["/>"]),
+        ({"type": "string", "anyOf": [{"maxLength": 1}, {"pattern": "^b"}]}, ["", "a", "bc"], ["ac"]),
+        ({"type": "string", "enum": ["a", "ab", "/>"]}, ["a", "ab"], ["b", "/>"]),
+        ({"const": "null"}, ["null"], ["x"]),
+        ({"enum": ["auto", 5, None, True, 1.5]}, ["auto", "5", "null", "true", "1.5"], ["no", "None"]),
+        ({"enum": ["5", 5, None, "null"]}, ["5", "null"], ['"5"']),
+        ({"type": ["string", "null"]}, ["null", "a", "5", "[]"], [" null", "None"]),
+        ({"anyOf": [STRING, {"type": "null"}]}, ["null", "a"], ["null\n"]),
+        ({"type": ["string", "integer"]}, ["12", "-3", "a", "null"], ["1.5", "007", "+1", "1e5", " 2", "1a"]),
+        ({"type": ["string", "number"]}, ["1.5", "x"], ["1.", " 1", "1e5"]),
+        ({"type": ["string", "boolean"]}, ["true", "false", "yes"], ["True", " true"]),
+        ({"type": ["string", "array"]}, ["a"], ["[1]", " [", "(1)"]),
+        ({"type": ["string", "object"]}, ["a"], ["{}", "{"]),
+        ({"anyOf": [{"type": "string", "maxLength": 1}, {"type": "integer", "minimum": 5}]}, ["a"], ["7", "ab"]),
+        ({"type": "integer"}, ["5", "-1"], ["1.5", "a", ""]),
+        ({"type": "boolean"}, ["true"], ["True", "yes"]),
+        ({"type": "array", "items": STRING}, ["[]", '["/>"]'], ["['a']"]),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, ["5", "null"], ["a"]),
+    ],
+)
+def test_a_value_between_tags(value, good, bad):
+    asked = tagged(value)
+    for text in good:
+        assert matches(asked, f"<a={text}/>"), text
+    for text in bad:
+        assert not matches(asked, f"<a={text}/>"), text
+
+
+def test_properties_between_tags_have_the_order_of_the_schema():
+    asked = tagged(STRING, properties={"b": STRING, "a": STRING, "c": {"type": "integer"}})
+    for text in ("<a=/>", "<b=x/><a=/>", "<a=/><c=1/>", "<b=/><a=/><c=1/>"):
+        assert matches(asked, text), text
+    for text in ("", "<b=/>", "<a=/><b=/>", "<a=/><a=/>", "<a=/><d=/>", "<a=/> "):
+        assert not matches(asked, text), text
+
+
+def test_an_object_without_properties_takes_any_texts_between_tags():
+    for schema in (True, {"type": "object"}, {"$ref": "#/$defs/o", "$defs": {"o": {"type": "object"}}}):
+        asked = Asked(grammar=f"start: %tagged {json.dumps({'schema': schema, **TAGS})}")
+        for text in ("", "<x=1/>", "<x=/><y_1=a/>"):
+            assert matches(asked, text), text
+        assert not matches(asked, "<a b=1/>")
+    closed = {"type": "object", "properties": {}, "additionalProperties": False}
+    asked = Asked(grammar=f'start: "-" %tagged {json.dumps({"schema": closed, **TAGS})}')
+    assert matches(asked, "-")
+    assert not matches(asked, "-<x=1/>")
+
+
+@pytest.mark.parametrize(
+    ("properties", "required", "good", "bad"),
+    [
+        ({}, "", ["f()"], ["f(a=1)"]),
+        ({"a": STRING}, "a", ['f(a="x")', r'f(a="\"\\\n")'], ["f()", "f(a='x')", "f(a=1)", 'f(a="x", )']),
+        ({"a": {"type": "integer"}, "b": {"type": "number"}}, "a b", ["f(a=1, b=2.5)"], ["f(b=2.5, a=1)", "f(a=1)"]),
+        ({"a": STRING, "b": {"type": "integer"}}, "b", ["f(b=1)", 'f(a="", b=1)'], ["f()", 'f(a="")', "f(b=1, b=1)"]),
+        ({"a": {"const": 1}, "b": {"const": 2}}, "", ["f()", "f(a=1)", "f(b=2)", "f(a=1, b=2)"], ["f(b=2, a=1)"]),
+        ({"a": {"type": "boolean"}}, "a", ["f(a=True)", "f(a=False)"], ["f(a=true)", "f(a=None)", "f(a=1)"]),
+        ({"a": {"type": ["integer", "null"]}}, "a", ["f(a=3)", "f(a=None)"], ["f(a=null)", "f(a=True)"]),
+        ({"a": {"enum": [True, None, "x", 5]}}, "a", ["f(a=True)", "f(a=None)", 'f(a="x")', "f(a=5)"], ["f(a=False)"]),
+        ({"a": {}}, "a", ["f(a=True)", "f(a=None)", 'f(a={"x": [1, true]})'], ["f(a=)"]),
+        ({"a": {"type": "array", "items": {"type": "boolean"}}}, "a", ["f(a=[true])"], ["f(a=[True])"]),
+    ],
+)  # fmt: skip
+def test_keyword_arguments(properties, required, good, bad):
+    asked = keywords(properties, required.split(), additionalProperties=False)
+    for text in good:
+        assert matches(asked, text), text
+    for text in bad:
+        assert not matches(asked, text), text
+
+
+def test_an_object_without_properties_takes_any_keyword_arguments():
+    asked = Asked(grammar='start: "f(" %keywords {"type": "object"} ")"', disable_any_whitespace=True)
+    for text in ("f()", "f(a=1)", 'f(a=True, b={"c": null})'):
+        assert matches(asked, text), text
+    assert not matches(asked, "f(1)")
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (tagged(STRING, anyOf=[{"required": ["a"]}]), "schema at #: in this format 'anyOf' beside the properties"),
+        (tagged(STRING, required=["b"]), "schema at #: in this format the required 'b' must be in properties"),
+        (tagged(STRING, type="array"), "in this format arguments that are no object cannot be enforced"),
+        (tagged({"enum": ["/>"]}), "schema at #/properties/a: in this format no text satisfies the schema"),
+        (tagged({"type": "string", "pattern": "a^b"}), r"schema at #/properties/a/pattern: pattern: in this format \^"),
+        (tagged({"type": "string", "pattern": "^a|b$"}), "schema at #/properties/a/pattern"),
+        (tagged({"type": "string", "anyOf": [{"enum": ["b"]}]}), "'enum' beside other keywords is not enforced"),
+        (keywords({"a b": {}}), "schema at #/properties/a b: in this format a name must be a Python identifier"),
+        (Asked(grammar="start: %keywords false"), "schema at #: no arguments satisfy the schema"),
+        (Asked(grammar='start: %keywords {"type": 5, "x-name": "tool g"}'), "tool g: schema at #/type"),
+        (Asked(grammar="start: %special 5"), "grammar, line 1: %special needs a text"),
+        (Asked(grammar="start: %tagged 5"), "grammar, line 1: %tagged needs an object with a schema"),
+        (Asked(grammar='start: %tagged {"schema": {}}'), "%tagged needs a schema and the texts key_begin, key_end"),
+    ],
+)
+def test_what_cannot_be_written_is_refused(asked, message):
+    with pytest.raises(RequestError, match=message):
+        check(asked)
+
+
+def test_a_special_token_in_a_text_is_that_token_if_the_vocabulary_has_it():
+    asked = Asked(grammar='start: %special "a<|x|>b" %special "<|y|>"')
+    check(asked)
+    assert matches(asked, "a<|x|>b<|y|>")
+    known = Vocabulary([*BYTES.tokens, b""], (END,), frozenset({END, 257}), BYTES.encode, {"<|x|>": 257})
+    matcher = compile(asked, known).new_matcher(fast_forward=True)
+    verdict = matcher.advance([])
+    assert verdict.forced == [ord("a"), 257, *b"b<|y|>"]
+    assert verdict.is_over
+    slow = compile(asked, known).new_matcher(fast_forward=False)
+    slow.advance([ord("a")])
+    assert allowed(slow, known) == [257]
+    assert slow.advance(list(b"<|x|>b")).error
+
+
+def test_the_vocabulary_knows_the_texts_of_special_tokens(tokenizer):
+    known = vocabulary_of(tokenizer, tokenizer.vocab_size, ())
+    assert set(known.special_texts.values()) == known.special_ids - set(known.end_ids)
+    for text, token in known.special_texts.items():
+        assert tokenizer.encode(text, add_special_tokens=False) == [token]
+    assert "<|im_start|>" in known.special_texts
