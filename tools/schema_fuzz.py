@@ -52,18 +52,23 @@ def ask(url: str, key: str, method: str = "GET") -> dict[str, object]:
 
 
 def left(url: str, key: str) -> dict[str, object]:
-    """Counts of requests and blocks still held when the server is idle; empty if there are none. key: an admin's."""
+    """Counts of requests and blocks still held when the server is idle; empty if there are none. key: an admin's.
+
+    Pins hold blocks until the cache is flushed.
+    """
     held: dict[str, object] = {}
     end = time.monotonic() + TIMEOUT
     while time.monotonic() < end:
         health = ask(f"{url}/health", key)
-        held = {name: health[name] for name in ("requests_running", "requests_waiting", "kv_blocks_used")}
+        held = {name: health[name] for name in ("requests_running", "requests_waiting")}
         if not any(held.values()):
             ask(f"{url}/flush_cache", key, "POST")
-            cached = ask(f"{url}/get_server_info", key)["cache"]["kv_blocks_cached"]  # type: ignore[index]
-            return {"kv_blocks_cached": cached} if cached else {}
+            cache = ask(f"{url}/get_server_info", key)["cache"]
+            held |= {name: cache[name] for name in ("kv_blocks_cached", "kv_blocks_used")}  # type: ignore[index]
+            if not any(held.values()):
+                return {}
         time.sleep(0.1)
-    return held
+    return {name: number for name, number in held.items() if number}
 
 
 @contextmanager

@@ -24,6 +24,13 @@ SUM = [{"role": "user", "content": "Sum: 13 25 31"}]
 THINKING = {"type": "enabled", "budget_tokens": 1024}
 
 
+@pytest.fixture(autouse=True)
+def pins_end(http):
+    """A cache_control pins blocks of the server that other tests share."""
+    yield
+    http.post("/flush_cache")
+
+
 def tool(name):
     function = TOOLS[name][0]["function"]
     return {"name": name, "description": function["description"], "input_schema": function["parameters"]}
