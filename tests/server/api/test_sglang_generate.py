@@ -199,7 +199,7 @@ def test_a_stream_tells_all_that_is_known_and_ends_with_the_whole(ask, n):
         ({"text": ["a", "b"], "rid": "x"}, "rid"),
         ({"text": ["a", "b"], "rid": ["x"]}, "rid"),
         ({"text": "a", "top_logprobs_num": 3}, "return_logprob"),
-        ({"text": "a", "return_logprob": True, "top_logprobs_num": 21}, "top_logprobs_num"),
+        ({"text": "a", "return_logprob": True, "top_logprobs_num": 129}, "top_logprobs_num"),
         ({"text": "a", "return_logprob": True, "logprob_start_len": -2}, "logprob_start_len"),
         ({"text": "a", "image_data": "x"}, "image_data"),
         (
