@@ -14,9 +14,13 @@ from quire.server.route_hints import HINTS, route_hint
 
 
 @pytest.fixture(scope="module")
-def named():
-    service = service_of(small_engine(), model_names=["claude-small", "gpt-small:4b", "claude-small"])
-    with run_app(make_app(service)) as url, httpx.Client(base_url=url, timeout=60) as client:
+def app():
+    return make_app(service_of(small_engine(), model_names=["claude-small", "gpt-small:4b", "claude-small"]))
+
+
+@pytest.fixture(scope="module")
+def named(app):
+    with run_app(app) as url, httpx.Client(base_url=url, timeout=60) as client:
         yield client
 
 
@@ -85,9 +89,9 @@ def test_in_ollamas_dialect_the_error_is_a_text(http):
     assert "quire serve MODEL" in answer.json()["error"]
 
 
-def test_hints_name_routes_that_exist(served):
-    known = {path for _, path in routes(make_app(service_of(served.built)))}
-    known = {re.sub(r"\{\w+(:path)?\}", "ID", path) for path in known}
+@pytest.mark.usefixtures("named")  # closes what the app has opened
+def test_hints_name_routes_that_exist(app):
+    known = {re.sub(r"\{\w+(:path)?\}", "ID", path) for _, path in routes(app)}
     elsewhere = {"/v1/responses", "/v1/files", "/v1/batches"}
     named = {path for hint in HINTS.values() for path in re.findall(r"(?<![\w.])/[\w/.]+\w", hint)}
     assert named - known - elsewhere == set()
