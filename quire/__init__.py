@@ -26,12 +26,13 @@ _HOMES = {
     "BeamSearchSequence": "quire.engine.outputs",
     "EmbeddingRequestOutput": "quire.engine.outputs",
     "EmbeddingOutput": "quire.engine.outputs",
+    "calibrate": "quire.startup.latency_calibration",
     "examine": "quire.startup.doctor",
     "quantize": "quire.startup.quantize",
     "run_batch": "quire.server.batch.run",
     "serve": "quire.server.serve",
 }
-_WITH_TORCH = ("quire.llm", "quire.startup.doctor", "quire.startup.quantize")
+_WITH_TORCH = ("quire.llm", "quire.startup.doctor", "quire.startup.latency_calibration", "quire.startup.quantize")
 __all__ = ["__version__", *_HOMES]
 
 

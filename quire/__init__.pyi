@@ -12,6 +12,7 @@ from quire.params import StructuredOutputsParams as StructuredOutputsParams
 from quire.server.batch.run import run_batch as run_batch
 from quire.server.serve import serve as serve
 from quire.startup.doctor import examine as examine
+from quire.startup.latency_calibration import calibrate as calibrate
 from quire.startup.quantize import quantize as quantize
 
 __version__: str

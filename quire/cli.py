@@ -210,7 +210,7 @@ def run_batch(
         model_name=served_model_name,
         report=lambda line: typer.echo(line, err=True),
         progress=WeightsBar(),
-        advance=LinesBar(),
+        advance=CountBar("requests"),
     )
 
 
@@ -267,6 +267,25 @@ def quantize(
     typer.echo(f"written to {out}")
 
 
+@app.command()
+@with_flags
+def calibrate(
+    *,
+    model: Annotated[str | None, typer.Argument(help=MODEL_HELP)] = None,
+    seconds: Annotated[float, typer.Option(help="how long to measure", min=0.1, max=600)] = 10.0,
+    out: Annotated[Path | None, typer.Option(help="file of the profile [default: MODEL.latency.json]")] = None,
+    options: EngineOptions,
+) -> None:
+    """Measure how long steps take on this machine, for `quire plan` and `quire simulate`. Leave the machine idle."""
+    profile = quire.calibrate(
+        options, seconds=seconds, report=typer.echo, progress=WeightsBar(), advance=CountBar("seconds")
+    )
+    file = out or Path(f"{profile.model.replace('/', '-')}.latency.json")
+    profile.save(file)
+    typer.echo(f"latency    {profile.source}; they differ from it by {profile.error:.1%} on average")
+    typer.echo(f"written to {file}; `quire plan --device {file}` uses it")
+
+
 def _converse(llm: "quire.LLM", system: str | None, params: SamplingParams) -> None:
     """The loop of a chat, until the user ends it."""
     messages = [] if system is None else [{"role": "system", "content": system}]
@@ -303,16 +322,16 @@ class WeightsBar:
             self._bar.stop()
 
 
-class LinesBar:
-    """Progress bar on stderr for the lines of a batch."""
+class CountBar:
+    """Progress bar on stderr for a number of things, such as the lines of a batch."""
 
-    def __init__(self) -> None:
-        columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    def __init__(self, things: str) -> None:
+        columns = (TextColumn(things), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         self._bar = Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty())
-        self._task = self._bar.add_task("requests", start=False)
+        self._task = self._bar.add_task(things, start=False)
 
-    def __call__(self, done: int, total: int) -> None:
-        """`done` of `total` lines are done."""
+    def __call__(self, done: float, total: float) -> None:
+        """`done` of `total` things are done."""
         if not self._bar.live.is_started:
             self._bar.start()
             self._bar.start_task(self._task)
