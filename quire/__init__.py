@@ -31,8 +31,15 @@ _HOMES = {
     "quantize": "quire.startup.quantize",
     "run_batch": "quire.server.batch.run",
     "serve": "quire.server.serve",
+    "simulate": "quire.planner.simulate",
 }
-_WITH_TORCH = ("quire.llm", "quire.startup.doctor", "quire.startup.latency_calibration", "quire.startup.quantize")
+_WITH_TORCH = (
+    "quire.llm",
+    "quire.planner.simulate",
+    "quire.startup.doctor",
+    "quire.startup.latency_calibration",
+    "quire.startup.quantize",
+)
 __all__ = ["__version__", *_HOMES]
 
 

@@ -21,6 +21,8 @@ import quire
 from quire.config import MODEL_HELP, REMOVED_VALUES, EngineOptions, Help
 from quire.errors import QuireError, RequestError
 from quire.params import SamplingParams
+from quire.planner.options import WorkloadOptions
+from quire.planner.workloads import Failures
 from quire.server.api_keys import MAX_PER_MINUTE, Role, add_key, new_key
 from quire.server.options import ServerOptions
 from quire.supervisor.spawn import spawned_engine
@@ -265,6 +267,36 @@ def quantize(
     """Round the weights of a checkpoint's layers, and write them in the layout of compressed-tensors."""
     quire.quantize(model, out, scheme, calibrate=calibrate, report=typer.echo, progress=WeightsBar())
     typer.echo(f"written to {out}")
+
+
+_DEVICE = typer.Option(
+    help="A100-40GB, A100-80GB, H100, H200, B200, L4, RTX-4090, MI300X, or a file of `quire calibrate`"
+)
+
+
+@app.command()
+@with_flags
+def simulate(
+    *,
+    model: Annotated[str | None, typer.Argument(help="as for serve, or a folder with config.json only")] = None,
+    device: Annotated[str, _DEVICE] = "",
+    workload: WorkloadOptions,
+    failed_steps: Annotated[float, typer.Option(help="share of steps that fail", min=0, max=0.5)] = 0.0,
+    aborted: Annotated[float, typer.Option(help="share of requests that clients abort", min=0, max=1)] = 0.0,
+    out: Annotated[Path | None, typer.Option("--json", help="file for the figures")] = None,
+    options: EngineOptions,
+) -> None:
+    """Run the scheduler and the KV cache in virtual time, on a device that need not be here. Loads no weights."""
+    del model, device  # of options
+    _, figures = quire.simulate(
+        options,
+        workload,
+        failures=Failures(failed_steps=failed_steps, aborted=aborted, seed=options.seed),
+        report=typer.echo,
+        advance=CountBar("requests"),
+    )
+    if out is not None:
+        out.write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=1))
 
 
 @app.command()

@@ -162,9 +162,10 @@ def find_device(name: str) -> Device:
     if found is not None:
         return found
     known = ", ".join(DEVICES)
-    starts = [device.name for plain, device in spelled.items() if plain.startswith(_plain(name)) and name]
+    starts = [device.name for plain, device in spelled.items() if _plain(name) and plain.startswith(_plain(name))]
     hint = f" (did you mean {' or '.join(starts)}?)" if starts else nearest(name.upper(), DEVICES)
-    raise ConfigError(f"there is no device {name!r:.60}{hint}; known: {known}, or a file that `quire calibrate` wrote")
+    missing = f"there is no device {name!r:.60}{hint}" if name else "name a device"
+    raise ConfigError(f"{missing}; known: {known}, or a file that `quire calibrate` wrote")
 
 
 def _plain(name: str) -> str:
