@@ -281,6 +281,9 @@ def simulate(
     model: Annotated[str | None, typer.Argument(help="as for serve, or a folder with config.json only")] = None,
     device: Annotated[str, _DEVICE] = "",
     workload: WorkloadOptions,
+    baseline: Annotated[
+        str | None, typer.Option(help="contiguous memory: orca-max, orca-pow2, orca-oracle, static [default: paged]")
+    ] = None,
     failed_steps: Annotated[float, typer.Option(help="share of steps that fail", min=0, max=0.5)] = 0.0,
     aborted: Annotated[float, typer.Option(help="share of requests that clients abort", min=0, max=1)] = 0.0,
     out: Annotated[Path | None, typer.Option("--json", help="file for the figures")] = None,
@@ -291,6 +294,7 @@ def simulate(
     _, figures = quire.simulate(
         options,
         workload,
+        baseline=baseline,
         failures=Failures(failed_steps=failed_steps, aborted=aborted, seed=options.seed),
         report=typer.echo,
         advance=CountBar("requests"),

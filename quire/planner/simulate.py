@@ -7,9 +7,10 @@ from pathlib import Path
 
 from quire.config import EngineOptions
 from quire.errors import ConfigError
+from quire.planner.baselines import baseline_setup
 from quire.planner.options import WorkloadOptions
 from quire.planner.setup import PlannedEngine, plan_engine
-from quire.planner.simulation import EngineSetup, Simulation, SimulationResult
+from quire.planner.simulation import EngineSetup, NewCache, Simulation, SimulationResult, paged_cache
 from quire.planner.traces import read_trace
 from quire.planner.workloads import (
     Failures,
@@ -77,17 +78,23 @@ def simulate(
     options: EngineOptions,
     wanted: WorkloadOptions,
     *,
+    baseline: str | None = None,
     failures: Failures | None = None,
     report: Report,
     advance: Advance = lambda _done, _total: None,
 ) -> tuple[SimulationResult, Mapping[str, object]]:
     """Run a simulation and report it. options.device: a device or a profile; options.journal: is written.
 
+    baseline: one of BASELINES instead of paged memory.
+
     Returns the result, and its figures with the setup for JSON. Raises ConfigError, ModelError.
     """
     planned = plan_engine(options, options.device)
     workload = load_workload(wanted, planned)
     setup = for_workload(planned.setup, workload)
+    new_cache: NewCache = paged_cache
+    if baseline is not None:
+        setup, new_cache = baseline_setup(setup, baseline)
     report(f"{planned.model.name} on {planned.device}: {setup.cache}, {setup.scheduler.max_num_seqs} rows")
     for note in planned.notes:
         report(f"note       {note}")
@@ -97,7 +104,7 @@ def simulate(
         )
     journal = None if options.journal is None else open_journal(options.journal)
     began = time.perf_counter()
-    simulation = Simulation(setup, journal=journal, failures=failures)
+    simulation = Simulation(setup, new_cache=new_cache, journal=journal, failures=failures)
     result = simulation.run(workload, advance=advance)
     simulation.scheduler.close()
     took = time.perf_counter() - began
@@ -110,6 +117,7 @@ def simulate(
         f"{1e3 * _STEP_SECONDS:.2f} ms a step + {1e6 * per_row:.2f} us a token"
     )
     about = {"model": planned.model.name, "device": planned.device, "workload": wanted.trace or wanted.workload}
+    about |= {"memory": baseline or "paged"}
     return result, {**about, "rate": wanted.rate, **result.figures(), "simulation_seconds": took}
 
 

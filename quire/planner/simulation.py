@@ -152,7 +152,16 @@ class SimulationResult:
         return found
 
 
-NewCache = Callable[[CacheConfig], KVCacheManager]
+LengthOf = Callable[[str], tuple[int, int]]  # request id -> its prompt tokens and its output tokens
+NewCache = Callable[[CacheConfig, LengthOf], KVCacheManager]
+
+
+def paged_cache(config: CacheConfig, length_of: LengthOf) -> KVCacheManager:
+    """The KV cache that serves, which does not know how long requests will be."""
+    del length_of
+    return KVCache(config)
+
+
 _EVERY = 256  # finished requests between reports of progress
 
 
@@ -163,14 +172,15 @@ class Simulation:
         self,
         setup: EngineSetup,
         *,
-        new_cache: NewCache = KVCache,
+        new_cache: NewCache = paged_cache,
         journal: BinaryIO | None = None,
         failures: Failures | None = None,
         on_step: Callable[["Simulation"], None] | None = None,
     ) -> None:
-        """new_cache: makes the KV cache, such as that of a baseline. on_step: called after each step."""
+        """new_cache: makes the KV cache, such as that of a baseline. on_step: called with each step planned."""
         self.clock = VirtualClock()
-        cache = new_cache(setup.cache)
+        self._lengths: dict[str, tuple[int, int]] = {}
+        cache = new_cache(setup.cache, self._lengths.__getitem__)
         self.scheduler = (
             Scheduler(setup.scheduler, cache)
             if journal is None
@@ -191,6 +201,7 @@ class Simulation:
         )
         self.engine = Engine(self.scheduler, self._runner, vocab_size=setup.vocab_size, clock=self.clock)
         self.scheduler.calibrate(setup.profile.calibration(setup.scheduler.max_num_batched_tokens))
+        self.engine.on_launch = self._launched
         self._setup = setup
         self._on_step = on_step
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -198,7 +209,8 @@ class Simulation:
         self._open: dict[str, _OpenTurn] = {}
         self._numbers = count()
         self._total = SimulationResult()
-        self._last = 0.0
+        self._last = 0.0  # seconds: until then, the integrals are complete
+        self._num_running, self._kv_use = 0, 0.0  # of the step planned last
 
     def run(
         self,
@@ -230,8 +242,6 @@ class Simulation:
                 if not events:
                     raise AssertionError("nothing can run, and requests wait")
                 clock.advance_to(events[0][0])
-            if self._on_step is not None:
-                self._on_step(self)
             if done >= reported + _EVERY:
                 reported = done
                 advance(min(done, total), total)
@@ -251,6 +261,7 @@ class Simulation:
         result = RequestResult(tenant, self.clock.now, len(prompt))
         request_id = str(number)
         self.results[request_id] = result
+        self._lengths[request_id] = len(prompt), turn.num_output
         request = Request(request_id, prompt, self._params(turn, number), namespace=Namespace(tenant))
         try:
             self.engine.add(request)
@@ -313,13 +324,19 @@ class Simulation:
             pause = session.session.turns[after].pause
             self._at(self.clock.now + pause, lambda: self._begin(session, after))
 
+    def _launched(self, _: Step) -> None:
+        """Note what runs in the step that has been planned."""
+        pools = self.scheduler.cache.pools
+        self._num_running, self._kv_use = self.scheduler.num_running, 1 - pools.num_available / pools.num_blocks
+        if self._on_step is not None:
+            self._on_step(self)
+
     def _integrate(self) -> None:
         """Add the time since the last step to the integrals."""
         total, now = self._total, self.clock.now
         elapsed, self._last = now - self._last, now
-        pools = self.scheduler.cache.pools
-        total.row_seconds += self.scheduler.num_running * elapsed
-        total.block_seconds += (1 - pools.num_available / pools.num_blocks) * elapsed
+        total.row_seconds += self._num_running * elapsed
+        total.block_seconds += self._kv_use * elapsed
 
     def _finished(self) -> SimulationResult:
         total, stats = self._total, self.engine.stats()
