@@ -28,6 +28,7 @@ _HOMES = {
     "EmbeddingOutput": "quire.engine.outputs",
     "calibrate": "quire.startup.latency_calibration",
     "examine": "quire.startup.doctor",
+    "plan": "quire.planner.report",
     "quantize": "quire.startup.quantize",
     "run_batch": "quire.server.batch.run",
     "serve": "quire.server.serve",
@@ -35,6 +36,7 @@ _HOMES = {
 }
 _WITH_TORCH = (
     "quire.llm",
+    "quire.planner.report",
     "quire.planner.simulate",
     "quire.startup.doctor",
     "quire.startup.latency_calibration",

@@ -9,6 +9,7 @@ from quire.llm import LLM as LLM
 from quire.params import BeamSearchParams as BeamSearchParams
 from quire.params import SamplingParams as SamplingParams
 from quire.params import StructuredOutputsParams as StructuredOutputsParams
+from quire.planner.report import plan as plan
 from quire.planner.simulate import simulate as simulate
 from quire.server.batch.run import run_batch as run_batch
 from quire.server.serve import serve as serve

@@ -21,7 +21,7 @@ import quire
 from quire.config import MODEL_HELP, REMOVED_VALUES, EngineOptions, Help
 from quire.errors import QuireError, RequestError
 from quire.params import SamplingParams
-from quire.planner.options import WorkloadOptions
+from quire.planner.options import PlanOptions, WorkloadOptions
 from quire.planner.workloads import Failures
 from quire.server.api_keys import MAX_PER_MINUTE, Role, add_key, new_key
 from quire.server.options import ServerOptions
@@ -301,6 +301,21 @@ def simulate(
     )
     if out is not None:
         out.write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=1))
+
+
+@app.command()
+@with_flags
+def plan(
+    *,
+    model: Annotated[str | None, typer.Argument(help="as for simulate")] = None,
+    device: Annotated[str, _DEVICE] = "",
+    wanted: PlanOptions,
+    workload: WorkloadOptions,
+    options: EngineOptions,
+) -> None:
+    """Find the request rate that a model on a device sustains within an SLO, and the options for it."""
+    del model, device  # of options
+    quire.plan(options, workload, wanted, console=Console(), advance=CountBar("simulations"))
 
 
 @app.command()

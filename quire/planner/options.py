@@ -33,3 +33,17 @@ class WorkloadOptions:
         float | None,
         Help("draw arrivals at random: 1 is Poisson, less is burstier [default: 1, or the trace's own times]", "beta"),
     ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """What a plan is to find, and where it goes."""
+
+    slo: Annotated[
+        str, Help("limits of ttft, tpot and latency; share=95% for 95 % of the requests instead of 99", "beta")
+    ] = "ttft=500ms,tpot=50ms"
+    search: Annotated[bool, Help("try other values of options, and recommend the best", "beta")] = True
+    allow_lossy: Annotated[bool, Help("recommend also options that change outputs", "beta")] = False
+    explain: Annotated[bool, Help("give reasons in sentences", "beta")] = False
+    json: Annotated[str | None, Help("file for the figures", "beta")] = None
+    html: Annotated[str | None, Help("file for a report with charts", "beta")] = None

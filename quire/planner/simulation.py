@@ -119,6 +119,24 @@ class SimulationResult:
         return sum(one.num_cached for one in self.requests) / prompts if prompts else 0.0
 
     @property
+    def steady_rate(self) -> float:
+        """Completed requests per second between the first and the last quarter of them."""
+        ends = sorted(one.ended for one in self.complete)
+        first, last = len(ends) // 4, len(ends) * 3 // 4
+        seconds = ends[last] - ends[first] if ends else 0.0
+        return (last - first) / seconds if seconds else self.request_rate
+
+    @property
+    def backlog_growth(self) -> float:
+        """Growth of the number of open requests in the second half of the arrivals, as a share of these arrivals."""
+        end = max((one.arrived for one in self.requests), default=0.0)
+        late = sum(one.arrived > end / 2 for one in self.requests)
+        return (self._num_open(end) - self._num_open(end / 2)) / late if late else 0.0
+
+    def _num_open(self, at: float) -> int:
+        return sum(one.arrived <= at < one.ended for one in self.requests)
+
+    @property
     def normalized_latency(self) -> float:
         """Mean of latency divided by output tokens, in seconds: the metric of Orca and of PagedAttention."""
         complete = [one for one in self.complete if one.num_output]
