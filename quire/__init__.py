@@ -30,6 +30,7 @@ _HOMES = {
     "examine": "quire.startup.doctor",
     "plan": "quire.planner.report",
     "quantize": "quire.startup.quantize",
+    "reproduce": "quire.planner.reproduce.run",
     "run_batch": "quire.server.batch.run",
     "serve": "quire.server.serve",
     "simulate": "quire.planner.simulate",
@@ -37,6 +38,7 @@ _HOMES = {
 _WITH_TORCH = (
     "quire.llm",
     "quire.planner.report",
+    "quire.planner.reproduce.run",
     "quire.planner.simulate",
     "quire.startup.doctor",
     "quire.startup.latency_calibration",

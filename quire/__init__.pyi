@@ -10,6 +10,7 @@ from quire.params import BeamSearchParams as BeamSearchParams
 from quire.params import SamplingParams as SamplingParams
 from quire.params import StructuredOutputsParams as StructuredOutputsParams
 from quire.planner.report import plan as plan
+from quire.planner.reproduce.run import reproduce as reproduce
 from quire.planner.simulate import simulate as simulate
 from quire.server.batch.run import run_batch as run_batch
 from quire.server.serve import serve as serve

@@ -319,6 +319,30 @@ def plan(
 
 
 @app.command()
+def reproduce(
+    rows: Annotated[list[str] | None, typer.Argument(metavar="[ROW]...", help="M1, T7 ... [default: all]")] = None,
+    *,
+    quick: Annotated[bool, typer.Option("--quick", help="sizes whose figures have no meaning, in seconds")] = False,
+    results: Annotated[
+        Path | None, typer.Option(help="folder with result files [default: benchmarks/results, if it is here]")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--json", help="file for the figures")] = None,
+    document: Annotated[Path | None, typer.Option(help="Markdown file; charts go to a folder beside it")] = None,
+) -> None:
+    """Run the experiments of papers and articles, and print what they report beside what comes out here."""
+    here = Path("benchmarks/results")
+    quire.reproduce(
+        rows or [],
+        quick=quick,
+        results=results or (here if here.is_dir() else None),
+        json_file=out,
+        document=document,
+        console=Console(),
+        advance=CountBar("rows"),
+    )
+
+
+@app.command()
 @with_flags
 def calibrate(
     *,
