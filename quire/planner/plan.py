@@ -1,7 +1,7 @@
 """`quire plan`: what a model on a device can serve within an SLO, which options to use, and what each is worth."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from math import inf
 from types import MappingProxyType
 from typing import Any
@@ -10,6 +10,7 @@ from quire.config import EngineOptions
 from quire.cost.devices import DEVICES
 from quire.cost.memory_plan import format_bytes
 from quire.errors import ConfigError
+from quire.planner.block_size import SIZES, BlockSizeRow, block_size_advice, compare_block_sizes
 from quire.planner.options import WorkloadOptions
 from quire.planner.setup import GPU_MEMORY_SHARE, PlannedEngine, PlannedModel, find_model, plan_engine
 from quire.planner.simulate import for_workload, has_times, load_workload
@@ -33,7 +34,6 @@ KNOBS: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
         "max_num_batched_tokens": (2048, 512, 1024, 4096, 8192),
         "max_num_seqs": (128, 32, 64, 256, 512),
-        "block_size": (16, 32, 64, 128),
         "policy": ("fcfs", "lpm"),
         "eviction": ("lru", "cost"),
         "speculation": ("auto", "off"),
@@ -46,7 +46,6 @@ _REASONS: Mapping[str, str] = MappingProxyType(
     {
         "max_num_batched_tokens": "it bounds the tokens of a step, and so how long a prompt delays the others",
         "max_num_seqs": "it bounds the sequences that run at once; each step reads the weights once for all of them",
-        "block_size": "larger blocks leave more of the last block of each sequence empty",
         "policy": "lpm runs requests with cached prefixes first",
         "eviction": "cost keeps the KV that is expensive to compute again",
         "speculation": "accepted drafts save steps; rejected ones cost tokens of steps",
@@ -87,6 +86,7 @@ class Plan:
     base_rate: float  # the same with the options that were given
     curve: list[RatePoint] = field(default_factory=list)
     choices: list[Choice] = field(default_factory=list)
+    block_sizes: list[BlockSizeRow] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     num_simulations: int = 0
 
@@ -154,6 +154,12 @@ class _Search:
             self._sessions.clear()
         return at_once.steady_rate
 
+    def block_sizes(self, engine: PlannedEngine, sizes: Sequence[int]) -> list[BlockSizeRow]:
+        """The workload with several block sizes."""
+        self.num_simulations += len(sizes)
+        sessions = self.sessions(engine)
+        return compare_block_sizes(for_workload(engine.setup, sessions), sessions, sizes)
+
     def meets(self, engine: PlannedEngine, rate: float, most: int | None = None) -> bool:
         """Whether the SLO is met at a rate, by the first `most` sessions, without a queue that grows and grows."""
         result = self.run(engine, rate, most)
@@ -199,6 +205,8 @@ def make_plan(
     change outputs (LOSSY); what these options would gain is listed in any case.
     Raises ConfigError with what would make it fit if the model does not fit.
     """
+    if workload.rate is not None:
+        raise ConfigError("a plan searches for the rate; leave out rate, or use `quire simulate` for one rate")
     model = find_model(options)
     finder = _Search(workload, slo, model, advance)
     try:
@@ -218,6 +226,9 @@ def make_plan(
     else:
         least = capacity / _LEAST_SHARE
         plan.curve = [RatePoint(least, finder.run(plan.engine, least, _FEW_REQUESTS))]
+    if search:
+        size = plan.engine.memory.profile.block_size
+        plan.block_sizes = finder.block_sizes(plan.engine, sorted({*SIZES, size}))
     plan.num_simulations = finder.num_simulations
     plan.reasons = list(_reasons(plan))
     advance(plan.num_simulations, plan.num_simulations)
@@ -342,6 +353,8 @@ def _reasons(plan: Plan) -> Iterator[str]:
     for choice in plan.choices:
         if choice.is_chosen:
             yield f"{choice.option} {choice.value}: {choice.gain:+.0%}, because {_REASONS[choice.option]}."
+    if plan.block_sizes:
+        yield block_size_advice(plan.block_sizes, memory.profile.block_size)
     for option in LOSSY:
         worth = [one for one in plan.choices if one.option == option and one.gain > _LEAST_GAIN and not one.is_chosen]
         for one in sorted(worth, key=lambda one: -one.gain)[:1]:
@@ -382,6 +395,7 @@ def figures(plan: Plan) -> dict[str, object]:
             }
             for one in plan.choices
         ],
+        "block_sizes": [asdict(row) for row in plan.block_sizes],
         "reasons": plan.reasons,
         "notes": list(plan.engine.notes),
         "simulations": plan.num_simulations,

@@ -20,6 +20,7 @@ from quire.planner.slo import parse_slo
 Rows = Sequence[Sequence[str]]
 _MEMORY_HEAD = ("memory", "size", "why")
 _CURVE_HEAD = ("requests/s", "ttft p50", "ttft p99", "tpot p50", "tpot p99", "tokens/s", "running", "KV in use", "SLO")
+_SIZE_HEAD = ("block size", "tokens/s", "empty positions", "prompt tokens cached", "blocks per sequence")
 _CHOICE_HEAD = ("option", "value", "requests/s", "gain", "")
 
 
@@ -86,11 +87,27 @@ def choice_rows(plan: Plan) -> Rows:
     ]
 
 
+def block_size_rows(plan: Plan) -> Rows:
+    """The trade-off of block sizes, everything at once."""
+    return [
+        (
+            str(row.block_size),
+            f"{row.tokens_per_second:.0f}",
+            f"{row.empty_share:.1%}",
+            f"{row.cached_share:.1%}",
+            f"{row.blocks_per_sequence:.1f}",
+        )
+        for row in plan.block_sizes
+    ]
+
+
 def terminal_tables(plan: Plan) -> list[Table]:
     """The tables of a plan, for rich."""
     parts = [("", _MEMORY_HEAD, memory_rows(plan)), (f"SLO: {plan.slo}", _CURVE_HEAD, curve_rows(plan))]
     if plan.choices:
         parts.append(("options, each beside those chosen before it", _CHOICE_HEAD, choice_rows(plan)))
+    if plan.block_sizes:
+        parts.append(("block sizes, all requests at once", _SIZE_HEAD, block_size_rows(plan)))
     tables = []
     for title, head, rows in parts:
         table = Table(*head, title=title or None, title_justify="left", box=None, pad_edge=False)
@@ -121,6 +138,10 @@ def html_page(plan: Plan) -> str:
     ]
     if plan.choices:
         body.append("<h2>Options</h2>" + _html_table(_CHOICE_HEAD, choice_rows(plan)))
+    if plan.block_sizes:
+        points = {"tokens/s": [(row.block_size, row.tokens_per_second) for row in plan.block_sizes]}
+        chart = line_chart("throughput by block size", "tokens in a block", "tokens/s", points)
+        body.append("<h2>Block size</h2>" + chart + _html_table(_SIZE_HEAD, block_size_rows(plan)))
     notes = [
         *plan.engine.notes,
         f"{plan.num_simulations} simulations of quire's scheduler and KV cache in virtual time",

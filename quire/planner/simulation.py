@@ -128,10 +128,14 @@ class SimulationResult:
 
     @property
     def backlog_growth(self) -> float:
-        """Growth of the number of open requests in the second half of the arrivals, as a share of these arrivals."""
+        """Growth of the number of open requests in the second half of the arrivals, as a share of these arrivals.
+
+        Growth by chance, two standard deviations, is subtracted.
+        """
         end = max((one.arrived for one in self.requests), default=0.0)
-        late = sum(one.arrived > end / 2 for one in self.requests)
-        return (self._num_open(end) - self._num_open(end / 2)) / late if late else 0.0
+        late, before = sum(one.arrived > end / 2 for one in self.requests), self._num_open(end / 2)
+        chance = 2 * max(1, before) ** 0.5  # two standard deviations of a queue that does not grow
+        return (self._num_open(end) - before - chance) / late if late else 0.0
 
     def _num_open(self, at: float) -> int:
         return sum(one.arrived <= at < one.ended for one in self.requests)
@@ -240,7 +244,7 @@ class Simulation:
         """Run all sessions, or until `until` seconds. advance(done, total): receives numbers of finished requests."""
         total = num_requests(workload)
         for session in workload:
-            self._at(session.at, lambda session=session: self._begin(_OpenSession(session), 0))  # type: ignore[misc]
+            self._send_at(session.at, _OpenSession(session), 0)
         done = reported = 0
         clock, engine, events = self.clock, self.engine, self._events
         while clock.now < until:
@@ -269,14 +273,17 @@ class Simulation:
     def _at(self, when: float, action: Callable[[], None]) -> None:
         heappush(self._events, (when, next(self._order), action))
 
-    def _begin(self, session: "_OpenSession", index: int) -> None:
-        """Send a turn of a session."""
+    def _send_at(self, when: float, session: "_OpenSession", index: int) -> None:
+        self._at(when, lambda: self._send(when, session, index))
+
+    def _send(self, when: float, session: "_OpenSession", index: int) -> None:
+        """Send a turn of a session. It arrived at `when`, while a step may have been running."""
         turn, number = session.session.turns[index], next(self._numbers)
         prompt = list(session.contexts[turn.parent]) if turn.parent != NO_PARENT else []
         for part in turn.new:
             prompt += tokens_of(part, self._setup.vocab_size)
         tenant = session.session.tenant
-        result = RequestResult(tenant, self.clock.now, len(prompt))
+        result = RequestResult(tenant, when, len(prompt))
         request_id = str(number)
         self.results[request_id] = result
         self._lengths[request_id] = len(prompt), turn.num_output
@@ -293,7 +300,7 @@ class Simulation:
         if self._failures.aborted and self._rng.random() < self._failures.aborted:
             patience = min(patience, self._rng.random() * self._failures.abort_seconds)
         if patience < inf:
-            self._at(self.clock.now + patience, lambda: self._abort(request_id))
+            self._at(when + patience, lambda: self._abort(request_id))
 
     def _params(self, turn: Turn, number: int) -> SamplingParams:
         return SamplingParams(
@@ -340,7 +347,7 @@ class Simulation:
         session.contexts.append(turn.context)
         if after < len(session.session.turns):
             pause = session.session.turns[after].pause
-            self._at(self.clock.now + pause, lambda: self._begin(session, after))
+            self._send_at(self.clock.now + pause, session, after)
 
     def _launched(self, _: Step) -> None:
         """Note what runs in the step that has been planned."""

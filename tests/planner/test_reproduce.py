@@ -16,7 +16,7 @@ from quire.planner.reproduce.targets import TARGETS
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 # rows of which even the quick run takes seconds
-SLOW = ("T1", "T3", "O1")
+SLOW = ("T1", "T3", "T4", "O1")
 
 
 def test_every_row_of_the_table_has_an_experiment():

@@ -193,3 +193,21 @@ def test_calibration_recovers_the_profile_of_a_modelled_engine():
     assert not engine.has_work
     engine.add(Request("after", [1, 2, 3], SamplingParams(max_tokens=1)))
     engine.step()
+
+
+def test_a_request_that_arrives_during_a_step_waits_for_its_end():
+    long, short = (
+        Simulation(setup_of(max_num_batched_tokens=1024))
+        .run([single(0.0, 900, 2), single(1e-3, 10, 2, key=2)])
+        .requests
+    )
+    assert short.arrived == 1e-3
+    assert short.first_token > long.first_token
+    assert short.ttft > PROFILE.prefill_seconds(900) - 1e-3
+
+
+def test_open_requests_grow_if_more_arrive_than_are_completed():
+    workload = make_workload("alpaca", 200, max_model_len=1024)
+    capacity = Simulation(setup_of()).run(workload).steady_rate
+    calm, overloaded = (Simulation(setup_of()).run(with_arrivals(workload, rate * capacity)) for rate in (0.5, 3.0))
+    assert calm.backlog_growth < 0.1 < overloaded.backlog_growth

@@ -24,7 +24,7 @@ def r2(context: Context) -> Findings:
     policies: tuple[tuple[Policy, tuple[float, float] | None], ...] = (("lpm", (96.0, 100.0)), ("fcfs", None))
     for policy, reported in policies:
         ours, spread = over_seeds(partial(_share_of_best, context, policy), context.seeds)
-        note = "few-shot prompts that all wait; a pool for a quarter of their prefixes"
+        note = "few-shot prompts that all wait; the pool holds less than a third of their examples"
         found.append(_simulated(policy, ours, "%", reported, spread, note))
     return found
 
@@ -58,7 +58,7 @@ _WORKERS = 8
 
 def r3(context: Context) -> Findings:
     """Requests of 64 tenants with a long prefix each, over 8 workers: each in turn, or by prefix."""
-    rng, count = Random(0), context.size(1600, 160)
+    rng, count = Random(0), context.size(1600, 64)
     maker = Maker(0, 2048)
     prefixes = [maker.part(1000) for _ in range(64)]
     turns = [Turn((rng.choice(prefixes), maker.between(20, 80)), rng.randint(8, 32)) for _ in range(count)]
