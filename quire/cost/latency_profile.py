@@ -164,6 +164,9 @@ def fit_profile(
         columns.append(np.array([sample.work.kv_tokens[group] for sample in samples], float))
     features = np.stack(columns, 1)
     found = _least_squares(features / seconds[:, None], np.ones(len(samples)))
+    # again with errors relative to the fit: relative to noisy measurements, slow steps would count less than fast ones
+    fitted = np.maximum(features @ found, seconds / _LARGEST_ERROR)
+    found = _least_squares(features / fitted[:, None], seconds / fitted)
     heights = np.cumsum(found[2 : 2 + len(knots)])
     groups = found[2 + len(knots) :].reshape(-1, 2)
     return LatencyProfile(
@@ -181,6 +184,7 @@ def fit_profile(
     )
 
 
+_LARGEST_ERROR = 10.0  # of the first fit
 _SWEEPS = 2000
 _CONVERGED = 1e-10
 

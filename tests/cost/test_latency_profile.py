@@ -143,6 +143,14 @@ def test_a_fit_recovers_the_times_of_steps_that_it_has_not_seen():
     assert heights == sorted(heights)
 
 
+def test_a_fit_to_noisy_steps_is_that_of_their_mean():
+    rng = np.random.default_rng(1)
+    work = step_work(np.array([100] * 4), np.array([101] * 4), TRUE.windows)
+    times = TRUE.seconds(work) * rng.lognormal(0, 0.4, 4000)
+    found = fit_profile([StepSample(work, seconds) for seconds in times], TRUE.windows, model="m", device="d")
+    assert found.seconds(work) == pytest.approx(times.mean(), rel=0.01)
+
+
 def test_a_profile_tells_an_engine_what_a_calibration_at_its_start_would():
     calibration = TRUE.calibration(max_tokens=128)
     assert [one.num_rows for one in calibration.decode] == [1, 4, 16]
