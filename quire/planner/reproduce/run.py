@@ -1,6 +1,5 @@
 """`quire reproduce`: runs the rows, and writes the document with reported beside ours."""
 
-import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,7 +9,6 @@ from types import MappingProxyType
 import msgspec
 from rich.console import Console
 
-import quire
 from quire.errors import ConfigError, nearest
 from quire.planner.reproduce import memory, recorded, reuse, throughput
 from quire.planner.reproduce.finding import Context, Finding, Findings, Row
@@ -164,8 +162,7 @@ def markdown(found: Mapping[str, Findings], context: Context, seconds: float) ->
     parts = [_HEAD]
     command = "quire reproduce --document docs/reproduction.md" + (" --quick" if context.quick else "")
     parts.append(
-        f"Command: `{command}`, {seconds / 60:.0f} minutes on {cpu_description()} ({os.cpu_count()} in the machine), "
-        f"quire {quire.__version__}. "
+        f"Command: `{command}`, {seconds / 60:.0f} minutes on {cpu_description()}. "
         f"Of the figures with a reported value, {counts['as reported']} are as reported, {counts['close']} close, and "
         f"{counts['differs']} differ; {counts['pending']} are pending.\n"
     )
