@@ -49,6 +49,18 @@ def test_quick_rows_are_printed_and_written(tmp_path):
         assert f"(reproduction/{name})" in text
 
 
+def test_rows_of_an_earlier_run_are_kept(tmp_path):
+    document, figures = tmp_path / "r.md", tmp_path / "r.json"
+    for row in ("M7", "M4"):
+        arguments = ["reproduce", row, "--quick", "--json", str(figures), "--document", str(document)]
+        assert CliRunner().invoke(app, arguments).exit_code == 0
+    assert list(json.loads(figures.read_text())["rows"]) == ["M4", "M7"]
+    assert document.read_text().index("## M4") < document.read_text().index("## M7")
+    figures.write_text("{}")
+    broken = CliRunner().invoke(app, ["reproduce", "M4", "--json", str(figures)])
+    assert "not a file that `quire reproduce` wrote" in str(broken.exception)
+
+
 def values(findings):
     return {one.what: one.ours for one in findings}
 

@@ -40,14 +40,15 @@ def reproduce(
 ) -> dict[str, Findings]:
     """Run rows (all if `only` is empty), print them, and write the files. Charts go to a folder beside the document.
 
-    quick: sizes whose figures have no meaning. results: folder with result files of benchmarks. Raises ConfigError for
-    an unknown row, or a file that cannot be written.
+    quick: sizes whose figures have no meaning. results: folder with result files of benchmarks. json_file: rows that it
+    has from an earlier run are kept, if they do not run now. Raises ConfigError for an unknown row, or a file that
+    cannot be written.
     """
     for row in only:
         if row.upper() not in ROWS:
             raise ConfigError(f"there is no row {row!r:.20}{nearest(row.upper(), ROWS)}; known: {', '.join(ROWS)}")
     wanted = [target for target in TARGETS if not only or target.id in {row.upper() for row in only}]
-    context, found = Context(quick=quick, results=results), dict[str, Findings]()
+    context, found = Context(quick=quick, results=results), _earlier(json_file)
     began = perf_counter()
     for number, target in enumerate(wanted):
         found[target.id] = ROWS[target.id](context)
@@ -64,10 +65,28 @@ def reproduce(
             folder.mkdir(exist_ok=True)
             for name, chart in context.charts.items():
                 (folder / name).write_text(chart)
-            document.write_text(markdown(found, context, seconds))
+            charts = sorted(path.name for path in folder.glob("*.svg"))
+            document.write_text(markdown(found, charts, quick=quick))
     except OSError as error:
         raise ConfigError(f"{error.filename} cannot be written: {error.strerror}") from error
     return found
+
+
+class _Recorded(msgspec.Struct):
+    """A file of figures."""
+
+    quick: bool
+    rows: dict[str, Findings]
+
+
+def _earlier(json_file: Path | None) -> dict[str, Findings]:
+    """The rows in a file of an earlier run; none if there is no file."""
+    if json_file is None or not json_file.is_file():
+        return {}
+    try:
+        return msgspec.json.decode(json_file.read_bytes(), type=_Recorded).rows
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{json_file} is not a file that `quire reproduce` wrote: {error}") from error
 
 
 def verdict(finding: Finding) -> str:
@@ -131,7 +150,7 @@ def _figures(found: Mapping[str, Findings], *, quick: bool) -> dict[str, object]
             }
             for one in findings
         ]
-        for row, findings in found.items()
+        for row, findings in ((target.id, found[target.id]) for target in TARGETS if target.id in found)
     }
     return {"machine": cpu_description(), "python": platform.python_version(), "quick": quick, "rows": rows}
 
@@ -152,21 +171,21 @@ No constant is tuned to make a row match. The parameters of the workloads are in
 """
 
 
-def markdown(found: Mapping[str, Findings], context: Context, seconds: float) -> str:
-    """The document."""
+def markdown(found: Mapping[str, Findings], charts: Sequence[str], *, quick: bool) -> str:
+    """The document. charts: files in the folder beside it."""
     counts = {name: 0 for name in ("as reported", "close", "differs", "pending")}
     for findings in found.values():
         for one in findings:
             if verdict(one):
                 counts[verdict(one)] += 1
     parts = [_HEAD]
-    command = "quire reproduce --document docs/reproduction.md" + (" --quick" if context.quick else "")
+    command = "quire reproduce --document docs/reproduction.md" + (" --quick" if quick else "")
     parts.append(
-        f"Command: `{command}`, {seconds / 60:.0f} minutes on {cpu_description()}. "
+        f"Command: `{command}`, on {cpu_description()}. "
         f"Of the figures with a reported value, {counts['as reported']} are as reported, {counts['close']} close, and "
         f"{counts['differs']} differ; {counts['pending']} are pending.\n"
     )
-    if context.quick:
+    if quick:
         parts.append("**These figures have no meaning: `--quick` runs sizes for tests.**\n")
     for target in TARGETS:
         if target.id not in found:
@@ -181,7 +200,7 @@ def markdown(found: Mapping[str, Findings], context: Context, seconds: float) ->
             if one.note and one.note not in notes:
                 notes.append(one.note)
         parts.append("\n" + "".join(f"- {note}\n" for note in notes) if notes else "")
-        for name in context.charts:
+        for name in charts:
             if name.startswith(f"{target.id.lower()}_"):
                 parts.append(f"![{target.experiment}]({_CHART_FOLDER}/{name})\n")
     return "\n".join(parts).rstrip() + "\n"
