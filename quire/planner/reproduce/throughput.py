@@ -122,7 +122,7 @@ def t4(context: Context) -> Findings:
     cached = OPT_13B.setup(prefix_index=True)
     ratios = _ratios(context, OPT_13B.setup(), ("orca-oracle",), requests, paged=cached, start=4.0)
     ours, spread = ratios["orca-oracle"]
-    note = "OPT-13B, Alpaca-like; the paper has LLaMA-13B and translations. Few outputs are long, so that prefills decide the mean"
+    note = "OPT-13B and Alpaca-like; the paper has LLaMA-13B and translations. Outputs are short: prefills decide"
     return [_simulated("with a prefix cache, over orca-oracle", ours, "x", (3.58, 3.58), spread, note)]
 
 
