@@ -102,7 +102,7 @@ CHATS = {
     "too long": {"messages": [{"role": "user", "content": "a " * 5000}]},
     "too many": {"messages": USER * 20000},
     "top_logprobs alone": {"messages": USER, "top_logprobs": 2},
-    "top_logprobs": {"messages": USER, "logprobs": True, "top_logprobs": 500},
+    "top_logprobs": {"messages": USER, "logprobs": True, "top_logprobs": 129},
     "tools of a string": {"messages": USER, "tools": "a"},
     "tool_choice": {"messages": USER, "tool_choice": "required"},
     "response_format": {"messages": USER, "response_format": {"type": "json_schema"}},

@@ -194,7 +194,7 @@ def test_a_stream_tells_all_that_is_known_and_ends_with_the_whole(ask, n):
         ({"text": "a", "sampling_params": {"max_tokens": 1}}, "sampling_params.max_tokens"),
         ({"text": "a", "sampling_params": {"regex": "a", "ebnf": "b"}}, "ebnf"),
         ({"text": "a", "sampling_params": {"regex": 3}}, "sampling_params.regex"),
-        ({"text": "a", "sampling_params": {"stop_regex": "a"}}, "sampling_params.stop_regex"),
+        ({"text": "a", "sampling_params": {"stop_regex": "a*"}}, "stop_regex"),
         ({"text": "a", "sampling_params": [{}, {}]}, "sampling_params"),
         ({"text": ["a", "b"], "rid": "x"}, "rid"),
         ({"text": ["a", "b"], "rid": ["x"]}, "rid"),
