@@ -1,19 +1,23 @@
 """Cost of paged attention on a CPU: beside contiguous keys and values, memory bandwidth, and for prefill.
 
-    python -m benchmarks.paging [--threads 2] [--heads 14] [--kv-heads 2] [--head-dim 64]
+    python -m benchmarks.paging [--threads 2] [--heads 14] [--kv-heads 2] [--head-dim 64] [--json FILE]
 
 For decode, prints the time with scattered blocks over the time of the same kernel with blocks in order; then the share
-of the memory's read bandwidth that long contexts reach; then operations per second of prefill. Times are the best of
-several, taken in turns, because other work on the machine can only slow them down.
+of the memory's read bandwidth that long contexts reach; then the speed-up of one long sequence by several threads, by
+which its context is split; then operations per second of prefill. Times are the best of several, taken in turns, as
+other work on the machine can only slow them down.
 """
 
 import argparse
+import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
 
+from benchmarks.cpu.machine import describe
 from quire.config import KVGroup
 from quire.kernels.contract import DTYPES, Batch, Storage
 from quire.kernels.cpu import _C, paged
@@ -80,30 +84,78 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--build", default=_C.builds()[0], choices=_C.builds())
+    parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     _C.set_threads(options.threads)
     _C.use(options.build)
     print(f"{options.build}, {options.threads} threads, {options.heads}/{options.kv_heads} heads of {options.head_dim}")
+    figures: dict[str, object] = {
+        "machine": describe(),
+        "build": options.build,
+        "decode": [],
+        "split": [],
+        "prefill": [],
+    }
+    figures["decode"], figures["bandwidth"] = decode(options), bandwidth(options)
+    figures["split"], figures["prefill"] = split(options), prefill(options)
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def decode(options: argparse.Namespace) -> list[dict[str, float]]:
+    """Scattered against contiguous blocks, by batch and context."""
+    rows = []
     for batch in (1, 8, 32):
         for context in (1024, 4096):
             case = Case(options, batch, context - 1, context)
             scattered, contiguous = best_of([case.scattered, case.contiguous])
-            rate = case.bytes / scattered / 1e9
+            rate, ratio = case.bytes / scattered / 1e9, scattered / contiguous
+            rows.append(
+                {"batch": batch, "context": context, "seconds": scattered, "gb_per_second": rate, "ratio": ratio}
+            )
             print(
                 f"decode, batch {batch:2}, context {context}: {scattered * 1e6:7.1f} us, {rate:5.1f} GB/s, "
-                f"{scattered / contiguous:.3f} of contiguous"
+                f"{ratio:.3f} of contiguous"
             )
+    return rows
+
+
+def bandwidth(options: argparse.Namespace) -> dict[str, float]:
+    """Read bandwidth of attention over long contexts, and of a product that only reads."""
     case = Case(options, 4, 2**14 - 1, 2**14)
     read, num_bytes = read_everything(2**29)
-    scattered, contiguous, reading = best_of([case.scattered, case.contiguous, read])
+    scattered, reading = best_of([case.scattered, read])
     rate, limit = case.bytes / scattered / 1e9, num_bytes / reading / 1e9
     print(f"decode, batch  4, context 16384: {rate:.1f} GB/s, {rate / limit:.0%} of {limit:.1f} GB/s that can be read")
+    return {"gb_per_second": rate, "limit_gb_per_second": limit}
+
+
+def split(options: argparse.Namespace) -> list[dict[str, float]]:
+    """Decode of one sequence: all threads, which split its context, against one thread."""
+    rows = []
+    for context in (2**14, 2**16):
+        case = Case(options, 1, context - 1, context)
+        (together,) = best_of([case.scattered])
+        _C.set_threads(1)
+        (alone,) = best_of([case.scattered])
+        _C.set_threads(options.threads)
+        rows.append({"context": context, "threads": options.threads, "ratio": alone / together})
+        faster = f"{alone / together:.2f} times as fast as one"
+        print(f"decode, batch  1, context {context}: {options.threads} threads {faster}")
+    return rows
+
+
+def prefill(options: argparse.Namespace) -> list[dict[str, float]]:
+    """Operations per second of chunks of a prompt."""
+    rows = []
     for start, stop in ((0, 2048), (3584, 4096), (16128, 16384)):
         case = Case(options, 1, start, stop)
         (seconds,) = best_of([case.scattered])
         pairs = (stop * (stop + 1) - start * (start + 1)) // 2
         rate = 4 * pairs * options.heads * options.head_dim / seconds / 1e9
+        rows.append({"start": start, "stop": stop, "seconds": seconds, "gflops": rate})
         print(f"prompt, positions {start:5} to {stop:5}: {seconds * 1e3:6.2f} ms, {rate:6.0f} GFLOP/s")
+    return rows
 
 
 if __name__ == "__main__":

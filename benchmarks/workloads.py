@@ -6,19 +6,13 @@ the lengths: another seed gives equal work, but no prefix match with earlier rep
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import exp, log
 from random import Random
-from statistics import NormalDist
+
+from quire.planner.lengths import LENGTHS
 
 LENGTH_SEED = 20260  # fixes W2's lengths, so that results of different dates compare
 SMALLEST_VOCABULARY = 2048  # the embedded model's
 FIRST_TOKEN = 16  # ids below may be special in real vocabularies
-
-SHAREGPT_INPUT_MEAN = 161.0  # tokens; PagedAttention (Kwon et al., SOSP 2023), section 6.1, figure 11
-SHAREGPT_OUTPUT_MEAN = 338.0
-SHAREGPT_LONGEST = 2048
-SHAREGPT_INPUT_SPREAD = 1.4  # sigma of the logarithm: many short questions, a few pasted documents
-SHAREGPT_OUTPUT_SPREAD = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,36 +91,11 @@ def w2_lengths(n: int = 32) -> list[tuple[int, int]]:
 
 
 def sharegpt_lengths(n: int, seed: int) -> list[tuple[int, int]]:
-    """Pairs (prompt tokens, output tokens) with ShareGPT's means, heavy-tailed and capped at 2048.
-
-    The data set is not needed: the means are from the paper, the shape is our assumption.
-    """
-    inputs = capped_median(SHAREGPT_INPUT_MEAN, SHAREGPT_INPUT_SPREAD, SHAREGPT_LONGEST)
-    outputs = capped_median(SHAREGPT_OUTPUT_MEAN, SHAREGPT_OUTPUT_SPREAD, SHAREGPT_LONGEST)
-    rng = Random(f"sharegpt-{seed}")
-    return [
-        (
-            _lognormal(rng, inputs, SHAREGPT_INPUT_SPREAD, 1, SHAREGPT_LONGEST),
-            _lognormal(rng, outputs, SHAREGPT_OUTPUT_SPREAD, 1, SHAREGPT_LONGEST),
-        )
-        for _ in range(n)
-    ]
-
-
-def capped_median(mean: float, spread: float, cap: float) -> float:
-    """The median of the lognormal X for which E[min(X, cap)] = mean, by bisection."""
-    low, high = log(mean) - spread**2, log(cap)
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _capped_mean(middle, spread, cap) < mean else (low, middle)
-    return exp(low)
-
-
-def _capped_mean(mu: float, spread: float, cap: float) -> float:
-    """E[min(X, cap)] of a lognormal: the part below the cap in closed form, plus the probability mass at the cap."""
-    normal = NormalDist()
-    below = exp(mu + spread**2 / 2) * normal.cdf((log(cap) - mu - spread**2) / spread)
-    return below + cap * normal.cdf((mu - log(cap)) / spread)
+    """Pairs (prompt tokens, output tokens) with ShareGPT's means, heavy-tailed and capped, as in quire.planner."""
+    kinds, rng = (LENGTHS["sharegpt"].prompt, LENGTHS["sharegpt"].output), Random(f"sharegpt-{seed}")
+    shapes = [(kind.median, kind.sigma, kind.longest) for kind in kinds]
+    pairs = ([_lognormal(rng, median, sigma, 1, longest) for median, sigma, longest in shapes] for _ in range(n))
+    return [(prompt, output) for prompt, output in pairs]
 
 
 def _lognormal(rng: Random, median: float, spread: float, low: int, high: int) -> int:

@@ -32,12 +32,24 @@ _HOMES = {
     "ClassificationOutput": "quire.engine.outputs",
     "ScoringRequestOutput": "quire.engine.outputs",
     "ScoringOutput": "quire.engine.outputs",
+    "calibrate": "quire.startup.latency_calibration",
     "examine": "quire.startup.doctor",
+    "plan": "quire.planner.report",
     "quantize": "quire.startup.quantize",
+    "reproduce": "quire.planner.reproduce.run",
     "run_batch": "quire.server.batch.run",
     "serve": "quire.server.serve",
+    "simulate": "quire.planner.simulate",
 }
-_WITH_TORCH = ("quire.llm", "quire.startup.doctor", "quire.startup.quantize")
+_WITH_TORCH = (
+    "quire.llm",
+    "quire.planner.report",
+    "quire.planner.reproduce.run",
+    "quire.planner.simulate",
+    "quire.startup.doctor",
+    "quire.startup.latency_calibration",
+    "quire.startup.quantize",
+)
 __all__ = ["__version__", *_HOMES]
 
 

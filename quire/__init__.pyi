@@ -15,9 +15,13 @@ from quire.params import ReasoningParams as ReasoningParams
 from quire.params import RepetitionDetectionParams as RepetitionDetectionParams
 from quire.params import SamplingParams as SamplingParams
 from quire.params import StructuredOutputsParams as StructuredOutputsParams
+from quire.planner.report import plan as plan
+from quire.planner.reproduce.run import reproduce as reproduce
+from quire.planner.simulate import simulate as simulate
 from quire.server.batch.run import run_batch as run_batch
 from quire.server.serve import serve as serve
 from quire.startup.doctor import examine as examine
+from quire.startup.latency_calibration import calibrate as calibrate
 from quire.startup.quantize import quantize as quantize
 
 __version__: str

@@ -21,6 +21,8 @@ import quire
 from quire.config import MODEL_HELP, REMOVED_VALUES, EngineOptions, Help
 from quire.errors import QuireError, RequestError
 from quire.params import SamplingParams
+from quire.planner.options import PlanOptions, WorkloadOptions
+from quire.planner.workloads import Failures
 from quire.server.api_keys import MAX_PER_MINUTE, Role, add_key, new_key
 from quire.server.options import ServerOptions
 from quire.supervisor.spawn import spawned_engine
@@ -210,7 +212,7 @@ def run_batch(
         model_name=served_model_name,
         report=lambda line: typer.echo(line, err=True),
         progress=WeightsBar(),
-        advance=LinesBar(),
+        advance=CountBar("requests"),
     )
 
 
@@ -267,6 +269,98 @@ def quantize(
     typer.echo(f"written to {out}")
 
 
+_DEVICE = typer.Option(
+    help="A100-40GB, A100-80GB, H100, H200, B200, L4, RTX-4090, MI300X, or a file of `quire calibrate`"
+)
+
+
+@app.command()
+@with_flags
+def simulate(
+    *,
+    model: Annotated[str | None, typer.Argument(help="as for serve, or a folder with config.json only")] = None,
+    device: Annotated[str, _DEVICE] = "",
+    workload: WorkloadOptions,
+    baseline: Annotated[
+        str | None, typer.Option(help="contiguous memory: orca-max, orca-pow2, orca-oracle, static [default: paged]")
+    ] = None,
+    failed_steps: Annotated[float, typer.Option(help="share of steps that fail", min=0, max=0.5)] = 0.0,
+    aborted: Annotated[float, typer.Option(help="share of requests that clients abort", min=0, max=1)] = 0.0,
+    out: Annotated[Path | None, typer.Option("--json", help="file for the figures")] = None,
+    options: EngineOptions,
+) -> None:
+    """Run the scheduler and the KV cache in virtual time, on a device that need not be here. Loads no weights."""
+    del model, device  # of options
+    _, figures = quire.simulate(
+        options,
+        workload,
+        baseline=baseline,
+        failures=Failures(failed_steps=failed_steps, aborted=aborted, seed=options.seed),
+        report=typer.echo,
+        advance=CountBar("requests"),
+    )
+    if out is not None:
+        out.write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=1))
+
+
+@app.command()
+@with_flags
+def plan(
+    *,
+    model: Annotated[str | None, typer.Argument(help="as for simulate")] = None,
+    device: Annotated[str, _DEVICE] = "",
+    wanted: PlanOptions,
+    workload: WorkloadOptions,
+    options: EngineOptions,
+) -> None:
+    """Find the request rate that a model on a device sustains within an SLO, and the options for it."""
+    del model, device  # of options
+    quire.plan(options, workload, wanted, console=Console(), advance=CountBar("simulations"))
+
+
+@app.command()
+def reproduce(
+    rows: Annotated[list[str] | None, typer.Argument(metavar="[ROW]...", help="M1, T7 ... [default: all]")] = None,
+    *,
+    quick: Annotated[bool, typer.Option("--quick", help="sizes whose figures have no meaning, in seconds")] = False,
+    results: Annotated[
+        Path | None, typer.Option(help="folder with result files [default: benchmarks/results, if it is here]")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--json", help="file for the figures")] = None,
+    document: Annotated[Path | None, typer.Option(help="Markdown file; charts go to a folder beside it")] = None,
+) -> None:
+    """Run the experiments of papers and articles, and print what they report beside what comes out here."""
+    here = Path("benchmarks/results")
+    quire.reproduce(
+        rows or [],
+        quick=quick,
+        results=results or (here if here.is_dir() else None),
+        json_file=out,
+        document=document,
+        console=Console(),
+        advance=CountBar("rows"),
+    )
+
+
+@app.command()
+@with_flags
+def calibrate(
+    *,
+    model: Annotated[str | None, typer.Argument(help=MODEL_HELP)] = None,
+    seconds: Annotated[float, typer.Option(help="how long to measure", min=0.1, max=600)] = 10.0,
+    out: Annotated[Path | None, typer.Option(help="file of the profile [default: MODEL.latency.json]")] = None,
+    options: EngineOptions,
+) -> None:
+    """Measure how long steps take on this machine, for `quire plan` and `quire simulate`. Leave the machine idle."""
+    profile = quire.calibrate(
+        options, seconds=seconds, report=typer.echo, progress=WeightsBar(), advance=CountBar("seconds")
+    )
+    file = out or Path(f"{profile.model.replace('/', '-')}.latency.json")
+    profile.save(file)
+    typer.echo(f"latency    {profile.source}; they differ from it by {profile.error:.1%} on average")
+    typer.echo(f"written to {file}; `quire plan --device {file}` uses it")
+
+
 def _converse(llm: "quire.LLM", system: str | None, params: SamplingParams) -> None:
     """The loop of a chat, until the user ends it."""
     messages = [] if system is None else [{"role": "system", "content": system}]
@@ -303,16 +397,16 @@ class WeightsBar:
             self._bar.stop()
 
 
-class LinesBar:
-    """Progress bar on stderr for the lines of a batch."""
+class CountBar:
+    """Progress bar on stderr for a number of things, such as the lines of a batch."""
 
-    def __init__(self) -> None:
-        columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    def __init__(self, things: str) -> None:
+        columns = (TextColumn(things), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         self._bar = Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty())
-        self._task = self._bar.add_task("requests", start=False)
+        self._task = self._bar.add_task(things, start=False)
 
-    def __call__(self, done: int, total: int) -> None:
-        """`done` of `total` lines are done."""
+    def __call__(self, done: float, total: float) -> None:
+        """`done` of `total` things are done."""
         if not self._bar.live.is_started:
             self._bar.start()
             self._bar.start_task(self._task)

@@ -261,7 +261,8 @@ def check_unicode(name: str, text: str) -> None:
 MAX_N = 128
 MAX_LOGPROBS = 128
 MAX_STOPS = 64
-MAX_STOP_LENGTH = 1024  # characters, of a stop string or a bad word
+MAX_STOP_LENGTH = 1024  # characters, of a stop string, a pattern that ends the output, or a bad word
+MAX_STOP_PATTERNS = 8
 MAX_TOKENS = 2**31 - 1
 MAX_TEMPERATURE = 100.0
 MAX_LISTED_TOKENS = 65536  # of logit_bias and allowed_token_ids
@@ -288,8 +289,9 @@ class SamplingParams:
     half precision, at some cost in speed.
     End: max_tokens: None means up to max_model_len; 0 computes the prompt only. min_tokens: least number of tokens
     before an end token, stop token or stop string ends the sequence. stop: strings, which are left out of the
-    returned text unless include_stop_str_in_output is set. repetition_detection: RepetitionDetectionParams, or a
-    mapping with its fields: ends an output that repeats itself.
+    returned text unless include_stop_str_in_output is set. stop_regex: patterns, behind the first match of which the
+    output ends. repetition_detection: RepetitionDetectionParams, or a mapping with its fields: ends an output that
+    repeats itself.
     Constraint: structured_outputs: StructuredOutputsParams, or a mapping with its fields. json_schema, regex and ebnf
     are SGLang's names for some of these fields; they are moved to structured_outputs and set to None.
     Reasoning: reasoning: ReasoningParams, or a mapping with its fields, of a model that writes its reasoning before its
@@ -322,6 +324,7 @@ class SamplingParams:
     max_tokens: int | None = 16
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
+    stop_regex: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
@@ -439,7 +442,9 @@ class SamplingParams:
             raise RequestError(f"at most {MAX_STOPS} stop strings and stop_token_ids", "stop")
         if len(self.bad_words) > MAX_BAD_WORDS:
             raise RequestError(f"at most {MAX_BAD_WORDS} bad_words", "bad_words")
-        for name, what in (("stop", "stop string"), ("bad_words", "bad word")):
+        if len(self.stop_regex) > MAX_STOP_PATTERNS:
+            raise RequestError(f"at most {MAX_STOP_PATTERNS} patterns of stop_regex", "stop_regex")
+        for name, what in (("stop", "stop string"), ("stop_regex", "stop_regex"), ("bad_words", "bad word")):
             for text in getattr(self, name):
                 if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_LENGTH or not is_unicode(text):
                     raise RequestError(f"a {what} must have 1 to {MAX_STOP_LENGTH} valid Unicode characters", name)
@@ -460,7 +465,7 @@ class SamplingParams:
 
 
 _LISTS: Mapping[str, type] = MappingProxyType(
-    {"stop": str, "stop_token_ids": int, "bad_words": str, "logprob_token_ids": int}
+    {"stop": str, "stop_regex": str, "stop_token_ids": int, "bad_words": str, "logprob_token_ids": int}
 )
 _SGLANG_CONSTRAINT_FIELDS: Mapping[str, str] = MappingProxyType(
     {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}

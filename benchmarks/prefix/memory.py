@@ -5,11 +5,12 @@ from random import Random
 
 from benchmarks.prefix.rigs import BLOCK_SIZE, Embedded, Rig, ask, cache_config, greedy, num_held, scripted
 from benchmarks.prefix.rows import Note, Row, Section
-from benchmarks.workloads import FIRST_TOKEN, Query, capped_median
+from benchmarks.workloads import FIRST_TOKEN, Query
 from quire.cache.kv_cache import KVCache
 from quire.config import PrefixIndexKind
 from quire.core.request import Request
 from quire.params import BeamSearchParams
+from quire.planner.lengths import capped_median
 from quire.scheduler.beam_search import plan_beams
 from tools.demo_model.stories import tell
 

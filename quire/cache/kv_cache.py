@@ -43,7 +43,7 @@ class KVCache:
         self.block_size = config.block_size
         self._has_index = config.prefix_index != "none"
         self.windowed = [i for i, group in enumerate(config.groups) if group.window]
-        self.pools = Pools(BlockPool(group.num_blocks) for group in config.groups)
+        self.pools = self._new_pools(config)
         self._tables: dict[int, BlockTable] = {}  # by sequence id
         self.tables: Mapping[int, BlockTable] = MappingProxyType(self._tables)
         self._in_flight = InFlight(self.pools)
@@ -581,6 +581,9 @@ class KVCache:
                 self.index.register(table, NO_MATCH)
         self._audit.repair(self.index)
         self._host_pool.repair()
+
+    def _new_pools(self, config: CacheConfig) -> Pools:
+        return Pools(BlockPool(group.num_blocks) for group in config.groups)
 
     def _new_index(self) -> PrefixIndex:
         if self.config.prefix_index == "none":

@@ -85,10 +85,11 @@ class Request(msgspec.Struct, frozen=True):
 
     @property
     def may_end_early(self) -> bool:
-        """Whether a token, a stop string or a constraint may end a sequence before `max_tokens`."""
+        """Whether a token, a stop string, a repetition or a constraint may end a sequence before `max_tokens`."""
         params = self.params
-        ends = params.stop or params.stop_token_ids or (self.eos_token_ids and not params.ignore_eos)
-        return bool(ends or self.is_constrained)
+        ends = params.stop_token_ids or (self.eos_token_ids and not params.ignore_eos)
+        texts = params.stop or params.stop_regex or params.repetition_detection is not None
+        return bool(ends or texts or self.is_constrained)
 
     @property
     def num_unfinished(self) -> int:

@@ -10,6 +10,7 @@ from quire.core.scheduling_params import DEFAULT_SCHEDULING_PARAMS, Program, Ret
 from quire.core.step import Pooling
 from quire.errors import RequestError, nearest
 from quire.params import MAX_TOKENS, SamplingParams
+from quire.structured_outputs.fsm.search import PatternSearch, compile_searches
 from quire.tokenizer.tokenizer import Tokenizer, bad_word_tokens
 
 
@@ -103,12 +104,16 @@ def _is_token(item: object) -> bool:
 
 
 class Generation(NamedTuple):
-    """One truncated prompt with its parameters. bad_words, prediction: the tokens of these parameters."""
+    """One truncated prompt with its parameters.
+
+    bad_words, prediction: the tokens of these parameters. stop_regex: the compiled patterns of this parameter.
+    """
 
     prompt: TokenizedPrompt
     params: SamplingParams
     bad_words: Sequence[Sequence[int]] = ()
     prediction: Sequence[int] = ()
+    stop_regex: Sequence[PatternSearch] = ()
 
     def request(
         self,
@@ -134,8 +139,8 @@ def prepare_generations(
 ) -> list[Generation]:
     """One Generation per prompt and its parameters.
 
-    Raises RequestError for invalid bad words or an impossible truncation, and ContextLengthExceeded for a prompt that
-    does not fit.
+    Raises RequestError for invalid bad words, a stop_regex that cannot be compiled or an impossible truncation, and
+    ContextLengthExceeded for a prompt that does not fit.
     """
     made: list[Generation] = []
     for prompt, one in zip(prompts, params, strict=True):
@@ -144,7 +149,8 @@ def prepare_generations(
         kept = _truncate(prompt, one, tokenizer, max_model_len)
         check_length(len(kept.ids), one, max_model_len)
         prediction = made[-1].prediction if same else prediction_tokens(one, tokenizer)
-        made.append(Generation(kept, one, bad_words, prediction[: max_model_len - len(kept.ids)]))
+        stop_regex = made[-1].stop_regex if same else compile_searches(one.stop_regex)
+        made.append(Generation(kept, one, bad_words, prediction[: max_model_len - len(kept.ids)], stop_regex))
     return made
 
 

@@ -13,7 +13,9 @@ from quire.core.step import Logprobs
 from quire.engine.inputs import Generation
 from quire.engine.outputs import CompletionOutput, Delta, Logprob, LogprobRow, RequestMetrics, RequestOutput
 from quire.engine.repetition import REPETITION_DETECTED, RepetitionDetector
+from quire.engine.stop_regex import StopPatterns
 from quire.params import SamplingParams
+from quire.structured_outputs.fsm.search import PatternSearch
 from quire.tokenizer.detokenizer import Detokenizer
 from quire.tokenizer.stop_strings import Pattern, StopStrings, compile_stops
 from quire.tokenizer.tokenizer import Tokenizer
@@ -55,6 +57,7 @@ class SequenceOutputProcessor:
         tokenizer: Tokenizer,
         prompt: Sequence[int],
         patterns: tuple[Pattern, ...],
+        stop_regex: Sequence[PatternSearch] = (),
     ) -> None:
         self.result = CompletionOutput(index, "", [])
         self.keeps_logprobs = True
@@ -71,6 +74,7 @@ class SequenceOutputProcessor:
             spaces_between_special_tokens=params.spaces_between_special_tokens,
         )
         self._stops = StopStrings(patterns, included=params.include_stop_str_in_output)
+        self._stop_patterns = StopPatterns(stop_regex) if stop_regex else None
         detection = params.repetition_detection
         self._repetition = None if detection is None else RepetitionDetector(detection)
         self._ended_here: tuple[EndCause, str] | None = None  # the end that was found here, and the stop reason
@@ -106,6 +110,7 @@ class SequenceOutputProcessor:
             logprobs=logprobs,
             end=end,
             stop_reason=stop_reason,
+            end_token=result.end_token,
             stopped_after=None if engine_knows else len(result.token_ids),
         )
 
@@ -135,9 +140,15 @@ class SequenceOutputProcessor:
     def _check_stop(self, text: str, num_tokens: int) -> str:
         """The text that is certain to be output. num_tokens: new ones up to this text."""
         self._num_characters += len(text)
-        found = self._stops.append_text(text, may_stop=self._may_end(num_tokens))
+        may_stop, end = self._may_end(num_tokens), None
+        if self._stop_patterns is not None:
+            end = self._stop_patterns.find_end(text, may_stop=may_stop)
+        found = self._stops.append_text(text[:end], may_stop=may_stop)
         if self._stops.matched is not None:
             self._ended_here = EndCause.STOP, self._stops.matched
+        elif self._stop_patterns is not None and self._stop_patterns.matched is not None:
+            self._ended_here = EndCause.STOP, self._stop_patterns.matched
+            found += self._stops.flush()  # the match is part of the text
         return found
 
     def _end_repetition(self, num_tokens: int, *, may_end: bool) -> None:
@@ -197,7 +208,7 @@ class RequestOutputProcessor:
         self._tokenizer = tokenizer
         patterns = compile_stops(params.stop)
         self._sequences = [
-            SequenceOutputProcessor(i, params, tokenizer, self.prompt.ids, patterns)
+            SequenceOutputProcessor(i, params, tokenizer, self.prompt.ids, patterns, generation.stop_regex)
             for i in range(params.num_sequences)
         ]
 

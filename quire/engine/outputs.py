@@ -24,8 +24,9 @@ class CompletionOutput(msgspec.Struct):
 
     cumulative_logprob: sum over its tokens; None unless logprobs are requested or sequences are ranked.
     finish_reason: "stop", "length", "repetition", "abort" or "error"; None while it goes on. stop_reason: the stop
-    string or the token id of stop_token_ids that ended it, or "repetition_detected"; None after an end token; the
-    message after "error" or "abort". message: content, reasoning and tool calls of the text, for `LLM.chat`.
+    string, the pattern of stop_regex or the token id of stop_token_ids that ended it, or "repetition_detected"; None
+    after an end token; the message after "error" or "abort". message: content, reasoning and
+    tool calls of the text, for `LLM.chat`.
     """
 
     index: int  # which of the request's n sequences
@@ -42,10 +43,15 @@ class CompletionOutput(msgspec.Struct):
     end_token: int | None = None  # the end or stop token that ended the sequence, which is the last of token_ids
 
     @property
+    def matched_stop(self) -> str | int | None:
+        """What ended the sequence, as SGLang reports it: a stop string, a pattern of stop_regex, or a token."""
+        return _matched_stop(self.finish_reason, self.stop_reason, self.end_token)
+
+    @property
     def finish_info(self) -> dict[str, object] | None:
         """The finish_reason object of SGLang's meta_info; None while the sequence goes on.
 
-        "matched" is a stop string or token; it is None if the constraint ended the output.
+        "matched" is `matched_stop`; it is None if the constraint ended the output.
         """
         match self.finish_reason:
             case None:
@@ -53,7 +59,7 @@ class CompletionOutput(msgspec.Struct):
             case "length":
                 return {"type": "length", "length": len(self.token_ids)}
             case "stop":
-                return {"type": "stop", "matched": self.end_token if self.stop_reason is None else self.stop_reason}
+                return {"type": "stop", "matched": self.matched_stop}
         return {"type": self.finish_reason, **({} if self.stop_reason is None else {"message": self.stop_reason})}
 
 
@@ -168,9 +174,21 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[LogprobRow] | None = None
     end: EndCause | None = None
     stop_reason: str | int | None = None
+    end_token: int | None = None  # as in CompletionOutput
     stopped_after: int | None = None
 
     @property
     def finish_reason(self) -> FinishReason | None:
         """What clients get as the finish reason; None while the sequence continues."""
         return None if self.end is None else self.end.finish_reason
+
+    @property
+    def matched_stop(self) -> str | int | None:
+        """See CompletionOutput."""
+        return _matched_stop(self.finish_reason, self.stop_reason, self.end_token)
+
+
+def _matched_stop(finish_reason: str | None, stop_reason: str | int | None, end_token: int | None) -> str | int | None:
+    if finish_reason != "stop":
+        return None
+    return end_token if stop_reason is None else stop_reason

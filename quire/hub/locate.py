@@ -56,6 +56,34 @@ def locate(
         return cached
 
 
+def locate_config(
+    model: str, *, revision: str | None = None, offline: bool = False, cache_dir: str | None = None
+) -> Path:
+    """The folder with the config.json of a model, downloaded without the weights if it is not on this machine.
+
+    model: an existing folder, or "owner/name" on the Hub. Raises ModelError.
+    """
+    path = _existing(model)
+    if path is not None:
+        return path
+    name = parse_hub_name(model, revision)
+    from quire.hub.repository import NoNetwork, Repository  # noqa: PLC0415  (huggingface_hub takes a tenth of a second)
+
+    repository = Repository(name, cache_dir=cache_dir, endpoint=None)
+    cached = repository.in_cache()
+    if cached is not None:
+        return cached
+    if offline:
+        raise ModelError(f"{name} is not in the cache; give the path of a folder with its config.json")
+    try:
+        return repository.download_config()
+    except NoNetwork as error:
+        raise ModelError(
+            f"{name} is not on this machine, and the Hub cannot be reached ({error}); give the path of a folder with "
+            "its config.json"
+        ) from error
+
+
 def _existing(model: str) -> Path | None:
     """The path if it exists, else None."""
     try:

@@ -38,6 +38,9 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _SHARD = re.compile(r"-\d{5}-of-(\d{5})(?=\.gguf$)")
 
 
+_CONFIG = "config.json"
+
+
 class NoNetwork(Exception):
     """The Hub did not answer. For use inside this package only."""
 
@@ -92,8 +95,8 @@ def small_files(name: HubName, names: Iterable[str]) -> list[str]:
                 f"and GGUF. Look for a converted copy: another repository, or a pull request's revision (@refs/pr/1)"
             )
         raise ModelError(f"{name.repo} has no weights: neither {WEIGHTS_FILE} nor {INDEX_FILE}")
-    if "config.json" not in listing:
-        raise ModelError(f"{name.repo} has no config.json, so it is not a model that quire can run")
+    if _CONFIG not in listing:
+        raise ModelError(f"{name.repo} has no {_CONFIG}, so it is not a model that quire can run")
     return [path for path in listing if any(fnmatch(path, pattern) and path.count("/") == pattern.count("/")
                                             for pattern in _SMALL_FILE_PATTERNS)]  # fmt: skip
 
@@ -206,6 +209,15 @@ class Repository:
             self._write_cached_commit(commit)
         folder = self._folder / "snapshots" / commit
         return folder / ggufs[0] if ggufs else folder
+
+    def download_config(self) -> Path:
+        """Download config.json alone, for a plan. Returns its folder in the cache. Also raises NoNetwork."""
+        with convert_errors(self._name.repo, self._revision, self._cache):
+            commit, files = self._listing()
+            if _CONFIG not in files:
+                raise ModelError(f"{self._name.repo} has no {_CONFIG}, so it is not a model that quire can run")
+            self._download_missing([_CONFIG], files, commit, lambda _line: None, lambda _done, _total: None)
+        return self._folder / "snapshots" / commit
 
     def _cached_commit(self) -> str | None:
         try:

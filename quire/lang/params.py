@@ -34,7 +34,7 @@ class Sampling(TypedDict, total=False):
     n: int | None
     stop: str | list[str] | tuple[str, ...] | None
     stop_token_ids: list[int] | tuple[int, ...] | None
-    stop_regex: None
+    stop_regex: str | list[str] | tuple[str, ...] | None
     temperature: float | None
     top_p: float | None
     top_k: int | None
@@ -67,6 +67,7 @@ class GenParams:
     n: int = 1
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    stop_regex: tuple[str, ...] = ()
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
@@ -132,7 +133,7 @@ _TYPES: Mapping[str, tuple[Any, str]] = {
     **dict.fromkeys(("regex", "ebnf", "prediction"), _TEXT),
 }
 _LISTS: Mapping[str, tuple[Any, str]] = {
-    **{"stop": _TEXT, "stop_token_ids": _INTEGER},
+    **{"stop": _TEXT, "stop_regex": _TEXT, "stop_token_ids": _INTEGER},
     "tools": (Mapping, "an object"),
 }
 _ALIASES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
@@ -141,16 +142,14 @@ _ALIASES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 def normalize_params(given: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters that are set, checked and normalized: no None, dtype as a regex, lists as tuples.
 
-    Raises RequestError for an unknown name, a wrong type, two constraints, and stop_regex. Ranges of values are checked
-    by the backend.
+    Raises RequestError for an unknown name, a wrong type and two constraints. Ranges of values are checked by the
+    backend.
     """
     normalized: dict[str, Any] = {}
     for name, value in given.items():
         name = _ALIASES.get(name, name)
         if value is None:
             continue
-        if name == "stop_regex":
-            raise RequestError("stop_regex is not supported; use stop strings, or regex for the whole output", name)
         if name not in _NAMES and name != "dtype":
             raise RequestError(f"unknown parameter {name!r}{nearest(name, _NAMES)}", name)
         normalized[name] = _normalize_value(name, value)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 from safetensors import SafetensorError, safe_open
@@ -121,6 +122,47 @@ def _stored(file: Path, shape: tuple[int, ...], dtype: str) -> StoredTensor:
     return StoredTensor(
         file, shape, dtype, math.prod(shape) * _DTYPE_BYTES.get(dtype, 1), is_float=dtype in _DTYPE_BYTES
     )
+
+
+class ConfigCheckpoint:
+    """A checkpoint without weights: its config.json describes the model. Raises ModelError if there is none."""
+
+    def __init__(self, path: Path) -> None:
+        """path: of a config.json, or of the folder with one."""
+        file = path / "config.json" if path.is_dir() else path
+        if not file.is_file():
+            raise ModelError(f"there is no config.json in {path}")
+        self._path = file
+        self._config = read_json_object(file)
+
+    generation_config: Mapping[str, object] = MappingProxyType({})
+    quant_method = None
+    tensors: Mapping[str, StoredTensor] = MappingProxyType({})
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self._path
+
+    @property
+    def config(self) -> Mapping[str, object]:
+        """The fields of config.json without quantization_config, which is the one of the weights."""
+        return {name: value for name, value in self._config.items() if name != "quantization_config"}
+
+    @property
+    def quantization_config(self) -> object:
+        """The settings of quantized weights; None without any."""
+        return self._config.get("quantization_config")
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield nothing: there are no weights."""
+        del names
+        yield from ()
+
+    def read_codes(self, schemes: Mapping[str, Scheme]) -> Iterator[tuple[str, QuantizedRows]]:
+        """Yield nothing: there are no weights."""
+        del schemes
+        yield from ()
 
 
 class FolderCheckpoint:

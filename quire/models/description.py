@@ -177,10 +177,11 @@ class ModelDescription:
 
     def weight_bytes(self, dtype: str, schemes: Schemes = NO_SCHEMES) -> int:
         """See Description."""
-        return sum(self._bytes(place, dtype, schemes.get(place.parameter)) for place in self.weight_map.values())
+        return sum(self.tensor_bytes(place, dtype, schemes.get(place.parameter)) for place in self.weight_map.values())
 
     @staticmethod
-    def _bytes(place: Placement, dtype: str, scheme: Scheme | None) -> int:
+    def tensor_bytes(place: Placement, dtype: str, scheme: Scheme | None) -> int:
+        """Bytes of one tensor of the weight map if it is loaded in `scheme`, or as `dtype` without one."""
         if scheme is not None:
             rows, columns = reversed(place.shape) if place.transposed else place.shape
             return scheme.num_bytes(rows, columns)

@@ -364,9 +364,12 @@ def _damaged(number: int, why: str) -> str:
     return f"record {number} is damaged: {why}"
 
 
-def replay_steps(records: Iterator[Record]) -> Iterator[tuple[Scheduler, Step | None, bytes]]:
+def replay_steps(
+    records: Iterator[Record], on_outputs: Callable[[list[Output]], None] = lambda _outputs: None
+) -> Iterator[tuple[Scheduler, Step | None, bytes]]:
     """Replay the inputs in a new scheduler. Yields (scheduler, its step, the recorded bytes) after each `plan`.
 
+    on_outputs: called with the outputs of each `commit`.
     Raises JournalError, and ReplayMismatch for a rejection that is not repeated with the same message.
     """
     header = next(records, None)
@@ -383,11 +386,14 @@ def replay_steps(records: Iterator[Record]) -> Iterator[tuple[Scheduler, Step | 
             continue
         if isinstance(record, Compiled | Commit):
             constraints.verdicts.extend(record.verdicts)
-        _apply_record(scheduler, record)
+        if isinstance(record, Commit):
+            on_outputs(scheduler.commit(record.result, record.now))
+        else:
+            _apply_record(scheduler, record)
 
 
 def _apply_record(scheduler: Scheduler, record: Record) -> None:
-    """Apply one record, other than a Plan, to the scheduler."""
+    """Apply one record, other than a Plan or a Commit, to the scheduler."""
     match record:
         case Add(request, now):
             scheduler.add(request, now)
@@ -407,8 +413,6 @@ def _apply_record(scheduler: Scheduler, record: Record) -> None:
             scheduler.calibrate(calibration)
         case Repair():
             scheduler.repair()
-        case Commit(result, now):
-            scheduler.commit(result, now)
         case Header():
             raise JournalError("a second header inside a journal")
 

@@ -144,7 +144,7 @@ class Service:
             return prepare_generations(tokenized, params, self.tokenizer, self.max_model_len)
 
         are_short = len(prompts) <= _MAX_SHORT_PROMPTS and sum(map(len, prompts)) <= _MAX_SHORT
-        if are_short and not any(one.bad_words for one in params):
+        if are_short and not any(one.bad_words or one.stop_regex for one in params):
             return work()
         return await self.thread_pool.run(tenant, work)
 

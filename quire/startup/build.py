@@ -225,7 +225,7 @@ def prepare_files(options: EngineOptions, opened: OpenFiles, *, report: Report) 
     description = files.description
     device = pick_device(options.device)
     head_dims = tuple({layer.head_dim for layer in description.kv_layers})
-    dtype, kv_dtype = _dtypes(options, description.dtype)
+    dtype, kv_dtype = resolve_dtypes(options, description.dtype)
     requirements = Requirements(usable_device(device), dtype, kv_dtype, options.block_size, head_dims)
     requirements, dtype_line = _substitute_float16(options, requirements)
     dtype, kv_dtype = requirements.dtype, requirements.kv_dtype
@@ -264,7 +264,7 @@ def prepare_files(options: EngineOptions, opened: OpenFiles, *, report: Report) 
         report(str(host.line))
     # a second step in flight overlaps planning with a device; without one it gains no time and may be discarded
     steps_in_flight = (2 if kind == "cuda" else 1) if options.steps_in_flight is None else options.steps_in_flight
-    limits = _scheduler_config(options, plan.max_model_len, steps_in_flight)
+    limits = scheduler_config_of(options, plan.max_model_len, steps_in_flight)
     cache = _with_prefix_cache(make_cache_config(shape, kv_dtype, plan, host), options, files, limits)
     report(_prefix_cache_line(cache))
     resolved = replace(
@@ -330,7 +330,7 @@ def _low_bits(
     return kept, chosen, "; ".join(line)
 
 
-def _dtypes(options: EngineOptions, model_dtype: str) -> tuple[str, str]:
+def resolve_dtypes(options: EngineOptions, model_dtype: str) -> tuple[str, str]:
     """Dtypes of weights and computation, and of KV. model_dtype: the checkpoint's dtype. Raises ConfigError."""
     dtype = model_dtype if options.dtype == "auto" else _DTYPE_ALIASES.get(options.dtype, options.dtype)
     kv_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
@@ -375,7 +375,8 @@ def _check_block_size(options: EngineOptions, requirements: Requirements) -> Non
         )
 
 
-def _scheduler_config(options: EngineOptions, max_model_len: int, steps_in_flight: int) -> SchedulerConfig:
+def scheduler_config_of(options: EngineOptions, max_model_len: int, steps_in_flight: int) -> SchedulerConfig:
+    """The scheduler's part of the options, with what the memory plan and the device have decided."""
     drafters, num_drafts = speculation_of(options)
     return SchedulerConfig(
         max_num_seqs=options.max_num_seqs,

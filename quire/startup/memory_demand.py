@@ -1,12 +1,17 @@
-"""Input of the memory plan, computed from a model's shape, with the cache config made from the plan."""
+"""Input of the memory plan and of the cost model, computed from a model, with the cache config made from the plan."""
+
+from collections import Counter
+from math import prod
 
 from quire.config import CacheConfig, EngineOptions, KVGroup
 from quire.cost.memory_plan import HostPoolPlan, KVProfile, MemoryPlan, MemoryProfile
 from quire.cost.model_shape import KVLayer, ModelShape
+from quire.cost.step_work import AttentionWork, ComputeShape
 from quire.kernels.contract import DTYPES, CaptureMemory, Kernels
 from quire.kernels.reference.quantized import read_bytes, stored_dtype_and_size
 from quire.kernels.reference.sampling import LOGITS_AT_ONCE
 from quire.kv_store.host import STAGING_BYTES
+from quire.models.description import ModelDescription
 from quire.models.model import Description
 from quire.quant.schemes import NO_SCHEMES, Schemes
 
@@ -24,6 +29,50 @@ def shape_of(description: Description, dtype: str, schemes: Schemes = NO_SCHEMES
         weight_types=" and ".join([*dict.fromkeys(scheme.type_name for scheme in schemes.values()), dtype]),
         activations_per_token=description.activations_per_token,
         layers=tuple(description.kv_layers),
+    )
+
+
+_EXPERTS = (".mlp.up", ".mlp.down")  # stacks of the weights of all experts
+_HEAD, _EMBED = "head.weight", "embed.weight"
+
+
+def compute_shape_of(
+    description: ModelDescription, dtype: str, kv_dtype: str, schemes: Schemes = NO_SCHEMES
+) -> ComputeShape:
+    """The sizes that the work of a step depends on, with weights as in `shape_of` and KV in `kv_dtype`."""
+    parameters, num_bytes = Counter[str](), Counter[str]()
+    experts = description.config.experts
+    for place in description.weight_map.values():
+        kind = "expert" if place.part is not None and f".{place.parameter}".endswith(_EXPERTS) else place.parameter
+        kind = kind if kind in ("expert", _HEAD, _EMBED) else "projection"
+        parameters[kind] += prod(place.shape)
+        num_bytes[kind] += description.tensor_bytes(place, dtype, schemes.get(place.parameter))
+    head = _EMBED if description.config.tied else _HEAD
+    num_sparse = sum(layer.has_experts for layer in description.config.layers)
+    num_experts = experts.num_experts if experts is not None and num_sparse else 0
+    grids = Counter(scheme.grid for parameter, scheme in schemes.items() if parameter not in (_HEAD, _EMBED))
+    rounds_inputs = bool(grids) and grids.most_common(1)[0][0] != "e4m3"  # float8 weights are multiplied in `dtype`
+    shape = shape_of(description, dtype, schemes)
+    flops_per_pair = 4.0 * description.config.num_heads * description.config.head_dim  # of one layer
+    return ComputeShape(
+        num_layers=len(shape.layers),
+        compute_dtype="int8" if rounds_inputs else dtype,
+        projection_parameters=parameters["projection"],
+        projection_bytes=num_bytes["projection"],
+        expert_parameters=parameters["expert"] // max(1, num_experts * num_sparse),
+        expert_bytes=num_bytes["expert"] // max(1, num_experts * num_sparse),
+        num_experts=num_experts,
+        experts_per_token=experts.per_token if experts is not None and num_sparse else 0,
+        num_sparse_layers=num_sparse,
+        head_parameters=parameters[head],
+        head_bytes=num_bytes[head],
+        activation_bytes_per_token=description.activations_per_token * DTYPES[dtype].itemsize,
+        attention=tuple(
+            AttentionWork(
+                layer.window, flops_per_pair * len(layers), _kv_profile(layer, len(layers), kv_dtype).bytes_per_token
+            )
+            for layer, layers in shape.kv_groups.items()
+        ),
     )
 
 

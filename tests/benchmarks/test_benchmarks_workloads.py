@@ -2,7 +2,8 @@
 
 import pytest
 
-from benchmarks.workloads import WORKLOADS, capped_median, sharegpt_lengths, w2_lengths, workload
+from benchmarks.workloads import WORKLOADS, sharegpt_lengths, w2_lengths, workload
+from quire.planner.lengths import capped_median
 
 
 @pytest.mark.parametrize(
@@ -50,12 +51,3 @@ def test_sharegpt_lengths_have_the_means_of_the_paper_and_a_heavy_tail():
 
 def test_capped_median_without_a_cap_is_the_closed_form():
     assert capped_median(100, 0.5, 1e9) == pytest.approx(100 * 2.718281828 ** (-0.125), rel=1e-6)
-
-
-def test_tail_waste_on_sharegpt_like_lengths_is_below_four_percent(capsys):
-    lengths = [prompt + output for prompt, output in sharegpt_lengths(5000, seed=1)]
-    reserved = sum(-(-length // 16) * 16 for length in lengths)
-    waste = 1 - sum(lengths) / reserved
-    with capsys.disabled():
-        print(f"\ntail waste, block 16, {len(lengths)} ShareGPT-like sequences at their full length: {waste:.2%}")
-    assert waste < 0.04

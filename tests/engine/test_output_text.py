@@ -16,13 +16,15 @@ from quire.engine.inputs import Generation, TokenizedPrompt
 from quire.engine.output_text import RequestOutputProcessor
 from quire.engine.outputs import Logprob
 from quire.params import SamplingParams
+from quire.structured_outputs.fsm.search import compile_searches
 from quire.tokenizer.tokenizer import Tokenizer
 
 EOS = 2
 
 
 def transcript(tokenizer, prompt=(67,), **params):
-    generation = Generation(TokenizedPrompt(None, list(prompt)), SamplingParams(**params))
+    params = SamplingParams(**params)
+    generation = Generation(TokenizedPrompt(None, list(prompt)), params, stop_regex=compile_searches(params.stop_regex))
     return RequestOutputProcessor("r", generation, tokenizer, now=1.0)
 
 
@@ -253,3 +255,29 @@ def test_a_token_begins_where_the_characters_before_it_are_complete(tokenizer, t
     assert offsets == [len(tokenizer.decode(ids[:i]).rstrip("\ufffd")) for i in range(len(ids))]
     run.process_output(output([], end=EndCause.LENGTH), 3.0)
     assert run.result().outputs[0].token_offsets == offsets
+
+
+@pytest.mark.parametrize(
+    ("params", "text", "reason"),
+    [
+        ({"stop_regex": "[0-9]+"}, "Mira has 1", "[0-9]+"),
+        ({"stop_regex": ["kettle", "h.s"]}, "Mira has", "h.s"),
+        ({"stop_regex": "has", "stop": "as"}, "Mira h", "as"),
+        ({"stop_regex": "^has|[0-9]$", "stop": ["18 w"]}, "Mira has 1", "^has|[0-9]$"),
+        ({"stop_regex": " ", "min_tokens": 30}, "Mira has 18 white kettles", None),
+    ],
+)
+@pytest.mark.parametrize("at_once", [1, 3, 100])
+def test_a_text_ends_behind_the_match_of_a_pattern(tokenizer, params, text, reason, at_once):
+    run = transcript(tokenizer, max_tokens=100, **params)
+    ids = tokenizer.encode("Mira has 18 white kettles")
+    deltas = [run.process_output(output(ids[i : i + at_once]), 2.0) for i in range(0, len(ids), at_once)]
+    deltas.append(run.process_output(output([], end=EndCause.LENGTH), 3.0))
+    (result,) = run.result().outputs
+    assert result.text == "".join(delta.text for delta in deltas if delta) == text
+    assert result.stop_reason == result.matched_stop == reason
+    assert result.finish_reason == ("length" if reason is None else "stop")
+    assert [delta.matched_stop for delta in deltas if delta and delta.end] == [reason]
+    if reason is not None:
+        assert result.finish_info == {"type": "stop", "matched": reason}
+        assert tokenizer.decode(result.token_ids).startswith(text)

@@ -283,7 +283,7 @@ def test_a_coroutine_that_is_cancelled_gives_up_its_program(pretend):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: sgl.gen("x", stop_regex="a"), "stop_regex"),
+        (lambda: sgl.gen("x", stop_regex=5), "stop_regex must be Unicode text"),
         (lambda: sgl.gen("x", max_token=3), "did you mean 'max_tokens'"),
         (lambda: sgl.gen("x", regex="("), "regular expression"),
         (lambda: sgl.gen("x", regex="a", json_schema="{}"), "give one"),

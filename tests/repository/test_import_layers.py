@@ -39,9 +39,8 @@ ORDER = (
         "startup",
         "llm",
         "supervisor",
-        "planner",
-        "cluster",
     ),
+    *("planner.lengths", "planner.modelled_runner", "planner.workloads", "planner.options", "planner", "cluster"),
     *("lang.errors", "lang.params", "lang.batch", "lang.select", "lang.expressions", "lang.state_text"),
     *("lang.event_loop", "lang.backends", "lang"),
     *(
@@ -76,6 +75,7 @@ LAZY = {
         "_transformers_backend",
     ): "transformers is an optional extra, and slow to import",
     ("quire/cli.py", "replay"): "the scheduler takes a tenth of a second to import, and the commands do not need it",
+    ("quire/hub/locate.py", "locate_config"): "the same",
     ("quire/hub/locate.py", "locate"): "huggingface_hub takes a tenth of a second, for downloads alone",
     ("quire/kernels/choose.py", "_triton"): "triton is an optional package, and slow to import",
     ("quire/server/observability/middleware.py", "_tracing"): "OpenTelemetry is an optional extra, and slow to import",

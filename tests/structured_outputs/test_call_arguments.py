@@ -146,7 +146,7 @@ def test_a_special_token_in_a_text_is_that_token_if_the_vocabulary_has_it():
     asked = Asked(grammar='start: %special "a<|x|>b" %special "<|y|>"')
     check(asked)
     assert matches(asked, "a<|x|>b<|y|>")
-    known = Vocabulary([*BYTES.tokens, b""], (END,), frozenset({END, 257}), BYTES.encode, {"<|x|>": 257})
+    known = Vocabulary([*BYTES.tokens, b""], (END,), frozenset({END, 257}), BYTES.encode, {257: b"<|x|>"})
     matcher = compile(asked, known).new_matcher(fast_forward=True)
     verdict = matcher.advance([])
     assert verdict.forced == [ord("a"), 257, *b"b<|y|>"]
@@ -159,7 +159,7 @@ def test_a_special_token_in_a_text_is_that_token_if_the_vocabulary_has_it():
 
 def test_the_vocabulary_knows_the_texts_of_special_tokens(tokenizer):
     known = vocabulary_of(tokenizer, tokenizer.vocab_size, ())
-    assert set(known.special_texts.values()) == known.special_ids - set(known.end_ids)
-    for text, token in known.special_texts.items():
+    assert set(known.special_ids_by_text.values()) == known.special_ids - set(known.end_ids)
+    for text, token in known.special_ids_by_text.items():
         assert tokenizer.encode(text, add_special_tokens=False) == [token]
-    assert "<|im_start|>" in known.special_texts
+    assert "<|im_start|>" in known.special_ids_by_text

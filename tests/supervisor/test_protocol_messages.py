@@ -112,6 +112,7 @@ def params():
             "logit_bias": st.dictionaries(st.integers(0, 2**31 - 1), st.floats(-100, 100), max_size=3),
             "allowed_token_ids": optional(IDS.filter(bool).map(tuple)),
             "stop": words,
+            "stop_regex": words,
             "bad_words": words,
             "stop_token_ids": IDS.map(tuple),
             "logprob_token_ids": IDS.map(tuple),

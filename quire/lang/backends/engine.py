@@ -209,6 +209,7 @@ def sampling_params(params: GenParams) -> SamplingParams:
         min_tokens=params.min_tokens,
         stop=params.stop,
         stop_token_ids=params.stop_token_ids,
+        stop_regex=params.stop_regex,
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=params.top_k,

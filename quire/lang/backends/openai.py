@@ -78,7 +78,7 @@ def _relative(offsets: list[int]) -> list[int]:
 
 
 def _extension_fields(params: GenParams, *, extensions: bool) -> dict[str, object]:
-    names = ("top_k", "min_p", "stop_token_ids", "ignore_eos", "min_tokens")
+    names = ("top_k", "min_p", "stop_token_ids", "stop_regex", "ignore_eos", "min_tokens")
     set_names = [name for name in names if getattr(params, name) != getattr(_DEFAULTS, name)]
     if set_names and not extensions:
         raise RequestError(

@@ -203,6 +203,7 @@ def sampling_params(params: GenParams) -> dict[str, object]:
         "min_new_tokens": params.min_tokens,
         "stop": list(params.stop),
         "stop_token_ids": list(params.stop_token_ids),
+        "stop_regex": list(params.stop_regex),
         "ignore_eos": params.ignore_eos,
         "sampling_seed": params.seed,
         "prediction": params.prediction,

@@ -190,7 +190,7 @@ _BEAM_NEUTRAL_VALUES: Mapping[str, tuple[JsonValue, ...]] = MappingProxyType(
         **{"temperature": (0, 1), "top_p": (1,), "top_k": (0, -1), "min_p": (0,), "deterministic": (False,)},
         **{"presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,)},
         **{"logit_bias": ({},), "allowed_token_ids": (), "bad_words": ([],), "stop": ([],)},
-        **{"no_repeat_ngram_size": (0,), "repetition_detection": ()},
+        **{"no_repeat_ngram_size": (0,), "repetition_detection": (), "stop_regex": ([],)},
         **{"seed": (), "stream": (False,), "logprobs": (False,), "logprob_token_ids": ([],), "prompt_logprobs": ()},
     }
 )
@@ -251,6 +251,18 @@ class BeamSearchBody(Body):
             )
             num_stop_ids = len(params.stop_token_ids)
             return plan_beams(search, vocab_size=vocab_size, num_end_tokens=num_end_tokens, num_stop_ids=num_stop_ids)
+
+
+class RepetitionDetection(Body):
+    """vLLM's `repetition_detection`: the output ends if a pattern of tokens is repeated directly behind itself."""
+
+    max_pattern_size: int | None = optional_field("Tokens of the longest pattern (0 to 1024); 0 detects nothing.")
+    min_pattern_size: int | None = optional_field("Tokens of the shortest pattern; 1 by default.")
+    min_count: int | None = optional_field("How often the pattern has to occur (2 to 1024).")
+
+    def arguments(self) -> Mapping[str, int]:
+        """Arguments of RepetitionDetectionParams."""
+        return {name: value for name in self.model_fields_set if (value := getattr(self, name)) is not None}
 
 
 MAX_NAME = 256  # characters of a schema's name

@@ -93,12 +93,16 @@ Arc = tuple[int, int, int]  # first byte, last byte, target
 
 
 class Nfa:
-    """States are numbers. A state has one arc, or epsilon transitions (`splits`). param: the field that errors name."""
+    """States are numbers. A state has one arc, or epsilon transitions (`splits`). param: the field that errors name.
 
-    def __init__(self, node: Node, param: str) -> None:
+    Raises RequestError for more than `max_states` states.
+    """
+
+    def __init__(self, node: Node, param: str, *, max_states: int = MAX_NFA_STATES) -> None:
         self.arcs: dict[int, Arc] = {}
         self.splits: dict[int, tuple[int, ...]] = {ACCEPT: (), NOWHERE: ()}
         self._param = param
+        self._max_states = max_states
         self._num_states = 2
         self._num_parts = 0
         self._known_arcs: dict[Arc, int] = {}
@@ -199,6 +203,6 @@ class Nfa:
 
     def _new(self) -> int:
         self._num_states += 1
-        if self._num_states > MAX_NFA_STATES:
-            raise too_complex("states before determinization", MAX_NFA_STATES, self._param)
+        if self._num_states > self._max_states:
+            raise too_complex("states before determinization", self._max_states, self._param)
         return self._num_states - 1

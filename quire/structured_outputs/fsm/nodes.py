@@ -139,6 +139,7 @@ def intersection(one: Ranges, other: Ranges) -> Ranges:
     return union((max(a, c), min(b, d)) for a, b in one for c, d in other if max(a, c) <= min(b, d))
 
 
+SEARCHED_FIELD = "stop_regex"  # the field with patterns that are searched in the output, and that no backend compiles
 MAX_NESTING = 64  # groups within groups
 MAX_RANGES = 4096  # in one character class
 MAX_NFA_STATES = 50_000
@@ -150,7 +151,9 @@ MAX_MASK_BYTES = 8 << 20  # of the token masks that one grammar caches
 
 
 def too_complex(what: str, most: int, param: str) -> RequestError:
-    """The error for a constraint that needs more than `most` of `what`."""
+    """The error for a pattern or schema that needs more than `most` of `what`."""
+    if param == SEARCHED_FIELD:
+        return RequestError(f"the {param} is too complex: more than {most:,} {what}; shorten it", param)
     advice = "shorten it, lower its repetition counts, or use the llguidance backend"
     name = {"json": "json schema"}.get(param, param)
     return RequestError(f"the {name} is too complex for the fsm backend: more than {most:,} {what}; {advice}", param)

@@ -10,6 +10,7 @@ from quire.structured_outputs.fsm.nodes import (
     EMPTY,
     MAX_NESTING,
     MAX_RANGES,
+    SEARCHED_FIELD,
     Anchor,
     Chain,
     Chars,
@@ -77,9 +78,8 @@ class Reader:
 
     def unsupported(self, what: str, at: int) -> RequestError:
         """The error of a pattern with a part that is not regular or not supported."""
-        return RequestError(
-            f"the {self.name} has {what} at position {at}, which the fsm backend does not support", self.name
-        )
+        who = "stop_regex" if self.name == SEARCHED_FIELD else "the fsm backend"
+        return RequestError(f"the {self.name} has {what} at position {at}, which {who} does not support", self.name)
 
 
 DIGITS = union([(0x30, 0x39)])
@@ -246,16 +246,27 @@ def parse_search(pattern: str, name: str, anything: Node) -> Node:
     They have repeated `anything` before and after it, except at anchors.
     """
     parser = _parser(pattern, name, is_ecma=True)
-    return without_anchors(_searched(parser.whole(), Repeat(anything, 0, None)), parser.reader)
+    around = Repeat(anything, 0, None)
+    return without_anchors(_searched(parser.whole(), around, around), parser.reader)
 
 
-def _searched(node: Node, around: Node) -> Node:
+def parse_end(pattern: str, name: str, anything: Node) -> Node:
+    """The tree of texts that end with a match of a pattern.
+
+    They have repeated `anything` before it, except at an anchor. An anchor at its end has no effect.
+    """
+    parser = _parser(pattern, name)
+    return without_anchors(_searched(parser.whole(), Repeat(anything, 0, None), EMPTY), parser.reader)
+
+
+def _searched(node: Node, before: Node, behind: Node) -> Node:
+    """The node with others before and behind each option, except at its anchors."""
     if isinstance(node, Choice):
-        return choice(_searched(option, around) for option in node.options)
+        return choice(_searched(option, before, behind) for option in node.options)
     parts = node.parts if isinstance(node, Chain) else (node,)
-    before = [] if isinstance(parts[0], Anchor) and not parts[0].is_end else [around]
-    behind = [] if isinstance(parts[-1], Anchor) and parts[-1].is_end else [around]
-    return chain([*before, *parts, *behind])
+    ahead = [] if isinstance(parts[0], Anchor) and not parts[0].is_end else [before]
+    beyond = [] if isinstance(parts[-1], Anchor) and parts[-1].is_end else [behind]
+    return chain([*ahead, *parts, *beyond])
 
 
 def _parser(pattern: str, name: str, *, is_ecma: bool = False) -> "_Parser":

@@ -23,6 +23,7 @@ CHANGES = {
     "allowed_token_ids": ({}, [67, 68, 69]),
     "bad_words": ({}, None),
     "stop": ({}, ["e"]),
+    "stop_regex": ({}, ["zz", " [a-z]+ "]),
     "stop_token_ids": ({}, None),
     "include_stop_str_in_output": ({"stop": ["e"]}, True),
     "truncate_prompt_tokens": ({}, 2),
@@ -132,6 +133,29 @@ def test_ids_are_added_where_asked_for(http, offline, llm, path):
     )  # fmt: skip
     assert all(ids == expected.prompt_token_ids for ids in prompts)
     assert http.post(path, json={**body, "return_token_ids": None}).json()["choices"][0]["token_ids"] is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "matched"),
+    [
+        ({"stop": ["e"]}, "e"),
+        ({"stop_regex": "[a-e]+"}, "[a-e]+"),
+        ({"stop_token_ids": [292]}, 292),
+        ({"max_tokens": 500}, "an end token"),
+        ({"max_tokens": 2}, None),
+        ({"repetition_detection": {"max_pattern_size": 9, "min_count": 2}, **OF_FOUR}, None),
+    ],
+)
+@pytest.mark.parametrize("path", ROUTES)
+def test_what_ended_an_output_is_reported(http, path, fields, matched):
+    answer = http.post(path, json={**ROUTES[path], **GREEDY, **fields, "return_token_ids": True}).json()
+    (choice,) = answer["choices"]
+    if matched == "an end token" or (matched == 292 and choice["stop_reason"] is None):
+        assert choice["finish_reason"] == "stop" and choice["stop_reason"] is None
+        assert choice["matched_stop"] == choice["token_ids"][-1]
+    else:
+        assert choice["matched_stop"] == choice["stop_reason"] == matched or choice["finish_reason"] == "repetition"
+    assert (choice["matched_stop"] is None) == (choice["finish_reason"] != "stop")
 
 
 WITHOUT_EFFECT = {

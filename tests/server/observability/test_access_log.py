@@ -82,7 +82,7 @@ def test_each_request_has_a_line_without_what_it_said(site, path):
         (200, "/v1/completions", "ann", None),
         (400, "/v1/completions", "ann", "unknown_parameter"),
         (401, None, None, "invalid_api_key"),
-        (404, None, "ann", "invalid_request_error"),
+        (404, None, "ann", "route_not_found"),
         (200, "/v1/embeddings", "ann", None),
         (404, "/v1/requests/{id}/explain", "root", "request_not_found"),
     ]

@@ -187,6 +187,7 @@ class ChatAnswer:
             "logprobs": self._logprobs.chat(part.logprobs) if part else None,
             "finish_reason": finish_reason,
             "stop_reason": part.stop_reason if part else None,
+            "matched_stop": part.matched_stop if part else None,
             "token_ids": part.token_ids if part and self._with_ids else None,
         }
 

@@ -205,6 +205,7 @@ class CompletionAnswer:
             "logprobs": self._lists(part, place, prompt_echo),
             "finish_reason": part.finish_reason,
             "stop_reason": part.stop_reason,
+            "matched_stop": part.matched_stop,
             "token_ids": part.token_ids if self._with_ids else None,
             **(prompt_echo.fields if prompt_echo else {}),
         }

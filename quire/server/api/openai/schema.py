@@ -14,6 +14,7 @@ from quire.server.api.request_params import (
     ConstraintBody,
     Listed,
     Prompts,
+    RepetitionDetection,
     Salt,
     SchedulingParamsBody,
     ignored_field,
@@ -79,7 +80,7 @@ _SAMPLING_FIELDS = (
     *("n", "best_of", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "deterministic"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words"),
     "no_repeat_ngram_size",
-    *("stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output"),
+    *("stop", "stop_regex", "stop_token_ids", "ignore_eos", "include_stop_str_in_output"),
     *("skip_special_tokens", "spaces_between_special_tokens", "speculation"),
     *("prompt_logprobs", "logprob_token_ids", "truncate_prompt_tokens", "truncation_side"),
 )
@@ -105,14 +106,6 @@ class Prediction(Body):
         """The whole text; None if it is empty."""
         parts = [self.content] if isinstance(self.content, str) else [part.text for part in self.content]
         return "".join(parts) or None
-
-
-class RepetitionDetection(Body):
-    """vLLM's `repetition_detection`: the output ends if a pattern of tokens is repeated directly behind itself."""
-
-    max_pattern_size: int | None = optional_field("Tokens of the longest pattern (0 to 1024); 0 detects nothing.")
-    min_pattern_size: int | None = optional_field("Tokens of the shortest pattern; 1 by default.")
-    min_count: int | None = optional_field("How often the pattern has to occur (2 to 1024).")
 
 
 class StreamOptions(Body):
@@ -156,6 +149,7 @@ class SamplingBody(BeamSearchBody, SchedulingParamsBody, ConstraintBody):
     allowed_token_ids: Listed[int] | None = optional_field("Only these tokens are generated.")
     bad_words: str | Listed[str] | None = optional_field("Texts that are never generated.")
     stop: str | Listed[str] | None = optional_field("Strings that end the output; not part of it.")
+    stop_regex: str | Listed[str] | None = optional_field("Patterns; the output ends behind the first match of one.")
     stop_token_ids: Listed[int] | None = optional_field("Tokens that end the output.")
     ignore_eos: bool | None = optional_field("Continue after the model's end token.")
     include_stop_str_in_output: bool | None = optional_field("Include the stop string or token that ended the output.")
@@ -203,7 +197,7 @@ class SamplingBody(BeamSearchBody, SchedulingParamsBody, ConstraintBody):
         if self.prediction is not None:
             chosen["prediction"] = self.prediction.text
         if self.repetition_detection is not None:
-            chosen["repetition_detection"] = self.repetition_detection.model_dump(exclude_none=True)
+            chosen["repetition_detection"] = self.repetition_detection.arguments()
         if chosen.get("max_tokens", self.max_tokens) == NO_LIMIT:
             chosen["max_tokens"] = None
         if self.use_beam_search:  # except for the length, the model's recommendations are for sampling

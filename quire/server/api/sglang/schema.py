@@ -11,6 +11,7 @@ from quire.server.api.request_params import (
     Body,
     Listed,
     PerPrompt,
+    RepetitionDetection,
     Salt,
     SchedulingParamsBody,
     Schema,
@@ -63,7 +64,9 @@ class GenerateParams(Body):
     logit_bias: Biases | None = optional_field("Token id -> value added to its logit.")
     sampling_seed: int | None = optional_field("Same seed, same output.")
     stop: str | Listed[str] | None = optional_field("Strings that end the output; not part of it.")
+    stop_regex: str | Listed[str] | None = optional_field("Patterns; the output ends behind the first match of one.")
     stop_token_ids: Listed[int] | None = optional_field("Tokens that end the output.")
+    repetition_detection: RepetitionDetection | None = optional_field("End an output that repeats itself.")
     ignore_eos: bool | None = optional_field("Continue after the model's end token.")
     no_stop_trim: bool | None = optional_field("Include the stop string or token that ended the output.")
     skip_special_tokens: bool | None = optional_field("Leave special tokens out of the text; true by default.")
@@ -76,7 +79,6 @@ class GenerateParams(Body):
     regex: str | None = optional_field("The output matches this pattern.")
     ebnf: str | None = optional_field("The output is what this grammar allows, as EBNF or Lark.")
     structural_tag: Tag | None = optional_field("The output is text with constrained parts between tags.")
-    stop_regex: Any = unsupported_field()
 
     def make_params(self, defaults: Mapping[str, object], **report: object) -> SamplingParams:
         """The SamplingParams, with `defaults` for missing fields. report: further arguments. Raises RequestError."""
@@ -87,6 +89,8 @@ class GenerateParams(Body):
             if name not in _CONSTRAINTS and (value := getattr(self, name)) is not None
         }
         given["structured_outputs"] = self._constraint()
+        if self.repetition_detection is not None:
+            given["repetition_detection"] = self.repetition_detection.arguments()
         return SamplingParams(**{**with_default_max_tokens(defaults, _OUTPUT_TOKENS), **given, **report})
 
     def _constraint(self) -> StructuredOutputsParams | None:

@@ -1,0 +1,172 @@
+"""Devices and links by name: memory, peak rates and their sources, for plans about machines that are not at hand."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from quire.errors import ConfigError, nearest
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A connection between two memories."""
+
+    name: str
+    bytes_per_second: float  # peak of one direction
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Efficiency:
+    """The share of its peak rates that a device reaches, and the time of a step that follows no rate.
+
+    compute, memory: one H200 reached 770 to 800 of 989 bf16 TFLOP/s, and copied at 4.3 of 4.8 TB/s; other devices are
+    assumed to reach the same shares. link: 25 GB/s of 31.5 over PCIe 4 (document 001). layer_seconds: kernels that
+    start one after the other; a decode step of Qwen3-8B on an H100 takes 6.9 ms (SGLang, issue 21775: 144 tokens/s at
+    a context of 1024), of which its 36 layers read weights for 5.4 ms. `quire calibrate` measures all of this instead.
+    """
+
+    compute: float = 0.8
+    memory: float = 0.9
+    link: float = 0.8
+    layer_seconds: float = 40e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """A device with its peak rates, dense (without structured sparsity)."""
+
+    name: str
+    memory_bytes: int
+    bytes_per_second: float  # of its memory
+    flops: Mapping[str, float]  # operations per second by type: float32, bfloat16 (also float16), fp8_e4m3, int8
+    host_link: Link
+    peer_link: Link
+    source: str
+    efficiency: Efficiency = field(default_factory=Efficiency)
+
+    def peak_flops(self, dtype: str) -> float:
+        """Operations per second in a type. A type that the device does not compute runs in bfloat16."""
+        return self.flops.get("bfloat16" if dtype == "float16" else dtype, self.flops["bfloat16"])
+
+
+_PCIE = "PCI-SIG: 16 lanes of 8, 16, 32 GT/s with 128b/130b coding"
+LINKS: Mapping[str, Link] = MappingProxyType(
+    {
+        link.name: link
+        for link in (
+            Link("PCIe 3", 15.75e9, _PCIE),
+            Link("PCIe 4", 31.5e9, _PCIE),
+            Link("PCIe 5", 63e9, _PCIE),
+            Link("NVLink 3", 300e9, "NVIDIA A100 data sheet: 600 GB/s in both directions"),
+            Link("NVLink 4", 450e9, "NVIDIA H100 data sheet: 900 GB/s in both directions"),
+            Link("NVLink 5", 900e9, "NVIDIA Blackwell data sheet: 1.8 TB/s in both directions"),
+            Link("Infinity Fabric", 448e9, "AMD MI300X data sheet: 7 links of 128 GB/s in both directions"),
+            Link("InfiniBand HDR", 25e9, "IBTA: 200 Gb/s"),
+            Link("InfiniBand NDR", 50e9, "IBTA: 400 Gb/s"),
+            Link("Ethernet 100G", 12.5e9, "IEEE 802.3: 100 Gb/s"),
+            Link("Ethernet 10G", 1.25e9, "IEEE 802.3: 10 Gb/s"),
+        )
+    }
+)
+
+_A100 = {"float32": 19.5e12, "bfloat16": 312e12, "int8": 624e12}
+_H100 = {"float32": 67e12, "bfloat16": 989e12, "fp8_e4m3": 1979e12, "int8": 1979e12}
+DEVICES: Mapping[str, Device] = MappingProxyType(
+    {
+        device.name: device
+        for device in (
+            Device(
+                name="A100-40GB",
+                memory_bytes=40 * GIB,
+                bytes_per_second=1.555e12,
+                flops=_A100,
+                host_link=LINKS["PCIe 4"],
+                peer_link=LINKS["NVLink 3"],
+                source="NVIDIA A100 data sheet, SXM4 40 GB",
+            ),
+            Device(
+                name="A100-80GB",
+                memory_bytes=80 * GIB,
+                bytes_per_second=2.039e12,
+                flops=_A100,
+                host_link=LINKS["PCIe 4"],
+                peer_link=LINKS["NVLink 3"],
+                source="NVIDIA A100 data sheet, SXM4 80 GB",
+            ),
+            Device(
+                name="H100",
+                memory_bytes=80 * GIB,
+                bytes_per_second=3.35e12,
+                flops=_H100,
+                host_link=LINKS["PCIe 5"],
+                peer_link=LINKS["NVLink 4"],
+                source="NVIDIA H100 data sheet, SXM5",
+            ),
+            Device(
+                name="H200",
+                memory_bytes=141 * GIB,
+                bytes_per_second=4.8e12,
+                flops=_H100,
+                host_link=LINKS["PCIe 5"],
+                peer_link=LINKS["NVLink 4"],
+                source="NVIDIA H200 data sheet, SXM",
+            ),
+            Device(
+                name="B200",
+                memory_bytes=180 * GIB,
+                bytes_per_second=8e12,
+                flops={"float32": 75e12, "bfloat16": 2250e12, "fp8_e4m3": 4500e12, "int8": 4500e12},
+                host_link=LINKS["PCIe 5"],
+                peer_link=LINKS["NVLink 5"],
+                source="NVIDIA HGX B200 data sheet, per GPU",
+            ),
+            Device(
+                name="L4",
+                memory_bytes=24 * GIB,
+                bytes_per_second=300e9,
+                flops={"float32": 30.3e12, "bfloat16": 121e12, "fp8_e4m3": 242e12, "int8": 242e12},
+                host_link=LINKS["PCIe 4"],
+                peer_link=LINKS["PCIe 4"],
+                source="NVIDIA L4 data sheet",
+            ),
+            Device(
+                name="RTX-4090",
+                memory_bytes=24 * GIB,
+                bytes_per_second=1.008e12,
+                flops={"float32": 82.6e12, "bfloat16": 165.2e12, "fp8_e4m3": 330.3e12, "int8": 660.6e12},
+                host_link=LINKS["PCIe 4"],
+                peer_link=LINKS["PCIe 4"],
+                source="NVIDIA Ada architecture white paper, table of the RTX 4090, sums in float32",
+            ),
+            Device(
+                name="MI300X",
+                memory_bytes=192 * GIB,
+                bytes_per_second=5.3e12,
+                flops={"float32": 163.4e12, "bfloat16": 1307.4e12, "fp8_e4m3": 2614.9e12, "int8": 2614.9e12},
+                host_link=LINKS["PCIe 5"],
+                peer_link=LINKS["Infinity Fabric"],
+                source="AMD Instinct MI300X data sheet",
+            ),
+        )
+    }
+)
+
+
+def find_device(name: str) -> Device:
+    """The device of a name, in any spelling of case, blanks and hyphens. Raises ConfigError with the nearest name."""
+    spelled = {_plain(known): device for known, device in DEVICES.items()}
+    found = spelled.get(_plain(name))
+    if found is not None:
+        return found
+    known = ", ".join(DEVICES)
+    starts = [device.name for plain, device in spelled.items() if _plain(name) and plain.startswith(_plain(name))]
+    hint = f" (did you mean {' or '.join(starts)}?)" if starts else nearest(name.upper(), DEVICES)
+    missing = f"there is no device {name!r:.60}{hint}" if name else "name a device"
+    raise ConfigError(f"{missing}; known: {known}, or a file that `quire calibrate` wrote")
+
+
+def _plain(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())

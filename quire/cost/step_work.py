@@ -1,0 +1,117 @@
+"""The work of a Step: floating point operations and bytes of memory traffic, from the sizes of a model."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWork:
+    """Attention of the layers of one KV group."""
+
+    window: int  # positions that a query attends to, its own included; 0: all
+    flops_per_pair: float  # of a token and one that it attends to: a score and a weighted sum in each head and layer
+    kv_bytes_per_token: int  # of all layers of the group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeShape:
+    """Sizes of a model that the work of a Step depends on.
+
+    Projections multiply every token. Each token chooses `experts_per_token` of `num_experts` experts in each of
+    `num_sparse_layers` layers. The head multiplies only rows from which logits are needed.
+    """
+
+    num_layers: int
+    compute_dtype: str  # in which projections are multiplied: a float type, or "int8"
+    projection_parameters: int
+    projection_bytes: int
+    expert_parameters: int = 0  # of one expert of one layer
+    expert_bytes: int = 0
+    num_experts: int = 0
+    experts_per_token: int = 0
+    num_sparse_layers: int = 0
+    head_parameters: int
+    head_bytes: int
+    activation_bytes_per_token: int  # of one layer
+    attention: tuple[AttentionWork, ...]  # per KV group
+
+    def linear_flops(self, num_tokens: float, num_logits: float) -> float:
+        """Operations of all products with weights: two for each parameter and token."""
+        experts = self.expert_parameters * self.experts_per_token * self.num_sparse_layers
+        return 2.0 * ((self.projection_parameters + experts) * num_tokens + self.head_parameters * num_logits)
+
+    def linear_bytes(self, num_tokens: float, num_logits: float) -> float:
+        """Bytes of the weights that are read once, and of activations that are written and read in each layer."""
+        experts = self.expert_bytes * self.num_sparse_layers * self.distinct_experts(num_tokens)
+        activations = 2.0 * self.activation_bytes_per_token * self.num_layers * num_tokens
+        return self.projection_bytes + experts + (self.head_bytes if num_logits else 0) + activations
+
+    def distinct_experts(self, num_tokens: float) -> float:
+        """Expected number of experts of a layer that any of the tokens chooses, if all are equally likely."""
+        if not self.num_experts:
+            return 0.0
+        missed = (1 - self.experts_per_token / self.num_experts) ** num_tokens
+        return float(self.num_experts * (1 - missed))
+
+
+class StepWork(NamedTuple):
+    """Counts of a Step from which its work follows."""
+
+    num_tokens: int
+    num_chunks: int
+    pairs: tuple[float, ...]  # per KV group: tokens times tokens that they attend to, of chunks with several tokens
+    kv_tokens: tuple[int, ...]  # per KV group: positions whose KV the chunks read
+
+
+def step_work(starts: np.ndarray, stops: np.ndarray, windows: Sequence[int]) -> StepWork:
+    """The counts of chunks [start, stop). windows: of the KV groups."""
+    lengths = stops - starts
+    num_tokens = int(lengths.sum())
+    longer = lengths > 1
+    several = bool(longer.any())
+    pairs, kv_tokens = [], []
+    for window in windows:
+        reads = np.minimum(stops, lengths + window - 1) if window else stops
+        kv_tokens.append(int(reads.sum()))
+        if not several:
+            pairs.append(0.0)
+            continue
+        first, last = starts[longer].astype(np.float64), stops[longer].astype(np.float64)
+        attended = _sum_to(last, window) - _sum_to(first, window)
+        pairs.append(float(attended.sum()))
+    return StepWork(num_tokens, len(starts), tuple(pairs), tuple(kv_tokens))
+
+
+def _sum_to(stop: np.ndarray, window: int) -> np.ndarray:
+    """The sum of min(position + 1, window) over all positions before `stop`; window 0: no window."""
+    full: np.ndarray = stop * (stop + 1) / 2
+    if not window:
+        return full
+    limited: np.ndarray = np.where(stop <= window, full, window * (window + 1) / 2 + (stop - window) * window)
+    return limited
+
+
+def step_flops(shape: ComputeShape, work: StepWork, num_logits: int) -> float:
+    """Floating point operations of a Step. Chunks of one token attend to the positions that they read."""
+    attention = sum(
+        group.flops_per_pair * (pairs + _single_pairs(work, index))
+        for index, (group, pairs) in enumerate(zip(shape.attention, work.pairs, strict=True))
+    )
+    return shape.linear_flops(work.num_tokens, num_logits) + attention
+
+
+def _single_pairs(work: StepWork, group: int) -> float:
+    """Pairs of chunks with one token, if no chunk has several; otherwise they are few beside those, and left out."""
+    return float(work.kv_tokens[group]) if not work.pairs[group] else 0.0
+
+
+def step_bytes(shape: ComputeShape, work: StepWork, num_logits: int) -> float:
+    """Bytes of memory traffic of a Step: weights and activations, KV that is read, and KV that is written."""
+    kv = sum(
+        group.kv_bytes_per_token * (reads + work.num_tokens)
+        for group, reads in zip(shape.attention, work.kv_tokens, strict=True)
+    )
+    return shape.linear_bytes(work.num_tokens, num_logits) + kv

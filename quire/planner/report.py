@@ -1,0 +1,164 @@
+"""A plan as tables for a terminal, and as one HTML page without scripts or other files."""
+
+from collections.abc import Sequence
+from html import escape
+from math import inf
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from quire.config import EngineOptions
+from quire.cost.memory_plan import format_bytes
+from quire.errors import ConfigError
+from quire.planner.charts import line_chart, stacked_bars
+from quire.planner.options import PlanOptions, WorkloadOptions
+from quire.planner.plan import Advance, Plan, curve_lines, figures, make_plan, verdict
+from quire.planner.slo import parse_slo
+
+Rows = Sequence[Sequence[str]]
+_MEMORY_HEAD = ("memory", "size", "why")
+_CURVE_HEAD = ("requests/s", "ttft p50", "ttft p99", "tpot p50", "tpot p99", "tokens/s", "running", "KV in use", "SLO")
+_SIZE_HEAD = ("block size", "tokens/s", "empty positions", "prompt tokens cached", "blocks per sequence")
+_CHOICE_HEAD = ("option", "value", "requests/s", "gain", "")
+
+
+def plan(
+    options: EngineOptions, workload: WorkloadOptions, wanted: PlanOptions, *, console: Console, advance: Advance
+) -> Plan:
+    """Make a plan, print it, and write the files. Raises ConfigError, ModelError."""
+    slo = parse_slo(wanted.slo)
+    made = make_plan(options, workload, slo, search=wanted.search, allow_lossy=wanted.allow_lossy, advance=advance)
+    for table in terminal_tables(made):
+        console.print(table)
+        console.print()
+    for note in made.engine.notes:
+        console.print(f"note: {note}", markup=False, highlight=False)
+    for reason in made.reasons if wanted.explain or not made.rate else ():
+        console.print(reason, markup=False, highlight=False)
+    console.print(headline(made), style="bold", markup=False, highlight=False)
+    console.print(made.command, markup=False, highlight=False, soft_wrap=True)
+    try:
+        if wanted.json is not None:
+            Path(wanted.json).write_bytes(msgspec.json.format(msgspec.json.encode(figures(made)), indent=1))
+        if wanted.html is not None:
+            Path(wanted.html).write_text(html_page(made))
+    except OSError as error:
+        raise ConfigError(f"{error.filename} cannot be written: {error.strerror}") from error
+    return made
+
+
+def memory_rows(plan: Plan) -> Rows:
+    """The memory plan."""
+    return [(line.name, format_bytes(line.bytes), line.reason) for line in plan.engine.memory.lines]
+
+
+def curve_rows(plan: Plan) -> Rows:
+    """The latency curve. Times are milliseconds."""
+    rows = []
+    for point in plan.curve:
+        result = point.result
+        times = [1e3 * result.percentile(metric, share) for metric in ("ttft", "tpot") for share in (0.5, 0.99)]
+        rows.append(
+            (
+                f"{point.rate:.2f}",
+                *(f"{value:.3g} ms" if value < inf else "-" for value in times),
+                f"{result.token_rate:.0f}",
+                f"{result.mean_running:.1f}",
+                f"{result.mean_kv_use:.0%}",
+                verdict(plan, point),
+            )
+        )
+    return rows
+
+
+def choice_rows(plan: Plan) -> Rows:
+    """What each value of an option is worth."""
+    return [
+        (
+            one.option.replace("_", "-"),
+            str(one.value),
+            f"{one.rate:.2f}",
+            f"{one.gain:+.0%}" if abs(one.gain) < inf else "",
+            "chosen" if one.is_chosen else one.note,
+        )
+        for one in plan.choices
+    ]
+
+
+def block_size_rows(plan: Plan) -> Rows:
+    """The trade-off of block sizes, everything at once."""
+    return [
+        (
+            str(row.block_size),
+            f"{row.tokens_per_second:.0f}",
+            f"{row.empty_share:.1%}",
+            f"{row.cached_share:.1%}",
+            f"{row.blocks_per_sequence:.1f}",
+        )
+        for row in plan.block_sizes
+    ]
+
+
+def terminal_tables(plan: Plan) -> list[Table]:
+    """The tables of a plan, for rich."""
+    parts = [("", _MEMORY_HEAD, memory_rows(plan)), (f"SLO: {plan.slo}", _CURVE_HEAD, curve_rows(plan))]
+    if plan.choices:
+        parts.append(("options, each beside those chosen before it", _CHOICE_HEAD, choice_rows(plan)))
+    if plan.block_sizes:
+        parts.append(("block sizes, all requests at once", _SIZE_HEAD, block_size_rows(plan)))
+    tables = []
+    for title, head, rows in parts:
+        table = Table(*head, title=title or None, title_justify="left", box=None, pad_edge=False)
+        for row in rows:
+            table.add_row(*row)
+        tables.append(table)
+    return tables
+
+
+def headline(plan: Plan) -> str:
+    """The result in one line."""
+    if not plan.rate:
+        return f"{plan.engine.model.name} on {plan.engine.device} meets the SLO at no rate"
+    return f"{plan.engine.model.name} on {plan.engine.device} sustains {plan.rate:.2f} requests/s"
+
+
+def html_page(plan: Plan) -> str:
+    """The report as a page."""
+    title = escape(headline(plan))
+    memory = {plan.engine.device: {line.name: line.bytes / 2**30 for line in plan.engine.memory.lines}}
+    body = [
+        f"<h1>{title}</h1><p>SLO: {escape(str(plan.slo))}.</p><pre>{escape(plan.command)}</pre>",
+        *(f"<p>{escape(reason)}</p>" for reason in plan.reasons),
+        "<h2>Memory</h2>" + stacked_bars("memory plan", "GiB", memory) + _html_table(_MEMORY_HEAD, memory_rows(plan)),
+        "<h2>Latency by rate</h2>",
+        line_chart("latency by request rate", "requests/s", "ms", curve_lines(plan.curve), log_y=True),
+        _html_table(_CURVE_HEAD, curve_rows(plan)),
+    ]
+    if plan.choices:
+        body.append("<h2>Options</h2>" + _html_table(_CHOICE_HEAD, choice_rows(plan)))
+    if plan.block_sizes:
+        points = {"tokens/s": [(row.block_size, row.tokens_per_second) for row in plan.block_sizes]}
+        chart = line_chart("throughput by block size", "tokens in a block", "tokens/s", points)
+        body.append("<h2>Block size</h2>" + chart + _html_table(_SIZE_HEAD, block_size_rows(plan)))
+    notes = [
+        *plan.engine.notes,
+        f"{plan.num_simulations} simulations of quire's scheduler and KV cache in virtual time",
+    ]
+    body += [f"<p><small>{escape(note)}</small></p>" for note in notes]
+    style = (
+        "body{font:15px/1.5 sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#1f2328}"
+        "table{border-collapse:collapse;margin:1rem 0}td,th{padding:.2rem .7rem;text-align:left;"
+        "border-bottom:1px solid #d8dee4}pre{background:#f6f8fa;padding:.8rem;overflow-x:auto}"
+    )
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        f"<style>{style}</style></head><body>{''.join(body)}</body></html>\n"
+    )
+
+
+def _html_table(head: Sequence[str], rows: Rows) -> str:
+    cells = "".join(f"<th>{escape(name)}</th>" for name in head)
+    lines = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><tr>{cells}</tr>{lines}</table>"

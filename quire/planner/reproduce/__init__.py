@@ -1,0 +1,1 @@
+"""The figures that papers and articles report about serving engines, from quire's own code."""

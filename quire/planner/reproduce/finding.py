@@ -1,0 +1,81 @@
+"""Finding: one figure of a row, as reported and as found here. Context: what all rows share while they run."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import sqrt
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any, Literal
+
+import msgspec
+
+Kind = Literal["measured", "simulated", "computed", "pending"]
+# two-sided 95 % quantiles of Student's t distribution, by degrees of freedom
+_T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One figure. kind: measured (kernels, this machine), simulated (real scheduler and KV cache), or computed."""
+
+    what: str
+    ours: float | None  # None: pending
+    unit: str
+    kind: Kind
+    reported: tuple[float, float] | None = None  # lowest and highest; None: the source has no number for it
+    spread: float | None = None  # half of the 95 % confidence interval over seeds
+    note: str = ""
+
+    @property
+    def ratio(self) -> float | None:
+        """Ours over the nearest reported value; 1 within the reported range."""
+        if self.ours is None or self.reported is None:
+            return None
+        low, high = self.reported
+        if low <= self.ours <= high:
+            return 1.0
+        nearest = low if self.ours < low else high
+        return self.ours / nearest if nearest else None
+
+
+def pending(what: str, why: str, reported: tuple[float, float] | None = None, unit: str = "") -> Finding:
+    """A figure that cannot be had yet."""
+    return Finding(what=what, ours=None, unit=unit, kind="pending", reported=reported, note=why)
+
+
+def over_seeds(figure: Callable[[int], float], seeds: Sequence[int]) -> tuple[float, float | None]:
+    """The mean of a figure over seeds, and half of its 95 % confidence interval; None for one seed."""
+    values = [figure(seed) for seed in seeds]
+    if len(values) < 2:
+        return values[0], None
+    return mean(values), _T95[min(len(values) - 2, len(_T95) - 1)] * stdev(values) / sqrt(len(values))
+
+
+@dataclass(slots=True)
+class Context:
+    """What rows share. Charts are SVG texts by file name."""
+
+    quick: bool = False  # sizes whose figures have no meaning, for tests
+    results: Path | None = None  # folder with the result files of benchmarks; None: there is none
+    charts: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def seeds(self) -> range:
+        """Seeds of simulations."""
+        return range(1 if self.quick else 3)
+
+    def size(self, full: int, quick: int) -> int:
+        """A number of requests."""
+        return quick if self.quick else full
+
+    def recorded(self, name: str) -> Mapping[str, Any] | None:
+        """The figures that a benchmark wrote; None without its file."""
+        file = None if self.results is None else self.results / f"{name}.json"
+        if file is None or not file.is_file():
+            return None
+        found: Mapping[str, Any] = msgspec.json.decode(file.read_bytes())
+        return found
+
+
+Findings = list[Finding]
+Row = Callable[[Context], Findings]
