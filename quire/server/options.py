@@ -43,6 +43,9 @@ class ServerOptions:
         str | None,
         Help("file of stored responses, files and batches (SQLite) [default: memory, until the end]", "beta"),
     ] = None
+    enable_auto_tool_choice: Annotated[
+        bool, Help("vLLM's flag, without effect: tool calls are always read in the format of the model")
+    ] = False
     drain_timeout: Annotated[Seconds, Help("seconds that accepted requests have to finish after SIGTERM")] = 30.0
     watchdog: Annotated[Seconds, Help("seconds after which a stalled engine is restarted; 0: never", "beta")] = 10.0
     engine_restart_timeout: Annotated[
