@@ -101,6 +101,7 @@ def test_a_line_gets_what_a_client_gets(here, http):
         task("text", {"prompt": [STORY, "Hello"], "logprobs": 2, "seed": 1, "n": 2, "max_tokens": 5}),
         task("chat", {"messages": CHAT, **SHORT}, "/v1/chat/completions"),
         task("vectors", {"input": ["Hello", "One"], "encoding_format": "base64"}, "/v1/embeddings"),
+        task("ranks", {"query": "Hello", "documents": ["One", "Hello"]}, "/v1/rerank"),
         task("form", {"messages": CHAT, "structured_outputs": {"regex": "[0-9]{3}"}, **SHORT}, "/v1/chat/completions"),
         task("bad form", {"prompt": STORY, "response_format": {"type": "json_schema"}}),
         task("unknown field", {"prompt": STORY, "temprature": 1}),

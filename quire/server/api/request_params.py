@@ -280,7 +280,9 @@ _OTHER_NAMES = MappingProxyType(  # fields of SGLang and of older vLLM -> names 
     }
 )
 
-CONSTRAINT_FIELDS = frozenset({"response_format", "structured_outputs", "structural_tag", *_OTHER_NAMES})
+CONSTRAINT_FIELDS = frozenset(  # of all dialects
+    {"response_format", "structured_outputs", "structural_tag", "output_config", "format", *_OTHER_NAMES}
+)
 
 
 class JsonSchema(Body):

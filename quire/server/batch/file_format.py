@@ -15,7 +15,15 @@ MAX_LINE = MAX_BODY + 2**16  # bytes
 
 READ_SIZE = 2**18  # bytes of a file that are read at once
 
-Url = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
+Url = Literal[
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/responses",
+    "/v1/score",
+    "/v1/rerank",
+    "/v1/classify",
+]
 CustomId = Annotated[str, Meta(min_length=1, max_length=512)]
 
 

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from datetime import UTC, datetime
 
@@ -78,27 +79,29 @@ async def _start_chat(
 ) -> tuple["OllamaAnswer", Reply]:
     unknown = sum(len(message.model_extra or ()) for message in body.messages or ())
     service.metrics.count_unknown_fields("messages", unknown)
-    params = await service.prepare(request, lambda: body.sampling_params(service.sampling_defaults))
-    messages = chat_messages(body.messages or ())
     rendering = Rendering(tools=body.tools, variables=body.variables)
-    chat = _chat_request(service, body, request, messages, params, rendering)
+    chat = await service.prepare(
+        request, lambda: _chat_request(service, body, request, chat_messages(body.messages or ()), rendering)
+    )
     reader, reply = await start_conversation(service, request, id, chat)
-    return OllamaAnswer(id, service, params, reader, _chat_fields), reply
+    return OllamaAnswer(id, service, chat.params, reader, _chat_fields), reply
 
 
 async def _start_generate(
     service: Service, body: OllamaGenerateBody, request: Request, id: str
 ) -> tuple["OllamaAnswer", Reply]:
-    params = await service.prepare(request, lambda: body.sampling_params(service.sampling_defaults))
     if body.raw or not service.tokenizer.has_chat_template:
         if body.system:
             raise RequestError("system needs the chat template; leave raw out, or write it into the prompt", "system")
+        params = body.sampling_params(service.sampling_defaults)
         reader, reply = await _continue_text(service, body, request, id, params)
     else:
         messages: list[dict[str, object]] = [{"role": "user", "content": body.prompt}]
         if body.system:
             messages.insert(0, {"role": "system", "content": body.system})
-        chat = _chat_request(service, body, request, messages, params, Rendering(variables=body.variables))
+        rendering = Rendering(variables=body.variables)
+        chat = await service.prepare(request, lambda: _chat_request(service, body, request, messages, rendering))
+        params = chat.params
         reader, reply = await start_conversation(service, request, id, chat)
     return OllamaAnswer(id, service, params, reader, _generate_fields), reply
 
@@ -108,14 +111,13 @@ def _chat_request(
     body: GenerationBody,
     request: Request,
     messages: Sequence[Mapping[str, object]],
-    params: SamplingParams,
     rendering: Rendering,
 ) -> ChatRequest:
     if body.think and service.chat_format.reasoning is None:
         raise RequestError("this model has no reasoning that is known; leave think out", "think")
     return ChatRequest(
         messages=messages,
-        params=params,
+        params=body.sampling_params(service.sampling_defaults),
         rendering=rendering,
         toolbox=toolbox(rendering.tools),
         namespace=caller_of(request).namespace(body.cache_salt),
@@ -142,25 +144,36 @@ def chat_messages(messages: Sequence[OllamaMessage]) -> list[dict[str, object]]:
 
 
 class _CallIds:
-    """Ids of the calls of a conversation. The same conversation has the same ids, so that its KV is found."""
+    """Ids of the calls of a conversation. The same conversation has the same ids, so that its KV is found.
+
+    The work is linear in the number of calls and results.
+    """
 
     def __init__(self) -> None:
         self._num_calls = 0
-        self._open: list[tuple[str, str]] = []  # id and name of calls without a result, in order
+        self._open: set[str] = set()  # calls without a result
+        self._queues: defaultdict[str | None, deque[str]] = defaultdict(deque)  # by name, and of all calls: None
 
     def call(self, given: object, name: str) -> str:
         """The id of the next call. Nine digits, because some templates accept no other length."""
         self._num_calls += 1
         id = given if isinstance(given, str) and given else f"{self._num_calls:09}"
-        self._open.append((id, name))
+        self._open.add(id)
+        self._queues[name].append(id)
+        self._queues[None].append(id)
         return id
 
     def result(self, given: str | None, name: str | None) -> str | None:
         """The id of the call that a result belongs to: the first open one of this name, or the first."""
-        named = [id for id, called in self._open if called == name] or [id for id, _ in self._open]
-        found = given or next(iter(named), None)
-        self._open = [one for one in self._open if one[0] != found]
+        found = given or self._first(name) or self._first(None)
+        self._open.discard(found or "")
         return found
+
+    def _first(self, name: str | None) -> str | None:
+        queue = self._queues[name]
+        while queue and queue[0] not in self._open:
+            queue.popleft()
+        return queue[0] if queue else None
 
 
 def _chat_message(message: OllamaMessage, ids: _CallIds) -> dict[str, object]:
