@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from quire.errors import RequestError, known_arguments_only
 
@@ -270,6 +270,7 @@ MAX_BAD_WORDS = 1024
 MAX_BAD_CHARACTERS = 16384  # of all bad words
 MAX_LOGPROB_IDS = 128
 MAX_PREDICTION = 2**20  # characters
+MAX_PROCESSORS = 64
 MAX_BEAMS = 128
 MAX_LENGTH_PENALTY = 10.0  # of either sign; length ** penalty stays finite
 
@@ -286,7 +287,8 @@ class SamplingParams:
     tokens. no_repeat_ngram_size: no sequence of so many tokens occurs twice in prompt and output, unless it ends with
     an end token; 0: off. logit_bias: token id -> value added to its logit. bad_words: texts that are never generated.
     allowed_token_ids: None allows all. deterministic: the output does not depend on the rest of the batch, also in
-    half precision, at some cost in speed.
+    half precision, at some cost in speed. logits_processors: functions (output tokens, logits) -> logits, or with the
+    prompt's tokens as first argument, that are called before each sampled token, in LLM only (docs/sampling.md).
     End: max_tokens: None means up to max_model_len; 0 computes the prompt only. min_tokens: least number of tokens
     before an end token, stop token or stop string ends the sequence. stop: strings, which are left out of the
     returned text unless include_stop_str_in_output is set. stop_regex: patterns, behind the first match of which the
@@ -321,6 +323,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
     deterministic: bool = False
+    logits_processors: tuple[Any, ...] = ()
     max_tokens: int | None = 16
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
@@ -353,6 +356,7 @@ class SamplingParams:
             object.__setattr__(self, "allowed_token_ids", _as_tuple("allowed_token_ids", int, self.allowed_token_ids))
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         object.__setattr__(self, "repetition_detection", _as_repetition_detection(self.repetition_detection))
+        self._gather_processors()
         for name, (kind, low, high) in NUMBERS.items():
             _check_number(name, getattr(self, name), kind, low, high, optional=name in _OPTIONAL)
         for name in _FLAGS:
@@ -419,6 +423,17 @@ class SamplingParams:
             object.__setattr__(self, name, None)
         object.__setattr__(self, "structured_outputs", constraint)
         object.__setattr__(self, "reasoning", _as_reasoning(self.reasoning))
+
+    def _gather_processors(self) -> None:
+        """A single processor as a list. Drafts would be verified without processors, so there are none."""
+        given = () if self.logits_processors is None else self.logits_processors
+        processors = tuple(given) if isinstance(given, list | tuple) else (given,)
+        if len(processors) > MAX_PROCESSORS or not all(map(callable, processors)):
+            why = f"logits_processors must be at most {MAX_PROCESSORS} functions"
+            raise RequestError(why, "logits_processors")
+        object.__setattr__(self, "logits_processors", processors)
+        if processors:
+            object.__setattr__(self, "speculation", False)
 
     def _check_relations(self) -> None:
         if self.top_p == 0:

@@ -1,8 +1,20 @@
 """The protocol of a runner, which executes Steps."""
 
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from quire.core.step import SamplingMasks, Step, StepResult
+
+LogitsProcessor = Callable[..., Any]  # ([prompt,] output, logits) -> logits
+
+
+class RowProcessors(NamedTuple):
+    """The logits processors of a row that samples one token, with the known tokens of its sequence."""
+
+    row: int
+    processors: Sequence[LogitsProcessor]
+    prompt: Sequence[int]
+    output: Sequence[int]
 
 
 class Runner(Protocol):
@@ -14,8 +26,11 @@ class Runner(Protocol):
     def launch(self, step: Step) -> None:
         """Apply the Step to the rows, make its Moves, start the forward pass."""
 
-    def sample(self, step_id: int, masks: SamplingMasks) -> None:
-        """Sample the tokens of the step launched last. Steps launched after this call may continue from them."""
+    def sample(self, step_id: int, masks: SamplingMasks, processors: Sequence[RowProcessors] = ()) -> None:
+        """Sample the tokens of the step launched last. Steps launched after this call may continue from them.
+
+        processors: of the rows whose logits are changed before they are sampled from.
+        """
 
     def collect(self) -> StepResult:
         """Wait for the oldest step that was sampled and not collected, and return its result."""

@@ -138,6 +138,7 @@ class Engine:
         self._compiler = compiler
         self._clock = clock
         self._overlap = scheduler.config.steps_in_flight > 1
+        self._uses_processors = False  # whether a request has had logits processors
         self._in_flight: deque[int] = deque()  # ids of in-flight steps, oldest first
         self._errors: dict[int, str] = {}  # step id -> error of its launch or sampling
         self._num_requests = self._num_steps = self._failed_steps = 0
@@ -216,6 +217,7 @@ class Engine:
         )
         check_known_tokens(request, self.vocab_size)
         self.scheduler.add(request, self._clock())
+        self._uses_processors = self._uses_processors or bool(params.logits_processors)
         if request.is_constrained and self._compiler is not None and params.constraint is not None:
             try:
                 self._compiler.submit(request.id, request.namespace, params.constraint)
@@ -365,7 +367,8 @@ class Engine:
         if step.id in self._errors:
             return
         try:
-            self.runner.sample(step.id, self.scheduler.sampling_masks(step))
+            processors = self.scheduler.logits_processors(step) if self._uses_processors else ()
+            self.runner.sample(step.id, self.scheduler.sampling_masks(step), processors)
         except Exception as error:
             self._record_failure(step.id, error)
 

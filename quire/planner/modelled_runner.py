@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from quire.config import CacheConfig
+from quire.core.runner import RowProcessors
 from quire.core.step import ChunkOutput, SamplingMasks, Step, StepResult
 from quire.cost.latency_profile import LatencyProfile
 
@@ -86,7 +87,7 @@ class ModelledRunner:
                 self._copies[move.id] = is_out, copying, start + copying
         self._in_flight.append((step, seconds, self._device_free_at))
 
-    def sample(self, step_id: int, masks: SamplingMasks) -> None:
+    def sample(self, step_id: int, masks: SamplingMasks, processors: Sequence[RowProcessors] = ()) -> None:
         """Do nothing: tokens depend on nothing that is known only now."""
 
     def collect(self) -> StepResult:

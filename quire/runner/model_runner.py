@@ -6,7 +6,7 @@ tokens are only on the device, where the next step reads them.
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.config import CacheConfig
+from quire.core.runner import RowProcessors
 from quire.core.step import ChunkOutput, Chunks, Logprobs, Pooling, SamplingMasks, Step, StepResult
 from quire.kernels.contract import Kernels
 from quire.kv_store.device import DeviceStore
@@ -24,6 +25,7 @@ from quire.runner.device_inputs import ResidentInputs
 from quire.runner.forward import ForwardPasses, Hidden
 from quire.runner.inputs import HostInputs, Inputs
 from quire.runner.rows import Rows
+from quire.sampling.logits_processors import apply_processors
 from quire.sampling.logprobs import compute_logprobs
 
 
@@ -210,12 +212,12 @@ class TorchRunner:
         began += self._store.execute(step.id, step.moves)  # swaps are no step time
         self._launched = self._forward(step, began)
 
-    def sample(self, step_id: int, masks: SamplingMasks) -> None:
+    def sample(self, step_id: int, masks: SamplingMasks, processors: Sequence[RowProcessors] = ()) -> None:
         """Sample the tokens of the step launched last, and start their copy to the host."""
         launched, self._launched = self._launched, None
         if launched is None or launched.step_id != step_id:
             raise ValueError(f"step {step_id} is not the launched step that is to be sampled")
-        self._sampled.append(self._sample_tokens(launched, masks))
+        self._sampled.append(self._sample_tokens(launched, masks, processors))
 
     def collect(self) -> StepResult:
         """Wait for the tokens of the oldest sampled step and return its result. Raises ValueError if there is none.
@@ -291,11 +293,14 @@ class TorchRunner:
         return compute_logprobs(self._kernels, logits_of, self._vocab_size, scored.next_tokens, scored.num_logprobs)
 
     @torch.inference_mode()
-    def _sample_tokens(self, launched: LaunchedStep, sampling_masks: SamplingMasks) -> SampledStep:
+    def _sample_tokens(
+        self, launched: LaunchedStep, sampling_masks: SamplingMasks, processors: Sequence[RowProcessors]
+    ) -> SampledStep:
         logits, (_, rows, positions, written) = launched.logits, launched.sampled
         if not len(rows):
             return self._copy_to_host(launched, torch.zeros(0, dtype=torch.int64), None)
-        chosen = self._kernels.sample(logits, self._rows.sampling_metadata(rows, positions, sampling_masks))
+        sampled_from = apply_processors(logits, rows, processors) if processors else logits
+        chosen = self._kernels.sample(sampled_from, self._rows.sampling_metadata(rows, positions, sampling_masks))
         logprobs = self._sample_logprobs(rows, chosen, logits)
         kept = chosen
         if written is not None:

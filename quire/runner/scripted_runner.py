@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.config import CacheConfig
+from quire.core.runner import RowProcessors
 from quire.core.step import Chunk, ChunkOutput, Logprobs, Move, SamplingMasks, Step, StepResult
 
 _MODULUS = 2**31 - 1
@@ -177,9 +178,9 @@ class ScriptedRunner:
         seconds = self.seconds_of(step.num_tokens)
         self._launched = _InFlight(step.id, chunks, seconds, scored, pooled, [], [])
 
-    def sample(self, step_id: int, masks: SamplingMasks) -> None:
+    def sample(self, step_id: int, masks: SamplingMasks, processors: Sequence[RowProcessors] = ()) -> None:
         """Write the next token of every chunk that samples."""
-        del masks
+        del masks, processors
         launched = self._launched
         if launched is None or launched.step_id != step_id:
             raise ValueError(f"step {step_id} is not the last launched step")

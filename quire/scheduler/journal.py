@@ -254,11 +254,12 @@ class JournalledScheduler(Scheduler):
         self._write(Header(FORMAT, config, cache.config, constraints is not None))
 
     def add(self, request: Request, now: float) -> None:
-        data = codec.encode(Add(request, now))  # encoded first: a request that cannot be encoded is not added
+        recorded = _without_processors(request)
+        data = codec.encode(Add(recorded, now))  # encoded first: a request that cannot be encoded is not added
         try:
             super().add(request, now)
         except RequestError as error:
-            self._write(Refused(request, now, str(error)))
+            self._write(Refused(recorded, now, str(error)))
             raise
         self._write_bytes(data)
 
@@ -328,6 +329,13 @@ class JournalledScheduler(Scheduler):
         except OSError as error:
             self._write_failed = True
             log.error("the journal cannot be written and ends here: %s", error)
+
+
+def _without_processors(request: Request) -> Request:
+    """The request without logits processors, which are functions. The scheduler has no use for them."""
+    if not request.params.logits_processors:
+        return request
+    return msgspec.structs.replace(request, params=request.params.changed(logits_processors=()))
 
 
 class ReplayReport(msgspec.Struct, frozen=True):

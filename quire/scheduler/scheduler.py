@@ -28,7 +28,8 @@ from quire.core.constraint import Constraints
 from quire.core.explanation import Explanation
 from quire.core.output import NO_SEQUENCE, EndCause, Output
 from quire.core.request import Request
-from quire.core.step import SamplingMasks, Step, StepResult
+from quire.core.runner import RowProcessors
+from quire.core.step import ChunkOutput, SamplingMasks, Step, StepResult
 from quire.cost.step_time import Calibration, CostModel
 from quire.errors import ConfigError, DeadlineUnreachable, QueueFull, RequestError
 from quire.scheduler.batch import BatchComposer
@@ -268,6 +269,17 @@ class Scheduler:
     def sampling_masks(self, step: Step) -> SamplingMasks:
         """The sampling masks of the constrained rows of `step`, which must be the step planned last."""
         return self._structured_outputs.sampling_masks(step, self.state.in_flight[-1])
+
+    def logits_processors(self, step: Step) -> list[RowProcessors]:
+        """The logits processors of the rows of `step` that sample a token; `step` must be the step planned last."""
+        samples = (step.chunks.outputs == ChunkOutput.SAMPLE).tolist()
+        return [
+            RowProcessors(row, request.params.logits_processors, request.prompt, seq.tokens[len(request.prompt) :])
+            for row, chunk, is_sampled in zip(
+                step.chunks.rows.tolist(), self.state.in_flight[-1].scheduled, samples, strict=True
+            )
+            if is_sampled and chunk.is_valid and (request := (seq := chunk.seq).request).params.logits_processors
+        ]
 
     def commit(self, result: StepResult, now: float) -> list[Output]:
         """Apply the result of the oldest in-flight step. Raises ValueError for the result of another step."""

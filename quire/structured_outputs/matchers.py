@@ -31,8 +31,8 @@ class Matchers:
     """See Constraints. A sequence gets its Matcher when it first samples, because matchers take memory.
 
     fast_forward: whether verdicts have forced tokens, unless a request disables them. Requests with allowed or bad
-    tokens, tokens that may not repeat, logit biases or ranked sequences have none. on_failure: called once with each
-    grammar of which a matcher raised an exception.
+    tokens, tokens that may not repeat, logit biases, logits processors or ranked sequences have none. on_failure:
+    called once with each grammar of which a matcher raised an exception.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Matchers:
         params, constraint = request.params, request.params.constraint
         assert constraint is not None, "the request has no constraint"
         bans_tokens = params.allowed_token_ids is not None or params.bad_words or params.no_repeat_ngram_size
-        minds_tokens = bans_tokens or params.logit_bias or params.is_ranked
+        minds_tokens = bans_tokens or params.logit_bias or params.logits_processors or params.is_ranked
         wanted = self._fast_forward and constraint.fast_forward and not minds_tokens
         grammar = self._grammars[request.id]
         waiting = self._pending[seq_id] = _PendingMatcher(grammar, wanted, tuple(output_tokens))

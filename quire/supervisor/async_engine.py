@@ -156,6 +156,9 @@ class AsyncEngine:
             raise RequestError("a request id is in use; choose another", "request_id")
         if not all(map(is_unicode, ids)):
             raise RequestError("a request id must be valid Unicode", "request_id")
+        if any(request.params.logits_processors for request in requests):
+            why = "logits_processors are functions, which cannot be sent to the engine process; use LLM"
+            raise RequestError(why, "logits_processors")
         if any(request in self._denylist for request in requests):
             raise RequestError(_CRASH_MESSAGE)
         requests = [self._seeded(request) for request in requests]

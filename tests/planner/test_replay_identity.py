@@ -28,7 +28,7 @@ class RecordedRunner:
     def launch(self, step):
         self.launched.append(steps.to_bytes(step))
 
-    def sample(self, step_id, masks):
+    def sample(self, step_id, masks, processors=()):
         pass
 
     def collect(self):

@@ -64,7 +64,7 @@ class Timed:
     def release_workspace(self):
         self._runner.release_workspace()
 
-    def sample(self, step_id, late):
+    def sample(self, step_id, late, processors=()):
         if self._moved is None:
             self._runner.sample(step_id, late)
 

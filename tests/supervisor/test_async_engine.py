@@ -236,6 +236,16 @@ def test_several_requests_on_one_stream_come_all_or_not_at_all():
     run(scenario)
 
 
+def test_logits_processors_cannot_be_sent_to_the_engine_process():
+    async def scenario(pretend, engine):
+        asked = msgspec.structs.replace(request("a", 5), params=SamplingParams(logits_processors=lambda _, x: x))
+        with pytest.raises(RequestError, match="cannot be sent to the engine process"):
+            await engine.generate([request("b", 5), asked])
+        assert not pretend.left
+
+    run(scenario)
+
+
 @pytest.mark.parametrize(("num_before", "spacing"), [(0, 0.25), (2, None)])
 def test_a_full_queue_says_nothing_of_single_requests_if_a_part_of_the_batch_had_room(num_before, spacing):
     async def scenario(pretend, engine):

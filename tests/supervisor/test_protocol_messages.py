@@ -121,6 +121,7 @@ def params():
             "reasoning": optional(reasoning),
             "repetition_detection": optional(repetition),
             "prediction": st.none(),
+            "logits_processors": st.just(()),
         }
         | dict.fromkeys(("json_schema", "regex", "ebnf"), st.none())  # moved to structured_outputs by the constructor
         | dict.fromkeys(flags, st.booleans()),
