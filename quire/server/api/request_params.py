@@ -188,7 +188,7 @@ Biases = Annotated[dict[str, float], BeforeValidator(_check_biases)]
 _BEAM_NEUTRAL_VALUES: Mapping[str, tuple[JsonValue, ...]] = MappingProxyType(
     {
         **{"temperature": (0, 1), "top_p": (1,), "top_k": (0, -1), "min_p": (0,), "deterministic": (False,)},
-        **{"presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,)},
+        **{"presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "repeat_penalty": (1,)},
         **{"logit_bias": ({},), "allowed_token_ids": (), "bad_words": ([],), "stop": ([],)},
         **{"no_repeat_ngram_size": (0,), "repetition_detection": (), "stop_regex": ([],)},
         **{"seed": (), "stream": (False,), "logprobs": (False,), "logprob_token_ids": ([],), "prompt_logprobs": ()},
@@ -265,6 +265,41 @@ class RepetitionDetection(Body):
         return {name: value for name in self.model_fields_set if (value := getattr(self, name)) is not None}
 
 
+class LlamaCppBody(Body):
+    """llama.cpp's and Ollama's names of fields that exist here, and their samplers that do not, in neutral form."""
+
+    n_predict: int | None = optional_field("llama.cpp's name of max_tokens.")
+    repeat_penalty: float | None = optional_field("llama.cpp's name of repetition_penalty.")
+    repeat_last_n: Any = unsupported_field(-1)
+    cache_prompt: Any = unsupported_field(True)  # noqa: FBT003 (a value of the field)
+    id_slot: Any = unsupported_field(-1)
+    min_keep: Any = unsupported_field(0)
+    typical_p: Any = unsupported_field(1)
+    tfs_z: Any = unsupported_field(1)
+    top_n_sigma: Any = unsupported_field(-1)
+    mirostat: Any = unsupported_field(0)
+    mirostat_tau: Any = ignored_field()
+    mirostat_eta: Any = ignored_field()
+    dynatemp_range: Any = unsupported_field(0)
+    dynatemp_exponent: Any = ignored_field()
+    xtc_probability: Any = unsupported_field(0)
+    xtc_threshold: Any = ignored_field()
+    dry_multiplier: Any = unsupported_field(0)
+    dry_base: Any = ignored_field()
+    dry_allowed_length: Any = ignored_field()
+    dry_penalty_last_n: Any = ignored_field()
+    dry_sequence_breakers: Any = ignored_field()
+
+    def other_names(self) -> Mapping[str, str]:
+        """The engine's names -> llama.cpp's, for the fields that are set under that name only."""
+        names = LLAMA_CPP_NAMES.items()
+        return {
+            ours: theirs for ours, theirs in names if getattr(self, theirs) is not None and getattr(self, ours) is None
+        }
+
+
+LLAMA_CPP_NAMES = MappingProxyType({"max_tokens": "n_predict", "repetition_penalty": "repeat_penalty"})
+
 MAX_NAME = 256  # characters of a schema's name
 
 Schema = str | bool | dict[str, Any]
@@ -276,7 +311,7 @@ _CONSTRAINT_KINDS = ("json", "regex", "choice", "grammar", "json_object", "struc
 _OTHER_NAMES = MappingProxyType(  # fields of SGLang and of older vLLM -> names in StructuredOutputsParams
     {
         **{"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"},
-        **{"json_schema": "json", "regex": "regex", "ebnf": "grammar"},
+        **{"json_schema": "json", "regex": "regex", "ebnf": "grammar", "grammar": "grammar"},
     }
 )
 
@@ -371,6 +406,7 @@ class ConstraintBody(Body):
     json_schema: Schema | None = optional_field("SGLang's name of structured_outputs.json.")
     regex: str | None = optional_field("SGLang's name of structured_outputs.regex.")
     ebnf: str | None = optional_field("SGLang's name of structured_outputs.grammar.")
+    grammar: str | None = optional_field("llama.cpp's name of structured_outputs.grammar.")
     guided_json: Schema | None = optional_field("vLLM's former name of structured_outputs.json.")
     guided_regex: str | None = optional_field("vLLM's former name of structured_outputs.regex.")
     guided_choice: Choices | None = optional_field("vLLM's former name of structured_outputs.choice.")

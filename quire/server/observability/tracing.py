@@ -26,7 +26,7 @@ from quire.server.observability.request_record import RequestRecord, RequestStat
 
 SERVICE = "quire"
 _TRACES = "/v1/traces"  # the path of OTLP
-_PROBES = frozenset({"/live", "/ready", "/health", "/metrics"})  # polled by machines, not traced
+_PROBES = frozenset({"/live", "/ready", "/health", "/health_generate", "/metrics"})  # polled by machines, not traced
 _MAX_QUEUE_SIZE = 2048  # spans; more are dropped
 _BATCH = 512
 _DELAY = 1.0  # seconds between batches

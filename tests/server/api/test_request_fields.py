@@ -164,6 +164,10 @@ WITHOUT_EFFECT = {
     **{"use_beam_search": False, "length_penalty": 1.0, "early_stopping": False, "best_of": 1},
     **{"priority": 0, "deadline": None, "retention": {}, "structured_outputs": None, "cache_salt": None},
     **{"response_format": {"type": "text"}, "prompt_logprobs": None, "logit_bias": {}, "stop": [], "top_p": None},
+    **{"cache_prompt": True, "id_slot": -1, "min_keep": 0, "typical_p": 1.0, "tfs_z": 1, "top_n_sigma": -1.0},
+    **{"mirostat": 0, "mirostat_tau": 5.0, "mirostat_eta": 0.1, "dynatemp_range": 0.0, "dynatemp_exponent": 1.0},
+    **{"xtc_probability": 0.0, "xtc_threshold": 0.1, "dry_multiplier": 0.0, "dry_base": 1.75, "repeat_last_n": -1},
+    **{"dry_allowed_length": 2, "dry_penalty_last_n": -1, "dry_sequence_breakers": ["\n"], "repeat_penalty": 1.0},
 }
 FOR_CHAT = {
     **{"parallel_tool_calls": False, "modalities": ["text"], "functions": [], "function_call": "auto", "audio": None},
@@ -189,6 +193,27 @@ def test_fields_that_ask_for_nothing_change_nothing(http, path):
         return choice.get("text") or choice["message"]["content"]
 
     assert content(http.post(path, json={**body, **fields})) == content(http.post(path, json=body))
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_llama_cpp_s_names_mean_the_same(http, path):
+    body = {**ROUTES[path], "temperature": 0, "ignore_eos": True}
+    for theirs, ours in (
+        ({"n_predict": 5, "repeat_penalty": 4.0}, {"max_tokens": 5, "repetition_penalty": 4.0}),
+        ({"n_predict": -1, "grammar": 'root ::= "a" [bc]+ "."'}, {"max_tokens": -1, "ebnf": 'root ::= "a" [bc]+ "."'}),
+    ):
+        choices = [http.post(path, json={**body, **fields}).json()["choices"] for fields in (theirs, ours)]
+        assert choices[0] == choices[1]
+    for fields, param, message in (
+        ({"n_predict": 3, "max_tokens": 3}, "n_predict", "another name for max_tokens"),
+        ({"repeat_penalty": 0}, "repeat_penalty", "repeat_penalty must be above 0"),
+        ({"n_predict": -3}, "n_predict", "n_predict must be between"),
+        ({"mirostat": 2}, "mirostat", "not supported yet"),
+        ({"cache_prompt": False}, "cache_prompt", "not supported yet"),
+        ({"repeat_penalty": 2, "use_beam_search": True}, "repeat_penalty", "cannot be combined"),
+    ):
+        error = http.post(path, json={**body, **fields}).json()["error"]
+        assert error["param"] == param and message in error["message"]
 
 
 @pytest.mark.parametrize("name", [*REFUSED_IN_CHAT, "suffix"])

@@ -10,6 +10,7 @@ from embedded_model_server import run_app, service_of, small_engine
 from server_probes import wait_until
 
 from quire.core.output import EndCause, Output
+from quire.server.api.native import health
 from quire.server.app import make_app
 from quire.server.observability.metrics import Metrics
 
@@ -29,7 +30,7 @@ def idle(served):
     return health["requests_running"] + health["requests_waiting"] + health["kv_blocks_used"] == 0
 
 
-@pytest.mark.parametrize("path", ["/live", "/ready", "/health"])
+@pytest.mark.parametrize("path", ["/live", "/ready", "/health", "/health_generate"])
 def test_health(served, path):
     answer = httpx.get(served.url + path)
     assert answer.status_code == 200
@@ -204,6 +205,21 @@ def test_an_engine_that_failed_is_not_healthy(failing):
             assert httpx.get(url + path).status_code == 503
         answer = httpx.post(f"{url}/v1/completions", json=LONG)
         assert (answer.status_code, answer.json()["error"]["type"]) == (503, "service_unavailable")
+
+
+def test_health_generate_generates_a_token_or_says_why_not(served, monkeypatch):
+    wait_until(lambda: idle(served))
+    before = metric(served.url, "generation_tokens_total")
+    assert httpx.get(f"{served.url}/health_generate").json() == {"status": "ok"}
+    wait_until(lambda: metric(served.url, "generation_tokens_total") == before + 1)
+    built = small_engine()
+    with run_app(make_app(service_of(built))) as url:
+        monkeypatch.setattr(built.engine.runner, "launch", lambda step: [][1])
+        answer = httpx.get(f"{url}/health_generate", timeout=30)
+        assert (answer.status_code, answer.json()["status"]) == (503, "the generation of a token failed")
+        monkeypatch.undo()
+        monkeypatch.setattr(health, "_GENERATION_SECONDS", 0.0)
+        assert "within 0 s" in httpx.get(f"{url}/health_generate", timeout=30).json()["status"]
 
 
 @pytest.mark.parametrize("num_failed", [2, 3])

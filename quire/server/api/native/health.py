@@ -1,5 +1,6 @@
 """Routes of the served model and of health."""
 
+import asyncio
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -7,11 +8,17 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from quire import __version__
+from quire.errors import EngineStopped, QueueFull
+from quire.params import SamplingParams
+from quire.server.api.limits import num_prompt_tokens
+from quire.server.errors import Busy, SequenceFailed
 from quire.server.middleware.auth import caller_of
 from quire.server.middleware.drain import Drain
 from quire.server.service import Service
 from quire.supervisor.health import Health
 from quire.tokenizer.chat_template import DEFAULT
+
+_GENERATION_SECONDS = 20.0  # for the token of /health_generate
 
 
 def health_routes(service: Service, drain: Drain) -> APIRouter:
@@ -84,7 +91,40 @@ def health_routes(service: Service, drain: Drain) -> APIRouter:
         health = service.engine.health()
         return _status(_problem(health, drain), _figures(health) if caller_of(request).is_admin else {})
 
+    @router.get("/health_generate", tags=["SGLang"], response_model=None)
+    async def health_generate(request: Request) -> Response:
+        """Generate one token: 200 if that works, otherwise 503 with the reason in `status`."""
+        problem = _problem(service.engine.health(), drain)
+        return _status(problem or await _generation_problem(service, request))
+
     return router
+
+
+async def _generation_problem(service: Service, request: Request) -> str:
+    """Why no token can be generated; "" if one was. A server that is too busy for another request has no problem.
+
+    Raises RateLimited.
+    """
+    caller, id = caller_of(request), service.request_ids.make("generate", request)
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    try:
+        async with asyncio.timeout(_GENERATION_SECONDS):
+            asked = await service.tokenize(caller.tenant, [[0]], [params])
+            with caller.quota.spending(num_prompt_tokens(asked)):
+                reply = await service.start(id, asked, caller.namespace(None))
+            try:
+                await reply.end()
+            finally:
+                reply.close()
+    except TimeoutError:
+        return f"no token was generated within {_GENERATION_SECONDS:g} s"
+    except EngineStopped as error:
+        return str(error)
+    except SequenceFailed:  # the server's log has the reason
+        return "the generation of a token failed"
+    except (Busy, QueueFull):
+        return ""
+    return ""
 
 
 def _model(service: Service, name: str) -> dict[str, object]:

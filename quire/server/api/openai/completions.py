@@ -116,7 +116,7 @@ def completion_routes(service: Service) -> APIRouter:
 async def _start(service: Service, body: CompletionBody, request: Request, id: str) -> tuple["CompletionAnswer", Reply]:
     caller = caller_of(request)
     service.check_model(body.model)
-    with renamed_fields({**body.beam_names(), **body.constraint_names()}):
+    with renamed_fields({**body.other_names(), **body.beam_names(), **body.constraint_names()}):
         params = await service.prepare(request, lambda: body.sampling_params(service.sampling_defaults))
         beams = body.beams(params, vocab_size=service.vocab_size, num_end_tokens=service.num_end_tokens)
         prompts = as_prompt_list(body.prompt)

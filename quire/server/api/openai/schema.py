@@ -8,11 +8,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from quire.errors import RequestError
 from quire.params import MAX_TOKENS, SamplingParams
 from quire.server.api.request_params import (
+    LLAMA_CPP_NAMES,
     BeamSearchBody,
     Biases,
     Body,
     ConstraintBody,
     Listed,
+    LlamaCppBody,
     Prompts,
     RepetitionDetection,
     Salt,
@@ -118,7 +120,7 @@ class StreamOptions(Body):
     )
 
 
-class SamplingBody(BeamSearchBody, SchedulingParamsBody, ConstraintBody):
+class SamplingBody(BeamSearchBody, SchedulingParamsBody, ConstraintBody, LlamaCppBody):
     """Fields of both completions and chat."""
 
     model: str | None = optional_field("The served model; /v1/models lists it.")
@@ -198,7 +200,13 @@ class SamplingBody(BeamSearchBody, SchedulingParamsBody, ConstraintBody):
             chosen["prediction"] = self.prediction.text
         if self.repetition_detection is not None:
             chosen["repetition_detection"] = self.repetition_detection.arguments()
-        if chosen.get("max_tokens", self.max_tokens) == NO_LIMIT:
+        for ours, theirs in LLAMA_CPP_NAMES.items():
+            if (value := getattr(self, theirs)) is None:
+                continue
+            if ours in given or ours in chosen:
+                raise RequestError(f"{theirs} is another name for {ours}; give one of them", theirs)
+            given[ours] = value
+        if chosen.get("max_tokens", given.get("max_tokens")) == NO_LIMIT:
             chosen["max_tokens"] = None
         if self.use_beam_search:  # except for the length, the model's recommendations are for sampling
             defaults = {"max_tokens": defaults.get("max_tokens")}
@@ -261,7 +269,8 @@ class ChatBody(TemplateBody, SamplingBody):
         """The engine's names -> names in this body, for those that differ."""
         limit = {} if self.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
         top = {} if self.top_logprobs is None else {"logprobs": "top_logprobs"}
-        return {"prompt": "messages", **top, **limit, **self.beam_names(), **self.constraint_names()}
+        names = {**self.beam_names(), **self.constraint_names()}
+        return {"prompt": "messages", **self.other_names(), **top, **limit, **names}
 
     def sampling_params(self, defaults: Mapping[str, object]) -> SamplingParams:
         """The SamplingParams of the body. Without a limit the answer can fill the context. Raises RequestError."""
