@@ -263,16 +263,29 @@ async def respond(
     stream_format: StreamFormat = EVENTS,
 ) -> Response:
     """The response. `reply` is closed at its end. Unstreamed, raises the errors of `deltas`, ClientGone, TimedOut."""
-    release_body(request)
-    record_of(request).get_stats = reply.stats
-    reply.charge(caller_of(request).quota.spend)
-    if stream:
-        return EventStream(limit.iterate(answer.events(reply)), reply.close, stream_format)
+    if not stream:
+        return await respond_whole(request, answer.full_response, reply, limit)
+    _observe(request, reply)
+    return EventStream(limit.iterate(answer.events(reply)), reply.close, stream_format)
+
+
+async def respond_whole(
+    request: Request, full_response: Callable[[Reply], object], reply: Reply, limit: TimeLimit
+) -> Response:
+    """The response without a stream. Raises as `respond`."""
+    _observe(request, reply)
     try:
         await limit.run(while_connected(request.receive, reply.end))
     finally:
         reply.close()
-    return Response(msgspec.json.encode(answer.full_response(reply)), media_type="application/json")
+    return Response(msgspec.json.encode(full_response(reply)), media_type="application/json")
+
+
+def _observe(request: Request, reply: Reply) -> None:
+    """Release the body of a request whose response begins, and record and charge the tokens of the response."""
+    release_body(request)
+    record_of(request).get_stats = reply.stats
+    reply.charge(caller_of(request).quota.spend)
 
 
 def is_visible(delta: Delta, *, ids: bool) -> bool:

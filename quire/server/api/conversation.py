@@ -17,9 +17,10 @@ from quire.chat.tools import Toolbox
 from quire.core.request import Beams, Namespace
 from quire.core.scheduling_params import DEFAULT_SCHEDULING_PARAMS, SchedulingParams
 from quire.engine.inputs import Generation, TokenizedPrompt, prepare_generations, tokenize
+from quire.engine.output_text import RequestOutputProcessor
 from quire.engine.outputs import CompletionOutput, Delta
 from quire.params import SamplingParams
-from quire.server.api.limits import check_prompt_values, num_prompt_tokens
+from quire.server.api.limits import check_choices, check_prompt_values, num_prompt_tokens
 from quire.server.errors import renamed_fields
 from quire.server.middleware.auth import caller_of
 from quire.server.reply import Reply
@@ -104,10 +105,11 @@ class Choice(NamedTuple):
 
 
 class MessageReader:
-    """Reads the messages of one request's sequences."""
+    """Reads the messages of one conversation. place: of the conversation among those of its request."""
 
-    def __init__(self, format: OutputFormat) -> None:
+    def __init__(self, format: OutputFormat, place: int = 0) -> None:
         self._format = format
+        self._place = place
         self._parsers: dict[int, MessageParser] = {}  # by sequence
         self._num_reasoning_tokens: dict[int, int] = {}  # by sequence
         self._called: set[int] = set()  # sequences with a tool call
@@ -116,9 +118,13 @@ class MessageReader:
         """See OutputFormat."""
         return self._format.new_call_id(index, name)
 
+    def transcript(self, reply: Reply) -> RequestOutputProcessor:
+        """The transcript of the conversation."""
+        return reply.transcripts[self._place]
+
     def choices(self, reply: Reply) -> list[Choice]:
         """The messages of all returned sequences, which have ended."""
-        (transcript,) = reply.transcripts
+        transcript = self.transcript(reply)
         choices = []
         for output in transcript.result().outputs:
             parser = self._format.new_parser()
@@ -130,7 +136,7 @@ class MessageReader:
         return choices
 
     async def deltas(self, reply: Reply) -> AsyncIterator[list[MessageDelta]]:
-        """The parts of messages as they come. Raises as `Reply.deltas`."""
+        """The parts of messages as they come, of a request with one conversation. Raises as `Reply.deltas`."""
         async for deltas in reply.deltas():
             yield [self._read(delta, reply) for delta in deltas]
 
@@ -143,7 +149,7 @@ class MessageReader:
             parts += parser.finish()
         if any(isinstance(part, CallBegin) for part in parts):
             self._called.add(delta.index)
-        self._count(delta.index, parser, reply.transcripts[0].token_offsets(delta.index), reply)
+        self._count(delta.index, parser, self.transcript(reply).token_offsets(delta.index), reply)
         return MessageDelta(
             delta.index, parts, delta, _finish_reason(delta.finish_reason, called=delta.index in self._called)
         )
@@ -151,11 +157,13 @@ class MessageReader:
     def _count(self, index: int, parser: MessageParser, token_offsets: Sequence[int], reply: Reply) -> None:
         """Count the sequence's tokens of reasoning, tags included."""
         if self._format.parsed.reasoning is not None:
-            self._num_reasoning_tokens[index] = sum(
+            counted = sum(
                 bisect_left(token_offsets, stop) - bisect_left(token_offsets, start)
                 for start, stop in parser.reasoning_spans
             )
-            reply.num_reasoning_tokens = sum(self._num_reasoning_tokens.values())
+            new = counted - self._num_reasoning_tokens.get(index, 0)
+            self._num_reasoning_tokens[index] = counted
+            reply.num_reasoning_tokens = (reply.num_reasoning_tokens or 0) + new
 
 
 def _finish_reason(reason: str | None, *, called: bool) -> str | None:
@@ -169,17 +177,32 @@ async def start_conversation(
 
     Raises RequestError, Busy, EngineStopped, RateLimited.
     """
-    caller = caller_of(request)
-    reader, asked = await service.thread_pool.run(caller.tenant, lambda: _prepare(service, chat))
-    check_prompt_values([asked], ids=chat.with_prompt_ids, choices=False)
-    # the constraint of tools is a grammar of the server's
-    names = {"grammar": "tools"} if chat.toolbox is not None and chat.params.structured_outputs is None else {}
-    with renamed_fields(names), caller.quota.spending(num_prompt_tokens([asked])):
-        reply = await service.start(id, [asked], chat.namespace, chat.beams, chat.scheduling_params)
+    (reader,), reply = await start_conversations(service, request, id, [chat])
     return reader, reply
 
 
-def _prepare(service: Service, chat: ChatRequest) -> tuple[MessageReader, Generation]:
+async def start_conversations(
+    service: Service, request: Request, id: str, chats: Sequence[ChatRequest]
+) -> tuple[list[MessageReader], Reply]:
+    """Queue several conversations in the engine, all or none, with a reader for each. Only their messages differ.
+
+    Raises RequestError, Busy, EngineStopped, RateLimited.
+    """
+    caller, first = caller_of(request), chats[0]
+    prepared = await service.thread_pool.run(
+        caller.tenant, lambda: [_prepare(service, chat, place) for place, chat in enumerate(chats)]
+    )
+    asked = [generation for _, generation in prepared]
+    check_choices([one.params for one in asked])
+    check_prompt_values(asked, ids=first.with_prompt_ids, choices=False)
+    # the constraint of tools is a grammar of the server's
+    names = {"grammar": "tools"} if first.toolbox is not None and first.params.structured_outputs is None else {}
+    with renamed_fields(names), caller.quota.spending(num_prompt_tokens(asked)):
+        reply = await service.start(id, asked, first.namespace, first.beams, first.scheduling_params)
+    return [reader for reader, _ in prepared], reply
+
+
+def _prepare(service: Service, chat: ChatRequest, place: int) -> tuple[MessageReader, Generation]:
     chat.rendering.check_size(chat.messages, service)
     prompt = chat.rendering.tokenize(chat.messages, service.tokenizer)
     format = output_format(
@@ -193,4 +216,4 @@ def _prepare(service: Service, chat: ChatRequest) -> tuple[MessageReader, Genera
     )
     params = constrained_params(format, chat.params, chat.thinking_budget)
     (asked,) = prepare_generations([prompt], [params], service.tokenizer, service.max_model_len)
-    return MessageReader(format), asked
+    return MessageReader(format, place), asked

@@ -18,6 +18,7 @@ from quire.server.middleware.rate_limit import has_unsafe_method, with_quota_hea
 REMEMBERED_SECONDS = 0.1  # the longest time for which a refusal by the engine applies to other requests
 QUEUED_PATHS = frozenset(
     {
+        "/v1/chat/completions/batch",
         *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/v1/messages", "/generate"),
         *("/api/chat", "/api/generate", "/api/embed", "/api/embeddings"),
         *("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/classify", "/v1/classify"),

@@ -18,7 +18,14 @@ from quire.server.api.openai.responses_schema import (
     TextFormat,
     TextOptions,
 )
-from quire.server.api.openai.schema import ChatBody, ChatMessage, CompletionBody, SamplingBody, StreamOptions
+from quire.server.api.openai.schema import (
+    ChatBatchBody,
+    ChatBody,
+    ChatMessage,
+    CompletionBody,
+    SamplingBody,
+    StreamOptions,
+)
 from quire.server.api.request_params import JsonSchema, ProgramBody, ResponseFormat, RetentionBody, StructuredOutputs
 from quire.server.api.sglang.schema import GenerateBody, GenerateParams
 from quire.server.api.vllm.classify import ClassifyBody
@@ -40,6 +47,7 @@ BODIES = {
     CompletionBody: [COMMON, "`/v1/completions`"],
     ChatBody: [COMMON, "`/v1/chat/completions`"],
     ChatMessage: ["`/v1/chat/completions`"],
+    ChatBatchBody: [COMMON, "`/v1/chat/completions`", "`/v1/chat/completions/batch`"],
     ResponseBody: ["`/v1/responses`"],
     ResponseStreamOptions: ["`/v1/responses`"],
     TextOptions: ["`/v1/responses`"],

@@ -2,6 +2,9 @@
 
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from msgspec import Raw
@@ -12,12 +15,12 @@ from quire.engine.inputs import template_variables
 from quire.engine.output_text import RequestOutputProcessor
 from quire.engine.outputs import CompletionOutput, Delta
 from quire.params import SamplingParams
-from quire.server.api.conversation import ChatRequest, MessageReader, Rendering, start_conversation
+from quire.server.api.conversation import ChatRequest, MessageReader, Rendering, start_conversations
 from quire.server.api.openai.logprobs import LogprobFormat, UsageFormat, prompt_logprobs_json
-from quire.server.api.openai.schema import ChatBody, ChatMessage, TemplateBody
+from quire.server.api.openai.schema import ChatBatchBody, ChatBody, ChatMessage, TemplateBody
 from quire.server.errors import renamed_fields
 from quire.server.middleware.auth import caller_of
-from quire.server.reply import Reply, respond
+from quire.server.reply import Reply, respond, respond_whole
 from quire.server.service import Service
 from quire.server.sse import DONE, TimeLimit, event
 from quire.tokenizer.messages import plain_messages
@@ -26,6 +29,9 @@ _OWN_FIELDS = (
     *("messages", "tools", "documents", "chat_template"),
     *("add_generation_prompt", "continue_final_message"),
 )
+
+
+_PROMPT_FIELDS = ("prompt_token_ids", "prompt_logprobs")
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, object]]:
@@ -73,20 +79,30 @@ def chat_routes(service: Service) -> APIRouter:
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """Generate the next message of a conversation."""
         limit, id = TimeLimit(body.timeout), service.request_ids.make("chatcmpl", request)
-        answer, reply = await limit.run(_start(service, body, request, id))
+        (answer,), reply = await limit.run(_start(service, body, [body.messages], request, id))
         return await respond(request, answer, reply, limit, stream=bool(body.stream))
+
+    @router.post("/v1/chat/completions/batch", tags=["vLLM"], response_model=None)
+    async def chat_completions_batch(body: ChatBatchBody, request: Request) -> Response:
+        """Generate the next message of several conversations, each as a choice."""
+        limit, id = TimeLimit(body.timeout), service.request_ids.make("chatcmpl", request)
+        answers, reply = await limit.run(_start(service, body, body.messages, request, id))
+        return await respond_whole(request, partial(_batch_response, answers), reply, limit)
 
     return router
 
 
-async def _start(service: Service, body: ChatBody, request: Request, id: str) -> tuple["ChatAnswer", Reply]:
+async def _start(
+    service: Service, body: ChatBody, conversations: Sequence[Sequence[ChatMessage]], request: Request, id: str
+) -> tuple[list["ChatAnswer"], Reply]:
+    """Queue the conversations of a body. Returns the answer to each."""
     service.check_model(body.model)
     with renamed_fields(body.engine_names()):
         params = await service.prepare(request, lambda: body.sampling_params(service.sampling_defaults))
-        messages = template_messages(body.messages)
-        service.metrics.count_unknown_fields("messages", num_unknown_fields(body.messages))
+        each = [template_messages(messages) for messages in conversations]
+        service.metrics.count_unknown_fields("messages", sum(map(num_unknown_fields, conversations)))
         chat = ChatRequest(
-            messages=messages,
+            messages=each[0],
             params=params,
             rendering=rendering_of(body),
             toolbox=toolbox(body.tools, body.tool_choice, body.parallel_tool_calls),
@@ -97,8 +113,20 @@ async def _start(service: Service, body: ChatBody, request: Request, id: str) ->
             scheduling_params=body.scheduling_params(service.options),
             with_prompt_ids=bool(body.return_token_ids),
         )
-        reader, reply = await start_conversation(service, request, id, chat)
-        return ChatAnswer(id, service, body, params, messages, reader), reply
+        chats = [replace(chat, messages=messages) for messages in each]
+        readers, reply = await start_conversations(service, request, id, chats)
+        answers = zip(each, readers, strict=True)
+        return [ChatAnswer(id, service, body, params, messages, reader) for messages, reader in answers], reply
+
+
+def _batch_response(answers: Sequence["ChatAnswer"], reply: Reply) -> dict[str, object]:
+    """The body of a response with one choice for each conversation. Data of its prompt are in the choice."""
+    whole = [answer.full_response(reply) for answer in answers]
+    choices = []
+    for index, one in enumerate(whole):
+        (choice,) = one["choices"]
+        choices.append({**choice, "index": index, **{name: one.pop(name) for name in _PROMPT_FIELDS}})
+    return {**whole[0], "choices": choices, "usage": reply.usage()}
 
 
 class ChatAnswer:
@@ -128,9 +156,9 @@ class ChatAnswer:
         self._chunk_event = body.chunk_event
         self._echo_text = last_message_content(messages) if body.echo else ""
 
-    def full_response(self, reply: Reply) -> dict[str, object]:
+    def full_response(self, reply: Reply) -> dict[str, Any]:
         """The body of the response."""
-        (transcript,) = reply.transcripts
+        transcript = self._reader.transcript(reply)
         choices = [
             self._choice(output.index, {"message": self._message(message)}, output, finish_reason)
             for message, _, output, finish_reason in self._reader.choices(reply)
@@ -141,7 +169,7 @@ class ChatAnswer:
 
     async def events(self, reply: Reply) -> AsyncIterator[bytes]:
         """The events of a stream. The first chunk of each choice has the role."""
-        (transcript,) = reply.transcripts
+        transcript = self._reader.transcript(reply)
         transcript.drop_logprobs()
         head = {**self._head, "object": "chat.completion.chunk"}
         first = self._prompt_ids(transcript)  # chat has one prompt, so its fields are sent once

@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from quire.errors import RequestError
 from quire.params import MAX_TOKENS, SamplingParams
+from quire.server.api.limits import MAX_CHOICES
 from quire.server.api.request_params import (
     LLAMA_CPP_NAMES,
     BeamSearchBody,
@@ -283,3 +284,18 @@ class ChatBody(TemplateBody, SamplingBody):
             max_tokens=self.max_completion_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
         )
+
+
+Conversations = Annotated[
+    list[Annotated[Messages, Field(min_length=1)]], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES)
+]
+
+
+class ChatBatchBody(ChatBody):
+    """POST /v1/chat/completions/batch: vLLM's route for several conversations with the same parameters."""
+
+    messages: Conversations  # type: ignore[assignment]  # several, instead of one
+    n: Any = unsupported_field(1)
+    best_of: Any = unsupported_field(1)
+    use_beam_search: Any = unsupported_field(False)  # noqa: FBT003 (a value of the field)
+    stream: Any = unsupported_field(False)  # noqa: FBT003 (a value of the field)
