@@ -24,6 +24,7 @@ _PARAM = "structural_tag"
 _MAX_TAGS = 256  # of one list
 _MAX_FORMATS = 1024
 _MAX_TEXT = 1024  # characters of a trigger, begin or end
+_MAX_WRITTEN = 2**21  # characters of expressions; each option of an `or` has all ends that may follow
 _FREE_TEXT = "/(?s:.)*/"
 _SPACE = r"/[ \t\n]{1,8}/"  # around the parameters of Qwen's XML
 
@@ -86,6 +87,7 @@ class _Writer:
         self._translate_schema = translate_schema
         self._special = special
         self._num_formats = 0
+        self._num_characters = 0  # of all expressions
         self._terminals: dict[str, str] = {}
 
     def write(self, value: object, at: str, after: After) -> str:
@@ -100,7 +102,13 @@ class _Writer:
             raise _error(f"{at}/type: unknown type {kind!r:.100}{nearest(str(kind)[:100], _FORMATS)}")
         write, fields = _FORMATS[kind]
         _check_fields(value, at, ("type", *fields))
-        return write(self, value, at, after)
+        written = write(self, value, at, after)
+        self._num_characters += len(written)
+        if self._num_characters > _MAX_WRITTEN:
+            raise _error(
+                f"the formats are more than {_MAX_WRITTEN:,} characters of grammar; give fewer ends or options"
+            )
+        return written
 
     def write_triggered(self, value: Mapping[str, object], at: Mapping[str, str], after: After) -> str:
         """Free text in which tags begin at triggers. at: the places of its fields `triggers` and `tags`."""
@@ -254,7 +262,7 @@ class _Writer:
     def _text(self, excluded: object, at: str) -> str:
         """The terminal of free text without the texts `excluded`."""
         everything = self._terminal(_FREE_TEXT)
-        if not excluded:
+        if excluded is None or excluded == []:
             return everything
         return self._terminal(
             f"{everything} & ~({everything} {_either(map(_quoted, _texts(excluded, at)))} {everything})"

@@ -283,6 +283,11 @@ def test_walks_by_masks_end_with_a_text_of_the_format(place):
             "pattern of a text without quotes is not enforced",
         ),
         ({"type": "qwen_xml_parameter", "json_schema": {"type": "array"}}, "parameters need an object"),
+        ({"type": "any_text", "excludes": 0}, "format is a list of 1 to 256 strings"),
+        (
+            tag("", {"type": "or", "elements": [const("a")] * 200}, [f"{i:03}" * 80 for i in range(200)]),
+            "more than 2,097,152 characters",
+        ),
         ({"type": "or", "elements": [{"type": "or", "elements": [const("a")] * 256}] * 5}, "more than 1,024 formats"),
     ],
 )
