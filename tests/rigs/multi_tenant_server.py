@@ -17,6 +17,7 @@ MANY = {"n": 1, "max_tokens": 1}
 GENERATING = {
     "/v1/completions": {"prompt": "Hello", **MANY},
     "/v1/chat/completions": {"messages": CHAT, **MANY},
+    "/v1/chat/completions/batch": {"messages": [CHAT], "max_tokens": 1},
     "/v1/responses": {"input": "Hello", "max_output_tokens": 1},
     "/v1/embeddings": {"input": "Hello"},
     "/generate": {"text": "Hello", "sampling_params": {"max_new_tokens": 1}},

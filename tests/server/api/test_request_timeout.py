@@ -5,6 +5,7 @@ import gc
 import json
 import time
 import warnings
+from types import SimpleNamespace
 
 import pytest
 from embedded_model_server import CHAT, STORY
@@ -114,7 +115,7 @@ def test_work_for_which_no_time_is_left_is_never_begun():
         store_record(scope, RequestRecord(None, "0", scope, 0.0, 0.0))
         await asyncio.sleep(0.001)
         with pytest.raises(TimedOut):
-            await respond(Request(scope), None, reply, limit, stream=False)
+            await respond(Request(scope), SimpleNamespace(full_response=None), reply, limit, stream=False)
         assert reply.closed
 
     with warnings.catch_warnings(record=True) as told:
