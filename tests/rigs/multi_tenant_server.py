@@ -29,8 +29,10 @@ GENERATING = {
     **{path: {"text_1": "Hello", "text_2": "a"} for path in ("/score", "/v1/score")},
     **{path: {"query": "Hello", "documents": ["a"]} for path in ("/rerank", "/v1/rerank", "/v2/rerank")},
 }
-# those of them without tokens to stream
-POOLING = {path for path in GENERATING if path.endswith(("score", "rerank", "embed", "embeddings"))}
+# those of them whose answers are never streamed
+WHOLE = {
+    path for path in GENERATING if path.endswith(("score", "rerank", "embed", "embeddings", "/chat/completions/batch"))
+}
 
 
 class Noting:

@@ -5,7 +5,7 @@ import logging
 import httpx
 import pytest
 from embedded_model_server import run_app, service_of, small_engine
-from multi_tenant_server import GENERATING, POOLING, error_of
+from multi_tenant_server import GENERATING, WHOLE, error_of
 from server_probes import routes
 
 from quire.server.app import make_app
@@ -44,7 +44,7 @@ def test_no_route_shows_what_broke(broken, caplog):
     for method, path in routes(app):
         for stream in (False, True):
             body = BODIES.get(path)
-            if stream and path in GENERATING and path not in POOLING:
+            if stream and path in GENERATING and path not in WHOLE:
                 body = {**body, "stream": True}
             answer = client.request(method, url + path, json=body)
             assert "secret" not in str(answer.headers)

@@ -7,7 +7,7 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from multi_tenant_server import GENERATING, POOLING
+from multi_tenant_server import GENERATING, WHOLE
 
 from quire.server.observability import request_record
 from quire.server.observability.request_record import RequestIds, RequestRecord, store_record, valid_client_id
@@ -32,7 +32,7 @@ def test_the_longest_id_is_taken():
 @pytest.mark.parametrize("path", GENERATING)
 @pytest.mark.parametrize("stream", [True, False])
 def test_an_answer_has_the_id_that_the_client_chose(keyless, path, stream):
-    body = GENERATING[path] if path in POOLING else {**GENERATING[path], "stream": stream}
+    body = GENERATING[path] if path in WHOLE else {**GENERATING[path], "stream": stream}
     answer = httpx.post(keyless.url + path, json=body, headers={"x-request-id": "job-7/a"}, timeout=60)
     assert answer.status_code == 200
     assert answer.headers.get_list("x-request-id") == ["job-7/a"]
