@@ -1,11 +1,11 @@
 """Predicted against measured latencies: the simulator beside the live engine, on this machine.
 
-    python -m benchmarks.prediction [--seconds 10] [--requests 150] [--load 0.6] [--json FILE] [-- OPTION ...]
+    python -m benchmarks.prediction [--seconds 10] [--requests 300] [--load 0.4] [--json FILE] [-- OPTION ...]
 
-Calibrates a latency profile (`quire calibrate`), then runs workloads that the calibration has not seen, each live in
-real time and in the simulator, with the same requests and arrivals. The error of a mean is that of the predicted mean;
-that of requests is the mean of |predicted - measured| / measured over requests. Nothing is tuned per workload. The
-machine has to be idle: other programs lengthen the measured times only.
+Calibrates a latency profile (as `quire calibrate` does), then runs workloads that the calibration has not seen, each
+live in real time on the same engine and in the simulator, with the same requests and arrivals. The error of a mean is
+that of the predicted mean; that of requests is the mean of |predicted - measured| / measured over requests. Nothing is
+tuned per workload. The machine has to be idle: other programs lengthen the measured times only.
 """
 
 import argparse
@@ -23,22 +23,23 @@ from rich.progress import track
 from benchmarks.cpu.machine import describe
 from quire.config import EngineOptions
 from quire.core.request import Namespace, Request
+from quire.engine.engine import Engine
 from quire.params import SamplingParams
 from quire.planner.setup import PlannedEngine, plan_engine
 from quire.planner.simulate import for_workload
 from quire.planner.simulation import RequestResult, Simulation
 from quire.planner.workloads import NO_PARENT, Session, make_workload, num_requests, tokens_of, with_arrivals
 from quire.startup.build import build
-from quire.startup.latency_calibration import calibrate
+from quire.startup.hardware import cpu_description
+from quire.startup.latency_calibration import measure_latency
 
 WORKLOADS = ("alpaca", "sharegpt", "chat", "few-shot", "rag")  # none of them is used by the calibration
 CLAIMS = {"latency": 0.10, "ttft": 0.15}  # mean errors that are to be reached
 
 
-def live(options: EngineOptions, workload: Sequence[Session]) -> list[RequestResult]:
-    """The sessions on a new engine in real time, one thread: as in the simulator, requests are added between steps."""
-    built = build(replace(options, speculation="off"), report=lambda _line: None, progress=lambda _done, _total: None)
-    engine, results, contexts = built.engine, dict[str, RequestResult](), dict[str, tuple[Session, int, list[int]]]()
+def live(engine: Engine, workload: Sequence[Session]) -> list[RequestResult]:
+    """The sessions on an idle engine in real time. As in the simulator, requests are added between steps."""
+    results, contexts = dict[str, RequestResult](), dict[str, tuple[Session, int, list[int]]]()
     waiting = sorted(((session.at, i, session, 0, ()) for i, session in enumerate(workload)), key=lambda one: one[:2])
     histories: dict[int, list[list[int]]] = {i: [] for i in range(len(workload))}
     number, began = 0, time.perf_counter()
@@ -75,7 +76,7 @@ def live(options: EngineOptions, workload: Sequence[Session]) -> list[RequestRes
                 if after < len(session.turns):
                     waiting.append((now + session.turns[after].pause, place, session, after, ()))
                     waiting.sort(key=lambda one: one[:2])
-    engine.close()
+    engine.flush_cache()
     return list(results.values())
 
 
@@ -105,8 +106,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.prediction", description=__doc__.split("\n")[0])
     parser.add_argument("--model", help="folder of a checkpoint [default: the embedded model]")
     parser.add_argument("--seconds", type=float, default=10.0, help="of calibration")
-    parser.add_argument("--requests", type=int, default=150, help="of each workload")
-    parser.add_argument("--load", type=float, default=0.6, help="rate, as a share of what is completed at once")
+    parser.add_argument("--requests", type=int, default=300, help="of each workload")
+    parser.add_argument("--load", type=float, default=0.4, help="rate, as a share of what is completed at once")
     parser.add_argument("--max-num-seqs", type=int, default=32)
     parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--memory", default="1GiB")
@@ -123,7 +124,9 @@ def main() -> None:
         calibration=0.3,
     )
     quiet = {"report": lambda _line: None, "progress": lambda _done, _total: None}
-    profile = calibrate(options, seconds=args.seconds, **quiet)
+    built = build(replace(options, speculation="off"), **quiet)
+    engine = built.engine
+    profile = measure_latency(engine, model=built.model_name, device=cpu_description(), seconds=args.seconds)
     print(f"profile: {profile.source}; mean error of the fit {profile.error:.1%}")
     rows: dict[str, dict[str, float]] = {}
     with TemporaryDirectory() as folder:
@@ -136,7 +139,7 @@ def main() -> None:
         at_once = Simulation(setup).run([replace(session, at=0.0) for session in base])
         workload = with_arrivals(base, args.load * at_once.steady_rate, seed=12)
         predicted = Simulation(setup).run(workload).requests
-        measured = live(options, workload)
+        measured = live(engine, workload)
         assert len(predicted) == len(measured) == num_requests(workload), "every request is completed"
         rows[name] = compare(
             sorted(predicted, key=lambda one: one.arrived), sorted(measured, key=lambda one: one.arrived)

@@ -5,6 +5,9 @@ from typing import Any, NamedTuple, Protocol
 
 from quire.core.step import SamplingMasks, Step, StepResult
 
+# Of a step that is replayed from a capture: its head computes logits at all positions. Other steps are not captured.
+MAX_UNUSED_LOGITS = 16
+
 LogitsProcessor = Callable[..., Any]  # ([prompt,] output, logits) -> logits
 
 

@@ -1,10 +1,12 @@
 """LatencyProfile: seconds of a Step of one model on one device, computed from rooflines or fitted to measured steps.
 
-    seconds = fixed + per_chunk * chunks + linear(tokens) + sum over KV groups(per_pair * pairs + per_kv_token * reads)
+    seconds = fixed + (eager, unless the step is replayed) + per_chunk * chunks + per_sequence * opened sequences
+        + linear(tokens) + sum over KV groups(per_pair * pairs + per_kv_token * reads)
 
 `linear` is a rising curve through points, because products with weights are limited by the reads of the weights for few
 tokens, and by arithmetic for many (Williams et al., "Roofline", 2009). Attention of chunks with several tokens is
-limited by arithmetic, that of single tokens by the reads of KV.
+limited by arithmetic, that of single tokens by the reads of KV. A step that is not replayed from a capture takes time
+on the host for each of its layers.
 """
 
 from bisect import bisect_right
@@ -43,7 +45,9 @@ class LatencyProfile(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     source: str  # where the coefficients come from, in words
     fixed: float
+    eager: float = 0.0  # of a step that is not replayed from a capture
     per_chunk: float
+    per_sequence: float = 0.0  # that begins to run: admission, prefix match, sampling state, and its end
     linear: tuple[tuple[float, float], ...]  # (tokens, seconds), both rising
     attention: tuple[AttentionTime, ...]  # per KV group
     seconds_per_byte: float  # of copies between device and host, in each direction; 0: there is no host pool
@@ -57,6 +61,7 @@ class LatencyProfile(msgspec.Struct, frozen=True, kw_only=True):
     def seconds(self, work: StepWork) -> float:
         """Predicted seconds of a step."""
         total = self.fixed + self.per_chunk * work.num_chunks + self.linear_seconds(work.num_tokens)
+        total += self.per_sequence * work.num_opened + (0.0 if work.is_replayed else self.eager)
         for group, pairs, reads in zip(self.attention, work.pairs, work.kv_tokens, strict=True):
             total += group.per_pair * pairs + group.per_kv_token * reads
         return total
@@ -64,7 +69,9 @@ class LatencyProfile(msgspec.Struct, frozen=True, kw_only=True):
     def step_seconds(self, step: Step) -> float:
         """Predicted seconds of a step without its swaps; 0 for a step without chunks."""
         chunks = step.chunks
-        return self.seconds(step_work(chunks.starts, chunks.stops, self.windows)) if len(chunks) else 0.0
+        if not len(chunks):
+            return 0.0
+        return self.seconds(step_work(chunks.starts, chunks.stops, self.windows, len(step.opens.rows)))
 
     def linear_seconds(self, num_tokens: float) -> float:
         """Seconds of all products with weights. Beyond the last point the curve goes on straight."""
@@ -76,8 +83,8 @@ class LatencyProfile(msgspec.Struct, frozen=True, kw_only=True):
         return max(0.0, low + (high - low) * (num_tokens - left) / (right - left))
 
     def prefill_seconds(self, num_tokens: int, num_before: int = 0) -> float:
-        """Predicted seconds of a step with one chunk of a prompt."""
-        return self.seconds(step_work(np.array([num_before]), np.array([num_before + num_tokens]), self.windows))
+        """Predicted seconds of a step with the first chunk of a new sequence, behind `num_before` cached tokens."""
+        return self.seconds(step_work(np.array([num_before]), np.array([num_before + num_tokens]), self.windows, 1))
 
     def decode_seconds(self, num_rows: int, context: int = 8) -> float:
         """Predicted seconds of a step with one token of each of `num_rows` sequences."""
@@ -154,33 +161,43 @@ def fit_profile(
     """
     if not samples:
         raise ValueError("there are no measured steps")
+    works = [sample.work for sample in samples]
     seconds = np.array([sample.seconds for sample in samples])
-    tokens = np.array([sample.work.num_tokens for sample in samples], float)
+    tokens = np.array([work.num_tokens for work in works], float)
     knots = [float(n) for n in _CURVE_TOKENS if n < tokens.max()] + [float(tokens.max())]
     ramps = [np.clip((tokens - low) / (high - low), 0, 1) for low, high in zip([0.0, *knots], knots, strict=False)]
-    columns = [np.ones(len(samples)), np.array([sample.work.num_chunks for sample in samples], float), *ramps]
+    columns = [
+        np.ones(len(works)),
+        np.array([not work.is_replayed for work in works], float),
+        np.array([work.num_chunks for work in works], float),
+        np.array([work.num_opened for work in works], float),
+        *ramps,
+    ]
     for group in range(len(windows)):
-        columns.append(np.array([sample.work.pairs[group] for sample in samples]))
-        columns.append(np.array([sample.work.kv_tokens[group] for sample in samples], float))
+        columns.append(np.array([work.pairs[group] for work in works]))
+        columns.append(np.array([work.kv_tokens[group] for work in works], float))
     features = np.stack(columns, 1)
     found = _least_squares(features / seconds[:, None], np.ones(len(samples)))
     # again with errors relative to the fit: relative to noisy measurements, slow steps would count less than fast ones
     fitted = np.maximum(features @ found, seconds / _LARGEST_ERROR)
     found = _least_squares(features / fitted[:, None], seconds / fitted)
-    heights = np.cumsum(found[2 : 2 + len(knots)])
-    groups = found[2 + len(knots) :].reshape(-1, 2)
+    error = float(np.abs(features @ found / seconds - 1).mean())
+    (fixed, eager, per_chunk, per_sequence), found = found[:4].tolist(), found[4:]
+    heights, groups = np.cumsum(found[: len(knots)]), found[len(knots) :].reshape(-1, 2)
     return LatencyProfile(
         model=model,
         device=device,
         source=f"fitted to {len(samples)} measured steps",
-        fixed=float(found[0]),
-        per_chunk=float(found[1]),
+        fixed=fixed,
+        eager=eager,
+        per_chunk=per_chunk,
+        per_sequence=per_sequence,
         linear=tuple(zip(knots, heights.tolist(), strict=True)),
         attention=tuple(
             AttentionTime(window, pair, read) for window, (pair, read) in zip(windows, groups.tolist(), strict=True)
         ),
         seconds_per_byte=seconds_per_byte,
-        error=float(np.abs(features @ found / seconds - 1).mean()),
+        error=error,
     )
 
 

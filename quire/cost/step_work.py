@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from quire.core.runner import MAX_UNUSED_LOGITS
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionWork:
@@ -64,9 +66,15 @@ class StepWork(NamedTuple):
     num_chunks: int
     pairs: tuple[float, ...]  # per KV group: tokens times tokens that they attend to, of chunks with several tokens
     kv_tokens: tuple[int, ...]  # per KV group: positions whose KV the chunks read
+    num_opened: int = 0  # sequences that begin to run
+
+    @property
+    def is_replayed(self) -> bool:
+        """Whether it is small enough that a runner may replay it from a capture."""
+        return self.num_tokens - self.num_chunks <= MAX_UNUSED_LOGITS
 
 
-def step_work(starts: np.ndarray, stops: np.ndarray, windows: Sequence[int]) -> StepWork:
+def step_work(starts: np.ndarray, stops: np.ndarray, windows: Sequence[int], num_opened: int = 0) -> StepWork:
     """The counts of chunks [start, stop). windows: of the KV groups."""
     lengths = stops - starts
     num_tokens = int(lengths.sum())
@@ -82,7 +90,7 @@ def step_work(starts: np.ndarray, stops: np.ndarray, windows: Sequence[int]) -> 
         first, last = starts[longer].astype(np.float64), stops[longer].astype(np.float64)
         attended = _sum_to(last, window) - _sum_to(first, window)
         pairs.append(float(attended.sum()))
-    return StepWork(num_tokens, len(starts), tuple(pairs), tuple(kv_tokens))
+    return StepWork(num_tokens, len(starts), tuple(pairs), tuple(kv_tokens), num_opened)
 
 
 def _sum_to(stop: np.ndarray, window: int) -> np.ndarray:

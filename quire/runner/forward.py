@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.core.runner import MAX_UNUSED_LOGITS
 from quire.core.step import Chunks
 from quire.kernels.contract import Kernels, Storage
 from quire.kv_store.upload import to_device
@@ -19,8 +20,6 @@ from quire.models.model import Model
 from quire.runner.captured_steps import CapturedSteps
 from quire.runner.inputs import Inputs
 from quire.runner.rows import Rows
-
-MAX_UNUSED_LOGITS = 16  # of a captured step; the head reads its weights once for all positions
 
 
 @dataclass(frozen=True, slots=True, eq=False)

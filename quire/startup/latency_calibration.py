@@ -5,7 +5,7 @@ the engine as requests would, for seconds, and covers large batches and long con
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import count
@@ -25,7 +25,8 @@ from quire.startup.hardware import cpu_description, gpu_description
 
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # sequences that run at once
 _PROMPT_TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
-_OUTPUT_TOKENS = 16
+_OUTPUT_TOKENS = 64
+_STAGGER = 3  # steps between the arrivals of the second half of a batch
 _FIRST_TOKEN = 3  # lower ids may be special
 _OUTLIER = 3.0  # a step that took this many times its prediction is left out: another program ran
 
@@ -68,31 +69,51 @@ def measure_latency(
     def record(step: Step) -> None:
         chunks = step.chunks
         if len(chunks):
-            launched.append(step_work(chunks.starts, chunks.stops, windows))
+            launched.append(step_work(chunks.starts, chunks.stops, windows, len(step.opens.rows)))
 
     engine.on_launch = record
     began = clock()
+    captured: set[int] = set()  # numbers of tokens of steps that are replayed: the first step of each is captured
     try:
         for requests in _rounds(engine):
-            for request in requests:
-                engine.add(request)
-            while engine.has_work:
+            for _ in _added(engine, requests):
                 before = clock()
                 engine.step()
-                took = clock() - before
-                samples += [StepSample(work, took / len(launched)) for work in launched]
+                now = clock()
+                for work in launched:
+                    if not work.is_replayed or work.num_tokens in captured:
+                        samples.append(StepSample(work, (now - before) / len(launched)))
+                    else:
+                        captured.add(work.num_tokens)
                 launched.clear()
+                if now - began >= seconds:
+                    break
+            for request in requests:  # those that the end of the time cut off
+                engine.abort(request.id)
+            while engine.has_work:
+                engine.step()
             engine.flush_cache()
-            done = clock() - began
-            advance(min(done, seconds), seconds)
-            if done >= seconds:
+            advance(min(now - began, seconds), seconds)
+            if now - began >= seconds:
                 break
     finally:
         engine.on_launch = None
-    samples = samples[len(samples) // 20 :]  # the first steps warm the kernels up
     if not samples:
         raise ConfigError(f"no step was measured in {seconds:g} s; give it more")
     return _fitted(engine, samples, windows, model, device)
+
+
+def _added(engine: Engine, requests: Sequence[Request]) -> Iterator[None]:
+    """Add half of the requests at once and the others between steps. Yields before each step, until all have ended."""
+    half = len(requests) // 2
+    for request in requests[half:]:
+        engine.add(request)
+    for request in requests[:half]:
+        for _ in range(_STAGGER):
+            yield
+        engine.add(request)
+    while engine.has_work:
+        yield
 
 
 def _fitted(engine: Engine, samples: list[StepSample], windows: list[int], model: str, device: str) -> LatencyProfile:
@@ -106,19 +127,26 @@ def _fitted(engine: Engine, samples: list[StepSample], windows: list[int], model
 
 
 def _rounds(engine: Engine) -> Iterator[list[Request]]:
-    """Batches of requests that run together: each size with several prompt lengths, again and again."""
+    """Batches of requests that run together: each size with several prompt lengths, in random order, again and again.
+
+    The order is random so that a short time covers large and small batches alike.
+    """
     rng, numbers = Random(0), count()
     limits, pool = engine.scheduler.config, engine.scheduler.cache.config
     longest = engine.max_model_len - _OUTPUT_TOKENS
     room = min(group.num_blocks for group in pool.groups) * pool.block_size // 2
+    sizes = [
+        (batch, length)
+        for batch in _BATCHES
+        for length in _PROMPT_TOKENS
+        if batch <= limits.max_num_seqs and length <= longest and (length + _OUTPUT_TOKENS) * batch <= room
+    ]
     while True:
-        for batch in (size for size in _BATCHES if size <= limits.max_num_seqs):
-            for length in (
-                size for size in _PROMPT_TOKENS if size <= longest and (size + _OUTPUT_TOKENS) * batch <= room
-            ):
-                # a chunked prompt beside decoding sequences, and contexts of different lengths
-                lengths = [max(1, rng.randrange(length // 2, length + 1)) for _ in range(batch)]
-                yield [_request(next(numbers), size, rng, engine.vocab_size) for size in lengths]
+        rng.shuffle(sizes)
+        for batch, length in sizes:
+            # a chunked prompt beside decoding sequences, and contexts of different lengths
+            lengths = [max(1, rng.randrange(length // 2, length + 1)) for _ in range(batch)]
+            yield [_request(next(numbers), size, rng, engine.vocab_size) for size in lengths]
 
 
 def _request(number: int, length: int, rng: Random, vocab_size: int) -> Request:

@@ -117,7 +117,9 @@ TRUE = LatencyProfile(
     device="d",
     source="",
     fixed=1e-4,
+    eager=1.5e-3,
     per_chunk=2e-6,
+    per_sequence=2e-4,
     linear=((1.0, 1e-3), (16.0, 1.2e-3), (256.0, 5e-3)),
     attention=(AttentionTime(0, 2e-9, 4e-8), AttentionTime(32, 1e-9, 2e-8)),
     seconds_per_byte=0.0,
@@ -131,7 +133,7 @@ def test_a_fit_recovers_the_times_of_steps_that_it_has_not_seen():
         rows = int(rng.integers(1, 32))
         starts = rng.integers(0, 500, rows)
         lengths = np.where(rng.random(rows) < 0.1, rng.integers(2, 64, rows), 1)
-        work = step_work(starts, starts + lengths, TRUE.windows)
+        work = step_work(starts, starts + lengths, TRUE.windows, int(rng.integers(0, 3)))
         return StepSample(work, TRUE.seconds(work))
 
     noisy = [one._replace(seconds=one.seconds * rng.uniform(0.97, 1.03)) for one in (sample() for _ in range(400))]
@@ -139,6 +141,8 @@ def test_a_fit_recovers_the_times_of_steps_that_it_has_not_seen():
     errors = [abs(found.seconds(one.work) / one.seconds - 1) for one in (sample() for _ in range(100))]
     assert np.mean(errors) < 0.03
     assert found.error < 0.04
+    assert found.eager == pytest.approx(TRUE.eager, rel=0.1)
+    assert found.per_sequence == pytest.approx(TRUE.per_sequence, rel=0.2)
     heights = [seconds for _, seconds in found.linear]
     assert heights == sorted(heights)
 
