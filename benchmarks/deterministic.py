@@ -18,7 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks.commit import ROOT, commit_of
+
 CASES = "embedded:auto:reference,embedded:auto:cpu"
 EMBEDDED = {  # requests, prompt tokens, output tokens
     "decode, 1 request": (1, 16, 64),
@@ -92,12 +93,6 @@ def compare(name: str, case: list[str], checkouts: dict[str, Path], repeat: int)
             line += f" {ratios[work]:6.2f} of {least['beside'][work]:.3f} s"
         print(line, flush=True)
     return {"cpu_seconds": least, "ratios": ratios}
-
-
-def commit_of(checkout: Path) -> str:
-    """The commit that is checked out in `folder`."""
-    command = ["git", "describe", "--always", "--dirty"]
-    return subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks.commit import commit_of
 from benchmarks.cpu.machine import describe
 from quire.config import KVGroup
 from quire.kernels.contract import DTYPES, Batch, Storage
@@ -90,6 +91,7 @@ def main() -> None:
     _C.use(options.build)
     print(f"{options.build}, {options.threads} threads, {options.heads}/{options.kv_heads} heads of {options.head_dim}")
     figures: dict[str, object] = {
+        "commit": commit_of(),
         "machine": describe(),
         "build": options.build,
         "decode": [],

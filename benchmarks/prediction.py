@@ -20,6 +20,7 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 from rich.progress import track
 
+from benchmarks.commit import commit_of
 from benchmarks.cpu.machine import describe
 from quire.config import EngineOptions
 from quire.core.request import Namespace, Request
@@ -159,6 +160,7 @@ def main() -> None:
     if args.json:
         setting = {name: str(value) for name, value in vars(args).items() if name != "json"}
         figures = {
+            "commit": commit_of(),
             "machine": describe(),
             "setting": setting,
             "fit_error": profile.error,

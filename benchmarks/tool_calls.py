@@ -16,13 +16,12 @@ from pathlib import Path
 
 from rich.progress import track
 
-from benchmarks.deterministic import commit_of
+from benchmarks.commit import commit_of
 from quire import LLM
 from tools.chat_transcripts import TRANSCRIPTS, Transcript
 from tools.forced_calls import forced_calls
 from tools.tool_schemas import SCHEMAS
 
-ROOT = Path(__file__).resolve().parents[1]
 FORMATS = (
     *("hermes", "qwen3_coder", "llama3_json", "pythonic", "olmo3", "mistral", "mistral_v11", "deepseek_v3"),
     *("deepseek_v31", "granite", "phi4_mini_json", "openai", "glm45", "kimi_k2", "minimax_m2", "generic"),
@@ -61,7 +60,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
     rows, tried = forced(options.formats, options.calls), splits(TRANSCRIPTS)
-    result = {"commit": commit_of(ROOT), "schemas": len(SCHEMAS), "forced": rows, "splits": tried}
+    result = {"commit": commit_of(), "schemas": len(SCHEMAS), "forced": rows, "splits": tried}
     for row in rows:
         print(f"{row['format']:16} {row['valid']} of {row['calls']} forced calls are valid")
     print(f"{tried['splits']:,} splits of {tried['transcripts']} transcripts: {len(tried['different'])} differ")

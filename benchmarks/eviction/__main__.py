@@ -10,7 +10,6 @@ Intervals are 95 % over seeds.
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.commit import commit_of
 from benchmarks.eviction import plots
 from benchmarks.eviction.compare import ORDERS, Cell, Interval, cells
 from benchmarks.eviction.traces import TRACES
@@ -112,8 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--plots", type=Path, help="draw eviction.png in this folder (needs matplotlib)")
     args = parser.parse_args(arguments)
     seeds = range(args.first_seed, args.first_seed + args.seeds)
-    describe = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    about = {"commit": describe.stdout.strip(), "requests": args.requests, "seeds": list(seeds)}
+    about = {"commit": commit_of(), "requests": args.requests, "seeds": list(seeds)}
     measured: dict[str, dict[float, list[Cell]]] = {}
     for name in args.only:
         measured[name] = measure(name, seeds, args.requests)

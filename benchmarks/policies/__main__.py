@@ -13,10 +13,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.commit import commit_of
 from benchmarks.policies.fair import fair
 from benchmarks.policies.live import live
 from benchmarks.policies.order import order
 from benchmarks.policies.plan import plan
+from quire.startup.hardware import cpu_description
 
 PARTS: dict[str, Callable[..., dict[str, object]]] = {"order": order, "fair": fair, "live": live, "plan": plan}
 
@@ -38,7 +40,7 @@ def main() -> None:
             print(f"  {row:<50} " + "   ".join(f"{key} {value:.4g}" for key, value in told.items()))
         figures[name] = rows
     if args.json:
-        machine = {"machine": platform.machine(), "python": platform.python_version()}
+        machine = {"commit": commit_of(), "machine": cpu_description(), "python": platform.python_version()}
         args.json.write_text(json.dumps({**machine, "quick": args.quick, **figures}, indent=1))
 
 

@@ -20,6 +20,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from benchmarks.commit import commit_of
 from benchmarks.prefix import plots
 from benchmarks.prefix.cost import unique_prompts
 from benchmarks.prefix.gain import gain
@@ -27,6 +28,7 @@ from benchmarks.prefix.memory import beam_search, parallel_sampling, shared_pref
 from benchmarks.prefix.micro import verbs
 from benchmarks.prefix.reuse import granularity
 from benchmarks.prefix.rows import Section, show
+from quire.startup.hardware import cpu_description
 
 SECTIONS: dict[str, Callable[..., Section]] = {
     "sampling": parallel_sampling,  # M10
@@ -57,7 +59,8 @@ def run(names: Sequence[str], *, quick: bool) -> dict[str, Section]:
 def as_json(sections: dict[str, Section], *, quick: bool) -> dict[str, Any]:
     """All figures with the facts of the run."""
     return {
-        "machine": platform.machine(),
+        "commit": commit_of(),
+        "machine": cpu_description(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),

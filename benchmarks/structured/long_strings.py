@@ -16,14 +16,13 @@ from pathlib import Path
 import numpy as np
 from rich.progress import track
 
-from benchmarks.deterministic import commit_of
+from benchmarks.commit import commit_of
 from quire.core.constraint import Grammar
 from quire.params import StructuredOutputsParams
 from quire.startup.hardware import cpu_description
 from quire.structured_outputs.llguidance_backend import GuidanceBackend
 from quire.structured_outputs.vocabulary import Vocabulary
 
-ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = (200, 500, 1000, 2000, 3000, 4000, 4500, 5000)
 NAMES = [f"k{i}" for i in range(len(LENGTHS))]
 STRINGS = {name: {"type": "string", "maxLength": length} for name, length in zip(NAMES, LENGTHS, strict=True)}
@@ -84,7 +83,7 @@ def main() -> None:
     parser.add_argument("--records", type=int, default=1000)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    result = {"commit": commit_of(ROOT), "cpu": cpu_description(), **measure(args.records)}
+    result = {"commit": commit_of(), "cpu": cpu_description(), **measure(args.records)}
     print(json.dumps(result))
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")

@@ -6,7 +6,6 @@ answer has drafts if it is known.
 """
 
 import json
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
+from benchmarks.commit import commit_of
 from benchmarks.trust.server import served
 from quire.server.api_keys import add_key, new_key
 from quire.startup.hardware import cpu_description
@@ -63,10 +63,7 @@ class Timing(NamedTuple):
 
 def timing(num_trials: int = 2000, seed: int = 1) -> Timing:
     """Run the trials at a real server with two tenants."""
-    command = ["git", "describe", "--always", "--dirty"]
-    commit = subprocess.run(
-        command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent
-    ).stdout.strip()
+    commit = commit_of()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "keys.json")
         keys = {}

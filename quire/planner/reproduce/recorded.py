@@ -103,7 +103,7 @@ def _prefix_rows(context: Context, row: str, wanted: tuple[str, ...]) -> Finding
     recorded = context.recorded("prefix")
     if recorded is None:
         return [pending(row, _missing("prefix"))]
-    note = "prefix.json; before the C++ kernels" if "commit" not in recorded else f"prefix.json, {recorded['commit']}"
+    note = f"prefix.json, {_machine(recorded)}"
     return [
         Finding(
             what=one["what"],
