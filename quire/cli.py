@@ -9,6 +9,7 @@ from contextlib import closing
 from dataclasses import asdict, fields, is_dataclass
 from inspect import Parameter, Signature, signature
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -19,19 +20,47 @@ from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progres
 
 import quire
 from quire.config import MODEL_HELP, REMOVED_VALUES, EngineOptions, Help
-from quire.errors import QuireError, RequestError
+from quire.errors import QuireError
 from quire.params import SamplingParams
 from quire.planner.options import PlanOptions, WorkloadOptions
 from quire.planner.workloads import Failures
 from quire.server.api_keys import MAX_PER_MINUTE, Role, add_key, new_key
 from quire.server.options import ServerOptions
 from quire.supervisor.spawn import spawned_engine
+from quire.terminal.chat import converse
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
+# flags of vLLM, SGLang and llama.cpp that do not exist here -> what the error says
+_FLAGS_ELSEWHERE = MappingProxyType(
+    {
+        **dict.fromkeys(("--gpu-memory-utilization", "--mem-fraction-static"), "use --memory"),
+        **dict.fromkeys(("--max-total-tokens", "--kv-cache-memory-bytes", "--num-gpu-blocks-override"), "use --memory"),
+        **dict.fromkeys(("--context-length", "--ctx-size"), "use --max-model-len"),
+        **dict.fromkeys(("--enable-chunked-prefill", "--trust-remote-code"), "leave it out"),
+        **dict.fromkeys(("--tensor-parallel-size", "--tp-size", "--tp"), "quire runs on one device; leave it out"),
+        **dict.fromkeys(("--pipeline-parallel-size", "--data-parallel-size"), "quire runs on one device; leave it out"),
+        **dict.fromkeys(("--schedule-policy", "--scheduling-policy"), "use --policy"),
+        **dict.fromkeys(("--guided-decoding-backend", "--structured-outputs-config"), "use --grammar-backend"),
+        "--model-path": "use --model",
+        "--max-running-requests": "use --max-num-seqs",
+        "--chunked-prefill-size": "use --max-num-batched-tokens",
+        "--disable-radix-cache": "use --prefix-index none",
+        "--page-size": "use --block-size",
+        "--speculative-model": "use --speculative-config",
+        "--n-predict": "use --max-tokens",
+        "--enforce-eager": "leave it out",
+    }
+)
+
+
 def main() -> None:
     """The `quire` command."""
+    for name in (argument.partition("=")[0] for argument in sys.argv[1:]):
+        if name in _FLAGS_ELSEWHERE:
+            typer.secho(f"quire: there is no {name}; {_FLAGS_ELSEWHERE[name]}", fg="red", err=True)
+            sys.exit(2)
     try:
         app()
     except QuireError as error:
@@ -47,11 +76,17 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     types = get_type_hints(command, include_extras=True)
     kinds = {name: types[name] for name in signature(command).parameters if is_dataclass(types[name])}
     own = [parameter for parameter in signature(command).parameters.values() if parameter.name not in kinds]
+    if any(parameter.name == "model" for parameter in own):
+        own.append(_MODEL_FLAG)
     of_options = {f.name for kind in kinds.values() for f in fields(kind)}
     taken = {parameter.name for parameter in own}
     flags = [flag for kind in kinds.values() for flag in _flags(kind) if flag.name not in taken]
 
     def run(**values: Any) -> None:  # noqa: ANN401 (what typer parsed)
+        if (named := values.pop(_MODEL_FLAG.name, None)) is not None:
+            if values["model"] not in (None, named):
+                raise typer.BadParameter(f"the model is given twice: {values['model']} and --model {named}")
+            values["model"] = named
         plain = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
         made = {name: kind(**{f.name: plain[f.name] for f in fields(kind)}) for name, kind in kinds.items()}
         command(**{name: value for name, value in values.items() if name not in of_options}, **made)
@@ -60,6 +95,14 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     run.__signature__ = Signature([*own, *flags])  # type: ignore[attr-defined]  # read by inspect.signature
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *flags)}
     return run
+
+
+_MODEL_FLAG = Parameter(
+    "model_flag",
+    Parameter.KEYWORD_ONLY,
+    default=None,
+    annotation=Annotated[str | None, typer.Option("--model", help="the same as MODEL")],
+)
 
 
 def _flags(options: Any) -> list[Parameter]:  # noqa: ANN401 (a dataclass)
@@ -181,13 +224,20 @@ def generate(
 @with_flags
 def chat(
     *,
+    model: Annotated[str | None, typer.Argument(help=MODEL_HELP)] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy", min=0)] = 0.7,
+    top_p: Annotated[float, typer.Option(help="share of the probability that is sampled from", min=0, max=1)] = 1.0,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="of each answer [default: what the context has room for]", min=1)
+    ] = None,
     system: Annotated[str | None, typer.Option(help="system message")] = None,
     options: EngineOptions,
 ) -> None:
-    """Chat with a model. /exit or end of input ends the chat, Ctrl-C stops an answer."""
+    """Chat with a model. /help lists commands, Ctrl-C stops an answer."""
+    del model  # of options
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
     with closing(_load(options)) as llm:
-        _converse(llm, system, SamplingParams(max_tokens=None, temperature=temperature))
+        converse(llm, params, system, Console())
 
 
 @app.command()
@@ -361,26 +411,6 @@ def calibrate(
     typer.echo(f"written to {file}; `quire plan --device {file}` uses it")
 
 
-def _converse(llm: "quire.LLM", system: str | None, params: SamplingParams) -> None:
-    """The loop of a chat, until the user ends it."""
-    messages = [] if system is None else [{"role": "system", "content": system}]
-    while (text := _read_turn()) is not None:
-        messages.append({"role": "user", "content": text})
-        answer = ""
-        try:
-            for piece in llm.stream_chat(messages, params):
-                answer += piece
-                typer.echo(piece, nl=False)
-        except KeyboardInterrupt:
-            typer.echo(" [cut short]", nl=False)
-        except RequestError as error:  # such as a conversation longer than the context
-            typer.secho(f"{error}", fg="red", err=True)
-            messages.pop()
-            continue
-        typer.echo()
-        messages.append({"role": "assistant", "content": answer})
-
-
 class WeightsBar:
     """Progress bar on stderr for downloading or loading a model."""
 
@@ -417,17 +447,3 @@ class CountBar:
 
 def _load(options: EngineOptions) -> "quire.LLM":
     return quire.LLM(**asdict(options), progress=WeightsBar())
-
-
-def _read_turn() -> str | None:
-    """The next message of the user; None to end."""
-    while True:
-        try:
-            text = input("> ").strip()
-        except (EOFError, KeyboardInterrupt):
-            typer.echo()
-            return None
-        if text == "/exit":
-            return None
-        if text:
-            return text

@@ -15,8 +15,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from quire.chat.detect import chat_format
-from quire.chat.output import constrained_params, output_format
-from quire.chat.tools import toolbox
+from quire.chat.output import OutputFormat, constrained_params, output_format
+from quire.chat.parts import Part
+from quire.chat.tools import Toolbox, toolbox
 from quire.config import EngineOptions
 from quire.core.output import Output
 from quire.core.request import NO_NAMESPACE, Beams, Request
@@ -233,17 +234,8 @@ class LLM:
         tokenized = [tokenize(text, self._tokenizer, add_special_tokens=False) for text in texts]
         scheduling_params = self._scheduling_params(len(tokenized), priority, deadline, retention, program)
         each = self._params_per_prompt(len(texts), sampling_params)
-        formats = [
-            output_format(
-                self._chat_format,
-                box,
-                text,
-                reasons=self._tokenizer.reasons(variables, has_tools=bool(tools)),
-                special_texts=self._tokenizer.special_texts,
-                skip_special_tokens=one.skip_special_tokens,
-            )
-            for text, one in zip(texts, each, strict=True)
-        ]
+        reasons = self._tokenizer.reasons(variables, has_tools=bool(tools))
+        formats = [self._output_format(text, one, box, reasons=reasons) for text, one in zip(texts, each, strict=True)]
         params = [
             constrained_params(format, one, thinking_token_budget) for format, one in zip(formats, each, strict=True)
         ]
@@ -265,6 +257,33 @@ class LLM:
         with closing(self._deltas([transcript])) as deltas:
             for delta in deltas:
                 yield delta.text
+
+    def stream_message(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+    ) -> Generator[tuple[list[Part], int]]:
+        """Iterate over the parts of an answer as they come, content apart from reasoning and tool calls.
+
+        Yields (parts, number of tokens) for each step. Closing the iterator aborts the request. Raises RequestError as
+        `chat`, and for best_of above n.
+        """
+        text = self._tokenizer.apply_chat_template(messages, tools)
+        (params,) = self._params_per_prompt(1, sampling_params)
+        reasons = self._tokenizer.reasons({}, has_tools=bool(tools))
+        format = self._output_format(text, params, toolbox(tools, None, None), reasons=reasons)
+        tokenized = [tokenize(text, self._tokenizer, add_special_tokens=False)]
+        (transcript,) = self._output_processors(tokenized, constrained_params(format, params))
+        transcript.params.check_streamable()
+        parser = format.new_parser()
+        with closing(self._deltas([transcript])) as deltas:
+            for delta in deltas:
+                parts = parser.push(delta.text)
+                if delta.finish_reason is not None:
+                    parts += parser.finish()
+                yield parts, len(delta.token_ids)
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool | None = None
@@ -401,6 +420,18 @@ class LLM:
             for delta in self._deltas(transcripts, beams, scheduling_params):
                 progress.update(len(delta.token_ids), int(delta.finish_reason is not None))
         return [transcript.result() for transcript in transcripts]
+
+    def _output_format(
+        self, prompt: str, params: SamplingParams, box: Toolbox | None, *, reasons: bool
+    ) -> OutputFormat:
+        return output_format(
+            self._chat_format,
+            box,
+            prompt,
+            reasons=reasons,
+            special_texts=self._tokenizer.special_texts,
+            skip_special_tokens=params.skip_special_tokens,
+        )
 
     def _beam(self, result: RequestOutput, output: CompletionOutput, params: BeamSearchParams) -> BeamSearchSequence:
         tokens = result.prompt_token_ids + output.token_ids

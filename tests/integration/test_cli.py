@@ -11,11 +11,11 @@ from dataclasses import fields
 
 import httpx
 import pytest
-import typer
+from rich.console import Console
 from typer.testing import CliRunner
 
 import quire
-from quire.cli import app, main
+from quire.cli import _FLAGS_ELSEWHERE, app, main
 from quire.config import EngineOptions
 from quire.engine.engine import Engine
 from quire.server.options import ServerOptions
@@ -132,12 +132,12 @@ def test_version():
 
 def test_chat_writes_while_it_generates(monkeypatch):
     order = []
-    step, echo = Engine.step, typer.echo
+    step, write = Engine.step, Console.print
     monkeypatch.setattr(Engine, "step", lambda self: order.append("step") or step(self))
-    monkeypatch.setattr(typer, "echo", lambda text="", **how: order.append(text) or echo(text, **how))
+    monkeypatch.setattr(Console, "print", lambda self, text, **how: order.append(text) or write(self, text, **how))
     CliRunner().invoke(app, ["chat", "--temperature", "0", "--memory", "256MiB"], input="Who are you?\n/exit\n")
-    pieces = [i for i, what in enumerate(order) if what not in ("step", "")]
-    assert order[: pieces[0]].count("step") < 4
+    pieces = [i for i, what in enumerate(order) if what not in ("step", "")][1:]  # the first is the model's name
+    assert order[: pieces[0]].count("step") < 8  # the first word
     assert order[pieces[0] : pieces[-1]].count("step") > 8
 
 
@@ -203,3 +203,32 @@ def test_chat_keeps_the_conversation():
     assert result.exit_code == 0
     assert "Pip" in result.output
     assert "Fernhill" in result.output
+
+
+@pytest.mark.parametrize("command", ["serve", "chat", "doctor"])
+def test_the_model_is_an_argument_or_a_flag(command, monkeypatch):
+    used = []
+    monkeypatch.setattr("quire.serve", lambda options, *_, **__: used.append(options.model))
+    monkeypatch.setattr("quire.LLM", lambda model, **_: used.append(model) or sys.exit(0))
+    monkeypatch.setattr("quire.examine", lambda options, _: used.append(options.model) or [])
+    for arguments in (["folder"], ["--model", "folder"], ["folder", "--model", "folder"]):
+        CliRunner().invoke(app, [command, *arguments])
+    assert used == ["folder"] * 3
+    result = CliRunner().invoke(app, [command, "folder", "--model", "other"])
+    assert result.exit_code == 2 and "given twice" in result.output
+
+
+def test_flags_of_other_engines_have_a_hint(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["quire", "serve", "--gpu-memory-utilization=0.9"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == "quire: there is no --gpu-memory-utilization; use --memory\n"
+
+
+def test_hints_name_flags_that_exist_and_no_flag_has_one():
+    help_texts = " ".join(CliRunner().invoke(app, [command, "--help"]).output for command in ("serve", "chat"))
+    flags = set(re.findall(r"--[a-z][a-z-]+", help_texts))
+    for name, hint in _FLAGS_ELSEWHERE.items():
+        assert name not in flags
+        assert set(re.findall(r"--[a-z-]+", hint)) <= flags

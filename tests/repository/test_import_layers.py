@@ -42,7 +42,7 @@ ORDER = (
     ),
     *("planner.lengths", "planner.modelled_runner", "planner.workloads", "planner.options", "planner", "cluster"),
     *("lang.errors", "lang.params", "lang.batch", "lang.select", "lang.expressions", "lang.state_text"),
-    *("lang.event_loop", "lang.backends", "lang"),
+    *("lang.event_loop", "lang.backends", "lang", "terminal"),
     *(
         "server.options",
         "server.error_shapes",
