@@ -14,6 +14,7 @@ from quire.server.api_keys import Keys, read_keys, single_key
 from quire.server.app import make_app
 from quire.server.middleware.drain import Drain, GracefulServer
 from quire.server.middleware.http_protocol import http_config, raise_descriptor_limit
+from quire.server.observability.activity import ActivityLine
 from quire.server.observability.middleware import check_observers
 from quire.server.options import ServerOptions, UnknownFields
 from quire.server.service import Service
@@ -154,10 +155,16 @@ def serve(
             config = http_config(make_app(service, keys, server, drain, store), server)
             _listen(listener, config.backlog)
             gc_policy = GCPolicy()
+            activity = ActivityLine(lambda: service.engine.health().stats, report)
+
+            def tick() -> None:
+                gc_policy.collect_if_due(idle=not drain.num_open)
+                activity.update()
+
             http = GracefulServer(
                 config,
                 drain=drain,
-                each_tick=lambda: gc_policy.collect_if_due(idle=not drain.num_open),
+                each_tick=tick,
                 ready=lambda: _announce(report, url, service.model_name, with_key=keys is not None),
                 has_failed=lambda: service.engine.failure is not None,
                 close=service.close,
