@@ -28,6 +28,7 @@ from quire.server.api_keys import MAX_PER_MINUTE, Role, add_key, new_key
 from quire.server.options import ServerOptions
 from quire.supervisor.spawn import spawned_engine
 from quire.terminal.chat import converse
+from quire.terminal.top import top as show_top
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -238,6 +239,19 @@ def chat(
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
     with closing(_load(options)) as llm:
         converse(llm, params, system, Console())
+
+
+@app.command()
+def top(
+    *,
+    url: Annotated[str, typer.Option(help="of the server")] = "http://127.0.0.1:8000",
+    api_key: Annotated[
+        str | None, typer.Option(help="key with the role admin, if the server has keys", envvar="OPENAI_API_KEY")
+    ] = None,
+    interval: Annotated[float, typer.Option(help="seconds between updates", min=0.1, max=60)] = 1.0,
+) -> None:
+    """Show requests, tokens per second, latencies and KV use of a running server."""
+    show_top(url, api_key, interval, Console())
 
 
 @app.command()
