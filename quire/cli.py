@@ -246,7 +246,7 @@ def top(
     *,
     url: Annotated[str, typer.Option(help="of the server")] = "http://127.0.0.1:8000",
     api_key: Annotated[
-        str | None, typer.Option(help="key with the role admin, if the server has keys", envvar="OPENAI_API_KEY")
+        str | None, typer.Option(help="key with the role admin, if the server has keys", envvar="QUIRE_API_KEY")
     ] = None,
     interval: Annotated[float, typer.Option(help="seconds between updates", min=0.1, max=60)] = 1.0,
 ) -> None:

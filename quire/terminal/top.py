@@ -141,7 +141,7 @@ def fetch(url: str, api_key: str | None) -> str:
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         raise QuireError(f"{url} does not answer: {error}; --url names another server") from error
     if response.status_code in (401, 403):
-        raise QuireError(f"{url} needs a key with the role admin: --api-key, or OPENAI_API_KEY in the environment")
+        raise QuireError(f"{url} needs a key with the role admin: --api-key, or QUIRE_API_KEY in the environment")
     if response.status_code != 200:
         raise QuireError(f"{url}/metrics answers {response.status_code}")
     return response.text
