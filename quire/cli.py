@@ -28,9 +28,10 @@ from quire.server.api_keys import MAX_PER_MINUTE, Role, add_key, new_key
 from quire.server.options import ServerOptions
 from quire.supervisor.spawn import spawned_engine
 from quire.terminal.chat import converse
+from quire.terminal.help import GroupedCommand, show_all
 from quire.terminal.top import top as show_top
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 # flags of vLLM, SGLang and llama.cpp that do not exist here -> what the error says
@@ -79,11 +80,13 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     own = [parameter for parameter in signature(command).parameters.values() if parameter.name not in kinds]
     if any(parameter.name == "model" for parameter in own):
         own.append(_MODEL_FLAG)
+    own.append(_HELP_ALL)
     of_options = {f.name for kind in kinds.values() for f in fields(kind)}
     taken = {parameter.name for parameter in own}
     flags = [flag for kind in kinds.values() for flag in _flags(kind) if flag.name not in taken]
 
     def run(**values: Any) -> None:  # noqa: ANN401 (what typer parsed)
+        del values[_HELP_ALL.name]
         if (named := values.pop(_MODEL_FLAG.name, None)) is not None:
             if values["model"] not in (None, named):
                 raise typer.BadParameter(f"the model is given twice: {values['model']} and --model {named}")
@@ -106,6 +109,27 @@ _MODEL_FLAG = Parameter(
 )
 
 
+_HELP_ALL = Parameter(
+    "help_all",
+    Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[
+        bool, typer.Option("--help-all", callback=show_all, is_eager=True, help="show all options and exit")
+    ],
+)
+
+
+class _Command(GroupedCommand):
+    helps = MappingProxyType(
+        {
+            f.name: next(note for note in get_args(kinds[f.name]) if isinstance(note, Help))
+            for options in (EngineOptions, ServerOptions, PlanOptions, WorkloadOptions)
+            for kinds in (get_type_hints(options, include_extras=True),)
+            for f in fields(options)
+        }
+    )
+
+
 def _flags(options: Any) -> list[Parameter]:  # noqa: ANN401 (a dataclass)
     types = get_type_hints(options, include_extras=True)
     return [_flag(f.name, types[f.name], f.default) for f in fields(options)]
@@ -120,7 +144,7 @@ def _flag(name: str, annotated: Any, default: object) -> Parameter:  # noqa: ANN
     flag = f"--{name.replace('_', '-')}"
     option = typer.Option(
         f"{flag}/--no-{flag[2:]}" if default is True else flag,
-        help=f"{text.text} ({text.stability})",
+        help=text.text if text.stability == "stable" else f"{text.text} ({text.stability})",
         envvar=text.envvar,
         min=bounds.ge,
         max=bounds.le,
@@ -163,7 +187,7 @@ def _quire(
     """An LLM serving engine. If no model is given, commands use the one that ships with quire."""
 
 
-@app.command()
+@app.command(cls=_Command)
 @with_flags
 def serve(
     *,
@@ -203,7 +227,7 @@ def key(
         typer.secho(f"added to {file}; a running server reads it after a restart", err=True)
 
 
-@app.command()
+@app.command(cls=_Command)
 @with_flags
 def generate(
     *,
@@ -221,7 +245,7 @@ def generate(
                 typer.echo(output.text)
 
 
-@app.command()
+@app.command(cls=_Command)
 @with_flags
 def chat(
     *,
@@ -254,7 +278,7 @@ def top(
     show_top(url, api_key, interval, Console())
 
 
-@app.command()
+@app.command(cls=_Command)
 @with_flags
 def run_batch(
     *,
@@ -296,7 +320,7 @@ def replay(file: Annotated[Path, typer.Argument(help="a journal, as --journal wr
     typer.echo(f"{report.num_steps} steps, all the same")
 
 
-@app.command()
+@app.command(cls=_Command)
 @with_flags
 def doctor(
     *,
@@ -338,7 +362,7 @@ _DEVICE = typer.Option(
 )
 
 
-@app.command()
+@app.command(cls=_Command)
 @with_flags
 def simulate(
     *,
@@ -367,7 +391,7 @@ def simulate(
         out.write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=1))
 
 
-@app.command()
+@app.command(cls=_Command)
 @with_flags
 def plan(
     *,
@@ -406,7 +430,7 @@ def reproduce(
     )
 
 
-@app.command()
+@app.command(cls=_Command)
 @with_flags
 def calibrate(
     *,

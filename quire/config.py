@@ -178,11 +178,17 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class Help:
-    """Help text and stability of an option. envvar: an environment variable that the command line reads for it."""
+    """Help text and stability of an option.
+
+    envvar: an environment variable that the command line reads for it. group: heading in the help of the command line.
+    rare: whether only --help-all shows it.
+    """
 
     text: str
     stability: Literal["stable", "beta", "prototype"] = "stable"
     envvar: str | None = None
+    group: str = "Options"
+    rare: bool = False
 
 
 MODEL_HELP = "Hugging Face id, folder of a checkpoint, or .gguf file [default: quire's own model]"
@@ -193,17 +199,28 @@ MODEL_HELP = "Hugging Face id, folder of a checkpoint, or .gguf file [default: q
 class EngineOptions:
     """Options of an engine. None and "auto" are defaults, most of which `quire.startup.build.prepare` resolves."""
 
-    model: Annotated[str | None, Help(MODEL_HELP)] = None
-    revision: Annotated[str | None, Help("branch, tag or commit of a model that is downloaded")] = None
-    download_dir: Annotated[str | None, Help("where downloads are kept [default: Hugging Face's cache]")] = None
-    offline: Annotated[bool, Help("use only what was downloaded before")] = False
+    model: Annotated[str | None, Help(MODEL_HELP, group="Model")] = None
+    revision: Annotated[str | None, Help("branch, tag or commit of a model that is downloaded", group="Model")] = None
+    download_dir: Annotated[
+        str | None, Help("where downloads are kept [default: Hugging Face's cache]", group="Model", rare=True)
+    ] = None
+    offline: Annotated[bool, Help("use only what was downloaded before", group="Model")] = False
     model_impl: Annotated[
-        ModelImpl, Help("quire's own, transformers (extra hf), or auto: own if it supports the model", "beta")
+        ModelImpl,
+        Help(
+            "quire's own, transformers (extra hf), or auto: own if it supports the model",
+            "beta",
+            group="Model",
+            rare=True,
+        ),
     ] = "auto"
-    dtype: Annotated[DType, Help("compute and weight type; auto: as the checkpoint says")] = "auto"
+    dtype: Annotated[DType, Help("compute and weight type; auto: as the checkpoint says", group="Model")] = "auto"
     kv_cache_dtype: Annotated[
         KVDType,
-        Help("type of cached keys and values; auto: same as dtype; fp8 (e4m3), int8: half the memory; int4: a third"),
+        Help(
+            "type of cached keys and values; auto: same as dtype; fp8 (e4m3), int8: half the memory; int4: a third",
+            group="KV cache",
+        ),
     ] = "auto"
     quantization: Annotated[
         Quantization | None,
@@ -212,6 +229,7 @@ class EngineOptions:
             "low-bit weights to dtype; others: the layout that the checkpoint has anyway "
             "[default: weights as they are stored]",
             "beta",
+            group="Model",
         ),
     ] = None
     weight_cache: Annotated[
@@ -220,88 +238,156 @@ class EngineOptions:
             "folder for packed weights of CPU kernels, which make later starts faster; takes the weights' size on disk "
             "[default: none]",
             "beta",
+            group="Model",
         ),
     ] = None
     tool_call_parser: Annotated[
         str | None,
-        Help("format of the model's tool calls, such as hermes or mistral [default: from the chat template]", "beta"),
+        Help(
+            "format of the model's tool calls, such as hermes or mistral [default: from the chat template]",
+            "beta",
+            group="Model",
+        ),
     ] = None
     reasoning_parser: Annotated[
         str | None,
         Help(
             "format of its reasoning, such as qwen3; none: leave it in the text [default: from the chat template]",
             "beta",
+            group="Model",
         ),
     ] = None
-    block_size: Annotated[int, Meta(ge=1, le=65536), Help("tokens in one KV block, a multiple of 16")] = 16
-    enable_prefix_caching: Annotated[bool, Help("reuse the KV of earlier requests with the same prefix")] = True
+    block_size: Annotated[
+        int, Meta(ge=1, le=65536), Help("tokens in one KV block, a multiple of 16", group="KV cache", rare=True)
+    ] = 16
+    enable_prefix_caching: Annotated[
+        bool, Help("reuse the KV of earlier requests with the same prefix", group="KV cache")
+    ] = True
     prefix_index: Annotated[
-        Literal["radix", "hash"], Help("radix: exact to the token; hash: whole blocks, by their chained hashes", "beta")
+        Literal["radix", "hash"],
+        Help(
+            "radix: exact to the token; hash: whole blocks, by their chained hashes",
+            "beta",
+            group="KV cache",
+            rare=True,
+        ),
     ] = "radix"
     public_prefixes: Annotated[
-        str | None, Help("JSON file of prompt prefixes whose KV all tenants may share", "beta")
+        str | None,
+        Help("JSON file of prompt prefixes whose KV all tenants may share", "beta", group="KV cache", rare=True),
     ] = None
-    max_model_len: Annotated[int | None, Help("longest prompt plus output, in tokens [default: the model's]")] = None
-    memory: Annotated[str | None, Help("for weights, KV and workspace: bytes, '4GiB', or a share such as '0.5'")] = None
-    max_num_seqs: Annotated[int, Meta(ge=1, le=65536), Help("sequences that run at once")] = 128
-    max_num_batched_tokens: Annotated[int, Meta(ge=1, le=2**24), Help("tokens computed in one step")] = 2048
-    step_seconds: Annotated[float, Help("predicted time that one step may take", "beta")] = 0.5
+    max_model_len: Annotated[
+        int | None, Help("longest prompt plus output, in tokens [default: the model's]", group="KV cache")
+    ] = None
+    memory: Annotated[
+        str | None, Help("for weights, KV and workspace: bytes, '4GiB', or a share such as '0.5'", group="KV cache")
+    ] = None
+    max_num_seqs: Annotated[int, Meta(ge=1, le=65536), Help("sequences that run at once", group="Scheduling")] = 128
+    max_num_batched_tokens: Annotated[
+        int, Meta(ge=1, le=2**24), Help("tokens computed in one step", group="Scheduling")
+    ] = 2048
+    step_seconds: Annotated[
+        float, Help("predicted time that one step may take", "beta", group="Scheduling", rare=True)
+    ] = 0.5
     target_tpot_ms: Annotated[
         float | None,
         Help(
             "target in ms for the time between tokens of running streams while prompts are computed, at most "
             "step_seconds [default: 8 to 16 measured decode steps, at least 50, for a server]",
             "beta",
+            group="Scheduling",
         ),
     ] = None
-    watermark: Annotated[float, Help("share of blocks that admission leaves free", "beta")] = 0.01
+    watermark: Annotated[
+        float, Help("share of blocks that admission leaves free", "beta", group="KV cache", rare=True)
+    ] = 0.01
     policy: Annotated[
         Policy | None,
         Help(
             "order of waiting requests: by arrival, cached tokens, priority, or fairness to tenants "
             "[default: fair for a server whose API keys name several tenants, else fcfs]",
             "beta",
+            group="Scheduling",
         ),
     ] = None
     max_queued_requests: Annotated[
         int | None,
         Help(
             "most waiting requests; more are rejected; shared by tenants or classes with policy fair or priority "
-            "[default: 16 x max_num_seqs for a server, else no limit]"
+            "[default: 16 x max_num_seqs for a server, else no limit]",
+            group="Scheduling",
         ),
     ] = None
     max_queued_tokens: Annotated[
         int | None,
-        Help("most prompt tokens of waiting requests [default: 4194304 for a server, else no limit]"),
+        Help(
+            "most prompt tokens of waiting requests [default: 4194304 for a server, else no limit]",
+            group="Scheduling",
+            rare=True,
+        ),
     ] = None
     wait_weight: Annotated[
         float | None,
-        Help("policy cache-aware: cached tokens that equal one second of waiting [default: 100]", "beta"),
+        Help(
+            "policy cache-aware: cached tokens that equal one second of waiting [default: 100]",
+            "beta",
+            group="Scheduling",
+            rare=True,
+        ),
     ] = None
     preemption: Annotated[
-        PreemptionMode, Help("recompute, swap to host memory, or auto: the faster one by prediction", "beta")
+        PreemptionMode,
+        Help(
+            "recompute, swap to host memory, or auto: the faster one by prediction",
+            "beta",
+            group="Scheduling",
+            rare=True,
+        ),
     ] = "auto"
     swap_space: Annotated[
         str | None,
-        Help("memory for swapped sequences: bytes, '4GiB', or a number of GiB [default: 4 on a GPU, else 0]", "beta"),
+        Help(
+            "memory for swapped sequences: bytes, '4GiB', or a number of GiB [default: 4 on a GPU, else 0]",
+            "beta",
+            group="KV cache",
+        ),
     ] = None
-    eviction: Annotated[Eviction, Help("eviction order of the prefix cache", "beta")] = "lru"
+    eviction: Annotated[Eviction, Help("eviction order of the prefix cache", "beta", group="KV cache", rare=True)] = (
+        "lru"
+    )
     calibration: Annotated[
-        float | None, Help("seconds of cost measurement at start-up [default: 0.3 for a server, else 0]", "beta")
+        float | None,
+        Help(
+            "seconds of cost measurement at start-up [default: 0.3 for a server, else 0]",
+            "beta",
+            group="Scheduling",
+            rare=True,
+        ),
     ] = None
     steps_in_flight: Annotated[
-        int | None, Help("1, or 2 to plan a step while the previous one runs [default: 2 on a GPU]", "prototype")
+        int | None,
+        Help(
+            "1, or 2 to plan a step while the previous one runs [default: 2 on a GPU]",
+            "prototype",
+            group="Scheduling",
+            rare=True,
+        ),
     ] = None
-    kernels: Annotated[str, Help("kernel module: auto, cpu, triton or reference", "beta")] = "auto"
+    kernels: Annotated[
+        str, Help("kernel module: auto, cpu, triton or reference", "beta", group="Hardware", rare=True)
+    ] = "auto"
     threads: Annotated[
-        int | None, Help("compute threads on the host [default: one per core, one for tiny models]", "beta")
+        int | None,
+        Help("compute threads on the host [default: one per core, one for tiny models]", "beta", group="Hardware"),
     ] = None
-    device: Annotated[str, Help("auto, cpu or cuda", "beta")] = "auto"
+    device: Annotated[str, Help("auto, cpu or cuda", "beta", group="Hardware")] = "auto"
     grammar_backend: Annotated[
-        GrammarBackend, Help("backend of structured outputs: llguidance (auto) or built-in fsm", "beta")
+        GrammarBackend,
+        Help("backend of structured outputs: llguidance (auto) or built-in fsm", "beta", group="Decoding", rare=True),
     ] = "auto"
     fast_forward: Annotated[
-        Literal["on", "off"], Help("append tokens that a constraint forces all at once, or one by one", "beta")
+        Literal["on", "off"],
+        Help("append tokens that a constraint forces all at once, or one by one", "beta", group="Decoding", rare=True),
     ] = "on"
     speculation: Annotated[
         str,
@@ -309,16 +395,27 @@ class EngineOptions:
             "drafters of speculative decoding: off, auto (all), or a list of suffix (what followed the same tokens in "
             "the text), answers (earlier ones of the namespace), prediction (of the request)",
             "beta",
+            group="Decoding",
         ),
     ] = "auto"
     num_speculative_tokens: Annotated[
-        int, Meta(ge=1, le=MAX_SPECULATIVE_TOKENS), Help("most drafts of a sequence in one step", "beta")
+        int,
+        Meta(ge=1, le=MAX_SPECULATIVE_TOKENS),
+        Help("most drafts of a sequence in one step", "beta", group="Decoding", rare=True),
     ] = 8
     speculative_config: Annotated[
-        str | None, Help("vLLM's JSON object for the methods ngram and suffix, in place of these two options", "beta")
+        str | None,
+        Help(
+            "vLLM's JSON object for the methods ngram and suffix, in place of these two options",
+            "beta",
+            group="Decoding",
+            rare=True,
+        ),
     ] = None
-    seed: Annotated[int, Help("seed of requests without one")] = 0
-    journal: Annotated[str | None, Help("file that records every input of the scheduler", "beta")] = None
+    seed: Annotated[int, Help("seed of requests without one", group="Scheduling")] = 0
+    journal: Annotated[
+        str | None, Help("file that records every input of the scheduler", "beta", group="Scheduling", rare=True)
+    ] = None
 
 
 _VLLM_METHODS: Mapping[str, tuple[Drafter, ...]] = MappingProxyType(

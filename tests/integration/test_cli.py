@@ -29,7 +29,7 @@ def run(*args, **more):
 
 
 def help_of(command):
-    return CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
+    return CliRunner().invoke(app, [command, "--help-all"], env={"COLUMNS": "200", "TERM": "dumb"}).output
 
 
 @pytest.mark.parametrize("command", ["serve", "generate", "chat"])
@@ -38,8 +38,23 @@ def test_every_option_of_the_engine_is_a_flag(command):
     for field in fields(EngineOptions):
         if field.name != "model":
             assert f"--{field.name.replace('_', '-')} " in text
-    assert "(stable)" in text
     assert "(prototype)" in text
+
+
+def test_help_has_about_thirty_options_under_headings():
+    text = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "100", "TERM": "dumb"}).output
+    shown = re.findall(r"^  (--[a-z-]+)", text, re.MULTILINE)
+    assert 25 < len(shown) < 40
+    assert "--watermark" not in shown
+    headings = re.findall(r"^([A-Z].*):$", text, re.MULTILINE)
+    assert headings[:4] == ["Arguments", "Options", "Model", "KV cache"] and headings[-1] == "More"
+    everything = re.findall(r"^  (--[a-z-]+)", help_of("serve"), re.MULTILINE)
+    assert f"--help-all shows {len(everything) - len(shown)} more options" in text
+
+
+def test_the_shell_can_complete_commands():
+    script = CliRunner().invoke(app, ["--show-completion", "bash"]).output
+    assert "_QUIRE_COMPLETE" in script or "complete" in script
 
 
 def test_every_option_of_a_server_is_a_flag(monkeypatch):
@@ -227,7 +242,7 @@ def test_flags_of_other_engines_have_a_hint(monkeypatch, capsys):
 
 
 def test_hints_name_flags_that_exist_and_no_flag_has_one():
-    help_texts = " ".join(CliRunner().invoke(app, [command, "--help"]).output for command in ("serve", "chat"))
+    help_texts = " ".join(CliRunner().invoke(app, [command, "--help-all"]).output for command in ("serve", "chat"))
     flags = set(re.findall(r"--[a-z][a-z-]+", help_texts))
     for name, hint in _FLAGS_ELSEWHERE.items():
         assert name not in flags
