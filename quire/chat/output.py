@@ -19,7 +19,7 @@ class OutputFormat:
     parsed: what is parsed; other markup is content. reasoning: how the model writes its reasoning. begun: whether the
     prompt ends inside of reasoning. may_reason: whether a constrained output may begin with reasoning. answer_begin:
     text before an answer that is no call, see ReasoningFormat. needs_special: whether the text must have the special
-    tokens, because some are markup. hidden: special tokens that are removed.
+    tokens, because some are markup. hidden: special tokens that are removed. num_earlier_calls: of the conversation.
     """
 
     parsed: ChatFormat
@@ -30,6 +30,7 @@ class OutputFormat:
     answer_begin: str = ""
     needs_special: bool = False
     hidden: frozenset[str] = frozenset()
+    num_earlier_calls: int = 0
 
     @property
     def must_call(self) -> bool:
@@ -54,7 +55,7 @@ class OutputFormat:
             case "mistral":
                 return uuid4().hex[:9]
             case "kimi_k2":
-                return f"functions.{name}:{index}"
+                return f"functions.{name}:{self.num_earlier_calls + index}"
         return f"call_{uuid4().hex[:24]}"
 
 
@@ -67,11 +68,12 @@ def output_format(
     special_texts: frozenset[str],
     separate_reasoning: bool = True,
     skip_special_tokens: bool = True,
+    num_earlier_calls: int = 0,
 ) -> OutputFormat:
     """How the output behind a rendered prompt is read.
 
     own: the model's format. reasons: see `Tokenizer.reasons`. special_texts: of the tokenizer's special tokens.
-    skip_special_tokens: whether content is without those that are no markup.
+    skip_special_tokens: whether content is without those that are no markup. num_earlier_calls: see OutputFormat.
     """
     tools = None
     if toolbox is not None and toolbox.choice.mode != "none":
@@ -85,7 +87,9 @@ def output_format(
     parsed = replace(own, tools=tools, reasoning=reasoning if separate_reasoning else None)
     needs_special = not parsed.special_tokens.isdisjoint(special_texts)
     hidden = special_texts - parsed.special_tokens if needs_special and skip_special_tokens else frozenset[str]()
-    return OutputFormat(parsed, toolbox, reasoning, begun, may_reason, answer_begin, needs_special, hidden)
+    return OutputFormat(
+        parsed, toolbox, reasoning, begun, may_reason, answer_begin, needs_special, hidden, num_earlier_calls
+    )
 
 
 def constrained_params(

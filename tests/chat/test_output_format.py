@@ -39,6 +39,14 @@ def test_beside_tools_the_header_is_in_the_grammar():
     assert "commentary to=" in found.structured_outputs.grammar
 
 
+def test_ids_of_kimi_count_the_calls_of_the_conversation():
+    """Its model was trained on them, and clients tell calls apart by their ids."""
+    format = output_format(
+        chat_format("kimi_k2"), toolbox(TOOLS), "", reasons=False, special_texts=frozenset(), num_earlier_calls=3
+    )
+    assert [format.new_call_id(index, "now") for index in (0, 1)] == ["functions.now:3", "functions.now:4"]
+
+
 def test_a_budget_alone_has_no_constraint():
     found = params_of(TURN, budget=5)
     assert (found.reasoning.budget, found.structured_outputs) == (5, None)

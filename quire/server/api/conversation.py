@@ -245,6 +245,12 @@ def _grammar_names(chat: ChatRequest) -> Mapping[str, str]:
     return {"grammar": "tools" if answer is None else "json_object" if answer.json_object else answer.kind}
 
 
+def num_calls(messages: Sequence[Mapping[str, object]]) -> int:
+    """Number of tool calls in a conversation."""
+    calls = [message.get("tool_calls") for message in messages]
+    return sum(len(one) for one in calls if isinstance(one, list))
+
+
 def _prepare(service: Service, chat: ChatRequest, place: int) -> tuple[MessageReader, Generation]:
     chat.rendering.check_size(chat.messages, service)
     if chat.toolbox is not None:  # whether the template gets the tools or not, they are kept until the answer ends
@@ -258,6 +264,7 @@ def _prepare(service: Service, chat: ChatRequest, place: int) -> tuple[MessageRe
         special_texts=service.tokenizer.special_texts,
         separate_reasoning=chat.separate_reasoning,
         skip_special_tokens=chat.params.skip_special_tokens,
+        num_earlier_calls=num_calls(chat.messages),
     )
     params = constrained_params(format, chat.params, chat.thinking_budget)
     (asked,) = prepare_generations([prompt], [params], service.tokenizer, service.max_model_len)

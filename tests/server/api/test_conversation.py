@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from quire.chat.output import OutputFormat
 from quire.server.api import conversation
-from quire.server.api.conversation import MessageReader, reasoning_variables
+from quire.server.api.conversation import MessageReader, num_calls, reasoning_variables
 from tools.chat_transcripts import chat_format
 
 ON, OFF = ({"enable_thinking": value, "thinking": value} for value in (True, False))
@@ -17,6 +17,12 @@ def test_an_effort_is_a_switch_as_well_unless_the_switch_is_given():
     assert reasoning_variables("minimal") == {**ON, "reasoning_effort": "minimal"}
     assert reasoning_variables("high", enabled=False) == {**OFF, "reasoning_effort": "high"}
     assert reasoning_variables(None, enabled=True) == ON
+
+
+def test_calls_of_a_conversation_are_counted():
+    call = {"id": "a", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    messages = [{"role": "user"}, {"role": "assistant", "tool_calls": [call, call]}, {"role": "tool", "content": ""}]
+    assert num_calls([*messages, {"role": "assistant", "tool_calls": None}, *messages]) == 4
 
 
 class Reply:
