@@ -20,12 +20,14 @@ from quire.core.scheduling_params import DEFAULT_SCHEDULING_PARAMS, SchedulingPa
 from quire.engine.inputs import Generation, TokenizedPrompt, prepare_generations, tokenize
 from quire.engine.output_text import RequestOutputProcessor
 from quire.engine.outputs import CompletionOutput, Delta
+from quire.errors import RequestError
 from quire.params import SamplingParams
 from quire.server.api.limits import check_choices, check_prompt_values, num_prompt_tokens
 from quire.server.errors import renamed_fields
 from quire.server.middleware.auth import caller_of
 from quire.server.reply import Reply
 from quire.server.service import Service
+from quire.tokenizer.chat_sandbox import size_of
 from quire.tokenizer.chat_template import REASONING_SWITCHES
 from quire.tokenizer.tokenizer import Tokenizer
 
@@ -34,6 +36,9 @@ RENDERING_FIELDS = (
     *("messages", "tools", "documents", "chat_template"),
     *("add_generation_prompt", "continue_final_message"),
 )
+
+
+MAX_SHARED = 2**24  # characters that the prompts of one request have from what its conversations share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,9 +231,7 @@ async def start_conversations(
     Raises RequestError, Busy, EngineStopped, RateLimited.
     """
     caller, first = caller_of(request), chats[0]
-    prepared = await service.thread_pool.run(
-        caller.tenant, lambda: [_prepare(service, chat, place) for place, chat in enumerate(chats)]
-    )
+    prepared = await service.thread_pool.run(caller.tenant, lambda: _prepare_all(service, chats))
     asked = [generation for _, generation in prepared]
     check_choices([one.params for one in asked])
     check_prompt_values(asked, ids=first.with_prompt_ids, choices=False)
@@ -249,6 +252,19 @@ def num_calls(messages: Sequence[Mapping[str, object]]) -> int:
     """Number of tool calls in a conversation."""
     calls = [message.get("tool_calls") for message in messages]
     return sum(len(one) for one in calls if isinstance(one, list))
+
+
+def _prepare_all(service: Service, chats: Sequence[ChatRequest]) -> list[tuple[MessageReader, Generation]]:
+    first = chats[0].rendering
+    first.check_size([], service)
+    num_characters = size_of([first.tools, first.documents, first.variables]) * len(chats)
+    if len(chats) > 1 and num_characters > MAX_SHARED:
+        raise RequestError(
+            f"{len(chats):,} conversations have {num_characters:,} characters of tools and documents together, more "
+            f"than {MAX_SHARED:,}, as each prompt has them; send fewer conversations at once",
+            "messages",
+        )
+    return [_prepare(service, chat, place) for place, chat in enumerate(chats)]
 
 
 def _prepare(service: Service, chat: ChatRequest, place: int) -> tuple[MessageReader, Generation]:
