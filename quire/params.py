@@ -110,7 +110,8 @@ class ReasoningParams:
     begin, end: the texts around the reasoning. Each may be one special token or several tokens. begun: the prompt ends
     inside of the reasoning, so that the output begins there; `begin` may be empty then. If False, the output has
     reasoning only if its first text, apart from white space, is `begin`. budget: tokens of reasoning, not counting the
-    tokens of `begin` and `end`, after which `end` is forced; None: no limit.
+    tokens of `begin` and `end`, after which `end` is forced; None: no limit. answer_begin: text before a constrained
+    answer, which is forced.
     Raises RequestError for a value out of bounds.
     """
 
@@ -118,11 +119,12 @@ class ReasoningParams:
     end: str
     begun: bool = False
     budget: int | None = None
+    answer_begin: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.begun, bool):
             raise RequestError("begun must be true or false", "reasoning")
-        for name, text in (("begin", self.begin), ("end", self.end)):
+        for name, text in (("begin", self.begin), ("end", self.end), ("answer_begin", self.answer_begin)):
             if not isinstance(text, str) or len(text) > MAX_TAG or not is_unicode(text):
                 raise RequestError(f"{name} must have at most {MAX_TAG} valid Unicode characters", "reasoning")
         if not self.end.strip():

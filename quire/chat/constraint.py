@@ -7,7 +7,7 @@ properties have no others, if the schema does not say more about them.
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from quire.chat.formats import SPECIAL_TOKEN, CallForm, JsonCall, TaggedArguments, ToolFormat
 from quire.chat.tools import Tool, Toolbox
@@ -24,13 +24,19 @@ _COMPOSING = ("allOf", "not", "if", "dependentSchemas", "unevaluatedProperties")
 _OPENING = frozenset({"additionalProperties", "patternProperties", "anyOf", "oneOf", "$ref"})
 
 
-def call_constraint(format: ToolFormat, toolbox: Toolbox) -> StructuredOutputsParams | None:
+def call_constraint(
+    format: ToolFormat, toolbox: Toolbox, answer: StructuredOutputsParams | None = None, answer_begin: str = ""
+) -> StructuredOutputsParams | None:
     """The constraint for the tools that a request may call; None if nothing has to be constrained.
+
+    answer: the request's constraint on an output without calls. answer_begin: text before such an output.
 
     "required": the output is calls, and the arguments satisfy the schemas. "auto": the output is free up to the text
     that begins a group of calls in the format's first form that has one. Then the calls are complete, the names are
     those of tools, and the arguments are JSON objects; those of strict tools satisfy their schemas. If the format has
     no such text, the output is constrained only if there are strict tools: it is calls or does not begin like a call.
+    "auto" with an answer in JSON: the output is calls or the answer. Beside another answer, and in a format whose calls
+    begin like JSON, no calls are possible: the result is None.
     """
     tools = toolbox.callable_tools
     if not tools:
@@ -41,6 +47,11 @@ def call_constraint(format: ToolFormat, toolbox: Toolbox) -> StructuredOutputsPa
         return StructuredOutputsParams(grammar=grammar, disable_any_whitespace=True)
     asked = [(tool, tool.strict) for tool in tools]
     form = next((form for form in format.forms if _trigger(form)), None)
+    if answer is not None:
+        if answer.kind != "json" or form is None or _begins_like_json(_trigger(form)):
+            return None
+        grammar = _Grammar(format, form, is_parallel=is_parallel).or_answer(asked, answer.text, answer_begin)
+        return replace(answer, json=None, json_object=None, grammar=grammar)
     if form is not None:
         grammar = _Grammar(format, form, is_parallel=is_parallel).triggered(asked)
     elif any(tool.strict for tool in tools):
@@ -48,6 +59,11 @@ def call_constraint(format: ToolFormat, toolbox: Toolbox) -> StructuredOutputsPa
     else:
         return None
     return StructuredOutputsParams(grammar=grammar, disable_any_whitespace=True)
+
+
+def _begins_like_json(trigger: str) -> bool:
+    """Whether a trigger cannot be told from JSON by its first character. One with a special token can."""
+    return trigger[0] in '{["-0123456789tfn' and not SPECIAL_TOKEN.match(trigger)
 
 
 def _trigger(form: CallForm) -> str:
@@ -68,8 +84,12 @@ class _Grammar:
 
     def forced(self, tools: Sequence[tuple[Tool, bool]]) -> str:
         """The whole output is calls."""
-        lead = f"({_text(self._format.before_calls)})? " if self._format.before_calls else ""
-        return "\n".join([f"start: {lead}{self._calls()}", self._tail(tools)])
+        return "\n".join([f"start: {self._lead()}{self._calls()}", self._tail(tools)])
+
+    def or_answer(self, tools: Sequence[tuple[Tool, bool]], schema: str, begin: str) -> str:
+        """Calls, or JSON of a schema behind the text `begin`."""
+        start = f"start: {self._lead()}({self._calls()} | {_text(begin)} answer)"
+        return "\n".join([start, f"answer: %json {schema}", self._tail(tools)])
 
     def triggered(self, tools: Sequence[tuple[Tool, bool]]) -> str:
         """Free text up to a trigger, then calls."""
@@ -94,6 +114,9 @@ class _Grammar:
         """Calls, or a text that does not begin like one."""
         first = re.escape(self._form.open or "{")
         return "\n".join([f"start: {self._calls()} | TEXT", rf"TEXT: /(\s*[^\s{first}](?s:.*))?/", self._tail(tools)])
+
+    def _lead(self) -> str:
+        return f"({_text(self._format.before_calls)})? " if self._format.before_calls else ""
 
     def _calls(self, num_written: int = 0) -> str:
         """One call or several. num_written: characters of the first one that are already written."""

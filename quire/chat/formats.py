@@ -92,12 +92,15 @@ class ReasoningFormat:
     """How a model family writes reasoning.
 
     parser: vLLM's name of the parser. tags: pairs of texts before and behind the reasoning; the first pair is the one
-    of the templates. dropped: see ToolFormat.
+    of the templates. dropped: see ToolFormat. turn_begin: text between the end of the reasoning and what follows, with
+    which a prompt without reasoning ends. answer_begin: text that stands before an answer that is no call.
     """
 
     parser: str
     tags: tuple[tuple[str, str], ...]
     dropped: tuple[str, ...] = ()
+    turn_begin: str = ""
+    answer_begin: str = ""
 
     @property
     def begin(self) -> str:
@@ -342,16 +345,18 @@ _HARMONY_CALLS = tuple(
         ("<|start|>assistant to=", "<|channel|>commentary json"),
     )
 )
+_HARMONY_TURN = "<|start|>assistant"
+_HARMONY_ANSWER = "<|channel|>final<|message|>"
 _HARMONY_DROPPED = (
-    *("<|start|>assistant", "<|end|>", "<|return|>", "<|call|>"),
-    *("<|channel|>final<|message|>", "<|channel|>final <|constrain|>json<|message|>"),
+    *(_HARMONY_TURN, "<|end|>", "<|return|>", "<|call|>"),
+    *(_HARMONY_ANSWER, "<|channel|>final <|constrain|>json<|message|>"),
     "<|channel|>commentary<|message|>",
 )
 _GPT_OSS = ToolFormat(
     parser="openai",
     forms=_HARMONY_CALLS,
     dropped=_HARMONY_DROPPED,
-    before_calls="<|start|>assistant",
+    before_calls=_HARMONY_TURN,
     has_parallel=False,
 )
 
@@ -373,6 +378,8 @@ _GPT_OSS_REASONING = ReasoningFormat(
     parser="openai_gptoss",
     tags=(("<|channel|>analysis<|message|>", "<|end|>"),),
     dropped=_HARMONY_DROPPED,
+    turn_begin=_HARMONY_TURN,
+    answer_begin=_HARMONY_ANSWER,
 )
 
 

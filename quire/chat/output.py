@@ -17,8 +17,9 @@ class OutputFormat:
     """How the output of one request is read.
 
     parsed: what is parsed; other markup is content. reasoning: how the model writes its reasoning. begun: whether the
-    prompt ends inside of reasoning. may_reason: whether a constrained output may begin with reasoning. needs_special:
-    whether the text must have the special tokens, because some are markup. hidden: special tokens that are removed.
+    prompt ends inside of reasoning. may_reason: whether a constrained output may begin with reasoning. answer_begin:
+    text before an answer that is no call, see ReasoningFormat. needs_special: whether the text must have the special
+    tokens, because some are markup. hidden: special tokens that are removed. num_earlier_calls: of the conversation.
     """
 
     parsed: ChatFormat
@@ -26,8 +27,10 @@ class OutputFormat:
     reasoning: ReasoningFormat | None
     begun: bool
     may_reason: bool
+    answer_begin: str = ""
     needs_special: bool = False
     hidden: frozenset[str] = frozenset()
+    num_earlier_calls: int = 0
 
     @property
     def must_call(self) -> bool:
@@ -52,7 +55,7 @@ class OutputFormat:
             case "mistral":
                 return uuid4().hex[:9]
             case "kimi_k2":
-                return f"functions.{name}:{index}"
+                return f"functions.{name}:{self.num_earlier_calls + index}"
         return f"call_{uuid4().hex[:24]}"
 
 
@@ -65,11 +68,12 @@ def output_format(
     special_texts: frozenset[str],
     separate_reasoning: bool = True,
     skip_special_tokens: bool = True,
+    num_earlier_calls: int = 0,
 ) -> OutputFormat:
     """How the output behind a rendered prompt is read.
 
     own: the model's format. reasons: see `Tokenizer.reasons`. special_texts: of the tokenizer's special tokens.
-    skip_special_tokens: whether content is without those that are no markup.
+    skip_special_tokens: whether content is without those that are no markup. num_earlier_calls: see OutputFormat.
     """
     tools = None
     if toolbox is not None and toolbox.choice.mode != "none":
@@ -78,10 +82,14 @@ def output_format(
     begun = reasoning is not None and reasoning.is_begun_by(prompt)
     has_ended = reasoning is not None and prompt.rstrip().endswith(reasoning.end.strip())
     may_reason = begun or (reasoning is not None and reasons and not has_ended)
+    begins_turn = reasoning is not None and (begun or prompt.rstrip().endswith(reasoning.turn_begin.strip()))
+    answer_begin = reasoning.answer_begin if reasoning is not None and begins_turn else ""
     parsed = replace(own, tools=tools, reasoning=reasoning if separate_reasoning else None)
     needs_special = not parsed.special_tokens.isdisjoint(special_texts)
     hidden = special_texts - parsed.special_tokens if needs_special and skip_special_tokens else frozenset[str]()
-    return OutputFormat(parsed, toolbox, reasoning, begun, may_reason, needs_special, hidden)
+    return OutputFormat(
+        parsed, toolbox, reasoning, begun, may_reason, answer_begin, needs_special, hidden, num_earlier_calls
+    )
 
 
 def constrained_params(
@@ -93,17 +101,23 @@ def constrained_params(
     """
     tools, reasoning = format.parsed.tools, format.reasoning
     changes: dict[str, object] = {}
+    constraint, answer_begin = params.structured_outputs, format.answer_begin
+    if constraint is not None and format.must_call:
+        raise RequestError("tool_choice requires a call, which excludes another constraint", "tool_choice")
     if tools is not None and format.toolbox is not None:
-        if params.structured_outputs is None:
-            changes["structured_outputs"] = call_constraint(tools, format.toolbox)
-        elif format.must_call:
-            raise RequestError("tool_choice requires a call, which excludes another constraint", "tool_choice")
-    constraint = changes.get("structured_outputs") or params.structured_outputs
+        calls = call_constraint(tools, format.toolbox, constraint, answer_begin)
+        if calls is not None:
+            changes["structured_outputs"] = constraint = calls
+            answer_begin = ""  # the grammar has it
     if params.reasoning is not None:
         pass  # the caller describes the reasoning
     elif reasoning is not None and ((constraint is not None and format.may_reason) or thinking_budget is not None):
         changes["reasoning"] = ReasoningParams(
-            begin=reasoning.begin, end=reasoning.end, begun=format.begun, budget=thinking_budget
+            begin=reasoning.begin,
+            end=reasoning.end + reasoning.turn_begin,
+            begun=format.begun,
+            budget=thinking_budget,
+            answer_begin=answer_begin,
         )
     elif thinking_budget is not None:
         raise RequestError(

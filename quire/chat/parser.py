@@ -17,10 +17,9 @@ from quire.chat.arguments import (
 from quire.chat.formats import CallForm, ChatFormat, JsonCall, NamedCall, ReasoningFormat, ToolFormat
 from quire.chat.parts import CallArguments, CallBegin, Content, Part, Reasoning
 from quire.chat.reader import MAX_HELD, Markers, Reader, Reading
-from quire.chat.tools import Toolbox
+from quire.chat.tools import MAX_NAME, Toolbox
 
 MAX_SPACE = 1024  # characters of white space that are held back, because they are dropped if markup follows
-_MAX_NAME = 64
 _MAX_AFTER_NAME = 64  # characters between the name of a call and `name_end`
 _MAX_KEY = 256  # characters of a key beside the name and the arguments
 _SPACES = " \n\r\t"
@@ -35,7 +34,8 @@ class MessageParser:
     The division of the text into pieces has no effect on the message. The work is linear in the length of the text.
     in_reasoning: whether the prompt ends within reasoning; later, whether the text so far does. forced: whether the
     output is constrained to be calls. drop: texts that are removed from content and reasoning, such as end-of-turn
-    tokens; no markup of the format.
+    tokens; no markup of the format. ended_reasoning: where reasoning that has ended began and ended, tags included, as
+    numbers of characters before.
 
     White space beside markup is dropped: around calls, around reasoning, and before the first content behind either.
     Markup that turns out to be no call is content. It is held back until then, up to MAX_HELD characters.
@@ -59,16 +59,15 @@ class MessageParser:
         self._parts = _Parts(is_parallel=toolbox is None or toolbox.parallel)
         self._content = _Prose(self._parts, Content)
         self._reasoning = _Prose(self._parts, Reasoning)
-        self._reasoning_spans: list[tuple[int, int]] = []  # those that have ended
+        self.ended_reasoning: list[tuple[int, int]] = []
         self._reasoning_start = 0
         self._machine = self._message()
         next(self._machine)
 
     @property
-    def reasoning_spans(self) -> list[tuple[int, int]]:
-        """Where reasoning, tags included, begins and ends so far: numbers of characters before."""
-        is_open = [(self._reasoning_start, self._reader.num_fed)] if self.in_reasoning else []
-        return self._reasoning_spans + is_open
+    def open_reasoning(self) -> tuple[int, int] | None:
+        """Where reasoning that has not ended began, and the end of the text so far."""
+        return (self._reasoning_start, self._reader.num_fed) if self.in_reasoning else None
 
     def push(self, text: str) -> list[Part]:
         """The parts that this further text completes."""
@@ -113,7 +112,7 @@ class MessageParser:
                 self._reasoning.drop_space()
                 self._content.drop_space()
                 self.in_reasoning = False
-                self._reasoning_spans.append((start, self._reader.num_read))
+                self.ended_reasoning.append((start, self._reader.num_read))
                 return
             is_repeated_begin = marker in self._markup.ends and self._reasoning.is_at_edge
             if marker and not is_repeated_begin and marker not in self._markup.drop:
@@ -196,8 +195,8 @@ class MessageParser:
             return False
         if call.name_prefix:
             yield from reader.literal(call.name_prefix)
-        name = yield from reader.run(_NAME, _MAX_NAME + 1)
-        if not 0 < len(name) <= _MAX_NAME or not (yield from self._name_end(call)):
+        name = yield from reader.run(_NAME, MAX_NAME + 1)
+        if not 0 < len(name) <= MAX_NAME or not (yield from self._name_end(call)):
             return False
         if not (yield from self._has_arguments(form, call)) or not self._begin(form, name):
             return False
@@ -279,7 +278,7 @@ class MessageParser:
         """Reads the value of one key of a call. Returns False if the text is no call, or ends."""
         reader = self._reader
         if read.name is None and (key in call.names or key == "function"):
-            name = yield from json_string(reader, _MAX_NAME)
+            name = yield from json_string(reader, MAX_NAME)
             if not name or not _NAME.fullmatch(name):
                 return False
             read.name = name

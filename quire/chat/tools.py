@@ -10,8 +10,10 @@ from quire.errors import RequestError, nearest
 from quire.tokenizer.messages import plain_json
 
 MAX_TOOLS = 512
-_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+MAX_NAME = 128  # characters; OpenAI allows 64, Anthropic and clients of MCP servers write longer ones
+_NAME = re.compile(rf"[a-zA-Z0-9_.-]{{1,{MAX_NAME}}}")
 _MODES = ("none", "auto", "required")
+INSTEAD_OF_CUSTOM = "give a function with one string parameter, such as input, with a pattern in place of a grammar"
 
 
 class Tool(msgspec.Struct, frozen=True):
@@ -81,14 +83,15 @@ def _tool(value: object, at: str) -> Tool:
     raw = plain_json(value, "tools")
     if not isinstance(value, Mapping) or value.get("type", "function") != "function":
         kind = value.get("type") if isinstance(value, Mapping) else value
-        raise RequestError(f'{at}: only tools with "type": "function" are supported, not {kind!r:.80}', "tools")
+        hint = f"; {INSTEAD_OF_CUSTOM}" if kind == "custom" else ""
+        raise RequestError(f'{at}: only tools with "type": "function" are supported, not {kind!r:.80}{hint}', "tools")
     function = value.get("function")
     if not isinstance(function, Mapping):
         raise RequestError(f"{at} needs a function with name and parameters", "tools")
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise RequestError(
-            f"{at}/function/name must have 1 to 64 letters, digits, '_', '.' or '-', not {name!r:.80}", "tools"
+            f"{at}/function/name must have 1 to {MAX_NAME} letters, digits, '_', '.' or '-', not {name!r:.80}", "tools"
         )
     description, strict = function.get("description"), function.get("strict")
     if not isinstance(description, str | None):

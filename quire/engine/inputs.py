@@ -246,12 +246,14 @@ def _check_retention_supported(retention: Retention, options: EngineOptions) -> 
 
 
 def kept_for(seconds: float, options: EngineOptions) -> Retention:
-    """The retention that best keeps KV for this time, under an engine's options: a priority, else a pin, else none."""
-    if not _has_tree(options):
-        return Retention()
-    if options.eviction in _EVICTION_BY_PRIORITY:
+    """The retention that prefers KV for this time, if the engine evicts by priorities; else none.
+
+    It is no pin: a client that marks every request must not take the memory of others, and an idle server keeps KV
+    in any case, until another request needs the memory.
+    """
+    if _has_tree(options) and options.eviction in _EVICTION_BY_PRIORITY:
         return Retention(priority=_KEPT_PRIORITY, ttl=seconds)
-    return Retention(ttl=seconds, pin=True)
+    return Retention()
 
 
 def scheduling_params_per_prompt(

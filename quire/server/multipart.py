@@ -44,7 +44,7 @@ class MultipartParser:
 
         Raises RequestError for data that is no form, or is beyond a bound.
         """
-        self._buffer += data
+        self._buffer += b"" if self._has_ended else data  # RFC 2046: what follows the form is to be ignored
         while not self._has_ended:
             if self._part is None:
                 self._part = self._next_part()
@@ -78,7 +78,7 @@ class MultipartParser:
         if len(after) < 2:
             return None
         if after == b"--":
-            self._has_ended = True  # RFC 2046: what follows is to be ignored
+            self._has_ended, self._buffer = True, b""
             return None
         if after != b"\r\n":
             raise _invalid("a boundary is followed by other text")

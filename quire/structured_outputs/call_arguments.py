@@ -1,13 +1,14 @@
 """Lark grammars of a tool's arguments that are not written as JSON: between tags, or as Python keyword arguments.
 
-They allow a part of what the schema allows: only named properties, in the order of the schema. Between tags, a string
+They allow a part of what the schema allows: only named properties, in the order of the schema. Alternatives of the
+properties (anyOf) are written one by one. Between tags, a string
 is written without quotes and escapes. A value that may be a string or something else is no list, object or number with
 bounds there.
 """
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -22,7 +23,9 @@ _MAX_FIRST = 64  # optional properties with which Python arguments may begin if 
 _MAX_REFERENCES = 16  # of a property, one behind the other
 _ANY_TEXT = "/(?s:.*)/"
 _ANY_NAME = "/[a-zA-Z_][a-zA-Z0-9_]{0,63}/"
-_ROOT = {"type", "properties", "required", "additionalProperties", "$defs"}
+_MAX_ALTERNATIVES = 32  # of the properties of the arguments,
+_MAX_SCHEMAS = 512  # and schemas that these consist of
+_ROOT = {"type", "properties", "required", "additionalProperties", "$defs", "allOf", "anyOf", "$ref"}
 _NUMBER_BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 _CONSTANTS = {True: '"True"', False: '"False"', None: '"None"'}
 # Texts between tags that are read as a value of another type, if the property may have this type.
@@ -77,14 +80,18 @@ class ArgumentGrammars:
 
     def __init__(self, translate_schema: Callable[[Schema], object]) -> None:
         self._translate_schema = translate_schema
+        self._names: dict[tuple[str, str], str] = {}  # of the definitions
         self.definitions: list[str] = []
 
     def tagged(self, schema: Schema, tags: Tags) -> str:
         """Arguments between tags."""
-        properties = _properties(schema)
-        if properties is None:
+        alternatives = _alternatives(schema)
+        if alternatives is None:
             name, key_end = self._terminal(_ANY_NAME), _quoted(tags.key_end + tags.value_begin)
             return f"({_quoted(tags.key_begin)} {name} {key_end} {self._ended([_text([], tags)], tags)})*"
+        return _either(self._tagged_properties(properties, tags) for properties in alternatives)
+
+    def _tagged_properties(self, properties: Sequence[_Property], tags: Tags) -> str:
         written = []
         for one in properties:
             if tags.key_end.strip() in one.name or not one.name.strip():
@@ -96,11 +103,14 @@ class ArgumentGrammars:
 
     def keywords(self, schema: Schema) -> str:
         """Keyword arguments of a Python call."""
-        properties = _properties(schema)
-        if properties is None:
+        alternatives = _alternatives(schema)
+        if alternatives is None:
             value = " | ".join([self._json(Part("#"), {}), *_CONSTANTS.values()])
             one = f'{self._terminal(_ANY_NAME)} "=" ({value})'
             return f'({one} (", " {one})*)?'
+        return _either(map(self._keyword_arguments, alternatives))
+
+    def _keyword_arguments(self, properties: Sequence[_Property]) -> str:
         rules = [(self._python_argument(one), one.is_required) for one in properties]
         first = next((place for place, (_, is_required) in enumerate(rules) if is_required), None)
         later = [f'", " {rule}' if is_required else f'(", " {rule})?' for rule, is_required in rules]
@@ -153,37 +163,130 @@ class ArgumentGrammars:
         return self._terminal(f"({' | '.join(texts)}) {_quoted(tags.value_end)}")
 
     def _terminal(self, expression: str) -> str:
-        self.definitions.append(f"ARGUMENT_{len(self.definitions)}: {expression}")
-        return f"ARGUMENT_{len(self.definitions) - 1}"
+        return self._defined("ARGUMENT", expression)
 
     def _rule(self, expression: str) -> str:
-        self.definitions.append(f"argument_{len(self.definitions)}: {expression}")
-        return f"argument_{len(self.definitions) - 1}"
+        return self._defined("argument", expression)
+
+    def _defined(self, prefix: str, expression: str) -> str:
+        """The name of a rule or terminal. Equal ones have one name."""
+        name = self._names.setdefault((prefix, expression), f"{prefix}_{len(self._names)}")
+        if len(self._names) > len(self.definitions):
+            self.definitions.append(f"{name}: {expression}")
+        return name
 
 
-def _properties(schema: Schema) -> list[_Property] | None:
-    """The properties of the arguments; None if the schema names none and allows any."""
+def _alternatives(schema: Schema) -> list[list[_Property]] | None:
+    """The properties of the arguments, in each alternative; None if the schema names none and allows any."""
     definitions: Mapping[str, Schema] = schema.get("$defs", {}) if isinstance(schema, Part) else {}
-    root = _resolved(schema, definitions)
-    if root is False:
+    found = []
+    for parts in _Combinations(definitions).of(schema):
+        merged = _merged(parts, definitions)
+        if merged is None:
+            continue
+        if not any(part.get("properties") or part.get("additionalProperties") is False for part in parts):
+            return None
+        found.append(merged)
+    if not found:
         raise schema_error("#", "no arguments satisfy the schema", _PARAM)
-    if root is True or not isinstance(root, Part):
+    return found
+
+
+class _Combinations:
+    """Combines the schemas that a schema of arguments consists of. definitions: those that it refers to."""
+
+    def __init__(self, definitions: Mapping[str, Schema]) -> None:
+        self._definitions = definitions
+        self._num_schemas = 0
+
+    def of(self, schema: Schema) -> list[list[Part]]:
+        """Alternatives: schemas that all hold, of which only the properties and what concerns them is left to read."""
+        self._num_schemas += 1
+        if not isinstance(schema, Part):
+            return [[]] if schema else []
+        other = next((key for key in schema if key not in _ROOT), None)
+        if other is not None:
+            why = f"in this format {other!r} beside the properties cannot be enforced; leave it out"
+            raise schema_error(schema.at, why, _PARAM)
+        choices: list[Sequence[Schema]] = [[one] for one in schema.get("allOf", ())]
+        if "$ref" in schema:
+            choices.append([self._definitions[schema["$ref"].removeprefix("#/$defs/")]])
+        if "anyOf" in schema:
+            choices.append(schema["anyOf"])
+        found = [[schema]]
+        for options in choices:
+            if self._num_schemas + len(options) > _MAX_SCHEMAS:
+                raise self._too_many(schema)
+            behind = [one for option in options for one in self.of(option)]
+            if len(found) * len(behind) > _MAX_ALTERNATIVES:
+                raise self._too_many(schema)
+            found = [[*before, *one] for before in found for one in behind]
+        return found
+
+    def _too_many(self, schema: Part) -> RequestError:
+        why = f"in this format more than {_MAX_ALTERNATIVES} alternatives of the properties cannot be enforced"
+        return schema_error(schema.at, f"{why}; use fewer", _PARAM)
+
+
+def _merged(parts: Sequence[Part], definitions: Mapping[str, Schema]) -> list[_Property] | None:
+    """The properties that all parts allow; None if no arguments satisfy them."""
+    if not all("object" in _types(part, TYPES) for part in parts):
         return None
-    other = next((key for key in root if key not in _ROOT), None)
-    if other is not None or "object" not in _types(root, TYPES):
-        why = f"{other!r} beside the properties" if other else "arguments that are no object"
-        raise schema_error(root.at, f"in this format {why} cannot be enforced; use the properties alone", _PARAM)
-    named, required = root.get("properties", {}), root.get("required", [])
-    missing = next((name for name in required if name not in named), None)
+    required = dict.fromkeys(name for part in parts for name in part.get("required", ()))
+    places = {name: part.at for part in reversed(parts) for name in part.get("properties", {})}
+    missing = next((name for name in required if name not in places), None)
     if missing is not None:
-        raise schema_error(root.at, f"in this format the required {missing!r:.80} must be in properties", _PARAM)
-    if not named and root.get("additionalProperties") is not False:
-        return None
-    return [
-        _Property(name, one, getattr(one, "at", f"{root.at}/properties/{name}"), name in required, definitions)
-        for name, one in named.items()
-        if one is not False or name in required
-    ]
+        raise schema_error(parts[0].at, f"in this format the required {missing!r:.80} must be in properties", _PARAM)
+    found = []
+    for name in dict.fromkeys(name for part in parts for name in part.get("properties", {})):
+        at = f"{places[name]}/properties/{name}"
+        one = _both(
+            [part.get("properties", {}).get(name, part.get("additionalProperties", True)) for part in parts], at
+        )
+        if one is False and name in required:
+            return None
+        if one is not False:
+            found.append(_Property(name, one, getattr(one, "at", at), name in required, definitions))
+    return found
+
+
+def _both(schemas: Sequence[Schema], at: str) -> Schema:
+    """One schema in place of those of one property. Raises RequestError if they cannot be merged."""
+    merged: Schema = True
+    for one in schemas:
+        if one is False:
+            return False
+        if isinstance(one, Part) and one != merged:
+            merged = _merged_pair(merged, one, at) if isinstance(merged, Part) else one
+        if merged is False:
+            return False
+    return merged
+
+
+def _merged_pair(first: Part, second: Part, at: str) -> Schema:
+    both = {**first, **second}
+    is_one = all(first[key] == second[key] for key in (first.keys() & second.keys()) - {"enum"})
+    if not is_one or ("enum" in both and both.keys() - {"enum", "not", "type"}):
+        why = "in this format two descriptions of one property cannot be enforced; use one"
+        raise schema_error(at, why, _PARAM)
+    if "enum" not in both:
+        return Part(first.at, both)
+    types = _types(Part(at, {key: both[key] for key in both.keys() & {"type"}}), TYPES)
+    excluded = {json.dumps(value) for value in both.get("not", {}).get("enum", ())}
+    given = [schema["enum"] for schema in (first, second) if "enum" in schema]
+    common = set.intersection(*({json.dumps(value) for value in values} for values in given)) - excluded
+    left = [value for value in given[0] if json.dumps(value) in common and _is_of(value, types)]
+    return Part(first.at, {"enum": left}) if left else False
+
+
+def _is_of(value: object, types: Sequence[str]) -> bool:
+    kind = type_of(value)
+    return kind in types or (kind == "integer" and "number" in types)
+
+
+def _either(options: Iterable[str]) -> str:
+    written = list(dict.fromkeys(options))
+    return written[0] if len(written) == 1 else " | ".join(f"({one})" for one in written)
 
 
 def _resolved(schema: Schema, definitions: Mapping[str, Schema]) -> Schema:

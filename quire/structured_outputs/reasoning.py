@@ -10,6 +10,7 @@ from copy import copy
 from functools import lru_cache
 
 import numpy as np
+from msgspec.structs import replace
 
 from quire.core.constraint import EMPTY_VERDICT, Grammar, Matcher, Verdict
 from quire.errors import RequestError
@@ -34,12 +35,15 @@ class ReasoningCompiler:
     def __init__(self, vocabulary: Vocabulary) -> None:
         trie = lru_cache(maxsize=1)(lambda: TokenTrie(vocabulary))
         self._automaton = lru_cache(maxsize=_MAX_TAGS)(lambda begin, end: TagAutomaton(begin, end, vocabulary, trie))
+        self._tokens = lru_cache(maxsize=_MAX_TAGS)(lambda text: _markup_tokens(text, vocabulary))
 
     def compile(self, params: ReasoningParams, answer: Grammar | None) -> "ReasoningGrammar":
         """The grammar of reasoning and an answer behind it; None: any answer.
 
-        Raises RequestError if the model has no tokens for the end tag.
+        Raises RequestError if the model has no tokens for the end tag, or for the text before the answer.
         """
+        if answer is not None and params.answer_begin:
+            answer = _HeadedGrammar(self._tokens(params.answer_begin), answer)
         automaton = self._automaton("" if params.begun else params.begin, params.end)
         if answer is not None:
             automaton.masks(0)  # builds the trie here, not on the thread of the engine
@@ -60,9 +64,7 @@ class TagAutomaton:
         self._vocabulary = vocabulary
         self._trie = trie
         self._end = end.encode()
-        self._end_tokens = encode_within(end, vocabulary, vocabulary.special_texts)
-        if not self._end_tokens:
-            raise RequestError(f"this model's tokenizer cannot write {end!r}, the end of its reasoning", "reasoning")
+        self._end_tokens = _markup_tokens(end, vocabulary)
         self._dfa, self.reasoning, self.behind, self.text_behind = _dfa(begin.encode(), self._end)
         self.num_words = vocabulary.num_words
         self.masks = LruCache(self._masks, max(1, MAX_MASK_BYTES // (8 * vocabulary.num_words)))
@@ -79,7 +81,7 @@ class TagAutomaton:
             tokens = encode_within(rest, self._vocabulary, self._vocabulary.special_texts)
             if tokens and rest.encode() == self._end[num_matching:]:
                 return tuple(tokens)
-        return tuple(self._end_tokens)
+        return self._end_tokens
 
     def is_end(self, token: int) -> bool:
         """Whether the token ends a sequence."""
@@ -102,6 +104,13 @@ class TagAutomaton:
                 targets[token] = self.next_state(state, token) if is_text else DEAD
         fits = targets != self.text_behind
         return pack_bitmask(fits & (targets != DEAD)), pack_bitmask(fits)
+
+
+def _markup_tokens(text: str, vocabulary: Vocabulary) -> tuple[int, ...]:
+    tokens = encode_within(text, vocabulary, vocabulary.special_texts)
+    if not tokens:
+        raise RequestError(f"this model's tokenizer cannot write {text!r}, the markup of its reasoning", "reasoning")
+    return tuple(tokens)
 
 
 def _dfa(begin: bytes, end: bytes) -> tuple[Dfa, int, int, int]:
@@ -132,6 +141,63 @@ def _chain_of_space(rows: np.ndarray, first: int) -> None:
     """From state `first` on, MAX_SPACE bytes of white space lead each to the next state."""
     for state in range(first, first + MAX_SPACE):
         rows[state, list(_SPACE)] = state + 1
+
+
+class _HeadedGrammar:
+    """See Grammar. Every output begins with the tokens `head`, and a text of `grammar` follows."""
+
+    def __init__(self, head: tuple[int, ...], grammar: Grammar) -> None:
+        self._head = head
+        self._grammar = grammar
+
+    def new_matcher(self, *, fast_forward: bool) -> "_HeadedMatcher":
+        """See Grammar."""
+        matcher = self._grammar.new_matcher(fast_forward=fast_forward)
+        return _HeadedMatcher(self._head, matcher, fast_forward=fast_forward)
+
+
+class _HeadedMatcher:
+    """See Matcher. head: what is left of it."""
+
+    def __init__(self, head: tuple[int, ...], matcher: Matcher, *, fast_forward: bool) -> None:
+        self._head = head
+        self._matcher = matcher
+        self._fast_forward = fast_forward
+        self._error = ""
+
+    def advance(self, tokens: Sequence[int]) -> Verdict:
+        """See Matcher."""
+        num_common = min(len(tokens), len(self._head))
+        if tuple(tokens[:num_common]) != self._head[:num_common]:
+            self._error = "a token is not the next one of the text before the answer"
+        if self._error:
+            return Verdict(error=self._error)
+        left, self._head = self._head[num_common:], ()
+        if left and not self._fast_forward:
+            self._head = left
+            return EMPTY_VERDICT
+        verdict = self._matcher.advance(tokens[num_common:])
+        return replace(verdict, forced=[*left, *verdict.forced]) if left else verdict
+
+    def fill_bitmask(self, words: np.ndarray) -> None:
+        """See Matcher."""
+        if self._error:
+            words[:] = 0
+        elif self._head:
+            _allow_only(self._head[0], words)
+        else:
+            self._matcher.fill_bitmask(words)
+
+    def fork(self) -> "_HeadedMatcher":
+        """See Matcher."""
+        fork = copy(self)
+        fork._matcher = self._matcher.fork()
+        return fork
+
+
+def _allow_only(token: int, words: np.ndarray) -> None:
+    words[:] = 0
+    words[token // 32] = np.uint32(1) << np.uint32(token % 32)
 
 
 class ReasoningGrammar:
@@ -199,8 +265,7 @@ class ReasoningMatcher:
         if self._error:
             words[:] = 0
         elif self._forced:
-            words[:] = 0
-            words[self._forced[0] // 32] = np.uint32(1) << np.uint32(self._forced[0] % 32)
+            _allow_only(self._forced[0], words)
         elif self._grammar is None:
             words[:] = _ALL
         else:

@@ -281,7 +281,8 @@ def test_objects_of_composed_schemas_have_all_their_properties():
             {"type": "object", "properties": {"a": {"type": "string", "enum": [1]}}, "required": ["a"]},
             "required property 'a'",
         ),
-        ("glm45", {"type": "object", "anyOf": [{"required": ["a"]}]}, "'anyOf' beside the properties cannot be"),
+        ("glm45", {"type": "object", "anyOf": [{"required": ["a"]}]}, "the required 'a' must be in properties"),
+        ("glm45", {"type": "object", "patternProperties": {"a": {}}}, "'patternProperties' beside the properties"),
         ("glm45", {"type": "object", "required": ["a"]}, "the required 'a' must be in properties"),
         ("glm45", {"type": "object", "properties": {"</arg_key>": {}}}, "a name cannot have '</arg_key>'"),
         ("glm45", {"type": "object", "properties": {"a": {"enum": ["</arg_value>"]}}}, "no text satisfies the schema"),
@@ -314,6 +315,41 @@ def test_texts_between_tags_may_be_anything_but_the_end_tag():
         (call,) = parse(chat_format("qwen3_coder"), [written], toolbox([ECHO])).calls
         assert json.loads(call.arguments) == {"text": text}
     assert not accepts(compiled, write([("echo", {"text": "a</parameter>b"})]))
+
+
+NUMBER = StructuredOutputsParams(json={"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]})
+
+
+@pytest.mark.parametrize("format", sorted(set(FORMATS) - {"pythonic"}))
+def test_beside_an_answer_in_json_calls_are_possible(format):
+    """Agents ask for an answer of a schema, which the model gives behind its calls."""
+    before = "<|python_tag|>" if format == "llama3_json" else ""
+    written = WRITERS["hermes" if format == "generic" else format]  # the form with a begin
+
+    def write(calls):
+        return before + written(calls)
+
+    constraint = call_constraint(TOOL_FORMATS[format], toolbox([NOW, ECHO]), NUMBER)
+    compiled = compile(constraint, VOCABULARY)
+    for text in (write([("now", {})]), write([("echo", {"text": "a"})]), '{"n": 5}', '{"n":5}'):
+        assert accepts(compiled, text), text
+    for text in ("", "Hello", '{"m": 5}', write([("other", {})]), '{"n": 5}' + write([("now", {})]), "5"):
+        assert not accepts(compiled, text), text
+
+
+def test_the_answer_of_gpt_oss_has_its_header():
+    header = "<|channel|>final<|message|>"
+    constraint = call_constraint(TOOL_FORMATS["openai"], toolbox([NOW]), NUMBER, header)
+    compiled = compile(constraint, VOCABULARY)
+    assert accepts(compiled, header + '{"n": 5}')
+    assert accepts(compiled, WRITERS["openai"]([("now", {})]))
+    assert not accepts(compiled, '{"n": 5}')
+
+
+def test_beside_another_answer_no_calls_are_possible():
+    for answer in (StructuredOutputsParams(regex="a"), StructuredOutputsParams(choice=["a"])):
+        assert call_constraint(TOOL_FORMATS["hermes"], toolbox([NOW]), answer) is None
+    assert call_constraint(TOOL_FORMATS["pythonic"], toolbox([NOW]), NUMBER) is None
 
 
 def test_many_tools_with_long_descriptions_fit():

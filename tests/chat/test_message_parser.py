@@ -234,10 +234,10 @@ def test_a_forced_call_that_is_cut_before_its_name_leaves_no_content():
     assert parse(HERMES, [text]).content == text
 
 
-def test_a_name_of_65_characters_is_no_call():
-    text = CALL.replace("now", "n" * 65)
+def test_a_name_of_129_characters_is_no_call():
+    text = CALL.replace("now", "n" * 129)
     assert parse(HERMES, [text]) == Message(text, None, [])
-    assert parse(HERMES, [CALL.replace("now", "n" * 64)]).calls == [Call("n" * 64, "{}")]
+    assert parse(HERMES, [CALL.replace("now", "n" * 128)]).calls == [Call("n" * 128, "{}")]
 
 
 @pytest.mark.parametrize("size", [MAX_HELD - 60, MAX_HELD, MAX_HELD + 60])

@@ -34,6 +34,10 @@ def test_a_tool_is_read():
     assert box.parallel
 
 
+def test_names_may_be_as_long_as_clients_of_mcp_servers_write_them():
+    assert toolbox([tool("mcp__" + "a" * 123)]).tools[0].name == "mcp__" + "a" * 123
+
+
 def test_a_tool_is_a_copy():
     given = tool("f", parameters={"type": "object", "properties": {}})
     box = toolbox([given])
@@ -81,13 +85,13 @@ def test_without_tools_there_is_no_toolbox(tools):
     [
         ("f", "must be a list"),
         (["f"], "tools/0: only tools"),
-        ([tool(), {"type": "custom", "name": "g"}], "tools/1: only tools with .* not 'custom'"),
+        ([tool(), {"type": "custom", "name": "g"}], "tools/1: only tools with .* not 'custom'; give a function"),
         ([{"type": "function"}], "tools/0 needs a function"),
-        ([tool(None)], "tools/0/function/name must have 1 to 64"),
-        ([tool("a b")], "tools/0/function/name must have 1 to 64 .* not 'a b'"),
-        ([tool("")], "1 to 64"),
-        ([tool("a" * 65)], "1 to 64"),
-        ([tool("größe")], "1 to 64"),
+        ([tool(None)], "tools/0/function/name must have 1 to 128"),
+        ([tool("a b")], "tools/0/function/name must have 1 to 128 .* not 'a b'"),
+        ([tool("")], "1 to 128"),
+        ([tool("a" * 129)], "1 to 128"),
+        ([tool("größe")], "1 to 128"),
         ([tool(description=1)], "description must be text"),
         ([tool(strict="yes")], "strict must be true or false"),
         ([tool(parameters=[])], "must be a JSON schema"),

@@ -240,6 +240,13 @@ def test_what_is_only_busy_is_asked_again(tmp_path):
     assert [result["response"]["status_code"] for result in results(tmp_path / "out")] == [200]
 
 
+def test_the_error_of_a_line_quotes_little_of_it():
+    for line in (task("a", {}, "x" * 10**6), {**task("a", {}), "x" * 10**6: 1}):
+        bad = file_format.parse(1, json.dumps(line).encode())
+        assert bad.code == "invalid_line"
+        assert len(bad.message) < 1000
+
+
 @pytest.mark.parametrize("final", [refusal(429, "deadline_unreachable", retry_after="0"), refusal(429), refusal(500)])
 def test_what_will_not_change_is_a_result(tmp_path, final):
     app = App([final])

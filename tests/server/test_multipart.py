@@ -1,6 +1,7 @@
 """The parser of forms, with httpx's encoder as the oracle."""
 
 import time
+import tracemalloc
 from itertools import pairwise
 
 import httpx
@@ -26,6 +27,17 @@ def parsed(content_type, pieces):
             parts[-1] = (part, parts[-1][1] + content)
     parser.finish()
     return parts
+
+
+def test_what_follows_the_form_is_not_kept():
+    parser = MultipartParser(TYPE)
+    assert [content for _, content in parser.push(BEGIN + b"x\r\n--xyz--\r\n")] == [b"", b"x"]
+    tracemalloc.start()
+    for _ in range(64):
+        assert not list(parser.push(b"y" * 2**16))
+    assert tracemalloc.get_traced_memory()[1] < 2**18
+    tracemalloc.stop()
+    parser.finish()
 
 
 CONTENT = (

@@ -1,9 +1,13 @@
 """Lark's directives for arguments that are not JSON, and for special tokens."""
 
+import itertools
 import json
 
+import jsonschema
 import pytest
 from grammar_mask_walks import BYTES, END, allowed, matches
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from quire.errors import RequestError
 from quire.params import StructuredOutputsParams as Asked
@@ -112,6 +116,95 @@ def test_keyword_arguments(properties, required, good, bad):
         assert not matches(asked, text), text
 
 
+NUMBERS = {name: {"type": "integer"} for name in "abc"}
+KIND = {"kind": {"enum": ["in", "out"]}, "a": {"type": "integer"}}
+A, B = {"required": ["a"]}, {"required": ["b"]}
+INPUT = {"properties": {"kind": {"const": "in"}, "a": {"type": "integer"}}, "required": ["kind", "a"]}
+OUTPUT = {"properties": {"kind": {"const": "out"}, "b": STRING}, "required": ["kind", "b"]}
+ONLY_A = {"properties": {"a": {"type": "integer"}}, "required": ["a"]}
+ONLY_B = {"properties": {"b": STRING}, "required": ["b"]}
+IF_INPUT = {"if": {"properties": {"kind": {"const": "in"}}}, "then": A}
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        (
+            {"properties": NUMBERS, "anyOf": [A, B]},
+            ["a=1", "b=1", "a=1, b=2", "a=1, c=2"],
+            ["", "c=1", "b=1, a=1"],
+        ),
+        ({"properties": NUMBERS, "oneOf": [A, B]}, ["a=1", "b=1", "a=1, c=2"], ["", "a=1, b=2", "c=1"]),
+        (
+            {"properties": NUMBERS, "required": ["c"], "allOf": [{"properties": {"d": STRING}, "required": ["d"]}]},
+            ['c=1, d="x"', 'a=1, c=1, d=""'],
+            ["c=1", 'd="x"'],
+        ),
+        ({"properties": NUMBERS, "anyOf": [A], "additionalProperties": False}, ["a=1"], ["b=1"]),
+        (
+            {"properties": KIND, "required": ["kind"], **IF_INPUT},
+            ['kind="in", a=1', 'kind="out"', 'kind="out", a=2'],
+            ['kind="in"', "a=1", 'kind="up", a=1'],
+        ),
+        ({"oneOf": [INPUT, OUTPUT]}, ['kind="in", a=1', 'kind="out", b=""'], ['kind="in", b=""', 'kind="out"', ""]),
+        ({"anyOf": [{"$ref": "#/$defs/x"}, ONLY_B], "$defs": {"x": ONLY_A}}, ["a=1", 'b="x"'], ["", 'a="x"']),
+        ({"properties": {"a": STRING}, "anyOf": [{"properties": {"a": {"maxLength": 1}}}, A]}, ["", 'a="xy"'], []),
+    ],
+)
+def test_alternatives_of_properties(schema, good, bad):
+    """As keyword arguments, and between tags."""
+    whole = {"type": "object", **schema}
+    as_keywords = Asked(grammar=f'start: "f(" %keywords {json.dumps(whole)} ")"', disable_any_whitespace=True)
+    between_tags = Asked(grammar=f"start: %tagged {json.dumps({'schema': whole, **TAGS})}")
+    for text in (*good, *bad):
+        assert matches(as_keywords, f"f({text})") == (text in good), text
+        written = "".join(f"<{one.strip()}/>" for one in text.replace('"', "").split(",") if one)
+        assert matches(between_tags, written) == (text in good), written
+
+
+CONDITIONS = st.recursive(
+    st.one_of(
+        st.lists(st.sampled_from("abc"), min_size=1, max_size=2, unique=True).map(lambda names: {"required": names}),
+        st.sampled_from("abc").map(lambda name: {"properties": {name: False}}),
+        st.sampled_from("abc").map(lambda name: {"properties": {name: {"enum": [1, 3]}}}),
+    ),
+    lambda inner: st.builds(
+        lambda keyword, schemas: {keyword: schemas},
+        st.sampled_from(["anyOf", "oneOf", "allOf"]),
+        st.lists(inner, min_size=1, max_size=3),
+    ),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(CONDITIONS)
+def test_alternatives_of_properties_are_those_of_the_schema(condition):
+    schema = {"type": "object", "properties": {name: {"enum": [1, 2]} for name in "abc"}, "allOf": [condition]}
+    asked = Asked(grammar=f'start: "f(" %keywords {json.dumps(schema)} ")"')
+    valid = jsonschema.Draft202012Validator(schema).is_valid
+    choices = [dict(zip("abc", values, strict=True)) for values in itertools.product((None, 1, 2), repeat=3)]
+    objects = [{name: value for name, value in one.items() if value is not None} for one in choices]
+    try:
+        grammar = compile(asked, BYTES)
+    except RequestError:
+        assume(not any(map(valid, objects)))  # or the branches of a oneOf cannot be told apart
+        return
+    for one in objects:
+        text = ", ".join(f"{name}={value}" for name, value in one.items())
+        matcher = grammar.new_matcher(fast_forward=False)
+        is_accepted = not matcher.advance(list(f"f({text})".encode())).error and END in allowed(matcher, BYTES)
+        assert is_accepted == valid(one), (schema, text)
+
+
+def test_schemas_that_refer_to_each_other_many_times_are_refused_at_once():
+    schemas = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 10} for i in range(8)}
+    for last in (False, {"properties": {"a": {}}}):
+        asked = tagged(STRING, **{"$ref": "#/$defs/d0", "$defs": {**schemas, "d8": last}})
+        with pytest.raises(RequestError):
+            check(asked)
+
+
 def test_an_object_without_properties_takes_any_keyword_arguments():
     asked = Asked(grammar='start: "f(" %keywords {"type": "object"} ")"', disable_any_whitespace=True)
     for text in ("f()", "f(a=1)", 'f(a=True, b={"c": null})'):
@@ -122,9 +215,12 @@ def test_an_object_without_properties_takes_any_keyword_arguments():
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        (tagged(STRING, anyOf=[{"required": ["a"]}]), "schema at #: in this format 'anyOf' beside the properties"),
+        (tagged(STRING, patternProperties={"b": {}}), "in this format 'patternProperties' beside the properties"),
+        (tagged(STRING, anyOf=[{"required": ["b"]}]), "schema at #: in this format the required 'b' must be in"),
+        (tagged(STRING, anyOf=[{"properties": {"a": {"type": "null"}}}]), "#/properties/a: .* two descriptions of one"),
+        (tagged(STRING, anyOf=[{"required": [x]} for x in "aa" * 17]), "more than 32 alternatives"),
         (tagged(STRING, required=["b"]), "schema at #: in this format the required 'b' must be in properties"),
-        (tagged(STRING, type="array"), "in this format arguments that are no object cannot be enforced"),
+        (tagged(STRING, type="array"), "schema at #: no arguments satisfy the schema"),
         (tagged({"enum": ["/>"]}), "schema at #/properties/a: in this format no text satisfies the schema"),
         (tagged({"type": "string", "pattern": "a^b"}), r"schema at #/properties/a/pattern: pattern: in this format \^"),
         (tagged({"type": "string", "pattern": "^a|b$"}), "schema at #/properties/a/pattern"),

@@ -226,6 +226,45 @@ def test_white_space_around_the_reasoning_is_bounded(before):
     assert matcher.fork().advance([space]).error
 
 
+HEADER = {"begin": "<t>", "end": "</t>", "answer_begin": "<a"}
+
+
+@pytest.mark.parametrize("before", ["", "<t>", "<t>ab</t>"])
+@pytest.mark.parametrize("fast_forward", [False, True])
+def test_the_text_before_the_answer_is_forced(before, fast_forward):
+    known = vocabulary(special=False)
+    less, a = known.encode("<")[0], known.encode("a")[0]
+    matcher = matcher_of(ReasoningParams(**HEADER), [b"ab"], known, fast_forward=fast_forward)
+    matcher.advance([])
+    matcher.advance(known.encode(before))
+    if before == "<t>":
+        matcher.advance(known.encode("</t>"))
+    assert a not in mask_of(matcher, known)
+    assert less in mask_of(matcher, known)
+    assert matcher.fork().advance([a]).error
+    forced = matcher.advance([less]).forced
+    if not forced:
+        assert mask_of(matcher, known) == ({a} if before else {a, *(known.encode(text)[0] for text in ("t", "t>"))})
+        forced = [a, *matcher.advance([a]).forced]
+    rest = known.encode("ab") if len(forced) == 1 else []
+    assert not matcher.advance(rest).error
+    assert known.encode("<a") == [less, forced[0]]
+    assert END in mask_of(matcher, known)
+
+
+def test_a_sequence_is_resumed_within_the_text_before_the_answer():
+    known = vocabulary(special=False)
+    tokens = [*known.encode("<t>b</t>"), *known.encode("<a")]
+    for size in range(len(tokens) + 1):
+        first = matcher_of(ReasoningParams(**HEADER), [b"ab", b"b"], known)
+        assert not first.advance(tokens[:size]).error
+        again = matcher_of(ReasoningParams(**HEADER), [b"ab", b"b"], known)
+        for token in tokens[:size]:
+            again.advance([token])
+        assert mask_of(first, known) == mask_of(again, known) == mask_of(first.fork(), known)
+    assert mask_of(again, known) == {known.encode(text)[0] for text in ("a", "b", "ab")}
+
+
 def test_reasoning_without_a_budget_needs_no_matcher_unless_the_answer_is_constrained():
     tags = {"begin": "<t>", "end": "</t>"}
     answer = StructuredOutputsParams(regex="a")

@@ -90,6 +90,7 @@ def params():
         end=st.sampled_from(["</think>", "◁/think▷"]),
         begun=st.booleans(),
         budget=optional(st.integers(0, 2**31 - 1)),
+        answer_begin=st.sampled_from(["", "<|channel|>final<|message|>"]),
     )
     repetition = one_of_fields(
         RepetitionDetectionParams,

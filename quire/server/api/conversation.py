@@ -4,6 +4,7 @@ A dialect translates its body into a `ChatRequest`, and the parts of messages in
 """
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -19,13 +20,25 @@ from quire.core.scheduling_params import DEFAULT_SCHEDULING_PARAMS, SchedulingPa
 from quire.engine.inputs import Generation, TokenizedPrompt, prepare_generations, tokenize
 from quire.engine.output_text import RequestOutputProcessor
 from quire.engine.outputs import CompletionOutput, Delta
+from quire.errors import RequestError
 from quire.params import SamplingParams
 from quire.server.api.limits import check_choices, check_prompt_values, num_prompt_tokens
 from quire.server.errors import renamed_fields
 from quire.server.middleware.auth import caller_of
 from quire.server.reply import Reply
 from quire.server.service import Service
+from quire.tokenizer.chat_sandbox import size_of
+from quire.tokenizer.chat_template import REASONING_SWITCHES
 from quire.tokenizer.tokenizer import Tokenizer
+
+# Fields of a rendering, and messages: no variable of a template has such a name.
+RENDERING_FIELDS = (
+    *("messages", "tools", "documents", "chat_template"),
+    *("add_generation_prompt", "continue_final_message"),
+)
+
+
+MAX_SHARED = 2**24  # characters that the prompts of one request have from what its conversations share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +76,17 @@ class Rendering:
     def check_size(self, messages: Sequence[Mapping[str, object]], service: Service) -> None:
         """Raises ContextLengthExceeded for a conversation that cannot fit into the context."""
         service.check_size([messages, self.tools, self.documents, self.variables], "messages")
+
+
+def reasoning_variables(effort: str | None, *, enabled: bool | None = None) -> dict[str, object]:
+    """Variables of the chat template for the effort of reasoning, and for whether the model reasons at all.
+
+    enabled: None leaves it to the effort: not with "none". Without either, the template decides.
+    """
+    if enabled is None and effort is not None:
+        enabled = effort != "none"
+    switches = {} if enabled is None else dict.fromkeys(REASONING_SWITCHES, enabled)
+    return {**switches, **({} if effort is None else {"reasoning_effort": effort})}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +135,7 @@ class MessageReader:
         self._format = format
         self._place = place
         self._parsers: dict[int, MessageParser] = {}  # by sequence
-        self._num_reasoning_tokens: dict[int, int] = {}  # by sequence
+        self._reasoning_tokens: defaultdict[int, _ReasoningTokens] = defaultdict(_ReasoningTokens)  # by sequence
         self._called: set[int] = set()  # sequences with a tool call
 
     def new_call_id(self, index: int, name: str) -> str:
@@ -157,13 +181,31 @@ class MessageReader:
     def _count(self, index: int, parser: MessageParser, token_offsets: Sequence[int], reply: Reply) -> None:
         """Count the sequence's tokens of reasoning, tags included."""
         if self._format.parsed.reasoning is not None:
-            counted = sum(
-                bisect_left(token_offsets, stop) - bisect_left(token_offsets, start)
-                for start, stop in parser.reasoning_spans
-            )
-            new = counted - self._num_reasoning_tokens.get(index, 0)
-            self._num_reasoning_tokens[index] = counted
+            new = self._reasoning_tokens[index].count(parser, token_offsets)
             reply.num_reasoning_tokens = (reply.num_reasoning_tokens or 0) + new
+
+
+@dataclass(slots=True)
+class _ReasoningTokens:
+    """The tokens of reasoning of one sequence so far. Each piece of reasoning that has ended is counted once."""
+
+    num_pieces: int = 0  # that have ended and are counted
+    num_in_pieces: int = 0
+    num_tokens: int = 0
+
+    def count(self, parser: MessageParser, token_offsets: Sequence[int]) -> int:
+        """The number of new tokens."""
+
+        def num_within(piece: tuple[int, int]) -> int:
+            start, stop = (bisect_left(token_offsets, place) for place in piece)
+            return stop - start
+
+        ended = parser.ended_reasoning[self.num_pieces :]
+        self.num_pieces += len(ended)
+        self.num_in_pieces += sum(map(num_within, ended))
+        before, is_open = self.num_tokens, parser.open_reasoning
+        self.num_tokens = self.num_in_pieces + (0 if is_open is None else num_within(is_open))
+        return self.num_tokens - before
 
 
 def _finish_reason(reason: str | None, *, called: bool) -> str | None:
@@ -189,21 +231,46 @@ async def start_conversations(
     Raises RequestError, Busy, EngineStopped, RateLimited.
     """
     caller, first = caller_of(request), chats[0]
-    prepared = await service.thread_pool.run(
-        caller.tenant, lambda: [_prepare(service, chat, place) for place, chat in enumerate(chats)]
-    )
+    prepared = await service.thread_pool.run(caller.tenant, lambda: _prepare_all(service, chats))
     asked = [generation for _, generation in prepared]
     check_choices([one.params for one in asked])
     check_prompt_values(asked, ids=first.with_prompt_ids, choices=False)
-    # the constraint of tools is a grammar of the server's
-    names = {"grammar": "tools"} if first.toolbox is not None and first.params.structured_outputs is None else {}
-    with renamed_fields(names), caller.quota.spending(num_prompt_tokens(asked)):
+    with renamed_fields(_grammar_names(first)), caller.quota.spending(num_prompt_tokens(asked)):
         reply = await service.start(id, asked, first.namespace, first.beams, first.scheduling_params)
     return [reader for reader, _ in prepared], reply
 
 
+def _grammar_names(chat: ChatRequest) -> Mapping[str, str]:
+    """The field of the grammar that the server writes for tools. It has the schema of the answer, if there is one."""
+    answer = chat.params.structured_outputs
+    if chat.toolbox is None:
+        return {}
+    return {"grammar": "tools" if answer is None else "json_object" if answer.json_object else answer.kind}
+
+
+def num_calls(messages: Sequence[Mapping[str, object]]) -> int:
+    """Number of tool calls in a conversation."""
+    calls = [message.get("tool_calls") for message in messages]
+    return sum(len(one) for one in calls if isinstance(one, list))
+
+
+def _prepare_all(service: Service, chats: Sequence[ChatRequest]) -> list[tuple[MessageReader, Generation]]:
+    first = chats[0].rendering
+    first.check_size([], service)
+    num_characters = size_of([first.tools, first.documents, first.variables]) * len(chats)
+    if len(chats) > 1 and num_characters > MAX_SHARED:
+        raise RequestError(
+            f"{len(chats):,} conversations have {num_characters:,} characters of tools and documents together, more "
+            f"than {MAX_SHARED:,}, as each prompt has them; send fewer conversations at once",
+            "messages",
+        )
+    return [_prepare(service, chat, place) for place, chat in enumerate(chats)]
+
+
 def _prepare(service: Service, chat: ChatRequest, place: int) -> tuple[MessageReader, Generation]:
     chat.rendering.check_size(chat.messages, service)
+    if chat.toolbox is not None:  # whether the template gets the tools or not, they are kept until the answer ends
+        service.check_size([tool.raw for tool in chat.toolbox.tools], "tools")
     prompt = chat.rendering.tokenize(chat.messages, service.tokenizer)
     format = output_format(
         service.chat_format,
@@ -213,6 +280,7 @@ def _prepare(service: Service, chat: ChatRequest, place: int) -> tuple[MessageRe
         special_texts=service.tokenizer.special_texts,
         separate_reasoning=chat.separate_reasoning,
         skip_special_tokens=chat.params.skip_special_tokens,
+        num_earlier_calls=num_calls(chat.messages),
     )
     params = constrained_params(format, chat.params, chat.thinking_budget)
     (asked,) = prepare_generations([prompt], [params], service.tokenizer, service.max_model_len)

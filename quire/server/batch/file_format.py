@@ -13,6 +13,8 @@ from quire.server.request_body import MAX_BODY
 
 MAX_LINE = MAX_BODY + 2**16  # bytes
 
+_MAX_REASON = 300  # characters
+
 READ_SIZE = 2**18  # bytes of a file that are read at once
 
 Url = Literal[
@@ -158,7 +160,8 @@ def parse(number: int, line: bytes) -> Task | BadLine:
         body = bytes(found.body)
         asked = _UNANSWERED_DECODER.decode(body) if body.startswith(b"{") else _Unanswered()
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        message = f"not a batch request ({error}); it needs custom_id, method (POST), url (one of {_SHOWN}) and body"
+        why = str(error)[:_MAX_REASON]  # which may quote the line
+        message = f"not a batch request ({why}); it needs custom_id, method (POST), url (one of {_SHOWN}) and body"
         return BadLine(number, _name(line), "invalid_line", message)
     if not all(value in (None, False) for value in (asked.stream, asked.background)):
         return BadLine(

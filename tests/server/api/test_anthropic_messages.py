@@ -5,6 +5,7 @@ import json
 from dataclasses import replace
 from random import Random
 
+import httpx
 import pytest
 from anthropic_events import events_of, message_of
 from embedded_model_server import CHAT, MODEL, run_app, service_of, small_engine
@@ -16,19 +17,13 @@ from quire.core.scheduling_params import Retention
 from quire.engine.inputs import kept_for
 from quire.server.api.anthropic import messages as routes
 from quire.server.api.anthropic.schema import MessagesBody
+from quire.server.api.anthropic.translation import chat_messages
 from quire.server.api.conversation import MessageDelta
 from quire.server.app import make_app
 from tools.demo_model.tool_use import TOOLS
 
 SUM = [{"role": "user", "content": "Sum: 13 25 31"}]
 THINKING = {"type": "enabled", "budget_tokens": 1024}
-
-
-@pytest.fixture(autouse=True)
-def pins_end(http):
-    """A cache_control pins blocks of the server that other tests share."""
-    yield
-    http.post("/flush_cache")
 
 
 def tool(name):
@@ -255,32 +250,75 @@ EPHEMERAL = {"type": "ephemeral"}
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({}, Retention()),
-        ({"cache_control": EPHEMERAL}, Retention(ttl=300, pin=True)),
-        (
-            {"system": [{"type": "text", "text": "a", "cache_control": {**EPHEMERAL, "ttl": "1h"}}]},
-            Retention(ttl=3600, pin=True),
-        ),
-        ({"tools": [{**OFFERED[0], "cache_control": EPHEMERAL}]}, Retention(ttl=300, pin=True)),
+        ({}, 0),
+        ({"cache_control": EPHEMERAL}, 300),
+        ({"system": [{"type": "text", "text": "a", "cache_control": {**EPHEMERAL, "ttl": "1h"}}]}, 3600),
+        ({"tools": [{**OFFERED[0], "cache_control": EPHEMERAL}]}, 300),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": EPHEMERAL}]}]},
-            Retention(ttl=300, pin=True),
+            300,
         ),
-        ({"cache_control": EPHEMERAL, "retention": {"ttl": 5}}, Retention(ttl=5)),
     ],
 )
-def test_cache_control_is_retention(keyless, fields, expected):
-    answer = keyless.post(None, "/v1/messages", **{**asked(max_tokens=1), **fields})
-    assert answer.status_code == 200, answer.text
-    found = keyless.engine.scheduling_params[f"{answer.headers['x-request-id']}-0"]
-    assert found.retention == expected
+def test_cache_control_has_a_time(fields, expected):
+    assert MessagesBody.model_validate(asked(**fields)).cache_seconds == expected
 
 
-def test_kept_kv_is_kept_by_what_the_engine_has():
-    assert kept_for(60, EngineOptions()) == Retention(ttl=60, pin=True)
-    assert kept_for(60, EngineOptions(eviction="cost")) == Retention(ttl=60, priority=80)
-    for without in (EngineOptions(prefix_index="hash"), EngineOptions(enable_prefix_caching=False)):
-        assert kept_for(60, without) == Retention()
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({}, Retention()),
+        ({"eviction": "lfu"}, Retention()),
+        ({"eviction": "priority"}, Retention(ttl=300, priority=80)),
+        ({"eviction": "cost"}, Retention(ttl=300, priority=80)),
+        ({"prefix_index": "hash"}, Retention()),
+        ({"enable_prefix_caching": False}, Retention()),
+    ],
+)
+def test_cache_control_is_a_priority_for_its_time(options, kept):
+    assert kept_for(300, EngineOptions(**options)) == kept
+
+
+def test_retention_takes_the_place_of_cache_control(keyless):
+    for fields, expected in (
+        ({"cache_control": EPHEMERAL, "retention": {"ttl": 5, "pin": True}}, Retention(ttl=5, pin=True)),
+        ({"cache_control": EPHEMERAL}, Retention()),
+    ):
+        answer = keyless.post(None, "/v1/messages", **asked(max_tokens=1), **fields)
+        assert answer.status_code == 200, answer.text
+        assert keyless.engine.scheduling_params[f"{answer.headers['x-request-id']}-0"].retention == expected
+
+
+def test_a_cache_control_leaves_no_used_blocks():
+    with run_app(make_app(service_of(small_engine()))) as url, httpx.Client(base_url=url, timeout=60) as http:
+        post(http, cache_control=EPHEMERAL)
+        usage = next(
+            line for line in http.get("/metrics").text.splitlines() if line.startswith("quire:kv_cache_usage_perc")
+        )
+    assert float(usage.split()[-1]) == 0
+
+
+def test_a_result_that_is_an_error_says_so_to_the_model():
+    def results(*blocks):
+        body = MessagesBody.model_validate(asked([{"role": "user", "content": list(blocks)}]))
+        return [message["content"] for message in chat_messages(body)]
+
+    result = {"type": "tool_result", "tool_use_id": "a"}
+    parts = [{"type": "text", "text": "no"}, {"type": "text", "text": "file"}]
+    assert results(
+        {**result, "content": "no file", "is_error": True},
+        {**result, "content": "no file", "is_error": False},
+        {**result, "content": "ERROR 5", "is_error": True},
+        {**result, "content": parts, "is_error": True},
+        {**result, "is_error": True},
+    ) == ["Error: no file", "no file", "ERROR 5", [{"type": "text", "text": "Error: no"}, parts[1]], "Error"]
+
+
+def test_tools_that_anthropic_runs_can_be_left_out():
+    with run_app(make_app(service_of(small_engine(), unknown_fields="ignore"))) as url:
+        tools = [{"type": "web_search_20250305", "name": "web_search"}, OFFERED[0]]
+        answer = httpx.post(f"{url}/v1/messages", json=asked(question("get_price"), tools=tools), timeout=60)
+    assert [block["name"] for block in answer.json()["content"]] == ["get_price"]
 
 
 def block(**fields):
@@ -300,6 +338,10 @@ def block(**fields):
             *("messages", "type 'image'"),
         ),
         ({"messages": []}, "messages", "at least one"),
+        (
+            {"messages": [*CHAT, {"role": "assistant", "content": [{"type": "thinking", "thinking": "a"}]}]},
+            *("messages", "needs a last message with content"),
+        ),
         (
             {"tools": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 5}]},
             "tools",
@@ -354,8 +396,6 @@ def test_an_error_in_a_stream_is_an_event(monkeypatch):
 
     with run_app(make_app(service_of(replace(built, engine=engine)))) as url:
         monkeypatch.setattr(engine.runner, "collect", failing)
-        import httpx  # noqa: PLC0415
-
         events = events_of(httpx.post(f"{url}/v1/messages", json=asked(stream=True), timeout=60).text)
         monkeypatch.undo()
     assert [name for name, _ in events] == ["message_start", "ping", "error"]

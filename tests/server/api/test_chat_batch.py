@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from quire.server.api import conversation
+
 ROUTE, CHAT = "/v1/chat/completions/batch", "/v1/chat/completions"
 CONVERSATIONS = [
     [{"role": "user", "content": "How much is the lamp?"}],
@@ -60,6 +62,17 @@ def test_each_conversation_is_answered_as_alone(http, fields):
         name: sum(one.get(name, 0) for one in details)
         for name in dict.fromkeys(name for one in details for name in one)
     }
+
+
+def test_what_conversations_share_is_bounded(http, monkeypatch):
+    """A short request must not be many long prompts."""
+    monkeypatch.setattr(conversation, "MAX_SHARED", 5000)
+    documents = [{"text": "x" * 2000}]
+    assert http.post(ROUTE, json={**GREEDY, "messages": CONVERSATIONS[:2], "documents": documents}).status_code == 200
+    refused = http.post(ROUTE, json={**GREEDY, "messages": CONVERSATIONS, "documents": documents})
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"]) == (400, "messages")
+    assert "send fewer conversations at once" in error["message"]
 
 
 def test_an_echo_is_that_of_the_conversation(http):

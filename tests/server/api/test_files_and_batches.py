@@ -76,6 +76,19 @@ def test_a_file_is_stored_listed_and_deleted(client):
         client.files.list(after=file.id)
 
 
+def test_a_file_that_grows_while_it_is_sent_has_its_length(http, client, monkeypatch):
+    """A running batch adds results to its files."""
+    file = client.files.create(file=("a", b"x" * 300_000), purpose="user_data")
+    content = store_module.Store.content
+
+    async def growing(store, tenant, kind, id, place):
+        await store.append(tenant, kind, id, b"more")
+        return await content(store, tenant, kind, id, place)
+
+    monkeypatch.setattr(store_module.Store, "content", growing)
+    assert http.get(f"/v1/files/{file.id}/content").content == b"x" * 300_000
+
+
 def test_a_file_expires_when_it_is_to(client):
     file = client.files.create(file=b"x", purpose="user_data", expires_after={"anchor": "created_at", "seconds": 3600})
     assert file.expires_at == file.created_at + 3600

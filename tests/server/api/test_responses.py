@@ -3,6 +3,7 @@
 import asyncio
 import json
 from random import Random
+from types import SimpleNamespace
 from typing import Literal
 
 import httpx
@@ -12,8 +13,11 @@ from embedded_model_server import CHAT, MODEL, run_app, service_of, small_engine
 from pydantic import BaseModel
 from server_probes import wait_until
 
+from quire.chat.parts import Content
 from quire.errors import EngineStopped
 from quire.server import store as store_module
+from quire.server.api.conversation import MessageDelta
+from quire.server.api.openai import responses_generation
 from quire.server.api.openai.responses_generation import Generation
 from quire.server.api.openai.responses_output import ResponseWriter
 from quire.server.app import make_app
@@ -260,6 +264,30 @@ def test_stored_responses_are_retrieved_listed_and_deleted(client):
         assert caught.value.code == "not_found"
 
 
+def test_many_references_read_the_stored_items_once(client, monkeypatch):
+    items = [{"role": "user", "content": f"{i}"} for i in range(40)]
+    stored = respond(client, input=items, max_output_tokens=1)
+    ids = [item.id for item in client.responses.input_items.list(stored.id, limit=100, order="asc")]
+    decode, decoded = responses_generation._decoded_items, []
+    monkeypatch.setattr(
+        responses_generation, "_decoded_items", lambda items: [decoded.append(items), decode(items)][-1]
+    )
+    again = respond(client, input=[{"type": "item_reference", "id": id} for id in ids], max_output_tokens=1)
+    assert again.usage.input_tokens == stored.usage.input_tokens
+    assert len(decoded) == 1
+
+
+def test_a_conversation_is_bounded_with_what_it_refers_to(client, monkeypatch):
+    stored = respond(client, input=HELLO, max_output_tokens=1)
+    reference = {"type": "item_reference", "id": stored.output[0].id}
+    with pytest.raises(openai.BadRequestError, match="twice; refer to it once"):
+        respond(client, input=[reference, {"role": "user", "content": "x"}, reference])
+    monkeypatch.setattr(responses_generation, "MAX_BODY", 300)
+    for fields in ({"input": "x", "previous_response_id": stored.id}, {"input": "x" * 300}):
+        with pytest.raises(openai.BadRequestError, match="begin another one"):
+            respond(client, truncation="auto", **fields)
+
+
 def test_what_is_not_stored_is_not_found(client):
     answer = respond(client, input=HELLO, store=False, max_output_tokens=2)
     assert answer.model_extra["store"] is False
@@ -441,12 +469,23 @@ class FailingReader:
         raise EngineStopped("the engine has ended")
 
 
-def test_an_error_within_a_stream_is_its_last_event():
+class DeadEndReader:
+    """A reader of an output that begins, and that its constraint allows no end of."""
+
+    async def deltas(self, reply):
+        yield [MessageDelta(0, [Content("{")], SimpleNamespace(logprobs=None, stop_reason="a dead end"), "error")]
+
+
+@pytest.mark.parametrize(
+    ("reader", "code", "message"),
+    [(FailingReader(), "server_error", "the engine has ended"), (DeadEndReader(), "invalid_prompt", "a dead end")],
+)
+def test_an_error_within_a_stream_is_its_last_event(reader, code, message):
     async def main():
         fields = {"id": f"resp_{'0' * 32}", "status": "in_progress", "error": None}
         writer = ResponseWriter(fields, 0, None, with_summary=False, with_encoded=False, logprobs=None)
         generation = Generation(
-            "ann", writer, [], (FailingReader(), None), TimeLimit(None), store=None, with_padding=False, with_cache=True
+            "ann", writer, [], (reader, None), TimeLimit(None), store=None, with_padding=False, with_cache=True
         )
         data = b"".join([one async for one in generation.stream({})])
         return [json.loads(part.split(b"data: ")[1]) for part in data.strip().split(b"\n\n")]
@@ -454,5 +493,5 @@ def test_an_error_within_a_stream_is_its_last_event():
     events = asyncio.run(main())
     assert [event["type"] for event in events] == ["response.created", "response.in_progress", "response.failed"]
     response = events[-1]["response"]
-    assert (response["status"], response["error"]["code"]) == ("failed", "server_error")
-    assert response["error"]["message"] == "the engine has ended"
+    assert (response["status"], response["error"]["code"]) == ("failed", code)
+    assert response["error"]["message"] == message

@@ -128,6 +128,13 @@ def test_an_item_that_cannot_be_used_is_named_by_its_place(bad, says):
     assert caught.value.param == "input"
 
 
+def test_a_custom_tool_is_refused_with_what_to_use():
+    custom = {"type": "custom", "name": "apply_patch", "format": {"type": "grammar", "syntax": "lark"}}
+    with pytest.raises(RequestError, match=r"tools\.0: custom tools are not .* a function with one string parameter"):
+        chat_tools([custom], skip_others=False)
+    assert chat_tools([custom], skip_others=True) == []
+
+
 def test_tools_and_choices_have_the_form_of_chat():
     flat = {
         "type": "function",

@@ -58,6 +58,18 @@ def test_tools_and_template_switches_reach_the_template(http):
     assert count(add_generation_prompt=False) < plain
 
 
+def test_an_effort_turns_reasoning_on_or_off_unless_another_field_does(http):
+    def count(**fields):
+        return http.post("/tokenize", json={"messages": CHAT, **fields}).json()["count"]
+
+    off, on = (count(enable_thinking=value) for value in (False, True))
+    assert off < on
+    assert count(reasoning_effort="none") == off
+    assert count(reasoning_effort="minimal") == count(reasoning_effort="high") == on
+    assert count(reasoning_effort="high", enable_thinking=False) == off
+    assert count(reasoning_effort="high", chat_template_kwargs={"enable_thinking": False}) == off
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [

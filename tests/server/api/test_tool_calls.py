@@ -16,6 +16,7 @@ UNSUPPORTED = {
     "type": "function",
     "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"not": {"pattern": "x"}}}}},
 }
+UNSUPPORTED_SCHEMA = {"name": "a", "schema": UNSUPPORTED["function"]["parameters"]}
 THINK = {"messages": [{"role": "user", "content": "Sum: 13 25 31"}], "extra_body": {"enable_thinking": True}}
 
 
@@ -168,6 +169,19 @@ def test_what_is_wrong_with_tools_is_named(client, fields, param):
     assert refused.value.param == param
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_tools_that_the_template_does_not_get_are_bounded_like_those_that_it_gets(http, path):
+    function = {**OFFERED[0]["function"], "description": "x" * 40_000}
+    conversation = {"input": "x"} if path == "/v1/responses" else {"messages": CHAT}
+    tool, choice = {"type": "function", "function": function}, "none"
+    if path == "/v1/messages":
+        tool = {"name": "f", "description": function["description"], "input_schema": {"type": "object"}}
+        choice, conversation = {"type": "none"}, {**conversation, "max_tokens": 4}
+    refused = http.post(path, json={**conversation, "tools": [tool], "tool_choice": choice})
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"], error["code"]) == (400, "tools", "context_length_exceeded")
+
+
 def test_reasoning_is_apart_from_the_content(client):
     answer = chat(client, **THINK)
     message = answer.choices[0].message
@@ -207,6 +221,27 @@ def test_structured_output_begins_behind_the_reasoning(client):
     message = answer.choices[0].message
     assert message.reasoning
     jsonschema.validate(json.loads(message.content), schema)
+
+
+def test_beside_an_answer_of_a_schema_the_model_calls_tools(client):
+    """What agents with an output type send."""
+    schema = {"type": "object", "properties": {"answer": {"type": "string", "maxLength": 80}}, "required": ["answer"]}
+    fields = {
+        "tools": OFFERED,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}},
+    }
+    use = question("get_price", 1)
+    messages = [{"role": "user", "content": use.question}]
+    (choice,) = chat(client, messages, **fields).choices
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, arguments(call)) == ("get_price", use.arguments)
+    messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": json.dumps(use.result)}]
+    for choice_of_tools in ("auto", "none"):
+        (choice,) = chat(client, messages, tool_choice=choice_of_tools, **fields).choices
+        assert choice.message.tool_calls or jsonschema.validate(json.loads(choice.message.content), schema) is None
+    with pytest.raises(openai.BadRequestError) as refused:
+        chat(client, CHAT, tools=OFFERED, response_format={"type": "json_schema", "json_schema": UNSUPPORTED_SCHEMA})
+    assert refused.value.param == "response_format"
 
 
 def test_usage_of_a_stream_counts_the_reasoning(client):

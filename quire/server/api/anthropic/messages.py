@@ -30,7 +30,7 @@ PING_SECONDS = 10.0  # between pings, until the first output: proxies close conn
 _PING = named_event({"type": "ping"})
 _ENGINE_NAMES = {
     **{"prompt": "messages", "stop": "stop_sequences", "json": "output_config", "structured_outputs": "output_config"},
-    "thinking_token_budget": "thinking",
+    **{"thinking_token_budget": "thinking", "continue_final_message": "messages"},
 }
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -57,7 +57,7 @@ def message_routes(service: Service) -> APIRouter:
 
 
 def _num_tokens(service: Service, body: CountTokensBody) -> int:
-    tools, messages = chat_tools(body.tools), chat_messages(body)
+    tools, messages = chat_tools(body.tools, skip_others=service.ignores_unknown_fields), chat_messages(body)
     toolbox(tools, chat_tool_choice(body.tool_choice))  # checks them
     rendering = rendering_of(body, tools)
     with renamed_fields(_ENGINE_NAMES):
@@ -75,7 +75,7 @@ async def _start(service: Service, body: MessagesBody, request: Request, id: str
 
 
 def _chat_request(service: Service, body: MessagesBody, request: Request) -> ChatRequest:
-    tools, choice = chat_tools(body.tools), body.tool_choice
+    tools, choice = chat_tools(body.tools, skip_others=service.ignores_unknown_fields), body.tool_choice
     is_parallel = None if choice is None else not choice.disable_parallel_tool_use
     return ChatRequest(
         messages=chat_messages(body),

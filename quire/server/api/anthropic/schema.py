@@ -50,7 +50,7 @@ class ContentBlock(TextBlock):
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
     content: str | Listed[TextBlock] | None = None
-    is_error: Any = ignored_field()
+    is_error: bool | None = None
 
 
 class AnthropicMessage(BaseModel):

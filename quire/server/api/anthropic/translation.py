@@ -12,17 +12,16 @@ from quire.server.api.anthropic.schema import (
     ToolBody,
     ToolChoiceBody,
 )
-from quire.server.api.conversation import Rendering
+from quire.server.api.conversation import RENDERING_FIELDS, Rendering, reasoning_variables
+from quire.tokenizer.chat_template import REASONING_SWITCHES
 
 # A line that Claude Code puts in front of its instructions. It is about the client and differs in each request, so
 # that no prompt after it would be found in the cache.
 _BILLING = "x-anthropic-billing-header"
 _EFFORTS = {"xhigh": "high", "max": "high"}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_OWN_VARIABLES = (
-    *("messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message"),
-    *("enable_thinking", "reasoning_effort"),
-)
+_OWN_VARIABLES = (*RENDERING_FIELDS, *REASONING_SWITCHES, "reasoning_effort")
+_OWN_TYPES = (None, "custom")  # of tools that the client runs
 _KINDS = "text, tool_use, tool_result and thinking"
 
 
@@ -38,9 +37,12 @@ def chat_messages(body: ConversationBody) -> list[dict[str, object]]:
     return messages
 
 
-def chat_tools(tools: Sequence[ToolBody] | None) -> list[dict[str, object]] | None:
-    """The tools with OpenAI's names. Raises RequestError for tools that Anthropic defines or runs."""
-    return None if tools is None else [_tool(tool) for tool in tools]
+def chat_tools(tools: Sequence[ToolBody] | None, *, skip_others: bool) -> list[dict[str, object]] | None:
+    """The tools with OpenAI's names.
+
+    skip_others: leave out tools that Anthropic defines or runs. Raises RequestError for them otherwise.
+    """
+    return None if tools is None else [_tool(tool) for tool in tools if not skip_others or tool.type in _OWN_TYPES]
 
 
 def chat_tool_choice(choice: ToolChoiceBody | None) -> object:
@@ -57,16 +59,17 @@ def chat_tool_choice(choice: ToolChoiceBody | None) -> object:
 def rendering_of(body: ConversationBody, tools: Sequence[Mapping[str, object]] | None) -> Rendering:
     """How the chat template renders the conversation. A last message of the assistant is continued."""
     body.check_edits()
-    variables = template_variables(body.chat_template_kwargs, _OWN_VARIABLES)
-    if body.thinking is not None:
-        variables["enable_thinking"] = body.thinking.type != "disabled"
     effort = None if body.output_config is None else body.output_config.effort
-    if effort is not None:
-        variables["reasoning_effort"] = _EFFORTS.get(effort, effort)
+    enabled = None if body.thinking is None else body.thinking.type != "disabled"
+    named = {} if effort is None else {"reasoning_effort": _EFFORTS.get(effort, effort)}  # of the whole answer
     return Rendering(
         tools=None if body.tool_choice is not None and body.tool_choice.type == "none" else tools,
         continue_final_message=bool(body.messages) and body.messages[-1].role == "assistant",
-        variables=variables,
+        variables={
+            **template_variables(body.chat_template_kwargs, _OWN_VARIABLES),
+            **reasoning_variables(None, enabled=enabled),
+            **named,
+        },
     )
 
 
@@ -103,6 +106,8 @@ def _tool_result(block: ContentBlock) -> dict[str, object]:
         raise RequestError("a tool_result block needs a tool_use_id", "messages")
     content = block.content
     texts = [content] if isinstance(content, str) else [_text(one) for one in content or ()]
+    if block.is_error and not "".join(texts).lower().startswith("error"):
+        texts = [f"Error: {texts[0]}", *texts[1:]] if texts else ["Error"]
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": _content(texts)}
 
 
@@ -152,10 +157,11 @@ def _content(texts: Sequence[str]) -> object:
 
 
 def _tool(tool: ToolBody) -> dict[str, object]:
-    if tool.type not in (None, "custom"):
+    if tool.type not in _OWN_TYPES:
         raise RequestError(
             f"tools of type {tool.type!r:.80} are not supported, as Anthropic defines or runs them; give a tool of "
-            "your own, with a name, a description and an input_schema",
+            "your own, with a name, a description and an input_schema, or start the server with "
+            "--unknown-fields ignore",
             "tools",
         )
     if tool.input_schema is None:

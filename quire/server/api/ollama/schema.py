@@ -8,6 +8,7 @@ from pydantic import ConfigDict, Field
 
 from quire.errors import RequestError
 from quire.params import SamplingParams, StructuredOutputsParams
+from quire.server.api.conversation import reasoning_variables
 from quire.server.api.pooling import SaltedBody
 from quire.server.api.request_params import (
     Body,
@@ -105,10 +106,9 @@ class GenerationBody(OllamaBody):
     @property
     def variables(self) -> dict[str, object]:
         """Variables of the chat template."""
-        if self.think is None:
-            return {}
-        effort = {"reasoning_effort": self.think} if isinstance(self.think, str) else {}
-        return {"enable_thinking": self.think is not False, **effort}
+        if isinstance(self.think, str):
+            return reasoning_variables(self.think)
+        return reasoning_variables(None, enabled=self.think)
 
     def sampling_params(self, defaults: Mapping[str, object]) -> SamplingParams:
         """The SamplingParams. Without a limit the answer can fill the context. Raises RequestError."""

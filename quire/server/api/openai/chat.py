@@ -14,8 +14,14 @@ from quire.chat.tools import toolbox
 from quire.engine.inputs import template_variables
 from quire.engine.output_text import RequestOutputProcessor
 from quire.engine.outputs import CompletionOutput, Delta
-from quire.params import SamplingParams
-from quire.server.api.conversation import ChatRequest, MessageReader, Rendering, start_conversations
+from quire.server.api.conversation import (
+    RENDERING_FIELDS,
+    ChatRequest,
+    MessageReader,
+    Rendering,
+    reasoning_variables,
+    start_conversations,
+)
 from quire.server.api.openai.logprobs import LogprobFormat, UsageFormat, prompt_logprobs_json
 from quire.server.api.openai.schema import ChatBatchBody, ChatBody, ChatMessage, TemplateBody
 from quire.server.errors import renamed_fields
@@ -24,12 +30,6 @@ from quire.server.reply import Reply, respond, respond_whole
 from quire.server.service import Service
 from quire.server.sse import DONE, TimeLimit, event
 from quire.tokenizer.messages import plain_messages
-
-_OWN_FIELDS = (
-    *("messages", "tools", "documents", "chat_template"),
-    *("add_generation_prompt", "continue_final_message"),
-)
-
 
 _PROMPT_FIELDS = ("prompt_token_ids", "prompt_logprobs")
 
@@ -58,8 +58,8 @@ def last_message_content(messages: Sequence[Mapping[str, object]]) -> str:
 
 def rendering_of(body: TemplateBody) -> Rendering:
     """The rendering that a body requests. Raises RequestError."""
-    named = {"reasoning_effort": body.reasoning_effort, "enable_thinking": body.enable_thinking}
-    fields = {name: value for name, value in named.items() if value is not None}
+    named = [name for name in ("reasoning_effort", "enable_thinking") if getattr(body, name) is not None]
+    reasoning = reasoning_variables(body.reasoning_effort, enabled=body.enable_thinking)
     return Rendering(
         tools=None if body.tool_choice == "none" else body.tools,
         documents=body.documents,
@@ -67,7 +67,7 @@ def rendering_of(body: TemplateBody) -> Rendering:
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=bool(body.continue_final_message),
         add_special_tokens=bool(body.add_special_tokens),
-        variables=template_variables(body.chat_template_kwargs, (*_OWN_FIELDS, *fields)) | fields,
+        variables=reasoning | template_variables(body.chat_template_kwargs, (*RENDERING_FIELDS, *named)),
     )
 
 
@@ -98,25 +98,30 @@ async def _start(
     """Queue the conversations of a body. Returns the answer to each."""
     service.check_model(body.model)
     with renamed_fields(body.engine_names()):
-        params = await service.prepare(request, lambda: body.sampling_params(service.sampling_defaults))
-        each = [template_messages(messages) for messages in conversations]
+        chats = await service.prepare(request, lambda: _chat_requests(service, body, conversations, request))
         service.metrics.count_unknown_fields("messages", sum(map(num_unknown_fields, conversations)))
-        chat = ChatRequest(
-            messages=each[0],
-            params=params,
-            rendering=rendering_of(body),
-            toolbox=toolbox(body.tools, body.tool_choice, body.parallel_tool_calls),
-            separate_reasoning=body.separate_reasoning is not False,
-            thinking_budget=body.thinking_token_budget,
-            namespace=caller_of(request).namespace(body.cache_salt),
-            beams=body.beams(params, vocab_size=service.vocab_size, num_end_tokens=service.num_end_tokens),
-            scheduling_params=body.scheduling_params(service.options),
-            with_prompt_ids=bool(body.return_token_ids),
-        )
-        chats = [replace(chat, messages=messages) for messages in each]
         readers, reply = await start_conversations(service, request, id, chats)
-        answers = zip(each, readers, strict=True)
-        return [ChatAnswer(id, service, body, params, messages, reader) for messages, reader in answers], reply
+        return [ChatAnswer(id, service, body, chat, reader) for chat, reader in zip(chats, readers, strict=True)], reply
+
+
+def _chat_requests(
+    service: Service, body: ChatBody, conversations: Sequence[Sequence[ChatMessage]], request: Request
+) -> list[ChatRequest]:
+    """The conversations of a body. Raises RequestError."""
+    params = body.sampling_params(service.sampling_defaults)
+    chat = ChatRequest(
+        messages=(),
+        params=params,
+        rendering=rendering_of(body),
+        toolbox=toolbox(body.tools, body.tool_choice, body.parallel_tool_calls),
+        separate_reasoning=body.separate_reasoning is not False,
+        thinking_budget=body.thinking_token_budget,
+        namespace=caller_of(request).namespace(body.cache_salt),
+        beams=body.beams(params, vocab_size=service.vocab_size, num_end_tokens=service.num_end_tokens),
+        scheduling_params=body.scheduling_params(service.options),
+        with_prompt_ids=bool(body.return_token_ids),
+    )
+    return [replace(chat, messages=template_messages(messages)) for messages in conversations]
 
 
 def _batch_response(answers: Sequence["ChatAnswer"], reply: Reply) -> dict[str, object]:
@@ -137,8 +142,7 @@ class ChatAnswer:
         id: str,
         service: Service,
         body: ChatBody,
-        params: SamplingParams,
-        messages: Sequence[Mapping[str, object]],
+        chat: ChatRequest,
         reader: MessageReader,
     ) -> None:
         self.id = id
@@ -151,10 +155,12 @@ class ChatAnswer:
         self._reader = reader
         self._with_ids = bool(body.return_token_ids)
         self._with_reasoning = body.include_reasoning is not False
-        self._logprobs = LogprobFormat(params, service.tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids))
+        self._logprobs = LogprobFormat(
+            chat.params, service.tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids)
+        )
         self._usage = UsageFormat(body.stream_options)
         self._chunk_event = body.chunk_event
-        self._echo_text = last_message_content(messages) if body.echo else ""
+        self._echo_text = last_message_content(chat.messages) if body.echo else ""
 
     def full_response(self, reply: Reply) -> dict[str, Any]:
         """The body of the response."""

@@ -75,7 +75,8 @@ def file_routes(service: Service, store: Store) -> APIRouter:
         tenant = caller_of(request).tenant
         file = msgspec.json.decode(await _body(store, tenant, id))
         headers = {"content-length": str(file["bytes"]), "x-content-type-options": "nosniff"}
-        return StreamingResponse(_pieces(store, tenant, id), headers=headers, media_type="application/octet-stream")
+        pieces = _pieces(store, tenant, id, file["bytes"])
+        return StreamingResponse(pieces, headers=headers, media_type="application/octet-stream")
 
     @router.delete("/v1/files/{id}", response_model=None, dependencies=[Depends(same_origin_only)])
     async def delete_file(id: str, request: Request) -> Response:
@@ -94,10 +95,12 @@ async def _body(store: Store, tenant: str, id: str) -> bytes:
     return body
 
 
-async def _pieces(store: Store, tenant: str, id: str) -> AsyncIterator[bytes]:
+async def _pieces(store: Store, tenant: str, id: str, num_bytes: int) -> AsyncIterator[bytes]:
+    """The first `num_bytes` of the content. A running batch may add more while they are sent."""
     place = 0
-    while (piece := await store.content(tenant, "file", id, place)) is not None:
-        yield piece
+    while num_bytes and (piece := await store.content(tenant, "file", id, place)) is not None:
+        yield piece[:num_bytes]
+        num_bytes -= len(piece[:num_bytes])
         place += 1
 
 

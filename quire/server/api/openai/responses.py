@@ -1,6 +1,6 @@
 """/v1/responses, with OpenAI's format: generation, responses in the background, and the stored ones of a tenant."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -105,7 +105,7 @@ async def _events(responses: Responses, tenant: str, id: str, first: int) -> Res
     return EventStream(_replayed(stored.events[first:]), _nothing)
 
 
-def _items_after(items: list[Item], after: str | None) -> list[Item]:
+def _items_after(items: Sequence[Item], after: str | None) -> Sequence[Item]:
     """The items behind the one with this id."""
     if after is None:
         return items

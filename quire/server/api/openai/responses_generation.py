@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -16,7 +17,14 @@ from quire.chat.tools import Toolbox, toolbox
 from quire.engine.inputs import template_variables
 from quire.errors import ContextLengthExceeded, QuireError, RequestError
 from quire.params import SamplingParams
-from quire.server.api.conversation import ChatRequest, MessageReader, Rendering, start_conversation
+from quire.server.api.conversation import (
+    RENDERING_FIELDS,
+    ChatRequest,
+    MessageReader,
+    Rendering,
+    reasoning_variables,
+    start_conversation,
+)
 from quire.server.api.openai.logprobs import LogprobFormat
 from quire.server.api.openai.responses_output import (
     DELTA,
@@ -39,8 +47,8 @@ from quire.server.errors import StoreFull, UnknownObject, describe, renamed_fiel
 from quire.server.middleware.auth import caller_of
 from quire.server.middleware.drain import Drain
 from quire.server.observability.request_record import record_error
-from quire.server.reply import Reply
-from quire.server.request_body import MANY
+from quire.server.reply import Reply, check_end
+from quire.server.request_body import MANY, MAX_BODY
 from quire.server.service import Service
 from quire.server.sse import TimeLimit, event, padded
 from quire.server.store import Store
@@ -50,10 +58,6 @@ log = logging.getLogger(__name__)
 TTL = 30 * 86_400  # seconds for which a response is stored
 CLOSE_SECONDS = 2.0  # for responses in the background to be stored as failed, once the engine is closed
 MAX_REFERENCES = 1024  # responses that the item references of one request may be in
-_TEMPLATE_FIELDS = (
-    *("messages", "tools", "documents", "chat_template"),
-    *("add_generation_prompt", "continue_final_message"),
-)
 _INCOMPLETE = {"length": "max_output_tokens", "abort": "deadline"}  # by finish reason
 
 
@@ -76,13 +80,36 @@ class _Conversation(msgspec.Struct):
     response: _Output
     input: Raw
 
-    def input_items(self) -> list[dict[str, Any]]:
-        return msgspec.json.decode(self.input, type=list[dict[str, Any]])
+
+class _Items:
+    """The items of a stored response by id. The work for all look-ups is linear in its size."""
+
+    def __init__(self, conversation: _Conversation) -> None:
+        self._items = {one["id"]: one for one in conversation.response.output}
+        self._input: Raw | None = conversation.input  # None once its items are in `_items`
 
     def find(self, id: str) -> dict[str, Any] | None:
-        """The item of this id, looked up in the output first."""
-        found: dict[str, Any] | None = next((one for one in self.response.output if one["id"] == id), None)
-        return found or next((one for one in self.input_items() if one["id"] == id), None)
+        """The item of this id. The input is decoded if the output has none."""
+        if id not in self._items and self._input is not None:
+            items, self._input = _decoded_items(self._input), None
+            self._items = {one["id"]: one for one in reversed(items)} | self._items
+        return self._items.get(id)
+
+
+def _decoded_items(items: Raw) -> list[dict[str, Any]]:
+    return msgspec.json.decode(items, type=list[dict[str, Any]])
+
+
+def _encoded_items(items: Sequence[Item]) -> Raw:
+    """The items as JSON. Raises UnicodeEncodeError for text that cannot be sent back, RequestError beyond MAX_BODY."""
+    encoded = msgspec.json.encode(items)
+    if len(encoded) > MAX_BODY:
+        raise RequestError(
+            f"the conversation has {len(encoded):,} bytes with its earlier items, more than {MAX_BODY:,}; begin "
+            "another one",
+            "input",
+        )
+    return Raw(encoded)
 
 
 class _EventHead(msgspec.Struct):
@@ -97,15 +124,15 @@ def encoded_event(one: Raw) -> bytes:
 class Generation:
     """One response while it is generated.
 
-    input: the items that it continues. store: where it is stored; None if it is not. with_padding: pad events that
-    have text. with_cache: whether computed prompt tokens are cached.
+    input: the items that it continues, as JSON. store: where it is stored; None if it is not. with_padding: pad events
+    that have text. with_cache: whether computed prompt tokens are cached.
     """
 
     def __init__(
         self,
         tenant: str,
         writer: ResponseWriter,
-        input: Sequence[Item],
+        input: Raw,
         conversation: tuple[MessageReader, Reply],
         limit: TimeLimit,
         *,
@@ -142,7 +169,7 @@ class Generation:
     async def steps(self) -> AsyncIterator[list[Event]]:
         """The events of each step. The last event is not among them: it is `writer.last_event()`, afterwards.
 
-        Raises as `MessageReader.deltas`, and TimedOut.
+        Raises as `MessageReader.deltas`, TimedOut, and RequestError for an output that its constraint could not end.
         """
         yield self.writer.begin()
         reason = None
@@ -151,6 +178,8 @@ class Generation:
             for _, parts, delta, finish_reason in deltas:
                 events += self.writer.add(parts, delta.logprobs)
                 reason = finish_reason or reason
+                if reason == "error":  # a constraint without a further token: the output is not what was asked for
+                    check_end(reason, delta.stop_reason)
             yield [padded(one, one["type"]) if self._is_padded(one) else one for one in events]
         why = _INCOMPLETE.get(str(reason))
         yield self.writer.close(complete=why is None)
@@ -207,7 +236,7 @@ class Running:
         return self._generation.writer.response
 
     @property
-    def input(self) -> Sequence[Item]:
+    def input(self) -> Raw:
         """The items that the response continues."""
         return self._generation.input
 
@@ -235,11 +264,13 @@ class Running:
 
     async def _run(self, store: Store, drain: Drain) -> None:
         with drain.open_request():
-            await self._generate()
-            self.is_generated = True
-            await self._save(store)
-            self._has_ended = True
-            self._changed.set()
+            try:
+                await self._generate()
+                self.is_generated = True
+                await self._save(store)
+            finally:  # whatever happens, nobody waits for further events
+                self._has_ended = True
+                self._changed.set()
 
     async def _save(self, store: Store) -> None:
         """Store the response as it is. If there is no room for it, it is no longer stored."""
@@ -292,7 +323,10 @@ class Responses:
             error = {"code": "server_error", "message": "the server was restarted; send the request again"}
             ended = {**response, "status": "failed", "error": error}
             body = msgspec.json.encode({"response": ended, "input": stored.input})
-            await self._store.update(tenant, "response", response["id"], body)
+            try:
+                await self._store.update(tenant, "response", response["id"], body)
+            except StoreFull:
+                await self._store.delete(tenant, "response", response["id"])
 
     async def close(self) -> None:
         """Wait until the responses in the background have ended. The engine must be closed before, which ends them."""
@@ -308,12 +342,10 @@ class Responses:
         """The response in the store. param: the field that names it. Raises UnknownObject."""
         return msgspec.json.decode(await self._record(tenant, id, param), type=StoredResponse)
 
-    async def input_items(self, tenant: str, id: str) -> list[Item]:
+    async def input_items(self, tenant: str, id: str) -> list[dict[str, Any]]:
         """The items that a response continues. Raises UnknownObject."""
         running = self.running(tenant, id)
-        if running is not None:
-            return list(running.input)
-        return msgspec.json.decode((await self.stored(tenant, id)).input, type=list[Item])
+        return _decoded_items((await self.stored(tenant, id)).input if running is None else running.input)
 
     async def delete(self, tenant: str, id: str) -> None:
         """Delete a response; end it first if it is still generated. Raises UnknownObject."""
@@ -331,27 +363,15 @@ class Responses:
         id = service.request_ids.make("resp", request)
         new_items = await service.prepare(request, lambda: _new_items(body, id))
         input = await self._conversation(caller.tenant, body.previous_response_id, new_items)
-        tools = chat_tools(body.tools or (), skip_others=service.ignores_unknown_fields)
+        encoded = _encoded_items(input)
         with renamed_fields(body.engine_names()):
-            params = await service.prepare(request, lambda: body.sampling_params(service.sampling_defaults))
-            offered = toolbox(tools, chat_tool_choice(body.tool_choice), body.parallel_tool_calls)
-            if len(input) > MANY:
-                messages = await service.thread_pool.run(caller.tenant, lambda: chat_messages(input, body.instructions))
-            else:
-                messages = chat_messages(input, body.instructions)
-            chat = ChatRequest(
-                messages=messages,
-                params=params,
-                rendering=_rendering(body, offered),
-                toolbox=offered,
-                thinking_budget=body.thinking_token_budget,
-                namespace=caller.namespace(body.cache_salt),
-                scheduling_params=body.scheduling_params(service.options),
-            )
+            work = partial(_chat_request, service, body, input, request)
+            is_long = len(input) > MANY
+            chat = await (service.thread_pool.run(caller.tenant, work) if is_long else service.prepare(request, work))
             if body.truncation == "auto":
                 chat = await service.thread_pool.run(caller.tenant, lambda: _truncated(service, chat))
-            fields = _fields(id, service, body, params)
-            msgspec.json.encode((fields, new_items))  # raises UnicodeEncodeError for text that cannot be sent back
+            fields = _fields(id, service, body, chat.params)
+            msgspec.json.encode(fields)  # raises UnicodeEncodeError for text that cannot be sent back
             reader, reply = await start_conversation(service, request, id, chat)
         writer = ResponseWriter(
             fields,
@@ -359,12 +379,12 @@ class Responses:
             reader.new_call_id,
             with_summary=body.summary is not None,
             with_encoded=ENCRYPTED in (body.include or ()),
-            logprobs=LogprobFormat(params, service.tokenizer) if body.wants_logprobs else None,
+            logprobs=LogprobFormat(chat.params, service.tokenizer) if body.wants_logprobs else None,
         )
         return Generation(
             caller.tenant,
             writer,
-            input,
+            encoded,
             (reader, reply),
             limit,
             store=None if body.store is False else self._store,
@@ -405,24 +425,30 @@ class Responses:
             previous = msgspec.json.decode(record, type=_Conversation)
             if previous.response.status in ("queued", "in_progress"):
                 raise RequestError("the response is still generated; wait for its end", "previous_response_id")
-            items += (*previous.input_items(), *previous.response.output)
-        known: dict[str, _Conversation | None] = {}
+            items += (*_decoded_items(previous.input), *previous.response.output)
+        known: dict[str, _Items | None] = {}
+        referenced = set[str]()
         for item in new_items:
+            if item["type"] == "item_reference":
+                if item["id"] in referenced:  # or a short request would stand for a very long one
+                    raise RequestError(f"input refers to the item {item['id']!r:.80} twice; refer to it once", "input")
+                referenced.add(item["id"])
             items.append(item if item["type"] != "item_reference" else await self._referenced(tenant, item, known))
         return items
 
     async def _referenced(
-        self, tenant: str, item: Mapping[str, Any], known: dict[str, _Conversation | None]
+        self, tenant: str, item: Mapping[str, Any], known: dict[str, _Items | None]
     ) -> dict[str, Any]:
-        """The item that an item_reference stands for. known: by response; conversations that are read are added."""
+        """The item that an item_reference stands for. known: by response; those that are read are added."""
         id, response_id = str(item["id"]), response_of(str(item["id"]))
         if response_id not in known:
             if len(known) >= MAX_REFERENCES:
                 raise RequestError(f"input refers to more than {MAX_REFERENCES} responses; send the items", "input")
             record = await self._store.get(tenant, "response", response_id)
-            known[response_id] = None if record is None else msgspec.json.decode(record, type=_Conversation)
-        conversation = known[response_id]
-        found = None if conversation is None else conversation.find(id)
+            conversation = None if record is None else msgspec.json.decode(record, type=_Conversation)
+            known[response_id] = None if conversation is None else _Items(conversation)
+        items = known[response_id]
+        found = None if items is None else items.find(id)
         if found is None:
             raise UnknownObject("item", id, "input")
         return found
@@ -444,13 +470,29 @@ def _new_items(body: ResponseBody, response_id: str) -> list[dict[str, Any]]:
     return items
 
 
+def _chat_request(service: Service, body: ResponseBody, input: Sequence[Item], request: Request) -> ChatRequest:
+    """The conversation of a body. input: its items, with those before. Raises RequestError."""
+    service.check_size([body.tools, body.tool_choice], "tools")  # which are part of the response
+    tools = chat_tools(body.tools or (), skip_others=service.ignores_unknown_fields)
+    offered = toolbox(tools, chat_tool_choice(body.tool_choice), body.parallel_tool_calls)
+    return ChatRequest(
+        messages=chat_messages(input, body.instructions),
+        params=body.sampling_params(service.sampling_defaults),
+        rendering=_rendering(body, offered),
+        toolbox=offered,
+        thinking_budget=body.thinking_token_budget,
+        namespace=caller_of(request).namespace(body.cache_salt),
+        scheduling_params=body.scheduling_params(service.options),
+    )
+
+
 def _rendering(body: ResponseBody, offered: Toolbox | None) -> Rendering:
     """The rendering that a body requests. Raises RequestError."""
     shown = () if offered is None or offered.choice.mode == "none" else offered.tools
-    reasoning = {} if body.reasoning is None else body.reasoning.variables()
+    reasoning = reasoning_variables(None if body.reasoning is None else body.reasoning.effort)
     return Rendering(
         tools=[tool.raw for tool in shown] or None,
-        variables={**reasoning, **template_variables(body.chat_template_kwargs, _TEMPLATE_FIELDS)},
+        variables=reasoning | template_variables(body.chat_template_kwargs, RENDERING_FIELDS),
     )
 
 

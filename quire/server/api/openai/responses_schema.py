@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from quire.chat.tools import INSTEAD_OF_CUSTOM
 from quire.errors import RequestError
 from quire.params import SamplingParams, StructuredOutputsParams
 from quire.server.api.openai.schema import ThinkingBudget
@@ -109,7 +110,7 @@ class ReasoningOptions(Body):
     """`reasoning`."""
 
     effort: str | None = optional_field(
-        "Passed to the chat template as reasoning_effort, with enable_thinking: false for none, else true."
+        "Passed to the chat template as reasoning_effort. none turns reasoning off, others turn it on."
     )
     summary: Literal["auto", "concise", "detailed"] | None = optional_field(
         "With any value, the reasoning is the item's summary, whole, and not its content."
@@ -117,12 +118,6 @@ class ReasoningOptions(Body):
     generate_summary: Literal["auto", "concise", "detailed"] | None = optional_field("Former name of summary.")
     context: Any = ignored_field()
     mode: Any = ignored_field()
-
-    def variables(self) -> Mapping[str, object]:
-        """Variables of the chat template."""
-        if self.effort is None:
-            return {}
-        return {"reasoning_effort": self.effort, "enable_thinking": self.effort != "none"}
 
 
 class ResponseStreamOptions(Body):
@@ -259,6 +254,8 @@ def chat_tools(tools: Sequence[Mapping[str, Any]], *, skip_others: bool) -> list
             functions.append({"type": kind, "function": named})
         elif kind == "function":
             functions.append(tool)
+        elif kind == "custom" and not skip_others:
+            raise RequestError(f"tools.{place}: custom tools are not supported; {INSTEAD_OF_CUSTOM}", "tools")
         elif not skip_others:
             raise RequestError(
                 f"tools.{place}: tools of type {kind!r:.80} are not run by this server, only functions, which the "

@@ -74,8 +74,10 @@ class TemplateBody(Body):
     tool_choice: str | dict[str, Any] | None = optional_field(
         "auto, none, required, or an object that names a function or the allowed tools."
     )
-    reasoning_effort: str | None = optional_field("Passed to the model's chat template.")
-    enable_thinking: bool | None = optional_field("Passed to the model's chat template.")
+    reasoning_effort: str | None = optional_field(
+        "Passed to the model's chat template. none turns reasoning off, others turn it on."
+    )
+    enable_thinking: bool | None = optional_field("Whether the model reasons, for its chat template.")
     chat_template: str | None = optional_field("Name of one of the model's own templates.")
 
 

@@ -51,10 +51,9 @@ async def _start(service: Service, body: GenerateBody, request: Request, id: str
     with renamed_fields({**ROUTE_NAMES, "prompt": "input_ids" if body.text is None else "text"}):
         prompts = as_prompt_list([] if given is None else given)
         reports = _reports(body, len(prompts))
-        params = await service.prepare(request, lambda: _params(body, reports, service))
-        format = _tool_format(service, body)
-        if format is not None:
-            params = [constrained_params(format, one) for one in params]
+        params, format = await service.prepare(
+            request, lambda: _with_tools(service, body, _params(body, reports, service))
+        )
         check_choices(params)
         alone = prompts != given and params[0].n == 1 and not isinstance(body.sampling_params, list)
         entries = EntryFormat(service.tokenizer, with_text=bool(body.return_text_in_logprobs))
@@ -66,13 +65,19 @@ async def _start(service: Service, body: GenerateBody, request: Request, id: str
             return answer, await service.start(answer.id, asked, namespace, scheduling_params=scheduling_params)
 
 
-def _tool_format(service: Service, body: GenerateBody) -> OutputFormat | None:
-    """How tool calls are read from the text; None without tools. The prompt is not looked at. Raises RequestError."""
+def _with_tools(
+    service: Service, body: GenerateBody, params: Sequence[SamplingParams]
+) -> tuple[Sequence[SamplingParams], OutputFormat | None]:
+    """`params` with the constraint of the tools, and how calls are read from the text; None without tools.
+
+    The prompts are not looked at. Raises RequestError.
+    """
     tools = toolbox(body.tools, body.tool_choice)
     if tools is None:
-        return None
+        return params, None
     special_texts = service.tokenizer.special_texts
-    return output_format(service.chat_format, tools, "", reasons=False, special_texts=special_texts)
+    format = output_format(service.chat_format, tools, "", reasons=False, special_texts=special_texts)
+    return [constrained_params(format, one) for one in params], format
 
 
 def _reports(body: GenerateBody, count: int) -> list[Report]:
