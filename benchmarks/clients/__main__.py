@@ -2,14 +2,17 @@
 
     python -m benchmarks.clients [--only openai,litellm] [--vllm VENV/bin/python] [--venvs FOLDER] [--json FILE]
 
-Each client is installed into an environment of its own, without torch. --vllm names an interpreter that has vLLM,
-whose `vllm bench serve` then sends its requests, too. The exit code is 1 if a check fails that is expected to work.
+Each client is installed into an environment of its own: those for Python without torch, those for Node by npm. --vllm
+names an interpreter that has vLLM, whose `vllm bench serve` then sends its requests, too. The exit code is 1 if a check
+fails, or if a client cannot be installed.
 """
 
 import argparse
 import json
 import os
+import platform
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,7 +27,14 @@ from rich.table import Table
 
 import quire
 from benchmarks.clients import programs
+from benchmarks.commit import ROOT, commit_of
+from quire.startup.hardware import cpu_description
 
+NODE = {  # client -> what npm installs for it. Its program is a file of this folder
+    "openai-js": ("openai", "zod"),
+    "ai-sdk": ("ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "zod"),
+}
+CLIENTS = (*programs.CLIENTS, *NODE)
 NO_TORCH = "torch<0\n"  # a constraint that no version fulfils: a client that pulls torch in fails to install
 SECONDS = 180  # for one client
 BENCH = "vllm bench serve"
@@ -52,21 +62,56 @@ class Result(NamedTuple):
         return any(self.errors.values())
 
 
-def environment(folder: Path, wanted: str) -> Path:
-    """The interpreter of an environment with a package, which is created in `folder` if it is not there.
+class NotInstalled(Exception):
+    """A client cannot be installed. The message says why."""
 
-    Each client has its own, because some pin different versions of others.
+
+def install(folder: Path, client: str) -> list[str]:
+    """Install a client into `folder`, if it is not there yet. Returns the command that runs its program.
+
+    Each client has a folder of its own, because some pin different versions of others. Raises NotInstalled.
     """
-    python, stamp = folder / "bin" / "python", folder / ".installed"
+    packages = NODE.get(client) or programs.PACKAGES[client]
+    stamp, wanted = folder / ".installed", " ".join(packages)
     if not stamp.is_file() or stamp.read_text() != wanted:
-        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-        with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraint:
-            constraint.write(NO_TORCH)
-            constraint.flush()
-            pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check", "install", "-c", constraint.name]
-            subprocess.run([*pip, wanted], check=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        (_npm_install if client in NODE else _pip_install)(folder, packages)
         stamp.write_text(wanted)
-    return python
+    return node_program(folder, client) if client in NODE else python_program(folder / "bin" / "python", client)
+
+
+def python_program(python: Path, client: str) -> list[str]:
+    """The command that runs a client's program with an interpreter that has the client."""
+    return [str(python), "-m", programs.__name__, client]
+
+
+def node_program(folder: Path, client: str) -> list[str]:
+    """The command that runs a program in a folder with its packages. Node looks for them beside the program."""
+    file = f"{client.replace('-', '_')}.mjs"
+    for name in (file, "checks.mjs"):
+        shutil.copy(Path(__file__).with_name(name), folder)
+    return ["node", str(folder / file)]
+
+
+def _pip_install(folder: Path, packages: Sequence[str]) -> None:
+    _execute([sys.executable, "-m", "venv", str(folder)])
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraint:
+        constraint.write(NO_TORCH)
+        constraint.flush()
+        pip = [str(folder / "bin" / "python"), "-m", "pip", "--quiet", "--disable-pip-version-check", "install"]
+        _execute([*pip, "-c", constraint.name, *packages])
+
+
+def _npm_install(folder: Path, packages: Sequence[str]) -> None:
+    if not (shutil.which("node") and shutil.which("npm")):
+        raise NotInstalled("node and npm are not installed; on Debian: apt-get install -y nodejs npm")
+    _execute(["npm", "install", "--prefix", str(folder), "--no-audit", "--no-fund", *packages])
+
+
+def _execute(command: Sequence[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise NotInstalled(f"{command[0]}: {' '.join((done.stderr or done.stdout).split())[-300:]}")
 
 
 @contextmanager
@@ -84,10 +129,10 @@ def server() -> Iterator[str]:
             process.terminate()
 
 
-def run_client(python: Path, name: str, url: str) -> Result:
+def run_client(name: str, program: Sequence[str], url: str) -> Result:
     """The checks of one client, by its program."""
     try:
-        done = _run([str(python), programs.__file__, name, url])
+        done = _run([*program, url])
     except subprocess.TimeoutExpired:
         return Result(name, "?", {"start": f"no end within {SECONDS} s"})
     version, *lines = done.stdout.splitlines() or ["?"]
@@ -120,7 +165,9 @@ def run_bench(python: str, url: str) -> Result:
 
 def _run(command: Sequence[str]) -> "subprocess.CompletedProcess[str]":
     environment = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # otherwise it is downloaded at import
-    return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=SECONDS, env=environment, cwd=ROOT, check=False
+    )
 
 
 def table(results: Sequence[Result]) -> Table:
@@ -133,40 +180,54 @@ def table(results: Sequence[Result]) -> Table:
     return shown
 
 
+def run(names: Sequence[str], venvs: Path, vllm: str | None, progress: Progress) -> Iterator[Result]:
+    """Install the clients, start a server, and run the programs of one client after the other."""
+    task = progress.add_task("install", total=2 * len(names) + bool(vllm))
+    commands: dict[str, list[str]] = {}
+    for name in names:
+        progress.update(task, description=f"install {name}")
+        try:
+            commands[name] = install(venvs.resolve() / name, name)
+        except NotInstalled as error:
+            yield Result(name, "?", {"install": str(error)})
+        progress.advance(task)
+    with server() as url:
+        for name, command in commands.items():
+            progress.update(task, description=name)
+            yield run_client(name, command, url)
+            progress.advance(task)
+        if vllm:
+            progress.update(task, description=BENCH)
+            yield run_bench(vllm, url)
+            progress.advance(task)
+
+
+def report(results: Sequence[Result]) -> dict[str, object]:
+    """What --json writes."""
+    about = {"commit": commit_of(), "quire": quire.__version__, "machine": cpu_description()}
+    node = _run(["node", "--version"]).stdout.strip() if shutil.which("node") else None
+    about |= {"python": platform.python_version(), "node": node}
+    return {**about, "clients": [one._asdict() for one in results]}
+
+
 def main() -> None:
     """Run the clients and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", default=",".join(programs.CLIENTS), help="clients, separated by commas")
+    parser.add_argument("--only", default=",".join(CLIENTS), help="clients, separated by commas")
     parser.add_argument("--vllm", metavar="PYTHON", help="an interpreter that has vLLM")
     parser.add_argument("--venvs", type=Path, default=Path("build/clients"), help="folder of the environments")
     parser.add_argument("--json", type=Path, help="write the results here")
     args = parser.parse_args()
     names = [name for name in args.only.split(",") if name]
-    if unknown := [name for name in names if name not in programs.CLIENTS]:
-        parser.error(f"unknown clients {', '.join(unknown)}; known: {', '.join(programs.CLIENTS)}")
+    if unknown := [name for name in names if name not in CLIENTS]:
+        parser.error(f"unknown clients {', '.join(unknown)}; known: {', '.join(CLIENTS)}")
     console = Console()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    results = []
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("install", total=2 * len(names) + bool(args.vllm))
-        pythons = {}
-        for name in names:
-            progress.update(task, description=f"install {name}")
-            pythons[name] = environment(args.venvs / name, programs.PACKAGES[name])
-            progress.advance(task)
-        with server() as url:
-            for name, python in pythons.items():
-                progress.update(task, description=name)
-                results.append(run_client(python, name, url))
-                progress.advance(task)
-            if args.vllm:
-                progress.update(task, description=BENCH)
-                results.append(run_bench(args.vllm, url))
-                progress.advance(task)
+        results = list(run(names, args.venvs, args.vllm, progress))
     console.print(table(results))
     if args.json:
-        report = {"quire": quire.__version__, "clients": [one._asdict() for one in results]}
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        args.json.write_text(json.dumps(report(results), indent=1) + "\n")
     sys.exit(any(one.failed for one in results))
 
 

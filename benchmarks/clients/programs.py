@@ -1,202 +1,252 @@
 """One small program per client, run by the interpreter of an environment that has the client.
 
-    python programs.py CLIENT URL
+    python -m benchmarks.clients.programs CLIENT URL
 
-Prints the client's version, then one line of JSON per check: its name and null, or the error's message.
+Prints the versions of the client's packages, then one line of JSON per check: its name and null, or the error's
+message. The clients for Node have programs of the same form beside this one.
 """
 
 # ruff: noqa: PLC0415 (an environment may lack the other clients)
 
-import asyncio
 import json
 import sys
+import time
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
 from importlib.metadata import version
 from typing import Any
 
-MODEL = "quire-demo"
-QUESTION = "How much is the lamp?"
-TASK = "Look up the price of the kite."  # the embedded model calls get_price, as it was trained to
-SUM = "Sum: 13 25 31"  # it reasons about this form if asked to
-MORE = "And the tent?"
-RECORD = "Faye took 18 white ladders on Thursday.\nJSON keys: count, name"  # the embedded model knows this form
-PACKAGES = {  # client -> what is installed for it
-    **{"openai": "openai", "litellm": "litellm", "langchain": "langchain-openai", "instructor": "instructor"},
-    **{"pydantic-ai": "pydantic-ai-slim[openai]", "anthropic": "anthropic", "ollama": "ollama"},
-}
-TOOLS = "tool call"
+from benchmarks.clients.frameworks import instructor, langchain, llama_index, openai_agents, pydantic_ai
+from benchmarks.clients.questions import (
+    FACTS,
+    MODEL,
+    MORE,
+    PRICE,
+    QUESTION,
+    SUM,
+    TASK,
+    Checks,
+    Record,
+    Shop,
+    call_and_answer,
+    some,
+    tool,
+    user,
+)
 
-Checks = Mapping[str, Callable[[], object]]
+PACKAGES: Mapping[str, tuple[str, ...]] = {  # client -> what is installed for it
+    "openai": ("openai",),
+    "litellm": ("litellm",),
+    "langchain": ("langchain-openai", "langchain"),
+    "llama-index": ("llama-index-core", "llama-index-llms-openai-like"),
+    "instructor": ("instructor",),
+    "pydantic-ai": ("pydantic-ai-slim[openai]",),
+    "openai-agents": ("openai-agents",),
+    "anthropic": ("anthropic",),
+    "ollama": ("ollama",),
+}
+# Ollama's client sorts the keys of a tool. Then the embedded model calls get_price no more, but one of these two.
+SORTED = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": description,
+            "parameters": {
+                "type": "object",
+                "properties": {argument: {"type": "string"} for argument in arguments},
+                "required": arguments,
+            },
+        },
+    }
+    for name, description, arguments in (
+        ("send_note", "Send a note to a person", ["name", "text"]),
+        ("find_person", "Where a person is", ["name"]),
+    )
+]
+BATCH_ENDS = ("completed", "failed", "expired", "cancelled")
 
 
 def openai(url: str) -> Checks:
     """OpenAI's own client."""
     import openai as package
-    from pydantic import BaseModel
 
     client = package.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-    chat, ask, task = client.chat.completions, _user(QUESTION), _user(TASK)
+    calls, responses = _openai_calls(package, client), _openai_responses(client)
+    return {**_openai_chat(client), **calls, **responses, "batch": lambda: _openai_batch(client)}
 
-    class Record(BaseModel):
-        count: int
-        name: str
+
+def _openai_chat(client: Any) -> Checks:  # noqa: ANN401 (the client's class)
+    chat, to = client.chat.completions, {"model": MODEL, "temperature": 0}
 
     def stream() -> None:
-        pieces = [chunk.choices[0].delta.content or "" for chunk in chat.create(model=MODEL, messages=ask, stream=True)]
+        pieces = [
+            chunk.choices[0].delta.content or "" for chunk in chat.create(messages=user(QUESTION), stream=True, **to)
+        ]
         assert "".join(pieces)
 
     def two_turns() -> None:
-        message = chat.create(model=MODEL, messages=ask).choices[0].message
-        again = chat.create(model=MODEL, messages=[*ask, message, {"role": "user", "content": MORE}])
+        message = chat.create(messages=user(QUESTION), **to).choices[0].message
+        again = chat.create(messages=[*user(QUESTION), message, *user(MORE)], **to)
         assert again.choices[0].message.content
 
     def structured() -> None:
-        asked = [{"role": "user", "content": RECORD}]
-        parsed = chat.parse(model=MODEL, messages=asked, response_format=Record, max_tokens=200, temperature=0)
+        parsed = chat.parse(messages=user(FACTS), response_format=Record, max_tokens=200, **to)
         assert isinstance(parsed.choices[0].message.parsed, Record)
 
     return {
-        "chat": lambda: _some(chat.create(model=MODEL, messages=ask).choices[0].message.content),
+        "chat": lambda: some(chat.create(messages=user(QUESTION), **to).choices[0].message.content),
         "stream": stream,
         "two turns": two_turns,
         "structured output": structured,
-        "embeddings": lambda: _some(client.embeddings.create(model=MODEL, input=["a", "b"]).data[1].embedding),
-        TOOLS: lambda: _some(chat.create(model=MODEL, messages=task, tools=[_tool()]).choices[0].message.tool_calls),
+        "embeddings": lambda: some(client.embeddings.create(model=MODEL, input=["a", "b"]).data[1].embedding),
     }
+
+
+def _openai_calls(package: Any, client: Any) -> Checks:  # noqa: ANN401 (the client's module and class)
+    from pydantic import BaseModel
+
+    chat, to = client.chat.completions, {"model": MODEL, "temperature": 0}
+
+    class GetPrice(BaseModel):
+        item: str
+
+    strict = {"tools": [package.pydantic_function_tool(GetPrice)], "tool_choice": "required"}
+
+    def agent() -> None:
+        call_and_answer(
+            lambda messages: chat.create(messages=messages, tools=[tool()], **to).choices[0], lambda message: message
+        )
+
+    def streamed_call() -> None:
+        name = arguments = ""
+        for chunk in chat.create(messages=user(TASK), tools=[tool()], stream=True, **to):
+            for call in chunk.choices[0].delta.tool_calls or ():
+                name += call.function.name or ""
+                arguments += call.function.arguments or ""
+        assert (name, json.loads(arguments)) == ("get_price", {"item": "kite"})
+        assert chunk.choices[0].finish_reason == "tool_calls"
+
+    def required_call() -> None:
+        for choice in ("required", {"type": "function", "function": {"name": "get_price"}}):
+            made = chat.create(messages=user(QUESTION), tools=[tool()], tool_choice=choice, **to).choices[0].message
+            assert isinstance(json.loads(made.tool_calls[0].function.arguments)["item"], str)
+
+    def parsed_call() -> None:
+        made = chat.parse(messages=user(TASK), parallel_tool_calls=False, **strict, **to)
+        (call,) = made.choices[0].message.tool_calls
+        assert isinstance(call.function.parsed_arguments, GetPrice)
+        with chat.stream(messages=user(TASK), parallel_tool_calls=False, **strict, **to) as run:
+            deltas = [event for event in run if event.type == "tool_calls.function.arguments.delta"]
+            (streamed,) = run.get_final_completion().choices[0].message.tool_calls
+        assert deltas[-1].arguments == streamed.function.arguments == call.function.arguments
+
+    return {
+        "tool call and answer": agent,
+        "streamed call": streamed_call,
+        "required call": required_call,
+        "parsed call": parsed_call,
+    }
+
+
+def _openai_responses(client: Any) -> Checks:  # noqa: ANN401 (the client's class)
+    responses, to = client.responses, {"model": MODEL, "temperature": 0}
+    flat = {"type": "function", **PRICE}
+
+    def stream() -> None:
+        with responses.stream(input=QUESTION, **to) as run:
+            text = "".join(event.delta for event in run if event.type == "response.output_text.delta")
+            assert text and text == run.get_final_response().output_text
+
+    def structured() -> None:
+        assert isinstance(responses.parse(input=FACTS, text_format=Record, **to).output_parsed, Record)
+
+    def agent() -> None:
+        first = responses.create(input=TASK, tools=[flat], **to)
+        (call,) = (item for item in first.output if item.type == "function_call")
+        shop = Shop()
+        result = {"type": "function_call_output", "call_id": call.call_id}
+        result["output"] = shop.get_price(**json.loads(call.arguments))
+        last = responses.create(input=[result], previous_response_id=first.id, tools=[flat], **to)
+        shop.has_answered(last.output_text)
+
+    return {
+        "response": lambda: some(responses.create(input=QUESTION, **to).output_text),
+        "streamed response": stream,
+        "structured response": structured,
+        "response: tool call and answer": agent,
+    }
+
+
+def _openai_batch(client: Any) -> None:  # noqa: ANN401 (the client's class)
+    body = {"model": MODEL, "messages": user(QUESTION), "max_tokens": 20}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    file = client.files.create(file=("in.jsonl", json.dumps(line).encode()), purpose="batch")
+    made = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+    while made.status not in BATCH_ENDS:
+        time.sleep(0.05)
+        made = client.batches.retrieve(made.id)
+    answer = json.loads(client.files.content(made.output_file_id).text)
+    assert answer["custom_id"] == "a" and answer["response"]["body"]["choices"][0]["message"]["content"]
 
 
 def litellm(url: str) -> Checks:
     """LiteLLM with its provider for vLLM."""
     import litellm as package
-    from pydantic import BaseModel
 
-    ask, task = _user(QUESTION), _user(TASK)
-    to = {"model": f"hosted_vllm/{MODEL}", "api_base": f"{url}/v1", "api_key": "none"}
-
-    class Record(BaseModel):
-        count: int
-        name: str
+    to: Any = {"model": f"hosted_vllm/{MODEL}", "api_base": f"{url}/v1", "api_key": "none"}
+    greedy: Any = {**to, "temperature": 0}
 
     def stream() -> None:
-        parts = package.completion(messages=ask, stream=True, **to)
+        parts = package.completion(messages=user(QUESTION), stream=True, **greedy)
         assert "".join(part.choices[0].delta.content or "" for part in parts)
 
     def two_turns() -> None:
-        message = package.completion(messages=ask, **to).choices[0].message
+        message = package.completion(messages=user(QUESTION), **greedy).choices[0].message
         for kept in (message, message.model_dump()):  # the object, and what programs store
-            again = package.completion(messages=[*ask, kept, {"role": "user", "content": MORE}], **to)
+            again = package.completion(messages=[*user(QUESTION), kept, *user(MORE)], **greedy)
             assert again.choices[0].message.content
 
     def structured() -> None:
-        asked = [{"role": "user", "content": RECORD}]
-        answer = package.completion(messages=asked, response_format=Record, max_tokens=200, temperature=0, **to)
+        answer = package.completion(messages=user(FACTS), response_format=Record, max_tokens=200, **greedy)
         Record.model_validate_json(answer.choices[0].message.content)
 
     def embeddings() -> None:
         assert package.embedding(input=["a", "b"], **to).data[1]["embedding"]
 
+    def agent() -> None:
+        for keep in (lambda message: message, lambda message: message.model_dump()):
+            call_and_answer(
+                lambda messages: package.completion(messages=messages, tools=[tool()], **greedy).choices[0], keep
+            )
+
+    def streamed_call() -> None:
+        parts = package.completion(messages=user(TASK), tools=[tool()], stream=True, **greedy)
+        whole = package.stream_chunk_builder(list(parts)).choices[0]
+        (call,) = whole.message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("get_price", {"item": "kite"})
+        assert whole.finish_reason == "tool_calls"
+
+    def required_call() -> None:
+        for choice in ("required", {"type": "function", "function": {"name": "get_price"}}):
+            made = package.completion(messages=user(QUESTION), tools=[tool()], tool_choice=choice, **greedy)
+            (call,) = made.choices[0].message.tool_calls
+            assert isinstance(json.loads(call.function.arguments)["item"], str)
+
+    def response() -> None:
+        made = package.responses(input=QUESTION, **greedy)
+        assert made.output[0].content[0].text
+
     return {
-        "chat": lambda: _some(package.completion(messages=ask, **to).choices[0].message.content),
+        "chat": lambda: some(package.completion(messages=user(QUESTION), **greedy).choices[0].message.content),
         "stream": stream,
         "two turns": two_turns,
         "structured output": structured,
         "embeddings": embeddings,
-        TOOLS: lambda: _some(package.completion(messages=task, tools=[_tool()], **to).choices[0].message.tool_calls),
-    }
-
-
-def langchain(url: str) -> Checks:
-    """LangChain's classes for OpenAI."""
-    from langchain_openai import ChatOpenAI, OpenAIEmbeddings
-    from pydantic import BaseModel
-
-    to: dict[str, Any] = {"model": MODEL, "base_url": f"{url}/v1", "api_key": "none"}
-    model = ChatOpenAI(**to, max_retries=0, max_tokens=200, temperature=0)
-
-    class Record(BaseModel):
-        count: int
-        name: str
-
-    def get_price(item: str) -> int:
-        """Price of an item"""
-        return len(item)
-
-    def two_turns() -> None:
-        assert model.invoke([("user", QUESTION), model.invoke(QUESTION), ("user", MORE)]).content
-
-    def structured() -> None:
-        assert isinstance(model.with_structured_output(Record).invoke(RECORD), Record)
-
-    return {
-        "chat": lambda: _some(model.invoke(QUESTION).content),
-        "stream": lambda: _some("".join(str(part.content) for part in model.stream(QUESTION))),
-        "two turns": two_turns,
-        "structured output": structured,
-        "embeddings": lambda: _some(OpenAIEmbeddings(**to, check_embedding_ctx_length=False).embed_documents(["a"])[0]),
-        TOOLS: lambda: _some(model.bind_tools([get_price]).invoke(TASK).tool_calls),
-    }
-
-
-def instructor(url: str) -> Checks:
-    """Instructor around OpenAI's client."""
-    import instructor as package
-    import openai as wrapped
-    from pydantic import BaseModel
-
-    client = wrapped.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-
-    class Record(BaseModel):
-        count: int
-        name: str
-
-    def create(mode: Any) -> Callable[[], None]:  # noqa: ANN401 (the client's enum)
-        def run() -> None:
-            made = package.from_openai(client, mode=mode).chat.completions.create(
-                model=MODEL,
-                messages=[{"role": "user", "content": RECORD}],
-                response_model=Record,
-                max_tokens=200,
-                max_retries=0,
-                temperature=0,
-            )
-            assert isinstance(made, Record)
-
-        return run
-
-    return {"structured output": create(package.Mode.JSON_SCHEMA), TOOLS: create(package.Mode.TOOLS)}
-
-
-def pydantic_ai(url: str) -> Checks:
-    """pydantic-ai's agents."""
-    from pydantic import BaseModel
-    from pydantic_ai import Agent, NativeOutput
-    from pydantic_ai.models.openai import OpenAIChatModel
-    from pydantic_ai.providers.openai import OpenAIProvider
-
-    model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=f"{url}/v1", api_key="none"))
-    settings: Any = {"max_tokens": 200, "temperature": 0}
-    agent = Agent(model, model_settings=settings)
-
-    class Record(BaseModel):
-        count: int
-        name: str
-
-    async def stream() -> None:
-        async with agent.run_stream(QUESTION) as run:
-            assert "".join([part async for part in run.stream_text(delta=True)])
-
-    def two_turns() -> None:
-        assert agent.run_sync(MORE, message_history=agent.run_sync(QUESTION).all_messages()).output
-
-    def structured(output: Any) -> None:  # noqa: ANN401 (a type, or a marker of the client)
-        assert isinstance(Agent(model, output_type=output, model_settings=settings).run_sync(RECORD).output, Record)
-
-    return {
-        "chat": lambda: _some(agent.run_sync(QUESTION).output),
-        "stream": lambda: asyncio.run(stream()),
-        "two turns": two_turns,
-        "structured output": lambda: structured(NativeOutput(Record)),
-        TOOLS: lambda: structured(Record),
+        "tool call and answer": agent,
+        "streamed call": streamed_call,
+        "required call": required_call,
+        "response": response,
     }
 
 
@@ -206,56 +256,65 @@ def anthropic(url: str) -> Checks:
 
     client = package.Anthropic(base_url=url, api_key="none", max_retries=0)
     greedy: dict[str, Any] = {"model": MODEL, "max_tokens": 120, "extra_body": {"temperature": 0}}
-    tool = _tool()["function"]
-    tools: Any = [{"name": tool["name"], "description": tool["description"], "input_schema": tool["parameters"]}]
+    schema = PRICE["parameters"]
+    tools: Any = [{"name": PRICE["name"], "description": PRICE["description"], "input_schema": schema}]
 
     def stream() -> None:
-        with client.messages.stream(messages=_user(QUESTION), **greedy) as run:
+        with client.messages.stream(messages=user(QUESTION), **greedy) as run:
             assert "".join(run.text_stream) == run.get_final_message().content[0].text
 
     def two_turns() -> None:
-        first = client.messages.create(messages=_user(QUESTION), **greedy)
-        history: Any = [*_user(QUESTION), {"role": "assistant", "content": first.content}, *_user(MORE)]
+        first = client.messages.create(messages=user(QUESTION), **greedy)
+        history: Any = [*user(QUESTION), {"role": "assistant", "content": first.content}, *user(MORE)]
         assert client.messages.create(messages=history, **greedy).content
 
     def agent() -> None:
-        task: Any = _user(TASK)
+        task: Any = user(TASK)
         with client.messages.stream(messages=task, tools=tools, **greedy) as run:
             first = run.get_final_message()
         call = next(block for block in first.content if block.type == "tool_use")
-        assert (first.stop_reason, call.input) == ("tool_use", {"item": "kite"})
-        result = {"type": "tool_result", "tool_use_id": call.id, "content": '{"price": 73}'}
+        assert first.stop_reason == "tool_use"
+        shop = Shop()
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": shop.get_price(**call.input)}
         history = [*task, {"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
         last = client.messages.create(messages=history, tools=tools, **greedy)
-        assert "73" in last.content[0].text
+        shop.has_answered(last.content[0].text)
+
+    def required_call() -> None:
+        for choice in ({"type": "any"}, {"type": "tool", "name": "get_price"}):
+            made = client.messages.create(messages=user(QUESTION), tools=tools, tool_choice=choice, **greedy)
+            assert isinstance(made.content[0].input["item"], str)
 
     def runner() -> None:
-        @package.beta_tool(name="get_price", description="Price of an item", input_schema=tool["parameters"])
-        def get_price(item: str) -> str:
-            return f'{{"price": {len(item)}}}'
+        shop = Shop()
 
-        run = client.beta.messages.tool_runner(messages=_user(TASK), tools=[get_price], **greedy)
-        assert "costs" in run.until_done().content[0].text
+        @package.beta_tool(name=PRICE["name"], description=PRICE["description"], input_schema=schema)
+        def get_price(item: str) -> str:
+            return shop.get_price(item)
+
+        run = client.beta.messages.tool_runner(messages=user(TASK), tools=[get_price], **greedy)
+        shop.has_answered(run.until_done().content[0].text)
 
     def thinking() -> None:
         budget: Any = {"type": "enabled", "budget_tokens": 1024}
-        found = client.messages.create(messages=_user(SUM), thinking=budget, **{**greedy, "max_tokens": 2000})
+        found = client.messages.create(messages=user(SUM), thinking=budget, **{**greedy, "max_tokens": 2000})
         assert [block.type for block in found.content] == ["thinking", "text"]
 
     def refused() -> None:
         try:
-            client.messages.create(messages=_user(QUESTION), **{**greedy, "model": "claude"})
+            client.messages.create(messages=user(QUESTION), **{**greedy, "model": "claude"})
         except package.NotFoundError as error:
             assert error.body["error"]["type"] == "not_found_error"
         else:
             raise AssertionError("a model that is not served is accepted")
 
     return {
-        "chat": lambda: _some(client.messages.create(messages=_user(QUESTION), **greedy).content[0].text),
+        "chat": lambda: some(client.messages.create(messages=user(QUESTION), **greedy).content[0].text),
         "stream": stream,
         "two turns": two_turns,
-        "count tokens": lambda: _some(client.messages.count_tokens(model=MODEL, messages=_user(QUESTION)).input_tokens),
-        TOOLS: agent,
+        "count tokens": lambda: some(client.messages.count_tokens(model=MODEL, messages=user(QUESTION)).input_tokens),
+        "tool call and answer": agent,
+        "required call": required_call,
         "tool runner": runner,
         "thinking": thinking,
         "error": refused,
@@ -270,29 +329,28 @@ def ollama(url: str) -> Checks:
     to: dict[str, Any] = {"model": MODEL, "options": greedy}
 
     def stream() -> None:
-        whole = client.chat(messages=_user(QUESTION), **to)
-        parts = list(client.chat(messages=_user(QUESTION), stream=True, **to))
+        whole = client.chat(messages=user(QUESTION), **to)
+        parts = list(client.chat(messages=user(QUESTION), stream=True, **to))
         assert "".join(part.message.content for part in parts) == whole.message.content
         assert parts[-1].done_reason == "stop"
 
     def two_turns() -> None:
-        first = client.chat(messages=_user(QUESTION), **to)
-        assert client.chat(messages=[*_user(QUESTION), first.message, *_user(MORE)], **to).message.content
+        first = client.chat(messages=user(QUESTION), **to)
+        assert client.chat(messages=[*user(QUESTION), first.message, *user(MORE)], **to).message.content
 
     def structured() -> None:
-        schema = {"type": "object", "properties": {"count": {"type": "integer"}, "name": {"type": "string"}}}
-        found = client.chat(messages=_user(RECORD), format={**schema, "required": ["count", "name"]}, **to)
-        assert json.loads(found.message.content)["count"] == 18
+        found = client.chat(messages=user(FACTS), format=Record.model_json_schema(), **to)
+        Record.model_validate_json(found.message.content)
 
     def agent() -> None:
-        # the client sorts the keys of a tool, which the embedded model then does not know any more
-        asked = {"messages": _user(TASK), "tools": [_tool()], "stream": False, **to}
-        first = client._request(package.ChatResponse, "POST", "/api/chat", json=asked)
+        history, places = user("Find Theo."), {"Theo": "park"}
+        first = client.chat(messages=history, tools=SORTED, **to)
         (call,) = first.message.tool_calls
-        assert (call.function.name, call.function.arguments) == ("get_price", {"item": "kite"})
-        result = {"role": "tool", "tool_name": "get_price", "content": '{"price": 73}'}
-        last = client.chat(messages=[*_user(TASK), first.message, result], tools=[_tool()], **to)
-        assert "73" in last.message.content
+        assert call.function.name == "find_person"
+        result = json.dumps({"place": places[call.function.arguments["name"]]})
+        history += [first.message, {"role": "tool", "tool_name": "find_person", "content": result}]
+        last = client.chat(messages=history, tools=SORTED, **to)
+        assert "park" in last.message.content and last.done_reason == "stop"
 
     def models() -> None:
         (listed,), (loaded,) = client.list().models, client.ps().models
@@ -300,7 +358,7 @@ def ollama(url: str) -> Checks:
         assert "completion" in client.show(listed.model).capabilities
 
     def refused() -> None:
-        for wrong in (lambda: client.chat("llama3", _user(QUESTION)), lambda: client.pull("llama3")):
+        for wrong in (lambda: client.chat("llama3", user(QUESTION)), lambda: client.pull("llama3")):
             try:
                 wrong()
             except package.ResponseError as error:
@@ -309,50 +367,51 @@ def ollama(url: str) -> Checks:
                 raise AssertionError("a model that is not served is accepted")
 
     return {
-        "chat": lambda: _some(client.chat(messages=_user(QUESTION), **to).message.content),
-        "generate": lambda: _some(client.generate(prompt=QUESTION, system="Be brief.", **to).response),
+        "chat": lambda: some(client.chat(messages=user(QUESTION), **to).message.content),
+        "generate": lambda: some(client.generate(prompt=QUESTION, system="Be brief.", **to).response),
         "stream": stream,
         "two turns": two_turns,
         "structured output": structured,
-        "embeddings": lambda: _some(client.embed(model=MODEL, input=["a", "b"]).embeddings[1]),
-        TOOLS: agent,
-        "thinking": lambda: _some(client.chat(messages=_user(SUM), think=True, **to).message.thinking),
+        "embeddings": lambda: some(client.embed(model=MODEL, input=["a", "b"]).embeddings[1]),
+        "tool call and answer": agent,
+        "thinking": lambda: some(client.chat(messages=user(SUM), think=True, **to).message.thinking),
         "models": models,
         "error": refused,
     }
 
 
 CLIENTS: Mapping[str, Callable[[str], Checks]] = {
-    **{"openai": openai, "litellm": litellm, "langchain": langchain, "instructor": instructor},
-    **{"pydantic-ai": pydantic_ai, "anthropic": anthropic, "ollama": ollama},
+    "openai": openai,
+    "litellm": litellm,
+    "langchain": langchain,
+    "llama-index": llama_index,
+    "instructor": instructor,
+    "pydantic-ai": pydantic_ai,
+    "openai-agents": openai_agents,
+    "anthropic": anthropic,
+    "ollama": ollama,
 }
 
 
-def _user(text: str) -> Any:  # noqa: ANN401 (each client has a type of its own)
-    return [{"role": "user", "content": text}]
-
-
-def _some(value: Any) -> None:  # noqa: ANN401 (of any client)
-    assert value, f"the answer is empty: {value!r}"
-
-
-def _tool() -> Any:  # noqa: ANN401 (each client has a type of its own)
-    parameters = {"type": "object", "properties": {"item": {"type": "string"}}, "required": ["item"]}
-    function = {"name": "get_price", "description": "Price of an item", "parameters": parameters}
-    return {"type": "function", "function": function}
+def versions(packages: tuple[str, ...]) -> str:
+    """The version of the first package, and the other packages with theirs."""
+    first, *others = (name.partition("[")[0] for name in packages)
+    return ", ".join([version(first), *(f"{name} {version(name)}" for name in others)])
 
 
 def main() -> None:
     """Run the checks of one client."""
     name, url = sys.argv[1:]
-    print(version(PACKAGES[name].partition("[")[0]), flush=True)
-    for check, run in CLIENTS[name](url).items():
-        try:
-            run()
-            message = None
-        except Exception as error:  # whatever the client raises is the result
-            message = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        print(json.dumps([check, message]), flush=True)
+    output = sys.stdout
+    with redirect_stdout(sys.stderr):  # some clients print
+        print(versions(PACKAGES[name]), file=output, flush=True)
+        for check, run in CLIENTS[name](url).items():
+            try:
+                run()
+                message = None
+            except Exception as error:  # whatever the client raises is the result
+                message = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            print(json.dumps([check, message]), file=output, flush=True)
 
 
 if __name__ == "__main__":

@@ -97,13 +97,14 @@ def constrained_params(
 ) -> SamplingParams:
     """`params` with the constraint of the tools, behind the reasoning. thinking_budget: most tokens of reasoning.
 
-    Raises RequestError for a second constraint beside a required call, and for a budget without a format of reasoning.
+    JSON is the format of an answer, so it has no effect beside a required call.
+    Raises RequestError for another constraint beside a required call, and for a budget without a format of reasoning.
     """
     tools, reasoning = format.parsed.tools, format.reasoning
     changes: dict[str, object] = {}
     constraint, answer_begin = params.structured_outputs, format.answer_begin
-    if constraint is not None and format.must_call:
-        raise RequestError("tool_choice requires a call, which excludes another constraint", "tool_choice")
+    if constraint is not None and constraint.kind != "json" and format.must_call:
+        raise RequestError("tool_choice requires a call, which excludes a constraint other than JSON", "tool_choice")
     if tools is not None and format.toolbox is not None:
         calls = call_constraint(tools, format.toolbox, constraint, answer_begin)
         if calls is not None:

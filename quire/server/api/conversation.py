@@ -245,7 +245,14 @@ def _grammar_names(chat: ChatRequest) -> Mapping[str, str]:
     answer = chat.params.structured_outputs
     if chat.toolbox is None:
         return {}
-    return {"grammar": "tools" if answer is None else "json_object" if answer.json_object else answer.kind}
+    has_tools_alone = answer is None or chat.toolbox.choice.mode == "required"
+    return {
+        "grammar": "tools"
+        if has_tools_alone or answer is None
+        else "json_object"
+        if answer.json_object
+        else answer.kind
+    }
 
 
 def num_calls(messages: Sequence[Mapping[str, object]]) -> int:

@@ -156,6 +156,21 @@ def test_a_required_call_is_made(client, choice, names):
     assert all(call.name in names and set(json.loads(call.arguments)) == {"item"} for call in called)
 
 
+def test_a_format_is_that_of_the_text_and_not_of_calls(client):
+    schema = {"type": "object", "properties": {"price": {"type": "integer", "maximum": 99}}, "required": ["price"]}
+    text = {"format": {"type": "json_schema", "name": "price", "schema": schema}}
+    fields = {"tools": [tool("get_price")], "text": text}
+    use = question("get_price", 1)
+    forced = respond(client, input=HELLO, tool_choice={"type": "function", "name": "get_price"}, **fields)
+    assert {item.type for item in forced.output} == {"function_call"}
+    first = respond(client, input=use.question, **fields)
+    (call,) = first.output
+    assert (call.type, json.loads(call.arguments)) == ("function_call", use.arguments)
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": json.dumps(use.result)}
+    last = respond(client, input=[result], previous_response_id=first.id, **fields)
+    assert json.loads(last.output_text) == use.result
+
+
 def test_strict_tools_and_formats_are_parsed_by_the_client(client):
     class Price(BaseModel):
         item: Literal["kite", "lamp"]

@@ -158,7 +158,7 @@ def test_strict_tools_are_parsed_by_the_client(client):
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tools": [UNSUPPORTED], "tool_choice": "required"}, "tools"),
         (
-            {"tools": OFFERED, "tool_choice": "required", "response_format": {"type": "json_object"}},
+            {"tools": OFFERED, "tool_choice": "required", "extra_body": {"structured_outputs": {"regex": "a"}}},
             "tool_choice",
         ),
     ],
@@ -242,6 +242,22 @@ def test_beside_an_answer_of_a_schema_the_model_calls_tools(client):
     with pytest.raises(openai.BadRequestError) as refused:
         chat(client, CHAT, tools=OFFERED, response_format={"type": "json_schema", "json_schema": UNSUPPORTED_SCHEMA})
     assert refused.value.param == "response_format"
+
+
+@pytest.mark.parametrize(
+    "format", [{"type": "json_object"}, {"type": "json_schema", "json_schema": UNSUPPORTED_SCHEMA}]
+)
+def test_a_format_of_the_answer_has_no_effect_beside_a_required_call(client, format):
+    fields = {"tools": OFFERED, "tool_choice": "required"}
+    beside, alone = (
+        [call.function for call in chat(client, CHAT, **fields, **more).choices[0].message.tool_calls]
+        for more in ({"response_format": format}, {})
+    )
+    assert beside == alone
+    invalid = {"tools": [UNSUPPORTED], "tool_choice": "required", "response_format": format}
+    with pytest.raises(openai.BadRequestError) as refused:
+        chat(client, CHAT, **invalid)
+    assert refused.value.param == "tools"
 
 
 def test_usage_of_a_stream_counts_the_reasoning(client):
