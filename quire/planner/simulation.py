@@ -51,6 +51,9 @@ class RequestResult:
     reason: str = ""  # finish reason; "rejected" for a request that was not accepted
     num_output: int = 0  # tokens of all sequences
     num_cached: int = 0  # prompt tokens of the prefix match
+    num_sequences: int = 1
+    session: int = 0  # place of its session in the workload
+    turn: int = 0  # place in the session
 
     @property
     def ttft(self) -> float:
@@ -63,9 +66,14 @@ class RequestResult:
         return self.ended - self.arrived
 
     @property
+    def output_length(self) -> float:
+        """Output tokens of a sequence: the mean, if there are several."""
+        return self.num_output / self.num_sequences
+
+    @property
     def tpot(self) -> float:
-        """Mean seconds between tokens; 0 for a single token."""
-        return (self.ended - self.first_token) / (self.num_output - 1) if self.num_output > 1 else 0.0
+        """Mean seconds between tokens of a sequence; 0 for a single token."""
+        return (self.ended - self.first_token) / (self.output_length - 1) if self.output_length > 1 else 0.0
 
     @property
     def is_complete(self) -> bool:
@@ -142,9 +150,9 @@ class SimulationResult:
 
     @property
     def normalized_latency(self) -> float:
-        """Mean of latency divided by output tokens, in seconds: the metric of Orca and of PagedAttention."""
+        """Mean of latency divided by output length, in seconds: the metric of Orca and of PagedAttention."""
         complete = [one for one in self.complete if one.num_output]
-        return sum(one.latency / one.num_output for one in complete) / len(complete) if complete else inf
+        return sum(one.latency / one.output_length for one in complete) / len(complete) if complete else inf
 
     def percentile(self, metric: Literal["ttft", "tpot", "latency"], share: float) -> float:
         """The value that `share` of all requests do not exceed. Requests that did not complete count as infinite."""
@@ -243,8 +251,8 @@ class Simulation:
     ) -> SimulationResult:
         """Run all sessions, or until `until` seconds. advance(done, total): receives numbers of finished requests."""
         total = num_requests(workload)
-        for session in workload:
-            self._send_at(session.at, _OpenSession(session), 0)
+        for place, session in enumerate(workload):
+            self._send_at(session.at, _OpenSession(session, place), 0)
         done = reported = 0
         clock, engine, events = self.clock, self.engine, self._events
         while clock.now < until:
@@ -283,11 +291,19 @@ class Simulation:
         for part in turn.new:
             prompt += tokens_of(part, self._setup.vocab_size)
         tenant = session.session.tenant
-        result = RequestResult(tenant, when, len(prompt))
+        result = RequestResult(
+            tenant, when, len(prompt), num_sequences=self._setup.num_samples, session=session.place, turn=index
+        )
         request_id = str(number)
         self.results[request_id] = result
         self._lengths[request_id] = len(prompt), turn.num_output
-        request = Request(request_id, prompt, self._params(turn, number), namespace=Namespace(tenant))
+        request = Request(
+            request_id,
+            prompt,
+            self._params(turn, number),
+            namespace=Namespace(tenant),
+            scheduling_params=turn.scheduling_params,
+        )
         try:
             self.engine.add(request)
         except RequestError:
@@ -379,6 +395,7 @@ class Simulation:
 @dataclass(slots=True)
 class _OpenSession:
     session: Session
+    place: int  # in the workload
     contexts: list[list[int]] = field(default_factory=list)  # prompt and output of each turn that has ended
 
 

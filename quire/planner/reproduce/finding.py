@@ -28,7 +28,7 @@ class Finding:
 
     @property
     def ratio(self) -> float | None:
-        """Ours over the nearest reported value; 1 within the reported range."""
+        """Ours over the nearest reported value; 1 within the reported range; None if that value is 0."""
         if self.ours is None or self.reported is None:
             return None
         low, high = self.reported
@@ -38,9 +38,34 @@ class Finding:
         return self.ours / nearest if nearest else None
 
 
-def pending(what: str, why: str, reported: tuple[float, float] | None = None, unit: str = "") -> Finding:
+Reported = float | tuple[float, float] | None  # a value, or the lowest and the highest one
+
+
+def simulated(
+    what: str, ours: float, unit: str, reported: Reported = None, spread: float | None = None, note: str = ""
+) -> Finding:
+    """A figure of the scheduler and a KV cache in virtual time."""
+    about = {"reported": _bounds(reported), "spread": spread, "note": note}
+    return Finding(what=what, ours=float(ours), unit=unit, kind="simulated", **about)  # type: ignore[arg-type]
+
+
+def computed(what: str, ours: float, unit: str, reported: Reported = None, note: str = "") -> Finding:
+    """A figure that follows from sizes."""
+    return Finding(what=what, ours=float(ours), unit=unit, kind="computed", reported=_bounds(reported), note=note)
+
+
+def measured(what: str, ours: float, unit: str, reported: Reported = None, note: str = "") -> Finding:
+    """A figure of a result file."""
+    return Finding(what=what, ours=float(ours), unit=unit, kind="measured", reported=_bounds(reported), note=note)
+
+
+def pending(what: str, why: str, reported: Reported = None, unit: str = "") -> Finding:
     """A figure that cannot be had yet."""
-    return Finding(what=what, ours=None, unit=unit, kind="pending", reported=reported, note=why)
+    return Finding(what=what, ours=None, unit=unit, kind="pending", reported=_bounds(reported), note=why)
+
+
+def _bounds(reported: Reported) -> tuple[float, float] | None:
+    return (float(reported), float(reported)) if isinstance(reported, int | float) else reported
 
 
 def over_seeds(figure: Callable[[int], float], seeds: Sequence[int]) -> tuple[float, float | None]:

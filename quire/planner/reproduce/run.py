@@ -93,12 +93,12 @@ def verdict(finding: Finding) -> str:
     """Whether a figure comes out, in a word or two."""
     if finding.ours is None:
         return "pending"
-    ratio = finding.ratio
-    if finding.reported is None or ratio is None:
+    if finding.reported is None:
         return ""
+    ratio = finding.ratio
     if ratio == 1:
         return "as reported"
-    return "close" if abs(ratio - 1) <= _CLOSE else "differs"
+    return "close" if ratio is not None and abs(ratio - 1) <= _CLOSE else "differs"
 
 
 def _number(value: float) -> str:
