@@ -1,7 +1,7 @@
 """`quire simulate`: a workload or a trace on an engine that options make on a device, in virtual time."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,7 +42,7 @@ def load_workload(wanted: WorkloadOptions, planned: PlannedEngine) -> list[Sessi
         if wanted.rate is None:
             return sessions
         return with_arrivals(sessions, wanted.rate, burstiness=wanted.burstiness or 1.0, seed=seed)
-    sessions = _first(read_trace(Path(wanted.trace), planned.model.tokenize()), wanted.num_requests)
+    sessions = read_trace(Path(wanted.trace), planned.model.tokenize(), wanted.num_requests)
     if wanted.rate is None:
         return sessions
     if wanted.burstiness is not None or not has_times(sessions):
@@ -53,18 +53,6 @@ def load_workload(wanted: WorkloadOptions, planned: PlannedEngine) -> list[Sessi
 def has_times(workload: Workload) -> bool:
     """Whether the sessions arrive at different times."""
     return len({session.at for session in workload}) > 1
-
-
-def _first(sessions: Sequence[Session], count: int | None) -> list[Session]:
-    """The leading sessions with `count` requests together, the last one cut."""
-    kept: list[Session] = []
-    left = count
-    for session in sessions:
-        if left is not None and left <= 0:
-            break
-        kept.append(session if left is None else replace(session, turns=session.turns[:left]))
-        left = None if left is None else left - len(session.turns)
-    return kept
 
 
 def for_workload(setup: EngineSetup, workload: Workload) -> EngineSetup:

@@ -10,6 +10,7 @@ import msgspec
 from rich.console import Console
 
 from quire.errors import ConfigError, nearest
+from quire.planner.files import write_json, write_text
 from quire.planner.reproduce import memory, recorded, reuse, throughput
 from quire.planner.reproduce.finding import Context, Finding, Findings, Row
 from quire.planner.reproduce.targets import TARGETS, Target
@@ -57,19 +58,25 @@ def reproduce(
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     seconds = perf_counter() - began
     console.print(f"{len(wanted)} rows in {seconds:.0f} s", highlight=False)
-    try:
-        if json_file is not None:
-            json_file.write_bytes(msgspec.json.format(msgspec.json.encode(_figures(found, quick=quick)), indent=1))
-        if document is not None:
-            folder = document.parent / _CHART_FOLDER
-            folder.mkdir(exist_ok=True)
-            for name, chart in context.charts.items():
-                (folder / name).write_text(chart)
-            charts = sorted(path.name for path in folder.glob("*.svg"))
-            document.write_text(markdown(found, charts, quick=quick))
-    except OSError as error:
-        raise ConfigError(f"{error.filename} cannot be written: {error.strerror}") from error
+    if json_file is not None:
+        write_json(json_file, _figures(found, quick=quick))
+    if document is not None:
+        kept = "" if json_file is None else f" --json {json_file}"
+        command = f"quire reproduce{kept} --document {document}{' --quick' if quick else ''}"
+        write_text(document, markdown(found, _write_charts(document, context.charts), command, quick=quick))
     return found
+
+
+def _write_charts(document: Path, charts: Mapping[str, str]) -> list[str]:
+    """Write charts to the folder beside the document. Returns the names of all that are there now."""
+    folder = document.parent / _CHART_FOLDER
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be made: {error.strerror}") from error
+    for name, chart in charts.items():
+        write_text(folder / name, chart)
+    return sorted(path.name for path in folder.glob("*.svg"))
 
 
 class _Recorded(msgspec.Struct):
@@ -171,15 +178,14 @@ No constant is tuned to make a row match. The parameters of the workloads are in
 """
 
 
-def markdown(found: Mapping[str, Findings], charts: Sequence[str], *, quick: bool) -> str:
-    """The document. charts: files in the folder beside it."""
+def markdown(found: Mapping[str, Findings], charts: Sequence[str], command: str, *, quick: bool) -> str:
+    """The document. charts: files in the folder beside it. command: what runs all rows."""
     counts = {name: 0 for name in ("as reported", "close", "differs", "pending")}
     for findings in found.values():
         for one in findings:
             if verdict(one):
                 counts[verdict(one)] += 1
     parts = [_HEAD]
-    command = "quire reproduce --document docs/reproduction.md" + (" --quick" if quick else "")
     parts.append(
         f"Command: `{command}`, on {cpu_description()}. "
         f"Of the figures with a reported value, {counts['as reported']} are as reported, {counts['close']} close, and "
