@@ -126,9 +126,9 @@ def test_one_object_may_have_several_lines_and_a_file_a_byte_order_mark(tmp_path
     result = {"input_lens": [10], "output_lens": [1]}
     (session,) = read(tmp_path, "\ufeff\n" + json.dumps(result, indent=1), name="result.json")
     assert context_lengths(session) == [(10, 1)]
-    with pytest.raises(ConfigError, match="line 1: not valid JSON.*in its line 3"):
+    with pytest.raises(ConfigError, match=r"line 1: not valid JSON.*in its line 3"):
         read(tmp_path, '{\n "input_lens": [10],\n "output_lens": ]}')
-    with pytest.raises(ConfigError, match="not valid JSON.*in its line 2"):
+    with pytest.raises(ConfigError, match=r"not valid JSON.*in its line 2"):
         read(tmp_path, '[{"prompt": "x"},\n{"prompt" "y"}]')
 
 
