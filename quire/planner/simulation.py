@@ -16,14 +16,15 @@ from quire.cache.kv_cache import KVCache
 from quire.cache.manager import KVCacheManager
 from quire.config import CacheConfig, SchedulerConfig
 from quire.core.output import Output
-from quire.core.request import Namespace, Request
+from quire.core.request import Beams, Namespace, Request
 from quire.core.step import Step
 from quire.cost.latency_profile import LatencyProfile
 from quire.engine.engine import Engine
 from quire.errors import RequestError
-from quire.params import SamplingParams
+from quire.params import BeamSearchParams, SamplingParams
 from quire.planner.modelled_runner import ModelledRunner, VirtualClock
 from quire.planner.workloads import NO_PARENT, Failures, Session, Turn, Workload, num_requests, tokens_of
+from quire.scheduler.beam_search import plan_beams
 from quire.scheduler.journal import JournalledScheduler
 from quire.scheduler.scheduler import Scheduler
 
@@ -37,6 +38,12 @@ class EngineSetup:
     profile: LatencyProfile
     vocab_size: int = 32_000
     num_samples: int = 1  # sequences of each request
+    beam_width: int = 0  # of a beam search instead; 0: requests are sampled
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of each request."""
+        return self.beam_width or self.num_samples
 
 
 @dataclass(slots=True)
@@ -233,6 +240,7 @@ class Simulation:
         self.scheduler.calibrate(setup.profile.calibration(setup.scheduler.max_num_batched_tokens))
         self.engine.on_launch = self._launched
         self._setup = setup
+        self._beams = _beams_of(setup)
         self._on_step = on_step
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
@@ -292,7 +300,7 @@ class Simulation:
             prompt += tokens_of(part, self._setup.vocab_size)
         tenant = session.session.tenant
         result = RequestResult(
-            tenant, when, len(prompt), num_sequences=self._setup.num_samples, session=session.place, turn=index
+            tenant, when, len(prompt), num_sequences=self._setup.num_sequences, session=session.place, turn=index
         )
         request_id = str(number)
         self.results[request_id] = result
@@ -302,6 +310,7 @@ class Simulation:
             prompt,
             self._params(turn, number),
             namespace=Namespace(tenant),
+            beams=self._beams,
             scheduling_params=turn.scheduling_params,
         )
         try:
@@ -311,7 +320,7 @@ class Simulation:
             return
         if turn.output:
             self._outputs[number] = turn.output
-        self._open[request_id] = _OpenTurn(session, index, result, prompt, self._setup.num_samples)
+        self._open[request_id] = _OpenTurn(session, index, result, prompt, self._setup.num_sequences)
         patience = turn.patience
         if self._failures.aborted and self._rng.random() < self._failures.aborted:
             patience = min(patience, self._rng.random() * self._failures.abort_seconds)
@@ -320,7 +329,7 @@ class Simulation:
 
     def _params(self, turn: Turn, number: int) -> SamplingParams:
         return SamplingParams(
-            n=self._setup.num_samples,
+            n=self._setup.num_sequences,
             temperature=1.0 if self._setup.num_samples > 1 else 0.0,
             max_tokens=turn.num_output,
             seed=number,
@@ -390,6 +399,13 @@ class Simulation:
 
     def _fails(self, step: Step) -> bool:
         return bool(len(step.chunks)) and self._rng.random() < self._failures.failed_steps
+
+
+def _beams_of(setup: EngineSetup) -> Beams | None:
+    if not setup.beam_width:
+        return None
+    params = BeamSearchParams(beam_width=setup.beam_width, max_tokens=None, ignore_eos=True)
+    return plan_beams(params, vocab_size=setup.vocab_size, num_end_tokens=0)
 
 
 @dataclass(slots=True)

@@ -96,6 +96,30 @@ def test_every_baseline_runs_a_workload_with_samples_aborts_and_many_lengths():
         run(name, workload, num_samples=2, num_blocks=256)
 
 
+@pytest.mark.parametrize("name", BASELINES)
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_beams_have_slabs_of_their_own_and_copy_what_they_continue(name, steps_in_flight):
+    base = setup_of(num_blocks=300, max_num_seqs=24, max_num_batched_tokens=4096, steps_in_flight=steps_in_flight)
+    setup, new_cache = baseline_setup(replace(base, beam_width=4), name)
+    most = []
+
+    def count(simulation):
+        cache, by_request = simulation.scheduler.cache, Counter(simulation.scheduler.cache._requests.values())
+        held = [block for table in cache.tables.values() for block in table.blocks[0]]
+        assert len(held) == len(set(held))
+        assert all(number + len(cache._spare.get(one, ())) == 4 for one, number in by_request.items())
+        assert not simulation.scheduler.check()
+        most.append(len(by_request))
+
+    simulation = Simulation(setup, new_cache=new_cache, on_step=count)
+    result = simulation.run(at_once(9, 20, 30))
+    assert [(one.reason, one.num_output) for one in result.requests] == [("length", 4 * 30)] * 9
+    assert max(most) == {"orca-max": 1, "static": 1, "orca-pow2": 9, "orca-oracle": 9}[name]
+    assert simulation.scheduler.cache.num_copied_tokens > 0
+    assert not simulation.scheduler.check()
+    assert not simulation.scheduler.leaks
+
+
 def test_an_unknown_baseline_is_refused():
     with pytest.raises(ConfigError, match="did you mean 'orca-max'"):
         baseline_setup(setup_of(), "orcamax")
