@@ -7,7 +7,7 @@ from math import inf
 from types import MappingProxyType
 from typing import Any
 
-from quire.config import EngineOptions
+from quire.config import DEFAULT_POLICY, EngineOptions
 from quire.cost.devices import DEVICES
 from quire.cost.memory_plan import format_bytes
 from quire.errors import ConfigError, DoesNotFit
@@ -22,7 +22,7 @@ from quire.planner.setup import (
     named_device,
     plan_engine,
 )
-from quire.planner.simulate import for_workload, has_times, load_workload
+from quire.planner.simulate import for_workload, has_times, load_workload, with_sequences
 from quire.planner.simulation import Simulation, SimulationResult
 from quire.planner.slo import METRIC_NAMES, SLO, Metric
 from quire.planner.workloads import Session, with_arrivals, with_rate
@@ -136,7 +136,7 @@ class _Search:
 
     def engine(self, options: EngineOptions) -> PlannedEngine:
         """The engine of these options. Raises ConfigError if the model does not fit."""
-        return plan_engine(options, options.device, self._model)
+        return with_sequences(plan_engine(options, options.device, self._model), self._wanted)
 
     def sessions(self, engine: PlannedEngine) -> list[Session]:
         """The workload for this engine."""
@@ -265,7 +265,7 @@ def _try_knobs(plan: Plan, finder: _Search, *, allow_lossy: bool) -> None:
         before, best = plan.rate, plan.engine
         found: list[Choice] = []
         for value in values:
-            if value == current or (option == "policy" and value == "fcfs" and current is None):
+            if value == (DEFAULT_POLICY if option == "policy" and current is None else current):
                 continue
             try:
                 engine = finder.engine(changed(plan.engine.options, {option: value}))

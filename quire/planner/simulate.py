@@ -55,6 +55,12 @@ def has_times(workload: Workload) -> bool:
     return len({session.at for session in workload}) > 1
 
 
+def with_sequences(planned: PlannedEngine, wanted: WorkloadOptions) -> PlannedEngine:
+    """The engine with requests that have several samples or beams."""
+    setup = replace(planned.setup, num_samples=wanted.num_samples, beam_width=wanted.beam_width)
+    return replace(planned, setup=setup)
+
+
 def for_workload(setup: EngineSetup, workload: Workload) -> EngineSetup:
     """The setup, without speculation if no output is recorded: drafts of made-up tokens would never be accepted."""
     if any(turn.output for session in workload for turn in session.turns):
@@ -77,7 +83,7 @@ def simulate(
 
     Returns the result, and its figures with the setup for JSON. Raises ConfigError, ModelError.
     """
-    planned = plan_engine(options, options.device)
+    planned = with_sequences(plan_engine(options, options.device), wanted)
     workload = load_workload(wanted, planned)
     setup = for_workload(planned.setup, workload)
     new_cache: NewCache = paged_cache
