@@ -4,6 +4,7 @@ Nothing of the control plane is written a second time here. A simulation can wri
 verifies like that of a server.
 """
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -258,6 +259,16 @@ class Simulation:
         advance: Callable[[int, int], None] = lambda _done, _total: None,
     ) -> SimulationResult:
         """Run all sessions, or until `until` seconds. advance(done, total): receives numbers of finished requests."""
+        collects = gc.isenabled()
+        gc.disable()  # requests leave no cycles of references, and to look for some takes a sixth of the time
+        try:
+            self._run(workload, until, advance)
+        finally:
+            if collects:
+                gc.enable()
+        return self._finished()
+
+    def _run(self, workload: Workload, until: float, advance: Callable[[int, int], None]) -> None:
         total = num_requests(workload)
         for place, session in enumerate(workload):
             self._send_at(session.at, _OpenSession(session, place), 0)
@@ -284,7 +295,6 @@ class Simulation:
                 reported = done
                 advance(min(done, total), total)
         advance(total, total)
-        return self._finished()
 
     def _at(self, when: float, action: Callable[[], None]) -> None:
         heappush(self._events, (when, next(self._order), action))
