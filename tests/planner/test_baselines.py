@@ -175,7 +175,7 @@ def test_the_parts_of_the_memory_are_what_the_slabs_say():
     """Slabs of 48 positions, in runs of 4 blocks, in a pool of 70 blocks: 17 run, and two blocks are free."""
     workload = at_once(4, 8, 40)
     shares = measured("orca-oracle", workload, num_blocks=70, max_model_len=1024, max_num_seqs=1).shares
-    assert shares == (0.0, 0.0, 0.0, 0.0, 0.0)  # rows are short, not memory
+    assert set(shares) == {0.0}  # rows are short, not memory
     meter = measured("orca-oracle", at_once(40, 8, 40), num_blocks=70, max_num_seqs=64, max_num_batched_tokens=4096)
     assert meter.mean_running == 17  # 17 runs of 4 blocks
     parts = meter.shares
@@ -189,6 +189,7 @@ def test_paging_wastes_the_ends_of_last_blocks_only():
     meter = measured(None, at_once(60, 100, 200), num_blocks=200, max_num_seqs=64, max_num_batched_tokens=4096)
     assert meter.shares.live_of_held > 0.93
     assert meter.shares.internal < 0.01
+    assert 0.05 < meter.shares.kept_free <= meter.shares.external  # after preemptions, for growth
     contiguous = measured(
         "orca-max", at_once(20, 100, 200), num_blocks=200, max_num_seqs=64, max_num_batched_tokens=4096
     )
