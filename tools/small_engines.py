@@ -1,6 +1,7 @@
 """Small schedulers and caches for tests and benchmarks, and the simulator over them with steps of a simple length."""
 
 from itertools import accumulate
+from zlib import crc32
 
 import numpy as np
 
@@ -23,8 +24,9 @@ def request(
     tenant: str = "",
     scheduling_params: SchedulingParams | None = None,
 ) -> Request:
-    """A greedy request with a fixed output length."""
-    params = SamplingParams(max_tokens=num_output_tokens, seed=0, ignore_eos=True, temperature=0.0)
+    """A greedy request with a fixed output length. The simulator's tokens depend on its seed, which is its own."""
+    seed = crc32(request_id.encode())
+    params = SamplingParams(max_tokens=num_output_tokens, seed=seed, ignore_eos=True, temperature=0.0)
     return Request(
         id=request_id,
         prompt=prompt,

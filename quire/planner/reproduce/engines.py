@@ -20,7 +20,7 @@ PAGED = "paged"
 OPT_13B_SLOTS = 15_700  # tokens of KV beside OPT-13B on an A100-40GB: Kwon et al., 2023, table 1
 LATENCY_LIMIT = 0.1  # seconds per output token, request latency over output length: about 4 times that without load
 _TOLERANCE = 0.06
-_MOST_OVER_START = 2.0**12  # of a rate
+_MOST_OVER_START = 64.0  # of a rate
 
 
 @dataclass(frozen=True, slots=True)
