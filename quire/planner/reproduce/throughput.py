@@ -47,7 +47,7 @@ def _ratios(
 ) -> dict[str, tuple[float, float | None]]:
     """The rate that paging sustains over that of each baseline: mean over seeds, and half the confidence interval."""
     requests = {seed: workload(seed) for seed in context.seeds}
-    search = partial(sustained, start=start, is_bounded=not context.quick)
+    search = partial(sustained, start=start, quick=context.quick)
     ours = {seed: search(paged or setup, PAGED, some, seed=seed) for seed, some in requests.items()}
 
     def ratio(baseline: str, seed: int) -> float:
@@ -66,7 +66,7 @@ def t1(context: Context) -> Findings:
     reported = {"orca-oracle": (1.7, 2.7), "orca-pow2": None, "orca-max": (2.7, 8.0), "static": (1.0, 22.0)}
 
     def requests(seed: int) -> Workload:
-        return make_workload("sharegpt", context.size(400, 30), max_model_len=2048, seed=seed)
+        return make_workload("sharegpt", context.size(400, 6), max_model_len=2048, seed=seed)
 
     ratios = _ratios(context, setup, list(reported), requests)
     for baseline, said in reported.items():
@@ -141,7 +141,7 @@ def t4(context: Context) -> Findings:
 
     def requests(seed: int) -> Workload:
         prefix = Part(7, 341)
-        base = make_workload("alpaca", context.size(400, 30), max_model_len=1024, seed=seed)
+        base = make_workload("alpaca", context.size(400, 8), max_model_len=1024, seed=seed)
         return [replace(one, turns=(replace(one.turns[0], new=(prefix, *one.turns[0].new)),)) for one in base]
 
     cached = OPT_13B.setup(prefix_index=True)
@@ -365,7 +365,7 @@ def o1(context: Context) -> Findings:
     """Continuous over static batching in equal memory, with outputs of which few are long."""
 
     def skewed(seed: int) -> list[Session]:
-        count = context.size(400, 40)
+        count = context.size(400, 12)
         base = make_workload("alpaca", count, max_model_len=2048, seed=seed)
         return [
             replace(one, turns=(replace(one.turns[0], num_output=1000 if i % 10 == 0 else 20),))
