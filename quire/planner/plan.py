@@ -22,10 +22,10 @@ from quire.planner.setup import (
     named_device,
     plan_engine,
 )
-from quire.planner.simulate import for_workload, has_times, load_workload, with_sequences
-from quire.planner.simulation import Simulation, SimulationResult
-from quire.planner.slo import METRIC_NAMES, SLO, Metric
-from quire.planner.workloads import Session, with_arrivals, with_rate
+from quire.planner.simulate import for_workload, format_ms, has_times, load_workload, with_sequences
+from quire.planner.simulation import Metric, Simulation, SimulationResult
+from quire.planner.slo import METRIC_NAMES, SLO
+from quire.planner.workloads import Session, num_requests, with_arrivals, with_rate
 
 Advance = Callable[[int, int], None]
 _LEAST_REQUESTS = 400  # of each simulation,
@@ -100,6 +100,7 @@ class Plan:
     choices: list[Choice] = field(default_factory=list)
     block_sizes: list[BlockSizeRow] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     num_simulations: int = 0
 
     @property
@@ -118,8 +119,12 @@ class Plan:
         """What the plan does not know, and what its command needs."""
         name = self.engine.options.model
         if name is None or name.lower() not in known_configs():
-            return list(self.engine.notes)
-        return [*self.engine.notes, f"in place of {name}, give `quire serve` the folder or the id of its checkpoint"]
+            return [*self.engine.notes, *self.warnings]
+        return [
+            *self.engine.notes,
+            *self.warnings,
+            f"in place of {name}, give `quire serve` the folder or the id of its checkpoint",
+        ]
 
 
 class _Search:
@@ -127,6 +132,7 @@ class _Search:
 
     def __init__(self, workload: WorkloadOptions, slo: SLO, model: PlannedModel, advance: Advance) -> None:
         self.num_simulations = 0
+        self.enough = _LEAST_REQUESTS  # requests of a simulation in which a queue that grows without end shows
         self._wanted = workload
         self._slo = slo
         self._model = model
@@ -169,8 +175,9 @@ class _Search:
     def capacity(self, engine: PlannedEngine) -> float:
         """Requests per second if there are always enough. Sets the number of requests of further simulations."""
         at_once = self.run(engine, inf)
+        self.enough = max(_LEAST_REQUESTS, round(_REQUESTS_PER_ROW * at_once.mean_running))
         if self._wanted.num_requests is None:
-            self._num_requests = max(_LEAST_REQUESTS, round(_REQUESTS_PER_ROW * at_once.mean_running))
+            self._num_requests = self.enough
             self._sessions.clear()
         return at_once.steady_rate
 
@@ -239,6 +246,10 @@ def make_plan(
     capacity = finder.capacity(engine)
     rate = finder.sustainable(engine, capacity)
     plan = Plan(engine, slo, capacity, rate, rate)
+    if (few := num_requests(finder.sessions(engine))) < finder.enough:
+        plan.warnings.append(
+            f"{few} requests are too few: a queue that would grow without end may not show. {finder.enough} are enough"
+        )
     if search:
         _try_knobs(plan, finder, allow_lossy=allow_lossy)
     if plan.rate:
@@ -359,7 +370,7 @@ def _reasons(plan: Plan) -> Iterator[str]:
             return
         for metric, value in broken.items():
             yield (
-                f"No rate meets the SLO: the {METRIC_NAMES[metric]} is {1e3 * value:.3g} ms even at "
+                f"No rate meets the SLO: the {METRIC_NAMES[metric]} is {format_ms(1e3 * value)} even at "
                 f"{plan.curve[0].rate:.2g} requests/s, and the limit is {1e3 * slo.limits[metric]:g} ms. The nearest "
                 f"limit that is met is {metric}={1e3 * value:.3g}ms."
             )
@@ -393,7 +404,7 @@ def _why_not_faster(above: RatePoint, broken: Mapping[Metric, float]) -> str:
     if inf in broken.values():
         lost = len(above.result.requests) - len(above.result.complete)
         return f"At {above.rate:.2f} requests/s {lost} requests are not completed: the queue is full."
-    what = " and ".join(f"the {METRIC_NAMES[metric]} ({1e3 * value:.3g} ms)" for metric, value in broken.items())
+    what = " and ".join(f"the {METRIC_NAMES[metric]} ({format_ms(1e3 * value)})" for metric, value in broken.items())
     waits = above.result.mean_kv_use > _FULL
     why = "requests wait for KV blocks" if waits else "steps take longer, or requests wait for their turn"
     exceed = "exceeds its limit" if len(broken) == 1 else "exceed their limits"

@@ -14,6 +14,7 @@ from quire.planner.charts import line_chart, stacked_bars
 from quire.planner.files import write_json, write_text
 from quire.planner.options import PlanOptions, WorkloadOptions
 from quire.planner.plan import Advance, Plan, curve_lines, figures, make_plan, verdict
+from quire.planner.simulate import format_ms
 from quire.planner.slo import parse_slo
 
 Rows = Sequence[Sequence[str]]
@@ -59,7 +60,7 @@ def curve_rows(plan: Plan) -> Rows:
         rows.append(
             (
                 f"{point.rate:.2f}",
-                *(f"{value:.3g} ms" if value < inf else "-" for value in times),
+                *map(format_ms, times),
                 f"{result.token_rate:.0f}",
                 f"{result.mean_running:.1f}",
                 f"{result.mean_kv_use:.0%}",

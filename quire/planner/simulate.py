@@ -3,14 +3,16 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import inf
 from pathlib import Path
+from typing import get_args
 
 from quire.config import EngineOptions
 from quire.errors import ConfigError
 from quire.planner.baselines import baseline_setup
 from quire.planner.options import WorkloadOptions
 from quire.planner.setup import PlannedEngine, plan_engine
-from quire.planner.simulation import EngineSetup, NewCache, Simulation, SimulationResult, paged_cache
+from quire.planner.simulation import EngineSetup, Metric, NewCache, Simulation, SimulationResult, paged_cache
 from quire.planner.traces import read_trace
 from quire.planner.workloads import (
     Failures,
@@ -130,8 +132,14 @@ def summary(result: SimulationResult) -> list[str]:
         f"{result.num_preemptions} preemptions",
         f"cache      {result.hit_rate:.1%} of prompt tokens cached, {result.num_evicted_blocks} blocks evicted",
     ]
-    names = {"ttft": "first token", "tpot": "per token", "latency": "whole"}
-    for metric, name in names.items():
-        values = [1e3 * result.percentile(metric, share) for share in (0.5, 0.9, 0.99)]  # type: ignore[arg-type]
-        lines.append(f"{name:<11}" + ", ".join(f"p{p} {v:.3g} ms" for p, v in zip((50, 90, 99), values, strict=True)))
+    for metric in get_args(Metric):
+        values = {p: 1e3 * result.percentile(metric, p / 100) for p in (50, 90, 99)}
+        lines.append(f"{metric:<11}" + ", ".join(f"p{p} {format_ms(value)}" for p, value in values.items()))
     return lines
+
+
+def format_ms(value: float) -> str:
+    """Milliseconds as text; "-" for a time that is infinite."""
+    if value == inf:
+        return "-"
+    return f"{value:,.0f} ms" if value >= 1000 else f"{value:.3g} ms"

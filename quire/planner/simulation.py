@@ -11,7 +11,7 @@ from heapq import heappop, heappush
 from itertools import count
 from math import inf
 from random import Random
-from typing import BinaryIO, Literal
+from typing import BinaryIO, Literal, get_args
 
 from quire.cache.kv_cache import KVCache
 from quire.cache.manager import KVCacheManager
@@ -28,6 +28,8 @@ from quire.planner.workloads import NO_PARENT, Failures, Session, Turn, Workload
 from quire.scheduler.beam_search import plan_beams
 from quire.scheduler.journal import JournalledScheduler
 from quire.scheduler.scheduler import Scheduler
+
+Metric = Literal["ttft", "tpot", "latency"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +164,7 @@ class SimulationResult:
         complete = [one for one in self.complete if one.num_output]
         return sum(one.latency / one.output_length for one in complete) / len(complete) if complete else inf
 
-    def percentile(self, metric: Literal["ttft", "tpot", "latency"], share: float) -> float:
+    def percentile(self, metric: Metric, share: float) -> float:
         """The value that `share` of all requests do not exceed. Requests that did not complete count as infinite."""
         values = sorted(
             getattr(one, metric) if one.is_complete else inf for one in self.requests if one.reason != "abort"
@@ -184,7 +186,7 @@ class SimulationResult:
             "steps": self.num_steps,
             "normalized_latency": self.normalized_latency,
         }
-        for metric in ("ttft", "tpot", "latency"):
+        for metric in get_args(Metric):
             for share in (0.5, 0.9, 0.99):
                 found[f"{metric}_p{round(100 * share)}"] = self.percentile(metric, share)
         return found

@@ -164,6 +164,7 @@ def test_every_value_that_a_plan_tries_is_one_that_quire_serve_accepts():
 
 def test_a_plan_of_a_bare_config_says_that_serve_needs_the_checkpoint(plan, tmp_path):
     assert any("in place of llama-3.1-8b" in note for note in plan.notes)
+    assert any("40 requests are too few" in note and "400 are enough" in note for note in plan.notes)
     assert "in place of llama-3.1-8b" in html_page(plan)
 
 
