@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import permutations
 from random import Random
 
+from quire.planner.reproduce.reuse import best_hits
 from quire.planner.workloads import Session, Turn
 from quire.scheduler.queue.prefix_aware import score
 from tools.small_engines import limits, memory, simulated
@@ -34,16 +35,7 @@ class Hits:
 
 def best(prompts: Sequence[Sequence[int]]) -> Hits:
     """The upper bound: each distinct prefix is computed once, and always the last token of each prompt."""
-    ids: dict[tuple[int, int], int] = {}
-    found = 0
-    for prompt in prompts:
-        at, known = 0, True
-        for i, token in enumerate(prompt):
-            key = (at, token)
-            known = known and key in ids and i < len(prompt) - 1
-            found += known
-            at = ids.setdefault(key, len(ids) + 1)
-    return Hits(sum(map(len, prompts)), found)
+    return Hits(sum(map(len, prompts)), best_hits(prompts))
 
 
 def served(

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 Kind = Literal["measured", "simulated", "computed", "pending"]
+_ROUNDING = 1e-9  # of a mean: smaller differences are those of sums in another order
 # two-sided 95 % quantiles of Student's t distribution, by degrees of freedom
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 
@@ -73,7 +74,8 @@ def over_seeds(figure: Callable[[int], float], seeds: Sequence[int]) -> tuple[fl
     values = [figure(seed) for seed in seeds]
     if len(values) < 2:
         return values[0], None
-    return mean(values), _T95[min(len(values) - 2, len(_T95) - 1)] * stdev(values) / sqrt(len(values))
+    middle, half = mean(values), _T95[min(len(values) - 2, len(_T95) - 1)] * stdev(values) / sqrt(len(values))
+    return middle, half if half > _ROUNDING * abs(middle) else 0.0
 
 
 @dataclass(slots=True)
@@ -83,6 +85,7 @@ class Context:
     quick: bool = False  # sizes whose figures have no meaning, for tests
     results: Path | None = None  # folder with the result files of benchmarks; None: there is none
     charts: dict[str, str] = field(default_factory=dict)
+    simulations: dict[object, Any] = field(default_factory=dict)  # results that several rows need
 
     @property
     def seeds(self) -> range:

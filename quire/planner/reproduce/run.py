@@ -135,7 +135,12 @@ def _lines(target: Target, findings: Findings) -> list[str]:
         rows.append(
             "     " + "  ".join(f"{cell:<{width}}" for cell, width in zip(cells, _WIDTHS, strict=True)).rstrip()
         )
-    return [head, *rows]
+    return [head, *rows, *(f"     - {note}" for note in _notes(findings))]
+
+
+def _notes(findings: Findings) -> list[str]:
+    """The notes of a row, each once."""
+    return list(dict.fromkeys(one.note for one in findings if one.note))
 
 
 _WIDTHS = (52, 16, 16, 9, 6, 9, 11)
@@ -198,13 +203,11 @@ def markdown(found: Mapping[str, Findings], charts: Sequence[str], command: str,
             continue
         parts.append(f"## {target.id}: {target.experiment}\n\nReported: {target.reported} ({target.source}).\n")
         parts.append("| figure | reported | ours | unit | ratio | kind | |\n|---|---|---|---|---|---|---|")
-        notes = []
         for one in found[target.id]:
             ratio = "" if one.ratio is None else f"{one.ratio:.2f}"
             cells = (one.what, _reported(one), _ours(one), one.unit, ratio, one.kind, verdict(one))
             parts.append("| " + " | ".join(cells) + " |")
-            if one.note and one.note not in notes:
-                notes.append(one.note)
+        notes = _notes(found[target.id])
         parts.append("\n" + "".join(f"- {note}\n" for note in notes) if notes else "")
         for name in charts:
             if name.startswith(f"{target.id.lower()}_"):
