@@ -11,12 +11,13 @@ from quire.config import EngineOptions
 from quire.core.request import Request
 from quire.engine.engine import Engine
 from quire.errors import ConfigError
-from quire.params import SamplingParams
+from quire.params import BeamSearchParams, SamplingParams
 from quire.planner.baselines import BASELINES, BuddyPool, baseline_configs, baseline_setup
 from quire.planner.kv_meter import KVMeter
 from quire.planner.simulation import Simulation, paged_cache
 from quire.planner.workloads import Part, Session, Turn, make_workload
 from quire.runner.model_runner import TorchRunner
+from quire.scheduler.beam_search import plan_beams
 from quire.scheduler.scheduler import Scheduler
 from quire.startup.build import build, prepare
 from tests.planner.test_simulation import setup_of
@@ -125,41 +126,66 @@ def test_an_unknown_baseline_is_refused():
         baseline_setup(setup_of(), "orcamax")
 
 
-@pytest.mark.parametrize("name", BASELINES)
-def test_a_baseline_runs_live_and_generates_what_paging_generates(name):
-    options = EngineOptions(max_num_seqs=4, memory="64MiB", max_model_len=256, dtype="float32", threads=1)
-    quiet = {"report": lambda line: None, "progress": lambda done, total: None}
-    lengths = {str(i): (5 + 9 * i, 20 - i) for i in range(8)}
-    requests = [
+LIVE = EngineOptions(max_num_seqs=6, memory="64MiB", max_model_len=256, dtype="float32", threads=1)
+QUIET = {"report": lambda line: None, "progress": lambda done, total: None}
+
+
+def live_outputs(engine, requests):
+    found = {request.id: {} for request in requests}
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        for output in engine.step():
+            found[output.request_id].setdefault(output.index, []).extend(output.token_ids)
+    return found
+
+
+def live_baseline(name, length_of, *, num_beams=1):
+    """An engine with the embedded model, real kernels and the memory manager of a baseline."""
+    prepared = prepare(LIVE, **QUIET)
+    cache, scheduler = baseline_configs(prepared.cache, prepared.scheduler_config)
+    kernels = prepared.kernels.kernels
+    model = prepared.files.load(prepared.dtype, prepared.device, kernels, prepared.schemes, QUIET["progress"], None)
+    sizes = {"max_num_seqs": scheduler.max_num_seqs, "max_model_len": scheduler.max_model_len}
+    runner = TorchRunner(model, kernels, cache=cache, deterministic_kernels=prepared.kernels.deterministic, **sizes)
+    manager = BASELINES[name](cache, length_of, scheduler.max_model_len, num_beams=num_beams)
+    description = prepared.files.description
+    about = {"vocab_size": description.vocab_size, "eos_token_ids": description.eos_token_ids}
+    return Engine(Scheduler(scheduler, manager), runner, **about)
+
+
+def live_requests(lengths, **more):
+    return [
         Request(
             key,
             [3 + (7 * i + int(key)) % 900 for i in range(prompt)],
-            SamplingParams(max_tokens=output, temperature=0.0),
+            SamplingParams(max_tokens=output, temperature=0.0, **more.get("params", {})),
+            beams=more.get("beams"),
         )
         for key, (prompt, output) in lengths.items()
     ]
 
-    def outputs(engine):
-        found = {key: [] for key in lengths}
-        for request in requests:
-            engine.add(request)
-        while engine.has_work:
-            for output in engine.step():
-                found[output.request_id] += output.token_ids
-        return found
 
-    paged = outputs(build(options, **quiet).engine)
-    prepared = prepare(options, **quiet)
-    cache, scheduler = baseline_configs(prepared.cache, prepared.scheduler_config)
-    kernels = prepared.kernels.kernels
-    model = prepared.files.load(prepared.dtype, prepared.device, kernels, prepared.schemes, quiet["progress"], None)
-    sizes = {"max_num_seqs": scheduler.max_num_seqs, "max_model_len": scheduler.max_model_len}
-    runner = TorchRunner(model, kernels, cache=cache, deterministic_kernels=prepared.kernels.deterministic, **sizes)
-    manager = BASELINES[name](cache, lengths.__getitem__, scheduler.max_model_len)
-    description = prepared.files.description
-    about = {"vocab_size": description.vocab_size, "eos_token_ids": description.eos_token_ids}
-    assert outputs(Engine(Scheduler(scheduler, manager), runner, **about)) == paged
-    assert manager.check() == []
+@pytest.mark.parametrize("name", BASELINES)
+def test_a_baseline_runs_live_and_generates_what_paging_generates(name):
+    lengths = {str(i): (5 + 9 * i, 20 - i) for i in range(8)}
+    requests = live_requests(lengths)
+    paged = live_outputs(build(LIVE, **QUIET).engine, requests)
+    contiguous = live_baseline(name, lengths.__getitem__)
+    assert live_outputs(contiguous, requests) == paged
+    assert contiguous.scheduler.check() == []
+
+
+def test_beams_in_slabs_find_what_beams_in_shared_blocks_find():
+    """So each copy into a slab has the KV that it should have."""
+    lengths = {str(i): (5 + 9 * i, 24) for i in range(3)}
+    beams = plan_beams(BeamSearchParams(beam_width=3, max_tokens=None), vocab_size=2048, num_end_tokens=1)
+    requests = live_requests(lengths, params={"n": 3}, beams=beams)
+    paged = live_outputs(build(LIVE, **QUIET).engine, requests)
+    contiguous = live_baseline("orca-oracle", lengths.__getitem__, num_beams=3)
+    assert live_outputs(contiguous, requests) == paged
+    assert contiguous.scheduler.cache.num_copied_tokens > 100
+    assert contiguous.scheduler.check() == []
 
 
 def measured(name, workload, **changed):
