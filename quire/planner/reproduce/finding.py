@@ -36,7 +36,7 @@ class Finding:
         if low <= self.ours <= high:
             return 1.0
         nearest = low if self.ours < low else high
-        return self.ours / nearest if nearest else None
+        return self.ours / nearest + 0.0 if nearest else None  # not -0.0
 
 
 Reported = float | tuple[float, float] | None  # a value, or the lowest and the highest one
