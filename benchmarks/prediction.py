@@ -1,6 +1,6 @@
 """Predicted against measured latencies: the simulator beside the live engine, on this machine.
 
-    python -m benchmarks.prediction [--seconds 10] [--requests 300] [--load 0.4] [--json FILE] [-- OPTION ...]
+    python -m benchmarks.prediction [--seconds 10] [--requests 300] [--load 0.4] [--workloads NAME ...] [--json FILE]
 
 Calibrates a latency profile (as `quire calibrate` does), then runs workloads that the calibration has not seen, each
 live in real time on the same engine and in the simulator, with the same requests and arrivals. The error of a mean is
@@ -41,20 +41,20 @@ CLAIMS = {"latency": 0.10, "ttft": 0.15}  # mean errors that are to be reached
 def live(engine: Engine, workload: Sequence[Session]) -> list[RequestResult]:
     """The sessions on an idle engine in real time. As in the simulator, requests are added between steps."""
     results, contexts = dict[str, RequestResult](), dict[str, tuple[Session, int, list[int]]]()
-    waiting = sorted(((session.at, i, session, 0, ()) for i, session in enumerate(workload)), key=lambda one: one[:2])
+    waiting = sorted(((session.at, i, session, 0) for i, session in enumerate(workload)), key=lambda one: one[:2])
     histories: dict[int, list[list[int]]] = {i: [] for i in range(len(workload))}
     number, began = 0, time.perf_counter()
     while waiting or engine.has_work:
         now = time.perf_counter() - began
         while waiting and waiting[0][0] <= now:
-            at, place, session, index, _ = waiting.pop(0)
+            at, place, session, index = waiting.pop(0)
             turn = session.turns[index]
             prompt = list(histories[place][turn.parent]) if turn.parent != NO_PARENT else []
             for part in turn.new:
                 prompt += [3 + token % (engine.vocab_size - 3) for token in tokens_of(part, engine.vocab_size)]
             params = SamplingParams(max_tokens=turn.num_output, temperature=0.0, ignore_eos=True, seed=number)
             key = str(number)
-            results[key] = RequestResult(session.tenant, at, len(prompt))
+            results[key] = RequestResult(session.tenant, at, len(prompt), session=place, turn=index)
             contexts[key] = session, place, prompt
             engine.add(Request(key, prompt, params, namespace=Namespace(session.tenant)))
             number += 1
@@ -75,17 +75,18 @@ def live(engine: Engine, workload: Sequence[Session]) -> list[RequestResult]:
                 histories[place].append(context)
                 after = len(histories[place])
                 if after < len(session.turns):
-                    waiting.append((now + session.turns[after].pause, place, session, after, ()))
+                    waiting.append((now + session.turns[after].pause, place, session, after))
                     waiting.sort(key=lambda one: one[:2])
     engine.flush_cache()
     return list(results.values())
 
 
 def compare(predicted: Sequence[RequestResult], measured: Sequence[RequestResult]) -> dict[str, float]:
-    """Means, medians and errors. Requests are paired by their order of arrival."""
+    """Means, medians and errors of the same requests."""
+    paired = [sorted(some, key=lambda one: (one.session, one.turn)) for some in (predicted, measured)]
     found: dict[str, float] = {"requests": len(measured)}
     for metric in ("ttft", "latency", "tpot"):
-        ours, theirs = ([getattr(one, metric) for one in some] for some in (predicted, measured))
+        ours, theirs = ([getattr(one, metric) for one in some] for some in paired)
         pairs = [(a, b) for a, b in zip(ours, theirs, strict=True) if b > 0]
         found[f"{metric}_predicted_ms"], found[f"{metric}_measured_ms"] = 1e3 * mean(ours), 1e3 * mean(theirs)
         found[f"{metric}_error_of_mean"] = abs(mean(ours) / mean(theirs) - 1)
@@ -142,9 +143,7 @@ def main() -> None:
         predicted = Simulation(setup).run(workload).requests
         measured = live(engine, workload)
         assert len(predicted) == len(measured) == num_requests(workload), "every request is completed"
-        rows[name] = compare(
-            sorted(predicted, key=lambda one: one.arrived), sorted(measured, key=lambda one: one.arrived)
-        )
+        rows[name] = compare(predicted, measured)
     print(
         f"{'workload':<10}" + "".join(f"{f'{m} {w}':>20}" for m in ("ttft", "latency", "tpot") for w in ("ms", "error"))
     )

@@ -22,6 +22,7 @@ import quire
 from quire.config import MODEL_HELP, REMOVED_VALUES, EngineOptions, Help
 from quire.errors import QuireError
 from quire.params import SamplingParams
+from quire.planner.files import write_json
 from quire.planner.options import PlanOptions, WorkloadOptions
 from quire.planner.workloads import Failures
 from quire.server.api_keys import MAX_PER_MINUTE, Role, add_key, new_key
@@ -452,7 +453,7 @@ def simulate(
         advance=CountBar("requests"),
     )
     if out is not None:
-        out.write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=1))
+        write_json(out, figures)
 
 
 @app.command(cls=_Command)

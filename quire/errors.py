@@ -71,6 +71,10 @@ class ConfigError(QuireError, ValueError):
     """The engine cannot be built with these options."""
 
 
+class DoesNotFit(ConfigError):
+    """The model and one sequence need more memory than there is."""
+
+
 class ModelError(QuireError):
     """The model's files are missing, damaged, or describe something that quire cannot run."""
 

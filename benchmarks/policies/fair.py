@@ -6,7 +6,8 @@ from random import Random
 
 import numpy as np
 
-from tools.virtual_time import Arrival, Server, limits, memory, poisson, request
+from quire.planner.workloads import Session, Turn
+from tools.small_engines import limits, memory, poisson, simulated
 
 SECONDS = 60.0
 # Requests per second. The machine completes about 45: the loud tenant normally needs half, the quiet one a quarter.
@@ -23,18 +24,18 @@ class Load:
     num_output: int = NUM_OUTPUT
 
 
-def arrivals(loads: dict[str, Load], seconds: float, seed: int) -> list[Arrival]:
-    """Poisson arrivals of every tenant. Those of one tenant do not depend on the others."""
+def arrivals(loads: dict[str, Load], seconds: float, seed: int) -> list[Session]:
+    """Poisson arrivals of single requests of every tenant. Those of one tenant do not depend on the others."""
     found = []
     for tenant, load in loads.items():
         rng = Random(f"{tenant}-{seed}")
         times = poisson(np.random.default_rng(rng.randrange(2**32)), load.rate, seconds)
-        for i, at in enumerate(times):
+        for at in times:
             prompt = [
                 rng.randrange(32000) for _ in range(rng.randrange(load.num_prompt // 2, load.num_prompt * 3 // 2))
             ]
             num_output = rng.randrange(load.num_output // 2, load.num_output * 3 // 2)
-            found.append(Arrival(at, request(f"{tenant}-{i}", prompt, num_output, tenant=tenant)))
+            found.append(Session(at, (Turn((prompt,), num_output),), tenant))
     return sorted(found, key=lambda one: one.at)
 
 
@@ -43,11 +44,10 @@ def waits(
 ) -> dict[str, list[float]]:
     """Seconds to the first token of each request, by tenant; infinite if there was none before the end."""
     config = limits(policy, **({"max_num_seqs": 64, "max_num_batched_tokens": 512, "max_model_len": 4096} | changed))
-    server = Server(config, memory(4096), lambda n: 8e-3 + 5e-5 * n)
-    outcomes = server.run(arrivals(loads, seconds, seed), until=seconds * 1.5)
+    result = simulated(config, memory(4096), 8e-3, 5e-5).run(arrivals(loads, seconds, seed), until=seconds * 1.5)
     found: dict[str, list[float]] = {tenant: [] for tenant in loads}
-    for one in outcomes.values():
-        found[one.tenant].append(one.wait)
+    for one in result.requests:
+        found[one.tenant].append(one.ttft)
     return found
 
 

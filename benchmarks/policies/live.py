@@ -19,9 +19,8 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from benchmarks.policies.fair import Load, arrivals, percentile
-from quire.core.request import Request
+from quire.planner.workloads import Session
 from quire.server.api_keys import add_key, new_key
-from tools.virtual_time import Arrival
 
 _SHAPE = Load(10.0, num_prompt=160, num_output=160)  # long, so that HTTP has a core to spare in the flood
 _SHARE = 0.45  # share of the server's rate that the loud tenant normally needs; the quiet one needs half of it
@@ -87,13 +86,14 @@ def site(*flags: str) -> Iterator[Site]:
                 process.kill()
 
 
-async def _send(site: Site, request: Request, *, stream: bool) -> tuple[int, float]:
+async def _send(site: Site, one: Session, *, stream: bool) -> tuple[int, float]:
     """(HTTP status, time of the first token or else of the whole answer) of a request, whose answer is read fully."""
-    body = {"prompt": [token % _NUM_TOKENS for token in request.prompt], "max_tokens": request.max_tokens}
+    (turn,) = one.turns
+    body = {"prompt": [token % _NUM_TOKENS for token in turn.new[0]], "max_tokens": turn.num_output}
     body |= {"temperature": 0, "ignore_eos": True, "stream": stream}
     content = json.dumps(body).encode()
     head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n"
-    head += f"authorization: Bearer {site.keys[request.namespace.tenant]}\r\ncontent-length: {len(content)}\r\n\r\n"
+    head += f"authorization: Bearer {site.keys[one.tenant]}\r\ncontent-length: {len(content)}\r\n\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
     try:
         writer.write(head.encode() + content)
@@ -110,13 +110,13 @@ async def _send(site: Site, request: Request, *, stream: bool) -> tuple[int, flo
         writer.close()
 
 
-async def play(site: Site, requests: list[Arrival], found: Found) -> None:
+async def play(site: Site, requests: list[Session], found: Found) -> None:
     """Send each request when it is due. The quiet tenant's are streams."""
     begin, tasks = time.monotonic() + 0.2, []
 
-    async def ask(one: Arrival) -> None:
-        tenant = one.request.namespace.tenant
-        status, at = await _send(site, one.request, stream=tenant == "quiet")
+    async def ask(one: Session) -> None:
+        tenant = one.tenant
+        status, at = await _send(site, one, stream=tenant == "quiet")
         if status == 429:
             found.num_refused[tenant] += 1
         elif status != 200:
@@ -127,7 +127,7 @@ async def play(site: Site, requests: list[Arrival], found: Found) -> None:
     for one in requests:
         await asyncio.sleep(begin + one.at - time.monotonic())
         tasks.append((one, asyncio.create_task(ask(one))))
-    quiet = {task: one for one, task in tasks if one.request.namespace.tenant == "quiet"}
+    quiet = {task: one for one, task in tasks if one.tenant == "quiet"}
     _, late = await asyncio.wait(quiet, timeout=_PATIENCE)
     found.num_unanswered += len(late)
     found.waits += [time.monotonic() - begin - quiet[task].at for task in late]
@@ -140,10 +140,10 @@ async def play(site: Site, requests: list[Arrival], found: Found) -> None:
 
 def _rate() -> float:
     """Requests of `_SHAPE` per second that the server completes with full rows."""
-    requests = [one.request for one in arrivals({"loud": _SHAPE}, 8 * _MAX_NUM_SEQS / _SHAPE.rate, 99)]
+    requests = arrivals({"loud": _SHAPE}, 8 * _MAX_NUM_SEQS / _SHAPE.rate, 99)
 
     async def all_at_once(site: Site) -> None:
-        await asyncio.gather(*(_send(site, request, stream=False) for request in requests))
+        await asyncio.gather(*(_send(site, one, stream=False) for one in requests))
 
     with site() as served:
         begin = time.monotonic()

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from itertools import permutations
 from random import Random
 
+from quire.planner.reproduce.reuse import best_hits
+from quire.planner.workloads import Session, Turn
 from quire.scheduler.queue.prefix_aware import score
-from tools.virtual_time import Arrival, Server, limits, memory, request
+from tools.small_engines import limits, memory, simulated
 
 POLICIES = ("fcfs", "lpm", "cache-aware")  # the other policies equal fcfs with one tenant and one class
 FIRST_TOKEN = 16
@@ -33,16 +35,7 @@ class Hits:
 
 def best(prompts: Sequence[Sequence[int]]) -> Hits:
     """The upper bound: each distinct prefix is computed once, and always the last token of each prompt."""
-    ids: dict[tuple[int, int], int] = {}
-    found = 0
-    for prompt in prompts:
-        at, known = 0, True
-        for i, token in enumerate(prompt):
-            key = (at, token)
-            known = known and key in ids and i < len(prompt) - 1
-            found += known
-            at = ids.setdefault(key, len(ids) + 1)
-    return Hits(sum(map(len, prompts)), found)
+    return Hits(sum(map(len, prompts)), best_hits(prompts))
 
 
 def served(
@@ -59,14 +52,12 @@ def served(
     """Prefix matches of the scheduler if the prompts arrive at once, or `rate` per second."""
     longest = max(map(len, prompts)) + num_output_tokens
     config = limits(policy, max_model_len=longest, wait_weight=wait_weight, **changed)
-    server = Server(config, memory(num_blocks, block_size), lambda n: 5e-3 + 5e-5 * n)
-    arrivals = [
-        Arrival(i / rate if rate else 0.0, request(str(i), list(prompt), num_output_tokens))
-        for i, prompt in enumerate(prompts)
-    ]
-    server.run(arrivals)
-    accounts = server.scheduler.request_stats
-    return Hits(accounts.num_query_tokens, accounts.num_hit_tokens, server.now)
+    simulation = simulated(config, memory(num_blocks, block_size), 5e-3, 5e-5)
+    simulation.run(
+        [Session(i / rate if rate else 0.0, (Turn((prompt,), num_output_tokens),)) for i, prompt in enumerate(prompts)]
+    )
+    accounts = simulation.scheduler.request_stats
+    return Hits(accounts.num_query_tokens, accounts.num_hit_tokens, simulation.clock.now)
 
 
 def best_of_all_orders(prompts: Sequence[Sequence[int]], *, num_blocks: int, block_size: int) -> Hits:

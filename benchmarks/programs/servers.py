@@ -3,12 +3,10 @@
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
-from quire.cache.kv_cache import KVCache
 from quire.config import Eviction, Policy
 from quire.core.output import Output
 from quire.core.scheduling_params import SchedulingParams
-from quire.scheduler.scheduler import Scheduler
-from tools.virtual_time import limits, memory, request, result_of
+from tools.small_engines import limits, memory, request, simulated
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +31,9 @@ class Counted(NamedTuple):
 class Server(Protocol):
     """A server. Times are seconds since the start."""
 
-    now: float
+    @property
+    def now(self) -> float:
+        """The current time."""
 
     @property
     def has_work(self) -> bool:
@@ -56,43 +56,44 @@ class Server(Protocol):
 
 
 class Virtual:
-    """See Server. A formula gives the duration of a step."""
+    """See Server. The engine of a simulation, whose steps take 5 ms and 50 us a token."""
 
     def __init__(self, setup: Setup) -> None:
         config = limits(setup.policy, max_num_seqs=setup.num_rows, max_model_len=4096)
-        self.scheduler = Scheduler(config, KVCache(replace(memory(setup.num_blocks), eviction=setup.eviction)))
-        self.now = 0.0
-        self._num_computed = 0
+        simulation = simulated(config, replace(memory(setup.num_blocks), eviction=setup.eviction), 5e-3, 5e-5)
+        self.engine = simulation.engine
+        self._clock = simulation.clock
+
+    @property
+    def now(self) -> float:
+        """See Server."""
+        return self._clock.now
 
     @property
     def has_work(self) -> bool:
         """See Server."""
-        return self.scheduler.has_work
+        return self.engine.has_work
 
     def add(self, name: str, prompt: list[int], num_output_tokens: int, scheduling_params: SchedulingParams) -> None:
         """See Server."""
-        self.scheduler.add(request(name, prompt, num_output_tokens, scheduling_params=scheduling_params), self.now)
+        self.engine.add(request(name, prompt, num_output_tokens, scheduling_params=scheduling_params))
 
     def end_program(self, program: str, branch: str | None) -> None:
         """See Server."""
-        self.scheduler.end_program("", program, branch, self.now)
+        self.engine.end_program("", program, branch)
 
     def step(self) -> list[Output]:
         """See Server."""
-        step = self.scheduler.plan(self.now)
-        if step is None:
-            raise AssertionError("nothing can run, and somebody waits")
-        seconds = 5e-3 + 5e-5 * step.num_tokens
-        self.now += seconds
-        self._num_computed += step.num_tokens
-        return self.scheduler.commit(result_of(step, seconds), self.now)
+        before, outputs = self.now, self.engine.step()
+        if self.now == before and not outputs:
+            raise AssertionError("nothing can run, and requests wait")
+        return outputs
 
     def wait(self, until: float) -> None:
         """See Server."""
-        self.now = until
+        self._clock.advance_to(until)
 
     def counted(self) -> Counted:
         """See Server."""
-        accounts = self.scheduler.request_stats
-        counts = accounts.num_query_tokens, accounts.num_hit_tokens
-        return Counted(*counts, self._num_computed, accounts.num_preemptions)
+        stats = self.engine.stats()
+        return Counted(stats.prefix_query_tokens, stats.prefix_hit_tokens, stats.num_step_tokens, stats.num_preemptions)

@@ -28,12 +28,12 @@ class PendingMoves:
         self._held: list[Counter[int]] = [Counter() for _ in pools]  # references, per group
         self._last_id = 0
 
-    def plan_copy(self, group: int, source: int, num_tokens: int) -> int:
-        """Allocate a block and plan the copy of the leading tokens of `source` to it. Returns the block.
+    def plan_copy(self, group: int, source: int, num_tokens: int, target: int | None = None) -> int:
+        """Plan the copy of the leading tokens of `source` to `target`, or to a new block. Returns the target.
 
-        The caller's reference to `source` passes to the copy.
+        target: a block of the caller. The caller's reference to `source` passes to the copy.
         """
-        target = self._pools[group].allocate()
+        target = self._pools[group].allocate() if target is None else target
         self._pools[group].incr_ref(target)
         self._last_id += 1
         self.pending.append(Move(self._last_id, group, "device", "device", [(source, target)], num_tokens))

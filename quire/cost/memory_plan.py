@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from quire.config import max_blocks_of_sequence
-from quire.errors import ConfigError
+from quire.errors import ConfigError, DoesNotFit
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _UNITS |= {f"{unit}b": factor for unit, factor in _UNITS.items()}
@@ -126,7 +126,7 @@ def plan_memory(
     if profile.kv_bytes(length) > room:
         if profile.max_model_len is not None or profile.kv_bytes(2) > room:
             need = profile.weight_bytes + beside + profile.kv_bytes(length)
-            raise ConfigError(
+            raise DoesNotFit(
                 f"one sequence of {length} tokens needs {format_bytes(need)} (weights "
                 f"{format_bytes(profile.weight_bytes)}, workspace {format_bytes(beside)}, the rest KV), but the budget "
                 f"is {format_bytes(budget)}, {budget_reason}. Raise memory, or lower "

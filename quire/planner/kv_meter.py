@@ -1,12 +1,13 @@
 """KVMeter: how much KV memory holds live tokens, and what the rest is, while requests wait for memory.
 
 One definition for every memory manager. Of all blocks of the pool, at a moment in which the head of the queue waits for
-memory:
+memory (no blocks are shared: the workload has no prefix cache, and one sequence for each request):
 
     live         positions whose KV is computed
     reservation  positions that a running sequence will use later
     internal     positions of a slab, or of blocks, that its sequence never uses
-    external     between slabs: what the buddy allocator rounds up, and free memory that nothing waiting fits into
+    external     between slabs: what the buddy allocator rounds up, and free memory that nothing waiting fits into, such
+                 as the blocks that the admission watermark keeps free
 """
 
 from typing import NamedTuple
@@ -16,13 +17,14 @@ from quire.planner.simulation import Simulation
 
 
 class KVShares(NamedTuple):
-    """Shares of the pool that sum to 1, and of the blocks that sequences hold."""
+    """Shares of the pool, of which the first four sum to 1, and of the blocks that sequences hold."""
 
     live: float
     reservation: float
     internal: float
     external: float
     live_of_held: float  # live positions, as a share of the positions in blocks that sequences hold
+    kept_free: float  # part of `external`: free blocks up to the admission watermark
 
     @property
     def waste(self) -> float:
@@ -38,7 +40,7 @@ class KVMeter:
         self._every = every
         self._only_waiting = only_waiting
         self._num_steps = 0
-        self._sums = [0.0] * 5
+        self._sums = [0.0] * 6
         self._running = self._num_samples = 0
 
     @property
@@ -73,7 +75,12 @@ class KVMeter:
             internal += max(0, slab - max(final, computed))
             held += has
         external = total - live - reservation - internal
-        parts = (live / total, reservation / total, internal / total, external / total, live / held if held else 0.0)
+        kept_free = min(cache.pools[0].num_available, scheduler.state.watermark_blocks[0]) * size
+        parts = (
+            *(part / total for part in (live, reservation, internal, external)),
+            live / held if held else 0.0,
+            kept_free / total,
+        )
         self._sums = [before + part for before, part in zip(self._sums, parts, strict=True)]
         self._running += scheduler.num_running
         self._num_samples += 1

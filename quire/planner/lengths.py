@@ -69,6 +69,25 @@ LENGTHS: Mapping[str, RequestLengths] = MappingProxyType(
     }
 )
 
+# Lengths of document 001, with the longest sequence of each workload. The means are the document's. That prompts are a
+# third of them, and the spread, are ours.
+DOCUMENT_LENGTHS: Mapping[str, tuple[RequestLengths, int]] = MappingProxyType(
+    {
+        name: (
+            RequestLengths(
+                Lengths(mean / 3, 0.9, longest // 2), Lengths(mean * 2 / 3, 0.9, longest // 2), "document 001: means"
+            ),
+            longest,
+        )
+        for name, mean, longest in (
+            ("chat", 215, 2048),
+            ("code", 412, 4096),
+            ("summarization", 524, 2048),
+            ("translation", 186, 1024),
+        )
+    }
+)
+
 
 def capped_median(mean: float, sigma: float, cap: float) -> float:
     """The median of the lognormal X for which E[min(X, cap)] = mean, by bisection."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from quire.config import CacheConfig
 from quire.core.runner import RowProcessors
-from quire.core.step import ChunkOutput, SamplingMasks, Step, StepResult
+from quire.core.step import ChunkOutput, Logprobs, SamplingMasks, Step, StepResult
 from quire.cost.latency_profile import LatencyProfile
 
 Outputs = Mapping[int, Sequence[int]]  # recorded output tokens, by the seed of a request
@@ -64,6 +64,7 @@ class ModelledRunner:
         self._fails = fails
         self._seeds = np.zeros(max_num_seqs, np.int64)  # by row
         self._prompt_lens = np.zeros(max_num_seqs, np.int64)
+        self._num_logprobs = np.full(max_num_seqs, -1, np.int64)
         self._in_flight: deque[tuple[Step, float, float]] = deque()  # step, its seconds, when it ends
         self._device_free_at = 0.0
         self._copies: dict[int, tuple[bool, float, float]] = {}  # move id -> to the host?, its seconds, when it ends
@@ -74,7 +75,8 @@ class ModelledRunner:
         opens = step.opens
         self._seeds[opens.rows] = opens.seeds.astype(np.int64) + opens.sample_indices * _OF_SAMPLE
         self._prompt_lens[opens.rows] = opens.prompt_lens
-        seconds = self._profile.step_seconds(step)
+        self._num_logprobs[opens.rows] = opens.num_logprobs
+        seconds = self._profile.step_seconds(step) + self._copy_seconds(step)
         begin = max(self._clock.now, self._device_free_at)
         self._device_free_at = begin + seconds
         self.busy_seconds += seconds
@@ -103,14 +105,24 @@ class ModelledRunner:
         for move_id in done:
             is_out, copying, _ = self._copies.pop(move_id)
             copied[is_out] += copying
-        counts, tokens = self._tokens(step)
-        return StepResult(step.id, seconds, counts, tokens, done_moves=done, swap_seconds=(copied[True], copied[False]))
+        counts, tokens, logprobs = self._tokens(step)
+        swaps = copied[True], copied[False]
+        return StepResult(step.id, seconds, counts, tokens, logprobs, done_moves=done, swap_seconds=swaps)
 
     def release_workspace(self) -> None:
         """See Runner. There is no memory to release."""
 
-    def _tokens(self, step: Step) -> tuple[np.ndarray, np.ndarray]:
-        """(counts, tokens) of the chunks that sample."""
+    def _copy_seconds(self, step: Step) -> float:
+        """Seconds of the step's copies within the device: they read KV as attention does, and write as many bytes."""
+        attention = self._profile.attention
+        return sum(
+            2 * attention[move.group].per_kv_token * move.num_tokens * len(move.pairs)
+            for move in step.moves
+            if move.source == move.target
+        )
+
+    def _tokens(self, step: Step) -> tuple[np.ndarray, np.ndarray, Logprobs | None]:
+        """(counts, tokens, candidates of beams) of the chunks that sample."""
         chunks = step.chunks
         samples = chunks.outputs == ChunkOutput.SAMPLE
         counts = np.where(samples, chunks.num_drafts + 1, 0).astype(np.int32)
@@ -129,7 +141,27 @@ class ModelledRunner:
                 recorded = self._outputs.get(seed)
                 if recorded is not None and place < len(recorded):
                     tokens[i] = recorded[place]
-        return counts, tokens
+        widest = int(self._num_logprobs[rows].max(initial=-1))
+        return counts, tokens, None if widest < 0 else candidates_at(seeds, stops, widest, self._vocab_size)
+
+
+_ZIPF = 2.0  # exponent: the most likely of many candidates has 1 / zeta(2), or 61 %
+
+
+def candidates_at(seeds: np.ndarray, positions: np.ndarray, num_candidates: int, vocab_size: int) -> Logprobs:
+    """Logprobs of `num_candidates` distinct tokens behind each position, most likely first, as a hash of both.
+
+    Ranks follow Zipf's law on average: gaps between successive logprobs are exponential with mean _ZIPF / rank, as they
+    are for the largest of many independent exponential values (Renyi, 1953). The first column is the most likely token.
+    """
+    ranks = np.arange(1, num_candidates + 1)
+    hashes = token_at(seeds[:, None] + 7 * ranks, positions[:, None], 2**31 - 1)
+    gaps = -np.log((hashes + 1.0) / 2**31) * (_ZIPF / ranks)
+    values = -np.concatenate([np.zeros((len(seeds), 1)), np.cumsum(gaps[:, :-1], 1)], 1)
+    values -= np.log(np.exp(values).sum(1, keepdims=True))
+    ids = (token_at(seeds, positions, vocab_size)[:, None] + ranks * _STRIDE) % vocab_size
+    columns = np.concatenate([ids[:, :1], ids], 1).astype(np.int32)
+    return Logprobs(columns, np.concatenate([values[:, :1], values], 1).astype(np.float32), np.ones(len(ids), np.int32))
 
 
 def token_at(seeds: np.ndarray, positions: np.ndarray, vocab_size: int) -> np.ndarray:

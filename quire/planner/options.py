@@ -33,6 +33,10 @@ class WorkloadOptions:
         float | None,
         Help("draw arrivals at random: 1 is Poisson, less is burstier [default: 1, or the trace's own times]", "beta"),
     ] = None
+    num_samples: Annotated[int, Meta(ge=1, le=64), Help("sequences that each request samples", "beta")] = 1
+    beam_width: Annotated[
+        int, Meta(ge=0, le=64), Help("beams that each request searches with instead [default: it samples]", "beta")
+    ] = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,22 +1,31 @@
 """`quire plan`: what a model on a device can serve within an SLO, which options to use, and what each is worth."""
 
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from math import inf
 from types import MappingProxyType
 from typing import Any
 
-from quire.config import EngineOptions
+from quire.config import DEFAULT_POLICY, EngineOptions
 from quire.cost.devices import DEVICES
 from quire.cost.memory_plan import format_bytes
-from quire.errors import ConfigError
+from quire.errors import ConfigError, DoesNotFit
 from quire.planner.block_size import SIZES, BlockSizeRow, block_size_advice, compare_block_sizes
 from quire.planner.options import WorkloadOptions
-from quire.planner.setup import GPU_MEMORY_SHARE, PlannedEngine, PlannedModel, find_model, plan_engine
-from quire.planner.simulate import for_workload, has_times, load_workload
-from quire.planner.simulation import Simulation, SimulationResult
+from quire.planner.setup import (
+    GPU_MEMORY_SHARE,
+    PlannedEngine,
+    PlannedModel,
+    find_model,
+    known_configs,
+    named_device,
+    plan_engine,
+)
+from quire.planner.simulate import for_workload, format_ms, has_times, load_workload, with_sequences
+from quire.planner.simulation import Metric, Simulation, SimulationResult
 from quire.planner.slo import METRIC_NAMES, SLO
-from quire.planner.workloads import Session, with_arrivals, with_rate
+from quire.planner.workloads import Session, num_requests, with_arrivals, with_rate
 
 Advance = Callable[[int, int], None]
 _LEAST_REQUESTS = 400  # of each simulation,
@@ -27,6 +36,7 @@ _LEAST_GAIN = 0.03  # of a choice that is recommended
 _MOST_DOUBLINGS = 6  # of a rate that meets the SLO
 _LEAST_SHARE = 64  # of the rate at which everything is completed at once: the least rate that is tried,
 _FEW_REQUESTS = 32  # with as many requests, because they run one by one
+_FULL = 0.9  # share of KV blocks in use: requests wait for more
 _CURVE = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25)  # rates of the curve, as shares of the sustainable one
 
 # Options that are tried, one after the other. The first value of each is the default of `quire serve`.
@@ -34,6 +44,7 @@ KNOBS: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
         "max_num_batched_tokens": (2048, 512, 1024, 4096, 8192),
         "max_num_seqs": (128, 32, 64, 256, 512),
+        "block_size": (16, 32, 64, 128),
         "policy": ("fcfs", "lpm"),
         "eviction": ("lru", "cost"),
         "speculation": ("auto", "off"),
@@ -46,6 +57,7 @@ _REASONS: Mapping[str, str] = MappingProxyType(
     {
         "max_num_batched_tokens": "it bounds the tokens of a step, and so how long a prompt delays the others",
         "max_num_seqs": "it bounds the sequences that run at once; each step reads the weights once for all of them",
+        "block_size": "it decides how many positions of the last blocks stay empty, and which prefixes are reused",
         "policy": "lpm runs requests with cached prefixes first",
         "eviction": "cost keeps the KV that is expensive to compute again",
         "speculation": "accepted drafts save steps; rejected ones cost tokens of steps",
@@ -88,6 +100,7 @@ class Plan:
     choices: list[Choice] = field(default_factory=list)
     block_sizes: list[BlockSizeRow] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     num_simulations: int = 0
 
     @property
@@ -101,12 +114,25 @@ class Plan:
         """The recommended command line."""
         return serve_command(self.engine.options)
 
+    @property
+    def notes(self) -> list[str]:
+        """What the plan does not know, and what its command needs."""
+        name = self.engine.options.model
+        if name is None or name.lower() not in known_configs():
+            return [*self.engine.notes, *self.warnings]
+        return [
+            *self.engine.notes,
+            *self.warnings,
+            f"in place of {name}, give `quire serve` the folder or the id of its checkpoint",
+        ]
+
 
 class _Search:
     """Runs simulations of one workload at many rates and with many options."""
 
     def __init__(self, workload: WorkloadOptions, slo: SLO, model: PlannedModel, advance: Advance) -> None:
         self.num_simulations = 0
+        self.enough = _LEAST_REQUESTS  # requests of a simulation in which a queue that grows without end shows
         self._wanted = workload
         self._slo = slo
         self._model = model
@@ -116,7 +142,7 @@ class _Search:
 
     def engine(self, options: EngineOptions) -> PlannedEngine:
         """The engine of these options. Raises ConfigError if the model does not fit."""
-        return plan_engine(options, options.device, self._model)
+        return with_sequences(plan_engine(options, options.device, self._model), self._wanted)
 
     def sessions(self, engine: PlannedEngine) -> list[Session]:
         """The workload for this engine."""
@@ -149,8 +175,9 @@ class _Search:
     def capacity(self, engine: PlannedEngine) -> float:
         """Requests per second if there are always enough. Sets the number of requests of further simulations."""
         at_once = self.run(engine, inf)
+        self.enough = max(_LEAST_REQUESTS, round(_REQUESTS_PER_ROW * at_once.mean_running))
         if self._wanted.num_requests is None:
-            self._num_requests = max(_LEAST_REQUESTS, round(_REQUESTS_PER_ROW * at_once.mean_running))
+            self._num_requests = self.enough
             self._sessions.clear()
         return at_once.steady_rate
 
@@ -187,7 +214,7 @@ class _Search:
         return low
 
 
-_EXPECTED_SIMULATIONS = 120  # of a plan with a search
+_EXPECTED_SIMULATIONS = 150  # of a plan with a search
 
 
 def make_plan(
@@ -211,14 +238,18 @@ def make_plan(
     finder = _Search(workload, slo, model, advance)
     try:
         engine = finder.engine(options)
-    except ConfigError as error:
+    except DoesNotFit as error:
         hints = list(what_would_fit(options, model))
-        if "budget" not in str(error) or not hints:
+        if not hints:
             raise
-        raise ConfigError(f"{error}.\nWhat would make it fit:\n" + "\n".join(f"  {hint}" for hint in hints)) from error
+        raise DoesNotFit(f"{error}.\nWhat would make it fit:\n" + "\n".join(f"  {hint}" for hint in hints)) from error
     capacity = finder.capacity(engine)
     rate = finder.sustainable(engine, capacity)
     plan = Plan(engine, slo, capacity, rate, rate)
+    if (few := num_requests(finder.sessions(engine))) < finder.enough:
+        plan.warnings.append(
+            f"{few} requests are too few: a queue that would grow without end may not show. {finder.enough} are enough"
+        )
     if search:
         _try_knobs(plan, finder, allow_lossy=allow_lossy)
     if plan.rate:
@@ -245,12 +276,13 @@ def _try_knobs(plan: Plan, finder: _Search, *, allow_lossy: bool) -> None:
         before, best = plan.rate, plan.engine
         found: list[Choice] = []
         for value in values:
-            if value == current or (option == "policy" and value == "fcfs" and current is None):
+            if value == (DEFAULT_POLICY if option == "policy" and current is None else current):
                 continue
             try:
                 engine = finder.engine(changed(plan.engine.options, {option: value}))
             except ConfigError as error:
-                found.append(Choice(option, value, 0.0, -1.0, note=str(error).split(".")[0]))
+                note = "does not fit" if isinstance(error, DoesNotFit) else str(error)
+                found.append(Choice(option, value, 0.0, -1.0, note=note))
                 continue
             rate = finder.sustainable(engine, before or plan.capacity)
             gain = rate / before - 1 if before else (inf if rate else 0.0)
@@ -269,7 +301,7 @@ def changed(options: EngineOptions, values: Mapping[str, Any]) -> EngineOptions:
 
 def serve_command(options: EngineOptions) -> str:
     """The command line of `quire serve` with the options that differ from their defaults."""
-    parts = ["quire serve", *([options.model] if options.model else [])]
+    parts = ["quire", "serve", *([options.model] if options.model else [])]
     for one in fields(options):
         value: Any = getattr(options, one.name)
         if one.name in ("model", "device", "journal") or value == one.default:
@@ -278,8 +310,8 @@ def serve_command(options: EngineOptions) -> str:
         if isinstance(value, bool):
             parts.append(f"--{flag}" if value else f"--no-{flag}")
         else:
-            parts.append(f"--{flag} {value}")
-    return " ".join(parts)
+            parts += [f"--{flag}", str(value)]
+    return shlex.join(parts)
 
 
 def what_would_fit(options: EngineOptions, model: PlannedModel) -> Iterator[str]:
@@ -292,29 +324,29 @@ def what_would_fit(options: EngineOptions, model: PlannedModel) -> Iterator[str]
             return False
         return True
 
-    for quantization in ("fp8", "int8", "int4"):
-        if options.quantization is None and fits(quantization=quantization):
-            yield f"--quantization {quantization}"
-            break
-    if fits(kv_cache_dtype="fp8"):
-        yield "--kv-cache-dtype fp8"
-    length = options.max_model_len or model.description.max_positions
-    while options.max_model_len is not None and length > 256:
-        length //= 2
-        if fits(max_model_len=length):
-            yield f"--max-model-len {length}"
-            break
-    for tokens, rows in ((1024, 64), (512, 32)):
-        if fits(max_num_batched_tokens=tokens, max_num_seqs=rows):
-            yield f"--max-num-batched-tokens {tokens} --max-num-seqs {rows}"
-            break
+    for alternatives in _smaller(options):
+        found = next((values for values in alternatives if fits(**values)), None)
+        if found is not None:
+            yield " ".join(f"--{name.replace('_', '-')} {value}" for name, value in found.items())
     devices = [name for name in DEVICES if fits(device=name)]
     if devices:
         yield f"--device {' or '.join(devices)}"
-    if options.device in DEVICES:
+    device = named_device(options.device)
+    if device is not None:
         size = model.description.weight_bytes(model.description.dtype)
-        usable = GPU_MEMORY_SHARE * DEVICES[options.device].memory_bytes
+        usable = GPU_MEMORY_SHARE * device.memory_bytes
         yield f"its weights of {format_bytes(size)} need {int(-(-size // usable))} such devices; quire uses one"
+
+
+def _smaller(options: EngineOptions) -> Iterator[list[dict[str, object]]]:
+    """Changes of options that need less memory. Of each list, the first that suffices is the mildest."""
+    if options.quantization is None:
+        yield [{"quantization": scheme} for scheme in ("fp8", "int8", "int4")]
+    if options.kv_cache_dtype == "auto":
+        yield [{"kv_cache_dtype": kv_dtype} for kv_dtype in ("fp8", "int8")]
+    if options.max_model_len is not None:
+        yield [{"max_model_len": options.max_model_len >> i} for i in range(1, 24) if options.max_model_len >> i >= 128]
+    yield [{"max_num_batched_tokens": tokens, "max_num_seqs": rows} for tokens, rows in ((1024, 64), (512, 32))]
 
 
 def _reasons(plan: Plan) -> Iterator[str]:
@@ -327,9 +359,18 @@ def _reasons(plan: Plan) -> Iterator[str]:
     )
     if not plan.rate:
         alone = plan.curve[0].result
-        for metric, value in slo.violations(alone).items():
+        lost = [one for one in alone.requests if not one.is_complete]
+        broken = slo.violations(alone)
+        if inf in broken.values():
             yield (
-                f"No rate meets the SLO: the {METRIC_NAMES[metric]} is {1e3 * value:.3g} ms even at "
+                f"No rate meets the SLO: {len(lost)} of {len(alone.requests)} requests are not completed even at "
+                f"{plan.curve[0].rate:.2g} requests/s ({', '.join(sorted({one.reason for one in lost}))}). Prompts of "
+                f"more than {memory.max_model_len} tokens are rejected."
+            )
+            return
+        for metric, value in broken.items():
+            yield (
+                f"No rate meets the SLO: the {METRIC_NAMES[metric]} is {format_ms(1e3 * value)} even at "
                 f"{plan.curve[0].rate:.2g} requests/s, and the limit is {1e3 * slo.limits[metric]:g} ms. The nearest "
                 f"limit that is met is {metric}={1e3 * value:.3g}ms."
             )
@@ -346,10 +387,7 @@ def _reasons(plan: Plan) -> Iterator[str]:
     if above is not None and not broken:
         yield f"At {above.rate:.2f} requests/s the queue grows without end: more arrive than are completed."
     elif above is not None:
-        what = " and ".join(f"the {METRIC_NAMES[metric]} ({1e3 * value:.3g} ms)" for metric, value in broken.items())
-        waits = above.result.mean_kv_use > 0.9
-        why = "requests wait for KV blocks" if waits else "steps take longer, or requests wait for their turn"
-        yield f"At {above.rate:.2f} requests/s {what} exceeds the limit: {why}."
+        yield _why_not_faster(above, broken)
     for choice in plan.choices:
         if choice.is_chosen:
             yield f"{choice.option} {choice.value}: {choice.gain:+.0%}, because {_REASONS[choice.option]}."
@@ -359,6 +397,18 @@ def _reasons(plan: Plan) -> Iterator[str]:
         worth = [one for one in plan.choices if one.option == option and one.gain > _LEAST_GAIN and not one.is_chosen]
         for one in sorted(worth, key=lambda one: -one.gain)[:1]:
             yield f"{option} {one.value} would give {one.gain:+.0%}: {_REASONS[option]}."
+
+
+def _why_not_faster(above: RatePoint, broken: Mapping[Metric, float]) -> str:
+    """Why a rate does not meet the SLO, in a sentence. broken: values that exceed their limits."""
+    if inf in broken.values():
+        lost = len(above.result.requests) - len(above.result.complete)
+        return f"At {above.rate:.2f} requests/s {lost} requests are not completed: the queue is full."
+    what = " and ".join(f"the {METRIC_NAMES[metric]} ({format_ms(1e3 * value)})" for metric, value in broken.items())
+    waits = above.result.mean_kv_use > _FULL
+    why = "requests wait for KV blocks" if waits else "steps take longer, or requests wait for their turn"
+    exceed = "exceeds its limit" if len(broken) == 1 else "exceed their limits"
+    return f"At {above.rate:.2f} requests/s {what} {exceed}: {why}."
 
 
 def verdict(plan: Plan, point: RatePoint) -> str:
@@ -397,7 +447,7 @@ def figures(plan: Plan) -> dict[str, object]:
         ],
         "block_sizes": [asdict(row) for row in plan.block_sizes],
         "reasons": plan.reasons,
-        "notes": list(plan.engine.notes),
+        "notes": plan.notes,
         "simulations": plan.num_simulations,
     }
 

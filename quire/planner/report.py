@@ -5,16 +5,16 @@ from html import escape
 from math import inf
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from quire.config import EngineOptions
 from quire.cost.memory_plan import format_bytes
-from quire.errors import ConfigError
 from quire.planner.charts import line_chart, stacked_bars
+from quire.planner.files import write_json, write_text
 from quire.planner.options import PlanOptions, WorkloadOptions
 from quire.planner.plan import Advance, Plan, curve_lines, figures, make_plan, verdict
+from quire.planner.simulate import format_ms
 from quire.planner.slo import parse_slo
 
 Rows = Sequence[Sequence[str]]
@@ -33,19 +33,16 @@ def plan(
     for table in terminal_tables(made):
         console.print(table)
         console.print()
-    for note in made.engine.notes:
+    for note in made.notes:
         console.print(f"note: {note}", markup=False, highlight=False)
     for reason in made.reasons if wanted.explain or not made.rate else ():
         console.print(reason, markup=False, highlight=False)
     console.print(headline(made), style="bold", markup=False, highlight=False)
     console.print(made.command, markup=False, highlight=False, soft_wrap=True)
-    try:
-        if wanted.json is not None:
-            Path(wanted.json).write_bytes(msgspec.json.format(msgspec.json.encode(figures(made)), indent=1))
-        if wanted.html is not None:
-            Path(wanted.html).write_text(html_page(made))
-    except OSError as error:
-        raise ConfigError(f"{error.filename} cannot be written: {error.strerror}") from error
+    if wanted.json is not None:
+        write_json(Path(wanted.json), figures(made))
+    if wanted.html is not None:
+        write_text(Path(wanted.html), html_page(made))
     return made
 
 
@@ -63,7 +60,7 @@ def curve_rows(plan: Plan) -> Rows:
         rows.append(
             (
                 f"{point.rate:.2f}",
-                *(f"{value:.3g} ms" if value < inf else "-" for value in times),
+                *map(format_ms, times),
                 f"{result.token_rate:.0f}",
                 f"{result.mean_running:.1f}",
                 f"{result.mean_kv_use:.0%}",
@@ -143,7 +140,7 @@ def html_page(plan: Plan) -> str:
         chart = line_chart("throughput by block size", "tokens in a block", "tokens/s", points)
         body.append("<h2>Block size</h2>" + chart + _html_table(_SIZE_HEAD, block_size_rows(plan)))
     notes = [
-        *plan.engine.notes,
+        *plan.notes,
         f"{plan.num_simulations} simulations of quire's scheduler and KV cache in virtual time",
     ]
     body += [f"<p><small>{escape(note)}</small></p>" for note in notes]

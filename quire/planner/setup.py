@@ -9,7 +9,7 @@ from quire.config import EngineOptions, check_options, with_queue_limits
 from quire.cost.devices import Device, find_device
 from quire.cost.latency_profile import LatencyProfile, read_profile, roofline_profile
 from quire.cost.memory_plan import DEFAULT_SWAP_SPACE, HostPoolPlan, MemoryPlan, plan_host_pool, plan_memory
-from quire.errors import ModelError, nearest
+from quire.errors import ConfigError, ModelError, nearest
 from quire.hub import embedded
 from quire.hub.locate import locate_config
 from quire.kernels.choose import MODULES
@@ -101,10 +101,12 @@ def _quantization_of(settings: object) -> str | None:
         return "fp8"
     groups = settings.get("config_groups")
     if isinstance(groups, dict):  # compressed-tensors
-        weights: dict[str, object] = next((group["weights"] for group in groups.values()), {})
-        return (
-            "fp8" if weights.get("type") == "float" and weights.get("num_bits") == 8 else _bits(weights.get("num_bits"))
-        )
+        group = next(iter(groups.values()), None)
+        weights = group.get("weights") if isinstance(group, dict) else None
+        if not isinstance(weights, dict):
+            raise ModelError("quantization_config: config_groups names no weights, so that their size is not known")
+        bits = weights.get("num_bits")
+        return "fp8" if weights.get("type") == "float" and bits == 8 else _bits(bits)
     return _bits(settings.get("bits", settings.get("w_bit", 4)))
 
 
@@ -121,21 +123,23 @@ def plan_engine(options: EngineOptions, device: str, model: PlannedModel | None 
     check_policies(options)
     model = model or find_model(options)
     description = model.description
-    profile_file = Path(device)
-    found = None if profile_file.suffix == ".json" or profile_file.is_file() else find_device(device)
+    found = named_device(device)
     dtype, kv_dtype = resolve_dtypes(options, description.dtype)
     schemes = description.schemes(options.quantization or model.quantization)
     shape = shape_of(description, dtype, schemes)
     notes: list[str] = []
     if found is None:
-        profile = read_profile(profile_file)
+        profile = read_profile(Path(device))
         kernels, memory, share = _kernels("cpu", notes), available_memory("cpu"), CPU_MEMORY_SHARE
         if profile.model != model.name:
             notes.append(f"the profile is that of {profile.model}, not of {model.name}")
     else:
+        _check_kv_type(found, kv_dtype)
         profile = roofline_profile(model.name, found, compute_shape_of(description, dtype, kv_dtype, schemes))
         kernels, memory, share = _kernels("triton", notes), found.memory_bytes, GPU_MEMORY_SHARE
         notes.append(f"step times are {profile.source}; `quire calibrate` on the device would measure them")
+    if options.quantization is None and model.quantization is not None:
+        notes.append(f"low-bit weights of the checkpoint count as those of --quantization {model.quantization}")
     is_gpu = found is not None
     demand = memory_profile(
         shape, options, (dtype, kv_dtype), kernels, overlaps_swaps=is_gpu and options.preemption != "recompute"
@@ -160,6 +164,20 @@ def plan_engine(options: EngineOptions, device: str, model: PlannedModel | None 
         cache = replace(cache, prefix_index=options.prefix_index, eviction=options.eviction)
     setup = EngineSetup(scheduler=limits, cache=cache, profile=profile, vocab_size=description.vocab_size)
     return PlannedEngine(model, _device_name(found, profile), options, plan, host, setup, tuple(notes))
+
+
+def named_device(device: str) -> Device | None:
+    """The device of that name; None for a file of `quire calibrate`. Raises ConfigError for an unknown name."""
+    file = Path(device)
+    return None if file.suffix == ".json" or file.is_file() else find_device(device)
+
+
+def _check_kv_type(device: Device, kv_dtype: str) -> None:
+    """Raises ConfigError for keys and values in a type that quire's kernels for GPUs do not have on the device."""
+    if kv_dtype == "int4":
+        raise ConfigError("kv_cache_dtype: on a GPU, quire does not keep keys and values in int4; use int8")
+    if kv_dtype == "fp8_e4m3" and kv_dtype not in device.flops:
+        raise ConfigError(f"kv_cache_dtype: {device.name} has no fp8; use int8")
 
 
 def _device_name(device: Device | None, profile: LatencyProfile) -> str:

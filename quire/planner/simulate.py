@@ -1,16 +1,18 @@
 """`quire simulate`: a workload or a trace on an engine that options make on a device, in virtual time."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import inf
 from pathlib import Path
+from typing import get_args
 
 from quire.config import EngineOptions
 from quire.errors import ConfigError
 from quire.planner.baselines import baseline_setup
 from quire.planner.options import WorkloadOptions
 from quire.planner.setup import PlannedEngine, plan_engine
-from quire.planner.simulation import EngineSetup, NewCache, Simulation, SimulationResult, paged_cache
+from quire.planner.simulation import EngineSetup, Metric, NewCache, Simulation, SimulationResult, paged_cache
 from quire.planner.traces import read_trace
 from quire.planner.workloads import (
     Failures,
@@ -42,7 +44,7 @@ def load_workload(wanted: WorkloadOptions, planned: PlannedEngine) -> list[Sessi
         if wanted.rate is None:
             return sessions
         return with_arrivals(sessions, wanted.rate, burstiness=wanted.burstiness or 1.0, seed=seed)
-    sessions = _first(read_trace(Path(wanted.trace), planned.model.tokenize()), wanted.num_requests)
+    sessions = read_trace(Path(wanted.trace), planned.model.tokenize(), wanted.num_requests)
     if wanted.rate is None:
         return sessions
     if wanted.burstiness is not None or not has_times(sessions):
@@ -55,16 +57,10 @@ def has_times(workload: Workload) -> bool:
     return len({session.at for session in workload}) > 1
 
 
-def _first(sessions: Sequence[Session], count: int | None) -> list[Session]:
-    """The leading sessions with `count` requests together, the last one cut."""
-    kept: list[Session] = []
-    left = count
-    for session in sessions:
-        if left is not None and left <= 0:
-            break
-        kept.append(session if left is None else replace(session, turns=session.turns[:left]))
-        left = None if left is None else left - len(session.turns)
-    return kept
+def with_sequences(planned: PlannedEngine, wanted: WorkloadOptions) -> PlannedEngine:
+    """The engine with requests that have several samples or beams."""
+    setup = replace(planned.setup, num_samples=wanted.num_samples, beam_width=wanted.beam_width)
+    return replace(planned, setup=setup)
 
 
 def for_workload(setup: EngineSetup, workload: Workload) -> EngineSetup:
@@ -89,7 +85,7 @@ def simulate(
 
     Returns the result, and its figures with the setup for JSON. Raises ConfigError, ModelError.
     """
-    planned = plan_engine(options, options.device)
+    planned = with_sequences(plan_engine(options, options.device), wanted)
     workload = load_workload(wanted, planned)
     setup = for_workload(planned.setup, workload)
     new_cache: NewCache = paged_cache
@@ -136,8 +132,14 @@ def summary(result: SimulationResult) -> list[str]:
         f"{result.num_preemptions} preemptions",
         f"cache      {result.hit_rate:.1%} of prompt tokens cached, {result.num_evicted_blocks} blocks evicted",
     ]
-    names = {"ttft": "first token", "tpot": "per token", "latency": "whole"}
-    for metric, name in names.items():
-        values = [1e3 * result.percentile(metric, share) for share in (0.5, 0.9, 0.99)]  # type: ignore[arg-type]
-        lines.append(f"{name:<11}" + ", ".join(f"p{p} {v:.3g} ms" for p, v in zip((50, 90, 99), values, strict=True)))
+    for metric in get_args(Metric):
+        values = {p: 1e3 * result.percentile(metric, p / 100) for p in (50, 90, 99)}
+        lines.append(f"{metric:<11}" + ", ".join(f"p{p} {format_ms(value)}" for p, value in values.items()))
     return lines
+
+
+def format_ms(value: float) -> str:
+    """Milliseconds as text; "-" for a time that is infinite."""
+    if value == inf:
+        return "-"
+    return f"{value:,.0f} ms" if value >= 1000 else f"{value:.3g} ms"

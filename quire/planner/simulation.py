@@ -4,28 +4,32 @@ Nothing of the control plane is written a second time here. A simulation can wri
 verifies like that of a server.
 """
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
 from math import inf
 from random import Random
-from typing import BinaryIO, Literal
+from typing import BinaryIO, Literal, get_args
 
 from quire.cache.kv_cache import KVCache
 from quire.cache.manager import KVCacheManager
 from quire.config import CacheConfig, SchedulerConfig
 from quire.core.output import Output
-from quire.core.request import Namespace, Request
+from quire.core.request import Beams, Namespace, Request
 from quire.core.step import Step
 from quire.cost.latency_profile import LatencyProfile
 from quire.engine.engine import Engine
 from quire.errors import RequestError
-from quire.params import SamplingParams
+from quire.params import BeamSearchParams, SamplingParams
 from quire.planner.modelled_runner import ModelledRunner, VirtualClock
 from quire.planner.workloads import NO_PARENT, Failures, Session, Turn, Workload, num_requests, tokens_of
+from quire.scheduler.beam_search import plan_beams
 from quire.scheduler.journal import JournalledScheduler
 from quire.scheduler.scheduler import Scheduler
+
+Metric = Literal["ttft", "tpot", "latency"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +41,12 @@ class EngineSetup:
     profile: LatencyProfile
     vocab_size: int = 32_000
     num_samples: int = 1  # sequences of each request
+    beam_width: int = 0  # of a beam search instead; 0: requests are sampled
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of each request."""
+        return self.beam_width or self.num_samples
 
 
 @dataclass(slots=True)
@@ -51,6 +61,9 @@ class RequestResult:
     reason: str = ""  # finish reason; "rejected" for a request that was not accepted
     num_output: int = 0  # tokens of all sequences
     num_cached: int = 0  # prompt tokens of the prefix match
+    num_sequences: int = 1
+    session: int = 0  # place of its session in the workload
+    turn: int = 0  # place in the session
 
     @property
     def ttft(self) -> float:
@@ -63,9 +76,14 @@ class RequestResult:
         return self.ended - self.arrived
 
     @property
+    def output_length(self) -> float:
+        """Output tokens of a sequence: the mean, if there are several."""
+        return self.num_output / self.num_sequences
+
+    @property
     def tpot(self) -> float:
-        """Mean seconds between tokens; 0 for a single token."""
-        return (self.ended - self.first_token) / (self.num_output - 1) if self.num_output > 1 else 0.0
+        """Mean seconds between tokens of a sequence; 0 for a single token."""
+        return (self.ended - self.first_token) / (self.output_length - 1) if self.output_length > 1 else 0.0
 
     @property
     def is_complete(self) -> bool:
@@ -142,11 +160,11 @@ class SimulationResult:
 
     @property
     def normalized_latency(self) -> float:
-        """Mean of latency divided by output tokens, in seconds: the metric of Orca and of PagedAttention."""
+        """Mean of latency divided by output length, in seconds: the metric of Orca and of PagedAttention."""
         complete = [one for one in self.complete if one.num_output]
-        return sum(one.latency / one.num_output for one in complete) / len(complete) if complete else inf
+        return sum(one.latency / one.output_length for one in complete) / len(complete) if complete else inf
 
-    def percentile(self, metric: Literal["ttft", "tpot", "latency"], share: float) -> float:
+    def percentile(self, metric: Metric, share: float) -> float:
         """The value that `share` of all requests do not exceed. Requests that did not complete count as infinite."""
         values = sorted(
             getattr(one, metric) if one.is_complete else inf for one in self.requests if one.reason != "abort"
@@ -168,7 +186,7 @@ class SimulationResult:
             "steps": self.num_steps,
             "normalized_latency": self.normalized_latency,
         }
-        for metric in ("ttft", "tpot", "latency"):
+        for metric in get_args(Metric):
             for share in (0.5, 0.9, 0.99):
                 found[f"{metric}_p{round(100 * share)}"] = self.percentile(metric, share)
         return found
@@ -225,6 +243,7 @@ class Simulation:
         self.scheduler.calibrate(setup.profile.calibration(setup.scheduler.max_num_batched_tokens))
         self.engine.on_launch = self._launched
         self._setup = setup
+        self._beams = _beams_of(setup)
         self._on_step = on_step
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
@@ -242,9 +261,19 @@ class Simulation:
         advance: Callable[[int, int], None] = lambda _done, _total: None,
     ) -> SimulationResult:
         """Run all sessions, or until `until` seconds. advance(done, total): receives numbers of finished requests."""
+        collects = gc.isenabled()
+        gc.disable()  # requests leave no cycles of references, and to look for some takes a sixth of the time
+        try:
+            self._run(workload, until, advance)
+        finally:
+            if collects:
+                gc.enable()
+        return self._finished()
+
+    def _run(self, workload: Workload, until: float, advance: Callable[[int, int], None]) -> None:
         total = num_requests(workload)
-        for session in workload:
-            self._send_at(session.at, _OpenSession(session), 0)
+        for place, session in enumerate(workload):
+            self._send_at(session.at, _OpenSession(session, place), 0)
         done = reported = 0
         clock, engine, events = self.clock, self.engine, self._events
         while clock.now < until:
@@ -268,7 +297,6 @@ class Simulation:
                 reported = done
                 advance(min(done, total), total)
         advance(total, total)
-        return self._finished()
 
     def _at(self, when: float, action: Callable[[], None]) -> None:
         heappush(self._events, (when, next(self._order), action))
@@ -283,11 +311,20 @@ class Simulation:
         for part in turn.new:
             prompt += tokens_of(part, self._setup.vocab_size)
         tenant = session.session.tenant
-        result = RequestResult(tenant, when, len(prompt))
+        result = RequestResult(
+            tenant, when, len(prompt), num_sequences=self._setup.num_sequences, session=session.place, turn=index
+        )
         request_id = str(number)
         self.results[request_id] = result
         self._lengths[request_id] = len(prompt), turn.num_output
-        request = Request(request_id, prompt, self._params(turn, number), namespace=Namespace(tenant))
+        request = Request(
+            request_id,
+            prompt,
+            self._params(turn, number),
+            namespace=Namespace(tenant),
+            beams=self._beams,
+            scheduling_params=turn.scheduling_params,
+        )
         try:
             self.engine.add(request)
         except RequestError:
@@ -295,7 +332,7 @@ class Simulation:
             return
         if turn.output:
             self._outputs[number] = turn.output
-        self._open[request_id] = _OpenTurn(session, index, result, prompt, self._setup.num_samples)
+        self._open[request_id] = _OpenTurn(session, index, result, prompt, self._setup.num_sequences)
         patience = turn.patience
         if self._failures.aborted and self._rng.random() < self._failures.aborted:
             patience = min(patience, self._rng.random() * self._failures.abort_seconds)
@@ -304,7 +341,7 @@ class Simulation:
 
     def _params(self, turn: Turn, number: int) -> SamplingParams:
         return SamplingParams(
-            n=self._setup.num_samples,
+            n=self._setup.num_sequences,
             temperature=1.0 if self._setup.num_samples > 1 else 0.0,
             max_tokens=turn.num_output,
             seed=number,
@@ -376,9 +413,17 @@ class Simulation:
         return bool(len(step.chunks)) and self._rng.random() < self._failures.failed_steps
 
 
+def _beams_of(setup: EngineSetup) -> Beams | None:
+    if not setup.beam_width:
+        return None
+    params = BeamSearchParams(beam_width=setup.beam_width, max_tokens=None, ignore_eos=True)
+    return plan_beams(params, vocab_size=setup.vocab_size, num_end_tokens=0)
+
+
 @dataclass(slots=True)
 class _OpenSession:
     session: Session
+    place: int  # in the workload
     contexts: list[list[int]] = field(default_factory=list)  # prompt and output of each turn that has ended
 
 

@@ -5,12 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import get_args
 
 from quire.errors import ConfigError, nearest
-from quire.planner.simulation import SimulationResult
+from quire.planner.simulation import Metric, SimulationResult
 
-Metric = Literal["ttft", "tpot", "latency"]
 METRIC_NAMES: Mapping[Metric, str] = MappingProxyType(
     {"ttft": "time to the first token", "tpot": "time per further token", "latency": "time of the whole request"}
 )

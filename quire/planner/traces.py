@@ -13,25 +13,32 @@ Text becomes tokens by the model's tokenizer. Without one, every 4 characters ar
 and lengths are about those of English text.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from zlib import crc32
 
 import msgspec
 
 from quire.core.output import Output
 from quire.core.request import Request
+from quire.cost.memory_plan import format_bytes
 from quire.errors import ConfigError
 from quire.planner.workloads import NewTokens, Part, Session, Turn
 from quire.scheduler.journal import Add, JournalError, Record, read_records, replay_steps
 
 Tokenize = Callable[[str], Sequence[int]]
+MAX_BYTES = 2 * 2**30  # of a file
 PAUSE = 10.0  # seconds between an answer and the next question, where a format has no times
 DEFAULT_OUTPUT = 128  # tokens, where a line says nothing about its output
 _MOONCAKE_BLOCK = 512  # tokens of one of its hash ids
+_MOST_TOKENS = 2**24  # of a prompt, and of an output
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_BYTE = re.compile(r"\(byte (\d+)\)$")  # the place, in an error of msgspec
 _CHARACTERS = 4  # of a token without a tokenizer
 _OUTPUT_FIELDS = (
     "output_tokens",
@@ -50,47 +57,67 @@ def approximate_tokens(text: str, vocab_size: int = 32_000) -> list[int]:
     return [crc32(piece.encode("utf-8", "replace")) % vocab_size for piece in pieces]
 
 
-def read_trace(path: Path, tokenize: Tokenize = approximate_tokens) -> list[Session]:
+def read_trace(path: Path, tokenize: Tokenize = approximate_tokens, most: int | None = None) -> list[Session]:
     """The sessions of a file, in one of the formats above, recognized by its content.
 
-    Raises ConfigError that names the line if the file cannot be read or has a line that is not understood.
+    most: requests; reading stops there, in the order of the file. Raises ConfigError that names the line if the file
+    cannot be read, is larger than MAX_BYTES, or has a line that is not understood.
     """
     try:
+        if (size := path.stat().st_size) > MAX_BYTES:
+            raise ConfigError(
+                f"the trace {path} has {format_bytes(size)}, and at most {format_bytes(MAX_BYTES)} are read; split it"
+            )
         with path.open("rb") as file:
-            head = file.read(4096).lstrip()
-            file.seek(0)
-            if head[:1] not in (b"[", b"{"):
-                return _of_journal(path)
-            data = file.read()
+            start = file.peek(4096)[:4096].removeprefix(_BYTE_ORDER_MARK).lstrip()[:1]
+            read = {b"[": _of_array, b"{": _of_lines}.get(start)
+            sessions = _of_journal(path) if read is None else read(path, file, _Reader(tokenize))
+            return _from_zero(path, _first(sessions, most))
     except OSError as error:
         raise ConfigError(f"the trace {path} cannot be read: {error.strerror}") from error
-    sessions = list(_sessions(path, data, _Reader(tokenize)))
-    if not sessions:
-        raise ConfigError(f"the trace {path} has no requests")
-    return _from_zero(sessions)
 
 
-def _sessions(path: Path, data: bytes, reader: "_Reader") -> Iterator[Session]:
-    if data.lstrip()[:1] == b"[":
-        for number, entry in enumerate(_decode(data, f"the trace {path}"), 1):
-            yield from _read_entry(reader, entry, f"{path}, entry {number}")
-        return
+def _of_array(path: Path, file: BinaryIO, reader: "_Reader") -> Iterator[Session]:
+    data = file.read().removeprefix(_BYTE_ORDER_MARK)
+    for number, entry in enumerate(_decode(data, f"the trace {path}"), 1):
+        yield from _read_entry(reader, entry, f"{path}, entry {number}")
+
+
+def _of_lines(path: Path, file: BinaryIO, reader: "_Reader") -> Iterator[Session]:
+    """The sessions of a file with an object in each line, or of one object over several lines."""
+    begin, first = 1, file.readline().removeprefix(_BYTE_ORDER_MARK)
+    while first.isspace():
+        begin, first = begin + 1, file.readline()
     try:
-        whole = msgspec.json.decode(data)
-    except msgspec.DecodeError:
-        for number, line in enumerate(data.splitlines(), 1):
-            if line.strip():
-                where = f"{path}, line {number}"
-                yield from _read_entry(reader, _decode(line, where), where)
-        return
-    yield from _read_entry(reader, whole, f"{path}, line 1")
+        msgspec.json.decode(first)
+    except (msgspec.DecodeError, RecursionError):
+        first += file.read()
+    for number, line in enumerate(chain([first], file), begin):
+        if line.strip():
+            where = f"{path}, line {number}"
+            yield from _read_entry(reader, _decode(line, where), where)
+
+
+def _first(sessions: Iterable[Session], most: int | None) -> list[Session]:
+    """The leading sessions with `most` requests together, the last one cut."""
+    if most is None:
+        return list(sessions)
+    kept: list[Session] = []
+    for session in sessions:
+        kept.append(replace(session, turns=session.turns[:most]))
+        most -= len(session.turns)
+        if most <= 0:
+            break
+    return kept
 
 
 def _decode(data: bytes, where: str) -> Any:  # noqa: ANN401 (JSON)
     try:
         return msgspec.json.decode(data)
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{where}: not valid JSON: {error}") from error
+    except (msgspec.DecodeError, RecursionError) as error:
+        at = _BYTE.search(str(error))
+        line = f", in its line {data[: int(at[1])].count(10) + 1}" if at and b"\n" in data.strip() else ""
+        raise ConfigError(f"{where}: not valid JSON: {error}{line}") from error
 
 
 def _read_entry(reader: "_Reader", entry: object, where: str) -> Iterator[Session]:
@@ -101,9 +128,9 @@ def _read_entry(reader: "_Reader", entry: object, where: str) -> Iterator[Sessio
         if all(field in entry for field in fields):
             try:
                 yield from read(reader, entry)
-            except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
-                names = ", ".join(fields)
-                raise ConfigError(f"{where}: a request with {names} that is not understood: {error}") from error
+            except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+                names, why = ", ".join(fields), f"no field {error}" if isinstance(error, KeyError) else str(error)
+                raise ConfigError(f"{where}: a request with {names} that is not understood: {why}") from error
             return
     known = "; ".join(" and ".join(fields) for fields, _ in _FORMATS)
     raise ConfigError(f"{where}: unknown format with the fields {', '.join(map(str, entry))!s:.100}; known: {known}")
@@ -248,13 +275,17 @@ def _positive(value: object) -> int:
     number = _natural(value)
     if not number:
         raise ValueError("a number of tokens is 0")
+    if number > _MOST_TOKENS:
+        raise ValueError(f"{number} tokens are more than the {_MOST_TOKENS} that a request may have")
     return number
 
 
-def _from_zero(sessions: list[Session]) -> list[Session]:
-    """The sessions in the order of their arrival, the first at time 0."""
+def _from_zero(path: Path, sessions: list[Session]) -> list[Session]:
+    """The sessions in the order of their arrival, the first at time 0. Raises ConfigError if there are none."""
+    if not sessions:
+        raise ConfigError(f"the trace {path} has no requests with an output")
     first = min(session.at for session in sessions)
-    moved = [Session(session.at - first, session.turns, session.tenant) for session in sessions]
+    moved = [replace(session, at=session.at - first) for session in sessions]
     return sorted(moved, key=lambda session: session.at)
 
 
@@ -278,11 +309,10 @@ def _of_journal(path: Path) -> list[Session]:
     for request_id, (request, at) in requests.items():
         output = tuple(outputs.get(request_id, ()))
         if output:
-            turn = Turn((tuple(request.prompt),), len(output), output=output)
+            params = request.scheduling_params
+            turn = Turn((tuple(request.prompt),), len(output), output=output, scheduling_params=params)
             sessions.append(Session(at, (turn,), request.namespace.tenant))
-    if not sessions:
-        raise ConfigError(f"the journal {path} has no request with an output")
-    return _from_zero(sessions)
+    return sessions
 
 
 def _noting(records: Iterator[Record], requests: dict[str, tuple[Request, float]]) -> Iterator[Record]:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from quire.core.scheduling_params import DEFAULT_SCHEDULING_PARAMS, SchedulingParams
 from quire.errors import ConfigError, nearest
 from quire.planner.lengths import LENGTHS, arrival_times
 from quire.planner.modelled_runner import token_at
@@ -42,6 +43,7 @@ class Turn:
     pause: float = 0.0  # seconds after the end of the turn before it
     patience: float = float("inf")  # seconds after which the client aborts
     output: tuple[int, ...] = ()  # recorded tokens of the output, for speculation; may be fewer than num_output
+    scheduling_params: SchedulingParams = DEFAULT_SCHEDULING_PARAMS
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,9 @@ def with_rate(workload: Workload, rate: float) -> list[Session]:
     first = min(session.at for session in workload)
     span = max(session.at for session in workload) - first
     if span <= 0:
-        raise ConfigError("the requests of the trace have no arrival times; give --arrivals poisson or bursty")
+        raise ConfigError(
+            "the requests of the trace have no arrival times; give --burstiness, so that they are drawn at random"
+        )
     wanted = num_requests(workload) / rate * (len(workload) - 1) / len(workload)
     return [replace(session, at=(session.at - first) * wanted / span) for session in workload]
 

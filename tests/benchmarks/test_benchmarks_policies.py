@@ -10,9 +10,10 @@ from benchmarks.policies import live
 from benchmarks.policies.fair import Load, arrivals, harm
 from benchmarks.policies.order import best, best_of_all_orders, crossover, few_shot, served, small_case
 from benchmarks.policies.plan import loaded
+from quire.planner.workloads import Session, Turn
 from quire.scheduler.queue import prefix_aware
 from quire.scheduler.queue.prefix_aware import score
-from tools.virtual_time import Arrival, Server, limits, memory, request, result_of
+from tools.small_engines import limits, memory, result_of, simulated
 
 BLOCK = 4
 
@@ -76,8 +77,8 @@ def test_a_flood_hardly_moves_another_tenant_and_with_first_come_first_served_it
 
 def test_a_flood_over_http_refuses_none_of_another_tenants_requests():
     """Through `quire serve` with keys of two tenants: 120 requests at once, where 16 run and 20 may wait."""
-    flood = [Arrival(0.0, request(f"loud-{i}", [1] * 40, 100, tenant="loud")) for i in range(120)]
-    quiet = [Arrival(0.2 + i / 10, request(f"quiet-{i}", [2] * 40, 4, tenant="quiet")) for i in range(5)]
+    flood = [Session(0.0, (Turn(([1] * 40,), 100),), "loud")] * 120
+    quiet = [Session(0.2 + i / 10, (Turn(([2] * 40,), 4),), "quiet") for i in range(5)]
     found = live.Found()
     with live.site("--max-queued-requests", "20") as served:
         asyncio.run(live.play(served, flood + quiet, found))
@@ -89,14 +90,13 @@ def test_a_flood_over_http_refuses_none_of_another_tenants_requests():
 def test_a_burst_of_a_tenant_that_uses_less_than_its_share_does_not_wait_behind_a_flood():
     """Steps take longer with more tokens, and there are few rows: 99 of 100 requests are admitted at once."""
     seconds, num_seqs = 5.0, 16
-    server = Server(
-        limits("fair", max_num_seqs=num_seqs, max_num_batched_tokens=256),
-        memory(2048),
-        lambda num_tokens: 3e-3 + 35e-6 * num_tokens,
-    )
+    config = limits("fair", max_num_seqs=num_seqs, max_num_batched_tokens=256)
+    simulation = simulated(config, memory(2048), 3e-3, 35e-6)
     loads = {"quiet": Load(18.0, num_prompt=160, num_output=32), "loud": Load(200.0, num_prompt=160, num_output=32)}
-    server.run(arrivals(loads, seconds, 1), seconds)
-    told = [server.scheduler.explain(name, server.now) for name in server.outcomes if name.startswith("quiet")]
-    waits = sorted((one.admitted or server.now) - one.arrived for one in told if one is not None)
+    simulation.run(arrivals(loads, seconds, 1), until=seconds)
+    quiet = [name for name, one in simulation.results.items() if one.tenant == "quiet"]
+    now = simulation.clock.now
+    told = [simulation.scheduler.explain(name, now) for name in quiet]
+    waits = sorted((one.admitted or now) - one.arrived for one in told if one is not None)
     assert len(waits) > 60
     assert waits[int(0.99 * len(waits))] < 0.03

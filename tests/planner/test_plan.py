@@ -2,11 +2,14 @@
 
 import json
 import re
+import shlex
 import xml.etree.ElementTree as ET
+from dataclasses import fields
 from html.parser import HTMLParser
 from math import inf
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import quire.planner.plan as planning
@@ -128,6 +131,72 @@ def test_a_command_has_the_options_that_differ_from_their_defaults():
     assert serve_command(options) == (
         "quire serve llama-3.1-8b --kv-cache-dtype fp8 --no-enable-prefix-caching --max-model-len 2048"
     )
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"max_num_batched_tokens": 512, "max_num_seqs": 32, "policy": "lpm", "eviction": "cost"},
+        {"block_size": 32, "kv_cache_dtype": "int8", "quantization": "int4", "speculation": "off"},
+        {"model": "/models/with blanks", "speculative_config": '{"method": "ngram"}', "memory": "0.5"},
+        {"enable_prefix_caching": False, "offline": True, "watermark": 0.02, "max_model_len": None},
+    ],
+)
+def test_the_recommended_command_is_one_that_quire_serve_accepts(changed):
+    options = options_of(**changed)
+    name, command, *arguments = shlex.split(serve_command(options))
+    assert (name, command) == ("quire", "serve")
+    parsed = get_command(app).commands["serve"].make_context("serve", arguments).params
+    assert parsed["model"] == options.model
+    found = {one.name: parsed[one.name] for one in fields(options) if one.name not in ("model", "device")}
+    assert found == {name: getattr(options, name) for name in found}
+
+
+def test_every_value_that_a_plan_tries_is_one_that_quire_serve_accepts():
+    serve = get_command(app).commands["serve"]
+    for option, values in planning.KNOBS.items():
+        for value in values:
+            if value is not None:
+                serve.make_context("serve", [f"--{option.replace('_', '-')}", str(value)])
+        assert values[0] in (getattr(EngineOptions(), option), planning.DEFAULT_POLICY)
+
+
+def test_a_plan_of_a_bare_config_says_that_serve_needs_the_checkpoint(plan, tmp_path):
+    assert any("in place of llama-3.1-8b" in note for note in plan.notes)
+    assert any("40 requests are too few" in note and "400 are enough" in note for note in plan.notes)
+    assert "in place of llama-3.1-8b" in html_page(plan)
+
+
+def test_a_type_of_kv_that_the_device_lacks_is_not_recommended():
+    workload, slo = WorkloadOptions(workload="alpaca", num_requests=20), parse_slo("latency=30s,share=90%")
+    with pytest.raises(ConfigError, match="A100-40GB has no fp8; use int8"):
+        make_plan(options_of(device="A100-40GB", kv_cache_dtype="fp8"), workload, slo)
+    with pytest.raises(ConfigError, match="int4; use int8"):
+        make_plan(options_of(kv_cache_dtype="int4"), workload, slo)
+
+
+def test_requests_that_are_too_long_are_named_instead_of_an_infinite_latency(tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(
+        '{"input_length": 40, "output_length": 4}\n' * 6 + '{"input_length": 5000, "output_length": 4}\n' * 2
+    )
+    options = options_of(max_model_len=1024, max_num_seqs=8)
+    found = make_plan(options, WorkloadOptions(trace=str(trace)), parse_slo("ttft=9s"), search=False)
+    (reason,) = (line for line in found.reasons if "No rate meets" in line)
+    assert "2 of 8 requests are not completed" in reason
+    assert "more than 1024 tokens are rejected" in reason
+    assert "inf" not in reason
+
+
+def test_a_block_size_that_serves_more_requests_is_part_of_the_command(monkeypatch):
+    monkeypatch.setattr(planning, "KNOBS", {"block_size": (16, 256)})
+    monkeypatch.setattr(
+        planning._Search, "sustainable", lambda _self, engine, _start: float(engine.memory.profile.block_size)
+    )
+    found = make_plan(options_of(max_num_seqs=8), ALPACA, parse_slo("latency=9s"))
+    assert "--block-size 256" in found.command
+    assert any(line.startswith("block_size 256: +1500%, because it decides") for line in found.reasons)
 
 
 def test_the_command_prints_tables_and_writes_files(tmp_path):

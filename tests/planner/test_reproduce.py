@@ -2,6 +2,7 @@
 
 import json
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,6 @@ from quire.planner.reproduce.run import ROWS, verdict
 from quire.planner.reproduce.targets import TARGETS
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-# rows of which even the quick run takes seconds
-SLOW = ("T1", "T3", "T4", "O1")
 
 
 def test_every_row_of_the_table_has_an_experiment():
@@ -27,8 +26,8 @@ def test_every_row_of_the_table_has_an_experiment():
 
 def test_quick_rows_are_printed_and_written(tmp_path):
     document, figures = tmp_path / "reproduction.md", tmp_path / "figures.json"
-    rows = [target.id for target in TARGETS if target.id not in SLOW]
-    arguments = [*rows, "--quick", "--json", str(figures), "--document", str(document), "--results", str(RESULTS)]
+    rows = [target.id for target in TARGETS]
+    arguments = ["--quick", "--json", str(figures), "--document", str(document), "--results", str(RESULTS)]
     result = CliRunner().invoke(app, ["reproduce", *arguments])
     assert result.exit_code == 0, result.output
     found = json.loads(figures.read_text())["rows"]
@@ -38,8 +37,10 @@ def test_quick_rows_are_printed_and_written(tmp_path):
         for one in findings:
             assert (one["ours"] is None) == (one["kind"] == "pending")
             assert one["ours"] is not None or one["note"]
+    assert "     - tensor parallelism is not there yet" in result.output  # why a row is pending
     text = document.read_text()
     assert "These figures have no meaning" in text
+    assert f"Command: `quire reproduce --json {figures} --document {document} --quick`" in text
     for row in rows:
         assert f"\n## {row}: " in text
     charts = sorted(path.name for path in (tmp_path / "reproduction").iterdir())
@@ -81,11 +82,15 @@ def test_worked_examples_of_the_documents():
     assert values(reuse.r5(context)) == {"radix index": 17, "hash index": 16}
 
 
-def test_paged_memory_wastes_less_than_four_per_cent_in_last_blocks():
-    """M3, through the real block pool: a pool of larger blocks would fail."""
+def test_paged_memory_wastes_less_than_four_per_cent_in_last_blocks(monkeypatch):
+    """M3, through the real block pool: with large blocks it fails."""
     (finding,) = memory.m3(Context(quick=True))
     assert 0 < finding.ours < 4
     assert finding.ratio == 1
+    monkeypatch.setattr(memory, "OPT_13B", replace(memory.OPT_13B, block_size=256))
+    (finding,) = memory.m3(Context(quick=True))
+    assert finding.ours > 4
+    assert verdict(finding) == "differs"
 
 
 def test_the_picture_of_the_radix_tree_shows_what_was_evicted():
@@ -112,6 +117,8 @@ def test_rows_without_result_files_are_pending_and_say_what_to_run():
         (12.0, (4.0, 6.0), 2.0, "differs"),
         (5.0, None, None, ""),
         (None, (4.0, 6.0), None, "pending"),
+        (3.0, (0.0, 0.0), None, "differs"),
+        (0.0, (0.0, 0.0), 1.0, "as reported"),
     ],
 )
 def test_a_ratio_is_that_to_the_nearest_reported_value(ours, reported, ratio, word):
@@ -122,6 +129,7 @@ def test_a_ratio_is_that_to_the_nearest_reported_value(ours, reported, ratio, wo
 
 def test_a_confidence_interval_over_seeds():
     assert over_seeds(lambda seed: 2.0 * seed, [3]) == (6.0, None)
+    assert over_seeds(lambda seed: 0.1 + 0.2 if seed else 0.3, [0, 1])[1] == 0.0
     mean, half = over_seeds(lambda seed: float(seed), [1, 2, 3])
     assert mean == 2.0
     assert half == pytest.approx(4.30 / 3**0.5)

@@ -42,6 +42,18 @@ def test_options_of_the_engine_change_the_simulation():
     assert seconds(max_num_seqs=2) > 2 * seconds()
 
 
+def test_requests_may_have_several_samples_or_beams():
+    def result(**sequences):
+        options = EngineOptions(model="llama-3.1-8b", device="H100", max_model_len=2048, max_num_seqs=32)
+        wanted = WorkloadOptions(num_requests=8, workload="alpaca", **sequences)
+        return simulate(options, wanted, report=lambda _: None)[0]
+
+    alone, samples, beams = (result(**one) for one in ({}, {"num_samples": 4}, {"beam_width": 4}))
+    for several in (samples, beams):
+        assert sum(one.num_output for one in several.requests) == 4 * sum(one.num_output for one in alone.requests)
+        assert alone.seconds < several.seconds < 4 * alone.seconds
+
+
 def test_a_trace_keeps_its_times_unless_a_rate_is_given(tmp_path):
     trace = tmp_path / "trace.jsonl"
     lines = [{"timestamp": 1000.0 * i, "input_length": 40, "output_length": 4} for i in range(20)]

@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import pairwise
 from math import inf
 
+import numpy as np
 import pytest
 
 from quire.cache.kv_cache import KVCache
@@ -14,7 +15,7 @@ from quire.cost.latency_profile import AttentionTime, LatencyProfile
 from quire.engine.engine import Engine
 from quire.errors import ConfigError
 from quire.params import SamplingParams
-from quire.planner.modelled_runner import ModelledRunner, VirtualClock
+from quire.planner.modelled_runner import ModelledRunner, VirtualClock, candidates_at
 from quire.planner.simulation import EngineSetup, Simulation
 from quire.planner.workloads import (
     WORKLOADS,
@@ -175,6 +176,38 @@ def test_percentiles_count_incomplete_requests_as_infinite():
     assert result.percentile("ttft", 0.99) == inf
     assert result.percentile("ttft", 0.0) < inf
     assert result.figures()["complete"] == len(result.complete)
+
+
+def test_candidates_of_beams_are_distinct_likely_tokens_in_order():
+    found = candidates_at(np.arange(200), np.arange(200) * 3, 12, 1000)
+    assert found.ids.shape == found.values.shape == (200, 13)
+    assert (found.ids[:, 0] == found.ids[:, 1]).all()
+    assert all(len(set(row)) == 12 for row in found.ids[:, 1:].tolist())
+    assert (np.diff(found.values[:, 1:]) <= 0).all()
+    assert np.exp(found.values[:, 1:]).sum(1) == pytest.approx(1, abs=1e-5)
+    assert 0.45 < np.exp(found.values[:, 1]).mean() < 0.75
+
+
+def test_a_beam_search_is_simulated_by_the_scheduler_and_replays():
+    file = io.BytesIO()
+    setup = replace(setup_of(), beam_width=4)
+    workload = [single(0.0, 40, 24, key) for key in range(6)]
+    simulation = Simulation(setup, journal=file)
+    beams = simulation.run(workload)
+    assert [(one.reason, one.num_output, one.output_length) for one in beams.requests] == [("length", 96, 24)] * 6
+    assert simulation.scheduler.cache.num_copied_tokens > 0  # beams part and go on in copied blocks
+    assert not simulation.scheduler.check()
+    file.seek(0)
+    assert replay(read_records(file)).difference == ""
+
+
+def test_the_output_length_of_a_request_is_that_of_one_of_its_sequences():
+    alone, three = (
+        Simulation(replace(setup_of(), num_samples=n)).run([single(0.0, 40, 24)]).requests[0] for n in (1, 3)
+    )
+    assert (three.num_output, three.output_length) == (72, 24)
+    assert three.tpot == pytest.approx((three.ended - three.first_token) / 23)
+    assert three.tpot > alone.tpot
 
 
 def test_the_same_simulation_has_the_same_result():

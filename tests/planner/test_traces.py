@@ -6,6 +6,7 @@ from math import inf
 import pytest
 
 from quire.errors import ConfigError
+from quire.planner import traces
 from quire.planner.simulation import Simulation
 from quire.planner.traces import DEFAULT_OUTPUT, PAUSE, approximate_tokens, read_trace
 from quire.planner.workloads import context_lengths, make_workload, num_requests, tokens_of, with_arrivals
@@ -119,3 +120,44 @@ def test_a_broken_trace_is_refused_with_its_line(tmp_path, lines, error):
 def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         read_trace(tmp_path / "none")
+
+
+def test_one_object_may_have_several_lines_and_a_file_a_byte_order_mark(tmp_path):
+    result = {"input_lens": [10], "output_lens": [1]}
+    (session,) = read(tmp_path, "\ufeff\n" + json.dumps(result, indent=1), name="result.json")
+    assert context_lengths(session) == [(10, 1)]
+    with pytest.raises(ConfigError, match=r"line 1: not valid JSON.*in its line 3"):
+        read(tmp_path, '{\n "input_lens": [10],\n "output_lens": ]}')
+    with pytest.raises(ConfigError, match=r"not valid JSON.*in its line 2"):
+        read(tmp_path, '[{"prompt": "x"},\n{"prompt" "y"}]')
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ('{"input_length": 1000000000000, "output_length": 3}', "more than the 16777216"),
+        ('{"prompt": "x", "output_tokens": 1' + "0" * 400 + "}", "line 1"),
+        ('{"timestamp": 1' + "0" * 400 + ', "input_length": 5, "output_length": 3}', "line 1"),
+        ('{"time": "0001-01-01", "prompt_tokens": 5, "completion_tokens": 3}', "out of range"),
+        ('{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}", "line 1: not valid JSON"),
+        ('{"request": {"messages": [{"content": "x"}]}}', "no field 'role'"),
+        ('{"request": 3}', "line 1: a request with request"),
+    ],
+)
+def test_hostile_lines_are_refused_and_not_expanded(tmp_path, line, error):
+    with pytest.raises(ConfigError, match=error):
+        read(tmp_path, line)
+
+
+def test_reading_stops_after_the_requests_that_are_wanted(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"prompt": "x"}\n' * 3 + "broken")
+    assert len(read_trace(path, most=3)) == 3
+    with pytest.raises(ConfigError, match="line 4"):
+        read_trace(path)
+
+
+def test_a_file_beyond_the_limit_is_not_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(traces, "MAX_BYTES", 10)
+    with pytest.raises(ConfigError, match="at most 10 B are read; split it"):
+        read(tmp_path, {"prompt": "x" * 20})

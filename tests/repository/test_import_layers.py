@@ -40,7 +40,15 @@ ORDER = (
         "llm",
         "supervisor",
     ),
-    *("planner.lengths", "planner.modelled_runner", "planner.workloads", "planner.options", "planner", "cluster"),
+    *(
+        "planner.files",
+        "planner.lengths",
+        "planner.modelled_runner",
+        "planner.workloads",
+        "planner.options",
+        "planner",
+        "cluster",
+    ),
     *("lang.errors", "lang.params", "lang.batch", "lang.select", "lang.expressions", "lang.state_text"),
     *("lang.event_loop", "lang.backends", "lang", "terminal"),
     *(

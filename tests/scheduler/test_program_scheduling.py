@@ -18,7 +18,7 @@ from quire.scheduler import journal
 from quire.scheduler.queue.prefix_aware import MAX_IN_A_ROW
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence import MOST_PROGRAMS, PROGRAM_LEAD_SECONDS, Programs
-from tools.virtual_time import limits, memory, request, result_of
+from tools.small_engines import limits, memory, request, result_of
 
 
 @pytest.mark.parametrize(

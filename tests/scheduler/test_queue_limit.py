@@ -12,7 +12,7 @@ from quire.core.request import KnownOutput, Namespace, Request
 from quire.core.scheduling_params import SchedulingParams
 from quire.errors import MAX_EXPECTED_RETRIES, QueueFull
 from quire.params import SamplingParams
-from tools.virtual_time import Outcome, Server, limits, memory
+from tools.small_engines import limits, memory, simulated
 
 
 def prompt(length: int, salt: int = 0) -> list[int]:
@@ -255,7 +255,8 @@ def test_retry_after_is_near_the_wait_until_the_requests_own_flow_has_room(polic
 def test_retry_after_is_near_the_wait_whichever_resource_is_short(changed, num_blocks, num_prompt, num_outputs, n):
     """Steps of 10 ms and 0.2 ms per token. 40 requests wait, and 20 clients were rejected before."""
     config = limits(max_num_seqs=16, max_model_len=512, max_queued_requests=40, **changed)
-    server = Server(config, memory(num_blocks), lambda num_tokens: 0.01 + 0.0002 * num_tokens)
+    simulation = simulated(config, memory(num_blocks), 0.01, 0.0002)
+    engine, clock = simulation.engine, simulation.clock
     names = (str(i) for i in range(10**6))
 
     def offer() -> float | None:
@@ -263,24 +264,23 @@ def test_retry_after_is_near_the_wait_whichever_resource_is_short(changed, num_b
         name = next(names)
         params = SamplingParams(max_tokens=num_outputs, ignore_eos=True, temperature=0.0, n=n, seed=0)
         try:
-            server.scheduler.add(Request(name, [int(name) + 10] * num_prompt, params), server.now)
+            engine.add(Request(name, [int(name) % 30_000 + 10] * num_prompt, params))
         except QueueFull as full:
             return full.retry_after
-        server.outcomes[name] = Outcome("", server.now)
         return None
 
-    while server.now < 5.0:
+    while clock.now < 5.0:
         while offer() is None:
             pass
-        server.step()
-    server.scheduler._queue_limit._retries.clear()
+        engine.step()
+    simulation.scheduler._queue_limit._retries.clear()
     predicted = [offer() for _ in range(21)][-1]
-    came, num_accepted = server.now, 0
+    came, num_accepted = clock.now, 0
     while num_accepted < 21:
-        server.step()
+        engine.step()
         while num_accepted < 21 and offer() is None:
             num_accepted += 1
-    assert predicted == pytest.approx(server.now - came, rel=0.35)
+    assert predicted == pytest.approx(clock.now - came, rel=0.35)
 
 
 @settings(max_examples=60)

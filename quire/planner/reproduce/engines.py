@@ -20,6 +20,7 @@ PAGED = "paged"
 OPT_13B_SLOTS = 15_700  # tokens of KV beside OPT-13B on an A100-40GB: Kwon et al., 2023, table 1
 LATENCY_LIMIT = 0.1  # seconds per output token, request latency over output length: about 4 times that without load
 _TOLERANCE = 0.06
+_MOST_OVER_START = 64.0  # of a rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,7 @@ class Engine:
 
 
 OPT_13B = Engine("opt-13b", "A100-40GB", OPT_13B_SLOTS)
+QWEN_05B = Engine("qwen2.5-0.5b", "A100-40GB", 1 << 20)  # more memory than 256 sequences need
 # Document 001: 35 GB of weights in 4 bits on 80 GB, 42 GB of KV
 LLAMA_70B = Engine("llama-2-70b", "A100-80GB", 42_000_000_000 // 327_680, max_model_len=2048, quantization="int4")
 
@@ -93,20 +95,26 @@ def run(
     return Simulation(setup, new_cache=new_cache, on_step=meter).run(workload, until=until)
 
 
-def sustained(setup: EngineSetup, memory: str, workload: Workload, *, start: float, seed: int) -> float:
-    """The highest rate in requests per second with a mean normalized latency of at most LATENCY_LIMIT."""
+def sustained(
+    setup: EngineSetup, memory: str, workload: Workload, *, start: float, seed: int, quick: bool = False
+) -> float:
+    """The highest rate in requests per second with a mean normalized latency of at most LATENCY_LIMIT.
+
+    start: where the search begins. quick: a figure without meaning. Raises AssertionError if the requests are too few
+    to fill a queue, so that the rate has no limit.
+    """
+    if quick:
+        return start * run(setup, memory, with_arrivals(workload, start, seed=seed)).normalized_latency
 
     def keeps(rate: float) -> bool:
         return run(setup, memory, with_arrivals(workload, rate, seed=seed)).normalized_latency <= LATENCY_LIMIT
 
     low, high = start, inf
-    while not keeps(low):
+    while not keeps(low):  # it ends: a request that runs alone is within the limit
         high, low = low, low / 2
-        if low < start / 64:
-            return low
     while high == inf:
-        if low > start * 64:
-            return low  # too few requests to fill a queue
+        if low > start * _MOST_OVER_START:
+            raise AssertionError("too few requests to fill a queue")
         if keeps(low * 2):
             low *= 2
         else:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 Kind = Literal["measured", "simulated", "computed", "pending"]
+_ROUNDING = 1e-9  # of a mean: smaller differences are those of sums in another order
 # two-sided 95 % quantiles of Student's t distribution, by degrees of freedom
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 
@@ -28,19 +29,44 @@ class Finding:
 
     @property
     def ratio(self) -> float | None:
-        """Ours over the nearest reported value; 1 within the reported range."""
+        """Ours over the nearest reported value; 1 within the reported range; None if that value is 0."""
         if self.ours is None or self.reported is None:
             return None
         low, high = self.reported
         if low <= self.ours <= high:
             return 1.0
         nearest = low if self.ours < low else high
-        return self.ours / nearest if nearest else None
+        return self.ours / nearest + 0.0 if nearest else None  # not -0.0
 
 
-def pending(what: str, why: str, reported: tuple[float, float] | None = None, unit: str = "") -> Finding:
+Reported = float | tuple[float, float] | None  # a value, or the lowest and the highest one
+
+
+def simulated(
+    what: str, ours: float, unit: str, reported: Reported = None, spread: float | None = None, note: str = ""
+) -> Finding:
+    """A figure of the scheduler and a KV cache in virtual time."""
+    about = {"reported": _bounds(reported), "spread": spread, "note": note}
+    return Finding(what=what, ours=float(ours), unit=unit, kind="simulated", **about)  # type: ignore[arg-type]
+
+
+def computed(what: str, ours: float, unit: str, reported: Reported = None, note: str = "") -> Finding:
+    """A figure that follows from sizes."""
+    return Finding(what=what, ours=float(ours), unit=unit, kind="computed", reported=_bounds(reported), note=note)
+
+
+def measured(what: str, ours: float, unit: str, reported: Reported = None, note: str = "") -> Finding:
+    """A figure of a result file."""
+    return Finding(what=what, ours=float(ours), unit=unit, kind="measured", reported=_bounds(reported), note=note)
+
+
+def pending(what: str, why: str, reported: Reported = None, unit: str = "") -> Finding:
     """A figure that cannot be had yet."""
-    return Finding(what=what, ours=None, unit=unit, kind="pending", reported=reported, note=why)
+    return Finding(what=what, ours=None, unit=unit, kind="pending", reported=_bounds(reported), note=why)
+
+
+def _bounds(reported: Reported) -> tuple[float, float] | None:
+    return (float(reported), float(reported)) if isinstance(reported, int | float) else reported
 
 
 def over_seeds(figure: Callable[[int], float], seeds: Sequence[int]) -> tuple[float, float | None]:
@@ -48,7 +74,8 @@ def over_seeds(figure: Callable[[int], float], seeds: Sequence[int]) -> tuple[fl
     values = [figure(seed) for seed in seeds]
     if len(values) < 2:
         return values[0], None
-    return mean(values), _T95[min(len(values) - 2, len(_T95) - 1)] * stdev(values) / sqrt(len(values))
+    middle, half = mean(values), _T95[min(len(values) - 2, len(_T95) - 1)] * stdev(values) / sqrt(len(values))
+    return middle, half if half > _ROUNDING * abs(middle) else 0.0
 
 
 @dataclass(slots=True)
@@ -58,6 +85,7 @@ class Context:
     quick: bool = False  # sizes whose figures have no meaning, for tests
     results: Path | None = None  # folder with the result files of benchmarks; None: there is none
     charts: dict[str, str] = field(default_factory=dict)
+    simulations: dict[object, Any] = field(default_factory=dict)  # results that several rows need
 
     @property
     def seeds(self) -> range:

@@ -1,6 +1,6 @@
 """Rows about memory: M1 to M18 and P1."""
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from random import Random
@@ -10,7 +10,7 @@ from quire.core.request import NO_NAMESPACE
 from quire.planner.baselines import ContiguousCache
 from quire.planner.charts import line_chart, stacked_bars
 from quire.planner.kv_meter import KVMeter, KVShares
-from quire.planner.lengths import Lengths, RequestLengths
+from quire.planner.lengths import DOCUMENT_LENGTHS
 from quire.planner.reproduce.engines import (
     LLAMA_70B,
     OPT_13B,
@@ -21,7 +21,8 @@ from quire.planner.reproduce.engines import (
     kv_bytes_per_token,
     run,
 )
-from quire.planner.reproduce.finding import Context, Finding, Findings, over_seeds, pending
+from quire.planner.reproduce.finding import Context, Findings, computed, over_seeds, pending, simulated
+from quire.planner.reproduce.recorded import prefix_rows
 from quire.planner.simulation import Simulation
 from quire.planner.workloads import Part, Session, Turn, make_workload
 
@@ -31,47 +32,59 @@ _REPORTED_LIVE = {"orca-max": 20.4, "orca-pow2": 26.8, "orca-oracle": 38.2, PAGE
 
 def _shares(context: Context, memory: str, seed: int) -> KVShares:
     """Shares of the KV memory while requests wait for it: OPT-13B, ShareGPT-like, all requests at once."""
-    meter = KVMeter()
-    workload = make_workload("sharegpt", context.size(400, 14), max_model_len=2048, seed=seed)
-    run(OPT_13B.setup(), memory, workload, meter=meter)
-    return meter.shares
+    key, kept = ("shares", memory, seed), context.simulations
+    if key not in kept:
+        meter = KVMeter()
+        workload = make_workload("sharegpt", context.size(400, 14), max_model_len=2048, seed=seed)
+        run(OPT_13B.setup(), memory, workload, meter=meter)
+        kept[key] = meter.shares
+    shares: KVShares = kept[key]
+    return shares
 
 
-_WATERMARK = (
-    "paged: after preemptions, admission keeps blocks free for the growth of running sequences; of the blocks that "
-    "sequences hold, nearly all is live"
+_OF_THE_POOL = (
+    "of the whole pool while a request waits for memory, as in the figure: its external fragmentation is memory that "
+    "no sequence holds"
+)
+_KEPT_FREE = (
+    "after preemptions, admission keeps blocks free, so that running sequences can grow: quire's paging holds fewer "
+    "live tokens than is reported, and preempts less"
 )
 
 
-def _live(context: Context, memory: str, seed: int) -> float:
-    """The live share in per cent."""
-    return 100 * _shares(context, memory, seed).live
+def _mean_shares(context: Context, memory: str) -> dict[str, tuple[float, float | None]]:
+    """Of each field of KVShares: the mean over seeds in per cent, and half of its confidence interval."""
+    by_seed = {seed: _shares(context, memory, seed) for seed in context.seeds}
+
+    def share(name: str) -> Callable[[int], float]:
+        return lambda seed: 100 * float(getattr(by_seed[seed], name))
+
+    return {name: over_seeds(share(name), context.seeds) for name in KVShares._fields}
 
 
 def m1(context: Context) -> Findings:
     """Live share of the KV memory by allocator."""
-    found = []
+    found, reserved = [], []
     for memory, reported in _REPORTED_LIVE.items():
-        ours, spread = over_seeds(partial(_live, context, memory), context.seeds)
-        note = _WATERMARK if memory == PAGED else ""
-        found.append(_simulated(f"{memory}: live", ours, "%", (reported, reported), spread, note=note))
-    held = 100 * _shares(context, PAGED, 0).live_of_held
-    found.append(_simulated("paged: live in held blocks", held, "%", (96.3, 96.3)))
-    return found
+        shares = _mean_shares(context, memory)
+        (live, spread), (of_held, held_spread) = shares["live"], shares["live_of_held"]
+        found.append(simulated(f"{memory}: live", live, "%", reported, spread, _OF_THE_POOL))
+        reserved.append(simulated(f"{memory}: live in what sequences hold", of_held, "%", None, held_spread))
+    kept_free, spread = shares["kept_free"]  # of the last, which is paged memory
+    return [*found, simulated("paged: kept free for growth", kept_free, "%", None, spread, _KEPT_FREE), *reserved]
 
 
 def m2(context: Context) -> Findings:
     """Wastes by allocator."""
-    reported = {"orca-max": {"internal": 45.0, "external": 13.0, "reservation": 10.0}}
+    reported = {"orca-max": {"live": 32.0, "internal": 45.0, "external": 13.0, "reservation": 10.0}}
     found: Findings = []
     bars: dict[str, dict[str, float]] = {}
     for memory in _REPORTED_LIVE:
-        shares = _shares(context, memory, 0)
-        parts = {name: 100 * getattr(shares, name) for name in ("live", "reservation", "internal", "external")}
-        bars[memory] = parts
-        for name, share in list(parts.items())[1:]:
-            number = reported.get(memory, {}).get(name)
-            found.append(_simulated(f"{memory}: {name}", share, "%", None if number is None else (number, number)))
+        shares = _mean_shares(context, memory)
+        parts = {name: shares[name] for name in ("live", "reservation", "internal", "external")}
+        bars[memory] = {name: share for name, (share, _) in parts.items()}
+        for name, (share, spread) in parts.items():
+            found.append(simulated(f"{memory}: {name}", share, "%", reported.get(memory, {}).get(name), spread))
     context.charts["m2_waste.svg"] = stacked_bars("KV memory while requests wait (M2)", "% of the pool", bars)
     return found
 
@@ -82,20 +95,20 @@ def m3(context: Context) -> Findings:
     meter = KVMeter(every=1, only_waiting=False)
     run(OPT_13B.setup(), PAGED, workload, meter=meter)
     waste = 100 * (1 - meter.shares.live_of_held)
-    return [_simulated("empty positions in held blocks", waste, "%", (0.0, 4.0), note="through the real block pool")]
+    return [simulated("empty positions in held blocks", waste, "%", (0.0, 4.0), note="through the real block pool")]
 
 
 def m4(_: Context) -> Findings:
     """KV bytes of Llama-2-70B."""
-    return [_computed("bytes per token", kv_bytes_per_token("llama-2-70b"), "B", 327_680)]
+    return [computed("bytes per token", kv_bytes_per_token("llama-2-70b"), "B", 327_680)]
 
 
 def m5(_: Context) -> Findings:
     """KV bytes of OPT-13B."""
     each = kv_bytes_per_token("opt-13b")
     return [
-        _computed("KB per token", each / 1e3, "KB", 800),
-        _computed("GB at 2048 tokens", each * 2048 / 1e9, "GB", 1.6),
+        computed("KB per token", each / 1e3, "KB", 800),
+        computed("GB at 2048 tokens", each * 2048 / 1e9, "GB", 1.6),
     ]
 
 
@@ -103,7 +116,7 @@ def m6(_: Context) -> Findings:
     """KV of 4096 tokens by the number of KV heads: that of Llama-2-70B, times heads over its 8."""
     each = kv_bytes_per_token("llama-2-70b") // 8
     heads = {"MHA-64": (64, 10.0), "GQA-8": (8, 1.25), "MQA-1": (1, 0.16)}
-    return [_computed(name, 4096 * each * count / GIB, "GiB", said) for name, (count, said) in heads.items()]
+    return [computed(name, 4096 * each * count / GIB, "GiB", said) for name, (count, said) in heads.items()]
 
 
 def m7(_: Context) -> Findings:
@@ -117,10 +130,10 @@ def m7(_: Context) -> Findings:
     live = sum(lengths)
     paged = sum(-(-length // 16) for length in lengths) * 16
     return [
-        _computed("reserved", held * each / GIB, "GiB", 10.0),
-        _computed("live", live * each / GIB, "GiB", 1.82),
-        _computed("unused", 100 * (1 - live / held), "%", 81.8),
-        _computed("reserved with blocks of 16", paged * each / GIB, "GiB", None),
+        computed("reserved", held * each / GIB, "GiB", 10.0),
+        computed("live", live * each / GIB, "GiB", 1.82),
+        computed("unused", 100 * (1 - live / held), "%", 81.8),
+        computed("reserved with blocks of 16", paged * each / GIB, "GiB", None),
     ]
 
 
@@ -135,12 +148,12 @@ def m8(_: Context) -> Findings:
     blocks = 42_000_000_000 // block
     note = "the document divides 42 000 MB by 5 MB; a block has 5 242 880 B"
     return [
-        _computed("blocks", blocks, "", 8400, note),
-        _computed("blocks in 42 GiB", 42 * GIB // block, "", 8400, "if GB is read as GiB"),
-        _computed("tokens", blocks * 16, "", 134_400, note),
-        _computed("requests of 500 tokens", blocks // -(-500 // 16), "", 268, "32 whole blocks each"),
-        _computed("contiguous requests of 2048", 42_000_000_000 // (2048 * block // 16), "", 65),
-        _computed("times as many", (blocks // 32) / (42_000_000_000 // (128 * block)), "x", 4.1),
+        computed("blocks", blocks, "", 8400, note),
+        computed("blocks in 42 GiB", 42 * GIB // block, "", 8400, "if GB is read as GiB"),
+        computed("tokens", blocks * 16, "", 134_400, note),
+        computed("requests of 500 tokens", blocks // -(-500 // 16), "", 268, "32 whole blocks each"),
+        computed("contiguous requests of 2048", 42_000_000_000 // (2048 * block // 16), "", 65),
+        computed("times as many", (blocks // 32) / (42_000_000_000 // (128 * block)), "x", 4.1),
     ]
 
 
@@ -149,15 +162,15 @@ def m9(_: Context) -> Findings:
     each = 8192 * kv_bytes_per_token("llama-2-70b") / 2 / GIB
     why = "tensor parallelism is not there yet"
     return [
-        _computed(
+        computed(
             "per request and rank",
             each,
             "GiB",
             1.30,
             "8192 tokens leave no block partly empty",
         ),
-        _computed("requests in 8 GiB", int(8 // each), "", 6),
-        _computed("requests in 8 GiB, with 4 % for tails", int(8 // (1.04 * each)), "", 6),
+        computed("requests in 8 GiB", int(8 // each), "", 6),
+        computed("requests in 8 GiB, with 4 % for tails", int(8 // (1.04 * each)), "", 6),
         pending("two ranks", why),
     ]
 
@@ -167,7 +180,7 @@ def m10(context: Context) -> Findings:
     found = []
     for samples in (2, 4, 6):
         saved, spread = over_seeds(partial(_saved_by_sharing, context, samples), context.seeds)
-        found.append(_simulated(f"n={samples}", saved, "%", (6.1, 9.8) if samples == 6 else None, spread))
+        found.append(simulated(f"n={samples}", saved, "%", (6.1, 9.8) if samples == 6 else None, spread))
     return found
 
 
@@ -187,7 +200,7 @@ def _saved_by_sharing(context: Context, num_samples: int, seed: int) -> float:
 
 def m11(context: Context) -> Findings:
     """Recorded: beam search on the embedded model."""
-    return _of_prefix(context, "M11")
+    return prefix_rows(context, "M11")
 
 
 def m12(context: Context) -> Findings:
@@ -206,8 +219,8 @@ def m12(context: Context) -> Findings:
     Simulation(setup, on_step=count).run([first, *late])
     note = "62 whole blocks are shared; each request has its own copy of the 63rd, which holds its first own tokens too"
     return [
-        _computed("blocks of a copy", -(-1000 // 16), "", 63),
-        _simulated("saved", 100 * (1 - distinct[0] / 6300), "%", (99.0, 99.0), note=note),
+        computed("blocks of a copy", -(-1000 // 16), "", 63),
+        simulated("saved", 100 * (1 - distinct[0] / 6300), "%", 99.0, note=note),
     ]
 
 
@@ -221,9 +234,7 @@ def m13(_: Context) -> Findings:
     for name, (shared, own, count, listed) in rows.items():
         saved = 100 * (1 - (1 + (count - 1) * own / (shared + own)) / count)
         note = "" if abs(saved - listed) < 1 else "the listed figure does not follow from the formula"
-        if name == "nothing shared":
-            saved = 0.0
-        found.append(_computed(name, saved, "%", listed, note))
+        found.append(computed(name, saved, "%", listed, note))
     return found
 
 
@@ -238,10 +249,10 @@ def m14(_: Context) -> Findings:
         counts[length] = len(table.blocks[0])
     fourth = min(length for length, count in counts.items() if count == 4)
     return [
-        _computed("blocks of the prompt", counts[45], "", 3),
-        _computed("blocks at 112 tokens", counts[112], "", 7),
-        _computed("the fourth block is for token", fourth, "", 48, "the document takes it one token too early"),
-        _computed("saved against 2048", 100 * (1 - 7 * 16 / 2048), "%", 94.5),
+        computed("blocks of the prompt", counts[45], "", 3),
+        computed("blocks at 112 tokens", counts[112], "", 7),
+        computed("the fourth block is for token", fourth, "", 48, "the document takes it one token too early"),
+        computed("saved against 2048", 100 * (1 - 7 * 16 / 2048), "%", 94.5),
     ]
 
 
@@ -250,33 +261,38 @@ def m15(_: Context) -> Findings:
     size = 1000 * kv_bytes_per_token("llama-2-7b")
     note = "24 GB / 524 MB is 45; the document divides by 0.5 GB"
     return [
-        _computed("KV", size / 1e6, "MB", 524),
-        _computed("requests", int(24e9 // size), "", 48, note),
-        _computed("requests with 75 % waste", int(24e9 // (4 * size)), "", 12, note),
+        computed("KV", size / 1e6, "MB", 524),
+        computed("requests", int(24e9 // size), "", 48, note),
+        computed("requests with 75 % waste", int(24e9 // (4 * size)), "", 12, note),
     ]
 
 
 def m16(context: Context) -> Findings:
     """Live share of slabs for the longest sequence, with the document's mean lengths."""
-    workloads = {
-        "chat": (215, 2048, 28), "code": (412, 4096, 32), "summarization": (524, 2048, 38),
-        "translation": (186, 1024, 30),
-    }  # fmt: skip
-    found = []
-    for name, (mean, longest, reported) in workloads.items():
-        lengths = RequestLengths(Lengths(mean / 3, 0.9, longest // 2), Lengths(mean * 2 / 3, 0.9, longest // 2), "001")
-        pairs = lengths.draw(Random(1), context.size(300, 30), longest)
-        workload = [Session(0.0, (Turn((Part(i, prompt),), output),)) for i, (prompt, output) in enumerate(pairs)]
-        engine, meter = replace(LLAMA_70B, max_model_len=longest), KVMeter(every=1, only_waiting=False)
-        run(engine.setup(), "orca-max", workload, meter=meter)
+    found: Findings = []
+    for name, reported in {"chat": 28, "code": 32, "summarization": 38, "translation": 30}.items():
+        ours, spread = over_seeds(partial(_used_share, context, name), context.seeds)
+        lengths, longest = DOCUMENT_LENGTHS[name]
+        mean = round(lengths.prompt.mean + lengths.output.mean)
         note = f"a mean of {mean} of {longest} tokens is {mean / longest:.0%}: the listed share does not follow from it"
-        found.append(_simulated(name, 100 * meter.shares.live_of_held, "%", (reported, reported), note=note))
-    return found
+        found.append(simulated(name, ours, "%", reported, spread, note))
+    shares = [one.ours for one in found if one.ours is not None]
+    return [*found, simulated("mean", sum(shares) / len(shares), "%", 32)]
+
+
+def _used_share(context: Context, name: str, seed: int) -> float:
+    """Live positions of slabs in per cent."""
+    lengths, longest = DOCUMENT_LENGTHS[name]
+    pairs = lengths.draw(Random(seed), context.size(300, 30), longest)
+    workload = [Session(0.0, (Turn((Part(i, prompt),), output),)) for i, (prompt, output) in enumerate(pairs)]
+    engine, meter = replace(LLAMA_70B, max_model_len=longest), KVMeter(every=1, only_waiting=False)
+    run(engine.setup(), "orca-max", workload, meter=meter)
+    return 100 * meter.shares.live_of_held
 
 
 def m17(context: Context) -> Findings:
     """Recorded: block tables of beams, forked at the end of the prompt."""
-    return _of_prefix(context, "M17")
+    return prefix_rows(context, "M17")
 
 
 def m18(context: Context) -> Findings:
@@ -294,10 +310,10 @@ def m18(context: Context) -> Findings:
             lines.setdefault(f"{memory}: allocated", []).append((clients, allocated))
             lines.setdefault(f"{memory}: used", []).append((clients, used))
             if clients in (loads[0], loads[-1]):
-                gap = (0.0, 3.0) if memory == PAGED else (67.0, 67.0)
-                found.append(
-                    _simulated(f"{memory}, {clients} clients: allocated - used", allocated - used, "points", gap)
-                )
+                gap, share = ((0.0, 3.0), (1400 / 15, 9500 / 98)) if memory == PAGED else (67.0, 3100 / 98)
+                what = f"{memory}, {clients} clients"
+                found.append(simulated(f"{what}: allocated - used", allocated - used, "points", gap))
+                found.append(simulated(f"{what}: used of allocated", 100 * meter.shares.live_of_held, "%", share))
     context.charts["m18_load.svg"] = line_chart("KV memory by load (M18)", "clients", "% of the pool", lines)
     return found
 
@@ -307,45 +323,6 @@ def p1(_: Context) -> Findings:
     each = kv_bytes_per_token("llama-2-70b")
     left = 640e9 - 140e9
     return [
-        _computed("users at 8K", int(left // (8192 * each)), "", 200, "fp16 weights of 140 GB"),
-        _computed("users at 128K", int(left // (131_072 * each)), "", 12),
+        computed("users at 8K", int(left // (8192 * each)), "", 200, "fp16 weights of 140 GB"),
+        computed("users at 128K", int(left // (131_072 * each)), "", 12),
     ]
-
-
-def _of_prefix(context: Context, row: str) -> Findings:
-    """The findings that `python -m benchmarks.prefix` recorded."""
-    recorded = context.recorded("prefix")
-    if recorded is None:
-        return [pending(row, "run `python -m benchmarks.prefix` in a checkout")]
-    return [
-        Finding(
-            what=one["what"],
-            ours=one["ours"],
-            unit=one["unit"],
-            kind=one["kind"],
-            reported=None if one["reported"] is None else tuple(one["reported"]),
-            note=f"benchmarks/results/prefix.json, {recorded['machine']}",
-        )
-        for one in _rows(recorded["rows"], row)
-    ]
-
-
-def _rows(rows: Iterable[dict], row: str) -> list[dict]:  # type: ignore[type-arg]
-    return [one for one in rows if one["id"] == row]
-
-
-def _computed(what: str, ours: float, unit: str, reported: float | None, note: str = "") -> Finding:
-    given = None if reported is None else (float(reported), float(reported))
-    return Finding(what=what, ours=float(ours), unit=unit, kind="computed", reported=given, note=note)
-
-
-def _simulated(
-    what: str,
-    ours: float,
-    unit: str,
-    reported: tuple[float, float] | None,
-    spread: float | None = None,
-    *,
-    note: str = "",
-) -> Finding:
-    return Finding(what=what, ours=ours, unit=unit, kind="simulated", reported=reported, spread=spread, note=note)

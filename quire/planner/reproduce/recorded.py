@@ -1,10 +1,11 @@
 """Rows that benchmarks have measured on real kernels: their figures are read from the result files of a checkout."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from quire.config import EngineOptions
-from quire.planner.reproduce.finding import Context, Finding, Findings, pending
+from quire.planner.reproduce.finding import Context, Finding, Findings, computed, measured, pending
 from quire.planner.setup import plan_engine
 
 
@@ -13,14 +14,14 @@ def t5(context: Context) -> Findings:
     recorded = context.recorded("paging")
     if recorded is None:
         return [pending("slower by", _missing("paging"), (4.0, 26.0), "%")]
+    note = f"paging.json, {_machine(recorded)}; on a CPU no kernel waits for the block table"
     return [
-        Finding(
-            what=f"batch {one['batch']}, context {one['context']}: slower by",
-            ours=100 * (one["ratio"] - 1),
-            unit="%",
-            kind="measured",
-            reported=(4.0, 26.0),
-            note=f"paging.json, {_machine(recorded)}; on a CPU no kernel waits for the block table",
+        measured(
+            f"batch {one['batch']}, context {one['context']}: slower by",
+            100 * (one["ratio"] - 1),
+            "%",
+            (4.0, 26.0),
+            note,
         )
         for one in recorded["decode"]
     ]
@@ -28,13 +29,13 @@ def t5(context: Context) -> Findings:
 
 def r1(context: Context) -> Findings:
     """Speed-up by the radix tree on the embedded model."""
-    return _prefix_rows(context, "R1", ("radix over none",))
+    return prefix_rows(context, "R1", ("radix over none",))
 
 
 def r4(context: Context) -> Findings:
     """Cost of the index where nothing matches."""
-    found = _prefix_rows(context, "R4", ("work of the index, radix", "run with radix"))
-    return [one if one.reported else _with_reported(one, (0.0, 1.0)) for one in found]
+    found = prefix_rows(context, "R4", ("work of the index, radix", "run with radix"))
+    return [one if one.reported or one.ours is None else replace(one, reported=(0.0, 1.0)) for one in found]
 
 
 def c1(context: Context) -> Findings:
@@ -46,11 +47,14 @@ def c1(context: Context) -> Findings:
     alone = recorded["jump"]["steps_alone"]
     slow, fast = (min(jump[way]["seconds"]) for way in ("token by token", "fast-forward"))
     return [
-        _measured(
-            "steps alone, token by token over fast-forward", alone["token by token"] / alone["fast-forward"], note
+        measured(
+            "steps alone, token by token over fast-forward",
+            alone["token by token"] / alone["fast-forward"],
+            "x",
+            note=note,
         ),
-        _measured("steps in batches", jump["token by token"]["steps"] / jump["fast-forward"]["steps"], note),
-        _measured("time in batches, token by token over fast-forward", slow / fast, note),
+        measured("steps in batches", jump["token by token"]["steps"] / jump["fast-forward"]["steps"], "x", note=note),
+        measured("time in batches, token by token over fast-forward", slow / fast, "x", note=note),
     ]
 
 
@@ -60,7 +64,7 @@ def s1(context: Context) -> Findings:
     if recorded is None:
         return [pending("speed-up", _missing("speculation"), (1.0, 3.0), "x")]
     note = f"speculation.json, {_machine(recorded)}"
-    return [_measured(one["task"], one["speed-up"], note, (1.0, 3.0)) for one in recorded["earned"]]
+    return [measured(one["task"], one["speed-up"], "x", (1.0, 3.0), note) for one in recorded["earned"]]
 
 
 def s2(context: Context) -> Findings:
@@ -68,13 +72,11 @@ def s2(context: Context) -> Findings:
     recorded = context.recorded("paging")
     if recorded is None or "split" not in recorded:
         return [
-            pending(
-                "split over whole, batch 1, beyond 16k", f"{_missing('paging')}; and `make gpu-check`", (3.0, 3.0), "x"
-            )
+            pending("split over whole, batch 1, beyond 16k", f"{_missing('paging')}; and `make gpu-check`", 3.0, "x")
         ]
     note = f"paging.json, {_machine(recorded)}: at most the number of cores"
     return [
-        _measured(f"{one['threads']} threads over one, context {one['context']}", one["ratio"], note, (3.0, 3.0))
+        measured(f"{one['threads']} threads over one, context {one['context']}", one["ratio"], "x", 3.0, note)
         for one in recorded["split"]
     ]
 
@@ -88,22 +90,21 @@ def q1(context: Context) -> Findings:
         tokens[dtype] = blocks
     ratio = tokens["fp8"] / tokens["auto"]
     note = "scales take 3 % of the bytes"
-    found = [
-        Finding(what="Llama-3.1-8B on an H100", ours=ratio, unit="x", kind="computed", reported=(1.9, 2.1), note=note)
-    ]
+    found = [computed("Llama-3.1-8B on an H100", ratio, "x", (1.9, 2.1), note)]
     recorded = context.recorded("kv_types")
     if recorded is not None:
         by_type = {one["kv"]: one["tokens"] for one in recorded["types"]}
         note = f"kv_types.json, {_machine(recorded)}"
-        found.append(_measured("0.5B model, C++ kernels", by_type["fp8"] / by_type["auto"], note, (1.9, 2.1)))
+        found.append(measured("0.5B model, C++ kernels", by_type["fp8"] / by_type["auto"], "x", (1.9, 2.1), note))
     return found
 
 
-def _prefix_rows(context: Context, row: str, wanted: tuple[str, ...]) -> Findings:
+def prefix_rows(context: Context, row: str, wanted: tuple[str, ...] = ("",)) -> Findings:
+    """The figures of a row that `python -m benchmarks.prefix` recorded, whose names contain one of `wanted`."""
     recorded = context.recorded("prefix")
     if recorded is None:
         return [pending(row, _missing("prefix"))]
-    note = f"prefix.json, {_machine(recorded)}"
+    source = f"prefix.json, {_machine(recorded)}"
     return [
         Finding(
             what=one["what"],
@@ -111,21 +112,11 @@ def _prefix_rows(context: Context, row: str, wanted: tuple[str, ...]) -> Finding
             unit=one["unit"],
             kind=one["kind"],
             reported=None if one["reported"] is None else tuple(one["reported"]),
-            note=note,
+            note=f"{one['note']} ({source})".strip(),
         )
         for one in recorded["rows"]
         if one["id"] == row and any(text in one["what"] for text in wanted)
     ]
-
-
-def _with_reported(found: Finding, reported: tuple[float, float]) -> Finding:
-    return Finding(
-        what=found.what, ours=found.ours, unit=found.unit, kind=found.kind, reported=reported, note=found.note
-    )
-
-
-def _measured(what: str, ours: float, note: str, reported: tuple[float, float] | None = None) -> Finding:
-    return Finding(what=what, ours=ours, unit="x", kind="measured", reported=reported, note=note)
 
 
 def _missing(name: str) -> str:

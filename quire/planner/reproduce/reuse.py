@@ -14,7 +14,7 @@ from quire.cache.prefix.radix_node import Node
 from quire.config import Policy, PrefixIndexKind
 from quire.core.request import NO_NAMESPACE
 from quire.planner.reproduce.engines import OPT_13B, PAGED, Engine, run
-from quire.planner.reproduce.finding import Context, Finding, Findings, over_seeds, pending
+from quire.planner.reproduce.finding import Context, Findings, computed, measured, over_seeds, pending, simulated
 from quire.planner.workloads import Maker, Part, Session, Turn, Workload, few_shot, tokens_of, with_arrivals
 
 
@@ -25,7 +25,7 @@ def r2(context: Context) -> Findings:
     for policy, reported in policies:
         ours, spread = over_seeds(partial(_share_of_best, context, policy), context.seeds)
         note = "few-shot prompts that all wait; the pool holds less than a third of their examples"
-        found.append(_simulated(policy, ours, "%", reported, spread, note))
+        found.append(simulated(policy, ours, "%", reported, spread, note))
     return found
 
 
@@ -37,11 +37,14 @@ def _share_of_best(context: Context, policy: Policy, seed: int) -> float:
     setup = engine.setup(prefix_index=True)
     setup = replace(setup, scheduler=replace(setup.scheduler, policy=policy))
     hits = run(setup, PAGED, workload).hit_rate
-    return 100 * hits * sum(map(len, prompts)) / _best_hits(prompts)
+    return 100 * hits * sum(map(len, prompts)) / best_hits(prompts)
 
 
-def _best_hits(prompts: Sequence[Sequence[int]]) -> int:
-    """Tokens that are found if each distinct prefix is computed once, and the last token of each prompt always."""
+def best_hits(prompts: Sequence[Sequence[int]]) -> int:
+    """Tokens that are found if each distinct prefix is computed once, and the last token of each prompt always.
+
+    No order of the prompts finds more (Zheng et al., 2024, theorem 3.1).
+    """
     ids: dict[tuple[int, int], int] = {}
     found = 0
     for prompt in prompts:
@@ -82,9 +85,9 @@ def r3(context: Context) -> Findings:
         hits.append(sum(one.num_cached for result in results for one in result.requests) / prompts)
         rates.append(count / max(result.seconds for result in results))
     return [
-        _simulated("hit rate, each in turn", 100 * hits[0], "%", (20.0, 20.0)),
-        _simulated("hit rate, by prefix", 100 * hits[1], "%", (75.0, 75.0)),
-        _simulated("throughput, by prefix over in turn", rates[1] / rates[0], "x", (1.9, 1.9)),
+        simulated("hit rate, each in turn", 100 * hits[0], "%", 20.0),
+        simulated("hit rate, by prefix", 100 * hits[1], "%", 75.0),
+        simulated("throughput, by prefix over in turn", rates[1] / rates[0], "x", 1.9),
         pending("live, over a fleet of engines", "the router is not there yet"),
     ]
 
@@ -107,7 +110,7 @@ def r5(_: Context) -> Findings:
         _compute(cache, 0, first)
         admission = cache.admit(1, second, NO_NAMESPACE, reusable=36, limit=37, max_new_positions=37)
         assert admission is not None, "the pool is large enough"
-        found.append(_computed(f"{index} index", admission.num_tokens, "tokens", (reported, reported)))
+        found.append(computed(f"{index} index", admission.num_tokens, "tokens", reported))
     return found
 
 
@@ -165,9 +168,9 @@ def r6(context: Context) -> Findings:
     context.charts["r6_radix_tree.svg"] = _draw_trees(trees)
     evicted = sum(len(gone) for _, _, gone in trees)
     return [
-        _computed("nodes after the last step", len(trees[-1][1]), "", None, "see the picture"),
-        _computed("steps in which leaves were evicted", sum(bool(gone) for _, _, gone in trees), "", None),
-        _computed("leaves evicted", evicted, "", None),
+        computed("nodes after the last step", len(trees[-1][1]), "", None, "see the picture"),
+        computed("steps in which leaves were evicted", sum(bool(gone) for _, _, gone in trees), "", None),
+        computed("leaves evicted", evicted, "", None),
     ]
 
 
@@ -239,30 +242,14 @@ def r7(context: Context) -> Findings:
     variants = {"tree off": engine.setup(), "cache-aware order off": setup}
     whole = run(replace(setup, scheduler=replace(setup.scheduler, policy="lpm")), PAGED, workload).seconds
     found = [
-        _simulated(f"{name}: time", run(variant, PAGED, workload).seconds / whole, "x", None, note="above 1: it helps")
+        simulated(f"{name}: time", run(variant, PAGED, workload).seconds / whole, "x", None, note="above 1: it helps")
         for name, variant in variants.items()
     ]
     structured = context.recorded("structured")
     if structured is not None:
-        found += [
-            Finding(
-                what=f"{one['off']}: time", ours=one["slower"], unit="x", kind="measured", note="structured.json, live"
-            )
-            for one in structured["ablation"]
-        ]
+        note = "structured.json, live"
+        found += [measured(f"{one['off']}: time", one["slower"], "x", note=note) for one in structured["ablation"]]
+        times = {one["num_api_spec_tokens"]: one["seconds"] for one in structured["speculation"]}
+        slower = times.pop(None) / min(times.values())
+        found.append(measured("no API speculation: time of its own program", slower, "x", note=note))
     return found
-
-
-def _simulated(
-    what: str,
-    ours: float,
-    unit: str,
-    reported: tuple[float, float] | None,
-    spread: float | None = None,
-    note: str = "",
-) -> Finding:
-    return Finding(what=what, ours=ours, unit=unit, kind="simulated", reported=reported, spread=spread, note=note)
-
-
-def _computed(what: str, ours: float, unit: str, reported: tuple[float, float] | None, note: str = "") -> Finding:
-    return Finding(what=what, ours=float(ours), unit=unit, kind="computed", reported=reported, note=note)

@@ -10,6 +10,7 @@ import msgspec
 from rich.console import Console
 
 from quire.errors import ConfigError, nearest
+from quire.planner.files import write_json, write_text
 from quire.planner.reproduce import memory, recorded, reuse, throughput
 from quire.planner.reproduce.finding import Context, Finding, Findings, Row
 from quire.planner.reproduce.targets import TARGETS, Target
@@ -57,19 +58,25 @@ def reproduce(
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     seconds = perf_counter() - began
     console.print(f"{len(wanted)} rows in {seconds:.0f} s", highlight=False)
-    try:
-        if json_file is not None:
-            json_file.write_bytes(msgspec.json.format(msgspec.json.encode(_figures(found, quick=quick)), indent=1))
-        if document is not None:
-            folder = document.parent / _CHART_FOLDER
-            folder.mkdir(exist_ok=True)
-            for name, chart in context.charts.items():
-                (folder / name).write_text(chart)
-            charts = sorted(path.name for path in folder.glob("*.svg"))
-            document.write_text(markdown(found, charts, quick=quick))
-    except OSError as error:
-        raise ConfigError(f"{error.filename} cannot be written: {error.strerror}") from error
+    if json_file is not None:
+        write_json(json_file, _figures(found, quick=quick))
+    if document is not None:
+        kept = "" if json_file is None else f" --json {json_file}"
+        command = f"quire reproduce{kept} --document {document}{' --quick' if quick else ''}"
+        write_text(document, markdown(found, _write_charts(document, context.charts), command, quick=quick))
     return found
+
+
+def _write_charts(document: Path, charts: Mapping[str, str]) -> list[str]:
+    """Write charts to the folder beside the document. Returns the names of all that are there now."""
+    folder = document.parent / _CHART_FOLDER
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be made: {error.strerror}") from error
+    for name, chart in charts.items():
+        write_text(folder / name, chart)
+    return sorted(path.name for path in folder.glob("*.svg"))
 
 
 class _Recorded(msgspec.Struct):
@@ -93,12 +100,12 @@ def verdict(finding: Finding) -> str:
     """Whether a figure comes out, in a word or two."""
     if finding.ours is None:
         return "pending"
-    ratio = finding.ratio
-    if finding.reported is None or ratio is None:
+    if finding.reported is None:
         return ""
+    ratio = finding.ratio
     if ratio == 1:
         return "as reported"
-    return "close" if abs(ratio - 1) <= _CLOSE else "differs"
+    return "close" if ratio is not None and abs(ratio - 1) <= _CLOSE else "differs"
 
 
 def _number(value: float) -> str:
@@ -128,7 +135,12 @@ def _lines(target: Target, findings: Findings) -> list[str]:
         rows.append(
             "     " + "  ".join(f"{cell:<{width}}" for cell, width in zip(cells, _WIDTHS, strict=True)).rstrip()
         )
-    return [head, *rows]
+    return [head, *rows, *(f"     - {note}" for note in _notes(findings))]
+
+
+def _notes(findings: Findings) -> list[str]:
+    """The notes of a row, each once."""
+    return list(dict.fromkeys(one.note for one in findings if one.note))
 
 
 _WIDTHS = (52, 16, 16, 9, 6, 9, 11)
@@ -171,15 +183,14 @@ No constant is tuned to make a row match. The parameters of the workloads are in
 """
 
 
-def markdown(found: Mapping[str, Findings], charts: Sequence[str], *, quick: bool) -> str:
-    """The document. charts: files in the folder beside it."""
+def markdown(found: Mapping[str, Findings], charts: Sequence[str], command: str, *, quick: bool) -> str:
+    """The document. charts: files in the folder beside it. command: what runs all rows."""
     counts = {name: 0 for name in ("as reported", "close", "differs", "pending")}
     for findings in found.values():
         for one in findings:
             if verdict(one):
                 counts[verdict(one)] += 1
     parts = [_HEAD]
-    command = "quire reproduce --document docs/reproduction.md" + (" --quick" if quick else "")
     parts.append(
         f"Command: `{command}`, on {cpu_description()}. "
         f"Of the figures with a reported value, {counts['as reported']} are as reported, {counts['close']} close, and "
@@ -192,13 +203,11 @@ def markdown(found: Mapping[str, Findings], charts: Sequence[str], *, quick: boo
             continue
         parts.append(f"## {target.id}: {target.experiment}\n\nReported: {target.reported} ({target.source}).\n")
         parts.append("| figure | reported | ours | unit | ratio | kind | |\n|---|---|---|---|---|---|---|")
-        notes = []
         for one in found[target.id]:
             ratio = "" if one.ratio is None else f"{one.ratio:.2f}"
             cells = (one.what, _reported(one), _ours(one), one.unit, ratio, one.kind, verdict(one))
             parts.append("| " + " | ".join(cells) + " |")
-            if one.note and one.note not in notes:
-                notes.append(one.note)
+        notes = _notes(found[target.id])
         parts.append("\n" + "".join(f"- {note}\n" for note in notes) if notes else "")
         for name in charts:
             if name.startswith(f"{target.id.lower()}_"):

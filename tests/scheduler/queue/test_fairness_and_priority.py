@@ -8,19 +8,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_engine import VOCAB, Rig
 
+from quire.cache.kv_cache import KVCache
 from quire.core.events import Finished, Preempted
 from quire.core.request import Namespace, Request
 from quire.core.scheduling_params import SchedulingParams
 from quire.cost.step_time import Calibration, DecodeSample, PrefillSample
 from quire.errors import DeadlineUnreachable, RequestError
 from quire.params import SamplingParams
+from quire.planner.workloads import Session, Turn
 from quire.runner.scripted_runner import script
 from quire.scheduler.budget_sharing import split
 from quire.scheduler.queue import fair
 from quire.scheduler.queue.fair import OUTPUT_WEIGHT, PROMPT_WEIGHT, FairQueue
+from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence import Sequence
 from quire.scheduler.step_builder import ScheduledChunk
-from tools.virtual_time import Arrival, Server, limits, memory, request, result_of
+from tools.small_engines import limits, memory, request, result_of, simulated
 
 
 def sequence(number: int, tenant: str, num_tokens: int = 4) -> Sequence:
@@ -116,28 +119,28 @@ def test_few_tenants_are_remembered_and_those_who_wait_always(monkeypatch):
 @settings(max_examples=8)
 def test_two_tenants_that_always_have_work_are_served_alike(seed):
     """VTC's bound: they differ by less than twice the count of a batch, or of the longest prompt."""
-    server = Server(limits("fair", max_num_seqs=6, max_num_batched_tokens=64), memory(400), lambda n: 0.01)
-    queue, lengths = server.scheduler.state.queue, {"a": (20, 5), "b": (100, 40)}
+    simulation = simulated(limits("fair", max_num_seqs=6, max_num_batched_tokens=64), memory(400), 0.01)
+    queue, lengths = simulation.scheduler.state.queue, {"a": (20, 5), "b": (100, 40)}
     for i in range(60):
         tenant = "ab"[(seed >> i % 16) % 2]
         num_prompt, num_output = lengths[tenant]
-        server.add(Arrival(0.0, request(f"{i}", [seed % 1000 + i] * num_prompt, num_output, tenant=tenant)))
+        simulation.engine.add(request(f"{i}", [seed % 1000 + i] * num_prompt, num_output, tenant=tenant))
     most = 2 * max(PROMPT_WEIGHT * 100, OUTPUT_WEIGHT * 6 * 140)
     while queue._by_tenant.keys() == {"a", "b"}:
         assert abs(queue.counter("a") - queue.counter("b")) <= most
-        server.step()
+        simulation.engine.step()
 
 
 def first_step_of(policy: str) -> int:
     """The step that answers a short prompt which arrives while another tenant's long ones are computed."""
-    server = Server(limits(policy, max_num_batched_tokens=128, max_model_len=4096), memory(2000), lambda n: 0.01)
+    config = limits(policy, max_num_batched_tokens=128, max_model_len=4096)
+    scheduler = Scheduler(config, KVCache(memory(2000)))
     for i in range(4):
-        server.scheduler.add(request(f"long-{i}", [i] * 3000, 4, tenant="long"), 0.0)
+        scheduler.add(request(f"long-{i}", [i] * 3000, 4, tenant="long"), 0.0)
     for step in range(200):
         if step == 3:
-            server.scheduler.add(request("short", [9] * 60, 4, tenant="short"), 0.0)
-        planned = server.scheduler.plan(0.0)
-        outputs = server.scheduler.commit(result_of(planned, 0.01), 0.0)
+            scheduler.add(request("short", [9] * 60, 4, tenant="short"), 0.0)
+        outputs = scheduler.commit(result_of(scheduler.plan(0.0), 0.01), 0.0)
         if any(output.request_id == "short" for output in outputs):
             return step - 2
     raise AssertionError("it is never answered")
@@ -418,19 +421,16 @@ def test_an_id_that_is_used_again_is_not_ended_for_the_deadline_of_the_one_befor
 
 
 def test_arrivals_that_are_refused_leave_no_trace_in_virtual_time():
-    server = Server(limits("fcfs", max_num_seqs=4), memory(400), lambda n: 5e-3 + 1e-4 * n)
-    arrivals = [
-        Arrival(i / 200, request(f"{i}", [i] * 200, 20, scheduling_params=SchedulingParams(deadline=2.0)))
-        for i in range(600)
-    ]
-    outcomes = server.run(arrivals)
-    assert server.refused
-    late = [one for one in outcomes.values() if one.reason == "length" and one.ended - one.arrived > 2.5]
-    assert not late
-    reasons = Counter(one.reason for one in outcomes.values())
+    simulation = simulated(limits("fcfs", max_num_seqs=4), memory(400), 5e-3, 1e-4)
+    soon = SchedulingParams(deadline=2.0)
+    sessions = [Session(i / 200, (Turn(([i] * 200,), 20, scheduling_params=soon),)) for i in range(600)]
+    requests = simulation.run(sessions).requests
+    assert not [one for one in requests if one.reason == "length" and one.latency > 2.5]
+    reasons = Counter(one.reason for one in requests)
+    assert reasons["rejected"] > 0
     assert reasons["length"] > 20
     assert reasons["abort"] > 20
-    assert server.scheduler.check() == []
+    assert simulation.scheduler.check() == []
 
 
 def test_sequences_of_a_request_give_way_one_by_one_until_both_tenants_have_as_many_rows():

@@ -7,15 +7,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_engine import VOCAB, Rig
 
+from quire.cache.kv_cache import KVCache
 from quire.config import Policy
 from quire.core.request import Namespace, Request
 from quire.core.scheduling_params import SchedulingParams
 from quire.params import SamplingParams
+from quire.planner.workloads import Session, Turn
 from quire.runner.scripted_runner import script
 from quire.scheduler.queue import prefix_aware
 from quire.scheduler.queue.fcfs import RankedQueue
+from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence import Sequence
-from tools.virtual_time import Arrival, Server, limits, memory, request, result_of
+from tools.small_engines import limits, memory, request, result_of, simulated
 
 POLICIES = get_args(Policy)
 BLOCK = 4
@@ -49,6 +52,10 @@ def test_ranks_are_kept_as_if_sorted_anew(items, rng):
         assert queue.num_tokens_before(probe) == sum(len(one.tokens) for one in inside if one.rank[0] <= of_class)
 
 
+def single(prompt, num_output: int = 4, *, at: float = 0.0, tenant: str = "") -> Session:
+    return Session(at, (Turn((prompt,), num_output),), tenant)
+
+
 def num_matched(scheduler, seq) -> int:
     found = scheduler.cache.index.match_prefix(seq.request.namespace, seq.tokens[: seq.reusable])
     return len(found.blocks[0]) if found.blocks else 0
@@ -74,31 +81,29 @@ def update_all(scheduler) -> None:
 def test_the_head_is_the_one_that_sorting_everybody_anew_would_find(policy, data):
     weight = data.draw(st.sampled_from([0.5, 4.0, 100.0])) if policy == "cache-aware" else 0.0
     config = limits(policy, max_num_seqs=2, max_num_batched_tokens=16, max_model_len=48, wait_weight=weight)
-    server = Server(config, memory(data.draw(st.integers(12, 30)), BLOCK), lambda n: 0.01 * n)
-    scheduler = server.scheduler
+    scheduler = Scheduler(config, KVCache(memory(data.draw(st.integers(12, 30)), BLOCK)))
     for i, prompt in enumerate(data.draw(st.lists(prompts(), min_size=2, max_size=14))):
         scheduler.add(request(str(i), prompt, data.draw(st.integers(1, 6))), float(i) / 8)
         for _ in range(data.draw(st.integers(0, 3))):
-            if (step := scheduler.plan(server.now)) is not None:
-                scheduler.commit(result_of(step, 0.01), server.now)
+            if (step := scheduler.plan(0.0)) is not None:
+                scheduler.commit(result_of(step, 0.01), 0.0)
         if data.draw(st.integers(0, 5)) == 0:
-            scheduler.abort(str(data.draw(st.integers(0, i))), server.now)
+            scheduler.abort(str(data.draw(st.integers(0, i))), 0.0)
         update_all(scheduler)
         assert scheduler.state.queue.head is expected_head(scheduler, weight)
     while scheduler.has_work:
         update_all(scheduler)
         assert scheduler.state.queue.head is expected_head(scheduler, weight)
-        scheduler.commit(result_of(scheduler.plan(server.now), 0.01), server.now)
+        scheduler.commit(result_of(scheduler.plan(0.0), 0.01), 0.0)
 
 
 @pytest.mark.parametrize("prefix_index", ["hash", "none"])
 def test_policies_that_match_work_with_every_index(prefix_index):
     for policy in ("lpm", "cache-aware"):
-        server = Server(limits(policy, max_num_seqs=2), memory(128, 16, prefix_index), lambda n: 0.01)
-        arrivals = [Arrival(0.0, request(str(i), [i % 3] * 40 + [i], 4)) for i in range(9)]
-        outcomes = server.run(arrivals)
-        assert {one.reason for one in outcomes.values()} == {"length"}
-        assert (server.scheduler.request_stats.num_hit_tokens > 0) == (prefix_index == "hash")
+        simulation = simulated(limits(policy, max_num_seqs=2), memory(128, 16, prefix_index), 0.01)
+        result = simulation.run([single([i % 3] * 40 + [i]) for i in range(9)])
+        assert {one.reason for one in result.requests} == {"length"}
+        assert (simulation.scheduler.request_stats.num_hit_tokens > 0) == (prefix_index == "hash")
 
 
 # Outputs
@@ -151,11 +156,11 @@ def test_tokens_do_not_depend_on_the_policy_and_everything_replays(policy, data)
 
 def hot_and_cold(policy: str, **options: object) -> float:
     """Wait in seconds of a prompt without prefix match, while prompts with one arrive faster than they are served."""
-    server = Server(limits(policy, max_num_seqs=4, **options), memory(512), lambda n: 0.01)
-    hot = [7] * 160
-    arrivals = [Arrival(i / 100, request(f"hot-{i}", [*hot, i], 8, tenant="hot")) for i in range(1000)]
-    arrivals.insert(50, Arrival(0.5, request("cold", list(range(100, 160)), 8, tenant="cold")))
-    return server.run(arrivals, until=12.0)["cold"].wait
+    hot = [single([*[7] * 160, i], 8, at=i / 100, tenant="hot") for i in range(1000)]
+    cold = single(range(100, 160), 8, at=0.5, tenant="cold")
+    simulation = simulated(limits(policy, max_num_seqs=4, **options), memory(512), 0.01)
+    requests = simulation.run([*hot[:50], cold, *hot[50:]], until=12.0).requests
+    return next(one.ttft for one in requests if one.tenant == "cold")
 
 
 def test_who_shares_nothing_starves_by_longest_prefix_and_by_no_order_that_heeds_waiting():
@@ -167,26 +172,25 @@ def test_who_shares_nothing_starves_by_longest_prefix_and_by_no_order_that_heeds
 
 
 def test_an_explanation_says_the_policy_the_place_and_who_passed():
-    server = Server(limits("lpm", max_num_seqs=1), memory(128), lambda n: 0.01)
-    arrivals = [Arrival(0.0, request(str(i), [i % 2] * 32 + [i], 4)) for i in range(6)]
-    server.run(arrivals)
-    told = [server.scheduler.explain(str(i), server.now) for i in range(6)]
+    simulation = simulated(limits("lpm", max_num_seqs=1), memory(128), 0.01)
+    simulation.run([single([i % 2] * 32 + [i]) for i in range(6)])
+    told = [simulation.scheduler.explain(str(i), simulation.clock.now) for i in range(6)]
     assert {one.policy for one in told} == {"lpm"}
     assert [one.place for one in told] == list(range(6))
     assert [one.num_passed_by for one in told] == [0, 2, 0, 1, 0, 0]  # 0 2 4 share a prefix, so do 1 3 5
 
 
 def test_an_explanation_counts_those_of_its_own_tenant():
-    server = Server(limits("lpm", max_num_seqs=1), memory(128), lambda n: 0.01)
-    arrivals = [Arrival(0.0, request("other", [3] * 30, 4, tenant="other"))]
+    simulation = simulated(limits("lpm", max_num_seqs=1), memory(128), 0.01)
+    sessions = [single([3] * 30, tenant="other")]
     for i in range(6):
-        arrivals.append(Arrival(0.0, request(str(i), [i % 2] * 32 + [i], 4)))
-        arrivals.append(Arrival(0.0, request(f"other {i}", [i % 2] * 32 + [i], 4, tenant="other")))
-    server.run(arrivals)
-    told = [server.scheduler.explain(str(i), server.now) for i in range(6)]
+        sessions += [single([i % 2] * 32 + [i], tenant=tenant) for tenant in ("", "other")]
+    simulation.run(sessions)
+    names = [name for name, one in simulation.results.items() if not one.tenant]
+    told = [simulation.scheduler.explain(name, simulation.clock.now) for name in names]
     assert [one.place for one in told] == list(range(6))
     assert [one.num_passed_by for one in told] == [0, 2, 0, 1, 0, 0]
-    assert server.scheduler.request_stats._tenants == {}
+    assert simulation.scheduler.request_stats._tenants == {}
 
 
 @given(data=st.data())
@@ -223,8 +227,7 @@ def counted_tokens(scheduler, monkeypatch) -> list[int]:
 
 
 def test_in_turn_everybody_is_looked_at_again(monkeypatch):
-    server = Server(limits("lpm", max_num_seqs=1, max_model_len=4096), memory(600), lambda n: 0.01)
-    scheduler = server.scheduler
+    scheduler = Scheduler(limits("lpm", max_num_seqs=1, max_model_len=4096), KVCache(memory(600)))
     scheduler.add(request("first", [1], 2000), 0.0)
     for i in range(300):
         scheduler.add(request(str(i), [i] * (40 + i), 1), 0.0)
@@ -238,8 +241,7 @@ def test_in_turn_everybody_is_looked_at_again(monkeypatch):
 @pytest.mark.parametrize("length", [100, 20_000])
 def test_long_prompts_are_matched_within_the_same_limit_as_short_ones(length, monkeypatch):
     """A prompt that is longer than the limit uses the tokens of later steps, too."""
-    server = Server(limits("lpm", max_num_seqs=1, max_model_len=2**15), memory(2**12), lambda n: 0.01)
-    scheduler = server.scheduler
+    scheduler = Scheduler(limits("lpm", max_num_seqs=1, max_model_len=2**15), KVCache(memory(2**12)))
     scheduler.add(request("first", [1], 2000), 0.0)
     for i in range(40):
         scheduler.add(request(str(i), [i] * length, 1), 0.0)
