@@ -21,8 +21,7 @@ from rich.table import Table
 from quire.errors import ConfigError, QuireError
 from quire.params import SamplingParams
 from quire.planner.charts import line_chart
-from quire.planner.simulation import RequestResult, SimulationResult
-from quire.planner.slo import Metric
+from quire.planner.simulation import Metric, RequestResult, SimulationResult
 from quire.planner.traces import read_trace
 from quire.planner.workloads import (
     NO_PARENT,

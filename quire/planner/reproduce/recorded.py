@@ -14,7 +14,7 @@ def t5(context: Context) -> Findings:
     recorded = context.recorded("paging")
     if recorded is None:
         return [pending("slower by", _missing("paging"), (4.0, 26.0), "%")]
-    note = f"paging.json, {_machine(recorded)}; on a CPU no kernel waits for the block table"
+    note = f"paging.json, {_origin(recorded)}; on a CPU no kernel waits for the block table"
     return [
         measured(
             f"batch {one['batch']}, context {one['context']}: slower by",
@@ -43,7 +43,7 @@ def c1(context: Context) -> Findings:
     recorded = context.recorded("structured")
     if recorded is None:
         return [pending("steps saved", _missing("structured"))]
-    jump, note = recorded["jump"]["ways"], f"structured.json, {_machine(recorded)}"
+    jump, note = recorded["jump"]["ways"], f"structured.json, {_origin(recorded)}"
     alone = recorded["jump"]["steps_alone"]
     slow, fast = (min(jump[way]["seconds"]) for way in ("token by token", "fast-forward"))
     return [
@@ -63,7 +63,7 @@ def s1(context: Context) -> Findings:
     recorded = context.recorded("speculation")
     if recorded is None:
         return [pending("speed-up", _missing("speculation"), (1.0, 3.0), "x")]
-    note = f"speculation.json, {_machine(recorded)}"
+    note = f"speculation.json, {_origin(recorded)}"
     return [measured(one["task"], one["speed-up"], "x", (1.0, 3.0), note) for one in recorded["earned"]]
 
 
@@ -74,7 +74,7 @@ def s2(context: Context) -> Findings:
         return [
             pending("split over whole, batch 1, beyond 16k", f"{_missing('paging')}; and `make gpu-check`", 3.0, "x")
         ]
-    note = f"paging.json, {_machine(recorded)}: at most the number of cores"
+    note = f"paging.json, {_origin(recorded)}: at most the number of cores"
     return [
         measured(f"{one['threads']} threads over one, context {one['context']}", one["ratio"], "x", 3.0, note)
         for one in recorded["split"]
@@ -94,7 +94,7 @@ def q1(context: Context) -> Findings:
     recorded = context.recorded("kv_types")
     if recorded is not None:
         by_type = {one["kv"]: one["tokens"] for one in recorded["types"]}
-        note = f"kv_types.json, {_machine(recorded)}"
+        note = f"kv_types.json, {_origin(recorded)}"
         found.append(measured("0.5B model, C++ kernels", by_type["fp8"] / by_type["auto"], "x", (1.9, 2.1), note))
     return found
 
@@ -104,7 +104,7 @@ def prefix_rows(context: Context, row: str, wanted: tuple[str, ...] = ("",)) -> 
     recorded = context.recorded("prefix")
     if recorded is None:
         return [pending(row, _missing("prefix"))]
-    source = f"prefix.json, {_machine(recorded)}"
+    source = f"prefix.json, {_origin(recorded)}"
     return [
         Finding(
             what=one["what"],
@@ -123,6 +123,8 @@ def _missing(name: str) -> str:
     return f"no result file: run `python -m benchmarks.{name}` in a checkout"
 
 
-def _machine(recorded: Mapping[str, Any]) -> str:
-    machine = recorded.get("machine", "")
-    return str(machine.get("cpu", "")) if isinstance(machine, dict) else str(machine)
+def _origin(recorded: Mapping[str, Any]) -> str:
+    """The machine of a result file, and its commit if the file states one."""
+    machine, commit = recorded.get("machine", ""), recorded.get("commit")
+    name = str(machine.get("cpu", "")) if isinstance(machine, dict) else str(machine)
+    return f"{name}, commit {commit}" if commit else name
