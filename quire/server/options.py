@@ -59,6 +59,14 @@ class ServerOptions:
             group="Server",
         ),
     ] = None
+    root_path: Annotated[
+        str,
+        Meta(pattern=r"^((/[a-zA-Z0-9._~-]+)+)?\Z", max_length=256),
+        Help("path under which a reverse proxy offers the server, such as /llm [default: none]", "beta"),
+    ] = ""
+    enable_force_include_usage: Annotated[
+        bool, Help("vLLM's flag: each chunk of a stream of completions or chat has the usage so far", "beta")
+    ] = False
     enable_auto_tool_choice: Annotated[
         bool,
         Help(

@@ -43,6 +43,7 @@ class Service:
     """One served model: engine, tokenizer, metrics, request bodies, thread pool.
 
     model_names: names that requests may use, of which responses have the first; (): the model's own.
+    always_reports_usage: whether each chunk of a stream of completions or chat has the usage so far.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Service:
         model_names: Sequence[str] = (),
         *,
         unknown_fields: UnknownFields = "refuse",
+        always_reports_usage: bool = False,
     ) -> None:
         self.model_names = tuple(dict.fromkeys(model_names)) or (facts.model_name,)
         self.model_name = self.model_names[0]  # in responses and metrics
@@ -79,6 +81,7 @@ class Service:
         self.request_ids = RequestIds(self.model_name)
         self.created = int(time.time())
         self._unknown_fields = unknown_fields
+        self.always_reports_usage = always_reports_usage
 
     def check_model(self, name: str | None) -> None:
         """Raises UnknownModel if `name` is neither None nor a name of the served model."""

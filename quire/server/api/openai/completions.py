@@ -161,7 +161,7 @@ class CompletionAnswer:
         }
         self._with_ids = bool(body.return_token_ids)
         self._logprobs = LogprobFormat(params, service.tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids))
-        self._usage = UsageFormat(body.stream_options)
+        self._usage = UsageFormat(body.stream_options, forced=service.always_reports_usage)
         self._chunk_event = body.chunk_event
         self._prompt_echoes = PromptEchoes(body, self._logprobs, echoes)
 

@@ -111,11 +111,14 @@ def _finite_row(row: LogprobRow) -> LogprobRow:
 
 
 class UsageFormat:
-    """The usage of a stream, by its `stream_options`. `count` every delta before the chunk that has it."""
+    """The usage of a stream, by its `stream_options`. `count` every delta before the chunk that has it.
 
-    def __init__(self, options: StreamOptions | None) -> None:
-        self._wanted = options is not None and bool(options.include_usage)
-        self._always = self._wanted and options is not None and bool(options.continuous_usage_stats)
+    forced: each chunk has the usage, whatever the options say.
+    """
+
+    def __init__(self, options: StreamOptions | None, *, forced: bool) -> None:
+        self._wanted = forced or (options is not None and bool(options.include_usage))
+        self._always = forced or (self._wanted and options is not None and bool(options.continuous_usage_stats))
         self._sent = OutputTokens()
 
     def count(self, delta: Delta) -> None:
