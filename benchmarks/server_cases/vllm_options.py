@@ -11,8 +11,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from quire.params import MAX_LOGPROBS
+
 MAX_MODEL_LEN = 2048  # of the embedded model
 LEFT_OUT = "left out"
+_MAX_LOGPROBS_OF_VLLM = 20  # without the option
 _QUIRE = str(Path(sys.executable).with_name("quire"))
 _ALWAYS = ("--port", "0", "--memory", "512MiB", "--metrics-prefix", "vllm:")
 # vLLM's options that quire has under the same name: those with a value, and those without.
@@ -24,7 +27,7 @@ _FLAGS = frozenset({"--enable-auto-tool-choice", "--no-enable-prefix-caching", "
 
 def translated(model: str, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """The arguments of `quire serve`, and the names of vLLM's options that quire lacks."""
-    options, names, adapters, left_out = [], [], [], []
+    options, names, adapters, left_out, max_logprobs = [], [], [], [], _MAX_LOGPROBS_OF_VLLM
     pieces = [piece for argument in arguments for piece in _split(argument)]
     while pieces:
         name, values = pieces.pop(0), []
@@ -32,6 +35,8 @@ def translated(model: str, arguments: Sequence[str]) -> tuple[list[str], list[st
             values.append(pieces.pop(0))
         if name == "--max-model-len":
             options += [name, str(min(int(values[0]), MAX_MODEL_LEN))]
+        elif name == "--max-logprobs":
+            max_logprobs = min(int(values[0]), MAX_LOGPROBS)
         elif name == "--served-model-name":
             names += values
         elif name == "--lora-modules":
@@ -40,6 +45,7 @@ def translated(model: str, arguments: Sequence[str]) -> tuple[list[str], list[st
             options += [name, *values]
         elif name != "--port":  # a free one is taken
             left_out.append(name)
+    options += ["--max-logprobs", str(max_logprobs)]
     for served in (*(names or [model]), *adapters):
         options += ["--served-model-name", served]
     return options, left_out

@@ -56,6 +56,7 @@ def launched(
             server.served_model_name,
             unknown_fields=server.unknown_fields,
             always_reports_usage=server.enable_force_include_usage,
+            max_logprobs=server.max_logprobs,
         )
     finally:
         host.kill()

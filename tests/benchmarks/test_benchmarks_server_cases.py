@@ -96,12 +96,13 @@ def test_options_of_vllm():
     assert translated("some/model", given) == (
         [
             *("--max-model-len", "2048", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
-            *("--max-num-seqs", "4", "--served-model-name", "some/model"),
+            *("--max-num-seqs", "4", "--max-logprobs", "20", "--served-model-name", "some/model"),
             *("--served-model-name", "a", "--served-model-name", "b"),
         ],
         ["--dtype", "--enable-lora"],
     )
-    assert translated("m", ["--served-model-name", "n"]) == (["--served-model-name", "n"], [])
+    given = ["--served-model-name", "n", "--max-logprobs", "9999"]
+    assert translated("m", given) == (["--max-logprobs", "128", "--served-model-name", "n"], [])
 
 
 def test_what_fails_is_listed_with_its_reason():

@@ -59,7 +59,7 @@ def test_a_prompt_is_truncated(http):
 @pytest.mark.parametrize(
     ("fields", "param", "reason"),
     [
-        ({"label_token_ids": [999999]}, "label_token_ids", "999999 is outside the vocabulary"),
+        ({"label_token_ids": [999999]}, "label_token_ids", "999999 is out of vocabulary"),
         ({"label_token_ids": []}, "label_token_ids", "at least one"),
         ({"label_token_ids": list(range(200))}, "label_token_ids", "at most 128"),
         ({"query": None}, "query", "needs query"),

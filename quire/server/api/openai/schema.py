@@ -38,12 +38,15 @@ class ContentPart(BaseModel):
     text: str | None = None
 
 
+Role = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]  # templates write it into the prompt, beside markup
+
+
 class ChatMessage(Body):
     """One message of a conversation. Further fields go to the chat template: other programs write histories, too."""
 
     model_config = ConfigDict(extra="allow")
 
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    role: Role
     content: str | Listed[ContentPart] | None = None
     name: str | None = None
     tool_calls: Listed[dict[str, Any]] | None = None
