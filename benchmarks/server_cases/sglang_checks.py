@@ -144,7 +144,7 @@ def chat_stream(to: Server) -> None:
 def regex(to: Server) -> None:
     pattern = '\\{\n   "name": "[\\w]+",\n   "count": [\\d]+\n\\}'
     fields = {"max_tokens": 128, "extra_body": {"regex": pattern}}
-    record = json.loads(to.chat(RECORD, **fields).choices[0].message.content)
+    record = json.loads(to.chat(QUESTION, **fields).choices[0].message.content)
     assert isinstance(record["name"], str) and isinstance(record["count"], int)
 
 

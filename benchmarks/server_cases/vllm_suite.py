@@ -14,7 +14,7 @@ import sys
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.server_cases import vllm_options
 from benchmarks.server_cases.results import Case, SuiteError
@@ -27,14 +27,31 @@ _SECONDS = 1800  # for all cases
 _PYTEST = ("-q", "-p", "no:cacheprovider", "-W", "ignore", "-o", "asyncio_mode=strict")
 
 
-def run(python: str, sdist: Path, about: Mapping[str, Any], folder: Path) -> tuple[list[Case], list[str]]:
-    """The cases of the files that `about` lists, and vLLM's options that quire's servers did not get.
+class Plan(NamedTuple):
+    """What to run. files: of test cases. adapted: file, text and its replacement. not_run: names of cases as for -k."""
 
-    python: an interpreter with vLLM, pytest, pytest-asyncio and the clients. about: the table `vllm` of cases.toml.
-    folder: an empty one for the tests. Raises SuiteError.
+    files: Sequence[str]
+    adapted: Sequence[Mapping[str, str]]
+    not_run: Sequence[str]
+
+
+def plans(about: Mapping[str, Any]) -> tuple[Plan, Plan]:
+    """All cases, and those of the files whose numbers are scaled, with these. about: the table `vllm` of cases.toml."""
+    not_run, scaled = list(about["not_run"]), [one["file"] for one in about["scaled"]]
+    return (
+        Plan(about["files"], about["adapted"], not_run),
+        Plan(scaled, [one for one in (*about["adapted"], *about["scaled"]) if one["file"] in scaled], not_run),
+    )
+
+
+def run(python: str, sdist: Path, plan: Plan, folder: Path) -> tuple[list[Case], list[str]]:
+    """The cases, and vLLM's options that quire's servers did not get.
+
+    python: an interpreter with vLLM, pytest, pytest-asyncio and the clients. folder: an empty one for the tests. Raises
+    SuiteError.
     """
     tests = folder / "tests"
-    names = _unpack(sdist, tests, about)
+    names = _unpack(sdist, tests, plan)
     _cache_models(names, folder / "models")
     results, log = folder / "results.jsonl", folder / "servers.log"
     server = {
@@ -47,8 +64,8 @@ def run(python: str, sdist: Path, about: Mapping[str, Any], folder: Path) -> tup
         **{"QUIRE_SERVER": json.dumps(server), "QUIRE_RESULTS": str(results)},
         **{"HF_HUB_CACHE": str(folder / "models"), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
     }
-    files = [f"tests/entrypoints/{file}" for file in about["files"]]
-    without = " and ".join(f"not {name}" for name in about["not_run"])
+    files = [f"tests/entrypoints/{file}" for file in plan.files]
+    without = " and ".join(f"not {name}" for name in plan.not_run)
     command = [python, "-m", "pytest", *_PYTEST, "-k", without, *files]
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=_SECONDS, check=False
@@ -60,10 +77,10 @@ def run(python: str, sdist: Path, about: Mapping[str, Any], folder: Path) -> tup
     return list(_cases(results)), sorted(left_out)
 
 
-def _unpack(sdist: Path, tests: Path, about: Mapping[str, Any]) -> set[str]:
+def _unpack(sdist: Path, tests: Path, plan: Plan) -> set[str]:
     """Unpack the tests of the entry points, adapt them, and put the stand-ins in place. Returns the model names."""
     adapted: dict[str, list[Mapping[str, str]]] = {}
-    for one in about["adapted"]:
+    for one in plan.adapted:
         adapted.setdefault(one["file"], []).append(one)
     names: set[str] = set()
     with tarfile.open(sdist) as archive:
@@ -78,7 +95,7 @@ def _unpack(sdist: Path, tests: Path, about: Mapping[str, Any]) -> set[str]:
                 if one["text"] not in text:
                     raise SuiteError(f"{name} does not have the text {one['text']!r}")
                 text = text.replace(one["text"], one["by"])
-            if name in about["files"]:
+            if name in plan.files:
                 names.update(_MODEL_NAME.findall(text))
             target = tests / "entrypoints" / name
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -81,7 +81,7 @@ def make_app(
             store.close()
             await asyncio.to_thread(observers.close)
 
-    app = FastAPI(title="quire", version=__version__, lifespan=running, redoc_url=None, root_path=options.root_path)
+    app = FastAPI(title="quire", version=__version__, lifespan=running, redoc_url=None)
     app.add_middleware(RateLimit)
     app.add_middleware(QueueFullMiddleware, refusals=refusals)
     app.add_middleware(DrainMiddleware, drain=drain)

@@ -39,7 +39,7 @@ def test_in_body():
     assert RemoteOpenAIServer(MODEL_NAME, []) is not None
 """
 FILE = "openai/test_some.py"
-PLAN = {"files": [FILE], "not_run": {"nothing": ""}, "adapted": [{"file": FILE, "text": "8192", "by": "2048"}]}
+PLAN = vllm_suite.Plan([FILE], [{"file": FILE, "text": "8192", "by": "2048"}], [])
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_cases_that_start_a_server_are_run_and_recorded(sdist, tmp_path):
 
 
 def test_a_text_to_adapt_must_be_there(sdist, tmp_path):
-    plan = {**PLAN, "adapted": [{"file": FILE, "text": "4096", "by": "2048"}]}
+    plan = PLAN._replace(adapted=[{"file": FILE, "text": "4096", "by": "2048"}])
     with pytest.raises(SuiteError, match=f"{FILE} does not have the text '4096'"):
         vllm_suite._unpack(sdist, tmp_path / "tests", plan)
 

@@ -14,8 +14,12 @@ class RootPathMiddleware:
         self._root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the app with the path without `root_path`."""
-        path = scope.get("path", "")
-        if path.startswith(f"{self._root_path}/"):
-            scope = {**scope, "path": path[len(self._root_path) :]}
+        """Call the app with the path without `root_path`, which `/docs` finds in the scope."""
+        if scope["type"] != "lifespan":
+            begin = f"{self._root_path}/"
+            path = scope["path"]
+            path = path[len(self._root_path) :] if path.startswith(begin) else path
+            # The router would remove it from a path that has it twice, which middleware would take for another route.
+            root_path = "" if path.startswith(begin) else self._root_path
+            scope = {**scope, "path": path, "root_path": root_path}
         await self._app(scope, receive, send)

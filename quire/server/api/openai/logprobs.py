@@ -31,7 +31,7 @@ class LogprobFormat:
         self._as_token_ids = as_token_ids
 
     def chat(self, rows: Sequence[LogprobRow] | None) -> dict[str, object] | None:
-        """Chat format: one object per token, with its bytes, the most likely tokens, and those of logprob_token_ids.
+        """Chat format: one object per token, with its bytes, and the most likely tokens or those of logprob_token_ids.
 
         None if there is no token.
         """
@@ -65,9 +65,10 @@ class LogprobFormat:
         return lists
 
     def _reported(self, row: LogprobRow) -> list[int]:
-        """The most likely tokens, then those of logprob_token_ids."""
-        likely = sorted(row, key=lambda token: (-row[token].logprob, token))[: self._top]
-        return likely + [token for token in self._logprob_token_ids if token in row and token not in likely]
+        """The most likely tokens; or with logprob_token_ids these, and the token itself."""
+        if self._logprob_token_ids:
+            return [token for token in dict.fromkeys([*self._logprob_token_ids, next(iter(row))]) if token in row]
+        return sorted(row, key=lambda token: (-row[token].logprob, token))[: self._top]
 
     def _top_logprobs(self, row: LogprobRow) -> dict[str, float]:
         named: dict[str, float] = {}

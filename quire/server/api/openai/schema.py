@@ -172,7 +172,9 @@ class SamplingBody(BeamSearchBody, SchedulingParamsBody, ConstraintBody, LlamaCp
         "With truncate_prompt_tokens: drop tokens at the begin (left, the default) or at the end (right)."
     )
     prompt_logprobs: int | None = optional_field("Return logprobs of prompt tokens and of this many likeliest ones.")
-    logprob_token_ids: Listed[int] | None = optional_field("With logprobs: return also the logprobs of these tokens.")
+    logprob_token_ids: Listed[int] | None = optional_field(
+        "With logprobs: return those of these tokens, in place of the most likely ones."
+    )
     return_tokens_as_token_ids: bool | None = optional_field("Write tokens in logprobs as 'token_id:5'.")
     return_token_ids: bool | None = optional_field("Return the token ids of the prompt and of the output.")
     echo: bool | None = optional_field(

@@ -35,11 +35,10 @@ class LabelScoreBody(PoolingBody):
 
     def label_prompts(self) -> list[Prompt]:
         """The prompt of each item. Raises RequestError unless there are a query and items of the same kind."""
-        for name, value in (("query", self.query), ("items", self.items)):
-            if value is None:
-                raise RequestError(f"label_token_ids needs {name}", name)
-        items = as_prompt_list(self.items or [])
-        return [self._joined(item) for item in items]
+        if self.query is None or self.items is None:
+            name = "query" if self.query is None else "items"
+            raise RequestError(f"label_token_ids needs {name}", name)
+        return [self._joined(item) for item in as_prompt_list(self.items)]
 
     def _joined(self, item: Prompt) -> Prompt:
         match self.query, item:
@@ -67,7 +66,10 @@ async def _start(service: Service, request: Request, body: LabelScoreBody, id: s
     with renamed_fields(_NAMES):
         prompts = body.label_prompts()
         params = SamplingParams(
-            **{"temperature": 0, "max_tokens": 1, "logprobs": 0, "logprob_token_ids": labels},
+            temperature=0,
+            max_tokens=1,
+            logprobs=0,
+            logprob_token_ids=labels,
             truncate_prompt_tokens=body.truncate_prompt_tokens,
             truncation_side=body.truncation_side or "left",
         )
