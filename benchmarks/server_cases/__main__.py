@@ -25,6 +25,8 @@ from benchmarks.server_cases import sglang_checks, vllm_suite
 from benchmarks.server_cases.results import UNEXPLAINED, SuiteError, about, report, table_of
 from quire.startup.hardware import cpu_description
 
+_PLAIN: Mapping[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}
+
 
 def vllm(python: str, sdist: Path) -> dict[str, Any]:
     """The report of vLLM's cases. Raises SuiteError."""
@@ -64,9 +66,9 @@ def main() -> None:
     for name, found in suites.items():
         console.print(table_of(name, found))
         for case in found.get("passed_with_smaller_numbers", ()):
-            console.print(f"with smaller numbers passes {case}", markup=False, highlight=False)
+            console.print(f"passes with smaller numbers: {case}", **_PLAIN)
         for one in found["failed"]:
-            console.print(f"{one['class']:12} {one['case']}: {one['reason']}", markup=False, highlight=False)
+            console.print(f"{one['class']:12} {one['case']}: {one['reason']}", **_PLAIN)
     if args.json is not None:
         machine = {"cpu": cpu_description(), "python": sys.version.split()[0]}
         whole: Mapping[str, object] = {"commit": commit_of(vllm_suite.ROOT), "machine": machine, **suites}

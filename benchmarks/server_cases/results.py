@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.table import Table
+from rich.table import Column, Table
 
 ABOUT = Path(__file__).with_name("cases.toml")
 UNEXPLAINED = "unexplained"
@@ -68,7 +68,13 @@ def report(cases: Sequence[Case], reasons: Mapping[str, Sequence[str]]) -> dict[
 
 def table_of(suite: str, found: Mapping[str, Any]) -> Table:
     """A line for each file: cases that passed, all, and those that failed by class."""
-    table = Table("file", "passed", "of", "failed", title=f"{suite}: {found['passed']} of {found['cases']}")
+    table = Table(
+        Column("file", overflow="fold"),
+        "passed",
+        "of",
+        "failed",
+        title=f"{suite}: {found['passed']} of {found['cases']}",
+    )
     for file, counts in found["files"].items():
         kinds = Counter(one["class"] for one in found["failed"] if one["case"].startswith(f"{file}::"))
         shown = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
