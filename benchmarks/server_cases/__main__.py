@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.clients.__main__ import server
-from benchmarks.deterministic import commit_of
+from benchmarks.commit import commit_of
 from benchmarks.server_cases import sglang_checks, vllm_suite
 from benchmarks.server_cases.results import UNEXPLAINED, SuiteError, about, report, table_of
 from quire.startup.hardware import cpu_description
@@ -71,7 +71,7 @@ def main() -> None:
             console.print(f"{one['class']:12} {one['case']}: {one['reason']}", **_PLAIN)
     if args.json is not None:
         machine = {"cpu": cpu_description(), "python": sys.version.split()[0]}
-        whole: Mapping[str, object] = {"commit": commit_of(vllm_suite.ROOT), "machine": machine, **suites}
+        whole: Mapping[str, object] = {"commit": commit_of(), "machine": machine, **suites}
         args.json.write_text(json.dumps(whole, indent=1) + "\n")
     sys.exit(any(UNEXPLAINED in found["failed_by_class"] for found in suites.values()))
 
