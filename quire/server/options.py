@@ -63,13 +63,26 @@ class ServerOptions:
     root_path: Annotated[
         str,
         Meta(pattern=r"^((/[a-zA-Z0-9._~-]+)+)?\Z", max_length=256),
-        Help("path under which a reverse proxy offers the server, such as /llm [default: none]", "beta"),
+        Help(
+            "path under which a reverse proxy offers the server, such as /llm [default: none]",
+            "beta",
+            group="Server",
+            rare=True,
+        ),
     ] = ""
     max_logprobs: Annotated[
-        int, Meta(ge=0, le=MAX_LOGPROBS), Help("most likely tokens that a request may ask for with each token", "beta")
+        int,
+        Meta(ge=0, le=MAX_LOGPROBS),
+        Help("most likely tokens that a request may ask for with each token", "beta", group="Server", rare=True),
     ] = MAX_LOGPROBS
     enable_force_include_usage: Annotated[
-        bool, Help("vLLM's flag: each chunk of a stream of completions or chat has the usage so far", "beta")
+        bool,
+        Help(
+            "vLLM's flag: each chunk of a stream of completions or chat has the usage so far",
+            "beta",
+            group="Server",
+            rare=True,
+        ),
     ] = False
     enable_auto_tool_choice: Annotated[
         bool,
