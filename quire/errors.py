@@ -25,6 +25,13 @@ class RequestError(QuireError, ValueError):
         self.param = param
 
 
+def out_of_vocabulary(token: int, vocab_size: int, param: str | None = None) -> RequestError:
+    """The error for a token id that the model does not have."""
+    return RequestError(
+        f"token id {token} is out of vocabulary, which has {vocab_size} tokens (0 to {vocab_size - 1})", param
+    )
+
+
 class ContextLengthExceeded(RequestError):
     """A prompt that does not fit into the model's context."""
 

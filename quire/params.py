@@ -268,6 +268,7 @@ MAX_STOP_PATTERNS = 8
 MAX_TOKENS = 2**31 - 1
 MAX_TEMPERATURE = 100.0
 MAX_LISTED_TOKENS = 65536  # of logit_bias and allowed_token_ids
+_MAX_NAMED = 8  # wrong keys that an error names
 MAX_BAD_WORDS = 1024
 MAX_BAD_CHARACTERS = 16384  # of all bad words
 MAX_LOGPROB_IDS = 128
@@ -618,12 +619,20 @@ def _biases(value: object) -> dict[int, float]:
         return {}
     if not isinstance(value, Mapping) or len(value) > MAX_LISTED_TOKENS:
         raise RequestError(f"logit_bias must map at most {MAX_LISTED_TOKENS} token ids to numbers", "logit_bias")
-    biases = {}
+    biases: dict[int, float] = {}
+    wrong = []
     for key, bias in value.items():
         token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 11 else key
-        _check_number("logit_bias", token, int, 0, MAX_TOKENS, label="a token id in logit_bias")
-        _check_number("logit_bias", bias, float, -100, 100, label="a bias in logit_bias")
-        biases[token] = float(bias)
+        if isinstance(token, int) and not isinstance(token, bool):
+            _check_number("logit_bias", token, int, 0, MAX_TOKENS, label="a token id in logit_bias")
+            _check_number("logit_bias", bias, float, -100, 100, label=f"the bias of {token} in logit_bias")
+            biases[token] = float(bias)
+        else:
+            wrong.append(key)
+    if wrong:
+        shown = ", ".join(f"{key!r:.80}" for key in wrong[:_MAX_NAMED])
+        more = f" and {len(wrong) - _MAX_NAMED} more" if len(wrong) > _MAX_NAMED else ""
+        raise RequestError(f"token ids in logit_bias must be integers, not {shown}{more}", "logit_bias")
     return biases
 
 

@@ -7,7 +7,7 @@ import msgspec
 
 from quire.core.scheduling_params import DEFAULT_SCHEDULING_PARAMS, SchedulingParams
 from quire.core.step import Pooling
-from quire.errors import ContextLengthExceeded, RequestError
+from quire.errors import ContextLengthExceeded, RequestError, out_of_vocabulary
 from quire.params import SamplingParams
 
 
@@ -132,12 +132,12 @@ def resolve_params(
         raise RequestError("the prompt is empty; give at least one token", "prompt")
     if min(prompt) < 0 or max(prompt) >= vocab_size:
         wrong = next(token for token in prompt if not 0 <= token < vocab_size)
-        raise RequestError(f"token id {wrong} is outside the vocabulary (0 to {vocab_size - 1})", "prompt")
+        raise out_of_vocabulary(wrong, vocab_size, "prompt")
     check_length(len(prompt), params, max_model_len)
     for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids"):
         highest = max(getattr(params, name) or (0,))
         if highest >= vocab_size:
-            raise RequestError(f"token id {highest} is outside the vocabulary (0 to {vocab_size - 1})", name)
+            raise out_of_vocabulary(highest, vocab_size, name)
     room = max_model_len - len(prompt)
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
     return params.resolved(max_tokens, default_seed if params.seed is None else params.seed)
@@ -169,9 +169,7 @@ def check_known_tokens(request: Request, vocab_size: int) -> None:
             )
         for token in one.token_ids:
             if not 0 <= token < vocab_size:
-                raise RequestError(
-                    f"token id {token} is outside the vocabulary (0 to {vocab_size - 1})", "known_outputs"
-                )
+                raise out_of_vocabulary(token, vocab_size, "known_outputs")
 
 
 def check_length(num_tokens: int, params: SamplingParams, max_model_len: int) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from quire.engine.inputs import tokenize
-from quire.errors import ConfigError, ModelError, RequestError, nearest
+from quire.errors import ConfigError, ModelError, RequestError, nearest, out_of_vocabulary
 from quire.tokenizer.tokenizer import Tokenizer
 
 MAX_PREFIXES = 256
@@ -67,7 +67,7 @@ def _token_ids(entry: object, tokenizer: Tokenizer, bounds: PrefixLimits) -> tup
     if not ids:
         raise RequestError("it is empty; take it out")
     if max(ids) >= bounds.vocab_size:
-        raise RequestError(f"token id {max(ids)} is outside the vocabulary (0 to {bounds.vocab_size - 1})")
+        raise out_of_vocabulary(max(ids), bounds.vocab_size)
     if len(ids) >= bounds.max_model_len:
         raise RequestError(f"it has {len(ids)} tokens; a prompt has less than max_model_len ({bounds.max_model_len})")
     if len(ids) < bounds.block_size:

@@ -35,6 +35,7 @@ from quire.server.middleware.cors import Cors
 from quire.server.middleware.drain import Drain, DrainMiddleware
 from quire.server.middleware.queue_full import QueueFullMiddleware, RecentRefusals
 from quire.server.middleware.rate_limit import RateLimit
+from quire.server.middleware.root_path import RootPathMiddleware
 from quire.server.middleware.tarpit import Tarpit
 from quire.server.observability.middleware import ObservabilityMiddleware, Observers
 from quire.server.openapi import describe_api
@@ -87,7 +88,9 @@ def make_app(
     app.add_middleware(AuthMiddleware, keys=keys)
     if options.cors_origins:
         app.add_middleware(Cors, origins=options.cors_origins)
-    app.add_middleware(ObservabilityMiddleware, sinks=observers.sinks)  # the one that is added last is the outermost
+    app.add_middleware(ObservabilityMiddleware, sinks=observers.sinks)
+    if options.root_path:
+        app.add_middleware(RootPathMiddleware, root_path=options.root_path)  # the last one is the outermost
     install_error_handlers(app, refusals, Tarpit() if with_tarpit else None)
     app.add_exception_handler(ClientGone, _client_gone_response)
     for routes in (

@@ -53,7 +53,7 @@ _OTHER_NAMES = {  # a route's name of a number -> the engine's name
 _TEXT: Keywords = {"minLength": 1, "maxLength": MAX_STOP_LENGTH}
 _TOKENS = (
     *("prompt", "input", "input_ids", "tokens", "stop_token_ids", "allowed_token_ids"),
-    *("logprob_token_ids", "token_ids_logprob"),
+    *("logprob_token_ids", "token_ids_logprob", "label_token_ids"),
 )
 _CONSTRAINT_FIELDS = (
     *("json", "regex", "grammar", "structural_tag", "schema", "json_schema", "ebnf"),
@@ -68,6 +68,7 @@ LIMITS: Mapping[str, Limits] = {
     "stop_token_ids": {"array": {"maxItems": MAX_STOPS}},
     "allowed_token_ids": {"array": {"minItems": 1, "maxItems": MAX_LISTED_TOKENS}},
     "logprob_token_ids": {"array": {"maxItems": MAX_LOGPROB_IDS}},
+    "label_token_ids": {"array": {"minItems": 1, "maxItems": MAX_LOGPROB_IDS}},
     "logit_bias": {
         "object": {
             "propertyNames": {"pattern": "^[0-9]+$"},

@@ -9,6 +9,7 @@ from msgspec import Meta
 from quire.config import Help, check_options
 from quire.core.scheduling_params import MAX_NAME_LEN
 from quire.errors import ConfigError, known_arguments_only
+from quire.params import MAX_LOGPROBS
 from quire.supervisor.restart_policy import RESTART_TIMEOUT
 
 _ORIGIN = re.compile(r"https?://[^/?#\s@]+")  # in the form of the Origin header
@@ -59,6 +60,30 @@ class ServerOptions:
             group="Server",
         ),
     ] = None
+    root_path: Annotated[
+        str,
+        Meta(pattern=r"^((/[a-zA-Z0-9._~-]+)+)?\Z", max_length=256),
+        Help(
+            "path under which a reverse proxy offers the server, such as /llm [default: none]",
+            "beta",
+            group="Server",
+            rare=True,
+        ),
+    ] = ""
+    max_logprobs: Annotated[
+        int,
+        Meta(ge=0, le=MAX_LOGPROBS),
+        Help("most likely tokens that a request may ask for with each token", "beta", group="Server", rare=True),
+    ] = MAX_LOGPROBS
+    enable_force_include_usage: Annotated[
+        bool,
+        Help(
+            "vLLM's flag: each chunk of a stream of completions or chat has the usage so far",
+            "beta",
+            group="Server",
+            rare=True,
+        ),
+    ] = False
     enable_auto_tool_choice: Annotated[
         bool,
         Help(

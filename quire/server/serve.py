@@ -3,7 +3,7 @@
 import ipaddress
 import socket
 import ssl
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,14 +16,13 @@ from quire.server.middleware.drain import Drain, GracefulServer
 from quire.server.middleware.http_protocol import http_config, raise_descriptor_limit
 from quire.server.observability.activity import ActivityLine
 from quire.server.observability.middleware import check_observers
-from quire.server.options import ServerOptions, UnknownFields
+from quire.server.options import ServerOptions
 from quire.server.service import Service
 from quire.server.store import Store
 from quire.startup.freed_memory import return_freed_memory
 from quire.supervisor.async_engine import AsyncEngine
 from quire.supervisor.engine_handle import EngineProcess
 from quire.supervisor.gc_policy import GCPolicy
-from quire.supervisor.restart_policy import RESTART_TIMEOUT
 from quire.supervisor.spawn import Spawned
 from quire.tokenizer.load import open_tokenizer
 
@@ -33,27 +32,32 @@ CALIBRATION_SECONDS = 0.3  # maximum; the cost model also learns from the first 
 @contextmanager
 def launched(
     options: EngineOptions,
-    model_names: Sequence[str] = (),
+    server: ServerOptions,
     *,
-    watchdog: float = 0.0,
-    restart_timeout: float = RESTART_TIMEOUT,
-    unknown_fields: UnknownFields = "refuse",
     spawned: Spawned | None = None,
     report: Callable[[str], None],
     progress: Callable[[int, int], None],
 ) -> Iterator[Service]:
     """Context manager: a service whose engine process is ready. The process is killed on exit.
 
-    watchdog, restart_timeout: as in AsyncEngine. model_names, unknown_fields: as in Service. spawned: as in
-    EngineProcess. Raises ConfigError, ModelError, EngineStopped.
+    server: its options of the engine process and of the service. spawned: as in EngineProcess. Raises ConfigError,
+    ModelError, EngineStopped.
     """
     host = EngineProcess(with_server_defaults(options), report=report, progress=progress, spawned=spawned)
     host.launch()
     try:
         tokenizer = open_tokenizer(Path(host.model_info.path))
         return_freed_memory()  # of its files' content
-        engine = AsyncEngine(host, watchdog=watchdog, restart_timeout=restart_timeout)
-        yield Service(host.model_info, tokenizer, engine, model_names, unknown_fields=unknown_fields)
+        engine = AsyncEngine(host, watchdog=server.watchdog, restart_timeout=server.engine_restart_timeout)
+        yield Service(
+            host.model_info,
+            tokenizer,
+            engine,
+            server.served_model_name,
+            unknown_fields=server.unknown_fields,
+            always_reports_usage=server.enable_force_include_usage,
+            max_logprobs=server.max_logprobs,
+        )
     finally:
         host.kill()
         host.wait()
@@ -140,16 +144,7 @@ def serve(
         policy, reason = choose_policy(options, keys)
         report(f"policy     {policy}: {reason}")
         options = replace(options, policy=policy)
-        with launched(
-            options,
-            server.served_model_name,
-            watchdog=server.watchdog,
-            restart_timeout=server.engine_restart_timeout,
-            unknown_fields=server.unknown_fields,
-            spawned=spawned,
-            report=report,
-            progress=progress,
-        ) as service:
+        with launched(options, server, spawned=spawned, report=report, progress=progress) as service:
             url = _url(listener, secure=server.ssl_certfile is not None)
             drain = Drain()
             config = http_config(make_app(service, keys, server, drain, store), server)

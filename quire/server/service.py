@@ -14,8 +14,8 @@ from quire.core.request import Beams, Namespace, check_length
 from quire.core.scheduling_params import DEFAULT_SCHEDULING_PARAMS, SchedulingParams
 from quire.engine.inputs import Generation, Prompt, prepare_generations, prompt_request_id, tokenize
 from quire.engine.output_text import RequestOutputProcessor
-from quire.errors import ContextLengthExceeded
-from quire.params import SamplingParams
+from quire.errors import ContextLengthExceeded, RequestError
+from quire.params import MAX_LOGPROBS, SamplingParams
 from quire.server.api.request_params import MAX_PROMPTS, RequestBody
 from quire.server.errors import Busy, UnknownModel
 from quire.server.middleware.auth import caller_of
@@ -43,6 +43,8 @@ class Service:
     """One served model: engine, tokenizer, metrics, request bodies, thread pool.
 
     model_names: names that requests may use, of which responses have the first; (): the model's own.
+    always_reports_usage: whether each chunk of a stream of completions or chat has the usage so far. max_logprobs: most
+    likely tokens that a request may ask for with each token.
     """
 
     def __init__(
@@ -53,6 +55,8 @@ class Service:
         model_names: Sequence[str] = (),
         *,
         unknown_fields: UnknownFields = "refuse",
+        always_reports_usage: bool = False,
+        max_logprobs: int = MAX_LOGPROBS,
     ) -> None:
         self.model_names = tuple(dict.fromkeys(model_names)) or (facts.model_name,)
         self.model_name = self.model_names[0]  # in responses and metrics
@@ -79,6 +83,8 @@ class Service:
         self.request_ids = RequestIds(self.model_name)
         self.created = int(time.time())
         self._unknown_fields = unknown_fields
+        self.always_reports_usage = always_reports_usage
+        self._max_logprobs = max_logprobs
 
     def check_model(self, name: str | None) -> None:
         """Raises UnknownModel if `name` is neither None nor a name of the served model."""
@@ -162,6 +168,8 @@ class Service:
         EngineStopped.
         """
         now = time.monotonic()
+        for one in asked:
+            self._check_logprobs(one.params)
         for constraint in dict.fromkeys(one.params.structured_outputs for one in asked):
             if constraint is not None:
                 try:
@@ -181,6 +189,12 @@ class Service:
             ]
         )
         return Reply(transcripts, stream, self.engine.finish, self.metrics)
+
+    def _check_logprobs(self, params: SamplingParams) -> None:
+        for name in ("logprobs", "prompt_logprobs"):
+            number = getattr(params, name)
+            if number is not None and number > self._max_logprobs:
+                raise RequestError(f"{name} is {number}; this server allows {self._max_logprobs} at most", name)
 
     async def explain(self, tenant: str, request_id: str) -> list[Explanation]:
         """The explanations of a request's prompts; empty for an unknown request. Raises EngineStopped.

@@ -67,7 +67,8 @@ class ChatTemplate:
         Found by a rendering with two parts. A template that expects text fails, drops a part or writes the list itself.
         The result is kept for all requests, so it depends on no variable of one.
         """
-        if role not in self._reads_parts:
+        known = self._reads_parts.get(role)
+        if known is None:
             parts = [{"type": "text", "text": mark} for mark in _PART_MARKS]
             probe = {"role": role, "content": parts}
             messages = [probe] if role == "user" else [{"role": "user", "content": "a"}, probe]
@@ -77,8 +78,10 @@ class ChatTemplate:
             except (RequestError, ModelError):
                 text = ""
             found = text.find(_PART_MARKS[0]), text.find(_PART_MARKS[1])
-            self._reads_parts[role] = 0 <= found[0] < found[1] and "type" not in text[found[0] : found[1]]
-        return self._reads_parts[role]
+            known = 0 <= found[0] < found[1] and "type" not in text[found[0] : found[1]]
+            if len(self._reads_parts) < _MAX_ROLES:
+                self._reads_parts[role] = known
+        return known
 
     def reasons(self, variables: Mapping[str, object]) -> bool:
         """Whether the model reasons before its answer, as far as the template's variables decide.
@@ -105,6 +108,7 @@ class ChatTemplate:
 REASONING_SWITCHES = ("enable_thinking", "thinking")  # variables with which templates switch reasoning on and off
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _PROBE_VARIABLES = {**dict.fromkeys(_SPECIAL_TOKENS, ""), "tools": None, "documents": None}
+_MAX_ROLES = 64  # for which is kept whether the template reads parts
 _PART_MARKS = ("\U000f5ece", "\U000f5ecf")  # private-use characters
 
 

@@ -67,7 +67,7 @@ def test_texts_begin_as_prompts_of_completions_do(written, kind):
         ([{"prompt_token_ids": "5"}], "list of whole numbers"),
         ([{"prompt_token_ids": [True]}], "list of whole numbers"),
         ([{"prompt_token_ids": [-1]}], "between 0"),
-        ([{"prompt_token_ids": [512]}], r"512 is outside the vocabulary \(0 to 511\)"),
+        ([{"prompt_token_ids": [512]}], r"512 is out of vocabulary, which has 512 tokens \(0 to 511\)"),
         ([{"prompt_token_ids": [5] * 64}], "64 tokens"),
         ([{"messages": []}], "at least one message"),
         ([{"messages": "hello"}], "at least one message"),

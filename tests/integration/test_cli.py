@@ -66,7 +66,8 @@ def test_every_option_of_a_server_is_a_flag(monkeypatch):
         **{"host": "::1", "port": 9, "served_model_name": ("m", "n"), "api_key_file": "k", "ssl_certfile": "c"},
         **{"ssl_keyfile": "s", "cors_origins": ("https://a.example", "*"), "drain_timeout": 1.5, "watchdog": 0.0},
         **{"engine_restart_timeout": 9.0, "api_key": "sk-of-docker", "unknown_fields": "ignore"},
-        **{"store_path": "store.sqlite", "enable_auto_tool_choice": True},
+        **{"store_path": "store.sqlite", "enable_auto_tool_choice": True, "enable_force_include_usage": True},
+        **{"root_path": "/llm", "max_logprobs": 20},
         **{"metrics_prefix": "vllm:", "access_log": "-", "log_prompts": True, "otlp_endpoint": "http://localhost:4318"},
     )
     flags = []

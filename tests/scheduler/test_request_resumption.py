@@ -256,8 +256,8 @@ def test_an_abort_takes_back_what_was_not_yet_said():
     [
         ([KnownOutput(), KnownOutput()], {}, "2 entries"),
         ([KnownOutput([1] * 9)], {}, "max_tokens is 8"),
-        ([KnownOutput([VOCAB])], {}, "outside the vocabulary"),
-        ([KnownOutput([-1])], {}, "outside the vocabulary"),
+        ([KnownOutput([VOCAB])], {}, "out of vocabulary"),
+        ([KnownOutput([-1])], {}, "out of vocabulary"),
         (
             [KnownOutput([1])],
             {"beams": Beams(width=1, num_candidates=2, length_penalty=1.0, early_stopping=False)},

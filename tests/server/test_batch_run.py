@@ -78,9 +78,9 @@ def answer(app, text, path, *, resume=False, concurrency=3):
 
 
 @contextmanager
-def on_a_thread(options, names=(), **_more):
+def on_a_thread(options, server, **_more):
     built = small_engine()
-    yield service_of(built, model_names=names)
+    yield service_of(built, model_names=server.served_model_name)
 
 
 @pytest.fixture

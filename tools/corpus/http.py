@@ -55,7 +55,7 @@ def _requests() -> Iterator[tuple[str, str, Any]]:
         },
         {"messages": []},
         {"messages": "hello"},
-        {"messages": [{"role": "nobody", "content": "?"}]},
+        {"messages": [{"role": "no body", "content": "?"}]},
         {"max_tokens": 0},
         {"temperature": -1},
         {"temperature": "warm"},

@@ -31,6 +31,7 @@ from quire.server.batch.file_format import (
 )
 from quire.server.batch.in_process_client import Response
 from quire.server.batch.sender import BatchStopped, send_lines
+from quire.server.options import ServerOptions
 from quire.server.serve import launched
 
 
@@ -127,7 +128,8 @@ def run_batch(  # noqa: PLR0913 (a flag each)
             file.seek(0)
         output = ResultFile(target, resume=resume)
         try:
-            with launched(options, [model_name] if model_name else (), report=report, progress=progress) as service:
+            server = ServerOptions(served_model_name=(model_name,) if model_name else (), watchdog=0.0)
+            with launched(options, server, report=report, progress=progress) as service:
                 app = make_app(service, with_tarpit=False)
                 batch = Batch(app, output, lambda done: advance(done, max(done, total)))
                 asyncio.run(_until_signal(app, batch.run(file, concurrency)))

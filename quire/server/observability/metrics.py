@@ -69,10 +69,11 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
 class EngineCollector(Collector):
     """Collector of the metrics of an engine, read from its health."""
 
-    def __init__(self, model_name: str, health: Callable[[], Health], cache: CacheConfig) -> None:
+    def __init__(self, model_name: str, health: Callable[[], Health], cache: CacheConfig, max_model_len: int) -> None:
         self._label_values = (model_name, ENGINE)
         self._health = health
         self._cache = cache
+        self._max_model_len = max_model_len
 
     def collect(self) -> Iterator[Metric]:
         """Called by prometheus_client."""
@@ -152,7 +153,7 @@ class EngineCollector(Collector):
         return family
 
     def _cache_config(self) -> Metric:
-        cache = self._cache
+        cache, most = self._cache, self._most_longest_sequences()
         labels = {
             "model_name": self._label_values[0],
             "engine": ENGINE,
@@ -161,10 +162,18 @@ class EngineCollector(Collector):
             "enable_prefix_caching": str(cache.prefix_index != "none"),
             "num_gpu_blocks": str(sum(group.num_blocks for group in cache.groups)),
             "num_cpu_blocks": str(sum(group.num_host_blocks for group in cache.groups)),
+            "kv_cache_size_tokens": str(round(most * self._max_model_len)),
+            "kv_cache_max_concurrency": f"{most:.2f}",
         }
         family = GaugeMetricFamily("cache_config_info", "Configuration of the cache; always 1.", labels=tuple(labels))
         family.add_metric(tuple(labels.values()), 1)
         return family
+
+    def _most_longest_sequences(self) -> float:
+        """Sequences of max_model_len tokens whose KV fits. A window needs a block more than its own length at most."""
+        size, longest = self._cache.block_size, self._max_model_len
+        lengths = [min(longest, group.window + size) if group.window else longest for group in self._cache.groups]
+        return min(group.num_blocks * size / length for group, length in zip(self._cache.groups, lengths, strict=True))
 
 
 # Upper bounds of buckets, seconds: vLLM's, and some smaller ones for small models.
@@ -233,6 +242,7 @@ class Metrics:
         self._longest = self._histogram(
             "request_max_num_generation_tokens", "Tokens of the longest sequence of a prompt.", tokens
         )
+        self._preemptions = self._histogram("request_num_preemptions", "Preemptions of one prompt.", _COUNT)
         self._n = self._histogram("request_params_n", "The parameter n.", _COUNT)
         self._max_tokens = self._histogram(
             "request_params_max_tokens", "The parameter max_tokens, if it was set.", tokens
@@ -255,7 +265,7 @@ class Metrics:
             buckets=_WHOLE_REQUEST,
             registry=self._http_registry,
         )
-        self._registry.register(EngineCollector(model_name, health, cache))
+        self._registry.register(EngineCollector(model_name, health, cache, max_model_len))
 
     def observe_tokens(self, metrics: RequestMetrics, before: float | None, now: float, num_tokens: int) -> None:
         """Observe new tokens of a sequence. before: time of its previous tokens; None for its first ones."""
@@ -276,6 +286,8 @@ class Metrics:
         self._computed.observe(stats.num_prompt_tokens - stats.num_cached_tokens)
         if stats.params is None:
             return
+        explanation = stats.metrics.explanation
+        self._preemptions.observe(0 if explanation is None else len(explanation.preemptions))
         self._n.observe(stats.params.n)
         if stats.params.max_tokens is not None:
             self._max_tokens.observe(stats.params.max_tokens)

@@ -100,7 +100,7 @@ def test_ids_outside_the_vocabulary(name):
     value = {1: 0, 5: 0, 2: 0} if name == "logit_bias" else (1, 5, 2)
     params = SamplingParams(**{name: value}, logprobs=0)
     resolve_params([1], params, vocab_size=6, max_model_len=100, default_seed=0)
-    with pytest.raises(RequestError, match="token id 5 is outside the vocabulary") as caught:
+    with pytest.raises(RequestError, match="token id 5 is out of vocabulary") as caught:
         resolve_params([1], params, vocab_size=5, max_model_len=100, default_seed=0)
     assert caught.value.param == name
 

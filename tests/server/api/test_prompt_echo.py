@@ -83,6 +83,13 @@ def test_echo(client, offline, llm, stream, as_ids):
     assert texts == [PROMPT + output.text for output in plain.outputs]
 
 
+def test_the_echo_of_token_ids_has_special_tokens(client, llm):
+    ids = [1, *llm.get_tokenizer().encode(STORY), 2]
+    answer = client.completions.create(model=MODEL, prompt=ids, echo=True, max_tokens=0, logprobs=0)
+    assert answer.choices[0].text == f"<|im_start|>{STORY}<|im_end|>"
+    assert answer.choices[0].logprobs.text_offset[-1] == len(f"<|im_start|>{STORY}")
+
+
 def test_echo_with_logprobs(client, llm, offline, reference):
     ids = llm.get_tokenizer().encode(PROMPT)
     answer = client.completions.create(model=MODEL, prompt=PROMPT, echo=True, logprobs=2, **GREEDY)

@@ -225,3 +225,20 @@ def test_what_is_not_supported_is_refused_by_name(http, name):
     error = answer.json()["error"]
     assert (error["param"], error["code"]) == (name, "unsupported_parameter")
     assert "not supported yet" in error["message"]
+
+
+def test_given_tokens_take_the_place_of_the_most_likely_ones(http):
+    fields = {
+        "logprob_token_ids": [67, 68, 67],
+        "allowed_token_ids": [70],
+        "return_tokens_as_token_ids": True,
+        "seed": 1,
+    }
+    for ids, expected in (([67, 68], {67, 68, 70}), ([70, 67], {70, 67})):
+        asked = {**fields, "logprob_token_ids": ids, "max_tokens": 2}
+        answer = http.post("/v1/completions", json={"prompt": STORY, "logprobs": 5, **asked}).json()
+        named = {f"token_id:{token}" for token in expected}
+        assert [set(row) for row in answer["choices"][0]["logprobs"]["top_logprobs"]] == [named, named]
+        body = {"messages": CHAT, "logprobs": True, "top_logprobs": 5, **asked}
+        content = http.post("/v1/chat/completions", json=body).json()["choices"][0]["logprobs"]["content"]
+        assert [sorted(top["token"] for top in one["top_logprobs"]) for one in content] == [sorted(named)] * 2

@@ -6,7 +6,9 @@ Headers, slow bodies and invalid HTTP: test_http_protocol.py. Limits of template
 import json
 from itertools import pairwise
 
+import httpx
 import pytest
+from embedded_model_server import STORY, run_app, service_of, small_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,6 +30,7 @@ from quire.server.api.limits import MAX_CHOICES, MAX_PROMPT_VALUES
 from quire.server.api.native.explain import MAX_ID
 from quire.server.api.request_params import MAX_PROMPT_TOKENS, MAX_PROMPTS, MAX_SALT, MAX_TIMEOUT
 from quire.server.api.sglang.routes import MAX_RID
+from quire.server.app import make_app
 from quire.server.request_body import MAX_BODY, MAX_NESTING, Structure
 from quire.server.service import CHARACTERS_PER_TOKEN
 from quire.tokenizer.messages import MAX_DEPTH
@@ -216,3 +219,20 @@ def test_many_unknown_fields_are_named_once(http):
     answer = post(http, *completion(**{f"field{i}": i for i in range(10_000)}))
     assert answer.status_code == 400
     assert len(answer.text) < 500
+
+
+def test_a_server_can_lower_the_number_of_logprobs():
+    chat, sampled = {"messages": [USER], "max_tokens": 1, "logprobs": True}, {"max_new_tokens": 1}
+    asked = (
+        (COMPLETIONS, {"prompt": STORY, "max_tokens": 1}, "logprobs"),
+        (COMPLETIONS, {"prompt": STORY, "max_tokens": 1}, "prompt_logprobs"),
+        (CHAT, chat, "top_logprobs"),
+        (GENERATE, {"text": STORY, "sampling_params": sampled, "return_logprob": True}, "top_logprobs_num"),
+    )
+    with run_app(make_app(service_of(small_engine(), max_logprobs=3))) as url:
+        for path, body, name in asked:
+            assert httpx.post(f"{url}{path}", json={**body, name: 3}, timeout=60).is_success
+            refused = httpx.post(f"{url}{path}", json={**body, name: 4}, timeout=60)
+            error = refused.json()["error"]
+            assert (refused.status_code, error["param"]) == (400, name)
+            assert "allows 3 at most" in error["message"]

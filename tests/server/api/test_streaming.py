@@ -2,8 +2,11 @@
 
 import json
 
+import httpx
 import pytest
-from embedded_model_server import CHAT, MODEL, STORY
+from embedded_model_server import CHAT, MODEL, STORY, run_app, service_of, small_engine
+
+from quire.server.app import make_app
 
 SAMPLED = {"seed": 5, "temperature": 1.5, "max_tokens": 14}
 COMPLETIONS = {
@@ -78,6 +81,14 @@ def test_chats(http, fields):
     assert {name for name, value in about.items() if value is not None} == wanted
 
 
+def test_every_chunk_has_a_list_of_token_ids(http):
+    body = {"messages": CHAT, **SAMPLED, "stream": True, "return_token_ids": True}
+    lines = http.post("/v1/chat/completions", json=body).text.splitlines()
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    lists = [chunk["choices"][0]["token_ids"] for chunk in chunks]
+    assert lists[0] == [] and sum(map(len, lists)) > 5
+
+
 @pytest.mark.parametrize("always", [False, True])
 def test_usage(client, always):
     stream = client.completions.create(
@@ -118,6 +129,19 @@ def test_usage_of_a_chunk_counts_up_to_its_own_tokens(http, path, more):
         assert usage.get("completion_tokens_details", {}).get("forced_tokens", 0) <= num_tokens
     assert {**chunks[-1]["usage"], "prompt_tokens_details": 0} == {**last["usage"], "prompt_tokens_details": 0}
     assert num_tokens > 5
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_server_can_report_the_usage_in_every_stream(path):
+    body = {"prompt": STORY} if path == "/v1/completions" else {"messages": CHAT}
+    service = service_of(small_engine(), always_reports_usage=True)
+    with run_app(make_app(service)) as url:
+        for options in ({}, {"stream_options": {"include_usage": False}}):
+            asked = {**body, "stream": True, "max_tokens": 6, "ignore_eos": True, **options}
+            lines = httpx.post(f"{url}{path}", json=asked, timeout=60).text.splitlines()
+            chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+            counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+            assert counts == sorted(counts) and counts[-2:] == [6, 6] and chunks[-1]["choices"] == []
 
 
 def test_cached_tokens_are_counted_once_for_all_sequences(http):

@@ -98,6 +98,14 @@ def test_messages_of_other_programs_are_accepted_and_their_fields_counted(http):
     assert counted(http, "messages") == before + 2 * 5
 
 
+def test_roles_are_for_the_template_to_know(http):
+    contents = ("Hello", [{"type": "text", "text": "Hello"}])
+    asked = [{"messages": [{"role": "my-role.2", "content": content}]} for content in contents]
+    whole, parts = (http.post("/tokenize", json=body).json()["tokens"] for body in asked)
+    assert whole == parts
+    assert "my-role.2" in http.post("/detokenize", json={"tokens": whole}).json()["prompt"]
+
+
 def test_what_changes_the_meaning_of_a_message_is_still_refused(http):
     for more in ({"audio": {"id": "a"}}, {"function_call": {"name": "f", "arguments": "{}"}}):
         answer = http.post("/v1/chat/completions", json={"messages": [{"role": "assistant", "content": "a", **more}]})

@@ -6,7 +6,7 @@ from multi_tenant_server import run_site
 from server_probes import Page, wait_until
 
 from quire.config import CacheConfig, KVGroup
-from quire.core.explanation import Explanation
+from quire.core.explanation import Explanation, Preemption
 from quire.engine.engine import STEP_SIZE_BUCKETS, EngineStats, StepSizes
 from quire.engine.outputs import RequestMetrics
 from quire.params import SamplingParams
@@ -37,6 +37,7 @@ LIKE_VLLM = {
     "request_generation_tokens": ("histogram", set()),
     "request_max_num_generation_tokens": ("histogram", set()),
     "request_prefill_kv_computed_tokens": ("histogram", set()),
+    "request_num_preemptions": ("histogram", set()),
     "request_params_n": ("histogram", set()),
     "request_params_max_tokens": ("histogram", set()),
     "time_to_first_token_seconds": ("histogram", set()),
@@ -52,7 +53,10 @@ LIKE_VLLM = {
     "spec_decode_num_accepted_tokens_per_pos": ("counter", {"position"}),
     "cache_config_info": (
         "gauge",
-        {"block_size", "cache_dtype", "enable_prefix_caching", "num_gpu_blocks", "num_cpu_blocks"},
+        {
+            *("block_size", "cache_dtype", "enable_prefix_caching", "num_gpu_blocks", "num_cpu_blocks"),
+            *("kv_cache_size_tokens", "kv_cache_max_concurrency"),
+        },
     ),
 }
 OUR_OWN = {
@@ -77,10 +81,12 @@ def page(keyless):
     return lambda: Page(httpx.get(f"{keyless.url}/metrics").text)
 
 
+HEALTH = Health("the engine is stalled", State.STALLED, EngineStats.zero(), 2.5, 0.0, 3, "")
+
+
 @pytest.fixture
 def metrics():
-    health = Health("the engine is stalled", State.STALLED, EngineStats.zero(), 2.5, 0.0, 3, "")
-    return Metrics("m", lambda: health, cache=CACHE, max_model_len=100)
+    return Metrics("m", lambda: HEALTH, cache=CACHE, max_model_len=100)
 
 
 @pytest.mark.parametrize("prefix", ["quire:", "vllm:"])
@@ -130,6 +136,7 @@ def test_values_are_what_happened(keyless, page):
         ("request_max_num_generation_tokens", 4, 4 * 5),
         ("request_prefill_kv_computed_tokens", 4, 3 + 1 + 40 + 1),
         ("request_params_n", 4, 4 * 2),
+        ("request_num_preemptions", 4, 0),
         ("request_params_max_tokens", 4, 4 * 5),
     ):
         assert (added(f"quire:{name}_count"), added(f"quire:{name}_sum")) == (count, total), name
@@ -188,6 +195,28 @@ def test_what_was_not_measured_is_not_counted(metrics):
         assert page.value(f"request_{phase}_time_seconds_count") == 0
     assert page.value("request_params_n_count") == 1
     assert page.value("request_prompt_tokens_sum") == 10
+
+
+def test_preemptions_of_one_request(metrics):
+    preempted = [Preemption(11.0, index, "memory", 5) for index in (0, 1, 0)]
+    for explanation in (None, Explanation("a", "t", 10.0, 3, preemptions=preempted)):
+        times = RequestMetrics(10.0, finished_time=12.0, explanation=explanation)
+        metrics.observe_finished_request(FinishedRequestStats(times, 3, 0, [1, 1], SamplingParams(n=2)), 12.0)
+    page = Page(metrics.export("").decode())
+    assert page.value("request_num_preemptions_count") == 2
+    assert page.value("request_num_preemptions_sum") == 3
+
+
+@pytest.mark.parametrize(
+    ("longest", "size", "most"),
+    [(40, "96", "2.40"), (64, "128", "2.00"), (160, "160", "1.00")],
+    ids=["as short as the window", "the window is full", "all blocks for one"],
+)
+def test_how_many_sequences_of_the_longest_length_fit(longest, size, most):
+    groups = (KVGroup((0,), "full", 1, 8, "float32", 10, 1024), KVGroup((1,), "window", 1, 8, "float32", 6, 1024, 32))
+    metrics = Metrics("m", lambda: HEALTH, cache=CacheConfig(16, groups), max_model_len=longest)
+    (sample,) = Page(metrics.export("").decode()).families["cache_config_info"].samples
+    assert (sample.labels["kv_cache_size_tokens"], sample.labels["kv_cache_max_concurrency"]) == (size, most)
 
 
 def test_the_state_of_the_engine(metrics):

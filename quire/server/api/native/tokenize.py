@@ -4,7 +4,7 @@ from fastapi import APIRouter, Request, Response
 from msgspec.json import encode
 from pydantic import Field
 
-from quire.errors import RequestError
+from quire.errors import RequestError, out_of_vocabulary
 from quire.server.api.openai.chat import num_unknown_fields, rendering_of, template_messages
 from quire.server.api.openai.schema import Messages, TemplateBody
 from quire.server.api.request_params import RequestBody, TokenIds, optional_field
@@ -73,7 +73,7 @@ def _tokenized(body: TokenizeBody, service: Service) -> dict[str, object]:
 def _text(tokens: list[int], service: Service) -> str:
     for token in (min(tokens, default=0), max(tokens, default=0)):
         if not 0 <= token < service.vocab_size:
-            raise RequestError(f"token id {token} is outside the vocabulary (0 to {service.vocab_size - 1})", "tokens")
+            raise out_of_vocabulary(token, service.vocab_size, "tokens")
     return service.tokenizer.decode(tokens)
 
 

@@ -158,7 +158,7 @@ class ChatAnswer:
         self._logprobs = LogprobFormat(
             chat.params, service.tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids)
         )
-        self._usage = UsageFormat(body.stream_options)
+        self._usage = UsageFormat(body.stream_options, forced=service.always_reports_usage)
         self._chunk_event = body.chunk_event
         self._echo_text = last_message_content(chat.messages) if body.echo else ""
 
@@ -215,6 +215,7 @@ class ChatAnswer:
         finish_reason: str | None,
     ) -> dict[str, object]:
         """The object of a choice. part: a whole sequence, a delta, or None for a chunk without tokens."""
+        ids = part.token_ids if part else []  # a list, to which clients add the next one
         return {
             "index": index,
             **content,
@@ -222,7 +223,7 @@ class ChatAnswer:
             "finish_reason": finish_reason,
             "stop_reason": part.stop_reason if part else None,
             "matched_stop": part.matched_stop if part else None,
-            "token_ids": part.token_ids if part and self._with_ids else None,
+            "token_ids": ids if self._with_ids else None,
         }
 
     def _message(self, message: Message) -> dict[str, object]:

@@ -32,13 +32,13 @@ class Echo(NamedTuple):
     offsets: list[int]
 
 
-def echo_of(prompt: TokenizedPrompt, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> Echo:
-    """The echo of a prompt: the caller's text, or the decoded text of token ids.
+def echo_of(prompt: TokenizedPrompt, tokenizer: Tokenizer) -> Echo:
+    """The echo of a prompt: the caller's text, or the decoded text of token ids, special tokens included.
 
     Offsets refer to the decoded text. If that differs from the caller's text, they are limited to its length.
     """
     if prompt.text is None:
-        return _decoded(prompt.ids, tokenizer, skip_special_tokens=skip_special_tokens)
+        return _decoded(prompt.ids, tokenizer, skip_special_tokens=False)
     decodings = [_decoded(prompt.ids, tokenizer, skip_special_tokens=skip) for skip in (False, True)]
     fitting = next((echo for echo in decodings if echo.text == prompt.text), decodings[-1])
     return Echo(prompt.text, [min(offset, len(prompt.text)) for offset in fitting.offsets])
@@ -137,10 +137,7 @@ async def _echoes(
         return None
 
     def work() -> list[Echo]:
-        return [
-            echo_of(each.prompt, service.tokenizer, skip_special_tokens=each.params.skip_special_tokens)
-            for each in asked
-        ]
+        return [echo_of(each.prompt, service.tokenizer) for each in asked]
 
     return await service.thread_pool.run(caller.tenant, work)
 
@@ -161,7 +158,7 @@ class CompletionAnswer:
         }
         self._with_ids = bool(body.return_token_ids)
         self._logprobs = LogprobFormat(params, service.tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids))
-        self._usage = UsageFormat(body.stream_options)
+        self._usage = UsageFormat(body.stream_options, forced=service.always_reports_usage)
         self._chunk_event = body.chunk_event
         self._prompt_echoes = PromptEchoes(body, self._logprobs, echoes)
 

@@ -31,7 +31,7 @@ class LogprobFormat:
         self._as_token_ids = as_token_ids
 
     def chat(self, rows: Sequence[LogprobRow] | None) -> dict[str, object] | None:
-        """Chat format: one object per token, with its bytes, the most likely tokens, and those of logprob_token_ids.
+        """Chat format: one object per token, with its bytes, and the most likely tokens or those of logprob_token_ids.
 
         None if there is no token.
         """
@@ -65,9 +65,10 @@ class LogprobFormat:
         return lists
 
     def _reported(self, row: LogprobRow) -> list[int]:
-        """The most likely tokens, then those of logprob_token_ids."""
-        likely = sorted(row, key=lambda token: (-row[token].logprob, token))[: self._top]
-        return likely + [token for token in self._logprob_token_ids if token in row and token not in likely]
+        """The most likely tokens; or with logprob_token_ids these, and the token itself."""
+        if self._logprob_token_ids:
+            return [token for token in dict.fromkeys([*self._logprob_token_ids, next(iter(row))]) if token in row]
+        return sorted(row, key=lambda token: (-row[token].logprob, token))[: self._top]
 
     def _top_logprobs(self, row: LogprobRow) -> dict[str, float]:
         named: dict[str, float] = {}
@@ -111,11 +112,14 @@ def _finite_row(row: LogprobRow) -> LogprobRow:
 
 
 class UsageFormat:
-    """The usage of a stream, by its `stream_options`. `count` every delta before the chunk that has it."""
+    """The usage of a stream, by its `stream_options`. `count` every delta before the chunk that has it.
 
-    def __init__(self, options: StreamOptions | None) -> None:
-        self._wanted = options is not None and bool(options.include_usage)
-        self._always = self._wanted and options is not None and bool(options.continuous_usage_stats)
+    forced: each chunk has the usage, whatever the options say.
+    """
+
+    def __init__(self, options: StreamOptions | None, *, forced: bool) -> None:
+        self._wanted = forced or (options is not None and bool(options.include_usage))
+        self._always = forced or (self._wanted and options is not None and bool(options.continuous_usage_stats))
         self._sent = OutputTokens()
 
     def count(self, delta: Delta) -> None:

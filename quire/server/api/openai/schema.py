@@ -38,12 +38,15 @@ class ContentPart(BaseModel):
     text: str | None = None
 
 
+Role = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]  # templates write it into the prompt, beside markup
+
+
 class ChatMessage(Body):
     """One message of a conversation. Further fields go to the chat template: other programs write histories, too."""
 
     model_config = ConfigDict(extra="allow")
 
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    role: Role
     content: str | Listed[ContentPart] | None = None
     name: str | None = None
     tool_calls: Listed[dict[str, Any]] | None = None
@@ -169,7 +172,9 @@ class SamplingBody(BeamSearchBody, SchedulingParamsBody, ConstraintBody, LlamaCp
         "With truncate_prompt_tokens: drop tokens at the begin (left, the default) or at the end (right)."
     )
     prompt_logprobs: int | None = optional_field("Return logprobs of prompt tokens and of this many likeliest ones.")
-    logprob_token_ids: Listed[int] | None = optional_field("With logprobs: return also the logprobs of these tokens.")
+    logprob_token_ids: Listed[int] | None = optional_field(
+        "With logprobs: return those of these tokens, in place of the most likely ones."
+    )
     return_tokens_as_token_ids: bool | None = optional_field("Write tokens in logprobs as 'token_id:5'.")
     return_token_ids: bool | None = optional_field("Return the token ids of the prompt and of the output.")
     echo: bool | None = optional_field(

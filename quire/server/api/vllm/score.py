@@ -14,6 +14,7 @@ from quire.engine.scoring import activation_of, pair_texts
 from quire.errors import RequestError
 from quire.server.api.pooling import PoolingBody, PoolingRequest, pool, usage_of
 from quire.server.api.request_params import Body, PerPrompt, optional_field, unsupported_field
+from quire.server.api.vllm.label_scores import LabelScoreBody, score_labels
 from quire.server.errors import renamed_fields
 from quire.server.middleware.auth import caller_of
 from quire.server.observability.request_record import record_of
@@ -21,6 +22,8 @@ from quire.server.service import Service
 
 MAX_CHARACTERS = 2**24  # of all pairs of a request; a text is part of each pair that it is in
 Texts = str | PerPrompt[str]
+_PAIR_FIELDS = ("text_1", "text_2", "data_1", "data_2", "queries", "documents", "use_activation")
+_LABEL_FIELDS = ("query", "apply_softmax", "item_first")
 
 
 class PairsBody(PoolingBody):
@@ -31,8 +34,8 @@ class PairsBody(PoolingBody):
     )
 
 
-class ScoreBody(PairsBody):
-    """POST /v1/score. The texts have one of several pairs of names."""
+class ScoreBody(PairsBody, LabelScoreBody):
+    """POST /v1/score. The texts have one of several pairs of names, or label_token_ids says what to score."""
 
     text_1: Texts | None = optional_field("A text, or as many as in text_2.")
     text_2: Texts | None = optional_field("The texts to pair it with.")
@@ -40,7 +43,15 @@ class ScoreBody(PairsBody):
     data_2: Texts | None = optional_field("Another name of text_2.")
     queries: Texts | None = optional_field("Another name of text_1.")
     documents: Texts | None = optional_field("Another name of text_2, beside queries.")
-    items: Texts | None = optional_field("Another name of text_2, beside queries.")
+
+    def check_labels(self) -> bool:
+        """Whether items are scored by next tokens. Raises RequestError for fields of the other kind of score."""
+        by_labels = self.label_token_ids is not None
+        for name in _PAIR_FIELDS if by_labels else _LABEL_FIELDS:
+            if getattr(self, name) is not None:
+                why = "cannot be combined with label_token_ids; leave it out" if by_labels else "needs label_token_ids"
+                raise RequestError(f"{name} {why}", name)
+        return by_labels
 
     def texts(self) -> tuple[list[str], list[str], dict[str, str]]:
         """First and second texts, and the names of the fields. Raises RequestError unless each is given once."""
@@ -50,7 +61,11 @@ class ScoreBody(PairsBody):
             if len(given) != 1:
                 raise RequestError(f"give one of {', '.join(names)}", names[0])
             name, value = given[0]
-            found.append((name, [value] if isinstance(value, str) else value))
+            values = [value] if isinstance(value, str) else value
+            texts = [one for one in values if isinstance(one, str)]
+            if len(texts) < len(values):
+                raise RequestError(f"{name} must be texts; token ids need label_token_ids", name)
+            found.append((name, texts))
         (first, firsts), (second, seconds) = found
         return firsts, seconds, {"data_1": first, "prompt": second}
 
@@ -87,7 +102,10 @@ def score_routes(service: Service) -> APIRouter:
     @router.post("/score", response_model=None)
     @router.post("/v1/score", response_model=None)
     async def score(body: ScoreBody, request: Request) -> Response:
-        """Score pairs of texts."""
+        """Score pairs of texts, or items by the probabilities of next tokens."""
+        service.check_model(body.model)
+        if body.check_labels():
+            return await score_labels(service, request, body)
         firsts, seconds, names = body.texts()
         with renamed_fields(names):
             scores = await _score(service, request, body, firsts, seconds, "score")

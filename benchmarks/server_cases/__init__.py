@@ -1,0 +1,1 @@
+"""The server tests of vLLM and SGLang against a server of quire."""
