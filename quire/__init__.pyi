@@ -23,5 +23,8 @@ from quire.server.serve import serve as serve
 from quire.startup.doctor import examine as examine
 from quire.startup.latency_calibration import calibrate as calibrate
 from quire.startup.quantize import quantize as quantize
+from quire.terminal.bench import bench_latency as bench_latency
+from quire.terminal.bench import bench_serve as bench_serve
+from quire.terminal.bench import bench_throughput as bench_throughput
 
 __version__: str

@@ -6,7 +6,7 @@ Flags are generated from the fields of EngineOptions and ServerOptions and their
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import asdict, fields, is_dataclass, replace
+from dataclasses import asdict, fields, is_dataclass
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from types import MappingProxyType
@@ -28,19 +28,6 @@ from quire.planner.workloads import Failures
 from quire.server.api_keys import MAX_PER_MINUTE, Role, add_key, new_key
 from quire.server.options import ServerOptions
 from quire.supervisor.spawn import spawned_engine
-from quire.terminal.bench import (
-    chart,
-    engine_workload,
-    figures,
-    find_model,
-    measure_latency,
-    measure_server,
-    measure_throughput,
-    parse_goodput,
-    parse_percentiles,
-    server_workload,
-    show_server,
-)
 from quire.terminal.bench_options import LatencyBench, ServerBench, ThroughputBench
 from quire.terminal.chat import converse
 from quire.terminal.help import GroupedCommand, show_all
@@ -301,16 +288,7 @@ app.add_typer(bench, name="bench")
 @with_flags
 def bench_serve(*, options: ServerBench) -> None:
     """Send requests to a running server, of quire or any other with OpenAI's API, and measure their latencies."""
-    limits, percentiles = parse_goodput(options.goodput), parse_percentiles(options.metric_percentiles)
-    workload = server_workload(options)
-    if options.model is None:
-        options = replace(options, model=find_model(options.base_url, options.api_key))
-    result = measure_server(options, workload, advance=CountBar("requests"))
-    show_server(result, percentiles, limits, Console())
-    _write_json(options.result_filename, {"model": options.model, **figures(result, percentiles)})
-    if options.plot is not None:
-        Path(options.plot).write_text(chart(result), encoding="utf-8")
-    if not result.complete:
+    if not quire.bench_serve(options, Console(), advance=CountBar("requests")).complete:
         raise typer.Exit(1)
 
 
@@ -325,8 +303,7 @@ def bench_throughput(
     """Generate many requests at once in this process, and measure requests and tokens per second."""
     del model  # of options
     with closing(_load(options)) as llm:
-        workload = engine_workload(wanted, llm.max_model_len, options.seed)
-        _write_json(wanted.output_json, measure_throughput(llm, workload, Console()))
+        quire.bench_throughput(llm, wanted, Console(), seed=options.seed)
 
 
 @bench.command("latency", cls=_Command)
@@ -340,7 +317,7 @@ def bench_latency(
     """Generate one batch again and again in this process, and measure how long it takes."""
     del model  # of options
     with closing(_load(options)) as llm:
-        _write_json(wanted.output_json, measure_latency(llm, wanted, Console(), advance=CountBar("batches")))
+        quire.bench_latency(llm, wanted, Console(), advance=CountBar("batches"))
 
 
 @app.command(cls=_Command)
@@ -546,11 +523,6 @@ class CountBar:
         self._bar.update(self._task, completed=done, total=total)
         if done >= total:
             self._bar.stop()
-
-
-def _write_json(path: str | None, found: Mapping[str, Any]) -> None:
-    if path is not None:
-        Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
 
 
 def _load(options: EngineOptions) -> "quire.LLM":

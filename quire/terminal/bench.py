@@ -7,7 +7,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import inf
 from pathlib import Path
@@ -21,6 +21,7 @@ from rich.table import Table
 from quire.errors import ConfigError, QuireError
 from quire.params import SamplingParams
 from quire.planner.charts import line_chart
+from quire.planner.files import write_json, write_text
 from quire.planner.simulation import Metric, RequestResult, SimulationResult
 from quire.planner.traces import read_trace
 from quire.planner.workloads import (
@@ -53,6 +54,24 @@ class Measured(SimulationResult):
         """Share of the requests that keep all limits, in seconds."""
         good = [one for one in self.complete if all(getattr(one, name) <= limit for name, limit in limits.items())]
         return len(good) / len(self.requests) if self.requests else 0.0
+
+
+def bench_serve(options: ServerBench, console: Console, *, advance: Advance = lambda _done, _total: None) -> Measured:
+    """Measure a server, print the figures, and write the files that the options name.
+
+    Raises ConfigError for wrong options, QuireError for a server that does not answer.
+    """
+    limits, percentiles = parse_goodput(options.goodput), parse_percentiles(options.metric_percentiles)
+    workload = server_workload(options)
+    if options.model is None:
+        options = replace(options, model=find_model(options.base_url, options.api_key))
+    result = measure_server(options, workload, advance=advance)
+    show_server(result, percentiles, limits, console)
+    if options.result_filename is not None:
+        write_json(Path(options.result_filename), {"model": options.model, **figures(result, percentiles)})
+    if options.plot is not None:
+        write_text(Path(options.plot), chart(result))
+    return result
 
 
 def find_model(url: str, api_key: str | None) -> str:
@@ -275,6 +294,8 @@ class _Result(Protocol):
 class Generator(Protocol):
     """What a measurement needs of `quire.LLM`, which takes seconds to import."""
 
+    max_model_len: int
+
     def generate(
         self,
         prompts: list[list[int]],
@@ -285,8 +306,9 @@ class Generator(Protocol):
         """See LLM.generate."""
 
 
-def measure_throughput(llm: Generator, workload: Workload, console: Console) -> dict[str, float]:
+def bench_throughput(llm: Generator, options: ThroughputBench, console: Console, *, seed: int = 0) -> dict[str, float]:
     """Generate the first turns of all sessions at once, and print requests and tokens per second."""
+    workload = engine_workload(options, llm.max_model_len, seed)
     prompts = [
         _in_vocabulary([token for part in session.turns[0].new for token in tokens_of(part, VOCAB_SIZE)])
         for session in workload
@@ -303,13 +325,16 @@ def measure_throughput(llm: Generator, workload: Workload, console: Console) -> 
         f"{len(prompts)} requests in {seconds:.2f} s: {len(prompts) / seconds:.2f} requests/s, "
         f"{(num_prompt + num_output) / seconds:,.0f} tokens/s, {num_output / seconds:,.0f} output tokens/s"
     )
-    return {
+    found = {
         **{"requests": len(prompts), "elapsed_time": seconds, "requests_per_second": len(prompts) / seconds},
         **{"tokens_per_second": (num_prompt + num_output) / seconds, "output_tokens_per_second": num_output / seconds},
     }
+    if options.output_json is not None:
+        write_json(Path(options.output_json), found)
+    return found
 
 
-def measure_latency(
+def bench_latency(
     llm: Generator, options: LatencyBench, console: Console, *, advance: Advance = lambda _done, _total: None
 ) -> dict[str, Any]:
     """Generate one batch again and again, and print how long it takes. Each has new random prompts."""
@@ -331,11 +356,14 @@ def measure_latency(
     table = Table("ms", "mean", *(f"p{percent:g}" for percent in percentiles))
     table.add_row("batch", *_columns(measured, percentiles))
     console.print(table)
-    return {
+    found = {
         "avg_latency": fmean(measured),
         "latencies": seconds[warmups:],
         "percentiles": {f"{percent:g}": _quantile(measured, percent) for percent in percentiles},
     }
+    if options.output_json is not None:
+        write_json(Path(options.output_json), found)
+    return found
 
 
 def server_workload(options: ServerBench) -> list[Session]:

@@ -20,13 +20,12 @@ from quire.planner.workloads import Part, Session, Turn
 from quire.server.app import make_app
 from quire.terminal.bench import (
     Measured,
+    bench_latency,
+    bench_throughput,
     chart,
-    engine_workload,
     figures,
     find_model,
-    measure_latency,
     measure_server,
-    measure_throughput,
     parse_goodput,
     parse_percentiles,
     server_workload,
@@ -143,10 +142,9 @@ def test_an_engine_in_this_process_is_measured():
     screen = StringIO()
     console = Console(file=screen, width=120)
     with closing(LLM(memory="256MiB", max_model_len=256)) as llm:
-        workload = engine_workload(ThroughputBench(num_prompts=5, input_len=12, output_len=6), 256, seed=1)
-        found = measure_throughput(llm, workload, console)
+        found = bench_throughput(llm, ThroughputBench(num_prompts=5, input_len=12, output_len=6), console)
         assert (found["requests"], round(found["output_tokens_per_second"] * found["elapsed_time"])) == (5, 30)
         options = LatencyBench(batch_size=2, output_len=4, num_iters_warmup=1, num_iters=3)
-        found = measure_latency(llm, options, console)
+        found = bench_latency(llm, options, console)
     assert len(found["latencies"]) == 3 and found["percentiles"]["99"] == max(found["latencies"])
     assert "5 requests in" in screen.getvalue() and "p99" in screen.getvalue()
