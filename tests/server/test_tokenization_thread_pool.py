@@ -106,7 +106,7 @@ def test_only_short_prompts_are_tokenized_on_the_event_loop(monkeypatch, body, o
     assert bool(jobs) == on_thread
 
 
-FUNCTIONS = [{"name": f"f{i}", "description": "a" * 200, "parameters": {"type": "object"}} for i in range(300)]
+FUNCTIONS = [{"name": f"f{i}", "description": "a", "parameters": {"type": "object"}} for i in range(150)]
 OF_CHAT = [{"type": "function", "function": one} for one in FUNCTIONS]
 WITH_TOOLS = {
     "/v1/chat/completions": {**CHAT, "tools": OF_CHAT},
