@@ -129,6 +129,24 @@ async def messages(attack: Attack) -> None:
     await attack.flood(CHAT, cycle([body]), 100)
 
 
+async def tools(attack: Attack) -> None:
+    """Tools with long schemas in the dialects that have tools, 16 at once."""
+    word = {"type": "string", "enum": [str(number) for number in range(30)]}
+    schema = {"type": "object", "properties": {f"p{i}": word for i in range(60)}}
+    functions = [{"name": f"f{i}", "parameters": schema} for i in range(60)]
+    of_chat = [{"type": "function", "function": {**one, "strict": True}} for one in functions]
+    bodies = {
+        CHAT: {**_HELLO, "tools": of_chat},
+        "/v1/responses": {"input": "Hello!", "tools": [{"type": "function", **one} for one in functions]},
+        "/v1/messages": {
+            **_HELLO,
+            "tools": [{"name": one["name"], "input_schema": one["parameters"]} for one in functions],
+        },
+        "/generate": {"text": ["Hello!"] * 500, "tools": of_chat, "tool_choice": "required"},
+    }
+    await asyncio.gather(*(attack.flood(path, cycle([json.dumps(bodies[path]).encode()]), 4) for path in bodies))
+
+
 async def small(attack: Attack) -> None:
     """Short bodies that are refused, on 100 connections."""
     await attack.flood(CHAT, cycle([json.dumps({**_HELLO, "no_such_field": 1}).encode()]), 100)
@@ -178,7 +196,7 @@ async def nothing(_attack: Attack) -> None:
 
 
 PHASES: dict[str, Load] = {
-    one.__name__: one for one in (nothing, large, deep, messages, small, half, unread, idle, schemas, prompts)
+    one.__name__: one for one in (nothing, large, deep, messages, tools, small, half, unread, idle, schemas, prompts)
 }
 
 

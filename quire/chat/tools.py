@@ -81,12 +81,12 @@ def toolbox(tools: object, tool_choice: object = None, parallel_tool_calls: obje
 
 def _tool(value: object, at: str) -> Tool:
     raw = plain_json(value, "tools")
-    if not isinstance(value, Mapping) or value.get("type", "function") != "function":
-        kind = value.get("type") if isinstance(value, Mapping) else value
+    if not isinstance(raw, dict) or raw.get("type", "function") != "function":
+        kind = raw.get("type") if isinstance(raw, dict) else raw
         hint = f"; {INSTEAD_OF_CUSTOM}" if kind == "custom" else ""
         raise RequestError(f'{at}: only tools with "type": "function" are supported, not {kind!r:.80}{hint}', "tools")
-    function = value.get("function")
-    if not isinstance(function, Mapping):
+    function = raw.get("function")
+    if not isinstance(function, dict):
         raise RequestError(f"{at} needs a function with name and parameters", "tools")
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
@@ -98,12 +98,11 @@ def _tool(value: object, at: str) -> Tool:
         raise RequestError(f"{at}/function/description must be text", "tools")
     if not isinstance(strict, bool | None):
         raise RequestError(f"{at}/function/strict must be true or false", "tools")
-    parameters = plain_json(function.get("parameters"), "tools")
+    parameters = function.get("parameters")
     if parameters in (None, {}):
         parameters = {"type": "object", "properties": {}}
     if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
         raise RequestError(f'{at}/function/parameters must be a JSON schema with "type": "object"', "tools")
-    assert isinstance(raw, dict), "plain_json keeps the kind of a value"
     return Tool(name, description or "", parameters, bool(strict), raw)
 
 

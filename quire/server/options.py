@@ -52,6 +52,15 @@ class ServerOptions:
         UnknownFields,
         Help("what to do with a field of a body that the route does not have", "beta", group="Server", rare=True),
     ] = "refuse"
+    disable_any_whitespace: Annotated[
+        bool,
+        Help(
+            "JSON of structured outputs has no free white space, unless a request has a whitespace_pattern",
+            "beta",
+            group="Server",
+            rare=True,
+        ),
+    ] = False
     store_path: Annotated[
         str | None,
         Help(

@@ -57,6 +57,7 @@ def launched(
             unknown_fields=server.unknown_fields,
             always_reports_usage=server.enable_force_include_usage,
             max_logprobs=server.max_logprobs,
+            disable_any_whitespace=server.disable_any_whitespace,
         )
     finally:
         host.kill()

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from fastapi import Request
@@ -45,6 +46,7 @@ class Service:
     model_names: names that requests may use, of which responses have the first; (): the model's own.
     always_reports_usage: whether each chunk of a stream of completions or chat has the usage so far. max_logprobs: most
     likely tokens that a request may ask for with each token.
+    disable_any_whitespace: of every constraint without a whitespace_pattern.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Service:
         unknown_fields: UnknownFields = "refuse",
         always_reports_usage: bool = False,
         max_logprobs: int = MAX_LOGPROBS,
+        disable_any_whitespace: bool = False,
     ) -> None:
         self.model_names = tuple(dict.fromkeys(model_names)) or (facts.model_name,)
         self.model_name = self.model_names[0]  # in responses and metrics
@@ -85,6 +88,7 @@ class Service:
         self._unknown_fields = unknown_fields
         self.always_reports_usage = always_reports_usage
         self._max_logprobs = max_logprobs
+        self._disable_any_whitespace = disable_any_whitespace
 
     def check_model(self, name: str | None) -> None:
         """Raises UnknownModel if `name` is neither None nor a name of the served model."""
@@ -170,6 +174,8 @@ class Service:
         now = time.monotonic()
         for one in asked:
             self._check_logprobs(one.params)
+        if self._disable_any_whitespace:
+            asked = [_without_free_whitespace(one) for one in asked]
         for constraint in dict.fromkeys(one.params.structured_outputs for one in asked):
             if constraint is not None:
                 try:
@@ -214,3 +220,11 @@ class Service:
         self.thread_pool.close()
         self._grammar_checks.close()
         await self.engine.close()
+
+
+def _without_free_whitespace(asked: Generation) -> Generation:
+    constraint = asked.params.structured_outputs
+    if constraint is None or constraint.whitespace_pattern is not None:
+        return asked
+    tight = replace(constraint, disable_any_whitespace=True)
+    return asked._replace(params=asked.params.changed(structured_outputs=tight))

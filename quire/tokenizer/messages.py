@@ -8,6 +8,7 @@ from quire.errors import RequestError
 MAX_MESSAGES = 16384
 MAX_DEPTH = 32
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # names for reasoning, preferred first
+_SCALARS = frozenset({bool, str, int, float})
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 Message = Mapping[str, object]
@@ -41,9 +42,9 @@ def plain_json(value: object, name: str, depth: int = 0) -> object:
     """A copy of dicts, lists, strings, numbers, booleans and None. Raises RequestError for other types."""
     if depth > MAX_DEPTH:
         raise RequestError(f"{name} is nested more than {MAX_DEPTH} levels deep", name)
-    if value is None or isinstance(value, bool):
+    if value is None or type(value) in _SCALARS:
         return value
-    if isinstance(value, str | int | float):
+    if isinstance(value, str | int | float):  # of a subclass
         return next(kind(value) for kind in (str, int, float) if isinstance(value, kind))
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):

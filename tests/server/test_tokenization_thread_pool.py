@@ -14,6 +14,7 @@ import httpx
 import pytest
 from embedded_model_server import run_app, service_of, small_engine
 
+from quire.chat import tools as chat_tools
 from quire.hub import embedded
 from quire.server import thread_pool
 from quire.server.app import make_app
@@ -103,6 +104,43 @@ def test_only_short_prompts_are_tokenized_on_the_event_loop(monkeypatch, body, o
         answer = httpx.post(f"{url}/v1/completions", json={**body, "max_tokens": 1}, timeout=30)
     assert answer.status_code == 200, answer.text
     assert bool(jobs) == on_thread
+
+
+FUNCTIONS = [{"name": f"f{i}", "description": "a", "parameters": {"type": "object"}} for i in range(150)]
+OF_CHAT = [{"type": "function", "function": one} for one in FUNCTIONS]
+WITH_TOOLS = {
+    "/v1/chat/completions": {**CHAT, "tools": OF_CHAT},
+    "/v1/chat/completions/batch": {"messages": [CHAT["messages"]] * 2, "tools": OF_CHAT},
+    "/v1/responses": {"input": "Hello", "tools": [{"type": "function", **one} for one in FUNCTIONS]},
+    "/v1/messages": {
+        **CHAT,
+        "tools": [{"name": one["name"], "input_schema": one["parameters"], "description": "a"} for one in FUNCTIONS],
+    },
+    "/v1/messages/count_tokens": {
+        "messages": CHAT["messages"],
+        "tools": [{"name": one["name"], "input_schema": one["parameters"]} for one in FUNCTIONS],
+    },
+    "/api/chat": {"messages": CHAT["messages"], "tools": OF_CHAT, "stream": False},
+    "/generate": {"text": "Hello", "tools": OF_CHAT, "sampling_params": {"max_new_tokens": 1}},
+}
+
+
+@pytest.fixture(scope="module")
+def tool_server():
+    with run_app(make_app(service_of(small_engine()))) as url:
+        yield url
+
+
+@pytest.mark.parametrize("path", WITH_TOOLS)
+def test_many_tools_are_read_on_a_thread(tool_server, monkeypatch, path):
+    threads, read = [], chat_tools._tool
+    monkeypatch.setattr(
+        chat_tools, "_tool", lambda *args: threads.append(threading.current_thread().name) or read(*args)
+    )
+    answer = httpx.post(f"{tool_server}{path}", json=WITH_TOOLS[path], timeout=30)
+    assert answer.status_code in (200, 400), answer.text
+    assert len(threads) == len(FUNCTIONS)
+    assert all(name.startswith("quire-pool") for name in threads)
 
 
 def test_of_requests_that_were_given_up_nothing_waits_for_a_thread():

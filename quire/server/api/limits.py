@@ -8,6 +8,7 @@ from quire.params import SamplingParams
 
 MAX_CHOICES = 1024  # prompts times n, or times best_of
 MAX_LOGPROBS_PER_TOKEN = MAX_CHOICES * 149  # of one output token, over all choices
+MAX_PARAMETER_VALUES = 2**22  # of all prompts: the engine gets each prompt with all of its parameters
 MAX_PROMPT_VALUES = 2**20  # token ids and logprobs of prompts in one response, over all choices
 
 
@@ -19,6 +20,8 @@ def num_prompt_tokens(asked: Sequence[Generation]) -> int:
 def check_choices(params: Sequence[SamplingParams], width: int = 1) -> None:
     """Raises RequestError for no sequence, for more than MAX_CHOICES, and for too many logprobs of their tokens.
 
+    Also for more than MAX_PARAMETER_VALUES characters and token ids in the parameters of all prompts.
+
     params: one per prompt. width: beam width; 1 without beam search.
     """
     if not 1 <= sum(max(one.num_sequences, width) for one in params) <= MAX_CHOICES:
@@ -29,11 +32,32 @@ def check_choices(params: Sequence[SamplingParams], width: int = 1) -> None:
             "choices; lower them, n or the number of prompts",
             "logprobs",
         )
+    check_values(params)
+
+
+def check_values(params: Sequence[SamplingParams]) -> None:
+    """Raises RequestError for more than MAX_PARAMETER_VALUES characters and token ids. params: one per prompt."""
+    num_values = sum(map(_num_values, params))
+    if num_values > MAX_PARAMETER_VALUES:
+        raise RequestError(
+            f"constraint, prediction, biases and lists of tokens have {num_values:,} characters and token ids over all "
+            f"prompts, more than {MAX_PARAMETER_VALUES:,}; shorten them, or send fewer prompts with one request",
+            "prompt",
+        )
 
 
 def _num_logprobs(params: SamplingParams) -> int:
     """Number of logprobs of one output token of each returned sequence."""
     return 0 if params.logprobs is None else params.n * (params.logprobs + 1 + len(params.logprob_token_ids))
+
+
+def _num_values(params: SamplingParams) -> int:
+    """Number of characters and token ids in the parameters that can be long."""
+    constraint = params.structured_outputs
+    constraint_texts = () if constraint is None else constraint.choice or (constraint.text,)
+    texts = (*constraint_texts, params.prediction or "", *params.bad_words, *params.stop, *params.stop_regex)
+    lists = (params.logit_bias or (), params.allowed_token_ids or (), params.logprob_token_ids)
+    return sum(map(len, texts)) + sum(map(len, lists))
 
 
 def check_prompt_values(asked: Sequence[Generation], *, ids: bool, choices: bool = True) -> None:

@@ -11,7 +11,13 @@ from quire.engine.inputs import Generation, TokenizedPrompt
 from quire.engine.output_text import RequestOutputProcessor
 from quire.errors import RequestError
 from quire.params import MAX_BAD_CHARACTERS, SamplingParams
-from quire.server.api.limits import MAX_CHOICES, MAX_PROMPT_VALUES, check_choices, check_prompt_values
+from quire.server.api.limits import (
+    MAX_CHOICES,
+    MAX_PARAMETER_VALUES,
+    MAX_PROMPT_VALUES,
+    check_choices,
+    check_prompt_values,
+)
 from quire.server.api.native.tokenize import DetokenizeBody, TokenizeBody
 from quire.server.api.openai import completions
 from quire.server.api.openai.completions import PromptEchoes
@@ -126,6 +132,24 @@ def test_choices_are_bounded():
     check_choices([SamplingParams(n=128, logprobs=128)] * 8)
     with pytest.raises(RequestError, match="more than 152,576 values per token"):
         check_choices([SamplingParams(n=128, logprobs=128, logprob_token_ids=listed)] * 8)
+
+
+@pytest.mark.parametrize(
+    "long",
+    [
+        {"structured_outputs": {"regex": "a" * 8192}},
+        {"structured_outputs": {"choice": ("a" * 4096, "b" * 4096)}},
+        {"prediction": "a" * 8192},
+        {"logit_bias": dict.fromkeys(range(8192), 1)},
+        {"allowed_token_ids": tuple(range(8192))},
+    ],
+    ids=lambda long: next(iter(long)),
+)
+def test_what_the_engine_gets_with_each_prompt_is_bounded_over_all_prompts(long):
+    params = SamplingParams(**long)
+    check_choices([params] * (MAX_PARAMETER_VALUES // 8192))
+    with pytest.raises(RequestError, match=r"more than 4,194,304; shorten them, or send fewer prompts"):
+        check_choices([params] * (MAX_PARAMETER_VALUES // 8192 + 1))
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,17 @@
 import json
 import re
 
+import httpx
 import openai
 import pytest
-from embedded_model_server import CHAT, MODEL, STORY
+from embedded_model_server import CHAT, MODEL, STORY, run_app, service_of, small_engine
 from jsonschema import validate
 from multi_tenant_server import run_site
 from pydantic import BaseModel
 from server_probes import Page
 
 from quire.errors import RequestError
+from quire.server.app import make_app
 from quire.structured_outputs import grammar_cache, grammar_compilation
 
 ASKED = [{"role": "user", "content": "Faye took 18 white ladders on Thursday.\nJSON keys: name, count, color"}]
@@ -92,6 +94,23 @@ def test_the_output_has_the_form(http, path, fields, holds):
         assert holds(text), text
     else:  # some constraints have no end
         assert fields.keys() & {"structured_outputs", "response_format"}
+
+
+def test_a_server_can_allow_no_free_white_space(http):
+    built = small_engine()
+    (newline,) = built.tokenizer.encode("\n", add_special_tokens=False)
+    asked = {"messages": ASKED, **GREEDY, "logit_bias": {str(newline): 100}}
+    spaced = {"json": SCHEMA, "whitespace_pattern": "\n?"}
+    with run_app(make_app(service_of(built, disable_any_whitespace=True))) as url:
+        for path, fields, has_lines in (
+            (http.base_url, {"response_format": BY_SCHEMA}, True),
+            (url, {"response_format": BY_SCHEMA}, False),
+            (url, {"structured_outputs": {"json": SCHEMA}}, False),
+            (url, {"structured_outputs": spaced}, True),
+        ):
+            (text,) = contents(httpx.post(f"{path}/v1/chat/completions", json={**asked, **fields}, timeout=30))
+            assert is_record(text)
+            assert ("\n" in text) == has_lines, text
 
 
 def test_a_structural_tag_has_its_form_in_free_text(http):

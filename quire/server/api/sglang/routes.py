@@ -15,7 +15,7 @@ from quire.engine.output_text import RequestOutputProcessor
 from quire.engine.outputs import CompletionOutput
 from quire.errors import RequestError
 from quire.params import SamplingParams, is_unicode
-from quire.server.api.limits import check_choices, check_prompt_values, num_prompt_tokens
+from quire.server.api.limits import check_choices, check_prompt_values, check_values, num_prompt_tokens
 from quire.server.api.sglang.logprobs import EntryFormat, OutputEntries, Report
 from quire.server.api.sglang.schema import ROUTE_NAMES, GenerateBody, GenerateParams
 from quire.server.errors import renamed_fields
@@ -77,6 +77,7 @@ def _with_tools(
         return params, None
     special_texts = service.tokenizer.special_texts
     format = output_format(service.chat_format, tools, "", reasons=False, special_texts=special_texts)
+    check_values([constrained_params(format, params[0])] * len(params))  # before all are written
     return [constrained_params(format, one) for one in params], format
 
 
