@@ -25,10 +25,12 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks.commit import commit_of
 from benchmarks.hostile.load import PHASES
 from benchmarks.hostile.quiet import Quiet, Waits
 from quire.config import EngineOptions
 from quire.server.api_keys import add_key, new_key
+from quire.startup.hardware import cpu_description
 
 STEP_SECONDS = EngineOptions().step_seconds  # that one step of the server may take
 _DESCRIPTORS = 1024  # of the server, soft and hard: the default of most systems
@@ -186,7 +188,10 @@ def main() -> None:
             progress.advance(task)
     Console().print(table(results))
     if args.json:
-        told = {"seconds": args.seconds, "phases": {phase: asdict(figures) for phase, figures in results.items()}}
+        told = {
+            **{"commit": commit_of(), "machine": cpu_description(), "seconds": args.seconds},
+            "phases": {phase: asdict(figures) for phase, figures in results.items()},
+        }
         args.json.write_text(json.dumps(told, indent=2) + "\n")
     sys.exit(not all(is_good(phase, figures) for phase, figures in results.items()))
 
