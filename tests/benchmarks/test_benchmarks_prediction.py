@@ -6,13 +6,15 @@ from benchmarks.prediction import compare, live, short_pauses
 from quire.config import EngineOptions
 from quire.planner.simulation import RequestResult, Simulation
 from quire.planner.workloads import make_workload, with_arrivals
+from quire.startup.build import build
 from tests.planner.test_simulation import setup_of
 
 
 def test_live_and_simulated_requests_are_the_same():
     workload = with_arrivals(short_pauses(make_workload("agents", 6, max_model_len=512, seed=3)), 100.0)
     options = EngineOptions(max_num_seqs=16, memory="64MiB", max_model_len=512, dtype="float32", threads=1)
-    measured, predicted = live(options, workload), Simulation(setup_of()).run(workload).requests
+    engine = build(options, report=lambda _line: None, progress=lambda _done, _total: None).engine
+    measured, predicted = live(engine, workload), Simulation(setup_of()).run(workload).requests
     assert len(measured) == len(predicted) == 6
     sizes = [sorted((one.num_prompt, one.num_output) for one in some) for some in (measured, predicted)]
     assert sizes[0] == sizes[1]
