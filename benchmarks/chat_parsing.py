@@ -18,7 +18,7 @@ from statistics import median
 from types import SimpleNamespace
 from typing import cast
 
-from benchmarks.cpu import machine
+from benchmarks.commit import commit_of
 from quire.chat.detect import chat_format
 from quire.chat.formats import ChatFormat
 from quire.chat.output import OutputFormat, output_format
@@ -34,6 +34,7 @@ from quire.server.api.openai.chat import ChatAnswer
 from quire.server.api.openai.schema import ChatBody
 from quire.server.observability.metrics import Metrics
 from quire.server.reply import Reply
+from quire.startup.hardware import cpu_description
 from quire.supervisor.health import Health
 from quire.tokenizer.load import open_tokenizer
 from quire.tokenizer.tokenizer import Tokenizer
@@ -82,8 +83,9 @@ def seconds_per_token(tokens: list[int], tokenizer: Tokenizer, format: OutputFor
     prompt = Generation(TokenizedPrompt("a", [1]), params)
     transcript = RequestOutputProcessor("0", prompt, tokenizer, now=time.monotonic())
     reply = Reply([transcript], _Stream("0", tokens), lambda *_: None, metrics)  # type: ignore[arg-type]
-    service = SimpleNamespace(model_name="quire", tokenizer=tokenizer)
-    answer = ChatAnswer("0", service, body, params, [], MessageReader(format))  # type: ignore[arg-type]
+    service = SimpleNamespace(model_name="quire", tokenizer=tokenizer, always_reports_usage=False)
+    chat = SimpleNamespace(messages=[], params=params)
+    answer = ChatAnswer("0", service, body, chat, MessageReader(format))  # type: ignore[arg-type]
 
     async def drain() -> None:
         async for _ in answer.events(reply):
@@ -118,7 +120,8 @@ def main() -> None:
     ][1:]
     ratios = [pair["parsed"] / pair["plain"] for pair in pairs]
     result = {
-        "machine": machine.describe(),
+        "commit": commit_of(),
+        "machine": cpu_description(),
         "tokens": len(tokens),
         **{f"{name}, us per token": round(1e6 * median(pair[name] for pair in pairs), 1) for name in formats},
         "ratio": round(median(ratios), 3),
