@@ -27,7 +27,7 @@ class RemoteOpenAIServer:
     the `environment` of the process, and `log`, a file to which its output is appended.
     """
 
-    DUMMY_API_KEY = "token-of-nobody"
+    DUMMY_API_KEY = "key-of-a-server-without-keys"
     show_hidden_metrics = False
 
     def __init__(

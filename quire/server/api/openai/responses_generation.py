@@ -268,7 +268,7 @@ class Running:
                 await self._generate()
                 self.is_generated = True
                 await self._save(store)
-            finally:  # whatever happens, nobody waits for further events
+            finally:  # also after an error, so that streams of this response end
                 self._has_ended = True
                 self._changed.set()
 
