@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import asdict, fields, is_dataclass
 from inspect import Parameter, Signature, signature
+from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -61,7 +62,7 @@ _FLAGS_ELSEWHERE = MappingProxyType(
 
 def main() -> None:
     """The `quire` command."""
-    for name in (argument.partition("=")[0] for argument in sys.argv[1:]):
+    for name in (argument.partition("=")[0] for argument in takewhile(lambda one: one != "--", sys.argv[1:])):
         if name in _FLAGS_ELSEWHERE:
             typer.secho(f"quire: there is no {name}; {_FLAGS_ELSEWHERE[name]}", fg="red", err=True)
             sys.exit(2)

@@ -151,7 +151,8 @@ def serve(
             config = http_config(make_app(service, keys, server, drain, store), server)
             _listen(listener, config.backlog)
             gc_policy = GCPolicy()
-            activity = ActivityLine(lambda: service.engine.health().stats, report)
+            has_lines = server.access_log != "-"  # otherwise JSON lines have the terminal
+            activity = ActivityLine(lambda: service.engine.health().stats, report if has_lines else lambda _line: None)
 
             def tick() -> None:
                 gc_policy.collect_if_due(idle=not drain.num_open)

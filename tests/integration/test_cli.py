@@ -242,9 +242,39 @@ def test_flags_of_other_engines_have_a_hint(monkeypatch, capsys):
     assert capsys.readouterr().err == "quire: there is no --gpu-memory-utilization; use --memory\n"
 
 
+def test_a_prompt_may_be_the_flag_of_another_engine(monkeypatch):
+    used = []
+    monkeypatch.setattr("quire.cli.app", lambda: used.append(sys.argv[1:]))
+    monkeypatch.setattr(sys, "argv", ["quire", "generate", "--", "--tp"])
+    main()
+    assert used == [["generate", "--", "--tp"]]
+
+
 def test_hints_name_flags_that_exist_and_no_flag_has_one():
     help_texts = " ".join(CliRunner().invoke(app, [command, "--help-all"]).output for command in ("serve", "chat"))
     flags = set(re.findall(r"--[a-z][a-z-]+", help_texts))
     for name, hint in _FLAGS_ELSEWHERE.items():
         assert name not in flags
         assert set(re.findall(r"--[a-z-]+", hint)) <= flags
+
+
+@pytest.mark.parametrize("flags", [[], ["--access-log", "-"]])
+def test_a_server_prints_figures_while_it_works_unless_requests_are_printed(flags):
+    soon = "import quire.server.observability.activity as activity; activity.INTERVAL = 0.2; "
+    command = [sys.executable, "-c", soon + "from quire.cli import main; main()", "serve", "--port", "0", *flags]
+    process = subprocess.Popen(
+        [*command, "--memory", "256MiB"], stdout=subprocess.PIPE, text=True, env=ENV | {"PYTHONUNBUFFERED": "1"}
+    )
+    try:
+        while not (line := process.stdout.readline()).startswith("try: curl"):
+            assert line
+        url = re.search(r"http://127\.0\.0\.1:\d+", line).group()
+        httpx.post(f"{url}/v1/completions", json={"prompt": "One", "max_tokens": 3}, timeout=30)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGTERM)
+        lines = process.communicate(timeout=20)[0].splitlines()
+    finally:
+        process.kill()
+    figures = [line for line in lines if "output" in line and "tokens/s" in line]
+    requests = [line for line in lines if line.startswith("{")]
+    assert (len(figures) == 0, len(requests) == 1) == (bool(flags), bool(flags)), lines
