@@ -1,6 +1,7 @@
 """All checks that need a GPU: `make gpu-check`.
 
-    python -m benchmarks.gpu.check [--run kernels models memory speed] [--dry-run] [--json FILE] [-- ARGUMENTS]
+    python -m benchmarks.gpu.check [--run kernels models memory speed] [--dry-run] [--json FILE] [--logs FOLDER]
+        [-- ARGUMENTS]
 
 kernels: every kernel against the reference, compiled. models: whole models against the CPU and transformers, captured
 steps, device block tables, blocks copied to the host and back. memory: some kernel tests under compute-sanitizer.
@@ -15,9 +16,9 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -30,7 +31,7 @@ MODELS = (
 )
 WATCHED = TESTS / "test_triton_kv_blocks.py"  # only the sanitizer sees accesses out of bounds; it is slow
 SECONDS = {"kernels": 240, "models": 150, "memory": 180, "speed": 600}  # limit of each run
-TOGETHER = min(6, os.cpu_count() or 1)  # test files at once: most of their time is compilation
+WORKERS = min(16, os.cpu_count() or 1)  # processes of tests: most of their time is compilation
 SLOWER = 4  # upper bound of the interpreter's slowdown
 TOLD = 25  # printed lines of a failed command
 
@@ -63,7 +64,7 @@ def parts(run: str, *, dry: bool, extra: Sequence[str]) -> list[Part] | str:
         tiny = ("--device", "cpu", "--tiny") if dry else ()
         return [Part("benchmarks.gpu", (sys.executable, "-m", "benchmarks.gpu", *tiny, *extra), {})]
     files = MODELS if run == "models" else kernel_files()
-    return [Part(file.name, _pytest(file), {}) for file in files]
+    return [Part(f"{len(files)} files of tests", _pytest(*files, workers=WORKERS), {})]
 
 
 def kernel_files() -> list[Path]:
@@ -72,8 +73,10 @@ def kernel_files() -> list[Path]:
     return [file.relative_to(ROOT) for file in found if file.relative_to(ROOT) not in MODELS]
 
 
-def _pytest(file: Path) -> tuple[str, ...]:
-    return (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file))
+def _pytest(*files: Path, workers: int = 0) -> tuple[str, ...]:
+    spread = ("-n", str(workers), "--dist", "worksteal") if workers > 1 else ()
+    lenient = ("-W", "default")  # libraries of other versions may warn of other things
+    return (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *lenient, *spread, *map(str, files))
 
 
 def _watched() -> list[Part] | str:
@@ -84,37 +87,38 @@ def _watched() -> list[Part] | str:
     return [Part(WATCHED.name, (*watch, *_pytest(WATCHED)), {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})]
 
 
-def make(run: str, found: Sequence[Part], seconds: float) -> list[Outcome]:
-    """Run the commands, several at once, until `seconds` have passed."""
+def make(run: str, found: Sequence[Part], seconds: float, logs: Path | None = None) -> list[Outcome]:
+    """Run the commands in turn until `seconds` have passed. logs: a folder for what they print; None keeps none."""
     deadline = time.monotonic() + seconds
+    with tempfile.TemporaryDirectory() as temporary:
+        return [_make(run, part, deadline, (logs or Path(temporary)) / f"{run}.log") for part in found]
 
-    def one(part: Part) -> Outcome:
-        begin = time.monotonic()
-        left = deadline - begin
-        if left <= 0:
-            return Outcome(run, part.what, "skipped", "no time left", 0.0)
-        shown = run == "speed"  # its tables go to the terminal
+
+def _make(run: str, part: Part, deadline: float, log: Path) -> Outcome:
+    begin = time.monotonic()
+    left = deadline - begin
+    if left <= 0:
+        return Outcome(run, part.what, "skipped", "no time left", 0.0)
+    with log.open("w") as file:
+        output = None if run == "speed" else file  # its tables go to the terminal
         try:
-            done = subprocess.run(
+            status = subprocess.run(
                 part.command,
                 cwd=ROOT,
                 env={**os.environ, **part.variables},
-                stdout=None if shown else subprocess.PIPE,
-                stderr=None if shown else subprocess.STDOUT,
-                text=True,
+                stdout=output,
+                stderr=output and subprocess.STDOUT,
                 timeout=left,
                 check=False,
-            )
+            ).returncode
+            ended = f"status {status}"
         except subprocess.TimeoutExpired:
-            return Outcome(run, part.what, "failed", f"it was ended after {left:.0f} s", left)
-        took = round(time.monotonic() - begin, 1)
-        lines = (done.stdout or "").strip().splitlines()
-        if done.returncode:
-            return Outcome(run, part.what, "failed", "\n".join(lines[-TOLD:]) or f"status {done.returncode}", took)
-        return Outcome(run, part.what, "passed", lines[-1] if lines else "", took)
-
-    with ThreadPoolExecutor(TOGETHER) as pool:
-        return list(pool.map(one, found))
+            status, ended = None, f"it was ended after {left:.0f} s"
+    took = round(time.monotonic() - begin, 1)
+    lines = log.read_text().strip().splitlines()
+    if status != 0:
+        return Outcome(run, part.what, "failed", "\n".join([ended, *lines[-TOLD:]]), took)
+    return Outcome(run, part.what, "passed", lines[-1] if lines else "", took)
 
 
 def has_gpu() -> bool:
@@ -129,6 +133,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--run", nargs="+", choices=list(SECONDS), default=list(SECONDS), metavar="RUN")
     parser.add_argument("--dry-run", action="store_true", help="without a GPU, in small")
     parser.add_argument("--json", type=Path, help="write what came of it here")
+    parser.add_argument("--logs", type=Path, help="keep all that tests print in this folder")
     parser.add_argument("extra", nargs="*", help="arguments of benchmarks.gpu, behind --")
     args = parser.parse_args(arguments)
     if not args.dry_run and not has_gpu():
@@ -139,6 +144,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the checks and print their results. Returns 1 if one failed."""
     args = parse(arguments)
+    if args.logs:
+        args.logs.mkdir(parents=True, exist_ok=True)
     outcomes: list[Outcome] = []
     for run in args.run:
         print(f"{run}:", flush=True)
@@ -146,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         new = (
             [Outcome(run, run, "skipped", found, 0.0)]
             if isinstance(found, str)
-            else make(run, found, SECONDS[run] * (SLOWER if args.dry_run else 1))
+            else make(run, found, SECONDS[run] * (SLOWER if args.dry_run else 1), args.logs)
         )
         for outcome in new:
             print(f"  {outcome.result} {outcome.what}, {outcome.seconds:.0f} s: {outcome.why}", flush=True)

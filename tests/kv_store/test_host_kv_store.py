@@ -10,6 +10,7 @@ from triton_device import DEVICE
 from quire.config import CacheConfig, KVGroup
 from quire.core.step import Move
 from quire.kernels import deterministic, reference
+from quire.kernels.cpu import EXTENSION
 from quire.kv_store import host
 from quire.kv_store.device import DeviceStore
 from quire.kv_store.host import PlainPool, StreamedPool, Swap, _runs, _sorted, host_blocks
@@ -21,12 +22,10 @@ def modules():
     """Kernel modules that are available here, with the module of their blocks."""
     found = [pytest.param((reference, torch.device("cpu")), id="reference")]
     found.append(pytest.param((deterministic, torch.device("cpu")), id="invariant"))
-    try:
-        from quire.kernels.cpu import blocks as cpu  # noqa: PLC0415  (may not be built)
+    if EXTENSION is None:
+        from quire.kernels.cpu import blocks as cpu  # noqa: PLC0415  (it may not be built)
 
         found.append(pytest.param((cpu, torch.device("cpu")), id="cpu"))
-    except ImportError:
-        pass
     try:
         from quire.kernels.triton import blocks as triton  # noqa: PLC0415  (may not be installed)
 

@@ -77,7 +77,7 @@ def attention(
     blocks = _layer_blocks(storage, layer)
     factor, cap = (scale / softcap, softcap * _LOG2E) if softcap else (scale * _LOG2E, 0.0)
     for lengths, rows in _tile_rows_by_length(plan, shared, deterministic=deterministic):
-        shape = _tile_shape(rows, shared, q)
+        shape = _tile_shape(rows, shared, q, quantized=blocks.quantized)
         queries = shape.rows // shared
         tiles = plan.tiles_of(queries, lengths)
         used = min(queries, lengths.stop - 1) * shared
@@ -126,14 +126,17 @@ def _tile_rows_by_length(plan: TritonPlan, shared: int, *, deterministic: bool) 
     return [(range(1, few + 1), MIN_TILE_ROWS), large] if plan.lengths.min() <= few else [large]
 
 
-def _tile_shape(rows: int, shared: int, q: Tensor) -> TileShape:
+def _tile_shape(rows: int, shared: int, q: Tensor, *, quantized: bool) -> TileShape:
     """The tile shape for `rows` rows: fewer if registers do not suffice, more if more heads share a KV head."""
     dim = pow2(max(16, q.shape[2]))
     num_keys = min(max(KEY_BYTES // (dim * q.element_size()), 16), 128)
     if q.dtype == torch.float32:  # tensor cores do not multiply it
         return TileShape(max(32, pow2(shared)), num_keys, warps=8, stages=3)
     rows = max(min(rows, 128 if dim <= 128 else 64), MIN_TILE_ROWS, pow2(shared))
-    # loads through a block table need two stages; with large heads five stages do not fit on every device
+    if rows < 64:  # loads through a block table take two stages
+        return TileShape(rows, num_keys, warps=2, stages=5 if quantized and dim <= 128 else 4)
+    if quantized:  # half the bytes leave room for more keys
+        return TileShape(rows, min(2 * num_keys, 128), warps=8, stages=3)
     return TileShape(rows, num_keys, warps=8 if rows >= 128 else 4, stages=5 if dim <= 128 else 4)
 
 

@@ -7,6 +7,8 @@ normalizer calculation for softmax, 2018), to base 2.
 
 A tile of keys that are all masked for a row does not change that row's state, bit for bit: the largest score stays, the
 factor of the others is exp2(0), and zeros are added. So a row does not depend on the other rows of its tile.
+
+Tiles of keys to which all rows attend come first, without masks in a pipelined loop. The few others follow.
 """
 # ruff: noqa: ANN201 -- Triton reads annotations
 
@@ -53,44 +55,118 @@ def _split_range(start, stop, KEYS: tl.constexpr, WINDOW: tl.constexpr, SPLIT: t
 @triton.jit
 def _key_offsets(
     table_ptr, first_key, begin, high, kv_head, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, KEYS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """A tile of keys: positions, which of them to read, and the offsets of keys and of scales.
 
     Keys that no query of the tile attends to are not read. They may have no block, or NaN in it, and 0 * NaN is NaN.
+    Without MASKED, every query attends to each of them. Then a chunk without blocks, whose output is not used, reads
+    block 0.
     """
     key = first_key + tl.arange(0, KEYS)
-    wanted = (key >= begin) & (key < high)
-    block = tl.load(table_ptr + key // BLOCK_SIZE, mask=wanted, other=-1)
+    place = key.to(tl.uint32)  # divisions of unsigned numbers are shifts
+    if MASKED:
+        block = tl.load(table_ptr + place // BLOCK_SIZE, mask=(key >= begin) & (key < high), other=-1)
+    else:
+        block = tl.maximum(tl.load(table_ptr + place // BLOCK_SIZE), 0)
     block_at = (block.to(tl.int64) * KV_HEADS + kv_head) * BLOCK_STRIDE
-    scale_at = (block_at + BLOCK_SIZE * HEAD_DIM) // 4 + key % BLOCK_SIZE
-    return key, block >= 0, block_at + (key % BLOCK_SIZE) * HEAD_DIM, scale_at
+    inside = place % BLOCK_SIZE
+    scale_at = (block_at + BLOCK_SIZE * HEAD_DIM) // 4 + inside
+    return key, block >= 0, block_at + inside * HEAD_DIM, scale_at
 
 
 @triton.jit
-def _scores(
-    q, k_ptrs, mask, scale_ptrs, key, held, position, factor, cap,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, QUANTIZED: tl.constexpr,
-):  # fmt: skip
-    """Scores (ROWS, KEYS) to base 2; -inf for masked keys."""
-    k = tl.load(k_ptrs, mask=mask, other=0.0).to(q.dtype)
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * factor
-    if QUANTIZED:
-        scores *= tl.load(scale_ptrs, mask=held, other=0.0)[None, :]
-    if SOFTCAP:
-        scores = cap * _tanh(scores)
-    seen = key[None, :] <= position[:, None]
-    if WINDOW:
-        seen &= key[None, :] > position[:, None] - WINDOW
-    return tl.where(seen, scores, float("-inf"))
+def _widened(x, TYPE: tl.constexpr, INTERPRET: tl.constexpr):
+    """Stored numbers as TYPE.
+
+    fp8 becomes bfloat16 by shifts and a product with a power of two, because the GPU's conversion between 16-bit floats
+    is slow. Its NaN becomes 480: a row of keys or values with NaN has NaN as its scale.
+    """
+    if x.dtype == tl.float8e4nv and tl.bfloat16 == TYPE and not INTERPRET:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 low, high, part, tiny, size;
+            mov.b32 tiny, 0x80008000;
+            mov.b32 size, 0x7b807b80;
+            prmt.b32 low, $2, 0, 0x1404;
+            prmt.b32 high, $2, 0, 0x3424;
+            and.b32 part, low, 0x7f007f00;
+            shr.b32 part, part, 4;
+            lop3.b32 low, low, 0x80008000, part, 0xea;
+            fma.rn.bf16x2 $0, low, size, tiny;
+            and.b32 part, high, 0x7f007f00;
+            shr.b32 part, part, 4;
+            lop3.b32 high, high, 0x80008000, part, 0xea;
+            fma.rn.bf16x2 $1, high, size, tiny;
+            }
+            """,
+            "=r,=r,r",
+            [x.to(tl.uint8, bitcast=True)],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        return x.to(TYPE)
 
 
 @triton.jit
-def _weights(scores, largest):
-    """Exponentials of scores relative to the new maximum, the factor that rescales earlier sums, and the maximum."""
-    new = tl.maximum(largest, tl.max(scores, 1))
+def _weights(scores, largest, factor):
+    """Exponentials of scores * factor relative to the new maximum, the factor of earlier sums, and the maximum.
+
+    factor: float32 (ROWS,), above 0.
+    """
+    new = tl.maximum(largest, tl.max(scores, 1) * factor)
     base = tl.where(new == float("-inf"), 0.0, new)  # while all keys of a row are masked: -inf - -inf is NaN
-    return tl.exp2(scores - base[:, None]), tl.exp2(largest - base), new
+    return tl.exp2(scores * factor[:, None] - base[:, None]), tl.exp2(largest - base), new
+
+
+@triton.jit
+def _attend_tile(
+    q, largest, total, output, first_key, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, table_ptr,
+    begin, high, kv_head, position, factor, cap, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    QUANTIZED: tl.constexpr, WEIGHT: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys. Returns the new state of the rows. factor: see `_weights`."""
+    key, held, at, scale_at = _key_offsets(
+        table_ptr, first_key, begin, high, kv_head, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, KEYS, MASKED
+    )
+    dim = tl.arange(0, DIM)
+    at = at[:, None] + dim[None, :]
+    if MASKED or DIM != HEAD_DIM:
+        mask = held[:, None] & (dim < HEAD_DIM)[None, :]
+        k = tl.load(keys_ptr + at, mask=mask, other=0.0)
+        v = tl.load(values_ptr + at, mask=mask, other=0.0)
+    else:
+        k = tl.load(keys_ptr + at)
+        v = tl.load(values_ptr + at)
+    if QUANTIZED:
+        if MASKED:
+            k_scales = tl.load(key_scales_ptr + scale_at, mask=held, other=0.0)
+            v_scales = tl.load(value_scales_ptr + scale_at, mask=held, other=0.0)
+        else:
+            k_scales = tl.load(key_scales_ptr + scale_at)
+            v_scales = tl.load(value_scales_ptr + scale_at)
+    k = _widened(k, q.dtype, INTERPRET)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if QUANTIZED:
+        scores *= k_scales[None, :]
+    if SOFTCAP:
+        scores = cap * _tanh(scores * factor[:, None])
+        factor = tl.full(factor.shape, 1.0, tl.float32)
+    if MASKED:
+        seen = key[None, :] <= position[:, None]
+        if WINDOW:
+            seen &= key[None, :] > position[:, None] - WINDOW
+        scores = tl.where(seen, scores, float("-inf"))
+    weights, kept, largest = _weights(scores, largest, factor)
+    total = total * kept + tl.sum(weights, 1)
+    if QUANTIZED:
+        weights *= v_scales[None, :]
+    output = tl.dot(weights.to(WEIGHT), _widened(v, WEIGHT, INTERPRET), output * kept[:, None], input_precision="ieee")
+    return largest, total, output
 
 
 @triton.jit(do_not_specialize=["table_width", "used"])
@@ -154,27 +230,32 @@ def attend(
     q = tl.load(q_ptr + q_at[:, None] + dim[None, :], mask=real[:, None] & inside[None, :], other=0.0)
     if INTERPRET:
         q = q.to(tl.float32)
+    factor = tl.full([ROWS], 1.0, tl.float32) * factor
+    if keys_ptr.dtype.element_ty == tl.float8e4nv and q.dtype == tl.bfloat16:  # fp8 becomes float16 fast
+        size = tl.max(tl.abs(q.to(tl.float32)), 1)
+        size = tl.where(size == 0, 1.0, size)
+        q = (q.to(tl.float32) / size[:, None]).to(tl.float16)
+        factor *= size
 
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     output = tl.zeros([ROWS, DIM], tl.float32)
     table_ptr = tables_ptr + tl.load(rows_ptr + chunk).to(tl.int64) * table_width
-    for first_key in tl.range(low, high, KEYS):
-        key, held, at, scale_at = _key_offsets(
-            table_ptr, first_key, begin, high, kv_head, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, KEYS
-        )
-        at = at[:, None] + dim[None, :]
-        mask = held[:, None] & inside[None, :]
-        scores = _scores(
-            q, keys_ptr + at, mask, key_scales_ptr + scale_at, key, held, position, factor, cap,
-            WINDOW, SOFTCAP, QUANTIZED,
+    seen_by_all = low  # no key before it is masked for any row
+    if not WINDOW:
+        seen_by_all = tl.maximum(tl.minimum(start + 1, high) // KEYS * KEYS, low)
+        for first_key in tl.range(low, seen_by_all, KEYS):
+            largest, total, output = _attend_tile(
+                q, largest, total, output, first_key, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr,
+                table_ptr, begin, high, kv_head, position, factor, cap, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE,
+                WINDOW, SOFTCAP, QUANTIZED, WEIGHT, KEYS, DIM, MASKED=False, INTERPRET=INTERPRET,
+            )  # fmt: skip
+    for first_key in tl.range(seen_by_all, high, KEYS, num_stages=1):
+        largest, total, output = _attend_tile(
+            q, largest, total, output, first_key, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr,
+            table_ptr, begin, high, kv_head, position, factor, cap, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE,
+            WINDOW, SOFTCAP, QUANTIZED, WEIGHT, KEYS, DIM, MASKED=True, INTERPRET=INTERPRET,
         )  # fmt: skip
-        weights, kept, largest = _weights(scores, largest)
-        total = total * kept + tl.sum(weights, 1)
-        v = tl.load(values_ptr + at, mask=mask, other=0.0).to(WEIGHT)
-        if QUANTIZED:
-            weights *= tl.load(value_scales_ptr + scale_at, mask=held, other=0.0)[None, :]
-        output = tl.dot(weights.to(WEIGHT), v, output * kept[:, None], input_precision="ieee")
 
     mask = real[:, None] & inside[None, :]
     if SPLIT:

@@ -32,6 +32,7 @@ MAX_COLUMNS = 65536  # of a low-bit weight: sums of so many products of codes fi
 TILE_COLUMNS = 128  # the most columns of a tile
 _LEAST_TERMS = 32  # of an 8-bit product of tiles
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_TOGETHER = 4  # numbers that an instruction of `_numbers` takes
 _WRITTEN_AT_ONCE = 2**22  # codes that `write_rows` converts at once
 _STAGE_BYTES = 2**15  # bytes of a weight that a program loads ahead: an estimate, not measured
 _SMALLEST = tl.constexpr(2.0**-96)  # as in the reference: rows with a smaller largest magnitude count as zeros
@@ -528,7 +529,7 @@ def embed(ids: Tensor, weight: PackedWeight, scale: float) -> Tensor:
     """Rows of a low-bit weight (num_rows, size) for ids int64, times `scale`. An id without a row gives zeros."""
     layout = layout_of(require_codes(weight)[0], weight.columns)
     out = torch.empty((len(ids), weight.columns), dtype=weight.dtype, device=weight.data.device)
-    block = min(BLOCK, pow2(weight.columns))
+    block = min(BLOCK, max(_TOGETHER, pow2(weight.columns)))
     pieces = triton.cdiv(weight.columns, block)
     _code_embed[(len(ids) * pieces,)](
         ids.contiguous(),

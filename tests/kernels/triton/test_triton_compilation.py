@@ -19,7 +19,7 @@ LAUNCH = re.compile(r"^ +(?:\w+ = )?(\w+)\[[^\n]*\]\($", re.MULTILINE)
 
 def test_all_kernels_compile(tmp_path):
     rigs = ROOT / "tests" / "rigs"
-    paths = os.pathsep.join([str(ROOT), str(rigs)])
+    paths = os.pathsep.join(filter(None, [str(ROOT), str(rigs), os.environ.get("PYTHONPATH")]))
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = subprocess.run(
         [sys.executable, str(rigs / "compile_triton_kernels.py")],

@@ -39,7 +39,7 @@ def check(logits, tokens, k):
     assert top_values.shape == top_ids.shape == (len(logits), k)
     exact = logits.double().log_softmax(-1)
     torch.testing.assert_close(values.double(), exact.gather(1, tokens), atol=4e-6, rtol=1e-6)
-    every = torch.arange(logits.shape[1]).expand(len(logits), -1)
+    every = torch.arange(logits.shape[1]).repeat(len(logits), 1)
     ours = logprobs(logits, every, 0)[0]  # all values, sorted by torch
     assert torch.equal(ours.gather(1, tokens), values)
     assert ranks.tolist() == ((ours > values[:, :1]).sum(-1) + 1).tolist()
