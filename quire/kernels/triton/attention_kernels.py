@@ -125,9 +125,10 @@ def _weights(scores, largest, factor):
 @triton.jit
 def _attend_tile(
     q, largest, total, output, first_key, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, table_ptr,
-    begin, high, kv_head, position, factor, cap, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    QUANTIZED: tl.constexpr, WEIGHT: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr, INTERPRET: tl.constexpr,
+    begin, high, kv_head, position, factor, cap,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, QUANTIZED: tl.constexpr, WEIGHT: tl.constexpr,
+    KEYS: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys. Returns the new state of the rows. factor: see `_weights`."""
     key, held, at, scale_at = _key_offsets(
