@@ -55,6 +55,7 @@ export function short(value) {
 
 export function seconds(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return '–';
+  if (value === 0) return '0 s';
   if (value < 0.001) return `${Math.round(value * 1e6)} µs`;
   if (value < 0.01) return `${(value * 1e3).toFixed(1)} ms`;
   if (value < 1) return `${Math.round(value * 1e3)} ms`;

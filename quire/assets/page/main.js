@@ -112,10 +112,13 @@ class Router {
 async function start() {
   applyTheme(localStorage.getItem(THEME));
   document.querySelector('.top-tools').append(keyButton(), themeButton());
-  const mode = await getJSON('page/mode.json');
-  document.getElementById('served').textContent = `${mode.model} · ${mode.version}`;
+  let mode = await getJSON('page/mode.json');
   onKeyRefused(askForKey);
-  if (mode.keys && !readKey()) await askForKey();
+  if (mode.keys && !mode.model) {
+    await askForKey(readKey() && 'The server does not know the key of this tab any more.');
+    mode = await getJSON('page/mode.json');
+  }
+  document.getElementById('served').textContent = `${mode.model} · ${mode.version}`;
   const explanations = new Explanations();
   document.body.append(explanations.element);
   const see = new See(mode, explanations);

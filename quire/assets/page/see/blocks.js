@@ -6,6 +6,7 @@ import { Palette, fit } from './palette.js';
 
 const FLASH_MS = 900;
 const MIN_CELL = 2; // device pixels
+const MAX_CELL = 28;
 const LABELS = {
   free: ['Free', 'holds nothing'],
   cached: ['Cached', 'kept for later requests with the same prefix'],
@@ -27,15 +28,16 @@ const PATTERNS = {
 const pack = ([red, green, blue]) => ((255 << 24) | (blue << 16) | (green << 8) | red) >>> 0;
 const mix = (one, other, share) => one.map((channel, index) => Math.round(channel + (other[index] - channel) * share));
 
-/** Cells in rows: the largest whole cell size at which all blocks fit, or several blocks in a cell of the least size. */
+/** Cells in rows: the largest whole cell at which all blocks fit, or several blocks in a cell of the least size. */
 export function layoutCells(numBlocks, width, height) {
-  const least = Math.floor(width / MIN_CELL) * Math.floor(height / MIN_CELL);
-  const perCell = Math.max(1, Math.ceil(numBlocks / Math.max(1, least)));
+  const most = Math.floor(width / MIN_CELL) * Math.floor(height / MIN_CELL);
+  const perCell = Math.max(1, Math.ceil(numBlocks / Math.max(1, most)));
   const numCells = Math.ceil(numBlocks / perCell);
-  let size = Math.max(MIN_CELL, Math.floor(Math.sqrt((width * height) / Math.max(1, numCells))));
-  while (size > MIN_CELL && Math.floor(width / size) * Math.floor(height / size) < numCells) size -= 1;
-  size = Math.min(size, 28);
-  return { perCell, numCells, size, columns: Math.max(1, Math.floor(width / size)) };
+  let across = Math.min(MAX_CELL, Math.max(MIN_CELL, Math.floor(Math.sqrt((width * height) / Math.max(1, numCells)))));
+  const rowsOf = (size) => Math.ceil(numCells / Math.max(1, Math.floor(width / size)));
+  while (across > MIN_CELL && rowsOf(across) * across > height) across -= 1;
+  const down = Math.max(MIN_CELL, Math.min(2 * across, Math.floor(height / rowsOf(across)), MAX_CELL));
+  return { perCell, numCells, across, down, columns: Math.max(1, Math.floor(width / across)) };
 }
 
 /** The state that most blocks from `first` on have, as an index of the first block that has it. */
@@ -69,9 +71,9 @@ class BlockCanvas {
 
   #blockAt(event) {
     if (!this.#layout) return -1;
-    const { size, columns, perCell } = this.#layout;
-    const column = Math.floor((event.offsetX * this.#ratio) / size);
-    const block = (Math.floor((event.offsetY * this.#ratio) / size) * columns + column) * perCell;
+    const { across, down, columns, perCell } = this.#layout;
+    const column = Math.floor((event.offsetX * this.#ratio) / across);
+    const block = (Math.floor((event.offsetY * this.#ratio) / down) * columns + column) * perCell;
     return column < columns && block < this.#array.state.length ? block : -1;
   }
 
@@ -124,10 +126,11 @@ class BlockCanvas {
 
   #paint(pixels, width, palette, highlight, moves) {
     const array = this.#array;
-    const { perCell, numCells, size, columns } = this.#layout;
+    const { perCell, numCells, across, down, columns } = this.#layout;
     const colours = new Map();
     const now = performance.now();
-    const inner = size >= 5 ? size - 1 : size;
+    const gap = Math.min(across, down) >= 4 ? 1 : 0;
+    const [wide, high] = [across - gap, down - gap];
     for (let cell = 0; cell < numCells; cell += 1) {
       const block = representative(array, cell * perCell, Math.min(array.state.length, (cell + 1) * perCell));
       const [state, owner] = [array.state[block], array.owner[block]];
@@ -137,12 +140,12 @@ class BlockCanvas {
       let pair = colours.get(key);
       if (!pair) colours.set(key, (pair = this.#colours(palette, state, owner, flash, highlight)));
       const pattern = PATTERNS[STATES[state]];
-      const left = (cell % columns) * size;
-      const top = Math.floor(cell / columns) * size;
-      for (let y = top; y < top + inner; y += 1) {
+      const left = (cell % columns) * across;
+      const top = Math.floor(cell / columns) * down;
+      for (let y = top; y < top + high; y += 1) {
         const row = y * width;
-        if (!pattern) pixels.fill(pair[0], row + left, row + left + inner);
-        else for (let x = left; x < left + inner; x += 1) pixels[row + x] = pattern(x, y) ? pair[1] : pair[0];
+        if (!pattern) pixels.fill(pair[0], row + left, row + left + wide);
+        else for (let x = left; x < left + wide; x += 1) pixels[row + x] = pattern(x, y) ? pair[1] : pair[0];
       }
     }
   }
@@ -160,12 +163,12 @@ class BlockCanvas {
 
   #drawCursor(context, palette, ratio) {
     if (this.cursor < 0) return;
-    const { perCell, size, columns } = this.#layout;
+    const { perCell, across, down, columns } = this.#layout;
     const cell = Math.floor(this.cursor / perCell);
     context.setTransform(1, 0, 0, 1, 0, 0);
     context.strokeStyle = `rgb(${palette.text})`;
     context.lineWidth = 2 * ratio;
-    context.strokeRect((cell % columns) * size - 1, Math.floor(cell / columns) * size - 1, size + 1, size + 1);
+    context.strokeRect((cell % columns) * across - 1, Math.floor(cell / columns) * down - 1, across + 1, down + 1);
   }
 }
 

@@ -7,12 +7,12 @@ import { Palette, css, fit } from './palette.js';
 const SHOWN = 120; // points of a chart
 
 class Tile {
-  #value = h('b', { class: 'tile-value' });
-  #note = h('span', { class: 'tile-note' });
+  #value = h('p', { class: 'tile-value' });
+  #note = h('p', { class: 'tile-note' });
   #canvas = h('canvas', { class: 'spark', 'aria-hidden': 'true' });
 
   constructor(label) {
-    this.element = h('div', { class: 'tile' }, h('h3', {}, label), h('p', {}, this.#value, this.#note), this.#canvas);
+    this.element = h('div', { class: 'tile' }, h('h3', {}, label), this.#value, this.#note, this.#canvas);
   }
 
   draw(palette, { value, note, points, second, top }) {

@@ -132,6 +132,7 @@ export class Monitor {
       this.nodes.delete(id);
       if (!isFull || tree.shown === tree.num_nodes) this.evicted.push({ node, at: this.at });
     }
+    for (const id of tree.hidden || []) this.nodes.delete(id);
     this.evicted.splice(0, this.evicted.length - MAX_EVICTED);
     for (const row of tree.nodes || []) this.nodes.set(row[0], nodeOf(row));
     this.numNodes = tree.num_nodes;

@@ -31,7 +31,7 @@ export class Palette {
 
   owner(number) {
     if (!number) return this.muted;
-    return fromHSL((number * GOLDEN_ANGLE + 170) % 360, 0.5, this.isDark ? 0.58 : 0.5);
+    return fromHSL((number * GOLDEN_ANGLE + 170) % 360, 0.45, this.isDark ? 0.6 : 0.5);
   }
 }
 

@@ -17,7 +17,7 @@ export class Answer {
     this.content = '';
     this.reasoning = '';
     this.calls = [];
-    this.tokens = []; // {text, logprob, top, forced, event}, where `event` numbers the events of the stream
+    this.tokens = []; // {text, logprob, top, forced, event}, where `event` numbers the events of the stream; without logprobs one an event
     this.events = []; // tokens of each event
     this.finish = null;
     this.usage = null;
@@ -56,6 +56,7 @@ export class Answer {
   /** What a message keeps of the answer: its text, and figures in seconds. */
   message() {
     const numTokens = this.usage?.completion_tokens ?? this.events.reduce((sum, one) => sum + one, 0);
+    const forced = this.usage?.completion_tokens_details?.forced_tokens ?? 0;
     const decode = this.first === null ? 0 : (this.last - this.first) / 1000;
     return {
       role: 'assistant',
@@ -68,10 +69,10 @@ export class Answer {
         tokens: numTokens,
         prompt: this.usage?.prompt_tokens ?? null,
         cached: this.usage?.prompt_tokens_details?.cached_tokens ?? null,
-        forced: this.usage?.completion_tokens_details?.forced_tokens ?? 0,
+        forced,
         first: this.first === null ? null : (this.first - this.started) / 1000,
         rate: decode > 0 && numTokens > this.events[0] ? (numTokens - this.events[0]) / decode : null,
-        together: this.events.filter((one) => one > 1).reduce((sum, one) => sum + one - 1, 0),
+        drafts: Math.max(0, this.events.reduce((sum, one) => sum + one - 1, 0) - forced),
       },
     };
   }

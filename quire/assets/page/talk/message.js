@@ -1,6 +1,6 @@
 // One message of a conversation as an element: text, reasoning, calls, figures, and what can be done with it.
 
-import { button, copyText, count, h, icon, percent, seconds } from '../dom.js';
+import { button, copyText, count, h, icon, percent, plural, seconds } from '../dom.js';
 import { MarkdownView } from './markdown.js';
 import { tokenView } from './tokens.js';
 
@@ -37,7 +37,8 @@ function figures(node) {
   if (known.tokens) parts.push(h('span', {}, `${count(known.tokens)} tokens`));
   if (known.rate) parts.push(h('span', {}, `${known.rate.toFixed(known.rate < 100 ? 1 : 0)} tokens/s`));
   if (known.first !== null) parts.push(h('span', {}, `first after ${seconds(known.first)}`));
-  if (known.together) parts.push(h('span', { title: 'Tokens that came in one event with another one: accepted drafts or forced tokens' }, `${known.together} not one by one`));
+  if (known.drafts) parts.push(h('span', { title: 'Tokens that came with the next one in one event' }, plural(known.drafts, 'accepted draft')));
+  if (known.forced) parts.push(h('span', { title: 'Tokens that the constraint left no choice for' }, `${count(known.forced)} forced`));
   if (known.prompt !== null && known.cached !== null) {
     const text = `${count(known.cached)} of ${count(known.prompt)} prompt tokens cached`;
     parts.push(h('span', { class: 'cached', title: text },
@@ -85,7 +86,7 @@ export class MessageView {
   /** Draws what only whole messages have: calls, figures, actions, the switch between branches. */
   finish({ error, answer, awaitsResults, siblings }) {
     const { node, actions } = this;
-    this.element.querySelector('.calls')?.remove();
+    for (const old of this.element.querySelectorAll('.calls, header .actions')) old.remove();
     const calls = callCards(node, awaitsResults && ((results) => actions.sendResults(node, results)));
     if (calls) this.#body.append(calls);
     this.#switch(siblings);
@@ -99,7 +100,8 @@ export class MessageView {
       act('Request', () => actions.showRequest(node));
       if (node.request) act('Explain', () => actions.explain(node.request));
     }
-    this.#foot.replaceChildren(...[error && h('p', { class: 'error', role: 'alert' }, error), figures(node), bar].filter(Boolean));
+    if (node.role === 'user') this.element.querySelector('header').append(bar);
+    this.#foot.replaceChildren(...[error && h('p', { class: 'error', role: 'alert' }, error), figures(node), node.role !== 'user' && bar].filter(Boolean));
   }
 
   #switch(siblings) {

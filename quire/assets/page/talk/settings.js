@@ -112,7 +112,7 @@ export class Settings {
 
 function numberField(settings, [name, label, hint, min, max, step]) {
   const input = h('input', {
-    type: 'number', id: `set-${name}`, min, max, step, placeholder: "model's", value: settings.get(name), inputmode: 'decimal',
+    type: 'number', id: `set-${name}`, min, max, step, placeholder: 'default', value: settings.get(name), inputmode: 'decimal',
     oninput: () => settings.set(name, input.value),
   });
   return h('label', { class: 'field', for: `set-${name}`, title: hint }, h('span', {}, label), input);
@@ -166,7 +166,7 @@ export function settingsFields(settings, { system, onSystem, onReset }) {
       h('div', { class: 'fields' }, NUMBERS.map((field) => numberField(settings, field))),
       h('div', { class: 'json-field' }, h('label', { for: 'set-stop' }, 'Stop texts'), stop)),
     h('fieldset', {}, h('legend', {}, 'Answer'),
-      choice(settings, 'thinking', 'Reasoning', [['', "model's choice"], ['on', 'on'], ['off', 'off']]),
+      choice(settings, 'thinking', 'Reasoning', [['', 'default'], ['on', 'on'], ['off', 'off']]),
       checkbox(settings, 'probabilities', 'Ask for the probabilities of tokens', Boolean(settings.get('probabilities'))),
       checkbox(settings, 'no_drafts', 'No draft tokens (no speculation)', Boolean(settings.get('no_drafts')))),
     h('fieldset', {}, h('legend', {}, 'JSON schema and tools'),

@@ -16,10 +16,15 @@ function doubt(logprob) {
   return value > 0.9 ? 'sure' : value > 0.6 ? 'likely' : value > 0.3 ? 'open' : 'unlikely';
 }
 
-function details(token, size) {
+/** Whether the token came before others of its event: then it was verified as a draft, unless a constraint forced it. */
+function isDraft(tokens, index) {
+  return !tokens[index].forced && tokens[index + 1]?.event === tokens[index].event;
+}
+
+function details(token, draft) {
   const notes = [];
   if (token.forced) notes.push('forced by the constraint, not sampled');
-  if (size > 1) notes.push(`came together with ${plural(size - 1, 'token')}: accepted drafts or forced tokens`);
+  if (draft) notes.push('an accepted draft: it came with the token behind it');
   const rows = token.top.map(([text, logprob]) => {
     const bar = h('span', { class: 'bar', style: { width: `${Math.max(1, 100 * probability(logprob))}%` } });
     return h('tr', { class: text === token.text ? 'chosen' : null },
@@ -32,22 +37,21 @@ function details(token, size) {
   ];
 }
 
-/** The element for `tokens` and `events` of an Answer. Arrow keys move the cursor from token to token. */
-export function tokenView({ tokens, events }) {
+/** The element for the tokens of an Answer. Arrow keys move the cursor from token to token. */
+export function tokenView({ tokens }) {
   const readout = h('div', { class: 'token-readout', 'aria-live': 'polite' }, h('p', { class: 'note' }, 'Point at a token, or move with the arrow keys.'));
   let current = -1;
   const spans = tokens.map((token, index) => {
-    const size = events[token.event] || 1;
     const kinds = ['token', token.logprob === null ? 'plain' : doubt(token.logprob)];
     if (token.forced) kinds.push('forced');
-    else if (size > 1) kinds.push('draft');
+    else if (isDraft(tokens, index)) kinds.push('draft');
     return h('span', { class: kinds.join(' '), onmouseenter: () => select(index) }, shown(token.text));
   });
   function select(index) {
     spans[current]?.classList.remove('current');
     current = Math.max(0, Math.min(tokens.length - 1, index));
     spans[current]?.classList.add('current');
-    if (tokens[current]) readout.replaceChildren(...details(tokens[current], events[tokens[current].event] || 1).filter(Boolean));
+    if (tokens[current]) readout.replaceChildren(...details(tokens[current], isDraft(tokens, current)).filter(Boolean));
   }
   const onkeydown = (event) => {
     const move = { ArrowRight: 1, ArrowLeft: -1, Home: -Infinity, End: Infinity }[event.key];
@@ -57,7 +61,7 @@ export function tokenView({ tokens, events }) {
   };
   const legend = h('p', { class: 'token-legend note' },
     h('span', { class: 'token likely' }, '60–90 %'), h('span', { class: 'token open' }, '30–60 %'), h('span', { class: 'token unlikely' }, 'below 30 %'),
-    h('span', { class: 'token draft' }, 'came together (drafts)'), h('span', { class: 'token forced' }, 'forced'));
+    h('span', { class: 'token draft' }, 'accepted draft'), h('span', { class: 'token forced' }, 'forced'));
   return h('div', { class: 'tokens' },
     h('div', { class: 'token-text', tabindex: '0', role: 'group', 'aria-label': `${plural(tokens.length, 'token')} with probabilities`, onkeydown }, spans),
     readout, legend);
