@@ -18,7 +18,7 @@ from quire.cache.audit import RefCountAudit, count_shared_blocks
 from quire.cache.block_pool import BlockPool, Pools
 from quire.cache.block_table import BlockTable
 from quire.cache.copies import PendingMoves
-from quire.cache.host_pool import HostPool
+from quire.cache.host_pool import HostPool, SwapRecord
 from quire.cache.in_flight import InFlight
 from quire.cache.manager import NO_CAUSE
 from quire.cache.prefix.eviction import RecomputeSeconds, default_recompute_seconds
@@ -321,7 +321,7 @@ class KVCache:
         return self._swap_planner.swap_bytes(num_valid)
 
     @property
-    def swapped(self) -> Mapping[int, object]:
+    def swapped(self) -> Mapping[int, SwapRecord]:
         """See KVCacheManager."""
         return MappingProxyType(self._host_pool.records)
 

@@ -11,6 +11,7 @@ from typing import Protocol
 from quire.cache.admission_check import Admission
 from quire.cache.block_pool import Pools
 from quire.cache.block_table import BlockTable
+from quire.cache.host_pool import SwapRecord
 from quire.cache.prefix.eviction import RecomputeSeconds
 from quire.cache.prefix.index import EvictionCause, EvictionRecord, PrefixIndex
 from quire.cache.retention import NO_RETENTION, SequenceRetention
@@ -136,7 +137,7 @@ class KVCacheManager(Protocol):
         """Bytes that `swap_out` would copy, by sequence. A block that several share counts for the first of them."""
 
     @property
-    def swapped(self) -> Mapping[int, object]:
+    def swapped(self) -> Mapping[int, SwapRecord]:
         """Sequences whose KV is in the host pool, or is being copied there. Read-only."""
 
     def is_swapping_out(self, seq_id: int) -> bool:

@@ -120,7 +120,8 @@ class RadixTrees:
         self._size = key_bytes
         self.leaves = leaves
         self._window_nodes = {group: LRUNodes() for group in windowed}  # nodes with blocks of these groups
-        self._num_nodes = 0
+        self._last_number = 0  # of a node
+        self.num_nodes = 0  # in all trees
 
     # Growth
 
@@ -128,7 +129,7 @@ class RadixTrees:
         """The root of a tree, created if it does not exist. Its first blocks are behind `end` others."""
         root = self.roots.get(key)
         if root is None:
-            root = self.roots[key] = Node(self._number(), b"", [[] for _ in self._pools], None, end)
+            root = self.roots[key] = Node(self._number(), b"", [[] for _ in self._pools], None, end, self.clock.now)
             self._by_tenant.setdefault(key[0].tenant, {})[key] = None
             root.root_key, root.public, root.tenant = key, public, key[0].tenant
         return root
@@ -155,11 +156,12 @@ class RadixTrees:
                 old += new
             node.end += len(blocks[0])
         else:
-            parent, node = node, Node(self._number(), edge, blocks, node, node.end + len(blocks[0]))
+            end = node.end + len(blocks[0])
+            parent, node = node, Node(self._number(), edge, blocks, node, end, self.clock.now)
             parent.attach(node, edge[: self._size])
             is_tail = len(edge) < self._size
             node.uses = UseStats(parent.uses.chance) if is_tail else parent.uses.continued()
-        node.tick = self.clock.tick
+        node.tick, node.used_at = self.clock.tick, self.clock.now
         self._list(node, in_use=writer is not None)
         return node
 
@@ -179,7 +181,7 @@ class RadixTrees:
             pool.enter_index(block)
             some.append(block)
         node.end += 1
-        node.tick = self.clock.tick
+        node.tick, node.used_at = self.clock.tick, self.clock.now
         return True
 
     def split_at(self, node: Node, depth: int) -> Node:
@@ -194,6 +196,7 @@ class RadixTrees:
         assert parent is not None, "a root has no run"
         upper = Node(self._number(), node.edge[:size], [blocks[:count] for blocks in node.blocks], parent, depth)
         upper.tick, upper.level = node.tick, node.level
+        upper.created_at, upper.used_at = node.created_at, node.used_at
         node.split_uses(upper)
         parent.replace(node, upper)
         node.edge = node.edge[size:]
@@ -211,12 +214,12 @@ class RadixTrees:
 
     def touch(self, node: Node, *, hit: bool) -> None:
         """Mark a node and all above it as used. hit: a sequence begins with it."""
-        above, tick = node, self.clock.tick
+        above, tick, now = node, self.clock.tick, self.clock.now
         while above.parent is not None:
             if hit:
                 above.uses.hits += 1
                 above.previous_uses.num_continuation_hits += 1
-            above.tick = tick
+            above.tick, above.used_at = tick, now
             self.leaves.on_use(above)
             above = above.parent
 
@@ -397,6 +400,7 @@ class RadixTrees:
     def _detach(self, leaf: Node) -> None:
         """Remove a leaf with its blocks from the tree. Its parent is not tidied."""
         assert leaf.parent is not None, "roots are not removed"
+        self.num_nodes -= 1
         self.retention.move_to_parent(leaf, leaf.parent)
         leaf.parent.detach(leaf)
         for group, blocks in enumerate(leaf.blocks):
@@ -416,12 +420,15 @@ class RadixTrees:
         """Merge a node into its only child, which keeps its end."""
         parent = node.parent
         assert parent is not None, "roots are not merged"
+        self.num_nodes -= 1
         parent.replace(node, child)
         node.parent = None
         child.edge = node.edge + child.edge
         for upper, lower in zip(node.blocks, child.blocks, strict=True):
             lower[:0] = upper
         child.tick, child.level = max(child.tick, node.tick), max(child.level, node.level)
+        child.created_at = min(child.created_at, node.created_at)
+        child.used_at = max(child.used_at, node.used_at)
         child.merge_uses(node)
         self.retention.merge_nodes(node, child)
         self._unlist(node)
@@ -450,10 +457,12 @@ class RadixTrees:
             nodes.discard(node)
 
     def _number(self) -> int:
-        self._num_nodes += 1
-        return self._num_nodes
+        self._last_number += 1
+        self.num_nodes += 1
+        return self._last_number
 
     def _forget_root(self, key: RootKey) -> None:
+        self.num_nodes -= 1
         del self.roots[key]
         keys = self._by_tenant[key[0].tenant]
         del keys[key]
@@ -465,6 +474,10 @@ class RadixTrees:
     def namespaces(self, tenant: str) -> Iterator[Namespace]:
         """Namespaces of a tenant that have a root, the latest first."""
         return (key[0] for key in reversed(self._by_tenant.get(tenant, {})))
+
+    def roots_of(self, tenant: str) -> Iterator[Node]:
+        """The roots of a tenant's namespaces, oldest first."""
+        return (self.roots[key] for key in self._by_tenant.get(tenant, ()))
 
     def nodes(self) -> Iterator[Node]:
         """All nodes, roots first."""
@@ -478,6 +491,8 @@ class RadixTrees:
     def check(self) -> list[str]:
         """See PrefixIndex."""
         wrong = [f"node {node.id}: {wrong}" for node in self.nodes() for wrong in node_errors(node, self._size)]
+        if (count := sum(1 for _ in self.nodes())) != self.num_nodes:
+            wrong.append(f"{self.num_nodes} nodes are counted, and there are {count}")
         for node in self.nodes():
             wrong += [f"node {node.id}: {one}" for one in self.retention.node_errors(node, self._window_nodes)]
             if node.is_free_leaf and node not in self.leaves and not self.retention.is_pinned(node):
