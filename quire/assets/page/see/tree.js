@@ -16,6 +16,8 @@ export class TreeView {
   #view = null; // {x, y, kx, ky}: offset in tokens and rows, pixels for each; null fits the tree
   #cursor = null;
   #at = null;
+  #chosen = null;
+  #reusedKey = null;
   #canDescribe;
   #canvas = h('canvas', { class: 'tree-canvas', tabindex: '0', role: 'img', 'aria-label': 'Radix tree of cached prefixes', 'aria-describedby': 'tree-summary tree-keys' });
   #summary = h('p', { class: 'note', id: 'tree-summary' });
@@ -41,7 +43,6 @@ export class TreeView {
       h('div', { class: 'slider', hidden: mode.mode !== 'live' }, h('span', { class: 'note' }, 'Last minutes'), this.#slider, this.#time, button('Now', () => this.#toNow())),
       h('p', { class: 'offscreen', id: 'tree-keys' }, 'Arrow keys go from node to node: left to the parent, right to the first child. Plus and minus zoom, 0 fits, Enter shows the node.'));
     this.#listen();
-    this.#showDetail(null);
     document.addEventListener('themechange', () => {
       this.#palette = new Palette();
       if (this.#monitor) this.draw(this.#monitor);
@@ -139,8 +140,14 @@ export class TreeView {
     return this.#at ?? this.#monitor?.at ?? 0;
   }
 
+  #leaveDetail() {
+    this.#chosen = null;
+    this.#showReused();
+  }
+
   async #choose(node) {
     if (!node) return;
+    this.#chosen = node.id;
     this.#showDetail(node);
     if (!this.#canDescribe || node.gone) return;
     try {
@@ -150,15 +157,27 @@ export class TreeView {
     }
   }
 
+  /** The nodes whose tokens were not computed again most often, each to be chosen. */
+  #showReused() {
+    const saved = (node) => node.hits * node.tokens;
+    const best = [...this.#layout.placed].filter((node) => saved(node) > 0 && !node.gone).sort((one, other) => saved(other) - saved(one)).slice(0, 8);
+    const items = best.map((node) => [node.id, `${count(node.tokens)} tokens × ${plural(node.hits, 'hit')}`]);
+    const key = JSON.stringify(items);
+    if (this.#reusedKey === key) return;
+    this.#reusedKey = key;
+    const focused = [...this.#detail.querySelectorAll('.reused button')].indexOf(document.activeElement);
+    this.#detail.replaceChildren(h('h3', {}, 'Most reused'), items.length ? h('ol', { class: 'reused' }, items.map(([id, text]) => h('li', {},
+      h('button', { type: 'button', class: 'link', onclick: () => this.#choose(this.#layout.byId.get(id)) }, text)))) : h('p', { class: 'note' }, 'Nothing yet.'),
+    h('p', { class: 'note' }, 'Choose a node to read it. Drag to move; zoom with the buttons, or with the wheel after a click.'));
+    if (focused >= 0) this.#detail.querySelectorAll('.reused button')[focused]?.focus();
+  }
+
   #showDetail(node, detail) {
-    if (!node) {
-      this.#detail.replaceChildren(h('p', { class: 'note' }, 'Choose a node to read it. Drag to move; zoom with the buttons, or with the wheel after a click.'));
-      return;
-    }
+    this.#reusedKey = null;
     const now = this.#shownTime();
     const facts = [['Tokens', count(node.tokens)], ['Path', detail?.path_tokens ? plural(detail.path_tokens, 'token') : '–'], ['Blocks', count(node.blocks)], ['Hits', count(node.hits)],
       ['Users', count(node.users)], ['Created', `${seconds(Math.max(0, now - node.created))} ago`], ['Last use', `${seconds(Math.max(0, now - node.lastUsed))} ago`], ['State', node.gone ? 'evicted' : KINDS[node.kind]]];
-    this.#detail.replaceChildren(h('h3', {}, `Node ${node.id}`), h('dl', {}, facts.map(([name, value]) => h('div', {}, h('dt', {}, name), h('dd', {}, value)))),
+    this.#detail.replaceChildren(h('div', { class: 'field-head' }, h('h3', {}, `Node ${node.id}`), h('span', { class: 'grow' }), button('Back', () => this.#leaveDetail(), { class: 'quiet' })), h('dl', {}, facts.map(([name, value]) => h('div', {}, h('dt', {}, name), h('dd', {}, value)))),
       detail?.problem ? h('p', { class: 'note' }, detail.problem) : detail ? h('pre', { class: 'mono', tabindex: '0', 'aria-label': 'Text of the node' }, detail.text) : '');
   }
 
@@ -180,6 +199,7 @@ export class TreeView {
     this.#drawSlider(monitor);
     this.#arrange(monitor);
     this.#paint();
+    if (this.#chosen === null) this.#showReused();
     const used = this.#layout.placed.filter((node) => node.hits > 0).length;
     this.#summary.textContent = `${plural(monitor.numNodes, 'node')}${monitor.nodes.size < monitor.numNodes ? `, the ${count(monitor.nodes.size)} last used are shown` : ''}; ${count(used)} were reused`;
   }
@@ -255,7 +275,7 @@ export class TreeView {
       context.fillStyle = css(palette.warn);
       context.fillRect(left, top, Math.min(4, across), down);
     }
-    if (node.id === this.#cursor) {
+    if (node.id === this.#cursor || node.id === this.#chosen) {
       context.strokeStyle = css(palette.text);
       context.lineWidth = 2;
       context.strokeRect(left, top, across, down);

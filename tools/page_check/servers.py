@@ -1,0 +1,120 @@
+"""Real servers for the page, and a load whose prompts share prefixes."""
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from benchmarks.commit import ROOT
+
+COMMAND = (sys.executable, "-c", "from quire.cli import main; main()")
+SMALL = ("--memory", "72MiB", "--swap-space", "8MiB", "--max-num-seqs", "48")  # few blocks, so that some are evicted
+KEY = "a-key-of-the-page-check"
+_START_SECONDS = 120
+_WORDS = "apple plow goose library beach lantern shovel carpet hammer deer stove tin mango rake hammock helmet".split()
+_NAMES = "Gus Ivy Yara Omar Leo Carl Zoe Tom Mira Max Faye".split()
+
+
+class NotStarted(Exception):
+    """A server ended before it was ready. The message has its last lines."""
+
+
+@contextmanager
+def running(*arguments: str, key: str = "") -> Iterator[str]:
+    """The address of `quire ARGUMENTS`, which ends with the context. Raises NotStarted."""
+    environment = {name: value for name, value in os.environ.items() if name != "QUIRE_API_KEY"}
+    environment |= {"PYTHONPATH": str(ROOT)} | ({"QUIRE_API_KEY": key} if key else {})
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen([*COMMAND, *arguments], cwd=ROOT, env=environment, stdout=log, stderr=log, text=True)
+        try:
+            yield _address(process, log)
+        finally:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _address(process: "subprocess.Popen[str]", log) -> str:  # noqa: ANN001 (the type of a temporary file has no public name)
+    """The address that a starting server has written to its log."""
+    pause = threading.Event()
+    for _ in range(10 * _START_SECONDS):
+        log.seek(0)
+        text = log.read()
+        for word in text.split():
+            if word.startswith("http://127.0.0.1:") and "\n" in text[text.index(word) :]:
+                return word.rstrip(".,;)/")
+        if process.poll() is not None:
+            break
+        pause.wait(0.1)
+    raise NotStarted("".join(text.splitlines(keepends=True)[-8:]))
+
+
+def _messages(chance: random.Random) -> list[dict[str, str]]:
+    kind = chance.random()
+    if kind < 0.5:
+        ledger = random.Random(chance.randrange(6))
+        lines = "\n".join(f"{word}={ledger.choice(_NAMES)}" for word in ledger.sample(_WORDS, len(_WORDS)))
+        content = f"Ledger:\n{lines}\n\nWhat is {chance.choice(_WORDS)}?"
+    elif kind < 0.8:
+        content = f"Write a story with {chance.choice(_NAMES)} and the {chance.choice(_WORDS)}."
+    else:
+        content = "Sum: " + " ".join(str(chance.randrange(10, 90)) for _ in range(4)) + " /think"
+    return [{"role": "user", "content": content}]
+
+
+async def _chats(client: httpx.AsyncClient, seed: int, ended: threading.Event) -> None:
+    chance = random.Random(seed)
+    while not ended.is_set():
+        messages = _messages(chance)
+        for _ in range(chance.randrange(1, 4)):
+            body = {"messages": messages, "max_tokens": chance.randrange(60, 300), "temperature": 0.8}
+            answer = await client.post("/v1/chat/completions", json={**body, "ignore_eos": chance.random() < 0.5})
+            if answer.status_code != 200 or ended.is_set():
+                break
+            content = answer.json()["choices"][0]["message"]["content"] or ""
+            again = f"What is {chance.choice(_WORDS)}?"
+            messages = [*messages, {"role": "assistant", "content": content}, {"role": "user", "content": again}]
+
+
+async def _all_chats(url: str, num_chats: int, ended: threading.Event, key: str) -> None:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    async with httpx.AsyncClient(base_url=url, timeout=60, headers=headers) as client:
+        chats = [asyncio.ensure_future(_chats(client, seed, ended)) for seed in range(num_chats)]
+        while not ended.is_set():
+            await asyncio.sleep(0.1)
+        for chat in chats:
+            chat.cancel()
+        await asyncio.gather(*chats, return_exceptions=True)
+
+
+@contextmanager
+def load(url: str, num_chats: int, key: str = "") -> Iterator[None]:
+    """Keep `num_chats` conversations going, which share prefixes."""
+    ended = threading.Event()
+    thread = threading.Thread(target=lambda: asyncio.run(_all_chats(url, num_chats, ended, key)))
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def recorded_journal(folder: Path) -> Path:
+    """A journal of a few seconds of load."""
+    path = folder / "page.journal"
+    with running("serve", "--port", "0", *SMALL, "--journal", str(path)) as url, load(url, 16):
+        threading.Event().wait(4)
+    return path
