@@ -79,7 +79,7 @@ class Report:
         """Run a check that raises if it fails."""
         try:
             check()
-        except Exception as error:  # noqa: BLE001 (any error of a check is its result)
+        except Exception as error:  # any error of a check is its result
             self.note(name, " ".join(str(error).split())[:600] or type(error).__name__)
         else:
             self.note(name)
@@ -161,6 +161,14 @@ def picture_talk(page: Page, path: Path | None) -> None:
         page.screenshot(path=str(path))
 
 
+def picture_whole(page: Page, width: int, path: Path) -> None:
+    """A picture of the whole view, also of what is scrolled out of sight."""
+    height = page.evaluate("document.querySelector('main').scrollHeight + document.querySelector('.top').clientHeight")
+    page.set_viewport_size({"width": width, "height": height + 60})
+    page.wait_for_timeout(600)
+    page.screenshot(path=str(path))
+
+
 def look_at(report: Report, started: Browser, url: str, pictures: Path | None, *, is_short: bool) -> None:
     """axe and pictures of both views, in each size and both colour schemes."""
     for size, (width, height) in SIZES.items():
@@ -176,7 +184,7 @@ def look_at(report: Report, started: Browser, url: str, pictures: Path | None, *
                 check_accessibility(report, seen.page, f"see {name}")
                 if pictures:
                     seen.page.screenshot(path=str(pictures / f"see_{name}.png"))
-                    seen.page.locator(".see").screenshot(path=str(pictures / f"see_whole_{name}.png"))
+                    picture_whole(seen.page, width, pictures / f"see_whole_{name}.png")
 
 
 def check_open_server(report: Report, started: Browser, pictures: Path | None, *, is_short: bool) -> None:

@@ -156,7 +156,7 @@ class BlockCanvas {
     if (name === 'used' || name === 'shared') colour = palette.owner(owner);
     if (name === 'pinned') colour = palette.warn;
     if (name === 'host' && owner) colour = palette.owner(owner);
-    if (flash) colour = mix(colour, palette.text, 0.22 * flash);
+    if (flash) colour = mix(colour, palette.text, 0.13 * flash);
     if (highlight && owner !== highlight) colour = mix(colour, palette.surface, 0.75);
     return [pack(colour), pack(mix(colour, palette.surface, 0.65))];
   }
