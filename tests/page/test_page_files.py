@@ -56,6 +56,12 @@ def test_markup_names_files_that_exist(path):
     assert [name for name in named if not (PAGE / name).is_file()] == []
 
 
+def test_all_modules_are_fetched_at_once():
+    preloaded = set(re.findall(r'rel="modulepreload" href="page/(.+?)"', (PAGE / "index.html").read_text()))
+    modules = {path.relative_to(PAGE).as_posix() for path in PAGE.rglob("*.js")}
+    assert preloaded == {name for name in modules if name != "main.js" and not name.startswith("docs")}
+
+
 def test_each_library_has_its_licence():
     libraries = sorted((PAGE / "vendor").glob("*.js"))
     assert libraries

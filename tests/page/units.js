@@ -78,7 +78,7 @@
   whole.show(text);
   equal('Markdown in pieces', view.element.innerHTML, whole.element.innerHTML);
   check('no element from HTML', !whole.element.querySelector('b, [onclick]') && whole.element.textContent.includes('<b onclick='));
-  check('blocks of Markdown', ['h4', 'em', 'code', 'table', 'ol ul', 'pre'].every((name) => whole.element.querySelector(name)));
+  check('blocks of Markdown', ['h3', 'em', 'code', 'table', 'ol ul', 'pre'].every((name) => whole.element.querySelector(name)));
   const before = view.element.firstChild;
   view.show(`${text}\n\nmore`);
   check('unchanged blocks keep their elements', view.element.firstChild === before);

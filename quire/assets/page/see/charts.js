@@ -12,7 +12,7 @@ class Tile {
   #canvas = h('canvas', { class: 'spark', 'aria-hidden': 'true' });
 
   constructor(label) {
-    this.element = h('div', { class: 'tile' }, h('h3', {}, label), this.#value, this.#note, this.#canvas);
+    this.element = h('div', { class: 'tile' }, h('h2', {}, label), this.#value, this.#note, this.#canvas);
   }
 
   draw(palette, { value, note, points, second, top }) {

@@ -76,7 +76,7 @@ function list(token) {
 function block(token) {
   switch (token.type) {
     case 'heading':
-      return h(`h${Math.min(6, token.depth + 3)}`, {}, inlines(token.tokens));
+      return h(`h${Math.min(6, token.depth + 2)}`, {}, inlines(token.tokens));
     case 'paragraph':
       return h('p', {}, inlines(token.tokens));
     case 'blockquote':

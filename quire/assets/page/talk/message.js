@@ -63,7 +63,7 @@ export class MessageView {
     this.node = node;
     this.actions = actions;
     this.element = h('article', { class: `message ${node.role}`, 'aria-label': actions.nameOf(node), 'data-node': node.id },
-      h('header', {}, h('h3', {}, actions.nameOf(node)), h('span', { class: 'switch' })), this.#body, this.#foot);
+      h('header', {}, h('h2', {}, actions.nameOf(node)), h('span', { class: 'switch' })), this.#body, this.#foot);
     this.update(node);
   }
 
