@@ -17,8 +17,9 @@ export class Answer {
     this.content = '';
     this.reasoning = '';
     this.calls = [];
-    this.tokens = []; // {text, logprob, top, forced, event}, where `event` numbers the events of the stream; without logprobs one an event
+    this.tokens = []; // {text, logprob, top, forced, draft, event}, where `event` numbers the events of the stream; without logprobs one an event
     this.events = []; // tokens of each event
+    this.drafts = 0; // tokens that came in one event with the next one
     this.finish = null;
     this.usage = null;
     this.requestId = '';
@@ -39,6 +40,7 @@ export class Answer {
     this.content += text;
     this.reasoning += reasoning;
     if (delta.tool_calls) addCalls(this.calls, delta.tool_calls);
+    const isText = !delta.tool_calls && !this.calls.length; // text of calls is held back until it can be read
     if (choice.finish_reason) this.finish = choice.finish_reason;
     const listed = choice.logprobs?.content || [];
     const number = listed.length || Math.max(0, (chunk.usage?.completion_tokens || 0) - before);
@@ -46,9 +48,11 @@ export class Answer {
     const event = this.events.push(number) - 1;
     for (const token of listed) {
       const top = (token.top_logprobs || []).map((one) => [one.token, one.logprob]);
-      this.tokens.push({ text: token.token, logprob: token.logprob, top, forced: Boolean(token.forced), event });
+      this.tokens.push({ text: token.token, logprob: token.logprob, top, forced: Boolean(token.forced), draft: false, event });
     }
-    if (!listed.length) this.tokens.push({ text: reasoning + text, logprob: null, top: [], forced: false, event });
+    if (!listed.length) this.tokens.push({ text: reasoning + text, logprob: null, top: [], forced: false, draft: isText && number > 1, event });
+    else if (isText && !listed.some((token) => token.forced)) for (const token of this.tokens.slice(-listed.length, -1)) token.draft = true;
+    this.drafts += isText && !listed.some((token) => token.forced) ? number - 1 : 0;
     this.last = performance.now();
     this.first ??= this.last;
   }
@@ -56,7 +60,6 @@ export class Answer {
   /** What a message keeps of the answer: its text, and figures in seconds. */
   message() {
     const numTokens = this.usage?.completion_tokens ?? this.events.reduce((sum, one) => sum + one, 0);
-    const forced = this.usage?.completion_tokens_details?.forced_tokens ?? 0;
     const decode = this.first === null ? 0 : (this.last - this.first) / 1000;
     return {
       role: 'assistant',
@@ -69,10 +72,10 @@ export class Answer {
         tokens: numTokens,
         prompt: this.usage?.prompt_tokens ?? null,
         cached: this.usage?.prompt_tokens_details?.cached_tokens ?? null,
-        forced,
+        forced: this.usage?.completion_tokens_details?.forced_tokens ?? 0,
         first: this.first === null ? null : (this.first - this.started) / 1000,
         rate: decode > 0 && numTokens > this.events[0] ? (numTokens - this.events[0]) / decode : null,
-        drafts: Math.max(0, this.events.reduce((sum, one) => sum + one - 1, 0) - forced),
+        drafts: this.drafts,
       },
     };
   }

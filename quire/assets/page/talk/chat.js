@@ -3,6 +3,7 @@
 import { getJSON, readKey } from '../api.js';
 import { button, copyText, h, icon } from '../dom.js';
 import { requestAnswer } from './answer.js';
+import { BranchMap } from './branches.js';
 import { Conversation, keepConversation } from './conversations.js';
 import { History } from './history.js';
 import { MessageView } from './message.js';
@@ -33,6 +34,7 @@ export class Talk {
     this.#mode = mode;
     this.#explain = explain;
     this.history = new History((conversation) => this.#open(conversation || this.#fresh()));
+    this.branches = new BranchMap((node) => this.#choose(node));
     this.#model.append(h('option', { value: mode.model }, mode.model));
     this.element = h('div', { class: 'talk' }, this.#historySide(), this.#main(), this.#side);
     this.#drawSettings();
@@ -50,7 +52,7 @@ export class Talk {
     return h('aside', { class: 'side', id: 'conversations', 'aria-label': 'History' },
       h('div', { class: 'side-head' },
         h('button', { type: 'button', class: 'wide', onclick: () => this.#open(this.#fresh()) }, icon('plus'), 'New conversation'), this.#closer('show-history')),
-      this.history.element);
+      this.history.element, this.branches.element, this.history.foot);
   }
 
   #closer(name) {
@@ -141,6 +143,7 @@ export class Talk {
     this.#views.clear();
     this.#log.replaceChildren(h('div', { class: 'column' }, path.length ? path.map((node) => this.#viewOf(node)) : this.#welcome()));
     path.forEach((node, index) => this.#finishView(node, index === path.length - 1));
+    this.branches.show(this.#conversation);
     this.#log.scrollTop = this.#log.scrollHeight;
   }
 
@@ -171,18 +174,21 @@ export class Talk {
   #actions() {
     return {
       nameOf: (node) => ({ user: 'You', assistant: this.#model.value || this.#mode.model, tool: 'Tool' })[node.role] || node.role,
-      choose: (node) => {
-        this.#stop();
-        this.#conversation.choose(node);
-        this.#keep();
-        this.#draw();
-      },
+      choose: (node) => this.#choose(node),
       regenerate: (node) => this.#generate(node.parent),
       edit: (node, text) => this.#edit(node, text),
       sendResults: (node, results) => this.#sendResults(node, results),
       showRequest: (node) => this.#showRequest(this.#bodyAfter(this.#conversation.pathTo(node.parent))),
       explain: (id) => this.#explain(id),
     };
+  }
+
+  #choose(node) {
+    this.#stop();
+    for (const one of this.#conversation.pathTo(node.id)) this.#conversation.choose(one);
+    this.#keep();
+    this.#draw();
+    this.#views.get(node.id).element.scrollIntoView({ block: 'nearest' });
   }
 
   #edit(node, text) {
@@ -271,6 +277,7 @@ export class Talk {
     view.element.classList.remove('growing');
     view.update(node);
     this.#finishView(node, true);
+    this.branches.show(conversation);
     this.#follow();
   }
 

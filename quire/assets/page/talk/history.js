@@ -18,10 +18,11 @@ export class History {
   /** `open(conversation)` shows a conversation, and a new one for null. */
   constructor(open) {
     this.#open = open;
-    this.element = h('nav', { class: 'history', 'aria-label': 'Conversations' }, this.#list, h('div', { class: 'history-foot' },
+    this.element = h('nav', { class: 'history', 'aria-label': 'Conversations' }, this.#list);
+    this.foot = h('div', { class: 'history-foot' },
       button('Export all', () => saveFile('quire-conversations.json', JSON.stringify(listConversations(), null, 1)), { class: 'quiet' }),
       button('Delete all', () => this.#deleteAll(), { class: 'quiet' }),
-      h('p', { class: 'note' }, 'Kept in this browser only.')));
+      h('p', { class: 'note' }, 'Kept in this browser only.'));
   }
 
   #deleteAll() {

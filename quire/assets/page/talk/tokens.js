@@ -16,15 +16,10 @@ function doubt(logprob) {
   return value > 0.9 ? 'sure' : value > 0.6 ? 'likely' : value > 0.3 ? 'open' : 'unlikely';
 }
 
-/** Whether the token came before others of its event: then it was verified as a draft, unless a constraint forced it. */
-function isDraft(tokens, index) {
-  return !tokens[index].forced && tokens[index + 1]?.event === tokens[index].event;
-}
-
-function details(token, draft) {
+function details(token) {
   const notes = [];
   if (token.forced) notes.push('forced by the constraint, not sampled');
-  if (draft) notes.push('an accepted draft: it came with the token behind it');
+  if (token.draft) notes.push('came in one event with the next token: an accepted draft, or text that was held back');
   const rows = token.top.map(([text, logprob]) => {
     const bar = h('span', { class: 'bar', style: { width: `${Math.max(1, 100 * probability(logprob))}%` } });
     return h('tr', { class: text === token.text ? 'chosen' : null },
@@ -44,14 +39,14 @@ export function tokenView({ tokens }) {
   const spans = tokens.map((token, index) => {
     const kinds = ['token', token.logprob === null ? 'plain' : doubt(token.logprob)];
     if (token.forced) kinds.push('forced');
-    else if (isDraft(tokens, index)) kinds.push('draft');
+    else if (token.draft) kinds.push('draft');
     return h('span', { class: kinds.join(' '), onmouseenter: () => select(index) }, shown(token.text));
   });
   function select(index) {
     spans[current]?.classList.remove('current');
     current = Math.max(0, Math.min(tokens.length - 1, index));
     spans[current]?.classList.add('current');
-    if (tokens[current]) readout.replaceChildren(...details(tokens[current], isDraft(tokens, current)).filter(Boolean));
+    if (tokens[current]) readout.replaceChildren(...details(tokens[current]).filter(Boolean));
   }
   const onkeydown = (event) => {
     const move = { ArrowRight: 1, ArrowLeft: -1, Home: -Infinity, End: Infinity }[event.key];
