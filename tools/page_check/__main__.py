@@ -31,6 +31,8 @@ from tools.page_check.browser import NoBrowser, browser, watched
 
 ASSETS = ROOT / "quire" / "assets" / "page"
 UNITS = ROOT / "tests" / "page" / "units.js"
+MANY_BLOCKS = ROOT / "tests" / "page" / "many_blocks.js"
+MOST_MS = 100  # for one update of 100,000 blocks: ten come a second at most
 MOST_BYTES = 400 * 1024  # compressed, page and libraries
 MOST_SECONDS = 1.0  # until the first paint
 SIZES = {"wide": (1440, 900), "tablet": (768, 1024), "phone": (390, 844)}
@@ -129,6 +131,15 @@ def check_units(report: Report, page: Page, url: str) -> None:
     report.note("tests of the page's modules", "; ".join(result["failed"]) or None)
 
 
+def check_many_blocks(report: Report, page: Page, url: str) -> None:
+    """The time of an update of 100,000 blocks."""
+    times = page.evaluate(MANY_BLOCKS.read_text(), f"{url}/page/")
+    report.figures |= {f"{name}_100000_blocks_ms": round(times[name], 1) for name in ("apply", "draw")}
+    error = None if times["apply"] + times["draw"] < MOST_MS else str(times)
+    report.note("an update of 100,000 blocks is drawn in time", error)
+    page.reload()
+
+
 @contextmanager
 def kept_clean(report: Report, name: str, seen: Any, *expected: str) -> Iterator[None]:  # noqa: ANN401
     """After the checks: no request left the server, and no error but the expected ones was logged."""
@@ -191,12 +202,15 @@ def look_in_schemes(report: Report, page: Page, name: str, pictures: Path | None
             page.screenshot(path=str(pictures / f"{name}_{scheme}.png"))
 
 
-def check_open_server(report: Report, started: Browser, pictures: Path | None, *, is_short: bool) -> None:
-    """All checks against a server without keys."""
-    with servers.running("serve", "--port", "0", *servers.SMALL) as url:
-        check_first_paint(report, started, url, 1 if is_short else 3)
+def check_servers(report: Report, started: Browser, pictures: Path | None, *, is_short: bool) -> None:
+    """All checks against a server without keys, then those of keys. Both servers start at the same time."""
+    serve = ("serve", "--port", "0", *servers.SMALL)
+    with servers.running(*serve) as open_server, servers.running(*serve, key=servers.KEY) as server_with_key:
+        url, url_with_key = open_server.url(), server_with_key.url()
+        check_first_paint(report, started, url, 2 if is_short else 5)
         with watched(started, url) as seen, kept_clean(report, "talk", seen, "status of 400"):
             check_units(report, seen.page, url)
+            check_many_blocks(report, seen.page, url)
             for check in TALK:
                 report.attempt(first_line(check), lambda check=check: check(seen))
         with servers.load(url, 8 if is_short else 24):
@@ -204,17 +218,7 @@ def check_open_server(report: Report, started: Browser, pictures: Path | None, *
                 for check in SEE:
                     report.attempt(first_line(check), lambda check=check: check(seen))
             look_at(report, started, url, pictures, is_short=is_short)
-
-
-def check_server_with_key(report: Report, started: Browser) -> None:
-    """Wrong key, right key, forgotten key."""
-    with servers.running("serve", "--port", "0", *servers.SMALL, key=servers.KEY) as url:
-
-        def keys() -> None:
-            for name, _ in talk.check_keys(started, url):
-                report.note(name)
-
-        report.attempt("keys", keys)
+        report.attempt("keys", lambda: [report.note(name) for name in talk.check_keys(started, url_with_key)])
 
 
 def check_journal(report: Report, started: Browser, pictures: Path | None) -> None:
@@ -222,8 +226,8 @@ def check_journal(report: Report, started: Browser, pictures: Path | None) -> No
     with tempfile.TemporaryDirectory() as folder:
         journal = servers.recorded_journal(Path(folder))
         with (
-            servers.running("replay", str(journal), "--page", "--port", "0") as url,
-            watched(started, url) as seen,
+            servers.running("replay", str(journal), "--page", "--port", "0") as server,
+            watched(started, server.url()) as seen,
             kept_clean(report, "replay", seen),
         ):
             report.attempt(first_line(see.check_replay), lambda: see.check_replay(seen))
@@ -246,8 +250,7 @@ def main() -> int:
     try:
         with browser() as started:
             report.figures["browser"] = f"Chromium {started.version}"
-            check_open_server(report, started, asked.pictures, is_short=asked.short)
-            check_server_with_key(report, started)
+            check_servers(report, started, asked.pictures, is_short=asked.short)
             if not asked.short:
                 check_journal(report, started, asked.pictures)
     except NoBrowser as error:

@@ -82,7 +82,7 @@ def check_replay(seen: Watched) -> int:
     page.wait_for_timeout(1500)
     assert page.locator("#blocks-summary").inner_text() == summary
     assert picture(page, ".steps-canvas") == steps
-    page.click("text=Play")
+    page.get_by_role("button", name="Play", exact=True).click()
     page.wait_for_timeout(600)
     page.click("text=Pause")
     assert "step 193" not in place.inner_text()

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -28,15 +29,33 @@ class NotStarted(Exception):
     """A server ended before it was ready. The message has its last lines."""
 
 
+class Server:
+    """A process of `quire` that starts, or runs."""
+
+    def __init__(self, process: "subprocess.Popen[str]", log: Path) -> None:
+        self._process, self._log = process, log
+
+    def url(self) -> str:
+        """The server's address, once it is ready. Raises NotStarted."""
+        pause = threading.Event()
+        for _ in range(10 * _START_SECONDS):
+            if found := re.search(r"(http://127\.0\.0\.1:\d+)\D", self._log.read_text()):
+                return found[1]
+            if self._process.poll() is not None:
+                break
+            pause.wait(0.1)
+        raise NotStarted("".join(self._log.read_text().splitlines(keepends=True)[-8:]))
+
+
 @contextmanager
-def running(*arguments: str, key: str = "") -> Iterator[str]:
-    """The address of `quire ARGUMENTS`, which ends with the context. Raises NotStarted."""
+def running(*arguments: str, key: str = "") -> Iterator[Server]:
+    """`quire ARGUMENTS`, which ends with the context."""
     environment = {name: value for name, value in os.environ.items() if name != "QUIRE_API_KEY"}
     environment |= {"PYTHONPATH": str(ROOT)} | ({"QUIRE_API_KEY": key} if key else {})
-    with tempfile.TemporaryFile("w+") as log:
+    with tempfile.TemporaryDirectory() as folder, (Path(folder) / "log").open("w") as log:
         process = subprocess.Popen([*COMMAND, *arguments], cwd=ROOT, env=environment, stdout=log, stderr=log, text=True)
         try:
-            yield _address(process, log)
+            yield Server(process, Path(log.name))
         finally:
             process.send_signal(signal.SIGINT)
             try:
@@ -44,21 +63,6 @@ def running(*arguments: str, key: str = "") -> Iterator[str]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-
-
-def _address(process: "subprocess.Popen[str]", log) -> str:  # noqa: ANN001 (the type of a temporary file has no public name)
-    """The address that a starting server has written to its log."""
-    pause = threading.Event()
-    for _ in range(10 * _START_SECONDS):
-        log.seek(0)
-        text = log.read()
-        for word in text.split():
-            if word.startswith("http://127.0.0.1:") and "\n" in text[text.index(word) :]:
-                return word.rstrip(".,;)/")
-        if process.poll() is not None:
-            break
-        pause.wait(0.1)
-    raise NotStarted("".join(text.splitlines(keepends=True)[-8:]))
 
 
 def _messages(chance: random.Random) -> list[dict[str, str]]:
@@ -115,6 +119,6 @@ def load(url: str, num_chats: int, key: str = "") -> Iterator[None]:
 def recorded_journal(folder: Path) -> Path:
     """A journal of a few seconds of load."""
     path = folder / "page.journal"
-    with running("serve", "--port", "0", *SMALL, "--journal", str(path)) as url, load(url, 16):
+    with running("serve", "--port", "0", *SMALL, "--journal", str(path)) as server, load(server.url(), 16):
         threading.Event().wait(4)
     return path
