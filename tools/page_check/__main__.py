@@ -205,8 +205,12 @@ def look_in_schemes(report: Report, page: Page, name: str, pictures: Path | None
 def check_servers(report: Report, started: Browser, pictures: Path | None, *, is_short: bool) -> None:
     """All checks against a server without keys, then those of keys. Both servers start at the same time."""
     serve = ("serve", "--port", "0", *servers.SMALL)
-    with servers.running(*serve) as open_server, servers.running(*serve, key=servers.KEY) as server_with_key:
-        url, url_with_key = open_server.url(), server_with_key.url()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        servers.running(*serve) as open_server,
+        servers.running(*serve, "--api-key-file", str(servers.key_file(Path(folder)))) as server_with_keys,
+    ):
+        url, url_with_keys = open_server.url(), server_with_keys.url()
         check_first_paint(report, started, url, 2 if is_short else 5)
         with watched(started, url) as seen, kept_clean(report, "talk", seen, "status of 400"):
             check_units(report, seen.page, url)
@@ -218,7 +222,7 @@ def check_servers(report: Report, started: Browser, pictures: Path | None, *, is
                 for check in SEE:
                     report.attempt(first_line(check), lambda check=check: check(seen))
             look_at(report, started, url, pictures, is_short=is_short)
-        report.attempt("keys", lambda: [report.note(name) for name in talk.check_keys(started, url_with_key)])
+        report.attempt("keys", lambda: [report.note(name) for name in talk.check_keys(started, url_with_keys)])
 
 
 def check_journal(report: Report, started: Browser, pictures: Path | None) -> None:

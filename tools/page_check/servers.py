@@ -1,6 +1,8 @@
 """Real servers for the page, and a load whose prompts share prefixes."""
 
 import asyncio
+import hashlib
+import json
 import os
 import random
 import re
@@ -19,7 +21,7 @@ from benchmarks.commit import ROOT
 
 COMMAND = (sys.executable, "-c", "from quire.cli import main; main()")
 SMALL = ("--memory", "72MiB", "--swap-space", "8MiB", "--max-num-seqs", "48")  # few blocks, so that some are evicted
-KEY = "a-key-of-the-page-check"
+KEY, OTHER_KEY, ADMIN_KEY = "key-of-a-tenant", "key-of-another-tenant", "key-of-an-admin"
 _START_SECONDS = 120
 _WORDS = ("apple", "plow", "goose", "library", "beach", "lantern", "shovel", "carpet", "hammer", "deer", "stove", "tin")
 _NAMES = ("Gus", "Ivy", "Yara", "Omar", "Leo", "Carl", "Zoe", "Tom", "Mira", "Max", "Faye")
@@ -48,10 +50,10 @@ class Server:
 
 
 @contextmanager
-def running(*arguments: str, key: str = "") -> Iterator[Server]:
+def running(*arguments: str) -> Iterator[Server]:
     """`quire ARGUMENTS`, which ends with the context."""
     environment = {name: value for name, value in os.environ.items() if name != "QUIRE_API_KEY"}
-    environment |= {"PYTHONPATH": str(ROOT)} | ({"QUIRE_API_KEY": key} if key else {})
+    environment |= {"PYTHONPATH": str(ROOT)}
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "log").open("w") as log:
         process = subprocess.Popen([*COMMAND, *arguments], cwd=ROOT, env=environment, stdout=log, stderr=log, text=True)
         try:
@@ -114,6 +116,19 @@ def load(url: str, num_chats: int, key: str = "") -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
+
+
+def key_file(folder: Path) -> Path:
+    """A file with the keys of two tenants and of an admin."""
+    path = folder / "keys.json"
+    owners = ((KEY, "one", "user"), (OTHER_KEY, "two", "user"), (ADMIN_KEY, "operations", "admin"))
+    keys = [
+        {"sha256": hashlib.sha256(key.encode()).hexdigest(), "tenant": tenant, "role": role}
+        for key, tenant, role in owners
+    ]
+    path.write_text(json.dumps({"keys": keys}))
+    path.chmod(0o600)
+    return path
 
 
 def recorded_journal(folder: Path) -> Path:

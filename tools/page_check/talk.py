@@ -2,12 +2,13 @@
 
 import ast
 import json
+import re
 from collections.abc import Iterator
 
 from playwright.sync_api import Browser, Page, expect
 
 from tools.page_check.browser import Watched, watched
-from tools.page_check.servers import KEY
+from tools.page_check.servers import ADMIN_KEY, KEY, OTHER_KEY, load
 
 LONG = "Write a story with Zoe and the shovel."
 
@@ -176,22 +177,33 @@ def check_history(seen: Watched) -> None:
 
 
 def check_keys(started: Browser, url: str) -> Iterator[str]:
-    """A server with keys: a wrong one, the right one, none any more. Yields what was checked."""
+    """A server with keys: a wrong one, a tenant's, none any more, an admin's. Yields what was checked."""
     with watched(started, url) as seen:
         page = seen.page
         page.fill("#key", "wrong")
         page.click("text=Use this key")
         expect(page.locator("#key-problem")).to_contain_text("does not know this key")
         yield "a wrong key is refused with a message"
-        page.fill("#key", KEY)
-        page.click("text=Use this key")
+        use_key(page, KEY)
         say(page, "How much is the lantern?")
         expect(page.locator(".message.assistant .markdown")).to_contain_text("coins")
         assert KEY not in page.evaluate("JSON.stringify(localStorage)")
-        page.click("nav.views >> text=See")
-        expect(page.locator(".status")).to_have_text("Live")
-        yield "the right key opens both views, and is in sessionStorage only"
-        page.click("text=Forget key")
-        expect(page.locator("#key")).to_be_visible()
+        yield "the right key opens Talk, and is in sessionStorage only"
+        with load(url, 4, OTHER_KEY):
+            page.click("nav.views >> text=See")
+            expect(page.locator(".legend .swatch.other")).to_be_visible()
+            expect(page.locator(".queue .panel-head")).to_contain_text(re.compile(r"Others: [1-4] running"))
+            assert page.locator(".requests:nth-child(2) tbody tr").count() == 0
+            yield "a tenant sees its own requests, and counts of others"
+            page.click("text=Forget key")
+            use_key(page, ADMIN_KEY)
+            expect(page.locator(".requests:nth-child(2) tbody tr")).not_to_have_count(0)
+            yield "a forgotten key is asked for again, and an admin sees all requests"
         assert seen.unexpected("401") == [], seen.errors
-        yield "a forgotten key is asked for again"
+
+
+def use_key(page: Page, key: str) -> None:
+    """Type a key into the dialog that asks for it."""
+    page.fill("#key", key)
+    page.click("text=Use this key")
+    expect(page.locator("#key")).to_have_count(0)

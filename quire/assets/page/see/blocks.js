@@ -246,6 +246,6 @@ export class BlockMap {
     this.#legend.replaceChildren(...items.map((name) => h('li', { title: LABELS[name][1] },
       h('span', { class: `swatch ${name}`, 'aria-hidden': 'true' }), LABELS[name][0], ' ', h('b', {}, count(counts[STATES.indexOf(name)])))));
     const used = counts[2] + counts[3] + counts[4];
-    this.#summary.textContent = `${count(pool.num_blocks)} of ${pool.block_size} tokens: ${percent(used, pool.num_blocks)} in use, ${percent(counts[1], pool.num_blocks)} cached, ${percent(counts[0], pool.num_blocks)} free`;
+    this.#summary.textContent = `${count(pool.num_blocks)} blocks of ${pool.block_size} tokens: ${percent(used, pool.num_blocks)} in use, ${percent(counts[1], pool.num_blocks)} cached, ${percent(counts[0], pool.num_blocks)} free`;
   }
 }

@@ -108,7 +108,7 @@ export class Explanations {
 
   #open(id) {
     if (this.element.hidden) this.#before = document.activeElement;
-    this.#title.textContent = 'Why it went as it did';
+    this.#title.textContent = 'Request, explained';
     this.#body.replaceChildren(h('p', { class: 'mono id' }, id));
     this.element.hidden = false;
     this.element.focus();

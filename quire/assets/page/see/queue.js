@@ -78,7 +78,7 @@ export class Queue {
   constructor(explain, search) {
     this.running = new Table('Running', ['Request', 'Prompt', 'Cached', 'Output', 'Blocks', 'For'], explain);
     this.waiting = new Table('Waiting', ['Request', 'Prompt', 'For', 'Why it waits'], explain);
-    this.finished = new Table('Left', ['Request', 'Output', 'Cached', 'Left'], explain);
+    this.finished = new Table('Ended', ['Request', 'Output', 'Cached', 'Ended'], explain);
     this.element = h('section', { class: 'panel queue', 'aria-labelledby': 'queue-title' },
       h('div', { class: 'panel-head' }, h('h2', { id: 'queue-title' }, 'Requests'), this.#summary, h('span', { class: 'grow' }), search),
       h('div', { class: 'queue-body' }, this.waiting.element, this.running.element, this.finished.element));

@@ -23,6 +23,7 @@ export class Talk {
   #views = new Map();
   #running = null; // {abort, node}
   #model = h('select', { id: 'model', 'aria-label': 'Model' });
+  #title = h('p', { class: 'chat-title' });
   #log = h('div', { class: 'log', role: 'region', 'aria-label': 'Conversation', tabindex: '0' });
   #spoken = h('div', { class: 'offscreen', 'aria-live': 'polite' });
   #input = h('textarea', { id: 'composer', rows: 1, placeholder: 'Message', 'aria-label': 'Message' });
@@ -77,8 +78,8 @@ export class Talk {
       h('span', { class: 'note hint' }, 'Enter sends, Shift+Enter is a new line'),
       button('As code', () => this.#showRequest(this.#bodyAfter(this.#pathWithDraft())), { class: 'quiet' }), this.#send));
     return h('section', { class: 'chat', 'aria-label': 'Talk' },
-      h('div', { class: 'chat-head' }, toggle('show-history', 'Conversations', 'list', 'conversations'), this.#model,
-        h('span', { class: 'grow' }), toggle('show-settings', 'Settings', 'sliders', 'settings')),
+      h('div', { class: 'chat-head' }, toggle('show-history', 'Conversations', 'list', 'conversations'), this.#title,
+        this.#model, toggle('show-settings', 'Settings', 'sliders', 'settings')),
       this.#log, this.#spoken, composer);
   }
 
@@ -140,6 +141,7 @@ export class Talk {
 
   #draw() {
     const path = this.#conversation.path();
+    this.#title.textContent = this.#conversation.title || 'New conversation';
     this.#views.clear();
     this.#log.replaceChildren(h('div', { class: 'column' }, path.length ? path.map((node) => this.#viewOf(node)) : this.#welcome()));
     path.forEach((node, index) => this.#finishView(node, index === path.length - 1));
