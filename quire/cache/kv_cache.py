@@ -10,7 +10,8 @@ Owners of a block, always by reference count:
 Blocks of the host pool have other owners: see HostPool. No bytes are copied here: a copy is a Move in the next Step.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from types import MappingProxyType
 
 from quire.cache.admission_check import Admission, AdmissionLimits, fitting_match, has_available_blocks
@@ -519,6 +520,11 @@ class KVCache:
         """See KVCacheManager."""
         self._in_flight.end(step_id)
         self.copies.collected(step_id)
+
+    def blocks_in_flight(self, group: int) -> Iterable[int]:
+        """See KVCacheManager."""
+        held = (block for block, count in self.copies.held_refs(group).items() if count)
+        return chain(self._in_flight.retired(group), held)
 
     @property
     def has_moves_in_flight(self) -> bool:

@@ -4,7 +4,7 @@ The scheduler decides which sequence runs; the manager decides which blocks hold
 protocol with paged blocks, a prefix index and swapping.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
@@ -212,6 +212,9 @@ class KVCacheManager(Protocol):
 
     def collected(self, step_id: int) -> None:
         """The step has succeeded: its copies within the device are made, and it owns no blocks any more."""
+
+    def blocks_in_flight(self, group: int) -> Iterable[int]:
+        """Blocks of a group that steps, copies and Moves in flight own, beside others that own them."""
 
     @property
     def has_moves_in_flight(self) -> bool:

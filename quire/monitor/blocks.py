@@ -15,14 +15,11 @@ FREE, CACHED, USED, SHARED, PINNED, OTHER, HOST = (number << _SHIFT for number i
 _NEAR = 8  # unchanged blocks between two changed ones that go with them: cheaper than a run of their own
 
 
-def block_codes(
-    num_blocks: int, rest: int, marks: Iterable[tuple[Sequence[int] | np.ndarray, int]], free: Sequence[int]
-) -> np.ndarray:
-    """(num_blocks,) int32: codes of blocks. marks: (blocks, code), of which later ones win; `rest` for all others."""
-    codes = np.full(num_blocks, rest, np.int32)
+def block_codes(num_blocks: int, marks: Iterable[tuple[Sequence[int] | np.ndarray, int]]) -> np.ndarray:
+    """(num_blocks,) int32: codes of blocks. marks: (blocks, code), of which later ones win. All others are free."""
+    codes = np.full(num_blocks, FREE, np.int32)
     for blocks, code in marks:
-        codes[np.asarray(blocks, np.intp)] = code
-    codes[np.asarray(free, np.intp)] = FREE
+        codes[blocks] = code
     return codes
 
 

@@ -17,7 +17,7 @@ from quire.cache.block_pool import BlockPool
 from quire.cache.block_table import ABSENT
 from quire.config import KVGroup
 from quire.monitor import blocks as block_states
-from quire.monitor.tree import TreeView, node_rows, num_users, num_visible, shown_nodes, visible_roots
+from quire.monitor.tree import TreeView, TreeViews, num_visible, visible_nodes
 from quire.monitor.update import (
     BlockRun,
     Others,
@@ -80,9 +80,31 @@ class Viewer:
         self.owners = Owners()
         self.device: list[np.ndarray] | None = None  # codes of blocks, per group
         self.host: list[np.ndarray] | None = None
-        self.tree = TreeView()
+        self.tree: TreeView | None = None
+        self.tree_version = 0
         self.last_step = -1
         self.unmeasured: set[int] = set()  # steps that it has seen without their measured seconds
+
+    def can_continue(self, watcher: Watcher, num_seen: int, tree: TreeView | None) -> bool:
+        """Whether it can go on with changes behind its `num_seen`-th update."""
+        if (self.watcher, self.num_updates) != (watcher, num_seen) or tree is not self.tree:
+            return False
+        return tree is None or tree.knows(self.tree_version)
+
+
+class TableBlocks:
+    """The blocks of one table in one group, as an array. Comparing lists is faster than converting them."""
+
+    def __init__(self) -> None:
+        self._blocks: list[int] = []
+        self.present = np.empty(0, np.intp)  # without absent ones
+
+    def update(self, blocks: list[int]) -> None:
+        """Bring the array up to date."""
+        if blocks != self._blocks:
+            self._blocks = list(blocks)
+            array = np.array(blocks, np.intp)
+            self.present = array[array != ABSENT]
 
 
 class Monitor:
@@ -91,12 +113,14 @@ class Monitor:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._viewers: dict[int, Viewer] = {}
-        self._arrays: dict[int, list[tuple[list[int], np.ndarray]]] = {}  # blocks of tables by sequence id, per group
+        self._tables: dict[int, list[TableBlocks]] = {}  # by sequence id, per group
+        self._trees = TreeViews(scheduler.cache.index)
         scheduler.log_steps(wanted=True)
 
     def close(self) -> None:
-        """End the record of steps."""
+        """End the record of steps, and of changes of the trees."""
         self._scheduler.log_steps(wanted=False)
+        self._trees.close()
 
     @property
     def num_viewers(self) -> int:
@@ -112,12 +136,13 @@ class Monitor:
 
         viewer: a number that the caller chooses. now: seconds of the engine's clock.
         """
-        known = self._viewers.get(viewer)
-        full = known is None or known.num_updates != num_seen or known.watcher != watcher or not num_seen
-        seen = self._viewers[viewer] = Viewer(watcher) if known is None or full else known
-        seen.num_updates = num_seen + 1
         scheduler = self._scheduler
         running, waiting = self._sequences(watcher)
+        view = self._tree_view(watcher, running)
+        known = self._viewers.get(viewer)
+        full = known is None or not num_seen or not known.can_continue(watcher, num_seen, view)
+        seen = self._viewers[viewer] = Viewer(watcher) if known is None or full else known
+        seen.num_updates = num_seen + 1
         holders = [*running, *(seq for seq in waiting if seq.swapped)]
         seen.owners.assign([seq.id for seq in holders])
         device, host = self._device_codes(seen, running), self._host_codes(seen, holders)
@@ -141,7 +166,7 @@ class Monitor:
             others=others,
             num_running=num_running,
             num_waiting=num_waiting,
-            tree=self._tree(seen, running, full=full),
+            tree=self._tree(seen, view),
             steps=self._steps(seen, full=full),
             totals=self._totals(watcher, chain(running, waiting)),
         )
@@ -203,58 +228,67 @@ class Monitor:
 
     def _row_of_compiling(self, seen: Viewer, state: RequestState) -> SequenceRow:
         request, tenant = state.request, state.request.namespace.tenant
-        about = (request.id, -1, "waiting", tenant, tenant == seen.watcher.tenant, len(request.prompt), 0, 0)
-        priority, arrived = request.scheduling_params.priority, state.arrived
-        return SequenceRow(*about, request.max_tokens, 0, arrived, _reason("constraint"), priority, request.adapter, 0)
+        return SequenceRow(
+            *(request.id, -1),
+            "waiting",
+            *(tenant, tenant == seen.watcher.tenant),
+            *(len(request.prompt), 0, 0, request.max_tokens, 0, state.arrived),
+            *(_reason("constraint"), request.scheduling_params.priority, request.adapter, 0),
+        )
 
     # Blocks
 
     def _device_codes(self, seen: Viewer, running: list[Sequence]) -> list[np.ndarray]:
-        """Codes of the device's blocks, per group."""
-        tables = [self._table_arrays(seq) for seq in running]
+        """Codes of the device's blocks, per group. running: the sequences that the viewer may see."""
+        tables = self._update_tables()
         owners = [seen.owners.number(seq.id) for seq in running]
-        self._forget_arrays()
-        codes = []
-        for group, pool in enumerate(self._scheduler.cache.pools):
-            codes.append(self._cached_codes(seen.watcher, group, pool))
-            block_states.set_owners(codes[-1], owners, [arrays[group][1] for arrays in tables])
+        pools = self._scheduler.cache.pools
+        codes = [self._codes_without_owners(seen.watcher, group, pool, tables) for group, pool in enumerate(pools)]
+        for group, some in enumerate(codes):
+            block_states.set_owners(some, owners, [tables[seq.id][group].present for seq in running])
         return codes
 
-    def _cached_codes(self, watcher: Watcher, group: int, pool: BlockPool) -> np.ndarray:
-        """Codes of one group's blocks without those that running sequences use."""
-        index = self._scheduler.cache.index
-        pinned = list(index.retention.pin_refs(group)) if index.retention is not None else []
+    def _codes_without_owners(
+        self, watcher: Watcher, group: int, pool: BlockPool, tables: Mapping[int, list[TableBlocks]]
+    ) -> np.ndarray:
+        """Codes of one group's blocks, without those of running sequences that the viewer may see."""
+        cache = self._scheduler.cache
+        retention = cache.index.retention
+        in_flight = np.fromiter(cache.blocks_in_flight(group), np.intp)
+        pinned = [] if retention is None else list(retention.pin_refs(group))
         if watcher.sees_all:
-            marks = [(pool.indexed_blocks, block_states.CACHED), (pinned, block_states.PINNED)]
-            return block_states.block_codes(pool.num_blocks, block_states.USED, marks, pool.free_blocks)
-        nodes = chain.from_iterable(root.walk() for root in visible_roots(index, watcher))
+            marks = (in_flight, block_states.USED), (pool.indexed_blocks, block_states.CACHED)
+            return block_states.block_codes(pool.num_blocks, [*marks, (pinned, block_states.PINNED)])
+        used = [blocks[group].present for blocks in tables.values()]
+        foreign = [(blocks, block_states.OTHER) for blocks in (in_flight, pool.indexed_blocks, *used)]
+        nodes = visible_nodes(cache.index, watcher)
         own = [block for node in nodes for block in node.blocks[group] if block != ABSENT]
         own_pinned = sorted(set(own).intersection(pinned)) if pinned else []
         own_marks = [(own, block_states.CACHED), (own_pinned, block_states.PINNED)]
-        return block_states.block_codes(pool.num_blocks, block_states.OTHER, own_marks, pool.free_blocks)
+        return block_states.block_codes(pool.num_blocks, [*foreign, *own_marks])
 
-    def _table_arrays(self, seq: Sequence) -> list[tuple[list[int], np.ndarray]]:
-        """(blocks, those that are present as an array) per group. Comparing lists is faster than converting them."""
-        assert seq.table is not None, "it runs"
-        known = self._arrays.get(seq.id)
-        if known is None:
-            known = self._arrays[seq.id] = [([], np.empty(0, np.intp)) for _ in seq.table.blocks]
-        for group, blocks in enumerate(seq.table.blocks):
-            if known[group][0] != blocks:
-                array = np.array(blocks, np.intp)
-                known[group] = list(blocks), array[array != ABSENT]
-        return known
-
-    def _forget_arrays(self) -> None:
-        running = self._scheduler.cache.tables
-        for seq_id in [one for one in self._arrays if one not in running]:
-            del self._arrays[seq_id]
+    def _update_tables(self) -> dict[int, list[TableBlocks]]:
+        """The blocks of all tables by sequence id, per group."""
+        tables = self._scheduler.cache.tables
+        for seq_id in [one for one in self._tables if one not in tables]:
+            del self._tables[seq_id]
+        for seq_id, table in tables.items():
+            known = self._tables.get(seq_id)
+            if known is None:
+                known = self._tables[seq_id] = [TableBlocks() for _ in table.blocks]
+            for ours, blocks in zip(known, table.blocks, strict=True):
+                ours.update(blocks)
+        return self._tables
 
     def _host_codes(self, seen: Viewer, holders: list[Sequence]) -> list[np.ndarray]:
-        """Codes of the host's blocks, per group."""
+        """Codes of the host's blocks, per group. holders: sequences that the viewer may see."""
         cache = self._scheduler.cache
+        if not cache.host_pools.num_blocks:
+            return [np.empty(0, np.int32) for _ in cache.host_pools]
         rest = block_states.HOST if seen.watcher.sees_all else block_states.OTHER
-        codes = [block_states.block_codes(pool.num_blocks, rest, (), pool.free_blocks) for pool in cache.host_pools]
+        codes = [np.full(pool.num_blocks, rest, np.int32) for pool in cache.host_pools]
+        for some, pool in zip(codes, cache.host_pools, strict=True):
+            some[list(pool.free_blocks)] = block_states.FREE
         for seq in reversed(holders):  # a shared block has the number of the first
             record = cache.swapped.get(seq.id)
             for group, block in () if record is None else record.host_blocks():
@@ -278,16 +312,22 @@ class Monitor:
 
     # Trees, steps, totals
 
-    def _tree(self, seen: Viewer, running: list[Sequence], *, full: bool) -> TreeChanges:
-        index, watcher = self._scheduler.cache.index, seen.watcher
-        roots = visible_roots(index, watcher)
-        if not roots:
-            return seen.tree.update([], [], 0, full=full)
-        users = num_users(roots, [seq.table for seq in running if seq.table is not None])
-        nodes = shown_nodes(roots, users)
-        pinned = index.retention.pin_refs(0) if index.retention is not None else {}
-        rows = node_rows(nodes, users, pinned, watcher)
-        return seen.tree.update(rows, nodes, num_visible(index, watcher), full=full)
+    def _tree_view(self, watcher: Watcher, running: list[Sequence]) -> TreeView | None:
+        """The trees as a watcher sees them, up to date; None without trees."""
+        index = self._scheduler.cache.index
+        if index is not self._trees.index:  # a repair has replaced it
+            self._trees = TreeViews(index)
+        self._trees.keep(one.watcher for one in self._viewers.values())
+        return self._trees.view(watcher, [seq.table for seq in running if seq.table is not None])
+
+    def _tree(self, seen: Viewer, view: TreeView | None) -> TreeChanges:
+        """What changed of the trees since the viewer has seen them."""
+        if view is None:
+            return TreeChanges([], [], [], 0, 0)
+        num_nodes = num_visible(self._scheduler.cache.index, seen.watcher)
+        changes = view.all_rows(num_nodes) if seen.tree is None else view.changes(seen.tree_version, num_nodes)
+        seen.tree, seen.tree_version = view, view.version
+        return changes
 
     def _steps(self, seen: Viewer, *, full: bool) -> list[StepRow]:
         """The steps that are new to a viewer, and those of which it has not seen the measured seconds."""
@@ -331,13 +371,14 @@ def _reason(cause: WaitCause) -> str:
 
 def _step_row(step: LoggedStep, watcher: Watcher) -> StepRow | None:
     """The row of a step; None if it has no sequence that the watcher may see."""
-    if not watcher.sees_all:
-        own = step.tokens.get(watcher.tenant)
-        if own is None:
-            return None
-        return StepRow(step.id, step.at, None, None, *structs.astuple(own), None, None, None)
     tokens = StepTokens()
-    for some in step.tokens.values():
-        tokens.add_all(some)
-    counters = step.num_waiting, step.preemptions, step.evicted_blocks
-    return StepRow(step.id, step.at, step.predicted, step.measured, *structs.astuple(tokens), *counters)
+    for tenant, some in step.tokens.items():
+        if watcher.sees_all or tenant == watcher.tenant:
+            tokens.add_all(some)
+    if not (watcher.sees_all or tokens.num_seqs):
+        return None
+    counts = (tokens.prompt, tokens.decode, tokens.drafts, tokens.accepted, tokens.num_seqs)
+    if not watcher.sees_all:
+        return StepRow(step.id, step.at, None, None, *counts, None, None, None)
+    counters = (step.num_waiting, step.preemptions, step.evicted_blocks)
+    return StepRow(step.id, step.at, step.predicted, step.measured, *counts, *counters)

@@ -70,7 +70,7 @@ class LoggedStep(msgspec.Struct):
 
 
 class StepLog:
-    """The latest MOST_STEPS steps, oldest first. Counters are those of the scheduler, of which each step has its part."""
+    """The latest MOST_STEPS steps. Of the scheduler's counters each step has its part."""
 
     def __init__(self, num_preemptions: int, num_evicted: int) -> None:
         self._steps: deque[LoggedStep] = deque(maxlen=MOST_STEPS)

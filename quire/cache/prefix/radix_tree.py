@@ -122,6 +122,17 @@ class RadixTrees:
         self._window_nodes = {group: LRUNodes() for group in windowed}  # nodes with blocks of these groups
         self._last_number = 0  # of a node
         self.num_nodes = 0  # in all trees
+        self._changed: set[Node] | None = None  # see `report_changes`; None: nobody asks
+
+    def report_changes(self, *, wanted: bool) -> None:
+        """Start to collect the nodes that change, come or go, for `take_changes`; or stop it."""
+        self._changed = set() if wanted else None
+
+    def take_changes(self) -> set[Node]:
+        """The nodes that were used, have changed, come or gone since the last call. Pins and tables do not count."""
+        assert self._changed is not None, "changes are reported"
+        changed, self._changed = self._changed, set()
+        return changed
 
     # Growth
 
@@ -132,6 +143,7 @@ class RadixTrees:
             root = self.roots[key] = Node(self._number(), b"", [[] for _ in self._pools], None, end, self.clock.now)
             self._by_tenant.setdefault(key[0].tenant, {})[key] = None
             root.root_key, root.public, root.tenant = key, public, key[0].tenant
+            self._report(root)
         return root
 
     def append(
@@ -162,6 +174,7 @@ class RadixTrees:
             is_tail = len(edge) < self._size
             node.uses = UseStats(parent.uses.chance) if is_tail else parent.uses.continued()
         node.tick, node.used_at = self.clock.tick, self.clock.now
+        self._report(node)
         self._list(node, in_use=writer is not None)
         return node
 
@@ -182,6 +195,8 @@ class RadixTrees:
             some.append(block)
         node.end += 1
         node.tick, node.used_at = self.clock.tick, self.clock.now
+        if self._changed is not None:
+            self._changed.add(node)
         return True
 
     def split_at(self, node: Node, depth: int) -> Node:
@@ -203,6 +218,7 @@ class RadixTrees:
         for blocks in node.blocks:
             del blocks[:count]
         upper.attach(node, node.edge[: self._size])
+        self._report(node, upper)
         self._list(upper)
         return upper
 
@@ -214,13 +230,15 @@ class RadixTrees:
 
     def touch(self, node: Node, *, hit: bool) -> None:
         """Mark a node and all above it as used. hit: a sequence begins with it."""
-        above, tick, now = node, self.clock.tick, self.clock.now
+        above, tick, now, changed = node, self.clock.tick, self.clock.now, self._changed
         while above.parent is not None:
             if hit:
                 above.uses.hits += 1
                 above.previous_uses.num_continuation_hits += 1
             above.tick, above.used_at = tick, now
             self.leaves.on_use(above)
+            if changed is not None:
+                changed.add(above)
             above = above.parent
 
     def apply_retention(self, ends: Sequence[Node], retention: SequenceRetention) -> None:
@@ -388,6 +406,7 @@ class RadixTrees:
                     self._pools[group].leave_index(block)
             del blocks[at:]
         node.edge = node.edge[: at * self._size]
+        self._report(node)
         self.leaves.update(node)
 
     def _remove_leaf(self, leaf: Node) -> None:
@@ -403,6 +422,7 @@ class RadixTrees:
         self.num_nodes -= 1
         self.retention.move_to_parent(leaf, leaf.parent)
         leaf.parent.detach(leaf)
+        self._report(leaf)
         for group, blocks in enumerate(leaf.blocks):
             for block in blocks:
                 if block != ABSENT:
@@ -430,6 +450,7 @@ class RadixTrees:
         child.created_at = min(child.created_at, node.created_at)
         child.used_at = max(child.used_at, node.used_at)
         child.merge_uses(node)
+        self._report(node, child)
         self.retention.merge_nodes(node, child)
         self._unlist(node)
         self._list(child)
@@ -461,9 +482,13 @@ class RadixTrees:
         self.num_nodes += 1
         return self._last_number
 
+    def _report(self, *nodes: Node) -> None:
+        if self._changed is not None:
+            self._changed.update(nodes)
+
     def _forget_root(self, key: RootKey) -> None:
         self.num_nodes -= 1
-        del self.roots[key]
+        self._report(self.roots.pop(key))
         keys = self._by_tenant[key[0].tenant]
         del keys[key]
         if not keys:
