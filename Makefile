@@ -134,8 +134,9 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python $(TORCH_S
 	@$(SAY_TORCH)
 	@touch $(VENV)/.installed $@
 
+# What the extra `page` has; naming the extra would compile quire once more.
 $(VENV)/.installed-page: $(VENV)/.installed-dev
-	@$(PIP) install -c constraints.txt -e '.[page]'
+	@$(PIP) install -c constraints.txt playwright
 	@touch $@
 
 SAY_TORCH = $(BIN)/python -c "from importlib.metadata import version; print('installed, with torch', version('torch'))"

@@ -37,6 +37,26 @@ def check_node(seen: Watched) -> None:
     expect(page.locator(".node-detail pre")).not_to_be_empty()
 
 
+def check_tree(seen: Watched) -> None:
+    """The tree zooms by keyboard, and the slider shows it as it was."""
+    page = seen.page
+    page.click("text=Back")
+    page.focus(".tree-canvas")
+    before = picture(page, ".tree-canvas")
+    page.keyboard.press("+")
+    assert picture(page, ".tree-canvas") != before
+    page.keyboard.press("0")
+    page.wait_for_function("() => Number(document.querySelector('.slider input').max) >= 3")
+    page.locator(".slider input").fill("0")
+    expect(page.locator(".slider output")).to_contain_text("ago")
+    page.wait_for_timeout(300)
+    before = picture(page, ".tree-canvas")
+    page.wait_for_timeout(800)
+    assert picture(page, ".tree-canvas") == before, "the tree of a past time changes"
+    page.click("text=Now")
+    expect(page.locator(".slider output")).to_have_text("now")
+
+
 def check_explain(seen: Watched) -> None:
     """A request of the list is explained in words."""
     page = seen.page

@@ -23,7 +23,10 @@ COMMAND = (sys.executable, "-c", "from quire.cli import main; main()")
 SMALL = ("--memory", "72MiB", "--swap-space", "8MiB", "--max-num-seqs", "48")  # few blocks, so that some are evicted
 KEY, OTHER_KEY, ADMIN_KEY = "key-of-a-tenant", "key-of-another-tenant", "key-of-an-admin"
 _START_SECONDS = 120
-_WORDS = ("apple", "plow", "goose", "library", "beach", "lantern", "shovel", "carpet", "hammer", "deer", "stove", "tin")
+_WORDS = (
+    *("apple", "plow", "goose", "library", "beach", "lantern", "shovel", "carpet", "hammer", "deer", "stove", "tin"),
+    *("mango", "rake", "hammock", "helmet", "bakery", "tower", "flute", "ladder", "nickel", "bronze", "copper", "lamp"),
+)
 _NAMES = ("Gus", "Ivy", "Yara", "Omar", "Leo", "Carl", "Zoe", "Tom", "Mira", "Max", "Faye")
 
 
