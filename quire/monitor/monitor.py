@@ -15,6 +15,7 @@ from msgspec import structs
 
 from quire.cache.block_pool import BlockPool
 from quire.cache.block_table import ABSENT
+from quire.cache.prefix.radix_node import Node
 from quire.config import KVGroup
 from quire.monitor import blocks as block_states
 from quire.monitor.tree import TreeView, TreeViews, num_visible, visible_nodes
@@ -74,10 +75,10 @@ class Owners:
 class Viewer:
     """What one viewer has seen."""
 
-    def __init__(self, watcher: Watcher) -> None:
+    def __init__(self, watcher: Watcher, owners: Owners) -> None:
         self.watcher = watcher
         self.num_updates = 0
-        self.owners = Owners()
+        self.owners = owners
         self.device: list[np.ndarray] | None = None  # codes of blocks, per group
         self.host: list[np.ndarray] | None = None
         self.tree: TreeView | None = None
@@ -131,6 +132,11 @@ class Monitor:
         """Forget a viewer that has left. Ignores an unknown one."""
         self._viewers.pop(viewer, None)
 
+    def shown_node(self, viewer: int, number: int) -> Node | None:
+        """A node that the last update of a viewer shows; None for another id."""
+        tree = self._viewers[viewer].tree
+        return None if tree is None else tree.node(number)
+
     def update(self, viewer: int, watcher: Watcher, num_seen: int, now: float, unix_time: float) -> Update:
         """The changes since the last update of a viewer, or the whole state, if that was not its `num_seen`-th.
 
@@ -141,7 +147,10 @@ class Monitor:
         view = self._tree_view(watcher, running)
         known = self._viewers.get(viewer)
         full = known is None or not num_seen or not known.can_continue(watcher, num_seen, view)
-        seen = self._viewers[viewer] = Viewer(watcher) if known is None or full else known
+        seen = Viewer(watcher, Owners()) if known is None or known.watcher != watcher else known
+        if full:
+            seen = Viewer(watcher, seen.owners)
+        self._viewers[viewer] = seen
         seen.num_updates = num_seen + 1
         holders = [*running, *(seq for seq in waiting if seq.swapped)]
         seen.owners.assign([seq.id for seq in holders])
@@ -232,8 +241,12 @@ class Monitor:
             *(request.id, -1),
             "waiting",
             *(tenant, tenant == seen.watcher.tenant),
-            *(len(request.prompt), 0, 0, request.max_tokens, 0, state.arrived),
-            *(_reason("constraint"), request.scheduling_params.priority, request.adapter, 0),
+            *(len(request.prompt), 0, 0, request.max_tokens, 0),
+            state.arrived,
+            _reason("constraint"),
+            request.scheduling_params.priority,
+            request.adapter,
+            0,
         )
 
     # Blocks

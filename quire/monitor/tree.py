@@ -138,6 +138,10 @@ class TreeView:
                 lost[is_evicted].append(number)
         return TreeChanges(rows, lost[1], lost[0], num_nodes, len(self._nodes))
 
+    def node(self, number: int) -> Node | None:
+        """The shown node with this id; None if there is none."""
+        return self._nodes.get(number)
+
     def all_rows(self, num_nodes: int) -> TreeChanges:
         """All rows. num_nodes: that the viewers may see."""
         return TreeChanges([row for _, row in self._rows.values()], [], [], num_nodes, len(self._nodes))
@@ -257,5 +261,9 @@ def node_detail(index: PrefixIndex, watcher: Watcher, number: int) -> NodeDetail
 def detail_of(node: Node) -> NodeDetail:
     """A node with its first MOST_TOKENS tokens."""
     tokens = np.frombuffer(node.edge[: MOST_TOKENS * BYTES_PER_TOKEN], np.int64).tolist()
-    path_tokens = sum(len(one.edge) for one in _path(node)) // BYTES_PER_TOKEN
-    return NodeDetail(node.id, tokens, path_tokens, node.most_hits, node.created_at, node.used_at)
+    return NodeDetail(node.id, tokens, path_tokens(node), node.most_hits, node.created_at, node.used_at)
+
+
+def path_tokens(node: Node) -> int:
+    """Tokens from the root of a node to its end."""
+    return sum(len(one.edge) for one in _path(node)) // BYTES_PER_TOKEN

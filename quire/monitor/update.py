@@ -123,7 +123,7 @@ class Update(msgspec.Struct, frozen=True):
 
 
 class NodeDetail(msgspec.Struct, frozen=True):
-    """One node of a radix tree with its first tokens. path_tokens: from position 0 to its end."""
+    """One node of a radix tree with its first tokens. path_tokens: from its root to its end."""
 
     id: int
     token_ids: list[int]

@@ -92,6 +92,11 @@ class StepLog:
                     step.measured, step.kept, step.is_over = seconds, kept, True
                 return
 
+    @property
+    def newest(self) -> LoggedStep | None:
+        """The step planned last; None before the first."""
+        return self._steps[-1] if self._steps else None
+
     def steps(self) -> Iterator[LoggedStep]:
         """The steps, oldest first, with their tokens counted."""
         for step in self._steps:
