@@ -1,5 +1,7 @@
 """Checks of See: blocks that move under load, the tree, an explanation, the timeline, a journal."""
 
+import re
+
 from playwright.sync_api import Page, expect
 
 from tools.page_check.browser import Watched
@@ -102,6 +104,8 @@ def check_replay(seen: Watched) -> int:
     page.wait_for_timeout(1500)
     assert page.locator("#blocks-summary").inner_text() == summary
     assert picture(page, ".steps-canvas") == steps
+    page.click(".reused button >> nth=0")
+    expect(page.locator(".node-detail pre")).to_have_text(re.compile(r"^\d+( \d+)*$"))
     page.get_by_role("button", name="Play", exact=True).click()
     page.wait_for_timeout(600)
     page.click("text=Pause")

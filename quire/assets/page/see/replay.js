@@ -30,6 +30,11 @@ export class ReplayBar {
     document.addEventListener('keydown', (event) => this.#key(event));
   }
 
+  /** The step that is shown. */
+  get step() {
+    return this.#shown ?? 0;
+  }
+
   async show() {
     try {
       await this.#source.open();

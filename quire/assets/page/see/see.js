@@ -28,7 +28,7 @@ export class See {
       this.queue.draw(this.#monitor);
     } });
     this.queue = new Queue(explain, mode.mode === 'live' && this.#search(explanations));
-    this.tree = new TreeView(mode);
+    this.tree = new TreeView(mode, (id) => `monitor/nodes/${id}${this.replay ? `?step=${this.replay.step}` : ''}`);
     this.steps = new Timeline();
     const bar = mode.mode === 'live' ? this.#liveBar() : this.#replayBar();
     this.element = h('div', { class: 'see' }, bar, this.charts.element,

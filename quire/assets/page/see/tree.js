@@ -5,7 +5,7 @@ import { button, count, h, plural, seconds } from '../dom.js';
 import { Palette, css, fit } from './palette.js';
 import { layoutTree } from './tree_layout.js';
 
-const KINDS = ['reusable', 'used by running requests', 'pinned'];
+const KINDS = ['reusable', 'in use', 'pinned'];
 const PADDING = 8;
 
 export class TreeView {
@@ -18,7 +18,7 @@ export class TreeView {
   #at = null;
   #chosen = null;
   #reusedKey = null;
-  #canDescribe;
+  #nodePath;
   #canvas = h('canvas', { class: 'tree-canvas', tabindex: '0', role: 'img', 'aria-label': 'Radix tree of cached prefixes', 'aria-describedby': 'tree-summary tree-keys' });
   #summary = h('p', { class: 'note', id: 'tree-summary' });
   #readout = h('p', { class: 'readout', 'aria-live': 'polite' });
@@ -30,8 +30,9 @@ export class TreeView {
   #slider = h('input', { type: 'range', min: 0, max: 0, value: 0, 'aria-label': 'Time of the tree', oninput: () => this.#slide() });
   #time = h('output', {}, 'now');
 
-  constructor(mode) {
-    this.#canDescribe = mode.mode === 'live';
+  /** `nodePath(id)` is the path of the server that describes a node. */
+  constructor(mode, nodePath) {
+    this.#nodePath = nodePath;
     const zoom = (factor) => () => this.#zoom(factor);
     this.element = h('section', { class: 'panel tree', 'aria-labelledby': 'tree-title' },
       h('div', { class: 'panel-head' }, h('h2', { id: 'tree-title' }, 'Radix tree'), this.#summary, h('span', { class: 'grow' }),
@@ -149,9 +150,9 @@ export class TreeView {
     if (!node) return;
     this.#chosen = node.id;
     this.#showDetail(node);
-    if (!this.#canDescribe || node.gone) return;
+    if (node.gone) return;
     try {
-      this.#showDetail(node, await getJSON(`monitor/nodes/${node.id}`));
+      this.#showDetail(node, await getJSON(this.#nodePath(node.id)));
     } catch (error) {
       this.#showDetail(node, { problem: error.status === 404 ? 'This node is no longer in the tree.' : error.message });
     }
@@ -178,7 +179,7 @@ export class TreeView {
     const facts = [['Tokens', count(node.tokens)], ['Path', detail?.path_tokens ? plural(detail.path_tokens, 'token') : '–'], ['Blocks', count(node.blocks)], ['Hits', count(node.hits)],
       ['Users', count(node.users)], ['Created', `${seconds(Math.max(0, now - node.created))} ago`], ['Last use', `${seconds(Math.max(0, now - node.lastUsed))} ago`], ['State', node.gone ? 'evicted' : KINDS[node.kind]]];
     this.#detail.replaceChildren(h('div', { class: 'field-head' }, h('h3', {}, `Node ${node.id}`), h('span', { class: 'grow' }), button('Back', () => this.#leaveDetail(), { class: 'quiet' })), h('dl', {}, facts.map(([name, value]) => h('div', {}, h('dt', {}, name), h('dd', {}, value)))),
-      detail?.problem ? h('p', { class: 'note' }, detail.problem) : detail ? h('pre', { class: 'mono', tabindex: '0', 'aria-label': 'Text of the node' }, detail.text) : '');
+      detail?.problem ? h('p', { class: 'note' }, detail.problem) : detail ? h('pre', { class: 'mono', tabindex: '0', 'aria-label': detail.text ? 'Text of the node' : 'Token ids of the node' }, detail.text || detail.token_ids.join(' ')) : '');
   }
 
   #slide() {
