@@ -13,6 +13,7 @@ import { Settings, settingsFields } from './settings.js';
 const DEMO_PROMPTS = ['How much is the lantern?', 'Sum: 6 6 24 /think', 'Write a story with Zoe and the shovel.', 'Sort: carpet hammer deer'];
 const PROMPTS = ['Explain what a KV cache is, in three sentences.', 'Write a haiku about paper.', 'List five uses of a brick as a table.'];
 const ANNOUNCE_MS = 1500;
+const MAX_ANSWERS = 200; // of which the tokens are known
 
 export class Talk {
   #mode;
@@ -127,8 +128,7 @@ export class Talk {
   }
 
   #keep() {
-    const dropped = keepConversation(this.#conversation);
-    if (dropped) this.#say(`${dropped} of the oldest conversations were deleted: this browser keeps 2 million characters.`);
+    this.history.note(keepConversation(this.#conversation));
     this.history.show(this.#conversation);
   }
 
@@ -155,9 +155,9 @@ export class Talk {
     return view.element;
   }
 
-  #finishView(node, isLast, error) {
+  #finishView(node, isLast) {
     const awaitsResults = isLast && node.role === 'assistant' && node.tool_calls?.length > 0;
-    this.#views.get(node.id)?.finish({ error: error || node.error, answer: this.#answers.get(node.id), awaitsResults, siblings: this.#conversation.siblings(node) });
+    this.#views.get(node.id)?.finish({ error: node.error, answer: this.#answers.get(node.id), awaitsResults, siblings: this.#conversation.siblings(node) });
   }
 
   #welcome() {
@@ -257,14 +257,15 @@ export class Talk {
     Object.assign(node, answer.message(), answer.error ? { error: answer.error } : {});
     draw.end();
     this.#answers.set(node.id, answer);
+    if (this.#answers.size > MAX_ANSWERS) this.#answers.delete(this.#answers.keys().next().value);
     if (this.#running === running) {
       this.#running = null;
       this.#showRunning(false);
     }
-    this.#afterAnswer(conversation, node, view);
+    this.#afterAnswer(conversation, node);
   }
 
-  #afterAnswer(conversation, node, view) {
+  #afterAnswer(conversation, node) {
     const empty = !node.content && !node.reasoning && !node.tool_calls.length;
     if (empty && node.finish === 'stopped') conversation.remove(node.id);
     if (conversation !== this.#conversation) {
@@ -273,9 +274,11 @@ export class Talk {
     }
     this.#keep();
     if (empty && node.finish === 'stopped') {
-      this.#draw();
+      if (!this.#running) this.#draw();
       return;
     }
+    const view = this.#views.get(node.id); // none if another branch is shown by now
+    if (!view) return;
     view.element.classList.remove('growing');
     view.update(node);
     this.#finishView(node, true);

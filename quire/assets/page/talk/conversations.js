@@ -88,10 +88,10 @@ export function listConversations() {
 export const deleteConversation = (conversation) => localStorage.removeItem(PREFIX + conversation.id);
 export const deleteAll = () => keys().forEach((key) => localStorage.removeItem(key));
 
-/** Keeps a conversation, and drops the oldest ones beyond the bound. Returns how many were dropped. */
+/** Keeps a conversation, and drops the oldest ones beyond the bound. Returns what a person should know, or ''. */
 export function keepConversation(conversation) {
   const text = JSON.stringify(conversation);
-  if (text.length > MAX_CHARACTERS) return 0; // stays in this page until it is closed
+  if (text.length > MAX_CHARACTERS) return 'This conversation is too long to be kept. Export it before you close the page.';
   const others = listConversations().filter((one) => one.id !== conversation.id);
   let size = text.length + others.reduce((sum, one) => sum + localStorage.getItem(PREFIX + one.id).length, 0);
   let dropped = 0;
@@ -104,7 +104,7 @@ export function keepConversation(conversation) {
   try {
     localStorage.setItem(PREFIX + conversation.id, text);
   } catch {
-    return dropped; // the browser keeps nothing, as in some private windows
+    return 'This browser keeps nothing. Export what you need before you close the page.';
   }
-  return dropped;
+  return dropped ? `Deleted to make room: the ${dropped === 1 ? 'oldest conversation' : `${dropped} oldest conversations`}.` : '';
 }

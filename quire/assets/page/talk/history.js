@@ -4,6 +4,7 @@ import { button, h, saveFile } from '../dom.js';
 import { deleteAll, deleteConversation, listConversations } from './conversations.js';
 
 const DAY = 86_400_000;
+const KEPT = 'Kept in this browser only.';
 
 function when(time) {
   const age = Date.now() - time;
@@ -14,6 +15,7 @@ function when(time) {
 export class History {
   #open;
   #list = h('ul', { class: 'chats' });
+  #note = h('p', { class: 'note', role: 'status' }, KEPT);
 
   /** `open(conversation)` shows a conversation, and a new one for null. */
   constructor(open) {
@@ -22,13 +24,18 @@ export class History {
     this.foot = h('div', { class: 'history-foot' },
       button('Export all', () => saveFile('quire-conversations.json', JSON.stringify(listConversations(), null, 1)), { class: 'quiet' }),
       button('Delete all', () => this.#deleteAll(), { class: 'quiet' }),
-      h('p', { class: 'note' }, 'Kept in this browser only.'));
+      this.#note);
   }
 
   #deleteAll() {
     if (!window.confirm('Delete all conversations of this browser?')) return;
     deleteAll();
     this.#open(null);
+  }
+
+  /** Shows what happened when a conversation was kept; '' for nothing of note. */
+  note(text) {
+    if (this.#note.textContent !== (text || KEPT)) this.#note.textContent = text || KEPT;
   }
 
   show(current) {

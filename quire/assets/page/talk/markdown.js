@@ -4,6 +4,7 @@
 import { lexer } from '../vendor/marked.js';
 import { button, copyText, h } from '../dom.js';
 
+const MAX_CHARACTERS = 200_000; // longer text is shown as it is: reading it again for each token would take too long
 const ENTITIES = { amp: '&', lt: '<', gt: '>', quot: '"', apos: "'", nbsp: '\u00a0', copy: '©', hellip: '…', mdash: '—', ndash: '–' };
 
 function decode(text) {
@@ -101,6 +102,7 @@ function block(token) {
 }
 
 function read(text) {
+  if (text.length > MAX_CHARACTERS) return [{ type: 'unreadable', raw: text }];
   try {
     return lexer(text, { gfm: true, breaks: true });
   } catch {
