@@ -49,7 +49,15 @@ TALK = (
     talk.check_server_error,
     talk.check_history,
 )
-SEE = (see.check_live, see.check_keyboard, see.check_node, see.check_tree, see.check_explain, see.check_pause)
+SEE = (
+    see.check_live,
+    see.check_keyboard,
+    see.check_owner,
+    see.check_node,
+    see.check_tree,
+    see.check_explain,
+    see.check_pause,
+)
 _RUN_UNITS = """
 async (base) => {
   const failed = [];

@@ -32,6 +32,19 @@ def check_keyboard(seen: Watched) -> None:
         expect(page.locator(f".panel.{panel} .readout")).not_to_be_empty()
 
 
+def check_owner(seen: Watched) -> None:
+    """The pointer on a request shows its blocks, and the pointer on a block its request."""
+    page = seen.page
+    page.click("text=Pause")
+    page.wait_for_timeout(1200)  # until nothing flashes
+    before = picture(page, ".blocks-canvas")
+    page.hover(".requests:nth-child(2) tbody tr >> nth=0")
+    assert picture(page, ".blocks-canvas") != before
+    page.hover("h1")
+    assert picture(page, ".blocks-canvas") == before
+    page.click("text=Go on")
+
+
 def check_node(seen: Watched) -> None:
     """A node of the tree shows its text."""
     page = seen.page

@@ -73,13 +73,17 @@ def check_branches(seen: Watched) -> None:
     expect(page.locator(".message.assistant .markdown")).to_contain_text("mango tin stove")
     page.click("button[aria-label='Previous branch']")
     expect(page.locator(".message.user .plain")).to_have_text("Repeat: olive stove tin")
-    page.evaluate("() => document.querySelectorAll('.message.assistant .actions button')[2].click()")
-    page.evaluate("() => document.querySelectorAll('.message.assistant .actions button')[2]?.click()")
+    say(page, LONG, wait=False)
+    page.locator(".message.user").first.get_by_text("Edit", exact=True).click()
+    page.fill(".edit textarea", "Sort: carpet hammer deer")
+    page.click("text=Send as a new branch")
     done(page)
-    expect(page.locator(".message.assistant .markdown")).to_contain_text("olive stove tin")
+    expect(page.locator(".message.assistant .markdown")).to_contain_text("carpet deer hammer")
+    page.click("button[aria-label='Previous branch']")
+    page.click("button[aria-label='Previous branch']")
     page.reload()
     page.click(".chats button >> nth=0")
-    expect(page.locator(".message.user .switch")).to_contain_text("1/2")
+    expect(page.locator(".message.user .switch").first).to_contain_text("1/3")
 
 
 def check_tokens(seen: Watched) -> None:

@@ -113,7 +113,7 @@ export class Monitor {
       if (before && !before.num_output && request.num_output) this.firstTokens.push(update.at - request.since);
       left.delete(sequenceKey(request));
     }
-    for (const request of left.values()) this.finished.unshift({ ...request, left: update.at });
+    for (const request of left.values()) this.finished.unshift({ ...request, owner: 0, left: update.at });
     this.finished.length = Math.min(this.finished.length, MAX_FINISHED);
     this.firstTokens.splice(0, this.firstTokens.length - MAX_STEPS);
     this.requests = update.requests;

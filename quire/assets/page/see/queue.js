@@ -15,10 +15,12 @@ class Row {
   #swatch = h('span', { class: 'swatch owner', 'aria-hidden': 'true' });
   request = null;
 
-  constructor(columns, explain) {
-    this.#id = h('button', { type: 'button', class: 'link mono', onclick: () => explain(this.request) });
+  constructor(columns, { explain, point }) {
+    const enter = () => point(this.request.owner);
+    const leave = () => point(0);
+    this.#id = h('button', { type: 'button', class: 'link mono', onclick: () => explain(this.request), onfocus: enter, onblur: leave });
     this.#cells = Array.from({ length: columns }, () => h('td'));
-    this.element = h('tr', {}, h('td', {}, this.#swatch, this.#id), this.#cells);
+    this.element = h('tr', { onmouseenter: enter, onmouseleave: leave }, h('td', {}, this.#swatch, this.#id), this.#cells);
   }
 
   draw(request, texts, colour, isHighlighted) {
@@ -39,11 +41,11 @@ class Table {
   #rows = new Map();
   #body = h('tbody');
   #columns;
-  #explain;
+  #actions;
 
-  constructor(title, columns, explain) {
+  constructor(title, columns, actions) {
     this.#columns = columns.length - 1;
-    this.#explain = explain;
+    this.#actions = actions;
     this.count = h('span', { class: 'count' });
     this.element = h('div', { class: 'requests' }, h('h3', {}, title, ' ', this.count),
       h('div', { class: 'table', tabindex: '0', role: 'group', 'aria-label': title }, h('table', {}, h('thead', {}, h('tr', {}, columns.map((name) => h('th', { scope: 'col' }, name)))), this.#body)));
@@ -56,7 +58,7 @@ class Table {
       const key = sequenceKey(request);
       kept.add(key);
       let row = this.#rows.get(key);
-      if (!row) this.#rows.set(key, (row = new Row(this.#columns, this.#explain)));
+      if (!row) this.#rows.set(key, (row = new Row(this.#columns, this.#actions)));
       row.draw(request, textsOf(request), colourOf(request), Boolean(highlight) && request.owner === highlight);
       if (this.#body.children[place] !== row.element) this.#body.insertBefore(row.element, this.#body.children[place] || null);
     });
@@ -74,11 +76,11 @@ export class Queue {
   #summary = h('p', { class: 'note' });
   highlight = 0;
 
-  /** `explain(request)` is called with a chosen row's request. */
-  constructor(explain, search) {
-    this.running = new Table('Running', ['Request', 'Prompt', 'Cached', 'Output', 'Blocks', 'For'], explain);
-    this.waiting = new Table('Waiting', ['Request', 'Prompt', 'For', 'Why it waits'], explain);
-    this.finished = new Table('Ended', ['Request', 'Output', 'Cached', 'Ended'], explain);
+  /** `actions.explain(request)` is called with a chosen row's request, `actions.point(owner)` with that of a row under the pointer. */
+  constructor(actions, search) {
+    this.running = new Table('Running', ['Request', 'Prompt', 'Cached', 'Output', 'Blocks', 'For'], actions);
+    this.waiting = new Table('Waiting', ['Request', 'Prompt', 'For', 'Why it waits'], actions);
+    this.finished = new Table('Ended', ['Request', 'Output', 'Cached', 'Ended'], actions);
     this.element = h('section', { class: 'panel queue', 'aria-labelledby': 'queue-title' },
       h('div', { class: 'panel-head' }, h('h2', { id: 'queue-title' }, 'Requests'), this.#summary, h('span', { class: 'grow' }), search),
       h('div', { class: 'queue-body' }, this.waiting.element, this.running.element, this.finished.element));

@@ -27,7 +27,11 @@ export class See {
       this.queue.highlight = owner;
       this.queue.draw(this.#monitor);
     } });
-    this.queue = new Queue(explain, mode.mode === 'live' && this.#search(explanations));
+    const point = (owner) => {
+      this.blocks.highlight = owner;
+      this.blocks.draw(this.#monitor);
+    };
+    this.queue = new Queue({ explain, point }, mode.mode === 'live' && this.#search(explanations));
     this.tree = new TreeView(mode, (id) => `monitor/nodes/${id}${this.replay ? `?step=${this.replay.step}` : ''}`);
     this.steps = new Timeline();
     const bar = mode.mode === 'live' ? this.#liveBar() : this.#replayBar();
