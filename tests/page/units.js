@@ -86,6 +86,11 @@
   deep.show('>'.repeat(20000));
   check('text that cannot be read stays text', deep.element.textContent.length > 0);
 
+  const slow = new MarkdownView();
+  const begin = performance.now();
+  slow.show('_a_'.repeat(20000));
+  check('emphasis that would take seconds to read stays text', performance.now() - begin < 1000 && !slow.element.querySelector('em'));
+
   equal('a Python literal', pythonLiteral({ a: [1, true, null, 'x"\n'] }), '{"a": [1, True, None, "x\\"\\n"]}');
   check('quotes in curl', asCurl({ a: "it's" }, false).includes("it'\\''s"));
 

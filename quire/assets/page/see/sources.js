@@ -25,6 +25,8 @@ export class LiveSource {
         for await (const { events } of streamJSON(`monitor?interval=${interval}`, { signal: abort.signal })) {
           if (abort.signal.aborted) return;
           if (!events.length) continue;
+          const failed = events.find((event) => event.error);
+          if (failed) throw new Error(failed.error.message);
           tries = 0;
           this.#onStatus('live', 'Live');
           this.#onUpdates(events);

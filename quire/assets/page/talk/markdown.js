@@ -5,6 +5,7 @@ import { lexer } from '../vendor/marked.js';
 import { button, copyText, h } from '../dom.js';
 
 const MAX_CHARACTERS = 200_000; // longer text is shown as it is: reading it again for each token would take too long
+const MAX_MARKS = 2000;
 const ENTITIES = { amp: '&', lt: '<', gt: '>', quot: '"', apos: "'", nbsp: '\u00a0', copy: '©', hellip: '…', mdash: '—', ndash: '–' };
 
 function decode(text) {
@@ -101,8 +102,11 @@ function block(token) {
   }
 }
 
+/** marked's time for emphasis grows with the square of its marks in a paragraph: 20,000 of them take nine seconds. */
+const takesLong = (text) => text.split(/\n[ \t]*\n/).some((part) => (part.match(/[_*~]/g) || []).length > MAX_MARKS);
+
 function read(text) {
-  if (text.length > MAX_CHARACTERS) return [{ type: 'unreadable', raw: text }];
+  if (text.length > MAX_CHARACTERS || takesLong(text)) return [{ type: 'unreadable', raw: text }];
   try {
     return lexer(text, { gfm: true, breaks: true });
   } catch {
