@@ -225,12 +225,20 @@ def check_servers(report: Report, started: Browser, pictures: Path | None, *, is
             check_many_blocks(report, seen.page, url)
             for check in TALK:
                 report.attempt(first_line(check), lambda check=check: check(seen))
+        check_documentation(report, started, url, pictures)
         with servers.load(url, 8 if is_short else 24):
             with watched(started, url, path="#/see") as seen, kept_clean(report, "see", seen):
                 for check in SEE:
                     report.attempt(first_line(check), lambda check=check: check(seen))
             look_at(report, started, url, pictures, is_short=is_short)
         report.attempt("keys", lambda: [report.note(name) for name in talk.check_keys(started, url_with_keys)])
+
+
+def check_documentation(report: Report, started: Browser, url: str, pictures: Path | None) -> None:
+    """The page `/docs`, which renders the OpenAPI document."""
+    with watched(started, url, path="docs") as seen, kept_clean(report, "docs", seen):
+        report.attempt("docs shows the routes", lambda: seen.page.get_by_text("/v1/chat/completions").first.wait_for())
+        look_in_schemes(report, seen.page, "docs", pictures)
 
 
 def check_journal(report: Report, started: Browser, pictures: Path | None) -> None:

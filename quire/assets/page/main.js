@@ -1,6 +1,6 @@
 // The page: which view is shown, the key, light and dark.
 
-import { forgetKey, getJSON, onKeyRefused, readKey, saveKey } from './api.js';
+import { address, forgetKey, getJSON, onKeyRefused, readKey, saveKey } from './api.js';
 import { button, h, icon } from './dom.js';
 import { Explanations } from './see/explain.js';
 import { See } from './see/see.js';
@@ -125,6 +125,7 @@ async function start() {
   const talk = mode.mode === 'live' && new Talk(mode, (id) => explanations.show(id));
   const router = new Router(mode.mode === 'live' ? { talk, see } : { replay: see });
   document.querySelector('nav.views').append(...router.links);
+  if (talk) document.querySelector('.top-tools').prepend(h('a', { href: address('docs') }, 'API'));
   router.show();
 }
 
