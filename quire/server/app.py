@@ -106,7 +106,7 @@ def make_app(
     app.include_router(file_routes(service, store))
     app.include_router(batch_routes(service, store, batches))
     app.include_router(health_routes(service, drain))
-    app.include_router(monitor_routes(service, Viewers(service.engine, lambda: drain.begun)))
+    app.include_router(monitor_routes(service, Viewers(service, lambda: drain.begun)))
     app.include_router(page_routes(lambda request: _mode(request, service, with_keys=keys is not None)))
     app.include_router(admin_routes(service, options.metrics_prefix))
     describe_api(app, service, with_keys=keys is not None)

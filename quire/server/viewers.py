@@ -12,8 +12,8 @@ from itertools import count
 from quire.monitor.update import Watcher
 from quire.server.api_keys import Caller
 from quire.server.errors import Rejection
+from quire.server.service import Service
 from quire.server.sse import json_event
-from quire.supervisor.async_engine import AsyncEngine
 
 MOST_VIEWERS = 16
 MOST_PER_TENANT = 4
@@ -32,10 +32,10 @@ class TooManyViewers(Rejection):
 
 
 class Viewers:
-    """The connected viewers of an engine. is_ending(): whether the server drains, so that viewers have to leave."""
+    """The connected viewers of a service. is_ending(): whether the server drains, so that viewers have to leave."""
 
-    def __init__(self, engine: AsyncEngine, is_ending: Callable[[], bool]) -> None:
-        self._engine = engine
+    def __init__(self, service: Service, is_ending: Callable[[], bool]) -> None:
+        self._service = service
         self._is_ending = is_ending
         self._numbers = count()
         self._num_by_tenant: Counter[str] = Counter()
@@ -47,7 +47,7 @@ class Viewers:
         if self._num_by_tenant.total() >= MOST_VIEWERS:
             raise TooManyViewers(MOST_VIEWERS, "")
         self._num_by_tenant[caller.tenant] += 1
-        return Viewing(self._engine, next(self._numbers), watcher_of(caller), self._is_ending, self._leave)
+        return Viewing(self._service, next(self._numbers), watcher_of(caller), self._is_ending, self._leave)
 
     def _leave(self, tenant: str) -> None:
         self._num_by_tenant[tenant] -= 1
@@ -60,13 +60,13 @@ class Viewing:
 
     def __init__(
         self,
-        engine: AsyncEngine,
+        service: Service,
         number: int,
         watcher: Watcher,
         is_ending: Callable[[], bool],
         leave: Callable[[str], None],
     ) -> None:
-        self._engine = engine
+        self._service = service
         self._number = number
         self._watcher = watcher
         self._is_ending = is_ending
@@ -78,7 +78,7 @@ class Viewing:
         loop, num_seen = asyncio.get_running_loop(), 0
         while not self._is_ending():
             due = loop.time() + interval
-            update = await self._engine.look(self._number, self._watcher, num_seen)
+            update = await self._service.engine.look(self._number, self._watcher, num_seen)
             num_seen += 1
             yield json_event(update)
             while (rest := due - loop.time()) > 0 and not self._is_ending():
@@ -89,7 +89,7 @@ class Viewing:
         if not self._closed:
             self._closed = True
             self._leave(self._watcher.tenant)
-            self._engine.forget_viewer(self._number)
+            self._service.engine.forget_viewer(self._number)
 
 
 def watcher_of(caller: Caller) -> Watcher:

@@ -9,12 +9,13 @@ from quire.monitor.update import NodeDetail
 from quire.server.errors import UnknownObject
 from quire.server.middleware.auth import caller_of
 from quire.server.service import Service
-from quire.server.sse import EventStream
+from quire.server.sse import EventStream, StreamFormat, event
 from quire.server.viewers import Viewers, watcher_of
 
 MAX_INTERVAL = 60.0  # seconds
 MIN_INTERVAL = 0.1
 _MAX_NODE = 2**53
+_UPDATES = StreamFormat("text/event-stream", event)
 
 Interval = Annotated[float, Query(ge=MIN_INTERVAL, le=MAX_INTERVAL, description="Least seconds between two updates.")]
 NodeId = Annotated[int, Path(ge=0, le=_MAX_NODE, description="Id of a node in an update.")]
@@ -31,7 +32,7 @@ def monitor_routes(service: Service, viewers: Viewers) -> APIRouter:
         caller = caller_of(request)
         caller.quota.count_request()
         viewing = viewers.admit(caller)
-        return EventStream(viewing.events(interval), viewing.close)
+        return EventStream(viewing.events(interval), viewing.close, _UPDATES)
 
     @router.get("/monitor/nodes/{node}", response_model=None)
     async def node(node: NodeId, request: Request) -> Response:
