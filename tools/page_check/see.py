@@ -97,12 +97,11 @@ def check_pause(seen: Watched) -> None:
     expect(page.locator(".status")).to_have_text("Live")
 
 
-def check_replay(seen: Watched) -> int:
-    """A journal plays, and goes forwards and backwards to the same pictures. Returns the number of its steps."""
+def check_replay(seen: Watched) -> None:
+    """A journal plays, and goes forwards and backwards to the same pictures."""
     page = seen.page
     place = page.locator(".replay-bar output")
     expect(place).to_contain_text("step 1 of")
-    num_steps = int(place.inner_text().split(" of ")[1].replace(",", ""))
     page.focus("main")
     for _ in range(3):
         page.keyboard.press("PageDown")
@@ -123,4 +122,3 @@ def check_replay(seen: Watched) -> int:
     page.wait_for_timeout(600)
     page.click("text=Pause")
     assert "step 193" not in place.inner_text()
-    return num_steps
