@@ -1,4 +1,4 @@
-# One command each: serve, test, test-build, corpus-check, check, try-wheel, try-pythons, trace, check-native, gpu-check, bench, bench-prefix, bench-cpu, chaos, soak, hostile, fuzz, fuzz-schedules, flood, clients, demo-model, clean. CI calls the same ones (.ci/run).
+# One command each: serve, test, test-build, corpus-check, check, try-wheel, try-pythons, trace, check-native, gpu-check, bench, bench-prefix, bench-cpu, chaos, soak, hostile, fuzz, fuzz-schedules, flood, clients, page-check, demo-model, clean. CI calls the same ones (.ci/run).
 
 PYTHON ?= python3
 # Which torch: the package index's, which on Linux is the build for CUDA; or, with TORCH=cpu, the build for CPUs from torch's own index.
@@ -18,7 +18,7 @@ ifneq ($(filter-out cpu,$(TORCH)),)
 $(error TORCH=$(TORCH) is not known: TORCH=cpu takes torch's build for CPUs, without it torch comes from the package index)
 endif
 
-.PHONY: serve test test-build corpus-check check try-wheel try-pythons trace check-native gpu-check bench bench-prefix bench-cpu chaos soak hostile fuzz fuzz-schedules flood clients demo-model clean
+.PHONY: serve test test-build corpus-check check try-wheel try-pythons trace check-native gpu-check bench bench-prefix bench-cpu chaos soak hostile fuzz fuzz-schedules flood clients page-check demo-model clean
 
 serve: $(VENV)/.installed  ## serve the embedded model; ARGS="MODEL --port 8001" goes to `quire serve`
 	@$(BIN)/quire serve $(ARGS)
@@ -103,6 +103,17 @@ flood: $(VENV)/.installed-dev  ## streams beside a flood of bad schemas; ARGS="-
 clients: $(VENV)/.installed-dev  ## real clients against a server; ARGS="--only litellm --vllm VENV/bin/python --json FILE"
 	@$(BIN)/python -m benchmarks.clients $(ARGS)
 
+AXE := axe-core-4.14.1
+PAGE := build/page
+page-check: $(VENV)/.installed-page $(PAGE)/$(AXE)  ## the page in headless Chromium; ARGS="--short", ARGS="--pictures FOLDER"
+	@$(BIN)/python -m tools.page_check $(if $(findstring --short,$(ARGS)),,--json benchmarks/results/page.json) $(ARGS)
+
+# axe-core (MPL-2.0) finds faults of accessibility. It is a tool of this check: no file of it is part of quire.
+$(PAGE)/$(AXE):
+	@mkdir -p $(PAGE)
+	@command -v npm > /dev/null || { echo "page-check needs npm to get axe-core. On Debian: apt-get install -y npm" >&2; exit 1; }
+	@cd $(PAGE) && npm pack --silent $(subst core-,core@,$(AXE)) > /dev/null && tar xzf $(AXE).tgz && rm -rf $(AXE) && mv package $(AXE)
+
 demo-model: $(VENV)/.installed-dev  ## train the embedded model, its draft and its adapters from scratch
 	@$(BIN)/python -m tools.demo_model.make $(ARGS)
 
@@ -122,6 +133,11 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python $(TORCH_S
 	@$(PIP) install -c constraints.txt -e '.[dev]'
 	@$(SAY_TORCH)
 	@touch $(VENV)/.installed $@
+
+# What the extra `page` has; naming the extra would compile quire once more.
+$(VENV)/.installed-page: $(VENV)/.installed-dev
+	@$(PIP) install -c constraints.txt playwright
+	@touch $@
 
 SAY_TORCH = $(BIN)/python -c "from importlib.metadata import version; print('installed, with torch', version('torch'))"
 $(VENV)/.torch-cpu: constraints.txt | $(BIN)/python

@@ -42,6 +42,7 @@ _HOMES = {
     "reproduce": "quire.planner.reproduce.run",
     "run_batch": "quire.server.batch.run",
     "serve": "quire.server.serve",
+    "show_journal": "quire.server.replay",
     "simulate": "quire.planner.simulate",
 }
 _WITH_TORCH = (

@@ -19,6 +19,7 @@ from quire.planner.report import plan as plan
 from quire.planner.reproduce.run import reproduce as reproduce
 from quire.planner.simulate import simulate as simulate
 from quire.server.batch.run import run_batch as run_batch
+from quire.server.replay import show_journal as show_journal
 from quire.server.serve import serve as serve
 from quire.startup.doctor import examine as examine
 from quire.startup.latency_calibration import calibrate as calibrate

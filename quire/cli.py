@@ -348,11 +348,20 @@ def run_batch(
 
 
 @app.command()
-def replay(file: Annotated[Path, typer.Argument(help="a journal, as --journal writes it")]) -> None:
+def replay(
+    file: Annotated[Path, typer.Argument(help="a journal, as --journal writes it")],
+    *,
+    page: Annotated[bool, typer.Option("--page", help="show its steps on a page, in place of the comparison")] = False,
+    host: Annotated[str, typer.Option(help="loopback address of the page")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="port of the page; 0 takes a free one", min=0, max=65535)] = 8000,
+) -> None:
     """Replay a journal and compare every step of the scheduler. Exit code 1 if one differs."""
     from quire.scheduler.journal import replay_file  # noqa: PLC0415  (the scheduler takes a tenth of a second to import)
 
     try:
+        if page:
+            quire.show_journal(file, host, port, report=typer.echo, advance=CountBar("bytes"))
+            return
         report = replay_file(file)
     except OSError as error:
         typer.secho(f"quire: {file} cannot be read: {error.strerror}", fg="red", err=True)

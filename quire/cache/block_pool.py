@@ -5,7 +5,9 @@ can be evicted.
 """
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+
+import numpy as np
 
 
 class BlockPool:
@@ -49,6 +51,16 @@ class BlockPool:
     def is_idle(self, block: int) -> bool:
         """Whether only the index owns a block."""
         return self._refs[block] == 1 and bool(self._indexed[block])
+
+    @property
+    def free_blocks(self) -> Sequence[int]:
+        """The blocks without an owner. Read-only."""
+        return self._free
+
+    @property
+    def indexed_blocks(self) -> np.ndarray:
+        """Blocks that the index owns, ascending."""
+        return np.flatnonzero(np.frombuffer(self._indexed, np.uint8))
 
     def allocate(self) -> int:
         """Allocate a free block, with one owner. There must be one."""

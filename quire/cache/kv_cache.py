@@ -10,7 +10,8 @@ Owners of a block, always by reference count:
 Blocks of the host pool have other owners: see HostPool. No bytes are copied here: a copy is a Move in the next Step.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from types import MappingProxyType
 
 from quire.cache.admission_check import Admission, AdmissionLimits, fitting_match, has_available_blocks
@@ -18,7 +19,7 @@ from quire.cache.audit import RefCountAudit, count_shared_blocks
 from quire.cache.block_pool import BlockPool, Pools
 from quire.cache.block_table import BlockTable
 from quire.cache.copies import PendingMoves
-from quire.cache.host_pool import HostPool
+from quire.cache.host_pool import HostPool, SwapRecord
 from quire.cache.in_flight import InFlight
 from quire.cache.manager import NO_CAUSE
 from quire.cache.prefix.eviction import RecomputeSeconds, default_recompute_seconds
@@ -321,7 +322,7 @@ class KVCache:
         return self._swap_planner.swap_bytes(num_valid)
 
     @property
-    def swapped(self) -> Mapping[int, object]:
+    def swapped(self) -> Mapping[int, SwapRecord]:
         """See KVCacheManager."""
         return MappingProxyType(self._host_pool.records)
 
@@ -519,6 +520,11 @@ class KVCache:
         """See KVCacheManager."""
         self._in_flight.end(step_id)
         self.copies.collected(step_id)
+
+    def blocks_in_flight(self, group: int) -> Iterable[int]:
+        """See KVCacheManager."""
+        held = (block for block, count in self.copies.held_refs(group).items() if count)
+        return chain(self._in_flight.retired(group), held)
 
     @property
     def has_moves_in_flight(self) -> bool:

@@ -4,13 +4,14 @@ The scheduler decides which sequence runs; the manager decides which blocks hold
 protocol with paged blocks, a prefix index and swapping.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
 from quire.cache.admission_check import Admission
 from quire.cache.block_pool import Pools
 from quire.cache.block_table import BlockTable
+from quire.cache.host_pool import SwapRecord
 from quire.cache.prefix.eviction import RecomputeSeconds
 from quire.cache.prefix.index import EvictionCause, EvictionRecord, PrefixIndex
 from quire.cache.retention import NO_RETENTION, SequenceRetention
@@ -136,7 +137,7 @@ class KVCacheManager(Protocol):
         """Bytes that `swap_out` would copy, by sequence. A block that several share counts for the first of them."""
 
     @property
-    def swapped(self) -> Mapping[int, object]:
+    def swapped(self) -> Mapping[int, SwapRecord]:
         """Sequences whose KV is in the host pool, or is being copied there. Read-only."""
 
     def is_swapping_out(self, seq_id: int) -> bool:
@@ -211,6 +212,9 @@ class KVCacheManager(Protocol):
 
     def collected(self, step_id: int) -> None:
         """The step has succeeded: its copies within the device are made, and it owns no blocks any more."""
+
+    def blocks_in_flight(self, group: int) -> Iterable[int]:
+        """Blocks of a group that steps, copies and Moves in flight own, beside others that own them."""
 
     @property
     def has_moves_in_flight(self) -> bool:

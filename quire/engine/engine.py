@@ -25,6 +25,9 @@ from quire.core.runner import Runner
 from quire.core.step import Pooling, Step, StepResult
 from quire.cost.step_time import CostFigures
 from quire.errors import RequestError
+from quire.monitor.monitor import Monitor
+from quire.monitor.tree import node_detail
+from quire.monitor.update import NodeDetail, Watcher
 from quire.params import is_unicode
 from quire.scheduler.scheduler import Scheduler
 from quire.structured_outputs.grammar_compilation import Compiler
@@ -147,6 +150,7 @@ class Engine:
         self._next_check = 0.0
         self._last_step_seconds = 0.0
         self._step_sizes = StepSizes()
+        self._monitor: Monitor | None = None  # while there are viewers
 
     @property
     def num_end_tokens(self) -> int:
@@ -321,6 +325,27 @@ class Engine:
     def explain(self, request_id: str) -> Explanation | None:
         """The explanation of a request so far; None if the request is unknown or ended too long ago."""
         return self.scheduler.explain(request_id, self._clock())
+
+    def look(self, viewer: int, watcher: Watcher, num_seen: int) -> bytes:
+        """The next Update of a viewer as JSON: what changed since its `num_seen`-th, else the whole state.
+
+        viewer: a number that the caller chooses. Steps are recorded from the first look until no viewer is left.
+        """
+        if self._monitor is None:
+            self._monitor = Monitor(self.scheduler)
+        return msgspec.json.encode(self._monitor.update(viewer, watcher, num_seen, self._clock(), time.time()))
+
+    def forget_viewer(self, viewer: int) -> None:
+        """Forget a viewer that has left. Ignores an unknown one."""
+        if self._monitor is not None:
+            self._monitor.forget(viewer)
+            if not self._monitor.num_viewers:
+                self._monitor.close()
+                self._monitor = None
+
+    def node(self, watcher: Watcher, number: int) -> NodeDetail | None:
+        """A node of the radix trees; None if the watcher may not see one with this id."""
+        return node_detail(self.scheduler.cache.index, watcher, number)
 
     def flush_cache(self) -> int:
         """Evict all cached KV that no running request uses, pinned or not. Returns the number of freed blocks."""

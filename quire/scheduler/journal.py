@@ -373,11 +373,13 @@ def _damaged(number: int, why: str) -> str:
 
 
 def replay_steps(
-    records: Iterator[Record], on_outputs: Callable[[list[Output]], None] = lambda _outputs: None
+    records: Iterator[Record],
+    on_outputs: Callable[[list[Output]], None] = lambda _outputs: None,
+    on_begin: Callable[[Scheduler], None] = lambda _scheduler: None,
 ) -> Iterator[tuple[Scheduler, Step | None, bytes]]:
     """Replay the inputs in a new scheduler. Yields (scheduler, its step, the recorded bytes) after each `plan`.
 
-    on_outputs: called with the outputs of each `commit`.
+    on_outputs: called with the outputs of each `commit`. on_begin: called with the scheduler before its first input.
     Raises JournalError, and ReplayMismatch for a rejection that is not repeated with the same message.
     """
     header = next(records, None)
@@ -387,6 +389,7 @@ def replay_steps(
         raise JournalError(f"journal format {header.format} is not supported; this quire reads format {FORMAT}")
     constraints = ReplayedConstraints()
     scheduler = Scheduler(header.scheduler, KVCache(header.cache), constraints if header.is_constrained else None)
+    on_begin(scheduler)
     for record in records:
         if isinstance(record, Plan):
             constraints.drafts.extend(record.drafts)

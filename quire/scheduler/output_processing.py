@@ -14,6 +14,7 @@ from quire.scheduler.queue_limit import QueueLimit
 from quire.scheduler.sequence import Sequence
 from quire.scheduler.speculation import Speculator
 from quire.scheduler.step_builder import ScheduledChunk
+from quire.scheduler.step_log import StepLog
 from quire.speculation.drafters import Proposal
 
 
@@ -96,6 +97,7 @@ class OutputProcessor:
         self._structured_outputs = structured_outputs
         self._queue_limit = queue_limit
         self._speculator = speculator
+        self.step_log: StepLog | None = None
 
     def process(self, launched: InFlightStep, result: StepResult, now: float) -> list[Output]:
         """Apply the result of a successful step. Returns the outputs."""
@@ -104,7 +106,7 @@ class OutputProcessor:
         has_windows = bool(self._cache.windowed)
         has_plain = not (has_windows or extras.has_logprobs)
         kept = counts if not launched.num_drafts else _num_kept(launched.scheduled, counts, tokens)
-        self._state.queue.served(launched.scheduled, kept)
+        self._record(launched, kept, result.seconds)
         for chunk, count, num_kept in zip(launched.scheduled, counts, kept, strict=True):
             seq, num_prompt_outputs = chunk.seq, chunk.num_prompt_outputs
             if has_plain and count == 1 and seq.is_plain and not num_prompt_outputs and tokens[at] >= 0:
@@ -140,6 +142,12 @@ class OutputProcessor:
                         outputs.append(output)
             at += count
         return outputs
+
+    def _record(self, launched: InFlightStep, kept: list[int], seconds: float) -> None:
+        """Tell the queue, and the step log if there is one, what a step has yielded: tokens per chunk."""
+        self._state.queue.served(launched.scheduled, kept)
+        if self.step_log is not None:
+            self.step_log.committed(launched.id, seconds, kept)
 
     def _accept_drafts(self, chunk: ScheduledChunk, num_accepted: int) -> int:
         """Accept the leading drafts of a chunk. Returns the position behind the last one with the right token."""

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
 from msgspec import structs
 
 from quire.cache.admission_check import Admission
@@ -98,6 +99,17 @@ class _Tenant:
     num_admitted: int = 0  # requests, since it last had none unfinished
 
 
+class Totals(msgspec.Struct):
+    """Counters of one tenant since the start."""
+
+    prompt_tokens: int = 0  # of the requests that arrived
+    output_tokens: int = 0  # of ended sequences
+    cached_tokens: int = 0  # prefix matches among queried_tokens
+    queried_tokens: int = 0  # prompt tokens at the first admission of their request
+    preemptions: int = 0  # of sequences
+    finished: int = 0  # requests
+
+
 class RequestStats:
     """Explanations by request, recent events, and counters that never fall."""
 
@@ -118,6 +130,7 @@ class RequestStats:
         self._policy = policy
         self.num_admitted = 0
         self._tenants: dict[str, _Tenant] = {}
+        self.totals: dict[str, Totals] = {}  # by tenant; there are not more tenants than API keys
 
     def explain(self, request_id: str, seq_ids: Iterable[int], now: float) -> Explanation | None:
         """A copy of a request's explanation; None if it is unknown or dropped. seq_ids: its unfinished sequences."""
@@ -142,6 +155,7 @@ class RequestStats:
         self.events.append(Arrived(now, request.id, len(request.prompt)))
         tenant = self._tenants.setdefault(request.namespace.tenant, _Tenant())
         tenant.num_open += 1
+        self._totals(request).prompt_tokens += len(request.prompt)
         about = (request.id, request.namespace.tenant, now, len(request.prompt))
         return Explanation(*about, policy=self._policy, place=tenant.num_waiting), tenant.num_admitted
 
@@ -208,6 +222,9 @@ class RequestStats:
             explanation.miss = _miss(seq, admission)
             self.num_query_tokens += len(seq.request.prompt)
             self.num_hit_tokens += num_cached
+            totals = self._totals(seq.request)
+            totals.queried_tokens += len(seq.request.prompt)
+            totals.cached_tokens += num_cached
         swapped = (admission.num_swapped_tokens, admission.num_swapped_bytes)
         self._record_recomputed(explanation, seq, admission.num_tokens, swapped)
         self._record_waited(explanation, self._queue_times.since(self._remove_snapshot(seq) or {}, now))
@@ -228,6 +245,7 @@ class RequestStats:
         if last:
             explanation.state = "waiting"
         self.num_preemptions += 1
+        self._totals(seq.request).preemptions += 1
         taken = (
             decision.mode,
             decision.reason,
@@ -285,6 +303,7 @@ class RequestStats:
     def ended(self, seq: Sequence, cause: EndCause, now: float, *, last: bool) -> None:
         """Record the end of a sequence. last: it was the last unfinished one of its request."""
         self.events.append(Finished(now, seq.request.id, seq.id, cause, seq.num_generated))
+        self._totals(seq.request).output_tokens += seq.num_generated
         noted, state = self._remove_snapshot(seq), self._requests[seq.request.id]
         if noted is not None:
             self._record_waited(state.explanation, self._queue_times.since(noted, now))
@@ -297,9 +316,16 @@ class RequestStats:
         explanation.state, explanation.finished, explanation.finish_reason = "finished", now, cause
         tenant = self._tenants[explanation.tenant]
         tenant.num_open -= 1
+        self._totals(state.request).finished += 1
         if not tenant.num_open:
             del self._tenants[explanation.tenant]
         self._keep_ended(explanation)
+
+    def _totals(self, request: Request) -> Totals:
+        tenant = request.namespace.tenant
+        if tenant not in self.totals:
+            self.totals[tenant] = Totals()
+        return self.totals[tenant]
 
     def _find(self, request_id: str) -> Explanation | None:
         state = self._requests.get(request_id)

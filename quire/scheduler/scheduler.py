@@ -45,6 +45,7 @@ from quire.scheduler.sequence import Sequence
 from quire.scheduler.speculation import Speculator
 from quire.scheduler.step_budget import StepBudget
 from quire.scheduler.step_builder import StepBuilder
+from quire.scheduler.step_log import StepLog
 
 _MAX_FAILED_WITH_MOVES = 3  # failed steps in a row after which no sequence waits for Moves any more
 
@@ -82,6 +83,7 @@ class Scheduler:
             self.speculator,
         )
         self.predicted_seconds = 0.0  # of the step planned last; 0 without observations
+        self.step_log: StepLog | None = None  # see `log_steps`
         self._pending_outputs: list[Output] = []  # outputs of sequences that ended outside of a commit
         self._to_run_alone: deque[Sequence] = deque()
         self._next_step = 0
@@ -136,6 +138,16 @@ class Scheduler:
         if calibration.decode:
             self.step_budget.choose_target()
         self._reset = True
+
+    def log_steps(self, *, wanted: bool) -> None:
+        """Start to record steps in `step_log`, or stop it."""
+        self.step_log = StepLog(self.request_stats.num_preemptions, self.cache.num_evicted) if wanted else None
+        self._output_processor.step_log = self.step_log
+
+    @property
+    def last_step(self) -> int:
+        """Id of the step planned last; -1 before the first."""
+        return self._next_step - 1
 
     # Inputs about requests
 
@@ -255,6 +267,9 @@ class Scheduler:
             )
         )
         self.predicted_seconds = self.costs.predicted_step_seconds(num_tokens, num_pairs)
+        if self.step_log is not None:
+            counters = self.request_stats.num_preemptions, self.cache.num_evicted
+            self.step_log.planned(self.state.in_flight[-1], now, self.predicted_seconds, self.num_waiting, counters)
         return step
 
     def take_ended(self) -> list[Output]:
@@ -288,6 +303,8 @@ class Scheduler:
         self.cache.advance_clock(now)
         launched = self.state.in_flight.popleft()
         if result.error:
+            if self.step_log is not None:
+                self.step_log.committed(launched.id, None)
             alone = launched.scheduled[0].seq.id if len(launched.scheduled) == 1 else None
             starts = {seq.id: start for seq, start in _alive(launched)}
             for seq_id in self.cache.failed(launched.id, starts):

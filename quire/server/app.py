@@ -12,6 +12,7 @@ from quire.server.api.anthropic.messages import message_routes
 from quire.server.api.native.admin import admin_routes
 from quire.server.api.native.explain import explain_routes
 from quire.server.api.native.health import health_routes
+from quire.server.api.native.monitor import monitor_routes
 from quire.server.api.native.programs import program_routes
 from quire.server.api.native.tokenize import token_routes
 from quire.server.api.ollama.chat import generation_routes
@@ -40,9 +41,11 @@ from quire.server.middleware.tarpit import Tarpit
 from quire.server.observability.middleware import ObservabilityMiddleware, Observers
 from quire.server.openapi import describe_api
 from quire.server.options import ServerOptions
+from quire.server.page import Mode, page_routes
 from quire.server.service import Service
 from quire.server.sse import ClientGone
 from quire.server.store import Store
+from quire.server.viewers import Viewers
 
 DEFAULTS = ServerOptions()
 _CLIENT_GONE = 499  # nginx's status; no client receives it
@@ -81,7 +84,7 @@ def make_app(
             store.close()
             await asyncio.to_thread(observers.close)
 
-    app = FastAPI(title="quire", version=__version__, lifespan=running, redoc_url=None)
+    app = FastAPI(title="quire", version=__version__, lifespan=running, docs_url=None, redoc_url=None)
     app.add_middleware(RateLimit)
     app.add_middleware(QueueFullMiddleware, refusals=refusals)
     app.add_middleware(DrainMiddleware, drain=drain)
@@ -103,9 +106,17 @@ def make_app(
     app.include_router(file_routes(service, store))
     app.include_router(batch_routes(service, store, batches))
     app.include_router(health_routes(service, drain))
+    app.include_router(monitor_routes(service, Viewers(service, lambda: drain.begun)))
+    app.include_router(page_routes(lambda request: _mode(request, service, with_keys=keys is not None)))
     app.include_router(admin_routes(service, options.metrics_prefix))
     describe_api(app, service, with_keys=keys is not None)
     return app
+
+
+def _mode(request: Request, service: Service, *, with_keys: bool) -> Mode:
+    if request.state.caller is None:  # no valid key, or a host that is not allowed
+        return Mode("live", with_keys, version="")
+    return Mode("live", with_keys, service.model_name)
 
 
 async def _client_gone_response(_request: Request, _error: Exception) -> Response:

@@ -180,7 +180,11 @@ ERROR: Keywords = {
         }
     },
 }
-_OTHER_TYPES = {"/metrics": "text/plain", "/v1/files/{id}/content": "application/octet-stream"}  # of responses, by path
+_OTHER_TYPES = {  # of responses, by path
+    "/metrics": "text/plain",
+    "/monitor": "text/event-stream",
+    "/v1/files/{id}/content": "application/octet-stream",
+}
 _OLLAMA = "/api/"  # its routes have errors and streams of their own
 OLLAMA_ERROR: Keywords = {
     "type": "object",

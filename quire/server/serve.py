@@ -138,7 +138,7 @@ def serve(
     raise_descriptor_limit()
     keys = choose_keys(server)
     store = Store(None if server.store_path is None else Path(server.store_path))
-    listener = _bind(server.host, server.port, keys)
+    listener = bind(server.host, server.port, keys)
     with listener:
         if keys is not None:
             report(f"keys       {keys}")
@@ -146,10 +146,10 @@ def serve(
         report(f"policy     {policy}: {reason}")
         options = replace(options, policy=policy)
         with launched(options, server, spawned=spawned, report=report, progress=progress) as service:
-            url = _url(listener, secure=server.ssl_certfile is not None)
+            url = url_of(listener, secure=server.ssl_certfile is not None)
             drain = Drain()
             config = http_config(make_app(service, keys, server, drain, store), server)
-            _listen(listener, config.backlog)
+            listen(listener, config.backlog)
             gc_policy = GCPolicy()
             has_lines = server.access_log != "-"  # otherwise JSON lines have the terminal
             activity = ActivityLine(lambda: service.engine.health().stats, report if has_lines else lambda _line: None)
@@ -175,7 +175,7 @@ def serve(
                 raise service.engine.failure
 
 
-def _bind(host: str, port: int, keys: Keys | None) -> socket.socket:
+def bind(host: str, port: int, keys: Keys | None) -> socket.socket:
     """A bound socket that does not listen, so that connections are refused until the model is ready.
 
     Raises ConfigError for an unusable host or port, and without keys for an address other than loopback.
@@ -199,7 +199,7 @@ def _bind(host: str, port: int, keys: Keys | None) -> socket.socket:
     return listener
 
 
-def _listen(listener: socket.socket, backlog: int) -> None:
+def listen(listener: socket.socket, backlog: int) -> None:
     """Listen here and not in uvicorn, because not every event loop reports an error of it. Raises ConfigError.
 
     Two servers can bind the same port, as SO_REUSEADDR allows it while neither listens. The second listen fails.
@@ -215,7 +215,8 @@ def _port_error(host: str, port: int, error: Exception) -> ConfigError:
     return ConfigError(f"port {port} on {host} cannot be used ({error}); choose another with --port")
 
 
-def _url(listener: socket.socket, *, secure: bool) -> str:
+def url_of(listener: socket.socket, *, secure: bool) -> str:
+    """The URL of a server that listens there. secure: with TLS."""
     host, port = listener.getsockname()[:2]
     scheme = "https" if secure else "http"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

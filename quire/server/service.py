@@ -16,6 +16,7 @@ from quire.core.scheduling_params import DEFAULT_SCHEDULING_PARAMS, SchedulingPa
 from quire.engine.inputs import Generation, Prompt, prepare_generations, prompt_request_id, tokenize
 from quire.engine.output_text import RequestOutputProcessor
 from quire.errors import ContextLengthExceeded, RequestError
+from quire.monitor.update import Watcher
 from quire.params import MAX_LOGPROBS, SamplingParams
 from quire.server.api.request_params import MAX_PROMPTS, RequestBody
 from quire.server.errors import Busy, UnknownModel
@@ -213,6 +214,14 @@ class Service:
         async with self._explaining[tenant]:
             names = (prompt_request_id(request_id, i) for i in range(MAX_PROMPTS))
             return await self.engine.explain([request_id, *names])
+
+    async def look_at_node(self, watcher: Watcher, node: int) -> bytes:
+        """A node of the radix trees as JSON, or b"null". Of each tenant the engine looks for one at a time.
+
+        Raises EngineStopped.
+        """
+        async with self._explaining[watcher.tenant]:
+            return await self.engine.node(watcher, node)
 
     async def close(self) -> None:
         """Close the thread pools, the grammar checks and the engine. Open streams fail. Can be called again."""

@@ -36,6 +36,11 @@ def event(value: object, name: str | None = None) -> bytes:
     return begin + b"data: " + _one_line(value) + b"\n\n"
 
 
+def json_event(data: bytes) -> bytes:
+    """One event with a value that is JSON already."""
+    return b"data: " + _without_line_ends(data) + b"\n\n"
+
+
 def named_event(value: Mapping[str, object]) -> bytes:
     """One event with `value` as JSON, named by its `type`."""
     return event(value, str(value["type"]))
@@ -47,7 +52,10 @@ def line(value: object) -> bytes:
 
 
 def _one_line(value: object) -> bytes:
-    data = msgspec.json.encode(value)
+    return _without_line_ends(msgspec.json.encode(value))
+
+
+def _without_line_ends(data: bytes) -> bytes:
     if not data.isascii():
         for end, escaped in _LINE_ENDS:
             data = data.replace(end, escaped)

@@ -19,6 +19,7 @@ from quire.core.output import Output
 from quire.core.request import Request, nth_seed
 from quire.cost.step_time import CostFigures
 from quire.errors import EngineStopped, OutputNotRead, QueueFull, QuireError, RequestError
+from quire.monitor.update import Watcher
 from quire.params import is_unicode
 from quire.supervisor import protocol
 from quire.supervisor.crash_isolation import CrashBisection, Denylist
@@ -197,6 +198,23 @@ class AsyncEngine:
         """Evict cached KV that no running request uses. Returns the number of freed blocks. Raises EngineStopped."""
         freed: int = await self._call(protocol.Flush)
         return freed
+
+    async def look(self, viewer: int, watcher: Watcher, num_seen: int) -> bytes:
+        """The next Update of a viewer as JSON, once the engine has time for it. See Engine.look. Raises EngineStopped.
+
+        After a restart the engine knows no viewer, and returns the whole state.
+        """
+        update: bytes = await self._call(lambda number: protocol.Look(number, viewer, watcher, num_seen))
+        return update
+
+    async def node(self, watcher: Watcher, node: int) -> bytes:
+        """A node of the radix trees as JSON; b"null" if there is none. See Engine.node. Raises EngineStopped."""
+        detail: bytes = await self._call(lambda number: protocol.LookAtNode(number, watcher, node))
+        return detail
+
+    def forget_viewer(self, viewer: int) -> None:
+        """A viewer has left. Has no effect during a restart, because a new engine knows no viewer."""
+        self._send(protocol.ForgetViewer(viewer))
 
     async def cost_figures(self) -> CostFigures | None:
         """Figures of the cost model; None if the engine does not answer within STALL_SECONDS."""

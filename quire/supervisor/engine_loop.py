@@ -11,21 +11,33 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
-from quire.core.explanation import Explanation
+import msgspec
+
 from quire.core.output import Output
-from quire.cost.step_time import CostFigures
 from quire.engine.engine import Engine
 from quire.errors import QueueFull
 from quire.supervisor import protocol
 from quire.supervisor.gc_policy import GCPolicy
-from quire.supervisor.protocol import Answer, BadFrame, Batch, Command, EngineMessage, FrameReader, Launched, Pulse
+from quire.supervisor.protocol import (
+    Answer,
+    BadFrame,
+    Batch,
+    Command,
+    EngineMessage,
+    FrameReader,
+    Launched,
+    Pulse,
+    Result,
+)
 
 log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.5  # the longest wait of an idle engine for commands
 HEARTBEAT_SECONDS = 0.25
 _RECV_BYTES = 2**18  # bytes
+_PAUSE_PER_LOOK = 100  # pause after a look, times its duration: looks take at most 1 % of the time
 
 
 class EngineLoop:
@@ -45,6 +57,8 @@ class EngineLoop:
         self._outputs: list[Output] = []  # not sent yet
         self._answers: list[Answer] = []  # not sent yet
         self._sent_batch = False  # whether this turn has sent its message
+        self._looks: deque[protocol.Look | protocol.LookAtNode] = deque()  # not executed yet, oldest first
+        self._next_look = 0.0  # when the next of them may be executed
 
     def run(self) -> None:
         """Execute commands and run steps until the end. Closes the socket and the engine."""
@@ -64,7 +78,7 @@ class EngineLoop:
         idle = False
         with self._wake:
             if not (self._commands or self._closing or self._engine.has_work):
-                idle = not self._wake.wait(IDLE_SECONDS)
+                idle = not self._wake.wait(self._idle_seconds())
             commands = list(self._commands)
             self._commands.clear()
         self._turn_began, self._sent_batch = time.monotonic(), False
@@ -74,12 +88,34 @@ class EngineLoop:
             self._gc_policy.collect_if_due(idle=idle)
         for command in commands:
             self._execute(command)
+        self._look()
         if self._engine.has_work and not self._closing:
             outputs = self._engine.step()  # on_launch sends and clears self._outputs meanwhile
             self._outputs += outputs
         if not (self._sent_batch and self._engine.has_work):  # otherwise sent with the next step, which begins at once
             self._send_batch(begins=False)
         return not self._closing
+
+    def _idle_seconds(self) -> float:
+        """How long an idle engine waits for commands: until the next look, if there is one."""
+        return min(IDLE_SECONDS, max(0.0, self._next_look - time.monotonic())) if self._looks else IDLE_SECONDS
+
+    def _look(self) -> None:
+        """Execute the oldest look if it is due. Afterwards the next has to wait, so that looks take 1 % of the time."""
+        began = time.monotonic()
+        if not self._looks or began < self._next_look:
+            return
+        look = self._looks.popleft()
+        self._answer_call(look.number, lambda: self._seen(look))
+        ended = time.monotonic()
+        self._next_look = ended + _PAUSE_PER_LOOK * (ended - began)
+
+    def _seen(self, look: protocol.Look | protocol.LookAtNode) -> bytes:
+        match look:
+            case protocol.Look(_, viewer, watcher, num_seen):
+                return self._engine.look(viewer, watcher, num_seen)
+            case protocol.LookAtNode(_, watcher, node):
+                return msgspec.json.encode(self._engine.node(watcher, node))
 
     def _check_block_accounting(self) -> None:
         try:
@@ -98,13 +134,21 @@ class EngineLoop:
                 self._engine.end_program(tenant, program, branch)
             case protocol.Close():
                 self._closing = True
+            case protocol.Look() | protocol.LookAtNode():
+                self._looks.append(command)
+            case protocol.ForgetViewer(viewer):
+                self._looks = deque(one for one in self._looks if getattr(one, "viewer", None) != viewer)
+                self._engine.forget_viewer(viewer)
             case protocol.Add(number) | protocol.Explain(number) | protocol.Flush(number) | protocol.AskCosts(number):
-                try:
-                    self._answers.append(Answer(number, self._answer(command)))
-                except Exception as error:  # any error of a call is sent to its caller
-                    self._answers.append(Answer(number, failure=protocol.encode_error(error)))
+                self._answer_call(number, lambda: self._answer(command))
 
-    def _answer(self, command: Command) -> int | CostFigures | list[Explanation] | None:
+    def _answer_call(self, number: int, answer: Callable[[], Result]) -> None:
+        try:
+            self._answers.append(Answer(number, answer()))
+        except Exception as error:  # any error of a call is sent to its caller
+            self._answers.append(Answer(number, failure=protocol.encode_error(error)))
+
+    def _answer(self, command: Command) -> Result:
         match command:
             case protocol.Add():
                 self._add(command)

@@ -23,6 +23,7 @@ from quire.errors import (
     QuireError,
     RequestError,
 )
+from quire.monitor.update import Watcher
 from quire.startup.model_info import ModelInfo
 
 MAX_FRAME = 2**28  # bytes; enough for 2**24 tokens, more than a body of 16 MiB has
@@ -141,6 +142,29 @@ class AskCosts(Command, frozen=True, tag=True):
     number: int
 
 
+class Look(Command, frozen=True, tag=True):
+    """Return the next update of a viewer as JSON. See Engine.look."""
+
+    number: int
+    viewer: int
+    watcher: Watcher
+    num_seen: int
+
+
+class LookAtNode(Command, frozen=True, tag=True):
+    """Return one node of the radix trees as JSON: "null" if the watcher may not see one with this id."""
+
+    number: int
+    watcher: Watcher
+    node: int
+
+
+class ForgetViewer(Command, frozen=True, tag=True):
+    """A viewer has left."""
+
+    viewer: int
+
+
 class Close(Command, frozen=True, tag=True):
     """End the engine after its current step."""
 
@@ -154,11 +178,14 @@ class Failure(msgspec.Struct, frozen=True):
     numbers: list[float] = []
 
 
+Result = int | bytes | CostFigures | list[Explanation] | None
+
+
 class Answer(msgspec.Struct, frozen=True):
     """The result or the error of the command with this number."""
 
     number: int
-    result: int | CostFigures | list[Explanation] | None = None
+    result: Result = None
     failure: Failure | None = None
 
 
@@ -211,7 +238,9 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=True):
     failure: Failure
 
 
-Commands = list[Begin | Add | Abort | Finish | EndProgram | Explain | Flush | AskCosts | Close]
+Commands = list[
+    Begin | Add | Abort | Finish | EndProgram | Explain | Flush | AskCosts | Look | LookAtNode | ForgetViewer | Close
+]
 EngineMessage = Batch | Pulse | Report | Loading | Ready | Refused
 
 _COMMANDS = codec.decoder(Commands)

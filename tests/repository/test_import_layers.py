@@ -21,7 +21,7 @@ ORDER = (
     # control plane
     *("errors", "config", "params", "core", "cost"),
     *("cache.retention", "cache.block_pool", "cache.block_table", "cache.prefix", "cache"),
-    *("speculation", "scheduler.sequence", "scheduler.step_builder", "scheduler.queue", "scheduler"),
+    *("speculation", "scheduler.sequence", "scheduler.step_builder", "scheduler.queue", "scheduler", "monitor"),
     # execution
     *("preload", "kernels.contract", "kernels.exact", "kernels.reference", "kernels.deterministic"),
     *("kernels.cpu", "kernels.triton", "kernels", "layers"),
@@ -62,10 +62,10 @@ ORDER = (
     *("server.observability", "server.api.request_params", "server.middleware", "server.thread_pool", "server.sse"),
     *("server.store", "server.multipart", "server.request_body", "server.reply", "server.service"),
     *("server.batch.in_process_client", "server.batch.file_format", "server.batch.stored_files"),
-    *("server.batch.sender", "server.batch.background", "server.api.limits", "server.api"),
+    *("server.batch.sender", "server.batch.background", "server.viewers", "server.api.limits", "server.api"),
     *("server", "server.batch", "quire", "cli"),  # quire/__init__.py re-exports names of the folders before it
 )
-CONTROL_PLANE = ORDER[: ORDER.index("scheduler") + 1]
+CONTROL_PLANE = ORDER[: ORDER.index("monitor") + 1]
 TORCH_FREE = {*CONTROL_PLANE, *(entry for entry in ORDER if entry.startswith("structured_outputs")), "tokenizer"}
 TORCH_FREE |= {
     "chat",

@@ -11,7 +11,7 @@ from server_probes import routes
 from quire.server.app import make_app
 
 SECRET = "the secret weights of tenant zebra"
-HARMLESS = {"/docs", "/docs/oauth2-redirect", "/openapi.json", "/v1/models", "/v1/models/{name:path}"}
+HARMLESS = {"/", "/docs", "/page/mode.json", "/openapi.json", "/v1/models", "/v1/models/{name:path}"}
 BODIES = {**GENERATING, "/tokenize": {"prompt": "a"}, "/detokenize": {"tokens": [67]}, "/flush_cache": None}
 
 

@@ -183,6 +183,7 @@ class Node(IndexHandle):
     __slots__ = (
         "blocks",
         "children",
+        "created_at",
         "default_reach",
         "edge",
         "end",
@@ -195,11 +196,14 @@ class Node(IndexHandle):
         "root_key",
         "tenant",
         "tick",
+        "used_at",
         "uses",
         "writers",
     )
 
-    def __init__(self, number: int, edge: bytes, blocks: Sequence[list[int]], parent: "Node | None", end: int) -> None:
+    def __init__(
+        self, number: int, edge: bytes, blocks: Sequence[list[int]], parent: "Node | None", end: int, now: float = 0.0
+    ) -> None:
         """number: of all nodes, in order of creation. blocks: per group. end: blocks from position 0 to its end."""
         self.id = number
         self.edge = edge
@@ -212,6 +216,7 @@ class Node(IndexHandle):
         self.children: SortedChildren[Node] = _NO_CHILDREN  # by the key of their first block
         self.writers: dict[Any, None] = {}  # tables whose indexed blocks end here, in order of arrival
         self.tick = 0  # of its last use
+        self.created_at = self.used_at = now  # seconds of the engine's clock: the creation and the last use of its run
         self.level = 0.0  # ageing level of the eviction policy at its last use; see LFUPolicy
         self.uses = UseStats()  # of its last part
         self.parts: tuple[Part, ...] = ()  # earlier parts, if the run was continued or nodes were merged
@@ -222,6 +227,11 @@ class Node(IndexHandle):
     def start(self) -> int:
         """Number of blocks from position 0 to its first block."""
         return self.end - len(self.blocks[0])
+
+    @property
+    def most_hits(self) -> int:
+        """Hits of the part of its run that has the most."""
+        return max(self.uses.hits, max((part.uses.hits for part in self.parts), default=0))
 
     @property
     def is_removed(self) -> bool:

@@ -120,7 +120,19 @@ class RadixTrees:
         self._size = key_bytes
         self.leaves = leaves
         self._window_nodes = {group: LRUNodes() for group in windowed}  # nodes with blocks of these groups
-        self._num_nodes = 0
+        self._last_number = 0  # of a node
+        self.num_nodes = 0  # in all trees
+        self._changed: set[Node] | None = None  # see `report_changes`; None: nobody asks
+
+    def report_changes(self, *, wanted: bool) -> None:
+        """Start to collect the nodes that change, come or go, for `take_changes`; or stop it."""
+        self._changed = set() if wanted else None
+
+    def take_changes(self) -> set[Node]:
+        """The nodes that were used, have changed, come or gone since the last call. Pins and tables do not count."""
+        assert self._changed is not None, "changes are reported"
+        changed, self._changed = self._changed, set()
+        return changed
 
     # Growth
 
@@ -128,9 +140,10 @@ class RadixTrees:
         """The root of a tree, created if it does not exist. Its first blocks are behind `end` others."""
         root = self.roots.get(key)
         if root is None:
-            root = self.roots[key] = Node(self._number(), b"", [[] for _ in self._pools], None, end)
+            root = self.roots[key] = Node(self._number(), b"", [[] for _ in self._pools], None, end, self.clock.now)
             self._by_tenant.setdefault(key[0].tenant, {})[key] = None
             root.root_key, root.public, root.tenant = key, public, key[0].tenant
+            self._report(root)
         return root
 
     def append(
@@ -155,11 +168,13 @@ class RadixTrees:
                 old += new
             node.end += len(blocks[0])
         else:
-            parent, node = node, Node(self._number(), edge, blocks, node, node.end + len(blocks[0]))
+            end = node.end + len(blocks[0])
+            parent, node = node, Node(self._number(), edge, blocks, node, end, self.clock.now)
             parent.attach(node, edge[: self._size])
             is_tail = len(edge) < self._size
             node.uses = UseStats(parent.uses.chance) if is_tail else parent.uses.continued()
-        node.tick = self.clock.tick
+        node.tick, node.used_at = self.clock.tick, self.clock.now
+        self._report(node)
         self._list(node, in_use=writer is not None)
         return node
 
@@ -179,7 +194,9 @@ class RadixTrees:
             pool.enter_index(block)
             some.append(block)
         node.end += 1
-        node.tick = self.clock.tick
+        node.tick, node.used_at = self.clock.tick, self.clock.now
+        if self._changed is not None:
+            self._changed.add(node)
         return True
 
     def split_at(self, node: Node, depth: int) -> Node:
@@ -194,12 +211,14 @@ class RadixTrees:
         assert parent is not None, "a root has no run"
         upper = Node(self._number(), node.edge[:size], [blocks[:count] for blocks in node.blocks], parent, depth)
         upper.tick, upper.level = node.tick, node.level
+        upper.created_at, upper.used_at = node.created_at, node.used_at
         node.split_uses(upper)
         parent.replace(node, upper)
         node.edge = node.edge[size:]
         for blocks in node.blocks:
             del blocks[:count]
         upper.attach(node, node.edge[: self._size])
+        self._report(node, upper)
         self._list(upper)
         return upper
 
@@ -211,13 +230,15 @@ class RadixTrees:
 
     def touch(self, node: Node, *, hit: bool) -> None:
         """Mark a node and all above it as used. hit: a sequence begins with it."""
-        above, tick = node, self.clock.tick
+        above, tick, now, changed = node, self.clock.tick, self.clock.now, self._changed
         while above.parent is not None:
             if hit:
                 above.uses.hits += 1
                 above.previous_uses.num_continuation_hits += 1
-            above.tick = tick
+            above.tick, above.used_at = tick, now
             self.leaves.on_use(above)
+            if changed is not None:
+                changed.add(above)
             above = above.parent
 
     def apply_retention(self, ends: Sequence[Node], retention: SequenceRetention) -> None:
@@ -385,6 +406,7 @@ class RadixTrees:
                     self._pools[group].leave_index(block)
             del blocks[at:]
         node.edge = node.edge[: at * self._size]
+        self._report(node)
         self.leaves.update(node)
 
     def _remove_leaf(self, leaf: Node) -> None:
@@ -397,8 +419,10 @@ class RadixTrees:
     def _detach(self, leaf: Node) -> None:
         """Remove a leaf with its blocks from the tree. Its parent is not tidied."""
         assert leaf.parent is not None, "roots are not removed"
+        self.num_nodes -= 1
         self.retention.move_to_parent(leaf, leaf.parent)
         leaf.parent.detach(leaf)
+        self._report(leaf)
         for group, blocks in enumerate(leaf.blocks):
             for block in blocks:
                 if block != ABSENT:
@@ -416,13 +440,17 @@ class RadixTrees:
         """Merge a node into its only child, which keeps its end."""
         parent = node.parent
         assert parent is not None, "roots are not merged"
+        self.num_nodes -= 1
         parent.replace(node, child)
         node.parent = None
         child.edge = node.edge + child.edge
         for upper, lower in zip(node.blocks, child.blocks, strict=True):
             lower[:0] = upper
         child.tick, child.level = max(child.tick, node.tick), max(child.level, node.level)
+        child.created_at = min(child.created_at, node.created_at)
+        child.used_at = max(child.used_at, node.used_at)
         child.merge_uses(node)
+        self._report(node, child)
         self.retention.merge_nodes(node, child)
         self._unlist(node)
         self._list(child)
@@ -450,11 +478,17 @@ class RadixTrees:
             nodes.discard(node)
 
     def _number(self) -> int:
-        self._num_nodes += 1
-        return self._num_nodes
+        self._last_number += 1
+        self.num_nodes += 1
+        return self._last_number
+
+    def _report(self, *nodes: Node) -> None:
+        if self._changed is not None:
+            self._changed.update(nodes)
 
     def _forget_root(self, key: RootKey) -> None:
-        del self.roots[key]
+        self.num_nodes -= 1
+        self._report(self.roots.pop(key))
         keys = self._by_tenant[key[0].tenant]
         del keys[key]
         if not keys:
@@ -465,6 +499,10 @@ class RadixTrees:
     def namespaces(self, tenant: str) -> Iterator[Namespace]:
         """Namespaces of a tenant that have a root, the latest first."""
         return (key[0] for key in reversed(self._by_tenant.get(tenant, {})))
+
+    def roots_of(self, tenant: str) -> Iterator[Node]:
+        """The roots of a tenant's namespaces, oldest first."""
+        return (self.roots[key] for key in self._by_tenant.get(tenant, ()))
 
     def nodes(self) -> Iterator[Node]:
         """All nodes, roots first."""
@@ -478,6 +516,8 @@ class RadixTrees:
     def check(self) -> list[str]:
         """See PrefixIndex."""
         wrong = [f"node {node.id}: {wrong}" for node in self.nodes() for wrong in node_errors(node, self._size)]
+        if (count := sum(1 for _ in self.nodes())) != self.num_nodes:
+            wrong.append(f"{self.num_nodes} nodes are counted, and there are {count}")
         for node in self.nodes():
             wrong += [f"node {node.id}: {one}" for one in self.retention.node_errors(node, self._window_nodes)]
             if node.is_free_leaf and node not in self.leaves and not self.retention.is_pinned(node):

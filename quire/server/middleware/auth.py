@@ -10,7 +10,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from quire.server.api_keys import KEYLESS_CALLER, Caller, Keys
 from quire.server.errors import CrossSite, Forbidden, HostNotAllowed, NotAllowed, Unauthenticated, response_to
 
-OPEN_PATHS = frozenset({"/live", "/ready"})  # probes of a process manager, without data about requests
+OPEN_PATHS = frozenset({"/live", "/ready", "/", "/docs"})  # probes and the page, without data about requests
+OPEN_FOLDER = "/page/"  # files of the page
 _POLICY_VIOLATION = 1008  # WebSocket close code
 
 
@@ -29,7 +30,7 @@ class AuthMiddleware:
         state = scope.setdefault("state", {})
         # Only code of this process can set the state before, such as a batch for its requests.
         caller = state.get("caller") or self._caller(Headers(scope=scope))
-        if isinstance(caller, Caller) or scope["path"] in OPEN_PATHS:
+        if isinstance(caller, Caller) or scope["path"] in OPEN_PATHS or scope["path"].startswith(OPEN_FOLDER):
             state["caller"] = caller if isinstance(caller, Caller) else None
             await self._app(scope, receive, send)
         elif scope["type"] == "http":

@@ -36,12 +36,6 @@ def health_routes(service: Service, drain: Drain) -> APIRouter:
         service.check_model(name)
         return _model(service, name)
 
-    @router.head("/", include_in_schema=False, response_model=None)
-    @router.get("/", include_in_schema=False, response_model=None)
-    async def root() -> Response:
-        """Say what this is. Ollama's clients ask whether a server answers here."""
-        return Response("quire is running; /docs describes its routes\n", media_type="text/plain")
-
     @router.get("/version")
     async def version() -> dict[str, str]:
         """Return quire's version."""

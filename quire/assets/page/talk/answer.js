@@ -1,0 +1,98 @@
+// One answer of /v1/chat/completions, read from its stream: text, reasoning, calls, tokens, times.
+
+import { streamJSON } from '../api.js';
+
+function addCalls(calls, deltas) {
+  for (const delta of deltas) {
+    const call = (calls[delta.index ?? calls.length] ??= { id: '', type: 'function', function: { name: '', arguments: '' } });
+    if (delta.id) call.id = delta.id;
+    if (delta.function?.name) call.function.name += delta.function.name;
+    if (delta.function?.arguments) call.function.arguments += delta.function.arguments;
+  }
+}
+
+/** What is known of an answer while it arrives. Times are milliseconds of performance.now(). */
+export class Answer {
+  constructor() {
+    this.content = '';
+    this.reasoning = '';
+    this.calls = [];
+    this.tokens = []; // {text, logprob, top, forced, draft, event}, where `event` numbers the events of the stream; without logprobs one an event
+    this.events = []; // tokens of each event
+    this.drafts = 0; // tokens that came in one event with the next one
+    this.finish = null;
+    this.usage = null;
+    this.requestId = '';
+    this.started = performance.now();
+    this.first = null;
+    this.last = null;
+  }
+
+  add(chunk) {
+    if (chunk.error) throw new Error(chunk.error.message || 'The stream ended with an error.');
+    const before = this.usage?.completion_tokens || 0;
+    if (chunk.usage) this.usage = chunk.usage;
+    const choice = chunk.choices?.[0];
+    if (!choice) return;
+    const { delta } = choice;
+    const text = delta.content || '';
+    const reasoning = delta.reasoning_content || delta.reasoning || '';
+    this.content += text;
+    this.reasoning += reasoning;
+    if (delta.tool_calls) addCalls(this.calls, delta.tool_calls);
+    const isText = !delta.tool_calls && !this.calls.length; // text of calls is held back until it can be read
+    if (choice.finish_reason) this.finish = choice.finish_reason;
+    const listed = choice.logprobs?.content || [];
+    const number = listed.length || Math.max(0, (chunk.usage?.completion_tokens || 0) - before);
+    if (!number) return;
+    const event = this.events.push(number) - 1;
+    for (const token of listed) {
+      const top = (token.top_logprobs || []).map((one) => [one.token, one.logprob]);
+      this.tokens.push({ text: token.token, logprob: token.logprob, top, forced: Boolean(token.forced), draft: false, event });
+    }
+    if (!listed.length) this.tokens.push({ text: reasoning + text, logprob: null, top: [], forced: false, draft: isText && number > 1, event });
+    else if (isText && !listed.some((token) => token.forced)) for (const token of this.tokens.slice(-listed.length, -1)) token.draft = true;
+    this.drafts += isText && !listed.some((token) => token.forced) ? number - 1 : 0;
+    this.last = performance.now();
+    this.first ??= this.last;
+  }
+
+  /** What a message keeps of the answer: its text, and figures in seconds. */
+  message() {
+    const numTokens = this.usage?.completion_tokens ?? this.events.reduce((sum, one) => sum + one, 0);
+    const decode = this.first === null ? 0 : (this.last - this.first) / 1000;
+    return {
+      role: 'assistant',
+      content: this.content,
+      reasoning: this.reasoning,
+      tool_calls: this.calls.filter(Boolean),
+      finish: this.finish,
+      request: this.requestId,
+      figures: {
+        tokens: numTokens,
+        prompt: this.usage?.prompt_tokens ?? null,
+        cached: this.usage?.prompt_tokens_details?.cached_tokens ?? null,
+        forced: this.usage?.completion_tokens_details?.forced_tokens ?? 0,
+        first: this.first === null ? null : (this.first - this.started) / 1000,
+        rate: decode > 0 && numTokens > this.events[0] ? (numTokens - this.events[0]) / decode : null,
+        drafts: this.drafts,
+      },
+    };
+  }
+}
+
+/** Sends a request and calls `onChange(answer)` after each arrival. Returns the answer; a stop by `signal` is no error. */
+export async function requestAnswer(body, signal, onChange) {
+  const answer = new Answer();
+  try {
+    for await (const { requestId, events } of streamJSON('v1/chat/completions', { method: 'POST', body, signal })) {
+      if (requestId) answer.requestId = requestId;
+      for (const event of events) answer.add(event);
+      onChange(answer);
+    }
+  } catch (error) {
+    if (error.name === 'AbortError') answer.finish = 'stopped';
+    else answer.error = error.message;
+  }
+  return answer;
+}

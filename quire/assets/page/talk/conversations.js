@@ -1,0 +1,110 @@
+// Conversations: trees of messages, kept in the browser within a bound.
+
+const PREFIX = 'quire.chat.';
+const MAX_CHATS = 100;
+const MAX_CHARACTERS = 2_000_000; // browsers allow 5 million for one origin
+
+const newId = () => Math.random().toString(36).slice(2, 10) + Date.now().toString(36);
+
+/** One conversation. Messages are nodes `{id, parent, role, content, ...}`; `chosen` has the child that is shown of each node. */
+export class Conversation {
+  constructor(saved) {
+    this.id = saved?.id || newId();
+    this.title = saved?.title || '';
+    this.system = saved?.system || '';
+    this.changed = saved?.changed || Date.now();
+    this.nodes = new Map((saved?.nodes || []).map((node) => [node.id, node]));
+    this.chosen = new Map(saved?.chosen || []);
+  }
+
+  /** Adds a message below `parent` ('' is the root) and shows its branch. */
+  add(parent, message) {
+    const node = { id: newId(), parent, ...message };
+    this.nodes.set(node.id, node);
+    this.chosen.set(parent, node.id);
+    this.changed = Date.now();
+    if (!this.title && node.role === 'user') this.title = node.content.trim().replace(/\s+/g, ' ').slice(0, 60);
+    return node;
+  }
+
+  children(parent) {
+    return [...this.nodes.values()].filter((node) => node.parent === parent);
+  }
+
+  /** The messages of the branch that is shown, from the first to the last. */
+  path() {
+    const shown = [];
+    for (let id = this.chosen.get(''); id && this.nodes.has(id); id = this.chosen.get(id)) shown.push(this.nodes.get(id));
+    return shown;
+  }
+
+  /** The messages up to and with a node. */
+  pathTo(id) {
+    const path = [];
+    for (let node = this.nodes.get(id); node; node = this.nodes.get(node.parent)) path.unshift(node);
+    return path;
+  }
+
+  siblings(node) {
+    return this.children(node.parent);
+  }
+
+  choose(node) {
+    this.chosen.set(node.parent, node.id);
+  }
+
+  remove(id) {
+    const node = this.nodes.get(id);
+    for (const child of this.children(id)) this.remove(child.id);
+    this.nodes.delete(id);
+    this.chosen.delete(id);
+    const left = this.children(node.parent);
+    if (left.length) this.chosen.set(node.parent, left.at(-1).id);
+    else this.chosen.delete(node.parent);
+  }
+
+  toJSON() {
+    const { id, title, system, changed } = this;
+    return { id, title, system, changed, nodes: [...this.nodes.values()], chosen: [...this.chosen] };
+  }
+}
+
+const keys = () => Object.keys(localStorage).filter((key) => key.startsWith(PREFIX));
+
+function load(key) {
+  try {
+    return new Conversation(JSON.parse(localStorage.getItem(key)));
+  } catch {
+    localStorage.removeItem(key);
+    return null;
+  }
+}
+
+/** All kept conversations, the latest first. */
+export function listConversations() {
+  return keys().map(load).filter(Boolean).sort((one, other) => other.changed - one.changed);
+}
+
+export const deleteConversation = (conversation) => localStorage.removeItem(PREFIX + conversation.id);
+export const deleteAll = () => keys().forEach((key) => localStorage.removeItem(key));
+
+/** Keeps a conversation, and drops the oldest ones beyond the bound. Returns what a person should know, or ''. */
+export function keepConversation(conversation) {
+  const text = JSON.stringify(conversation);
+  if (text.length > MAX_CHARACTERS) return 'This conversation is too long to be kept. Export it before you close the page.';
+  const others = listConversations().filter((one) => one.id !== conversation.id);
+  let size = text.length + others.reduce((sum, one) => sum + localStorage.getItem(PREFIX + one.id).length, 0);
+  let dropped = 0;
+  while (others.length && (size > MAX_CHARACTERS || others.length >= MAX_CHATS)) {
+    const oldest = others.pop();
+    size -= localStorage.getItem(PREFIX + oldest.id).length;
+    deleteConversation(oldest);
+    dropped += 1;
+  }
+  try {
+    localStorage.setItem(PREFIX + conversation.id, text);
+  } catch {
+    return 'This browser keeps nothing. Export what you need before you close the page.';
+  }
+  return dropped ? `Deleted to make room: the ${dropped === 1 ? 'oldest conversation' : `${dropped} oldest conversations`}.` : '';
+}

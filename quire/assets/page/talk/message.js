@@ -1,0 +1,138 @@
+// One message of a conversation as an element: text, reasoning, calls, figures, and what can be done with it.
+
+import { button, copyText, count, h, icon, percent, plural, seconds } from '../dom.js';
+import { MarkdownView } from './markdown.js';
+import { tokenView } from './tokens.js';
+
+function pretty(text) {
+  try {
+    return JSON.stringify(JSON.parse(text), null, 2);
+  } catch {
+    return text;
+  }
+}
+
+function callCards(node, onResults) {
+  if (!node.tool_calls?.length) return null;
+  const areas = [];
+  const cards = node.tool_calls.map((call, index) => {
+    const card = h('div', { class: 'call' },
+      h('div', { class: 'call-head' }, h('span', { class: 'tag' }, 'call'), h('b', { class: 'mono' }, call.function.name)),
+      h('pre', { class: 'mono' }, pretty(call.function.arguments || '')));
+    if (onResults) {
+      const id = `result-${node.id}-${index}`;
+      areas.push(h('textarea', { id, rows: 2, class: 'mono', placeholder: 'What the tool returns, as text or JSON' }));
+      card.append(h('label', { for: id }, `Result of ${call.function.name}`), areas.at(-1));
+    }
+    return card;
+  });
+  const send = onResults && button('Send results', () => onResults(areas.map((area) => area.value)), { class: 'primary' });
+  return h('div', { class: 'calls' }, cards, send);
+}
+
+function figures(node) {
+  const known = node.figures;
+  if (!known) return null;
+  const parts = [];
+  if (known.tokens) parts.push(h('span', {}, `${count(known.tokens)} tokens`));
+  if (known.rate) parts.push(h('span', {}, `${known.rate.toFixed(known.rate < 100 ? 1 : 0)} tokens/s`));
+  if (known.first !== null) parts.push(h('span', {}, `first after ${seconds(known.first)}`));
+  if (known.drafts) parts.push(h('span', { title: 'Tokens that came in one event with the next one: accepted drafts, or text that was held back' }, plural(known.drafts, 'draft')));
+  if (known.forced) parts.push(h('span', { title: 'Tokens that the constraint left no choice for' }, `${count(known.forced)} forced`));
+  if (known.prompt !== null && known.cached !== null) {
+    const text = `${count(known.cached)} of ${count(known.prompt)} prompt tokens cached`;
+    parts.push(h('span', { class: 'cached', title: text },
+      h('span', { class: 'meter', 'aria-hidden': 'true' }, h('span', { style: { width: known.prompt ? `${(100 * known.cached) / known.prompt}%` : '0' } })),
+      `${text} (${percent(known.cached, known.prompt)})`));
+  }
+  if (['length', 'stopped', 'error', 'abort', 'repetition'].includes(node.finish)) {
+    parts.push(h('span', { class: 'tag' }, { length: 'cut at max tokens', stopped: 'stopped' }[node.finish] || node.finish));
+  }
+  return h('p', { class: 'figures' }, parts);
+}
+
+/** Shows a message while it is generated, and afterwards. `actions` has the callbacks of the conversation. */
+export class MessageView {
+  #markdown = new MarkdownView();
+  #reasoning = h('pre', { class: 'reasoning-text' });
+  #fold = null;
+  #foot = h('div', { class: 'message-foot' });
+  #body = h('div', { class: 'message-body' });
+
+  constructor(node, actions) {
+    this.node = node;
+    this.actions = actions;
+    this.element = h('article', { class: `message ${node.role}`, 'aria-label': actions.nameOf(node), 'data-node': node.id },
+      h('header', {}, h('h2', {}, actions.nameOf(node)), h('span', { class: 'switch' })), this.#body, this.#foot);
+    this.update(node);
+  }
+
+  /** Draws text and reasoning; cheap enough to be called while the answer grows. */
+  update(node) {
+    this.node = node;
+    if (node.reasoning) {
+      this.#fold ??= h('details', { class: 'reasoning' }, h('summary', {}, 'Reasoning'), this.#reasoning);
+      this.#reasoning.textContent = node.reasoning;
+      if (!this.#fold.isConnected) this.#body.prepend(this.#fold);
+    }
+    if (node.role === 'assistant') {
+      if (!this.#markdown.element.isConnected) this.#body.append(this.#markdown.element);
+      this.#markdown.show(node.content);
+    } else if (!this.#body.firstChild) {
+      this.#body.append(h('div', { class: node.role === 'tool' ? 'plain mono' : 'plain' }, node.content));
+    }
+  }
+
+  /** Draws what only whole messages have: calls, figures, actions, the switch between branches. */
+  finish({ error, answer, awaitsResults, siblings }) {
+    const { node, actions } = this;
+    for (const old of this.element.querySelectorAll('.calls, header .actions')) old.remove();
+    const calls = callCards(node, awaitsResults && ((results) => actions.sendResults(node, results)));
+    if (calls) this.#body.append(calls);
+    this.#switch(siblings);
+    const bar = h('div', { class: 'actions', role: 'toolbar', 'aria-label': 'Actions of this message' });
+    const act = (label, onclick, properties) => bar.append(button(label, onclick, { class: 'quiet', ...properties }));
+    act('Copy', (event) => copyText(node.content, event.currentTarget));
+    if (node.role !== 'tool') act('Edit', () => this.#edit());
+    if (node.role === 'assistant') {
+      act('Regenerate', () => actions.regenerate(node));
+      if (answer?.tokens.length) act('Tokens', (event) => this.#toggleTokens(answer, event.currentTarget), { 'aria-expanded': 'false' });
+      act('Request', () => actions.showRequest(node));
+      if (node.request) act('Explain', () => actions.explain(node.request));
+    }
+    if (node.role === 'user') this.element.querySelector('header').append(bar);
+    this.#foot.replaceChildren(...[error && h('p', { class: 'error', role: 'alert' }, error), figures(node), node.role !== 'user' && bar].filter(Boolean));
+  }
+
+  #switch(siblings) {
+    const place = siblings.indexOf(this.node);
+    const move = (step, name, label) => h('button', {
+      type: 'button', class: 'quiet', 'aria-label': label, disabled: !siblings[place + step], onclick: () => this.actions.choose(siblings[place + step]),
+    }, icon(name));
+    this.element.querySelector('.switch').replaceChildren(...(siblings.length < 2 ? [] : [
+      move(-1, 'left', 'Previous branch'), h('span', {}, `${place + 1}/${siblings.length}`), move(1, 'right', 'Next branch')]));
+  }
+
+  #toggleTokens(answer, toggle) {
+    const open = this.#body.querySelector('.tokens');
+    toggle.setAttribute('aria-expanded', open ? 'false' : 'true');
+    this.#markdown.element.hidden = !open;
+    if (open) open.remove();
+    else this.#body.append(tokenView(answer));
+  }
+
+  #edit() {
+    const area = h('textarea', { rows: Math.min(12, this.node.content.split('\n').length + 1), value: this.node.content, 'aria-label': 'Edited message' });
+    const text = this.node.role === 'user' ? 'Send as a new branch' : 'Keep as a new branch';
+    const box = h('form', { class: 'edit', onsubmit: (event) => {
+      event.preventDefault();
+      this.actions.edit(this.node, area.value);
+    } }, area, h('div', { class: 'row' }, h('button', { class: 'primary' }, text), button('Cancel', () => {
+      box.remove();
+      this.#body.hidden = this.#foot.hidden = false;
+    })));
+    this.#body.hidden = this.#foot.hidden = true;
+    this.element.append(box);
+    area.focus();
+  }
+}

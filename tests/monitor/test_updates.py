@@ -1,0 +1,347 @@
+"""Updates: changes put together are the whole state at any time, and the state is that of scheduler and cache."""
+
+import json
+import random
+
+import msgspec
+import pytest
+from scripted_engine import Rig
+from viewer_state import ViewerState, whole
+
+from quire.cache.block_table import ABSENT
+from quire.core.request import Beams, Namespace
+from quire.core.scheduling_params import Retention, SchedulingParams
+from quire.errors import RequestError
+from quire.monitor import tree
+from quire.monitor.monitor import Monitor
+from quire.monitor.update import Watcher
+
+EVERYTHING = Watcher("", sees_all=True)
+TENANTS = ("ann", "bob", "eve")
+KINDS = {
+    "radix": {"prefix_index": "radix"},
+    "two in flight": {"prefix_index": "radix", "steps_in_flight": 2},
+    "hash": {"prefix_index": "hash"},
+    "none": {"prefix_index": "none"},
+    "window": {"prefix_index": "radix", "windows": (0, 8)},
+    "host": {"prefix_index": "radix", "num_host_blocks": 32, "preemption": "swap", "steps_in_flight": 2},
+    "cost": {"prefix_index": "radix", "eviction": "cost"},
+}
+
+
+class Traffic:
+    """A rig under random requests of three tenants, which share prefixes, with aborts, beams and failed steps."""
+
+    def __init__(self, seed, **options):
+        self.rng = random.Random(seed)
+        self.rig = Rig(num_blocks=28, seed=seed, fails=lambda step: self.rng.random() < 0.02, **options)
+        self.prefixes = [[self.rng.randrange(50) for _ in range(12)] for _ in range(3)]
+        self.names = []
+
+    def add(self):
+        rng, name = self.rng, f"r{len(self.names)}"
+        prompt = rng.choice(self.prefixes)[: rng.randrange(1, 12)] + [
+            rng.randrange(50) for _ in range(rng.randrange(12))
+        ]
+        kind = rng.random()
+        more = {"n": 2} if kind < 0.2 else {}
+        if kind > 0.9:
+            more = {"beams": Beams(width=2, num_candidates=4, length_penalty=1.0, early_stopping=False)}
+        retention = Retention(pin=True, ttl=rng.choice([0.01, None])) if rng.random() < 0.1 else Retention()
+        where = Namespace(tenant=rng.choice(TENANTS), salt=rng.choice(["", "", "s"]))
+        params = SchedulingParams(retention=retention)
+        self.names.append(name)
+        self.rig.add(name, prompt, namespace=where, max_tokens=rng.randrange(1, 40), scheduling_params=params, **more)
+
+    def move(self):
+        event = self.rng.random()
+        if event < 0.4:
+            self.add()
+        elif event < 0.28 and self.names:
+            self.rig.abort(self.rng.choice(self.names))
+        elif event < 0.29:
+            self.rig.engine.flush_cache()
+        self.rig.step()
+
+
+class Look:
+    """A viewer that puts its updates together."""
+
+    def __init__(self, monitor, number, watcher):
+        self.monitor, self.number, self.watcher = monitor, number, watcher
+        self.state, self.num_seen = ViewerState(), 0
+
+    def update(self, now):
+        update = self.monitor.update(self.number, self.watcher, self.num_seen, now, 0.0)
+        self.num_seen += 1
+        self.state.apply(decoded(update))
+
+    def full(self, now):
+        """The whole state, as another viewer sees it first."""
+        update = self.monitor.update(-1, self.watcher, 0, now, 0.0)
+        self.monitor.forget(-1)
+        assert update.full
+        return whole(decoded(update))
+
+
+def decoded(update):
+    return json.loads(msgspec.json.encode(update))
+
+
+def without_numbers(state):
+    """The state with ids of sequences in place of owner numbers, which depend on what a viewer has seen before."""
+    seqs = {str(row["owner"]): f"seq{row['seq']}" for row in state["requests"]} | {"0": "nobody"}
+
+    def named(one):
+        letter, _, number = one.partition(":")
+        return f"{letter}:{seqs[number]}" if number else letter
+
+    renamed = {key: {p: list(map(named, some)) for p, some in state[key].items()} for key in ("blocks", "host")}
+    requests = [{**row, "owner": None} for row in state["requests"]]
+    return {**state, **renamed, "requests": requests}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(4))
+def test_changes_put_together_are_the_whole_state(kind, seed, monkeypatch):
+    monkeypatch.setattr(tree, "MOST_NODES", 12)
+    monkeypatch.setattr(tree, "_FEWEST_NODES", 8)
+    monkeypatch.setattr(tree, "_MOST_REMOVALS", 6)
+    traffic = Traffic(seed, **KINDS[kind])
+    rig, rng = traffic.rig, random.Random(seed)
+    monitor = Monitor(rig.scheduler)
+    looks = [Look(monitor, i, watcher) for i, watcher in enumerate((EVERYTHING, Watcher("ann", sees_all=False)))]
+    looks.append(Look(monitor, 2, EVERYTHING))
+    num_compared = 0
+    for _ in range(250):
+        traffic.move()
+        for look in looks:
+            if rng.random() < (0.5, 0.5, 0.05)[look.number]:
+                look.update(rig.now)
+                assert without_numbers(look.state.whole) == without_numbers(look.full(rig.now))
+                num_compared += 1
+    assert num_compared > 100 and rig.engine.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(2))
+def test_blocks_are_those_of_tables_and_index(kind, seed):
+    traffic = Traffic(10 + seed, **KINDS[kind])
+    rig = traffic.rig
+    monitor = Monitor(rig.scheduler)
+    everything, own = Look(monitor, 0, EVERYTHING), Look(monitor, 1, Watcher("ann", sees_all=False))
+    seen = set()
+    for _ in range(200):
+        traffic.move()
+        for look in (everything, own):
+            look.update(rig.now)
+            state = without_numbers(look.state.whole)
+            for group, pool in enumerate(rig.cache.pools):
+                assert state["blocks"][group] == expected_blocks(rig, look.watcher, group), look.watcher
+                assert state["blocks"][group].count("F") == pool.num_free == state["pools"][group]["num_free"]
+                seen |= {one.partition(":")[0] for one in state["blocks"][group]}
+            for group, pool in enumerate(rig.cache.host_pools):
+                states = state["host"].get(group, [])
+                assert states.count("F") == pool.num_free
+    assert seen >= ({"F", "U", "O"} if kind == "none" else {"F", "U", "C", "O"})
+
+
+def expected_blocks(rig, watcher, group):
+    """The states of all blocks, one by one."""
+    cache, pool = rig.cache, rig.cache.pools[group]
+    mine = [seq for seq in rig.scheduler.state.running_queue.running if sees(watcher, seq.request.namespace.tenant)]
+    pins = set() if cache.index.retention is None else set(cache.index.retention.pin_refs(group))
+    nodes = list(cache.index.trees.nodes()) if hasattr(cache.index, "trees") else []
+    own = {block for node in nodes if sees(watcher, node.tenant) for block in node.blocks[group]} - {ABSENT}
+    states = []
+    for block in range(pool.num_blocks):
+        users = [seq.id for seq in mine if block in seq.table.blocks[group]]
+        is_own = pool.is_indexed(block) if watcher.sees_all else block in own
+        if not pool.num_refs(block):
+            states.append("F")
+        elif users:
+            states.append(f"{'S' if len(users) > 1 else 'U'}:seq{users[0]}")
+        elif is_own:
+            states.append("P" if block in pins else "C")
+        else:
+            states.append("U:nobody" if watcher.sees_all else "O")
+    return states
+
+
+def sees(watcher, tenant):
+    return watcher.sees_all or tenant == watcher.tenant
+
+
+def test_nodes_are_those_of_the_trees():
+    traffic = Traffic(5, prefix_index="radix")
+    rig = traffic.rig
+    look = Look(Monitor(rig.scheduler), 0, EVERYTHING)
+    gone, merged = set(), 0
+    for _ in range(300):
+        traffic.move()
+        before = set(look.state.nodes) if look.num_seen else set()
+        look.update(rig.now)
+        nodes = {node.id: node for node in rig.cache.index.trees.nodes()}
+        assert look.state.nodes.keys() == nodes.keys()
+        running = [seq.table for seq in rig.scheduler.state.running_queue.running]
+        for (
+            number,
+            parent,
+            num_tokens,
+            num_blocks,
+            hits,
+            num_users,
+            used,
+            created,
+            kind,
+            text,
+        ) in look.state.nodes.values():
+            node = nodes[number]
+            assert parent == (-1 if node.parent is None else node.parent.id)
+            assert (num_tokens, num_blocks) == (len(node.edge) // 8, len(node.blocks[0]))
+            below = set(node.walk())
+            assert num_users == sum(table.cursor.handle in below for table in running)
+            assert (kind == 1) == (num_users > 0) or kind == 2
+            assert created <= used <= rig.now and hits == node.most_hits
+            assert text == (node.tenant if parent == -1 else "")
+        evicted = set(look.state.last["tree"]["evicted"])
+        assert evicted <= before - nodes.keys()
+        merged += len(look.state.last["tree"]["hidden"])
+        gone |= evicted
+    assert gone and merged, "nodes were evicted, and nodes were merged"
+
+
+def test_steps_have_tokens_by_kind_and_seconds_once_they_are_known():
+    rig = Rig(steps_in_flight=2, prefix_index="radix")
+    look = Look(Monitor(rig.scheduler), 0, EVERYTHING)
+    own = Look(look.monitor, 1, Watcher("ann", sees_all=False))
+    rig.add("a", list(range(10)), max_tokens=6, namespace=Namespace(tenant="ann"))
+    for _ in range(3):
+        rig.step()
+        look.update(rig.now)
+    measured = [row[3] is None for row in sorted(look.state.steps.values())]
+    assert len(measured) > 1 and measured == [False] * (len(measured) - 1) + [True], "one step is in flight"
+    rig.add("b", list(range(20, 28)), max_tokens=3, namespace=Namespace(tenant="bob"))
+    rig.run()
+    look.update(rig.now)
+    own.update(rig.now)
+    rows = look.state.whole["steps"]
+    assert sum(row[4] for row in rows) == 18, "prompt tokens"
+    assert sum(row[5] for row in rows) == 5 + 2, "each but the first output token is computed by a decode"
+    assert all(row[3] is not None for row in rows) and [row[0] for row in rows] == list(range(len(rows)))
+    mine = own.state.whole["steps"]
+    assert sum(row[4] for row in mine) == 10 and sum(row[5] for row in mine) == 5
+    assert all(row[2:4] == row[9:][:2] == [None, None] and row[11] is None for row in mine)
+    assert {row[8] for row in mine} == {1}
+    assert {row[8] for row in rows} >= {1, 2}
+
+
+def test_totals_count_each_tenant():
+    rig = Rig(prefix_index="radix")
+    for name in ("ann", "bob"):
+        for i in range(2):
+            rig.add(f"{name}{i}", [*range(16), i], max_tokens=3, namespace=Namespace(tenant=name))
+            rig.run()
+    monitor = Monitor(rig.scheduler)
+    all_of_it = monitor.update(0, EVERYTHING, 0, rig.now, 0.0).totals
+    own = monitor.update(1, Watcher("ann", sees_all=False), 0, rig.now, 0.0).totals
+    nobody = monitor.update(2, Watcher("zoe", sees_all=False), 0, rig.now, 0.0).totals
+    assert (own.prompt_tokens, own.output_tokens, own.queried_tokens, own.cached_tokens) == (34, 6, 34, 16)
+    assert (own.finished, own.preemptions) == (2, 0)
+    doubled = [2 * number for number in msgspec.structs.astuple(own)]
+    assert list(msgspec.structs.astuple(all_of_it)) == doubled
+    assert set(msgspec.structs.astuple(nobody)) == {0}
+
+
+def test_waiting_requests_say_why():
+    rig = Rig(max_num_seqs=1, prefix_index="radix")
+    rig.add("a", list(range(8)), max_tokens=20)
+    rig.add("b", list(range(8)), max_tokens=20, n=2)
+    rig.step()
+    rig.step()
+    rows = Monitor(rig.scheduler).update(0, EVERYTHING, 0, rig.now, 0.0).requests
+    assert [(row.id, row.state) for row in rows] == [("a", "running"), ("b", "waiting"), ("b", "waiting")]
+    assert [row.reason.partition(":")[0] for row in rows] == ["", "rows", "prompt"]
+
+
+def test_an_update_that_was_lost_leads_to_a_full_one():
+    rig = Rig(prefix_index="radix")
+    monitor = Monitor(rig.scheduler)
+    about = (EVERYTHING, rig.now)
+    assert monitor.update(0, EVERYTHING, 0, 0.0, 0.0).full
+    assert not monitor.update(0, EVERYTHING, 1, 0.0, 0.0).full
+    assert monitor.update(0, EVERYTHING, 1, 0.0, 0.0).full, "the second update did not arrive"
+    assert not monitor.update(0, EVERYTHING, 2, 0.0, 0.0).full
+    assert monitor.update(7, EVERYTHING, 3, 0.0, 0.0).full, "an engine that has restarted knows no viewer"
+    assert about
+
+
+def test_a_repaired_index_leads_to_a_full_update():
+    traffic = Traffic(3, prefix_index="radix")
+    look = Look(Monitor(traffic.rig.scheduler), 0, EVERYTHING)
+    for _ in range(40):
+        traffic.move()
+    look.update(traffic.rig.now)
+    old = traffic.rig.cache.index
+    next(iter(old.trees.nodes())).edge += b"wrong"
+    traffic.rig.scheduler.repair()
+    assert traffic.rig.cache.index is not old
+    look.update(traffic.rig.now)
+    assert look.state.last["full"]
+    assert without_numbers(look.state.whole) == without_numbers(look.full(traffic.rig.now))
+
+
+def test_nothing_is_recorded_without_viewers(monkeypatch):
+    calls = []
+    for name in ("planned", "committed", "steps"):
+        monkeypatch.setattr(
+            f"quire.scheduler.step_log.StepLog.{name}", lambda *args, name=name: calls.append(name) or []
+        )
+    monkeypatch.setattr("quire.engine.engine.Monitor.update", lambda *args: calls.append("update") or {})
+    rig = Rig(prefix_index="radix")
+    trees = rig.cache.index.trees
+
+    def run():
+        rig.add(f"r{len(rig.reasons)}", list(range(9)), max_tokens=4)
+        rig.run()
+
+    run()
+    assert not calls and rig.scheduler.step_log is None and trees._changed is None
+    rig.engine.look(1, EVERYTHING, 0)
+    monkeypatch.setattr("quire.monitor.monitor.Monitor.num_viewers", 0)
+    run()
+    assert {"update", "planned", "committed"} <= set(calls) and trees._changed
+    rig.engine.forget_viewer(1)
+    calls.clear()
+    run()
+    assert not calls and rig.scheduler.step_log is None and trees._changed is None
+
+
+def test_a_full_queue_lists_the_first_sequences(monkeypatch):
+    monkeypatch.setattr("quire.monitor.monitor.MOST_SEQUENCES", 5)
+    rig = Rig(max_num_seqs=2)
+    for i in range(8):
+        rig.add(str(i), [1, 2, 3], max_tokens=4)
+    rig.step()
+    update = Monitor(rig.scheduler).update(0, EVERYTHING, 0, rig.now, 0.0)
+    assert [row.id for row in update.requests] == list("01234")
+    assert (update.num_running, update.num_waiting) == (2, 6)
+
+
+def test_a_tenant_sees_only_sums_of_others():
+    rig = Rig(prefix_index="radix", max_num_seqs=2)
+    for i, name in enumerate(("bob", "ann", "bob")):
+        rig.add(f"{name}{i}", [i] * 9, max_tokens=20, namespace=Namespace(tenant=name, salt=f"{name}'s"))
+    rig.step()
+    monitor = Monitor(rig.scheduler)
+    update = monitor.update(0, Watcher("ann", sees_all=False), 0, rig.now, 0.0)
+    assert [row.id for row in update.requests] == ["ann1"] and update.requests[0].mine
+    assert (update.num_running, update.num_waiting) == (1, 0)
+    used = len(rig.cache.tables[0].blocks[0])
+    assert msgspec.structs.astuple(update.others) == (1, 1, used)
+    assert b"bob" not in msgspec.json.encode(update)
+    other = next(row.id for row in monitor.update(1, EVERYTHING, 0, rig.now, 0.0).tree.nodes if row.text == "bob")
+    assert rig.engine.node(EVERYTHING, other) is not None
+    assert rig.engine.node(Watcher("ann", sees_all=False), other) is None
+    with pytest.raises(RequestError):
+        rig.add("ann1", [1])

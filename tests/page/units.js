@@ -1,0 +1,106 @@
+// Tests of the page's modules without a server, run by `make page-check`: `load(path)` imports a module, `check(name, passed)` notes.
+(async ({ load, check, equal }) => {
+  const { EventParser } = await load('api.js');
+  const { Monitor, readRuns, rates, hitRates } = await load('see/monitor.js');
+  const { layoutTree } = await load('see/tree_layout.js');
+  const { layoutCells } = await load('see/blocks.js');
+  const { Conversation } = await load('talk/conversations.js');
+  const { MarkdownView } = await load('talk/markdown.js');
+  const { pythonLiteral, asCurl } = await load('talk/request.js');
+  const { Answer } = await load('talk/answer.js');
+
+  const stream = 'data: {"a": 1}\n\n: comment\r\n\r\ndata: two\ndata: lines\n\ndata:[DONE]\n\n';
+  for (let size = 1; size <= stream.length; size += 1) {
+    const parser = new EventParser();
+    const events = [];
+    for (let at = 0; at < stream.length; at += size) events.push(...parser.feed(stream.slice(at, at + size)));
+    equal(`events in pieces of ${size}`, events, ['{"a": 1}', 'two\nlines', '[DONE]']);
+  }
+
+  equal('runs of blocks', [...readRuns('F*120,U:3*4,C,P*2')], [[0, 0, 120], [2, 3, 4], [1, 0, 1], [4, 0, 2]]);
+  equal('no runs', [...readRuns('')], []);
+  let refused = false;
+  try {
+    [...readRuns('Q*3')];
+  } catch {
+    refused = true;
+  }
+  check('an unknown state is refused', refused);
+
+  const pool = { name: 'full', block_size: 16, num_blocks: 10, num_free: 4, num_idle: 1, num_host_blocks: 0, num_host_used: 0 };
+  const totals = { prompt_tokens: 0, output_tokens: 0, cached_tokens: 0, queried_tokens: 0, preemptions: 0, finished: 0 };
+  const update = (more) => ({ full: false, at: 1, step: 1, sees: 'all', pools: [pool], blocks: [], host_blocks: [], requests: [], num_running: 0, num_waiting: 0,
+    tree: { nodes: [], evicted: [], num_nodes: 0, shown: 0 }, steps: [], totals, ...more });
+  const request = { id: 'a', seq: 0, state: 'running', num_output: 0, since: 0, owner: 3 };
+  const monitor = new Monitor();
+  monitor.apply(update({ full: true, blocks: [[0, 0, 'F*10']], requests: [request], tree: { nodes: [[1, -1, 0, 0, 0, 0, 0, 0, 0, ''], [2, 1, 9, 1, 4, 0, 0, 0, 0, '']], evicted: [], num_nodes: 2, shown: 2 } }));
+  monitor.apply(update({ at: 3, blocks: [[0, 2, 'U:3*2'], [0, 9, 'C']], requests: [{ ...request, num_output: 1 }], tree: { nodes: [], evicted: [2], num_nodes: 1, shown: 1 },
+    totals: { ...totals, output_tokens: 10, queried_tokens: 8, cached_tokens: 2 } }));
+  equal('changed blocks', [...monitor.pools[0].device.state], [0, 0, 2, 2, 0, 0, 0, 0, 0, 1]);
+  equal('owners', [...monitor.pools[0].device.owner], [0, 0, 3, 3, 0, 0, 0, 0, 0, 0]);
+  equal('time to the first token', monitor.firstTokens, [3]);
+  equal('an evicted node leaves the tree', [monitor.nodes.has(2), monitor.evicted.map((one) => one.node.id)], [false, [2]]);
+  equal('the tree of an earlier time', monitor.treeAt(1).nodes.map((node) => node.id), [1, 2]);
+  equal('rates', rates(monitor.samples, 'output_tokens'), [{ at: 3, value: 5 }]);
+  equal('hit rate', hitRates(monitor.samples), [{ at: 3, value: 0.25 }]);
+  monitor.apply(update({ at: 4 }));
+  equal('a request that left', monitor.finished.map((one) => [one.id, one.left]), [['a', 4]]);
+  for (let at = 5; at < 2000; at += 1) monitor.apply(update({ at, requests: [{ ...request, id: `r${at}` }], steps: [[at, at, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]] }));
+  check('the history is bounded', monitor.snapshots.length <= 300 && monitor.samples.length <= 600 && monitor.finished.length <= 100 && monitor.steps.length <= 256);
+
+  const node = (id, parent, tokens) => ({ id, parent, tokens, created: id });
+  const tree = layoutTree([node(1, -1, 10), node(2, 1, 20), node(3, 1, 30), node(4, 2, 40)]);
+  const place = Object.fromEntries(tree.placed.map((one) => [one.id, [one.x0, one.x1, one.y0, one.y1]]));
+  equal('places of nodes', place, { 1: [0, 10, 0, 2], 2: [10, 30, 0, 1], 3: [10, 40, 1, 2], 4: [30, 70, 0, 1] });
+  const chain = layoutTree(Array.from({ length: 20000 }, (_, index) => node(index + 1, index || -1, 1)));
+  check('a chain of 20,000 nodes is laid out', chain.placed.length === 20000 && chain.rows === 1);
+
+  for (const [blocks, width, height] of [[1, 700, 300], [2298, 743, 352], [16384, 743, 352], [100000, 743, 352], [100000, 340, 260]]) {
+    const { perCell, numCells, across, down, columns } = layoutCells(blocks, width, height);
+    check(`${blocks} blocks fit ${width} x ${height}`, numCells * perCell >= blocks && Math.ceil(numCells / columns) * down <= height && columns * across <= width);
+  }
+
+  const conversation = new Conversation();
+  const first = conversation.add('', { role: 'user', content: 'one' });
+  const answer = conversation.add(first.id, { role: 'assistant', content: 'a' });
+  const other = conversation.add(first.id, { role: 'assistant', content: 'b' });
+  equal('the shown branch', conversation.path().map((one) => one.content), ['one', 'b']);
+  conversation.choose(answer);
+  const copy = new Conversation(JSON.parse(JSON.stringify(conversation)));
+  equal('a kept conversation', copy.path().map((one) => one.content), ['one', 'a']);
+  copy.remove(answer.id);
+  equal('a removed branch', copy.path().map((one) => one.id), [first.id, other.id]);
+
+  const view = new MarkdownView();
+  const text = '# Title\n\nSome *text* &amp; `code`\n\n| a | b |\n|---|--:|\n| 1 | 2 |\n\n1. x\n   - y\n\n```js\nlet a;\n```\n\n<b onclick="x()">html</b>';
+  for (let length = 1; length <= text.length; length += 1) view.show(text.slice(0, length));
+  const whole = new MarkdownView();
+  whole.show(text);
+  equal('Markdown in pieces', view.element.innerHTML, whole.element.innerHTML);
+  check('no element from HTML', !whole.element.querySelector('b, [onclick]') && whole.element.textContent.includes('<b onclick='));
+  check('blocks of Markdown', ['h3', 'em', 'code', 'table', 'ol ul', 'pre'].every((name) => whole.element.querySelector(name)));
+  const before = view.element.firstChild;
+  view.show(`${text}\n\nmore`);
+  check('unchanged blocks keep their elements', view.element.firstChild === before);
+  const deep = new MarkdownView();
+  deep.show('>'.repeat(20000));
+  check('text that cannot be read stays text', deep.element.textContent.length > 0);
+
+  const slow = new MarkdownView();
+  const begin = performance.now();
+  slow.show('_a_'.repeat(20000));
+  check('emphasis that would take seconds to read stays text', performance.now() - begin < 1000 && !slow.element.querySelector('em'));
+
+  equal('a Python literal', pythonLiteral({ a: [1, true, null, 'x"\n'] }), '{"a": [1, True, None, "x\\"\\n"]}');
+  check('quotes in curl', asCurl({ a: "it's" }, false).includes("it'\\''s"));
+
+  const grown = new Answer();
+  const chunk = (delta, tokens, more) => ({ choices: [{ delta, logprobs: tokens && { content: tokens.map((token) => ({ token, logprob: -0.1, top_logprobs: [] })) }, finish_reason: null }], ...more });
+  grown.add(chunk({ role: 'assistant', content: '' }));
+  grown.add(chunk({ reasoning_content: 'hm', reasoning: 'hm' }, ['hm']));
+  grown.add(chunk({ content: 'two tokens' }, ['two', ' tokens']));
+  grown.add(chunk({ tool_calls: [{ index: 0, id: 'c', function: { name: 'f', arguments: '{"a"' } }] }));
+  grown.add(chunk({ tool_calls: [{ index: 0, function: { arguments: ': 1}' } }] }));
+  const message = grown.message();
+  equal('an answer in pieces', [message.content, message.reasoning, message.tool_calls[0].function, message.figures.drafts], ['two tokens', 'hm', { name: 'f', arguments: '{"a": 1}' }, 1]);
+})

@@ -1,0 +1,1 @@
+"""Checks of the page in a real browser."""

@@ -1,0 +1,215 @@
+"""Checks of Talk: a chat, a stop, branches, tokens, tools, a schema, hostile output, keys."""
+
+import ast
+import json
+import re
+from collections.abc import Iterator
+
+from playwright.sync_api import Browser, Page, expect
+
+from tools.page_check.browser import Watched, watched
+from tools.page_check.servers import ADMIN_KEY, KEY, OTHER_KEY, load
+
+LONG = "Write a story with Zoe and the shovel."
+
+
+def say(page: Page, text: str, *, wait: bool = True) -> None:
+    """Send a message; wait for the whole answer."""
+    page.fill("#composer", text)
+    page.keyboard.press("Enter")
+    if wait:
+        done(page)
+
+
+def done(page: Page) -> None:
+    """Wait until no answer is being generated."""
+    expect(page.locator(".composer button[aria-label='Send']")).to_be_visible()
+    expect(page.locator(".growing")).to_have_count(0)
+
+
+def show_tokens(page: Page) -> None:
+    """Switch the last answer to its tokens."""
+    page.get_by_role("button", name="Tokens", exact=True).last.click()
+
+
+def check_chat(seen: Watched) -> None:
+    """An answer with its figures; the second one uses the cached tokens of the first."""
+    page = seen.page
+    say(page, "How much is the lantern?")
+    expect(page.locator(".message.assistant .markdown")).to_contain_text("11 coins")
+    say(page, "How much is the shovel?")
+    figures = page.locator(".message.assistant .figures").last.inner_text()
+    cached = int(figures.split(" of ")[0].split()[-1].replace(",", ""))
+    assert cached > 14, figures
+    assert "tokens/s" in figures, figures
+    assert "first after" in figures, figures
+
+
+def check_stop(seen: Watched) -> None:
+    """A stopped answer stays as far as it came."""
+    page = seen.page
+    page.fill("#set-max_tokens", "1500")
+    say(page, f"{LONG} {LONG} {LONG}", wait=False)
+    page.wait_for_function("() => document.querySelector('.growing .markdown')?.textContent.length > 10")
+    page.click(".composer button[aria-label='Stop']")
+    done(page)
+    page.fill("#set-max_tokens", "")
+    expect(page.locator(".message.assistant").last).to_contain_text("stopped")
+
+
+def check_branches(seen: Watched) -> None:
+    """Regenerate and edit make branches, which can be switched and are kept over a reload."""
+    page = seen.page
+    page.click("text=New conversation")
+    say(page, "Repeat: olive stove tin")
+    page.click(".message.assistant >> text=Regenerate")
+    done(page)
+    expect(page.locator(".message.assistant .switch")).to_contain_text("2/2")
+    page.click(".message.user >> text=Edit")
+    page.fill(".edit textarea", "Reverse: stove tin mango")
+    page.click("text=Send as a new branch")
+    done(page)
+    expect(page.locator(".message.assistant .markdown")).to_contain_text("mango tin stove")
+    page.click("button[aria-label='Previous branch']")
+    expect(page.locator(".message.user .plain")).to_have_text("Repeat: olive stove tin")
+    say(page, LONG, wait=False)
+    page.locator(".message.user").first.get_by_text("Edit", exact=True).click()
+    page.fill(".edit textarea", "Sort: carpet hammer deer")
+    page.click("text=Send as a new branch")
+    done(page)
+    expect(page.locator(".message.assistant .markdown")).to_contain_text("carpet deer hammer")
+    page.click("button[aria-label='Previous branch']")
+    page.click("button[aria-label='Previous branch']")
+    page.reload()
+    page.click(".chats button >> nth=0")
+    expect(page.locator(".message.user .switch").first).to_contain_text("1/3")
+
+
+def check_tokens(seen: Watched) -> None:
+    """Tokens with probabilities and alternatives, by pointer and by keyboard."""
+    page = seen.page
+    page.click("text=New conversation")
+    say(page, "Sum: 6 6 24 /think")
+    expect(page.locator(".reasoning summary")).to_be_visible()
+    show_tokens(page)
+    page.hover(".token-text .token >> nth=5")
+    expect(page.locator(".token-readout tr")).to_have_count(5)
+    page.focus(".token-text")
+    page.keyboard.press("Home")
+    expect(page.locator(".token-readout b")).to_have_text("<think>")
+
+
+def check_tools(seen: Watched) -> None:
+    """A call is shown, the person types its result, the model answers with it."""
+    page = seen.page
+    page.click("text=New conversation")
+    page.fill("#set-tools", "not JSON")
+    expect(page.locator("#problem-tools")).to_contain_text("not JSON")
+    page.click(".json-field:has(#set-tools) >> text=Example")
+    page.select_option("#set-tool_choice", "required")
+    page.fill("#set-temperature", "0")
+    say(page, "Check what the carpet costs.")
+    expect(page.locator(".call b")).to_have_text("get_price")
+    page.select_option("#set-tool_choice", "auto")
+    page.fill(".call textarea", '{"price": 7}')
+    page.click("text=Send results")
+    done(page)
+    expect(page.locator(".message.assistant").last).to_contain_text("7")
+    page.click(".json-field:has(#set-tools) >> text=Clear")
+
+
+def check_schema(seen: Watched) -> None:
+    """An answer by a JSON schema is JSON of that schema."""
+    page = seen.page
+    page.click("text=New conversation")
+    page.click(".json-field:has(#set-schema) >> text=Example")
+    say(page, "Faye took 18 white ladders on Thursday.\nJSON keys: count, day, name")
+    answer = json.loads(page.locator(".message.assistant .markdown").inner_text())
+    assert set(answer) == {"name", "day", "count"}, answer
+    page.click(".json-field:has(#set-schema) >> text=Clear")
+    page.fill("#set-temperature", "")
+
+
+def check_code(seen: Watched) -> None:
+    """A request as curl, and as Python that can be parsed."""
+    page = seen.page
+    page.click(".message.assistant >> text=Request")
+    assert page.locator("dialog pre").inner_text().startswith("curl -N http")
+    page.click("dialog >> text=Python")
+    ast.parse(page.locator("dialog pre").inner_text())
+    page.click("dialog >> text=Close")
+
+
+def check_hostile_output(seen: Watched) -> None:
+    """HTML of a message stays text, bad links are no links, nothing is loaded."""
+    page = seen.page
+    hostile = (
+        "<img src=x onerror=alert(1)><script>alert(2)</script> [a](javascript:alert(3)) ![i](http://example.org/a.png) "
+        "[b](https://example.org/) <a href='https://example.org' style='color:red'>c</a> **bold** `<b>code</b>`"
+    )
+    page.click(".message.assistant >> text=Edit")
+    page.fill(".edit textarea", hostile)
+    page.click("text=Keep as a new branch")
+    shown = page.locator(".message.assistant .markdown")
+    assert shown.locator("img, script, [style]").count() == 0
+    hrefs = shown.locator("a").evaluate_all("links => links.map((a) => [a.getAttribute('href'), a.rel, a.target])")
+    assert [href for href, _, _ in hrefs] == ["http://example.org/a.png", "https://example.org/"], hrefs
+    assert all("noopener" in rel and target == "_blank" for _, rel, target in hrefs), hrefs
+    expect(shown.locator("strong")).to_have_text("bold")
+    expect(shown.locator("code")).to_have_text("<b>code</b>")
+    expect(shown).to_contain_text("<script>alert(2)</script>")
+
+
+def check_server_error(seen: Watched) -> None:
+    """An error of the server is shown with its message."""
+    page = seen.page
+    page.click("text=New conversation")
+    page.fill("#set-temperature", "1000")
+    say(page, "Hello!")
+    expect(page.locator(".message .error")).to_contain_text("temperature")
+    page.fill("#set-temperature", "")
+
+
+def check_history(seen: Watched) -> None:
+    """Conversations can be deleted."""
+    page = seen.page
+    before = page.locator(".chats li").count()
+    page.hover(".chats li >> nth=0")
+    page.click(".chats .delete >> nth=0")
+    expect(page.locator(".chats li")).to_have_count(before - 1)
+    page.once("dialog", lambda dialog: dialog.accept())
+    page.click("text=Delete all")
+    expect(page.locator(".chats li button")).to_have_count(0)
+
+
+def check_keys(started: Browser, url: str) -> Iterator[str]:
+    """A server with keys: a wrong one, a tenant's, none any more, an admin's. Yields what was checked."""
+    with watched(started, url) as seen:
+        page = seen.page
+        page.fill("#key", "wrong")
+        page.click("text=Use this key")
+        expect(page.locator("#key-problem")).to_contain_text("does not know this key")
+        yield "a wrong key is refused with a message"
+        use_key(page, KEY)
+        say(page, "How much is the lantern?")
+        expect(page.locator(".message.assistant .markdown")).to_contain_text("coins")
+        assert KEY not in page.evaluate("JSON.stringify(localStorage)")
+        yield "the right key opens Talk, and is in sessionStorage only"
+        with load(url, 4, OTHER_KEY):
+            page.click("nav.views >> text=See")
+            expect(page.locator(".legend .swatch.other")).to_be_visible()
+            expect(page.locator(".queue .panel-head")).to_contain_text(re.compile(r"Others: [1-4] running"))
+            assert page.locator(".requests:nth-child(2) tbody tr").count() == 0
+            yield "a tenant sees its own requests, and counts of others"
+            page.click("text=Forget key")
+            use_key(page, ADMIN_KEY)
+            expect(page.locator(".requests:nth-child(2) tbody tr")).not_to_have_count(0)
+            yield "a forgotten key is asked for again, and an admin sees all requests"
+        assert seen.unexpected("401") == [], seen.errors
+
+
+def use_key(page: Page, key: str) -> None:
+    """Type a key into the dialog that asks for it."""
+    page.fill("#key", key)
+    page.click("text=Use this key")
+    expect(page.locator("#key")).to_have_count(0)
