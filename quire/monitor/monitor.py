@@ -345,15 +345,14 @@ class Monitor:
     def _steps(self, seen: Viewer, *, full: bool) -> list[StepRow]:
         """The steps that are new to a viewer, and those of which it has not seen the measured seconds."""
         assert self._scheduler.step_log is not None, "it is recorded while there are viewers"
-        rows = []
+        known, rows = seen.unmeasured, []
+        seen.unmeasured = set()
         for step in self._scheduler.step_log.steps():
-            if full or step.id > seen.last_step or (step.id in seen.unmeasured and step.is_over):
-                seen.unmeasured.discard(step.id)
-                if not step.is_over:
-                    seen.unmeasured.add(step.id)
-                row = _step_row(step, seen.watcher)
-                if row is not None:
-                    rows.append(row)
+            if not step.is_over:
+                seen.unmeasured.add(step.id)
+            is_news = step.id > seen.last_step or (step.id in known and step.is_over)
+            if (full or is_news) and (row := _step_row(step, seen.watcher)) is not None:
+                rows.append(row)
         seen.last_step = self._scheduler.last_step
         return rows
 
@@ -362,8 +361,8 @@ class Monitor:
         total = Totals()
         for one in stats.totals.values() if watcher.sees_all else [stats.totals.get(watcher.tenant, total)]:
             total = Totals(*(a + b for a, b in zip(structs.astuple(total), structs.astuple(one), strict=True)))
-        total.output_tokens += sum(seq.num_generated for seq in unfinished)
-        return total
+        num_more = sum(seq.num_generated for seq in unfinished)
+        return structs.replace(total, output_tokens=total.output_tokens + num_more)
 
 
 def _changes(before: list[np.ndarray] | None, codes: list[np.ndarray]) -> list[BlockRun]:

@@ -71,18 +71,26 @@ class Viewing:
         self._watcher = watcher
         self._is_ending = is_ending
         self._leave = leave
+        self._num_seen = 0
         self._closed = False
 
-    async def events(self, interval: float) -> AsyncIterator[bytes]:
-        """Updates as server-sent events, at most one every `interval` seconds. Raises EngineStopped."""
-        loop, num_seen = asyncio.get_running_loop(), 0
-        while not self._is_ending():
+    async def look(self) -> bytes:
+        """The next update as a server-sent event. Raises EngineStopped."""
+        update = await self._service.engine.look(self._number, self._watcher, self._num_seen)
+        self._num_seen += 1
+        return json_event(update)
+
+    async def events(self, first: bytes, interval: float) -> AsyncIterator[bytes]:
+        """The event `first` and the later ones, at most one every `interval` seconds. Raises EngineStopped."""
+        loop, update = asyncio.get_running_loop(), first
+        while True:
             due = loop.time() + interval
-            update = await self._service.engine.look(self._number, self._watcher, num_seen)
-            num_seen += 1
-            yield json_event(update)
+            yield update
             while (rest := due - loop.time()) > 0 and not self._is_ending():
                 await asyncio.sleep(min(rest, _POLL_SECONDS))
+            if self._is_ending():
+                return
+            update = await self.look()
 
     def close(self) -> None:
         """The viewer has left. Can be called again."""

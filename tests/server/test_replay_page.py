@@ -176,16 +176,16 @@ def test_the_command_serves_until_it_is_ended(journal_file):
         "--port",
         "0",
     ]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    watchdog = threading.Timer(60, process.kill)
-    watchdog.start()
-    try:
-        line = process.stdout.readline()
-        assert " steps on http://127.0.0.1:" in line
-        url = line.split()[-1]
-        assert httpx.get(f"{url}/monitor/steps?first=3&count=2").json()["steps"][1]["step"] == 4
-        process.terminate()
-        assert process.wait(30) in (0, -15)
-    finally:
-        watchdog.cancel()
-        process.kill()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        watchdog = threading.Timer(60, process.kill)
+        watchdog.start()
+        try:
+            line = process.stdout.readline()
+            assert " steps on http://127.0.0.1:" in line
+            url = line.split()[-1]
+            assert httpx.get(f"{url}/monitor/steps?first=3&count=2").json()["steps"][1]["step"] == 4
+            process.terminate()
+            assert process.wait(30) in (0, -15)
+        finally:
+            watchdog.cancel()
+            process.kill()

@@ -1,6 +1,7 @@
 """An engine process that is killed, stopped, or crashed by a request: accepted requests continue."""
 
 import asyncio
+import json
 import os
 import random
 import shutil
@@ -19,6 +20,7 @@ from quire.config import EngineOptions
 from quire.core.request import Request
 from quire.core.step import Pooling
 from quire.errors import ConfigError, EngineStopped
+from quire.monitor.update import Watcher
 from quire.params import SamplingParams
 from quire.supervisor.async_engine import AsyncEngine
 from quire.supervisor.engine_handle import EngineProcess
@@ -351,3 +353,21 @@ def test_an_engine_ends_with_its_front_end():
     host.launch()
     host.connection.close()
     assert host.process.wait(10) == 0
+
+
+def test_a_viewer_goes_on_with_the_whole_state_after_the_engine_was_killed():
+    watcher = Watcher("", sees_all=True)
+
+    async def work():
+        async with running() as engine:
+            firsts = [json.loads(await engine.look(7, watcher, i)) for i in range(3)]
+            assert [update["full"] for update in firsts] == [True, False, False]
+            os.kill(pid(engine), signal.SIGKILL)
+            after = json.loads(await engine.look(7, watcher, 3))
+            assert after["full"] and after["pools"] == firsts[0]["pools"]
+            assert not json.loads(await engine.look(7, watcher, 4))["full"]
+            assert await engine.node(watcher, 99) == b"null"
+            engine.forget_viewer(7)
+            assert json.loads(await engine.look(7, watcher, 5))["full"], "the engine has forgotten the viewer"
+
+    scenario(work())

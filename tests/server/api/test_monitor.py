@@ -6,7 +6,6 @@ import socket
 import threading
 import time
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from itertools import pairwise
 
 import httpx
@@ -264,9 +263,14 @@ def test_an_error_of_the_engine_ends_the_stream_with_an_error_object(monkeypatch
     def broken(*_args):
         raise ValueError("a bug")
 
-    with run_app(make_app(service_of(replace(built)))) as url:
-        monkeypatch.setattr(built.engine, "look", broken)
+    with run_app(make_app(service_of(built))) as url:
         with httpx.stream("GET", f"{url}/monitor", timeout=30) as answer:
-            (line,) = [line for line in answer.iter_lines() if line]
+            lines = (line for line in answer.iter_lines() if line)
+            assert json.loads(next(lines).removeprefix("data: "))["full"]
+            monkeypatch.setattr(built.engine, "look", broken)
+            *_, line = lines
         assert json.loads(line.removeprefix("data: "))["error"]["type"] == "server_error"
         assert "a bug" not in line
+        answer = httpx.get(f"{url}/monitor", timeout=30)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
+        until(lambda: built.engine._monitor is None)

@@ -130,7 +130,7 @@ def test_other_routes_do_not_ask_for_a_role(site):
     mine = {path for _, path in routes(site.app)} - OPERATORS
     assert len(mine) > 12
     for method, path in routes(site.app):
-        if path in mine:
+        if path in mine and path != "/monitor":  # which never ends, see test_monitor
             assert site.ask("ann", method, path).status_code != 403
 
 

@@ -9,7 +9,7 @@ from quire.monitor.update import NodeDetail
 from quire.server.errors import UnknownObject
 from quire.server.middleware.auth import caller_of
 from quire.server.service import Service
-from quire.server.sse import EventStream, StreamFormat, event
+from quire.server.sse import EventStream, StreamFormat, event, while_connected
 from quire.server.viewers import Viewers, watcher_of
 
 MAX_INTERVAL = 60.0  # seconds
@@ -32,7 +32,12 @@ def monitor_routes(service: Service, viewers: Viewers) -> APIRouter:
         caller = caller_of(request)
         caller.quota.count_request()
         viewing = viewers.admit(caller)
-        return EventStream(viewing.events(interval), viewing.close, _UPDATES)
+        try:
+            first = await while_connected(request.receive, viewing.look)
+        except BaseException:
+            viewing.close()
+            raise
+        return EventStream(viewing.events(first, interval), viewing.close, _UPDATES)
 
     @router.get("/monitor/nodes/{node}", response_model=None)
     async def node(node: NodeId, request: Request) -> Response:
