@@ -120,14 +120,15 @@ clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The stamps say which set was installed; a change of either file installs again.
-$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python $(TORCH_STAMP)
+# The stamps say which set was installed; a change of these files installs again.
+INSTALLED_FROM := pyproject.toml constraints.txt setup.py $(wildcard quire/kernels/cpu/csrc/*)
+$(VENV)/.installed: $(INSTALLED_FROM) | $(BIN)/python $(TORCH_STAMP)
 	@echo "installing quire (first time: a few minutes)$(TORCH_NOTE)"
 	@$(PIP) install -c constraints.txt -e .
 	@$(SAY_TORCH)
 	@touch $@
 
-$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python $(TORCH_STAMP)
+$(VENV)/.installed-dev: $(INSTALLED_FROM) | $(BIN)/python $(TORCH_STAMP)
 	@echo "installing quire with its development tools (first time: a few minutes)$(TORCH_NOTE)"
 	@$(PIP) install -c constraints.txt -e '.[dev]'
 	@$(SAY_TORCH)
