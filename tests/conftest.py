@@ -1,5 +1,8 @@
 """Settings of all tests: one torch thread; hypothesis without deadlines, and with fixed seeds by default."""
 
+import quire  # noqa: F401 (before torch: it bounds how long waiting threads spin, as they do in an engine)
+
+# isort: split
 import os
 from pathlib import Path
 
