@@ -1,4 +1,4 @@
-# One command each: serve, test, test-build, corpus-check, check, try-wheel, try-pythons, trace, check-native, gpu-check, bench, bench-prefix, bench-cpu, chaos, soak, hostile, fuzz, fuzz-schedules, flood, clients, page-check, demo-model, clean. CI calls the same ones (.ci/run).
+# One command each: serve, test, test-build, corpus-check, check, install-wheel, try-wheel, try-pythons, trace, check-native, gpu-check, bench, bench-prefix, bench-cpu, chaos, soak, hostile, fuzz, fuzz-schedules, flood, clients, page-check, demo-model, clean. CI calls the same ones (.ci/run).
 
 PYTHON ?= python3
 # Which torch: the package index's, which on Linux is the build for CUDA; or, with TORCH=cpu, the build for CPUs from torch's own index.
@@ -18,7 +18,7 @@ ifneq ($(filter-out cpu,$(TORCH)),)
 $(error TORCH=$(TORCH) is not known: TORCH=cpu takes torch's build for CPUs, without it torch comes from the package index)
 endif
 
-.PHONY: serve test test-build corpus-check check try-wheel try-pythons trace check-native gpu-check bench bench-prefix bench-cpu chaos soak hostile fuzz fuzz-schedules flood clients page-check demo-model clean
+.PHONY: serve test test-build corpus-check check install-torch install-wheel try-wheel try-pythons trace check-native gpu-check bench bench-prefix bench-cpu chaos soak hostile fuzz fuzz-schedules flood clients page-check demo-model clean
 
 serve: $(VENV)/.installed  ## serve the embedded model; ARGS="MODEL --port 8001" goes to `quire serve`
 	@$(BIN)/quire serve $(ARGS)
@@ -32,13 +32,23 @@ check: $(VENV)/.installed-dev  ## style, types, layers
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest -q tests/repository/test_import_layers.py tests/repository/test_source_rules.py
 
-WHEEL_PIP = build/wheel/venv/bin/python -m pip --quiet --disable-pip-version-check
-try-wheel:  ## build the wheel, install it in an empty environment, and generate from it in an empty folder
-	@rm -rf build/lib* build/temp* build/bdist* build/wheel && mkdir -p build/wheel/empty
-	@$(PYTHON) -m venv build/wheel/venv
+WHEEL_VENV := build/wheel/venv
+WHEEL_PIP = $(WHEEL_VENV)/bin/python -m pip --quiet --disable-pip-version-check
+install-torch:  # a layer of its own in the Containerfile
+	@$(PYTHON) -m venv $(WHEEL_VENV)
+	@$(WHEEL_PIP) install $(if $(TORCH),$(CPU_TORCH),-c constraints.txt torch)
+
+install-wheel: install-torch  ## build the wheel, install it in WHEEL_VENV=build/wheel/venv; the Containerfile calls it
+	@rm -rf build/lib* build/temp* build/bdist* build/wheel/*.whl
 	@$(WHEEL_PIP) wheel --no-deps --wheel-dir build/wheel .
-	@$(if $(TORCH),$(WHEEL_PIP) install $(CPU_TORCH))
 	@$(WHEEL_PIP) install -c constraints.txt build/wheel/quire-*.whl
+
+MOST_BYTES := 15000000
+try-wheel:  ## build the wheel, install it in an empty environment, and generate from it in an empty folder
+	@rm -rf build/wheel && mkdir -p build/wheel/empty
+	@$(MAKE) --no-print-directory install-wheel WHEEL_VENV=build/wheel/venv
+	@bytes=$$(cat build/wheel/quire-*.whl | wc -c) && echo "the wheel has $$bytes bytes" && if [ $$bytes -ge $(MOST_BYTES) ]; then echo "the wheel must be below $(MOST_BYTES) bytes" >&2; exit 1; fi
+	@cd build/wheel/empty && ../venv/bin/quire --version
 	@cd build/wheel/empty && ../venv/bin/python -c "import quire; from quire.kernels.cpu import EXTENSION; assert '/wheel/venv/' in quire.__file__ and EXTENSION is None, (quire.__file__, EXTENSION)"
 	@cd build/wheel/empty && ../venv/bin/quire generate --temperature 0 --max-tokens 12 "One Tuesday Mira went to the" > answer && cat answer && test -s answer
 
@@ -121,14 +131,15 @@ clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The stamps say which set was installed; a change of either file installs again.
-$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python $(TORCH_STAMP)
+# The stamps say which set was installed; a change of these files installs again.
+INSTALLED_FROM := pyproject.toml constraints.txt setup.py $(wildcard quire/kernels/cpu/csrc/*)
+$(VENV)/.installed: $(INSTALLED_FROM) | $(BIN)/python $(TORCH_STAMP)
 	@echo "installing quire (first time: a few minutes)$(TORCH_NOTE)"
 	@$(PIP) install -c constraints.txt -e .
 	@$(SAY_TORCH)
 	@touch $@
 
-$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python $(TORCH_STAMP)
+$(VENV)/.installed-dev: $(INSTALLED_FROM) | $(BIN)/python $(TORCH_STAMP)
 	@echo "installing quire with its development tools (first time: a few minutes)$(TORCH_NOTE)"
 	@$(PIP) install -c constraints.txt -e '.[dev]'
 	@$(SAY_TORCH)

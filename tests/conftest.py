@@ -1,7 +1,12 @@
 """Settings of all tests: one torch thread; hypothesis without deadlines, and with fixed seeds by default."""
 
-import os
+import quire  # noqa: F401 (before torch: it bounds how long waiting threads spin, as they do in an engine)
 
+# isort: split
+import os
+from pathlib import Path
+
+import certifi
 import pytest
 import torch
 from hypothesis import settings
@@ -21,3 +26,15 @@ settings.load_profile("quire")
 def one_thread():
     """Tensors are tiny here: a second thread would cost more time than it saves."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_authority(tmp_path_factory):
+    """Each new HTTP client reads the certificates of all authorities in 35 ms. Servers of tests need none of them."""
+    end = "-----END CERTIFICATE-----"
+    first = Path(certifi.where()).read_text(encoding="utf-8").partition(end)[0] + end
+    path = tmp_path_factory.mktemp("authority") / "one.pem"
+    path.write_text(first, encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("SSL_CERT_FILE", str(path))
+        yield

@@ -11,8 +11,10 @@ from dataclasses import asdict, replace
 
 from quire.chat.formats import SPECIAL_TOKEN, CallForm, JsonCall, TaggedArguments, ToolFormat
 from quire.chat.tools import Tool, Toolbox
-from quire.params import StructuredOutputsParams
+from quire.errors import RequestError
+from quire.params import MAX_CHARACTERS, StructuredOutputsParams
 
+_NUM_LONGEST = 3  # tools that an error names
 _ANY_ARGUMENTS: Mapping[str, object] = {"type": "object"}
 _ANNOTATIONS = frozenset(
     {*("title", "description", "default", "examples", "example"), *("deprecated", "readOnly", "writeOnly", "$comment")}
@@ -37,28 +39,45 @@ def call_constraint(
     no such text, the output is constrained only if there are strict tools: it is calls or does not begin like a call.
     "auto" with an answer in JSON: the output is calls or the answer. Beside another answer, and in a format whose calls
     begin like JSON, no calls are possible: the result is None.
+    Raises RequestError if the grammar is too long.
     """
     tools = toolbox.callable_tools
     if not tools:
         return None
     is_parallel = toolbox.parallel and format.has_parallel
     if toolbox.choice.mode == "required":
-        grammar = _Grammar(format, format.forms[0], is_parallel=is_parallel).forced([(tool, True) for tool in tools])
-        return StructuredOutputsParams(grammar=grammar, disable_any_whitespace=True)
+        asked = [(tool, True) for tool in tools]
+        grammar = _Grammar(format, format.forms[0], is_parallel=is_parallel).forced(asked)
+        return StructuredOutputsParams(grammar=_not_too_long(grammar, asked), disable_any_whitespace=True)
     asked = [(tool, tool.strict) for tool in tools]
     form = next((form for form in format.forms if _trigger(form)), None)
     if answer is not None:
         if answer.kind != "json" or form is None or _begins_like_json(_trigger(form)):
             return None
         grammar = _Grammar(format, form, is_parallel=is_parallel).or_answer(asked, answer.text, answer_begin)
-        return replace(answer, json=None, json_object=None, grammar=grammar)
+        return replace(answer, json=None, json_object=None, grammar=_not_too_long(grammar, asked))
     if form is not None:
         grammar = _Grammar(format, form, is_parallel=is_parallel).triggered(asked)
     elif any(tool.strict for tool in tools):
         grammar = _Grammar(format, format.forms[0], is_parallel=is_parallel).alternative(asked)
     else:
         return None
-    return StructuredOutputsParams(grammar=grammar, disable_any_whitespace=True)
+    return StructuredOutputsParams(grammar=_not_too_long(grammar, asked), disable_any_whitespace=True)
+
+
+def _not_too_long(grammar: str, tools: Sequence[tuple[Tool, bool]]) -> str:
+    """The grammar. Raises RequestError that names the longest schemas if it is too long for a constraint."""
+    if len(grammar) <= MAX_CHARACTERS:
+        return grammar
+    lengths = {tool.name: len(json.dumps(_enforced(tool))) for tool, is_enforced in tools if is_enforced}
+    longest = sorted(lengths, key=lengths.__getitem__, reverse=True)[:_NUM_LONGEST]
+    raise RequestError(
+        f"the grammar of the tools has {len(grammar):,} characters, more than {MAX_CHARACTERS:,}, descriptions not "
+        "counted; the longest of the schemas that it enforces are of "
+        f"{', '.join(f'{name} ({lengths[name]:,})' for name in longest) or 'the answer'}. Shorten them, send fewer "
+        'tools, allow fewer of them (tool_choice "allowed_tools"), or leave strict out',
+        "tools",
+    )
 
 
 def _begins_like_json(trigger: str) -> bool:

@@ -9,7 +9,7 @@ from quire.chat.parser import MessageParser
 from quire.chat.parts import Message, message_of
 from quire.chat.tools import Toolbox
 from quire.errors import RequestError
-from quire.params import ReasoningParams, SamplingParams
+from quire.params import ReasoningParams, SamplingParams, StructuredOutputsParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,3 +129,10 @@ def constrained_params(
     if format.needs_special:
         changes |= {"skip_special_tokens": False, "spaces_between_special_tokens": False}
     return params.changed(**changes)
+
+
+def grammar_field(toolbox: Toolbox, answer: StructuredOutputsParams | None) -> str:
+    """The parameter that an error in the grammar of the tools is about: tools, or the answer whose schema it has."""
+    if answer is None or toolbox.choice.mode == "required":
+        return "tools"
+    return "json_object" if answer.json_object else answer.kind

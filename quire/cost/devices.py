@@ -1,4 +1,4 @@
-"""Devices and links by name: memory, peak rates and their sources, for plans about machines that are not at hand."""
+"""Devices by name: memory, peak rates and their sources, for plans about machines that are not at hand."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -43,7 +43,6 @@ class Device:
     bytes_per_second: float  # of its memory
     flops: Mapping[str, float]  # operations per second by type: float32, bfloat16 (also float16), fp8_e4m3, int8
     host_link: Link
-    peer_link: Link
     source: str
     efficiency: Efficiency = field(default_factory=Efficiency)
 
@@ -52,25 +51,9 @@ class Device:
         return self.flops.get("bfloat16" if dtype == "float16" else dtype, self.flops["bfloat16"])
 
 
-_PCIE = "PCI-SIG: 16 lanes of 8, 16, 32 GT/s with 128b/130b coding"
-LINKS: Mapping[str, Link] = MappingProxyType(
-    {
-        link.name: link
-        for link in (
-            Link("PCIe 3", 15.75e9, _PCIE),
-            Link("PCIe 4", 31.5e9, _PCIE),
-            Link("PCIe 5", 63e9, _PCIE),
-            Link("NVLink 3", 300e9, "NVIDIA A100 data sheet: 600 GB/s in both directions"),
-            Link("NVLink 4", 450e9, "NVIDIA H100 data sheet: 900 GB/s in both directions"),
-            Link("NVLink 5", 900e9, "NVIDIA Blackwell data sheet: 1.8 TB/s in both directions"),
-            Link("Infinity Fabric", 448e9, "AMD MI300X data sheet: 7 links of 128 GB/s in both directions"),
-            Link("InfiniBand HDR", 25e9, "IBTA: 200 Gb/s"),
-            Link("InfiniBand NDR", 50e9, "IBTA: 400 Gb/s"),
-            Link("Ethernet 100G", 12.5e9, "IEEE 802.3: 100 Gb/s"),
-            Link("Ethernet 10G", 1.25e9, "IEEE 802.3: 10 Gb/s"),
-        )
-    }
-)
+_PCIE = "PCI-SIG: 16 lanes of 16, 32 GT/s with 128b/130b coding"
+_PCIE_4 = Link("PCIe 4", 31.5e9, _PCIE)
+_PCIE_5 = Link("PCIe 5", 63e9, _PCIE)
 
 _A100 = {"float32": 19.5e12, "bfloat16": 312e12, "int8": 624e12}
 _H100 = {"float32": 67e12, "bfloat16": 989e12, "fp8_e4m3": 1979e12, "int8": 1979e12}
@@ -83,8 +66,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 memory_bytes=40 * GIB,
                 bytes_per_second=1.555e12,
                 flops=_A100,
-                host_link=LINKS["PCIe 4"],
-                peer_link=LINKS["NVLink 3"],
+                host_link=_PCIE_4,
                 source="NVIDIA A100 data sheet, SXM4 40 GB",
             ),
             Device(
@@ -92,8 +74,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 memory_bytes=80 * GIB,
                 bytes_per_second=2.039e12,
                 flops=_A100,
-                host_link=LINKS["PCIe 4"],
-                peer_link=LINKS["NVLink 3"],
+                host_link=_PCIE_4,
                 source="NVIDIA A100 data sheet, SXM4 80 GB",
             ),
             Device(
@@ -101,8 +82,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 memory_bytes=80 * GIB,
                 bytes_per_second=3.35e12,
                 flops=_H100,
-                host_link=LINKS["PCIe 5"],
-                peer_link=LINKS["NVLink 4"],
+                host_link=_PCIE_5,
                 source="NVIDIA H100 data sheet, SXM5",
             ),
             Device(
@@ -110,8 +90,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 memory_bytes=141 * GIB,
                 bytes_per_second=4.8e12,
                 flops=_H100,
-                host_link=LINKS["PCIe 5"],
-                peer_link=LINKS["NVLink 4"],
+                host_link=_PCIE_5,
                 source="NVIDIA H200 data sheet, SXM",
             ),
             Device(
@@ -119,8 +98,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 memory_bytes=180 * GIB,
                 bytes_per_second=8e12,
                 flops={"float32": 75e12, "bfloat16": 2250e12, "fp8_e4m3": 4500e12, "int8": 4500e12},
-                host_link=LINKS["PCIe 5"],
-                peer_link=LINKS["NVLink 5"],
+                host_link=_PCIE_5,
                 source="NVIDIA HGX B200 data sheet, per GPU",
             ),
             Device(
@@ -128,8 +106,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 memory_bytes=24 * GIB,
                 bytes_per_second=300e9,
                 flops={"float32": 30.3e12, "bfloat16": 121e12, "fp8_e4m3": 242e12, "int8": 242e12},
-                host_link=LINKS["PCIe 4"],
-                peer_link=LINKS["PCIe 4"],
+                host_link=_PCIE_4,
                 source="NVIDIA L4 data sheet",
             ),
             Device(
@@ -137,8 +114,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 memory_bytes=24 * GIB,
                 bytes_per_second=1.008e12,
                 flops={"float32": 82.6e12, "bfloat16": 165.2e12, "fp8_e4m3": 330.3e12, "int8": 660.6e12},
-                host_link=LINKS["PCIe 4"],
-                peer_link=LINKS["PCIe 4"],
+                host_link=_PCIE_4,
                 source="NVIDIA Ada architecture white paper, table of the RTX 4090, sums in float32",
             ),
             Device(
@@ -146,8 +122,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 memory_bytes=192 * GIB,
                 bytes_per_second=5.3e12,
                 flops={"float32": 163.4e12, "bfloat16": 1307.4e12, "fp8_e4m3": 2614.9e12, "int8": 2614.9e12},
-                host_link=LINKS["PCIe 5"],
-                peer_link=LINKS["Infinity Fabric"],
+                host_link=_PCIE_5,
                 source="AMD Instinct MI300X data sheet",
             ),
         )

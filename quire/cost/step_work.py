@@ -100,26 +100,3 @@ def _sum_to(stop: np.ndarray, window: int) -> np.ndarray:
         return full
     limited: np.ndarray = np.where(stop <= window, full, window * (window + 1) / 2 + (stop - window) * window)
     return limited
-
-
-def step_flops(shape: ComputeShape, work: StepWork, num_logits: int) -> float:
-    """Floating point operations of a Step. Chunks of one token attend to the positions that they read."""
-    attention = sum(
-        group.flops_per_pair * (pairs + _single_pairs(work, index))
-        for index, (group, pairs) in enumerate(zip(shape.attention, work.pairs, strict=True))
-    )
-    return shape.linear_flops(work.num_tokens, num_logits) + attention
-
-
-def _single_pairs(work: StepWork, group: int) -> float:
-    """Pairs of chunks with one token, if no chunk has several; otherwise they are few beside those, and left out."""
-    return float(work.kv_tokens[group]) if not work.pairs[group] else 0.0
-
-
-def step_bytes(shape: ComputeShape, work: StepWork, num_logits: int) -> float:
-    """Bytes of memory traffic of a Step: weights and activations, KV that is read, and KV that is written."""
-    kv = sum(
-        group.kv_bytes_per_token * (reads + work.num_tokens)
-        for group, reads in zip(shape.attention, work.kv_tokens, strict=True)
-    )
-    return shape.linear_bytes(work.num_tokens, num_logits) + kv

@@ -40,13 +40,12 @@ class EngineSetup:
     cache: CacheConfig
     profile: LatencyProfile
     vocab_size: int = 32_000
-    num_samples: int = 1  # sequences of each request
+    num_samples: int = 1  # sequences of each request; 1: as many as its turn has
     beam_width: int = 0  # of a beam search instead; 0: requests are sampled
 
-    @property
-    def num_sequences(self) -> int:
-        """Sequences of each request."""
-        return self.beam_width or self.num_samples
+    def num_sequences(self, turn: Turn) -> int:
+        """Sequences of a request."""
+        return self.beam_width or (self.num_samples if self.num_samples > 1 else turn.num_samples)
 
 
 @dataclass(slots=True)
@@ -311,8 +310,9 @@ class Simulation:
         for part in turn.new:
             prompt += tokens_of(part, self._setup.vocab_size)
         tenant = session.session.tenant
+        num_sequences = self._setup.num_sequences(turn)
         result = RequestResult(
-            tenant, when, len(prompt), num_sequences=self._setup.num_sequences, session=session.place, turn=index
+            tenant, when, len(prompt), num_sequences=num_sequences, session=session.place, turn=index
         )
         request_id = str(number)
         self.results[request_id] = result
@@ -320,7 +320,7 @@ class Simulation:
         request = Request(
             request_id,
             prompt,
-            self._params(turn, number),
+            self._params(turn, number, num_sequences),
             namespace=Namespace(tenant),
             beams=self._beams,
             scheduling_params=turn.scheduling_params,
@@ -332,17 +332,17 @@ class Simulation:
             return
         if turn.output:
             self._outputs[number] = turn.output
-        self._open[request_id] = _OpenTurn(session, index, result, prompt, self._setup.num_sequences)
+        self._open[request_id] = _OpenTurn(session, index, result, prompt, num_sequences)
         patience = turn.patience
         if self._failures.aborted and self._rng.random() < self._failures.aborted:
             patience = min(patience, self._rng.random() * self._failures.abort_seconds)
         if patience < inf:
             self._at(when + patience, lambda: self._abort(request_id))
 
-    def _params(self, turn: Turn, number: int) -> SamplingParams:
+    def _params(self, turn: Turn, number: int, num_sequences: int) -> SamplingParams:
         return SamplingParams(
-            n=self._setup.num_sequences,
-            temperature=1.0 if self._setup.num_samples > 1 else 0.0,
+            n=num_sequences,
+            temperature=1.0 if num_sequences > 1 and not self._setup.beam_width else 0.0,
             max_tokens=turn.num_output,
             seed=number,
             ignore_eos=True,

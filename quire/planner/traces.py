@@ -290,14 +290,16 @@ def _from_zero(path: Path, sessions: list[Session]) -> list[Session]:
 
 
 def _of_journal(path: Path) -> list[Session]:
-    """The accepted requests of a journal, with the outputs that their engine generated."""
+    """The accepted requests of a journal, with the outputs that their engine generated.
+
+    All samples of a request have the length of the longest one. Beams count as samples.
+    """
     requests: dict[str, tuple[Request, float]] = {}
-    outputs: dict[str, list[int]] = {}
+    outputs: dict[str, dict[int, list[int]]] = {}  # by request and index
 
     def record_outputs(some: list[Output]) -> None:
         for output in some:
-            if not output.index:
-                outputs.setdefault(output.request_id, []).extend(output.token_ids)
+            outputs.setdefault(output.request_id, {}).setdefault(output.index, []).extend(output.token_ids)
 
     try:
         with path.open("rb") as file:
@@ -307,10 +309,16 @@ def _of_journal(path: Path) -> list[Session]:
         raise ConfigError(f"the trace {path} is neither JSON nor a journal: {error}") from error
     sessions = []
     for request_id, (request, at) in requests.items():
-        output = tuple(outputs.get(request_id, ()))
-        if output:
-            params = request.scheduling_params
-            turn = Turn((tuple(request.prompt),), len(output), output=output, scheduling_params=params)
+        samples = outputs.get(request_id, {})
+        longest = max(map(len, samples.values()), default=0)
+        if longest:
+            turn = Turn(
+                (tuple(request.prompt),),
+                longest,
+                output=tuple(samples.get(0, ())),
+                num_samples=request.num_sequences,
+                scheduling_params=request.scheduling_params,
+            )
             sessions.append(Session(at, (turn,), request.namespace.tenant))
     return sessions
 

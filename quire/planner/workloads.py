@@ -43,6 +43,7 @@ class Turn:
     pause: float = 0.0  # seconds after the end of the turn before it
     patience: float = float("inf")  # seconds after which the client aborts
     output: tuple[int, ...] = ()  # recorded tokens of the output, for speculation; may be fewer than num_output
+    num_samples: int = 1  # sequences that are sampled from the prompt, each with num_output tokens
     scheduling_params: SchedulingParams = DEFAULT_SCHEDULING_PARAMS
 
 

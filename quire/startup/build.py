@@ -54,7 +54,7 @@ from quire.scheduler.scheduler import Scheduler
 from quire.startup.calibration import decode_ratio, measure
 from quire.startup.calibration_cache import calibration_file, read_calibration, write_calibration
 from quire.startup.freed_memory import return_freed_memory
-from quire.startup.hardware import available_memory, pick_device
+from quire.startup.hardware import available_memory, num_cores, pick_device
 from quire.startup.memory_demand import make_cache_config, memory_profile, shape_of
 from quire.startup.model_info import ModelInfo
 from quire.startup.model_loading import ModelFiles, open_model
@@ -403,7 +403,7 @@ def _threads(requested: int | None, weight_bytes: int) -> int:
     """
     threads = requested
     if threads is None:
-        threads = 1 if weight_bytes < _TINY_WEIGHT_BYTES else torch.get_num_threads()
+        threads = 1 if weight_bytes < _TINY_WEIGHT_BYTES else min(torch.get_num_threads(), num_cores())
     if threads < 1:
         raise ConfigError(f"threads: must be at least 1, not {threads}")
     most = _THREADS_PER_CORE * (os.cpu_count() or 1)

@@ -2,6 +2,7 @@
 
 import os
 import platform
+from math import ceil
 from pathlib import Path
 
 import torch
@@ -49,12 +50,22 @@ def _cgroup_memory() -> int:
         return 2**62
 
 
+def num_cores() -> int:
+    """Cores that this process may use: those of its affinity, and no more than the container's share of time."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS
+    try:
+        quota, period = (_CGROUP / "cpu.max").read_text().split()
+        return max(1, min(allowed, ceil(int(quota) / int(period))))
+    except (OSError, ValueError, ZeroDivisionError):  # no cgroup v2, or the quota is "max"
+        return allowed
+
+
 def cpu_description() -> str:
     """Name of the processor, cores that this process may use, and instruction sets that kernels use."""
     facts = _cpu_facts()
     flags = facts.get("flags", facts.get("Features", "")).split()
     found = ", ".join(flag for flag in _INSTRUCTION_SETS if flag in flags) or "no vector extensions that kernels use"
-    return f"{facts.get('model name', platform.machine())}, {len(os.sched_getaffinity(0))} cores, {found}"
+    return f"{facts.get('model name', platform.machine())}, {num_cores()} cores, {found}"
 
 
 def gpu_description() -> str:

@@ -388,3 +388,24 @@ def test_forced_calls_of_the_embedded_model_are_valid(llm):
         calls = list(forced_calls(llm, format, num_calls))
         assert len(calls) == num_calls
         assert [(call.name, call.fault, call.text) for call in calls if call.fault] == []
+
+
+def with_values(name, num_values):
+    """A strict tool whose schema has about ten characters for each value; its description does not count."""
+    values = {"type": "string", "enum": [f"value{i:05}" for i in range(num_values)], "description": "x" * 200_000}
+    parameters = {"type": "object", "properties": {"value": values}}
+    return {"type": "function", "function": {"name": name, "strict": True, "parameters": parameters}}
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("format", ["hermes", "openai"])
+def test_schemas_that_are_too_long_together_are_refused_with_the_longest(format, choice):
+    tools = [with_values(f"tool{i}", num) for i, num in enumerate([100, 4000, 3000, 5000])]
+    assert call_constraint(TOOL_FORMATS[format], toolbox(tools[:3], choice)) is not None
+    with pytest.raises(
+        RequestError, match=r"more than 131,072.* of tool3 \(70,...\), tool1 .*, tool2 .*\. Shorten"
+    ) as refused:
+        call_constraint(TOOL_FORMATS[format], toolbox(tools, choice))
+    assert refused.value.param == "tools"
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": choice, "tools": [named("tool3")]}}
+    assert call_constraint(TOOL_FORMATS[format], toolbox(tools, allowed)) is not None

@@ -1,6 +1,7 @@
 """Every format of a trace is read, and a broken line is named."""
 
 import json
+from dataclasses import replace
 from math import inf
 
 import pytest
@@ -95,6 +96,21 @@ def test_a_journal_has_the_requests_and_the_outputs_of_its_engine(tmp_path):
     again = Simulation(setup_of()).run(sessions)
     assert max(one.latency for one in again.requests) < inf
     assert again.num_step_tokens == pytest.approx(result.num_step_tokens, rel=0.02)
+
+
+@pytest.mark.parametrize("sampled", [{"num_samples": 4}, {"beam_width": 4}])
+def test_samples_of_a_request_in_a_journal_are_samples_of_the_trace(tmp_path, sampled):
+    path = tmp_path / "journal"
+    workload = with_arrivals(make_workload("sharegpt", 12, max_model_len=512), rate=30.0)
+    with path.open("wb") as file:
+        result = Simulation(replace(setup_of(), **sampled), journal=file).run(workload)
+    sessions = read_trace(path)
+    assert [one.turns[0].num_samples for one in sessions] == [4] * 12
+    again = Simulation(setup_of()).run(sessions)
+    assert [one.num_output for one in again.requests] == [one.num_output for one in result.requests]
+    assert {one.num_sequences for one in again.requests} == {4}
+    twice = Simulation(replace(setup_of(), num_samples=2)).run(sessions)
+    assert {one.num_sequences for one in twice.requests} == {2}
 
 
 @pytest.mark.parametrize(

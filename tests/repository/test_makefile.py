@@ -45,6 +45,16 @@ def test_without_a_choice_torch_comes_from_the_package_index_and_its_size_is_sai
     assert "its build for CUDA, 5.1 GB in all. TORCH=cpu takes 1.1 GB" in printed
 
 
+def test_a_new_source_of_the_kernels_is_compiled(tmp_path):
+    (tmp_path / "bin").mkdir()
+    for name in ("bin/python", ".installed", ".installed-dev"):
+        (tmp_path / name).touch()
+    source = next((ROOT / "quire" / "kernels" / "cpu" / "csrc").glob("*.cpp")).relative_to(ROOT)
+    for target in ("serve", "test"):
+        assert " install " not in make("--dry-run", target, f"VENV={tmp_path}").stdout
+        assert " install " in make("--dry-run", f"--what-if={source}", target, f"VENV={tmp_path}").stdout
+
+
 def test_other_choices_are_refused():
     done = make("serve", "TORCH=cuda")
     assert done.returncode == 2

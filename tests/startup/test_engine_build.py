@@ -157,6 +157,33 @@ def test_a_container_is_not_charged_for_cached_files(tmp_path, monkeypatch):
     assert hardware.available_memory("cpu") > 15_000_000
 
 
+@pytest.mark.parametrize(
+    ("share", "num_cores"), [("50000 100000", 1), ("100001 100000", 2), ("12800000 100000", 64), ("max 100000", 64)]
+)
+def test_a_container_uses_no_more_cores_than_its_share_of_time(tmp_path, monkeypatch, share, num_cores):
+    monkeypatch.setattr(hardware, "_CGROUP", tmp_path)
+    monkeypatch.setattr(hardware.os, "sched_getaffinity", lambda _: range(64))
+    (tmp_path / "cpu.max").write_text(f"{share}\n")
+    assert hardware.num_cores() == num_cores
+
+
+def test_the_default_number_of_threads_is_bounded_by_the_container(tmp_path, monkeypatch):
+    monkeypatch.setattr(hardware, "_CGROUP", tmp_path)
+    monkeypatch.setattr("quire.startup.build._TINY_WEIGHT_BYTES", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
+    assert "; 1 threads" in " ".join(reported())
+    (tmp_path / "cpu.max").unlink()
+    assert "; 2 threads" in " ".join(reported())
+
+
+def reported():
+    """The report of a start."""
+    lines = []
+    build(EngineOptions(memory="64MiB"), report=lines.append, progress=lambda done, total: None)
+    return lines
+
+
 def test_offline_steps_may_take_longer_than_those_of_a_server(monkeypatch):
     options = []
     monkeypatch.setattr("quire.llm.build", lambda chosen, **_: options.append(chosen) or build(chosen, **_))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from fastapi import Request
 
-from quire.chat.output import OutputFormat, constrained_params, output_format
+from quire.chat.output import OutputFormat, constrained_params, grammar_field, output_format
 from quire.chat.parser import MessageParser
 from quire.chat.parts import CallBegin, Message, Part, message_of
 from quire.chat.tools import Toolbox
@@ -241,18 +241,8 @@ async def start_conversations(
 
 
 def _grammar_names(chat: ChatRequest) -> Mapping[str, str]:
-    """The field of the grammar that the server writes for tools. It has the schema of the answer, if there is one."""
-    answer = chat.params.structured_outputs
-    if chat.toolbox is None:
-        return {}
-    has_tools_alone = answer is None or chat.toolbox.choice.mode == "required"
-    return {
-        "grammar": "tools"
-        if has_tools_alone or answer is None
-        else "json_object"
-        if answer.json_object
-        else answer.kind
-    }
+    """The field of the grammar that the server writes for tools."""
+    return {} if chat.toolbox is None else {"grammar": grammar_field(chat.toolbox, chat.params.structured_outputs)}
 
 
 def num_calls(messages: Sequence[Mapping[str, object]]) -> int:

@@ -1,6 +1,7 @@
 """SGLang's /generate against /v1/completions."""
 
 import json
+import re
 
 import pytest
 from embedded_model_server import STORY
@@ -215,3 +216,24 @@ def test_refusals(http, body, param):
     error = answer.json()["error"]
     assert error["param"] == param
     assert "prompt_logprobs" not in error["message"]
+
+
+WRONG_PATTERN = {"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}, "required": ["a"]}
+LONG = {"type": "object", "properties": {"a": {"enum": [f"value {i}" for i in range(20_000)]}}}
+PLAIN = {"type": "object", "properties": {}}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "params", "message", "field"),
+    [
+        (LONG, {}, r"the grammar of the tools has .* of f \(", "tools"),
+        (WRONG_PATTERN, {}, "tools cannot be enforced", "tools"),
+        (PLAIN, {"json_schema": WRONG_PATTERN}, "json_schema cannot be enforced", "json_schema"),
+    ],
+)
+def test_a_constraint_of_tools_that_is_refused_names_the_field_that_was_sent(http, parameters, params, message, field):
+    tool = {"type": "function", "function": {"name": "f", "strict": True, "parameters": parameters}}
+    answer = http.post("/generate", json={"text": "a", "tools": [tool], "sampling_params": params})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, field)
+    assert re.match(message, error["message"])

@@ -8,7 +8,7 @@ from uuid import uuid4
 from fastapi import APIRouter, Request, Response
 from msgspec import Raw
 
-from quire.chat.output import OutputFormat, constrained_params, output_format
+from quire.chat.output import OutputFormat, constrained_params, grammar_field, output_format
 from quire.chat.tools import toolbox
 from quire.engine.inputs import as_prompt_list
 from quire.engine.output_text import RequestOutputProcessor
@@ -51,7 +51,7 @@ async def _start(service: Service, body: GenerateBody, request: Request, id: str
     with renamed_fields({**ROUTE_NAMES, "prompt": "input_ids" if body.text is None else "text"}):
         prompts = as_prompt_list([] if given is None else given)
         reports = _reports(body, len(prompts))
-        params, format = await service.prepare(
+        params, format, constraint = await service.prepare(
             request, lambda: _with_tools(service, body, _params(body, reports, service))
         )
         check_choices(params)
@@ -61,24 +61,25 @@ async def _start(service: Service, body: GenerateBody, request: Request, id: str
         asked = await service.tokenize(caller.tenant, prompts, params)
         check_prompt_values(asked, ids=False)
         namespace, scheduling_params = caller.namespace(body.salt()), body.scheduling_params(service.options)
-        with caller.quota.spending(num_prompt_tokens(asked)):
+        with renamed_fields({"grammar": constraint}), caller.quota.spending(num_prompt_tokens(asked)):
             return answer, await service.start(answer.id, asked, namespace, scheduling_params=scheduling_params)
 
 
 def _with_tools(
     service: Service, body: GenerateBody, params: Sequence[SamplingParams]
-) -> tuple[Sequence[SamplingParams], OutputFormat | None]:
-    """`params` with the constraint of the tools, and how calls are read from the text; None without tools.
+) -> tuple[Sequence[SamplingParams], OutputFormat | None, str]:
+    """`params` with the constraint of the tools, how calls are read from the text, and the field of a grammar.
 
-    The prompts are not looked at. Raises RequestError.
+    Without tools no calls are read. The prompts are not looked at. Raises RequestError.
     """
     tools = toolbox(body.tools, body.tool_choice)
     if tools is None:
-        return params, None
+        return params, None, "grammar"
     special_texts = service.tokenizer.special_texts
     format = output_format(service.chat_format, tools, "", reasons=False, special_texts=special_texts)
     check_values([constrained_params(format, params[0])] * len(params))  # before all are written
-    return [constrained_params(format, one) for one in params], format
+    field = grammar_field(tools, params[0].structured_outputs)
+    return [constrained_params(format, one) for one in params], format, field
 
 
 def _reports(body: GenerateBody, count: int) -> list[Report]:
