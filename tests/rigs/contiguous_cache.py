@@ -107,6 +107,9 @@ class ContiguousCache:
         for run in self._retired.pop(step_id):
             self._free(run)
 
+    def blocks_in_flight(self, group):
+        return [block for runs in self._retired.values() for run in runs for block in run]
+
     def failed(self, step_id, starts=()):
         again = set().union(*(ids for step, ids in self._forked.items() if step is not None and step >= step_id))
         self.collected(step_id)
