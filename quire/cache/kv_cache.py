@@ -11,7 +11,6 @@ Blocks of the host pool have other owners: see HostPool. No bytes are copied her
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 from types import MappingProxyType
 
 from quire.cache.admission_check import Admission, AdmissionLimits, fitting_match, has_available_blocks
@@ -523,8 +522,7 @@ class KVCache:
 
     def blocks_in_flight(self, group: int) -> Iterable[int]:
         """See KVCacheManager."""
-        held = (block for block, count in self.copies.held_refs(group).items() if count)
-        return chain(self._in_flight.retired(group), held)
+        return (self._in_flight.retired(group) + self.copies.held_refs(group)).keys()  # a sum has no zeros
 
     @property
     def has_moves_in_flight(self) -> bool:
