@@ -5,6 +5,7 @@ A state is a letter and, for blocks that sequences own, an owner number. Sequenc
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -39,25 +40,32 @@ def set_owners(codes: np.ndarray, owners: Sequence[int], blocks: Sequence[np.nda
     codes[used] = (np.where(counts > 1, SHARED, USED) | first)[used]
 
 
-def encode_runs(codes: np.ndarray) -> str:
-    """Codes as text, run-length coded. There must be at least one."""
-    starts = np.flatnonzero(np.diff(codes, prepend=codes[:1] ^ -1))
-    lengths = np.diff(starts, append=len(codes))
-    runs = zip(codes[starts].tolist(), lengths.tolist(), strict=True)
-    return ",".join(f"{_state(code)}*{length}" for code, length in runs)
-
-
 def changed_runs(before: np.ndarray | None, codes: np.ndarray) -> list[tuple[int, str]]:
     """(first block, text) of the changed runs of codes; of all codes without a `before`."""
+    if not len(codes):
+        return []
     if before is None:
-        return [(0, encode_runs(codes))] if len(codes) else []
+        return _encode_runs(codes, np.zeros(1, np.intp), np.array([len(codes)]))
     changed = np.flatnonzero(codes != before)
     if not len(changed):
         return []
     breaks = np.flatnonzero(np.diff(changed) > _NEAR) + 1
-    firsts = changed[np.concatenate(([0], breaks))].tolist()
-    lasts = changed[np.concatenate((breaks - 1, [len(changed) - 1]))].tolist()
-    return [(first, encode_runs(codes[first : last + 1])) for first, last in zip(firsts, lasts, strict=True)]
+    firsts = changed[np.concatenate(([0], breaks))]
+    return _encode_runs(codes, firsts, changed[np.concatenate((breaks - 1, [-1]))] + 1)
+
+
+def _encode_runs(codes: np.ndarray, firsts: np.ndarray, stops: np.ndarray) -> list[tuple[int, str]]:
+    """(first block, text) of some ranges of codes, with as few calls of numpy for many ranges as for one."""
+    cuts = np.flatnonzero(codes[1:] != codes[:-1]) + 1  # where the state is another than that of the block before
+    begins, ends = np.searchsorted(cuts, firsts, "right").tolist(), np.searchsorted(cuts, stops).tolist()
+    at, states = cuts.tolist(), codes[cuts].tolist()
+    runs = []
+    places = zip(firsts.tolist(), stops.tolist(), codes[firsts].tolist(), begins, ends, strict=True)
+    for first, stop, state, begin, end in places:
+        points, some = [first, *at[begin:end], stop], [state, *states[begin:end]]
+        lengths = [after - place for place, after in pairwise(points)]
+        runs.append((first, ",".join(f"{_state(one)}*{length}" for one, length in zip(some, lengths, strict=True))))
+    return runs
 
 
 def _state(code: int) -> str:

@@ -216,7 +216,7 @@ class Monitor:
             reason = _reason("prompt" if seq in state.held else self._scheduler.request_stats.wait_cause)
         num_blocks = 0
         if table is not None:
-            num_blocks = sum(map(len, table.blocks)) - sum(table.firsts)
+            num_blocks = sum([len(blocks) for blocks in table.blocks]) - sum(table.firsts)
         return SequenceRow(
             request.id,
             seq.id,

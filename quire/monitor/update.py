@@ -32,7 +32,7 @@ class PoolFigures(msgspec.Struct, frozen=True):
     num_host_used: int
 
 
-class SequenceRow(msgspec.Struct, frozen=True):
+class SequenceRow(msgspec.Struct, frozen=True, gc=False):
     """One unfinished sequence. seq: -1 for a request whose constraint is being compiled."""
 
     id: str

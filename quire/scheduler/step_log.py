@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import repeat
 
 import msgspec
 
@@ -22,17 +23,6 @@ class StepTokens(msgspec.Struct):
     drafts: int = 0
     accepted: int = 0
     num_seqs: int = 0
-
-    def add(self, chunk: ScheduledChunk, num_kept: int) -> None:
-        """Count a chunk. num_kept: tokens that it yielded; 0 before its commit."""
-        num_drafts = len(chunk.drafts)
-        num_tokens = chunk.stop - chunk.start - num_drafts
-        is_decode = num_tokens == 1 and chunk.start >= chunk.seq.num_prompt_tokens
-        self.decode += is_decode
-        self.prompt += 0 if is_decode else num_tokens
-        self.drafts += num_drafts
-        self.accepted += max(0, num_kept - 1) if num_drafts else 0
-        self.num_seqs += 1
 
     def add_all(self, other: "StepTokens") -> None:
         """Add the counts of another tenant."""
@@ -59,12 +49,21 @@ class LoggedStep(msgspec.Struct):
         """Bring `tokens` up to date. Chunks are not kept any longer than needed."""
         if not self.scheduled:
             return
-        self.tokens = {}
-        for i, chunk in enumerate(self.scheduled):
-            tenant = chunk.seq.request.namespace.tenant
-            if tenant not in self.tokens:
-                self.tokens[tenant] = StepTokens()
-            self.tokens[tenant].add(chunk, self.kept[i] if self.kept else 0)
+        counts: dict[str, list[int]] = {}
+        for chunk, num_kept in zip(self.scheduled, self.kept or repeat(0), strict=False):
+            seq, proposal = chunk.seq, chunk.proposal
+            tenant = seq.request.namespace.tenant
+            some = counts.get(tenant)
+            if some is None:
+                some = counts[tenant] = [0] * len(StepTokens.__struct_fields__)
+            num_drafts = 0 if proposal is None else len(proposal.tokens)
+            num_tokens = chunk.stop - chunk.start - num_drafts
+            some[num_tokens == 1 and chunk.start >= seq.num_prompt_tokens] += num_tokens
+            some[-1] += 1
+            if num_drafts:
+                some[2] += num_drafts
+                some[3] += max(0, num_kept - 1)
+        self.tokens = {tenant: StepTokens(*some) for tenant, some in counts.items()}
         if self.is_over:
             self.scheduled = self.kept = ()
 
