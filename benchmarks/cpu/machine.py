@@ -3,6 +3,7 @@
 import platform
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from quire.startup.hardware import cpu_description
 
 _READ_BYTES = 2**30  # larger than any cache
 _MATRIX = 2048
+_SMALLEST_MATRIX = 256
+_LONG_ENOUGH = 0.03  # seconds of a product: far longer than its start
 _TIMES = 5  # runs; the fastest counts, because other work can only slow a run down
 
 
@@ -33,11 +36,20 @@ def read_rate(num_bytes: int = _READ_BYTES) -> float:
     return num_bytes / _best_seconds(numbers.sum)
 
 
-def matmul_rate(size: int = _MATRIX) -> float:
-    """Operations per second of a bf16 product of square matrices. Multiplication and addition are two operations."""
-    left, right = torch.randn(2, size, size).to(torch.bfloat16)
-    out = torch.empty_like(left)  # allocated once: allocation would count as well
-    return 2 * size**3 / _best_seconds(lambda: torch.mm(left, right, out=out))
+def matmul_rate(largest: int = _MATRIX) -> float:
+    """Operations per second of a bf16 product of square matrices. Multiplication and addition are two operations.
+
+    The matrices are of the size `largest`, or smaller if a product takes _LONG_ENOUGH: without bf16 instructions the
+    largest takes half a minute.
+    """
+    size = min(_SMALLEST_MATRIX, largest)
+    while True:
+        left, right = torch.randn(2, size, size).to(torch.bfloat16)
+        out = torch.empty_like(left)  # allocated once: allocation would count as well
+        seconds = _best_seconds(partial(torch.mm, left, right, out=out))
+        if size >= largest or seconds > _LONG_ENOUGH:
+            return 2 * size**3 / seconds
+        size = min(2 * size, largest)
 
 
 def _best_seconds(run: Callable[[], object]) -> float:
