@@ -225,8 +225,7 @@ def url_of(listener: socket.socket, *, secure: bool) -> str:
 def _announce(report: Callable[[str], None], url: str, name: str, *, with_key: bool) -> None:
     key = "-H 'authorization: Bearer KEY' " if with_key else ""
     here = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")  # those are to listen on
-    page = "" if with_key else f", documentation at {here}/docs"  # a browser sends no key
-    report(f"ready: {name} on {url} (OpenAI API at {here}/v1{page})")
+    report(f"ready: {name} on {url} (page at {here}/, OpenAI API at {here}/v1, its routes at {here}/docs)")
     report(
         f"try: curl {here}/v1/chat/completions {key}-H 'content-type: application/json' "
         """-d '{"messages": [{"role": "user", "content": "Hello!"}]}'"""

@@ -93,3 +93,5 @@ def test_the_page_works_below_a_root_path():
     with run_app(app) as url:
         for path in ("/llm/", "/llm/docs", "/llm/page/docs.js", "/llm/page/mode.json"):
             assert httpx.get(url + path).status_code == 200
+        without_slash = httpx.get(f"{url}/llm")
+        assert (without_slash.status_code, without_slash.headers["location"]) == (307, "/llm/")

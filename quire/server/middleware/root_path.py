@@ -1,5 +1,6 @@
 """A path before all routes, under which a reverse proxy offers the server."""
 
+from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 
@@ -18,6 +19,9 @@ class RootPathMiddleware:
         if scope["type"] != "lifespan":
             begin = f"{self._root_path}/"
             path = scope["path"]
+            if scope["type"] == "http" and path == self._root_path:  # addresses of the page are relative to `begin`
+                await RedirectResponse(begin)(scope, receive, send)
+                return
             path = path[len(self._root_path) :] if path.startswith(begin) else path
             # The router would remove it from a path that has it twice, which middleware would take for another route.
             root_path = "" if path.startswith(begin) else self._root_path
