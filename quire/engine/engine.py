@@ -25,8 +25,8 @@ from quire.core.runner import Runner
 from quire.core.step import Pooling, Step, StepResult
 from quire.cost.step_time import CostFigures
 from quire.errors import RequestError
-from quire.monitor.monitor import Monitor
-from quire.monitor.tree import node_detail
+from quire.monitor.monitor import Load, Monitor
+from quire.monitor.tree import detail_of, node_detail
 from quire.monitor.update import NodeDetail, Watcher
 from quire.params import is_unicode
 from quire.scheduler.scheduler import Scheduler
@@ -151,6 +151,7 @@ class Engine:
         self._last_step_seconds = 0.0
         self._step_sizes = StepSizes()
         self._monitor: Monitor | None = None  # while there are viewers
+        self._load = Load()  # of all tenants, as viewers may see it
 
     @property
     def num_end_tokens(self) -> int:
@@ -332,7 +333,7 @@ class Engine:
         viewer: a number that the caller chooses. Steps are recorded from the first look until no viewer is left.
         """
         if self._monitor is None:
-            self._monitor = Monitor(self.scheduler)
+            self._monitor = Monitor(self.scheduler, self._load)
         return msgspec.json.encode(self._monitor.update(viewer, watcher, num_seen, self._clock(), time.time()))
 
     def forget_viewer(self, viewer: int) -> None:
@@ -345,7 +346,8 @@ class Engine:
 
     def node(self, watcher: Watcher, number: int) -> NodeDetail | None:
         """A node of the radix trees; None if the watcher may not see one with this id."""
-        return node_detail(self.scheduler.cache.index, watcher, number)
+        node = None if self._monitor is None else self._monitor.find_node(watcher, number)
+        return detail_of(node) if node is not None else node_detail(self.scheduler.cache.index, watcher, number)
 
     def flush_cache(self) -> int:
         """Evict all cached KV that no running request uses, pinned or not. Returns the number of freed blocks."""

@@ -14,13 +14,19 @@ class MergedUpdates:
 
     def __init__(self, first: Decoded) -> None:
         """first: a full update."""
+        self._start(first)
+
+    def _start(self, first: Decoded) -> None:
         self._last = first
         self._blocks = {name: _expanded_pools(first[name]) for name in ("blocks", "host_blocks")}
         self._nodes: dict[int, Sequence[object]] = {row[0]: row for row in first["tree"]["nodes"]}
         self._steps: dict[int, Sequence[object]] = {row[0]: row for row in first["steps"]}
 
     def apply(self, update: Decoded) -> None:
-        """Apply the next update, which must not be full."""
+        """Apply the next update."""
+        if update["full"]:
+            self._start(update)
+            return
         self._last = update
         for name, pools in self._blocks.items():
             for pool, first, runs in update[name]:

@@ -1,9 +1,11 @@
 """The monitor: updates of the state of scheduler and cache for each viewer. Reads them, and changes nothing there.
 
-A viewer that does not see all gets its own requests, and of others only sums. Blocks of others look alike, whether a
-request uses them or the prefix index keeps them. Steps without a sequence of its own are left out.
+A viewer that does not see all gets its own requests, and of others only the load, every few seconds. All other blocks
+look alike, whether a request uses them, the prefix index keeps them, or they are free. Steps without a sequence of its
+own are left out, and do not count.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from heapq import heappop, heappush
 from itertools import chain, islice
@@ -33,9 +35,10 @@ from quire.scheduler.request_state import RequestState
 from quire.scheduler.request_stats import Totals, WaitCause
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence import Sequence
-from quire.scheduler.step_log import LoggedStep, StepTokens
+from quire.scheduler.step_log import MOST_STEPS, LoggedStep, StepTokens
 
 MOST_SEQUENCES = 512  # listed
+LOAD_SECONDS = 5.0
 
 _WAITS: Mapping[WaitCause, str] = MappingProxyType(
     {
@@ -49,6 +52,25 @@ _WAITS: Mapping[WaitCause, str] = MappingProxyType(
         "constraint": "the constraint is being compiled",
     }
 )
+
+
+class Load:
+    """Numbers of sequences by tenant, counted every LOAD_SECONDS. More often they would tell when requests end."""
+
+    def __init__(self) -> None:
+        self._next = 0.0  # when they are counted again, seconds of the engine's clock
+        self._running: Counter[str] = Counter()
+        self._waiting: Counter[str] = Counter()
+
+    def of_others(self, scheduler: Scheduler, tenant: str, now: float) -> Others:
+        """The numbers of all tenants but one."""
+        if now >= self._next:
+            self._next = now + LOAD_SECONDS
+            sequences = scheduler.state.sequences.values()
+            self._running = Counter(seq.request.namespace.tenant for seq in sequences if seq.row >= 0)
+            self._waiting = Counter(seq.request.namespace.tenant for seq in sequences if seq.row < 0)
+        counts = (some.total() - some[tenant] for some in (self._running, self._waiting))
+        return Others(*counts)
 
 
 class Owners:
@@ -84,6 +106,7 @@ class Viewer:
         self.tree: TreeView | None = None
         self.tree_version = 0
         self.last_step = -1
+        self.own_steps: dict[int, int] = {}  # numbers of the logged steps with its sequences, if it sees no others
         self.unmeasured: set[int] = set()  # steps that it has seen without their measured seconds
 
     def can_continue(self, watcher: Watcher, num_seen: int, tree: TreeView | None) -> bool:
@@ -111,8 +134,10 @@ class TableBlocks:
 class Monitor:
     """Updates for viewers. Steps are recorded as long as it exists; `close` ends that."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, load: Load) -> None:
+        """load: kept longer than a monitor, so that a viewer cannot have it counted by coming again."""
         self._scheduler = scheduler
+        self._load = load
         self._viewers: dict[int, Viewer] = {}
         self._tables: dict[int, list[TableBlocks]] = {}  # by sequence id, per group
         self._trees = TreeViews(scheduler.cache.index)
@@ -137,6 +162,10 @@ class Monitor:
         tree = self._viewers[viewer].tree
         return None if tree is None else tree.node(number)
 
+    def find_node(self, watcher: Watcher, number: int) -> Node | None:
+        """A node that updates of such a watcher show; None for another id."""
+        return self._trees.shown(watcher, number)
+
     def update(self, viewer: int, watcher: Watcher, num_seen: int, now: float, unix_time: float) -> Update:
         """The changes since the last update of a viewer, or the whole state, if that was not its `num_seen`-th.
 
@@ -158,17 +187,15 @@ class Monitor:
         changes = [_changes(before, codes) for before, codes in ((seen.device, device), (seen.host, host))]
         seen.device, seen.host = device, host
         num_running, num_waiting = len(running), len(waiting) + len(self._compiling(watcher))
-        others = Others()
-        if not watcher.sees_all:
-            foreign = sum(int(np.count_nonzero(codes == block_states.OTHER)) for codes in device)
-            others = Others(scheduler.num_running - num_running, scheduler.num_waiting - num_waiting, foreign)
+        others = Others() if watcher.sees_all else self._load.of_others(scheduler, watcher.tenant, now)
+        steps = self._steps(seen, full=full)
         return Update(
             full=full,
             at=now,
             now=unix_time,
-            step=scheduler.last_step,
+            step=scheduler.last_step if watcher.sees_all else max(seen.own_steps.values(), default=-1),
             sees="all" if watcher.sees_all else "own",
-            pools=self._pool_figures(device),
+            pools=self._pool_figures(watcher, device, host),
             blocks=changes[0],
             host_blocks=changes[1],
             requests=self._rows(seen, running, waiting),
@@ -176,7 +203,7 @@ class Monitor:
             num_running=num_running,
             num_waiting=num_waiting,
             tree=self._tree(seen, view),
-            steps=self._steps(seen, full=full),
+            steps=steps,
             totals=self._totals(watcher, chain(running, waiting)),
         )
 
@@ -272,13 +299,12 @@ class Monitor:
         if watcher.sees_all:
             marks = (in_flight, block_states.USED), (pool.indexed_blocks, block_states.CACHED)
             return block_states.block_codes(pool.num_blocks, [*marks, (pinned, block_states.PINNED)])
-        used = [blocks[group].present for blocks in tables.values()]
-        foreign = [(blocks, block_states.OTHER) for blocks in (in_flight, pool.indexed_blocks, *used)]
         nodes = visible_nodes(cache.index, watcher)
         own = [block for node in nodes for block in node.blocks[group] if block != ABSENT]
         own_pinned = sorted(set(own).intersection(pinned)) if pinned else []
+        rest = np.arange(pool.num_blocks), block_states.OTHER
         own_marks = [(own, block_states.CACHED), (own_pinned, block_states.PINNED)]
-        return block_states.block_codes(pool.num_blocks, [*foreign, *own_marks])
+        return block_states.block_codes(pool.num_blocks, [rest, *own_marks])
 
     def _update_tables(self) -> dict[int, list[TableBlocks]]:
         """The blocks of all tables by sequence id, per group."""
@@ -300,7 +326,7 @@ class Monitor:
             return [np.empty(0, np.int32) for _ in cache.host_pools]
         rest = block_states.HOST if seen.watcher.sees_all else block_states.OTHER
         codes = [np.full(pool.num_blocks, rest, np.int32) for pool in cache.host_pools]
-        for some, pool in zip(codes, cache.host_pools, strict=True):
+        for some, pool in zip(codes, cache.host_pools, strict=True) if seen.watcher.sees_all else ():
             some[list(pool.free_blocks)] = block_states.FREE
         for seq in reversed(holders):  # a shared block has the number of the first
             record = cache.swapped.get(seq.id)
@@ -308,19 +334,20 @@ class Monitor:
                 codes[group][block] = block_states.HOST | seen.owners.number(seq.id)
         return codes
 
-    def _pool_figures(self, device: list[np.ndarray]) -> list[PoolFigures]:
+    def _pool_figures(self, watcher: Watcher, device: list[np.ndarray], host: list[np.ndarray]) -> list[PoolFigures]:
         cache = self._scheduler.cache
+        rest = block_states.FREE if watcher.sees_all else block_states.OTHER
         return [
             PoolFigures(
                 _pool_name(group),
                 cache.block_size,
                 pool.num_blocks,
-                pool.num_free,
+                int(np.count_nonzero(codes == rest)),
                 int(np.count_nonzero((codes == block_states.CACHED) | (codes == block_states.PINNED))),
-                host.num_blocks,
-                host.num_blocks - host.num_free,
+                len(host_codes),
+                int(np.count_nonzero(host_codes != rest)),
             )
-            for group, pool, host, codes in zip(cache.config.groups, cache.pools, cache.host_pools, device, strict=True)
+            for group, pool, codes, host_codes in zip(cache.config.groups, cache.pools, device, host, strict=True)
         ]
 
     # Trees, steps, totals
@@ -352,9 +379,17 @@ class Monitor:
                 seen.unmeasured.add(step.id)
             is_news = step.id > seen.last_step or (step.id in known and step.is_over)
             if (full or is_news) and (row := _step_row(step, seen.watcher)) is not None:
-                rows.append(row)
+                rows.append(row if seen.watcher.sees_all else row._replace(id=self._own_number(seen, step.id)))
         seen.last_step = self._scheduler.last_step
         return rows
+
+    def _own_number(self, seen: Viewer, step_id: int) -> int:
+        """The number of a step among those with sequences of the viewer: ids of steps would count those of others."""
+        if step_id not in seen.own_steps:
+            seen.own_steps[step_id] = max(seen.own_steps.values(), default=-1) + 1
+            if len(seen.own_steps) > 2 * MOST_STEPS:
+                del seen.own_steps[min(seen.own_steps)]
+        return seen.own_steps[step_id]
 
     def _totals(self, watcher: Watcher, unfinished: Iterator[Sequence]) -> Totals:
         stats = self._scheduler.request_stats

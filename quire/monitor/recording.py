@@ -17,7 +17,7 @@ from quire.cache.prefix.radix_node import Node
 from quire.core.step import to_bytes
 from quire.errors import QuireError
 from quire.monitor.merging import Decoded, MergedUpdates
-from quire.monitor.monitor import Monitor
+from quire.monitor.monitor import Load, Monitor
 from quire.monitor.tree import MOST_TOKENS, path_tokens
 from quire.monitor.update import NodeDetail, NodeRow, Update, Watcher
 from quire.scheduler.journal import JournalError, ReplayMismatch, read_records, replay_steps
@@ -53,7 +53,11 @@ class NodeTokens:
         start, edge = path_tokens(node) - len(node.edge) // BYTES_PER_TOKEN, node.edge[: MOST_TOKENS * BYTES_PER_TOKEN]
         grows = bool(versions) and versions[-1].start == start and edge.startswith(versions[-1].edge)
         new = len(edge) - (len(versions[-1].edge) if grows else 0)
-        if (grows and not new) or self._num_bytes + new > _MOST_NODE_BYTES:
+        if grows and not new:
+            return
+        if self._num_bytes + new > _MOST_NODE_BYTES:
+            if not grows:  # the tokens of before are those of another place
+                versions.append(_NodeTokens(step, start, b""))
             return
         self._num_bytes += new
         first_step = versions.pop().first_step if grows else step
@@ -155,7 +159,7 @@ def record_file(path: Path, advance: Callable[[float, float], None]) -> tuple[Re
 
 def _record(file: BinaryIO, size: int, advance: Callable[[float, float], None]) -> tuple[Recording, str]:
     recording, monitors, num_seen = Recording(), list[Monitor](), 0
-    replayed = replay_steps(read_records(file), on_begin=lambda scheduler: monitors.append(Monitor(scheduler)))
+    replayed = replay_steps(read_records(file), on_begin=lambda scheduler: monitors.append(Monitor(scheduler, Load())))
     try:
         for scheduler, planned, recorded in replayed:
             if planned is None:

@@ -12,7 +12,7 @@ from quire.cache.block_table import BlockTable
 from quire.cache.prefix.index import BYTES_PER_TOKEN, PrefixIndex
 from quire.cache.prefix.radix_index import RadixIndex
 from quire.cache.prefix.radix_node import Node
-from quire.cache.prefix.radix_tree import node_of
+from quire.cache.prefix.radix_tree import MOST_CHANGES, node_of
 from quire.monitor.update import NodeDetail, NodeRow, TreeChanges, Watcher
 
 MOST_NODES = 2000  # shown, not counting nodes in use
@@ -98,6 +98,11 @@ class TreeView:
             self._changed.update(changed)
         else:
             self._changed.update(node for node in changed if node.tenant == tenant)
+
+    @property
+    def num_noted(self) -> int:
+        """Nodes that `refresh` has to look at. They stay in memory until then, even if they have left the trees."""
+        return len(self._changed)
 
     def refresh(self, tables: Iterable[BlockTable]) -> None:
         """Bring the rows up to date. tables: of the running sequences that the viewers may see."""
@@ -239,13 +244,22 @@ class TreeViews:
         if not isinstance(self.index, RadixIndex):
             return None
         changed = self.index.trees.take_changes()
-        for view in self._views.values():
-            view.note_changes(changed)
+        if changed is None:  # too many: all begin anew
+            self._views.clear()
+        else:
+            for view in self._views.values():
+                view.note_changes(changed)
+        self._views = {sight: view for sight, view in self._views.items() if view.num_noted <= MOST_CHANGES}
         sight = _sight(watcher)
         if sight not in self._views:
             self._views[sight] = TreeView(self.index, sight)
         self._views[sight].refresh(tables)
         return self._views[sight]
+
+    def shown(self, watcher: Watcher, number: int) -> Node | None:
+        """A node that the view of a watcher shows; None for another id."""
+        view = self._views.get(_sight(watcher))
+        return None if view is None else view.node(number)
 
 
 def _sight(watcher: Watcher) -> Watcher:

@@ -21,7 +21,7 @@ class Watcher(msgspec.Struct, frozen=True):
 
 
 class PoolFigures(msgspec.Struct, frozen=True):
-    """Blocks of one KV group."""
+    """Blocks of one KV group. num_free: for a viewer that sees its own only, all others, free or not."""
 
     name: str
     block_size: int
@@ -53,11 +53,10 @@ class SequenceRow(msgspec.Struct, frozen=True, gc=False):
 
 
 class Others(msgspec.Struct, frozen=True):
-    """Counts of other tenants, if the viewer sees its own only."""
+    """Counts of other tenants' sequences, if the viewer sees its own only: see `Load`."""
 
     running: int = 0
     waiting: int = 0
-    blocks: int = 0
 
 
 class NodeRow(NamedTuple):

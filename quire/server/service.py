@@ -84,6 +84,7 @@ class Service:
         )
         self._grammar_checks = front_end_cache(facts.options.grammar_backend, self.metrics.observe_grammar_check)
         self._explaining: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by tenant
+        self._looking: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # at a node, by tenant
         self.request_ids = RequestIds(self.model_name)
         self.created = int(time.time())
         self._unknown_fields = unknown_fields
@@ -220,7 +221,7 @@ class Service:
 
         Raises EngineStopped.
         """
-        async with self._explaining[watcher.tenant]:
+        async with self._looking[watcher.tenant]:
             return await self.engine.node(watcher, node)
 
     async def close(self) -> None:

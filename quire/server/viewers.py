@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from itertools import count
 
+from quire.errors import QueueFull
 from quire.monitor.update import Watcher
 from quire.server.api_keys import Caller
 from quire.server.errors import Rejection
@@ -17,6 +18,7 @@ from quire.server.sse import json_event
 
 MOST_VIEWERS = 16
 MOST_PER_TENANT = 4
+_FOR_ADMINS = 4  # of the viewers: tenants cannot keep admins out
 _POLL_SECONDS = 0.5  # how often a viewer that waits for its next update asks whether the server ends
 
 
@@ -44,8 +46,9 @@ class Viewers:
         """Admit a viewer, which must be closed. Raises TooManyViewers."""
         if self._num_by_tenant[caller.tenant] >= MOST_PER_TENANT:
             raise TooManyViewers(MOST_PER_TENANT, " with keys of this tenant")
-        if self._num_by_tenant.total() >= MOST_VIEWERS:
-            raise TooManyViewers(MOST_VIEWERS, "")
+        most = MOST_VIEWERS if caller.is_admin else MOST_VIEWERS - _FOR_ADMINS
+        if self._num_by_tenant.total() >= most:
+            raise TooManyViewers(most, "")
         self._num_by_tenant[caller.tenant] += 1
         return Viewing(self._service, next(self._numbers), watcher_of(caller), self._is_ending, self._leave)
 
@@ -86,11 +89,23 @@ class Viewing:
         while True:
             due = loop.time() + interval
             yield update
-            while (rest := due - loop.time()) > 0 and not self._is_ending():
-                await asyncio.sleep(min(rest, _POLL_SECONDS))
-            if self._is_ending():
-                return
-            update = await self.look()
+            while (later := await self._look_at(due)) is None:
+                if self._is_ending():
+                    return
+                due = loop.time() + max(interval, _POLL_SECONDS)
+            update = later
+
+    async def _look_at(self, due: float) -> bytes | None:
+        """The update at a time of the loop; None if the server ends or the engine takes no calls now."""
+        loop = asyncio.get_running_loop()
+        while (rest := due - loop.time()) > 0 and not self._is_ending():
+            await asyncio.sleep(min(rest, _POLL_SECONDS))
+        if self._is_ending():
+            return None
+        try:
+            return await self.look()
+        except QueueFull:
+            return None
 
     def close(self) -> None:
         """The viewer has left. Can be called again."""

@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 IDLE_SECONDS = 0.5  # the longest wait of an idle engine for commands
 HEARTBEAT_SECONDS = 0.25
 _RECV_BYTES = 2**18  # bytes
+_OF_VIEWERS = (protocol.Look, protocol.LookAtNode, protocol.ForgetViewer)
 _PAUSE_PER_LOOK = 100  # pause after a look, times its duration: looks take at most 1 % of the time
 
 
@@ -57,6 +58,7 @@ class EngineLoop:
         self._outputs: list[Output] = []  # not sent yet
         self._answers: list[Answer] = []  # not sent yet
         self._sent_batch = False  # whether this turn has sent its message
+        self._last_work = time.monotonic()  # when there was something to do but for viewers
         self._looks: deque[protocol.Look | protocol.LookAtNode] = deque()  # not executed yet, oldest first
         self._next_look = 0.0  # when the next of them may be executed
 
@@ -75,13 +77,15 @@ class EngineLoop:
             self._engine.close()
 
     def _turn(self) -> bool:
-        idle = False
         with self._wake:
             if not (self._commands or self._closing or self._engine.has_work):
-                idle = not self._wake.wait(self._idle_seconds())
+                self._wake.wait(self._idle_seconds())
             commands = list(self._commands)
             self._commands.clear()
         self._turn_began, self._sent_batch = time.monotonic(), False
+        if self._engine.has_work or not all(isinstance(one, _OF_VIEWERS) for one in commands):
+            self._last_work = self._turn_began
+        idle = self._turn_began - self._last_work >= IDLE_SECONDS
         if idle:
             self._check_block_accounting()
         if self._gc_policy is not None:

@@ -13,7 +13,7 @@ from quire.core.request import Beams, Namespace
 from quire.core.scheduling_params import Retention, SchedulingParams
 from quire.errors import RequestError
 from quire.monitor import tree
-from quire.monitor.monitor import Monitor
+from quire.monitor.monitor import LOAD_SECONDS, Load, Monitor
 from quire.monitor.update import Watcher
 
 EVERYTHING = Watcher("", sees_all=True)
@@ -109,7 +109,7 @@ def test_changes_put_together_are_the_whole_state(kind, seed, monkeypatch):
     monkeypatch.setattr(tree, "_MOST_REMOVALS", 6)
     traffic = Traffic(seed, **KINDS[kind])
     rig, rng = traffic.rig, random.Random(seed)
-    monitor = Monitor(rig.scheduler)
+    monitor = Monitor(rig.scheduler, Load())
     looks = [Look(monitor, i, watcher) for i, watcher in enumerate((EVERYTHING, Watcher("ann", sees_all=False)))]
     looks.append(Look(monitor, 2, EVERYTHING))
     num_compared = 0
@@ -128,7 +128,7 @@ def test_changes_put_together_are_the_whole_state(kind, seed, monkeypatch):
 def test_blocks_are_those_of_tables_and_index(kind, seed):
     traffic = Traffic(10 + seed, **KINDS[kind])
     rig = traffic.rig
-    monitor = Monitor(rig.scheduler)
+    monitor = Monitor(rig.scheduler, Load())
     everything, own = Look(monitor, 0, EVERYTHING), Look(monitor, 1, Watcher("ann", sees_all=False))
     seen = set()
     for _ in range(200):
@@ -138,11 +138,14 @@ def test_blocks_are_those_of_tables_and_index(kind, seed):
             state = without_numbers(look.state.whole)
             for group, pool in enumerate(rig.cache.pools):
                 assert state["blocks"][group] == expected_blocks(rig, look.watcher, group), look.watcher
-                assert state["blocks"][group].count("F") == pool.num_free == state["pools"][group]["num_free"]
+                rest = "F" if look is everything else "O"
+                assert state["blocks"][group].count(rest) == state["pools"][group]["num_free"]
+                if look is everything:
+                    assert pool.num_free == state["pools"][group]["num_free"]
                 seen |= {one.partition(":")[0] for one in state["blocks"][group]}
             for group, pool in enumerate(rig.cache.host_pools):
                 states = state["host"].get(group, [])
-                assert states.count("F") == pool.num_free
+                assert states.count("F") == (pool.num_free if look is everything else 0)
     assert seen >= ({"F", "U", "O"} if kind == "none" else {"F", "U", "C", "O"})
 
 
@@ -158,7 +161,7 @@ def expected_blocks(rig, watcher, group):
         users = [seq.id for seq in mine if block in seq.table.blocks[group]]
         is_own = pool.is_indexed(block) if watcher.sees_all else block in own
         if not pool.num_refs(block):
-            states.append("F")
+            states.append("F" if watcher.sees_all else "O")
         elif users:
             states.append(f"{'S' if len(users) > 1 else 'U'}:seq{users[0]}")
         elif is_own:
@@ -175,7 +178,7 @@ def sees(watcher, tenant):
 def test_nodes_are_those_of_the_trees():
     traffic = Traffic(5, prefix_index="radix")
     rig = traffic.rig
-    look = Look(Monitor(rig.scheduler), 0, EVERYTHING)
+    look = Look(Monitor(rig.scheduler, Load()), 0, EVERYTHING)
     gone, merged = set(), 0
     for _ in range(300):
         traffic.move()
@@ -213,7 +216,7 @@ def test_nodes_are_those_of_the_trees():
 
 def test_steps_have_tokens_by_kind_and_seconds_once_they_are_known():
     rig = Rig(steps_in_flight=2, prefix_index="radix")
-    look = Look(Monitor(rig.scheduler), 0, EVERYTHING)
+    look = Look(Monitor(rig.scheduler, Load()), 0, EVERYTHING)
     own = Look(look.monitor, 1, Watcher("ann", sees_all=False))
     rig.add("a", list(range(10)), max_tokens=6, namespace=Namespace(tenant="ann"))
     for _ in range(3):
@@ -242,7 +245,7 @@ def test_totals_count_each_tenant():
         for i in range(2):
             rig.add(f"{name}{i}", [*range(16), i], max_tokens=3, namespace=Namespace(tenant=name))
             rig.run()
-    monitor = Monitor(rig.scheduler)
+    monitor = Monitor(rig.scheduler, Load())
     all_of_it = monitor.update(0, EVERYTHING, 0, rig.now, 0.0).totals
     own = monitor.update(1, Watcher("ann", sees_all=False), 0, rig.now, 0.0).totals
     nobody = monitor.update(2, Watcher("zoe", sees_all=False), 0, rig.now, 0.0).totals
@@ -259,14 +262,14 @@ def test_waiting_requests_say_why():
     rig.add("b", list(range(8)), max_tokens=20, n=2)
     rig.step()
     rig.step()
-    rows = Monitor(rig.scheduler).update(0, EVERYTHING, 0, rig.now, 0.0).requests
+    rows = Monitor(rig.scheduler, Load()).update(0, EVERYTHING, 0, rig.now, 0.0).requests
     assert [(row.id, row.state) for row in rows] == [("a", "running"), ("b", "waiting"), ("b", "waiting")]
     assert [row.reason.partition(":")[0] for row in rows] == ["", "rows", "prompt"]
 
 
 def test_an_update_that_was_lost_leads_to_a_full_one():
     rig = Rig(prefix_index="radix")
-    monitor = Monitor(rig.scheduler)
+    monitor = Monitor(rig.scheduler, Load())
     about = (EVERYTHING, rig.now)
     assert monitor.update(0, EVERYTHING, 0, 0.0, 0.0).full
     assert not monitor.update(0, EVERYTHING, 1, 0.0, 0.0).full
@@ -278,7 +281,7 @@ def test_an_update_that_was_lost_leads_to_a_full_one():
 
 def test_a_repaired_index_leads_to_a_full_update():
     traffic = Traffic(3, prefix_index="radix")
-    look = Look(Monitor(traffic.rig.scheduler), 0, EVERYTHING)
+    look = Look(Monitor(traffic.rig.scheduler, Load()), 0, EVERYTHING)
     for _ in range(40):
         traffic.move()
     look.update(traffic.rig.now)
@@ -323,7 +326,7 @@ def test_a_full_queue_lists_the_first_sequences(monkeypatch):
     for i in range(8):
         rig.add(str(i), [1, 2, 3], max_tokens=4)
     rig.step()
-    update = Monitor(rig.scheduler).update(0, EVERYTHING, 0, rig.now, 0.0)
+    update = Monitor(rig.scheduler, Load()).update(0, EVERYTHING, 0, rig.now, 0.0)
     assert [row.id for row in update.requests] == list("01234")
     assert (update.num_running, update.num_waiting) == (2, 6)
 
@@ -333,15 +336,47 @@ def test_a_tenant_sees_only_sums_of_others():
     for i, name in enumerate(("bob", "ann", "bob")):
         rig.add(f"{name}{i}", [i] * 9, max_tokens=20, namespace=Namespace(tenant=name, salt=f"{name}'s"))
     rig.step()
-    monitor = Monitor(rig.scheduler)
+    monitor = Monitor(rig.scheduler, Load())
     update = monitor.update(0, Watcher("ann", sees_all=False), 0, rig.now, 0.0)
     assert [row.id for row in update.requests] == ["ann1"] and update.requests[0].mine
     assert (update.num_running, update.num_waiting) == (1, 0)
-    used = len(rig.cache.tables[0].blocks[0])
-    assert msgspec.structs.astuple(update.others) == (1, 1, used)
+    assert msgspec.structs.astuple(update.others) == (1, 1)
+    assert update.steps == [] and update.step == -1, "the log begins with the first look"
+    pool = update.pools[0]
+    assert pool.num_blocks - pool.num_free - pool.num_idle == len(rig.cache.tables[1].blocks[0]), "others are not told"
     assert b"bob" not in msgspec.json.encode(update)
     other = next(row.id for row in monitor.update(1, EVERYTHING, 0, rig.now, 0.0).tree.nodes if row.text == "bob")
     assert rig.engine.node(EVERYTHING, other) is not None
     assert rig.engine.node(Watcher("ann", sees_all=False), other) is None
     with pytest.raises(RequestError):
         rig.add("ann1", [1])
+
+
+def test_the_load_of_others_is_counted_seldom():
+    """Otherwise a tenant could tell when a request of another begins and ends."""
+    rig = Rig(prefix_index="radix")
+    monitor, ann = Monitor(rig.scheduler, Load()), Watcher("ann", sees_all=False)
+
+    def seen(at):
+        update = monitor.update(0, ann, 0, at, 0.0)
+        return update.others.running, update.step, [step.id for step in update.steps], update.blocks, update.pools
+
+    before = seen(rig.now)
+    rig.add("b", [1] * 30, max_tokens=20, namespace=Namespace(tenant="bob"))
+    rig.step()
+    assert seen(rig.now + LOAD_SECONDS / 2) == before
+    assert seen(rig.now + LOAD_SECONDS)[0] == 1
+    assert seen(rig.now + LOAD_SECONDS)[1:] == before[1:]
+
+
+def test_too_many_changes_are_not_kept_but_all_begin_anew(monkeypatch):
+    monkeypatch.setattr("quire.cache.prefix.radix_tree.MOST_CHANGES", 3)
+    rig = Rig(prefix_index="radix")
+    look = Look(Monitor(rig.scheduler, Load()), 0, EVERYTHING)
+    look.update(rig.now)
+    for i in range(6):
+        rig.add(f"r{i}", [(9 * i + j) % 50 for j in range(9)], max_tokens=2)
+        rig.step()
+    look.update(rig.now)
+    assert look.state.last["full"]
+    assert without_numbers(look.state.whole) == without_numbers(look.full(rig.now))

@@ -16,7 +16,7 @@ from viewer_state import ViewerState, whole
 from quire.cli import app
 from quire.core.request import Namespace
 from quire.monitor import recording
-from quire.monitor.monitor import Monitor
+from quire.monitor.monitor import Load, Monitor
 from quire.monitor.recording import record_file
 from quire.monitor.update import Watcher
 from quire.scheduler import journal
@@ -63,7 +63,7 @@ def test_each_step_has_the_state_of_the_replay(journal_file, url):
 
     def begin(scheduler):
         nonlocal monitor
-        monitor = Monitor(scheduler)
+        monitor = Monitor(scheduler, Load())
 
     with journal_file.open("rb") as file:
         for scheduler, step, _ in journal.replay_steps(journal.read_records(file), on_begin=begin):

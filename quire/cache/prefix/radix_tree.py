@@ -58,6 +58,7 @@ def _inner_node_errors(node: Node, size: int) -> Iterator[str]:
 
 
 MOST_PLACES = 4096
+MOST_CHANGES = 16_384  # kept for `take_changes`
 MOST_AT_A_PLACE = 8
 
 
@@ -123,16 +124,22 @@ class RadixTrees:
         self._last_number = 0  # of a node
         self.num_nodes = 0  # in all trees
         self._changed: set[Node] | None = None  # see `report_changes`; None: nobody asks
+        self._lost_changes = False  # whether there were more than MOST_CHANGES
 
     def report_changes(self, *, wanted: bool) -> None:
         """Start to collect the nodes that change, come or go, for `take_changes`; or stop it."""
         self._changed = set() if wanted else None
+        self._lost_changes = False
 
-    def take_changes(self) -> set[Node]:
-        """The nodes that were used, have changed, come or gone since the last call. Pins and tables do not count."""
+    def take_changes(self) -> set[Node] | None:
+        """The nodes that were used, have changed, come or gone since the last call. Pins and tables do not count.
+
+        None if they were more than MOST_CHANGES. Then they are not kept: nodes that have left would fill the memory.
+        """
         assert self._changed is not None, "changes are reported"
         changed, self._changed = self._changed, set()
-        return changed
+        lost, self._lost_changes = self._lost_changes, False
+        return None if lost else changed
 
     # Growth
 
@@ -485,6 +492,9 @@ class RadixTrees:
     def _report(self, *nodes: Node) -> None:
         if self._changed is not None:
             self._changed.update(nodes)
+            if len(self._changed) > MOST_CHANGES:
+                self._changed.clear()
+                self._lost_changes = True
 
     def _forget_root(self, key: RootKey) -> None:
         self.num_nodes -= 1

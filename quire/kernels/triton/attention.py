@@ -69,6 +69,7 @@ def attention(
 
     There may be gaps between tokens in memory. deterministic: see the module.
     """
+    assert scale > 0, "the largest score is scaled after it was found"
     num_tokens, num_heads, head_dim = q.shape
     if q.stride(2) != 1 or q.stride(1) != head_dim:
         q = q.contiguous()

@@ -274,7 +274,7 @@ def strict_rows(cuts, *, company, window, dtype, stored):
     outputs = []
     for start, stop in pairwise(cuts):
         spans = np.array([*others.spans[:2], (start, stop), others.spans[2]] if company else [(start, stop)])
-        tables = np.full((len(spans), 12), NOWHERE)
+        tables = np.full((len(spans), 14), NOWHERE)
         q = [whole.q[0][start:stop]]
         if company:
             tables[[0, 1, 3], : others.tables.shape[1]] = others.tables + whole.storage.group.num_blocks
@@ -299,6 +299,15 @@ def test_strict_rows_depend_on_their_own_sequence_only(short_splits, dtype, stor
     assert whole.isfinite().all()
     assert torch.equal(whole, strict_rows([0, 31, 32, 33, 37, 59, 60], company=True, **options))
     assert torch.equal(whole, strict_rows([0, 7, 60], company=False, **options))
+
+
+@pytest.mark.parametrize(("dtype", "stored"), [("bfloat16", None), ("bfloat16", "fp8_e4m3"), ("float16", "int8")])
+def test_strict_rows_do_not_depend_on_which_tiles_of_keys_have_masks(dtype, stored):
+    """With tiles of usual size: all rows of a tile attend to its first keys in some cuts, and not in others."""
+    options = {"window": 0, "dtype": dtype, "stored": stored}
+    whole = strict_rows([0, 180], company=False, **options)
+    assert whole.isfinite().all()
+    assert torch.equal(whole, strict_rows([0, 127, 128, 130, 150, 179, 180], company=True, **options))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
