@@ -146,7 +146,7 @@ def check_code(seen: Watched) -> None:
     page.click("dialog >> text=Close")
     page.fill("#set-seed", "7")
     page.click(".message.assistant >> text=Request")
-    assert '"seed"' not in page.locator("dialog pre").inner_text(), "the settings of the answer are shown, not the present ones"
+    assert '"seed"' not in page.locator("dialog pre").inner_text(), "not the request of the answer"
     page.click("dialog >> text=Close")
     page.fill("#set-seed", "")
 
