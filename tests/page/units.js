@@ -4,10 +4,12 @@
   const { Monitor, readRuns, rates, hitRates } = await load('see/monitor.js');
   const { layoutTree } = await load('see/tree_layout.js');
   const { layoutCells } = await load('see/blocks.js');
-  const { Conversation } = await load('talk/conversations.js');
+  const { Conversation, deleteConversation, keepConversation, loadConversation } = await load('talk/conversations.js');
   const { MarkdownView } = await load('talk/markdown.js');
-  const { pythonLiteral, asCurl } = await load('talk/request.js');
-  const { Answer } = await load('talk/answer.js');
+  const { pythonLiteral, asCurl, requestBody } = await load('talk/request.js');
+  const { Answer, requestAnswer } = await load('talk/answer.js');
+  const { ReplaySource } = await load('see/sources.js');
+  const { kept } = await load('storage.js');
 
   const stream = 'data: {"a": 1}\n\n: comment\r\n\r\ndata: two\ndata: lines\n\ndata:[DONE]\n\n';
   for (let size = 1; size <= stream.length; size += 1) {
@@ -40,6 +42,16 @@
   equal('owners', [...monitor.pools[0].device.owner], [0, 0, 3, 3, 0, 0, 0, 0, 0, 0]);
   equal('time to the first token', monitor.firstTokens, [3]);
   equal('an evicted node leaves the tree', [monitor.nodes.has(2), monitor.evicted.map((one) => one.node.id)], [false, [2]]);
+  const whole = update({ full: true, at: 3, requests: [{ ...request, num_output: 1 }] });
+  const rejoined = new Monitor();
+  rejoined.apply(update({ full: true, at: 1, requests: [request] }));
+  rejoined.apply(whole);
+  equal('no first token of a time without updates', rejoined.firstTokens, []);
+  rejoined.apply(update({ at: 5, requests: [{ ...request, id: 'b', since: 4, num_output: 1 }, { ...request, id: 'c', since: 2, num_output: 9 }] }));
+  equal('a first token between two updates', rejoined.firstTokens, [1]);
+  rejoined.apply(update({ full: true, at: 6, totals: { ...totals, finished: 3 } }));
+  rejoined.apply(update({ full: true, at: 7 }));
+  equal('another engine begins anew', [rejoined.samples.length, rejoined.finished], [1, []]);
   equal('the tree of an earlier time', monitor.treeAt(1).nodes.map((node) => node.id), [1, 2]);
   equal('rates', rates(monitor.samples, 'output_tokens'), [{ at: 3, value: 5 }]);
   equal('hit rate', hitRates(monitor.samples), [{ at: 3, value: 0.25 }]);
@@ -70,15 +82,32 @@
   equal('a kept conversation', copy.path().map((one) => one.content), ['one', 'a']);
   copy.remove(answer.id);
   equal('a removed branch', copy.path().map((one) => one.id), [first.id, other.id]);
+  const third = copy.add(first.id, { role: 'assistant', content: 'c' });
+  copy.choose(other);
+  copy.remove(third.id);
+  equal('the shown branch stays when another one is removed', copy.path().map((one) => one.content), ['one', 'b']);
+
+  keepConversation(copy);
+  copy.title = 'newer';
+  keepConversation(copy);
+  equal('the newest of a conversation is opened', loadConversation(copy.id).title, 'newer');
+  deleteConversation(copy.id);
+  keepConversation(copy);
+  equal('a deleted conversation stays deleted', loadConversation(copy.id), null);
+
+  const large = 'x'.repeat(11_000_000); // more than a browser keeps
+  equal('a browser that keeps nothing', [kept.set('quire.large', large), kept.get('quire.large').length, kept.keys().includes('quire.large')], [false, large.length, true]);
+  kept.remove('quire.large');
+  equal('nothing is left', [kept.get('quire.large'), kept.keys().includes('quire.large')], [null, false]);
 
   const view = new MarkdownView();
   const text = '# Title\n\nSome *text* &amp; `code`\n\n| a | b |\n|---|--:|\n| 1 | 2 |\n\n1. x\n   - y\n\n```js\nlet a;\n```\n\n<b onclick="x()">html</b>';
   for (let length = 1; length <= text.length; length += 1) view.show(text.slice(0, length));
-  const whole = new MarkdownView();
-  whole.show(text);
-  equal('Markdown in pieces', view.element.innerHTML, whole.element.innerHTML);
-  check('no element from HTML', !whole.element.querySelector('b, [onclick]') && whole.element.textContent.includes('<b onclick='));
-  check('blocks of Markdown', ['h3', 'em', 'code', 'table', 'ol ul', 'pre'].every((name) => whole.element.querySelector(name)));
+  const inOne = new MarkdownView();
+  inOne.show(text);
+  equal('Markdown in pieces', view.element.innerHTML, inOne.element.innerHTML);
+  check('no element from HTML', !inOne.element.querySelector('b, [onclick]') && inOne.element.textContent.includes('<b onclick='));
+  check('blocks of Markdown', ['h3', 'em', 'code', 'table', 'ol ul', 'pre'].every((name) => inOne.element.querySelector(name)));
   const before = view.element.firstChild;
   view.show(`${text}\n\nmore`);
   check('unchanged blocks keep their elements', view.element.firstChild === before);
@@ -90,6 +119,40 @@
   const begin = performance.now();
   slow.show('_a_'.repeat(20000));
   check('emphasis that would take seconds to read stays text', performance.now() - begin < 1000 && !slow.element.querySelector('em'));
+
+  for (const [name, hostile] of [['spaces', `a${' '.repeat(40000)}b`], ['an address', `${'a.'.repeat(20000)}@`], ['digits', `${'0'.repeat(40000)}@`],
+    ['marks of many paragraphs', Array(95).fill('*'.repeat(1000)).join('\n\n')]]) {
+    const start = performance.now();
+    new MarkdownView().show(hostile);
+    check(`${name} that would take seconds to read stay text`, performance.now() - start < 300);
+  }
+  const usual = new MarkdownView();
+  usual.show(`${'Some *text* of `code` and words.\n\n'.repeat(1000)}${'x'.repeat(1500)}`);
+  check('long text is read', usual.element.querySelectorAll('em').length === 1000);
+
+  const said = (role, content, more) => ({ role, content, ...more });
+  const asked = requestBody({ model: 'm', system: '', path: [said('user', 'a'), said('assistant', '', { error: 'lost', reasoning: 'hm' }), said('user', 'b')],
+    settings: { sampling: () => ({}), schema: () => null, tools: () => null, get: () => '' } });
+  equal('a failed answer is no turn', asked.messages.map((one) => one.content), ['a', 'b']);
+
+  const { fetch } = window;
+  const numSteps = 100;
+  try {
+    window.fetch = async (url) => {
+      const [start, number] = ['first', 'count'].map((name) => Number(new URL(url).searchParams.get(name)));
+      const steps = Array.from({ length: Math.min(number, 5, numSteps - start) }, (_, index) => start + index); // an answer that ends early
+      return new Response(JSON.stringify({ num_steps: numSteps, steps }));
+    };
+    const source = new ReplaySource();
+    await source.open();
+    equal('steps of answers that end early', await source.updatesTo(63, null), Array.from({ length: 64 }, (_, index) => index));
+    equal('the last steps', await source.updatesTo(99, 95), [96, 97, 98, 99]);
+    window.fetch = async () => new Response('data: {"choices": [{"delta": {"content": "a"}, "finish_reason": null}]}\n\n');
+    const cut = await requestAnswer({}, null, () => {});
+    equal('a stream without an end', [cut.content, cut.error], ['a', 'The stream ended early.']);
+  } finally {
+    window.fetch = fetch;
+  }
 
   equal('a Python literal', pythonLiteral({ a: [1, true, null, 'x"\n'] }), '{"a": [1, True, None, "x\\"\\n"]}');
   check('quotes in curl', asCurl({ a: "it's" }, false).includes("it'\\''s"));

@@ -47,6 +47,8 @@ TALK = (
     talk.check_code,
     talk.check_hostile_output,
     talk.check_server_error,
+    talk.check_kept,
+    talk.check_deleted,
     talk.check_history,
 )
 SEE = (

@@ -1,4 +1,4 @@
-"""Checks of Talk: a chat, a stop, branches, tokens, tools, a schema, hostile output, keys."""
+"""Checks of Talk: a chat, a stop, branches, tokens, tools, a schema, hostile output, kept conversations, keys."""
 
 import ast
 import json
@@ -45,12 +45,18 @@ def check_chat(seen: Watched) -> None:
     assert "first after" in figures, figures
 
 
-def check_stop(seen: Watched) -> None:
-    """A stopped answer stays as far as it came."""
-    page = seen.page
+def start_long(page: Page) -> None:
+    """Begin a long answer, and wait for its first words."""
     page.fill("#set-max_tokens", "1500")
     say(page, f"{LONG} {LONG} {LONG}", wait=False)
     page.wait_for_function("() => document.querySelector('.growing .markdown')?.textContent.length > 10")
+
+
+def check_stop(seen: Watched) -> None:
+    """A stopped answer stays as far as it came; Enter does not stop it."""
+    page = seen.page
+    start_long(page)
+    page.keyboard.press("Enter")
     page.click(".composer button[aria-label='Stop']")
     done(page)
     page.fill("#set-max_tokens", "")
@@ -138,6 +144,11 @@ def check_code(seen: Watched) -> None:
     page.click("dialog >> text=Python")
     ast.parse(page.locator("dialog pre").inner_text())
     page.click("dialog >> text=Close")
+    page.fill("#set-seed", "7")
+    page.click(".message.assistant >> text=Request")
+    assert '"seed"' not in page.locator("dialog pre").inner_text(), "not the request of the answer"
+    page.click("dialog >> text=Close")
+    page.fill("#set-seed", "")
 
 
 def check_hostile_output(seen: Watched) -> None:
@@ -170,6 +181,41 @@ def check_server_error(seen: Watched) -> None:
     page.fill("#set-temperature", "")
 
 
+def check_kept(seen: Watched) -> None:
+    """A conversation is kept while its answer runs, over a reload and over a look at another one."""
+    page = seen.page
+    page.click("text=New conversation")
+    start_long(page)
+    page.reload()
+    page.click(".chat-link >> nth=0")
+    expect(page.locator(".message.user .plain")).to_have_text(f"{LONG} {LONG} {LONG}")
+    page.click("text=New conversation")
+    start_long(page)
+    page.click(".chat-link >> nth=0")
+    expect(page.locator(".growing")).to_have_count(1)
+    page.click(".chat-link >> nth=1")
+    done(page)
+    page.click(".chat-link >> nth=0")
+    expect(page.locator(".message.assistant .figures")).to_contain_text("stopped")
+    page.fill("#set-max_tokens", "")
+
+
+def check_deleted(seen: Watched) -> None:
+    """A conversation that is deleted while its answer runs does not come back."""
+    page = seen.page
+    page.click("text=New conversation")
+    before = page.locator(".chat-link").count()
+    start_long(page)
+    expect(page.locator(".chat-link")).to_have_count(before + 1)
+    page.hover(".chats li >> nth=0")
+    page.click(".chats .delete >> nth=0")
+    done(page)
+    page.wait_for_timeout(300)  # a deleted one would be kept by now
+    page.reload()
+    expect(page.locator(".chat-link")).to_have_count(before)
+    page.fill("#set-max_tokens", "")
+
+
 def check_history(seen: Watched) -> None:
     """Conversations can be deleted."""
     page = seen.page
@@ -186,6 +232,13 @@ def check_keys(started: Browser, url: str) -> Iterator[str]:
     """A server with keys: a wrong one, a tenant's, none any more, an admin's. Yields what was checked."""
     with watched(started, url) as seen:
         page = seen.page
+        for _ in range(3):
+            page.keyboard.press("Escape")
+        expect(page.locator("dialog.key")).to_be_visible()
+        yield "the question for a key stays after Escape"
+        page.fill("#key", "☃")
+        page.click("text=Use this key")
+        expect(page.locator("#key-problem")).to_contain_text("characters that no key has")
         page.fill("#key", "wrong")
         page.click("text=Use this key")
         expect(page.locator("#key-problem")).to_contain_text("does not know this key")

@@ -1,5 +1,7 @@
 // Calls of the server: where it is, the key, errors, and streams of server-sent events.
 
+import { keptInTab } from './storage.js';
+
 const BASE = new URL('..', import.meta.url);
 const KEY = 'quire.key';
 
@@ -12,9 +14,9 @@ export class ServerError extends Error {
 }
 
 export const address = (path) => new URL(path, BASE).href;
-export const readKey = () => sessionStorage.getItem(KEY) || '';
-export const saveKey = (key) => sessionStorage.setItem(KEY, key);
-export const forgetKey = () => sessionStorage.removeItem(KEY);
+export const readKey = () => keptInTab.get(KEY) || '';
+export const saveKey = (key) => keptInTab.set(KEY, key);
+export const forgetKey = () => keptInTab.remove(KEY);
 
 let askForKey = null; // called with the server's message after each 401
 export const onKeyRefused = (callback) => {
@@ -22,6 +24,7 @@ export const onKeyRefused = (callback) => {
 };
 
 function headers(extra, key = readKey()) {
+  if (/[^\x20-\xff]/.test(key)) throw new ServerError(0, 'This key has characters that no key has. Copy it again.', 'unreadable_key');
   return key ? { ...extra, Authorization: `Bearer ${key}` } : { ...extra };
 }
 

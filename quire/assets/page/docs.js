@@ -1,8 +1,10 @@
 // The page /docs: what openapi.json says, without a framework. Text enters the document as text only.
 
+import { getJSON, readKey, saveKey } from "./api.js";
+import { copyText } from "./dom.js";
+
 const $ = (id) => document.getElementById(id);
 const METHODS = ["get", "post", "delete", "put", "patch"];
-const KEY = "quire.key"; // as on the page /
 let api;
 
 function el(name, attributes = {}, ...children) {
@@ -93,10 +95,7 @@ function curl(method, path, operation, body) {
   if (body !== undefined) lines.push("-H 'content-type: application/json'", `-d ${quoted(JSON.stringify(body, null, 2))}`);
   const text = lines.join(" \\\n  ");
   const copy = el("button", { type: "button" }, "Copy");
-  copy.addEventListener("click", async () => {
-    await navigator.clipboard.writeText(text);
-    $("status").textContent = "Copied";
-  });
+  copy.addEventListener("click", () => copyText(text, copy));
   return [el("pre", { tabindex: "0", "aria-label": "Example with curl" }, el("code", {}, text)), copy];
 }
 
@@ -130,6 +129,8 @@ function route(method, path, operation) {
   return made;
 }
 
+const idOf = (tag) => `tag-${tag.replace(/[^\w]+/g, "-")}`;
+
 function show() {
   $("version").textContent = api.info.version;
   const byTag = new Map();
@@ -140,9 +141,9 @@ function show() {
     }
   }
   const sections = [...byTag].map(([tag, routes]) =>
-    el("section", { "aria-labelledby": `tag-${tag}` }, el("h2", { id: `tag-${tag}` }, tag), ...routes));
+    el("section", { "aria-labelledby": idOf(tag) }, el("h2", { id: idOf(tag) }, tag), ...routes));
   $("routes").replaceChildren(...sections);
-  $("tags").replaceChildren(el("ul", {}, ...[...byTag.keys()].map((tag) => el("li", {}, el("a", { href: `#tag-${tag}` }, tag)))));
+  $("tags").replaceChildren(el("ul", {}, ...[...byTag.keys()].map((tag) => el("li", {}, el("a", { href: `#${idOf(tag)}` }, tag)))));
   filter();
   openTarget();
 }
@@ -161,39 +162,30 @@ function filter() {
 }
 
 function openTarget() {
-  const target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
+  const target = document.getElementById(location.hash.slice(1));
   if (target?.matches(".route")) target.open = true;
   target?.scrollIntoView();
 }
 
-async function load() {
-  const key = sessionStorage.getItem(KEY);
-  let answer;
+async function load(key = readKey()) {
   try {
-    answer = await fetch("openapi.json", key ? { headers: { authorization: `Bearer ${key}` } } : {});
-  } catch {
-    $("status").textContent = "The server does not answer";
+    api = await getJSON("openapi.json", { key });
+  } catch (error) {
+    const isAsked = error.status === 401 && !key;
+    $("status").textContent = isAsked ? "The server asks for a key" : error.status === 401 ? "The server does not know this key" : error.message;
+    $("key-form").hidden = error.status !== 401 && error.code !== "unreadable_key";
+    if (!$("key-form").hidden) $("key").focus();
     return;
   }
-  $("key-form").hidden = answer.status !== 401;
-  if (answer.status === 401) {
-    $("status").textContent = key ? "The server does not know this key" : "The server asks for a key";
-    $("key").focus();
-    return;
-  }
-  if (!answer.ok) {
-    $("status").textContent = `The server answers with ${answer.status}`;
-    return;
-  }
-  api = await answer.json();
+  if (key) saveKey(key);
+  $("key-form").hidden = true;
   show();
 }
 
 $("filter").addEventListener("input", filter);
 $("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
-  sessionStorage.setItem(KEY, $("key").value.trim());
-  load();
+  load($("key").value.trim());
 });
 addEventListener("hashchange", openTarget);
 load();

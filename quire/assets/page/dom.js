@@ -21,6 +21,7 @@ function build(element, properties, children) {
 
 export const h = (tag, properties, ...children) => build(document.createElement(tag), properties, children);
 export const svg = (tag, properties, ...children) => build(document.createElementNS(SVG, tag), properties, children);
+export const hasModifier = (event) => event.ctrlKey || event.metaKey || event.altKey;
 export const button = (label, onclick, properties) => h('button', { type: 'button', onclick, ...properties }, label);
 
 const ICONS = {
@@ -78,7 +79,7 @@ function copySelected(text) {
 
 /** Copies text, and says so on the button for a moment. */
 export async function copyText(text, target) {
-  const label = target.textContent;
+  const label = (target.dataset.label ??= target.textContent); // once: a second click comes while it says 'Copied'
   const copied = window.isSecureContext ? await navigator.clipboard.writeText(text).then(() => true, () => false) : copySelected(text);
   target.textContent = copied ? 'Copied' : 'Copy was refused';
   setTimeout(() => (target.textContent = label), 1200);

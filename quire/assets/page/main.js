@@ -4,6 +4,7 @@ import { address, forgetKey, getJSON, onKeyRefused, readKey, saveKey } from './a
 import { button, h, icon } from './dom.js';
 import { Explanations } from './see/explain.js';
 import { See } from './see/see.js';
+import { kept } from './storage.js';
 import { Talk } from './talk/chat.js';
 
 const THEME = 'quire.theme';
@@ -27,12 +28,12 @@ function themeButton() {
   };
   const control = h('button', { type: 'button', class: 'quiet', onclick: () => {
     const theme = isDark() ? 'light' : 'dark';
-    localStorage.setItem(THEME, theme);
+    kept.set(THEME, theme);
     applyTheme(theme);
     draw();
   } });
   window.matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => {
-    applyTheme(localStorage.getItem(THEME));
+    applyTheme(kept.get(THEME));
     draw();
   });
   draw();
@@ -41,7 +42,7 @@ function themeButton() {
 
 /** Asks for the key until the server takes it. Resolves when it does. */
 function askForKey(message) {
-  if (document.querySelector('dialog.key')) return Promise.resolve();
+  if (document.querySelector('dialog.key[open]')) return Promise.resolve();
   return new Promise((resolve) => {
     const input = h('input', { type: 'password', id: 'key', autocomplete: 'off', required: true, spellcheck: 'false', 'aria-describedby': 'key-problem' });
     const problem = h('p', { class: 'problem', id: 'key-problem', role: 'alert' }, message || '');
@@ -62,7 +63,8 @@ function askForKey(message) {
       document.dispatchEvent(new Event('keychange'));
       resolve();
     };
-    const dialog = h('dialog', { class: 'key', 'aria-labelledby': 'key-title', oncancel: (event) => event.preventDefault() },
+    const again = () => dialog.isConnected && dialog.showModal(); // a second Escape closes it without asking
+    const dialog = h('dialog', { class: 'key', 'aria-labelledby': 'key-title', oncancel: (event) => event.preventDefault(), onclose: again },
       h('form', { onsubmit: submit }, h('h2', { id: 'key-title' }, 'API key'),
         h('p', {}, 'This server asks for a key. It stays in this tab until you close it.'),
         h('label', { for: 'key' }, 'Key'), input, problem, h('div', { class: 'row' }, h('button', { class: 'primary' }, 'Use this key'))));
@@ -97,7 +99,7 @@ class Router {
   show() {
     const names = Object.keys(this.#views);
     const asked = location.hash.replace(/^#\//, '');
-    if (location.hash === '#main') return;
+    if (location.hash === '#main' && this.#shown) return;
     const name = names.includes(asked) ? asked : names[0];
     if (name === this.#shown) return;
     if (this.#shown) this.#views[this.#shown].hide();
@@ -110,7 +112,7 @@ class Router {
 }
 
 async function start() {
-  applyTheme(localStorage.getItem(THEME));
+  applyTheme(kept.get(THEME));
   document.querySelector('.top-tools').append(keyButton(), themeButton());
   let mode = await getJSON('page/mode.json');
   onKeyRefused(askForKey);
@@ -118,6 +120,7 @@ async function start() {
     await askForKey(readKey() && 'The server does not know the key of this tab any more.');
     mode = await getJSON('page/mode.json');
   }
+  if (!mode.model) mode.model = (await getJSON('v1/models')).data[0].id;
   document.getElementById('served').textContent = `${mode.model} · ${mode.version}`;
   const explanations = new Explanations();
   document.body.append(explanations.element);

@@ -1,6 +1,6 @@
 // KV blocks as a picture: one cell for each block, or for a few where there are more blocks than room.
 
-import { count, h, percent, plural } from '../dom.js';
+import { count, h, hasModifier, percent, plural } from '../dom.js';
 import { STATES } from './monitor.js';
 import { Palette, fit } from './palette.js';
 
@@ -64,6 +64,7 @@ class BlockCanvas {
       class: 'blocks-canvas', tabindex: '0', role: 'img', 'aria-label': label, 'aria-describedby': describedBy,
       onpointermove: (event) => this.#point(this.#blockAt(event)),
       onpointerleave: () => this.#point(-1),
+      onblur: () => this.#point(-1),
       onclick: () => this.cursor >= 0 && onChoose(this.#array.owner[this.cursor]),
       onkeydown: (event) => this.#key(event, onChoose),
     });
@@ -84,7 +85,7 @@ class BlockCanvas {
   }
 
   #key(event, onChoose) {
-    if (!this.#layout) return;
+    if (!this.#layout || hasModifier(event)) return;
     const { columns, perCell } = this.#layout;
     const moves = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: columns, ArrowUp: -columns, Home: -1e9, End: 1e9 };
     if (event.key === 'Enter' && this.cursor >= 0) onChoose(this.#array.owner[this.cursor]);
@@ -111,17 +112,19 @@ class BlockCanvas {
     return this.cursor >= 0 && this.#array ? this.#array.owner[this.cursor] : 0;
   }
 
+  /** Returns whether a block flashes, and so has to be drawn again. */
   draw(array, palette, highlight, moves) {
     this.#array = array;
     const { context, ratio } = fit(this.element);
     const { width, height } = this.element;
-    if (!width || !height) return;
+    if (!width || !height) return false;
     this.#ratio = ratio;
     this.#layout = layoutCells(array.state.length, width, height);
     const image = context.createImageData(width, height);
-    this.#paint(new Uint32Array(image.data.buffer), width, palette, highlight, moves);
+    const flashes = this.#paint(new Uint32Array(image.data.buffer), width, palette, highlight, moves);
     context.putImageData(image, 0, 0);
     this.#drawCursor(context, palette, ratio);
+    return flashes;
   }
 
   #paint(pixels, width, palette, highlight, moves) {
@@ -131,11 +134,13 @@ class BlockCanvas {
     const now = performance.now();
     const gap = Math.min(across, down) >= 4 ? 1 : 0;
     const [wide, high] = [across - gap, down - gap];
+    let flashes = false;
     for (let cell = 0; cell < numCells; cell += 1) {
       const block = representative(array, cell * perCell, Math.min(array.state.length, (cell + 1) * perCell));
       const [state, owner] = [array.state[block], array.owner[block]];
       const age = now - array.changed[block];
       const flash = moves && age < FLASH_MS && array.changed[block] > 0 ? 1 + Math.floor((3 * (FLASH_MS - age)) / FLASH_MS) : 0;
+      if (flash) flashes = true;
       const key = ((owner * 8 + state) * 4 + flash) * 2 + (highlight && owner !== highlight ? 1 : 0);
       let pair = colours.get(key);
       if (!pair) colours.set(key, (pair = this.#colours(palette, state, owner, flash, highlight)));
@@ -148,6 +153,7 @@ class BlockCanvas {
         else for (let x = left; x < left + wide; x += 1) pixels[row + x] = pattern(x, y) ? pair[1] : pair[0];
       }
     }
+    return flashes;
   }
 
   #colours(palette, state, owner, flash, highlight) {
@@ -186,10 +192,12 @@ export class BlockMap {
   #readout = h('p', { class: 'readout', 'aria-live': 'polite' });
   #still = window.matchMedia('(prefers-reduced-motion: reduce)');
   #again = 0;
+  #onHighlight;
   highlight = 0;
 
   /** `explain(request)` is called with the request of a chosen block, `onHighlight(owner)` while one is pointed at. */
   constructor({ explain, onHighlight }) {
+    this.#onHighlight = onHighlight;
     const choose = (owner) => {
       const request = this.#monitor?.byOwner.get(owner);
       if (request) explain(request);
@@ -223,14 +231,18 @@ export class BlockMap {
     if (!monitor?.pools.length) return;
     this.#monitor = monitor;
     const pool = monitor.pools[this.#pool] || monitor.pools[0];
+    if (this.highlight && !monitor.pools.some(({ device, host }) => device.owner.includes(this.highlight) || host.owner.includes(this.highlight))) {
+      this.highlight = 0; // its request ended under the pointer
+      this.#onHighlight(0);
+    }
     this.#drawSelect(monitor.pools);
     this.hostBox.hidden = !pool.num_host_blocks;
     const moves = !this.#still.matches && pool.num_blocks <= 40_000;
-    this.device.draw(pool.device, this.#palette, this.highlight, moves);
-    if (pool.num_host_blocks) this.host.draw(pool.host, this.#palette, this.highlight, moves);
+    let flashes = this.device.draw(pool.device, this.#palette, this.highlight, moves);
+    if (pool.num_host_blocks) flashes = this.host.draw(pool.host, this.#palette, this.highlight, moves) || flashes;
     this.#drawCounts(pool, monitor);
     clearTimeout(this.#again);
-    if (moves) this.#again = setTimeout(() => this.draw(this.#monitor), FLASH_MS);
+    if (flashes && this.element.isConnected) this.#again = setTimeout(() => this.draw(this.#monitor), FLASH_MS);
   }
 
   #drawSelect(pools) {

@@ -61,7 +61,8 @@ export class Charts {
     document.addEventListener('themechange', () => (this.#palette = new Palette()));
   }
 
-  draw({ samples, steps, firstTokens, numRunning, numWaiting, sees, others }) {
+  /** `interval` is the time between updates in seconds; null for a replay, which has one for each step. */
+  draw({ samples, steps, firstTokens, numRunning, numWaiting, sees, others }, interval) {
     const [palette, tiles] = [this.#palette, this.#tiles];
     const output = smooth(rates(samples, 'output_tokens').map((point) => point.value));
     const prompt = smooth(rates(samples, 'prompt_tokens').map((point) => point.value));
@@ -76,6 +77,6 @@ export class Charts {
     tiles.load.draw(palette, { value: `${numRunning} + ${numWaiting}`, note: sees === 'own' ? `and ${others.running} + ${others.waiting} of others` : 'requests', points: samples.map((sample) => sample.running), second: waiting });
     const measured = steps.map((step) => step.measured).filter((value) => value !== null);
     tiles.step.draw(palette, { value: seconds(quantile(measured, 0.5)), note: `median, p95 ${seconds(quantile(measured, 0.95))}`, points: measured });
-    tiles.first.draw(palette, { value: seconds(quantile(firstTokens, 0.5)), note: `median, p95 ${seconds(quantile(firstTokens, 0.95))}`, points: firstTokens });
+    tiles.first.draw(palette, { value: seconds(quantile(firstTokens, 0.5)), note: `median, p95 ${seconds(quantile(firstTokens, 0.95))}${interval ? `, ± ${seconds(interval)}` : ''}`, points: firstTokens });
   }
 }

@@ -69,7 +69,7 @@ export class Monitor {
     this.requests = [];
     this.byOwner = new Map();
     this.finished = []; // the last ones that left, newest first
-    this.firstTokens = []; // seconds from arrival to the first output, of requests that were seen to start
+    this.firstTokens = []; // seconds from arrival to the update with the first output, of requests that were seen to start
     this.others = { running: 0, waiting: 0, blocks: 0 };
     this.numRunning = 0;
     this.numWaiting = 0;
@@ -83,16 +83,21 @@ export class Monitor {
   }
 
   apply(update, now = performance.now()) {
-    if (update.full && this.at && update.at < this.at) this.clear(); // the engine was restarted, or a replay goes back
+    if (update.full && this.#isOlder(update)) this.clear(); // the engine was restarted, or a replay goes back
+    const before = this.at;
     this.at = update.at;
     this.step = update.step;
     this.sees = update.sees;
     this.#applyPools(update, now);
-    this.#applyRequests(update);
+    this.#applyRequests(update, before);
     if (update.tree) this.#applyTree(update.tree, update.full);
     this.#applySteps(update);
     this.totals = update.totals;
     this.#sample();
+  }
+
+  #isOlder({ at, totals }) {
+    return at < this.at || Object.entries(totals).some(([name, value]) => value < this.totals?.[name]);
   }
 
   #applyPools(update, now) {
@@ -106,11 +111,12 @@ export class Monitor {
     for (const [pool, first, runs] of update.host_blocks || []) this.pools[pool].host.apply(first, runs, time);
   }
 
-  #applyRequests(update) {
+  #applyRequests(update, lastAt) {
     const left = new Map(this.requests.map((request) => [sequenceKey(request), request]));
     for (const request of update.requests) {
       const before = left.get(sequenceKey(request));
-      if (before && !before.num_output && request.num_output) this.firstTokens.push(update.at - request.since);
+      const hadNone = before ? !before.num_output : request.since >= lastAt;
+      if (!update.full && hadNone && request.num_output) this.firstTokens.push(update.at - request.since);
       left.delete(sequenceKey(request));
     }
     for (const request of left.values()) this.finished.unshift({ ...request, owner: 0, left: update.at });

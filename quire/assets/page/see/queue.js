@@ -53,20 +53,19 @@ class Table {
 
   draw(requests, total, textsOf, colourOf, highlight) {
     this.count.textContent = count(total);
-    const kept = new Set();
+    const kept = new Set(requests.map(sequenceKey));
+    for (const [key, row] of this.#rows) { // first, because a row that has to move loses the focus
+      if (kept.has(key)) continue;
+      row.element.remove();
+      this.#rows.delete(key);
+    }
     requests.forEach((request, place) => {
       const key = sequenceKey(request);
-      kept.add(key);
       let row = this.#rows.get(key);
       if (!row) this.#rows.set(key, (row = new Row(this.#columns, this.#actions)));
       row.draw(request, textsOf(request), colourOf(request), Boolean(highlight) && request.owner === highlight);
       if (this.#body.children[place] !== row.element) this.#body.insertBefore(row.element, this.#body.children[place] || null);
     });
-    for (const [key, row] of this.#rows) {
-      if (kept.has(key)) continue;
-      row.element.remove();
-      this.#rows.delete(key);
-    }
     this.element.classList.toggle('none', !requests.length);
   }
 }

@@ -1,6 +1,6 @@
 // The steps of a journal: a slider, one step forwards or backwards, play and pause.
 
-import { count, h, icon } from '../dom.js';
+import { count, h, hasModifier, icon } from '../dom.js';
 import { ReplaySource } from './sources.js';
 
 const SPEEDS = [[2, '2 steps/s'], [10, '10 steps/s'], [50, '50 steps/s']];
@@ -46,7 +46,7 @@ export class ReplayBar {
   }
 
   #key(event) {
-    if (!this.element.isConnected || event.ctrlKey || event.metaKey || event.altKey) return;
+    if (!this.element.isConnected || hasModifier(event)) return;
     if (!['BODY', 'MAIN', 'A'].includes(event.target.tagName)) return; // other controls have arrow keys of their own
     const moves = { ArrowRight: 1, ArrowLeft: -1, PageDown: 64, PageUp: -64, Home: -this.#source.numSteps, End: this.#source.numSteps };
     if (event.key === ' ' && event.target.tagName !== 'A') this.#toggle();

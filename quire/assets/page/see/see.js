@@ -94,7 +94,7 @@ export class See {
 
   #draw() {
     if (!this.#isShown || !this.#monitor.pools.length) return;
-    this.charts.draw(this.#monitor);
+    this.charts.draw(this.#monitor, this.replay ? null : this.interval());
     this.blocks.draw(this.#monitor);
     this.queue.draw(this.#monitor);
     this.tree.draw(this.#monitor);

@@ -50,6 +50,16 @@ export class LiveSource {
 const CHUNK = 64;
 const MAX_CHUNKS = 16;
 
+/** The updates of `CHUNK` steps from `first` on, or up to the last step. The server gives fewer at once if they are large. */
+async function readChunk(first) {
+  const steps = [];
+  for (;;) {
+    const answer = await getJSON(`monitor/steps?first=${first + steps.length}&count=${CHUNK - steps.length}`);
+    steps.push(...answer.steps);
+    if (steps.length >= CHUNK || first + steps.length >= answer.num_steps) return { num_steps: answer.num_steps, steps };
+  }
+}
+
 /** The steps of a journal, read in chunks of which the first update is whole. */
 export class ReplaySource {
   #chunks = new Map();
@@ -57,7 +67,7 @@ export class ReplaySource {
 
   async #chunk(number) {
     if (!this.#chunks.has(number)) {
-      const answer = getJSON(`monitor/steps?first=${number * CHUNK}&count=${CHUNK}`);
+      const answer = readChunk(number * CHUNK);
       this.#chunks.set(number, answer);
       answer.catch(() => this.#chunks.delete(number));
       if (this.#chunks.size > MAX_CHUNKS) this.#chunks.delete(this.#chunks.keys().next().value);

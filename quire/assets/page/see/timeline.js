@@ -1,6 +1,6 @@
 // The last steps: tokens by kind above, predicted and measured seconds below.
 
-import { count, h, plural, seconds } from '../dom.js';
+import { count, h, hasModifier, plural, seconds } from '../dom.js';
 import { quantile } from './monitor.js';
 import { Palette, css, fit } from './palette.js';
 
@@ -41,7 +41,7 @@ export class Timeline {
   }
 
   #stepAt(left) {
-    const { steps } = this.#monitor;
+    const steps = this.#monitor?.steps || [];
     const index = Math.floor((left - LEFT) / this.#barWidth()) - (MAX_STEPS - steps.length);
     return index >= 0 && index < steps.length ? index : -1;
   }
@@ -49,7 +49,7 @@ export class Timeline {
   #key(event) {
     const move = { ArrowRight: 1, ArrowLeft: -1, Home: -MAX_STEPS, End: MAX_STEPS }[event.key];
     const last = (this.#monitor?.steps.length || 0) - 1;
-    if (move === undefined || last < 0) return;
+    if (move === undefined || last < 0 || hasModifier(event)) return;
     event.preventDefault();
     this.#point(Math.max(0, Math.min(last, (this.#cursor < 0 ? last + 1 : this.#cursor) + move)));
   }

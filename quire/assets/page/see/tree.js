@@ -1,7 +1,7 @@
 // The radix tree as a picture that can be zoomed and moved, now and over the last minutes.
 
 import { getJSON } from '../api.js';
-import { button, count, h, plural, seconds } from '../dom.js';
+import { button, count, h, hasModifier, plural, seconds } from '../dom.js';
 import { Palette, css, fit } from './palette.js';
 import { layoutTree } from './tree_layout.js';
 
@@ -80,6 +80,7 @@ export class TreeView {
   }
 
   #key(event) {
+    if (hasModifier(event)) return;
     const node = this.#layout.byId.get(this.#cursor);
     const siblings = node && (this.#layout.byId.get(node.parent)?.children || this.#layout.placed.filter((one) => one.x0 === 0));
     const goes = {
@@ -151,11 +152,9 @@ export class TreeView {
     this.#chosen = node.id;
     this.#showDetail(node);
     if (node.gone) return;
-    try {
-      this.#showDetail(node, await getJSON(this.#nodePath(node.id)));
-    } catch (error) {
-      this.#showDetail(node, { problem: error.status === 404 ? 'This node is no longer in the tree.' : error.message });
-    }
+    const detail = await getJSON(this.#nodePath(node.id)).catch((error) =>
+      ({ problem: error.status === 404 ? 'This node is no longer in the tree.' : error.message }));
+    if (this.#chosen === node.id) this.#showDetail(node, detail); // else another one was chosen meanwhile
   }
 
   /** The nodes whose tokens were not computed again most often, each to be chosen. */

@@ -90,6 +90,7 @@ export async function requestAnswer(body, signal, onChange) {
       for (const event of events) answer.add(event);
       onChange(answer);
     }
+    if (!answer.finish) answer.error = 'The stream ended early.';
   } catch (error) {
     if (error.name === 'AbortError') answer.finish = 'stopped';
     else answer.error = error.message;

@@ -7,9 +7,13 @@ const RADIUS = 7;
 
 /** Columns of leaves and rows by depth: `[{node, column, row, parent}]`, where `parent` is an entry of the list. */
 export function placeBranches(conversation) {
-  const children = Map.groupBy(conversation.nodes.values(), (node) => node.parent);
+  const children = new Map();
+  for (const node of conversation.nodes.values()) {
+    if (children.has(node.parent)) children.get(node.parent).push(node);
+    else children.set(node.parent, [node]);
+  }
   const placed = [];
-  const open = (children.get('') || []).toReversed().map((node) => ({ node, row: 0, parent: null }));
+  const open = (children.get('') || []).reverse().map((node) => ({ node, row: 0, parent: null }));
   let column = -1;
   while (open.length) {
     const entry = open.pop();
@@ -17,7 +21,7 @@ export function placeBranches(conversation) {
     if (entry.parent) entry.parent.hasChild = true;
     entry.column = isFirst ? entry.parent.column : (column += 1);
     placed.push(entry);
-    for (const child of (children.get(entry.node.id) || []).toReversed()) open.push({ node: child, row: entry.row + 1, parent: entry });
+    for (const child of (children.get(entry.node.id) || []).reverse()) open.push({ node: child, row: entry.row + 1, parent: entry });
   }
   return placed;
 }
@@ -47,7 +51,7 @@ function mark(entry, isShown, choose) {
     event.preventDefault();
     choose(node);
   };
-  return svg('g', { class: isShown ? 'branch-mark shown' : 'branch-mark', role: 'button', tabindex: '0', 'aria-label': label, 'aria-pressed': String(isShown), onclick: act, onkeydown: act },
+  return svg('g', { class: isShown ? 'branch-mark shown' : 'branch-mark', 'data-mark': node.id, role: 'button', tabindex: '0', 'aria-label': label, 'aria-pressed': String(isShown), onclick: act, onkeydown: act },
     svg('title', {}, label), svg('rect', { class: 'target', x: left - 12, y: top - 12, width: 24, height: 24 }), shape, fill);
 }
 
@@ -63,6 +67,7 @@ export class BranchMap {
   }
 
   show(conversation) {
+    const focused = document.activeElement?.dataset?.mark;
     const placed = placeBranches(conversation);
     const columns = 1 + Math.max(0, ...placed.map((entry) => entry.column));
     const rows = 1 + Math.max(0, ...placed.map((entry) => entry.row));
@@ -76,6 +81,7 @@ export class BranchMap {
     const [width, height] = [28 + (columns - 1) * STEP, 28 + (rows - 1) * STEP];
     this.#picture.replaceChildren(svg('svg', { width, height, viewBox: `0 0 ${width} ${height}`, role: 'group', 'aria-label': 'Messages' },
       lines, placed.map((entry) => mark(entry, shown.has(entry.node.id), this.#choose))));
+    if (focused) this.#picture.querySelector(`[data-mark="${focused}"]`)?.focus();
     const cached = placed.reduce((sum, { node }) => sum + (node.figures?.cached || 0), 0);
     const prompts = placed.reduce((sum, { node }) => sum + (node.figures?.prompt || 0), 0);
     this.#summary.textContent = prompts ? `${count(cached)} of ${count(prompts)} prompt tokens were cached, because branches share their beginnings.` : '';

@@ -4,7 +4,7 @@ import { getJSON, readKey } from '../api.js';
 import { button, copyText, h, icon } from '../dom.js';
 import { requestAnswer } from './answer.js';
 import { BranchMap } from './branches.js';
-import { Conversation, keepConversation } from './conversations.js';
+import { Conversation, keepConversation, loadConversation } from './conversations.js';
 import { History } from './history.js';
 import { MessageView } from './message.js';
 import { asCurl, asPython, requestBody } from './request.js';
@@ -13,16 +13,17 @@ import { Settings, settingsFields } from './settings.js';
 const DEMO_PROMPTS = ['How much is the lantern?', 'Sum: 6 6 24 /think', 'Write a story with Zoe and the shovel.', 'Sort: carpet hammer deer'];
 const PROMPTS = ['Explain what a KV cache is, in three sentences.', 'Write a haiku about paper.', 'List five uses of a brick as a table.'];
 const ANNOUNCE_MS = 1500;
-const MAX_ANSWERS = 200; // of which the tokens are known
+const MAX_TOKENS = 100_000; // that are known with their probabilities
 
 export class Talk {
   #mode;
   #explain;
   #settings = new Settings();
   #conversation = new Conversation();
-  #answers = new Map(); // node id -> Answer, for the tokens of this page's lifetime
+  #answers = new Map(); // node id -> Answer, for the tokens and requests of this page's lifetime
   #views = new Map();
-  #running = null; // {abort, node}
+  #toggles = {}; // of the sides that lie over the conversation on small screens, by the class that shows them
+  #running = null; // {abort, conversation}
   #model = h('select', { id: 'model', 'aria-label': 'Model' });
   #title = h('p', { class: 'chat-title' });
   #log = h('div', { class: 'log', role: 'region', 'aria-label': 'Conversation', tabindex: '0' });
@@ -35,10 +36,10 @@ export class Talk {
   constructor(mode, explain) {
     this.#mode = mode;
     this.#explain = explain;
-    this.history = new History((conversation) => this.#open(conversation || this.#fresh()));
+    this.history = new History((id) => this.#openKept(id));
     this.branches = new BranchMap((node) => this.#choose(node));
     this.#model.append(h('option', { value: mode.model }, mode.model));
-    this.element = h('div', { class: 'talk' }, this.#historySide(), this.#main(), this.#side);
+    this.element = h('div', { class: 'talk', onkeydown: (event) => event.key === 'Escape' && this.#closePanels() }, this.#historySide(), this.#main(), this.#side);
     this.#drawSettings();
     this.#open(this.#conversation);
   }
@@ -53,24 +54,37 @@ export class Talk {
   #historySide() {
     return h('aside', { class: 'side', id: 'conversations', 'aria-label': 'History' },
       h('div', { class: 'side-head' },
-        h('button', { type: 'button', class: 'wide', onclick: () => this.#open(this.#fresh()) }, icon('plus'), 'New conversation'), this.#closer('show-history')),
+        h('button', { type: 'button', class: 'wide', onclick: () => this.#open(this.#fresh()) }, icon('plus'), 'New conversation'), this.#closer()),
       this.history.element, this.branches.element, this.history.foot);
   }
 
-  #closer(name) {
-    return h('button', { type: 'button', class: 'quiet closer', 'aria-label': 'Close', onclick: () => this.element.classList.remove(name) }, icon('close'));
+  #panel(name, isOpen) {
+    this.element.classList.toggle(name, isOpen);
+    this.#toggles[name].setAttribute('aria-expanded', String(isOpen));
+  }
+
+  #closePanels() {
+    for (const [name, toggle] of Object.entries(this.#toggles)) {
+      if (this.element.classList.contains(name)) toggle.focus();
+      this.#panel(name, false);
+    }
+  }
+
+  #closer() {
+    return h('button', { type: 'button', class: 'quiet closer', 'aria-label': 'Close', onclick: () => this.#closePanels() }, icon('close'));
   }
 
   #main() {
-    const toggle = (name, label, image, controls) => h('button', {
-      type: 'button', class: 'quiet', 'aria-label': label, title: label, 'aria-controls': controls,
-      onclick: () => this.element.classList.toggle(name),
-    }, icon(image));
+    const toggle = (name, label, image, controls) => (this.#toggles[name] = h('button', {
+      type: 'button', class: 'quiet', 'aria-label': label, title: label, 'aria-controls': controls, 'aria-expanded': 'false',
+      onclick: () => this.#panel(name, !this.element.classList.contains(name)),
+    }, icon(image)));
     this.#input.addEventListener('input', () => this.#grow());
     this.#input.addEventListener('keydown', (event) => {
-      if (event.key !== 'Enter' || event.shiftKey || event.isComposing) return;
+      const composes = event.isComposing || event.keyCode === 229; // an input method takes the key, also where isComposing is late
+      if (event.key !== 'Enter' || event.shiftKey || composes) return;
       event.preventDefault();
-      this.#submit();
+      if (!this.#running) this.#submit();
     });
     const composer = h('form', { class: 'composer', onsubmit: (event) => {
       event.preventDefault();
@@ -101,7 +115,7 @@ export class Talk {
       this.#settings.reset();
       this.#drawSettings();
     };
-    this.#side.replaceChildren(h('div', { class: 'side-head' }, h('h2', {}, 'Settings'), this.#closer('show-settings')),
+    this.#side.replaceChildren(h('div', { class: 'side-head' }, h('h2', {}, 'Settings'), this.#closer()),
       h('div', { class: 'settings-body' }, settingsFields(this.#settings, {
         system: this.#conversation.system,
         onSystem: (text) => {
@@ -124,7 +138,14 @@ export class Talk {
     this.#drawSettings();
     this.#draw();
     this.history.show(conversation);
-    this.element.classList.remove('show-history');
+    this.#panel('show-history', false);
+  }
+
+  #openKept(id) {
+    if (id === this.#conversation.id) return this.#panel('show-history', false);
+    const running = this.#running?.conversation;
+    const conversation = running?.id === id ? running : id && loadConversation(id);
+    return this.#open(conversation || this.#fresh());
   }
 
   #keep() {
@@ -177,25 +198,29 @@ export class Talk {
     return {
       nameOf: (node) => ({ user: 'You', assistant: this.#model.value || this.#mode.model, tool: 'Tool' })[node.role] || node.role,
       choose: (node) => this.#choose(node),
-      regenerate: (node) => this.#generate(node.parent),
+      regenerate: (node) => this.#isBlocked() || this.#generate(node.parent),
       edit: (node, text) => this.#edit(node, text),
       sendResults: (node, results) => this.#sendResults(node, results),
-      showRequest: (node) => this.#showRequest(this.#bodyAfter(this.#conversation.pathTo(node.parent))),
+      showRequest: (node) => this.#showRequestOf(node),
       explain: (id) => this.#explain(id),
     };
   }
 
   #choose(node) {
+    const focused = document.activeElement?.closest('.switch') && document.activeElement.getAttribute('aria-label');
     this.#stop();
     for (const one of this.#conversation.pathTo(node.id)) this.#conversation.choose(one);
     this.#keep();
     this.#draw();
-    this.#views.get(node.id).element.scrollIntoView({ block: 'nearest' });
+    const view = this.#views.get(node.id);
+    view.element.scrollIntoView({ block: 'nearest' });
+    if (focused) view.focusSwitch(focused);
   }
 
   #edit(node, text) {
+    if (node.role === 'user' && this.#isBlocked()) return;
     this.#stop();
-    const { id, parent, figures, finish, request, ...kept } = node;
+    const { id, parent, figures, finish, request, error, ...kept } = node;
     const added = this.#conversation.add(parent, { ...kept, content: text });
     this.#keep();
     if (node.role === 'user') this.#generate(added.id);
@@ -203,6 +228,7 @@ export class Talk {
   }
 
   #sendResults(node, results) {
+    if (this.#isBlocked()) return;
     let parent = node.id;
     node.tool_calls.forEach((call, index) => {
       parent = this.#conversation.add(parent, { role: 'tool', tool_call_id: call.id, content: results[index] }).id;
@@ -221,15 +247,20 @@ export class Talk {
     return [...this.#conversation.path(), ...(draft ? [{ role: 'user', content: draft }] : [])];
   }
 
+  /** Whether the settings make no request; then it shows them. */
+  #isBlocked() {
+    const problem = this.#settings.problem();
+    if (!problem) return false;
+    this.#panel('show-settings', true);
+    this.#say(problem);
+    return true;
+  }
+
   #submit() {
     if (this.#running) return this.#stop();
     const text = this.#input.value.trim();
     if (!text) return this.#input.focus();
-    const problem = this.#settings.problem();
-    if (problem) {
-      this.element.classList.add('show-settings');
-      return this.#say(problem);
-    }
+    if (this.#isBlocked()) return undefined;
     this.#input.value = '';
     this.#grow();
     const last = this.#conversation.path().at(-1);
@@ -245,8 +276,9 @@ export class Talk {
     this.#stop();
     const conversation = this.#conversation;
     const body = this.#bodyAfter(conversation.pathTo(parent));
+    this.#keep();
     const node = conversation.add(parent, { role: 'assistant', content: '', reasoning: '' });
-    const running = { abort: new AbortController() };
+    const running = { abort: new AbortController(), conversation };
     this.#running = running;
     this.#draw();
     this.#showRunning(true);
@@ -256,8 +288,7 @@ export class Talk {
     const answer = await requestAnswer(body, running.abort.signal, (grown) => draw(node, grown));
     Object.assign(node, answer.message(), answer.error ? { error: answer.error } : {});
     draw.end();
-    this.#answers.set(node.id, answer);
-    if (this.#answers.size > MAX_ANSWERS) this.#answers.delete(this.#answers.keys().next().value);
+    this.#remember(node, answer, body);
     if (this.#running === running) {
       this.#running = null;
       this.#showRunning(false);
@@ -265,11 +296,21 @@ export class Talk {
     this.#afterAnswer(conversation, node);
   }
 
+  #remember(node, answer, body) {
+    this.#answers.set(node.id, Object.assign(answer, { body }));
+    let tokens = 0;
+    for (const [id, one] of [...this.#answers].reverse()) {
+      tokens += 1 + one.tokens.length;
+      if (tokens > MAX_TOKENS) this.#answers.delete(id);
+    }
+  }
+
   #afterAnswer(conversation, node) {
     const empty = !node.content && !node.reasoning && !node.tool_calls.length;
     if (empty && node.finish === 'stopped') conversation.remove(node.id);
     if (conversation !== this.#conversation) {
-      if (conversation.nodes.size) keepConversation(conversation);
+      keepConversation(conversation);
+      this.history.show(this.#conversation);
       return;
     }
     this.#keep();
@@ -288,12 +329,13 @@ export class Talk {
 
   /** A function that draws at most once a frame, and less often where text takes long to draw. */
   #drawWhileGrowing(view) {
-    let waiting = 0;
+    let frame = 0;
+    let timer = 0;
     let latest = null;
     let spokenUntil = 0;
     let spokenAt = performance.now();
     const paint = () => {
-      waiting = 0;
+      frame = timer = 0;
       const begin = performance.now();
       view.update(latest);
       this.#follow();
@@ -302,15 +344,15 @@ export class Talk {
         [spokenUntil, spokenAt] = [latest.content.length, begin];
       }
       const cost = performance.now() - begin;
-      if (cost > 8) waiting = setTimeout(paint, cost * 5);
+      if (cost > 8) timer = setTimeout(paint, cost * 5);
     };
     const draw = (node, answer) => {
       latest = Object.assign(node, { content: answer.content, reasoning: answer.reasoning });
-      waiting ||= requestAnimationFrame(paint);
+      if (!timer) frame ||= requestAnimationFrame(paint);
     };
     draw.end = () => {
-      cancelAnimationFrame(waiting);
-      clearTimeout(waiting);
+      cancelAnimationFrame(frame);
+      clearTimeout(timer);
       if (latest) this.#say(latest.content.slice(spokenUntil));
     };
     return draw;
@@ -331,7 +373,13 @@ export class Talk {
     this.#input.style.height = `${Math.min(240, this.#input.scrollHeight)}px`;
   }
 
-  #showRequest(body) {
+  #showRequestOf(node) {
+    const sent = this.#answers.get(node.id)?.body;
+    if (sent) this.#showRequest(sent);
+    else this.#showRequest(this.#bodyAfter(this.#conversation.pathTo(node.parent)), 'With the present settings; those of the answer are not kept.');
+  }
+
+  #showRequest(body, note = '') {
     const withKey = Boolean(readKey());
     const forms = { curl: asCurl(body, withKey), Python: asPython(body, withKey), JSON: JSON.stringify(body, null, 2) };
     const text = h('pre', { class: 'mono', tabindex: '0' });
@@ -343,7 +391,7 @@ export class Talk {
     pick('curl');
     const dialog = h('dialog', { class: 'request', 'aria-label': 'This request as code', onclose: () => dialog.remove() },
       h('div', { class: 'dialog-head' }, h('div', { class: 'tabs' }, tabs), button('Copy', (event) => copyText(text.textContent, event.currentTarget), { class: 'primary' }),
-        button('Close', () => dialog.close())), text);
+        button('Close', () => dialog.close())), note && h('p', { class: 'note' }, note), text);
     document.body.append(dialog);
     dialog.showModal();
   }

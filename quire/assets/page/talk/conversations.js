@@ -1,5 +1,7 @@
 // Conversations: trees of messages, kept in the browser within a bound.
 
+import { kept } from '../storage.js';
+
 const PREFIX = 'quire.chat.';
 const MAX_CHATS = 100;
 const MAX_CHARACTERS = 2_000_000; // browsers allow 5 million for one origin
@@ -59,6 +61,7 @@ export class Conversation {
     this.nodes.delete(id);
     this.chosen.delete(id);
     const left = this.children(node.parent);
+    if (this.chosen.get(node.parent) !== id) return;
     if (left.length) this.chosen.set(node.parent, left.at(-1).id);
     else this.chosen.delete(node.parent);
   }
@@ -69,13 +72,14 @@ export class Conversation {
   }
 }
 
-const keys = () => Object.keys(localStorage).filter((key) => key.startsWith(PREFIX));
+const deleted = new Set(); // ids that an answer which was still running must not bring back
+const keys = () => kept.keys().filter((key) => key.startsWith(PREFIX));
 
 function load(key) {
   try {
-    return new Conversation(JSON.parse(localStorage.getItem(key)));
+    return new Conversation(JSON.parse(kept.get(key)));
   } catch {
-    localStorage.removeItem(key);
+    kept.remove(key);
     return null;
   }
 }
@@ -85,26 +89,30 @@ export function listConversations() {
   return keys().map(load).filter(Boolean).sort((one, other) => other.changed - one.changed);
 }
 
-export const deleteConversation = (conversation) => localStorage.removeItem(PREFIX + conversation.id);
-export const deleteAll = () => keys().forEach((key) => localStorage.removeItem(key));
+/** A conversation as it was kept last; null if it is not kept any more. */
+export const loadConversation = (id) => (kept.get(PREFIX + id) === null ? null : load(PREFIX + id));
 
-/** Keeps a conversation, and drops the oldest ones beyond the bound. Returns what a person should know, or ''. */
+export function deleteConversation(id) {
+  deleted.add(id);
+  kept.remove(PREFIX + id);
+}
+
+export const deleteAll = () => keys().forEach((key) => deleteConversation(key.slice(PREFIX.length)));
+
+/** Keeps a conversation unless it was deleted, and drops the oldest ones beyond the bound. Returns what a person should know, or ''. */
 export function keepConversation(conversation) {
+  if (deleted.has(conversation.id)) return '';
   const text = JSON.stringify(conversation);
   if (text.length > MAX_CHARACTERS) return 'This conversation is too long to be kept. Export it before you close the page.';
   const others = listConversations().filter((one) => one.id !== conversation.id);
-  let size = text.length + others.reduce((sum, one) => sum + localStorage.getItem(PREFIX + one.id).length, 0);
+  let size = text.length + others.reduce((sum, one) => sum + kept.get(PREFIX + one.id).length, 0);
   let dropped = 0;
   while (others.length && (size > MAX_CHARACTERS || others.length >= MAX_CHATS)) {
     const oldest = others.pop();
-    size -= localStorage.getItem(PREFIX + oldest.id).length;
-    deleteConversation(oldest);
+    size -= kept.get(PREFIX + oldest.id).length;
+    kept.remove(PREFIX + oldest.id);
     dropped += 1;
   }
-  try {
-    localStorage.setItem(PREFIX + conversation.id, text);
-  } catch {
-    return 'This browser keeps nothing. Export what you need before you close the page.';
-  }
+  if (!kept.set(PREFIX + conversation.id, text)) return 'This browser keeps nothing. Export what you need before you close the page.';
   return dropped ? `Deleted to make room: the ${dropped === 1 ? 'oldest conversation' : `${dropped} oldest conversations`}.` : '';
 }

@@ -17,7 +17,7 @@ export class History {
   #list = h('ul', { class: 'chats' });
   #note = h('p', { class: 'note', role: 'status' }, KEPT);
 
-  /** `open(conversation)` shows a conversation, and a new one for null. */
+  /** `open(id)` shows a kept conversation, and a new one for null. */
   constructor(open) {
     this.#open = open;
     this.element = h('nav', { class: 'history', 'aria-label': 'Conversations' }, this.#list);
@@ -42,10 +42,10 @@ export class History {
     const items = listConversations().map((conversation) => {
       const active = conversation.id === current.id;
       return h('li', { class: active ? 'active' : null },
-        h('button', { type: 'button', class: 'chat-link', 'aria-current': active ? 'true' : null, onclick: () => this.#open(conversation) },
+        h('button', { type: 'button', class: 'chat-link', 'aria-current': active ? 'true' : null, onclick: () => this.#open(conversation.id) },
           h('span', {}, conversation.title || 'Untitled'), h('time', {}, when(conversation.changed))),
         button('×', () => {
-          deleteConversation(conversation);
+          deleteConversation(conversation.id);
           if (active) this.#open(null);
           else this.show(current);
         }, { class: 'quiet delete', 'aria-label': `Delete ${conversation.title || 'conversation'}` }));

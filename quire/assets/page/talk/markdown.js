@@ -5,7 +5,7 @@ import { lexer } from '../vendor/marked.js';
 import { button, copyText, h } from '../dom.js';
 
 const MAX_CHARACTERS = 200_000; // longer text is shown as it is: reading it again for each token would take too long
-const MAX_MARKS = 2000;
+const MAX_COST = 16_000_000; // about 50 ms
 const ENTITIES = { amp: '&', lt: '<', gt: '>', quot: '"', apos: "'", nbsp: '\u00a0', copy: '©', hellip: '…', mdash: '—', ndash: '–' };
 
 function decode(text) {
@@ -102,8 +102,15 @@ function block(token) {
   }
 }
 
-/** marked's time for emphasis grows with the square of its marks in a paragraph: 20,000 of them take nine seconds. */
-const takesLong = (text) => text.split(/\n[ \t]*\n/).some((part) => (part.match(/[_*~]/g) || []).length > MAX_MARKS);
+/**
+ * marked's time grows with the squares of the lengths of words and of runs of spaces, and of the marks of emphasis in a paragraph: a word
+ * of 40,000 characters, or 20,000 marks, take seconds.
+ */
+function takesLong(text) {
+  const runs = (text.match(/\S+|[^\S\n]+/g) || []).map((run) => run.length);
+  const marks = text.split(/\n[ \t]*\n/).map((part) => 2 * (part.match(/[_*~]/g) || []).length);
+  return [...runs, ...marks].reduce((sum, length) => sum + length * length, 0) > MAX_COST;
+}
 
 function read(text) {
   if (text.length > MAX_CHARACTERS || takesLong(text)) return [{ type: 'unreadable', raw: text }];

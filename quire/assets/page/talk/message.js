@@ -113,6 +113,12 @@ export class MessageView {
       move(-1, 'left', 'Previous branch'), h('span', {}, `${place + 1}/${siblings.length}`), move(1, 'right', 'Next branch')]));
   }
 
+  /** Focuses the control of the switch between branches with a label, or the other one if that one is at its end. */
+  focusSwitch(label) {
+    const controls = [...this.element.querySelectorAll('.switch button:enabled')];
+    (controls.find((control) => control.getAttribute('aria-label') === label) || controls[0])?.focus();
+  }
+
   #toggleTokens(answer, toggle) {
     const open = this.#body.querySelector('.tokens');
     toggle.setAttribute('aria-expanded', open ? 'false' : 'true');
@@ -122,6 +128,7 @@ export class MessageView {
   }
 
   #edit() {
+    if (this.element.querySelector('.edit')) return;
     const area = h('textarea', { rows: Math.min(12, this.node.content.split('\n').length + 1), value: this.node.content, 'aria-label': 'Edited message' });
     const text = this.node.role === 'user' ? 'Send as a new branch' : 'Keep as a new branch';
     const box = h('form', { class: 'edit', onsubmit: (event) => {

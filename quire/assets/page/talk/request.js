@@ -16,9 +16,12 @@ function messageOf(node) {
   return message;
 }
 
+/** Whether an answer failed, or was left, before it had any text: no turn of the conversation. */
+const isEmpty = (node) => node.role === 'assistant' && !node.content && !node.tool_calls?.length && (Boolean(node.error) || !node.reasoning);
+
 /** The body of a request for the next message after `path`. */
 export function requestBody({ model, system, path, settings }) {
-  const messages = path.map(messageOf);
+  const messages = path.filter((node) => !isEmpty(node)).map(messageOf);
   if (system.trim()) messages.unshift({ role: 'system', content: system });
   const body = { model, messages, ...settings.sampling() };
   const schema = settings.schema();

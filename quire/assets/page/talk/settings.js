@@ -1,6 +1,7 @@
 // Settings of the next request: sampling, a JSON schema, tools. Kept in the browser.
 
 import { button, h } from '../dom.js';
+import { kept } from '../storage.js';
 
 const KEY = 'quire.settings';
 
@@ -53,7 +54,7 @@ export class Settings {
 
   constructor() {
     try {
-      this.#values = { ...DEFAULTS, ...JSON.parse(localStorage.getItem(KEY) || '{}') };
+      this.#values = { ...DEFAULTS, ...JSON.parse(kept.get(KEY) || '{}') };
     } catch {
       this.#values = { ...DEFAULTS };
     }
@@ -65,12 +66,12 @@ export class Settings {
 
   set(name, value) {
     this.#values[name] = value;
-    localStorage.setItem(KEY, JSON.stringify(this.#values));
+    kept.set(KEY, JSON.stringify(this.#values));
   }
 
   reset() {
     this.#values = { ...DEFAULTS };
-    localStorage.removeItem(KEY);
+    kept.remove(KEY);
   }
 
   /** The sampling fields of a request; what is left empty is the model's default. */

@@ -1,6 +1,6 @@
 // The tokens of an answer with their probabilities, and the alternatives of the one under the pointer or the cursor.
 
-import { h, plural } from '../dom.js';
+import { h, hasModifier, plural } from '../dom.js';
 
 const probability = (logprob) => Math.exp(Math.min(0, logprob));
 const shown = (text) => text.replace(/\n/g, '⏎\n').replace(/\t/g, '⇥') || '∅';
@@ -50,7 +50,7 @@ export function tokenView({ tokens }) {
   }
   const onkeydown = (event) => {
     const move = { ArrowRight: 1, ArrowLeft: -1, Home: -Infinity, End: Infinity }[event.key];
-    if (move === undefined) return;
+    if (move === undefined || hasModifier(event)) return;
     event.preventDefault();
     select(current + move);
   };
