@@ -13,7 +13,7 @@ const LABELS = {
   used: ['Used', 'by one running request, in its colour'],
   shared: ['Shared', 'by several running requests'],
   pinned: ['Pinned', 'not evicted until its time is over'],
-  other: ["Others'", "used or cached by other tenants"],
+  other: ['Not yours', 'free, or of other tenants'],
   host: ['On the host', 'swapped out or kept in host memory'],
 };
 
@@ -258,6 +258,8 @@ export class BlockMap {
     this.#legend.replaceChildren(...items.map((name) => h('li', { title: LABELS[name][1] },
       h('span', { class: `swatch ${name}`, 'aria-hidden': 'true' }), LABELS[name][0], ' ', h('b', {}, count(counts[STATES.indexOf(name)])))));
     const used = counts[2] + counts[3] + counts[4];
-    this.#summary.textContent = `${count(pool.num_blocks)} blocks of ${pool.block_size} tokens: ${percent(used, pool.num_blocks)} in use, ${percent(counts[1], pool.num_blocks)} cached, ${percent(counts[0], pool.num_blocks)} free`;
+    const share = (number, what) => `${percent(number, pool.num_blocks)} ${what}`;
+    const rest = monitor.sees === 'own' ? share(counts[5], 'not yours') : share(counts[0], 'free');
+    this.#summary.textContent = `${count(pool.num_blocks)} blocks of ${pool.block_size} tokens: ${share(used, 'in use')}, ${share(counts[1], 'cached')}, ${rest}`;
   }
 }

@@ -70,7 +70,7 @@ export class Monitor {
     this.byOwner = new Map();
     this.finished = []; // the last ones that left, newest first
     this.firstTokens = []; // seconds from arrival to the update with the first output, of requests that were seen to start
-    this.others = { running: 0, waiting: 0, blocks: 0 };
+    this.others = { running: 0, waiting: 0 };
     this.numRunning = 0;
     this.numWaiting = 0;
     this.nodes = new Map();
@@ -149,12 +149,9 @@ export class Monitor {
   }
 
   #applySteps(update) {
-    const added = (update.steps || []).map(stepOf);
-    if (update.full) this.steps = added;
-    else if (added.length) {
-      const first = added[0].id;
-      this.steps = [...this.steps.filter((step) => step.id < first), ...added];
-    }
+    const added = (update.steps || []).map(stepOf); // new ones, and earlier ones whose seconds are known now
+    const byId = new Map([...(update.full ? [] : this.steps), ...added].map((step) => [step.id, step]));
+    this.steps = [...byId.values()].sort((a, b) => a.id - b.id);
     this.steps.splice(0, this.steps.length - MAX_STEPS);
   }
 

@@ -1,6 +1,6 @@
 // Requests: those that run, those that wait and why, those that left.
 
-import { count, h, percent, plural, seconds } from '../dom.js';
+import { count, h, percent, seconds } from '../dom.js';
 import { Palette, css } from './palette.js';
 import { sequenceKey } from './monitor.js';
 
@@ -98,6 +98,6 @@ export class Queue {
       count(request.num_prompt), seconds(at - request.since), `${request.state === 'swapped' ? 'swapped out: ' : ''}${request.reason || '–'}`], colour, this.highlight);
     this.finished.draw(finished.slice(0, MAX_FINISHED), finished.length, (request) => [
       count(request.num_output), percent(request.num_cached, request.num_prompt), `${seconds(at - request.left)} ago`], () => 'transparent', 0);
-    this.#summary.textContent = sees === 'own' ? `Yours. Others: ${others.running} running, ${others.waiting} waiting, ${plural(others.blocks, 'block')}` : '';
+    this.#summary.textContent = sees === 'own' ? `Yours. Others, every 5 s: ${others.running} running, ${others.waiting} waiting` : '';
   }
 }
