@@ -116,8 +116,10 @@ def _make(run: str, part: Part, deadline: float, log: Path) -> Outcome:
             status, ended = None, f"it was ended after {left:.0f} s"
     took = round(time.monotonic() - begin, 1)
     lines = log.read_text().strip().splitlines()
+    if status is None:
+        lines.append(ended)
     if status != 0:
-        return Outcome(run, part.what, "failed", "\n".join([ended, *lines[-TOLD:]]), took)
+        return Outcome(run, part.what, "failed", "\n".join(lines[-TOLD:]) or ended, took)
     return Outcome(run, part.what, "passed", lines[-1] if lines else "", took)
 
 

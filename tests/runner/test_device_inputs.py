@@ -131,7 +131,7 @@ def act(both, random, *, force):
         if force and random.random() < 0.3 and row not in reopened:
             first = int(random.integers(max(length - 2, 0), length + 1))
             new = random.integers(0, VOCAB, int(random.integers(length - first, 4))).tolist()
-            tokens.append((row, first, new[: LENGTH - 1 - first]))
+            tokens.append((row, first, new[: max(0, LENGTH - 1 - first)]))  # a full row takes none
     for row in [*opened, *reopened]:  # a row that got blocks in the same step may be opened again
         length = int(random.integers(1, LENGTH - 4))
         tokens.append((row, 0, random.integers(0, VOCAB, length).tolist()))
