@@ -232,6 +232,7 @@ def check_keys(started: Browser, url: str) -> Iterator[str]:
     """A server with keys: a wrong one, a tenant's, none any more, an admin's. Yields what was checked."""
     with watched(started, url) as seen:
         page = seen.page
+        expect(page.locator("dialog.key")).to_be_visible()
         for _ in range(3):
             page.keyboard.press("Escape")
         expect(page.locator("dialog.key")).to_be_visible()
