@@ -47,7 +47,7 @@ def check_chat(seen: Watched) -> None:
 
 def without_end(route: Route) -> None:
     """Let the model go on after its end of text."""
-    route.fallback(post_data={**route.request.post_data_json, "ignore_eos": True})
+    route.continue_(post_data={**route.request.post_data_json, "ignore_eos": True})
 
 
 def start_long(page: Page) -> None:
