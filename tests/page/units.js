@@ -121,7 +121,7 @@
   check('emphasis that would take seconds to read stays text', performance.now() - begin < 1000 && !slow.element.querySelector('em'));
 
   for (const [name, hostile] of [['spaces', `a${' '.repeat(40000)}b`], ['an address', `${'a.'.repeat(20000)}@`], ['digits', `${'0'.repeat(40000)}@`],
-    ['marks of many paragraphs', Array(95).fill('*'.repeat(1000)).join('\n\n')]]) {
+    ['marks of many paragraphs', Array(63).fill('_a_'.repeat(990)).join('\n\n')]]) {
     const start = performance.now();
     new MarkdownView().show(hostile);
     check(`${name} that would take seconds to read stay text`, performance.now() - start < 300);

@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Iterator
 
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page, Route, expect
 
 from tools.page_check.browser import Watched, watched
 from tools.page_check.servers import ADMIN_KEY, KEY, OTHER_KEY, load
@@ -45,9 +45,15 @@ def check_chat(seen: Watched) -> None:
     assert "first after" in figures, figures
 
 
+def without_end(route: Route) -> None:
+    """Let the model go on after its end of text."""
+    route.continue_(post_data={**route.request.post_data_json, "ignore_eos": True})
+
+
 def start_long(page: Page) -> None:
-    """Begin a long answer, and wait for its first words."""
+    """Begin an answer of 1,500 tokens, and wait for its first words."""
     page.fill("#set-max_tokens", "1500")
+    page.route("**/v1/chat/completions", without_end, times=1)
     say(page, f"{LONG} {LONG} {LONG}", wait=False)
     page.wait_for_function("() => document.querySelector('.growing .markdown')?.textContent.length > 10")
 
@@ -232,6 +238,7 @@ def check_keys(started: Browser, url: str) -> Iterator[str]:
     """A server with keys: a wrong one, a tenant's, none any more, an admin's. Yields what was checked."""
     with watched(started, url) as seen:
         page = seen.page
+        expect(page.locator("dialog.key")).to_be_visible()
         for _ in range(3):
             page.keyboard.press("Escape")
         expect(page.locator("dialog.key")).to_be_visible()
