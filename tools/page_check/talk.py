@@ -258,7 +258,7 @@ def check_keys(started: Browser, url: str) -> Iterator[str]:
         with load(url, 4, OTHER_KEY):
             page.click("nav.views >> text=See")
             expect(page.locator(".legend .swatch.other")).to_be_visible()
-            expect(page.locator(".queue .panel-head")).to_contain_text(re.compile(r"Others: [1-4] running"))
+            expect(page.locator(".queue .panel-head")).to_contain_text(re.compile(r"Others, every 5 s: [1-4] running"))
             assert page.locator(".requests:nth-child(2) tbody tr").count() == 0
             yield "a tenant sees its own requests, and counts of others"
             page.click("text=Forget key")
