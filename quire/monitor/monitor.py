@@ -283,20 +283,18 @@ class Monitor:
         tables = self._update_tables()
         owners = [seen.owners.number(seq.id) for seq in running]
         pools = self._scheduler.cache.pools
-        codes = [self._codes_without_owners(seen.watcher, group, pool, tables) for group, pool in enumerate(pools)]
+        codes = [self._codes_without_owners(seen.watcher, group, pool) for group, pool in enumerate(pools)]
         for group, some in enumerate(codes):
             block_states.set_owners(some, owners, [tables[seq.id][group].present for seq in running])
         return codes
 
-    def _codes_without_owners(
-        self, watcher: Watcher, group: int, pool: BlockPool, tables: Mapping[int, list[TableBlocks]]
-    ) -> np.ndarray:
+    def _codes_without_owners(self, watcher: Watcher, group: int, pool: BlockPool) -> np.ndarray:
         """Codes of one group's blocks, without those of running sequences that the viewer may see."""
         cache = self._scheduler.cache
         retention = cache.index.retention
-        in_flight = np.fromiter(cache.blocks_in_flight(group), np.intp)
         pinned = [] if retention is None else list(retention.pin_refs(group))
         if watcher.sees_all:
+            in_flight = np.fromiter(cache.blocks_in_flight(group), np.intp)
             marks = (in_flight, block_states.USED), (pool.indexed_blocks, block_states.CACHED)
             return block_states.block_codes(pool.num_blocks, [*marks, (pinned, block_states.PINNED)])
         nodes = visible_nodes(cache.index, watcher)

@@ -1,4 +1,4 @@
-"""The step log: the latest steps with their tokens by tenant, recorded only while somebody looks at them."""
+"""The step log: the latest steps with their tokens by tenant, recorded only while there are viewers."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence

@@ -207,7 +207,7 @@ def check_kept(seen: Watched) -> None:
 
 
 def check_deleted(seen: Watched) -> None:
-    """A conversation that is deleted while its answer runs does not come back."""
+    """A conversation that is deleted while its answer is generated is not kept again."""
     page = seen.page
     page.click("text=New conversation")
     before = page.locator(".chat-link").count()

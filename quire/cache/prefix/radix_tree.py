@@ -123,7 +123,7 @@ class RadixTrees:
         self._window_nodes = {group: LRUNodes() for group in windowed}  # nodes with blocks of these groups
         self._last_number = 0  # of a node
         self.num_nodes = 0  # in all trees
-        self._changed: set[Node] | None = None  # see `report_changes`; None: nobody asks
+        self._changed: set[Node] | None = None  # see `report_changes`; None: they are not collected
         self._lost_changes = False  # whether there were more than MOST_CHANGES
 
     def report_changes(self, *, wanted: bool) -> None:
