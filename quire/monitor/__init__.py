@@ -1,1 +1,1 @@
-"""What people look at: the state of scheduler and cache as updates. Computed only while somebody looks."""
+"""Updates of the state of scheduler and cache, for viewers. Computed only while there are viewers."""

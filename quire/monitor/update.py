@@ -14,7 +14,7 @@ BlockRun = tuple[int, int, str]  # (pool, first block, run-length coded states)
 
 
 class Watcher(msgspec.Struct, frozen=True):
-    """Who looks. sees_all: not only what belongs to `tenant`."""
+    """The caller that an update is for. sees_all: it gets all tenants' data, not only that of `tenant`."""
 
     tenant: str
     sees_all: bool

@@ -34,7 +34,7 @@ def monitor_routes(service: Service, viewers: Viewers) -> APIRouter:
         viewing = viewers.admit(caller)
         try:
             first = await while_connected(request.receive, viewing.look)
-        except BaseException:
+        except BaseException:  # also when the caller has left
             viewing.close()
             raise
         return EventStream(viewing.events(first, interval), viewing.close, _UPDATES)
