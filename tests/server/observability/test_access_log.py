@@ -69,6 +69,7 @@ def test_each_request_has_a_line_without_what_it_said(site, path):
     body = {"prompt": [f"{SECRET} one", "two"], "max_tokens": 3, "n": 2, "ignore_eos": True, "temperature": 0}
     whole = site.post("ann", "/v1/completions", **body)
     streamed = site.post("ann", "/v1/completions", **{**body, "prompt": [67, 68, 69] * 20, "n": 1, "stream": True})
+    lines_of(path, 2)  # a client has the last byte of a stream before its line is written
     site.post("ann", "/v1/completions", prompt=SECRET, **{SECRET: 1})
     site.post(None, "/v1/completions", prompt=SECRET)
     site.ask("ann", "GET", f"/{SECRET}?q={SECRET}")
