@@ -73,6 +73,7 @@ class Output(msgspec.Struct, frozen=True, eq=False, array_like=True, omit_defaul
     forced: tuple[int, ...] = ()  # indices of the forced tokens in token_ids; `logprobs` has rows for the others only
 
     predicted: tuple[int, int] = NOTHING_PREDICTED  # accepted and rejected drafts from the prediction of the request
+    drafted: tuple[int, ...] = ()  # indices of the accepted drafts in token_ids, forced ones excluded
 
     @property
     def num_bytes(self) -> int:

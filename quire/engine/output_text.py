@@ -89,6 +89,8 @@ class SequenceOutputProcessor:
         end, stop_reason = self._ended_here or (output.end, self._stop_reason(output))
         result = self.result
         result.end_token = output.stop_token if self._ended_here is None else None
+        drafted = [place for place in output.drafted if place < len(tokens)]
+        result.drafted += [len(result.token_ids) + place for place in drafted]
         result.token_ids += tokens
         result.token_offsets += offsets
         num_forced = sum(place < len(tokens) for place in output.forced)
@@ -107,6 +109,7 @@ class SequenceOutputProcessor:
             token_offsets=offsets,
             num_forced_tokens=num_forced,
             num_predicted_tokens=output.predicted,
+            drafted=drafted,
             logprobs=logprobs,
             end=end,
             stop_reason=stop_reason,

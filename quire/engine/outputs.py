@@ -39,6 +39,7 @@ class CompletionOutput(msgspec.Struct):
     token_offsets: list[int] = []  # per token: number of characters that the tokens before it completed
     num_forced_tokens: int = 0  # forced tokens among token_ids
     num_predicted_tokens: tuple[int, int] = (0, 0)  # accepted and rejected drafts from the prediction
+    drafted: list[int] = []  # indices of the accepted drafts in token_ids, forced ones excluded
     message: Message | None = None
     end_token: int | None = None  # the end or stop token that ended the sequence, which is the last of token_ids
 
@@ -171,6 +172,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     token_offsets: list[int]
     num_forced_tokens: int = 0  # forced tokens among token_ids
     num_predicted_tokens: tuple[int, int] = (0, 0)  # accepted and rejected drafts from the prediction
+    drafted: list[int] = []  # as in CompletionOutput
     logprobs: list[LogprobRow] | None = None
     end: EndCause | None = None
     stop_reason: str | int | None = None

@@ -196,6 +196,7 @@ class OutputProcessor:
         kept, cause, error = seq.append_sampled(tokens) if tokens else (tokens, None, "")
         logprobs, scored, pooled = data
         forced = [place for place in chunk.forced if place < len(kept)]
+        num_drafted = min(len(kept), num_kept - 1) - len(forced)  # the token behind a whole chain is no draft
         if logprobs is not None:
             logprobs = logprobs.without(forced, len(kept)) if kept else None
         total = seq.add_logprobs(logprobs) if kept and seq.is_ranked else None
@@ -206,6 +207,7 @@ class OutputProcessor:
         if seq.deferred_end[0] is not None and seq.is_over:
             (cause, error), kept = seq.deferred_end, seq.take_unreported()
             forced = list(range(len(kept)))
+        drafted = [place for place in range(len(kept)) if place not in forced][:num_drafted] if num_drafted > 0 else []
         begins = kept and len(kept) == seq.num_generated
         queued = self._state.request_stats.queue_seconds(seq.request.id) if begins else None
         if cause is None and not seq.is_generation and seq.is_over:
@@ -232,6 +234,7 @@ class OutputProcessor:
             queued,
             tuple(forced),
             _num_predicted(chunk.proposal, num_kept - 1),
+            tuple(drafted),
         )
 
     def _apply_constraint(

@@ -131,8 +131,18 @@ def test_constrained_outputs_are_the_same(backend, fast_forward):
                 assert content(output) == content(plain)
                 assert output.outputs[0].num_forced_tokens == plain.outputs[0].num_forced_tokens
                 assert steps <= most
+                drafted = output.outputs[0].drafted
+                assert sorted(set(drafted)) == drafted
+                if logprobs:
+                    rows = [next(iter(row.values())) for row in output.outputs[0].logprobs]
+                    assert not any(rows[place].forced for place in drafted)
+                    sampled = sum(not row.forced for row in rows)
+                    assert (
+                        sampled - steps <= len(drafted) < sampled
+                    )  # a step samples at most one token that is no draft
                 if prediction == text:
                     assert steps < 0.7 * most
+                    assert drafted
 
 
 def test_usage_of_a_prediction(llm):
@@ -143,6 +153,10 @@ def test_usage_of_a_prediction(llm):
     accepted, rejected = output.outputs[0].num_predicted_tokens
     assert accepted >= 16
     assert accepted + rejected <= 24
+    assert plain.outputs[0].drafted == []
+    assert len(output.outputs[0].drafted) == sum(
+        one.num_accepted for one in llm.llm_engine.explain(output.request_id).drafts.values()
+    )
     drafts = llm.llm_engine.explain(output.request_id).drafts["prediction"]
     assert (drafts.num_drafts, drafts.num_accepted) == (accepted + rejected, accepted)
     stats = llm.llm_engine.stats()

@@ -106,6 +106,7 @@ class Rig:
         )
         self.engine = Engine(self.scheduler, runner, vocab_size=VOCAB, eos_token_ids=(), clock=self.clock)
         self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.drafted: dict[tuple[str, int], list[int]] = {}  # indices in `tokens` of the accepted drafts
         self.reasons: dict[tuple[str, int], str] = {}
         self.errors: dict[tuple[str, int], str] = {}
         self.scored: dict[str, list[tuple[int, int]]] = {}
@@ -168,7 +169,9 @@ class Rig:
         for output in outputs:
             key = (output.request_id, output.index)
             assert key not in self.reasons, "output after the end"
-            self.tokens.setdefault(key, []).extend(output.token_ids)
+            tokens = self.tokens.setdefault(key, [])
+            self.drafted.setdefault(key, []).extend(len(tokens) + place for place in output.drafted)
+            tokens.extend(output.token_ids)
             self.cached[key] = output.num_cached_tokens
             self.note(output)
             if output.finish_reason:

@@ -90,6 +90,18 @@ def test_a_prediction_saves_steps(share, most_steps):
     rig.run()
     assert rig.tokens["a", 0] == script(PROMPT, 40, VOCAB)
     assert len(rig.scheduler.sizes) == most_steps
+    behind = range(4, 40, 5)  # the tokens sampled behind the drafts
+    assert rig.drafted["a", 0] == ([place for place in range(40) if place not in behind] if share else [])
+
+
+def test_a_draft_that_ends_the_output_is_a_drafted_token():
+    tokens = script(PROMPT, 40, VOCAB)
+    end = next(place for place in range(20, 40) if place % 5 < 4 and tokens[place] not in tokens[:place])
+    rig = Rig(num_blocks=64, **ALL | {"speculation": ("prediction",)})
+    rig.add("a", PROMPT, max_tokens=40, prediction=tokens, stop_token_ids=(tokens[end],))
+    rig.run()
+    assert rig.tokens["a", 0] == tokens[: end + 1]
+    assert rig.drafted["a", 0] == [place for place in range(end + 1) if place % 5 < 4]
 
 
 @pytest.mark.parametrize("beside", [False, True])

@@ -168,6 +168,32 @@ def test_obfuscated_chunks_have_few_sizes(http, path):
     assert texts[0]
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_drafted_tokens_are_returned_by_index(path):
+    built = small_engine()
+    built.engine.scheduler.speculator.governs = False
+    asked = {"prompt": STORY} if path == "/v1/completions" else {"messages": CHAT}
+    asked |= {"temperature": 0, "max_tokens": 24, "ignore_eos": True, "return_drafted": True}
+    with run_app(make_app(service_of(built))) as url, httpx.Client(base_url=url, timeout=60) as http:
+        (plain,) = http.post(path, json={**asked, "speculation": False}).json()["choices"]
+        assert plain["drafted"] == []
+        text = plain.get("text") or plain["message"]["content"]
+        asked["prediction"] = {"type": "content", "content": text}
+        whole = http.post(path, json=asked).json()
+        accepted = whole["usage"]["completion_tokens_details"]["accepted_prediction_tokens"]
+        drafted = whole["choices"][0]["drafted"]
+        assert 0 < accepted <= len(drafted) < 24 and len(drafted) > 8
+        streamed, offset = [], 0
+        for line in http.post(path, json={**asked, "stream": True, "return_token_ids": True}).text.splitlines():
+            if line.startswith("data: {"):
+                (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+                streamed += [offset + place for place in choice["drafted"]]
+                offset += len(choice["token_ids"])
+        assert offset == 24 and len(streamed) > 8
+        assert streamed == sorted(set(streamed)) and streamed[-1] < 24
+        assert "drafted" not in http.post(path, json={**asked, "return_drafted": None}).json()["choices"][0]
+
+
 def test_predictions_of_completions_and_generate(http):
     text = http.post("/v1/completions", json={"prompt": STORY, "temperature": 0}).json()["choices"][0]["text"]
     body = {"prompt": STORY, "temperature": 0, "prediction": {"type": "content", "content": text}}

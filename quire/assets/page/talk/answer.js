@@ -19,7 +19,7 @@ export class Answer {
     this.calls = [];
     this.tokens = []; // {text, logprob, top, forced, draft, event}, where `event` numbers the events of the stream; without logprobs one an event
     this.events = []; // tokens of each event
-    this.drafts = 0; // tokens that came in one event with the next one
+    this.drafts = 0; // accepted drafts among the tokens
     this.finish = null;
     this.usage = null;
     this.requestId = '';
@@ -40,19 +40,18 @@ export class Answer {
     this.content += text;
     this.reasoning += reasoning;
     if (delta.tool_calls) addCalls(this.calls, delta.tool_calls);
-    const isText = !delta.tool_calls && !this.calls.length; // text of calls is held back until it can be read
     if (choice.finish_reason) this.finish = choice.finish_reason;
     const listed = choice.logprobs?.content || [];
     const number = listed.length || Math.max(0, (chunk.usage?.completion_tokens || 0) - before);
     if (!number) return;
     const event = this.events.push(number) - 1;
-    for (const token of listed) {
+    const drafted = choice.drafted || [];
+    for (const [place, token] of listed.entries()) {
       const top = (token.top_logprobs || []).map((one) => [one.token, one.logprob]);
-      this.tokens.push({ text: token.token, logprob: token.logprob, top, forced: Boolean(token.forced), draft: false, event });
+      this.tokens.push({ text: token.token, logprob: token.logprob, top, forced: Boolean(token.forced), draft: drafted.includes(place), event });
     }
-    if (!listed.length) this.tokens.push({ text: reasoning + text, logprob: null, top: [], forced: false, draft: isText && number > 1, event });
-    else if (isText && !listed.some((token) => token.forced)) for (const token of this.tokens.slice(-listed.length, -1)) token.draft = true;
-    this.drafts += isText && !listed.some((token) => token.forced) ? number - 1 : 0;
+    if (!listed.length) this.tokens.push({ text: reasoning + text, logprob: null, top: [], forced: false, draft: drafted.length > 0, event });
+    this.drafts += drafted.length;
     this.last = performance.now();
     this.first ??= this.last;
   }

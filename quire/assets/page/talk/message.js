@@ -37,7 +37,7 @@ function figures(node) {
   if (known.tokens) parts.push(h('span', {}, `${count(known.tokens)} tokens`));
   if (known.rate) parts.push(h('span', {}, `${known.rate.toFixed(known.rate < 100 ? 1 : 0)} tokens/s`));
   if (known.first !== null) parts.push(h('span', {}, `first after ${seconds(known.first)}`));
-  if (known.drafts) parts.push(h('span', { title: 'Tokens that came in one event with the next one: accepted drafts, or text that was held back' }, plural(known.drafts, 'draft')));
+  if (known.drafts) parts.push(h('span', { title: 'Tokens that a drafter predicted and the model confirmed' }, plural(known.drafts, 'draft')));
   if (known.forced) parts.push(h('span', { title: 'Tokens that the constraint left no choice for' }, `${count(known.forced)} forced`));
   if (known.prompt !== null && known.cached !== null) {
     const text = `${count(known.cached)} of ${count(known.prompt)} prompt tokens cached`;

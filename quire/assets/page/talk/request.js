@@ -29,6 +29,7 @@ export function requestBody({ model, system, path, settings }) {
   const tools = settings.tools();
   if (tools) Object.assign(body, { tools, tool_choice: settings.get('tool_choice') });
   if (settings.get('probabilities')) Object.assign(body, { logprobs: true, top_logprobs: 5 });
+  body.return_drafted = true;
   body.stream = true;
   body.stream_options = { include_usage: true, continuous_usage_stats: true };
   return body;

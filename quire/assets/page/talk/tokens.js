@@ -19,7 +19,7 @@ function doubt(logprob) {
 function details(token) {
   const notes = [];
   if (token.forced) notes.push('forced by the constraint, not sampled');
-  if (token.draft) notes.push('came in one event with the next token: an accepted draft, or text that was held back');
+  if (token.draft) notes.push('an accepted draft');
   const rows = token.top.map(([text, logprob]) => {
     const bar = h('span', { class: 'bar', style: { width: `${Math.max(1, 100 * probability(logprob))}%` } });
     return h('tr', { class: text === token.text ? 'chosen' : null },

@@ -154,6 +154,7 @@ class ChatAnswer:
         }
         self._reader = reader
         self._with_ids = bool(body.return_token_ids)
+        self._with_drafted = bool(body.return_drafted)
         self._with_reasoning = body.include_reasoning is not False
         self._logprobs = LogprobFormat(
             chat.params, service.tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids)
@@ -189,7 +190,8 @@ class ChatAnswer:
             for index, parts, delta, finish_reason in deltas:
                 self._usage.count(delta)
                 objects = self._delta_objects(parts, with_logprobs=bool(delta.logprobs))
-                if not objects and (finish_reason or (self._with_ids and delta.token_ids)):
+                with_tokens = self._with_ids or self._with_drafted
+                if not objects and (finish_reason or (with_tokens and delta.token_ids)):
                     objects = [{}]
                 for place, content in enumerate(objects, 1):
                     first = {"prompt_logprobs": _prompt_logprobs(transcript)} if about_prompt else {}
@@ -224,6 +226,7 @@ class ChatAnswer:
             "stop_reason": part.stop_reason if part else None,
             "matched_stop": part.matched_stop if part else None,
             "token_ids": ids if self._with_ids else None,
+            **({"drafted": part.drafted if part else []} if self._with_drafted else {}),
         }
 
     def _message(self, message: Message) -> dict[str, object]:

@@ -157,6 +157,7 @@ class CompletionAnswer:
             "system_fingerprint": None,
         }
         self._with_ids = bool(body.return_token_ids)
+        self._with_drafted = bool(body.return_drafted)
         self._logprobs = LogprobFormat(params, service.tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids))
         self._usage = UsageFormat(body.stream_options, forced=service.always_reports_usage)
         self._chunk_event = body.chunk_event
@@ -181,7 +182,9 @@ class CompletionAnswer:
                 self._usage.count(delta)
                 index, place = reply.choice_index(delta), reply.transcript_index(delta)
                 begins = index not in begun
-                if is_visible(delta, ids=self._with_ids) or (begins and self._prompt_echoes.is_requested):
+                if is_visible(delta, ids=self._with_ids or self._with_drafted) or (
+                    begins and self._prompt_echoes.is_requested
+                ):
                     begun.add(index)
                     opening = self._prompt_echoes.get(place, reply.transcripts[place]) if begins else None
                     choice = self._choice(index, delta, place, opening)
@@ -204,6 +207,7 @@ class CompletionAnswer:
             "stop_reason": part.stop_reason,
             "matched_stop": part.matched_stop,
             "token_ids": part.token_ids if self._with_ids else None,
+            **({"drafted": part.drafted} if self._with_drafted else {}),
             **(prompt_echo.fields if prompt_echo else {}),
         }
 

@@ -101,7 +101,7 @@ def prompt_logprobs_json(rows: Sequence[LogprobRow | None]) -> Raw:
 
 
 def finite_logprob(value: float) -> float:
-    """The logprob, or _LEAST if it is not finite."""
+    """The logprob, or _MIN_LOGPROB if it is not finite."""
     return value if math.isfinite(value) else _MIN_LOGPROB
 
 

@@ -177,6 +177,7 @@ class SamplingBody(BeamSearchBody, SchedulingParamsBody, ConstraintBody, LlamaCp
     )
     return_tokens_as_token_ids: bool | None = optional_field("Write tokens in logprobs as 'token_id:5'.")
     return_token_ids: bool | None = optional_field("Return the token ids of the prompt and of the output.")
+    return_drafted: bool | None = optional_field("Return which tokens of the output were accepted drafts, by index.")
     echo: bool | None = optional_field(
         "Begin the output with the prompt; in chat, with the last message of the assistant."
     )
