@@ -327,10 +327,10 @@ class Engine:
         """The explanation of a request so far; None if the request is unknown or ended too long ago."""
         return self.scheduler.explain(request_id, self._clock())
 
-    def look(self, viewer: int, watcher: Watcher, num_seen: int) -> bytes:
+    def monitor_update(self, viewer: int, watcher: Watcher, num_seen: int) -> bytes:
         """The next Update of a viewer as JSON: what changed since its `num_seen`-th, else the whole state.
 
-        viewer: a number that the caller chooses. Steps are recorded from the first look until no viewer is left.
+        viewer: a number that the caller chooses. Steps are recorded from the first update until no viewer is left.
         """
         if self._monitor is None:
             self._monitor = Monitor(self.scheduler, self._load)

@@ -84,7 +84,7 @@ class Service:
         )
         self._grammar_checks = front_end_cache(facts.options.grammar_backend, self.metrics.observe_grammar_check)
         self._explaining: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by tenant
-        self._looking: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # at a node, by tenant
+        self._node_locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by tenant
         self.request_ids = RequestIds(self.model_name)
         self.created = int(time.time())
         self._unknown_fields = unknown_fields
@@ -216,12 +216,12 @@ class Service:
             names = (prompt_request_id(request_id, i) for i in range(MAX_PROMPTS))
             return await self.engine.explain([request_id, *names])
 
-    async def look_at_node(self, watcher: Watcher, node: int) -> bytes:
+    async def monitor_node(self, watcher: Watcher, node: int) -> bytes:
         """A node of the radix trees as JSON, or b"null". Of each tenant the engine looks for one at a time.
 
         Raises EngineStopped.
         """
-        async with self._looking[watcher.tenant]:
+        async with self._node_locks[watcher.tenant]:
             return await self.engine.node(watcher, node)
 
     async def close(self) -> None:

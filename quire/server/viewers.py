@@ -77,9 +77,9 @@ class Viewing:
         self._num_seen = 0
         self._closed = False
 
-    async def look(self) -> bytes:
+    async def update(self) -> bytes:
         """The next update as a server-sent event. Raises EngineStopped."""
-        update = await self._service.engine.look(self._number, self._watcher, self._num_seen)
+        update = await self._service.engine.monitor_update(self._number, self._watcher, self._num_seen)
         self._num_seen += 1
         return json_event(update)
 
@@ -89,13 +89,13 @@ class Viewing:
         while True:
             due = loop.time() + interval
             yield update
-            while (later := await self._look_at(due)) is None:
+            while (later := await self._update_at(due)) is None:
                 if self._is_ending():
                     return
                 due = loop.time() + max(interval, _POLL_SECONDS)
             update = later
 
-    async def _look_at(self, due: float) -> bytes | None:
+    async def _update_at(self, due: float) -> bytes | None:
         """The update at a time of the loop; None if the server ends or the engine takes no calls now."""
         loop = asyncio.get_running_loop()
         while (rest := due - loop.time()) > 0 and not self._is_ending():
@@ -103,7 +103,7 @@ class Viewing:
         if self._is_ending():
             return None
         try:
-            return await self.look()
+            return await self.update()
         except QueueFull:
             return None
 

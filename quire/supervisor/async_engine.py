@@ -199,17 +199,17 @@ class AsyncEngine:
         freed: int = await self._call(protocol.Flush)
         return freed
 
-    async def look(self, viewer: int, watcher: Watcher, num_seen: int) -> bytes:
-        """The next Update of a viewer as JSON, once the engine has time for it. See Engine.look. Raises EngineStopped.
+    async def monitor_update(self, viewer: int, watcher: Watcher, num_seen: int) -> bytes:
+        """The next Update of a viewer as JSON, once the engine has time for it. Raises EngineStopped.
 
         After a restart the engine knows no viewer, and returns the whole state.
         """
-        update: bytes = await self._call(lambda number: protocol.Look(number, viewer, watcher, num_seen))
+        update: bytes = await self._call(lambda number: protocol.MonitorUpdate(number, viewer, watcher, num_seen))
         return update
 
     async def node(self, watcher: Watcher, node: int) -> bytes:
         """A node of the radix trees as JSON; b"null" if there is none. See Engine.node. Raises EngineStopped."""
-        detail: bytes = await self._call(lambda number: protocol.LookAtNode(number, watcher, node))
+        detail: bytes = await self._call(lambda number: protocol.MonitorNode(number, watcher, node))
         return detail
 
     def forget_viewer(self, viewer: int) -> None:

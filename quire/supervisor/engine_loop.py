@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 IDLE_SECONDS = 0.5  # the longest wait of an idle engine for commands
 HEARTBEAT_SECONDS = 0.25
 _RECV_BYTES = 2**18  # bytes
-_OF_VIEWERS = (protocol.Look, protocol.LookAtNode, protocol.ForgetViewer)
-_PAUSE_PER_LOOK = 100  # pause after a look, times its duration: looks take at most 1 % of the time
+_OF_VIEWERS = (protocol.MonitorUpdate, protocol.MonitorNode, protocol.ForgetViewer)
+_PAUSE_PER_MONITOR_CALL = 100  # pause after a call, times its CPU time: calls take at most 1 % of the time
 
 
 class EngineLoop:
@@ -59,8 +59,10 @@ class EngineLoop:
         self._answers: list[Answer] = []  # not sent yet
         self._sent_batch = False  # whether this turn has sent its message
         self._last_work = time.monotonic()  # when there was something to do but for viewers
-        self._looks: deque[protocol.Look | protocol.LookAtNode] = deque()  # not executed yet, oldest first
-        self._next_look = 0.0  # when the next of them may be executed
+        self._monitor_calls: deque[protocol.MonitorUpdate | protocol.MonitorNode] = (
+            deque()
+        )  # not executed yet, oldest first
+        self._next_monitor_call = 0.0  # when the next of them may be executed
 
     def run(self) -> None:
         """Execute commands and run steps until the end. Closes the socket and the engine."""
@@ -92,7 +94,7 @@ class EngineLoop:
             self._gc_policy.collect_if_due(idle=idle)
         for command in commands:
             self._execute(command)
-        self._look()
+        self._call_monitor()
         if self._engine.has_work and not self._closing:
             outputs = self._engine.step()  # on_launch sends and clears self._outputs meanwhile
             self._outputs += outputs
@@ -101,24 +103,27 @@ class EngineLoop:
         return not self._closing
 
     def _idle_seconds(self) -> float:
-        """How long an idle engine waits for commands: until the next look, if there is one."""
-        return min(IDLE_SECONDS, max(0.0, self._next_look - time.monotonic())) if self._looks else IDLE_SECONDS
+        """How long an idle engine waits for commands: until the next call of the monitor, if there is one."""
+        return (
+            min(IDLE_SECONDS, max(0.0, self._next_monitor_call - time.monotonic()))
+            if self._monitor_calls
+            else IDLE_SECONDS
+        )
 
-    def _look(self) -> None:
-        """Execute the oldest look if it is due. Afterwards the next has to wait, so that looks take 1 % of the time."""
-        began = time.monotonic()
-        if not self._looks or began < self._next_look:
+    def _call_monitor(self) -> None:
+        """Execute the oldest call of the monitor if it is due. The pause behind it bounds the share of all calls."""
+        if not self._monitor_calls or time.monotonic() < self._next_monitor_call:
             return
-        look = self._looks.popleft()
-        self._answer_call(look.number, lambda: self._seen(look))
-        ended = time.monotonic()
-        self._next_look = ended + _PAUSE_PER_LOOK * (ended - began)
+        call = self._monitor_calls.popleft()
+        began = time.thread_time()
+        self._answer_call(call.number, lambda: self._monitored(call))
+        self._next_monitor_call = time.monotonic() + _PAUSE_PER_MONITOR_CALL * (time.thread_time() - began)
 
-    def _seen(self, look: protocol.Look | protocol.LookAtNode) -> bytes:
-        match look:
-            case protocol.Look(_, viewer, watcher, num_seen):
-                return self._engine.look(viewer, watcher, num_seen)
-            case protocol.LookAtNode(_, watcher, node):
+    def _monitored(self, call: protocol.MonitorUpdate | protocol.MonitorNode) -> bytes:
+        match call:
+            case protocol.MonitorUpdate(_, viewer, watcher, num_seen):
+                return self._engine.monitor_update(viewer, watcher, num_seen)
+            case protocol.MonitorNode(_, watcher, node):
                 return msgspec.json.encode(self._engine.node(watcher, node))
 
     def _check_block_accounting(self) -> None:
@@ -138,10 +143,12 @@ class EngineLoop:
                 self._engine.end_program(tenant, program, branch)
             case protocol.Close():
                 self._closing = True
-            case protocol.Look() | protocol.LookAtNode():
-                self._looks.append(command)
+            case protocol.MonitorUpdate() | protocol.MonitorNode():
+                self._monitor_calls.append(command)
             case protocol.ForgetViewer(viewer):
-                self._looks = deque(one for one in self._looks if getattr(one, "viewer", None) != viewer)
+                self._monitor_calls = deque(
+                    one for one in self._monitor_calls if getattr(one, "viewer", None) != viewer
+                )
                 self._engine.forget_viewer(viewer)
             case protocol.Add(number) | protocol.Explain(number) | protocol.Flush(number) | protocol.AskCosts(number):
                 self._answer_call(number, lambda: self._answer(command))

@@ -142,8 +142,8 @@ class AskCosts(Command, frozen=True, tag=True):
     number: int
 
 
-class Look(Command, frozen=True, tag=True):
-    """Return the next update of a viewer as JSON. See Engine.look."""
+class MonitorUpdate(Command, frozen=True, tag=True):
+    """Return the next update of a viewer as JSON. See Engine.monitor_update."""
 
     number: int
     viewer: int
@@ -151,7 +151,7 @@ class Look(Command, frozen=True, tag=True):
     num_seen: int
 
 
-class LookAtNode(Command, frozen=True, tag=True):
+class MonitorNode(Command, frozen=True, tag=True):
     """Return one node of the radix trees as JSON: "null" if the watcher may not see one with this id."""
 
     number: int
@@ -239,7 +239,18 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 Commands = list[
-    Begin | Add | Abort | Finish | EndProgram | Explain | Flush | AskCosts | Look | LookAtNode | ForgetViewer | Close
+    Begin
+    | Add
+    | Abort
+    | Finish
+    | EndProgram
+    | Explain
+    | Flush
+    | AskCosts
+    | MonitorUpdate
+    | MonitorNode
+    | ForgetViewer
+    | Close
 ]
 EngineMessage = Batch | Pulse | Report | Loading | Ready | Refused
 

@@ -64,7 +64,7 @@ class Traffic:
         self.rig.step()
 
 
-class Look:
+class PageViewer:
     """A viewer that puts its updates together."""
 
     def __init__(self, monitor, number, watcher):
@@ -110,15 +110,15 @@ def test_changes_put_together_are_the_whole_state(kind, seed, monkeypatch):
     traffic = Traffic(seed, **KINDS[kind])
     rig, rng = traffic.rig, random.Random(seed)
     monitor = Monitor(rig.scheduler, Load())
-    looks = [Look(monitor, i, watcher) for i, watcher in enumerate((EVERYTHING, Watcher("ann", sees_all=False)))]
-    looks.append(Look(monitor, 2, EVERYTHING))
+    views = [PageViewer(monitor, i, watcher) for i, watcher in enumerate((EVERYTHING, Watcher("ann", sees_all=False)))]
+    views.append(PageViewer(monitor, 2, EVERYTHING))
     num_compared = 0
     for _ in range(250):
         traffic.move()
-        for look in looks:
-            if rng.random() < (0.5, 0.5, 0.05)[look.number]:
-                look.update(rig.now)
-                assert without_numbers(look.state.whole) == without_numbers(look.full(rig.now))
+        for seen in views:
+            if rng.random() < (0.5, 0.5, 0.05)[seen.number]:
+                seen.update(rig.now)
+                assert without_numbers(seen.state.whole) == without_numbers(seen.full(rig.now))
                 num_compared += 1
     assert num_compared > 100 and rig.engine.stats().num_preemptions > 0
 
@@ -129,24 +129,24 @@ def test_blocks_are_those_of_tables_and_index(kind, seed):
     traffic = Traffic(10 + seed, **KINDS[kind])
     rig = traffic.rig
     monitor = Monitor(rig.scheduler, Load())
-    everything, own = Look(monitor, 0, EVERYTHING), Look(monitor, 1, Watcher("ann", sees_all=False))
-    seen = set()
+    everything, own = PageViewer(monitor, 0, EVERYTHING), PageViewer(monitor, 1, Watcher("ann", sees_all=False))
+    letters = set()
     for _ in range(200):
         traffic.move()
-        for look in (everything, own):
-            look.update(rig.now)
-            state = without_numbers(look.state.whole)
+        for seen in (everything, own):
+            seen.update(rig.now)
+            state = without_numbers(seen.state.whole)
             for group, pool in enumerate(rig.cache.pools):
-                assert state["blocks"][group] == expected_blocks(rig, look.watcher, group), look.watcher
-                rest = "F" if look is everything else "O"
+                assert state["blocks"][group] == expected_blocks(rig, seen.watcher, group), seen.watcher
+                rest = "F" if seen is everything else "O"
                 assert state["blocks"][group].count(rest) == state["pools"][group]["num_free"]
-                if look is everything:
+                if seen is everything:
                     assert pool.num_free == state["pools"][group]["num_free"]
-                seen |= {one.partition(":")[0] for one in state["blocks"][group]}
+                letters |= {one.partition(":")[0] for one in state["blocks"][group]}
             for group, pool in enumerate(rig.cache.host_pools):
                 states = state["host"].get(group, [])
-                assert states.count("F") == (pool.num_free if look is everything else 0)
-    assert seen >= ({"F", "U", "O"} if kind == "none" else {"F", "U", "C", "O"})
+                assert states.count("F") == (pool.num_free if seen is everything else 0)
+    assert letters >= ({"F", "U", "O"} if kind == "none" else {"F", "U", "C", "O"})
 
 
 def expected_blocks(rig, watcher, group):
@@ -178,14 +178,14 @@ def sees(watcher, tenant):
 def test_nodes_are_those_of_the_trees():
     traffic = Traffic(5, prefix_index="radix")
     rig = traffic.rig
-    look = Look(Monitor(rig.scheduler, Load()), 0, EVERYTHING)
+    seen = PageViewer(Monitor(rig.scheduler, Load()), 0, EVERYTHING)
     gone, merged = set(), 0
     for _ in range(300):
         traffic.move()
-        before = set(look.state.nodes) if look.num_seen else set()
-        look.update(rig.now)
+        before = set(seen.state.nodes) if seen.num_seen else set()
+        seen.update(rig.now)
         nodes = {node.id: node for node in rig.cache.index.trees.nodes()}
-        assert look.state.nodes.keys() == nodes.keys()
+        assert seen.state.nodes.keys() == nodes.keys()
         running = [seq.table for seq in rig.scheduler.state.running_queue.running]
         for (
             number,
@@ -198,7 +198,7 @@ def test_nodes_are_those_of_the_trees():
             created,
             kind,
             text,
-        ) in look.state.nodes.values():
+        ) in seen.state.nodes.values():
             node = nodes[number]
             assert parent == (-1 if node.parent is None else node.parent.id)
             assert (num_tokens, num_blocks) == (len(node.edge) // 8, len(node.blocks[0]))
@@ -207,28 +207,28 @@ def test_nodes_are_those_of_the_trees():
             assert (kind == 1) == (num_users > 0) or kind == 2
             assert created <= used <= rig.now and hits == node.most_hits
             assert text == (node.tenant if parent == -1 else "")
-        evicted = set(look.state.last["tree"]["evicted"])
+        evicted = set(seen.state.last["tree"]["evicted"])
         assert evicted <= before - nodes.keys()
-        merged += len(look.state.last["tree"]["hidden"])
+        merged += len(seen.state.last["tree"]["hidden"])
         gone |= evicted
     assert gone and merged, "nodes were evicted, and nodes were merged"
 
 
 def test_steps_have_tokens_by_kind_and_seconds_once_they_are_known():
     rig = Rig(steps_in_flight=2, prefix_index="radix")
-    look = Look(Monitor(rig.scheduler, Load()), 0, EVERYTHING)
-    own = Look(look.monitor, 1, Watcher("ann", sees_all=False))
+    seen = PageViewer(Monitor(rig.scheduler, Load()), 0, EVERYTHING)
+    own = PageViewer(seen.monitor, 1, Watcher("ann", sees_all=False))
     rig.add("a", list(range(10)), max_tokens=6, namespace=Namespace(tenant="ann"))
     for _ in range(3):
         rig.step()
-        look.update(rig.now)
-    measured = [row[3] is None for row in sorted(look.state.steps.values())]
+        seen.update(rig.now)
+    measured = [row[3] is None for row in sorted(seen.state.steps.values())]
     assert len(measured) > 1 and measured == [False] * (len(measured) - 1) + [True], "one step is in flight"
     rig.add("b", list(range(20, 28)), max_tokens=3, namespace=Namespace(tenant="bob"))
     rig.run()
-    look.update(rig.now)
+    seen.update(rig.now)
     own.update(rig.now)
-    rows = look.state.whole["steps"]
+    rows = seen.state.whole["steps"]
     assert sum(row[4] for row in rows) == 18, "prompt tokens"
     assert sum(row[5] for row in rows) == 5 + 2, "each but the first output token is computed by a decode"
     assert all(row[3] is not None for row in rows) and [row[0] for row in rows] == list(range(len(rows)))
@@ -281,17 +281,17 @@ def test_an_update_that_was_lost_leads_to_a_full_one():
 
 def test_a_repaired_index_leads_to_a_full_update():
     traffic = Traffic(3, prefix_index="radix")
-    look = Look(Monitor(traffic.rig.scheduler, Load()), 0, EVERYTHING)
+    seen = PageViewer(Monitor(traffic.rig.scheduler, Load()), 0, EVERYTHING)
     for _ in range(40):
         traffic.move()
-    look.update(traffic.rig.now)
+    seen.update(traffic.rig.now)
     old = traffic.rig.cache.index
     next(iter(old.trees.nodes())).edge += b"wrong"
     traffic.rig.scheduler.repair()
     assert traffic.rig.cache.index is not old
-    look.update(traffic.rig.now)
-    assert look.state.last["full"]
-    assert without_numbers(look.state.whole) == without_numbers(look.full(traffic.rig.now))
+    seen.update(traffic.rig.now)
+    assert seen.state.last["full"]
+    assert without_numbers(seen.state.whole) == without_numbers(seen.full(traffic.rig.now))
 
 
 def test_nothing_is_recorded_without_viewers(monkeypatch):
@@ -310,7 +310,7 @@ def test_nothing_is_recorded_without_viewers(monkeypatch):
 
     run()
     assert not calls and rig.scheduler.step_log is None and trees._changed is None
-    rig.engine.look(1, EVERYTHING, 0)
+    rig.engine.monitor_update(1, EVERYTHING, 0)
     monkeypatch.setattr("quire.monitor.monitor.Monitor.num_viewers", 0)
     run()
     assert {"update", "planned", "committed"} <= set(calls) and trees._changed
@@ -341,7 +341,7 @@ def test_a_tenant_sees_only_sums_of_others():
     assert [row.id for row in update.requests] == ["ann1"] and update.requests[0].mine
     assert (update.num_running, update.num_waiting) == (1, 0)
     assert msgspec.structs.astuple(update.others) == (1, 1)
-    assert update.steps == [] and update.step == -1, "the log begins with the first look"
+    assert update.steps == [] and update.step == -1, "the log begins with the first update"
     pool = update.pools[0]
     assert pool.num_blocks - pool.num_free - pool.num_idle == len(rig.cache.tables[1].blocks[0]), "others are not told"
     assert b"bob" not in msgspec.json.encode(update)
@@ -372,11 +372,11 @@ def test_the_load_of_others_is_counted_seldom():
 def test_too_many_changes_are_not_kept_but_all_begin_anew(monkeypatch):
     monkeypatch.setattr("quire.cache.prefix.radix_tree.MOST_CHANGES", 3)
     rig = Rig(prefix_index="radix")
-    look = Look(Monitor(rig.scheduler, Load()), 0, EVERYTHING)
-    look.update(rig.now)
+    seen = PageViewer(Monitor(rig.scheduler, Load()), 0, EVERYTHING)
+    seen.update(rig.now)
     for i in range(6):
         rig.add(f"r{i}", [(9 * i + j) % 50 for j in range(9)], max_tokens=2)
         rig.step()
-    look.update(rig.now)
-    assert look.state.last["full"]
-    assert without_numbers(look.state.whole) == without_numbers(look.full(rig.now))
+    seen.update(rig.now)
+    assert seen.state.last["full"]
+    assert without_numbers(seen.state.whole) == without_numbers(seen.full(rig.now))

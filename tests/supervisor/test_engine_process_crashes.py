@@ -360,14 +360,14 @@ def test_a_viewer_goes_on_with_the_whole_state_after_the_engine_was_killed():
 
     async def work():
         async with running() as engine:
-            firsts = [json.loads(await engine.look(7, watcher, i)) for i in range(3)]
+            firsts = [json.loads(await engine.monitor_update(7, watcher, i)) for i in range(3)]
             assert [update["full"] for update in firsts] == [True, False, False]
             os.kill(pid(engine), signal.SIGKILL)
-            after = json.loads(await engine.look(7, watcher, 3))
+            after = json.loads(await engine.monitor_update(7, watcher, 3))
             assert after["full"] and after["pools"] == firsts[0]["pools"]
-            assert not json.loads(await engine.look(7, watcher, 4))["full"]
+            assert not json.loads(await engine.monitor_update(7, watcher, 4))["full"]
             assert await engine.node(watcher, 99) == b"null"
             engine.forget_viewer(7)
-            assert json.loads(await engine.look(7, watcher, 5))["full"], "the engine has forgotten the viewer"
+            assert json.loads(await engine.monitor_update(7, watcher, 5))["full"], "the engine has forgotten the viewer"
 
     scenario(work())

@@ -225,6 +225,7 @@ def outputs():
         queue_seconds=optional(NUMBER),
         forced=IDS.map(tuple),
         predicted=st.tuples(COUNT, COUNT),
+        drafted=IDS.map(tuple),
     )
 
 

@@ -42,6 +42,8 @@ TALK = (
     talk.check_stop,
     talk.check_branches,
     talk.check_tokens,
+    talk.check_drafts,
+    talk.check_two_tabs,
     talk.check_tools,
     talk.check_schema,
     talk.check_code,

@@ -111,6 +111,41 @@ def check_tokens(seen: Watched) -> None:
     expect(page.locator(".token-readout b")).to_have_text("<think>")
 
 
+def check_drafts(seen: Watched) -> None:
+    """Accepted drafts are marked, as many as the server counts."""
+    page = seen.page
+    page.click("text=New conversation")
+    with page.expect_response("**/v1/chat/completions") as begun:
+        say(page, "Repeat: olive stove tin olive stove tin olive stove tin olive stove tin")
+    events = [line[6:] for line in begun.value.text().splitlines() if line.startswith("data: {")]
+    choices = [choice for event in events for choice in json.loads(event)["choices"]]
+    drafted = sum(len(choice["drafted"]) for choice in choices)
+    assert sum(len(choice["logprobs"]["content"]) for choice in choices if choice["logprobs"]) > drafted, drafted
+    show_tokens(page)
+    assert page.locator(".token-text .draft").count() == drafted
+
+
+def check_two_tabs(seen: Watched) -> None:
+    """Branches that two tabs add to one conversation are both kept."""
+    page = seen.page
+    page.click("text=New conversation")
+    say(page, "Sort: carpet hammer deer")
+    with page.context.expect_page() as opened:
+        page.evaluate("window.open(location.href, '_blank')")
+    other = opened.value
+    other.click(".chat-link >> nth=0")
+    for tab in (other, page):
+        tab.click(".message.assistant >> text=Regenerate")
+        done(tab)
+    other.close()
+    page.click(".message.assistant >> text=Regenerate")
+    done(page)
+    expect(page.locator(".message.assistant .switch")).to_contain_text("4/4")
+    page.reload()
+    page.click(".chat-link >> nth=0")
+    expect(page.locator(".message.assistant .switch")).to_contain_text("4/4")
+
+
 def check_tools(seen: Watched) -> None:
     """A call is shown, the person types its result, the model answers with it."""
     page = seen.page

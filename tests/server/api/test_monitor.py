@@ -158,14 +158,16 @@ def test_updates_take_one_percent_of_the_engine(monkeypatch):
     """Several viewers together, however slow an update is."""
     with run_site("ann", "bob", "root") as site:
         seconds, moments = 0.005, []
-        look = site.engine._engine.look
+        update = site.engine._engine.monitor_update
 
         def slow(*args):
             moments.append(time.monotonic())
-            time.sleep(seconds)
-            return look(*args)
+            end = time.thread_time() + seconds
+            while time.thread_time() < end:
+                pass
+            return update(*args)
 
-        monkeypatch.setattr(site.engine, "look", slow, raising=False)
+        monkeypatch.setattr(site.engine, "monitor_update", slow, raising=False)
         with ExitStack() as stack:
             views = [stack.enter_context(watching(site, who))[0] for who in ("ann", "bob", "root")]
             threads = [threading.Thread(target=lambda view=view: [next(view) for _ in range(2)]) for view in views]
@@ -219,7 +221,7 @@ def test_a_viewer_that_does_not_read_is_disconnected(monkeypatch):
     monkeypatch.setattr(http_protocol, "WRITE_SECONDS", 1.0)
     built = small_engine()
     row = "x" * 2**16
-    monkeypatch.setattr(built.engine, "look", lambda *args: json.dumps(row).encode())
+    monkeypatch.setattr(built.engine, "monitor_update", lambda *args: json.dumps(row).encode())
     looks = []
     forget = built.engine.forget_viewer
     monkeypatch.setattr(built.engine, "forget_viewer", lambda viewer: looks.append(viewer) or forget(viewer))
@@ -267,7 +269,7 @@ def test_an_error_of_the_engine_ends_the_stream_with_an_error_object(monkeypatch
         with httpx.stream("GET", f"{url}/monitor", timeout=30) as answer:
             lines = (line for line in answer.iter_lines() if line)
             assert json.loads(next(lines).removeprefix("data: "))["full"]
-            monkeypatch.setattr(built.engine, "look", broken)
+            monkeypatch.setattr(built.engine, "monitor_update", broken)
             *_, line = lines
         assert json.loads(line.removeprefix("data: "))["error"]["type"] == "server_error"
         assert "a bug" not in line

@@ -4,7 +4,7 @@ import { getJSON, readKey } from '../api.js';
 import { button, copyText, h, icon } from '../dom.js';
 import { requestAnswer } from './answer.js';
 import { BranchMap } from './branches.js';
-import { Conversation, keepConversation, loadConversation } from './conversations.js';
+import { Conversation, keepConversation, loadConversation, watchConversations } from './conversations.js';
 import { History } from './history.js';
 import { MessageView } from './message.js';
 import { asCurl, asPython, requestBody } from './request.js';
@@ -42,6 +42,7 @@ export class Talk {
     this.element = h('div', { class: 'talk', onkeydown: (event) => event.key === 'Escape' && this.#closePanels() }, this.#historySide(), this.#main(), this.#side);
     this.#drawSettings();
     this.#open(this.#conversation);
+    watchConversations(() => this.#mergeKept());
   }
 
   show() {
@@ -150,6 +151,14 @@ export class Talk {
 
   #keep() {
     this.history.note(keepConversation(this.#conversation));
+    this.history.show(this.#conversation);
+  }
+
+  /** Takes what another tab has added. What is shown stays, because a person may be reading or editing it. */
+  #mergeKept() {
+    const kept = loadConversation(this.#conversation.id);
+    if (kept) this.#conversation.merge(kept);
+    this.branches.show(this.#conversation);
     this.history.show(this.#conversation);
   }
 

@@ -10,6 +10,8 @@ const newId = () => Math.random().toString(36).slice(2, 10) + Date.now().toStrin
 
 /** One conversation. Messages are nodes `{id, parent, role, content, ...}`; `chosen` has the child that is shown of each node. */
 export class Conversation {
+  #removed = new Set(); // ids that another tab may still have
+
   constructor(saved) {
     this.id = saved?.id || newId();
     this.title = saved?.title || '';
@@ -55,7 +57,14 @@ export class Conversation {
     this.chosen.set(node.parent, node.id);
   }
 
+  /** Adds the branches that `other`, the same conversation in another tab, has and this one does not. */
+  merge(other) {
+    for (const [id, node] of other.nodes) if (!this.nodes.has(id) && !this.#removed.has(id)) this.nodes.set(id, node);
+    for (const [parent, child] of other.chosen) if (!this.chosen.has(parent) && this.nodes.has(child)) this.chosen.set(parent, child);
+  }
+
   remove(id) {
+    this.#removed.add(id);
     const node = this.nodes.get(id);
     for (const child of this.children(id)) this.remove(child.id);
     this.nodes.delete(id);
@@ -97,11 +106,20 @@ export function deleteConversation(id) {
   kept.remove(PREFIX + id);
 }
 
+/** Calls `changed()` when another tab keeps or deletes conversations. */
+export function watchConversations(changed) {
+  window.addEventListener('storage', ({ key }) => {
+    if (key === null || key.startsWith(PREFIX)) changed();
+  });
+}
+
 export const deleteAll = () => keys().forEach((key) => deleteConversation(key.slice(PREFIX.length)));
 
 /** Keeps a conversation unless it was deleted, and drops the oldest ones beyond the bound. Returns what a person should know, or ''. */
 export function keepConversation(conversation) {
   if (deleted.has(conversation.id)) return '';
+  const saved = loadConversation(conversation.id);
+  if (saved) conversation.merge(saved);
   const text = JSON.stringify(conversation);
   if (text.length > MAX_CHARACTERS) return 'This conversation is too long to be kept. Export it before you close the page.';
   const others = listConversations().filter((one) => one.id !== conversation.id);

@@ -33,7 +33,7 @@ def monitor_routes(service: Service, viewers: Viewers) -> APIRouter:
         caller.quota.count_request()
         viewing = viewers.admit(caller)
         try:
-            first = await while_connected(request.receive, viewing.look)
+            first = await while_connected(request.receive, viewing.update)
         except BaseException:  # also when the caller has left
             viewing.close()
             raise
@@ -44,7 +44,7 @@ def monitor_routes(service: Service, viewers: Viewers) -> APIRouter:
         """Return one node of the radix trees with its tokens and their text."""
         caller = caller_of(request)
         caller.quota.count_request()
-        detail = decoder.decode(await service.look_at_node(watcher_of(caller), node))
+        detail = decoder.decode(await service.monitor_node(watcher_of(caller), node))
         if detail is None:
             raise UnknownObject("node", str(node), "node")
         ids = [token for token in detail.token_ids if token < service.vocab_size]  # others are hashes of other content
