@@ -39,7 +39,7 @@ install-torch:  # a layer of its own in the Containerfile
 	@$(WHEEL_PIP) install $(if $(TORCH),$(CPU_TORCH),-c constraints.txt torch)
 
 install-wheel: install-torch  ## build the wheel, install it in WHEEL_VENV=build/wheel/venv; the Containerfile calls it
-	@rm -rf build/lib* build/temp* build/bdist* build/wheel/*.whl
+	@rm -rf build/lib* build/temp.* build/bdist* build/wheel/*.whl
 	@$(WHEEL_PIP) wheel --no-deps --wheel-dir build/wheel .
 	@$(WHEEL_PIP) install -c constraints.txt build/wheel/quire-*.whl
 

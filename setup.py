@@ -52,6 +52,12 @@ FLAGS = (
 class BuildKernels(build_ext):
     """Compiles PER_BUILD for each of BUILDS, in parallel, before the module itself."""
 
+    def finalize_options(self) -> None:
+        """Keep the object files of an editable installation: a test reads their symbols."""
+        super().finalize_options()
+        if self.editable_mode:
+            self.build_temp = "build/temp"
+
     def build_extension(self, ext: Extension) -> None:
         """Build the extension if a source is newer than it, or if it is forced."""
         if not self.force and not newer_group(ext.depends, self.get_ext_fullpath(ext.name)):

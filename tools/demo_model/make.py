@@ -9,7 +9,7 @@ python -m tools.demo_model.make --device cuda
 import argparse
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
@@ -93,16 +93,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     torch.set_num_threads(options.threads)
 
-    def scaled(plan: Plan) -> Plan:
-        return replace(plan, tokens=round(plan.tokens * options.scale), seed=options.seed)
-
     making = Making(
         root=options.root,
         device=options.device,
         seed=options.seed,
-        base_plan=scaled(base.BASE_PLAN),
-        draft_plan=scaled(base.DRAFT_PLAN),
-        adapter_plan=scaled(adapters.PLAN),
+        base_plan=base.BASE_PLAN.scaled(options.scale, options.seed),
+        draft_plan=base.DRAFT_PLAN.scaled(options.scale, options.seed),
+        adapter_plan=adapters.PLAN.scaled(options.scale, options.seed),
         is_compiled=not options.eager,
         tasks=options.tasks,
         num_chats=options.chats,

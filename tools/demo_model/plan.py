@@ -1,6 +1,6 @@
 """The schedule of a training run: tokens, row lengths, learning rates."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +16,12 @@ class Plan:
     matrix_lr: float = 0.02  # Muon
     other_lr: float = 3e-3  # AdamW
     seed: int = 0
+
+    def scaled(self, scale: float, seed: int) -> "Plan":
+        """The plan with other numbers of tokens and seed. A run shorter than a row has one step of one row."""
+        tokens, row = round(self.tokens * scale), self.lengths[0][0]
+        per_step = row if tokens < row else self.tokens_per_step
+        return replace(self, tokens=tokens, tokens_per_step=per_step, seed=seed)
 
     @property
     def num_steps(self) -> int:
