@@ -69,8 +69,8 @@
   check('a chain of 20,000 nodes is laid out', chain.placed.length === 20000 && chain.rows === 1);
 
   for (const [blocks, width, height] of [[1, 700, 300], [2298, 743, 352], [16384, 743, 352], [100000, 743, 352], [100000, 340, 260]]) {
-    const { perCell, numCells, across, down, columns } = layoutCells(blocks, width, height);
-    check(`${blocks} blocks fit ${width} x ${height}`, numCells * perCell >= blocks && Math.ceil(numCells / columns) * down <= height && columns * across <= width);
+    const { perCell, numCells, across, down, columns, rows } = layoutCells(blocks, width, height);
+    check(`${blocks} blocks fill ${width} x ${height}`, numCells * perCell >= blocks && columns * rows >= numCells && rows * down <= height && columns * across <= width && (blocks < 2000 || rows * down > height - 1));
   }
 
   const conversation = new Conversation();
