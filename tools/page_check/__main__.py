@@ -66,6 +66,7 @@ SEE = (
     see.check_node,
     see.check_tree,
     see.check_explain,
+    see.check_phone,
     see.check_pause,
 )
 _RUN_UNITS = """
@@ -237,6 +238,8 @@ def check_servers(report: Report, started: Browser, pictures: Path | None, *, is
             for check in TALK:
                 report.attempt(first_line(check), lambda check=check: check(seen))
         check_documentation(report, started, url, pictures)
+        with watched(started, url, path="#/see") as seen:
+            report.attempt(first_line(see.check_idle), lambda: see.check_idle(seen))
         with servers.load(url, 8 if is_short else 24):
             with watched(started, url, path="#/see") as seen, kept_clean(report, "see", seen):
                 for check in SEE:
