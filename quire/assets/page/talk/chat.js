@@ -220,13 +220,12 @@ export class Talk {
     this.#drawSettings();
     this.#draw();
     this.history.show(conversation);
-    this.element.classList.remove('show-history');
-    this.#drawToggles();
     this.onAddress();
   }
 
   #openKept(id) {
     this.#open((id && this.#find(id)) || this.#fresh());
+    this.#panel('show-history', false);
     this.#showAddress();
     this.#focusComposer();
   }

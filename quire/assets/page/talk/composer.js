@@ -6,6 +6,7 @@ import { keptInTab } from '../storage.js';
 const DRAFT = 'quire.draft.';
 const FULL = 0.9; // from this share of the context on the gauge warns
 const MAX_HEIGHT = 240;
+const SETTLE_MS = 250; // a tap elsewhere ends before the tabs of a phone come back, else it would miss what it meant
 
 export class Composer {
   #send;
@@ -27,7 +28,11 @@ export class Composer {
       event.preventDefault();
       if (!this.#isRunning) this.#submit();
     });
-    this.element = h('form', { class: 'composer', onsubmit: (event) => {
+    const onfocusin = () => document.body.classList.add('typing');
+    const onfocusout = () => setTimeout(() => {
+      if (!this.element.contains(document.activeElement)) document.body.classList.remove('typing');
+    }, SETTLE_MS);
+    this.element = h('form', { class: 'composer', onfocusin, onfocusout, onsubmit: (event) => {
       event.preventDefault();
       if (this.#isRunning) stop();
       else this.#submit();

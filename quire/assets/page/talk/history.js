@@ -160,7 +160,9 @@ export class History {
       if (ids.includes(shown)) this.#actions.open(shown);
       else this.#draw();
     };
-    this.#undo.replaceChildren(h('span', {}, `Deleted: ${what}`), button('Undo', undo));
+    const control = button('Undo', undo);
+    this.#undo.replaceChildren(h('span', {}, `Deleted: ${what}`), control);
+    control.focus(); // its row, which had the focus, is gone
     clearTimeout(this.#undoTimer);
     this.#undoTimer = setTimeout(() => this.#endUndo(), UNDO_MS);
   }

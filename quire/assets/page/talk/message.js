@@ -150,8 +150,9 @@ export class MessageView {
     const open = this.#body.querySelector('.tokens');
     toggle.setAttribute('aria-expanded', open ? 'false' : 'true');
     this.#markdown.element.hidden = !open;
-    if (open) open.remove();
-    else this.#body.append(tokenView(answer));
+    if (open) return open.remove();
+    this.#body.append(tokenView(answer));
+    return this.#body.querySelector('.token-text').scrollIntoView({ block: 'nearest' }); // else the readout may lie over it
   }
 
   #edit() {
