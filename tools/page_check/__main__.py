@@ -25,7 +25,7 @@ from playwright.sync_api import Browser, Page
 import quire
 from benchmarks.commit import ROOT, commit_of
 from quire.startup.hardware import cpu_description
-from tools.page_check import kept, see, servers, styles, talk
+from tools.page_check import handling, kept, see, servers, styles, talk
 from tools.page_check.accessibility import findings, grave
 from tools.page_check.browser import NoBrowser, browser, watched
 
@@ -51,6 +51,10 @@ TALK = (
     talk.check_hostile_output,
     talk.check_server_error,
     talk.check_context,
+    handling.check_long,
+    handling.check_reasoning,
+    handling.check_edit_keys,
+    handling.check_settings,
     kept.check_background,
     kept.check_address,
     kept.check_kept,
@@ -237,6 +241,7 @@ def check_servers(report: Report, started: Browser, pictures: Path | None, *, is
             check_many_blocks(report, seen.page, url)
             for check in TALK:
                 report.attempt(first_line(check), lambda check=check: check(seen))
+        report.attempt(first_line(handling.check_touch), lambda: handling.check_touch(started, url))
         check_documentation(report, started, url, pictures)
         with watched(started, url, path="#/see") as seen:
             report.attempt(first_line(see.check_idle), lambda: see.check_idle(seen))
