@@ -80,7 +80,7 @@ export class History {
     const focused = this.#list.contains(document.activeElement) ? document.activeElement.dataset.control : null;
     const parts = GROUPS.map((group) => [group, rows.filter((row) => row.group === group)]).filter(([, some]) => some.length);
     this.#list.replaceChildren(...(parts.length
-      ? parts.flatMap(([group, some]) => [h('h3', {}, group), h('ul', { 'aria-label': group }, some.map((row) => this.#item(row)))])
+      ? parts.flatMap(([group, some]) => [h('h2', {}, group), h('ul', { 'aria-label': group }, some.map((row) => this.#item(row)))])
       : [h('p', { class: 'note' }, words.length ? 'No conversation has these words.' : 'Nothing yet.')]));
     if (focused) this.#list.querySelector(`[data-control="${focused}"]`)?.focus();
   }
