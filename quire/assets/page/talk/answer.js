@@ -48,7 +48,10 @@ export class Answer {
     const listed = choice.logprobs?.content || [];
     const counted = this.hasProbabilities ? 0 : Math.max(0, (chunk.usage?.completion_tokens || 0) - before);
     const number = listed.length || counted; // where probabilities were asked for, an event without any has text of tokens that another one lists
-    if (!number) return;
+    if (!number) {
+      if (!this.hasProbabilities && this.tokens.length) this.tokens.at(-1).text += reasoning + text; // the rest of an event's text
+      return;
+    }
     const event = this.events.push(number) - 1;
     const drafted = choice.drafted || [];
     for (const [place, token] of listed.entries()) {
