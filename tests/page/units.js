@@ -8,6 +8,7 @@
   const { MarkdownView } = await load('talk/markdown.js');
   const { pythonLiteral, asCurl, requestBody } = await load('talk/request.js');
   const { Answer, requestAnswer } = await load('talk/answer.js');
+  const { readExport } = await load('talk/exchange.js');
   const { ReplaySource } = await load('see/sources.js');
   const { kept } = await load('storage.js');
 
@@ -68,8 +69,8 @@
   check('a chain of 20,000 nodes is laid out', chain.placed.length === 20000 && chain.rows === 1);
 
   for (const [blocks, width, height] of [[1, 700, 300], [2298, 743, 352], [16384, 743, 352], [100000, 743, 352], [100000, 340, 260]]) {
-    const { perCell, numCells, across, down, columns } = layoutCells(blocks, width, height);
-    check(`${blocks} blocks fit ${width} x ${height}`, numCells * perCell >= blocks && Math.ceil(numCells / columns) * down <= height && columns * across <= width);
+    const { perCell, numCells, across, down, columns, rows } = layoutCells(blocks, width, height);
+    check(`${blocks} blocks fill ${width} x ${height}`, numCells * perCell >= blocks && columns * rows >= numCells && rows * down <= height && columns * across <= width && (blocks < 2000 || rows * down > height - 1));
   }
 
   const conversation = new Conversation();
@@ -157,13 +158,52 @@
   equal('a Python literal', pythonLiteral({ a: [1, true, null, 'x"\n'] }), '{"a": [1, True, None, "x\\"\\n"]}');
   check('quotes in curl', asCurl({ a: "it's" }, false).includes("it'\\''s"));
 
-  const grown = new Answer();
-  const chunk = (delta, tokens, more) => ({ choices: [{ delta, logprobs: tokens && { content: tokens.map((token) => ({ token, logprob: -0.1, top_logprobs: [] })) }, finish_reason: null }], ...more });
-  grown.add(chunk({ role: 'assistant', content: '' }));
-  grown.add(chunk({ reasoning_content: 'hm', reasoning: 'hm' }, ['hm']));
-  grown.add(chunk({ content: 'two tokens' }, ['two', ' tokens']));
-  grown.add(chunk({ tool_calls: [{ index: 0, id: 'c', function: { name: 'f', arguments: '{"a"' } }] }));
-  grown.add(chunk({ tool_calls: [{ index: 0, function: { arguments: ': 1}' } }] }));
+  const rows = (tokens) => tokens && { content: tokens.map((token) => ({ token, logprob: -0.1, top_logprobs: [] })) };
+  const chunk = (delta, tokens, drafted = [], usage = undefined) => ({ choices: [{ delta, logprobs: rows(tokens), finish_reason: null, drafted }], usage });
+  const grown = new Answer(true);
+  grown.add(chunk({ role: 'assistant', content: '' }, null));
+  grown.add(chunk({ reasoning_content: 'hm', reasoning: 'hm' }, ['hm'], [], { completion_tokens: 1 }));
+  grown.add(chunk({ reasoning: '.' }, null, [], { completion_tokens: 4 })); // text of tokens that the next event lists
+  grown.add(chunk({ content: 'two tokens' }, ['.', 'two', ' tokens'], [1], { completion_tokens: 4 }));
+  grown.add(chunk({ tool_calls: [{ index: 0, id: 'c', function: { name: 'f', arguments: '{"a"' } }] }, null, [], { completion_tokens: 6 }));
+  grown.add(chunk({ tool_calls: [{ index: 0, function: { arguments: ': 1}' } }] }, ['{"a"', ': 1}'], [], { completion_tokens: 6 }));
   const message = grown.message();
-  equal('an answer in pieces', [message.content, message.reasoning, message.tool_calls[0].function, message.figures.drafts], ['two tokens', 'hm', { name: 'f', arguments: '{"a": 1}' }, 1]);
+  equal('an answer in pieces', [message.content, message.reasoning, message.tool_calls[0].function, message.figures.drafts, message.figures.tokens],
+    ['two tokens', 'hm.', { name: 'f', arguments: '{"a": 1}' }, 1, 6]);
+  equal('each token once', [grown.tokens.map((token) => token.text), grown.events], [['hm', '.', 'two', ' tokens', '{"a"', ': 1}'], [1, 3, 2]]);
+  equal('the accepted draft', grown.tokens.filter((token) => token.draft).map((token) => token.text), ['two']);
+  const plain = new Answer(false);
+  plain.add(chunk({ content: 'two tokens' }, null, [1], { completion_tokens: 2 }));
+  plain.add(chunk({ content: '!' }, null, [], { completion_tokens: 2 }));
+  equal('tokens without probabilities', [plain.tokens.map((token) => token.text), plain.events], [['two tokens!'], [2]]);
+
+  const growing = new Conversation();
+  const question = growing.add('', { role: 'user', content: 'q' });
+  const part = growing.add(question.id, { role: 'assistant', content: '', partial: true });
+  equal('an answer without text is not kept', JSON.parse(JSON.stringify(growing)).nodes.length, 1);
+  part.content = 'one';
+  const elsewhere = new Conversation(JSON.parse(JSON.stringify(growing)));
+  Object.assign(part, { content: 'one two' });
+  delete part.partial;
+  growing.merge(elsewhere);
+  equal('a whole answer stays', growing.nodes.get(part.id).content, 'one two');
+  elsewhere.merge(growing);
+  equal('another tab takes the whole answer', [elsewhere.nodes.get(part.id).content, elsewhere.nodes.get(part.id).partial], ['one two', undefined]);
+
+  const written = JSON.stringify([growing]);
+  equal('Import reads what Export wrote', new Conversation(readExport(written)[0]).path().map((one) => one.content), ['q', 'one two']);
+  const wrong = (change) => {
+    const [copied] = JSON.parse(written);
+    change(copied);
+    try {
+      return readExport(JSON.stringify(copied)).length;
+    } catch (error) {
+      return error.message.endsWith('Import reads what Export wrote.');
+    }
+  };
+  check('a message is below an earlier one', wrong((one) => one.nodes.reverse()) === true);
+  check('an id is an id', wrong((one) => (one.id = 'a"]')) === true);
+  check('a role is a known one', wrong((one) => (one.nodes[0].role = 'system')) === true);
+  check('a figure is a number', readExport(JSON.stringify({ id: 'a', nodes: [{ id: 'b', parent: '', role: 'assistant', content: '', figures: { tokens: '<b>' } }] }))[0].nodes[0].figures.tokens === null);
+  check('what is chosen is a child', wrong((one) => one.chosen.push([one.nodes[1].id, one.nodes[0].id])) === 1);
 })

@@ -25,7 +25,7 @@ from playwright.sync_api import Browser, Page
 import quire
 from benchmarks.commit import ROOT, commit_of
 from quire.startup.hardware import cpu_description
-from tools.page_check import see, servers, talk
+from tools.page_check import handling, kept, see, servers, styles, talk
 from tools.page_check.accessibility import findings, grave
 from tools.page_check.browser import NoBrowser, browser, watched
 
@@ -42,6 +42,7 @@ TALK = (
     talk.check_stop,
     talk.check_branches,
     talk.check_tokens,
+    talk.check_each_token_once,
     talk.check_drafts,
     talk.check_two_tabs,
     talk.check_tools,
@@ -49,9 +50,18 @@ TALK = (
     talk.check_code,
     talk.check_hostile_output,
     talk.check_server_error,
-    talk.check_kept,
-    talk.check_deleted,
-    talk.check_history,
+    talk.check_context,
+    handling.check_long,
+    handling.check_reasoning,
+    handling.check_edit_keys,
+    handling.check_settings,
+    kept.check_background,
+    kept.check_address,
+    kept.check_kept,
+    kept.check_drafts_of_messages,
+    kept.check_deleted,
+    kept.check_list,
+    kept.check_files,
 )
 SEE = (
     see.check_live,
@@ -60,6 +70,7 @@ SEE = (
     see.check_node,
     see.check_tree,
     see.check_explain,
+    see.check_phone,
     see.check_pause,
 )
 _RUN_UNITS = """
@@ -226,10 +237,14 @@ def check_servers(report: Report, started: Browser, pictures: Path | None, *, is
         check_first_paint(report, started, url, 2 if is_short else 5)
         with watched(started, url) as seen, kept_clean(report, "talk", seen, "status of 400"):
             check_units(report, seen.page, url)
+            report.note("Markdown has its styles", "; ".join(styles.wrong_styles(seen.page, url)) or None)
             check_many_blocks(report, seen.page, url)
             for check in TALK:
                 report.attempt(first_line(check), lambda check=check: check(seen))
+        report.attempt(first_line(handling.check_touch), lambda: handling.check_touch(started, url))
         check_documentation(report, started, url, pictures)
+        with watched(started, url, path="#/see") as seen:
+            report.attempt(first_line(see.check_idle), lambda: see.check_idle(seen))
         with servers.load(url, 8 if is_short else 24):
             with watched(started, url, path="#/see") as seen, kept_clean(report, "see", seen):
                 for check in SEE:
@@ -271,6 +286,7 @@ def main() -> int:
     if asked.pictures:
         asked.pictures.mkdir(parents=True, exist_ok=True)
     check_sizes(report)
+    report.note("each class of a style sheet is one of the page", "; ".join(styles.unknown_classes(ASSETS)) or None)
     try:
         with browser() as started:
             report.figures["browser"] = f"Chromium {started.version}"

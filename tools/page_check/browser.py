@@ -59,10 +59,18 @@ class Watched:
 
 @contextmanager
 def watched(
-    started: Browser, url: str, *, width: int = 1440, height: int = 900, scheme: str = "light", path: str = ""
+    started: Browser,
+    url: str,
+    *,
+    width: int = 1440,
+    height: int = 900,
+    scheme: str = "light",
+    path: str = "",
+    is_touch: bool = False,
 ) -> Iterator[Watched]:
     """Open the page of a server in a context of its own. scheme: `light` or `dark`."""
-    context = started.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)  # type: ignore[arg-type]
+    size = {"width": width, "height": height}
+    context = started.new_context(viewport=size, color_scheme=scheme, has_touch=is_touch, is_mobile=is_touch)  # type: ignore[arg-type]
     context.set_default_timeout(15_000)
     page = context.new_page()
     seen = Watched(page)

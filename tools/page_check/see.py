@@ -12,6 +12,27 @@ def picture(page: Page, selector: str) -> str:
     return str(page.evaluate(f"document.querySelector({selector!r}).toDataURL()"))
 
 
+def check_idle(seen: Watched) -> None:
+    """Without requests the page says so, and leads to Talk."""
+    page = seen.page
+    expect(page.locator(".queue .empty")).to_contain_text("No requests yet")
+    expect(page.locator(".queue .requests").first).to_be_hidden()
+    page.click(".queue .empty a")
+    expect(page.locator("#composer")).to_be_visible()
+
+
+def check_phone(seen: Watched) -> None:
+    """On a phone nothing is wider than the screen, and the table of running requests fits."""
+    page = seen.page
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.wait_for_function("() => document.querySelector('.requests.running tbody tr')")
+    wider = "(element) => element.scrollWidth - element.clientWidth"
+    assert page.locator("html").evaluate(wider) == 0
+    assert page.locator(".requests.running .table").evaluate(wider) == 0
+    assert page.locator(".node-detail").evaluate("(element) => element.scrollHeight - element.clientHeight") == 0
+    page.set_viewport_size({"width": 1440, "height": 900})
+
+
 def check_live(seen: Watched) -> None:
     """Under load, blocks and tree change, and requests are listed."""
     page = seen.page
@@ -38,7 +59,7 @@ def check_owner(seen: Watched) -> None:
     page.click("text=Pause")
     page.wait_for_timeout(1200)  # until nothing flashes
     before = picture(page, ".blocks-canvas")
-    page.hover(".requests:nth-child(2) tbody tr >> nth=0")
+    page.hover(".requests.running tbody tr >> nth=0")
     assert picture(page, ".blocks-canvas") != before
     page.hover("h1")
     assert picture(page, ".blocks-canvas") == before

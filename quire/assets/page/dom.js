@@ -38,12 +38,14 @@ const ICONS = {
   left: 'M12 5l-5 5 5 5',
   right: 'M8 5l5 5-5 5',
   play: 'M6 4l10 6-10 6z',
+  down: 'M10 4v12M5 11l5 5 5-5',
+  more: 'M4.5 10h.01M10 10h.01M15.5 10h.01',
   pause: 'M7 4v12M13 4v12',
   key: 'M8 12.5a3.5 3.5 0 1 1 2.8-5.6L17 7v3h-2v2h-2v-2h-2.2A3.5 3.5 0 0 1 8 12.5z',
 };
 
 export const icon = (name) =>
-  svg('svg', { class: 'icon', viewBox: '0 0 20 20', 'aria-hidden': 'true' }, svg('path', { d: ICONS[name] }));
+  svg('svg', { class: name === 'stop' ? 'icon filled' : 'icon', viewBox: '0 0 20 20', 'aria-hidden': 'true' }, svg('path', { d: ICONS[name] }));
 
 const NUMBER = new Intl.NumberFormat('en');
 export const count = (value) => NUMBER.format(Math.round(value));

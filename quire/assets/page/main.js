@@ -96,18 +96,26 @@ class Router {
     window.addEventListener('hashchange', () => this.show());
   }
 
+  /** Lets the link of a view lead to an address within it. */
+  link(name, address) {
+    this.links[Object.keys(this.#views).indexOf(name)].setAttribute('href', address);
+  }
+
   show() {
     const names = Object.keys(this.#views);
-    const asked = location.hash.replace(/^#\//, '');
+    const [asked, rest = ''] = location.hash.replace(/^#\//, '').split('/');
     if (location.hash === '#main' && this.#shown) return;
     const name = names.includes(asked) ? asked : names[0];
-    if (name === this.#shown) return;
+    if (name === this.#shown) {
+      this.#views[name].route?.(rest);
+      return;
+    }
     if (this.#shown) this.#views[this.#shown].hide();
     this.#shown = name;
     document.title = `${NAMES[name]} · quire`;
     this.links.forEach((link, index) => (names[index] === name ? link.setAttribute('aria-current', 'page') : link.removeAttribute('aria-current')));
     document.getElementById('main').replaceChildren(this.#views[name].element);
-    this.#views[name].show();
+    this.#views[name].show(rest);
   }
 }
 
@@ -128,7 +136,10 @@ async function start() {
   const talk = mode.mode === 'live' && new Talk(mode, (id) => explanations.show(id));
   const router = new Router(mode.mode === 'live' ? { talk, see } : { replay: see });
   document.querySelector('nav.views').append(...router.links);
-  if (talk) document.querySelector('.top-tools').prepend(h('a', { href: address('docs') }, 'API'));
+  if (talk) {
+    talk.onAddress = () => router.link('talk', talk.address);
+    document.querySelector('.top-tools').prepend(h('a', { href: address('docs') }, 'API'));
+  }
   router.show();
 }
 

@@ -2,7 +2,7 @@
 
 import { count, h, hasModifier, percent, plural } from '../dom.js';
 import { STATES } from './monitor.js';
-import { Palette, fit } from './palette.js';
+import { Palette, fit, screenRatio } from './palette.js';
 
 const FLASH_MS = 900;
 const MIN_CELL = 2; // device pixels
@@ -28,16 +28,22 @@ const PATTERNS = {
 const pack = ([red, green, blue]) => ((255 << 24) | (blue << 16) | (green << 8) | red) >>> 0;
 const mix = (one, other, share) => one.map((channel, index) => Math.round(channel + (other[index] - channel) * share));
 
-/** Cells in rows: the largest whole cell at which all blocks fit, or several blocks in a cell of the least size. */
+/**
+ * Cells in rows that fill the width and height: about as large as all blocks allow, or several blocks in a cell of the least size. Few blocks
+ * leave room at the bottom. Cells are `across` and `down` pixels large, which need not be whole numbers.
+ */
 export function layoutCells(numBlocks, width, height) {
   const most = Math.floor(width / MIN_CELL) * Math.floor(height / MIN_CELL);
   const perCell = Math.max(1, Math.ceil(numBlocks / Math.max(1, most)));
   const numCells = Math.ceil(numBlocks / perCell);
-  let across = Math.min(MAX_CELL, Math.max(MIN_CELL, Math.floor(Math.sqrt((width * height) / Math.max(1, numCells)))));
-  const rowsOf = (size) => Math.ceil(numCells / Math.max(1, Math.floor(width / size)));
-  while (across > MIN_CELL && rowsOf(across) * across > height) across -= 1;
-  const down = Math.max(MIN_CELL, Math.min(2 * across, Math.floor(height / rowsOf(across)), MAX_CELL));
-  return { perCell, numCells, across, down, columns: Math.max(1, Math.floor(width / across)) };
+  let size = Math.min(MAX_CELL, Math.max(MIN_CELL, Math.floor(Math.sqrt((width * height) / Math.max(1, numCells)))));
+  const columnsOf = (one) => Math.max(1, Math.floor(width / one));
+  const rowsOf = (one) => Math.max(1, Math.ceil(numCells / columnsOf(one)));
+  while (size > MIN_CELL && rowsOf(size) * size > height) size -= 1;
+  const exact = (whole, parts) => Math.floor((1000 * whole) / parts) / 1000;
+  const [columns, rows] = [columnsOf(size), rowsOf(size)];
+  const [across, down] = [exact(width, columns), Math.min(2 * size, MAX_CELL, exact(height, rows))];
+  return { perCell, numCells, across, down, columns, rows };
 }
 
 /** The state that most blocks from `first` on have, as an index of the first block that has it. */
@@ -58,9 +64,11 @@ class BlockCanvas {
   #ratio = 1;
   cursor = -1;
 
+  #canvas;
+
   constructor(label, describedBy, { onPoint, onChoose }) {
     this.onPoint = onPoint;
-    this.element = h('canvas', {
+    this.#canvas = h('canvas', {
       class: 'blocks-canvas', tabindex: '0', role: 'img', 'aria-label': label, 'aria-describedby': describedBy,
       onpointermove: (event) => this.#point(this.#blockAt(event)),
       onpointerleave: () => this.#point(-1),
@@ -68,6 +76,7 @@ class BlockCanvas {
       onclick: () => this.cursor >= 0 && onChoose(this.#array.owner[this.cursor]),
       onkeydown: (event) => this.#key(event, onChoose),
     });
+    this.element = h('div', { class: 'blocks-frame' }, this.#canvas);
   }
 
   #blockAt(event) {
@@ -115,11 +124,13 @@ class BlockCanvas {
   /** Returns whether a block flashes, and so has to be drawn again. */
   draw(array, palette, highlight, moves) {
     this.#array = array;
-    const { context, ratio } = fit(this.element);
-    const { width, height } = this.element;
-    if (!width || !height) return false;
-    this.#ratio = ratio;
-    this.#layout = layoutCells(array.state.length, width, height);
+    const { clientWidth, clientHeight } = this.element;
+    if (!clientWidth || !clientHeight) return false;
+    this.#ratio = screenRatio();
+    this.#layout = layoutCells(array.state.length, Math.round(clientWidth * this.#ratio), Math.round(clientHeight * this.#ratio));
+    this.#canvas.style.height = `${Math.ceil((this.#layout.rows * this.#layout.down) / this.#ratio)}px`;
+    const { context, ratio } = fit(this.#canvas);
+    const { width, height } = this.#canvas;
     const image = context.createImageData(width, height);
     const flashes = this.#paint(new Uint32Array(image.data.buffer), width, palette, highlight, moves);
     context.putImageData(image, 0, 0);
@@ -133,7 +144,6 @@ class BlockCanvas {
     const colours = new Map();
     const now = performance.now();
     const gap = Math.min(across, down) >= 4 ? 1 : 0;
-    const [wide, high] = [across - gap, down - gap];
     let flashes = false;
     for (let cell = 0; cell < numCells; cell += 1) {
       const block = representative(array, cell * perCell, Math.min(array.state.length, (cell + 1) * perCell));
@@ -145,12 +155,14 @@ class BlockCanvas {
       let pair = colours.get(key);
       if (!pair) colours.set(key, (pair = this.#colours(palette, state, owner, flash, highlight)));
       const pattern = PATTERNS[STATES[state]];
-      const left = (cell % columns) * across;
-      const top = Math.floor(cell / columns) * down;
-      for (let y = top; y < top + high; y += 1) {
+      const [column, line] = [cell % columns, Math.floor(cell / columns)];
+      const left = Math.floor(column * across);
+      const right = Math.floor((column + 1) * across) - gap;
+      const bottom = Math.floor((line + 1) * down) - gap;
+      for (let y = Math.floor(line * down); y < bottom; y += 1) {
         const row = y * width;
-        if (!pattern) pixels.fill(pair[0], row + left, row + left + wide);
-        else for (let x = left; x < left + wide; x += 1) pixels[row + x] = pattern(x, y) ? pair[1] : pair[0];
+        if (!pattern) pixels.fill(pair[0], row + left, row + right);
+        else for (let x = left; x < right; x += 1) pixels[row + x] = pattern(x, y) ? pair[1] : pair[0];
       }
     }
     return flashes;

@@ -77,6 +77,6 @@ export class Charts {
     tiles.load.draw(palette, { value: `${numRunning} + ${numWaiting}`, note: sees === 'own' ? `and ${others.running} + ${others.waiting} of others` : 'requests', points: samples.map((sample) => sample.running), second: waiting });
     const measured = steps.map((step) => step.measured).filter((value) => value !== null);
     tiles.step.draw(palette, { value: seconds(quantile(measured, 0.5)), note: `median, p95 ${seconds(quantile(measured, 0.95))}`, points: measured });
-    tiles.first.draw(palette, { value: seconds(quantile(firstTokens, 0.5)), note: `median, p95 ${seconds(quantile(firstTokens, 0.95))}${interval ? `, ± ${seconds(interval)}` : ''}`, points: firstTokens });
+    tiles.first.draw(palette, { value: seconds(quantile(firstTokens, 0.5)), note: `median, p95 ${seconds(quantile(firstTokens, 0.95))}${interval ? `, ±\u00a0${seconds(interval).replace(' ', '\u00a0')}` : ''}`, points: firstTokens });
   }
 }

@@ -97,7 +97,11 @@ export class Explanations {
   #asked = 0;
 
   constructor() {
-    this.element = h('aside', { class: 'drawer', 'aria-labelledby': 'explain-title', hidden: true, tabindex: '-1', onkeydown: (event) => event.key === 'Escape' && this.close() },
+    this.element = h('aside', { class: 'drawer', 'aria-labelledby': 'explain-title', hidden: true, tabindex: '-1', onkeydown: (event) => {
+      if (event.key !== 'Escape') return;
+      event.preventDefault(); // Escape elsewhere stops an answer
+      this.close();
+    } },
       h('div', { class: 'drawer-head' }, this.#title, h('button', { type: 'button', class: 'quiet', 'aria-label': 'Close', onclick: () => this.close() }, icon('close'))), this.#body);
   }
 

@@ -35,10 +35,13 @@ export class Palette {
   }
 }
 
+/** Pixels of a canvas for each CSS pixel. */
+export const screenRatio = () => Math.min(2, window.devicePixelRatio || 1);
+
 /** Makes a canvas as large as its element on this screen. Returns its context, scaled to CSS pixels, with width and height. */
 export function fit(canvas) {
   const { clientWidth: width, clientHeight: height } = canvas;
-  const ratio = Math.min(2, window.devicePixelRatio || 1);
+  const ratio = screenRatio();
   const [across, down] = [Math.round(width * ratio), Math.round(height * ratio)];
   if (canvas.width !== across || canvas.height !== down) {
     canvas.width = across;

@@ -6,7 +6,14 @@ import { sequenceKey } from './monitor.js';
 
 const MAX_ROWS = 200;
 const MAX_FINISHED = 20;
-const shortId = (id) => (id.length > 22 ? `${id.slice(0, 12)}…${id.slice(-8)}` : id);
+const NOT_ON_PHONES = 'Blocks'; // the column that a narrow table leaves out
+
+/** An id without its kind, and without its middle. */
+function shortId(id) {
+  const own = id.replace(/^(chatcmpl-|cmpl-|resp_)/, '');
+  return own.length > 16 ? `${own.slice(0, 6)}…${own.slice(-6)}` : own;
+}
+
 
 /** One row, whose cells are changed in place so that focus and selection stay. */
 class Row {
@@ -19,7 +26,7 @@ class Row {
     const enter = () => point(this.request.owner);
     const leave = () => point(0);
     this.#id = h('button', { type: 'button', class: 'link mono', onclick: () => explain(this.request), onfocus: enter, onblur: leave });
-    this.#cells = Array.from({ length: columns }, () => h('td'));
+    this.#cells = columns.map((name) => h('td', { class: name === NOT_ON_PHONES ? 'narrow-out' : null }));
     this.element = h('tr', { onmouseenter: enter, onmouseleave: leave }, h('td', {}, this.#swatch, this.#id), this.#cells);
   }
 
@@ -44,11 +51,11 @@ class Table {
   #actions;
 
   constructor(title, columns, actions) {
-    this.#columns = columns.length - 1;
+    this.#columns = columns.slice(1);
     this.#actions = actions;
     this.count = h('span', { class: 'count' });
-    this.element = h('div', { class: 'requests' }, h('h3', {}, title, ' ', this.count),
-      h('div', { class: 'table', tabindex: '0', role: 'group', 'aria-label': title }, h('table', {}, h('thead', {}, h('tr', {}, columns.map((name) => h('th', { scope: 'col' }, name)))), this.#body)));
+    this.element = h('div', { class: `requests ${title.toLowerCase()}` }, h('h3', {}, title, ' ', this.count),
+      h('div', { class: 'table', tabindex: '0', role: 'group', 'aria-label': title }, h('table', {}, h('thead', {}, h('tr', {}, columns.map((name) => h('th', { scope: 'col', class: name === NOT_ON_PHONES ? 'narrow-out' : null }, name)))), this.#body)));
   }
 
   draw(requests, total, textsOf, colourOf, highlight) {
@@ -80,9 +87,12 @@ export class Queue {
     this.running = new Table('Running', ['Request', 'Prompt', 'Cached', 'Output', 'Blocks', 'For'], actions);
     this.waiting = new Table('Waiting', ['Request', 'Prompt', 'For', 'Why it waits'], actions);
     this.finished = new Table('Ended', ['Request', 'Output', 'Cached', 'Ended'], actions);
+    const empty = h('div', { class: 'empty' }, search
+      ? [h('p', {}, 'No requests yet.'), h('p', {}, 'Send a message in ', h('a', { href: '#/talk' }, 'Talk'), ', or call the API.')]
+      : h('p', {}, 'No requests at this step.'));
     this.element = h('section', { class: 'panel queue', 'aria-labelledby': 'queue-title' },
       h('div', { class: 'panel-head' }, h('h2', { id: 'queue-title' }, 'Requests'), this.#summary, h('span', { class: 'grow' }), search),
-      h('div', { class: 'queue-body' }, this.waiting.element, this.running.element, this.finished.element));
+      h('div', { class: 'queue-body' }, empty, this.waiting.element, this.running.element, this.finished.element));
     document.addEventListener('themechange', () => (this.#palette = new Palette()));
   }
 
@@ -98,6 +108,7 @@ export class Queue {
       count(request.num_prompt), seconds(at - request.since), `${request.state === 'swapped' ? 'swapped out: ' : ''}${request.reason || '–'}`], colour, this.highlight);
     this.finished.draw(finished.slice(0, MAX_FINISHED), finished.length, (request) => [
       count(request.num_output), percent(request.num_cached, request.num_prompt), `${seconds(at - request.left)} ago`], () => 'transparent', 0);
+    this.element.classList.toggle('none', !requests.length && !finished.length);
     this.#summary.textContent = sees === 'own' ? `Yours. Others, every 5 s: ${others.running} running, ${others.waiting} waiting` : '';
   }
 }

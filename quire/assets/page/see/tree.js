@@ -161,12 +161,12 @@ export class TreeView {
   #showReused() {
     const saved = (node) => node.hits * node.tokens;
     const best = [...this.#layout.placed].filter((node) => saved(node) > 0 && !node.gone).sort((one, other) => saved(other) - saved(one)).slice(0, 8);
-    const items = best.map((node) => [node.id, `${count(node.tokens)} tokens × ${plural(node.hits, 'hit')}`]);
+    const items = best.map((node) => [node.id, `${count(node.tokens)} tokens × ${plural(node.hits, 'hit')} = ${count(saved(node))}`]);
     const key = JSON.stringify(items);
     if (this.#reusedKey === key) return;
     this.#reusedKey = key;
     const focused = [...this.#detail.querySelectorAll('.reused button')].indexOf(document.activeElement);
-    this.#detail.replaceChildren(h('h3', {}, 'Most reused'), items.length ? h('ol', { class: 'reused' }, items.map(([id, text]) => h('li', {},
+    this.#detail.replaceChildren(h('h3', {}, 'Most reused'), h('p', { class: 'note' }, 'By tokens × hits, the tokens that were not computed again.'), items.length ? h('ol', { class: 'reused' }, items.map(([id, text]) => h('li', {},
       h('button', { type: 'button', class: 'link', onclick: () => this.#choose(this.#layout.byId.get(id)) }, text)))) : h('p', { class: 'note' }, 'Nothing yet.'),
     h('p', { class: 'note' }, 'Choose a node to read it. Drag to move; zoom with the buttons, or with the wheel after a click.'));
     if (focused >= 0) this.#detail.querySelectorAll('.reused button')[focused]?.focus();

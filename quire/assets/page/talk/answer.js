@@ -13,7 +13,9 @@ function addCalls(calls, deltas) {
 
 /** What is known of an answer while it arrives. Times are milliseconds of performance.now(). */
 export class Answer {
-  constructor() {
+  /** `hasProbabilities` tells whether the request asked for those of tokens: then each token comes with its own, once. */
+  constructor(hasProbabilities = false) {
+    this.hasProbabilities = hasProbabilities;
     this.content = '';
     this.reasoning = '';
     this.calls = [];
@@ -26,6 +28,7 @@ export class Answer {
     this.started = performance.now();
     this.first = null;
     this.last = null;
+    this.reasoned = null; // the time of its last reasoning
   }
 
   add(chunk) {
@@ -39,11 +42,16 @@ export class Answer {
     const reasoning = delta.reasoning_content || delta.reasoning || '';
     this.content += text;
     this.reasoning += reasoning;
+    if (reasoning) this.reasoned = performance.now();
     if (delta.tool_calls) addCalls(this.calls, delta.tool_calls);
     if (choice.finish_reason) this.finish = choice.finish_reason;
     const listed = choice.logprobs?.content || [];
-    const number = listed.length || Math.max(0, (chunk.usage?.completion_tokens || 0) - before);
-    if (!number) return;
+    const counted = this.hasProbabilities ? 0 : Math.max(0, (chunk.usage?.completion_tokens || 0) - before);
+    const number = listed.length || counted; // where probabilities were asked for, an event without any has text of tokens that another one lists
+    if (!number) {
+      if (!this.hasProbabilities && this.tokens.length) this.tokens.at(-1).text += reasoning + text; // the rest of an event's text
+      return;
+    }
     const event = this.events.push(number) - 1;
     const drafted = choice.drafted || [];
     for (const [place, token] of listed.entries()) {
@@ -56,10 +64,24 @@ export class Answer {
     this.first ??= this.last;
   }
 
-  /** What a message keeps of the answer: its text, and figures in seconds. */
-  message() {
+  /** The figures so far, in tokens and seconds. */
+  figures() {
     const numTokens = this.usage?.completion_tokens ?? this.events.reduce((sum, one) => sum + one, 0);
     const decode = this.first === null ? 0 : (this.last - this.first) / 1000;
+    return {
+      tokens: numTokens,
+      prompt: this.usage?.prompt_tokens ?? null,
+      cached: this.usage?.prompt_tokens_details?.cached_tokens ?? null,
+      forced: this.usage?.completion_tokens_details?.forced_tokens ?? 0,
+      first: this.first === null ? null : (this.first - this.started) / 1000,
+      rate: decode > 0 && numTokens > this.events[0] ? (numTokens - this.events[0]) / decode : null,
+      drafts: this.drafts,
+      reasoned: this.reasoned ? (this.reasoned - (this.first ?? this.started)) / 1000 : null,
+    };
+  }
+
+  /** What a message keeps of the answer: its text and its figures. */
+  message() {
     return {
       role: 'assistant',
       content: this.content,
@@ -67,22 +89,14 @@ export class Answer {
       tool_calls: this.calls.filter(Boolean),
       finish: this.finish,
       request: this.requestId,
-      figures: {
-        tokens: numTokens,
-        prompt: this.usage?.prompt_tokens ?? null,
-        cached: this.usage?.prompt_tokens_details?.cached_tokens ?? null,
-        forced: this.usage?.completion_tokens_details?.forced_tokens ?? 0,
-        first: this.first === null ? null : (this.first - this.started) / 1000,
-        rate: decode > 0 && numTokens > this.events[0] ? (numTokens - this.events[0]) / decode : null,
-        drafts: this.drafts,
-      },
+      figures: this.figures(),
     };
   }
 }
 
 /** Sends a request and calls `onChange(answer)` after each arrival. Returns the answer; a stop by `signal` is no error. */
 export async function requestAnswer(body, signal, onChange) {
-  const answer = new Answer();
+  const answer = new Answer(Boolean(body.logprobs));
   try {
     for await (const { requestId, events } of streamJSON('v1/chat/completions', { method: 'POST', body, signal })) {
       if (requestId) answer.requestId = requestId;
@@ -92,7 +106,7 @@ export async function requestAnswer(body, signal, onChange) {
     if (!answer.finish) answer.error = 'The stream ended early.';
   } catch (error) {
     if (error.name === 'AbortError') answer.finish = 'stopped';
-    else answer.error = error.message;
+    else Object.assign(answer, { error: error.message, code: error.code });
   }
   return answer;
 }

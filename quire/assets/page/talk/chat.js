@@ -1,121 +1,191 @@
-// Talk: one conversation with the model, its branches, the composer.
+// Talk: the conversation that is shown, its branches, its requests.
 
-import { getJSON, readKey } from '../api.js';
-import { button, copyText, h, icon } from '../dom.js';
-import { requestAnswer } from './answer.js';
+import { getJSON } from '../api.js';
+import { button, count, h, icon } from '../dom.js';
+import { kept } from '../storage.js';
 import { BranchMap } from './branches.js';
+import { Composer } from './composer.js';
 import { Conversation, keepConversation, loadConversation, watchConversations } from './conversations.js';
 import { History } from './history.js';
+import { Log } from './log.js';
 import { MessageView } from './message.js';
-import { asCurl, asPython, requestBody } from './request.js';
+import { requestBody } from './request.js';
+import { showRequest } from './request_dialog.js';
+import { Runs } from './runs.js';
 import { Settings, settingsFields } from './settings.js';
 
 const DEMO_PROMPTS = ['How much is the lantern?', 'Sum: 6 6 24 /think', 'Write a story with Zoe and the shovel.', 'Sort: carpet hammer deer'];
 const PROMPTS = ['Explain what a KV cache is, in three sentences.', 'Write a haiku about paper.', 'List five uses of a brick as a table.'];
-const ANNOUNCE_MS = 1500;
-const MAX_TOKENS = 100_000; // that are known with their probabilities
+const BESIDE = '(min-width: 700px)'; // where the conversations lie beside the one that is shown
+const HIDDEN = 'quire.settings.hidden'; // set if the person has hidden the settings on a wide screen
 
 export class Talk {
   #mode;
   #explain;
+  #isShown = false;
   #settings = new Settings();
   #conversation = new Conversation();
-  #answers = new Map(); // node id -> Answer, for the tokens and requests of this page's lifetime
-  #views = new Map();
-  #toggles = {}; // of the sides that lie over the conversation on small screens, by the class that shows them
-  #running = null; // {abort, conversation}
-  #model = h('select', { id: 'model', 'aria-label': 'Model' });
+  #runs = new Runs({ onGrow: (run) => this.#painters.get(run.node.id)?.draw(), onEnd: (run, note) => this.#afterAnswer(run, note) });
+  #views = new Map(); // message id -> MessageView of the branch that is shown
+  #painters = new Map(); // message id -> painter of an answer that is shown while it arrives
+  #toggles = {}; // of the two sides, by the class that shows them where they lie over the conversation
+  #wide = window.matchMedia('(min-width: 1180px)'); // where the settings lie beside the conversation
+  #contexts = new Map(); // model -> its longest context
+  #model = h('select', { id: 'model', 'aria-label': 'Model', hidden: true, onchange: () => this.#showState() });
   #title = h('p', { class: 'chat-title' });
-  #log = h('div', { class: 'log', role: 'region', 'aria-label': 'Conversation', tabindex: '0' });
-  #spoken = h('div', { class: 'offscreen', 'aria-live': 'polite' });
-  #input = h('textarea', { id: 'composer', rows: 1, placeholder: 'Message', 'aria-label': 'Message' });
-  #send = h('button', { class: 'primary round', 'aria-label': 'Send' }, icon('send'));
+  #log = new Log();
   #side = h('aside', { class: 'settings', id: 'settings', 'aria-label': 'Settings' });
+  #composer = new Composer({
+    send: (text) => this.#submit(text),
+    stop: () => this.#stop(),
+    showCode: () => showRequest(this.#bodyAfter(this.#pathWithDraft())),
+  });
+
+  onAddress = () => {}; // called when `address`, the fragment of the shown conversation, has changed
 
   /** `explain(id)` shows the explanation of a request. */
   constructor(mode, explain) {
     this.#mode = mode;
     this.#explain = explain;
-    this.history = new History((id) => this.#openKept(id));
+    this.history = new History({
+      open: (id) => this.#openKept(id),
+      find: (id) => this.#find(id),
+      isRunning: (id) => this.#runs.of(id).length > 0,
+      renamed: (conversation) => conversation === this.#conversation && this.#showTitle(),
+      deleted: (ids) => this.#afterDelete(ids),
+    });
     this.branches = new BranchMap((node) => this.#choose(node));
     this.#model.append(h('option', { value: mode.model }, mode.model));
-    this.element = h('div', { class: 'talk', onkeydown: (event) => event.key === 'Escape' && this.#closePanels() }, this.#historySide(), this.#main(), this.#side);
-    this.#drawSettings();
+    this.element = h('div', { class: kept.get(HIDDEN) ? 'talk hide-settings' : 'talk' }, this.#historySide(), this.#main(), this.#side);
+    this.#wide.addEventListener('change', () => this.#drawToggles());
+    document.addEventListener('keydown', (event) => this.#key(event));
+    this.#drawToggles();
     this.#open(this.#conversation);
     watchConversations(() => this.#mergeKept());
   }
 
-  show() {
-    this.#loadModels();
-    if (window.matchMedia('(min-width: 700px)').matches) this.#input.focus();
+  get address() {
+    return this.#conversation.nodes.size ? `#/talk/${this.#conversation.id}` : '#/talk';
   }
 
-  hide() {}
+  show(id) {
+    this.#isShown = true;
+    this.#loadModels();
+    this.route(id);
+    this.#focusComposer();
+  }
+
+  hide() {
+    this.#isShown = false;
+  }
+
+  /** Shows the conversation that the address names, or a new one for ''. */
+  route(id) {
+    if (this.address === (id ? `#/talk/${id}` : '#/talk')) return;
+    const found = id ? this.#find(id) : null;
+    if (id && !found) this.history.note('This browser does not keep that conversation.');
+    this.#open(found || this.#fresh());
+    if (id && !found) this.#showAddress({ replaces: true });
+  }
 
   #historySide() {
     return h('aside', { class: 'side', id: 'conversations', 'aria-label': 'History' },
       h('div', { class: 'side-head' },
-        h('button', { type: 'button', class: 'wide', onclick: () => this.#open(this.#fresh()) }, icon('plus'), 'New conversation'), this.#closer()),
-      this.history.element, this.branches.element, this.history.foot);
-  }
-
-  #panel(name, isOpen) {
-    this.element.classList.toggle(name, isOpen);
-    this.#toggles[name].setAttribute('aria-expanded', String(isOpen));
-  }
-
-  #closePanels() {
-    for (const [name, toggle] of Object.entries(this.#toggles)) {
-      if (this.element.classList.contains(name)) toggle.focus();
-      this.#panel(name, false);
-    }
-  }
-
-  #closer() {
-    return h('button', { type: 'button', class: 'quiet closer', 'aria-label': 'Close', onclick: () => this.#closePanels() }, icon('close'));
+        h('button', { type: 'button', class: 'wide', title: 'Ctrl+Shift+O', onclick: () => this.#openKept(null) }, icon('plus'), 'New conversation'), this.#closer()),
+      this.history.search, this.history.element, this.branches.element, this.history.foot);
   }
 
   #main() {
     const toggle = (name, label, image, controls) => (this.#toggles[name] = h('button', {
-      type: 'button', class: 'quiet', 'aria-label': label, title: label, 'aria-controls': controls, 'aria-expanded': 'false',
-      onclick: () => this.#panel(name, !this.element.classList.contains(name)),
+      type: 'button', class: 'quiet', 'aria-label': label, title: label, 'aria-controls': controls,
+      onclick: () => this.#panel(name, !this.#isOpen(name)),
     }, icon(image)));
-    this.#input.addEventListener('input', () => this.#grow());
-    this.#input.addEventListener('keydown', (event) => {
-      const composes = event.isComposing || event.keyCode === 229; // an input method takes the key, also where isComposing is late
-      if (event.key !== 'Enter' || event.shiftKey || composes) return;
-      event.preventDefault();
-      if (!this.#running) this.#submit();
-    });
-    const composer = h('form', { class: 'composer', onsubmit: (event) => {
-      event.preventDefault();
-      this.#submit();
-    } }, this.#input, h('div', { class: 'composer-row' },
-      h('span', { class: 'note hint' }, 'Enter sends, Shift+Enter is a new line'),
-      button('As code', () => this.#showRequest(this.#bodyAfter(this.#pathWithDraft())), { class: 'quiet' }), this.#send));
     return h('section', { class: 'chat', 'aria-label': 'Talk' },
       h('div', { class: 'chat-head' }, toggle('show-history', 'Conversations', 'list', 'conversations'), this.#title,
         this.#model, toggle('show-settings', 'Settings', 'sliders', 'settings')),
-      this.#log, this.#spoken, composer);
+      this.#log.element, this.#composer.element);
   }
 
+  // --- panels, keys, focus
+
+  #isOpen(name) {
+    const { classList } = this.element;
+    return name === 'show-settings' && this.#wide.matches ? !classList.contains('hide-settings') : classList.contains(name);
+  }
+
+  #panel(name, isOpen) {
+    if (name === 'show-settings' && this.#wide.matches) {
+      this.element.classList.toggle('hide-settings', !isOpen);
+      if (isOpen) kept.remove(HIDDEN);
+      else kept.set(HIDDEN, 'yes');
+    } else {
+      this.element.classList.toggle(name, isOpen);
+    }
+    this.#drawToggles();
+  }
+
+  #drawToggles() {
+    for (const [name, toggle] of Object.entries(this.#toggles)) toggle.setAttribute('aria-expanded', String(this.#isOpen(name)));
+  }
+
+  /** Closes what lies over the conversation. Returns whether anything did. */
+  #closePanels() {
+    const open = Object.keys(this.#toggles).filter((name) => this.element.classList.contains(name));
+    for (const name of open) {
+      this.element.classList.remove(name);
+      this.#toggles[name].focus();
+    }
+    this.#drawToggles();
+    return open.length > 0;
+  }
+
+  #closer() {
+    const close = () => {
+      if (this.#closePanels()) return;
+      this.#panel('show-settings', false);
+      this.#toggles['show-settings'].focus();
+    };
+    return h('button', { type: 'button', class: 'quiet closer', 'aria-label': 'Close', title: 'Close', onclick: close }, icon('close'));
+  }
+
+  #key(event) {
+    if (!this.#isShown || event.defaultPrevented || event.isComposing || document.querySelector('dialog[open]')) return;
+    if (event.key === 'Escape' && !this.#closePanels()) this.#stop();
+    if (!(event.ctrlKey || event.metaKey) || event.altKey) return;
+    const key = event.shiftKey ? `shift ${event.key.toLowerCase()}` : event.key.toLowerCase();
+    const act = {
+      k: () => {
+        if (!window.matchMedia(BESIDE).matches) this.#panel('show-history', true);
+        this.history.focusSearch();
+      },
+      'shift o': () => this.#openKept(null),
+    }[key];
+    if (!act) return;
+    event.preventDefault();
+    act();
+  }
+
+  #focusComposer() {
+    if (window.matchMedia(BESIDE).matches) this.#composer.focus();
+  }
+
+  // --- models and settings
+
   async #loadModels() {
-    if (this.#model.dataset.loaded) return;
+    if (this.#contexts.size) return;
     try {
       const { data } = await getJSON('v1/models');
       const chosen = this.#model.value;
       this.#model.replaceChildren(...data.map(({ id }) => h('option', { value: id, selected: id === chosen }, id)));
-      this.#model.dataset.loaded = 'yes';
+      this.#model.hidden = data.length < 2;
+      this.#contexts = new Map(data.map((model) => [model.id, model.max_model_len]));
+      this.#showState();
     } catch {
       // the name of mode.json stays
     }
   }
 
   #drawSettings() {
-    const redraw = () => {
-      this.#settings.reset();
-      this.#drawSettings();
-    };
     this.#side.replaceChildren(h('div', { class: 'side-head' }, h('h2', {}, 'Settings'), this.#closer()),
       h('div', { class: 'settings-body' }, settingsFields(this.#settings, {
         system: this.#conversation.system,
@@ -123,9 +193,14 @@ export class Talk {
           this.#conversation.system = text;
           if (this.#conversation.nodes.size) this.#keep();
         },
-        onReset: redraw,
+        onReset: () => {
+          this.#settings.reset();
+          this.#drawSettings();
+        },
       })));
   }
+
+  // --- conversations
 
   #fresh() {
     const conversation = new Conversation();
@@ -133,74 +208,110 @@ export class Talk {
     return conversation;
   }
 
+  /** The conversation with an id: the one that is shown, one with an answer that arrives, or the kept one; or null. */
+  #find(id) {
+    if (id === this.#conversation.id) return this.#conversation;
+    return this.#runs.of(id)[0]?.conversation || loadConversation(id);
+  }
+
   #open(conversation) {
-    this.#stop();
     this.#conversation = conversation;
+    this.#composer.open(conversation.nodes.size ? conversation.id : '');
     this.#drawSettings();
     this.#draw();
     this.history.show(conversation);
-    this.#panel('show-history', false);
+    this.onAddress();
   }
 
   #openKept(id) {
-    if (id === this.#conversation.id) return this.#panel('show-history', false);
-    const running = this.#running?.conversation;
-    const conversation = running?.id === id ? running : id && loadConversation(id);
-    return this.#open(conversation || this.#fresh());
+    this.#open((id && this.#find(id)) || this.#fresh());
+    this.#panel('show-history', false);
+    this.#showAddress();
+    this.#focusComposer();
+  }
+
+  /** Shows the address of the conversation: as a new entry of the browser's history, or in place of the present one. */
+  #showAddress({ replaces = false } = {}) {
+    if (this.#isShown && location.hash !== this.address) {
+      if (replaces) window.history.replaceState(null, '', this.address);
+      else location.hash = this.address;
+    }
+    this.onAddress();
   }
 
   #keep() {
     this.history.note(keepConversation(this.#conversation));
     this.history.show(this.#conversation);
+    this.#showAddress({ replaces: true });
+  }
+
+  #afterDelete(ids) {
+    for (const run of ids.flatMap((id) => this.#runs.of(id))) this.#runs.stop(run);
+    if (!ids.includes(this.#conversation.id)) return this.history.show(this.#conversation);
+    this.#open(this.#fresh());
+    return this.#showAddress({ replaces: true });
   }
 
   /** Takes what another tab has added. What is shown stays, because a person may be reading or editing it. */
   #mergeKept() {
-    const kept = loadConversation(this.#conversation.id);
-    if (kept) this.#conversation.merge(kept);
+    const saved = loadConversation(this.#conversation.id);
+    if (saved) this.#conversation.merge(saved);
     this.branches.show(this.#conversation);
     this.history.show(this.#conversation);
-  }
-
-  #say(text) {
-    this.#spoken.append(h('p', {}, text));
-    while (this.#spoken.childElementCount > 20) this.#spoken.firstChild.remove();
   }
 
   // --- the branch that is shown
 
   #draw() {
     const path = this.#conversation.path();
-    this.#title.textContent = this.#conversation.title || 'New conversation';
+    this.#showTitle();
     this.#views.clear();
-    this.#log.replaceChildren(h('div', { class: 'column' }, path.length ? path.map((node) => this.#viewOf(node)) : this.#welcome()));
+    for (const painter of this.#painters.values()) painter.cancel();
+    this.#painters.clear();
+    this.#log.show(path.length ? path.map((node) => this.#viewOf(node)) : this.#welcome());
     path.forEach((node, index) => this.#finishView(node, index === path.length - 1));
     this.branches.show(this.#conversation);
-    this.#log.scrollTop = this.#log.scrollHeight;
+    this.#showState();
+    this.#log.toEnd();
+  }
+
+  #showTitle() {
+    this.#title.textContent = this.#title.title = this.#conversation.title || 'New conversation';
   }
 
   #viewOf(node) {
     const view = new MessageView(node, this.#actions());
     this.#views.set(node.id, view);
+    const run = this.#runs.get(node.id);
+    if (run) {
+      this.#painters.set(node.id, this.#log.painter(view, run));
+      view.grow(node, run.answer);
+    }
     return view.element;
   }
 
   #finishView(node, isLast) {
+    const siblings = this.#conversation.siblings(node);
+    if (this.#runs.get(node.id)) return this.#views.get(node.id).showSwitch(siblings);
     const awaitsResults = isLast && node.role === 'assistant' && node.tool_calls?.length > 0;
-    this.#views.get(node.id)?.finish({ error: node.error, answer: this.#answers.get(node.id), awaitsResults, siblings: this.#conversation.siblings(node) });
+    return this.#views.get(node.id)?.finish({ answer: this.#runs.answerOf(node.id), awaitsResults, siblings });
+  }
+
+  /** Shows whether an answer of the shown branch arrives, and how much of the context the branch uses. */
+  #showState() {
+    const path = this.#conversation.path();
+    this.#composer.showRunning(path.some((node) => this.#runs.get(node.id)));
+    const { figures } = path.findLast((node) => node.figures?.prompt) || {};
+    this.#composer.showContext(figures && figures.prompt + figures.tokens, this.#contexts.get(this.#model.value));
   }
 
   #welcome() {
-    const prompts = this.#mode.model.startsWith('quire-demo') ? DEMO_PROMPTS : PROMPTS;
-    const use = (text) => {
-      this.#input.value = text;
-      this.#submit();
-    };
+    const isDemo = this.#mode.model.startsWith('quire-demo');
     return h('div', { class: 'welcome' }, h('h2', {}, `Talk to ${this.#mode.model}`),
-      h('p', { class: 'note' }, this.#mode.model.startsWith('quire-demo')
+      h('p', { class: 'note' }, isDemo
         ? 'The embedded model is small: it knows the lending shop of Fernhill, and tasks like these.'
         : 'Each answer shows how many tokens of its prompt were already in memory.'),
-      h('div', { class: 'prompts' }, prompts.map((text) => button(text, () => use(text)))));
+      h('div', { class: 'prompts' }, (isDemo ? DEMO_PROMPTS : PROMPTS).map((text) => button(text, () => this.#submit(text)))));
   }
 
   #actions() {
@@ -217,7 +328,6 @@ export class Talk {
 
   #choose(node) {
     const focused = document.activeElement?.closest('.switch') && document.activeElement.getAttribute('aria-label');
-    this.#stop();
     for (const one of this.#conversation.pathTo(node.id)) this.#conversation.choose(one);
     this.#keep();
     this.#draw();
@@ -228,9 +338,8 @@ export class Talk {
 
   #edit(node, text) {
     if (node.role === 'user' && this.#isBlocked()) return;
-    this.#stop();
-    const { id, parent, figures, finish, request, error, ...kept } = node;
-    const added = this.#conversation.add(parent, { ...kept, content: text });
+    const { id, parent, figures, finish, request, error, partial, ...same } = node;
+    const added = this.#conversation.add(parent, { ...same, content: text });
     this.#keep();
     if (node.role === 'user') this.#generate(added.id);
     else this.#draw();
@@ -252,7 +361,7 @@ export class Talk {
   }
 
   #pathWithDraft() {
-    const draft = this.#input.value.trim();
+    const draft = this.#composer.text;
     return [...this.#conversation.path(), ...(draft ? [{ role: 'user', content: draft }] : [])];
   }
 
@@ -261,147 +370,60 @@ export class Talk {
     const problem = this.#settings.problem();
     if (!problem) return false;
     this.#panel('show-settings', true);
-    this.#say(problem);
+    this.#log.say(problem);
     return true;
   }
 
-  #submit() {
-    if (this.#running) return this.#stop();
-    const text = this.#input.value.trim();
-    if (!text) return this.#input.focus();
-    if (this.#isBlocked()) return undefined;
-    this.#input.value = '';
-    this.#grow();
+  #submit(text) {
+    if (this.#isBlocked()) return;
     const last = this.#conversation.path().at(-1);
     const node = this.#conversation.add(last?.id || '', { role: 'user', content: text });
-    return this.#generate(node.id);
+    this.#composer.clear(); // as the draft of a new conversation, which has an id from now on
+    this.#composer.open(this.#conversation.id);
+    this.#generate(node.id);
   }
 
+  /** Stops the answer of the branch that is shown. */
   #stop() {
-    this.#running?.abort.abort();
+    for (const node of this.#conversation.path()) {
+      const run = this.#runs.get(node.id);
+      if (run) this.#runs.stop(run);
+    }
   }
 
-  async #generate(parent) {
-    this.#stop();
+  #generate(parent) {
     const conversation = this.#conversation;
     const body = this.#bodyAfter(conversation.pathTo(parent));
+    const problemOf = ({ code, error }) => (code === 'context_length_exceeded' ? this.#tooLong(body.model) : error);
+    this.#runs.start(conversation, parent, body, problemOf);
     this.#keep();
-    const node = conversation.add(parent, { role: 'assistant', content: '', reasoning: '' });
-    const running = { abort: new AbortController(), conversation };
-    this.#running = running;
     this.#draw();
-    this.#showRunning(true);
-    const view = this.#views.get(node.id);
-    view.element.classList.add('growing');
-    const draw = this.#drawWhileGrowing(view);
-    const answer = await requestAnswer(body, running.abort.signal, (grown) => draw(node, grown));
-    Object.assign(node, answer.message(), answer.error ? { error: answer.error } : {});
-    draw.end();
-    this.#remember(node, answer, body);
-    if (this.#running === running) {
-      this.#running = null;
-      this.#showRunning(false);
-    }
-    this.#afterAnswer(conversation, node);
   }
 
-  #remember(node, answer, body) {
-    this.#answers.set(node.id, Object.assign(answer, { body }));
-    let tokens = 0;
-    for (const [id, one] of [...this.#answers].reverse()) {
-      tokens += 1 + one.tokens.length;
-      if (tokens > MAX_TOKENS) this.#answers.delete(id);
-    }
+  #tooLong(model) {
+    const most = this.#contexts.get(model);
+    return `The conversation does not fit into the model's context${most ? ` of ${count(most)} tokens` : ''}. Edit the message or begin a new conversation.`;
   }
 
-  #afterAnswer(conversation, node) {
-    const empty = !node.content && !node.reasoning && !node.tool_calls.length;
-    if (empty && node.finish === 'stopped') conversation.remove(node.id);
-    if (conversation !== this.#conversation) {
-      keepConversation(conversation);
-      this.history.show(this.#conversation);
-      return;
-    }
-    this.#keep();
-    if (empty && node.finish === 'stopped') {
-      if (!this.#running) this.#draw();
-      return;
-    }
-    const view = this.#views.get(node.id); // none if another branch is shown by now
-    if (!view) return;
-    view.element.classList.remove('growing');
-    view.update(node);
-    this.#finishView(node, true);
+  #afterAnswer({ conversation, node }, note) {
+    this.history.note(note);
+    this.history.show(this.#conversation);
+    const painter = this.#painters.get(node.id);
+    painter?.end();
+    this.#painters.delete(node.id);
+    if (conversation !== this.#conversation) return;
+    if (painter && !conversation.nodes.has(node.id)) return void this.#draw(); // it was stopped before it had any text
     this.branches.show(conversation);
-    this.#follow();
-  }
-
-  /** A function that draws at most once a frame, and less often where text takes long to draw. */
-  #drawWhileGrowing(view) {
-    let frame = 0;
-    let timer = 0;
-    let latest = null;
-    let spokenUntil = 0;
-    let spokenAt = performance.now();
-    const paint = () => {
-      frame = timer = 0;
-      const begin = performance.now();
-      view.update(latest);
-      this.#follow();
-      if (begin - spokenAt > ANNOUNCE_MS && latest.content.length > spokenUntil) {
-        this.#say(latest.content.slice(spokenUntil));
-        [spokenUntil, spokenAt] = [latest.content.length, begin];
-      }
-      const cost = performance.now() - begin;
-      if (cost > 8) timer = setTimeout(paint, cost * 5);
-    };
-    const draw = (node, answer) => {
-      latest = Object.assign(node, { content: answer.content, reasoning: answer.reasoning });
-      if (!timer) frame ||= requestAnimationFrame(paint);
-    };
-    draw.end = () => {
-      cancelAnimationFrame(frame);
-      clearTimeout(timer);
-      if (latest) this.#say(latest.content.slice(spokenUntil));
-    };
-    return draw;
-  }
-
-  #follow() {
-    const { scrollHeight, scrollTop, clientHeight } = this.#log;
-    if (scrollHeight - scrollTop - clientHeight < 160) this.#log.scrollTop = scrollHeight;
-  }
-
-  #showRunning(isRunning) {
-    this.#send.setAttribute('aria-label', isRunning ? 'Stop' : 'Send');
-    this.#send.replaceChildren(icon(isRunning ? 'stop' : 'send'));
-  }
-
-  #grow() {
-    this.#input.style.height = 'auto';
-    this.#input.style.height = `${Math.min(240, this.#input.scrollHeight)}px`;
+    this.#showState();
+    if (!painter) return; // another branch is shown by now
+    this.#views.get(node.id).update(node);
+    this.#finishView(node, true);
+    this.#log.follow();
   }
 
   #showRequestOf(node) {
-    const sent = this.#answers.get(node.id)?.body;
-    if (sent) this.#showRequest(sent);
-    else this.#showRequest(this.#bodyAfter(this.#conversation.pathTo(node.parent)), 'With the present settings; those of the answer are not kept.');
-  }
-
-  #showRequest(body, note = '') {
-    const withKey = Boolean(readKey());
-    const forms = { curl: asCurl(body, withKey), Python: asPython(body, withKey), JSON: JSON.stringify(body, null, 2) };
-    const text = h('pre', { class: 'mono', tabindex: '0' });
-    const tabs = Object.keys(forms).map((name) => button(name, () => pick(name), { 'aria-pressed': 'false' }));
-    const pick = (name) => {
-      text.textContent = forms[name];
-      tabs.forEach((tab) => tab.setAttribute('aria-pressed', String(tab.textContent === name)));
-    };
-    pick('curl');
-    const dialog = h('dialog', { class: 'request', 'aria-label': 'This request as code', onclose: () => dialog.remove() },
-      h('div', { class: 'dialog-head' }, h('div', { class: 'tabs' }, tabs), button('Copy', (event) => copyText(text.textContent, event.currentTarget), { class: 'primary' }),
-        button('Close', () => dialog.close())), note && h('p', { class: 'note' }, note), text);
-    document.body.append(dialog);
-    dialog.showModal();
+    const sent = this.#runs.answerOf(node.id)?.body;
+    if (sent) showRequest(sent);
+    else showRequest(this.#bodyAfter(this.#conversation.pathTo(node.parent)), 'With the present settings; those of the answer are not kept.');
   }
 }

@@ -8,7 +8,13 @@ const MAX_CHARACTERS = 2_000_000; // browsers allow 5 million for one origin
 
 const newId = () => Math.random().toString(36).slice(2, 10) + Date.now().toString(36);
 
-/** One conversation. Messages are nodes `{id, parent, role, content, ...}`; `chosen` has the child that is shown of each node. */
+const isLonger = (one, other) => one.content.length + (one.reasoning || '').length > other.content.length + (other.reasoning || '').length;
+const hasText = (node) => Boolean(node.content || node.reasoning || node.tool_calls?.length);
+
+/**
+ * One conversation. Messages are nodes `{id, parent, role, content, ...}`; `chosen` has the child that is shown of each node. An answer
+ * that is not whole yet is `partial`.
+ */
 export class Conversation {
   #removed = new Set(); // ids that another tab may still have
 
@@ -57,9 +63,15 @@ export class Conversation {
     this.chosen.set(node.parent, node.id);
   }
 
-  /** Adds the branches that `other`, the same conversation in another tab, has and this one does not. */
+  /** Adds the branches that `other`, the same conversation in another tab, has and this one does not, and what it has more of an answer. */
   merge(other) {
-    for (const [id, node] of other.nodes) if (!this.nodes.has(id) && !this.#removed.has(id)) this.nodes.set(id, node);
+    for (const [id, node] of other.nodes) {
+      const mine = this.nodes.get(id);
+      if (!mine && !this.#removed.has(id)) this.nodes.set(id, node);
+      if (!mine?.partial || (node.partial && !isLonger(node, mine))) continue;
+      delete mine.partial;
+      Object.assign(mine, node);
+    }
     for (const [parent, child] of other.chosen) if (!this.chosen.has(parent) && this.nodes.has(child)) this.chosen.set(parent, child);
   }
 
@@ -77,7 +89,7 @@ export class Conversation {
 
   toJSON() {
     const { id, title, system, changed } = this;
-    return { id, title, system, changed, nodes: [...this.nodes.values()], chosen: [...this.chosen] };
+    return { id, title, system, changed, nodes: [...this.nodes.values()].filter((node) => !node.partial || hasText(node)), chosen: [...this.chosen] };
   }
 }
 
@@ -106,14 +118,18 @@ export function deleteConversation(id) {
   kept.remove(PREFIX + id);
 }
 
+/** Keeps a conversation that was deleted. */
+export function restoreConversation(conversation) {
+  deleted.delete(conversation.id);
+  return keepConversation(conversation);
+}
+
 /** Calls `changed()` when another tab keeps or deletes conversations. */
 export function watchConversations(changed) {
   window.addEventListener('storage', ({ key }) => {
     if (key === null || key.startsWith(PREFIX)) changed();
   });
 }
-
-export const deleteAll = () => keys().forEach((key) => deleteConversation(key.slice(PREFIX.length)));
 
 /** Keeps a conversation unless it was deleted, and drops the oldest ones beyond the bound. Returns what a person should know, or ''. */
 export function keepConversation(conversation) {

@@ -1,55 +1,191 @@
-// The list of kept conversations: open, export, delete.
+// The list of kept conversations: search, open, rename, export, import, delete and undo.
 
-import { button, h, saveFile } from '../dom.js';
-import { deleteAll, deleteConversation, listConversations } from './conversations.js';
+import { button, h, icon, plural } from '../dom.js';
+import { Conversation, deleteConversation, keepConversation, listConversations, restoreConversation } from './conversations.js';
+import { MAX_FILE, exportConversations, readExport } from './exchange.js';
 
-const DAY = 86_400_000;
 const KEPT = 'Kept in this browser only.';
+const UNDO_MS = 10_000;
+const GROUPS = ['Today', 'Yesterday', 'Earlier'];
 
-function when(time) {
-  const age = Date.now() - time;
-  if (age < DAY) return new Date(time).toLocaleTimeString([], { hour: '2-digit', minute: '2-digit' });
-  return new Date(time).toLocaleDateString([], { day: 'numeric', month: 'short' });
+function groupOf(time) {
+  const midnight = new Date().setHours(0, 0, 0, 0);
+  if (time >= midnight) return 'Today';
+  return time >= new Date(midnight - 1).setHours(0, 0, 0, 0) ? 'Yesterday' : 'Earlier';
+}
+
+function hasWords(conversation, words) {
+  const text = [conversation.title, ...[...conversation.nodes.values()].map((node) => node.content)].join('\n').toLowerCase();
+  return words.every((word) => text.includes(word));
 }
 
 export class History {
-  #open;
-  #list = h('ul', { class: 'chats' });
+  #actions;
+  #current = null;
+  #drawnFor = ''; // what the list shows, so that it is drawn again, and loses the focus, only if that has changed
+  #menu = ''; // id of the conversation whose actions are shown
+  #renamed = ''; // id of the conversation whose title is being typed
+  #undoTimer = 0;
+  #list = h('div', { class: 'chats' });
   #note = h('p', { class: 'note', role: 'status' }, KEPT);
+  #undo = h('p', { class: 'undo', role: 'status' });
+  #find = h('input', { type: 'search', placeholder: 'Search', 'aria-label': 'Search the conversations', title: 'Ctrl+K', autocomplete: 'off', oninput: () => this.#draw() });
+  #file = h('input', { type: 'file', accept: '.json,application/json', hidden: true, onchange: () => this.#import() });
 
-  /** `open(id)` shows a kept conversation, and a new one for null. */
-  constructor(open) {
-    this.#open = open;
+  /**
+   * `actions.open(id)` shows a conversation, and a new one for null; `find(id)` returns it; `isRunning(id)` tells whether an answer of it
+   * arrives; `renamed(conversation)` and `deleted(ids)` are called afterwards.
+   */
+  constructor(actions) {
+    this.#actions = actions;
+    this.search = h('div', { class: 'side-search', onkeydown: (event) => this.#leaveSearch(event) }, this.#find);
     this.element = h('nav', { class: 'history', 'aria-label': 'Conversations' }, this.#list);
-    this.foot = h('div', { class: 'history-foot' },
-      button('Export all', () => saveFile('quire-conversations.json', JSON.stringify(listConversations(), null, 1)), { class: 'quiet' }),
+    this.foot = h('div', { class: 'history-foot' }, this.#undo,
+      button('Export all', () => exportConversations(listConversations()), { class: 'quiet' }),
+      button('Import', () => this.#file.click(), { class: 'quiet' }),
       button('Delete all', () => this.#deleteAll(), { class: 'quiet' }),
-      this.#note);
+      this.#file, this.#note);
   }
 
-  #deleteAll() {
-    if (!window.confirm('Delete all conversations of this browser?')) return;
-    deleteAll();
-    this.#open(null);
+  focusSearch() {
+    this.#find.select();
+    this.#find.focus();
   }
 
-  /** Shows what happened when a conversation was kept; '' for nothing of note. */
+  /** Shows what a person should know of the keeping; '' for nothing of note. */
   note(text) {
     if (this.#note.textContent !== (text || KEPT)) this.#note.textContent = text || KEPT;
   }
 
   show(current) {
-    const items = listConversations().map((conversation) => {
-      const active = conversation.id === current.id;
-      return h('li', { class: active ? 'active' : null },
-        h('button', { type: 'button', class: 'chat-link', 'aria-current': active ? 'true' : null, onclick: () => this.#open(conversation.id) },
-          h('span', {}, conversation.title || 'Untitled'), h('time', {}, when(conversation.changed))),
-        button('×', () => {
-          deleteConversation(conversation.id);
-          if (active) this.#open(null);
-          else this.show(current);
-        }, { class: 'quiet delete', 'aria-label': `Delete ${conversation.title || 'conversation'}` }));
-    });
-    this.#list.replaceChildren(...(items.length ? items : [h('li', { class: 'note' }, 'Nothing yet.')]));
+    this.#current = current;
+    this.#draw();
+  }
+
+  #leaveSearch(event) {
+    if (event.key !== 'Escape' || !this.#find.value) return;
+    event.preventDefault();
+    this.#find.value = '';
+    this.#draw();
+  }
+
+  #draw() {
+    if (this.#renamed && this.#list.querySelector('.rename')) return; // after the typing
+    const words = this.#find.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const found = listConversations().filter((conversation) => hasWords(conversation, words));
+    const rows = found.map(({ id, title, changed }) => ({ id, title: title || 'Untitled', changed, group: groupOf(changed), isRunning: this.#actions.isRunning(id) }));
+    const shown = JSON.stringify([rows, this.#current?.id, this.#menu, this.#renamed, words]);
+    if (shown === this.#drawnFor) return;
+    this.#drawnFor = shown;
+    const focused = this.#list.contains(document.activeElement) ? document.activeElement.dataset.control : null;
+    const parts = GROUPS.map((group) => [group, rows.filter((row) => row.group === group)]).filter(([, some]) => some.length);
+    this.#list.replaceChildren(...(parts.length
+      ? parts.flatMap(([group, some]) => [h('h2', {}, group), h('ul', { 'aria-label': group }, some.map((row) => this.#item(row)))])
+      : [h('p', { class: 'note' }, words.length ? 'No conversation has these words.' : 'Nothing yet.')]));
+    if (focused) this.#list.querySelector(`[data-control="${focused}"]`)?.focus();
+  }
+
+  #item(row) {
+    const isCurrent = row.id === this.#current?.id;
+    const isOpen = row.id === this.#menu;
+    if (row.id === this.#renamed) return h('li', {}, this.#titleField(row));
+    return h('li', { class: isCurrent ? 'active' : null },
+      h('button', {
+        type: 'button', class: 'chat-link', 'aria-current': isCurrent ? 'true' : null, 'data-control': `open-${row.id}`,
+        title: `${row.title}\n${new Date(row.changed).toLocaleString()}`, onclick: () => this.#actions.open(row.id),
+      }, h('span', {}, row.title)),
+      row.isRunning && h('span', { class: 'arriving', role: 'img', 'aria-label': 'An answer arrives', title: 'An answer arrives' }),
+      h('button', {
+        type: 'button', class: 'quiet more', 'aria-label': `Actions of ${row.title}`, 'aria-expanded': String(isOpen), 'data-control': `more-${row.id}`,
+        onclick: () => this.#toggleMenu(isOpen ? '' : row.id),
+      }, icon('more')),
+      isOpen && h('div', { class: 'chat-actions', role: 'group', 'aria-label': `Actions of ${row.title}` },
+        button('Rename', () => this.#rename(row.id), { class: 'quiet' }),
+        button('Export', () => exportConversations([this.#actions.find(row.id)]), { class: 'quiet' }),
+        button('Delete', () => this.#delete([row.id]), { class: 'quiet delete' })));
+  }
+
+  #toggleMenu(id) {
+    this.#menu = id;
+    this.#draw();
+  }
+
+  // --- rename
+
+  #rename(id) {
+    [this.#menu, this.#renamed] = ['', id];
+    this.#draw();
+    this.#list.querySelector('.rename')?.select();
+  }
+
+  #titleField({ id, title }) {
+    const end = (isKept) => {
+      if (this.#renamed !== id) return; // the field loses the focus once more when it is removed
+      const conversation = this.#actions.find(id);
+      this.#renamed = '';
+      field.remove();
+      if (isKept && conversation && field.value.trim()) {
+        conversation.title = field.value.trim().slice(0, 200);
+        this.note(keepConversation(conversation));
+        this.#actions.renamed(conversation);
+      }
+      this.#draw();
+      this.#list.querySelector(`[data-control="open-${id}"]`)?.focus();
+    };
+    const field = h('input', { class: 'rename', value: title, maxlength: 200, 'aria-label': 'Title', onblur: () => end(true), onkeydown: (event) => {
+      if (event.isComposing || (event.key !== 'Enter' && event.key !== 'Escape')) return;
+      event.preventDefault();
+      end(event.key === 'Enter');
+    } });
+    return field;
+  }
+
+  // --- delete and undo
+
+  #deleteAll() {
+    const ids = listConversations().map(({ id }) => id);
+    if (ids.length && window.confirm('Delete all conversations of this browser?')) this.#delete(ids);
+  }
+
+  #delete(ids) {
+    const deleted = ids.map((id) => this.#actions.find(id)).filter(Boolean);
+    const shown = this.#current?.id;
+    for (const id of ids) deleteConversation(id);
+    this.#menu = '';
+    this.#actions.deleted(ids);
+    const what = deleted.length === 1 ? `“${deleted[0].title || 'Untitled'}”` : plural(deleted.length, 'conversation');
+    const undo = () => {
+      for (const conversation of deleted) this.note(restoreConversation(conversation));
+      this.#endUndo();
+      if (ids.includes(shown)) this.#actions.open(shown);
+      else this.#draw();
+    };
+    const control = button('Undo', undo);
+    this.#undo.replaceChildren(h('span', {}, `Deleted: ${what}`), control);
+    control.focus(); // its row, which had the focus, is gone
+    clearTimeout(this.#undoTimer);
+    this.#undoTimer = setTimeout(() => this.#endUndo(), UNDO_MS);
+  }
+
+  #endUndo() {
+    clearTimeout(this.#undoTimer);
+    this.#undo.replaceChildren();
+  }
+
+  // --- import
+
+  async #import() {
+    const [file] = this.#file.files;
+    if (!file) return;
+    try {
+      if (file.size > MAX_FILE) throw new Error('This file is too large for what a browser keeps.');
+      const found = readExport(await file.text());
+      const notes = found.map((saved) => restoreConversation(new Conversation(saved)));
+      this.note([`Imported: ${plural(found.length, 'conversation')}.`, notes.findLast(Boolean)].filter(Boolean).join(' '));
+    } catch (error) {
+      this.note(error.message);
+    }
+    this.#file.value = ''; // so that the same file can be chosen again
+    this.#draw();
   }
 }

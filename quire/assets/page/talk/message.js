@@ -45,10 +45,18 @@ function figures(node) {
       h('span', { class: 'meter', 'aria-hidden': 'true' }, h('span', { style: { width: known.prompt ? `${(100 * known.cached) / known.prompt}%` : '0' } })),
       `${text} (${percent(known.cached, known.prompt)})`));
   }
-  if (['length', 'stopped', 'error', 'abort', 'repetition'].includes(node.finish)) {
-    parts.push(h('span', { class: 'tag' }, { length: 'cut at max tokens', stopped: 'stopped' }[node.finish] || node.finish));
+  const finish = node.partial ? 'stopped' : node.finish; // the page was left while a partial answer arrived
+  if (['length', 'stopped', 'error', 'abort', 'repetition'].includes(finish)) {
+    parts.push(h('span', { class: 'tag' }, finish === 'length' ? 'cut at max tokens' : finish));
   }
   return h('p', { class: 'figures' }, parts);
+}
+
+/** One line for an answer that arrives. `answer` is null before the first event. */
+function liveFigures(answer) {
+  const { tokens, rate } = answer?.figures() || { tokens: 0 };
+  if (!tokens) return 'Waiting for the first token…';
+  return rate ? `${count(tokens)} tokens · ${rate.toFixed(rate < 100 ? 1 : 0)} tokens/s` : plural(tokens, 'token');
 }
 
 /** Shows a message while it is generated, and afterwards. `actions` has the callbacks of the conversation. */
@@ -56,6 +64,9 @@ export class MessageView {
   #markdown = new MarkdownView();
   #reasoning = h('pre', { class: 'reasoning-text' });
   #fold = null;
+  #summary = h('span', {}, 'Reasoning');
+  #lastLine = h('span', { class: 'last-line' });
+  #live = h('p', { class: 'figures' });
   #foot = h('div', { class: 'message-foot' });
   #body = h('div', { class: 'message-body' });
 
@@ -71,7 +82,8 @@ export class MessageView {
   update(node) {
     this.node = node;
     if (node.reasoning) {
-      this.#fold ??= h('details', { class: 'reasoning' }, h('summary', {}, 'Reasoning'), this.#reasoning);
+      this.#fold ??= h('details', { class: 'reasoning' }, h('summary', {}, this.#summary, this.#lastLine), this.#reasoning);
+      if (node.figures?.reasoned) this.#summary.textContent = `Reasoning, ${seconds(node.figures.reasoned)}`;
       this.#reasoning.textContent = node.reasoning;
       if (!this.#fold.isConnected) this.#body.prepend(this.#fold);
     }
@@ -83,13 +95,27 @@ export class MessageView {
     }
   }
 
+  /** Draws an answer that arrives, with its figures so far. */
+  grow(node, answer) {
+    this.element.classList.add('growing');
+    this.update(node);
+    const reasoned = answer?.figures().reasoned;
+    if (reasoned) this.#summary.textContent = `Reasoning, ${seconds(reasoned)}`;
+    this.#lastLine.textContent = node.content ? '' : node.reasoning.trimEnd().split('\n').at(-1);
+    this.#live.textContent = liveFigures(answer);
+    if (!this.#live.isConnected) this.#foot.replaceChildren(this.#live);
+  }
+
   /** Draws what only whole messages have: calls, figures, actions, the switch between branches. */
-  finish({ error, answer, awaitsResults, siblings }) {
+  finish({ answer, awaitsResults, siblings }) {
     const { node, actions } = this;
+    const { error } = node;
+    this.element.classList.remove('growing');
+    this.#lastLine.textContent = '';
     for (const old of this.element.querySelectorAll('.calls, header .actions')) old.remove();
     const calls = callCards(node, awaitsResults && ((results) => actions.sendResults(node, results)));
     if (calls) this.#body.append(calls);
-    this.#switch(siblings);
+    this.showSwitch(siblings);
     const bar = h('div', { class: 'actions', role: 'toolbar', 'aria-label': 'Actions of this message' });
     const act = (label, onclick, properties) => bar.append(button(label, onclick, { class: 'quiet', ...properties }));
     act('Copy', (event) => copyText(node.content, event.currentTarget));
@@ -104,7 +130,8 @@ export class MessageView {
     this.#foot.replaceChildren(...[error && h('p', { class: 'error', role: 'alert' }, error), figures(node), node.role !== 'user' && bar].filter(Boolean));
   }
 
-  #switch(siblings) {
+  /** Draws the switch between branches; none for a single branch. */
+  showSwitch(siblings) {
     const place = siblings.indexOf(this.node);
     const move = (step, name, label) => h('button', {
       type: 'button', class: 'quiet', 'aria-label': label, disabled: !siblings[place + step], onclick: () => this.actions.choose(siblings[place + step]),
@@ -123,21 +150,32 @@ export class MessageView {
     const open = this.#body.querySelector('.tokens');
     toggle.setAttribute('aria-expanded', open ? 'false' : 'true');
     this.#markdown.element.hidden = !open;
-    if (open) open.remove();
-    else this.#body.append(tokenView(answer));
+    if (open) return open.remove();
+    this.#body.append(tokenView(answer));
+    return this.#body.querySelector('.token-text').scrollIntoView({ block: 'nearest' }); // else the readout may lie over it
   }
 
   #edit() {
     if (this.element.querySelector('.edit')) return;
     const area = h('textarea', { rows: Math.min(12, this.node.content.split('\n').length + 1), value: this.node.content, 'aria-label': 'Edited message' });
     const text = this.node.role === 'user' ? 'Send as a new branch' : 'Keep as a new branch';
-    const box = h('form', { class: 'edit', onsubmit: (event) => {
-      event.preventDefault();
-      this.actions.edit(this.node, area.value);
-    } }, area, h('div', { class: 'row' }, h('button', { class: 'primary' }, text), button('Cancel', () => {
+    const cancel = () => {
       box.remove();
       this.#body.hidden = this.#foot.hidden = false;
-    })));
+      [...this.element.querySelectorAll('.actions button')].find((one) => one.textContent === 'Edit')?.focus();
+    };
+    const onkeydown = (event) => {
+      const isSent = event.key === 'Enter' && (event.ctrlKey || event.metaKey);
+      if (event.isComposing || (event.key !== 'Escape' && !isSent)) return;
+      event.preventDefault();
+      if (isSent) box.requestSubmit();
+      else cancel();
+    };
+    const box = h('form', { class: 'edit', onkeydown, onsubmit: (event) => {
+      event.preventDefault();
+      this.actions.edit(this.node, area.value);
+    } }, area, h('div', { class: 'row' }, h('span', { class: 'note hint' }, 'Ctrl+Enter sends, Escape cancels'),
+      h('button', { class: 'primary' }, text), button('Cancel', cancel)));
     this.#body.hidden = this.#foot.hidden = true;
     this.element.append(box);
     area.focus();

@@ -6,15 +6,15 @@ import { kept } from '../storage.js';
 const KEY = 'quire.settings';
 
 const NUMBERS = [
-  ['temperature', 'Temperature', '0 is greedy', 0, 100, 0.1],
-  ['top_p', 'Top p', 'most likely tokens up to this total probability', 0, 1, 0.05],
-  ['top_k', 'Top k', 'this many of the most likely tokens', 0, null, 1],
-  ['min_p', 'Min p', 'a fraction of the most likely token', 0, 1, 0.01],
-  ['max_tokens', 'Max tokens', 'of the answer', 1, null, 1],
-  ['seed', 'Seed', 'the same seed, the same answer', 0, null, 1],
-  ['presence_penalty', 'Presence penalty', '-2 to 2', -2, 2, 0.1],
-  ['frequency_penalty', 'Frequency penalty', '-2 to 2', -2, 2, 0.1],
-  ['repetition_penalty', 'Repetition penalty', '1 is none', 0, 100, 0.05],
+  ['temperature', 'Temperature', '0 takes the most likely token each time', 0, 100, 0.1],
+  ['top_p', 'Top p', 'The most likely tokens up to this total probability', 0, 1, 0.05],
+  ['top_k', 'Top k', 'This many of the most likely tokens', 0, null, 1],
+  ['min_p', 'Min p', 'At least this fraction of the probability of the most likely token', 0, 1, 0.01],
+  ['max_tokens', 'Max tokens', 'The longest answer', 1, null, 1],
+  ['seed', 'Seed', 'The same seed makes the same answer', 0, null, 1],
+  ['presence_penalty', 'Presence penalty', 'Above 0: fewer tokens that have occurred', -2, 2, 0.1],
+  ['frequency_penalty', 'Frequency penalty', 'Above 0: fewer tokens that have occurred often', -2, 2, 0.1],
+  ['repetition_penalty', 'Repetition penalty', '1 is none. Above 1: fewer tokens that have occurred', 0, 100, 0.05],
 ];
 
 const EXAMPLE_SCHEMA = {
@@ -43,6 +43,16 @@ function parsed(text, check, problem) {
   } catch (error) {
     return { error: `This is not JSON: ${error.message}` };
   }
+}
+
+/** What is wrong with the text of a number field, or ''. */
+function numberProblem(text, [, , , min, max, step]) {
+  if (text === '') return '';
+  const number = Number(text);
+  if (Number.isNaN(number)) return 'This is no number.';
+  if (step === 1 && !Number.isInteger(number)) return 'This is no whole number.';
+  if (number >= (min ?? -Infinity) && number <= (max ?? Infinity)) return '';
+  return max === null ? `The least is ${min}.` : `It goes from ${min} to ${max}.`;
 }
 
 const isObject = (value) => typeof value === 'object' && value !== null && !Array.isArray(value);
@@ -74,12 +84,16 @@ export class Settings {
     kept.remove(KEY);
   }
 
+  #numberText([name]) {
+    return String(this.get(name)).trim();
+  }
+
   /** The sampling fields of a request; what is left empty is the model's default. */
   sampling() {
     const fields = {};
-    for (const [name] of NUMBERS) {
-      const text = String(this.get(name)).trim();
-      if (text !== '' && !Number.isNaN(Number(text))) fields[name] = Number(text);
+    for (const field of NUMBERS) {
+      const text = this.#numberText(field);
+      if (text !== '' && !numberProblem(text, field)) fields[field[0]] = Number(text);
     }
     const stop = this.get('stop').split('\n').filter(Boolean);
     if (stop.length) fields.stop = stop;
@@ -106,17 +120,34 @@ export class Settings {
 
   /** Why no request can be made, or ''. */
   problem() {
+    for (const field of NUMBERS) {
+      const number = numberProblem(this.#numberText(field), field);
+      if (number) return `${field[1]}: ${number}`;
+    }
     const [schema, tools] = [this.readSchema().error, this.readTools().error];
     return schema ? `JSON schema: ${schema}` : tools ? `Tools: ${tools}` : '';
   }
 }
 
-function numberField(settings, [name, label, hint, min, max, step]) {
+function numberField(settings, field) {
+  const [name, label, hint, min, max, step] = field;
+  const id = `set-${name}`;
+  const problem = h('span', { class: 'problem', id: `problem-${name}`, role: 'status' });
+  const check = () => {
+    const text = input.validity.badInput ? 'This is no number.' : numberProblem(input.value, field);
+    problem.textContent = text;
+    input.setAttribute('aria-invalid', text ? 'true' : 'false');
+  };
   const input = h('input', {
-    type: 'number', id: `set-${name}`, min, max, step, placeholder: 'default', value: settings.get(name), inputmode: 'decimal',
-    oninput: () => settings.set(name, input.value),
+    type: 'number', id, min, max, step, placeholder: 'default', value: settings.get(name), inputmode: min < 0 ? 'text' : step === 1 ? 'numeric' : 'decimal',
+    'aria-describedby': `hint-${name} problem-${name}`,
+    oninput: () => {
+      settings.set(name, input.value);
+      check();
+    },
   });
-  return h('label', { class: 'field', for: `set-${name}`, title: hint }, h('span', {}, label), input);
+  check();
+  return h('div', { class: 'field', title: hint }, h('label', { for: id }, label), input, h('span', { class: 'field-hint', id: `hint-${name}` }, hint), problem);
 }
 
 function jsonField({ settings, name, label, read, example, placeholder }) {

@@ -40,7 +40,7 @@ export function tokenView({ tokens }) {
     const kinds = ['token', token.logprob === null ? 'plain' : doubt(token.logprob)];
     if (token.forced) kinds.push('forced');
     else if (token.draft) kinds.push('draft');
-    return h('span', { class: kinds.join(' '), onmouseenter: () => select(index) }, shown(token.text));
+    return h('span', { class: kinds.join(' '), onmouseenter: () => select(index), onclick: () => select(index) }, shown(token.text));
   });
   function select(index) {
     spans[current]?.classList.remove('current');
@@ -53,11 +53,11 @@ export function tokenView({ tokens }) {
     if (move === undefined || hasModifier(event)) return;
     event.preventDefault();
     select(current + move);
+    spans[current]?.scrollIntoView({ block: 'nearest' });
   };
   const legend = h('p', { class: 'token-legend note' },
     h('span', { class: 'token likely' }, '60–90 %'), h('span', { class: 'token open' }, '30–60 %'), h('span', { class: 'token unlikely' }, 'below 30 %'),
     h('span', { class: 'token draft' }, 'accepted draft'), h('span', { class: 'token forced' }, 'forced'));
-  return h('div', { class: 'tokens' },
-    h('div', { class: 'token-text', tabindex: '0', role: 'group', 'aria-label': `${plural(tokens.length, 'token')} with probabilities`, onkeydown }, spans),
-    readout, legend);
+  const text = h('div', { class: 'token-text', tabindex: '0', role: 'group', 'aria-label': `${plural(tokens.length, 'token')} with probabilities`, onkeydown }, spans);
+  return h('div', { class: 'tokens' }, legend, text, readout);
 }

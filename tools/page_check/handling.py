@@ -1,0 +1,103 @@
+"""Checks of how Talk is handled: keys, a phone, a long answer, the settings."""
+
+from playwright.sync_api import Browser, Route, expect
+
+from tools.page_check.browser import Watched, watched
+from tools.page_check.talk import done, say, start_long
+
+
+def without_drafts(route: Route) -> None:
+    """Let the model make one token at a time."""
+    route.continue_(post_data={**route.request.post_data_json, "speculation": False})
+
+
+def check_long(seen: Watched) -> None:
+    """A long answer is followed, unless the person scrolls up; a button goes back to the end."""
+    page = seen.page
+    page.click("text=New conversation")
+    start_long(page)
+    page.wait_for_function("() => document.querySelector('.growing .markdown').scrollHeight > 1500")
+    from_end = "(log) => log.scrollHeight - log.scrollTop - log.clientHeight"
+    log = page.locator(".log")
+    expect(page.locator(".jump")).to_be_hidden()
+    assert log.evaluate(from_end) < 80
+    log.evaluate("(log) => { log.scrollTop = 40; }")
+    expect(page.locator(".jump")).to_be_visible()
+    page.keyboard.press("Escape")
+    done(page)
+    assert log.evaluate("(log) => log.scrollTop") == 40
+    page.click(".jump")
+    assert log.evaluate(from_end) < 80
+    expect(page.locator(".jump")).to_be_hidden()
+    page.fill("#set-max_tokens", "")
+
+
+def check_reasoning(seen: Watched) -> None:
+    """Reasoning that arrives shows its seconds and its last line."""
+    page = seen.page
+    page.click("text=New conversation")
+    page.evaluate("""() => {
+      window.lastLines = new Set();
+      new MutationObserver(() => window.lastLines.add(document.querySelector('.growing .last-line')?.textContent))
+        .observe(document.body, {subtree: true, childList: true, characterData: true});
+    }""")
+    page.route("**/v1/chat/completions", without_drafts, times=1)
+    say(page, "Sum: 26 36 24 /think")
+    assert page.evaluate("[...window.lastLines].filter(Boolean).length") > 1
+    expect(page.locator(".reasoning summary")).to_contain_text("Reasoning, ")
+    expect(page.locator(".last-line")).to_have_text("")
+
+
+def check_edit_keys(seen: Watched) -> None:
+    """Escape leaves a message as it was."""
+    page = seen.page
+    page.locator(".message.user").get_by_text("Edit", exact=True).click()
+    page.fill(".edit textarea", "something else")
+    page.keyboard.press("Escape")
+    expect(page.locator(".edit")).to_have_count(0)
+    expect(page.locator(".message.user .plain")).to_have_text("Sum: 26 36 24 /think")
+
+
+def check_settings(seen: Watched) -> None:
+    """The settings can be hidden, also over a reload; a field has a hint while it is used."""
+    page = seen.page
+    page.focus("#set-top_k")
+    expect(page.locator("#hint-top_k")).to_be_visible()
+    page.click(".settings .closer")
+    expect(page.locator(".settings")).to_be_hidden()
+    page.reload()
+    expect(page.locator("#composer")).to_be_visible()
+    expect(page.locator(".settings")).to_be_hidden()
+    page.click("button[aria-label='Settings']")
+    expect(page.locator(".settings")).to_be_visible()
+
+
+def check_touch(started: Browser, url: str) -> None:
+    """On a phone Enter begins a line, the button sends, and the tabs give room while a message is typed."""
+    with watched(started, url, width=390, height=844, is_touch=True) as seen:
+        page = seen.page
+        expect(page.locator("#model")).to_be_hidden()
+        page.tap("#composer")
+        expect(page.locator("nav.views")).to_be_hidden()
+        page.keyboard.type("How much is")
+        page.keyboard.press("Enter")
+        page.keyboard.type("the lantern?")
+        expect(page.locator("#composer")).to_have_value("How much is\nthe lantern?")
+        page.tap(".composer button[aria-label='Send']")
+        done(page)
+        expect(page.locator(".message.assistant .markdown")).not_to_be_empty()
+        page.get_by_role("button", name="Tokens", exact=True).tap()
+        page.tap(".token-text .token >> nth=0")
+        expect(page.locator(".token-readout tr")).to_have_count(5)
+        expect(page.locator("nav.views")).to_be_visible()
+        sizes = page.locator("input, select, textarea").evaluate_all(
+            "all => all.map((one) => [one.id, parseFloat(getComputedStyle(one).fontSize)])"
+        )
+        assert [name for name, size in sizes if size < 16] == [], sizes
+        assert page.locator("html").evaluate("(html) => html.scrollWidth - html.clientWidth") == 0
+        page.tap("button[aria-label='Conversations']")
+        page.tap(".chats .more")
+        page.tap(".chats .delete")
+        page.tap("text=Undo")
+        expect(page.locator(".message.user .plain")).to_have_text("How much is\nthe lantern?")
+        assert seen.errors == [], seen.errors

@@ -1,0 +1,189 @@
+"""Checks of kept conversations: answers that go on elsewhere, addresses, reloads, drafts, deleting, files."""
+
+import json
+from pathlib import Path
+
+from playwright.sync_api import Page, expect
+
+from tools.page_check.browser import Watched
+from tools.page_check.talk import LONG, done, say, start_long
+
+MARK = ".chats .arriving"
+
+
+def text_of_answer(page: Page) -> str:
+    """The text of the last answer."""
+    return page.locator(".message.assistant .markdown").last.inner_text()
+
+
+def act(page: Page, label: str, place: int = 0) -> None:
+    """Choose an action of a conversation of the list."""
+    item = page.locator(".chats li").nth(place)
+    item.hover()
+    item.locator(".more").click()
+    item.get_by_role("button", name=label, exact=True).click()
+
+
+def check_background(seen: Watched) -> None:
+    """Answers go on while others are shown, in other conversations and other branches, and are marked."""
+    page = seen.page
+    page.click("text=New conversation")
+    start_long(page)
+    page.click("text=New conversation")
+    expect(page.locator(MARK)).to_have_count(1)
+    expect(page.locator(".composer button[aria-label='Send']")).to_be_visible()
+    start_long(page)
+    expect(page.locator(MARK)).to_have_count(2)
+    page.click(".chat-link >> nth=1")
+    before = text_of_answer(page)
+    page.wait_for_function(
+        "(length) => document.querySelector('.growing .markdown').textContent.length > length", arg=len(before)
+    )
+    page.keyboard.press("Escape")
+    done(page)
+    expect(page.locator(".message.assistant .figures")).to_contain_text("stopped")
+    expect(page.locator(MARK)).to_have_count(1)
+    page.click(
+        ".chat-link >> nth=0" if page.locator(".chats li:nth-child(1) .arriving").count() else ".chat-link >> nth=1"
+    )
+    page.locator(".message.user").get_by_text("Edit", exact=True).click()
+    page.fill(".edit textarea", "Sort: carpet hammer deer")
+    page.keyboard.press("Control+Enter")
+    done(page)
+    expect(page.locator(MARK)).to_have_count(1)
+    page.click("button[aria-label='Previous branch']")
+    expect(page.locator(".growing")).to_have_count(1)
+    page.click(".composer button[aria-label='Stop']")
+    done(page)
+    expect(page.locator(MARK)).to_have_count(0)
+    page.fill("#set-max_tokens", "")
+
+
+def check_address(seen: Watched) -> None:
+    """A conversation has an address: a reload shows it again, Back goes to the one before."""
+    page = seen.page
+    page.click("text=New conversation")
+    say(page, "How much is the lantern?")
+    first = page.url
+    page.click("text=New conversation")
+    assert page.url.endswith("#/talk"), page.url
+    say(page, "How much is the shovel?")
+    page.click(".chat-link >> nth=1")
+    expect(page.locator(".message.user .plain")).to_have_text("How much is the lantern?")
+    assert page.url == first, page.url
+    page.reload()
+    expect(page.locator(".message.user .plain")).to_have_text("How much is the lantern?")
+    page.go_back()
+    expect(page.locator(".message.user .plain")).to_have_text("How much is the shovel?")
+    page.click("nav.views >> text=See")
+    page.click("nav.views >> text=Talk")
+    expect(page.locator(".message.user .plain")).to_have_text("How much is the shovel?")
+    page.evaluate("location.hash = '#/talk/unknown'")
+    expect(page.locator(".welcome")).to_be_visible()
+    expect(page.locator(".history-foot .note")).to_contain_text("does not keep")
+
+
+def check_kept(seen: Watched) -> None:
+    """An answer that is left by a reload is kept as far as it came, as one that was stopped."""
+    page = seen.page
+    page.click("text=New conversation")
+    start_long(page)
+    before = text_of_answer(page)
+    page.reload()
+    expect(page.locator(".message.user .plain")).to_have_text(f"{LONG} {LONG} {LONG}")
+    expect(page.locator(".message.assistant .figures")).to_contain_text("stopped")
+    assert text_of_answer(page).startswith(before)
+    expect(page.locator(".error")).to_have_count(0)
+    page.fill("#set-max_tokens", "")
+
+
+def check_drafts_of_messages(seen: Watched) -> None:
+    """Each conversation has its own draft, which a reload keeps."""
+    page = seen.page
+    page.click("text=New conversation")
+    say(page, "How much is the lantern?")
+    page.fill("#composer", "and the shovel")
+    page.click("text=New conversation")
+    expect(page.locator("#composer")).to_have_value("")
+    expect(page.locator("#composer")).to_be_focused()
+    page.click(".chat-link >> nth=0")
+    page.reload()
+    expect(page.locator("#composer")).to_have_value("and the shovel")
+    page.fill("#composer", "")
+
+
+def check_deleted(seen: Watched) -> None:
+    """A conversation that is deleted while its answer arrives is not kept again, until the deleting is undone."""
+    page = seen.page
+    page.click("text=New conversation")
+    before = page.locator(".chat-link").count()
+    start_long(page)
+    expect(page.locator(".chat-link")).to_have_count(before + 1)
+    act(page, "Delete")
+    done(page)
+    page.wait_for_timeout(300)  # a deleted one would be kept by now
+    expect(page.locator(".chat-link")).to_have_count(before)
+    page.click("text=Undo")
+    expect(page.locator(".chat-link")).to_have_count(before + 1)
+    expect(page.locator(".message.assistant .figures")).to_contain_text("stopped")
+    act(page, "Delete")
+    page.reload()
+    expect(page.locator(".chat-link")).to_have_count(before)
+    page.fill("#set-max_tokens", "")
+
+
+def check_list(seen: Watched) -> None:
+    """Conversations are renamed and found by their words."""
+    page = seen.page
+    page.click("text=New conversation")
+    say(page, "How much is the shovel?")
+    page.click("text=New conversation")
+    say(page, "How much is the lantern?")
+    act(page, "Rename")
+    page.fill(".rename", "Prices of Fernhill")
+    page.keyboard.press("Enter")
+    expect(page.locator(".chat-title")).to_have_text("Prices of Fernhill")
+    page.keyboard.press("Control+k")
+    page.keyboard.type("fernhill")
+    expect(page.locator(".chat-link")).to_have_count(1)
+    page.keyboard.press("Escape")
+    expect(page.locator(".chat-link")).not_to_have_count(1)
+    page.keyboard.press("Control+Shift+O")
+    expect(page.locator(".welcome")).to_be_visible()
+
+
+def check_files(seen: Watched) -> None:
+    """What Export wrote is imported after Delete all; another file gets a message."""
+    page = seen.page
+    page.click(".chat-link >> nth=0")
+    shown = page.locator(".message").all_inner_texts()
+    number = page.locator(".chat-link").count()
+    with page.expect_download() as saved:
+        page.click("text=Export all")
+    exported = Path(saved.value.path()).read_text()
+    with page.expect_download() as one:
+        act(page, "Export")
+    assert len(json.loads(Path(one.value.path()).read_text())) == 1
+    page.once("dialog", lambda dialog: dialog.accept())
+    page.click("text=Delete all")
+    expect(page.locator(".chat-link")).to_have_count(0)
+    note = page.locator(".history-foot .note")
+    looped = [{"id": "a", "nodes": [{"id": "b", "parent": "b", "role": "user", "content": ""}], "chosen": [["b", "b"]]}]
+    for wrong in ("no JSON", '{"a": 1}', json.dumps(looped)):
+        give_file(page, wrong)
+        expect(note).to_contain_text("Import reads what Export wrote")
+    expect(page.locator(".chat-link")).to_have_count(0)
+    give_file(page, exported)
+    expect(note).to_contain_text(f"Imported: {number} conversations.")
+    expect(page.locator(".chat-link")).to_have_count(number)
+    page.click(".chat-link >> nth=0")
+    assert [text.split("\n")[0] for text in page.locator(".message").all_inner_texts()] == [
+        text.split("\n")[0] for text in shown
+    ]
+
+
+def give_file(page: Page, text: str) -> None:
+    """Import a file with a text."""
+    page.set_input_files(
+        ".history-foot input[type=file]", {"name": "a.json", "mimeType": "application/json", "buffer": text.encode()}
+    )
