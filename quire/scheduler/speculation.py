@@ -112,11 +112,13 @@ class Speculator:
         may_pay = not self.governs or self._governor.may_pay(num_tokens, num_samples, min(num_samples, MOST_PROPOSALS))
         if not (may_pay or skipped):
             return
+        num_indexed = self._num_indexed
         found, later = self._proposals(builder, most, skipped)
         selected = self._selected([candidate for _, candidate in later], num_tokens, num_samples, most, tries=False)
         self._skipping |= {seq.id for (seq, _), count in zip(later, selected, strict=True) if count}
         counts = self._selected([candidate for _, candidate in found], num_tokens, num_samples, most)
-        self._governor.proposed(selected=any(counts) or any(selected))
+        num_indexed = self._num_indexed - num_indexed
+        self._governor.proposed(num_indexed, num_samples, selected=any(counts) or any(selected))
         for (place, candidate), wanted in zip(found, counts, strict=True):
             chunk = builder.scheduled[place]
             proposal = self._allowed(builder, chunk, candidate.proposal, min(wanted, most)) if wanted else "cost"

@@ -30,6 +30,7 @@ _LEAST_GAIN_OF_SEVERAL = 1.15  # the same of several sequences, because a longer
 _PROPOSAL_SECONDS = 25e-6  # for the proposal of a sequence, after a step that has emptied the caches of the processor
 _PROPOSAL_SHARE = 0.008  # of the time of a step without drafts, for the proposal of a sequence, if that is less
 _PROPOSED_SHARE = 0.004  # of the time of all steps, for proposals while no drafts pay
+_INDEXED_SECONDS = 1.5e-6  # to index a token of a sequence
 _TRIED_SHARE = 0.005  # of the time of all steps, for steps that are expected to be worse than the best
 
 
@@ -183,9 +184,15 @@ class Governor:
             counts[index] += 1
         return [count if count >= least[i] else 0 for i, count in enumerate(counts)]
 
-    def proposed(self, *, selected: bool) -> None:
-        """Learn whether drafts of a step's proposals were selected."""
+    def proposed(self, num_indexed: int, num_samples: int, *, selected: bool) -> None:
+        """Learn whether drafts of a step's proposals were selected, and how many tokens were indexed for them.
+
+        While no drafts pay, indexing delays the next proposals: by at most as many steps as there are samples in one,
+        because those of few sequences should soon be tried again.
+        """
         self._has_paid = selected
+        most = num_samples * _PROPOSED_SHARE * self._seconds(num_samples)
+        self._unproposed -= min(num_indexed * _INDEXED_SECONDS, most)
 
     def _tried(self, best: int, expected: Sequence[float], seconds: Callable[[int], float], most: int) -> int:
         """The best number of drafts, or another one, if the time to try it has been saved up.
