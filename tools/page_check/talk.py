@@ -294,7 +294,7 @@ def check_keys(started: Browser, url: str) -> Iterator[str]:
             page.click("nav.views >> text=See")
             expect(page.locator(".legend .swatch.other")).to_be_visible()
             counted = re.compile(r"Others, every 5 s: [1-4] running")
-            expect(page.locator(".queue .panel-head")).to_contain_text(counted, timeout=12_000)  # 5 s and one more count
+            expect(page.locator(".queue .panel-head")).to_contain_text(counted, timeout=12_000)  # one count more
             assert page.locator(".requests.running tbody tr").count() == 0
             yield "a tenant sees its own requests, and counts of others"
             page.click("text=Forget key")
