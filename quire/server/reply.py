@@ -289,5 +289,5 @@ def _observe(request: Request, reply: Reply) -> None:
 
 
 def is_visible(delta: Delta, *, ids: bool) -> bool:
-    """Whether a delta changes the response. ids: whether the client requested token ids."""
+    """Whether a delta changes the response. ids: whether the response has ids or drafts of tokens."""
     return bool(delta.text or delta.logprobs or delta.finish_reason or (ids and delta.token_ids))

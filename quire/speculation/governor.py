@@ -191,8 +191,9 @@ class Governor:
         because those of few sequences should soon be tried again.
         """
         self._has_paid = selected
-        most = num_samples * _PROPOSED_SHARE * self._seconds(num_samples)
-        self._unproposed -= min(num_indexed * _INDEXED_SECONDS, most)
+        if not selected:
+            most = num_samples * _PROPOSED_SHARE * self._seconds(num_samples)
+            self._unproposed = max(self._unproposed - num_indexed * _INDEXED_SECONDS, -most)
 
     def _tried(self, best: int, expected: Sequence[float], seconds: Callable[[int], float], most: int) -> int:
         """The best number of drafts, or another one, if the time to try it has been saved up.
