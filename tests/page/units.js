@@ -88,6 +88,11 @@
   copy.remove(third.id);
   equal('the shown branch stays when another one is removed', copy.path().map((one) => one.content), ['one', 'b']);
 
+  const begun = copy.add(first.id, { role: 'assistant', content: '', partial: true });
+  equal('an answer that has begun is shown', copy.path().at(-1).id, begun.id);
+  equal('the latest answer is shown if the chosen one was not kept', new Conversation(JSON.parse(JSON.stringify(copy))).path().map((one) => one.content), ['one', 'b']);
+  copy.remove(begun.id);
+
   keepConversation(copy);
   copy.title = 'newer';
   keepConversation(copy);
@@ -205,5 +210,9 @@
   check('an id is an id', wrong((one) => (one.id = 'a"]')) === true);
   check('a role is a known one', wrong((one) => (one.nodes[0].role = 'system')) === true);
   check('a figure is a number', readExport(JSON.stringify({ id: 'a', nodes: [{ id: 'b', parent: '', role: 'assistant', content: '', figures: { tokens: '<b>' } }] }))[0].nodes[0].figures.tokens === null);
-  check('what is chosen is a child', wrong((one) => one.chosen.push([one.nodes[1].id, one.nodes[0].id])) === 1);
+  const [odd] = JSON.parse(written);
+  odd.chosen.push([odd.nodes[1].id, odd.nodes[0].id]);
+  equal('what is chosen is a child', readExport(JSON.stringify(odd))[0].chosen, growing.toJSON().chosen);
+  odd.chosen = [[1, 2], 'a'];
+  equal('a file without a choice shows the latest messages', new Conversation(readExport(JSON.stringify(odd))[0]).path().map((one) => one.content), ['q', 'one two']);
 })

@@ -58,6 +58,7 @@ TALK = (
     kept.check_background,
     kept.check_address,
     kept.check_kept,
+    kept.check_unanswered,
     kept.check_drafts_of_messages,
     kept.check_deleted,
     kept.check_list,

@@ -97,6 +97,24 @@ def check_kept(seen: Watched) -> None:
     page.fill("#set-max_tokens", "")
 
 
+def check_unanswered(seen: Watched) -> None:
+    """A message without an answer can be answered: one whose answer was stopped, or left, before it had any text."""
+    page = seen.page
+    page.click("text=New conversation")
+    page.route("**/v1/chat/completions", lambda _: None, times=1)  # no answer ever comes
+    say(page, "How much is the lantern?", wait=False)
+    page.reload()
+    expect(page.locator(".message")).to_have_count(1)
+    page.get_by_role("button", name="Answer", exact=True).click()
+    done(page)
+    expect(page.locator(".message.assistant .markdown")).to_contain_text("11 coins")
+    page.route("**/v1/chat/completions", lambda _: None, times=1)
+    page.click(".message.assistant >> text=Regenerate")
+    page.reload()
+    expect(page.locator(".message.assistant .markdown")).to_contain_text("11 coins")
+    expect(page.get_by_role("button", name="Answer", exact=True)).to_have_count(0)
+
+
 def check_drafts_of_messages(seen: Watched) -> None:
     """Each conversation has its own draft, which a reload keeps."""
     page = seen.page

@@ -294,7 +294,8 @@ export class Talk {
     const siblings = this.#conversation.siblings(node);
     if (this.#runs.get(node.id)) return this.#views.get(node.id).showSwitch(siblings);
     const awaitsResults = isLast && node.role === 'assistant' && node.tool_calls?.length > 0;
-    return this.#views.get(node.id)?.finish({ answer: this.#runs.answerOf(node.id), awaitsResults, siblings });
+    const awaitsAnswer = isLast && node.role !== 'assistant';
+    return this.#views.get(node.id)?.finish({ answer: this.#runs.answerOf(node.id), awaitsResults, awaitsAnswer, siblings });
   }
 
   /** Shows whether an answer of the shown branch arrives, and how much of the context the branch uses. */
@@ -319,6 +320,7 @@ export class Talk {
       nameOf: (node) => ({ user: 'You', assistant: this.#model.value || this.#mode.model, tool: 'Tool' })[node.role] || node.role,
       choose: (node) => this.#choose(node),
       regenerate: (node) => this.#isBlocked() || this.#generate(node.parent),
+      answer: (node) => this.#isBlocked() || this.#generate(node.id),
       edit: (node, text) => this.#edit(node, text),
       sendResults: (node, results) => this.#sendResults(node, results),
       showRequest: (node) => this.#showRequestOf(node),

@@ -41,10 +41,12 @@ export class Conversation {
     return [...this.nodes.values()].filter((node) => node.parent === parent);
   }
 
-  /** The messages of the branch that is shown, from the first to the last. */
+  /** The messages of the branch that is shown, from the first to the last. Where the chosen child is missing, the latest one is shown. */
   path() {
+    const latest = new Map([...this.nodes.values()].map((node) => [node.parent, node]));
+    const next = (id) => this.nodes.get(this.chosen.get(id)) || latest.get(id);
     const shown = [];
-    for (let id = this.chosen.get(''); id && this.nodes.has(id); id = this.chosen.get(id)) shown.push(this.nodes.get(id));
+    for (let node = next(''); node; node = next(node.id)) shown.push(node);
     return shown;
   }
 

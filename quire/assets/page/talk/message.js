@@ -107,7 +107,7 @@ export class MessageView {
   }
 
   /** Draws what only whole messages have: calls, figures, actions, the switch between branches. */
-  finish({ answer, awaitsResults, siblings }) {
+  finish({ answer, awaitsResults, awaitsAnswer, siblings }) {
     const { node, actions } = this;
     const { error } = node;
     this.element.classList.remove('growing');
@@ -127,7 +127,8 @@ export class MessageView {
       if (node.request) act('Explain', () => actions.explain(node.request));
     }
     if (node.role === 'user') this.element.querySelector('header').append(bar);
-    this.#foot.replaceChildren(...[error && h('p', { class: 'error', role: 'alert' }, error), figures(node), node.role !== 'user' && bar].filter(Boolean));
+    const ask = awaitsAnswer && button('Answer', () => actions.answer(node), { title: 'Asks for the answer that this message does not have' });
+    this.#foot.replaceChildren(...[error && h('p', { class: 'error', role: 'alert' }, error), figures(node), node.role !== 'user' && bar, ask].filter(Boolean));
   }
 
   /** Draws the switch between branches; none for a single branch. */
