@@ -4,7 +4,7 @@
   const { Monitor, readRuns, rates, hitRates } = await load('see/monitor.js');
   const { layoutTree } = await load('see/tree_layout.js');
   const { layoutCells } = await load('see/blocks.js');
-  const { Conversation, deleteConversation, keepConversation, loadConversation } = await load('talk/conversations.js');
+  const { Conversation, deleteConversations, keepConversation, loadConversation } = await load('talk/conversations.js');
   const { MarkdownView } = await load('talk/markdown.js');
   const { pythonLiteral, asCurl, requestBody } = await load('talk/request.js');
   const { Answer, requestAnswer } = await load('talk/answer.js');
@@ -97,9 +97,15 @@
   copy.title = 'newer';
   keepConversation(copy);
   equal('the newest of a conversation is opened', loadConversation(copy.id).title, 'newer');
-  deleteConversation(copy.id);
+  deleteConversations([copy.id]);
   keepConversation(copy);
   equal('a deleted conversation stays deleted', loadConversation(copy.id), null);
+  kept.set(`quire.chat.${copy.id}`, JSON.stringify(copy)); // as another tab does
+  const again = loadConversation(copy.id);
+  again.title = 'again';
+  keepConversation(again);
+  equal('a deleted conversation that another tab has kept again is kept', loadConversation(copy.id).title, 'again');
+  deleteConversations([copy.id]);
 
   const large = 'x'.repeat(11_000_000); // more than a browser keeps
   equal('a browser that keeps nothing', [kept.set('quire.large', large), kept.get('quire.large').length, kept.keys().includes('quire.large')], [false, large.length, true]);

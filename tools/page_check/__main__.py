@@ -61,6 +61,7 @@ TALK = (
     kept.check_unanswered,
     kept.check_drafts_of_messages,
     kept.check_deleted,
+    kept.check_deleted_elsewhere,
     kept.check_list,
     kept.check_files,
 )

@@ -150,6 +150,29 @@ def check_deleted(seen: Watched) -> None:
     page.fill("#set-max_tokens", "")
 
 
+def check_deleted_elsewhere(seen: Watched) -> None:
+    """A conversation that another tab deletes while its answer arrives is not kept again."""
+    page = seen.page
+    page.click("text=New conversation")
+    before = page.locator(".chat-link").count()
+    start_long(page)
+    with page.context.expect_page() as opened:
+        page.evaluate("window.open(location.href, '_blank')")
+    other = opened.value
+    expect(other.locator(".chat-link")).to_have_count(before + 1)
+    act(other, "Delete")
+    done(page)
+    expect(page.locator(".welcome")).to_be_visible()
+    expect(page.locator(".history-foot .note")).to_contain_text("Another tab has deleted")
+    page.wait_for_timeout(300)  # a deleted one would be kept by now
+    expect(page.locator(".chat-link")).to_have_count(before)
+    other.click("text=Undo")
+    expect(page.locator(".chat-link")).to_have_count(before + 1)
+    act(other, "Delete")
+    other.close()
+    page.fill("#set-max_tokens", "")
+
+
 def check_list(seen: Watched) -> None:
     """Conversations are renamed and found by their words."""
     page = seen.page

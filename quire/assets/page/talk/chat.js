@@ -25,7 +25,11 @@ export class Talk {
   #isShown = false;
   #settings = new Settings();
   #conversation = new Conversation();
-  #runs = new Runs({ onGrow: (run) => this.#painters.get(run.node.id)?.draw(), onEnd: (run, note) => this.#afterAnswer(run, note) });
+  #runs = new Runs({
+    onGrow: (run) => this.#painters.get(run.node.id)?.draw(),
+    onKept: (note) => this.#noteKeeping(note),
+    onEnd: (run, note) => this.#afterAnswer(run, note),
+  });
   #views = new Map(); // message id -> MessageView of the branch that is shown
   #painters = new Map(); // message id -> painter of an answer that is shown while it arrives
   #toggles = {}; // of the two sides, by the class that shows them where they lie over the conversation
@@ -61,7 +65,11 @@ export class Talk {
     document.addEventListener('keydown', (event) => this.#key(event));
     this.#drawToggles();
     this.#open(this.#conversation);
-    watchConversations(() => this.#mergeKept());
+    watchConversations({
+      changed: () => this.#mergeKept(),
+      gone: (ids) => this.#afterDeleteElsewhere(ids),
+      isRunning: (id) => this.#runs.of(id).length > 0,
+    });
   }
 
   get address() {
@@ -245,11 +253,21 @@ export class Talk {
     this.#showAddress({ replaces: true });
   }
 
+  /** Shows what a person should know of the keeping of an answer; what they did not ask for takes no other note away. */
+  #noteKeeping(note) {
+    if (note) this.history.note(note);
+  }
+
   #afterDelete(ids) {
     for (const run of ids.flatMap((id) => this.#runs.of(id))) this.#runs.stop(run);
     if (!ids.includes(this.#conversation.id)) return this.history.show(this.#conversation);
     this.#open(this.#fresh());
     return this.#showAddress({ replaces: true });
+  }
+
+  #afterDeleteElsewhere(ids) {
+    if (ids.includes(this.#conversation.id)) this.history.note('Another tab has deleted this conversation.');
+    this.#afterDelete(ids);
   }
 
   /** Takes what another tab has added. What is shown stays, because a person may be reading or editing it. */
@@ -408,7 +426,7 @@ export class Talk {
   }
 
   #afterAnswer({ conversation, node }, note) {
-    this.history.note(note);
+    this.#noteKeeping(note);
     this.history.show(this.#conversation);
     const painter = this.#painters.get(node.id);
     painter?.end();

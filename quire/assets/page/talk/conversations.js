@@ -3,13 +3,14 @@
 import { kept } from '../storage.js';
 
 const PREFIX = 'quire.chat.';
+const DELETED = 'quire.deleted'; // has ids for a moment, so that other tabs tell a deletion from one that made room
 const MAX_CHATS = 100;
 const MAX_CHARACTERS = 2_000_000; // browsers allow 5 million for one origin
 
 const newId = () => Math.random().toString(36).slice(2, 10) + Date.now().toString(36);
 
 const isLonger = (one, other) => one.content.length + (one.reasoning || '').length > other.content.length + (other.reasoning || '').length;
-const hasText = (node) => Boolean(node.content || node.reasoning || node.tool_calls?.length);
+export const hasText = (node) => Boolean(node.content || node.reasoning || node.tool_calls?.length);
 
 /**
  * One conversation. Messages are nodes `{id, parent, role, content, ...}`; `chosen` has the child that is shown of each node. An answer
@@ -113,11 +114,19 @@ export function listConversations() {
 }
 
 /** A conversation as it was kept last; null if it is not kept any more. */
-export const loadConversation = (id) => (kept.get(PREFIX + id) === null ? null : load(PREFIX + id));
+export function loadConversation(id) {
+  if (kept.get(PREFIX + id) === null) return null;
+  deleted.delete(id); // another tab has kept it again
+  return load(PREFIX + id);
+}
 
-export function deleteConversation(id) {
-  deleted.add(id);
-  kept.remove(PREFIX + id);
+export function deleteConversations(ids) {
+  for (const id of ids) {
+    deleted.add(id);
+    kept.remove(PREFIX + id);
+  }
+  kept.set(DELETED, JSON.stringify(ids));
+  kept.remove(DELETED);
 }
 
 /** Keeps a conversation that was deleted. */
@@ -126,9 +135,20 @@ export function restoreConversation(conversation) {
   return keepConversation(conversation);
 }
 
-/** Calls `changed()` when another tab keeps or deletes conversations. */
-export function watchConversations(changed) {
-  window.addEventListener('storage', ({ key }) => {
+/**
+ * Calls `changed()` when another tab keeps or drops conversations, and `gone(ids)` when it deletes some that `isRunning(id)` here. Those
+ * are not kept again; others are, if a person writes on here.
+ */
+export function watchConversations({ changed, gone, isRunning }) {
+  window.addEventListener('storage', ({ key, newValue }) => {
+    if (key === DELETED && newValue) {
+      const ids = JSON.parse(newValue).filter(isRunning);
+      for (const id of ids) {
+        deleted.add(id);
+        kept.remove(PREFIX + id); // in case it was kept here since
+      }
+      if (ids.length) gone(ids);
+    }
     if (key === null || key.startsWith(PREFIX)) changed();
   });
 }

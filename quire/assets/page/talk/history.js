@@ -1,7 +1,7 @@
 // The list of kept conversations: search, open, rename, export, import, delete and undo.
 
 import { button, h, icon, plural } from '../dom.js';
-import { Conversation, deleteConversation, keepConversation, listConversations, restoreConversation } from './conversations.js';
+import { Conversation, deleteConversations, keepConversation, listConversations, restoreConversation } from './conversations.js';
 import { MAX_FILE, exportConversations, readExport } from './exchange.js';
 
 const KEPT = 'Kept in this browser only.';
@@ -150,7 +150,7 @@ export class History {
   #delete(ids) {
     const deleted = ids.map((id) => this.#actions.find(id)).filter(Boolean);
     const shown = this.#current?.id;
-    for (const id of ids) deleteConversation(id);
+    deleteConversations(ids);
     this.#menu = '';
     this.#actions.deleted(ids);
     const what = deleted.length === 1 ? `“${deleted[0].title || 'Untitled'}”` : plural(deleted.length, 'conversation');
