@@ -4,7 +4,7 @@
   const { Monitor, readRuns, rates, hitRates } = await load('see/monitor.js');
   const { layoutTree } = await load('see/tree_layout.js');
   const { layoutCells } = await load('see/blocks.js');
-  const { Conversation, deleteConversations, keepConversation, loadConversation } = await load('talk/conversations.js');
+  const { Conversation, deleteConversations, importConversations, keepConversation, loadConversation, restoreConversations } = await load('talk/conversations.js');
   const { MarkdownView } = await load('talk/markdown.js');
   const { pythonLiteral, asCurl, requestBody } = await load('talk/request.js');
   const { Answer, requestAnswer } = await load('talk/answer.js');
@@ -107,6 +107,24 @@
   equal('a deleted conversation that another tab has kept again is kept', loadConversation(copy.id).title, 'again');
   deleteConversations([copy.id]);
 
+  const own = new Conversation();
+  own.add('', { role: 'user', content: 'x'.repeat(1_000_000) });
+  keepConversation(own);
+  const strangers = Array.from({ length: 3 }, (_, index) => {
+    const stranger = new Conversation({ id: `stranger${index}`, changed: Date.now() + 1000 });
+    stranger.add('', { role: 'user', content: 'y'.repeat(400_000) });
+    return stranger;
+  });
+  equal('an import is kept as far as it fits', importConversations(strangers), { number: 2, note: '' });
+  check('an import drops nothing', loadConversation(own.id) && strangers.filter(({ id }) => loadConversation(id)).length === 2);
+  const small = Array.from({ length: 120 }, (_, index) => new Conversation({ id: `small${index}` }));
+  equal('an import keeps to the number of conversations', importConversations(small).number, 97);
+  const later = new Conversation();
+  check('a new conversation makes room', keepConversation(later).startsWith('Deleted to make room: the oldest') && loadConversation(later.id));
+  deleteConversations([own, later, ...strangers, ...small].map(({ id }) => id));
+  equal('deleted conversations are restored', [restoreConversations([own, later]), loadConversation(own.id).path().length], ['', 1]);
+  deleteConversations([own.id, later.id]);
+
   const large = 'x'.repeat(11_000_000); // more than a browser keeps
   equal('a browser that keeps nothing', [kept.set('quire.large', large), kept.get('quire.large').length, kept.keys().includes('quire.large')], [false, large.length, true]);
   kept.remove('quire.large');
@@ -184,8 +202,9 @@
   equal('each token once', [grown.tokens.map((token) => token.text), grown.events], [['hm', '.', 'two', ' tokens', '{"a"', ': 1}'], [1, 3, 2]]);
   equal('the accepted draft', grown.tokens.filter((token) => token.draft).map((token) => token.text), ['two']);
   const plain = new Answer(false);
-  plain.add(chunk({ content: 'two tokens' }, null, [1], { completion_tokens: 2 }));
-  plain.add(chunk({ content: '!' }, null, [], { completion_tokens: 2 }));
+  plain.add(chunk({ content: 'two tokens' }, null, [], { completion_tokens: 2 }));
+  plain.add(chunk({ content: '!' }, null, [1], { completion_tokens: 2 }));
+  equal('the drafts of a step with several events', [plain.drafts, plain.tokens[0].draft], [1, true]);
   equal('tokens without probabilities', [plain.tokens.map((token) => token.text), plain.events], [['two tokens!'], [2]]);
 
   const growing = new Conversation();

@@ -97,6 +97,7 @@ export class Conversation {
 }
 
 const deleted = new Set(); // ids that an answer which was still running must not bring back
+const byAge = (conversations) => [...conversations].sort((one, other) => other.changed - one.changed);
 const keys = () => kept.keys().filter((key) => key.startsWith(PREFIX));
 
 function load(key) {
@@ -110,7 +111,7 @@ function load(key) {
 
 /** All kept conversations, the latest first. */
 export function listConversations() {
-  return keys().map(load).filter(Boolean).sort((one, other) => other.changed - one.changed);
+  return byAge(keys().map(load).filter(Boolean));
 }
 
 /** A conversation as it was kept last; null if it is not kept any more. */
@@ -127,12 +128,6 @@ export function deleteConversations(ids) {
   }
   kept.set(DELETED, JSON.stringify(ids));
   kept.remove(DELETED);
-}
-
-/** Keeps a conversation that was deleted. */
-export function restoreConversation(conversation) {
-  deleted.delete(conversation.id);
-  return keepConversation(conversation);
 }
 
 /**
@@ -153,22 +148,56 @@ export function watchConversations({ changed, gone, isRunning }) {
   });
 }
 
-/** Keeps a conversation unless it was deleted, and drops the oldest ones beyond the bound. Returns what a person should know, or ''. */
-export function keepConversation(conversation) {
-  if (deleted.has(conversation.id)) return '';
-  const saved = loadConversation(conversation.id);
-  if (saved) conversation.merge(saved);
-  const text = JSON.stringify(conversation);
-  if (text.length > MAX_CHARACTERS) return 'This conversation is too long to be kept. Export it before you close the page.';
-  const others = listConversations().filter((one) => one.id !== conversation.id);
-  let size = text.length + others.reduce((sum, one) => sum + kept.get(PREFIX + one.id).length, 0);
-  let dropped = 0;
-  while (others.length && (size > MAX_CHARACTERS || others.length >= MAX_CHATS)) {
-    const oldest = others.pop();
-    size -= kept.get(PREFIX + oldest.id).length;
-    kept.remove(PREFIX + oldest.id);
-    dropped += 1;
+/**
+ * Keeps conversations. What does not fit makes room by dropping the oldest ones if it `mayDrop` them, and is left out otherwise. Returns
+ * `{number, note}`: how many are kept, and what a person should know, or ''.
+ */
+function keepMany(conversations, mayDrop) {
+  const sizes = new Map(keys().map((key) => [key, kept.get(key).length]));
+  let total = [...sizes.values()].reduce((sum, size) => sum + size, 0);
+  const resize = (key, size) => {
+    total += size - (sizes.get(key) || 0);
+    if (size) sizes.set(key, size);
+    else sizes.delete(key);
+  };
+  const isOver = () => total > MAX_CHARACTERS || sizes.size > MAX_CHATS;
+  let [number, dropped, problem] = [0, 0, ''];
+  for (const conversation of conversations) {
+    const key = PREFIX + conversation.id;
+    const saved = loadConversation(conversation.id);
+    if (saved) conversation.merge(saved);
+    const text = JSON.stringify(conversation);
+    const before = sizes.get(key) || 0;
+    resize(key, text.length);
+    if (text.length > MAX_CHARACTERS || (isOver() && !mayDrop)) {
+      resize(key, before);
+      if (mayDrop) problem = 'This conversation is too long to be kept. Export it before you close the page.';
+      continue;
+    }
+    const others = isOver() ? listConversations().filter(({ id }) => id !== conversation.id) : [];
+    for (; isOver() && others.length; dropped += 1) {
+      const oldest = PREFIX + others.pop().id;
+      kept.remove(oldest);
+      resize(oldest, 0);
+    }
+    number += 1;
+    if (!kept.set(key, text)) problem = 'This browser keeps nothing. Export what you need before you close the page.';
   }
-  if (!kept.set(PREFIX + conversation.id, text)) return 'This browser keeps nothing. Export what you need before you close the page.';
-  return dropped ? `Deleted to make room: the ${dropped === 1 ? 'oldest conversation' : `${dropped} oldest conversations`}.` : '';
+  const room = dropped && `Deleted to make room: the ${dropped === 1 ? 'oldest conversation' : `${dropped} oldest conversations`}.`;
+  return { number, note: problem || room || '' };
+}
+
+/** Keeps a conversation unless it was deleted, and drops the oldest ones beyond the bound. Returns what a person should know, or ''. */
+export const keepConversation = (conversation) => (deleted.has(conversation.id) ? '' : keepMany([conversation], true).note);
+
+/** Keeps conversations that were deleted. Returns what a person should know, or ''. */
+export function restoreConversations(conversations) {
+  for (const { id } of conversations) deleted.delete(id);
+  return keepMany(byAge(conversations).reverse(), true).note; // if there is too little room now, the oldest ones make it
+}
+
+/** Keeps the conversations of a file, the latest first, as far as they fit beside those that are kept. Returns what keepMany does. */
+export function importConversations(conversations) {
+  for (const { id } of conversations) deleted.delete(id);
+  return keepMany(byAge(conversations), false);
 }

@@ -1,7 +1,7 @@
 // The list of kept conversations: search, open, rename, export, import, delete and undo.
 
 import { button, h, icon, plural } from '../dom.js';
-import { Conversation, deleteConversations, keepConversation, listConversations, restoreConversation } from './conversations.js';
+import { Conversation, deleteConversations, importConversations, keepConversation, listConversations, restoreConversations } from './conversations.js';
 import { MAX_FILE, exportConversations, readExport } from './exchange.js';
 
 const KEPT = 'Kept in this browser only.';
@@ -155,7 +155,7 @@ export class History {
     this.#actions.deleted(ids);
     const what = deleted.length === 1 ? `“${deleted[0].title || 'Untitled'}”` : plural(deleted.length, 'conversation');
     const undo = () => {
-      for (const conversation of deleted) this.note(restoreConversation(conversation));
+      this.note(restoreConversations(deleted));
       this.#endUndo();
       if (ids.includes(shown)) this.#actions.open(shown);
       else this.#draw();
@@ -180,8 +180,11 @@ export class History {
     try {
       if (file.size > MAX_FILE) throw new Error('This file is too large for what a browser keeps.');
       const found = readExport(await file.text());
-      const notes = found.map((saved) => restoreConversation(new Conversation(saved)));
-      this.note([`Imported: ${plural(found.length, 'conversation')}.`, notes.findLast(Boolean)].filter(Boolean).join(' '));
+      const { number, note } = importConversations(found.map((saved) => new Conversation(saved)));
+      const told = number === found.length
+        ? `Imported: ${plural(number, 'conversation')}.`
+        : `Imported: ${number} of ${plural(found.length, 'conversation')}. The others do not fit beside those that are kept.`;
+      this.note(`${told} ${note}`.trim());
     } catch (error) {
       this.note(error.message);
     }
