@@ -107,6 +107,13 @@
   equal('a deleted conversation that another tab has kept again is kept', loadConversation(copy.id).title, 'again');
   deleteConversations([copy.id]);
 
+  const [here, there] = [1, 2].map(() => new Conversation({ id: 'tabs', title: 'old', system: 'old' }));
+  there.rename('new');
+  there.setSystem('be brief');
+  here.merge(new Conversation(JSON.parse(JSON.stringify(there))));
+  there.merge(new Conversation({ id: 'tabs', title: 'old', system: 'old' }));
+  equal('the newer title and system prompt stay', [here, there].map((one) => [one.title, one.system]), [['new', 'be brief'], ['new', 'be brief']]);
+
   const own = new Conversation();
   own.add('', { role: 'user', content: 'x'.repeat(1_000_000) });
   keepConversation(own);
@@ -237,6 +244,8 @@
   check('a figure is a number', readExport(JSON.stringify({ id: 'a', nodes: [{ id: 'b', parent: '', role: 'assistant', content: '', figures: { tokens: '<b>' } }] }))[0].nodes[0].figures.tokens === null);
   const [odd] = JSON.parse(written);
   odd.chosen.push([odd.nodes[1].id, odd.nodes[0].id]);
+  odd.title = odd.system = { toString: 1 };
+  equal('a title that is no text', readExport(JSON.stringify(odd)).map(({ title, system }) => [title, system]), [['', '']]);
   equal('what is chosen is a child', readExport(JSON.stringify(odd))[0].chosen, growing.toJSON().chosen);
   odd.chosen = [[1, 2], 'a'];
   equal('a file without a choice shows the latest messages', new Conversation(readExport(JSON.stringify(odd))[0]).path().map((one) => one.content), ['q', 'one two']);

@@ -198,7 +198,7 @@ export class Talk {
       h('div', { class: 'settings-body' }, settingsFields(this.#settings, {
         system: this.#conversation.system,
         onSystem: (text) => {
-          this.#conversation.system = text;
+          this.#conversation.setSystem(text);
           if (this.#conversation.nodes.size) this.#keep();
         },
         onReset: () => {
@@ -211,9 +211,8 @@ export class Talk {
   // --- conversations
 
   #fresh() {
-    const conversation = new Conversation();
-    conversation.system = this.#conversation.system;
-    return conversation;
+    const { system, systemAt, imported } = this.#conversation;
+    return new Conversation(imported ? null : { system, systemAt });
   }
 
   /** The conversation with an id: the one that is shown, one with an answer that arrives, or the kept one; or null. */
@@ -248,7 +247,9 @@ export class Talk {
   }
 
   #keep() {
-    this.history.note(keepConversation(this.#conversation));
+    this.history.note(keepConversation(this.#conversation)); // which takes what another tab has changed
+    this.#showTitle();
+    this.#showSystem();
     this.history.show(this.#conversation);
     this.#showAddress({ replaces: true });
   }
@@ -274,6 +275,8 @@ export class Talk {
   #mergeKept() {
     const saved = loadConversation(this.#conversation.id);
     if (saved) this.#conversation.merge(saved);
+    this.#showTitle();
+    this.#showSystem();
     this.branches.show(this.#conversation);
     this.history.show(this.#conversation);
   }
@@ -295,6 +298,11 @@ export class Talk {
 
   #showTitle() {
     this.#title.textContent = this.#title.title = this.#conversation.title || 'New conversation';
+  }
+
+  #showSystem() {
+    const field = this.#side.querySelector('#set-system');
+    if (field.value !== this.#conversation.system) field.value = this.#conversation.system;
   }
 
   #viewOf(node) {

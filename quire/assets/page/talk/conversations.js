@@ -14,7 +14,8 @@ export const hasText = (node) => Boolean(node.content || node.reasoning || node.
 
 /**
  * One conversation. Messages are nodes `{id, parent, role, content, ...}`; `chosen` has the child that is shown of each node. An answer
- * that is not whole yet is `partial`.
+ * that is not whole yet is `partial`. `titleAt` and `systemAt` are the times at which a person changed the title and the system prompt;
+ * `imported` tells that the system prompt came with a file.
  */
 export class Conversation {
   #removed = new Set(); // ids that another tab may still have
@@ -22,7 +23,10 @@ export class Conversation {
   constructor(saved) {
     this.id = saved?.id || newId();
     this.title = saved?.title || '';
+    this.titleAt = saved?.titleAt || 0;
     this.system = saved?.system || '';
+    this.systemAt = saved?.systemAt || 0;
+    this.imported = saved?.imported;
     this.changed = saved?.changed || Date.now();
     this.nodes = new Map((saved?.nodes || []).map((node) => [node.id, node]));
     this.chosen = new Map(saved?.chosen || []);
@@ -36,6 +40,14 @@ export class Conversation {
     this.changed = Date.now();
     if (!this.title && node.role === 'user') this.title = node.content.trim().replace(/\s+/g, ' ').slice(0, 60);
     return node;
+  }
+
+  rename(title) {
+    Object.assign(this, { title, titleAt: Date.now() });
+  }
+
+  setSystem(system) {
+    Object.assign(this, { system, systemAt: Date.now(), imported: undefined });
   }
 
   children(parent) {
@@ -66,8 +78,13 @@ export class Conversation {
     this.chosen.set(node.parent, node.id);
   }
 
-  /** Adds the branches that `other`, the same conversation in another tab, has and this one does not, and what it has more of an answer. */
+  /**
+   * Adds the branches that `other`, the same conversation in another tab, has and this one does not, and what it has more of an answer.
+   * Of the titles and of the system prompts the newer one stays.
+   */
   merge(other) {
+    if (other.titleAt > this.titleAt) [this.title, this.titleAt] = [other.title, other.titleAt];
+    if (other.systemAt > this.systemAt) [this.system, this.systemAt, this.imported] = [other.system, other.systemAt, other.imported];
     for (const [id, node] of other.nodes) {
       const mine = this.nodes.get(id);
       if (!mine && !this.#removed.has(id)) this.nodes.set(id, node);
@@ -91,8 +108,9 @@ export class Conversation {
   }
 
   toJSON() {
-    const { id, title, system, changed } = this;
-    return { id, title, system, changed, nodes: [...this.nodes.values()].filter((node) => !node.partial || hasText(node)), chosen: [...this.chosen] };
+    const { id, title, titleAt, system, systemAt, imported, changed } = this;
+    const nodes = [...this.nodes.values()].filter((node) => !node.partial || hasText(node));
+    return { id, title, titleAt, system, systemAt, imported, changed, nodes, chosen: [...this.chosen] };
   }
 }
 

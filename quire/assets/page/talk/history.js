@@ -125,7 +125,7 @@ export class History {
       this.#renamed = '';
       field.remove();
       if (isKept && conversation && field.value.trim()) {
-        conversation.title = field.value.trim().slice(0, 200);
+        conversation.rename(field.value.trim().slice(0, 200));
         this.note(keepConversation(conversation));
         this.#actions.renamed(conversation);
       }
