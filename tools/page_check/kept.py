@@ -3,12 +3,16 @@
 import json
 from pathlib import Path
 
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Browser, Page, expect
 
-from tools.page_check.browser import Watched
+from tools.page_check.browser import Watched, watched
 from tools.page_check.talk import LONG, done, say, start_long
 
 MARK = ".chats .arriving"
+LENGTH = 2_000_001  # characters: one more than the page keeps
+A_LONG_ANSWER = 'data: {"choices": [{"delta": {"content": "%s"}, "finish_reason": "stop"}]}\n\ndata: [DONE]\n\n' % (
+    "x" * LENGTH
+)
 
 
 def text_of_answer(page: Page) -> str:
@@ -173,6 +177,41 @@ def check_deleted_elsewhere(seen: Watched) -> None:
     page.fill("#set-max_tokens", "")
 
 
+def check_menu_keys(seen: Watched) -> None:
+    """Escape closes the actions of a conversation and does not stop the answer that arrives."""
+    page = seen.page
+    page.click("text=New conversation")
+    start_long(page)
+    page.locator(".chats li .more").first.click()
+    page.locator(".chat-actions button").first.focus()
+    page.keyboard.press("Escape")
+    expect(page.locator(".chat-actions")).to_have_count(0)
+    expect(page.locator(".chats li .more").first).to_be_focused()
+    expect(page.locator(".growing")).to_have_count(1)
+    page.keyboard.press("Escape")
+    done(page)
+    page.fill("#set-max_tokens", "")
+
+
+def check_too_long(seen: Watched) -> None:
+    """A conversation that is too long to be kept is exported, and comes back after it was deleted with others."""
+    page = seen.page
+    page.click("text=New conversation")
+    say(page, "How much is the lantern?")
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=A_LONG_ANSWER), times=1)
+    say(page, "Say x.", wait=False)
+    expect(page.locator(".history-foot .note")).to_contain_text("too long to be kept")
+    done(page)
+    with page.expect_download() as saved:
+        page.click("text=Export all")
+    assert len(Path(saved.value.path()).read_text()) > LENGTH
+    act(page, "Delete")
+    expect(page.locator(".welcome")).to_be_visible()
+    page.click("text=Undo")
+    expect(page.locator(".message")).to_have_count(4)
+    page.click("text=New conversation")
+
+
 def check_list(seen: Watched) -> None:
     """Conversations are renamed and found by their words."""
     page = seen.page
@@ -191,6 +230,30 @@ def check_list(seen: Watched) -> None:
     expect(page.locator(".chat-link")).not_to_have_count(1)
     page.keyboard.press("Control+Shift+O")
     expect(page.locator(".welcome")).to_be_visible()
+
+
+def check_undo(started: Browser, url: str) -> None:
+    """Undo brings back all that was deleted shortly before, stays while it has the focus, and hands it to the list."""
+    with watched(started, url) as seen:  # whose clock no other check has
+        page = seen.page
+        for item in ("shovel", "lantern"):
+            page.click("text=New conversation")
+            say(page, f"How much is the {item}?")
+        page.clock.install()
+        act(page, "Delete", 1)
+        act(page, "Delete")
+        expect(page.locator(".chat-link")).to_have_count(0)
+        expect(page.locator(".undo span")).to_have_text("Deleted: 2 conversations")
+        page.clock.run_for(11_000)
+        expect(page.locator(".undo button")).to_be_focused()
+        page.keyboard.press("Enter")
+        expect(page.locator(".chat-link")).to_have_count(2)
+        expect(page.locator(".chat-link:focus")).to_have_count(1)
+        expect(page.locator(".undo button")).to_have_count(0)
+        act(page, "Delete")
+        page.focus("#composer")
+        page.clock.run_for(11_000)
+        expect(page.locator(".undo button")).to_have_count(0)
 
 
 def check_files(seen: Watched) -> None:

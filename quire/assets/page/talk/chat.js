@@ -5,7 +5,7 @@ import { button, count, h, icon } from '../dom.js';
 import { kept } from '../storage.js';
 import { BranchMap } from './branches.js';
 import { Composer } from './composer.js';
-import { Conversation, keepConversation, loadConversation, watchConversations } from './conversations.js';
+import { Conversation, keepConversation, listConversations, loadConversation, watchConversations } from './conversations.js';
 import { History } from './history.js';
 import { Log } from './log.js';
 import { MessageView } from './message.js';
@@ -53,7 +53,9 @@ export class Talk {
     this.#explain = explain;
     this.history = new History({
       open: (id) => this.#openKept(id),
+      reopen: (conversation) => this.#goTo(conversation),
       find: (id) => this.#find(id),
+      all: () => this.#all(),
       isRunning: (id) => this.#runs.of(id).length > 0,
       renamed: (conversation) => conversation === this.#conversation && this.#showTitle(),
       deleted: (ids) => this.#afterDelete(ids),
@@ -217,8 +219,23 @@ export class Talk {
 
   /** The conversation with an id: the one that is shown, one with an answer that arrives, or the kept one; or null. */
   #find(id) {
-    if (id === this.#conversation.id) return this.#conversation;
-    return this.#runs.of(id)[0]?.conversation || loadConversation(id);
+    return this.#live().find((one) => one.id === id) || loadConversation(id);
+  }
+
+  /** The conversations that the page has more of than what is kept: the one that is shown, and those with an answer that arrives. */
+  #live() {
+    return [...new Set([this.#conversation, ...this.#runs.conversations()])];
+  }
+
+  /** All conversations, also one that is too long to be kept. */
+  #all() {
+    const live = this.#live().filter((one) => one.nodes.size);
+    const others = listConversations().filter((saved) => {
+      const here = live.find((one) => one.id === saved.id);
+      here?.merge(saved);
+      return !here;
+    });
+    return [...live, ...others];
   }
 
   #open(conversation) {
@@ -231,7 +248,11 @@ export class Talk {
   }
 
   #openKept(id) {
-    this.#open((id && this.#find(id)) || this.#fresh());
+    this.#goTo((id && this.#find(id)) || this.#fresh());
+  }
+
+  #goTo(conversation) {
+    this.#open(conversation);
     this.#panel('show-history', false);
     this.#showAddress();
     this.#focusComposer();

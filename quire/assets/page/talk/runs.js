@@ -43,6 +43,10 @@ export class Runs {
     return [...this.#running.values()].filter((run) => run.conversation.id === conversationId);
   }
 
+  conversations() {
+    return [...this.#running.values()].map((run) => run.conversation);
+  }
+
   /** What is known of an answer that this page has asked for, or undefined. */
   answerOf(id) {
     return this.#answers.get(id);
