@@ -194,6 +194,47 @@
   equal('a Python literal', pythonLiteral({ a: [1, true, null, 'x"\n'] }), '{"a": [1, True, None, "x\\"\\n"]}');
   check('quotes in curl', asCurl({ a: "it's" }, false).includes("it'\\''s"));
 
+  const { Runs } = await load('talk/runs.js');
+  const endless = new Conversation();
+  const asking = endless.add('', { role: 'user', content: 'x'.repeat(2_000_000) });
+  const told = [];
+  const bodyOfOne = new ReadableStream({ start: (controller) => controller.enqueue(new TextEncoder().encode('data: {"choices": [{"delta": {"content": "a"}}]}\n\n')) });
+  try {
+    window.fetch = async () => new Response(bodyOfOne);
+    await new Promise((resolve) => {
+      const runs = new Runs({ onGrow: (run) => run.node.content && resolve(), onKept: (note) => told.push(note), onEnd: () => {} });
+      runs.start(endless, asking.id, {}, () => '');
+    });
+    window.dispatchEvent(new Event('pagehide')); // keeps what grows
+    window.dispatchEvent(new Event('pageshow'));
+  } finally {
+    window.fetch = fetch;
+  }
+  check('a growing answer that is not kept is told', told.length === 1 && told[0].includes('too long'));
+
+  const { Log } = await load('talk/log.js');
+  let paints = 0;
+  const growth = { grow: () => {
+    paints += 1;
+    for (const start = performance.now(); performance.now() - start < 10;);
+  } };
+  const painter = new Log().painter(growth, { node: { content: '' } });
+  const rest = () => new Promise((resolve) => setTimeout(resolve, 200));
+  painter.draw();
+  await rest();
+  equal('an answer is painted only after something has arrived', paints, 1);
+  painter.draw();
+  painter.draw();
+  await rest();
+  equal('what arrives together is painted once', paints, 2);
+
+  const { tokenView } = await load('talk/tokens.js');
+  const viewOfEvents = tokenView({ tokens: [{ text: 'two tokens', logprob: null, top: [], draft: true, event: 0 }] });
+  equal('the label without probabilities', viewOfEvents.querySelector('.token-text').getAttribute('aria-label'), 'Text of 1 event, without probabilities');
+  check('no percentages without probabilities', !viewOfEvents.textContent.includes('%'));
+  viewOfEvents.querySelector('.token-text .token').click();
+  check('an event has accepted drafts', viewOfEvents.querySelector('.token-readout').textContent.includes('has accepted drafts'));
+
   const rows = (tokens) => tokens && { content: tokens.map((token) => ({ token, logprob: -0.1, top_logprobs: [] })) };
   const chunk = (delta, tokens, drafted = [], usage = undefined) => ({ choices: [{ delta, logprobs: rows(tokens), finish_reason: null, drafted }], usage });
   const grown = new Answer(true);
