@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page, Route, expect
 
 from tools.page_check.browser import Watched, watched
 from tools.page_check.talk import LONG, done, say, start_long
@@ -105,18 +105,26 @@ def check_unanswered(seen: Watched) -> None:
     """A message without an answer can be answered: one whose answer was stopped, or left, before it had any text."""
     page = seen.page
     page.click("text=New conversation")
-    page.route("**/v1/chat/completions", lambda _: None, times=1)  # no answer ever comes
+    held: list[Route] = []  # requests that get no answer
+    page.route("**/v1/chat/completions", lambda route: held.append(route), times=1)
     say(page, "How much is the lantern?", wait=False)
     page.reload()
     expect(page.locator(".message")).to_have_count(1)
     page.get_by_role("button", name="Answer", exact=True).click()
     done(page)
     expect(page.locator(".message.assistant .markdown")).to_contain_text("11 coins")
-    page.route("**/v1/chat/completions", lambda _: None, times=1)
+    page.route("**/v1/chat/completions", lambda route: held.append(route), times=1)
     page.click(".message.assistant >> text=Regenerate")
+    with page.context.expect_page() as opened:  # it has what is kept, as after a crash
+        page.evaluate("window.open(location.href, '_blank')")
+    other = opened.value
+    expect(other.locator(".message.assistant .markdown")).to_contain_text("11 coins")
+    expect(other.get_by_role("button", name="Answer", exact=True)).to_have_count(0)
+    other.close()
     page.reload()
-    expect(page.locator(".message.assistant .markdown")).to_contain_text("11 coins")
-    expect(page.get_by_role("button", name="Answer", exact=True)).to_have_count(0)
+    assert len(held) == 2, held
+    for route in held:
+        route.abort()
 
 
 def check_drafts_of_messages(seen: Watched) -> None:
