@@ -4,7 +4,7 @@
   const { Monitor, readRuns, rates, hitRates } = await load('see/monitor.js');
   const { layoutTree } = await load('see/tree_layout.js');
   const { layoutCells } = await load('see/blocks.js');
-  const { Conversation, deleteConversation, keepConversation, loadConversation } = await load('talk/conversations.js');
+  const { Conversation, deleteConversations, importConversations, keepConversation, loadConversation, restoreConversations } = await load('talk/conversations.js');
   const { MarkdownView } = await load('talk/markdown.js');
   const { pythonLiteral, asCurl, requestBody } = await load('talk/request.js');
   const { Answer, requestAnswer } = await load('talk/answer.js');
@@ -88,13 +88,49 @@
   copy.remove(third.id);
   equal('the shown branch stays when another one is removed', copy.path().map((one) => one.content), ['one', 'b']);
 
+  const begun = copy.add(first.id, { role: 'assistant', content: '', partial: true });
+  equal('an answer that has begun is shown', copy.path().at(-1).id, begun.id);
+  equal('the latest answer is shown if the chosen one was not kept', new Conversation(JSON.parse(JSON.stringify(copy))).path().map((one) => one.content), ['one', 'b']);
+  copy.remove(begun.id);
+
   keepConversation(copy);
   copy.title = 'newer';
   keepConversation(copy);
   equal('the newest of a conversation is opened', loadConversation(copy.id).title, 'newer');
-  deleteConversation(copy.id);
+  deleteConversations([copy.id]);
   keepConversation(copy);
   equal('a deleted conversation stays deleted', loadConversation(copy.id), null);
+  kept.set(`quire.chat.${copy.id}`, JSON.stringify(copy)); // as another tab does
+  const again = loadConversation(copy.id);
+  again.title = 'again';
+  keepConversation(again);
+  equal('a deleted conversation that another tab has kept again is kept', loadConversation(copy.id).title, 'again');
+  deleteConversations([copy.id]);
+
+  const [here, there] = [1, 2].map(() => new Conversation({ id: 'tabs', title: 'old', system: 'old' }));
+  there.rename('new');
+  there.setSystem('be brief');
+  here.merge(new Conversation(JSON.parse(JSON.stringify(there))));
+  there.merge(new Conversation({ id: 'tabs', title: 'old', system: 'old' }));
+  equal('the newer title and system prompt stay', [here, there].map((one) => [one.title, one.system]), [['new', 'be brief'], ['new', 'be brief']]);
+
+  const own = new Conversation();
+  own.add('', { role: 'user', content: 'x'.repeat(1_000_000) });
+  keepConversation(own);
+  const strangers = Array.from({ length: 3 }, (_, index) => {
+    const stranger = new Conversation({ id: `stranger${index}`, changed: Date.now() + 1000 });
+    stranger.add('', { role: 'user', content: 'y'.repeat(400_000) });
+    return stranger;
+  });
+  equal('an import is kept as far as it fits', importConversations(strangers), { number: 2, note: '' });
+  check('an import drops nothing', loadConversation(own.id) && strangers.filter(({ id }) => loadConversation(id)).length === 2);
+  const small = Array.from({ length: 120 }, (_, index) => new Conversation({ id: `small${index}` }));
+  equal('an import keeps to the number of conversations', importConversations(small).number, 97);
+  const later = new Conversation();
+  check('a new conversation makes room', keepConversation(later).startsWith('Deleted to make room: the oldest') && loadConversation(later.id));
+  deleteConversations([own, later, ...strangers, ...small].map(({ id }) => id));
+  equal('deleted conversations are restored', [restoreConversations([own, later]), loadConversation(own.id).path().length], ['', 1]);
+  deleteConversations([own.id, later.id]);
 
   const large = 'x'.repeat(11_000_000); // more than a browser keeps
   equal('a browser that keeps nothing', [kept.set('quire.large', large), kept.get('quire.large').length, kept.keys().includes('quire.large')], [false, large.length, true]);
@@ -158,6 +194,47 @@
   equal('a Python literal', pythonLiteral({ a: [1, true, null, 'x"\n'] }), '{"a": [1, True, None, "x\\"\\n"]}');
   check('quotes in curl', asCurl({ a: "it's" }, false).includes("it'\\''s"));
 
+  const { Runs } = await load('talk/runs.js');
+  const endless = new Conversation();
+  const asking = endless.add('', { role: 'user', content: 'x'.repeat(2_000_000) });
+  const told = [];
+  const bodyOfOne = new ReadableStream({ start: (controller) => controller.enqueue(new TextEncoder().encode('data: {"choices": [{"delta": {"content": "a"}}]}\n\n')) });
+  try {
+    window.fetch = async () => new Response(bodyOfOne);
+    await new Promise((resolve) => {
+      const runs = new Runs({ onGrow: (run) => run.node.content && resolve(), onKept: (note) => told.push(note), onEnd: () => {} });
+      runs.start(endless, asking.id, {}, () => '');
+    });
+    window.dispatchEvent(new Event('pagehide')); // keeps what grows
+    window.dispatchEvent(new Event('pageshow'));
+  } finally {
+    window.fetch = fetch;
+  }
+  check('a growing answer that is not kept is told', told.length === 1 && told[0].includes('too long'));
+
+  const { Log } = await load('talk/log.js');
+  let paints = 0;
+  const growth = { grow: () => {
+    paints += 1;
+    for (const start = performance.now(); performance.now() - start < 10;);
+  } };
+  const painter = new Log().painter(growth, { node: { content: '' } });
+  const rest = () => new Promise((resolve) => setTimeout(resolve, 200));
+  painter.draw();
+  await rest();
+  equal('an answer is painted only after something has arrived', paints, 1);
+  painter.draw();
+  painter.draw();
+  await rest();
+  equal('what arrives together is painted once', paints, 2);
+
+  const { tokenView } = await load('talk/tokens.js');
+  const viewOfEvents = tokenView({ tokens: [{ text: 'two tokens', logprob: null, top: [], draft: true, event: 0 }] });
+  equal('the label without probabilities', viewOfEvents.querySelector('.token-text').getAttribute('aria-label'), 'Text of 1 event, without probabilities');
+  check('no percentages without probabilities', !viewOfEvents.textContent.includes('%'));
+  viewOfEvents.querySelector('.token-text .token').click();
+  check('an event has accepted drafts', viewOfEvents.querySelector('.token-readout').textContent.includes('has accepted drafts'));
+
   const rows = (tokens) => tokens && { content: tokens.map((token) => ({ token, logprob: -0.1, top_logprobs: [] })) };
   const chunk = (delta, tokens, drafted = [], usage = undefined) => ({ choices: [{ delta, logprobs: rows(tokens), finish_reason: null, drafted }], usage });
   const grown = new Answer(true);
@@ -173,8 +250,9 @@
   equal('each token once', [grown.tokens.map((token) => token.text), grown.events], [['hm', '.', 'two', ' tokens', '{"a"', ': 1}'], [1, 3, 2]]);
   equal('the accepted draft', grown.tokens.filter((token) => token.draft).map((token) => token.text), ['two']);
   const plain = new Answer(false);
-  plain.add(chunk({ content: 'two tokens' }, null, [1], { completion_tokens: 2 }));
-  plain.add(chunk({ content: '!' }, null, [], { completion_tokens: 2 }));
+  plain.add(chunk({ content: 'two tokens' }, null, [], { completion_tokens: 2 }));
+  plain.add(chunk({ content: '!' }, null, [1], { completion_tokens: 2 }));
+  equal('the drafts of a step with several events', [plain.drafts, plain.tokens[0].draft], [1, true]);
   equal('tokens without probabilities', [plain.tokens.map((token) => token.text), plain.events], [['two tokens!'], [2]]);
 
   const growing = new Conversation();
@@ -205,5 +283,11 @@
   check('an id is an id', wrong((one) => (one.id = 'a"]')) === true);
   check('a role is a known one', wrong((one) => (one.nodes[0].role = 'system')) === true);
   check('a figure is a number', readExport(JSON.stringify({ id: 'a', nodes: [{ id: 'b', parent: '', role: 'assistant', content: '', figures: { tokens: '<b>' } }] }))[0].nodes[0].figures.tokens === null);
-  check('what is chosen is a child', wrong((one) => one.chosen.push([one.nodes[1].id, one.nodes[0].id])) === 1);
+  const [odd] = JSON.parse(written);
+  odd.chosen.push([odd.nodes[1].id, odd.nodes[0].id]);
+  odd.title = odd.system = { toString: 1 };
+  equal('a title that is no text', readExport(JSON.stringify(odd)).map(({ title, system }) => [title, system]), [['', '']]);
+  equal('what is chosen is a child', readExport(JSON.stringify(odd))[0].chosen, growing.toJSON().chosen);
+  odd.chosen = [[1, 2], 'a'];
+  equal('a file without a choice shows the latest messages', new Conversation(readExport(JSON.stringify(odd))[0]).path().map((one) => one.content), ['q', 'one two']);
 })

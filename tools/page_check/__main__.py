@@ -58,8 +58,12 @@ TALK = (
     kept.check_background,
     kept.check_address,
     kept.check_kept,
+    kept.check_unanswered,
     kept.check_drafts_of_messages,
     kept.check_deleted,
+    kept.check_deleted_elsewhere,
+    kept.check_menu_keys,
+    kept.check_too_long,
     kept.check_list,
     kept.check_files,
 )
@@ -241,7 +245,8 @@ def check_servers(report: Report, started: Browser, pictures: Path | None, *, is
             check_many_blocks(report, seen.page, url)
             for check in TALK:
                 report.attempt(first_line(check), lambda check=check: check(seen))
-        report.attempt(first_line(handling.check_touch), lambda: handling.check_touch(started, url))
+        for alone in (handling.check_touch, kept.check_undo):
+            report.attempt(first_line(alone), lambda alone=alone: alone(started, url))
         check_documentation(report, started, url, pictures)
         with watched(started, url, path="#/see") as seen:
             report.attempt(first_line(see.check_idle), lambda: see.check_idle(seen))

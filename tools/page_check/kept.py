@@ -3,12 +3,16 @@
 import json
 from pathlib import Path
 
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Browser, Page, Route, expect
 
-from tools.page_check.browser import Watched
+from tools.page_check.browser import Watched, watched
 from tools.page_check.talk import LONG, done, say, start_long
 
 MARK = ".chats .arriving"
+LENGTH = 2_000_001  # characters: one more than the page keeps
+A_LONG_ANSWER = 'data: {"choices": [{"delta": {"content": "%s"}, "finish_reason": "stop"}]}\n\ndata: [DONE]\n\n' % (
+    "x" * LENGTH
+)
 
 
 def text_of_answer(page: Page) -> str:
@@ -97,6 +101,32 @@ def check_kept(seen: Watched) -> None:
     page.fill("#set-max_tokens", "")
 
 
+def check_unanswered(seen: Watched) -> None:
+    """A message without an answer can be answered: one whose answer was stopped, or left, before it had any text."""
+    page = seen.page
+    page.click("text=New conversation")
+    held: list[Route] = []  # requests that get no answer
+    page.route("**/v1/chat/completions", lambda route: held.append(route), times=1)
+    say(page, "How much is the lantern?", wait=False)
+    page.reload()
+    expect(page.locator(".message")).to_have_count(1)
+    page.get_by_role("button", name="Answer", exact=True).click()
+    done(page)
+    expect(page.locator(".message.assistant .markdown")).to_contain_text("11 coins")
+    page.route("**/v1/chat/completions", lambda route: held.append(route), times=1)
+    page.click(".message.assistant >> text=Regenerate")
+    with page.context.expect_page() as opened:  # it has what is kept, as after a crash
+        page.evaluate("window.open(location.href, '_blank')")
+    other = opened.value
+    expect(other.locator(".message.assistant .markdown")).to_contain_text("11 coins")
+    expect(other.get_by_role("button", name="Answer", exact=True)).to_have_count(0)
+    other.close()
+    page.reload()
+    assert len(held) == 2, held
+    for route in held:
+        route.abort()
+
+
 def check_drafts_of_messages(seen: Watched) -> None:
     """Each conversation has its own draft, which a reload keeps."""
     page = seen.page
@@ -132,6 +162,64 @@ def check_deleted(seen: Watched) -> None:
     page.fill("#set-max_tokens", "")
 
 
+def check_deleted_elsewhere(seen: Watched) -> None:
+    """A conversation that another tab deletes while its answer arrives is not kept again."""
+    page = seen.page
+    page.click("text=New conversation")
+    before = page.locator(".chat-link").count()
+    start_long(page)
+    with page.context.expect_page() as opened:
+        page.evaluate("window.open(location.href, '_blank')")
+    other = opened.value
+    expect(other.locator(".chat-link")).to_have_count(before + 1)
+    act(other, "Delete")
+    done(page)
+    expect(page.locator(".welcome")).to_be_visible()
+    expect(page.locator(".history-foot .note")).to_contain_text("Another tab has deleted")
+    page.wait_for_timeout(300)  # a deleted one would be kept by now
+    expect(page.locator(".chat-link")).to_have_count(before)
+    other.click("text=Undo")
+    expect(page.locator(".chat-link")).to_have_count(before + 1)
+    act(other, "Delete")
+    other.close()
+    page.fill("#set-max_tokens", "")
+
+
+def check_menu_keys(seen: Watched) -> None:
+    """Escape closes the actions of a conversation and does not stop the answer that arrives."""
+    page = seen.page
+    page.click("text=New conversation")
+    start_long(page)
+    page.locator(".chats li .more").first.click()
+    page.locator(".chat-actions button").first.focus()
+    page.keyboard.press("Escape")
+    expect(page.locator(".chat-actions")).to_have_count(0)
+    expect(page.locator(".chats li .more").first).to_be_focused()
+    expect(page.locator(".growing")).to_have_count(1)
+    page.keyboard.press("Escape")
+    done(page)
+    page.fill("#set-max_tokens", "")
+
+
+def check_too_long(seen: Watched) -> None:
+    """A conversation that is too long to be kept is exported, and comes back after it was deleted with others."""
+    page = seen.page
+    page.click("text=New conversation")
+    say(page, "How much is the lantern?")
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=A_LONG_ANSWER), times=1)
+    say(page, "Say x.", wait=False)
+    expect(page.locator(".history-foot .note")).to_contain_text("too long to be kept")
+    done(page)
+    with page.expect_download() as saved:
+        page.click("text=Export all")
+    assert len(Path(saved.value.path()).read_text()) > LENGTH
+    act(page, "Delete")
+    expect(page.locator(".welcome")).to_be_visible()
+    page.click("text=Undo")
+    expect(page.locator(".message")).to_have_count(4)
+    page.click("text=New conversation")
+
+
 def check_list(seen: Watched) -> None:
     """Conversations are renamed and found by their words."""
     page = seen.page
@@ -150,6 +238,30 @@ def check_list(seen: Watched) -> None:
     expect(page.locator(".chat-link")).not_to_have_count(1)
     page.keyboard.press("Control+Shift+O")
     expect(page.locator(".welcome")).to_be_visible()
+
+
+def check_undo(started: Browser, url: str) -> None:
+    """Undo brings back all that was deleted shortly before, stays while it has the focus, and hands it to the list."""
+    with watched(started, url) as seen:  # whose clock no other check has
+        page = seen.page
+        for item in ("shovel", "lantern"):
+            page.click("text=New conversation")
+            say(page, f"How much is the {item}?")
+        page.clock.install()
+        act(page, "Delete", 1)
+        act(page, "Delete")
+        expect(page.locator(".chat-link")).to_have_count(0)
+        expect(page.locator(".undo span")).to_have_text("Deleted: 2 conversations")
+        page.clock.run_for(11_000)
+        expect(page.locator(".undo button")).to_be_focused()
+        page.keyboard.press("Enter")
+        expect(page.locator(".chat-link")).to_have_count(2)
+        expect(page.locator(".chat-link:focus")).to_have_count(1)
+        expect(page.locator(".undo button")).to_have_count(0)
+        act(page, "Delete")
+        page.focus("#composer")
+        page.clock.run_for(11_000)
+        expect(page.locator(".undo button")).to_have_count(0)
 
 
 def check_files(seen: Watched) -> None:
@@ -173,6 +285,14 @@ def check_files(seen: Watched) -> None:
         give_file(page, wrong)
         expect(note).to_contain_text("Import reads what Export wrote")
     expect(page.locator(".chat-link")).to_have_count(0)
+    page.fill("#set-system", "mine")
+    foreign = {"id": "a", "system": "theirs", "nodes": [{"id": "b", "parent": "", "role": "user", "content": "x"}]}
+    give_file(page, json.dumps(foreign))
+    page.click(".chat-link")
+    expect(page.locator("#set-system")).to_have_value("theirs")
+    page.click("text=New conversation")
+    expect(page.locator("#set-system")).to_have_value("")
+    act(page, "Delete")
     give_file(page, exported)
     expect(note).to_contain_text(f"Imported: {number} conversations.")
     expect(page.locator(".chat-link")).to_have_count(number)

@@ -165,12 +165,16 @@ def check_two_tabs(seen: Watched) -> None:
     for tab in (other, page):
         tab.click(".message.assistant >> text=Regenerate")
         done(tab)
+    other.fill("#set-system", "Be brief.")
+    expect(page.locator("#set-system")).to_have_value("Be brief.")
     other.close()
     page.click(".message.assistant >> text=Regenerate")
     done(page)
     expect(page.locator(".message.assistant .switch")).to_contain_text("4/4")
     page.reload()
     expect(page.locator(".message.assistant .switch")).to_contain_text("4/4")
+    expect(page.locator("#set-system")).to_have_value("Be brief.")
+    page.fill("#set-system", "")
 
 
 def check_tools(seen: Watched) -> None:

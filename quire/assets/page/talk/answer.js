@@ -47,19 +47,22 @@ export class Answer {
     if (choice.finish_reason) this.finish = choice.finish_reason;
     const listed = choice.logprobs?.content || [];
     const counted = this.hasProbabilities ? 0 : Math.max(0, (chunk.usage?.completion_tokens || 0) - before);
+    const drafted = choice.drafted || []; // of a step with several events, the last one has it
+    this.drafts += drafted.length;
     const number = listed.length || counted; // where probabilities were asked for, an event without any has text of tokens that another one lists
     if (!number) {
-      if (!this.hasProbabilities && this.tokens.length) this.tokens.at(-1).text += reasoning + text; // the rest of an event's text
+      if (this.hasProbabilities || !this.tokens.length) return;
+      const last = this.tokens.at(-1);
+      last.text += reasoning + text; // the rest of an event's text
+      last.draft ||= drafted.length > 0;
       return;
     }
     const event = this.events.push(number) - 1;
-    const drafted = choice.drafted || [];
     for (const [place, token] of listed.entries()) {
       const top = (token.top_logprobs || []).map((one) => [one.token, one.logprob]);
       this.tokens.push({ text: token.token, logprob: token.logprob, top, forced: Boolean(token.forced), draft: drafted.includes(place), event });
     }
     if (!listed.length) this.tokens.push({ text: reasoning + text, logprob: null, top: [], forced: false, draft: drafted.length > 0, event });
-    this.drafts += drafted.length;
     this.last = performance.now();
     this.first ??= this.last;
   }

@@ -5,7 +5,7 @@ import { button, count, h, icon } from '../dom.js';
 import { kept } from '../storage.js';
 import { BranchMap } from './branches.js';
 import { Composer } from './composer.js';
-import { Conversation, keepConversation, loadConversation, watchConversations } from './conversations.js';
+import { Conversation, keepConversation, listConversations, loadConversation, watchConversations } from './conversations.js';
 import { History } from './history.js';
 import { Log } from './log.js';
 import { MessageView } from './message.js';
@@ -25,7 +25,11 @@ export class Talk {
   #isShown = false;
   #settings = new Settings();
   #conversation = new Conversation();
-  #runs = new Runs({ onGrow: (run) => this.#painters.get(run.node.id)?.draw(), onEnd: (run, note) => this.#afterAnswer(run, note) });
+  #runs = new Runs({
+    onGrow: (run) => this.#painters.get(run.node.id)?.draw(),
+    onKept: (note) => this.#noteKeeping(note),
+    onEnd: (run, note) => this.#afterAnswer(run, note),
+  });
   #views = new Map(); // message id -> MessageView of the branch that is shown
   #painters = new Map(); // message id -> painter of an answer that is shown while it arrives
   #toggles = {}; // of the two sides, by the class that shows them where they lie over the conversation
@@ -49,7 +53,9 @@ export class Talk {
     this.#explain = explain;
     this.history = new History({
       open: (id) => this.#openKept(id),
+      reopen: (conversation) => this.#goTo(conversation),
       find: (id) => this.#find(id),
+      all: () => this.#all(),
       isRunning: (id) => this.#runs.of(id).length > 0,
       renamed: (conversation) => conversation === this.#conversation && this.#showTitle(),
       deleted: (ids) => this.#afterDelete(ids),
@@ -61,7 +67,11 @@ export class Talk {
     document.addEventListener('keydown', (event) => this.#key(event));
     this.#drawToggles();
     this.#open(this.#conversation);
-    watchConversations(() => this.#mergeKept());
+    watchConversations({
+      changed: () => this.#mergeKept(),
+      gone: (ids) => this.#afterDeleteElsewhere(ids),
+      isRunning: (id) => this.#runs.of(id).length > 0,
+    });
   }
 
   get address() {
@@ -190,7 +200,7 @@ export class Talk {
       h('div', { class: 'settings-body' }, settingsFields(this.#settings, {
         system: this.#conversation.system,
         onSystem: (text) => {
-          this.#conversation.system = text;
+          this.#conversation.setSystem(text);
           if (this.#conversation.nodes.size) this.#keep();
         },
         onReset: () => {
@@ -203,15 +213,29 @@ export class Talk {
   // --- conversations
 
   #fresh() {
-    const conversation = new Conversation();
-    conversation.system = this.#conversation.system;
-    return conversation;
+    const { system, systemAt, imported } = this.#conversation;
+    return new Conversation(imported ? null : { system, systemAt });
   }
 
   /** The conversation with an id: the one that is shown, one with an answer that arrives, or the kept one; or null. */
   #find(id) {
-    if (id === this.#conversation.id) return this.#conversation;
-    return this.#runs.of(id)[0]?.conversation || loadConversation(id);
+    return this.#live().find((one) => one.id === id) || loadConversation(id);
+  }
+
+  /** The conversations that the page has more of than what is kept: the one that is shown, and those with an answer that arrives. */
+  #live() {
+    return [...new Set([this.#conversation, ...this.#runs.conversations()])];
+  }
+
+  /** All conversations, also one that is too long to be kept. */
+  #all() {
+    const live = this.#live().filter((one) => one.nodes.size);
+    const others = listConversations().filter((saved) => {
+      const here = live.find((one) => one.id === saved.id);
+      here?.merge(saved);
+      return !here;
+    });
+    return [...live, ...others];
   }
 
   #open(conversation) {
@@ -224,7 +248,11 @@ export class Talk {
   }
 
   #openKept(id) {
-    this.#open((id && this.#find(id)) || this.#fresh());
+    this.#goTo((id && this.#find(id)) || this.#fresh());
+  }
+
+  #goTo(conversation) {
+    this.#open(conversation);
     this.#panel('show-history', false);
     this.#showAddress();
     this.#focusComposer();
@@ -240,9 +268,16 @@ export class Talk {
   }
 
   #keep() {
-    this.history.note(keepConversation(this.#conversation));
+    this.history.note(keepConversation(this.#conversation)); // which takes what another tab has changed
+    this.#showTitle();
+    this.#showSystem();
     this.history.show(this.#conversation);
     this.#showAddress({ replaces: true });
+  }
+
+  /** Shows what a person should know of the keeping of an answer; what they did not ask for takes no other note away. */
+  #noteKeeping(note) {
+    if (note) this.history.note(note);
   }
 
   #afterDelete(ids) {
@@ -252,10 +287,17 @@ export class Talk {
     return this.#showAddress({ replaces: true });
   }
 
+  #afterDeleteElsewhere(ids) {
+    if (ids.includes(this.#conversation.id)) this.history.note('Another tab has deleted this conversation.');
+    this.#afterDelete(ids);
+  }
+
   /** Takes what another tab has added. What is shown stays, because a person may be reading or editing it. */
   #mergeKept() {
     const saved = loadConversation(this.#conversation.id);
     if (saved) this.#conversation.merge(saved);
+    this.#showTitle();
+    this.#showSystem();
     this.branches.show(this.#conversation);
     this.history.show(this.#conversation);
   }
@@ -279,6 +321,11 @@ export class Talk {
     this.#title.textContent = this.#title.title = this.#conversation.title || 'New conversation';
   }
 
+  #showSystem() {
+    const field = this.#side.querySelector('#set-system');
+    if (field.value !== this.#conversation.system) field.value = this.#conversation.system;
+  }
+
   #viewOf(node) {
     const view = new MessageView(node, this.#actions());
     this.#views.set(node.id, view);
@@ -294,7 +341,8 @@ export class Talk {
     const siblings = this.#conversation.siblings(node);
     if (this.#runs.get(node.id)) return this.#views.get(node.id).showSwitch(siblings);
     const awaitsResults = isLast && node.role === 'assistant' && node.tool_calls?.length > 0;
-    return this.#views.get(node.id)?.finish({ answer: this.#runs.answerOf(node.id), awaitsResults, siblings });
+    const awaitsAnswer = isLast && node.role !== 'assistant';
+    return this.#views.get(node.id)?.finish({ answer: this.#runs.answerOf(node.id), awaitsResults, awaitsAnswer, siblings });
   }
 
   /** Shows whether an answer of the shown branch arrives, and how much of the context the branch uses. */
@@ -319,6 +367,7 @@ export class Talk {
       nameOf: (node) => ({ user: 'You', assistant: this.#model.value || this.#mode.model, tool: 'Tool' })[node.role] || node.role,
       choose: (node) => this.#choose(node),
       regenerate: (node) => this.#isBlocked() || this.#generate(node.parent),
+      answer: (node) => this.#isBlocked() || this.#generate(node.id),
       edit: (node, text) => this.#edit(node, text),
       sendResults: (node, results) => this.#sendResults(node, results),
       showRequest: (node) => this.#showRequestOf(node),
@@ -406,7 +455,7 @@ export class Talk {
   }
 
   #afterAnswer({ conversation, node }, note) {
-    this.history.note(note);
+    this.#noteKeeping(note);
     this.history.show(this.#conversation);
     const painter = this.#painters.get(node.id);
     painter?.end();

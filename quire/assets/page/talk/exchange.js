@@ -5,15 +5,17 @@ import { saveFile } from '../dom.js';
 const ROLES = ['user', 'assistant', 'tool'];
 const TEXTS = ['reasoning', 'error', 'finish', 'request', 'tool_call_id'];
 const FIGURES = ['tokens', 'prompt', 'cached', 'forced', 'first', 'rate', 'drafts', 'reasoned'];
-export const MAX_FILE = 20_000_000; // characters
+export const MAX_FILE = 20_000_000; // bytes
 
 const isText = (value) => typeof value === 'string';
+const asText = (value) => (isText(value) ? value : '');
+const asTime = (value, other) => (Number.isFinite(value) ? Math.min(value, Date.now()) : other);
 const isId = (value) => isText(value) && /^\w{1,64}$/.test(value);
 
 function readCalls(calls) {
   if (!Array.isArray(calls)) return [];
   return calls.filter((call) => isText(call?.function?.name) && isText(call.function.arguments))
-    .map((call) => ({ id: String(call.id), type: 'function', function: { name: call.function.name, arguments: call.function.arguments } }));
+    .map((call) => ({ id: asText(call.id), type: 'function', function: { name: call.function.name, arguments: call.function.arguments } }));
 }
 
 function readFigures(figures) {
@@ -43,9 +45,17 @@ function readConversation(saved) {
   }
   const pairs = Array.isArray(saved.chosen) ? saved.chosen.filter(Array.isArray) : [];
   const chosen = pairs.filter(([parent, child]) => nodes.get(child)?.parent === parent);
-  const changed = Number.isFinite(saved.changed) ? Math.min(saved.changed, Date.now()) : Date.now();
-  const { id } = saved;
-  return { id, title: String(saved.title || '').slice(0, 200), system: String(saved.system || ''), changed, nodes: [...nodes.values()], chosen };
+  return {
+    id: saved.id,
+    title: asText(saved.title).slice(0, 200),
+    titleAt: asTime(saved.titleAt, 0),
+    system: asText(saved.system),
+    systemAt: asTime(saved.systemAt, 0),
+    imported: true,
+    changed: asTime(saved.changed, Date.now()),
+    nodes: [...nodes.values()],
+    chosen,
+  };
 }
 
 /** The conversations of a file, as `new Conversation` takes them. Throws an Error whose message is for a person. */

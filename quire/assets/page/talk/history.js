@@ -1,7 +1,7 @@
 // The list of kept conversations: search, open, rename, export, import, delete and undo.
 
 import { button, h, icon, plural } from '../dom.js';
-import { Conversation, deleteConversation, keepConversation, listConversations, restoreConversation } from './conversations.js';
+import { Conversation, deleteConversations, importConversations, keepConversation, listConversations, restoreConversations } from './conversations.js';
 import { MAX_FILE, exportConversations, readExport } from './exchange.js';
 
 const KEPT = 'Kept in this browser only.';
@@ -26,6 +26,8 @@ export class History {
   #menu = ''; // id of the conversation whose actions are shown
   #renamed = ''; // id of the conversation whose title is being typed
   #undoTimer = 0;
+  #deleted = []; // conversations that Undo brings back
+  #deletedShown = null; // the one of them that was shown
   #list = h('div', { class: 'chats' });
   #note = h('p', { class: 'note', role: 'status' }, KEPT);
   #undo = h('p', { class: 'undo', role: 'status' });
@@ -33,15 +35,16 @@ export class History {
   #file = h('input', { type: 'file', accept: '.json,application/json', hidden: true, onchange: () => this.#import() });
 
   /**
-   * `actions.open(id)` shows a conversation, and a new one for null; `find(id)` returns it; `isRunning(id)` tells whether an answer of it
-   * arrives; `renamed(conversation)` and `deleted(ids)` are called afterwards.
+   * `actions.open(id)` shows a conversation; `reopen(conversation)` shows one that may not be kept; `find(id)` returns one, and `all()`
+   * returns all with what the page has of them; `isRunning(id)` tells whether an answer of it arrives; `renamed(conversation)` and
+   * `deleted(ids)` are called afterwards.
    */
   constructor(actions) {
     this.#actions = actions;
     this.search = h('div', { class: 'side-search', onkeydown: (event) => this.#leaveSearch(event) }, this.#find);
     this.element = h('nav', { class: 'history', 'aria-label': 'Conversations' }, this.#list);
     this.foot = h('div', { class: 'history-foot' }, this.#undo,
-      button('Export all', () => exportConversations(listConversations()), { class: 'quiet' }),
+      button('Export all', () => exportConversations(this.#actions.all()), { class: 'quiet' }),
       button('Import', () => this.#file.click(), { class: 'quiet' }),
       button('Delete all', () => this.#deleteAll(), { class: 'quiet' }),
       this.#file, this.#note);
@@ -89,7 +92,13 @@ export class History {
     const isCurrent = row.id === this.#current?.id;
     const isOpen = row.id === this.#menu;
     if (row.id === this.#renamed) return h('li', {}, this.#titleField(row));
-    return h('li', { class: isCurrent ? 'active' : null },
+    const onkeydown = (event) => {
+      if (event.key !== 'Escape' || !isOpen) return;
+      event.preventDefault();
+      this.#toggleMenu('');
+      this.#list.querySelector(`[data-control="more-${row.id}"]`)?.focus();
+    };
+    return h('li', { class: isCurrent ? 'active' : null, onkeydown },
       h('button', {
         type: 'button', class: 'chat-link', 'aria-current': isCurrent ? 'true' : null, 'data-control': `open-${row.id}`,
         title: `${row.title}\n${new Date(row.changed).toLocaleString()}`, onclick: () => this.#actions.open(row.id),
@@ -125,7 +134,7 @@ export class History {
       this.#renamed = '';
       field.remove();
       if (isKept && conversation && field.value.trim()) {
-        conversation.title = field.value.trim().slice(0, 200);
+        conversation.rename(field.value.trim().slice(0, 200));
         this.note(keepConversation(conversation));
         this.#actions.renamed(conversation);
       }
@@ -148,27 +157,36 @@ export class History {
   }
 
   #delete(ids) {
-    const deleted = ids.map((id) => this.#actions.find(id)).filter(Boolean);
-    const shown = this.#current?.id;
-    for (const id of ids) deleteConversation(id);
+    this.#deleted.push(...ids.map((id) => this.#actions.find(id)).filter(Boolean));
+    if (ids.includes(this.#current?.id)) this.#deletedShown = this.#current;
+    deleteConversations(ids);
     this.#menu = '';
     this.#actions.deleted(ids);
-    const what = deleted.length === 1 ? `“${deleted[0].title || 'Untitled'}”` : plural(deleted.length, 'conversation');
-    const undo = () => {
-      for (const conversation of deleted) this.note(restoreConversation(conversation));
-      this.#endUndo();
-      if (ids.includes(shown)) this.#actions.open(shown);
-      else this.#draw();
-    };
-    const control = button('Undo', undo);
+    const what = this.#deleted.length === 1 ? `“${this.#deleted[0].title || 'Untitled'}”` : plural(this.#deleted.length, 'conversation');
+    const control = button('Undo', () => this.#bringBack());
     this.#undo.replaceChildren(h('span', {}, `Deleted: ${what}`), control);
     control.focus(); // its row, which had the focus, is gone
+    this.#waitForUndo();
+  }
+
+  /** Ends the time for Undo, but not under the focus. */
+  #waitForUndo() {
     clearTimeout(this.#undoTimer);
-    this.#undoTimer = setTimeout(() => this.#endUndo(), UNDO_MS);
+    this.#undoTimer = setTimeout(() => (this.#undo.contains(document.activeElement) ? this.#waitForUndo() : this.#endUndo()), UNDO_MS);
+  }
+
+  #bringBack() {
+    const [deleted, shown] = [this.#deleted, this.#deletedShown];
+    this.note(restoreConversations(deleted));
+    this.#endUndo();
+    if (shown) this.#actions.reopen(shown);
+    else this.#draw();
+    this.#list.querySelector(`[data-control="open-${(shown || deleted.at(-1)).id}"]`)?.focus();
   }
 
   #endUndo() {
     clearTimeout(this.#undoTimer);
+    [this.#deleted, this.#deletedShown] = [[], null];
     this.#undo.replaceChildren();
   }
 
@@ -180,8 +198,11 @@ export class History {
     try {
       if (file.size > MAX_FILE) throw new Error('This file is too large for what a browser keeps.');
       const found = readExport(await file.text());
-      const notes = found.map((saved) => restoreConversation(new Conversation(saved)));
-      this.note([`Imported: ${plural(found.length, 'conversation')}.`, notes.findLast(Boolean)].filter(Boolean).join(' '));
+      const { number, note } = importConversations(found.map((saved) => new Conversation(saved)));
+      const told = number === found.length
+        ? `Imported: ${plural(number, 'conversation')}.`
+        : `Imported: ${number} of ${plural(found.length, 'conversation')}. The others do not fit beside those that are kept.`;
+      this.note(`${told} ${note}`.trim());
     } catch (error) {
       this.note(error.message);
     }

@@ -47,10 +47,13 @@ export class Log {
   painter(view, run) {
     let frame = 0;
     let timer = 0;
+    let isStale = false; // whether something has arrived since the last paint
     let spokenUntil = run.node.content.length;
     let spokenAt = performance.now();
     const paint = () => {
       frame = timer = 0;
+      if (!isStale) return;
+      isStale = false;
       const begin = performance.now();
       const { content } = run.node;
       view.grow(run.node, run.answer);
@@ -69,6 +72,7 @@ export class Log {
     return {
       cancel,
       draw: () => {
+        isStale = true;
         if (!timer) frame ||= requestAnimationFrame(paint);
       },
       end: () => {

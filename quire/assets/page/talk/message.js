@@ -34,7 +34,7 @@ function figures(node) {
   const known = node.figures;
   if (!known) return null;
   const parts = [];
-  if (known.tokens) parts.push(h('span', {}, `${count(known.tokens)} tokens`));
+  if (known.tokens) parts.push(h('span', {}, plural(known.tokens, 'token')));
   if (known.rate) parts.push(h('span', {}, `${known.rate.toFixed(known.rate < 100 ? 1 : 0)} tokens/s`));
   if (known.first !== null) parts.push(h('span', {}, `first after ${seconds(known.first)}`));
   if (known.drafts) parts.push(h('span', { title: 'Tokens that a drafter predicted and the model confirmed' }, plural(known.drafts, 'draft')));
@@ -56,7 +56,7 @@ function figures(node) {
 function liveFigures(answer) {
   const { tokens, rate } = answer?.figures() || { tokens: 0 };
   if (!tokens) return 'Waiting for the first token…';
-  return rate ? `${count(tokens)} tokens · ${rate.toFixed(rate < 100 ? 1 : 0)} tokens/s` : plural(tokens, 'token');
+  return rate ? `${plural(tokens, 'token')} · ${rate.toFixed(rate < 100 ? 1 : 0)} tokens/s` : plural(tokens, 'token');
 }
 
 /** Shows a message while it is generated, and afterwards. `actions` has the callbacks of the conversation. */
@@ -107,7 +107,7 @@ export class MessageView {
   }
 
   /** Draws what only whole messages have: calls, figures, actions, the switch between branches. */
-  finish({ answer, awaitsResults, siblings }) {
+  finish({ answer, awaitsResults, awaitsAnswer, siblings }) {
     const { node, actions } = this;
     const { error } = node;
     this.element.classList.remove('growing');
@@ -127,7 +127,8 @@ export class MessageView {
       if (node.request) act('Explain', () => actions.explain(node.request));
     }
     if (node.role === 'user') this.element.querySelector('header').append(bar);
-    this.#foot.replaceChildren(...[error && h('p', { class: 'error', role: 'alert' }, error), figures(node), node.role !== 'user' && bar].filter(Boolean));
+    const ask = awaitsAnswer && button('Answer', () => actions.answer(node), { title: 'Asks for the answer that this message does not have' });
+    this.#foot.replaceChildren(...[error && h('p', { class: 'error', role: 'alert' }, error), figures(node), node.role !== 'user' && bar, ask].filter(Boolean));
   }
 
   /** Draws the switch between branches; none for a single branch. */

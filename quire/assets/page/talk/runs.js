@@ -1,23 +1,26 @@
 // Answers that are being generated, in any conversation. Each goes on until it ends or is stopped, whatever the page shows.
 
 import { requestAnswer } from './answer.js';
-import { keepConversation } from './conversations.js';
+import { hasText, keepConversation } from './conversations.js';
 
 const KEEP_MS = 3000; // between two times at which a growing answer is kept
 const MAX_TOKENS = 100_000; // that are known with their probabilities
-
-const hasText = (node) => Boolean(node.content || node.reasoning || node.tool_calls?.length);
 
 export class Runs {
   #running = new Map(); // message id -> {conversation, node, abort, answer, keptAt}
   #answers = new Map(); // message id -> Answer, for the tokens and requests of this page's lifetime
   #onGrow;
+  #onKept;
   #onEnd;
   #isLeaving = false; // the browser breaks streams off then, and that is no error
 
-  /** `onGrow(run)` is called after each arrival, `onEnd(run, note)` with what a person should know of the keeping. */
-  constructor({ onGrow, onEnd }) {
+  /**
+   * `onGrow(run)` is called after each arrival, `onKept(note)` when a growing answer was kept, and `onEnd(run, note)` at the end, both with
+   * what a person should know of the keeping.
+   */
+  constructor({ onGrow, onKept, onEnd }) {
     this.#onGrow = onGrow;
+    this.#onKept = onKept;
     this.#onEnd = onEnd;
     window.addEventListener('beforeunload', () => {
       this.#isLeaving = true;
@@ -38,6 +41,10 @@ export class Runs {
   /** The runs of a conversation. */
   of(conversationId) {
     return [...this.#running.values()].filter((run) => run.conversation.id === conversationId);
+  }
+
+  conversations() {
+    return [...this.#running.values()].map((run) => run.conversation);
   }
 
   /** What is known of an answer that this page has asked for, or undefined. */
@@ -81,7 +88,7 @@ export class Runs {
   #keep(run) {
     run.keptAt = Date.now();
     if (run.answer) Object.assign(run.node, run.answer.message());
-    keepConversation(run.conversation);
+    this.#onKept(keepConversation(run.conversation));
   }
 
   #remember(id, answer, body) {

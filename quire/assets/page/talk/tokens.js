@@ -19,7 +19,7 @@ function doubt(logprob) {
 function details(token) {
   const notes = [];
   if (token.forced) notes.push('forced by the constraint, not sampled');
-  if (token.draft) notes.push('an accepted draft');
+  if (token.draft) notes.push(token.logprob === null ? 'has accepted drafts' : 'an accepted draft');
   const rows = token.top.map(([text, logprob]) => {
     const bar = h('span', { class: 'bar', style: { width: `${Math.max(1, 100 * probability(logprob))}%` } });
     return h('tr', { class: text === token.text ? 'chosen' : null },
@@ -32,9 +32,11 @@ function details(token) {
   ];
 }
 
-/** The element for the tokens of an Answer. Arrow keys move the cursor from token to token. */
+/** The element for the tokens of an Answer; without probabilities, for the texts of its events. Arrow keys move the cursor from token to token. */
 export function tokenView({ tokens }) {
-  const readout = h('div', { class: 'token-readout', 'aria-live': 'polite' }, h('p', { class: 'note' }, 'Point at a token, or move with the arrow keys.'));
+  const hasProbabilities = tokens.some((token) => token.logprob !== null);
+  const hint = `Point at ${hasProbabilities ? 'a token' : 'a text'}, or move with the arrow keys.`;
+  const readout = h('div', { class: 'token-readout', 'aria-live': 'polite' }, h('p', { class: 'note' }, hint));
   let current = -1;
   const spans = tokens.map((token, index) => {
     const kinds = ['token', token.logprob === null ? 'plain' : doubt(token.logprob)];
@@ -56,8 +58,9 @@ export function tokenView({ tokens }) {
     spans[current]?.scrollIntoView({ block: 'nearest' });
   };
   const legend = h('p', { class: 'token-legend note' },
-    h('span', { class: 'token likely' }, '60–90 %'), h('span', { class: 'token open' }, '30–60 %'), h('span', { class: 'token unlikely' }, 'below 30 %'),
-    h('span', { class: 'token draft' }, 'accepted draft'), h('span', { class: 'token forced' }, 'forced'));
-  const text = h('div', { class: 'token-text', tabindex: '0', role: 'group', 'aria-label': `${plural(tokens.length, 'token')} with probabilities`, onkeydown }, spans);
+    hasProbabilities && [h('span', { class: 'token likely' }, '60–90 %'), h('span', { class: 'token open' }, '30–60 %'), h('span', { class: 'token unlikely' }, 'below 30 %')],
+    h('span', { class: 'token draft' }, hasProbabilities ? 'accepted draft' : 'has accepted drafts'), hasProbabilities && h('span', { class: 'token forced' }, 'forced'));
+  const label = hasProbabilities ? `${plural(tokens.length, 'token')} with probabilities` : `Text of ${plural(tokens.length, 'event')}, without probabilities`;
+  const text = h('div', { class: 'token-text', tabindex: '0', role: 'group', 'aria-label': label, onkeydown }, spans);
   return h('div', { class: 'tokens' }, legend, text, readout);
 }
