@@ -570,7 +570,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--first", type=int, help="the first seed; without it a random one")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes; by default one for each core")
     parser.add_argument("--save", type=Path, help="write minimized schedules to this folder")
-    parser.add_argument("--json", type=Path, help="write the counts and times to this file")
+    parser.add_argument("--json", type=Path, help="write counts and times to this file, also while it runs")
     parser.add_argument("--replay", type=Path, nargs="+", default=[], help="run these saved schedules instead")
     args = parser.parse_args(arguments)
     if args.replay:
@@ -585,12 +585,21 @@ def main(arguments: list[str] | None = None) -> None:
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     failed = num_run = 0
     began = time.monotonic()
+
+    def record(**times: int) -> None:
+        if args.json is not None:
+            counts = {"first_seed": first, "schedules": num_run, "failed": failed, "jobs": args.jobs}
+            seconds = {"seconds": round(time.monotonic() - began)}
+            args.json.write_text(json.dumps(counts | seconds | times, indent=2) + "\n")
+
     with (
         get_context("spawn").Pool(args.jobs, logging.disable) as pool,
         Progress(*columns, console=Console(stderr=True), transient=True) as progress,
     ):
         task = progress.add_task("schedules", total=None if args.seconds else num_seeds)
         for seed, fault in _faults(pool, range(first, first + num_seeds), until):
+            if num_run % _SEEDS_PER_BATCH == 0:
+                record()
             num_run += 1
             progress.advance(task)
             if fault is None:
@@ -608,10 +617,7 @@ def main(arguments: list[str] | None = None) -> None:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_seconds = used.ru_utime + used.ru_stime
     print(f"{num_run} schedules, {failed} failed, in {seconds:.0f} s; {cpu_seconds:.0f} s of CPU time")
-    if args.json is not None:
-        counts = {"first_seed": first, "schedules": num_run, "failed": failed, "jobs": args.jobs}
-        times = {"seconds": round(seconds), "cpu_seconds": round(cpu_seconds)}
-        args.json.write_text(json.dumps(counts | times, indent=2) + "\n")
+    record(cpu_seconds=round(cpu_seconds))
     sys.exit(failed > 0)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from quire.scheduler.sequence import Sequence
+from tools import fuzz_schedules
 from tools.fuzz_schedules import fault_of, main, minimized, random_schedule
 
 EXAMPLES = sorted((Path(__file__).parent / "schedules").glob("*.json"))
@@ -67,3 +68,16 @@ def test_the_command_prints_its_first_seed(capsys):
     assert end.value.code == 0
     said = capsys.readouterr().out
     assert "again: python -m tools.fuzz_schedules --first " in said and "3 schedules, 0 failed" in said
+
+
+def test_a_run_that_is_stopped_has_recorded_what_ran(tmp_path, monkeypatch):
+    def stopped(*_):
+        yield from ((seed, None) for seed in range(5))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fuzz_schedules, "_SEEDS_PER_BATCH", 2)
+    monkeypatch.setattr(fuzz_schedules, "_faults", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        main(["--first", "0", "--json", str(tmp_path / "counts.json")])
+    counts = json.loads((tmp_path / "counts.json").read_text())
+    assert (counts["schedules"], counts["failed"]) == (4, 0)
