@@ -82,20 +82,22 @@ def test_a_request_is_seen_from_its_arrival_to_its_cached_blocks(site):
 def test_no_byte_of_another_tenant_reaches_a_viewer():
     """While both tenants work, everything that ann can ask for is searched for what is bob's."""
     with run_site("ann", "bob", "root") as site, ExitStack() as stack:
-        raw, ended = [], threading.Event()
+        seen, ended = [], threading.Event()
 
         def look():
             with watching(site, "ann") as (updates, lines):
+                seen.append(lines)
                 for _ in updates:
                     if ended.is_set():
                         break
-                raw.extend(lines)
 
         viewer = threading.Thread(target=look)
         viewer.start()
         stack.callback(ended.set)
         answers = {}
-        for round_ in range(3):
+        num_rounds = 0
+        while num_rounds < 3 or not seen or (len(seen[0]) <= 10 and num_rounds < 100):
+            round_, num_rounds = num_rounds, num_rounds + 1
             for who in ("bob", "ann"):
                 more = {"request_id": f"{who}-asks-{round_}"}
                 answers[who, round_] = complete(site, who, f"{SECRETS[who]} {round_}", **more)
@@ -103,6 +105,7 @@ def test_no_byte_of_another_tenant_reaches_a_viewer():
         ended.set()
         complete(site, "bob", "the last one")
         viewer.join(60)
+        (raw,) = seen
         details = {number: site.ask("ann", "GET", f"/monitor/nodes/{number}") for number in range(1, 60)}
         shown = "\n".join([*raw, *(answer.text for answer in details.values())])
         assert {answer.status_code for answer in details.values()} == {200, 404}
@@ -125,7 +128,7 @@ def test_no_byte_of_another_tenant_reaches_a_viewer():
         for update in updates:
             assert update["sees"] == "own" and all(row["mine"] for row in update["requests"])
             assert all(step[2] is None and step[3] is None for step in update["steps"])
-        assert updates[-1]["totals"]["finished"] <= 6
+        assert updates[-1]["totals"]["finished"] <= 2 * num_rounds
 
 
 def test_who_may_look(site):
