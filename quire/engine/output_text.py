@@ -89,8 +89,10 @@ class SequenceOutputProcessor:
         end, stop_reason = self._ended_here or (output.end, self._stop_reason(output))
         result = self.result
         result.end_token = output.stop_token if self._ended_here is None else None
-        drafted = [place for place in output.drafted if place < len(tokens)]
-        result.drafted += [len(result.token_ids) + place for place in drafted]
+        drafted: list[int] = []
+        if output.drafted:
+            drafted = [place for place in output.drafted if place < len(tokens)]
+            result.drafted += [len(result.token_ids) + place for place in drafted]
         result.token_ids += tokens
         result.token_offsets += offsets
         num_forced = sum(place < len(tokens) for place in output.forced)

@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 IDLE_SECONDS = 0.5  # the longest wait of an idle engine for commands
 HEARTBEAT_SECONDS = 0.25
 _RECV_BYTES = 2**18  # bytes
+_MonitorCall = protocol.MonitorUpdate | protocol.MonitorNode
 _OF_VIEWERS = (protocol.MonitorUpdate, protocol.MonitorNode, protocol.ForgetViewer)
 _PAUSE_PER_MONITOR_CALL = 100  # pause after a call, times its CPU time: calls take at most 1 % of the time
 
@@ -59,9 +60,7 @@ class EngineLoop:
         self._answers: list[Answer] = []  # not sent yet
         self._sent_batch = False  # whether this turn has sent its message
         self._last_work = time.monotonic()  # when there was something to do but for viewers
-        self._monitor_calls: deque[protocol.MonitorUpdate | protocol.MonitorNode] = (
-            deque()
-        )  # not executed yet, oldest first
+        self._monitor_calls: deque[_MonitorCall] = deque()  # not executed yet, oldest first
         self._next_monitor_call = 0.0  # when the next of them may be executed
 
     def run(self) -> None:
@@ -104,11 +103,9 @@ class EngineLoop:
 
     def _idle_seconds(self) -> float:
         """How long an idle engine waits for commands: until the next call of the monitor, if there is one."""
-        return (
-            min(IDLE_SECONDS, max(0.0, self._next_monitor_call - time.monotonic()))
-            if self._monitor_calls
-            else IDLE_SECONDS
-        )
+        if not self._monitor_calls:
+            return IDLE_SECONDS
+        return min(IDLE_SECONDS, max(0.0, self._next_monitor_call - time.monotonic()))
 
     def _call_monitor(self) -> None:
         """Execute the oldest call of the monitor if it is due. The pause behind it bounds the share of all calls."""
@@ -119,7 +116,7 @@ class EngineLoop:
         self._answer_call(call.number, lambda: self._monitored(call))
         self._next_monitor_call = time.monotonic() + _PAUSE_PER_MONITOR_CALL * (time.thread_time() - began)
 
-    def _monitored(self, call: protocol.MonitorUpdate | protocol.MonitorNode) -> bytes:
+    def _monitored(self, call: _MonitorCall) -> bytes:
         match call:
             case protocol.MonitorUpdate(_, viewer, watcher, num_seen):
                 return self._engine.monitor_update(viewer, watcher, num_seen)

@@ -36,6 +36,12 @@ def run(plan, tokenizer, file, seed=0):
     return network, base.run_of(network, plan, tokenizer, file, is_compiled=False)
 
 
+def test_a_scaled_run_shorter_than_a_row_has_one_step_of_one_row():
+    assert SHORT.scaled(0.5, 7) == replace(SHORT, tokens=5 * 512, seed=7)
+    shortest = SHORT.scaled(0.01, 7)
+    assert (shortest.num_steps, shortest.tokens_per_step, shortest.row_length(0)) == (1, 128, 128)
+
+
 def test_equal_seeds_give_equal_tokenizers():
     first, second, other = (train_tokenizer(seed, vocab_size=600, num_chats=50) for seed in (0, 0, 1))
     assert first.to_str() == second.to_str() != other.to_str()

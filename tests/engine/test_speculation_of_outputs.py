@@ -94,6 +94,19 @@ def test_deterministic_outputs_are_equal_bit_for_bit():
         assert output.outputs[0].logprobs == plain.outputs[0].logprobs
 
 
+def test_drafts_behind_a_stop_string_are_no_drafted_tokens(llm):
+    params = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
+    text = generate(llm, SamplingParams(**params, speculation=False))[0].outputs[0].text
+    words = text.split()
+    stop = next(word for place, word in enumerate(words) if place > 9 and word not in " ".join(words[:place]))
+    for speculation in (False, True):
+        output, _ = generate(llm, SamplingParams(**params, stop=(stop,), prediction=text, speculation=speculation))
+        (one,) = output.outputs
+        assert one.stop_reason == stop and len(one.token_ids) < 40
+        assert one.drafted == sorted(set(one.drafted) & set(range(len(one.token_ids))))
+        assert bool(one.drafted) == speculation
+
+
 SCHEMA = {
     "type": "object",
     "properties": {

@@ -210,7 +210,7 @@
   } finally {
     window.fetch = fetch;
   }
-  check('a growing answer that is not kept is told', told.length === 1 && told[0].includes('too long'));
+  check('a note says that a growing answer is not kept', told.length === 1 && told[0].includes('too long'));
 
   const { Log } = await load('talk/log.js');
   let paints = 0;

@@ -6,7 +6,7 @@ from pathlib import Path
 from playwright.sync_api import Browser, Page, Route, expect
 
 from tools.page_check.browser import Watched, watched
-from tools.page_check.talk import LONG, done, say, start_long
+from tools.page_check.talk import LONG, done, say, second_tab, start_long
 
 MARK = ".chats .arriving"
 LENGTH = 2_000_001  # characters: one more than the page keeps
@@ -115,9 +115,7 @@ def check_unanswered(seen: Watched) -> None:
     expect(page.locator(".message.assistant .markdown")).to_contain_text("11 coins")
     page.route("**/v1/chat/completions", lambda route: held.append(route), times=1)
     page.click(".message.assistant >> text=Regenerate")
-    with page.context.expect_page() as opened:  # it has what is kept, as after a crash
-        page.evaluate("window.open(location.href, '_blank')")
-    other = opened.value
+    other = second_tab(page)  # it has what is kept, as after a crash
     expect(other.locator(".message.assistant .markdown")).to_contain_text("11 coins")
     expect(other.get_by_role("button", name="Answer", exact=True)).to_have_count(0)
     other.close()
@@ -142,13 +140,19 @@ def check_drafts_of_messages(seen: Watched) -> None:
     page.fill("#composer", "")
 
 
-def check_deleted(seen: Watched) -> None:
-    """A conversation that is deleted while its answer arrives is not kept again, until the deleting is undone."""
-    page = seen.page
+def start_in_new(page: Page) -> int:
+    """Begin a long answer in a new conversation. Returns the number of conversations before."""
     page.click("text=New conversation")
     before = page.locator(".chat-link").count()
     start_long(page)
     expect(page.locator(".chat-link")).to_have_count(before + 1)
+    return before
+
+
+def check_deleted(seen: Watched) -> None:
+    """A conversation that is deleted while its answer arrives is not kept again, until the deleting is undone."""
+    page = seen.page
+    before = start_in_new(page)
     act(page, "Delete")
     done(page)
     page.wait_for_timeout(300)  # a deleted one would be kept by now
@@ -165,12 +169,8 @@ def check_deleted(seen: Watched) -> None:
 def check_deleted_elsewhere(seen: Watched) -> None:
     """A conversation that another tab deletes while its answer arrives is not kept again."""
     page = seen.page
-    page.click("text=New conversation")
-    before = page.locator(".chat-link").count()
-    start_long(page)
-    with page.context.expect_page() as opened:
-        page.evaluate("window.open(location.href, '_blank')")
-    other = opened.value
+    before = start_in_new(page)
+    other = second_tab(page)
     expect(other.locator(".chat-link")).to_have_count(before + 1)
     act(other, "Delete")
     done(page)
@@ -202,7 +202,7 @@ def check_menu_keys(seen: Watched) -> None:
 
 
 def check_too_long(seen: Watched) -> None:
-    """A conversation that is too long to be kept is exported, and comes back after it was deleted with others."""
+    """A conversation that is too long to be kept can be exported; Undo shows it again after Delete all."""
     page = seen.page
     page.click("text=New conversation")
     say(page, "How much is the lantern?")

@@ -50,6 +50,13 @@ def without_end(route: Route) -> None:
     route.continue_(post_data={**route.request.post_data_json, "ignore_eos": True})
 
 
+def second_tab(page: Page) -> Page:
+    """Another tab with the address of this one."""
+    with page.context.expect_page() as opened:
+        page.evaluate("window.open(location.href, '_blank')")
+    return opened.value
+
+
 def start_long(page: Page) -> None:
     """Begin an answer of 1,500 tokens, and wait for its first words."""
     page.fill("#set-max_tokens", "1500")
@@ -158,9 +165,7 @@ def check_two_tabs(seen: Watched) -> None:
     page = seen.page
     page.click("text=New conversation")
     say(page, "Sort: carpet hammer deer")
-    with page.context.expect_page() as opened:
-        page.evaluate("window.open(location.href, '_blank')")
-    other = opened.value
+    other = second_tab(page)
     expect(other.locator(".message.assistant .markdown")).to_contain_text("carpet")
     for tab in (other, page):
         tab.click(".message.assistant >> text=Regenerate")

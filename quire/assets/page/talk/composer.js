@@ -6,7 +6,7 @@ import { keptInTab } from '../storage.js';
 const DRAFT = 'quire.draft.';
 const FULL = 0.9; // from this share of the context on the gauge warns
 const MAX_HEIGHT = 240;
-const SETTLE_MS = 250; // a tap elsewhere ends before the tabs of a phone come back, else it would miss what it meant
+const SETTLE_MS = 250; // until the tabs of a phone are shown again: they would move the control under a tap that has not ended
 
 export class Composer {
   #send;

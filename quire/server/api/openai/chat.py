@@ -155,6 +155,7 @@ class ChatAnswer:
         self._reader = reader
         self._with_ids = bool(body.return_token_ids)
         self._with_drafted = bool(body.return_drafted)
+        self._with_tokens = self._with_ids or self._with_drafted
         self._with_reasoning = body.include_reasoning is not False
         self._logprobs = LogprobFormat(
             chat.params, service.tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids)
@@ -190,8 +191,7 @@ class ChatAnswer:
             for index, parts, delta, finish_reason in deltas:
                 self._usage.count(delta)
                 objects = self._delta_objects(parts, with_logprobs=bool(delta.logprobs))
-                with_tokens = self._with_ids or self._with_drafted
-                if not objects and (finish_reason or (with_tokens and delta.token_ids)):
+                if not objects and (finish_reason or (self._with_tokens and delta.token_ids)):
                     objects = [{}]
                 for place, content in enumerate(objects, 1):
                     first = {"prompt_logprobs": _prompt_logprobs(transcript)} if about_prompt else {}

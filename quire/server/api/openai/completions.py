@@ -158,6 +158,7 @@ class CompletionAnswer:
         }
         self._with_ids = bool(body.return_token_ids)
         self._with_drafted = bool(body.return_drafted)
+        self._with_tokens = self._with_ids or self._with_drafted
         self._logprobs = LogprobFormat(params, service.tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids))
         self._usage = UsageFormat(body.stream_options, forced=service.always_reports_usage)
         self._chunk_event = body.chunk_event
@@ -182,9 +183,7 @@ class CompletionAnswer:
                 self._usage.count(delta)
                 index, place = reply.choice_index(delta), reply.transcript_index(delta)
                 begins = index not in begun
-                if is_visible(delta, ids=self._with_ids or self._with_drafted) or (
-                    begins and self._prompt_echoes.is_requested
-                ):
+                if is_visible(delta, ids=self._with_tokens) or (begins and self._prompt_echoes.is_requested):
                     begun.add(index)
                     opening = self._prompt_echoes.get(place, reply.transcripts[place]) if begins else None
                     choice = self._choice(index, delta, place, opening)
