@@ -1,7 +1,7 @@
 """Speculative decoding of quire beside vLLM's: the embedded model on its own tasks, one stream.
 
-    python -m benchmarks.speculation_peers --vllm PYTHON [--methods ngram,suffix] [--rounds 5] [--chats 6] [--before 30]
-        [--json FILE]
+    python -m benchmarks.speculation_peers [--vllm PYTHON [--methods ngram,suffix]] [--rounds 5] [--chats 6]
+        [--before 30] [--tasks copy,talk] [--json FILE]
 
 PYTHON: an interpreter that has vLLM; its method suffix needs the package arctic-inference. Each engine runs with and
 without drafts, 8 at most, after other chats of the same task, and with other chats in each round. All write equally
@@ -45,14 +45,16 @@ class Round(NamedTuple):
     num_steps: int
 
 
-def engines(vllm: str, methods: Sequence[str]) -> list[Engine]:
-    """quire and vLLM, each without drafts and with them."""
+def engines(vllm: str | None, methods: Sequence[str]) -> list[Engine]:
+    """quire, and vLLM if its interpreter is given, each without drafts and with them."""
     common = {"model": embedded.folder(), "max_num_seqs": 8, "max_model_len": 2048}
     found = [
         Engine("quire:off", sys.executable, options={"speculation": "off"}, **common),
         Engine("quire:auto", sys.executable, options={"speculation": "auto"}, **common),
-        Engine("vllm:off", vllm, options={"disable_log_stats": False}, **common),
     ]
+    if vllm is None:
+        return found
+    found.append(Engine("vllm:off", vllm, options={"disable_log_stats": False}, **common))
     for method in methods:
         config: dict[str, object] = {"method": method, "num_speculative_tokens": _DRAFTS}
         if method == "ngram":
@@ -62,12 +64,12 @@ def engines(vllm: str, methods: Sequence[str]) -> list[Engine]:
     return found
 
 
-def tasks(rounds: int, num_chats: int, num_before: int) -> dict[str, list[Queries]]:
+def queries_of(tasks: Sequence[str], rounds: int, num_chats: int, num_before: int) -> dict[str, list[Queries]]:
     """For each task the queries that come before, and those of each round, with the lengths of quire's answers."""
     llm = LLM(speculation="off")
     params = SamplingParams(temperature=0, max_tokens=_MOST_TOKENS)
     found = {}
-    for task in track(TASKS, "lengths of answers", console=_CONSOLE, transient=True):
+    for task in track(tasks, "lengths of answers", console=_CONSOLE, transient=True):
         parts = []
         for turn in range(rounds + 1):
             number = num_chats if turn else num_before
@@ -88,7 +90,7 @@ def run(running: Running, queries: Queries) -> tuple[float, int]:
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each task. Raises EngineError."""
-    asked, rows = tasks(args.rounds, args.chats, args.before), []
+    asked, rows = queries_of(args.tasks.split(","), args.rounds, args.chats, args.before), []
     with ExitStack() as stack:
         loaded = {one.name: stack.enter_context(start(one)) for one in engines(args.vllm, args.methods.split(","))}
         for task, (before, *others) in asked.items():
@@ -117,16 +119,17 @@ def _row(task: str, measured: Mapping[str, Sequence[Round]]) -> dict[str, Any]:
     return row
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Measure, print a table and write the JSON file."""
     parser = argparse.ArgumentParser(prog="benchmarks.speculation_peers", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--vllm", required=True, metavar="PYTHON", help="an interpreter that has vLLM")
+    parser.add_argument("--vllm", metavar="PYTHON", help="an interpreter that has vLLM; without it only quire runs")
     parser.add_argument("--methods", default="ngram,suffix", help="of vLLM")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--chats", type=int, default=6, help="per task")
     parser.add_argument("--before", type=int, default=30, help="chats per task before these")
+    parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--json", type=Path, help="write the results to this file")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     try:
         rows = measure(args)
     except EngineError as error:

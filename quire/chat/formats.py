@@ -127,13 +127,8 @@ class ChatFormat:
     reason: str
 
     @property
-    def needs_special_tokens(self) -> bool:
-        """Whether markup may be special tokens. If it is, the text must be detokenized with them."""
-        return bool(self.special_tokens)
-
-    @property
     def special_tokens(self) -> frozenset[str]:
-        """Texts of markup that are special tokens in some tokenizers."""
+        """Texts of markup that are special tokens in some tokenizers. With any, text is detokenized with special tokens."""
         return frozenset().union(*(_special_tokens(one) for one in (self.tools, self.reasoning) if one is not None))
 
 

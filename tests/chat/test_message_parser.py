@@ -287,5 +287,4 @@ def test_markup_may_be_special_tokens():
     assert HERMES.special_tokens == {"<tool_call>", "</tool_call>", "<think>", "</think>"}
     assert chat_format("mistral", "mistral").special_tokens >= {"[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"}
     assert "<|channel|>" in chat_format("openai").special_tokens
-    assert HERMES.needs_special_tokens
-    assert not chat_format("pythonic").needs_special_tokens
+    assert not chat_format("pythonic").special_tokens

@@ -62,6 +62,7 @@ TALK = (
     kept.check_drafts_of_messages,
     kept.check_deleted,
     kept.check_deleted_elsewhere,
+    kept.check_arriving_elsewhere,
     kept.check_menu_keys,
     kept.check_too_long,
     kept.check_list,

@@ -59,8 +59,10 @@ def check_edit_keys(seen: Watched) -> None:
 
 
 def check_settings(seen: Watched) -> None:
-    """The settings can be hidden, also over a reload; a field has a hint while it is used."""
+    """The settings can be hidden, also over a reload; a field has a hint while it is used, and the value that applies if it is empty."""
     page = seen.page
+    expect(page.locator("#set-temperature")).to_have_attribute("placeholder", "0.7")  # the model's
+    expect(page.locator("#set-min_p")).to_have_attribute("placeholder", "0")
     page.focus("#set-top_k")
     expect(page.locator("#hint-top_k")).to_be_visible()
     page.click(".settings .closer")

@@ -88,14 +88,14 @@ def check_address(seen: Watched) -> None:
 
 
 def check_kept(seen: Watched) -> None:
-    """An answer that is left by a reload is kept as far as it came, as one that was stopped."""
+    """An answer that is left by a reload is kept as far as it came, and marked."""
     page = seen.page
     page.click("text=New conversation")
     start_long(page)
     before = text_of_answer(page)
     page.reload()
     expect(page.locator(".message.user .plain")).to_have_text(f"{LONG} {LONG} {LONG}")
-    expect(page.locator(".message.assistant .figures")).to_contain_text("stopped")
+    expect(page.locator(".message.assistant .figures")).to_contain_text("not complete")
     assert text_of_answer(page).startswith(before)
     expect(page.locator(".error")).to_have_count(0)
     page.fill("#set-max_tokens", "")
@@ -183,6 +183,37 @@ def check_deleted_elsewhere(seen: Watched) -> None:
     act(other, "Delete")
     other.close()
     page.fill("#set-max_tokens", "")
+
+
+ADD_ANSWER = """({content, partial}) => {
+    const key = `quire.chat.${location.hash.slice('#/talk/'.length)}`;
+    const kept = JSON.parse(localStorage.getItem(key));
+    const nodes = kept.nodes.filter((node) => !['asked', 'answer'].includes(node.id));
+    nodes.push({id: 'asked', parent: nodes.at(-1).id, role: 'user', content: 'And the shovel?'});
+    nodes.push({id: 'answer', parent: 'asked', role: 'assistant', content, reasoning: '', partial});
+    localStorage.setItem(key, JSON.stringify({...kept, nodes}));
+}"""  # as the tab does in which the answer arrives
+
+
+def check_arriving_elsewhere(seen: Watched) -> None:
+    """Messages that another tab adds are shown; an answer that arrives there grows here until it is complete."""
+    page = seen.page
+    page.click("text=New conversation")
+    say(page, "How much is the lantern?")
+    other = second_tab(page)
+    answer = other.locator(".message.assistant").last
+    expect(answer).to_contain_text("11 coins")
+    page.evaluate(ADD_ANSWER, {"content": "The shovel", "partial": True})
+    expect(answer.locator(".markdown")).to_have_text("The shovel")
+    expect(answer.locator(".figures")).to_contain_text("not complete")
+    page.evaluate(ADD_ANSWER, {"content": "The shovel costs", "partial": True})
+    expect(answer.locator(".markdown")).to_have_text("The shovel costs")
+    page.evaluate(ADD_ANSWER, {"content": "The shovel costs 9 coins."})
+    expect(answer.locator(".markdown")).to_have_text("The shovel costs 9 coins.")
+    expect(answer.locator(".figures")).not_to_contain_text("not complete")
+    expect(other.locator(".message")).to_have_count(4)
+    other.close()
+    page.click("text=New conversation")
 
 
 def check_menu_keys(seen: Watched) -> None:

@@ -18,13 +18,6 @@ def allocate_weight(
     return None if scheme is None else codes.allocate(shape, dtype, parts, scheme)
 
 
-def require_unpacked(weight: Weight) -> Tensor:
-    """The weight as a tensor. Raises TypeError for one that another module packed."""
-    if isinstance(weight, PackedWeight):
-        raise TypeError("this weight was packed by another kernel module")
-    return weight
-
-
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """x (num_rows, in) times weight (out, in), plus bias (out,)."""
     if isinstance(weight, PackedWeight):

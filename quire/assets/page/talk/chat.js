@@ -184,7 +184,9 @@ export class Talk {
   async #loadModels() {
     if (this.#contexts.size) return;
     try {
-      const { data } = await getJSON('v1/models');
+      const [{ data }, { preferred_sampling_params: defaults }] = await Promise.all([getJSON('v1/models'), getJSON('get_model_info')]);
+      this.#settings.modelDefaults = defaults || {};
+      if (!this.#side.contains(document.activeElement)) this.#drawSettings();
       const chosen = this.#model.value;
       this.#model.replaceChildren(...data.map(({ id }) => h('option', { value: id, selected: id === chosen }, id)));
       this.#model.hidden = data.length < 2;
@@ -292,14 +294,30 @@ export class Talk {
     this.#afterDelete(ids);
   }
 
-  /** Takes what another tab has added. What is shown stays, because a person may be reading or editing it. */
+  /** Takes what another tab has added. What is shown stays, because a person may be reading or editing it; answers grow, and messages follow. */
   #mergeKept() {
+    const arriving = this.#conversation.path().filter((node) => node.partial && !this.#runs.get(node.id));
     const saved = loadConversation(this.#conversation.id);
     if (saved) this.#conversation.merge(saved);
+    for (const node of arriving) {
+      this.#views.get(node.id)?.update(node);
+      if (!node.partial) this.#finishView(node, true);
+    }
+    this.#showFollowing();
     this.#showTitle();
     this.#showSystem();
+    this.#showState();
+    this.#log.follow();
     this.branches.show(this.#conversation);
     this.history.show(this.#conversation);
+  }
+
+  /** Shows the messages that follow the shown ones. */
+  #showFollowing() {
+    const [path, shown] = [this.#conversation.path(), this.#views.size];
+    if (!shown || path.length <= shown || [...this.#views.keys()].some((id, index) => path[index].id !== id)) return;
+    this.#log.append(path.slice(shown).map((node) => this.#viewOf(node)));
+    path.slice(shown - 1).forEach((node) => this.#finishView(node, node === path.at(-1)));
   }
 
   // --- the branch that is shown

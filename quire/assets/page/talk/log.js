@@ -21,6 +21,10 @@ export class Log {
     this.toEnd();
   }
 
+  append(elements) {
+    this.#scroll.firstChild.append(...elements);
+  }
+
   say(text) {
     this.#spoken.append(h('p', {}, text));
     while (this.#spoken.childElementCount > 20) this.#spoken.firstChild.remove();

@@ -45,8 +45,8 @@ function figures(node) {
       h('span', { class: 'meter', 'aria-hidden': 'true' }, h('span', { style: { width: known.prompt ? `${(100 * known.cached) / known.prompt}%` : '0' } })),
       `${text} (${percent(known.cached, known.prompt)})`));
   }
-  const finish = node.partial ? 'stopped' : node.finish; // the page was left while a partial answer arrived
-  if (['length', 'stopped', 'error', 'abort', 'repetition'].includes(finish)) {
+  const finish = node.partial ? 'not complete' : node.finish; // it arrives in another tab, or did when the page was left
+  if (['length', 'stopped', 'not complete', 'error', 'abort', 'repetition'].includes(finish)) {
     parts.push(h('span', { class: 'tag' }, finish === 'length' ? 'cut at max tokens' : finish));
   }
   return h('p', { class: 'figures' }, parts);

@@ -5,16 +5,17 @@ import { kept } from '../storage.js';
 
 const KEY = 'quire.settings';
 
+// name, label, hint, least, most, step, what an empty field means if the model has no default of its own
 const NUMBERS = [
-  ['temperature', 'Temperature', '0 takes the most likely token each time', 0, 100, 0.1],
-  ['top_p', 'Top p', 'The most likely tokens up to this total probability', 0, 1, 0.05],
-  ['top_k', 'Top k', 'This many of the most likely tokens', 0, null, 1],
-  ['min_p', 'Min p', 'At least this fraction of the probability of the most likely token', 0, 1, 0.01],
-  ['max_tokens', 'Max tokens', 'The longest answer', 1, null, 1],
-  ['seed', 'Seed', 'The same seed makes the same answer', 0, null, 1],
-  ['presence_penalty', 'Presence penalty', 'Above 0: fewer tokens that have occurred', -2, 2, 0.1],
-  ['frequency_penalty', 'Frequency penalty', 'Above 0: fewer tokens that have occurred often', -2, 2, 0.1],
-  ['repetition_penalty', 'Repetition penalty', '1 is none. Above 1: fewer tokens that have occurred', 0, 100, 0.05],
+  ['temperature', 'Temperature', '0 takes the most likely token each time', 0, 100, 0.1, '1'],
+  ['top_p', 'Top p', 'The most likely tokens up to this total probability', 0, 1, 0.05, '1'],
+  ['top_k', 'Top k', 'This many of the most likely tokens', 0, null, 1, 'all'],
+  ['min_p', 'Min p', 'At least this fraction of the probability of the most likely token', 0, 1, 0.01, '0'],
+  ['max_tokens', 'Max tokens', 'The longest answer', 1, null, 1, 'context'],
+  ['seed', 'Seed', 'The same seed makes the same answer', 0, null, 1, 'random'],
+  ['presence_penalty', 'Presence penalty', 'Above 0: fewer tokens that have occurred', -2, 2, 0.1, '0'],
+  ['frequency_penalty', 'Frequency penalty', 'Above 0: fewer tokens that have occurred often', -2, 2, 0.1, '0'],
+  ['repetition_penalty', 'Repetition penalty', '1 is none. Above 1: fewer tokens that have occurred', 0, 100, 0.05, '1'],
 ];
 
 const EXAMPLE_SCHEMA = {
@@ -61,6 +62,7 @@ const TOOLS_PROBLEM = 'Tools are a JSON list of objects with "type": "function" 
 
 export class Settings {
   #values;
+  modelDefaults = {}; // sampling parameters that the model's files set
 
   constructor() {
     try {
@@ -130,7 +132,7 @@ export class Settings {
 }
 
 function numberField(settings, field) {
-  const [name, label, hint, min, max, step] = field;
+  const [name, label, hint, min, max, step, fallback] = field;
   const id = `set-${name}`;
   const problem = h('span', { class: 'problem', id: `problem-${name}`, role: 'status' });
   const check = () => {
@@ -139,7 +141,7 @@ function numberField(settings, field) {
     input.setAttribute('aria-invalid', text ? 'true' : 'false');
   };
   const input = h('input', {
-    type: 'number', id, min, max, step, placeholder: 'default', value: settings.get(name), inputmode: min < 0 ? 'text' : step === 1 ? 'numeric' : 'decimal',
+    type: 'number', id, min, max, step, value: settings.get(name), placeholder: String(settings.modelDefaults[name] ?? fallback), inputmode: min < 0 ? 'text' : step === 1 ? 'numeric' : 'decimal',
     'aria-describedby': `hint-${name} problem-${name}`,
     oninput: () => {
       settings.set(name, input.value);
