@@ -128,7 +128,7 @@ class ChatFormat:
 
     @property
     def special_tokens(self) -> frozenset[str]:
-        """Texts of markup that are special tokens in some tokenizers. With any, text is detokenized with special tokens."""
+        """Texts of markup that are special tokens in some tokenizers. Text is then detokenized with special tokens."""
         return frozenset().union(*(_special_tokens(one) for one in (self.tools, self.reasoning) if one is not None))
 
 

@@ -1,4 +1,4 @@
-"""benchmarks.speculation and benchmarks.speculation_peers with few requests: which figures they report, not how large."""
+"""benchmarks.speculation and benchmarks.speculation_peers with few requests: which figures they report."""
 
 import json
 

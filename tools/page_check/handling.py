@@ -59,7 +59,7 @@ def check_edit_keys(seen: Watched) -> None:
 
 
 def check_settings(seen: Watched) -> None:
-    """The settings can be hidden, also over a reload; a field has a hint while it is used, and the value that applies if it is empty."""
+    """The settings can be hidden, also over a reload. A field has a hint, and shows the value that applies to it."""
     page = seen.page
     expect(page.locator("#set-temperature")).to_have_attribute("placeholder", "0.7")  # the model's
     expect(page.locator("#set-min_p")).to_have_attribute("placeholder", "0")
