@@ -9,7 +9,7 @@ earned: the embedded model on its own tasks. Chats of the same task come first, 
 step` is without the governor, with 8 drafts, and counts the step that computes the prompt: it yields a token, too.
 `speed-up` is with the governor: seconds without drafts by seconds with them.
 repeated: a request again, with the same answer. together: 32 requests at a time, of random prompts at temperature 1
-(W2), and of chats. records: JSON records of a schema, token by token, with forced tokens, and with drafts between these.
+(W2), and of chats. records: JSON records of a schema, token by token, with forced tokens, and with drafts between them.
 Every output is compared with the one without drafts.
 """
 
