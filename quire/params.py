@@ -11,7 +11,8 @@ from quire.errors import RequestError, known_arguments_only
 
 ConstraintKind = Literal["json", "regex", "choice", "grammar", "structural_tag"]
 
-MAX_CHARACTERS = 131_072  # of a schema, pattern, grammar or tag, and of all choices
+MAX_CHARACTERS = 131_072  # of a pattern, grammar or tag, and of all choices
+MAX_SCHEMA = 524_288  # characters of a JSON schema
 MAX_CHOICES = 4096
 MAX_LITERAL = 4096  # characters of one choice, or of one text in a schema or a grammar
 MAX_NESTING = 64  # of a schema or tag
@@ -53,9 +54,9 @@ class StructuredOutputsParams:
         if self.json_object is False:
             object.__setattr__(self, "json_object", None)
         if self.json is not None:
-            object.__setattr__(self, "json", _as_json("json", self.json))
+            object.__setattr__(self, "json", _as_json("json", self.json, MAX_SCHEMA))
         if self.structural_tag is not None:
-            object.__setattr__(self, "structural_tag", _as_json("structural_tag", self.structural_tag))
+            object.__setattr__(self, "structural_tag", _as_json("structural_tag", self.structural_tag, MAX_CHARACTERS))
         if self.choice is not None:
             object.__setattr__(self, "choice", _choices(self.choice))
         given = [name for name in _KINDS if getattr(self, name) is not None]
@@ -185,20 +186,23 @@ class Constraint(NamedTuple):
         return self.structured_outputs is None or self.structured_outputs.fast_forward
 
 
-def _as_json(name: str, value: object) -> str:
-    """A schema or tag as JSON text. Raises RequestError if it is invalid, too long or nested too deeply."""
+def _as_json(name: str, value: object, most: int) -> str:
+    """A schema or tag as JSON text of at most `most` characters.
+
+    Raises RequestError if it is invalid, too long or nested too deeply.
+    """
     if isinstance(value, str):
-        _check_text(name, value, MAX_CHARACTERS)
+        _check_text(name, value, most)
         try:
             parsed = jsonlib.loads(value)
-            _check_depth(name, parsed)
+            _check_depth(name, parsed, most)
             check_unicode(name, jsonlib.dumps(parsed, ensure_ascii=False))
         except (ValueError, RecursionError) as error:
             if isinstance(error, RequestError):
                 raise
             raise RequestError(f"{name} is not valid JSON: {error}", name) from error
         return value
-    _check_depth(name, value)
+    _check_depth(name, value, most)
     try:
         text = jsonlib.dumps(value, allow_nan=False)
         check_unicode(name, jsonlib.dumps(value, ensure_ascii=False))
@@ -206,22 +210,22 @@ def _as_json(name: str, value: object) -> str:
         if isinstance(error, RequestError):
             raise
         raise RequestError(f"{name} cannot be written as JSON: {error}", name) from error
-    _check_text(name, text, MAX_CHARACTERS)
+    _check_text(name, text, most)
     return text
 
 
-def _check_depth(name: str, value: object) -> None:
-    """Raises RequestError for a value that is nested too deeply, or has more items or text than MAX_CHARACTERS allows.
+def _check_depth(name: str, value: object, most: int) -> None:
+    """Raises RequestError for a value that is nested too deeply, or that cannot be JSON of `most` characters.
 
     The loop is bounded: each item takes at least two characters of JSON.
     """
-    level, most, most_text = [value], MAX_CHARACTERS // 2, MAX_CHARACTERS
+    level, items_left, text_left = [value], most // 2, most
     for _ in range(MAX_NESTING + 1):
         containers = [one for one in level if isinstance(one, (dict, list, tuple))]
-        most -= sum(map(len, containers))
-        most_text -= sum(len(one) for one in level if isinstance(one, str))
-        if most < 0 or most_text < 0:
-            raise RequestError(f"{name} must have 1 to {MAX_CHARACTERS:,} characters, and has more", name)
+        items_left -= sum(map(len, containers))
+        text_left -= sum(len(one) for one in level if isinstance(one, str))
+        if items_left < 0 or text_left < 0:
+            raise RequestError(f"{name} must have 1 to {most:,} characters, and has more", name)
         level = [one for outer in containers for one in (outer.values() if isinstance(outer, dict) else outer)]
         if not level:
             return

@@ -16,6 +16,7 @@ from quire.params import (
     MAX_LENGTH_PENALTY,
     MAX_LISTED_TOKENS,
     MAX_LOGPROB_IDS,
+    MAX_SCHEMA,
     MAX_STOP_LENGTH,
     MAX_STOPS,
     MAX_TOKENS,
@@ -55,10 +56,8 @@ _TOKENS = (
     *("prompt", "input", "input_ids", "tokens", "stop_token_ids", "allowed_token_ids"),
     *("logprob_token_ids", "token_ids_logprob", "label_token_ids"),
 )
-_CONSTRAINT_FIELDS = (
-    *("json", "regex", "grammar", "structural_tag", "schema", "json_schema", "ebnf"),
-    *("guided_json", "guided_regex", "guided_grammar"),
-)
+_SCHEMA_FIELDS = ("json", "schema", "json_schema", "guided_json")
+_CONSTRAINT_FIELDS = ("regex", "grammar", "structural_tag", "ebnf", "guided_regex", "guided_grammar")
 _SECONDS: Keywords = {"exclusiveMinimum": 0, "maximum": MAX_SECONDS}
 
 LIMITS: Mapping[str, Limits] = {
@@ -76,6 +75,7 @@ LIMITS: Mapping[str, Limits] = {
             "maxProperties": MAX_LISTED_TOKENS,
         }
     },
+    **{name: {"string": {"minLength": 1, "maxLength": MAX_SCHEMA}} for name in _SCHEMA_FIELDS},
     **{name: {"string": {"minLength": 1, "maxLength": MAX_CHARACTERS}} for name in _CONSTRAINT_FIELDS},
     **{name: {"string": {"minLength": 1}, "array": {"minItems": 1}} for name in ("choice", "guided_choice")},
     "whitespace_pattern": {"string": {"minLength": 1, "maxLength": MAX_WHITESPACE}},

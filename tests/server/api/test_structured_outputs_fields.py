@@ -6,7 +6,7 @@ import pytest
 from embedded_model_server import CHAT, STORY
 
 from quire.errors import RequestError
-from quire.params import MAX_CHARACTERS, MAX_NESTING, StructuredOutputsParams
+from quire.params import MAX_CHARACTERS, MAX_NESTING, MAX_SCHEMA, StructuredOutputsParams
 from quire.server.api.openai.schema import ChatBody, CompletionBody
 from quire.server.api.sglang.schema import ROUTE_NAMES, GenerateParams
 from quire.server.errors import renamed_fields
@@ -88,7 +88,7 @@ def test_without_a_form_anything_may_come(read, fields):
 
 
 DEEP = "[" * (MAX_NESTING + 2) + "]" * (MAX_NESTING + 2)
-BIG = {"enum": ["x" * 1000] * (MAX_CHARACTERS // 1000)}
+BIG = {"enum": ["x" * 1000] * (MAX_SCHEMA // 1000)}
 # fields of a body -> the error's param and a part of its message
 REFUSED = [
     ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "not regex and choice"),
@@ -134,9 +134,9 @@ REFUSED = [
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": BIG}}},
         "response_format",
-        "response_format must have 1 to 131,072 characters",
+        "response_format must have 1 to 524,288 characters",
     ),
-    ({"guided_json": {"enum": [1] * MAX_CHARACTERS}}, "guided_json", "and has more"),
+    ({"guided_json": {"enum": [1] * MAX_SCHEMA}}, "guided_json", "and has more"),
     ({"regex": "a", "use_beam_search": True}, "regex", "cannot be combined with use_beam_search"),
     (
         {"response_format": {"type": "json_object"}, "use_beam_search": True},
@@ -152,6 +152,11 @@ def test_a_form_that_cannot_be_is_refused_by_the_name_of_its_field(read, fields,
         read(**fields)
     assert caught.value.param == param
     assert message in str(caught.value)
+
+
+def test_a_schema_may_be_longer_than_other_forms(read):
+    schema = {"enum": ["x" * 1000] * (2 * MAX_CHARACTERS // 1000)}
+    assert len(read(guided_json=schema).structured_outputs.json) > 2 * MAX_CHARACTERS
 
 
 def test_a_beam_search_takes_what_asks_for_no_form(read):
