@@ -1,6 +1,5 @@
 """Output processing: from a StepResult to the Outputs of its sequences."""
 
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -59,15 +58,17 @@ def _num_kept(scheduled: list[ScheduledChunk], counts: list[int], tokens: list[i
 
     A draft is accepted if all before it are, and it equals the token sampled at its position or is forced.
     """
-    kept, stops = [1 if count else 0 for count in counts], list(accumulate(counts))
-    for i, chunk in enumerate(scheduled):
-        if chunk.proposal is None:
-            continue
-        forced, sampled = chunk.proposal.forced, tokens[stops[i] - counts[i] : stops[i]]
-        for place, (draft, token) in enumerate(zip(chunk.drafts, sampled, strict=False)):
-            if draft != token and place not in forced:
-                break
-            kept[i] += 1
+    kept, at = [], 0
+    for chunk, count in zip(scheduled, counts, strict=True):
+        num = min(count, 1)
+        if chunk.proposal is not None:
+            forced = chunk.proposal.forced
+            for place, (draft, token) in enumerate(zip(chunk.drafts, tokens[at : at + count], strict=False)):
+                if draft != token and place not in forced:
+                    break
+                num += 1
+        kept.append(num)
+        at += count
     return kept
 
 

@@ -71,12 +71,8 @@ class SuffixDrafter:
         return self._index.num_indexed
 
     def extend(self, most: int) -> int:
-        """Index up to `most` more tokens, unless none will be searched. Returns their number."""
-        return 0 if self._agrees() else self._index.extend(len(self._tokens) - 1, most)
-
-    def _agrees(self) -> bool:
-        """Whether a match that is long enough goes on."""
-        return self._follower.follow(self._tokens) and self._follower.match_length >= _FOLLOWED
+        """Index up to `most` more tokens. Returns their number."""
+        return self._index.extend(len(self._tokens) - 1, most)
 
     def propose(self, most: int) -> Proposal | None:
         """Up to `most` tokens; None if the last two tokens have not occurred before.
@@ -84,7 +80,7 @@ class SuffixDrafter:
         If the occurrence overlaps the end, the text repeats itself, and so does the chain.
         """
         follower, tokens, length = self._follower, self._tokens, len(self._tokens)
-        if not self._agrees():
+        if not follower.follow(tokens) or follower.match_length < _FOLLOWED:
             found = self._index.find(tokens, length, prefer_latest=False)  # texts repeat what they said first
             if found is None:
                 return None
