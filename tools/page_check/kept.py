@@ -190,7 +190,8 @@ ADD_ANSWER = """({content, partial}) => {
     const kept = JSON.parse(localStorage.getItem(key));
     const nodes = kept.nodes.filter((node) => !['asked', 'answer'].includes(node.id));
     nodes.push({id: 'asked', parent: nodes.at(-1).id, role: 'user', content: 'And the shovel?'});
-    nodes.push({id: 'answer', parent: 'asked', role: 'assistant', content, reasoning: '', partial});
+    const figures = {tokens: 2, rate: null, first: null, prompt: null, cached: null};
+    nodes.push({id: 'answer', parent: 'asked', role: 'assistant', content, reasoning: '', partial, figures});
     localStorage.setItem(key, JSON.stringify({...kept, nodes}));
 }"""  # as the tab does in which the answer arrives
 
