@@ -4,11 +4,13 @@
 
 A server with the embedded model answers `--sequences` streams at a time. Windows with viewers on /monitor and windows
 without take turns, so that both see the same load and the same machine. A ratio is that of the two windows of a pair.
+Lengths of the streams are random: if all were equal, they would end together, and windows would see other phases.
 """
 
 import argparse
 import asyncio
 import json
+import random
 import re
 import statistics
 import subprocess
@@ -22,7 +24,7 @@ from typing import NamedTuple
 from benchmarks.cpu.machine import describe
 
 BIN = Path(sys.executable).parent
-PROMPT, MAX_TOKENS, SETTLE_SECONDS = 64, 400, 1.0
+PROMPT, LENGTHS, SETTLE_SECONDS = 64, (20, 400), 1.0
 GOALS = {"engine": 1.01, "front_end": 1.05}
 _TICKS = 100  # per second, of /proc
 
@@ -91,7 +93,7 @@ async def measure(args: argparse.Namespace, front_end: int) -> list[tuple[Window
     """Pairs of windows without and with viewers. Which comes first changes from pair to pair."""
     engine = _child_of(front_end)
     streams = [asyncio.create_task(_generate_forever(args.port, seed)) for seed in range(args.sequences)]
-    await asyncio.sleep(3 * SETTLE_SECONDS)
+    await asyncio.sleep(10 * SETTLE_SECONDS)
     pairs = []
     for i in range(args.pairs):
         windows: dict[int, Window] = {}
@@ -144,8 +146,9 @@ def _ratio(used: float, window: Window, used_without: float, without: Window) ->
 
 
 async def _generate_forever(port: int, seed: int) -> None:
+    draw = random.Random(seed)
     while True:
-        body = {"prompt": [67 + (seed * 7 + i) % 1000 for i in range(PROMPT)], "max_tokens": MAX_TOKENS}
+        body = {"prompt": [67 + (seed * 7 + i) % 1000 for i in range(PROMPT)], "max_tokens": draw.randint(*LENGTHS)}
         data = json.dumps({**body, "ignore_eos": True, "stream": True, "seed": seed}).encode()
         head = (
             f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(data)}\r\nconnection: close\r\n"
