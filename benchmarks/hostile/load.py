@@ -176,9 +176,11 @@ async def schemas(attack: Attack) -> None:
     """Eight expensive schemas and grammars at once."""
     objects = [{"properties": {f"@@@@@@@@{i}": {"type": "string"}}, "required": [f"@@@@@@@@{i}"]} for i in range(4)]
     product = {"allOf": [{"anyOf": [{"type": "object", **one} for one in objects]} for _ in range(5)]}
+    names = {f"@@@@@@@@{'a' * 900}{i}": {"type": "string", "maxLength": 9} for i in range(511)}
+    long = {"type": "object", "properties": {**names, "last": {"type": "array", "uniqueItems": True}}}
     rules = "\n".join(f'r{i} ::= "@@@@@@@@" r{i + 1} | r{i + 1} "{i}" | "{i}"' for i in range(500))
-    forms = [
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": product}}},
+    forms: list[dict[str, Any]] = [
+        *({"structured_outputs": {"json": schema}} for schema in (product, long)),
         {"structured_outputs": {"grammar": f'root ::= r0\n{rules}\nr500 ::= "a'}},
     ]
     await attack.flood(CHAT, _numbered([json.dumps({**_HELLO, **form}).encode() for form in forms]), 8)
