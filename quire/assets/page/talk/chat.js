@@ -294,7 +294,10 @@ export class Talk {
     this.#afterDelete(ids);
   }
 
-  /** Takes what another tab has added. What is shown stays, because a person may be reading or editing it; answers grow, and messages follow. */
+  /**
+   * Takes what another tab has added. Messages below the last shown one are added, and answers that arrive in the other tab grow. All else
+   * that is shown stays, because a person may be reading or editing it.
+   */
   #mergeKept() {
     const arriving = this.#conversation.path().filter((node) => node.partial && !this.#runs.get(node.id));
     const saved = loadConversation(this.#conversation.id);
@@ -312,7 +315,7 @@ export class Talk {
     this.history.show(this.#conversation);
   }
 
-  /** Shows the messages that follow the shown ones. */
+  /** Shows messages that another tab has added below the last shown one. */
   #showFollowing() {
     const [path, shown] = [this.#conversation.path(), this.#views.size];
     if (!shown || path.length <= shown || [...this.#views.keys()].some((id, index) => path[index].id !== id)) return;

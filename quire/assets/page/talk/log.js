@@ -21,6 +21,7 @@ export class Log {
     this.toEnd();
   }
 
+  /** Adds messages below the others. */
   append(elements) {
     this.#scroll.firstChild.append(...elements);
   }

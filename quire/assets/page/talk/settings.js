@@ -62,7 +62,7 @@ const TOOLS_PROBLEM = 'Tools are a JSON list of objects with "type": "function" 
 
 export class Settings {
   #values;
-  modelDefaults = {}; // sampling parameters that the model's files set
+  modelDefaults = {}; // by name, from the model's generation_config.json
 
   constructor() {
     try {
