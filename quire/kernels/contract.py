@@ -40,12 +40,16 @@ GRIDS: Mapping[Grid, tuple[int, ...]] = MappingProxyType(
         "iq4_nl": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
     }
 )
+FACTOR_COLUMNS = 256  # that share factors of scales
 _TYPE_NAMES: Mapping[Grid, str] = MappingProxyType({"e2m1": "fp4_e2m1", "iq4_nl": "iq4_nl", "e4m3": "fp8_e4m3"})
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
     """Storage of a low-bit weight: value = scale * number + offset, with unsigned codes of `bits` bits for the numbers.
+
+    With factors, scales and offsets are 8-bit integers. Each FACTOR_COLUMNS columns of a row have a factor for scales
+    and one for offsets: value = factor * scale * number + offset_factor * offset. GGUF's K-quants are such.
 
     The grid has the number of each code. "int": code - zero_point. "e2m1", "iq4_nl": GRIDS[grid][code], 4 bits.
     "e4m3": the float8 (e4m3fn) number with these bits.
@@ -54,16 +58,17 @@ class Scheme:
     grid "e4m3" they do not round x. `quire.kernels.reference.codes` specifies the rounding of weights and of x.
     """
 
-    bits: int  # 8 or 4
+    bits: int  # 8, 6 or 4
     group_size: int = 0  # columns that share a scale; 0: all columns of a row
-    scale_dtype: torch.dtype = torch.float32  # also of offsets
+    scale_dtype: torch.dtype = torch.float32  # also of offsets; of factors if there are any
     has_offsets: bool = False  # one for each scale; otherwise the offset is 0
     grid: Grid = "int"
+    has_factors: bool = False  # then group_size divides FACTOR_COLUMNS
 
     @property
     def zero_point(self) -> int:
         """The code whose value is the offset, if the grid is "int"."""
-        return 1 << (self.bits - 1)
+        return 0 if self.has_factors and self.has_offsets else 1 << (self.bits - 1)
 
     @property
     def type_name(self) -> str:
@@ -74,14 +79,20 @@ class Scheme:
         """Number of scales of a row. The last group may be shorter."""
         return -(-columns // self.group_size) if self.group_size else 1
 
+    def num_factors(self, columns: int) -> int:
+        """Number of factors of the scales of a row; 0 if the scheme has none."""
+        return -(-columns // FACTOR_COLUMNS) if self.has_factors else 0
+
     def num_bytes(self, rows: int, columns: int) -> int:
-        """Bytes of a weight's codes, scales and offsets, without padding."""
-        each = self.scale_dtype.itemsize * (1 + self.has_offsets)
-        return rows * (-(-columns * self.bits // 8) + self.num_groups(columns) * each)
+        """Bytes of a weight's codes, scales, offsets and factors, without padding."""
+        each = 1 if self.has_factors else self.scale_dtype.itemsize
+        scales = self.num_groups(columns) * each + self.num_factors(columns) * self.scale_dtype.itemsize
+        return rows * (-(-columns * self.bits // 8) + scales * (1 + self.has_offsets))
 
     def __str__(self) -> str:
         groups = f"groups of {self.group_size}" if self.group_size else "one scale a row"
-        return f"{self.type_name}, {groups}" + (" with offsets" if self.has_offsets else "")
+        parts = [name for name, has in (("offsets", self.has_offsets), ("factors", self.has_factors)) if has]
+        return f"{self.type_name}, {groups}" + (f" with {' and '.join(parts)}" if parts else "")
 
 
 INT8, INT4, FP8 = Scheme(8), Scheme(4, 32, torch.bfloat16), Scheme(8, grid="e4m3")
@@ -92,13 +103,14 @@ class QuantizedRows(NamedTuple):
     """Rows of a low-bit weight before they are packed."""
 
     codes: Tensor  # uint8 (n, columns)
-    scales: Tensor  # Scheme.scale_dtype (n, num_groups)
+    scales: Tensor  # Scheme.scale_dtype (n, num_groups), or int8 if there are factors
     offsets: Tensor | None = None  # like scales, if Scheme.has_offsets
+    factors: Tensor | None = None  # Scheme.scale_dtype (n, num_factors, 1), or 2 with those of offsets
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> "QuantizedRows":
-        """Rows moved or selected by `change`, which is applied to codes, scales and offsets."""
-        offsets = None if self.offsets is None else change(self.offsets)
-        return QuantizedRows(change(self.codes), change(self.scales), offsets)
+        """Rows moved or selected by `change`, which is applied to all parts."""
+        offsets, factors = (some if some is None else change(some) for some in self[2:])
+        return QuantizedRows(change(self.codes), change(self.scales), offsets, factors)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

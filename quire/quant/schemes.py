@@ -5,7 +5,8 @@ head, has 8 bits at least, because its errors go into every logit. Norms, biases
 model's type.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from math import gcd
 from types import MappingProxyType
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.contract import FP8, INT4, INT8, MXFP4, NVFP4, QuantizedRows, Scheme
-from quire.kernels.reference.codes import numbers_of
+from quire.kernels.reference.codes import numbers_of, scales_of
 from quire.models.weight_map import Placement
 
 Schemes = Mapping[str, Scheme]  # by parameter of the decoder; other parameters keep the model's type
@@ -56,10 +57,13 @@ def _is_projection(parameter: str) -> bool:
 def widest(schemes: Iterable[Scheme]) -> Scheme | None:
     """A scheme that holds rows of all the given ones. One scale for a row counts as a scale for each group.
 
-    Different 4-bit grids become int8, whose codes have all their numbers. None: float8 and another grid.
+    Different 4-bit grids become int8, whose codes have all their numbers. Scales keep factors if all of them have some.
+    None: float8 and another grid.
     """
     first, *others = dict.fromkeys(schemes)
     for other in others:
+        if first.grid != other.grid or not (first.has_factors and other.has_factors):
+            first, other = without_factors(first), without_factors(other)
         same_grid, same_scales = first.grid == other.grid, first.scale_dtype == other.scale_dtype
         if not same_grid and "e4m3" in (first.grid, other.grid):
             return None
@@ -69,13 +73,34 @@ def widest(schemes: Iterable[Scheme]) -> Scheme | None:
             first.scale_dtype if same_scales else torch.float32,
             first.has_offsets or other.has_offsets,
             first.grid if same_grid else "int",
+            first.has_factors,
         )
     return first
 
 
+def without_factors(scheme: Scheme) -> Scheme:
+    """The scheme with a scale for each group instead of integers with factors. iq4_nl has scales that need float32."""
+    if not scheme.has_factors:
+        return scheme
+    dtype = torch.float32 if scheme.grid == "iq4_nl" else scheme.scale_dtype
+    return replace(scheme, has_factors=False, scale_dtype=dtype)
+
+
+def simpler(scheme: Scheme) -> Iterator[Scheme]:
+    """Schemes that hold the given one, the smallest first, for kernels that do not multiply it."""
+    plain = without_factors(scheme)
+    if plain != scheme:
+        yield plain
+    if plain.bits == 6:
+        yield replace(plain, bits=8)
+
+
 def holds(scheme: Scheme, stored: Scheme) -> bool:
-    """Whether `convert` can convert rows in the scheme `stored` to `scheme` without a change of their values."""
-    exact = scheme.scale_dtype in (stored.scale_dtype, torch.float32)
+    """Whether `convert` can convert rows in the scheme `stored` to `scheme` without a change of their values.
+
+    Scales without the factors that they had are rounded once.
+    """
+    exact = scheme.scale_dtype in (stored.scale_dtype, torch.float32) and stored.has_factors >= scheme.has_factors
     grouped = stored.group_size == scheme.group_size or (
         scheme.group_size > 0 and stored.group_size % scheme.group_size == 0
     )
@@ -92,15 +117,31 @@ def convert(rows: QuantizedRows, stored: Scheme, scheme: Scheme) -> QuantizedRow
         times = scheme.num_groups(columns)
 
     def spread(values: Tensor) -> Tensor:
-        return values.repeat_interleave(times, 1)[:, : scheme.num_groups(columns)].to(scheme.scale_dtype)
+        return values.repeat_interleave(times, 1)[:, : scheme.num_groups(columns)]
 
-    scales = spread(rows.scales)
-    offsets = torch.zeros_like(scales) if rows.offsets is None else spread(rows.offsets)
+    factors = rows.factors if scheme.has_factors else None
+    scales, offsets = (rows.scales, rows.offsets) if factors is not None else scales_of(rows, stored)
+    codes, shift = _moved_codes(rows.codes, stored, scheme)
+    if scheme.has_offsets:
+        offsets = torch.zeros_like(scales) if offsets is None else offsets
+        if factors is None:
+            offsets = offsets + shift * scales
+        elif factors.shape[2] == 1:  # scale * shift, as an offset with a factor of its own
+            offsets, factors = scales, torch.cat((factors, shift * factors), 2)
+    if factors is not None:
+        return QuantizedRows(codes, spread(scales), None if offsets is None else spread(offsets), factors)
+    kept = None if offsets is None or not scheme.has_offsets else spread(offsets).to(scheme.scale_dtype)
+    return QuantizedRows(codes, spread(scales).to(scheme.scale_dtype), kept)
+
+
+def _moved_codes(codes: Tensor, stored: Scheme, scheme: Scheme) -> tuple[Tensor, int]:
+    """Codes of the scheme `stored` in `scheme`, and by how many scales the offsets move. They move if codes cannot."""
     if stored.grid != scheme.grid:
-        codes = (numbers_of(rows.codes, stored) + scheme.zero_point).to(torch.uint8)
-    else:
-        codes = rows.codes + (scheme.zero_point - stored.zero_point)
-    return QuantizedRows(codes, scales, offsets if scheme.has_offsets else None)
+        return (numbers_of(codes, stored) + scheme.zero_point).to(torch.uint8), 0
+    shift = scheme.zero_point - stored.zero_point
+    if 0 <= shift <= (1 << scheme.bits) - (1 << stored.bits):
+        return codes + shift, 0
+    return codes, shift
 
 
 def summary(schemes: Schemes) -> str:

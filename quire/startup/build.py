@@ -42,12 +42,12 @@ from quire.errors import ConfigError
 from quire.hub import embedded
 from quire.hub.locate import locate
 from quire.kernels.choose import Chosen, choose, unsupported_reason, usable_device
-from quire.kernels.contract import Requirements
+from quire.kernels.contract import Kernels, Requirements, Scheme
 from quire.kernels.reference.quantized import QUANTIZED
 from quire.models.checkpoint import Checkpoint
 from quire.models.model import Description, Progress
 from quire.models.weight_cache import WeightCache
-from quire.quant.schemes import AT_LOAD, Schemes, summary
+from quire.quant.schemes import AT_LOAD, Schemes, simpler, summary
 from quire.runner.model_runner import TorchRunner
 from quire.scheduler.journal import JournalledScheduler, open_journal, open_restart_journal
 from quire.scheduler.scheduler import Scheduler
@@ -315,19 +315,26 @@ def _low_bits(
     chosen = choose(options.kernels, requirements)
     if not schemes:
         return schemes, chosen, ""
-    name, kernels = chosen.kernels.NAME, chosen.kernels
-    refused = {
-        scheme: "it multiplies codes slowly"
-        if name == "reference"
-        else kernels.unsupported_reason(replace(requirements, schemes=(scheme,)))
+    nearest = {  # each scheme itself, or one that holds it
+        scheme: next(
+            (one for one in (scheme, *simpler(scheme)) if not _refusal(chosen.kernels, requirements, one)), None
+        )
         for scheme in needed.schemes
     }
-    kept = {parameter: scheme for parameter, scheme in schemes.items() if refused[scheme] is None}
+    kept = {parameter: one for parameter, scheme in schemes.items() if (one := nearest[scheme]) is not None}
     line = [f"as stored: {summary(kept)}; --quantization none expands them"] if kept else []
-    reason = next((one for one in refused.values() if one is not None), None)
-    if reason is not None:
-        line.append(f"expanded from low bits to {requirements.dtype}: {name}: {reason}")
+    expanded = next((scheme for scheme, one in nearest.items() if one is None), None)
+    if expanded is not None:
+        reason = _refusal(chosen.kernels, requirements, expanded)
+        line.append(f"expanded from low bits to {requirements.dtype}: {chosen.kernels.NAME}: {reason}")
     return kept, chosen, "; ".join(line)
+
+
+def _refusal(kernels: Kernels, requirements: Requirements, scheme: Scheme) -> str | None:
+    """Why codes in a scheme are not kept, or None if they are."""
+    if kernels.NAME == "reference":
+        return "it multiplies codes slowly"
+    return kernels.unsupported_reason(replace(requirements, schemes=(scheme,)))
 
 
 def resolve_dtypes(options: EngineOptions, model_dtype: str) -> tuple[str, str]:

@@ -12,6 +12,8 @@ import gguf
 import numpy as np
 from safetensors.torch import load_file
 
+from quire.models.gguf.tensor_types import TENSOR_TYPES
+
 ARCHITECTURES = {
     "LlamaForCausalLM": gguf.MODEL_ARCH.LLAMA,
     "MixtralForCausalLM": gguf.MODEL_ARCH.LLAMA,
@@ -34,8 +36,9 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 def write_gguf(folder, path, *, kind="F32", pre="gpt-2", tensors_in_shard=0) -> Path:
     """Write the checkpoint in `folder` as GGUF to `path`, with its tokenizer.json, if any, and the pre-tokenizer `pre`.
 
-    kind: type of the matrices whose rows it fits; all else is F32. tensors_in_shard: 0 writes one file. With shards,
-    `path` is NAME.gguf, and the first of NAME-00001-of-... is returned.
+    kind: type of the matrices whose rows it fits; all else is F32. K-quants have random numbers. "Q4_K_M" is Q4_K, with
+    Q6_K for values and down projections. tensors_in_shard: 0 writes one file. With shards, `path` is NAME.gguf, and the
+    first of NAME-00001-of-... is returned.
     """
     folder, path = Path(folder), Path(path)
     config = json.loads((folder / "config.json").read_text())
@@ -63,12 +66,30 @@ def finish(writer):
 
 
 def add_tensor(writer, name, tensor, kind="F32"):
+    if kind == "Q4_K_M":
+        kind = "Q6_K" if "attn_v" in name or "ffn_down" in name else "Q4_K"
     type_ = gguf.GGMLQuantizationType[kind]
     if tensor.ndim < 2 or tensor.shape[-1] % gguf.GGML_QUANT_SIZES[type_][0]:
         type_ = gguf.GGMLQuantizationType.F32
+    if type_.name.endswith("_K"):
+        writer.add_tensor(name, random_k_quants(tensor.shape, type_, sum(map(ord, name))), raw_dtype=type_)
+        return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about numbers that underflow in half precision
         writer.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(tensor), type_), raw_dtype=type_)
+
+
+def random_k_quants(shape, type_, seed):
+    """A tensor of random bytes, but for the factors of scales, which are small."""
+    layout, draw = (
+        next(one.layout for one in TENSOR_TYPES.values() if one.name == type_.name),
+        np.random.default_rng(seed),
+    )
+    number = math.prod(shape) // gguf.GGML_QUANT_SIZES[type_][0]
+    blocks = draw.integers(0, 256, number * layout.itemsize, dtype=np.uint8).view(layout)
+    for name in {"scale", "low"} & set(layout.names):
+        blocks[name] = draw.normal(size=number) / 4096
+    return blocks.view(np.uint8).reshape(*shape[:-1], -1)
 
 
 def _architecture_name(config):

@@ -3,7 +3,7 @@
 See `csrc/products.cpp`, and `csrc/code_products.cpp` for low-bit weights.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from operator import itemgetter
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quire.kernels.contract import ACTIVATIONS, Grid, PackedWeight, QuantizedRows, Scheme, Weight
+from quire.kernels.contract import ACTIVATIONS, FACTOR_COLUMNS, Grid, PackedWeight, QuantizedRows, Scheme, Weight
 from quire.kernels.cpu import _C, rowwise
 from quire.kernels.cpu.memory import empty, pages
 from quire.kernels.cpu.views import dtype_code
@@ -24,6 +24,7 @@ from quire.kernels.reference.products import experts as plain_experts
 TILE_ROWS = 16  # rows of a tile of a packed weight
 _VECTOR_BYTES = 64  # of a tile: the next terms of its rows
 _SCALE_CODES: Mapping[torch.dtype, int] = MappingProxyType({torch.float32: 0, torch.bfloat16: 1, torch.float16: 2})
+_FACTORED = 3  # code of scales with factors; 4 with offsets
 _GRID_CODES: Mapping[Grid, int] = MappingProxyType({"int": 0, "e2m1": 1, "iq4_nl": 2, "e4m3": 3})
 _MAX_CODE_COLUMNS = 65536  # of a low-bit weight: sums of so many products of codes fit into 32 bits
 _PACK_CHUNK_ROWS = 1024  # rows that are converted at once, so that they are still in a CPU cache when they are packed
@@ -46,8 +47,13 @@ def allocate_weight(
         terms = columns if dtype == torch.float32 else -(-columns // 32) * 32
         return PackedWeight(_zeros((*tiles, TILE_ROWS * terms), dtype), rows, columns, dtype, parts)
     _check_scheme(scheme, columns)
-    terms = 32 // scheme.bits  # of a vector and a row
-    codes = _zeros((*tiles, -(-columns // terms) * _VECTOR_BYTES), torch.uint8)
+    vectors, terms = (3, 16) if scheme.bits == 6 else (1, 32 // scheme.bits)  # terms of a row in so many vectors
+    codes = _zeros((*tiles, -(-columns // terms) * vectors * _VECTOR_BYTES), torch.uint8)
+    if scheme.has_factors:
+        each = 1 + scheme.has_offsets
+        block = TILE_ROWS * each * (scheme.scale_dtype.itemsize + FACTOR_COLUMNS // scheme.group_size)
+        scales = _zeros((*tiles, scheme.num_factors(columns), block), torch.uint8)
+        return PackedWeight(codes, rows, columns, dtype, parts, scheme, scales)
     shape = (*tiles, scheme.num_groups(columns), TILE_ROWS)
     scales = _zeros(shape, scheme.scale_dtype)
     offsets = _zeros(shape, scheme.scale_dtype) if scheme.has_offsets else None
@@ -61,15 +67,18 @@ def _zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 def multiplies(scheme: Scheme) -> bool:
     """Whether products have weights in this scheme."""
-    bits = {"int": (4, 8), "e4m3": (8,)}.get(scheme.grid, (4,))
-    if scheme.grid == "e4m3" and scheme.has_offsets:
+    bits, unit = {"int": (4, 6, 8), "e4m3": (8,)}.get(scheme.grid, (4,)), 16 if scheme.bits == 6 else 8
+    if scheme.bits not in bits or scheme.group_size % unit or scheme.scale_dtype not in _SCALE_CODES:
         return False
-    return scheme.bits in bits and scheme.scale_dtype in _SCALE_CODES and scheme.group_size % 8 == 0
+    if not scheme.has_factors:
+        return not (scheme.grid == "e4m3" and scheme.has_offsets)
+    fits = scheme.group_size > 0 and FACTOR_COLUMNS % scheme.group_size == 0
+    return fits and scheme.bits < 8 and scheme.scale_dtype == torch.float16
 
 
 def _check_scheme(scheme: Scheme, columns: int) -> None:
     if not multiplies(scheme):
-        raise ValueError(f"the CPU kernels have 8 and 4 bits with groups of a multiple of 8 columns, not {scheme}")
+        raise ValueError(f"the CPU kernels have 8, 6 and 4 bits with groups of a multiple of 16 columns, not {scheme}")
     if columns > _MAX_CODE_COLUMNS:
         raise ValueError(f"a low-bit weight has at most {_MAX_CODE_COLUMNS} columns, not {columns}")
 
@@ -100,20 +109,41 @@ def _write_part(weight: PackedWeight, part: int, rows: Tensor | QuantizedRows, s
             raise TypeError("rows of codes need a weight with their scheme")
         _C.pack_rows(rows.to(data.dtype).contiguous(), data, dtype_code(data), len(rows), weight.columns, start)
         return
-    codes, scales, offsets = quantize_rows(rows, weight.scheme) if isinstance(rows, Tensor) else rows
-    grid = _GRID_CODES[weight.scheme.grid]
-    _C.pack_codes(codes.contiguous(), data, weight.scheme.bits, len(codes), weight.columns, start, grid)
+    quantized = quantize_rows(rows, weight.scheme) if isinstance(rows, Tensor) else rows
+    codes = quantized.codes.contiguous()
+    _C.pack_codes(codes, data, len(codes), weight.columns, start, *_format(weight.scheme))
     places = torch.arange(start, start + len(codes))
-    for packed, values in ((weight.scales, scales), (weight.offsets, offsets)):
-        if packed is not None and values is not None:
-            packed[part][places // TILE_ROWS, :, places % TILE_ROWS] = values
+    for packed, values in _scale_views(weight, part, quantized):
+        packed[places // TILE_ROWS, ..., places % TILE_ROWS] = values
+
+
+def _scale_views(weight: PackedWeight, part: int, rows: QuantizedRows) -> Iterator[tuple[Tensor, Tensor]]:
+    """Views (tiles, ..., 16) of a part's scales, offsets and factors, and the values (n, ...) of rows for them."""
+    scheme = weight.scheme
+    if scheme is None or weight.scales is None:
+        raise TypeError("the weight has no codes")
+    if rows.factors is None:
+        yield weight.scales[part], rows.scales
+        if weight.offsets is not None and rows.offsets is not None:
+            yield weight.offsets[part], rows.offsets
+        return
+    blocks, each = weight.scales[part], 1 + scheme.has_offsets  # see csrc/factors.h
+    tiles, number = blocks.shape[:2]
+    half = TILE_ROWS * scheme.scale_dtype.itemsize * each
+    yield blocks[..., :half].view(scheme.scale_dtype).view(tiles, number, each, TILE_ROWS), rows.factors
+    integers = blocks[..., half:].view(torch.int8).view(tiles, number, each, -1, TILE_ROWS)
+    groups = integers.shape[3]
+    for index, values in enumerate((rows.scales, rows.offsets)):
+        if values is not None:
+            padded = F.pad(values, (0, number * groups - values.shape[1]))
+            yield integers[:, :, index], padded.view(len(values), number, groups)
 
 
 def quantize_rows(rows: Tensor, scheme: Scheme) -> QuantizedRows:
     """Rows of a weight (n, columns), of any float type, rounded to codes: see `quire.kernels.reference.codes`."""
     if scheme.grid == "iq4_nl":
         raise ValueError("weights are not rounded to iq4_nl; only GGUF files have it")
-    if scheme.grid == "e4m3":
+    if scheme.grid == "e4m3" or scheme.bits == 6 or scheme.has_factors:
         return plain_rows(rows, scheme)
     n, columns = rows.shape
     codes = torch.empty((n, columns), dtype=torch.uint8)
@@ -216,7 +246,8 @@ def _codes(weight: PackedWeight) -> tuple[Tensor, Tensor | None, Tensor | None]:
 
 
 def _format(scheme: Scheme) -> tuple[int, int, int, int]:
-    return scheme.bits, scheme.group_size, _SCALE_CODES[scheme.scale_dtype], _GRID_CODES[scheme.grid]
+    scales = _FACTORED + scheme.has_offsets if scheme.has_factors else _SCALE_CODES[scheme.scale_dtype]
+    return scheme.bits, scheme.group_size, scales, _GRID_CODES[scheme.grid]
 
 
 def route(logits: Tensor, k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:

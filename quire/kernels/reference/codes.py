@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from quire.kernels.contract import GRIDS, MXFP4, PackedWeight, QuantizedRows, Scheme
+from quire.kernels.contract import FACTOR_COLUMNS, GRIDS, MXFP4, PackedWeight, QuantizedRows, Scheme
 
 _SMALLEST = 2.0**-96  # rows with a smaller largest magnitude, and groups with a smaller scale, count as zeros
 _MAX_CODE = 127  # of x
@@ -38,8 +38,10 @@ def quantize_rows(
     positive: for layouts that have no negative scales; then only an extreme below zero may have code 0.
     largest: float32 (1, 1), for NVFP4 layouts with one factor for a tensor: its largest magnitude. Scales of larger
     groups are the largest e4m3 number times the factor.
-    Raises ValueError for the grid "iq4_nl".
+    Raises ValueError for the grid "iq4_nl", and for scales with factors.
     """
+    if scheme.has_factors:
+        raise ValueError("weights are not rounded to scales with factors; only GGUF files have them")
     rows, (columns, zero) = rows.float(), (rows.shape[1], scheme.zero_point)
     if scheme.grid == "int" and scheme.bits == 8 and not scheme.group_size:
         rounded, scales = quantize_activations(rows)
@@ -139,10 +141,19 @@ def dequantize(rows: QuantizedRows, scheme: Scheme) -> Tensor:
     """The values of quantized rows, float32 (n, columns)."""
     columns = rows.codes.shape[1]
     scales, offsets = (
-        0 if some is None else some.float().repeat_interleave(scheme.group_size or columns, 1)[:, :columns]
-        for some in (rows.scales, rows.offsets)
+        0 if some is None else some.repeat_interleave(scheme.group_size or columns, 1)[:, :columns]
+        for some in scales_of(rows, scheme)
     )
     return numbers_of(rows.codes, scheme) * scales + offsets
+
+
+def scales_of(rows: QuantizedRows, scheme: Scheme) -> tuple[Tensor, Tensor | None]:
+    """Scales and offsets (n, num_groups) times their factors, float32. These products are exact."""
+    scales, offsets = rows.scales.float(), None if rows.offsets is None else rows.offsets.float()
+    if rows.factors is None:
+        return scales, offsets
+    factors = rows.factors.float().repeat_interleave(FACTOR_COLUMNS // scheme.group_size, 1)[:, : scales.shape[1]]
+    return scales * factors[:, :, 0], None if offsets is None else offsets * factors[:, :, 1]
 
 
 def numbers_of(codes: Tensor, scheme: Scheme) -> Tensor:
@@ -170,10 +181,14 @@ def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def allocate(shape: Sequence[int], dtype: torch.dtype, parts: int, scheme: Scheme) -> PackedWeight:
-    """A zeroed weight (rows, columns), or stack of such weights. Codes of 4 bits are packed two to a byte."""
+    """A zeroed weight (rows, columns), or stack of such weights. Codes of 4 bits are packed two to a byte.
+
+    Scales with factors are multiplied by them, and become float32.
+    """
     *number, rows, columns = shape
-    codes = torch.zeros((*number, rows, -(-columns * scheme.bits // 8)), dtype=torch.uint8)
-    scales = torch.zeros((*number, rows, scheme.num_groups(columns)), dtype=scheme.scale_dtype)
+    codes = torch.zeros((*number, rows, -(-columns * (4 if scheme.bits == 4 else 8) // 8)), dtype=torch.uint8)
+    dtype_of_scales = torch.float32 if scheme.has_factors else scheme.scale_dtype
+    scales = torch.zeros((*number, rows, scheme.num_groups(columns)), dtype=dtype_of_scales)
     offsets = torch.zeros_like(scales) if scheme.has_offsets else None
     return PackedWeight(codes, rows, columns, dtype, parts, scheme, scales, offsets)
 
@@ -188,9 +203,9 @@ def write_rows(weight: PackedWeight, rows: Tensor | QuantizedRows, start: int, i
         pairs = pad(codes, (0, codes.shape[1] % 2)).view(len(codes), -1, 2)
         codes = pairs[:, :, 0] | pairs[:, :, 1] << 4
     one.data[start:end] = codes
-    scales[start:end] = quantized.scales
-    if one.offsets is not None and quantized.offsets is not None:
-        one.offsets[start:end] = quantized.offsets
+    scales[start:end], offsets = scales_of(quantized, scheme)
+    if one.offsets is not None and offsets is not None:
+        one.offsets[start:end] = offsets
 
 
 def rows_of(weight: PackedWeight) -> QuantizedRows:

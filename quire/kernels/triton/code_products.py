@@ -69,6 +69,8 @@ def unsupported_scheme_reason(scheme: Scheme) -> str | None:
     """Why weights of this scheme are not multiplied, or None if they are."""
     if scheme.grid != "int" and scheme.grid not in GRIDS:
         return f"it does not multiply weights in {scheme}"
+    if scheme.has_factors:
+        return f"it has no factors of scales, as in {scheme}"
     if scheme.bits not in (4, 8):
         return f"it multiplies codes of 4 and 8 bits, not {scheme}"
     size, longest = scheme.group_size, TILE_COLUMNS * scheme.bits // 8

@@ -18,19 +18,22 @@ from quire.models.gguf.tensor_types import TensorType
 
 Blocks = NDArray[np.void]  # of one of the layouts of tensor_types
 Codes = NDArray[np.integer[Any]]  # uint8
-Numbers = NDArray[np.floating[Any]]  # float32
+Numbers = NDArray[np.floating[Any]]  # float32; float16 for factors
+Integers = NDArray[np.int8]
 
 
 class Decoded(NamedTuple):
     """Blocks in groups of numbers with one scale: number = scale * (code - zero) + offset.
 
-    With a 4-bit grid, number = scale * GRIDS[grid][code].
+    With a 4-bit grid, number = scale * GRIDS[grid][code]. With factors, scales and offsets are integers, which are
+    multiplied by the factors of their block.
     """
 
     codes: Codes  # (blocks, groups, group_size)
     zero: int  # 0 with a grid
-    scales: Numbers  # (blocks, groups, 1)
-    offsets: Numbers | None = None  # (blocks, groups, 1)
+    scales: Numbers | Integers  # (blocks, groups)
+    offsets: Numbers | Integers | None = None  # (blocks, groups)
+    factors: tuple[Numbers, ...] = ()  # (blocks,), of scales and of offsets
     grid: Grid = "int"
 
 
@@ -62,7 +65,7 @@ def q8_0(blocks: Blocks) -> Decoded:
 def mxfp4(blocks: Blocks) -> Decoded:
     """4 bits of e2m1. The exponent e means the scale 2**(e - 127), which is halved for the doubled grid."""
     scales = np.ldexp(np.float32(1), blocks["exponent"].astype(np.int32) - 128).astype(np.float32)
-    return Decoded(_one_group(_nibbles(blocks["codes"])), 0, scales[:, None, None], grid="e2m1")
+    return Decoded(_one_group(_nibbles(blocks["codes"])), 0, scales[:, None], grid="e2m1")
 
 
 def iq4_nl(blocks: Blocks) -> Decoded:
@@ -74,9 +77,9 @@ def iq4_xs(blocks: Blocks) -> Decoded:
     """8 groups of 32 numbers of the grid iq4_nl, each with a scale of 6 bits, signed."""
     high = blocks["scales_high"][:, None] >> np.arange(0, 16, 2, dtype=np.uint16) & 3
     low = (blocks["scales_low"][:, :, None] >> np.array([0, 4], np.uint8) & 15).reshape(-1, 8)
-    factors = (low | high << 4).astype(np.int8) - np.int8(32)
+    scales = (low | high << 4).astype(np.int8) - np.int8(32)
     codes = _fields(blocks["codes"].reshape(-1, 8, 16), 4)
-    return Decoded(codes, 0, _scaled(blocks["scale"], factors), grid="iq4_nl")
+    return Decoded(codes, 0, scales, factors=(blocks["scale"],), grid="iq4_nl")
 
 
 def _one_group(codes: Codes) -> Codes:
@@ -84,7 +87,7 @@ def _one_group(codes: Codes) -> Codes:
 
 
 def _column(halves: NDArray[np.float16]) -> NDArray[np.float32]:
-    return halves.astype(np.float32)[:, None, None]
+    return halves.astype(np.float32)[:, None]
 
 
 def _nibbles(codes: Codes) -> Codes:
@@ -100,46 +103,41 @@ def _five_bits(blocks: Blocks) -> Codes:
 
 def q2_k(blocks: Blocks) -> Decoded:
     """16 groups of 16 numbers of 2 bits, each with a scale and a low of 4 bits."""
-    scales = _scaled(blocks["scale"], blocks["groups"] & 15)
-    lows = _scaled(blocks["low"], blocks["groups"] >> 4)
     codes = _fields(blocks["codes"].reshape(-1, 2, 32), 2).reshape(-1, 16, 16)
-    return Decoded(codes, 0, scales, -lows)
+    return _with_lows(blocks, codes, blocks["groups"] & 15, blocks["groups"] >> 4)
 
 
 def q3_k(blocks: Blocks) -> Decoded:
     """16 groups of 16 numbers of 3 bits, signed, each group with a scale of 6 bits."""
     packed = blocks["groups"]
     groups = np.concatenate([packed[:, :8] & 15, packed[:, :8] >> 4], axis=1) | _fields(packed[:, 8:], 2) << 4
-    scales = _scaled(blocks["scale"], groups.astype(np.int8) - np.int8(32))
     codes = _fields(blocks["codes"].reshape(-1, 2, 32), 2).reshape(-1, 16, 16)
     present = _fields(blocks["mask"], 1).reshape(-1, 16, 16)  # if the mask's bit is 0, 4 is subtracted
-    return Decoded(codes | present << 2, 4, scales)
+    return Decoded(codes | present << 2, 4, groups.astype(np.int8) - np.int8(32), factors=(blocks["scale"],))
 
 
 def q4_k(blocks: Blocks) -> Decoded:
     """8 groups of 32 numbers of 4 bits, each with a scale and a low of 6 bits."""
-    scales, lows = _six_bits(blocks)
     codes = _fields(blocks["codes"].reshape(-1, 4, 32), 4).reshape(-1, 8, 32)
-    return Decoded(codes, 0, scales, -lows)
+    return _with_lows(blocks, codes, *_six_bits(blocks))
 
 
 def q5_k(blocks: Blocks) -> Decoded:
     """As q4_k, with a fifth bit."""
-    scales, lows = _six_bits(blocks)
     codes = _fields(blocks["codes"].reshape(-1, 4, 32), 4).reshape(-1, 8, 32)
     codes |= _fields(blocks["high"], 1).reshape(-1, 8, 32) << 4
-    return Decoded(codes, 0, scales, -lows)
+    return _with_lows(blocks, codes, *_six_bits(blocks))
 
 
 def q6_k(blocks: Blocks) -> Decoded:
     """16 groups of 16 numbers of 6 bits; code 32 is zero. Each group has a scale of 8 bits."""
     codes = _fields(blocks["codes"].reshape(-1, 2, 64), 4) | _fields(blocks["high"].reshape(-1, 2, 32), 2) << 4
-    return Decoded(codes.reshape(-1, 16, 16), 32, _scaled(blocks["scale"], blocks["groups"]))
+    return Decoded(codes.reshape(-1, 16, 16), 32, blocks["groups"], factors=(blocks["scale"],))
 
 
-def _scaled(scale: NDArray[np.float16], groups: NDArray[np.integer[Any]]) -> Numbers:
-    """The block's scale times each group's factor: (blocks, groups, 1)."""
-    return (scale.astype(np.float32)[:, None] * groups)[:, :, None]
+def _with_lows(blocks: Blocks, codes: Codes, scales: Codes, lows: Codes) -> Decoded:
+    """Blocks whose groups have scales, and lows that are subtracted."""
+    return Decoded(codes, 0, scales.astype(np.int8), lows.astype(np.int8), (blocks["scale"], -blocks["low"]))
 
 
 def _fields(packed: Codes, bits: int) -> Codes:
@@ -149,12 +147,12 @@ def _fields(packed: Codes, bits: int) -> Codes:
     return fields.reshape(*packed.shape[:-1], -1)
 
 
-def _six_bits(blocks: Blocks) -> tuple[Numbers, Numbers]:
+def _six_bits(blocks: Blocks) -> tuple[Codes, Codes]:
     """6-bit scales and lows of 8 groups. The high 2 bits of the last 4 are in the bytes of the first 4."""
     first, second, rest = (blocks["groups"][:, i : i + 4] for i in (0, 4, 8))
     scales = np.concatenate([first & 63, rest & 15 | first >> 2 & 48], axis=1)
     lows = np.concatenate([second & 63, rest >> 4 | second >> 2 & 48], axis=1)
-    return _scaled(blocks["scale"], scales), _scaled(blocks["low"], lows)
+    return scales, lows
 
 
 class Coding(NamedTuple):
@@ -164,8 +162,8 @@ class Coding(NamedTuple):
     scheme: Scheme  # that holds its codes
 
 
-def _scheme(bits: int, group_size: int, *, offsets: bool = False) -> Scheme:
-    return Scheme(bits, group_size, torch.float16, has_offsets=offsets)
+def _scheme(bits: int, group_size: int, *, offsets: bool = False, factors: bool = False, grid: Grid = "int") -> Scheme:
+    return Scheme(bits, group_size, torch.float16, offsets, grid, factors)
 
 
 # by the name of the type; types that are not here have plain numbers
@@ -173,17 +171,16 @@ CODINGS: Mapping[str, Coding] = MappingProxyType(
     {
         "Q4_0": Coding(q4_0, _scheme(4, 32)),
         "Q4_1": Coding(q4_1, _scheme(4, 32, offsets=True)),
-        "Q5_0": Coding(q5_0, _scheme(8, 32)),
-        "Q5_1": Coding(q5_1, _scheme(8, 32, offsets=True)),
+        "Q5_0": Coding(q5_0, _scheme(6, 32)),
+        "Q5_1": Coding(q5_1, _scheme(6, 32, offsets=True)),
         "Q8_0": Coding(q8_0, _scheme(8, 32)),
-        "Q2_K": Coding(q2_k, _scheme(4, 16, offsets=True)),
-        "Q3_K": Coding(q3_k, _scheme(4, 16)),
-        "Q4_K": Coding(q4_k, _scheme(4, 32, offsets=True)),
-        "Q5_K": Coding(q5_k, _scheme(8, 32, offsets=True)),
-        "Q6_K": Coding(q6_k, _scheme(8, 16)),
-        "IQ4_NL": Coding(iq4_nl, Scheme(4, 32, torch.float16, grid="iq4_nl")),
-        # float32: its scales have up to 17 bits, and in float16 many would be subnormal
-        "IQ4_XS": Coding(iq4_xs, Scheme(4, 32, torch.float32, grid="iq4_nl")),
+        "Q2_K": Coding(q2_k, _scheme(4, 16, offsets=True, factors=True)),
+        "Q3_K": Coding(q3_k, _scheme(4, 16, factors=True)),
+        "Q4_K": Coding(q4_k, _scheme(4, 32, offsets=True, factors=True)),
+        "Q5_K": Coding(q5_k, _scheme(6, 32, offsets=True, factors=True)),
+        "Q6_K": Coding(q6_k, _scheme(6, 16, factors=True)),
+        "IQ4_NL": Coding(iq4_nl, _scheme(4, 32, grid="iq4_nl")),
+        "IQ4_XS": Coding(iq4_xs, _scheme(4, 32, factors=True, grid="iq4_nl")),
         "MXFP4": Coding(mxfp4, Scheme(4, 32, torch.bfloat16, grid="e2m1")),
     }
 )
@@ -217,12 +214,16 @@ def _numbers(decoded: Decoded) -> Numbers:
         units = decoded.codes.astype(np.int16) - np.int16(decoded.zero)
     else:
         units = np.array(GRIDS[decoded.grid], np.int16)[decoded.codes]
-    numbers: Numbers = decoded.scales * units
-    return numbers if decoded.offsets is None else numbers + decoded.offsets
+    scales, offsets = decoded.scales, decoded.offsets
+    if decoded.factors:
+        scale, *low = (factor.astype(np.float32)[:, None] for factor in decoded.factors)
+        scales, offsets = scale * scales, None if offsets is None else low[0] * offsets
+    numbers: Numbers = scales[:, :, None] * units
+    return numbers if offsets is None else numbers + offsets[:, :, None]
 
 
 def quantized_rows(data: np.ndarray, kind: TensorType, shape: tuple[int, ...]) -> QuantizedRows:
-    """A tensor (rows, columns) in the scheme of its type, from `data` (bytes). Scales and offsets are rounded once.
+    """A tensor (rows, columns) in the scheme of its type, from `data` (bytes). Its numbers stay the same, but for Q4_1.
 
     Raises ValueError for a type without a scheme.
     """
@@ -232,23 +233,31 @@ def quantized_rows(data: np.ndarray, kind: TensorType, shape: tuple[int, ...]) -
     (rows, _), blocks = shape, data.view(kind.layout)
     num_groups = kind.block_size // scheme.group_size
     codes = np.empty((len(blocks), num_groups, scheme.group_size), np.uint8)
-    dtype = np.float16 if scheme.scale_dtype == torch.float16 else np.float32
-    scales, offsets = (np.empty((len(blocks), num_groups), dtype) for _ in range(2))
+    dtype: type = np.int8 if scheme.has_factors else np.float16 if scheme.scale_dtype == torch.float16 else np.float32
+    scales: NDArray[np.generic] = np.empty((len(blocks), num_groups), dtype)
+    offsets = np.empty_like(scales)
+    factors = np.empty((len(blocks), 1 + scheme.has_offsets), np.float16)
     with np.errstate(over="ignore", invalid="ignore"):
         for some in _chunks(len(blocks), kind):
             decoded = decode(blocks[some])
             shift = scheme.zero_point - decoded.zero if scheme.grid == "int" else 0
             moves_offsets = scheme.bits == 4 and scheme.has_offsets  # moved codes would need a fifth bit
             codes[some] = decoded.codes if moves_offsets else decoded.codes + np.uint8(shift)
-            scales[some] = decoded.scales[:, :, 0]
+            scales[some] = decoded.scales
             if decoded.offsets is not None:
-                moved = decoded.scales * shift if moves_offsets else 0
-                offsets[some] = (decoded.offsets + moved)[:, :, 0]
+                offsets[some] = decoded.offsets + decoded.scales * shift if moves_offsets else decoded.offsets
+            if scheme.has_factors:
+                factors[some] = np.stack(decoded.factors, 1)
     return QuantizedRows(
         torch.from_numpy(codes).view(rows, -1),
-        torch.from_numpy(scales).view(rows, -1).to(scheme.scale_dtype),
-        torch.from_numpy(offsets).view(rows, -1) if scheme.has_offsets else None,
+        _rows(scales, rows) if scheme.has_factors else _rows(scales, rows).to(scheme.scale_dtype),
+        _rows(offsets, rows) if scheme.has_offsets else None,
+        torch.from_numpy(factors).view(rows, -1, factors.shape[1]) if scheme.has_factors else None,
     )
+
+
+def _rows(values: np.ndarray, rows: int) -> Tensor:
+    return torch.from_numpy(values).view(rows, -1)
 
 
 def _chunks(num_blocks: int, kind: TensorType) -> Iterator[slice]:

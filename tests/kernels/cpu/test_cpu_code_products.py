@@ -18,16 +18,27 @@ ROUNDED = [
     *(Scheme(8, 0, torch.float16), Scheme(8, 32, torch.float16)),
     *(Scheme(4, 32, torch.float16, has_offsets=True), Scheme(8, 16, torch.bfloat16, has_offsets=True)),
     *(Scheme(8, 64, torch.float16, has_offsets=True), Scheme(4, 64)),  # groups that fill tile registers
+    *(Scheme(6), Scheme(6, 32, torch.float16), Scheme(6, 16, torch.bfloat16, has_offsets=True)),
     *(MXFP4, NVFP4, Scheme(4, grid="e2m1")),
     *(Scheme(8, grid="e4m3"), Scheme(8, 32, torch.bfloat16, grid="e4m3")),
 ]
 SCHEMES = st.sampled_from(ROUNDED)
+FACTORED = [
+    *(Scheme(4, size, torch.float16, has_offsets=offsets, has_factors=True)
+      for size, offsets in ((16, False), (16, True), (32, True), (256, False))),
+    *(Scheme(6, size, torch.float16, has_offsets=offsets, has_factors=True)
+      for size, offsets in ((16, False), (16, True), (32, True))),
+    Scheme(4, 32, torch.float16, grid="iq4_nl", has_factors=True),
+]  # fmt: skip
 STORED = st.sampled_from(
-    [*ROUNDED, *(Scheme(4, size, dtype, grid="iq4_nl") for size, dtype in ((32, torch.float16), (0, torch.float32)))]
+    [
+        *(*ROUNDED, *FACTORED),
+        *(Scheme(4, size, dtype, grid="iq4_nl") for size, dtype in ((32, torch.float16), (0, torch.float32))),
+    ]
 )  # also those to which nothing is rounded
 DTYPES = st.sampled_from((torch.float32, torch.bfloat16))
 ROWS = st.sampled_from([*range(1, 10), 16, 17, 33, 64, 300])  # for the paths of few rows, registers, tiles and blocks
-SIZES = st.sampled_from([1, 2, 3, 15, 16, 17, 31, 32, 33, 47, 48, 64, 65, 100, 130])
+SIZES = st.sampled_from([1, 2, 3, 15, 16, 17, 31, 32, 33, 47, 48, 64, 65, 100, 130, 256, 530])
 SEEDS = st.integers(0, 2**32 - 1)
 
 
@@ -132,6 +143,10 @@ def drawn_rows(seed, n, k, scheme):
     draw = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 1 << scheme.bits, (n, k), dtype=torch.uint8, generator=draw)
     shape = n, scheme.num_groups(k)
+    if scheme.has_factors:
+        integers = torch.randint(-128, 128, (2, *shape), dtype=torch.int8, generator=draw)
+        factors = normal(seed + 1, n, scheme.num_factors(k), 1 + scheme.has_offsets, dtype=scheme.scale_dtype) / 1024
+        return QuantizedRows(codes, integers[0], integers[1] if scheme.has_offsets else None, factors)
     scales, offsets = (normal(seed + i, *shape, dtype=scheme.scale_dtype) / 8 for i in (1, 2))
     if scheme.grid == "e4m3":
         codes[codes & 127 == 127] = 0  # NaN
@@ -147,7 +162,7 @@ def test_codes_of_a_checkpoint_are_multiplied_as_they_are(seed, rows, n, k, sche
     reference.write_rows(room, quantized, 0)
     values = dequantize(quantized, scheme).double().abs()
     if scheme.has_offsets:  # terms that cancel
-        values += 2 * dequantize(quantized._replace(offsets=None), scheme).double().abs()
+        values += 2 * dequantize(quantized._replace(offsets=torch.zeros_like(quantized.scales)), scheme).double().abs()
     terms = multiplied(x, scheme).double().abs() @ values.T
     assert_near(cpu.linear(x, packed), reference.linear(x, room), (2 * num_sums(scheme, k) + 4) * 2**-22 * terms)
     assert_near(cpu.embed(torch.arange(n), packed), dequantize(quantized, scheme).to(dtype), 1e-6)
@@ -177,9 +192,13 @@ def test_experts_are_the_products_of_their_weights(seed, num_tokens, hidden, inn
 def test_products_of_integers_are_exact(seed, rows, n, k, scheme, dtype):
     """Codes with scale 1, and integer offsets, times rows of integers with scale 1. Results are rounded once."""
     draw, quantized = torch.Generator().manual_seed(seed), drawn_rows(seed, n, k, scheme)
-    quantized = quantized._replace(scales=torch.ones_like(quantized.scales))
-    if scheme.has_offsets:
-        quantized = quantized._replace(offsets=(quantized.offsets * 40).round())
+    if quantized.factors is not None:
+        small = [None if some is None else some // 16 for some in (quantized.scales, quantized.offsets)]
+        quantized = quantized._replace(scales=small[0], offsets=small[1], factors=torch.ones_like(quantized.factors))
+    else:
+        quantized = quantized._replace(scales=torch.ones_like(quantized.scales))
+        if scheme.has_offsets:
+            quantized = quantized._replace(offsets=(quantized.offsets * 40).round())
     x = torch.randint(-127, 128, (rows, k), generator=draw).float()
     x[:, 0] = 127
     packed = cpu.allocate_weight((n, k), dtype, scheme=scheme)
@@ -292,6 +311,8 @@ def test_tiny_and_huge_rows(dtype):
     [
         *(Scheme(8, 12), Scheme(4, 4), Scheme(2), Scheme(8, 0, torch.float64), INT8),
         *(Scheme(8, 32, has_offsets=True, grid="e4m3"), Scheme(8, 32, grid="e2m1")),
+        *(Scheme(6, 24), Scheme(4, 0, torch.float16, has_factors=True), Scheme(4, 48, torch.float16, has_factors=True)),
+        *(Scheme(4, 32, has_factors=True), Scheme(8, 32, torch.float16, has_factors=True)),
     ],
 )
 def test_schemes_that_the_kernels_do_not_have_are_refused(scheme):
@@ -309,6 +330,7 @@ def test_stacks_are_indexed_with_their_scales():
         assert torch.equal(packed[index].scales, one.scales)
 
 
-def test_nothing_is_rounded_to_iq4_nl():
-    with pytest.raises(ValueError, match="not rounded to iq4_nl"):
-        cpu.quantize_rows(normal(0, 1, 32), Scheme(4, 32, grid="iq4_nl"))
+@pytest.mark.parametrize("scheme", [Scheme(4, 32, grid="iq4_nl"), *FACTORED[:1]])
+def test_schemes_that_only_gguf_files_have(scheme):
+    with pytest.raises(ValueError, match=r"not rounded to .*; only GGUF files have"):
+        cpu.quantize_rows(normal(0, 1, 32), scheme)

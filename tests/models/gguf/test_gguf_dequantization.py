@@ -64,7 +64,7 @@ def test_every_type_has_the_number_and_the_size_that_the_package_gives_it():
 
 @pytest.mark.parametrize("number", QUANTIZED, ids=lambda number: TENSOR_TYPES[number].name)
 def test_rows_of_codes_have_the_dequantized_numbers(number):
-    """Exactly where the scheme has a block's scales and no offset moves; else within one rounding to float16."""
+    """Exactly, but for Q4_1, whose offsets are moved and rounded to float16."""
     kind, draw = QUANTIZED[number], np.random.default_rng(number)
     blocks = draw.integers(0, 256, 30 * kind.block_bytes, dtype=np.uint8).view(kind.layout)
     for name in ("scale", "low", "offset"):
@@ -76,7 +76,7 @@ def test_rows_of_codes_have_the_dequantized_numbers(number):
     assert int(rows.codes.max()) < 1 << scheme.bits
     assert (rows.offsets is not None) == scheme.has_offsets
     found = codes.dequantize(rows, scheme)
-    if kind.name in ("Q4_0", "Q5_0", "Q5_1", "Q8_0") or scheme.grid != "int":
+    if kind.name != "Q4_1":
         assert torch.equal(found, expected)
         return
     size = scheme.group_size

@@ -3,14 +3,16 @@
 // A weight's value is scale * (code - zero) + offset, zero 128 for codes of 8 bits and 8 for codes of 4. With a grid it is
 // scale * number + offset: a table of bytes has number + 128 for each code of 4 bits, so that the zero is 128. Each row has
 // one scale and offset, or one for each group of columns. A vector of a tile (see products.h) has codes of 8 bits [16][4] of 4
-// terms, or of 4 bits [16][4] of 8 terms: the low halves of the bytes are the first four terms. Scales and offsets of a
-// tile are [groups][16].
+// terms, or of 4 bits [16][4] of 8 terms: the low halves of the bytes are the first four terms. Codes of 6 bits have three
+// vectors for 16 terms: two with their low 4 bits, and one with the high 2 bits, those of the first four terms lowest. Scales
+// and offsets of a tile are [groups][16], or see factors.h.
 // Each row of x is rounded to 8 bits with one scale. The products of a group are added exactly, in integers, and groups
 // in order. So the result of a row does not depend on other rows, on threads or on whether tile registers are used.
 //
 // Codes of the grid e4m3 are float8 numbers: see terms.h for the order of four codes. They are multiplied in floats with x
 // as it is. The terms of a group are added in order, and groups in order.
 #include "codes.h"
+#include "factors.h"
 #include "product_tiles.h"
 #include "products.h"
 #include "terms.h"
@@ -18,9 +20,11 @@
 namespace quire::ISA {
 
 Format format_of(const Arg* numbers, int64_t k) {
-  int64_t bits = numbers[0].integer, group_size = numbers[1].integer, terms = 32 / bits, steps = (k + terms - 1) / terms;
+  int64_t bits = numbers[0].integer, group_size = numbers[1].integer, vectors = bits == 6 ? 3 : 1;
+  int64_t terms = bits == 6 ? 16 : 32 / bits, steps = (k + terms - 1) / terms;
   int64_t each = group_size ? group_size / terms : steps;
-  return {bits, terms, steps, (steps + each - 1) / each, each, (ScaleType)numbers[2].integer, (Grid)numbers[3].integer};
+  auto type = (ScaleType)numbers[2].integer;
+  return {bits, terms, vectors * VECTOR_BYTES, steps, (steps + each - 1) / each, each, type, (Grid)numbers[3].integer};
 }
 
 // ---- packing ----
@@ -31,26 +35,61 @@ static const int64_t* order_of(Grid grid) {
   return grid == Grid::e4m3 ? kPairs : kInOrder;
 }
 
+// Where a term of a step is in the bytes of a column.
+struct Place {
+  int64_t low, low_shift, high, high_shift;
+
+  Place(const Format& f, int64_t term)
+      : low(term / 8 * VECTOR_BYTES + order_of(f.grid)[term % 4]), low_shift(term / 4 % 2 * 4),
+        high(2 * VECTOR_BYTES + term % 4), high_shift(term / 4 * 2) {}
+
+  int32_t read(const uint8_t* step, int64_t bits) const {
+    int32_t code = step[low] >> low_shift;
+    if (bits == 8) return code;
+    return bits == 4 ? code & 15 : (code & 15) | (step[high] >> high_shift & 3) << 4;
+  }
+  void write(uint8_t* step, int64_t bits, uint8_t code) const {
+    step[low] |= (bits == 8 ? code : code & 15) << low_shift;
+    if (bits == 6) step[high] |= code >> 4 << high_shift;
+  }
+};
+
 // Writes rows [start, start + n) of a packed weight: the caller has zeroed them.
-// source uint8 (n, k), target, bits, n, k, start, grid
+// source uint8 (n, k), target, n, k, start, the numbers of `format_of`
 void pack_codes(const Arg* a, const Team& team) {
   auto source = (const uint8_t*)a[0].data;
   auto target = (uint8_t*)a[1].data;
-  int64_t n = a[3].integer, k = a[4].integer, start = a[5].integer, begin, end;
-  int64_t first_tile = start / 16, terms = 32 / a[2].integer, steps = (k + terms - 1) / terms;
-  const int64_t* bytes = order_of((Grid)a[6].integer);
+  int64_t n = a[2].integer, k = a[3].integer, start = a[4].integer, begin, end, first_tile = start / 16;
+  Format f = format_of(a + 5, k);
   team.share((start + n + 15) / 16 - first_tile, 1, &begin, &end);
   for (int64_t tile = first_tile + begin; tile < first_tile + end; tile++) {
     int64_t before = tile * 16 - start;  // first source row of the tile; negative if the tile begins before the source
     for (int64_t i = max(0, -before); i < min(16, n - before); i++) {
       const uint8_t* row = source + (before + i) * k;
-      uint8_t* out = target + tile * steps * VECTOR_BYTES + i * 4;
-      for (int64_t column = 0; column < k; column++) {
-        int64_t term = column % terms;
-        out[column / terms * VECTOR_BYTES + bytes[term % 4]] |= row[column] << term / 4 * 4;
+      uint8_t* out = target + tile * f.steps * f.step_bytes + i * 4;
+      for (int64_t term = 0; term < f.terms; term++) {
+        Place place(f, term);
+        for (int64_t column = term, at = 0; column < k; column += f.terms, at += f.step_bytes)
+          place.write(out + at, f.bits, row[column]);
       }
     }
   }
+}
+
+struct Scale {
+  float scale, offset;
+};
+static Scale scale_of(const Format& f, const char* scales, const char* offsets, int64_t row, int64_t group) {
+  if (!f.has_factors()) {
+    int64_t place = (row / 16 * f.groups + group) * 16 + row % 16;
+    return {load_scale(f.type, scales, place), offsets ? load_scale(f.type, offsets, place) : 0.0f};
+  }
+  Factors factors(f);
+  const char* block = factors.block(scales, row / 16, group);
+  int64_t column = row % 16;
+  float scale = to_float(factors.factors(block)[column]) * (float)factors.scales(block, group)[column];
+  if (!factors.has_offsets) return {scale, 0.0f};
+  return {scale, to_float(factors.offset_factors(block)[column]) * (float)factors.offsets(block, group)[column]};
 }
 
 // Rows of a packed weight, times `scale`: for embeddings, and to unpack a weight.
@@ -65,8 +104,7 @@ static void unpack(const Arg* a, const Team& team) {
   int64_t count = a[6].integer, k = a[7].integer, n = a[8].integer, begin, end;
   Format f = format_of(a + 9, k);
   float factor = (float)a[9 + FORMAT_NUMBERS].number;
-  int32_t zero = 1 << (f.bits - 1), mask = (1 << f.bits) - 1;
-  const int64_t* bytes = order_of(f.grid);
+  int32_t zero = f.zero();
   const int8_t* table = table_of(f.grid);
   team.share(count, 1, &begin, &end);
   for (int64_t i = begin; i < end; i++) {
@@ -75,12 +113,11 @@ static void unpack(const Arg* a, const Team& team) {
       memset(target + i * k, 0, k * sizeof(T));
       continue;
     }
-    const uint8_t* from = weight + row / 16 * f.steps * VECTOR_BYTES + row % 16 * 4;
-    for (int64_t step = 0; step < f.steps; step++) {
-      int64_t place = (row / 16 * f.groups + step / f.each) * 16 + row % 16;
-      float scale = load_scale(f.type, scales, place), offset = offsets ? load_scale(f.type, offsets, place) : 0.0f;
+    const uint8_t* from = weight + row / 16 * f.steps * f.step_bytes + row % 16 * 4;
+    for (int64_t step = 0; step < f.steps; step++, from += f.step_bytes) {
+      auto [scale, offset] = scale_of(f, scales, offsets, row, step / f.each);
       for (int64_t term = 0; term < min(f.terms, k - step * f.terms); term++) {
-        int32_t code = (from[step * VECTOR_BYTES + bytes[term % 4]] >> term / 4 * 4) & mask;
+        int32_t code = Place(f, term).read(from, f.bits);
         float number = f.grid == Grid::e4m3 ? float8(code) : (float)(table ? table[code] : code - zero);
         put(target + i * k + step * f.terms + term, (number * scale + offset) * factor);
       }
@@ -93,114 +130,211 @@ void unpack_codes(const Arg* a, const Team& team) { a[5].integer ? unpack<bf16>(
 // ---- products ----
 
 namespace {
-// Rounds a row of x to codes, and returns its scale. corrections: [groups], what the zero of the weight's codes adds to
-// the sums of a group, negated.
-float round_x(const CodeProduct& p, int64_t row, int32_t zero, int8_t* codes, int32_t* corrections) {
+// Rounds a row of x to codes, and returns its scale. totals: [groups], sums of the codes of each group.
+float round_x(const CodeProduct& p, int64_t row, int8_t* codes, int32_t* totals) {
   const Format& f = p.format;
   int64_t place = row * p.x_stride, padded = f.steps * f.terms;
   float scale =
       p.is_bf16 ? round_row((const bf16*)p.x + place, p.k, codes) : round_row((const float*)p.x + place, p.k, codes);
   for (int64_t g = 0; g < f.groups; g++) {
-    int32_t total = 0;
-    for (int64_t i = g * f.each * f.terms; i < min(padded, (g + 1) * f.each * f.terms); i++) total += codes[i];
-    corrections[g] = -zero * total;
+    totals[g] = 0;
+    for (int64_t i = g * f.each * f.terms; i < min(padded, (g + 1) * f.each * f.terms); i++) totals[g] += codes[i];
   }
   return scale;
 }
 
 // Rows of x as codes, for weights with codes of BITS bits. GROUPED: whether rows of the weight have several scales.
-// TABLE: whether codes are looked up.
-template <int BITS, bool GROUPED, bool TABLE = false>
+// TABLE: whether codes are looked up. FACTORS: whether scales have factors.
+template <int BITS, bool GROUPED, bool TABLE = false, bool FACTORS = false>
 struct CodeRows {
+  static constexpr bool SHORT = HAS_SHORT_SUMS && BITS < 8 && !TABLE;
   static constexpr int AT_ONCE = GROUPED ? max(1, VECTORS_AT_ONCE / 2) : VECTORS_AT_ONCE;
-  static constexpr int TERMS = 32 / BITS, ZERO = TABLE ? 128 : 1 << (BITS - 1);
+  static constexpr int TERMS = BITS == 6 ? 16 : 32 / BITS, STEP_BYTES = (BITS == 6 ? 3 : 1) * VECTOR_BYTES;
+  using Held = std::conditional_t<SHORT, int8_t, HeldCode>;
+  static constexpr int SHORT_STEPS = BITS == 4 ? 4 : 1;  // between flushes; twice a step with 6 bits
 
   const CodeProduct& p;
   int64_t first, count, tile_bytes;
-  HeldCode* x;
+  Held* x;
   float* scales;
-  int32_t* corrections;  // [count][groups]: see round_x
+  int32_t* totals;  // [count][groups]: see round_x
   int64_t stride;
 
-  static int64_t row_bytes(const CodeProduct& p) { return p.k * sizeof(HeldCode); }
+  static int64_t row_bytes(const CodeProduct& p) { return p.k * sizeof(Held); }
 
   CodeRows(const CodeProduct& p, int64_t first, int64_t count, const Team& team)
-      : p(p), first(first), count(count), tile_bytes(p.format.steps * VECTOR_BYTES) {
+      : p(p), first(first), count(count), tile_bytes(p.format.steps * STEP_BYTES) {
     int64_t groups = p.format.groups, padded = p.format.steps * TERMS;
     stride = up_to(padded, 64) + 32;  // rarely a power of two, so that rows do not share cache sets
-    int64_t code_bytes = count * stride * sizeof(HeldCode), row_bytes = up_to(padded, 64);
+    int64_t code_bytes = count * stride * sizeof(Held), row_bytes = up_to(padded, 64);
     char* memory = (char*)team.scratch(code_bytes + count * (groups + 1) * 4 + row_bytes);
-    x = (HeldCode*)memory;
+    x = (Held*)memory;
     scales = (float*)(memory + code_bytes);
-    corrections = (int32_t*)(scales + count);
-    auto codes = (int8_t*)(corrections + count * groups);
+    totals = (int32_t*)(scales + count);
+    auto codes = (int8_t*)(totals + count * groups);
     for (int64_t i = 0; i < count; i++) {
-      scales[i] = round_x(p, first + i, ZERO, codes, corrections + i * groups);
-      hold_codes(codes, x + i * stride, padded);
+      scales[i] = round_x(p, first + i, codes, totals + i * groups);
+      if constexpr (SHORT)
+        memcpy(x + i * stride, codes, padded);
+      else
+        hold_codes(codes, x + i * stride, padded);
     }
   }
 
   template <int MR, int NB>
   void multiply(const Panel& panel, int64_t row, Prefetch<NB> fetch) const {
     const Format& f = p.format;
-    const HeldCode* from = x + row * stride;
-    const int32_t* begin_at = corrections + row * f.groups;
     const char* w[NB];
     for (int n = 0; n < NB; n++) w[n] = p.weight + panel.tiles[n] * tile_bytes;
-    Ints table = TABLE ? biased_table(f.grid) : Ints{};
     if (GROUPED && row == 0) fetch_scales(fetch.panel, NB);
     Vec sums[MR][NB];
     for_all<MR, NB>([&](int m, int n) { sums[m][n] = Vec{}; });
-    for (int64_t g = 0; g < f.groups; g++) {
-      IVec acc[MR][NB];
-      for_all<MR, NB>([&](int m, int n) { acc[m][n] = splat_int(begin_at[m * f.groups + g]); });
-      int64_t end = min(f.steps, (g + 1) * f.each);
-      for (int64_t s = g * f.each; s < end; s++) {
-        fetch.step(w, s * VECTOR_BYTES);
-#pragma GCC unroll 8
-        for (int n = 0; n < NB; n++) {
-          IVec bytes = load_bits<IVec>(w[n] + s * VECTOR_BYTES);
-          if (BITS == 8) {
-            add<MR, NB>(acc, n, from + s * 4, codes_of(bytes));
-          } else {
-            IVec low = (IVec)((UVec)bytes & 0x0f0f0f0fu), high = (IVec)(((UVec)bytes >> 4) & 0x0f0f0f0fu);
-            add<MR, NB>(acc, n, from + s * 8, codes_of(TABLE ? look_up(table, low) : low));
-            add<MR, NB>(acc, n, from + s * 8 + 4, codes_of(TABLE ? look_up(table, high) : high));
-          }
-          if (NB > 1) one_after_another();
-        }
-      }
-#pragma GCC unroll 8
-      for (int n = 0; n < NB; n++) {
-        Vec scale = load_scales(f.type, p.scales, (panel.tiles[n] * f.groups + g) * 16);
-#pragma GCC unroll 8
-        for (int m = 0; m < MR; m++) sums[m][n] = fma(to_floats(acc[m][n]), scale, sums[m][n]);
-      }
-      if (p.offsets == nullptr) continue;
-      for (int n = 0; n < NB; n++) {
-        Vec offset = load_scales(f.type, p.offsets, (panel.tiles[n] * f.groups + g) * 16);
-        for (int m = 0; m < MR; m++)
-          sums[m][n] = fma(splat(begin_at[m * f.groups + g] * (-1.0f / ZERO)), offset, sums[m][n]);
-      }
+    if constexpr (FACTORS) {
+      Factors factors(f);
+      for (int64_t g = 0; g < f.groups; g += factors.groups) add_block(sums, panel, row, w, g, factors, fetch);
+    } else {
+      for (int64_t g = 0; g < f.groups; g++) add_group(sums, panel, row, w, g, fetch);
     }
     for_all<MR, NB>([&](int m, int n) { sums[m][n] = unfused(sums[m][n] * splat(scales[row + m])); });
     p.is_bf16 ? finish_all<bf16>(p, panel, first + row, sums) : finish_all<float>(p, panel, first + row, sums);
   }
 
+  // Adds the products of a group to float sums.
+  template <int MR, int NB>
+  INLINE_MEMBER void add_group(Vec (&sums)[MR][NB], const Panel& panel, int64_t row, const char* const (&w)[NB],
+                               int64_t g, Prefetch<NB>& fetch) const {
+    const Format& f = p.format;
+    const int32_t* group_totals = totals + row * f.groups + g;
+    const int32_t zero = TABLE ? 128 : 1 << (BITS - 1);
+    IVec acc[MR][NB], ones[NB];
+    for_all<MR, NB>([&](int m, int n) { acc[m][n] = splat_int(-zero * group_totals[m * f.groups]); });
+    for (int n = 0; n < NB; n++) ones[n] = splat_int(0x10001);
+    add_steps(acc, row, w, g * f.each, min(f.steps, (g + 1) * f.each), ones, fetch);
+#pragma GCC unroll 8
+    for (int n = 0; n < NB; n++) {
+      Vec scale = load_scales(f.type, p.scales, (panel.tiles[n] * f.groups + g) * 16);
+#pragma GCC unroll 8
+      for (int m = 0; m < MR; m++) sums[m][n] = fma(to_floats(acc[m][n]), scale, sums[m][n]);
+    }
+    if (p.offsets == nullptr) return;
+    for (int n = 0; n < NB; n++) {
+      Vec offset = load_scales(f.type, p.offsets, (panel.tiles[n] * f.groups + g) * 16);
+      for (int m = 0; m < MR; m++) sums[m][n] = fma(splat((float)group_totals[m * f.groups]), offset, sums[m][n]);
+    }
+  }
+
+  // Adds the products of the groups that share factors, the first of which is `first_group`. Their sums are integers.
+  template <int MR, int NB>
+  INLINE_MEMBER void add_block(Vec (&sums)[MR][NB], const Panel& panel, int64_t row, const char* const (&w)[NB],
+                               int64_t first_group, const Factors& factors, Prefetch<NB>& fetch) const {
+    const Format& f = p.format;
+    const char* blocks[NB];
+    for (int n = 0; n < NB; n++) blocks[n] = factors.block(p.scales, panel.tiles[n], first_group);
+    const int32_t zero = f.zero();
+    IVec total[MR][NB], moved[MR][NB];  // moved: by offsets
+    for_all<MR, NB>([&](int m, int n) { total[m][n] = moved[m][n] = IVec{}; });
+    for (int64_t g = first_group; g < min(f.groups, first_group + factors.groups); g++) {
+      const int32_t* group_totals = totals + row * f.groups + g;
+      int64_t begin = g * f.each, end = min(f.steps, (g + 1) * f.each);
+      IVec scale[NB];
+      for (int n = 0; n < NB; n++) scale[n] = load_bytes(factors.scales(blocks[n], g));
+      if constexpr (SHORT) {
+        IVec pairs[NB];
+        for (int n = 0; n < NB; n++) pairs[n] = (IVec)(((UVec)scale[n] & 0xffffu) | (UVec)scale[n] << 16);
+        add_steps(total, row, w, begin, end, pairs, fetch);
+        if (zero)
+          for_all<MR, NB>([&](int m, int n) { total[m][n] += scale[n] * splat_int(-zero * group_totals[m * f.groups]); });
+      } else {
+        IVec acc[MR][NB];
+        for_all<MR, NB>([&](int m, int n) { acc[m][n] = splat_int(-zero * group_totals[m * f.groups]); });
+        add_steps(acc, row, w, begin, end, scale, fetch);
+        for_all<MR, NB>([&](int m, int n) { total[m][n] += acc[m][n] * scale[n]; });
+      }
+      if (!factors.has_offsets) continue;
+      for (int n = 0; n < NB; n++) {
+        IVec offset = load_bytes(factors.offsets(blocks[n], g));
+        for (int m = 0; m < MR; m++) moved[m][n] += offset * splat_int(group_totals[m * f.groups]);
+      }
+    }
+    for (int n = 0; n < NB; n++) {
+      Vec factor = load(factors.factors(blocks[n]));
+      for (int m = 0; m < MR; m++) sums[m][n] = fma(to_floats(total[m][n]), factor, sums[m][n]);
+      if (!factors.has_offsets) continue;
+      Vec offset_factor = load(factors.offset_factors(blocks[n]));
+      for (int m = 0; m < MR; m++) sums[m][n] = fma(to_floats(moved[m][n]), offset_factor, sums[m][n]);
+    }
+  }
+
+  // Adds products of codes. times: with sums of 16 bits, pairs of numbers that they are multiplied by.
+  template <int MR, int NB>
+  INLINE_MEMBER void add_steps(IVec (&acc)[MR][NB], int64_t row, const char* const (&w)[NB], int64_t begin, int64_t end,
+                               const IVec (&times)[NB], Prefetch<NB>& fetch) const {
+    if constexpr (SHORT) {
+      auto flush = [&](SVec(&some)[MR][NB]) {
+        for_all<MR, NB>([&](int m, int n) { acc[m][n] += add_pairs((IVec)some[m][n], times[n]), some[m][n] = SVec{}; });
+      };
+      SVec some[MR][NB];
+      for_all<MR, NB>([&](int m, int n) { some[m][n] = SVec{}; });
+      for (int64_t s = begin; s < end;) {
+        for (int64_t stop = min(end, s + SHORT_STEPS); s < stop; s++) {
+          add_parts<0>(some, row, w, s, fetch);
+          if constexpr (BITS == 6) flush(some), add_parts<2>(some, row, w, s, fetch);
+        }
+        flush(some);
+      }
+    } else {
+      for (int64_t s = begin; s < end; s++) {
+        add_parts<0>(acc, row, w, s, fetch);
+        if constexpr (BITS == 6) add_parts<2>(acc, row, w, s, fetch);
+      }
+    }
+  }
+
+  // Adds the products of four terms of a step, or with less than 8 bits of eight, from the four PART on.
+  template <int PART, class Sum, int MR, int NB>
+  INLINE_MEMBER void add_parts(Sum (&acc)[MR][NB], int64_t row, const char* const (&w)[NB], int64_t s,
+                               Prefetch<NB>& fetch) const {
+    const Held* from = x + row * stride + s * TERMS + PART * 4;
+    fetch.step(w, s * STEP_BYTES + PART / 2 * VECTOR_BYTES);
+    if (BITS == 6 && PART == 2) fetch.step(w, s * STEP_BYTES + 2 * VECTOR_BYTES);
+    Ints table = TABLE ? biased_table(p.format.grid) : Ints{};
+#pragma GCC unroll 8
+    for (int n = 0; n < NB; n++) {
+      const char* step = w[n] + s * STEP_BYTES;
+      UVec bytes = load_bits<UVec>(step + PART / 2 * VECTOR_BYTES), high{};
+      if (BITS == 6) high = load_bits<UVec>(step + 2 * VECTOR_BYTES);
+      auto codes = [&](int part) { return BITS == 6 ? six_bits(bytes, high, PART + part) : nibbles(bytes, part); };
+      if (BITS == 8) {
+        add(acc, n, from, (IVec)bytes);
+      } else {
+        add(acc, n, from, TABLE ? look_up(table, codes(0)) : codes(0));
+        add(acc, n, from + 4, TABLE ? look_up(table, codes(1)) : codes(1));
+      }
+      if (NB > 1) one_after_another();
+    }
+  }
+
+  template <class Sum, int MR, int NB>
+  INLINE_MEMBER void add(Sum (&acc)[MR][NB], int n, const Held* from, IVec bytes) const {
+    if constexpr (SHORT) {
+#pragma GCC unroll 8
+      for (int m = 0; m < MR; m++) acc[m][n] = dot(acc[m][n], from + m * stride, bytes);
+    } else {
+      Codes codes = codes_of(bytes);
+#pragma GCC unroll 8
+      for (int m = 0; m < MR; m++) acc[m][n] = dot(acc[m][n], from + m * stride, codes);
+    }
+  }
+
   // Prefetches the scales and offsets of the next panel.
   INLINE_MEMBER void fetch_scales(const Panel& next, int tiles) const {
-    int64_t bytes = p.format.groups * 16 * scale_bytes(p.format.type);
+    const Format& f = p.format;
+    int64_t bytes = FACTORS ? Factors(f).tile_bytes : f.groups * 16 * scale_bytes(f.type);
     for (int n = 0; n < tiles; n++)
       for (int64_t at = next.tiles[n] * bytes; at < (next.tiles[n] + 1) * bytes; at += VECTOR_BYTES) {
         __builtin_prefetch(p.scales + at);
         if (p.offsets) __builtin_prefetch(p.offsets + at);
       }
-  }
-
-  template <int MR, int NB>
-  INLINE_MEMBER void add(IVec (&acc)[MR][NB], int n, const HeldCode* from, Codes codes) const {
-#pragma GCC unroll 8
-    for (int m = 0; m < MR; m++) acc[m][n] = dot(acc[m][n], from + m * stride, codes);
   }
 
   template <int MR, int NB, class F>
@@ -277,12 +411,16 @@ void multiply_codes(const CodeProduct& p, const Team& team) {
 #if defined(HAS_TILES)
   if (fits_tiles(p)) return with_tiles<CodeBlock>(p, team);
 #endif
-  if (p.format.grid != Grid::integers)
-    with_vectors<CodeRows<4, true, true>>(p, team);
-  else if (p.format.bits == 4)
-    with_vectors<CodeRows<4, true>>(p, team);
-  else
-    p.format.groups > 1 ? with_vectors<CodeRows<8, true>>(p, team) : with_vectors<CodeRows<8, false>>(p, team);
+  bool is_grid = p.format.grid != Grid::integers;
+  if (p.format.has_factors()) {
+    if (is_grid) return with_vectors<CodeRows<4, true, true, true>>(p, team);
+    return p.format.bits == 4 ? with_vectors<CodeRows<4, true, false, true>>(p, team)
+                              : with_vectors<CodeRows<6, true, false, true>>(p, team);
+  }
+  if (is_grid) return with_vectors<CodeRows<4, true, true>>(p, team);
+  if (p.format.bits == 4) return with_vectors<CodeRows<4, true>>(p, team);
+  if (p.format.bits == 6) return with_vectors<CodeRows<6, true>>(p, team);
+  p.format.groups > 1 ? with_vectors<CodeRows<8, true>>(p, team) : with_vectors<CodeRows<8, false>>(p, team);
 }
 
 // x, weight, scales, offsets or null, bias or null, out, dtype of x, bias and out, the numbers of `format_of`, the sizes of

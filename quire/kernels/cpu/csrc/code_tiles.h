@@ -7,7 +7,7 @@ constexpr int64_t WIDENED_FROM_ROWS = 16;  // with fewer rows, codes of 4 bits a
 
 INLINE bool fits_tiles(const CodeProduct& p) {
   const Format& f = p.format;
-  bool whole = f.groups == 1 || f.each * f.terms % 64 == 0;
+  bool whole = (f.groups == 1 || f.each * f.terms % 64 == 0) && f.bits != 6 && !f.has_factors();
   return whole && p.rows > (f.bits == 8 ? TILES_FROM_ROWS : WIDENED_FROM_ROWS);
 }
 
@@ -27,7 +27,7 @@ struct CodeBlock {
   int8_t* codes;         // [row][all_steps][64]
   char* widened;         // two tiles of the weight
   float* scales;         // [row]
-  int32_t* corrections;  // [row][groups]: see round_x
+  int32_t* totals;       // [row][groups]: see round_x
   int64_t first = 0, count = 0;  // rows of x
 
   static int64_t steps(const CodeProduct& p) { return up_to(p.k, 64) / 64; }
@@ -37,13 +37,13 @@ struct CodeBlock {
   }
 
   CodeBlock(const CodeProduct& p, int64_t rows, int64_t part_steps, char* memory)
-      : p(p), f(p.format), zero(f.grid == Grid::integers && f.bits == 4 ? 8 : 128), all_steps(steps(p)),
+      : p(p), f(p.format), zero(f.zero()), all_steps(steps(p)),
         group_steps(f.groups == 1 ? all_steps : unit(p)), widened_bytes(part_steps * TILE_BYTES),
         in_place(f.bits == 8 && f.steps % 16 == 0) {
     codes = (int8_t*)memory;
     widened = memory + rows * all_steps * 64;
     scales = (float*)(widened + 2 * widened_bytes);
-    corrections = (int32_t*)(scales + rows);
+    totals = (int32_t*)(scales + rows);
   }
 
   void lay_out(int64_t start, int64_t rows, const Part& part, char* a) {
@@ -53,7 +53,7 @@ struct CodeBlock {
       count = rows;
       memset(codes, 0, padded * row_bytes);
       for (int64_t i = 0; i < count; i++)
-        scales[i] = round_x(p, start + i, zero, codes + i * row_bytes, corrections + i * f.groups);
+        scales[i] = round_x(p, start + i, codes + i * row_bytes, totals + i * f.groups);
     }
     for (int64_t i = 0; i < padded; i++) {
       const int8_t* row = codes + i * row_bytes;
@@ -102,15 +102,15 @@ struct CodeBlock {
         for (int64_t i = 0; i < min(BOTH ? 32 : 16, count - row); i++) {
           int64_t at = ((i / 16 * 2 + n) * 16 + i % 16) * 16;
           Vec sums = from ? load(from + at) : Vec{};
-          store(to + at, add_group(sums, integers + at, corrections[(row + i) * f.groups + group], scale, offset));
+          store(to + at, add_group(sums, integers + at, totals[(row + i) * f.groups + group], scale, offset));
         }
       }
     }
   }
 
-  INLINE_MEMBER Vec add_group(Vec sums, const float* integers, int32_t correction, Vec scale, Vec offset) const {
-    sums = fma(to_floats(load_bits<IVec>(integers) + correction), scale, sums);
-    return p.offsets ? fma(splat(correction * (-1.0f / zero)), offset, sums) : sums;
+  INLINE_MEMBER Vec add_group(Vec sums, const float* integers, int32_t total, Vec scale, Vec offset) const {
+    sums = fma(to_floats(load_bits<IVec>(integers) - zero * total), scale, sums);
+    return p.offsets ? fma(splat((float)total), offset, sums) : sums;
   }
 
   INLINE_MEMBER void begin(Sums& sums, const Panel& panel) const {
@@ -127,7 +127,7 @@ struct CodeBlock {
     for (int n = 0; n < 2; n++) {
       const float* values = sums.values[i / 16][n][i % 16];
       Vec all = load(values);
-      if (f.groups == 1) all = add_group(Vec{}, values, corrections[row], sums.scales[n], sums.offsets[n]);
+      if (f.groups == 1) all = add_group(Vec{}, values, totals[row], sums.scales[n], sums.offsets[n]);
       results[n] = unfused(all * splat(scales[row]));
     }
     p.is_bf16 ? write<bf16>(sums, first + row, results) : write<float>(sums, first + row, results);

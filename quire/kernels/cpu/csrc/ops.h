@@ -10,7 +10,7 @@ bool has_tiles();  // whether the processor has AMX and the system permits this 
   OP(unpack_rows, "tttiiiid") \
   OP(linear, "ttotiiiiiiii") \
   OP(quantize_rows, "tttiiiiii") \
-  OP(pack_codes, "ttiiiii") \
+  OP(pack_codes, "ttiiiiiii") \
   OP(unpack_codes, "ttottiiiiiiiid") \
   OP(code_linear, "tttootiiiiiiiiiii") \
   OP(route, "tttiiiiii") \

@@ -24,16 +24,23 @@ struct Product {
 void multiply(const Product& p, bool is_bf16, bool tiles, const Team& team);
 
 // How the codes of a low-bit weight are stored: see code_products.cpp.
-enum class ScaleType { float32, bfloat16, float16 };
+enum class ScaleType { float32, bfloat16, float16, factored, factored_with_offsets };  // factored: see factors.h
 enum class Grid { integers, e2m1, iq4_nl, e4m3 };  // the numbers of codes: see codes.h, and float8 in terms.h
 struct Format {
   int64_t bits;
-  int64_t terms;   // of a vector and a column: 4 or 8
-  int64_t steps;   // vectors of a tile
-  int64_t groups;  // scales of a row
-  int64_t each;    // vectors of a group
-  ScaleType type;  // of scales and offsets
+  int64_t terms;       // of a step and a column: 4, 8, or 16 for 6 bits
+  int64_t step_bytes;  // one vector, or three for 6 bits
+  int64_t steps;       // of a tile
+  int64_t groups;      // scales of a row
+  int64_t each;        // steps of a group
+  ScaleType type;      // of scales and offsets
   Grid grid;
+
+  bool has_factors() const { return type >= ScaleType::factored; }
+  int32_t zero() const {  // the code of zero; 128 for grids, whose numbers are looked up with 128 added
+    if (type == ScaleType::factored_with_offsets) return 0;
+    return grid == Grid::integers ? 1 << (bits - 1) : 128;
+  }
 };
 constexpr int FORMAT_NUMBERS = 4;  // arguments of `format_of`
 struct CodeProduct : Product {
