@@ -10,6 +10,7 @@ import weakref
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from math import prod
 
 import numpy as np
 import torch
@@ -39,22 +40,37 @@ def _pages(num_bytes: int, *, huge: bool) -> np.ndarray:
     return whole[offset : offset + num_bytes]
 
 
+class _Lent(weakref.ref[memoryview]):
+    """A buffer that a tensor owns."""
+
+    __slots__ = ("address", "size")
+    size: int
+    address: int
+
+
 class Arena:
     """Reusable buffers; one tensor owns a buffer at a time. never_free: captured steps use their addresses."""
 
     def __init__(self, *, never_free: bool) -> None:
         self._never_free = never_free
         self.free: list[tuple[int, int]] = []  # (size, address), sorted
+        self._lent: dict[int, _Lent] = {}  # by address
         self.buffers: dict[int, np.ndarray] = {}  # address -> buffer
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor. Its buffer returns to the arena when the tensor and all its views are gone."""
-        num_bytes = torch.Size(shape).numel() * dtype.itemsize
-        buffer = self._allocate(max(num_bytes, 1))
-        owner = memoryview(buffer)  # type: ignore[arg-type]  # the new tensor and its views hold a reference to it
-        weakref.finalize(owner, insort, self.free, (len(buffer), buffer.ctypes.data)).atexit = False
-        tensor = torch.frombuffer(owner, dtype=torch.uint8, count=max(num_bytes, 1))
-        return tensor[:num_bytes].view(dtype).view(torch.Size(shape))
+        count = prod(shape)
+        if count == 0:
+            return torch.empty(shape, dtype=dtype)
+        size, address = self._allocate(count * dtype.itemsize)
+        owner = memoryview(self.buffers[address])  # type: ignore[arg-type]  # the new tensor and its views refer to it
+        lent = self._lent[address] = _Lent(owner, self._take_back)
+        lent.size, lent.address = size, address
+        return torch.frombuffer(owner, dtype=dtype, count=count).view(shape)
+
+    def _take_back(self, lent: "_Lent") -> None:
+        del self._lent[lent.address]
+        insort(self.free, (lent.size, lent.address))
 
     def non_owning_view(self, x: Tensor) -> Tensor:
         """A tensor on the memory of x that does not own the buffer. It is valid until the next captured step runs.
@@ -73,20 +89,24 @@ class Arena:
             del self.buffers[address]
         del self.free[large:]
 
-    def _allocate(self, num_bytes: int) -> np.ndarray:
-        """The smallest free buffer that is large enough, or a new one if that is more than twice as large as needed."""
+    def _allocate(self, num_bytes: int) -> tuple[int, int]:
+        """Size and address of the smallest free buffer that is large enough, or of a new one.
+
+        A buffer that is more than twice as large as needed stays free.
+        """
         size = max(_SMALLEST, 1 << (num_bytes - 1).bit_length())
         place = bisect_left(self.free, (size, 0))
         if place < len(self.free) and self.free[place][0] <= 2 * size:
-            found, address = self.free.pop(place)
-            if found >= size:
-                return self.buffers[address]
-            insort(self.free, (found, address))  # the list changed: a tensor was freed in another thread
+            found = self.free.pop(place)
+            if found[0] >= size:
+                return found
+            insort(self.free, found)  # the list changed: a tensor was freed in another thread
         if not self._never_free:
             self._free_below(size)
         buffer = _pages(size, huge=True)
-        self.buffers[buffer.ctypes.data] = buffer
-        return buffer
+        address = buffer.ctypes.data
+        self.buffers[address] = buffer
+        return len(buffer), address
 
     def _free_below(self, size: int) -> None:
         """Free unused buffers below `size`. A new size means that steps have grown, so smaller buffers are obsolete."""
