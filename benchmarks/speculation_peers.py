@@ -1,17 +1,20 @@
-"""Speculative decoding of quire beside vLLM's: the embedded model on its own tasks, one stream.
+"""Speculative decoding of quire beside that of vLLM and llama.cpp: the embedded model on its own tasks, one stream.
 
-    python -m benchmarks.speculation_peers [--vllm PYTHON [--methods ngram,suffix]] [--rounds 5] [--chats 6]
-        [--before 30] [--tasks copy,talk] [--json FILE]
+    python -m benchmarks.speculation_peers [--vllm PYTHON [--methods ngram,suffix]] [--llama-cpp PYTHON] [--rounds 5]
+        [--chats 6] [--before 30] [--tasks copy,talk] [--json FILE]
 
-PYTHON: an interpreter that has vLLM; its method suffix needs the package arctic-inference. Each engine runs with and
-without drafts, 8 at most, after other chats of the same task, and with other chats in each round. All write equally
-many tokens. Tokens per step are output tokens by model steps, those of prompts included. Engines take turns.
+PYTHON: an interpreter that has vLLM, or llama-cpp-python. vLLM's method suffix needs the package arctic-inference.
+llama.cpp gets the drafts of llama-cpp-python's prompt lookup. Each engine runs with and without drafts, 8 at most. It
+runs after other chats of the same task, and with other chats in each round. All write equally many tokens. Tokens per
+step are output tokens by model steps, those of prompts included. Engines take turns.
 """
 
 import argparse
 import json
 import random
+import shutil
 import sys
+import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -45,13 +48,20 @@ class Round(NamedTuple):
     num_steps: int
 
 
-def engines(vllm: str | None, methods: Sequence[str]) -> list[Engine]:
-    """quire, and vLLM if its interpreter is given, each without drafts and with them."""
-    common = {"model": embedded.folder(), "max_num_seqs": 8, "max_model_len": 2048}
+def engines(vllm: str | None, methods: Sequence[str], llama_cpp: str | None, folder: Path) -> list[Engine]:
+    """quire, and the peers whose interpreter is given, each without drafts and with them.
+
+    folder: for a copy of the model, beside which its GGUF file is written.
+    """
+    common: dict[str, Any] = {"model": embedded.folder(), "max_num_seqs": 8, "max_model_len": 2048}
     found = [
         Engine("quire:off", sys.executable, options={"speculation": "off"}, **common),
         Engine("quire:auto", sys.executable, options={"speculation": "auto"}, **common),
     ]
+    if llama_cpp is not None:
+        copied = common | {"model": Path(shutil.copytree(embedded.folder(), folder / "model"))}
+        found.append(Engine("llama_cpp:off", llama_cpp, **copied))
+        found.append(Engine("llama_cpp:lookup", llama_cpp, options={"lookup": _DRAFTS}, **copied))
     if vllm is None:
         return found
     found.append(Engine("vllm:off", vllm, options={"disable_log_stats": False}, **common))
@@ -92,7 +102,9 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each task. Raises EngineError."""
     asked, rows = queries_of(args.tasks.split(","), args.rounds, args.chats, args.before), []
     with ExitStack() as stack:
-        loaded = {one.name: stack.enter_context(start(one)) for one in engines(args.vllm, args.methods.split(","))}
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        chosen = engines(args.vllm, args.methods.split(","), args.llama_cpp, folder)
+        loaded = {one.name: stack.enter_context(start(one)) for one in chosen}
         for task, (before, *others) in asked.items():
             for running in loaded.values():
                 run(running, before)
@@ -122,7 +134,8 @@ def _row(task: str, measured: Mapping[str, Sequence[Round]]) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> None:
     """Measure, print a table and write the JSON file."""
     parser = argparse.ArgumentParser(prog="benchmarks.speculation_peers", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--vllm", metavar="PYTHON", help="an interpreter that has vLLM; without it only quire runs")
+    parser.add_argument("--vllm", metavar="PYTHON", help="an interpreter that has vLLM")
+    parser.add_argument("--llama-cpp", metavar="PYTHON", help="an interpreter that has llama-cpp-python")
     parser.add_argument("--methods", default="ngram,suffix", help="of vLLM")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--chats", type=int, default=6, help="per task")

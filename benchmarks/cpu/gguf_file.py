@@ -14,7 +14,11 @@ import gguf
 from safetensors import safe_open
 from torch import Tensor
 
-_ARCHITECTURES = {"LlamaForCausalLM": gguf.MODEL_ARCH.LLAMA, "Qwen2ForCausalLM": gguf.MODEL_ARCH.QWEN2}
+_ARCHITECTURES = {
+    "LlamaForCausalLM": gguf.MODEL_ARCH.LLAMA,
+    "Qwen2ForCausalLM": gguf.MODEL_ARCH.QWEN2,
+    "Qwen3ForCausalLM": gguf.MODEL_ARCH.QWEN3,
+}
 _TYPES = {
     "BF16": (gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16),
     "F16": (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
@@ -86,8 +90,10 @@ def _add_shape(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_rope_freq_base(config.get("rope_theta") or config["rope_parameters"]["rope_theta"])
     writer.add_rope_dimension_count(head_dim)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
     writer.add_vocab_size(config["vocab_size"])
 
 
@@ -103,8 +109,10 @@ def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict[str, Any], config: d
         [gguf.TokenType.CONTROL if index in control else gguf.TokenType.NORMAL for index in range(config["vocab_size"])]
     )
     writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in merges])
-    writer.add_bos_token_id(config["bos_token_id"])
-    writer.add_eos_token_id(config["eos_token_id"])
+    end = config["eos_token_id"]
+    if "bos_token_id" in config:
+        writer.add_bos_token_id(config["bos_token_id"])
+    writer.add_eos_token_id(end[0] if isinstance(end, list) else end)
     writer.add_pad_token_id(config["pad_token_id"])
     writer.add_add_bos_token(False)  # noqa: FBT003 (gguf's interface)
 

@@ -2,13 +2,17 @@
 
 The model is a GGUF file. Each pass computes up to 2048 tokens: one of every decoding sequence, then prompt tokens.
 Common prefixes are computed once per query.
+
+With the option `lookup`, a single query gets so many drafts a step from the package's prompt lookup. The tokens up to
+the first wrong draft are kept.
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import llama_cpp
 import numpy as np
+from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 from protocol import Driven, Queries, drive
 
 TOKENS_AT_ONCE = 2048
@@ -23,6 +27,7 @@ class Sequence:
     num_left: int  # output tokens left to generate
     num_computed: int = 0
     num_out: int = 0
+    text: list[int] = field(default_factory=list)  # of prompt and output
 
 
 class Model:
@@ -44,11 +49,16 @@ class Model:
         assert self._model and self._context
         self._vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
         self._batch = llama_cpp.llama_batch_init(TOKENS_AT_ONCE, 0, 1)
+        lookup = settings["options"].get("lookup", 0)
+        self._lookup = LlamaPromptLookupDecoding(num_pred_tokens=lookup) if lookup else None
+        self.num_steps = 0
 
     def run(self, queries: Queries) -> list[int]:
         """Run all queries at once. There may not be more queries than slots."""
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)  # noqa: FBT003
-        sequences = [Sequence(slot, query["prompt"], query["out"]) for slot, query in enumerate(queries)]
+        sequences = [
+            Sequence(slot, query["prompt"], query["out"], text=[*query["prompt"]]) for slot, query in enumerate(queries)
+        ]
         while left := [sequence for sequence in sequences if sequence.num_left]:
             self._step(left)
         return [sequence.num_out for sequence in sequences]
@@ -57,25 +67,45 @@ class Model:
         batch, count, ends = self._batch, 0, []
         for number, sequence in enumerate(sequences):
             some = sequence.tokens[: TOKENS_AT_ONCE - count - (len(sequences) - number - 1)]
-            for place, token in enumerate(some):
+            drafts = self._drafts(sequence) if len(sequences) == 1 else []
+            for place, token in enumerate((*some, *drafts)):
                 at = count + place
                 batch.token[at], batch.pos[at] = token, sequence.num_computed + place
-                batch.n_seq_id[at], batch.seq_id[at][0], batch.logits[at] = 1, sequence.slot, 0
+                batch.n_seq_id[at], batch.seq_id[at][0], batch.logits[at] = 1, sequence.slot, place >= len(some)
             count += len(some)
             sequence.num_computed += len(some)
             sequence.tokens = sequence.tokens[len(some) :]
             if not sequence.tokens:
                 batch.logits[count - 1] = 1
-                ends.append((sequence, count - 1))
+                ends.append((sequence, count - 1, drafts))
+            count += len(drafts)
         batch.n_tokens = count
         status = llama_cpp.llama_decode(self._context, batch)
         if status:
             raise RuntimeError(f"llama_decode gave {status}")
-        for sequence, index in ends:
-            logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(self._context, index), (self._vocab_size,))
-            sequence.tokens = [int(logits.argmax())]
-            sequence.num_out += 1
-            sequence.num_left -= 1
+        self.num_steps += 1
+        for sequence, index, drafts in ends:
+            self._keep(sequence, index, drafts)
+
+    def _drafts(self, sequence: Sequence) -> list[int]:
+        if self._lookup is None or not sequence.num_out:
+            return []
+        return self._lookup(np.array(sequence.text, np.intc)).tolist()[: sequence.num_left - 1]
+
+    def _keep(self, sequence: Sequence, index: int, drafts: list[int]) -> None:
+        """Append the most likely tokens from the logits at `index` on, up to the first that is not its draft."""
+        new: list[int] = []
+        while len(new) <= len(drafts) and new == drafts[: len(new)]:
+            logits = llama_cpp.llama_get_logits_ith(self._context, index + len(new))
+            new.append(int(np.ctypeslib.as_array(logits, (self._vocab_size,)).argmax()))
+        sequence.num_computed += len(new) - 1
+        if len(new) <= len(drafts):
+            memory = llama_cpp.llama_get_memory(self._context)
+            llama_cpp.llama_memory_seq_rm(memory, sequence.slot, sequence.num_computed, -1)
+        sequence.tokens = new[-1:]
+        sequence.text += new
+        sequence.num_out += len(new)
+        sequence.num_left -= len(new)
 
 
 @llama_cpp.llama_log_callback
@@ -86,7 +116,9 @@ def _quiet(level: int, text: bytes, data: object) -> None:
 def load(settings: dict) -> Driven:
     """Load the model with one thread per core."""
     threads = len(os.sched_getaffinity(0))
-    return Driven(Model(settings, threads).run, llama_cpp.__version__, threads, [f"from GGUF, {settings['gguf_type']}"])
+    model = Model(settings, threads)
+    notes = [f"from GGUF, {settings['gguf_type']}"]
+    return Driven(model.run, llama_cpp.__version__, threads, notes, lambda: model.num_steps)
 
 
 if __name__ == "__main__":
