@@ -100,7 +100,8 @@ def holds(scheme: Scheme, stored: Scheme) -> bool:
 
     Scales without the factors that they had are rounded once.
     """
-    exact = scheme.scale_dtype in (stored.scale_dtype, torch.float32) and stored.has_factors >= scheme.has_factors
+    needed = stored if scheme.has_factors else without_factors(stored)
+    exact = scheme.scale_dtype in (needed.scale_dtype, torch.float32) and stored.has_factors >= scheme.has_factors
     grouped = stored.group_size == scheme.group_size or (
         scheme.group_size > 0 and stored.group_size % scheme.group_size == 0
     )
@@ -110,7 +111,10 @@ def holds(scheme: Scheme, stored: Scheme) -> bool:
 
 
 def convert(rows: QuantizedRows, stored: Scheme, scheme: Scheme) -> QuantizedRows:
-    """Rows in the scheme `stored`, in `scheme`, which holds them: with the same values."""
+    """Rows in the scheme `stored`, in `scheme`, which holds them: with the same values.
+
+    Offsets that are moved get the factors of scales, times -8 or -32. These overflow float16 if a factor is above 2047.
+    """
     columns = rows.codes.shape[1]
     times = (stored.group_size or columns) // scheme.group_size if scheme.group_size else 1
     if stored.group_size == 0 and scheme.group_size:

@@ -325,7 +325,7 @@ def _low_bits(
     line = [f"as stored: {summary(kept)}; --quantization none expands them"] if kept else []
     expanded = next((scheme for scheme, one in nearest.items() if one is None), None)
     if expanded is not None:
-        reason = _refusal(chosen.kernels, requirements, expanded)
+        reason = _refusal(chosen.kernels, requirements, [expanded, *simpler(expanded)][-1])
         line.append(f"expanded from low bits to {requirements.dtype}: {chosen.kernels.NAME}: {reason}")
     return kept, chosen, "; ".join(line)
 

@@ -41,11 +41,18 @@ def _pages(num_bytes: int, *, huge: bool) -> np.ndarray:
 
 
 class _Lent(weakref.ref[memoryview]):
-    """A buffer that a tensor owns."""
+    """A buffer of an arena that a tensor owns. It does not refer to the arena, so that this can be freed before."""
 
-    __slots__ = ("address", "size")
+    __slots__ = ("address", "all", "free", "size")
     size: int
     address: int
+    free: list[tuple[int, int]]  # of the arena
+    all: "dict[int, _Lent]"  # that the arena has lent
+
+
+def _take_back(lent: _Lent) -> None:
+    del lent.all[lent.address]
+    insort(lent.free, (lent.size, lent.address))
 
 
 class Arena:
@@ -64,13 +71,9 @@ class Arena:
             return torch.empty(shape, dtype=dtype)
         size, address = self._allocate(count * dtype.itemsize)
         owner = memoryview(self.buffers[address])  # type: ignore[arg-type]  # the new tensor and its views refer to it
-        lent = self._lent[address] = _Lent(owner, self._take_back)
-        lent.size, lent.address = size, address
+        lent = self._lent[address] = _Lent(owner, _take_back)
+        lent.size, lent.address, lent.free, lent.all = size, address, self.free, self._lent
         return torch.frombuffer(owner, dtype=dtype, count=count).view(shape)
-
-    def _take_back(self, lent: "_Lent") -> None:
-        del self._lent[lent.address]
-        insort(self.free, (lent.size, lent.address))
 
     def non_owning_view(self, x: Tensor) -> Tensor:
         """A tensor on the memory of x that does not own the buffer. It is valid until the next captured step runs.
@@ -84,10 +87,9 @@ class Arena:
 
     def free_large(self) -> None:
         """Free unused buffers of at least 2 MiB. Smaller ones stay: clearing their pages again would cost more."""
-        large = bisect_left(self.free, (_HUGE_PAGE, 0))
-        for _, address in self.free[large:]:
+        while self.free and self.free[-1][0] >= _HUGE_PAGE:  # other threads may free tensors meanwhile
+            _, address = self.free.pop()
             del self.buffers[address]
-        del self.free[large:]
 
     def _allocate(self, num_bytes: int) -> tuple[int, int]:
         """Size and address of the smallest free buffer that is large enough, or of a new one.

@@ -78,7 +78,10 @@ def multiplies(scheme: Scheme) -> bool:
 
 def _check_scheme(scheme: Scheme, columns: int) -> None:
     if not multiplies(scheme):
-        raise ValueError(f"the CPU kernels have 8, 6 and 4 bits with groups of a multiple of 16 columns, not {scheme}")
+        raise ValueError(
+            "the CPU kernels have 8, 6 and 4 bits with groups of a multiple of 8 columns, or of 16 for 6 bits. 6 and 4 "
+            f"bits may have float16 factors if groups divide {FACTOR_COLUMNS}. Not {scheme}, {scheme.scale_dtype}"
+        )
     if columns > _MAX_CODE_COLUMNS:
         raise ValueError(f"a low-bit weight has at most {_MAX_CODE_COLUMNS} columns, not {columns}")
 
@@ -122,6 +125,8 @@ def _scale_views(weight: PackedWeight, part: int, rows: QuantizedRows) -> Iterat
     scheme = weight.scheme
     if scheme is None or weight.scales is None:
         raise TypeError("the weight has no codes")
+    if (rows.factors is None) == scheme.has_factors:
+        raise ValueError(f"rows {'with' if rows.factors is not None else 'without'} factors do not fit {scheme}")
     if rows.factors is None:
         yield weight.scales[part], rows.scales
         if weight.offsets is not None and rows.offsets is not None:

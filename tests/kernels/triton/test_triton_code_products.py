@@ -231,6 +231,11 @@ def test_no_rows_give_no_rows():
     ("scheme", "why"),
     [
         (Scheme(2), "it multiplies codes of 4 and 8 bits, not int2"),
+        (Scheme(6, 32, torch.float16), "it multiplies codes of 4 and 8 bits, not int6"),
+        (
+            Scheme(4, 32, torch.float16, has_factors=True),
+            "it has no factors of scales, as in int4, groups of 32 with factors",
+        ),
         (Scheme(8, grid="e4m3"), "it does not multiply weights in fp8_e4m3, one scale a row"),
         (Scheme(4, 96), "its groups have at most 64 columns of int4, or a multiple of 128, not 96"),
         (Scheme(8, 200), "its groups have at most 128 columns of int8"),

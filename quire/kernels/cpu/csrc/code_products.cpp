@@ -1,13 +1,14 @@
 // Matrix products of low-bit weights: x (rows, k) in bf16 or float32 times a packed weight (n, k) of unsigned codes.
 //
-// A weight's value is scale * (code - zero) + offset, zero 128 for codes of 8 bits and 8 for codes of 4. With a grid it is
-// scale * number + offset: a table of bytes has number + 128 for each code of 4 bits, so that the zero is 128. Each row has
+// A weight's value is scale * (code - zero) + offset, zero 128, 32 or 8 for codes of 8, 6 or 4 bits, or 0 if scales with
+// factors have offsets. With a grid it is scale * number + offset: a table of bytes has number + 128 for each code of 4
+// bits, so that the zero is 128. Each row has
 // one scale and offset, or one for each group of columns. A vector of a tile (see products.h) has codes of 8 bits [16][4] of 4
 // terms, or of 4 bits [16][4] of 8 terms: the low halves of the bytes are the first four terms. Codes of 6 bits have three
 // vectors for 16 terms: two with their low 4 bits, and one with the high 2 bits, those of the first four terms lowest. Scales
 // and offsets of a tile are [groups][16], or see factors.h.
-// Each row of x is rounded to 8 bits with one scale. The products of a group are added exactly, in integers, and groups
-// in order. So the result of a row does not depend on other rows, on threads or on whether tile registers are used.
+// Each row of x is rounded to 8 bits with one scale. The products of a group, or of all groups with the same factors, are
+// added exactly, in integers, and these sums in order. So the result of a row does not depend on other rows, on threads or on whether tile registers are used.
 //
 // Codes of the grid e4m3 are float8 numbers: see terms.h for the order of four codes. They are multiplied in floats with x
 // as it is. The terms of a group are added in order, and groups in order.
@@ -85,8 +86,9 @@ static Scale scale_of(const Format& f, const char* scales, const char* offsets, 
     return {load_scale(f.type, scales, place), offsets ? load_scale(f.type, offsets, place) : 0.0f};
   }
   Factors factors(f);
-  const char* block = factors.block(scales, row / 16, group);
+  const char* block = factors.block(scales, row / 16, group / factors.groups);
   int64_t column = row % 16;
+  group %= factors.groups;
   float scale = to_float(factors.factors(block)[column]) * (float)factors.scales(block, group)[column];
   if (!factors.has_offsets) return {scale, 0.0f};
   return {scale, to_float(factors.offset_factors(block)[column]) * (float)factors.offsets(block, group)[column]};
@@ -159,11 +161,14 @@ struct CodeRows {
   float* scales;
   int32_t* totals;  // [count][groups]: see round_x
   int64_t stride;
+  const int32_t zero;
+  const Ints table;
 
   static int64_t row_bytes(const CodeProduct& p) { return p.k * sizeof(Held); }
 
   CodeRows(const CodeProduct& p, int64_t first, int64_t count, const Team& team)
-      : p(p), first(first), count(count), tile_bytes(p.format.steps * STEP_BYTES) {
+      : p(p), first(first), count(count), tile_bytes(p.format.steps * STEP_BYTES), zero(p.format.zero()),
+        table(TABLE ? biased_table(p.format.grid) : Ints{}) {
     int64_t groups = p.format.groups, padded = p.format.steps * TERMS;
     stride = up_to(padded, 64) + 32;  // rarely a power of two, so that rows do not share cache sets
     int64_t code_bytes = count * stride * sizeof(Held), row_bytes = up_to(padded, 64);
@@ -191,7 +196,7 @@ struct CodeRows {
     for_all<MR, NB>([&](int m, int n) { sums[m][n] = Vec{}; });
     if constexpr (FACTORS) {
       Factors factors(f);
-      for (int64_t g = 0; g < f.groups; g += factors.groups) add_block(sums, panel, row, w, g, factors, fetch);
+      for (int64_t b = 0; b * factors.groups < f.groups; b++) add_block(sums, panel, row, w, b, factors, fetch);
     } else {
       for (int64_t g = 0; g < f.groups; g++) add_group(sums, panel, row, w, g, fetch);
     }
@@ -205,7 +210,6 @@ struct CodeRows {
                                int64_t g, Prefetch<NB>& fetch) const {
     const Format& f = p.format;
     const int32_t* group_totals = totals + row * f.groups + g;
-    const int32_t zero = TABLE ? 128 : 1 << (BITS - 1);
     IVec acc[MR][NB], ones[NB];
     for_all<MR, NB>([&](int m, int n) { acc[m][n] = splat_int(-zero * group_totals[m * f.groups]); });
     for (int n = 0; n < NB; n++) ones[n] = splat_int(0x10001);
@@ -223,21 +227,22 @@ struct CodeRows {
     }
   }
 
-  // Adds the products of the groups that share factors, the first of which is `first_group`. Their sums are integers.
+  // Adds the products of the groups that share factors, which are a block. Their sums are integers.
   template <int MR, int NB>
   INLINE_MEMBER void add_block(Vec (&sums)[MR][NB], const Panel& panel, int64_t row, const char* const (&w)[NB],
-                               int64_t first_group, const Factors& factors, Prefetch<NB>& fetch) const {
+                               int64_t block, const Factors& factors, Prefetch<NB>& fetch) const {
     const Format& f = p.format;
     const char* blocks[NB];
-    for (int n = 0; n < NB; n++) blocks[n] = factors.block(p.scales, panel.tiles[n], first_group);
-    const int32_t zero = f.zero();
+    for (int n = 0; n < NB; n++) blocks[n] = factors.block(p.scales, panel.tiles[n], block);
+    int64_t first_group = block * factors.groups;
     IVec total[MR][NB], moved[MR][NB];  // moved: by offsets
     for_all<MR, NB>([&](int m, int n) { total[m][n] = moved[m][n] = IVec{}; });
-    for (int64_t g = first_group; g < min(f.groups, first_group + factors.groups); g++) {
+    for (int64_t place = 0; place < min(factors.groups, f.groups - first_group); place++) {
+      int64_t g = first_group + place;
       const int32_t* group_totals = totals + row * f.groups + g;
       int64_t begin = g * f.each, end = min(f.steps, (g + 1) * f.each);
       IVec scale[NB];
-      for (int n = 0; n < NB; n++) scale[n] = load_bytes(factors.scales(blocks[n], g));
+      for (int n = 0; n < NB; n++) scale[n] = load_bytes(factors.scales(blocks[n], place));
       if constexpr (SHORT) {
         IVec pairs[NB];
         for (int n = 0; n < NB; n++) pairs[n] = (IVec)(((UVec)scale[n] & 0xffffu) | (UVec)scale[n] << 16);
@@ -252,7 +257,7 @@ struct CodeRows {
       }
       if (!factors.has_offsets) continue;
       for (int n = 0; n < NB; n++) {
-        IVec offset = load_bytes(factors.offsets(blocks[n], g));
+        IVec offset = load_bytes(factors.offsets(blocks[n], place));
         for (int m = 0; m < MR; m++) moved[m][n] += offset * splat_int(group_totals[m * f.groups]);
       }
     }
@@ -290,14 +295,13 @@ struct CodeRows {
     }
   }
 
-  // Adds the products of four terms of a step, or with less than 8 bits of eight, from the four PART on.
+  // Adds the products of four terms of a step, or of eight if codes have less than 8 bits. PART: the first four.
   template <int PART, class Sum, int MR, int NB>
   INLINE_MEMBER void add_parts(Sum (&acc)[MR][NB], int64_t row, const char* const (&w)[NB], int64_t s,
                                Prefetch<NB>& fetch) const {
     const Held* from = x + row * stride + s * TERMS + PART * 4;
     fetch.step(w, s * STEP_BYTES + PART / 2 * VECTOR_BYTES);
     if (BITS == 6 && PART == 2) fetch.step(w, s * STEP_BYTES + 2 * VECTOR_BYTES);
-    Ints table = TABLE ? biased_table(p.format.grid) : Ints{};
 #pragma GCC unroll 8
     for (int n = 0; n < NB; n++) {
       const char* step = w[n] + s * STEP_BYTES;
@@ -411,16 +415,20 @@ void multiply_codes(const CodeProduct& p, const Team& team) {
 #if defined(HAS_TILES)
   if (fits_tiles(p)) return with_tiles<CodeBlock>(p, team);
 #endif
-  bool is_grid = p.format.grid != Grid::integers;
-  if (p.format.has_factors()) {
-    if (is_grid) return with_vectors<CodeRows<4, true, true, true>>(p, team);
-    return p.format.bits == 4 ? with_vectors<CodeRows<4, true, false, true>>(p, team)
-                              : with_vectors<CodeRows<6, true, false, true>>(p, team);
+  bool is_grid = p.format.grid != Grid::integers, has_factors = p.format.has_factors();
+  switch (p.format.bits) {
+    case 4:
+      if (is_grid)
+        return has_factors ? with_vectors<CodeRows<4, true, true, true>>(p, team)
+                           : with_vectors<CodeRows<4, true, true>>(p, team);
+      return has_factors ? with_vectors<CodeRows<4, true, false, true>>(p, team)
+                         : with_vectors<CodeRows<4, true>>(p, team);
+    case 6:
+      return has_factors ? with_vectors<CodeRows<6, true, false, true>>(p, team)
+                         : with_vectors<CodeRows<6, true>>(p, team);
+    default:
+      p.format.groups > 1 ? with_vectors<CodeRows<8, true>>(p, team) : with_vectors<CodeRows<8, false>>(p, team);
   }
-  if (is_grid) return with_vectors<CodeRows<4, true, true>>(p, team);
-  if (p.format.bits == 4) return with_vectors<CodeRows<4, true>>(p, team);
-  if (p.format.bits == 6) return with_vectors<CodeRows<6, true>>(p, team);
-  p.format.groups > 1 ? with_vectors<CodeRows<8, true>>(p, team) : with_vectors<CodeRows<8, false>>(p, team);
 }
 
 // x, weight, scales, offsets or null, bias or null, out, dtype of x, bias and out, the numbers of `format_of`, the sizes of

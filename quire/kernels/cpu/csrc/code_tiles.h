@@ -1,7 +1,8 @@
 // The part of code_products.cpp that uses AMX: 64 codes of rows of x times 64 codes of columns of the weight at once.
 //
 // The sums of a group are the same integers as in vector code, and are added to floats in the same way. So results have
-// the same bits. Codes of 4 bits, and of 8 bits if k is no multiple of 64, are copied to whole registers of bytes.
+// the same bits. Codes of 4 bits, and of 8 bits if k is no multiple of 64, are copied to whole registers of bytes. Codes of 6
+// bits and scales with factors have vector code only.
 
 constexpr int64_t WIDENED_FROM_ROWS = 16;  // with fewer rows, codes of 4 bits are not worth the copy
 

@@ -185,7 +185,6 @@ INLINE SVec dot(SVec acc, const int8_t* x, IVec w) {
 }
 #else
 constexpr bool HAS_SHORT_SUMS = false;
-INLINE SVec dot(SVec acc, const int8_t*, IVec) { return acc; }  // not used
 #endif
 
 }  // namespace quire::ISA

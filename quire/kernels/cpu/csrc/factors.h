@@ -18,11 +18,11 @@ struct Factors {
       : has_offsets(f.type == ScaleType::factored_with_offsets), groups(FACTOR_COLUMNS / (f.each * f.terms)),
         bytes((groups + 2) * 16 * (1 + has_offsets)), tile_bytes((f.groups + groups - 1) / groups * bytes) {}
 
-  const char* block(const char* scales, int64_t tile, int64_t group) const {
-    return scales + tile * tile_bytes + group / groups * bytes;
+  const char* block(const char* scales, int64_t tile, int64_t index) const {
+    return scales + tile * tile_bytes + index * bytes;
   }
-  const int8_t* scales(const char* block, int64_t group) const {
-    return (const int8_t*)block + 32 * (1 + has_offsets) + group % groups * 16;
+  const int8_t* scales(const char* block, int64_t group) const {  // group: of the block
+    return (const int8_t*)block + 32 * (1 + has_offsets) + group * 16;
   }
   const int8_t* offsets(const char* block, int64_t group) const { return scales(block, group) + groups * 16; }
   const half* factors(const char* block) const { return (const half*)block; }

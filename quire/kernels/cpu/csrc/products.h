@@ -38,8 +38,8 @@ struct Format {
 
   bool has_factors() const { return type >= ScaleType::factored; }
   int32_t zero() const {  // the code of zero; 128 for grids, whose numbers are looked up with 128 added
-    if (type == ScaleType::factored_with_offsets) return 0;
-    return grid == Grid::integers ? 1 << (bits - 1) : 128;
+    if (grid != Grid::integers) return 128;
+    return type == ScaleType::factored_with_offsets ? 0 : 1 << (bits - 1);
   }
 };
 constexpr int FORMAT_NUMBERS = 4;  // arguments of `format_of`
