@@ -123,7 +123,7 @@ class PackedWeight:
     dtype: torch.dtype  # of x and of the results
     parts: int = 1  # equal parts of the rows that are packed separately; 2 for gate and up of a gated product
     scheme: Scheme | None = None  # None: `data` has numbers of `dtype`
-    scales: Tensor | None = None  # of codes; of a stack: (number, ...)
+    scales: Tensor | None = None  # of codes, which may have factors and offsets in them; of a stack: (number, ...)
     offsets: Tensor | None = None  # like scales
 
     def __getitem__(self, index: int) -> "PackedWeight":
