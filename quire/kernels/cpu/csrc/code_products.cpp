@@ -151,6 +151,7 @@ template <int BITS, bool GROUPED, bool TABLE = false, bool FACTORS = false>
 struct CodeRows {
   static constexpr bool SHORT = HAS_SHORT_SUMS && BITS < 8 && !TABLE;
   static constexpr int AT_ONCE = GROUPED ? max(1, VECTORS_AT_ONCE / 2) : VECTORS_AT_ONCE;
+  static constexpr bool TILE_BY_TILE = REGISTER_BYTES < 64;
   static constexpr int TERMS = BITS == 6 ? 16 : 32 / BITS, STEP_BYTES = (BITS == 6 ? 3 : 1) * VECTOR_BYTES;
   using Held = std::conditional_t<SHORT, int8_t, HeldCode>;
   static constexpr int SHORT_STEPS = BITS == 4 ? 4 : 1;  // between flushes; twice a step with 6 bits
@@ -187,26 +188,41 @@ struct CodeRows {
   }
 
   template <int MR, int NB>
-  void multiply(const Panel& panel, int64_t row, Prefetch<NB> fetch) const {
+  __attribute__((noinline)) void multiply(const Panel& panel, int64_t row, Prefetch<NB> fetch) const {
+    if (GROUPED && row == 0) fetch_scales(fetch.panel, NB);
+    auto finish = [&](const auto& sums) {
+      p.is_bf16 ? finish_all<bf16>(p, panel, first + row, sums) : finish_all<float>(p, panel, first + row, sums);
+    };
+    if constexpr (MR * NB <= AT_ONCE) {
+      Vec sums[MR][NB];
+      add_tiles(sums, panel.tiles, row, fetch);
+      finish(sums);
+    } else {
+      alignas(64) float sums[MR][NB][LANES];
+      tile_by_tile(*this, panel, row, fetch, sums);
+      finish(sums);
+    }
+  }
+
+  // Computes the sums of NB tiles.
+  template <int MR, int NB>
+  INLINE_MEMBER void add_tiles(Vec (&sums)[MR][NB], const int64_t* tiles, int64_t row, Prefetch<NB>& fetch) const {
     const Format& f = p.format;
     const char* w[NB];
-    for (int n = 0; n < NB; n++) w[n] = p.weight + panel.tiles[n] * tile_bytes;
-    if (GROUPED && row == 0) fetch_scales(fetch.panel, NB);
-    Vec sums[MR][NB];
+    for (int n = 0; n < NB; n++) w[n] = p.weight + tiles[n] * tile_bytes;
     for_all<MR, NB>([&](int m, int n) { sums[m][n] = Vec{}; });
     if constexpr (FACTORS) {
       Factors factors(f);
-      for (int64_t b = 0; b * factors.groups < f.groups; b++) add_block(sums, panel, row, w, b, factors, fetch);
+      for (int64_t b = 0; b * factors.groups < f.groups; b++) add_block(sums, tiles, row, w, b, factors, fetch);
     } else {
-      for (int64_t g = 0; g < f.groups; g++) add_group(sums, panel, row, w, g, fetch);
+      for (int64_t g = 0; g < f.groups; g++) add_group(sums, tiles, row, w, g, fetch);
     }
     for_all<MR, NB>([&](int m, int n) { sums[m][n] = unfused(sums[m][n] * splat(scales[row + m])); });
-    p.is_bf16 ? finish_all<bf16>(p, panel, first + row, sums) : finish_all<float>(p, panel, first + row, sums);
   }
 
   // Adds the products of a group to float sums.
   template <int MR, int NB>
-  INLINE_MEMBER void add_group(Vec (&sums)[MR][NB], const Panel& panel, int64_t row, const char* const (&w)[NB],
+  INLINE_MEMBER void add_group(Vec (&sums)[MR][NB], const int64_t* tiles, int64_t row, const char* const (&w)[NB],
                                int64_t g, Prefetch<NB>& fetch) const {
     const Format& f = p.format;
     const int32_t* group_totals = totals + row * f.groups + g;
@@ -216,24 +232,24 @@ struct CodeRows {
     add_steps(acc, row, w, g * f.each, min(f.steps, (g + 1) * f.each), ones, fetch);
 #pragma GCC unroll 8
     for (int n = 0; n < NB; n++) {
-      Vec scale = load_scales(f.type, p.scales, (panel.tiles[n] * f.groups + g) * 16);
+      Vec scale = load_scales(f.type, p.scales, (tiles[n] * f.groups + g) * 16);
 #pragma GCC unroll 8
       for (int m = 0; m < MR; m++) sums[m][n] = fma(to_floats(acc[m][n]), scale, sums[m][n]);
     }
     if (p.offsets == nullptr) return;
     for (int n = 0; n < NB; n++) {
-      Vec offset = load_scales(f.type, p.offsets, (panel.tiles[n] * f.groups + g) * 16);
+      Vec offset = load_scales(f.type, p.offsets, (tiles[n] * f.groups + g) * 16);
       for (int m = 0; m < MR; m++) sums[m][n] = fma(splat((float)group_totals[m * f.groups]), offset, sums[m][n]);
     }
   }
 
   // Adds the products of the groups that share factors, which are a block. Their sums are integers.
   template <int MR, int NB>
-  INLINE_MEMBER void add_block(Vec (&sums)[MR][NB], const Panel& panel, int64_t row, const char* const (&w)[NB],
+  INLINE_MEMBER void add_block(Vec (&sums)[MR][NB], const int64_t* tiles, int64_t row, const char* const (&w)[NB],
                                int64_t block, const Factors& factors, Prefetch<NB>& fetch) const {
     const Format& f = p.format;
     const char* blocks[NB];
-    for (int n = 0; n < NB; n++) blocks[n] = factors.block(p.scales, panel.tiles[n], block);
+    for (int n = 0; n < NB; n++) blocks[n] = factors.block(p.scales, tiles[n], block);
     int64_t first_group = block * factors.groups;
     IVec total[MR][NB], moved[MR][NB];  // moved: by offsets
     for_all<MR, NB>([&](int m, int n) { total[m][n] = moved[m][n] = IVec{}; });
@@ -356,6 +372,7 @@ struct Float8Rows {
   using One = Term<Fp8<X>>;
   using Held = typename One::Held;
   static constexpr int AT_ONCE = GROUPED ? max(1, VECTORS_AT_ONCE / 2) : VECTORS_AT_ONCE;
+  static constexpr bool TILE_BY_TILE = false;
 
   const CodeProduct& p;
   int64_t first, count, tile_bytes;
@@ -375,7 +392,7 @@ struct Float8Rows {
   }
 
   template <int MR, int NB>
-  void multiply(const Panel& panel, int64_t row, Prefetch<NB> fetch) const {
+  __attribute__((noinline)) void multiply(const Panel& panel, int64_t row, Prefetch<NB> fetch) const {
     const Format& f = p.format;
     const char* w[NB];
     for (int n = 0; n < NB; n++) w[n] = p.weight + panel.tiles[n] * tile_bytes;

@@ -82,6 +82,7 @@ template <class T>
 struct FloatRows {
   using Held = typename Term<T>::Held;
   static constexpr int AT_ONCE = VECTORS_AT_ONCE;
+  static constexpr bool TILE_BY_TILE = REGISTER_BYTES < 64 && sizeof(T) != sizeof(Held);
 
   const Product& p;
   int64_t first, count, tile_bytes;
@@ -103,13 +104,26 @@ struct FloatRows {
   }
 
   template <int MR, int NB>
-  void multiply(const Panel& panel, int64_t row, Prefetch<NB> fetch) const {
+  __attribute__((noinline)) void multiply(const Panel& panel, int64_t row, Prefetch<NB> fetch) const {
+    if constexpr (MR * NB <= AT_ONCE) {
+      Vec sums[MR][NB];
+      add_tiles(sums, panel.tiles, row, fetch);
+      finish_all<T>(p, panel, first + row, sums);
+    } else {
+      alignas(64) float sums[MR][NB][LANES];
+      tile_by_tile(*this, panel, row, fetch, sums);
+      finish_all<T>(p, panel, first + row, sums);
+    }
+  }
+
+  // Computes the sums of NB tiles.
+  template <int MR, int NB>
+  INLINE_MEMBER void add_tiles(Vec (&sums)[MR][NB], const int64_t* tiles, int64_t row, Prefetch<NB>& fetch) const {
     constexpr int width = Term<T>::width;
     const Held* from = x + row * stride;
     int64_t steps = p.k / width;
     const char* w[NB];
-    for (int n = 0; n < NB; n++) w[n] = p.weight + panel.tiles[n] * tile_bytes;
-    Vec sums[MR][NB];
+    for (int n = 0; n < NB; n++) w[n] = p.weight + tiles[n] * tile_bytes;
 #pragma GCC unroll 8
     for (int m = 0; m < MR; m++)
 #pragma GCC unroll 8
@@ -118,7 +132,6 @@ struct FloatRows {
       fetch.step(w, s * VECTOR_BYTES);
       add_terms<Term<T>>(sums, from + s * width, stride, [&](int n) { return w[n] + s * VECTOR_BYTES; });
     }
-    finish_all<T>(p, panel, first + row, sums);
   }
 };
 

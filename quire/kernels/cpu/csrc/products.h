@@ -97,15 +97,19 @@ INLINE void finish(const Product& p, int64_t row, int64_t column, Vec sums, Vec 
 
 // The same for the sums of MR rows from `row` on and NB tiles.
 template <class T, int MR, int NB>
+INLINE void finish_all(const Product& p, const Panel& panel, int64_t row, const float (&sums)[MR][NB][LANES]) {
+  for (int m = 0; m < MR; m++)
+    for (int n = 0; n < NB; n += p.gate < 0 ? 1 : 2)
+      finish<T>(p, row + m, panel.columns[n], load(sums[m][n]), load(sums[m][n + 1 < NB ? n + 1 : n]));
+}
+template <class T, int MR, int NB>
 INLINE void finish_all(const Product& p, const Panel& panel, int64_t row, const Vec (&sums)[MR][NB]) {
   alignas(64) float all[MR][NB][LANES];
 #pragma GCC unroll 8
   for (int m = 0; m < MR; m++)
 #pragma GCC unroll 8
     for (int n = 0; n < NB; n++) store(all[m][n], sums[m][n]);
-  for (int m = 0; m < MR; m++)
-    for (int n = 0; n < NB; n += p.gate < 0 ? 1 : 2)
-      finish<T>(p, row + m, panel.columns[n], load(all[m][n]), load(all[m][n + 1 < NB ? n + 1 : n]));
+  finish_all<T>(p, panel, row, all);
 }
 
 // What a pass over a panel prefetches: `ahead` or `every` or nothing.
@@ -117,6 +121,8 @@ struct Prefetch {
   Panel panel;           // the next one
   const char* next[NB];  // where its vectors to prefetch begin, tile by tile
   int64_t left = every;
+
+  Prefetch<1> tile(int n) const { return {ahead, every, tile_bytes, panel, {next[n]}}; }
 
   INLINE_MEMBER void step(const char* const (&tiles)[NB], int64_t at) {  // at: of the vectors of this step in the tiles
     if (ahead) {
@@ -131,6 +137,19 @@ struct Prefetch {
   }
 };
 
+// Computes the sums of the tiles of a panel one after the other.
+template <class Rows, int MR, int NB>
+INLINE void tile_by_tile(const Rows& rows, const Panel& panel, int64_t row, const Prefetch<NB>& fetch,
+                         float (&sums)[MR][NB][LANES]) {
+  for (int n = 0; n < NB; n++) {
+    Vec one[MR][1];
+    Prefetch<1> part = fetch.tile(n);
+    rows.add_tiles(one, panel.tiles + n, row, part);
+#pragma GCC unroll 8
+    for (int m = 0; m < MR; m++) store(sums[m][n], one[m][0]);
+  }
+}
+
 constexpr int64_t HELD_ROWS = 256;       // the most rows of a block, which stays in the L1 and L2 caches
 constexpr int64_t HELD_BYTES = 1 << 20;  // the most bytes of a block, unless 24 rows need more
 constexpr int64_t PREFETCH_BYTES = 2048;
@@ -138,10 +157,14 @@ constexpr int64_t PREFETCH_BYTES = 2048;
 // A kind of products (a Product, with more fields) has a class Rows, a block of rows of x as its inner loop reads them:
 //
 //   AT_ONCE                             sums that fit into registers
+//   TILE_BY_TILE                        whether two tiles are computed one after the other if their sums do not fit. So more
+//                                       rows use each vector of the weight, which pays where its terms are converted
 //   row_bytes(p)                        bytes of a row in the thread's memory
 //   Rows(p, first, count, team)         the block of rows [first, first + count), perhaps converted
 //   tile_bytes                          bytes of a tile of the weight
 //   multiply<MR, NB>(panel, row, fetch) computes rows [row, row + MR) of the block, and writes them to the output
+//                                       It is not inlined, because GCC then keeps sums in memory
+//   add_tiles(sums, tiles, row, fetch)  the sums of rows and tiles; only with TILE_BY_TILE
 
 // Computes tiles of columns [begin, end), NB tiles of the weight at once. A panel is computed in passes of up to 8 rows.
 // Each pass prefetches an equal part of the next panel, so that memory is read during all passes. Nothing prefetches the
@@ -149,7 +172,8 @@ constexpr int64_t PREFETCH_BYTES = 2048;
 // be too large for the L2 cache.
 template <int NB, class Rows>
 static void multiply_block(const Product& p, const Rows& rows, int64_t begin, int64_t end) {
-  constexpr int most = (int)max(1, min(8, Rows::AT_ONCE / NB));
+  constexpr int at_once = NB == 2 && Rows::TILE_BY_TILE ? Rows::AT_ONCE : Rows::AT_ONCE / NB;
+  constexpr int most = (int)max(1, min(8, at_once));
   int64_t passes = (rows.count + most - 1) / most, each = (rows.count + passes - 1) / passes;
   int64_t steps = rows.tile_bytes / VECTOR_BYTES, tiles = p.gate < 0 ? NB : NB / 2;
   bool alone = passes == 1 && (NB == 4 || end - begin < 8 * tiles);

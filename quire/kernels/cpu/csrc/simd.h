@@ -211,6 +211,15 @@ INLINE Floats unfused(Floats x) {
 #endif
   return x;
 }
+// x itself: a sum whose terms GCC must not reorder, because the other order needs more registers.
+INLINE Ints in_order(Ints x) {
+#if defined(__x86_64__)
+  __asm__("" : "+v"(x));
+#elif defined(__aarch64__)
+  __asm__("" : "+w"(x));
+#endif
+  return x;
+}
 INLINE Floats select(Ints mask, Floats a, Floats b) {  // lanes of mask are 0 or -1
 #if defined(__AVX512F__)
   return (Floats)_mm512_mask_blend_ps(_mm512_movepi32_mask((__m512i)mask), (__m512)b, (__m512)a);
@@ -285,6 +294,7 @@ EACH_OF_TWO(vmax)
 EACH_OF_TWO(vmin)
 EACH_OF_TWO(umax)
 EACH(unfused)
+EACH(in_order)
 EACH(round_to_int)
 EACH(reciprocal)
 EACH(to_ints)
