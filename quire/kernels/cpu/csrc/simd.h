@@ -175,6 +175,12 @@ INLINE void store_some(T* p, Vec v, int64_t n) {
 INLINE void store_bytes(void* p, IVec v) {
 #if defined(__AVX512F__)
   _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)v));
+#elif defined(__AVX2__)
+  IVec bytes = v & 0xff;
+  __m256i shorts = _mm256_packus_epi32((__m256i)bytes.low, (__m256i)bytes.high);  // numbers 0-3, 8-11, 4-7, 12-15
+  __m256i packed = _mm256_packus_epi16(shorts, shorts);
+  packed = _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5));
+  _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(packed));
 #else
   int32_t all[LANES];
   store_bits(all, v);
