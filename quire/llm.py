@@ -69,6 +69,9 @@ class TokenProgress:
     """
 
     def __init__(self, work: str, total: int, *, shown: bool | None = None) -> None:
+        self._bar: Progress | None = None
+        if not (sys.stderr.isatty() if shown is None else shown):
+            return
         self._bar = Progress(
             TextColumn(work),
             BarColumn(),
@@ -76,23 +79,24 @@ class TokenProgress:
             TimeElapsedColumn(),
             TextColumn("{task.fields[speed]:.0f} tokens/s"),
             console=Console(stderr=True),
-            disable=not (sys.stderr.isatty() if shown is None else shown),
         )
         self._task = self._bar.add_task(work, total=total, speed=0.0)
         self._num_tokens = 0
 
     def __enter__(self) -> Self:
-        self._bar.start()
+        if self._bar is not None:
+            self._bar.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bar.stop()
+        if self._bar is not None:
+            self._bar.stop()
 
     def update(self, num_tokens: int, num_finished: int) -> None:
         """Count the tokens of a step and the sequences that ended in it."""
-        if self._bar.disable:
+        if self._bar is None:
             return
         self._num_tokens += num_tokens
         elapsed = self._bar.tasks[self._task].elapsed or 0.0
