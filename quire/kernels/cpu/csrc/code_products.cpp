@@ -217,7 +217,7 @@ struct CodeRows {
     } else {
       for (int64_t g = 0; g < f.groups; g++) add_group(sums, tiles, row, w, g, fetch);
     }
-    for_all<MR, NB>([&](int m, int n) { sums[m][n] = unfused(sums[m][n] * splat(scales[row + m])); });
+    for_all<MR, NB>([&](int m, int n) { sums[m][n] = opaque(sums[m][n] * splat(scales[row + m])); });
   }
 
   // Adds the products of a group to float sums.

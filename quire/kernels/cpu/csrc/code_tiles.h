@@ -129,7 +129,7 @@ struct CodeBlock {
       const float* values = sums.values[i / 16][n][i % 16];
       Vec all = load(values);
       if (f.groups == 1) all = add_group(Vec{}, values, totals[row], sums.scales[n], sums.offsets[n]);
-      results[n] = unfused(all * splat(scales[row]));
+      results[n] = opaque(all * splat(scales[row]));
     }
     p.is_bf16 ? write<bf16>(sums, first + row, results) : write<float>(sums, first + row, results);
   }

@@ -181,7 +181,7 @@ INLINE auto multiply_pairs(Pair<H> w, int32_t x) -> Pair<decltype(multiply_pairs
 INLINE SVec dot(SVec acc, const int8_t* x, IVec w) {
   int32_t four;
   memcpy(&four, x, 4);
-  return (SVec)in_order((IVec)(acc + multiply_pairs(w, four)));
+  return opaque(acc + multiply_pairs(w, four));
 }
 #else
 constexpr bool HAS_SHORT_SUMS = false;

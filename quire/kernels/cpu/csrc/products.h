@@ -163,7 +163,7 @@ constexpr int64_t PREFETCH_BYTES = 2048;
 //   Rows(p, first, count, team)         the block of rows [first, first + count), perhaps converted
 //   tile_bytes                          bytes of a tile of the weight
 //   multiply<MR, NB>(panel, row, fetch) computes rows [row, row + MR) of the block, and writes them to the output
-//                                       It is not inlined, because GCC then keeps sums in memory
+//                                       noinline: GCC keeps the sums of an inlined one in memory
 //   add_tiles(sums, tiles, row, fetch)  the sums of rows and tiles; only with TILE_BY_TILE
 
 // Computes tiles of columns [begin, end), NB tiles of the weight at once. A panel is computed in passes of up to 8 rows.

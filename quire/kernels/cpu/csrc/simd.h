@@ -208,17 +208,10 @@ INLINE Floats fma(Floats a, Floats b, Floats c) {
   return a * b + c;  // contracted if the machine has a fused multiply-add
 #endif
 }
-// x itself: a product that GCC must not fuse with a sum, so that it is rounded in the same way everywhere.
-INLINE Floats unfused(Floats x) {
-#if defined(__x86_64__)
-  __asm__("" : "+v"(x));
-#elif defined(__aarch64__)
-  __asm__("" : "+w"(x));
-#endif
-  return x;
-}
-// x itself: a sum whose terms GCC must not reorder, because the other order needs more registers.
-INLINE Ints in_order(Ints x) {
+// x itself, a register, which GCC does not rewrite: a product stays apart from a sum, and so is rounded in the same way
+// everywhere; terms of sums stay in order, where another order needs more registers.
+template <class Register>
+INLINE Register opaque(Register x) {
 #if defined(__x86_64__)
   __asm__("" : "+v"(x));
 #elif defined(__aarch64__)
@@ -299,8 +292,7 @@ INLINE Pair<H> select(Pair<M> mask, Pair<H> a, Pair<H> b) {
 EACH_OF_TWO(vmax)
 EACH_OF_TWO(vmin)
 EACH_OF_TWO(umax)
-EACH(unfused)
-EACH(in_order)
+EACH(opaque)
 EACH(round_to_int)
 EACH(reciprocal)
 EACH(to_ints)
