@@ -41,11 +41,14 @@ template <class T>
 struct ScoreTerm : Term<T> {};
 template <>
 struct ScoreTerm<int8_t> {
-  using Held = HeldCode;
+  using Held = CodeTerm::Held;
   using Sum = IVec;
   static constexpr int width = 4, parts = 1;
-  INLINE Codes part(const char* y, int) { return codes_of(load_bits<IVec>(y)); }
-  INLINE IVec dot(IVec acc, const HeldCode* x, Codes y) { return ISA::dot(acc, x, y); }
+  INLINE IVec part(const char* y, int) { return load_bits<IVec>(y); }
+  INLINE IVec dot(IVec acc, const Held* x, IVec y) {
+    for (int i = 0; i < CodeTerm::parts; i++) acc = CodeTerm::dot(acc, x + i * 2, CodeTerm::part(y, i));
+    return acc;
+  }
 };
 constexpr int32_t ZERO_CODE = 128;  // of keys
 

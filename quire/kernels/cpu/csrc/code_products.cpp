@@ -132,35 +132,39 @@ void unpack_codes(const Arg* a, const Team& team) { a[5].integer ? unpack<bf16>(
 // ---- products ----
 
 namespace {
-// Rounds a row of x to codes, and returns its scale. totals: [groups], sums of the codes of each group.
-float round_x(const CodeProduct& p, int64_t row, int8_t* codes, int32_t* totals) {
+// Rounds a row of x to codes, and returns its scale. totals: sums of the codes of each group, that of group g at g * apart.
+float round_x(const CodeProduct& p, int64_t row, int8_t* codes, int32_t* totals, int64_t apart) {
   const Format& f = p.format;
   int64_t place = row * p.x_stride, padded = f.steps * f.terms;
   float scale =
       p.is_bf16 ? round_row((const bf16*)p.x + place, p.k, codes) : round_row((const float*)p.x + place, p.k, codes);
   for (int64_t g = 0; g < f.groups; g++) {
-    totals[g] = 0;
-    for (int64_t i = g * f.each * f.terms; i < min(padded, (g + 1) * f.each * f.terms); i++) totals[g] += codes[i];
+    int32_t total = 0;
+    for (int64_t i = g * f.each * f.terms; i < min(padded, (g + 1) * f.each * f.terms); i++) total += codes[i];
+    totals[g * apart] = total;
   }
   return scale;
 }
 
 // Rows of x as codes, for weights with codes of BITS bits. GROUPED: whether rows of the weight have several scales.
 // TABLE: whether codes are looked up. FACTORS: whether scales have factors.
+// The sums of few rows stay in registers over all of k (add_tiles). With 16 registers and several scales, those of more rows
+// are in memory (add_groups).
 template <int BITS, bool GROUPED, bool TABLE = false, bool FACTORS = false>
 struct CodeRows {
   static constexpr bool SHORT = HAS_SHORT_SUMS && BITS < 8 && !TABLE;
   static constexpr int AT_ONCE = GROUPED ? max(1, VECTORS_AT_ONCE / 2) : VECTORS_AT_ONCE;
   static constexpr bool TILE_BY_TILE = REGISTER_BYTES < 64;
+  static constexpr int TILE_ROWS = TILE_BY_TILE && BITS != 6 ? VECTORS_AT_ONCE : AT_ONCE;  // more than AT_ONCE: add_groups
   static constexpr int TERMS = BITS == 6 ? 16 : 32 / BITS, STEP_BYTES = (BITS == 6 ? 3 : 1) * VECTOR_BYTES;
-  using Held = std::conditional_t<SHORT, int8_t, HeldCode>;
-  static constexpr int SHORT_STEPS = BITS == 4 ? 4 : 1;  // between flushes; twice a step with 6 bits
+  using Held = std::conditional_t<SHORT, int8_t, CodeTerm::Held>;
+  static constexpr int SHORT_STEPS = 4;  // between flushes, of codes of 4 bits
 
   const CodeProduct& p;
   int64_t first, count, tile_bytes;
   Held* x;
   float* scales;
-  int32_t* totals;  // [count][groups]: see round_x
+  int32_t* totals;  // [groups][count]: see round_x
   int64_t stride;
   const int32_t zero;
   const Ints table;
@@ -179,7 +183,7 @@ struct CodeRows {
     totals = (int32_t*)(scales + count);
     auto codes = (int8_t*)(totals + count * groups);
     for (int64_t i = 0; i < count; i++) {
-      scales[i] = round_x(p, first + i, codes, totals + i * groups);
+      scales[i] = round_x(p, first + i, codes, totals + i, count);
       if constexpr (SHORT)
         memcpy(x + i * stride, codes, padded);
       else
@@ -199,7 +203,10 @@ struct CodeRows {
       finish(sums);
     } else {
       alignas(64) float sums[MR][NB][LANES];
-      tile_by_tile(*this, panel, row, fetch, sums);
+      if constexpr (MR <= AT_ONCE)
+        tile_by_tile(*this, panel, row, fetch, sums);
+      else
+        for (int n = 0; n < NB; n++) add_groups(sums, n, panel.tiles[n], row, fetch.tile(n));
       finish(sums);
     }
   }
@@ -225,9 +232,9 @@ struct CodeRows {
   INLINE_MEMBER void add_group(Vec (&sums)[MR][NB], const int64_t* tiles, int64_t row, const char* const (&w)[NB],
                                int64_t g, Prefetch<NB>& fetch) const {
     const Format& f = p.format;
-    const int32_t* group_totals = totals + row * f.groups + g;
+    const int32_t* group_totals = totals + g * count + row;
     IVec acc[MR][NB], ones[NB];
-    for_all<MR, NB>([&](int m, int n) { acc[m][n] = splat_int(-zero * group_totals[m * f.groups]); });
+    for_all<MR, NB>([&](int m, int n) { acc[m][n] = splat_int(-zero * group_totals[m]); });
     for (int n = 0; n < NB; n++) ones[n] = splat_int(0x10001);
     add_steps(acc, row, w, g * f.each, min(f.steps, (g + 1) * f.each), ones, fetch);
 #pragma GCC unroll 8
@@ -239,7 +246,7 @@ struct CodeRows {
     if (p.offsets == nullptr) return;
     for (int n = 0; n < NB; n++) {
       Vec offset = load_scales(f.type, p.offsets, (tiles[n] * f.groups + g) * 16);
-      for (int m = 0; m < MR; m++) sums[m][n] = fma(splat((float)group_totals[m * f.groups]), offset, sums[m][n]);
+      for (int m = 0; m < MR; m++) sums[m][n] = fma(splat((float)group_totals[m]), offset, sums[m][n]);
     }
   }
 
@@ -255,7 +262,7 @@ struct CodeRows {
     for_all<MR, NB>([&](int m, int n) { total[m][n] = moved[m][n] = IVec{}; });
     for (int64_t place = 0; place < min(factors.groups, f.groups - first_group); place++) {
       int64_t g = first_group + place;
-      const int32_t* group_totals = totals + row * f.groups + g;
+      const int32_t* group_totals = totals + g * count + row;
       int64_t begin = g * f.each, end = min(f.steps, (g + 1) * f.each);
       IVec scale[NB];
       for (int n = 0; n < NB; n++) scale[n] = load_bytes(factors.scales(blocks[n], place));
@@ -264,17 +271,17 @@ struct CodeRows {
         for (int n = 0; n < NB; n++) pairs[n] = (IVec)(((UVec)scale[n] & 0xffffu) | (UVec)scale[n] << 16);
         add_steps(total, row, w, begin, end, pairs, fetch);
         if (zero)
-          for_all<MR, NB>([&](int m, int n) { total[m][n] += scale[n] * splat_int(-zero * group_totals[m * f.groups]); });
+          for_all<MR, NB>([&](int m, int n) { total[m][n] += scale[n] * splat_int(-zero * group_totals[m]); });
       } else {
         IVec acc[MR][NB];
-        for_all<MR, NB>([&](int m, int n) { acc[m][n] = splat_int(-zero * group_totals[m * f.groups]); });
+        for_all<MR, NB>([&](int m, int n) { acc[m][n] = splat_int(-zero * group_totals[m]); });
         add_steps(acc, row, w, begin, end, scale, fetch);
         for_all<MR, NB>([&](int m, int n) { total[m][n] += acc[m][n] * scale[n]; });
       }
       if (!factors.has_offsets) continue;
       for (int n = 0; n < NB; n++) {
         IVec offset = load_bytes(factors.offsets(blocks[n], place));
-        for (int m = 0; m < MR; m++) moved[m][n] += offset * splat_int(group_totals[m * f.groups]);
+        for (int m = 0; m < MR; m++) moved[m][n] += offset * splat_int(group_totals[m]);
       }
     }
     for (int n = 0; n < NB; n++) {
@@ -286,27 +293,135 @@ struct CodeRows {
     }
   }
 
+  // Computes the sums of tile n. They are in memory, so that registers have only the integers of a group, and more rows use
+  // each vector of the weight.
+  template <int MR, int NB>
+  INLINE_MEMBER void add_groups(float (&sums)[MR][NB][LANES], int n, int64_t tile, int64_t row, Prefetch<1> fetch) const {
+    const Format& f = p.format;
+    const char* w[1] = {p.weight + tile * tile_bytes};
+    alignas(64) int32_t whole[MR][LANES], moved[MR][LANES];  // integers of several flushes; moved: by offsets
+    auto add_scaled = [&](int m, IVec numbers, Vec scale) {
+      store(sums[m][n], fma(to_floats(numbers), scale, load(sums[m][n])));
+    };
+    auto add_whole = [&](const IVec(&numbers)[MR]) {
+      in_memory(whole);
+#pragma GCC unroll 8
+      for (int m = 0; m < MR; m++) store_bits(whole[m], load_bits<IVec>(whole[m]) + numbers[m]);
+    };
+    for (int m = 0; m < MR; m++) store(sums[m][n], Vec{});
+    if constexpr (FACTORS) {
+      Factors factors(f);
+      for (int64_t first = 0; first < f.groups; first += factors.groups) {
+        const char* block = factors.block(p.scales, tile, first / factors.groups);
+        int64_t stop = min(factors.groups, f.groups - first);
+        if (factors.has_offsets) add_totals(moved, row, first, stop, factors.offsets(block, 0));
+        if (zero) add_totals(whole, row, first, stop, factors.scales(block, 0));
+        for (int m = 0; m < MR; m++) store_bits(whole[m], zero ? load_bits<IVec>(whole[m]) * splat_int(-zero) : IVec{});
+        for (int64_t g = 0; g < stop; g++)
+          add_group_to<MR, false>(row, w, first + g, load_bytes(factors.scales(block, g)), fetch, add_whole);
+        in_memory(sums);
+        Vec factor = load(factors.factors(block));
+        for (int m = 0; m < MR; m++) add_scaled(m, load_bits<IVec>(whole[m]), factor);
+        if (!factors.has_offsets) continue;
+        Vec offset_factor = load(factors.offset_factors(block));
+        for (int m = 0; m < MR; m++) add_scaled(m, load_bits<IVec>(moved[m]), offset_factor);
+      }
+    } else {
+      constexpr int ZERO_BITS = TABLE ? 7 : BITS - 1;
+      bool is_one = !SHORT || f.each <= SHORT_STEPS;  // flush for each group
+      for (int64_t g = 0; g < f.groups; g++) {
+        const int32_t* group_totals = totals + g * count + row;
+        Vec scale = load_scales(f.type, p.scales, (tile * f.groups + g) * 16);
+        auto add_all = [&](const IVec(&numbers)[MR]) {
+          in_memory(sums);
+#pragma GCC unroll 8
+          for (int m = 0; m < MR; m++) add_scaled(m, numbers[m] - (opaque(splat_int(group_totals[m])) << ZERO_BITS), scale);
+        };
+        if (is_one) {
+          add_group_to<MR, true>(row, w, g, splat_int(1), fetch, add_all);
+        } else {
+          IVec all[MR];
+          for (int m = 0; m < MR; m++) store_bits(whole[m], IVec{});
+          add_group_to<MR, false>(row, w, g, splat_int(1), fetch, add_whole);
+          for (int m = 0; m < MR; m++) all[m] = load_bits<IVec>(whole[m]);
+          add_all(all);
+        }
+        if (p.offsets == nullptr) continue;
+        Vec offset = load_scales(f.type, p.offsets, (tile * f.groups + g) * 16);
+        for (int m = 0; m < MR; m++) add_scaled(m, splat_int(group_totals[m]), offset);
+      }
+    }
+    for (int m = 0; m < MR; m++) store(sums[m][n], opaque(load(sums[m][n]) * splat(scales[row + m])));
+  }
+
+  // Adds up the products of a group of MR rows and a tile, times `times`, by calls of add(numbers): once, or after each flush.
+  template <int MR, bool ONCE, class F>
+  INLINE_MEMBER void add_group_to(int64_t row, const char* const (&w)[1], int64_t group, IVec times, Prefetch<1>& fetch,
+                                  F add) const {
+    int64_t begin = group * p.format.each, end = min(p.format.steps, begin + p.format.each);
+    IVec numbers[MR];
+    if constexpr (SHORT) {
+      IVec pairs = (IVec)(((UVec)times & 0xffffu) | (UVec)times << 16);
+      for (int64_t s = begin; s < end;) {
+        SVec some[MR][1];
+        for_all<MR, 1>([&](int m, int n) { some[m][n] = SVec{}; });
+        for (int64_t stop = ONCE ? end : min(end, s + SHORT_STEPS); s < stop; s++) add_parts<0>(some, row, w, s, fetch);
+#pragma GCC unroll 8
+        for (int m = 0; m < MR; m++) numbers[m] = add_pairs((IVec)some[m][0], pairs);
+        add(numbers);
+        if (ONCE) break;
+      }
+    } else {
+      IVec acc[MR][1];
+      for_all<MR, 1>([&](int m, int n) { acc[m][n] = IVec{}; });
+      for (int64_t s = begin; s < end; s++) add_parts<0>(acc, row, w, s, fetch);
+#pragma GCC unroll 8
+      for (int m = 0; m < MR; m++) numbers[m] = FACTORS ? acc[m][0] * times : acc[m][0];
+      add(numbers);
+    }
+  }
+
+  // Sums of the totals of groups [first, first + stop) of MR rows, each times the 16 bytes of its group: of pairs of groups at
+  // once, since a total has less than 16 bits.
+  template <int MR>
+  INLINE_MEMBER void add_totals(int32_t (&sums)[MR][LANES], int64_t row, int64_t first, int64_t stop,
+                                const int8_t* bytes) const {
+    IVec acc[MR];
+    for (int m = 0; m < MR; m++) acc[m] = IVec{};
+    for (int64_t g = 0; g < stop; g += 2) {
+      const int32_t* group_totals = totals + (first + g) * count + row;
+      bool both = g + 1 < stop;
+      IVec pair = (IVec)((UVec)load_bytes(bytes + g * 16) & 0xffffu);
+      if (both) pair = (IVec)((UVec)pair | (UVec)load_bytes(bytes + (g + 1) * 16) << 16);
+#pragma GCC unroll 8
+      for (int m = 0; m < MR; m++) {
+        uint32_t low = (uint32_t)group_totals[m] & 0xffffu, high = both ? (uint32_t)group_totals[m + count] << 16 : 0;
+        acc[m] = acc[m] + add_pairs(pair, splat_int((int32_t)(low | high)));
+      }
+    }
+    for (int m = 0; m < MR; m++) store_bits(sums[m], acc[m]);
+  }
+
   // Adds products of codes. times: with sums of 16 bits, pairs of numbers that they are multiplied by.
   template <int MR, int NB>
   INLINE_MEMBER void add_steps(IVec (&acc)[MR][NB], int64_t row, const char* const (&w)[NB], int64_t begin, int64_t end,
                                const IVec (&times)[NB], Prefetch<NB>& fetch) const {
-    if constexpr (SHORT) {
-      auto flush = [&](SVec(&some)[MR][NB]) {
-        for_all<MR, NB>([&](int m, int n) { acc[m][n] += add_pairs((IVec)some[m][n], times[n]), some[m][n] = SVec{}; });
-      };
+    if constexpr (SHORT && BITS == 4) {
       SVec some[MR][NB];
       for_all<MR, NB>([&](int m, int n) { some[m][n] = SVec{}; });
       for (int64_t s = begin; s < end;) {
-        for (int64_t stop = min(end, s + SHORT_STEPS); s < stop; s++) {
-          add_parts<0>(some, row, w, s, fetch);
-          if constexpr (BITS == 6) flush(some), add_parts<2>(some, row, w, s, fetch);
-        }
-        flush(some);
+        for (int64_t stop = min(end, s + SHORT_STEPS); s < stop; s++) add_parts<0>(some, row, w, s, fetch);
+        for_all<MR, NB>([&](int m, int n) { acc[m][n] += add_pairs((IVec)some[m][n], times[n]), some[m][n] = SVec{}; });
       }
     } else {
       for (int64_t s = begin; s < end; s++) {
-        add_parts<0>(acc, row, w, s, fetch);
-        if constexpr (BITS == 6) add_parts<2>(acc, row, w, s, fetch);
+        if constexpr (SHORT) {
+          add_eight<0>(acc, row, w, s, times, fetch);
+          add_eight<2>(acc, row, w, s, times, fetch);
+        } else {
+          add_parts<0>(acc, row, w, s, fetch);
+          if constexpr (BITS == 6) add_parts<2>(acc, row, w, s, fetch);
+        }
       }
     }
   }
@@ -316,33 +431,78 @@ struct CodeRows {
   INLINE_MEMBER void add_parts(Sum (&acc)[MR][NB], int64_t row, const char* const (&w)[NB], int64_t s,
                                Prefetch<NB>& fetch) const {
     const Held* from = x + row * stride + s * TERMS + PART * 4;
-    fetch.step(w, s * STEP_BYTES + PART / 2 * VECTOR_BYTES);
-    if (BITS == 6 && PART == 2) fetch.step(w, s * STEP_BYTES + 2 * VECTOR_BYTES);
+    fetch_part<PART>(w, s, fetch);
 #pragma GCC unroll 8
     for (int n = 0; n < NB; n++) {
       const char* step = w[n] + s * STEP_BYTES;
-      UVec bytes = load_bits<UVec>(step + PART / 2 * VECTOR_BYTES), high{};
-      if (BITS == 6) high = load_bits<UVec>(step + 2 * VECTOR_BYTES);
-      auto codes = [&](int part) { return BITS == 6 ? six_bits(bytes, high, PART + part) : nibbles(bytes, part); };
-      if (BITS == 8) {
-        add(acc, n, from, (IVec)bytes);
+      if constexpr (BITS == 8) {
+        IVec bytes = load_bits<IVec>(step);
+        add_codes(acc, n, from, [&] { return MR < 3 ? bytes : load_bits<IVec>(step = behind(step, acc[MR - 1][n])); });
       } else {
-        add(acc, n, from, TABLE ? look_up(table, codes(0)) : codes(0));
-        add(acc, n, from + 4, TABLE ? look_up(table, codes(1)) : codes(1));
+        for (int part = 0; part < 2; part++) {
+          if (MR > AT_ONCE && part == 1) step = behind(step, acc[MR - 1][n]);
+          IVec codes = codes_at<PART>(step, part);
+          add(acc, n, from + part * 4, TABLE ? look_up(table, codes) : codes);
+        }
       }
       if (NB > 1) one_after_another();
     }
   }
 
+  // The same for eight terms of codes of 6 bits: their sums of 16 bits, times `times`, are added at once.
+  template <int PART, int MR, int NB>
+  INLINE_MEMBER void add_eight(IVec (&acc)[MR][NB], int64_t row, const char* const (&w)[NB], int64_t s,
+                               const IVec (&times)[NB], Prefetch<NB>& fetch) const {
+    const Held* from = x + row * stride + s * TERMS + PART * 4;
+    fetch_part<PART>(w, s, fetch);
+#pragma GCC unroll 8
+    for (int n = 0; n < NB; n++) {
+      const char* step = w[n] + s * STEP_BYTES;
+      IVec first = codes_at<PART>(step, 0), second = codes_at<PART>(step, 1);
+#pragma GCC unroll 8
+      for (int m = 0; m < MR; m++) {
+        SVec sums = short_products(from + m * stride, first) + short_products(from + m * stride + 4, second);
+        acc[m][n] = add_products(acc[m][n], add_pairs((IVec)sums, times[n]));
+      }
+    }
+  }
+
+  template <int PART, int NB>
+  INLINE_MEMBER void fetch_part(const char* const (&w)[NB], int64_t s, Prefetch<NB>& fetch) const {
+    fetch.step(w, s * STEP_BYTES + PART / 2 * VECTOR_BYTES);
+    if (BITS == 6 && PART == 2) fetch.step(w, s * STEP_BYTES + 2 * VECTOR_BYTES);
+  }
+
+  template <int PART>
+  INLINE_MEMBER IVec codes_at(const char* step, int part) const {
+    UVec bytes = load_bits<UVec>(step + PART / 2 * VECTOR_BYTES);
+    return BITS == 6 ? six_bits(bytes, load_bits<UVec>(step + 2 * VECTOR_BYTES), PART + part) : nibbles(bytes, part);
+  }
+
   template <class Sum, int MR, int NB>
-  INLINE_MEMBER void add(Sum (&acc)[MR][NB], int n, const Held* from, IVec bytes) const {
+  INLINE_MEMBER void add(Sum (&acc)[MR][NB], int n, const Held* from, IVec codes) const {
     if constexpr (SHORT) {
 #pragma GCC unroll 8
-      for (int m = 0; m < MR; m++) acc[m][n] = dot(acc[m][n], from + m * stride, bytes);
+      for (int m = 0; m < MR; m++) {
+        SVec products = short_products(from + m * stride, codes);
+        acc[m][n] = MR > AT_ONCE ? add_products(acc[m][n], products) : opaque(acc[m][n] + products);
+      }
     } else {
-      Codes codes = codes_of(bytes);
+      add_codes(acc, n, from, [&] { return codes; });
+    }
+  }
+
+  // codes(): four terms, read for each part of them, so that the parts do not need registers at the same time.
+  template <int MR, int NB, class F>
+  INLINE_MEMBER void add_codes(IVec (&acc)[MR][NB], int n, const Held* from, F codes) const {
+#pragma GCC unroll 2
+    for (int i = 0; i < CodeTerm::parts; i++) {
+      IVec part = CodeTerm::part(codes(), i);
 #pragma GCC unroll 8
-      for (int m = 0; m < MR; m++) acc[m][n] = dot(acc[m][n], from + m * stride, codes);
+      for (int m = 0; m < MR; m++) {
+        const Held* terms = from + m * stride + i * 2;
+        acc[m][n] = MR < 3 ? CodeTerm::dot(acc[m][n], terms, part) : CodeTerm::dot_in_place(acc[m][n], terms, part);
+      }
     }
   }
 
@@ -373,6 +533,7 @@ struct Float8Rows {
   using Held = typename One::Held;
   static constexpr int AT_ONCE = GROUPED ? max(1, VECTORS_AT_ONCE / 2) : VECTORS_AT_ONCE;
   static constexpr bool TILE_BY_TILE = false;
+  static constexpr int TILE_ROWS = AT_ONCE;
 
   const CodeProduct& p;
   int64_t first, count, tile_bytes;

@@ -54,7 +54,7 @@ struct CodeBlock {
       count = rows;
       memset(codes, 0, padded * row_bytes);
       for (int64_t i = 0; i < count; i++)
-        scales[i] = round_x(p, start + i, codes + i * row_bytes, totals + i * f.groups);
+        scales[i] = round_x(p, start + i, codes + i * row_bytes, totals + i * f.groups, 1);
     }
     for (int64_t i = 0; i < padded; i++) {
       const int8_t* row = codes + i * row_bytes;

@@ -127,41 +127,65 @@ INLINE IVec six_bits(UVec low, UVec high, int64_t part) {
   return nibbles(low, part % 2) | (IVec)(moved & 0x30303030u);
 }
 
-// Products of four terms: Codes of 16 columns, four unsigned bytes each, times four terms of x for all columns.
-#if defined(__AVX512VNNI__)
-using HeldCode = int8_t;
-using Codes = IVec;
-INLINE Codes codes_of(IVec bytes) { return bytes; }
-INLINE void hold_codes(const int8_t* codes, HeldCode* held, int64_t count) { memcpy(held, codes, count); }
-INLINE IVec dot(IVec acc, const HeldCode* x, Codes w) {
-  int32_t four;
-  memcpy(&four, x, 4);
-  return (IVec)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(four));
-}
+// Sums plus products. Where all 16 registers are in use, GCC would copy some sums and keep others in memory, where each
+// addition waits for the store of the one before.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+#define ADD_IN_PLACE(V, instruction) \
+  INLINE V add_products(V sums, V products) { \
+    __asm__ volatile("" : "+x"(products.low), "+x"(products.high)); /* both, then both sums: the fastest order */ \
+    __asm__ volatile(instruction " %1, %0, %0" : "+x"(sums.low) : "x"(products.low)); \
+    __asm__ volatile(instruction " %1, %0, %0" : "+x"(sums.high) : "x"(products.high)); \
+    return sums; \
+  }
+ADD_IN_PLACE(IVec, "vpaddd")
+ADD_IN_PLACE(SVec, "vpaddw")
+#undef ADD_IN_PLACE
 #else
-using HeldCode = int16_t;  // terms 0, 2, 1, 3 of each four: pairs as they are multiplied
-struct Codes {
-  IVec even, odd;  // terms 0 and 2, 1 and 3, of 16 bits
-};
-INLINE Codes codes_of(IVec bytes) {
-  UVec bits = (UVec)bytes;
-  return {(IVec)(bits & 0x00ff00ffu), (IVec)((bits >> 8) & 0x00ff00ffu)};
+template <class V>
+INLINE V add_products(V sums, V products) {
+  return sums + products;
 }
-INLINE void hold_codes(const int8_t* codes, HeldCode* held, int64_t count) {
+#endif
+
+// Products of four terms, a Term: unsigned bytes of 16 columns, four each, times four terms of x for all columns.
+struct CodeTerm {
+  using Sum = IVec;
+  static constexpr int width = 4;
+#if defined(__AVX512VNNI__)
+  using Held = int8_t;
+  static constexpr int parts = 1;
+  INLINE IVec part(IVec bytes, int) { return bytes; }
+  INLINE IVec dot(IVec acc, const Held* x, IVec w) {
+    int32_t four;
+    memcpy(&four, x, 4);
+    return (IVec)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(four));
+  }
+  INLINE IVec dot_in_place(IVec acc, const Held* x, IVec w) { return dot(acc, x, w); }
+#else
+  using Held = int16_t;  // terms 0, 2, 1, 3 of each four: pairs as they are multiplied
+  static constexpr int parts = 2;
+  INLINE IVec part(IVec bytes, int i) { return i ? (IVec)((USVec)bytes >> 8) : (IVec)((UVec)bytes & 0x00ff00ffu); }
+  INLINE IVec products(const Held* x, IVec w) {
+    int32_t pair;
+    memcpy(&pair, x, 4);
+    return add_pairs(w, splat_int(pair));
+  }
+  INLINE IVec dot(IVec acc, const Held* x, IVec w) { return acc + products(x, w); }
+  INLINE IVec dot_in_place(IVec acc, const Held* x, IVec w) { return add_products(acc, products(x, w)); }
+#endif
+};
+INLINE void hold_codes(const int8_t* codes, CodeTerm::Held* held, int64_t count) {
+#if defined(__AVX512VNNI__)
+  memcpy(held, codes, count);
+#else
   for (int64_t i = 0; i < count; i += 4) {
     held[i] = codes[i];
     held[i + 1] = codes[i + 2];
     held[i + 2] = codes[i + 1];
     held[i + 3] = codes[i + 3];
   }
-}
-INLINE IVec dot(IVec acc, const HeldCode* x, Codes w) {
-  int32_t even, odd;
-  memcpy(&even, x, 4);
-  memcpy(&odd, x + 2, 4);
-  return acc + add_pairs(w.even, splat_int(even)) + add_pairs(w.odd, splat_int(odd));
-}
 #endif
+}
 
 // Sums of 16 bits, two for each column, of products of codes below 64. Without VNNI they take half of the instructions. A
 // product of two codes and two terms of x is at most 3810 with 4 bits, and 16002 with 6, so 8 or 2 of them can be added.
@@ -178,10 +202,10 @@ template <class H>
 INLINE auto multiply_pairs(Pair<H> w, int32_t x) -> Pair<decltype(multiply_pairs(w.low, x))> {
   return {multiply_pairs(w.low, x), multiply_pairs(w.high, x)};
 }
-INLINE SVec dot(SVec acc, const int8_t* x, IVec w) {
+INLINE SVec short_products(const int8_t* x, IVec w) {
   int32_t four;
   memcpy(&four, x, 4);
-  return opaque(acc + multiply_pairs(w, four));
+  return multiply_pairs(w, four);
 }
 #else
 constexpr bool HAS_SHORT_SUMS = false;

@@ -83,6 +83,7 @@ struct FloatRows {
   using Held = typename Term<T>::Held;
   static constexpr int AT_ONCE = VECTORS_AT_ONCE;
   static constexpr bool TILE_BY_TILE = REGISTER_BYTES < 64 && sizeof(T) != sizeof(Held);
+  static constexpr int TILE_ROWS = AT_ONCE;
 
   const Product& p;
   int64_t first, count, tile_bytes;

@@ -159,6 +159,7 @@ constexpr int64_t PREFETCH_BYTES = 2048;
 //   AT_ONCE                             sums that fit into registers
 //   TILE_BY_TILE                        whether two tiles are computed one after the other if their sums do not fit. So more
 //                                       rows use each vector of the weight, which pays where its terms are converted
+//   TILE_ROWS                           rows that a tile is computed for at once
 //   row_bytes(p)                        bytes of a row in the thread's memory
 //   Rows(p, first, count, team)         the block of rows [first, first + count), perhaps converted
 //   tile_bytes                          bytes of a tile of the weight
@@ -172,7 +173,7 @@ constexpr int64_t PREFETCH_BYTES = 2048;
 // be too large for the L2 cache.
 template <int NB, class Rows>
 static void multiply_block(const Product& p, const Rows& rows, int64_t begin, int64_t end) {
-  constexpr int at_once = NB == 2 && Rows::TILE_BY_TILE ? Rows::AT_ONCE : Rows::AT_ONCE / NB;
+  constexpr int at_once = NB == 1 || (NB == 2 && Rows::TILE_BY_TILE) ? Rows::TILE_ROWS : Rows::AT_ONCE / NB;
   constexpr int most = (int)max(1, min(8, at_once));
   int64_t passes = (rows.count + most - 1) / most, each = (rows.count + passes - 1) / passes;
   int64_t steps = rows.tile_bytes / VECTOR_BYTES, tiles = p.gate < 0 ? NB : NB / 2;

@@ -39,6 +39,7 @@ typedef float Floats __attribute__((vector_size(REGISTER_BYTES)));
 typedef int32_t Ints __attribute__((vector_size(REGISTER_BYTES)));
 typedef uint32_t UInts __attribute__((vector_size(REGISTER_BYTES)));
 typedef int16_t Shorts __attribute__((vector_size(REGISTER_BYTES)));
+typedef uint16_t WideShorts __attribute__((vector_size(REGISTER_BYTES)));
 typedef double Doubles __attribute__((vector_size(REGISTER_BYTES)));
 typedef int64_t Longs __attribute__((vector_size(REGISTER_BYTES)));
 typedef uint64_t ULongs __attribute__((vector_size(REGISTER_BYTES)));
@@ -51,6 +52,7 @@ using Vec = Vector<Floats>;
 using IVec = Vector<Ints>;
 using UVec = Vector<UInts>;
 using SVec = Vector<Shorts>;  // 32 numbers
+using USVec = Vector<WideShorts>;
 using DVec = Vector<Doubles>;  // 8 numbers, like the next two
 using LVec = Vector<Longs>;
 using ULVec = Vector<ULongs>;
@@ -218,6 +220,25 @@ INLINE Register opaque(Register x) {
   __asm__("" : "+w"(x));
 #endif
   return x;
+}
+// GCC writes and reads x, an array, rather than keep it in registers.
+template <class Array>
+INLINE void in_memory(Array& x) {
+  __asm__ volatile("" : "+m"(x));
+}
+// p itself, from which GCC loads nothing before x is computed.
+template <class Register>
+INLINE const char* behind(const char* p, Register x) {
+#if defined(__x86_64__)
+  __asm__("" : "+r"(p) : "v"(x));
+#elif defined(__aarch64__)
+  __asm__("" : "+r"(p) : "w"(x));
+#endif
+  return p;
+}
+template <class H>
+INLINE const char* behind(const char* p, Pair<H> x) {
+  return behind(p, x.high);
 }
 INLINE Floats select(Ints mask, Floats a, Floats b) {  // lanes of mask are 0 or -1
 #if defined(__AVX512F__)
