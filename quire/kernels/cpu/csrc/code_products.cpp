@@ -132,8 +132,8 @@ void unpack_codes(const Arg* a, const Team& team) { a[5].integer ? unpack<bf16>(
 // ---- products ----
 
 namespace {
-// Rounds a row of x to codes, and returns its scale. totals: sums of the codes of each group, that of group g at g * apart.
-float round_x(const CodeProduct& p, int64_t row, int8_t* codes, int32_t* totals, int64_t apart) {
+// Rounds a row of x to codes, and returns its scale. totals: sums of the codes of each group, that of group g at g * stride.
+float round_x(const CodeProduct& p, int64_t row, int8_t* codes, int32_t* totals, int64_t stride) {
   const Format& f = p.format;
   int64_t place = row * p.x_stride, padded = f.steps * f.terms;
   float scale =
@@ -141,21 +141,22 @@ float round_x(const CodeProduct& p, int64_t row, int8_t* codes, int32_t* totals,
   for (int64_t g = 0; g < f.groups; g++) {
     int32_t total = 0;
     for (int64_t i = g * f.each * f.terms; i < min(padded, (g + 1) * f.each * f.terms); i++) total += codes[i];
-    totals[g * apart] = total;
+    totals[g * stride] = total;
   }
   return scale;
 }
 
 // Rows of x as codes, for weights with codes of BITS bits. GROUPED: whether rows of the weight have several scales.
 // TABLE: whether codes are looked up. FACTORS: whether scales have factors.
-// The sums of few rows stay in registers over all of k (add_tiles). With 16 registers and several scales, those of more rows
-// are in memory (add_groups).
+// The sums of up to AT_ONCE rows stay in registers over all of k (add_tiles). Without AVX-512, the sums of up to TILE_ROWS rows
+// are in memory if the weight has several scales, but for codes of 6 bits (add_groups).
 template <int BITS, bool GROUPED, bool TABLE = false, bool FACTORS = false>
 struct CodeRows {
   static constexpr bool SHORT = HAS_SHORT_SUMS && BITS < 8 && !TABLE;
   static constexpr int AT_ONCE = GROUPED ? max(1, VECTORS_AT_ONCE / 2) : VECTORS_AT_ONCE;
   static constexpr bool TILE_BY_TILE = REGISTER_BYTES < 64;
-  static constexpr int TILE_ROWS = TILE_BY_TILE && BITS != 6 ? VECTORS_AT_ONCE : AT_ONCE;  // more than AT_ONCE: add_groups
+  static constexpr int TILE_ROWS = TILE_BY_TILE && BITS != 6 ? VECTORS_AT_ONCE : AT_ONCE;
+  static constexpr int FEW_ROWS = REGISTER_BYTES < 64 ? 2 : 8;  // whose sums leave enough registers
   static constexpr int TERMS = BITS == 6 ? 16 : 32 / BITS, STEP_BYTES = (BITS == 6 ? 3 : 1) * VECTOR_BYTES;
   using Held = std::conditional_t<SHORT, int8_t, CodeTerm::Held>;
   static constexpr int SHORT_STEPS = 4;  // between flushes, of codes of 4 bits
@@ -299,52 +300,52 @@ struct CodeRows {
   INLINE_MEMBER void add_groups(float (&sums)[MR][NB][LANES], int n, int64_t tile, int64_t row, Prefetch<1> fetch) const {
     const Format& f = p.format;
     const char* w[1] = {p.weight + tile * tile_bytes};
-    alignas(64) int32_t whole[MR][LANES], moved[MR][LANES];  // integers of several flushes; moved: by offsets
+    alignas(64) int32_t int_sums[MR][LANES], offset_sums[MR][LANES];  // of several flushes
     auto add_scaled = [&](int m, IVec numbers, Vec scale) {
       store(sums[m][n], fma(to_floats(numbers), scale, load(sums[m][n])));
     };
-    auto add_whole = [&](const IVec(&numbers)[MR]) {
-      in_memory(whole);
+    auto add_integers = [&](const IVec(&numbers)[MR]) {
+      in_memory(int_sums);
 #pragma GCC unroll 8
-      for (int m = 0; m < MR; m++) store_bits(whole[m], load_bits<IVec>(whole[m]) + numbers[m]);
+      for (int m = 0; m < MR; m++) store_bits(int_sums[m], load_bits<IVec>(int_sums[m]) + numbers[m]);
     };
     for (int m = 0; m < MR; m++) store(sums[m][n], Vec{});
     if constexpr (FACTORS) {
       Factors factors(f);
-      for (int64_t first = 0; first < f.groups; first += factors.groups) {
-        const char* block = factors.block(p.scales, tile, first / factors.groups);
-        int64_t stop = min(factors.groups, f.groups - first);
-        if (factors.has_offsets) add_totals(moved, row, first, stop, factors.offsets(block, 0));
-        if (zero) add_totals(whole, row, first, stop, factors.scales(block, 0));
-        for (int m = 0; m < MR; m++) store_bits(whole[m], zero ? load_bits<IVec>(whole[m]) * splat_int(-zero) : IVec{});
-        for (int64_t g = 0; g < stop; g++)
-          add_group_to<MR, false>(row, w, first + g, load_bytes(factors.scales(block, g)), fetch, add_whole);
+      for (int64_t first_group = 0; first_group < f.groups; first_group += factors.groups) {
+        const char* block = factors.block(p.scales, tile, first_group / factors.groups);
+        int64_t num_groups = min(factors.groups, f.groups - first_group);
+        if (factors.has_offsets) add_totals(offset_sums, row, first_group, num_groups, factors.offsets(block, 0));
+        if (zero) add_totals(int_sums, row, first_group, num_groups, factors.scales(block, 0));
+        for (int m = 0; m < MR; m++)
+          store_bits(int_sums[m], zero ? load_bits<IVec>(int_sums[m]) * splat_int(-zero) : IVec{});
+        for (int64_t g = 0; g < num_groups; g++)
+          add_group_to<MR, false>(row, w, first_group + g, load_bytes(factors.scales(block, g)), fetch, add_integers);
         in_memory(sums);
         Vec factor = load(factors.factors(block));
-        for (int m = 0; m < MR; m++) add_scaled(m, load_bits<IVec>(whole[m]), factor);
+        for (int m = 0; m < MR; m++) add_scaled(m, load_bits<IVec>(int_sums[m]), factor);
         if (!factors.has_offsets) continue;
         Vec offset_factor = load(factors.offset_factors(block));
-        for (int m = 0; m < MR; m++) add_scaled(m, load_bits<IVec>(moved[m]), offset_factor);
+        for (int m = 0; m < MR; m++) add_scaled(m, load_bits<IVec>(offset_sums[m]), offset_factor);
       }
     } else {
-      constexpr int ZERO_BITS = TABLE ? 7 : BITS - 1;
-      bool is_one = !SHORT || f.each <= SHORT_STEPS;  // flush for each group
+      constexpr int ZERO_BITS = TABLE ? 7 : BITS - 1;  // zero is 1 << ZERO_BITS
+      bool flush_once = !SHORT || f.each <= SHORT_STEPS;
       for (int64_t g = 0; g < f.groups; g++) {
         const int32_t* group_totals = totals + g * count + row;
         Vec scale = load_scales(f.type, p.scales, (tile * f.groups + g) * 16);
-        auto add_all = [&](const IVec(&numbers)[MR]) {
-          in_memory(sums);
+        // opaque: one load to all lanes, rather than a shift of the number before
+        auto zeros = [&](int m) { return opaque(splat_int(group_totals[m])) << ZERO_BITS; };
+        if (flush_once) {
+          add_group_to<MR, true>(row, w, g, splat_int(1), fetch, [&](const IVec(&numbers)[MR]) {
+            in_memory(sums);
 #pragma GCC unroll 8
-          for (int m = 0; m < MR; m++) add_scaled(m, numbers[m] - (opaque(splat_int(group_totals[m])) << ZERO_BITS), scale);
-        };
-        if (is_one) {
-          add_group_to<MR, true>(row, w, g, splat_int(1), fetch, add_all);
+            for (int m = 0; m < MR; m++) add_scaled(m, numbers[m] - zeros(m), scale);
+          });
         } else {
-          IVec all[MR];
-          for (int m = 0; m < MR; m++) store_bits(whole[m], IVec{});
-          add_group_to<MR, false>(row, w, g, splat_int(1), fetch, add_whole);
-          for (int m = 0; m < MR; m++) all[m] = load_bits<IVec>(whole[m]);
-          add_all(all);
+          for (int m = 0; m < MR; m++) store_bits(int_sums[m], -zeros(m));
+          add_group_to<MR, false>(row, w, g, splat_int(1), fetch, add_integers);
+          for (int m = 0; m < MR; m++) add_scaled(m, load_bits<IVec>(int_sums[m]), scale);
         }
         if (p.offsets == nullptr) continue;
         Vec offset = load_scales(f.type, p.offsets, (tile * f.groups + g) * 16);
@@ -354,43 +355,45 @@ struct CodeRows {
     for (int m = 0; m < MR; m++) store(sums[m][n], opaque(load(sums[m][n]) * splat(scales[row + m])));
   }
 
-  // Adds up the products of a group of MR rows and a tile, times `times`, by calls of add(numbers): once, or after each flush.
-  template <int MR, bool ONCE, class F>
-  INLINE_MEMBER void add_group_to(int64_t row, const char* const (&w)[1], int64_t group, IVec times, Prefetch<1>& fetch,
+  // Adds up the products of a group of MR rows and a tile, times an integer scale, by calls of add(numbers): one for each flush
+  // of sums of 16 bits.
+  template <int MR, bool FLUSH_ONCE, class F>
+  INLINE_MEMBER void add_group_to(int64_t row, const char* const (&w)[1], int64_t group, IVec scale, Prefetch<1>& fetch,
                                   F add) const {
+    static_assert(BITS != 6);  // add_parts<0> has all terms of a step
     int64_t begin = group * p.format.each, end = min(p.format.steps, begin + p.format.each);
     IVec numbers[MR];
     if constexpr (SHORT) {
-      IVec pairs = (IVec)(((UVec)times & 0xffffu) | (UVec)times << 16);
+      IVec pairs = (IVec)(((UVec)scale & 0xffffu) | (UVec)scale << 16);
       for (int64_t s = begin; s < end;) {
         SVec some[MR][1];
         for_all<MR, 1>([&](int m, int n) { some[m][n] = SVec{}; });
-        for (int64_t stop = ONCE ? end : min(end, s + SHORT_STEPS); s < stop; s++) add_parts<0>(some, row, w, s, fetch);
+        for (int64_t stop = FLUSH_ONCE ? end : min(end, s + SHORT_STEPS); s < stop; s++) add_parts<0>(some, row, w, s, fetch);
 #pragma GCC unroll 8
         for (int m = 0; m < MR; m++) numbers[m] = add_pairs((IVec)some[m][0], pairs);
         add(numbers);
-        if (ONCE) break;
+        if (FLUSH_ONCE) break;
       }
     } else {
       IVec acc[MR][1];
       for_all<MR, 1>([&](int m, int n) { acc[m][n] = IVec{}; });
       for (int64_t s = begin; s < end; s++) add_parts<0>(acc, row, w, s, fetch);
 #pragma GCC unroll 8
-      for (int m = 0; m < MR; m++) numbers[m] = FACTORS ? acc[m][0] * times : acc[m][0];
+      for (int m = 0; m < MR; m++) numbers[m] = FACTORS ? acc[m][0] * scale : acc[m][0];
       add(numbers);
     }
   }
 
-  // Sums of the totals of groups [first, first + stop) of MR rows, each times the 16 bytes of its group: of pairs of groups at
-  // once, since a total has less than 16 bits.
+  // Sums of the totals of `num_groups` groups of MR rows, each times the 16 bytes of its group: of pairs of groups at once,
+  // since a total has less than 16 bits.
   template <int MR>
-  INLINE_MEMBER void add_totals(int32_t (&sums)[MR][LANES], int64_t row, int64_t first, int64_t stop,
+  INLINE_MEMBER void add_totals(int32_t (&sums)[MR][LANES], int64_t row, int64_t first_group, int64_t num_groups,
                                 const int8_t* bytes) const {
     IVec acc[MR];
     for (int m = 0; m < MR; m++) acc[m] = IVec{};
-    for (int64_t g = 0; g < stop; g += 2) {
-      const int32_t* group_totals = totals + (first + g) * count + row;
-      bool both = g + 1 < stop;
+    for (int64_t g = 0; g < num_groups; g += 2) {
+      const int32_t* group_totals = totals + (first_group + g) * count + row;
+      bool both = g + 1 < num_groups;
       IVec pair = (IVec)((UVec)load_bytes(bytes + g * 16) & 0xffffu);
       if (both) pair = (IVec)((UVec)pair | (UVec)load_bytes(bytes + (g + 1) * 16) << 16);
 #pragma GCC unroll 8
@@ -416,8 +419,8 @@ struct CodeRows {
     } else {
       for (int64_t s = begin; s < end; s++) {
         if constexpr (SHORT) {
-          add_eight<0>(acc, row, w, s, times, fetch);
-          add_eight<2>(acc, row, w, s, times, fetch);
+          add_six_bit_terms<0>(acc, row, w, s, times, fetch);
+          add_six_bit_terms<2>(acc, row, w, s, times, fetch);
         } else {
           add_parts<0>(acc, row, w, s, fetch);
           if constexpr (BITS == 6) add_parts<2>(acc, row, w, s, fetch);
@@ -437,10 +440,13 @@ struct CodeRows {
       const char* step = w[n] + s * STEP_BYTES;
       if constexpr (BITS == 8) {
         IVec bytes = load_bits<IVec>(step);
-        add_codes(acc, n, from, [&] { return MR < 3 ? bytes : load_bits<IVec>(step = behind(step, acc[MR - 1][n])); });
+        add_codes(acc, n, from, [&] {
+          return MR <= FEW_ROWS ? bytes : load_bits<IVec>(step = after(step, acc[MR - 1][n]));
+        });
       } else {
+#pragma GCC unroll 2
         for (int part = 0; part < 2; part++) {
-          if (MR > AT_ONCE && part == 1) step = behind(step, acc[MR - 1][n]);
+          if (MR > AT_ONCE && part == 1) step = after(step, acc[MR - 1][n]);
           IVec codes = codes_at<PART>(step, part);
           add(acc, n, from + part * 4, TABLE ? look_up(table, codes) : codes);
         }
@@ -451,7 +457,7 @@ struct CodeRows {
 
   // The same for eight terms of codes of 6 bits: their sums of 16 bits, times `times`, are added at once.
   template <int PART, int MR, int NB>
-  INLINE_MEMBER void add_eight(IVec (&acc)[MR][NB], int64_t row, const char* const (&w)[NB], int64_t s,
+  INLINE_MEMBER void add_six_bit_terms(IVec (&acc)[MR][NB], int64_t row, const char* const (&w)[NB], int64_t s,
                                const IVec (&times)[NB], Prefetch<NB>& fetch) const {
     const Held* from = x + row * stride + s * TERMS + PART * 4;
     fetch_part<PART>(w, s, fetch);
@@ -501,7 +507,7 @@ struct CodeRows {
 #pragma GCC unroll 8
       for (int m = 0; m < MR; m++) {
         const Held* terms = from + m * stride + i * 2;
-        acc[m][n] = MR < 3 ? CodeTerm::dot(acc[m][n], terms, part) : CodeTerm::dot_in_place(acc[m][n], terms, part);
+        acc[m][n] = MR <= FEW_ROWS ? CodeTerm::dot(acc[m][n], terms, part) : CodeTerm::dot_in_place(acc[m][n], terms, part);
       }
     }
   }

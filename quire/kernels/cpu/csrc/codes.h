@@ -147,10 +147,8 @@ INLINE V add_products(V sums, V products) {
 }
 #endif
 
-// Products of four terms, a Term: unsigned bytes of 16 columns, four each, times four terms of x for all columns.
+// Products of four terms: unsigned bytes of 16 columns, four each, times four terms of x for all columns.
 struct CodeTerm {
-  using Sum = IVec;
-  static constexpr int width = 4;
 #if defined(__AVX512VNNI__)
   using Held = int8_t;
   static constexpr int parts = 1;

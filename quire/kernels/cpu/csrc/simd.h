@@ -39,7 +39,7 @@ typedef float Floats __attribute__((vector_size(REGISTER_BYTES)));
 typedef int32_t Ints __attribute__((vector_size(REGISTER_BYTES)));
 typedef uint32_t UInts __attribute__((vector_size(REGISTER_BYTES)));
 typedef int16_t Shorts __attribute__((vector_size(REGISTER_BYTES)));
-typedef uint16_t WideShorts __attribute__((vector_size(REGISTER_BYTES)));
+typedef uint16_t UnsignedShorts __attribute__((vector_size(REGISTER_BYTES)));
 typedef double Doubles __attribute__((vector_size(REGISTER_BYTES)));
 typedef int64_t Longs __attribute__((vector_size(REGISTER_BYTES)));
 typedef uint64_t ULongs __attribute__((vector_size(REGISTER_BYTES)));
@@ -52,7 +52,7 @@ using Vec = Vector<Floats>;
 using IVec = Vector<Ints>;
 using UVec = Vector<UInts>;
 using SVec = Vector<Shorts>;  // 32 numbers
-using USVec = Vector<WideShorts>;
+using USVec = Vector<UnsignedShorts>;
 using DVec = Vector<Doubles>;  // 8 numbers, like the next two
 using LVec = Vector<Longs>;
 using ULVec = Vector<ULongs>;
@@ -221,14 +221,14 @@ INLINE Register opaque(Register x) {
 #endif
   return x;
 }
-// GCC writes and reads x, an array, rather than keep it in registers.
+// Forces x, an array, to memory: GCC may not keep it in registers.
 template <class Array>
 INLINE void in_memory(Array& x) {
   __asm__ volatile("" : "+m"(x));
 }
-// p itself, from which GCC loads nothing before x is computed.
+// p itself, from which GCC loads nothing until x is computed.
 template <class Register>
-INLINE const char* behind(const char* p, Register x) {
+INLINE const char* after(const char* p, Register x) {
 #if defined(__x86_64__)
   __asm__("" : "+r"(p) : "v"(x));
 #elif defined(__aarch64__)
@@ -237,8 +237,8 @@ INLINE const char* behind(const char* p, Register x) {
   return p;
 }
 template <class H>
-INLINE const char* behind(const char* p, Pair<H> x) {
-  return behind(p, x.high);
+INLINE const char* after(const char* p, Pair<H> x) {
+  return after(p, x.high);
 }
 INLINE Floats select(Ints mask, Floats a, Floats b) {  // lanes of mask are 0 or -1
 #if defined(__AVX512F__)
