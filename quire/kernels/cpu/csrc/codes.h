@@ -120,7 +120,7 @@ INLINE Pair<H> look_up(Ints table, Pair<H> indices) {
   return {look_up(table, indices.low), look_up(table, indices.high)};
 }
 
-// The codes of four terms, from a step of 4 bits or 6: see code_products.cpp. part: which four of the step.
+// The codes of four terms, from a step of 4 bits or 6: see code_packing.cpp. part: which four of the step.
 INLINE IVec nibbles(UVec bytes, int64_t part) { return (IVec)((part ? bytes >> 4 : bytes) & 0x0f0f0f0fu); }
 INLINE IVec six_bits(UVec low, UVec high, int64_t part) {
   UVec moved = part == 0 ? high << 4 : part == 1 ? high << 2 : part == 2 ? high : high >> 2;

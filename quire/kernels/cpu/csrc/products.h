@@ -23,7 +23,7 @@ struct Product {
 // Computes a product of weights in bf16 or float32. tiles: whether tile registers may be used.
 void multiply(const Product& p, bool is_bf16, bool tiles, const Team& team);
 
-// How the codes of a low-bit weight are stored: see code_products.cpp.
+// How the codes of a low-bit weight are stored: see code_packing.cpp.
 enum class ScaleType { float32, bfloat16, float16, factored, factored_with_offsets };  // factored: see factors.h
 enum class Grid { integers, e2m1, iq4_nl, e4m3 };  // the numbers of codes: see codes.h, and float8 in terms.h
 struct Format {
