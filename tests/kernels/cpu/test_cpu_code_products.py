@@ -261,12 +261,19 @@ def product_of(seed, n, k, scheme, dtype, gated):
 
 
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("scheme", [INT8, Scheme(8, 64), Scheme(4, 64, has_offsets=True), Scheme(4)])
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        *(INT8, INT4, Scheme(8, 64), Scheme(4, 64, has_offsets=True), Scheme(4), Scheme(6, 32, torch.float16)),
+        *(MXFP4, *FACTORED),
+    ],
+    ids=str,
+)
 def test_each_number_of_rows_has_the_bits_of_each_row_alone(scheme, gated):
     product = product_of(0, 40, 130, scheme, torch.float32, gated)
     x = normal(1, 65, 130)
     every = product(x)
-    for rows in (4, 5, 9, 16, 17, 31, 32, 33, 48, 49):
+    for rows in (*range(2, 10), 16, 17, 31, 32, 33, 48, 49):
         assert torch.equal(product(x[:rows]), every[:rows])
         assert torch.equal(product(x[rows - 1 : rows]), every[rows - 1 : rows])
 

@@ -32,15 +32,15 @@ float round_x(const CodeProduct& p, int64_t row, int8_t* codes, int32_t* totals,
 
 // Rows of x as codes, for weights with codes of BITS bits. GROUPED: whether rows of the weight have several scales.
 // TABLE: whether codes are looked up. FACTORS: whether scales have factors.
-// The sums of up to AT_ONCE rows stay in registers over all of k (add_tiles). Without AVX-512, the sums of up to TILE_ROWS rows
-// are in memory if the weight has several scales, but for codes of 6 bits (add_groups).
+// The sums of up to AT_ONCE rows stay in registers over all of k (add_tiles). If TILE_ROWS is larger, the sums of more rows are
+// in memory (add_groups): without AVX-512, if the weight has several scales for each row and not 6 bits.
 template <int BITS, bool GROUPED, bool TABLE = false, bool FACTORS = false>
 struct CodeRows {
   static constexpr bool SHORT = HAS_SHORT_SUMS && BITS < 8 && !TABLE;
   static constexpr int AT_ONCE = GROUPED ? max(1, VECTORS_AT_ONCE / 2) : VECTORS_AT_ONCE;
   static constexpr bool TILE_BY_TILE = REGISTER_BYTES < 64;
   static constexpr int TILE_ROWS = TILE_BY_TILE && BITS != 6 ? VECTORS_AT_ONCE : AT_ONCE;
-  static constexpr int FEW_ROWS = REGISTER_BYTES < 64 ? 2 : 8;  // whose sums leave enough registers
+  static constexpr int FEW_ROWS = REGISTER_BYTES < 64 ? 2 : 8;  // whose sums leave registers for all parts of four terms
   static constexpr int TERMS = BITS == 6 ? 16 : 32 / BITS, STEP_BYTES = (BITS == 6 ? 3 : 1) * VECTOR_BYTES;
   using Held = std::conditional_t<SHORT, int8_t, CodeTerm::Held>;
   static constexpr int SHORT_STEPS = 4;  // between flushes, of codes of 4 bits
@@ -153,7 +153,7 @@ struct CodeRows {
       for (int n = 0; n < NB; n++) scale[n] = load_bytes(factors.scales(blocks[n], place));
       if constexpr (SHORT) {
         IVec pairs[NB];
-        for (int n = 0; n < NB; n++) pairs[n] = (IVec)(((UVec)scale[n] & 0xffffu) | (UVec)scale[n] << 16);
+        for (int n = 0; n < NB; n++) pairs[n] = doubled(scale[n]);
         add_steps(total, row, w, begin, end, pairs, fetch);
         if (zero)
           for_all<MR, NB>([&](int m, int n) { total[m][n] += scale[n] * splat_int(-zero * group_totals[m]); });
@@ -248,7 +248,7 @@ struct CodeRows {
     int64_t begin = group * p.format.each, end = min(p.format.steps, begin + p.format.each);
     IVec numbers[MR];
     if constexpr (SHORT) {
-      IVec pairs = (IVec)(((UVec)scale & 0xffffu) | (UVec)scale << 16);
+      IVec pairs = doubled(scale);
       for (int64_t s = begin; s < end;) {
         SVec some[MR][1];
         for_all<MR, 1>([&](int m, int n) { some[m][n] = SVec{}; });
@@ -261,7 +261,7 @@ struct CodeRows {
     } else {
       IVec acc[MR][1];
       for_all<MR, 1>([&](int m, int n) { acc[m][n] = IVec{}; });
-      for (int64_t s = begin; s < end; s++) add_parts<0>(acc, row, w, s, fetch);
+      add_steps(acc, row, w, begin, end, {scale}, fetch);
 #pragma GCC unroll 8
       for (int m = 0; m < MR; m++) numbers[m] = FACTORS ? acc[m][0] * scale : acc[m][0];
       add(numbers);
@@ -283,7 +283,7 @@ struct CodeRows {
 #pragma GCC unroll 8
       for (int m = 0; m < MR; m++) {
         uint32_t low = (uint32_t)group_totals[m] & 0xffffu, high = both ? (uint32_t)group_totals[m + count] << 16 : 0;
-        acc[m] = acc[m] + add_pairs(pair, splat_int((int32_t)(low | high)));
+        acc[m] += add_pairs(pair, splat_int((int32_t)(low | high)));
       }
     }
     for (int m = 0; m < MR; m++) store_bits(sums[m], acc[m]);

@@ -185,6 +185,9 @@ INLINE void hold_codes(const int8_t* codes, CodeTerm::Held* held, int64_t count)
 #endif
 }
 
+// Numbers below 2^15 in magnitude, each in both halves of its lane, as `add_pairs` multiplies them.
+INLINE IVec doubled(IVec numbers) { return (IVec)(((UVec)numbers & 0xffffu) | (UVec)numbers << 16); }
+
 // Sums of 16 bits, two for each column, of products of codes below 64. Without VNNI they take half of the instructions. A
 // product of two codes and two terms of x is at most 3810 with 4 bits, and 16002 with 6, so 8 or 2 of them can be added.
 #if defined(__AVX2__) && !defined(__AVX512VNNI__)

@@ -159,7 +159,7 @@ constexpr int64_t PREFETCH_BYTES = 2048;
 //   AT_ONCE                             sums that fit into registers
 //   TILE_BY_TILE                        whether two tiles are computed one after the other if their sums do not fit. So more
 //                                       rows use each vector of the weight, which pays where its terms are converted
-//   TILE_ROWS                           the most rows that a tile alone is computed for at once, perhaps with sums in memory
+//   TILE_ROWS                           the most rows of a pass over one tile; above AT_ONCE, their sums are in memory
 //   row_bytes(p)                        bytes of a row in the thread's memory
 //   Rows(p, first, count, team)         the block of rows [first, first + count), perhaps converted
 //   tile_bytes                          bytes of a tile of the weight
