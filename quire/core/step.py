@@ -12,6 +12,7 @@ drafts it writes none: the control plane decides which of the sampled tokens cou
 
 from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
+from functools import cached_property
 from itertools import chain
 from struct import pack
 from types import MappingProxyType
@@ -29,6 +30,9 @@ class ChunkOutput(IntEnum):
     NONE = 0  # only KV
     SAMPLE = 1  # one token after its last position, and one after each position before a draft
     POOL = 2  # pooled hidden states of its last `num_logits` positions
+
+
+_SAMPLE = int(ChunkOutput.SAMPLE)  # comparing an array with a member of an enum takes far longer
 
 
 class Pooling(IntEnum):
@@ -78,8 +82,8 @@ class Chunk(NamedTuple):
         return f"row {self.row} seq {self.seq_id} [{self.start}:{self.stop}){drafts}{output}"
 
 
-class Chunks(msgspec.Struct, frozen=True, eq=False):
-    """The chunks of a step: one array per field, all of shape (number of chunks,)."""
+class Chunks(msgspec.Struct, frozen=True, eq=False, dict=True):
+    """The chunks of a step: one array per field, all of shape (number of chunks,). What follows from them is cached."""
 
     rows: np.ndarray  # int32
     seq_ids: np.ndarray  # int64
@@ -106,13 +110,52 @@ class Chunks(msgspec.Struct, frozen=True, eq=False):
     def of_values(cls, values: Sequence[int]) -> "Chunks":
         """Chunks from the fields of the first chunk, then those of the second, and so on."""
         table = np.frombuffer(pack(f"{len(values)}q", *values), np.int64).reshape(-1, 7)
-        rows, starts, stops, num_drafts, num_logits = table.T[[0, 2, 3, 4, 5]].astype(np.int32)
-        return cls(rows, table[:, 1].copy(), starts, stops, num_drafts, num_logits, table[:, 6].astype(np.uint8))
+        rows, _, starts, stops, num_drafts, num_logits, outputs = table.T.astype(np.int32, order="C")
+        return cls(rows, table[:, 1].copy(), starts, stops, num_drafts, num_logits, outputs.astype(np.uint8))
 
-    @property
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """Number of positions of each chunk, int32."""
+        return self.stops - self.starts
+
+    @cached_property
+    def ends(self) -> np.ndarray:
+        """End of each chunk as an index into all tokens of the step, int64."""
+        return np.cumsum(self.lengths, dtype=np.int64)
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """Positions of all chunks."""
+        return int(self.lengths.sum())
+
+    @cached_property
+    def token_positions(self) -> np.ndarray:
+        """The position of each token of the step, int64. Chunks are concatenated."""
+        if self.num_tokens == len(self):
+            return self.starts.astype(np.int64)
+        return np.arange(self.num_tokens) + np.repeat(self.stops - self.ends, self.lengths)
+
+    @cached_property
+    def token_rows(self) -> np.ndarray:
+        """The row of each token of the step, int64."""
+        rows = self.rows.astype(np.int64)
+        return rows if self.num_tokens == len(self) else np.repeat(rows, self.lengths)
+
+    @cached_property
+    def samples(self) -> np.ndarray:
+        """Which chunks sample, bool."""
+        found: np.ndarray = self.outputs == _SAMPLE
+        return found
+
+    @cached_property
+    def have_drafts(self) -> bool:
+        """Whether some chunk has drafts."""
+        return bool(self.num_drafts.any())
+
+    @cached_property
     def num_samples(self) -> np.ndarray:
         """Number of tokens that each chunk samples, int32."""
-        return np.where(self.outputs == ChunkOutput.SAMPLE, self.num_drafts + 1, 0).astype(np.int32)
+        return (self.num_drafts + 1) * self.samples
 
     @property
     def num_attention_pairs(self) -> float:
@@ -302,7 +345,7 @@ class Step(msgspec.Struct, frozen=True, eq=False):
     @property
     def num_tokens(self) -> int:
         """Positions that this step computes."""
-        return int((self.chunks.stops - self.chunks.starts).sum())
+        return self.chunks.num_tokens
 
     def __str__(self) -> str:
         head = f"step {self.id}: {len(self.chunks)} chunks, {self.num_tokens} tokens"

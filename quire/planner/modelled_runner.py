@@ -11,7 +11,7 @@ import numpy as np
 
 from quire.config import CacheConfig
 from quire.core.runner import RowProcessors
-from quire.core.step import ChunkOutput, Logprobs, SamplingMasks, Step, StepResult
+from quire.core.step import Logprobs, SamplingMasks, Step, StepResult
 from quire.cost.latency_profile import LatencyProfile
 
 Outputs = Mapping[int, Sequence[int]]  # recorded output tokens, by the seed of a request
@@ -124,8 +124,7 @@ class ModelledRunner:
     def _tokens(self, step: Step) -> tuple[np.ndarray, np.ndarray, Logprobs | None]:
         """(counts, tokens, candidates of beams) of the chunks that sample."""
         chunks = step.chunks
-        samples = chunks.outputs == ChunkOutput.SAMPLE
-        counts = np.where(samples, chunks.num_drafts + 1, 0).astype(np.int32)
+        samples, counts = chunks.samples, chunks.num_samples
         rows, drafts, stops = chunks.rows[samples], chunks.num_drafts[samples], chunks.stops[samples].astype(np.int64)
         seeds = self._seeds[rows]
         if drafts.any():

@@ -58,7 +58,7 @@ class CapturedSteps:
 
         None if such a step is not captured.
         """
-        number = int((chunks.stops - chunks.starts).sum())
+        number = chunks.num_tokens
         size = None if self._recorder is None else self._recorder.capture_size(number, self._max_num_seqs)
         if self._recorder is None or size is None:
             return None

@@ -57,9 +57,8 @@ class ResidentInputs:
 
     def forward_inputs(self, chunks: Chunks) -> ForwardInputs:
         """See Inputs."""
-        lengths = chunks.stops - chunks.starts
-        positions = np.arange(lengths.sum()) + np.repeat(chunks.stops - np.cumsum(lengths), lengths)
-        places = self._token_indices(np.repeat(chunks.rows, lengths), positions)
+        positions = chunks.token_positions
+        places = self._token_indices(chunks.token_rows, positions)
         there = to_device(_aligned_pair(places, positions), self._device)[:, : len(places)]
         return ForwardInputs(
             self.read_tokens(there[0]), there[1], self.batches(chunks.starts, chunks.stops, chunks.rows)
@@ -110,9 +109,8 @@ class CapturedResidentInputs:
 
     def refill(self, chunks: Chunks) -> list[Batch]:
         """See CapturedInputs."""
-        lengths = chunks.stops - chunks.starts
-        rows, ends = (np.repeat(column.astype(np.int64), lengths) for column in (chunks.rows, chunks.stops))
-        positions = np.arange(len(rows)) + np.repeat(chunks.stops - np.cumsum(lengths), lengths)
+        rows, positions = chunks.token_rows, chunks.token_positions
+        ends = np.repeat(chunks.stops.astype(np.int64), chunks.lengths)
         more = (0, len(self.positions) - len(rows))
         rows = np.pad(rows, more, constant_values=self._inputs.padding_row)
         positions, ends = np.pad(positions, more), np.pad(ends, more, constant_values=1)

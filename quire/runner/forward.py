@@ -73,12 +73,14 @@ class ForwardPasses:
         a step with many positions that are not sampled, and for one with deterministic sequences, prompt logprobs or
         pooling, and if the kernels do not capture it.
         """
-        num_tokens = int((chunks.stops - chunks.starts).sum())
-        has_other_outputs = (chunks.num_logits != chunks.num_samples).any()
-        if has_other_outputs or num_tokens > len(sampled) + MAX_UNUSED_LOGITS or rows.deterministic[chunks.rows].any():
+        if (
+            chunks.num_tokens > len(sampled) + MAX_UNUSED_LOGITS
+            or (chunks.num_logits != chunks.num_samples).any()
+            or rows.deterministic[chunks.rows].any()
+        ):
             return None
         logits = self._captured_steps.logits(self._inputs, chunks)
-        if logits is None or len(logits) == len(sampled):
+        if logits is None or chunks.num_tokens == len(sampled):
             return logits
         return logits[to_device(sampled, logits.device)]
 
@@ -88,7 +90,7 @@ class ForwardPasses:
         Raises ValueError for a deterministic sequence if there are no deterministic kernels.
         """
         deterministic = rows.deterministic[chunks.rows]
-        of_tokens = np.repeat(deterministic, chunks.stops - chunks.starts)
+        of_tokens = np.repeat(deterministic, chunks.lengths)
         parts = [
             self._compute(kernel_set, _select_chunks(chunks, which))
             for kernel_set, which in self._split_by_kernels(deterministic)

@@ -16,24 +16,6 @@ from quire.kv_store.upload import to_device
 from quire.runner.rows import Rows
 
 
-class LastTokens:
-    """The last sampled token of each row, on the device."""
-
-    def __init__(self, max_num_seqs: int, device: torch.device) -> None:
-        self._tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
-
-    def put(self, rows: np.ndarray, tokens: Tensor) -> None:
-        """Store tokens int64 (len(rows),). -1 becomes 0, a valid index of the embedding; its result is not used."""
-        self._tokens.index_copy_(0, to_device(rows.astype(np.int64), tokens.device), tokens.clamp(min=0))
-
-    def fill(self, token_ids: Tensor, pending: tuple[np.ndarray, np.ndarray]) -> None:
-        """Write into `token_ids` the tokens that the host does not have: see `Rows.pending_tokens`."""
-        indices, rows = pending
-        if len(rows):
-            tokens = self._tokens.index_select(0, to_device(rows, token_ids.device))
-            token_ids.index_copy_(0, to_device(indices, token_ids.device), tokens)
-
-
 class ForwardInputs(NamedTuple):
     """The inputs of one forward pass. Chunks are concatenated."""
 
@@ -74,40 +56,36 @@ class Inputs(Protocol):
 
 
 class HostInputs:
-    """Inputs that each step copies from the host, except for tokens that the host does not have yet."""
+    """Inputs that each step copies from the host."""
 
-    def __init__(self, rows: Rows, max_num_seqs: int, device: torch.device) -> None:
+    def __init__(self, rows: Rows, device: torch.device) -> None:
         self._rows = rows
         self._device = device
-        self._last_tokens = LastTokens(max_num_seqs, device)
 
     def apply(self, step: Step) -> None:
         """See Inputs."""
 
     def put_sampled(self, rows: np.ndarray, positions: np.ndarray, tokens: Tensor) -> None:
-        """See Inputs."""
-        del positions  # the host can lack only the last token of a row
-        self._last_tokens.put(rows, tokens)
+        """See Inputs. Waits for the tokens."""
+        self._rows.write_sampled(rows, positions, tokens.cpu().numpy())
 
     def forward_inputs(self, chunks: Chunks) -> ForwardInputs:
         """See Inputs."""
         token_ids, positions = (to_device(array, self._device) for array in self._rows.inputs(chunks))
-        self._last_tokens.fill(token_ids, self._rows.pending_tokens(chunks))
         return ForwardInputs(token_ids, positions, self._rows.batches(chunks))
 
     def captured_inputs(self, size: int) -> "CapturedHostInputs":
         """See Inputs."""
-        return CapturedHostInputs(self._rows, self._last_tokens, size, self._device)
+        return CapturedHostInputs(self._rows, size)
 
 
 class CapturedHostInputs:
-    """Tensors into which each step is copied."""
+    """Arrays on a CPU into which each step is copied."""
 
-    def __init__(self, rows: Rows, last_tokens: LastTokens, size: int, device: torch.device) -> None:
+    def __init__(self, rows: Rows, size: int) -> None:
         self._rows = rows
-        self._last_tokens = last_tokens
-        self._token_ids = torch.zeros(size, dtype=torch.int64, device=device)
-        self.positions = torch.zeros(size, dtype=torch.int64, device=device)
+        self._columns = np.zeros((2, size), np.int64)  # token ids, positions
+        self._token_ids, self.positions = torch.from_numpy(self._columns)
 
     def token_ids(self) -> Tensor:
         """See CapturedInputs."""
@@ -115,16 +93,11 @@ class CapturedHostInputs:
 
     def refill(self, chunks: Chunks) -> list[Batch]:
         """See CapturedInputs."""
-        columns, batches = self._rows.inputs(chunks), self._rows.batches(chunks)
-        size, more = len(self.positions), len(self.positions) - len(columns[0])
-        if more:
-            columns = (np.pad(columns[0], (0, more)), np.pad(columns[1], (0, more)))
-        if size != len(chunks):
-            batches = [_padded(batch, more, size) for batch in batches]
-        for target, column in zip((self._token_ids, self.positions), columns, strict=True):
-            target.copy_(to_device(column, target.device))
-        self._last_tokens.fill(self._token_ids, self._rows.pending_tokens(chunks))
-        return batches
+        size, number = self._columns.shape[1], chunks.num_tokens
+        self._columns[0, :number], self._columns[1, :number] = self._rows.inputs(chunks)
+        self._columns[:, number:] = 0
+        batches = self._rows.batches(chunks)
+        return batches if size == len(chunks) else [_padded(batch, size - number, size) for batch in batches]
 
 
 def _padded(batch: Batch, num_tokens: int, num_chunks: int) -> Batch:

@@ -41,20 +41,14 @@ class PromptLogprobPositions:
 def check_supported(step: Step) -> None:
     """Raise ValueError for adapters and for chunks that this runner cannot execute."""
     chunks = step.chunks
-    if step.opens.adapters.any():
+    if len(step.opens) and step.opens.adapters.any():
         raise ValueError("this runner has no adapters")
-    lengths = chunks.stops - chunks.starts
-    if (lengths < 1).any() or (chunks.num_logits > lengths).any():
+    if (chunks.lengths < np.maximum(chunks.num_logits, 1)).any():
         raise ValueError("each chunk needs at least one position, and one for each of its logits")
     if (chunks.num_logits < chunks.num_samples).any():
         raise ValueError("a chunk needs logits at each position from which it samples")
-    if chunks.num_drafts[chunks.outputs != ChunkOutput.SAMPLE].any():
+    if chunks.have_drafts and chunks.num_drafts[~chunks.samples].any():
         raise ValueError("only chunks that sample can have drafts")
-
-
-def end_positions(chunks: Chunks) -> np.ndarray:
-    """End of each chunk as an index into all tokens of the step, int64."""
-    return np.cumsum(chunks.stops - chunks.starts, dtype=np.int64)
 
 
 class SampledPositions(NamedTuple):
@@ -70,10 +64,10 @@ class SampledPositions(NamedTuple):
 
 def sampled_positions(chunks: Chunks) -> SampledPositions:
     """The sampled positions of all chunks, in order."""
-    samples = chunks.outputs == ChunkOutput.SAMPLE
-    ends, rows, stops = end_positions(chunks)[samples], chunks.rows[samples], chunks.stops[samples]
-    drafts = chunks.num_drafts[samples]
-    if not drafts.any():
+    ends, rows, stops, drafts = chunks.ends, chunks.rows, chunks.stops, chunks.num_drafts
+    if not chunks.samples.all():
+        ends, rows, stops, drafts = (column[chunks.samples] for column in (ends, rows, stops, drafts))
+    if not chunks.have_drafts:
         return SampledPositions(ends - 1, rows, stops, None)
     counts = drafts + 1
     behind = np.repeat(np.cumsum(counts), counts) - 1 - np.arange(counts.sum())  # sampled tokens of the chunk after it
@@ -93,7 +87,7 @@ def prompt_logprob_positions(chunks: Chunks, rows: Rows) -> PromptLogprobPositio
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     of_row = np.repeat(chunks.rows, counts)
     return PromptLogprobPositions(
-        within + np.repeat(end_positions(chunks) - chunks.num_logits, counts),
+        within + np.repeat(chunks.ends - chunks.num_logits, counts),
         rows.tokens(of_row, within + np.repeat(chunks.stops - chunks.num_logits, counts) + 1),
         columns["num_prompt_logprobs"][of_row],
     )
@@ -111,7 +105,7 @@ def pooled_states(
     pooling = np.flatnonzero(chunks.outputs == ChunkOutput.POOL)
     if not len(pooling):
         return None
-    kinds, ends = rows.poolings[chunks.rows[pooling]], end_positions(chunks)[pooling]
+    kinds, ends = rows.poolings[chunks.rows[pooling]], chunks.ends[pooling]
     if (kinds == Pooling.CLASS).all():
         logits: np.ndarray = class_logits(ends - 1).float().cpu().numpy()
         return logits
@@ -178,7 +172,7 @@ class TorchRunner:
         self._inputs: Inputs = (
             ResidentInputs(cache, max_num_seqs, max_model_len, model.device)
             if kernels.USES_RESIDENT_TABLES
-            else HostInputs(self._rows, max_num_seqs, model.device)
+            else HostInputs(self._rows, model.device)
         )
         self._forward_passes = ForwardPasses(
             model,
@@ -193,6 +187,7 @@ class TorchRunner:
         self._sampled: deque[SampledStep] = deque()
         self._slowed: set[int] = set()  # ids of steps during which a step was captured
         self._ended = 0.0  # when the step before had ended
+        self._inference_mode = torch.inference_mode()  # made once: a decorator makes one for each call
 
     def launch(self, step: Step) -> None:
         """Apply the delta, start the Moves, run the forward passes.
@@ -210,14 +205,16 @@ class TorchRunner:
         self._rows.apply(step)
         self._inputs.apply(step)
         began += self._store.execute(step.id, step.moves)  # swaps are no step time
-        self._launched = self._forward(step, began)
+        with self._inference_mode:
+            self._launched = self._forward(step, began)
 
     def sample(self, step_id: int, masks: SamplingMasks, processors: Sequence[RowProcessors] = ()) -> None:
         """Sample the tokens of the step launched last, and start their copy to the host."""
         launched, self._launched = self._launched, None
         if launched is None or launched.step_id != step_id:
             raise ValueError(f"step {step_id} is not the launched step that is to be sampled")
-        self._sampled.append(self._sample_tokens(launched, masks, processors))
+        with self._inference_mode:
+            self._sampled.append(self._sample_tokens(launched, masks, processors))
 
     def collect(self) -> StepResult:
         """Wait for the tokens of the oldest sampled step and return its result. Raises ValueError if there is none.
@@ -233,9 +230,10 @@ class TorchRunner:
         ended = self._clock() if sampled.ended is None else sampled.ended
         began = max(launched.began, self._ended)  # the device ran the step before it first
         self._ended = ended
-        _, rows, positions, written = launched.sampled
-        which = slice(None) if written is None else written
-        self._rows.write_sampled(rows[which], positions[which], tokens[which])
+        if sampled.copy_done is not None:
+            _, rows, positions, written = launched.sampled
+            which = slice(None) if written is None else written
+            self._rows.write_pending(rows[which], positions[which], tokens[which])
         # last, because the ids of Moves are returned once
         swaps = self._store.end_swaps(launched.step_id, wait=not len(launched.chunks))
         is_slowed = launched.step_id in self._slowed
@@ -257,7 +255,6 @@ class TorchRunner:
         """See Runner."""
         self._kernels.release_workspace()
 
-    @torch.inference_mode()
     def _forward(self, step: Step, began: float) -> LaunchedStep:
         chunks = step.chunks
         if not len(chunks):
@@ -292,7 +289,6 @@ class TorchRunner:
 
         return compute_logprobs(self._kernels, logits_of, self._vocab_size, scored.next_tokens, scored.num_logprobs)
 
-    @torch.inference_mode()
     def _sample_tokens(
         self, launched: LaunchedStep, sampling_masks: SamplingMasks, processors: Sequence[RowProcessors]
     ) -> SampledStep:
@@ -308,7 +304,8 @@ class TorchRunner:
             kept = chosen[to_device(np.flatnonzero(written), chosen.device)]
         if len(rows):
             self._inputs.put_sampled(rows, positions, kept)
-            self._rows.mark_pending(rows, positions)
+            if kept.device.type != "cpu":
+                self._rows.mark_pending(rows, positions)
         return self._copy_to_host(launched, chosen, logprobs)
 
     def _sample_logprobs(self, rows: np.ndarray, chosen: Tensor, logits: Tensor) -> Logprobs | None:

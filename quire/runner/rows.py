@@ -48,10 +48,11 @@ class Rows:
             for table in (self._tokens, *self._tables):
                 table.fill(0)
             self._pending_positions.fill(_NONE)
-        self._pending_positions[step.opens.rows] = _NONE
-        self.sampling.set_rows(step.opens)
-        self.deterministic[step.opens.rows] = step.opens.deterministic
-        self.poolings[step.opens.rows] = step.opens.poolings
+        if len(step.opens):
+            self._pending_positions[step.opens.rows] = _NONE
+            self.sampling.set_rows(step.opens)
+            self.deterministic[step.opens.rows] = step.opens.deterministic
+            self.poolings[step.opens.rows] = step.opens.poolings
         step.tokens.apply(self._tokens)
         self._clear_pending(step.tokens)
         for writes, table in zip(step.blocks, self._tables, strict=True):
@@ -67,9 +68,8 @@ class Rows:
 
     def inputs(self, chunks: Chunks) -> tuple[np.ndarray, np.ndarray]:
         """Token ids and positions of all chunks, concatenated, int64."""
-        lengths = chunks.stops - chunks.starts
-        positions = np.arange(lengths.sum()) + np.repeat(chunks.stops - np.cumsum(lengths), lengths)
-        return self._tokens[np.repeat(chunks.rows, lengths), positions].astype(np.int64), positions
+        positions = chunks.token_positions
+        return self._tokens[chunks.token_rows, positions].astype(np.int64), positions
 
     def batches(self, chunks: Chunks) -> list[Batch]:
         """The Batch of each KV group."""
@@ -89,30 +89,24 @@ class Rows:
         return self.sampling.metadata(rows, positions, self._tokens, sampling_masks)
 
     def mark_pending(self, rows: np.ndarray, positions: np.ndarray) -> None:
-        """Record that a token was sampled at `positions` of `rows`, which `write_sampled` will write."""
+        """Record that a token was sampled at `positions` of `rows`, which `write_pending` will write."""
         self._pending_positions[rows] = positions
 
-    def pending_tokens(self, chunks: Chunks) -> tuple[np.ndarray, np.ndarray]:
-        """The token ids of `inputs` that are not on the host yet: their indices, and their rows, both int64."""
-        positions = self._pending_positions[chunks.rows]
-        missing = (chunks.starts <= positions) & (positions < chunks.stops)
-        lengths = chunks.stops - chunks.starts
-        indices = np.cumsum(lengths) - chunks.stops + positions
-        return indices[missing], chunks.rows[missing].astype(np.int64)
+    def write_pending(self, rows: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> None:
+        """Write tokens that were marked as pending, one per row. Rows that have another sequence by now are skipped."""
+        here = self._pending_positions[rows] == positions
+        rows = rows[here]
+        self.write_sampled(rows, positions[here], tokens[here])
+        self._pending_positions[rows] = _NONE
 
     def write_sampled(self, rows: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> None:
-        """Write sampled tokens, one per row. Rows that have another sequence by now are skipped.
-
-        -1 becomes 0, a valid index of the embedding; its result is not used.
-        """
-        here = self._pending_positions[rows] == positions
-        rows, positions = rows[here], positions[here]
-        self._tokens[rows, positions] = np.maximum(tokens[here], 0)
-        self._pending_positions[rows] = _NONE
+        """Write sampled tokens, one per row. -1 becomes 0, a valid index of the embedding; its result is not used."""
+        self._tokens[rows, positions] = np.maximum(tokens, 0)
 
 
 def _check_range(what: str, values: np.ndarray, stop: int, start: int = 0) -> None:
-    if len(values) and not start <= int(values.min()) <= int(values.max()) < stop:
+    """values: int32. As unsigned numbers, values below `start` are larger than all others."""
+    if len(values) and int((values - start).view(np.uint32).max()) >= stop - start:
         raise ValueError(f"some of the step's {what} are not from {start} to {stop - 1}: {values.tolist()!s:.80}")
 
 

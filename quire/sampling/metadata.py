@@ -61,6 +61,7 @@ class TokenLists:
 
     def __init__(self, num_rows: int, vocab_size: int) -> None:
         self._num_words = -(-vocab_size // 32)
+        self._no_masks = Masks(np.zeros(0, np.int64), np.zeros((0, self._num_words), np.uint32))
         self._has_edits = np.zeros(num_rows, np.bool_)  # rows that may have logit edits
         self._allowed: dict[int, np.ndarray] = {}  # row -> bit mask, as in Masks
         self._biases: dict[int, tuple[np.ndarray, np.ndarray]] = {}
@@ -101,6 +102,8 @@ class TokenLists:
         """
         if len(sampling_masks.rows) and sampling_masks.masks.shape[1] != self._num_words:
             raise ValueError(f"masks must have {self._num_words} words for a row, not {sampling_masks.masks.shape[1]}")
+        if not (self._allowed or len(sampling_masks.rows)):
+            return self._no_masks
         words = {index: self._allowed[row] for row, index in _present(self._allowed, rows)}
         if len(sampling_masks.rows):
             indices = {place: i for i, place in enumerate(zip(rows.tolist(), positions.tolist(), strict=True))}
@@ -119,12 +122,15 @@ class TokenLists:
         min_lens (len(rows),): positions below which end tokens are banned. tokens (all rows, positions): the tokens of
         the rows before the sampled position.
         """
-        indices = [np.zeros(0, np.int64)]
-        edited = [np.zeros(0, np.int64)]
-        values = [np.zeros(0, np.float32)]
-        for index in np.flatnonzero(self._has_edits[rows]).tolist():
+        has_edits = self._has_edits[rows]
+        if not has_edits.any():
+            return _NO_EDITS
+        indices: list[np.ndarray] = []
+        edited: list[np.ndarray] = []
+        values: list[np.ndarray] = []
+        for index in np.flatnonzero(has_edits).tolist():
             row, position = int(rows[index]), int(positions[index])
-            added, weights = self._biases.get(row, (edited[0], values[0]))
+            added, weights = self._biases.get(row, (_NO_EDITS.tokens, _NO_EDITS.values))
             bans = []
             if row in self._end_tokens and position < min_lens[index]:
                 bans.append(self._end_tokens[row])
@@ -153,21 +159,12 @@ def _present(lists: Mapping[int, object], rows: np.ndarray) -> Iterator[tuple[in
     return ((row, index) for index, row in enumerate(rows.tolist()) if row in lists) if lists else iter(())
 
 
-_COLUMNS: dict[str, type[np.generic]] = {
-    "seeds": np.uint64,
-    "sample_indices": np.int32,
-    "temperatures": np.float32,
-    "top_ps": np.float32,
-    "top_ks": np.int32,
-    "min_ps": np.float32,
-    "num_logprobs": np.int32,
-    "num_prompt_logprobs": np.int32,
-    "prompt_lens": np.int32,
-    "min_lens": np.int32,
-    "presence_penalties": np.float32,
-    "frequency_penalties": np.float32,
-    "repetition_penalties": np.float32,
-}
+_INTEGERS = ("sample_indices", "top_ks", "num_logprobs", "num_prompt_logprobs", "prompt_lens", "min_lens")
+_FLOATS = (
+    *("temperatures", "top_ps", "min_ps"),
+    *("presence_penalties", "frequency_penalties", "repetition_penalties"),
+)
+_NO_EDITS = LogitEdits(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32))
 _NO_HISTORY = History(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.bool_))
 _SMALLEST = np.finfo(np.float32).tiny
 
@@ -176,7 +173,15 @@ class SamplingColumns:
     """Sampling parameters as one array each, with one entry per row. Entries of unused rows are undefined."""
 
     def __init__(self, num_rows: int, vocab_size: int) -> None:
-        self._columns = {name: np.zeros(num_rows, kind) for name, kind in _COLUMNS.items()}
+        self._seeds = np.zeros(num_rows, np.uint64)
+        self._integers = np.zeros((len(_INTEGERS), num_rows), np.int32)
+        self._floats = np.zeros((len(_FLOATS), num_rows), np.float32)
+        self._columns = {
+            "seeds": self._seeds,
+            **dict(zip(_INTEGERS, self._integers, strict=True)),
+            **dict(zip(_FLOATS, self._floats, strict=True)),
+        }
+        self._has_penalties = np.zeros(num_rows, np.bool_)
         self.token_lists = TokenLists(num_rows, vocab_size)
 
     def __getitem__(self, name: str) -> np.ndarray:
@@ -185,12 +190,12 @@ class SamplingColumns:
 
     def set_rows(self, new_rows: NewRows) -> None:
         """Replace the parameters of the new rows."""
-        if not len(new_rows):
-            return
         for name, column in self._columns.items():
             column[new_rows.rows] = getattr(new_rows, name)
         repetition = self._columns["repetition_penalties"]
         np.maximum(repetition, _SMALLEST, out=repetition)  # a small float64 may have become 0, and is a divisor
+        penalties = self._columns["presence_penalties"], self._columns["frequency_penalties"]
+        self._has_penalties = (repetition != 1) | np.any(penalties, axis=0)
         self.token_lists.set_rows(new_rows)
 
     def metadata(
@@ -200,9 +205,10 @@ class SamplingColumns:
 
         A row with drafts has several entries. Entries of `sampling_masks` for other tokens are ignored.
         """
-        column = {name: values[rows] for name, values in self._columns.items()}
+        column = dict(zip(_INTEGERS, self._integers.take(rows, 1), strict=True))
+        column |= zip(_FLOATS, self._floats.take(rows, 1), strict=True)
         return SamplingMetadata(
-            seeds=column["seeds"],
+            seeds=self._seeds[rows],
             sample_indices=column["sample_indices"],
             positions=positions,
             temperatures=column["temperatures"],
@@ -214,7 +220,7 @@ class SamplingColumns:
             repetition_penalties=column["repetition_penalties"],
             masks=self.token_lists.masks(rows, positions, sampling_masks),
             edits=self.token_lists.logit_edits(rows, positions, column["min_lens"], tokens),
-            history=_history(rows, positions, column, tokens),
+            history=_history(rows, positions, column, tokens) if self._has_penalties[rows].any() else _NO_HISTORY,
         )
 
 
@@ -223,8 +229,6 @@ def _history(rows: np.ndarray, stops: np.ndarray, column: dict[str, np.ndarray],
     counts_prompt = column["repetition_penalties"] != 1
     counts_output = (column["presence_penalties"] != 0) | (column["frequency_penalties"] != 0)
     asking = np.flatnonzero(counts_prompt | counts_output)
-    if not len(asking):
-        return _NO_HISTORY
     prompts = column["prompt_lens"][asking].astype(np.int64)
     starts = np.where(counts_prompt[asking], 0, prompts)
     lengths = np.maximum(stops[asking] - starts, 0)

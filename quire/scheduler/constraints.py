@@ -12,7 +12,7 @@ import numpy as np
 from quire.core.constraint import NO_DRAFTS, AllowedDrafts, Constraints, Verdict
 from quire.core.output import EndCause
 from quire.core.request import Request
-from quire.core.step import ChunkOutput, SamplingMasks, Step
+from quire.core.step import SamplingMasks, Step
 from quire.errors import RequestError
 from quire.scheduler.lifecycle import InFlightStep
 from quire.scheduler.sequence import Sequence
@@ -80,7 +80,7 @@ class StructuredOutputManager:
         if not self._constrained_ids:
             return SamplingMasks.empty()
         assert self.constraints is not None, "a sequence is constrained"
-        samples = (step.chunks.outputs == ChunkOutput.SAMPLE).tolist()
+        samples = step.chunks.samples.tolist()
         asking = [
             (row, chunk)
             for row, chunk, is_sampled in zip(step.chunks.rows.tolist(), launched.scheduled, samples, strict=True)

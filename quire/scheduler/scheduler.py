@@ -29,7 +29,7 @@ from quire.core.explanation import Explanation
 from quire.core.output import NO_SEQUENCE, EndCause, Output
 from quire.core.request import Request
 from quire.core.runner import RowProcessors
-from quire.core.step import ChunkOutput, SamplingMasks, Step, StepResult
+from quire.core.step import SamplingMasks, Step, StepResult
 from quire.cost.step_time import Calibration, CostModel
 from quire.errors import ConfigError, DeadlineUnreachable, QueueFull, RequestError
 from quire.scheduler.batch import BatchComposer
@@ -287,7 +287,7 @@ class Scheduler:
 
     def logits_processors(self, step: Step) -> list[RowProcessors]:
         """The logits processors of the rows of `step` that sample a token; `step` must be the step planned last."""
-        samples = (step.chunks.outputs == ChunkOutput.SAMPLE).tolist()
+        samples = step.chunks.samples.tolist()
         return [
             RowProcessors(row, request.params.logits_processors, request.prompt, seq.tokens[len(request.prompt) :])
             for row, chunk, is_sampled in zip(

@@ -28,7 +28,7 @@ class Both:
 
     def __init__(self):
         self.rows = Rows(cache(), NUM_ROWS, LENGTH, VOCAB)
-        self.ways = [HostInputs(self.rows, NUM_ROWS, CPU), ResidentInputs(cache(), NUM_ROWS, LENGTH, DEVICE)]
+        self.ways = [HostInputs(self.rows, CPU), ResidentInputs(cache(), NUM_ROWS, LENGTH, DEVICE)]
         self.fixed = {(size, i): way.captured_inputs(size) for size in (2, 8) for i, way in enumerate(self.ways)}
         self.tokens = [[] for _ in range(NUM_ROWS)]
         self.tables = [[[] for _ in range(NUM_ROWS)] for _ in range(GROUPS)]
@@ -64,7 +64,7 @@ class Both:
 
     def arrive(self):
         for sampled in self.arriving:
-            self.rows.write_sampled(*sampled)
+            self.rows.write_pending(*sampled)
         self.arriving.clear()
 
     def check(self, spans):

@@ -50,26 +50,32 @@ def plan(batch: Batch, storage: Storage, *, deterministic: bool = False, width: 
         deterministic=deterministic,
     )
     refill(new, batch)
+    write_slots(new)
     return new
 
 
 def refill(plan: CpuPlan, batch: Batch) -> None:
-    """Write another step with the same numbers of tokens and chunks into the tensors of `plan`.
+    """Write another step with the same numbers of tokens and chunks into the tensors of `plan`, except for its slots.
 
     Raises ValueError if the numbers differ or the tables are too wide.
     """
     num_chunks, width = batch.tables.shape
     num_tokens = int((batch.stops - batch.starts).sum())
-    if (num_chunks, num_tokens) != (len(plan.starts), len(plan.slots)) or width > plan.tables.shape[1]:
+    (most_chunks, most_blocks), (most_tokens,) = plan.tables.shape, plan.slots.shape
+    if (num_chunks, num_tokens) != (most_chunks, most_tokens) or width > most_blocks:
         raise ValueError(
-            f"a plan for {len(plan.starts)} chunks of {len(plan.slots)} tokens and {plan.tables.shape[1]} blocks at"
-            f" most cannot hold {num_chunks} chunks of {num_tokens} tokens and {width} blocks"
+            f"a plan for {most_chunks} chunks of {most_tokens} tokens and {most_blocks} blocks at most cannot hold"
+            f" {num_chunks} chunks of {num_tokens} tokens and {width} blocks"
         )
     plan.starts.numpy()[:] = batch.starts
     plan.stops.numpy()[:] = batch.stops
     plan.tables.numpy()[:, :width] = batch.tables
-    numbers = (num_chunks, plan.tables.shape[1], plan.block_size)
-    _C.attention_plan(plan.starts, plan.stops, plan.tables, plan.slots, *numbers)
+
+
+def write_slots(plan: CpuPlan) -> None:
+    """Write the slots of the step in the other tensors of `plan`."""
+    num_chunks, width = plan.tables.shape
+    _C.attention_plan(plan.starts, plan.stops, plan.tables, plan.slots, num_chunks, width, plan.block_size)
 
 
 def attention(

@@ -37,7 +37,7 @@ def sample(logits: Tensor, sampling_metadata: SamplingMetadata) -> Tensor:
     masks = _masks(sampling_metadata, row_metadata, vocab_size)
     edit_tokens, edit_values = _edits(sampling_metadata, row_metadata, vocab_size)
     history_tokens, are_output = _history(sampling_metadata, row_metadata, vocab_size)
-    tokens = torch.empty(num_rows, dtype=torch.int64)
+    tokens = torch.from_numpy(np.empty(num_rows, np.int64))
     _C.sample(
         logits,
         torch.from_numpy(row_metadata.view(np.uint8)),
