@@ -116,12 +116,13 @@ class Chunks(msgspec.Struct, frozen=True, eq=False, dict=True):
     @cached_property
     def lengths(self) -> np.ndarray:
         """Number of positions of each chunk, int32."""
-        return self.stops - self.starts
+        lengths: np.ndarray = self.stops - self.starts
+        return lengths
 
     @cached_property
     def ends(self) -> np.ndarray:
         """End of each chunk as an index into all tokens of the step, int64."""
-        return np.cumsum(self.lengths, dtype=np.int64)
+        return self.lengths.cumsum(dtype=np.int64)
 
     @cached_property
     def num_tokens(self) -> int:
@@ -131,9 +132,10 @@ class Chunks(msgspec.Struct, frozen=True, eq=False, dict=True):
     @cached_property
     def token_positions(self) -> np.ndarray:
         """The position of each token of the step, int64. Chunks are concatenated."""
-        if self.num_tokens == len(self):
-            return self.starts.astype(np.int64)
-        return np.arange(self.num_tokens) + np.repeat(self.stops - self.ends, self.lengths)
+        positions: np.ndarray = self.starts.astype(np.int64)
+        if self.num_tokens != len(self):
+            positions = np.arange(self.num_tokens) + np.repeat(self.stops - self.ends, self.lengths)
+        return positions
 
     @cached_property
     def token_rows(self) -> np.ndarray:
@@ -153,9 +155,15 @@ class Chunks(msgspec.Struct, frozen=True, eq=False, dict=True):
         return bool(self.num_drafts.any())
 
     @cached_property
+    def only_samples(self) -> bool:
+        """Whether all logits are sampled from."""
+        return bool((self.num_logits == self.num_samples).all())
+
+    @cached_property
     def num_samples(self) -> np.ndarray:
         """Number of tokens that each chunk samples, int32."""
-        return (self.num_drafts + 1) * self.samples
+        counts: np.ndarray = (self.num_drafts + 1) * self.samples
+        return counts
 
     @property
     def num_attention_pairs(self) -> float:

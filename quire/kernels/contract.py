@@ -14,6 +14,7 @@ from enum import IntEnum
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -172,8 +173,7 @@ class ResidentTables:
     rows: np.ndarray  # int64 (num_chunks,): the row of `tables` of each chunk
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Batch:
+class Batch(msgspec.Struct, frozen=True, eq=False):
     """The chunks of one step for one KV group: chunk i computes positions [starts[i], stops[i]).
 
     The tokens of all chunks are concatenated in order. The token at position p of chunk i is in block
@@ -216,8 +216,7 @@ class History:
     are_output: np.ndarray  # bool: True for output tokens, False for prompt tokens
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SamplingMetadata:
+class SamplingMetadata(msgspec.Struct, frozen=True, eq=False):
     """Sampling metadata: host arrays with one entry per row of logits."""
 
     seeds: np.ndarray  # uint64

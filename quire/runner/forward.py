@@ -75,7 +75,7 @@ class ForwardPasses:
         """
         if (
             chunks.num_tokens > len(sampled) + MAX_UNUSED_LOGITS
-            or (chunks.num_logits != chunks.num_samples).any()
+            or not chunks.only_samples
             or rows.deterministic[chunks.rows].any()
         ):
             return None

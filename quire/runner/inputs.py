@@ -67,7 +67,7 @@ class HostInputs:
 
     def put_sampled(self, rows: np.ndarray, positions: np.ndarray, tokens: Tensor) -> None:
         """See Inputs. Waits for the tokens."""
-        self._rows.write_sampled(rows, positions, tokens.cpu().numpy())
+        self._rows.write_sampled(rows, positions, tokens.numpy(force=True))
 
     def forward_inputs(self, chunks: Chunks) -> ForwardInputs:
         """See Inputs."""
@@ -85,7 +85,7 @@ class CapturedHostInputs:
     def __init__(self, rows: Rows, size: int) -> None:
         self._rows = rows
         self._columns = np.zeros((2, size), np.int64)  # token ids, positions
-        self._token_ids, self.positions = torch.from_numpy(self._columns)
+        self._token_ids, self.positions = torch.from_numpy(self._columns).unbind()
 
     def token_ids(self) -> Tensor:
         """See CapturedInputs."""

@@ -7,9 +7,9 @@ tokens are only on the device, where the next step reads them.
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -29,8 +29,7 @@ from quire.sampling.logits_processors import apply_processors
 from quire.sampling.logprobs import compute_logprobs
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PromptLogprobPositions:
+class PromptLogprobPositions(msgspec.Struct, frozen=True, eq=False):
     """Tokens of the step whose logits are needed for prompt logprobs. Chunks are concatenated."""
 
     tokens: np.ndarray  # int64: indices into all tokens of the step
@@ -45,7 +44,7 @@ def check_supported(step: Step) -> None:
         raise ValueError("this runner has no adapters")
     if (chunks.lengths < np.maximum(chunks.num_logits, 1)).any():
         raise ValueError("each chunk needs at least one position, and one for each of its logits")
-    if (chunks.num_logits < chunks.num_samples).any():
+    if not chunks.only_samples and (chunks.num_logits < chunks.num_samples).any():
         raise ValueError("a chunk needs logits at each position from which it samples")
     if chunks.have_drafts and chunks.num_drafts[~chunks.samples].any():
         raise ValueError("only chunks that sample can have drafts")
@@ -118,8 +117,7 @@ def pooled_states(
     return np.stack(found)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LaunchedStep:
+class LaunchedStep(msgspec.Struct, frozen=True, eq=False):
     """A step whose forward pass is launched and whose tokens are not sampled yet."""
 
     step_id: int
@@ -131,8 +129,7 @@ class LaunchedStep:
     pooled: np.ndarray | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SampledStep:
+class SampledStep(msgspec.Struct, frozen=True, eq=False):
     """A step whose tokens are sampled and being copied to the host."""
 
     launched: LaunchedStep

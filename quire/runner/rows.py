@@ -106,7 +106,7 @@ class Rows:
 
 def _check_range(what: str, values: np.ndarray, stop: int, start: int = 0) -> None:
     """values: int32. As unsigned numbers, values below `start` are larger than all others."""
-    if len(values) and int((values - start).view(np.uint32).max()) >= stop - start:
+    if len(values) and int((values - start if start else values).view(np.uint32).max()) >= stop - start:
         raise ValueError(f"some of the step's {what} are not from {start} to {stop - 1}: {values.tolist()!s:.80}")
 
 

@@ -176,7 +176,7 @@ class SamplingColumns:
         self._seeds = np.zeros(num_rows, np.uint64)
         self._integers = np.zeros((len(_INTEGERS), num_rows), np.int32)
         self._floats = np.zeros((len(_FLOATS), num_rows), np.float32)
-        self._columns = {
+        self._columns: dict[str, np.ndarray] = {
             "seeds": self._seeds,
             **dict(zip(_INTEGERS, self._integers, strict=True)),
             **dict(zip(_FLOATS, self._floats, strict=True)),

@@ -249,7 +249,7 @@ def test_a_token_does_not_depend_on_batch_mates(machine):
     rows = random_draws(16, 9)
     together = sampling.sample(logits, rows).tolist()
     for i in range(16):
-        columns = {name: getattr(rows, name)[i : i + 1] for name in rows.__slots__[:10]}
+        columns = {name: getattr(rows, name)[i : i + 1] for name in rows.__struct_fields__[:10]}
         alone = type(rows)(**columns, masks=rows.masks, edits=rows.edits, history=rows.history)
         assert sampling.sample(logits[i : i + 1], alone).tolist() == together[i : i + 1]
 

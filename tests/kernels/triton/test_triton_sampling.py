@@ -297,7 +297,7 @@ def test_a_token_does_not_depend_on_batch_mates():
     logits, rows = normal(8, 301, 8), random_draws(8, 9)
     together = sampled(logits, rows)
     for i in range(8):
-        columns = {name: getattr(rows, name)[i : i + 1] for name in rows.__slots__[:10]}
+        columns = {name: getattr(rows, name)[i : i + 1] for name in rows.__struct_fields__[:10]}
         alone = type(rows)(**columns, masks=rows.masks, edits=rows.edits, history=rows.history)
         assert sampled(logits[i : i + 1], alone) == together[i : i + 1]
 
