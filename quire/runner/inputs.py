@@ -105,11 +105,9 @@ def _padded(batch: Batch, num_tokens: int, num_chunks: int) -> Batch:
 
     The added tokens have no blocks. Their KV is not written, and their results are not used.
     """
-    more = num_chunks - len(batch.starts)
-    stops = np.pad(batch.stops, (0, more))
-    stops[len(batch.starts) : len(batch.starts) + num_tokens] = 1
-    return Batch(
-        np.pad(batch.starts, (0, more)),
-        stops,
-        np.pad(batch.tables, ((0, more), (0, 0)), constant_values=-1),
-    )
+    number, width = batch.tables.shape
+    starts, stops = np.zeros((2, num_chunks), np.int64)
+    tables = np.full((num_chunks, width), -1, np.int64)
+    starts[:number], stops[:number], tables[:number] = batch.starts, batch.stops, batch.tables
+    stops[number : number + num_tokens] = 1
+    return Batch(starts, stops, tables)

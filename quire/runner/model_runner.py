@@ -54,8 +54,8 @@ class SampledPositions(NamedTuple):
     """Where the tokens of a step are sampled. A chunk with drafts has several entries."""
 
     tokens: np.ndarray  # int64: indices into all tokens of the step, whose logits are sampled from
-    rows: np.ndarray  # int32
-    positions: np.ndarray  # of the sampled tokens
+    rows: np.ndarray  # int64
+    positions: np.ndarray  # int32, of the sampled tokens
     written: (
         np.ndarray | None
     )  # which of them the runner writes into its rows: those of chunks without drafts; None: all
@@ -63,19 +63,14 @@ class SampledPositions(NamedTuple):
 
 def sampled_positions(chunks: Chunks) -> SampledPositions:
     """The sampled positions of all chunks, in order."""
-    ends, rows, stops, drafts = chunks.ends, chunks.rows, chunks.stops, chunks.num_drafts
-    if not chunks.samples.all():
-        ends, rows, stops, drafts = (column[chunks.samples] for column in (ends, rows, stops, drafts))
-    if not chunks.have_drafts:
-        return SampledPositions(ends - 1, rows, stops, None)
-    counts = drafts + 1
-    behind = np.repeat(np.cumsum(counts), counts) - 1 - np.arange(counts.sum())  # sampled tokens of the chunk after it
-    return SampledPositions(
-        np.repeat(ends, counts) - 1 - behind,
-        np.repeat(rows, counts),
-        np.repeat(stops, counts) - behind.astype(stops.dtype),
-        np.repeat(drafts == 0, counts),
-    )
+    counts, rows, positions = chunks.num_samples, chunks.token_rows, chunks.token_positions
+    ends = counts.cumsum(dtype=np.int64)
+    tokens = np.arange(int(ends[-1]) if len(ends) else 0)
+    if len(tokens) != chunks.num_tokens:
+        tokens += np.repeat(chunks.ends - ends, counts)
+        rows, positions = rows[tokens], positions[tokens]
+    written = np.repeat(chunks.num_drafts == 0, counts) if chunks.have_drafts else None
+    return SampledPositions(tokens, rows, (positions + 1).astype(np.int32), written)
 
 
 def prompt_logprob_positions(chunks: Chunks, rows: Rows) -> PromptLogprobPositions:
@@ -297,8 +292,9 @@ class TorchRunner:
         logprobs = self._sample_logprobs(rows, chosen, logits)
         kept = chosen
         if written is not None:
-            rows, positions = rows[written], positions[written]
-            kept = chosen[to_device(np.flatnonzero(written), chosen.device)]
+            places = np.flatnonzero(written)
+            rows, positions = rows[places], positions[places]
+            kept = chosen[to_device(places, chosen.device)] if len(places) else chosen[:0]
         if len(rows):
             self._inputs.put_sampled(rows, positions, kept)
             if kept.device.type != "cpu":
