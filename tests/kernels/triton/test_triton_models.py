@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from changed_kernels import changed
-from model_runner_driver import GREEDY, Driver, load_model
+from model_runner_driver import GREEDY, Driver, Wish, load_model
 from triton_device import DEVICE
 
 from quire import LLM, SamplingParams
@@ -87,6 +87,15 @@ def test_greedy_tokens_are_those_of_transformers(saved, prompts, family):
         whole = theirs.generate(ids, attention_mask=torch.ones_like(ids), **options)
         assert found == whole[0, len(prompt) :].tolist()
     assert recorder.sizes == [4]
+
+
+def test_penalties_count_sampled_tokens(saved, prompts):
+    folder, penalties = saved("qwen3-gqa")[0], {"presence_penalty": 2.0, "frequency_penalty": 2.0}
+    params = SamplingParams(temperature=0.0, allowed_token_ids=(3, 4, 5, 6), **penalties)
+    wish = [Wish(params, prompt_len=len(prompts[0]))]
+    expected = Driver(load_model(folder), block_size=BLOCK).generate(prompts[:1], 4, wish)
+    assert sorted(expected[0]) == [3, 4, 5, 6], "a token is not sampled again before all others"
+    assert driver(folder).generate(prompts[:1], 4, wish) == expected
 
 
 def test_deterministic_sequences_do_not_depend_on_company_and_cuts(saved, prompts):
