@@ -83,7 +83,10 @@ class Chunk(NamedTuple):
 
 
 class Chunks(msgspec.Struct, frozen=True, eq=False, dict=True):
-    """The chunks of a step: one array per field, all of shape (number of chunks,). What follows from them is cached."""
+    """The chunks of a step: one array per field, all of shape (number of chunks,). Each has at least one position.
+
+    What follows from the fields is computed once. Nothing may write to the arrays.
+    """
 
     rows: np.ndarray  # int32
     seq_ids: np.ndarray  # int64
@@ -196,7 +199,7 @@ class TableUpdates(msgspec.Struct, frozen=True, eq=False):
         )
 
     def apply(self, table: np.ndarray) -> None:
-        """Write the spans into `table` (num_rows, width)."""
+        """Write the spans into `table` (num_rows, width). A later span replaces what an earlier one wrote."""
         if len(self.rows) <= _FEW_SPANS:
             end = 0
             for row, start, length in zip(self.rows.tolist(), self.starts.tolist(), self.lengths.tolist(), strict=True):

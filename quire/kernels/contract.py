@@ -279,6 +279,9 @@ class StepCapture(Protocol):
     def refill(self, plan: Plan, batch: Batch) -> None:
         """Replace the step of a plan by another one with the same numbers of chunks and tokens, in place."""
 
+    def prepare(self, plan: Plan) -> None:
+        """Compute the parts of a plan that `refill` leaves out. Called inside the capture, before the model."""
+
     def capture(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
         """Run `compute`, perhaps several times. Returns its result, and a function that replays it into this tensor.
 

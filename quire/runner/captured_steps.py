@@ -81,6 +81,8 @@ class CapturedSteps:
         self._attend.set_plans(plans)
 
         def compute() -> Tensor:
+            for plan in plans:
+                recorder.prepare(plan)
             hidden = self._model.forward(inputs.token_ids(), inputs.positions, self._attend, self._kernels)
             return self._model.logits(hidden, self._kernels)
 

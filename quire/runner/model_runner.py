@@ -166,7 +166,7 @@ class TorchRunner:
             if kernels.USES_RESIDENT_TABLES
             else HostInputs(self._rows, model.device)
         )
-        self._rows_lag = kernels.USES_RESIDENT_TABLES  # whether rows get sampled tokens when these are on the host
+        self._tokens_arrive_later = kernels.USES_RESIDENT_TABLES  # in the rows on the host: `collect` writes them
         self._forward_passes = ForwardPasses(
             model,
             kernels,
@@ -223,7 +223,7 @@ class TorchRunner:
         ended = self._clock() if sampled.ended is None else sampled.ended
         began = max(launched.began, self._ended)  # the device ran the step before it first
         self._ended = ended
-        if self._rows_lag:
+        if self._tokens_arrive_later:
             _, rows, positions, written = launched.sampled
             which = slice(None) if written is None else written
             self._rows.write_pending(rows[which], positions[which], tokens[which])
@@ -298,7 +298,7 @@ class TorchRunner:
             kept = chosen[to_device(places, chosen.device)] if len(places) else chosen[:0]
         if len(rows):
             self._inputs.put_sampled(rows, positions, kept)
-            if self._rows_lag:
+            if self._tokens_arrive_later:
                 self._rows.mark_pending(rows, positions)
         return self._copy_to_host(launched, chosen, logprobs)
 

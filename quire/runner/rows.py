@@ -105,8 +105,9 @@ class Rows:
 
 
 def _check_range(what: str, values: np.ndarray, stop: int, start: int = 0) -> None:
-    """values: int32. As unsigned numbers, values below `start` are larger than all others."""
-    if len(values) and int((values - start if start else values).view(np.uint32).max()) >= stop - start:
+    """As unsigned numbers, values below `start` are larger than all others."""
+    unsigned = np.uint32 if values.itemsize == 4 else np.uint64
+    if len(values) and int((values - start if start else values).view(unsigned).max()) >= stop - start:
         raise ValueError(f"some of the step's {what} are not from {start} to {stop - 1}: {values.tolist()!s:.80}")
 
 
@@ -116,3 +117,5 @@ def _check_spans(updates: TableUpdates, table: np.ndarray) -> None:
         _check_range("rows", updates.rows, num_rows)
         _check_range("columns", updates.starts, width + 1)
         _check_range("columns", updates.starts + updates.lengths, width + 1)
+        if int(updates.lengths.sum()) != len(updates.values):
+            raise ValueError(f"the step's spans have {updates.lengths.sum()} values, not {len(updates.values)}")

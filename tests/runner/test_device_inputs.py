@@ -28,6 +28,7 @@ class Both:
 
     def __init__(self):
         self.rows = Rows(cache(), NUM_ROWS, LENGTH, VOCAB)
+        self.late_rows = Rows(cache(), NUM_ROWS, LENGTH, VOCAB)  # beside resident rows: tokens arrive later
         self.ways = [HostInputs(self.rows, CPU), ResidentInputs(cache(), NUM_ROWS, LENGTH, DEVICE)]
         self.fixed = {(size, i): way.captured_inputs(size) for size in (2, 8) for i, way in enumerate(self.ways)}
         self.tokens = [[] for _ in range(NUM_ROWS)]
@@ -50,21 +51,22 @@ class Both:
         written = [TableUpdates.of(spans) for spans in blocks]
         step = Step(0, reset, opens, TableUpdates.of(list(tokens)), written, [], Chunks.of([]))
         self.rows.apply(step)
+        self.late_rows.apply(step)
         for way in self.ways:
             way.apply(step)
 
     def sample(self, row, token):
-        """Sample a token, which the host gets only when it arrives."""
+        """Sample a token, which `late_rows` get only when it arrives."""
         rows, positions = np.array([row], np.int32), np.array([len(self.tokens[row])], np.int32)
         for way in self.ways:
             way.put_sampled(rows, positions, torch.tensor([token], device=CPU if way is self.ways[0] else DEVICE))
-        self.rows.mark_pending(rows, positions)
+        self.late_rows.mark_pending(rows, positions)
         self.tokens[row].append(max(token, 0))
         self.arriving.append((rows, positions, np.array([token], np.int32)))
 
     def arrive(self):
         for sampled in self.arriving:
-            self.rows.write_pending(*sampled)
+            self.late_rows.write_pending(*sampled)
         self.arriving.clear()
 
     def check(self, spans):
@@ -72,6 +74,8 @@ class Both:
         chunks = Chunks.of([(row, row, start, stop, 0, 1, 1) for row, start, stop in spans])
         expected = [token for row, start, stop in spans for token in self.tokens[row][start:stop]]
         positions = [position for _, start, stop in spans for position in range(start, stop)]
+        if not self.arriving:
+            assert self.late_rows.inputs(chunks)[0].tolist() == expected
         for i, way in enumerate(self.ways):
             fed = way.forward_inputs(chunks)
             assert (fed.token_ids.tolist(), fed.positions.tolist()) == (expected, positions)

@@ -1,6 +1,7 @@
-"""A Step out of bounds is refused before kernels, which check nothing, get its ids."""
+"""A Step out of bounds is refused before kernels, which check nothing, get its ids. Spans are written in order."""
 
 import msgspec
+import numpy as np
 import pytest
 
 from quire.config import CacheConfig, KVGroup
@@ -36,3 +37,23 @@ def test_a_step_out_of_bounds_is_refused(what, change):
     rows.apply(good)
     with pytest.raises(ValueError, match=f"some of the step's {what} are not from"):
         rows.apply(msgspec.structs.replace(good, **change))
+
+
+def test_a_step_whose_spans_lack_values_is_refused():
+    rows = Rows(CACHE, max_num_seqs=2, max_model_len=16, vocab_size=10)
+    spans = msgspec.structs.replace(GOOD["tokens"], values=GOOD["tokens"].values[:2])
+    with pytest.raises(ValueError, match="the step's spans have 3 values, not 2"):
+        rows.apply(Step(id=1, reset=False, moves=[], **GOOD | {"tokens": spans}))
+
+
+@pytest.mark.parametrize("num_spans", [0, 1, 8, 9, 30])
+def test_spans_are_written_in_order(num_spans):
+    random = np.random.default_rng(num_spans)
+    found, expected = np.zeros((2, 4, 20), np.int32)
+    spans = []
+    for _ in range(num_spans):
+        row, start, length = (int(random.integers(stop)) for stop in (4, 16, 5))
+        spans.append((row, start, random.integers(1, 99, length).tolist()))
+        expected[row, start : start + length] = spans[-1][2]
+    TableUpdates.of(spans).apply(found)
+    assert (found == expected).all()

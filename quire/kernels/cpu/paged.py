@@ -61,10 +61,10 @@ def refill(plan: CpuPlan, batch: Batch) -> None:
     """
     num_chunks, width = batch.tables.shape
     num_tokens = int((batch.stops - batch.starts).sum())
-    (most_chunks, most_blocks), (most_tokens,) = plan.tables.shape, plan.slots.shape
-    if (num_chunks, num_tokens) != (most_chunks, most_tokens) or width > most_blocks:
+    (plan_chunks, most_blocks), (plan_tokens,) = plan.tables.shape, plan.slots.shape
+    if (num_chunks, num_tokens) != (plan_chunks, plan_tokens) or width > most_blocks:
         raise ValueError(
-            f"a plan for {most_chunks} chunks of {most_tokens} tokens and {most_blocks} blocks at most cannot hold"
+            f"a plan for {plan_chunks} chunks of {plan_tokens} tokens and {most_blocks} blocks at most cannot hold"
             f" {num_chunks} chunks of {num_tokens} tokens and {width} blocks"
         )
     plan.starts.numpy()[:] = batch.starts

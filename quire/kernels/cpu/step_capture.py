@@ -33,7 +33,6 @@ class CallListCapture:
 
     def __init__(self) -> None:
         self._arena = Arena(never_free=True)
-        self._new_plans: list[paged.CpuPlan] = []  # of the next captured step, which writes their slots
 
     def capture_size(self, num_tokens: int, max_num_seqs: int) -> int | None:
         """See StepCapture. Chunks may have any length, because the kernels read it when the calls are replayed."""
@@ -49,22 +48,21 @@ class CallListCapture:
 
     def plan(self, batch: Batch, storage: Storage, width: int) -> paged.CpuPlan:
         """See StepCapture."""
-        plan = paged.plan(batch, storage, width=width)
-        self._new_plans.append(plan)
-        return plan
+        return paged.plan(batch, storage, width=width)
 
     def refill(self, plan: paged.CpuPlan, batch: Batch) -> None:
         """See StepCapture."""
         paged.refill(plan, batch)
 
+    def prepare(self, plan: paged.CpuPlan) -> None:
+        """See StepCapture."""
+        paged.write_slots(plan)
+
     def capture(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
         """See StepCapture."""
         watch = _CaptureMode(self._arena)
-        plans, self._new_plans = self._new_plans, []
         _C.record()
         try:
-            for plan in plans:
-                paged.write_slots(plan)
             with use_arena(self._arena), watch:
                 result = compute()
         finally:

@@ -59,6 +59,9 @@ class CudaGraphCapture:
         """See StepCapture."""
         planning.refill(plan, batch)
 
+    def prepare(self, plan: TritonPlan) -> None:
+        """See StepCapture."""
+
     def capture(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
         """See StepCapture."""
         usual = torch.cuda.current_stream()
