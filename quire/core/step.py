@@ -83,9 +83,9 @@ class Chunk(NamedTuple):
 
 
 class Chunks(msgspec.Struct, frozen=True, eq=False, dict=True):
-    """The chunks of a step: one array per field, all of shape (number of chunks,). Each has at least one position.
+    """The chunks of a step: one array per field, all of shape (number of chunks,).
 
-    What follows from the fields is computed once. Nothing may write to the arrays.
+    Each chunk has at least one position. Properties are computed once, so the arrays must not be written to.
     """
 
     rows: np.ndarray  # int32
@@ -135,8 +135,10 @@ class Chunks(msgspec.Struct, frozen=True, eq=False, dict=True):
     @cached_property
     def token_positions(self) -> np.ndarray:
         """The position of each token of the step, int64. Chunks are concatenated."""
-        positions: np.ndarray = self.starts.astype(np.int64)
-        if self.num_tokens != len(self):
+        positions: np.ndarray
+        if self.num_tokens == len(self):
+            positions = self.starts.astype(np.int64)
+        else:
             positions = np.arange(self.num_tokens) + np.repeat(self.stops - self.ends, self.lengths)
         return positions
 

@@ -1,7 +1,8 @@
 """Runner that executes steps with torch in this process: forward passes over the tokens of all chunks, then sampling.
 
-On a GPU, `launch` and `sample` return when the work is queued, and `collect` waits for the tokens. Until then the
-tokens are only on the device, where the next step reads them.
+With kernels that read rows on the device, `launch` and `sample` return when the work is queued, and `collect` waits for
+the tokens. Until then the tokens are only on the device, where the next step reads them. Other kernels read rows on the
+host, and `sample` writes the tokens there.
 """
 
 import time
@@ -291,12 +292,10 @@ class TorchRunner:
         sampled_from = apply_processors(logits, rows, processors) if processors else logits
         chosen = self._kernels.sample(sampled_from, self._rows.sampling_metadata(rows, positions, sampling_masks))
         logprobs = self._sample_logprobs(rows, chosen, logits)
-        kept = chosen
         if written is not None:
-            places = np.flatnonzero(written)
-            rows, positions = rows[places], positions[places]
-            kept = chosen[to_device(places, chosen.device)] if len(places) else chosen[:0]
+            rows, positions = rows[written], positions[written]
         if len(rows):
+            kept = chosen if written is None else chosen[to_device(np.flatnonzero(written), chosen.device)]
             self._inputs.put_sampled(rows, positions, kept)
             if self._tokens_arrive_later:
                 self._rows.mark_pending(rows, positions)
