@@ -40,6 +40,7 @@ struct CodeRows {
   static constexpr int AT_ONCE = GROUPED ? max(1, VECTORS_AT_ONCE / 2) : VECTORS_AT_ONCE;
   static constexpr bool TILE_BY_TILE = REGISTER_BYTES < 64;
   static constexpr int TILE_ROWS = TILE_BY_TILE && BITS != 6 ? VECTORS_AT_ONCE : AT_ONCE;
+  static constexpr bool REPEAT = REGISTER_BYTES == 64;
   static constexpr int FEW_ROWS = REGISTER_BYTES < 64 ? 2 : 8;  // whose sums leave registers for all parts of four terms
   static constexpr int TERMS = BITS == 6 ? 16 : 32 / BITS, STEP_BYTES = (BITS == 6 ? 3 : 1) * VECTOR_BYTES;
   using Held = std::conditional_t<SHORT, int8_t, CodeTerm::Held>;
@@ -77,8 +78,7 @@ struct CodeRows {
   }
 
   template <int MR, int NB>
-  __attribute__((noinline)) void multiply(const Panel& panel, int64_t row, Prefetch<NB> fetch) const {
-    if (GROUPED && row == 0) fetch_scales(fetch.panel, NB);
+  __attribute__((noinline)) void multiply(const Panel& panel, int64_t row, Prefetch fetch) const {
     auto finish = [&](const auto& sums) {
       p.is_bf16 ? finish_all<bf16>(p, panel, first + row, sums) : finish_all<float>(p, panel, first + row, sums);
     };
@@ -91,14 +91,14 @@ struct CodeRows {
       if constexpr (MR <= AT_ONCE)
         tile_by_tile(*this, panel, row, fetch, sums);
       else
-        for (int n = 0; n < NB; n++) add_groups(sums, n, panel.tiles[n], row, fetch.tile(n));
+        for (int n = 0; n < NB; n++) add_groups(sums, n, panel.tiles[n], row, fetch);
       finish(sums);
     }
   }
 
   // Computes the sums of NB tiles.
   template <int MR, int NB>
-  INLINE_MEMBER void add_tiles(Vec (&sums)[MR][NB], const int64_t* tiles, int64_t row, Prefetch<NB>& fetch) const {
+  INLINE_MEMBER void add_tiles(Vec (&sums)[MR][NB], const int64_t* tiles, int64_t row, Prefetch& fetch) const {
     const Format& f = p.format;
     const char* w[NB];
     for (int n = 0; n < NB; n++) w[n] = p.weight + tiles[n] * tile_bytes;
@@ -115,7 +115,7 @@ struct CodeRows {
   // Adds the products of a group to float sums.
   template <int MR, int NB>
   INLINE_MEMBER void add_group(Vec (&sums)[MR][NB], const int64_t* tiles, int64_t row, const char* const (&w)[NB],
-                               int64_t g, Prefetch<NB>& fetch) const {
+                               int64_t g, Prefetch& fetch) const {
     const Format& f = p.format;
     const int32_t* group_totals = totals + g * count + row;
     IVec acc[MR][NB], ones[NB];
@@ -138,7 +138,7 @@ struct CodeRows {
   // Adds the products of the groups that share factors, which are a block. Their sums are integers.
   template <int MR, int NB>
   INLINE_MEMBER void add_block(Vec (&sums)[MR][NB], const int64_t* tiles, int64_t row, const char* const (&w)[NB],
-                               int64_t block, const Factors& factors, Prefetch<NB>& fetch) const {
+                               int64_t block, const Factors& factors, Prefetch& fetch) const {
     const Format& f = p.format;
     const char* blocks[NB];
     for (int n = 0; n < NB; n++) blocks[n] = factors.block(p.scales, tiles[n], block);
@@ -181,7 +181,7 @@ struct CodeRows {
   // Computes the sums of tile n. They are in memory, so that registers have only the integers of a group, and more rows use
   // each vector of the weight.
   template <int MR, int NB>
-  INLINE_MEMBER void add_groups(float (&sums)[MR][NB][LANES], int n, int64_t tile, int64_t row, Prefetch<1> fetch) const {
+  INLINE_MEMBER void add_groups(float (&sums)[MR][NB][LANES], int n, int64_t tile, int64_t row, Prefetch fetch) const {
     const Format& f = p.format;
     const char* w[1] = {p.weight + tile * tile_bytes};
     alignas(64) int32_t int_sums[MR][LANES], offset_sums[MR][LANES];  // of several flushes
@@ -242,7 +242,7 @@ struct CodeRows {
   // Adds up the products of a group of MR rows and a tile, times an integer scale, by calls of add(numbers): one for each flush
   // of sums of 16 bits.
   template <int MR, bool FLUSH_ONCE, class F>
-  INLINE_MEMBER void add_group_to(int64_t row, const char* const (&w)[1], int64_t group, IVec scale, Prefetch<1>& fetch,
+  INLINE_MEMBER void add_group_to(int64_t row, const char* const (&w)[1], int64_t group, IVec scale, Prefetch& fetch,
                                   F add) const {
     static_assert(BITS != 6);  // add_parts<0> has all terms of a step
     int64_t begin = group * p.format.each, end = min(p.format.steps, begin + p.format.each);
@@ -292,7 +292,7 @@ struct CodeRows {
   // Adds products of codes. times: with sums of 16 bits, pairs of numbers that they are multiplied by.
   template <int MR, int NB>
   INLINE_MEMBER void add_steps(IVec (&acc)[MR][NB], int64_t row, const char* const (&w)[NB], int64_t begin, int64_t end,
-                               const IVec (&times)[NB], Prefetch<NB>& fetch) const {
+                               const IVec (&times)[NB], Prefetch& fetch) const {
     if constexpr (SHORT && BITS == 4) {
       SVec some[MR][NB];
       for_all<MR, NB>([&](int m, int n) { some[m][n] = SVec{}; });
@@ -316,9 +316,9 @@ struct CodeRows {
   // Adds the products of four terms of a step, or of eight if codes have less than 8 bits. PART: the first four.
   template <int PART, class Sum, int MR, int NB>
   INLINE_MEMBER void add_parts(Sum (&acc)[MR][NB], int64_t row, const char* const (&w)[NB], int64_t s,
-                               Prefetch<NB>& fetch) const {
+                               Prefetch& fetch) const {
     const Held* from = x + row * stride + s * TERMS + PART * 4;
-    fetch_part<PART>(w, s, fetch);
+    fetch_part<PART>(w, fetch);
 #pragma GCC unroll 8
     for (int n = 0; n < NB; n++) {
       const char* step = w[n] + s * STEP_BYTES;
@@ -342,9 +342,9 @@ struct CodeRows {
   // The same for eight terms of codes of 6 bits: their sums of 16 bits, times `times`, are added at once.
   template <int PART, int MR, int NB>
   INLINE_MEMBER void add_six_bit_terms(IVec (&acc)[MR][NB], int64_t row, const char* const (&w)[NB], int64_t s,
-                               const IVec (&times)[NB], Prefetch<NB>& fetch) const {
+                               const IVec (&times)[NB], Prefetch& fetch) const {
     const Held* from = x + row * stride + s * TERMS + PART * 4;
-    fetch_part<PART>(w, s, fetch);
+    fetch_part<PART>(w, fetch);
 #pragma GCC unroll 8
     for (int n = 0; n < NB; n++) {
       const char* step = w[n] + s * STEP_BYTES;
@@ -358,9 +358,9 @@ struct CodeRows {
   }
 
   template <int PART, int NB>
-  INLINE_MEMBER void fetch_part(const char* const (&w)[NB], int64_t s, Prefetch<NB>& fetch) const {
-    fetch.step(w, s * STEP_BYTES + PART / 2 * VECTOR_BYTES);
-    if (BITS == 6 && PART == 2) fetch.step(w, s * STEP_BYTES + 2 * VECTOR_BYTES);
+  INLINE_MEMBER void fetch_part(const char* const (&w)[NB], Prefetch& fetch) const {
+    fetch.step<REPEAT>(w);
+    if (BITS == 6 && PART == 2) fetch.step<REPEAT>(w);  // a step has three vectors
   }
 
   template <int PART>
@@ -394,17 +394,6 @@ struct CodeRows {
         acc[m][n] = MR <= FEW_ROWS ? CodeTerm::dot(acc[m][n], terms, part) : CodeTerm::dot_in_place(acc[m][n], terms, part);
       }
     }
-  }
-
-  // Prefetches the scales and offsets of the next panel.
-  INLINE_MEMBER void fetch_scales(const Panel& next, int tiles) const {
-    const Format& f = p.format;
-    int64_t bytes = FACTORS ? Factors(f).tile_bytes : f.groups * 16 * scale_bytes(f.type);
-    for (int n = 0; n < tiles; n++)
-      for (int64_t at = next.tiles[n] * bytes; at < (next.tiles[n] + 1) * bytes; at += VECTOR_BYTES) {
-        __builtin_prefetch(p.scales + at);
-        if (p.offsets) __builtin_prefetch(p.offsets + at);
-      }
   }
 
   template <int MR, int NB, class F>
@@ -443,7 +432,7 @@ struct Float8Rows {
   }
 
   template <int MR, int NB>
-  __attribute__((noinline)) void multiply(const Panel& panel, int64_t row, Prefetch<NB> fetch) const {
+  __attribute__((noinline)) void multiply(const Panel& panel, int64_t row, Prefetch fetch) const {
     const Format& f = p.format;
     const char* w[NB];
     for (int n = 0; n < NB; n++) w[n] = p.weight + panel.tiles[n] * tile_bytes;
@@ -452,7 +441,7 @@ struct Float8Rows {
       Vec acc[MR][NB] = {};
       int64_t end = min(f.steps, (g + 1) * f.each);
       for (int64_t s = g * f.each; s < end; s++) {
-        fetch.step(w, s * VECTOR_BYTES);
+        fetch.step<true>(w);
         add_terms<One>(acc, x + row * stride + s * 4, stride, [&](int n) { return w[n] + s * VECTOR_BYTES; });
       }
 #pragma GCC unroll 8

@@ -105,7 +105,7 @@ struct FloatRows {
   }
 
   template <int MR, int NB>
-  __attribute__((noinline)) void multiply(const Panel& panel, int64_t row, Prefetch<NB> fetch) const {
+  __attribute__((noinline)) void multiply(const Panel& panel, int64_t row, Prefetch fetch) const {
     if constexpr (MR * NB <= AT_ONCE) {
       Vec sums[MR][NB];
       add_tiles(sums, panel.tiles, row, fetch);
@@ -119,7 +119,7 @@ struct FloatRows {
 
   // Computes the sums of NB tiles.
   template <int MR, int NB>
-  INLINE_MEMBER void add_tiles(Vec (&sums)[MR][NB], const int64_t* tiles, int64_t row, Prefetch<NB>& fetch) const {
+  INLINE_MEMBER void add_tiles(Vec (&sums)[MR][NB], const int64_t* tiles, int64_t row, Prefetch& fetch) const {
     constexpr int width = Term<T>::width;
     const Held* from = x + row * stride;
     int64_t steps = p.k / width;
@@ -130,7 +130,7 @@ struct FloatRows {
 #pragma GCC unroll 8
       for (int n = 0; n < NB; n++) sums[m][n] = Vec{};
     for (int64_t s = 0; s < steps; s++) {
-      fetch.step(w, s * VECTOR_BYTES);
+      fetch.step<true>(w);
       add_terms<Term<T>>(sums, from + s * width, stride, [&](int n) { return w[n] + s * VECTOR_BYTES; });
     }
   }
