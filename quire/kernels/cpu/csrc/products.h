@@ -58,8 +58,8 @@ INLINE Product product_of(const Arg* x, const Arg* weight, const Arg* bias, cons
           sizes[4].integer,       sizes[5].integer};
 }
 
-// Columns are computed in panels of up to four tiles. The tiles of a gated product alternate: gate, up, gate, up. The columns of a
-// panel are `apart` tiles from each other.
+// Columns are computed in panels of up to four tiles. The tiles of a gated product alternate: gate, up, gate, up.
+// The columns of a panel are `apart` tiles from each other.
 struct Panel {
   int64_t tiles[4];    // of the packed weight
   int64_t columns[4];  // first column in `out`, and in each half of the bias
@@ -163,8 +163,8 @@ constexpr int64_t PREFETCH_BYTES = 1024;
 //                                       noinline: GCC keeps the sums of an inlined one in memory
 //   add_tiles(sums, tiles, row, fetch)  the sums of rows and tiles; only with TILE_BY_TILE
 
-// Computes tiles of columns [begin, end), NB tiles of the weight at once. They are from as many parts of the range, and each part
-// is read in the order of addresses, because processors read ahead: what they read behind a tile is needed next.
+// Computes tiles of columns [begin, end), NB tiles of the weight at once. They are from as many parts of the range. Each
+// part is read in the order of addresses, because processors read ahead: what they read behind a tile is needed next.
 // A panel is computed in passes of up to 8 rows. Each pass prefetches an equal part of the next panel, so that memory is read
 // during all passes. Nothing prefetches the first panel, so its first pass does. So does a single pass if there are few
 // panels, or if they have four tiles and may be too large for the L2 cache.
