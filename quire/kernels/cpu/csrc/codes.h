@@ -38,7 +38,6 @@ INLINE void read(const half* p, Floats* v) {
 #endif
 }
 
-INLINE int64_t scale_bytes(ScaleType type) { return type == ScaleType::float32 ? 4 : 2; }
 INLINE Vec load_scales(ScaleType type, const char* p, int64_t index) {
   if (type == ScaleType::float32) return load((const float*)p + index);
   return type == ScaleType::bfloat16 ? load((const bf16*)p + index) : load((const half*)p + index);

@@ -115,11 +115,11 @@ INLINE void finish_all(const Product& p, const Panel& panel, int64_t row, const 
 
 // What a pass over a panel prefetches to the L2 cache: one vector of each tile in `every` steps, in order.
 struct Prefetch {
-  int64_t place;  // of the next vectors, in bytes from the beginning of each tile. Behind a tile is the next one of its part
-  int64_t every;  // 0: nothing is prefetched
-  int64_t advance = every ? VECTOR_BYTES / every : 0, left = every;
+  int64_t place;  // of the next vectors, in bytes from the beginning of each tile. Behind a tile is mostly the next of its part
+  int64_t every;  // 0: `place` does not move
+  int64_t advance = every ? (VECTOR_BYTES + every - 1) / every : 0, left = every;
 
-  // REPEAT: each vector is prefetched in all of its steps, which takes no branch. Measured: this is faster, except for codes
+  // REPEAT: each vector is prefetched in all of its steps, which takes no branch. Measured: this is faster, except in CodeRows
   // without AVX-512.
   template <bool REPEAT, int NB>
   INLINE_MEMBER void step(const char* const (&tiles)[NB]) {
@@ -163,8 +163,9 @@ constexpr int64_t PREFETCH_BYTES = 1024;
 //                                       noinline: GCC keeps the sums of an inlined one in memory
 //   add_tiles(sums, tiles, row, fetch)  the sums of rows and tiles; only with TILE_BY_TILE
 
-// Computes tiles of columns [begin, end), NB tiles of the weight at once. They are from as many parts of the range. Each
-// part is read in the order of addresses, because processors read ahead: what they read behind a tile is needed next.
+// Computes tiles of columns [begin, end), NB tiles of the weight at once. They are from as many parts of the range (gate
+// and up tiles: half as many). Each part is read in the order of addresses, because processors read ahead: what they read behind
+// a tile is needed next.
 // A panel is computed in passes of up to 8 rows. Each pass prefetches an equal part of the next panel, so that memory is read
 // during all passes. Nothing prefetches the first panel, so its first pass does. So does a single pass if there are few
 // panels, or if they have four tiles and may be too large for the L2 cache.
