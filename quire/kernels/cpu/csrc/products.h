@@ -59,13 +59,13 @@ INLINE Product product_of(const Arg* x, const Arg* weight, const Arg* bias, cons
 }
 
 // Columns are computed in panels of up to four tiles. The tiles of a gated product alternate: gate, up, gate, up.
-// The columns of a panel are `apart` tiles from each other.
 struct Panel {
   int64_t tiles[4];    // of the packed weight
   int64_t columns[4];  // first column in `out`, and in each half of the bias
 };
 
-// Tiles from `end` on belong to another thread or do not exist: the first tile replaces them, and is not written there.
+// apart: tiles of columns from one of the panel to the next. Tiles from `end` on belong to another thread or do not exist: the
+// first tile replaces them, and is not written there.
 template <int NB>
 INLINE Panel panel_of(const Product& p, int64_t tile, int64_t end, int64_t apart = 1) {
   Panel panel;
@@ -115,7 +115,7 @@ INLINE void finish_all(const Product& p, const Panel& panel, int64_t row, const 
 
 // What a pass over a panel prefetches to the L2 cache: one vector of each tile in `every` steps, in order.
 struct Prefetch {
-  int64_t place;  // of the next vectors, in bytes from the beginning of each tile. Behind a tile is mostly the next of its part
+  int64_t place;  // of the next vectors, in bytes from the beginning of each tile; behind a tile: in the tile after it
   int64_t every;  // 0: `place` does not move
   int64_t advance = every ? (VECTOR_BYTES + every - 1) / every : 0, left = every;
 
@@ -164,9 +164,9 @@ constexpr int64_t PREFETCH_BYTES = 1024;
 //   add_tiles(sums, tiles, row, fetch)  the sums of rows and tiles; only with TILE_BY_TILE
 
 // Computes tiles of columns [begin, end), NB tiles of the weight at once. They are from as many parts of the range (gate
-// and up tiles: half as many). Each part is read in the order of addresses, because processors read ahead: what they read behind
-// a tile is needed next.
-// A panel is computed in passes of up to 8 rows. Each pass prefetches an equal part of the next panel, so that memory is read
+// and up tiles: half as many). Each part is read in the order of addresses, because the hardware prefetcher reads on behind a tile:
+// these vectors are needed next.
+// A panel is computed in passes of up to 8 rows. Each pass prefetches an equal share of the next panel, so that memory is read
 // during all passes. Nothing prefetches the first panel, so its first pass does. So does a single pass if there are few
 // panels, or if they have four tiles and may be too large for the L2 cache.
 template <int NB, class Rows>
@@ -175,7 +175,7 @@ static void multiply_block(const Product& p, const Rows& rows, int64_t begin, in
   constexpr int most = (int)max(1, min(8, at_once));
   int64_t passes = (rows.count + most - 1) / most, each = (rows.count + passes - 1) / passes;
   int64_t tiles = p.gate < 0 ? NB : NB / 2, panels = (end - begin + tiles - 1) / tiles;
-  int64_t part = rows.tile_bytes / VECTOR_BYTES / passes * VECTOR_BYTES;  // of the next panel
+  int64_t share = rows.tile_bytes / VECTOR_BYTES / passes * VECTOR_BYTES;  // bytes of a tile of the next panel for each pass
   bool alone = passes == 1 && (NB == 4 || end - begin < 8 * tiles);
   for (int64_t i = 0; i < panels; i++) {
     Panel panel = panel_of<NB>(p, begin + i, end, panels);
@@ -185,7 +185,7 @@ static void multiply_block(const Product& p, const Rows& rows, int64_t begin, in
       if ((pass == 0 && i == 0) || alone)
         fetch = {PREFETCH_BYTES, rows.first == 0};
       else if (i + 1 < panels)
-        fetch = {rows.tile_bytes + pass * part, passes};
+        fetch = {rows.tile_bytes + pass * share, passes};
       switch (min(each, rows.count - row)) {
 #define ROWS(count) \
   case count: \
