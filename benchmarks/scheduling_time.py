@@ -5,9 +5,9 @@
 
 Loads: *decoding*, where all sequences run throughout, and *churn*, where about four sequences end and begin in each
 step. In both, --waiting further requests wait throughout. With --drafts N also *drafting*: decoding of texts that
-repeat themselves, with N drafts, all of them right, of as many sequences as have drafts in one step. Figures are CPU
-time of this process in milliseconds per step: median and 99th percentile over the steps. The runner is not timed; its
-results are made up. With --before both versions run in turns, each in processes of its own, and the ratios of their
+repeat themselves, with N drafts, all of them right, of as many sequences as may have drafts in one step. Figures are
+CPU time of this process in milliseconds per step: median and 99th percentile over the steps. The runner is not timed;
+its results are made up. With --before both versions run in turns, each in processes of its own, and the ratios of their
 medians are printed with an interval that has the median of pairs with 95 % confidence.
 """
 
@@ -35,7 +35,7 @@ from quire.core.request import Request
 from quire.core.step import ChunkOutput, Step, StepResult
 from quire.params import SamplingParams
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.speculation import MOST_PROPOSALS
+from quire.scheduler.speculation import most_proposals
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT = 64
@@ -76,7 +76,7 @@ def decoding(
 
 
 def drafting(num_sequences: int, num_steps: int, num_drafts: int) -> dict[str, list[float]]:
-    """CPU seconds of steps in which some of `num_sequences` sequences, at most 32, have `num_drafts` right drafts."""
+    """CPU seconds of steps in which some of `num_sequences` sequences have `num_drafts` right drafts."""
     length = PROMPT + num_steps * (num_drafts + 1) + 64
     group = KVGroup(
         (0,), "full", 1, 64, "bfloat16", num_sequences * (length // BLOCK_SIZE + 2), 2 * 64 * 2 * BLOCK_SIZE
@@ -91,7 +91,7 @@ def drafting(num_sequences: int, num_steps: int, num_drafts: int) -> dict[str, l
         scheduler.add(Request(id=str(i), prompt=prompt, params=params), 0.0)
     times = [_step(scheduler, float(i), _repeating) for i in range(num_steps + _WARM_UP)][_WARM_UP:]
     accepted = scheduler.request_stats.drafts["suffix"].num_accepted
-    most = num_drafts * min(num_sequences, MOST_PROPOSALS) * num_steps
+    most = num_drafts * most_proposals(num_sequences) * num_steps
     if accepted < 0.7 * most:  # some chains end at the last free slot of a block
         raise AssertionError("few drafts were accepted; the figures would mean something else")
     return _parts(times)

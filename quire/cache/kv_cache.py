@@ -378,15 +378,13 @@ class KVCache:
         table.append([[pool.allocate()] for pool in self.pools], self.block_size)
         return True
 
-    def grow_free(self, table: BlockTable, num_tokens: int) -> list[int] | None:
+    def grow_free(self, table: BlockTable) -> list[int] | None:
         """See KVCacheManager."""
         if table.capacity % self.block_size:
             return None  # the block is shared
-        num_tokens = min(num_tokens, table.capacity + self.block_size)
-        needed = self.num_needed_blocks(table, num_tokens)
-        if any(number > pool.num_free for number, pool in zip(needed, self.pools, strict=True)):
+        if not all(pool.num_free for pool in self.pools):
             return None
-        return self.grow(table, num_tokens)
+        return self.grow(table, table.capacity + 1)
 
     def append_slot(self, table: BlockTable, start: int) -> bool:
         """See KVCacheManager."""

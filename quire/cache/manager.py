@@ -164,8 +164,8 @@ class KVCacheManager(Protocol):
         None if there are not enough blocks.
         """
 
-    def grow_free(self, table: BlockTable, num_tokens: int) -> list[int] | None:
-        """Make positions up to `num_tokens` writable, or those of one more block, with free blocks only.
+    def grow_free(self, table: BlockTable) -> list[int] | None:
+        """Make the positions of one more block writable, with free blocks only.
 
         None if none are free, or if the last block is shared. Otherwise returns what `grow` returns.
         """

@@ -316,7 +316,7 @@ class Engine:
             sum(counts.num_drafts for counts in accounts.drafts.values()),
             sum(counts.num_accepted for counts in accounts.drafts.values()),
             dict(accounts.drafts),
-            tuple(accounts.accepted_by_place),
+            accounts.accepted_by_place,
         )
 
     def cost_figures(self) -> CostFigures:

@@ -15,7 +15,7 @@ from quire.scheduler.sequence import Sequence
 from quire.scheduler.speculation import Speculator
 from quire.scheduler.step_builder import ScheduledChunk
 from quire.scheduler.step_log import StepLog
-from quire.speculation.drafters import Proposal
+from quire.speculation.drafters import Proposal, num_equal
 
 
 class ChunkData(NamedTuple):
@@ -58,18 +58,20 @@ def _num_kept(scheduled: list[ScheduledChunk], counts: list[int], tokens: list[i
 
     A draft is accepted if all before it are, and it equals the token sampled at its position or is forced.
     """
-    kept, at = [], 0
-    for chunk, count in zip(scheduled, counts, strict=True):
-        num = min(count, 1)
-        if chunk.proposal is not None:
-            forced = chunk.proposal.forced
-            for place, (draft, token) in enumerate(zip(chunk.drafts, tokens[at : at + count], strict=False)):
-                if draft != token and place not in forced:
-                    break
-                num += 1
-        kept.append(num)
+    kept, at = [min(count, 1) for count in counts], 0
+    for i, (chunk, count) in enumerate(zip(scheduled, counts, strict=True)):
+        if (proposal := chunk.proposal) is not None:
+            sampled = tokens[at : at + len(proposal.tokens)]
+            kept[i] += _num_right(proposal, sampled) if proposal.forced else num_equal(proposal.tokens, sampled)
         at += count
     return kept
+
+
+def _num_right(proposal: Proposal, sampled: list[int]) -> int:
+    """How many leading drafts equal the tokens sampled at their positions, or are forced."""
+    pairs = enumerate(zip(proposal.tokens, sampled, strict=True))
+    wrong = (place for place, (draft, token) in pairs if draft != token and place not in proposal.forced)
+    return next(wrong, len(proposal.tokens))
 
 
 def _num_predicted(proposal: Proposal | None, num_accepted: int) -> tuple[int, int]:
@@ -207,7 +209,7 @@ class OutputProcessor:
         if seq.deferred_end[0] is not None and seq.is_over:
             (cause, error), kept = seq.deferred_end, seq.take_unreported()
             forced = list(range(len(kept)))
-        drafted = [place for place in range(len(kept)) if place not in forced][:num_drafted] if num_drafted > 0 else []
+        sampled = [place for place in range(len(kept)) if place not in forced] if forced else range(len(kept))
         begins = kept and len(kept) == seq.num_generated
         queued = self._state.request_stats.queue_seconds(seq.request.id) if begins else None
         if cause is None and not seq.is_generation and seq.is_over:
@@ -234,7 +236,7 @@ class OutputProcessor:
             queued,
             tuple(forced),
             _num_predicted(chunk.proposal, num_kept - 1),
-            tuple(drafted),
+            tuple(sampled[: max(num_drafted, 0)]),
         )
 
     def _apply_constraint(

@@ -7,6 +7,7 @@ that a tenant cannot infer the number of other tenants' requests from what is ke
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 import msgspec
@@ -121,7 +122,7 @@ class RequestStats:
         self.num_query_tokens = 0  # prompt tokens at the first admission of their request
         self.num_hit_tokens = 0  # prefix matches among them
         self.drafts: dict[str, DraftCounts] = {}  # verified, by drafter
-        self.accepted_by_place = [0] * MAX_SPECULATIVE_TOKENS  # accepted drafts, by place in their chain
+        self._chains_by_accepted = [0] * (MAX_SPECULATIVE_TOKENS + 1)  # verified chains, by number of accepted drafts
         self._requests = requests
         self._ended: dict[str, Explanation] = {}
         self._ended_by_tenant: dict[str, deque[str]] = {}  # request ids, oldest first
@@ -190,6 +191,12 @@ class RequestStats:
     def held(self, seq: Sequence) -> None:
         """Record that a sequence is held, so it does not wait."""
         self._remove_snapshot(seq)
+
+    @property
+    def accepted_by_place(self) -> tuple[int, ...]:
+        """Accepted drafts by place in their chain."""
+        of_at_least = list(accumulate(self._chains_by_accepted[:0:-1]))
+        return tuple(reversed(of_at_least))
 
     @property
     def wait_cause(self) -> WaitCause:
@@ -270,8 +277,7 @@ class RequestStats:
         drafts = self._requests[seq.request.id].explanation.drafts
         for counts in (drafts, self.drafts):
             counts[drafter] = counts.get(drafter, _NO_DRAFTS).with_chain(num_drafts, num_accepted)
-        for place in range(num_accepted):
-            self.accepted_by_place[place] += 1
+        self._chains_by_accepted[num_accepted] += 1
 
     def skipped(self, seq: Sequence, reason: SkipReason) -> None:
         """Record a proposal of which no draft is verified."""

@@ -353,6 +353,9 @@ class Sequence:
     def _append(self, tokens: list[int]) -> tuple[list[int], EndCause | None]:
         if len(self.tokens) >= self.max_length:
             return [], EndCause.LENGTH
+        if len(self.tokens) + len(tokens) < self.max_length and self.stop_ids.isdisjoint(tokens):
+            self.tokens += tokens
+            return tokens, None
         for num_kept, token in enumerate(tokens, 1):
             self.tokens.append(token)
             if token in self.stop_ids and len(self.tokens) > self.min_length:

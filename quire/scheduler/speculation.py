@@ -10,7 +10,9 @@ Drafts get blocks that are free. Nothing is evicted or preempted for them.
 """
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from collections.abc import Sequence as Listing
+from itertools import chain
 
 from quire.cache.manager import KVCacheManager
 from quire.config import SchedulerConfig
@@ -26,10 +28,17 @@ from quire.speculation.governor import Candidate, Chances, Governor, OwnCounts
 
 _SKIPPED = 1.0  # tokens that a sequence loses by a step that it skips beside others
 _SKIPPED_BY_ALL = 0.3  # the same if all skip it: no step runs, but the next one is planned later
-MOST_PROPOSALS = 32  # in one step; sequences take turns
+_MOST_PROPOSALS = 32  # in one step; sequences take turns
+_MOST_OF_MANY = 16  # the same for a step with more than _MANY sequences, which has enough tokens without drafts
+_MANY = 128
 _INDEXED_PER_STEP = 4096  # tokens that all sequences together add to their indexes in one step
 _MOST_TENANTS = 4096  # whose chances are kept
 _MOST_INDEXED = 2**20  # tokens in the indexes of all running sequences, about 100 bytes each
+
+
+def most_proposals(num_sequences: int) -> int:
+    """How many of the sequences of a step have proposals."""
+    return _MOST_OF_MANY if num_sequences > _MANY else min(num_sequences, _MOST_PROPOSALS)
 
 
 class _SequenceDrafters:
@@ -109,7 +118,7 @@ class Speculator:
         if not num_samples:
             return
         skipped, self._skipped = self._skipped, set()
-        may_pay = not self.governs or self._governor.may_pay(num_tokens, num_samples, min(num_samples, MOST_PROPOSALS))
+        may_pay = not self.governs or self._governor.may_pay(num_tokens, num_samples, most_proposals(num_samples))
         if not (may_pay or skipped):
             return
         num_indexed = self._num_indexed
@@ -152,10 +161,11 @@ class Speculator:
         """
         found: list[tuple[int, Candidate]] = []
         later: list[tuple[Sequence, Candidate]] = []
-        index_budget, left, number = _INDEXED_PER_STEP, MOST_PROPOSALS, len(builder.scheduled)
-        places = [(self._next_place + i) % number for i in range(number)]
+        number = len(builder.scheduled)
+        index_budget, left, turn = _INDEXED_PER_STEP, most_proposals(number), self._next_place % number
+        places: Iterable[int] = chain(range(turn, number), range(turn))
         if skipped:
-            places.sort(key=lambda place: builder.scheduled[place].seq.id not in skipped)
+            places = sorted(places, key=lambda place: builder.scheduled[place].seq.id not in skipped)
         for place in places:
             chunk = builder.scheduled[place]
             seq = chunk.seq
@@ -277,7 +287,7 @@ class Speculator:
         if (count := min(wanted, self._capacity(builder, chunk, wanted))) <= 0:
             return "blocks"
         if not chunk.seq.constrained:
-            return proposal._replace(tokens=list(proposal.tokens[:count]))
+            return Proposal(proposal.drafter, proposal.tokens[:count], proposal.match_length)
         allowed = self._structured_outputs.allowed_drafts(chunk.seq, proposal.tokens, count)
         return proposal._replace(tokens=allowed.tokens, forced=allowed.forced) if allowed.tokens else "constraint"
 
@@ -286,7 +296,7 @@ class Speculator:
         table = chunk.seq.table
         assert table is not None, "the sequence runs"
         if table.capacity < chunk.stop + wanted:
-            firsts = self._cache.grow_free(table, chunk.stop + wanted)
+            firsts = self._cache.grow_free(table)
             if firsts is not None:
                 builder.update_table(chunk.seq, firsts)
         return table.capacity - chunk.stop

@@ -38,17 +38,22 @@ class _Follower:
 
     def follow(self, tokens: Sequence[int]) -> bool:
         """Compare the tokens that were appended. Returns whether the sequence still agrees with the text."""
-        position, text = self.position, self.text
-        if position is not None:
-            for place in range(self.num_seen, len(tokens)):
-                if position >= len(text) or text[position] != tokens[place]:
-                    self.behind = position + len(tokens) - place
-                    position = None
-                    break
-                position += 1
-                self.match_length += 1
-        self.num_seen, self.position = len(tokens), position
-        return position is not None
+        if self.position is not None:
+            new = tokens[self.num_seen :]
+            number = num_equal(new, self.text[self.position : self.position + len(new)])
+            self.match_length += number
+            self.behind = self.position + len(new)
+            self.position = self.position + number if number == len(new) else None
+        self.num_seen = len(tokens)
+        return self.position is not None
+
+
+def num_equal(some: Sequence[int], others: Sequence[int]) -> int:
+    """The number of leading tokens that are equal."""
+    if some == others:
+        return len(some)
+    shorter = min(len(some), len(others))
+    return next((i for i in range(shorter) if some[i] != others[i]), shorter)
 
 
 _FOLLOWED = 8  # tokens of a match that is followed without a search for a longer one

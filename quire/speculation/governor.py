@@ -14,7 +14,8 @@ from quire.config import Drafter
 from quire.speculation.drafters import Proposal
 
 _MATCH_LENGTHS = (3, 4, 6, 9, 17)  # first match length of each class but the first
-_PLACES = (1, 2, 4, 8)  # first place in the chain of each class but the first
+_PLACES = (0, 1, 2, 2, 3, 3, 3, 3)  # class of each of the first places in the chain; later ones are _LAST_PLACES
+_LAST_PLACES = 4
 _PRIOR_CHANCES = (0.3, 0.4, 0.55, 0.7, 0.8, 0.9)  # of a draft by class of match length, before any was tried
 _PRIOR_WEIGHT = 4.0  # drafts that the prior counts as
 _DECAY = 0.995  # weight of a draft when the next one of its class is tried
@@ -38,7 +39,7 @@ class Chances:
     """Learned chances that a draft is accepted if the drafts before it are, by drafter, match length and place."""
 
     def __init__(self) -> None:
-        self._counts: dict[tuple[Drafter, int, int], list[float]] = {}  # decayed: accepted, tried
+        self._counts: dict[tuple[Drafter, int], list[list[float]]] = {}  # by class of place: accepted, tried; decayed
         self._by_index: dict[tuple[Drafter, int], list[float]] = {}  # chances of the first drafts of a chain
 
     def of(self, proposal: Proposal) -> list[float]:
@@ -46,25 +47,24 @@ class Chances:
         key = proposal.drafter, bisect_right(_MATCH_LENGTHS, proposal.match_length)
         chances = self._by_index.get(key)
         if chances is None:
-            by_place = [self._chance((*key, place)) for place in range(len(_PLACES) + 1)]
-            chances = self._by_index[key] = [by_place[bisect_right(_PLACES, i)] for i in range(_PLACES[-1] + 1)]
+            prior = _PRIOR_CHANCES[-1] if proposal.drafter == "prediction" else _PRIOR_CHANCES[key[1]]
+            counts = self._counts.get(key, [(0.0, 0.0)] * (_LAST_PLACES + 1))
+            by_class = [(accepted + _PRIOR_WEIGHT * prior) / (tried + _PRIOR_WEIGHT) for accepted, tried in counts]
+            chances = self._by_index[key] = [by_class[place] for place in (*_PLACES, _LAST_PLACES)]
         more = len(proposal.tokens) - len(chances)
         return chances[: len(proposal.tokens)] if more <= 0 else chances + chances[-1:] * more
 
     def observe(self, proposal: Proposal, num_accepted: int) -> None:
         """Learn from a verified proposal, of which `num_accepted` leading drafts were accepted."""
-        match_class = bisect_right(_MATCH_LENGTHS, proposal.match_length)
+        key = proposal.drafter, bisect_right(_MATCH_LENGTHS, proposal.match_length)
+        counts = self._counts.get(key)
+        if counts is None:
+            counts = self._counts[key] = [[0.0, 0.0] for _ in range(_LAST_PLACES + 1)]
         for i in _tested(proposal, num_accepted):
-            key = (proposal.drafter, match_class, bisect_right(_PLACES, i))
-            counts = self._counts.setdefault(key, [0.0, 0.0])
-            counts[0] = counts[0] * _DECAY + (i < num_accepted)
-            counts[1] = counts[1] * _DECAY + 1
-        self._by_index.pop((proposal.drafter, match_class), None)
-
-    def _chance(self, key: tuple[Drafter, int, int]) -> float:
-        accepted, tried = self._counts.get(key, (0.0, 0.0))
-        prior = _PRIOR_CHANCES[-1] if key[0] == "prediction" else _PRIOR_CHANCES[key[1]]
-        return (accepted + _PRIOR_WEIGHT * prior) / (tried + _PRIOR_WEIGHT)
+            of_place = counts[_PLACES[i] if i < len(_PLACES) else _LAST_PLACES]
+            of_place[0] = of_place[0] * _DECAY + (i < num_accepted)
+            of_place[1] = of_place[1] * _DECAY + 1
+        self._by_index.pop(key, None)
 
 
 class OwnCounts:
@@ -73,7 +73,7 @@ class OwnCounts:
     __slots__ = ("_counts",)
 
     def __init__(self) -> None:
-        self._counts: dict[Drafter, list[float]] = {}  # decayed: accepted, tried
+        self._counts: dict[Drafter, tuple[float, float]] = {}  # decayed: accepted, tried
 
     def gains(self, drafter: Drafter, chances: Sequence[float]) -> list[float]:
         """Expected tokens from each draft of this sequence. chances: of drafts of all sequences.
@@ -91,16 +91,17 @@ class OwnCounts:
 
     def observe(self, proposal: Proposal, num_accepted: int) -> None:
         """Learn from a verified proposal, of which `num_accepted` leading drafts were accepted."""
-        counts = self._counts.setdefault(proposal.drafter, [0.0, 0.0])
+        accepted, tried = self._counts.get(proposal.drafter, (0.0, 0.0))
         for i in _tested(proposal, num_accepted):
-            counts[0] = counts[0] * _OWN_DECAY + (i < num_accepted)
-            counts[1] = counts[1] * _OWN_DECAY + 1
+            accepted = accepted * _OWN_DECAY + (i < num_accepted)
+            tried = tried * _OWN_DECAY + 1
+        self._counts[proposal.drafter] = accepted, tried
 
 
-def _tested(proposal: Proposal, num_accepted: int) -> list[int]:
+def _tested(proposal: Proposal, num_accepted: int) -> Sequence[int]:
     """Indices of the drafts that were compared with a sampled token: up to the first that was rejected."""
     stop = min(num_accepted + 1, len(proposal.tokens))
-    return [i for i in range(stop) if i not in proposal.forced] if proposal.forced else list(range(stop))
+    return [i for i in range(stop) if i not in proposal.forced] if proposal.forced else range(stop)
 
 
 class Candidate(NamedTuple):

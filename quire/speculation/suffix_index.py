@@ -38,15 +38,15 @@ class SuffixIndex:
     def extend(self, stop: int, most: int) -> int:
         """Index up to `most` pairs that end before position `stop`. Returns their number."""
         stop = min(stop, self._stop + most, self._begin + 1 + MAX_INDEXED)
-        tokens, latest, earlier = self._tokens, self._latest, self._earlier
+        tokens, latest = self._tokens, self._latest
+        before, append = latest.get, self._earlier.append
         number = stop - self._stop
         if number <= 0:
             return 0
         first = tokens[self._stop - 1]
-        for position in range(self._stop, stop):
-            second = tokens[position]
+        for position, second in enumerate(tokens[self._stop : stop], self._stop):
             pair = first << 32 | second
-            earlier.append(latest.get(pair, _NOWHERE))
+            append(before(pair, _NOWHERE))
             latest[pair] = position
             first = second
         self._stop = stop

@@ -278,9 +278,11 @@ def test_the_time_of_a_captured_step_says_nothing_about_others():
     assert rig.scheduler.costs.step_curve.seconds(1) == rig.scheduler.costs.prefill.num_steps == 0
 
 
-def test_sequences_take_turns_if_there_are_many(monkeypatch):
+@pytest.mark.parametrize("limits", [{"_MOST_PROPOSALS": 2}, {"_MOST_OF_MANY": 2, "_MANY": 3}])
+def test_sequences_take_turns_if_there_are_many(monkeypatch, limits):
     """Two proposals in a step: each of four sequences has one in every second step."""
-    monkeypatch.setattr("quire.scheduler.speculation.MOST_PROPOSALS", 2)
+    for name, limit in limits.items():
+        monkeypatch.setattr(f"quire.scheduler.speculation.{name}", limit)
     rig = Rig(num_blocks=128, **ALL | {"max_num_batched_tokens": 128})
     prompts = [[1 + (i + n) % 40 for i in range(12)] for n in range(4)]
     for n, prompt in enumerate(prompts):
