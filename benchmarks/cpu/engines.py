@@ -72,14 +72,10 @@ class Engine:
 
 @dataclass(frozen=True)
 class Answer:
-    """Duration of a workload. ttft: seconds to the first token of a single query; None with one output token.
-
-    read_rate: bytes per second that the machine read before and after it; None if this was not measured.
-    """
+    """Duration of a workload. ttft: seconds to the first token of a single query; None with one output token."""
 
     seconds: float
     ttft: float | None
-    read_rate: float | None = None
 
 
 @dataclass

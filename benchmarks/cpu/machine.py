@@ -31,9 +31,17 @@ def describe() -> dict[str, Any]:
 
 
 def read_rate(num_bytes: int = _READ_BYTES) -> float:
-    """Bytes per second of a sum on all threads, which reads each number once. Pages have 2 MiB, as those of weights."""
+    """Bytes per second that the machine reads now."""
+    return reader(num_bytes, _TIMES)()
+
+
+def reader(num_bytes: int, times: int) -> Callable[[], float]:
+    """Measures the bytes per second of a sum on all threads, which reads each number once: the best of `times` passes.
+
+    Pages have 2 MiB, as those of weights.
+    """
     numbers = pages(num_bytes, huge=True).view(torch.float32).fill_(1)
-    return num_bytes / _best_seconds(numbers.sum)
+    return lambda: num_bytes / _best_seconds(numbers.sum, times)
 
 
 def matmul_rate(largest: int = _MATRIX) -> float:
@@ -52,9 +60,9 @@ def matmul_rate(largest: int = _MATRIX) -> float:
         size = min(2 * size, largest)
 
 
-def _best_seconds(run: Callable[[], object]) -> float:
+def _best_seconds(run: Callable[[], object], times: int = _TIMES) -> float:
     seconds = []
-    for _ in range(_TIMES + 1):  # the first run is a warm-up and can only be slower
+    for _ in range(times + 1):  # the first run is a warm-up and can only be slower
         start = time.perf_counter()
         run()
         seconds.append(time.perf_counter() - start)

@@ -4,17 +4,14 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from statistics import median
 from typing import Any
 
 from benchmarks.cpu.engines import Answer, Engine, Running, start
-from benchmarks.cpu.machine import read_rate
 from benchmarks.workloads import Workload, workload
 
 _STARTS = 3  # cold starts of an engine that starts fast; the first one may have to read its files from disk
 _FAST_START = 15.0  # seconds
-_READ_BYTES = 2**29  # larger than any cache
 _SETTLE = 2.0  # seconds between turns, because thread pools spin for a while after their last work
 
 Make = Callable[[str, int], Workload]  # a workload from a name and a seed
@@ -30,8 +27,7 @@ def make_workload(name: str, seed: int) -> Workload:
 def figures(work: Workload, answer: Answer, decode_bytes: tuple[int, int] | None = None) -> Figures:
     """Figures of an answer: rates in tokens per second, and times in seconds, whose names end in " s".
 
-    decode_bytes: of the engine. With them and the read rate of the machine, also the rate at which decoding reads them,
-    at the mean length of the context, and the share that this is of the rate of the machine.
+    decode_bytes: of the engine. With them also the rate at which decoding reads them, at the context's mean length.
     """
     if len(work.queries) > 1:
         return {"output tok/s": work.num_output_tokens / answer.seconds, "wall s": answer.seconds}
@@ -44,10 +40,9 @@ def figures(work: Workload, answer: Answer, decode_bytes: tuple[int, int] | None
         "output tok/s": work.num_output_tokens / answer.seconds,
         "first token s": answer.ttft,
     }
-    if decode_bytes is not None and answer.read_rate is not None:
+    if decode_bytes is not None:
         weights, kv = decode_bytes
-        read = rate * (weights + kv * (work.num_prompt_tokens + work.num_output_tokens / 2))
-        found |= {"decode GB/s": read / 1e9, "decode, share of read rate": read / answer.read_rate}
+        found["decode GB/s"] = rate * (weights + kv * (work.num_prompt_tokens + work.num_output_tokens / 2)) / 1e9
     return found
 
 
@@ -115,13 +110,8 @@ class Turns:
     def _turn(self, running: Running, name: str, number: int, tick: Tick) -> None:
         tick(f"{running.engine.name} {name}")
         work = self.make(name, number + 1)
-        measured = running.engine.decode_bytes is not None and len(work.queries) == 1
-        before = read_rate(_READ_BYTES) if measured else 0.0
         time.sleep(_SETTLE)
-        answer = running.run(work)
-        if measured:
-            answer = replace(answer, read_rate=max(before, read_rate(_READ_BYTES)))
-        self.answers[name][running.engine.name].append(answer)
+        self.answers[name][running.engine.name].append(running.run(work))
 
     def _note(self, running: Running) -> None:
         """Record the engine's facts and cold start, and its memory after the work."""
