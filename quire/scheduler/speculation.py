@@ -218,12 +218,13 @@ class Speculator:
 
     def verified(self, chunk: ScheduledChunk, num_accepted: int) -> None:
         """Learn from a committed chunk with drafts. Those behind the first rejected one say nothing."""
-        assert chunk.proposal is not None, "the chunk has no drafts"
-        self._request_stats.verified(chunk.seq, chunk.proposal.drafter, len(chunk.drafts), num_accepted)
-        self._chances_of(chunk.seq).observe(chunk.proposal, num_accepted)
-        drafters = self._sequences.get(chunk.seq.id)
+        seq, proposal = chunk.seq, chunk.proposal
+        assert proposal is not None, "the chunk has no drafts"
+        self._request_stats.verified(seq, proposal.drafter, len(proposal.tokens), num_accepted)
+        self._chances_of(seq).observe(proposal, num_accepted)
+        drafters = self._sequences.get(seq.id)
         if drafters is not None:
-            drafters.own_counts.observe(chunk.proposal, num_accepted)
+            drafters.own_counts.observe(proposal, num_accepted)
 
     def _learn(self, seq: Sequence, drafters: _SequenceDrafters) -> None:
         """Compare proposals that were not verified with the tokens that came instead.

@@ -76,8 +76,12 @@ class SuffixDrafter:
         return self._index.num_indexed
 
     def extend(self, most: int) -> int:
-        """Index up to `most` more tokens. Returns their number."""
-        return self._index.extend(len(self._tokens) - 1, most)
+        """Index up to `most` more tokens, if an occurrence has to be searched. Returns their number."""
+        return 0 if self._follows_match() else self._index.extend(len(self._tokens) - 1, most)
+
+    def _follows_match(self) -> bool:
+        """Whether the last tokens follow an earlier occurrence that is long enough."""
+        return self._follower.follow(self._tokens) and self._follower.match_length >= _FOLLOWED
 
     def propose(self, most: int) -> Proposal | None:
         """Up to `most` tokens; None if the last two tokens have not occurred before.
@@ -85,7 +89,7 @@ class SuffixDrafter:
         If the occurrence overlaps the end, the text repeats itself, and so does the chain.
         """
         follower, tokens, length = self._follower, self._tokens, len(self._tokens)
-        if not follower.follow(tokens) or follower.match_length < _FOLLOWED:
+        if not self._follows_match():
             found = self._index.find(tokens, length, prefer_latest=False)  # texts repeat what they said first
             if found is None:
                 return None

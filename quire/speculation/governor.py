@@ -81,9 +81,9 @@ class OwnCounts:
         Those from the first draft on that yields too little are left out.
         """
         accepted, tried = self._counts.get(drafter, (0.0, 0.0))
-        gains, gain = [], 1.0
+        gains, gain, weight = [], 1.0, tried + _OWN_PRIOR_WEIGHT
         for chance in chances:
-            gain *= (accepted + _OWN_PRIOR_WEIGHT * chance) / (tried + _OWN_PRIOR_WEIGHT)
+            gain *= (accepted + _OWN_PRIOR_WEIGHT * chance) / weight
             if gain < _NO_GAIN:
                 break
             gains.append(gain)

@@ -33,6 +33,19 @@ def test_tokens_that_were_appended_are_found():
     assert drafter.propose(2).tokens == [3, 9]
 
 
+def test_nothing_is_indexed_while_a_long_match_continues():
+    text = list(range(1, 40))
+    tokens = [*text, 99, *text[:10]]
+    drafter = suffix(tokens)
+    assert drafter.propose(2).tokens == [11, 12]
+    tokens += text[10:15]
+    assert drafter.extend(100) == 0
+    assert drafter.propose(2).tokens == [16, 17]
+    tokens += [70, 5, 6]  # a search is needed, and finds the same as if each token had been indexed at once
+    assert drafter.extend(100) == 8
+    assert drafter.propose(2).tokens == suffix(tokens).propose(2).tokens == [7, 8]
+
+
 def test_a_prediction_is_followed_and_met_again_after_a_difference():
     prediction, tokens = [5, 6, 7, 8, 9, 10], [1, 2]
     drafter = PredictionDrafter(PredictionIndex(prediction), tokens, 2)
