@@ -23,7 +23,14 @@ from quire.scheduler.request_stats import RequestStats
 from quire.scheduler.sequence import Sequence
 from quire.scheduler.step_builder import ScheduledChunk, StepBuilder
 from quire.speculation.answers import AnswerStore
-from quire.speculation.drafters import AnswersDrafter, PredictionDrafter, PredictionIndex, Proposal, SuffixDrafter
+from quire.speculation.drafters import (
+    AnswersDrafter,
+    PredictionDrafter,
+    PredictionIndex,
+    Proposal,
+    SuffixDrafter,
+    num_equal,
+)
 from quire.speculation.governor import Candidate, Chances, Governor, OwnCounts
 
 _SKIPPED = 1.0  # tokens that a sequence loses by a step that it skips beside others
@@ -231,14 +238,12 @@ class Speculator:
 
         Not if the sequence is constrained: some of its tokens may be forced, and say nothing about the drafter.
         """
-        num_known = 0 if seq.constrained else len(seq.tokens) - drafters.unverified_at
-        for proposal in drafters.unverified if num_known else ():
-            compared = proposal._replace(tokens=proposal.tokens[:num_known])
-            known = seq.tokens[drafters.unverified_at : drafters.unverified_at + len(compared.tokens)]
-            pairs = enumerate(zip(compared.tokens, known, strict=True))
-            num_right = next((i for i, (draft, token) in pairs if draft != token), len(known))
-            self._chances_of(seq).observe(compared, num_right)
-            drafters.own_counts.observe(compared, num_right)
+        if drafters.unverified and not seq.constrained and (known := seq.tokens[drafters.unverified_at :]):
+            for proposal in drafters.unverified:
+                compared = proposal._replace(tokens=proposal.tokens[: len(known)])
+                num_right = num_equal(compared.tokens, known[: len(compared.tokens)])
+                self._chances_of(seq).observe(compared, num_right)
+                drafters.own_counts.observe(compared, num_right)
         drafters.unverified, drafters.unverified_at = [], len(seq.tokens)
 
     def _may_draft(self, seq: Sequence, num_pending: int) -> bool:

@@ -112,7 +112,7 @@ class StepBuilder:
         seq, stop = chunk.seq, chunk.stop + count
         self.tokens.append((seq.row, chunk.stop, list(proposal.tokens)))
         seq.schedule_drafts(count)
-        self.scheduled[place] = msgspec.structs.replace(chunk, stop=stop, proposal=proposal)
+        self.scheduled[place] = ScheduledChunk(seq, chunk.start, stop, chunk.epoch, chunk.num_prompt_outputs, proposal)
         at = place * _NUM_FIELDS
         self.chunks[at + 3 : at + 6] = (stop, count, count + 1)
         self._num_beyond += count

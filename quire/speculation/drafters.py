@@ -38,7 +38,7 @@ class _Follower:
 
     def follow(self, tokens: Sequence[int]) -> bool:
         """Compare the tokens that were appended. Returns whether the sequence still agrees with the text."""
-        if self.position is not None:
+        if self.position is not None and self.num_seen < len(tokens):
             new = tokens[self.num_seen :]
             number = num_equal(new, self.text[self.position : self.position + len(new)])
             self.match_length += number

@@ -92,9 +92,12 @@ class OwnCounts:
     def observe(self, proposal: Proposal, num_accepted: int) -> None:
         """Learn from a verified proposal, of which `num_accepted` leading drafts were accepted."""
         accepted, tried = self._counts.get(proposal.drafter, (0.0, 0.0))
-        for i in _tested(proposal, num_accepted):
-            accepted = accepted * _OWN_DECAY + (i < num_accepted)
-            tried = tried * _OWN_DECAY + 1
+        rejected = num_accepted < len(proposal.tokens)
+        before = _OWN_DECAY ** (len(_tested(proposal, num_accepted)) - rejected)  # weight of earlier drafts
+        new = (1 - before) / (1 - _OWN_DECAY)  # sum of the weights of the accepted ones
+        accepted, tried = accepted * before + new, tried * before + new
+        if rejected:
+            accepted, tried = accepted * _OWN_DECAY, tried * _OWN_DECAY + 1
         self._counts[proposal.drafter] = accepted, tried
 
 
