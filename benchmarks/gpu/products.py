@@ -10,7 +10,7 @@ from benchmarks.cpu.checkpoints import SHAPES
 from benchmarks.gpu import clock
 from benchmarks.gpu.part import Part
 from benchmarks.gpu.processes import Settings
-from quire.kernels.contract import INT4, INT8
+from quire.kernels.contract import FP8, INT4, INT8
 from quire.kernels.triton import kernels
 
 COLD_BYTES = 2**28  # of weights: more than any cache
@@ -68,9 +68,9 @@ def one(part: Part, settings: Settings, what: str, out: int, size: int, rows: in
 
 
 def low_bit(part: Part, settings: Settings, what: str, out: int, size: int, rows: int) -> None:
-    """Time one weight in int8 and in int4 times `rows` rows, rounding of the rows included: see `one`."""
+    """Time one weight in int8, int4 and fp8 times `rows` rows, rounding of the rows included: see `one`."""
     x = torch.randn(rows, size, device=settings.device).to(torch.bfloat16)
-    for name, scheme in (("int8", INT8), ("int4", INT4)):
+    for name, scheme in (("int8", INT8), ("int4", INT4), ("fp8", FP8)):
         num_bytes = scheme.num_bytes(out, size)
         copies = 1 if settings.tiny else max(1, min(MOST_COPIES, -(-COLD_BYTES // num_bytes)))
         with torch.device(settings.device):

@@ -6,6 +6,7 @@ compiled kernels. Tests in the interpreter check their results.
 
 import sys
 from collections import Counter
+from itertools import product
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from quire.config import KVGroup
-from quire.kernels.contract import ACTIVATIONS, INT4, INT8, MXFP4, Batch, Scheme
+from quire.kernels.contract import ACTIVATIONS, FP8, INT4, INT8, MXFP4, Batch, Scheme
 from quire.kernels.triton import deterministic
 from quire.kernels.triton import kernels as ordinary
 
@@ -93,15 +94,19 @@ def code_rows(kernels, dtype):
         Scheme(8, 256),
         MXFP4,
         Scheme(4, 128, grid="iq4_nl"),
+        FP8,
+        Scheme(8, 128, grid="e4m3"),
+        Scheme(8, 32, torch.bfloat16, grid="e4m3"),
     ):
         weight = kernels.allocate_weight((640, HIDDEN), dtype, scheme=scheme)
-        for number in (1, 16, 60, 300) if scheme in (INT8, INT4) else (1, 300):
+        for number in (1, 16, 60, 300) if scheme in (INT8, INT4, FP8) else (1, 300):
             kernels.linear(torch.zeros(number, HIDDEN, dtype=dtype), weight, torch.zeros(640, dtype=dtype))
         kernels.embed(torch.arange(3), weight)
-    up, down = (
-        kernels.allocate_weight((4, *shape), dtype, scheme=INT4) for shape in ((2 * INNER, HIDDEN), (HIDDEN, INNER))
-    )
-    for number in (1, 300):
+    for number, scheme in product((1, 300), (INT4, FP8)):
+        up, down = (
+            kernels.allocate_weight((4, *shape), dtype, scheme=scheme)
+            for shape in ((2 * INNER, HIDDEN), (HIDDEN, INNER))
+        )
         x, ids = torch.zeros(number, HIDDEN, dtype=dtype), torch.zeros(number, 2, dtype=torch.int64)
         kernels.experts(x, ids, torch.ones(number, 2), up, down, "silu")
 

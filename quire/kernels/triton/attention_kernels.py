@@ -15,6 +15,8 @@ Tiles of keys to which all rows attend come first, without masks in a pipelined 
 import triton
 import triton.language as tl
 
+from quire.kernels.triton.float8 import widened_e4m3
+
 SPLITS_PER_STEP = 16  # splits that `merge` reads at once
 
 
@@ -77,36 +79,9 @@ def _key_offsets(
 
 @triton.jit
 def _widened(x, TYPE: tl.constexpr, INTERPRET: tl.constexpr):
-    """Stored numbers as TYPE.
-
-    fp8 becomes bfloat16 by shifts and a product with a power of two, because the GPU's conversion between 16-bit floats
-    is slow. Its NaN becomes 480: a row of keys or values with NaN has NaN as its scale.
-    """
+    """Stored numbers as TYPE. NaN in fp8 becomes 480: a row of keys or values with NaN has NaN as its scale."""
     if x.dtype == tl.float8e4nv and tl.bfloat16 == TYPE and not INTERPRET:
-        return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 low, high, part, tiny, size;
-            mov.b32 tiny, 0x80008000;
-            mov.b32 size, 0x7b807b80;
-            prmt.b32 low, $2, 0, 0x1404;
-            prmt.b32 high, $2, 0, 0x3424;
-            and.b32 part, low, 0x7f007f00;
-            shr.b32 part, part, 4;
-            lop3.b32 low, low, 0x80008000, part, 0xea;
-            fma.rn.bf16x2 $0, low, size, tiny;
-            and.b32 part, high, 0x7f007f00;
-            shr.b32 part, part, 4;
-            lop3.b32 high, high, 0x80008000, part, 0xea;
-            fma.rn.bf16x2 $1, high, size, tiny;
-            }
-            """,
-            "=r,=r,r",
-            [x.to(tl.uint8, bitcast=True)],
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=4,
-        )
+        return widened_e4m3(x.to(tl.uint8, bitcast=True), TYPE, INTERPRET)
     else:
         return x.to(TYPE)
 

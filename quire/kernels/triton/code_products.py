@@ -4,6 +4,9 @@ A kernel rounds each row of x to 8 bits with one scale. Products of codes are su
 of a group of columns is multiplied by the group's scale, and groups are added in order in float32 by fused operations.
 So the bits of a row depend neither on the other rows nor on the tile, and deterministic products are the same.
 
+Products with float8 weights do not round x: float8 numbers become x's type in registers, and sums are float32. Their
+order depends on the tile, so deterministic products have the same tile for any number of rows.
+
 Layout: columns are cut into tiles of at most 128. `data` int8 (tiles, rows, run): in 8 bits, a byte is the code of one
 column. In 4 bits, the low halves of the bytes are the first run of columns of the tile, and the high halves the second
 run, so that unpacking moves nothing between threads. All columns of a run are in one group. Codes of integers are
@@ -24,6 +27,7 @@ from torch.nn.functional import pad
 
 from quire.kernels.contract import GRIDS, PackedWeight, QuantizedRows, Scheme
 from quire.kernels.reference.codes import quantize_rows, require_codes
+from quire.kernels.triton.float8 import widened_e4m3
 from quire.kernels.triton.launch import CONSECUTIVE_TILES, INTERPRETED, pow2
 from quire.kernels.triton.rounding import rounded
 from quire.kernels.triton.rowwise import BLOCK, load_floats
@@ -35,6 +39,8 @@ _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TOGETHER = 4  # numbers that an instruction of `_numbers` takes
 _WRITTEN_AT_ONCE = 2**22  # codes that `write_rows` converts at once
 _STAGE_BYTES = 2**15  # bytes of a weight that a program loads ahead: an estimate, not measured
+_SHARED_BYTES = 96 * 1024  # of a program, on GPUs with little shared memory
+_STRICT_ROWS = 64  # deterministic products with float8 weights have the tile for so many rows
 _SMALLEST = tl.constexpr(2.0**-96)  # as in the reference: rows with a smaller largest magnitude count as zeros
 
 
@@ -47,11 +53,12 @@ class Layout(NamedTuple):
     steps: int
     grouped: bool  # whether each run is a group; otherwise each step is
     lookup: str | tuple[int, ...] | None = None  # see `_lookup`
+    floats: bool = False  # whether codes are float8 numbers, and x is not rounded
 
     @property
     def constants(self) -> dict[str, Any]:
         """Arguments of `code_product`."""
-        names = ("RUN", "HALVES", "TILES", "STEPS", "GROUPED", "LOOKUP")
+        names = ("RUN", "HALVES", "TILES", "STEPS", "GROUPED", "LOOKUP", "FLOATS")
         return dict(zip(names, self, strict=True)) | {"TERMS": max(_LEAST_TERMS, pow2(self.run))}
 
     @property
@@ -67,8 +74,8 @@ class Layout(NamedTuple):
 
 def unsupported_scheme_reason(scheme: Scheme) -> str | None:
     """Why weights of this scheme are not multiplied, or None if they are."""
-    if scheme.grid != "int" and scheme.grid not in GRIDS:
-        return f"it does not multiply weights in {scheme}"
+    if scheme.grid == "e4m3" and scheme.has_offsets:
+        return f"it has no offsets of float8 numbers, as in {scheme}"
     if scheme.has_factors:
         return f"it has no factors of scales, as in {scheme}"
     if scheme.bits not in (4, 8):
@@ -89,11 +96,11 @@ def layout_of(scheme: Scheme, columns: int) -> Layout:
     size = scheme.group_size if scheme.group_size < columns else 0
     run = min(longest, size or pow2(triton.cdiv(columns, halves)))
     tiles = triton.cdiv(columns, run * halves)
-    lookup = None if scheme.grid == "int" else _lookup(GRIDS[scheme.grid])
+    numbers = {"lookup": _lookup(GRIDS[scheme.grid]) if scheme.grid in GRIDS else None, "floats": scheme.grid == "e4m3"}
     if not size:
-        return Layout(run, halves, tiles, 1, grouped=False, lookup=lookup)
+        return Layout(run, halves, tiles, 1, grouped=False, **numbers)
     each = max(1, size // TILE_COLUMNS)
-    return Layout(run, halves, each, triton.cdiv(tiles, each), grouped=run == size, lookup=lookup)
+    return Layout(run, halves, each, triton.cdiv(tiles, each), grouped=run == size, **numbers)
 
 
 def _lookup(grid: tuple[int, ...]) -> str | tuple[int, ...]:
@@ -162,7 +169,12 @@ def _write(weight: PackedWeight, scheme: Scheme, rows: QuantizedRows, start: int
     runs = codes.view(number, -1, layout.halves, layout.run)
     packed = runs[:, :, 0] if scheme.bits == 8 else runs[:, :, 0] & 15 | runs[:, :, 1] << 4
     weight.data[:, start : start + number] = packed.view(torch.int8).transpose(0, 1)
-    for target, values in ((weight.scales, rows.scales), (weight.offsets, rows.offsets)):
+    scales = rows.scales
+    if layout.floats:  # the kernels have no NaN in float8, so its group has NaN as its scale
+        size = scheme.group_size or columns
+        groups = pad(rows.codes, (0, -columns % size)).view(number, -1, size)
+        scales = torch.where(((groups & 127) == 127).any(-1), torch.nan, scales)
+    for target, values in ((weight.scales, scales), (weight.offsets, rows.offsets)):
         if target is not None and values is not None:
             target[: values.shape[1], start : start + number] = values.T
 
@@ -171,10 +183,10 @@ def _write(weight: PackedWeight, scheme: Scheme, rows: QuantizedRows, start: int
 
 
 class RoundedRows(NamedTuple):
-    """Rows of x rounded to 8 bits for a weight."""
+    """Rows of x rounded to 8 bits for a weight. For a float8 weight, x itself, padded with zeros."""
 
-    codes: Tensor  # int8 (num_rows, Layout.columns)
-    scales: Tensor  # float32 (num_rows,)
+    codes: Tensor  # int8, or x's type (num_rows, Layout.columns)
+    scales: Tensor | None  # float32 (num_rows,); None if x is not rounded
     sums: Tensor | None  # float32 (num_rows, Layout.num_groups): sums of codes, for weights with offsets
 
 
@@ -227,9 +239,11 @@ def _quantize(
 
 
 def quantize_activations(x: Tensor, weight: PackedWeight) -> RoundedRows:
-    """x (num_rows, columns), with contiguous rows, rounded to 8 bits for products with `weight`."""
+    """x (num_rows, columns), with contiguous rows, rounded to 8 bits for products with `weight`; see `RoundedRows`."""
     scheme, _ = require_codes(weight)
     layout, (num_rows, columns) = layout_of(scheme, weight.columns), x.shape
+    if layout.floats:
+        return RoundedRows(pad(x, (0, layout.columns - columns)).contiguous(), None, None)
     codes = torch.empty((num_rows, layout.columns), dtype=torch.int8, device=x.device)
     scales = torch.empty(num_rows, dtype=torch.float32, device=x.device)
     sums = None
@@ -304,7 +318,7 @@ def _load_scales(scales_ptr, group, first, N: tl.constexpr, COLUMNS: tl.constexp
 @triton.jit
 def _add_group(
     total,  # float32 (COLUMNS, ROWS)
-    sums,  # int32, like total
+    sums,  # int32 or float32, like total
     x_sums_ptr,
     scales_ptr,
     offsets_ptr,
@@ -344,6 +358,7 @@ def code_product(
     STEPS: tl.constexpr,
     GROUPED: tl.constexpr,
     LOOKUP: tl.constexpr,
+    FLOATS: tl.constexpr,
     TERMS: tl.constexpr,  # RUN or more, a power of two
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -364,26 +379,33 @@ def code_product(
     data_inside = (columns < N)[:, None] & (terms < RUN)[None, :]
     total = tl.zeros((COLUMNS, ROWS), tl.float32)
     for step in tl.range(0, STEPS, num_stages=STAGES):
-        sums = tl.zeros((COLUMNS, ROWS), tl.int32)
+        sums = tl.zeros((COLUMNS, ROWS), tl.float32 if FLOATS else tl.int32)
         for _ in range(TILES):
             packed = tl.load(data_ptrs, mask=data_inside, other=0)
             for half in tl.static_range(HALVES):
                 x = tl.load(codes_ptrs, mask=codes_inside, other=0)
-                sums = tl.dot(_numbers(packed, half, HALVES, LOOKUP, INTERPRET), x, sums, out_dtype=tl.int32)
+                if FLOATS:
+                    if INTERPRET:
+                        x = x.to(tl.float32)
+                    sums = tl.dot(widened_e4m3(packed, x.dtype, INTERPRET), x, sums, input_precision="ieee")
+                else:
+                    sums = tl.dot(_numbers(packed, half, HALVES, LOOKUP, INTERPRET), x, sums, out_dtype=tl.int32)
                 codes_ptrs += RUN
                 if GROUPED:
                     total = _add_group(
                         total, sums, x_sums_ptr, scales_ptr, offsets_ptr, step * HALVES + half,
                         sources, present, first, N, GROUPS, UNIT,
                     )  # fmt: skip
-                    sums = tl.zeros((COLUMNS, ROWS), tl.int32)
+                    sums = tl.zeros((COLUMNS, ROWS), sums.dtype)
             data_ptrs += N * RUN
         if not GROUPED:
             total = _add_group(
                 total, sums, x_sums_ptr, scales_ptr, offsets_ptr, step, sources, present, first, N, GROUPS, UNIT
             )
-    scales = load_floats(x_scales_ptr + sources, present)
-    return tl.trans(tl.fma(total, scales[None, :], 0.0))  # never fused with the addition of a bias
+    if not FLOATS:
+        scales = load_floats(x_scales_ptr + sources, present)
+        total = tl.fma(total, scales[None, :], 0.0)  # never fused with the addition of a bias
+    return tl.trans(total)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -404,6 +426,7 @@ def _code_linear(
     STEPS: tl.constexpr,
     GROUPED: tl.constexpr,
     LOOKUP: tl.constexpr,
+    FLOATS: tl.constexpr,
     TERMS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -419,7 +442,7 @@ def _code_linear(
     columns = across * COLUMNS + tl.arange(0, COLUMNS)
     total = code_product(
         codes_ptr, x_scales_ptr, x_sums_ptr, rows, rows < num_rows, data_ptr, scales_ptr, offsets_ptr, across * COLUMNS,
-        N, RUN, HALVES, TILES, STEPS, GROUPED, LOOKUP, TERMS, ROWS, COLUMNS, STAGES, INTERPRET,
+        N, RUN, HALVES, TILES, STEPS, GROUPED, LOOKUP, FLOATS, TERMS, ROWS, COLUMNS, STAGES, INTERPRET,
     )  # fmt: skip
     if bias_ptr is not None:
         total += load_floats(bias_ptr + columns, columns < N)[None, :]
@@ -437,14 +460,23 @@ class Tile(NamedTuple):
     num_warps: int
 
 
-def tile_of(num_rows: int, layout: Layout) -> Tile:
-    """A tile for products of so many rows. Results do not depend on it."""
+def tile_of(num_rows: int, layout: Layout, item_size: int) -> Tile:
+    """A tile for products of so many rows, whose numbers take `item_size` bytes. Integer sums do not depend on it."""
     if num_rows <= 16:
         return Tile(8 if num_rows <= 8 else 16, 32, max(3, min(_STAGE_BYTES // (32 * layout.run), 8)), 2)
-    return Tile(64, 64, 4, 4) if num_rows <= 64 else Tile(128, 128, 3, 8)
+    if num_rows <= 64:
+        return Tile(64, 64, fitting_stages(4, 64, 64, layout, item_size), 4)
+    if layout.floats:
+        return Tile(64, 128, fitting_stages(3, 64, 128, layout, item_size), 4)
+    return Tile(128, 128, 3, 8)
 
 
-def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+def fitting_stages(most: int, rows: int, columns: int, layout: Layout, item_size: int) -> int:
+    """The number of stages, up to `most` and at least 2, whose tiles of x and of the weight fit into shared memory."""
+    return max(2, min(most, _SHARED_BYTES // ((rows * item_size + columns) * layout.run)))
+
+
+def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, *, deterministic: bool = False) -> Tensor:
     """x (num_rows, in), with contiguous rows, times a low-bit weight (out, in), plus bias (out,), rounded to x's type.
 
     Raises ValueError if x or the bias do not match the weight.
@@ -453,7 +485,8 @@ def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     if bias is not None and bias.shape != (weight.rows,):
         raise ValueError(f"a bias {tuple(bias.shape)} does not match a weight of {weight.rows} rows")
     num_rows, layout = len(x), layout_of(require_codes(weight)[0], weight.columns)
-    rounded_rows, tile = quantize_activations(x, weight), tile_of(num_rows, layout)
+    rounded_rows = quantize_activations(x, weight)
+    tile = tile_of(_STRICT_ROWS if deterministic and layout.floats else num_rows, layout, rounded_rows.codes.itemsize)
     out = torch.empty((num_rows, weight.rows), dtype=x.dtype, device=x.device)
     _code_linear[(triton.cdiv(num_rows, tile.rows) * triton.cdiv(weight.rows, tile.columns),)](
         *rounded_rows,
@@ -501,6 +534,7 @@ def _code_embed(
     RUN: tl.constexpr,  # see `Layout`
     HALVES: tl.constexpr,
     LOOKUP: tl.constexpr,
+    FLOATS: tl.constexpr,
     PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
     INTERPRET: tl.constexpr,
@@ -512,7 +546,10 @@ def _code_embed(
     inside = (columns < SIZE) & (row >= 0) & (row < num_rows)
     runs = columns // RUN
     packed = tl.load(data_ptr + ((runs // HALVES * num_rows + row) * RUN + columns % RUN), mask=inside, other=0)
-    numbers = _numbers(packed, 0, HALVES, LOOKUP, INTERPRET).to(tl.float32)
+    if FLOATS:
+        numbers = widened_e4m3(packed, tl.float32, INTERPRET)
+    else:
+        numbers = _numbers(packed, 0, HALVES, LOOKUP, INTERPRET).to(tl.float32)
     if HALVES == 2:
         high = _numbers(packed, 1, HALVES, LOOKUP, INTERPRET).to(tl.float32)
         numbers = tl.where(runs % 2 == 0, numbers, high)
@@ -546,6 +583,7 @@ def embed(ids: Tensor, weight: PackedWeight, scale: float) -> Tensor:
         RUN=layout.run,
         HALVES=layout.halves,
         LOOKUP=layout.lookup,
+        FLOATS=layout.floats,
         PIECES=pieces,
         BLOCK=block,
         INTERPRET=INTERPRETED,

@@ -4,7 +4,7 @@ Tiles gather their rows by the sorted order of pairs, and the bound on their num
 tokens, torch's grouped matrix product computes the gated product. It needs contiguous rows and rounds its result to
 their type, which the gated product requires anyway. The product with `down` stays in float32.
 
-With low-bit weights, rows of x and of the gated product are rounded to 8 bits first.
+With low-bit weights, rows of x and of the gated product are rounded to 8 bits first, unless the weights are float8.
 """
 
 import functools
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from quire.kernels.contract import PackedWeight, Weight
 from quire.kernels.reference.codes import require_codes
-from quire.kernels.triton.code_products import check, code_product, layout_of, quantize_activations
+from quire.kernels.triton.code_products import check, code_product, fitting_stages, layout_of, quantize_activations
 from quire.kernels.triton.launch import INTERPRETED
 from quire.kernels.triton.products import SHORT_TILE_ROWS, Tile, product, tile_of, with_contiguous_rows
 from quire.kernels.triton.rounding import rounded
@@ -107,6 +107,7 @@ def _grouped_codes(
     STEPS: tl.constexpr,
     GROUPED: tl.constexpr,
     LOOKUP: tl.constexpr,
+    FLOATS: tl.constexpr,
     TERMS: tl.constexpr,
     SLOTS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -127,7 +128,7 @@ def _grouped_codes(
         offsets_ptr += expert * SCALES_SIZE
     total = code_product(
         codes_ptr, x_scales_ptr, x_sums_ptr, sources, present, data_ptr, scales_ptr, offsets_ptr, first,
-        N, RUN, HALVES, TILES, STEPS, GROUPED, LOOKUP, TERMS, ROWS, COLUMNS, STAGES, INTERPRET,
+        N, RUN, HALVES, TILES, STEPS, GROUPED, LOOKUP, FLOATS, TERMS, ROWS, COLUMNS, STAGES, INTERPRET,
     )  # fmt: skip
     _store(out_ptr, total, targets, present, first + tl.arange(0, COLUMNS), N, INTERPRET)
 
@@ -140,8 +141,10 @@ def _expert_products(x: Tensor, weight: Weight, routes: Routes, slots: int, tile
     if isinstance(weight, PackedWeight):
         scheme, scales = require_codes(weight)
         check(x, weight)
+        rounded_rows, layout = quantize_activations(x, weight), layout_of(scheme, columns)
+        stages = fitting_stages(tile.num_stages, tile.rows, tile.columns, layout, rounded_rows.codes.itemsize)
         _grouped_codes[(num_tiles * triton.cdiv(rows, tile.columns),)](
-            *quantize_activations(x, weight),
+            *rounded_rows,
             weight.data,
             scales,
             weight.offsets,
@@ -152,13 +155,13 @@ def _expert_products(x: Tensor, weight: Weight, routes: Routes, slots: int, tile
             DATA_SIZE=weight.data.stride(0),
             SCALES_SIZE=scales.stride(0),
             N=rows,
-            **layout_of(scheme, columns).constants,
+            **layout.constants,
             SLOTS=slots,
             ROWS=tile.rows,
             COLUMNS=tile.columns,
-            STAGES=tile.num_stages,
+            STAGES=stages,
             INTERPRET=INTERPRETED,
-            num_stages=tile.num_stages,
+            num_stages=stages,
         )
         return out
     _grouped[(num_tiles * triton.cdiv(rows, tile.columns),)](

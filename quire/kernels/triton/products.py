@@ -118,7 +118,7 @@ def _linear(
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, *, deterministic: bool = False) -> Tensor:
     """x (num_rows, in) times weight (out, in), plus bias (out,). deterministic: rounded once, after the bias."""
     if isinstance(weight, PackedWeight):
-        return code_products.linear(with_contiguous_rows(x), weight, bias)
+        return code_products.linear(with_contiguous_rows(x), weight, bias, deterministic=deterministic)
     if not deterministic:
         return F.linear(x, weight, bias)
     x, (num_rows, columns) = with_contiguous_rows(x), x.shape

@@ -26,7 +26,8 @@ EACH = [
     *(Scheme(4, 128, BF16, has_offsets=True), MXFP4, NVFP4, Scheme(4, 32, F16, grid="iq4_nl")),
     *(Scheme(4, 128, grid="iq4_nl", has_offsets=True), Scheme(4, 0, grid="e2m1")),
 ]
-SCHEMES = st.sampled_from(EACH)
+FLOAT8 = [Scheme(8, grid="e4m3"), Scheme(8, 128, grid="e4m3"), Scheme(8, 32, BF16, grid="e4m3")]
+SCHEMES, ALL_SCHEMES = st.sampled_from(EACH), st.sampled_from(EACH + FLOAT8)
 few = settings(drawn, max_examples=3)
 ROWS = st.sampled_from([1, 2, 5, 16, 17, 70])
 WIDTHS = st.sampled_from([1, 3, 20, 33, 65])
@@ -43,6 +44,8 @@ def poison():
 def drawn_rows(seed, n, k, scheme):
     """Random codes with scales and offsets, as a checkpoint has them, on the CPU."""
     codes = torch.randint(0, 1 << scheme.bits, (n, k), generator=torch.Generator().manual_seed(seed))
+    if scheme.grid == "e4m3":
+        codes[codes & 127 == 127] = 0  # NaN
     shape = n, scheme.num_groups(k)
     scales = (normal(seed + 1, *shape) / (1 << scheme.bits)).to(scheme.scale_dtype).cpu()
     offsets = (normal(seed + 2, *shape) / 4).to(scheme.scale_dtype).cpu()
@@ -64,8 +67,10 @@ def packed(rows, scheme, dtype, module=kernels):
 
 def bound(x, rows, scheme):
     """A bound for the error of float32 sums over groups."""
-    codes, scales = quantize_activations(x.cpu())
     values = dequantize(rows, scheme).double().abs()
+    if scheme.grid == "e4m3":  # sums of products in float32
+        return (x.shape[1] + 4) * 2**-24 * (x.cpu().double().abs() @ values.T)
+    codes, scales = quantize_activations(x.cpu())
     if scheme.has_offsets:  # terms that cancel
         values += 2 * dequantize(rows._replace(offsets=None), scheme).double().abs()
     return (2 * scheme.num_groups(rows.codes.shape[1]) + 4) * 2**-23 * ((codes * scales).double().abs() @ values.T)
@@ -79,7 +84,7 @@ def assert_near(found, expected, error):
 
 
 @drawn
-@given(SEEDS, ROWS, WIDTHS, SIZES, SCHEMES, DTYPES, st.booleans())
+@given(SEEDS, ROWS, WIDTHS, SIZES, ALL_SCHEMES, DTYPES, st.booleans())
 def test_products_are_those_of_plain_torch(seed, num_rows, n, k, scheme, dtype, biased):
     x, rows = normal(seed, num_rows, k, dtype=dtype), drawn_rows(seed, n, k, scheme)
     bias = normal(seed + 2, n, dtype=dtype) if biased else None
@@ -87,7 +92,7 @@ def test_products_are_those_of_plain_torch(seed, num_rows, n, k, scheme, dtype, 
     assert_near(kernels.linear(x, packed(rows, scheme, dtype), bias), expected, bound(x, rows, scheme))
 
 
-@pytest.mark.parametrize("scheme", EACH)
+@pytest.mark.parametrize("scheme", EACH + FLOAT8)
 def test_every_scheme_is_multiplied_over_several_tiles(scheme):
     x, rows = normal(1, 18, 400), drawn_rows(2, 35, 400, scheme)
     expected = reference.linear(x.cpu(), packed(rows, scheme, x.dtype, reference))
@@ -142,6 +147,27 @@ def test_a_row_has_the_same_bits_in_any_company(seed, num_rows, n, k, scheme, dt
         assert torch.equal(kernels.linear(x[start:stop], weight, bias), together[start:stop])
 
 
+@few
+@given(SEEDS, st.sampled_from([18, 65]), st.sampled_from([3, 65]), SIZES, st.sampled_from(FLOAT8), DTYPES)
+def test_a_row_has_the_same_bits_in_any_company_of_deterministic_float8_products(seed, num_rows, n, k, scheme, dtype):
+    x, weight = normal(seed, num_rows, k, dtype=dtype), packed(drawn_rows(seed, n, k, scheme), scheme, dtype)
+    together = deterministic.linear(x, weight)
+    for start, stop in ((3, 4), (2, 18)):
+        assert torch.equal(deterministic.linear(x[start:stop], weight), together[start:stop])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, F16])
+def test_each_float8_number_is_exact_and_nan_stays_in_its_rows(dtype):
+    scheme, codes = FLOAT8[0], torch.arange(256, dtype=torch.uint8)
+    rows = QuantizedRows(codes[:, None].expand(256, 16).contiguous(), torch.ones(256, 1))
+    weight, x = packed(rows, scheme, dtype), torch.zeros(1, 16, dtype=dtype, device=DEVICE)
+    x[0, 3] = 1
+    expected = codes.view(torch.float8_e4m3fn).to(dtype)
+    assert torch.equal(kernels.linear(x, weight)[0].cpu().nan_to_num(999), expected.nan_to_num(999))
+    found = kernels.embed(torch.arange(256, device=DEVICE), weight, 1.0)[:, 3].cpu()
+    assert torch.equal(found.nan_to_num(999), expected.nan_to_num(999))
+
+
 @pytest.mark.parametrize("scheme", [INT8, INT4])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_a_row_that_is_not_finite_gives_nan_and_the_others_stay(scheme, bad):
@@ -168,7 +194,7 @@ def test_weights_of_floats_are_rounded_where_they_are_written():
 
 
 @few
-@given(SEEDS, ROWS, st.sampled_from([1, 20, 33]), SIZES, SCHEMES, DTYPES, st.sampled_from(["silu", "gelu_tanh"]))
+@given(SEEDS, ROWS, st.sampled_from([1, 20, 33]), SIZES, ALL_SCHEMES, DTYPES, st.sampled_from(["silu", "gelu_tanh"]))
 def test_gated_products_are_gates_of_products(seed, num_rows, n, k, scheme, dtype, activation):
     x, rows = normal(seed, num_rows, k, dtype=dtype), drawn_rows(seed, 2 * n, k, scheme)
     bias, weight = normal(seed + 2, 2 * n, dtype=dtype), packed(rows, scheme, dtype)
@@ -178,7 +204,7 @@ def test_gated_products_are_gates_of_products(seed, num_rows, n, k, scheme, dtyp
 
 
 @few
-@given(SEEDS, WIDTHS, SIZES, SCHEMES, DTYPES)
+@given(SEEDS, WIDTHS, SIZES, ALL_SCHEMES, DTYPES)
 def test_rows_are_looked_up_as_they_are_multiplied(seed, n, k, scheme, dtype):
     rows = drawn_rows(seed, n, k, scheme)
     weight, values = packed(rows, scheme, dtype), dequantize(rows, scheme)
@@ -189,7 +215,7 @@ def test_rows_are_looked_up_as_they_are_multiplied(seed, n, k, scheme, dtype):
 
 
 @few
-@given(SEEDS, st.sampled_from([1, 7, 17]), st.sampled_from([20, 64]), st.sampled_from([16, 33]), SCHEMES, DTYPES)
+@given(SEEDS, st.sampled_from([1, 7, 17]), st.sampled_from([20, 64]), st.sampled_from([16, 33]), ALL_SCHEMES, DTYPES)
 def test_experts_are_the_products_of_their_weights(seed, num_tokens, hidden, inner, scheme, dtype):
     x = normal(seed, num_tokens, hidden, dtype=dtype)
     stacks = []
@@ -201,7 +227,8 @@ def test_experts_are_the_products_of_their_weights(seed, num_tokens, hidden, inn
     ids = torch.rand(num_tokens, 2, generator=torch.Generator().manual_seed(seed)).argsort(1).to(DEVICE)
     weights = normal(seed + 9, num_tokens, 2).softmax(1)
     found = deterministic.experts(x, ids, weights, up, down, "relu")
-    assert torch.equal(kernels.experts(x[:1], ids[:1], weights[:1], up, down, "relu"), found[:1])
+    alone = deterministic if scheme.grid == "e4m3" else kernels
+    assert torch.equal(alone.experts(x[:1], ids[:1], weights[:1], up, down, "relu"), found[:1])
     expected = torch.zeros(num_tokens, hidden, device=DEVICE)
     for expert in range(2):
         inside = (ids == expert).float() * weights
@@ -236,7 +263,10 @@ def test_no_rows_give_no_rows():
             Scheme(4, 32, torch.float16, has_factors=True),
             "it has no factors of scales, as in int4, groups of 32 with factors",
         ),
-        (Scheme(8, grid="e4m3"), "it does not multiply weights in fp8_e4m3, one scale a row"),
+        (
+            Scheme(8, grid="e4m3", has_offsets=True),
+            "it has no offsets of float8 numbers, as in fp8_e4m3",
+        ),
         (Scheme(4, 96), "its groups have at most 64 columns of int4, or a multiple of 128, not 96"),
         (Scheme(8, 200), "its groups have at most 128 columns of int8"),
         (Scheme(8, 0, torch.float64), "it has no scales of torch.float64"),
