@@ -53,17 +53,19 @@ class ResultSlices:
         return ChunkData(logprobs, scored, pooled)
 
 
-def _num_kept(scheduled: list[ScheduledChunk], counts: list[int], tokens: list[int]) -> list[int]:
+def _num_kept(scheduled: list[ScheduledChunk], counts: np.ndarray, tokens: list[int]) -> list[int]:
     """How many tokens each chunk yields: its accepted drafts, and the token sampled behind them.
 
     A draft is accepted if all before it are, and it equals the token sampled at its position or is forced.
     """
-    kept, at = [min(count, 1) for count in counts], 0
-    for i, (chunk, count) in enumerate(zip(scheduled, counts, strict=True)):
-        if (proposal := chunk.proposal) is not None:
-            sampled = tokens[at : at + len(proposal.tokens)]
-            kept[i] += _num_right(proposal, sampled) if proposal.forced else num_equal(proposal.tokens, sampled)
-        at += count
+    kept: list[int] = np.minimum(counts, 1).tolist()
+    drafted = np.flatnonzero(counts > 1)
+    begins = counts.cumsum()[drafted] - counts[drafted]
+    for i, begin in zip(drafted.tolist(), begins.tolist(), strict=True):
+        proposal = scheduled[i].proposal
+        assert proposal is not None, "it has several tokens"
+        sampled = tokens[begin : begin + len(proposal.tokens)]
+        kept[i] += _num_right(proposal, sampled) if proposal.forced else num_equal(proposal.tokens, sampled)
     return kept
 
 
@@ -107,7 +109,7 @@ class OutputProcessor:
         tokens, counts, extras, at = result.tokens.tolist(), result.counts.tolist(), ResultSlices(result), 0
         has_windows = bool(self._cache.windowed)
         has_plain = not (has_windows or extras.has_logprobs)
-        kept = counts if not launched.num_drafts else _num_kept(launched.scheduled, counts, tokens)
+        kept = counts if not launched.num_drafts else _num_kept(launched.scheduled, result.counts, tokens)
         self._record(launched, kept, result.seconds)
         for chunk, count, num_kept in zip(launched.scheduled, counts, kept, strict=True):
             seq, num_prompt_outputs = chunk.seq, chunk.num_prompt_outputs

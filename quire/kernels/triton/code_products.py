@@ -96,11 +96,11 @@ def layout_of(scheme: Scheme, columns: int) -> Layout:
     size = scheme.group_size if scheme.group_size < columns else 0
     run = min(longest, size or pow2(triton.cdiv(columns, halves)))
     tiles = triton.cdiv(columns, run * halves)
-    numbers = {"lookup": _lookup(GRIDS[scheme.grid]) if scheme.grid in GRIDS else None, "floats": scheme.grid == "e4m3"}
+    lookup, floats = _lookup(GRIDS[scheme.grid]) if scheme.grid in GRIDS else None, scheme.grid == "e4m3"
     if not size:
-        return Layout(run, halves, tiles, 1, grouped=False, **numbers)
+        return Layout(run, halves, tiles, 1, grouped=False, lookup=lookup, floats=floats)
     each = max(1, size // TILE_COLUMNS)
-    return Layout(run, halves, each, triton.cdiv(tiles, each), grouped=run == size, **numbers)
+    return Layout(run, halves, each, triton.cdiv(tiles, each), grouped=run == size, lookup=lookup, floats=floats)
 
 
 def _lookup(grid: tuple[int, ...]) -> str | tuple[int, ...]:

@@ -65,7 +65,8 @@ def test_tokens_are_those_of_the_reference(saved, prompts, family):
 
 
 @pytest.mark.parametrize(
-    ("family", "quantization"), [("llama-gqa-tied", "int8"), ("llama-gqa-tied", "int4"), ("qwen3-moe", "int4")]
+    ("family", "quantization"),
+    [("llama-gqa-tied", "int8"), ("llama-gqa-tied", "int4"), ("qwen3-moe", "int4"), ("qwen3-moe", "fp8")],
 )
 def test_tokens_of_low_bit_models_are_those_of_the_reference(saved, prompts, family, quantization):
     folder, short = saved(family)[0], [prompt[:2] for prompt in prompts[1:]]
@@ -164,7 +165,7 @@ def test_codes_of_a_checkpoint_are_kept(tmp_path):
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="the interpreter takes a minute")
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
 def test_the_low_bit_embedded_model_answers_as_the_reference_does(quantization):
     assert_answers_are_those_of_the_reference(quantization=quantization)
 
