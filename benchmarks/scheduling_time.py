@@ -29,19 +29,21 @@ from typing import get_args
 import numpy as np
 from rich.progress import track
 
+from benchmarks.commit import commit_of
 from quire.cache.kv_cache import KVCache
 from quire.config import DEFAULT_POLICY, CacheConfig, KVGroup, Policy, PrefixIndexKind, SchedulerConfig
 from quire.core.request import Request
 from quire.core.step import ChunkOutput, Step, StepResult
 from quire.params import SamplingParams
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.speculation import most_proposals
+from quire.startup.hardware import cpu_description
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT = 64
 BLOCK_SIZE = 16
-SETTING = ("sequences", "waiting", "policy", "index", "steps")  # options of the measurement
+SETTING = ("sequences", "waiting", "policy", "index", "steps", "drafts")  # options of the measurement
 _WARM_UP = 8  # steps that are not counted
+_LEAST_CHAINS = 16  # sequences with drafts in each step, if there are so many
 
 
 def new_scheduler(
@@ -90,9 +92,9 @@ def drafting(num_sequences: int, num_steps: int, num_drafts: int) -> dict[str, l
         prompt = [_repeated(i, position) for position in range(PROMPT - i % BLOCK_SIZE)]
         scheduler.add(Request(id=str(i), prompt=prompt, params=params), 0.0)
     times = [_step(scheduler, float(i), _repeating) for i in range(num_steps + _WARM_UP)][_WARM_UP:]
-    accepted = scheduler.request_stats.drafts["suffix"].num_accepted
-    most = num_drafts * most_proposals(num_sequences) * num_steps
-    if accepted < 0.7 * most:  # some chains end at the last free slot of a block
+    drafts = scheduler.request_stats.drafts["suffix"]
+    least = 0.7 * num_drafts * drafts.num_chains  # some chains end at the last free slot of a block
+    if drafts.num_accepted < least or drafts.num_chains < num_steps * min(num_sequences, _LEAST_CHAINS):
         raise AssertionError("few drafts were accepted; the figures would mean something else")
     return _parts(times)
 
@@ -232,7 +234,8 @@ def main() -> None:
         print(json.dumps(found))
         return
     report: dict[str, object] = {
-        "machine": f"{platform.processor() or platform.machine()}, Python {platform.python_version()}",
+        "commit": commit_of(),
+        "machine": f"{cpu_description()}, Python {platform.python_version()}",
         "setting": {name: getattr(args, name) for name in SETTING},
         "cpu_time": found,
     }
