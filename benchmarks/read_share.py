@@ -14,7 +14,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
@@ -50,11 +50,11 @@ class Segment(NamedTuple):
 class Stream:
     """The segments of one request, by wrapping the steps of its engine."""
 
-    def __init__(self, llm: LLM, every: int) -> None:
-        """every: decode steps of a segment."""
+    def __init__(self, llm: LLM, every: int, read_rate: Callable[[], float]) -> None:
+        """every: decode steps of a segment. read_rate: bytes per second that the machine reads now."""
         self.llm = llm
         self.every = every
-        self._read_rate = reader(_READ_BYTES, _PASSES)
+        self._read_rate = read_rate
 
     def run(self, prompt: list[int], num_tokens: int) -> list[Segment]:
         """Decode so many tokens. The step of the prompt is in no segment."""
@@ -119,11 +119,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as temporary:
         model = checkpoint(args.shape, args.models or Path(temporary))
-        streams, read = {}, {}
+        streams, read, read_rate = {}, {}, reader(_READ_BYTES, _PASSES)
         for name in names:
             quantization = None if name == "none" else name
             llm = LLM(model, dtype="bfloat16", memory="2GiB", speculation="off", quantization=name)
-            streams[name] = Stream(llm, args.every)
+            streams[name] = Stream(llm, args.every, read_rate)
             read[name] = decode_bytes(Engine("quire", sys.executable, model, quantization=quantization))
         for number in track(range(args.rounds), "rounds"):
             (query,) = workload("W1", seed=number + 1).queries

@@ -29,14 +29,12 @@ from typing import get_args
 import numpy as np
 from rich.progress import track
 
-from benchmarks.commit import commit_of
 from quire.cache.kv_cache import KVCache
 from quire.config import DEFAULT_POLICY, CacheConfig, KVGroup, Policy, PrefixIndexKind, SchedulerConfig
 from quire.core.request import Request
 from quire.core.step import ChunkOutput, Step, StepResult
 from quire.params import SamplingParams
 from quire.scheduler.scheduler import Scheduler
-from quire.startup.hardware import cpu_description
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT = 64
@@ -92,9 +90,9 @@ def drafting(num_sequences: int, num_steps: int, num_drafts: int) -> dict[str, l
         prompt = [_repeated(i, position) for position in range(PROMPT - i % BLOCK_SIZE)]
         scheduler.add(Request(id=str(i), prompt=prompt, params=params), 0.0)
     times = [_step(scheduler, float(i), _repeating) for i in range(num_steps + _WARM_UP)][_WARM_UP:]
-    drafts = scheduler.request_stats.drafts["suffix"]
-    least = 0.7 * num_drafts * drafts.num_chains  # some chains end at the last free slot of a block
-    if drafts.num_accepted < least or drafts.num_chains < num_steps * min(num_sequences, _LEAST_CHAINS):
+    verified = scheduler.request_stats.drafts["suffix"]
+    least = 0.7 * num_drafts * verified.num_chains  # some chains end at the last free slot of a block
+    if verified.num_accepted < least or verified.num_chains < num_steps * min(num_sequences, _LEAST_CHAINS):
         raise AssertionError("few drafts were accepted; the figures would mean something else")
     return _parts(times)
 
@@ -233,6 +231,9 @@ def main() -> None:
     if args.print_json:
         print(json.dumps(found))
         return
+    from benchmarks.commit import commit_of  # noqa: PLC0415  (another version may have no such module)
+    from quire.startup.hardware import cpu_description  # noqa: PLC0415
+
     report: dict[str, object] = {
         "commit": commit_of(),
         "machine": f"{cpu_description()}, Python {platform.python_version()}",

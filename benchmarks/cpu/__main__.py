@@ -11,8 +11,8 @@ with a head in Q8_0; vLLM and transformers keep bfloat16. With --quantization Q4
 llama.cpp load the same GGUF file; --peer llama_cpp=... makes that in Q4_K_M. A peer PROGRAM:QUANTIZATION has a
 quantization of its own, `none` for 16 bits; the program may be quire, too.
 
-For one stream, the report has the bytes of weights and KV that decoding a token reads, and the bytes per second that
-this is. `benchmarks.read_share` compares these with the rate at which the machine reads.
+For one stream, the report has the bytes of weights and KV that decoding a token reads, and the rate at which decoding
+reads them. `benchmarks.read_share` compares it with the rate at which the machine reads.
 
 The part `http` sends 64 streams to `quire serve` and the same queries to an `LLM`. The part `arrivals` sends --requests
 streams with Poisson arrivals to the servers of quire, of the version before, and of vLLM. --shapes tiny runs every part

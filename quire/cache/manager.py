@@ -165,7 +165,7 @@ class KVCacheManager(Protocol):
         """
 
     def grow_free(self, table: BlockTable) -> list[int] | None:
-        """Make the positions of one more block writable, with free blocks only.
+        """Make the positions of one more block of each group writable, with free blocks only.
 
         None if none are free, or if the last block is shared. Otherwise returns what `grow` returns.
         """

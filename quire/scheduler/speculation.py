@@ -36,14 +36,14 @@ from quire.speculation.governor import Candidate, Chances, Governor, OwnCounts
 _SKIPPED = 1.0  # tokens that a sequence loses by a step that it skips beside others
 _SKIPPED_BY_ALL = 0.3  # the same if all skip it: no step runs, but the next one is planned later
 _MOST_PROPOSALS = 32  # in one step; sequences take turns
-_MOST_OF_MANY = 16  # the same for a step with more than _MANY sequences, which has enough tokens without drafts
+_MOST_OF_MANY = 16  # the same for a step with more than _MANY sequences, so that its planning stays below a millisecond
 _MANY = 128
 _INDEXED_PER_STEP = 4096  # tokens that all sequences together add to their indexes in one step
 _MOST_TENANTS = 4096  # whose chances are kept
 _MOST_INDEXED = 2**20  # tokens in the indexes of all running sequences, about 100 bytes each
 
 
-def most_proposals(num_sequences: int) -> int:
+def _most_proposals(num_sequences: int) -> int:
     """How many of the sequences of a step have proposals."""
     return _MOST_OF_MANY if num_sequences > _MANY else min(num_sequences, _MOST_PROPOSALS)
 
@@ -125,7 +125,7 @@ class Speculator:
         if not num_samples:
             return
         skipped, self._skipped = self._skipped, set()
-        may_pay = not self.governs or self._governor.may_pay(num_tokens, num_samples, most_proposals(num_samples))
+        may_pay = not self.governs or self._governor.may_pay(num_tokens, num_samples, _most_proposals(num_samples))
         if not (may_pay or skipped):
             return
         num_indexed = self._num_indexed
@@ -169,7 +169,7 @@ class Speculator:
         found: list[tuple[int, Candidate]] = []
         later: list[tuple[Sequence, Candidate]] = []
         number = len(builder.scheduled)
-        index_budget, left, turn = _INDEXED_PER_STEP, most_proposals(number), self._next_place % number
+        index_budget, left, turn = _INDEXED_PER_STEP, _most_proposals(number), self._next_place % number
         places: Iterable[int] = chain(range(turn, number), range(turn))
         if skipped:
             places = sorted(places, key=lambda place: builder.scheduled[place].seq.id not in skipped)

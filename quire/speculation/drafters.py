@@ -57,6 +57,7 @@ def num_equal(some: Sequence[int], others: Sequence[int]) -> int:
 
 
 _FOLLOWED = 8  # tokens of a match that is followed without a search for a longer one
+_NOT_INDEXED = 1024  # last tokens that are indexed once such a match ends
 
 
 class SuffixDrafter:
@@ -76,8 +77,11 @@ class SuffixDrafter:
         return self._index.num_indexed
 
     def extend(self, most: int) -> int:
-        """Index up to `most` more tokens, if an occurrence has to be searched. Returns their number."""
-        return 0 if self._follows_match() else self._index.extend(len(self._tokens) - 1, most)
+        """Index up to `most` more tokens. Returns their number.
+
+        While a match is followed no occurrence is searched, and the last tokens are not indexed yet.
+        """
+        return self._index.extend(len(self._tokens) - 1 - _NOT_INDEXED * self._follows_match(), most)
 
     def _follows_match(self) -> bool:
         """Whether the last tokens follow an earlier occurrence that is long enough."""

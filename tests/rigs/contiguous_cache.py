@@ -78,7 +78,7 @@ class ContiguousCache:
         assert num_tokens <= table.capacity, "its run has room for the longest sequence"
         return [len(table)]
 
-    def grow_free(self, table, num_tokens):
+    def grow_free(self, table):
         return None
 
     def append_slot(self, table, start):

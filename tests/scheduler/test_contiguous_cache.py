@@ -1,6 +1,7 @@
 """The scheduler needs no paging: it runs on a cache that gives each sequence one run of consecutive blocks."""
 
 import random
+from inspect import signature
 
 import pytest
 
@@ -62,3 +63,9 @@ def test_the_contiguous_cache_has_every_member_of_the_protocol():
     members = {*KVCacheManager.__annotations__, *(name for name in vars(KVCacheManager) if not name.startswith("_"))}
     assert len(members) > 30
     assert not [name for name in members if not hasattr(rig.cache, name)]
+    for name in members:
+        if callable(method := getattr(KVCacheManager, name, None)):
+            _, *parameters = signature(method).parameters.values()
+            needed = [one for one in parameters if one.default is one.empty]
+            named = {one.name: None for one in needed if one.kind is one.KEYWORD_ONLY}
+            signature(getattr(rig.cache, name)).bind(*[None] * (len(needed) - len(named)), **named)

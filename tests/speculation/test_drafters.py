@@ -33,6 +33,17 @@ def test_tokens_that_were_appended_are_found():
     assert drafter.propose(2).tokens == [3, 9]
 
 
+def test_few_tokens_are_left_to_index_when_a_long_match_ends():
+    tokens = [*range(1, 3001), 0, *range(1, 11)]
+    drafter = suffix(tokens)
+    for stop in range(10, 3000, 10):
+        assert drafter.propose(2).tokens == [stop + 1, stop + 2]
+        tokens += range(stop + 1, stop + 11)
+        assert drafter.extend(10**6) <= 10
+    tokens.append(0)
+    assert drafter.extend(10**6) <= 1024 + 10
+
+
 def test_nothing_is_indexed_while_a_long_match_continues():
     text = list(range(1, 40))
     tokens = [*text, 99, *text[:10]]

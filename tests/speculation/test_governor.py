@@ -213,3 +213,18 @@ def test_a_pause_of_the_machine_is_clamped():
     curve.observe(8, 5.0)
     assert curve.seconds(1) == pytest.approx(0.011)
     assert curve.seconds(8) < 0.05
+
+
+@given(st.lists(st.tuples(st.integers(1, 16), st.integers(0, 16), st.sets(st.integers(0, 15))), max_size=6))
+def test_a_chain_counts_as_its_drafts_one_after_the_other(chains):
+    """In the chances of a sequence, each tested draft decays the earlier ones. Forced drafts count nothing."""
+    own, accepted, tried = OwnCounts(), 0.0, 0.0
+    for length, right, forced in chains:
+        right = min(right, length)
+        forced = sorted(place for place in forced if place < right)
+        own.observe(Proposal("suffix", [0] * length, 2, forced), right)
+        for place in range(min(right + 1, length)):
+            if place not in forced:
+                accepted, tried = 0.95 * accepted + (place < right), 0.95 * tried + 1
+    (gain,) = own.gains("suffix", [0.5])
+    assert gain == pytest.approx((accepted + 8 * 0.5) / (tried + 8))

@@ -15,6 +15,7 @@ rows), with an even number of rows, so that kernels can load two of 16 bits as o
 """
 # ruff: noqa: ANN201 -- Triton reads annotations
 
+import functools
 from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
+from triton.runtime import driver
 
 from quire.kernels.contract import GRIDS, PackedWeight, QuantizedRows, Scheme
 from quire.kernels.reference.codes import quantize_rows, require_codes
@@ -39,7 +41,9 @@ _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TOGETHER = 4  # numbers that an instruction of `_numbers` takes
 _WRITTEN_AT_ONCE = 2**22  # codes that `write_rows` converts at once
 _STAGE_BYTES = 2**15  # bytes of a weight that a program loads ahead: an estimate, not measured
-_SHARED_BYTES = 96 * 1024  # of a program, on GPUs with little shared memory
+_SMALL_TILE_BYTES = 96 * 1024  # tiles fit into the shared memory of GPUs with little of it
+_LARGE_TILE_BYTES = 160 * 1024  # shared memory that the largest tile takes
+_MOST_STAGES = 8  # of products with few rows
 _STRICT_ROWS = 64  # deterministic products with float8 weights have the tile for so many rows
 _SMALLEST = tl.constexpr(2.0**-96)  # as in the reference: rows with a smaller largest magnitude count as zeros
 
@@ -96,7 +100,8 @@ def layout_of(scheme: Scheme, columns: int) -> Layout:
     size = scheme.group_size if scheme.group_size < columns else 0
     run = min(longest, size or pow2(triton.cdiv(columns, halves)))
     tiles = triton.cdiv(columns, run * halves)
-    lookup, floats = _lookup(GRIDS[scheme.grid]) if scheme.grid in GRIDS else None, scheme.grid == "e4m3"
+    lookup = _lookup(GRIDS[scheme.grid]) if scheme.grid in GRIDS else None
+    floats = scheme.grid == "e4m3"
     if not size:
         return Layout(run, halves, tiles, 1, grouped=False, lookup=lookup, floats=floats)
     each = max(1, size // TILE_COLUMNS)
@@ -170,7 +175,7 @@ def _write(weight: PackedWeight, scheme: Scheme, rows: QuantizedRows, start: int
     packed = runs[:, :, 0] if scheme.bits == 8 else runs[:, :, 0] & 15 | runs[:, :, 1] << 4
     weight.data[:, start : start + number] = packed.view(torch.int8).transpose(0, 1)
     scales = rows.scales
-    if layout.floats:  # the kernels have no NaN in float8, so its group has NaN as its scale
+    if layout.floats:  # the kernels have no NaN in float8, so a group with one has NaN as its scale, and is all NaN
         size = scheme.group_size or columns
         groups = pad(rows.codes, (0, -columns % size)).view(number, -1, size)
         scales = torch.where(((groups & 127) == 127).any(-1), torch.nan, scales)
@@ -182,10 +187,10 @@ def _write(weight: PackedWeight, scheme: Scheme, rows: QuantizedRows, start: int
 # ---- rounding of x ----
 
 
-class RoundedRows(NamedTuple):
+class PreparedRows(NamedTuple):
     """Rows of x rounded to 8 bits for a weight. For a float8 weight, x itself, padded with zeros."""
 
-    codes: Tensor  # int8, or x's type (num_rows, Layout.columns)
+    numbers: Tensor  # int8, or x's type (num_rows, Layout.columns)
     scales: Tensor | None  # float32 (num_rows,); None if x is not rounded
     sums: Tensor | None  # float32 (num_rows, Layout.num_groups): sums of codes, for weights with offsets
 
@@ -193,7 +198,7 @@ class RoundedRows(NamedTuple):
 @triton.jit
 def _quantize(
     x_ptr,  # (num_rows, K)
-    codes_ptr,  # codes, scales and sums: see `RoundedRows`
+    codes_ptr,  # codes, scales and sums: see `PreparedRows`
     scales_ptr,
     sums_ptr,
     K: tl.constexpr,
@@ -238,12 +243,13 @@ def _quantize(
             tl.store(sums_ptr + row * GROUPS + groups, sums.to(tl.float32), mask=groups < GROUPS)
 
 
-def quantize_activations(x: Tensor, weight: PackedWeight) -> RoundedRows:
-    """x (num_rows, columns), with contiguous rows, rounded to 8 bits for products with `weight`; see `RoundedRows`."""
+def prepare_rows(x: Tensor, weight: PackedWeight) -> PreparedRows:
+    """x (num_rows, columns), with contiguous rows, rounded to 8 bits for products with `weight`; see `PreparedRows`."""
     scheme, _ = require_codes(weight)
     layout, (num_rows, columns) = layout_of(scheme, weight.columns), x.shape
     if layout.floats:
-        return RoundedRows(pad(x, (0, layout.columns - columns)).contiguous(), None, None)
+        padded = x.contiguous() if columns == layout.columns else pad(x, (0, layout.columns - columns))
+        return PreparedRows(padded, None, None)
     codes = torch.empty((num_rows, layout.columns), dtype=torch.int8, device=x.device)
     scales = torch.empty(num_rows, dtype=torch.float32, device=x.device)
     sums = None
@@ -264,7 +270,7 @@ def quantize_activations(x: Tensor, weight: PackedWeight) -> RoundedRows:
         WIDTH=width,
         BLOCK=BLOCK,
     )
-    return RoundedRows(codes, scales, sums)
+    return PreparedRows(codes, scales, sums)
 
 
 # ---- products ----
@@ -342,7 +348,7 @@ def _add_group(
 
 @triton.jit
 def code_product(
-    codes_ptr,  # codes, scales and sums of x: see `RoundedRows`
+    codes_ptr,  # numbers, scales and sums of x: see `PreparedRows`
     x_scales_ptr,
     x_sums_ptr,
     sources,  # (ROWS,): indices of rows of x
@@ -410,7 +416,7 @@ def code_product(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _code_linear(
-    codes_ptr,  # codes, scales and sums of x: see `RoundedRows`
+    codes_ptr,  # numbers, scales and sums of x: see `PreparedRows`
     x_scales_ptr,
     x_sums_ptr,
     data_ptr,  # data, scales and offsets of the weight
@@ -460,36 +466,49 @@ class Tile(NamedTuple):
     num_warps: int
 
 
-def tile_of(num_rows: int, layout: Layout, item_size: int) -> Tile:
-    """A tile for products of so many rows, whose numbers take `item_size` bytes. Integer sums do not depend on it."""
+def tile_of(num_rows: int, layout: Layout, item_size: int, shared_bytes: int) -> Tile:
+    """A tile for products of so many rows. Sums of integers do not depend on it.
+
+    item_size: bytes of a number of x. shared_bytes: memory that a program can share on the device.
+    """
     if num_rows <= 16:
-        return Tile(8 if num_rows <= 8 else 16, 32, max(3, min(_STAGE_BYTES // (32 * layout.run), 8)), 2)
-    if num_rows <= 64:
-        return Tile(64, 64, fitting_stages(4, 64, 64, layout, item_size), 4)
-    if layout.floats:
-        return Tile(64, 128, fitting_stages(3, 64, 128, layout, item_size), 4)
-    return Tile(128, 128, 3, 8)
+        most = _MOST_STAGES if item_size <= 2 else _MOST_STAGES // 2
+        return Tile(8 if num_rows <= 8 else 16, 32, max(3, min(_STAGE_BYTES // (32 * layout.run), most)), 2)
+    if num_rows <= 64 or (shared_bytes < _LARGE_TILE_BYTES and not layout.floats):
+        return Tile(64, *fitting_tile(64, 64, 4, layout, item_size), 4)
+    return Tile(64, *fitting_tile(64, 128, 3, layout, item_size), 4) if layout.floats else Tile(128, 128, 3, 8)
 
 
-def fitting_stages(most: int, rows: int, columns: int, layout: Layout, item_size: int) -> int:
-    """The number of stages, up to `most` and at least 2, whose tiles of x and of the weight fit into shared memory."""
-    return max(2, min(most, _SHARED_BYTES // ((rows * item_size + columns) * layout.run)))
+@functools.cache
+def _shared_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _LARGE_TILE_BYTES
+    active = driver.active
+    return int(active.utils.get_device_properties(active.get_current_device())["max_shared_mem"])
+
+
+def fitting_tile(rows: int, columns: int, stages: int, layout: Layout, item_size: int) -> tuple[int, int]:
+    """Columns and stages, at most these, with which tiles of x and of the weight fit into shared memory."""
+    columns = min(columns, 64) if item_size == 4 else columns
+    return columns, max(2, min(stages, _SMALL_TILE_BYTES // ((rows * item_size + columns) * layout.run)))
 
 
 def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, *, deterministic: bool = False) -> Tensor:
     """x (num_rows, in), with contiguous rows, times a low-bit weight (out, in), plus bias (out,), rounded to x's type.
 
+    deterministic: float8 weights are multiplied with one tile for any number of rows. Other products are the same.
     Raises ValueError if x or the bias do not match the weight.
     """
     check(x, weight)
     if bias is not None and bias.shape != (weight.rows,):
         raise ValueError(f"a bias {tuple(bias.shape)} does not match a weight of {weight.rows} rows")
     num_rows, layout = len(x), layout_of(require_codes(weight)[0], weight.columns)
-    rounded_rows = quantize_activations(x, weight)
-    tile = tile_of(_STRICT_ROWS if deterministic and layout.floats else num_rows, layout, rounded_rows.codes.itemsize)
+    prepared = prepare_rows(x, weight)
+    tile_rows = _STRICT_ROWS if deterministic and layout.floats else num_rows
+    tile = tile_of(tile_rows, layout, prepared.numbers.itemsize, _shared_bytes(x.device))
     out = torch.empty((num_rows, weight.rows), dtype=x.dtype, device=x.device)
     _code_linear[(triton.cdiv(num_rows, tile.rows) * triton.cdiv(weight.rows, tile.columns),)](
-        *rounded_rows,
+        *prepared,
         weight.data,
         weight.scales,
         weight.offsets,

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from quire.kernels.contract import PackedWeight, Weight
 from quire.kernels.reference.codes import require_codes
-from quire.kernels.triton.code_products import check, code_product, fitting_stages, layout_of, quantize_activations
+from quire.kernels.triton.code_products import check, code_product, fitting_tile, layout_of, prepare_rows
 from quire.kernels.triton.launch import INTERPRETED
 from quire.kernels.triton.products import SHORT_TILE_ROWS, Tile, product, tile_of, with_contiguous_rows
 from quire.kernels.triton.rounding import rounded
@@ -88,7 +88,7 @@ def _grouped(
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def _grouped_codes(
-    codes_ptr,  # codes, scales and sums of x: see `RoundedRows`
+    codes_ptr,  # numbers, scales and sums of x: see `PreparedRows`
     x_scales_ptr,
     x_sums_ptr,
     data_ptr,  # data, scales and offsets of the stack
@@ -141,10 +141,10 @@ def _expert_products(x: Tensor, weight: Weight, routes: Routes, slots: int, tile
     if isinstance(weight, PackedWeight):
         scheme, scales = require_codes(weight)
         check(x, weight)
-        rounded_rows, layout = quantize_activations(x, weight), layout_of(scheme, columns)
-        stages = fitting_stages(tile.num_stages, tile.rows, tile.columns, layout, rounded_rows.codes.itemsize)
-        _grouped_codes[(num_tiles * triton.cdiv(rows, tile.columns),)](
-            *rounded_rows,
+        prepared, layout = prepare_rows(x, weight), layout_of(scheme, columns)
+        across, stages = fitting_tile(tile.rows, tile.columns, tile.num_stages, layout, prepared.numbers.itemsize)
+        _grouped_codes[(num_tiles * triton.cdiv(rows, across),)](
+            *prepared,
             weight.data,
             scales,
             weight.offsets,
@@ -158,7 +158,7 @@ def _expert_products(x: Tensor, weight: Weight, routes: Routes, slots: int, tile
             **layout.constants,
             SLOTS=slots,
             ROWS=tile.rows,
-            COLUMNS=tile.columns,
+            COLUMNS=across,
             STAGES=stages,
             INTERPRET=INTERPRETED,
             num_stages=stages,

@@ -105,9 +105,9 @@ def test_rows_of_x_are_rounded_as_in_plain_torch(seed, num_rows, k, scheme, dtyp
     x = normal(seed, num_rows, k, dtype=dtype)
     x[num_rows // 2] *= 2.0**-110 if dtype != F16 else 0
     codes, scales = quantize_activations(x.cpu())
-    found = code_products.quantize_activations(x, allocated(kernels, (1, k), dtype, scheme))
-    assert torch.equal(found.codes[:, :k].cpu(), codes.to(torch.int8))
-    assert not found.codes[:, k:].any()
+    found = code_products.prepare_rows(x, allocated(kernels, (1, k), dtype, scheme))
+    assert torch.equal(found.numbers[:, :k].cpu(), codes.to(torch.int8))
+    assert not found.numbers[:, k:].any()
     assert torch.equal(found.scales.cpu(), scales.flatten())
     if scheme.has_offsets:
         assert torch.equal(found.sums.sum(1).cpu(), codes.sum(1))
@@ -118,8 +118,8 @@ def test_tiny_huge_and_tied_rows_are_rounded_as_in_plain_torch(dtype):
     tied = torch.cat((torch.tensor([127.0]), torch.arange(-20, 43) + 0.5))
     x = torch.stack([*(torch.full((64,), 2.0**power) for power in (-97, -96, 100)), tied]).to(dtype).to(DEVICE)
     codes, scales = quantize_activations(x.cpu())
-    found = code_products.quantize_activations(x, allocated(kernels, (1, 64), dtype, INT8))
-    assert torch.equal(found.codes.cpu(), codes.to(torch.int8))
+    found = code_products.prepare_rows(x, allocated(kernels, (1, 64), dtype, INT8))
+    assert torch.equal(found.numbers.cpu(), codes.to(torch.int8))
     assert torch.equal(found.scales.cpu(), scales.flatten())
 
 
@@ -183,7 +183,7 @@ def test_a_row_that_is_not_finite_gives_nan_and_the_others_stay(scheme, bad):
 def test_weights_of_floats_are_rounded_where_they_are_written():
     weight = normal(0, 40, 100)
     weight[7, 50] = torch.nan
-    for scheme in (INT8, INT4):
+    for scheme in (INT8, INT4, FLOAT8[0]):
         room, plain = allocated(kernels, (40, 100), BF16, scheme), allocated(reference, (40, 100), BF16, scheme)
         kernels.write_rows(room, weight.cpu(), 0)
         reference.write_rows(plain, weight.cpu(), 0)
@@ -244,6 +244,14 @@ def test_only_one_stack_may_be_low_bit():
     found = kernels.experts(x, ids, weights, up, down, "silu")
     expected = kernels.gated_linear(x, up[0], None, "silu") @ down[0].T * weights
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_tiles_fit_into_the_shared_memory_of_the_device():
+    """163,840 bytes: compiled for Hopper. GPUs of compute capability 8.6 and 8.9 have 101,376."""
+    layout = code_products.layout_of(INT8, 4096)
+    large, small = (code_products.tile_of(300, layout, 1, shared) for shared in (163_840, 101_376))
+    assert (large.rows, large.columns) == (128, 128)
+    assert (small.rows, small.columns) == (64, 64)
 
 
 def test_no_rows_give_no_rows():
