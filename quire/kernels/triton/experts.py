@@ -17,7 +17,8 @@ from torch.nn import functional as F
 
 from quire.kernels.contract import PackedWeight, Weight
 from quire.kernels.reference.codes import require_codes
-from quire.kernels.triton.code_products import check, code_product, fitting_tile, layout_of, prepare_rows
+from quire.kernels.triton.code_products import check, code_product, fitting_tile, prepare_rows
+from quire.kernels.triton.code_weights import layout_of
 from quire.kernels.triton.launch import INTERPRETED
 from quire.kernels.triton.products import SHORT_TILE_ROWS, Tile, product, tile_of, with_contiguous_rows
 from quire.kernels.triton.rounding import rounded

@@ -6,7 +6,7 @@ from quire.kernels.contract import Requirements, StepCapture
 from quire.kernels.reference import use_threads
 from quire.kernels.triton.attention import SCRATCH_BYTES, attention
 from quire.kernels.triton.blocks import BLOCK_SIZE_MULTIPLE, allocate, copy_blocks, pack, rotary_write, unpack
-from quire.kernels.triton.code_products import unsupported_scheme_reason, write_rows
+from quire.kernels.triton.code_weights import unsupported_scheme_reason, write_rows
 from quire.kernels.triton.experts import experts
 from quire.kernels.triton.launch import INTERPRETED
 from quire.kernels.triton.likelihood import logprobs

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quire.kernels.contract import PackedWeight, Scheme, Weight
-from quire.kernels.triton import code_products
+from quire.kernels.triton import code_products, code_weights
 from quire.kernels.triton.launch import CONSECUTIVE_TILES, INTERPRETED, pow2
 from quire.kernels.triton.rounding import rounded
 from quire.kernels.triton.rowwise import BLOCK, gate, load_floats
@@ -42,7 +42,7 @@ def allocate_weight(
     shape: Sequence[int], dtype: torch.dtype, parts: int = 1, scheme: Scheme | None = None
 ) -> PackedWeight | None:
     """A low-bit weight, or None without a scheme: other products read plain tensors."""
-    return None if scheme is None else code_products.allocate(shape, dtype, parts, scheme)
+    return None if scheme is None else code_weights.allocate(shape, dtype, parts, scheme)
 
 
 def with_contiguous_rows(x: Tensor) -> Tensor:

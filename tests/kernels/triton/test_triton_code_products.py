@@ -15,6 +15,7 @@ from quire.kernels.reference.codes import dequantize, quantize_activations
 
 pytest.importorskip("triton")
 code_products = pytest.importorskip("quire.kernels.triton.code_products")
+code_weights = pytest.importorskip("quire.kernels.triton.code_weights")
 kernels = pytest.importorskip("quire.kernels.triton.kernels")
 deterministic = pytest.importorskip("quire.kernels.triton.deterministic")
 
@@ -248,7 +249,7 @@ def test_only_one_stack_may_be_low_bit():
 
 def test_tiles_fit_into_the_shared_memory_of_the_device():
     """163,840 bytes: compiled for Hopper. GPUs of compute capability 8.6 and 8.9 have 101,376."""
-    layout = code_products.layout_of(INT8, 4096)
+    layout = code_weights.layout_of(INT8, 4096)
     large, small = (code_products.tile_of(300, layout, 1, shared) for shared in (163_840, 101_376))
     assert (large.rows, large.columns) == (128, 128)
     assert (small.rows, small.columns) == (64, 64)
