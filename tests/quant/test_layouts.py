@@ -488,7 +488,10 @@ def test_every_scale_of_mxfp4_is_exact():
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"quant_method": "bitsandbytes"}, "'bitsandbytes' is not supported; use a checkpoint in AWQ"),
+        *(
+            ({"quant_method": method}, f"'{method}' is not supported; use a checkpoint in AWQ")
+            for method in ("bitsandbytes", "torchao", "exl2", "exl3", "aqlm")
+        ),
         ({"quant_method": "awq", "bits": 4, "version": "marlin"}, "version 'gemm'"),
         ({"quant_method": "awq", "bits": 3}, "AWQ has 4 bits"),
         ({"quant_method": "gptq", "bits": 3}, "GPTQ with 3 bits"),

@@ -31,7 +31,7 @@ from quire.kernels.triton.rowwise import BLOCK, load_floats
 
 _TOGETHER = 4  # numbers that an instruction of `_numbers` takes
 _STAGE_BYTES = 2**15  # bytes of a weight that a program loads ahead: an estimate, not measured
-_SMALL_TILE_BYTES = 96 * 1024  # tiles fit into the shared memory of GPUs with little of it
+_SMALL_TILE_BYTES = 96 * 1024  # at most, of tiles for GPUs of compute capability 8.6 and 8.9, which share 99 KiB
 _LARGE_TILE_BYTES = 160 * 1024  # shared memory that the largest tile takes
 _MOST_STAGES = 8  # of products with few rows
 _STRICT_ROWS = 64  # deterministic products with float8 weights have the tile for so many rows
