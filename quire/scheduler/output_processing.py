@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.cache.manager import KVCacheManager
+from quire.core.common_prefix import common_prefix_len
 from quire.core.output import NOTHING_PREDICTED, EndCause, Output
 from quire.core.step import Logprobs, StepResult
 from quire.scheduler.beam_sequences import BeamSequences
@@ -15,7 +16,7 @@ from quire.scheduler.sequence import Sequence
 from quire.scheduler.speculation import Speculator
 from quire.scheduler.step_builder import ScheduledChunk
 from quire.scheduler.step_log import StepLog
-from quire.speculation.drafters import Proposal, num_equal
+from quire.speculation.drafters import Proposal
 
 
 class ChunkData(NamedTuple):
@@ -65,7 +66,7 @@ def _num_kept(scheduled: list[ScheduledChunk], counts: np.ndarray, tokens: list[
         proposal = scheduled[i].proposal
         assert proposal is not None, "it has several tokens"
         sampled = tokens[begin : begin + len(proposal.tokens)]
-        kept[i] += _num_right(proposal, sampled) if proposal.forced else num_equal(proposal.tokens, sampled)
+        kept[i] += _num_right(proposal, sampled) if proposal.forced else common_prefix_len(proposal.tokens, sampled)
     return kept
 
 

@@ -16,6 +16,7 @@ from itertools import chain
 
 from quire.cache.manager import KVCacheManager
 from quire.config import SchedulerConfig
+from quire.core.common_prefix import common_prefix_len
 from quire.core.explanation import SkipReason
 from quire.cost.step_time import CostModel
 from quire.scheduler.constraints import StructuredOutputManager
@@ -23,14 +24,7 @@ from quire.scheduler.request_stats import RequestStats
 from quire.scheduler.sequence import Sequence
 from quire.scheduler.step_builder import ScheduledChunk, StepBuilder
 from quire.speculation.answers import AnswerStore
-from quire.speculation.drafters import (
-    AnswersDrafter,
-    PredictionDrafter,
-    PredictionIndex,
-    Proposal,
-    SuffixDrafter,
-    num_equal,
-)
+from quire.speculation.drafters import AnswersDrafter, PredictionDrafter, PredictionIndex, Proposal, SuffixDrafter
 from quire.speculation.governor import Candidate, Chances, Governor, OwnCounts
 
 _SKIPPED = 1.0  # tokens that a sequence loses by a step that it skips beside others
@@ -241,7 +235,7 @@ class Speculator:
         if drafters.unverified and not seq.constrained and (known := seq.tokens[drafters.unverified_at :]):
             for proposal in drafters.unverified:
                 compared = proposal._replace(tokens=proposal.tokens[: len(known)])
-                num_right = num_equal(compared.tokens, known[: len(compared.tokens)])
+                num_right = common_prefix_len(compared.tokens, known[: len(compared.tokens)])
                 self._chances_of(seq).observe(compared, num_right)
                 drafters.own_counts.observe(compared, num_right)
         drafters.unverified, drafters.unverified_at = [], len(seq.tokens)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from quire.config import Drafter
+from quire.core.common_prefix import common_prefix_len
 from quire.core.request import Namespace
 from quire.speculation.answers import AnswerStore, prompt_key
 from quire.speculation.suffix_index import MAX_INDEXED, SuffixIndex
@@ -40,20 +41,12 @@ class _Follower:
         """Compare the tokens that were appended. Returns whether the sequence still agrees with the text."""
         if self.position is not None and self.num_seen < len(tokens):
             new = tokens[self.num_seen :]
-            number = num_equal(new, self.text[self.position : self.position + len(new)])
+            number = common_prefix_len(new, self.text[self.position : self.position + len(new)])
             self.match_length += number
             self.behind = self.position + len(new)
             self.position = self.position + number if number == len(new) else None
         self.num_seen = len(tokens)
         return self.position is not None
-
-
-def num_equal(some: Sequence[int], others: Sequence[int]) -> int:
-    """The number of leading tokens that are equal."""
-    if some == others:
-        return len(some)
-    shorter = min(len(some), len(others))
-    return next((i for i in range(shorter) if some[i] != others[i]), shorter)
 
 
 _FOLLOWED = 8  # tokens of a match that is followed without a search for a longer one

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from types import MappingProxyType
 
-from quire.structured_outputs.limits import num_common
+from quire.core.common_prefix import common_prefix_len
 from quire.structured_outputs.vocabulary import Vocabulary
 
 _ANCHOR = "\x02"  # put before a text that is not the start of the output; no token joins it with the text
@@ -33,7 +33,7 @@ def forced_tokens(data: bytes, vocabulary: Vocabulary, *, closed: bool = False) 
     places = [place for place in _straddling(data, vocabulary) if place < len(whole)]
     for place in places[:_MAX_STRADDLING]:
         part = encode_within(_whole_characters(whole[:place]), vocabulary)
-        found = found[: num_common(found, part)]
+        found = found[: common_prefix_len(found, part)]
     return found
 
 

@@ -6,8 +6,9 @@ from typing import Protocol
 
 import numpy as np
 
+from quire.core.common_prefix import common_prefix_len
 from quire.core.constraint import Verdict
-from quire.structured_outputs.limits import MAX_FORCED, num_common, pack_bitmask
+from quire.structured_outputs.limits import MAX_FORCED, pack_bitmask
 from quire.structured_outputs.vocabulary import Vocabulary
 
 
@@ -70,7 +71,7 @@ class LibraryMatcher:
         self._has_begun = True
         rest = list(tokens)
         while rest:
-            same = num_common(span, rest)
+            same = common_prefix_len(span, rest)
             if same == len(rest):
                 break
             came = rest[: same + 1] if self._fast_forward else rest

@@ -52,9 +52,3 @@ def pack_bitmask(allowed: np.ndarray) -> np.ndarray:
     words = np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)
     words.flags.writeable = False
     return words
-
-
-def num_common(one: list[int], other: list[int]) -> int:
-    """Length of the common prefix, in tokens."""
-    differing = (place for place, (left, right) in enumerate(zip(one, other, strict=False)) if left != right)
-    return next(differing, min(len(one), len(other)))
