@@ -306,6 +306,8 @@ def main() -> int:
     if asked.json:
         head = {"commit": commit_of(), "quire": quire.__version__, "machine": cpu_description()}
         asked.json.write_text(json.dumps({**head, **report.figures, "checks": report.checks}, indent=1) + "\n")
+    for name in report.failed:
+        print(f"failed: {name}: {report.checks[name]}")
     print(f"{len(report.checks) - len(report.failed)} passed, {len(report.failed)} failed")
     return 1 if report.failed else 0
 

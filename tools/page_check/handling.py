@@ -1,35 +1,30 @@
 """Checks of how Talk is handled: keys, a phone, a long answer, the settings."""
 
-from playwright.sync_api import Browser, Route, expect
+from playwright.sync_api import Browser, expect
 
 from tools.page_check.browser import Watched, watched
-from tools.page_check.talk import done, say, start_long
-
-
-def without_drafts(route: Route) -> None:
-    """Let the model make one token at a time."""
-    route.continue_(post_data={**route.request.post_data_json, "speculation": False})
+from tools.page_check.talk import done, long_answers, say, start_long
 
 
 def check_long(seen: Watched) -> None:
     """A long answer is followed, unless the person scrolls up; a button goes back to the end."""
     page = seen.page
     page.click("text=New conversation")
-    start_long(page)
-    page.wait_for_function("() => document.querySelector('.growing .markdown').scrollHeight > 1500")
-    from_end = "(log) => log.scrollHeight - log.scrollTop - log.clientHeight"
-    log = page.locator(".log")
-    expect(page.locator(".jump")).to_be_hidden()
-    assert log.evaluate(from_end) < 80
-    log.evaluate("(log) => { log.scrollTop = 40; }")
-    expect(page.locator(".jump")).to_be_visible()
-    page.keyboard.press("Escape")
-    done(page)
-    assert log.evaluate("(log) => log.scrollTop") == 40
-    page.click(".jump")
-    assert log.evaluate(from_end) < 80
-    expect(page.locator(".jump")).to_be_hidden()
-    page.fill("#set-max_tokens", "")
+    with long_answers(page):
+        start_long(page)
+        page.wait_for_function("() => document.querySelector('.growing .markdown').scrollHeight > 1500")
+        from_end = "(log) => log.scrollHeight - log.scrollTop - log.clientHeight"
+        log = page.locator(".log")
+        expect(page.locator(".jump")).to_be_hidden()
+        assert log.evaluate(from_end) < 80
+        log.evaluate("(log) => { log.scrollTop = 40; }")
+        expect(page.locator(".jump")).to_be_visible()
+        page.keyboard.press("Escape")
+        done(page)
+        assert log.evaluate("(log) => log.scrollTop") == 40
+        page.click(".jump")
+        assert log.evaluate(from_end) < 80
+        expect(page.locator(".jump")).to_be_hidden()
 
 
 def check_reasoning(seen: Watched) -> None:
@@ -41,8 +36,8 @@ def check_reasoning(seen: Watched) -> None:
       new MutationObserver(() => window.lastLines.add(document.querySelector('.growing .last-line')?.textContent))
         .observe(document.body, {subtree: true, childList: true, characterData: true});
     }""")
-    page.route("**/v1/chat/completions", without_drafts, times=1)
-    say(page, "Sum: 26 36 24 /think")
+    with long_answers(page):
+        say(page, "Sum: 26 36 24 /think")
     assert page.evaluate("[...window.lastLines].filter(Boolean).length") > 1
     expect(page.locator(".reasoning summary")).to_contain_text("Reasoning, ")
     expect(page.locator(".last-line")).to_have_text("")

@@ -7,7 +7,7 @@ from pathlib import Path
 from playwright.sync_api import Browser, Page, Route, expect
 
 from tools.page_check.browser import Watched, watched
-from tools.page_check.talk import LONG, done, say, second_tab, start_long
+from tools.page_check.talk import LONG, done, long_answers, say, second_tab, start_long
 
 MARK = ".chats .arriving"
 LEFT = re.compile("stopped|not complete")  # whether the page still saw its stream break off
@@ -34,35 +34,35 @@ def check_background(seen: Watched) -> None:
     """Answers go on while others are shown, in other conversations and other branches, and are marked."""
     page = seen.page
     page.click("text=New conversation")
-    start_long(page)
-    page.click("text=New conversation")
-    expect(page.locator(MARK)).to_have_count(1)
-    expect(page.locator(".composer button[aria-label='Send']")).to_be_visible()
-    start_long(page)
-    expect(page.locator(MARK)).to_have_count(2)
-    page.click(".chat-link >> nth=1")
-    before = text_of_answer(page)
-    page.wait_for_function(
-        "(length) => document.querySelector('.growing .markdown').textContent.length > length", arg=len(before)
-    )
-    page.keyboard.press("Escape")
-    done(page)
-    expect(page.locator(".message.assistant .figures")).to_contain_text("stopped")
-    expect(page.locator(MARK)).to_have_count(1)
-    page.click(
-        ".chat-link >> nth=0" if page.locator(".chats li:nth-child(1) .arriving").count() else ".chat-link >> nth=1"
-    )
-    page.locator(".message.user").get_by_text("Edit", exact=True).click()
-    page.fill(".edit textarea", "Sort: carpet hammer deer")
-    page.keyboard.press("Control+Enter")
-    done(page)
-    expect(page.locator(MARK)).to_have_count(1)
-    page.click("button[aria-label='Previous branch']")
-    expect(page.locator(".growing")).to_have_count(1)
-    page.click(".composer button[aria-label='Stop']")
-    done(page)
-    expect(page.locator(MARK)).to_have_count(0)
-    page.fill("#set-max_tokens", "")
+    with long_answers(page):
+        start_long(page)
+        page.click("text=New conversation")
+        expect(page.locator(MARK)).to_have_count(1)
+        expect(page.locator(".composer button[aria-label='Send']")).to_be_visible()
+        start_long(page)
+        expect(page.locator(MARK)).to_have_count(2)
+        page.click(".chat-link >> nth=1")
+        before = text_of_answer(page)
+        page.wait_for_function(
+            "(length) => document.querySelector('.growing .markdown').textContent.length > length", arg=len(before)
+        )
+        page.keyboard.press("Escape")
+        done(page)
+        expect(page.locator(".message.assistant .figures")).to_contain_text("stopped")
+        expect(page.locator(MARK)).to_have_count(1)
+        page.click(
+            ".chat-link >> nth=0" if page.locator(".chats li:nth-child(1) .arriving").count() else ".chat-link >> nth=1"
+        )
+        page.locator(".message.user").get_by_text("Edit", exact=True).click()
+        page.fill(".edit textarea", "Sort: carpet hammer deer")
+        page.keyboard.press("Control+Enter")
+        done(page)
+        expect(page.locator(MARK)).to_have_count(1)
+        page.click("button[aria-label='Previous branch']")
+        expect(page.locator(".growing")).to_have_count(1)
+        page.click(".composer button[aria-label='Stop']")
+        done(page)
+        expect(page.locator(MARK)).to_have_count(0)
 
 
 def check_address(seen: Watched) -> None:
@@ -93,14 +93,14 @@ def check_kept(seen: Watched) -> None:
     """An answer that is left by a reload is kept as far as it came, and marked."""
     page = seen.page
     page.click("text=New conversation")
-    start_long(page)
-    before = text_of_answer(page)
-    page.reload()
-    expect(page.locator(".message.user .plain")).to_have_text(f"{LONG} {LONG} {LONG}")
-    expect(page.locator(".message.assistant .figures")).to_contain_text(LEFT)
-    assert text_of_answer(page).startswith(before)
-    expect(page.locator(".error")).to_have_count(0)
-    page.fill("#set-max_tokens", "")
+    with long_answers(page):
+        start_long(page)
+        before = text_of_answer(page)
+        page.reload()
+        expect(page.locator(".message.user .plain")).to_have_text(f"{LONG} {LONG} {LONG}")
+        expect(page.locator(".message.assistant .figures")).to_contain_text(LEFT)
+        assert text_of_answer(page).startswith(before)
+        expect(page.locator(".error")).to_have_count(0)
 
 
 def check_unanswered(seen: Watched) -> None:
@@ -154,37 +154,37 @@ def start_in_new(page: Page) -> int:
 def check_deleted(seen: Watched) -> None:
     """A conversation that is deleted while its answer arrives is not kept again, until the deleting is undone."""
     page = seen.page
-    before = start_in_new(page)
-    act(page, "Delete")
-    done(page)
-    page.wait_for_timeout(300)  # a deleted one would be kept by now
-    expect(page.locator(".chat-link")).to_have_count(before)
-    page.click("text=Undo")
-    expect(page.locator(".chat-link")).to_have_count(before + 1)
-    expect(page.locator(".message.assistant .figures")).to_contain_text("stopped")
-    act(page, "Delete")
-    page.reload()
-    expect(page.locator(".chat-link")).to_have_count(before)
-    page.fill("#set-max_tokens", "")
+    with long_answers(page):
+        before = start_in_new(page)
+        act(page, "Delete")
+        done(page)
+        page.wait_for_timeout(300)  # a deleted one would be kept by now
+        expect(page.locator(".chat-link")).to_have_count(before)
+        page.click("text=Undo")
+        expect(page.locator(".chat-link")).to_have_count(before + 1)
+        expect(page.locator(".message.assistant .figures")).to_contain_text("stopped")
+        act(page, "Delete")
+        page.reload()
+        expect(page.locator(".chat-link")).to_have_count(before)
 
 
 def check_deleted_elsewhere(seen: Watched) -> None:
     """A conversation that another tab deletes while its answer arrives is not kept again."""
     page = seen.page
-    before = start_in_new(page)
-    other = second_tab(page)
-    expect(other.locator(".chat-link")).to_have_count(before + 1)
-    act(other, "Delete")
-    done(page)
-    expect(page.locator(".welcome")).to_be_visible()
-    expect(page.locator(".history-foot .note")).to_contain_text("Another tab has deleted")
-    page.wait_for_timeout(300)  # a deleted one would be kept by now
-    expect(page.locator(".chat-link")).to_have_count(before)
-    other.click("text=Undo")
-    expect(page.locator(".chat-link")).to_have_count(before + 1)
-    act(other, "Delete")
-    other.close()
-    page.fill("#set-max_tokens", "")
+    with long_answers(page):
+        before = start_in_new(page)
+        other = second_tab(page)
+        expect(other.locator(".chat-link")).to_have_count(before + 1)
+        act(other, "Delete")
+        done(page)
+        expect(page.locator(".welcome")).to_be_visible()
+        expect(page.locator(".history-foot .note")).to_contain_text("Another tab has deleted")
+        page.wait_for_timeout(300)  # a deleted one would be kept by now
+        expect(page.locator(".chat-link")).to_have_count(before)
+        other.click("text=Undo")
+        expect(page.locator(".chat-link")).to_have_count(before + 1)
+        act(other, "Delete")
+        other.close()
 
 
 ADD_ANSWER = """({content, partial}) => {
@@ -223,16 +223,16 @@ def check_menu_keys(seen: Watched) -> None:
     """Escape closes the actions of a conversation and does not stop the answer that arrives."""
     page = seen.page
     page.click("text=New conversation")
-    start_long(page)
-    page.locator(".chats li .more").first.click()
-    page.locator(".chat-actions button").first.focus()
-    page.keyboard.press("Escape")
-    expect(page.locator(".chat-actions")).to_have_count(0)
-    expect(page.locator(".chats li .more").first).to_be_focused()
-    expect(page.locator(".growing")).to_have_count(1)
-    page.keyboard.press("Escape")
-    done(page)
-    page.fill("#set-max_tokens", "")
+    with long_answers(page):
+        start_long(page)
+        page.locator(".chats li .more").first.click()
+        page.locator(".chat-actions button").first.focus()
+        page.keyboard.press("Escape")
+        expect(page.locator(".chat-actions")).to_have_count(0)
+        expect(page.locator(".chats li .more").first).to_be_focused()
+        expect(page.locator(".growing")).to_have_count(1)
+        page.keyboard.press("Escape")
+        done(page)
 
 
 def check_too_long(seen: Watched) -> None:

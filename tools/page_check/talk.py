@@ -4,6 +4,7 @@ import ast
 import json
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 from playwright.sync_api import Browser, Page, Route, expect
 
@@ -11,6 +12,7 @@ from tools.page_check.browser import Watched, watched
 from tools.page_check.servers import ADMIN_KEY, KEY, OTHER_KEY, load
 
 LONG = "Write a story with Zoe and the shovel."
+ARRIVAL_RATE = 100_000  # bytes per second: about 120 tokens with their probabilities
 
 
 def say(page: Page, text: str, *, wait: bool = True) -> None:
@@ -41,7 +43,6 @@ def check_chat(seen: Watched) -> None:
     figures = page.locator(".message.assistant .figures").last.inner_text()
     cached = int(figures.split(" of ")[0].split()[-1].replace(",", ""))
     assert cached > 14, figures
-    assert "tokens/s" in figures, figures
     assert "first after" in figures, figures
 
 
@@ -57,9 +58,22 @@ def second_tab(page: Page) -> Page:
     return opened.value
 
 
-def start_long(page: Page) -> None:
-    """Begin an answer of 1,500 tokens, and wait for its first words."""
+@contextmanager
+def long_answers(page: Page) -> Iterator[None]:
+    """Answers have up to 1,500 tokens, and arrive so slowly that the checks act before they are complete."""
     page.fill("#set-max_tokens", "1500")
+    network = page.context.new_cdp_session(page)
+    rates = {"offline": False, "latency": 0, "downloadThroughput": ARRIVAL_RATE, "uploadThroughput": -1}
+    network.send("Network.emulateNetworkConditions", rates)
+    try:
+        yield
+    finally:
+        network.detach()  # the browser's network is as fast as before
+    page.fill("#set-max_tokens", "")
+
+
+def start_long(page: Page) -> None:
+    """Begin an answer that does not end by itself, and wait for its first words."""
     page.route("**/v1/chat/completions", without_end, times=1)
     say(page, f"{LONG} {LONG} {LONG}", wait=False)
     page.wait_for_function("() => document.querySelector('.growing .markdown')?.textContent.length > 10")
@@ -68,19 +82,19 @@ def start_long(page: Page) -> None:
 def check_stop(seen: Watched) -> None:
     """The button and Escape stop an answer, which stays as far as it came; Enter does not stop it."""
     page = seen.page
-    for by_key in (False, True):
-        start_long(page)
-        expect(page.locator(".growing .figures")).to_contain_text("tokens/s")
-        expect(page.locator(".growing .actions")).to_have_count(0)
-        page.keyboard.press("Enter")
-        if by_key:
-            page.keyboard.press("Escape")
-        else:
-            page.click(".composer button[aria-label='Stop']")
-        done(page)
-        expect(page.locator(".message.assistant").last).to_contain_text("stopped")
-        page.click("text=New conversation")
-    page.fill("#set-max_tokens", "")
+    with long_answers(page):
+        for by_key in (False, True):
+            start_long(page)
+            expect(page.locator(".growing .figures")).to_contain_text("tokens/s")
+            expect(page.locator(".growing .actions")).to_have_count(0)
+            page.keyboard.press("Enter")
+            if by_key:
+                page.keyboard.press("Escape")
+            else:
+                page.click(".composer button[aria-label='Stop']")
+            done(page)
+            expect(page.locator(".message.assistant").last).to_contain_text("stopped")
+            page.click("text=New conversation")
 
 
 def check_branches(seen: Watched) -> None:
@@ -303,7 +317,8 @@ def check_keys(started: Browser, url: str) -> Iterator[str]:
             page.click("nav.views >> text=See")
             expect(page.locator(".legend .swatch.other")).to_be_visible()
             counted = re.compile(r"Others, every 5 s: [1-4] running")
-            expect(page.locator(".queue .panel-head")).to_contain_text(counted, timeout=12_000)  # one count more
+            head = page.locator(".queue .panel-head")
+            expect(head).to_contain_text(counted, timeout=32_000)  # a count can fall between two requests
             assert page.locator(".requests.running tbody tr").count() == 0
             yield "a tenant sees its own requests, and counts of others"
             page.click("text=Forget key")
