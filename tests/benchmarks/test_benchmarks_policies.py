@@ -77,7 +77,7 @@ def test_a_flood_hardly_moves_another_tenant_and_with_first_come_first_served_it
 
 def test_a_flood_over_http_refuses_none_of_another_tenants_requests():
     """Through `quire serve` with keys of two tenants: 120 requests at once, where 16 run and 20 may wait."""
-    flood = [Session(0.0, (Turn(([1] * 40,), 100),), "loud")] * 120
+    flood = [Session(0.0, (Turn(([1] * 40,), 600),), "loud")] * 120
     quiet = [Session(0.2 + i / 10, (Turn(([2] * 40,), 4),), "quiet") for i in range(5)]
     found = live.Found()
     with live.site("--max-queued-requests", "20") as served:
