@@ -1,11 +1,13 @@
 """The front end's side of the socket to the engine, on the event loop."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from quire.supervisor import protocol
 from quire.supervisor.protocol import BadFrame, EngineMessage, FrameReader
+
+_MESSAGES_PER_TURN = 4  # of the event loop: each takes a millisecond or more with many requests
 
 
 class Connection(asyncio.Protocol):
@@ -17,6 +19,7 @@ class Connection(asyncio.Protocol):
         self._on_message = on_message
         self._on_lost = on_lost
         self._frames = FrameReader()
+        self._messages: Iterator[bytes] = iter(())  # read, not handled yet
         self._unsent: list[bytes] = []
         self._transport: asyncio.Transport | None = None
         self.first_message = asyncio.Event()  # set by the first message, or the end of the connection
@@ -45,18 +48,40 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Called by the event loop."""
+        self._messages = self._frames.feed(data)
+        self._handle_messages()
+
+    def connection_lost(self, _exc: Exception | None) -> None:
+        """Called by the event loop. The error is ignored: it means only that the other end is closed."""
+        while self._handle_message():
+            pass
+        self._end(None)
+
+    def _handle_messages(self) -> None:
+        """Handle messages that were read. After some, the event loop gets a turn for new requests before the others."""
+        assert self._transport is not None
+        for _ in range(_MESSAGES_PER_TURN):
+            if not self._handle_message():
+                if not self._transport.is_closing():
+                    self._transport.resume_reading()
+                return
+        self._transport.pause_reading()
+        asyncio.get_running_loop().call_soon(self._handle_messages)
+
+    def _handle_message(self) -> bool:
+        """Handle the next message that is read. Returns whether there was one."""
         try:
-            for message in self._frames.feed(data):
+            message = next(self._messages, None)
+            if message is not None:
                 self.first_message.set()
                 self._on_message(protocol.decode_message(message))
         except BadFrame as error:
             assert self._transport is not None
+            self._messages = iter(())
             self._transport.abort()
             self._end(error)
-
-    def connection_lost(self, _exc: Exception | None) -> None:
-        """Called by the event loop. The error is ignored: it means only that the other end is closed."""
-        self._end(None)
+            return False
+        return message is not None
 
     def _end(self, why: Exception | None) -> None:
         self.first_message.set()
