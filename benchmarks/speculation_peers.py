@@ -6,7 +6,7 @@
 PYTHON: an interpreter that has vLLM, or llama-cpp-python. vLLM's method suffix needs the package arctic-inference.
 llama.cpp gets the drafts of llama-cpp-python's prompt lookup. Each engine runs with and without drafts, 8 at most. It
 runs after other chats of the same task, and with other chats in each round. All write equally many tokens. Tokens per
-step are output tokens by model steps, those of prompts included. Engines take turns.
+step are output tokens by model steps, those of prompts included. Engines take turns; those that wait are stopped.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from benchmarks.commit import commit_of
 from benchmarks.cpu import machine
 from benchmarks.cpu.engines import Engine, EngineError, Running, start
 from benchmarks.speculation import TASKS
@@ -152,7 +153,8 @@ def main(arguments: list[str] | None = None) -> None:
         table.add_row(*map(str, row.values()))
     Console().print(table)
     if args.json is not None:
-        args.json.write_text(json.dumps({"machine": machine.describe(), "tasks": rows}, indent=2) + "\n")
+        head = {"commit": commit_of(), "machine": machine.describe()}
+        args.json.write_text(json.dumps({**head, "tasks": rows}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -80,7 +80,10 @@ class Answer:
 
 @dataclass
 class Running:
-    """A loaded and warmed-up engine. `facts`: what the driver reported, and how it was started."""
+    """A loaded and warmed-up engine, stopped between its turns.
+
+    `facts`: what the driver reported, and how it was started.
+    """
 
     engine: Engine
     process: subprocess.Popen[str]
@@ -120,18 +123,25 @@ class Running:
     def stop(self) -> None:
         """Close the engine's input, wait for its exit, and kill its remaining processes."""
         assert self.process.stdin is not None and self.process.stdout is not None
+        self._signal(signal.SIGCONT)
         try:
             with suppress(BrokenPipeError, subprocess.TimeoutExpired):
                 self.process.stdin.close()
                 self.process.wait(_PATIENCE)
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+            self._signal(signal.SIGKILL)
             self.process.wait()
             self.process.stdout.close()
             self.log.unlink(missing_ok=True)
 
     def _ask(self, question: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+        self._signal(signal.SIGCONT)
+        try:
+            return self._answer(question, keys)
+        finally:
+            self._signal(signal.SIGSTOP)  # idle processes of some engines poll, which would slow the others
+
+    def _answer(self, question: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:
         assert self.process.stdin is not None and self.process.stdout is not None
         try:
             print(json.dumps(question), file=self.process.stdin, flush=True)
@@ -150,6 +160,11 @@ class Running:
         if missing:
             raise self._error(f"answered {line.strip()!r}, which lacks {', '.join(missing)}")
         return answer
+
+    def _signal(self, number: int) -> None:
+        """Send a signal to all processes of the engine that still run."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
 
     def _error(self, problem: str) -> EngineError:
         tail = self.log.read_text(errors="replace").splitlines()[-15:]
