@@ -1,5 +1,6 @@
 """Entry point of the engine process: `python -m quire.supervisor FD`; FD is the file descriptor of a socket."""
 
+import os
 import socket
 import sys
 
@@ -9,3 +10,6 @@ if __name__ == "__main__":
     run = import_with_torch("quire.supervisor.engine_main").run
     with socket.socket(fileno=int(sys.argv[1])) as connection:
         run(connection)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # without the destructors of libraries, which aborted the process at times: the engine is closed
