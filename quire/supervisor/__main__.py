@@ -12,4 +12,4 @@ if __name__ == "__main__":
         run(connection)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # without the destructors of libraries, which aborted the process at times: the engine is closed
+    os._exit(0)  # the engine is closed, and without this the process at times aborted after the end of Python

@@ -69,7 +69,7 @@ class Connection(asyncio.Protocol):
         asyncio.get_running_loop().call_soon(self._handle_messages)
 
     def _handle_message(self) -> bool:
-        """Handle the next message that is read. Returns whether there was one."""
+        """Handle the next message that was read. Returns whether there was one."""
         try:
             message = next(self._messages, None)
             if message is not None:
