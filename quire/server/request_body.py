@@ -7,11 +7,10 @@ before the parser runs, and the number of messages before models are built.
 import asyncio
 import json
 import re
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import partial
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from fastapi.exceptions import RequestValidationError
@@ -29,6 +28,7 @@ from quire.server.middleware.quota import UNLIMITED, Quota
 from quire.server.multipart import MultipartParser, Part
 from quire.server.sse import ClientGone
 from quire.server.thread_pool import ThreadPool
+from quire.tenant_memory import HeldBytes, TenantMemories, TenantMemory
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -40,8 +40,7 @@ MAX_NESTING = 512  # levels of JSON; the limits of parsers differ between versio
 MAX_VALUES = 2**20 + 2**17  # commas outside of strings; MAX_PROMPT_TOKENS token ids fit
 MAX_CONTAINERS = 2**17  # objects and lists,
 MAX_FIELDS = 2**17  # and fields of objects: a parser takes much longer for them than for numbers
-MAX_TENANT_BYTES = 2 * MAX_BODY  # of large bodies of one tenant that are received, parsed or tokenized
-LARGE = 2**16  # bytes of a body that counts for MAX_TENANT_BYTES, and that is always parsed on a thread
+LARGE = 2**16  # bytes of a body that counts for its tenant until it is tokenized, and that is always parsed on a thread
 MANY = 256  # brackets of a body that is parsed on a thread, however short it is: models of messages take time
 
 AT_ONCE = 4  # requests of a tenant that the event loop begins before it serves other connections
@@ -62,7 +61,7 @@ class RequestBodies:
         self._max_messages = max_messages
         self._check = check
         self._pool = ThreadPool(max_per_tenant=1)
-        self._bytes: dict[str, TenantBytes] = {}
+        self._memories = TenantMemories()
         self._turns: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(AT_ONCE))
 
     def route_class(self) -> type[APIRoute]:
@@ -84,7 +83,7 @@ class RequestBodies:
         """
         caller = caller_of(request)
         parser = MultipartParser(request.headers.get("content-type", ""))
-        with HeldBytes(TenantBytes()) as held:
+        with HeldBody(TenantMemory()) as held:
             reception = BodyReception(request, held, caller.quota, MAX_UPLOAD)
             async for piece in reception.pieces():
                 for content in parser.push(piece):
@@ -100,7 +99,7 @@ class RequestBodies:
         caller, types = caller_of(request), endpoint.__annotations__
         async with self._turns[caller.tenant]:
             await asyncio.sleep(0)
-        with HeldBytes(self._bytes.setdefault(caller.tenant, TenantBytes())) as held:
+        with HeldBody(self._memories.of(caller.tenant)) as held:
             request.state.body_bytes = held
             reception = BodyReception(request, held, caller.quota)
             try:
@@ -125,75 +124,13 @@ def release_body(request: Request) -> None:
     request.state.body_bytes.release()
 
 
-class TenantBytes:
-    """Bytes of the large bodies of one tenant. Bodies that do not fit wait for their turn."""
-
-    def __init__(self) -> None:
-        self._num_held = 0
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
-
-    async def acquire(self, num_bytes: int) -> None:
-        """Wait until the bytes fit, after all that waited before."""
-        if not self._waiting and self._fits(num_bytes):
-            self._num_held += num_bytes
-            return
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.append((num_bytes, turn))
-        try:
-            await turn
-        except asyncio.CancelledError:
-            self.release(0 if turn.cancelled() else num_bytes)
-            raise
-
-    def release(self, num_bytes: int) -> None:
-        """Give bytes back, and admit the next bodies."""
-        self._num_held -= num_bytes
-        self._admit()
-
-    def _admit(self) -> None:
-        while self._waiting and (self._waiting[0][1].cancelled() or self._fits(self._waiting[0][0])):
-            num_bytes, turn = self._waiting.popleft()
-            if not turn.cancelled():
-                self._num_held += num_bytes
-                turn.set_result(None)
-
-    def _fits(self, num_bytes: int) -> bool:
-        return self._num_held + num_bytes <= MAX_TENANT_BYTES
-
-
-class HeldBytes:
-    """The bytes of one body that count for its tenant, as a context manager that releases them.
+class HeldBody(HeldBytes):
+    """The bytes of one body.
 
     is_large: whether work that grows with the body belongs on a thread; known once the body is received.
     """
 
-    def __init__(self, tenant_bytes: TenantBytes) -> None:
-        self.is_large = False
-        self._tenant_bytes = tenant_bytes
-        self._num_bytes = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.release()
-
-    async def hold(self, num_bytes: int) -> None:
-        """Wait for the body's turn. Can be called once. Raises Busy if it takes more than BODY_SECONDS."""
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                await self._tenant_bytes.acquire(num_bytes)
-        except TimeoutError:
-            raise Busy from None
-        self._num_bytes = num_bytes
-
-    def release(self) -> None:
-        """The bytes no longer count for the tenant. Can be called again."""
-        if self._num_bytes:
-            self._tenant_bytes.release(self._num_bytes)
-            self._num_bytes = 0
+    is_large = False
 
 
 class BodyReception:
@@ -202,7 +139,7 @@ class BodyReception:
     held: its bytes. quota: of the caller's key. num_bytes: received so far.
     """
 
-    def __init__(self, request: Request, held: HeldBytes, quota: Quota = UNLIMITED, max_bytes: int = MAX_BODY) -> None:
+    def __init__(self, request: Request, held: HeldBody, quota: Quota = UNLIMITED, max_bytes: int = MAX_BODY) -> None:
         promised = request.headers.get("content-length", "")
         self._content_length = int(promised) if promised.isascii() and promised.isdigit() and len(promised) < 20 else 0
         self._receive = request.receive
@@ -246,7 +183,10 @@ class BodyReception:
         """Wait for the body's turn. The time does not count for its time limit."""
         self._quota.check_tokens()
         before = self._clock()
-        await self._held.hold(num_bytes)
+        try:
+            await self._held.hold(num_bytes, BODY_SECONDS)
+        except TimeoutError:
+            raise Busy from None
         self._started_at += self._clock() - before
 
     async def _next(self, end: float) -> Message:

@@ -30,7 +30,8 @@ ORDER = (
     *("models.gguf.tensor_types", "models.gguf.reader", "models.gguf.special_tokens", "models.gguf"),
     *("models.transformers", "sampling", "draft_models", "kv_store", "runner"),
     # front end
-    *("tenant_queue", "tokenizer", "chat", "hub", "structured_outputs.vocabulary", "structured_outputs.limits"),
+    *("tenant_memory", "tenant_queue"),
+    *("tokenizer", "chat", "hub", "structured_outputs.vocabulary", "structured_outputs.limits"),
     *("structured_outputs.forced_tokens", "structured_outputs.json_schema", "structured_outputs.fsm"),
     *(
         "structured_outputs",

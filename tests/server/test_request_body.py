@@ -1,6 +1,5 @@
 """Request bodies: where they are parsed, what is refused before, and how many bytes of one tenant are held."""
 
-import asyncio
 import json
 import socket
 import threading
@@ -25,11 +24,10 @@ from quire.server.request_body import (
     MAX_BODY,
     MAX_CONTAINERS,
     MAX_FIELDS,
-    MAX_TENANT_BYTES,
     MAX_VALUES,
     RequestBodies,
-    TenantBytes,
 )
+from quire.tenant_memory import MAX_TENANT_BYTES
 
 JSON = "application/json"
 USER = {"role": "user", "content": "a"}
@@ -106,34 +104,6 @@ def test_bodies_that_are_no_json_are_refused_on_either_way(body):
     with pytest.raises(RequestValidationError) as caught:
         parsed(body)
     assert caught.value.errors()[0]["type"] == "json_invalid"
-
-
-def test_the_bytes_of_a_tenant_are_bounded_and_first_come_first_served():
-    async def run():
-        held, order = TenantBytes(), []
-
-        async def hold(name, num_bytes):
-            await held.acquire(num_bytes)
-            order.append(name)
-
-        await hold("first", MAX_BODY)
-        await hold("second", MAX_TENANT_BYTES - MAX_BODY)
-        waiting = [
-            asyncio.ensure_future(hold(name, size)) for name, size in (("big", MAX_BODY), ("small", 1), ("x", 2))
-        ]
-        await asyncio.sleep(0)
-        assert order == ["first", "second"]
-        waiting[2].cancel()
-        held.release(5)
-        await asyncio.sleep(0)
-        assert order == ["first", "second"]  # the small one does not overtake
-        waiting[0].cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-        assert order == ["first", "second", "small"]
-        held.release(MAX_TENANT_BYTES - 5 + 1)
-        await hold("all", MAX_TENANT_BYTES)
-
-    asyncio.run(asyncio.wait_for(run(), 10))
 
 
 def test_half_sent_bodies_of_a_tenant_delay_its_own_large_bodies_alone(monkeypatch):

@@ -15,8 +15,9 @@ from quire.server.api_keys import KEYLESS_CALLER
 from quire.server.errors import TimedOut
 from quire.server.observability.request_record import RequestRecord, store_record
 from quire.server.reply import respond
-from quire.server.request_body import HeldBytes, TenantBytes
+from quire.server.request_body import HeldBody
 from quire.server.sse import TimeLimit
+from quire.tenant_memory import TenantMemory
 
 LONG = {
     "/v1/completions": {"prompt": STORY, "max_tokens": 480, "ignore_eos": True, "n": 4},
@@ -111,7 +112,7 @@ def test_work_for_which_no_time_is_left_is_never_begun():
 
     async def run():
         limit, reply = TimeLimit(AT_ONCE), Forever()
-        scope = {"type": "http", "state": {"caller": KEYLESS_CALLER, "body_bytes": HeldBytes(TenantBytes())}}
+        scope = {"type": "http", "state": {"caller": KEYLESS_CALLER, "body_bytes": HeldBody(TenantMemory())}}
         store_record(scope, RequestRecord(None, "0", scope, 0.0, 0.0))
         await asyncio.sleep(0.001)
         with pytest.raises(TimedOut):

@@ -28,8 +28,9 @@ from quire.server.middleware import http_protocol
 from quire.server.middleware.http_protocol import MAX_HEAD
 from quire.server.middleware.queue_full import RecentRefusals
 from quire.server.options import ServerOptions
-from quire.server.request_body import MAX_BODY, BodyReception, HeldBytes, TenantBytes
+from quire.server.request_body import MAX_BODY, BodyReception, HeldBody
 from quire.server.serve import check_certificate
+from quire.tenant_memory import TenantMemory
 
 POST = b"POST / HTTP/1.1\r\nhost: x\r\n"
 SLOW = 0.2  # time limit of headers and bodies in seconds
@@ -44,7 +45,7 @@ def echo_app(middleware=None):
 
     async def count(request):
         await asyncio.sleep(float(request.query_params.get("sleep", 0)))
-        with HeldBytes(TenantBytes()) as held:
+        with HeldBody(TenantMemory()) as held:
             return PlainTextResponse(str(len(await BodyReception(request, held).read())))
 
     app.add_route("/", count, methods=["GET", "POST"])
