@@ -24,7 +24,6 @@ from quire.config import EngineOptions
 from quire.errors import ConfigError
 from quire.server.batch import file_format
 from quire.server.batch import run as batches
-from quire.server.batch.file_format import TaskReader
 from quire.server.batch.run import Batch, BatchStopped, ResultFile, run_batch
 from quire.server.batch.sender import send_lines
 from quire.server.middleware import tarpit
@@ -378,11 +377,3 @@ def test_the_command(tmp_path, here, monkeypatch):
     assert "2 requests: 1 answered, 1 before, 0 failed" in done.output
     help = CliRunner().invoke(cli, ["run-batch", "--help-all"], env={"COLUMNS": "200", "TERM": "dumb"}).output
     assert [field.name for field in fields(EngineOptions) if f"--{field.name.replace('_', '-')} " not in help] == []
-
-
-def test_a_long_custom_id_is_quoted_in_part():
-    """A batch stores what is wrong with up to 100 lines."""
-    line = {"custom_id": "a" * 100_000, "method": "POST", "url": "/v1/completions", "body": {}}
-    found = list(TaskReader().push((json.dumps(line).encode() + b"\n") * 2))
-    assert found[1].code == "duplicate_custom_id"
-    assert len(found[1].message) < 200
