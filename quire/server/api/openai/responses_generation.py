@@ -317,16 +317,7 @@ class Responses:
 
     async def recover(self) -> None:
         """End the responses that were generated in the background when a server with this store ended."""
-        for tenant, record in self._store.pinned("response"):
-            stored = msgspec.json.decode(record, type=StoredResponse)
-            response = msgspec.json.decode(stored.response)
-            error = {"code": "server_error", "message": "the server was restarted; send the request again"}
-            ended = {**response, "status": "failed", "error": error}
-            body = msgspec.json.encode({"response": ended, "input": stored.input})
-            try:
-                await self._store.update(tenant, "response", response["id"], body)
-            except StoreFull:
-                await self._store.delete(tenant, "response", response["id"])
+        await self._store.end_interrupted("response", _interrupted)
 
     async def close(self) -> None:
         """Wait until the responses in the background have ended. The engine must be closed before, which ends them."""
@@ -452,6 +443,15 @@ class Responses:
         if found is None:
             raise UnknownObject("item", id, "input")
         return found
+
+
+def _interrupted(record: bytes) -> bytes:
+    """The record of a response in the background that was not stored to its end, as failed."""
+    stored = msgspec.json.decode(record, type=StoredResponse)
+    message = "the server was restarted, or could not store the response; send the request again"
+    error = {"code": "server_error", "message": message}
+    ended = {**msgspec.json.decode(stored.response), "status": "failed", "error": error}
+    return msgspec.json.encode({"response": ended, "input": stored.input})
 
 
 def _new_items(body: ResponseBody, response_id: str) -> list[dict[str, Any]]:
