@@ -29,7 +29,7 @@ SETTINGS = "config_sentence_transformers.json"
 INPUTS = "sentence_bert_config.json"
 POOLING, DENSE, NORMALIZE, LAYER_NORM, DROPOUT = ("Pooling", "Dense", "Normalize", "LayerNorm", "Dropout")
 _MODULE_CONFIG, _WEIGHTS = "config.json", "model.safetensors"
-_MAX_FILE, _MAX_SIZE = 1 << 24, 1 << 16  # bytes of a JSON file, numbers of a vector
+_MAX_FILE, _MAX_SIZE = 1 << 24, 1 << 16  # bytes of modules.json, numbers of a vector
 
 # by file (of a module: the type of the module), then by field
 FIELDS: Mapping[str, Mapping[str, Verdict]] = MappingProxyType(
@@ -288,8 +288,13 @@ def _read_modules(folder: Path, hidden_size: int, *, asks_for_prompts: bool) -> 
     return EmbeddingConfig(size, MODULES, pooling, kept, normalize)
 
 
-def _module_list(path: Path) -> list[tuple[str, str]]:
-    """Type and path of each module, in order. A type is the last component of a name in any version of the library."""
+def module_folders(path: Path) -> list[str]:
+    """The names of the folders of modules in a modules.json, supported or not. Raises ModelError for a damaged file."""
+    return [str(entry["path"]) for entry in _entries(path) if entry.get("path")]
+
+
+def _entries(path: Path) -> list[dict[str, object]]:
+    """The modules in a modules.json. Raises ModelError."""
     try:
         if path.stat().st_size > _MAX_FILE:
             raise ValueError(f"it has more than {_MAX_FILE} bytes")
@@ -298,8 +303,13 @@ def _module_list(path: Path) -> list[tuple[str, str]]:
         raise ModelError(f"{path} is not valid JSON, or cannot be read ({error}); download it again") from error
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise ModelError(f"{path} must hold a JSON list of objects; download it again")
+    return entries
+
+
+def _module_list(path: Path) -> list[tuple[str, str]]:
+    """Type and path of each module, in order. A type is the last component of a name in any version of the library."""
     found = []
-    for entry in entries:
+    for entry in _entries(path):
         fields = Fields(entry, path)
         _check_known(fields, MODULES)
         full, at = fields.optional("type", str, ""), fields.optional("path", str, "")
