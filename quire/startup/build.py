@@ -183,6 +183,7 @@ def build(options: EngineOptions, *, report: Report, progress: Progress, is_rest
         seed=options.seed,
         deterministic=runner.supports_deterministic,
         classifies=description.classification is not None,
+        generates=description.generates,
         compiler=grammars,
     )
     return Built(
@@ -193,6 +194,7 @@ def build(options: EngineOptions, *, report: Report, progress: Progress, is_rest
         num_parameters=description.num_parameters,
         weight_bytes=description.weight_bytes(prepared.dtype, prepared.schemes),
         classification=description.classification,
+        generates=description.generates,
         embedding=prepared.files.embedding,
         path=str(prepared.path),
         max_model_len=engine.max_model_len,

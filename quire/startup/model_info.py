@@ -16,6 +16,7 @@ class ModelInfo:
     num_parameters: int
     weight_bytes: int
     classification: Classification | None  # of its classification head; None for a language model
+    generates: bool  # whether it has a head over its vocabulary
     embedding: EmbeddingConfig  # how its vectors are made
     path: str  # a folder or a .gguf file
     max_model_len: int

@@ -305,3 +305,26 @@ def test_weights_that_changed_after_the_start_are_no_vectors(tmp_path):
     save_file({"linear.weight": torch.zeros(23, 64)}, folder.path / "2_Dense/model.safetensors")
     with pytest.raises(ModelError, match=r"linear\.weight: expected shape"):
         LLM(folder.path, **OPTIONS)
+
+
+@pytest.mark.parametrize("kind", ["qwen3-gqa", "mistral", "gpt2", "gemma3", "opt"])
+def test_a_checkpoint_without_a_head_makes_vectors_and_no_text(tmp_path, kind):
+    """As embedding models are saved, with names of tensors that lack their first part."""
+    folder = folders.write(tmp_path / "m", kind=kind)
+    base = folder.model.base_model
+    base.save_pretrained(folder.path)
+    assert json.loads((folder.path / "config.json").read_text())["architectures"] == [type(base).__name__]
+    llm, ids = LLM(folder.path, **OPTIONS), folder.core.encode(TEXT).ids
+    with torch.no_grad():
+        expected = base(torch.tensor([ids])).last_hidden_state[0].mean(0)
+    close(vectors(llm, [TEXT]), [expected])
+    with pytest.raises(RequestError, match="no head over its vocabulary"):
+        llm.generate(TEXT)
+
+
+@pytest.mark.parametrize("name", ["BertModel", "XLMRobertaModel", "NewModel", "BertForMaskedLM", "T5EncoderModel"])
+def test_encoders_are_refused_by_name(tmp_path, name):
+    folder = folders.write(tmp_path / "m")
+    with_config(folder, architectures=[name])
+    with pytest.raises(ModelError, match=f"'{name}' is an encoder, which attends in both directions"):
+        LLM(folder.path, **OPTIONS)

@@ -76,13 +76,21 @@ class Folder:
         return found
 
 
-def write(folder: Path, pooling: dict | None = None, modules=(), *, prefix="sentence_transformers.models", **files):
+def write(
+    folder: Path,
+    pooling: dict | None = None,
+    modules=(),
+    *,
+    prefix="sentence_transformers.models",
+    kind="qwen3-gqa",
+    **files,
+):
     """Write a random model with a pooling and `modules` behind it, each a type or (type, config, tensors).
 
     files: the content of other JSON files, by name. Returns a Folder; functions of its modules are appended by callers.
     """
     core = tokenizer()
-    model = checkpoints.save(folder, vocab_size=core.get_vocab_size())
+    model = checkpoints.save(folder, kind, vocab_size=core.get_vocab_size())
     small_tokenizers.write_folder(folder, core, **{"tokenizer_config": {"eos_token": "<|endoftext|>"}, **files})
     listed = [("Transformer", None, {}), ("Pooling", compact("mean") if pooling is None else pooling, {})]
     listed += [one if isinstance(one, tuple) else (one, None, {}) for one in modules]

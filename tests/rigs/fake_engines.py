@@ -23,6 +23,7 @@ FACTS = ModelInfo(
     num_parameters=0,
     weight_bytes=0,
     classification=None,
+    generates=True,
     embedding=EmbeddingConfig(1),
     path="",
     max_model_len=999,

@@ -257,6 +257,7 @@ FACTS = ModelInfo(
     num_parameters=10,
     weight_bytes=20,
     classification=Classification(("no", "yes"), "softmax"),
+    generates=True,
     embedding=EmbeddingConfig(
         3,
         "modules.json",
