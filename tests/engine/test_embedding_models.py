@@ -3,6 +3,7 @@
 import json
 
 import embedding_folders as folders
+import gguf_writer
 import numpy as np
 import pytest
 import torch
@@ -160,6 +161,23 @@ def test_a_folder_without_these_files_has_the_last_state_of_length_1(tmp_path):
     llm = LLM(folder.path, **OPTIONS, report=lines.append)
     close(vectors(llm, [TEXT]), [folders.normalize(folder.vector(TEXT, "lasttoken"))])
     assert not [line for line in lines if line.startswith("embeddings")]
+
+
+@pytest.mark.parametrize(("kind", "mode"), [(1, "mean"), (2, "cls"), (3, "lasttoken"), (None, "lasttoken")])
+def test_a_gguf_file_is_pooled_as_it_says(tmp_path, kind, mode):
+    folder, lines = folders.write(tmp_path / "m"), []
+    file = gguf_writer.write_gguf(folder.path, tmp_path / "model.gguf", pre="qwen2", pooling=kind)
+    ids, llm = folder.core.encode(TEXT).ids, LLM(file, **OPTIONS, report=lines.append)
+    close(vectors(llm, [ids]), [folders.normalize(folders.pool(folder.states(ids), mode))])
+    assert (
+        [line for line in lines if "qwen3.pooling_type" in line] if kind else not any("pooling" in one for one in lines)
+    )
+
+
+def test_models_that_transformers_runs_are_pooled_as_their_folder_says(tmp_path):
+    folder = folders.write(tmp_path / "m", folders.compact("max"), ["Normalize"])
+    llm = LLM(folder.path, **OPTIONS, model_impl="transformers")
+    close(vectors(llm, [TEXT]), [folders.normalize(folder.vector(TEXT, "max"))])
 
 
 def test_the_start_says_how_vectors_are_made(tmp_path):
