@@ -23,7 +23,7 @@ from quire.core.output import Output
 from quire.core.request import NO_NAMESPACE, Beams, Request
 from quire.core.scheduling_params import DEFAULT_SCHEDULING_PARAMS, SchedulingParams
 from quire.core.step import Pooling
-from quire.engine.embeddings import EmbeddingBatch, parse_pooling
+from quire.engine.embeddings import Embedder, EmbeddingBatch
 from quire.engine.engine import Engine, EngineStats
 from quire.engine.inputs import (
     ProgramLike,
@@ -142,6 +142,7 @@ class LLM:
             built.tokenizer.tool_template, built.options.tool_call_parser, built.options.reasoning_parser
         )
         self._classification = built.classification
+        self._embedder = Embedder(built.embedding)
         self._options = built.options
         self._streaming = False  # whether outputs are being read
 
@@ -309,29 +310,37 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
-        pooling: str = "last",
-        normalize: bool = True,
+        pooling: str | None = None,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
         truncate_prompt_tokens: int | None = None,
         truncation_side: str = "left",
         use_tqdm: bool | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """One vector (hidden_size,) per prompt, pooled from the last layer's hidden states after the final norm.
+        """One vector per prompt, pooled from the last layer's hidden states after the final norm.
 
-        pooling: "last" is the state of the last token, "mean" the mean over all tokens. normalize: to length 1.
-        Raises RequestError like `generate`, and EmbeddingFailed if the model failed.
+        The model's files say how (docs/models.md); pooling and normalize (to length 1) say otherwise. Without such
+        files it is the state of the last token ("last"), of length 1. dimensions: numbers that are kept, where the
+        model allows it. prompt_name: of a prompt of the model in front of each text; "": none. Raises RequestError like
+        `generate`, and EmbeddingFailed if the model failed.
         """
-        how = parse_pooling(pooling)
-        tokenized = [tokenize(prompt, self._tokenizer) for prompt in as_prompt_list(prompts)]
+        embedder = self._embedder
+        how = embedder.pooling(pooling)
+        embedder.check_dimensions(dimensions)
+        texts = embedder.texts(as_prompt_list(prompts), prompt_name)
+        tokenized = [tokenize(prompt, self._tokenizer) for prompt in texts]
         params = pooling_params(truncate_prompt_tokens, truncation_side)
-        batch = self._pool(tokenized, how, params, "embedding", use_tqdm)
+        batch = list(self._pool(tokenized, how, params, "embedding", use_tqdm))
+        vectors = embedder.vectors(batch, normalize=normalize, dimensions=dimensions)
         return [
             EmbeddingRequestOutput(
                 request_id=one.request_id,
                 prompt_token_ids=one.prompt_token_ids,
-                outputs=EmbeddingOutput(one.vector(normalized=normalize).tolist()),
+                outputs=EmbeddingOutput(vector.tolist()),
                 finished=True,
             )
-            for one in batch
+            for one, vector in zip(batch, vectors, strict=True)
         ]
 
     def classify(
@@ -355,7 +364,7 @@ class LLM:
             ClassificationRequestOutput(
                 request_id=one.request_id,
                 prompt_token_ids=one.prompt_token_ids,
-                outputs=ClassificationOutput(probabilities(one.vector(normalized=False), activation).tolist()),
+                outputs=ClassificationOutput(probabilities(one.state(), activation).tolist()),
                 finished=True,
             )
             for one in batch
@@ -374,14 +383,14 @@ class LLM:
         """The score of each pair of texts: one of `data_1` with each of `data_2`, or as many of both.
 
         A model with a classification head of one class reads both texts in one prompt. Of other models the score is the
-        cosine of two embeddings. use_activation: False returns the logit of such a head. Raises as `classify`.
+        similarity of two embeddings, by default their cosine. use_activation: False returns the logit of such a head.
+        Raises as `classify`.
         """
         firsts, seconds = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
-        pairs = pair_texts(firsts, seconds, self._tokenizer, self._classification)
+        pairs = pair_texts(firsts, seconds, self._tokenizer, self._classification, self._embedder)
         params = pooling_params(truncate_prompt_tokens)
         batch = list(self._pool(pairs.prompts, pairs.pooling, params, "scoring", use_tqdm))
-        vectors = [one.vector(normalized=pairs.pooling is not Pooling.CLASS) for one in batch]
-        scores = pairs.scores(vectors, activation_of(self._classification, used=use_activation))
+        scores = pairs.scores(batch, self._embedder, activation_of(self._classification, used=use_activation))
         return [
             ScoringRequestOutput(
                 request_id=batch[second].request_id,
@@ -401,7 +410,8 @@ class LLM:
         shown: bool | None,  # noqa: FBT001 (three states: yes, no, only on a terminal)
     ) -> EmbeddingBatch:
         """Compute the vectors of prompts. params: their truncation. work: label of the progress bar."""
-        asked = prepare_generations(prompts, [params] * len(prompts), self._tokenizer, self.max_model_len)
+        each = [params] * len(prompts)
+        asked = prepare_generations(prompts, each, self._tokenizer, self.max_model_len, keep_begin_and_end=True)
         batch = EmbeddingBatch(asked, pooling)
         outputs = self._outputs(batch.requests, batch.is_open)
         with TokenProgress(work, len(asked), shown=shown) as progress, closing(outputs):

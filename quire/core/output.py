@@ -65,7 +65,7 @@ class Output(msgspec.Struct, frozen=True, eq=False, array_like=True, omit_defaul
     stop_token: int | None = None
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None  # of the next prompt tokens; the first prompt token has none
-    pooled: np.ndarray | None = None  # float32 (hidden_size,) or (classes,): see Pooling; with MEAN, a part of the sum
+    pooled: np.ndarray | None = None  # float32 (hidden_size,) or (classes,): see Pooling; of a chunk
     num_cached_tokens: int = 0  # prompt tokens of the prefix match at the first admission of the sequence
     cumulative_logprob: float | None = None  # of all its tokens: for results of a beam search and of best_of
     error: str = ""

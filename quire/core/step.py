@@ -10,6 +10,7 @@ of that row. The next chunk reads it there, and may be launched before the contr
 drafts it writes none: the control plane decides which of the sampled tokens count, and the next Step writes the last.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
 from functools import cached_property
@@ -36,17 +37,40 @@ _SAMPLE = int(ChunkOutput.SAMPLE)  # comparing an array with a member of an enum
 
 
 class Pooling(IntEnum):
-    """How the hidden states of a sequence are pooled."""
+    """How the hidden states of a sequence are pooled. A chunk yields a part, and `combine` puts parts together."""
 
     NONE = 0  # no pooling: the sequence generates tokens
     LAST = 1  # the state of the last position
-    MEAN = 2  # the mean over all positions; a chunk yields a sum
+    MEAN = 2  # the mean over all positions; a part is a sum
     CLASS = 3  # the logits of the classification head at the last position
+    CLS = 4  # the state of the first position, where encoders have a token of this name
+    MAX = 5  # the largest number of each dimension
+    MEAN_SQRT_LEN = 6  # the sum over all positions, divided by the square root of their number; a part is a sum
+    WEIGHTED_MEAN = 7  # the mean with weights 1, 2, 3, ...; a part is a weighted sum
 
     @property
     def is_of_last_position(self) -> bool:
         """Whether it needs the hidden state of the last position only."""
         return self in (Pooling.LAST, Pooling.CLASS)
+
+    def combine(self, before: np.ndarray | None, part: np.ndarray) -> np.ndarray:
+        """The part of all positions so far, from that of the positions `before` and that of the chunk behind them."""
+        if before is None or self.is_of_last_position:
+            return part
+        if self is Pooling.CLS:
+            return before
+        combined: np.ndarray = np.maximum(before, part) if self is Pooling.MAX else before + part
+        return combined
+
+    def whole(self, part: np.ndarray, num_positions: int) -> np.ndarray:
+        """The pooled state of a sequence, from the part of all its positions."""
+        if self is Pooling.MEAN:
+            return part / num_positions
+        if self is Pooling.MEAN_SQRT_LEN:
+            return part / math.sqrt(num_positions)
+        if self is Pooling.WEIGHTED_MEAN:
+            return part / (num_positions * (num_positions + 1) / 2)
+        return part
 
 
 class TokenListKind(IntEnum):

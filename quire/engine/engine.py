@@ -56,6 +56,7 @@ class StepSizes:
 log = logging.getLogger(__name__)
 _COMPILE_SECONDS = 0.005  # how long an empty step waits for a constraint to be compiled
 _ONLY_CLASSIFIES = "this model has a classification head: it generates no text and no embeddings; use classify"
+_ONLY_EMBEDS = "this model has no head over its vocabulary: it generates no text; use embed, or a ...ForCausalLM"
 _NO_CLASSES = "this model has no classification head; use a checkpoint of ...ForSequenceClassification"
 _IDLE_PER_CHECK = 100  # pause after a check, times its duration: requests wait for checks at most 1 % of the time
 
@@ -122,10 +123,11 @@ class Engine:
         seed: int = 0,
         deterministic: bool = False,
         classifies: bool = False,
+        generates: bool = True,
         compiler: Compiler | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """classifies: whether the model has a classification head in place of the one over its vocabulary.
+        """classifies: whether the model has a classification head. generates: whether it has one over its vocabulary.
 
         compiler: compiles the constraints of `scheduler`; None for a scheduler without constraints.
         """
@@ -136,7 +138,7 @@ class Engine:
         self.runner = runner
         self.eos_token_ids = tuple(token for token in eos_token_ids if 0 <= token < vocab_size)
         self._deterministic = deterministic  # whether the runner has deterministic kernels
-        self._classifies = classifies
+        self._classifies, self._generates = classifies, generates
         self._seed = seed
         self._compiler = compiler
         self._clock = clock
@@ -194,6 +196,8 @@ class Engine:
             raise RequestError("this engine has no adapters; leave `adapter` out", "adapter")
         if self._classifies is not (request.pooling is Pooling.CLASS):
             raise RequestError(_ONLY_CLASSIFIES if self._classifies else _NO_CLASSES, "model")
+        if not (self._generates or request.pooling):
+            raise RequestError(_ONLY_EMBEDS, "model")
         if request.pooling and (params.max_tokens != 0 or params.n != 1):
             raise ValueError("a pooling request has one sequence and generates no tokens")
         if request.beams is not None and (

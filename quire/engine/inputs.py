@@ -135,10 +135,17 @@ def prompt_request_id(request_id: str, index: int) -> str:
 
 
 def prepare_generations(
-    prompts: Sequence[TokenizedPrompt], params: Sequence[SamplingParams], tokenizer: Tokenizer, max_model_len: int
+    prompts: Sequence[TokenizedPrompt],
+    params: Sequence[SamplingParams],
+    tokenizer: Tokenizer,
+    max_model_len: int,
+    *,
+    keep_begin_and_end: bool = False,
 ) -> list[Generation]:
     """One Generation per prompt and its parameters.
 
+    keep_begin_and_end: whether a truncated prompt keeps the tokens that the tokenizer puts around every text, if it has
+    them.
     Raises RequestError for invalid bad words, a stop_regex that cannot be compiled or an impossible truncation, and
     ContextLengthExceeded for a prompt that does not fit.
     """
@@ -146,7 +153,7 @@ def prepare_generations(
     for prompt, one in zip(prompts, params, strict=True):
         same = made and one is made[-1].params  # prompts of a batch share their parameters
         bad_words = made[-1].bad_words if same else bad_word_tokens(one.bad_words, tokenizer)
-        kept = _truncate(prompt, one, tokenizer, max_model_len)
+        kept = _truncate(prompt, one, tokenizer, max_model_len, keep_begin_and_end=keep_begin_and_end)
         check_length(len(kept.ids), one, max_model_len)
         prediction = made[-1].prediction if same else prediction_tokens(one, tokenizer)
         stop_regex = made[-1].stop_regex if same else compile_searches(one.stop_regex)
@@ -165,7 +172,12 @@ def prediction_tokens(params: SamplingParams, tokenizer: Tokenizer) -> Sequence[
 
 
 def _truncate(
-    prompt: TokenizedPrompt, params: SamplingParams, tokenizer: Tokenizer, max_model_len: int
+    prompt: TokenizedPrompt,
+    params: SamplingParams,
+    tokenizer: Tokenizer,
+    max_model_len: int,
+    *,
+    keep_begin_and_end: bool,
 ) -> TokenizedPrompt:
     """`truncate_prompt_tokens` tokens of a prompt. If tokens are dropped, its text is decoded from the rest.
 
@@ -184,8 +196,18 @@ def _truncate(
             )
     if len(prompt.ids) <= length:
         return prompt
-    ids = prompt.ids[:length] if params.truncation_side == "right" else prompt.ids[-length:]
+    begin, end = tokenizer.begin_and_end_ids() if keep_begin_and_end else ([], [])
+    ids = _cut(prompt.ids, length, params.truncation_side, begin, end)
     return TokenizedPrompt(None if prompt.text is None else tokenizer.decode(ids), ids)
+
+
+def _cut(ids: list[int], length: int, side: str, begin: list[int], end: list[int]) -> list[int]:
+    """`length` of the ids: those on the left for the side "right". `begin` and `end` stay if the ids have them."""
+    room, last = length - len(begin) - len(end), len(ids) - len(end)
+    if room < 1 or ids[: len(begin)] != begin or ids[last:] != end:
+        return ids[:length] if side == "right" else ids[-length:]
+    inner = ids[len(begin) : last]
+    return [*begin, *(inner[:room] if side == "right" else inner[-room:]), *end]
 
 
 _EVICTION_BY_PRIORITY = ("priority", "cost")  # eviction policies that use retention.priority

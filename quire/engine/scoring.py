@@ -1,4 +1,4 @@
-"""Probabilities of classes and scores of pairs of texts, from the pooled vectors of prompts."""
+"""Probabilities of classes and scores of pairs of texts, from the pooled states of prompts."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,6 +7,7 @@ import numpy as np
 
 from quire.config import Activation, Classification
 from quire.core.step import Pooling
+from quire.engine.embeddings import Embedder, PooledPrompt
 from quire.engine.inputs import TokenizedPrompt, tokenize
 from quire.errors import RequestError
 from quire.tokenizer.tokenizer import Tokenizer
@@ -29,26 +30,30 @@ def activation_of(classification: Classification | None, *, used: bool) -> Activ
 
 
 class ScoredPairs(NamedTuple):
-    """The prompts whose vectors give the scores of pairs of texts.
+    """The prompts that give the scores of pairs of texts.
 
     pairs: the places of a pair's prompts. A model with a classification head reads both texts in one prompt. Of other
-    models the score is the cosine of the vectors of two prompts.
+    models the score is the similarity of the vectors of two prompts, by default their cosine.
     """
 
     prompts: list[TokenizedPrompt]
     pooling: Pooling
     pairs: list[tuple[int, int]]
 
-    def scores(self, vectors: Sequence[np.ndarray], activation: Activation) -> list[float]:
-        """The score of each pair. vectors: of the prompts; those of states have length 1."""
+    def scores(self, pooled: Sequence[PooledPrompt], embedder: Embedder, activation: Activation) -> list[float]:
+        """The score of each pair. pooled: the computed prompts."""
         if self.pooling is Pooling.CLASS:
-            return [float(probabilities(vectors[place], activation)[0]) for place, _ in self.pairs]
-        cosines = [float(np.dot(vectors[first], vectors[second])) for first, second in self.pairs]
-        return [max(-1.0, min(1.0, cosine)) for cosine in cosines]  # they may be off by a rounding error
+            return [float(probabilities(pooled[place].state(), activation)[0]) for place, _ in self.pairs]
+        vectors = embedder.vectors(pooled)
+        return [embedder.similarity(vectors[first], vectors[second]) for first, second in self.pairs]
 
 
 def pair_texts(
-    firsts: Sequence[str], seconds: Sequence[str], tokenizer: Tokenizer, classification: Classification | None
+    firsts: Sequence[str],
+    seconds: Sequence[str],
+    tokenizer: Tokenizer,
+    classification: Classification | None,
+    embedder: Embedder,
 ) -> ScoredPairs:
     """The prompts for the scores of pairs: one first text with each second one, or as many of both.
 
@@ -63,9 +68,9 @@ def pair_texts(
         )
     paired = list(firsts) * num_seconds if num_firsts == 1 else list(firsts)
     if classification is None:
-        prompts = [tokenize(text, tokenizer) for text in (*firsts, *seconds)]
+        prompts = [tokenize(text, tokenizer) for text in embedder.texts([*firsts, *seconds])]
         pairs = [(place if num_firsts > 1 else 0, num_firsts + place) for place in range(num_seconds)]
-        return ScoredPairs(prompts, Pooling.LAST, pairs)
+        return ScoredPairs(prompts, embedder.config.pooling, pairs)
     if len(classification.labels) != 1:
         raise RequestError(
             f"scores need a model with one class, and this one has {len(classification.labels)}; use classify", "model"

@@ -32,6 +32,7 @@ from quire.hub.download import TIMEOUT, fetch
 from quire.hub.names import HubName
 from quire.models.checkpoint import INDEX_FILE, WEIGHTS_FILE
 from quire.models.json_file import read_json_object
+from quire.models.sentence_transformers import MODULES, module_folders
 
 _SMALL_FILE_PATTERNS = ("*.json", "*.jinja", "merges.txt", "vocab.txt", "additional_chat_templates/*.jinja")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -105,6 +106,12 @@ def weight_files(names: Iterable[str], indexed: Iterable[str]) -> list[str]:
     """The safetensors files of a repository: the single file, or those in `indexed`, the names in its index."""
     listing = set(names)
     return [WEIGHTS_FILE] if WEIGHTS_FILE in listing else sorted(listing & set(indexed))
+
+
+def module_files(names: Iterable[str], modules: Path) -> list[str]:
+    """The files of the modules behind an embedding model, in folders that `modules`, its modules.json, names."""
+    wanted = {f"{folder}/{file}" for folder in module_folders(modules) for file in ("config.json", WEIGHTS_FILE)}
+    return sorted({*names} & wanted)
 
 
 def _list_available(sets: Iterable[str]) -> str:
@@ -204,6 +211,8 @@ class Repository:
                 self._download_missing(ggufs, files, commit, report, progress)
             else:
                 self._download_missing(small_files(self._name, files), files, commit, report, progress)
+                modules = module_files(files, self._path(MODULES, commit)) if MODULES in files else []
+                self._download_missing(modules, files, commit, report, progress)
                 indexed = [] if WEIGHTS_FILE in files else self._files_of_index(self._path(INDEX_FILE, commit))
                 self._download_missing(weight_files(files, indexed), files, commit, report, progress)
             self._write_cached_commit(commit)

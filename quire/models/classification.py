@@ -30,6 +30,9 @@ _ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(  # by `problem_type`
         "regression": "none",
     }
 )
+_CROSS_ENCODER_ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
+    {"torch.nn.modules.activation.Sigmoid": "sigmoid", "torch.nn.modules.linear.Identity": "none"}
+)
 
 
 def is_classifier(architecture: str) -> bool:
@@ -47,4 +50,16 @@ def read_classification(fields: Fields) -> Classification:
     kind = fields.optional("problem_type", str, "")
     if kind and kind not in _ACTIVATIONS:
         raise fields.error(f"problem_type {kind!r:.80} is not supported; supported: {', '.join(_ACTIVATIONS)}")
-    return Classification(labels, _ACTIVATIONS.get(kind, "sigmoid" if number == 1 else "softmax"))
+    usual = _ACTIVATIONS.get(kind, "sigmoid" if number == 1 else "softmax")
+    return Classification(labels, _activation_of_cross_encoder(fields, usual) if number == 1 else usual)
+
+
+def _activation_of_cross_encoder(fields: Fields, usual: Activation) -> Activation:
+    """What sentence-transformers applies to the one logit of a cross-encoder. Raises ModelError for other functions."""
+    older = fields.optional("sbert_ce_default_activation_function", str, "")
+    path = fields.within("sentence_transformers").optional("activation_fn", str, older)
+    if path and path not in _CROSS_ENCODER_ACTIVATIONS:
+        raise fields.error(
+            f"activation_fn {path!r:.80} is not supported; supported: {', '.join(_CROSS_ENCODER_ACTIVATIONS)}"
+        )
+    return _CROSS_ENCODER_ACTIVATIONS.get(path, usual)

@@ -55,7 +55,21 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "CohereForCausalLM": gpt_like.COHERE,
     }
 )
-
+# architecture of a decoder without a head, as embedding models are published -> that of the same decoder with one
+BASE_MODELS: Mapping[str, str] = MappingProxyType(
+    {
+        **{name.replace("ForCausalLM", "Model"): name for name in FAMILIES if name.endswith("ForCausalLM")},
+        "GPT2Model": "GPT2LMHeadModel",
+        "Gemma3Model": "",  # has a vision tower
+        "Gemma3TextModel": "Gemma3ForCausalLM",
+    }
+)
+_ENCODERS = (  # first parts of the names of models that attend in both directions
+    *("Albert", "Bert", "Camembert", "ConvBert", "Deberta", "DebertaV2", "DistilBert", "Electra", "Ernie", "EuroBert"),
+    *("Flaubert", "JinaBert", "Longformer", "MPNet", "MT5Encoder", "MobileBert", "ModernBert", "New", "NomicBert"),
+    *("RemBert", "RoFormer", "Roberta", "T5Encoder", "XLMRoberta", "XLMRobertaXL", "XLNet"),
+)
+_ENCODER = re.compile(rf"({'|'.join(_ENCODERS)})(Model|ForMaskedLM|ForPreTraining)")
 
 _QUANTIZED = re.compile(r"(float|F)[468](_|$)|u?int\d|[IU]\d")  # names of such types in torch and safetensors
 _STORED_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -132,6 +146,11 @@ class ModelDescription:
     eos_token_ids: tuple[int, ...]
     sampling_defaults: Mapping[str, float | int]  # by names of SamplingParams
     classification: Classification | None  # of the classification head; None for a language model
+
+    @property
+    def generates(self) -> bool:
+        """See Description."""
+        return self.classification is None and self.architecture not in BASE_MODELS
 
     @property
     def vocab_size(self) -> int:
@@ -211,12 +230,14 @@ def describe(source: Checkpoint | Path, *, max_model_len: int | None = None) -> 
     if architecture in TEXT_MODELS:
         text = TextCheckpoint(checkpoint, TEXT_MODELS[architecture])
         return replace(describe(text, max_model_len=max_model_len), architecture=architecture)
-    family = FAMILIES[CLASSIFIERS.get(architecture, architecture)]
+    family = FAMILIES[CLASSIFIERS.get(architecture) or BASE_MODELS.get(architecture, architecture)]
     config, names = decoder_config(family, fields, max_model_len), fields.resolve(family.names)
     names = replace(names, prefix=_prefix(names, checkpoint))
     classification = read_classification(fields) if architecture in CLASSIFIERS else None
     if classification is not None:  # no token is sampled, so that a head over the vocabulary is not needed
         config = replace(config, tied=True, num_classes=len(classification.labels))
+    elif architecture in BASE_MODELS:
+        config = replace(config, tied=True)
     else:
         config = replace(config, tied=config.tied and not _has_own_head(names, checkpoint))
     parts = sum(config.experts.num_experts if config.experts and layer.has_experts else 1 for layer in config.layers)
@@ -241,12 +262,16 @@ def _architecture(fields: Fields) -> str:
     if not names:
         raise fields.error(f"architectures is missing; supported: {supported}")
     for name in names:
-        if name in FAMILIES or name in TEXT_MODELS or name in CLASSIFIERS:
+        if name in FAMILIES or name in TEXT_MODELS or name in CLASSIFIERS or BASE_MODELS.get(name):
             return name
     if is_classifier(names[0]):  # transformers as a backend has no classification heads
         raise fields.error(
             f"the classification head of {names[0]!r:.80} is not supported{nearest(names[0], CLASSIFIERS)}; "
             f"supported: {', '.join(CLASSIFIERS)}"
+        )
+    if _ENCODER.fullmatch(names[0]):
+        raise fields.error(
+            f"architecture {names[0]!r:.80} is an encoder, which attends in both directions; quire runs decoders only"
         )
     raise UnknownArchitecture(
         f"{fields.path}: architecture {names[0]!r:.80} is not supported{nearest(names[0], FAMILIES)}; "

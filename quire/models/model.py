@@ -33,6 +33,10 @@ class Description(Protocol):
         """The classes of the classification head; None for a language model."""
 
     @property
+    def generates(self) -> bool:
+        """Whether it has a head over the vocabulary."""
+
+    @property
     def vocab_size(self) -> int:
         """Number of logits per position."""
 

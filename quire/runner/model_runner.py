@@ -93,9 +93,8 @@ def pooled_states(
 ) -> np.ndarray | None:
     """One float32 row for each chunk that pools, from the states (num_tokens, hidden_size) of the step.
 
-    LAST: the state of the chunk's last position. MEAN: the sum of the states of its last `num_logits` positions. CLASS:
-    `class_logits` of its last position. None if no chunk pools. Raises ValueError for a chunk whose row has no pooling,
-    and for rows of different lengths.
+    A row is the part of its last `num_logits` positions: see Pooling. CLASS: `class_logits` of its last position. None
+    if no chunk pools. Raises ValueError for a chunk whose row has no pooling, and for rows of different lengths.
     """
     pooling = np.flatnonzero(chunks.outputs == ChunkOutput.POOL)
     if not len(pooling):
@@ -105,12 +104,28 @@ def pooled_states(
         logits: np.ndarray = class_logits(ends - 1).float().cpu().numpy()
         return logits
     found = []
-    for end, length, kind in zip(ends, chunks.num_logits[pooling], kinds, strict=True):
-        if kind not in (Pooling.LAST, Pooling.MEAN):
-            raise ValueError("a chunk is to be pooled, but its sequence has no pooling of states")
-        first = end - (1 if kind == Pooling.LAST else length)
-        found.append(states[first:end].float().sum(0).cpu().numpy())
+    for kind, end, stop, length in zip(kinds, ends, chunks.stops[pooling], chunks.num_logits[pooling], strict=True):
+        found.append(_pooled_part(Pooling(kind), states[end - length : end], int(stop)).cpu().numpy())
     return np.stack(found)
+
+
+def _pooled_part(pooling: Pooling, states: Tensor, stop: int) -> Tensor:
+    """float32 (hidden_size,): the part of a chunk. states (num_positions, hidden_size): of positions up to `stop`.
+
+    Raises ValueError for a pooling that is none of states.
+    """
+    if pooling is Pooling.LAST:
+        return states[-1].float()
+    if pooling is Pooling.CLS:
+        return states[0].float()
+    if pooling is Pooling.MAX:
+        return states.float().max(0).values
+    if pooling is Pooling.WEIGHTED_MEAN:
+        weights = torch.arange(stop - len(states) + 1, stop + 1, dtype=torch.float32, device=states.device)
+        return weights @ states.float()
+    if pooling in (Pooling.MEAN, Pooling.MEAN_SQRT_LEN):
+        return states.float().sum(0)
+    raise ValueError("a chunk is to be pooled, but its sequence has no pooling of states")
 
 
 class LaunchedStep(msgspec.Struct, frozen=True, eq=False):

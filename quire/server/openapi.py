@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from quire.core.scheduling_params import MAX_NAME_LEN, MAX_PROGRAM_TTL, MAX_SECONDS
+from quire.engine.embeddings import POOLINGS
 from quire.params import (
     MAX_BAD_WORDS,
     MAX_CHARACTERS,
@@ -87,7 +88,7 @@ LIMITS: Mapping[str, Limits] = {
     "messages": {"array": {"minItems": 1}},
     **{name: {"string": {"minLength": 1}, "array": {"minItems": 1}} for name in ("prompt", "input", "input_ids")},
     "text": {"array": {"minItems": 1}},
-    "pooling": {"string": {"enum": ["last", "mean"]}},
+    "pooling": {"string": {"enum": list(POOLINGS)}},
     "logprob_start_len": {"integer": {"minimum": -1}},
 }
 _ID: Limits = {"string": {"minLength": 1, "maxLength": MAX_NAME_LEN}}

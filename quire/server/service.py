@@ -13,6 +13,7 @@ from quire.chat.detect import chat_format
 from quire.core.explanation import Explanation
 from quire.core.request import Beams, Namespace, check_length
 from quire.core.scheduling_params import DEFAULT_SCHEDULING_PARAMS, SchedulingParams
+from quire.engine.embeddings import Embedder
 from quire.engine.inputs import Generation, Prompt, prepare_generations, prompt_request_id, tokenize
 from quire.engine.output_text import RequestOutputProcessor
 from quire.errors import ContextLengthExceeded, RequestError
@@ -67,7 +68,7 @@ class Service:
         self.max_model_len = facts.max_model_len
         self.vocab_size = facts.vocab_size
         self.num_end_tokens = facts.num_end_tokens
-        self.hidden_size = facts.hidden_size
+        self.embedder = Embedder(facts.embedding)
         self.facts = facts
         self.options = facts.options
         self.cache = facts.cache
@@ -139,10 +140,12 @@ class Service:
         params: Sequence[SamplingParams],
         *,
         add_special_tokens: bool | None = None,
+        keep_begin_and_end: bool = False,
     ) -> list[Generation]:
         """Tokenize prompts; long ones on the thread pool, so that they do not delay streams. One Generation per prompt.
 
-        add_special_tokens: None means True. Raises RequestError, Busy, EngineStopped.
+        add_special_tokens: None means True. keep_begin_and_end: as in `prepare_generations`. Raises RequestError, Busy,
+        EngineStopped.
         """
         for prompt, one in zip(prompts, params, strict=True):
             if isinstance(prompt, str):
@@ -153,7 +156,9 @@ class Service:
 
         def work() -> list[Generation]:
             tokenized = [tokenize(prompt, self.tokenizer, add_special_tokens=added) for prompt in prompts]
-            return prepare_generations(tokenized, params, self.tokenizer, self.max_model_len)
+            return prepare_generations(
+                tokenized, params, self.tokenizer, self.max_model_len, keep_begin_and_end=keep_begin_and_end
+            )
 
         are_short = len(prompts) <= _MAX_SHORT_PROMPTS and sum(map(len, prompts)) <= _MAX_SHORT
         if are_short and not any(one.bad_words or one.stop_regex for one in params):

@@ -36,6 +36,7 @@ from quire.cost.memory_plan import (
     plan_host_pool,
     plan_memory,
 )
+from quire.cost.model_shape import ModelShape
 from quire.engine.engine import Engine
 from quire.engine.shared_prefixes import PrefixLimits, num_public_blocks, read_public_prefixes
 from quire.errors import ConfigError
@@ -46,6 +47,7 @@ from quire.kernels.contract import Kernels, Requirements, Scheme
 from quire.kernels.reference.quantized import QUANTIZED
 from quire.models.checkpoint import Checkpoint
 from quire.models.model import Description, Progress
+from quire.models.sentence_transformers import EmbeddingConfig
 from quire.models.weight_cache import WeightCache
 from quire.quant.schemes import AT_LOAD, Schemes, simpler, summary
 from quire.runner.model_runner import TorchRunner
@@ -181,6 +183,7 @@ def build(options: EngineOptions, *, report: Report, progress: Progress, is_rest
         seed=options.seed,
         deterministic=runner.supports_deterministic,
         classifies=description.classification is not None,
+        generates=description.generates,
         compiler=grammars,
     )
     return Built(
@@ -191,6 +194,8 @@ def build(options: EngineOptions, *, report: Report, progress: Progress, is_rest
         num_parameters=description.num_parameters,
         weight_bytes=description.weight_bytes(prepared.dtype, prepared.schemes),
         classification=description.classification,
+        generates=description.generates,
+        embedding=prepared.files.embedding,
         path=str(prepared.path),
         max_model_len=engine.max_model_len,
         vocab_size=engine.vocab_size,
@@ -231,7 +236,7 @@ def prepare_files(options: EngineOptions, opened: OpenFiles, *, report: Report) 
     dtype, kv_dtype = requirements.dtype, requirements.kv_dtype
     _check_block_size(options, requirements)
     schemes, chosen, schemes_line = _low_bits(options, description, requirements)
-    shape = shape_of(description, dtype, schemes)
+    shape = _limited(shape_of(description, dtype, schemes), options, files.embedding)
     threads = _threads(options.threads, shape.weight_bytes)
     chosen.kernels.use_threads(threads)
     kept = "" if kv_dtype == dtype else f", keys and values in {kv_dtype}"
@@ -241,6 +246,8 @@ def prepare_files(options: EngineOptions, opened: OpenFiles, *, report: Report) 
         format = chat_format(files.tokenizer.tool_template, options.tool_call_parser, options.reasoning_parser)
         report(f"chat       {format.reason}")
     report(f"kernels    {chosen.reason}; {threads} threads")
+    if files.embedding.source:
+        report(f"embeddings {files.embedding}")
     if schemes_line:
         report(f"weights    {schemes_line}")
     if dtype_line:
@@ -283,6 +290,17 @@ def prepare_files(options: EngineOptions, opened: OpenFiles, *, report: Report) 
         device=device,
     )
     return Prepared(name, path, files, chosen, device, dtype, schemes, plan, cache, limits, resolved)
+
+
+def _limited(shape: ModelShape, options: EngineOptions, embedding: EmbeddingConfig) -> ModelShape:
+    """The shape with the longest sequence of an embedding model. Raises ConfigError for a longer max_model_len."""
+    longest = min(shape.max_positions, embedding.max_length or shape.max_positions)
+    if options.max_model_len is not None and longest < options.max_model_len <= shape.max_positions:
+        raise ConfigError(
+            f"max_model_len must be at most {longest}, not {options.max_model_len}: the model makes no vectors of "
+            "longer texts (max_seq_length of sentence_bert_config.json, or model_max_length of tokenizer_config.json)"
+        )
+    return replace(shape, max_positions=longest)
 
 
 def _quantization(options: EngineOptions, checkpoint: Checkpoint) -> str | None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from quire.config import CacheConfig, Classification, EngineOptions
+from quire.models.sentence_transformers import EmbeddingConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +16,8 @@ class ModelInfo:
     num_parameters: int
     weight_bytes: int
     classification: Classification | None  # of its classification head; None for a language model
+    generates: bool  # whether it has a head over its vocabulary
+    embedding: EmbeddingConfig  # how its vectors are made
     path: str  # a folder or a .gguf file
     max_model_len: int
     vocab_size: int

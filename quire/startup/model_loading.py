@@ -3,7 +3,9 @@
 `open_model` chooses the implementation: quire's own decoder, or transformers as a backend.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
@@ -17,6 +19,7 @@ from quire.models.gguf.checkpoint import GgufCheckpoint
 from quire.models.loading import load
 from quire.models.model import Description, Model, Progress
 from quire.models.quantized_checkpoint import open_layers
+from quire.models.sentence_transformers import EmbeddingConfig, read_folder, read_gguf
 from quire.models.weight_cache import WeightCache
 from quire.quant.schemes import Schemes
 from quire.tokenizer.gguf import gguf_tokenizer
@@ -46,6 +49,7 @@ class ModelFiles:
     tokenizer: Tokenizer
     load: Load
     implementation: str  # name of the implementation, and why it was chosen
+    embedding: EmbeddingConfig  # how its vectors are made
 
 
 def open_model(path: Path, implementation: ModelImpl, *, max_model_len: int | None) -> ModelFiles:
@@ -59,13 +63,13 @@ def open_model(path: Path, implementation: ModelImpl, *, max_model_len: int | No
                 f"{path}: transformers as a backend reads folders only; leave model_impl out, or use 'quire'"
             )
         gguf = GgufCheckpoint(path)
-        return _native(gguf, gguf_tokenizer(gguf.metadata), max_model_len)
+        return _native(gguf, gguf_tokenizer(gguf.metadata), max_model_len, partial(read_gguf, gguf.metadata))
     checkpoint = open_layers(FolderCheckpoint(path))
-    tokenizer = Tokenizer.from_folder(path)
+    tokenizer, embedding = Tokenizer.from_folder(path), partial(read_folder, path, checkpoint.config)
     if implementation == "transformers":
-        return _transformers_backend(checkpoint, tokenizer, "asked for by name")
+        return _transformers_backend(checkpoint, tokenizer, embedding, "asked for by name")
     try:
-        return _native(checkpoint, tokenizer, max_model_len)
+        return _native(checkpoint, tokenizer, max_model_len, embedding)
     except UnknownArchitecture as unknown:
         if implementation == "quire":
             raise
@@ -74,10 +78,22 @@ def open_model(path: Path, implementation: ModelImpl, *, max_model_len: int | No
                 f"{unknown}. Transformers may run it as a backend: install it with pip install -e '.[hf]' in a "
                 "checkout of quire"
             ) from unknown
-        return _transformers_backend(checkpoint, tokenizer, "quire's own decoder does not describe this architecture")
+        reason = "quire's own decoder does not describe this architecture"
+        return _transformers_backend(checkpoint, tokenizer, embedding, reason)
 
 
-def _native(checkpoint: Checkpoint, tokenizer: Tokenizer, max_model_len: int | None) -> ModelFiles:
+ReadEmbedding = Callable[[int], EmbeddingConfig]  # of the hidden size
+
+
+def _embedding(read: ReadEmbedding, description: Description) -> EmbeddingConfig:
+    """How vectors are made; a model with a classification head makes none."""
+    hidden_size = description.hidden_size
+    return read(hidden_size) if description.classification is None else EmbeddingConfig(hidden_size)
+
+
+def _native(
+    checkpoint: Checkpoint, tokenizer: Tokenizer, max_model_len: int | None, embedding: ReadEmbedding
+) -> ModelFiles:
     description = describe(checkpoint, max_model_len=max_model_len)
 
     def read(
@@ -92,10 +108,12 @@ def _native(checkpoint: Checkpoint, tokenizer: Tokenizer, max_model_len: int | N
             description, dtype=dtype, device=device, kernels=kernels, schemes=schemes, progress=progress, cache=cache
         )
 
-    return ModelFiles(description, tokenizer, read, "quire's own decoder")
+    return ModelFiles(description, tokenizer, read, "quire's own decoder", _embedding(embedding, description))
 
 
-def _transformers_backend(checkpoint: Checkpoint, tokenizer: Tokenizer, reason: str) -> ModelFiles:
+def _transformers_backend(
+    checkpoint: Checkpoint, tokenizer: Tokenizer, embedding: ReadEmbedding, reason: str
+) -> ModelFiles:
     from quire.models.transformers import describe_transformers, load_transformers  # noqa: PLC0415  (needs an optional extra)
 
     description = describe_transformers(checkpoint)
@@ -114,5 +132,9 @@ def _transformers_backend(checkpoint: Checkpoint, tokenizer: Tokenizer, reason: 
         return load_transformers(description, dtype=dtype, device=device, progress=progress)
 
     return ModelFiles(
-        description, tokenizer, read, f"transformers as a backend: {reason}; slower, without deterministic"
+        description,
+        tokenizer,
+        read,
+        f"transformers as a backend: {reason}; slower, without deterministic",
+        _embedding(embedding, description),
     )

@@ -12,7 +12,7 @@ import numpy as np
 
 from quire.core.output import EndCause, Output
 from quire.core.request import KnownOutput, Request
-from quire.core.step import Logprobs, Pooling
+from quire.core.step import Logprobs
 from quire.supervisor.protocol import Launched
 
 
@@ -155,8 +155,7 @@ class OpenRequests:
 
 def _pool(entry: _OpenRequest, output: Output, pooled: np.ndarray) -> Output:
     """Accumulate pooled states. The output has them only when they are complete, as a new engine starts over."""
-    more = entry.pooled is not None and entry.request.pooling is Pooling.MEAN
-    entry.pooled = entry.pooled + pooled if more else pooled
+    entry.pooled = entry.request.pooling.combine(entry.pooled, pooled)
     return msgspec.structs.replace(output, pooled=None if output.end is None else entry.pooled)
 
 

@@ -162,6 +162,15 @@ class Tokenizer:
         _check_text(second)
         return list(self._core.encode_batch_fast([(first, second)])[0].ids)
 
+    def begin_and_end_ids(self) -> tuple[list[int], list[int]]:
+        """The ids that the tokenizer puts before and after every text."""
+        text = "a"
+        whole, inner = self.encode(text), self.encode(text, add_special_tokens=False)
+        for begin in range(len(whole) - len(inner) + 1):
+            if whole[begin : begin + len(inner)] == inner:
+                return whole[:begin], whole[begin + len(inner) :]
+        return [], []
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:  # noqa: FBT001, FBT002
         """The text of token ids. Invalid UTF-8 becomes U+FFFD; ids without a token are skipped.
 

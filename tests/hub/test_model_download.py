@@ -176,6 +176,27 @@ def test_shards_are_those_of_the_index(find, hub):
     assert files_in(find("owner/tiny")) == {"config.json", INDEX, *shards}
 
 
+def test_the_modules_of_an_embedding_model_are_downloaded(find, hub):
+    paths = {"0": "", "1": "1_Pooling", "2": "2_Dense", "3": "3_Normalize"}
+    modules = [{"idx": int(idx), "name": idx, "path": path, "type": "T"} for idx, path in paths.items()]
+    needed = {
+        "modules.json": json.dumps(modules).encode(),
+        "config_sentence_transformers.json": b"{}",
+        "sentence_bert_config.json": b"{}",
+        "1_Pooling/config.json": b"{}",
+        "2_Dense/config.json": b"{}",
+        "2_Dense/model.safetensors": WEIGHTS[:3000],
+    }
+    others = {"2_Dense/pytorch_model.bin": WEIGHTS, "9_Dense/model.safetensors": WEIGHTS}
+    hub.repos["owner/tiny"].files = {**FILES, **needed, **others}
+    folder = find("owner/tiny")
+    assert files_in(folder) == NEEDED | needed.keys()
+    assert (folder / "2_Dense/model.safetensors").read_bytes() == WEIGHTS[:3000]
+    hub.requests.clear()
+    assert find("owner/tiny") == folder
+    assert len(hub.requests) == 1
+
+
 def test_a_bare_name_and_a_revision(find, hub):
     hub.repos["gpt2"] = Repo(dict(FILES), commit="d" * 40, revisions=("main", "v1", "refs/pr/7"))
     assert find("gpt2").name == "d" * 40

@@ -68,6 +68,19 @@ def test_labels_and_activations(tmp_path):
         )
     one = changed(tmp_path, problem_type=None, id2label={"0": "good"}).classification
     assert one == Classification(("good",), "sigmoid")
+    for name, activation in (("activation.Sigmoid", "sigmoid"), ("linear.Identity", "none")):
+        path = f"torch.nn.modules.{name}"
+        newer, older = (
+            {"sentence_transformers": {"activation_fn": path}},
+            {"sbert_ce_default_activation_function": path},
+        )
+        for given in (newer, older):
+            absent = dict.fromkeys(newer | older)
+            assert changed(tmp_path, **absent | given).classification == Classification(("good",), activation)
+    with pytest.raises(ModelError, match=r"activation_fn 'torch.nn.Tanh' is not supported"):
+        changed(tmp_path, sentence_transformers={"activation_fn": "torch.nn.Tanh"})
+    changed(tmp_path, **absent)
+    given = {str(place): name for place, name in NAMES.items()}
     assert changed(tmp_path, id2label=None).classification.labels == ("LABEL_0", "LABEL_1"), "transformers' default"
     assert changed(tmp_path, num_labels=3).classification.labels == ("LABEL_0", "LABEL_1", "LABEL_2")
     for wrong, message in (

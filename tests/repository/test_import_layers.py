@@ -28,7 +28,7 @@ ORDER = (
     *("models.config", "models.weight_map", "quant", "parallel", "lora"),
     "models",
     *("models.gguf.tensor_types", "models.gguf.reader", "models.gguf.special_tokens", "models.gguf"),
-    *("models.transformers", "sampling", "draft_models", "kv_store", "runner"),
+    *("models.sentence_transformers", "models.transformers", "sampling", "draft_models", "kv_store", "runner"),
     # front end
     *("tenant_memory", "tenant_queue"),
     *("tokenizer", "chat", "hub", "structured_outputs.vocabulary", "structured_outputs.limits"),

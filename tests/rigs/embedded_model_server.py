@@ -23,8 +23,9 @@ CHAT = [{"role": "user", "content": "Hello! Who are you?"}]
 GREEDY = {"temperature": 0, "max_tokens": 20}
 
 
-def small_engine(model: str | None = None) -> Built:
-    options = EngineOptions(model=model, max_num_seqs=16, memory="256MiB", max_model_len=512, dtype="float32")
+def small_engine(model: str | None = None, **changes) -> Built:
+    given = {"max_num_seqs": 16, "memory": "256MiB", "max_model_len": 512, "dtype": "float32", **changes}
+    options = EngineOptions(model=model, **given)
     return build(options, report=lambda line: None, progress=lambda done, total: None)
 
 

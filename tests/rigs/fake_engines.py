@@ -11,6 +11,7 @@ from quire.config import CacheConfig, EngineOptions, KVGroup
 from quire.core.output import EndCause, Output
 from quire.core.request import Request
 from quire.engine.engine import EngineStats
+from quire.models.sentence_transformers import EmbeddingConfig
 from quire.params import SamplingParams
 from quire.startup.model_info import ModelInfo
 from quire.supervisor.async_engine import AsyncEngine
@@ -22,6 +23,8 @@ FACTS = ModelInfo(
     num_parameters=0,
     weight_bytes=0,
     classification=None,
+    generates=True,
+    embedding=EmbeddingConfig(1),
     path="",
     max_model_len=999,
     vocab_size=999,

@@ -33,17 +33,19 @@ ARCHITECTURES = {
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 
-def write_gguf(folder, path, *, kind="F32", pre="gpt-2", tensors_in_shard=0) -> Path:
+def write_gguf(folder, path, *, kind="F32", pre="gpt-2", tensors_in_shard=0, pooling=None) -> Path:
     """Write the checkpoint in `folder` as GGUF to `path`, with its tokenizer.json, if any, and the pre-tokenizer `pre`.
 
     kind: type of the matrices whose rows it fits; all else is F32. K-quants have random numbers. "Q4_K_M" is Q4_K, with
     Q6_K for values and down projections. tensors_in_shard: 0 writes one file. With shards, `path` is NAME.gguf, and the
-    first of NAME-00001-of-... is returned.
+    first of NAME-00001-of-... is returned. pooling: the value of pooling_type, of an embedding model.
     """
     folder, path = Path(folder), Path(path)
     config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(path, _architecture_name(config), split_max_tensors=tensors_in_shard)
     add_config(writer, config)
+    if pooling is not None:
+        writer.add_pooling_type(gguf.PoolingType(pooling))
     if (folder / "tokenizer.json").exists():
         settings = folder / "tokenizer_config.json"
         add_byte_level(

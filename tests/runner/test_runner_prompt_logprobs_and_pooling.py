@@ -150,7 +150,15 @@ def test_pooled_states_equal_transformers_however_the_prompt_is_cut(theirs, mode
     with torch.no_grad():
         hidden = theirs.model(torch.tensor([prompt])).last_hidden_state[0]
     stops = np.cumsum(cuts)
-    for pooling in (Pooling.LAST, Pooling.MEAN):
+    weights = torch.arange(1, 34)[:, None]
+    poolings = {
+        Pooling.MEAN: hidden.mean(0),
+        Pooling.CLS: hidden[0],
+        Pooling.MAX: hidden.max(0).values,
+        Pooling.MEAN_SQRT_LEN: hidden.sum(0) / 33**0.5,
+        Pooling.WEIGHTED_MEAN: (hidden * weights).sum(0) / weights.sum(),
+    }
+    for pooling in (Pooling.LAST, *poolings):
         driver, options, parts = Driver(model), opening(prompt, Wish(GREEDY, 33, pooling=pooling)), []
         for chunk in chunks_of(cuts, output=POOL):
             result = driver.run([chunk], **options)
@@ -161,7 +169,10 @@ def test_pooled_states_equal_transformers_however_the_prompt_is_cut(theirs, mode
         if pooling == Pooling.LAST:
             np.testing.assert_allclose(np.stack(parts), hidden[stops - 1], atol=1e-4)
         else:
-            np.testing.assert_allclose(np.sum(parts, 0) / 33, hidden.mean(0), atol=1e-4)
+            whole = None
+            for part in parts:
+                whole = pooling.combine(whole, part)
+            np.testing.assert_allclose(pooling.whole(whole, 33), poolings[pooling], atol=1e-4)
 
 
 def test_pooling_beside_sampling_comes_in_the_order_of_chunks(theirs, model, prompt):

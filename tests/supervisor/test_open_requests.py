@@ -16,6 +16,12 @@ from quire.params import SamplingParams
 from quire.supervisor.open_requests import OpenRequests
 
 HIDDEN = 3
+POOLED = {  # of the states (positions, hidden) of a chunk, or of a prompt
+    Pooling.MEAN: lambda states: states.sum(axis=0),
+    Pooling.LAST: lambda states: states[-1],
+    Pooling.CLS: lambda states: states[0],
+    Pooling.MAX: lambda states: states.max(axis=0),
+}
 
 
 @dataclass
@@ -26,7 +32,7 @@ class Plan:
     tokens: list[list[int]]  # per sequence
     ends: list[str]
     stops: dict[int, int] = field(default_factory=dict)  # sequence: tokens after which a stop string is complete
-    pooled: np.ndarray | None = None  # (prompt, hidden): MEAN delivers the sum, LAST the last row
+    pooled: np.ndarray | None = None  # (prompt, hidden): POOLED says what is delivered
 
     def logprobs(self, start: int, stop: int) -> Logprobs:
         """Logprobs of prompt tokens."""
@@ -42,7 +48,7 @@ def plan_of(dice: random.Random, name: str) -> Plan:
     prompt = list(range(dice.randint(1, 12)))
     kind = dice.choice(["sample", "sample", "ranked", "score", "beams", "pool"])
     if kind == "pool":
-        pooling = dice.choice([Pooling.MEAN, Pooling.LAST])
+        pooling = dice.choice([Pooling.MEAN, Pooling.LAST, Pooling.MAX, Pooling.CLS])
         request = Request(name, prompt, SamplingParams(max_tokens=0), pooling=pooling)
         pooled = np.array([[dice.randint(0, 99) for _ in range(HIDDEN)] for _ in prompt], np.float32)
         return Plan(request, [[]], [EndCause.STOP], pooled=pooled)
@@ -159,7 +165,7 @@ class PretendEngine:
         over = upto == len(request.prompt)
         if over:
             del self.open[seq_id]
-        part = states[told:upto].sum(axis=0) if request.pooling is Pooling.MEAN else states[upto - 1]
+        part = POOLED[request.pooling](states[told:upto])
         if request.pooling is Pooling.LAST and not over:
             part = None
         part = None if part is None else np.frombuffer(part.tobytes(), np.float32)  # read-only, as after decoding
@@ -251,7 +257,7 @@ class Front:
             if plan.request.beams is not None or (plan.request.params.is_ranked and stop is None):
                 assert heard.total == plan.total(index, len(plan.tokens[index]))
             if plan.pooled is not None:
-                whole = plan.pooled.sum(axis=0) if plan.request.pooling is Pooling.MEAN else plan.pooled[-1]
+                whole = POOLED[plan.request.pooling](plan.pooled)
                 assert np.array_equal(heard.pooled, whole)
         assert len(self.ledger) == 0
         assert list(self.ledger) == []

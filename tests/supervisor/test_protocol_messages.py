@@ -29,6 +29,7 @@ from quire.errors import (
     RequestError,
 )
 from quire.models.description import UnknownArchitecture
+from quire.models.sentence_transformers import Dense, EmbeddingConfig, LayerNorm, Normalize
 from quire.params import NUMBERS, ReasoningParams, RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
 from quire.startup.model_info import ModelInfo
 from quire.supervisor import protocol
@@ -256,6 +257,19 @@ FACTS = ModelInfo(
     num_parameters=10,
     weight_bytes=20,
     classification=Classification(("no", "yes"), "softmax"),
+    generates=True,
+    embedding=EmbeddingConfig(
+        3,
+        "modules.json",
+        Pooling.MAX,
+        (Dense("f", 4, 3, True, "Tanh", "projection"), LayerNorm("g", 3), Normalize(3)),  # noqa: FBT003
+        normalize=False,
+        dimensions=None,
+        prompts={"query": "find: "},
+        default_prompt="query",
+        similarity="dot",
+        max_length=8,
+    ),
     path="p",
     max_model_len=9,
     vocab_size=8,

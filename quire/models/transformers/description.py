@@ -52,6 +52,7 @@ class TransformersDescription:
     dtype: str  # compute dtype: "float32", "float16" or "bfloat16"
     eos_token_ids: tuple[int, ...]
     sampling_defaults: Mapping[str, float | int]  # by names of SamplingParams
+    generates: bool = True
     classification: None = None  # classification heads are not loaded through transformers
 
     @property

@@ -1,10 +1,10 @@
 """Requests that compute vectors of prompts and generate no text: embeddings, classes, scores."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from fastapi import Request
 from pydantic import Field
@@ -31,6 +31,8 @@ from quire.server.observability.request_record import RequestStats, record_of
 from quire.server.request_body import release_body
 from quire.server.service import Service
 from quire.server.sse import TimeLimit, while_connected
+
+T = TypeVar("T")
 
 
 class SaltedBody(SchedulingParamsBody):
@@ -77,7 +79,7 @@ class PoolingRequest(NamedTuple):
 async def pool(
     service: Service, request: Request, body: SaltedBody, asked: PoolingRequest, kind: str
 ) -> list[PooledPrompt]:
-    """Compute the vector of each prompt. kind: prefix of the response's id.
+    """Compute the pooled state of each prompt. kind: prefix of the response's id.
 
     Raises RequestError, RateLimited, DeadlineMissed, EmbeddingFailed, EngineStopped, TimedOut, ClientGone.
     """
@@ -85,7 +87,8 @@ async def pool(
     if not 1 <= len(prompts) <= MAX_PROMPTS:
         raise RequestError(f"prompt must be 1 to {MAX_PROMPTS} texts or lists of token ids", "prompt")
     each, special = [asked.params] * len(prompts), asked.add_special_tokens
-    tokenized = await limit.run(service.tokenize(caller.tenant, prompts, each, add_special_tokens=special))
+    tokenizing = service.tokenize(caller.tenant, prompts, each, add_special_tokens=special, keep_begin_and_end=True)
+    tokenized = await limit.run(tokenizing)
     release_body(request)
     id = service.request_ids.make(kind, request)
     namespace, scheduling_params = caller.namespace(body.cache_salt), body.scheduling_params(service.options)
@@ -94,6 +97,13 @@ async def pool(
     work = partial(_run, service, batch, caller.quota.spending(num_prompt_tokens(tokenized)))
     await limit.run(while_connected(request.receive, work))
     return list(batch)
+
+
+async def on_thread(service: Service, request: Request, work: Callable[[], T]) -> T:
+    """The result of `work` on pooled states, on the thread pool if the model has large modules. Raises Busy."""
+    if service.embedder.is_cheap:
+        return work()
+    return await service.thread_pool.run(caller_of(request).tenant, work)
 
 
 def usage_of(pooled: Sequence[PooledPrompt]) -> dict[str, object]:

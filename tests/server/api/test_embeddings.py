@@ -11,10 +11,18 @@ from transformers import AutoModel
 
 from quire.core.output import EndCause, Output
 from quire.core.step import Pooling
-from quire.engine.embeddings import EmbeddingBatch, EmbeddingDeadlineMissed, EmbeddingFailed, PooledPrompt
+from quire.engine.embeddings import (
+    POOLINGS,
+    Embedder,
+    EmbeddingBatch,
+    EmbeddingDeadlineMissed,
+    EmbeddingFailed,
+    PooledPrompt,
+)
 from quire.engine.inputs import Generation, TokenizedPrompt
 from quire.errors import RequestError
 from quire.hub import embedded
+from quire.models.sentence_transformers import EmbeddingConfig
 from quire.params import SamplingParams
 from quire.server.app import make_app
 
@@ -33,12 +41,31 @@ def states():
     return states
 
 
+def weighted_mean(states):
+    weights = np.arange(1, len(states) + 1)[:, None]
+    return (states * weights).sum(0) / weights.sum()
+
+
+ORACLES = {
+    "last": lambda states: states[-1],
+    "mean": lambda states: states.mean(0),
+    "cls": lambda states: states[0],
+    "max": lambda states: states.max(0),
+    "mean_sqrt_len": lambda states: states.sum(0) / len(states) ** 0.5,
+    "weightedmean": weighted_mean,
+}
+
+
 def pooled(states, pooling):
-    return states[-1] if pooling == "last" else states.mean(0)
+    return ORACLES[pooling](states)
+
+
+def test_each_pooling_has_an_oracle():
+    assert set(ORACLES) == set(POOLINGS)
 
 
 @pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize("pooling", ["last", "mean"])
+@pytest.mark.parametrize("pooling", ORACLES)
 def test_vectors_are_those_of_transformers(llm, states, pooling, normalize):
     results = llm.embed(TEXTS, pooling=pooling, normalize=normalize)
     for text, result in zip(TEXTS, results, strict=True):
@@ -46,20 +73,25 @@ def test_vectors_are_those_of_transformers(llm, states, pooling, normalize):
         assert result.prompt_token_ids == llm.get_tokenizer().encode(text)
         expected = pooled(states(result.prompt_token_ids), pooling)
         expected = expected / np.linalg.norm(expected) if normalize else expected
-        assert result.outputs.embedding == pytest.approx(expected.tolist(), abs=2e-3)
+        assert result.outputs.embedding == pytest.approx(
+            expected.tolist(), abs=2e-3 * max(1.0, float(np.abs(expected).max()))
+        )
 
 
 def test_a_long_prompt_is_pooled_over_all_its_chunks(llm, states):
     ids = llm.get_tokenizer().encode("One Tuesday Mira went to the shelf, and " * 60)[:600]
     llm.embed([ids[:300]])
-    for pooling in ("last", "mean"):
+    for pooling in ORACLES:
         (result,) = llm.embed(ids, pooling=pooling, normalize=False)
-        assert result.outputs.embedding == pytest.approx(pooled(states(ids), pooling).tolist(), abs=5e-3)
+        expected = pooled(states(ids), pooling)
+        assert result.outputs.embedding == pytest.approx(
+            expected.tolist(), abs=5e-3 * max(1.0, float(np.abs(expected).max()))
+        )
     assert llm.embed([]) == []
 
 
 def test_what_cannot_be_embedded(llm):
-    for prompts, more in ((["a", ""], {}), ([[99999]], {}), ("a", {"pooling": "max"}), ("a " * 5000, {})):
+    for prompts, more in ((["a", ""], {}), ([[99999]], {}), ("a", {"pooling": "median"}), ("a " * 5000, {})):
         with pytest.raises(RequestError):
             llm.embed(prompts, **more)
     assert len(llm.embed("a " * 5000, truncate_prompt_tokens=-1)[0].prompt_token_ids) == llm.max_model_len
@@ -117,7 +149,7 @@ def test_refusals(client, llm):
         ({"input": ["a", ""]}, "input"),
         ({"input": [[99999]]}, "input"),
         ({"input": ["a"] * 2049}, "input"),
-        ({"extra_body": {"pooling": "max"}}, "pooling"),
+        ({"extra_body": {"pooling": "median"}}, "pooling"),
         ({"extra_body": {"truncate_prompt_tokens": 0}}, "truncate_prompt_tokens"),
         ({"extra_body": {"dimension": 3}}, "dimension"),
     ):
@@ -134,22 +166,30 @@ def output(vector, finish_reason=None):
 
 
 def test_chunks_are_put_together():
-    last, mean = PooledPrompt("r", [1, 2, 3, 4], Pooling.LAST), PooledPrompt("r", [1, 2, 3, 4], Pooling.MEAN)
-    for one in (last, mean):
+    expected = {
+        Pooling.LAST: [3, 1],
+        Pooling.CLASS: [3, 1],
+        Pooling.CLS: [1, 2],
+        Pooling.MAX: [3, 2],
+        Pooling.MEAN: [1, 0.75],
+        Pooling.MEAN_SQRT_LEN: [2, 1.5],
+        Pooling.WEIGHTED_MEAN: [0.4, 0.3],
+    }
+    assert set(expected) == set(Pooling) - {Pooling.NONE}
+    for pooling, state in expected.items():
+        one = PooledPrompt("r", [1, 2, 3, 4], pooling)
         one.accumulate(output([1.0, 2.0]))
         one.accumulate(Output("r", 0, 0, []))
         assert one.finish_reason is None
-        one.accumulate(output([3.0, 4.0], "stop"))
+        one.accumulate(output([3.0, 1.0], "stop"))
         assert one.finish_reason == "stop"
-    assert last.vector(normalized=False).tolist() == [3, 4]
-    assert mean.vector(normalized=False).tolist() == [1, 1.5]
-    assert last.vector(normalized=True).tolist() == pytest.approx([0.6, 0.8])
+        assert one.state().tolist() == pytest.approx(state)
 
 
 def test_a_vector_of_nothing_stays_finite():
     one = PooledPrompt("r", [1], Pooling.LAST)
     one.accumulate(output([0.0, 0.0], "stop"))
-    assert one.vector(normalized=True).tolist() == [0, 0]
+    assert Embedder(EmbeddingConfig(2)).vectors([one]).tolist() == [[0, 0]]
 
 
 def test_a_batch_of_prompts_ends_with_its_last_one_or_the_first_that_fails():

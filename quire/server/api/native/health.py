@@ -47,7 +47,7 @@ def health_routes(service: Service, drain: Drain) -> APIRouter:
         return {
             "model_path": service.model_name,
             "tokenizer_path": service.model_name,
-            "is_generation": service.facts.classification is None,
+            "is_generation": service.facts.generates,
             "preferred_sampling_params": dict(service.sampling_defaults) or None,
         }
 

@@ -1,18 +1,19 @@
 """/api/embed and the older /api/embeddings, with Ollama's format."""
 
 import time
+from functools import partial
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from quire.core.step import Pooling
 from quire.engine.inputs import pooling_params
 from quire.server.api.ollama.chat import check_model
 from quire.server.api.ollama.schema import OllamaEmbedBody, OllamaEmbeddingsBody
-from quire.server.api.openai.embeddings import check_dimensions
-from quire.server.api.pooling import PoolingRequest, pool
+from quire.server.api.pooling import PoolingRequest, on_thread, pool
 from quire.server.errors import renamed_fields
 from quire.server.service import Service
+
+_FITTING = pooling_params(-1, "right")  # the begin of a text, as much as fits, as in Ollama
 
 
 def embed_routes(service: Service) -> APIRouter:
@@ -22,16 +23,19 @@ def embed_routes(service: Service) -> APIRouter:
     @router.post("/api/embed", response_model=None)
     async def embed(body: OllamaEmbedBody, request: Request) -> Response:
         """Return the vectors of texts, of length 1."""
-        began = time.monotonic()
+        began, embedder = time.monotonic(), service.embedder
         check_model(service, body.model)
-        check_dimensions(body.dimensions, service)
-        texts = [body.input] if isinstance(body.input, str) else body.input
-        asked = PoolingRequest(texts, Pooling.LAST, pooling_params(None if body.truncate is False else -1))
+        embedder.check_dimensions(body.dimensions)
+        texts = embedder.texts([body.input] if isinstance(body.input, str) else body.input)
+        params = pooling_params() if body.truncate is False else _FITTING
+        asked = PoolingRequest(texts, embedder.config.pooling, params)
         with renamed_fields({"prompt": "input"}):
             pooled = await pool(service, request, body, asked, "embd")
+        making = partial(embedder.vectors, pooled, normalize=True, dimensions=body.dimensions)
+        vectors = await on_thread(service, request, making)
         answer = {
             "model": service.model_name,
-            "embeddings": [one.vector(normalized=True).tolist() for one in pooled],
+            "embeddings": vectors.tolist(),
             "total_duration": round((time.monotonic() - began) * 10**9),
             "load_duration": 0,
             "prompt_eval_count": sum(len(one.prompt_token_ids) for one in pooled),
@@ -42,9 +46,11 @@ def embed_routes(service: Service) -> APIRouter:
     async def embeddings(body: OllamaEmbeddingsBody, request: Request) -> Response:
         """Return the vector of a text, as the model computes it."""
         check_model(service, body.model)
-        asked = PoolingRequest([body.prompt], Pooling.LAST, pooling_params(-1))
-        (pooled,) = await pool(service, request, body, asked, "embd")
-        answer = {"embedding": pooled.vector(normalized=False).tolist()}
+        embedder = service.embedder
+        asked = PoolingRequest(embedder.texts([body.prompt]), embedder.config.pooling, _FITTING)
+        pooled = await pool(service, request, body, asked, "embd")
+        (vector,) = await on_thread(service, request, partial(embedder.vectors, pooled, normalize=False))
+        answer = {"embedding": vector.tolist()}
         return Response(msgspec.json.encode(answer), media_type="application/json")
 
     return router

@@ -66,9 +66,10 @@ def _listed(service: Service, name: str) -> dict[str, object]:
 def _shown(service: Service) -> dict[str, object]:
     facts, family, tokenizer = service.facts, _family(service), service.tokenizer
     can = {
-        "completion": facts.classification is None,
-        "tools": facts.classification is None and service.chat_format.tools is not None,
-        "thinking": facts.classification is None and service.chat_format.reasoning is not None,
+        "completion": facts.generates,
+        "tools": facts.generates and service.chat_format.tools is not None,
+        "thinking": facts.generates and service.chat_format.reasoning is not None,
+        "embedding": not facts.generates and facts.classification is None,
     }
     return {
         "license": "",
@@ -103,7 +104,7 @@ def _details(service: Service) -> dict[str, object]:
 
 def _family(service: Service) -> str:
     """Such as "llama" of LlamaForCausalLM."""
-    return service.facts.architecture.partition("For")[0].removesuffix("LMHeadModel").lower()
+    return service.facts.architecture.partition("For")[0].removesuffix("LMHeadModel").removesuffix("Model").lower()
 
 
 def _number(parameters: int) -> str:

@@ -173,8 +173,8 @@ class OllamaEmbedBody(OllamaBody):
     """POST /api/embed."""
 
     input: str | PerPrompt[str] = Field(description="A text, or several.")
-    truncate: bool | None = optional_field("Keep the end of a text that is too long; true by default.")
-    dimensions: int | None = optional_field("Accepted if it is the size of the model's vectors.")
+    truncate: bool | None = optional_field("Keep the begin of a text that is too long; true by default.")
+    dimensions: int | None = optional_field("Keep this many numbers of each vector, where the model's files allow it.")
     options: Any = ignored_field()
 
 

@@ -1,16 +1,16 @@
 """/v1/embeddings, with OpenAI's format."""
 
 import base64
+from functools import partial
 from typing import Literal
 
 import msgspec
 import numpy as np
 from fastapi import APIRouter, Request, Response
 
-from quire.engine.embeddings import parse_pooling
+from quire.engine.embeddings import POOLINGS
 from quire.engine.inputs import as_prompt_list
-from quire.errors import RequestError
-from quire.server.api.pooling import PoolingRequest, PromptsBody, pool, usage_of
+from quire.server.api.pooling import PoolingRequest, PromptsBody, on_thread, pool, usage_of
 from quire.server.api.request_params import optional_field
 from quire.server.errors import renamed_fields
 from quire.server.service import Service
@@ -22,17 +22,16 @@ class EmbeddingBody(PromptsBody):
     encoding_format: Literal["float", "base64"] | None = optional_field(
         "Encoding of vectors: numbers (the default), or base64 of little-endian float32."
     )
-    dimensions: int | None = optional_field("Accepted if it is the size of the model's vectors.")
+    dimensions: int | None = optional_field("Keep this many numbers of each vector, where the model's files allow it.")
     pooling: str | None = optional_field(
-        "Which of the last layer's states: that of the last token ('last'), or the 'mean' over all tokens."
+        f"How the last layer's states become one: {', '.join(POOLINGS)}. By default as the model's files say, or last."
     )
-    normalize: bool | None = optional_field("Scale vectors to length 1; true by default.")
-
-
-def check_dimensions(dimensions: int | None, service: Service) -> None:
-    """Raises RequestError for a size of vectors other than the model's."""
-    if dimensions not in (None, service.hidden_size):
-        raise RequestError(f"dimensions other than the model's {service.hidden_size} are not supported", "dimensions")
+    normalize: bool | None = optional_field(
+        "Scale vectors to length 1; by default as the model's files say, else true."
+    )
+    prompt_name: str | None = optional_field(
+        "The prompt of the model's files to put in front of each text; empty: none. By default the model's default one."
+    )
 
 
 def embedding_routes(service: Service) -> APIRouter:
@@ -43,12 +42,15 @@ def embedding_routes(service: Service) -> APIRouter:
     async def embeddings(body: EmbeddingBody, request: Request) -> Response:
         """Return the vector of one or several prompts."""
         service.check_model(body.model)
-        pooling = parse_pooling(body.pooling or "last")
-        check_dimensions(body.dimensions, service)
+        embedder = service.embedder
+        pooling = embedder.pooling(body.pooling)
+        embedder.check_dimensions(body.dimensions)
         with renamed_fields({"prompt": "input"}):
-            asked = PoolingRequest(as_prompt_list(body.input), pooling, body.params(), body.add_special_tokens)
+            texts = embedder.texts(as_prompt_list(body.input), body.prompt_name)
+            asked = PoolingRequest(texts, pooling, body.params(), body.add_special_tokens)
             pooled = await pool(service, request, body, asked, "embd")
-        vectors = [one.vector(normalized=body.normalize is not False) for one in pooled]
+        making = partial(embedder.vectors, pooled, normalize=body.normalize, dimensions=body.dimensions)
+        vectors = await on_thread(service, request, making)
         written = [_base64(vector) if body.encoding_format == "base64" else vector.tolist() for vector in vectors]
         answer = {
             "object": "list",

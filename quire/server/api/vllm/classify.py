@@ -38,7 +38,7 @@ def classify_routes(service: Service) -> APIRouter:
         activation = activation_of(classification, used=body.use_activation is not False)
         data = []
         for index, one in enumerate(pooled):
-            logits = one.vector(normalized=False)
+            logits = one.state()
             label, probs = classification.labels[int(logits.argmax())], probabilities(logits, activation).tolist()
             data.append({"index": index, "label": label, "probs": probs, "num_classes": len(probs)})
         answer = {

@@ -8,11 +8,10 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from quire.core.step import Pooling
 from quire.engine.embeddings import PooledPrompt
 from quire.engine.scoring import activation_of, pair_texts
 from quire.errors import RequestError
-from quire.server.api.pooling import PoolingBody, PoolingRequest, pool, usage_of
+from quire.server.api.pooling import PoolingBody, PoolingRequest, on_thread, pool, usage_of
 from quire.server.api.request_params import Body, PerPrompt, optional_field, unsupported_field
 from quire.server.api.vllm.label_scores import LabelScoreBody, score_labels
 from quire.server.errors import renamed_fields
@@ -159,10 +158,10 @@ async def _score(
         )
     pairs = await service.thread_pool.run(
         caller_of(request).tenant,
-        lambda: pair_texts(firsts, seconds, service.tokenizer, service.facts.classification),
+        lambda: pair_texts(firsts, seconds, service.tokenizer, service.facts.classification, service.embedder),
     )
     asked = PoolingRequest([one.ids for one in pairs.prompts], pairs.pooling, body.params())
     pooled = await pool(service, request, body, asked, kind)
-    vectors = [one.vector(normalized=pairs.pooling is not Pooling.CLASS) for one in pooled]
     activation = activation_of(service.facts.classification, used=body.use_activation is not False)
-    return Scores(pairs.scores(vectors, activation), pooled)
+    scores = await on_thread(service, request, lambda: pairs.scores(pooled, service.embedder, activation))
+    return Scores(scores, pooled)
