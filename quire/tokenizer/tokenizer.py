@@ -98,7 +98,7 @@ class Tokenizer:
     """Text to token ids and back, and conversations to text. Thread-safe.
 
     special_tokens: name ("eos_token") -> text. chat_template: a Jinja source, or several by name ("default",
-    "tool_use", ...). Raises ModelError for a template that does not compile.
+    "tool_use", ...). Conversations with a template that does not compile are refused.
     """
 
     def __init__(
@@ -134,6 +134,11 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         """Whether the model has a chat template."""
         return bool(self._templates)
+
+    @property
+    def template_errors(self) -> Mapping[str, str]:
+        """Name -> why a chat template does not compile."""
+        return self._templates.errors
 
     @property
     def tool_template(self) -> str | None:
