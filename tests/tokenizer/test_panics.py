@@ -38,7 +38,7 @@ def test_a_decoder_that_panics_is_named(tmp_path, decoder):
         lambda: Detokenizer(tokenizer).append_token(token),
         lambda: Detokenizer(tokenizer, [token]),
     ):
-        with pytest.raises(ModelError, match="the tokenizer's decoder failed: .*; correct decoder in tokenizer.json"):
+        with pytest.raises(ModelError, match=r"the tokenizer's decoder failed: .*; correct decoder in tokenizer.json"):
             run()
 
 
