@@ -3,6 +3,7 @@
 Flags are generated from the fields of EngineOptions and ServerOptions and their Help, so that options are listed once.
 """
 
+import re
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -17,6 +18,7 @@ import msgspec
 import typer
 from msgspec import Meta
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from typer.main import get_command
 
 import quire
 from quire.config import MODEL_HELP, REMOVED_VALUES, EngineOptions, Help
@@ -70,6 +72,29 @@ def _write_text(text: str) -> None:
     sys.stdout.flush()
 
 
+def _with_flag_names(text: str) -> str:
+    """The text with the flags that a user types, in place of the names that options have in Python.
+
+    A name with an underscore is no word of English. Another one is an option at the beginning, before a colon.
+    """
+    flags = _flags_of(get_command(app))
+    long, short = ("|".join(name for name in flags if ("_" in name) is wanted) for wanted in (True, False))
+    names = rf"(?<![\w./=-])(?:{long})(?![\w/-]|\.\w)|\A(?:{short})(?=: )"
+    return re.sub(names, lambda match: flags[match[0]], text)
+
+
+def _flags_of(command: Any) -> dict[str, str]:  # noqa: ANN401 (of typer's own click)
+    """Name in Python -> flag, for all options of a command and of the commands in it."""
+    flags = {param.name: param.opts[0] for param in command.params if param.opts[0] == _flag_of(param.name)}
+    for inner in getattr(command, "commands", {}).values():
+        flags |= _flags_of(inner)
+    return flags
+
+
+def _flag_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def main() -> None:
     """The `quire` command."""
     show_in_logs()
@@ -80,7 +105,7 @@ def main() -> None:
     try:
         app()
     except QuireError as error:
-        typer.secho(f"quire: {visible(str(error))}", fg="red", err=True)
+        typer.secho(f"quire: {visible(_with_flag_names(str(error)))}", fg="red", err=True)
         sys.exit(1)
 
 
@@ -155,7 +180,7 @@ def _flag(name: str, annotated: Any, default: object) -> Parameter:  # noqa: ANN
     bounds = next((note for note in notes if isinstance(note, Meta)), Meta())
     if get_origin(kind) is tuple:
         kind, default = list[get_args(kind)[0]], list(default)  # type: ignore[misc, call-overload]  # a repeated option
-    flag = f"--{name.replace('_', '-')}"
+    flag = _flag_of(name)
     option = typer.Option(
         f"{flag}/--no-{flag[2:]}" if default is True else flag,
         help=text.text if text.stability == "stable" else f"{text.text} ({text.stability})",
@@ -396,7 +421,7 @@ def doctor(
         if finding.topic != topic:
             topic = finding.topic
             typer.secho(topic, bold=True)
-        typer.secho(f"  {visible(finding.text)}", fg="red" if finding.problem else None)
+        typer.secho(f"  {visible(_with_flag_names(finding.text))}", fg="red" if finding.problem else None)
         healthy = healthy and not finding.problem
     if not healthy:
         raise typer.Exit(1)

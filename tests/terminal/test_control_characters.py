@@ -154,7 +154,8 @@ def test_lines_and_errors_of_commands_show_them(monkeypatch, capsys, command, na
 
 def test_failed_requests_of_a_benchmark_show_them():
     screen = StringIO()
-    bench.show_server(bench.Measured(seconds=1.0, errors={HOSTILE: 3}), (50,), {}, VisibleConsole(file=screen, width=400))
+    measured = bench.Measured(seconds=1.0, errors={HOSTILE: 3})
+    bench.show_server(measured, (50,), {}, VisibleConsole(file=screen, width=400))
     assert "failed     3: a\\x1b]52" in screen.getvalue()
     assert is_harmless(screen.getvalue())
 
