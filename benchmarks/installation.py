@@ -1,9 +1,11 @@
 """README's two commands in a fresh clone, on each Python version found on this machine.
 
     python benchmarks/installation.py [--pythons 3.11,3.12,3.13] [--no-tests] [--json FILE]
+    python benchmarks/installation.py --of-commit HASH
 
 Runs `make serve` until a chat is answered, then `make test`. Reports the seconds of each, the size of the environment
-and the torch that pip chose. The clone is of the last commit. Needs the standard library only.
+and the torch that pip chose. The clone is of the last commit. With --of-commit it prints the interpreter with which CI
+tests a commit: commits take turns. Needs the standard library only.
 """
 
 import argparse
@@ -18,12 +20,14 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PYTHONS = ("3.11", "3.12", "3.13")
+PYTHONS = ("3.11", "3.12", "3.13", "3.14")
+CI_GIGABYTES = 12.0  # free on the disk for an environment with torch from the package index, and what pip keeps of it
 INHERITED = ("MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS", "VENV", "ARGS", "TORCH")
 
 
@@ -37,6 +41,28 @@ def interpreter(version: str) -> str | None:
         if done.stdout.strip() == version:
             return path
     return None
+
+
+def has_headers(python: str) -> bool:
+    """Whether an interpreter has its headers, without which the kernels are not compiled."""
+    ask = "import os, sysconfig; print(os.path.exists(os.path.join(sysconfig.get_path('include'), 'Python.h')))"
+    return subprocess.run([python, "-c", ask], capture_output=True, text=True, check=False).stdout.strip() == "True"
+
+
+def of_commit(commit: str, found: Mapping[str, str], default: str, free_gigabytes: float) -> tuple[str, str]:
+    """The interpreter with which CI tests a commit, and why: commits take the installed Pythons in turn, by their hash.
+
+    found: version -> interpreter. default: the interpreter if there is no other, or no room for another environment.
+    """
+    if not found:
+        return default, f"no Python of {', '.join(PYTHONS)} was found beside {default}"
+    version = sorted(found, key=PYTHONS.index)[int(commit, 16) % len(found)]
+    if free_gigabytes < CI_GIGABYTES:
+        return (
+            default,
+            f"{version} is due, but needs {CI_GIGABYTES:.0f} GB, and {free_gigabytes:.0f} GB are free",
+        )
+    return found[version], f"commit {commit[:9]} takes {version} of {', '.join(found)}"
 
 
 def serve_and_ask(clone: Path, python: str) -> dict[str, Any]:
@@ -121,22 +147,31 @@ def attempt(version: str, *, tests: bool) -> dict[str, Any]:
 def main() -> None:
     """Measure, print and write the file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--pythons", default=",".join(PYTHONS))
+    parser.add_argument("--pythons", help=f"default: those of {', '.join(PYTHONS)} that are found")
+    parser.add_argument("--of-commit", metavar="HASH")
     parser.add_argument("--no-tests", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    found = {version: path for version in PYTHONS if (path := interpreter(version)) is not None}
+    if options.of_commit is not None:
+        able = {version: path for version, path in found.items() if has_headers(path)}
+        python, why = of_commit(options.of_commit, able, "python3", shutil.disk_usage(ROOT).free / 1e9)
+        print(f"python     {python}: {why}", file=sys.stderr)
+        print(python)
+        return
+    wanted = options.pythons.split(",") if options.pythons else list(found)
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     report: dict[str, Any] = {"machine": _cpu(), "pythons": {}}
     if options.json and options.json.exists():  # keep the figures of Pythons that are not run now
         report["pythons"] = json.loads(options.json.read_text())["pythons"]
-    for version in options.pythons.split(","):
+    for version in wanted:
         report["pythons"][version] = {"commit": commit.stdout.strip(), **attempt(version, tests=not options.no_tests)}
         print(version, json.dumps(report["pythons"][version], indent=1), flush=True)
         if options.json:
             options.json.write_text(json.dumps(report, indent=1) + "\n")
-    results = [report["pythons"][version] for version in options.pythons.split(",")]
+    results = [report["pythons"][version] for version in wanted]
     if not all(one["found"] and one.get("tests", {}).get("exit", 0) == 0 for one in results):
         sys.exit("some Python was not found, or its tests failed: see above")
 

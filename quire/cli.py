@@ -3,6 +3,7 @@
 Flags are generated from the fields of EngineOptions and ServerOptions and their Help, so that options are listed once.
 """
 
+import re
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -16,11 +17,12 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import msgspec
 import typer
 from msgspec import Meta
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from typer.main import get_command
 
 import quire
 from quire.config import MODEL_HELP, REMOVED_VALUES, EngineOptions, Help
+from quire.control_characters import show_in_logs, visible, visibly
 from quire.errors import QuireError
 from quire.params import SamplingParams
 from quire.planner.files import write_json
@@ -31,6 +33,7 @@ from quire.server.options import ServerOptions
 from quire.supervisor.spawn import spawned_engine
 from quire.terminal.bench_options import LatencyBench, ServerBench, ThroughputBench
 from quire.terminal.chat import converse
+from quire.terminal.console import VisibleConsole
 from quire.terminal.help import GroupedCommand, show_all
 from quire.terminal.top import top as show_top
 
@@ -60,8 +63,41 @@ _FLAGS_ELSEWHERE = MappingProxyType(
 )
 
 
+_say = visibly(typer.echo)
+
+
+def _write_text(text: str) -> None:
+    """Write what a model generated: to a terminal with control characters shown, to a file or pipe as it is."""
+    sys.stdout.write(f"{visible(text) if sys.stdout.isatty() else text}\n")
+    sys.stdout.flush()
+
+
+def _with_flag_names(text: str) -> str:
+    """The text with the flags that a user types, in place of the names that options have in Python.
+
+    A name with an underscore is no word of English. Another one is an option at the beginning, before a colon.
+    """
+    flags = _flags_of(get_command(app))
+    long, short = ("|".join(name for name in flags if ("_" in name) is wanted) for wanted in (True, False))
+    names = rf"(?<![\w./=-])(?:{long})(?![\w/-]|\.\w)|\A(?:{short})(?=: )"
+    return re.sub(names, lambda match: flags[match[0]], text)
+
+
+def _flags_of(command: Any) -> dict[str, str]:  # noqa: ANN401 (of typer's own click)
+    """Name in Python -> flag, for all options of a command and of the commands in it."""
+    flags = {param.name: param.opts[0] for param in command.params if param.opts[0] == _flag_of(param.name)}
+    for inner in getattr(command, "commands", {}).values():
+        flags |= _flags_of(inner)
+    return flags
+
+
+def _flag_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def main() -> None:
     """The `quire` command."""
+    show_in_logs()
     for name in (argument.partition("=")[0] for argument in takewhile(lambda one: one != "--", sys.argv[1:])):
         if name in _FLAGS_ELSEWHERE:
             typer.secho(f"quire: there is no {name}; {_FLAGS_ELSEWHERE[name]}", fg="red", err=True)
@@ -69,7 +105,7 @@ def main() -> None:
     try:
         app()
     except QuireError as error:
-        typer.secho(f"quire: {error}", fg="red", err=True)
+        typer.secho(f"quire: {visible(_with_flag_names(str(error)))}", fg="red", err=True)
         sys.exit(1)
 
 
@@ -144,7 +180,7 @@ def _flag(name: str, annotated: Any, default: object) -> Parameter:  # noqa: ANN
     bounds = next((note for note in notes if isinstance(note, Meta)), Meta())
     if get_origin(kind) is tuple:
         kind, default = list[get_args(kind)[0]], list(default)  # type: ignore[misc, call-overload]  # a repeated option
-    flag = f"--{name.replace('_', '-')}"
+    flag = _flag_of(name)
     option = typer.Option(
         f"{flag}/--no-{flag[2:]}" if default is True else flag,
         help=text.text if text.stability == "stable" else f"{text.text} ({text.stability})",
@@ -200,7 +236,7 @@ def serve(
 ) -> None:
     """Serve the OpenAI API over HTTP."""
     with spawned_engine() as spawned:  # it imports torch while this process imports the server
-        quire.serve(options, server, spawned=spawned, report=typer.echo, progress=WeightsBar())
+        quire.serve(options, server, spawned=spawned, report=_say, progress=WeightsBar())
 
 
 @app.command()
@@ -245,7 +281,7 @@ def generate(
     with closing(_load(options)) as llm:
         for result in llm.generate(prompts, params):
             for output in result.outputs:
-                typer.echo(output.text)
+                _write_text(output.text)
 
 
 @app.command(cls=_Command)
@@ -265,7 +301,7 @@ def chat(
     del model  # of options
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
     with closing(_load(options)) as llm:
-        converse(llm, params, system, Console())
+        converse(llm, params, system, VisibleConsole())
 
 
 @app.command()
@@ -278,7 +314,7 @@ def top(
     interval: Annotated[float, typer.Option(help="seconds between updates", min=0.1, max=60)] = 1.0,
 ) -> None:
     """Show requests, tokens per second, latencies and KV use of a running server."""
-    show_top(url, api_key, interval, Console())
+    show_top(url, api_key, interval, VisibleConsole())
 
 
 bench = typer.Typer(no_args_is_help=True, help="Measure a server, or an engine in this process.", rich_markup_mode=None)
@@ -289,7 +325,7 @@ app.add_typer(bench, name="bench")
 @with_flags
 def bench_serve(*, options: ServerBench) -> None:
     """Send requests to a running server, of quire or any other with OpenAI's API, and measure their latencies."""
-    if not quire.bench_serve(options, Console(), advance=CountBar("requests")).complete:
+    if not quire.bench_serve(options, VisibleConsole(), advance=CountBar("requests")).complete:
         raise typer.Exit(1)
 
 
@@ -304,7 +340,7 @@ def bench_throughput(
     """Generate many requests at once in this process, and measure requests and tokens per second."""
     del model  # of options
     with closing(_load(options)) as llm:
-        quire.bench_throughput(llm, wanted, Console(), seed=options.seed)
+        quire.bench_throughput(llm, wanted, VisibleConsole(), seed=options.seed)
 
 
 @bench.command("latency", cls=_Command)
@@ -318,7 +354,7 @@ def bench_latency(
     """Generate one batch again and again in this process, and measure how long it takes."""
     del model  # of options
     with closing(_load(options)) as llm:
-        quire.bench_latency(llm, wanted, Console(), advance=CountBar("batches"))
+        quire.bench_latency(llm, wanted, VisibleConsole(), advance=CountBar("batches"))
 
 
 @app.command(cls=_Command)
@@ -341,7 +377,7 @@ def run_batch(
         resume=resume,
         concurrency=concurrency,
         model_name=served_model_name,
-        report=lambda line: typer.echo(line, err=True),
+        report=visibly(lambda line: typer.echo(line, err=True)),
         progress=WeightsBar(),
         advance=CountBar("requests"),
     )
@@ -360,14 +396,14 @@ def replay(
 
     try:
         if page:
-            quire.show_journal(file, host, port, report=typer.echo, advance=CountBar("bytes"))
+            quire.show_journal(file, host, port, report=_say, advance=CountBar("bytes"))
             return
         report = replay_file(file)
     except OSError as error:
         typer.secho(f"quire: {file} cannot be read: {error.strerror}", fg="red", err=True)
         raise typer.Exit(1) from error
     if report.difference:
-        typer.echo(report.difference)
+        _say(report.difference)
         raise typer.Exit(1)
     typer.echo(f"{report.num_steps} steps, all the same")
 
@@ -385,7 +421,7 @@ def doctor(
         if finding.topic != topic:
             topic = finding.topic
             typer.secho(topic, bold=True)
-        typer.secho(f"  {finding.text}", fg="red" if finding.problem else None)
+        typer.secho(f"  {visible(_with_flag_names(finding.text))}", fg="red" if finding.problem else None)
         healthy = healthy and not finding.problem
     if not healthy:
         raise typer.Exit(1)
@@ -405,8 +441,8 @@ def quantize(
     ] = None,
 ) -> None:
     """Round the weights of a checkpoint's layers, and write them in the layout of compressed-tensors."""
-    quire.quantize(model, out, scheme, calibrate=calibrate, report=typer.echo, progress=WeightsBar())
-    typer.echo(f"written to {out}")
+    quire.quantize(model, out, scheme, calibrate=calibrate, report=_say, progress=WeightsBar())
+    _say(f"written to {out}")
 
 
 _DEVICE = typer.Option(
@@ -436,7 +472,7 @@ def simulate(
         workload,
         baseline=baseline,
         failures=Failures(failed_steps=failed_steps, aborted=aborted, seed=options.seed),
-        report=typer.echo,
+        report=_say,
         advance=CountBar("requests"),
     )
     if out is not None:
@@ -455,7 +491,7 @@ def plan(
 ) -> None:
     """Find the request rate that a model on a device sustains within an SLO, and the options for it."""
     del model, device  # of options
-    quire.plan(options, workload, wanted, console=Console(), advance=CountBar("simulations"))
+    quire.plan(options, workload, wanted, console=VisibleConsole(), advance=CountBar("simulations"))
 
 
 @app.command()
@@ -477,7 +513,7 @@ def reproduce(
         results=results or (here if here.is_dir() else None),
         json_file=out,
         document=document,
-        console=Console(),
+        console=VisibleConsole(),
         advance=CountBar("rows"),
     )
 
@@ -492,13 +528,11 @@ def calibrate(
     options: EngineOptions,
 ) -> None:
     """Measure how long steps take on this machine, for `quire plan` and `quire simulate`. Leave the machine idle."""
-    profile = quire.calibrate(
-        options, seconds=seconds, report=typer.echo, progress=WeightsBar(), advance=CountBar("seconds")
-    )
+    profile = quire.calibrate(options, seconds=seconds, report=_say, progress=WeightsBar(), advance=CountBar("seconds"))
     file = out or Path(f"{profile.model.replace('/', '-')}.latency.json")
     profile.save(file)
-    typer.echo(f"latency    {profile.source}; they differ from it by {profile.error:.1%} on average")
-    typer.echo(f"written to {file}; `quire plan --device {file}` uses it")
+    _say(f"latency    {profile.source}; they differ from it by {profile.error:.1%} on average")
+    _say(f"written to {file}; `quire plan --device {file}` uses it")
 
 
 class WeightsBar:
@@ -506,7 +540,7 @@ class WeightsBar:
 
     def __init__(self) -> None:
         columns = (TextColumn("model files"), BarColumn(), DownloadColumn())
-        self._bar = Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty())
+        self._bar = Progress(*columns, console=VisibleConsole(stderr=True), disable=not sys.stderr.isatty())
         self._task = self._bar.add_task("loading", start=False)
 
     def __call__(self, done: int, total: int) -> None:
@@ -522,7 +556,7 @@ class CountBar:
 
     def __init__(self, things: str) -> None:
         columns = (TextColumn(things), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self._bar = Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty())
+        self._bar = Progress(*columns, console=VisibleConsole(stderr=True), disable=not sys.stderr.isatty())
         self._task = self._bar.add_task(things, start=False)
 
     def __call__(self, done: float, total: float) -> None:

@@ -14,6 +14,8 @@ from hypothesis import settings
 if not torch.cuda.is_available():  # Triton decides on its interpreter when it is imported
     os.environ["TRITON_INTERPRET"] = "1"
 
+os.environ.setdefault("PYTHONWARNINGS", "error")  # in the programs that tests start, as in the tests themselves
+
 pytest_plugins = ["checkpoint_fixtures", "embedded_model_fixtures"]
 
 settings.register_profile("quire", deadline=None, derandomize=True)

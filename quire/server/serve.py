@@ -3,7 +3,7 @@
 import ipaddress
 import socket
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -140,10 +140,10 @@ def serve(
     store = Store(None if server.store_path is None else Path(server.store_path))
     listener = bind(server.host, server.port, keys)
     with listener:
-        if keys is not None:
-            report(f"keys       {keys}")
+        first = [] if keys is None else [f"keys       {keys}"]
         policy, reason = choose_policy(options, keys)
-        report(f"policy     {policy}: {reason}")
+        first.append(f"policy     {policy}: {reason}")
+        report = _after(first, report)
         options = replace(options, policy=policy)
         with launched(options, server, spawned=spawned, report=report, progress=progress) as service:
             url = url_of(listener, secure=server.ssl_certfile is not None)
@@ -173,6 +173,18 @@ def serve(
                 gc_policy.close()
             if service.engine.failure is not None:
                 raise service.engine.failure
+
+
+def _after(first: Sequence[str], report: Callable[[str], None]) -> Callable[[str], None]:
+    """A function that reports the first lines before its first line, so that an error at the start stands alone."""
+    waiting = list(first)
+
+    def run(line: str) -> None:
+        while waiting:
+            report(waiting.pop(0))
+        report(line)
+
+    return run
 
 
 def bind(host: str, port: int, keys: Keys | None) -> socket.socket:

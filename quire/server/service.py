@@ -31,7 +31,7 @@ from quire.server.thread_pool import ThreadPool
 from quire.startup.model_info import ModelInfo
 from quire.structured_outputs.grammar_cache import CompilerOverloaded, front_end_cache
 from quire.supervisor.async_engine import AsyncEngine
-from quire.tokenizer.chat_sandbox import MAX_SIZE, LimitExceeded, size_of
+from quire.tokenizer.chat_costs import MAX_SIZE, LimitExceeded, size_of
 from quire.tokenizer.tokenizer import Tokenizer
 
 T = TypeVar("T")

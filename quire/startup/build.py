@@ -245,6 +245,8 @@ def prepare_files(options: EngineOptions, opened: OpenFiles, *, report: Report) 
     if files.tokenizer.has_chat_template:
         format = chat_format(files.tokenizer.tool_template, options.tool_call_parser, options.reasoning_parser)
         report(f"chat       {format.reason}")
+        for name, problem in files.tokenizer.template_errors.items():
+            report(f"chat       conversations with the template {name!r:.80} are refused: {problem}")
     report(f"kernels    {chosen.reason}; {threads} threads")
     if files.embedding.source:
         report(f"embeddings {files.embedding}")

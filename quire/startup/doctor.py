@@ -98,6 +98,9 @@ def _model(options: EngineOptions, progress: Progress) -> Iterator[Finding]:
     tokenizer, description = prepared.files.tokenizer, prepared.files.description
     template = "with" if tokenizer.has_chat_template else "without"
     yield Finding("model", f"tokenizer of {tokenizer.vocab_size} tokens, {template} a chat template")
+    for name, problem in tokenizer.template_errors.items():
+        text = f"conversations with the template {name!r:.80} are refused: {problem}"
+        yield Finding("model", text, problem=True)
     ends = ", ".join(f"{token} {tokenizer.token_text(token)!r}" for token in description.eos_token_ids)
     yield Finding("model", f"end tokens: {ends or 'none: outputs run to max_tokens'}")
     defaults = ", ".join(f"{name} {value}" for name, value in description.sampling_defaults.items())

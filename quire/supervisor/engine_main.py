@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import Callable
 
+from quire.control_characters import show_in_logs
 from quire.errors import QuireError
 from quire.startup.build import Built, build
 from quire.startup.freed_memory import return_freed_memory
@@ -26,6 +27,7 @@ def run(connection: socket.socket, build: Callable[..., Built] = build) -> None:
 
     Sends Ready, or Refused with the error if the engine could not be built.
     """
+    show_in_logs()
     faulthandler.enable()
     faulthandler.register(DUMP_SIGNAL, all_threads=True)
     for number in (signal.SIGINT, signal.SIGTERM):

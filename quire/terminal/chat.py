@@ -13,6 +13,7 @@ from rich.console import Console
 
 from quire.chat.parts import CallArguments, CallBegin, Content, Part, Reasoning, message_of
 from quire.chat.tools import toolbox
+from quire.control_characters import visible, visible_line
 from quire.errors import RequestError
 from quire.params import SamplingParams, StructuredOutputsParams
 from quire.terminal.input import TurnReader
@@ -122,7 +123,7 @@ class Chat:
             answer["reasoning_content"] = message.reasoning
         self._messages.append(answer | ({"tool_calls": calls} if calls else {}))
         for id, call in zip(ids, message.calls, strict=True):
-            result = self._ask(f"result of {call.name}: ")
+            result = self._ask(f"result of {visible_line(call.name)}: ")
             self._messages.append({"role": "tool", "tool_call_id": id, "content": result or "no result"})
         return bool(calls)
 
@@ -181,7 +182,7 @@ class Chat:
         return False
 
     def _say(self, text: str, style: str = "") -> None:
-        self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(visible(text), style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +224,7 @@ class _Shown:
                     self._push(text, "dim")
                 case CallBegin(_, name):
                     self._wrap.end_line()
-                    self._push(f"{name} ", "cyan")
+                    self._push(f"{visible_line(name)} ", "cyan")
                 case CallArguments(_, text):
                     self._push(text, "cyan")
 
@@ -234,7 +235,7 @@ class _Shown:
         if style != self._style:
             self._wrap.end_line()
             self._style = style
-        self._wrap.push(text)
+        self._wrap.push(visible(text))
 
     def _write(self, text: str) -> None:
         self._console.print(text, style=self._style, end="", markup=False, highlight=False, soft_wrap=True)
@@ -260,7 +261,8 @@ def converse(llm: ChatModel, params: SamplingParams, system: str | None, console
     reader = TurnReader()
     chat = Chat(llm, params, system, console, reader.read)
     name, length = llm.model_name, llm.max_model_len
-    console.print(f"{name}, context of {length:,} tokens. /help lists commands, /exit ends the chat.", highlight=False)
+    said = f"{visible_line(name)}, context of {length:,} tokens. /help lists commands, /exit ends the chat."
+    console.print(said, markup=False, highlight=False)
     try:
         while (text := reader.read()) is not None and chat.turn(text):
             pass

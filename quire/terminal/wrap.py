@@ -13,7 +13,7 @@ class WordWrap:
         self._width = max(8, width)
         self._write = write
         self._column = 0
-        self._word = ""
+        self._word: list[str] = []  # its characters
 
     def push(self, text: str) -> None:
         """Write further text."""
@@ -28,7 +28,7 @@ class WordWrap:
                     self._write(" ")
                     self._column += 1
             else:
-                self._word += character
+                self._word.append(character)
                 if len(self._word) >= self._width:  # longer than a line
                     self.flush()
 
@@ -37,9 +37,9 @@ class WordWrap:
         if self._word and self._column and self._column + len(self._word) > self._width:
             self._write("\n")
             self._column = 0
-        self._write(self._word)
+        self._write("".join(self._word))
         self._column += len(self._word)
-        self._word = ""
+        self._word.clear()
 
     def end_line(self) -> None:
         """Write what is left, and end the line unless it is empty."""

@@ -6,22 +6,31 @@ with calls, filters and operators.
 """
 
 import json
-import re
-import time
-from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from functools import wraps
 from typing import Any
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, nodes, pass_environment
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import make_attrgetter, make_multi_attrgetter
 from jinja2.parser import Parser
 from jinja2.runtime import Context, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
+from jinja2.utils import Namespace, generate_lorem_ipsum
 
+from quire.tokenizer.chat_costs import (
+    ATTRIBUTE_POSITIONS,
+    FILTER_CHECKS,
+    LimitExceeded,
+    Meter,
+    check_format,
+    check_growth,
+    check_numbers,
+    check_tags,
+)
 from quire.tokenizer.messages import NoContent
 
 
@@ -70,97 +79,9 @@ class GenerationBlock(Extension):
     tags = {"generation"}  # noqa: RUF012 (Jinja's)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """The body of the block."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-MAX_SECONDS = 2.0  # processor time of the thread, for one rendering
-MAX_SIZE = 2**23  # characters in one value
-MAX_TOTAL = 2**27  # characters in all values together
-MAX_WORK = 2**26  # length of a text times the length of an operand
-ITEM_SIZE = 8  # characters that a container, a number and an item count in addition to their text
-_WIDE_FIELD = re.compile(r"\d{4}")
-_CONTAINERS = (list, tuple, set, frozenset, KeysView, ValuesView, ItemsView)
-
-
-class LimitExceeded(Exception):
-    """A template exceeded a limit."""
-
-
-class Meter:
-    """Counts the time and the size of one rendering. seconds: processor time from now on."""
-
-    def __init__(self, seconds: float = MAX_SECONDS) -> None:
-        self._deadline = time.thread_time() + seconds
-        self._total = 0
-
-    def step(self) -> None:
-        """Check the time before an operation. Raises LimitExceeded."""
-        if time.thread_time() > self._deadline:
-            raise LimitExceeded("it ran too long")
-
-    def measure(self, value: object) -> int:
-        """Add the size of `value` to the total and return it, in characters. Raises LimitExceeded."""
-        size = size_of(value)
-        self._total += size
-        if self._total > MAX_TOTAL:
-            raise LimitExceeded("its values are too large in total")
-        return size
-
-    def count(self, items: Iterator[object]) -> Iterator[object]:
-        """The same items, each as a step and measured. Raises LimitExceeded."""
-        for item in items:
-            self.step()
-            self.measure(item)
-            yield item
-
-
-def size_of(value: object) -> int:
-    """Size in characters of a value of strings, numbers, lists and mappings. Raises LimitExceeded above MAX_SIZE."""
-    if isinstance(value, str):
-        stack, size = [], len(value)
-    else:
-        stack, size = [value], 0
-    while stack and size <= MAX_SIZE:
-        item = stack.pop()
-        size += ITEM_SIZE
-        if isinstance(item, str | bytes):
-            size += len(item)
-        elif isinstance(item, int):
-            size += item.bit_length()
-        elif isinstance(item, Mapping):
-            stack += item.keys()
-            stack += item.values()
-        elif isinstance(item, _CONTAINERS):
-            stack += item
-        elif isinstance(item, range):
-            size += ITEM_SIZE * len(item)
-    if size > MAX_SIZE:
-        raise LimitExceeded(f"it creates a value of more than {MAX_SIZE} characters")
-    return size
-
-
-def check_growth(value: object, operands: Sequence[object]) -> None:
-    """Raises LimitExceeded if the size of `value` times the largest operand exceeds MAX_WORK."""
-    longest = max([abs(o) if isinstance(o, int) else size_of(o) for o in operands], default=1)
-    if max(1, size_of(value)) * longest > MAX_WORK:
-        raise LimitExceeded("it multiplies the size of a text by too much")
-
-
-def check_format(text: str, operands: Sequence[object]) -> None:
-    """Raises LimitExceeded for a format string with wide fields or large operands."""
-    if _WIDE_FIELD.search(text):
-        raise LimitExceeded("it formats a field of a thousand characters or more")
-    check_growth(text, operands)
-
-
-def check_numbers(operator: str, left: object, right: object) -> None:
-    """Raises LimitExceeded for a product or power of integers with thousands of digits."""
-    if isinstance(left, int) and isinstance(right, int):
-        bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
-        if bits > MAX_SIZE // 1024:
-            raise LimitExceeded("it computes a number with thousands of digits")
+        """The body of the block, whose variables are its own."""
+        line = next(parser.stream).lineno
+        return [nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)]
 
 
 class PlainNamespace(Namespace):
@@ -221,16 +142,32 @@ def strftime_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)
 
 
+@pass_environment
+def summed(environment: "Sandbox", iterable: Iterable[Any], attribute: str | int | None = None, start: Any = 0) -> Any:  # noqa: ANN401
+    """The sum of items, as Jinja's filter. Sums of lists, which grow with each item, are measured one by one."""
+    items = iterable if attribute is None else map(make_attrgetter(environment, attribute), iterable)
+    if not isinstance(start, list | tuple):
+        return sum(items, start)
+    for item in items:
+        environment.meter.step()
+        start = environment.measured(start + item)
+    return start
+
+
+def lipsum(n: int = 5, html: bool = True, min: int = 20, max: int = 100) -> str:  # noqa: FBT001, FBT002 (Jinja's)
+    """Invented text, as Jinja's function. Raises LimitExceeded for too many words."""
+    if n * max > _MAX_INVENTED:
+        raise LimitExceeded(f"it invents more than {_MAX_INVENTED} words")
+    return generate_lorem_ipsum(n, html, min, max)
+
+
+_MAX_INVENTED = 2**16  # words
+_GLOBALS = ("cycler", "joiner", "range")  # of Jinja, as they are
 # The time of these, or the length of their result, is the product of their operands.
 _COSTLY_METHODS = frozenset(
     {"center", "expandtabs", "join", "ljust", "lstrip", "rfind", "rindex", "rjust", "rpartition", "rsplit", "rstrip"}
     | {"strip", "translate", "zfill"}
 )
-_COSTLY_FILTERS = frozenset({"batch", "indent", "join", "replace", "slice", "trim", "truncate"})
-# These take even more, and no chat template needs them.
-_REFUSED_METHODS = frozenset({"striptags"})
-_REFUSED_FILTERS = ("center", "pprint", "random", "round", "striptags", "sum", "urlize", "wordwrap", "xmlattr")
-_REFUSED_GLOBALS = ("lipsum",)
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
@@ -248,15 +185,16 @@ class Sandbox(ImmutableSandboxedEnvironment):
         )
         self.meter = Meter()
         self.code_generator_class = MeteredCode
-        self.filters["tojson"] = tojson
         self.tests["none"] = lambda value: value is None or isinstance(value, NoContent)
-        for name in _REFUSED_FILTERS:
-            del self.filters[name]
-        for name in _REFUSED_GLOBALS:
-            del self.globals[name]
-        self.filters = {name: self._metered(name, function) for name, function in self.filters.items()}
+        filters = {**self.filters, "tojson": tojson, "sum": summed}
+        self.filters = {name: self._metered(name, filters[name]) for name in FILTER_CHECKS if name in filters}
+        self.globals = {name: function for name, function in self.globals.items() if name in _GLOBALS}
         self.globals.update(
-            raise_exception=raise_exception, strftime_now=strftime_now, namespace=PlainNamespace, dict=NewDict()
+            raise_exception=raise_exception,
+            strftime_now=strftime_now,
+            namespace=PlainNamespace,
+            dict=NewDict(),
+            lipsum=lipsum,
         )
 
     def measured(self, value: object) -> object:
@@ -298,10 +236,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
         text = getattr(function, "__self__", None)
         if isinstance(text, str):
             args = tuple(self._materialized(arg) for arg in args)
-            if function.__name__ in _REFUSED_METHODS:
-                raise SecurityError(f"it calls {function.__name__}")
             if function.__name__ in _COSTLY_METHODS:
                 check_growth(text, (*args, *kwargs.values()))
+            elif function.__name__ == "striptags":  # of a text that is marked as safe
+                check_tags(text)
             elif function.__name__ == "replace":
                 check_growth(text, args[1:])
         return self.measured(super().call(context, function, *args, **kwargs))
@@ -324,16 +262,22 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def _metered(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         skipped = 1 if hasattr(function, "jinja_pass_arg") else 0  # the first argument is a context or environment
+        check = FILTER_CHECKS[name]
+        position = ATTRIBUTE_POSITIONS.get(name)
+        getter = make_multi_attrgetter if name == "sort" else make_attrgetter
 
         @wraps(function)
-        def run(*args: object, **kwargs: object) -> object:
+        def run(*args: Any, **kwargs: Any) -> object:  # noqa: ANN401 (the filter's)
             self.meter.step()
             args = tuple(self._materialized(arg) for arg in args)
-            operands = (*args[skipped + 1 :], *kwargs.values())
-            if name == "format":
-                check_format(str(args[skipped]), operands)
-            elif name in _COSTLY_FILTERS:
-                check_growth(args[skipped], operands)
+            value, operands = args[skipped], args[skipped + 1 :]
+            if check is not None:
+                check(value, operands, kwargs)
+            if position is not None:
+                attribute = operands[position] if len(operands) > position else kwargs.get("attribute")
+                if attribute is not None:
+                    for item in map(getter(self, attribute), self.counted(value)):
+                        self.measured(item)
             return self.measured(function(*args, **kwargs))
 
         return run

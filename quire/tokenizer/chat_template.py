@@ -5,16 +5,18 @@ large a text or a forbidden access is an error.
 """
 
 import threading
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Template, TemplateError
+from jinja2 import Template, TemplateError, TemplateSyntaxError
 from jinja2.exceptions import SecurityError
 
 from quire.errors import ModelError, RequestError, nearest
 from quire.models.json_file import read_json_object
-from quire.tokenizer.chat_sandbox import MAX_SECONDS, MAX_SIZE, LimitExceeded, Meter, Sandbox
+from quire.tokenizer.chat_costs import MAX_SECONDS, MAX_SIZE, LimitExceeded, Meter
+from quire.tokenizer.chat_sandbox import Sandbox
 from quire.tokenizer.messages import REASONING_FIELDS, Message, NoContent, plain_json, plain_messages
 
 MAX_SOURCE = 2**20  # characters
@@ -36,7 +38,7 @@ class ChatTemplate:
         self._reasons_by_default: dict[str, bool] = {}  # by the name of the variable
         try:
             self._template: Template = self._sandbox.from_string(source)
-        except (TemplateError, LimitExceeded, RecursionError, ValueError, TypeError) as error:
+        except Exception as error:  # also a SyntaxError of Python, such as for 21 loops inside each other
             raise ModelError(f"the model's chat template is invalid: {_reason(error)}") from error
 
     def render(self, variables: Mapping[str, object]) -> str:
@@ -124,7 +126,15 @@ def _collect(template: Template, variables: Mapping[str, object]) -> str:
 
 
 def _reason(error: Exception) -> str:
-    return f"{error}"[:500] or type(error).__name__
+    """What is wrong, after the line of the template if the template does not say it itself."""
+    if isinstance(error, TemplateSyntaxError):
+        return f"line {error.lineno}: {error.message}"[:500]
+    said = f"{error}"[:500] or type(error).__name__
+    if type(error) is TemplateError:  # of raise_exception
+        return said
+    frames = traceback.extract_tb(error.__traceback__)
+    line = next((frame.lineno for frame in reversed(frames) if frame.filename == "<template>"), None)
+    return said if line is None else f"line {line}: {said}"
 
 
 DEFAULT = "default"
@@ -203,13 +213,21 @@ class ContinuedFinalMessage:
 
 
 class TemplateSet:
-    """Compiled templates by name. Raises ModelError for a source that does not compile.
+    """Compiled templates by name.
 
-    sources: "default", "tool_use" or any other name -> Jinja source.
+    A template that does not compile stops no model, because completions and embeddings need none. Its conversations are
+    refused. sources: "default", "tool_use" or any other name -> Jinja source. errors: name -> why it does not compile.
     """
 
     def __init__(self, sources: Mapping[str, str]) -> None:
-        self._templates = {name: ChatTemplate(source) for name, source in sources.items()}
+        self._templates: dict[str, ChatTemplate | None] = {}
+        self.errors: dict[str, str] = {}
+        for name, source in sources.items():
+            try:
+                self._templates[name] = ChatTemplate(source)
+            except ModelError as error:
+                self._templates[name] = None
+                self.errors[name] = str(error)
 
     def __bool__(self) -> bool:
         return bool(self._templates)
@@ -217,7 +235,7 @@ class TemplateSet:
     def choose(self, name: str | None, *, has_tools: bool) -> ChatTemplate:
         """The template `name`; None: "tool_use" if it exists and there are tools, else "default".
 
-        Raises RequestError if the template does not exist.
+        Raises RequestError if the template does not exist, or does not compile.
         """
         templates = self._templates
         if not templates:
@@ -234,7 +252,17 @@ class TemplateSet:
                 f"the model has no chat template {name!r:.80}{nearest(str(name), templates)}; it has: {known}",
                 "chat_template",
             )
-        return templates[name]
+        template = templates[name]
+        if template is None:
+            raise RequestError(
+                f"{self.errors[name]}; correct {_SOURCE_OF.get(name, f'the template {name!r:.80}')}, "
+                "or use completions with a prompt",
+                "chat_template",
+            )
+        return template
+
+
+_SOURCE_OF = {DEFAULT: "chat_template.jinja in the model's folder, or chat_template in tokenizer_config.json"}
 
 
 def render_conversation(

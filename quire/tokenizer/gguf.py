@@ -15,6 +15,7 @@ from quire.errors import QuireError, nearest
 from quire.models.gguf.reader import Metadata, read_header
 from quire.models.gguf.special_tokens import special_tokens
 from quire.tokenizer.hf_files import SPLITS
+from quire.tokenizer.panics import is_panic
 from quire.tokenizer.tokenizer import Tokenizer
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # llama.cpp's token types
@@ -46,7 +47,9 @@ def gguf_tokenizer(metadata: Metadata) -> Tokenizer:
         _add_bos_eos(core, metadata, tokens, special)
     except QuireError:
         raise
-    except Exception as error:  # the library raises no specific exception
+    except BaseException as error:  # the library raises no specific exception, and a panic is no Exception
+        if not (isinstance(error, Exception) or is_panic(error)):
+            raise
         raise metadata.error(f"the tokenizer is damaged ({error!s:.200}); get another file") from error
     texts = {name: tokens[token] for name, token in special.items()}
     return Tokenizer(core, special_tokens=texts, chat_template=_templates(metadata))

@@ -18,6 +18,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from quire.errors import ModelError
 from quire.models.json_file import read_json_object
+from quire.tokenizer.panics import NoPanics
 
 _STANDARD_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -196,6 +197,11 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
 
     Raises ModelError that says which file is missing or broken, and what to do.
     """
+    with NoPanics("added tokens, normalizer or model"):
+        return _read_tokenizer(folder)
+
+
+def _read_tokenizer(folder: Path) -> TokenizerFiles:
     config = _optional(folder / "tokenizer_config.json")
     model_type = _optional(folder / "config.json").get("model_type")
     kind = str(config.get("tokenizer_class") or _CLASSES.get(str(model_type), "")).removesuffix("Fast")

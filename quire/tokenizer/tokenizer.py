@@ -14,7 +14,9 @@ from quire.errors import RequestError
 from quire.tokenizer.chat_template import DEFAULT, TOOL_USE, TemplateSet, read_templates, render_conversation
 from quire.tokenizer.hf_files import read_tokenizer
 from quire.tokenizer.messages import Message
+from quire.tokenizer.panics import NoPanics, encode
 
+_DECODING = NoPanics("decoder")
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # SentencePiece's token of a single byte
 
 
@@ -27,13 +29,17 @@ class TokenBytes:
 
     def __init__(self, core: tokenizers.Tokenizer) -> None:
         self._core = core
-        byte_level = core.decoder is not None and core.decoder.decode(["aĠb"]) == "a b"
+        with _DECODING:
+            byte_level = core.decoder is not None and core.decoder.decode(["aĠb"]) == "a b"
         self._alphabet = byte_level_alphabet() if byte_level else None
         self._inside: dict[int, bytes] = {}
         self.errors: Literal["replace", "surrogateescape"] = "replace" if byte_level else "surrogateescape"
 
     def inside(self, token: int) -> bytes:
-        """The bytes that a token adds to a text that is not empty; b"" for an id without a token."""
+        """The bytes that a token adds to a text that is not empty; b"" for an id without a token.
+
+        Raises ModelError if the decoder fails.
+        """
         known = self._inside.get(token)
         if known is not None:
             return known
@@ -60,7 +66,8 @@ class TokenBytes:
         return self._text([token, token])[len(alone) :].encode()
 
     def _text(self, tokens: list[int]) -> str:
-        return str(self._core.decode(tokens, skip_special_tokens=False))
+        with _DECODING:
+            return str(self._core.decode(tokens, skip_special_tokens=False))
 
 
 def byte_level_alphabet() -> dict[str, int]:
@@ -98,7 +105,7 @@ class Tokenizer:
     """Text to token ids and back, and conversations to text. Thread-safe.
 
     special_tokens: name ("eos_token") -> text. chat_template: a Jinja source, or several by name ("default",
-    "tool_use", ...). Raises ModelError for a template that does not compile.
+    "tool_use", ...). Conversations with a template that does not compile are refused.
     """
 
     def __init__(
@@ -136,6 +143,11 @@ class Tokenizer:
         return bool(self._templates)
 
     @property
+    def template_errors(self) -> Mapping[str, str]:
+        """Name -> why a chat template does not compile."""
+        return self._templates.errors
+
+    @property
     def tool_template(self) -> str | None:
         """The Jinja source that renders conversations with tools; None without a chat template."""
         return self.chat_templates.get(TOOL_USE, self.chat_templates.get(DEFAULT))
@@ -151,16 +163,18 @@ class Tokenizer:
         return self._special_id("bos_token")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:  # noqa: FBT001, FBT002 (transformers')
-        """The token ids of a text. Raises RequestError if the text is not valid Unicode."""
+        """The token ids of a text.
+
+        Raises RequestError if the text is not valid Unicode, ModelError if a part of the tokenizer fails.
+        """
         _check_text(text)
-        # encode_batch_fast computes no offsets, which take half of the time.
-        return list(self._core.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+        return encode(self._core, text, add_special_tokens=add_special_tokens)
 
     def encode_pair(self, first: str, second: str) -> list[int]:
         """The token ids of two texts as one prompt, joined as the tokenizer joins pairs. Raises as `encode`."""
         _check_text(first)
         _check_text(second)
-        return list(self._core.encode_batch_fast([(first, second)])[0].ids)
+        return encode(self._core, (first, second))
 
     def begin_and_end_ids(self) -> tuple[list[int], list[int]]:
         """The ids that the tokenizer puts before and after every text."""
@@ -174,10 +188,11 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:  # noqa: FBT001, FBT002
         """The text of token ids. Invalid UTF-8 becomes U+FFFD; ids without a token are skipped.
 
-        Raises RequestError for ids that are no integers from 0 to 2**32 - 1.
+        Raises RequestError for ids that are no integers from 0 to 2**32 - 1, ModelError if the decoder fails.
         """
         try:
-            return str(self._core.decode(ids, skip_special_tokens=skip_special_tokens))
+            with _DECODING:
+                return str(self._core.decode(ids, skip_special_tokens=skip_special_tokens))
         except (OverflowError, TypeError) as error:
             raise RequestError(_BAD_ID, "prompt") from error
 
@@ -252,7 +267,8 @@ class Tokenizer:
 
     def _is_skipped(self, token: int) -> bool:
         twice = [token, token]  # the decoder may strip the space of the first
-        return bool(self._core.decode(twice, skip_special_tokens=False)) and not self._core.decode(twice)
+        with _DECODING:
+            return bool(self._core.decode(twice, skip_special_tokens=False)) and not self._core.decode(twice)
 
     def _piece(self, token: int) -> str | None:
         try:

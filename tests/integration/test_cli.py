@@ -18,6 +18,7 @@ import quire
 from quire.cli import _FLAGS_ELSEWHERE, app, main
 from quire.config import EngineOptions
 from quire.engine.engine import Engine
+from quire.errors import ConfigError
 from quire.server.options import ServerOptions
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "TERM": "dumb"}
@@ -278,3 +279,62 @@ def test_a_server_prints_figures_while_it_works_unless_requests_are_printed(flag
     figures = [line for line in lines if "output" in line and "tokens/s" in line]
     requests = [line for line in lines if line.startswith("{")]
     assert (len(figures) == 0, len(requests) == 1) == (bool(flags), bool(flags)), lines
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "chat", "plan", "bench serve", "run-batch", "calibrate"])
+def test_an_error_names_each_option_as_its_flag(command, monkeypatch, capsys):
+    shown = CliRunner().invoke(app, [*command.split(), "--help-all"], env={"COLUMNS": "200", "TERM": "dumb"}).output
+    flags = [
+        flag for flag in re.findall(r"^  (--[a-z][a-z-]+)", shown, re.MULTILINE) if flag not in ("--help", "--help-all")
+    ]
+    assert len(flags) > 5
+    for flag in flags:
+        name = flag.removeprefix("--").replace("-", "_")
+        message = f"{name}: must be 3; (or another {name}). {name}=3" if "_" in name else f"{name}: must be 3"
+        assert error_of(message, monkeypatch, capsys) == f"quire: {message.replace(name, flag)}\n"
+
+
+def error_of(message, monkeypatch, capsys):
+    """What a command prints for a ConfigError with this message."""
+
+    def fail(*_):
+        raise ConfigError(message)
+
+    with monkeypatch.context() as patched, pytest.raises(SystemExit):
+        patched.setattr(type(app), "__call__", fail)
+        main()
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("the memory is short; a seed must be 3", "the memory is short; a seed must be 3"),
+        (
+            "/a/max_num_seqs/b cannot be read, nor a.max_num_seqs",
+            "/a/max_num_seqs/b cannot be read, nor a.max_num_seqs",
+        ),
+        ("do not set --max-num-seqs or my_max_num_seqs", "do not set --max-num-seqs or my_max_num_seqs"),
+        ("num_prompt_tokens is no option", "num_prompt_tokens is no option"),
+    ],
+)
+def test_other_words_of_an_error_stay(message, expected, monkeypatch, capsys):
+    assert error_of(message, monkeypatch, capsys) == f"quire: {expected}\n"
+
+
+def test_an_error_of_options_that_contradict_each_other_names_flags(monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        monkeypatch.setattr(
+            "sys.argv", ["quire", "serve", "--port", "0", "--max-num-seqs", "9", "--max-num-batched-tokens", "3"]
+        )
+        main()
+    assert "--max-num-batched-tokens (3) must be at least --max-num-seqs (9)" in capsys.readouterr().err
+
+
+def test_a_model_that_does_not_exist_is_the_only_thing_that_serve_says(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["quire", "serve", "./nowhere", "--port", "0"])
+    with pytest.raises(SystemExit):
+        main()
+    written = capsys.readouterr()
+    assert written.out == ""
+    assert written.err.startswith("quire: there is no folder or .gguf file './nowhere'")

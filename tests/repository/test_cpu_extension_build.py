@@ -103,6 +103,24 @@ def test_without_the_extension_plain_torch_is_chosen_and_the_reason_told():
     done = subprocess.run([sys.executable, "-c", WITHOUT], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     auto, named = done.stdout.splitlines()
-    assert auto.startswith("reference (plain torch): the fastest that runs on cpu; not cpu: its extension cannot be lo")
-    assert named.startswith("no kernels for float32 on cpu; tried cpu: its extension cannot be loaded (")
-    assert named.endswith("install a C++ compiler, then install quire again")
+    assert auto.startswith("reference (plain torch): the fastest that runs on cpu; not cpu: its extension was not bui")
+    assert named.startswith("no kernels for float32 on cpu; tried cpu: its extension was not built; ")
+    assert named.endswith("install a C++ compiler with OpenMP, then install quire again")
+
+
+@pytest.mark.parametrize(
+    ("content", "says"), [(None, "its extension was not built; install a C++"), (b"no library", "cannot be loaded (")]
+)
+def test_a_package_without_the_extension_or_with_a_damaged_one_says_so(tmp_path, content, says):
+    folder = tmp_path / "quire"
+    shutil.copytree(ROOT / "quire", folder, ignore=shutil.ignore_patterns("*.so", "assets", "__pycache__"))
+    if content is not None:
+        (folder / "kernels" / "cpu" / "_C.abi3.so").write_bytes(content)
+    ask = "import quire.kernels.cpu as cpu; print(cpu.__file__, cpu.EXTENSION)"
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", ask], cwd=tmp_path, env=env, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith(str(folder))
+    assert says in done.stdout
+    assert "circular" not in done.stdout

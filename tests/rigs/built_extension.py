@@ -12,5 +12,10 @@ def build(temporary: Path, library: Path, **variables: str) -> subprocess.Comple
     """Run setup.py with environment variables. It writes only to `temporary` and `library`."""
     command = [sys.executable, "setup.py", "build_ext", "--build-temp", str(temporary), "--build-lib", str(library)]
     return subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True, check=False
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONWARNINGS": "", **variables},
+        capture_output=True,
+        text=True,
+        check=False,
     )

@@ -1,5 +1,7 @@
 """Servers with a model, with and without keys, each created once."""
 
+import shutil
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -63,3 +65,16 @@ def site() -> Iterator[Site]:
 def keyless() -> Iterator[Site]:
     with run_site() as site:
         yield site
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory):
+    """A self-signed certificate of 127.0.0.1, and its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    folder = tmp_path_factory.mktemp("tls")
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    about = ["-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    new = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-noenc"]
+    subprocess.run([*new, "-keyout", key, "-out", cert, *about], check=True, capture_output=True)
+    return str(cert), str(key)

@@ -1,12 +1,16 @@
 # ruff: noqa: E501  (a template is easier to read on one line)
 """Chat templates: valid ones render as in transformers, malicious ones end with an error."""
 
+import random
 import time
+from pathlib import Path
 
 import pytest
+from jinja2.defaults import DEFAULT_FILTERS, DEFAULT_NAMESPACE, DEFAULT_TESTS
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from quire.errors import ModelError, QuireError, RequestError
+from quire.tokenizer.chat_costs import FILTER_CHECKS
 from quire.tokenizer.chat_template import ChatTemplate
 
 MESSAGES = [
@@ -39,6 +43,86 @@ KIND = [
     "{{ strftime_now('%Y-%m') }}{{ messages | tojson(ensure_ascii=True, separators=(',', ':')) }}",
     "{% filter upper %}{{ messages[0].role }}{% endfilter %}{{ 'x' if tools else 'y' }}{{ dict(a=1).a }}",
 ]
+FILTERS = {  # of Jinja, and expressions with each
+    "abs": "{{ -3 | abs }}{{ -3.5 | abs }}",
+    "attr": "{{ ('a' | attr('upper'))() }}",
+    "batch": "{{ range(7) | batch(3, 'x') | list }}",
+    "capitalize": "{{ 'éa B' | capitalize }}",
+    "center": "<{{ 'ab' | center(7) }}{{ 'x' | center }}>",
+    "count": "{{ messages | count }}",
+    "d": "{{ nothing | d('x') }}{{ '' | d('y', true) }}",
+    "default": "{{ nothing | default(3) }}{{ none | default(4) }}",
+    "dictsort": "{{ {'b': 1, 'A': 3} | dictsort }}{{ {'b': 1, 'a': 3} | dictsort(by='value', reverse=true) }}",
+    "e": "{{ '<a & b>' | e }}",
+    "escape": "{{ '<a & \\'b\\'>' | escape }}",
+    "filesizeformat": "{{ 123456789 | filesizeformat }}{{ 2048 | filesizeformat(true) }}",
+    "first": "{{ (messages | first).role }}",
+    "float": "{{ '1.5' | float }}{{ 'x' | float(2.0) }}",
+    "forceescape": "{{ ('<' | safe) | forceescape }}",
+    "format": "{{ '%s-%03d' | format('a', 7) }}",
+    "groupby": "{% for role, group in messages | groupby('role') %}{{ role }}{{ group | length }}{% endfor %}",
+    "indent": "{{ 'a\\n\\nb' | indent(3, first=true, blank=true) }}",
+    "int": "{{ '42' | int }}{{ 'ff' | int(0, 16) }}{{ 'x' | int(-1) }}",
+    "items": "{{ {'a': 1} | items | list }}",
+    "join": "{{ messages | join('; ', attribute='content') }}{{ [1, 2] | join }}",
+    "last": "{{ (messages | last).content }}",
+    "length": "{{ messages | length }}",
+    "list": "{{ 'abc' | list }}",
+    "lower": "{{ 'ÄB' | lower }}",
+    "map": "{{ messages | map(attribute='none', default='x') | list }}{{ ['a'] | map('center', 5) | list }}",
+    "max": "{{ [1, 3, 2] | max }}{{ (messages | max(attribute='content')).content }}{{ [] | max }}",
+    "min": "{{ ['b', 'A'] | min }}{{ ['b', 'A'] | min(case_sensitive=true) }}",
+    "pprint": "{{ messages | pprint }}{{ {'b': [1, {'a': none}]} | pprint }}",
+    "random": "{{ range(1000) | random }}{{ messages | random }}{{ [] | random }}",
+    "reject": "{{ range(9) | reject('odd') | list }}",
+    "rejectattr": "{{ messages | rejectattr('role', 'in', ['user']) | map(attribute='role') | list }}",
+    "replace": "{{ 'aaa' | replace('a', 'bc', 2) }}",
+    "reverse": "{{ 'abc' | reverse }}{{ [1, 2] | reverse | list }}",
+    "round": "{{ 42.55 | round(1, 'floor') }}{{ (7 / 2) | round | int }}{{ 1234 | round(-2) }}{{ 0.123 | round(2, 'ceil') }}",
+    "safe": "{{ '<' | safe | e }}",
+    "select": "{{ [0, 1, '', 'a'] | select | list }}",
+    "selectattr": "{{ messages | selectattr('content', 'eq', 'Bye') | list }}",
+    "slice": "{{ range(7) | slice(3, 'x') | list }}",
+    "sort": "{{ [3, 1, 2] | sort(reverse=true) }}{{ messages | sort(attribute='role,content') | map(attribute='content') | list }}",
+    "string": "{{ 3 | string }}",
+    "striptags": "{{ '<p>a &amp; <b>b</b>  <!-- c --> d</p' | striptags }}",
+    "sum": "{{ messages | map(attribute='content') | map('length') | sum }}{{ [{'a': 2}, {'a': 0.1}] | sum('a', 3) }}"
+    "{{ [[1], [2, 3]] | sum(start=[0]) }}{{ [] | sum }}",
+    "title": '{{ "they\'re a-b" | title }}',
+    "tojson": "{{ messages | tojson(indent=2) }}",
+    "trim": "{{ ' a ' | trim }}{{ 'xax' | trim('x') }}",
+    "truncate": "{{ 'aaa bbb ccc ddd' | truncate(9, leeway=0) }}{{ 'aaa bbb ccc' | truncate(5, true, '', 0) }}",
+    "unique": "{{ ['a', 'A', 'b'] | unique | list }}{{ messages | unique(attribute='role') | map(attribute='role') | list }}",
+    "upper": "{{ 'ß' | upper }}",
+    "urlencode": "{{ 'a b/é' | urlencode }}{{ {'a': 'b c'} | urlencode }}",
+    "urlize": "{{ 'see (https://example.org/a?b=c&d), mail a@example.org' | urlize(9, true, target='_blank', rel='x') }}",
+    "wordcount": "{{ 'a b, c-d' | wordcount }}",
+    "wordwrap": "{{ ('a long-ish text of words ' * 9 ~ 'x' * 99) | wordwrap(30, wrapstring='|\\n', break_on_hyphens=false) }}",
+    "xmlattr": "{{ {'class': 'a b', 'id': none, 'n': 3} | xmlattr }}",
+}
+TESTS = {
+    **dict.fromkeys(("boolean", "false", "true", "integer", "float", "number"), "true 0 3.5 'a'"),
+    **dict.fromkeys(
+        ("callable", "defined", "iterable", "mapping", "none", "sequence", "string", "undefined"), "[] {} none nothing"
+    ),
+    **dict.fromkeys(("even", "odd"), "2 3"),
+    **dict.fromkeys(("lower", "upper"), "'a' 'A' 'é1'"),
+    **dict.fromkeys(("filter", "test"), "'sum' 'even' 'nothing'"),
+    "escaped": "('a'|safe) 'a'",
+    "in(['a'])": "'a' 'b'",
+    "divisibleby(3)": "9 10",
+    "sameas(none)": "none 3",
+    **dict.fromkeys(("eq(3)", "equalto(3)", "ne(3)", "lt(3)", "lessthan(3)", "le(3)"), "2 3 4"),
+    **dict.fromkeys(("gt(3)", "greaterthan(3)", "ge(3)"), "2 3 4"),
+}
+GLOBALS = {
+    "cycler": "{% set c = cycler('a', 'b') %}{{ c.next() }}{{ c.current }}{{ c.next() }}{{ c.reset() }}",
+    "dict": "{{ dict(a=1, b=2) }}{{ dict([('a', 1)]) }}",
+    "joiner": "{% set j = joiner('; ') %}{% for m in messages %}{{ j() }}{{ m.role }}{% endfor %}",
+    "lipsum": "{{ lipsum(2, min=3, max=9) }}{{ lipsum(html=false) }}",
+    "namespace": "{% set n = namespace({'a': 1}, b=2) %}{% set n.c = n.a + n.b %}{{ n.c }}",
+    "range": "{{ range(3) | list }}{{ range(9, 0, -4) | list }}",
+}
 UNKIND = {
     "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "nested loops in a set": "{% set x %}{% for a in range(99999) %}{% for b in range(99999) %}y{% endfor %}{% endfor %}{% endset %}",
@@ -88,6 +172,22 @@ UNKIND = {
     "many fields": "{{ ('{0}' * 60000).format('x' * 60000) | length }}",
     "date": "{{ strftime_now('%1000000000d') }}",
     "lipsum": "{{ lipsum(n=10**9) }}",
+    "lipsum of few long paragraphs": "{{ lipsum(n=1, max=10**9) }}",
+    "center": "{{ 'x' | center(100000000) }}",
+    "wide numbers": "{{ 5 | round(-1000000000) }}",
+    "urlize of brackets": "{{ ('(' * 200000 ~ ')' * 100000 ~ '.') | urlize }}",
+    "urlize of addresses": "{{ ('a@a.' * 200000) | urlize }}",
+    "urlize with long attributes": "{{ ('a.com ' * 60000) | urlize(target='x' * 60000) }}",
+    "wordwrap of dashes": "{{ ('-' * 200000) | wordwrap }}",
+    "wordwrap with a long end": "{{ ('a ' * 60000) | wordwrap(1, wrapstring='x' * 60000) }}",
+    "pprint of deep lists": "{% set ns = namespace(l=range(1000) | list) %}{% for i in range(200) %}"
+    "{% set ns.l = [ns.l] %}{% endfor %}{{ ns.l | pprint }}",
+    "pprint of many": "{{ ([[1]] * 200000) | pprint }}",
+    "sum of attributes": "{% set ns = namespace(l=[0] * 100000) %}{{ ([ns] * 2000) | sum(attribute='l', start=[]) | length }}",
+    "join of attributes": "{% set ns = namespace(t='x' * 1000000) %}{{ ([ns] * 2000) | join(attribute='t') | length }}",
+    "sort by attributes": "{% set c = cycler('x' * 1000000) %}{{ ([c] * 2000) | sort(attribute='current') | length }}",
+    "unique attributes": "{% set c = cycler('X' * 1000000) %}{{ ([c] * 2000) | unique(attribute='current') | list | length }}",
+    "deep python": "{% for a in [1] %}" * 25 + "{% endfor %}" * 25,
     "strip": "{{ ('a' * 4000000).strip('b' * 4000000 ~ 'a') }}",
     "trim": "{{ ('a' * 4000000) | trim('b' * 4000000 ~ 'a') }}",
     "searching backwards": "{{ ('a' * 4000000).rfind('b' ~ 'a' * 2000000) }}",
@@ -127,6 +227,59 @@ def test_kind_templates_render_as_transformers_render_them(source):
     expected, _ = render_jinja_template([MESSAGES], chat_template=source, add_generation_prompt=True)
     variables = {"messages": MESSAGES, "tools": None, "add_generation_prompt": True}
     assert ChatTemplate(source).render(variables) == expected[0]
+
+
+@pytest.mark.parametrize("source", FILTERS.values(), ids=FILTERS.keys())
+def test_each_filter_of_jinja_renders_as_transformers_render_it(source):
+    check_same_rendering(source)
+
+
+@pytest.mark.parametrize("source", GLOBALS.values(), ids=GLOBALS.keys())
+def test_each_function_of_jinja_renders_as_transformers_render_it(source):
+    check_same_rendering(source)
+
+
+@pytest.mark.parametrize(("test", "values"), TESTS.items(), ids=TESTS.keys())
+def test_each_test_of_jinja_renders_as_transformers_render_it(test, values):
+    check_same_rendering("".join(f"{{{{ {value} is {test} }}}}" for value in values.split()))
+
+
+def check_same_rendering(source):
+    random.seed(7)
+    expected, _ = render_jinja_template([MESSAGES], chat_template=source, add_generation_prompt=True)
+    random.seed(7)
+    variables = {"messages": MESSAGES, "tools": None, "add_generation_prompt": True}
+    assert ChatTemplate(source).render(variables) == expected[0]
+
+
+def test_the_filters_tests_and_functions_of_this_jinja_are_all_in_the_tables():
+    assert FILTERS.keys() == DEFAULT_FILTERS.keys() == FILTER_CHECKS.keys()
+    named = {name.partition("(")[0] for name in TESTS}
+    assert named == {name for name in DEFAULT_TESTS if name.isalpha()}  # the others are symbols of the same tests
+    assert GLOBALS.keys() == DEFAULT_NAMESPACE.keys()
+
+
+def test_the_page_lists_each_filter():
+    page = (Path(__file__).parents[2] / "docs" / "templates.md").read_text()
+    assert not [name for name in DEFAULT_FILTERS if f"`{name}`" not in page]
+
+
+def test_variables_of_a_generation_block_are_its_own():
+    check_same_rendering("{% set a = 1 %}{% generation %}{% set a = 2 %}{{ a }}{% endgeneration %}{{ a }}")
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("a\n{% frobnicate %}", "line 2: Encountered unknown tag 'frobnicate'"),
+        ("a\n\n{{ 3 | from_json }}", "line 3: No filter named 'from_json'"),
+        ("a\n{{ 1 // 0 }}", "line 2: integer division"),
+        ("a\n{{ raise_exception('alternate') }}", "messages: alternate$"),
+    ],
+)
+def test_an_error_names_the_line_of_the_template(source, says):
+    with pytest.raises(QuireError, match=says):
+        ChatTemplate(source).render({})
 
 
 @pytest.mark.parametrize("source", UNKIND.values(), ids=UNKIND.keys())

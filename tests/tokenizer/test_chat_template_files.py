@@ -86,7 +86,6 @@ def test_no_template(tmp_path):
     ("name", "content", "says"),
     [
         ("chat_template.jinja", b"\xff\xfe", "UTF-8"),
-        ("chat_template.jinja", b"{% if %}", "chat template is invalid"),
         ("chat_template.json", b"[]", "JSON object"),
         ("chat_template.json", b'{"chat_template": 3}', "chat_template.json"),
         ("tokenizer_config.json", b'{"chat_template": [{"name": "default"}]}', "tokenizer_config.json"),
@@ -100,6 +99,47 @@ def test_templates_that_are_none(tmp_path, name, content, says):
     (folder / name).write_bytes(content)
     with pytest.raises(ModelError, match=says):
         Tokenizer.from_folder(folder)
+
+
+BROKEN = {  # what is in the folder, and the line that the error names
+    "chat_template.jinja": "a\n{% frobnicate %}",
+    "chat_template.json": '{"chat_template": "a\\n{{ 3 | from_json }}"}',
+    "tokenizer_config.json": '{"chat_template": "a\\n{% for %}"}',
+    "additional_chat_templates/default.jinja": "a\n{% if %}",
+}
+
+
+@pytest.mark.parametrize(("name", "content"), BROKEN.items(), ids=BROKEN.keys())
+def test_a_template_that_does_not_compile_refuses_conversations_only(tmp_path, name, content):
+    folder = made(tmp_path, None, {name: content})
+    ours = Tokenizer.from_folder(folder)
+    assert ours.decode(ours.encode("one two")) == "one two"
+    assert ours.has_chat_template
+    assert list(ours.template_errors) == ["default"]
+    with pytest.raises(
+        RequestError, match=r"chat template is invalid: line 2: .*; correct chat_template\.jinja"
+    ) as caught:
+        ours.apply_chat_template(MESSAGES)
+    assert caught.value.param == "chat_template"
+
+
+def test_a_named_template_that_does_not_compile_does_not_concern_the_others(tmp_path):
+    broken = [
+        *NAMED[:1],
+        {"name": "tool_use", "template": "{% if %}"},
+        {"name": "rag", "template": "{{ 3 | nothing }}"},
+    ]
+    ours = Tokenizer.from_folder(made(tmp_path, broken, {}))
+    assert ours.apply_chat_template(MESSAGES) == "plain"
+    for options in ({"tools": TOOLS}, {"chat_template": "rag"}):
+        with pytest.raises(RequestError, match=r"line 1: .*correct the template '(tool_use|rag)'"):
+            ours.apply_chat_template(MESSAGES, **options)
+
+
+def test_a_template_without_a_tokenizer_configuration(tmp_path):
+    folder = made(tmp_path, None, {"chat_template.jinja": "{{ messages[0].content }}"})
+    (folder / "tokenizer_config.json").unlink(missing_ok=True)
+    assert Tokenizer.from_folder(folder).apply_chat_template(MESSAGES) == "a"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
-from quire.errors import ModelError
+from quire.errors import ModelError, RequestError
 from quire.hub import embedded
 from quire.models.gguf.reader import Metadata, read_header
 from quire.tokenizer.gguf import gguf_tokenizer
@@ -192,7 +192,6 @@ def test_begin_and_end_tokens(tmp_path, keys, expected):
         ({"merges": ["a c"]}, "the tokenizer is damaged"),
         ({"merges": ["ab"]}, "the tokenizer is damaged"),
         ({"eos_token_id": 5}, "eos_token_id is 5, but there are only 5 tokens"),
-        ({"tokenizer.chat_template": "{% if"}, "chat template is invalid"),
         ({"tokenizer.chat_template": 5}, "tokenizer.chat_template must be text, not 5"),
         ({"model": "llama"}, "tokenizer.ggml.scores is missing"),
     ],
@@ -200,6 +199,13 @@ def test_begin_and_end_tokens(tmp_path, keys, expected):
 def test_what_cannot_be_a_tokenizer_is_refused_with_the_reason(tmp_path, keys, message):
     with pytest.raises(ModelError, match=message):
         loaded(write(tmp_path / "model.gguf", **keys))
+
+
+def test_a_template_that_does_not_compile_refuses_conversations_only(tmp_path):
+    tokenizer = loaded(write(tmp_path / "model.gguf", **{"tokenizer.chat_template": "a\n{% if"}))
+    assert tokenizer.encode("ab") == [2]
+    with pytest.raises(RequestError, match="line 2: "):
+        tokenizer.apply_chat_template([{"role": "user", "content": "a"}])
 
 
 @pytest.mark.parametrize("keys", [{}, {"model": "llama", "scores": [0.0, 0.0, -1.0, 0.0, 0.0]}], ids=["gpt2", "llama"])

@@ -3,11 +3,10 @@
 try:
     import torch as _torch  # noqa: F401  (first, so that the extension shares torch's OpenMP thread pool)
 
-    from quire.kernels.cpu import _C
+    import quire.kernels.cpu._C as _C
 except ImportError as error:
-    EXTENSION: str | None = (
-        f"its extension cannot be loaded ({error}); install a C++ compiler, then install quire again"
-    )
+    why = "was not built" if error.name == "quire.kernels.cpu._C" else f"cannot be loaded ({error})"
+    EXTENSION: str | None = f"its extension {why}; install a C++ compiler with OpenMP, then install quire again"
     _C = None  # type: ignore[assignment]  # keeps the modules here importable; `choose` never selects them
 else:
     EXTENSION = None

@@ -27,7 +27,7 @@ from quire.server.errors import renamed_fields
 from quire.server.middleware.auth import caller_of
 from quire.server.reply import Reply
 from quire.server.service import Service
-from quire.tokenizer.chat_sandbox import size_of
+from quire.tokenizer.chat_costs import size_of
 from quire.tokenizer.chat_template import REASONING_SWITCHES
 from quire.tokenizer.tokenizer import Tokenizer
 

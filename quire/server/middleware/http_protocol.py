@@ -173,6 +173,7 @@ def http_config(app: ASGIApp, options: ServerOptions = ServerOptions()) -> uvico
         ssl_ciphers=None,  # the default of `ssl`; that of an older uvicorn is TLS 1.0
         proxy_headers=False,
         server_header=False,
+        log_config=None,  # records have the format of quire's own
         log_level="warning",
         access_log=False,
         lifespan="on",

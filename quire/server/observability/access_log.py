@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 
 import msgspec
 
+from quire.control_characters import visible_json
 from quire.errors import ConfigError
 from quire.server.observability.request_record import RequestRecord
 
@@ -83,7 +84,7 @@ class AccessLog:
     def _write(self, lines: list[bytes]) -> None:
         try:
             self._reopen_if_rotated()
-            data = b"".join(lines)
+            data = visible_json(b"".join(lines))
             while data:
                 data = data[os.write(self._file, data) :]
             self._failing = False

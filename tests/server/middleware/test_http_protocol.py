@@ -3,7 +3,6 @@
 import asyncio
 import json
 import select
-import shutil
 import socket
 import ssl
 import subprocess
@@ -307,19 +306,6 @@ def test_what_proxies_say_is_not_believed(url):
     with run_app(app) as url:
         said = {"x-forwarded-proto": "https", "x-forwarded-for": "192.0.2.7"}
         assert httpx.get(f"{url}/who", headers=said).text == "http 127.0.0.1"
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory):
-    """A self-signed certificate of 127.0.0.1, and its key."""
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl is not installed")
-    folder = tmp_path_factory.mktemp("tls")
-    cert, key = folder / "cert.pem", folder / "key.pem"
-    about = ["-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
-    new = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-noenc"]
-    subprocess.run([*new, "-keyout", key, "-out", cert, *about], check=True, capture_output=True)
-    return str(cert), str(key)
 
 
 def test_https(certificate):

@@ -146,6 +146,16 @@ def test_what_is_logged_before_the_end_is_written(tmp_path, lost):
     assert not lost
 
 
+def test_a_line_has_no_control_characters_that_a_terminal_obeys(log, tmp_path):
+    said = "\x1b[2J\x9b31m\x7f\u202e\u2066é"
+    log(record(said))
+    (line,) = lines_of(tmp_path / "log", 1)
+    assert line["request_id"] == said
+    written = (tmp_path / "log").read_text(encoding="utf-8")
+    assert not [one for one in said[:-1] if not one.isascii() or not one.isprintable() if one in written]
+    assert "é" in written
+
+
 def test_a_full_disk_loses_lines_and_nothing_else(log, tmp_path, lost, monkeypatch, caplog):
     def full(*_):
         raise OSError(28, "No space left on device")
