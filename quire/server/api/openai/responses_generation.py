@@ -172,6 +172,7 @@ class Generation:
         Raises as `MessageReader.deltas`, TimedOut, and RequestError for an output that its constraint could not end.
         """
         yield self.writer.begin()
+        self._reader.transcript(self.reply).drop_logprobs()
         reason = None
         async for deltas in self._limit.iterate(self._reader.deltas(self.reply)):
             events = []
@@ -483,6 +484,7 @@ def _chat_request(service: Service, body: ResponseBody, input: Sequence[Item], r
         thinking_budget=body.thinking_token_budget,
         namespace=caller_of(request).namespace(body.cache_salt),
         scheduling_params=body.scheduling_params(service.options),
+        repeats=True,
     )
 
 
