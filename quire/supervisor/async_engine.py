@@ -19,7 +19,7 @@ from quire.core.explanation import Explanation
 from quire.core.output import Output
 from quire.core.request import Request, nth_seed
 from quire.cost.step_time import CostFigures
-from quire.errors import EngineStopped, QueueFull, QuireError, RequestError
+from quire.errors import EngineStopped, QueueFull, RequestError
 from quire.monitor.update import Watcher
 from quire.params import is_unicode
 from quire.supervisor import protocol

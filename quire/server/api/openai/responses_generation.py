@@ -172,7 +172,6 @@ class Generation:
         Raises as `MessageReader.deltas`, TimedOut, and RequestError for an output that its constraint could not end.
         """
         yield self.writer.begin()
-        self._reader.transcript(self.reply).drop_logprobs()
         reason = None
         async for deltas in self._limit.iterate(self._reader.deltas(self.reply)):
             events = []
@@ -374,6 +373,7 @@ class Responses:
             fields = _fields(id, service, body, chat.params)
             msgspec.json.encode(fields)  # raises UnicodeEncodeError for text that cannot be sent back
             reader, reply = await start_conversation(service, request, id, chat)
+            reader.transcript(reply).drop_logprobs()
         writer = ResponseWriter(
             fields,
             len(new_items),
