@@ -55,13 +55,14 @@ class RequestBodies:
     """Reads the bodies of one app.
 
     max_messages: of one conversation; none with more fits into the context. check: called with each validated body.
+    memories: what is held for each tenant.
     """
 
-    def __init__(self, max_messages: int, check: Callable[[Any], None]) -> None:
+    def __init__(self, max_messages: int, check: Callable[[Any], None], memories: TenantMemories) -> None:
         self._max_messages = max_messages
         self._check = check
         self._pool = ThreadPool(max_per_tenant=1)
-        self._memories = TenantMemories()
+        self._memories = memories
         self._turns: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(AT_ONCE))
 
     def route_class(self) -> type[APIRoute]:

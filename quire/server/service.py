@@ -5,6 +5,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from fastapi import Request
@@ -79,7 +80,7 @@ class Service:
         )
         self.engine = engine
         self.thread_pool = ThreadPool()
-        self.request_bodies = RequestBodies(self.max_model_len, self._check_fields)
+        self.request_bodies = RequestBodies(self.max_model_len, self._check_fields, engine.memories)
         self.metrics = Metrics(
             self.model_name, lambda: self.engine.health(), cache=self.cache, max_model_len=self.max_model_len
         )
@@ -172,11 +173,13 @@ class Service:
         namespace: Namespace,
         beams: Beams | None = None,
         scheduling_params: SchedulingParams = DEFAULT_SCHEDULING_PARAMS,
+        *,
+        whole: bool = False,
     ) -> Reply:
         """Check the constraints and queue generations, all or none. The engine's id of the i-th is its `part_id`.
 
-        namespace, beams (None: no beam search), scheduling_params: of every generation. Raises RequestError, Busy,
-        EngineStopped.
+        namespace, beams (None: no beam search), scheduling_params: of every generation. whole: the outputs are kept
+        until all have come; then the reply must be released. Raises RequestError, Busy, EngineStopped.
         """
         now = time.monotonic()
         for one in asked:
@@ -199,9 +202,11 @@ class Service:
                     one.request_id, namespace=namespace, beams=beams, scheduling_params=scheduling_params
                 )
                 for one in transcripts
-            ]
+            ],
+            whole=whole,
         )
-        return Reply(transcripts, stream, self.engine.finish, self.metrics)
+        run = partial(self.thread_pool.run, namespace.tenant)
+        return Reply(transcripts, stream, self.engine.finish, self.metrics, run)
 
     def _check_logprobs(self, params: SamplingParams) -> None:
         for name in ("logprobs", "prompt_logprobs"):

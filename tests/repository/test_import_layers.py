@@ -61,14 +61,8 @@ ORDER = (
         "server.errors",
     ),
     *("server.observability", "server.api.request_params", "server.middleware", "server.thread_pool", "server.sse"),
-    *(
-        "server.store_database",
-        "server.store",
-        "server.multipart",
-        "server.request_body",
-        "server.reply",
-        "server.service",
-    ),
+    *("server.json_pieces", "server.store_database", "server.store", "server.multipart", "server.request_body"),
+    *("server.reply", "server.service"),
     *("server.batch.in_process_client", "server.batch.file_format", "server.batch.stored_files"),
     *("server.batch.sender", "server.batch.background", "server.viewers", "server.api.limits", "server.api"),
     *("server", "server.batch", "quire", "cli"),  # quire/__init__.py re-exports names of the folders before it

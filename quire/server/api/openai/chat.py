@@ -120,6 +120,7 @@ def _chat_requests(
         beams=body.beams(params, vocab_size=service.vocab_size, num_end_tokens=service.num_end_tokens),
         scheduling_params=body.scheduling_params(service.options),
         with_prompt_ids=bool(body.return_token_ids),
+        whole=not body.stream,
     )
     return [replace(chat, messages=template_messages(messages)) for messages in conversations]
 
@@ -194,8 +195,10 @@ class ChatAnswer:
                 if not objects and (finish_reason or (self._with_tokens and delta.token_ids)):
                     objects = [{}]
                 for place, content in enumerate(objects, 1):
-                    first = {"prompt_logprobs": _prompt_logprobs(transcript)} if about_prompt else {}
-                    about_prompt = False
+                    first = {}
+                    if about_prompt:
+                        rows = await reply.about_prompt(transcript, partial(_prompt_logprobs, transcript))
+                        about_prompt, first = False, {"prompt_logprobs": rows}
                     whole = (delta, finish_reason) if place == len(objects) else (None, None)
                     choice = self._choice(index, {"delta": content}, *whole)
                     chunks.append(

@@ -364,6 +364,7 @@ class Responses:
             fields = _fields(id, service, body, chat.params)
             msgspec.json.encode(fields)  # raises UnicodeEncodeError for text that cannot be sent back
             reader, reply = await start_conversation(service, request, id, chat)
+            reader.transcript(reply).drop_logprobs()
         writer = ResponseWriter(
             fields,
             len(new_items),
@@ -483,6 +484,7 @@ def _chat_request(service: Service, body: ResponseBody, input: Sequence[Item], r
         thinking_budget=body.thinking_token_budget,
         namespace=caller_of(request).namespace(body.cache_salt),
         scheduling_params=body.scheduling_params(service.options),
+        repeats=True,
     )
 
 
