@@ -243,8 +243,8 @@ def describe(source: Checkpoint | Path, *, max_model_len: int | None = None) -> 
     kind = fields.optional("model_type", str, MODEL_TYPES[decoder][0])
     if kind not in MODEL_TYPES[decoder]:
         raise fields.error(
-            f"model_type {kind!r:.80} is not that of {architecture}, {' or '.join(MODEL_TYPES[decoder])}; one of the two "
-            "fields names another model"
+            f"model_type {kind!r:.80} is not that of {architecture}, {' or '.join(MODEL_TYPES[decoder])}; one of "
+            "the two fields names another model"
         )
     family = FAMILIES[decoder]
     config, names = decoder_config(family, fields, max_model_len), fields.resolve(family.names)
