@@ -1,7 +1,7 @@
 """Identity of a file: values of which one differs if another content is in its place.
 
 Size and time of change (mtime) are equal if a file was replaced by one of equal size and its time was kept: by `cp -p`,
-`rsync -t`, or layers of an image. The time of the last change of the inode (ctime) cannot be set by a program, so a file
+`rsync -t`, or layers of an image. The time of the last change of the inode (ctime) cannot be set by a program: a file
 in a writable folder has another one then. Images may have recorded times of both kinds. So the identity also has a sum
 over the content.
 """

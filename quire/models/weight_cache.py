@@ -89,7 +89,7 @@ def stored_layout(checkpoint: Checkpoint) -> tuple[object, ...]:
 def environment() -> tuple[str, ...]:
     """What decides the bytes of weights and the speed of steps besides code and options.
 
-    These are the versions of Python and of libraries that compute, and the build of the kernels that the processor gets.
+    These are versions of Python and of libraries that compute, and the build of the kernels that the processor gets.
     """
     build = cpu.description() if EXTENSION is None else EXTENSION
     return platform.python_version(), platform.machine(), torch.__version__, np.__version__, build
