@@ -21,6 +21,7 @@ _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of 8 neighbouring columns in a packed 
 _FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}  # of scales, and of plain weights
 _FLOAT8 = "F8_E4M3"
 _E8M0 = ("U8", "F8_E8M0")  # types of scales that are powers of two: the code is the exponent + 127
+_MXFP8_GROUP = 32  # columns with one scale
 _NVFP4 = replace(NVFP4, scale_dtype=torch.float32)  # because a stored factor is any float32
 _MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4", "MXFP8", "MIXED_PRECISION")
 
@@ -135,6 +136,7 @@ def _compressed_tensors(settings: Mapping[str, object]) -> "CompressedTensors":
         8 if 8 in packed else 4,
         _block(blocks[0] if blocks else None),
         _columns_of_scales(each),
+        tuple({str(one.get("type", "int")) for one in each}),
         needs_zeros=all(one.get("symmetric") is False for one in each),
         needs_index=all(one.get("actorder") in ("group", True) for one in each),
     )
@@ -284,6 +286,7 @@ class CompressedTensors:
     bits: int  # of packed integers
     block: tuple[int, int] = (0, 0)  # rows and columns of a block of float8; (0, 0): no blocks
     columns_of_scales: tuple[int, ...] = ()  # columns that may share a scale, 0: all; (): any number
+    types: tuple[str, ...] = ("int", "float")  # of codes
     needs_zeros: bool = False  # whether every layer needs `weight_zero_point`
     needs_index: bool = False  # whether every layer needs `weight_g_idx`
 
@@ -306,12 +309,12 @@ class CompressedTensors:
             rows, words = _matrix(parts, "weight_packed")
             return self._integers(parts, rows, words * 32 // self.bits, self.bits)
         rows, columns = _matrix(parts, "weight")
+        _expect_type(parts, "weight", *(_FLOAT8 if each == "float" else "I8" for each in self.types))
         if parts["weight"].dtype == _FLOAT8:
             scheme = _float8_scheme(parts, "weight_scale", rows, columns, self.block)
             if not self.block[0]:
                 self._check_columns(scheme.group_size)
             return Layer(rows, columns, scheme)
-        _expect_type(parts, "weight", "I8", _FLOAT8)
         return self._integers(parts, rows, columns, 8)
 
     def _integers(self, parts: Parts, rows: int, columns: int, bits: int) -> Layer:
@@ -465,10 +468,13 @@ class Fp8:
 
     def layer(self, parts: Parts) -> Layer | None:
         """See Layout."""
-        if parts["weight"].dtype != _FLOAT8:
-            return None
-        rows, columns = _matrix(parts, "weight")
         name = self._scales(parts)
+        if name not in parts and parts["weight"].dtype != _FLOAT8:
+            return None
+        if _is_plain(parts):
+            return None
+        _expect_type(parts, "weight", _FLOAT8)
+        rows, columns = _matrix(parts, "weight")
         if name not in parts:
             raise ValueError("a float8 weight needs weight_scale_inv or weight_scale")
         return Layer(rows, columns, _float8_scheme(parts, name, rows, columns, self.block))
@@ -530,9 +536,11 @@ def _float8_scheme(parts: Parts, name: str, rows: int, columns: int, block: tupl
             raise ValueError(f"{name} of shape {shape} does not fit blocks of {block}")
         size = block[1]
     elif prod(shape) not in (1, rows):
-        if len(shape) != 2 or shape[0] != rows or columns % shape[1]:
+        if len(shape) != 2 or shape[0] != rows or not shape[1] or columns % shape[1]:
             raise ValueError(f"{name}: expected one scale or {rows}, or groups of columns, found shape {shape}")
         size = columns // shape[1]
+    if dtype in _E8M0 and not block[0] and (size or columns) != _MXFP8_GROUP:
+        raise ValueError(f"{name}: expected a scale for {_MXFP8_GROUP} columns, found shape {shape}")
     return Scheme(8, size, scale_dtype, grid="e4m3")
 
 
