@@ -18,7 +18,7 @@ from quire.models.rope_config import ContextLengths, Ropes, read_ropes
 _MOST_HEAD_DIM = 1024
 
 # unsupported fields that change the output, each with a test of its value
-_UNSUPPORTED: Mapping[str, Callable[[object], bool]] = MappingProxyType(
+UNSUPPORTED: Mapping[str, Callable[[object], bool]] = MappingProxyType(
     {
         "quantization_config": lambda value: value is not None,
         "alibi": bool,
@@ -31,7 +31,7 @@ _UNSUPPORTED: Mapping[str, Callable[[object], bool]] = MappingProxyType(
 )
 # fields with which some families change numbers, each with its values that change none. A family that does not read
 # the field refuses other values.
-_OTHER_FAMILIES: Mapping[str, tuple[object, ...]] = MappingProxyType(
+OTHER_FAMILIES: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
         **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "logits_soft_cap"), (0,)),
         **dict.fromkeys(("query_pre_attn_scalar", "attention_multiplier", "attention_chunk_size"), ()),
@@ -52,13 +52,13 @@ def decoder_config(family: Family, fields: Fields, longest: int | None) -> Decod
 
     Raises ModelError with the name of the wrong field.
     """
-    for name, changes_output in _UNSUPPORTED.items():
+    for name, changes_output in UNSUPPORTED.items():
         value = fields.values.get(name)
         if changes_output(value):
             raise fields.error(f"{name} = {value!r:.80} is not supported; the results would be wrong")
-    for name in _OTHER_FAMILIES.keys() - names_read(family) - set(family.unused):
+    for name in OTHER_FAMILIES.keys() - names_read(family) - set(family.unused):
         value = fields.values.get(name)
-        if value is not None and value not in _OTHER_FAMILIES[name]:
+        if value is not None and value not in OTHER_FAMILIES[name]:
             raise fields.error(f"{name} = {value!r:.80} is not supported for this architecture; it changes results")
     family = fields.resolve(family)
     config = _with_derived_sizes(family.config, fields)

@@ -87,7 +87,7 @@ MODEL_TYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 _QUANTIZED = re.compile(r"(float|F)[468](_|$)|u?int\d|[IU]\d")  # names of such types in torch and safetensors
 _STORED_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_SAMPLING: Mapping[str, str] = MappingProxyType(  # names of generation_config.json -> of SamplingParams
+SAMPLING_FIELDS: Mapping[str, str] = MappingProxyType(  # names of generation_config.json -> of SamplingParams
     {
         "temperature": "temperature",
         "top_p": "top_p",
@@ -127,7 +127,7 @@ def token_ids(checkpoint: Checkpoint, name: str) -> tuple[int, ...]:
 def sampling_defaults(generation: Mapping[str, object]) -> Mapping[str, float | int]:
     """Fields of generation_config.json that are valid SamplingParams, by names of SamplingParams."""
     found: dict[str, float | int] = {}
-    for theirs, ours in _SAMPLING.items():
+    for theirs, ours in SAMPLING_FIELDS.items():
         value = generation.get(theirs)
         if isinstance(value, int | float) and _is_valid(ours, value):
             found[ours] = value

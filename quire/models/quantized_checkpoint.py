@@ -16,7 +16,7 @@ from quire.quant.schemes import convert
 _CONFIG = "quantization_config"
 _OLD_CONFIG = "compression_config"  # compressed-tensors' name for it in early checkpoints
 # files that have the settings if config.json does not -> the layout, if the settings do not name it
-_FILES = MappingProxyType(
+SETTINGS_FILES = MappingProxyType(
     {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 )
 # ends of the names of tensors that only quantized layers have
@@ -33,7 +33,7 @@ def open_layers(checkpoint: Checkpoint) -> Checkpoint:
     if found := next((name for name in checkpoint.tensors if name.endswith(_CODES)), None):
         raise ModelError(
             f"{checkpoint.path}: {found} belongs to a quantized layer, but the settings of quantization are missing: "
-            f"config.json has no {_CONFIG}, and there is no {' or '.join(_FILES)}; download these files"
+            f"config.json has no {_CONFIG}, and there is no {' or '.join(SETTINGS_FILES)}; download these files"
         )
     return checkpoint
 
@@ -43,7 +43,7 @@ def _settings(checkpoint: Checkpoint) -> tuple[str, object]:
     for name in (_CONFIG, _OLD_CONFIG):
         if (found := checkpoint.config.get(name)) is not None:
             return name, _named(found, "compressed-tensors" if name == _OLD_CONFIG else None)
-    for name, method in _FILES.items():
+    for name, method in SETTINGS_FILES.items():
         if (file := checkpoint.path / name).is_file():
             return name, _named(read_json_object(file), method)
     return _CONFIG, None

@@ -98,12 +98,12 @@ def _read(
     kind = found.optional("rope_type", str, found.optional("type", str, "default"))
     if kind == "su" or (kind == "yarn" and "short_factor" in found.values):
         kind = "longrope"  # names in early Phi-3 checkpoints
-    if kind not in _KINDS:
-        raise fields.error(f"rope_type {kind!r:.80} is not supported; supported: {', '.join(_KINDS)}")
+    if kind not in ROPE_TYPES:
+        raise fields.error(f"rope_type {kind!r:.80} is not supported; supported: {', '.join(ROPE_TYPES)}")
     original = found.integer("original_max_position_embeddings", default=context.trained, least=2)
     original = rule.original_max_positions or original
-    scaling = _KINDS[kind]
-    _refuse_others(found, (*_KEYS, *scaling.keys, *WITHOUT_EFFECT), f"rope_type {kind!r}")
+    scaling = ROPE_TYPES[kind]
+    _refuse_others(found, (*COMMON_KEYS, *scaling.keys, *WITHOUT_EFFECT), f"rope_type {kind!r}")
     stretched = scaling.read(found, Rope(dim, theta), original, context)
     if not 1 <= stretched.max_positions <= _MOST_POSITIONS:
         raise fields.error(
@@ -191,7 +191,7 @@ def _longrope(found: Fields, rope: Rope, original: int, context: ContextLengths)
 
 
 class _Scaling(NamedTuple):
-    """A value of `rope_type`: the keys that it reads besides _KEYS, and the function that reads them."""
+    """A value of `rope_type`: the keys that it reads besides COMMON_KEYS, and the function that reads them."""
 
     keys: tuple[str, ...]
     read: Callable[[Fields, Rope, int, ContextLengths], ScaledRope]
@@ -199,9 +199,9 @@ class _Scaling(NamedTuple):
 
 # keys that every scaling may have. Those that do not read the original context start from max_position_embeddings, as
 # in transformers.
-_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+COMMON_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 _YARN_KEYS = ("factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "attention_factor")
-_KINDS: Mapping[str, _Scaling] = MappingProxyType(
+ROPE_TYPES: Mapping[str, _Scaling] = MappingProxyType(
     {
         "default": _Scaling(("factor",), _default),
         "linear": _Scaling(("factor",), _linear),

@@ -70,7 +70,9 @@ _SHARED = {
         _MODULES,
     ),
     **dict.fromkeys(("act_bits", "act_data_type", "act_dynamic", "act_group_size", "act_sym"), _ACTIVATIONS),
-    **dict.fromkeys(("super_bits", "super_group_size"), Use("it is of scales with scales", values=(0, *_NONE))),
+    **dict.fromkeys(
+        ("super_bits", "super_group_size"), Use("scales that have scales are not read", values=(0, *_NONE))
+    ),
     "data_type": _applied("the type of codes", "int"),
     "pack_dtype": _applied("the type of packed codes", "int32"),
     "rotation": Use("rotated weights need rotated activations", values=_NONE),

@@ -384,7 +384,7 @@ UNUSED_KEYS: Mapping[str, str] = MappingProxyType(
     }
 )
 # keys that are refused with other values than these
-_LIMITED_KEYS: Mapping[str, tuple[object, ...]] = MappingProxyType(
+LIMITED_KEYS: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
         ".attention.causal": (True,),
         ".expert_gating_func": (0, 1),  # 1: softmax
@@ -404,7 +404,7 @@ _LIMITED_KEYS: Mapping[str, tuple[object, ...]] = MappingProxyType(
 def check_unread(metadata: Metadata) -> None:
     """Raise ModelError for a key of the architecture that was not read, because it may change results."""
     for key, value in metadata.unread.items():
-        limited = _LIMITED_KEYS.get(key)
+        limited = LIMITED_KEYS.get(key)
         if key not in UNUSED_KEYS and (limited is None or isinstance(value, np.ndarray) or value not in limited):
             raise metadata.error(
                 f"{metadata.architecture}{key} = {value!r:.80} is not supported in this architecture; it may change "
