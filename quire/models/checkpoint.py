@@ -80,6 +80,12 @@ def find_weights(folder: Path) -> tuple[Path, ...]:
         return (folder / WEIGHTS_FILE,)
     if (folder / INDEX_FILE).exists():
         return _shards(folder / INDEX_FILE)
+    renamed = sorted(path.name for path in folder.glob("*.safetensors"))
+    if renamed:
+        raise ModelError(
+            f"{folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}, but {', '.join(renamed[:3])}; rename the file to "
+            f"{WEIGHTS_FILE}, or download the index"
+        )
     others = sorted(path.name for pattern in _OTHER_FORMATS for path in folder.glob(pattern))
     if others:
         raise ModelError(
@@ -114,7 +120,11 @@ def header(file: Path) -> dict[str, StoredTensor]:
                 name: _stored(file, tuple(tensor.get_shape()), tensor.get_dtype()) for name, tensor in tensors.items()
             }
     except (SafetensorError, OSError) as error:
-        raise ModelError(f"{file} is damaged or truncated ({error}); delete it and download it again") from error
+        raise _damaged(file, error) from error
+
+
+def _damaged(file: Path, error: Exception) -> ModelError:
+    return ModelError(f"{file} is damaged or truncated ({error}); delete it and download it again")
 
 
 def _stored(file: Path, shape: tuple[int, ...], dtype: str) -> StoredTensor:
@@ -218,9 +228,12 @@ class FolderCheckpoint:
         for name in names:
             by_file.setdefault(self._tensors[name].file, []).append(name)
         for file, some in by_file.items():
-            with safe_open(file, framework="pt") as opened:
-                for name in some:
-                    yield name, opened.get_tensor(name)
+            try:
+                with safe_open(file, framework="pt") as opened:
+                    for name in some:
+                        yield name, opened.get_tensor(name)
+            except (SafetensorError, OSError) as error:
+                raise _damaged(file, error) from error
 
     def read_codes(self, schemes: Mapping[str, Scheme]) -> Iterator[tuple[str, QuantizedRows]]:
         """Yield nothing: no tensor of this format has a scheme."""

@@ -60,6 +60,15 @@ def integers(*names: str) -> Any:  # noqa: ANN401
     return ConfigField(names, list, [])
 
 
+def names_read(value: object) -> frozenset[str]:
+    """The names of all fields to which a value with ConfigFields refers, also within dataclasses and value maps."""
+    if isinstance(value, ConfigField):
+        return frozenset(value.names).union(*(names_read(one) for one in (value.value_map or {}).values()))
+    if is_dataclass(value) and not isinstance(value, type):
+        return frozenset().union(*(names_read(getattr(value, field.name)) for field in fields(value)))
+    return frozenset()
+
+
 class Fields:
     """The fields of one config.json. Methods raise ModelError with the field's name."""
 

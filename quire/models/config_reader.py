@@ -11,14 +11,14 @@ from types import MappingProxyType
 from quire.layers.attend import ScoreScaling
 from quire.layers.rope import Rope
 from quire.models.config import DecoderConfig, LayerConfig
-from quire.models.config_fields import Fields
+from quire.models.config_fields import Fields, names_read
 from quire.models.family import Family, WindowRule
 from quire.models.rope_config import ContextLengths, Ropes, read_ropes
 
 _MOST_HEAD_DIM = 1024
 
 # unsupported fields that change the output, each with a test of its value
-_UNSUPPORTED: Mapping[str, Callable[[object], bool]] = MappingProxyType(
+UNSUPPORTED: Mapping[str, Callable[[object], bool]] = MappingProxyType(
     {
         "quantization_config": lambda value: value is not None,
         "alibi": bool,
@@ -29,6 +29,22 @@ _UNSUPPORTED: Mapping[str, Callable[[object], bool]] = MappingProxyType(
         "layer_norm_elementwise_affine": lambda value: value is False,
     }
 )
+# fields with which some families change numbers, each with its values that change none. A family that does not read
+# the field refuses other values.
+OTHER_FAMILIES: Mapping[str, tuple[object, ...]] = MappingProxyType(
+    {
+        **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "logits_soft_cap"), (0,)),
+        **dict.fromkeys(("query_pre_attn_scalar", "attention_multiplier", "attention_chunk_size"), ()),
+        **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"), (1,)),
+        **dict.fromkeys(("lm_head_multiplier", "key_multiplier", "attention_out_multiplier"), (1,)),
+        **dict.fromkeys(("scale_emb", "scale_depth", "dim_model_base", "mup_width_scale"), (1,)),
+        **dict.fromkeys(("attn_temperature_tuning", "llama_4_scaling_beta"), (0,)),
+        **dict.fromkeys(("no_rope_layers", "global_attn_every_n_layers", "no_rope_layer_interval"), (0, [])),
+        **dict.fromkeys(("routed_scaling_factor", "n_group", "topk_group", "rotary_pct", "rope_pct"), (1,)),
+        "scoring_func": ("softmax",),
+        "position_embedding_type": ("rope", "rotary", "absolute"),
+    }
+)
 
 
 def decoder_config(family: Family, fields: Fields, longest: int | None) -> DecoderConfig:
@@ -36,14 +52,20 @@ def decoder_config(family: Family, fields: Fields, longest: int | None) -> Decod
 
     Raises ModelError with the name of the wrong field.
     """
-    for name, changes_output in _UNSUPPORTED.items():
+    for name, changes_output in UNSUPPORTED.items():
         value = fields.values.get(name)
         if changes_output(value):
             raise fields.error(f"{name} = {value!r:.80} is not supported; the results would be wrong")
+    for name in OTHER_FAMILIES.keys() - names_read(family) - set(family.unused):
+        value = fields.values.get(name)
+        if value is not None and value not in OTHER_FAMILIES[name]:
+            raise fields.error(f"{name} = {value!r:.80} is not supported for this architecture; it changes results")
     family = fields.resolve(family)
     config = _with_derived_sizes(family.config, fields)
     windows = _windows(fields, family.windows, config.num_layers)
     if family.rope is None:
+        if fields.values.get("rope_scaling") or fields.values.get("rope_parameters"):
+            raise fields.error("rope_scaling is not supported for this architecture, which has no rotary embedding")
         return replace(config, layers=_layers(config, family, windows, ropes=None))
     ropes = read_ropes(fields, family.rope, config.head_dim, ContextLengths(config.max_positions, longest))
     return replace(

@@ -71,9 +71,37 @@ _ENCODERS = (  # first parts of the names of models that attend in both directio
 )
 _ENCODER = re.compile(rf"({'|'.join(_ENCODERS)})(Model|ForMaskedLM|ForPreTraining)")
 
+# architecture -> the values of `model_type` with which it is published, the one of transformers first
+MODEL_TYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "LlamaForCausalLM": ("llama",),
+        "MistralForCausalLM": ("mistral",),
+        "Qwen2ForCausalLM": ("qwen2",),
+        "Qwen3ForCausalLM": ("qwen3",),
+        "GemmaForCausalLM": ("gemma",),
+        "Gemma2ForCausalLM": ("gemma2",),
+        "Gemma3ForCausalLM": ("gemma3_text",),
+        "Phi3ForCausalLM": ("phi3",),
+        "Olmo2ForCausalLM": ("olmo2",),
+        "GraniteForCausalLM": ("granite",),
+        "MixtralForCausalLM": ("mixtral",),
+        "Qwen2MoeForCausalLM": ("qwen2_moe",),
+        "Qwen3MoeForCausalLM": ("qwen3_moe",),
+        "GPT2LMHeadModel": ("gpt2",),
+        "OPTForCausalLM": ("opt",),
+        "GPTNeoXForCausalLM": ("gpt_neox",),
+        "FalconForCausalLM": ("falcon", "RefinedWeb", "RefinedWebModel"),
+        "PhiForCausalLM": ("phi", "phi-msft"),
+        "Starcoder2ForCausalLM": ("starcoder2",),
+        "StableLmForCausalLM": ("stablelm", "stablelm_epoch"),
+        "CohereForCausalLM": ("cohere",),
+    }
+)
+
+
 _QUANTIZED = re.compile(r"(float|F)[468](_|$)|u?int\d|[IU]\d")  # names of such types in torch and safetensors
 _STORED_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_SAMPLING: Mapping[str, str] = MappingProxyType(  # names of generation_config.json -> of SamplingParams
+SAMPLING_FIELDS: Mapping[str, str] = MappingProxyType(  # names of generation_config.json -> of SamplingParams
     {
         "temperature": "temperature",
         "top_p": "top_p",
@@ -113,7 +141,7 @@ def token_ids(checkpoint: Checkpoint, name: str) -> tuple[int, ...]:
 def sampling_defaults(generation: Mapping[str, object]) -> Mapping[str, float | int]:
     """Fields of generation_config.json that are valid SamplingParams, by names of SamplingParams."""
     found: dict[str, float | int] = {}
-    for theirs, ours in _SAMPLING.items():
+    for theirs, ours in SAMPLING_FIELDS.items():
         value = generation.get(theirs)
         if isinstance(value, int | float) and _is_valid(ours, value):
             found[ours] = value
@@ -228,9 +256,16 @@ def describe(source: Checkpoint | Path, *, max_model_len: int | None = None) -> 
     fields = Fields(checkpoint.config, checkpoint.path)
     architecture = _architecture(fields)
     if architecture in TEXT_MODELS:
-        text = TextCheckpoint(checkpoint, TEXT_MODELS[architecture])
+        text = TextCheckpoint(checkpoint, architecture)
         return replace(describe(text, max_model_len=max_model_len), architecture=architecture)
-    family = FAMILIES[CLASSIFIERS.get(architecture) or BASE_MODELS.get(architecture, architecture)]
+    decoder = CLASSIFIERS.get(architecture) or BASE_MODELS.get(architecture, architecture)
+    kind = fields.optional("model_type", str, MODEL_TYPES[decoder][0])
+    if kind not in MODEL_TYPES[decoder]:
+        raise fields.error(
+            f"model_type {kind!r:.80} is not that of {architecture}, {' or '.join(MODEL_TYPES[decoder])}; one of "
+            "the two fields names another model"
+        )
+    family = FAMILIES[decoder]
     config, names = decoder_config(family, fields, max_model_len), fields.resolve(family.names)
     names = replace(names, prefix=_prefix(names, checkpoint))
     classification = read_classification(fields) if architecture in CLASSIFIERS else None

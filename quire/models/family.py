@@ -35,6 +35,7 @@ class Family:
     scale: float = 0.0  # of attention scores; 0: 1 / sqrt(head_dim)
     scale_by_layer: bool = False  # whether the scale is divided by the layer's number, from 1
     softcap: float = 0.0  # of attention scores
+    unused: tuple[str, ...] = ()  # fields that its configs have from another family, and that change nothing
 
 
 MAX_PARTS = 4096  # layers of a model, heads or experts of a layer

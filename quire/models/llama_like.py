@@ -61,7 +61,8 @@ GEMMA2 = like(
 GEMMA3 = like(
     GEMMA2,
     rules={
-        "softcap": 0.0,  # its configs still have Gemma 2's attn_logit_softcapping, which is not used
+        "softcap": 0.0,
+        "unused": ("attn_logit_softcapping",),  # of Gemma 2
         "rope": RopeRule(
             theta=number("rope_theta", default=1e6), local_theta=number("rope_local_base_freq", default=1e4)
         ),

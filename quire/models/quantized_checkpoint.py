@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from torch import Tensor
 
@@ -13,30 +14,59 @@ from quire.quant.layouts import Layer, Part, Tensors, layout_of
 from quire.quant.schemes import convert
 
 _CONFIG = "quantization_config"
-_MODELOPT_FILE = "hf_quant_config.json"  # has the settings of ModelOpt if config.json does not
+_OLD_CONFIG = "compression_config"  # compressed-tensors' name for it in early checkpoints
+# files that have the settings if config.json does not -> the layout, if the settings do not name it
+SETTINGS_FILES = MappingProxyType(
+    {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
+)
+# ends of the names of tensors that only quantized layers have
+_CODES = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".weight_scale_2")
 # of KV, queries and outputs, which have scales of their own here
 _UNUSED = tuple(f".{of}{last}" for of in ("k", "v", "q", "kv", "prob", "output") for last in ("_scale", "_zero_point"))
 
 
 def open_layers(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint itself, or a QuantizedCheckpoint if its folder has settings of quantization. Raises ModelError."""
-    settings, file = checkpoint.config.get(_CONFIG), checkpoint.path / _MODELOPT_FILE
-    if settings is None and file.is_file():
-        found = read_json_object(file).get("quantization")
-        settings = {"quant_method": "modelopt", **found} if isinstance(found, dict) else found
-    return checkpoint if settings is None else QuantizedCheckpoint(checkpoint, settings)
+    origin, settings = _settings(checkpoint)
+    if settings is not None:
+        return QuantizedCheckpoint(checkpoint, settings, origin)
+    if found := next((name for name in checkpoint.tensors if name.endswith(_CODES)), None):
+        raise ModelError(
+            f"{checkpoint.path}: {found} belongs to a quantized layer, but the settings of quantization are missing: "
+            f"config.json has no {_CONFIG}, and there is no {' or '.join(SETTINGS_FILES)}; download these files"
+        )
+    return checkpoint
+
+
+def _settings(checkpoint: Checkpoint) -> tuple[str, object]:
+    """The settings of quantization, or None, and the name of the field or file that has them. Raises ModelError."""
+    for name in (_CONFIG, _OLD_CONFIG):
+        if (found := checkpoint.config.get(name)) is not None:
+            return name, _named(found, "compressed-tensors" if name == _OLD_CONFIG else None)
+    for name, method in SETTINGS_FILES.items():
+        if (file := checkpoint.path / name).is_file():
+            return name, _named(read_json_object(file), method)
+    return _CONFIG, None
+
+
+def _named(settings: object, method: str | None) -> object:
+    """Settings with `quant_method`: if they do not name it, `method`. ModelOpt's may be in a field `quantization`."""
+    if isinstance(settings, dict) and "quantization" in settings:
+        settings, method = settings["quantization"], "modelopt"
+    return {"quant_method": method, **settings} if isinstance(settings, dict) and method else settings
 
 
 class QuantizedCheckpoint:
     """Implements Checkpoint. The constructor raises ModelError for a layout that is not supported or does not fit."""
 
-    def __init__(self, checkpoint: Checkpoint, settings: object) -> None:
+    def __init__(self, checkpoint: Checkpoint, settings: object, origin: str = _CONFIG) -> None:
+        """origin: the name of the field or file that has the settings."""
         if not isinstance(settings, dict):
-            raise ModelError(f"{checkpoint.path}: {_CONFIG} must be an object, not {settings!r:.80}; download it again")
+            raise ModelError(f"{checkpoint.path}: {origin} must be an object, not {settings!r:.80}; download it again")
         try:
             self._layout = layout_of(settings)
         except ValueError as error:
-            raise ModelError(f"{checkpoint.path}: {_CONFIG}: {error}") from error
+            raise ModelError(f"{checkpoint.path}: {origin}: {error}") from error
         self.quant_method = str(settings["quant_method"])
         self._checkpoint = checkpoint
         self._config = {name: value for name, value in checkpoint.config.items() if name != _CONFIG}
@@ -106,12 +136,17 @@ class QuantizedCheckpoint:
         stored = self._checkpoint.tensors
         known, separator = (self._layout.marker, *self._layout.others), self._layout.separator
         rest = {name: one for name, one in stored.items() if not name.endswith(_UNUSED)}
+        ends = tuple(f"{separator}{last}" for last in self._layout.indices)
+        values = dict(self._checkpoint.read(name for name in rest if ends and name.endswith(ends)))
         for marker in [name for name in rest if name.endswith(f"{separator}{self._layout.marker}")]:
             base = marker.removesuffix(f"{separator}{self._layout.marker}")
             parts = {last: full for last in known if (full := f"{base}{separator}{last}") in stored}
             try:
                 layer = self._layout.layer(
-                    {last: Part(stored[full].shape, stored[full].dtype) for last, full in parts.items()}
+                    {
+                        last: Part(stored[full].shape, stored[full].dtype, values.get(full))
+                        for last, full in parts.items()
+                    }
                 )
             except ValueError as error:
                 raise self._error(f"{base}.weight", error) from error

@@ -16,6 +16,14 @@ from quire.layers.rope import Llama3Scaling, Rope, YarnScaling
 from quire.models.config_fields import Fields, integer, number
 
 _MOST_POSITIONS = 2**31 - 1
+# keys of rope_parameters and rope_scaling that change nothing in any scaling, each with the reason
+WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType(
+    {
+        "finetuned": "it says how the model was trained",
+        "mrope_section": "it divides the pairs of a head among axes of an image, and text has one position on all axes",
+        "mrope_interleaved": "it orders the pairs of `mrope_section`",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +70,8 @@ def read_ropes(fields: Fields, rule: RopeRule, head_dim: int, context: ContextLe
     if new.values and by_kind != bool(rule.local_theta):
         wanted = "full_attention and sliding_attention separately" if rule.local_theta else "all layers alike"
         raise fields.error(f"rope_parameters must describe {wanted} for this architecture")
+    if by_kind:
+        _refuse_others(new, ("full_attention", "sliding_attention"), "rope_parameters by kind of layer")
     if rule.local_theta:
         both = Fields({**new.within("full_attention").values, **old.values}, fields.path)
         full = _read(both, fields, rule.theta, rule, head_dim, context)
@@ -88,11 +98,13 @@ def _read(
     kind = found.optional("rope_type", str, found.optional("type", str, "default"))
     if kind == "su" or (kind == "yarn" and "short_factor" in found.values):
         kind = "longrope"  # names in early Phi-3 checkpoints
-    if kind not in _KINDS:
-        raise fields.error(f"rope_type {kind!r:.80} is not supported; supported: {', '.join(_KINDS)}")
+    if kind not in ROPE_TYPES:
+        raise fields.error(f"rope_type {kind!r:.80} is not supported; supported: {', '.join(ROPE_TYPES)}")
     original = found.integer("original_max_position_embeddings", default=context.trained, least=2)
     original = rule.original_max_positions or original
-    stretched = _KINDS[kind](found, Rope(dim, theta), original, context)
+    scaling = ROPE_TYPES[kind]
+    _refuse_others(found, (*COMMON_KEYS, *scaling.keys, *WITHOUT_EFFECT), f"rope_type {kind!r}")
+    stretched = scaling.read(found, Rope(dim, theta), original, context)
     if not 1 <= stretched.max_positions <= _MOST_POSITIONS:
         raise fields.error(
             f"{kind} rotations must cover 1 to {_MOST_POSITIONS} positions, not {stretched.max_positions}"
@@ -100,8 +112,19 @@ def _read(
     return stretched
 
 
+def _refuse_others(found: Fields, known: tuple[str, ...], kind: str) -> None:
+    """Raise ModelError for a key that is not known, because it may change the rotation."""
+    for name, value in found.values.items():
+        if name not in known and value is not None:
+            raise found.error(
+                f"{name} = {value!r:.80} is not supported in {kind}; it may change results. Known: {', '.join(known)}"
+            )
+
+
 def _default(found: Fields, rope: Rope, original: int, context: ContextLengths) -> ScaledRope:
-    del found, original
+    del original
+    if (factor := found.number("factor", default=1.0)) != 1:
+        raise found.error(f"factor = {factor} has no meaning in rope_type 'default'; name the type of the scaling")
     return ScaledRope(rope, context.trained)
 
 
@@ -167,13 +190,24 @@ def _longrope(found: Fields, rope: Rope, original: int, context: ContextLengths)
     return ScaledRope(replace(rope, divisors=divisors, magnitude=magnitude), context.trained)
 
 
-_KINDS: Mapping[str, Callable[[Fields, Rope, int, ContextLengths], ScaledRope]] = MappingProxyType(
+class _Scaling(NamedTuple):
+    """A value of `rope_type`: the keys that it reads besides COMMON_KEYS, and the function that reads them."""
+
+    keys: tuple[str, ...]
+    read: Callable[[Fields, Rope, int, ContextLengths], ScaledRope]
+
+
+# keys that every scaling may have. Those that do not read the original context start from max_position_embeddings, as
+# in transformers.
+COMMON_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+_YARN_KEYS = ("factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "attention_factor")
+ROPE_TYPES: Mapping[str, _Scaling] = MappingProxyType(
     {
-        "default": _default,
-        "linear": _linear,
-        "dynamic": _dynamic,
-        "llama3": _llama3,
-        "yarn": _yarn,
-        "longrope": _longrope,
+        "default": _Scaling(("factor",), _default),
+        "linear": _Scaling(("factor",), _linear),
+        "dynamic": _Scaling(("factor",), _dynamic),
+        "llama3": _Scaling(("factor", "low_freq_factor", "high_freq_factor"), _llama3),
+        "yarn": _Scaling(_YARN_KEYS, _yarn),
+        "longrope": _Scaling(("factor", "short_factor", "long_factor", "attention_factor"), _longrope),
     }
 )

@@ -23,20 +23,24 @@ class TextModel:
     defaults: Mapping[str, object]
 
 
-TEXT_MODELS: Mapping[str, TextModel] = MappingProxyType(
+# architecture of the whole -> model_type of its text_config -> the text model; the first is that of a text_config
+# without a model_type
+TEXT_MODELS: Mapping[str, Mapping[str, TextModel]] = MappingProxyType(
     {
-        "Gemma3ForConditionalGeneration": TextModel(
-            "Gemma3ForCausalLM",
-            {
-                "vocab_size": 262208,
-                "num_attention_heads": 8,
-                "num_key_value_heads": 4,
-                "head_dim": 256,
-                "max_position_embeddings": 131072,
-                "tie_word_embeddings": True,
-            },
-        ),
-        "Mistral3ForConditionalGeneration": TextModel("MistralForCausalLM", {}),
+        "Gemma3ForConditionalGeneration": {
+            "gemma3_text": TextModel(
+                "Gemma3ForCausalLM",
+                {
+                    "vocab_size": 262208,
+                    "num_attention_heads": 8,
+                    "num_key_value_heads": 4,
+                    "head_dim": 256,
+                    "max_position_embeddings": 131072,
+                    "tie_word_embeddings": True,
+                },
+            )
+        },
+        "Mistral3ForConditionalGeneration": {"mistral": TextModel("MistralForCausalLM", {})},
     }
 )
 # fields of the outer config that override those of text_config
@@ -45,12 +49,21 @@ _PREFIXES = ("language_model.", "model.language_model.")  # of published checkpo
 
 
 class TextCheckpoint:
-    """Implements Checkpoint. The constructor raises ModelError if the config has no text_config."""
+    """Implements Checkpoint. The constructor raises ModelError if text_config is missing or of another model_type."""
 
-    def __init__(self, checkpoint: Checkpoint, text_model: TextModel) -> None:
+    def __init__(self, checkpoint: Checkpoint, architecture: str) -> None:
+        """architecture: of the whole, in TEXT_MODELS."""
         text = checkpoint.config.get("text_config")
         if not isinstance(text, dict):
             raise ModelError(f"{checkpoint.path}: text_config must be an object, not {text!r:.80}; download it again")
+        known = TEXT_MODELS[architecture]
+        kind = text.get("model_type", next(iter(known)))
+        if kind not in known:
+            raise ModelError(
+                f"{checkpoint.path}: text_config.model_type {kind!r:.80} is not supported in {architecture}; "
+                f"supported: {', '.join(known)}"
+            )
+        text_model = known[kind]
         outer = {name: checkpoint.config[name] for name in _OUTER_FIELDS if name in checkpoint.config}
         self._checkpoint = checkpoint
         self._config = {**text_model.defaults, **text, **outer, "architectures": [text_model.architecture]}

@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import mmap
 import os
+import platform
 import re
 import resource
 import struct
@@ -27,7 +28,10 @@ import torch
 from torch import Tensor, nn
 
 from quire.kernels.contract import PackedWeight
+from quire.kernels.cpu import EXTENSION
+from quire.kernels.cpu import kernels as cpu
 from quire.models.checkpoint import Checkpoint
+from quire.models.file_identity import file_identity
 from quire.quant.schemes import Schemes
 
 _HEADER = struct.Struct("<8s32sQQ")  # _MAGIC, key, bytes of the file, sum of the 64-bit words behind the header
@@ -66,17 +70,29 @@ class Identity:
         return f"{re.sub(r'[^A-Za-z0-9._-]', '_', path.name)}-{digest.hexdigest()[:16]}.weights"
 
     def key(self, tensors: Mapping[str, Tensor]) -> bytes:
-        """A hash (32 bytes) of the checkpoint's files, the options, the code and the decoder's tensors.
-
-        Of the files it has name, size and time of the last change, and the headers of the weights.
-        """
+        """A hash (32 bytes) of all that decides the bytes: docs/serving.md has the list. Raises OSError."""
         files = {stored.file for stored in self.checkpoint.tensors.values()}
         files |= set(self.checkpoint.path.glob("*.json"))
-        stats = [(str(file.resolve()), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in sorted(files)]
-        stored = [(name, one.shape, one.dtype) for name, one in self.checkpoint.tensors.items()]
+        identities = [file_identity(file) for file in sorted(files)]
         layout = [(name, one.shape, one.dtype) for name, one in tensors.items()]
-        parts = (stats, stored, layout, sorted(self.schemes.items()), self.dtype, self.kernels, code_digest())
+        options = (sorted(self.schemes.items()), self.dtype, self.kernels)
+        parts = (identities, stored_layout(self.checkpoint), layout, options, code_digest(), environment())
         return hashlib.sha256(repr(parts).encode()).digest()
+
+
+def stored_layout(checkpoint: Checkpoint) -> tuple[object, ...]:
+    """The fields of config.json, and names, shapes and types of the tensors. Its `repr` is that of the layout."""
+    tensors = [(name, one.shape, one.dtype) for name, one in checkpoint.tensors.items()]
+    return tuple(sorted(checkpoint.config.items())), tuple(tensors)
+
+
+def environment() -> tuple[str, ...]:
+    """What decides the bytes of weights and the speed of steps besides code and options.
+
+    These are versions of Python and of libraries that compute, and the build of the kernels that the processor gets.
+    """
+    build = cpu.description() if EXTENSION is None else EXTENSION
+    return platform.python_version(), platform.machine(), torch.__version__, np.__version__, build
 
 
 @cache
@@ -96,8 +112,13 @@ def load_through(where: WeightCache, model: nn.Module, identity: Identity, load:
     """
     tensors = _tensors(model)
     file = where.folder.expanduser() / identity.file_name
-    key = identity.key(tensors)
     reason = ""
+    try:
+        key = identity.key(tensors)
+    except OSError as error:
+        load()
+        where.report(f"weights    not cached: {error}")
+        return
     try:
         way = _read(tensors, file, key)
     except FileNotFoundError:

@@ -29,7 +29,7 @@ from quire.core.request import Request
 from quire.cost.memory_plan import format_bytes
 from quire.errors import ConfigError
 from quire.planner.workloads import NewTokens, Part, Session, Turn
-from quire.scheduler.journal import Add, JournalError, Record, read_records, replay_steps
+from quire.scheduler.journal import Add, JournalError, Record, ReplayMismatch, read_records, replay_steps
 
 Tokenize = Callable[[str], Sequence[int]]
 MAX_BYTES = 2 * 2**30  # of a file
@@ -305,8 +305,8 @@ def _of_journal(path: Path) -> list[Session]:
         with path.open("rb") as file:
             for _ in replay_steps(_noting(read_records(file), requests), record_outputs):
                 pass
-    except JournalError as error:
-        raise ConfigError(f"the trace {path} is neither JSON nor a journal: {error}") from error
+    except (JournalError, ReplayMismatch) as error:
+        raise ConfigError(f"the trace {path} is neither JSON nor a journal that can be replayed: {error}") from error
     sessions = []
     for request_id, (request, at) in requests.items():
         samples = outputs.get(request_id, {})

@@ -6,6 +6,7 @@ read, and makes of them rows of codes, or numbers where no scheme holds them.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from math import prod
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -14,11 +15,13 @@ from torch import Tensor
 
 from quire.kernels.contract import MXFP4, NVFP4, QuantizedRows, Scheme
 from quire.kernels.reference.codes import dequantize
+from quire.quant.settings import FIELDS, check_settings
 
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of 8 neighbouring columns in a packed number
 _FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}  # of scales, and of plain weights
 _FLOAT8 = "F8_E4M3"
 _E8M0 = ("U8", "F8_E8M0")  # types of scales that are powers of two: the code is the exponent + 127
+_MXFP8_GROUP = 32  # columns with one scale
 _NVFP4 = replace(NVFP4, scale_dtype=torch.float32)  # because a stored factor is any float32
 _MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4", "MXFP8", "MIXED_PRECISION")
 
@@ -28,6 +31,7 @@ class Part(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: str  # safetensors' name
+    values: Tensor | None = None  # of a part in `Layout.indices`
 
 
 class Layer(NamedTuple):
@@ -49,6 +53,7 @@ class Layout(Protocol):
     separator: ClassVar[str]  # before the last component of a name
     marker: ClassVar[str]  # the last component of the name of a tensor that every quantized layer has
     others: ClassVar[tuple[str, ...]]  # those of the other tensors that it may have
+    indices: ClassVar[tuple[str, ...]]  # those of small tensors whose values `layer` needs
 
     def layer(self, parts: Parts) -> Layer | None:
         """The layer that these tensors are; None for a layer that is not quantized."""
@@ -61,8 +66,14 @@ class Layout(Protocol):
 
 
 def layout_of(settings: Mapping[str, object]) -> Layout:
-    """The layout of a `quantization_config`. Raises ValueError for one that is not supported, with what to use."""
+    """The layout of a `quantization_config`. Raises ValueError for a field that is not supported, with what to use."""
     method = settings.get("quant_method")
+    if not isinstance(method, str) or method not in FIELDS:
+        raise ValueError(
+            f"quant_method {method!r:.80} is not supported; use a checkpoint in AWQ, GPTQ, compressed-tensors, "
+            "ModelOpt, FP8, MXFP4 or GGUF, or one in 16 bits with --quantization int8 or int4"
+        )
+    check_settings(settings, FIELDS[method])
     match method:
         case "awq":
             return _awq(settings)
@@ -74,32 +85,36 @@ def layout_of(settings: Mapping[str, object]) -> Layout:
             return _modelopt(settings)
         case "mxfp4":
             return Mxfp4()
-        case "fp8":
-            return Fp8(_block(settings.get("weight_block_size")))
-    raise ValueError(
-        f"quant_method {method!r:.80} is not supported; use a checkpoint in AWQ, GPTQ, compressed-tensors, ModelOpt, "
-        "FP8, MXFP4 or GGUF, or one in 16 bits with --quantization int8 or int4"
-    )
+    return Fp8(_block(settings.get("weight_block_size")))
 
 
 def _awq(settings: Mapping[str, object]) -> "Packed":
-    if settings.get("bits", settings.get("w_bit")) != 4 or str(settings.get("version", "gemm")).lower() != "gemm":
-        raise ValueError("AWQ has 4 bits and the version 'gemm' here; other versions are not supported")
-    return Packed(4, _group_size(settings), awq=True)
+    if settings.get("bits", settings.get("w_bit")) != 4:
+        raise ValueError("AWQ has 4 bits here: bits or w_bit must say so")
+    return Packed((4,), (_group_size(settings),), awq=True)
 
 
 def _gptq(settings: Mapping[str, object]) -> "Packed":
-    bits = settings.get("bits")
-    if bits not in (4, 8):
-        raise ValueError(f"GPTQ with {bits!r:.20} bits is not supported; 4 and 8 are")
-    lowest = 0 if settings.get("checkpoint_format") == "gptq_v2" else 1
+    each = [settings, *_overrides(settings, "dynamic"), *_overrides(settings, "extra_config")]
+    bits = [one["bits"] for one in each if "bits" in one]
+    if "bits" not in settings or not all(isinstance(some, int) and some in (4, 8) for some in bits):
+        raise ValueError(f"GPTQ with {', '.join(map(str, bits)):.80} bits is not supported; 4 and 8 are")
+    formats = [settings.get(name) for name in ("checkpoint_format", "format")]
     return Packed(
-        4 if bits == 4 else 8,
-        _group_size(settings),
-        lowest_zero=lowest,
-        symmetric=settings.get("sym") is True,
-        any_order=bool(settings.get("desc_act")),
+        tuple(dict.fromkeys(8 if some == 8 else 4 for some in bits)),
+        tuple(dict.fromkeys(_group_size(one) for one in each if one is settings or "group_size" in one)),
+        lowest_zero=0 if "gptq_v2" in formats else 1,
+        symmetric=settings.get("sym") is True and not any(one.get("sym") is False for one in each),
+        needs_index=bool(settings.get("desc_act")),
     )
+
+
+def _overrides(settings: Mapping[str, object], name: str) -> list[Mapping[str, object]]:
+    """The settings of some layers, by a pattern of their names. A pattern of layers that are not quantized has none."""
+    found = settings.get(name) or {}
+    if not isinstance(found, dict) or not all(isinstance(one, dict | None) for one in found.values()):
+        raise ValueError(f"{name} must be an object of objects, not {found!r:.80}")
+    return [one for pattern, one in found.items() if one and not pattern.startswith("-:")]
 
 
 def _compressed_tensors(settings: Mapping[str, object]) -> "CompressedTensors":
@@ -117,7 +132,28 @@ def _compressed_tensors(settings: Mapping[str, object]) -> "CompressedTensors":
     blocks = [one["block_structure"] for one in each if one.get("block_structure")]
     if any(block != blocks[0] for block in blocks):
         raise ValueError("block_structure must be the same in all groups of layers")
-    return CompressedTensors(8 if 8 in packed else 4, _block(blocks[0] if blocks else None))
+    return CompressedTensors(
+        8 if 8 in packed else 4,
+        _block(blocks[0] if blocks else None),
+        _columns_of_scales(each),
+        tuple({str(one.get("type", "int")) for one in each}),
+        needs_zeros=all(one.get("symmetric") is False for one in each),
+        needs_index=all(one.get("actorder") in ("group", True) for one in each),
+    )
+
+
+def _columns_of_scales(weights: list[dict[str, object]]) -> tuple[int, ...]:
+    """How many columns may share a scale, 0: all; (): the settings do not say it."""
+    found = []
+    for one in weights:
+        size, strategy = one.get("group_size"), one.get("strategy")
+        if isinstance(size, int) and size > 0:
+            found.append(size)
+        elif strategy in ("channel", "tensor"):
+            found.append(0)
+        else:
+            return ()
+    return tuple(found)
 
 
 def _modelopt(settings: Mapping[str, object]) -> "ModelOpt":
@@ -150,37 +186,70 @@ def _block(block: object) -> tuple[int, int]:
 class Packed:
     """AWQ and GPTQ: codes of a column (in, out) packed into int32, value = scale * (code - zero)."""
 
-    bits: int
-    group_size: int  # 0: all columns
+    bits: tuple[int, ...]  # that a layer may have, and columns of its groups, 0: all; the shapes of a layer decide
+    group_sizes: tuple[int, ...]
     awq: bool = False  # packed along `out`, in another order
     lowest_zero: int = 0  # added to stored zeros
     symmetric: bool = False  # whether all zeros are the code in the middle
-    any_order: bool = False  # whether columns of a group are not neighbours
+    needs_index: bool = False  # whether every layer needs `g_idx`, because columns of a group may not be neighbours
 
     separator: ClassVar[str] = "."
     marker: ClassVar[str] = "qweight"
     others: ClassVar[tuple[str, ...]] = ("qzeros", "scales", "g_idx")
+    indices: ClassVar[tuple[str, ...]] = ("g_idx",)
 
     def layer(self, parts: Parts) -> Layer:
         """See Layout."""
-        per_word = 32 // self.bits
+        _expect_type(parts, "qweight", "I32")
+        _expect_type(parts, "qzeros", "I32")
+        _expect_type(parts, "scales", *_FLOATS)
+        errors = []
+        for bits, group_size in product(self.bits, self.group_sizes):
+            try:
+                return self._layer(parts, bits, group_size)
+            except ValueError as error:
+                errors.append(error)
+        raise errors[0]
+
+    def _layer(self, parts: Parts, bits: int, group_size: int) -> Layer:
+        per_word = 32 // bits
         first, second = _matrix(parts, "qweight")
         columns, rows = (first, second * per_word) if self.awq else (first * per_word, second)
-        size = self.group_size or columns
-        groups = -(-columns // size)
-        if columns % size:
+        size = group_size or columns
+        if not columns or columns % size:
             raise ValueError(f"{columns} columns cannot be divided into groups of {size}")
-        _expect(parts, "scales", (groups, rows))
-        _expect(parts, "qzeros", (groups, rows // per_word))
-        if parts["scales"].dtype not in _FLOATS:
-            raise ValueError(f"scales must be floating point, not {parts['scales'].dtype}")
-        scheme = Scheme(self.bits, self.group_size, _FLOATS[parts["scales"].dtype], has_offsets=not self.symmetric)
-        return Layer(rows, columns, None if self.any_order else scheme)
+        _expect(parts, "scales", (columns // size, rows))
+        _expect(parts, "qzeros", (columns // size, rows // per_word))
+        scheme = Scheme(bits, group_size, _FLOATS[parts["scales"].dtype], has_offsets=not self.symmetric)
+        return Layer(rows, columns, scheme if self._is_in_order(parts, columns, size) else None)
+
+    def _is_in_order(self, parts: Parts, columns: int, size: int) -> bool:
+        """Whether the columns of each group are neighbours, by `g_idx`, whatever the settings say.
+
+        Some writers leave it zero if columns are in order; with several groups, zeros cannot be an order.
+        """
+        if "g_idx" not in parts:
+            if self.needs_index and size < columns:
+                raise ValueError("g_idx is missing, although desc_act is true")
+            return True
+        found = parts["g_idx"].values
+        _expect_type(parts, "g_idx", "I32", "I64")
+        if found is None or found.shape != (columns,):
+            raise ValueError(f"g_idx: expected shape {(columns,)}, found {parts['g_idx'].shape}")
+        if not 0 <= int(found.min()) <= int(found.max()) < columns // size:
+            raise ValueError(f"g_idx must have the group of each column, from 0 to {columns // size - 1}")
+        return not found.any() or torch.equal(found.long(), torch.arange(columns) // size)
+
+    @staticmethod
+    def _bits(tensors: Tensors, layer: Layer) -> int:
+        """The bits of a layer, which has a zero for each row."""
+        return 32 * tensors["qzeros"].shape[1] // layer.rows
 
     def codes(self, tensors: Tensors, layer: Layer) -> QuantizedRows:
         """See Layout."""
-        codes = self._unpacked(tensors["qweight"], along_rows=self.awq).T.to(torch.uint8).contiguous()
-        scales, middles = tensors["scales"].T.contiguous(), (1 << (self.bits - 1)) - self._zeros(tensors)
+        bits = self._bits(tensors, layer)
+        codes = self._unpacked(tensors["qweight"], bits, along_rows=self.awq).T.to(torch.uint8).contiguous()
+        scales, middles = tensors["scales"].T.contiguous(), (1 << (bits - 1)) - self._zeros(tensors, bits)
         if not self.symmetric:
             return QuantizedRows(codes, scales, (scales.float() * middles).to(scales.dtype))
         if middles.any():
@@ -189,22 +258,22 @@ class Packed:
 
     def numbers(self, tensors: Tensors, layer: Layer) -> Tensor:
         """See Layout."""
-        codes = self._unpacked(tensors["qweight"], along_rows=self.awq).T
-        scales, size = tensors["scales"].T.float(), self.group_size or layer.columns
-        groups = tensors["g_idx"].long() if "g_idx" in tensors else torch.arange(layer.columns) // size
-        if groups.shape != (layer.columns,) or not 0 <= int(groups.min()) <= int(groups.max()) < scales.shape[1]:
-            raise ValueError("g_idx must have the group of each column")
-        return (codes - self._zeros(tensors)[:, groups]) * scales[:, groups]
+        bits = self._bits(tensors, layer)
+        codes = self._unpacked(tensors["qweight"], bits, along_rows=self.awq).T
+        scales = tensors["scales"].T.float()
+        size = layer.columns // scales.shape[1]
+        groups = torch.arange(layer.columns) // size if layer.scheme else tensors["g_idx"].long()
+        return (codes - self._zeros(tensors, bits)[:, groups]) * scales[:, groups]
 
-    def _zeros(self, tensors: Tensors) -> Tensor:
+    def _zeros(self, tensors: Tensors, bits: int) -> Tensor:
         """The zeros (rows, groups)."""
-        return self._unpacked(tensors["qzeros"], along_rows=True).T + self.lowest_zero
+        return self._unpacked(tensors["qzeros"], bits, along_rows=True).T + self.lowest_zero
 
-    def _unpacked(self, packed: Tensor, *, along_rows: bool) -> Tensor:
+    def _unpacked(self, packed: Tensor, bits: int, *, along_rows: bool) -> Tensor:
         """int32 (first, second) as codes: (first, many * second), or (many * first, second)."""
-        places = _AWQ_PLACES if self.awq else range(32 // self.bits)
-        shifts = torch.tensor([self.bits * place for place in places], dtype=torch.int32)
-        mask = (1 << self.bits) - 1
+        places = _AWQ_PLACES if self.awq else range(32 // bits)
+        shifts = torch.tensor([bits * place for place in places], dtype=torch.int32)
+        mask = (1 << bits) - 1
         if along_rows:
             return (packed[:, :, None] >> shifts & mask).flatten(1)
         return (packed[:, None, :] >> shifts[:, None] & mask).flatten(0, 1)
@@ -216,9 +285,14 @@ class CompressedTensors:
 
     bits: int  # of packed integers
     block: tuple[int, int] = (0, 0)  # rows and columns of a block of float8; (0, 0): no blocks
+    columns_of_scales: tuple[int, ...] = ()  # columns that may share a scale, 0: all; (): any number
+    types: tuple[str, ...] = ("int", "float")  # of codes
+    needs_zeros: bool = False  # whether every layer needs `weight_zero_point`
+    needs_index: bool = False  # whether every layer needs `weight_g_idx`
 
     separator: ClassVar[str] = "."
     marker: ClassVar[str] = "weight_scale"
+    indices: ClassVar[tuple[str, ...]] = ("weight_g_idx", "weight_shape")
     others: ClassVar[tuple[str, ...]] = (
         *("weight", "weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx"),
         *("weight_global_scale", "input_global_scale", "input_scale"),
@@ -228,28 +302,63 @@ class CompressedTensors:
         """See Layout."""
         if _is_plain(parts):
             return None
-        if "weight_g_idx" in parts:
-            raise ValueError("columns in activation order (weight_g_idx) are not supported in this layout")
         if "weight_packed" in parts and parts["weight_packed"].dtype == "U8":
             return _fp4_layer(parts, "weight_packed", "weight_global_scale")
         if "weight_packed" in parts:
+            _expect_type(parts, "weight_packed", "I32")
             rows, words = _matrix(parts, "weight_packed")
-            return Layer(rows, words * 32 // self.bits, self._scheme(parts, rows, words * 32 // self.bits, self.bits))
+            return self._integers(parts, rows, words * 32 // self.bits, self.bits)
         rows, columns = _matrix(parts, "weight")
+        _expect_type(parts, "weight", *(_FLOAT8 if each == "float" else "I8" for each in self.types))
         if parts["weight"].dtype == _FLOAT8:
-            return Layer(rows, columns, _float8_scheme(parts, "weight_scale", rows, columns, self.block))
-        if parts["weight"].dtype != "I8":
-            raise ValueError(f"weight must be int8 or float8, not {parts['weight'].dtype}")
-        return Layer(rows, columns, self._scheme(parts, rows, columns, 8))
+            scheme = _float8_scheme(parts, "weight_scale", rows, columns, self.block)
+            if not self.block[0]:
+                self._check_columns(scheme.group_size)
+            return Layer(rows, columns, scheme)
+        return self._integers(parts, rows, columns, 8)
 
-    @staticmethod
-    def _scheme(parts: Parts, rows: int, columns: int, bits: int) -> Scheme:
+    def _integers(self, parts: Parts, rows: int, columns: int, bits: int) -> Layer:
+        if "weight_shape" in parts:
+            _expect_type(parts, "weight_shape", "I32", "I64")
+            shape = parts["weight_shape"].values
+            if shape is None or shape.tolist() != [rows, columns]:
+                said = parts["weight_shape"].shape if shape is None else shape.tolist()
+                raise ValueError(f"weight_shape is {said}, but the codes have {rows} rows and {columns} columns")
+        scheme = self._scheme(parts, rows, columns, bits)
+        self._check_order(parts, columns, scheme.group_size)
+        return Layer(rows, columns, scheme)
+
+    def _check_columns(self, size: int) -> None:
+        if self.columns_of_scales and size not in self.columns_of_scales:
+            raise ValueError(
+                f"weight_scale has a scale for {size or 'all'} columns, but the settings say "
+                f"{' or '.join(str(each or 'all') for each in self.columns_of_scales)}"
+            )
+
+    def _check_order(self, parts: Parts, columns: int, size: int) -> None:
+        """Raise ValueError unless the columns of each group are neighbours. Numbers of -1 say so, too."""
+        if "weight_g_idx" not in parts:
+            if self.needs_index and size:
+                raise ValueError("weight_g_idx is missing, although actorder is 'group'")
+            return
+        found = parts["weight_g_idx"].values
+        _expect_type(parts, "weight_g_idx", "I32", "I64")
+        if found is None or found.shape != (columns,):
+            raise ValueError(f"weight_g_idx: expected shape {(columns,)}, found {parts['weight_g_idx'].shape}")
+        if not (found == -1).all() and not torch.equal(found.long(), torch.arange(columns) // (size or columns)):
+            raise ValueError("columns in activation order (weight_g_idx) are not supported in this layout")
+
+    def _scheme(self, parts: Parts, rows: int, columns: int, bits: int) -> Scheme:
         found, groups = _matrix(parts, "weight_scale")
         dtype = _FLOATS.get(parts["weight_scale"].dtype)
         if found != rows or not groups or columns % groups or dtype is None:
             shape = parts["weight_scale"].shape
             raise ValueError(f"weight_scale {shape} of {parts['weight_scale'].dtype} does not fit {(rows, columns)}")
+        self._check_columns(0 if groups == 1 else columns // groups)
+        if self.needs_zeros and "weight_zero_point" not in parts:
+            raise ValueError("weight_zero_point is missing, although symmetric is false")
         if "weight_zero_point" in parts:
+            _expect_type(parts, "weight_zero_point", "I8", "I32")
             packed = parts["weight_zero_point"].dtype == "I32"  # along the rows
             _expect(parts, "weight_zero_point", (-(-rows * bits // 32) if packed else rows, groups))
         size = 0 if groups == 1 else columns // groups
@@ -289,6 +398,7 @@ class ModelOpt:
     separator: ClassVar[str] = "."
     marker: ClassVar[str] = "weight_scale"
     others: ClassVar[tuple[str, ...]] = ("weight", "weight_scale_2", "input_scale", "pre_quant_scale")
+    indices: ClassVar[tuple[str, ...]] = ()
 
     def layer(self, parts: Parts) -> Layer | None:
         """See Layout."""
@@ -322,6 +432,7 @@ class Mxfp4:
     separator: ClassVar[str] = "_"
     marker: ClassVar[str] = "blocks"
     others: ClassVar[tuple[str, ...]] = ("scales",)
+    indices: ClassVar[tuple[str, ...]] = ()
 
     def layer(self, parts: Parts) -> Layer:
         """See Layout."""
@@ -353,13 +464,17 @@ class Fp8:
     separator: ClassVar[str] = "."
     marker: ClassVar[str] = "weight"
     others: ClassVar[tuple[str, ...]] = ("weight_scale_inv", "weight_scale", "input_scale")
+    indices: ClassVar[tuple[str, ...]] = ()
 
     def layer(self, parts: Parts) -> Layer | None:
         """See Layout."""
-        if parts["weight"].dtype != _FLOAT8:
-            return None
-        rows, columns = _matrix(parts, "weight")
         name = self._scales(parts)
+        if name not in parts and parts["weight"].dtype != _FLOAT8:
+            return None
+        if _is_plain(parts):
+            return None
+        _expect_type(parts, "weight", _FLOAT8)
+        rows, columns = _matrix(parts, "weight")
         if name not in parts:
             raise ValueError("a float8 weight needs weight_scale_inv or weight_scale")
         return Layer(rows, columns, _float8_scheme(parts, name, rows, columns, self.block))
@@ -421,9 +536,11 @@ def _float8_scheme(parts: Parts, name: str, rows: int, columns: int, block: tupl
             raise ValueError(f"{name} of shape {shape} does not fit blocks of {block}")
         size = block[1]
     elif prod(shape) not in (1, rows):
-        if len(shape) != 2 or shape[0] != rows or columns % shape[1]:
+        if len(shape) != 2 or shape[0] != rows or not shape[1] or columns % shape[1]:
             raise ValueError(f"{name}: expected one scale or {rows}, or groups of columns, found shape {shape}")
         size = columns // shape[1]
+    if dtype in _E8M0 and not block[0] and (size or columns) != _MXFP8_GROUP:
+        raise ValueError(f"{name}: expected a scale for {_MXFP8_GROUP} columns, found shape {shape}")
     return Scheme(8, size, scale_dtype, grid="e4m3")
 
 
@@ -444,6 +561,14 @@ def _matrix(parts: Parts, name: str) -> tuple[int, int]:
     if len(shape) != 2:
         raise ValueError(f"{name} must have two dimensions, not {len(shape)}")
     return shape[0], shape[1]
+
+
+def _expect_type(parts: Parts, name: str, *dtypes: str) -> None:
+    """Raise ValueError unless the part has one of these types."""
+    if name not in parts:
+        raise ValueError(f"{name} is missing")
+    if parts[name].dtype not in dtypes:
+        raise ValueError(f"{name}: expected type {' or '.join(dtypes)}, found {parts[name].dtype}")
 
 
 def _expect(parts: Parts, name: str, shape: tuple[int, int]) -> None:

@@ -103,6 +103,7 @@ class ReplayedConstraints:
 log = logging.getLogger(__name__)
 
 FORMAT = 9
+_MOST_BLOCKS = 2**24  # of a replay, which has 17 bytes for each
 _HEAD = struct.Struct("<II")  # bytes of a record, and their CRC-32
 
 
@@ -382,11 +383,29 @@ def replay_steps(
     on_outputs: called with the outputs of each `commit`. on_begin: called with the scheduler before its first input.
     Raises JournalError, and ReplayMismatch for a rejection that is not repeated with the same message.
     """
+    num_steps = 0
+    try:
+        for replayed in _replayed(records, on_outputs, on_begin):
+            yield replayed
+            num_steps += replayed[1] is not None
+    except (JournalError, ReplayMismatch):
+        raise
+    except Exception as error:  # records are untrusted, so they may cause any error
+        raise JournalError(f"damaged after step {num_steps}: {type(error).__name__}: {error}") from error
+
+
+def _replayed(
+    records: Iterator[Record], on_outputs: Callable[[list[Output]], None], on_begin: Callable[[Scheduler], None]
+) -> Iterator[tuple[Scheduler, Step | None, bytes]]:
+    """See `replay_steps`. Records that do not fit each other may raise any error."""
     header = next(records, None)
     if not isinstance(header, Header):
         raise JournalError("not a quire journal: it does not begin with a header")
     if header.format != FORMAT:
         raise JournalError(f"journal format {header.format} is not supported; this quire reads format {FORMAT}")
+    num_blocks = sum(group.num_blocks + group.num_host_blocks for group in header.cache.groups)
+    if num_blocks > _MOST_BLOCKS:
+        raise JournalError(f"its cache has {num_blocks} blocks; a replay has at most {_MOST_BLOCKS}")
     constraints = ReplayedConstraints()
     scheduler = Scheduler(header.scheduler, KVCache(header.cache), constraints if header.is_constrained else None)
     on_begin(scheduler)
@@ -450,14 +469,10 @@ def replay(records: Iterator[Record]) -> ReplayReport:
         for _, planned, expected in replay_steps(records):
             data = _bytes(planned)
             if data != expected:
-                return ReplayReport(num_steps, _difference(expected, data))
+                return ReplayReport(num_steps, _difference(num_steps, expected, data))
             num_steps += planned is not None
     except ReplayMismatch as error:
         return ReplayReport(num_steps, str(error))
-    except JournalError:
-        raise
-    except Exception as error:  # records are untrusted, so they may cause any error
-        raise JournalError(f"damaged after step {num_steps}: {type(error).__name__}: {error}") from error
     return ReplayReport(num_steps, "")
 
 
@@ -471,8 +486,11 @@ def _bytes(planned: Step | None) -> bytes:
     return b"" if planned is None else step.to_bytes(planned)
 
 
-def _difference(expected: bytes, planned: bytes) -> str:
-    old, new = (str(step.from_bytes(data)) if data else "no step" for data in (expected, planned))
+def _difference(number: int, expected: bytes, planned: bytes) -> str:
+    try:
+        old, new = (str(step.from_bytes(data)) if data else "no step" for data in (expected, planned))
+    except Exception as error:  # bytes that are untrusted, so they may cause any error
+        raise JournalError(f"step {number} is damaged: {type(error).__name__}: {error}") from error
     if old == new:
         old, new = expected.hex(" ", 4), planned.hex(" ", 4)
     return f"recorded:\n{old}\nreplayed:\n{new}"

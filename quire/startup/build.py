@@ -484,7 +484,8 @@ def _calibrate(scheduler: Scheduler, runner: TorchRunner, prepared: Prepared, re
     Errors are reported only, as the cost model also learns from steps.
     """
     options, limits, vocab_size = prepared.options, prepared.scheduler_config, prepared.files.description.vocab_size
-    file = None if options.weight_cache is None else calibration_file(options.weight_cache, prepared.path, options)
+    checkpoint = prepared.files.description.checkpoint
+    file = None if options.weight_cache is None else calibration_file(options.weight_cache, checkpoint, options)
     known = None if file is None else read_calibration(file)
     if known is not None:
         ratio = decode_ratio(runner, prepared.cache, limits, known, vocab_size=vocab_size)

@@ -1,6 +1,6 @@
 """Calibration cache: measured costs of an earlier start, in the folder of the weight cache.
 
-A file belongs to a machine, a model, options and a version of the code.
+A file belongs to a machine, a model's shape, options, and versions of the code and of libraries.
 """
 
 import hashlib
@@ -13,14 +13,20 @@ import msgspec
 
 from quire.config import EngineOptions
 from quire.cost.step_time import Calibration
-from quire.models.weight_cache import code_digest
-from quire.startup.hardware import cpu_description
+from quire.models.checkpoint import Checkpoint
+from quire.models.weight_cache import code_digest, environment, stored_layout
+from quire.startup.hardware import cpu_description, gpu_description
 
 
-def calibration_file(folder: str, model: Path, options: EngineOptions) -> Path:
-    """The file of costs. options: resolved. Those that do not change the time of steps do not change the name."""
+def calibration_file(folder: str, checkpoint: Checkpoint, options: EngineOptions) -> Path:
+    """The file of costs. options: resolved. Those that do not change the time of steps do not change the name.
+
+    Costs depend on the shape of a model and not on its numbers, so the name has its layout and not its content.
+    """
     some = replace(options, model=None, weight_cache=None, journal=None, seed=0)
-    key = repr((cpu_description(), str(model.resolve()), some, code_digest()))
+    device = cpu_description() if some.device == "cpu" else f"{cpu_description()}; {gpu_description()}"
+    model = (str(checkpoint.path.resolve()), stored_layout(checkpoint))
+    key = repr((device, model, some, code_digest(), environment()))
     return Path(folder).expanduser() / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.costs.json"
 
 

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import random_checkpoints as checkpoints
 import torch
+import transformers
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from quire.errors import ModelError
 from quire.layers.rope import Rope
-from quire.models.description import describe
+from quire.models.description import FAMILIES, MODEL_TYPES, describe
 
 EMBEDDED = Path(__file__).parents[2] / "quire" / "assets" / "demo_model"
 
@@ -377,3 +378,55 @@ def test_truncated_weights(folder, keep):
     (folder / "model.safetensors").write_bytes(data[:keep])
     with pytest.raises(ModelError, match=r"damaged or truncated .*delete it and download it again"):
         describe(folder)
+
+
+def test_model_types_are_those_of_transformers():
+    assert MODEL_TYPES.keys() == FAMILIES.keys()
+    for architecture, (first, *_) in MODEL_TYPES.items():
+        assert getattr(transformers, architecture).config_class.model_type == first
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_a_model_type_of_another_architecture_is_named(saved, tmp_path, architecture):
+    kind = next(kind for kind in checkpoints.EVERY if checkpoints.architecture(kind) == architecture)
+    folder = Path(shutil.copytree(saved(kind)[0], tmp_path / "model"))
+    for model_type in MODEL_TYPES[architecture]:
+        change(folder, model_type=model_type)
+        assert describe(folder).architecture == architecture
+    for model_type in ("ministral3", "cohere2"):
+        change(folder, model_type=model_type)
+        with pytest.raises(ModelError, match=f"model_type '{model_type}' is not that of {architecture}"):
+            describe(folder)
+    change(folder, without=("model_type",))
+    assert describe(folder).architecture == architecture
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        ("llama-mha", {"embedding_multiplier": 12.0}),
+        ("mistral", {"attn_logit_softcapping": 50.0}),
+        ("qwen2", {"logit_scale": 0.25}),
+        ("qwen3-moe", {"routed_scaling_factor": 2.5}),
+        ("qwen3-moe", {"scoring_func": "sigmoid"}),
+        ("olmo2", {"query_pre_attn_scalar": 256}),
+        ("gemma", {"final_logit_softcapping": 30.0}),
+        ("llama-mha", {"no_rope_layers": [1, 1, 0]}),
+        ("gpt2", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
+    ],
+)
+def test_fields_of_other_families_that_change_numbers_are_named(saved, tmp_path, kind, values):
+    folder = Path(shutil.copytree(saved(kind)[0], tmp_path / "model"))
+    change(folder, **values)
+    with pytest.raises(ModelError, match=f"{next(iter(values))}.* is not supported for this architecture"):
+        describe(folder)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"embedding_multiplier": 1.0}, {"final_logit_softcapping": None}, {"logit_scale": 1}, {"n_group": 1}],
+)
+def test_fields_of_other_families_that_change_nothing_are_read(saved, tmp_path, values):
+    folder = Path(shutil.copytree(saved("llama-mha")[0], tmp_path / "model"))
+    change(folder, **values)
+    assert describe(folder).config == describe(saved("llama-mha")[0]).config

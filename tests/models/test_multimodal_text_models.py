@@ -81,3 +81,51 @@ def test_published_configs_leave_out_what_is_the_default(tmp_path):
     path.write_text(json.dumps(config))
     with pytest.raises(ModelError, match="text_config must be an object"):
         describe(tmp_path)
+
+
+def rewritten(folder, change):
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    change(config)
+    path.write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("architecture", TEXT_MODELS)
+@pytest.mark.parametrize("kind", ["ministral3", "mistral", "gemma3_text", "qwen3", "", 7, None])
+def test_the_model_type_of_the_text_decides(architecture, kind, tmp_path):
+    WHOLE[architecture]().save_pretrained(tmp_path)
+    rewritten(tmp_path, lambda config: config["text_config"].update(model_type=kind))
+    if kind in TEXT_MODELS[architecture]:
+        assert describe(tmp_path).architecture == architecture
+        return
+    with pytest.raises(ModelError, match=rf"text_config\.model_type {kind!r} is not supported in {architecture}"):
+        describe(tmp_path)
+    rewritten(tmp_path, lambda config: config["text_config"].pop("model_type"))
+    assert describe(tmp_path).architecture == architecture
+
+
+def test_ministral3_is_refused_by_its_name(tmp_path):
+    """Its queries are scaled by their positions, in a key of rope_parameters."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 8.0, "original_max_position_embeddings": 64}
+    text = TEXT | {"model_type": "ministral3", "sliding_window": None}
+    text["rope_parameters"] = rope | {"llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0}
+    vision = PixtralVisionConfig(**SEEING, image_size=28, patch_size=14)
+    whole = Mistral3ForConditionalGeneration(Mistral3Config(text_config=text, vision_config=vision))
+    whole.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="'ministral3' is not supported"):
+        describe(tmp_path)
+    rewritten(tmp_path, lambda config: config["text_config"].update(model_type="mistral"))
+    with pytest.raises(ModelError, match=r"llama_4_scaling_beta = 0\.1 is not supported"):
+        describe(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"attn_logit_softcapping": 3.0}, {"llama_4_scaling_beta": 0.1}, {"attention_chunk_size": 64}, {"clip_qkv": 8.0}],
+)
+def test_fields_of_the_text_that_change_numbers_are_named(values, tmp_path):
+    mistral3().save_pretrained(tmp_path)
+    rewritten(tmp_path, lambda config: config["text_config"].update(values))
+    with pytest.raises(ModelError, match=f"{next(iter(values))} = .* is not supported"):
+        describe(tmp_path)

@@ -120,6 +120,33 @@ def change_config(folder, file, monkeypatch):
         config.write("\n")
 
 
+def replace_in_place(folder, file, monkeypatch):
+    """A weight changes, and size and time of change stay the same."""
+    weights = folder / "model.safetensors"
+    before = weights.stat()
+    flip(weights, -5)
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def replace_in_an_image(folder, file, monkeypatch):
+    """The same, and the inode seems the same, too."""
+    replace_in_place(folder, file, monkeypatch)
+    as_in_an_image(monkeypatch)
+
+
+def as_in_an_image(monkeypatch):
+    true = weight_cache.file_identity
+    monkeypatch.setattr(weight_cache, "file_identity", lambda file: true(file)._replace(inode=1, inode_changed=1))
+
+
+def change_library(folder, file, monkeypatch):
+    monkeypatch.setattr(weight_cache.np, "__version__", "another version")
+
+
+def change_kernel_build(folder, file, monkeypatch):
+    monkeypatch.setattr(cpu, "description", lambda: "another build")
+
+
 def change_code(folder, file, monkeypatch):
     monkeypatch.setattr(weight_cache, "code_digest", lambda: "another build")
 
@@ -171,6 +198,8 @@ def change_user(folder, file, monkeypatch):
         (touch, "because the one before is of other files, options or code"),
         (change_config, "because the one before is of other files, options or code"),
         (change_code, "because the one before is of other files, options or code"),
+        (change_library, "because the one before is of other files, options or code"),
+        (change_kernel_build, "because the one before is of other files, options or code"),
         (truncate, "because the one before is truncated"),
         (truncate_header, "because the one before is truncated"),
         (empty, "because the one before is truncated"),
@@ -203,6 +232,30 @@ def test_changed_checkpoint_gives_its_own_weights(folder, saved, tmp_path):
     tensors, _ = loaded(folder, tmp_path)
     assert_equal(tensors, expected)
     assert any(not torch.equal(old[name], tensors[name]) for name in old)
+
+
+@pytest.mark.parametrize("replace", [replace_in_place, replace_in_an_image])
+def test_weights_replaced_by_others_of_equal_size_and_time_are_loaded(folder, tmp_path, monkeypatch, replace):
+    if replace is replace_in_an_image:
+        as_in_an_image(monkeypatch)
+    old, _ = loaded(folder, tmp_path)
+    replace(folder, None, monkeypatch)
+    expected, _ = loaded(folder, None)
+    tensors, lines = loaded(folder, tmp_path)
+    assert_equal(tensors, expected)
+    assert any(not torch.equal(old[name], tensors[name]) for name in old)
+    assert "because the one before is of other files, options or code" in lines[0]
+
+
+def test_a_checkpoint_that_vanishes_is_a_line(folder, tmp_path, monkeypatch):
+    def missing(_file):
+        raise FileNotFoundError(2, "No such file or directory")
+
+    expected, _ = loaded(folder, None)
+    monkeypatch.setattr(weight_cache, "file_identity", missing)
+    tensors, lines = loaded(folder, tmp_path)
+    assert_equal(tensors, expected)
+    assert lines == ["weights    not cached: [Errno 2] No such file or directory"]
 
 
 def test_folder_that_cannot_be_used_is_a_line(folder, tmp_path):

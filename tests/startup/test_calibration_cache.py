@@ -3,9 +3,14 @@
 from dataclasses import replace
 from pathlib import Path
 
+import numpy
+import torch
+
 from quire import LLM
 from quire.config import EngineOptions
 from quire.cost.step_time import Calibration, DecodeSample, PrefillSample
+from quire.models import weight_cache
+from quire.models.checkpoint import StoredTensor
 from quire.startup import build, calibration_cache
 from quire.startup.calibration import Measured
 from quire.startup.calibration_cache import calibration_file, read_calibration, write_calibration
@@ -13,13 +18,31 @@ from quire.startup.calibration_cache import calibration_file, read_calibration, 
 KNOWN = Calibration([PrefillSample(8, 0, 0.25), PrefillSample(32, 0, 1.0)], [DecodeSample(1, 0.125)])
 
 
-def test_file_is_of_machine_model_options_and_code(monkeypatch):
-    def name(model="model", **changes):
-        return calibration_file("folder", Path(model), replace(EngineOptions(), **changes)).name
+class Stored:
+    """A checkpoint's path, fields and tensors."""
 
-    assert name() == name(journal="j", seed=3, weight_cache="elsewhere")
-    names = [name(), name("other"), name(threads=1), name(max_num_batched_tokens=512)]
+    def __init__(self, path="model", layers=2, shape=(8, 8)):
+        self.path, self.config = Path(path), {"num_hidden_layers": layers}
+        self.tensors = {"head": StoredTensor(Path("file"), shape, "F32", 256, is_float=True)}
+
+
+def test_file_is_of_machine_model_options_and_code(monkeypatch):
+    def name(checkpoint=Stored(), **changes):  # noqa: B008  (it is not changed)
+        return calibration_file("folder", checkpoint, replace(EngineOptions(device="cpu"), **changes)).name
+
+    assert name() == name(Stored()) == name(journal="j", seed=3, weight_cache="elsewhere")
+    names = [name(), name(Stored("other")), name(threads=1), name(max_num_batched_tokens=512), name(device="cuda")]
+    names += [name(Stored(layers=3)), name(Stored(shape=(8, 16)))]  # another model in the same folder
+    monkeypatch.setattr(calibration_cache, "gpu_description", lambda: "another device")
+    names.append(name(device="cuda"))
     monkeypatch.setattr(calibration_cache, "cpu_description", lambda: "another processor")
+    names.append(name())
+    for library in (torch, numpy):
+        monkeypatch.setattr(library, "__version__", "another version")
+        names.append(name())
+    monkeypatch.setattr(weight_cache.cpu, "description", lambda: "another build")
+    names.append(name())
+    monkeypatch.setattr(weight_cache.platform, "python_version", lambda: "3.99")
     names.append(name())
     monkeypatch.setattr(calibration_cache, "code_digest", lambda: "another version")
     names.append(name())

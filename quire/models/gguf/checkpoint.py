@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.errors import ModelError
 from quire.kernels.contract import QuantizedRows, Scheme
 from quire.models.checkpoint import StoredTensor
-from quire.models.gguf.config import GgufInfo, hf_config
+from quire.models.gguf.config import GgufInfo, check_unread, hf_config
 from quire.models.gguf.names import TensorSource, tensor_sources, transposed
 from quire.models.gguf.quants import dequantize, quantized_rows, scheme_of
 from quire.models.gguf.reader import Metadata, TensorEntry, read_header
@@ -46,6 +46,7 @@ class GgufCheckpoint:
         self._sources: dict[str, TensorSource] = {}
         for name, entry in self._entries.items():
             self._sources |= dict(tensor_sources(facts, name, entry.shape))
+        check_unread(self.metadata)
         self._tensors = {name: self._stored(name) for name in self._sources}
 
     @property

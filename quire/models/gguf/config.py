@@ -29,6 +29,12 @@ def rope_parameters(metadata: Metadata, head_dim: int, factors: Factors) -> dict
     for given in (long, short, divisors):
         if given is not None and (len(given) != dimensions // 2 or not np.all(np.isfinite(given) & (given > 0))):
             raise metadata.error(f"the file must scale all {dimensions // 2} rotary frequencies by positive numbers")
+    if long is None and divisors is None:
+        return found | _scaling(metadata)
+    if (kind := _scaling(metadata)) and kind["rope_type"] != "longrope":
+        raise metadata.error(
+            f"divisors of rotary frequencies beside the scaling {kind['rope_type']!r} are not supported"
+        )
     if long is not None and short is not None:
         return found | _longrope(metadata, long, short)
     if divisors is not None:
@@ -44,6 +50,8 @@ def _scaling(metadata: Metadata) -> dict[str, object]:
         return {}
     if not factor > 0:
         raise metadata.error(f"the factor of rotary scaling must be positive, not {factor}")
+    if kind == "longrope":
+        return {"rope_type": kind}
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     if kind == "yarn":
@@ -154,7 +162,10 @@ class GgufInfo:
     def head_dim(self) -> int:
         """Size of a head. The default is hidden size / heads, as in llama.cpp."""
         hidden = self.metadata.number(".embedding_length")
-        return self.metadata.number(".attention.key_length", hidden // self.heads, least=1)
+        size = self.metadata.number(".attention.key_length", hidden // self.heads, least=1)
+        if (value_size := self.metadata.number(".attention.value_length", size)) != size:
+            raise self.metadata.error(f"keys of {size} and values of {value_size} dimensions are not supported")
+        return size
 
     @property
     def experts(self) -> int:
@@ -287,6 +298,10 @@ def _phi3(facts: GgufInfo) -> ConfigDict:
 
 def _gpt2(facts: GgufInfo) -> ConfigDict:
     metadata = facts.metadata
+    if facts.kv_heads != facts.heads:
+        raise metadata.error(
+            f"{facts.kv_heads} KV heads for {facts.heads} heads are not supported in this architecture"
+        )
     return {
         "vocab_size": facts.vocab_size,
         "n_positions": metadata.number(".context_length"),
@@ -352,6 +367,49 @@ def _gptneox(facts: GgufInfo) -> ConfigDict:
         "use_parallel_residual": facts.metadata.flag(".use_parallel_residual", default=True),
         "attention_bias": "blk.0.attn_qkv.bias" in facts.names,
     }
+
+
+# keys of an architecture that change nothing, each with the reason
+UNUSED_KEYS: Mapping[str, str] = MappingProxyType(
+    {
+        ".vocab_size": "the rows of the embedding say it",
+        ".tensor_data_layout": "quire reads one order of rows for each architecture",
+        ".use_parallel_residual": "the tensors of a layer say it",
+        ".rope.scaling.finetuned": "it says how the model was trained",
+        ".rope.scaling.original_context_length": "the scaling of the file does not start from it",
+        ".attention.layer_norm_epsilon": "the architecture has RMS norms",
+        ".attention.layer_norm_rms_epsilon": "the architecture has layer norms",
+        ".feed_forward_length": "all layers have experts",
+        ".attention.key_length": "heads divide the hidden size",
+    }
+)
+# keys that are refused with other values than these
+LIMITED_KEYS: Mapping[str, tuple[object, ...]] = MappingProxyType(
+    {
+        ".attention.causal": (True,),
+        ".expert_gating_func": (0, 1),  # 1: softmax
+        ".expert_weights_scale": (0, 1),
+        ".expert_weights_norm": (True,),
+        ".expert_shared_count": (0,),
+        ".expert_count": (0,),
+        ".expert_used_count": (0,),
+        ".pooling_type": (0, 3),  # 3: the last token, as in quire
+        ".attention.clamp_kqv": (0,),
+        ".attention.max_alibi_bias": (0,),
+        ".logit_scale": (1,),
+    }
+)
+
+
+def check_unread(metadata: Metadata) -> None:
+    """Raise ModelError for a key of the architecture that was not read, because it may change results."""
+    for key, value in metadata.unread.items():
+        limited = LIMITED_KEYS.get(key)
+        if key not in UNUSED_KEYS and (limited is None or isinstance(value, np.ndarray) or value not in limited):
+            raise metadata.error(
+                f"{metadata.architecture}{key} = {value!r:.80} is not supported in this architecture; it may change "
+                "results"
+            )
 
 
 # general.architecture -> (Hugging Face's model_type, its class, its fields)

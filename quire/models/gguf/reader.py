@@ -305,12 +305,20 @@ class Metadata:
 
     def __init__(self, values: Mapping[str, Value], path: Path) -> None:
         self._values = values
+        self._read: set[str] = set()  # keys that were asked for
         self.path = path
         self.architecture = self.text("general.architecture")
 
     def error(self, message: str) -> ModelError:
         """A ModelError with the file in front."""
         return ModelError(f"{self.path}: {message}")
+
+    @property
+    def unread(self) -> Mapping[str, Value]:
+        """The keys of the architecture that nothing has asked for, with a dot in front, and their values."""
+        prefix = f"{self.architecture}."
+        found = {key: value for key, value in self._values.items() if key.startswith(prefix) and key not in self._read}
+        return {key.removeprefix(self.architecture): value for key, value in found.items()}
 
     def has(self, key: str) -> bool:
         """Whether the file has this key."""
@@ -361,7 +369,9 @@ class Metadata:
         return [kind(item) for item in value.tolist()]
 
     def _name(self, key: str) -> str:
-        return self.architecture + key if key.startswith(".") else key
+        name = self.architecture + key if key.startswith(".") else key
+        self._read.add(name)
+        return name
 
     def _get(self, key: str, default: Value | None) -> Value:
         value = self._values.get(self._name(key), default)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from quire.errors import ModelError
@@ -373,3 +373,60 @@ def test_sampling_defaults_and_end_tokens(tmp_path):
         "temperature": 0.6,
         "top_k": 20,
     }
+
+
+def with_keys(path, **keys):
+    """A GPT-2 file with more keys."""
+    writer = gguf.GGUFWriter(path, "gpt2")
+    gguf_files.add_config(writer, KINDS["gpt2"][1] | {"layer_norm_epsilon": 1e-5, "architectures": ["GPT2LMHeadModel"]})
+    for key, value in keys.items():
+        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        add.get(type(value), writer.add_array)(key, value)
+    writer.add_tensor("token_embd.weight", np.ones((4, 64), np.float32))
+    writer.add_tensor("output_norm.weight", np.ones(64, np.float32))
+    gguf_files.finish(writer)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("attention.scale", 0.5),
+        ("attention.clamp_kqv", 8.0),
+        ("attention.causal", False),
+        ("attention.sliding_window", 16),
+        ("attn_logit_softcapping", 50.0),
+        ("embedding_scale", 12.0),
+        ("logit_scale", 0.25),
+        ("expert_gating_func", 2),
+        ("pooling_type", 1),
+        ("rope.scaling.type", "yarn"),
+        ("no_such_key", [1, 2, 3]),
+    ],
+)
+def test_keys_of_the_architecture_that_would_be_ignored_are_named(tmp_path, key, value):
+    path = with_keys(tmp_path / "model.gguf", **{f"gpt2.{key}": value})
+    with pytest.raises(ModelError, match=rf"gpt2\.{key} = .* is not supported in this architecture"):
+        GgufCheckpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("gpt2.vocab_size", 4), ("gpt2.attention.causal", True), ("gpt2.tensor_data_layout", "Meta AI original pth"),
+     ("gpt2.pooling_type", 3), ("general.finetune", "x"), ("quantize.imatrix.chunks_count", 125), ("other.scale", 2.0)],
+)  # fmt: skip
+def test_keys_without_effect_are_read(tmp_path, key, value):
+    assert GgufCheckpoint(with_keys(tmp_path / "model.gguf", **{key: value})).config["n_layer"] == 2
+
+
+def test_values_and_keys_of_different_sizes_are_named(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    gguf_files.add_config(writer, LlamaConfig(**COMMON).to_dict() | {"architectures": ["LlamaForCausalLM"]})
+    writer.add_key_length(16)
+    writer.add_value_length(32)
+    writer.add_tensor("token_embd.weight", np.ones((4, 64), np.float32))
+    for layer in range(3):
+        writer.add_tensor(f"blk.{layer}.attn_norm.weight", np.ones(64, np.float32))
+    gguf_files.finish(writer)
+    with pytest.raises(ModelError, match="keys of 16 and values of 32 dimensions are not supported"):
+        GgufCheckpoint(tmp_path / "model.gguf")
