@@ -15,7 +15,7 @@ from quire.chat.arguments import (
     tagged_arguments,
 )
 from quire.chat.formats import CallForm, ChatFormat, JsonCall, NamedCall, ReasoningFormat, ToolFormat
-from quire.chat.parts import CallArguments, CallBegin, Content, Part, Reasoning
+from quire.chat.parts import CallArguments, CallBegin, CallEnd, Content, Part, Reasoning
 from quire.chat.reader import MAX_HELD, Markers, Reader, Reading
 from quire.chat.tools import MAX_NAME, Toolbox
 
@@ -202,16 +202,20 @@ class MessageParser:
             return False
         write = self._parts.add_arguments
         if call.arguments == "python":
-            yield from keyword_arguments(reader, write)
+            is_complete = yield from keyword_arguments(reader, write)
         elif call.arguments == "json":
             yield from reader.space()
-            if (yield from reader.peek()) == "{":
-                yield from json_value(reader, write)
-            elif not reader.ended:
+            has_object = (yield from reader.peek()) == "{"
+            is_complete = (yield from json_value(reader, write)) if has_object else not reader.ended
+            if is_complete and not has_object:
                 write("{}")
-            yield from self._optional(call.end.strip())
         else:
-            yield from tagged_arguments(reader, call.arguments, _ends(form, call), self._schemas.get(name, {}), write)
+            ends, schema = _ends(form, call), self._schemas.get(name, {})
+            is_complete = yield from tagged_arguments(reader, call.arguments, ends, schema, write)
+        if is_complete:
+            self._parts.end_call()
+        if call.arguments == "json":
+            yield from self._optional(call.end.strip())
         return True
 
     def _name_end(self, call: NamedCall) -> Reading[bool]:
@@ -272,6 +276,7 @@ class MessageParser:
         if _is_bare(form) or not self._begin(form, read.name):
             return False
         self._parts.add_arguments("{}")
+        self._parts.end_call()
         return True
 
     def _member(self, form: CallForm, call: JsonCall, key: str, read: "_JsonCallRead") -> Reading[bool]:
@@ -284,7 +289,9 @@ class MessageParser:
             read.name = name
             if read.arguments:
                 read.has_begun = self._begin(form, name)
-                self._parts.add_arguments("".join(read.arguments) if read.has_begun else "")
+                if read.has_begun:
+                    self._parts.add_arguments("".join(read.arguments))
+                    self._parts.end_call()
             return read.has_begun or not read.arguments
         if key not in call.arguments or read.has_begun or read.arguments:
             return (yield from json_value(reader, _ignore))
@@ -293,7 +300,10 @@ class MessageParser:
         if read.name is None:
             return (yield from _json_arguments(reader, read.arguments.append))
         read.has_begun = self._begin(form, read.name)
-        return read.has_begun and (yield from _json_arguments(reader, self._parts.add_arguments))
+        if not read.has_begun or not (yield from _json_arguments(reader, self._parts.add_arguments)):
+            return False
+        self._parts.end_call()
+        return True
 
 
 @dataclass(slots=True)
@@ -399,6 +409,12 @@ class _Parts:
         """Add a piece of the arguments of the last call."""
         if self._is_parallel or self._num_calls == 1:
             self.add(CallArguments, text)
+
+    def end_call(self) -> None:
+        """The last call is complete."""
+        self._complete()
+        if self._is_parallel or self._num_calls == 1:
+            self._parts.append(CallEnd(self._num_calls - 1))
 
     def take(self) -> list[Part]:
         """The parts so far, which are removed."""
