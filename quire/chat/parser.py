@@ -14,7 +14,7 @@ from quire.chat.arguments import (
     keyword_arguments,
     tagged_arguments,
 )
-from quire.chat.formats import CallForm, ChatFormat, JsonCall, NamedCall, ReasoningFormat, ToolFormat
+from quire.chat.formats import SPECIAL_TOKEN, CallForm, ChatFormat, JsonCall, NamedCall, ReasoningFormat, ToolFormat
 from quire.chat.parts import CallArguments, CallBegin, CallEnd, Content, Part, Reasoning
 from quire.chat.reader import MAX_HELD, Markers, Reader, Reading
 from quire.chat.tools import MAX_NAME, Toolbox
@@ -23,6 +23,7 @@ MAX_SPACE = 1024  # characters of white space that are held back, because they a
 _MAX_AFTER_NAME = 64  # characters between the name of a call and `name_end`
 _MAX_KEY = 256  # characters of a key beside the name and the arguments
 _SPACES = " \n\r\t"
+_QUOTES = frozenset("`'\"\u2018\u201c")
 _NAME = re.compile(r"[a-zA-Z0-9_.-]*")
 _AFTER_NAME = re.compile(r"[^{\n]?")
 _BEFORE_END = re.compile(r"[ \n\r\t}]*")  # white space, and braces that the model has closed once too often
@@ -38,6 +39,7 @@ class MessageParser:
     numbers of characters before.
 
     White space beside markup is dropped: around calls, around reasoning, and before the first content behind either.
+    An end tag of reasoning that has not begun is dropped, too: the text before it was returned, and stays content.
     Markup that turns out to be no call is content. It is held back until then, up to MAX_HELD characters.
     """
 
@@ -59,6 +61,7 @@ class MessageParser:
         self._parts = _Parts(is_parallel=toolbox is None or toolbox.parallel)
         self._content = _Prose(self._parts, Content)
         self._reasoning = _Prose(self._parts, Reasoning)
+        self._num_open_tags = 0  # begin tags of reasoning that are content, and whose end tag has not come
         self.ended_reasoning: list[tuple[int, int]] = []
         self._reasoning_start = 0
         self._machine = self._message()
@@ -94,12 +97,20 @@ class MessageParser:
                 yield from self._calls(marker)
             elif marker in markup.ends and content.is_at_edge:
                 yield from self._reason(frozenset({markup.ends[marker]}), self._reader.num_read - len(marker))
-            elif marker in markup.dropped:
+            elif marker in markup.dropped or (marker in markup.strays and not self._is_content(marker)):
                 content.drop_space()
             elif marker:
+                self._num_open_tags += marker in markup.ends
                 content.add(marker)
             elif not text:
                 return
+
+    def _is_content(self, end: str) -> bool:
+        """Whether an end tag is content: it belongs to a begin tag that is content, or is quoted."""
+        if self._num_open_tags:
+            self._num_open_tags -= 1
+            return True
+        return self._content.is_quoting
 
     def _reason(self, ends: frozenset[str], start: int) -> Reading[None]:
         """Reads reasoning from behind its beginning, which is at `start`, up to one of the texts `ends`."""
@@ -348,14 +359,16 @@ class _Markup:
     """The markup that a parser looks for.
 
     outside, inside: of reasoning. forms: by the text with which they begin, with the number of characters of it that
-    belong to the group and not to its first call. ends: of reasoning, by its beginning. dropped: outside of reasoning.
-    drop: the caller's.
+    belong to the group and not to its first call. ends: of reasoning, by its beginning. strays: those ends that are
+    markup outside of reasoning, too; words (`Here is my response:`) are not. dropped: outside of reasoning. drop: the
+    caller's.
     """
 
     outside: Markers
     inside: Markers
     forms: Mapping[str, tuple[tuple[CallForm, int], ...]]
     ends: Mapping[str, str]
+    strays: frozenset[str]
     dropped: frozenset[str]
     drop: frozenset[str]
 
@@ -371,11 +384,13 @@ def _markup(tools: ToolFormat | None, reasoning: ReasoningFormat | None, drop: f
                 forms[begin] = (*forms.get(begin, ()), (form, num_consumed))
     ends = dict(reasoning.tags) if reasoning else {}
     dropped = drop.union(*(one.dropped for one in (tools, reasoning) if one))
+    strays = frozenset(end for end in ends.values() if SPECIAL_TOKEN.fullmatch(end))
     return _Markup(
-        outside=Markers({*forms, *ends, *dropped}),
+        outside=Markers({*forms, *ends, *strays, *dropped}),
         inside=Markers({*ends, *ends.values(), *drop}),
         forms=forms,
         ends=ends,
+        strays=strays,
         dropped=dropped,
         drop=drop,
     )
@@ -442,12 +457,18 @@ class _Prose:
         self._space = ""  # held back
         self._lead: str | None = None  # replaces white space before the next text
         self._has_text = False
+        self._last = ""  # character that was written
         self.is_at_edge = True  # at the beginning, or directly behind markup
 
     @property
     def is_at_line_start(self) -> bool:
         """Whether the next character begins a line, or is the first one."""
         return not self._has_text or "\n" in self._space
+
+    @property
+    def is_quoting(self) -> bool:
+        """Whether the text ends with a quotation mark or a back quote."""
+        return not self._space and self._last in _QUOTES
 
     def open(self) -> None:
         """Begin another text of this kind. It begins in a new line."""
@@ -485,4 +506,5 @@ class _Prose:
 
     def _write(self, text: str) -> None:
         self._has_text, self.is_at_edge = True, False
+        self._last = text[-1:]
         self._parts.add(self._kind, text)

@@ -204,6 +204,33 @@ def test_texts_of_arguments_between_tags_come_as_they_are_written():
         assert parser.push(text) == parts, text
 
 
+@pytest.mark.parametrize(
+    ("text", "in_reasoning", "content", "reasoning"),
+    [
+        ("I think so.\n</think>\n\nThe answer is 7.", False, "I think so.\n\nThe answer is 7.", None),
+        ("</think>\n\nHi", False, "Hi", None),
+        ("<think>\na\n</think>\n\nOne.\n</think>\n\nTwo.", False, "One.\n\nTwo.", "a"),
+        ("a\n</think>\n wants 5.\n</think>\n\nSix.", True, "wants 5.\n\nSix.", "a"),
+        ("a</think></think>\n<think>b</think>c", True, "c", "a\nb"),
+        ("Models write <think>a</think> first.", False, "Models write <think>a</think> first.", None),
+        ("Models write <think>a</think>.</think> Yes", False, "Models write <think>a</think>. Yes", None),
+        ("The tag `</think>` ends it.", False, "The tag `</think>` ends it.", None),
+        ('It is "</think>"', False, 'It is "</think>"', None),
+        ("a </thin", False, "a </thin", None),
+    ],
+)
+def test_an_end_tag_of_reasoning_that_has_not_begun_is_no_content(text, in_reasoning, content, reasoning):
+    whole = parse(HERMES, [text], in_reasoning=in_reasoning)
+    assert whole == Message(content, reasoning, [])
+    assert parse(HERMES, list(text), in_reasoning=in_reasoning) == whole
+
+
+def test_an_end_tag_is_content_where_reasoning_is_not_read():
+    assert parse(chat_format("hermes"), ["a</think>b"]).content == "a</think>b"
+    granite = chat_format("granite", "granite")
+    assert parse(granite, ["a Here is my response: b</think>c"]).content == "a Here is my response: bc"
+
+
 def test_the_caller_knows_whether_the_text_is_reasoning():
     parser = MessageParser(HERMES, TOOLBOX)
     seen = []
