@@ -1,8 +1,10 @@
 """What of a model's message format applies to one request, and the sampling parameters that follow from it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from uuid import uuid4
 
+from quire.chat.answer_text import AnswerText
 from quire.chat.constraint import call_constraint
 from quire.chat.formats import TOOL_FORMATS, ChatFormat, ReasoningFormat
 from quire.chat.parser import MessageParser
@@ -43,6 +45,11 @@ class OutputFormat:
         return MessageParser(
             self.parsed, self.toolbox, in_reasoning=in_reasoning, forced=self.must_call, drop=self.hidden
         )
+
+    @property
+    def new_answer(self) -> Callable[[], AnswerText] | None:
+        """Makes what tells the answer of a sequence from its reasoning. None if reasoning is content."""
+        return None if self.parsed.reasoning is None else lambda: AnswerText(self.new_parser())
 
     def read(self, text: str) -> Message:
         """The message of a whole output."""
@@ -103,6 +110,7 @@ def constrained_params(
     tools, reasoning = format.parsed.tools, format.reasoning
     changes: dict[str, object] = {}
     constraint, answer_begin = params.structured_outputs, format.answer_begin
+    may_end = constraint is None and not format.must_call  # what tools with `auto` constrain is a part of the output
     if constraint is not None and constraint.kind != "json" and format.must_call:
         raise RequestError("tool_choice requires a call, which excludes a constraint other than JSON", "tool_choice")
     if tools is not None and format.toolbox is not None:
@@ -119,6 +127,7 @@ def constrained_params(
             begun=format.begun,
             budget=thinking_budget,
             answer_begin=answer_begin,
+            may_end=may_end,
         )
     elif thinking_budget is not None:
         raise RequestError(
