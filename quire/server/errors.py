@@ -22,6 +22,7 @@ from quire.errors import (
 )
 from quire.server.middleware.quota import RateLimited
 from quire.server.observability.request_record import ErrorAnswer
+from quire.tenant_memory import MAX_TENANT_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +103,21 @@ class Rejection(HTTPException):
 
     code: ClassVar[str]
     param: ClassVar[str | None] = None
+
+
+class TenantMemoryFull(Rejection):
+    """The bytes that the server holds for the tenant leave no room for those of a request, and it has waited."""
+
+    code = "tenant_memory_full"
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(
+            429,
+            f"this request needs {num_bytes:,} bytes of the server's memory, and the tenant's other requests hold too "
+            f"many of the {MAX_TENANT_BYTES:,} that a tenant can have (bodies, stored objects, answers that are not read "
+            "yet); read the answers, or send fewer large requests at once. This bound has no setting",
+            {"retry-after": "1"},
+        )
 
 
 class Draining(Rejection):

@@ -30,6 +30,7 @@ from quire.server.thread_pool import ThreadPool
 from quire.startup.model_info import ModelInfo
 from quire.structured_outputs.grammar_cache import CompilerOverloaded, front_end_cache
 from quire.supervisor.async_engine import AsyncEngine
+from quire.tenant_memory import TenantMemories
 from quire.tokenizer.chat_sandbox import MAX_SIZE, LimitExceeded, size_of
 from quire.tokenizer.tokenizer import Tokenizer
 
@@ -42,7 +43,7 @@ _MAX_SHORT_PROMPTS = 16
 
 
 class Service:
-    """One served model: engine, tokenizer, metrics, request bodies, thread pool.
+    """One served model: engine, tokenizer, metrics, request bodies, thread pool, the memory of each tenant.
 
     model_names: names that requests may use, of which responses have the first; (): the model's own.
     always_reports_usage: whether each chunk of a stream of completions or chat has the usage so far. max_logprobs: most
@@ -78,7 +79,8 @@ class Service:
         )
         self.engine = engine
         self.thread_pool = ThreadPool()
-        self.request_bodies = RequestBodies(self.max_model_len, self._check_fields)
+        self.memories = TenantMemories()
+        self.request_bodies = RequestBodies(self.max_model_len, self._check_fields, self.memories)
         self.metrics = Metrics(
             self.model_name, lambda: self.engine.health(), cache=self.cache, max_model_len=self.max_model_len
         )

@@ -83,6 +83,14 @@ COMMIT;
 _OWN = "tenant = ? AND kind = ? AND id = ? AND expires_at > ?"
 
 
+class LargerBody(Exception):
+    """The body of an object is larger than its reader allows. num_bytes: its size."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__()
+        self.num_bytes = num_bytes
+
+
 class Store:
     """The stored objects of all tenants. clock: seconds since 1970.
 
@@ -168,12 +176,17 @@ class Store:
 
         return await self._run(tenant, work)
 
-    async def get(self, tenant: str, kind: Kind, id: str) -> bytes | None:
-        """The body of an object; None if there is none."""
+    async def get(self, tenant: str, kind: Kind, id: str, most: int | None = None) -> bytes | None:
+        """The body of an object; None if there is none. Raises LargerBody for one of more than `most` bytes."""
 
         def work(db: sqlite3.Connection) -> bytes | None:
-            row = self._row(db, tenant, kind, id)
-            return None if row is None else str(row[1]).encode()
+            if most is not None:
+                self._check_size(db, tenant, kind, id, most)
+            found = db.execute(
+                f"SELECT CAST(body AS BLOB) FROM objects WHERE {_OWN} AND body IS NOT NULL",
+                (tenant, kind, id, self.clock()),
+            ).fetchone()
+            return None if found is None else bytes(found[0])
 
         return await self._run(tenant, work)
 
@@ -181,11 +194,42 @@ class Store:
         """The piece of the contents at this place, from 0; None behind the last one, and without the object."""
 
         def work(db: sqlite3.Connection) -> bytes | None:
-            row = self._row(db, tenant, kind, id, complete=False)
-            if row is None:
-                return None
-            found = db.execute("SELECT data FROM contents WHERE object = ? AND place = ?", (row[0], place)).fetchone()
+            found = db.execute(
+                "SELECT data FROM contents WHERE object = ? AND place = ?",
+                (self._number(db, tenant, kind, id), place),
+            ).fetchone()
             return None if found is None else bytes(found[0])
+
+        return await self._run(tenant, work)
+
+    async def copy_contents(self, tenant: str, kind: Kind, source: str, target: str, places: range) -> bool:
+        """Add these pieces of the contents of `source` to those of the pinned object `target`.
+
+        Returns whether both objects and the pieces are there. Raises StoreFull, and then changes nothing.
+        """
+
+        def work(db: sqlite3.Connection) -> bool:
+            old, new = (self._number(db, tenant, kind, id) for id in (source, target))
+            first, end = places.start, places.stop
+            if old is None or new is None:
+                return False
+            number, num_bytes = db.execute(
+                "SELECT count(*), coalesce(sum(length(data)), 0) FROM contents "
+                "WHERE object = ? AND place >= ? AND place < ?",
+                (old, first, end),
+            ).fetchone()
+            (num_before,) = db.execute("SELECT count(*) FROM contents WHERE object = ?", (new,)).fetchone()
+            (pinned,) = db.execute("SELECT pinned FROM objects WHERE number = ?", (old,)).fetchone()
+            db.execute("UPDATE objects SET pinned = 1 WHERE number = ?", (old,))  # so that it makes no room itself
+            self._make_room(db, tenant, kind, 0, num_bytes)
+            db.execute("UPDATE objects SET pinned = ? WHERE number = ?", (pinned, old))
+            db.execute(
+                "INSERT INTO contents SELECT ?, place + ?, data FROM contents "
+                "WHERE object = ? AND place >= ? AND place < ?",
+                (new, num_before - first, old, first, end),
+            )
+            db.execute("UPDATE objects SET num_bytes = num_bytes + ? WHERE number = ?", (num_bytes, new))
+            return bool(number == len(places))
 
         return await self._run(tenant, work)
 
@@ -264,6 +308,23 @@ class Store:
         except sqlite3.Error as error:
             log.error("the store failed: %s", error)
             raise StoreUnavailable from error
+
+    def _check_size(self, db: sqlite3.Connection, tenant: str, kind: Kind, id: str, most: int) -> None:
+        """Raises LargerBody for an object whose body has more than `most` bytes, without reading it."""
+        row = db.execute(
+            f"SELECT number, num_bytes FROM objects WHERE {_OWN}", (tenant, kind, id, self.clock())
+        ).fetchone()
+        if row is not None and row[1] > most:
+            (of_contents,) = db.execute(
+                "SELECT coalesce(sum(length(data)), 0) FROM contents WHERE object = ?", (row[0],)
+            ).fetchone()
+            if row[1] - of_contents > most:
+                raise LargerBody(row[1] - of_contents)
+
+    def _number(self, db: sqlite3.Connection, tenant: str, kind: Kind, id: str) -> int | None:
+        """Number of an object, which may be incomplete."""
+        row = db.execute(f"SELECT number FROM objects WHERE {_OWN}", (tenant, kind, id, self.clock())).fetchone()
+        return None if row is None else int(row[0])
 
     def _row(
         self, db: sqlite3.Connection, tenant: str, kind: Kind, id: str, *, complete: bool = True
