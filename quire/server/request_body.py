@@ -8,7 +8,7 @@ import asyncio
 import json
 import re
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
@@ -77,18 +77,22 @@ class RequestBodies:
 
         return BodyRoute
 
-    async def form(self, request: Request) -> AsyncIterator[tuple[Part, bytes]]:
+    async def form(self, request: Request) -> AsyncGenerator[tuple[Part, bytes], None]:
         """The pieces of a multipart form, as they come. The first piece of each part is empty.
 
-        Raises as `BodyReception.pieces`, and RequestError for a body that is no form.
+        The received bytes count for the tokens of the caller's key. Raises as `BodyReception.pieces`, and RequestError
+        for a body that is no form.
         """
         caller = caller_of(request)
         parser = MultipartParser(request.headers.get("content-type", ""))
         with HeldBody(TenantMemory()) as held:
             reception = BodyReception(request, held, caller.quota, MAX_UPLOAD)
-            async for piece in reception.pieces():
-                for content in parser.push(piece):
-                    yield content
+            try:
+                async for piece in reception.pieces():
+                    for content in parser.push(piece):
+                        yield content
+            finally:
+                caller.quota.spend_bytes(reception.num_bytes)
         parser.finish()
 
     def close(self) -> None:
@@ -117,7 +121,7 @@ class RequestBodies:
                 return in_pieces(response, self._memories.of(caller.tenant))
             except Exception as error:
                 if _is_charged(error):
-                    caller.quota.spend_refused(reception.num_bytes)
+                    caller.quota.spend_bytes(reception.num_bytes)
                 raise
 
 

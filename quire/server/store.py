@@ -168,7 +168,10 @@ class Store:
             if row is None:
                 return False
             self._make_room(db, tenant, kind, 0, len(data))
-            db.execute("INSERT INTO contents SELECT ?1, count(*), ?2 FROM contents WHERE object = ?1", (row[0], data))
+            db.execute(
+                "INSERT INTO contents SELECT ?, coalesce(max(place), -1) + 1, ? FROM contents WHERE object = ?",
+                (row[0], data, row[0]),
+            )
             db.execute("UPDATE objects SET num_bytes = num_bytes + ? WHERE number = ?", (len(data), row[0]))
             if body is not None:
                 self._replace_body(db, tenant, kind, row, body)

@@ -13,7 +13,7 @@ from time import monotonic_ns
 from quire.errors import QuireError
 
 MINUTE = 60 * 10**9  # ns
-BYTES_PER_TOKEN = 4  # of refused bodies, which count as tokens
+BYTES_PER_TOKEN = 4  # of refused bodies, uploads and stored objects that are read, which count as tokens
 
 
 class RateLimited(QuireError):
@@ -99,8 +99,13 @@ class Quota:
         if self._tokens is not None:
             self._tokens.consume(num_tokens, self._clock())
 
-    def spend_refused(self, num_bytes: int) -> None:
-        """Count the bytes of a body that was refused, as the tokens of one minute at most."""
+    def count_download(self) -> None:
+        """Count a GET of a stored object as a request. Raises RateLimited without counting it, also without a token."""
+        self.count_request()
+        self.check_tokens()
+
+    def spend_bytes(self, num_bytes: int) -> None:
+        """Count the bytes of one refused body, upload or stored object, as the tokens of one minute at most."""
         if self._tokens is not None:
             self._tokens.consume(min(num_bytes // BYTES_PER_TOKEN, self._tokens.per_minute), self._clock())
 

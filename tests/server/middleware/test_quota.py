@@ -155,6 +155,27 @@ def test_what_is_refused_for_its_tokens_is_no_request_either(clock):
         pass
 
 
+def test_bytes_count_as_tokens_up_to_one_full_bucket(clock):
+    quota = Quota(tokens_per_minute=1200, clock=clock)
+    quota.spend_bytes(4 * 200 + 3)
+    assert quota.headers()["x-ratelimit-remaining-tokens"] == "1000"
+    quota.spend_bytes(10**9)
+    assert quota.headers()["x-ratelimit-reset-tokens"] == "1m10s"
+
+
+def test_a_download_counts_as_a_request_and_needs_a_token(clock):
+    quota = Quota(requests_per_minute=2, tokens_per_minute=60, clock=clock)
+    quota.count_download()
+    quota.spend_bytes(240)
+    with pytest.raises(RateLimited, match="tokens per minute"):
+        quota.count_download()
+    assert quota.headers()["x-ratelimit-remaining-requests"] == "1", "a refused download does not count"
+    clock.now += SECOND
+    quota.count_download()
+    with pytest.raises(RateLimited, match="requests per minute"):
+        quota.count_download()
+
+
 def test_headers_tell_the_limits_that_there_are(clock):
     quota = Quota(requests_per_minute=600, tokens_per_minute=1200, clock=clock)
     quota.count_request()

@@ -117,6 +117,30 @@ def test_bytes_of_refused_bodies_count_as_tokens():
         assert again.headers["x-ratelimit-remaining-requests"] == "3"  # a refusal by a rate limit does not count
 
 
+def test_uploads_and_downloads_count_as_tokens():
+    limits = {"free": {}, "sends": {"tokens_per_minute": 1}, "reads": {"tokens_per_minute": 1}}
+    made = {who: new_key("ann", "user", **more) for who, more in limits.items()}
+    with run_app(make_app(service_of(small_engine()), Keys([entry for _, entry in made.values()]))) as url:
+        mine = Site(url, {who: key for who, (key, _) in made.items()})
+
+        def upload(who, purpose="user_data"):
+            form = {"data": {"purpose": purpose}, "files": {"file": b"x" * 1000}}
+            return httpx.post(f"{url}/v1/files", headers=mine.of(who), **form)
+
+        file = upload("free").json()["id"]
+        assert mine.get("free", f"/v1/files/{file}/content").status_code == 200
+        assert upload("sends", "nonsense").status_code == 400, "also a form that is refused"
+        assert upload("sends").status_code == 429
+        for path in ("/v1/files", "/v1/batches", f"/v1/files/{file}/content"):
+            assert mine.get("sends", path).status_code == 429
+        assert mine.get("sends", f"/v1/files/{file}").status_code == 200, "a description is free"
+        assert mine.get("reads", f"/v1/files/{file}/content").content == b"x" * 1000
+        refused = mine.get("reads", f"/v1/files/{file}/content")
+        assert refused.status_code == 429
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
+        assert upload("reads").status_code == 429
+
+
 def test_a_full_queue_says_when_to_come_back():
     answer = response_to(QueueFull("128 requests wait, as many as may", 3.2))
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "4")

@@ -63,10 +63,14 @@ def batch_routes(service: Service, store: Store, batches: Batches) -> APIRouter:
         request: Request, *, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
     ) -> Response:
         """List batches, newest first."""
-        page = await batches.page(caller_of(request).tenant, limit + 1, after)
+        caller = caller_of(request)
+        caller.quota.count_download()
+        page = await batches.page(caller.tenant, limit + 1, after)
         if page is None:
             raise UnknownObject("batch", str(after), "after")
-        return page_response(page, limit)
+        response = page_response(page, limit)
+        caller.quota.spend_bytes(len(response.body))
+        return response
 
     @router.get("/v1/batches/{id}", response_model=None)
     async def retrieve_batch(id: str, request: Request) -> Response:

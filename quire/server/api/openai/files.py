@@ -1,6 +1,7 @@
 """/v1/files, with OpenAI's format: files that a tenant uploads, and the results of its batches."""
 
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Annotated, Any, Literal, get_args
 from uuid import uuid4
 
@@ -58,10 +59,12 @@ def file_routes(service: Service, store: Store) -> APIRouter:
         purpose: str | None = None,
     ) -> Response:
         """List files."""
-        tenant, where = caller_of(request).tenant, {} if purpose is None else {"purpose": purpose}
-        files = await store.page(tenant, "file", limit + 1, after=after, ascending=order == "asc", where=where)
+        caller, where = caller_of(request), {} if purpose is None else {"purpose": purpose}
+        caller.quota.count_download()
+        files = await store.page(caller.tenant, "file", limit + 1, after=after, ascending=order == "asc", where=where)
         if files is None:
             raise UnknownObject("file", str(after), "after")
+        caller.quota.spend_bytes(sum(map(len, files)))
         return page_response([msgspec.Raw(file) for file in files], limit)
 
     @router.get("/v1/files/{id}", response_model=None)
@@ -72,8 +75,10 @@ def file_routes(service: Service, store: Store) -> APIRouter:
     @router.get("/v1/files/{id}/content", response_model=None)
     async def retrieve_content(id: str, request: Request) -> Response:
         """Return the content of a file."""
-        tenant = caller_of(request).tenant
+        tenant, quota = caller_of(request).tenant, caller_of(request).quota
+        quota.count_download()
         file = msgspec.json.decode(await _body(store, tenant, id))
+        quota.spend_bytes(file["bytes"])
         headers = {"content-length": str(file["bytes"]), "x-content-type-options": "nosniff"}
         pieces = _pieces(store, tenant, id, file["bytes"])
         return StreamingResponse(pieces, headers=headers, media_type="application/octet-stream")
@@ -109,24 +114,28 @@ async def _upload(service: Service, store: Store, request: Request) -> dict[str,
 
     Raises RequestError, StoreFull, StoreUnavailable, and as `RequestBodies.form`.
     """
+    caller_of(request).quota.check_tokens()
     tenant, id, now = caller_of(request).tenant, f"file-{uuid4().hex}", int(store.clock())
     await store.create(tenant, "file", id, None, expires_at=now + UPLOAD_SECONDS, pinned=True)
     try:
         fields, name, num_bytes, buffer = dict[str, bytes](), None, 0, bytearray()
-        async for part, piece in service.request_bodies.form(request):
-            if part.name not in _FIELDS and not service.ignores_unknown_fields:
-                raise RequestError(f"unknown field {part.name!r:.100}{nearest(part.name, _FIELDS)}", part.name[:100])
-            if part.name != "file":
-                fields[part.name] = fields.get(part.name, b"") + piece
-                continue
-            if not piece and name is not None:
-                raise RequestError("the form has more than one file; upload each with a request of its own", "file")
-            name = part.filename or "file"
-            num_bytes += len(piece)
-            buffer += piece
-            while len(buffer) >= PIECE_BYTES:
-                await store.append(tenant, "file", id, bytes(buffer[:PIECE_BYTES]))
-                del buffer[:PIECE_BYTES]
+        async with aclosing(service.request_bodies.form(request)) as parts:
+            async for part, piece in parts:
+                if part.name not in _FIELDS and not service.ignores_unknown_fields:
+                    raise RequestError(
+                        f"unknown field {part.name!r:.100}{nearest(part.name, _FIELDS)}", part.name[:100]
+                    )
+                if part.name != "file":
+                    fields[part.name] = fields.get(part.name, b"") + piece
+                    continue
+                if not piece and name is not None:
+                    raise RequestError("the form has more than one file; upload each with a request of its own", "file")
+                name = part.filename or "file"
+                num_bytes += len(piece)
+                buffer += piece
+                while len(buffer) >= PIECE_BYTES:
+                    await store.append(tenant, "file", id, bytes(buffer[:PIECE_BYTES]))
+                    del buffer[:PIECE_BYTES]
         if buffer:
             await store.append(tenant, "file", id, bytes(buffer))
         if name is None or len(name) > MAX_NAME:
