@@ -4,9 +4,9 @@ What a small request can make large is held here: bodies, objects that are loade
 that their client has not read, rows of logprobs. What has not begun waits for its turn (`HeldBytes.hold`). What grows
 while it is generated is counted as it grows (`HeldBytes.add`).
 
-A holder that holds bytes and waits for more cannot deadlock, although all others may do so, too. One of them, `_beyond`,
-is admitted whether its bytes fit or not. It waits for no other, and when it releases, the next one takes its place. So
-a tenant holds at most MAX_TENANT_BYTES, what one such holder needs more, and what grows.
+Holders that hold bytes and wait for more cannot deadlock, although all may do so at once. One of them, `_beyond`, is
+admitted whether its bytes fit or not. It waits for no other, and when it releases, the next one takes its place. So a
+tenant holds at most MAX_TENANT_BYTES, what one such holder needs more, and what grows.
 """
 
 import asyncio
@@ -106,7 +106,7 @@ class HeldBytes:
     """The bytes of one holder that count for its tenant, as a context manager that releases them."""
 
     def __init__(self, memory: TenantMemory) -> None:
-        self._memory = memory
+        self.memory = memory
         self._num_bytes = 0
 
     def __enter__(self) -> Self:
@@ -120,16 +120,16 @@ class HeldBytes:
     async def hold(self, num_bytes: int, seconds: float) -> None:
         """Wait for the holder's turn, and then count the bytes. Raises TimeoutError after `seconds`."""
         async with asyncio.timeout(seconds):
-            await self._memory.acquire(num_bytes, self if self._num_bytes else None)
+            await self.memory.acquire(num_bytes, self if self._num_bytes else None)
         self._num_bytes += num_bytes
 
     def add(self, num_bytes: int) -> None:
         """Count bytes at once, whether they fit or not."""
-        self._memory.add(num_bytes)
+        self.memory.add(num_bytes)
         self._num_bytes += num_bytes
 
     def release(self) -> None:
         """The bytes no longer count for the tenant. Can be called again."""
         if self._num_bytes:
             num_bytes, self._num_bytes = self._num_bytes, 0
-            self._memory.release(num_bytes, self)
+            self.memory.release(num_bytes, self)

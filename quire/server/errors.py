@@ -113,9 +113,9 @@ class TenantMemoryFull(Rejection):
     def __init__(self, num_bytes: int) -> None:
         super().__init__(
             429,
-            f"this request needs {num_bytes:,} bytes of the server's memory, and the tenant's other requests hold too "
-            f"many of the {MAX_TENANT_BYTES:,} that a tenant can have (bodies, stored objects, answers that are not read "
-            "yet); read the answers, or send fewer large requests at once. This bound has no setting",
+            f"this request needs {num_bytes:,} bytes of the server's memory, and other requests of the tenant hold too "
+            f"many of the {MAX_TENANT_BYTES:,} that a tenant can have (bodies, stored objects, answers that are not "
+            "read yet); read the answers, or send fewer large requests at once. This bound has no setting",
             {"retry-after": "1"},
         )
 

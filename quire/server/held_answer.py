@@ -21,10 +21,7 @@ async def hold(held: HeldBytes, num_bytes: int) -> None:
 
 
 class HeldAnswer(Response):
-    """A whole answer whose bytes count for the tenant until the client has read them, or has left.
-
-    held: None if the answer is small; else its bytes, which it releases.
-    """
+    """A whole answer in pieces. held: its bytes, which it releases when the client has read them, or has left."""
 
     def __init__(self, response: Response, held: HeldBytes) -> None:
         self.status_code = response.status_code
@@ -46,9 +43,16 @@ def in_pieces(response: Response, memory: TenantMemory) -> Response:
     """A response that is sent in pieces and counts until it is sent, if it is whole and large; else as it is."""
     if len(getattr(response, "body", b"")) <= LARGE or isinstance(response, HeldAnswer):
         return response
-    held = HeldBytes(memory)
-    held.add(len(response.body))
-    return HeldAnswer(response, held)
+    answer = HeldBytes(memory)
+    answer.add(len(response.body))
+    return HeldAnswer(response, answer)
+
+
+def held_answer(response: Response, held: HeldBytes) -> Response:
+    """As `in_pieces`, in place of the bytes `held`, which counted while the response was built."""
+    answer = in_pieces(response, held.memory)
+    held.release()
+    return answer
 
 
 def pieces(data: bytes) -> Iterator[bytes]:

@@ -111,9 +111,14 @@ class Service:
             body.refuse_unknown_fields()
         self.metrics.count_unknown_fields("body", len(body.unknown_fields))
 
+    @property
+    def max_characters(self) -> int:
+        """The most characters that fit into the context, for any tokenizer."""
+        return min(CHARACTERS_PER_TOKEN * self.max_model_len, MAX_SIZE)
+
     def check_size(self, value: object, param: str) -> None:
         """Raises ContextLengthExceeded for a JSON value with more text than fits into the context for any tokenizer."""
-        limit = min(CHARACTERS_PER_TOKEN * self.max_model_len, MAX_SIZE)
+        limit = self.max_characters
         try:
             fits = size_of(value) <= limit
         except LimitExceeded:

@@ -99,6 +99,11 @@ class ResponseWriter:
         unfinished = [] if self._open is None else [self._item(self._open, status)]
         return {**self._fields, "output": [*self._output, *unfinished]}
 
+    @property
+    def num_events(self) -> int:
+        """Number of events so far."""
+        return self._num_events
+
     def change(self, **fields: object) -> None:
         """Change fields of the response."""
         self._fields.update(fields)
