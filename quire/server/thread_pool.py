@@ -13,7 +13,7 @@ from quire.tenant_queue import TenantQueue
 
 T = TypeVar("T")
 
-NUM_THREADS = 2  # that one tenant occupies at most; there is one more
+NUM_THREADS = 2  # that one tenant occupies at most; by default there is one more
 MAX_JOBS = 256  # of one tenant, running and waiting
 
 
@@ -27,10 +27,10 @@ class _Job(NamedTuple):
 class ThreadPool:
     """A few threads with a queue that is bounded for each tenant, and in which tenants take turns."""
 
-    def __init__(self, max_per_tenant: int = NUM_THREADS) -> None:
-        """max_per_tenant: threads that one tenant occupies at most. There is one more."""
+    def __init__(self, max_per_tenant: int = NUM_THREADS, num_more: int = 1) -> None:
+        """max_per_tenant: threads that one tenant occupies at most. num_more: threads beside those."""
         self._queue: TenantQueue[_Job] = TenantQueue(max_per_tenant)
-        self._num_threads = max_per_tenant + 1
+        self._num_threads = max_per_tenant + num_more
         self._has_started = False
         self._num_jobs = Counter[str]()  # by tenant
         self._closed = False

@@ -62,7 +62,14 @@ ORDER = (
     ),
     *("server.observability", "server.api.request_params", "server.middleware", "server.thread_pool"),
     *("server.held_answer", "server.sse"),
-    *("server.store", "server.multipart", "server.request_body", "server.reply", "server.service"),
+    *(
+        "server.store_database",
+        "server.store",
+        "server.multipart",
+        "server.request_body",
+        "server.reply",
+        "server.service",
+    ),
     *("server.batch.in_process_client", "server.batch.file_format", "server.batch.stored_files"),
     *("server.batch.sender", "server.batch.background", "server.viewers", "server.api.limits", "server.api"),
     *("server", "server.batch", "quire", "cli"),  # quire/__init__.py re-exports names of the folders before it

@@ -220,7 +220,7 @@ def test_a_store_in_a_file_is_there_after_a_restart(tmp_path):
         store = Store(path)
         assert await store.get("ann", "response", "a") == '{"é": 1}'.encode()
         assert await store.content("ann", "file", "b", 0) == b"\x00\xff"
-        assert store.pinned("file") == [("ann", b"{}")]
+        assert await store.pinned("file") == [("ann", "b")]
         assert await store.content("ann", "file", "incomplete", 0) is None
         store.close()
 

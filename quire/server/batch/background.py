@@ -1,13 +1,14 @@
 """Batches of /v1/batches: the requests of a stored file, sent in the background, with results in stored files.
 
 A batch is an object of the store from its creation, and so are its files with results. After a restart of a server with
-a store in a file, a batch goes on: requests that have a result are not sent again.
+a store in a file, a batch goes on: requests that have a result are not sent again. A batch waits while the store fails.
 """
 
 import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -21,7 +22,7 @@ from quire.server.batch.file_format import RESULT_DECODER, BadLine, LineSplitter
 from quire.server.batch.in_process_client import Response
 from quire.server.batch.sender import BatchStopped, send_lines
 from quire.server.batch.stored_files import TTL, file_object
-from quire.server.errors import Busy, describe
+from quire.server.errors import Busy, StoreUnavailable, describe
 from quire.server.middleware.drain import Drain
 from quire.server.service import Service
 from quire.server.store import Store
@@ -36,6 +37,7 @@ MAX_PROBLEMS = 100  # lines of an invalid file that a batch names
 FLUSH_BYTES = 2**18  # of results that are not in the store yet,
 FLUSH_SECONDS = 5.0  # and the time after which the next one takes them there
 CLOSE_SECONDS = 2.0  # for batches to store their last results when the server ends
+RETRY_SECONDS = 1.0  # between two tries of a store that fails
 LOWEST_PRIORITY = 2**31 - 1
 
 _ENDED = ("completed", "failed", "expired", "cancelled")
@@ -74,17 +76,22 @@ class Batches:
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by tenant: one batch at a time
         self._concurrency = max(1, service.options.max_num_seqs // 2)  # so that rows stay free for other requests
         self._slots = asyncio.Semaphore(self._concurrency)  # of the requests of all batches
+        self._resuming: asyncio.Task[None] | None = None
 
     async def start(self, app: ASGIApp) -> None:
         """Continue the batches that had not ended when the last server with this store did. app: gets all requests."""
         self._app = app
-        for tenant, data in self._store.pinned("batch"):
-            keys = self._keys
-            caller = keys.caller_of_tenant(tenant) if keys is not None else None if tenant else KEYLESS_CALLER
-            self._begin(tenant, msgspec.json.decode(data, type=BatchRecord), caller)
+        try:
+            await self._resume()
+        except StoreUnavailable:
+            self._resuming = asyncio.create_task(self._resume_later())
 
     async def close(self) -> None:
         """Stop. Requests that have a response get CLOSE_SECONDS to be stored. Batches go on with the next server."""
+        if self._resuming is not None:
+            self._resuming.cancel()
+        for run in self._running.values():
+            run.is_last_try = True
         tasks = [run.task for run in self._running.values()]
         if tasks:
             _, late = await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
@@ -121,6 +128,9 @@ class Batches:
 
     async def get(self, tenant: str, id: str) -> dict[str, Any] | None:
         """The batch; None if there is none."""
+        run = self._running.get((tenant, id))
+        if run is not None:
+            return run.batch
         data = await self._store.get(tenant, "batch", id)
         return None if data is None else self._current(tenant, data)
 
@@ -140,6 +150,22 @@ class Batches:
         batch = msgspec.json.decode(data, type=BatchRecord).batch
         run = self._running.get((tenant, batch["id"]))
         return batch if run is None else run.batch
+
+    async def _resume(self) -> None:
+        """Begin the batches of an earlier server. Raises StoreUnavailable."""
+        for tenant, id in await self._store.pinned("batch"):
+            data = None if (tenant, id) in self._running else await self._store.get(tenant, "batch", id)
+            if data is not None:
+                keys = self._keys
+                caller = keys.caller_of_tenant(tenant) if keys is not None else None if tenant else KEYLESS_CALLER
+                self._begin(tenant, msgspec.json.decode(data, type=BatchRecord), caller)
+
+    async def _resume_later(self) -> None:
+        """`_resume`, once the store can be read."""
+        while True:
+            await asyncio.sleep(RETRY_SECONDS)
+            with suppress(StoreUnavailable):
+                return await self._resume()
 
     def _begin(self, tenant: str, record: BatchRecord, caller: Caller | None) -> None:
         id = record.batch["id"]
@@ -170,6 +196,7 @@ class _Run:
         self._written_at = asyncio.get_running_loop().time()
         self._writing = asyncio.Lock()
         self._is_cancelled = False
+        self.is_last_try = False  # the server ends, and a store that fails is not tried again
 
     def cancel(self) -> None:
         """Cancel the batch, which keeps the results that it has."""
@@ -201,7 +228,7 @@ class _Run:
             return "expired", []
         except asyncio.CancelledError:
             return "cancelled" if self._is_cancelled else "", []
-        except BatchStopped as error:
+        except (BatchStopped, StoreUnavailable) as error:
             log.warning("the batch %s goes on with the next server: %s", self.batch["id"], error)
             return "", []
         except _Failed as error:
@@ -282,7 +309,7 @@ class _Run:
     async def _pieces(self, file_id: str) -> AsyncIterator[bytes]:
         place = 0
         while (
-            piece := await _patiently(partial(self._store.content, self._tenant, "file", file_id, place))
+            piece := await self._patiently(partial(self._store.content, self._tenant, "file", file_id, place))
         ) is not None:
             yield piece
             place += 1
@@ -315,34 +342,39 @@ class _Run:
             filename = f"{self.batch['id']}_{_FILES[name]}.jsonl"
             body = msgspec.json.encode(file_object(id, filename, "batch_output", 0, now, self._record.file_ttl))
             create = partial(self._store.create, tenant, "file", id, body)
-            await _patiently(partial(create, expires_at=now + self._record.file_ttl, pinned=True))
+            await self._patiently(partial(create, expires_at=now + self._record.file_ttl, pinned=True))
             self.batch[name] = id
             await self._save()
-        body = await _patiently(partial(self._store.get, tenant, "file", id))
+        body = await self._patiently(partial(self._store.get, tenant, "file", id))
         if body is None:
             raise _Failed(_problem("file_deleted", f"the file {id} with results was deleted"))
         file = msgspec.json.decode(body)
         file["bytes"] += len(data)
-        await _patiently(partial(self._store.append, tenant, "file", id, data, msgspec.json.encode(file)))
+        await self._patiently(partial(self._store.append, tenant, "file", id, data, msgspec.json.encode(file)))
 
     async def _save(self) -> None:
         """Store the batch as it is. Raises StoreFull, StoreUnavailable."""
         data, is_open = msgspec.json.encode(self._record), self.batch["status"] not in _ENDED
-        await _patiently(partial(self._store.update, self._tenant, "batch", self.batch["id"], data, pinned=is_open))
+        await self._patiently(
+            partial(self._store.update, self._tenant, "batch", self.batch["id"], data, pinned=is_open)
+        )
+
+    async def _patiently(self, work: Callable[[], Awaitable[T]]) -> T:
+        """The result of `work`, repeated while the store fails, or too many jobs of the tenant wait for it."""
+        while True:
+            try:
+                return await work()
+            except Busy:
+                await asyncio.sleep(0.1)
+            except StoreUnavailable:
+                if self.is_last_try:
+                    raise
+                await asyncio.sleep(RETRY_SECONDS)
 
     def _set_status(self, status: str) -> None:
         if self.batch["status"] != status:
             self.batch["status"] = status
             self.batch[f"{status}_at"] = int(self._store.clock())
-
-
-async def _patiently(work: Callable[[], Awaitable[T]]) -> T:
-    """The result of `work`, repeated while too many jobs of the tenant wait for the store."""
-    while True:
-        try:
-            return await work()
-        except Busy:
-            await asyncio.sleep(0.1)
 
 
 def _problem(code: str, message: str, line: int | None = None) -> dict[str, object]:

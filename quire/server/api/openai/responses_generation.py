@@ -225,9 +225,9 @@ class Running:
         self._reader = reader
         self._id = id
         self.keeps_events = False
-        self._first_place = object.num_pieces  # of the events in the contents
-        self._firsts: list[int] = []  # sequence numbers with which the pieces in the contents begin
-        self._sizes: list[int] = []  # bytes of these pieces
+        self._firsts: list[int] = []  # sequence numbers with which the pieces of events in the contents begin,
+        self._places: list[range] = []  # their places,
+        self._sizes: list[int] = []  # and bytes
         self._events: list[Raw] = []  # behind those in the contents
         self._num_stored = 0  # events in the contents
         self._num_bytes = 0  # of `_events`
@@ -252,8 +252,8 @@ class Running:
             changed = self._changed
             if first < self._num_stored:
                 piece = bisect_right(self._firsts, first) - 1
-                begin, place = self._firsts[piece], self._first_place + piece
-                number, data = await self._reader.sent_piece(self._generation.tenant, self._id, place, first - begin)
+                begin, places = self._firsts[piece], self._places[piece]
+                number, data = await self._reader.sent_piece(self._generation.tenant, self._id, places, first - begin)
                 first = begin + number
                 yield data
             elif events := self._events[first - self._num_stored :]:
@@ -304,12 +304,15 @@ class Running:
             return msgspec.json.encode(self._events)
         if self._events:
             await self._store_events()
-        return msgspec.json.encode(Pieces(len(self._sizes), sum(self._sizes), max(self._sizes)))
+        num_rows = [len(places) for places in self._places]
+        return msgspec.json.encode(Pieces(num_rows, sum(self._sizes), max(self._sizes)))
 
     async def _store_events(self) -> None:
         """Move the events in memory to the store. Raises StoreFull, StoreUnavailable, Busy."""
         piece = msgspec.json.encode(self._events)
-        await self._object.append(piece)
+        first = self._object.num_rows
+        number = await self._object.append(piece)
+        self._places.append(range(first, first + number))
         self._firsts.append(self._num_stored)
         self._sizes.append(len(piece))
         self._num_stored += len(self._events)
@@ -355,16 +358,7 @@ class Responses:
 
     async def recover(self) -> None:
         """End the responses that were generated in the background when a server with this store ended."""
-        for tenant, record in self._store.pinned("response"):
-            stored = msgspec.json.decode(record, type=StoredResponse)
-            response = msgspec.json.decode(stored.response)
-            error = {"code": "server_error", "message": "the server was restarted; send the request again"}
-            ended = {**response, "status": "failed", "error": error}
-            body = msgspec.json.encode({"response": ended, "input": stored.input})
-            try:
-                await self._store.update(tenant, "response", response["id"], body)
-            except StoreFull:
-                await self._store.delete(tenant, "response", response["id"])
+        await self._store.end_interrupted("response", _interrupted)
 
     async def close(self) -> None:
         """Wait until the responses in the background have ended. The engine must be closed before, which ends them."""
@@ -490,6 +484,15 @@ class Responses:
             raise RequestError(f"input refers to the item {twice!r:.80} twice; refer to it once", "input")
         found = await self.reader.referenced(tenant, ids, held)
         return earlier, [found[item["id"]] if item["type"] == "item_reference" else item for item in new_items]
+
+
+def _interrupted(record: bytes) -> bytes:
+    """The record of a response in the background that was not stored to its end, as failed."""
+    stored = msgspec.json.decode(record, type=StoredResponse)
+    message = "the server was restarted, or could not store the response; send the request again"
+    error = {"code": "server_error", "message": message}
+    ended = {**msgspec.json.decode(stored.response), "status": "failed", "error": error}
+    return msgspec.json.encode({"response": ended, "input": stored.input})
 
 
 def _new_items(body: ResponseBody, response_id: str) -> list[dict[str, Any]]:

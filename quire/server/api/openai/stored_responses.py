@@ -11,7 +11,7 @@ What is read counts for the tenant, before it is read. All of it that grows with
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import dropwhile, takewhile
+from itertools import accumulate, dropwhile, pairwise, takewhile
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -25,6 +25,7 @@ from quire.server.held_answer import hold
 from quire.server.request_body import MAX_BODY
 from quire.server.service import Service
 from quire.server.sse import event
+from quire.server.store import PIECE_BYTES as ROW_BYTES
 from quire.server.store import LargerBody, Store
 from quire.tenant_memory import LARGE, HeldBytes
 from quire.tokenizer.chat_sandbox import ITEM_SIZE
@@ -38,7 +39,6 @@ OBJECT_BYTES = (
     10  # of Python objects for each byte of items as JSON: 9.4 for items of many empty parts, 1 for long texts
 )
 _CHARACTER_BYTES = 80  # of Python objects for each character that `num_characters` counts: 75 for the least items
-_AT_ONCE = 16  # pieces that one call of the store copies
 
 _SHOWN = frozenset(
     ("type", "role", "content", "call_id", "name", "arguments", "output", "summary", "encrypted_content")
@@ -55,11 +55,16 @@ class StoredResponse(msgspec.Struct):
 
 
 class Pieces(msgspec.Struct):
-    """A list in the contents. largest: bytes of its longest piece."""
+    """A list in the contents. num_rows: of each piece: a long one has several places. largest: bytes of the longest."""
 
-    number: int
+    num_rows: list[int]
     num_bytes: int
     largest: int
+
+    def places(self, first: int = 0) -> list[range]:
+        """The places of each piece in the contents. first: of the first piece."""
+        ends = accumulate(self.num_rows, initial=first)
+        return [range(*pair) for pair in pairwise(ends)]
 
 
 def pieces_of(value: Raw) -> Pieces | None:
@@ -140,14 +145,14 @@ def new_input(earlier: Earlier, items: Sequence[Item]) -> Input:
 
 
 class ResponseObject:
-    """The object of one response in the store. input: as in `StoredResponse`. num_pieces: in its contents."""
+    """The object of one response in the store. input: as in `StoredResponse`. num_rows: of its contents."""
 
     def __init__(self, store: Store, tenant: str, id: str) -> None:
         self._store = store
         self._tenant = tenant
         self._id = id
         self._exists = False
-        self.num_pieces = 0
+        self.num_rows = 0
         self.input = Raw(b"[]")
         self.is_saved = False  # whether it has a body
 
@@ -156,35 +161,35 @@ class ResponseObject:
         if input.num_bytes <= LARGE and input.source is None:
             self.input = Raw(input.lists[0])
             return
-        sizes = [len(one) for one in input.lists]
         await self._create(None)
+        num_rows, largest = list[int](), 0
         if input.source is not None:
             id, source = input.source
-            sizes.append(source.largest)
-            for first in range(0, source.number, _AT_ONCE):
-                places = range(first, min(first + _AT_ONCE, source.number))
-                if not await self._store.copy_contents(self._tenant, "response", id, self._id, places):
-                    raise UnknownObject("response", id, "previous_response_id")
-            self.num_pieces = source.number
-        for one in input.lists:
-            await self.append(one)
-        self.input = Raw(msgspec.json.encode(Pieces(self.num_pieces, input.num_bytes, max(sizes))))
+            num_rows, largest = source.num_rows, source.largest
+            self.num_rows = sum(num_rows)
+            if not await self._store.copy_contents(self._tenant, "response", id, self._id, range(self.num_rows)):
+                raise UnknownObject("response", id, "previous_response_id")
+        num_rows = [*num_rows, *[await self.append(one) for one in input.lists]]
+        largest = max(largest, *map(len, input.lists))
+        self.input = Raw(msgspec.json.encode(Pieces(num_rows, input.num_bytes, largest)))
 
-    async def append(self, piece: bytes) -> None:
-        """Add a piece to the contents. Raises StoreFull, StoreUnavailable, Busy."""
+    async def append(self, piece: bytes) -> int:
+        """Add a piece to the contents. Returns the number of its rows. Raises StoreFull, StoreUnavailable, Busy."""
         await self._store.append(self._tenant, "response", self._id, piece)
-        self.num_pieces += 1
+        number = max(1, -(-len(piece) // ROW_BYTES))
+        self.num_rows += number
+        return number
 
     async def save(self, response: bytes, events: bytes = b"null", *, pinned: bool = False) -> None:
         """Store the response, and its events as in `StoredResponse`. pinned: whether it is still generated.
 
-        Raises StoreFull, StoreUnavailable, Busy.
+        Raises StoreFull, StoreUnavailable, Busy, and UnknownObject if it was deleted meanwhile.
         """
         body = msgspec.json.encode(StoredResponse(Raw(response), self.input, Raw(events)))
         if self._exists:
-            await self._store.update(
-                self._tenant, "response", self._id, body, expires_at=self._store.clock() + TTL, pinned=pinned
-            )
+            end = self._store.clock() + TTL
+            if not await self._store.update(self._tenant, "response", self._id, body, expires_at=end, pinned=pinned):
+                raise UnknownObject("response", self._id)
         else:
             await self._create(body, pinned=pinned)
         self.is_saved = True
@@ -202,8 +207,8 @@ class ResponseObject:
 
     async def _create(self, body: bytes | None, *, pinned: bool = True) -> None:
         end = self._store.clock() + TTL
+        self._exists = True  # also if this call is cancelled
         await self._store.create(self._tenant, "response", self._id, body, expires_at=end, pinned=pinned)
-        self._exists = True
 
 
 class StoredResponses:
@@ -250,16 +255,15 @@ class StoredResponses:
             return Earlier([*items, *last.output], [*items, *last.output])
         objects = min(OBJECT_BYTES * pieces.num_bytes, _CHARACTER_BYTES * max_characters + 2 * pieces.largest)
         await hold(held, objects)
-        kept, place, num = deque[Item](), pieces.number, sum(map(num_characters, last.output))
-        while place and num <= max_characters:
-            place -= 1
-            items = await self._piece(tenant, id, place, _shown_items, param)
+        kept, unread, num = deque[Item](), pieces.places(), sum(map(num_characters, last.output))
+        while unread and num <= max_characters:
+            items = await self._piece(tenant, id, unread.pop(), _shown_items, param)
             kept.extendleft(reversed(items))
             num += sum(map(num_characters, items))
-        if place:
-            begin = await self._system_messages(tenant, id, place, max_characters)
+        if unread:
+            begin = await self._system_messages(tenant, id, unread, max_characters)
             kept = deque([*begin, *_from_a_turn(kept)])
-        return Earlier([*kept, *last.output], last.output, (id, pieces), is_cut=bool(place))
+        return Earlier([*kept, *last.output], last.output, (id, pieces), is_cut=bool(unread))
 
     async def referenced(self, tenant: str, ids: Sequence[str], held: HeldBytes) -> dict[str, Item]:
         """The stored items of these ids. Each response is read once, its output before its input.
@@ -300,13 +304,13 @@ class StoredResponses:
         pieces = pieces_of(stored.input)
         if pieces is not None:
             await hold(held, pieces.num_bytes)
-        places = range(0 if pieces is None else pieces.number)
+        all_places: list[range | None] = [None] if pieces is None else [*pieces.places()]
         found, is_behind = list[Raw](), after is None
-        for place in (places if ascending else reversed(places)) if places else (None,):
-            if place is None:
+        for places in all_places if ascending else reversed(all_places):
+            if places is None:
                 items = await self.run(tenant, len(stored.input), partial(_items_by_id, stored.input))
             else:
-                items = await self._piece(tenant, id, place, _items_by_id)
+                items = await self._piece(tenant, id, places, _items_by_id)
             for item_id, item in items if ascending else reversed(items):
                 if is_behind:
                     found.append(item)
@@ -327,24 +331,24 @@ class StoredResponses:
         pieces, before = pieces_of(stored.events), pieces_of(stored.input)
         if pieces is not None and pieces.largest > 2 * PIECE_BYTES:
             await hold(held, 2 * pieces.largest)
-        start = 0 if before is None else before.number
+        start = 0 if before is None else sum(before.num_rows)
 
         async def events() -> AsyncIterator[bytes]:
             if pieces is None:
                 yield (await self.run(tenant, len(stored.events), partial(_sent, first, stored.events)))[1]
                 return
             number = 0
-            for place in range(start, start + pieces.number):
-                num_events, data = await self.sent_piece(tenant, id, place, max(0, first - number))
+            for places in pieces.places(start):
+                num_events, data = await self.sent_piece(tenant, id, places, max(0, first - number))
                 number += num_events
                 if data:
                     yield data
 
         return events()
 
-    async def sent_piece(self, tenant: str, id: str, place: int, skip: int) -> tuple[int, bytes]:
+    async def sent_piece(self, tenant: str, id: str, places: range, skip: int) -> tuple[int, bytes]:
         """The number of events in a piece of the contents, and how all but the first `skip` of them are sent."""
-        return await self._piece(tenant, id, place, partial(_sent, skip))
+        return await self._piece(tenant, id, places, partial(_sent, skip))
 
     async def _found(
         self, tenant: str, id: str, wanted: Collection[str], held: HeldBytes
@@ -361,18 +365,18 @@ class StoredResponses:
                 yield await self.run(tenant, len(stored.input), partial(_wanted, left, stored.input))
             return
         await hold(held, 2 * pieces.largest)
-        for place in range(pieces.number):
+        for places in pieces.places():
             if not left:
                 return
-            found = await self._piece(tenant, id, place, partial(_wanted, left))
+            found = await self._piece(tenant, id, places, partial(_wanted, left))
             yield found
             left -= found[0].keys()
 
-    async def _system_messages(self, tenant: str, id: str, end: int, max_characters: int) -> list[Item]:
-        """The messages of the system with which a conversation begins, within the pieces before the place `end`."""
+    async def _system_messages(self, tenant: str, id: str, pieces: Sequence[range], max_characters: int) -> list[Item]:
+        """The messages of the system with which a conversation begins, within its first pieces."""
         found, num = list[Item](), 0
-        for place in range(end):
-            items = await self._piece(tenant, id, place, _shown_items)
+        for places in pieces:
+            items = await self._piece(tenant, id, places, _shown_items)
             begin = list(takewhile(_is_of_system, items))
             found += begin
             num += sum(map(num_characters, begin))
@@ -380,9 +384,13 @@ class StoredResponses:
                 break
         return found
 
-    async def _piece(self, tenant: str, id: str, place: int, work: Callable[[bytes], T], param: str | None = None) -> T:
+    async def _piece(
+        self, tenant: str, id: str, places: range, work: Callable[[bytes], T], param: str | None = None
+    ) -> T:
         """The result of `work`, on a thread, with a piece of the contents. Raises UnknownObject if it was deleted."""
-        data = _there(await self._store.content(tenant, "response", id, place), id, param)
+        rows = [_there(await self._store.content(tenant, "response", id, place), id, param) for place in places]
+        data = rows[0] if len(rows) == 1 else b"".join(rows)
+        del rows
         return await self._pool.run(tenant, partial(work, data))
 
 
