@@ -11,13 +11,15 @@ from embedded_model_server import CHAT, service_of, small_engine
 from quire import tenant_memory
 from quire.server import held_answer
 from quire.server.api.openai import responses_generation, stored_responses
+from quire.server.api_keys import KEYLESS_CALLER
 from quire.server.app import make_app
 from quire.server.held_answer import PIECE_BYTES
 from quire.server.store import Store
 
 HELLO = CHAT[0]["content"]
-TURN = [{"role": "user", "content": "a" * 900}, {"role": "assistant", "content": "b" * 900}]
-LONG = {"max_output_tokens": 300, "top_logprobs": 20, "include": ["message.output_text.logprobs"]}
+TURN = [{"role": "user", "content": "a" * 3600}, {"role": "assistant", "content": "b" * 3600}]
+ASK = {"role": "user", "content": HELLO}
+LONG = {"max_output_tokens": 300, "ignore_eos": True, "top_logprobs": 20, "include": ["message.output_text.logprobs"]}
 
 
 class Client:
@@ -26,7 +28,7 @@ class Client:
     def __init__(self, app, service, store):
         self.app = app
         self.store = store
-        self.memory = service.memories.of("default")
+        self.memory = service.memories.of(KEYLESS_CALLER.tenant)
         self.most_held = 0
 
     async def ask(self, method, path, body=None, read=lambda _: asyncio.sleep(0)):
@@ -104,7 +106,7 @@ def watched(monkeypatch, owner, name):
 
 
 def test_a_long_conversation_is_continued_from_its_last_pieces_on_a_thread(run, monkeypatch):
-    items = [{"role": "system", "content": "Be kind."}, *(TURN * 400), {"role": "user", "content": HELLO}]
+    items = [{"role": "system", "content": "Be kind."}, *(TURN * 25), ASK]
 
     async def scenario(client):
         first = await client.respond(input=items, truncation="auto")
@@ -139,7 +141,7 @@ def test_what_a_truncated_conversation_begins_with_has_no_result_without_its_cal
     question = {"role": "user", "content": "x"}
 
     async def scenario(client):
-        for items in ([call, *(TURN * 60), result, *(TURN * 40)], [question, call, *(TURN * 60), question, result]):
+        for items in ([call, *(TURN * 15), result, *(TURN * 10), ASK], [ASK, call, *(TURN * 15), question, result]):
             first = await client.respond(input=items, truncation="auto")
             assert await client.respond(input=HELLO, previous_response_id=first["id"], truncation="auto")
 
@@ -151,7 +153,7 @@ def test_many_requests_with_one_long_conversation_hold_bounded_bytes_and_all_are
     monkeypatch.setattr(tenant_memory, "MAX_TENANT_BYTES", bound)
 
     async def scenario(client):
-        first = await client.respond(input=TURN * 400 + [{"role": "user", "content": HELLO}], truncation="auto")
+        first = await client.respond(input=TURN * 100 + [ASK], truncation="auto")
         pieces = stored_responses.StoredResponses.earlier
         together = [0, 0]
 
@@ -177,7 +179,7 @@ def test_what_is_kept_of_a_long_input_is_in_the_store_while_the_answer_is_genera
             if messages[-1]["type"] == "http.response.body":
                 assert client.memory.num_held == 0
 
-        body = {"input": TURN * 100, "truncation": "auto", "max_output_tokens": 5, "stream": True}
+        body = {"input": [*(TURN * 25), ASK], "truncation": "auto", "max_output_tokens": 5, "stream": True}
         status, data = await client.ask("POST", "/v1/responses", body, read)
         assert (status, data.count(b"response.completed")) == (200, 0)
         assert b"response.incomplete" in data
@@ -194,9 +196,9 @@ def test_a_long_response_whose_client_leaves_is_deleted(run):
             if len(messages) == 3:
                 raise Left
 
-        body = {"input": TURN * 100, "truncation": "auto", "max_output_tokens": 100, "stream": True}
+        body = {"input": [*(TURN * 25), ASK], "truncation": "auto", "max_output_tokens": 100, "stream": True}
         await client.ask("POST", "/v1/responses", body, read)
-        while await client.store._run("default", lambda db: db.execute("SELECT count(*) FROM objects").fetchone()[0]):
+        while await client.store._run("ann", lambda db: db.execute("SELECT count(*) FROM objects").fetchone()[0]):
             await asyncio.sleep(0.01)
 
     run(scenario)
@@ -204,7 +206,7 @@ def test_a_long_response_whose_client_leaves_is_deleted(run):
 
 def test_references_read_pieces_on_a_thread_and_take_the_first_of_an_id(run, monkeypatch):
     async def scenario(client):
-        first = await client.respond(input=[*(TURN * 100), {"role": "user", "content": HELLO}], truncation="auto")
+        first = await client.respond(input=[*(TURN * 25), ASK], truncation="auto")
         _, page = await client.json("GET", f"/v1/responses/{first['id']}/input_items?limit=1")
         ids = [page["data"][0]["id"], first["output"][0]["id"]]
         with watched(monkeypatch, stored_responses, "_wanted") as calls:
@@ -319,9 +321,9 @@ def test_a_long_response_is_encoded_on_a_thread(run, monkeypatch):
         return encode(value)
 
     async def scenario(client):
-        monkeypatch.setattr(responses_generation, "_MANY_EVENTS", 20)
+        monkeypatch.setattr(responses_generation, "_MANY_EVENTS", 3)
         monkeypatch.setattr(responses_generation.msgspec.json, "encode", watching)
-        await client.respond(input=HELLO, max_output_tokens=40, stream=False)
+        await client.respond(input=HELLO, max_output_tokens=40, ignore_eos=True)
         assert set(names[1:]) == {"quire-pool"}, "all but the fields at the begin"
 
     run(scenario)
