@@ -48,6 +48,9 @@ class TenantMemory:
 
         More than MAX_TENANT_BYTES fit when nothing else is held.
         """
+        if holder is not None and self._beyond is holder:  # which waits for no other, or others could wait for it
+            self.num_held += num_bytes
+            return
         queue = self._waiting if holder is None else self._waiting_for_more
         one = _Waiting(num_bytes, holder, asyncio.get_running_loop().create_future())
         queue.append(one)
@@ -85,7 +88,7 @@ class TenantMemory:
     def _admits(self, one: _Waiting) -> bool:
         if self.num_held == 0 or self.num_held + one.num_bytes <= MAX_TENANT_BYTES:
             return True
-        if one.holder is None or self._beyond not in (None, one.holder):
+        if one.holder is None or self._beyond is not None:
             return False
         self._beyond = one.holder
         return True

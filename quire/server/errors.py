@@ -26,6 +26,9 @@ from quire.tenant_memory import MAX_TENANT_BYTES
 
 log = logging.getLogger(__name__)
 
+MAX_MESSAGE = 4096  # characters of an error's message,
+MAX_PARAM = 512  # and of the name of its field
+
 _TYPES = {  # by status; any other is an invalid_request_error
     429: "rate_limit_error",
     500: "server_error",
@@ -211,10 +214,13 @@ class SequenceFailed(Exception):
 
 
 def error_object(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, object]:
-    """OpenAI's error object. Unpaired surrogates in the message are replaced."""
-    clean = message.encode("utf-8", "replace").decode()
+    """OpenAI's error object. Unpaired surrogates in the message are replaced.
+
+    Text beyond MAX_MESSAGE characters, which a request's names of fields can cause, is left out.
+    """
+    clean = message[:MAX_MESSAGE].encode("utf-8", "replace").decode()
     kind = _TYPES.get(status, "invalid_request_error")
-    return {"error": {"message": clean, "type": kind, "param": param, "code": code}}
+    return {"error": {"message": clean, "type": kind, "param": param and param[:MAX_PARAM], "code": code}}
 
 
 def describe(error: Exception) -> tuple[int, dict[str, object]]:

@@ -1,6 +1,6 @@
 """Large answers: their bytes count for the tenant until the client has read them, and are sent in pieces."""
 
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -53,6 +53,15 @@ def held_answer(response: Response, held: HeldBytes) -> Response:
     answer = in_pieces(response, held.memory)
     held.release()
     return answer
+
+
+async def answer_in_turn(memory: TenantMemory, num_bytes: int, build: Callable[[], Awaitable[Response]]) -> Response:
+    """The response of `build`. What it can have at most counts before it is built, if it is large. Raises as `hold`."""
+    if num_bytes <= LARGE:
+        return await build()
+    with HeldBytes(memory) as held:
+        await hold(held, num_bytes)
+        return held_answer(await build(), held)
 
 
 def pieces(data: bytes) -> Iterator[bytes]:

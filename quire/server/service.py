@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from fastapi import Request
+import msgspec
+from fastapi import Request, Response
 
 from quire.chat.detect import chat_format
 from quire.core.explanation import Explanation
@@ -40,6 +41,7 @@ CHARACTERS_PER_TOKEN = 64  # upper bound; the longest tokens are runs of spaces
 # bounds of prompts for which tokenization takes less time than the hand-over to a thread under load
 _MAX_SHORT = 1024  # characters and token ids together
 _MAX_SHORT_PROMPTS = 16
+_MAX_FEW_VALUES = 2**13  # numbers of an answer, for which the same holds
 
 
 class Service:
@@ -166,6 +168,14 @@ class Service:
         if are_short and not any(one.bad_words or one.stop_regex for one in params):
             return work()
         return await self.thread_pool.run(tenant, work)
+
+    async def json_response(self, tenant: str, num_values: int, answer: Callable[[], object]) -> Response:
+        """The response with `answer()` as JSON. Both are computed on the thread pool if it has many values."""
+
+        def work() -> Response:
+            return Response(msgspec.json.encode(answer()), media_type="application/json")
+
+        return work() if num_values <= _MAX_FEW_VALUES else await self.thread_pool.run(tenant, work)
 
     async def start(
         self,

@@ -6,7 +6,10 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Literal, NamedTuple
 
+import msgspec
+import numpy as np
 from fastapi import Request
+from msgspec import Raw
 from pydantic import Field
 
 from quire.core.step import Pooling
@@ -94,6 +97,16 @@ async def pool(
     work = partial(_run, service, batch, caller.quota.spending(num_prompt_tokens(tokenized)))
     await limit.run(while_connected(request.receive, work))
     return list(batch)
+
+
+def num_values(pooled: Sequence[PooledPrompt]) -> int:
+    """Number of all numbers of the vectors."""
+    return len(pooled) * len(pooled[0].vector(normalized=False))
+
+
+def encoded_vector(vector: np.ndarray) -> Raw:
+    """A vector as JSON, so that the numbers of one vector at a time are Python objects."""
+    return Raw(msgspec.json.encode(vector.tolist()))
 
 
 def usage_of(pooled: Sequence[PooledPrompt]) -> dict[str, object]:

@@ -130,7 +130,10 @@ def test_a_long_conversation_is_continued_from_its_last_pieces_on_a_thread(run, 
         assert number == len(items) + 2, "all are kept, with the first answer"
         assert page["data"][-1]["content"][0]["text"] == "Thanks"
         _, page = await client.json("GET", f"/v1/responses/{second['id']}/input_items?limit=2")
-        assert [one["content"][0]["text"] for one in page["data"]] == ["Thanks", first["output"][0]["content"][0]["text"]]
+        assert [one["content"][0]["text"] for one in page["data"]] == [
+            "Thanks",
+            first["output"][0]["content"][0]["text"],
+        ]
 
     run(scenario)
 
@@ -303,7 +306,7 @@ def test_a_long_answer_counts_until_it_is_read_and_the_next_one_waits(run, monke
         status, refused = await client.json("GET", path)
         assert (status, refused["error"]["code"]) == (429, "tenant_memory_full")
         assert "This bound has no setting" in refused["error"]["message"]
-        small = await client.json("GET", "/v1/files")
+        small = await client.json("GET", "/v1/batches?limit=1")
         assert small[0] == 200, "small answers wait for nothing"
         reading.set()
         assert (await unread)[1] == (await waiting)[1] == whole

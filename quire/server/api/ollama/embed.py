@@ -10,8 +10,9 @@ from quire.engine.inputs import pooling_params
 from quire.server.api.ollama.chat import check_model
 from quire.server.api.ollama.schema import OllamaEmbedBody, OllamaEmbeddingsBody
 from quire.server.api.openai.embeddings import check_dimensions
-from quire.server.api.pooling import PoolingRequest, pool
+from quire.server.api.pooling import PoolingRequest, encoded_vector, num_values, pool
 from quire.server.errors import renamed_fields
+from quire.server.middleware.auth import caller_of
 from quire.server.service import Service
 
 
@@ -29,14 +30,18 @@ def embed_routes(service: Service) -> APIRouter:
         asked = PoolingRequest(texts, Pooling.LAST, pooling_params(None if body.truncate is False else -1))
         with renamed_fields({"prompt": "input"}):
             pooled = await pool(service, request, body, asked, "embd")
-        answer = {
-            "model": service.model_name,
-            "embeddings": [one.vector(normalized=True).tolist() for one in pooled],
-            "total_duration": round((time.monotonic() - began) * 10**9),
-            "load_duration": 0,
-            "prompt_eval_count": sum(len(one.prompt_token_ids) for one in pooled),
-        }
-        return Response(msgspec.json.encode(answer), media_type="application/json")
+        seconds = time.monotonic() - began
+
+        def answer() -> dict[str, object]:
+            return {
+                "model": service.model_name,
+                "embeddings": [encoded_vector(one.vector(normalized=True)) for one in pooled],
+                "total_duration": round(seconds * 10**9),
+                "load_duration": 0,
+                "prompt_eval_count": sum(len(one.prompt_token_ids) for one in pooled),
+            }
+
+        return await service.json_response(caller_of(request).tenant, num_values(pooled), answer)
 
     @router.post("/api/embeddings", response_model=None)
     async def embeddings(body: OllamaEmbeddingsBody, request: Request) -> Response:

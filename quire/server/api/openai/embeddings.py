@@ -3,16 +3,16 @@
 import base64
 from typing import Literal
 
-import msgspec
 import numpy as np
 from fastapi import APIRouter, Request, Response
 
 from quire.engine.embeddings import parse_pooling
 from quire.engine.inputs import as_prompt_list
 from quire.errors import RequestError
-from quire.server.api.pooling import PoolingRequest, PromptsBody, pool, usage_of
+from quire.server.api.pooling import PoolingRequest, PromptsBody, encoded_vector, num_values, pool, usage_of
 from quire.server.api.request_params import optional_field
 from quire.server.errors import renamed_fields
+from quire.server.middleware.auth import caller_of
 from quire.server.service import Service
 
 
@@ -48,15 +48,18 @@ def embedding_routes(service: Service) -> APIRouter:
         with renamed_fields({"prompt": "input"}):
             asked = PoolingRequest(as_prompt_list(body.input), pooling, body.params(), body.add_special_tokens)
             pooled = await pool(service, request, body, asked, "embd")
-        vectors = [one.vector(normalized=body.normalize is not False) for one in pooled]
-        written = [_base64(vector) if body.encoding_format == "base64" else vector.tolist() for vector in vectors]
-        answer = {
-            "object": "list",
-            "data": [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(written)],
-            "model": service.model_name,
-            "usage": usage_of(pooled),
-        }
-        return Response(msgspec.json.encode(answer), media_type="application/json")
+
+        def answer() -> dict[str, object]:
+            vectors = (one.vector(normalized=body.normalize is not False) for one in pooled)
+            written = map(_base64 if body.encoding_format == "base64" else encoded_vector, vectors)
+            return {
+                "object": "list",
+                "data": [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(written)],
+                "model": service.model_name,
+                "usage": usage_of(pooled),
+            }
+
+        return await service.json_response(caller_of(request).tenant, num_values(pooled), answer)
 
     return router
 

@@ -131,16 +131,20 @@ def score_routes(service: Service) -> APIRouter:
             scores = await _score(service, request, body, [body.query], texts, "rerank")
         ranked = sorted(enumerate(scores.values), key=lambda pair: (-pair[1], pair[0]))[: body.top_n or None]
         shown = body.return_documents is not False
-        answer = {
-            "id": record_of(request).answer_id,
-            "model": service.model_name,
-            "results": [
-                {"index": i, **({"document": {"text": texts[i]}} if shown else {}), "relevance_score": value}
-                for i, value in ranked
-            ],
-            "usage": usage_of(scores.pooled),
-        }
-        return Response(msgspec.json.encode(answer), media_type="application/json")
+        id = record_of(request).answer_id
+
+        def answer() -> dict[str, object]:
+            return {
+                "id": id,
+                "model": service.model_name,
+                "results": [
+                    {"index": i, **({"document": {"text": texts[i]}} if shown else {}), "relevance_score": value}
+                    for i, value in ranked
+                ],
+                "usage": usage_of(scores.pooled),
+            }
+
+        return await service.json_response(caller_of(request).tenant, sum(map(len, texts)), answer)
 
     return router
 
