@@ -106,7 +106,7 @@ class Store:
         try:
             self._connection()
         except (OSError, sqlite3.Error) as error:
-            if not is_of_disk(error):
+            if not is_of_disk(error, path):
                 raise ConfigError(f"store_path: {path} cannot be used ({error}); name another file") from error
             self._log(error)
 
@@ -301,8 +301,12 @@ class Store:
         """Delete an object with its contents. Returns whether there was one."""
 
         def work(db: sqlite3.Connection) -> bool:
-            self._has_deleted = True
-            return _expire(db, _OWN, (tenant, kind, id, self.clock()))
+            row = self._row(db, tenant, kind, id)
+            if row is not None:
+                self._has_deleted = True
+                _expire(db, "number = ?", (row.number,))
+                self._delete_rows(db, "number = ?", (row.number,))
+            return row is not None
 
         self._interrupted.discard((tenant, kind, id))
         return await self._run(tenant, work)

@@ -62,7 +62,7 @@ def open_database(path: Path | None) -> sqlite3.Connection:
         try:
             os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # for its owner only
         except OSError as error:
-            if error.errno != errno.EROFS:  # then the file can be read, if it is there
+            if error.errno != errno.EROFS or not path.exists():  # a file on a read-only disk can be read
                 raise
     db = sqlite3.connect(":memory:" if path is None else path, timeout=0, check_same_thread=False)
     try:
@@ -82,11 +82,14 @@ def open_database(path: Path | None) -> sqlite3.Connection:
     return db
 
 
-def is_of_disk(error: OSError | sqlite3.Error) -> bool:
-    """Whether the disk is the cause: it is full, read-only, or fails. Otherwise the path or the file is."""
+def is_of_disk(error: OSError | sqlite3.Error, path: Path | None) -> bool:
+    """Whether the disk is why `open_database` failed: it is full, read-only, or broken. Otherwise the path is."""
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
-    return getattr(error, "sqlite_errorcode", 0) & 0xFF in _OF_DISK  # an extended code has the code in its low byte
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # an extended code has the code in its low byte
+    if code == sqlite3.SQLITE_CANTOPEN:  # the file is there, but another one beside it cannot be created
+        return path is not None and path.exists() and os.access(path.parent, os.W_OK | os.X_OK)
+    return code in _OF_DISK
 
 
 def _create_tables(db: sqlite3.Connection) -> None:

@@ -8,6 +8,7 @@ import pytest
 from embedded_model_server import CHAT, MODEL, STORY, run_app, service_of, small_engine
 from server_probes import wait_until
 from test_store import Clock
+from watched_database import watch
 
 from quire.config import EngineOptions
 from quire.errors import ConfigError
@@ -126,6 +127,91 @@ def test_a_batch_of_a_tenant_without_a_key_fails(tmp_path, monkeypatch):
     with server(tmp_path / "store", Keys([made[1]]), made[0]) as client:
         found = client.batches.retrieve(batch.id)
         assert (found.status, found.errors.data[0].code) == ("failed", "key_removed")
+
+
+def test_a_server_that_was_killed_starts_again_on_a_full_disk(tmp_path, monkeypatch):
+    """A response in the background and a batch were running. They end as far as they can, and are written later."""
+    path, later = tmp_path / "store", tmp_path / "later"
+    with server(path) as client:
+        file = client.files.create(file=("in.jsonl", "\n".join(map(json.dumps, LINES)).encode()), purpose="batch")
+        batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        cut = client.responses.create(model=MODEL, input=HELLO, background=True, extra_body={"ignore_eos": True})
+        for name in ("store", "store-wal"):  # what a killed server leaves
+            (tmp_path / name.replace("store", "later")).write_bytes((tmp_path / name).read_bytes())
+    disk = watch(monkeypatch)
+    with disk.is_full():
+        app = server(later)
+        client = app.__enter__()
+        for _ in range(2):
+            assert client.responses.retrieve(cut.id).status == "failed"
+        assert client.batches.retrieve(batch.id).status in ("validating", "in_progress")
+        assert client.files.content(file.id).content
+        for refused in (
+            lambda: client.files.create(file=b"x", purpose="user_data"),
+            lambda: client.files.delete(file.id),
+            lambda: client.responses.delete(cut.id),
+            lambda: client.responses.create(model=MODEL, input=HELLO, background=True),
+            lambda: client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"),
+        ):
+            with pytest.raises(openai.InternalServerError) as caught:
+                refused()
+            assert (caught.value.status_code, caught.value.code) == (503, "store_unavailable")
+        whole = client.responses.create(model=MODEL, input=HELLO, max_output_tokens=2)
+        assert (whole.status, whole.to_dict()["store"]) == ("incomplete", False), "it is answered, and not stored"
+    try:
+        wait_until(lambda: client.batches.retrieve(batch.id).status == "completed")
+        assert client.batches.retrieve(batch.id).request_counts.completed == 30
+        assert client.responses.retrieve(cut.id).status == "failed"
+        assert client.responses.delete(cut.id) is None
+    finally:
+        app.__exit__(None, None, None)
+
+
+def test_a_batch_and_a_response_whose_store_fails_while_they_run(monkeypatch):
+    monkeypatch.setattr(background, "FLUSH_SECONDS", 0.0)
+    monkeypatch.setattr(background, "RETRY_SECONDS", 0.05)
+    disk = watch(monkeypatch)
+    with server(None) as client:
+        file = client.files.create(file=("in.jsonl", "\n".join(map(json.dumps, LINES)).encode()), purpose="batch")
+        batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        cut = client.responses.create(model=MODEL, input=HELLO, background=True, extra_body={"ignore_eos": True})
+        wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed > 2)
+        with disk.is_full():
+            ended = client.responses.cancel(cut.id)
+            assert ended.status == "cancelled"
+            found = client.responses.retrieve(cut.id)
+            assert (found.status, found.error.code) == ("failed", "server_error"), "its end could not be stored"
+            assert client.batches.retrieve(batch.id).status == "in_progress"
+        wait_until(lambda: client.batches.retrieve(batch.id).status == "completed")
+        done = client.batches.retrieve(batch.id)
+        results = list(map(json.loads, client.files.content(done.output_file_id).text.splitlines()))
+        assert sorted(int(result["custom_id"]) for result in results) == list(range(30)), "each one once"
+
+
+def test_a_server_ends_although_a_batch_waits_for_its_store(monkeypatch):
+    disk = watch(monkeypatch)
+    with server(None) as client:
+        file = client.files.create(file=("in.jsonl", "\n".join(map(json.dumps, LINES)).encode()), purpose="batch")
+        batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed > 2)
+        disk.fails = lambda _number, statement: True
+        wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed > 3)
+
+
+def test_batches_go_on_once_a_store_that_failed_at_the_start_can_be_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(background, "RETRY_SECONDS", 0.05)
+    path = tmp_path / "store"
+    with server(path) as client:
+        file = client.files.create(file=("in.jsonl", "\n".join(map(json.dumps, LINES)).encode()), purpose="batch")
+        batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+    disk = watch(monkeypatch)
+    disk.fails = lambda _number, _statement: True
+    with server(path) as client:
+        for call in (client.batches.list, lambda: client.files.retrieve(file.id)):
+            with pytest.raises(openai.InternalServerError, match="cannot use its store"):
+                call()
+        disk.fails = lambda _number, _statement: False
+        wait_until(lambda: client.batches.retrieve(batch.id).status == "completed")
 
 
 def test_a_bad_store_is_told_before_anything_is_loaded(tmp_path):

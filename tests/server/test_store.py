@@ -1,16 +1,21 @@
 """Stored objects: compared with a plain model, their limits, and what is left after a restart."""
 
 import asyncio
+import errno
 import json
+import os
+import re
 import sqlite3
 import stat
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from watched_database import watch
 
 from quire.errors import ConfigError, EngineStopped
 from quire.server import store as store_module
@@ -34,6 +39,25 @@ def small(monkeypatch):
     monkeypatch.setattr(store_module, "LIMITS", limits)
 
 
+def check_usage(store):
+    """The sums are those of the objects, which are those of their bodies and contents. Nothing has lost its object."""
+    with store._lock:
+        check_rows(store._db)
+
+
+def check_rows(db):
+    sums = "SELECT tenant, kind, count(*), sum(num_bytes) FROM objects GROUP BY tenant, kind ORDER BY tenant, kind"
+    usage = "SELECT tenant, kind, number, num_bytes FROM usage WHERE number ORDER BY tenant, kind"
+    assert db.execute(usage).fetchall() == db.execute(sums).fetchall()
+    assert not db.execute("SELECT * FROM usage WHERE NOT number AND num_bytes").fetchall()
+    sizes = """SELECT num_bytes, length(CAST(body AS BLOB)) + (SELECT coalesce(sum(length(data)), 0) FROM contents
+        WHERE object = number AND place < coalesce(num_pieces, 4611686018427387904)
+        AND (place >= 0 OR place BETWEEN body_place AND body_place + body_pieces - 1))
+        FROM objects WHERE body IS NOT NULL AND expires_at > 0"""
+    assert all(counted == real for counted, real in db.execute(sizes))
+    assert not db.execute("SELECT object FROM contents WHERE object NOT IN (SELECT number FROM objects)").fetchall()
+
+
 TENANTS = st.sampled_from(["ann", "bob"])
 IDS = st.sampled_from(["a", "b", "c", "d"])
 BODIES = st.integers(0, 60).map(lambda size: b'"' + b"x" * size + b'"')
@@ -54,11 +78,11 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.close()
 
     def run(self, work):
-        before, store_module.LIMITS = store_module.LIMITS, dict.fromkeys(LIMITS, self.LIMIT)
-        try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(store_module, "LIMITS", dict.fromkeys(LIMITS, self.LIMIT))
+            patch.setattr(store_module, "PIECE_BYTES", 16)  # so that bodies and pieces are long,
+            patch.setattr(store_module, "MAX_ROWS", 2)  # and take many transactions
             return asyncio.run(work)
-        finally:
-            store_module.LIMITS = before
 
     def found(self, tenant, id):
         return next((one for one in self.model if one[:2] == [tenant, id] and one[4] > self.clock.now), None)
@@ -111,7 +135,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert self.run(work) is False
         elif self.room(tenant, 0, len(data), one):
             assert self.run(work) is True
-            one[3].append(data)
+            one[3] += (data[i : i + 16] for i in range(0, len(data), 16))
         else:
             with pytest.raises(StoreFull):
                 self.run(work)
@@ -149,6 +173,10 @@ class StoreMachine(RuleBasedStateMachine):
                     pieces = [self.run(self.store.content(tenant, "response", id, i)) for i in range(len(one[3]) + 1)]
                     assert pieces == [*one[3], None]
         assert self.run(self.store.get("ann", "file", "a")) is None
+
+    @invariant()
+    def usage_is_that_of_the_objects(self):
+        check_usage(self.store)
 
 
 TestStore = StoreMachine.TestCase
@@ -291,3 +319,353 @@ def test_a_failing_disk_is_an_error_of_the_server(monkeypatch):
         store.close()
 
     asyncio.run(main())
+
+
+async def file_of(store, num_pieces, tenant="ann", id="big"):
+    """An object with many pieces."""
+    await store.create(tenant, "file", id, b"{}", expires_at=LATER, pinned=True)
+    for _ in range(num_pieces):
+        await store.append(tenant, "file", id, b"x" * 100)
+
+
+def num_rows(store, table="contents"):
+    with store._lock:
+        return store._db.execute(f"SELECT count(*) FROM {table}").fetchone()[0]
+
+
+def most_deleted(disk):
+    """The most rows that one transaction has deleted."""
+    return max(sum(rows for text, rows in each if text.startswith("DELETE")) for each in disk.transactions)
+
+
+def test_a_large_object_is_deleted_in_pieces_between_which_tenants_take_turns(monkeypatch):
+    disk = watch(monkeypatch)
+
+    async def main():
+        store = Store()
+        await file_of(store, 40)
+        await store.create("bob", "file", "a", b"{}", expires_at=LATER)
+        assert await store.delete("ann", "file", "big")
+        assert num_rows(store) > 30, "the call does not wait for the pieces"
+        assert await store.get("ann", "file", "big") is None
+        assert await store.content("ann", "file", "big", 39) is None
+        assert await store.page("ann", "file", 9) == []
+        assert not await store.append("ann", "file", "big", b"more")
+        turns = 0
+        while num_rows(store):
+            left = num_rows(store)
+            assert await store.get("bob", "file", "a") == b"{}"
+            assert left - num_rows(store) <= 2 * store_module.MAX_ROWS
+            turns += 1
+        assert turns >= 40 / store_module.MAX_ROWS / 2 - 4
+        assert most_deleted(disk) <= store_module.MAX_ROWS + 1
+        await settled(store)
+        assert num_rows(store, "objects") == 1
+        check_usage(store)
+        store.close()
+
+    asyncio.run(main())
+
+
+async def settled(store):
+    """Wait until the store has deleted the rows of deleted objects."""
+    while store._housekeeping is not None and not store._housekeeping.done():
+        await asyncio.wait([store._housekeeping])
+
+
+def test_what_makes_room_or_has_expired_is_deleted_in_pieces(monkeypatch):
+    disk, clock = watch(monkeypatch), Clock()
+    monkeypatch.setattr(store_module, "LIMITS", {"file": Limit(9, 5000), "response": Limit(9, 5000)})
+    monkeypatch.setattr(store_module, "PIECE_BYTES", 100)
+
+    async def main():
+        store = Store(None, clock)
+        await store.create("ann", "response", "a", b"x" * 4000, expires_at=LATER)
+        await store.create("ann", "response", "b", b"y" * 4000, expires_at=2000)
+        assert await store.get("ann", "response", "a") is None
+        assert await store.get("ann", "response", "b") == b"y" * 4000
+        clock.now = 2001
+        await store.create("ann", "response", "c", b"z" * 4000, expires_at=LATER)
+        assert await store.get("ann", "response", "c") == b"z" * 4000
+        await store.update("ann", "response", "c", b"short")
+        await settled(store)
+        assert num_rows(store) == 0
+        check_usage(store)
+        store.close()
+
+    asyncio.run(main())
+    assert most_deleted(disk) <= store_module.MAX_ROWS + 2
+    inserted = [
+        sum(rows for text, rows in each if text.startswith("INSERT INTO contents")) for each in disk.transactions
+    ]
+    assert max(inserted) == 1
+
+
+def test_what_an_earlier_server_left_incomplete_is_deleted_in_pieces_after_the_start(tmp_path, monkeypatch):
+    path = tmp_path / "store"
+
+    async def first():
+        store = Store(path)
+        await store.create("ann", "file", "incomplete", None, expires_at=LATER, pinned=True)
+        for _ in range(20):
+            await store.append("ann", "file", "incomplete", b"lost")
+        await file_of(store, 20)
+        await store.delete("ann", "file", "big")
+        store.close()
+
+    async def second():
+        disk = watch(monkeypatch)
+        store = Store(path)
+        assert num_rows(store) > 30, "the start does not wait for it"
+        await store.end_interrupted("response", bytes)
+        await settled(store)
+        assert num_rows(store) == num_rows(store, "objects") == 0
+        assert most_deleted(disk) <= store_module.MAX_ROWS + 1
+        check_usage(store)
+        store.close()
+
+    asyncio.run(first())
+    asyncio.run(second())
+
+
+def test_a_body_that_is_replaced_while_it_is_read_is_read_whole(monkeypatch):
+    monkeypatch.setattr(store_module, "PIECE_BYTES", 10)
+
+    async def main():
+        store = Store()
+        await store.create("ann", "response", "a", b"a" * 1000, expires_at=LATER)
+        for letter in (b"b", b"c", b"d"):
+            reading = [asyncio.ensure_future(store.get("ann", "response", "a")) for _ in range(5)]
+            await store.update("ann", "response", "a", letter * 1000)
+            assert all(len(set(body)) == 1 and len(body) == 1000 for body in await asyncio.gather(*reading))
+        await store.update("ann", "response", "a", b"short")
+        await settled(store)
+        assert num_rows(store) == 0
+        store.close()
+
+    asyncio.run(main())
+
+
+def test_a_store_of_the_first_version_is_read(tmp_path):
+    path = tmp_path / "store"
+    Store(path).close()
+    with sqlite3.connect(path) as old:  # what the second version added
+        for name in ("by_number", "by_tenant_and_expiry", "in_use", "incomplete"):
+            old.execute(f"DROP INDEX {name}")
+        for name in ("body_place", "body_pieces", "num_pieces"):
+            old.execute(f"ALTER TABLE objects DROP COLUMN {name}")
+        old.execute("PRAGMA user_version = 1")
+        old.execute("INSERT INTO objects VALUES (7, 'ann', 'file', 'a', ?, 1, 6, '{}')", (LATER,))
+        old.execute("INSERT INTO contents VALUES (7, 0, ?)", (b"data",))
+    old.close()
+
+    async def main():
+        store = Store(path)
+        assert await store.get("ann", "file", "a") == b"{}"
+        await store.append("ann", "file", "a", b"more")
+        assert [await store.content("ann", "file", "a", i) for i in range(3)] == [b"data", b"more", None]
+        check_usage(store)
+        store.close()
+
+    asyncio.run(main())
+
+
+async def every_call(store, clock):
+    """Every call of a store, with short and long bodies. Yields the result of each, or its exception."""
+
+    async def tried(work):
+        try:
+            return await work
+        except (StoreUnavailable, StoreFull) as error:
+            return error
+
+    long = b"x" * 90
+    yield await tried(store.end_interrupted("response", lambda body: b"ended"))
+    yield await tried(store.pinned("batch"))
+    yield await tried(store.create("ann", "response", "a", b"{}", expires_at=2000))
+    yield await tried(store.create("ann", "response", "b", long, expires_at=LATER, pinned=True))
+    yield await tried(store.get("ann", "response", "b"))
+    yield await tried(store.update("ann", "response", "b", long * 2, pinned=True))
+    yield await tried(store.update("ann", "response", "b", b"short"))
+    clock.now += 2000
+    yield await tried(store.create("ann", "response", "c", long * 2, expires_at=LATER))
+    yield await tried(store.create("ann", "response", "d", long * 2, expires_at=LATER))
+    yield await tried(store.create("ann", "file", "f", None, expires_at=LATER, pinned=True))
+    yield await tried(store.append("ann", "file", "f", b"one"))
+    yield await tried(store.update("ann", "file", "f", b"{}", pinned=True))
+    yield await tried(store.append("ann", "file", "f", long, b"{ }"))
+    yield await tried(store.append("ann", "file", "f", b"last"))
+    yield await tried(store.content("ann", "file", "f", 1))
+    yield await tried(store.page("ann", "file", 5, where={"a": "b"}))
+    yield await tried(store.delete("ann", "file", "f"))
+    await settled(store)
+
+
+@pytest.mark.parametrize("lasts", [False, True])
+def test_a_disk_that_fails_at_any_statement_leaves_no_half_change(lasts, monkeypatch, tmp_path):
+    """lasts: whether all later statements fail, too, until the disk works again."""
+    disk = watch(monkeypatch)
+    monkeypatch.setattr(store_module, "PIECE_BYTES", 32)
+    monkeypatch.setattr(store_module, "MAX_ROWS", 2)
+    monkeypatch.setattr(store_module, "LIMITS", dict.fromkeys(LIMITS, Limit(4, 400)))
+
+    async def attempt(path):
+        clock = Clock()
+        store = Store(path, clock)
+        results = [result async for result in every_call(store, clock)]
+        disk.fails = lambda number, text: False
+        await store.get("ann", "response", "c")
+        await settled(store)
+        check_usage(store)
+        for id, body in [("a", None), ("b", b"short"), ("c", b"x" * 180), ("d", b"x" * 180)]:
+            assert await store.get("ann", "response", id) in (None, body, b"ended"), "whole, or not at all"
+        await store.create("ann", "file", "after", b"{}", expires_at=LATER)
+        await store.append("ann", "file", "after", b"works")
+        assert await store.content("ann", "file", "after", 0) == b"works"
+        store.close()
+        return results
+
+    good = asyncio.run(attempt(None))
+    assert not any(isinstance(result, Exception) for result in good)
+    num_statements = disk.num_statements
+    assert num_statements > 200
+    num_failed = 0
+    for first in range(lasts, num_statements, 2):  # the other parameter takes the other half
+        disk.num_statements = 0
+        disk.fails = partial(lambda first, number, _: first <= number and (lasts or number == first), first)
+        num_failed += any(isinstance(result, Exception) for result in asyncio.run(attempt(None)))
+    assert num_failed > num_statements // 6
+
+
+def test_a_full_disk_refuses_writes_and_not_reads(tmp_path):
+    async def main():
+        store = Store(tmp_path / "store")
+        await file_of(store, 3)
+        (pages,) = store._db.execute("PRAGMA page_count").fetchone()
+        store._db.execute(f"PRAGMA max_page_count = {pages}").fetchall()
+        for _ in range(2):
+            with pytest.raises(StoreUnavailable):
+                await store.append("ann", "file", "big", b"y" * 100_000)
+            with pytest.raises(StoreUnavailable):
+                await store.create("ann", "response", "long", b"z" * 1_000_000, expires_at=LATER)
+        assert await store.get("ann", "file", "big") == b"{}"
+        assert await store.content("ann", "file", "big", 2) == b"x" * 100
+        assert await store.content("ann", "file", "big", 3) is None
+        check_usage(store)
+        store._db.execute("PRAGMA max_page_count = 1000000").fetchall()
+        assert await store.append("ann", "file", "big", b"y" * 100_000)
+        assert await store.delete("ann", "file", "big")
+        await settled(store)
+        check_usage(store)
+        store.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_a_disk_that_fails_at_the_start_is_tried_again(is_new, monkeypatch, tmp_path, caplog):
+    path = tmp_path / "store"
+    if not is_new:
+        Store(path).close()
+    disk = watch(monkeypatch)
+
+    async def main(first):
+        disk.num_statements, disk.fails = 0, lambda number, _: number >= first
+        store = Store(path)
+        failed = disk.num_statements > first
+        for _ in range(2):
+            with pytest.raises(StoreUnavailable):
+                await store.create("ann", "file", "a", b"{}", expires_at=LATER)
+        disk.fails = lambda number, _: False
+        await store.create("ann", "file", "a", b"{}", expires_at=LATER)
+        assert await store.get("ann", "file", "a") == b"{}"
+        await store.delete("ann", "file", "a")
+        store.close()
+        return failed
+
+    first = 0
+    while asyncio.run(main(first)):
+        assert "the store fails, and is tried again" in caplog.text
+        if is_new:
+            path.unlink()
+        first += 1
+    assert first >= 9
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
+def test_a_store_on_a_disk_that_takes_no_file_is_tried_again(code, monkeypatch, tmp_path):
+    async def main():
+        def fail(*_, **__):
+            raise OSError(code, os.strerror(code))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", fail)
+            patch.setattr(sqlite3, "connect", fail)
+            store = Store(tmp_path / "store")
+            with pytest.raises(StoreUnavailable):
+                await store.get("ann", "file", "a")
+        assert await store.get("ann", "file", "a") is None
+        store.close()
+
+    asyncio.run(main())
+    denied = PermissionError(errno.EACCES, "no")
+    monkeypatch.setattr(os, "open", lambda *_: (_ for _ in ()).throw(denied))
+    with pytest.raises(ConfigError, match="cannot be used"):
+        Store(tmp_path / "store")
+
+
+def test_what_an_earlier_server_did_not_end_is_ended_when_it_is_read_and_written_later(monkeypatch, tmp_path):
+    monkeypatch.setattr(store_module, "PIECE_BYTES", 10)
+
+    async def first():
+        store = Store(tmp_path / "store")
+        await store.create("ann", "response", "a", b"began" * 10, expires_at=LATER, pinned=True)
+        await store.create("ann", "response", "b", b"began", expires_at=LATER, pinned=True)
+        await store.create("ann", "response", "done", b"done", expires_at=LATER)
+        await store.create("ann", "file", "f", b"{}", expires_at=LATER, pinned=True)
+        store.close()
+
+    async def second():
+        disk = watch(monkeypatch)
+        with disk.is_full():
+            store = Store(tmp_path / "store")
+            await store.end_interrupted("response", lambda body: body + b", failed")
+            await settled(store)
+            for _ in range(2):
+                assert await store.get("ann", "response", "a") == b"began" * 10 + b", failed"
+            assert await store.get("ann", "response", "done") == b"done"
+            assert await store.get("ann", "file", "f") == b"{}"
+            assert await store.pinned("response") == [("ann", "a"), ("ann", "b")]
+        assert await store.get("ann", "response", "done") == b"done"
+        await settled(store)
+        assert await store.pinned("response") == [], "once the disk works, the endings are written"
+        assert await store.get("ann", "response", "a") == b"began" * 10 + b", failed"
+        await store.create("ann", "response", "new", b"new", expires_at=LATER, pinned=True)
+        assert await store.get("ann", "response", "new") == b"new"
+        with disk.is_full(), pytest.raises(StoreUnavailable):
+            await store.update("ann", "response", "new", b"done")
+        assert await store.get("ann", "response", "new") == b"new, failed"
+        await settled(store)
+        check_usage(store)
+        store.close()
+
+    asyncio.run(first())
+    asyncio.run(second())
+
+
+def test_statements_have_plain_placeholders(monkeypatch):
+    """Python 3.14 refuses others with a sequence of values."""
+    disk = watch(monkeypatch)
+    monkeypatch.setattr(store_module, "PIECE_BYTES", 32)
+    monkeypatch.setattr(store_module, "LIMITS", dict.fromkeys(LIMITS, Limit(4, 400)))
+
+    async def main():
+        clock = Clock()
+        store = Store(None, clock)
+        assert [result async for result in every_call(store, clock)]
+        store.close()
+
+    asyncio.run(main())
+    statements = {text for each in disk.transactions for text, _ in each}
+    assert len(statements) > 20
+    assert not [text for text in statements if re.search(r"\?\d|[:@$][a-z]", text)]
