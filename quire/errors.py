@@ -70,10 +70,6 @@ class EngineStopped(QuireError):
     """The engine accepts no requests, because it is shutting down or has failed."""
 
 
-class OutputNotRead(QuireError):
-    """The outputs that a client has not read take too much memory."""
-
-
 class ConfigError(QuireError, ValueError):
     """The engine cannot be built with these options."""
 

@@ -8,9 +8,10 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from os import PathLike, fspath
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 from uuid import uuid4
 
+from msgspec.structs import replace
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -60,6 +61,8 @@ from quire.startup.build import build
 from quire.structured_outputs.backends import check as check_constraint
 from quire.tokenizer.messages import Message
 from quire.tokenizer.tokenizer import Tokenizer
+
+Row = TypeVar("Row")
 
 
 class TokenProgress:
@@ -423,7 +426,7 @@ class LLM:
         with TokenProgress("generating", sum(t.params.num_sequences for t in transcripts), shown=shown) as progress:
             for delta in self._deltas(transcripts, beams, scheduling_params):
                 progress.update(len(delta.token_ids), int(delta.finish_reason is not None))
-        return [transcript.result() for transcript in transcripts]
+        return [_with_lists(transcript.result()) for transcript in transcripts]
 
     def _output_format(
         self, prompt: str, params: SamplingParams, box: Toolbox | None, *, reasons: bool
@@ -529,3 +532,13 @@ class LLM:
             self._streaming = False
             for name in open_ids:  # has no effect on a request that has ended or was never added
                 self.llm_engine.abort(name)
+
+
+def _with_lists(result: RequestOutput) -> RequestOutput:
+    """The result with its rows of logprobs as lists, which programs may change, compare and store."""
+
+    def listed(rows: Sequence[Row] | None) -> list[Row] | None:
+        return None if rows is None else list(rows)
+
+    outputs = [replace(output, logprobs=listed(output.logprobs)) for output in result.outputs]
+    return replace(result, outputs=outputs, prompt_logprobs=listed(result.prompt_logprobs))

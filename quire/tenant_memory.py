@@ -131,6 +131,11 @@ class HeldBytes:
         self.memory.add(num_bytes)
         self._num_bytes += num_bytes
 
+    def subtract(self, num_bytes: int) -> None:
+        """Release a part of the bytes."""
+        self.memory.release(num_bytes)
+        self._num_bytes -= num_bytes
+
     def release(self) -> None:
         """The bytes no longer count for the tenant. Can be called again."""
         if self._num_bytes:

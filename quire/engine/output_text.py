@@ -9,9 +9,9 @@ from math import inf
 from msgspec.structs import replace
 
 from quire.core.output import EndCause, Output
-from quire.core.step import Logprobs
 from quire.engine.inputs import Generation
-from quire.engine.outputs import CompletionOutput, Delta, Logprob, LogprobRow, RequestMetrics, RequestOutput
+from quire.engine.logprob_rows import LogprobRows, forced_logprob_row, logprob_rows
+from quire.engine.outputs import CompletionOutput, Delta, LogprobRow, RequestMetrics, RequestOutput
 from quire.engine.repetition import REPETITION_DETECTED, RepetitionDetector
 from quire.engine.stop_regex import StopPatterns
 from quire.params import SamplingParams
@@ -20,26 +20,7 @@ from quire.tokenizer.detokenizer import Detokenizer
 from quire.tokenizer.stop_strings import Pattern, StopStrings, compile_stops
 from quire.tokenizer.tokenizer import Tokenizer
 
-
-def logprob_rows(logprobs: Logprobs, num_most_likely: int, tokenizer: Tokenizer) -> list[LogprobRow]:
-    """One row per token. num_most_likely: number of columns after the sampled token that are the most likely tokens."""
-    columns = zip(logprobs.ids.tolist(), logprobs.values.tolist(), logprobs.ranks.tolist(), strict=True)
-    return [_logprob_row(ids, values, rank, num_most_likely, tokenizer) for ids, values, rank in columns]
-
-
-def forced_logprob_row(token: int, tokenizer: Tokenizer) -> LogprobRow:
-    """The row of a forced token: logprob 0, rank 1."""
-    return {token: Logprob(0.0, 1, tokenizer.token_text(token), forced=True)}
-
-
-def _logprob_row(
-    ids: list[int], values: list[float], rank: int, num_most_likely: int, tokenizer: Tokenizer
-) -> LogprobRow:
-    row = {ids[0]: Logprob(values[0], rank, tokenizer.token_text(ids[0]))}
-    for place, (token, value) in enumerate(zip(ids[1:], values[1:], strict=True), 1):
-        if token >= 0 and token not in row:  # negative ids are padding
-            row[token] = Logprob(value, place if place <= num_most_likely else None, tokenizer.token_text(token))
-    return row
+_TOKEN_BYTES = 128  # that an output token takes with its id, offset and text
 
 
 class SequenceOutputProcessor:
@@ -63,8 +44,9 @@ class SequenceOutputProcessor:
         self.keeps_logprobs = True
         if params.num_logprobs_needed is not None:
             self.result.cumulative_logprob = 0.0
+        self._rows: LogprobRows[LogprobRow] | None = None
         if params.logprobs is not None:
-            self.result.logprobs = []
+            self.result.logprobs = self._rows = LogprobRows(params.logprobs, tokenizer)
         self._params = params
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(
@@ -170,7 +152,7 @@ class SequenceOutputProcessor:
             return output.error
         return output.stop_token if output.stop_token in self._params.stop_token_ids else None
 
-    def _logprobs(self, output: Output, num_tokens: int) -> list[LogprobRow] | None:
+    def _logprobs(self, output: Output, num_tokens: int) -> Sequence[LogprobRow] | None:
         """The requested rows of the first `num_tokens` tokens; None if there are none.
 
         Appends them to the result, and updates its cumulative logprob.
@@ -182,22 +164,25 @@ class SequenceOutputProcessor:
             result.cumulative_logprob = sum(logprobs.values[:num_sampled, 0].tolist(), result.cumulative_logprob)
         if output.cumulative_logprob is not None and num_tokens == len(output.token_ids):
             result.cumulative_logprob = output.cumulative_logprob
-        if result.logprobs is None or (logprobs is None and not forced):
+        if self._rows is None or (logprobs is None and not forced):
             return None
-        added: list[LogprobRow] = []
-        if logprobs is not None:
-            added = logprob_rows(logprobs.slice(0, num_sampled), self._params.logprobs or 0, self._tokenizer)
+        sampled = None if logprobs is None else logprobs.slice(0, num_sampled)
+        if self.keeps_logprobs:
+            kept = LogprobRows[LogprobRow](self._params.logprobs or 0, self._tokenizer)
+            kept.append(sampled, [(place, output.token_ids[place]) for place in forced])
+            self._rows.extend(kept)
+            return kept
+        added = [] if sampled is None else logprob_rows(sampled, self._params.logprobs or 0, self._tokenizer)
         for place in forced:  # ascending, so that earlier insertions do not shift later ones
             added.insert(place, forced_logprob_row(output.token_ids[place], self._tokenizer))
-        if self.keeps_logprobs:
-            result.logprobs += added
         return added
 
 
 class RequestOutputProcessor:
     """The output of one request: text, tokens and metrics of its `params.num_sequences` sequences.
 
-    prompt_logprobs: None if the request has none; complete when the first output token arrives.
+    prompt_logprobs: None if the request has none; complete when the first output token arrives. num_bytes: estimate of
+    the memory that the output takes so far.
     """
 
     def __init__(self, request_id: str, generation: Generation, tokenizer: Tokenizer, *, now: float) -> None:
@@ -206,10 +191,13 @@ class RequestOutputProcessor:
         self.prompt = generation.prompt
         self.params = params = generation.params
         self.num_cached_tokens = 0
+        self.num_bytes = 0
         self.metrics = RequestMetrics(now)
         num_unreported = min(params.prompt_logprobs_start + 1, len(self.prompt.ids))
-        asked = params.prompt_logprobs is not None
-        self.prompt_logprobs: list[LogprobRow | None] | None = [None] * num_unreported if asked else None
+        self.prompt_logprobs: LogprobRows[LogprobRow | None] | None = None
+        if params.prompt_logprobs is not None:
+            self.prompt_logprobs = LogprobRows(params.prompt_logprobs, tokenizer)
+            self.prompt_logprobs.append_unreported(num_unreported)
         self._tokenizer = tokenizer
         patterns = compile_stops(params.stop)
         self._sequences = [
@@ -234,6 +222,9 @@ class RequestOutputProcessor:
         if sequence.result.finish_reason is not None or not new:
             return None
         delta = sequence.process_output(output)
+        self.num_bytes += _TOKEN_BYTES * len(delta.token_ids)
+        if isinstance(delta.logprobs, LogprobRows):
+            self.num_bytes += delta.logprobs.num_bytes
         if output.token_ids:
             if self.metrics.first_token_time is None:
                 self.metrics.first_token_time = now
@@ -252,6 +243,14 @@ class RequestOutputProcessor:
     def num_output_tokens(self) -> list[int]:
         """Per sequence, also of those that are not returned."""
         return [len(sequence.result.token_ids) for sequence in self._sequences]
+
+    @property
+    def num_values(self) -> int:
+        """Number of output tokens, and of logprobs of the output and of the prompt, which each choice repeats."""
+        rows = [one.result.logprobs for one in self._sequences]
+        num_logprobs = sum(one.num_values for one in rows if isinstance(one, LogprobRows))
+        num_of_prompt = 0 if self.prompt_logprobs is None else self.prompt_logprobs.num_values
+        return sum(self.num_output_tokens) + num_logprobs + self.params.n * num_of_prompt
 
     def token_offsets(self, index: int) -> list[int]:
         """Per token of a sequence so far: number of characters that the tokens before it completed."""
@@ -288,9 +287,9 @@ class RequestOutputProcessor:
         if output.index == 0:
             self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
         if self.prompt_logprobs is not None and output.prompt_logprobs is not None:
-            self.prompt_logprobs += logprob_rows(
-                output.prompt_logprobs, self.params.prompt_logprobs or 0, self._tokenizer
-            )
+            before = self.prompt_logprobs.num_bytes
+            self.prompt_logprobs.append(output.prompt_logprobs)
+            self.num_bytes += self.prompt_logprobs.num_bytes - before
 
 
 def _mean_logprob(output: CompletionOutput) -> float:

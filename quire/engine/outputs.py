@@ -1,5 +1,7 @@
 """Result types of the public API. Plain data, with vLLM's names."""
 
+from collections.abc import Sequence
+
 import msgspec
 
 from quire.chat.parts import Message
@@ -33,7 +35,7 @@ class CompletionOutput(msgspec.Struct):
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: list[LogprobRow] | None = None  # one row per token
+    logprobs: Sequence[LogprobRow] | None = None  # one row per token
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     token_offsets: list[int] = []  # per token: number of characters that the tokens before it completed
@@ -88,7 +90,7 @@ class RequestOutput(msgspec.Struct):
     finished: bool
     num_cached_tokens: int  # prompt tokens whose KV was reused
     metrics: RequestMetrics
-    prompt_logprobs: list[LogprobRow | None] | None = None  # one per prompt token; None up to prompt_logprobs_start
+    prompt_logprobs: Sequence[LogprobRow | None] | None = None  # one per prompt token; None up to prompt_logprobs_start
 
 
 class BeamSearchSequence(msgspec.Struct):
@@ -173,7 +175,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     num_forced_tokens: int = 0  # forced tokens among token_ids
     num_predicted_tokens: tuple[int, int] = (0, 0)  # accepted and rejected drafts from the prediction
     drafted: list[int] = []  # as in CompletionOutput
-    logprobs: list[LogprobRow] | None = None
+    logprobs: Sequence[LogprobRow] | None = None
     end: EndCause | None = None
     stop_reason: str | int | None = None
     end_token: int | None = None  # as in CompletionOutput

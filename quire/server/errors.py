@@ -16,7 +16,6 @@ from quire.errors import (
     DeadlineUnreachable,
     EngineStopped,
     ModelError,
-    OutputNotRead,
     QueueFull,
     RequestError,
 )
@@ -235,8 +234,6 @@ def describe(error: Exception) -> tuple[int, dict[str, object]]:
             return status, error_object(status, str(error), error.param, code)
         case UnicodeEncodeError():  # from pydantic when it quotes the text
             return 400, error_object(400, "the body holds text that is not valid Unicode (an unpaired surrogate)")
-        case OutputNotRead():
-            return 408, error_object(408, str(error), code="output_not_read")
         case EngineStopped():
             return 503, error_object(503, str(error))
         case RequestValidationError():

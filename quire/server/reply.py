@@ -1,10 +1,11 @@
 """The sequences of one HTTP request, independent of the format of the response."""
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from itertools import accumulate
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 from fastapi import Request, Response
@@ -14,13 +15,20 @@ from quire.engine.output_text import RequestOutputProcessor
 from quire.engine.outputs import Delta, RequestMetrics
 from quire.errors import EngineStopped, RequestError
 from quire.params import SamplingParams
-from quire.server.errors import DeadlineMissed, SequenceFailed
+from quire.server.errors import Busy, DeadlineMissed, SequenceFailed
+from quire.server.json_pieces import OnThread, PieceReader, PiecewiseResponse, json_bytes, json_pieces
 from quire.server.middleware.auth import caller_of
 from quire.server.observability.metrics import FinishedRequestStats, Metrics
 from quire.server.observability.request_record import RequestStats, record_of
 from quire.server.request_body import release_body
 from quire.server.sse import EVENTS, EventStream, StreamFormat, TimeLimit, while_connected
-from quire.supervisor.async_engine import Stream
+from quire.supervisor.stream import Stream
+
+T = TypeVar("T")
+
+_MANY_VALUES = 2**13  # of a response that is written on a thread: they take about 10 ms
+_BUSY_SECONDS = 0.05  # until a response that has begun asks for a thread again
+_JSON = "application/json"
 
 
 def request_stats(
@@ -75,7 +83,8 @@ class OutputTokens(msgspec.Struct):
 class Reply:
     """One transcript per prompt, filled while the engine generates. Must be closed, finished or not.
 
-    finish(request_id, index, num_tokens): ends a sequence in the engine at a stop string.
+    finish(request_id, index, num_tokens): ends a sequence in the engine at a stop string. run: runs a function on a
+    thread for the tenant; None for a reply that is not sent whole.
     """
 
     def __init__(
@@ -84,6 +93,7 @@ class Reply:
         stream: Stream,
         finish: Callable[[str, int, int], None],
         metrics: Metrics,
+        run: OnThread | None = None,
     ) -> None:
         self.transcripts = transcripts
         self._transcript_indices = {transcript.request_id: i for i, transcript in enumerate(transcripts)}
@@ -91,10 +101,12 @@ class Reply:
         self._stream = stream
         self._finish = finish
         self._metrics = metrics
+        self._run = run
         self._num_prompt = sum(len(transcript.prompt.ids) for transcript in transcripts)
         self._output = OutputTokens()
         self.num_reasoning_tokens: int | None = None  # set by the reader of messages; None: not counted
         self._num_cached = 0
+        self._num_bytes = 0  # that the transcripts keep
         self._has_constraints = any(one.params.has_constraint for one in transcripts)
         self._has_predictions = any(one.params.prediction is not None for one in transcripts)
         self._last_tokens: dict[tuple[int, int], float] = {}  # time of the last tokens, by prompt and sequence index
@@ -131,7 +143,9 @@ class Reply:
                 self._default_finish_reason = "error"
                 raise
             now = time.monotonic()
+            before = self._num_bytes
             deltas = [delta for output in outputs if (delta := self._read(output, now)) is not None]
+            self._stream.keep(self._num_bytes - before)
             self._observe_latencies(deltas, now)
             if deltas:
                 yield deltas
@@ -177,6 +191,25 @@ class Reply:
         for reason in self._finish_reasons:
             self._metrics.observe_finished_sequence(reason)
 
+    def release(self) -> None:
+        """Close it. The bytes that it keeps no longer count for the tenant. Can be called again."""
+        self.close()
+        self._stream.release()
+
+    @property
+    def is_large(self) -> bool:
+        """Whether the event loop would be blocked while the whole response is written."""
+        return sum(transcript.num_values for transcript in self.transcripts) > _MANY_VALUES
+
+    async def on_thread(self, work: Callable[[], T]) -> T:
+        """The result of `work`, run on a thread for the tenant. Raises EngineStopped, and what `work` raises."""
+        assert self._run is not None, "it has a thread pool"
+        while True:
+            try:
+                return await self._run(work)
+            except Busy:  # the response has begun, so it waits
+                await asyncio.sleep(_BUSY_SECONDS)
+
     @property
     def _finish_reasons(self) -> list[str]:
         """Finish reasons of all sequences; `_default_finish_reason` for those that have not ended."""
@@ -184,9 +217,10 @@ class Reply:
 
     def _read(self, output: Output, now: float) -> Delta | None:
         transcript = self.transcripts[self._transcript_indices[output.request_id]]
-        cached = transcript.num_cached_tokens
+        cached, num_bytes = transcript.num_cached_tokens, transcript.num_bytes
         delta = transcript.process_output(output, now)
         self._num_cached += transcript.num_cached_tokens - cached
+        self._num_bytes += transcript.num_bytes - num_bytes
         if delta is None:
             return None
         self._output.add(delta)
@@ -272,13 +306,21 @@ async def respond(
 async def respond_whole(
     request: Request, full_response: Callable[[Reply], object], reply: Reply, limit: TimeLimit
 ) -> Response:
-    """The response without a stream. Raises as `respond`."""
+    """The response without a stream. Raises as `respond`. A large one is written on a thread, and sent in pieces."""
     _observe(request, reply)
     try:
         await limit.run(while_connected(request.receive, reply.end))
-    finally:
         reply.close()
-    return Response(msgspec.json.encode(full_response(reply)), media_type="application/json")
+        if not reply.is_large:
+            body = json_bytes(full_response(reply))
+            reply.release()
+            return Response(body, media_type=_JSON)
+        pieces = PieceReader(lambda: json_pieces(full_response(reply)), reply.on_thread)
+        await pieces.begin()
+    except BaseException:
+        reply.release()
+        raise
+    return PiecewiseResponse(pieces, reply.release)
 
 
 def _observe(request: Request, reply: Reply) -> None:

@@ -56,6 +56,7 @@ class RequestBodies:
 
     max_messages: of one conversation; none with more fits into the context. check: called with each validated body.
     A body of more than LARGE bytes counts for its tenant until it is tokenized, and is always parsed on a thread.
+    memories: what is held for each tenant.
     """
 
     def __init__(self, max_messages: int, check: Callable[[Any], None], memories: TenantMemories) -> None:

@@ -5,6 +5,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -31,7 +32,6 @@ from quire.server.thread_pool import ThreadPool
 from quire.startup.model_info import ModelInfo
 from quire.structured_outputs.grammar_cache import CompilerOverloaded, front_end_cache
 from quire.supervisor.async_engine import AsyncEngine
-from quire.tenant_memory import TenantMemories
 from quire.tokenizer.chat_sandbox import MAX_SIZE, LimitExceeded, size_of
 from quire.tokenizer.tokenizer import Tokenizer
 
@@ -81,7 +81,7 @@ class Service:
         )
         self.engine = engine
         self.thread_pool = ThreadPool()
-        self.memories = TenantMemories()
+        self.memories = engine.memories
         self.request_bodies = RequestBodies(self.max_model_len, self._check_fields, self.memories)
         self.metrics = Metrics(
             self.model_name, lambda: self.engine.health(), cache=self.cache, max_model_len=self.max_model_len
@@ -184,11 +184,13 @@ class Service:
         namespace: Namespace,
         beams: Beams | None = None,
         scheduling_params: SchedulingParams = DEFAULT_SCHEDULING_PARAMS,
+        *,
+        whole: bool = False,
     ) -> Reply:
         """Check the constraints and queue generations, all or none. The engine's id of the i-th is its `part_id`.
 
-        namespace, beams (None: no beam search), scheduling_params: of every generation. Raises RequestError, Busy,
-        EngineStopped.
+        namespace, beams (None: no beam search), scheduling_params: of every generation. whole: the outputs are kept
+        until all have come; then the reply must be released. Raises RequestError, Busy, EngineStopped.
         """
         now = time.monotonic()
         for one in asked:
@@ -211,9 +213,11 @@ class Service:
                     one.request_id, namespace=namespace, beams=beams, scheduling_params=scheduling_params
                 )
                 for one in transcripts
-            ]
+            ],
+            whole=whole,
         )
-        return Reply(transcripts, stream, self.engine.finish, self.metrics)
+        run = partial(self.thread_pool.run, namespace.tenant)
+        return Reply(transcripts, stream, self.engine.finish, self.metrics, run)
 
     def _check_logprobs(self, params: SamplingParams) -> None:
         for name in ("logprobs", "prompt_logprobs"):

@@ -6,11 +6,12 @@ outputs are token ids.
 """
 
 import asyncio
+import contextlib
 import logging
-from collections import Counter, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 
@@ -18,7 +19,7 @@ from quire.core.explanation import Explanation
 from quire.core.output import Output
 from quire.core.request import Request, nth_seed
 from quire.cost.step_time import CostFigures
-from quire.errors import EngineStopped, OutputNotRead, QueueFull, QuireError, RequestError
+from quire.errors import EngineStopped, QueueFull, RequestError
 from quire.monitor.update import Watcher
 from quire.params import is_unicode
 from quire.supervisor import protocol
@@ -29,87 +30,13 @@ from quire.supervisor.open_requests import OpenRequests, StepsInFlight
 from quire.supervisor.pending_calls import PendingCalls
 from quire.supervisor.protocol import Answer, BadFrame, Batch
 from quire.supervisor.restart_policy import RESTART_TIMEOUT
+from quire.supervisor.stream import Stream, WholeAnswers
 from quire.supervisor.supervisor import EndedWork, Supervisor
-
-
-class Stream:
-    """Async iterator over the outputs of a group of requests. Must be closed; this aborts unfinished requests.
-
-    num_bytes: of the outputs that were not taken yet. tenant_bytes: the same of all streams, by tenant.
-    """
-
-    def __init__(self, tenant: str, tenant_bytes: Counter[str], abort: Callable[[], None]) -> None:
-        self.tenant = tenant
-        self.num_bytes = 0
-        self._tenant_bytes = tenant_bytes
-        self._abort = abort
-        self._outputs: deque[Output] = deque()
-        self._error: QuireError | None = None
-        self._ready = asyncio.Event()
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> list[Output]:
-        """New outputs, at least one, and not many more than _BATCH_BYTES.
-
-        Raises EngineStopped when the engine has stopped, and OutputNotRead. Never stops iteration.
-        """
-        if self._outputs:
-            await asyncio.sleep(0)  # a stream with many outputs lets others take turns
-        else:
-            await self._ready.wait()
-        if not self._outputs:
-            assert self._error is not None
-            raise self._error
-        outputs, num_bytes = [], 0
-        while self._outputs and num_bytes < _BATCH_BYTES:
-            outputs.append(self._outputs.popleft())
-            num_bytes += outputs[-1].num_bytes
-        self._count(-num_bytes)
-        if not self._outputs and self._error is None:
-            self._ready.clear()
-        return outputs
-
-    def put(self, output: Output) -> None:
-        """Add an output. To be called on the event loop."""
-        self._outputs.append(output)
-        self._count(output.num_bytes)
-        self._ready.set()
-
-    def fail(self, error: QuireError) -> None:
-        """End the stream with an error after the outputs so far. To be called on the event loop."""
-        self._error = error
-        self._ready.set()
-
-    def overflow(self) -> None:
-        """End the stream with OutputNotRead in place of the outputs, and abort its requests."""
-        self.close()
-        self.fail(OutputNotRead(_NOT_READ_MESSAGE))
-
-    def close(self) -> None:
-        """Abort unfinished requests, and drop the outputs. Can be called again."""
-        self._abort()
-        self._outputs.clear()
-        self._count(-self.num_bytes)
-
-    def _count(self, num_bytes: int) -> None:
-        self.num_bytes += num_bytes
-        self._tenant_bytes[self.tenant] += num_bytes
-        if not self._tenant_bytes[self.tenant]:
-            del self._tenant_bytes[self.tenant]
-
+from quire.tenant_memory import TenantMemories
 
 log = logging.getLogger(__name__)
 
 MAX_PENDING_CALLS = 4096  # the most pending calls
-MAX_STREAM_BYTES = 8 * 2**20  # of outputs that the client of one stream has not read,
-MAX_TENANT_BYTES = 2 * MAX_STREAM_BYTES  # and of all streams of a tenant
-_BATCH_BYTES = 2**14  # taken from a stream at once: their text is several times as large
-_NOT_READ_MESSAGE = (
-    f"the client does not read: more than {MAX_STREAM_BYTES // 2**20} MiB of the output of this stream, or "
-    f"{MAX_TENANT_BYTES // 2**20} MiB of the output of this key's tenant, wait for it; read faster"
-)
 _RETRY_AFTER_SECONDS = 5.0  # Retry-After of requests beyond MAX_PENDING_CALLS
 _CRASH_MESSAGE = "the engine crashed each time that it computed this request; it is not tried again"
 
@@ -117,7 +44,7 @@ _CRASH_MESSAGE = "the engine crashed each time that it computed this request; it
 class AsyncEngine:
     """The engine of a server, across restarts. All methods must be called on the event loop of `start`.
 
-    engine_handle, watchdog, restart_timeout: as in Supervisor.
+    engine_handle, watchdog, restart_timeout: as in Supervisor. memories: the bytes that are held for each tenant.
     """
 
     def __init__(
@@ -126,11 +53,14 @@ class AsyncEngine:
         self.engine_handle = engine_handle
         self._supervisor = Supervisor(engine_handle, self, watchdog=watchdog, restart_timeout=restart_timeout)
         self._streams: dict[str, Stream] = {}
-        self._tenant_bytes: Counter[str] = Counter()  # of outputs that wait in the streams, by tenant
+        self.memories = TenantMemories()
+        self._whole_answers: defaultdict[str, WholeAnswers] = defaultdict(WholeAnswers)  # by tenant
         self._open_requests = OpenRequests()
         self._bisection = CrashBisection()
         self._submitted_ids: set[str] = set()  # open requests that the current engine has
         self._resubmitting_ids: set[str] = set()  # among them, those whose Add it has not answered
+        self._paused: dict[str, object] = {}  # open requests that were taken from the engine -> their pause
+        self._pausing: set[asyncio.Task[None]] = set()
         self._stepped_ids: set[str] = set()  # of the current engine's requests, those in its committed steps
         self._pending_calls = PendingCalls()
         self._denylist = Denylist()
@@ -143,14 +73,19 @@ class AsyncEngine:
     async def close(self) -> None:
         """End the engine after its current step, or kill it if the step takes long. Open streams fail."""
         await self._supervisor.close()
+        for task in self._pausing:
+            task.cancel()
 
     @property
     def failure(self) -> EngineStopped | None:
         """Why no engine is started any more; None while the engine serves or is restarted, and after `close`."""
         return self._supervisor.failure
 
-    async def generate(self, requests: Sequence[Request]) -> Stream:
-        """Queue requests, all or none. Raises RequestError if one cannot be served, and EngineStopped."""
+    async def generate(self, requests: Sequence[Request], *, whole: bool = False) -> Stream:
+        """Queue requests, all or none, of one tenant. Raises RequestError if one cannot be served, and EngineStopped.
+
+        whole: their outputs are kept until all have come; then the stream must be released.
+        """
         self._check_running()
         ids = [request.id for request in requests]
         if any(request_id in self._streams for request_id in ids):
@@ -163,12 +98,14 @@ class AsyncEngine:
         if any(request in self._denylist for request in requests):
             raise RequestError(_CRASH_MESSAGE)
         requests = [self._seeded(request) for request in requests]
-        stream = Stream(requests[0].namespace.tenant, self._tenant_bytes, partial(self._abort, ids))
+        tenant = requests[0].namespace.tenant
+        answers = self._whole_answers[tenant] if whole else None
+        stream = Stream(self.memories.of(tenant), partial(self._abort, ids), answers)
         self._streams.update(dict.fromkeys(ids, stream))
         try:
             await self._call(lambda number: protocol.Add(number, requests), requests)
         except BaseException:  # also when the caller is cancelled
-            stream.close()
+            stream.release()
             raise
         return stream
 
@@ -240,6 +177,7 @@ class AsyncEngine:
         known = [request_id for request_id in ids if self._streams.pop(request_id, None) is not None]
         for request_id in known:
             self._open_requests.remove(request_id)
+            self._paused.pop(request_id, None)
         if known:  # the engine ignores a request that has ended
             self._send(protocol.Abort(known))
         for request_id in known:
@@ -319,6 +257,7 @@ class AsyncEngine:
         had_work = bool(self._open_requests or self._pending_calls)
         found_culprit = self._record_crash(steps)
         self._submitted_ids.clear()
+        self._paused.clear()
         self._resubmitting_ids.clear()
         self._stepped_ids.clear()
         self._pending_calls.mark_unsent()
@@ -342,7 +281,8 @@ class AsyncEngine:
             self._send_pending_calls()
             return
         for request_id in list(self._open_requests) if trying is None else trying:
-            if request_id not in self._submitted_ids and request_id in self._open_requests:
+            is_known = request_id in self._submitted_ids or request_id in self._paused
+            if not is_known and request_id in self._open_requests:
                 self._submitted_ids.add(request_id)
                 self._resubmit(request_id)
         self._send_pending_calls()
@@ -370,16 +310,42 @@ class AsyncEngine:
         stream = self._streams.get(output.request_id)
         if delivered is not None and stream is not None:
             stream.put(delivered)
-            self._bound_undelivered(stream)
+            if stream.must_wait:
+                self._pause(stream)
         self._release_if_ended(output.request_id)
 
-    def _bound_undelivered(self, stream: Stream) -> None:
-        """End a stream, or the tenant's largest stream, if more outputs wait for the client than are allowed."""
-        if stream.num_bytes > MAX_STREAM_BYTES:
-            stream.overflow()
-        elif self._tenant_bytes[stream.tenant] > MAX_TENANT_BYTES:
-            streams = {one for one in self._streams.values() if one.tenant == stream.tenant}
-            max(streams, key=lambda one: one.num_bytes).overflow()
+    # Requests that wait for those who take their outputs
+
+    def _pause(self, stream: Stream) -> None:
+        """Take the requests of a stream from the engine until the stream may go on. The KV stays in the prefix cache.
+
+        Requests that would start over stay. Requests also stay while suspects of a crash are tried.
+        """
+        if self._bisection.has_suspects or self._pending_calls.has_suspects:
+            return
+        ids = [
+            request_id
+            for request_id in self._submitted_ids - self._resubmitting_ids
+            if self._streams.get(request_id) is stream and self._open_requests.can_pause(request_id)
+        ]
+        if not ids:
+            return
+        self._submitted_ids.difference_update(ids)
+        self._stepped_ids.difference_update(ids)
+        pause = object()
+        self._paused |= dict.fromkeys(ids, pause)
+        self._send(protocol.Abort(ids))
+        task = asyncio.ensure_future(self._resume_later(stream, pause))
+        self._pausing.add(task)
+        task.add_done_callback(self._pausing.discard)
+
+    async def _resume_later(self, stream: Stream, pause: object) -> None:
+        with contextlib.suppress(Exception):  # an error is an answer, too
+            await self._call(lambda number: protocol.Explain(number, []))  # behind the answer no output of them comes
+        await stream.wait()
+        for request_id in [name for name, of in self._paused.items() if of is pause]:
+            del self._paused[request_id]
+        self._submit()
 
     # Crashes
 

@@ -38,6 +38,7 @@ class _OpenRequest:
         ]
         self.num_delivered_prompt_logprobs = 0  # prompt tokens whose logprobs were delivered
         self.num_repeated_prompt_logprobs = 0  # among them, those that the current engine will repeat
+        self.goes_on = False  # whether the current engine got known tokens
         self.pooled: np.ndarray | None = None  # partial result; delivered when it is complete
 
     @property
@@ -45,11 +46,14 @@ class _OpenRequest:
         return all(sequence.finished for sequence in self.sequences)
 
     @property
+    def has_begun(self) -> bool:
+        return any(sequence.token_ids or sequence.finished for sequence in self.sequences)
+
+    @property
     def resubmission(self) -> Request:
         """The request for another engine. Beam search and pooling start over, so they have no known tokens."""
         request = self.request
-        begun = any(sequence.token_ids or sequence.finished for sequence in self.sequences)
-        if not begun or request.beams is not None or request.pooling:
+        if not self.has_begun or request.beams is not None or request.pooling:
             return msgspec.structs.replace(request, resumed=True)
         known = tuple(KnownOutput(one.token_ids, one.finished, one.cumulative_logprob) for one in self.sequences)
         params = request.params.changed(prompt_logprobs=None)
@@ -83,9 +87,15 @@ class OpenRequests:
         """An open request, as it was accepted."""
         return self._entries[request_id].request
 
+    def can_pause(self, request_id: str) -> bool:
+        """Whether a request is open, and would go on from its known tokens. Beam search and pooling start over."""
+        entry = self._entries.get(request_id)
+        return entry is not None and entry.request.beams is None and not entry.request.pooling
+
     def resume(self, request_id: str) -> Request:
         """An open request for resubmission to a new engine, with its known tokens."""
         entry = self._entries[request_id]
+        entry.goes_on = entry.has_begun
         for sequence in entry.sequences:
             sequence.seq_id = None
         entry.num_repeated_prompt_logprobs, entry.pooled = entry.num_delivered_prompt_logprobs, None
@@ -104,6 +114,8 @@ class OpenRequests:
         sequence.seq_id = output.seq_id
         if sequence.finished:
             return None, None if output.end else sequence.stopped_after
+        if entry.goes_on and output.num_cached_tokens:  # KV of its own
+            output = msgspec.structs.replace(output, num_cached_tokens=0)
         if output.prompt_logprobs is not None:
             output = self._undelivered(entry, output, output.prompt_logprobs)
         if output.pooled is not None:

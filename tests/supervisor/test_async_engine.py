@@ -3,26 +3,24 @@
 import asyncio
 import threading
 import time
-from collections import Counter
-from functools import partial
 
 import msgspec
-import numpy as np
 import pytest
 from fake_engines import FACTS
 
 from quire.core.explanation import Explanation
 from quire.core.output import EndCause, Output
 from quire.core.request import Request
-from quire.core.step import Logprobs
 from quire.engine.engine import EngineStats
-from quire.errors import EngineStopped, OutputNotRead, QueueFull, RequestError
+from quire.errors import EngineStopped, QueueFull, RequestError
 from quire.params import SamplingParams
 from quire.supervisor import health
-from quire.supervisor.async_engine import AsyncEngine, Stream
+from quire.supervisor.async_engine import AsyncEngine
 from quire.supervisor.engine_handle import EngineThread
 from quire.supervisor.engine_loop import HEARTBEAT_SECONDS
 from quire.supervisor.health import FAILED_STEPS, State
+from quire.supervisor.stream import Stream
+from quire.tenant_memory import TenantMemory
 
 
 class PretendEngine:
@@ -140,41 +138,9 @@ async def read(stream, request_id):
                     return tokens
 
 
-def undelivered(*sizes):
-    """Streams of one tenant to which outputs of these sizes in MiB were delivered, of which none was taken."""
-
-    async def main():
-        engine = engine_of(PretendEngine())
-        streams = []
-        for i, size in enumerate(sizes):
-            names = [f"{i}"]
-            stream = Stream("ann", engine._tenant_bytes, partial(engine._abort, names))
-            engine._streams[names[0]] = stream
-            engine._open_requests.add([request(names[0], 5)])
-            streams.append(stream)
-            for _ in range(size * 16):
-                rows = Logprobs(
-                    np.zeros((1024, 7), np.int32), np.zeros((1024, 7), np.float32), np.zeros(1024, np.int32)
-                )
-                engine._deliver(Output(names[0], 0, 0, [1], logprobs=rows))
-        ended = []
-        for stream in streams:
-            try:
-                ended.append(len(await asyncio.wait_for(anext(stream), 1)))
-            except OutputNotRead as error:
-                ended.append(str(error))
-        for stream in streams:
-            stream.close()
-        assert not engine._tenant_bytes
-        assert not engine._streams
-        return ended
-
-    return asyncio.run(main())
-
-
 def test_a_stream_with_many_outputs_lets_others_take_turns():
     async def main():
-        stream, turns = Stream("ann", Counter(), lambda: None), 0
+        stream, turns = Stream(TenantMemory(), lambda: None), 0
 
         async def other():
             nonlocal turns
@@ -192,18 +158,6 @@ def test_a_stream_with_many_outputs_lets_others_take_turns():
         return turns
 
     assert asyncio.run(main()) >= 1000 * Output("a", 0, 0, [1]).num_bytes // 2**14
-
-
-def test_outputs_that_nobody_takes_end_their_stream():
-    bad, good = undelivered(9, 1)
-    assert "does not read: more than 8 MiB" in bad
-    assert 0 < good < 16  # taken in batches
-
-
-def test_outputs_that_nobody_takes_end_the_largest_stream_of_the_tenant():
-    first, second, bad, *last = undelivered(3, 2, 7, 4, 2)
-    assert "16 MiB of the output of this key's tenant" in bad
-    assert all(isinstance(one, int) for one in (first, second, *last))
 
 
 async def until(condition):

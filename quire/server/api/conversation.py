@@ -22,7 +22,14 @@ from quire.engine.output_text import RequestOutputProcessor
 from quire.engine.outputs import CompletionOutput, Delta
 from quire.errors import RequestError
 from quire.params import SamplingParams
-from quire.server.api.limits import check_choices, check_prompt_values, num_prompt_tokens
+from quire.server.api.limits import (
+    MAX_ANSWER_VALUES,
+    MAX_EVENT_VALUES,
+    bounded_answer,
+    check_choices,
+    check_prompt_values,
+    num_prompt_tokens,
+)
 from quire.server.errors import renamed_fields
 from quire.server.middleware.auth import caller_of
 from quire.server.reply import Reply
@@ -95,7 +102,8 @@ class ChatRequest:
 
     messages: objects with OpenAI's names. toolbox: None without tools. separate_reasoning: whether reasoning is apart
     from the content; without it, its markup and text are content. thinking_budget: most tokens of reasoning.
-    with_prompt_ids: whether the response includes the prompt's token ids.
+    with_prompt_ids: whether the response includes the prompt's token ids. whole: the response is not streamed.
+    repeats: its last events have the logprobs of all events before.
     """
 
     messages: Sequence[Mapping[str, object]]
@@ -108,6 +116,8 @@ class ChatRequest:
     beams: Beams | None = None
     scheduling_params: SchedulingParams = DEFAULT_SCHEDULING_PARAMS
     with_prompt_ids: bool = False
+    whole: bool = False
+    repeats: bool = False
 
 
 class MessageDelta(NamedTuple):
@@ -232,11 +242,14 @@ async def start_conversations(
     """
     caller, first = caller_of(request), chats[0]
     prepared = await service.thread_pool.run(caller.tenant, lambda: _prepare_all(service, chats))
-    asked = [generation for _, generation in prepared]
+    asked: Sequence[Generation] = [generation for _, generation in prepared]
     check_choices([one.params for one in asked])
     check_prompt_values(asked, ids=first.with_prompt_ids, choices=False)
+    if first.whole or first.repeats:
+        most = MAX_EVENT_VALUES if first.repeats else MAX_ANSWER_VALUES
+        asked = bounded_answer(asked, service.max_model_len, most)
     with renamed_fields(_grammar_names(first)), caller.quota.spending(num_prompt_tokens(asked)):
-        reply = await service.start(id, asked, first.namespace, first.beams, first.scheduling_params)
+        reply = await service.start(id, asked, first.namespace, first.beams, first.scheduling_params, whole=first.whole)
     return [reader for reader, _ in prepared], reply
 
 

@@ -11,6 +11,9 @@ MAX_LOGPROBS_PER_TOKEN = MAX_CHOICES * 149  # of one output token, over all choi
 MAX_PARAMETER_VALUES = 2**22  # of all prompts: the engine gets each prompt with all of its parameters
 MAX_PROMPT_VALUES = 2**20  # token ids and logprobs of prompts in one response, over all choices
 
+MAX_ANSWER_VALUES = 2**22  # logprobs of output tokens in one answer that is sent whole, over all choices
+MAX_EVENT_VALUES = 2**18  # the same of one prompt in a stream whose events repeat all before
+
 
 def num_prompt_tokens(asked: Sequence[Generation]) -> int:
     """Prompt tokens as in `usage`: each prompt counts once, for any n."""
@@ -44,6 +47,43 @@ def check_values(params: Sequence[SamplingParams]) -> None:
             f"prompts, more than {MAX_PARAMETER_VALUES:,}; shorten them, or send fewer prompts with one request",
             "prompt",
         )
+
+
+def bounded_answer(
+    asked: Sequence[Generation], max_model_len: int, most: int = MAX_ANSWER_VALUES
+) -> Sequence[Generation]:
+    """Generations whose answer has at most `most` logprobs of output tokens, all of which are kept until it ends.
+
+    Those without max_tokens get one if the rest of the context leads to more. Raises RequestError if max_tokens or
+    min_tokens ask for more.
+    """
+    given = open_ended = room = least = 0
+    for one in asked:
+        params = one.params
+        per_token = params.num_sequences * _num_logprobs(params) // params.n
+        num_tokens = max_model_len - len(one.prompt.ids)
+        if params.max_tokens is None:
+            open_ended += per_token
+            room += per_token * num_tokens
+            least += per_token * min(max(params.min_tokens, 1), num_tokens)
+        else:
+            given += per_token * min(params.max_tokens, num_tokens)
+    if given + room <= most:
+        return asked
+    if given + least > most:
+        raise RequestError(
+            f"logprobs are asked for {given + least:,} times over all choices and tokens of this answer, more than "
+            f"{most:,}, which is the bound of what the server keeps for one answer; lower max_tokens, n, logprobs or "
+            "the number of prompts",
+            "logprobs",
+        )
+    max_tokens = (most - given) // open_ended
+    return [
+        one
+        if one.params.max_tokens is not None or one.params.logprobs is None
+        else one._replace(params=one.params.changed(max_tokens=max_tokens))
+        for one in asked
+    ]
 
 
 def _num_logprobs(params: SamplingParams) -> int:

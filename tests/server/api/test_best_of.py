@@ -1,7 +1,6 @@
 """best_of: of the generated sequences, those with the highest mean logprob per token are returned."""
 
 import asyncio
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -17,7 +16,8 @@ from quire.engine.inputs import Generation, TokenizedPrompt
 from quire.engine.output_text import RequestOutputProcessor
 from quire.errors import RequestError
 from quire.server.reply import Reply
-from quire.supervisor.async_engine import Stream
+from quire.supervisor.stream import Stream
+from quire.tenant_memory import TenantMemory
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 
@@ -132,7 +132,7 @@ def replied(run, *pieces):
     """The recorded metrics of a reply to outputs that arrive in these groups."""
 
     async def main():
-        stream, counted = Stream("", Counter(), lambda: None), Counting()
+        stream, counted = Stream(TenantMemory(), lambda: None), Counting()
         reply = Reply([run], stream, None, counted)
         deltas = reply.deltas()
         for piece in pieces:

@@ -15,11 +15,17 @@ from quire.server.api_keys import KEYLESS_CALLER
 from quire.server.app import make_app
 from quire.server.held_answer import PIECE_BYTES
 from quire.server.store import Store
+from quire.tenant_memory import LARGE
 
 HELLO = CHAT[0]["content"]
 TURN = [{"role": "user", "content": "a" * 3600}, {"role": "assistant", "content": "b" * 3600}]
 ASK = {"role": "user", "content": HELLO}
-LONG = {"max_output_tokens": 300, "ignore_eos": True, "top_logprobs": 20, "include": ["message.output_text.logprobs"]}
+DETAILED = {
+    "max_output_tokens": 300,
+    "ignore_eos": True,
+    "top_logprobs": 20,
+    "include": ["message.output_text.logprobs"],
+}
 
 
 class Client:
@@ -180,7 +186,7 @@ def test_what_is_kept_of_a_long_input_is_in_the_store_while_the_answer_is_genera
     async def scenario(client):
         async def read(messages):
             if messages[-1]["type"] == "http.response.body":
-                assert client.memory.num_held == 0
+                assert client.memory.num_held < LARGE, "only what its tokens take"
 
         body = {"input": [*(TURN * 25), ASK], "truncation": "auto", "max_output_tokens": 5, "stream": True}
         status, data = await client.ask("POST", "/v1/responses", body, read)
@@ -224,8 +230,8 @@ def test_references_read_pieces_on_a_thread_and_take_the_first_of_an_id(run, mon
 
 def test_a_replay_that_nobody_reads_holds_one_piece(run, monkeypatch):
     async def scenario(client):
-        first = await client.respond(input=HELLO, background=True, **LONG | {"stream": False})
-        body = {"input": HELLO, "background": True, "stream": True, **LONG}
+        first = await client.respond(input=HELLO, background=True, **DETAILED | {"stream": False})
+        body = {"input": HELLO, "background": True, "stream": True, **DETAILED}
         status, live = await client.ask("POST", "/v1/responses", body)
         id = json.loads(live.split(b"\n\n")[0].partition(b"data: ")[2])["response"]["id"]
         assert status == 200 and len(live) > 8 * PIECE_BYTES
@@ -264,7 +270,7 @@ def test_a_replay_that_nobody_reads_holds_one_piece(run, monkeypatch):
 
 def test_readers_of_a_running_response_hold_no_events_of_their_own(run):
     async def scenario(client):
-        body = {"input": HELLO, "background": True, "stream": True, **LONG}
+        body = {"input": HELLO, "background": True, "stream": True, **DETAILED}
         ids, answers = asyncio.Queue(), []
 
         async def read(messages):
@@ -283,7 +289,7 @@ def test_readers_of_a_running_response_hold_no_events_of_their_own(run):
 
 def test_a_long_answer_counts_until_it_is_read_and_the_next_one_waits(run, monkeypatch):
     async def scenario(client):
-        first = await client.respond(input=HELLO, **LONG)
+        first = await client.respond(input=HELLO, **DETAILED)
         path = f"/v1/responses/{first['id']}"
         whole = (await client.ask("GET", path))[1]
         assert json.loads(whole) == first

@@ -85,6 +85,7 @@ def _chat_request(service: Service, body: MessagesBody, request: Request) -> Cha
         thinking_budget=_thinking_budget(service, body),
         namespace=caller_of(request).namespace(body.cache_salt),
         scheduling_params=_scheduling_params(service, body),
+        whole=not body.stream,
     )
 
 

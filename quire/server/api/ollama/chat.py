@@ -13,11 +13,12 @@ from quire.chat.formats import ChatFormat
 from quire.chat.output import OutputFormat
 from quire.chat.parts import CallArguments, CallBegin, Content, Part, Reasoning
 from quire.chat.tools import toolbox
+from quire.engine.inputs import Generation
 from quire.engine.outputs import LogprobRow
 from quire.errors import RequestError
 from quire.params import SamplingParams
 from quire.server.api.conversation import ChatRequest, MessageReader, Rendering, start_conversation
-from quire.server.api.limits import num_prompt_tokens
+from quire.server.api.limits import bounded_answer, num_prompt_tokens
 from quire.server.api.ollama.schema import (
     ENGINE_NAMES,
     GenerationBody,
@@ -122,6 +123,7 @@ def _chat_request(
         toolbox=toolbox(rendering.tools),
         namespace=caller_of(request).namespace(body.cache_salt),
         scheduling_params=body.scheduling_params(service.options),
+        whole=body.stream is False,
     )
 
 
@@ -130,10 +132,13 @@ async def _continue_text(
 ) -> tuple[MessageReader, Reply]:
     """Queue a prompt as it is, whose output has no markup."""
     caller = caller_of(request)
-    asked = await service.tokenize(caller.tenant, [body.prompt or ""], [params])
+    asked: Sequence[Generation] = await service.tokenize(caller.tenant, [body.prompt or ""], [params])
+    whole = body.stream is False
+    if whole:
+        asked = bounded_answer(asked, service.max_model_len)
     namespace, scheduling_params = caller.namespace(body.cache_salt), body.scheduling_params(service.options)
     with caller.quota.spending(num_prompt_tokens(asked)):
-        reply = await service.start(id, asked, namespace, scheduling_params=scheduling_params)
+        reply = await service.start(id, asked, namespace, scheduling_params=scheduling_params, whole=whole)
     return MessageReader(_NO_MARKUP), reply
 
 

@@ -120,6 +120,7 @@ def _chat_requests(
         beams=body.beams(params, vocab_size=service.vocab_size, num_end_tokens=service.num_end_tokens),
         scheduling_params=body.scheduling_params(service.options),
         with_prompt_ids=bool(body.return_token_ids),
+        whole=not body.stream,
     )
     return [replace(chat, messages=template_messages(messages)) for messages in conversations]
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from fastapi import APIRouter, Request, Response
@@ -12,11 +13,12 @@ from quire.engine.inputs import Generation, TokenizedPrompt, as_prompt_list
 from quire.engine.output_text import RequestOutputProcessor
 from quire.engine.outputs import CompletionOutput, Delta
 from quire.params import SamplingParams
-from quire.server.api.limits import check_choices, check_prompt_values, num_prompt_tokens
+from quire.server.api.limits import bounded_answer, check_choices, check_prompt_values, num_prompt_tokens
 from quire.server.api.openai.logprobs import LogprobFormat, UsageFormat, prompt_logprobs_json
 from quire.server.api.openai.schema import CompletionBody
 from quire.server.api_keys import Caller
 from quire.server.errors import renamed_fields
+from quire.server.json_pieces import JsonList
 from quire.server.middleware.auth import caller_of
 from quire.server.reply import Reply, is_visible, respond
 from quire.server.service import Service
@@ -90,8 +92,9 @@ class PromptEchoes:
         rows, ids = transcript.prompt_logprobs, transcript.prompt.ids
         lists = None
         if self._echoes and self._with_lists and rows is not None:
-            lists = self._logprobs.completion(ids, rows, self._echoes[place].offsets)
-            lists["top_logprobs"] = [Raw(encode(row)) for row in lists["top_logprobs"]]
+            made = self._logprobs.completion(ids, rows, self._echoes[place].offsets)
+            made["top_logprobs"] = (Raw(encode(row)) for row in made["top_logprobs"])
+            lists = {name: list(values) for name, values in made.items()}
         fields = {
             "prompt_logprobs": prompt_logprobs_json(rows) if self._with_rows and rows is not None else None,
             "prompt_token_ids": Raw(encode(ids)) if self._with_ids else None,
@@ -122,12 +125,17 @@ async def _start(service: Service, body: CompletionBody, request: Request, id: s
         prompts = as_prompt_list(body.prompt)
         each = [params] * len(prompts)
         check_choices(each, width=beams.width if beams else 1)
-        asked = await service.tokenize(caller.tenant, prompts, each, add_special_tokens=body.add_special_tokens)
+        asked: Sequence[Generation] = await service.tokenize(
+            caller.tenant, prompts, each, add_special_tokens=body.add_special_tokens
+        )
         check_prompt_values(asked, ids=bool(body.return_token_ids or body.echo))
+        if not body.stream:
+            asked = bounded_answer(asked, service.max_model_len)
         answer = CompletionAnswer(id, service, body, params, await _echoes(service, caller, body, asked))
         namespace, scheduling_params = caller.namespace(body.cache_salt), body.scheduling_params(service.options)
         with caller.quota.spending(num_prompt_tokens(asked)):
-            return answer, await service.start(answer.id, asked, namespace, beams, scheduling_params)
+            reply = await service.start(answer.id, asked, namespace, beams, scheduling_params, whole=not body.stream)
+            return answer, reply
 
 
 async def _echoes(
@@ -212,12 +220,13 @@ class CompletionAnswer:
 
     def _lists(
         self, part: CompletionOutput | Delta, place: int, prompt_echo: PromptEcho | None
-    ) -> Mapping[str, Sequence[object]] | None:
+    ) -> Mapping[str, object] | None:
         """The `logprobs` of the prompt, if reported, then those of the part; None if neither has a token."""
         begun = prompt_echo.lists if prompt_echo else None
         if not part.logprobs:
             return begun
         before = self._prompt_echoes.num_characters(place)
-        offsets = [before + offset for offset in part.token_offsets]
+        offsets = (before + offset for offset in part.token_offsets)
         lists = self._logprobs.completion(part.token_ids, part.logprobs, offsets)
-        return {name: [*begun[name], *values] for name, values in lists.items()} if begun else lists
+        kind = JsonList if isinstance(part, CompletionOutput) else list
+        return {name: kind(chain(begun[name], values) if begun else values) for name, values in lists.items()}

@@ -1,15 +1,16 @@
 """Response formats of logprobs (OpenAI's two and vLLM's) and usage."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from msgspec import Raw
-from msgspec.json import encode
 from msgspec.structs import replace
 
+from quire.engine.logprob_rows import LogprobRows
 from quire.engine.outputs import Delta, Logprob, LogprobRow
 from quire.params import SamplingParams
 from quire.server.api.openai.schema import StreamOptions
+from quire.server.json_pieces import JsonList, json_bytes
 from quire.server.reply import OutputTokens, Reply
 from quire.tokenizer.tokenizer import Tokenizer
 
@@ -33,36 +34,41 @@ class LogprobFormat:
     def chat(self, rows: Sequence[LogprobRow] | None) -> dict[str, object] | None:
         """Chat format: one object per token, with its bytes, and the most likely tokens or those of logprob_token_ids.
 
-        None if there is no token.
+        None if there is no token. The objects of LogprobRows are made as they are written.
         """
         if not rows:
             return None
-        content = []
-        for row in rows:
-            token, own = next(iter(row.items()))
-            top = [self._chat_entry(other, row[other]) for other in self._reported(row)]
-            forced = {"forced": True} if own.forced else {}
-            content.append({**self._chat_entry(token, own), "top_logprobs": top, **forced})
-        return {"content": content, "refusal": None}
+        content = map(self._chat_token, rows)
+        return {"content": JsonList(content) if isinstance(rows, LogprobRows) else list(content), "refusal": None}
 
     def completion(
-        self, tokens: Sequence[int], rows: Sequence[LogprobRow | None], offsets: Sequence[int]
-    ) -> dict[str, list[object]]:
+        self, tokens: Sequence[int], rows: Sequence[LogprobRow | None], offsets: Iterable[int]
+    ) -> dict[str, Iterable[object]]:
         """Completions format: parallel lists. `top_logprobs` always includes the token itself.
 
         rows: None for a prompt's first token. offsets: in the text, in characters. With a constraint there is a list
-        `forced`.
+        `forced`. Each list is made as it is read, once.
         """
-        pairs = list(zip(tokens, rows, strict=True))
-        lists: dict[str, list[object]] = {
-            "tokens": [self._name(token) for token in tokens],
-            "token_logprobs": [None if row is None else finite_logprob(row[token].logprob) for token, row in pairs],
-            "top_logprobs": [None if row is None else self._top_logprobs(row) for row in rows],
-            "text_offset": list(offsets),
+
+        def own() -> Iterator[Logprob | None]:
+            chosen = rows.chosen() if isinstance(rows, LogprobRows) else rows
+            return (None if row is None else row[token] for token, row in zip(tokens, chosen, strict=True))
+
+        lists: dict[str, Iterable[object]] = {
+            "tokens": map(self._name, tokens),
+            "token_logprobs": (None if one is None else finite_logprob(one.logprob) for one in own()),
+            "top_logprobs": (None if row is None else self._top_logprobs(row) for row in rows),
+            "text_offset": offsets,
         }
         if self._with_forced:
-            lists["forced"] = [row is not None and row[token].forced for token, row in pairs]
+            lists["forced"] = (one is not None and one.forced for one in own())
         return lists
+
+    def _chat_token(self, row: LogprobRow) -> dict[str, object]:
+        token, own = next(iter(row.items()))
+        top = [self._chat_entry(other, row[other]) for other in self._reported(row)]
+        forced = {"forced": True} if own.forced else {}
+        return {**self._chat_entry(token, own), "top_logprobs": top, **forced}
 
     def _reported(self, row: LogprobRow) -> list[int]:
         """The most likely tokens; or with logprob_token_ids these, and the token itself."""
@@ -97,7 +103,7 @@ class LogprobFormat:
 
 def prompt_logprobs_json(rows: Sequence[LogprobRow | None]) -> Raw:
     """vLLM's format, as JSON: per prompt token, an object from reported token id to its Logprob."""
-    return Raw(encode([None if row is None else _finite_row(row) for row in rows]))
+    return Raw(json_bytes(JsonList(None if row is None else _finite_row(row) for row in rows)))
 
 
 def finite_logprob(value: float) -> float:

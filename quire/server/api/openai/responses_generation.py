@@ -152,7 +152,7 @@ class Generation:
 
     def close(self) -> None:
         """End the generation. What nobody can read is deleted from the store. Can be called again."""
-        self.reply.close()
+        self.reply.release()
         if self._kept is not None:
             self._kept.release()
         if self.object is not None and self.object.is_unfinished and self._deletion is None:
@@ -164,6 +164,7 @@ class Generation:
         Raises as `MessageReader.deltas`, TimedOut, and RequestError for an output that its constraint could not end.
         """
         yield self.writer.begin()
+        self._reader.transcript(self.reply).drop_logprobs()
         reason = None
         async for deltas in self._limit.iterate(self._reader.deltas(self.reply)):
             events = []
@@ -524,6 +525,7 @@ def _chat_request(service: Service, body: ResponseBody, input: Sequence[Item], r
         thinking_budget=body.thinking_token_budget,
         namespace=caller_of(request).namespace(body.cache_salt),
         scheduling_params=body.scheduling_params(service.options),
+        repeats=True,
     )
 
 

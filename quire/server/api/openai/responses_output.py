@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from msgspec import Raw
+from msgspec.json import encode
+
 from quire.chat.parts import CallArguments, CallBegin, Content, Part, Reasoning
 from quire.engine.outputs import LogprobRow
 from quire.server.api.openai.logprobs import LogprobFormat
@@ -59,7 +62,7 @@ class _OpenItem:
     place: int  # in the output
     fields: Mapping[str, Any]
     pieces: list[str] = field(default_factory=list)  # of its text
-    logprobs: list[object] = field(default_factory=list)
+    logprobs: list[Raw] = field(default_factory=list)
 
 
 class ResponseWriter:
@@ -226,11 +229,11 @@ class ResponseWriter:
         part: dict[str, object] = {"type": item.kind.part_type, "text": "".join(item.pieces)}
         return part if item.kind is not _MESSAGE else {**part, "annotations": [], "logprobs": list(item.logprobs)}
 
-    def _new_logprobs(self) -> list[object]:
-        """The logprobs of the tokens whose text is written now."""
+    def _new_logprobs(self) -> list[Raw]:
+        """The logprobs of the tokens whose text is written now, as JSON, because several events have them."""
         rows, self._unwritten_rows = self._unwritten_rows, []
         described = None if self._logprobs is None else self._logprobs.chat(rows)
-        return [] if described is None else list(described["content"])  # type: ignore[call-overload]  # a list
+        return [] if described is None else [Raw(encode(one)) for one in described["content"]]  # type: ignore[attr-defined]  # a list
 
     def _text_event(self, end: str, item: _OpenItem, **fields: object) -> Event:
         return self._event(f"response.{item.kind.text_event}{end}", **self._position(item), **fields)

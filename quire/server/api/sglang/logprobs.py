@@ -3,16 +3,18 @@
 Each event of a stream has all entries so far, so each entry is encoded once and kept.
 """
 
-from collections.abc import Sequence
-from itertools import islice
+from collections.abc import Iterable, Sequence
+from itertools import chain, islice
 from typing import NamedTuple
 
 from msgspec import Raw
 from msgspec.json import encode
 
+from quire.engine.logprob_rows import LogprobRows
 from quire.engine.output_text import RequestOutputProcessor
 from quire.engine.outputs import CompletionOutput, LogprobRow
 from quire.server.api.openai.logprobs import finite_logprob
+from quire.server.json_pieces import JsonList, json_bytes
 from quire.tokenizer.tokenizer import Tokenizer
 
 Entry = tuple[float | None, int, str | None]
@@ -42,27 +44,39 @@ class EntryFormat:
         """
         start = len(transcript.prompt.ids) if report.start < 0 else report.start
         tokens = transcript.prompt.ids[start:]
-        rows = [None, *(transcript.prompt_logprobs or [])[start + 1 :]][: len(tokens)]
-        return {name: Raw(encode(entries)) for name, entries in self._fields("input", report, tokens, rows).items()}
+        rows = transcript.prompt_logprobs
+
+        def reported(all_rows: Iterable[LogprobRow | None]) -> Iterable[LogprobRow | None]:
+            return islice(chain((None,), islice(all_rows, start + 1, None)), len(tokens))
+
+        fields = self._fields("input", report, tokens, reported(rows.chosen() if rows else ()), reported(rows or ()))
+        return {name: Raw(json_bytes(JsonList(entries))) for name, entries in fields.items()}
 
     def of_output(
         self, report: Report, tokens: Sequence[int], rows: Sequence[LogprobRow]
-    ) -> dict[str, Sequence[object]]:
-        """The fields of meta_info for output tokens."""
-        fields = self._fields("output", report, tokens, rows)
+    ) -> dict[str, Iterable[object]]:
+        """The fields of meta_info for output tokens. Entries are made as they are read, once."""
+        chosen = rows.chosen() if isinstance(rows, LogprobRows) else rows
+        fields = self._fields("output", report, tokens, chosen, rows)
         if report.token_ids:  # the engine reports them for output tokens only
-            fields["output_token_ids_logprobs"] = [self._selected(row, report.token_ids) for row in rows]
+            fields["output_token_ids_logprobs"] = (self._selected(row, report.token_ids) for row in rows)
         return fields
 
     def _fields(
-        self, kind: str, report: Report, tokens: Sequence[int], rows: Sequence[LogprobRow | None]
-    ) -> dict[str, Sequence[object]]:
-        pairs = zip(tokens, rows, strict=True)
-        fields: dict[str, Sequence[object]] = {
-            f"{kind}_token_logprobs": [self._entry(token, row) for token, row in pairs]
+        self,
+        kind: str,
+        report: Report,
+        tokens: Sequence[int],
+        chosen: Iterable[LogprobRow | None],
+        rows: Iterable[LogprobRow | None],
+    ) -> dict[str, Iterable[object]]:
+        """chosen: the rows, with the token itself at least."""
+        pairs = zip(tokens, chosen, strict=True)
+        fields: dict[str, Iterable[object]] = {
+            f"{kind}_token_logprobs": (self._entry(token, row) for token, row in pairs)
         }
         if report.num_top:
-            fields[f"{kind}_top_logprobs"] = [self._top(row, report.num_top) for row in rows]
+            fields[f"{kind}_top_logprobs"] = (self._top(row, report.num_top) for row in rows)
         return fields
 
     def _top(self, row: LogprobRow | None, count: int) -> list[Entry] | None:

@@ -10,15 +10,23 @@ from msgspec import Raw
 
 from quire.chat.output import OutputFormat, constrained_params, grammar_field, output_format
 from quire.chat.tools import toolbox
-from quire.engine.inputs import as_prompt_list
+from quire.engine.inputs import Generation, as_prompt_list
 from quire.engine.output_text import RequestOutputProcessor
 from quire.engine.outputs import CompletionOutput
 from quire.errors import RequestError
 from quire.params import SamplingParams, is_unicode
-from quire.server.api.limits import check_choices, check_prompt_values, check_values, num_prompt_tokens
+from quire.server.api.limits import (
+    MAX_EVENT_VALUES,
+    bounded_answer,
+    check_choices,
+    check_prompt_values,
+    check_values,
+    num_prompt_tokens,
+)
 from quire.server.api.sglang.logprobs import EntryFormat, OutputEntries, Report
 from quire.server.api.sglang.schema import ROUTE_NAMES, GenerateBody, GenerateParams
 from quire.server.errors import renamed_fields
+from quire.server.json_pieces import JsonList
 from quire.server.middleware.auth import caller_of
 from quire.server.reply import Reply, is_visible, respond
 from quire.server.service import Service
@@ -58,11 +66,17 @@ async def _start(service: Service, body: GenerateBody, request: Request, id: str
         alone = prompts != given and params[0].n == 1 and not isinstance(body.sampling_params, list)
         entries = EntryFormat(service.tokenizer, with_text=bool(body.return_text_in_logprobs))
         answer = GenerateAnswer(id, reports, entries, format, alone=alone)
-        asked = await service.tokenize(caller.tenant, prompts, params)
+        asked: Sequence[Generation] = await service.tokenize(caller.tenant, prompts, params)
         check_prompt_values(asked, ids=False)
+        asked = bounded_answer(asked, service.max_model_len)
+        if body.stream:
+            asked = [same for one in asked for same in bounded_answer([one], service.max_model_len, MAX_EVENT_VALUES)]
         namespace, scheduling_params = caller.namespace(body.salt()), body.scheduling_params(service.options)
         with renamed_fields({"grammar": constraint}), caller.quota.spending(num_prompt_tokens(asked)):
-            return answer, await service.start(answer.id, asked, namespace, scheduling_params=scheduling_params)
+            reply = await service.start(
+                answer.id, asked, namespace, scheduling_params=scheduling_params, whole=not body.stream
+            )
+            return answer, reply
 
 
 def _with_tools(
@@ -169,7 +183,7 @@ class GenerateAnswer:
     def full_response(self, reply: Reply) -> object:
         """The body of the response."""
         objects = [
-            self._object(place, transcript, index)
+            self._object(place, transcript, index, whole=True)
             for place, transcript in enumerate(reply.transcripts)
             for index in range(transcript.params.n)
         ]
@@ -187,7 +201,10 @@ class GenerateAnswer:
             yield b"".join(events)
         yield DONE
 
-    def _object(self, place: int, transcript: RequestOutputProcessor, index: int) -> dict[str, object]:
+    def _object(
+        self, place: int, transcript: RequestOutputProcessor, index: int, *, whole: bool = False
+    ) -> dict[str, object]:
+        """The object of a sequence so far. whole: it is written once, and its entries are made then."""
         report = self._reports[place]
         output = transcript.sequence(index)
         metrics = transcript.metrics
@@ -204,15 +221,18 @@ class GenerateAnswer:
         if self._format is not None and output.finish_reason is not None:
             about["tool_calls"] = self._format.read(output.text).calls
         if report.logprobs:
-            about |= self._logprobs(place, transcript, output)
+            about |= self._logprobs(place, transcript, output, whole=whole)
         return {"text": output.text, "output_ids": output.token_ids, "meta_info": about}
 
     def _logprobs(
-        self, place: int, transcript: RequestOutputProcessor, output: CompletionOutput
+        self, place: int, transcript: RequestOutputProcessor, output: CompletionOutput, *, whole: bool
     ) -> Mapping[str, object]:
         report = self._reports[place]
         if place not in self._prompt_fields:
             self._prompt_fields[place] = self._entries.of_prompt(report, transcript)
+        if whole:
+            made = self._entries.of_output(report, output.token_ids, output.logprobs or [])
+            return {**self._prompt_fields[place], **{name: JsonList(entries) for name, entries in made.items()}}
         key = (place, output.index)
         if key not in self._output_entries:
             self._output_entries[key] = OutputEntries(self._entries, report)

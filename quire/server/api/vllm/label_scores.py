@@ -78,7 +78,7 @@ async def _start(service: Service, request: Request, body: LabelScoreBody, id: s
         asked = await service.tokenize(caller.tenant, prompts, each)
         namespace, scheduling_params = caller.namespace(body.cache_salt), body.scheduling_params(service.options)
         with caller.quota.spending(num_prompt_tokens(asked)):
-            return await service.start(id, asked, namespace, scheduling_params=scheduling_params)
+            return await service.start(id, asked, namespace, scheduling_params=scheduling_params, whole=True)
 
 
 def _response(service: Service, body: LabelScoreBody, id: str, reply: Reply) -> dict[str, object]:
