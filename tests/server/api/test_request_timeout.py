@@ -107,7 +107,7 @@ def test_work_for_which_no_time_is_left_is_never_begun():
         async def end(self):
             await asyncio.sleep(60)
 
-        def close(self):
+        def release(self):
             self.closed = True
 
     async def run():

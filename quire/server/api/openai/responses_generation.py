@@ -164,7 +164,6 @@ class Generation:
         Raises as `MessageReader.deltas`, TimedOut, and RequestError for an output that its constraint could not end.
         """
         yield self.writer.begin()
-        self._reader.transcript(self.reply).drop_logprobs()
         reason = None
         async for deltas in self._limit.iterate(self._reader.deltas(self.reply)):
             events = []
@@ -409,6 +408,7 @@ class Responses:
             fields = _fields(id, service, body, chat.params)
             num_bytes = len(await prepared(lambda: msgspec.json.encode(fields)))  # or UnicodeEncodeError: not sent back
             reader, reply = await start_conversation(service, request, id, chat)
+            reader.transcript(reply).drop_logprobs()
         writer = ResponseWriter(
             fields,
             len(new_items),
