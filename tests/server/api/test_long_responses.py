@@ -14,6 +14,7 @@ from quire.server.api.openai import responses_generation, stored_responses
 from quire.server.api_keys import KEYLESS_CALLER
 from quire.server.app import make_app
 from quire.server.held_answer import PIECE_BYTES
+from quire.server.middleware.quota import Quota
 from quire.server.store import Store
 from quire.tenant_memory import LARGE
 
@@ -336,3 +337,38 @@ def test_a_long_response_is_encoded_on_a_thread(run, monkeypatch):
         assert set(names[1:]) == {"quire-pool"}, "all but the fields at the begin"
 
     run(scenario)
+
+
+def test_long_tools_of_a_response_count_while_it_is_generated(run):
+    async def scenario(client):
+        held = []
+
+        async def read(messages):
+            held.append(client.memory.num_held)
+
+        tool = {"type": "function", "name": "f", "description": "\u6f22" * 30_000, "parameters": {}}
+        body = {"input": HELLO, "tools": [tool], "tool_choice": "none", "max_output_tokens": 5, "stream": True}
+        assert (await client.ask("POST", "/v1/responses", body, read))[0] == 200
+        assert min(held) > 90_000
+
+    run(scenario)
+
+
+def test_reading_stored_responses_counts_for_the_limits_of_the_key(built, monkeypatch):
+    async def main():
+        service, store = service_of(built), Store()
+        app = make_app(service, store=store)
+        async with app.router.lifespan_context(app):
+            client = Client(app, service, store)
+            body = {"input": HELLO, "background": True, "stream": True}
+            _, live = await client.ask("POST", "/v1/responses", {**body, "max_output_tokens": 5})
+            id = json.loads(live.split(b"\n\n")[0].partition(b"data: ")[2])["response"]["id"]
+            spent = []
+            for name in ("count_download", "spend_bytes"):
+                monkeypatch.setattr(Quota, name, lambda _quota, *args, name=name: spent.append((name, *args)))
+            sizes = []
+            for path in ("", "/input_items", "?stream=true"):
+                sizes.append(len((await client.ask("GET", f"/v1/responses/{id}{path}"))[1]))
+            assert spent == [one for size in sizes for one in (("count_download",), ("spend_bytes", size))]
+
+    asyncio.run(asyncio.wait_for(main(), 60))
