@@ -3,9 +3,10 @@
     python -m benchmarks.hostile [--seconds 8] [--only large unread ...] [--json FILE]
 
 Each phase plays one kind of load from a process of its own: bodies at the bounds, half-sent bodies, clients that never
-read, idle connections up to the limit of file descriptors, expensive schemas, long prompts, short requests that stand
-for long ones. Beside it a quiet tenant reads one chat stream after the other, and /live is probed every 20 ms. The
-table has the longest waits, and the growth of the HTTP process. The exit code is 1 if a figure misses its floor.
+read, idle connections up to the limit of file descriptors, expensive schemas, long prompts, large files that are
+deleted, short requests that stand for long ones. Beside it a quiet tenant reads one chat stream after the other, and
+/live is probed every 20 ms. The table has the longest waits, and the growth of the HTTP process. The exit code is 1 if
+a figure misses its floor.
 """
 
 import argparse
@@ -37,7 +38,7 @@ _DESCRIPTORS = 1024  # of the server, soft and hard: the default of most systems
 _FLAGS = ("--port", "0", "--memory", "512MiB", "--max-num-seqs", "32", "--max-model-len", "2048", "--threads", "1")
 _AFTER_SECONDS = 0.5  # for which the quiet tenant goes on when the connections of the load end
 _SETTLE_SECONDS = 1.0  # between two phases
-_GROWING = ("conversations", "replays", "logprobs")  # phases whose small requests stand for much
+_GROWING = ("conversations", "replays", "logprobs", "deletes")  # phases whose small requests stand for much
 
 
 class Site(NamedTuple):
@@ -60,6 +61,7 @@ class Figures:
     num_events: int
     statuses: dict[str, int] = field(default_factory=dict)  # of the hostile requests
     problems: dict[str, int] = field(default_factory=dict)  # of the quiet tenant
+    longest_stored: float | None = None  # of a list in the store
 
 
 class Bound(NamedTuple):
@@ -73,7 +75,8 @@ def bounds(phase: str) -> dict[str, Bound]:
     """The bounds of a phase's figures."""
     if phase in _GROWING:
         waits = dict.fromkeys(("longest_gap", "longest_live", "longest_first"), Bound(0.1, 0.3))
-        return {**waits, "grown": Bound(100, 200)}
+        stored = {"longest_stored": Bound(0.1, 0.3)} if phase == "deletes" else {}
+        return {**waits, **stored, "grown": Bound(100, 200)}
     busy = STEP_SECONDS if phase == "prompts" else 0.0
     found = {"longest_gap": Bound(busy + 0.25, busy + (0.5 if busy else 1.0)), "longest_live": Bound(0.1, 0.5)}
     if phase == "schemas":
@@ -94,7 +97,9 @@ def site() -> Iterator[Site]:
         limited = ["prlimit", f"--nofile={_DESCRIPTORS}:{_DESCRIPTORS}"]
         command = [sys.executable, "-u", "-c", "from quire.cli import main; main()", "serve", *_FLAGS]
         with subprocess.Popen(
-            [*limited, *command, "--api-key-file", str(path)], stdout=subprocess.PIPE, text=True
+            [*limited, *command, "--api-key-file", str(path), "--store-path", str(Path(folder) / "store")],
+            stdout=subprocess.PIPE,
+            text=True,
         ) as process:
             try:
                 lines = iter(process.stdout or ())
@@ -118,7 +123,9 @@ async def play(site: Site, phase: str, seconds: float) -> Figures:
         assert load.stdin is not None and load.stdout is not None
         load.stdout.readline()
         quiet = Quiet(site.port, site.keys["quiet"], waits)
-        works = [quiet.streams(), quiet.probes(), *([quiet.schemas()] if phase in ("schemas", "nothing") else [])]
+        works = [quiet.streams(), quiet.probes()]
+        works += [quiet.schemas()] if phase in ("schemas", "nothing") else []
+        works += [quiet.stored()] if phase in ("deletes", "nothing") else []
         running, most = [asyncio.ensure_future(work) for work in works], before
         load.stdin.write("\n")
         load.stdin.flush()
@@ -140,6 +147,7 @@ async def play(site: Site, phase: str, seconds: float) -> Figures:
         num_events=len(waits.gaps),
         statuses=dict(sorted(statuses.items())),
         problems=dict(waits.problems),
+        longest_stored=_most(waits.stored),
     )
 
 
@@ -150,8 +158,9 @@ def _most(values: list[float]) -> float | None:
 def table(results: dict[str, Figures]) -> Table:
     """The figures. One beyond its goal has a `!`, one beyond its floor `!!`."""
     made = Table(title="longest waits of a quiet tenant beside each load (s), growth of the HTTP process (MiB)")
-    columns = ("longest_gap", "longest_live", "longest_first", "longest_schema", "grown")
-    for name in ("load", "gap", "/live", "first token", "new schema", "grown", "answers to the load", "problems"):
+    columns = ("longest_gap", "longest_live", "longest_first", "longest_schema", "longest_stored", "grown")
+    titles = ("load", "gap", "/live", "first token", "new schema", "stored", "grown", "answers to the load", "problems")
+    for name in titles:
         made.add_column(name, overflow="fold")
     for phase, figures in results.items():
         cells = [_cell(getattr(figures, name), bounds(phase).get(name)) for name in columns]

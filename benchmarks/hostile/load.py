@@ -15,6 +15,8 @@ from collections.abc import Callable, Coroutine, Iterator
 from itertools import count, cycle
 from typing import Any
 
+from benchmarks.hostile.stored import deletes
+
 MAX_BODY = 16 * 2**20  # bytes: the server's bound
 CHAT = "/v1/chat/completions"
 RESPONSES = "/v1/responses"
@@ -259,7 +261,7 @@ PHASES: dict[str, Load] = {
     one.__name__: one
     for one in (
         *(nothing, large, deep, messages, tools, small, half, unread, idle, schemas, prompts),
-        *(conversations, replays, logprobs),
+        *(conversations, replays, logprobs, deletes),
     )
 }
 

@@ -21,6 +21,7 @@ class Waits:
     first: list[float] = field(default_factory=list)  # from a request to its first token
     live: list[float] = field(default_factory=list)  # of a probe
     schema: list[float] = field(default_factory=list)  # of a request with a new schema and one token
+    stored: list[float] = field(default_factory=list)  # of a list of its files, which is in the store
     problems: Counter[str] = field(default_factory=Counter)
 
 
@@ -57,6 +58,18 @@ class Quiet:
                     one.writer.write(b"GET /live HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
                     await one.answer()
                     self._waits.live.append(self._clock() - before)
+                    await asyncio.sleep(max(0.0, before + PROBE_SECONDS - self._clock()))
+
+    async def stored(self) -> None:
+        """List the files every PROBE_SECONDS."""
+        while True:
+            async with _Connection(self._port, self._waits.problems, "stored") as one:
+                while True:
+                    before = self._clock()
+                    fields = f"host: 127.0.0.1\r\nauthorization: Bearer {self._key}\r\n"
+                    one.writer.write(f"GET /v1/files HTTP/1.1\r\n{fields}\r\n".encode())
+                    await one.answer()
+                    self._waits.stored.append(self._clock() - before)
                     await asyncio.sleep(max(0.0, before + PROBE_SECONDS - self._clock()))
 
     async def schemas(self) -> None:

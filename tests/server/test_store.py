@@ -653,6 +653,30 @@ def test_what_an_earlier_server_did_not_end_is_ended_when_it_is_read_and_written
     asyncio.run(second())
 
 
+def test_pieces_of_an_append_that_failed_are_no_part_of_the_contents(monkeypatch):
+    disk = watch(monkeypatch)
+    monkeypatch.setattr(store_module, "PIECE_BYTES", 10)
+
+    async def main():
+        store = Store()
+        await file_of(store, 0)
+        await store.append("ann", "file", "big", b"first")
+        inserts = iter(range(100))
+        disk.fails = lambda _number, text: text.startswith("INSERT INTO contents") and next(inserts) == 7
+        with pytest.raises(StoreUnavailable):
+            await store.append("ann", "file", "big", b"x" * 100, b'{"bytes": 105}')
+        assert num_rows(store) == 8
+        assert [await store.content("ann", "file", "big", place) for place in (0, 1, 6)] == [b"first", None, None]
+        assert await store.get("ann", "file", "big") == b"{}"
+        await store.append("ann", "file", "big", b"second")
+        assert [await store.content("ann", "file", "big", i) for i in range(3)] == [b"first", b"second", None]
+        assert num_rows(store) == 2
+        check_usage(store)
+        store.close()
+
+    asyncio.run(main())
+
+
 def test_statements_have_plain_placeholders(monkeypatch):
     """Python 3.14 refuses others with a sequence of values."""
     disk = watch(monkeypatch)
