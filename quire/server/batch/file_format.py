@@ -144,9 +144,7 @@ class TaskReader:
     def _distinct(self, found: Task | BadLine) -> Task | BadLine:
         """The same, or the BadLine for a custom_id that an earlier line has."""
         if found.custom_id in self._custom_ids:
-            message = (
-                f"the custom_id {found.custom_id!r:.80} is that of an earlier line; each line needs a different one"
-            )
+            message = f"the custom_id {found.custom_id!r} is that of an earlier line; each line needs a different one"
             return BadLine(found.number, found.custom_id, "duplicate_custom_id", message)
         if found.custom_id is not None:
             self._custom_ids.add(found.custom_id)
