@@ -210,6 +210,11 @@ class Reply:
             except Busy:  # the response has begun, so it waits
                 await asyncio.sleep(_BUSY_SECONDS)
 
+    async def about_prompt(self, transcript: RequestOutputProcessor, write: Callable[[], T]) -> T:
+        """The result of `write`, which describes a prompt; on a thread if that has many logprobs. See `on_thread`."""
+        rows = transcript.prompt_logprobs
+        return write() if rows is None or rows.num_values <= _MANY_VALUES else await self.on_thread(write)
+
     @property
     def _finish_reasons(self) -> list[str]:
         """Finish reasons of all sequences; `_default_finish_reason` for those that have not ended."""

@@ -61,7 +61,7 @@ ORDER = (
         "server.errors",
     ),
     *("server.observability", "server.api.request_params", "server.middleware", "server.thread_pool"),
-    *("server.held_answer", "server.sse"),
+    *("server.held_answer", "server.sse", "server.json_pieces"),
     *(
         "server.store_database",
         "server.store",

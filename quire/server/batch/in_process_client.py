@@ -13,7 +13,7 @@ from quire.server.errors import error_object
 MAX_ANSWER = 2**25  # bytes
 _TOO_LONG = error_object(
     400,
-    f"the answer to this line has more than {MAX_ANSWER:,} bytes; lower n, max_tokens, logprobs or the number of prompts",
+    f"the answer to this line has more than {MAX_ANSWER:,} bytes; lower n, max_tokens, logprobs or prompts",
     code="answer_too_long",
 )
 LOCAL_ADDRESS = ("127.0.0.1", 0)

@@ -13,7 +13,9 @@ from quire.params import SamplingParams
 from quire.server import json_pieces, reply
 from quire.server.api import limits
 from quire.server.api.limits import MAX_ANSWER_VALUES, MAX_EVENT_VALUES, bounded_answer
+from quire.server.api.openai import chat, completions
 from quire.server.api.openai.logprobs import LogprobFormat
+from quire.server.api.sglang.logprobs import EntryFormat
 from quire.server.thread_pool import ThreadPool
 from quire.tenant_memory import TenantMemories
 
@@ -80,15 +82,15 @@ def test_every_dialect_has_the_bound(http, monkeypatch):
     monkeypatch.setattr("quire.server.api.conversation.MAX_ANSWER_VALUES", 100)
     monkeypatch.setattr("quire.server.api.conversation.MAX_EVENT_VALUES", 100)
     monkeypatch.setattr("quire.server.api.sglang.routes.MAX_EVENT_VALUES", 50)
-    chat = {"messages": CHAT, "logprobs": True, "top_logprobs": 9}
+    asking = {"messages": CHAT, "logprobs": True, "top_logprobs": 9}
     options = {"num_predict": 11}
     ollama = {"stream": False, "logprobs": True, "top_logprobs": 9}
     listed = {"return_logprob": True, "top_logprobs_num": 9}
     response = {"input": "Hello", "top_logprobs": 9, "include": ["message.output_text.logprobs"]}
     cases = [
-        ("/v1/chat/completions", {**chat, "max_tokens": 11}, "top_logprobs"),
-        ("/v1/chat/completions", {**chat, "top_logprobs": 0, "max_tokens": 51, "n": 2}, "top_logprobs"),
-        ("/v1/chat/completions/batch", {**chat, "messages": [CHAT, CHAT], "max_tokens": 6}, "top_logprobs"),
+        ("/v1/chat/completions", {**asking, "max_tokens": 11}, "top_logprobs"),
+        ("/v1/chat/completions", {**asking, "top_logprobs": 0, "max_tokens": 51, "n": 2}, "top_logprobs"),
+        ("/v1/chat/completions/batch", {**asking, "messages": [CHAT, CHAT], "max_tokens": 6}, "top_logprobs"),
         ("/v1/completions", {"prompt": [STORY] * 2, "logprobs": 9, "max_tokens": 6}, "logprobs"),
         ("/generate", {"text": STORY, **listed, "sampling_params": {"max_new_tokens": 11}}, "top_logprobs_num"),
         ("/generate", {"text": STORY, **listed, "stream": True, "sampling_params": {"max_new_tokens": 6}}, None),
@@ -104,7 +106,7 @@ def test_every_dialect_has_the_bound(http, monkeypatch):
         if param and "/api/" not in path:
             assert answer.json()["error"]["param"] == param
     for path, body in (
-        ("/v1/chat/completions", {**chat, "max_tokens": 11, "stream": True}),
+        ("/v1/chat/completions", {**asking, "max_tokens": 11, "stream": True}),
         ("/v1/completions", {"prompt": STORY, "logprobs": 9, "max_tokens": 11, "stream": True}),
         ("/api/chat", {"messages": CHAT, **ollama, "stream": True, "options": options}),
     ):
@@ -190,3 +192,33 @@ def test_rows_are_formatted_on_a_thread_and_count_until_they_are_sent(http, monk
     names.clear()
     http.post("/v1/chat/completions", json={**body, "n": 1})
     assert "quire-pool" not in names
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": [STORY, "One day"], "n": 2, "prompt_logprobs": 2}),
+        ("/v1/chat/completions", {"messages": CHAT, "prompt_logprobs": 2}),
+        ("/generate", {"text": STORY, "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}),
+    ],
+)
+def test_long_prompts_are_described_on_a_thread_once_in_a_stream(http, monkeypatch, path, body):
+    made = []
+    writers = (completions, "prompt_logprobs_json"), (chat, "prompt_logprobs_json"), (EntryFormat, "of_prompt")
+    for module, name in writers:
+        write = getattr(module, name)
+
+        def written(*given, write=write):
+            made.append(threading.current_thread().name)
+            return write(*given)
+
+        monkeypatch.setattr(module, name, written)
+    sampling = {"sampling_params": {"max_new_tokens": 5}} if path == "/generate" else {"max_tokens": 5}
+    for most, name in ((10**6, "MainThread"), (0, "quire-pool")):
+        made.clear()
+        monkeypatch.setattr(reply, "_MANY_VALUES", most)
+        answer = http.post(path, json={**body, **sampling, "stream": True})
+        assert answer.text.endswith("data: [DONE]\n\n")
+        assert '"error"' not in answer.text
+        assert len(made) == (2 if path == "/v1/completions" else 1)
+        assert all((one == "quire-pool") == (name == "quire-pool") for one in made)

@@ -195,8 +195,10 @@ class ChatAnswer:
                 if not objects and (finish_reason or (self._with_tokens and delta.token_ids)):
                     objects = [{}]
                 for place, content in enumerate(objects, 1):
-                    first = {"prompt_logprobs": _prompt_logprobs(transcript)} if about_prompt else {}
-                    about_prompt = False
+                    first = {}
+                    if about_prompt:
+                        rows = await reply.about_prompt(transcript, partial(_prompt_logprobs, transcript))
+                        about_prompt, first = False, {"prompt_logprobs": rows}
                     whole = (delta, finish_reason) if place == len(objects) else (None, None)
                     choice = self._choice(index, {"delta": content}, *whole)
                     chunks.append(

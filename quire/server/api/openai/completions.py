@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -193,7 +194,11 @@ class CompletionAnswer:
                 begins = index not in begun
                 if is_visible(delta, ids=self._with_tokens) or (begins and self._prompt_echoes.is_requested):
                     begun.add(index)
-                    opening = self._prompt_echoes.get(place, reply.transcripts[place]) if begins else None
+                    opening = None
+                    if begins:
+                        transcript = reply.transcripts[place]
+                        write = partial(self._prompt_echoes.get, place, transcript)
+                        opening = await reply.about_prompt(transcript, write)
                     choice = self._choice(index, delta, place, opening)
                     chunk = {**self._head, "choices": [choice], **self._usage.of_chunk(reply)}
                     chunks.append(self._chunk_event(chunk))

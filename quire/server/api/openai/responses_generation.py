@@ -5,9 +5,8 @@ import logging
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from fastapi import Request
@@ -15,16 +14,9 @@ from msgspec import Raw
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
-from quire.chat.tools import Toolbox, toolbox
-from quire.engine.inputs import template_variables
 from quire.errors import ContextLengthExceeded, EngineStopped, QuireError, RequestError
-from quire.params import SamplingParams
 from quire.server.api.conversation import (
-    RENDERING_FIELDS,
-    ChatRequest,
     MessageReader,
-    Rendering,
-    reasoning_variables,
     start_conversation,
 )
 from quire.server.api.openai.logprobs import LogprobFormat
@@ -32,17 +24,14 @@ from quire.server.api.openai.responses_output import (
     DELTA,
     Event,
     ResponseWriter,
-    item_id,
     now,
     response_usage,
 )
+from quire.server.api.openai.responses_request import chat_request, items_of, response_fields, truncated
 from quire.server.api.openai.responses_schema import (
     ENCRYPTED,
     Item,
     ResponseBody,
-    chat_messages,
-    chat_tool_choice,
-    chat_tools,
 )
 from quire.server.api.openai.stored_responses import (
     PIECE_BYTES,
@@ -392,7 +381,7 @@ class Responses:
         service.check_model(body.model)
         body.check()
         id = service.request_ids.make("resp", request)
-        new_items = await service.prepare(request, lambda: _new_items(body, id))
+        new_items = await service.prepare(request, lambda: items_of(body, id))
         earlier, added = await self._conversation(request, body, new_items)
         items = [*earlier.kept, *added]
         are_long = len(items) > MANY or earlier.source is not None or request.state.body_bytes.is_large
@@ -402,10 +391,10 @@ class Responses:
 
         input = await prepared(partial(new_input, earlier, added))
         with renamed_fields(body.engine_names()):
-            chat = await prepared(partial(_chat_request, service, body, items, request))
+            chat = await prepared(partial(chat_request, service, body, items, request))
             if body.truncation == "auto":
-                chat = await service.thread_pool.run(caller.tenant, lambda: _truncated(service, chat))
-            fields = _fields(id, service, body, chat.params)
+                chat = await service.thread_pool.run(caller.tenant, lambda: truncated(service, chat))
+            fields = response_fields(id, service, body, chat.params)
             num_bytes = len(await prepared(lambda: msgspec.json.encode(fields)))  # or UnicodeEncodeError: not sent back
             reader, reply = await start_conversation(service, request, id, chat)
             reader.transcript(reply).drop_logprobs()
@@ -494,109 +483,3 @@ def _interrupted(record: bytes) -> bytes:
     error = {"code": "server_error", "message": message}
     ended = {**msgspec.json.decode(stored.response), "status": "failed", "error": error}
     return msgspec.json.encode({"response": ended, "input": stored.input})
-
-
-def _new_items(body: ResponseBody, response_id: str) -> list[dict[str, Any]]:
-    """The items of a body, with ids, and with content as parts."""
-    items: list[dict[str, Any]]
-    if isinstance(body.input, str):
-        items = [{"type": "message", "role": "user", "content": body.input}]
-    else:
-        items = [item.plain() for item in body.input]
-    for number, item in enumerate(items):
-        if item["type"] == "message" and isinstance(item.get("content"), str):
-            kind = "output_text" if item.get("role") == "assistant" else "input_text"
-            item["content"] = [{"type": kind, "text": item["content"]}]
-        item.setdefault("id", item_id(item["type"], response_id, number))
-        item.setdefault("status", "completed")
-    return items
-
-
-def _chat_request(service: Service, body: ResponseBody, input: Sequence[Item], request: Request) -> ChatRequest:
-    """The conversation of a body. input: its items, with those before. Raises RequestError."""
-    service.check_size([body.tools, body.tool_choice], "tools")  # which are part of the response
-    tools = chat_tools(body.tools or (), skip_others=service.ignores_unknown_fields)
-    offered = toolbox(tools, chat_tool_choice(body.tool_choice), body.parallel_tool_calls)
-    return ChatRequest(
-        messages=chat_messages(input, body.instructions),
-        params=body.sampling_params(service.sampling_defaults),
-        rendering=_rendering(body, offered),
-        toolbox=offered,
-        thinking_budget=body.thinking_token_budget,
-        namespace=caller_of(request).namespace(body.cache_salt),
-        scheduling_params=body.scheduling_params(service.options),
-        repeats=True,
-    )
-
-
-def _rendering(body: ResponseBody, offered: Toolbox | None) -> Rendering:
-    """The rendering that a body requests. Raises RequestError."""
-    shown = () if offered is None or offered.choice.mode == "none" else offered.tools
-    reasoning = reasoning_variables(None if body.reasoning is None else body.reasoning.effort)
-    return Rendering(
-        tools=[tool.raw for tool in shown] or None,
-        variables=reasoning | template_variables(body.chat_template_kwargs, RENDERING_FIELDS),
-    )
-
-
-def _truncated(service: Service, chat: ChatRequest) -> ChatRequest:
-    """`chat` without the oldest turns that do not fit into the context. Messages of the system at the begin stay.
-
-    What is left begins with a message of the user. The last turn stays, whether it fits or not.
-    """
-    first = next((i for i, message in enumerate(chat.messages) if message["role"] != "system"), 0)
-    turns = [i for i, message in enumerate(chat.messages) if i > first and message["role"] == "user"]
-    cuts = [first, *turns]
-
-    def shortened(cut: int) -> ChatRequest:
-        return replace(chat, messages=[*chat.messages[:first], *chat.messages[cut:]])
-
-    def fits(cut: int) -> bool:
-        messages = shortened(cut).messages
-        try:
-            chat.rendering.check_size(messages, service)
-        except ContextLengthExceeded:
-            return False
-        return len(chat.rendering.tokenize(messages, service.tokenizer).ids) < service.max_model_len
-
-    low, high = 0, len(cuts) - 1
-    while low < high:  # the number of tokens falls with each turn that is dropped
-        middle = (low + high) // 2
-        if fits(cuts[middle]):
-            high = middle
-        else:
-            low = middle + 1
-    return shortened(cuts[low])
-
-
-def _fields(id: str, service: Service, body: ResponseBody, params: SamplingParams) -> dict[str, Any]:
-    """The fields of a response that begins."""
-    format = None if body.text is None else body.text.format
-    return {
-        "id": id,
-        "object": "response",
-        "created_at": now(),
-        "completed_at": None,
-        "status": "queued" if body.background else "in_progress",
-        "background": bool(body.background),
-        "error": None,
-        "incomplete_details": None,
-        "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
-        "max_tool_calls": None,
-        "metadata": body.metadata or {},
-        "model": service.model_name,
-        "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": body.previous_response_id,
-        "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": body.summary},
-        "store": body.store is not False,
-        "temperature": params.temperature,
-        "text": {"format": {"type": "text"} if format is None else format.model_dump(by_alias=True, exclude_none=True)},
-        "tool_choice": body.tool_choice or "auto",
-        "tools": body.tools or [],
-        "top_logprobs": body.top_logprobs or 0,
-        "top_p": params.top_p,
-        "truncation": body.truncation or "disabled",
-        "usage": None,
-        "user": None,
-    }

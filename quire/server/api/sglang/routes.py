@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 from uuid import uuid4
 
@@ -196,7 +197,10 @@ class GenerateAnswer:
             events = []
             for choice, delta in newest.items():
                 place = reply.transcript_index(delta)
-                value = self._object(place, reply.transcripts[place], delta.index)
+                transcript = reply.transcripts[place]
+                if self._reports[place].logprobs and place not in self._prompt_fields:
+                    await reply.about_prompt(transcript, partial(self._fields_of_prompt, place, transcript))
+                value = self._object(place, transcript, delta.index)
                 events.append(event(value if self._alone else {**value, "index": choice}))
             yield b"".join(events)
         yield DONE
@@ -227,13 +231,17 @@ class GenerateAnswer:
     def _logprobs(
         self, place: int, transcript: RequestOutputProcessor, output: CompletionOutput, *, whole: bool
     ) -> Mapping[str, object]:
-        report = self._reports[place]
-        if place not in self._prompt_fields:
-            self._prompt_fields[place] = self._entries.of_prompt(report, transcript)
+        report, of_prompt = self._reports[place], self._fields_of_prompt(place, transcript)
         if whole:
             made = self._entries.of_output(report, output.token_ids, output.logprobs or [])
-            return {**self._prompt_fields[place], **{name: JsonList(entries) for name, entries in made.items()}}
+            return {**of_prompt, **{name: JsonList(entries) for name, entries in made.items()}}
         key = (place, output.index)
         if key not in self._output_entries:
             self._output_entries[key] = OutputEntries(self._entries, report)
-        return {**self._prompt_fields[place], **self._output_entries[key].upto(output)}
+        return {**of_prompt, **self._output_entries[key].upto(output)}
+
+    def _fields_of_prompt(self, place: int, transcript: RequestOutputProcessor) -> dict[str, Raw]:
+        """The fields of a computed prompt, which are written once."""
+        if place not in self._prompt_fields:
+            self._prompt_fields[place] = self._entries.of_prompt(self._reports[place], transcript)
+        return self._prompt_fields[place]
