@@ -19,6 +19,7 @@ from benchmarks.hostile.stored import deletes
 
 MAX_BODY = 16 * 2**20  # bytes: the server's bound
 CHAT = "/v1/chat/completions"
+RESPONSES = "/v1/responses"
 _HELLO = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 4}
 _MARK = b"@@@@@@@@"  # replaced by a number in each body, so that no answer is cached
 _PIECE = 2**16
@@ -35,10 +36,29 @@ class Attack:
         self.seconds = seconds
         self.statuses: Counter[str] = Counter()
 
-    def head(self, path: str, length: int) -> bytes:
+    def head(self, path: str, length: int, method: str = "POST") -> bytes:
         """The head of a request with this key."""
         fields = f"host: 127.0.0.1\r\nauthorization: Bearer {self.key}\r\ncontent-type: application/json\r\n"
-        return f"POST {path} HTTP/1.1\r\n{fields}content-length: {length}\r\n\r\n".encode()
+        return f"{method} {path} HTTP/1.1\r\n{fields}content-length: {length}\r\n\r\n".encode()
+
+    def get(self, path: str) -> bytes:
+        """A GET with this key."""
+        return self.head(path, 0, "GET")
+
+    async def ask(self, method: str, path: str, body: object = None) -> Any:  # noqa: ANN401 (JSON)
+        """The answer to one request, on a connection of its own. Raises ValueError for another status than 200."""
+        data = b"" if body is None else json.dumps(body).encode()
+        reader, writer = await self.connect()
+        try:
+            writer.write(self.head(path, len(data), method) + data)
+            head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+            length = next(int(line[15:]) for line in head.split("\r\n") if line.startswith("content-length:"))
+            answer = await reader.readexactly(length)
+        finally:
+            writer.transport.abort()
+        if head[9:12] != "200":
+            raise ValueError(answer.decode())
+        return json.loads(answer)
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """A connection to the server."""
@@ -194,6 +214,44 @@ async def prompts(attack: Attack) -> None:
     await attack.flood("/v1/completions", _numbered([body]), 16)
 
 
+def _long_conversation() -> dict[str, Any]:
+    """A response that continues 15 MB of messages, of which the last one fits."""
+    messages = [{"role": role, "content": role * 1950} for role in ("user", "assistant") for _ in range(500)]
+    messages = [*messages[::2], *messages[1::2], {"role": "user", "content": "Hello!"}]
+    return {"input": messages, "truncation": "auto", "max_output_tokens": 1}
+
+
+async def conversations(attack: Attack) -> None:
+    """60 requests at once of 120 bytes that continue a stored conversation of 15 MB."""
+    stored = await attack.ask("POST", RESPONSES, _long_conversation())
+    body = {"input": "@@@@@@@@", "previous_response_id": stored["id"], "truncation": "auto", "max_output_tokens": 1}
+    await attack.flood(RESPONSES, _numbered([json.dumps(body).encode()]), 60)
+
+
+async def replays(attack: Attack) -> None:
+    """60 replays of a stored stream that nobody reads, beside 60 GETs of its response and of what it continues."""
+    logprobs = {"top_logprobs": 20, "include": ["message.output_text.logprobs"], "ignore_eos": True}
+    body = {**_long_conversation(), **logprobs, "max_output_tokens": 200, "background": True, "stream": True}
+    data = json.dumps(body).encode()
+    reader, writer = await attack.connect()
+    writer.write(attack.head(RESPONSES, len(data)) + data)
+    await reader.readuntil(b'"id":"')
+    answer = await reader.readuntil(b'"')
+    id = answer[:-1].decode()
+    while not answer.endswith(b"0\r\n\r\n"):
+        answer = (answer + await reader.read(_PIECE))[-_PIECE:]
+    writer.transport.abort()
+    path = f"{RESPONSES}/{id}"
+    paths = (f"{path}?stream=true", path, f"{path}/input_items?limit=100")
+    await asyncio.gather(*(attack.hold(attack.get(one), 60) for one in paths))
+
+
+async def logprobs(attack: Attack) -> None:
+    """Four whole answers at once with 64 choices of 600 tokens and their 128 most likely ones."""
+    body = {"prompt": "One Tuesday @@@@@@@@", "n": 64, "logprobs": 128, "max_tokens": 600, "ignore_eos": True}
+    await attack.flood("/v1/completions", _numbered([json.dumps(body).encode()]), 4)
+
+
 async def nothing(_attack: Attack) -> None:
     """No load."""
     await asyncio.sleep(3600)
@@ -201,7 +259,10 @@ async def nothing(_attack: Attack) -> None:
 
 PHASES: dict[str, Load] = {
     one.__name__: one
-    for one in (nothing, large, deep, messages, tools, small, half, unread, idle, schemas, prompts, deletes)
+    for one in (
+        *(nothing, large, deep, messages, tools, small, half, unread, idle, schemas, prompts),
+        *(conversations, replays, logprobs, deletes),
+    )
 }
 
 

@@ -21,8 +21,12 @@ from quire.errors import (
 )
 from quire.server.middleware.quota import RateLimited
 from quire.server.observability.request_record import ErrorAnswer
+from quire.tenant_memory import MAX_TENANT_BYTES
 
 log = logging.getLogger(__name__)
+
+MAX_MESSAGE = 4096  # characters of an error's message,
+MAX_PARAM = 512  # and of the name of its field
 
 _TYPES = {  # by status; any other is an invalid_request_error
     429: "rate_limit_error",
@@ -101,6 +105,21 @@ class Rejection(HTTPException):
 
     code: ClassVar[str]
     param: ClassVar[str | None] = None
+
+
+class TenantMemoryFull(Rejection):
+    """The bytes that the server holds for the tenant leave no room for those of a request, and it has waited."""
+
+    code = "tenant_memory_full"
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(
+            429,
+            f"this request needs {num_bytes:,} bytes of the server's memory, and other requests of the tenant hold too "
+            f"many of the {MAX_TENANT_BYTES:,} that a tenant can have (bodies, stored objects, answers that are not "
+            "read yet); read the answers, or send fewer large requests at once. This bound has no setting",
+            {"retry-after": "1"},
+        )
 
 
 class Draining(Rejection):
@@ -194,10 +213,13 @@ class SequenceFailed(Exception):
 
 
 def error_object(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, object]:
-    """OpenAI's error object. Unpaired surrogates in the message are replaced."""
-    clean = message.encode("utf-8", "replace").decode()
+    """OpenAI's error object. Unpaired surrogates in the message are replaced.
+
+    Text beyond MAX_MESSAGE characters, which a request's names of fields can cause, is left out.
+    """
+    clean = message[:MAX_MESSAGE].encode("utf-8", "replace").decode()
     kind = _TYPES.get(status, "invalid_request_error")
-    return {"error": {"message": clean, "type": kind, "param": param, "code": code}}
+    return {"error": {"message": clean, "type": kind, "param": param and param[:MAX_PARAM], "code": code}}
 
 
 def describe(error: Exception) -> tuple[int, dict[str, object]]:

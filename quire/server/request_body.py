@@ -22,13 +22,14 @@ from starlette.responses import Response
 from starlette.types import Message
 
 from quire.errors import ContextLengthExceeded, DeadlineUnreachable, ModelError, QueueFull, RequestError
-from quire.server.errors import BodyTimeout, Busy
+from quire.server.errors import BodyTimeout
+from quire.server.held_answer import hold, in_pieces
 from quire.server.middleware.auth import caller_of
 from quire.server.middleware.quota import UNLIMITED, Quota
 from quire.server.multipart import MultipartParser, Part
 from quire.server.sse import ClientGone
 from quire.server.thread_pool import ThreadPool
-from quire.tenant_memory import HeldBytes, TenantMemories, TenantMemory
+from quire.tenant_memory import LARGE, HeldBytes, TenantMemories, TenantMemory
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -40,7 +41,6 @@ MAX_NESTING = 512  # levels of JSON; the limits of parsers differ between versio
 MAX_VALUES = 2**20 + 2**17  # commas outside of strings; MAX_PROMPT_TOKENS token ids fit
 MAX_CONTAINERS = 2**17  # objects and lists,
 MAX_FIELDS = 2**17  # and fields of objects: a parser takes much longer for them than for numbers
-LARGE = 2**16  # bytes of a body that counts for its tenant until it is tokenized, and that is always parsed on a thread
 MANY = 256  # brackets of a body that is parsed on a thread, however short it is: models of messages take time
 
 AT_ONCE = 4  # requests of a tenant that the event loop begins before it serves other connections
@@ -55,6 +55,7 @@ class RequestBodies:
     """Reads the bodies of one app.
 
     max_messages: of one conversation; none with more fits into the context. check: called with each validated body.
+    A body of more than LARGE bytes counts for its tenant until it is tokenized, and is always parsed on a thread.
     memories: what is held for each tenant.
     """
 
@@ -117,7 +118,8 @@ class RequestBodies:
                 body = await self._pool.run(caller.tenant, parse) if held.is_large else parse()
                 del parse
                 self._check(body)
-                return await endpoint(body=body, **({"request": request} if "request" in types else {}))
+                response = await endpoint(body=body, **({"request": request} if "request" in types else {}))
+                return in_pieces(response, self._memories.of(caller.tenant))
             except Exception as error:
                 if _is_charged(error):
                     caller.quota.spend_bytes(reception.num_bytes)
@@ -159,7 +161,7 @@ class BodyReception:
     async def read(self) -> bytes:
         """The whole body.
 
-        Raises as `pieces`, Busy, and for a large body RateLimited if the key has no token left.
+        Raises as `pieces` and `hold`, and for a large body RateLimited if the key has no token left.
         """
         self._check()
         is_held = self._content_length > LARGE
@@ -188,10 +190,7 @@ class BodyReception:
         """Wait for the body's turn. The time does not count for its time limit."""
         self._quota.check_tokens()
         before = self._clock()
-        try:
-            await self._held.hold(num_bytes, BODY_SECONDS)
-        except TimeoutError:
-            raise Busy from None
+        await hold(self._held, num_bytes)
         self._started_at += self._clock() - before
 
     async def _next(self, end: float) -> Message:

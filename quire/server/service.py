@@ -44,7 +44,7 @@ _MAX_SHORT_PROMPTS = 16
 
 
 class Service:
-    """One served model: engine, tokenizer, metrics, request bodies, thread pool.
+    """One served model: engine, tokenizer, metrics, request bodies, thread pool, the memory of each tenant.
 
     model_names: names that requests may use, of which responses have the first; (): the model's own.
     always_reports_usage: whether each chunk of a stream of completions or chat has the usage so far. max_logprobs: most
@@ -80,7 +80,8 @@ class Service:
         )
         self.engine = engine
         self.thread_pool = ThreadPool()
-        self.request_bodies = RequestBodies(self.max_model_len, self._check_fields, engine.memories)
+        self.memories = engine.memories
+        self.request_bodies = RequestBodies(self.max_model_len, self._check_fields, self.memories)
         self.metrics = Metrics(
             self.model_name, lambda: self.engine.health(), cache=self.cache, max_model_len=self.max_model_len
         )
@@ -111,9 +112,14 @@ class Service:
             body.refuse_unknown_fields()
         self.metrics.count_unknown_fields("body", len(body.unknown_fields))
 
+    @property
+    def max_characters(self) -> int:
+        """The most characters that fit into the context, for any tokenizer."""
+        return min(CHARACTERS_PER_TOKEN * self.max_model_len, MAX_SIZE)
+
     def check_size(self, value: object, param: str) -> None:
         """Raises ContextLengthExceeded for a JSON value with more text than fits into the context for any tokenizer."""
-        limit = min(CHARACTERS_PER_TOKEN * self.max_model_len, MAX_SIZE)
+        limit = self.max_characters
         try:
             fits = size_of(value) <= limit
         except LimitExceeded:

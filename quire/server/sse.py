@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from quire.server.error_shapes import in_shape_of_route
 from quire.server.errors import TimedOut, describe
+from quire.server.held_answer import PIECE_BYTES, pieces
 from quire.server.observability.request_record import record_error
 
 T = TypeVar("T")
@@ -132,7 +133,8 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async for data in self._events:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+                for piece in pieces(data) if len(data) > PIECE_BYTES else (data,):
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
         except OSError:
             raise
         except Exception as error:  # the status is already sent, so the error is an event

@@ -65,6 +65,14 @@ class _Row(NamedTuple):
     pinned: int
 
 
+class LargerBody(Exception):
+    """The body of an object is larger than its reader allows. num_bytes: its size."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__()
+        self.num_bytes = num_bytes
+
+
 class Store:
     """The stored objects of all tenants. clock: seconds since 1970.
 
@@ -221,10 +229,22 @@ class Store:
 
         return all([await self._in_steps(tenant, partial(work, i=i)) for i in range(len(pieces))])
 
-    async def get(self, tenant: str, kind: Kind, id: str) -> bytes | None:
-        """The body of an object; None if there is none. One that was interrupted is ended, see `end_interrupted`."""
+    async def get(self, tenant: str, kind: Kind, id: str, most: int | None = None) -> bytes | None:
+        """The body of an object; None if there is none. One that was interrupted is ended, see `end_interrupted`.
+
+        Raises LargerBody for one of more than `most` bytes, which is not read.
+        """
+
+        def work(db: sqlite3.Connection) -> _Row | None:
+            row = self._row(db, tenant, kind, id, complete=True)
+            if row is not None and most is not None and row.num_bytes > most:
+                num_bytes = _body_bytes(db, row)
+                if num_bytes > most:
+                    raise LargerBody(num_bytes)
+            return row
+
         while True:
-            found = await self._run(tenant, lambda db: self._row(db, tenant, kind, id, complete=True))
+            found = await self._run(tenant, work)
             if found is None:
                 return None
             body = await self._body(tenant, found)
@@ -246,6 +266,36 @@ class Store:
             return _piece(db, row.number, place)
 
         return await self._run(tenant, work)
+
+    async def copy_contents(self, tenant: str, kind: Kind, source: str, target: str, places: range) -> bool:
+        """Add these pieces of the contents of `source` to those of the pinned object `target`.
+
+        Returns whether both objects and the pieces are there. Raises StoreFull, and then adds no more.
+        """
+
+        def work(db: sqlite3.Connection, first: int) -> bool | None:
+            end = min(first + MAX_ROWS, places.stop)
+            old, new = (self._row(db, tenant, kind, id) for id in (source, target))
+            if old is None or new is None:
+                return False
+            selected = "FROM contents WHERE object = ? AND place >= ? AND place < ?"
+            own = (old.number, first, end)
+            num_bytes = _int(db, f"SELECT sum(length(data)) {selected}", *own, default=0)
+            db.execute(
+                "UPDATE objects SET pinned = 1 WHERE number = ?", (old.number,)
+            )  # so that it makes no room itself
+            has_room = self._make_room(db, tenant, kind, 0, num_bytes, new.number)
+            db.execute("UPDATE objects SET pinned = ? WHERE number = ?", (old.pinned, old.number))
+            if not has_room:
+                return None
+            text = "SELECT max(place) FROM contents WHERE object = ? AND place >= 0"
+            moved = 1 + _int(db, text, new.number, default=-1) - first
+            added = db.execute(f"INSERT INTO contents SELECT ?, place + ?, data {selected}", (new.number, moved, *own))
+            db.execute("UPDATE objects SET num_bytes = num_bytes + ? WHERE number = ?", (num_bytes, new.number))
+            return added.rowcount == end - first
+
+        starts = places[::MAX_ROWS]
+        return all([await self._in_steps(tenant, partial(work, first=first)) for first in starts])
 
     async def delete(self, tenant: str, kind: Kind, id: str) -> bool:
         """Delete an object with its contents. Returns whether there was one."""

@@ -17,7 +17,7 @@ from server_probes import wait_until
 from starlette.exceptions import HTTPException
 
 from quire.errors import ContextLengthExceeded
-from quire.server import request_body
+from quire.server import held_answer, request_body
 from quire.server.middleware.auth import AuthMiddleware
 from quire.server.request_body import (
     LARGE,
@@ -27,7 +27,7 @@ from quire.server.request_body import (
     MAX_VALUES,
     RequestBodies,
 )
-from quire.tenant_memory import MAX_TENANT_BYTES
+from quire.tenant_memory import MAX_TENANT_BYTES, TenantMemories
 
 JSON = "application/json"
 USER = {"role": "user", "content": "a"}
@@ -57,7 +57,7 @@ def parsed(body, max_messages=100):
     ids=["short", "long text", "longer text", "many objects"],
 )
 def test_long_bodies_and_many_objects_are_parsed_on_a_thread(body, on_thread):
-    bodies, app = RequestBodies(100, lambda body: None), FastAPI()
+    bodies, app = RequestBodies(100, lambda body: None, TenantMemories()), FastAPI()
     router = APIRouter(route_class=bodies.route_class())
 
     @router.post("/")
@@ -108,6 +108,7 @@ def test_bodies_that_are_no_json_are_refused_on_either_way(body):
 
 def test_half_sent_bodies_of_a_tenant_delay_its_own_large_bodies_alone(monkeypatch):
     monkeypatch.setattr(request_body, "BODY_SECONDS", 0.5)
+    monkeypatch.setattr(held_answer, "TURN_SECONDS", 0.5)
     with run_site("ann", "bob") as site:
         host, port = site.url.removeprefix("http://").split(":")
         large = json.dumps({"messages": [{**USER, "content": "a" * 2**17}]})

@@ -20,7 +20,7 @@ from watched_database import watch
 from quire.errors import ConfigError, EngineStopped
 from quire.server import store as store_module
 from quire.server.errors import Busy, StoreFull, StoreUnavailable
-from quire.server.store import LIMITS, Limit, Store
+from quire.server.store import LIMITS, LargerBody, Limit, Store
 
 LATER = 10**10
 
@@ -693,3 +693,46 @@ def test_statements_have_plain_placeholders(monkeypatch):
     statements = {text for each in disk.transactions for text, _ in each}
     assert len(statements) > 20
     assert not [text for text in statements if re.search(r"\?\d|[:@$][a-z]", text)]
+
+
+def test_a_body_that_is_too_large_is_not_read(small):
+    async def main():
+        store = Store()
+        await store.create("ann", "file", "a", b'"' + b"b" * 18 + b'"', expires_at=LATER, pinned=True)
+        await store.append("ann", "file", "a", b"c" * 50)
+        assert await store.get("ann", "file", "a", 20) == b'"' + b"b" * 18 + b'"'
+        with pytest.raises(LargerBody) as caught:
+            await store.get("ann", "file", "a", 19)
+        assert caught.value.num_bytes == 20, "without the contents"
+        assert await store.get("ann", "file", "x", 0) is None
+        store.close()
+
+    asyncio.run(main())
+
+
+def test_contents_are_copied_in_steps_that_make_room_and_keep_the_source(small, monkeypatch):
+    monkeypatch.setattr(store_module, "MAX_ROWS", 2)
+
+    async def main():
+        store, pieces = Store(), [bytes([97 + i]) * 6 for i in range(5)]
+        await store.create("ann", "response", "source", None, expires_at=LATER, pinned=True)
+        for piece in pieces:
+            await store.append("ann", "response", "source", piece)
+        await store.update("ann", "response", "source", b"1")
+        await store.create("ann", "response", "other", b" " * 44 + b"2", expires_at=LATER)
+        await store.create("ann", "response", "copy", None, expires_at=LATER, pinned=True)
+        await store.append("ann", "response", "copy", b"0")
+        assert await store.copy_contents("ann", "response", "source", "copy", range(1, 5))
+        assert await store.get("ann", "response", "other") is None, "it made room; the source is older and did not"
+        found = [await store.content("ann", "response", "copy", place) for place in range(6)]
+        assert found == [b"0", *pieces[1:], None]
+        check_usage(store)
+        assert not await store.copy_contents("ann", "response", "source", "copy", range(4, 6))
+        assert not await store.copy_contents("ann", "response", "x", "copy", range(1))
+        with pytest.raises(StoreFull):
+            await store.copy_contents("ann", "response", "source", "copy", range(5))
+            await store.copy_contents("ann", "response", "source", "copy", range(5))
+        check_usage(store)
+        store.close()
+
+    asyncio.run(main())

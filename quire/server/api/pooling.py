@@ -6,7 +6,10 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Literal, NamedTuple, TypeVar
 
-from fastapi import Request
+import msgspec
+import numpy as np
+from fastapi import Request, Response
+from msgspec import Raw
 from pydantic import Field
 
 from quire.core.step import Pooling
@@ -33,6 +36,8 @@ from quire.server.service import Service
 from quire.server.sse import TimeLimit, while_connected
 
 T = TypeVar("T")
+
+_MAX_FEW_VALUES = 2**13  # of an answer that is described on the event loop
 
 
 class SaltedBody(SchedulingParamsBody):
@@ -99,11 +104,33 @@ async def pool(
     return list(batch)
 
 
-async def on_thread(service: Service, request: Request, work: Callable[[], T]) -> T:
-    """The result of `work` on pooled states, on the thread pool if the model has large modules. Raises Busy."""
-    if service.embedder.is_cheap:
+async def on_thread(service: Service, request: Request, work: Callable[[], T], num_values: int = 0) -> T:
+    """The result of `work` on pooled states, on the thread pool if there are many values, or if modules are large.
+
+    Raises Busy.
+    """
+    if num_values <= _MAX_FEW_VALUES and service.embedder.is_cheap:
         return work()
     return await service.thread_pool.run(caller_of(request).tenant, work)
+
+
+def num_values(pooled: Sequence[PooledPrompt]) -> int:
+    """Number of all numbers of the pooled states."""
+    return len(pooled) * len(pooled[0].state())
+
+
+async def json_response(service: Service, request: Request, num_values: int, answer: Callable[[], object]) -> Response:
+    """The response with `answer()` as JSON, which has about `num_values` values. See `on_thread`."""
+
+    def work() -> Response:
+        return Response(msgspec.json.encode(answer()), media_type="application/json")
+
+    return await on_thread(service, request, work, num_values)
+
+
+def encoded_vector(vector: np.ndarray) -> Raw:
+    """A vector as JSON, so that the numbers of one vector at a time are Python objects."""
+    return Raw(msgspec.json.encode(vector.tolist()))
 
 
 def usage_of(pooled: Sequence[PooledPrompt]) -> dict[str, object]:

@@ -17,11 +17,12 @@ from quire.chat.parts import Content
 from quire.errors import EngineStopped
 from quire.server import store as store_module
 from quire.server.api.conversation import MessageDelta
-from quire.server.api.openai import responses_generation
+from quire.server.api.openai import stored_responses
 from quire.server.api.openai.responses_generation import Generation
 from quire.server.api.openai.responses_output import ResponseWriter
 from quire.server.app import make_app
 from quire.server.sse import TimeLimit
+from quire.server.store import Store
 from tools.demo_model.tool_use import TOOLS
 
 HELLO = CHAT[0]["content"]
@@ -283,13 +284,16 @@ def test_many_references_read_the_stored_items_once(client, monkeypatch):
     items = [{"role": "user", "content": f"{i}"} for i in range(40)]
     stored = respond(client, input=items, max_output_tokens=1)
     ids = [item.id for item in client.responses.input_items.list(stored.id, limit=100, order="asc")]
-    decode, decoded = responses_generation._decoded_items, []
-    monkeypatch.setattr(
-        responses_generation, "_decoded_items", lambda items: [decoded.append(items), decode(items)][-1]
-    )
+    get, loaded = Store.get, []
+
+    async def counted(store, *args):
+        loaded.append(args)
+        return await get(store, *args)
+
+    monkeypatch.setattr(Store, "get", counted)
     again = respond(client, input=[{"type": "item_reference", "id": id} for id in ids], max_output_tokens=1)
     assert again.usage.input_tokens == stored.usage.input_tokens
-    assert len(decoded) == 1
+    assert len(loaded) == 1
 
 
 def test_a_conversation_is_bounded_with_what_it_refers_to(client, monkeypatch):
@@ -297,7 +301,7 @@ def test_a_conversation_is_bounded_with_what_it_refers_to(client, monkeypatch):
     reference = {"type": "item_reference", "id": stored.output[0].id}
     with pytest.raises(openai.BadRequestError, match="twice; refer to it once"):
         respond(client, input=[reference, {"role": "user", "content": "x"}, reference])
-    monkeypatch.setattr(responses_generation, "MAX_BODY", 300)
+    monkeypatch.setattr(stored_responses, "MAX_BODY", 300)
     for fields in ({"input": "x", "previous_response_id": stored.id}, {"input": "x" * 300}):
         with pytest.raises(openai.BadRequestError, match="begin another one"):
             respond(client, truncation="auto", **fields)
@@ -500,7 +504,8 @@ def test_an_error_within_a_stream_is_its_last_event(reader, code, message):
         fields = {"id": f"resp_{'0' * 32}", "status": "in_progress", "error": None}
         writer = ResponseWriter(fields, 0, None, with_summary=False, with_encoded=False, logprobs=None)
         generation = Generation(
-            "ann", writer, [], (reader, None), TimeLimit(None), store=None, with_padding=False, with_cache=True
+            *("ann", writer, (reader, None), TimeLimit(None)),
+            **{"object": None, "pool": None, "with_padding": False, "with_cache": True},
         )
         data = b"".join([one async for one in generation.stream({})])
         return [json.loads(part.split(b"data: ")[1]) for part in data.strip().split(b"\n\n")]

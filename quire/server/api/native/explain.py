@@ -1,14 +1,18 @@
 """/v1/requests/{id}/explain: the explanation of a request."""
 
+from functools import partial
+
 import msgspec
 from fastapi import APIRouter, Request, Response
 
 from quire.core.explanation import Explanation
 from quire.server.api_keys import Caller
 from quire.server.errors import UnknownRequest
+from quire.server.held_answer import answer_in_turn
 from quire.server.middleware.auth import caller_of
 from quire.server.service import Service
 
+EXPLANATION_BYTES = 2**20  # that count for the tenant while explanations are looked up
 MAX_ID = 256  # characters; longer than any id of this server. One lookup key per possible prompt is built from it
 
 
@@ -19,22 +23,27 @@ def explain_routes(service: Service) -> APIRouter:
     @router.get("/v1/requests/{id:path}/explain", response_model=None)  # client ids can contain slashes
     async def explain(id: str, request: Request) -> Response:
         """Explain cache reuse, queue time and preemptions of a request that runs or ended recently."""
-        caller = caller_of(request)
-        caller.quota.count_request()
-        known = len(id) <= MAX_ID
-        answer_id = service.request_ids.answer_id(caller.tenant, id)
-        explanations = await service.explain(caller.tenant, answer_id) if known else []
-        if not visible(explanations, caller):
-            raise UnknownRequest(
-                f"there is no request {id!r:.200}, or it ended long ago; give the id in the header x-request-id of "
-                "its answer (on OpenAI's routes that is the answer's id, too)",
-                "id",
-            )
-        prompts = [{**msgspec.structs.asdict(one), "saved_by_sharing": one.saved} for one in explanations]
-        answer = {"id": id, "object": "request.explanation", "prompts": prompts}
-        return Response(msgspec.json.encode(answer), media_type="application/json")
+        caller_of(request).quota.count_request()
+        memory = service.memories.of(caller_of(request).tenant)
+        return await answer_in_turn(memory, EXPLANATION_BYTES, partial(_explained, service, request, id))
 
     return router
+
+
+async def _explained(service: Service, request: Request, id: str) -> Response:
+    caller = caller_of(request)
+    known = len(id) <= MAX_ID
+    answer_id = service.request_ids.answer_id(caller.tenant, id)
+    explanations = await service.explain(caller.tenant, answer_id) if known else []
+    if not visible(explanations, caller):
+        raise UnknownRequest(
+            f"there is no request {id!r:.200}, or it ended long ago; give the id in the header x-request-id of "
+            "its answer (on OpenAI's routes that is the answer's id, too)",
+            "id",
+        )
+    prompts = [{**msgspec.structs.asdict(one), "saved_by_sharing": one.saved} for one in explanations]
+    answer = {"id": id, "object": "request.explanation", "prompts": prompts}
+    return Response(msgspec.json.encode(answer), media_type="application/json")
 
 
 def visible(explanations: list[Explanation], caller: Caller) -> bool:

@@ -7,6 +7,7 @@ from fastapi import APIRouter, Path, Query, Request, Response
 
 from quire.monitor.update import NodeDetail
 from quire.server.errors import UnknownObject
+from quire.server.held_answer import in_pieces
 from quire.server.middleware.auth import caller_of
 from quire.server.service import Service
 from quire.server.sse import EventStream, StreamFormat, event, while_connected
@@ -50,6 +51,7 @@ def monitor_routes(service: Service, viewers: Viewers) -> APIRouter:
         ids = [token for token in detail.token_ids if token < service.vocab_size]  # others are hashes of other content
         text = await service.thread_pool.run(caller.tenant, lambda: service.tokenizer.decode(ids))
         answer = {**msgspec.structs.asdict(detail), "text": text}
-        return Response(msgspec.json.encode(answer), media_type="application/json")
+        response = Response(msgspec.json.encode(answer), media_type="application/json")
+        return in_pieces(response, service.memories.of(caller.tenant))
 
     return router

@@ -8,8 +8,10 @@ from quire.errors import RequestError, out_of_vocabulary
 from quire.server.api.openai.chat import num_unknown_fields, rendering_of, template_messages
 from quire.server.api.openai.schema import Messages, TemplateBody
 from quire.server.api.request_params import RequestBody, TokenIds, optional_field
+from quire.server.held_answer import hold
 from quire.server.middleware.auth import caller_of
-from quire.server.service import Service
+from quire.server.service import CHARACTERS_PER_TOKEN, Service
+from quire.tenant_memory import LARGE
 
 _MESSAGE_FIELDS = [name for name in TemplateBody.model_fields if name not in ("add_special_tokens", "tool_choice")]
 
@@ -46,6 +48,9 @@ def token_routes(service: Service) -> APIRouter:
     async def detokenize(body: DetokenizeBody, request: Request) -> Response:
         """Return the text of token ids, special tokens included."""
         service.check_model(body.model)
+        num_bytes = CHARACTERS_PER_TOKEN * len(body.tokens)
+        if num_bytes > LARGE:  # the text can be much longer than the body
+            await hold(request.state.body_bytes, num_bytes)
         return await service.thread_pool.run(
             caller_of(request).tenant, lambda: _json({"prompt": _text(body.tokens, service)})
         )

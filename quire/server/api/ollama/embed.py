@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 from quire.engine.inputs import pooling_params
 from quire.server.api.ollama.chat import check_model
 from quire.server.api.ollama.schema import OllamaEmbedBody, OllamaEmbeddingsBody
-from quire.server.api.pooling import PoolingRequest, on_thread, pool
+from quire.server.api.pooling import PoolingRequest, encoded_vector, json_response, num_values, on_thread, pool
 from quire.server.errors import renamed_fields
 from quire.server.service import Service
 
@@ -31,16 +31,19 @@ def embed_routes(service: Service) -> APIRouter:
         asked = PoolingRequest(texts, embedder.config.pooling, params)
         with renamed_fields({"prompt": "input"}):
             pooled = await pool(service, request, body, asked, "embd")
-        making = partial(embedder.vectors, pooled, normalize=True, dimensions=body.dimensions)
-        vectors = await on_thread(service, request, making)
-        answer = {
-            "model": service.model_name,
-            "embeddings": vectors.tolist(),
-            "total_duration": round((time.monotonic() - began) * 10**9),
-            "load_duration": 0,
-            "prompt_eval_count": sum(len(one.prompt_token_ids) for one in pooled),
-        }
-        return Response(msgspec.json.encode(answer), media_type="application/json")
+        seconds = time.monotonic() - began
+
+        def answer() -> dict[str, object]:
+            vectors = embedder.vectors(pooled, normalize=True, dimensions=body.dimensions)
+            return {
+                "model": service.model_name,
+                "embeddings": list(map(encoded_vector, vectors)),
+                "total_duration": round(seconds * 10**9),
+                "load_duration": 0,
+                "prompt_eval_count": sum(len(one.prompt_token_ids) for one in pooled),
+            }
+
+        return await json_response(service, request, num_values(pooled), answer)
 
     @router.post("/api/embeddings", response_model=None)
     async def embeddings(body: OllamaEmbeddingsBody, request: Request) -> Response:

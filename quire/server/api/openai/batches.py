@@ -15,9 +15,12 @@ from quire.server.batch.background import Batches
 from quire.server.batch.file_format import Url
 from quire.server.batch.stored_files import TTL
 from quire.server.errors import UnknownObject
+from quire.server.held_answer import answer_in_turn
 from quire.server.middleware.auth import caller_of, same_origin_only
 from quire.server.service import Service
 from quire.server.store import Store
+
+BATCH_BYTES = 2**14  # that count for each batch of a list while it is built: most of them are metadata
 
 
 class OutputExpiry(Body):
@@ -65,12 +68,16 @@ def batch_routes(service: Service, store: Store, batches: Batches) -> APIRouter:
         """List batches, newest first."""
         caller = caller_of(request)
         caller.quota.count_download()
-        page = await batches.page(caller.tenant, limit + 1, after)
-        if page is None:
-            raise UnknownObject("batch", str(after), "after")
-        response = page_response(page, limit)
-        caller.quota.spend_bytes(len(response.body))
-        return response
+
+        async def page() -> Response:
+            found = await batches.page(caller.tenant, limit + 1, after)
+            if found is None:
+                raise UnknownObject("batch", str(after), "after")
+            response = page_response(found, limit)
+            caller.quota.spend_bytes(len(response.body))
+            return response
+
+        return await answer_in_turn(service.memories.of(caller.tenant), BATCH_BYTES * limit, page)
 
     @router.get("/v1/batches/{id}", response_model=None)
     async def retrieve_batch(id: str, request: Request) -> Response:

@@ -1,16 +1,22 @@
 """/v1/embeddings, with OpenAI's format."""
 
 import base64
-from functools import partial
 from typing import Literal
 
-import msgspec
 import numpy as np
 from fastapi import APIRouter, Request, Response
 
 from quire.engine.embeddings import POOLINGS
 from quire.engine.inputs import as_prompt_list
-from quire.server.api.pooling import PoolingRequest, PromptsBody, on_thread, pool, usage_of
+from quire.server.api.pooling import (
+    PoolingRequest,
+    PromptsBody,
+    encoded_vector,
+    json_response,
+    num_values,
+    pool,
+    usage_of,
+)
 from quire.server.api.request_params import optional_field
 from quire.server.errors import renamed_fields
 from quire.server.service import Service
@@ -49,16 +55,18 @@ def embedding_routes(service: Service) -> APIRouter:
             texts = embedder.texts(as_prompt_list(body.input), body.prompt_name)
             asked = PoolingRequest(texts, pooling, body.params(), body.add_special_tokens)
             pooled = await pool(service, request, body, asked, "embd")
-        making = partial(embedder.vectors, pooled, normalize=body.normalize, dimensions=body.dimensions)
-        vectors = await on_thread(service, request, making)
-        written = [_base64(vector) if body.encoding_format == "base64" else vector.tolist() for vector in vectors]
-        answer = {
-            "object": "list",
-            "data": [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(written)],
-            "model": service.model_name,
-            "usage": usage_of(pooled),
-        }
-        return Response(msgspec.json.encode(answer), media_type="application/json")
+
+        def answer() -> dict[str, object]:
+            vectors = embedder.vectors(pooled, normalize=body.normalize, dimensions=body.dimensions)
+            written = map(_base64 if body.encoding_format == "base64" else encoded_vector, vectors)
+            return {
+                "object": "list",
+                "data": [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(written)],
+                "model": service.model_name,
+                "usage": usage_of(pooled),
+            }
+
+        return await json_response(service, request, num_values(pooled), answer)
 
     return router
 

@@ -13,13 +13,15 @@ from quire.errors import RequestError, nearest
 from quire.server.api.openai.objects import json_response, page_response
 from quire.server.batch.stored_files import PIECE_BYTES, TTL, file_object
 from quire.server.errors import UnknownObject
+from quire.server.held_answer import answer_in_turn
 from quire.server.middleware.auth import caller_of, same_origin_only
 from quire.server.service import Service
-from quire.server.store import Store
+from quire.server.store import LIMITS, Store
 
 MIN_TTL = 3600  # seconds of expires_after
 UPLOAD_SECONDS = 3600  # for which an incomplete file counts; request_body.py cuts off slow ones before
 MAX_NAME = 512  # characters of a filename
+OBJECT_BYTES = 4096  # that count for each object of a list while it is built
 
 Purpose = Literal["assistants", "batch", "fine-tune", "vision", "user_data", "evals"]
 _FIELDS = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")
@@ -61,11 +63,17 @@ def file_routes(service: Service, store: Store) -> APIRouter:
         """List files."""
         caller, where = caller_of(request), {} if purpose is None else {"purpose": purpose}
         caller.quota.count_download()
-        files = await store.page(caller.tenant, "file", limit + 1, after=after, ascending=order == "asc", where=where)
-        if files is None:
-            raise UnknownObject("file", str(after), "after")
-        caller.quota.spend_bytes(sum(map(len, files)))
-        return page_response([msgspec.Raw(file) for file in files], limit)
+
+        async def page() -> Response:
+            ascending = order == "asc"
+            files = await store.page(caller.tenant, "file", limit + 1, after=after, ascending=ascending, where=where)
+            if files is None:
+                raise UnknownObject("file", str(after), "after")
+            caller.quota.spend_bytes(sum(map(len, files)))
+            return page_response([msgspec.Raw(file) for file in files], limit)
+
+        num_bytes = OBJECT_BYTES * min(limit, LIMITS["file"].number)
+        return await answer_in_turn(service.memories.of(caller.tenant), num_bytes, page)
 
     @router.get("/v1/files/{id}", response_model=None)
     async def retrieve_file(id: str, request: Request) -> Response:

@@ -1,6 +1,6 @@
 """/v1/responses, with OpenAI's format: generation, responses in the background, and the stored ones of a tenant."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Literal
 
 import msgspec
@@ -9,14 +9,19 @@ from msgspec import Raw
 
 from quire.errors import RequestError
 from quire.server.api.openai.objects import json_response, page_response
-from quire.server.api.openai.responses_generation import Responses, encoded_event
-from quire.server.api.openai.responses_schema import Item, ResponseBody
-from quire.server.errors import UnknownObject
+from quire.server.api.openai.responses_generation import Responses
+from quire.server.api.openai.responses_schema import ResponseBody
+from quire.server.held_answer import held_answer, hold
 from quire.server.middleware.auth import caller_of, same_origin_only
 from quire.server.observability.request_record import record_of
-from quire.server.request_body import release_body
+from quire.server.request_body import MAX_BODY, release_body
 from quire.server.service import Service
 from quire.server.sse import EventStream, TimeLimit, while_connected
+from quire.tenant_memory import HeldBytes
+
+
+class _Background(msgspec.Struct):
+    background: bool
 
 
 def response_routes(service: Service, responses: Responses) -> APIRouter:
@@ -34,11 +39,12 @@ def response_routes(service: Service, responses: Responses) -> APIRouter:
         id: str, request: Request, *, stream: bool = False, starting_after: Annotated[int | None, Query(ge=0)] = None
     ) -> Response:
         """Return a response, or the events of one that was created with background and stream."""
-        tenant = caller_of(request).tenant
+        caller_of(request).quota.count_download()
         if stream:
-            return await _events(responses, tenant, id, 0 if starting_after is None else starting_after + 1)
-        running = responses.running(tenant, id)
-        return json_response((await responses.stored(tenant, id)).response if running is None else running.response)
+            return await _events(service, responses, request, id, 0 if starting_after is None else starting_after + 1)
+        response = await _retrieved(service, responses, request, id)
+        caller_of(request).quota.spend_bytes(len(response.body))
+        return response
 
     @router.get("/v1/responses/{id}/input_items", response_model=None)
     async def list_input_items(
@@ -50,8 +56,15 @@ def response_routes(service: Service, responses: Responses) -> APIRouter:
         order: Literal["asc", "desc"] = "desc",
     ) -> Response:
         """List the items that a response continues, those of the responses before it included."""
-        items = await responses.input_items(caller_of(request).tenant, id)
-        return page_response(_items_after(items if order == "asc" else items[::-1], after), limit)
+        caller = caller_of(request)
+        caller.quota.count_download()
+        with HeldBytes(service.memories.of(caller.tenant)) as held:
+            items = await responses.reader.page(
+                caller.tenant, id, held, limit + 1, after=after, ascending=order == "asc"
+            )
+            page = await responses.reader.run(caller.tenant, sum(map(len, items)), lambda: page_response(items, limit))
+            caller.quota.spend_bytes(len(page.body))
+            return held_answer(page, held)
 
     @router.post("/v1/responses/{id}/cancel", response_model=None, dependencies=[Depends(same_origin_only)])
     async def cancel_response(id: str, request: Request) -> Response:
@@ -60,11 +73,10 @@ def response_routes(service: Service, responses: Responses) -> APIRouter:
         running = responses.running(tenant, id)
         if running is not None:
             await running.cancel()
-            return json_response(running.response)
-        response = (await responses.stored(tenant, id)).response
-        if not msgspec.json.decode(response)["background"]:
+        response = await _retrieved(service, responses, request, id)
+        if running is None and not msgspec.json.decode(response.body, type=_Background).background:
             raise RequestError("only a response that was created with background can be cancelled", "id")
-        return json_response(response)
+        return response
 
     @router.delete("/v1/responses/{id}", response_model=None, dependencies=[Depends(same_origin_only)])
     async def delete_response(id: str, request: Request) -> Response:
@@ -84,39 +96,56 @@ async def _create(responses: Responses, body: ResponseBody, request: Request) ->
     generation.reply.charge(caller_of(request).quota.spend)
     if body.background:
         running = await responses.run_in_background(generation, keep_events=bool(body.stream))
-        return EventStream(running.events(), _nothing) if body.stream else json_response(running.response)
+        return EventStream(running.events(), _nothing) if body.stream else _json(await running.encoded())
     if body.stream:
-        return EventStream(generation.stream(request.scope), generation.reply.close)
+        return EventStream(generation.stream(request.scope), generation.close)
     try:
         await while_connected(request.receive, generation.run)
+        return _json(await generation.encoded())
     finally:
-        generation.reply.close()
-    return json_response(generation.writer.response)
+        generation.close()
 
 
-async def _events(responses: Responses, tenant: str, id: str, first: int) -> Response:
-    """The events of a response in the background, from this sequence number on."""
+async def _retrieved(service: Service, responses: Responses, request: Request, id: str) -> Response:
+    """A response as it is now. Its bytes count for the tenant before they are read, if they are many."""
+    tenant = caller_of(request).tenant
+    with HeldBytes(service.memories.of(tenant)) as held:
+        running = responses.running(tenant, id)
+        if running is None:
+            response: bytes | Raw = (await responses.stored(tenant, id, held)).response
+        else:
+            if running.is_long:  # its length is not known before
+                await hold(held, MAX_BODY)
+            response = await running.encoded()
+        return held_answer(_json(bytes(response)), held)
+
+
+async def _events(service: Service, responses: Responses, request: Request, id: str, first: int) -> Response:
+    """The events of a response in the background, from this sequence number on. They count for the caller's key."""
+    tenant, spend = caller_of(request).tenant, caller_of(request).quota.spend_bytes
     running = responses.running(tenant, id)
     if running is not None and running.keeps_events:
-        return EventStream(running.events(first), _nothing)
-    stored = None if running is not None else await responses.stored(tenant, id)
-    if stored is None or stored.events is None:
-        raise RequestError("only a response that was created with background and stream has events", "stream")
-    return EventStream(_replayed(stored.events[first:]), _nothing)
+        return EventStream(_counted(running.events(first), spend), _nothing)
+    held = HeldBytes(service.memories.of(tenant))
+    try:
+        stored = None if running is not None else await responses.stored(tenant, id, held)
+        if stored is None or bytes(stored.events) == b"null":
+            raise RequestError("only a response that was created with background and stream has events", "stream")
+        events = await responses.reader.replayed(tenant, id, stored, first, held)
+    except BaseException:
+        held.release()
+        raise
+    return EventStream(_counted(events, spend), held.release)
 
 
-def _items_after(items: Sequence[Item], after: str | None) -> Sequence[Item]:
-    """The items behind the one with this id."""
-    if after is None:
-        return items
-    for place, item in enumerate(items, 1):
-        if item.get("id") == after:
-            return items[place:]
-    raise UnknownObject("item", after, "after")
+async def _counted(events: AsyncIterator[bytes], spend: Callable[[int], None]) -> AsyncIterator[bytes]:
+    async for data in events:
+        spend(len(data))
+        yield data
 
 
-async def _replayed(events: list[Raw]) -> AsyncIterator[bytes]:
-    yield b"".join(map(encoded_event, events))
+def _json(data: bytes) -> Response:
+    return Response(data, media_type="application/json")
 
 
 def _nothing() -> None:

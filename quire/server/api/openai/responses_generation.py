@@ -2,10 +2,11 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import replace
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 import msgspec
 from fastapi import Request
@@ -13,16 +14,9 @@ from msgspec import Raw
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
-from quire.chat.tools import Toolbox, toolbox
-from quire.engine.inputs import template_variables
-from quire.errors import ContextLengthExceeded, QuireError, RequestError
-from quire.params import SamplingParams
+from quire.errors import ContextLengthExceeded, EngineStopped, QuireError, RequestError
 from quire.server.api.conversation import (
-    RENDERING_FIELDS,
-    ChatRequest,
     MessageReader,
-    Rendering,
-    reasoning_variables,
     start_conversation,
 )
 from quire.server.api.openai.logprobs import LogprobFormat
@@ -30,102 +24,51 @@ from quire.server.api.openai.responses_output import (
     DELTA,
     Event,
     ResponseWriter,
-    item_id,
     now,
-    response_of,
     response_usage,
 )
+from quire.server.api.openai.responses_request import chat_request, items_of, response_fields, truncated
 from quire.server.api.openai.responses_schema import (
     ENCRYPTED,
     Item,
     ResponseBody,
-    chat_messages,
-    chat_tool_choice,
-    chat_tools,
 )
-from quire.server.errors import StoreFull, UnknownObject, describe, renamed_fields
+from quire.server.api.openai.stored_responses import (
+    PIECE_BYTES,
+    Earlier,
+    Input,
+    Pieces,
+    ResponseObject,
+    StoredResponse,
+    StoredResponses,
+    new_input,
+    sent_event,
+)
+from quire.server.errors import Busy, StoreFull, UnknownObject, describe, renamed_fields
 from quire.server.middleware.auth import caller_of
 from quire.server.middleware.drain import Drain
 from quire.server.observability.request_record import record_error
 from quire.server.reply import Reply, check_end
-from quire.server.request_body import MANY, MAX_BODY
+from quire.server.request_body import MANY
 from quire.server.service import Service
 from quire.server.sse import TimeLimit, event, padded
-from quire.server.store import Store
+from quire.server.store import LIMITS, Store
+from quire.server.thread_pool import ThreadPool
+from quire.tenant_memory import LARGE, HeldBytes, TenantMemory
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
-TTL = 30 * 86_400  # seconds for which a response is stored
 CLOSE_SECONDS = 2.0  # for responses in the background to be stored as failed, once the engine is closed
-MAX_REFERENCES = 1024  # responses that the item references of one request may be in
 UNFINISHED_CALL = "unfinished_call"  # why a response is incomplete whose call a stop string cut
+_MANY_EVENTS = 512  # of a response that is encoded on a thread
 _INCOMPLETE = {"length": "max_output_tokens", "abort": "deadline"}  # by finish reason
 
 
-class StoredResponse(msgspec.Struct):
-    """A response in the store. input: the items that it continues. events: of a stream in the background."""
-
-    response: Raw
-    input: Raw
-    events: list[Raw] | None = None
-
-
-class _Output(msgspec.Struct):
-    output: list[dict[str, Any]]
-    status: str
-
-
-class _Conversation(msgspec.Struct):
-    """The items of a StoredResponse. Its input can be long, and is decoded only where it is needed."""
-
-    response: _Output
-    input: Raw
-
-
-class _Items:
-    """The items of a stored response by id. The work for all look-ups is linear in its size."""
-
-    def __init__(self, conversation: _Conversation) -> None:
-        self._items = {one["id"]: one for one in conversation.response.output}
-        self._input: Raw | None = conversation.input  # None once its items are in `_items`
-
-    def find(self, id: str) -> dict[str, Any] | None:
-        """The item of this id. The input is decoded if the output has none."""
-        if id not in self._items and self._input is not None:
-            items, self._input = _decoded_items(self._input), None
-            self._items = {one["id"]: one for one in reversed(items)} | self._items
-        return self._items.get(id)
-
-
-def _decoded_items(items: Raw) -> list[dict[str, Any]]:
-    return msgspec.json.decode(items, type=list[dict[str, Any]])
-
-
-def _encoded_items(items: Sequence[Item]) -> Raw:
-    """The items as JSON. Raises UnicodeEncodeError for text that cannot be sent back, RequestError beyond MAX_BODY."""
-    encoded = msgspec.json.encode(items)
-    if len(encoded) > MAX_BODY:
-        raise RequestError(
-            f"the conversation has {len(encoded):,} bytes with its earlier items, more than {MAX_BODY:,}; begin "
-            "another one",
-            "input",
-        )
-    return Raw(encoded)
-
-
-class _EventHead(msgspec.Struct):
-    type: str
-
-
-def encoded_event(one: Raw) -> bytes:
-    """An event, kept as JSON, as it is sent."""
-    return event(one, msgspec.json.decode(one, type=_EventHead).type)
-
-
 class Generation:
-    """One response while it is generated.
+    """One response while it is generated. Must be closed, generated or not.
 
-    input: the items that it continues, as JSON. store: where it is stored; None if it is not. with_padding: pad events
+    object: where it is stored; None if it is not. pool: for work that grows with the response. with_padding: pad events
     that have text. with_cache: whether computed prompt tokens are cached.
     """
 
@@ -133,22 +76,29 @@ class Generation:
         self,
         tenant: str,
         writer: ResponseWriter,
-        input: Raw,
         conversation: tuple[MessageReader, Reply],
         limit: TimeLimit,
         *,
-        store: Store | None,
+        object: ResponseObject | None,
+        pool: ThreadPool,
         with_padding: bool,
         with_cache: bool,
     ) -> None:
         self.tenant = tenant
         self.writer = writer
-        self.input = input
         self._reader, self.reply = conversation
         self._limit = limit
-        self._store = store
+        self._kept: HeldBytes | None = None
+        self.object = object
+        self._pool = pool
         self._with_padding = with_padding
         self._with_cache = with_cache
+        self._deletion: asyncio.Task[None] | None = None
+
+    @property
+    def is_long(self) -> bool:
+        """Whether the response is encoded on a thread."""
+        return self.writer.num_events > _MANY_EVENTS
 
     async def run(self) -> None:
         """Generate the whole response and store it. Raises as `steps`."""
@@ -165,7 +115,38 @@ class Generation:
             record_error(scope, self.fail(error))
         await self._save()
         last = self.writer.last_event()
-        yield event(last, last["type"])
+        yield await self._encoded(partial(event, last, last["type"]))
+
+    async def encoded(self) -> bytes:
+        """The response as it is now, as JSON."""
+        return await self._encoded(partial(msgspec.json.encode, self.writer.response))
+
+    def keep(self, memory: TenantMemory, num_bytes: int) -> None:
+        """Count bytes that are kept of the request until it is closed."""
+        self._kept = HeldBytes(memory)
+        self._kept.add(num_bytes)
+
+    async def begin(self, input: Input) -> None:
+        """Store the input, if it is long. If there is no room, the response is not stored, and says so.
+
+        Raises UnknownObject for an earlier response that was deleted meanwhile, StoreUnavailable, Busy.
+        """
+        if self.object is not None:
+            try:
+                await self.object.begin(input)
+            except StoreFull as error:
+                log.warning("a response could not be stored: %s", error)
+                self.writer.change(store=False)
+                await self.object.delete()
+                self.object = None
+
+    def close(self) -> None:
+        """End the generation. What nobody can read is deleted from the store. Can be called again."""
+        self.reply.release()
+        if self._kept is not None:
+            self._kept.release()
+        if self.object is not None and self.object.is_unfinished and self._deletion is None:
+            self._deletion = asyncio.create_task(self.object.delete())
 
     async def steps(self) -> AsyncIterator[list[Event]]:
         """The events of each step. The last event is not among them: it is `writer.last_event()`, afterwards.
@@ -202,62 +183,83 @@ class Generation:
         self.writer.change(status="failed", error={"code": code, **about})
         return body
 
-    def record(self, events: Sequence[Raw] | None = None) -> bytes:
-        """The response as it is now, for the store."""
-        return msgspec.json.encode({"response": self.writer.response, "input": self.input, "events": events})
-
     def _is_padded(self, one: Event) -> bool:
         return self._with_padding and one["type"].endswith(DELTA)
 
+    async def _encoded(self, encode: Callable[[], bytes]) -> bytes:
+        if self.is_long:
+            try:
+                return await self._pool.run(self.tenant, encode)
+            except (EngineStopped, Busy):  # the response has to be stored all the same
+                pass
+        return encode()
+
     async def _save(self) -> None:
         """Store the response. If there is no room, or no store, it says that it is not stored."""
-        if self._store is None:
+        if self.object is None:
             return
-        id, end = self.writer.response["id"], self._store.clock() + TTL
         try:
-            await self._store.create(self.tenant, "response", id, self.record(), expires_at=end)
+            await self.object.save(await self.encoded())
         except (QuireError, HTTPException) as error:
             log.warning("a response could not be stored: %s", error)
             self.writer.change(store=False)
 
 
 class Running:
-    """A response that is generated in the background. keep_events: whether its stream can be read, at any time."""
+    """A response that is generated in the background. keep_events: whether its stream can be read, at any time.
 
-    def __init__(self, generation: Generation, *, keep_events: bool) -> None:
-        self.keeps_events = keep_events
+    The last events are in memory. Those before are in the store, in pieces.
+    """
+
+    def __init__(self, generation: Generation, object: ResponseObject, reader: StoredResponses, id: str) -> None:
         self._generation = generation
-        self._events: list[Raw] = []  # the i-th has the sequence number i
+        self._object = object
+        self._reader = reader
+        self._id = id
+        self.keeps_events = False
+        self._firsts: list[int] = []  # sequence numbers with which the pieces of events in the contents begin,
+        self._places: list[range] = []  # their places,
+        self._sizes: list[int] = []  # and bytes
+        self._events: list[Raw] = []  # behind those in the contents
+        self._num_stored = 0  # events in the contents
+        self._num_bytes = 0  # of `_events`
+        self._storing: asyncio.Future[None] | None = None  # the last move of events to the store
         self._changed = asyncio.Event()  # replaced with each change
         self.is_generated = False  # what is left is to store it
         self._has_ended = False
         self.task: asyncio.Task[None]
 
     @property
-    def response(self) -> dict[str, Any]:
-        """The response as it is now."""
-        return self._generation.writer.response
+    def is_long(self) -> bool:
+        """See Generation."""
+        return self._generation.is_long
 
-    @property
-    def input(self) -> Raw:
-        """The items that the response continues."""
-        return self._generation.input
+    async def encoded(self) -> bytes:
+        """The response as it is now, as JSON."""
+        return await self._generation.encoded()
 
     async def events(self, first: int = 0) -> AsyncIterator[bytes]:
-        """The events from this sequence number on, as they are sent."""
+        """The events from this sequence number on, as they are sent: those in the store a piece at a time."""
         while True:
-            changed, events = self._changed, self._events[first:]
-            first += len(events)
-            if events:
-                yield b"".join(map(encoded_event, events))
+            changed = self._changed
+            if first < self._num_stored:
+                piece = bisect_right(self._firsts, first) - 1
+                begin, places = self._firsts[piece], self._places[piece]
+                number, data = await self._reader.sent_piece(self._generation.tenant, self._id, places, first - begin)
+                first = begin + number
+                yield data
+            elif events := self._events[first - self._num_stored :]:
+                first += len(events)
+                yield b"".join(map(sent_event, events))
             elif self._has_ended:
                 return
             else:
                 await changed.wait()
 
-    def start(self, store: Store, drain: Drain) -> None:
-        """Start the task that generates. The response has to be in the store."""
-        self.task = asyncio.create_task(self._run(store, drain))
+    def start(self, drain: Drain, *, keep_events: bool) -> None:
+        """Start the task that generates. The response has to be in the store. keep_events: for `events`."""
+        self.keeps_events = keep_events
+        self.task = asyncio.create_task(self._run(drain))
 
     async def cancel(self) -> None:
         """End the generation, if it has not ended."""
@@ -265,46 +267,73 @@ class Running:
             self.task.cancel()
         await asyncio.wait((self.task,))
 
-    async def _run(self, store: Store, drain: Drain) -> None:
+    async def _run(self, drain: Drain) -> None:
         with drain.open_request():
             try:
                 await self._generate()
                 self.is_generated = True
-                await self._save(store)
+                await self._save()
             finally:  # also after an error, so that streams of this response end
                 self._has_ended = True
                 self._changed.set()
 
-    async def _save(self, store: Store) -> None:
+    async def _save(self) -> None:
         """Store the response as it is. If there is no room for it, it is no longer stored."""
-        generation, id = self._generation, self.response["id"]
-        record = generation.record(self._events if self.keeps_events else None)
         try:
             try:
-                await store.update(generation.tenant, "response", id, record)
+                await self._object.save(await self.encoded(), await self._stored_events())
             except StoreFull:
-                await store.delete(generation.tenant, "response", id)
+                await self._object.delete()
                 raise
         except (QuireError, HTTPException) as error:
             log.warning("a response could not be stored: %s", error)
+
+    async def _stored_events(self) -> bytes:
+        """The events as in `StoredResponse`."""
+        if not self.keeps_events:
+            return b"null"
+        if not self._firsts and self._num_bytes <= LARGE:
+            return msgspec.json.encode(self._events)
+        if self._events:
+            await self._store_events()
+        num_rows = [len(places) for places in self._places]
+        return msgspec.json.encode(Pieces(num_rows, sum(self._sizes), max(self._sizes)))
+
+    async def _store_events(self) -> None:
+        """Move the events in memory to the store. Raises StoreFull, StoreUnavailable, Busy."""
+        piece = msgspec.json.encode(self._events)
+        first = self._object.num_rows
+        number = await self._object.append(piece)
+        self._places.append(range(first, first + number))
+        self._firsts.append(self._num_stored)
+        self._sizes.append(len(piece))
+        self._num_stored += len(self._events)
+        self._events, self._num_bytes = [], 0
 
     async def _generate(self) -> None:
         generation = self._generation
         try:
             async for events in generation.steps():
                 self._add(events)
+                if self._num_bytes > PIECE_BYTES:
+                    self._storing = asyncio.ensure_future(self._store_events())
+                    await asyncio.shield(self._storing)
         except asyncio.CancelledError:
+            if self._storing is not None:
+                await asyncio.wait((self._storing,))
             generation.writer.change(status="cancelled")
             return
         except Exception as error:
             generation.fail(error)
         finally:
-            generation.reply.close()
+            generation.close()
         self._add([generation.writer.last_event()])
 
     def _add(self, events: Sequence[Event]) -> None:
         if self.keeps_events:
-            self._events += (Raw(msgspec.json.encode(one)) for one in events)
+            encoded = [Raw(msgspec.json.encode(one)) for one in events]
+            self._events += encoded
+            self._num_bytes += sum(map(len, encoded))
             self._changed.set()
             self._changed = asyncio.Event()
 
@@ -316,6 +345,7 @@ class Responses:
         self._service = service
         self._store = store
         self._drain = drain
+        self.reader = StoredResponses(service, store)
         self._running: dict[tuple[str, str], Running] = {}  # by tenant and id
 
     async def recover(self) -> None:
@@ -332,14 +362,10 @@ class Responses:
         """The response if it is generated in the background."""
         return self._running.get((tenant, id))
 
-    async def stored(self, tenant: str, id: str, param: str | None = None) -> StoredResponse:
-        """The response in the store. param: the field that names it. Raises UnknownObject."""
-        return msgspec.json.decode(await self._record(tenant, id, param), type=StoredResponse)
-
-    async def input_items(self, tenant: str, id: str) -> list[dict[str, Any]]:
-        """The items that a response continues. Raises UnknownObject."""
-        running = self.running(tenant, id)
-        return _decoded_items((await self.stored(tenant, id)).input if running is None else running.input)
+    async def stored(self, tenant: str, id: str, held: HeldBytes) -> StoredResponse:
+        """The response in the store. held: counts it, if it is large. Raises UnknownObject, TenantMemoryFull."""
+        await self._settled(tenant, id)
+        return await self.reader.load(tenant, id, held)
 
     async def delete(self, tenant: str, id: str) -> None:
         """Delete a response; end it first if it is still generated. Raises UnknownObject."""
@@ -350,22 +376,29 @@ class Responses:
             raise UnknownObject("response", id)
 
     async def start(self, body: ResponseBody, request: Request, limit: TimeLimit) -> Generation:
-        """Queue a response in the engine. Raises RequestError, UnicodeEncodeError, Busy, EngineStopped, RateLimited."""
+        """Queue a response in the engine, and store its input if that is long.
+
+        Raises RequestError, UnicodeEncodeError, Busy, EngineStopped, RateLimited, TenantMemoryFull, StoreUnavailable.
+        """
         service, caller = self._service, caller_of(request)
         service.check_model(body.model)
         body.check()
         id = service.request_ids.make("resp", request)
-        new_items = await service.prepare(request, lambda: _new_items(body, id))
-        input = await self._conversation(caller.tenant, body.previous_response_id, new_items)
-        encoded = _encoded_items(input)
+        new_items = await service.prepare(request, lambda: items_of(body, id))
+        earlier, added = await self._conversation(request, body, new_items)
+        items = [*earlier.kept, *added]
+        are_long = len(items) > MANY or earlier.source is not None or request.state.body_bytes.is_large
+
+        async def prepared(work: Callable[[], T]) -> T:
+            return await service.thread_pool.run(caller.tenant, work) if are_long else work()
+
+        input = await prepared(partial(new_input, earlier, added))
         with renamed_fields(body.engine_names()):
-            work = partial(_chat_request, service, body, input, request)
-            is_long = len(input) > MANY
-            chat = await (service.thread_pool.run(caller.tenant, work) if is_long else service.prepare(request, work))
+            chat = await prepared(partial(chat_request, service, body, items, request))
             if body.truncation == "auto":
-                chat = await service.thread_pool.run(caller.tenant, lambda: _truncated(service, chat))
-            fields = _fields(id, service, body, chat.params)
-            msgspec.json.encode(fields)  # raises UnicodeEncodeError for text that cannot be sent back
+                chat = await service.thread_pool.run(caller.tenant, lambda: truncated(service, chat))
+            fields = response_fields(id, service, body, chat.params)
+            num_bytes = len(await prepared(lambda: msgspec.json.encode(fields)))  # or UnicodeEncodeError: not sent back
             reader, reply = await start_conversation(service, request, id, chat)
             reader.transcript(reply).drop_logprobs()
         writer = ResponseWriter(
@@ -376,77 +409,74 @@ class Responses:
             with_encoded=ENCRYPTED in (body.include or ()),
             logprobs=LogprobFormat(chat.params, service.tokenizer) if body.wants_logprobs else None,
         )
-        return Generation(
+        generation = Generation(
             caller.tenant,
             writer,
-            encoded,
             (reader, reply),
             limit,
-            store=None if body.store is False else self._store,
+            object=None if body.store is False else ResponseObject(self._store, caller.tenant, id),
+            pool=service.thread_pool,
             with_padding=body.stream_options is not None and bool(body.stream_options.include_obfuscation),
             with_cache=service.options.enable_prefix_caching,
         )
+        if num_bytes > LARGE:
+            generation.keep(service.memories.of(caller.tenant), num_bytes)
+        try:
+            await generation.begin(input)
+        except BaseException:
+            generation.close()
+            raise
+        return generation
 
     async def run_in_background(self, generation: Generation, *, keep_events: bool) -> Running:
         """Store the response as queued, and generate it on. Raises StoreFull, StoreUnavailable, Busy."""
-        tenant, id = generation.tenant, generation.writer.response["id"]
-        end = self._store.clock() + TTL
+        tenant, id, object = generation.tenant, generation.writer.response["id"], generation.object
+        if object is None:
+            raise StoreFull("response", *LIMITS["response"])
         try:
-            await self._store.create(tenant, "response", id, generation.record(), expires_at=end, pinned=True)
+            await object.save(await generation.encoded(), pinned=True)
         except BaseException:
-            generation.reply.close()
+            generation.close()
             raise
-        running = self._running[tenant, id] = Running(generation, keep_events=keep_events)
-        running.start(self._store, self._drain)
+        running = self._running[tenant, id] = Running(generation, object, self.reader, id)
+        running.start(self._drain, keep_events=keep_events)
         running.task.add_done_callback(lambda _: self._running.pop((tenant, id)))
         return running
 
-    async def _record(self, tenant: str, id: str, param: str | None) -> bytes:
+    async def _settled(self, tenant: str, id: str) -> None:
+        """Wait until a response that is generated is stored."""
         running = self.running(tenant, id)
         if running is not None and running.is_generated:
             await asyncio.wait((running.task,))
-        record = await self._store.get(tenant, "response", id)
-        if record is None:
-            raise UnknownObject("response", id, param)
-        return record
 
     async def _conversation(
-        self, tenant: str, previous_id: str | None, new_items: Sequence[dict[str, Any]]
-    ) -> list[dict[str, Any]]:
-        """The items before and in a request, with those that it refers to. Raises UnknownObject, RequestError."""
-        items: list[dict[str, Any]] = []
-        if previous_id is not None:
-            record = await self._record(tenant, previous_id, "previous_response_id")
-            previous = msgspec.json.decode(record, type=_Conversation)
-            if previous.response.status in ("queued", "in_progress"):
-                raise RequestError("the response is still generated; wait for its end", "previous_response_id")
-            items += (*_decoded_items(previous.input), *previous.response.output)
-        known: dict[str, _Items | None] = {}
-        referenced = set[str]()
-        for item in new_items:
-            if item["type"] == "item_reference":
-                if item["id"] in referenced:  # or a short request would stand for a very long one
-                    raise RequestError(f"input refers to the item {item['id']!r:.80} twice; refer to it once", "input")
-                referenced.add(item["id"])
-            items.append(item if item["type"] != "item_reference" else await self._referenced(tenant, item, known))
-        return items
+        self, request: Request, body: ResponseBody, new_items: Sequence[Item]
+    ) -> tuple[Earlier, list[Item]]:
+        """The items before a request, and its own with those that it refers to. They count as bytes of its body.
 
-    async def _referenced(
-        self, tenant: str, item: Mapping[str, Any], known: dict[str, _Items | None]
-    ) -> dict[str, Any]:
-        """The item that an item_reference stands for. known: by response; those that are read are added."""
-        id, response_id = str(item["id"]), response_of(str(item["id"]))
-        if response_id not in known:
-            if len(known) >= MAX_REFERENCES:
-                raise RequestError(f"input refers to more than {MAX_REFERENCES} responses; send the items", "input")
-            record = await self._store.get(tenant, "response", response_id)
-            conversation = None if record is None else msgspec.json.decode(record, type=_Conversation)
-            known[response_id] = None if conversation is None else _Items(conversation)
-        items = known[response_id]
-        found = None if items is None else items.find(id)
-        if found is None:
-            raise UnknownObject("item", id, "input")
-        return found
+        Raises UnknownObject, RequestError, TenantMemoryFull.
+        """
+        tenant, held, previous_id = caller_of(request).tenant, request.state.body_bytes, body.previous_response_id
+        earlier = Earlier([], [])
+        if previous_id is not None:
+            await self._settled(tenant, previous_id)
+            most = self._service.max_characters
+            earlier = await self.reader.earlier(tenant, previous_id, held, most)
+            if earlier.is_cut and body.truncation != "auto":
+                raise ContextLengthExceeded(
+                    f"the conversation of the response {previous_id!r:.80} has more than {most:,} characters, which "
+                    f"cannot fit into the context of {self._service.max_model_len} tokens (max_model_len); use "
+                    "truncation auto, or begin another conversation",
+                    "previous_response_id",
+                )
+        ids = [str(item["id"]) for item in new_items if item["type"] == "item_reference"]
+        if not ids:
+            return earlier, list(new_items)
+        twice = next((id for id, number in Counter(ids).items() if number > 1), None)
+        if twice is not None:  # or a short request would stand for a very long one
+            raise RequestError(f"input refers to the item {twice!r:.80} twice; refer to it once", "input")
+        found = await self.reader.referenced(tenant, ids, held)
+        return earlier, [found[item["id"]] if item["type"] == "item_reference" else item for item in new_items]
 
 
 def _interrupted(record: bytes) -> bytes:
@@ -456,109 +486,3 @@ def _interrupted(record: bytes) -> bytes:
     error = {"code": "server_error", "message": message}
     ended = {**msgspec.json.decode(stored.response), "status": "failed", "error": error}
     return msgspec.json.encode({"response": ended, "input": stored.input})
-
-
-def _new_items(body: ResponseBody, response_id: str) -> list[dict[str, Any]]:
-    """The items of a body, with ids, and with content as parts."""
-    items: list[dict[str, Any]]
-    if isinstance(body.input, str):
-        items = [{"type": "message", "role": "user", "content": body.input}]
-    else:
-        items = [item.plain() for item in body.input]
-    for number, item in enumerate(items):
-        if item["type"] == "message" and isinstance(item.get("content"), str):
-            kind = "output_text" if item.get("role") == "assistant" else "input_text"
-            item["content"] = [{"type": kind, "text": item["content"]}]
-        item.setdefault("id", item_id(item["type"], response_id, number))
-        item.setdefault("status", "completed")
-    return items
-
-
-def _chat_request(service: Service, body: ResponseBody, input: Sequence[Item], request: Request) -> ChatRequest:
-    """The conversation of a body. input: its items, with those before. Raises RequestError."""
-    service.check_size([body.tools, body.tool_choice], "tools")  # which are part of the response
-    tools = chat_tools(body.tools or (), skip_others=service.ignores_unknown_fields)
-    offered = toolbox(tools, chat_tool_choice(body.tool_choice), body.parallel_tool_calls)
-    return ChatRequest(
-        messages=chat_messages(input, body.instructions),
-        params=body.sampling_params(service.sampling_defaults),
-        rendering=_rendering(body, offered),
-        toolbox=offered,
-        thinking_budget=body.thinking_token_budget,
-        namespace=caller_of(request).namespace(body.cache_salt),
-        scheduling_params=body.scheduling_params(service.options),
-        repeats=True,
-    )
-
-
-def _rendering(body: ResponseBody, offered: Toolbox | None) -> Rendering:
-    """The rendering that a body requests. Raises RequestError."""
-    shown = () if offered is None or offered.choice.mode == "none" else offered.tools
-    reasoning = reasoning_variables(None if body.reasoning is None else body.reasoning.effort)
-    return Rendering(
-        tools=[tool.raw for tool in shown] or None,
-        variables=reasoning | template_variables(body.chat_template_kwargs, RENDERING_FIELDS),
-    )
-
-
-def _truncated(service: Service, chat: ChatRequest) -> ChatRequest:
-    """`chat` without the oldest turns that do not fit into the context. Messages of the system at the begin stay.
-
-    What is left begins with a message of the user. The last turn stays, whether it fits or not.
-    """
-    first = next((i for i, message in enumerate(chat.messages) if message["role"] != "system"), 0)
-    turns = [i for i, message in enumerate(chat.messages) if i > first and message["role"] == "user"]
-    cuts = [first, *turns]
-
-    def shortened(cut: int) -> ChatRequest:
-        return replace(chat, messages=[*chat.messages[:first], *chat.messages[cut:]])
-
-    def fits(cut: int) -> bool:
-        messages = shortened(cut).messages
-        try:
-            chat.rendering.check_size(messages, service)
-        except ContextLengthExceeded:
-            return False
-        return len(chat.rendering.tokenize(messages, service.tokenizer).ids) < service.max_model_len
-
-    low, high = 0, len(cuts) - 1
-    while low < high:  # the number of tokens falls with each turn that is dropped
-        middle = (low + high) // 2
-        if fits(cuts[middle]):
-            high = middle
-        else:
-            low = middle + 1
-    return shortened(cuts[low])
-
-
-def _fields(id: str, service: Service, body: ResponseBody, params: SamplingParams) -> dict[str, Any]:
-    """The fields of a response that begins."""
-    format = None if body.text is None else body.text.format
-    return {
-        "id": id,
-        "object": "response",
-        "created_at": now(),
-        "completed_at": None,
-        "status": "queued" if body.background else "in_progress",
-        "background": bool(body.background),
-        "error": None,
-        "incomplete_details": None,
-        "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
-        "max_tool_calls": None,
-        "metadata": body.metadata or {},
-        "model": service.model_name,
-        "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": body.previous_response_id,
-        "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": body.summary},
-        "store": body.store is not False,
-        "temperature": params.temperature,
-        "text": {"format": {"type": "text"} if format is None else format.model_dump(by_alias=True, exclude_none=True)},
-        "tool_choice": body.tool_choice or "auto",
-        "tools": body.tools or [],
-        "top_logprobs": body.top_logprobs or 0,
-        "top_p": params.top_p,
-        "truncation": body.truncation or "disabled",
-        "usage": None,
-        "user": None,
-    }

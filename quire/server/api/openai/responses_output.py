@@ -108,6 +108,11 @@ class ResponseWriter:
         """Whether a call ended before it was complete. No call is open any more."""
         return any(item["type"] == _CALL.type and item["status"] == "incomplete" for item in self._output)
 
+    @property
+    def num_events(self) -> int:
+        """Number of events so far."""
+        return self._num_events
+
     def change(self, **fields: object) -> None:
         """Change fields of the response."""
         self._fields.update(fields)

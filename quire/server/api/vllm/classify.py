@@ -2,13 +2,21 @@
 
 import time
 
-import msgspec
 from fastapi import APIRouter, Request, Response
 
 from quire.core.step import Pooling
+from quire.engine.embeddings import PooledPrompt
 from quire.engine.inputs import as_prompt_list
 from quire.engine.scoring import activation_of, probabilities
-from quire.server.api.pooling import PoolingRequest, PromptsBody, pool, usage_of
+from quire.server.api.pooling import (
+    PoolingRequest,
+    PromptsBody,
+    encoded_vector,
+    json_response,
+    num_values,
+    pool,
+    usage_of,
+)
 from quire.server.api.request_params import optional_field
 from quire.server.errors import renamed_fields
 from quire.server.observability.request_record import record_of
@@ -36,19 +44,23 @@ def classify_routes(service: Service) -> APIRouter:
         classification = service.facts.classification
         assert classification is not None, "the engine refuses to classify without a classification head"
         activation = activation_of(classification, used=body.use_activation is not False)
-        data = []
-        for index, one in enumerate(pooled):
+        id = record_of(request).answer_id
+
+        def described(index: int, one: PooledPrompt) -> dict[str, object]:
             logits = one.state()
-            label, probs = classification.labels[int(logits.argmax())], probabilities(logits, activation).tolist()
-            data.append({"index": index, "label": label, "probs": probs, "num_classes": len(probs)})
-        answer = {
-            "id": record_of(request).answer_id,
-            "object": "list",
-            "created": int(time.time()),
-            "model": service.model_name,
-            "data": data,
-            "usage": usage_of(pooled),
-        }
-        return Response(msgspec.json.encode(answer), media_type="application/json")
+            label, probs = classification.labels[int(logits.argmax())], probabilities(logits, activation)
+            return {"index": index, "label": label, "probs": encoded_vector(probs), "num_classes": len(probs)}
+
+        def answer() -> dict[str, object]:
+            return {
+                "id": id,
+                "object": "list",
+                "created": int(time.time()),
+                "model": service.model_name,
+                "data": [described(index, one) for index, one in enumerate(pooled)],
+                "usage": usage_of(pooled),
+            }
+
+        return await json_response(service, request, num_values(pooled), answer)
 
     return router

@@ -11,7 +11,7 @@ from pydantic import Field
 from quire.engine.embeddings import PooledPrompt
 from quire.engine.scoring import activation_of, pair_texts
 from quire.errors import RequestError
-from quire.server.api.pooling import PoolingBody, PoolingRequest, on_thread, pool, usage_of
+from quire.server.api.pooling import PoolingBody, PoolingRequest, json_response, on_thread, pool, usage_of
 from quire.server.api.request_params import Body, PerPrompt, optional_field, unsupported_field
 from quire.server.api.vllm.label_scores import LabelScoreBody, score_labels
 from quire.server.errors import renamed_fields
@@ -130,16 +130,20 @@ def score_routes(service: Service) -> APIRouter:
             scores = await _score(service, request, body, [body.query], texts, "rerank")
         ranked = sorted(enumerate(scores.values), key=lambda pair: (-pair[1], pair[0]))[: body.top_n or None]
         shown = body.return_documents is not False
-        answer = {
-            "id": record_of(request).answer_id,
-            "model": service.model_name,
-            "results": [
-                {"index": i, **({"document": {"text": texts[i]}} if shown else {}), "relevance_score": value}
-                for i, value in ranked
-            ],
-            "usage": usage_of(scores.pooled),
-        }
-        return Response(msgspec.json.encode(answer), media_type="application/json")
+        id = record_of(request).answer_id
+
+        def answer() -> dict[str, object]:
+            return {
+                "id": id,
+                "model": service.model_name,
+                "results": [
+                    {"index": i, **({"document": {"text": texts[i]}} if shown else {}), "relevance_score": value}
+                    for i, value in ranked
+                ],
+                "usage": usage_of(scores.pooled),
+            }
+
+        return await json_response(service, request, sum(map(len, texts)), answer)
 
     return router
 
