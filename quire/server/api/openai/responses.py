@@ -11,7 +11,7 @@ from quire.errors import RequestError
 from quire.server.api.openai.objects import json_response, page_response
 from quire.server.api.openai.responses_generation import Responses
 from quire.server.api.openai.responses_schema import ResponseBody
-from quire.server.held_answer import held_answer, hold
+from quire.server.held_answer import held_answer, hold, in_pieces
 from quire.server.middleware.auth import caller_of, same_origin_only
 from quire.server.observability.request_record import record_of
 from quire.server.request_body import MAX_BODY, release_body
@@ -73,8 +73,9 @@ def response_routes(service: Service, responses: Responses) -> APIRouter:
         running = responses.running(tenant, id)
         if running is not None:
             await running.cancel()
+            return in_pieces(_json(await running.encoded()), service.memories.of(caller_of(request).tenant))
         response = await _retrieved(service, responses, request, id)
-        if running is None and not msgspec.json.decode(response.body, type=_Background).background:
+        if not msgspec.json.decode(response.body, type=_Background).background:
             raise RequestError("only a response that was created with background can be cancelled", "id")
         return response
 
