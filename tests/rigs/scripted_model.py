@@ -23,6 +23,7 @@ _TOP = 40.0  # the logit of the scripted token
 _WIDTH = 128
 _INNER = 32
 _NUM_ENDS = 4  # end tokens behind a script: a model that may not end does not run into the next script
+_ROOM = 512  # positions behind the last script, so that any prompt can have as many tokens of output
 _PAD = "x"
 
 
@@ -77,6 +78,7 @@ def write_scripted_model(
     for name, script in scripts.items():
         lengths[name] = len(said) + 1
         said += [*core.encode(script.text).ids, *[core.token_to_id(END)] * _NUM_ENDS]
+    said += [core.token_to_id(END)] * _ROOM
     _write_weights(folder, np.array(said), core.get_vocab_size())
     _write_json(folder / "config.json", _config(core, len(said)))
     core.save(str(folder / "tokenizer.json"))
