@@ -112,7 +112,7 @@ class ReasoningParams:
     inside of the reasoning, so that the output begins there; `begin` may be empty then. If False, the output has
     reasoning only if its first text, apart from white space, is `begin`. budget: tokens of reasoning, not counting the
     tokens of `begin` and `end`, after which `end` is forced; None: no limit. answer_begin: text before a constrained
-    answer, which is forced.
+    answer, which is forced. may_end: whether an output with a constraint may end inside of the reasoning.
     Raises RequestError for a value out of bounds.
     """
 
@@ -121,10 +121,12 @@ class ReasoningParams:
     begun: bool = False
     budget: int | None = None
     answer_begin: str = ""
+    may_end: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.begun, bool):
-            raise RequestError("begun must be true or false", "reasoning")
+        for name, flag in (("begun", self.begun), ("may_end", self.may_end)):
+            if not isinstance(flag, bool):
+                raise RequestError(f"{name} must be true or false", "reasoning")
         for name, text in (("begin", self.begin), ("end", self.end), ("answer_begin", self.answer_begin)):
             if not isinstance(text, str) or len(text) > MAX_TAG or not is_unicode(text):
                 raise RequestError(f"{name} must have at most {MAX_TAG} valid Unicode characters", "reasoning")

@@ -49,6 +49,8 @@ def call_constraint(
         asked = [(tool, True) for tool in tools]
         grammar = _Grammar(format, format.forms[0], is_parallel=is_parallel).forced(asked)
         return StructuredOutputsParams(grammar=_not_too_long(grammar, asked), disable_any_whitespace=True)
+    if answer is None and not any(tool.strict for tool in tools):
+        return None
     asked = [(tool, tool.strict) for tool in tools]
     form = next((form for form in format.forms if _trigger(form)), None)
     if answer is not None:

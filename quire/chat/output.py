@@ -103,6 +103,7 @@ def constrained_params(
     tools, reasoning = format.parsed.tools, format.reasoning
     changes: dict[str, object] = {}
     constraint, answer_begin = params.structured_outputs, format.answer_begin
+    may_end = constraint is None and not format.must_call  # what tools with `auto` constrain is a part of the output
     if constraint is not None and constraint.kind != "json" and format.must_call:
         raise RequestError("tool_choice requires a call, which excludes a constraint other than JSON", "tool_choice")
     if tools is not None and format.toolbox is not None:
@@ -119,6 +120,7 @@ def constrained_params(
             begun=format.begun,
             budget=thinking_budget,
             answer_begin=answer_begin,
+            may_end=may_end,
         )
     elif thinking_budget is not None:
         raise RequestError(

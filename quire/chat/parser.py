@@ -14,8 +14,8 @@ from quire.chat.arguments import (
     keyword_arguments,
     tagged_arguments,
 )
-from quire.chat.formats import CallForm, ChatFormat, JsonCall, NamedCall, ReasoningFormat, ToolFormat
-from quire.chat.parts import CallArguments, CallBegin, Content, Part, Reasoning
+from quire.chat.formats import SPECIAL_TOKEN, CallForm, ChatFormat, JsonCall, NamedCall, ReasoningFormat, ToolFormat
+from quire.chat.parts import CallArguments, CallBegin, CallEnd, Content, Part, Reasoning
 from quire.chat.reader import MAX_HELD, Markers, Reader, Reading
 from quire.chat.tools import MAX_NAME, Toolbox
 
@@ -23,6 +23,7 @@ MAX_SPACE = 1024  # characters of white space that are held back, because they a
 _MAX_AFTER_NAME = 64  # characters between the name of a call and `name_end`
 _MAX_KEY = 256  # characters of a key beside the name and the arguments
 _SPACES = " \n\r\t"
+_QUOTES = frozenset("`'\"\u2018\u201c")
 _NAME = re.compile(r"[a-zA-Z0-9_.-]*")
 _AFTER_NAME = re.compile(r"[^{\n]?")
 _BEFORE_END = re.compile(r"[ \n\r\t}]*")  # white space, and braces that the model has closed once too often
@@ -38,6 +39,7 @@ class MessageParser:
     numbers of characters before.
 
     White space beside markup is dropped: around calls, around reasoning, and before the first content behind either.
+    An end tag of reasoning that has not begun is dropped, too: the text before it was returned, and stays content.
     Markup that turns out to be no call is content. It is held back until then, up to MAX_HELD characters.
     """
 
@@ -59,6 +61,7 @@ class MessageParser:
         self._parts = _Parts(is_parallel=toolbox is None or toolbox.parallel)
         self._content = _Prose(self._parts, Content)
         self._reasoning = _Prose(self._parts, Reasoning)
+        self._num_open_tags = 0  # begin tags of reasoning that are content, and whose end tag has not come
         self.ended_reasoning: list[tuple[int, int]] = []
         self._reasoning_start = 0
         self._machine = self._message()
@@ -94,12 +97,20 @@ class MessageParser:
                 yield from self._calls(marker)
             elif marker in markup.ends and content.is_at_edge:
                 yield from self._reason(frozenset({markup.ends[marker]}), self._reader.num_read - len(marker))
-            elif marker in markup.dropped:
+            elif marker in markup.dropped or (marker in markup.strays and not self._is_content(marker)):
                 content.drop_space()
             elif marker:
+                self._num_open_tags += marker in markup.ends
                 content.add(marker)
             elif not text:
                 return
+
+    def _is_content(self, end: str) -> bool:
+        """Whether an end tag is content: it belongs to a begin tag that is content, or is quoted."""
+        if self._num_open_tags:
+            self._num_open_tags -= 1
+            return True
+        return self._content.is_quoting
 
     def _reason(self, ends: frozenset[str], start: int) -> Reading[None]:
         """Reads reasoning from behind its beginning, which is at `start`, up to one of the texts `ends`."""
@@ -202,16 +213,20 @@ class MessageParser:
             return False
         write = self._parts.add_arguments
         if call.arguments == "python":
-            yield from keyword_arguments(reader, write)
+            is_complete = yield from keyword_arguments(reader, write)
         elif call.arguments == "json":
             yield from reader.space()
-            if (yield from reader.peek()) == "{":
-                yield from json_value(reader, write)
-            elif not reader.ended:
+            has_object = (yield from reader.peek()) == "{"
+            is_complete = (yield from json_value(reader, write)) if has_object else not reader.ended
+            if is_complete and not has_object:
                 write("{}")
-            yield from self._optional(call.end.strip())
         else:
-            yield from tagged_arguments(reader, call.arguments, _ends(form, call), self._schemas.get(name, {}), write)
+            ends, schema = _ends(form, call), self._schemas.get(name, {})
+            is_complete = yield from tagged_arguments(reader, call.arguments, ends, schema, write)
+        if is_complete:
+            self._parts.end_call()
+        if call.arguments == "json":
+            yield from self._optional(call.end.strip())
         return True
 
     def _name_end(self, call: NamedCall) -> Reading[bool]:
@@ -272,6 +287,7 @@ class MessageParser:
         if _is_bare(form) or not self._begin(form, read.name):
             return False
         self._parts.add_arguments("{}")
+        self._parts.end_call()
         return True
 
     def _member(self, form: CallForm, call: JsonCall, key: str, read: "_JsonCallRead") -> Reading[bool]:
@@ -284,7 +300,9 @@ class MessageParser:
             read.name = name
             if read.arguments:
                 read.has_begun = self._begin(form, name)
-                self._parts.add_arguments("".join(read.arguments) if read.has_begun else "")
+                if read.has_begun:
+                    self._parts.add_arguments("".join(read.arguments))
+                    self._parts.end_call()
             return read.has_begun or not read.arguments
         if key not in call.arguments or read.has_begun or read.arguments:
             return (yield from json_value(reader, _ignore))
@@ -293,7 +311,10 @@ class MessageParser:
         if read.name is None:
             return (yield from _json_arguments(reader, read.arguments.append))
         read.has_begun = self._begin(form, read.name)
-        return read.has_begun and (yield from _json_arguments(reader, self._parts.add_arguments))
+        if not read.has_begun or not (yield from _json_arguments(reader, self._parts.add_arguments)):
+            return False
+        self._parts.end_call()
+        return True
 
 
 @dataclass(slots=True)
@@ -338,14 +359,16 @@ class _Markup:
     """The markup that a parser looks for.
 
     outside, inside: of reasoning. forms: by the text with which they begin, with the number of characters of it that
-    belong to the group and not to its first call. ends: of reasoning, by its beginning. dropped: outside of reasoning.
-    drop: the caller's.
+    belong to the group and not to its first call. ends: of reasoning, by its beginning. strays: those ends that are
+    markup outside of reasoning, too; words (`Here is my response:`) are not. dropped: outside of reasoning. drop: the
+    caller's.
     """
 
     outside: Markers
     inside: Markers
     forms: Mapping[str, tuple[tuple[CallForm, int], ...]]
     ends: Mapping[str, str]
+    strays: frozenset[str]
     dropped: frozenset[str]
     drop: frozenset[str]
 
@@ -361,11 +384,13 @@ def _markup(tools: ToolFormat | None, reasoning: ReasoningFormat | None, drop: f
                 forms[begin] = (*forms.get(begin, ()), (form, num_consumed))
     ends = dict(reasoning.tags) if reasoning else {}
     dropped = drop.union(*(one.dropped for one in (tools, reasoning) if one))
+    strays = frozenset(end for end in ends.values() if SPECIAL_TOKEN.fullmatch(end))
     return _Markup(
-        outside=Markers({*forms, *ends, *dropped}),
+        outside=Markers({*forms, *ends, *strays, *dropped}),
         inside=Markers({*ends, *ends.values(), *drop}),
         forms=forms,
         ends=ends,
+        strays=strays,
         dropped=dropped,
         drop=drop,
     )
@@ -400,6 +425,12 @@ class _Parts:
         if self._is_parallel or self._num_calls == 1:
             self.add(CallArguments, text)
 
+    def end_call(self) -> None:
+        """The last call is complete."""
+        self._complete()
+        if self._is_parallel or self._num_calls == 1:
+            self._parts.append(CallEnd(self._num_calls - 1))
+
     def take(self) -> list[Part]:
         """The parts so far, which are removed."""
         self._complete()
@@ -426,12 +457,18 @@ class _Prose:
         self._space = ""  # held back
         self._lead: str | None = None  # replaces white space before the next text
         self._has_text = False
+        self._last = ""  # character that was written
         self.is_at_edge = True  # at the beginning, or directly behind markup
 
     @property
     def is_at_line_start(self) -> bool:
         """Whether the next character begins a line, or is the first one."""
         return not self._has_text or "\n" in self._space
+
+    @property
+    def is_quoting(self) -> bool:
+        """Whether the text ends with a quotation mark or a back quote."""
+        return not self._space and self._last in _QUOTES
 
     def open(self) -> None:
         """Begin another text of this kind. It begins in a new line."""
@@ -469,4 +506,5 @@ class _Prose:
 
     def _write(self, text: str) -> None:
         self._has_text, self.is_at_edge = True, False
+        self._last = text[-1:]
         self._parts.add(self._kind, text)

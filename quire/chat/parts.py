@@ -31,14 +31,21 @@ class CallArguments(msgspec.Struct, frozen=True):
     text: str
 
 
-Part = Content | Reasoning | CallBegin | CallArguments
+class CallEnd(msgspec.Struct, frozen=True):
+    """A tool call is complete. A call that was cut, and one whose arguments are no JSON, have no such part."""
+
+    index: int
 
 
-class Call(msgspec.Struct, frozen=True):
-    """A whole tool call. arguments: JSON text; if the generation was cut, its beginning."""
+Part = Content | Reasoning | CallBegin | CallArguments | CallEnd
+
+
+class Call(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A tool call. arguments: JSON text; if the call is not complete, its beginning."""
 
     name: str
     arguments: str
+    complete: bool = True
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -55,6 +62,7 @@ def message_of(parts: Iterable[Part]) -> Message:
     reasoning: list[str] = []
     names: list[str] = []
     arguments: list[list[str]] = []
+    complete: set[int] = set()
     for part in parts:
         match part:
             case Content(text):
@@ -66,5 +74,10 @@ def message_of(parts: Iterable[Part]) -> Message:
                 arguments.append([])
             case CallArguments(index, text):
                 arguments[index].append(text)
-    calls = [Call(name, "".join(pieces)) for name, pieces in zip(names, arguments, strict=True)]
+            case CallEnd(index):
+                complete.add(index)
+    calls = [
+        Call(name, "".join(pieces), index in complete)
+        for index, (name, pieces) in enumerate(zip(names, arguments, strict=True))
+    ]
     return Message("".join(content), "".join(reasoning) if reasoning else None, calls)

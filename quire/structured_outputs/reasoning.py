@@ -47,7 +47,7 @@ class ReasoningCompiler:
         automaton = self._automaton("" if params.begun else params.begin, params.end)
         if answer is not None:
             automaton.masks(0)  # builds the trie here, not on the thread of the engine
-        return ReasoningGrammar(automaton, answer, params.budget)
+        return ReasoningGrammar(automaton, answer, params.budget, may_end=params.may_end)
 
 
 class TagAutomaton:
@@ -57,7 +57,8 @@ class TagAutomaton:
     end tag matches. In those from `behind` on, the end tag is complete and white space may follow. Other text behind
     the end tag leads to the state `text_behind`. Text without reasoning leads to DEAD. The start is state 0.
     masks(state): two masks, uint32 (num_words,). The first has the tokens that lead to a state below `text_behind`. It
-    has no end tokens. The second has those that an answer without reasoning may have in a state below `reasoning`.
+    has no end tokens. The second has those that do not lead to text behind the end tag in the same token. An answer
+    without reasoning may have them in a state below `reasoning`.
     """
 
     def __init__(self, begin: str, end: str, vocabulary: Vocabulary, trie: Callable[[], TokenTrie]) -> None:
@@ -201,16 +202,24 @@ def _allow_only(token: int, words: np.ndarray) -> None:
 
 
 class ReasoningGrammar:
-    """See Grammar. answer: the grammar behind the reasoning, None for any text. budget: see ReasoningParams."""
+    """See Grammar. answer: the grammar behind the reasoning, None for any text.
 
-    def __init__(self, automaton: TagAutomaton, answer: Grammar | None, budget: int | None) -> None:
+    budget, may_end: see ReasoningParams.
+    """
+
+    def __init__(
+        self, automaton: TagAutomaton, answer: Grammar | None, budget: int | None, *, may_end: bool = False
+    ) -> None:
         self._automaton = automaton
         self._answer = answer
         self._budget = budget
+        self._may_end = may_end
 
     def new_matcher(self, *, fast_forward: bool) -> "ReasoningMatcher":
         """See Grammar."""
-        return ReasoningMatcher(self._automaton, self._answer, self._budget, fast_forward=fast_forward)
+        return ReasoningMatcher(
+            self._automaton, self._answer, self._budget, fast_forward=fast_forward, may_end=self._may_end
+        )
 
 
 class ReasoningMatcher:
@@ -221,12 +230,19 @@ class ReasoningMatcher:
     """
 
     def __init__(
-        self, automaton: TagAutomaton, grammar: Grammar | None, budget: int | None, *, fast_forward: bool
+        self,
+        automaton: TagAutomaton,
+        grammar: Grammar | None,
+        budget: int | None,
+        *,
+        fast_forward: bool,
+        may_end: bool,
     ) -> None:
         self._automaton = automaton
         self._grammar = grammar
         self._budget = budget
         self._fast_forward = fast_forward
+        self._may_end = may_end
         self._state = 0  # of the automaton; DEAD in the answer
         self._num_tokens = 0  # of reasoning
         self._forced: tuple[int, ...] = ()  # tokens of the end tag that have to follow
@@ -276,7 +292,7 @@ class ReasoningMatcher:
                 before, without = self._automaton.masks(self._state)
                 if self._state < self._automaton.reasoning:
                     words &= without
-                words |= before
+                words |= without if self._may_end and self._is_reasoning else before
 
     def fork(self) -> "ReasoningMatcher":
         """See Matcher."""
@@ -290,7 +306,8 @@ class ReasoningMatcher:
         if self._forced:
             return self._accept_forced(token)
         target = automaton.next_state(self._state, token)
-        if self._grammar is not None and (automaton.is_end(token) or not automaton.has_text(token)):
+        is_text = automaton.has_text(token) and not automaton.is_end(token)
+        if self._grammar is not None and not is_text and not (self._may_end and self._is_reasoning):
             target = DEAD
         if self._state < automaton.reasoning:
             return self._accept_before(token, target)
@@ -346,9 +363,12 @@ class ReasoningMatcher:
 
     def _force_end(self) -> None:
         """Force the end tag if the reasoning has used its budget."""
-        is_reasoning = self._automaton.reasoning <= self._state < self._automaton.behind
-        if is_reasoning and self._budget is not None and self._num_tokens >= self._budget:
+        if self._is_reasoning and self._budget is not None and self._num_tokens >= self._budget:
             self._forced = self._automaton.end_tokens(self._state)
+
+    @property
+    def _is_reasoning(self) -> bool:
+        return self._automaton.reasoning <= self._state < self._automaton.behind
 
     def _new_answer(self) -> Matcher | None:
         return None if self._grammar is None else self._grammar.new_matcher(fast_forward=self._fast_forward)

@@ -112,16 +112,16 @@ class Chat:
     def _add(self, parts: Sequence[Part]) -> bool:
         """Add an answer to the conversation, with the results of its calls. Whether it has calls."""
         message = message_of(parts)
-        ids = [f"call_{i}" for i in range(len(message.calls))]
+        complete = [(f"call_{i}", call) for i, call in enumerate(message.calls) if call.complete]
         calls = [
             {"id": id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for id, call in zip(ids, message.calls, strict=True)
+            for id, call in complete
         ]
         answer: dict[str, Any] = {"role": "assistant", "content": message.content}
         if message.reasoning is not None:
             answer["reasoning_content"] = message.reasoning
         self._messages.append(answer | ({"tool_calls": calls} if calls else {}))
-        for id, call in zip(ids, message.calls, strict=True):
+        for id, call in complete:
             result = self._ask(f"result of {call.name}: ")
             self._messages.append({"role": "tool", "tool_call_id": id, "content": result or "no result"})
         return bool(calls)

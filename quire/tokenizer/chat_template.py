@@ -5,7 +5,7 @@ large a text or a forbidden access is an error.
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,14 @@ from jinja2.exceptions import SecurityError
 from quire.errors import ModelError, RequestError, nearest
 from quire.models.json_file import read_json_object
 from quire.tokenizer.chat_sandbox import MAX_SECONDS, MAX_SIZE, LimitExceeded, Meter, Sandbox
-from quire.tokenizer.messages import REASONING_FIELDS, Message, NoContent, plain_json, plain_messages
+from quire.tokenizer.messages import (
+    REASONING_FIELDS,
+    Message,
+    NoContent,
+    joined_reasoning,
+    plain_json,
+    plain_messages,
+)
 
 MAX_SOURCE = 2**20  # characters
 
@@ -33,6 +40,7 @@ class ChatTemplate:
         self._lock = threading.Lock()
         self._seconds = seconds
         self._reads_parts: dict[str, bool] = {}  # by role
+        self._refuses_three: bool | None = None
         self._reasons_by_default: dict[str, bool] = {}  # by the name of the variable
         try:
             self._template: Template = self._sandbox.from_string(source)
@@ -82,6 +90,27 @@ class ChatTemplate:
             if len(self._reads_parts) < _MAX_ROLES:
                 self._reads_parts[role] = known
         return known
+
+    @property
+    def refuses_content_beside_reasoning(self) -> bool:
+        """Whether the template refuses a message with calls that has content and reasoning, as that of gpt-oss does.
+
+        Found by renderings with both and with one of them. The result is kept.
+        """
+        if self._refuses_three is None:
+            call = {"type": "function", "id": "a", "function": {"name": "a", "arguments": {}}}
+            probe = {"role": "assistant", "content": "a", "reasoning_content": "b", "tool_calls": [call]}
+            result = {"role": "tool", "tool_call_id": "a", "content": "a"}
+            messages = plain_messages([{"role": "user", "content": "a"}, probe, result])
+            self._refuses_three = not self._accepts(messages) and self._accepts(map(joined_reasoning, messages))
+        return self._refuses_three
+
+    def _accepts(self, messages: Iterable[Mapping[str, object]]) -> bool:
+        try:
+            self.render({**_PROBE_VARIABLES, "messages": list(messages)})
+        except (RequestError, ModelError):
+            return False
+        return True
 
     def reasons(self, variables: Mapping[str, object]) -> bool:
         """Whether the model reasons before its answer, as far as the template's variables decide.
@@ -263,6 +292,9 @@ def render_conversation(
         "add_generation_prompt": not continue_final_message if add_generation_prompt is None else add_generation_prompt,
     }
     plain = plain_messages(messages, template.reads_parts)
+    joined = list(map(joined_reasoning, plain))
+    if joined != plain and template.refuses_content_beside_reasoning:
+        plain = joined
     end = None
     if continue_final_message:
         plain[-1:] = plain_messages(messages[-1:])  # its text is marked, so it must be one string

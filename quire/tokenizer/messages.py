@@ -75,6 +75,15 @@ def _with_reasoning(plain: dict[str, object]) -> dict[str, object]:
     return plain if thought is None else {"thinking": thought, **plain, "reasoning_content": thought}
 
 
+def joined_reasoning(message: dict[str, object]) -> dict[str, object]:
+    """A plain message whose content is at the end of its reasoning, if it has both beside calls. Nothing is lost."""
+    content, thought = message["content"], message.get("thinking")
+    if not content or not thought or not isinstance(content, str) or "tool_calls" not in message:
+        return message
+    known = [name for name in REASONING_FIELDS if name in message]
+    return {**message, **dict.fromkeys(known, f"{thought}\n\n{content}"), "content": NoContent()}
+
+
 def _content(content: object, role: str, reads_parts: Callable[[str], bool]) -> str | list[dict[str, object]]:
     if content is None:
         return NoContent()

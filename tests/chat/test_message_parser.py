@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from quire.chat.formats import REASONING_FORMATS, TOOL_FORMATS, NamedCall, TaggedArguments
 from quire.chat.parser import MAX_SPACE, MessageParser
-from quire.chat.parts import Call, CallArguments, CallBegin, Content, Message, Reasoning, message_of
+from quire.chat.parts import Call, CallArguments, CallBegin, CallEnd, Content, Message, Reasoning, message_of
 from quire.chat.reader import MAX_HELD
 from quire.chat.tools import toolbox
 from tools.chat_transcripts import TOOLBOX, TOOLS, TRANSCRIPTS, chat_format, parse
@@ -180,7 +180,7 @@ def test_parts_come_as_early_as_they_are_certain():
         ('xt": "a', [CallArguments(0, 'xt": "a')]),
         ("\\", []),
         ('"b', [CallArguments(0, '\\"b')]),
-        ('"}', [CallArguments(0, '"}')]),
+        ('"}', [CallArguments(0, '"}'), CallEnd(0)]),
         ("}\n</tool_call>\n", []),
         ("x", [Content("\nx")]),
     ]
@@ -198,10 +198,37 @@ def test_texts_of_arguments_between_tags_come_as_they_are_written():
         ('"\nc', [CallArguments(0, '\\"\\nc')]),
         ("\n", []),
         ("</parameter>\n", [CallArguments(0, '"')]),
-        ("</function>", [CallArguments(0, "}")]),
+        ("</function>", [CallArguments(0, "}"), CallEnd(0)]),
     ]
     for text, parts in steps:
         assert parser.push(text) == parts, text
+
+
+@pytest.mark.parametrize(
+    ("text", "in_reasoning", "content", "reasoning"),
+    [
+        ("I think so.\n</think>\n\nThe answer is 7.", False, "I think so.\n\nThe answer is 7.", None),
+        ("</think>\n\nHi", False, "Hi", None),
+        ("<think>\na\n</think>\n\nOne.\n</think>\n\nTwo.", False, "One.\n\nTwo.", "a"),
+        ("a\n</think>\n wants 5.\n</think>\n\nSix.", True, "wants 5.\n\nSix.", "a"),
+        ("a</think></think>\n<think>b</think>c", True, "c", "a\nb"),
+        ("Models write <think>a</think> first.", False, "Models write <think>a</think> first.", None),
+        ("Models write <think>a</think>.</think> Yes", False, "Models write <think>a</think>. Yes", None),
+        ("The tag `</think>` ends it.", False, "The tag `</think>` ends it.", None),
+        ('It is "</think>"', False, 'It is "</think>"', None),
+        ("a </thin", False, "a </thin", None),
+    ],
+)
+def test_an_end_tag_of_reasoning_that_has_not_begun_is_no_content(text, in_reasoning, content, reasoning):
+    whole = parse(HERMES, [text], in_reasoning=in_reasoning)
+    assert whole == Message(content, reasoning, [])
+    assert parse(HERMES, list(text), in_reasoning=in_reasoning) == whole
+
+
+def test_an_end_tag_is_content_where_reasoning_is_not_read():
+    assert parse(chat_format("hermes"), ["a</think>b"]).content == "a</think>b"
+    granite = chat_format("granite", "granite")
+    assert parse(granite, ["a Here is my response: b</think>c"]).content == "a Here is my response: bc"
 
 
 def test_the_caller_knows_whether_the_text_is_reasoning():
@@ -213,6 +240,40 @@ def test_the_caller_knows_whether_the_text_is_reasoning():
     assert seen == [False, True, True, False, False, False]
     assert MessageParser(HERMES, TOOLBOX, in_reasoning=True).in_reasoning
     assert not MessageParser(chat_format("hermes"), TOOLBOX, in_reasoning=True).in_reasoning
+
+
+@pytest.mark.parametrize(
+    ("format", "call", "num_behind"),
+    [
+        ("hermes", '<tool_call>\n{"name": "note", "arguments": {"text": "a}"}}\n</tool_call>', 14),
+        ("hermes", '<tool_call>\n{"arguments": {"text": "a"}, "name": "note"}\n</tool_call>', 14),
+        ("hermes", '<tool_call>\n{"name": "now"}\n</tool_call>', 13),
+        (
+            "qwen3_coder",
+            "<tool_call>\n<function=note>\n<parameter=text>\na\n</parameter>\n</function>\n</tool_call>",
+            13,
+        ),
+        ("glm45", "<tool_call>note\n<arg_key>text</arg_key>\n<arg_value>a</arg_value>\n</tool_call>", 0),
+        ("pythonic", '[note(text="a")]', 1),
+        ("mistral_v11", '[TOOL_CALLS]note[ARGS]{"text": "a"}', 0),
+    ],
+)
+def test_a_call_is_complete_once_its_arguments_are(format, call, num_behind):
+    """num_behind: characters behind the arguments, which the format does not need."""
+    known = chat_format(format)
+    assert [one.complete for one in parse(known, [call]).calls] == [True]
+    for end in range(len(call)):
+        calls = parse(known, [call[:end]]).calls
+        complete = [json.loads(one.arguments) is not None for one in calls if one.complete]
+        assert bool(complete) == (end >= len(call) - num_behind), call[:end]
+        streamed = parse(known, list(call[:end])).calls
+        assert streamed == calls
+
+
+def test_a_call_whose_arguments_are_no_json_is_not_complete():
+    text = '<tool_call>\n{"name": "note", "arguments": {"text": a/b}}\n</tool_call>'
+    (call,) = parse(HERMES, [text]).calls
+    assert (call.name, call.complete) == ("note", False)
 
 
 def test_only_the_first_call_counts_if_calls_may_not_be_parallel():
@@ -251,7 +312,7 @@ def test_what_is_held_back_is_limited(size):
     num_out = num_in = 0
     for i in range(0, len(text), 500):
         num_in += len(text[i : i + 500])
-        num_out += sum(len(part.text) for part in parser.push(text[i : i + 500]) if not isinstance(part, CallBegin))
+        num_out += sum(len(getattr(part, "text", "")) for part in parser.push(text[i : i + 500]))
         assert num_in - num_out <= MAX_HELD + 500 or message.calls[0].name == "note"
 
 
@@ -270,8 +331,8 @@ def test_white_space_stays_where_there_is_no_markup():
 
 def test_parts_give_a_message():
     parts = [Reasoning("a"), Content("b"), CallBegin(0, "f"), CallArguments(0, "{"), CallBegin(1, "g")]
-    parts += [CallArguments(0, "}"), Content("c"), CallArguments(1, "{}"), Reasoning("d")]
-    assert message_of(parts) == Message("bc", "ad", [Call("f", "{}"), Call("g", "{}")])
+    parts += [CallArguments(0, "}"), CallEnd(0), Content("c"), CallArguments(1, "{"), Reasoning("d")]
+    assert message_of(parts) == Message("bc", "ad", [Call("f", "{}"), Call("g", "{", complete=False)])
     assert message_of([]) == Message("", None, [])
 
 

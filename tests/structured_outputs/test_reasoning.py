@@ -94,7 +94,13 @@ class Rule:
         for count in range(start, len(tokens) + 1):
             _, found, behind = (rest + self.text(tokens[start:count])).partition(self.end)
             if found:
-                return self.is_text(tokens[:count]) and self.is_behind(behind, tokens[count:])
+                return self.is_reasoning(tokens[:count], start) and self.is_behind(behind, tokens[count:])
+        return self.is_reasoning(tokens, start)
+
+    def is_reasoning(self, tokens: list[int], start: int) -> bool:
+        """Whether reasoning may have these tokens from `start` on."""
+        if self.params.may_end:
+            return self.is_text(tokens[:start]) and END not in tokens[:-1]
         return self.is_text(tokens)
 
     def is_text(self, tokens: list[int]) -> bool:
@@ -119,7 +125,7 @@ class Rule:
 
 def asks():
     tags = st.sampled_from([("<t>", "</t>"), ("<t>", "</t>\n"), ("t", "aab"), ("<", ">")])
-    both = {"begun": st.booleans(), "budget": st.none() | st.integers(0, 4)}
+    both = {"begun": st.booleans(), "budget": st.none() | st.integers(0, 4), "may_end": st.booleans()}
     return tags.flatmap(lambda tag: st.builds(ReasoningParams, begin=st.just(tag[0]), end=st.just(tag[1]), **both))
 
 

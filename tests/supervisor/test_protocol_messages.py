@@ -91,6 +91,7 @@ def params():
         begun=st.booleans(),
         budget=optional(st.integers(0, 2**31 - 1)),
         answer_begin=st.sampled_from(["", "<|channel|>final<|message|>"]),
+        may_end=st.booleans(),
     )
     repetition = one_of_fields(
         RepetitionDetectionParams,

@@ -9,7 +9,7 @@ from small_tokenizers import KINDS, write_folder
 from transformers import AutoTokenizer
 
 from quire.errors import RequestError
-from quire.tokenizer.chat_template import ChatTemplate
+from quire.tokenizer.chat_template import ChatTemplate, render_conversation
 from quire.tokenizer.tokenizer import Tokenizer
 
 CHATML = """\
@@ -456,3 +456,41 @@ ON_BY_DEFAULT = "{% if enable_thinking is defined and enable_thinking is false %
 )
 def test_whether_the_model_reasons_is_read_from_the_template(template, variables, expected):
     assert ChatTemplate(template).reasons(variables) is expected
+
+
+THINKS_AND_CALLS = {
+    "role": "assistant",
+    "content": "Let me look.",
+    "reasoning": "I need the time.",
+    "tool_calls": [{"id": "c", "type": "function", "function": {"name": "now", "arguments": "{}"}}],
+}
+SHOWS_ONE = (
+    "{% for m in messages %}{% if m.tool_calls %}{% if m.content and m.thinking %}{{ raise_exception('both') }}"
+    "{% endif %}<{{ m.content or m.thinking }}>{{ m.tool_calls[0].function.name }}{% else %}[{{ m.content }}]"
+    "{% endif %}{% endfor %}"
+)
+
+
+def conversation(source, assistant, **options):
+    messages = [{"role": "user", "content": "q"}, assistant, {"role": "tool", "tool_call_id": "c", "content": "12"}]
+    fields = {"tools": None, "documents": None, "add_generation_prompt": True, "continue_final_message": False}
+    return render_conversation(ChatTemplate(source), messages, {}, **fields | options)
+
+
+def test_a_template_that_refuses_content_beside_reasoning_gets_both_as_reasoning():
+    """The parser of gpt-oss makes such messages, so that they come back with the next turn."""
+    assert conversation(SHOWS_ONE, THINKS_AND_CALLS) == "[q]<I need the time.\n\nLet me look.>now[12]"
+    for field in ("content", "reasoning"):
+        one = {name: value for name, value in THINKS_AND_CALLS.items() if name != field}
+        assert conversation(SHOWS_ONE, one) == f"[q]<{one.get('content') or one.get('reasoning')}>now[12]"
+
+
+def test_other_templates_get_content_and_reasoning_apart():
+    apart = SHOWS_ONE.replace("{{ raise_exception('both') }}", "{{ m.content }}+{{ m.thinking }}")
+    assert "Let me look.+I need the time." in conversation(apart, THINKS_AND_CALLS)
+
+
+def test_what_a_template_refuses_for_another_reason_is_refused():
+    no_tools = "{% for m in messages %}{% if m.tool_calls %}{{ raise_exception('no calls') }}{% endif %}{% endfor %}"
+    with pytest.raises(RequestError, match="no calls"):
+        conversation(no_tools, THINKS_AND_CALLS)

@@ -13,7 +13,7 @@ from fastapi import Request
 
 from quire.chat.output import OutputFormat, constrained_params, grammar_field, output_format
 from quire.chat.parser import MessageParser
-from quire.chat.parts import CallBegin, Message, Part, message_of
+from quire.chat.parts import CallBegin, CallEnd, Message, Part, message_of
 from quire.chat.tools import Toolbox
 from quire.core.request import Beams, Namespace
 from quire.core.scheduling_params import DEFAULT_SCHEDULING_PARAMS, SchedulingParams
@@ -136,7 +136,7 @@ class MessageReader:
         self._place = place
         self._parsers: dict[int, MessageParser] = {}  # by sequence
         self._reasoning_tokens: defaultdict[int, _ReasoningTokens] = defaultdict(_ReasoningTokens)  # by sequence
-        self._called: set[int] = set()  # sequences with a tool call
+        self._calls: defaultdict[int, _Calls] = defaultdict(_Calls)  # by sequence
 
     def new_call_id(self, index: int, name: str) -> str:
         """See OutputFormat."""
@@ -155,7 +155,7 @@ class MessageReader:
             parts = [*parser.push(output.text), *parser.finish()]
             message = message_of(parts)
             self._count(output.index, parser, output.token_offsets, reply)
-            finish_reason = _finish_reason(output.finish_reason, called=bool(message.calls))
+            finish_reason = self._finish_reason(output.index, parts, output.finish_reason)
             choices.append(Choice(message, parts, output, finish_reason))
         return choices
 
@@ -171,18 +171,35 @@ class MessageReader:
         parts = parser.push(delta.text)
         if delta.finish_reason is not None:
             parts += parser.finish()
-        if any(isinstance(part, CallBegin) for part in parts):
-            self._called.add(delta.index)
         self._count(delta.index, parser, self.transcript(reply).token_offsets(delta.index), reply)
-        return MessageDelta(
-            delta.index, parts, delta, _finish_reason(delta.finish_reason, called=delta.index in self._called)
-        )
+        return MessageDelta(delta.index, parts, delta, self._finish_reason(delta.index, parts, delta.finish_reason))
+
+    def _finish_reason(self, index: int, parts: Sequence[Part], reason: str | None) -> str | None:
+        """The finish reason of a sequence that these further parts and `reason` end.
+
+        It is tool_calls only if every call is complete: a stop string may have cut the last one.
+        """
+        calls = self._calls[index]
+        for part in parts:
+            if isinstance(part, CallBegin):
+                calls.num_begun += 1
+            elif isinstance(part, CallEnd):
+                calls.num_complete += 1
+        return "tool_calls" if reason == "stop" and calls.num_begun == calls.num_complete > 0 else reason
 
     def _count(self, index: int, parser: MessageParser, token_offsets: Sequence[int], reply: Reply) -> None:
         """Count the sequence's tokens of reasoning, tags included."""
         if self._format.parsed.reasoning is not None:
             new = self._reasoning_tokens[index].count(parser, token_offsets)
             reply.num_reasoning_tokens = (reply.num_reasoning_tokens or 0) + new
+
+
+@dataclass(slots=True)
+class _Calls:
+    """The tool calls of one sequence so far."""
+
+    num_begun: int = 0
+    num_complete: int = 0
 
 
 @dataclass(slots=True)
@@ -206,10 +223,6 @@ class _ReasoningTokens:
         before, is_open = self.num_tokens, parser.open_reasoning
         self.num_tokens = self.num_in_pieces + (0 if is_open is None else num_within(is_open))
         return self.num_tokens - before
-
-
-def _finish_reason(reason: str | None, *, called: bool) -> str | None:
-    return "tool_calls" if called and reason == "stop" else reason
 
 
 async def start_conversation(

@@ -7,7 +7,7 @@ from anthropic_events import message_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.chat.parts import CallArguments, CallBegin, Content, Reasoning
+from quire.chat.parts import CallArguments, CallBegin, CallEnd, Content, Reasoning
 from quire.server.api.anthropic.content_blocks import ContentBlocks, whole_blocks
 from quire.server.api.ollama.chat import WholeCalls
 
@@ -17,6 +17,11 @@ JSON = st.dictionaries(st.text(max_size=3), st.integers() | st.text(max_size=3) 
 
 def call_id(index, name):
     return f"{name}-{index}"
+
+
+def visible(text):
+    """A text without white space."""
+    return "".join(text.split())
 
 
 @st.composite
@@ -30,13 +35,15 @@ def messages(draw):
             pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
             parts.append(CallBegin(num_calls, draw(TEXT)))
             parts += [CallArguments(num_calls, piece) for piece in pieces if piece]
+            parts.append(CallEnd(num_calls))
             num_calls += 1
         else:
             parts += [
                 {"text": Content, "reasoning": Reasoning}[kind](text) for text in draw(st.lists(TEXT, max_size=3))
             ]
-    if parts and isinstance(parts[-1], CallArguments) and draw(st.booleans()):
-        parts.pop()
+    if parts and isinstance(parts[-1], CallEnd):
+        for _ in range(draw(st.integers(0, 2))):
+            parts.pop()
     return parts
 
 
@@ -50,9 +57,11 @@ def test_the_events_give_the_blocks_of_the_whole_message(parts, places, with_thi
     found = message_of([start, *((event["type"], event) for event in events)])["content"]
     assert found == whole_blocks(parts, ContentBlocks(call_id, with_thinking=with_thinking))
     texts = {kind: "".join(block[kind] for block in found if block["type"] == kind) for kind in ("text", "thinking")}
-    assert texts["text"] == "".join(part.text for part in parts if isinstance(part, Content))
+    assert visible(texts["text"]) == visible("".join(part.text for part in parts if isinstance(part, Content)))
     thought = "".join(part.text for part in parts if isinstance(part, Reasoning))
-    assert texts["thinking"] == (thought if with_thinking else "")
+    assert visible(texts["thinking"]) == (visible(thought) if with_thinking else "")
+    behind_others = [block.get("text") or block.get("thinking") or "" for block in found[1:]]
+    assert behind_others == [text.lstrip() for text in behind_others]
     assert [block["name"] for block in found if block["type"] == "tool_use"] == [
         part.name for part in parts if isinstance(part, CallBegin)
     ]
@@ -61,15 +70,14 @@ def test_the_events_give_the_blocks_of_the_whole_message(parts, places, with_thi
 @given(messages(), st.integers(0, 12))
 def test_whole_calls_come_once_and_in_order(parts, place):
     collector = WholeCalls(call_id)
-    found = collector.push(parts[:place], ended=False) + collector.push(parts[place:], ended=True)
-    assert found == WholeCalls(call_id).push(parts, ended=True)
+    found = collector.push(parts[:place]) + collector.push(parts[place:])
+    assert found == WholeCalls(call_id).push(parts)
     expected = []
     for begun in (part for part in parts if isinstance(part, CallBegin)):
         text = "".join(p.text for p in parts if isinstance(p, CallArguments) and p.index == begun.index)
-        try:
-            arguments = json.loads(text)
-        except ValueError:
+        if CallEnd(begun.index) not in parts:
             continue
+        arguments = json.loads(text)
         expected.append(
             {
                 "id": call_id(begun.index, begun.name),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.chat.parts import CallArguments, CallBegin, Content, Reasoning
+from quire.chat.parts import CallArguments, CallBegin, CallEnd, Content, Reasoning
 from quire.server.api.openai.responses_output import ResponseWriter, item_id, response_of
 
 ID = "resp_" + "0" * 32
@@ -87,18 +87,23 @@ def folded(events):
 
 TEXT = st.sampled_from(["a", " ", "\n", "b c", '"'])
 PARTS = st.lists(
-    st.one_of(TEXT.map(Content), TEXT.map(Reasoning), st.just("begin"), TEXT.map(lambda text: ("arguments", text))),
+    st.one_of(
+        *(TEXT.map(Content), TEXT.map(Reasoning), st.sampled_from(["begin", "end"])),
+        TEXT.map(lambda text: ("arguments", text)),
+    ),
     max_size=12,
 )
 
 
 def numbered(parts):
-    """Calls with their indices. Arguments belong to a call that has begun, and follow it at once."""
+    """Calls with their indices. Arguments and the end belong to a call that has begun, and follow it at once."""
     found, index = [], -1
     for part in parts:
         if part == "begin":
             index += 1
             found.append(CallBegin(index, "f"))
+        elif part == "end":
+            found += [CallEnd(index)] if found and isinstance(found[-1], CallBegin | CallArguments) else []
         elif not isinstance(part, tuple):
             found.append(part)
         elif found and isinstance(found[-1], CallBegin | CallArguments):
@@ -113,7 +118,7 @@ def joined(parts):
         pieces = list(group)
         result += (
             pieces
-            if kind[0] is CallBegin
+            if kind[0] in (CallBegin, CallEnd)
             else [kind[0](*([pieces[0].index] if kind[0] is CallArguments else []), "".join(p.text for p in pieces))]
         )
     return result
@@ -139,8 +144,12 @@ def test_the_events_give_what_the_response_has(parts, cuts, complete, **options)
     texts = [part.text for part in joined(parts) if isinstance(part, Content)]
     shown = [part["text"] for item in response["output"] if item["type"] == "message" for part in item["content"]]
     assert [one for one in "".join(shown) if not one.isspace()] == [one for one in "".join(texts) if not one.isspace()]
-    assert [item["status"] for item in response["output"]][:-1] == ["completed"] * (len(response["output"]) - 1)
-    assert response["output"][-1]["status"] == ("completed" if complete else "incomplete")
+    ended = [CallEnd(part.index) in parts for part in parts if isinstance(part, CallBegin)]
+    calls = [item["status"] == "completed" for item in response["output"] if item["type"] == "function_call"]
+    assert calls == ended, "a call is complete if it ended, wherever the output ended"
+    *before, last = [item["status"] for item in response["output"] if item["type"] != "function_call"] or ["completed"]
+    assert before == ["completed"] * len(before)
+    assert last == "completed" or (not complete and response["output"][-1]["type"] != "function_call")
 
 
 def kinds(events):
@@ -148,7 +157,8 @@ def kinds(events):
 
 
 def test_the_order_of_events():
-    steps = [[Reasoning("Hm"), Reasoning(".")], [Content("Hi")], [CallBegin(0, "f"), CallArguments(0, "{}")]]
+    call = [CallBegin(0, "f"), CallArguments(0, "{}"), CallEnd(0)]
+    steps = [[Reasoning("Hm"), Reasoning(".")], [Content("Hi")], call]
     events, response = written(steps)
     assert kinds(events) == [
         *("created", "in_progress"),
@@ -179,6 +189,8 @@ def test_the_order_of_events():
         ([Content(" \n")], [("message", " \n")]),
         ([Content("\n"), CallBegin(0, "f"), Content("\n")], [("function_call", "")]),
         ([Content("\n"), Content("a"), Content("\n")], [("message", "\na\n")]),
+        ([CallBegin(0, "f"), Content("\n"), Content(" a "), Content("b")], [("function_call", ""), ("message", "a b")]),
+        ([Reasoning("x"), Content("a"), Reasoning("\ny")], [("reasoning", "x"), ("message", "a"), ("reasoning", "y")]),
         ([Reasoning("\n\n"), Content("a")], [("message", "a")]),
         ([Reasoning("x"), Content("\n")], [("reasoning", "x")]),
     ],

@@ -13,6 +13,7 @@ Event = dict[str, object]
 class ContentBlocks:
     """Events of the content blocks of one message: one block for each run of parts of the same kind.
 
+    A block behind another one does not begin with white space, which stands there beside markup.
     with_thinking: whether thinking blocks have their text.
     """
 
@@ -28,9 +29,15 @@ class ContentBlocks:
         for part in parts:
             match part:
                 case Content(text):
+                    text = self._begun("text", text)
+                    if not text:
+                        continue
                     yield from self._within("text", {"text": ""})
                     yield self._delta({"type": "text_delta", "text": text})
                 case Reasoning(text):
+                    text = self._begun("thinking", text)
+                    if not text:
+                        continue
                     yield from self._within("thinking", {"thinking": "", "signature": ""})
                     self._signed.update(text.encode())
                     if self._with_thinking:
@@ -54,6 +61,10 @@ class ContentBlocks:
             self._signed = hashlib.sha256()
         yield {"type": "content_block_stop", "index": self._num_blocks - 1}
         self._open = ""
+
+    def _begun(self, kind: str, text: str) -> str:
+        """The text as it is within a block of this kind. A new block behind another one begins without white space."""
+        return text if self._open == kind or not self._num_blocks else text.lstrip()
 
     def _within(self, kind: str, begin: Event) -> Iterator[Event]:
         """Events after which a block of this kind is open."""

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 
 from quire.chat.formats import ChatFormat
 from quire.chat.output import OutputFormat
-from quire.chat.parts import CallArguments, CallBegin, Content, Part, Reasoning
+from quire.chat.parts import CallArguments, CallBegin, CallEnd, Content, Part, Reasoning
 from quire.chat.tools import toolbox
 from quire.engine.outputs import LogprobRow
 from quire.errors import RequestError
@@ -238,31 +238,29 @@ class WholeCalls:
 
     def __init__(self, new_call_id: Callable[[int, str], str]) -> None:
         self._new_call_id = new_call_id
-        self._open: CallBegin | None = None
+        self._name = ""  # of the last call
         self._pieces: list[str] = []
 
-    def push(self, parts: Sequence[Part], *, ended: bool) -> list[dict[str, object]]:
-        """The calls that further parts complete. ended: whether these are the last."""
+    def push(self, parts: Sequence[Part]) -> list[dict[str, object]]:
+        """The calls that further parts complete."""
         calls: list[dict[str, object]] = []
         for part in parts:
-            if isinstance(part, CallArguments):
-                self._pieces.append(part.text)
-                continue
-            calls += self._complete()
-            self._open = part if isinstance(part, CallBegin) else None
-        return calls + self._complete() if ended else calls
+            match part:
+                case CallBegin(_, name):
+                    self._name, self._pieces = name, []
+                case CallArguments(_, text):
+                    self._pieces.append(text)
+                case CallEnd(index):
+                    calls += self._complete(index)
+        return calls
 
-    def _complete(self) -> list[dict[str, object]]:
-        begun, text = self._open, "".join(self._pieces)
-        self._open, self._pieces = None, []
-        if begun is None:
-            return []
+    def _complete(self, index: int) -> list[dict[str, object]]:
         try:
-            arguments = json.loads(text)
+            arguments = json.loads("".join(self._pieces))
         except (ValueError, RecursionError):
             return []
-        function = {"index": begun.index, "name": begun.name, "arguments": arguments}
-        return [{"id": self._new_call_id(begun.index, begun.name), "function": function}]
+        function = {"index": index, "name": self._name, "arguments": arguments}
+        return [{"id": self._new_call_id(index, self._name), "function": function}]
 
 
 class OllamaAnswer:
@@ -282,7 +280,7 @@ class OllamaAnswer:
         """The body of the response. Raises as `events`."""
         (choice,) = self._reader.choices(reply)
         end = _end(reply, choice.finish_reason, choice.output.stop_reason)
-        fields = self._content(choice.parts, choice.output.logprobs, ended=True)
+        fields = self._content(choice.parts, choice.output.logprobs)
         return {**self._head(), **(fields or self._fields("", "", ())), **end}
 
     async def events(self, reply: Reply) -> AsyncIterator[bytes]:
@@ -292,7 +290,7 @@ class OllamaAnswer:
         async for deltas in self._reader.deltas(reply):
             lines = []
             for _, parts, delta, finish_reason in deltas:
-                fields = self._content(parts, delta.logprobs, ended=finish_reason is not None)
+                fields = self._content(parts, delta.logprobs)
                 if fields:
                     lines.append(line({**self._head(), **fields, "done": False}))
                 if finish_reason is not None:
@@ -303,11 +301,11 @@ class OllamaAnswer:
     def _head(self) -> dict[str, object]:
         return {"model": self._model_name, "created_at": timestamp()}
 
-    def _content(self, parts: Sequence[Part], rows: Sequence[LogprobRow] | None, *, ended: bool) -> dict[str, object]:
+    def _content(self, parts: Sequence[Part], rows: Sequence[LogprobRow] | None) -> dict[str, object]:
         """The fields of further parts; empty if they add nothing, such as the beginning of a call."""
         content = "".join(part.text for part in parts if isinstance(part, Content))
         thinking = "".join(part.text for part in parts if isinstance(part, Reasoning))
-        calls = self._calls.push(parts, ended=ended)
+        calls = self._calls.push(parts)
         logprobs = self._logprobs.chat(rows)
         if not (content or thinking or calls or logprobs):
             return {}

@@ -58,6 +58,7 @@ log = logging.getLogger(__name__)
 TTL = 30 * 86_400  # seconds for which a response is stored
 CLOSE_SECONDS = 2.0  # for responses in the background to be stored as failed, once the engine is closed
 MAX_REFERENCES = 1024  # responses that the item references of one request may be in
+UNFINISHED_CALL = "unfinished_call"  # why a response is incomplete whose call a stop string cut
 _INCOMPLETE = {"length": "max_output_tokens", "abort": "deadline"}  # by finish reason
 
 
@@ -183,6 +184,8 @@ class Generation:
             yield [padded(one, one["type"]) if self._is_padded(one) else one for one in events]
         why = _INCOMPLETE.get(str(reason))
         yield self.writer.close(complete=why is None)
+        if why is None and self.writer.has_cut_call:
+            why = UNFINISHED_CALL
         self.writer.change(
             status="incomplete" if why else "completed",
             incomplete_details={"reason": why} if why else None,

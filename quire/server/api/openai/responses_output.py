@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from quire.chat.parts import CallArguments, CallBegin, Content, Part, Reasoning
+from quire.chat.parts import CallArguments, CallBegin, CallEnd, Content, Part, Reasoning
 from quire.engine.outputs import LogprobRow
 from quire.server.api.openai.logprobs import LogprobFormat
 from quire.server.api.openai.responses_schema import encode_reasoning
@@ -52,7 +52,7 @@ def response_of(item_id: str) -> str:
 
 @dataclass(slots=True)
 class _OpenItem:
-    """The item that is being written. fields: its own, besides id, type, status and text."""
+    """The item that is being written. fields: its own, besides id, type, status and text. complete: of a call."""
 
     kind: _Kind
     id: str
@@ -60,6 +60,7 @@ class _OpenItem:
     fields: Mapping[str, Any]
     pieces: list[str] = field(default_factory=list)  # of its text
     logprobs: list[object] = field(default_factory=list)
+    complete: bool = False
 
 
 class ResponseWriter:
@@ -98,6 +99,11 @@ class ResponseWriter:
         status = "in_progress" if self._fields["status"] in ("queued", "in_progress") else "incomplete"
         unfinished = [] if self._open is None else [self._item(self._open, status)]
         return {**self._fields, "output": [*self._output, *unfinished]}
+
+    @property
+    def has_cut_call(self) -> bool:
+        """Whether a call ended before it was complete. No call is open any more."""
+        return any(item["type"] == _CALL.type and item["status"] == "incomplete" for item in self._output)
 
     def change(self, **fields: object) -> None:
         """Change fields of the response."""
@@ -146,9 +152,12 @@ class ResponseWriter:
                 yield from self._open_item(_CALL, call_id=self._new_call_id(index, name), name=name)
             case CallArguments(_, text):
                 yield from self._write(_CALL, text)
+            case CallEnd():
+                assert self._open is not None, "a call is open until another item follows"
+                self._open.complete = True
 
     def _add_text(self, kind: _Kind, text: str) -> Iterator[Event]:
-        """Text of a message or of reasoning. Blank text alone is neither."""
+        """Text of a message or of reasoning. Blank text alone is neither, and begins no item behind another one."""
         if self._open is not None and self._open.kind is kind:
             yield from self._write(kind, text)
             return
@@ -157,7 +166,8 @@ class ResponseWriter:
         blanks = self._blanks[1]
         blanks.append(text)
         if text.strip():
-            yield from self._write(kind, "".join(blanks))
+            whole, is_first = "".join(blanks), self._open is None and not self._output
+            yield from self._write(kind, whole if is_first else whole.lstrip())
 
     def _write(self, kind: _Kind, text: str) -> Iterator[Event]:
         """Write text into the open item, or into a new one if that is of another kind."""
@@ -186,6 +196,8 @@ class ResponseWriter:
         item, self._open = self._open, None
         if item is None:
             return
+        if item.kind is _CALL:
+            status = "completed" if item.complete else "incomplete"
         if item.kind is _MESSAGE:
             item.logprobs += self._new_logprobs()
         text = "".join(item.pieces)
