@@ -59,10 +59,11 @@ class Said:
 
     @property
     def blocks(self) -> tuple[str, ...]:
-        """The texts of the content, apart where a call is between them."""
+        """The texts of the content, apart where a call is between them. White space before a call is no content."""
         texts = [""]
         for part in self.parts:
             if part.channel == "call":
+                texts[-1] = texts[-1].rstrip()
                 texts.append("")
             elif part.channel == "content":
                 texts[-1] += part.text

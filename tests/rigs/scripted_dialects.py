@@ -162,6 +162,7 @@ def _completions_streamed(stream: str) -> Answers:
 
 
 def _responses_whole(body: Any) -> Answers:
+    """The answer of a response. Logprobs are without those of white space, which is dropped beside markup."""
     items: dict[str, list[Any]] = {"reasoning": [], "message": [], "function_call": []}
     for item in body["output"]:
         items[item["type"]].append(item)
@@ -172,7 +173,7 @@ def _responses_whole(body: Any) -> Answers:
         tuple((call["name"], call["arguments"], call["status"]) for call in items["function_call"]),
         (body["status"], (body["incomplete_details"] or {}).get("reason")),
         None,
-        _texts([entry for part in parts for entry in part["logprobs"]]),
+        _texts([entry for part in parts for entry in part["logprobs"] if entry["token"].strip()]),
     )
     return Answers((answer,), body["usage"]["output_tokens"])
 

@@ -287,21 +287,19 @@ def cases_of(dialect: str, options: Sequence[Option], *, whole_tags: bool) -> It
 def _as_content(parts: Iterable[Part], features: Mapping[str, str], *, raw: bool) -> Iterator[Part]:
     """The parts with those channels as content that the options or the dialect do not separate."""
     is_apart = not raw and "separate_reasoning" not in features
-    in_call = False
     for part in parts:
-        in_call = part.channel in ("call", "arguments") or (in_call and part.text != "\n")
-        if not is_apart and (part.channel == "reasoning" or (part.channel == "markup" and (raw or not in_call))):
-            tags = part.shows_tags or (not raw and "think>" in part.text)
-            yield replace(part, channel="content", shows_tags=tags)
+        is_of_reasoning = part.channel == "reasoning" or "think>" in part.text or part.text == "\n\n"
+        if not is_apart and (is_of_reasoning or (raw and part.channel == "markup" and not part.shows_tags)):
+            yield replace(part, channel="content", shows_tags=not raw)
         else:
             yield part
 
 
 def _is_complete(options: Sequence[Option], case: Case) -> bool:
-    """Whether the constraint of an answer allows nothing behind it, so that it ends without an end token."""
-    return any(option.feature == "constraint" for option in options) and not any(
-        part.channel == "call" for part in case.parts
-    )
+    """Whether the constraint allows nothing behind the message, so that it ends without an end token."""
+    names = {option.name for option in options}
+    has_call = any(part.channel == "call" for part in case.parts)
+    return "named" in names if has_call else bool(names & {"json", "regex"})
 
 
 def stops_of(options: Sequence[Option], case: Case, *, whole_tags: bool) -> Stops:
@@ -318,16 +316,15 @@ def stops_of(options: Sequence[Option], case: Case, *, whole_tags: bool) -> Stop
 def expected_answer(dialect: str, options: Sequence[Option], said: Said, model: ScriptedModel) -> Answers:
     """The answers in a dialect when a message was said."""
     names = {option.name for option in options}
-    text = said.text("content") if dialect not in RAW else said.text("content", "markup", "call", "arguments")
-    joined = "\n".join(said.blocks) if len(said.blocks) > 1 and dialect not in RAW else text
+    text = said.text("content", "markup", "call", "arguments") if dialect in RAW else "\n".join(said.blocks)
     ended = [END] if said.cause == "end" else []
     tokens = model.token_ids("".join([*said.tokens, *ended]))
     logprobs = (*said.tokens, *ended)
-    if dialect == "responses":
-        logprobs = tuple(said.text("content"))
+    if dialect == "responses":  # those of the text, see `_responses_whole`
+        logprobs = tuple("".join(said.text("content").split()))
     answer = Answer(
         "" if "include_reasoning" in names else said.text("reasoning"),
-        said.blocks if dialect in BLOCKS else tuple(filter(None, (joined,))),
+        said.blocks if dialect in BLOCKS else tuple(filter(None, (text,))),
         tuple(_calls(dialect, said)) if any(option.feature == "tools" for option in options) else (),
         _end(dialect, said, model),
         tuple(tokens) if dialect in ("chat", *RAW) else None,
