@@ -35,8 +35,8 @@ class MessageParser:
     The division of the text into pieces has no effect on the message. The work is linear in the length of the text.
     in_reasoning: whether the prompt ends within reasoning; later, whether the text so far does. forced: whether the
     output is constrained to be calls. drop: texts that are removed from content and reasoning, such as end-of-turn
-    tokens; no markup of the format. ended_reasoning: where reasoning that has ended began and ended, tags included, as
-    numbers of characters before.
+    tokens, and tags of calls where there is no call. ended_reasoning: where reasoning that has ended began and ended,
+    tags included, as numbers of characters before.
 
     White space beside markup is dropped: around calls, around reasoning, and before the first content behind either.
     An end tag of reasoning that has not begun is dropped, too: the text before it was returned, and stays content.
@@ -99,10 +99,10 @@ class MessageParser:
                 yield from self._reason(frozenset({markup.ends[marker]}), self._reader.num_read - len(marker))
             elif marker in markup.dropped or (marker in markup.strays and not self._is_content(marker)):
                 content.drop_space()
-            elif marker:
+            elif marker and marker not in markup.drop:
                 self._num_open_tags += marker in markup.ends
                 content.add(marker)
-            elif not text:
+            elif not marker and not text:
                 return
 
     def _is_content(self, end: str) -> bool:
@@ -145,7 +145,7 @@ class MessageParser:
             num_read = max(num_read, reader.num_held)
         text = reader.take_held(num_read)
         if not (self._forced and reader.ended):  # the beginning of a call, cut before its name was complete
-            self._content.add(text)
+            self._content.add(self._markup.drop_pattern.sub("", text))
 
     def _group(self, form: CallForm) -> Reading[bool]:
         """Reads calls from behind the beginning of a group. Returns False if there is none; the text is then held."""
@@ -360,8 +360,8 @@ class _Markup:
 
     outside, inside: of reasoning. forms: by the text with which they begin, with the number of characters of it that
     belong to the group and not to its first call. ends: of reasoning, by its beginning. strays: those ends that are
-    markup outside of reasoning, too; words (`Here is my response:`) are not. dropped: outside of reasoning. drop: the
-    caller's.
+    markup outside of reasoning, too; words (`Here is my response:`) are not. dropped: outside of reasoning, with white
+    space. drop: the caller's.
     """
 
     outside: Markers
@@ -371,6 +371,7 @@ class _Markup:
     strays: frozenset[str]
     dropped: frozenset[str]
     drop: frozenset[str]
+    drop_pattern: re.Pattern[str]
 
 
 @lru_cache(maxsize=64)
@@ -383,16 +384,17 @@ def _markup(tools: ToolFormat | None, reasoning: ReasoningFormat | None, drop: f
             if begin:
                 forms[begin] = (*forms.get(begin, ()), (form, num_consumed))
     ends = dict(reasoning.tags) if reasoning else {}
-    dropped = drop.union(*(one.dropped for one in (tools, reasoning) if one))
+    dropped = frozenset[str]().union(*(one.dropped for one in (tools, reasoning) if one))
     strays = frozenset(end for end in ends.values() if SPECIAL_TOKEN.fullmatch(end))
     return _Markup(
-        outside=Markers({*forms, *ends, *strays, *dropped}),
+        outside=Markers({*forms, *ends, *strays, *dropped, *drop}),
         inside=Markers({*ends, *ends.values(), *drop}),
         forms=forms,
         ends=ends,
         strays=strays,
         dropped=dropped,
         drop=drop,
+        drop_pattern=re.compile("|".join(map(re.escape, sorted(drop))) or "(?!)"),
     )
 
 

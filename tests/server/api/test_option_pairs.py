@@ -205,9 +205,9 @@ class Case:
 def _call(name: str = "look") -> list[Part]:
     begin = f'<tool_call>\n{{"name": "{name}", "arguments": '
     return [
-        Part("call", begin, name, shows_tags=True),
+        Part("call", begin, name),
         Part("arguments", JSON),
-        Part("markup", "}\n</tool_call>", shows_tags=True),
+        Part("markup", "}\n</tool_call>"),
     ]
 
 
@@ -289,7 +289,7 @@ def _as_content(parts: Iterable[Part], features: Mapping[str, str], *, raw: bool
     is_apart = not raw and "separate_reasoning" not in features
     for part in parts:
         is_of_reasoning = part.channel == "reasoning" or "think>" in part.text or part.text == "\n\n"
-        if not is_apart and (is_of_reasoning or (raw and part.channel == "markup" and not part.shows_tags)):
+        if not is_apart and is_of_reasoning:
             yield replace(part, channel="content", shows_tags=not raw)
         else:
             yield part
