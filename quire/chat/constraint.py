@@ -5,12 +5,12 @@ properties have no others, if the schema does not say more about them.
 """
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 
 from quire.chat.formats import SPECIAL_TOKEN, CallForm, JsonCall, TaggedArguments, ToolFormat
-from quire.chat.tools import Tool, Toolbox
+from quire.chat.strict_calls import strict_calls
+from quire.chat.tools import MAX_NAME, Tool, Toolbox
 from quire.errors import RequestError
 from quire.params import MAX_CHARACTERS, StructuredOutputsParams
 
@@ -33,11 +33,9 @@ def call_constraint(
 
     answer: the request's constraint on an output without calls. answer_begin: text before such an output.
 
-    "required": the output is calls, and the arguments satisfy the schemas. "auto": the output is free up to the text
-    that begins a group of calls in the format's first form that has one. Then the calls are complete, the names are
-    those of tools, and the arguments are JSON objects; those of strict tools satisfy their schemas. If the format has
-    no such text, the output is constrained only if there are strict tools: it is calls or does not begin like a call.
-    "auto" with an answer in JSON: the output is calls or the answer. Beside another answer, and in a format whose calls
+    "required": the output is calls, and the arguments satisfy the schemas. "auto": the output is free, but for the
+    arguments of strict tools, which satisfy their schemas; without strict tools the result is None. "auto" with an
+    answer in JSON: the output is calls, of any name, or the answer. Beside another answer, and in a format whose calls
     begin like JSON, no calls are possible: the result is None.
     Raises RequestError if the grammar is too long.
     """
@@ -49,22 +47,18 @@ def call_constraint(
         asked = [(tool, True) for tool in tools]
         grammar = _Grammar(format, format.forms[0], is_parallel=is_parallel).forced(asked)
         return StructuredOutputsParams(grammar=_not_too_long(grammar, asked), disable_any_whitespace=True)
-    if answer is None and not any(tool.strict for tool in tools):
-        return None
     asked = [(tool, tool.strict) for tool in tools]
-    form = next((form for form in format.forms if _trigger(form)), None)
     if answer is not None:
+        form = next((form for form in format.forms if _trigger(form)), None)
         if answer.kind != "json" or form is None or _begins_like_json(_trigger(form)):
             return None
         grammar = _Grammar(format, form, is_parallel=is_parallel).or_answer(asked, answer.text, answer_begin)
         return replace(answer, json=None, json_object=None, grammar=_not_too_long(grammar, asked))
-    if form is not None:
-        grammar = _Grammar(format, form, is_parallel=is_parallel).triggered(asked)
-    elif any(tool.strict for tool in tools):
-        grammar = _Grammar(format, format.forms[0], is_parallel=is_parallel).alternative(asked)
-    else:
+    schemas = {tool.name: _enforced(tool) for tool in tools if tool.strict}
+    if not schemas:
         return None
-    return StructuredOutputsParams(grammar=_not_too_long(grammar, asked), disable_any_whitespace=True)
+    grammar = _not_too_long(strict_calls(format, schemas), asked)
+    return StructuredOutputsParams(grammar=grammar, disable_any_whitespace=True)
 
 
 def _not_too_long(grammar: str, tools: Sequence[tuple[Tool, bool]]) -> str:
@@ -112,41 +106,17 @@ class _Grammar:
         start = f"start: {self._lead()}({self._calls()} | {_text(begin)} answer)"
         return "\n".join([start, f"answer: %json {schema}", self._tail(tools)])
 
-    def triggered(self, tools: Sequence[tuple[Tool, bool]]) -> str:
-        """Free text up to a trigger, then calls."""
-        trigger = _trigger(self._form)
-        markup = [_text(text) for text in self._format.dropped]
-        words = " | ".join(["TEXT", *markup])
-        has_special = SPECIAL_TOKEN.search(trigger) is not None
-        begins = f"(head | {_text(trigger)})" if has_special else "head"
-        calls = f"{begins} {self._calls(num_written=len(trigger))}"
-        return "\n".join(
-            [
-                f"start: ({words} | {calls})*" if self._is_parallel else f"start: ({words})* ({calls})?",
-                # [lazy]: the free text ends at the first trigger.
-                f"head[lazy]: ANY_TEXT {_quoted(trigger)}",
-                "ANY_TEXT: /(?s:.*)/",
-                "TEXT: /(?s:.+)/",
-                self._tail(tools),
-            ]
-        )
-
-    def alternative(self, tools: Sequence[tuple[Tool, bool]]) -> str:
-        """Calls, or a text that does not begin like one."""
-        first = re.escape(self._form.open or "{")
-        return "\n".join([f"start: {self._calls()} | TEXT", rf"TEXT: /(\s*[^\s{first}](?s:.*))?/", self._tail(tools)])
-
     def _lead(self) -> str:
         return f"({_text(self._format.before_calls)})? " if self._format.before_calls else ""
 
-    def _calls(self, num_written: int = 0) -> str:
-        """One call or several. num_written: characters of the first one that are already written."""
+    def _calls(self) -> str:
+        """One call or several."""
         form = self._form
         call = form.call
         head = f'{{"{call.names[0]}": "' if isinstance(call, JsonCall) else call.begin + call.name_prefix
         group = form.begin + form.open + head
         end = _text(form.close + form.end)
-        first = f"{_text(group[num_written:])} tail"
+        first = f"{_text(group)} tail"
         if not self._is_parallel:
             return f"{first} {end}"
         if form.has_many:
@@ -155,21 +125,25 @@ class _Grammar:
 
     def _tail(self, tools: Sequence[tuple[Tool, bool]]) -> str:
         """The rule of a call from its name on."""
-        own = [(self._name([tool]), _enforced(tool)) for tool, is_enforced in tools if is_enforced]
-        others = [tool for tool, is_enforced in tools if not is_enforced]
-        shared = [(self._name(others), _ANY_ARGUMENTS)] if others else []
+        enforced = [tool for tool, is_enforced in tools if is_enforced]
+        ways: list[tuple[str, Mapping[str, object]]] = [(_quoted(tool.name), _enforced(tool)) for tool in enforced]
+        lines = []
+        if len(enforced) < len(tools):  # then a call of any other name passes: the client knows which tools there are
+            ways.append(("OTHER", _ANY_ARGUMENTS))
+            names = " | ".join(_quoted(tool.name) for tool in enforced)
+            lines = [f"OTHER: /[a-zA-Z0-9_.-]{{1,{MAX_NAME}}}/{f' & ~({names})' if names else ''}"]
         call = self._form.call
         end = _text("}" if isinstance(call, JsonCall) else call.end)
-        return "tail: " + "\n  | ".join(f"{name} {self._arguments(schema)} {end}" for name, schema in [*own, *shared])
+        written = [f"{name} {self._name_end()} {self._arguments(schema)} {end}" for name, schema in ways]
+        return "\n".join([f"tail: {' | '.join(written)}", *lines])
 
-    def _name(self, tools: Sequence[Tool]) -> str:
-        """One of the names, with the text up to the arguments."""
+    def _name_end(self) -> str:
+        """The text from the name up to the arguments."""
         call = self._form.call
-        names = " | ".join(_quoted(tool.name) for tool in tools)
         if isinstance(call, JsonCall):
-            return f"({names}) " + _quoted(f'", "{call.arguments[0]}": ')
+            return _quoted(f'", "{call.arguments[0]}": ')
         number = "/[0-9]{1,3}/" if call.is_numbered else ""
-        return f"({names}) {_text(call.after_name)} {number} {_text(call.name_end)}"
+        return f"{_text(call.after_name)} {number} {_text(call.name_end)}"
 
     def _arguments(self, schema: Mapping[str, object]) -> str:
         call = self._form.call

@@ -7,7 +7,7 @@ arguments of tool calls.
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from types import MappingProxyType
 
 from quire.errors import RequestError
@@ -22,6 +22,7 @@ MAX_RULES = 512
 MAX_TOTAL_NESTING = 1024  # levels of parentheses, summed over all rules; llguidance recurses through them
 _PARAM = "grammar"
 
+_NO_TOKEN = r"\x01"  # which models do not write
 _WITH_SCHEMAS = frozenset({"%json", "%tagged", "%keywords"})
 _MAX_SPACE = 256  # characters before the JSON of a directive
 _OPTIONS = frozenset({"no_forcing", "allow_initial_skip", "ignore_once"})
@@ -31,6 +32,7 @@ _NEEDED: Mapping[str, str] = MappingProxyType(  # directive -> its JSON
         "%tagged": "an object with a schema",
         "%keywords": "a schema",
         "%special": f"a text of at most {MAX_LITERAL:,} characters",
+        "%tokens": 'texts of special tokens, {"only": [...]} or {"except": [...]}',
         "%llguidance": f"an object; options are {', '.join(sorted(_OPTIONS))}",
         "%regex": "a pattern",
     }
@@ -137,6 +139,10 @@ class _Directives:
                 return f"({self.arguments.keywords(self._schema(value))})"
             case "%special", str(text) if len(text) <= MAX_LITERAL:
                 return self._with_special_tokens(text)
+            case "%tokens", {"only": [*texts], **others} if not others:
+                return self._one_token(set(map(str, texts)))
+            case "%tokens", {"except": [*texts], **others} if not others:
+                return self._one_token(self._special.ids.keys() - set(map(str, texts)))
             case "%llguidance", {**options} if options.keys() <= _OPTIONS:
                 return f"{name} {json.dumps(options)} "
             case "%regex", _:
@@ -147,6 +153,12 @@ class _Directives:
         """A text with its special tokens. Text between them is one terminal."""
         parts = self._special.split(text)
         return " ".join(f"<[{part}]>" if isinstance(part, int) else json.dumps(part) for part in parts)
+
+    def _one_token(self, texts: Set[str]) -> str:
+        """One of the special tokens with these texts. If the tokenizer has none, a control character stands for it."""
+        found = [self._special.ids[text] for text in sorted(texts) if text in self._special.ids]
+        self._special.used.update(found)
+        return f"<[{','.join(map(str, found))}]>" if found else f"/{_NO_TOKEN}/"
 
     def _schema(self, value: object) -> Schema:
         return read_schema(json.dumps(value), _PARAM, self._params)

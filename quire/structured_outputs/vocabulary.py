@@ -37,10 +37,10 @@ class Vocabulary:
 
 
 class SpecialTokens:
-    """The special tokens that a grammar may have, by text. used: those that it has."""
+    """The special tokens that a grammar may have: their ids by text. used: those that it has."""
 
     def __init__(self, ids: Mapping[str, int]) -> None:
-        self._ids = ids
+        self.ids = ids
         self._longest_first = sorted(ids, key=len, reverse=True)
         self.used: set[int] = set()
 
@@ -54,7 +54,7 @@ class SpecialTokens:
                 place += 1
                 continue
             parts += [text[start:place]] if start < place else []
-            parts.append(self._ids[found])
-            self.used.add(self._ids[found])
+            parts.append(self.ids[found])
+            self.used.add(self.ids[found])
             start = place = place + len(found)
         return [*parts, text[start:]] if start < len(text) or not parts else parts

@@ -16,7 +16,7 @@ from quire.errors import RequestError
 from quire.params import StructuredOutputsParams
 from quire.structured_outputs.backends import check, compile
 from quire.structured_outputs.vocabulary import Vocabulary
-from tools.chat_transcripts import chat_format, parse, strict
+from tools.chat_transcripts import TOOLS, TRANSCRIPTS, chat_format, parse, strict
 from tools.forced_calls import forced_calls
 from tools.tool_schemas import SCHEMAS
 
@@ -143,45 +143,95 @@ def test_only_offered_tools_are_called(format):
         assert not accepts(every, write([(name, {"key": "a"})]))
 
 
-@pytest.mark.parametrize("format", sorted(set(FORMATS) - {"pythonic", "openai"}))
-def test_with_auto_what_was_begun_is_valid(format):
+def strict_tool(tool):
+    return {**tool, "function": {**tool["function"], "strict": True}}
+
+
+STRICT_ECHO = strict_tool(ECHO)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_tools_that_are_not_strict_constrain_nothing_with_auto(format):
+    assert call_constraint(TOOL_FORMATS[format], toolbox([NOW, ECHO])) is None
+    assert call_constraint(TOOL_FORMATS[format], toolbox([NOW, ECHO], "auto", parallel_tool_calls=False)) is None
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_with_auto_a_strict_tool_constrains_its_own_calls_alone(format):
     write = WRITERS[format]
-    call = [("now", {}), ("echo", {"text": "a"})]
-    if format == "llama3_json":
-        write = lambda calls: "<|python_tag|>" + WRITERS[format](calls)  # noqa: E731
-    if format == "generic":
-        write = WRITERS["hermes"]
-    auto = grammar(format, [NOW, {**ECHO, "function": {**ECHO["function"], "strict": True}}], "auto")
-    one = grammar(format, [NOW, ECHO], "auto", parallel=False)
-    for text in ("", "Hello.\n", "a <b> [c] {d}: ", write(call), f"I look.\n{write(call[:1])}\n", write(call) + "x"):
+    auto = grammar(format, [NOW, STRICT_ECHO], "auto")
+    call, free = write([("echo", {"text": "a"})]), write([("now", {"any": ["thing", {"a": 1.50}]})])
+    unknown = write([("echo_all", {"other": "a"})])
+    for text in (
+        *("", "Hello.\n", "a <b> [c] {d}: ", "[echo chamber] of echo(es), {", "  \n\n", '"echo"'),
+        *(call, free, unknown, f"I look.\n{call}\n", f"{call}x", f"{free}\n{call}", f"{unknown} and {call}"),
+        *(free.replace(" ", "  "), free.replace(": ", ":"), free[:-3], unknown[:-5], free[: len(free) // 2], free * 3),
+    ):
         assert accepts(auto, text), text
-    text = write(call[:1])
-    assert accepts(one, f"a {text}")
-    assert not accepts(one, f"a {text}b")
-    assert not accepts(auto, text[:-3])
-    assert not accepts(auto, write([("nothing", {})]))
-    assert not accepts(auto, write([("echo", {"other": "a"})])), "a strict tool satisfies its schema"
-    assert not accepts(auto, write([("echo", {})]))
-    assert accepts(auto, write([("now", {"any": "thing"})])), "another one has any arguments"
-    assert accepts(one, write([("echo", {"other": "a"})]))
+    for text in (
+        *(write([("echo", {"other": "a"})]), write([("echo", {})])),
+        *(f"{unknown}\n{write([('echo', {})])}", f"{call}\n{write([('echo', {})])}"),
+    ):
+        assert not accepts(auto, text), text
 
 
-@pytest.mark.parametrize(("format", "first"), [("pythonic", "["), ("llama3_json", "{")])
-def test_calls_without_markup_are_constrained_only_for_strict_tools(format, first):
-    strict_tool = {**ADD, "function": {**ADD["function"], "strict": True}}
-    form = TOOL_FORMATS[format].forms[0]
-    bare = type(TOOL_FORMATS[format])(parser="bare", forms=(form,))
-    assert call_constraint(bare, toolbox([ADD])) is None
-    compiled = compile(call_constraint(bare, toolbox([strict_tool])), VOCABULARY)
+@pytest.mark.parametrize("format", sorted(one for one in FORMATS if TOOL_FORMATS[one].has_parallel))
+def test_with_auto_each_strict_call_of_several_is_valid(format):
     write = WRITERS[format]
-    for text in ("", "Hello.", f" a {first} b", write([("add", {"a": 1, "b": 2})])):
-        assert accepts(compiled, text), text
-    for text in (first, f"\n{first}1", write([("add", {"a": 1})])):
-        assert not accepts(compiled, text), text
+    auto = grammar(format, [NOW, STRICT_ECHO], "auto")
+    valid, invalid = ("echo", {"text": "a"}), ("echo", {"text": 1})
+    for calls in ([("now", {"a": {"b": 1}})], [valid], [("now", {}), valid], [valid, ("now", {}), valid]):
+        if calls[0] == ("now", {}) and format != "pythonic":
+            calls = [("now", {"a": {}}), *calls[1:]]
+        assert accepts(auto, write([*calls, valid])), calls
+        if format not in BETWEEN_TAGS:  # where 1 is a text
+            text = write([*calls, invalid])
+            assert not accepts(auto, text), text
+
+
+@pytest.mark.parametrize(
+    ("format", "text"),
+    [
+        ("hermes", '<tool_call>{ "name" : "echo" ,"arguments":{"text": "a"} }</tool_call>'),
+        ("hermes", '<tool_call>\n{"type": "function", "name": "echo", "arguments": {"text": "a"}}\n</tool_call>'),
+        ("generic", '<function_call>{"name": "echo", "parameters": {"text": "a"}}</function_call>'),
+        ("llama3_json", '<|python_tag|>{"name": "echo", "parameters": {"text": "a"}}'),
+        ("mistral", '[TOOL_CALLS]echo[ARGS]{"text": "a"}'),
+        ("mistral", '[TOOL_CALLS]echo{"text": "a"}'),
+        ("mistral_v11", '[TOOL_CALLS][{"name": "echo", "arguments": {"text": "a"}}]'),
+        ("openai", '<|channel|>analysis to=functions.echo code<|message|>{"text": "a"}'),
+        ("qwen3_coder", "<function=echo><parameter=text>\na\n</parameter>\n</function>"),
+        ("pythonic", 'Look:\n  [ echo (text="a")]'),
+    ],
+)
+def test_with_auto_strict_calls_are_seen_in_each_form_that_the_parser_reads(format, text):
+    auto = grammar(format, [NOW, STRICT_ECHO], "auto")
+    assert [call.name for call in parse(chat_format(format), [text], toolbox([STRICT_ECHO])).calls] == ["echo"]
+    assert accepts(auto, text), text
+    wrong = text.replace("text", "other")
+    assert not accepts(auto, wrong), wrong
+    other = wrong.replace("echo", "echo2")
+    assert accepts(auto, other), other
 
 
 def test_without_tools_that_may_be_called_there_is_no_constraint():
     assert call_constraint(TOOL_FORMATS["hermes"], toolbox([NOW], "none")) is None
+
+
+@pytest.mark.parametrize("transcript", TRANSCRIPTS, ids=lambda one: one.id)
+def test_with_auto_a_strict_tool_that_is_not_called_changes_no_token(transcript):
+    if transcript.format.tools is None:
+        pytest.skip("a transcript of reasoning alone")
+    constraint = call_constraint(transcript.format.tools, toolbox([*TOOLS, strict_tool(BY_NAME["get_price"].tool)]))
+    matcher = compile(constraint, VOCABULARY).new_matcher(fast_forward=True)
+    verdict = matcher.advance([])
+    texts = {
+        token for token, data in enumerate(VOCABULARY.tokens) if data and data.decode(errors="ignore").encode() == data
+    }
+    for token in encode(transcript.text):
+        assert verdict.forced == [] and not verdict.error
+        verdict = matcher.advance([token])
+    assert texts | set(VOCABULARY.end_ids) <= set(allowed(matcher, VOCABULARY)), "any text, or the end"
 
 
 SPECIAL = ("<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>", "[TOOL_CALLS]", "[ARGS]")
@@ -224,31 +274,37 @@ def test_a_call_of_gpt_oss_may_follow_reasoning():
     assert accepts(compiled, f"<|start|>assistant{text}", WITH_SPECIAL, special_tokens)
 
 
-def test_with_auto_gpt_oss_may_answer_in_its_channels():
-    compiled = compile(call_constraint(TOOL_FORMATS["openai"], toolbox([ECHO])), WITH_SPECIAL)
-    call = WRITERS["openai"]([("echo", {"text": "a"})])
+@pytest.mark.parametrize("format", ["openai", "mistral", "mistral_v11"])
+def test_with_auto_any_special_token_may_be_written(format):
+    compiled = compile(call_constraint(TOOL_FORMATS[format], toolbox([NOW, STRICT_ECHO])), WITH_SPECIAL)
+    write = WRITERS[format]
+    call = write([("echo", {"text": "a"})])
     for text in (
-        "<|channel|>final<|message|>Hello.",
+        *(
+            "",
+            "Hello",
+            "<|channel|>final<|message|>Hello.",
+            "[TOOL_CALLS]",
+            "[TOOL_CALLS] b <|end|>",
+            "<|start|><|start|>",
+        ),
         "<|start|>assistant<|channel|>final<|message|>Hello.",
         f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{call}",
-        call,
+        *(call, f"{call}x", f"{call}<|end|>{call}", f"{write([('now', {'a': 1})])}<|end|>{call}"),
+        *(write([("echo_all", {"b": 1})]), write([("now", {"b": 1})])[:-2]),
     ):
         assert accepts(compiled, text, WITH_SPECIAL, special_tokens), text
-    for text in (f"{call}x", call[:-2], call.replace("echo", "other")):
+    wrong = write([("echo", {"b": 1})])
+    for text in (wrong, f"a {wrong}", f"{call}<|end|>{wrong}", f"{write([('now', {'a': 1})])}<|end|>{wrong}"):
         assert not accepts(compiled, text, WITH_SPECIAL, special_tokens), text
-    compiled = compile(call_constraint(TOOL_FORMATS["mistral"], toolbox([ECHO])), WITH_SPECIAL)
-    assert accepts(compiled, 'a [TOOL_CALLS][{"name": "echo", "arguments": {}}] b', WITH_SPECIAL, special_tokens)
-    assert not accepts(compiled, "a [TOOL_CALLS] b", WITH_SPECIAL, special_tokens)
 
 
-def test_a_special_token_that_is_not_in_the_grammar_is_not_allowed():
-    compiled = compile(call_constraint(TOOL_FORMATS["mistral"], toolbox([ECHO])), WITH_SPECIAL)
-    matcher = compiled.new_matcher(fast_forward=False)
-    matcher.advance([])
-    assert set(allowed(matcher, WITH_SPECIAL)) & WITH_SPECIAL.special_ids == {
-        WITH_SPECIAL.special_ids_by_text["[TOOL_CALLS]"],
-        END,
-    }
+def test_with_auto_a_strict_call_in_a_list_behind_a_special_token_is_valid():
+    compiled = compile(call_constraint(TOOL_FORMATS["mistral"], toolbox([NOW, STRICT_ECHO])), WITH_SPECIAL)
+    for arguments in ({"text": "a"}, {"b": 1}):
+        for before in (("now", {"b": {}}), ("echo", {"text": "b"})):
+            text = WRITERS["mistral"]([before, ("echo", arguments)])
+            assert accepts(compiled, text, WITH_SPECIAL, special_tokens) == ("text" in arguments), text
 
 
 def test_objects_have_no_properties_that_their_schema_does_not_name():
@@ -301,9 +357,8 @@ def test_a_schema_that_cannot_be_enforced_is_refused(format, parameters, message
         check(constraint)
     assert message in str(found.value)
     assert "start:" not in str(found.value), "errors do not quote the grammar"
-    assert call_constraint(TOOL_FORMATS[format], toolbox([tool])) != constraint
-    if format != "pythonic":
-        check(call_constraint(TOOL_FORMATS[format], toolbox([tool])))  # with auto any arguments are taken
+    with pytest.raises(RequestError, match=r"grammar|schema"):
+        check(call_constraint(TOOL_FORMATS[format], toolbox([strict_tool(tool)])))
 
 
 def test_texts_between_tags_may_be_anything_but_the_end_tag():
@@ -331,10 +386,14 @@ def test_beside_an_answer_in_json_calls_are_possible(format):
 
     constraint = call_constraint(TOOL_FORMATS[format], toolbox([NOW, ECHO]), NUMBER)
     compiled = compile(constraint, VOCABULARY)
-    for text in (write([("now", {})]), write([("echo", {"text": "a"})]), '{"n": 5}', '{"n":5}'):
+    for text in (write([("now", {})]), write([("echo", {"any": "a"})]), write([("other", {})]), '{"n": 5}', '{"n":5}'):
         assert accepts(compiled, text), text
-    for text in ("", "Hello", '{"m": 5}', write([("other", {})]), '{"n": 5}' + write([("now", {})]), "5"):
+    for text in ("", "Hello", '{"m": 5}', '{"n": 5}' + write([("now", {})]), "5"):
         assert not accepts(compiled, text), text
+    compiled = compile(call_constraint(TOOL_FORMATS[format], toolbox([NOW, STRICT_ECHO]), NUMBER), VOCABULARY)
+    for text in (write([("echo", {"text": "a"})]), write([("echo_all", {"any": "a"})]), '{"n": 5}'):
+        assert accepts(compiled, text), text
+    assert not accepts(compiled, write([("echo", {"any": "a"})]))
 
 
 def test_the_answer_of_gpt_oss_has_its_header():
@@ -356,7 +415,7 @@ def test_many_tools_with_long_descriptions_fit():
     tools = []
     for index in range(128):
         properties = {f"p{i}": {"type": "string", "description": "x" * 300} for i in range(6)}
-        function = {"name": f"tool_{index}", "parameters": {"type": "object", "properties": properties}}
+        function = {"name": f"tool_{index}", "strict": True, "parameters": {"type": "object", "properties": properties}}
         tools.append({"type": "function", "function": function})
     for choice in ("required", "auto"):
         constraint = call_constraint(TOOL_FORMATS["hermes"], toolbox(tools, choice))
@@ -365,7 +424,7 @@ def test_many_tools_with_long_descriptions_fit():
 
 
 def test_masks_of_free_text_allow_most_tokens():
-    compiled = grammar("hermes", [NOW], "auto")
+    compiled = grammar("hermes", [STRICT_ECHO], "auto")
     matcher = compiled.new_matcher(fast_forward=True)
     assert not matcher.advance(encode("Hello")).forced
     words = np.zeros(VOCABULARY.num_words, np.uint32)
