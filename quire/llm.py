@@ -243,7 +243,7 @@ class LLM:
         params = [
             constrained_params(format, one, thinking_token_budget) for format, one in zip(formats, each, strict=True)
         ]
-        results = self._complete(tokenized, params, use_tqdm, scheduling_params=scheduling_params)
+        results = self._complete(tokenized, params, use_tqdm, scheduling_params=scheduling_params, formats=formats)
         for format, result in zip(formats, results, strict=True):
             for output in result.outputs:
                 output.message = format.read(output.text)
@@ -279,7 +279,7 @@ class LLM:
         reasons = self._tokenizer.reasons({}, has_tools=bool(tools))
         format = self._output_format(text, params, toolbox(tools, None, None), reasons=reasons)
         tokenized = [tokenize(text, self._tokenizer, add_special_tokens=False)]
-        (transcript,) = self._output_processors(tokenized, constrained_params(format, params))
+        (transcript,) = self._output_processors(tokenized, constrained_params(format, params), [format])
         transcript.params.check_streamable()
         parser = format.new_parser()
         with closing(self._deltas([transcript])) as deltas:
@@ -418,8 +418,9 @@ class LLM:
         shown: bool | None,  # noqa: FBT001 (three states: yes, no, only on a terminal)
         beams: Beams | None = None,
         scheduling_params: Sequence[SchedulingParams] = (),
+        formats: Sequence[OutputFormat] = (),
     ) -> list[RequestOutput]:
-        transcripts = self._output_processors(prompts, params)
+        transcripts = self._output_processors(prompts, params, formats)
         with TokenProgress("generating", sum(t.params.num_sequences for t in transcripts), shown=shown) as progress:
             for delta in self._deltas(transcripts, beams, scheduling_params):
                 progress.update(len(delta.token_ids), int(delta.finish_reason is not None))
@@ -464,14 +465,20 @@ class LLM:
         return each
 
     def _output_processors(
-        self, prompts: Sequence[TokenizedPrompt], params: SamplingParams | Sequence[SamplingParams] | None
+        self,
+        prompts: Sequence[TokenizedPrompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        formats: Sequence[OutputFormat] = (),
     ) -> list[RequestOutputProcessor]:
+        """formats: one for each prompt, if stop strings are searched in answers only."""
         each = self._params_per_prompt(len(prompts), params)
         for constraint in {one.structured_outputs for one in each}:
             if constraint is not None:
                 check_constraint(constraint, self._options.grammar_backend)
         now = time.monotonic()
         asked = prepare_generations(prompts, each, self._tokenizer, self.max_model_len)
+        for place, format in enumerate(formats):
+            asked[place] = asked[place]._replace(new_answer=format.new_answer)
         return [RequestOutputProcessor(uuid4().hex, generation, self._tokenizer, now=now) for generation in asked]
 
     def _scheduling_params(

@@ -34,9 +34,10 @@ def call_constraint(
     answer: the request's constraint on an output without calls. answer_begin: text before such an output.
 
     "required": the output is calls, and the arguments satisfy the schemas. "auto": the output is free, but for the
-    arguments of strict tools, which satisfy their schemas; without strict tools the result is None. "auto" with an
-    answer in JSON: the output is calls, of any name, or the answer. Beside another answer, and in a format whose calls
-    begin like JSON, no calls are possible: the result is None.
+    arguments of strict tools, which satisfy their schemas, and for calls of tools that `allowed_tools` leaves out. If
+    there are neither, the result is None. "auto" with an answer in JSON: the output is calls, of any other name, too,
+    or the answer. Beside another answer, and in a format whose calls begin like JSON, no calls are possible: the result
+    is None.
     Raises RequestError if the grammar is too long.
     """
     tools = toolbox.callable_tools
@@ -52,12 +53,14 @@ def call_constraint(
         form = next((form for form in format.forms if _trigger(form)), None)
         if answer.kind != "json" or form is None or _begins_like_json(_trigger(form)):
             return None
-        grammar = _Grammar(format, form, is_parallel=is_parallel).or_answer(asked, answer.text, answer_begin)
+        grammar = _Grammar(format, form, is_parallel=is_parallel, barred=toolbox.barred_names).or_answer(
+            asked, answer.text, answer_begin
+        )
         return replace(answer, json=None, json_object=None, grammar=_not_too_long(grammar, asked))
     schemas = {tool.name: _enforced(tool) for tool in tools if tool.strict}
-    if not schemas:
+    if not schemas and not toolbox.barred_names:
         return None
-    grammar = _not_too_long(strict_calls(format, schemas), asked)
+    grammar = _not_too_long(strict_calls(format, schemas, toolbox.barred_names), asked)
     return StructuredOutputsParams(grammar=grammar, disable_any_whitespace=True)
 
 
@@ -87,15 +90,16 @@ def _trigger(form: CallForm) -> str:
 
 
 class _Grammar:
-    """Writes grammars for calls in one form. is_parallel: several calls are allowed.
+    """Writes grammars for calls in one form. is_parallel: several calls are allowed. barred: names of other tools.
 
     The methods take the tools, each with whether its schema is enforced.
     """
 
-    def __init__(self, format: ToolFormat, form: CallForm, *, is_parallel: bool) -> None:
+    def __init__(self, format: ToolFormat, form: CallForm, *, is_parallel: bool, barred: Sequence[str] = ()) -> None:
         self._format = format
         self._form = form
         self._is_parallel = is_parallel
+        self._barred = barred
 
     def forced(self, tools: Sequence[tuple[Tool, bool]]) -> str:
         """The whole output is calls."""
@@ -130,7 +134,7 @@ class _Grammar:
         lines = []
         if len(enforced) < len(tools):  # then a call of any other name passes: the client knows which tools there are
             ways.append(("OTHER", _ANY_ARGUMENTS))
-            names = " | ".join(_quoted(tool.name) for tool in enforced)
+            names = " | ".join(map(_quoted, [*(tool.name for tool in enforced), *self._barred]))
             lines = [f"OTHER: /[a-zA-Z0-9_.-]{{1,{MAX_NAME}}}/{f' & ~({names})' if names else ''}"]
         call = self._form.call
         end = _text("}" if isinstance(call, JsonCall) else call.end)

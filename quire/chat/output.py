@@ -1,10 +1,12 @@
 """What of a model's message format applies to one request, and the sampling parameters that follow from it."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from uuid import uuid4
 
+from quire.chat.answer_text import AnswerText
 from quire.chat.constraint import call_constraint
 from quire.chat.formats import TOOL_FORMATS, ChatFormat, ReasoningFormat
 from quire.chat.parser import MessageParser
@@ -47,6 +49,11 @@ class OutputFormat:
         return MessageParser(
             self.parsed, self.toolbox, in_reasoning=in_reasoning, forced=self.must_call, drop=self.hidden
         )
+
+    @property
+    def new_answer(self) -> Callable[[], AnswerText] | None:
+        """Makes what tells the answer of a sequence from its reasoning. None if reasoning is content."""
+        return None if self.parsed.reasoning is None else lambda: AnswerText(self.new_parser())
 
     def read(self, text: str) -> Message:
         """The message of a whole output."""

@@ -52,10 +52,11 @@ class _Style:
             yield f"/{lead}{self.prefix}{names}{self.token_end}/"
 
 
-def strict_calls(format: ToolFormat, schemas: Mapping[str, Mapping[str, object]]) -> str:
+def strict_calls(format: ToolFormat, schemas: Mapping[str, Mapping[str, object]], barred: Sequence[str] = ()) -> str:
     """The grammar of any text in which each call of these tools has arguments of its schema. schemas: by name.
 
-    A call is seen in each form of the format, if its name stands before its arguments.
+    barred: names of tools that must not be called. One of both is not empty. A call is seen in each form of the format,
+    if its name stands before its arguments.
     """
     styles: defaultdict[str, list[_Style]] = defaultdict(list)  # by marker; "" is the beginning of a line
     has_lists = any(form.has_many for form in format.forms if isinstance(form.call, JsonCall))
@@ -68,7 +69,7 @@ def strict_calls(format: ToolFormat, schemas: Mapping[str, Mapping[str, object]]
     for marker, found in styles.items():
         groups[tuple(found)].append(marker)
     separators = {re.escape(form.separator.strip()) for form in format.forms if form.has_many}
-    return _Machine(schemas, separators).grammar(groups)
+    return _Machine(schemas, barred, separators).grammar(groups)
 
 
 def _marker(form: CallForm) -> str:
@@ -127,9 +128,11 @@ def _style(form: CallForm, after_names: Sequence[str], *, has_lists: bool) -> _S
 class _Machine:
     """Writes a grammar. separators: patterns of the texts between two calls of a list."""
 
-    def __init__(self, schemas: Mapping[str, Mapping[str, object]], separators: Iterable[str]) -> None:
+    def __init__(
+        self, schemas: Mapping[str, Mapping[str, object]], barred: Sequence[str], separators: Iterable[str]
+    ) -> None:
         self._schemas = schemas
-        self._names = f"(?:{'|'.join(map(_pattern, schemas))})"
+        self._names = f"(?:{'|'.join(map(_pattern, [*schemas, *barred]))})"
         self._separators = sorted(separators)
         self._ways: defaultdict[str, list[str]] = defaultdict(list)  # expressions that lead to a state
         self._excluded: dict[str, list[str]] = {}  # by state that free text may follow: terminals that it may not be
@@ -165,12 +168,13 @@ class _Machine:
         between = f"(?:{closes})(?:{'|'.join(self._separators)})"
         if closes:
             after = "|".join(rf"\s*{one}" if one else r"\s+" for one in self._separators)
-            self._ways[begun].append(f"{called} {self._lazy(f'/{after}/')}")
-            self._excluded[called] = []
+            if self._schemas:
+                self._ways[begun].append(f"{called} {self._lazy(f'/{after}/')}")
+                self._excluded[called] = []
             self._items[begun] = begun, between
         for style in styles:
             if style.is_direct:
-                self._ways[called if style.close else "plain"].append(f"{begun} ({self._calls(style, style.lead)})")
+                self._add_calls(called if style.close else "plain", begun, style, style.lead)
                 continue
             without_lead = replace(style, lead="")
             known = without_lead in self._named
@@ -181,7 +185,7 @@ class _Machine:
             self._excluded[state] = list(style.begins(self._names, ""))
             if closes:
                 self._items[state] = begun, between
-            self._ways[called if style.close else "plain"].append(f"{state} ({self._calls(style, '')})")
+            self._add_calls(called if style.close else "plain", state, style, "")
 
     def _add_free_text(self, state: str, excluded: Sequence[str], before: Mapping[str, str]) -> None:
         """Free text behind a state, up to the end or with the next marker."""
@@ -193,8 +197,8 @@ class _Machine:
         for target, pattern in ways:
             self._ways[target].append(f"{state} {self._lazy(self._without(f'/{pattern}/', excluded))}")
 
-    def _calls(self, style: _Style, lead: str) -> str:
-        """The calls of strict tools, from the lead on."""
+    def _add_calls(self, called: str, begun: str, style: _Style, lead: str) -> None:
+        """The calls of strict tools, from the lead on, lead from one state to another."""
         if style.arguments not in self._styles:
             self._styles.append(style.arguments)
             for index, schema in enumerate(self._schemas.values()):
@@ -206,7 +210,8 @@ class _Machine:
             calls.append(f"/{begin}{style.end}/ {' '.join(around)}")
             if style.tokens_rule:
                 calls.append(f"/{begin}{style.token_end}/ {self._rule(style.tokens_rule)} {' '.join(around)}")
-        return " | ".join(calls)
+        if calls:
+            self._ways[called].append(f"{begun} ({' | '.join(calls)})")
 
     def _arguments(self, style: _Style, index: int) -> str:
         return f"arguments{self._styles.index(style.arguments)}_{index}"

@@ -52,6 +52,12 @@ class Toolbox(msgspec.Struct, frozen=True):
         names = self.choice.names
         return self.tools if names is None else tuple(tool for tool in self.tools if tool.name in names)
 
+    @property
+    def barred_names(self) -> tuple[str, ...]:
+        """The names of the tools that the choice does not allow to call, although they are offered."""
+        names = self.choice.names
+        return () if names is None else tuple(tool.name for tool in self.tools if tool.name not in names)
+
 
 def toolbox(tools: object, tool_choice: object = None, parallel_tool_calls: object = None) -> Toolbox | None:
     """The toolbox of a chat request, from the JSON values of these fields. None without tools.

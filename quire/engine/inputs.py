@@ -1,9 +1,10 @@
 """Conversion of a caller's prompts with their parameters to engine requests."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, NamedTuple, TypedDict, TypeVar
 
+from quire.chat.answer_text import AnswerText
 from quire.config import EngineOptions
 from quire.core.request import NO_NAMESPACE, Beams, Namespace, Request, check_length
 from quire.core.scheduling_params import DEFAULT_SCHEDULING_PARAMS, Program, Retention, SchedulingParams
@@ -107,6 +108,7 @@ class Generation(NamedTuple):
     """One truncated prompt with its parameters.
 
     bad_words, prediction: the tokens of these parameters. stop_regex: the compiled patterns of this parameter.
+    new_answer: makes what tells the answer of a sequence, in which stop strings are searched; None: all text is.
     """
 
     prompt: TokenizedPrompt
@@ -114,6 +116,7 @@ class Generation(NamedTuple):
     bad_words: Sequence[Sequence[int]] = ()
     prediction: Sequence[int] = ()
     stop_regex: Sequence[PatternSearch] = ()
+    new_answer: Callable[[], AnswerText] | None = None
 
     def request(
         self,

@@ -8,6 +8,7 @@ from math import inf
 
 from msgspec.structs import replace
 
+from quire.chat.answer_text import AnswerText
 from quire.core.output import EndCause, Output
 from quire.core.step import Logprobs
 from quire.engine.inputs import Generation
@@ -47,7 +48,7 @@ class SequenceOutputProcessor:
 
     A token's offset is the number of characters that the tokens before it completed. All tokens of a character that
     spans several tokens have the same offset. Characters of a stop string count, although they are not in the text.
-    keeps_logprobs: whether `result` gets the logprobs, too.
+    keeps_logprobs: whether `result` gets the logprobs, too. answer: where stop strings are searched; None: everywhere.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class SequenceOutputProcessor:
         prompt: Sequence[int],
         patterns: tuple[Pattern, ...],
         stop_regex: Sequence[PatternSearch] = (),
+        answer: AnswerText | None = None,
     ) -> None:
         self.result = CompletionOutput(index, "", [])
         self.keeps_logprobs = True
@@ -75,6 +77,7 @@ class SequenceOutputProcessor:
         )
         self._stops = StopStrings(patterns, included=params.include_stop_str_in_output)
         self._stop_patterns = StopPatterns(stop_regex) if stop_regex else None
+        self._answer = answer
         detection = params.repetition_detection
         self._repetition = None if detection is None else RepetitionDetector(detection)
         self._ended_here: tuple[EndCause, str] | None = None  # the end that was found here, and the stop reason
@@ -144,6 +147,23 @@ class SequenceOutputProcessor:
 
     def _check_stop(self, text: str, num_tokens: int) -> str:
         """The text that is certain to be output. num_tokens: new ones up to this text."""
+        if self._answer is None:
+            return self._search(text, num_tokens)
+        found = ""
+        for piece, is_answer in self._answer.split(text):
+            if self._ended_here is not None:
+                break
+            if is_answer:
+                found += self._search(piece, num_tokens)
+            else:
+                self._num_characters += len(piece)
+                found += self._stops.restart() + piece
+                if self._stop_patterns is not None:
+                    self._stop_patterns.restart()
+        return found
+
+    def _search(self, text: str, num_tokens: int) -> str:
+        """See `_check_stop`, for text in which stop strings are searched."""
         self._num_characters += len(text)
         may_stop, end = self._may_end(num_tokens), None
         if self._stop_patterns is not None:
@@ -212,8 +232,17 @@ class RequestOutputProcessor:
         self.prompt_logprobs: list[LogprobRow | None] | None = [None] * num_unreported if asked else None
         self._tokenizer = tokenizer
         patterns = compile_stops(params.stop)
+        has_stops, new_answer = bool(patterns or generation.stop_regex), generation.new_answer
         self._sequences = [
-            SequenceOutputProcessor(i, params, tokenizer, self.prompt.ids, patterns, generation.stop_regex)
+            SequenceOutputProcessor(
+                i,
+                params,
+                tokenizer,
+                self.prompt.ids,
+                patterns,
+                generation.stop_regex,
+                new_answer() if has_stops and new_answer is not None else None,
+            )
             for i in range(params.num_sequences)
         ]
 

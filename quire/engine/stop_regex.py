@@ -11,7 +11,11 @@ class StopPatterns:
     def __init__(self, searches: Sequence[PatternSearch]) -> None:
         self.matched: str | None = None
         self._searches = searches
-        self._states = [search.start for search in searches]
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin the search anew, behind a text that is not searched."""
+        self._states = [search.start for search in self._searches]
 
     def find_end(self, text: str, *, may_stop: bool) -> int | None:
         """Add text. Returns the number of its characters up to the end of the first match; None without one.

@@ -55,6 +55,11 @@ class StopStrings:
         self._held = text[kept:]
         return text[:kept]
 
+    def restart(self) -> str:
+        """Begin the search anew behind a text that is not searched. Returns the text that was held back."""
+        self._lengths = [0] * len(self._patterns)
+        return self.flush()
+
     def flush(self) -> str:
         """The text that was held back. Call it after the last text."""
         held, self._held = self._held, ""

@@ -218,6 +218,29 @@ def test_without_tools_that_may_be_called_there_is_no_constraint():
     assert call_constraint(TOOL_FORMATS["hermes"], toolbox([NOW], "none")) is None
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_with_auto_tools_that_are_not_allowed_are_not_called(format):
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [named("now"), named("echo")]}}
+    write = WRITERS[format]
+    for tools in ([NOW, ADD, ECHO], [NOW, ADD, STRICT_ECHO]):
+        auto = grammar(format, tools, choice)
+        for text in (
+            "Hello",
+            write([("now", {"a": 1})]),
+            write([("echo", {"text": "a"})]),
+            write([("addend", {"a": 1})]),
+        ):
+            assert accepts(auto, text), text
+        assert not accepts(auto, write([("add", {"a": 1, "b": 2})]))
+        assert accepts(auto, write([("echo", {"b": 1})])) == (tools[2] is ECHO)
+    if format != "pythonic":
+        compiled = compile(call_constraint(TOOL_FORMATS[format], toolbox([NOW, ADD, ECHO], choice), NUMBER), VOCABULARY)
+        write = WRITERS["hermes"] if format == "generic" else write
+        before = "<|python_tag|>" if format == "llama3_json" else ""
+        assert accepts(compiled, before + write([("addend", {"a": 1})]))
+        assert not accepts(compiled, before + write([("add", {"a": 1, "b": 2})]))
+
+
 @pytest.mark.parametrize("transcript", TRANSCRIPTS, ids=lambda one: one.id)
 def test_with_auto_a_strict_tool_that_is_not_called_changes_no_token(transcript):
     if transcript.format.tools is None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Core
 from tokenizers.models import WordLevel
 
+from quire.chat.output import output_format
 from quire.core.output import EndCause, Output
 from quire.core.step import Logprobs
 from quire.engine.inputs import Generation, TokenizedPrompt
@@ -18,13 +19,16 @@ from quire.engine.outputs import Logprob
 from quire.params import SamplingParams
 from quire.structured_outputs.fsm.search import compile_searches
 from quire.tokenizer.tokenizer import Tokenizer
+from tools.chat_transcripts import chat_format
 
 EOS = 2
 
 
-def transcript(tokenizer, prompt=(67,), **params):
+def transcript(tokenizer, prompt=(67,), format=None, **params):
     params = SamplingParams(**params)
     generation = Generation(TokenizedPrompt(None, list(prompt)), params, stop_regex=compile_searches(params.stop_regex))
+    if format is not None:
+        generation = generation._replace(new_answer=format.new_answer)
     return RequestOutputProcessor("r", generation, tokenizer, now=1.0)
 
 
@@ -281,3 +285,46 @@ def test_a_text_ends_behind_the_match_of_a_pattern(tokenizer, params, text, reas
     if reason is not None:
         assert result.finish_info == {"type": "stop", "matched": reason}
         assert tokenizer.decode(result.token_ids).startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("params", "text", "in_reasoning", "end", "reason"),
+    [
+        ({"stop": ["has"]}, "Mira has it</think>Mira has 18", True, "Mira has it</think>Mira ", "has"),
+        ({"stop": ["has"]}, "<think>has</think>it has", False, "<think>has</think>it ", "has"),
+        ({"stop": ["think"]}, "<think>a</think>b", False, "<think>a</think>b", None),
+        ({"stop": ["ab"]}, "<think>x</think>a<think>b</think>b", False, "<think>x</think>a<think>b</think>b", None),
+        ({"stop": ["ab"]}, "a</think>b</think>ab", True, "a</think>b</think>", "ab"),
+        ({"stop": ["xyz"]}, "a</think>xy", True, "a</think>xy", None),
+        ({"stop_regex": "h.s|^it"}, "has</think>it was", True, "has</think>it", "h.s|^it"),
+        ({"stop_regex": "a.*b"}, "a</think>b", True, "a</think>b", None),
+        ({"stop": ["has"]}, "Mira has it", True, "Mira has it", None),
+    ],
+)
+@pytest.mark.parametrize("at_once", [1, 3, 100])
+def test_stop_strings_are_searched_in_the_answer_and_not_in_its_reasoning(
+    tokenizer, params, text, in_reasoning, end, reason, at_once
+):
+    prompt = "<think>" if in_reasoning else ""
+    format = output_format(chat_format("hermes", "qwen3"), None, prompt, reasons=True, special_texts=frozenset())
+    run = transcript(tokenizer, format=format, max_tokens=100, n=2, **params)
+    ids = tokenizer.encode(text)
+    for index in (0, 1):
+        deltas = [
+            run.process_output(output(ids[i : i + at_once], index=index), 2.0) for i in range(0, len(ids), at_once)
+        ]
+        deltas.append(run.process_output(output([], index=index, end=EndCause.LENGTH), 3.0))
+        result = run.result().outputs[index]
+        assert result.text == "".join(delta.text for delta in deltas if delta) == end
+        assert (result.stop_reason, result.finish_reason) == (reason, "length" if reason is None else "stop")
+        assert [delta.stopped_after for delta in deltas if delta and delta.stopped_after is not None] == (
+            [len(result.token_ids)] if reason else []
+        )
+
+
+def test_stop_strings_are_searched_in_reasoning_that_is_content(tokenizer):
+    known = chat_format("hermes", "qwen3")
+    format = output_format(known, None, "<think>", reasons=True, special_texts=frozenset(), separate_reasoning=False)
+    run = transcript(tokenizer, format=format, stop=["has"])
+    run.process_output(output(tokenizer.encode("Mira has it</think>")), 2.0)
+    assert run.result().outputs[0].text == "Mira "

@@ -322,4 +322,4 @@ def _prepare(service: Service, chat: ChatRequest, place: int) -> tuple[MessageRe
     )
     params = constrained_params(format, chat.params, chat.thinking_budget)
     (asked,) = prepare_generations([prompt], [params], service.tokenizer, service.max_model_len)
-    return MessageReader(format, place), asked
+    return MessageReader(format, place), asked._replace(new_answer=format.new_answer)

@@ -281,3 +281,91 @@ def test_logprobs_cover_all_tokens_of_a_call(http):
     answer: httpx.Response = http.post("/v1/chat/completions", json=body)
     (choice,) = answer.json()["choices"]
     assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])
+
+
+def cut_bodies():
+    """A call that a stop string cuts within its arguments, in each dialect: route, body, way to its reason."""
+    asked, (tool,) = question("get_price", 1).question, OFFERED[:1]
+    function = tool["function"]
+    messages = [{"role": "user", "content": asked}]
+    key = next(iter(function["parameters"]["properties"]))
+    stop = f'"{key}": '
+    own = {"name": function["name"], "description": function["description"]}
+    return {
+        "chat": ("/v1/chat/completions", {"messages": messages, "tools": [tool], "stop": [stop], "temperature": 0}),
+        "responses": (
+            "/v1/responses",
+            {
+                **{"input": asked, "stop": [stop], "temperature": 0},
+                "tools": [{"type": "function", **own, "parameters": function["parameters"]}],
+            },
+        ),
+        "messages": (
+            "/v1/messages",
+            {
+                **{"model": MODEL, "messages": messages, "max_tokens": 120, "temperature": 0, "stop_sequences": [stop]},
+                "tools": [{**own, "input_schema": function["parameters"]}],
+            },
+        ),
+        "ollama": (
+            "/api/chat",
+            {
+                **{"model": MODEL, "messages": messages, "tools": [tool], "stream": False},
+                "options": {"stop": [stop], "temperature": 0, "num_predict": 120},
+            },
+        ),
+    }
+
+
+@pytest.mark.parametrize("dialect", sorted(cut_bodies()))
+def test_a_stop_string_within_a_call_ends_no_finished_call(http, dialect):
+    path, body = cut_bodies()[dialect]
+    answer = http.post(path, json=body).json()
+    match dialect:
+        case "chat":
+            (choice,) = answer["choices"]
+            assert choice["finish_reason"] == "stop"
+            assert choice["stop_reason"] == body["stop"][0]
+            (call,) = choice["message"]["tool_calls"]
+            assert call["function"]["arguments"] == "{"
+            chunks = http.post(path, json={**body, "stream": True}).text
+            assert '"finish_reason":"stop"' in chunks.replace(" ", "")
+            assert "tool_calls" not in chunks.replace('"tool_calls":[', "")
+        case "responses":
+            (item,) = answer["output"]
+            assert (item["type"], item["status"], item["arguments"]) == ("function_call", "incomplete", "{")
+            assert (answer["status"], answer["incomplete_details"]) == ("incomplete", {"reason": "unfinished_call"})
+            events = http.post(path, json={**body, "stream": True}).text
+            assert "event: response.incomplete" in events
+        case "messages":
+            assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", body["stop_sequences"][0])
+            assert [(block["type"], block["input"]) for block in answer["content"]] == [("tool_use", {})]
+            assert '"stop_reason":"stop_sequence"' in http.post(path, json={**body, "stream": True}).text
+        case "ollama":
+            assert answer["done_reason"] == "stop"
+            assert not answer["message"].get("tool_calls")
+
+
+def test_a_tool_that_is_offered_and_not_called_changes_no_token(http):
+    """Compared with the same prompt without a grammar."""
+    body = {"messages": CHAT, "temperature": 0, "max_tokens": 40, "return_token_ids": True}
+    strict = {"type": "function", "function": {**OFFERED[0]["function"], "strict": True}}
+    for tools in (OFFERED, [strict], [*OFFERED[1:], strict]):
+        found = http.post("/v1/chat/completions", json={**body, "tools": tools}).json()
+        plain = http.post(
+            "/v1/completions",
+            json={"prompt": found["prompt_token_ids"], "temperature": 0, "max_tokens": 40, "return_token_ids": True},
+        ).json()
+        assert found["choices"][0]["token_ids"] == plain["choices"][0]["token_ids"]
+
+
+def test_a_stop_string_does_not_end_reasoning(client):
+    whole = chat(client, **THINK).choices[0].message
+    assert whole.reasoning
+    stop = whole.reasoning[:3]
+    assert stop not in whole.content
+    stopped = chat(client, **THINK, stop=[stop]).choices[0]
+    assert (stopped.message.reasoning, stopped.message.content) == (whole.reasoning, whole.content)
+    within = {**THINK["extra_body"], "separate_reasoning": False}
+    shown = chat(client, messages=THINK["messages"], extra_body=within, stop=[stop]).choices[0]
+    assert shown.stop_reason == stop
