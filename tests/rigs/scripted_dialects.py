@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 Body = dict[str, Any]
@@ -26,10 +26,11 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """The choices of a response. num_tokens: as its usage has it."""
+    """The choices of a response. num_tokens, num_reasoning: as its usage has them."""
 
     choices: tuple[Answer, ...]
     num_tokens: int
+    num_reasoning: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,11 @@ def _chat_choice(message: Mapping[str, Any], choice: Mapping[str, Any]) -> Answe
 
 def _chat_whole(body: Any) -> Answers:
     choices = tuple(_chat_choice(choice["message"], choice) for choice in body["choices"])
-    return Answers(choices, body["usage"]["completion_tokens"])
+    return Answers(choices, *_chat_usage(body["usage"]))
+
+
+def _chat_usage(usage: Mapping[str, Any]) -> tuple[int, int]:
+    return usage["completion_tokens"], usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
 
 
 def _chat_streamed(stream: str) -> Answers:
@@ -121,7 +126,7 @@ def _chat_streamed(stream: str) -> Answers:
         found["ended"] = choice["finish_reason"] is not None
         found |= {"finish_reason": choice["finish_reason"], "stop_reason": choice["stop_reason"]}
     choices = tuple(_chat_choice(whole[index], whole[index]) for index in sorted(whole))
-    return Answers(choices, chunks[-1]["usage"]["completion_tokens"])
+    return Answers(choices, *_chat_usage(chunks[-1]["usage"]))
 
 
 # OpenAI's completions
@@ -175,7 +180,8 @@ def _responses_whole(body: Any) -> Answers:
         None,
         _texts([entry for part in parts for entry in part["logprobs"] if entry["token"].strip()]),
     )
-    return Answers((answer,), body["usage"]["output_tokens"])
+    usage = body["usage"]
+    return Answers((answer,), usage["output_tokens"], usage["output_tokens_details"]["reasoning_tokens"])
 
 
 def _responses_streamed(stream: str) -> Answers:
@@ -214,7 +220,8 @@ def _messages_whole(body: Any) -> Answers:
         tuple((block["name"], json.dumps(block["input"])) for block in blocks if block["type"] == "tool_use"),
         (body["stop_reason"], body["stop_sequence"]),
     )
-    return Answers((answer,), body["usage"]["output_tokens"])
+    usage = body["usage"]
+    return Answers((answer,), usage["output_tokens"], usage.get("output_tokens_details", {}).get("thinking_tokens", 0))
 
 
 def _messages_streamed(stream: str) -> Answers:

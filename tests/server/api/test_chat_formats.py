@@ -91,11 +91,8 @@ async def check(model, format, reasoning):
         ):
             tools = {"tools": [tool]}
             required = {**tools, "tool_choice": "required" if dialect == "chat" else {"type": "any"}}
-            asked = [
-                (name, fields, stream)
-                for name, fields in (("answer", {}), ("answer", tools), ("call", tools), ("both", tools), ("call", required))
-                for stream in (False, True)
-            ]
+            kinds = (("answer", {}), ("answer", tools), ("call", tools), ("both", tools), ("call", required))
+            asked = [(name, fields, stream) for name, fields in kinds for stream in (False, True)]
             answers = await asyncio.gather(*(answer(client, dialect, model, *one) for one in asked))
             for (name, fields, stream), found in zip(asked, answers, strict=True):
                 about = f"{dialect}, {name}, {fields.get('tool_choice', 'auto') if fields else 'no tools'}, {stream=}"

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from itertools import combinations
+from types import MappingProxyType
 
 import httpx
 import pytest
@@ -187,19 +188,20 @@ ILLEGAL = {
 class Case:
     """A message that the model says under a pair of options. cut: the channel in whose middle max_tokens cuts it.
 
-    parts: what is said, with the tokens that are forced. replaced: parts of the script, in whose place tokens are forced.
+    parts: what is said, with the tokens that are forced. replaced: the texts that the model would say in place of parts
+    that are forced.
     """
 
     name: str
     parts: tuple[Part, ...]
     opening: str = ""
-    replaced: Mapping[Part, str] = None
+    replaced: Mapping[Part, str] = MappingProxyType({})
     cut: Channel | None = None
 
     @property
     def script(self) -> Script:
         """What the model would say."""
-        return Script("".join((self.replaced or {}).get(part, part.text) for part in self.parts), self.opening)
+        return Script("".join(self.replaced.get(part, part.text) for part in self.parts), self.opening)
 
 
 def _call(name: str = "look") -> list[Part]:
@@ -226,11 +228,13 @@ def _answers(features: Mapping[str, str], *, raw: bool) -> Iterator[tuple[str, l
         yield "a call", _call()
     if tools is None or constraint is not None:
         return
-    yield "a call between texts", [*_content("Hi."), Part("markup", "\n"), *_call(), Part("markup", "\n"), *_content("Bye.")]
-    if tools == "auto":
-        yield "a call of another tool", _call("other")
-        if not raw:
-            yield "a tag in the text", _content("Use <tool_call> so.")
+    yield (
+        "a call between texts",
+        [*_content("Hi."), Part("markup", "\n"), *_call(), Part("markup", "\n"), *_content("Bye.")],
+    )
+    yield "a call of another tool", _call("other")
+    if not raw:
+        yield "a tag in the text", _content("Use <tool_call> so.")
 
 
 def _thoughts(features: Mapping[str, str], *, is_free: bool, whole_tags: bool) -> Iterator[tuple[str, Case]]:
@@ -417,9 +421,7 @@ def servers(tmp_path_factory) -> Iterator[tuple[asyncio.Runner, list[Server]]]:
 
 async def _start(folder, stack: AsyncExitStack, *, whole_tags: bool) -> Server:
     scripts = {
-        case.script: None
-        for dialect, *options in PAIRS
-        for case in cases_of(dialect, options, whole_tags=whole_tags)
+        case.script: None for dialect, *options in PAIRS for case in cases_of(dialect, options, whole_tags=whole_tags)
     }
     model = write_scripted_model(
         folder / f"{whole_tags}",
@@ -438,7 +440,9 @@ async def _start(folder, stack: AsyncExitStack, *, whole_tags: bool) -> Server:
 
 
 @pytest.mark.parametrize(
-    ("dialect", "first", "second"), [pytest.param(*pair, id=f"{pair[0]}-{pair[1].name}-{pair[2].name}") for pair in PAIRS]
+    ("dialect", "first", "second"),
+    PAIRS,
+    ids=[f"{dialect}-{first.name}-{second.name}" for dialect, first, second in PAIRS],
 )
 def test_a_pair_of_options_gives_what_the_model_says(servers, dialect, first, second):
     runner, both = servers
@@ -455,17 +459,23 @@ def test_a_pair_of_options_gives_what_the_model_says(servers, dialect, first, se
         calls = [server.answer(dialect, options, case, stream=stream) for server, case, stream in asked]
         return await asyncio.gather(*calls)
 
-    wrong = []
+    wrong: list[str] = []
+    before: Answers | str = ""  # the whole answer before a streamed one
     for (server, case, stream), answers in zip(asked, runner.run(run()), strict=True):
         said = say(case.parts, stops_of(options, case, whole_tags=server.whole_tags), whole_tags=server.whole_tags)
         if said.cause == "end" and _is_complete(options, case):
             said = replace(said, cause="complete")
         expected = expected_answer(dialect, options, said, server.model)
-        about = f"{case.name}, {'streamed' if stream else 'whole'}, {'special tokens' if server.whole_tags else 'bytes'}"
+        about = (
+            f"{case.name}, {'streamed' if stream else 'whole'}, {'special tokens' if server.whole_tags else 'bytes'}"
+        )
         if error is not None:
             assert error in str(answers), about
         elif answers != expected:
             wrong.append(f"{about}:\n{_difference(expected, answers)}")
+        elif stream and answers.num_reasoning != before.num_reasoning:
+            wrong.append(f"{about}: tokens of reasoning {answers.num_reasoning}, whole {before.num_reasoning}")
+        before = answers
     if wrong:
         pytest.fail("\n".join(wrong), pytrace=False)
 
