@@ -9,9 +9,8 @@ strings end the answer and not the reasoning; there is a logprob for each token,
 import asyncio
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations
-from types import MappingProxyType
 
 import httpx
 import pytest
@@ -195,7 +194,7 @@ class Case:
     name: str
     parts: tuple[Part, ...]
     opening: str = ""
-    replaced: Mapping[Part, str] = MappingProxyType({})
+    replaced: Mapping[Part, str] = field(default_factory=dict)
     cut: Channel | None = None
 
     @property
@@ -390,8 +389,8 @@ class Server:
         name = self._names[case.script]
         max_tokens = stops_of(options, case, whole_tags=self.whole_tags).max_tokens
         limit: object = LONG if max_tokens is None else max_tokens
-        for field in reversed(spoken.limit):
-            limit = {field: limit}
+        for name_of_limit in reversed(spoken.limit):
+            limit = {name_of_limit: limit}
         stop_ids = self.model.token_ids(STOP_TOKEN)
         fields = [merged(option.fields[dialect]) for option in options]
         for one in fields:
