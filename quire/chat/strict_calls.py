@@ -164,7 +164,7 @@ class _Machine:
         self._excluded[begun] = [
             text for style in styles if style.is_direct for text in style.begins(self._names, style.lead)
         ]
-        closes = "|".join({style.close for style in styles if style.close})
+        closes = "|".join(sorted({style.close for style in styles} - {""}))
         between = f"(?:{closes})(?:{'|'.join(self._separators)})"
         if closes:
             after = "|".join(rf"\s*{one}" if one else r"\s+" for one in self._separators)
