@@ -1,7 +1,9 @@
 """What of a model's message format applies to one request, and the sampling parameters that follow from it."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from uuid import uuid4
 
 from quire.chat.answer_text import AnswerText
@@ -21,7 +23,8 @@ class OutputFormat:
     parsed: what is parsed; other markup is content. reasoning: how the model writes its reasoning. begun: whether the
     prompt ends inside of reasoning. may_reason: whether a constrained output may begin with reasoning. answer_begin:
     text before an answer that is no call, see ReasoningFormat. needs_special: whether the text must have the special
-    tokens, because some are markup. hidden: special tokens that are removed. num_earlier_calls: of the conversation.
+    tokens, because some are markup. hidden: special tokens that are removed where they are not markup. skipped: special
+    tokens that would not be in the text if it needed none. num_earlier_calls: of the conversation.
     """
 
     parsed: ChatFormat
@@ -32,6 +35,7 @@ class OutputFormat:
     answer_begin: str = ""
     needs_special: bool = False
     hidden: frozenset[str] = frozenset()
+    skipped: frozenset[str] = frozenset()
     num_earlier_calls: int = 0
 
     @property
@@ -56,6 +60,10 @@ class OutputFormat:
         parser = self.new_parser()
         return message_of([*parser.push(text), *parser.finish()])
 
+    def plain_text(self, text: str) -> str:
+        """The text as it would be if it needed no special tokens for its markup."""
+        return _any_of(self.skipped).sub("", text) if self.skipped else text
+
     def new_call_id(self, index: int, name: str) -> str:
         """An id for the index-th call of a message, which the model's chat template accepts in a later request."""
         match self.parsed.tools.parser if self.parsed.tools else None:
@@ -64,6 +72,11 @@ class OutputFormat:
             case "kimi_k2":
                 return f"functions.{name}:{self.num_earlier_calls + index}"
         return f"call_{uuid4().hex[:24]}"
+
+
+@lru_cache(maxsize=8)
+def _any_of(texts: frozenset[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))))
 
 
 def output_format(
@@ -92,10 +105,11 @@ def output_format(
     begins_turn = reasoning is not None and (begun or prompt.rstrip().endswith(reasoning.turn_begin.strip()))
     answer_begin = reasoning.answer_begin if reasoning is not None and begins_turn else ""
     parsed = replace(own, tools=tools, reasoning=reasoning if separate_reasoning else None)
-    needs_special = not parsed.special_tokens.isdisjoint(special_texts)
-    hidden = special_texts - parsed.special_tokens if needs_special and skip_special_tokens else frozenset[str]()
+    needs_special = not replace(own, tools=tools).special_tokens.isdisjoint(special_texts)
+    skipped = special_texts if needs_special and skip_special_tokens else frozenset[str]()
+    hidden = skipped - replace(own, tools=None).special_tokens
     return OutputFormat(
-        parsed, toolbox, reasoning, begun, may_reason, answer_begin, needs_special, hidden, num_earlier_calls
+        parsed, toolbox, reasoning, begun, may_reason, answer_begin, needs_special, hidden, skipped, num_earlier_calls
     )
 
 

@@ -35,8 +35,9 @@ class MessageParser:
     The division of the text into pieces has no effect on the message. The work is linear in the length of the text.
     in_reasoning: whether the prompt ends within reasoning; later, whether the text so far does. forced: whether the
     output is constrained to be calls. drop: texts that are removed from content and reasoning, such as end-of-turn
-    tokens; no markup of the format. ended_reasoning: where reasoning that has ended began and ended, tags included, as
-    numbers of characters before.
+    tokens, and tags of calls where there is no call. ended_reasoning: where reasoning that has ended began and ended,
+    tags included, as numbers of characters before. apart: the same of all that is no content, in its order: reasoning,
+    groups of calls, dropped texts.
 
     White space beside markup is dropped: around calls, around reasoning, and before the first content behind either.
     An end tag of reasoning that has not begun is dropped, too: the text before it was returned, and stays content.
@@ -63,7 +64,9 @@ class MessageParser:
         self._reasoning = _Prose(self._parts, Reasoning)
         self._num_open_tags = 0  # begin tags of reasoning that are content, and whose end tag has not come
         self.ended_reasoning: list[tuple[int, int]] = []
+        self.apart: list[tuple[int, int]] = []
         self._reasoning_start = 0
+        self._call_start: int | None = None  # where a group of calls begins that is being read
         self._machine = self._message()
         next(self._machine)
 
@@ -71,6 +74,13 @@ class MessageParser:
     def open_reasoning(self) -> tuple[int, int] | None:
         """Where reasoning that has not ended began, and the end of the text so far."""
         return (self._reasoning_start, self._reader.num_fed) if self.in_reasoning else None
+
+    @property
+    def num_decided(self) -> int:
+        """Number of characters about which is known whether they are content. Text in open reasoning is not counted."""
+        if self.in_reasoning:
+            return self._reasoning_start
+        return self._reader.num_read if self._call_start is None else self._call_start
 
     def push(self, text: str) -> list[Part]:
         """The parts that this further text completes."""
@@ -94,16 +104,25 @@ class MessageParser:
             text, marker = yield from self._reader.until(markup.outside)
             content.add(text)
             if marker in markup.forms:
-                yield from self._calls(marker)
+                self._call_start = self._reader.num_read - len(marker)
+                if (yield from self._calls(marker)):
+                    self.apart.append((self._call_start, self._reader.num_read))
+                self._call_start = None
             elif marker in markup.ends and content.is_at_edge:
                 yield from self._reason(frozenset({markup.ends[marker]}), self._reader.num_read - len(marker))
             elif marker in markup.dropped or (marker in markup.strays and not self._is_content(marker)):
                 content.drop_space()
+                self._leave_out(marker)
+            elif marker in markup.drop:
+                self._leave_out(marker)
             elif marker:
                 self._num_open_tags += marker in markup.ends
                 content.add(marker)
             elif not text:
                 return
+
+    def _leave_out(self, marker: str) -> None:
+        self.apart.append((self._reader.num_read - len(marker), self._reader.num_read))
 
     def _is_content(self, end: str) -> bool:
         """Whether an end tag is content: it belongs to a begin tag that is content, or is quoted."""
@@ -124,6 +143,7 @@ class MessageParser:
                 self._content.drop_space()
                 self.in_reasoning = False
                 self.ended_reasoning.append((start, self._reader.num_read))
+                self.apart.append(self.ended_reasoning[-1])
                 return
             is_repeated_begin = marker in self._markup.ends and self._reasoning.is_at_edge
             if marker and not is_repeated_begin and marker not in self._markup.drop:
@@ -131,8 +151,8 @@ class MessageParser:
             elif not marker and not text:
                 return
 
-    def _calls(self, marker: str) -> Reading[None]:
-        """Reads a group of calls from behind its first text. If there is no call, the text read is content."""
+    def _calls(self, marker: str) -> Reading[bool]:
+        """Reads a group of calls from behind its first text. Returns False if that text is content."""
         reader = self._reader
         reader.hold(len(marker))
         num_read = len(marker)
@@ -141,11 +161,15 @@ class MessageParser:
                 continue
             reader.rewind(num_consumed)
             if (yield from self._group(form)):
-                return
+                return True
             num_read = max(num_read, reader.num_held)
         text = reader.take_held(num_read)
-        if not (self._forced and reader.ended):  # the beginning of a call, cut before its name was complete
-            self._content.add(text)
+        if self._forced and reader.ended:  # the beginning of a call, cut before its name was complete
+            return True
+        start, drop = reader.num_read - num_read, self._markup.drop_pattern
+        self.apart += [(start + found.start(), start + found.end()) for found in drop.finditer(text)]
+        self._content.add(drop.sub("", text))
+        return False
 
     def _group(self, form: CallForm) -> Reading[bool]:
         """Reads calls from behind the beginning of a group. Returns False if there is none; the text is then held."""
@@ -360,8 +384,8 @@ class _Markup:
 
     outside, inside: of reasoning. forms: by the text with which they begin, with the number of characters of it that
     belong to the group and not to its first call. ends: of reasoning, by its beginning. strays: those ends that are
-    markup outside of reasoning, too; words (`Here is my response:`) are not. dropped: outside of reasoning. drop: the
-    caller's.
+    markup outside of reasoning, too; words (`Here is my response:`) are not. dropped: outside of reasoning, with white
+    space. drop: the caller's.
     """
 
     outside: Markers
@@ -371,6 +395,7 @@ class _Markup:
     strays: frozenset[str]
     dropped: frozenset[str]
     drop: frozenset[str]
+    drop_pattern: re.Pattern[str]
 
 
 @lru_cache(maxsize=64)
@@ -383,16 +408,17 @@ def _markup(tools: ToolFormat | None, reasoning: ReasoningFormat | None, drop: f
             if begin:
                 forms[begin] = (*forms.get(begin, ()), (form, num_consumed))
     ends = dict(reasoning.tags) if reasoning else {}
-    dropped = drop.union(*(one.dropped for one in (tools, reasoning) if one))
+    dropped = frozenset[str]().union(*(one.dropped for one in (tools, reasoning) if one))
     strays = frozenset(end for end in ends.values() if SPECIAL_TOKEN.fullmatch(end))
     return _Markup(
-        outside=Markers({*forms, *ends, *strays, *dropped}),
+        outside=Markers({*forms, *ends, *strays, *dropped, *drop}),
         inside=Markers({*ends, *ends.values(), *drop}),
         forms=forms,
         ends=ends,
         strays=strays,
         dropped=dropped,
         drop=drop,
+        drop_pattern=re.compile("|".join(map(re.escape, sorted(drop))) or "(?!)"),
     )
 
 

@@ -284,9 +284,19 @@ def test_only_the_first_call_counts_if_calls_may_not_be_parallel():
 
 def test_texts_that_the_caller_names_are_dropped():
     options = {"drop": frozenset({"<|im_end|>", "<|eot|>"})}
-    assert parse(HERMES, ["Hi\n<|im_", "end|>"], **options) == Message("Hi", None, [])
+    assert parse(HERMES, ["Hi\n<|im_", "end|>"], **options) == Message("Hi\n", None, [])
     assert parse(HERMES, [CALL, "<|im_end|>\n<|eot|>"], **options).content == ""
     assert parse(HERMES, ["<think>a<|eot|>b</think>c"], **options) == Message("c", "ab", [])
+
+
+def test_tags_of_calls_that_are_dropped_are_neither_content_nor_reasoning():
+    """So a text is the same with and without tools, if the tags are special tokens."""
+    options = {"drop": frozenset({"<tool_call>", "</tool_call>"})}
+    text = "<think>use <tool_call> here</think>Write <tool_call>, then </tool_call>."
+    expected = Message("Write , then .", "use  here", [])
+    assert parse(HERMES, [text], **options) == parse(HERMES, [text], None, **options) == expected
+    assert parse(HERMES, [f"a {CALL} b"], **options) == Message("a b", None, [Call("now", "{}")])
+    assert parse(HERMES, ["a <tool_call>{}</tool_call> b"], **options) == Message("a {} b", None, [])
 
 
 def test_a_forced_call_that_is_cut_before_its_name_leaves_no_content():

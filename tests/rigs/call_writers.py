@@ -130,3 +130,21 @@ WRITERS = {
         *(phi4_mini_json, deepseek_v3, deepseek_v31, kimi_k2, openai, generic),
     )
 }
+
+
+def _tagged(begin, end, arguments="arguments"):
+    """A writer of calls that are a JSON object each, between two texts."""
+    return lambda calls: "\n".join(f"{begin}{_dumps({'name': n, arguments: a})}{end}" for n, a in calls)
+
+
+# The families whose calls differ from those of WRITERS in their tags only.
+FURTHER_WRITERS = {
+    "granite-20b-fc": _tagged("<function_call> ", ""),
+    "internlm": _tagged("<|action_start|><|plugin|>\n", "<|action_end|>", "parameters"),
+    "longcat": _tagged("<longcat_tool_call>\n", "\n</longcat_tool_call>"),
+    "jamba": lambda calls: f"<tool_calls>{_list(calls)}</tool_calls>",
+    "phi4_functools": lambda calls: f"functools{_list(calls)}",
+    "lfm2": lambda calls: f"<|tool_call_start|>{pythonic(calls)}<|tool_call_end|>",
+    "llama4_pythonic": pythonic,
+    "seed_oss": lambda calls: qwen3_coder(calls).replace("tool_call>", "seed:tool_call>"),
+}

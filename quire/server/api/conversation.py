@@ -4,7 +4,7 @@ A dialect translates its body into a `ChatRequest`, and the parts of messages in
 """
 
 from bisect import bisect_left
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from quire.core.request import Beams, Namespace
 from quire.core.scheduling_params import DEFAULT_SCHEDULING_PARAMS, SchedulingParams
 from quire.engine.inputs import Generation, TokenizedPrompt, prepare_generations, tokenize
 from quire.engine.output_text import RequestOutputProcessor
-from quire.engine.outputs import CompletionOutput, Delta
+from quire.engine.outputs import CompletionOutput, Delta, LogprobRow
 from quire.errors import RequestError
 from quire.params import SamplingParams
 from quire.server.api.limits import (
@@ -147,6 +147,7 @@ class MessageReader:
         self._parsers: dict[int, MessageParser] = {}  # by sequence
         self._reasoning_tokens: defaultdict[int, _ReasoningTokens] = defaultdict(_ReasoningTokens)  # by sequence
         self._calls: defaultdict[int, _Calls] = defaultdict(_Calls)  # by sequence
+        self._content_rows: defaultdict[int, _ContentRows] = defaultdict(_ContentRows)  # by sequence
 
     def new_call_id(self, index: int, name: str) -> str:
         """See OutputFormat."""
@@ -173,6 +174,13 @@ class MessageReader:
         """The parts of messages as they come, of a request with one conversation. Raises as `Reply.deltas`."""
         async for deltas in reply.deltas():
             yield [self._read(delta, reply) for delta in deltas]
+
+    def content_logprobs(self, message: MessageDelta) -> list[LogprobRow]:
+        """The logprobs of tokens that turn out to be content with this step, whenever they were generated.
+
+        It has to be called for each step. Tokens of reasoning, calls, other markup and the end of the output have none.
+        """
+        return self._content_rows[message.choice].take(self._parsers[message.choice], message.delta)
 
     def _read(self, delta: Delta, reply: Reply) -> MessageDelta:
         parser = self._parsers.get(delta.index)
@@ -210,6 +218,26 @@ class _Calls:
 
     num_begun: int = 0
     num_complete: int = 0
+
+
+@dataclass(slots=True)
+class _ContentRows:
+    """The logprobs of one sequence. pending: those of tokens that may be content or not, with their offsets."""
+
+    pending: deque[tuple[int, LogprobRow]] = field(default_factory=deque)
+    num_apart: int = 0  # places of the parser's `apart` that end before all pending tokens
+
+    def take(self, parser: MessageParser, delta: Delta) -> list[LogprobRow]:
+        """The logprobs of content about which is known now that it is content."""
+        self.pending.extend(zip(delta.token_offsets, delta.logprobs or (), strict=False))
+        found, apart, num_decided = [], parser.apart, parser.num_decided
+        while self.pending and self.pending[0][0] < num_decided:
+            offset, row = self.pending.popleft()
+            while self.num_apart < len(apart) and apart[self.num_apart][1] <= offset:
+                self.num_apart += 1
+            if self.num_apart == len(apart) or offset < apart[self.num_apart][0]:
+                found.append(row)
+        return found
 
 
 @dataclass(slots=True)

@@ -157,8 +157,10 @@ class Generation:
         reason = None
         async for deltas in self._limit.iterate(self._reader.deltas(self.reply)):
             events = []
-            for _, parts, delta, finish_reason in deltas:
-                events += self.writer.add(parts, delta.logprobs)
+            for message in deltas:
+                _, parts, delta, finish_reason = message
+                rows = self._reader.content_logprobs(message) if self.writer.has_logprobs else None
+                events += self.writer.add(parts, rows)
                 reason = finish_reason or reason
                 if reason == "error":  # a constraint without a further token: the output is not what was asked for
                     check_end(reason, delta.stop_reason)

@@ -126,12 +126,17 @@ class ResponseWriter:
         self.change(status="in_progress")
         return [*events, self._lifecycle_event("in_progress")]
 
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether messages have logprobs."""
+        return self._logprobs is not None
+
     def add(self, parts: Sequence[Part], rows: Sequence[LogprobRow] | None) -> list[Event]:
-        """The events of the parts that one step adds. rows: logprobs of its tokens."""
+        """The events of the parts that one step adds. rows: logprobs of its tokens of content."""
         self._unwritten_rows += rows or ()
         events = [event for part in parts for event in self._add(part)]
         if any(not isinstance(part, Content) for part in parts):
-            self._unwritten_rows.clear()  # of markup, or of an item without logprobs
+            self._unwritten_rows.clear()  # of white space beside markup
         return events
 
     def close(self, *, complete: bool) -> list[Event]:

@@ -60,13 +60,13 @@ async def _start(service: Service, body: GenerateBody, request: Request, id: str
     with renamed_fields({**ROUTE_NAMES, "prompt": "input_ids" if body.text is None else "text"}):
         prompts = as_prompt_list([] if given is None else given)
         reports = _reports(body, len(prompts))
-        params, format, constraint = await service.prepare(
+        params, formats, constraint = await service.prepare(
             request, lambda: _with_tools(service, body, _params(body, reports, service))
         )
         check_choices(params)
         alone = prompts != given and params[0].n == 1 and not isinstance(body.sampling_params, list)
         entries = EntryFormat(service.tokenizer, with_text=bool(body.return_text_in_logprobs))
-        answer = GenerateAnswer(id, reports, entries, format, alone=alone)
+        answer = GenerateAnswer(id, reports, entries, formats, alone=alone)
         asked: Sequence[Generation] = await service.tokenize(caller.tenant, prompts, params)
         check_prompt_values(asked, ids=False)
         asked = bounded_answer(asked, service.max_model_len)
@@ -82,8 +82,8 @@ async def _start(service: Service, body: GenerateBody, request: Request, id: str
 
 def _with_tools(
     service: Service, body: GenerateBody, params: Sequence[SamplingParams]
-) -> tuple[Sequence[SamplingParams], OutputFormat | None, str]:
-    """`params` with the constraint of the tools, how calls are read from the text, and the field of a grammar.
+) -> tuple[Sequence[SamplingParams], Sequence[OutputFormat] | None, str]:
+    """`params` with the constraint of the tools, how calls are read from each text, and the field of a grammar.
 
     Without tools no calls are read. The prompts are not looked at. Raises RequestError.
     """
@@ -91,10 +91,16 @@ def _with_tools(
     if tools is None:
         return params, None, "grammar"
     special_texts = service.tokenizer.special_texts
-    format = output_format(service.chat_format, tools, "", reasons=False, special_texts=special_texts)
-    check_values([constrained_params(format, params[0])] * len(params))  # before all are written
+    by_skipping = {
+        skips: output_format(
+            service.chat_format, tools, "", reasons=False, special_texts=special_texts, skip_special_tokens=skips
+        )
+        for skips in (False, True)
+    }
+    formats = [by_skipping[one.skip_special_tokens] for one in params]
+    check_values([constrained_params(formats[0], params[0])] * len(params))  # before all are written
     field = grammar_field(tools, params[0].structured_outputs)
-    return [constrained_params(format, one) for one in params], format, field
+    return [constrained_params(*pair) for pair in zip(formats, params, strict=True)], formats, field
 
 
 def _reports(body: GenerateBody, count: int) -> list[Report]:
@@ -160,8 +166,8 @@ def _one_each(name: str, values: list[T], count: int) -> list[T]:
 class GenerateAnswer:
     """SGLang's objects for one request.
 
-    alone: one object instead of a list, for one prompt with n = 1. format: how tool calls are read; None without tools.
-    The objects have the ids of their reports; request_id is the server's.
+    alone: one object instead of a list, for one prompt with n = 1. formats: how the tool calls of each prompt's outputs
+    are read; None without tools. The objects have the ids of their reports; request_id is the server's.
     """
 
     def __init__(
@@ -169,14 +175,14 @@ class GenerateAnswer:
         request_id: str,
         reports: Sequence[Report],
         entries: EntryFormat,
-        format: OutputFormat | None,
+        formats: Sequence[OutputFormat] | None,
         *,
         alone: bool,
     ) -> None:
         self.id = request_id
         self._reports = reports
         self._entries = entries
-        self._format = format
+        self._formats = formats
         self._alone = alone
         self._prompt_fields: dict[int, dict[str, Raw]] = {}  # by prompt index
         self._output_entries: dict[tuple[int, int], OutputEntries] = {}  # by prompt and sequence index
@@ -211,6 +217,7 @@ class GenerateAnswer:
         """The object of a sequence so far. whole: it is written once, and its entries are made then."""
         report = self._reports[place]
         output = transcript.sequence(index)
+        format = None if self._formats is None else self._formats[place]
         metrics = transcript.metrics
         about: dict[str, object] = {
             "id": report.rid,
@@ -222,11 +229,12 @@ class GenerateAnswer:
         }
         if transcript.params.has_constraint:
             about["forced_tokens"] = output.num_forced_tokens
-        if self._format is not None and output.finish_reason is not None:
-            about["tool_calls"] = self._format.read(output.text).calls
+        if format is not None and output.finish_reason is not None:
+            about["tool_calls"] = format.read(output.text).calls
         if report.logprobs:
             about |= self._logprobs(place, transcript, output, whole=whole)
-        return {"text": output.text, "output_ids": output.token_ids, "meta_info": about}
+        text = output.text if format is None else format.plain_text(output.text)
+        return {"text": text, "output_ids": output.token_ids, "meta_info": about}
 
     def _logprobs(
         self, place: int, transcript: RequestOutputProcessor, output: CompletionOutput, *, whole: bool
