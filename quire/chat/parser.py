@@ -103,7 +103,10 @@ class MessageParser:
         while True:
             text, marker = yield from self._reader.until(markup.outside)
             content.add(text)
-            if marker in markup.forms:
+            if not marker:
+                if not text:
+                    return
+            elif marker in markup.forms:
                 self._call_start = self._reader.num_read - len(marker)
                 if (yield from self._calls(marker)):
                     self.apart.append((self._call_start, self._reader.num_read))
@@ -115,13 +118,12 @@ class MessageParser:
                 self._leave_out(marker)
             elif marker in markup.drop:
                 self._leave_out(marker)
-            elif marker:
+            else:
                 self._num_open_tags += marker in markup.ends
                 content.add(marker)
-            elif not text:
-                return
 
     def _leave_out(self, marker: str) -> None:
+        """Note that the text just read, a marker, is no content."""
         self.apart.append((self._reader.num_read - len(marker), self._reader.num_read))
 
     def _is_content(self, end: str) -> bool:
