@@ -13,7 +13,7 @@ from quire.core.request import Beams, Namespace
 from quire.core.step import Logprobs, Pooling
 from quire.supervisor.open_requests import OpenRequests
 from quire.supervisor.stream import MAX_STREAM_BYTES, Stream, WholeAnswers
-from quire.tenant_memory import MAX_TENANT_BYTES, TenantMemory
+from quire.tenant_memory import LARGE, MAX_TENANT_BYTES, TenantMemory
 
 ROWS = Logprobs(np.zeros((1024, 128), np.int32), np.zeros((1024, 128), np.float32), np.zeros(1024, np.int32))  # 1 MiB
 BEAMS = Beams(width=2, num_candidates=4, length_penalty=1.0, early_stopping=False)
@@ -183,12 +183,16 @@ def test_what_has_to_wait():
         sent = Stream(memory, lambda: None)
         first, second = (Stream(memory, lambda: None, answers) for _ in range(2))
         output = Output("a", 0, 0, [1], logprobs=ROWS)
+        second.keep(LARGE + 1)
         seen = []
-        for _ in range(MAX_TENANT_BYTES // 2**20 + 1):
+        for _ in range(MAX_TENANT_BYTES // 2**20):
             first.keep(2**20)
             seen.append((sent.must_wait, first.must_wait, second.must_wait))
         assert set(seen[:-1]) == {(False, False, False)}
         assert seen[-1] == (False, False, True)
+        small = Stream(memory, lambda: None, answers)
+        small.keep(LARGE)
+        assert not small.must_wait
         sent.put(output)
         assert sent.must_wait
         waits = asyncio.ensure_future(second.wait())

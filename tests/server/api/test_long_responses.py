@@ -187,7 +187,7 @@ def test_what_is_kept_of_a_long_input_is_in_the_store_while_the_answer_is_genera
     async def scenario(client):
         async def read(messages):
             if messages[-1]["type"] == "http.response.body":
-                assert client.memory.num_held < LARGE, "only what its tokens take"
+                assert client.memory.num_held < LARGE, "only outputs that are not read yet"
 
         body = {"input": [*(TURN * 25), ASK], "truncation": "auto", "max_output_tokens": 5, "stream": True}
         status, data = await client.ask("POST", "/v1/responses", body, read)
