@@ -6,7 +6,7 @@ All outputs that wait in streams, and what is kept of answers that are sent whol
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Self
 
 from quire.core.output import Output
@@ -26,7 +26,14 @@ class Stream:
     num_bytes: of the outputs that were not taken yet.
     """
 
-    def __init__(self, memory: TenantMemory, abort: Callable[[], None], answers: "WholeAnswers | None" = None) -> None:
+    def __init__(
+        self,
+        memory: TenantMemory,
+        abort: Callable[[], None],
+        answers: "WholeAnswers | None" = None,
+        request_ids: Sequence[str] = (),
+    ) -> None:
+        self.request_ids = request_ids
         self.num_bytes = 0
         self._memory = memory
         self._held = HeldBytes(memory)

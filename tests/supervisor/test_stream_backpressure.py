@@ -1,6 +1,7 @@
 """Requests whose outputs are not taken, or whose tenant holds too much, leave the engine and go on later."""
 
 import asyncio
+import threading
 
 import fake_engines
 import numpy as np
@@ -11,6 +12,7 @@ from msgspec import structs
 from quire.core.output import Output
 from quire.core.request import Beams, Namespace
 from quire.core.step import Logprobs, Pooling
+from quire.supervisor import async_engine
 from quire.supervisor.open_requests import OpenRequests
 from quire.supervisor.stream import MAX_STREAM_BYTES, Stream, WholeAnswers
 from quire.tenant_memory import LARGE, MAX_TENANT_BYTES, TenantMemory
@@ -132,6 +134,31 @@ def test_a_crash_while_a_request_waits_loses_nothing():
         assert (await heard(other, ["b"]))[0]["b"] == list(range(1, MANY + 1))
         assert (await heard(stream, ["a"]))[0]["a"] == list(range(1, MANY + 1))
         assert len(host.engines) == 2
+
+    run(scenario, WideHost(acts))
+
+
+def test_outputs_of_a_step_that_runs_during_a_pause_come_once_however_many_calls_are_pending(monkeypatch):
+    ends_step = threading.Event()
+
+    def acts(_number, step, _names):
+        if step == 3:
+            ends_step.wait(10)
+        return ()
+
+    async def scenario(host, engine):
+        stream = await engine.generate([request("a", 20)])
+        tokens = []
+        while len(tokens) < 3:
+            tokens += [token for output in await anext(stream) for token in output.token_ids]
+        monkeypatch.setattr(async_engine, "MAX_PENDING_CALLS", 0)
+        engine._pause(stream)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        ends_step.set()
+        tokens += (await heard(stream, ["a"]))[0]["a"]
+        assert tokens == list(range(1, 21))
+        assert host.engines[0].aborted == ["a"]
 
     run(scenario, WideHost(acts))
 
