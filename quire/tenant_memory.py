@@ -10,7 +10,7 @@ tenant holds at most MAX_TENANT_BYTES, what one such holder needs more, and what
 """
 
 import asyncio
-from collections import deque
+from collections import defaultdict, deque
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -73,7 +73,8 @@ class TenantMemory:
         self.num_held -= num_bytes
         if holder is not None and self._beyond is holder:
             self._beyond = None
-        self._admit_waiting()
+        if self._waiting_for_more or self._waiting:
+            self._admit_waiting()
 
     def _admit_waiting(self) -> None:
         for queue in (self._waiting_for_more, self._waiting):
@@ -98,19 +99,22 @@ class TenantMemories:
     """The record of each tenant of one app."""
 
     def __init__(self) -> None:
-        self._of: dict[str, TenantMemory] = {}
+        self._of: defaultdict[str, TenantMemory] = defaultdict(TenantMemory)
 
     def of(self, tenant: str) -> TenantMemory:
         """The record of a tenant."""
-        return self._of.setdefault(tenant, TenantMemory())
+        return self._of[tenant]
 
 
 class HeldBytes:
-    """The bytes of one holder that count for its tenant, as a context manager that releases them."""
+    """The bytes of one holder that count for its tenant, as a context manager that releases them.
+
+    num_bytes: that it holds now.
+    """
 
     def __init__(self, memory: TenantMemory) -> None:
         self.memory = memory
-        self._num_bytes = 0
+        self.num_bytes = 0
 
     def __enter__(self) -> Self:
         return self
@@ -123,21 +127,21 @@ class HeldBytes:
     async def hold(self, num_bytes: int, seconds: float) -> None:
         """Wait for the holder's turn, and then count the bytes. Raises TimeoutError after `seconds`."""
         async with asyncio.timeout(seconds):
-            await self.memory.acquire(num_bytes, self if self._num_bytes else None)
-        self._num_bytes += num_bytes
+            await self.memory.acquire(num_bytes, self if self.num_bytes else None)
+        self.num_bytes += num_bytes
 
     def add(self, num_bytes: int) -> None:
         """Count bytes at once, whether they fit or not."""
         self.memory.add(num_bytes)
-        self._num_bytes += num_bytes
+        self.num_bytes += num_bytes
 
     def subtract(self, num_bytes: int) -> None:
         """Release a part of the bytes."""
         self.memory.release(num_bytes)
-        self._num_bytes -= num_bytes
+        self.num_bytes -= num_bytes
 
     def release(self) -> None:
         """The bytes no longer count for the tenant. Can be called again."""
-        if self._num_bytes:
-            num_bytes, self._num_bytes = self._num_bytes, 0
+        if self.num_bytes:
+            num_bytes, self.num_bytes = self.num_bytes, 0
             self.memory.release(num_bytes, self)

@@ -21,8 +21,6 @@ from quire.tokenizer.detokenizer import Detokenizer
 from quire.tokenizer.stop_strings import Pattern, StopStrings, compile_stops
 from quire.tokenizer.tokenizer import Tokenizer
 
-_TOKEN_BYTES = 128  # that an output token takes with its id, offset and text
-
 
 class SequenceOutputProcessor:
     """Detokenizes one sequence: turns the engine's outputs into Deltas and accumulates them in `result`.
@@ -201,8 +199,8 @@ class SequenceOutputProcessor:
 class RequestOutputProcessor:
     """The output of one request: text, tokens and metrics of its `params.num_sequences` sequences.
 
-    prompt_logprobs: None if the request has none; complete when the first output token arrives. num_bytes: estimate of
-    the memory that the output takes so far.
+    prompt_logprobs: None if the request has none; complete when the first output token arrives. num_bytes: that
+    the logprobs take so far.
     """
 
     def __init__(self, request_id: str, generation: Generation, tokenizer: Tokenizer, *, now: float) -> None:
@@ -251,7 +249,6 @@ class RequestOutputProcessor:
         if sequence.result.finish_reason is not None or not new:
             return None
         delta = sequence.process_output(output)
-        self.num_bytes += _TOKEN_BYTES * len(delta.token_ids)
         if isinstance(delta.logprobs, LogprobRows):
             self.num_bytes += delta.logprobs.num_bytes
         if output.token_ids:

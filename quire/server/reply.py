@@ -27,6 +27,7 @@ from quire.supervisor.stream import Stream
 T = TypeVar("T")
 
 _MANY_VALUES = 2**13  # of a response that is written on a thread: they take about 10 ms
+_TOKEN_BYTES = 128  # that an output token takes with its id, offset and text
 _BUSY_SECONDS = 0.05  # until a response that has begun asks for a thread again
 _JSON = "application/json"
 
@@ -106,7 +107,6 @@ class Reply:
         self._output = OutputTokens()
         self.num_reasoning_tokens: int | None = None  # set by the reader of messages; None: not counted
         self._num_cached = 0
-        self._num_bytes = 0  # that the transcripts keep
         self._has_constraints = any(one.params.has_constraint for one in transcripts)
         self._has_predictions = any(one.params.prediction is not None for one in transcripts)
         self._last_tokens: dict[tuple[int, int], float] = {}  # time of the last tokens, by prompt and sequence index
@@ -143,9 +143,7 @@ class Reply:
                 self._default_finish_reason = "error"
                 raise
             now = time.monotonic()
-            before = self._num_bytes
             deltas = [delta for output in outputs if (delta := self._read(output, now)) is not None]
-            self._stream.keep(self._num_bytes - before)
             self._observe_latencies(deltas, now)
             if deltas:
                 yield deltas
@@ -182,10 +180,10 @@ class Reply:
 
     def close(self) -> None:
         """Abort unfinished sequences, whose blocks are freed within a step. The first call updates the metrics."""
-        self._stream.close()
         if self._closed:
             return
         self._closed = True
+        self._stream.close()
         for transcript in self.transcripts:
             self._metrics.observe_finished_request(finished_request_stats(transcript), time.monotonic())
         for reason in self._finish_reasons:
@@ -195,6 +193,10 @@ class Reply:
         """Close it. The bytes that it keeps no longer count for the tenant. Can be called again."""
         self.close()
         self._stream.release()
+
+    def keep_tokens(self) -> None:
+        """Count the tokens until `release`, too: they wait for the client now, and the engine no longer has them."""
+        self._stream.keep(_TOKEN_BYTES * self._output.total)
 
     @property
     def is_large(self) -> bool:
@@ -225,7 +227,8 @@ class Reply:
         cached, num_bytes = transcript.num_cached_tokens, transcript.num_bytes
         delta = transcript.process_output(output, now)
         self._num_cached += transcript.num_cached_tokens - cached
-        self._num_bytes += transcript.num_bytes - num_bytes
+        if transcript.num_bytes != num_bytes:
+            self._stream.keep(transcript.num_bytes - num_bytes)
         if delta is None:
             return None
         self._output.add(delta)
@@ -320,6 +323,7 @@ async def respond_whole(
             body = json_bytes(full_response(reply))
             reply.release()
             return Response(body, media_type=_JSON)
+        reply.keep_tokens()
         pieces = PieceReader(lambda: json_pieces(full_response(reply)), reply.on_thread)
         await pieces.begin()
     except BaseException:

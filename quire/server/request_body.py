@@ -105,7 +105,8 @@ class RequestBodies:
         caller, types = caller_of(request), endpoint.__annotations__
         async with self._turns[caller.tenant]:
             await asyncio.sleep(0)
-        with HeldBody(self._memories.of(caller.tenant)) as held:
+        memory = self._memories.of(caller.tenant)
+        with HeldBody(memory) as held:
             request.state.body_bytes = held
             reception = BodyReception(request, held, caller.quota)
             try:
@@ -119,7 +120,7 @@ class RequestBodies:
                 del parse
                 self._check(body)
                 response = await endpoint(body=body, **({"request": request} if "request" in types else {}))
-                return in_pieces(response, self._memories.of(caller.tenant))
+                return in_pieces(response, memory)
             except Exception as error:
                 if _is_charged(error):
                     caller.quota.spend_bytes(reception.num_bytes)

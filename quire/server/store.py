@@ -98,7 +98,8 @@ class Store:
         self._db: sqlite3.Connection | None = None
         self._num_before = 0  # the highest number of an object of an earlier server
         self._endings: dict[Kind, Callable[[bytes], bytes]] = {}
-        self._interrupted = set[tuple[str, Kind, str]]()  # pinned objects of this server that could not be updated
+        self._interrupted = set[tuple[str, Kind, str]]()  # pinned objects of this server that could not be updated,
+        self._ending = set[tuple[str, Kind, str]]()  # and objects whose ending is being written
         self._has_deleted = True  # perhaps there are rows of deleted objects,
         self._has_interrupted = False  # and pinned objects of an earlier server
         self._housekeeping: asyncio.Task[None] | None = None
@@ -184,7 +185,7 @@ class Store:
 
         try:
             found = all([await self._in_steps(tenant, partial(work, i=i)) for i in range(len(pieces) + 1)])
-        except StoreUnavailable:
+        except (StoreUnavailable, Busy):
             if kind in self._endings:
                 self._interrupted.add((tenant, kind, id))
             raise
@@ -407,7 +408,7 @@ class Store:
         except (sqlite3.Error, OSError) as error:
             self._log(error)
             raise StoreUnavailable from error
-        has_work = self._has_deleted or (self._has_interrupted and self._endings)
+        has_work = self._has_deleted or self._interrupted or (self._has_interrupted and self._endings)
         if has_work and (self._housekeeping is None or self._housekeeping.done()):
             self._housekeeping = asyncio.create_task(self._keep_house())
         return result
@@ -492,11 +493,17 @@ class Store:
         return (tenant, kind, id) in self._interrupted or (bool(row.pinned) and row.number <= self._num_before)
 
     async def _end(self, tenant: str, kind: Kind, id: str, body: bytes) -> None:
-        """Store the last body of an object. Without room for it, the object is deleted."""
+        """Store the last body of an object, once at a time. Without room for it, the object is deleted."""
+        key = tenant, kind, id
+        if key in self._ending:
+            return
+        self._ending.add(key)
         try:
-            await self.update(tenant, kind, id, body)
+            await self.update(*key, body)
         except StoreFull:
-            await self.delete(tenant, kind, id)
+            await self.delete(*key)
+        finally:
+            self._ending.discard(key)
 
     def _row(self, db: sqlite3.Connection, tenant: str, kind: Kind, id: str, *, complete: bool = False) -> _Row | None:
         """The row of an object. complete: whether it must have a body."""

@@ -100,7 +100,7 @@ class AsyncEngine:
         requests = [self._seeded(request) for request in requests]
         tenant = requests[0].namespace.tenant
         answers = self._whole_answers[tenant] if whole else None
-        stream = Stream(self.memories.of(tenant), partial(self._abort, ids), answers)
+        stream = Stream(self.memories.of(tenant), partial(self._abort, ids), answers, ids)
         self._streams.update(dict.fromkeys(ids, stream))
         try:
             await self._call(lambda number: protocol.Add(number, requests), requests)
@@ -325,8 +325,10 @@ class AsyncEngine:
             return
         ids = [
             request_id
-            for request_id in self._submitted_ids - self._resubmitting_ids
-            if self._streams.get(request_id) is stream and self._open_requests.can_pause(request_id)
+            for request_id in stream.request_ids
+            if request_id in self._submitted_ids
+            and request_id not in self._resubmitting_ids
+            and self._open_requests.can_pause(request_id)
         ]
         if not ids:
             return
@@ -335,16 +337,22 @@ class AsyncEngine:
         pause = object()
         self._paused |= dict.fromkeys(ids, pause)
         self._send(protocol.Abort(ids))
-        task = asyncio.ensure_future(self._resume_later(stream, pause))
+        _, call = self._pending_calls.add(lambda number: protocol.Explain(number, []))
+        self._send_pending_calls()
+        task = asyncio.ensure_future(self._resume_later(stream, ids, pause, call.answer))
         self._pausing.add(task)
         task.add_done_callback(self._pausing.discard)
 
-    async def _resume_later(self, stream: Stream, pause: object) -> None:
-        with contextlib.suppress(Exception):  # an error is an answer, too
-            await self._call(lambda number: protocol.Explain(number, []))  # behind the answer no output of them comes
+    async def _resume_later(
+        self, stream: Stream, ids: Sequence[str], pause: object, left: "asyncio.Future[Any]"
+    ) -> None:
+        """Submit requests again, once the stream may go on. left: after it the engine sends no output of them."""
+        with contextlib.suppress(EngineStopped):
+            await left
         await stream.wait()
-        for request_id in [name for name, of in self._paused.items() if of is pause]:
-            del self._paused[request_id]
+        for request_id in ids:
+            if self._paused.get(request_id) is pause:
+                del self._paused[request_id]
         self._submit()
 
     # Crashes

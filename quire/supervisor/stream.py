@@ -6,12 +6,12 @@ All outputs that wait in streams, and what is kept of answers that are sent whol
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Self
 
 from quire.core.output import Output
 from quire.errors import QuireError
-from quire.tenant_memory import MAX_TENANT_BYTES, HeldBytes, TenantMemory
+from quire.tenant_memory import LARGE, MAX_TENANT_BYTES, HeldBytes, TenantMemory
 
 MAX_STREAM_BYTES = 2**23  # of outputs of one stream that were not taken
 _FEW_BYTES = 2**18  # of a stream that need not wait, whatever else the tenant holds
@@ -26,7 +26,14 @@ class Stream:
     num_bytes: of the outputs that were not taken yet.
     """
 
-    def __init__(self, memory: TenantMemory, abort: Callable[[], None], answers: "WholeAnswers | None" = None) -> None:
+    def __init__(
+        self,
+        memory: TenantMemory,
+        abort: Callable[[], None],
+        answers: "WholeAnswers | None" = None,
+        request_ids: Sequence[str] = (),
+    ) -> None:
+        self.request_ids = request_ids
         self.num_bytes = 0
         self._memory = memory
         self._held = HeldBytes(memory)
@@ -88,11 +95,12 @@ class Stream:
     def must_wait(self) -> bool:
         """Whether the engine should compute no more for it at present.
 
-        An answer that is sent on as it comes waits for its reader. Of the whole answers of a tenant that holds too
-        much, the first goes on, so that its bytes are released.
+        An answer that is sent on as it comes waits for its reader. Of the large whole answers of a tenant that holds
+        too much, the first goes on, so that its bytes are released.
         """
         if self._answers is not None:
-            return self._memory.num_held > MAX_TENANT_BYTES and not self._answers.is_first(self)
+            is_large = self._held.num_bytes > LARGE
+            return is_large and self._memory.num_held > MAX_TENANT_BYTES and not self._answers.is_first(self)
         most = _FEW_BYTES if self._memory.num_held > MAX_TENANT_BYTES else MAX_STREAM_BYTES
         return self.num_bytes > most
 
@@ -100,6 +108,8 @@ class Stream:
         """Wait until the requests may go on: the outputs were taken, or another whole answer was released."""
         if self.must_wait:
             self._may_go_on = self._may_go_on or asyncio.Event()
+            if self._answers is not None:
+                self._answers.waiting.add(self)
             await self._may_go_on.wait()
 
     def go_on(self) -> None:
@@ -107,6 +117,8 @@ class Stream:
         if self._may_go_on is not None:
             self._may_go_on.set()
             self._may_go_on = None
+            if self._answers is not None:
+                self._answers.waiting.discard(self)
 
     def close(self) -> None:
         """Abort unfinished requests, and drop the outputs. Can be called again."""
@@ -127,10 +139,14 @@ class Stream:
 
 
 class WholeAnswers:
-    """The streams of one tenant whose answers are kept until they are sent whole, oldest first."""
+    """The streams of one tenant whose answers are kept until they are sent whole.
+
+    waiting: those whose requests wait.
+    """
 
     def __init__(self) -> None:
-        self._streams: dict[Stream, None] = {}
+        self.waiting: set[Stream] = set()
+        self._streams: dict[Stream, None] = {}  # oldest first
 
     def add(self, stream: Stream) -> None:
         """Add the newest one."""
@@ -143,6 +159,5 @@ class WholeAnswers:
     def remove(self, stream: Stream) -> None:
         """Remove one. Those that wait go on if they may now. Can be called again."""
         self._streams.pop(stream, None)
-        for other in self._streams:
-            if not other.must_wait:
-                other.go_on()
+        for other in [one for one in self.waiting if not one.must_wait]:
+            other.go_on()

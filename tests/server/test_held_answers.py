@@ -7,7 +7,7 @@ import pytest
 from multi_tenant_server import run_site
 
 from quire import tenant_memory
-from quire.server import held_answer, service
+from quire.server import held_answer
 from quire.server.api import pooling
 from quire.server.api.native import tokenize
 from quire.server.errors import MAX_MESSAGE, MAX_PARAM
@@ -104,7 +104,7 @@ def test_many_vectors_are_written_on_a_thread(site, monkeypatch, path, body):
 
     for module in ("quire.server.api.openai.embeddings", "quire.server.api.ollama.embed"):
         monkeypatch.setattr(f"{module}.encoded_vector", watched)
-    monkeypatch.setattr(service, "_MAX_FEW_VALUES", 1000)
+    monkeypatch.setattr(pooling, "_MAX_FEW_VALUES", 1000)
     assert site.post("ann", path, **body).status_code == 200
     assert threads == {"quire-pool"}
     threads.clear()

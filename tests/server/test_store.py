@@ -42,10 +42,11 @@ def small(monkeypatch):
 def check_usage(store):
     """The sums are those of the objects, which are those of their bodies and contents. Nothing has lost its object."""
     with store._lock:
-        check_rows(store._db)
+        check_rows(store._db, store.clock())
 
 
-def check_rows(db):
+def check_rows(db, now=0.0):
+    """See `check_usage`. now: objects that have expired may be deleted in part."""
     sums = "SELECT tenant, kind, count(*), sum(num_bytes) FROM objects GROUP BY tenant, kind ORDER BY tenant, kind"
     usage = "SELECT tenant, kind, number, num_bytes FROM usage WHERE number ORDER BY tenant, kind"
     assert db.execute(usage).fetchall() == db.execute(sums).fetchall()
@@ -53,8 +54,8 @@ def check_rows(db):
     sizes = """SELECT num_bytes, length(CAST(body AS BLOB)) + (SELECT coalesce(sum(length(data)), 0) FROM contents
         WHERE object = number AND place < coalesce(num_pieces, 4611686018427387904)
         AND (place >= 0 OR place BETWEEN body_place AND body_place + body_pieces - 1))
-        FROM objects WHERE body IS NOT NULL AND expires_at > 0"""
-    assert all(counted == real for counted, real in db.execute(sizes))
+        FROM objects WHERE body IS NOT NULL AND expires_at > ?"""
+    assert all(counted == real for counted, real in db.execute(sizes, (now,)))
     assert not db.execute("SELECT object FROM contents WHERE object NOT IN (SELECT number FROM objects)").fetchall()
 
 
@@ -636,6 +637,7 @@ def test_what_an_earlier_server_did_not_end_is_ended_when_it_is_read_and_written
             assert await store.get("ann", "response", "done") == b"done"
             assert await store.get("ann", "file", "f") == b"{}"
             assert await store.pinned("response") == [("ann", "a"), ("ann", "b")]
+            await settled(store)
         assert await store.get("ann", "response", "done") == b"done"
         await settled(store)
         assert await store.pinned("response") == [], "once the disk works, the endings are written"
@@ -651,6 +653,57 @@ def test_what_an_earlier_server_did_not_end_is_ended_when_it_is_read_and_written
 
     asyncio.run(first())
     asyncio.run(second())
+
+
+@pytest.mark.parametrize("error", [StoreUnavailable, Busy])
+def test_an_object_that_could_not_be_updated_is_ended_by_the_next_call_of_any_tenant(error, monkeypatch):
+    async def main():
+        store = Store()
+        await store.end_interrupted("response", lambda body: body + b", failed")
+        await store._housekeeping
+        await store.create("ann", "response", "a", b"running", expires_at=LATER, pinned=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "_in_steps", refused)
+            with pytest.raises(error):
+                await store.update("ann", "response", "a", b"done", pinned=False)
+        await store.page("bob", "file", 1)
+        await store._housekeeping
+        with store._lock:
+            assert store._db.execute("SELECT body, pinned FROM objects").fetchall() == [("running, failed", 0)]
+        store.close()
+
+    async def refused(*_):
+        raise error
+
+    asyncio.run(main())
+
+
+def test_an_ending_of_many_pieces_is_written_once_however_many_read_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(store_module, "PIECE_BYTES", 16)
+    body = bytes(range(65, 91)) * 8
+
+    async def main():
+        store = Store(tmp_path / "store")
+        await store.create("ann", "response", "a", body, expires_at=LATER, pinned=True)
+        store.close()
+        store, updates = Store(tmp_path / "store"), []
+        update = store.update
+
+        async def noted(*args):
+            updates.append(args)
+            return await update(*args)
+
+        monkeypatch.setattr(store, "update", noted)
+        await store.end_interrupted("response", lambda one: one + b", failed")
+        found = await asyncio.gather(*(store.get("ann", "response", "a") for _ in range(8)))
+        assert set(found) == {body + b", failed"}
+        await store._housekeeping
+        assert len(updates) == 1
+        assert await store.get("ann", "response", "a") == body + b", failed"
+        check_usage(store)
+        store.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
 
 
 def test_pieces_of_an_append_that_failed_are_no_part_of_the_contents(monkeypatch):

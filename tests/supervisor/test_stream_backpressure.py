@@ -1,6 +1,7 @@
 """Requests whose outputs are not taken, or whose tenant holds too much, leave the engine and go on later."""
 
 import asyncio
+import threading
 
 import fake_engines
 import numpy as np
@@ -11,9 +12,10 @@ from msgspec import structs
 from quire.core.output import Output
 from quire.core.request import Beams, Namespace
 from quire.core.step import Logprobs, Pooling
+from quire.supervisor import async_engine
 from quire.supervisor.open_requests import OpenRequests
 from quire.supervisor.stream import MAX_STREAM_BYTES, Stream, WholeAnswers
-from quire.tenant_memory import MAX_TENANT_BYTES, TenantMemory
+from quire.tenant_memory import LARGE, MAX_TENANT_BYTES, TenantMemory
 
 ROWS = Logprobs(np.zeros((1024, 128), np.int32), np.zeros((1024, 128), np.float32), np.zeros(1024, np.int32))  # 1 MiB
 BEAMS = Beams(width=2, num_candidates=4, length_penalty=1.0, early_stopping=False)
@@ -136,6 +138,31 @@ def test_a_crash_while_a_request_waits_loses_nothing():
     run(scenario, WideHost(acts))
 
 
+def test_outputs_of_a_step_that_runs_during_a_pause_come_once_however_many_calls_are_pending(monkeypatch):
+    ends_step = threading.Event()
+
+    def acts(_number, step, _names):
+        if step == 3:
+            ends_step.wait(10)
+        return ()
+
+    async def scenario(host, engine):
+        stream = await engine.generate([request("a", 20)])
+        tokens = []
+        while len(tokens) < 3:
+            tokens += [token for output in await anext(stream) for token in output.token_ids]
+        monkeypatch.setattr(async_engine, "MAX_PENDING_CALLS", 0)
+        engine._pause(stream)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        ends_step.set()
+        tokens += (await heard(stream, ["a"]))[0]["a"]
+        assert tokens == list(range(1, 21))
+        assert host.engines[0].aborted == ["a"]
+
+    run(scenario, WideHost(acts))
+
+
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_request_that_waits_can_be_aborted(whole):
     async def scenario(host, engine):
@@ -183,12 +210,16 @@ def test_what_has_to_wait():
         sent = Stream(memory, lambda: None)
         first, second = (Stream(memory, lambda: None, answers) for _ in range(2))
         output = Output("a", 0, 0, [1], logprobs=ROWS)
+        second.keep(LARGE + 1)
         seen = []
-        for _ in range(MAX_TENANT_BYTES // 2**20 + 1):
+        for _ in range(MAX_TENANT_BYTES // 2**20):
             first.keep(2**20)
             seen.append((sent.must_wait, first.must_wait, second.must_wait))
         assert set(seen[:-1]) == {(False, False, False)}
         assert seen[-1] == (False, False, True)
+        small = Stream(memory, lambda: None, answers)
+        small.keep(LARGE)
+        assert not small.must_wait
         sent.put(output)
         assert sent.must_wait
         waits = asyncio.ensure_future(second.wait())

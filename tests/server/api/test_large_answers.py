@@ -194,6 +194,31 @@ def test_rows_are_formatted_on_a_thread_and_count_until_they_are_sent(http, monk
     assert "quire-pool" not in names
 
 
+def test_tokens_of_a_large_answer_count_until_it_is_sent_but_not_while_the_engine_generates(http, monkeypatch):
+    held, memories, of = [], [], TenantMemories.of
+    json_pieces, read = reply.json_pieces, reply.Reply._read
+
+    def found(self, tenant):
+        memories.append(of(self, tenant))
+        return memories[-1]
+
+    def noted(function):
+        def call(*args):
+            held.append(memories[-1].num_held)
+            return function(*args)
+
+        return call
+
+    monkeypatch.setattr(TenantMemories, "of", found)
+    monkeypatch.setattr(reply, "_MANY_VALUES", 16)
+    monkeypatch.setattr(reply.Reply, "_read", noted(read))
+    monkeypatch.setattr(reply, "json_pieces", noted(json_pieces))
+    http.post("/v1/completions", json={"prompt": "a", "max_tokens": 32, "ignore_eos": True})
+    assert held[-1] == 32 * reply._TOKEN_BYTES
+    assert max(held[:-1]) == 0
+    assert memories[-1].num_held == 0
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [

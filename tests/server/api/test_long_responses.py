@@ -7,9 +7,11 @@ from contextlib import asynccontextmanager, contextmanager
 
 import pytest
 from embedded_model_server import CHAT, service_of, small_engine
+from watched_database import watch
 
 from quire import tenant_memory
 from quire.server import held_answer
+from quire.server import store as store_module
 from quire.server.api.openai import responses_generation, stored_responses
 from quire.server.api_keys import KEYLESS_CALLER
 from quire.server.app import make_app
@@ -34,6 +36,7 @@ class Client:
 
     def __init__(self, app, service, store):
         self.app = app
+        self.engine = service.engine
         self.store = store
         self.memory = service.memories.of(KEYLESS_CALLER.tenant)
         self.most_held = 0
@@ -187,7 +190,7 @@ def test_what_is_kept_of_a_long_input_is_in_the_store_while_the_answer_is_genera
     async def scenario(client):
         async def read(messages):
             if messages[-1]["type"] == "http.response.body":
-                assert client.memory.num_held < LARGE, "only what its tokens take"
+                assert client.memory.num_held < LARGE, "only outputs that are not read yet"
 
         body = {"input": [*(TURN * 25), ASK], "truncation": "auto", "max_output_tokens": 5, "stream": True}
         status, data = await client.ask("POST", "/v1/responses", body, read)
@@ -210,6 +213,67 @@ def test_a_long_response_whose_client_leaves_is_deleted(run):
         await client.ask("POST", "/v1/responses", body, read)
         while await client.store._run("ann", lambda db: db.execute("SELECT count(*) FROM objects").fetchone()[0]):
             await asyncio.sleep(0.01)
+
+    run(scenario)
+
+
+LONG = {"input": [*(TURN * 25), ASK], "truncation": "auto", "max_output_tokens": 50, "ignore_eos": True}
+
+
+def test_a_long_response_without_room_in_the_store_is_answered_or_in_the_background_refused(run, monkeypatch):
+    monkeypatch.setattr(store_module, "LIMITS", {**store_module.LIMITS, "response": store_module.Limit(9, 2**17)})
+
+    async def scenario(client):
+        answer = await client.respond(**LONG)
+        assert (answer["status"], answer["store"]) == ("incomplete", False)
+        status, refused = await client.json("POST", "/v1/responses", {**LONG, "background": True})
+        assert not list(client.engine._open_requests), "it is not generated on"
+        assert (status, refused["error"]["type"]) == (400, "invalid_request_error")
+        assert "no room to store this response" in refused["error"]["message"]
+
+    run(scenario)
+
+
+def test_a_long_response_on_a_full_disk_is_answered_or_in_the_background_refused(run, monkeypatch):
+    disk = watch(monkeypatch)
+
+    async def scenario(client):
+        with disk.is_full():
+            answer = await client.respond(**LONG)
+            assert (answer["status"], answer["store"]) == ("incomplete", False)
+            status, refused = await client.json("POST", "/v1/responses", {**LONG, "background": True})
+            assert not list(client.engine._open_requests), "it is not generated on"
+            assert (status, refused["error"]["code"]) == (503, "store_unavailable")
+
+    run(scenario)
+
+
+def test_a_response_that_is_cancelled_twice_while_its_events_are_stored_is_stored_as_cancelled(run, monkeypatch):
+    append, may_store, is_storing = stored_responses.ResponseObject.append, asyncio.Event(), asyncio.Event()
+
+    async def held_up(self, piece):
+        is_storing.set()
+        await may_store.wait()
+        return await append(self, piece)
+
+    monkeypatch.setattr(stored_responses.ResponseObject, "append", held_up)
+
+    async def scenario(client):
+        body = {"input": HELLO, "background": True, **DETAILED}
+        sent = []
+
+        async def read(messages):
+            sent.append(messages[-1].get("body", b""))
+
+        generated = asyncio.ensure_future(client.ask("POST", "/v1/responses", {**body, "stream": True}, read))
+        await is_storing.wait()
+        id = json.loads(b"".join(sent).split(b"\n\n")[0].partition(b"data: ")[2])["response"]["id"]
+        cancelled = [asyncio.ensure_future(client.json("POST", f"/v1/responses/{id}/cancel")) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        may_store.set()
+        assert [answer["status"] for _, answer in await asyncio.gather(*cancelled)] == ["cancelled"] * 2
+        await generated
+        assert (await client.json("GET", f"/v1/responses/{id}"))[1]["status"] == "cancelled"
 
     run(scenario)
 

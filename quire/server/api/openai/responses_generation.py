@@ -5,6 +5,7 @@ import logging
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
@@ -44,7 +45,7 @@ from quire.server.api.openai.stored_responses import (
     new_input,
     sent_event,
 )
-from quire.server.errors import Busy, StoreFull, UnknownObject, describe, renamed_fields
+from quire.server.errors import Busy, StoreFull, StoreUnavailable, UnknownObject, describe, renamed_fields
 from quire.server.middleware.auth import caller_of
 from quire.server.middleware.drain import Drain
 from quire.server.observability.request_record import record_error
@@ -52,7 +53,7 @@ from quire.server.reply import Reply, check_end
 from quire.server.request_body import MANY
 from quire.server.service import Service
 from quire.server.sse import TimeLimit, event, padded
-from quire.server.store import LIMITS, Store
+from quire.server.store import Store
 from quire.server.thread_pool import ThreadPool
 from quire.tenant_memory import LARGE, HeldBytes, TenantMemory
 
@@ -126,18 +127,22 @@ class Generation:
         self._kept = HeldBytes(memory)
         self._kept.add(num_bytes)
 
-    async def begin(self, input: Input) -> None:
-        """Store the input, if it is long. If there is no room, the response is not stored, and says so.
+    async def begin(self, input: Input, *, is_required: bool) -> None:
+        """Store the input, if it is long. If that fails, the response is not stored, and says so.
 
-        Raises UnknownObject for an earlier response that was deleted meanwhile, StoreUnavailable, Busy.
+        is_required: whether it has to be stored. Raises UnknownObject for an earlier response that was deleted
+        meanwhile, Busy, and if it is required StoreFull, StoreUnavailable.
         """
         if self.object is not None:
             try:
                 await self.object.begin(input)
-            except StoreFull as error:
+            except (StoreFull, StoreUnavailable) as error:
+                if is_required:
+                    raise
                 log.warning("a response could not be stored: %s", error)
                 self.writer.change(store=False)
-                await self.object.delete()
+                with suppress(StoreUnavailable):
+                    await self.object.delete()
                 self.object = None
 
     def close(self) -> None:
@@ -265,7 +270,7 @@ class Running:
 
     async def cancel(self) -> None:
         """End the generation, if it has not ended."""
-        if not self.is_generated:
+        if not self.is_generated and not self.task.cancelling():  # a second time would cut off how it ends
             self.task.cancel()
         await asyncio.wait((self.task,))
 
@@ -291,13 +296,17 @@ class Running:
             log.warning("a response could not be stored: %s", error)
 
     async def _stored_events(self) -> bytes:
-        """The events as in `StoredResponse`."""
+        """The events as in `StoredResponse`; null if not all of them can be stored. Raises StoreFull."""
         if not self.keeps_events:
             return b"null"
         if not self._firsts and self._num_bytes <= LARGE:
             return msgspec.json.encode(self._events)
         if self._events:
-            await self._store_events()
+            try:
+                await self._store_events()
+            except (StoreUnavailable, Busy) as error:
+                log.warning("the events of a response could not be stored: %s", error)
+                return b"null"
         num_rows = [len(places) for places in self._places]
         return msgspec.json.encode(Pieces(num_rows, sum(self._sizes), max(self._sizes)))
 
@@ -424,7 +433,7 @@ class Responses:
         if num_bytes > LARGE:
             generation.keep(service.memories.of(caller.tenant), num_bytes)
         try:
-            await generation.begin(input)
+            await generation.begin(input, is_required=bool(body.background))
         except BaseException:
             generation.close()
             raise
@@ -433,8 +442,7 @@ class Responses:
     async def run_in_background(self, generation: Generation, *, keep_events: bool) -> Running:
         """Store the response as queued, and generate it on. Raises StoreFull, StoreUnavailable, Busy."""
         tenant, id, object = generation.tenant, generation.writer.response["id"], generation.object
-        if object is None:
-            raise StoreFull("response", *LIMITS["response"])
+        assert object is not None, "a response in the background is stored"
         try:
             await object.save(await generation.encoded(), pinned=True)
         except BaseException:
