@@ -366,4 +366,4 @@ def test_the_doctor_recommends_a_block_size_that_the_fast_kernels_support(block_
 @pytest.mark.skipif(EXTENSION is not None, reason="the C++ kernels are not built")
 def test_the_doctor_gives_the_reason_of_a_block_size_that_the_named_kernels_refuse():
     sizes = block_size_lines("--kernels", "cpu")
-    assert sizes[0].strip() == "8: not with cpu kernels, block_size 8 is not a multiple of 16"
+    assert sizes[0].strip() == "8: not with cpu kernels, --block-size 8 is not a multiple of 16"

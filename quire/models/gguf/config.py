@@ -381,6 +381,7 @@ UNUSED_KEYS: Mapping[str, str] = MappingProxyType(
         ".attention.layer_norm_rms_epsilon": "the architecture has layer norms",
         ".feed_forward_length": "all layers have experts",
         ".attention.key_length": "heads divide the hidden size",
+        ".pooling_type": "models/sentence_transformers.py reads it",
     }
 )
 # keys that are refused with other values than these
@@ -393,7 +394,6 @@ LIMITED_KEYS: Mapping[str, tuple[object, ...]] = MappingProxyType(
         ".expert_shared_count": (0,),
         ".expert_count": (0,),
         ".expert_used_count": (0,),
-        ".pooling_type": (0, 3),  # 3: the last token, as in quire
         ".attention.clamp_kqv": (0,),
         ".attention.max_alibi_bias": (0,),
         ".logit_scale": (1,),
