@@ -125,7 +125,7 @@ RMS_KEYS = {**SIZES, "attention.head_count_kv": 2, "attention.layer_norm_rms_eps
 LAYER_KEYS = {**SIZES, "attention.layer_norm_epsilon": 1e-5}
 YARN_KEYS = {
     "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 2048,
-    "rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0,
+    "rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0, "rope.scaling.yarn_ext_factor": 1.0,
 }  # fmt: skip
 HEADS = {"attention.key_length": 64, "attention.value_length": 64}
 ROTARY = {"rope.dimension_count": 64, "vocab_size": 32000}

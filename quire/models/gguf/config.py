@@ -398,6 +398,7 @@ LIMITED_KEYS: Mapping[str, tuple[object, ...]] = MappingProxyType(
         ".attention.clamp_kqv": (0,),
         ".attention.max_alibi_bias": (0,),
         ".logit_scale": (1,),
+        ".rope.scaling.yarn_ext_factor": (1,),
     }
 )
 
