@@ -30,18 +30,30 @@ class FileIdentity(NamedTuple):
     content: str  # hash of sums over the content: of all of it, or of its begin and of a page of every 4 MiB
 
 
-def file_identity(file: Path) -> FileIdentity:
-    """The identity of a file. Raises OSError.
+def has_recorded_time(file: Path) -> bool:
+    """Whether the time of the inode may be a recorded one, so that all of the content counts. Raises OSError.
 
-    Only a part of the content is read if the kernel has set the time of the inode. The time was recorded in an image if
-    it has no fraction of a second, or if the file system cannot be written.
+    The kernel has not set it if it has no fraction of a second, or if the file system cannot be written.
     """
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        return _is_recorded(descriptor, os.fstat(descriptor))
+    finally:
+        os.close(descriptor)
+
+
+def _is_recorded(descriptor: int, stat: os.stat_result) -> bool:
+    return stat.st_ctime_ns % 10**9 == 0 or bool(os.fstatvfs(descriptor).f_flag & os.ST_RDONLY)
+
+
+def file_identity(file: Path) -> FileIdentity:
+    """The identity of a file. Raises OSError. All of it is read if it is small or `has_recorded_time`, else a part."""
     resolved = file.resolve()
     descriptor = os.open(resolved, os.O_RDONLY)
     try:
         stat = os.fstat(descriptor)
-        is_recorded = stat.st_ctime_ns % 10**9 == 0 or bool(os.fstatvfs(descriptor).f_flag & os.ST_RDONLY)
-        content = _whole(descriptor) if is_recorded or stat.st_size <= _HEAD else _sampled(descriptor, stat.st_size)
+        is_whole = stat.st_size <= _HEAD or _is_recorded(descriptor, stat)
+        content = _whole(descriptor) if is_whole else _sampled(descriptor, stat.st_size)
     finally:
         os.close(descriptor)
     return FileIdentity(str(resolved), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, content)

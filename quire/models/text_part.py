@@ -58,7 +58,7 @@ class TextCheckpoint:
             raise ModelError(f"{checkpoint.path}: text_config must be an object, not {text!r:.80}; download it again")
         known = TEXT_MODELS[architecture]
         kind = text.get("model_type", next(iter(known)))
-        if kind not in known:
+        if not isinstance(kind, str) or kind not in known:
             raise ModelError(
                 f"{checkpoint.path}: text_config.model_type {kind!r:.80} is not supported in {architecture}; "
                 f"supported: {', '.join(known)}"

@@ -31,7 +31,7 @@ from quire.kernels.contract import PackedWeight
 from quire.kernels.cpu import EXTENSION
 from quire.kernels.cpu import kernels as cpu
 from quire.models.checkpoint import Checkpoint
-from quire.models.file_identity import file_identity
+from quire.models.file_identity import file_identity, has_recorded_time
 from quire.quant.schemes import Schemes
 
 _HEADER = struct.Struct("<8s32sQQ")  # _MAGIC, key, bytes of the file, sum of the 64-bit words behind the header
@@ -69,11 +69,15 @@ class Identity:
         digest = hashlib.sha256(repr((str(path), self.dtype, self.kernels, sorted(self.schemes.items()))).encode())
         return f"{re.sub(r'[^A-Za-z0-9._-]', '_', path.name)}-{digest.hexdigest()[:16]}.weights"
 
+    @property
+    def files(self) -> list[Path]:
+        """The files of the checkpoint whose content decides the bytes."""
+        weights = {stored.file for stored in self.checkpoint.tensors.values()}
+        return sorted(weights.union(self.checkpoint.path.glob("*.json")))
+
     def key(self, tensors: Mapping[str, Tensor]) -> bytes:
         """A hash (32 bytes) of all that decides the bytes: docs/serving.md has the list. Raises OSError."""
-        files = {stored.file for stored in self.checkpoint.tensors.values()}
-        files |= set(self.checkpoint.path.glob("*.json"))
-        identities = [file_identity(file) for file in sorted(files)]
+        identities = [file_identity(file) for file in self.files]
         layout = [(name, one.shape, one.dtype) for name, one in tensors.items()]
         options = (sorted(self.schemes.items()), self.dtype, self.kernels)
         parts = (identities, stored_layout(self.checkpoint), layout, options, code_digest(), environment())
@@ -114,6 +118,8 @@ def load_through(where: WeightCache, model: nn.Module, identity: Identity, load:
     file = where.folder.expanduser() / identity.file_name
     reason = ""
     try:
+        if num_bytes := sum(file.stat().st_size for file in identity.files if has_recorded_time(file)):
+            where.report(f"weights    reading {num_bytes / 1e9:.1f} GB to compare: times of the files may be recorded")
         key = identity.key(tensors)
     except OSError as error:
         load()

@@ -96,8 +96,8 @@ def _awq(settings: Mapping[str, object]) -> "Packed":
 
 def _gptq(settings: Mapping[str, object]) -> "Packed":
     each = [settings, *_overrides(settings, "dynamic"), *_overrides(settings, "extra_config")]
-    bits = [one["bits"] for one in each if "bits" in one]
-    if "bits" not in settings or not all(isinstance(some, int) and some in (4, 8) for some in bits):
+    bits = [settings.get("bits"), *(one["bits"] for one in each[1:] if "bits" in one)]
+    if not all(isinstance(some, int) and some in (4, 8) for some in bits):
         raise ValueError(f"GPTQ with {', '.join(map(str, bits)):.80} bits is not supported; 4 and 8 are")
     formats = [settings.get(name) for name in ("checkpoint_format", "format")]
     return Packed(
@@ -138,7 +138,7 @@ def _compressed_tensors(settings: Mapping[str, object]) -> "CompressedTensors":
         _columns_of_scales(each),
         tuple({str(one.get("type", "int")) for one in each}),
         needs_zeros=all(one.get("symmetric") is False for one in each),
-        needs_index=all(one.get("actorder") in ("group", True) for one in each),
+        needs_index=all(one.get("actorder") in ("group", "dynamic", True) for one in each),
     )
 
 
@@ -313,7 +313,7 @@ class CompressedTensors:
         if parts["weight"].dtype == _FLOAT8:
             scheme = _float8_scheme(parts, "weight_scale", rows, columns, self.block)
             if not self.block[0]:
-                self._check_columns(scheme.group_size)
+                self._check_columns(scheme.group_size, columns)
             return Layer(rows, columns, scheme)
         return self._integers(parts, rows, columns, 8)
 
@@ -328,8 +328,9 @@ class CompressedTensors:
         self._check_order(parts, columns, scheme.group_size)
         return Layer(rows, columns, scheme)
 
-    def _check_columns(self, size: int) -> None:
-        if self.columns_of_scales and size not in self.columns_of_scales:
+    def _check_columns(self, size: int, columns: int) -> None:
+        """Raise ValueError unless the settings say this size of groups, 0: all columns, which may be one group."""
+        if self.columns_of_scales and (size or columns) not in [each or columns for each in self.columns_of_scales]:
             raise ValueError(
                 f"weight_scale has a scale for {size or 'all'} columns, but the settings say "
                 f"{' or '.join(str(each or 'all') for each in self.columns_of_scales)}"
@@ -354,7 +355,7 @@ class CompressedTensors:
         if found != rows or not groups or columns % groups or dtype is None:
             shape = parts["weight_scale"].shape
             raise ValueError(f"weight_scale {shape} of {parts['weight_scale'].dtype} does not fit {(rows, columns)}")
-        self._check_columns(0 if groups == 1 else columns // groups)
+        self._check_columns(columns // groups, columns)
         if self.needs_zeros and "weight_zero_point" not in parts:
             raise ValueError("weight_zero_point is missing, although symmetric is false")
         if "weight_zero_point" in parts:

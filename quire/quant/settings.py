@@ -132,7 +132,7 @@ _COMPRESSED_TENSORS: Mapping[str, Use] = MappingProxyType(
         ),
         "config_groups.weights.block_structure": _applied("rows and columns of a block"),
         "config_groups.weights.actorder": _applied(
-            "columns in activation order (`group`) are refused, unless `weight_g_idx` has them in order",
+            "columns in activation order (`group`, `dynamic`) are refused, unless `weight_g_idx` has them in order",
             *("group", "weight", "static", "dynamic", False, True),
         ),
         "config_groups.weights.dynamic": _BY_TENSORS,

@@ -112,8 +112,19 @@ def test_other_weights_count_where_only_a_part_is_read(file, monkeypatch):
         assert before == file_identity(file)
 
 
-def test_small_files_are_read_whole(tmp_path):
-    for size in (0, 1, 100, module._PAGE, module._HEAD):
-        path = tmp_path / str(size)
-        path.write_bytes(bytes(size))
-        assert file_identity(path).size == size
+@pytest.mark.parametrize("size", [1, 100, module._PAGE, module._HEAD])
+def test_every_byte_of_small_files_counts(tmp_path, monkeypatch, size):
+    path = tmp_path / "small"
+    path.write_bytes(bytes(size))
+    recorded(monkeypatch, inode_changed=1)
+    before = file_identity(path)
+    for offset in {0, size // 2, size - 1}:
+        replaced(path, offset)
+        assert file_identity(path).content != before.content
+        replaced(path, offset)
+    assert file_identity(path) == before
+
+
+def test_an_empty_file_has_an_identity(tmp_path):
+    (tmp_path / "empty").touch()
+    assert file_identity(tmp_path / "empty").size == 0

@@ -105,6 +105,13 @@ def test_the_model_type_of_the_text_decides(architecture, kind, tmp_path):
     assert describe(tmp_path).architecture == architecture
 
 
+def test_a_model_type_of_the_text_that_is_no_name_is_refused(tmp_path):
+    WHOLE["Mistral3ForConditionalGeneration"]().save_pretrained(tmp_path)
+    rewritten(tmp_path, lambda config: config["text_config"].update(model_type=["mistral"]))
+    with pytest.raises(ModelError, match=r"text_config\.model_type \['mistral'\] is not supported"):
+        describe(tmp_path)
+
+
 def test_ministral3_is_refused_by_its_name(tmp_path):
     """Its queries are scaled by their positions, in a key of rope_parameters."""
     rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 8.0, "original_max_position_embeddings": 64}

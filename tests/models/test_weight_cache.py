@@ -247,6 +247,15 @@ def test_weights_replaced_by_others_of_equal_size_and_time_are_loaded(folder, tm
     assert "because the one before is of other files, options or code" in lines[0]
 
 
+def test_files_that_are_read_to_compare_them_are_a_line(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(weight_cache, "has_recorded_time", lambda file: file.name == "model.safetensors")
+    expected, _ = loaded(folder, tmp_path)
+    tensors, lines = loaded(folder, tmp_path)
+    assert_equal(tensors, expected)
+    assert lines[0] == "weights    reading 0.0 GB to compare: times of the files may be recorded"
+    assert "from the cache" in lines[1]
+
+
 def test_a_checkpoint_that_vanishes_is_a_line(folder, tmp_path, monkeypatch):
     def missing(_file):
         raise FileNotFoundError(2, "No such file or directory")

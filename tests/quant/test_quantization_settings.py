@@ -11,7 +11,7 @@ from quire.models.checkpoint import FolderCheckpoint
 from quire.models.description import describe
 from quire.models.loading import load
 from quire.models.quantized_checkpoint import open_layers
-from quire.quant.layouts import layout_of
+from quire.quant.layouts import Part, layout_of
 from quire.quant.settings import FIELDS
 
 OVERRIDES = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": False}
@@ -75,6 +75,7 @@ def test_layers_with_settings_of_their_own_are_read(saved, tmp_path):
         ({"rotation": "hadamard"}, "rotation = 'hadamard' is not supported"),
         ({"adapter": {"name": "lora"}}, "adapter = .* is not supported"),
         ({"no_such_field": 1}, "no_such_field = 1 is not known"),
+        ({"bits": None}, "GPTQ with None bits is not supported"),
         ({"bits": 8}, "_proj.weight: 48 columns cannot be divided into groups of 32"),
         ({"group_size": 64}, "_proj.weight: 96 columns cannot be divided into groups of 64"),
     ],
@@ -172,6 +173,7 @@ def test_an_index_of_compressed_tensors_in_another_order_is_named(saved, tmp_pat
     [
         ({"actorder": "group"}, "weight_g_idx is missing, although actorder is 'group'"),
         ({"actorder": True}, "weight_g_idx is missing"),
+        ({"actorder": "dynamic"}, "weight_g_idx is missing"),
         ({"symmetric": False}, "weight_zero_point is missing, although symmetric is false"),
         ({"group_size": 64, "strategy": "group"}, "weight_scale has a scale for 32 columns, but the settings say 64"),
         ({"strategy": "channel"}, "weight_scale has a scale for 32 columns, but the settings say all"),
@@ -185,6 +187,14 @@ def test_weights_of_compressed_tensors_that_would_be_wrong_are_named(saved, tmp_
     write(saved(KIND)[0], tmp_path / "model", "pack-quantized", config_groups=groups)
     with pytest.raises(ModelError, match=why):
         opened(tmp_path / "model")
+
+
+def test_a_layer_of_compressed_tensors_may_be_one_group():
+    layout = layout_of(compressed(4, "int", group_size=32, strategy="group"))
+    parts = {"weight_packed": Part((16, 4), "I32"), "weight_scale": Part((16, 1), "F16")}
+    assert layout.layer(parts)[:2] == (16, 32)
+    with pytest.raises(ValueError, match="a scale for 64 columns, but the settings say 32"):
+        layout.layer(parts | {"weight_packed": Part((16, 8), "I32")})
 
 
 @pytest.mark.parametrize("order", ["weight", "static", False, None])

@@ -60,9 +60,10 @@ def _scaling(metadata: Metadata) -> dict[str, object]:
             "factor": factor,
             "original_max_position_embeddings": metadata.number(".rope.scaling.original_context_length"),
         }
-        for name in ("beta_fast", "beta_slow"):
-            if metadata.has(f".rope.scaling.yarn_{name}"):
-                found[name] = metadata.real(f".rope.scaling.yarn_{name}")
+        if metadata.has(".rope.scaling.yarn_beta_fast"):
+            found["beta_fast"] = metadata.real(".rope.scaling.yarn_beta_fast")
+        if metadata.has(".rope.scaling.yarn_beta_slow"):
+            found["beta_slow"] = metadata.real(".rope.scaling.yarn_beta_slow")
         attention = metadata.real(".rope.scaling.attn_factor", 1.0)
         if attention != 1:
             found["attention_factor"] = attention * (0.1 * math.log(factor) + 1)
@@ -381,7 +382,7 @@ UNUSED_KEYS: Mapping[str, str] = MappingProxyType(
         ".attention.layer_norm_rms_epsilon": "the architecture has layer norms",
         ".feed_forward_length": "all layers have experts",
         ".attention.key_length": "heads divide the hidden size",
-        ".pooling_type": "models/sentence_transformers.py reads it",
+        ".pooling_type": "it is read for vectors only",
     }
 )
 # keys that are refused with other values than these
@@ -397,6 +398,7 @@ LIMITED_KEYS: Mapping[str, tuple[object, ...]] = MappingProxyType(
         ".attention.clamp_kqv": (0,),
         ".attention.max_alibi_bias": (0,),
         ".logit_scale": (1,),
+        ".rope.scaling.yarn_ext_factor": (1,),
     }
 )
 

@@ -399,7 +399,6 @@ def with_keys(path, **keys):
         ("embedding_scale", 12.0),
         ("logit_scale", 0.25),
         ("expert_gating_func", 2),
-        ("pooling_type", 1),
         ("rope.scaling.type", "yarn"),
         ("no_such_key", [1, 2, 3]),
     ],
@@ -413,7 +412,7 @@ def test_keys_of_the_architecture_that_would_be_ignored_are_named(tmp_path, key,
 @pytest.mark.parametrize(
     ("key", "value"),
     [("gpt2.vocab_size", 4), ("gpt2.attention.causal", True), ("gpt2.tensor_data_layout", "Meta AI original pth"),
-     ("gpt2.pooling_type", 3), ("general.finetune", "x"), ("quantize.imatrix.chunks_count", 125), ("other.scale", 2.0)],
+     ("gpt2.pooling_type", 1), ("general.finetune", "x"), ("quantize.imatrix.chunks_count", 125), ("other.scale", 2.0)],
 )  # fmt: skip
 def test_keys_without_effect_are_read(tmp_path, key, value):
     assert GgufCheckpoint(with_keys(tmp_path / "model.gguf", **{key: value})).config["n_layer"] == 2
