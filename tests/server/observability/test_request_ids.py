@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from multi_tenant_server import GENERATING, WHOLE
+from server_probes import wait_until
 
 from quire.server.observability import request_record
 from quire.server.observability.request_record import RequestIds, RequestRecord, store_record, valid_client_id
@@ -73,7 +74,7 @@ def test_an_unexpected_error_has_one_too_and_the_log_says_which(keyless, monkeyp
     assert answer.headers["x-request-id"] == "job-8"
     assert "internals" not in answer.text
     number = answer.json()["error"]["code"]
-    assert f"request job-8 was answered with 500 ({number})" in caplog.text
+    wait_until(lambda: f"request job-8 was answered with 500 ({number})" in caplog.text)
 
 
 def test_the_same_id_many_times_at_once(site):
