@@ -103,7 +103,7 @@ class _Tenant:
 class Totals(msgspec.Struct):
     """Counters of one tenant since the start."""
 
-    prompt_tokens: int = 0  # of the requests that arrived
+    prompt_tokens: int = 0  # of the requests that arrived; those that are resumed were counted before
     output_tokens: int = 0  # of ended sequences
     cached_tokens: int = 0  # prefix matches among queried_tokens
     queried_tokens: int = 0  # prompt tokens at the first admission of their request
@@ -119,7 +119,7 @@ class RequestStats:
         self.events: deque[Event] = deque(maxlen=MOST_EVENTS)
         self.num_preemptions = 0
         self.num_watermark_raises = 0  # times that the blocks per running sequence of the watermark were raised
-        self.num_query_tokens = 0  # prompt tokens at the first admission of their request
+        self.num_query_tokens = 0  # prompt tokens at the first admission of their request, without resumed ones
         self.num_hit_tokens = 0  # prefix matches among them
         self.drafts: dict[str, DraftCounts] = {}  # verified, by drafter
         self._chains_by_accepted = [0] * (MAX_SPECULATIVE_TOKENS + 1)  # verified chains, by number of accepted drafts
@@ -156,7 +156,8 @@ class RequestStats:
         self.events.append(Arrived(now, request.id, len(request.prompt)))
         tenant = self._tenants.setdefault(request.namespace.tenant, _Tenant())
         tenant.num_open += 1
-        self._totals(request).prompt_tokens += len(request.prompt)
+        if not request.was_accepted:
+            self._totals(request).prompt_tokens += len(request.prompt)
         about = (request.id, request.namespace.tenant, now, len(request.prompt))
         return Explanation(*about, policy=self._policy, place=tenant.num_waiting), tenant.num_admitted
 
@@ -227,11 +228,12 @@ class RequestStats:
             explanation.num_shared_blocks = admission.num_shared_blocks
             explanation.num_copied_tokens = admission.num_copied_tokens
             explanation.miss = _miss(seq, admission)
-            self.num_query_tokens += len(seq.request.prompt)
-            self.num_hit_tokens += num_cached
-            totals = self._totals(seq.request)
-            totals.queried_tokens += len(seq.request.prompt)
-            totals.cached_tokens += num_cached
+            if not seq.request.was_accepted:
+                self.num_query_tokens += len(seq.request.prompt)
+                self.num_hit_tokens += num_cached
+                totals = self._totals(seq.request)
+                totals.queried_tokens += len(seq.request.prompt)
+                totals.cached_tokens += num_cached
         swapped = (admission.num_swapped_tokens, admission.num_swapped_bytes)
         self._record_recomputed(explanation, seq, admission.num_tokens, swapped)
         self._record_waited(explanation, self._queue_times.since(self._remove_snapshot(seq) or {}, now))

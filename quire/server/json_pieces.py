@@ -4,15 +4,10 @@ A thread that encodes a large value in one call holds the GIL, and so the event 
 """
 
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from functools import partial
 from typing import Protocol, TypeVar
 
-from fastapi import Response
 from msgspec import Raw
 from msgspec.json import Encoder, encode
-from starlette.types import Receive, Scope, Send
-
-from quire.server.sse import ClientGone, while_connected
 
 T = TypeVar("T")
 
@@ -112,28 +107,3 @@ class PieceReader:
         while piece is not None:
             yield piece
             piece = await self._on_thread(lambda: next(self._pieces, None))
-
-
-class PiecewiseResponse(Response):
-    """A JSON body in pieces, each of which waits until the client has read those before. close: called at the end."""
-
-    def __init__(self, pieces: PieceReader, close: Callable[[], None]) -> None:
-        super().__init__(media_type="application/json")
-        del self.headers["content-length"]
-        self._pieces = pieces
-        self._close = close
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all pieces, unless the client disconnects."""
-        try:
-            await while_connected(receive, partial(self._send, send))
-        except (ClientGone, OSError):
-            pass
-        finally:
-            self._close()
-
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for piece in self._pieces:
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -16,12 +16,12 @@ from quire.engine.outputs import Delta, RequestMetrics
 from quire.errors import EngineStopped, RequestError
 from quire.params import SamplingParams
 from quire.server.errors import Busy, DeadlineMissed, SequenceFailed
-from quire.server.json_pieces import OnThread, PieceReader, PiecewiseResponse, json_bytes, json_pieces
+from quire.server.json_pieces import OnThread, PieceReader, json_bytes, json_pieces
 from quire.server.middleware.auth import caller_of
 from quire.server.observability.metrics import FinishedRequestStats, Metrics
 from quire.server.observability.request_record import RequestStats, record_of
 from quire.server.request_body import release_body
-from quire.server.sse import EVENTS, EventStream, StreamFormat, TimeLimit, while_connected
+from quire.server.sse import EVENTS, EventStream, PiecewiseResponse, StreamFormat, TimeLimit, while_connected
 from quire.supervisor.stream import Stream
 
 T = TypeVar("T")

@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Mapping
 from functools import partial
 from types import TracebackType
 from typing import NamedTuple, TypeVar
@@ -107,21 +107,26 @@ async def while_connected(receive: Receive, work: Callable[[], Coroutine[object,
         await asyncio.gather(task, leaving, return_exceptions=True)
 
 
-class EventStream(Response):
-    """A streamed response. `close` is called at its end, also after an error or a disconnect."""
+class PiecewiseResponse(Response):
+    """A body whose parts are made as they are sent, in pieces that wait until the client has read those before.
+
+    `close` is called at its end, also after an error or a disconnect.
+    """
 
     def __init__(
-        self, events: AsyncIterator[bytes], close: Callable[[], None], stream_format: StreamFormat = EVENTS
+        self,
+        parts: AsyncIterable[bytes],
+        close: Callable[[], None],
+        media_type: str = "application/json",
+        headers: Mapping[str, str] | None = None,
     ) -> None:
-        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(headers=headers, media_type=stream_format.media_type)
+        super().__init__(headers=headers, media_type=media_type)
         del self.headers["content-length"]
-        self._format = stream_format
-        self._events = events
+        self._parts = parts
         self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all events, unless the client disconnects."""
+        """Send all parts, unless the client disconnects."""
         try:
             await while_connected(receive, partial(self._send, scope, send))
         except (ClientGone, OSError):
@@ -131,10 +136,28 @@ class EventStream(Response):
 
     async def _send(self, scope: Scope, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await self._send_parts(scope, send)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_parts(self, _scope: Scope, send: Send) -> None:
+        async for data in self._parts:
+            for piece in pieces(data) if len(data) > PIECE_BYTES else (data,):
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+
+
+class EventStream(PiecewiseResponse):
+    """A streamed response. An error is its last event."""
+
+    def __init__(
+        self, events: AsyncIterator[bytes], close: Callable[[], None], stream_format: StreamFormat = EVENTS
+    ) -> None:
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(events, close, stream_format.media_type, headers)
+        self._format = stream_format
+
+    async def _send_parts(self, scope: Scope, send: Send) -> None:
         try:
-            async for data in self._events:
-                for piece in pieces(data) if len(data) > PIECE_BYTES else (data,):
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await super()._send_parts(scope, send)
         except OSError:
             raise
         except Exception as error:  # the status is already sent, so the error is an event
@@ -142,7 +165,6 @@ class EventStream(Response):
             record_error(scope, body)
             end = self._format.end_with(in_shape_of_route(scope["path"], status, body))
             await send({"type": "http.response.body", "body": end, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

@@ -283,6 +283,9 @@ def test_prompts_are_counted_where_they_were_accepted():
     rig.engine.add(Request("resumed", prompt(7), params, resumed=True))
     rig.engine.add(Request("known", prompt(9), params, known_outputs=known(2, of=prompt(4)), resumed=True))
     assert rig.engine.stats().prompt_tokens == 5
+    rig.run()
+    (totals,) = rig.engine.scheduler.request_stats.totals.values()
+    assert totals.prompt_tokens == totals.queried_tokens == rig.engine.stats().prefix_query_tokens == 5
 
 
 def test_searches_and_poolings_begin_anew_and_are_not_refused_for_lack_of_time():

@@ -7,7 +7,8 @@ import pytest
 
 from quire.server.batch import in_process_client
 from quire.server.batch.in_process_client import post
-from quire.server.json_pieces import PieceReader, PiecewiseResponse
+from quire.server.json_pieces import PieceReader
+from quire.server.sse import PiecewiseResponse
 
 MOST = 1000
 

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.server.errors import Busy
-from quire.server.json_pieces import PIECE, JsonList, PieceReader, PiecewiseResponse, json_bytes, json_pieces
+from quire.server.json_pieces import PIECE, JsonList, PieceReader, json_bytes, json_pieces
 from quire.server.reply import Reply
+from quire.server.sse import PiecewiseResponse
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=3),

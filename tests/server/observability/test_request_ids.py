@@ -74,7 +74,7 @@ def test_an_unexpected_error_has_one_too_and_the_log_says_which(keyless, monkeyp
     assert answer.headers["x-request-id"] == "job-8"
     assert "internals" not in answer.text
     number = answer.json()["error"]["code"]
-    wait_until(lambda: f"request job-8 was answered with 500 ({number})" in caplog.text)  # behind the answer
+    wait_until(lambda: f"request job-8 was answered with 500 ({number})" in caplog.text)
 
 
 def test_the_same_id_many_times_at_once(site):
