@@ -9,6 +9,7 @@ from functools import lru_cache
 from quire.chat.arguments import (
     Write,
     begins_keyword_arguments,
+    is_json_object,
     json_string,
     json_value,
     keyword_arguments,
@@ -428,6 +429,7 @@ class _Parts:
     def __init__(self, *, is_parallel: bool) -> None:
         self._is_parallel = is_parallel
         self._num_calls = 0
+        self._arguments: list[str] = []  # of the last call
         self._parts: list[Part] = []
         self._kind: type[Part] = Content
         self._pieces: list[str] = []  # of the part that is not complete
@@ -445,16 +447,18 @@ class _Parts:
         if self._is_parallel or self._num_calls == 0:
             self._parts.append(CallBegin(self._num_calls, name))
         self._num_calls += 1
+        self._arguments = []
 
     def add_arguments(self, text: str) -> None:
         """Add a piece of the arguments of the last call."""
         if self._is_parallel or self._num_calls == 1:
             self.add(CallArguments, text)
+            self._arguments.append(text)
 
     def end_call(self) -> None:
-        """The last call is complete."""
+        """The last call has all of its arguments. It is complete if they are a JSON object."""
         self._complete()
-        if self._is_parallel or self._num_calls == 1:
+        if (self._is_parallel or self._num_calls == 1) and is_json_object("".join(self._arguments)):
             self._parts.append(CallEnd(self._num_calls - 1))
 
     def take(self) -> list[Part]:
