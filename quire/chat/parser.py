@@ -263,9 +263,13 @@ class MessageParser:
             # Without a text behind it, a name at the end of the text may be incomplete.
             is_complete = bool(end) or reader.num_held > num_held or bool((yield from reader.peek()))
             return is_complete and (yield from reader.literal(end))
+        next_call = SPECIAL_TOKEN.search(call.begin)
         for _ in range(_MAX_AFTER_NAME + 1):
             if (yield from reader.literal(end)):
                 return True
+            if next_call and (yield from reader.literal(next_call[0])):
+                reader.at -= len(next_call[0])
+                return False
             if not (yield from reader.run(_AFTER_NAME, 1)):
                 break
         return False

@@ -194,6 +194,8 @@ def test_with_auto_each_strict_call_of_several_is_valid(format):
     [
         ("hermes", '<tool_call>{ "name" : "echo" ,"arguments":{"text": "a"} }</tool_call>'),
         ("hermes", '<tool_call>\n{"type": "function", "name": "echo", "arguments": {"text": "a"}}\n</tool_call>'),
+        ("hermes", '<tool_call>\n{"index": 0, "of": "a", "name": "echo", "arguments": {"text": "a"}}\n</tool_call>'),
+        ("mistral", '[TOOL_CALLS]echo\n[ARGS]{"text": "a"}'),
         ("generic", '<function_call>{"name": "echo", "parameters": {"text": "a"}}</function_call>'),
         ("llama3_json", '<|python_tag|>{"name": "echo", "parameters": {"text": "a"}}'),
         ("mistral", '[TOOL_CALLS]echo[ARGS]{"text": "a"}'),
@@ -212,6 +214,35 @@ def test_with_auto_strict_calls_are_seen_in_each_form_that_the_parser_reads(form
     assert not accepts(auto, wrong), wrong
     other = wrong.replace("echo", "echo2")
     assert accepts(auto, other), other
+
+
+@pytest.mark.parametrize(
+    ("format", "first", "between"),
+    [
+        ("pythonic", "[now()]", ""),
+        ("pythonic", '[echo(text="a")]', " "),
+        ("llama3_json", '{"name": "now", "parameters": {}}', ""),
+        ("llama3_json", '{"name": "now", "parameters": {"a": {"b": {}}}}', " "),
+        ("llama3_json", '{"name": "now", "parameters": {"a": {"b": {}}}}', "; "),
+        ("generic", '[{"name": "now", "arguments": {"a": {}}}]', " "),
+    ],
+)
+def test_with_auto_a_strict_call_in_the_line_of_another_one_is_valid(format, first, between):
+    auto = grammar(format, [NOW, STRICT_ECHO], "auto")
+    for arguments in ({"text": "a"}, {"b": 1}, {}):
+        call = WRITERS[format]([("echo", arguments)])
+        text = first + between + (f"[{call}]" if format == "generic" else call)
+        calls = parse(chat_format(format), [text], toolbox([NOW, STRICT_ECHO])).calls
+        assert [one.name for one in calls][1:] == ["echo"]
+        assert accepts(auto, text) == ("text" in arguments), text
+
+
+def test_with_auto_each_strict_call_of_a_list_without_markup_is_valid():
+    auto = grammar("generic", [NOW, STRICT_ECHO], "auto")
+    for arguments in ({"text": "a"}, {"b": 1}):
+        text = json.dumps([{"name": "now", "arguments": {"a": {}}}, {"name": "echo", "arguments": arguments}])
+        assert len(parse(chat_format("generic"), [text], toolbox([NOW, STRICT_ECHO])).calls) == 2
+        assert accepts(auto, text) == ("text" in arguments), text
 
 
 def test_without_tools_that_may_be_called_there_is_no_constraint():

@@ -270,6 +270,30 @@ def test_a_call_is_complete_once_its_arguments_are(format, call, num_behind):
         assert streamed == calls
 
 
+@pytest.mark.parametrize(
+    ("format", "begun", "call"),
+    [
+        ("mistral", "[TOOL_CALLS]now", '[TOOL_CALLS]note[ARGS]{"text": "a"}'),
+        (
+            "kimi_k2",
+            "<|tool_call_begin|>functions.now",
+            '<|tool_call_begin|>functions.note:0<|tool_call_argument_begin|>{"text": "a"}<|tool_call_end|>',
+        ),
+        (
+            "openai",
+            "<|channel|>commentary to=functions.now ",
+            '<|channel|>commentary to=functions.note <|constrain|>json<|message|>{"text": "a"}<|call|>',
+        ),
+    ],
+)
+def test_a_name_without_arguments_does_not_take_those_of_the_next_call(format, begun, call):
+    text = begun + call
+    for pieces in ([text], list(text)):
+        message = parse(chat_format(format), pieces)
+        assert message.calls == [Call("note", '{"text": "a"}')]
+        assert message.content == begun.rstrip()
+
+
 def test_a_call_whose_arguments_end_within_is_not_complete():
     text = '<tool_call>\n{"name": "note", "arguments": {"text": a/b}}\n</tool_call>'
     (call,) = parse(HERMES, [text]).calls
