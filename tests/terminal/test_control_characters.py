@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 
 from quire import SamplingParams, cli
-from quire.chat.parts import CallArguments, CallBegin, Content, Reasoning
+from quire.chat.parts import CallArguments, CallBegin, CallEnd, Content, Reasoning
 from quire.control_characters import VisibleFormatter, visible, visible_json, visible_line
 from quire.errors import ModelError, RequestError
 from quire.terminal import bench
@@ -90,7 +90,7 @@ class Scripted:
 def test_a_chat_shows_them_in_all_that_a_model_or_a_file_says(monkeypatch, tmp_path):
     screen, prompts = StringIO(), []
     console = Console(file=screen, width=80)
-    call = [Reasoning(HOSTILE), CallBegin(0, f"f\n{HOSTILE}"), CallArguments(0, HOSTILE)]
+    call = [Reasoning(HOSTILE), CallBegin(0, f"f\n{HOSTILE}"), CallArguments(0, HOSTILE), CallEnd(0)]
     llm = Scripted(call, [Content(text) for text in HOSTILE], RequestError(HOSTILE))
     monkeypatch.setattr(
         "quire.terminal.chat.TurnReader", lambda: SimpleNamespace(read=lambda: None, close=lambda: None)
