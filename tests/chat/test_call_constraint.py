@@ -510,6 +510,14 @@ def with_values(name, num_values):
     return {"type": "function", "function": {"name": name, "strict": True, "parameters": parameters}}
 
 
+def test_long_names_that_are_not_allowed_are_refused_without_a_schema():
+    others = [{"type": "function", "function": {"name": f"a{number}".ljust(128, "x")}} for number in range(511)]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [named("now")]}}
+    with pytest.raises(RequestError, match=r"descriptions not counted\. Shorten the schemas") as caught:
+        grammar("openai", [NOW, *others], choice)
+    assert caught.value.param == "tools"
+
+
 @pytest.mark.parametrize("choice", ["auto", "required"])
 @pytest.mark.parametrize("format", ["hermes", "openai"])
 def test_schemas_that_are_too_long_together_are_refused_with_the_longest(format, choice):
