@@ -6,7 +6,7 @@ from quire.chat.parser import MessageParser
 
 
 class AnswerText:
-    """Tells the text of the answer from that of the reasoning, tags included. parser: of the message."""
+    """Separates the text of the answer from that of the reasoning, tags included. parser: of the message."""
 
     def __init__(self, parser: MessageParser) -> None:
         self._parser = parser

@@ -390,6 +390,14 @@ def as_json(text: str, kinds: frozenset[str]) -> str:
     return value
 
 
+def is_json_object(text: str) -> bool:
+    """Whether a text is one JSON object."""
+    try:
+        return isinstance(json.loads(text, parse_constant=_refuse), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
 def _refuse(constant: str) -> object:
     raise ValueError(constant)
 

@@ -70,11 +70,11 @@ def _not_too_long(grammar: str, tools: Sequence[tuple[Tool, bool]]) -> str:
         return grammar
     lengths = {tool.name: len(json.dumps(_enforced(tool))) for tool, is_enforced in tools if is_enforced}
     longest = sorted(lengths, key=lengths.__getitem__, reverse=True)[:_NUM_LONGEST]
+    named = f"; the longest schemas are of {', '.join(f'{name} ({lengths[name]:,})' for name in longest)}"
     raise RequestError(
         f"the grammar of the tools has {len(grammar):,} characters, more than {MAX_CHARACTERS:,}, descriptions not "
-        "counted; the longest of the schemas that it enforces are of "
-        f"{', '.join(f'{name} ({lengths[name]:,})' for name in longest) or 'the answer'}. Shorten them, send fewer "
-        'tools, allow fewer of them (tool_choice "allowed_tools"), or leave strict out',
+        f"counted{named if longest else ''}. Shorten the schemas, that of the answer included, or the names, send "
+        'fewer tools, allow fewer of them (tool_choice "allowed_tools"), or leave strict out',
         "tools",
     )
 

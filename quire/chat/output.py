@@ -52,7 +52,7 @@ class OutputFormat:
 
     @property
     def new_answer(self) -> Callable[[], AnswerText] | None:
-        """Makes what tells the answer of a sequence from its reasoning. None if reasoning is content."""
+        """Makes the AnswerText of a sequence. None if reasoning is content."""
         return None if self.parsed.reasoning is None else lambda: AnswerText(self.new_parser())
 
     def read(self, text: str) -> Message:

@@ -9,6 +9,7 @@ from functools import lru_cache
 from quire.chat.arguments import (
     Write,
     begins_keyword_arguments,
+    is_json_object,
     json_string,
     json_value,
     keyword_arguments,
@@ -264,9 +265,13 @@ class MessageParser:
             # Without a text behind it, a name at the end of the text may be incomplete.
             is_complete = bool(end) or reader.num_held > num_held or bool((yield from reader.peek()))
             return is_complete and (yield from reader.literal(end))
+        next_call = SPECIAL_TOKEN.search(call.begin)
         for _ in range(_MAX_AFTER_NAME + 1):
             if (yield from reader.literal(end)):
                 return True
+            if next_call and (yield from reader.literal(next_call[0])):
+                reader.at -= len(next_call[0])
+                return False
             if not (yield from reader.run(_AFTER_NAME, 1)):
                 break
         return False
@@ -430,6 +435,7 @@ class _Parts:
     def __init__(self, *, is_parallel: bool) -> None:
         self._is_parallel = is_parallel
         self._num_calls = 0
+        self._arguments: list[str] = []  # of the last call
         self._parts: list[Part] = []
         self._kind: type[Part] = Content
         self._pieces: list[str] = []  # of the part that is not complete
@@ -447,16 +453,18 @@ class _Parts:
         if self._is_parallel or self._num_calls == 0:
             self._parts.append(CallBegin(self._num_calls, name))
         self._num_calls += 1
+        self._arguments = []
 
     def add_arguments(self, text: str) -> None:
         """Add a piece of the arguments of the last call."""
         if self._is_parallel or self._num_calls == 1:
             self.add(CallArguments, text)
+            self._arguments.append(text)
 
     def end_call(self) -> None:
-        """The last call is complete."""
+        """The last call has all of its arguments. It is complete if they are a JSON object."""
         self._complete()
-        if self._is_parallel or self._num_calls == 1:
+        if (self._is_parallel or self._num_calls == 1) and is_json_object("".join(self._arguments)):
             self._parts.append(CallEnd(self._num_calls - 1))
 
     def take(self) -> list[Part]:

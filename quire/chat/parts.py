@@ -32,7 +32,7 @@ class CallArguments(msgspec.Struct, frozen=True):
 
 
 class CallEnd(msgspec.Struct, frozen=True):
-    """A tool call is complete. A call that was cut, and one whose arguments are no JSON, have no such part."""
+    """A tool call is complete. A call that was cut, and one whose arguments are no JSON object, have no such part."""
 
     index: int
 
@@ -41,7 +41,7 @@ Part = Content | Reasoning | CallBegin | CallArguments | CallEnd
 
 
 class Call(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A tool call. arguments: JSON text; if the call is not complete, its beginning."""
+    """A tool call. arguments: a JSON object; if the call is not complete, what the model wrote of it."""
 
     name: str
     arguments: str

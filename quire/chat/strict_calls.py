@@ -15,10 +15,11 @@ from dataclasses import asdict, dataclass, replace
 from quire.chat.formats import SPECIAL_TOKEN, CallForm, JsonCall, NamedCall, TaggedArguments, ToolFormat
 
 _ANY = r"(?s:.*)"
-_KEY = (  # of a name: further members, and OpenAI's form with a function in the call, may stand before it
-    r'(?:"(?:type|id)"\s*:\s*"[^"\\]*"\s*,\s*)*(?:"function"\s*:\s*\{\s*)?"(?:name|function)"\s*:\s*"'
+_KEY = (  # of a name: members with texts or words, and OpenAI's form with a function in the call, may stand before it
+    r'(?:"[^"\\]*"\s*:\s*(?:"[^"\\]*"|[^"\s{}\[\],]+)[\s,]*)*'
+    r'(?:"function"\s*:\s*\{\s*)?"(?:name|function)"\s*:\s*"'
 )
-_AFTER_NAME = r"(?:[^A-Za-z0-9_.{\n-][^{\n]*)?"
+_AFTER_NAME = r"(?:\s*|[^A-Za-z0-9_.{\n-][^{\n]*)"
 _MORE = r"/[^{\n]+/"
 _ARGUMENTS_KEY = r'/\s*,\s*"(arguments|parameters)"\s*:\s*/'
 
@@ -69,6 +70,7 @@ def strict_calls(format: ToolFormat, schemas: Mapping[str, Mapping[str, object]]
     for marker, found in styles.items():
         groups[tuple(found)].append(marker)
     separators = {re.escape(form.separator.strip()) for form in format.forms if form.has_many}
+    separators |= {_between_lists(form) for form in format.forms if not _marker(form)}
     return _Machine(schemas, barred, separators).grammar(groups)
 
 
@@ -81,12 +83,18 @@ def _marker(form: CallForm) -> str:
     return tokens[-1] if tokens else begin
 
 
+def _between_lists(form: CallForm) -> str:
+    """The pattern of the text between two lists of calls without markup. The second one may be in the same line."""
+    return rf"{_pattern(form.close)}\s*{_pattern(form.open)}" if form.close else ""
+
+
 def _style(form: CallForm, after_names: Sequence[str], *, has_lists: bool) -> _Style:
     """The style of a form. after_names: of all forms. has_lists: whether the format has lists of JSON calls."""
     call = form.call
     if isinstance(call, JsonCall):
         return _Style(
-            lead=r"\s*\[?\s*\{?\s*" + _KEY,
+            # A lazy terminal ends at the first brackets that may end a call. The rest between two calls follows.
+            lead=(r"[\s}\],;]*" if has_lists else r"\s*") + r"\[?\s*\{?\s*" + _KEY,
             end='"',
             before_rule=_ARGUMENTS_KEY,
             behind_rule=r"/\s*\}/",
@@ -126,7 +134,7 @@ def _style(form: CallForm, after_names: Sequence[str], *, has_lists: bool) -> _S
 
 
 class _Machine:
-    """Writes a grammar. separators: patterns of the texts between two calls of a list."""
+    """Writes a grammar. separators: patterns of the texts between two calls of a list, or of two lists."""
 
     def __init__(
         self, schemas: Mapping[str, Mapping[str, object]], barred: Sequence[str], separators: Iterable[str]

@@ -108,7 +108,7 @@ class Generation(NamedTuple):
     """One truncated prompt with its parameters.
 
     bad_words, prediction: the tokens of these parameters. stop_regex: the compiled patterns of this parameter.
-    new_answer: makes what tells the answer of a sequence, in which stop strings are searched; None: all text is.
+    new_answer: makes the AnswerText of a sequence, in which stop strings are searched; None: in all text.
     """
 
     prompt: TokenizedPrompt

@@ -110,25 +110,25 @@ class SequenceOutputProcessor:
     def _detokenize(self, output: Output) -> tuple[str, list[int]]:
         """The text of an output, and the offsets of its tokens up to an end that is found here."""
         pieces, offsets = [], []
+        check_stop = self._search if self._answer is None else self._search_answer
         for token in output.token_ids:
             offsets.append(self._num_characters)
             is_last = output.end is not None and len(offsets) == len(output.token_ids)
             ends = output.stop_token is not None and is_last
             if not ends or self._params.include_stop_str_in_output:  # by default the text excludes the stop token
-                pieces.append(self._check_stop(self._detokenizer.append_token(token), len(offsets)))
+                pieces.append(check_stop(self._detokenizer.append_token(token), len(offsets)))
             if self._repetition is not None and self._repetition.append_token(token):
                 self._end_repetition(len(offsets), may_end=not is_last)
             if self._ended_here is not None:
                 break
         if output.end is not None if self._ended_here is None else self._ended_here[0] is EndCause.REPETITION:
-            pieces.append(self._check_stop(self._detokenizer.flush(), len(offsets)))
+            pieces.append(check_stop(self._detokenizer.flush(), len(offsets)))
             pieces.append(self._stops.flush())
         return "".join(pieces), offsets
 
-    def _check_stop(self, text: str, num_tokens: int) -> str:
-        """The text that is certain to be output. num_tokens: new ones up to this text."""
-        if self._answer is None:
-            return self._search(text, num_tokens)
+    def _search_answer(self, text: str, num_tokens: int) -> str:
+        """As `_search`, for text that may have reasoning, in which stop strings are not searched."""
+        assert self._answer is not None, "reasoning is apart from the answer"
         found = ""
         for piece, is_answer in self._answer.split(text):
             if self._ended_here is not None:
@@ -143,7 +143,7 @@ class SequenceOutputProcessor:
         return found
 
     def _search(self, text: str, num_tokens: int) -> str:
-        """See `_check_stop`, for text in which stop strings are searched."""
+        """Search stop strings. Returns the text that is certain to be output. num_tokens: new ones up to this text."""
         self._num_characters += len(text)
         may_stop, end = self._may_end(num_tokens), None
         if self._stop_patterns is not None:
@@ -249,7 +249,7 @@ class RequestOutputProcessor:
         if sequence.result.finish_reason is not None or not new:
             return None
         delta = sequence.process_output(output)
-        if isinstance(delta.logprobs, LogprobRows):
+        if delta.logprobs is not None and isinstance(delta.logprobs, LogprobRows):  # isinstance of an ABC is slow
             self.num_bytes += delta.logprobs.num_bytes
         if output.token_ids:
             if self.metrics.first_token_time is None:

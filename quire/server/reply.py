@@ -85,7 +85,7 @@ class Reply:
     """One transcript per prompt, filled while the engine generates. Must be closed, finished or not.
 
     finish(request_id, index, num_tokens): ends a sequence in the engine at a stop string. run: runs a function on a
-    thread for the tenant; None for a reply that is not sent whole.
+    thread for the tenant; without it the reply cannot be large.
     """
 
     def __init__(

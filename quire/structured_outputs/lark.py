@@ -92,7 +92,11 @@ def checked_lark(
 def check_length(num_characters: int) -> None:
     """Raises RequestError for a grammar of more than MAX_GRAMMAR characters."""
     if num_characters > MAX_GRAMMAR:
-        raise RequestError(f"grammar must have at most {MAX_GRAMMAR:,} characters", _PARAM)
+        raise RequestError(
+            f"grammar must have at most {MAX_GRAMMAR:,} characters without its schemas, not {num_characters:,}; "
+            "shorten it, or make fewer tools strict",
+            _PARAM,
+        )
 
 
 class _Directives:
@@ -173,8 +177,11 @@ def check_total_nesting(num_levels: int) -> None:
 
 
 def _check_bare(text: str) -> None:
-    if text.count(":") > MAX_RULES:
-        raise RequestError(f"grammar must have at most {MAX_RULES} rules", _PARAM)
+    if (num_rules := text.count(":")) > MAX_RULES:
+        raise RequestError(
+            f"grammar must have at most {MAX_RULES} rules, not {num_rules:,}; write fewer, or make fewer tools strict",
+            _PARAM,
+        )
     if re.search(r"\[[^\]]*\bstop\b", text):
         raise RequestError("grammar: stop= removes text that was generated; use suffix= or lazy", _PARAM)
     num_levels = 1

@@ -155,13 +155,15 @@ def summed(environment: "Sandbox", iterable: Iterable[Any], attribute: str | int
 
 
 def lipsum(n: int = 5, html: bool = True, min: int = 20, max: int = 100) -> str:  # noqa: FBT001, FBT002 (Jinja's)
-    """Invented text, as Jinja's function. Raises LimitExceeded for too many words."""
-    if n * max > _MAX_INVENTED:
+    """Invented text, as Jinja's function. Raises LimitExceeded for too many words or paragraphs."""
+    if not (isinstance(n, int) and isinstance(max, int)):
+        raise TemplateError("lipsum takes whole numbers")
+    if n > _MAX_INVENTED or n * max > _MAX_INVENTED:
         raise LimitExceeded(f"it invents more than {_MAX_INVENTED} words")
     return generate_lorem_ipsum(n, html, min, max)
 
 
-_MAX_INVENTED = 2**16  # words
+_MAX_INVENTED = 2**16  # words, and paragraphs, which may be empty
 _GLOBALS = ("cycler", "joiner", "range")  # of Jinja, as they are
 # The time of these, or the length of their result, is the product of their operands.
 _COSTLY_METHODS = frozenset(

@@ -194,6 +194,8 @@ def test_with_auto_each_strict_call_of_several_is_valid(format):
     [
         ("hermes", '<tool_call>{ "name" : "echo" ,"arguments":{"text": "a"} }</tool_call>'),
         ("hermes", '<tool_call>\n{"type": "function", "name": "echo", "arguments": {"text": "a"}}\n</tool_call>'),
+        ("hermes", '<tool_call>\n{"index": 0, "of": "a", "name": "echo", "arguments": {"text": "a"}}\n</tool_call>'),
+        ("mistral", '[TOOL_CALLS]echo\n[ARGS]{"text": "a"}'),
         ("generic", '<function_call>{"name": "echo", "parameters": {"text": "a"}}</function_call>'),
         ("llama3_json", '<|python_tag|>{"name": "echo", "parameters": {"text": "a"}}'),
         ("mistral", '[TOOL_CALLS]echo[ARGS]{"text": "a"}'),
@@ -212,6 +214,35 @@ def test_with_auto_strict_calls_are_seen_in_each_form_that_the_parser_reads(form
     assert not accepts(auto, wrong), wrong
     other = wrong.replace("echo", "echo2")
     assert accepts(auto, other), other
+
+
+@pytest.mark.parametrize(
+    ("format", "first", "between"),
+    [
+        ("pythonic", "[now()]", ""),
+        ("pythonic", '[echo(text="a")]', " "),
+        ("llama3_json", '{"name": "now", "parameters": {}}', ""),
+        ("llama3_json", '{"name": "now", "parameters": {"a": {"b": {}}}}', " "),
+        ("llama3_json", '{"name": "now", "parameters": {"a": {"b": {}}}}', "; "),
+        ("generic", '[{"name": "now", "arguments": {"a": {}}}]', " "),
+    ],
+)
+def test_with_auto_a_strict_call_in_the_line_of_another_one_is_valid(format, first, between):
+    auto = grammar(format, [NOW, STRICT_ECHO], "auto")
+    for arguments in ({"text": "a"}, {"b": 1}, {}):
+        call = WRITERS[format]([("echo", arguments)])
+        text = first + between + (f"[{call}]" if format == "generic" else call)
+        calls = parse(chat_format(format), [text], toolbox([NOW, STRICT_ECHO])).calls
+        assert [one.name for one in calls][1:] == ["echo"]
+        assert accepts(auto, text) == ("text" in arguments), text
+
+
+def test_with_auto_each_strict_call_of_a_list_without_markup_is_valid():
+    auto = grammar("generic", [NOW, STRICT_ECHO], "auto")
+    for arguments in ({"text": "a"}, {"b": 1}):
+        text = json.dumps([{"name": "now", "arguments": {"a": {}}}, {"name": "echo", "arguments": arguments}])
+        assert len(parse(chat_format("generic"), [text], toolbox([NOW, STRICT_ECHO])).calls) == 2
+        assert accepts(auto, text) == ("text" in arguments), text
 
 
 def test_without_tools_that_may_be_called_there_is_no_constraint():
@@ -477,6 +508,14 @@ def with_values(name, num_values):
     values = {"type": "string", "enum": [f"value{i:05}" for i in range(num_values)], "description": "x" * 200_000}
     parameters = {"type": "object", "properties": {"value": values}}
     return {"type": "function", "function": {"name": name, "strict": True, "parameters": parameters}}
+
+
+def test_long_names_that_are_not_allowed_are_refused_without_a_schema():
+    others = [{"type": "function", "function": {"name": f"a{number}".ljust(128, "x")}} for number in range(511)]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [named("now")]}}
+    with pytest.raises(RequestError, match=r"descriptions not counted\. Shorten the schemas") as caught:
+        grammar("openai", [NOW, *others], choice)
+    assert caught.value.param == "tools"
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])

@@ -270,10 +270,53 @@ def test_a_call_is_complete_once_its_arguments_are(format, call, num_behind):
         assert streamed == calls
 
 
-def test_a_call_whose_arguments_are_no_json_is_not_complete():
+@pytest.mark.parametrize(
+    ("format", "begun", "call"),
+    [
+        ("mistral", "[TOOL_CALLS]now", '[TOOL_CALLS]note[ARGS]{"text": "a"}'),
+        (
+            "kimi_k2",
+            "<|tool_call_begin|>functions.now",
+            '<|tool_call_begin|>functions.note:0<|tool_call_argument_begin|>{"text": "a"}<|tool_call_end|>',
+        ),
+        (
+            "openai",
+            "<|channel|>commentary to=functions.now ",
+            '<|channel|>commentary to=functions.note <|constrain|>json<|message|>{"text": "a"}<|call|>',
+        ),
+    ],
+)
+def test_a_name_without_arguments_does_not_take_those_of_the_next_call(format, begun, call):
+    text = begun + call
+    for pieces in ([text], list(text)):
+        message = parse(chat_format(format), pieces)
+        assert message.calls == [Call("note", '{"text": "a"}')]
+        assert message.content == begun.rstrip()
+
+
+def test_a_call_whose_arguments_end_within_is_not_complete():
     text = '<tool_call>\n{"name": "note", "arguments": {"text": a/b}}\n</tool_call>'
     (call,) = parse(HERMES, [text]).calls
     assert (call.name, call.complete) == ("note", False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "written"),
+    [
+        ('{"text": tru}', '{"text": tru}'),
+        ('{"text": NaN}', '{"text": NaN}'),
+        ('{"text" "a"]', '{"text" "a"]'),
+        ('{"text": "a",}', '{"text": "a",}'),
+        ('"a text"', "a text"),
+        ('"[1]"', "[1]"),
+        (r'"{\"text\": "', '{"text": '),
+    ],
+)
+def test_a_call_whose_arguments_are_no_json_object_is_not_complete(arguments, written):
+    for members in (f'"name": "note", "arguments": {arguments}', f'"arguments": {arguments}, "name": "note"'):
+        text = f"<tool_call>\n{{{members}}}\n</tool_call>"
+        for pieces in ([text], list(text)):
+            assert parse(HERMES, pieces) == Message("", None, [Call("note", written, complete=False)])
 
 
 def test_only_the_first_call_counts_if_calls_may_not_be_parallel():

@@ -173,6 +173,7 @@ UNKIND = {
     "date": "{{ strftime_now('%1000000000d') }}",
     "lipsum": "{{ lipsum(n=10**9) }}",
     "lipsum of few long paragraphs": "{{ lipsum(n=1, max=10**9) }}",
+    "lipsum of many empty paragraphs": "{{ lipsum(n=10**9, min=-5, max=0) }}",
     "center": "{{ 'x' | center(100000000) }}",
     "wide numbers": "{{ 5 | round(-1000000000) }}",
     "urlize of brackets": "{{ ('(' * 200000 ~ ')' * 100000 ~ '.') | urlize }}",

@@ -237,6 +237,9 @@ class _ContentRows:
                 self.num_apart += 1
             if self.num_apart == len(apart) or offset < apart[self.num_apart][0]:
                 found.append(row)
+        if parser.open_reasoning is not None:  # all that are left, up to the end of the text so far, are of it
+            while self.pending and self.pending[0][0] < parser.open_reasoning[1]:
+                self.pending.popleft()
         return found
 
 

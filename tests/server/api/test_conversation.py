@@ -2,6 +2,7 @@
 
 import asyncio
 from types import SimpleNamespace
+from weakref import WeakSet
 
 from quire.chat.output import OutputFormat
 from quire.server.api import conversation
@@ -25,22 +26,34 @@ def test_calls_of_a_conversation_are_counted():
     assert num_calls([*messages, {"role": "assistant", "tool_calls": None}, *messages]) == 4
 
 
+class Row:
+    """The logprobs of a token."""
+
+    def __init__(self, text):
+        self.text = text
+
+
 class Reply:
-    """A reply whose tokens are characters."""
+    """A reply whose tokens are characters. rows: those that exist."""
 
     num_reasoning_tokens = None
 
     def __init__(self, pieces):
         self._pieces = pieces
         self._offsets = []
+        self.rows = WeakSet()
         self.transcripts = [SimpleNamespace(token_offsets=lambda _index: self._offsets)]
 
     async def deltas(self):
         for place, text in enumerate(self._pieces, 1):
             first = len(self._offsets)
             self._offsets += range(first, first + len(text))
+            offsets = self._offsets[first:]
             reason = "stop" if place == len(self._pieces) else None
-            yield [SimpleNamespace(index=0, text=text, finish_reason=reason, token_ids=[], logprobs=None)]
+            rows = [*map(Row, text)]
+            self.rows.update(rows)
+            about = {"text": text, "finish_reason": reason, "token_ids": [], "token_offsets": offsets}
+            yield [SimpleNamespace(index=0, logprobs=rows, **about)]
 
 
 async def num_searches(pieces, monkeypatch):
@@ -62,3 +75,22 @@ def test_many_pieces_of_reasoning_are_counted_once_each(monkeypatch):
         searched, counted = asyncio.run(num_searches([*piece * number], monkeypatch))
         assert counted == len(piece) * number
         assert searched <= 2 * len(piece) * number + 2 * number
+
+
+async def content_logprobs(reply):
+    """The texts of tokens of content, and the largest number of rows that existed behind a step."""
+    format = OutputFormat(chat_format(None, "qwen3"), None, None, begun=False, may_reason=True)
+    reader, found, most = MessageReader(format), "", 0
+    async for messages in reader.deltas(reply):
+        for message in messages:
+            found += "".join(row.text for row in reader.content_logprobs(message))
+        most = max(most, len(reply.rows))
+    return found, most
+
+
+def test_logprobs_of_reasoning_are_not_kept_until_it_ends():
+    text = f"<think>{'a' * 500}</think>bc"
+    for pieces in ([*text], [text[place : place + 3] for place in range(0, len(text), 3)]):
+        found, most = asyncio.run(content_logprobs(Reply(pieces)))
+        assert found == "bc"
+        assert most < 30
