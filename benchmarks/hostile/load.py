@@ -247,8 +247,8 @@ async def replays(attack: Attack) -> None:
 
 
 async def logprobs(attack: Attack) -> None:
-    """Four whole answers at once with 64 choices of 600 tokens and their 128 most likely ones."""
-    body = {"prompt": "One Tuesday @@@@@@@@", "n": 64, "logprobs": 128, "max_tokens": 600, "ignore_eos": True}
+    """Four whole answers at once with as many logprobs as are allowed: 64 choices of 500 tokens, 129 for each."""
+    body = {"prompt": "One Tuesday @@@@@@@@", "n": 64, "logprobs": 128, "max_tokens": 500, "ignore_eos": True}
     await attack.flood("/v1/completions", _numbered([json.dumps(body).encode()]), 4)
 
 
