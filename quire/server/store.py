@@ -84,7 +84,7 @@ class Store:
     """
 
     def __init__(self, path: Path | None = None, clock: Callable[[], float] = time.time) -> None:
-        """Open or create the file; without a path, use memory.
+        """Open or create the file; without a path, use memory, which the first call opens.
 
         Raises ConfigError for a file that cannot be used, is no store, or is in use by another server. If the disk is
         the cause, it is opened by the first call that can.
@@ -104,6 +104,8 @@ class Store:
         self._has_interrupted = False  # and pinned objects of an earlier server
         self._housekeeping: asyncio.Task[None] | None = None
         self._logged_at = -LOG_SECONDS
+        if path is None:
+            return
         try:
             self._connection()
         except (OSError, sqlite3.Error) as error:

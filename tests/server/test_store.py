@@ -312,8 +312,9 @@ def test_a_tenant_with_many_waiting_jobs_is_told_to_come_later():
 def test_a_failing_disk_is_an_error_of_the_server(monkeypatch):
     async def main():
         store = Store()
-        store._db.execute("DROP TABLE contents")
-        store._db.execute("DROP TABLE objects")
+        db = store._connection()
+        db.execute("DROP TABLE contents")
+        db.execute("DROP TABLE objects")
         with pytest.raises(StoreUnavailable) as caught:
             await store.get("ann", "file", "a")
         assert caught.value.status_code == 503

@@ -439,7 +439,7 @@ def test_damaged_messages_are_read_or_bad_frames(place):
         read_either_way(bytes(data))
 
 
-NESTED = b"\x91" * 100_000 + b"\xc0"
+NESTED = b"\x91" * 10_000_000 + b"\xc0"  # deeper than the C stack
 TO_POOLED = b"\x96\xa5Batch\x91\x9b\xa1a\x00\x00\x90\xc0\xc0\xc0\xc0"  # a batch, up to an output's pooled states
 
 
@@ -466,7 +466,7 @@ def test_announced_sizes_and_nesting_cost_nothing(data):
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak < 2**20
+    assert peak < 2**23
 
 
 @pytest.mark.parametrize(

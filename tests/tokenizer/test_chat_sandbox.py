@@ -274,7 +274,7 @@ def test_variables_of_a_generation_block_are_its_own():
     [
         ("a\n{% frobnicate %}", "line 2: Encountered unknown tag 'frobnicate'"),
         ("a\n\n{{ 3 | from_json }}", "line 3: No filter named 'from_json'"),
-        ("a\n{{ 1 // 0 }}", "line 2: integer division"),
+        ("a\n{{ 1 // 0 }}", "line 2: .*division"),
         ("a\n{{ raise_exception('alternate') }}", "messages: alternate$"),
     ],
 )
