@@ -34,6 +34,8 @@ def load(settings: dict) -> Driven:
     url = next(found[0] for line in server.stdout if (found := re.search(r"http://127\.0\.0\.1:\d+", line)))
 
     def run(queries: Queries) -> list[int]:
+        if server.poll() is not None:  # the process object stays alive, and its pipe open, as long as this function
+            raise SystemExit("quire serve has ended; run it in a terminal to see why")
         return asyncio.run(_all(url, queries))
 
     return Driven(run, quire.__version__, len(os.sched_getaffinity(0)), ["memory is of server and client"])
