@@ -229,7 +229,7 @@ async def conversations(attack: Attack) -> None:
 
 
 async def replays(attack: Attack) -> None:
-    """60 replays of a stored stream that nobody reads, beside 60 GETs of its response and of what it continues."""
+    """Clients that never read: 60 replays of a stored stream, 60 GETs of its response and of its input items."""
     logprobs = {"top_logprobs": 20, "include": ["message.output_text.logprobs"], "ignore_eos": True}
     body = {**_long_conversation(), **logprobs, "max_output_tokens": 200, "background": True, "stream": True}
     data = json.dumps(body).encode()

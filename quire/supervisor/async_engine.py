@@ -314,7 +314,7 @@ class AsyncEngine:
                 self._pause(stream)
         self._release_if_ended(output.request_id)
 
-    # Requests that wait for those who take their outputs
+    # Paused requests: their outputs were not read
 
     def _pause(self, stream: Stream) -> None:
         """Take the requests of a stream from the engine until the stream may go on. The KV stays in the prefix cache.

@@ -1,4 +1,4 @@
-"""Streams of outputs, and which of them have to wait for those who take their outputs.
+"""Streams of outputs, and which of them are paused because their outputs were not read.
 
 All outputs that wait in streams, and what is kept of answers that are sent whole, count in the record of their tenant
 (`TenantMemory`). A request whose stream has to wait is taken from the engine, and given to it again later.

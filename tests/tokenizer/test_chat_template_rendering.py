@@ -478,7 +478,7 @@ def conversation(source, assistant, **options):
 
 
 def test_a_template_that_refuses_content_beside_reasoning_gets_both_as_reasoning():
-    """The parser of gpt-oss makes such messages, so that they come back with the next turn."""
+    """The parser of gpt-oss makes such messages, and clients send them in the next request."""
     assert conversation(SHOWS_ONE, THINKS_AND_CALLS) == "[q]<I need the time.\n\nLet me look.>now[12]"
     for field in ("content", "reasoning"):
         one = {name: value for name, value in THINKS_AND_CALLS.items() if name != field}

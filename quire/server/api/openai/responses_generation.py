@@ -146,7 +146,7 @@ class Generation:
                 self.object = None
 
     def close(self) -> None:
-        """End the generation. What nobody can read is deleted from the store. Can be called again."""
+        """End the generation, and delete an incomplete object from the store. Can be called again."""
         self.reply.release()
         if self._kept is not None:
             self._kept.release()

@@ -202,7 +202,7 @@ class ResponseObject:
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether there is an object without a body, which nobody can read."""
+        """Whether there is an object without a body. It cannot be read."""
         return self._exists and not self.is_saved
 
     async def _create(self, body: bytes | None, *, pinned: bool = True) -> None:
