@@ -1,10 +1,13 @@
 """CPU time of the HTTP process for a streamed token and for a short request, beside another version of quire.
 
-    python -m benchmarks.front_end_cost --before CHECKOUT [--pairs 15] [--json FILE]
+    python -m benchmarks.front_end_cost --before CHECKOUT [--pairs 15] [--instructions] [--json FILE]
 
 Both versions serve the embedded model, and only one of them has requests at a time. A pair is one turn of each version,
 and which is first alternates. A turn has a part with streams, and a part with short requests one after the other on one
 connection. --before is a checkout with its kernels built, whose code runs with this interpreter.
+
+With --instructions Valgrind counts the instructions of the HTTP process, in place of its CPU time. The counts hardly
+depend on what else the machine does. The process takes about 50 times as long. The engine process is not counted.
 """
 
 import argparse
@@ -15,6 +18,7 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -34,28 +38,36 @@ _QUESTION = {"role": "user", "content": "Tell me a story about Mira and a kettle
 
 
 class Server(NamedTuple):
-    """A server that is ready. pid: of its HTTP process."""
+    """A server that is ready. pid: of its HTTP process. counts: Callgrind's file; None without Valgrind."""
 
     port: int
     pid: int
+    counts: Path | None
 
-    def cpu_seconds(self) -> float:
-        """CPU time of all threads of the HTTP process so far."""
-        tasks = Path(f"/proc/{self.pid}/task").glob("*/schedstat")
-        return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
+    def cost(self) -> float:
+        """CPU time of all threads of the HTTP process in seconds, or their instructions, so far."""
+        if self.counts is None:
+            tasks = Path(f"/proc/{self.pid}/task").glob("*/schedstat")
+            return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
+        subprocess.run(["callgrind_control", "--dump", str(self.pid)], check=True, capture_output=True)
+        parts = self.counts.parent.glob(f"{self.counts.name}.*")  # one for each dump, with what came since the last
+        return float(
+            sum(int(n) for part in parts for n in re.findall(r"^totals: (\d+)", part.read_text(), re.MULTILINE))
+        )
 
 
 class Turn(NamedTuple):
-    """CPU seconds of the HTTP process."""
+    """CPU seconds of the HTTP process, or its instructions."""
 
     streamed_token: float
     short_request: float
 
 
 @contextmanager
-def served(checkout: Path) -> Iterator[Server]:
-    """A server with the code of a checkout."""
-    command = [sys.executable, "-u", "-c", "from quire.cli import main; main()", "serve", *_FLAGS]
+def served(checkout: Path, counts: Path | None) -> Iterator[Server]:
+    """A server with the code of a checkout. counts: Callgrind's file, if Valgrind shall count instructions."""
+    counting = [] if counts is None else ["valgrind", "--quiet", "--tool=callgrind", f"--callgrind-out-file={counts}"]
+    command = [*counting, sys.executable, "-u", "-c", "from quire.cli import main; main()", "serve", *_FLAGS]
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
     with subprocess.Popen(command, cwd=checkout, env=environment, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -63,7 +75,7 @@ def served(checkout: Path) -> Iterator[Server]:
             port = next((found[1] for line in lines if (found := re.search(r"ready: .*:(\d+)", line))), None)
             if port is None:
                 raise SystemExit(f"quire serve of {checkout} has ended; run it there to see why")
-            yield Server(int(port), process.pid)
+            yield Server(int(port), process.pid, counts)
         finally:
             process.terminate()
 
@@ -110,12 +122,12 @@ async def short_requests(server: Server) -> None:
 def turn(server: Server) -> Turn:
     """One turn of a version."""
 
-    def seconds(load: Callable[[Server], Awaitable[None]]) -> float:
-        before = server.cpu_seconds()
+    def cost(load: Callable[[Server], Awaitable[None]]) -> float:
+        before = server.cost()
         asyncio.run(load(server))  # type: ignore[arg-type]  # a coroutine
-        return server.cpu_seconds() - before
+        return server.cost() - before
 
-    return Turn(seconds(streams) / (NUM_STREAMS * STREAM_TOKENS), seconds(short_requests) / NUM_SHORT)
+    return Turn(cost(streams) / (NUM_STREAMS * STREAM_TOKENS), cost(short_requests) / NUM_SHORT)
 
 
 def main() -> None:
@@ -123,12 +135,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--before", type=Path, required=True, metavar="CHECKOUT")
     parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--instructions", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     before_commit = commit_of(args.before)
     pairs: list[tuple[Turn, Turn]] = []  # of before and now
     with ExitStack() as stack:
-        before, now = (stack.enter_context(served(one)) for one in (args.before.resolve(), ROOT))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        before, now = (
+            stack.enter_context(served(checkout, folder / name if args.instructions else None))
+            for name, checkout in (("before", args.before.resolve()), ("now", ROOT))
+        )
         turn(before), turn(now)  # warm
         for number in track(range(args.pairs), "pairs", console=Console(stderr=True)):
             if number % 2:
@@ -137,17 +154,18 @@ def main() -> None:
             else:
                 pairs.append((turn(before), turn(now)))
     ratios = {name: [getattr(new, name) / getattr(old, name) for old, new in pairs] for name in Turn._fields}
-    table = Table(title=f"CPU time of the HTTP process, this version by {before_commit}; goal at most {GOAL}")
-    for name in ("of", "before (us)", "ratio: median", "least", "most"):
+    what, unit, scale = ("Instructions", "thousands", 1e-3) if args.instructions else ("CPU time", "us", 1e6)
+    table = Table(title=f"{what} of the HTTP process, this version by {before_commit}; goal at most {GOAL}")
+    for name in ("of", f"before ({unit})", "ratio: median", "least", "most"):
         table.add_column(name)
     for name, values in ratios.items():
-        microseconds = 1e6 * statistics.median(getattr(old, name) for old, _ in pairs)
+        typical = scale * statistics.median(getattr(old, name) for old, _ in pairs)
         figures = (statistics.median(values), min(values), max(values))
-        table.add_row(name, f"{microseconds:.0f}", *(f"{value:.3f}" for value in figures))
+        table.add_row(name, f"{typical:.0f}", *(f"{value:.3f}" for value in figures))
     Console().print(table)
     if args.json:
         told = {
-            **{"machine": describe(), "commit": commit_of(), "before": before_commit, "goal": GOAL},
+            **{"machine": describe(), "commit": commit_of(), "before": before_commit, "goal": GOAL, "measure": what},
             "medians": {name: statistics.median(values) for name, values in ratios.items()},
             "pairs": [{"before": old._asdict(), "now": new._asdict()} for old, new in pairs],
         }

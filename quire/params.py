@@ -2,7 +2,6 @@
 
 import json as jsonlib
 from collections.abc import Mapping
-from copy import copy
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Self
@@ -414,9 +413,9 @@ class SamplingParams:
 
     def changed(self, **values: object) -> Self:
         """A copy with other values, which are not checked: lists may be long, and every prompt has a copy."""
-        params = copy(self)
-        for name, value in values.items():
-            object.__setattr__(params, name, value)
+        params = object.__new__(type(self))  # `copy` takes twice as long
+        for name in self.__slots__:
+            object.__setattr__(params, name, values[name] if name in values else getattr(self, name))
         return params
 
     def _gather_constraint(self) -> None:

@@ -104,10 +104,11 @@ def output_format(
     may_reason = begun or (reasoning is not None and reasons and not has_ended)
     begins_turn = reasoning is not None and (begun or prompt.rstrip().endswith(reasoning.turn_begin.strip()))
     answer_begin = reasoning.answer_begin if reasoning is not None and begins_turn else ""
-    parsed = replace(own, tools=tools, reasoning=reasoning if separate_reasoning else None)
-    needs_special = not replace(own, tools=tools).special_tokens.isdisjoint(special_texts)
+    written = own if tools is own.tools else replace(own, tools=tools)
+    parsed = written if separate_reasoning else replace(written, reasoning=None)
+    needs_special = not written.special_tokens.isdisjoint(special_texts)
     skipped = special_texts if needs_special and skip_special_tokens else frozenset[str]()
-    hidden = skipped - replace(own, tools=None).special_tokens
+    hidden = skipped - replace(own, tools=None).special_tokens if skipped else skipped
     return OutputFormat(
         parsed, toolbox, reasoning, begun, may_reason, answer_begin, needs_special, hidden, skipped, num_earlier_calls
     )
