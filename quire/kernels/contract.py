@@ -55,8 +55,9 @@ class Scheme:
     The grid has the number of each code. "int": code - zero_point. "e2m1", "iq4_nl": GRIDS[grid][code], 4 bits.
     "e4m3": the float8 (e4m3fn) number with these bits.
 
-    Products round each row of x to 8 bits with one scale, so that a row's result depends on this row alone. With the
-    grid "e4m3" they do not round x. `quire.kernels.reference.codes` specifies the rounding of weights and of x.
+    Products round x to 8 bits, with a scale for each x_group_size columns of a row, so that a row's result depends on
+    this row alone. With the grid "e4m3" they do not round x. `quire.kernels.reference.codes` specifies the rounding of
+    weights and of x.
     """
 
     bits: int  # 8, 6 or 4
@@ -75,6 +76,12 @@ class Scheme:
     def type_name(self) -> str:
         """The type of the codes: "int8", "fp4_e2m1"."""
         return _TYPE_NAMES.get(self.grid, f"int{self.bits}")
+
+    @property
+    def x_group_size(self) -> int:
+        """Columns of x that share a scale in products. They are in one group of the weight."""
+        size = 32 if 0 < self.group_size <= 64 else 64
+        return self.group_size if self.group_size % size else size
 
     def num_groups(self, columns: int) -> int:
         """Number of scales of a row. The last group may be shorter."""

@@ -153,7 +153,7 @@ def quantize_rows(rows: Tensor, scheme: Scheme) -> QuantizedRows:
     n, columns = rows.shape
     codes = torch.empty((n, columns), dtype=torch.uint8)
     scales = torch.empty((n, scheme.num_groups(columns)), dtype=scheme.scale_dtype)
-    bits, group_size, scale_code, grid = _format(scheme)
+    bits, group_size, scale_code, grid, _ = _format(scheme)
     _C.quantize_rows(rows.float().contiguous(), codes, scales, scale_code, n, columns, bits, group_size, grid)
     return with_offsets(QuantizedRows(codes, scales), scheme)
 
@@ -250,9 +250,9 @@ def _codes(weight: PackedWeight) -> tuple[Tensor, Tensor | None, Tensor | None]:
     return weight.data, weight.scales, weight.offsets
 
 
-def _format(scheme: Scheme) -> tuple[int, int, int, int]:
+def _format(scheme: Scheme) -> tuple[int, int, int, int, int]:
     scales = _FACTORED + scheme.has_offsets if scheme.has_factors else _SCALE_CODES[scheme.scale_dtype]
-    return scheme.bits, scheme.group_size, scales, _GRID_CODES[scheme.grid]
+    return scheme.bits, scheme.group_size, scales, _GRID_CODES[scheme.grid], scheme.x_group_size
 
 
 def route(logits: Tensor, k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
@@ -300,4 +300,4 @@ def experts(
 def _stack(weight: PackedWeight) -> tuple[int, ...]:
     """Bytes of one weight of a stack, bytes of its scales, and its format, which is zeros without a scheme."""
     scale_bytes = 0 if weight.scales is None else weight.scales[0].nbytes
-    return weight.data[0].nbytes, scale_bytes, *((0, 0, 0, 0) if weight.scheme is None else _format(weight.scheme))
+    return weight.data[0].nbytes, scale_bytes, *((0,) * 5 if weight.scheme is None else _format(weight.scheme))

@@ -1,8 +1,8 @@
 """Low-bit weights in plain torch: rounding of weights and of x to codes, and their products.
 
-Each row of x is rounded to 8 bits with one scale. The products of codes are exact: their sums of a group of columns are
-integers. They are multiplied by the group's scale and added in float64, then multiplied by the scale of x. Products
-with float8 weights (the grid "e4m3") are added in float64, too, and do not round x.
+Each row of x is rounded to 8 bits, with a scale for each group of Scheme.x_group_size columns. The products of codes
+are exact: their sums of such a group are integers. They are multiplied by the scales of x and of the weight, and added
+in float64. Products with float8 weights (the grid "e4m3") are added in float64, too, and do not round x.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -44,7 +44,7 @@ def quantize_rows(
         raise ValueError("weights are not rounded to scales with factors; only GGUF files have them")
     rows, (columns, zero) = rows.float(), (rows.shape[1], scheme.zero_point)
     if scheme.grid == "int" and scheme.bits == 8 and not scheme.group_size:
-        rounded, scales = quantize_activations(rows)
+        rounded, scales = quantize_activations(rows, columns)
         return with_offsets(QuantizedRows((rounded + zero).to(torch.uint8), scales.to(scheme.scale_dtype)), scheme)
     size = scheme.group_size or columns
     padded = pad(rows, (0, -columns % size)).reshape(len(rows), -1, size)
@@ -166,18 +166,20 @@ def numbers_of(codes: Tensor, scheme: Scheme) -> Tensor:
     return torch.tensor(GRIDS[scheme.grid], dtype=torch.float32, device=codes.device)[codes.long()]
 
 
-def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x (num_rows, columns) as codes in [-127, 127], float32, and scales float32 (num_rows, 1): x = code * scale.
+def quantize_activations(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+    """x (num_rows, columns) as codes in [-127, 127], float32, and scales float32 (num_rows, num_groups).
 
-    A row with NaN or infinity has codes 0 and the scale NaN.
+    x = code * scale. A group with NaN or infinity has codes 0 and the scale NaN.
     """
-    x = x.float()
-    most = x.abs().amax(-1, keepdim=True)
-    finite = x.isfinite().all(-1, keepdim=True)
+    num_rows, columns = x.shape
+    groups = pad(x.float(), (0, -columns % group_size)).reshape(num_rows, -1, group_size)
+    most = groups.abs().amax(-1, keepdim=True)
+    finite = groups.isfinite().all(-1, keepdim=True)
     zero = most < _SMALLEST
     factors = torch.where(finite & ~zero, torch.full_like(most, _MAX_CODE) / most, 0)  # 127 / most would round twice
     scales = torch.where(finite, torch.where(zero, 0, most / _MAX_CODE), torch.nan)
-    return torch.where(finite, x * factors, 0).round(), scales
+    codes = torch.where(finite, groups * factors, 0).round()
+    return codes.flatten(1)[:, :columns], scales.squeeze(-1)
 
 
 def allocate(shape: Sequence[int], dtype: torch.dtype, parts: int, scheme: Scheme) -> PackedWeight:
@@ -227,19 +229,19 @@ def require_codes(weight: PackedWeight) -> tuple[Scheme, Tensor]:
 def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     """x (num_rows, in) times a low-bit weight (out, in), plus bias (out,), rounded once to x's type."""
     rows, (scheme, _) = rows_of(weight), require_codes(weight)
+    size = scheme.x_group_size
     if scheme.grid == "e4m3":
-        codes, scales = x, torch.ones((len(x), 1), dtype=torch.float64, device=x.device)
+        codes, scales = x, torch.ones((len(x), -(-weight.columns // size)), device=x.device)
     else:
-        codes, scales = quantize_activations(x)
-    size = scheme.group_size or weight.columns
+        codes, scales = quantize_activations(x, size)
     out = torch.zeros((len(x), weight.rows), dtype=torch.float64, device=x.device)
-    for group, first in enumerate(range(0, weight.columns, size)):
-        some = slice(first, first + size)
+    for first, scale in zip(range(0, weight.columns, size), scales.double().unbind(1), strict=True):
+        some, group = slice(first, first + size), first // scheme.group_size if scheme.group_size else 0
         sums = codes[:, some].double() @ numbers_of(rows.codes[:, some], scheme).double().T
-        out += sums * rows.scales[:, group].double()
+        sums *= rows.scales[:, group].double()
         if rows.offsets is not None:
-            out += codes[:, some].double().sum(1, keepdim=True) * rows.offsets[:, group].double()
-    out *= scales
+            sums += codes[:, some].double().sum(1, keepdim=True) * rows.offsets[:, group].double()
+        out += sums * scale[:, None]
     return (out if bias is None else out + bias).to(x.dtype)
 
 

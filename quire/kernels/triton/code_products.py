@@ -1,7 +1,8 @@
 """Matrix products with low-bit weights: see `quire.kernels.reference.codes`.
 
-A kernel rounds each row of x to 8 bits with one scale. Products of codes are summed in int32, which is exact. The sum
-of a group of columns is multiplied by the group's scale, and groups are added in order in float32 by fused operations.
+A kernel rounds x to 8 bits, with a scale for each group of columns of a row. Products of codes are summed in int32,
+which is exact. The sum of a group of x is multiplied by its scale and by that of the weight's group, and groups are
+added in order in float32 by fused operations.
 So the bits of a row depend neither on the other rows nor on the tile, and deterministic products are the same.
 
 Products with float8 weights do not round x: float8 numbers become x's type in registers, and sums are float32. Their
@@ -45,8 +46,8 @@ class PreparedRows(NamedTuple):
     """Rows of x rounded to 8 bits for a weight. For a float8 weight, x itself, padded with zeros."""
 
     numbers: Tensor  # int8, or x's type (num_rows, Layout.columns)
-    scales: Tensor | None  # float32 (num_rows,); None if x is not rounded
-    sums: Tensor | None  # float32 (num_rows, Layout.num_groups): sums of codes, for weights with offsets
+    scales: Tensor | None  # float32 (num_rows, Layout.num_x_groups); None if x is not rounded
+    sums: Tensor | None  # like scales: sums of x as it is rounded, for weights with offsets
 
 
 @triton.jit
@@ -57,44 +58,36 @@ def _quantize(
     sums_ptr,
     K: tl.constexpr,
     STRIDE: tl.constexpr,  # elements from one row of x to the next
-    GROUPS: tl.constexpr,
+    GROUPS: tl.constexpr,  # of x
     SIZE: tl.constexpr,  # columns of a group
     HEIGHT: tl.constexpr,  # groups at once
-    WIDTH: tl.constexpr,  # columns at once
-    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,  # SIZE or more, a power of two
 ):
     """Round one row."""
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * STRIDE
     codes_ptr += row * (GROUPS * SIZE)
-    largest = tl.zeros((BLOCK,), tl.float32)
-    for first in range(0, K, BLOCK):
-        columns = first + tl.arange(0, BLOCK)
-        x = tl.abs(load_floats(x_ptr + columns, columns < K))
-        largest = tl.maximum(largest, tl.where(x < float("inf"), x, float("inf")))
-    most = tl.max(largest, 0, keep_dims=True)
-    finite = most < float("inf")
-    used = finite & (most >= _SMALLEST)
-    limit = tl.full((1,), 127.0, tl.float32)
-    factor = tl.where(used, tl.div_rn(limit, tl.where(used, most, 1.0)), 0.0)
-    scale = tl.where(used, tl.div_rn(most, limit), tl.where(finite, 0.0, float("nan")))
-    tl.store(scales_ptr + row + tl.arange(0, 1), scale)
+    limit = tl.full((HEIGHT,), 127.0, tl.float32)
+    places = tl.arange(0, WIDTH)
     for first_group in range(0, GROUPS, HEIGHT):
         groups = first_group + tl.arange(0, HEIGHT)
-        sums = tl.zeros((HEIGHT,), tl.int32)
-        for first in range(0, SIZE, WIDTH):
-            places = first + tl.arange(0, WIDTH)
-            columns = groups[:, None] * SIZE + places[None, :]
-            inside = (groups < GROUPS)[:, None] & (places < SIZE)[None, :]
-            x = load_floats(x_ptr + columns, inside & (columns < K))
-            x = tl.where(used[:, None], x, 0.0)
-            # float32 from 2^23 on has no fraction bits, so the addition rounds to an integer, ties to even; the
-            # product is an operation of its own, because it would otherwise be fused with the addition
-            codes = ((tl.fma(x, factor[:, None], 0.0) + 12582912.0) - 12582912.0).to(tl.int8)
-            tl.store(codes_ptr + columns, codes, mask=inside)
-            sums += tl.sum(codes.to(tl.int32), 1)
+        columns = groups[:, None] * SIZE + places[None, :]
+        inside = (groups < GROUPS)[:, None] & (places < SIZE)[None, :]
+        x = load_floats(x_ptr + columns, inside & (columns < K))
+        most = tl.max(tl.where(tl.abs(x) < float("inf"), tl.abs(x), float("inf")), 1)
+        finite = most < float("inf")
+        used = finite & (most >= _SMALLEST)
+        factor = tl.where(used, tl.div_rn(limit, tl.where(used, most, 1.0)), 0.0)
+        scale = tl.where(used, tl.div_rn(most, limit), tl.where(finite, 0.0, float("nan")))
+        tl.store(scales_ptr + row * GROUPS + groups, scale, mask=groups < GROUPS)
+        x = tl.where(used[:, None], x, 0.0)
+        # float32 from 2^23 on has no fraction bits, so the addition rounds to an integer, ties to even; the
+        # product is an operation of its own, because it would otherwise be fused with the addition
+        codes = ((tl.fma(x, factor[:, None], 0.0) + 12582912.0) - 12582912.0).to(tl.int8)
+        tl.store(codes_ptr + columns, codes, mask=inside)
         if sums_ptr is not None:
-            tl.store(sums_ptr + row * GROUPS + groups, sums.to(tl.float32), mask=groups < GROUPS)
+            sums = tl.sum(codes.to(tl.int32), 1).to(tl.float32)
+            tl.store(sums_ptr + row * GROUPS + groups, sums * scale, mask=groups < GROUPS)
 
 
 def prepare_rows(x: Tensor, weight: PackedWeight) -> PreparedRows:
@@ -105,12 +98,10 @@ def prepare_rows(x: Tensor, weight: PackedWeight) -> PreparedRows:
         padded = x.contiguous() if columns == layout.columns else pad(x, (0, layout.columns - columns))
         return PreparedRows(padded, None, None)
     codes = torch.empty((num_rows, layout.columns), dtype=torch.int8, device=x.device)
-    scales = torch.empty(num_rows, dtype=torch.float32, device=x.device)
-    sums = None
-    if scheme.has_offsets:
-        sums = torch.empty((num_rows, layout.num_groups), dtype=torch.float32, device=x.device)
-    size = layout.columns // layout.num_groups
-    width = min(pow2(size), BLOCK)
+    scales = torch.empty((num_rows, layout.num_x_groups), dtype=torch.float32, device=x.device)
+    sums = torch.empty_like(scales) if scheme.has_offsets else None
+    size = layout.columns // layout.num_x_groups
+    width = pow2(size)
     _quantize[(num_rows,)](
         x,
         codes,
@@ -118,11 +109,10 @@ def prepare_rows(x: Tensor, weight: PackedWeight) -> PreparedRows:
         sums,
         K=columns,
         STRIDE=x.stride(0),
-        GROUPS=layout.num_groups,
+        GROUPS=layout.num_x_groups,
         SIZE=size,
-        HEIGHT=min(BLOCK // width, pow2(layout.num_groups)),
+        HEIGHT=min(BLOCK // width, pow2(layout.num_x_groups)),
         WIDTH=width,
-        BLOCK=BLOCK,
     )
     return PreparedRows(codes, scales, sums)
 
@@ -178,25 +168,21 @@ def _load_scales(scales_ptr, group, first, N: tl.constexpr, COLUMNS: tl.constexp
 @triton.jit
 def _add_group(
     total,  # float32 (COLUMNS, ROWS)
-    sums,  # int32 or float32, like total
-    x_sums_ptr,
+    sums,  # float32, like total
+    moved,  # float32 (ROWS,): sums of x
     scales_ptr,
     offsets_ptr,
     group,
-    sources,
-    present,
     first,
     N: tl.constexpr,
-    GROUPS: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """The total plus the sums of a group times its scales, and its offsets times sums of x."""
+    """The total plus the sums of a group of the weight times its scales, and its offsets times sums of x."""
     scales = _load_scales(scales_ptr, group, first, N, total.shape[0]) * UNIT
-    total = tl.fma(sums.to(tl.float32), scales[:, None], total)
+    total = tl.fma(sums, scales[:, None], total)
     if offsets_ptr is not None:
         offsets = _load_scales(offsets_ptr, group, first, N, total.shape[0])
-        x_sums = load_floats(x_sums_ptr + sources.to(tl.int64) * GROUPS + group, present)
-        total = tl.fma(offsets[:, None], x_sums[None, :], total)
+        total = tl.fma(offsets[:, None], moved[None, :], total)
     return total
 
 
@@ -219,7 +205,9 @@ def code_product(
     GROUPED: tl.constexpr,
     LOOKUP: tl.constexpr,
     FLOATS: tl.constexpr,
-    TERMS: tl.constexpr,  # RUN or more, a power of two
+    PARTS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    TERMS: tl.constexpr,  # columns of a part or more, a power of two
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -229,42 +217,54 @@ def code_product(
 
     The weight is the left operand, so that it can stay in registers after it is unpacked.
     """
-    GROUPS: tl.constexpr = STEPS * HALVES if GROUPED else STEPS
+    X_GROUPS: tl.constexpr = 1 if WHOLE else STEPS * TILES * HALVES * PARTS
+    WIDTH: tl.constexpr = RUN // PARTS
     UNIT: tl.constexpr = 1.0 / 16 if HALVES == 2 and LOOKUP is None else 1.0  # see `_numbers`
     terms = tl.arange(0, TERMS)
     columns = first + tl.arange(0, COLUMNS)
-    codes_ptrs = codes_ptr + (sources.to(tl.int64) * (STEPS * TILES * HALVES * RUN))[None, :] + terms[:, None]
+    sources = sources.to(tl.int64)
+    codes_ptrs = codes_ptr + (sources * (STEPS * TILES * HALVES * RUN))[None, :] + terms[:, None]
     data_ptrs = data_ptr + (columns * RUN)[:, None] + terms[None, :]
-    codes_inside = present[None, :] & (terms < RUN)[:, None]
-    data_inside = (columns < N)[:, None] & (terms < RUN)[None, :]
+    codes_inside = present[None, :] & (terms < WIDTH)[:, None]
+    data_inside = (columns < N)[:, None] & (terms < WIDTH)[None, :]
     total = tl.zeros((COLUMNS, ROWS), tl.float32)
     for step in tl.range(0, STEPS, num_stages=STAGES):
-        sums = tl.zeros((COLUMNS, ROWS), tl.float32 if FLOATS else tl.int32)
-        for _ in range(TILES):
-            packed = tl.load(data_ptrs, mask=data_inside, other=0)
-            for half in tl.static_range(HALVES):
-                x = tl.load(codes_ptrs, mask=codes_inside, other=0)
-                if FLOATS:
-                    if INTERPRET:
-                        x = x.to(tl.float32)
-                    sums = tl.dot(widened_e4m3(packed, x.dtype, INTERPRET), x, sums, input_precision="ieee")
-                else:
-                    sums = tl.dot(_numbers(packed, half, HALVES, LOOKUP, INTERPRET), x, sums, out_dtype=tl.int32)
-                codes_ptrs += RUN
-                if GROUPED:
-                    total = _add_group(
-                        total, sums, x_sums_ptr, scales_ptr, offsets_ptr, step * HALVES + half,
-                        sources, present, first, N, GROUPS, UNIT,
-                    )  # fmt: skip
-                    sums = tl.zeros((COLUMNS, ROWS), sums.dtype)
+        group_sums = tl.zeros((COLUMNS, ROWS), tl.float32)
+        moved = tl.zeros((ROWS,), tl.float32)
+        for tile in range(TILES):
+            sums = tl.zeros((COLUMNS, ROWS), tl.int32)
+            for part in tl.static_range(PARTS):
+                packed = tl.load(data_ptrs + part * WIDTH, mask=data_inside, other=0)
+                for half in tl.static_range(HALVES):
+                    x = tl.load(codes_ptrs + (half * RUN + part * WIDTH), mask=codes_inside, other=0)
+                    if FLOATS:
+                        if INTERPRET:
+                            x = x.to(tl.float32)
+                        numbers = widened_e4m3(packed, x.dtype, INTERPRET)
+                        group_sums = tl.dot(numbers, x, group_sums, input_precision="ieee")
+                    else:
+                        sums = tl.dot(_numbers(packed, half, HALVES, LOOKUP, INTERPRET), x, sums, out_dtype=tl.int32)
+                        if not WHOLE or half == HALVES - 1:
+                            x_group = 0 if WHOLE else ((step * TILES + tile) * HALVES + half) * PARTS + part
+                            x_places = sources * X_GROUPS + x_group
+                            x_scales = load_floats(x_scales_ptr + x_places, present)
+                            x_sums = tl.zeros((ROWS,), tl.float32)
+                            if x_sums_ptr is not None:
+                                x_sums = load_floats(x_sums_ptr + x_places, present)
+                            if GROUPED:
+                                group = step * HALVES + half
+                                scaled = sums.to(tl.float32) * x_scales[None, :]
+                                total = _add_group(
+                                    total, scaled, x_sums, scales_ptr, offsets_ptr, group, first, N, UNIT
+                                )
+                            else:
+                                group_sums = tl.fma(sums.to(tl.float32), x_scales[None, :], group_sums)
+                                moved += x_sums
+                            sums = tl.zeros((COLUMNS, ROWS), tl.int32)
+            codes_ptrs += HALVES * RUN
             data_ptrs += N * RUN
-        if not GROUPED:
-            total = _add_group(
-                total, sums, x_sums_ptr, scales_ptr, offsets_ptr, step, sources, present, first, N, GROUPS, UNIT
-            )
-    if not FLOATS:
-        scales = load_floats(x_scales_ptr + sources, present)
-        total = tl.fma(total, scales[None, :], 0.0)  # never fused with the addition of a bias
+        if not GROUPED or FLOATS:
+            total = _add_group(total, group_sums, moved, scales_ptr, offsets_ptr, step, first, N, UNIT)
     return tl.trans(total)
 
 
@@ -287,6 +287,8 @@ def _code_linear(
     GROUPED: tl.constexpr,
     LOOKUP: tl.constexpr,
     FLOATS: tl.constexpr,
+    PARTS: tl.constexpr,
+    WHOLE: tl.constexpr,
     TERMS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -302,7 +304,7 @@ def _code_linear(
     columns = across * COLUMNS + tl.arange(0, COLUMNS)
     total = code_product(
         codes_ptr, x_scales_ptr, x_sums_ptr, rows, rows < num_rows, data_ptr, scales_ptr, offsets_ptr, across * COLUMNS,
-        N, RUN, HALVES, TILES, STEPS, GROUPED, LOOKUP, FLOATS, TERMS, ROWS, COLUMNS, STAGES, INTERPRET,
+        N, RUN, HALVES, TILES, STEPS, GROUPED, LOOKUP, FLOATS, PARTS, WHOLE, TERMS, ROWS, COLUMNS, STAGES, INTERPRET,
     )  # fmt: skip
     if bias_ptr is not None:
         total += load_floats(bias_ptr + columns, columns < N)[None, :]

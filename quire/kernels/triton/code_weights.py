@@ -37,12 +37,14 @@ class Layout(NamedTuple):
     grouped: bool  # whether each run is a group; otherwise each step is
     lookup: str | tuple[int, ...] | None = None  # see `_lookup`
     floats: bool = False  # whether codes are float8 numbers, and x is not rounded
+    parts: int = 1  # groups of x in a run
+    whole: bool = False  # whether x has one group
 
     @property
     def constants(self) -> dict[str, Any]:
         """Arguments of `code_product`."""
-        names = ("RUN", "HALVES", "TILES", "STEPS", "GROUPED", "LOOKUP", "FLOATS")
-        return dict(zip(names, self, strict=True)) | {"TERMS": max(_LEAST_TERMS, pow2(self.run))}
+        names = ("RUN", "HALVES", "TILES", "STEPS", "GROUPED", "LOOKUP", "FLOATS", "PARTS", "WHOLE")
+        return dict(zip(names, self, strict=True)) | {"TERMS": max(_LEAST_TERMS, pow2(self.run // self.parts))}
 
     @property
     def columns(self) -> int:
@@ -53,6 +55,11 @@ class Layout(NamedTuple):
     def num_groups(self) -> int:
         """Number of scales of a row, padding included."""
         return self.steps * self.halves if self.grouped else self.steps
+
+    @property
+    def num_x_groups(self) -> int:
+        """Number of scales of a row of x, padding included."""
+        return 1 if self.whole else self.steps * self.tiles * self.halves * self.parts
 
 
 def unsupported_scheme_reason(scheme: Scheme) -> str | None:
@@ -80,11 +87,10 @@ def layout_of(scheme: Scheme, columns: int) -> Layout:
     run = min(longest, size or pow2(triton.cdiv(columns, halves)))
     tiles = triton.cdiv(columns, run * halves)
     lookup = _lookup(GRIDS[scheme.grid]) if scheme.grid in GRIDS else None
-    floats = scheme.grid == "e4m3"
-    if not size:
-        return Layout(run, halves, tiles, 1, grouped=False, lookup=lookup, floats=floats)
-    each = max(1, size // TILE_COLUMNS)
-    return Layout(run, halves, each, triton.cdiv(tiles, each), grouped=run == size, lookup=lookup, floats=floats)
+    floats, whole = scheme.grid == "e4m3", columns <= scheme.x_group_size
+    parts = 1 if whole or floats else run // scheme.x_group_size
+    each = max(1, size // TILE_COLUMNS) if size else tiles
+    return Layout(run, halves, each, triton.cdiv(tiles, each), bool(size) and run == size, lookup, floats, parts, whole)
 
 
 def _lookup(grid: tuple[int, ...]) -> str | tuple[int, ...]:

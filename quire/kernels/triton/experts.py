@@ -109,6 +109,8 @@ def _grouped_codes(
     GROUPED: tl.constexpr,
     LOOKUP: tl.constexpr,
     FLOATS: tl.constexpr,
+    PARTS: tl.constexpr,
+    WHOLE: tl.constexpr,
     TERMS: tl.constexpr,
     SLOTS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -129,7 +131,7 @@ def _grouped_codes(
         offsets_ptr += expert * SCALES_SIZE
     total = code_product(
         codes_ptr, x_scales_ptr, x_sums_ptr, sources, present, data_ptr, scales_ptr, offsets_ptr, first,
-        N, RUN, HALVES, TILES, STEPS, GROUPED, LOOKUP, FLOATS, TERMS, ROWS, COLUMNS, STAGES, INTERPRET,
+        N, RUN, HALVES, TILES, STEPS, GROUPED, LOOKUP, FLOATS, PARTS, WHOLE, TERMS, ROWS, COLUMNS, STAGES, INTERPRET,
     )  # fmt: skip
     _store(out_ptr, total, targets, present, first + tl.arange(0, COLUMNS), N, INTERPRET)
 

@@ -93,13 +93,13 @@ def multiplied(x, scheme):
     """x as it is multiplied: rounded to 8 bits, unless weights are float8."""
     if scheme.grid == "e4m3":
         return x
-    codes, scales = quantize_activations(x)
-    return codes * scales
+    codes, scales = quantize_activations(x, scheme.x_group_size)
+    return codes * scales.repeat_interleave(scheme.x_group_size, 1)[:, : x.shape[1]]
 
 
 def num_sums(scheme, k):
     """Additions in float32 for one result."""
-    return k + scheme.num_groups(k) if scheme.grid == "e4m3" else scheme.num_groups(k)
+    return scheme.num_groups(k) + (k if scheme.grid == "e4m3" else -(-k // scheme.x_group_size))
 
 
 @drawn
@@ -200,7 +200,7 @@ def test_experts_are_the_products_of_their_weights(seed, num_tokens, hidden, inn
 @drawn
 @given(SEEDS, ROWS, SIZES, SIZES, STORED.filter(lambda scheme: scheme.grid != "e4m3"), DTYPES)
 def test_products_of_integers_are_exact(seed, rows, n, k, scheme, dtype):
-    """Codes with scale 1, and integer offsets, times rows of integers with scale 1. Results are rounded once."""
+    """Codes with scale 1, and integer offsets, times integers with scale 1. Results are rounded once."""
     draw, quantized = torch.Generator().manual_seed(seed), drawn_rows(seed, n, k, scheme)
     if quantized.factors is not None:
         small = [None if some is None else some // 16 for some in (quantized.scales, quantized.offsets)]
@@ -210,7 +210,7 @@ def test_products_of_integers_are_exact(seed, rows, n, k, scheme, dtype):
         if scheme.has_offsets:
             quantized = quantized._replace(offsets=(quantized.offsets * 40).round())
     x = torch.randint(-127, 128, (rows, k), generator=draw).float()
-    x[:, 0] = 127
+    x[:, :: scheme.x_group_size] = 127
     packed = cpu.allocate_weight((n, k), dtype, scheme=scheme)
     cpu.write_rows(packed, quantized, 0)
     assert torch.equal(

@@ -146,7 +146,7 @@ class Case:
         """Queries as they are multiplied: for keys of int8, with 8 bits."""
         if self.dtype != "int8":
             return q.double().numpy()
-        codes, scales = quantize_activations(q.flatten(0, 1))
+        codes, scales = quantize_activations(q.flatten(0, 1), q.shape[-1])
         return (codes.double() * scales.double()).view(q.shape).numpy()
 
     def stored(self, kv):

@@ -117,13 +117,36 @@ def test_a_weight_that_is_not_finite_gives_nan_in_its_row_alone(scheme, bad):
     assert found.isfinite().logical_not().tolist() == [[False, True, False]] * 2
 
 
-def test_x_is_rounded_row_by_row_to_127_steps_on_each_side():
+def test_groups_of_x_are_rounded_to_127_steps_on_each_side():
     bad = [[1, torch.nan, 0, 0], [1, 0, -torch.inf, 0]]
-    x = torch.tensor([[127.0, -3.5, 2.5, 0.4], [0, 0, 0, 0], [1e-30, 0, 0, 0], *bad])
-    codes, scales = quantize_activations(x.bfloat16())
+    x = torch.tensor([[127.0, -3.5, 2.5, 0.4], [0, 0, 0, 0], [1e-30, 0, 0, 0], *bad]).bfloat16()
+    codes, scales = quantize_activations(x, 4)
     assert codes.tolist() == [[127, -4, 2, 0], *[[0, 0, 0, 0]] * 4]
     assert scales[:3].tolist() == [[1], [0], [0]]
     assert scales[3:].isnan().all()
+    side_by_side = quantize_activations(torch.cat((x[:1], 2 * x[:1], x[:1, :2]), 1), 4)
+    assert side_by_side[0].tolist() == [[*[127, -4, 2, 0] * 2, 127, -4]]
+    assert side_by_side[1].tolist() == [[1, 2, 1]]
+
+
+@pytest.mark.parametrize(
+    ("group_size", "of_x"), [(0, 64), (16, 16), (32, 32), (64, 32), (128, 64), (256, 64), (96, 96), (12, 12)]
+)
+def test_groups_of_x_are_parts_of_the_groups_of_weights(group_size, of_x):
+    assert Scheme(8, group_size).x_group_size == of_x
+
+
+@pytest.mark.parametrize("scheme", [INT8, INT4, Scheme(4, 128)])
+def test_an_outlier_costs_accuracy_in_its_group_alone(scheme):
+    x, weight = normal(0, 8, 512), normal(1, 64, 512)
+    room, exact = packed(weight, scheme), dequantize(quantize_rows(weight, scheme), scheme)
+    smooth = (reference.linear(x, room) - x @ exact.T).square().mean().sqrt()
+    x[:, 100] *= 100
+    beside = torch.arange(512).div(scheme.x_group_size, rounding_mode="floor") != 100 // scheme.x_group_size
+    rest = torch.where(beside, x, 0)
+    assert (
+        reference.linear(x, room) - reference.linear(x - rest, room) - rest @ exact.T
+    ).square().mean().sqrt() < smooth * 1.1
 
 
 @pytest.mark.parametrize("kernels", [reference, deterministic])
@@ -140,7 +163,7 @@ def test_products_of_integers_are_exact(kernels, scheme, seed, rows, n, k):
     quantized = QuantizedRows(codes, ones, 3 * ones if scheme.has_offsets else None)
     weight = numbers_of(codes, scheme) + 3 * scheme.has_offsets
     x = torch.randint(-127, 128, (rows, k), generator=draw).float()
-    x[:, 0] = 127
+    x[:, :: scheme.x_group_size] = 127
     room = reference.allocate_weight((n, k), torch.float32, 1, scheme)
     reference.write_rows(room, quantized, 0)
     assert torch.equal(dequantize(quantized, scheme), weight)

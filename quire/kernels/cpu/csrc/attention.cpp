@@ -109,10 +109,10 @@ static void begin_rows(const Attention& a, const Item& item, const Rows& rows) {
     rows.scales[i] = a.scale;
     if constexpr (IS_INTEGER<T>) {
       int8_t codes[MAX_HEAD_DIM];
-      rows.scales[i] *= a.is_bf16 ? round_row(query<bf16>(a, item, i), a.head_dim, codes)
-                                  : round_row(query<float>(a, item, i), a.head_dim, codes);
-      rows.begin[i] = 0;
-      for (int64_t d = 0; d < a.head_dim; d++) rows.begin[i] -= ZERO_CODE * codes[d];
+      int32_t total;
+      rows.scales[i] *= a.is_bf16 ? round_row(query<bf16>(a, item, i), a.head_dim, codes, &total)
+                                  : round_row(query<float>(a, item, i), a.head_dim, codes, &total);
+      rows.begin[i] = -ZERO_CODE * total;
       hold_codes(codes, q, a.padded);
     } else {
       hold(query<typename Query<T>::Type>(a, item, i), q, a.head_dim);

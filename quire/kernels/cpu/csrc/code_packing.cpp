@@ -16,9 +16,17 @@ namespace quire::ISA {
 Format format_of(const Arg* numbers, int64_t k) {
   int64_t bits = numbers[0].integer, group_size = numbers[1].integer, vectors = bits == 6 ? 3 : 1;
   int64_t terms = bits == 6 ? 16 : 32 / bits, steps = (k + terms - 1) / terms;
-  int64_t each = group_size ? group_size / terms : steps;
-  auto type = (ScaleType)numbers[2].integer;
-  return {bits, terms, vectors * VECTOR_BYTES, steps, (steps + each - 1) / each, each, type, (Grid)numbers[3].integer};
+  int64_t each = group_size ? group_size / terms : steps, x_each = numbers[4].integer / terms;
+  return {bits,
+          terms,
+          vectors * VECTOR_BYTES,
+          steps,
+          (steps + each - 1) / each,
+          each,
+          (steps + x_each - 1) / x_each,
+          x_each,
+          (ScaleType)numbers[2].integer,
+          (Grid)numbers[3].integer};
 }
 
 // The bytes of a vector that have terms 0 to 3 of a column, and 4 to 7 in their high halves.

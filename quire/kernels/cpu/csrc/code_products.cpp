@@ -1,9 +1,10 @@
 // Matrix products of low-bit weights: x (rows, k) in bf16 or float32 times a packed weight (n, k) of unsigned codes, see
 // code_packing.cpp.
 //
-// Each row of x is rounded to 8 bits with one scale. The products of a group, or of all groups with the same factors, are
-// added exactly, in integers, and these sums in order. So the result of a row does not depend on other rows, on threads or on
-// whether tile registers are used.
+// Each row of x is rounded to 8 bits, with a scale for each of its groups, which are parts of the weight's groups. The
+// products of a group of x are added exactly, in integers. Their sum is multiplied by the scales of x and of the weight, and
+// groups are added in order, in float32. So the result of a row does not depend on other rows, on threads or on whether
+// tile registers are used.
 //
 // Codes of the grid e4m3 are multiplied in floats with x as it is. The terms of a group are added in order, and groups in
 // order.
@@ -16,19 +17,40 @@
 namespace quire::ISA {
 
 namespace {
-// Rounds a row of x to codes, and returns its scale. totals: sums of the codes of each group, that of group g at g * stride.
-float round_x(const CodeProduct& p, int64_t row, int8_t* codes, int32_t* totals, int64_t stride) {
-  const Format& f = p.format;
-  int64_t place = row * p.x_stride, padded = f.steps * f.terms;
-  float scale =
-      p.is_bf16 ? round_row((const bf16*)p.x + place, p.k, codes) : round_row((const float*)p.x + place, p.k, codes);
-  for (int64_t g = 0; g < f.groups; g++) {
-    int32_t total = 0;
-    for (int64_t i = g * f.each * f.terms; i < min(padded, (g + 1) * f.each * f.terms); i++) total += codes[i];
-    totals[g * stride] = total;
+// Rows of x as codes with, for each group of x, a scale and what its sums begin with: minus the code of zero times the sum of
+// the codes. For each group of the weight, the sum of x as it is rounded: offsets are multiplied by it.
+struct RoundedRows {
+  float *scales, *sums;  // [x_groups][rows], [groups][rows]
+  int32_t* starts;       // [x_groups][rows]
+  int64_t rows;
+
+  static int64_t bytes(const Format& f, int64_t rows) { return (2 * f.x_groups + f.groups) * rows * 4; }
+
+  RoundedRows(const Format& f, int64_t rows, char* memory)
+      : scales((float*)memory), sums(scales + f.x_groups * rows), starts((int32_t*)(sums + f.groups * rows)), rows(rows) {}
+
+  // codes: memory for those of a row of x, padded, and for 16 more.
+  void round(const CodeProduct& p, int64_t row, int8_t* codes, int64_t index) {
+    p.is_bf16 ? round((const bf16*)p.x + row * p.x_stride, p, codes, index)
+              : round((const float*)p.x + row * p.x_stride, p, codes, index);
   }
-  return scale;
-}
+
+ private:
+  template <class T>
+  void round(const T* x, const CodeProduct& p, int8_t* codes, int64_t index) {
+    const Format& f = p.format;
+    int64_t size = f.x_each * f.terms, parts = f.each / f.x_each;
+    int32_t zero = f.zero();
+    for (int64_t g = 0; g < f.groups; g++) sums[g * rows + index] = 0.0f;
+    for (int64_t h = 0; h < f.x_groups; h++) {
+      int32_t total;
+      int64_t place = h * rows + index, first = h * size;
+      scales[place] = round_row(x + first, min(size, p.k - first), codes + first, &total);
+      starts[place] = -zero * total;
+      sums[(f.groups == 1 ? 0 : h / parts) * rows + index] += scales[place] * (float)total;
+    }
+  }
+};
 
 // Rows of x as codes, for weights with codes of BITS bits. GROUPED: whether rows of the weight have several scales.
 // TABLE: whether codes are looked up. FACTORS: whether scales have factors.
@@ -47,29 +69,22 @@ struct CodeRows {
   static constexpr int SHORT_STEPS = 4;  // between flushes, of codes of 4 bits
 
   const CodeProduct& p;
-  int64_t first, count, tile_bytes;
+  int64_t first, count, tile_bytes, stride;
   Held* x;
-  float* scales;
-  int32_t* totals;  // [groups][count]: see round_x
-  int64_t stride;
-  const int32_t zero;
+  RoundedRows rounded;
   const Ints table;
 
   static int64_t row_bytes(const CodeProduct& p) { return p.k * sizeof(Held); }
 
   CodeRows(const CodeProduct& p, int64_t first, int64_t count, const Team& team)
-      : p(p), first(first), count(count), tile_bytes(p.format.steps * STEP_BYTES), zero(p.format.zero()),
-        table(TABLE ? biased_table(p.format.grid) : Ints{}) {
-    int64_t groups = p.format.groups, padded = p.format.steps * TERMS;
-    stride = up_to(padded, 64) + 32;  // rarely a power of two, so that rows do not share cache sets
-    int64_t code_bytes = count * stride * sizeof(Held), row_bytes = up_to(padded, 64);
-    char* memory = (char*)team.scratch(code_bytes + count * (groups + 1) * 4 + row_bytes);
-    x = (Held*)memory;
-    scales = (float*)(memory + code_bytes);
-    totals = (int32_t*)(scales + count);
-    auto codes = (int8_t*)(totals + count * groups);
+      : p(p), first(first), count(count), tile_bytes(p.format.steps * STEP_BYTES),
+        stride(up_to(p.format.steps * TERMS, 64) + 32),  // rarely a power of two, so that rows do not share cache sets
+        x((Held*)team.scratch(count * stride * sizeof(Held) + RoundedRows::bytes(p.format, count) + stride)),
+        rounded(p.format, count, (char*)(x + count * stride)), table(TABLE ? biased_table(p.format.grid) : Ints{}) {
+    int64_t padded = p.format.steps * TERMS;
+    auto codes = (int8_t*)(x + count * stride) + RoundedRows::bytes(p.format, count);
     for (int64_t i = 0; i < count; i++) {
-      scales[i] = round_x(p, first + i, codes, totals + i, count);
+      rounded.round(p, first + i, codes, i);
       if constexpr (SHORT)
         memcpy(x + i * stride, codes, padded);
       else
@@ -103,79 +118,42 @@ struct CodeRows {
     const char* w[NB];
     for (int n = 0; n < NB; n++) w[n] = p.weight + tiles[n] * tile_bytes;
     for_all<MR, NB>([&](int m, int n) { sums[m][n] = Vec{}; });
-    if constexpr (FACTORS) {
-      Factors factors(f);
-      for (int64_t b = 0; b * factors.groups < f.groups; b++) add_block(sums, tiles, row, w, b, factors, fetch);
-    } else {
-      for (int64_t g = 0; g < f.groups; g++) add_group(sums, tiles, row, w, g, fetch);
-    }
-    for_all<MR, NB>([&](int m, int n) { sums[m][n] = opaque(sums[m][n] * splat(scales[row + m])); });
-  }
-
-  // Adds the products of a group to float sums.
-  template <int MR, int NB>
-  INLINE_MEMBER void add_group(Vec (&sums)[MR][NB], const int64_t* tiles, int64_t row, const char* const (&w)[NB],
-                               int64_t g, Prefetch& fetch) const {
-    const Format& f = p.format;
-    const int32_t* group_totals = totals + g * count + row;
-    IVec acc[MR][NB], ones[NB];
-    for_all<MR, NB>([&](int m, int n) { acc[m][n] = splat_int(-zero * group_totals[m]); });
-    for (int n = 0; n < NB; n++) ones[n] = splat_int(0x10001);
-    add_steps(acc, row, w, g * f.each, min(f.steps, (g + 1) * f.each), ones, fetch);
-#pragma GCC unroll 8
-    for (int n = 0; n < NB; n++) {
-      Vec scale = load_scales(f.type, p.scales, (tiles[n] * f.groups + g) * 16);
-#pragma GCC unroll 8
-      for (int m = 0; m < MR; m++) sums[m][n] = fma(to_floats(acc[m][n]), scale, sums[m][n]);
-    }
-    if (p.offsets == nullptr) return;
-    for (int n = 0; n < NB; n++) {
-      Vec offset = load_scales(f.type, p.offsets, (tiles[n] * f.groups + g) * 16);
-      for (int m = 0; m < MR; m++) sums[m][n] = fma(splat((float)group_totals[m]), offset, sums[m][n]);
-    }
-  }
-
-  // Adds the products of the groups that share factors, which are a block. Their sums are integers.
-  template <int MR, int NB>
-  INLINE_MEMBER void add_block(Vec (&sums)[MR][NB], const int64_t* tiles, int64_t row, const char* const (&w)[NB],
-                               int64_t block, const Factors& factors, Prefetch& fetch) const {
-    const Format& f = p.format;
-    const char* blocks[NB];
-    for (int n = 0; n < NB; n++) blocks[n] = factors.block(p.scales, tiles[n], block);
-    int64_t first_group = block * factors.groups;
-    IVec total[MR][NB], moved[MR][NB];  // moved: by offsets
-    for_all<MR, NB>([&](int m, int n) { total[m][n] = moved[m][n] = IVec{}; });
-    for (int64_t place = 0; place < min(factors.groups, f.groups - first_group); place++) {
-      int64_t g = first_group + place;
-      const int32_t* group_totals = totals + g * count + row;
-      int64_t begin = g * f.each, end = min(f.steps, (g + 1) * f.each);
-      IVec scale[NB];
-      for (int n = 0; n < NB; n++) scale[n] = load_bytes(factors.scales(blocks[n], place));
-      if constexpr (SHORT) {
-        IVec pairs[NB];
-        for (int n = 0; n < NB; n++) pairs[n] = doubled(scale[n]);
-        add_steps(total, row, w, begin, end, pairs, fetch);
-        if (zero)
-          for_all<MR, NB>([&](int m, int n) { total[m][n] += scale[n] * splat_int(-zero * group_totals[m]); });
-      } else {
+    for (int64_t g = 0, h = 0; g < f.groups; g++) {
+      Vec scale[NB];
+      for (int n = 0; GROUPED && n < NB; n++) scale[n] = scale_of(tiles[n], g);
+      int64_t end = min(f.steps, (g + 1) * f.each);
+      for (int64_t s = g * f.each; s < end; s += f.x_each, h++) {
         IVec acc[MR][NB];
-        for_all<MR, NB>([&](int m, int n) { acc[m][n] = splat_int(-zero * group_totals[m]); });
-        add_steps(acc, row, w, begin, end, scale, fetch);
-        for_all<MR, NB>([&](int m, int n) { total[m][n] += acc[m][n] * scale[n]; });
+        for_all<MR, NB>([&](int m, int n) { acc[m][n] = splat_int(rounded.starts[h * count + row + m]); });
+        add_steps(acc, row, w, s, min(end, s + f.x_each), fetch);
+        for_all<MR, NB>([&](int m, int n) {
+          Vec x_scale = splat(rounded.scales[h * count + row + m]);
+          sums[m][n] = GROUPED ? fma(to_floats(acc[m][n]) * x_scale, scale[n], sums[m][n])
+                               : fma(to_floats(acc[m][n]), x_scale, sums[m][n]);
+        });
       }
-      if (!factors.has_offsets) continue;
+      if (!GROUPED)
+        for_all<MR, NB>([&](int m, int n) { sums[m][n] = opaque(sums[m][n] * scale_of(tiles[n], 0)); });
+      if (!has_offsets()) continue;
       for (int n = 0; n < NB; n++) {
-        IVec offset = load_bytes(factors.offsets(blocks[n], place));
-        for (int m = 0; m < MR; m++) moved[m][n] += offset * splat_int(group_totals[m]);
+        Vec offset = offset_of(tiles[n], g);
+        for (int m = 0; m < MR; m++) sums[m][n] = fma(splat(rounded.sums[g * count + row + m]), offset, sums[m][n]);
       }
     }
-    for (int n = 0; n < NB; n++) {
-      Vec factor = load(factors.factors(blocks[n]));
-      for (int m = 0; m < MR; m++) sums[m][n] = fma(to_floats(total[m][n]), factor, sums[m][n]);
-      if (!factors.has_offsets) continue;
-      Vec offset_factor = load(factors.offset_factors(blocks[n]));
-      for (int m = 0; m < MR; m++) sums[m][n] = fma(to_floats(moved[m][n]), offset_factor, sums[m][n]);
-    }
+  }
+
+  bool has_offsets() const { return FACTORS ? p.format.type == ScaleType::factored_with_offsets : p.offsets != nullptr; }
+  INLINE_MEMBER Vec scale_of(int64_t tile, int64_t group) const {
+    if constexpr (!FACTORS) return load_scales(p.format.type, p.scales, (tile * p.format.groups + group) * 16);
+    Factors factors(p.format);
+    const char* block = factors.block(p.scales, tile, group / factors.groups);
+    return to_floats(load_bytes(factors.scales(block, group % factors.groups))) * load(factors.factors(block));
+  }
+  INLINE_MEMBER Vec offset_of(int64_t tile, int64_t group) const {
+    if constexpr (!FACTORS) return load_scales(p.format.type, p.offsets, (tile * p.format.groups + group) * 16);
+    Factors factors(p.format);
+    const char* block = factors.block(p.scales, tile, group / factors.groups);
+    return to_floats(load_bytes(factors.offsets(block, group % factors.groups))) * load(factors.offset_factors(block));
   }
 
   // Computes the sums of tile n. They are in memory, so that registers have only the integers of a group, and more rows use
@@ -184,127 +162,66 @@ struct CodeRows {
   INLINE_MEMBER void add_groups(float (&sums)[MR][NB][LANES], int n, int64_t tile, int64_t row, Prefetch fetch) const {
     const Format& f = p.format;
     const char* w[1] = {p.weight + tile * tile_bytes};
-    alignas(64) int32_t int_sums[MR][LANES], offset_sums[MR][LANES];  // of several flushes
-    auto add_scaled = [&](int m, IVec numbers, Vec scale) {
-      store(sums[m][n], fma(to_floats(numbers), scale, load(sums[m][n])));
-    };
-    auto add_integers = [&](const IVec(&numbers)[MR]) {
-      in_memory(int_sums);
-#pragma GCC unroll 8
-      for (int m = 0; m < MR; m++) store_bits(int_sums[m], load_bits<IVec>(int_sums[m]) + numbers[m]);
-    };
     for (int m = 0; m < MR; m++) store(sums[m][n], Vec{});
-    if constexpr (FACTORS) {
-      Factors factors(f);
-      for (int64_t first_group = 0; first_group < f.groups; first_group += factors.groups) {
-        const char* block = factors.block(p.scales, tile, first_group / factors.groups);
-        int64_t num_groups = min(factors.groups, f.groups - first_group);
-        if (factors.has_offsets) add_totals(offset_sums, row, first_group, num_groups, factors.offsets(block, 0));
-        if (zero) add_totals(int_sums, row, first_group, num_groups, factors.scales(block, 0));
-        for (int m = 0; m < MR; m++)
-          store_bits(int_sums[m], zero ? load_bits<IVec>(int_sums[m]) * splat_int(-zero) : IVec{});
-        for (int64_t g = 0; g < num_groups; g++)
-          add_group_to<MR, false>(row, w, first_group + g, load_bytes(factors.scales(block, g)), fetch, add_integers);
+    for (int64_t g = 0, h = 0; g < f.groups; g++) {
+      Vec scale = scale_of(tile, g);
+      int64_t end = min(f.steps, (g + 1) * f.each);
+      for (int64_t s = g * f.each; s < end; s += f.x_each, h++) {
+        IVec acc[MR][1];
+        add_group(acc, row, w, s, min(end, s + f.x_each), fetch);
         in_memory(sums);
-        Vec factor = load(factors.factors(block));
-        for (int m = 0; m < MR; m++) add_scaled(m, load_bits<IVec>(int_sums[m]), factor);
-        if (!factors.has_offsets) continue;
-        Vec offset_factor = load(factors.offset_factors(block));
-        for (int m = 0; m < MR; m++) add_scaled(m, load_bits<IVec>(offset_sums[m]), offset_factor);
-      }
-    } else {
-      constexpr int ZERO_BITS = TABLE ? 7 : BITS - 1;  // zero is 1 << ZERO_BITS
-      bool flush_once = !SHORT || f.each <= SHORT_STEPS;
-      for (int64_t g = 0; g < f.groups; g++) {
-        const int32_t* group_totals = totals + g * count + row;
-        Vec scale = load_scales(f.type, p.scales, (tile * f.groups + g) * 16);
-        // opaque: one load to all lanes, rather than a shift of the number before
-        auto zeros = [&](int m) { return opaque(splat_int(group_totals[m])) << ZERO_BITS; };
-        if (flush_once) {
-          add_group_to<MR, true>(row, w, g, splat_int(1), fetch, [&](const IVec(&numbers)[MR]) {
-            in_memory(sums);
 #pragma GCC unroll 8
-            for (int m = 0; m < MR; m++) add_scaled(m, numbers[m] - zeros(m), scale);
-          });
-        } else {
-          for (int m = 0; m < MR; m++) store_bits(int_sums[m], -zeros(m));
-          add_group_to<MR, false>(row, w, g, splat_int(1), fetch, add_integers);
-          for (int m = 0; m < MR; m++) add_scaled(m, load_bits<IVec>(int_sums[m]), scale);
+        for (int m = 0; m < MR; m++) {
+          int64_t place = h * count + row + m;
+          // opaque: one load to all lanes
+          Vec some = to_floats(acc[m][0] + opaque(splat_int(rounded.starts[place]))) * splat(rounded.scales[place]);
+          store(sums[m][n], fma(some, scale, load(sums[m][n])));
         }
-        if (p.offsets == nullptr) continue;
-        Vec offset = load_scales(f.type, p.offsets, (tile * f.groups + g) * 16);
-        for (int m = 0; m < MR; m++) add_scaled(m, splat_int(group_totals[m]), offset);
       }
+      if (!has_offsets()) continue;
+      Vec offset = offset_of(tile, g);
+      for (int m = 0; m < MR; m++)
+        store(sums[m][n], fma(splat(rounded.sums[g * count + row + m]), offset, load(sums[m][n])));
     }
-    for (int m = 0; m < MR; m++) store(sums[m][n], opaque(load(sums[m][n]) * splat(scales[row + m])));
   }
 
-  // Adds up the products of a group of MR rows and a tile, times an integer scale, by calls of add(numbers): one for each flush
-  // of sums of 16 bits.
-  template <int MR, bool FLUSH_ONCE, class F>
-  INLINE_MEMBER void add_group_to(int64_t row, const char* const (&w)[1], int64_t group, IVec scale, Prefetch& fetch,
-                                  F add) const {
+  // Computes the products of a group of x, MR rows and a tile.
+  template <int MR>
+  INLINE_MEMBER void add_group(IVec (&acc)[MR][1], int64_t row, const char* const (&w)[1], int64_t begin, int64_t end,
+                               Prefetch& fetch) const {
     static_assert(BITS != 6);  // add_parts<0> has all terms of a step
-    int64_t begin = group * p.format.each, end = min(p.format.steps, begin + p.format.each);
-    IVec numbers[MR];
     if constexpr (SHORT) {
-      IVec pairs = doubled(scale);
-      for (int64_t s = begin; s < end;) {
+      if (end - begin <= SHORT_STEPS) {
         SVec some[MR][1];
         for_all<MR, 1>([&](int m, int n) { some[m][n] = SVec{}; });
-        for (int64_t stop = FLUSH_ONCE ? end : min(end, s + SHORT_STEPS); s < stop; s++) add_parts<0>(some, row, w, s, fetch);
-#pragma GCC unroll 8
-        for (int m = 0; m < MR; m++) numbers[m] = add_pairs((IVec)some[m][0], pairs);
-        add(numbers);
-        if (FLUSH_ONCE) break;
-      }
-    } else {
-      IVec acc[MR][1];
-      for_all<MR, 1>([&](int m, int n) { acc[m][n] = IVec{}; });
-      add_steps(acc, row, w, begin, end, {scale}, fetch);
-#pragma GCC unroll 8
-      for (int m = 0; m < MR; m++) numbers[m] = FACTORS ? acc[m][0] * scale : acc[m][0];
-      add(numbers);
-    }
-  }
-
-  // Sums of the totals of `num_groups` groups of MR rows, each times the 16 bytes of its group: of pairs of groups at once,
-  // since a total has less than 16 bits.
-  template <int MR>
-  INLINE_MEMBER void add_totals(int32_t (&sums)[MR][LANES], int64_t row, int64_t first_group, int64_t num_groups,
-                                const int8_t* bytes) const {
-    IVec acc[MR];
-    for (int m = 0; m < MR; m++) acc[m] = IVec{};
-    for (int64_t g = 0; g < num_groups; g += 2) {
-      const int32_t* group_totals = totals + (first_group + g) * count + row;
-      bool both = g + 1 < num_groups;
-      IVec pair = (IVec)((UVec)load_bytes(bytes + g * 16) & 0xffffu);
-      if (both) pair = (IVec)((UVec)pair | (UVec)load_bytes(bytes + (g + 1) * 16) << 16);
-#pragma GCC unroll 8
-      for (int m = 0; m < MR; m++) {
-        uint32_t low = (uint32_t)group_totals[m] & 0xffffu, high = both ? (uint32_t)group_totals[m + count] << 16 : 0;
-        acc[m] += add_pairs(pair, splat_int((int32_t)(low | high)));
+        for (int64_t s = begin; s < end; s++) add_parts<0>(some, row, w, s, fetch);
+        for_all<MR, 1>([&](int m, int n) { acc[m][n] = add_pairs((IVec)some[m][n], splat_int(0x10001)); });
+        return;
       }
     }
-    for (int m = 0; m < MR; m++) store_bits(sums[m], acc[m]);
+    for_all<MR, 1>([&](int m, int n) { acc[m][n] = IVec{}; });
+    add_steps(acc, row, w, begin, end, fetch);
   }
 
-  // Adds products of codes. times: with sums of 16 bits, pairs of numbers that they are multiplied by.
+  // Adds products of codes.
   template <int MR, int NB>
   INLINE_MEMBER void add_steps(IVec (&acc)[MR][NB], int64_t row, const char* const (&w)[NB], int64_t begin, int64_t end,
-                               const IVec (&times)[NB], Prefetch& fetch) const {
+                               Prefetch& fetch) const {
     if constexpr (SHORT && BITS == 4) {
       SVec some[MR][NB];
       for_all<MR, NB>([&](int m, int n) { some[m][n] = SVec{}; });
       for (int64_t s = begin; s < end;) {
         for (int64_t stop = min(end, s + SHORT_STEPS); s < stop; s++) add_parts<0>(some, row, w, s, fetch);
-        for_all<MR, NB>([&](int m, int n) { acc[m][n] += add_pairs((IVec)some[m][n], times[n]), some[m][n] = SVec{}; });
+        for_all<MR, NB>([&](int m, int n) {
+          acc[m][n] += add_pairs((IVec)some[m][n], splat_int(0x10001));
+          some[m][n] = SVec{};
+        });
       }
     } else {
       for (int64_t s = begin; s < end; s++) {
         if constexpr (SHORT) {
-          add_six_bit_terms<0>(acc, row, w, s, times, fetch);
-          add_six_bit_terms<2>(acc, row, w, s, times, fetch);
+          add_six_bit_terms<0>(acc, row, w, s, fetch);
+          add_six_bit_terms<2>(acc, row, w, s, fetch);
         } else {
           add_parts<0>(acc, row, w, s, fetch);
           if constexpr (BITS == 6) add_parts<2>(acc, row, w, s, fetch);
@@ -339,10 +256,10 @@ struct CodeRows {
     }
   }
 
-  // The same for eight terms of codes of 6 bits: their sums of 16 bits, times `times`, are added at once.
+  // The same for eight terms of codes of 6 bits: their sums of 16 bits are added at once.
   template <int PART, int MR, int NB>
   INLINE_MEMBER void add_six_bit_terms(IVec (&acc)[MR][NB], int64_t row, const char* const (&w)[NB], int64_t s,
-                               const IVec (&times)[NB], Prefetch& fetch) const {
+                                       Prefetch& fetch) const {
     const Held* from = x + row * stride + s * TERMS + PART * 4;
     fetch_part<PART>(w, fetch);
 #pragma GCC unroll 8
@@ -352,7 +269,7 @@ struct CodeRows {
 #pragma GCC unroll 8
       for (int m = 0; m < MR; m++) {
         SVec sums = short_products(from + m * stride, first) + short_products(from + m * stride + 4, second);
-        acc[m][n] = add_products(acc[m][n], add_pairs((IVec)sums, times[n]));
+        acc[m][n] = add_products(acc[m][n], add_pairs((IVec)sums, splat_int(0x10001)));
       }
     }
   }

@@ -17,7 +17,8 @@ struct Rounding {
 
 // A row of 8 bits with one scale, which is returned: as rows of x.
 static float round_whole(const float* row, int64_t k, uint8_t* codes, int8_t* memory) {
-  float scale = round_row(row, k, memory);
+  int32_t total;
+  float scale = round_row(row, k, memory, &total);
   for (int64_t i = 0; i < k; i++) codes[i] = (uint8_t)(memory[i] + 128);
   return scale;
 }

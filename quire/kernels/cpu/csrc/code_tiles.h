@@ -1,14 +1,14 @@
 // The part of code_products.cpp that uses AMX: 64 codes of rows of x times 64 codes of columns of the weight at once.
 //
-// The sums of a group are the same integers as in vector code, and are added to floats in the same way. So results have
-// the same bits. Codes of 4 bits, and of 8 bits if k is no multiple of 64, are copied to whole registers of bytes. Codes of 6
+// The sums of a group of x are the same integers as in vector code, and are added to floats in the same way. So results have
+// the same bits. Groups of x are whole registers. Codes of 4 bits, and of 8 bits if k is no multiple of 64, are copied to whole registers of bytes. Codes of 6
 // bits and scales with factors have vector code only.
 
 constexpr int64_t WIDENED_FROM_ROWS = 16;  // with fewer rows, codes of 4 bits are not worth the copy
 
 INLINE bool fits_tiles(const CodeProduct& p) {
   const Format& f = p.format;
-  bool whole = (f.groups == 1 || f.each * f.terms % 64 == 0) && f.bits != 6 && !f.has_factors();
+  bool whole = (f.x_groups == 1 || f.x_each * f.terms % 64 == 0) && f.bits != 6 && !f.has_factors();
   return whole && p.rows > (f.bits == 8 ? TILES_FROM_ROWS : WIDENED_FROM_ROWS);
 }
 
@@ -17,35 +17,30 @@ namespace {
 struct CodeBlock {
   struct Sums : TileSums {
     Panel panel;
-    Vec scales[2], offsets[2];
+    Vec scales[2];
   };
 
   const CodeProduct& p;
   const Format& f;
-  const int32_t zero;
-  const int64_t all_steps, group_steps, widened_bytes;
+  const int64_t all_steps, group_steps, parts, widened_bytes;  // parts: groups of x in one of the weight
   const bool in_place;
-  int8_t* codes;         // [row][all_steps][64]
-  char* widened;         // two tiles of the weight
-  float* scales;         // [row]
-  int32_t* totals;       // [row][groups]: see round_x
+  int8_t* codes;  // [row][all_steps][64]
+  char* widened;  // two tiles of the weight
+  RoundedRows rounded;
   int64_t first = 0, count = 0;  // rows of x
 
   static int64_t steps(const CodeProduct& p) { return up_to(p.k, 64) / 64; }
-  static int64_t unit(const CodeProduct& p) { return p.format.groups == 1 ? 1 : p.format.each * p.format.terms / 64; }
+  static int64_t unit(const CodeProduct& p) {
+    return p.format.x_groups == 1 ? steps(p) : p.format.x_each * p.format.terms / 64;
+  }
   static int64_t memory_bytes(const CodeProduct& p, int64_t rows, int64_t part_steps) {
-    return rows * (steps(p) * 64 + (p.format.groups + 1) * 4) + 2 * part_steps * TILE_BYTES;
+    return rows * steps(p) * 64 + RoundedRows::bytes(p.format, rows) + 2 * part_steps * TILE_BYTES;
   }
 
   CodeBlock(const CodeProduct& p, int64_t rows, int64_t part_steps, char* memory)
-      : p(p), f(p.format), zero(f.zero()), all_steps(steps(p)),
-        group_steps(f.groups == 1 ? all_steps : unit(p)), widened_bytes(part_steps * TILE_BYTES),
-        in_place(f.bits == 8 && f.steps % 16 == 0) {
-    codes = (int8_t*)memory;
-    widened = memory + rows * all_steps * 64;
-    scales = (float*)(widened + 2 * widened_bytes);
-    totals = (int32_t*)(scales + rows);
-  }
+      : p(p), f(p.format), all_steps(steps(p)), group_steps(unit(p)), parts(f.groups == 1 ? f.x_groups : f.each / f.x_each),
+        widened_bytes(part_steps * TILE_BYTES), in_place(f.bits == 8 && f.steps % 16 == 0), codes((int8_t*)memory),
+        widened(memory + rows * all_steps * 64), rounded(f, rows, widened + 2 * widened_bytes) {}
 
   void lay_out(int64_t start, int64_t rows, const Part& part, char* a) {
     int64_t row_bytes = all_steps * 64, padded = up_to(rows, 16);
@@ -53,8 +48,7 @@ struct CodeBlock {
       first = start;
       count = rows;
       memset(codes, 0, padded * row_bytes);
-      for (int64_t i = 0; i < count; i++)
-        scales[i] = round_x(p, start + i, codes + i * row_bytes, totals + i * f.groups, 1);
+      for (int64_t i = 0; i < count; i++) rounded.round(p, start + i, codes + i * row_bytes, i);
     }
     for (int64_t i = 0; i < padded; i++) {
       const int8_t* row = codes + i * row_bytes;
@@ -90,46 +84,45 @@ struct CodeBlock {
   template <bool BOTH>
   INLINE_MEMBER void multiply(const char* a, int64_t row, const Panel& panel, const Part& part,
                               Beside<CodeBlock>& beside, const float* from, float* to) const {
-    if (f.groups == 1) return multiply_tiles<true, BOTH>(a, part.bytes(), 0, part.bytes(), beside, from, to);
     alignas(64) float integers[4 * 16 * 16];
     for (int64_t step = part.begin; step < part.end; step += group_steps, from = to) {
-      int64_t group = step / group_steps, begin = (step - part.begin) * TILE_BYTES;
+      int64_t x_group = step / group_steps, group = x_group / parts, begin = (step - part.begin) * TILE_BYTES;
       int64_t end = min(part.bytes(), begin + group_steps * TILE_BYTES);
+      bool is_last = (x_group + 1) % parts == 0 || x_group + 1 == f.x_groups;
       multiply_tiles<true, BOTH>(a, part.bytes(), begin, end, beside, nullptr, integers);
       for (int64_t n = 0; n < 2; n++) {
         int64_t place = (panel.tiles[n] * f.groups + group) * 16;
         Vec scale = load_scales(f.type, p.scales, place);
-        Vec offset = p.offsets ? load_scales(f.type, p.offsets, place) : Vec{};
         for (int64_t i = 0; i < min(BOTH ? 32 : 16, count - row); i++) {
-          int64_t at = ((i / 16 * 2 + n) * 16 + i % 16) * 16;
-          Vec sums = from ? load(from + at) : Vec{};
-          store(to + at, add_group(sums, integers + at, totals[(row + i) * f.groups + group], scale, offset));
+          int64_t at = ((i / 16 * 2 + n) * 16 + i % 16) * 16, x_place = x_group * rounded.rows + row + i;
+          Vec sums = from ? load(from + at) : Vec{}, x_scale = splat(rounded.scales[x_place]);
+          Vec some = to_floats(load_bits<IVec>(integers + at) + splat_int(rounded.starts[x_place]));
+          sums = f.groups == 1 ? fma(some, x_scale, sums) : fma(some * x_scale, scale, sums);
+          if (f.groups > 1 && is_last && p.offsets) sums = add_offset(sums, n, row + i, group, panel);
+          store(to + at, sums);
         }
       }
     }
   }
 
-  INLINE_MEMBER Vec add_group(Vec sums, const float* integers, int32_t total, Vec scale, Vec offset) const {
-    sums = fma(to_floats(load_bits<IVec>(integers) - zero * total), scale, sums);
-    return p.offsets ? fma(splat((float)total), offset, sums) : sums;
+  INLINE_MEMBER Vec add_offset(Vec sums, int64_t n, int64_t row, int64_t group, const Panel& panel) const {
+    Vec offset = load_scales(f.type, p.offsets, (panel.tiles[n] * f.groups + group) * 16);
+    return fma(splat(rounded.sums[group * rounded.rows + row]), offset, sums);
   }
 
   INLINE_MEMBER void begin(Sums& sums, const Panel& panel) const {
     sums.panel = panel;
-    for (int n = 0; n < 2 && f.groups == 1; n++) {
-      sums.scales[n] = load_scales(f.type, p.scales, panel.tiles[n] * 16);
-      sums.offsets[n] = p.offsets ? load_scales(f.type, p.offsets, panel.tiles[n] * 16) : Vec{};
-    }
+    for (int n = 0; n < 2 && f.groups == 1; n++) sums.scales[n] = load_scales(f.type, p.scales, panel.tiles[n] * 16);
   }
 
   __attribute__((noinline)) void finish_row(Sums& sums) const {
     int64_t i = sums.done++, row = sums.first + i - first;
     Vec results[2];
     for (int n = 0; n < 2; n++) {
-      const float* values = sums.values[i / 16][n][i % 16];
-      Vec all = load(values);
-      if (f.groups == 1) all = add_group(Vec{}, values, totals[row], sums.scales[n], sums.offsets[n]);
-      results[n] = opaque(all * splat(scales[row]));
+      results[n] = load(sums.values[i / 16][n][i % 16]);
+      if (f.groups > 1) continue;
+      results[n] = opaque(results[n] * sums.scales[n]);
+      if (p.offsets) results[n] = add_offset(results[n], n, row, 0, sums.panel);
     }
     p.is_bf16 ? write<bf16>(sums, first + row, results) : write<float>(sums, first + row, results);
   }

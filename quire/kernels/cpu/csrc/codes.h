@@ -1,5 +1,6 @@
 // Codes: rows of x rounded to 8 bits, and their products with unsigned codes of weights. Scales of weights.
 #pragma once
+#include <cmath>
 #include <type_traits>
 
 #include "products.h"
@@ -59,29 +60,33 @@ INLINE float store_scale(ScaleType type, char* p, int64_t index, float x) {
 
 constexpr float SMALLEST_ROUNDED = 0x1p-96f;
 
-// Rounds a row to codes in [-127, 127], x = scale * code, and returns the scale. A row with NaN or infinity has the scale
-// NaN, so that all its products are NaN. A row whose largest magnitude is below 2^-96 has codes 0. Codes behind the row,
-// up to a multiple of 16, become 0.
+// Rounds numbers to codes in [-127, 127], x = scale * code, and returns the scale; total: the sum of the codes. If one is NaN or
+// infinity, the scale is NaN, so that all products are NaN. If the largest magnitude is below 2^-96, all codes are 0. Codes
+// behind the numbers, up to a multiple of 16, become 0.
 template <class T>
-static float round_row(const T* row, int64_t k, int8_t* codes) {
-  Vec most{}, bad{};
+INLINE float round_row(const T* row, int64_t k, int8_t* codes, int32_t* total) {
+  UVec most{};  // the bits of the largest magnitude: those of infinity and NaN are above all others
   int64_t whole = k / LANES * LANES;
-  auto look = [&](Vec v) {
-    most = vmax(most, vmax(v, -v));
-    bad = fma(v, Vec{}, bad);
-  };
+  auto look = [&](Vec v) { most = umax(most, (UVec)v & 0x7fffffffu); };
   for (int64_t i = 0; i < whole; i += LANES) look(load(row + i));
   if (whole < k) look(load_some(row + whole, k - whole));
-  float magnitude = largest(most), none = sum(bad);
-  bool is_zero = magnitude < SMALLEST_ROUNDED;
-  float factor = is_zero ? 0.0f : 127.0f / magnitude;
-  if (none != none) {
+  float magnitude = as_float(largest_bits(most));
+  *total = 0;
+  if (!(magnitude < INFINITY)) {
     memset(codes, 0, up_to(k, LANES));
-    return none;
+    return NAN;
   }
-  auto codes_of = [&](Vec v) { return to_ints(round_to_int(v * splat(factor))); };
-  for (int64_t i = 0; i < whole; i += LANES) store_bytes(codes + i, codes_of(load(row + i)));
-  if (whole < k) store_bytes(codes + whole, codes_of(load_some(row + whole, k - whole)));
+  bool is_zero = magnitude < SMALLEST_ROUNDED;
+  Vec factor = splat(is_zero ? 0.0f : 127.0f / magnitude);
+  IVec sums{};
+  auto put = [&](int64_t i, Vec v) {
+    IVec numbers = to_ints(round_to_int(v * factor));
+    sums += numbers;
+    store_bytes(codes + i, numbers);
+  };
+  for (int64_t i = 0; i < whole; i += LANES) put(i, load(row + i));
+  if (whole < k) put(whole, load_some(row + whole, k - whole));
+  *total = sum(sums);
   return is_zero ? 0.0f : magnitude / 127.0f;
 }
 
@@ -183,9 +188,6 @@ INLINE void hold_codes(const int8_t* codes, CodeTerm::Held* held, int64_t count)
   }
 #endif
 }
-
-// Numbers below 2^15 in magnitude, each in both halves of its lane, as `add_pairs` multiplies them.
-INLINE IVec doubled(IVec numbers) { return (IVec)(((UVec)numbers & 0xffffu) | (UVec)numbers << 16); }
 
 // Sums of 16 bits, two for each column, of products of codes below 64. Without VNNI they take half of the instructions. A
 // product of two codes and two terms of x is at most 3810 with 4 bits, and 16002 with 6, so 8 or 2 of them can be added.

@@ -60,7 +60,7 @@ void route(const Arg* a, const Team& team) {
 struct Stack {
   const char *data, *scales, *offsets;        // scales and offsets: of codes, or null
   int64_t bytes, scale_bytes;                 // of one weight
-  const Arg* format;                          // bits (0: bf16 or float32), group size, type of scales, grid
+  const Arg* format;                          // the numbers of `format_of`, with bits 0 for bf16 and float32
 
   // Terms of a product over `size` columns: bf16 is read in pairs, and packed weights have zeros behind their columns.
   int64_t terms(int64_t size, bool is_bf16) const { return is_bf16 && format[0].integer == 0 ? up_to(size, 2) : size; }

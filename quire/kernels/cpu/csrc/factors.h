@@ -1,4 +1,5 @@
-// Scales that are 8-bit integers times a factor for each 256 columns of a row: those of GGUF's K-quants.
+// Scales that are 8-bit integers times a factor for each 256 columns of a row: those of GGUF's K-quants. The products are exact
+// in float32.
 //
 // The scales of a tile are blocks, one for each 256 columns: factors float16 [16], factors of offsets float16 [16] if there
 // are offsets, scales int8 [groups][16], and offsets int8 [groups][16]. A block is padded to 256 columns.

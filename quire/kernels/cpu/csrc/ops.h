@@ -10,11 +10,11 @@ bool has_tiles();  // whether the processor has AMX and the system permits this 
   OP(unpack_rows, "tttiiiid") \
   OP(linear, "ttotiiiiiiii") \
   OP(quantize_rows, "tttiiiiii") \
-  OP(pack_codes, "ttiiiiiii") \
-  OP(unpack_codes, "ttottiiiiiiiid") \
-  OP(code_linear, "tttootiiiiiiiiiii") \
+  OP(pack_codes, "ttiiiiiiii") \
+  OP(unpack_codes, "ttottiiiiiiiiid") \
+  OP(code_linear, "tttootiiiiiiiiiiii") \
   OP(route, "tttiiiiii") \
-  OP(experts, "ttttootoottttt" "iiiiiiiiiiiiiiiiiiii") \
+  OP(experts, "ttttootoottttt" "iiiiiiiiiiiiiiiiiiiiii") \
   OP(rms_norm, "tttiiiiiid") \
   OP(add_rms_norm, "tttttiiiid") \
   OP(layer_norm, "ttotiiiiiiid") \

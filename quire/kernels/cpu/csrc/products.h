@@ -33,6 +33,8 @@ struct Format {
   int64_t steps;       // of a tile
   int64_t groups;      // scales of a row
   int64_t each;        // steps of a group
+  int64_t x_groups;    // scales of a row of x; its groups are parts of the weight's
+  int64_t x_each;      // steps of a group of x
   ScaleType type;      // of scales and offsets
   Grid grid;
 
@@ -42,13 +44,13 @@ struct Format {
     return type == ScaleType::factored_with_offsets ? 0 : 1 << (bits - 1);
   }
 };
-constexpr int FORMAT_NUMBERS = 4;  // arguments of `format_of`
+constexpr int FORMAT_NUMBERS = 5;  // arguments of `format_of`
 struct CodeProduct : Product {
   const char *scales, *offsets;  // offsets: or null
   Format format;
   bool is_bf16;  // x, bias and out
 };
-Format format_of(const Arg* numbers, int64_t k);  // numbers: bits, group size (0: a row), type of scales, grid
+Format format_of(const Arg* numbers, int64_t k);  // numbers: bits, group size (0: a row), type of scales, grid, group size of x
 void multiply_codes(const CodeProduct& p, const Team& team);
 
 // A product from its arguments. sizes: rows, n, k, x_stride, out_stride, gate.

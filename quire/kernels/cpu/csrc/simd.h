@@ -399,6 +399,16 @@ INLINE float largest(Vec v) {
 #endif
 }
 
+INLINE int32_t sum(IVec v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_epi32((__m512i)v);
+#else
+  int32_t all[LANES], total = 0;
+  store_bits(all, v);
+  for (int32_t one : all) total += one;
+  return total;
+#endif
+}
 INLINE uint32_t largest_bits(UVec v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_epu32((__m512i)v);
