@@ -52,7 +52,7 @@ struct RoundedRows {
   }
 };
 
-// Rows of x as codes, for weights with codes of BITS bits. GROUPED: whether rows of the weight have several scales.
+// Rows of x as codes, for weights with codes of BITS bits. GROUPED: whether the sums of each group are multiplied by its scale.
 // TABLE: whether codes are looked up. FACTORS: whether scales have factors.
 // The sums of up to AT_ONCE rows stay in registers over all of k (add_tiles). If TILE_ROWS is larger, the sums of more rows are
 // in memory (add_groups): without AVX-512, if the weight has several scales for each row and not 6 bits.
@@ -401,7 +401,7 @@ void multiply_codes(const CodeProduct& p, const Team& team) {
       return has_factors ? with_vectors<CodeRows<6, true, false, true>>(p, team)
                          : with_vectors<CodeRows<6, true>>(p, team);
     default:
-      p.format.groups > 1 ? with_vectors<CodeRows<8, true>>(p, team) : with_vectors<CodeRows<8, false>>(p, team);
+      p.format.scaled_at_end() ? with_vectors<CodeRows<8, false>>(p, team) : with_vectors<CodeRows<8, true>>(p, team);
   }
 }
 

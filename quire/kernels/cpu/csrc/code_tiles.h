@@ -1,8 +1,8 @@
 // The part of code_products.cpp that uses AMX: 64 codes of rows of x times 64 codes of columns of the weight at once.
 //
 // The sums of a group of x are the same integers as in vector code, and are added to floats in the same way. So results have
-// the same bits. Groups of x are whole registers. Codes of 4 bits, and of 8 bits if k is no multiple of 64, are copied to whole registers of bytes. Codes of 6
-// bits and scales with factors have vector code only.
+// the same bits. Groups of x have whole registers. Codes of 4 bits, and of 8 bits if k is no multiple of 64, are copied to
+// whole registers of bytes. Codes of 6 bits and scales with factors have vector code only.
 
 constexpr int64_t WIDENED_FROM_ROWS = 16;  // with fewer rows, codes of 4 bits are not worth the copy
 
@@ -97,8 +97,8 @@ struct CodeBlock {
           int64_t at = ((i / 16 * 2 + n) * 16 + i % 16) * 16, x_place = x_group * rounded.rows + row + i;
           Vec sums = from ? load(from + at) : Vec{}, x_scale = splat(rounded.scales[x_place]);
           Vec some = to_floats(load_bits<IVec>(integers + at) + splat_int(rounded.starts[x_place]));
-          sums = f.groups == 1 ? fma(some, x_scale, sums) : fma(some * x_scale, scale, sums);
-          if (f.groups > 1 && is_last && p.offsets) sums = add_offset(sums, n, row + i, group, panel);
+          sums = f.scaled_at_end() ? fma(some, x_scale, sums) : fma(some * x_scale, scale, sums);
+          if (!f.scaled_at_end() && is_last && p.offsets) sums = add_offset(sums, n, row + i, group, panel);
           store(to + at, sums);
         }
       }
@@ -112,7 +112,7 @@ struct CodeBlock {
 
   INLINE_MEMBER void begin(Sums& sums, const Panel& panel) const {
     sums.panel = panel;
-    for (int n = 0; n < 2 && f.groups == 1; n++) sums.scales[n] = load_scales(f.type, p.scales, panel.tiles[n] * 16);
+    for (int n = 0; n < 2 && f.scaled_at_end(); n++) sums.scales[n] = load_scales(f.type, p.scales, panel.tiles[n] * 16);
   }
 
   __attribute__((noinline)) void finish_row(Sums& sums) const {
@@ -120,7 +120,7 @@ struct CodeBlock {
     Vec results[2];
     for (int n = 0; n < 2; n++) {
       results[n] = load(sums.values[i / 16][n][i % 16]);
-      if (f.groups > 1) continue;
+      if (!f.scaled_at_end()) continue;
       results[n] = opaque(results[n] * sums.scales[n]);
       if (p.offsets) results[n] = add_offset(results[n], n, row, 0, sums.panel);
     }

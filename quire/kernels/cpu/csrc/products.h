@@ -39,6 +39,7 @@ struct Format {
   Grid grid;
 
   bool has_factors() const { return type >= ScaleType::factored; }
+  bool scaled_at_end() const { return bits == 8 && groups == 1; }  // whether a row's sums are multiplied by its scale last
   int32_t zero() const {  // the code of zero; 128 for grids, whose numbers are looked up with 128 added
     if (grid != Grid::integers) return 128;
     return type == ScaleType::factored_with_offsets ? 0 : 1 << (bits - 1);
