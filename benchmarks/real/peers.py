@@ -21,13 +21,12 @@ from rich.progress import track
 from benchmarks.cpu.engines import Engine
 from benchmarks.cpu.turns import Turns
 from benchmarks.real.model import model_file
-from benchmarks.real.schemes import EXACT, schemes, text_ids
+from benchmarks.real.schemes import EXACT, WINDOW, schemes, text_ids
 from benchmarks.real.servers import QUIRE, Server, serving, stream_all
 from benchmarks.real.texts import gpl, python_reference
 from benchmarks.workloads import Query, Workload
 from quire.tokenizer.gguf import read_gguf_tokenizer
 
-_WINDOW = 2048  # tokens of a text and of the prompt
 _STREAM = (128, 128)  # tokens of prompt and output
 _STREAMS = (1, 8, 32)
 _CHARACTERS, _OUTPUT = 300, 64  # of a prompt, and tokens of its output
@@ -61,8 +60,8 @@ def peers(llama_cpp: str, llama_server: str | None, rounds: int = 3) -> list[dic
 
 
 def _add_perplexity(ours: dict[str, Any], theirs: dict[str, Any], ratios: dict[str, Any], python: str) -> None:
-    exact, stored = schemes((EXACT, "stored:auto"), _WINDOW, rounds=0)
-    texts = text_ids(_WINDOW)
+    exact, stored = schemes((EXACT, "stored:auto"), WINDOW, rounds=0)
+    texts = text_ids(WINDOW)
     driver = Path(__file__).parent / "drivers" / "llama_cpp_perplexity.py"
     asked = json.dumps({"gguf": str(model_file()), "texts": list(texts.values())})
     done = subprocess.run([python, str(driver)], input=asked, capture_output=True, text=True, check=False)
@@ -82,7 +81,7 @@ def _add_in_process(
     ids = read_gguf_tokenizer(model_file()).encode(gpl())
 
     def make(name: str, seed: int) -> Workload:
-        length, output = {"one stream": _STREAM, "prompt of 2048": (_WINDOW, 1)}[name]
+        length, output = {"one stream": _STREAM, "prompt of 2048": (WINDOW, 1)}[name]
         return Workload(name, seed, [Query(ids[100 * seed : 100 * seed + length], output)])
 
     engines = [Engine("quire", sys.executable, model_file()), Engine("llama_cpp", python, model_file())]
@@ -156,9 +155,9 @@ def _streams(url: str, count: int, turn: int) -> Figures:
 
 def _prompt(url: str, turn: int) -> Figures:
     ids = read_gguf_tokenizer(model_file()).encode(gpl())
-    body = _body(prompt=ids[200 * turn + 50 : 200 * turn + 50 + _WINDOW], max_tokens=1)
+    body = _body(prompt=ids[200 * turn + 50 : 200 * turn + 50 + WINDOW], max_tokens=1)
     seconds, _ = stream_all(url, "/v1/completions", [body])
-    return {"tok/s": _WINDOW / seconds}
+    return {"tok/s": WINDOW / seconds}
 
 
 def _chat(url: str, turn: int) -> Figures:

@@ -28,13 +28,13 @@ CASES = (
     *("stored:int8", "stored:fp8", "stored:int4"),
 )
 _ROUNDED = ("int8", "fp8", "int4", "mxfp4", "nvfp4")
-_WINDOW = 2048  # tokens of each text
+WINDOW = 2048  # tokens of each text and of the prompt
 _DECODED = 48  # tokens of one sequence
 _BATCH = 8
 _CONSOLE = Console(stderr=True)
 
 
-def schemes(cases: tuple[str, ...] = CASES, window: int = _WINDOW, rounds: int = 3) -> list[dict[str, Any]]:
+def schemes(cases: tuple[str, ...] = CASES, window: int = WINDOW, rounds: int = 3) -> list[dict[str, Any]]:
     """A row for each case. cases: the exact one first. window: tokens of each text. rounds: of speed; 0 for none."""
     ids = text_ids(window)
     with tempfile.TemporaryDirectory() as temporary:
