@@ -52,10 +52,15 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _print(title: str, rows: Rows) -> None:
-    """Print rows as a table: figures down, rows across, because there are more figures."""
-    table = Table(title, *(str(next(iter(row.values()))) for row in rows))
-    for name in list(rows[0])[1:]:
-        table.add_row(name, *(str(row.get(name, "")) for row in rows))
+    """Print rows as a table. If there are more figures than rows, figures go down and rows across."""
+    if len(rows) >= len(rows[0]):
+        table = Table(*rows[0], title=title)
+        for row in rows:
+            table.add_row(*map(str, row.values()))
+    else:
+        table = Table(title, *(str(next(iter(row.values()))) for row in rows))
+        for name in list(rows[0])[1:]:
+            table.add_row(name, *(str(row.get(name, "")) for row in rows))
     Console(width=200).print(table)
 
 

@@ -58,6 +58,6 @@ def _figures(runs: dict[bool, list[Run]], num_prompts: int) -> dict[str, Any]:
             sum(getattr(run, what) for run in off) / sum(getattr(run, what) for run in on)
             for off, on in zip(rounds[False], rounds[True], strict=True)
         ]
-        name = {"seconds": "time of none over with", "cpu_seconds": "CPU time of none over with"}[what]
-        found[name] = [round(value, 3) for value in (median(ratios), min(ratios), max(ratios))]
+        name = {"seconds": "time none/with", "cpu_seconds": "CPU none/with"}[what]
+        found |= {name: round(median(ratios), 3), f"{name}, range": [round(min(ratios), 3), round(max(ratios), 3)]}
     return found | {"same tokens": [run.tokens for run in runs[True]] == before}
