@@ -40,6 +40,7 @@ _QUESTIONS = (
     "May I sell a copy?",
     "What should I read next?",
 )
+_NAME = "smollm2"
 _CONSOLE = Console(stderr=True)
 Figures = dict[str, float]
 
@@ -115,7 +116,7 @@ def _add_over_http(
     ours: dict[str, Any], theirs: dict[str, Any], ratios: dict[str, Any], command: list[str], rounds: int
 ) -> None:
     own = [*QUIRE, str(model_file()), "--port", "PORT", "--speculation", "off", "--memory", "4GiB"]
-    own += ["--max-model-len", "4096", "--max-num-seqs", str(max(_STREAMS))]
+    own += ["--served-model-name", _NAME, "--max-model-len", "4096", "--max-num-seqs", str(max(_STREAMS))]
     loads: dict[str, Callable[[str, int], Figures]] = {
         **{f"{count} streams": lambda url, turn, count=count: _streams(url, count, turn) for count in _STREAMS},
         "prompt of 2048": _prompt,
@@ -174,4 +175,4 @@ def _chat(url: str, turn: int) -> Figures:
 
 
 def _body(**fields: object) -> dict[str, Any]:
-    return {"model": "smollm2", "temperature": 0, "ignore_eos": True, **fields}
+    return {"model": _NAME, "temperature": 0, "ignore_eos": True, **fields}
