@@ -25,7 +25,7 @@ _QUESTIONS = (
 )
 _SYSTEM = "You are a patient teacher of Python. Answer in plain words, and in two sentences.\n\n"
 _ANSWER = 32  # tokens
-_TOKENS_OF_HALF = 3072
+_TOKENS_OF_HALF = 2304
 _CONSOLE = Console(stderr=True)
 
 
