@@ -60,11 +60,11 @@ def test_greedy_tokens_are_those_of_transformers(exact_llm, reference, determini
     assert_greedy(reference, outputs)
 
 
-@pytest.mark.parametrize(("kernels", "num_chats", "num_tokens"), [("reference", 20, 16), ("triton", 1, 2)])
-def test_other_kernel_modules_write_the_same(file, reference, kernels, num_chats, num_tokens):
+def test_the_reference_kernels_write_the_same(file, reference):
+    """Triton's kernels are not tested here: in the interpreter a step of this model takes minutes."""
     options = {"dtype": "float32", "quantization": "none", "memory": "2GiB", "max_model_len": 256}
-    llm = LLM(str(file), kernels=kernels, calibration=0, max_num_seqs=20, **options)
-    assert_greedy(reference, chat(llm, CHATS[:num_chats], num_tokens))
+    llm = LLM(str(file), kernels="reference", calibration=0, max_num_seqs=20, **options)
+    assert_greedy(reference, chat(llm, num_tokens=16))
     llm.close()
 
 

@@ -47,10 +47,11 @@ def test_weights_as_stored_cost_little(exact, served):
 @pytest.mark.parametrize(
     ("kv", "floor"), [("int8", 1.004), pytest.param("int4", 1.03, marks=pytest.mark.xfail(reason=_KV4, strict=True))]
 )
-def test_low_bit_kv_costs_little(file, texts, served, kv, floor):
-    llm = LLM(str(file), kv_cache_dtype=kv, memory="2GiB", max_model_len=2048, calibration=0)
+def test_low_bit_kv_costs_little(file, texts, exact, kv, floor):
+    options = {"dtype": "float32", "quantization": "none", "memory": "2GiB", "max_model_len": 2048}
+    llm = LLM(str(file), kv_cache_dtype=kv, calibration=0, **options)
     found = perplexities(llm, texts)
     llm.close()
-    assert any(found[name] != served[name] for name in found)
-    ratios = {name: found[name] / served[name] for name in found}
+    assert any(found[name] != exact[name] for name in found)
+    ratios = {name: found[name] / exact[name] for name in found}
     assert max(ratios.values()) < floor, ratios
