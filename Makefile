@@ -1,4 +1,4 @@
-# One command each: serve, test, test-build, corpus-check, check, install-wheel, try-wheel, try-pythons, trace, check-native, gpu-check, bench, bench-prefix, bench-cpu, chaos, soak, hostile, fuzz, fuzz-schedules, flood, clients, page-check, demo-model, clean. CI calls the same ones (.ci/run).
+# One command each: serve, test, test-real, test-build, corpus-check, check, install-wheel, try-wheel, try-pythons, trace, check-native, gpu-check, bench, bench-prefix, bench-cpu, bench-real, chaos, soak, hostile, fuzz, fuzz-schedules, flood, clients, page-check, demo-model, clean. CI calls the same ones (.ci/run).
 
 PYTHON ?= python3
 # Which torch: the package index's, which on Linux is the build for CUDA; or, with TORCH=cpu, the build for CPUs from torch's own index.
@@ -18,13 +18,21 @@ ifneq ($(filter-out cpu,$(TORCH)),)
 $(error TORCH=$(TORCH) is not known: TORCH=cpu takes torch's build for CPUs, without it torch comes from the package index)
 endif
 
-.PHONY: serve test test-build corpus-check check install-torch install-wheel try-wheel try-pythons trace check-native gpu-check bench bench-prefix bench-cpu chaos soak hostile fuzz fuzz-schedules flood clients page-check demo-model clean
+.PHONY: serve test test-real test-build corpus-check check install-torch install-wheel try-wheel try-pythons trace check-native gpu-check bench bench-prefix bench-cpu bench-real chaos soak hostile fuzz fuzz-schedules flood clients page-check demo-model clean
 
 serve: $(VENV)/.installed  ## serve the embedded model; ARGS="MODEL --port 8001" goes to `quire serve`
 	@$(BIN)/quire serve $(ARGS)
 
 test: $(VENV)/.installed-dev  ## ARGS="tests/demo_model -x" goes to pytest
 	@$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
+
+test-real: $(VENV)/.installed-dev  ## tests on SmolLM2-135M-Instruct, fetched if QUIRE_SMOLLM2 has no path of its .gguf file
+	@[ -n "$$QUIRE_SMOLLM2" ] || $(BIN)/quire pull smollm2
+	@$(BIN)/python -m pytest tests/real $(ARGS)
+
+bench-real: $(VENV)/.installed-dev  ## figures on the same model; ARGS="--only drafts --json FILE"
+	@[ -n "$$QUIRE_SMOLLM2" ] || $(BIN)/quire pull smollm2
+	@$(BIN)/python -m benchmarks.real $(ARGS)
 
 check: $(VENV)/.installed-dev  ## style, types, layers
 	@$(BIN)/ruff check --quiet .

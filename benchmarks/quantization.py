@@ -17,16 +17,14 @@ from math import exp, sqrt
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import track
 
 from benchmarks.cpu import machine
+from benchmarks.logits import TextModel, negative_logprobs
 from quire.config import EngineOptions
 from quire.hub import embedded
-from quire.kernels.contract import Batch
-from quire.layers.attend import PagedAttend
 from quire.quant.schemes import AT_LOAD
 from quire.startup.build import Prepared, prepare
 from quire.tokenizer.tokenizer import Tokenizer
@@ -84,7 +82,7 @@ def measure(
     ).run()
     prepared = prepare(options, report=_ignore_line, progress=_ignore)
     found, targets = log_probabilities(prepared, texts)
-    nlls = torch.cat([-logp.gather(1, ids[:, None])[:, 0] for logp, ids in zip(found, targets, strict=True)])
+    nlls = torch.cat([negative_logprobs(*pair) for pair in zip(found, targets, strict=True)])
     divergences = [(p.exp() * (p - q)).sum(1) for p, q in zip(logs or found, found, strict=True)]
     kl = torch.cat(divergences).mean()
     deviations = torch.stack([(some - kl).sum() for some in divergences])  # by text, as its tokens are not independent
@@ -119,24 +117,13 @@ def options_of(case: str) -> EngineOptions:
     return EngineOptions(memory="512MiB", speculation="off", **fields)
 
 
-@torch.inference_mode()
-def log_probabilities(prepared: Prepared, texts: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def log_probabilities(prepared: Prepared, texts: int) -> tuple[list[torch.Tensor], list[list[int]]]:
     """Log-probabilities (tokens, vocab_size) of the answers to `texts` questions, and the ids of these tokens."""
-    kernels, device = prepared.kernels.kernels, torch.device(prepared.device)
-    model = prepared.files.load(prepared.dtype, prepared.device, kernels, prepared.schemes, _ignore)
-    block_size = prepared.cache.block_size
-    storages = [kernels.allocate(group, block_size, device) for group in prepared.cache.groups]
-    attend = PagedAttend(kernels, storages, model.score_scaling)
-    tokenizer, found, targets = Tokenizer.from_folder(embedded.folder()), [], []
+    model, tokenizer = TextModel(prepared), Tokenizer.from_folder(embedded.folder())
+    found, targets = [], []
     for question in _sample(tokenizer, texts):
-        answer = tokenizer.encode(question.expected, add_special_tokens=False)
-        ids = torch.tensor(question.prompt + answer)
-        table = np.arange(-(-len(ids) // block_size), dtype=np.int64)[None]
-        attend.plan([Batch(np.zeros(1, np.int64), np.array([len(ids)]), table) for _ in storages])
-        hidden = model.forward(ids, torch.arange(len(ids)), attend, kernels)
-        logits = model.logits(hidden[len(question.prompt) - 1 : -1], kernels)
-        found.append(logits.double().log_softmax(-1))
-        targets.append(ids[len(question.prompt) :])
+        targets.append(tokenizer.encode(question.expected, add_special_tokens=False))
+        found.append(model.log_probabilities(question.prompt + targets[-1], len(question.prompt)))
     return found, targets
 
 

@@ -52,6 +52,7 @@ class Run(NamedTuple):
     num_drafts: int
     num_accepted: int
     tokens: list[list[int]]
+    cpu_seconds: float  # of all threads
 
     @property
     def num_tokens(self) -> int:
@@ -95,16 +96,17 @@ class Bench:
             engine.add(Request(ids[-1], list(prompt), asked, namespace=namespace, prediction=predicted))
         tokens: dict[str, list[int]] = {one: [] for one in ids}
         before, num_steps = engine.stats(), 0
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.process_time()
         while engine.has_work:
             outputs = engine.step()
             num_steps += any(output.token_ids for output in outputs)
             for output in outputs:
                 tokens[output.request_id] += output.token_ids
-        seconds, after = time.perf_counter() - began, engine.stats()
+        seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
+        after = engine.stats()
         drafts = after.num_draft_tokens - before.num_draft_tokens
         accepted = after.num_accepted_drafts - before.num_accepted_drafts
-        return Run(seconds, num_steps, drafts, accepted, list(tokens.values()))
+        return Run(seconds, num_steps, drafts, accepted, list(tokens.values()), cpu_seconds)
 
 
 def changed(tokens: Sequence[int], share: float, vocab_size: int, draw: random.Random) -> list[int]:

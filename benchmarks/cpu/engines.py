@@ -40,7 +40,8 @@ class EngineError(Exception):
 class Engine:
     """How to start an engine: its program, interpreter that has the engine, settings of the driver.
 
-    name: PROGRAM or PROGRAM:QUANTIZATION. decode_bytes: those of `benchmarks.cpu.decode_bytes`.
+    name: PROGRAM or PROGRAM:QUANTIZATION. model: folder of a checkpoint, or a .gguf file. decode_bytes: those of
+    `benchmarks.cpu.decode_bytes`.
     """
 
     name: str
@@ -181,7 +182,9 @@ def start(engine: Engine) -> Running:
     if engine.quantization is not None and engine.program in QUIRE and not engine.gguf_type:
         options["quantization"] = engine.quantization
     settings |= {"max_model_len": engine.max_model_len, "options": options}
-    if kind := engine.gguf_type:
+    if engine.model.suffix == ".gguf":
+        settings |= {"gguf": str(engine.model), "gguf_type": engine.model.name}
+    elif kind := engine.gguf_type:
         from benchmarks.cpu.gguf_file import gguf_file, types  # noqa: PLC0415  (few engines need the package gguf)
 
         file = gguf_file(engine.model, kind)

@@ -1,0 +1,1 @@
+"""Measurements on SmolLM2-135M-Instruct, a published model, and on real text."""
