@@ -98,8 +98,8 @@ class Pair:
 
 def zeros_behind_heads(storage):
     """Whether the padding of heads is zero, by the documented layout."""
-    group, depth = storage.group, cpu.padded_head_dim(storage.group.head_dim)
-    if group.dtype == "int4":  # whole groups are stored, and compared as they are
+    group, depth = storage.group, cpu.padded_head_dim(storage.group.head_dim, storage.group.dtype)
+    if group.dtype == "int4":  # rotated heads have no padding, and are compared as they are
         return True
     keys, values = storage.data[:, 0, ..., : 16 * depth], storage.data[:, 1, ..., : 16 * depth]
     terms = 4 // storage.data.itemsize
