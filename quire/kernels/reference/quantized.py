@@ -6,10 +6,11 @@ number = byte * scale. The scale is the smallest with which the largest number f
 In int4 a head is padded by zeros to a multiple of 32 and rotated (see `hadamard`). A rotation spreads the few large
 numbers of a key over the whole head, so that one scale suits all of it. Scores stay the same if queries are rotated,
 too. The codes are those of 32 steps: rotated number = (code - 16) * scale, or (code - 15) * scale if the number that is
-largest in magnitude is positive. This number has the code 0 or 31. 32 numbers are 20 bytes. The lower halves of the
-first 16 bytes have the lower four bits of numbers 0 to 15, the upper halves those of numbers 16 to 31. Of the next four
-bytes, bit j of byte i is the upper bit of number 4 * j + i. The 20 bytes of all 32 numbers are in this order: first all
-lower bits, then all upper bits. A float32 follows: the scale, with a minus sign if the zero is 15.
+largest in magnitude is positive. This number has the code 0 or 31. The scale is the smallest with which no number is
+off by more than half a step. First come the lower four bits of all codes. Of each 32 numbers they are 16 bytes: the
+lower halves are those of numbers 0 to 15, the upper halves those of numbers 16 to 31. Then come the upper bits, four
+bytes of each 32 numbers: bit j of byte i is that of number 4 * j + i. A float32 is the last: the scale, with a minus
+sign if the zero is 15.
 """
 
 from collections.abc import Mapping
@@ -94,7 +95,7 @@ def _quantize_to_int4(x: Tensor) -> Tensor:
     rotated = hadamard(pad(x, (0, -x.shape[-1] % INT4_UNIT)))
     low, high = rotated.amin(-1, keepdim=True), rotated.amax(-1, keepdim=True)
     finite, up = rotated.isfinite().all(-1, keepdim=True), high > -low
-    scales = torch.maximum(high, -low) / 16
+    scales = torch.maximum(torch.maximum(high, -low) / 16, torch.minimum(high, -low) / 15.5)
     codes = (rotated / scales.where(scales > 0, 1)).round() + torch.where(up, 15, 16)  # ties to even
     codes = torch.where(finite, codes, 0).clamp(0, 31).to(torch.uint8).unflatten(-1, (-1, INT4_UNIT))
     lower, upper = codes & 15, codes >> 4

@@ -302,7 +302,7 @@ static Attention read(const Arg* args) {
   a.padded = up_to(a.head_dim, a.stored == Stored::int4 ? INT4_UNIT : 16);
   a.units = a.padded / INT4_UNIT;
   a.scales_at = PART_TOKENS * a.padded * (a.stored == Stored::float32 ? 4 : a.stored == Stored::bfloat16 ? 2 : 1);
-  if (a.stored == Stored::int4) a.scales_at = PART_TOKENS * a.units * 20;
+  if (a.stored == Stored::int4) a.scales_at = PART_TOKENS * a.units * INT4_BYTES;
   a.part_bytes = a.scales_at + (a.stored >= Stored::int8 ? PART_TOKENS * 4 : 0);
   int64_t bytes = a.num_blocks * a.kv_heads * (a.block_size / PART_TOKENS) * a.part_bytes;
   a.keys = (const char*)args[2].data + a.layer * 2 * bytes;

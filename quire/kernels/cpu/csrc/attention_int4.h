@@ -28,6 +28,7 @@ INLINE UVec copy_scales(const char* from, char* to) {
   return scales >> 31u;
 }
 
+constexpr int64_t LOWER_BYTES = PART_TOKENS * INT4_UNIT / 2;  // of a unit of a part
 constexpr uint32_t IN_EACH_BYTE = 0x01010101u;
 
 // Writes what `finish` makes of the codes of numbers [0, 4) and [16, 20) of a unit, or of four tokens, one in each byte.
@@ -44,10 +45,10 @@ INLINE void expand_codes(UVec lower, UVec upper, uint32_t i, uint32_t other, cha
 // Codes minus their zeros, plus 128.
 static void expand_keys(const Attention& a, const char* part, char* out) {
   UVec offsets = (copy_scales(part + a.scales_at, out + PART_TOKENS * a.padded) + 112u) * IN_EACH_BYTE;
-  const char* all_upper = part + a.units * 256;
+  const char* all_upper = part + a.units * LOWER_BYTES;
   for (int64_t unit = 0; unit < a.units; unit++) {
     UVec upper = load_bits<UVec>(all_upper + unit * 64);
-    char* to = out + unit * 512;
+    char* to = out + unit * PART_TOKENS * INT4_UNIT;
 #pragma GCC unroll 4
     for (uint32_t i = 0; i < 4; i++)
       expand_codes(load_bits<UVec>(part + (unit * 4 + i) * 64), upper, i, i + 4, to + i * 64, to + (i + 4) * 64,
@@ -59,7 +60,7 @@ static void expand_keys(const Attention& a, const char* part, char* out) {
 static void expand_values(const Attention& a, const char* part, char* out) {
   alignas(64) uint32_t up[PART_TOKENS];
   store_bits(up, copy_scales(part + a.scales_at, out + PART_TOKENS * a.padded));
-  const char* all_upper = part + a.units * 256;
+  const char* all_upper = part + a.units * LOWER_BYTES;
 #pragma GCC unroll 4
   for (uint32_t four = 0; four < 4; four++) {
     const uint32_t* u = up + four * 4;

@@ -31,7 +31,7 @@ struct Layout {
   int64_t num_blocks, heads, block_size, dim;
 
   int64_t units() const { return (dim + INT4_UNIT - 1) / INT4_UNIT; }  // of int4
-  int64_t depth() const { return IS_INT4<K> ? units() * 20 : up_to(dim, 16); }
+  int64_t depth() const { return IS_INT4<K> ? units() * INT4_BYTES : up_to(dim, 16); }
   int64_t scales() const { return HAS_SCALES<K> ? 4 : 0; }
   int64_t row() const { return depth() + scales(); }                                // of a token
   int64_t canonical_row() const { return (IS_INT4<K> ? depth() : dim) + scales(); }  // in the canonical layout
@@ -95,9 +95,11 @@ static void round_head(const T* x, const Layout<Int4>& layout, Int4* row) {
     least = vmax(least, -v);
     bad = fma(v, Vec{}, bad);
   }
-  float none = sum(bad), high = largest(most), low = largest(least), scale = maxf(high, low) / 16.0f;
-  float step = scale > 0 ? scale : 1.0f, zero = high > low ? 15.0f : 16.0f;
-  if (high > low) scale = -scale;
+  float none = sum(bad), high = largest(most), low = largest(least);
+  bool up = high > low;
+  float scale = up ? maxf(high / 16.0f, low / 15.5f) : maxf(low / 16.0f, high / 15.5f);
+  float step = scale > 0 ? scale : 1.0f, zero = up ? 15.0f : 16.0f;
+  if (up) scale = -scale;
   if (none != none) {
     memset(row, 0, layout.depth());
     scale = as_float(0x7fc00000);
