@@ -81,7 +81,9 @@ def measure(model: Path, texts: list[Path], dtype: str, tokens: int, kernels: st
 
 def main() -> None:
     """Measure, and print a table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.kv_accuracy", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.kv_accuracy", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("model", type=Path)
     parser.add_argument("texts", type=Path, nargs="+", metavar="text")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
