@@ -83,7 +83,7 @@ def hadamard(x: Tensor) -> Tensor:
         length = 1 << (size - start).bit_length() - 1
         piece, width = x[..., start : start + length], 1
         while width < length:
-            low, high = piece.unflatten(-1, (-1, 2, width)).unbind(-2)
+            low, high = piece.reshape(*x.shape[:-1], length // width // 2, 2, width).unbind(-2)
             piece = torch.stack((low + high, low - high), -2).flatten(-3)
             width *= 2
         pieces.append(piece * length**-0.5)
@@ -97,18 +97,19 @@ def _quantize_to_int4(x: Tensor) -> Tensor:
     finite, up = rotated.isfinite().all(-1, keepdim=True), high > -low
     scales = torch.maximum(torch.maximum(high, -low) / 16, torch.minimum(high, -low) / 15.5)
     codes = (rotated / scales.where(scales > 0, 1)).round() + torch.where(up, 15, 16)  # ties to even
-    codes = torch.where(finite, codes, 0).clamp(0, 31).to(torch.uint8).unflatten(-1, (-1, INT4_UNIT))
+    codes = torch.where(finite, codes, 0).clamp(0, 31).to(torch.uint8)
+    codes = codes.view(*codes.shape[:-1], codes.shape[-1] // INT4_UNIT, INT4_UNIT)
     lower, upper = codes & 15, codes >> 4
     halves = lower[..., : INT4_UNIT // 2] | lower[..., INT4_UNIT // 2 :] << 4
-    upper = (upper.unflatten(-1, (8, 4)) << _bits(x)[:, None]).sum(-2, dtype=torch.uint8)
+    upper = (upper.view(*upper.shape[:-1], 8, 4) << _bits(x)[:, None]).sum(-2, dtype=torch.uint8)
     scales = torch.where(finite, torch.where(up, -scales, scales), torch.nan)
     return torch.cat((halves.flatten(-2), upper.flatten(-2), scales.view(torch.uint8)), -1)
 
 
 def _dequantize_int4(x: Tensor) -> Tensor:
     num_units = x.shape[-1] // _INT4_BYTES
-    shape, size = (*x.shape[:-1], num_units, -1), num_units * INT4_UNIT // 2
-    halves, upper = x[..., :size].reshape(shape), x[..., size:-SCALE_BYTES].reshape(shape)
+    shape, size = (*x.shape[:-1], num_units), num_units * INT4_UNIT // 2
+    halves, upper = x[..., :size].reshape(*shape, 16), x[..., size:-SCALE_BYTES].reshape(*shape, 4)
     bits = (upper[..., None, :] >> _bits(x)[:, None] & 1).flatten(-2)
     codes = (torch.cat((halves & 15, halves >> 4), -1) | bits << 4).flatten(-2)
     scales = x[..., -SCALE_BYTES:].contiguous().view(torch.float32)
