@@ -36,7 +36,7 @@ class KVGroup:
     kind: GroupKind
     num_kv_heads: int
     head_dim: int
-    dtype: str  # a float type, "fp8_e4m3" or "int8" (with a scale for each head of each token), or "int4" (of groups)
+    dtype: str  # a float type, or "fp8_e4m3", "int8" or "int4" with a scale for each head of each token
     num_blocks: int
     bytes_per_block: int
     window: int = 0  # of kind "window": positions that a query attends to, its own included; else 0

@@ -12,7 +12,7 @@ from quire.kernels.contract import Storage
 from quire.kernels.cpu import _C
 from quire.kernels.cpu.memory import empty, pages
 from quire.kernels.cpu.views import dtype_code, with_contiguous_heads
-from quire.kernels.reference.quantized import stored_dtype_and_size
+from quire.kernels.reference.quantized import INT4_UNIT, stored_dtype_and_size
 
 PART_TOKENS = 16  # tokens of one head that are stored as one unit
 STORED: Mapping[str, int] = MappingProxyType(
@@ -22,9 +22,10 @@ STORED: Mapping[str, int] = MappingProxyType(
 Rotation = tuple[Tensor, Tensor]  # cosines and sines, float32 (num_tokens, rotary_dim / 2)
 
 
-def padded_head_dim(head_dim: int) -> int:
-    """head_dim as stored: rounded up to a multiple of 16. The additional numbers are zeros."""
-    return -(-head_dim // PART_TOKENS) * PART_TOKENS
+def padded_head_dim(head_dim: int, dtype: str) -> int:
+    """head_dim as stored: rounded up to a multiple of 16, in int4 of 32. The additional numbers are zeros."""
+    unit = INT4_UNIT if dtype == "int4" else PART_TOKENS
+    return -(-head_dim // unit) * unit
 
 
 def allocate(group: KVGroup, block_size: int, device: torch.device) -> Storage:
@@ -39,7 +40,7 @@ def allocate(group: KVGroup, block_size: int, device: torch.device) -> Storage:
         raise ValueError(f"the CPU kernels need a block_size that is a multiple of {PART_TOKENS}, not {block_size}")
     if group.dtype not in STORED:
         raise ValueError(f"the CPU kernels keep keys and values as {', '.join(STORED)}, not as {group.dtype}")
-    dtype, width = stored_dtype_and_size(group.dtype, padded_head_dim(group.head_dim))
+    dtype, width = stored_dtype_and_size(group.dtype, padded_head_dim(group.head_dim, group.dtype))
     parts = (block_size // PART_TOKENS, PART_TOKENS * width)
     shape = (len(group.layers), 2, group.num_blocks, group.num_kv_heads, *parts)
     data = pages(torch.Size(shape).numel() * dtype.itemsize, huge=False)  # blocks are written one by one

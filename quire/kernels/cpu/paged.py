@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.kernels.contract import Batch, Storage
 from quire.kernels.cpu import _C
-from quire.kernels.cpu.blocks import STORED
+from quire.kernels.cpu.blocks import STORED, padded_head_dim
 from quire.kernels.cpu.memory import empty
 from quire.kernels.cpu.views import dtype_code
 
@@ -39,7 +39,7 @@ def plan(batch: Batch, storage: Storage, *, deterministic: bool = False, width: 
     num_chunks, batch_width = batch.tables.shape
     num_tokens = int((batch.stops - batch.starts).sum())
     rows = 0 if deterministic else (os.cpu_count() or 1) * SCRATCH_ROWS_PER_CPU
-    padded = -(-storage.group.head_dim // 16) * 16
+    padded = padded_head_dim(storage.group.head_dim, storage.group.dtype)
     new = CpuPlan(
         starts=torch.empty(num_chunks, dtype=torch.int64),
         stops=torch.empty(num_chunks, dtype=torch.int64),

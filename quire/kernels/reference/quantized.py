@@ -1,13 +1,16 @@
-"""Stored types of keys and values: floats, 8-bit numbers with a scale, or 4-bit codes with a scale and an offset.
+"""Stored types of keys and values: floats, 8-bit numbers with a scale, or int4: rotated heads in codes of 5 bits.
 
 With 8 bits, one head of one token is head_dim bytes, followed by the four bytes of a float32 scale:
 number = byte * scale. The scale is the smallest with which the largest number fits.
 
-With 4 bits a head is cut into groups of 32 numbers, and the last one is padded by zeros. A group is 16 bytes: the lower
-halves are the codes of its first 16 numbers, the upper halves those of the others. After all groups, each has four
-bytes: a bfloat16 scale and a bfloat16 offset. number = (code - 8) * scale + offset. The codes reach from the smallest
-to the largest number of the group. A group whose numbers differ by less than a 30th of their size loses precision,
-because the offset has eight bits.
+In int4 a head is padded by zeros to a multiple of 32 and rotated (see `hadamard`). A rotation spreads the few large
+numbers of a key over the whole head, so that one scale suits all of it. Scores stay the same if queries are rotated,
+too. The codes are those of 32 steps: rotated number = (code - 16) * scale, or (code - 15) * scale if the number that is
+largest in magnitude is positive. This number has the code 0 or 31. The scale is the smallest with which no number is
+off by more than half a step. First come the lower four bits of all codes. Of each 32 numbers they are 16 bytes: the
+lower halves are those of numbers 0 to 15, the upper halves those of numbers 16 to 31. Then come the upper bits, four
+bytes of each 32 numbers: bit j of byte i is that of number 4 * j + i. A float32 is the last: the scale, with a minus
+sign if the zero is 15.
 """
 
 from collections.abc import Mapping
@@ -22,7 +25,8 @@ from quire.kernels.contract import DTYPES
 SCALE_BYTES = 4
 MAX_QUANTIZED: Mapping[str, float] = MappingProxyType({"fp8_e4m3": 448.0, "int8": 127.0})  # largest 8-bit number
 QUANTIZED = (*MAX_QUANTIZED, "int4")
-INT4_GROUP = 32
+INT4_UNIT = 32  # numbers of a head: it is padded to a multiple
+_INT4_BYTES = 20  # of 32 numbers
 _TYPES = {"fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 
 
@@ -34,7 +38,7 @@ def read_bytes(dtype: str, compute_dtype: torch.dtype) -> int:
 def stored_dtype_and_size(dtype: str, head_dim: int) -> tuple[torch.dtype, int]:
     """The torch type of stored numbers, and their count per head and token."""
     if dtype == "int4":
-        return torch.uint8, -(-head_dim // INT4_GROUP) * (INT4_GROUP // 2 + SCALE_BYTES)
+        return torch.uint8, -(-head_dim // INT4_UNIT) * _INT4_BYTES + SCALE_BYTES
     return (torch.uint8, head_dim + SCALE_BYTES) if dtype in MAX_QUANTIZED else (DTYPES[dtype], head_dim)
 
 
@@ -68,26 +72,50 @@ def dequantize(x: Tensor, dtype: str) -> Tensor:
     return values.contiguous().view(_TYPES[dtype]).float() * scales.view(torch.float32)
 
 
+def hadamard(x: Tensor) -> Tensor:
+    """x (..., size) times an orthogonal matrix that is its own inverse; size is a multiple of 32.
+
+    A head is cut into pieces of powers of two, the longest first. A piece of n numbers is multiplied with the Hadamard
+    matrix of n rows over sqrt(n). The order of the sums is part of the specification, as it decides their last bits.
+    """
+    pieces, start, size = [], 0, x.shape[-1]
+    while start < size:
+        length = 1 << (size - start).bit_length() - 1
+        piece, width = x[..., start : start + length], 1
+        while width < length:
+            low, high = piece.reshape(*x.shape[:-1], length // width // 2, 2, width).unbind(-2)
+            piece = torch.stack((low + high, low - high), -2).flatten(-3)
+            width *= 2
+        pieces.append(piece * length**-0.5)
+        start += length
+    return torch.cat(pieces, -1)
+
+
 def _quantize_to_int4(x: Tensor) -> Tensor:
-    groups = pad(x, (0, -x.shape[-1] % INT4_GROUP)).reshape(*x.shape[:-1], -1, INT4_GROUP)
-    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-    finite = groups.isfinite().all(-1, keepdim=True)
-    scales = torch.where(finite, (high - low) / 15, torch.nan).bfloat16()
-    offsets = torch.where(finite, low + 8 * scales.float(), torch.nan).bfloat16()
-    steps = scales.float()
-    codes = ((groups - offsets.float()) / steps.where(steps > 0, torch.inf)).round().clamp(-8, 7) + 8
-    codes = torch.where(finite, codes, 0).to(torch.uint8)
-    halves = codes[..., : INT4_GROUP // 2] | codes[..., INT4_GROUP // 2 :] << 4
-    pairs = torch.cat((scales, offsets), -1).view(torch.uint8)
-    return torch.cat((halves.flatten(-2), pairs.flatten(-2)), -1)
+    rotated = hadamard(pad(x, (0, -x.shape[-1] % INT4_UNIT)))
+    low, high = rotated.amin(-1, keepdim=True), rotated.amax(-1, keepdim=True)
+    finite, up = rotated.isfinite().all(-1, keepdim=True), high > -low
+    scales = torch.maximum(torch.maximum(high, -low) / 16, torch.minimum(high, -low) / 15.5)
+    codes = (rotated / scales.where(scales > 0, 1)).round() + torch.where(up, 15, 16)  # ties to even
+    codes = torch.where(finite, codes, 0).clamp(0, 31).to(torch.uint8)
+    codes = codes.view(*codes.shape[:-1], codes.shape[-1] // INT4_UNIT, INT4_UNIT)
+    lower, upper = codes & 15, codes >> 4
+    halves = lower[..., : INT4_UNIT // 2] | lower[..., INT4_UNIT // 2 :] << 4
+    upper = (upper.view(*upper.shape[:-1], 8, 4) << _bits(x)[:, None]).sum(-2, dtype=torch.uint8)
+    scales = torch.where(finite, torch.where(up, -scales, scales), torch.nan)
+    return torch.cat((halves.flatten(-2), upper.flatten(-2), scales.view(torch.uint8)), -1)
 
 
 def _dequantize_int4(x: Tensor) -> Tensor:
-    num_groups = x.shape[-1] // (INT4_GROUP // 2 + SCALE_BYTES)
-    size = num_groups * INT4_GROUP // 2
-    shape = (*x.shape[:-1], num_groups)
-    pairs = x[..., size:].contiguous().view(torch.bfloat16).view(*shape, 2).float()
-    halves = x[..., :size].reshape(*shape, -1)
-    codes = torch.cat((halves & 15, halves >> 4), -1)
-    numbers: Tensor = (codes.float() - 8) * pairs[..., :1] + pairs[..., 1:]
-    return numbers.flatten(-2)
+    num_units = x.shape[-1] // _INT4_BYTES
+    shape, size = (*x.shape[:-1], num_units), num_units * INT4_UNIT // 2
+    halves, upper = x[..., :size].reshape(*shape, 16), x[..., size:-SCALE_BYTES].reshape(*shape, 4)
+    bits = (upper[..., None, :] >> _bits(x)[:, None] & 1).flatten(-2)
+    codes = (torch.cat((halves & 15, halves >> 4), -1) | bits << 4).flatten(-2)
+    scales = x[..., -SCALE_BYTES:].contiguous().view(torch.float32)
+    zeros = torch.where(scales.signbit(), 15, 16)
+    return hadamard((codes.float() - zeros) * scales.abs())
+
+
+def _bits(x: Tensor) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=x.device)

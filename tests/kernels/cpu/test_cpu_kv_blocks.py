@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from quire.config import KVGroup
 from quire.kernels import reference
-from quire.kernels.reference.quantized import stored_dtype_and_size, to_stored
+from quire.kernels.reference.quantized import from_stored, stored_dtype_and_size, to_stored
 
 _C = pytest.importorskip("quire.kernels.cpu._C", reason="the CPU kernels are not built", exc_type=ImportError)
 cpu = pytest.importorskip("quire.kernels.cpu.blocks")
@@ -98,8 +98,8 @@ class Pair:
 
 def zeros_behind_heads(storage):
     """Whether the padding of heads is zero, by the documented layout."""
-    group, depth = storage.group, cpu.padded_head_dim(storage.group.head_dim)
-    if group.dtype == "int4":  # whole groups are stored, and compared as they are
+    group, depth = storage.group, cpu.padded_head_dim(storage.group.head_dim, storage.group.dtype)
+    if group.dtype == "int4":  # rotated heads have no padding, and are compared as they are
         return True
     keys, values = storage.data[:, 0, ..., : 16 * depth], storage.data[:, 1, ..., : 16 * depth]
     terms = 4 // storage.data.itemsize
@@ -129,6 +129,25 @@ def test_tokens_are_stored_as_in_the_reference(group, seed, name):
         cpu.write_kv(pair.fast, layer, k, v, slots)
         pair.store(layer, k, v, slots, begun)
         pair.check()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize("head_dim", [20, 64, 80])
+def test_special_heads_are_stored_as_in_the_reference(dtype, head_dim):
+    pair = Pair(KVGroup((0,), "full", 1, head_dim, dtype, NUM_BLOCKS, 1), 16, 3)
+    k = pair.normal(9, 1, head_dim, dtype=torch.float32)
+    k[0], k[1], k[2, :, 1:], k[3], k[4] = 0, -2.5, 0, 1e-42, 1e30
+    k[5, 0, 3], k[6, 0, 4], k[7, 0, 5] = torch.nan, torch.inf, -torch.inf
+    slots = torch.arange(9)
+    cpu.write_kv(pair.fast, 0, k, -k, slots)
+    pair.store(0, k, -k, slots, torch.zeros(1, dtype=torch.int64))
+    fast, slow = (
+        from_stored(module.pack(some, torch.zeros(1, dtype=torch.int64)), dtype, head_dim)
+        for module, some in ((cpu, pair.fast), (reference, pair.slow))
+    )
+    torch.testing.assert_close(fast, slow, equal_nan=True, atol=0, rtol=0)
+    assert fast[0, :, 0, 5:8].isnan().all()
+    assert not fast[0, :, 0, :5].isnan().any() and not fast[0, :, 0, 8].isnan().any()
 
 
 @drawn

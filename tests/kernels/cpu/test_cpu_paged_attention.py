@@ -9,11 +9,12 @@ from attention_oracle import naive
 from cpu_kernel_builds import EVERY, in_use
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.functional import pad
 
 from quire.config import KVGroup
 from quire.kernels.contract import DTYPES, Batch, Storage
 from quire.kernels.reference.codes import quantize_activations
-from quire.kernels.reference.quantized import from_stored, stored_dtype_and_size, to_stored
+from quire.kernels.reference.quantized import from_stored, hadamard, stored_dtype_and_size, to_stored
 
 _C = pytest.importorskip("quire.kernels.cpu._C")
 paged = pytest.importorskip("quire.kernels.cpu.paged")
@@ -34,17 +35,10 @@ def laid_out(tokens, dtype, block_size):
     """(block_size, head_dim) float32 -> keys and values of a block in the kernels' layout, padded with zeros."""
     padded = -(-tokens.shape[1] // 16) * 16
     if dtype == "int4":
-        rows = (
-            to_stored(torch.from_numpy(tokens), dtype).numpy().reshape(-1, 16, stored_dtype_and_size(dtype, padded)[1])
-        )
-        num_groups = rows.shape[2] // 20
-        codes, pairs = (
-            rows[:, :, : 16 * num_groups],
-            rows[:, :, 16 * num_groups :].reshape(len(rows), 16, num_groups, 4),
-        )
-        keys = codes.reshape(len(rows), 16, -1, 4).transpose(0, 2, 1, 3)
-        pairs = pairs.transpose(0, 2, 1, 3).reshape(len(rows), -1)
-        return [np.concatenate((some.reshape(len(rows), -1), pairs), 1) for some in (keys, codes)]
+        _, width = stored_dtype_and_size(dtype, tokens.shape[1])
+        rows = to_stored(torch.from_numpy(tokens), dtype).numpy().reshape(-1, 16, width)
+        keys = rows.reshape(len(rows), 16, -1, 4).transpose(0, 2, 1, 3)
+        return [keys.reshape(len(rows), -1), np.stack([int4_values(part) for part in rows])]
     if dtype in QUANTIZED:
         rows = to_stored(torch.from_numpy(tokens), dtype).numpy().reshape(-1, 16, tokens.shape[1] + 4)
         codes = np.zeros((len(rows), 16, padded), np.uint8)
@@ -60,6 +54,21 @@ def laid_out(tokens, dtype, block_size):
         return parts.transpose(0, 2, 1), parts
     keys = parts.reshape(-1, 16, padded // 2, 2).transpose(0, 2, 1, 3)
     return keys, parts.reshape(-1, 8, 2, padded).transpose(0, 1, 3, 2)
+
+
+def int4_values(rows):
+    """Canonical rows (16, width) of 16 tokens -> the kernels' layout of their values, bit by bit."""
+    num_units = rows.shape[1] // 20
+    lower = np.zeros((num_units, 4, 16, 4), np.uint8)
+    upper = np.zeros((num_units, 16, 4), np.uint8)
+    for token, row in enumerate(rows):
+        four, place = token // 4, [0, 2, 1, 3][token % 4]
+        bits = row[16 * num_units : -4].reshape(num_units, 4)
+        lower[:, four, :, place] = row[: 16 * num_units].reshape(num_units, 16)
+        for n in range(32):
+            bit = bits[:, n % 4] >> n // 4 & 1
+            upper[:, n % 16, place] |= bit << 2 * four + n // 16
+    return np.concatenate([some.reshape(-1) for some in (lower, upper, rows[:, -4:])])
 
 
 class Case:
@@ -143,11 +152,17 @@ class Case:
         )
 
     def rounded(self, q):
-        """Queries as they are multiplied: for keys of int8, with 8 bits."""
-        if self.dtype != "int8":
+        """Queries as they are multiplied: for keys of int8 and int4 with 8 bits, for int4 after their rotation."""
+        if self.dtype not in ("int8", "int4"):
             return q.double().numpy()
-        codes, scales = quantize_activations(q.flatten(0, 1), q.shape[-1])
-        return (codes.double() * scales.double()).view(q.shape).numpy()
+        rows = q.flatten(0, 1).float()
+        if self.dtype == "int4":
+            rows = hadamard(pad(rows, (0, -q.shape[-1] % 32)))
+        codes, scales = quantize_activations(rows, rows.shape[-1])
+        rows = codes.double() * scales.double()
+        if self.dtype == "int4":
+            rows = hadamard(rows)[:, : q.shape[-1]]
+        return rows.view(q.shape).numpy()
 
     def stored(self, kv):
         return from_stored(to_stored(kv, self.dtype), self.dtype, kv.shape[-1])

@@ -14,7 +14,8 @@
 // positions in steps with a running maximum and sum (Milakov and Gimelshein 2018, Dao et al. 2022). The parts of a
 // split item write maxima, sums and weighted values to scratch, and are merged after a barrier.
 //
-// int4 is expanded to the type of queries, one step at a time: see attention_int4.h.
+// int4 is expanded to int8, one step at a time: see attention_int4.h. Queries are rotated as its keys are, and results are
+// rotated back.
 //
 // A strict call splits no item, and uses no tile registers and no weights of 8 bits. Its steps end at multiples of STEP_TOKENS, and masked keys
 // do not change a row's state, bit for bit. So a row's result depends on its own sequence only.
@@ -65,6 +66,11 @@ static void finish_row(const Attention& a, const Item& item, int64_t row, const 
   int64_t token = item.token + (item.row + row) / a.shared, head = item.head * a.shared + (item.row + row) % a.shared;
   int64_t place = (token * a.num_heads + head) * a.head_dim;
   float factor = 1.0f / total;
+  alignas(64) float rotated_back[MAX_HEAD_DIM];
+  if (a.stored == Stored::int4) {
+    hadamard_of(values, a.padded, a.padded, rotated_back);
+    values = rotated_back;
+  }
   for (int64_t d = 0; d < a.head_dim; d += 16) {
     Vec v = load(values + d) * factor;
     if (a.is_bf16)
@@ -101,6 +107,15 @@ struct Query<Fp8<X>> {
   using Type = X;
 };
 
+// Rounds a query to codes, for int4 after its rotation: see round_row.
+template <class X>
+static float round_query(const Attention& a, const X* q, int8_t* codes, int32_t* total) {
+  if (a.stored != Stored::int4) return round_row(q, a.head_dim, codes, total);
+  alignas(64) float rotated[MAX_HEAD_DIM];
+  hadamard_of(q, a.head_dim, a.padded, rotated);
+  return round_row((const float*)rotated, a.padded, codes, total);
+}
+
 template <class T>
 static void begin_rows(const Attention& a, const Item& item, const Rows& rows) {
   auto q = (typename ScoreTerm<T>::Held*)rows.q;
@@ -110,8 +125,8 @@ static void begin_rows(const Attention& a, const Item& item, const Rows& rows) {
     if constexpr (IS_INTEGER<T>) {
       int8_t codes[MAX_HEAD_DIM];
       int32_t total;
-      rows.scales[i] *= a.is_bf16 ? round_row(query<bf16>(a, item, i), a.head_dim, codes, &total)
-                                  : round_row(query<float>(a, item, i), a.head_dim, codes, &total);
+      rows.scales[i] *= a.is_bf16 ? round_query(a, query<bf16>(a, item, i), codes, &total)
+                                  : round_query(a, query<float>(a, item, i), codes, &total);
       rows.begin[i] = -ZERO_CODE * total;
       hold_codes(codes, q, a.padded);
     } else {
@@ -151,7 +166,7 @@ template <class T, bool PAGED>
 static void attend(const Attention& stored, const Item& item, Queue* queue, const Rows& rows, char* expanded = nullptr) {
   Attention a = stored;
   if (expanded) a = expanded_in(stored, expanded);
-  begin_rows<T>(a, item, rows);
+  begin_rows<T>(stored, item, rows);
   int64_t places[2][STEP_PARTS], end;
   for (int64_t begin = item.begin; begin < item.end; begin = end) {
     end = min(item.end, (begin / STEP_TOKENS + 1) * STEP_TOKENS);
@@ -159,8 +174,7 @@ static void attend(const Attention& stored, const Item& item, Queue* queue, cons
     int64_t coming = locate_coming<PAGED>(stored, item, end, queue, places[1]);
     for (int64_t i = coming; i < parts; i++) places[1][i] = places[0][i];  // prefetches cached memory, which is cheap
     bool first = expanded == nullptr;
-    if constexpr (!HAS_SCALES<T>)
-      if (expanded) expand<T>(stored, places[0], places[1], parts, a);
+    if (expanded) expand(stored, places[0], places[1], parts, a);
     for (int64_t row = 0; row < item.rows; row += ROWS_AT_ONCE) {
       Seen seen[ROWS_AT_ONCE];
       int64_t count = min(ROWS_AT_ONCE, item.rows - row);
@@ -174,7 +188,7 @@ static void attend(const Attention& stored, const Item& item, Queue* queue, cons
     }
   }
   for (int64_t i = 0; i < item.rows; i++)
-    finish_row(a, item, i, rows.values + i * a.padded, rows.tops[i / ROWS_AT_ONCE * 16 + i % ROWS_AT_ONCE],
+    finish_row(stored, item, i, rows.values + i * a.padded, rows.tops[i / ROWS_AT_ONCE * 16 + i % ROWS_AT_ONCE],
                sum(load(rows.sums + i * 16)));
 }
 
@@ -229,8 +243,7 @@ static void attend_item(const Attention& a, const Item& item, Queue* queue, Rows
     case Stored::fp8:
       return a.is_bf16 ? attend<Fp8<bf16>, PAGED>(a, item, queue, rows) : attend<Fp8<float>, PAGED>(a, item, queue, rows);
     case Stored::int4:
-      return a.is_bf16 ? attend<bf16, PAGED>(a, item, queue, rows, expanded)
-                       : attend<float, PAGED>(a, item, queue, rows, expanded);
+      return attend<int8_t, PAGED>(a, item, queue, rows, expanded);
   }
 }
 
@@ -286,12 +299,11 @@ static Attention read(const Arg* args) {
   a.softcap = (float)(args[22].number * 1.4426950408889634);
   a.scale = (float)(args[21].number * 1.4426950408889634);
   a.shared = a.num_heads / a.kv_heads;
-  a.padded = up_to(a.head_dim, 16);
-  a.groups = (a.head_dim + INT4_GROUP - 1) / INT4_GROUP;
+  a.padded = up_to(a.head_dim, a.stored == Stored::int4 ? INT4_UNIT : 16);
+  a.units = a.padded / INT4_UNIT;
   a.scales_at = PART_TOKENS * a.padded * (a.stored == Stored::float32 ? 4 : a.stored == Stored::bfloat16 ? 2 : 1);
-  if (a.stored == Stored::int4) a.scales_at = PART_TOKENS * a.groups * INT4_GROUP / 2;
-  int64_t scales = a.stored == Stored::int4 ? a.groups : a.stored >= Stored::int8 ? 1 : 0;
-  a.part_bytes = a.scales_at + scales * PART_TOKENS * 4;
+  if (a.stored == Stored::int4) a.scales_at = PART_TOKENS * a.units * INT4_BYTES;
+  a.part_bytes = a.scales_at + (a.stored >= Stored::int8 ? PART_TOKENS * 4 : 0);
   int64_t bytes = a.num_blocks * a.kv_heads * (a.block_size / PART_TOKENS) * a.part_bytes;
   a.keys = (const char*)args[2].data + a.layer * 2 * bytes;
   a.values = a.keys + bytes;

@@ -1,100 +1,88 @@
-// Keys and values in int4, expanded to the parts that queries in float32 or bf16 read: one step of an item at a time.
+// Keys and values in int4, expanded to parts of int8: one step of an item at a time.
 #pragma once
 #include "attention_rows.h"
 
 namespace quire::ISA {
 
-// Unsigned bytes as integers.
-INLINE IVec load_bytes(const char* p) {
-#if defined(__AVX512F__)
-  return (IVec)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
-#else
-  int32_t all[LANES];
-  for (int i = 0; i < LANES; i++) all[i] = (uint8_t)p[i];
-  return load_bits<IVec>(all);
-#endif
-}
-
-// The bytes of expanded keys, or values, of a part.
-INLINE int64_t expanded_part_bytes(const Attention& a) { return PART_TOKENS * a.padded * (a.is_bf16 ? 2 : 4); }
+INLINE int64_t expanded_part_bytes(const Attention& a) { return PART_TOKENS * (a.padded + 4); }
 INLINE int64_t expanded_bytes(const Attention& a) {
   return a.stored == Stored::int4 ? 2 * STEP_PARTS * expanded_part_bytes(a) : 0;
 }
 
-// The same attention to keys and values that were expanded into `memory`.
+// The same attention to rotated keys and values that were expanded into `memory`.
 static Attention expanded_in(const Attention& a, char* memory) {
   Attention expanded = a;
-  expanded.stored = a.is_bf16 ? Stored::bfloat16 : Stored::float32;
+  expanded.stored = Stored::int8;
+  expanded.head_dim = a.padded;
+  expanded.scales_at = PART_TOKENS * a.padded;
   expanded.part_bytes = expanded_part_bytes(a);
   expanded.keys = memory;
   expanded.values = memory + STEP_PARTS * expanded.part_bytes;
   return expanded;
 }
 
-INLINE void store_pair(float* p, int64_t stride, Vec first, Vec second) {
-  store(p, first);
-  store(p + stride, second);
-}
-INLINE void store_pair(bf16* p, int64_t, Vec first, Vec second) { store_bits(p, to_bf16(first) | to_bf16(second) << 16); }
-
-struct Pairs {
-  Vec scales, offsets;
-};
-// The scales, and the offsets minus those of code 0, of 16 pairs.
-INLINE Pairs load_pairs(const char* p) {
-  UVec words = load_bits<UVec>(p);
-  Vec scales = (Vec)(words << 16), offsets = (Vec)(words & 0xffff0000u);
-  return {scales, fma(scales, splat(-8.0f), offsets)};
+// Copies the magnitudes of the scales of a part. Returns 0 for tokens whose codes have the zero 16, and 1 for 15.
+INLINE UVec copy_scales(const char* from, char* to) {
+  UVec scales = load_bits<UVec>(from);
+  store_bits(to, scales & 0x7fffffffu);
+  return scales >> 31u;
 }
 
-// Writes dimensions [d, d + 2) of 16 keys.
-template <class X>
-INLINE void expand_keys(const Attention& a, X* keys, int64_t d, const Pairs& pairs, IVec first, IVec second) {
-  if (d >= a.padded) return;
-  store_pair(keys + d * PART_TOKENS, PART_TOKENS, fma(to_floats(first & 15), pairs.scales, pairs.offsets),
-             fma(to_floats(second & 15), pairs.scales, pairs.offsets));
+constexpr int64_t LOWER_BYTES = PART_TOKENS * INT4_UNIT / 2;  // of a unit of a part
+constexpr uint32_t IN_EACH_BYTE = 0x01010101u;
+
+// Writes what `finish` makes of the codes of numbers [0, 4) and [16, 20) of a unit, or of four tokens, one in each byte.
+// Their upper bits are bits `i` and `other` of each byte of `upper`.
+template <class Finish>
+INLINE void expand_codes(UVec lower, UVec upper, uint32_t i, uint32_t other, char* first, char* second, Finish finish) {
+  auto fifth = [&](uint32_t bit) __attribute__((always_inline)) {
+    return (bit < 4 ? upper << (4 - bit) : upper >> (bit - 4)) & (IN_EACH_BYTE << 4);
+  };
+  store_bits(first, finish((lower & 0x0f0f0f0fu) | fifth(i)));
+  store_bits(second, finish((lower >> 4u & 0x0f0f0f0fu) | fifth(other)));
 }
 
-// Writes dimensions [d, d + 16) of tokens t and t + 1.
-template <class X>
-INLINE void expand_values(const Attention& a, X* values, int64_t t, int64_t d, IVec first, IVec second,
-                          const float* scales, const float* offsets) {
-  if (d >= a.padded) return;
-  constexpr int64_t width = 4 / sizeof(X);
-  store_pair(values + t * a.padded + d * width, a.padded, fma(to_floats(first & 15), splat(scales[0]), splat(offsets[0])),
-             fma(to_floats(second & 15), splat(scales[1]), splat(offsets[1])));
+// Codes minus their zeros, plus 128.
+static void expand_keys(const Attention& a, const char* part, char* out) {
+  UVec offsets = (copy_scales(part + a.scales_at, out + PART_TOKENS * a.padded) + 112u) * IN_EACH_BYTE;
+  const char* all_upper = part + a.units * LOWER_BYTES;
+  for (int64_t unit = 0; unit < a.units; unit++) {
+    UVec upper = load_bits<UVec>(all_upper + unit * 64);
+    char* to = out + unit * PART_TOKENS * INT4_UNIT;
+#pragma GCC unroll 4
+    for (uint32_t i = 0; i < 4; i++)
+      expand_codes(load_bits<UVec>(part + (unit * 4 + i) * 64), upper, i, i + 4, to + i * 64, to + (i + 4) * 64,
+                   [&](UVec codes) __attribute__((always_inline)) { return codes + offsets; });
+  }
+}
+
+// Codes minus their zeros, as signed bytes.
+static void expand_values(const Attention& a, const char* part, char* out) {
+  alignas(64) uint32_t up[PART_TOKENS];
+  store_bits(up, copy_scales(part + a.scales_at, out + PART_TOKENS * a.padded));
+  const char* all_upper = part + a.units * LOWER_BYTES;
+#pragma GCC unroll 4
+  for (uint32_t four = 0; four < 4; four++) {
+    const uint32_t* u = up + four * 4;
+    UVec offsets = UVec{} + (112u * IN_EACH_BYTE + (u[0] | u[2] << 8 | u[1] << 16 | u[3] << 24));
+    for (int64_t unit = 0; unit < a.units; unit++) {
+      char* to = out + (four * a.padded + unit * INT4_UNIT) * 4;
+      expand_codes(load_bits<UVec>(part + (unit * 4 + four) * 64), load_bits<UVec>(all_upper + unit * 64), 2 * four,
+                   2 * four + 1, to, to + 64,
+                   [&](UVec codes) __attribute__((always_inline)) { return (codes + offsets) ^ (IN_EACH_BYTE << 7); });
+    }
+  }
 }
 
 // Expands `parts` parts at `places` into the memory of `expanded`, and sets their places there. Prefetches those that are
 // needed next.
-template <class X>
 static void expand(const Attention& a, int64_t* places, const int64_t* coming, int64_t parts, const Attention& expanded) {
-  int64_t row = a.groups * INT4_GROUP / 2;
   for (int64_t i = 0; i < parts; i++) {
     for (int64_t at = 0; at < a.part_bytes; at += 64) fetch(a.keys + coming[i] + at), fetch(a.values + coming[i] + at);
-    const char *k = a.keys + places[i], *v = a.values + places[i];
-    places[i] = i * expanded.part_bytes;
-    auto keys = (X*)(expanded.keys + places[i]), values = (X*)(expanded.values + places[i]);
-    for (int64_t g = 0; g < a.groups; g++) {
-      Pairs of_keys = load_pairs(k + a.scales_at + g * 64), of_values = load_pairs(v + a.scales_at + g * 64);
-      for (int64_t word = 0; word < 4; word++) {
-        IVec bytes = load_bits<IVec>(k + (g * 4 + word) * 64);
-        for (int64_t half = 0; half < 2; half++, bytes = (IVec)((UVec)bytes >> 4)) {
-          int64_t d = g * INT4_GROUP + half * INT4_GROUP / 2 + word * 4;
-          expand_keys(a, keys, d, of_keys, bytes, (IVec)((UVec)bytes >> 8));
-          expand_keys(a, keys, d + 2, of_keys, (IVec)((UVec)bytes >> 16), (IVec)((UVec)bytes >> 24));
-        }
-      }
-      alignas(64) float scales[PART_TOKENS], offsets[PART_TOKENS];
-      store(scales, of_values.scales);
-      store(offsets, of_values.offsets);
-      for (int64_t t = 0; t < PART_TOKENS; t += 2) {
-        IVec first = load_bytes(v + t * row + g * LANES), second = load_bytes(v + (t + 1) * row + g * LANES);
-        int64_t d = g * INT4_GROUP;
-        expand_values(a, values, t, d, first, second, scales + t, offsets + t);
-        expand_values(a, values, t, d + LANES, first >> 4, second >> 4, scales + t, offsets + t);
-      }
-    }
+    int64_t to = i * expanded.part_bytes;
+    expand_keys(a, a.keys + places[i], (char*)expanded.keys + to);
+    expand_values(a, a.values + places[i], (char*)expanded.values + to);
+    places[i] = to;
   }
 }
 

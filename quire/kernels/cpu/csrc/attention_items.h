@@ -5,13 +5,12 @@
 // all of them. Long items are split. Each thread computes the same list, which depends only on the arguments and the
 // number of threads.
 #pragma once
-#include "terms.h"
+#include "int4.h"
 #include "team.h"
 
 namespace quire::ISA {
 
 constexpr int64_t PART_TOKENS = 16;
-constexpr int64_t MAX_HEAD_DIM = 256;
 constexpr int64_t STEP_TOKENS = 128;
 constexpr int64_t STEP_PARTS = STEP_TOKENS / PART_TOKENS;
 constexpr int64_t SPLIT_TOKENS = 512;       // the parts of a split item have at least so many on average
@@ -39,10 +38,10 @@ struct Attention {
   int64_t table_stride, q_stride, window, scratch_rows;
   float scale, softcap;  // scores are to base 2: both include log2(e)
   int64_t shared;        // query heads per KV head
-  int64_t padded;        // head_dim padded to a multiple of 16
+  int64_t padded;        // head_dim padded to a multiple of 16, in int4 of INT4_UNIT
   int64_t part_bytes;    // of the keys, or the values, of a part
   int64_t scales_at;     // offset of the scales in a part, in bytes
-  int64_t groups;        // of a head in int4
+  int64_t units;         // of a head in int4
   int64_t max_rows;      // of an item
 };
 

@@ -7,11 +7,12 @@
 // types, and the scales are the last 16 words. Keys of int8 are stored as key + 128 in order; see terms.h for the order of
 // other groups of four bytes.
 //
-// int4: bytes are those of the canonical layout (see quantized.py): 16 bytes of codes for each group of 32 numbers, and a
-// pair of bf16, scale and offset, for each group. Keys are [4 words of each group][16 tokens], values [16 tokens][bytes].
-// The pairs are [groups][16 tokens].
+// int4: a head is rotated, and has units of 32 codes (see quantized.py). Keys are the words of the canonical layout,
+// [words][16 tokens]. Values have the same bits for four tokens in a word. The lower bits are [units][4 times 4 tokens]
+// [16 numbers][4], with those of number n + 16 above those of number n. The upper bits are [units][16 numbers] words. There
+// the bits of numbers n and n + 16 of token 4 * i + j are bits 2 * i and 2 * i + 1 of the byte of token j.
+#include "int4.h"
 #include "rows.h"
-#include "terms.h"
 
 namespace quire::ISA {
 
@@ -29,9 +30,9 @@ template <class K>
 struct Layout {
   int64_t num_blocks, heads, block_size, dim;
 
-  int64_t groups() const { return (dim + INT4_GROUP - 1) / INT4_GROUP; }  // of int4
-  int64_t depth() const { return IS_INT4<K> ? groups() * INT4_GROUP / 2 : up_to(dim, 16); }
-  int64_t scales() const { return IS_INT4<K> ? groups() * 4 : HAS_SCALES<K> ? 4 : 0; }
+  int64_t units() const { return (dim + INT4_UNIT - 1) / INT4_UNIT; }  // of int4
+  int64_t depth() const { return IS_INT4<K> ? units() * INT4_BYTES : up_to(dim, 16); }
+  int64_t scales() const { return HAS_SCALES<K> ? 4 : 0; }
   int64_t row() const { return depth() + scales(); }                                // of a token
   int64_t canonical_row() const { return (IS_INT4<K> ? depth() : dim) + scales(); }  // in the canonical layout
   int64_t part() const { return 16 * row(); }
@@ -43,7 +44,7 @@ struct Layout {
 };
 }  // namespace
 
-// ---- 8 and 4 bits ----
+// ---- codes ----
 
 template <class K>
 constexpr float LARGEST = 127.0f;
@@ -81,31 +82,44 @@ static void round_head(const T* x, const Layout<K>& layout, K* row) {
   memcpy(row + layout.depth(), &scale, sizeof scale);
 }
 
-// Rounds a head to codes of 4 bits, with a scale and an offset for each group. They are NaN if a number is not finite.
+// Rotates a head and rounds it to codes of 5 bits. The scale is NaN if a rotated number is not finite.
 template <class T>
 static void round_head(const T* x, const Layout<Int4>& layout, Int4* row) {
-  constexpr int64_t half = INT4_GROUP / 2;
-  for (int64_t g = 0; g < layout.groups(); g++) {
-    Vec v[2];
-    for (int i = 0; i < 2; i++) {
-      int64_t first = g * INT4_GROUP + i * half;
-      v[i] = first < layout.dim ? load_some(x + first, layout.dim - first) : Vec{};
-    }
-    float none = sum(fma(v[0], Vec{}, v[1] * Vec{}));
-    float low = -largest(vmax(-v[0], -v[1])), high = largest(vmax(v[0], v[1]));
-    bf16 pair[2];
-    put(pair, none == none ? (high - low) / 15.0f : none);
-    put(pair + 1, none == none ? low + 8.0f * to_float(pair[0]) : none);
-    float step = to_float(pair[0]), offset = to_float(pair[1]);
-    IVec codes[2];
-    for (int i = 0; i < 2; i++) {
-      Vec units = step > 0 ? round_to_int((v[i] - splat(offset)) / splat(step)) : Vec{};
-      codes[i] = to_ints(vmin(splat(7.0f), vmax(splat(-8.0f), units))) + 8;
-      if (none != none) codes[i] = IVec{};
-    }
-    store_bytes(row + g * half, codes[0] | codes[1] << 4);
-    memcpy(row + layout.depth() + g * 4, pair, 4);
+  alignas(64) float rotated[MAX_HEAD_DIM];
+  int64_t size = layout.units() * INT4_UNIT;
+  hadamard_of(x, layout.dim, size, rotated);
+  Vec most{}, least{}, bad{};
+  for (int64_t i = 0; i < size; i += LANES) {
+    Vec v = load(rotated + i);
+    most = vmax(most, v);
+    least = vmax(least, -v);
+    bad = fma(v, Vec{}, bad);
   }
+  float none = sum(bad), high = largest(most), low = largest(least);
+  bool up = high > low;
+  float scale = up ? maxf(high / 16.0f, low / 15.5f) : maxf(low / 16.0f, high / 15.5f);
+  float step = scale > 0 ? scale : 1.0f, zero = up ? 15.0f : 16.0f;
+  if (up) scale = -scale;
+  if (none != none) {
+    memset(row, 0, layout.depth());
+    scale = as_float(0x7fc00000);
+  } else {
+    for (int64_t unit = 0; unit < layout.units(); unit++) {
+      IVec codes[2];
+      for (int i = 0; i < 2; i++) {
+        Vec steps = round_to_int(load(rotated + unit * INT4_UNIT + i * LANES) / splat(step)) + splat(zero);
+        codes[i] = to_ints(vmin(splat(31.0f), vmax(Vec{}, steps)));
+      }
+      store_bytes(row + unit * LANES, (codes[0] & 15) | (codes[1] & 15) << 4);
+      UVec upper = ((UVec)(codes[0] >> 4) | (UVec)(codes[1] >> 4) << 4) << places_of_upper_bits();
+      alignas(64) Word words[LANES];
+      Word all = 0;
+      store_bits(words, upper);
+      for (Word word : words) all |= word;
+      memcpy(row + (layout.units() * 4 + unit) * sizeof(Word), &all, sizeof(Word));
+    }
+  }
+  memcpy(row + layout.depth(), &scale, sizeof scale);
 }
 
 // A head in the canonical layout.
@@ -233,19 +247,37 @@ static void put_values(const K* rows, K* sixteen, int64_t place, int64_t count, 
     memcpy(sixteen + 16 * depth + (place + t) * layout.scales(), row + depth, layout.scales());
   }
 }
+// Writes bits [shift, shift + bits) of 16 words.
+INLINE void put_bits(Word* words, UVec numbers, int64_t bits, int64_t shift) {
+  UVec others = load_bits<UVec>(words) & ~(((1u << bits) - 1u) << shift);
+  store_bits(words, others | numbers << (uint32_t)shift);
+}
 static void put_values(const Int4* rows, Int4* sixteen, int64_t place, int64_t count, const Layout<Int4>& layout) {
-  int64_t depth = layout.depth();
-  for (int64_t t = 0; t < count; t++) {
-    const Int4* row = rows + t * layout.row();
-    memcpy(sixteen + (place + t) * depth, row, depth);
-    for (int64_t g = 0; g < layout.groups(); g++)
-      memcpy(sixteen + 16 * depth + (g * 16 + place + t) * 4, row + depth + g * 4, 4);
+  int64_t units = layout.units();
+  auto lower = (Word*)sixteen, upper = lower + units * 64;
+  for (int64_t t = place; t < place + count; t++, rows += layout.row()) {
+    int64_t four = t / 4, shift = 8 * INNER_SWAPPED[t % 4];
+    for (int64_t unit = 0; unit < units; unit++) {
+      put_bits(lower + (unit * 4 + four) * LANES, (UVec)load_bytes(rows + unit * LANES), 8, shift);
+      UVec bits = (UVec)splat_int((int32_t)((const Word*)rows)[units * 4 + unit]) >> places_of_upper_bits();
+      put_bits(upper + unit * LANES, (bits & 1u) | (bits >> 3u & 2u), 2, shift + 2 * four);
+    }
+    memcpy(sixteen + 16 * layout.depth() + t * layout.scales(), rows + layout.depth(), layout.scales());
   }
 }
 INLINE void get_value(const Int4* sixteen, int64_t place, Int4* out, const Layout<Int4>& layout) {
-  int64_t depth = layout.depth();
-  memcpy(out, sixteen + place * depth, depth);
-  for (int64_t g = 0; g < layout.groups(); g++) memcpy(out + depth + g * 4, sixteen + 16 * depth + (g * 16 + place) * 4, 4);
+  int64_t units = layout.units(), four = place / 4, shift = 8 * INNER_SWAPPED[place % 4];
+  auto lower = (const Word*)sixteen, upper = lower + units * 64;
+  for (int64_t unit = 0; unit < units; unit++) {
+    store_bytes(out + unit * LANES, (IVec)(load_bits<UVec>(lower + (unit * 4 + four) * LANES) >> (uint32_t)shift));
+    Word all = 0;
+    for (int64_t i = 0; i < LANES; i++) {
+      Word bits = upper[unit * LANES + i] >> (shift + 2 * four), at = 8 * (i % 4) + i / 4;
+      all |= (bits & 1) << at | (bits >> 1 & 1) << (at + 4);
+    }
+    memcpy(out + (units * 4 + unit) * sizeof(Word), &all, sizeof(Word));
+  }
+  memcpy(out + layout.depth(), sixteen + 16 * layout.depth() + place * layout.scales(), layout.scales());
 }
 
 INLINE void get_value(const float* sixteen, int64_t place, float* out, const Layout<float>& layout) {
@@ -501,22 +533,29 @@ static void copy_keys(const Word* source, Word* target, int64_t count, int64_t w
   for (int64_t w = 0; w < words * 16; w++) target[w] = w % 16 < count ? source[w] : 0;
 }
 
+// The bytes of the first tokens of four.
+constexpr Word FIRST_BYTES[] = {0, 0xffu, 0x00ff00ffu, 0x00ffffffu, 0xffffffffu};
+
 template <class K>
 static void copy_values(const Word* source, Word* target, int64_t count, const Layout<K>& layout) {
   constexpr int64_t together = sizeof(Word) / sizeof(K);  // tokens whose numbers are in one word
-  static const Word kFirst[] = {0, sizeof(K) == 1 ? 0xffu : 0xffffu, 0x00ff00ffu, 0x00ffffffu};
+  Word mask = sizeof(K) == 1 ? FIRST_BYTES[count % together] : 0xffffu;
   int64_t depth = layout.depth(), whole = count / together * depth, all = 16 / together * depth;
   memcpy(target, source, whole * sizeof(Word));
   if (count % together)
-    for (int64_t i = 0; i < depth; i++, whole++) target[whole] = source[whole] & kFirst[count % together];
+    for (int64_t i = 0; i < depth; i++, whole++) target[whole] = source[whole] & mask;
   memset(target + whole, 0, (all - whole) * sizeof(Word));
   if (HAS_SCALES<K>) copy_keys(source + all, target + all, count, 1);
 }
 static void copy_values(const Word* source, Word* target, int64_t count, const Layout<Int4>& layout) {
-  int64_t words = layout.depth() / sizeof(Word);
-  memcpy(target, source, count * words * sizeof(Word));
-  memset(target + count * words, 0, (16 - count) * words * sizeof(Word));
-  copy_keys(source + 16 * words, target + 16 * words, count, layout.groups());
+  int64_t lower = layout.units() * 64, all = layout.depth() * 4;
+  Word masks[4], upper = 0;
+  for (int64_t four = 0; four < 4; four++) {
+    masks[four] = FIRST_BYTES[max(0, min(4, count - 4 * four))];
+    upper |= (masks[four] & 0x03030303u) << (2 * four);
+  }
+  for (int64_t i = 0; i < all; i++) target[i] = source[i] & (i < lower ? masks[i / LANES % 4] : upper);
+  copy_keys(source + all, target + all, count, 1);
 }
 
 template <class K>

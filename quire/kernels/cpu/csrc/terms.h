@@ -21,13 +21,11 @@ INLINE float float8(int32_t code) {
   return code & 0x80 ? -magnitude : magnitude;
 }
 
-// The type of stored keys and values. Those of 8 bits have a scale for each token, and those of 4 a scale and an offset
-// for each group of INT4_GROUP numbers of a token.
+// The type of stored keys and values. Those of 8 bits and int4 have a scale for each token.
 enum class Stored : int64_t { float32, bfloat16, int8, fp8, int4 };
 struct Int4 {
   uint8_t bits;
 };
-constexpr int64_t INT4_GROUP = 32;
 template <class K>
 constexpr bool HAS_SCALES = sizeof(K) == 1;
 
