@@ -11,7 +11,7 @@ from benchmarks.real import __main__, chats, drafts, forced, schemes, servers
 
 def test_schemes_report_exactness_and_speed():
     model_file()
-    exact, stored = schemes.schemes((schemes.EXACT, "stored:int8"), 64, rounds=1)
+    exact, stored = schemes.schemes((schemes.EXACT, "stored:int8"), 256, rounds=1)
     assert (exact["GPL-3: over exact"], exact["GPL-3: KL"]) == (1, 0)
     assert 0 < stored["Python's reference: KL"] < 0.5
     assert stored["weights MB"] < exact["weights MB"] / 4

@@ -38,7 +38,7 @@ def test_exact_weights_read_the_texts_well(exact):
 
 
 def mean_ratio(found, exact):
-    """The geometric mean over the texts: the ratio of one text varies by 0.003 between roundings of the same accuracy."""
+    """The geometric mean over the texts: one text alone varies by 0.003 between roundings of the same accuracy."""
     return prod(found[name] / exact[name] for name in exact) ** (1 / len(exact))
 
 
