@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.config import EngineOptions
-from quire.errors import ConfigError, ModelError
+from quire.errors import ModelError
 from quire.kernels.contract import QuantizedRows, Scheme
 from quire.models.checkpoint import FolderCheckpoint
 from quire.models.description import describe
@@ -17,12 +17,9 @@ from quire.models.model import Progress
 from quire.models.weight_map import Placement
 from quire.quant.gptq import error_factors, quantize_with_feedback
 from quire.startup.build import Report, prepare
-from quire.tokenizer.tokenizer import Tokenizer
+from quire.startup.token_windows import WINDOW, read_token_ids, token_windows
 
 CALIBRATION_TOKENS = 32768  # of the text, at most
-_MIN_TOKENS = 1024
-_SEQUENCE_TOKENS = 2048  # of one sequence, at most
-_MAX_CHARACTERS = 32 * CALIBRATION_TOKENS  # read from the text, so that a large file is not tokenized
 
 
 def calibrated_rows(
@@ -42,7 +39,7 @@ def calibrated_rows(
     receives a line. progress(done, total): bytes of the weights. Raises ConfigError, ModelError.
     """
     description = describe(checkpoint)
-    length = min(_SEQUENCE_TOKENS, description.max_positions)
+    length = min(WINDOW, description.max_positions)
     options = EngineOptions(
         model=str(checkpoint.path),
         device="cpu",
@@ -53,7 +50,9 @@ def calibrated_rows(
         max_num_batched_tokens=length,
     )
     prepared = prepare(options, report=_ignore, progress=_ignore)
-    sequences = read_sequences(text, prepared.files.tokenizer, length)
+    tokenizer = prepared.files.tokenizer
+    ids = read_token_ids(text, tokenizer, CALIBRATION_TOKENS)
+    sequences = [torch.tensor(some) for some in token_windows(ids, length, tokenizer.bos_token_id)]
     report(f"calibrated with {sum(map(len, sequences))} tokens of {text}, in sequences of up to {length}")
     kernels, cache = prepared.kernels.kernels, prepared.cache
     model = load(description, dtype=prepared.dtype, kernels=kernels)
@@ -74,27 +73,6 @@ def calibrated_rows(
                 done += checkpoint.tensors[name].num_bytes
                 progress(done, total)
     return rows
-
-
-def read_sequences(text: Path, tokenizer: Tokenizer, length: int) -> list[Tensor]:
-    """The first CALIBRATION_TOKENS tokens of a text file, int64, in sequences of `length` tokens and a shorter one.
-
-    Each sequence begins with the token with which the tokenizer begins a text, if it has one.
-    Raises ConfigError for a file that cannot be read or is too short.
-    """
-    try:
-        with text.open(encoding="utf-8") as file:
-            ids = tokenizer.encode(file.read(_MAX_CHARACTERS))[:CALIBRATION_TOKENS]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"calibration text {text} cannot be read as UTF-8 text: {error}") from error
-    if len(ids) < _MIN_TOKENS:
-        raise ConfigError(
-            f"calibration text {text} has {len(ids)} tokens, but at least {_MIN_TOKENS} are needed; "
-            "use text like the model's prompts and answers"
-        )
-    first = ids[:1] if ids[0] == tokenizer.bos_token_id else []
-    rest, step = ids[len(first) :], length - len(first)
-    return [torch.tensor(first + rest[start : start + step]) for start in range(0, len(rest), step)]
 
 
 def _ignore(*_: object) -> None:

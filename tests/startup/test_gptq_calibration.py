@@ -5,7 +5,6 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_tokenizers import llama3, write_folder
 from typer.testing import CliRunner
 
 import quire
@@ -15,8 +14,6 @@ from quire.hub import embedded
 from quire.models.checkpoint import FolderCheckpoint
 from quire.models.quantized_checkpoint import open_layers
 from quire.startup import gptq_calibration
-from quire.startup.gptq_calibration import CALIBRATION_TOKENS, read_sequences
-from quire.tokenizer.tokenizer import Tokenizer
 from tools.demo_model.sample_text import sample
 
 
@@ -59,7 +56,7 @@ def test_experts_are_calibrated_with_their_own_tokens(saved, tmp_path, monkeypat
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(embedded.folder() / name, folder)
     ids = torch.randint(0, 301, (2, 200), generator=torch.Generator().manual_seed(0))
-    monkeypatch.setattr(gptq_calibration, "read_sequences", lambda *_: list(ids))
+    monkeypatch.setattr(gptq_calibration, "read_token_ids", lambda *_: ids.flatten().tolist())
     quantize(tmp_path / "plain", model=folder)
     quantize(tmp_path / "calibrated", model=folder, calibrate=tmp_path / "text")
     plain, found = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "calibrated"))
@@ -87,28 +84,11 @@ def test_the_command(tmp_path, text):
     assert output.outputs[0].text
 
 
-def test_each_sequence_begins_with_the_begin_token(tmp_path):
-    folder = write_folder(tmp_path, llama3(), tokenizer_config={"bos_token": "<|im_start|>"})
-    tokenizer = Tokenizer.from_folder(folder)
-    (tmp_path / "text").write_text("The kettle stands on the shelf. " * 400)
-    ids = tokenizer.encode((tmp_path / "text").read_text())
-    sequences = read_sequences(tmp_path / "text", tokenizer, 100)
-    assert ids[0] == tokenizer.bos_token_id and all(int(one[0]) == ids[0] for one in sequences)
-    assert torch.cat([one[1:] for one in sequences]).tolist() == ids[1:]
-    assert {len(one) for one in sequences[:-1]} == {100} and len(sequences[-1]) <= 100
-
-
-def test_a_long_text_is_cut(tmp_path, text):
-    (tmp_path / "long").write_text(text.read_text() * 20)
-    sequences = read_sequences(tmp_path / "long", Tokenizer.from_folder(embedded.folder()), 2048)
-    assert sum(map(len, sequences)) == CALIBRATION_TOKENS
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (b"", "has 0 tokens, but at least 1024 are needed"),
-        (b"Two and two are four.", r"has \d+ tokens, but at least 1024 are needed; use text like"),
+        (b"Two and two are four.", r"has \d+ tokens, but at least 1024 are needed; use a longer text, like"),
         (b"\xff\xfe" * 1000, "cannot be read as UTF-8 text"),
         (None, "cannot be read as UTF-8 text: .*No such file"),
     ],
