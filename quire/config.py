@@ -191,7 +191,9 @@ class Help:
     rare: bool = False
 
 
-MODEL_HELP = "Hugging Face id, folder of a checkpoint, or .gguf file [default: quire's own model]"
+MODEL_HELP = (
+    "a name of `quire pull`, Hugging Face id, folder of a checkpoint, or .gguf file [default: quire's own model]"
+)
 
 
 @known_arguments_only(ConfigError, elsewhere={"gpu_memory_utilization": "memory", "context_length": "max_model_len"})

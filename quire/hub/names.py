@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire.errors import ConfigError, ModelError, nearest
+from quire.hub import packaged
 
 _NAME = re.compile(r"(?P<repo>[^@:]+)(?:@(?P<revision>[^@:]+))?(?::(?P<quantization>[\w.-]+))?")
 _REPO = re.compile(
@@ -43,7 +44,7 @@ def parse_hub_name(model: str, revision: str | None) -> HubName:
     is_file = repo.endswith(".gguf")
     if not _REPO.fullmatch(owner_and_name) or is_file is (file is None) or (is_file and quantization):
         raise _unknown_model_error(model)
-    if chosen is None and quantization is None and _is_near_a_path(repo):
+    if chosen is None and quantization is None and _is_near_a_name(repo):
         raise _unknown_model_error(model)
     return HubName(owner_and_name, chosen, quantization, file)
 
@@ -52,10 +53,17 @@ def _is_path(model: str) -> bool:
     return model.startswith(("/", ".", "~")) or "\\" in model or model.endswith("/") or model in ("", "..")
 
 
-def _is_near_a_path(repo: str) -> bool:
-    """Whether an id is probably a mistyped path: in an existing folder, or similar to a name in the current folder."""
+def _is_near_a_name(repo: str) -> bool:
+    """Whether an id is probably a slip: in an existing folder, or similar to a packaged or a local model's name."""
     first, slash, _ = repo.partition("/")
-    return Path(first).is_dir() if slash else bool(nearest(repo, _models_in(Path())))
+    return Path(first).is_dir() if slash else bool(_nearest_name(repo))
+
+
+def _nearest_name(model: str) -> str:
+    """A hint to the nearest name of a local model, or of a packaged one if `model` is no path; "" without one."""
+    path = Path(model)
+    hint = nearest(path.name, _models_in(path.parent))
+    return hint or (nearest(model.lower(), packaged.PACKAGED) if path.name == model else "")
 
 
 def _models_in(folder: Path) -> list[str]:
@@ -67,9 +75,8 @@ def _models_in(folder: Path) -> list[str]:
 
 
 def _unknown_model_error(model: str) -> ModelError:
-    path = Path(model)
-    hint = nearest(path.name, _models_in(path.parent))
     return ModelError(
-        f"there is no folder or .gguf file {model!r}{hint}. Give the path of one, or an id on the Hugging Face Hub "
-        f"as in 'owner/name', 'owner/name@revision' or 'owner/name:Q4_K_M'"
+        f"there is no folder or .gguf file {model!r}{_nearest_name(model)}. Give the path of one, a name that "
+        f"`quire pull` lists, or an id on the Hugging Face Hub as in 'owner/name', 'owner/name@revision' or "
+        f"'owner/name:Q4_K_M'"
     )

@@ -16,11 +16,13 @@ from quire.kernels.choose import MODULES
 from quire.kernels.contract import Kernels
 from quire.models.checkpoint import ConfigCheckpoint
 from quire.models.description import ModelDescription, describe
+from quire.models.gguf.checkpoint import GgufCheckpoint
 from quire.planner.simulation import EngineSetup
 from quire.planner.traces import approximate_tokens
 from quire.startup.build import check_policies, resolve_dtypes, scheduler_config_of
 from quire.startup.hardware import available_memory
 from quire.startup.memory_demand import compute_shape_of, make_cache_config, memory_profile, shape_of
+from quire.tokenizer.gguf import read_gguf_tokenizer
 from quire.tokenizer.tokenizer import Tokenizer
 
 GPU_MEMORY_SHARE = 0.9  # as in `quire serve`
@@ -32,20 +34,24 @@ _BITS_AT_LOAD: Mapping[int, str] = {4: "int4", 8: "int8"}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannedModel:
-    """A model that is described by its config.json."""
+    """A model that is described by its config.json, or by the header of its .gguf file."""
 
     name: str
-    folder: Path
+    path: Path  # of a folder, a config.json or a .gguf file
     description: ModelDescription
     quantization: str | None  # of its checkpoint's weights, as the scheme that comes nearest; None: in its dtype
 
     def tokenize(self) -> Callable[[str], list[int]]:
         """The function that makes tokens of texts: of the model's tokenizer if it is there, else an approximation."""
-        if (self.folder / "tokenizer.json").is_file():
-            tokenizer = Tokenizer.from_folder(self.folder)
-            return lambda text: tokenizer.encode(text, add_special_tokens=False)
-        vocab_size = self.description.vocab_size
-        return lambda text: approximate_tokens(text, vocab_size)
+        folder = self.path if self.path.is_dir() else self.path.parent
+        if self.path.suffix == ".gguf":
+            tokenizer = read_gguf_tokenizer(self.path)
+        elif (folder / "tokenizer.json").is_file():
+            tokenizer = Tokenizer.from_folder(folder)
+        else:
+            vocab_size = self.description.vocab_size
+            return lambda text: approximate_tokens(text, vocab_size)
+        return lambda text: tokenizer.encode(text, add_special_tokens=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,8 +73,9 @@ def known_configs() -> list[str]:
 
 
 def find_model(options: EngineOptions) -> PlannedModel:
-    """The model of the options, described by its config alone: a folder, one of `known_configs`, or an id on the Hub.
+    """The model of the options, described by its config or .gguf header alone.
 
+    It is a folder, a .gguf file, one of `known_configs`, a packaged model that is downloaded, or an id on the Hub.
     Raises ModelError.
     """
     name = options.model
@@ -82,15 +89,16 @@ def find_model(options: EngineOptions) -> PlannedModel:
     except ModelError as error:
         hint = nearest(name.lower(), known_configs())
         raise ModelError(f"{error}; configs that are part of quire: {', '.join(known_configs())}{hint}") from error
-    return _described(name if "/" in name and not Path(name).exists() else place.resolve().name, place, options)
+    return _described(name if not Path(name).exists() else place.resolve().name, place, options)
 
 
 def _described(name: str, place: Path, options: EngineOptions) -> PlannedModel:
+    if place.suffix == ".gguf" and place.is_file():
+        description = describe(GgufCheckpoint(place), max_model_len=options.max_model_len)
+        return PlannedModel(name, place, description, None)  # the description has the types of the weights
     checkpoint = ConfigCheckpoint(place)
     description = describe(checkpoint, max_model_len=options.max_model_len)
-    return PlannedModel(
-        name, place if place.is_dir() else place.parent, description, _quantization_of(checkpoint.quantization_config)
-    )
+    return PlannedModel(name, place, description, _quantization_of(checkpoint.quantization_config))
 
 
 def _quantization_of(settings: object) -> str | None:

