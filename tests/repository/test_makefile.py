@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-INHERITED = ("MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS", "VENV", "ARGS")  # set by the make that runs the tests
+INHERITED = ("MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MFLAGS", "VENV", "ARGS")  # set by the make that runs the tests
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
