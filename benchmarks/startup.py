@@ -27,7 +27,7 @@ from benchmarks.cpu.checkpoints import SHAPES, checkpoint
 from benchmarks.cpu.machine import describe
 
 LINES = ("policy", "kernels", "weights", "costs", "tpot")  # start-up lines whose times are printed
-COMMAND = (str(Path(sys.executable).with_name("quire")), "serve", "--port", "0")
+COMMAND = (sys.executable, "-c", "from quire.command import main; main()", "serve", "--port", "0")
 
 
 def measure(options: Sequence[str]) -> dict[str, float]:

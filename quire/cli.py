@@ -32,7 +32,7 @@ from quire.planner.options import PlanOptions, WorkloadOptions
 from quire.planner.workloads import Failures
 from quire.server.api_keys import MAX_PER_MINUTE, Role, add_key, new_key
 from quire.server.options import ServerOptions
-from quire.supervisor.spawn import spawned_engine
+from quire.supervisor.spawn import Spawned, spawned_engine
 from quire.terminal.bench_options import LatencyBench, ServerBench, ThroughputBench
 from quire.terminal.chat import converse
 from quire.terminal.console import VisibleConsole
@@ -97,15 +97,15 @@ def _flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def main() -> None:
-    """The `quire` command."""
+def main(spawned: Spawned | None = None) -> None:
+    """The `quire` command. spawned: a new engine process, for `serve`; None: `serve` starts one."""
     show_in_logs()
     for name in (argument.partition("=")[0] for argument in takewhile(lambda one: one != "--", sys.argv[1:])):
         if name in _FLAGS_ELSEWHERE:
             typer.secho(f"quire: there is no {name}; {_FLAGS_ELSEWHERE[name]}", fg="red", err=True)
             sys.exit(2)
     try:
-        app()
+        app(obj=spawned)
     except QuireError as error:
         typer.secho(f"quire: {visible(_with_flag_names(str(error)))}", fg="red", err=True)
         sys.exit(1)
@@ -235,12 +235,14 @@ _PULL_HELP = "a name of this list, or a Hugging Face id, such as owner/name or o
 @with_flags
 def serve(
     *,
+    context: typer.Context,
     model: Annotated[str | None, typer.Argument(help=MODEL_HELP)] = None,
     options: EngineOptions,
     server: ServerOptions,
 ) -> None:
     """Serve the OpenAI API over HTTP."""
-    with spawned_engine() as spawned:  # it imports torch while this process imports the server
+    del model  # of options
+    with spawned_engine(context.obj) as spawned:  # it imports torch while this process imports the server
         quire.serve(options, server, spawned=spawned, report=_say, progress=WeightsBar())
 
 
