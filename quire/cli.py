@@ -440,11 +440,16 @@ def replay(
 def doctor(
     *,
     model: Annotated[str | None, typer.Argument(help=MODEL_HELP)] = None,
+    perplexity: Annotated[
+        Path | None,
+        typer.Option(help="text file: load the model and compute its perplexity, as served and with exact weights"),
+    ] = None,
     options: EngineOptions,
 ) -> None:
     """Show what this installation and machine support, and whether a model can run. Exit code 1 on a problem."""
+    del model  # of options
     topic, healthy = "", True
-    for finding in quire.examine(options, WeightsBar()):
+    for finding in quire.examine(options, WeightsBar(), perplexity=perplexity, advance=CountBar("tokens")):
         if finding.topic != topic:
             topic = finding.topic
             typer.secho(topic, bold=True)
@@ -468,7 +473,15 @@ def quantize(
     ] = None,
 ) -> None:
     """Round the weights of a checkpoint's layers, and write them in the layout of compressed-tensors."""
-    quire.quantize(model, out, scheme, calibrate=calibrate, report=_say, progress=WeightsBar())
+    quire.quantize(
+        model,
+        out,
+        scheme,
+        calibrate=calibrate,
+        report=_say,
+        progress=WeightsBar(),
+        advance=CountBar("tokens"),
+    )
     _say(f"written to {out}")
 
 
