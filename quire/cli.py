@@ -17,7 +17,6 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import msgspec
 import typer
 from msgspec import Meta
-from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from typer.main import get_command
 
 import quire
@@ -37,6 +36,7 @@ from quire.terminal.bench_options import LatencyBench, ServerBench, ThroughputBe
 from quire.terminal.chat import converse
 from quire.terminal.console import VisibleConsole
 from quire.terminal.help import GroupedCommand, show_all
+from quire.terminal.progress import CountBar, WeightsBar
 from quire.terminal.top import top as show_top
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -573,40 +573,6 @@ def calibrate(
     profile.save(file)
     _say(f"latency    {profile.source}; they differ from it by {profile.error:.1%} on average")
     _say(f"written to {file}; `quire plan --device {file}` uses it")
-
-
-class WeightsBar:
-    """Progress bar on stderr for downloading or loading a model."""
-
-    def __init__(self) -> None:
-        columns = (TextColumn("model files"), BarColumn(), DownloadColumn())
-        self._bar = Progress(*columns, console=VisibleConsole(stderr=True), disable=not sys.stderr.isatty())
-        self._task = self._bar.add_task("loading", start=False)
-
-    def __call__(self, done: int, total: int) -> None:
-        """`done` of `total` bytes are loaded."""
-        self._bar.start()
-        self._bar.update(self._task, completed=done, total=total)
-        if done >= total:
-            self._bar.stop()
-
-
-class CountBar:
-    """Progress bar on stderr for a number of things, such as the lines of a batch."""
-
-    def __init__(self, things: str) -> None:
-        columns = (TextColumn(things), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self._bar = Progress(*columns, console=VisibleConsole(stderr=True), disable=not sys.stderr.isatty())
-        self._task = self._bar.add_task(things, start=False)
-
-    def __call__(self, done: float, total: float) -> None:
-        """`done` of `total` things are done."""
-        if not self._bar.live.is_started:
-            self._bar.start()
-            self._bar.start_task(self._task)
-        self._bar.update(self._task, completed=done, total=total)
-        if done >= total:
-            self._bar.stop()
 
 
 def _load(options: EngineOptions) -> "quire.LLM":
