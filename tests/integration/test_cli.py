@@ -260,7 +260,7 @@ def test_the_model_is_an_argument_or_a_flag(command, monkeypatch):
     used = []
     monkeypatch.setattr("quire.serve", lambda options, *_, **__: used.append(options.model))
     monkeypatch.setattr("quire.LLM", lambda model, **_: used.append(model) or sys.exit(0))
-    monkeypatch.setattr("quire.examine", lambda options, _: used.append(options.model) or [])
+    monkeypatch.setattr("quire.examine", lambda options, *_, **__: used.append(options.model) or [])
     for arguments in (["folder"], ["--model", "folder"], ["folder", "--model", "folder"]):
         CliRunner().invoke(app, [command, *arguments])
     assert used == ["folder"] * 3
