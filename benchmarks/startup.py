@@ -23,11 +23,12 @@ from typing import Any, NamedTuple
 
 from rich.progress import track
 
+from benchmarks.commit import commit_of
 from benchmarks.cpu.checkpoints import SHAPES, checkpoint
 from benchmarks.cpu.machine import describe
 
 LINES = ("policy", "kernels", "weights", "costs", "tpot")  # start-up lines whose times are printed
-COMMAND = (str(Path(sys.executable).with_name("quire")), "serve", "--port", "0")
+COMMAND = (sys.executable, "-c", "from quire.command import main; main()", "serve", "--port", "0")
 
 
 def measure(options: Sequence[str]) -> dict[str, float]:
@@ -105,7 +106,7 @@ def main() -> None:
         print(f"{name:<17} median {statistics.median(values):.2f} s, {min(values):.2f} to {max(values):.2f} s")
     if args.json:
         setting = {"shape": args.shape or "embedded", "repeat": args.repeat, "options": args.options}
-        report = {"machine": describe(), "setting": setting, "seconds": summary}
+        report = {"commit": commit_of(), "machine": describe(), "setting": setting, "seconds": summary}
         args.json.write_text(json.dumps(report, indent=1) + "\n")
 
 

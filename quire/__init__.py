@@ -61,8 +61,9 @@ def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'quire' has no attribute {name!r}")
     home = _HOMES[name]
-    if home in _WITH_TORCH:
-        from quire.preload import import_with_torch  # noqa: PLC0415  (`quire --help` does not need it)
+    from quire.preload import gc_disabled, import_with_torch  # noqa: PLC0415  (`quire --help` does not need it)
 
+    if home in _WITH_TORCH:
         return getattr(import_with_torch(home), name)
-    return getattr(import_module(home), name)
+    with gc_disabled():
+        return getattr(import_module(home), name)

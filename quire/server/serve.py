@@ -4,12 +4,15 @@ import ipaddress
 import socket
 import ssl
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from quire.config import DEFAULT_POLICY, EngineOptions, Policy, with_queue_limits
 from quire.errors import ConfigError
+from quire.hub import embedded
+from quire.hub.locate import local_path
 from quire.server.api_keys import Keys, read_keys, single_key
 from quire.server.app import make_app
 from quire.server.middleware.drain import Drain, GracefulServer
@@ -44,9 +47,13 @@ def launched(
     ModelError, EngineStopped.
     """
     host = EngineProcess(with_server_defaults(options), report=report, progress=progress, spawned=spawned)
-    host.launch()
+    local = embedded.folder() if options.model is None else local_path(options.model, options.download_dir)
+    with ThreadPoolExecutor(1) as pool:  # a local model's tokenizer is read while the engine loads the weights
+        opening = None if local is None else pool.submit(open_tokenizer, local)
+        host.launch()
     try:
-        tokenizer = open_tokenizer(Path(host.model_info.path))
+        path = Path(host.model_info.path)
+        tokenizer = opening.result() if opening is not None and path == local else open_tokenizer(path)
         return_freed_memory()  # of its files' content
         engine = AsyncEngine(host, watchdog=server.watchdog, restart_timeout=server.engine_restart_timeout)
         yield Service(

@@ -1,8 +1,9 @@
-"""Report on installation, hardware, kernels, and whether a model fits. Loads no weights."""
+"""Report on installation, hardware, kernels, and whether a model fits. Loads weights for a perplexity only."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from platform import python_version
 from typing import Literal, NamedTuple
 
@@ -16,6 +17,8 @@ from quire.kernels.contract import Requirements
 from quire.models.model import Progress
 from quire.startup.build import OpenFiles, open_files, prepare_files
 from quire.startup.hardware import available_memory, cpu_description, gpu_description, pick_device
+from quire.startup.perplexity import PERPLEXITY_TOKENS, perplexities
+from quire.startup.token_windows import read_token_ids
 
 _REQUIRED = ("quire", "torch", "numpy", "safetensors", "tokenizers", "jinja2", "msgspec", "huggingface_hub", "fastapi")
 _USUAL_DTYPE, _USUAL_HEAD_DIM = "bfloat16", 64  # assumed for the check of kernels, which is before the model's
@@ -38,10 +41,17 @@ class Finding(NamedTuple):
     problem: bool = False
 
 
-def examine(options: EngineOptions, progress: Progress = lambda _done, _total: None) -> Iterator[Finding]:
+def examine(
+    options: EngineOptions,
+    progress: Progress = lambda _done, _total: None,
+    *,
+    perplexity: Path | None = None,
+    advance: Progress = lambda _done, _total: None,
+) -> Iterator[Finding]:
     """Findings about versions, hardware, kernels, block sizes, and the model's files and memory plan.
 
     A model that is not on this machine is downloaded. progress(done, total): receives downloaded bytes.
+    perplexity: a text file, whose perplexity under the model is computed. advance(done, total): receives its tokens.
     """
     yield from _versions()
     yield Finding("hardware", f"CPU: {cpu_description()}; torch uses {torch.backends.cpu.get_cpu_capability()}")
@@ -61,7 +71,12 @@ def examine(options: EngineOptions, progress: Progress = lambda _done, _total: N
         yield Finding("kernels", f"{name}: {f'not on {device}, {refused}' if refused else f'runs on {device}'}")
     yield Finding("kernels", f"chosen: {chosen}")
     yield from _block_sizes(options, demands)
-    yield from _model(options, progress)
+    healthy = True
+    for finding in _model(options, progress):
+        healthy = healthy and not finding.problem
+        yield finding
+    if perplexity is not None and healthy:
+        yield from _perplexity(options, perplexity, advance)
 
 
 def _versions() -> Iterator[Finding]:
@@ -106,6 +121,22 @@ def _model(options: EngineOptions, progress: Progress) -> Iterator[Finding]:
     defaults = ", ".join(f"{name} {value}" for name, value in description.sampling_defaults.items())
     yield Finding("model", f"sampling unless a request says otherwise: {defaults or 'temperature 1'}")
     yield Finding("model", f"{prepared.name} can be served")
+
+
+def _perplexity(options: EngineOptions, text: Path, advance: Progress) -> Iterator[Finding]:
+    """The perplexity of a text as the model would be served, beside that of weights and KV in the model's type."""
+    exact = replace(options, quantization="none", kv_cache_dtype="auto", weight_cache=None, journal=None)
+    try:
+        opened = open_files(options, report=_ignore, progress=lambda _done, _total: None)
+        ids = read_token_ids(text, opened.files.tokenizer, PERPLEXITY_TOKENS)
+        models = [exact, replace(options, journal=None)]
+        (before, after), window = perplexities(models, ids, progress=advance)
+    except QuireError as error:
+        yield Finding("perplexity", f"not computed: {error}", problem=True)
+        return
+    tokens = f"{len(ids)} tokens of {text}, in windows of {window}"
+    yield Finding("perplexity", f"{before:.4f} with weights, keys and values in the model's type: {tokens}")
+    yield Finding("perplexity", f"{after:.4f} as served with these options: {after / before - 1:+.2%}")
 
 
 def _precisions(options: EngineOptions, opened: OpenFiles) -> Iterator[Finding]:

@@ -1,9 +1,8 @@
 """GPTQ of a checkpoint's weights with the model's activations on a calibration text."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from quire.config import EngineOptions
@@ -16,32 +15,15 @@ from quire.models.loading import load
 from quire.models.model import Progress
 from quire.models.weight_map import Placement
 from quire.quant.gptq import error_factors, quantize_with_feedback
-from quire.startup.build import Report, prepare
-from quire.startup.token_windows import WINDOW, read_token_ids, token_windows
+from quire.startup.build import prepare
 
 CALIBRATION_TOKENS = 32768  # of the text, at most
 
 
-def calibrated_rows(
-    checkpoint: FolderCheckpoint,
-    layers: Mapping[str, Placement],
-    scheme: Scheme,
-    text: Path,
-    *,
-    largest: Mapping[str, Tensor],
-    report: Report,
-    progress: Progress,
-) -> dict[str, QuantizedRows]:
-    """The rows of the weights `layers`, by name, rounded by GPTQ on the CPU.
-
-    Inputs of a layer are those of the model before rounding. The memory is that of the model in its own type, of one
-    layer's Hessians, and of a byte for each rounded weight. largest: see `quantize_rows`, by parameter. report:
-    receives a line. progress(done, total): bytes of the weights. Raises ConfigError, ModelError.
-    """
-    description = describe(checkpoint)
-    length = min(WINDOW, description.max_positions)
-    options = EngineOptions(
-        model=str(checkpoint.path),
+def evaluation_options(model: Path, length: int) -> EngineOptions:
+    """Options of an engine on the CPU that computes one sequence of up to `length` tokens, in one step."""
+    return EngineOptions(
+        model=str(model),
         device="cpu",
         enable_prefix_caching=False,
         memory="0.9",
@@ -49,11 +31,26 @@ def calibrated_rows(
         max_num_seqs=1,
         max_num_batched_tokens=length,
     )
+
+
+def calibrated_rows(
+    checkpoint: FolderCheckpoint,
+    layers: Mapping[str, Placement],
+    scheme: Scheme,
+    sequences: Sequence[Tensor],
+    *,
+    largest: Mapping[str, Tensor],
+    progress: Progress,
+) -> dict[str, QuantizedRows]:
+    """The rows of the weights `layers`, by name, rounded by GPTQ on the CPU.
+
+    Inputs of a layer are those of the model before rounding. The memory is that of the model in its own type, of one
+    layer's Hessians, and of a byte for each rounded weight. sequences: token ids, int64. largest: see `quantize_rows`,
+    by parameter. progress(done, total): bytes of the weights. Raises ConfigError, ModelError.
+    """
+    description = describe(checkpoint)
+    options = evaluation_options(checkpoint.path, max(map(len, sequences)))
     prepared = prepare(options, report=_ignore, progress=_ignore)
-    tokenizer = prepared.files.tokenizer
-    ids = read_token_ids(text, tokenizer, CALIBRATION_TOKENS)
-    sequences = [torch.tensor(some) for some in token_windows(ids, length, tokenizer.bos_token_id)]
-    report(f"calibrated with {sum(map(len, sequences))} tokens of {text}, in sequences of up to {length}")
     kernels, cache = prepared.kernels.kernels, prepared.cache
     model = load(description, dtype=prepared.dtype, kernels=kernels)
     parameters = {place.parameter for place in layers.values()}

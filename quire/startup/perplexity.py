@@ -1,17 +1,22 @@
 """Perplexity of a text under a model, computed by the engine that serves it."""
 
 from collections.abc import Sequence
+from contextlib import closing
 from math import exp
 
 import numpy as np
 
+from quire.config import EngineOptions
 from quire.core.request import Request
 from quire.engine.engine import Engine
 from quire.errors import ConfigError, ModelError
 from quire.models.model import Progress
 from quire.params import SamplingParams
+from quire.startup.build import Prepared, build, prepare
+from quire.startup.freed_memory import return_freed_memory
 from quire.startup.token_windows import WINDOW, token_windows
 
+PERPLEXITY_TOKENS = 8192  # of a text, at most
 _REPORTED = SamplingParams(max_tokens=0, prompt_logprobs=0)
 
 
@@ -62,3 +67,35 @@ def token_logprobs(
         done += len(ids)
         progress(done, sum(map(len, windows)))
     return np.concatenate(found)
+
+
+def perplexities(
+    models: Sequence[EngineOptions], token_ids: Sequence[int], *, progress: Progress
+) -> tuple[list[float], int]:
+    """The perplexity of a text under each model, and the tokens of a window: WINDOW, or what all contexts have.
+
+    The models are loaded one after the other. token_ids: of the tokenizer that they share. progress(done, total):
+    receives tokens. Raises ConfigError, ModelError, and RequestError for a model that makes no text.
+    """
+    window = min(WINDOW, *(_prepared(one).scheduler_config.max_model_len for one in models))
+    found: list[float] = []
+    for number, options in enumerate(models):
+
+        def advance(done: int, total: int, before: int = number) -> None:
+            progress(before * total + done, len(models) * total)
+
+        built = build(options, report=_ignore, progress=_ignore)
+        bos_token_id = built.tokenizer.bos_token_id
+        with closing(built.engine) as engine:
+            found.append(perplexity(engine, token_ids, window=window, bos_token_id=bos_token_id, progress=advance))
+        del built, engine
+        return_freed_memory()
+    return found, window
+
+
+def _prepared(options: EngineOptions) -> Prepared:
+    return prepare(options, report=_ignore, progress=_ignore)
+
+
+def _ignore(*_: object) -> None:
+    """Ignore a line, or the progress."""

@@ -4,14 +4,14 @@ import json
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from quire.cost.memory_plan import format_bytes
-from quire.errors import ConfigError, ModelError
+from quire.errors import ConfigError, ModelError, QuireError
 from quire.kernels.contract import FP8, INT4, INT8, MXFP4, NVFP4, QuantizedRows, Scheme
 from quire.kernels.reference.codes import nvfp4_factor, quantize_rows
 from quire.models.checkpoint import INDEX_FILE, FolderCheckpoint
@@ -20,7 +20,10 @@ from quire.models.model import Progress
 from quire.models.weight_map import Placement
 from quire.quant.schemes import AT_LOAD
 from quire.startup.build import Report
-from quire.startup.gptq_calibration import calibrated_rows
+from quire.startup.gptq_calibration import CALIBRATION_TOKENS, calibrated_rows, evaluation_options
+from quire.startup.perplexity import PERPLEXITY_TOKENS, perplexities
+from quire.startup.token_windows import MIN_TOKENS, WINDOW, read_token_ids, token_windows
+from quire.tokenizer.tokenizer import Tokenizer
 
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", INDEX_FILE, "config.json")
 # names of the layouts of compressed-tensors
@@ -31,13 +34,21 @@ _FORMATS = {
 
 
 def quantize(
-    model: Path, out: Path, scheme: str, *, calibrate: Path | None = None, report: Report, progress: Progress
+    model: Path,
+    out: Path,
+    scheme: str,
+    *,
+    calibrate: Path | None = None,
+    report: Report,
+    progress: Progress,
+    advance: Progress = lambda _done, _total: None,
 ) -> None:
     """Write the checkpoint in the folder `model` to the folder `out`, with the layers' weights in a scheme of AT_LOAD.
 
     Head, embedding, norms, biases and routers keep their type. calibrate: text file for GPTQ, whose first
-    CALIBRATION_TOKENS tokens are used; None: weights are rounded to nearest. report: receives lines.
-    progress(done, total): bytes of the weights, counted from 0 for calibration and again for writing.
+    CALIBRATION_TOKENS tokens are used; the perplexity of the tokens after these is reported, under the model before and
+    after. None: weights are rounded to nearest. report: receives lines. progress(done, total): bytes of the weights,
+    counted from 0 for calibration and again for writing. advance(done, total): tokens of the perplexity.
     Raises ConfigError for an unknown scheme, an `out` that exists or a text that is too short, ModelError for a model
     that is damaged, quantized already, or that compressed-tensors' layout cannot have.
     """
@@ -56,10 +67,12 @@ def quantize(
     report(f"{len(layers)} weights to {chosen}: {format_bytes(before)} -> {format_bytes(after)}")
     largest = _largest(checkpoint, layers) if chosen == NVFP4 else {}
     calibrated: Mapping[str, QuantizedRows] = {}
-    if calibrate is not None:
-        calibrated = calibrated_rows(
-            checkpoint, layers, chosen, calibrate, largest=largest, report=report, progress=progress
-        )
+    text = None if calibrate is None else _Text.read(calibrate, model)
+    if text is not None:
+        length = min(WINDOW, description.max_positions)
+        sequences = [torch.tensor(ids) for ids in token_windows(text.calibration, length, text.bos_token_id)]
+        calibrated = calibrated_rows(checkpoint, layers, chosen, sequences, largest=largest, progress=progress)
+        report(f"calibrated with {len(text.calibration)} tokens of {calibrate}, in sequences of up to {length}")
     out.mkdir(parents=True, exist_ok=True)
     for path in model.iterdir():
         if path.is_file() and not any(path.match(pattern) for pattern in _WEIGHT_FILES):
@@ -73,6 +86,42 @@ def quantize(
     _write_weights(checkpoint, layers, parts, out, progress)
     config = {**checkpoint.config, "quantization_config": _settings(chosen)}
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    if text is not None:
+        report(_perplexity_line(text, model, out, min(WINDOW, description.max_positions), advance))
+
+
+class _Text(NamedTuple):
+    """Token ids of a text: those that calibrate, and others after them; these are the same if the text is short."""
+
+    calibration: list[int]
+    others: list[int]
+    bos_token_id: int | None
+
+    @classmethod
+    def read(cls, text: Path, model: Path) -> Self:
+        """Read a text file with the tokenizer in the folder `model`. Raises ConfigError, ModelError."""
+        tokenizer = Tokenizer.from_folder(model)
+        ids = read_token_ids(text, tokenizer, CALIBRATION_TOKENS + PERPLEXITY_TOKENS)
+        first = ids[:1] if ids[0] == tokenizer.bos_token_id else []
+        calibration, others = ids[:CALIBRATION_TOKENS], [*first, *ids[CALIBRATION_TOKENS:]]
+        if len(others) < MIN_TOKENS:
+            others = calibration[:PERPLEXITY_TOKENS]
+        return cls(calibration, others, tokenizer.bos_token_id)
+
+
+def _perplexity_line(text: _Text, model: Path, out: Path, length: int, advance: Progress) -> str:
+    """The perplexity under the model and the written checkpoint, or why there is none: the checkpoint is usable."""
+    try:
+        models = [evaluation_options(folder, length) for folder in (model, out)]
+        (before, after), window = perplexities(models, text.others, progress=advance)
+    except QuireError as error:
+        return f"perplexity was not computed: {error}"
+    is_same = text.others == text.calibration[: len(text.others)]
+    which = "of the calibration itself, as the text has too few others" if is_same else "after those of the calibration"
+    return (
+        f"perplexity {before:.4f} -> {after:.4f} ({after / before - 1:+.2%}): {len(text.others)} tokens {which}, in "
+        f"windows of {window}"
+    )
 
 
 def _layers(checkpoint: FolderCheckpoint, description: ModelDescription, scheme: Scheme) -> Mapping[str, Placement]:

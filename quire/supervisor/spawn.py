@@ -36,9 +36,9 @@ def spawn(program: Sequence[str] = PROGRAM) -> Spawned:
 
 
 @contextmanager
-def spawned_engine() -> Iterator[Spawned]:
-    """Context manager: a new engine process. If it still runs at the end of the block, it is killed."""
-    spawned = spawn()
+def spawned_engine(spawned: Spawned | None = None) -> Iterator[Spawned]:
+    """Context manager: a new engine process, or `spawned`. If it still runs at the end of the block, it is killed."""
+    spawned = spawned or spawn()
     try:
         yield spawned
     finally:

@@ -120,9 +120,8 @@ def test_without_a_download_the_command_is_named(find, tmp_path):
     with pytest.raises(ModelError, match="tiny is not on this machine; `quire pull tiny` downloads it"):
         locate_config("tiny", cache_dir=str(tmp_path / "cache"))
     assert not (tmp_path / "cache").exists()
-    for call in (find, locate_config):
-        with pytest.raises(ConfigError, match="revision 'main' is for ids on the Hub, but 'tiny' is a file of"):
-            call("tiny", revision="main")
+    with pytest.raises(ConfigError, match="revision 'main' is for ids on the Hub, and 'tiny' is none; leave it out"):
+        find(revision="main")
 
 
 # What goes wrong

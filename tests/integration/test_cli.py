@@ -20,12 +20,13 @@ from quire.config import EngineOptions
 from quire.engine.engine import Engine
 from quire.errors import ConfigError
 from quire.server.options import ServerOptions
+from quire.supervisor.spawn import spawned_engine
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "TERM": "dumb"}
 
 
 def run(*args, **more):
-    command = [sys.executable, "-c", "from quire.cli import main; main()", *args]
+    command = [sys.executable, "-c", "from quire.command import main; main()", *args]
     return subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=60, **more)
 
 
@@ -169,7 +170,8 @@ def test_help_is_quick():
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_serve_starts_answers_and_ends(number):
-    command = [sys.executable, "-c", "from quire.cli import main; main()", "serve", "--port", "0", "--memory", "256MiB"]
+    command = [sys.executable, "-c", "from quire.command import main; main()", "serve"]
+    command += ["--port", "0", "--memory", "256MiB"]
     before = time.monotonic()
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV | {"PYTHONUNBUFFERED": "1"}
@@ -192,6 +194,37 @@ def test_serve_starts_answers_and_ends(number):
     finally:
         process.kill()
         process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "spawns"),
+    [
+        (["serve", "--no-such-flag"], True),
+        (["serve", "--help"], False),
+        (["serve", "model", "--help-all"], False),
+        (["--version"], False),
+        ([], False),
+    ],
+)
+def test_the_engine_process_starts_before_the_command_line_is_imported(arguments, spawns):
+    code = f"""
+import sys, quire.command
+quire.command.spawn = lambda: print("spawned", "quire.cli" in sys.modules)
+sys.argv = ["quire", *{arguments}]
+quire.command.main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENV, timeout=60)
+    assert ("spawned False\n" in done.stdout) is spawns
+
+
+def test_serve_uses_the_engine_process_that_it_was_given(monkeypatch):
+    used = []
+    monkeypatch.setattr("quire.serve", lambda *_, spawned, **__: used.append(spawned), raising=False)
+    with spawned_engine() as spawned:
+        CliRunner().invoke(app, ["serve"], obj=spawned, catch_exceptions=False)
+        CliRunner().invoke(app, ["serve"], catch_exceptions=False)
+        assert used[0] is spawned is not used[1] is not None
+    assert [one.process.poll() is not None for one in used] == [True, True]
 
 
 def test_generate_and_replay(tmp_path):
@@ -227,7 +260,7 @@ def test_the_model_is_an_argument_or_a_flag(command, monkeypatch):
     used = []
     monkeypatch.setattr("quire.serve", lambda options, *_, **__: used.append(options.model))
     monkeypatch.setattr("quire.LLM", lambda model, **_: used.append(model) or sys.exit(0))
-    monkeypatch.setattr("quire.examine", lambda options, _: used.append(options.model) or [])
+    monkeypatch.setattr("quire.examine", lambda options, *_, **__: used.append(options.model) or [])
     for arguments in (["folder"], ["--model", "folder"], ["folder", "--model", "folder"]):
         CliRunner().invoke(app, [command, *arguments])
     assert used == ["folder"] * 3
@@ -245,7 +278,7 @@ def test_flags_of_other_engines_have_a_hint(monkeypatch, capsys):
 
 def test_a_prompt_may_be_the_flag_of_another_engine(monkeypatch):
     used = []
-    monkeypatch.setattr("quire.cli.app", lambda: used.append(sys.argv[1:]))
+    monkeypatch.setattr("quire.cli.app", lambda **_: used.append(sys.argv[1:]))
     monkeypatch.setattr(sys, "argv", ["quire", "generate", "--", "--tp"])
     main()
     assert used == [["generate", "--", "--tp"]]
@@ -297,7 +330,7 @@ def test_an_error_names_each_option_as_its_flag(command, monkeypatch, capsys):
 def error_of(message, monkeypatch, capsys):
     """What a command prints for a ConfigError with this message."""
 
-    def fail(*_):
+    def fail(*_, **__):
         raise ConfigError(message)
 
     with monkeypatch.context() as patched, pytest.raises(SystemExit):

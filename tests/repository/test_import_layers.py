@@ -66,7 +66,13 @@ ORDER = (
     *("server.reply", "server.service"),
     *("server.batch.in_process_client", "server.batch.file_format", "server.batch.stored_files"),
     *("server.batch.sender", "server.batch.background", "server.viewers", "server.api.limits", "server.api"),
-    *("server", "server.batch", "quire", "cli"),  # quire/__init__.py re-exports names of the folders before it
+    *(
+        "server",
+        "server.batch",
+        "quire",
+        "cli",
+        "command",
+    ),  # quire/__init__.py re-exports names of the folders before it
 )
 CONTROL_PLANE = ORDER[: ORDER.index("monitor") + 1]
 TORCH_FREE = {*CONTROL_PLANE, *(entry for entry in ORDER if entry.startswith("structured_outputs")), "tokenizer"}
@@ -85,6 +91,7 @@ LAZY = {
         "quire/startup/model_loading.py",
         "_transformers_backend",
     ): "transformers is an optional extra, and slow to import",
+    ("quire/command.py", "main"): "the engine process starts before the command line is imported",
     ("quire/cli.py", "replay"): "the scheduler takes a tenth of a second to import, and the commands do not need it",
     ("quire/hub/locate.py", "locate_config"): "the same",
     ("quire/hub/locate.py", "locate"): "huggingface_hub takes a tenth of a second, for downloads alone",

@@ -8,7 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import httpx
@@ -17,6 +20,7 @@ from embedded_model_server import service_of, small_engine
 
 from quire.config import EngineOptions
 from quire.errors import ConfigError
+from quire.hub import embedded
 from quire.server import serve as serving
 from quire.server.options import ServerOptions
 from quire.supervisor.gc_policy import GCPolicy
@@ -70,6 +74,38 @@ def test_of_two_servers_on_one_port_the_second_says_so(monkeypatch):
         with pytest.raises(ConfigError, match=f"port {port} .*--port"):
             serving.serve(EngineOptions(), ServerOptions(port=port), report=lines.append, progress=print)
         assert not any(line.startswith("ready") for line in lines)
+
+
+@pytest.mark.parametrize("model", [None, "demo.gguf", "owner/name"])
+def test_the_tokenizer_of_a_local_model_is_read_while_the_engine_starts(model, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo.gguf").write_bytes(b"")
+    path = embedded.folder() if model is None else Path("demo.gguf" if model == "demo.gguf" else "/cache/owner/name")
+    opened, sought = [], threading.Event()
+
+    def open_tokenizer(path):
+        opened.append(path)
+        sought.set()
+        return f"the tokenizer of {path}"
+
+    class Handle:
+        def __init__(self, *_, **__):
+            self.model_info = SimpleNamespace(path=str(path))
+
+        def launch(self):
+            assert sought.wait(10) is True if model != "owner/name" else opened == []
+
+        kill = wait = launch
+
+    monkeypatch.setattr(serving, "open_tokenizer", open_tokenizer)
+    monkeypatch.setattr(serving, "EngineProcess", Handle)
+    monkeypatch.setattr(serving, "AsyncEngine", lambda *_, **__: None)
+    monkeypatch.setattr(serving, "Service", lambda _info, tokenizer, *_, **__: tokenizer)
+    options = EngineOptions(model=model)
+    with serving.launched(options, ServerOptions(), report=print, progress=print) as tokenizer:
+        assert tokenizer == f"the tokenizer of {path}"
+        assert opened == [path]
+        opened.clear()
 
 
 def test_what_is_loaded_is_no_garbage_and_full_collections_run_when_nothing_else_does(monkeypatch):

@@ -1,5 +1,6 @@
 """`quire quantize --calibrate`: the sequences of the text, the written weights, and errors."""
 
+import re
 import shutil
 
 import pytest
@@ -14,6 +15,8 @@ from quire.hub import embedded
 from quire.models.checkpoint import FolderCheckpoint
 from quire.models.quantized_checkpoint import open_layers
 from quire.startup import gptq_calibration
+from quire.startup.perplexity import perplexity
+from quire.tokenizer.tokenizer import Tokenizer
 from tools.demo_model.sample_text import sample
 
 
@@ -23,6 +26,11 @@ def text(tmp_path_factory):
     file = tmp_path_factory.mktemp("text") / "text.txt"
     file.write_text(sample(7, 20_000))
     return file
+
+
+def figures(line):
+    """Perplexity before and after, in the report."""
+    return tuple(map(float, re.match(r"perplexity ([\d.]+) -> ([\d.]+) \([+-][\d.]+%\): ", line).groups()))
 
 
 def quantize(out, scheme="int4", model=embedded.folder(), **options):  # noqa: B008 (a path, which is not changed)
@@ -38,6 +46,9 @@ def test_the_checkpoint_has_the_same_tensors_with_other_codes(tmp_path, text, sc
     quantize(tmp_path / "plain", scheme)
     lines, calls = quantize(tmp_path / "calibrated", scheme, calibrate=text)
     assert lines[1].startswith("calibrated with ") and lines[1].endswith(" in sequences of up to 2048")
+    before, after = figures(lines[2])
+    assert 1 < before < after < 1.1 * before
+    assert lines[2].endswith(" tokens of the calibration itself, as the text has too few others, in windows of 2048")
     ends = [i for i, (done, total) in enumerate(calls) if done == total]
     assert len(ends) == 2 and ends[1] == len(calls) - 1  # once calibrated, once written
     plain, found = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "calibrated"))
@@ -56,13 +67,37 @@ def test_experts_are_calibrated_with_their_own_tokens(saved, tmp_path, monkeypat
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(embedded.folder() / name, folder)
     ids = torch.randint(0, 301, (2, 200), generator=torch.Generator().manual_seed(0))
-    monkeypatch.setattr(gptq_calibration, "read_token_ids", lambda *_: ids.flatten().tolist())
+    monkeypatch.setattr("quire.startup.quantize.read_token_ids", lambda *_: ids.flatten().tolist())
     quantize(tmp_path / "plain", model=folder)
     quantize(tmp_path / "calibrated", model=folder, calibrate=tmp_path / "text")
     plain, found = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "calibrated"))
     packed = [name for name in plain if name.endswith("_packed")]
     assert sum(".experts." in name for name in packed) == 3 * 4 * 3
     assert not any(torch.equal(plain[name], found[name]) for name in packed)
+
+
+def test_the_perplexity_is_that_of_tokens_behind_those_of_the_calibration(tmp_path, text, monkeypatch):
+    monkeypatch.setattr("quire.startup.quantize.CALIBRATION_TOKENS", 1200)
+    calls = []
+    lines, _ = quantize(tmp_path / "out", calibrate=text, advance=lambda done, total: calls.append((done, total)))
+    tokenizer = Tokenizer.from_folder(embedded.folder())
+    ids = tokenizer.encode(text.read_text())[1200:]
+    assert lines[2].endswith(f" {len(ids)} tokens after those of the calibration, in windows of 2048")
+    assert calls[-1][0] == calls[-1][1] == 2 * len(ids) and calls == sorted(calls)
+    for model, found in zip((embedded.folder(), tmp_path / "out"), figures(lines[2]), strict=True):
+        llm = quire.LLM(model, memory="256MiB", enable_prefix_caching=False)
+        assert perplexity(llm.llm_engine, ids) == pytest.approx(found, rel=1e-3)
+        llm.close()
+
+
+def test_a_perplexity_that_cannot_be_computed_does_not_undo_the_checkpoint(tmp_path, text, monkeypatch):
+    def fail(*_, **__):
+        raise ConfigError("the memory is short")
+
+    monkeypatch.setattr("quire.startup.quantize.perplexities", fail)
+    lines, _ = quantize(tmp_path / "out", calibrate=text)
+    assert lines[-1] == "perplexity was not computed: the memory is short"
+    assert (tmp_path / "out" / "config.json").exists()
 
 
 def test_the_command(tmp_path, text):
@@ -76,7 +111,7 @@ def test_the_command(tmp_path, text):
         str(text),
     ]
     run = CliRunner().invoke(app, arguments, catch_exceptions=False)
-    assert run.exit_code == 0 and f" tokens of {text}, " in run.stdout
+    assert run.exit_code == 0 and f" tokens of {text}, " in run.stdout and "\nperplexity " in run.stdout
     greedy = quire.SamplingParams(temperature=0.0, max_tokens=8)
     llm = quire.LLM(str(tmp_path / "out"), memory="256MiB", max_model_len=256)
     (output,) = llm.generate(["The capital of France is"], greedy, use_tqdm=False)

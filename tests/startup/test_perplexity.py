@@ -1,15 +1,22 @@
 """Perplexity of token ids under an engine's model, compared with the logits of transformers' model."""
 
+import re
 import shutil
 from math import exp
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import quire
+from quire.cli import app
+from quire.config import EngineOptions
 from quire.errors import ConfigError, ModelError
 from quire.hub import embedded
+from quire.startup.doctor import examine
 from quire.startup.perplexity import perplexity, token_logprobs
+from quire.tokenizer.tokenizer import Tokenizer
+from tools.demo_model.sample_text import sample
 
 WINDOW = 100
 
@@ -73,6 +80,52 @@ def test_texts_and_windows_that_do_not_fit_are_refused(model):
         with pytest.raises(ConfigError, match=r"give a longer text, or a window of 2 to 128 tokens"):
             perplexity(engine, ids, window=window)
     assert perplexity(engine, [5, 6, 7], window=2) > 1  # the last window has one token, which has no logprob
+
+
+# In the doctor's report
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text(sample(7, 8_000))
+    return file
+
+
+def test_the_doctor_compares_a_model_as_served_with_its_exact_weights(text):
+    flags = ["--memory", "256MiB", "--quantization", "int4", "--kv-cache-dtype", "int8", "--perplexity", str(text)]
+    shown = CliRunner().invoke(app, ["doctor", *flags], catch_exceptions=False)
+    assert shown.exit_code == 0
+    lines = shown.stdout.splitlines()
+    exact, served = lines[lines.index("perplexity") + 1 :]
+    found = re.fullmatch(
+        rf"  ([\d.]+) with weights, keys and values in the model's type: (\d+) tokens of {text}, in windows of 2048",
+        exact,
+    )
+    changed = re.fullmatch(r"  ([\d.]+) as served with these options: ([+-][\d.]+)%", served)
+    ids = Tokenizer.from_folder(embedded.folder()).encode(text.read_text())
+    assert int(found[2]) == len(ids)
+    for options, figure in (({}, found[1]), ({"quantization": "int4", "kv_cache_dtype": "int8"}, changed[1])):
+        llm = quire.LLM(memory="256MiB", **options)
+        assert perplexity(llm.llm_engine, ids) == pytest.approx(float(figure), rel=1e-3)
+        llm.close()
+    assert float(changed[2]) == pytest.approx(100 * (float(changed[1]) / float(found[1]) - 1), abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("short", "not computed: the text .* has 3 tokens, but at least 1024"), (None, "not computed: .*No such file")],
+)
+def test_the_doctor_names_a_text_that_cannot_be_used(content, message, tmp_path):
+    if content is not None:
+        (tmp_path / "text").write_text(content)
+    *_, last = examine(EngineOptions(memory="256MiB"), perplexity=tmp_path / "text")
+    assert last.topic == "perplexity" and last.problem and re.match(message, last.text)
+
+
+def test_the_doctor_reads_no_text_for_a_model_that_cannot_run(tmp_path):
+    findings = list(examine(EngineOptions(model=str(tmp_path)), perplexity=tmp_path / "text"))
+    assert findings[-1].problem and all(finding.topic != "perplexity" for finding in findings)
 
 
 def test_a_failed_step_is_an_error(model, monkeypatch):

@@ -116,8 +116,13 @@ def _write_part(weight: PackedWeight, part: int, rows: Tensor | QuantizedRows, s
     codes = quantized.codes.contiguous()
     _C.pack_codes(codes, data, len(codes), weight.columns, start, *_format(weight.scheme))
     places = torch.arange(start, start + len(codes))
+    has_whole_tiles = start % TILE_ROWS == len(codes) % TILE_ROWS == 0
     for packed, values in _scale_views(weight, part, quantized):
-        packed[places // TILE_ROWS, ..., places % TILE_ROWS] = values
+        if has_whole_tiles:
+            tiles = values.reshape(-1, TILE_ROWS, *values.shape[1:]).movedim(1, -1)
+            packed[start // TILE_ROWS : (start + len(codes)) // TILE_ROWS] = tiles
+        else:
+            packed[places // TILE_ROWS, ..., places % TILE_ROWS] = values
 
 
 def _scale_views(weight: PackedWeight, part: int, rows: QuantizedRows) -> Iterator[tuple[Tensor, Tensor]]:

@@ -92,7 +92,10 @@ def _column(halves: NDArray[np.float16]) -> NDArray[np.float32]:
 
 def _nibbles(codes: Codes) -> Codes:
     """The low 4 bits of all bytes, then the high 4 bits."""
-    return np.concatenate([codes & 15, codes >> 4], axis=1)
+    found = np.empty((len(codes), 2, codes.shape[1]), np.uint8)
+    np.bitwise_and(codes, 15, out=found[:, 0])
+    np.right_shift(codes, 4, out=found[:, 1])
+    return found.reshape(len(codes), -1)
 
 
 def _five_bits(blocks: Blocks) -> Codes:

@@ -26,6 +26,7 @@ Scalar = int | float | bool | str
 Value = Scalar | list[str] | np.ndarray
 
 _STRING, _ARRAY = 8, 9
+_LENGTH = struct.Struct("<Q")  # of a string, in bytes
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _DTYPES = {
     kind: np.dtype(name)
@@ -85,12 +86,30 @@ class HeaderReader:
 
     def _array(self, kind: int) -> Value:
         if kind == _STRING:
-            return [self.text() for _ in range(self.count("strings", 8))]
+            return self._texts(self.count("strings", 8))
         if kind not in _DTYPES:
             raise self.error(f"an array of kind {kind} at byte {self.position}; arrays hold numbers or strings")
         dtype = _DTYPES[kind]
         count = self.count("array items", dtype.itemsize)
         return np.frombuffer(self._data, dtype, count, self._advance(count * dtype.itemsize)).copy()
+
+    def _texts(self, count: int) -> list[str]:
+        """Read strings, in less than half of the time that `text` takes for each."""
+        data, end, position, found = self._data, self._end, self.position, list[str]()
+        try:
+            for _ in range(count):
+                start = position + _LENGTH.size
+                position = start + _LENGTH.unpack_from(data, position)[0]
+                if position > end:
+                    break
+                found.append(data[start:position].decode())
+        except (struct.error, UnicodeDecodeError):
+            pass
+        if len(found) < count or self._values + 2 * count > MAX_VALUES:
+            return [self.text() for _ in range(count)]  # raises the error
+        self._values += 2 * count
+        self.position = position
+        return found
 
     def _scalar(self, code: str) -> int | float | bool:
         value: int | float | bool = struct.unpack_from(f"<{code}", self._data, self._advance(struct.calcsize(code)))[0]

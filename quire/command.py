@@ -1,0 +1,18 @@
+"""The `quire` command. The engine process of `quire serve` starts before the command line is imported.
+
+That process needs seconds to import torch and to load the model, and the import of the command line takes 0.4 s.
+"""
+
+import sys
+
+from quire.supervisor.spawn import spawn
+
+
+def main() -> None:
+    """Run the command of the process's arguments."""
+    arguments = sys.argv[1:]
+    serves = arguments[:1] == ["serve"] and not {"--help", "--help-all"} & set(arguments)
+    spawned = spawn() if serves else None
+    from quire.cli import main as run  # noqa: PLC0415  (see above)
+
+    run(spawned)
