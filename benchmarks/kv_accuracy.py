@@ -10,19 +10,15 @@ probabilities of the next token, and its error is the standard error over tokens
 
 import argparse
 import json
-from math import exp
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from benchmarks.commit import commit_of
 from benchmarks.cpu import machine
+from benchmarks.logits import TextModel, divergences, perplexity
 from quire.config import EngineOptions, KVDType
-from quire.kernels.contract import Batch
-from quire.layers.attend import PagedAttend
-from quire.models.model import Model
 from quire.startup.build import Prepared, prepare
 from quire.tokenizer.gguf import read_gguf_tokenizer
 from quire.tokenizer.tokenizer import Tokenizer
@@ -37,45 +33,32 @@ def prepared_for(model: Path, dtype: str, kind: KVDType, kernels: str) -> Prepar
     return prepare(options, report=lambda line: None, progress=lambda done, total: None)
 
 
-@torch.inference_mode()
-def log_probabilities(prepared: Prepared, model: Model, ids: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities (tokens - 1, vocab_size) of the tokens after the first of `ids`, an int64 (tokens,)."""
-    kernels, block_size = prepared.kernels.kernels, prepared.cache.block_size
-    storages = [kernels.allocate(group, block_size, torch.device("cpu")) for group in prepared.cache.groups]
-    attend = PagedAttend(kernels, storages, model.score_scaling)
-    table = np.arange(-(-len(ids) // block_size), dtype=np.int64)[None]
-    attend.plan([Batch(np.zeros(1, np.int64), np.array([len(ids)]), table) for _ in storages])
-    hidden = model.forward(ids, torch.arange(len(ids)), attend, kernels)
-    return model.logits(hidden[:-1], kernels).float().log_softmax(-1)
-
-
 def measure(model: Path, texts: list[Path], dtype: str, tokens: int, kernels: str) -> list[dict[str, Any]]:
-    """A row of figures for each type and text."""
+    """A row of figures for each text and type."""
     tokenizer = read_gguf_tokenizer(model) if model.suffix == ".gguf" else Tokenizer.from_folder(model)
-    first, loaded = prepared_for(model, dtype, "auto", kernels), None
-    loaded = first.files.load(first.dtype, first.device, first.kernels.kernels, first.schemes, lambda done, total: None)
+    prepared = {kind: prepared_for(model, dtype, kind, kernels) for kind in KINDS}
+    loaded = {kind: TextModel(one) for kind, one in prepared.items()}
     rows = []
     for text in texts:
-        ids = torch.tensor(tokenizer.encode(text.read_text(encoding="utf-8"))[:tokens])
-        exact = torch.empty(0)
+        ids = tokenizer.encode(text.read_text(encoding="utf-8"))[:tokens]
+        exact = loaded["auto"].log_probabilities(ids, 1, torch.float32)
+        exact_perplexity = perplexity(exact, ids[1:])
         for kind in KINDS:
-            prepared = prepared_for(model, dtype, kind, kernels)
-            found = log_probabilities(prepared, loaded, ids)
-            exact = exact if len(exact) else found
-            divergences = (exact.exp() * (exact - found)).sum(-1).double()
-            size = sum(group.bytes_per_block for group in prepared.cache.groups)
+            found = exact if kind == "auto" else loaded[kind].log_probabilities(ids, 1, torch.float32)
+            divergence = divergences(exact, found)
+            cache = prepared[kind].cache
             rows.append(
                 {
                     "kv": kind,
                     "text": text.name,
                     "tokens": len(ids),
-                    "bytes_per_token": size // prepared.cache.block_size,
-                    "perplexity": exp(-found.gather(1, ids[1:, None]).double().mean().item()),
-                    "kl": divergences.mean().item(),
-                    "kl_error": divergences.std().item() / len(divergences) ** 0.5,
+                    "bytes_per_token": sum(group.bytes_per_block for group in cache.groups) // cache.block_size,
+                    "perplexity": perplexity(found, ids[1:]),
+                    "ratio": perplexity(found, ids[1:]) / exact_perplexity,
+                    "kl": divergence.mean().item(),
+                    "kl_error": divergence.std().item() / len(divergence) ** 0.5,
                 }
             )
-            rows[-1]["ratio"] = rows[-1]["perplexity"] / next(r for r in rows if r["text"] == text.name)["perplexity"]
     return rows
 
 

@@ -1,5 +1,7 @@
 """A model without an engine: log-probabilities of the tokens of a text, by the kernels that serve it."""
 
+from math import exp
+
 import numpy as np
 import torch
 
@@ -35,3 +37,14 @@ class TextModel:
 def negative_logprobs(logprobs: torch.Tensor, ids: list[int]) -> torch.Tensor:
     """The negative log-probability of each of the ids, which are as many as `logprobs` has rows."""
     return -logprobs.gather(1, torch.tensor(ids)[:, None])[:, 0]
+
+
+def perplexity(logprobs: torch.Tensor, ids: list[int]) -> float:
+    """The perplexity of the ids, which are as many as `logprobs` has rows."""
+    return exp(negative_logprobs(logprobs, ids).double().mean().item())
+
+
+def divergences(exact: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    """KL divergence of each row of log-probabilities, float64 (num_rows,)."""
+    parts = zip(exact.split(256), found.split(256), strict=True)
+    return torch.cat([(p.exp() * (p - q)).sum(-1, dtype=torch.float64) for p, q in parts])

@@ -1,10 +1,11 @@
 """Measurements on a published model and real text.
 
-    python -m benchmarks.real [--only schemes,drafts,peers,forced,chats] [--rounds 3] [--json FILE]
+    python -m benchmarks.real [--only schemes,x_groups,drafts,peers,forced,chats] [--rounds 3] [--json FILE]
         [--llama-cpp PYTHON] [--llama-server PROGRAM]
 
 The model is SmolLM2-135M-Instruct in Q4_1, which `quire pull smollm2` fetches; the variable QUIRE_SMOLLM2 may have the
-path of its file. `benchmarks.real.texts` names the texts. Each part is described in the file of its name.
+path of its file. `benchmarks.real.texts` names the texts. Each part is described in the file of its name, x_groups in
+`schemes`.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from benchmarks.real import chats, drafts, forced, peers, schemes
 Rows = list[dict[str, Any]]
 PARTS: dict[str, Callable[[argparse.Namespace], Rows]] = {
     "schemes": lambda args: schemes.schemes(rounds=args.rounds),
+    "x_groups": lambda args: schemes.schemes(schemes.X_GROUPS, rounds=args.rounds),
     "drafts": lambda args: drafts.drafts(args.rounds),
     "peers": lambda args: peers.peers(args.llama_cpp, args.llama_server, args.rounds),
     "forced": lambda args: forced.forced(args.rounds),

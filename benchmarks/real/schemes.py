@@ -1,24 +1,27 @@
 """Types of weights and of KV: perplexity, KL divergence to exact weights, bytes, and speed in turns.
 
 A case is WEIGHTS:KV. `float32` and `bfloat16` are the file's weights expanded, `stored` those that the file has
-(Q4_1), and the others roundings of expanded weights at load. The first case is exact: KL divergence is from it.
+(Q4_1), and the others roundings of expanded weights at load. The first case is exact: KL divergence is from it. With
+@SIZE behind it, products round x with a scale for each SIZE columns instead of those of `Scheme.x_group_size`.
 """
 
 import tempfile
-from math import exp
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.logits import TextModel, negative_logprobs
+from benchmarks.logits import TextModel, divergences, perplexity
 from benchmarks.real.model import model_file, write_expanded
 from benchmarks.real.texts import gpl, python_reference
 from benchmarks.speculation import Bench
 from quire.config import EngineOptions
+from quire.kernels.contract import Scheme
 from quire.startup.build import Prepared, prepare
 from quire.tokenizer.gguf import read_gguf_tokenizer
 
@@ -27,6 +30,7 @@ CASES = (
     *(EXACT, "bfloat16:auto", "stored:auto", "int8:auto", "fp8:auto", "int4:auto", "mxfp4:auto", "nvfp4:auto"),
     *("stored:int8", "stored:fp8", "stored:int4"),
 )
+X_GROUPS = (EXACT, "int8:auto", "int8:auto@32", "int8:auto@128", "int8:auto@65536")  # the last: a whole row
 _ROUNDED = ("int8", "fp8", "int4", "mxfp4", "nvfp4")
 WINDOW = 2048  # tokens of each text and of the prompt
 _DECODED = 48  # tokens of one sequence
@@ -57,13 +61,19 @@ def text_ids(window: int) -> dict[str, list[int]]:
 
 def options_of(case: str, expanded: Path) -> dict[str, Any]:
     """Engine options of a case. expanded: folder of the checkpoint with expanded weights, for fp8."""
-    weights, _, kv = case.partition(":")
+    weights, _, kv = case.partition("@")[0].partition(":")
     options: dict[str, Any] = {"model": str(expanded if weights == "fp8" else model_file()), "kv_cache_dtype": kv}
     if weights in ("float32", "bfloat16"):
         options |= {"dtype": weights, "quantization": "none"}
     elif weights in _ROUNDED:
         options |= {"quantization": weights}
     return options | {"memory": "2GiB", "max_model_len": 4096, "max_num_seqs": 16}
+
+
+def _x_groups(case: str) -> AbstractContextManager[object]:
+    """Context manager: products round x in the groups of a case."""
+    size = case.partition("@")[2]
+    return patch.object(Scheme, "x_group_size", int(size)) if size else nullcontext()
 
 
 def _exactness(options: dict[str, dict[str, Any]], ids: dict[str, list[int]]) -> list[dict[str, Any]]:
@@ -76,12 +86,12 @@ def _exactness(options: dict[str, dict[str, Any]], ids: dict[str, list[int]]) ->
         model = TextModel(prepared)
         row = {"case": case, **_bytes(prepared)}
         for name, some in ids.items():
-            found = model.log_probabilities(some, 1, torch.float32)
-            perplexity = exp(negative_logprobs(found, some[1:]).double().mean().item())
-            true = exact.setdefault(name, found)
-            row[f"{name}: perplexity"] = round(perplexity, 4)
-            row[f"{name}: over exact"] = round(perplexity / exact_perplexity.setdefault(name, perplexity), 5)
-            row[f"{name}: KL"] = round(_divergence(true, found), 6)
+            with _x_groups(case):
+                found = model.log_probabilities(some, 1, torch.float32)
+            own = perplexity(found, some[1:])
+            row[f"{name}: perplexity"] = round(own, 4)
+            row[f"{name}: over exact"] = round(own / exact_perplexity.setdefault(name, own), 5)
+            row[f"{name}: KL"] = round(divergences(exact.setdefault(name, found), found).mean().item(), 6)
         rows.append(row)
     return rows
 
@@ -94,22 +104,17 @@ def _bytes(prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def _divergence(true: torch.Tensor, found: torch.Tensor) -> float:
-    """The mean KL divergence of the rows."""
-    parts = zip(true.split(256), found.split(256), strict=True)
-    return sum(float((p.exp() * (p - q)).sum(dtype=torch.float64)) for p, q in parts) / len(true)
-
-
 def _add_speed(rows: list[dict[str, Any]], options: dict[str, dict[str, Any]], ids: list[int], rounds: int) -> None:
     """Tokens per second of decoding and of a prompt, and their ratios to the stored weights in the same round."""
     benches = {case: Bench(**given) for case, given in options.items()}
     found: dict[str, list[dict[str, float]]] = {case: [] for case in options}
     for turn in track(range(rounds + 1), "speed", console=_CONSOLE, transient=True):  # the first captures steps
         for case in reversed(benches) if turn % 2 else benches:
-            found[case].append(_speed(benches[case], ids, turn))
+            with _x_groups(case):
+                found[case].append(_speed(benches[case], ids, turn))
     for bench in benches.values():
         bench.llm.close()
-    base = "stored:auto" if "stored:auto" in found else EXACT
+    base = "stored:auto" if "stored:auto" in found else next(case for case in found if case != EXACT)
     for row in rows:
         own, others = found[row["case"]][1:], found[base][1:]
         for what in own[0]:
