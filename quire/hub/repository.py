@@ -8,7 +8,7 @@ finds an incomplete model.
 import errno
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -168,6 +168,15 @@ class _RemoteFile:
     sha256: str | None  # None for small files
 
 
+@dataclass(frozen=True, slots=True)
+class _Listing:
+    """What the Hub says of one commit of a repository."""
+
+    commit: str
+    files: Mapping[str, _RemoteFile]  # by path
+    licence: str | None  # as the model card names it
+
+
 class Repository:
     """One repository at one revision. Methods raise ModelError."""
 
@@ -205,16 +214,17 @@ class Repository:
         progress(done, total): in bytes, called only if a file is downloaded. Also raises NoNetwork.
         """
         with convert_errors(self._name.repo, self._revision, self._cache):
-            commit, files = self._listing()
+            listing = self._listing()
+            commit, files = listing.commit, listing.files
             ggufs = gguf_files(self._name, files)
             if ggufs:
-                self._download_missing(ggufs, files, commit, report, progress)
+                self._download_missing(ggufs, listing, report, progress)
             else:
-                self._download_missing(small_files(self._name, files), files, commit, report, progress)
+                self._download_missing(small_files(self._name, files), listing, report, progress)
                 modules = module_files(files, self._path(MODULES, commit)) if MODULES in files else []
-                self._download_missing(modules, files, commit, report, progress)
+                self._download_missing(modules, listing, report, progress)
                 indexed = [] if WEIGHTS_FILE in files else self._files_of_index(self._path(INDEX_FILE, commit))
-                self._download_missing(weight_files(files, indexed), files, commit, report, progress)
+                self._download_missing(weight_files(files, indexed), listing, report, progress)
             self._write_cached_commit(commit)
         folder = self._folder / "snapshots" / commit
         return folder / ggufs[0] if ggufs else folder
@@ -222,11 +232,11 @@ class Repository:
     def download_config(self) -> Path:
         """Download config.json alone, for a plan. Returns its folder in the cache. Also raises NoNetwork."""
         with convert_errors(self._name.repo, self._revision, self._cache):
-            commit, files = self._listing()
-            if _CONFIG not in files:
+            listing = self._listing()
+            if _CONFIG not in listing.files:
                 raise ModelError(f"{self._name.repo} has no {_CONFIG}, so it is not a model that quire can run")
-            self._download_missing([_CONFIG], files, commit, lambda _line: None, lambda _done, _total: None)
-        return self._folder / "snapshots" / commit
+            self._download_missing([_CONFIG], listing, lambda _line: None, lambda _done, _total: None)
+        return self._folder / "snapshots" / listing.commit
 
     def _cached_commit(self) -> str | None:
         try:
@@ -241,8 +251,8 @@ class Repository:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(commit)
 
-    def _listing(self) -> tuple[str, dict[str, _RemoteFile]]:
-        """The commit of the revision and its files by path, from one HTTP request."""
+    def _listing(self) -> _Listing:
+        """The listing of the revision, from one HTTP request."""
         api = HfApi(endpoint=self._endpoint)
         try:
             info = api.model_info(self._name.repo, revision=self._revision, files_metadata=True, timeout=TIMEOUT)
@@ -255,12 +265,14 @@ class Repository:
         unsafe = [each.rfilename for each in info.siblings or () if _UNSAFE.search(each.rfilename)]
         if unsafe:
             raise ModelError(f"{self._name.repo} lists the unsafe path {unsafe[0]!r:.80}; do not use it")
-        return info.sha, {
+        files = {
             each.rfilename: _RemoteFile(each.lfs.size, each.lfs.sha256)
             if each.lfs
             else _RemoteFile(each.size or 0, None)
             for each in info.siblings or ()
         }
+        licence = info.card_data and (info.card_data.get("license_name") or info.card_data.get("license"))
+        return _Listing(info.sha, files, licence if isinstance(licence, str) else None)
 
     def _path(self, name: str, commit: str) -> Path:
         return self._folder / "snapshots" / commit / name
@@ -273,19 +285,20 @@ class Repository:
     def _download_missing(
         self,
         wanted: list[str],
-        files: dict[str, _RemoteFile],
-        commit: str,
+        listing: _Listing,
         report: Callable[[str], None],
         progress: Callable[[int, int], None],
     ) -> None:
         """Download those of the `wanted` files that are not in the cache, one after another."""
+        commit, files = listing.commit, listing.files
         missing = [name for name in wanted if not self._is_cached(name, commit)]
         total = sum(files[name].size for name in missing)
         if not missing:
             return
         self._check_space(total - sum(self._partial_size(files[name]) for name in missing))
         if total > 1e6:
-            report(f"downloading {self._name}: {len(missing)} files, {total / 1e9:.2f} GB, to {self._cache}")
+            licence = f"licence {listing.licence}" if listing.licence else "no licence named"
+            report(f"downloading {self._name}: {len(missing)} files, {total / 1e9:.2f} GB, {licence}, to {self._cache}")
         done = 0
         for name in missing:
             self._download_file(name, files[name], commit, partial(_advance, progress, done, total))

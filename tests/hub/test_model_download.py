@@ -137,6 +137,21 @@ def test_two_revisions(find):
 # From the Hub
 
 
+@pytest.mark.parametrize(
+    ("card", "named"),
+    [
+        ({"license": "apache-2.0"}, "licence apache-2.0"),
+        ({"license": "other", "license_name": "llama3"}, "licence llama3"),
+        ({"license": ["mit", 3]}, "no licence named"),
+        (None, "no licence named"),
+    ],
+)
+def test_the_licence_of_the_model_card_is_reported(card, named, find, hub):
+    hub.repos["owner/tiny"].card = card
+    find("owner/tiny")
+    assert f" GB, {named}, to " in find.lines[-1]
+
+
 def test_only_what_is_needed_is_downloaded(find, hub):
     folder = find("owner/tiny")
     assert files_in(folder) == NEEDED

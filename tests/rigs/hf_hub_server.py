@@ -25,6 +25,7 @@ class Repo:
     commit: str = "c" * 40
     revisions: tuple[str, ...] = ("main",)
     refusal: str | None = None  # "GatedRepo" or "RepoNotFound": the error for requests without a token
+    card: dict | None = None  # fields of the model card
 
 
 @dataclass
@@ -84,7 +85,8 @@ class _Answer(BaseHTTPRequestHandler):
                 | ({"lfs": {"size": len(data), "sha256": sha256(data), "pointerSize": 134}} if is_large(data) else {})
                 for path, data in repo.files.items()
             ]
-            self.answer(200, body=json.dumps({"id": name, "sha": repo.commit, "siblings": siblings}).encode())
+            listing = {"id": name, "sha": repo.commit, "siblings": siblings, "cardData": repo.card}
+            self.answer(200, body=json.dumps(listing).encode())
 
     def file(self, name, revision, path):
         if not (repo := self.repo(name, revision)):
