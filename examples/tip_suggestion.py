@@ -20,8 +20,8 @@ def tip_suggestion(s, items):
         fork += sgl.user("Which shelf holds it?")
         fork += sgl.assistant(sgl.gen("shelf", max_tokens=16))
     forks.join()  # what the forks call "price" and "shelf" are lists now
-    first, second = (re.findall(r"\d+", price)[0] for price in s["price"])
-    s += sgl.user(f"{first}+{second}=?")
+    prices = [found[0] for price in s["price"] if (found := re.search(r"\d+", price))]  # a small model may name none
+    s += sgl.user(f"{'+'.join(prices)}=?")
     s += sgl.assistant(sgl.gen("sum", max_tokens=40))
 
 

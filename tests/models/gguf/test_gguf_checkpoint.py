@@ -373,6 +373,13 @@ def test_sampling_defaults_and_end_tokens(tmp_path):
         "temperature": 0.6,
         "top_k": 20,
     }
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.2, "top_p": 0.9, "eos_token_id": 7}')
+    assert GgufCheckpoint(tmp_path / "sampling.gguf").generation_config == {
+        "eos_token_id": [],
+        "temperature": 0.2,
+        "top_k": 20,
+        "top_p": 0.9,
+    }
 
 
 def with_keys(path, **keys):
