@@ -1,4 +1,4 @@
-"""Perplexity of texts with keys and values in 16, 8 and 4 bits, beside those in the type of the model.
+"""Perplexity of texts with keys and values in fp8, int8 and int4, beside those in the type of the model.
 
     python -m benchmarks.kv_accuracy MODEL TEXT [TEXT ...] [--dtype float32] [--tokens 2000] [--kernels auto]
         [--json FILE]

@@ -105,7 +105,7 @@ def main() -> None:
         summary[name] = {"median": statistics.median(values), "min": min(values), "max": max(values)}
         print(f"{name:<17} median {statistics.median(values):.2f} s, {min(values):.2f} to {max(values):.2f} s")
     if args.json:
-        setting = {"shape": args.shape or "embedded", "repeat": args.repeat, "options": args.options}
+        setting = {"shape": args.shape or "as in the options", "repeat": args.repeat, "options": args.options}
         report = {"commit": commit_of(), "machine": describe(), "setting": setting, "seconds": summary}
         args.json.write_text(json.dumps(report, indent=1) + "\n")
 

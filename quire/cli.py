@@ -4,10 +4,11 @@ Flags are generated from the fields of EngineOptions and ServerOptions and their
 """
 
 import re
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass, replace
 from inspect import Parameter, Signature, signature
 from itertools import takewhile
 from pathlib import Path
@@ -228,7 +229,8 @@ def _quire(
     """An LLM serving engine. If no model is given, commands use the one that ships with quire."""
 
 
-_PULL_HELP = "a name of this list, or a Hugging Face id, such as owner/name or owner/name:Q4_K_M [default: list names]"
+_TEMPERATURE_HELP = "0 is greedy [default: the model's, else 1]"
+_PULL_HELP = "smollm2, or a Hugging Face id, such as owner/name or owner/name:Q4_K_M [default: list packaged models]"
 
 
 @app.command(cls=_Command)
@@ -263,7 +265,9 @@ def pull(
             typer.echo(f"{name:10} {one.num_bytes / 1e6:.0f} MB, licence {one.licence}: {one.about}; {where}")
         return
     path = locate(model, revision=revision, cache_dir=download_dir, report=_say, progress=WeightsBar())
-    _say(f"{model} is at {path}; `quire serve {model}` serves it, `quire chat {model}` talks to it")
+    options = (("--revision", revision), ("--download-dir", download_dir))
+    flags = "".join(f" {flag} {shlex.quote(value)}" for flag, value in options if value)
+    _say(f"{model} is at {path}; `quire serve {model}{flags}` serves it, `quire chat {model}{flags}` talks to it")
 
 
 @app.command()
@@ -299,13 +303,13 @@ def generate(
     *,
     prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="texts to continue")],
     max_tokens: Annotated[int, typer.Option(help="tokens to generate at most", min=1)] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy", min=0)] = 1.0,
+    temperature: Annotated[float | None, typer.Option(help=_TEMPERATURE_HELP, min=0)] = None,
     n: Annotated[int, typer.Option(help="continuations of each prompt", min=1)] = 1,
     options: EngineOptions,
 ) -> None:
     """Continue prompts and print the generated texts."""
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, n=n)
     with closing(_load(options)) as llm:
+        params = _params(llm, max_tokens=max_tokens, temperature=temperature, n=n)
         for result in llm.generate(prompts, params):
             for output in result.outputs:
                 _write_text(output.text)
@@ -316,18 +320,21 @@ def generate(
 def chat(
     *,
     model: Annotated[str | None, typer.Argument(help=MODEL_HELP)] = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy", min=0)] = 0.7,
-    top_p: Annotated[float, typer.Option(help="share of the probability that is sampled from", min=0, max=1)] = 1.0,
+    temperature: Annotated[float | None, typer.Option(help=_TEMPERATURE_HELP, min=0)] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="share of the probability that is sampled from [default: the model's, else 1]", min=0, max=1),
+    ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(help="of each answer [default: what the context has room for]", min=1)
+        int | None, typer.Option(help="of each answer [default: the model's, else the room in the context]", min=1)
     ] = None,
     system: Annotated[str | None, typer.Option(help="system message")] = None,
     options: EngineOptions,
 ) -> None:
     """Chat with a model. /help lists commands, Ctrl-C stops an answer."""
     del model  # of options
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
     with closing(_load(options)) as llm:
+        params = _params(llm, max_tokens=max_tokens, temperature=temperature, top_p=top_p)
         converse(llm, params, system, VisibleConsole())
 
 
@@ -573,6 +580,12 @@ def calibrate(
     profile.save(file)
     _say(f"latency    {profile.source}; they differ from it by {profile.error:.1%} on average")
     _say(f"written to {file}; `quire plan --device {file}` uses it")
+
+
+def _params(llm: "quire.LLM", **given: float | None) -> SamplingParams:
+    """Sampling parameters: those that are given, over the model's recommendations."""
+    defaults = llm.get_default_sampling_params()
+    return replace(defaults, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
 
 
 def _load(options: EngineOptions) -> "quire.LLM":

@@ -4,15 +4,16 @@ That process needs seconds to import torch and to load the model, and the import
 """
 
 import sys
+from contextlib import nullcontext
 
-from quire.supervisor.spawn import spawn
+from quire.supervisor.spawn import spawned_engine
 
 
 def main() -> None:
     """Run the command of the process's arguments."""
     arguments = sys.argv[1:]
     serves = arguments[:1] == ["serve"] and not {"--help", "--help-all"} & set(arguments)
-    spawned = spawn() if serves else None
-    from quire.cli import main as run  # noqa: PLC0415  (see above)
+    with spawned_engine() if serves else nullcontext() as spawned:
+        from quire.cli import main as run  # noqa: PLC0415  (see above)
 
-    run(spawned)
+        run(spawned)

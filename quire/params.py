@@ -415,7 +415,9 @@ class SamplingParams:
         """A copy with other values, which are not checked: lists may be long, and every prompt has a copy."""
         params = object.__new__(type(self))  # `copy` takes twice as long
         for name in self.__slots__:
-            object.__setattr__(params, name, values[name] if name in values else getattr(self, name))
+            object.__setattr__(params, name, values.pop(name) if name in values else getattr(self, name))
+        if values:
+            raise AttributeError(f"SamplingParams has no {', '.join(values)}")
         return params
 
     def _gather_constraint(self) -> None:

@@ -35,18 +35,20 @@ PARTS: dict[str, Callable[[argparse.Namespace], Rows]] = {
 def main(arguments: list[str] | None = None) -> None:
     """Run the parts, print a table of each, and write the JSON file."""
     parser = argparse.ArgumentParser(prog="benchmarks.real", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--only", default=",".join(PARTS), help="parts to run")
+    parser.add_argument("--only", help="parts to run; by default all, without --llama-cpp all but peers")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each figure of speed")
     parser.add_argument("--llama-cpp", metavar="PYTHON", help="an interpreter that has llama-cpp-python, for peers")
     parser.add_argument("--llama-server", metavar="PROGRAM", help="llama.cpp's own server, for peers")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     args = parser.parse_args(arguments)
-    if unknown := set(args.only.split(",")) - set(PARTS):
+    usual = [name for name in PARTS if name != "peers" or args.llama_cpp]
+    names = args.only.split(",") if args.only else usual
+    if unknown := set(names) - set(PARTS):
         parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    if "peers" in args.only.split(",") and args.llama_cpp is None:
-        parser.error("peers needs --llama-cpp PYTHON; or name the other parts with --only")
+    if "peers" in names and args.llama_cpp is None:
+        parser.error("peers needs --llama-cpp PYTHON")
     found: dict[str, Any] = {"commit": commit_of(), "machine": machine.describe()}
-    for name in args.only.split(","):
+    for name in names:
         found[name] = PARTS[name](args)
         _print(name, found[name])
     if args.json is not None:

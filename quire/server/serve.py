@@ -48,9 +48,10 @@ def launched(
     """
     host = EngineProcess(with_server_defaults(options), report=report, progress=progress, spawned=spawned)
     local = embedded.folder() if options.model is None else local_path(options.model, options.download_dir)
-    with ThreadPoolExecutor(1) as pool:  # a local model's tokenizer is read while the engine loads the weights
-        opening = None if local is None else pool.submit(open_tokenizer, local)
-        host.launch()
+    pool = ThreadPoolExecutor(1)  # a local model's tokenizer is read while the engine loads the weights
+    opening = None if local is None else pool.submit(open_tokenizer, local)
+    pool.shutdown(wait=False)
+    host.launch()
     try:
         path = Path(host.model_info.path)
         tokenizer = opening.result() if opening is not None and path == local else open_tokenizer(path)

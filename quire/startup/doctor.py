@@ -77,6 +77,8 @@ def examine(
         yield finding
     if perplexity is not None and healthy:
         yield from _perplexity(options, perplexity, advance)
+    elif perplexity is not None:
+        yield Finding("perplexity", "not computed, because the model cannot be served")
 
 
 def _versions() -> Iterator[Finding]:
@@ -124,19 +126,27 @@ def _model(options: EngineOptions, progress: Progress) -> Iterator[Finding]:
 
 
 def _perplexity(options: EngineOptions, text: Path, advance: Progress) -> Iterator[Finding]:
-    """The perplexity of a text as the model would be served, beside that of weights and KV in the model's type."""
+    """The perplexity of a text as the model would be served, beside that of weights and KV in the model's type.
+
+    The latter may not fit into memory. This is no problem.
+    """
     exact = replace(options, quantization="none", kv_cache_dtype="auto", weight_cache=None, journal=None)
     try:
         opened = open_files(options, report=_ignore, progress=lambda _done, _total: None)
         ids = read_token_ids(text, opened.files.tokenizer, PERPLEXITY_TOKENS)
-        models = [exact, replace(options, journal=None)]
-        (before, after), window = perplexities(models, ids, progress=advance)
+        (served,), window = perplexities([replace(options, journal=None)], ids, progress=advance)
     except QuireError as error:
         yield Finding("perplexity", f"not computed: {error}", problem=True)
         return
     tokens = f"{len(ids)} tokens of {text}, in windows of {window}"
-    yield Finding("perplexity", f"{before:.4f} with weights, keys and values in the model's type: {tokens}")
-    yield Finding("perplexity", f"{after:.4f} as served with these options: {after / before - 1:+.2%}")
+    yield Finding("perplexity", f"{served:.4f} as served with these options: {tokens}")
+    plain = "with weights, keys and values in the model's type"
+    try:
+        (before,), _ = perplexities([exact], ids, progress=advance)
+    except QuireError as error:
+        yield Finding("perplexity", f"{plain} it is not computed: {error}")
+        return
+    yield Finding("perplexity", f"{before:.4f} {plain}: as served it changes by {served / before - 1:+.2%}")
 
 
 def _precisions(options: EngineOptions, opened: OpenFiles) -> Iterator[Finding]:

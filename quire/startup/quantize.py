@@ -95,6 +95,7 @@ class _Text(NamedTuple):
 
     calibration: list[int]
     others: list[int]
+    is_short: bool  # too short to have others
     bos_token_id: int | None
 
     @classmethod
@@ -104,9 +105,9 @@ class _Text(NamedTuple):
         ids = read_token_ids(text, tokenizer, CALIBRATION_TOKENS + PERPLEXITY_TOKENS)
         first = ids[:1] if ids[0] == tokenizer.bos_token_id else []
         calibration, others = ids[:CALIBRATION_TOKENS], [*first, *ids[CALIBRATION_TOKENS:]]
-        if len(others) < MIN_TOKENS:
-            others = calibration[:PERPLEXITY_TOKENS]
-        return cls(calibration, others, tokenizer.bos_token_id)
+        is_short = len(others) < MIN_TOKENS
+        others = calibration[:PERPLEXITY_TOKENS] if is_short else others
+        return cls(calibration, others, is_short, tokenizer.bos_token_id)
 
 
 def _perplexity_line(text: _Text, model: Path, out: Path, length: int, advance: Progress) -> str:
@@ -116,8 +117,9 @@ def _perplexity_line(text: _Text, model: Path, out: Path, length: int, advance: 
         (before, after), window = perplexities(models, text.others, progress=advance)
     except QuireError as error:
         return f"perplexity was not computed: {error}"
-    is_same = text.others == text.calibration[: len(text.others)]
-    which = "of the calibration itself, as the text has too few others" if is_same else "after those of the calibration"
+    which = "after those of the calibration"
+    if text.is_short:
+        which = "of the calibration itself, as the text has too few others"
     return (
         f"perplexity {before:.4f} -> {after:.4f} ({after / before - 1:+.2%}): {len(text.others)} tokens {which}, in "
         f"windows of {window}"

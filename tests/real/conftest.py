@@ -5,22 +5,25 @@ import torch
 from real_model import model_file, transformers_model
 
 
-@pytest.fixture(scope="session")
-def one_thread():
+@pytest.fixture(scope="module", autouse=True)
+def two_threads():
+    before = torch.get_num_threads()
     torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def file():
     return model_file()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def reference(file):
     return transformers_model(file)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def served_llm(file):
     """The weights as the file stores them."""
     from quire import LLM  # noqa: PLC0415  (only if there is a file)
@@ -30,7 +33,7 @@ def served_llm(file):
     made.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def exact_llm(file):
     """Expanded weights, float32."""
     from quire import LLM  # noqa: PLC0415

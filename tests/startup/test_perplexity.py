@@ -97,19 +97,39 @@ def test_the_doctor_compares_a_model_as_served_with_its_exact_weights(text):
     shown = CliRunner().invoke(app, ["doctor", *flags], catch_exceptions=False)
     assert shown.exit_code == 0
     lines = shown.stdout.splitlines()
-    exact, served = lines[lines.index("perplexity") + 1 :]
+    served, exact = lines[lines.index("perplexity") + 1 :]
     found = re.fullmatch(
-        rf"  ([\d.]+) with weights, keys and values in the model's type: (\d+) tokens of {text}, in windows of 2048",
-        exact,
+        rf"  ([\d.]+) as served with these options: (\d+) tokens of {text}, in windows of 2048", served
     )
-    changed = re.fullmatch(r"  ([\d.]+) as served with these options: ([+-][\d.]+)%", served)
+    changed = re.fullmatch(
+        r"  ([\d.]+) with weights, keys and values in the model's type: as served it changes by ([+-][\d.]+)%", exact
+    )
     ids = Tokenizer.from_folder(embedded.folder()).encode(text.read_text())
     assert int(found[2]) == len(ids)
-    for options, figure in (({}, found[1]), ({"quantization": "int4", "kv_cache_dtype": "int8"}, changed[1])):
+    for options, figure in (({}, changed[1]), ({"quantization": "int4", "kv_cache_dtype": "int8"}, found[1])):
         llm = quire.LLM(memory="256MiB", **options)
         assert perplexity(llm.llm_engine, ids) == pytest.approx(float(figure), rel=1e-3)
         llm.close()
-    assert float(changed[2]) == pytest.approx(100 * (float(changed[1]) / float(found[1]) - 1), abs=0.02)
+    assert float(changed[2]) == pytest.approx(100 * (float(found[1]) / float(changed[1]) - 1), abs=0.02)
+
+
+def test_exact_weights_that_cannot_be_loaded_are_no_problem(text, monkeypatch):
+    monkeypatch.setattr("quire.startup.doctor.perplexities", perplexities_without("none"))
+    served, exact = list(examine(EngineOptions(memory="256MiB"), perplexity=text))[-2:]
+    assert served.text.startswith("7.0000 as served with these options: ")
+    assert exact.text == "with weights, keys and values in the model's type it is not computed: the memory is short"
+    assert not exact.problem
+
+
+def perplexities_without(quantization):
+    """`perplexities` that always finds 7, and has no memory for this quantization."""
+
+    def find(models, _ids, *, progress):
+        if models[0].quantization == quantization:
+            raise ConfigError("the memory is short")
+        return [7.0], 2048
+
+    return find
 
 
 @pytest.mark.parametrize(
@@ -125,7 +145,8 @@ def test_the_doctor_names_a_text_that_cannot_be_used(content, message, tmp_path)
 
 def test_the_doctor_reads_no_text_for_a_model_that_cannot_run(tmp_path):
     findings = list(examine(EngineOptions(model=str(tmp_path)), perplexity=tmp_path / "text"))
-    assert findings[-1].problem and all(finding.topic != "perplexity" for finding in findings)
+    assert findings[-2].problem
+    assert findings[-1].text == "not computed, because the model cannot be served"
 
 
 def test_a_failed_step_is_an_error(model, monkeypatch):

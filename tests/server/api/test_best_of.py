@@ -171,6 +171,8 @@ def test_how_many_and_what_is_needed():
     ):
         assert SamplingParams(**params).num_logprobs_needed == needed
     assert SamplingParams(best_of=2).resolved(5, 6).num_sequences == 2
+    with pytest.raises(AttributeError, match="SamplingParams has no max_token"):
+        SamplingParams().changed(max_token=5)
 
 
 @pytest.mark.parametrize(
