@@ -16,7 +16,7 @@ if not torch.cuda.is_available():  # Triton decides on its interpreter when it i
 
 os.environ.setdefault("PYTHONWARNINGS", "error")  # in the programs that tests start, as in the tests themselves
 
-pytest_plugins = ["checkpoint_fixtures", "embedded_model_fixtures"]
+pytest_plugins = ["checkpoint_fixtures", "embedded_model_fixtures", "case_times"]
 
 settings.register_profile("quire", deadline=None, derandomize=True)
 settings.register_profile("fresh", deadline=None, derandomize=False, print_blob=True)  # see CONTRIBUTING.md

@@ -123,7 +123,11 @@ def test_generate_shows_them_on_a_terminal_and_keeps_them_in_a_file(monkeypatch,
             return is_terminal
 
     result = SimpleNamespace(outputs=[SimpleNamespace(text=HOSTILE[:-2])])
-    llm = SimpleNamespace(generate=lambda prompts, params: [result], close=lambda: None)
+    llm = SimpleNamespace(
+        generate=lambda prompts, params: [result],
+        get_default_sampling_params=SamplingParams,
+        close=lambda: None,
+    )
     monkeypatch.setattr(cli, "_load", lambda options: llm)
     monkeypatch.setattr(sys, "argv", ["quire", "generate", "a"])
     monkeypatch.setattr(sys, "stdout", out := Stdout())

@@ -1,0 +1,141 @@
+"""A pytest plugin: the time that each case, file and fixture takes, and an upper bound for it.
+
+Times are CPU seconds of the process that runs the test, which are nearly the same on a busy machine. Those of the
+programs that a test starts count for its file, once the test has waited for their end. `--test-times FILE` writes all
+figures.
+"""
+
+import json
+import resource
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CASE_SECONDS = 8.0
+FILE_SECONDS = 30.0
+_PHASES = ("setup", "call", "teardown")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--test-times", type=Path, metavar="FILE", help="write the seconds of each file and fixture")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(_Meter(), "case_times_meter")
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Table(config), "case_times_table")
+
+
+def _children_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+class _Meter:
+    """Adds figures to the reports of a process that runs tests."""
+
+    def __init__(self) -> None:
+        self._fixtures: dict[str, float] = {}
+        self._started = 0
+        self._marks = (0.0, 0.0, 0)
+        sys.addaudithook(self._count_processes)
+
+    def _count_processes(self, event: str, _arguments: object) -> None:
+        self._started += event in ("subprocess.Popen", "os.fork", "os.posix_spawn")
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            return (yield)
+        finally:
+            self._fixtures[fixturedef.argname] = time.perf_counter() - began
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_setup(self) -> Iterator[None]:
+        self._begin()
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self) -> Iterator[None]:
+        self._begin()
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_teardown(self) -> Iterator[None]:
+        self._begin()
+        return (yield)
+
+    def _begin(self) -> None:
+        self._fixtures = {}
+        self._marks = (time.process_time(), _children_seconds(), self._started)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self) -> Iterator[None]:
+        report: Any = yield
+        cpu, children, started = self._marks
+        report.cpu_seconds = time.process_time() - cpu
+        report.children_seconds = _children_seconds() - children
+        report.num_processes = self._started - started
+        report.fixture_seconds = self._fixtures
+        return report
+
+
+class _Table:
+    """Sums of the reports, in the process that has those of all workers."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._file: Path | None = config.getoption("--test-times")
+        self._began = time.time()
+        self._cases: dict[str, float] = defaultdict(float)
+        self._files: dict[str, Counter[str]] = defaultdict(Counter)
+        self._fixtures: dict[str, Counter[str]] = defaultdict(Counter)
+        self._workers: dict[str, Counter[str]] = defaultdict(Counter)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        case, file = report.nodeid, report.nodeid.partition("::")[0]
+        self._cases[case] += report.cpu_seconds
+        self._files[file].update(
+            {
+                report.when: report.duration,
+                "cpu": report.cpu_seconds,
+                "children": report.children_seconds,
+                "processes": report.num_processes,
+                "cases": report.when == "call",
+            }
+        )
+        for name, seconds in report.fixture_seconds.items():
+            self._fixtures[name].update({"seconds": seconds, "times": 1})
+        worker = self._workers[getattr(report, "worker_id", "main")]
+        worker.update({"seconds": report.duration, "cpu": report.cpu_seconds})
+        worker["end"] = max(worker["end"], report.stop - self._began)
+
+    def _over(self) -> list[str]:
+        cases = [(seconds, name, CASE_SECONDS) for name, seconds in self._cases.items()]
+        files = [(each["cpu"] + each["children"], name, FILE_SECONDS) for name, each in self._files.items()]
+        return [
+            f"{name}: {seconds:.1f} CPU seconds, at most {most:.0f}"
+            for seconds, name, most in sorted(cases + files, reverse=True)
+            if seconds > most
+        ]
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self._file is not None:
+            by_seconds = sorted(self._files.items(), key=lambda item: -sum(item[1][phase] for phase in _PHASES))
+            found = {
+                "seconds": time.time() - self._began,
+                "workers": self._workers,
+                "files": {name: {key: round(value, 2) for key, value in each.items()} for name, each in by_seconds},
+                "fixtures": dict(sorted(self._fixtures.items(), key=lambda item: -item[1]["seconds"])[:60]),
+                "cases": dict(sorted(self._cases.items(), key=lambda item: -item[1])[:60]),
+            }
+            self._file.write_text(json.dumps(found, indent=1) + "\n")
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        for line in self._over():
+            terminalreporter.write_line(line)
