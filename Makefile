@@ -1,4 +1,4 @@
-# One command each: serve, test, test-real, test-build, corpus-check, check, install-wheel, try-wheel, try-pythons, trace, check-native, gpu-check, bench, bench-prefix, bench-cpu, bench-real, chaos, soak, hostile, fuzz, fuzz-schedules, flood, clients, page-check, demo-model, clean. CI calls the same ones (.ci/run).
+# One command each: serve, test, test-changed, test-benchmarks, test-real, test-build, corpus-check, check, check-style, install-wheel, try-wheel, try-pythons, trace, check-native, gpu-check, bench, bench-prefix, bench-cpu, bench-real, chaos, soak, hostile, fuzz, fuzz-schedules, flood, clients, page-check, demo-model, clean. CI calls the same ones (.ci/run).
 
 PYTHON ?= python3
 # Which torch: the package index's, which on Linux is the build for CUDA; or, with TORCH=cpu, the build for CPUs from torch's own index.
@@ -18,7 +18,7 @@ ifneq ($(filter-out cpu,$(TORCH)),)
 $(error TORCH=$(TORCH) is not known: TORCH=cpu takes torch's build for CPUs, without it torch comes from the package index)
 endif
 
-.PHONY: serve test test-real test-build corpus-check check install-torch install-wheel try-wheel try-pythons trace check-native gpu-check bench bench-prefix bench-cpu bench-real chaos soak hostile fuzz fuzz-schedules flood clients page-check demo-model clean
+.PHONY: serve test test-changed test-benchmarks test-real test-build corpus-check check check-style install-torch install-wheel try-wheel try-pythons trace check-native gpu-check bench bench-prefix bench-cpu bench-real chaos soak hostile fuzz fuzz-schedules flood clients page-check demo-model clean
 
 MODEL :=
 serve: $(VENV)/.installed  ## serve the embedded model, or MODEL=smollm2; ARGS="--port 8001" goes to `quire serve`
@@ -26,6 +26,12 @@ serve: $(VENV)/.installed  ## serve the embedded model, or MODEL=smollm2; ARGS="
 
 test: $(VENV)/.installed-dev  ## ARGS="tests/demo_model -x" goes to pytest
 	@$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
+
+test-changed: $(VENV)/.installed-dev  ## the tests of what differs from the last commit, in a minute; BASE=main takes another commit
+	@$(BIN)/python -m tools.changed_tests $(if $(BASE),--base $(BASE)) $(ARGS)
+
+test-benchmarks: $(VENV)/.installed-dev  ## small runs of the benchmarks
+	@$(BIN)/python -m pytest -n auto --dist loadfile tests/benchmarks $(ARGS)
 
 test-real: $(VENV)/.installed-dev  ## tests on SmolLM2-135M-Instruct, fetched if QUIRE_SMOLLM2 has no path of its .gguf file
 	@[ -n "$$QUIRE_SMOLLM2" ] || $(BIN)/quire pull smollm2
@@ -35,11 +41,13 @@ bench-real: $(VENV)/.installed-dev  ## figures on the same model; ARGS="--only d
 	@[ -n "$$QUIRE_SMOLLM2" ] || $(BIN)/quire pull smollm2
 	@$(BIN)/python -m benchmarks.real $(ARGS)
 
-check: $(VENV)/.installed-dev  ## style, types, layers
+check: check-style  ## style, types, layers
+	@$(BIN)/python -m pytest -q tests/repository/test_import_layers.py tests/repository/test_source_rules.py
+
+check-style: $(VENV)/.installed-dev  ## style and types: what `make test` does not check
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/mypy
-	@$(BIN)/python -m pytest -q tests/repository/test_import_layers.py tests/repository/test_source_rules.py
 
 WHEEL_VENV := build/wheel/venv
 WHEEL_PIP = $(WHEEL_VENV)/bin/python -m pip --quiet --disable-pip-version-check

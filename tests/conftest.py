@@ -18,6 +18,18 @@ os.environ.setdefault("PYTHONWARNINGS", "error")  # in the programs that tests s
 
 pytest_plugins = ["checkpoint_fixtures", "embedded_model_fixtures", "case_times"]
 
+TESTS = Path(__file__).parent
+APART = (TESTS / "benchmarks", TESTS / "real")  # run by `make test-benchmarks` and `make test-real`
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leave out the folders of APART unless an argument names a path in them."""
+    if collection_path not in APART:
+        return None
+    named = [Path(config.invocation_params.dir, argument.partition("::")[0]) for argument in config.args]
+    return None if any(path.resolve().is_relative_to(collection_path) for path in named) else True
+
+
 settings.register_profile("quire", deadline=None, derandomize=True)
 settings.register_profile("fresh", deadline=None, derandomize=False, print_blob=True)  # see CONTRIBUTING.md
 settings.register_profile("native", deadline=None, derandomize=True, max_examples=3)  # under sanitizers, see Makefile

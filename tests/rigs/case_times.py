@@ -2,7 +2,7 @@
 
 Times are CPU seconds of the process that runs the test, which are nearly the same on a busy machine. Those of the
 programs that a test starts count for its file, once the test has waited for their end. `--test-times FILE` writes all
-figures.
+figures. With `--test-budgets` a run fails if a case or a file takes too long, as in CI.
 """
 
 import json
@@ -23,6 +23,7 @@ _PHASES = ("setup", "call", "teardown")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--test-times", type=Path, metavar="FILE", help="write the seconds of each file and fixture")
+    parser.addoption("--test-budgets", action="store_true", help="fail if a case or a file takes too many CPU seconds")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -91,6 +92,7 @@ class _Table:
 
     def __init__(self, config: pytest.Config) -> None:
         self._file: Path | None = config.getoption("--test-times")
+        self._fails: bool = config.getoption("--test-budgets")
         self._began = time.time()
         self._cases: dict[str, float] = defaultdict(float)
         self._files: dict[str, Counter[str]] = defaultdict(Counter)
@@ -125,6 +127,8 @@ class _Table:
         ]
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self._fails and self._over():
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if self._file is not None:
             by_seconds = sorted(self._files.items(), key=lambda item: -sum(item[1][phase] for phase in _PHASES))
             found = {
