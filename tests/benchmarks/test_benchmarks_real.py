@@ -20,11 +20,9 @@ def test_schemes_report_exactness_and_speed():
 
 def test_larger_groups_of_x_are_less_exact():
     model_file()
-    _, usual, small, row = schemes.schemes(
-        (schemes.EXACT, "int8:auto", "int8:auto@32", "int8:auto@65536"), 256, rounds=1
-    )
+    cases = (schemes.EXACT, "int8:auto", "int8:auto@32", "int8:auto@65536")
+    _, usual, small, row = schemes.schemes(cases, 256, rounds=0)
     assert small["GPL-3: KL"] < usual["GPL-3: KL"] < row["GPL-3: KL"]
-    assert usual["prompt tok/s, over int8:auto"] == 1
 
 
 def test_an_expanded_checkpoint_can_be_rounded_to_fp8():
