@@ -27,7 +27,7 @@ def test_waiting_outweighs_a_longer_match_from_357_tokens_a_second_on():
         assert scores.index(max(scores)) == first
 
 
-def test_orders_that_heed_the_cache_reach_96_percent_of_the_best_order_on_small_cases():
+def test_prefix_aware_policies_reach_96_percent_of_the_best_order_on_small_cases():
     best_found, found = 0, Counter()
     for seed in range(8):
         prompts = small_case(Random(seed), 5, BLOCK)
@@ -41,7 +41,7 @@ def test_orders_that_heed_the_cache_reach_96_percent_of_the_best_order_on_small_
 
 
 @pytest.mark.parametrize("policy", ["lpm", "cache-aware"])
-def test_orders_that_heed_the_cache_reach_96_percent_of_the_best_order_on_few_shot_prompts(policy):
+def test_prefix_aware_policies_reach_96_percent_of_the_best_order_on_few_shot_prompts(policy):
     prompts = few_shot(Random(0), 12, 10)
     bound = best(prompts)
     options = {"num_blocks": 200, "block_size": 16, "num_output_tokens": 8, "max_num_seqs": 8}

@@ -83,7 +83,7 @@ def test_chats_begin_with_a_question_and_end_with_an_answer(task):
         assert set(questions_only[::2]) <= {"user", "tool"}
 
 
-def test_recall_answers_stand_in_the_ledger():
+def test_recall_answers_are_lines_of_the_first_message():
     for seed in range(100):
         text = first_text("recall", seed)
         for message in world.chat("recall", Random(seed)).messages:

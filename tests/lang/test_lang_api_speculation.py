@@ -80,7 +80,7 @@ LINE = GenParams(max_tokens=12, stop=("\n",), temperature=0.0)
 
 @given(programs, st.integers(1, 40))
 @example([LINE, "\n", LINE, "\n", LINE], 40)
-def test_a_surplus_gives_what_calls_would_have_written_and_needs_no_more_of_them(program, num_tokens):
+def test_api_speculation_gives_the_text_of_separate_calls_with_no_more_calls(program, num_tokens):
     text, gens, calls = run(program, num_tokens)
     plain_text, plain_gens, plain_calls = run(program, None)
     assert (text, gens) == (plain_text, plain_gens)
@@ -88,7 +88,7 @@ def test_a_surplus_gives_what_calls_would_have_written_and_needs_no_more_of_them
 
 
 @given(programs, st.integers(1, 40))
-def test_endpoints_that_tell_no_offsets_give_the_same(program, num_tokens):
+def test_api_speculation_without_text_offsets_gives_the_same_text(program, num_tokens):
     assert run(program, num_tokens, offsets=False)[:2] == run(program, None)[:2]
 
 
@@ -106,12 +106,12 @@ def test_a_template_that_the_model_follows_takes_one_call():
     "said",
     [{"n": 2}, {"regex": "a"}, {"min_tokens": 2}, {"return_logprob": True}, {"presence_penalty": 1.0}, {"seed": 1}],
 )
-def test_what_means_something_else_in_one_call_is_asked_in_its_own(said):
+def test_gens_with_their_own_parameters_are_not_speculated(said):
     assert SpeculatedText(10).supports(GenParams()) and not SpeculatedText(None).supports(GenParams())
     assert not SpeculatedText(10).supports(GenParams(**said))
 
 
-def test_a_surplus_is_not_taken_for_other_parameters():
+def test_speculated_text_is_not_used_for_other_sampling_parameters():
     program = ["x", LINE, "\n", GenParams(max_tokens=12, stop=("\n",), temperature=0.5)]
     assert run(program, 60)[2] == 2
 
@@ -201,7 +201,7 @@ def test_a_variable_of_a_turn_that_is_not_over_is_an_error_and_no_deadlock():
         (sgl.select("x", ["a"]), "select"),
     ],
 )
-def test_what_one_call_cannot_write_is_refused(inside, message):
+def test_api_speculation_rejects_a_turn_that_one_call_cannot_write(inside, message):
     program = sgl.function(num_api_spec_tokens=64)(lambda s: s.__iadd__(sgl.assistant(inside)))
     with chat("one") as backend:
         assert message in str(program.run(backend=backend).error())

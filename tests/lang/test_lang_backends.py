@@ -70,7 +70,7 @@ def test_conversations_are_as_the_template_writes_them(engine, endpoint, chats):
     assert first.text() == template.apply_chat_template(first.messages(), add_generation_prompt=False)
 
 
-def test_what_is_told_of_a_variable_is_the_same(engine, endpoint):
+def test_meta_info_of_a_variable_is_equal_on_engine_and_endpoint(engine, endpoint):
     @sgl.function
     def program(s):
         s += "The lantern" + sgl.gen(
@@ -318,12 +318,12 @@ def test_turns_are_written_as_the_template_writes_the_whole_conversation(name, w
 # HTTP
 
 
-def test_nobody_there_is_an_error_that_names_the_address():
+def test_an_unreachable_endpoint_is_an_error_that_names_the_address():
     with pytest.raises(sgl.GenerationFailed, match=r"http://127\.0\.0\.1:9"):
         sgl.RuntimeEndpoint("http://127.0.0.1:9")
 
 
-def test_what_a_server_refuses_is_a_request_error_that_names_the_field(endpoint):
+def test_an_error_response_of_a_server_is_a_request_error_that_names_the_field(endpoint):
     @sgl.function
     def program(s):
         s += "a" + sgl.gen("x", temperature=1e9)

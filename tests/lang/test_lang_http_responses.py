@@ -76,7 +76,7 @@ def test_an_answer_that_is_fine_is_taken(monkeypatch, api, stream):
         *((fault, "cut off|does not follow its") for fault in ("form", "nothing")),
     ],
 )
-def test_one_that_is_not_is_a_failure(monkeypatch, api, stream, fault, message):
+def test_a_malformed_http_response_is_a_generation_failure(monkeypatch, api, stream, fault, message):
     good, nothing, _ = APIS[api]
     answer = {"form": {"foo": 1}, "nothing": nothing}.get(fault) if fault in ("form", "nothing") else good(fault)
     state = run(monkeypatch, api, answer, stream=stream)
@@ -100,7 +100,7 @@ def test_a_file_that_is_not_there_is_named_and_no_thread_is_left():
     assert set(threading.enumerate()) <= before
 
 
-def test_a_server_tells_of_itself(endpoint):
+def test_get_server_info_of_an_endpoint_has_model_and_running_requests(endpoint):
     told = endpoint.get_server_info()
     assert told["id"] == endpoint.get_model_name() and "requests_running" in told
 

@@ -121,7 +121,7 @@ def test_greedily_no_other_choice_is_better_where_it_first_differs(rows):
     assert matrix[int(decision.decision)] == max(matrix)
 
 
-def test_what_is_likely_anyway_counts_less():
+def test_unconditional_normalization_lowers_choices_that_are_likely_without_the_prompt():
     scores = [entries([-1.0, -1.0]), entries([-2.0, -2.0])]
     alone = [[(None, 0, None), (-1.0, 0, None)], [(None, 0, None), (-5.0, 0, None)]]
     chosen = decide(["often", "rare"], sgl.unconditional_likelihood_normalized, scores, alone)
@@ -130,7 +130,7 @@ def test_what_is_likely_anyway_counts_less():
 
 
 @given(st.lists(st.integers(0, 2)), st.lists(st.integers(0, 2)))
-def test_what_is_shared_is_the_longest_common_beginning(one, other):
+def test_common_prefix_len_is_the_longest_common_prefix(one, other):
     length = common_prefix_len(one, other)
     assert one[:length] == other[:length]
     assert one[length : length + 1] != other[length : length + 1] or length == len(one) == len(other)

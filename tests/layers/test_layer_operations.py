@@ -272,7 +272,7 @@ class Unfit:
         return f"needs a quantum device, not {requirements.device}"
 
 
-def test_refusals_are_told(monkeypatch):
+def test_the_choice_of_kernels_reports_why_others_do_not_fit(monkeypatch):
     modules = {"unfit": module(Unfit()), "reference": module(reference, deterministic)}
     monkeypatch.setattr(choose_module, "MODULES", modules)
     why = "unfit: needs a quantum device, not cpu"

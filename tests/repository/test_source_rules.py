@@ -199,12 +199,12 @@ def repository_files() -> Iterator[Path]:
     yield from (ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file())
 
 
-def test_nothing_can_run_what_it_was_sent():
+def test_no_code_evaluates_or_unpickles_received_data():
     faults = [f for source, path in python_files("quire", "tools", "benchmarks") for f in unsafe_faults(source, path)]
     assert not faults, "\n".join(faults)
 
 
-def test_nothing_pickles_what_it_hands_to_another_process():
+def test_no_module_pickles_messages_to_other_processes():
     faults = [fault for source, path in python_files("quire") for fault in pickling_faults(source, path)]
     assert not faults, "\n".join(faults)
 
@@ -214,7 +214,7 @@ def test_no_environment_variable_changes_behaviour():
     assert not faults, "\n".join(faults)
 
 
-def test_everything_public_has_a_docstring():
+def test_all_public_definitions_have_docstrings():
     files = list(python_files("quire"))
     known: Documented = {}
     for source, _ in files:
@@ -332,7 +332,7 @@ def test_environment_faults_sees(source):
     assert len(list(environment_faults(source, "x.py"))) == 1
 
 
-def test_environment_faults_lets_pass_what_openmp_is_told():
+def test_environment_faults_allows_variables_of_openmp():
     assert list(environment_faults("import os\nos.environ.setdefault('GOMP_SPINCOUNT', '1')", "x.py")) == []
     assert len(list(environment_faults("import os\nos.environ.setdefault('QUIRE_LOG_LEVEL', '1')", "x.py"))) == 1
 

@@ -311,7 +311,7 @@ def test_calls_out_of_order_are_refused(model, prompts):
         driver.runner.sample(step.id, SamplingMasks.empty())
 
 
-def test_a_failed_step_is_forgotten(model, prompts, greedy):
+def test_a_failed_step_leaves_no_state_in_the_runner(model, prompts, greedy):
     driver = Driver(model)
     opening = {"opens": [(0, GREEDY)], "tokens": [(0, 0, prompts[0])]}
     first = driver.step([(0, 0, 5)], **opening)
@@ -351,7 +351,7 @@ def test_a_step_may_continue_tokens_that_are_not_collected_yet(model, prompts, g
     assert outputs == greedy
 
 
-def test_a_token_that_comes_late_is_not_written_into_a_row_that_changed_hands(model, prompts, greedy):
+def test_a_late_token_is_not_written_into_a_reused_row(model, prompts, greedy):
     driver = Driver(model)
     first = driver.step([(0, 0, 5)], opens=[(0, GREEDY)], tokens=[(0, 0, prompts[0])])  # samples the token at 5
     driver.runner.launch(first)

@@ -85,7 +85,7 @@ def test_parameters_equal_the_oracle_alone_and_together(theirs, model, params):
     assert mixed == [tokens[0], plain[1], tokens[2]]
 
 
-def test_bad_words_do_not_come_up_but_their_beginnings_do(theirs, model):
+def test_bad_words_are_not_generated_but_their_prefixes_are(theirs, model):
     plain = Driver(model).generate(PROMPTS, NUM_TOKENS)
     words = [((tokens[0],), tuple(tokens[3:5]), (prompt[-1], tokens[1]), (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, tokens[2]))
              for prompt, tokens in zip(PROMPTS, plain, strict=True)]  # fmt: skip

@@ -60,7 +60,7 @@ def test_never_less_than_the_watermark_nor_more_than_half_of_a_pool(calls, num_r
     assert 6 <= small <= 32 and 100 <= large <= 500
 
 
-def test_who_runs_too_short_of_blocks_slows_admission_and_an_event_says_so():
+def test_preemptions_raise_the_admission_watermark_and_emit_an_event():
     rig = Rig(num_blocks=24, max_model_len=64)
     for i in range(8):
         rig.add(str(i), [i + 1] * 4, max_tokens=40)

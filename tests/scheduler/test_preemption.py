@@ -74,7 +74,7 @@ def test_swapped_sequences_come_back_and_compute_nothing_twice(prefix_index, ste
 
 
 @BOTH
-def test_what_comes_back_is_computed_from_when_its_step_is_committed_and_not_before(steps_in_flight):
+def test_a_swapped_in_sequence_is_computed_only_after_the_commit_of_its_move(steps_in_flight):
     rig = Watched(num_blocks=16, preemption="swap", steps_in_flight=steps_in_flight)
     crowd(rig)
     back = [(step.id, move) for step in rig.steps for move in step.moves if move.source == "host"]
@@ -213,7 +213,7 @@ def test_members_that_come_back_one_after_the_other_share_the_blocks_they_shared
     assert cache.check() == [] and cache.host_pools.num_free == cache.pools.num_free == 20
 
 
-def test_what_the_index_still_has_is_not_copied():
+def test_swap_in_copies_no_blocks_that_the_prefix_index_still_has():
     cache = KVCache(cache_config(20, prefix_index="radix", num_host_blocks=20))
     tokens = prompt(30)
     table = cache.new_table(0, tokens)
@@ -231,7 +231,7 @@ def test_what_the_index_still_has_is_not_copied():
     assert cache.host_pools.num_free == 20
 
 
-def test_where_the_index_has_less_only_the_rest_is_copied():
+def test_swap_in_copies_only_blocks_behind_the_prefix_match():
     cache = KVCache(cache_config(8, prefix_index="hash", num_host_blocks=20))
     tokens = prompt(30)
     table = cache.new_table(0, tokens)
@@ -327,7 +327,7 @@ def test_beam_searches_are_always_computed_again():
     told=st.booleans(),
     seed=st.integers(0, 2**16),
 )
-def test_preempted_is_undisturbed(
+def test_preemption_changes_no_token(
     lengths,
     num_blocks,
     num_host_blocks,

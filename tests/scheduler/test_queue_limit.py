@@ -34,7 +34,7 @@ def full(**bounds) -> Rig:
     ("bounds", "length"),
     [({"max_queued_requests": 2}, 1), ({"max_queued_tokens": 25}, 6), ({"max_queued_tokens": 20}, 1)],
 )
-def test_one_too_many_is_refused_and_told_when_to_come(bounds, length):
+def test_a_request_beyond_the_queue_limit_is_rejected_with_retry_after(bounds, length):
     rig = full(**bounds)
     with pytest.raises(QueueFull, match="queue is full") as refused:
         rig.add("w3", prompt(length))
@@ -80,14 +80,14 @@ def test_a_rejection_before_any_step_time_is_known_applies_to_the_next_request()
 
 
 @pytest.mark.parametrize("bounds", [{}, {"max_queued_requests": 3}, {"max_queued_tokens": 30}])
-def test_what_is_within_the_bound_is_taken_in(bounds):
+def test_a_request_within_the_queue_limit_is_admitted(bounds):
     rig = full(**bounds)
     rig.add("w3", prompt(10))
     rig.run()
     assert len(rig.tokens) == 4
 
 
-def test_who_finds_nobody_waiting_is_taken_in_however_long():
+def test_an_empty_queue_admits_a_request_of_any_length():
     rig = Rig(max_queued_tokens=5)
     rig.add("long", prompt(100))
     with pytest.raises(QueueFull):
@@ -95,7 +95,7 @@ def test_who_finds_nobody_waiting_is_taken_in_however_long():
     rig.run()
 
 
-def test_where_nothing_is_known_of_steps_a_second_is_told():
+def test_retry_after_is_one_second_before_steps_are_measured():
     rig = Rig(max_queued_requests=1)
     rig.add("a", [1])
     with pytest.raises(QueueFull) as refused:
@@ -103,7 +103,7 @@ def test_where_nothing_is_known_of_steps_a_second_is_told():
     assert refused.value.retry_after == 1.0
 
 
-def test_what_was_accepted_before_is_never_refused():
+def test_resumed_requests_are_exempt_from_the_queue_limit():
     rig = full(max_queued_requests=2)
     params = SamplingParams(temperature=0.0, max_tokens=4)
     rig.engine.add(Request("known", prompt(4), params, known_outputs=[KnownOutput([3])]))
@@ -115,7 +115,7 @@ def test_what_was_accepted_before_is_never_refused():
     assert rig.replay().difference == ""
 
 
-def test_of_those_who_are_refused_each_is_told_a_later_time_and_a_flood_ends():
+def test_retry_after_grows_with_each_rejected_request_up_to_a_bound():
     rig = full(max_queued_requests=2)
     told = []
     for i in range(MAX_EXPECTED_RETRIES + 50):
@@ -291,7 +291,7 @@ def test_retry_after_is_near_the_wait_whichever_resource_is_short(changed, num_b
     num_blocks=st.sampled_from([12, 40]),
     steps_in_flight=st.sampled_from([1, 2]),
 )
-def test_who_is_refused_is_decided_by_those_who_never_ran(data, most, tokens, num_blocks, steps_in_flight):
+def test_the_queue_limit_counts_only_requests_that_never_ran(data, most, tokens, num_blocks, steps_in_flight):
     rig = Rig(
         max_num_seqs=3, num_blocks=num_blocks, max_model_len=40, steps_in_flight=steps_in_flight,
         max_queued_requests=most, max_queued_tokens=tokens, prefix_index="radix",
@@ -333,7 +333,7 @@ def test_the_bounds_of_a_server():
 
 
 @pytest.mark.parametrize("name", ["max_queued_requests", "max_queued_tokens"])
-def test_a_queue_of_nobody_is_refused(name):
+def test_a_queue_limit_of_0_is_a_config_error(name):
     with pytest.raises(ConfigError, match=name):
         SchedulerConfig(8, 32, 64, 0.5, 0.0, 1, **{name: 0})
 

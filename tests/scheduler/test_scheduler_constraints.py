@@ -87,7 +87,7 @@ def test_forced_text_saves_steps():
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
-def test_no_mask_is_asked_for_what_is_known_already(in_flight):
+def test_no_mask_is_computed_for_known_tokens(in_flight):
     rig = FormRig(ScriptedConstraints(often=1, longest=5), steps_in_flight=in_flight)
     rig.add("a", prompt_of(5), max_tokens=40, structured_outputs=FORM)
     rig.add("b", prompt_of(5), max_tokens=40)
@@ -128,7 +128,7 @@ def test_a_dead_end_says_why():
     assert rig.errors["a", 0] == "the constraint on the output allows nothing here: a whim"
 
 
-def test_nothing_is_computed_where_all_is_forced():
+def test_no_step_runs_when_all_tokens_are_forced():
     rig = FormRig(ScriptedConstraints(often=1, longest=1, ends_after=1))
     rig.add("a", prompt_of(3), n=2, structured_outputs=FORM)
     rig.run()
@@ -151,7 +151,7 @@ def test_a_stop_token_that_is_forced_ends_the_sequence():
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 40), st.sampled_from([1, 2]), st.integers(1, 3))
-def test_a_request_goes_on_in_another_engine_as_if_nothing_had_happened(killed_after, in_flight, n):
+def test_a_constrained_request_resumed_in_another_engine_has_the_same_tokens(killed_after, in_flight, n):
     whims, prompt = ScriptedConstraints(often=2), prompt_of(6)
     rig = FormRig(whims, steps_in_flight=in_flight)
     rig.add("a", prompt, n=n, max_tokens=30, structured_outputs=FORM)
@@ -167,7 +167,7 @@ def test_a_request_goes_on_in_another_engine_as_if_nothing_had_happened(killed_a
         assert known[i].token_ids + other.tokens.get(("a", i), []) == expected_output(prompt, whims, 30)[0]
 
 
-def test_what_cannot_be_constrained_is_refused():
+def test_a_constraint_is_rejected_without_a_backend_and_with_beam_search():
     plain = Rig()
     with pytest.raises(RequestError, match="cannot constrain outputs"):
         plain.add("a", prompt_of(3), structured_outputs=FORM)
@@ -186,7 +186,7 @@ def test_what_cannot_be_constrained_is_refused():
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
-def test_what_is_asked_about_a_prompt_is_told_though_all_of_the_output_is_forced(in_flight):
+def test_prompt_logprobs_are_computed_when_all_output_tokens_are_forced(in_flight):
     prompt = prompt_of(9)
     rig = FormRig(
         ScriptedConstraints(often=1, longest=1, ends_after=1), max_num_batched_tokens=8, steps_in_flight=in_flight
@@ -275,7 +275,7 @@ class Broken:
 
 
 @pytest.mark.parametrize("after", [0, 2])
-def test_a_backend_that_raises_ends_its_own_sequence_alone(after):
+def test_an_error_of_a_matcher_ends_its_own_sequence_only(after):
     matchers = Matchers(2)
     rig = FormRig(matchers)
     matchers.add_grammar("a", Broken(after))
@@ -288,7 +288,7 @@ def test_a_backend_that_raises_ends_its_own_sequence_alone(after):
     assert not matchers.masks([], []).any() and not matchers._matchers and not matchers._pending
 
 
-def test_who_compares_sequences_gets_them_token_by_token():
+def test_best_of_logit_bias_and_bad_words_disable_fast_forward():
     asked = []
 
     class Listening:

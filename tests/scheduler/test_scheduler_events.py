@@ -34,7 +34,7 @@ def busy(rig: Rig) -> None:
     rig.step()
 
 
-def test_a_request_that_cannot_be_in_time_is_explained_with_what_was_predicted():
+def test_the_explanation_of_an_unreachable_deadline_has_the_prediction():
     rig = Rig(num_blocks=256, max_model_len=900)
     busy(rig)
     with pytest.raises(DeadlineUnreachable) as caught:
@@ -97,7 +97,7 @@ def test_an_explanation_says_that_a_request_ended_since_its_deadline_could_not_b
 
 @given(data=st.data())
 @settings(max_examples=10, deadline=None)
-def test_each_block_that_is_evicted_is_told_to_the_one_it_was_evicted_for(data):
+def test_each_evicted_block_is_in_the_explanation_of_the_evicting_request(data):
     rig = Rig(
         num_blocks=24,
         max_model_len=60,
@@ -127,7 +127,7 @@ def test_each_block_that_is_evicted_is_told_to_the_one_it_was_evicted_for(data):
     assert sum(event.num_blocks for event in events(rig, Evicted)) == rig.cache.num_evicted
 
 
-def test_an_eviction_tells_its_reason_where_the_blocks_were_of_the_same_tenant():
+def test_an_explained_eviction_has_its_reason_for_blocks_of_the_same_tenant():
     rig = Rig(num_blocks=8, max_model_len=32, prefix_index="radix")
     ann, bob = Namespace("ann"), Namespace("bob")
     for name, namespace in (("first", ann), ("second", ann), ("other", bob)):
@@ -142,7 +142,7 @@ def test_an_eviction_tells_its_reason_where_the_blocks_were_of_the_same_tenant()
     assert all(event.reason["age"] > 0 for event in events(rig, Evicted))
 
 
-def test_one_that_evicts_for_long_is_told_its_first_evictions_and_their_number(monkeypatch):
+def test_an_explanation_lists_the_first_evictions_and_counts_all(monkeypatch):
     monkeypatch.setattr(request_stats, "MOST_EVICTIONS", 2)
     rig = Rig(num_blocks=16, max_model_len=64, prefix_index="radix")
     rig.add("before", list(range(40)), max_tokens=9)
@@ -154,7 +154,7 @@ def test_one_that_evicts_for_long_is_told_its_first_evictions_and_their_number(m
     assert one.num_evicted_blocks == rig.cache.num_evicted > 2
 
 
-def test_pins_that_were_refused_or_had_to_yield_are_told_to_the_one_that_asked():
+def test_rejected_and_revoked_pins_are_in_the_explanation_of_their_request():
     rig = Rig(num_blocks=24, max_model_len=96, prefix_index="radix")
     rig.add(
         "pins",

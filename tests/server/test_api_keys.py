@@ -168,7 +168,7 @@ def test_a_file_keeps_its_mode_and_a_link_its_target(tmp_path):
     assert str(read_keys(path)).startswith("2 API keys of 2 tenants")
 
 
-def test_nothing_is_added_to_a_bad_file(written, tmp_path):
+def test_add_key_does_not_change_a_bad_or_full_file(written, tmp_path):
     path = written(b"{")
     with pytest.raises(ConfigError, match="truncated"):
         add_key(path, new_key("acme", "user")[1])
@@ -276,7 +276,7 @@ def test_with_keys_other_machines_are_served(served, tmp_path):
         assert httpx.get(f"{url}/v1/models", headers={"authorization": f"Bearer {key}"}).status_code == 200
 
 
-def test_one_key_without_a_file(served, tmp_path):
+def test_the_api_key_option_serves_one_admin_key_without_a_file(served, tmp_path):
     told, app = served(host="0.0.0.0", api_key="sk-of-docker")
     assert told[0] == "keys       1 API keys of 1 tenants, 1 of them with the role admin"
     assert re.search(r"try: curl http://127\.0\.0\.1:\d+/", told[-1])  # 0.0.0.0 is to listen on only
@@ -324,7 +324,7 @@ def test_keys_of_several_tenants_make_fair_the_default_policy(served, tmp_path, 
     assert served.options.policy == policy
 
 
-def test_bad_keys_are_told_before_anything_is_loaded(monkeypatch, tmp_path):
+def test_a_bad_key_file_is_an_error_before_the_model_is_loaded(monkeypatch, tmp_path):
     monkeypatch.setattr(serving, "launched", None)
     with pytest.raises(ConfigError, match="does not exist"):
         serving.serve(

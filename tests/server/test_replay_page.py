@@ -104,7 +104,7 @@ def test_nodes_have_their_tokens_at_each_step(journal_file, url):
     assert seen > 50
 
 
-def test_what_does_not_exist_is_a_404(url):
+def test_unknown_steps_nodes_and_routes_of_a_replay_are_a_404(url):
     for path in (
         "/monitor/steps?first=5000",
         "/monitor/nodes/999999",

@@ -111,7 +111,7 @@ def test_prompts_steps_and_copies_are_measured(window):
     assert max(sample.num_tokens + sample.num_before for sample in found.prefill) < 200
 
 
-def test_it_ends_in_time_and_begins_nothing_that_would_not():
+def test_calibration_ends_within_its_time_limit():
     cache, limits = configs()
     for seconds in (1e-6, 2e-3, 0.01, 0.1):
         timed, (found, _, problem) = measured(cache, limits, seconds=seconds)
@@ -231,7 +231,7 @@ def test_copies_to_the_host_are_measured_and_leave_nothing_there():
     assert llm.generate("Mira", params)[0].outputs[0].text == plain.generate("Mira", params)[0].outputs[0].text
 
 
-def test_a_calibration_that_fails_is_told_and_requests_are_served(monkeypatch):
+def test_a_failed_calibration_is_reported_and_requests_are_served(monkeypatch):
     serve = TorchRunner.launch
 
     def failing(self, step):
@@ -262,7 +262,7 @@ def test_the_target_between_tokens_is_reported(options, words):
     assert words in line
 
 
-def test_a_server_calibrates_unless_it_is_told_not_to():
+def test_a_server_calibrates_by_default():
     assert serve.with_server_defaults(EngineOptions()).calibration == serve.CALIBRATION_SECONDS > 0
     assert serve.with_server_defaults(EngineOptions(calibration=0.0)).calibration == 0.0
 

@@ -85,7 +85,7 @@ def test_a_failed_restart_leaves_no_journal(tmp_path, monkeypatch, is_restart, f
     assert [path.name for path in tmp_path.iterdir()] == files
 
 
-def test_a_missing_folder_says_what_to_do():
+def test_a_missing_model_folder_is_an_error_that_names_it():
     with pytest.raises(ModelError, match=r"there is no folder or .gguf file 'no/such/folder'"):
         attempt(model="no/such/folder")
 

@@ -108,7 +108,7 @@ def test_each_tenant_and_each_salt_compiles_a_constraint_itself():
     assert compiled_of(*[(one, "x") for one in namespaces * 2]) == ["x"] * len(namespaces)
 
 
-def test_an_error_that_one_tenant_found_is_found_anew_for_another():
+def test_compilation_errors_are_not_shared_between_tenants():
     async def work(_backend, cache):
         for namespace in (ALICE, BOB, ALICE):
             with pytest.raises(RequestError):
@@ -194,7 +194,7 @@ def test_a_compilation_that_takes_too_long_is_an_error_until_it_ends():
     assert run(work, deadline=0.1).told == ["ok", "slow"]
 
 
-def test_who_waits_for_threads_that_are_stuck_is_asked_to_come_back():
+def test_requests_behind_stuck_compiler_threads_are_rejected_as_overloaded():
     async def work(backend, cache):
         stuck = [asyncio.ensure_future(cache.compiled(NO_NAMESPACE, regex(f"slow {i}"))) for i in range(NUM_THREADS)]
         await until(lambda: len(backend.compiled) == NUM_THREADS)
@@ -251,7 +251,7 @@ def test_a_backend_that_panics_refuses_one_constraint_only(caplog):
     assert "a constraint of kind regex could not be compiled" in caplog.text
 
 
-def test_a_dropped_grammar_is_compiled_anew():
+def test_a_dropped_grammar_is_compiled_again():
     async def work(_backend, cache):
         first = await cache.compiled(ALICE, regex("x"))
         of_another = await cache.compiled(BOB, regex("x"))
@@ -264,7 +264,7 @@ def test_a_dropped_grammar_is_compiled_anew():
     assert run(work).compiled == ["x"] * 3
 
 
-def test_after_the_end_nobody_waits():
+def test_closing_the_grammar_cache_fails_waiting_requests():
     async def work(backend, cache):
         asking = [asyncio.ensure_future(cache.compiled(ALICE, regex(f"slow {i}"))) for i in range(NUM_THREADS + 1)]
         await until(lambda: len(backend.compiled) == NUM_THREADS)

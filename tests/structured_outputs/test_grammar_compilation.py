@@ -71,7 +71,7 @@ def regex(text, **others):
     return StructuredOutputsParams(regex=text, **others)
 
 
-def test_a_constraint_is_compiled_once_for_all_who_ask_it(monkeypatch):
+def test_equal_constraints_are_compiled_once(monkeypatch):
     site = Site(monkeypatch, lambda asked: object())
     for name in ("a", "b"):
         site.grammars.submit(name, NO_NAMESPACE, Constraint(regex("x")))
@@ -141,7 +141,7 @@ def test_a_grammar_that_fails_is_dropped_and_logged_once_with_the_reason(monkeyp
     site.grammars.close()
 
 
-def test_what_a_backend_says_against_a_constraint_is_told_and_its_accidents_too(monkeypatch):
+def test_backend_errors_are_reported_and_unexpected_ones_as_not_compilable(monkeypatch):
     def compiled(asked):
         raise RequestError("no such thing") if asked.text == "bad" else ValueError("oh")
 
@@ -153,7 +153,7 @@ def test_what_a_backend_says_against_a_constraint_is_told_and_its_accidents_too(
     site.grammars.close()
 
 
-def test_nobody_waits_longer_than_the_deadline(monkeypatch):
+def test_a_compilation_past_its_deadline_is_an_error(monkeypatch):
     go_on = threading.Event()
     site = Site(monkeypatch, lambda asked: go_on.wait(30) if asked.text == "slow" else object())
     site.grammars.submit("a", NO_NAMESPACE, Constraint(regex("slow")))
@@ -167,7 +167,7 @@ def test_nobody_waits_longer_than_the_deadline(monkeypatch):
     site.grammars.close()
 
 
-def test_what_nobody_waits_for_any_more_is_not_begun_and_who_only_waited_for_others_may_come_again(monkeypatch):
+def test_abandoned_compilations_are_not_started_and_queued_ones_ask_to_retry(monkeypatch):
     go_on = threading.Event()
     site = Site(monkeypatch, lambda asked: go_on.wait(30) if asked.text.startswith("slow") else object())
     for i in range(NUM_THREADS):
@@ -198,7 +198,7 @@ def test_two_first_requests_share_one_vocabulary(monkeypatch):
     site.grammars.close()
 
 
-def test_who_gives_up_is_told_nothing(monkeypatch):
+def test_a_forgotten_compilation_reports_no_result(monkeypatch):
     site = Site(monkeypatch, lambda asked: object())
     site.grammars.submit("a", NO_NAMESPACE, Constraint(regex("x")))
     site.grammars.forget("a")
@@ -221,7 +221,7 @@ def test_a_vocabulary_has_the_bytes_of_text_and_none_of_what_is_no_text(tokenize
     assert vocabulary.encode("Grüße, Mira") == ids
 
 
-def test_compiling_has_a_stack_of_a_known_size_and_nobody_else_gets_it(monkeypatch):
+def test_only_compiler_threads_get_the_larger_stack(monkeypatch):
     before = threading.stack_size()
     started = []
     real = threading.Thread.start

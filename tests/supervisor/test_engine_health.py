@@ -28,29 +28,29 @@ def turns_red(vitals, *, pulses_until, turned=None, until=60.0):
     return None
 
 
-def test_an_engine_that_falls_silent_is_red_within_two_seconds():
+def test_a_busy_engine_without_heartbeats_is_stalled_within_two_seconds():
     vitals = StallDetector(0.0)
     vitals.record_launch(30.0, 0.0)  # with any duration
     assert turns_red(vitals, pulses_until=0.0) < 2
 
 
-def test_an_idle_engine_that_falls_silent_is_red_within_two_seconds():
+def test_an_idle_engine_without_heartbeats_is_stalled_within_two_seconds():
     vitals = StallDetector(0.0)
     vitals.record_idle(0.0)
     assert turns_red(vitals, pulses_until=0.0) < 2
 
 
-def test_an_engine_that_never_said_anything_is_red_within_two_seconds():
+def test_an_engine_without_a_first_message_is_stalled_within_two_seconds():
     assert turns_red(StallDetector(0.0), pulses_until=-1) < 2
 
 
-def test_a_step_that_hangs_is_red_within_two_seconds_although_the_process_pulses():
+def test_a_hanging_step_is_stalled_within_two_seconds_in_spite_of_heartbeats():
     vitals = StallDetector(0.0)
     vitals.record_launch(0.02, 0.0)
     assert turns_red(vitals, pulses_until=60) < 2
 
 
-def test_a_turn_that_hangs_between_steps_is_red_within_two_seconds():
+def test_a_loop_that_hangs_between_steps_is_stalled_within_two_seconds():
     vitals = StallDetector(-5.0)
     vitals.record_launch(20.0, -5.0)
     vitals.record_idle(0.0)
@@ -102,7 +102,7 @@ def test_a_stall_ends_with_the_first_sign_of_life():
     assert vitals.stalled_seconds(3.0) == 0.0
 
 
-def test_a_pulse_that_was_sent_before_the_step_began_takes_nothing_back():
+def test_a_heartbeat_sent_before_a_step_does_not_reset_its_stall_time():
     vitals = StallDetector(0.0)
     vitals.record_launch(0.02, 5.0)
     vitals.record_heartbeat(4.0, 5.0)
@@ -110,7 +110,7 @@ def test_a_pulse_that_was_sent_before_the_step_began_takes_nothing_back():
 
 
 @given(steps=st.lists(st.tuples(st.floats(0.001, 20), st.floats(0.1, 2.9)), min_size=1, max_size=20))
-def test_steps_that_take_less_than_three_times_what_was_predicted_are_never_red(steps):
+def test_steps_below_three_times_their_prediction_never_count_as_stalled(steps):
     """Steps of less than 1.5 s never count as stalled either."""
     vitals, now = StallDetector(0.0), 0.0
     for predicted, factor in steps:
@@ -169,7 +169,7 @@ def test_gauges_are_those_of_the_current_engine_and_zero_while_there_is_none():
     assert tally.stats.waiting_because == "tokens"
 
 
-def test_an_engine_that_dies_before_it_says_anything_takes_nothing_away():
+def test_an_engine_that_ends_before_its_first_message_keeps_the_cumulative_stats():
     tally = CumulativeStats(EngineStats.zero())
     tally.update(stats(num_steps=5, prompt_tokens=70))
     for _ in range(3):

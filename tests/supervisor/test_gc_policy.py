@@ -70,7 +70,7 @@ def test_a_growing_queue_is_searched_by_default_and_not_any_more(clock):
     assert clock.num_full == before
 
 
-def test_an_idle_moment_finds_garbage_and_the_next_one_does_not_search_again_at_once(clock):
+def test_an_idle_engine_runs_one_full_collection_per_interval(clock):
     garbage = GCPolicy(clock)
     held = Knot()
     knot = weakref.ref(held)
@@ -115,7 +115,7 @@ def test_a_full_collection_that_was_short_says_nothing_of_the_next_one(clock):
         assert clock.num_full - before == num_full
 
 
-def test_where_nothing_has_lived_long_nothing_is_searched(clock):
+def test_no_full_collection_runs_without_long_lived_objects(clock):
     gc.disable()
     garbage = GCPolicy(clock)
     before = clock.num_full

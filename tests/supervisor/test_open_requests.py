@@ -265,7 +265,7 @@ class Front:
 
 @given(seed=st.integers(0, 2**32 - 1), deaths=st.sampled_from([0, 1, 3, 10]))
 @settings(max_examples=300)
-def test_what_is_delivered_over_many_engines_is_what_one_says(seed, deaths):
+def test_outputs_over_many_engine_restarts_equal_those_of_one_engine(seed, deaths):
     dice = random.Random(seed)
     front = Front(dice, [plan_of(dice, f"r{i}") for i in range(dice.randint(1, 5))], deaths)
     front.run()
@@ -283,7 +283,7 @@ def test_a_request_that_said_nothing_yet_begins_anew_and_is_never_refused():
     assert ledger.resume("a") == msgspec.structs.replace(asked, resumed=True)
 
 
-def test_what_went_on_has_its_known_tokens_and_tells_nothing_about_the_prompt():
+def test_a_resumed_request_has_its_known_tokens_and_asks_for_no_prompt_logprobs():
     ledger = OpenRequests()
     ledger.add([Request("a", [1, 2], params_of(n=2, prompt_logprobs=0))])
     ledger.record_output(Output("a", 0, 7, [5, 6]))
@@ -294,7 +294,7 @@ def test_what_went_on_has_its_known_tokens_and_tells_nothing_about_the_prompt():
     assert resumed.resumed
 
 
-def test_a_stop_string_that_no_engine_was_told_of_is_told_to_the_one_that_comes_to_it():
+def test_an_undelivered_stop_is_sent_to_the_engine_that_reaches_its_position():
     ledger = OpenRequests()
     ledger.add([Request("a", [1], params_of(n=2))])
     ledger.record_output(Output("a", 0, 7, [5, 6]))
@@ -305,7 +305,7 @@ def test_a_stop_string_that_no_engine_was_told_of_is_told_to_the_one_that_comes_
     assert [one.token_ids for one in ledger.resume("a").known_outputs] == [[5], []]
 
 
-def test_a_stop_string_is_told_to_the_engine_that_put_it_out():
+def test_a_stop_is_sent_to_the_engine_that_generated_it():
     ledger = OpenRequests()
     ledger.add([Request("a", [1], params_of())])
     ledger.record_output(Output("a", 0, 7, [5, 6]))
@@ -328,7 +328,7 @@ def test_entries_vanish_with_their_last_sequence(reason):
     assert len(ledger) == 0
 
 
-def test_a_request_that_fails_tells_each_sequence_that_goes_on():
+def test_a_failed_request_ends_each_open_sequence():
     ledger = OpenRequests()
     ledger.add([Request("a", [1], params_of(n=3))])
     ledger.record_output(Output("a", 1, 8, [4], EndCause.LENGTH))
@@ -337,5 +337,5 @@ def test_a_request_that_fails_tells_each_sequence_that_goes_on():
     assert "a" not in ledger
 
 
-def test_what_the_engine_says_of_a_request_that_nobody_waits_for_is_not_delivered():
+def test_output_of_an_unknown_request_is_dropped():
     assert OpenRequests().record_output(Output("a", 0, 7, [4])) == (None, None)

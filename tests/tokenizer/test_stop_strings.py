@@ -105,7 +105,7 @@ def test_without_stop_strings_text_passes():
     assert search.flush() == ""
 
 
-def test_nothing_comes_after_a_match():
+def test_no_text_is_returned_after_a_stop_string_match():
     search = StopStrings(compile_stops(["END"]))
     assert [search.append_text(piece) for piece in ("aE", "ND b", "c")] == ["a", "", ""]
     assert search.matched == "END"

@@ -62,7 +62,7 @@ def test_blocks_that_two_pins_share_count_once_and_stay_for_the_last_one():
     assert memory.kv.num_pinned == 4
 
 
-def test_a_pin_survives_what_is_computed_behind_it_and_whoever_uses_it():
+def test_a_pin_outlives_later_requests_that_extend_or_share_its_blocks():
     memory = Memory(block_size=2)
     memory.run([1, 1, 2, 2, 3], pin=True, ttl=50.0)
     memory.run([1, 1, 2, 2, 3, 4, 5, 6], now=1.0)
@@ -114,7 +114,7 @@ def with_windows(*windows: int, num_blocks: tuple[int, ...]) -> Memory:
     return memory
 
 
-def test_where_one_group_may_pin_no_more_none_does_and_what_is_idle_can_be_evicted():
+def test_the_pin_limit_of_one_kv_group_limits_all_groups_and_idle_blocks_are_evictable():
     memory = with_windows(0, 7, num_blocks=(40, 80))
     memory.run([1] * 36, pin=True, tenant="")
     assert [len(memory.kv.index.retention.pin_refs(group)) for group in (0, 1)] == [20, 20]
@@ -240,7 +240,7 @@ def talk(rig: Rig, num_requests: int) -> None:
 
 
 @pytest.mark.parametrize("eviction", POLICIES)
-def test_wishes_change_no_token_and_a_journal_replays(eviction):
+def test_retention_changes_no_token_and_the_journal_replays(eviction):
     plain, rig = rig_with("lru", num_blocks=400, max_model_len=96), rig_with(eviction)
     talk(plain, 60)
     talk(rig, 60)

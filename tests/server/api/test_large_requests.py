@@ -76,7 +76,7 @@ def test_a_list_of_many_mistakes_has_few_problems(body, fields):
         ([1] * (MAX_PROMPT_TOKENS + 1), "has more than 1,048,576 token ids"),
     ],
 )
-def test_what_is_wrong_with_prompts(http, prompt, complaint):
+def test_an_invalid_prompt_error_names_the_field(http, prompt, complaint):
     for path, name in (("/v1/completions", "prompt"), ("/v1/embeddings", "input")):
         error = http.post(path, json={name: prompt}).json()["error"]
         assert (error["message"], error["param"]) == (f"{name}: {complaint}", name)
@@ -145,7 +145,7 @@ def test_choices_are_bounded():
     ],
     ids=lambda long: next(iter(long)),
 )
-def test_what_the_engine_gets_with_each_prompt_is_bounded_over_all_prompts(long):
+def test_parameter_values_are_bounded_over_all_prompts(long):
     params = SamplingParams(**long)
     check_choices([params] * (MAX_PARAMETER_VALUES // 8192))
     with pytest.raises(RequestError, match=r"more than 4,194,304; shorten them, or send fewer prompts"):
@@ -162,7 +162,7 @@ def test_what_the_engine_gets_with_each_prompt_is_bounded_over_all_prompts(long)
         ({"prompt_logprobs": 15, "n": 9}, False, False, "prompt_logprobs"),
     ],
 )
-def test_what_is_told_about_prompts_is_bounded(asked, ids, choices, param):
+def test_prompt_logprob_values_are_bounded_over_all_prompts(asked, ids, choices, param):
     params = SamplingParams(**asked)
     fits = [Generation(TokenizedPrompt(None, [1] * (MAX_PROMPT_VALUES // 64)), params)] * 4
     check_prompt_values(fits, ids=ids, choices=choices)

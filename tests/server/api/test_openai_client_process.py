@@ -174,7 +174,7 @@ def test_embeddings(client, on_loop):
     assert vectors.usage.prompt_tokens == vectors.usage.total_tokens > 2
 
 
-def test_what_is_wrong_raises_the_clients_own_errors(client, on_loop, server):
+def test_invalid_requests_raise_the_openai_clients_errors(client, on_loop, server):
     url, _ = server
     with pytest.raises(openai.BadRequestError, match="temperature") as caught:
         client.chat.completions.create(model=MODEL, messages=CHAT, temperature=-1)

@@ -69,7 +69,7 @@ def test_a_prompt_can_be_computed_ahead_of_a_fork(keyless):
     assert usage["prompt_tokens_details"]["cached_tokens"] >= usage["prompt_tokens"] - 3
 
 
-def test_an_end_is_told_to_the_engine_for_the_tenant_of_the_key_alone(site, ended):
+def test_ending_a_program_uses_the_tenant_of_the_api_key(site, ended):
     for who, asked, expected in (
         ("ann", {"id": "run-1"}, ("ann", "run-1", None)),
         ("bob", {"id": "run-1", "branch": "a/b"}, ("bob", "run-1", "a/b")),
@@ -128,7 +128,7 @@ def test_a_program_offline(llm, monkeypatch):
             llm.generate(STORY, one, program=wrong)
 
 
-def test_the_page_tells_the_bounds_of_programs(keyless):
+def test_openapi_json_has_the_bounds_of_program_fields(keyless):
     schemas = keyless.ask(None, "GET", "/openapi.json").json()["components"]["schemas"]
     ttl = next(one for one in schemas["ProgramBody"]["properties"]["ttl"]["anyOf"] if one["type"] == "number")
     assert (ttl["minimum"], ttl["maximum"]) == (0, 600)

@@ -130,7 +130,7 @@ def post(http, path, body):
 
 
 @pytest.mark.parametrize("limit", LIMITS)
-def test_one_beyond_a_limit_is_refused_with_what_to_change(http, limit):
+def test_one_element_beyond_a_limit_is_rejected_with_the_field_to_change(http, limit):
     allowed, make, says = LIMITS[limit]
     answer = post(http, *make(allowed + 1))
     assert answer.status_code == 400, answer.text

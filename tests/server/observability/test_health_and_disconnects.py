@@ -52,7 +52,7 @@ def pieces(monkeypatch):
     return told
 
 
-def test_metrics_count_what_happened(served, pieces):
+def test_metrics_count_tokens_latencies_and_finished_requests(served, pieces):
     names = ("prompt_tokens_total", "generation_tokens_total", "iterations_total", "e2e_request_latency_seconds_count")
     names += ("time_to_first_token_seconds_count", "inter_token_latency_seconds_count")
     wait_until(lambda: idle(served))

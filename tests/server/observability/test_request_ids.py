@@ -95,7 +95,7 @@ def test_the_same_id_many_times_at_once(site):
     assert site.ask("root", "GET", "/v1/requests/same/explain").status_code == 404, "it is not root's own"
 
 
-def test_ids_of_long_ago_are_forgotten(monkeypatch):
+def test_client_request_ids_are_kept_up_to_a_bound(monkeypatch):
     monkeypatch.setattr(request_record, "MAX_CLIENT_IDS", 2)
     ids = RequestIds("m")
 

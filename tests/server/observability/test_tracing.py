@@ -123,7 +123,7 @@ def test_each_request_is_a_span(monkeypatch):
     assert site.keys["ann"].encode() not in everything
 
 
-def test_nobody_waits_for_a_collector_that_is_not_there(monkeypatch):
+def test_an_unreachable_trace_collector_delays_neither_requests_nor_shutdown(monkeypatch):
     monkeypatch.setattr(tracing, "_TIMEOUT", 0.2)
     monkeypatch.setattr(tracing, "_CLOSE_SECONDS", 0.5)
     with run_site(options=ServerOptions(otlp_endpoint="http://127.0.0.1:9")) as site:
