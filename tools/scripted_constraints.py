@@ -26,7 +26,7 @@ class ScriptedConstraints:
     def verdict(self, output: list[int]) -> Verdict:
         """The verdict after these output tokens. The last one was sampled, if there is any."""
         if len(output) >= self.fails_after:
-            return Verdict(error="a whim")
+            return Verdict(error="a scripted error")
         digest = sum((i + 1) * (token + 3) for i, token in enumerate(output)) * 7919 % 1009
         forces = self.often and digest % self.often == 0
         forced = [(digest + 31 * i) % self.vocab_size for i in range(digest % self.longest + 1)] if forces else []

@@ -141,12 +141,12 @@ def test_without_time_everything_is_skipped(tmp_path):
 
 
 def test_a_process_that_fails_or_hangs_leaves_a_reason(tmp_path, monkeypatch):
-    told: list[dict] = []
-    found = processes.run("odd", "nowhere", settings(tmp_path), {}, 30, told.append)
+    reports: list[dict] = []
+    found = processes.run("odd", "nowhere", settings(tmp_path), {}, 30, reports.append)
     assert found["ended"] == "with status 1" and "nowhere" in found["skipped"][0]["why"]
-    assert told[-1] is found
+    assert reports[-1] is found
     monkeypatch.setattr(processes, "GRACE", 0.0)
-    assert "was ended" in processes.run("limits", "limits", settings(tmp_path), {}, 0.0, told.append)["ended"]
+    assert "was ended" in processes.run("limits", "limits", settings(tmp_path), {}, 0.0, reports.append)["ended"]
 
 
 def test_goals_are_judged():

@@ -96,7 +96,7 @@ def test_a_burst_of_a_tenant_that_uses_less_than_its_share_does_not_wait_behind_
     simulation.run(arrivals(loads, seconds, 1), until=seconds)
     quiet = [name for name, one in simulation.results.items() if one.tenant == "quiet"]
     now = simulation.clock.now
-    told = [simulation.scheduler.explain(name, now) for name in quiet]
-    waits = sorted((one.admitted or now) - one.arrived for one in told if one is not None)
+    explanations = [simulation.scheduler.explain(name, now) for name in quiet]
+    waits = sorted((one.admitted or now) - one.arrived for one in explanations if one is not None)
     assert len(waits) > 60
     assert waits[int(0.99 * len(waits))] < 0.03

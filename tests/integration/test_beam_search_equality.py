@@ -58,7 +58,7 @@ def slow_search(llm, prompt, params):
     return [(ids + one.token_ids, one.cumulative_logprob, one.finish_reason) for one in search.hypotheses]
 
 
-def told(output):
+def beams_of(output):
     return [(beam.tokens, pytest.approx(beam.cum_logprob, abs=1e-3), beam.finish_reason) for beam in output.sequences]
 
 
@@ -70,7 +70,7 @@ def test_a_search_is_that_of_one_token_at_a_time(llm, width, penalty, stopping):
     )
     results = llm.beam_search(PROMPTS, params)
     for prompt, result in zip(PROMPTS, results, strict=True):
-        assert slow_search(llm, prompt, params) == told(result), prompt
+        assert slow_search(llm, prompt, params) == beams_of(result), prompt
     assert not llm.llm_engine.has_work
 
 
@@ -86,7 +86,7 @@ def test_beam_search_with_width_1_equals_greedy_decoding(llm):
 
 def test_beams_that_have_little_room(llm, tight):
     params = BeamSearchParams(beam_width=4, max_tokens=24)
-    assert [told(one) for one in tight.beam_search(PROMPTS * 3, params)] == [
+    assert [beams_of(one) for one in tight.beam_search(PROMPTS * 3, params)] == [
         [(beam.tokens, beam.cum_logprob, beam.finish_reason) for beam in one.sequences]
         for one in llm.beam_search(PROMPTS * 3, params)
     ]

@@ -47,7 +47,7 @@ def written(text, params, *, offsets):
 def run(program, num_tokens, *, offsets=True):
     """The text, the texts of gens, and the number of calls."""
     text, gens, calls = "", [], 0
-    surplus = SpeculatedText(num_tokens)
+    speculated = SpeculatedText(num_tokens)
 
     async def call(params):
         nonlocal calls
@@ -56,13 +56,13 @@ def run(program, num_tokens, *, offsets=True):
 
     for step in program:
         if isinstance(step, str):
-            surplus.fill(step)
+            speculated.fill(step)
             text += step
-        elif surplus.supports(step):
-            gens.append(asyncio.run(surplus.generate(step, call)).text)
+        elif speculated.supports(step):
+            gens.append(asyncio.run(speculated.generate(step, call)).text)
             text += gens[-1]
         else:
-            surplus.clear()
+            speculated.clear()
             gens.append(asyncio.run(call(step)).text)
             text += gens[-1]
     return text, gens, calls
@@ -117,7 +117,7 @@ def test_speculated_text_is_not_used_for_other_sampling_parameters():
 
 
 def test_endpoints_that_refuse_logprobs_are_asked_without():
-    surplus, asked = SpeculatedText(20), []
+    speculated, asked = SpeculatedText(20), []
 
     async def call(params):
         asked.append(params.return_logprob)
@@ -126,9 +126,9 @@ def test_endpoints_that_refuse_logprobs_are_asked_without():
         return Completion("one;two", {"finish_reason": {"type": "stop"}, "completion_tokens": 3})
 
     params = GenParams(max_tokens=6, stop=(";",))
-    assert asyncio.run(surplus.generate(params, call)).text == "one"
-    surplus.fill("other")
-    asyncio.run(surplus.generate(params, call))
+    assert asyncio.run(speculated.generate(params, call)).text == "one"
+    speculated.fill("other")
+    asyncio.run(speculated.generate(params, call))
     assert asked == [True, False, False]
 
 

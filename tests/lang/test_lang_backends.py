@@ -82,15 +82,15 @@ def test_meta_info_of_a_variable_is_equal_on_engine_and_endpoint(engine, endpoin
             return_text_in_logprobs=True,
         )
 
-    told = [program.run(temperature=0, backend=one).get_meta_info("x") for one in (engine, endpoint)]
+    meta_info = [program.run(temperature=0, backend=one).get_meta_info("x") for one in (engine, endpoint)]
     for name in ("prompt_tokens", "completion_tokens", "finish_reason"):
-        assert told[0][name] == told[1][name]
+        assert meta_info[0][name] == meta_info[1][name]
     for name in ("input_token_logprobs", "output_token_logprobs"):
-        pairs = list(zip(told[0][name], told[1][name], strict=True))
+        pairs = list(zip(meta_info[0][name], meta_info[1][name], strict=True))
         assert pairs
         for one, other in pairs:
             assert list(one[1:]) == other[1:] and one[0] == pytest.approx(other[0], abs=1e-3)
-    assert [len(row) for row in told[0]["output_top_logprobs"]] == [2] * 4
+    assert [len(row) for row in meta_info[0]["output_top_logprobs"]] == [2] * 4
 
 
 def test_forms_are_kept_on_all_backends(engine, endpoint, completions):
@@ -119,9 +119,9 @@ def test_calls_and_tokens_are_counted(engine, endpoint, completions):
         before = (backend.stats.num_calls, backend.stats.prompt_tokens, backend.stats.completion_tokens)
         state = plain.run(temperature=0, backend=backend)
         assert backend.stats.num_calls - before[0] == 4
-        told = state.get_meta_info("where")
-        assert backend.stats.prompt_tokens - before[1] > told["prompt_tokens"]
-        assert backend.stats.completion_tokens - before[2] >= told["completion_tokens"] + 2 * 3
+        meta_info = state.get_meta_info("where")
+        assert backend.stats.prompt_tokens - before[1] > meta_info["prompt_tokens"]
+        assert backend.stats.completion_tokens - before[2] >= meta_info["completion_tokens"] + 2 * 3
 
 
 def test_an_endpoint_without_extensions_refuses_what_the_api_does_not_have(url):

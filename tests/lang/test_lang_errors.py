@@ -155,13 +155,13 @@ def test_a_closed_backend_says_so(pretend):
 def test_a_finished_state_is_unchanged_when_the_backend_closes():
     class Slow(Pretend):
         async def end_program(self, program, branch):
-            told.append(program)
+            ended_programs.append(program)
             await asyncio.Event().wait()
 
-    told = []
+    ended_programs = []
     with Slow() as backend:
         state = reads.run(backend=backend)
-        while not told:
+        while not ended_programs:
             time.sleep(0.001)
     assert (state.error(), state.text(), state["x"]) == (None, "a yes", " yes")
 
@@ -247,13 +247,13 @@ def test_an_error_in_a_batch_cancels_the_other_programs(pretend):
 def test_a_hint_that_fails_changes_nothing(pretend):
     class Forgetful(Pretend):
         async def end_program(self, program, branch):
-            told.append(program)
+            ended_programs.append(program)
             raise sgl.GenerationFailed("no such route")
 
-    told = []
+    ended_programs = []
     with Forgetful() as backend:
         state = reads.run(backend=backend)
-        while not told:
+        while not ended_programs:
             time.sleep(0.001)
         state += "more"
         assert state.error() is None and state.text().endswith("more")

@@ -39,7 +39,7 @@ APIS = {
 def run(monkeypatch, api, answer, *, stream, end="data: [DONE]\n\n"):
     """The state of a program on a server that gives this answer to every generation."""
 
-    def told(request):
+    def server_info(request):
         if request.method == "GET":
             return httpx2.Response(200, json={"data": [{"id": "m"}]})
         if "tokenize" in request.url.path:
@@ -48,7 +48,7 @@ def run(monkeypatch, api, answer, *, stream, end="data: [DONE]\n\n"):
             return httpx2.Response(200, json=answer)
         return httpx2.Response(200, text=f"data: {json.dumps(answer)}\n\n{end}")
 
-    transport = httpx2.MockTransport(told)
+    transport = httpx2.MockTransport(server_info)
     monkeypatch.setattr(f"quire.lang.backends.{api}.Http", partial(Http, transport=transport))
     with APIS[api][2]() as backend:
         state = program.run(stream=stream, backend=backend)
@@ -101,8 +101,8 @@ def test_a_file_that_is_not_there_is_named_and_no_thread_is_left():
 
 
 def test_get_server_info_of_an_endpoint_has_model_and_running_requests(endpoint):
-    told = endpoint.get_server_info()
-    assert told["id"] == endpoint.get_model_name() and "requests_running" in told
+    server_info = endpoint.get_server_info()
+    assert server_info["id"] == endpoint.get_model_name() and "requests_running" in server_info
 
 
 @contextmanager

@@ -49,11 +49,11 @@ def test_scores_equal_those_of_each_choice_alone(engine, endpoint, url, prompt, 
     alone = [scored_alone(url, engine, prompt, choice) for choice in choices]
     for backend in (engine, endpoint):
         state = choose.run(prompt, choices, backend=backend)
-        told = state.get_meta_info("choice")
-        for entries, scores in zip(told["input_token_logprobs"], alone, strict=True):
+        meta_info = state.get_meta_info("choice")
+        for entries, scores in zip(meta_info["input_token_logprobs"], alone, strict=True):
             assert [entry[0] for entry in entries if entry[0] is not None] == pytest.approx(scores, abs=2e-3)
         means = [sum(scores) / len(scores) for scores in alone]
-        assert told["normalized_prompt_logprobs"] == pytest.approx(means, abs=2e-3)
+        assert meta_info["normalized_prompt_logprobs"] == pytest.approx(means, abs=2e-3)
         assert state["choice"] == choices[means.index(max(means))]
         assert state.text() == prompt + state["choice"]
 
@@ -70,8 +70,8 @@ def test_the_backends_choose_alike(engine, endpoint, url, prompt, choices, metho
                 continue
             states.append(state)
         assert len({state["choice"] for state in states}) == 1
-        told = [state.get_meta_info("choice")["normalized_prompt_logprobs"] for state in states]
-        assert all(one == pytest.approx(told[0], abs=2e-3) for one in told)
+        meta_info = [state.get_meta_info("choice")["normalized_prompt_logprobs"] for state in states]
+        assert all(one == pytest.approx(meta_info[0], abs=2e-3) for one in meta_info)
 
 
 def test_the_prompt_is_computed_once_for_all_choices(engine):

@@ -129,13 +129,13 @@ def test_coroutines_read_pieces_too(pretend, stream):
 
     async def read():
         text = [piece async for piece in state.text_async_iter()]
-        told = [pair async for pair in state.text_async_iter("x", return_meta_data=True)]
-        return text, told
+        pairs = [pair async for pair in state.text_async_iter("x", return_meta_data=True)]
+        return text, pairs
 
-    text, told = asyncio.run(read())
+    text, pairs = asyncio.run(read())
     assert "".join(text) == state.text()
-    assert "".join(piece for piece, _ in told) == state["x"]
-    assert all(meta["prompt"] == "A" for _, meta in told)
+    assert "".join(piece for piece, _ in pairs) == state["x"]
+    assert all(meta["prompt"] == "A" for _, meta in pairs)
 
 
 def test_an_async_stream_raises_the_error_of_the_program(pretend):

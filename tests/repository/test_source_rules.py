@@ -45,7 +45,7 @@ ENVIRONMENT = {
     "QUIRE_LOG_LEVEL": "how much is logged changes nothing that is computed",
     "QUIRE_API_KEY": "an option is shown in the list of processes; only the command line reads it",
 }
-TOLD = {"GOMP_SPINCOUNT"}  # variables that quire may set, because a library has no other setting
+SETTABLE = {"GOMP_SPINCOUNT"}  # variables that quire may set, because a library has no other setting
 
 # Text that is valid only on one machine or in one network. Split into pieces, so that this file passes.
 PLACES = re.compile(
@@ -101,7 +101,9 @@ def pickling_faults(source: str, path: str) -> Iterator[str]:
 def environment_faults(source: str, path: str) -> Iterator[str]:
     """Uses of environment variables that are not in the list."""
     tree = ast.parse(source)
-    fine = [node for node in ast.walk(tree) if _variable(node) in ENVIRONMENT or _told(node) in TOLD]
+    fine = [
+        node for node in ast.walk(tree) if _variable(node) in ENVIRONMENT or _variable_with_default(node) in SETTABLE
+    ]
     allowed = {id(inner) for node in fine for inner in ast.walk(node)}
     for node in ast.walk(tree):
         if id(node) in allowed:
@@ -129,7 +131,7 @@ def _declared(value: ast.AST) -> bool:
     return ast.unparse(value) in ("text.envvar", *map(repr, ENVIRONMENT))
 
 
-def _told(node: ast.AST) -> str:
+def _variable_with_default(node: ast.AST) -> str:
     """The variable that `os.environ.setdefault("X", ...)` sets for a library, or ""."""
     match node:
         case ast.Call(func=function, args=[ast.Constant(value=str(name)), _]):

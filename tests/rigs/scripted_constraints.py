@@ -9,11 +9,11 @@ from tools.scripted_constraints import ScriptedCompiler
 class FormRig(Rig):
     """A rig whose requests are constrained by ScriptedConstraints."""
 
-    def __init__(self, whims, *, compile_steps=0, errors=(), **options):
+    def __init__(self, constraints, *, compile_steps=0, errors=(), **options):
         super().__init__(**options)
-        self.whims = whims
+        self.constraints = constraints
         self.forced: dict[tuple[str, int], list[int]] = {}
-        scheduler = type(self.scheduler)(self.config, self.cache, self.file_again(), whims)
+        scheduler = type(self.scheduler)(self.config, self.cache, self.file_again(), constraints)
         runner = self.engine.runner
         compiler = ScriptedCompiler(compile_steps, dict(errors))
         self.scheduler = scheduler
@@ -34,4 +34,4 @@ class FormRig(Rig):
 
     def run(self, most=10_000):
         super().run(most)
-        assert self.whims.outputs == {}, "constraints of sequences that are over"
+        assert self.constraints.outputs == {}, "constraints of sequences that are over"

@@ -47,7 +47,7 @@ def drive(logprobs_of, rules, num_candidates):
     return search.hypotheses, steps
 
 
-def told(hypotheses):
+def beams_of(hypotheses):
     return [(tuple(one.token_ids), one.finish_reason, pytest.approx(one.score)) for one in hypotheses]
 
 
@@ -84,7 +84,7 @@ def test_a_search_wide_enough_for_everything_is_exhaustive(
     ]
     everything.sort(key=lambda one: -one[2])
     found, _ = drive(toy.logprobs, rules, vocab)
-    assert everything == told(found)
+    assert everything == beams_of(found)
 
 
 def slow_search(toy, rules, *, stops_early=True):

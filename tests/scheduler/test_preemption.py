@@ -64,10 +64,10 @@ def test_swapped_sequences_come_back_and_compute_nothing_twice(prefix_index, ste
     assert {event.how for event in rig.preempted} == {"swap"}
     stats = rig.engine.stats()
     assert stats.num_swapped_out_blocks >= stats.num_swapped_in_blocks > 0
-    told = [one for i in range(3) for one in rig.engine.explain(str(i)).preemptions]
-    assert len(told) == len(rig.preempted)
-    assert all(one.num_recomputed_tokens == 0 and one.num_bytes_out > 0 for one in told)
-    assert sum(one.num_bytes_in for one in told) == 256 * stats.num_swapped_in_blocks
+    preemptions = [one for i in range(3) for one in rig.engine.explain(str(i)).preemptions]
+    assert len(preemptions) == len(rig.preempted)
+    assert all(one.num_recomputed_tokens == 0 and one.num_bytes_out > 0 for one in preemptions)
+    assert sum(one.num_bytes_in for one in preemptions) == 256 * stats.num_swapped_in_blocks
     computed = sum(rig.scheduler.sizes)
     assert computed == 3 * (20 + 19), "each token's KV once"
     assert rig.replay().difference == ""
@@ -82,7 +82,7 @@ def test_a_swapped_in_sequence_is_computed_only_after_the_commit_of_its_move(ste
     for step_id, move in back:
         targets = {target for _, target in move.pairs}
         (opened,) = [writes.values.tolist() for step in rig.steps if step.id == step_id for writes in step.blocks]
-        assert targets <= set(opened), "the runner is told of the table with the step that brings its blocks"
+        assert targets <= set(opened), "the runner gets the table with the step that brings its blocks"
     assert any(len(step.chunks) == 0 and host_moves(step.moves) for step in rig.steps) or steps_in_flight == 1
 
 
@@ -92,9 +92,9 @@ def test_the_worked_example_of_the_page():
     rig.add("B", prompt(7, 1), max_tokens=6)
     rig.run()
     page = (Path(__file__).parents[2] / "docs" / "preemption.md").read_text()
-    told = [block.strip() for block in page.split("```")[1::2]]
+    shown_steps = [block.strip() for block in page.split("```")[1::2]]
     steps = [str(step) for step in rig.steps]
-    assert told == [steps[5], f"{steps[9]}\n{steps[10]}"]
+    assert shown_steps == [steps[5], f"{steps[9]}\n{steps[10]}"]
 
 
 def test_a_full_host_pool_means_that_the_rest_is_computed_again():
@@ -324,7 +324,7 @@ def test_beam_searches_are_always_computed_again():
     steps_in_flight=st.sampled_from([1, 2]),
     preemption=st.sampled_from(["swap", "swap", "auto", "recompute"]),
     failing=st.sets(st.integers(0, 60), max_size=4),
-    told=st.booleans(),
+    asks_logprobs=st.booleans(),
     seed=st.integers(0, 2**16),
 )
 def test_preemption_changes_no_token(
@@ -337,7 +337,7 @@ def test_preemption_changes_no_token(
     steps_in_flight,
     preemption,
     failing,
-    told,
+    asks_logprobs,
     seed,
 ):
     """Pools down to one sequence, forks, partial blocks, windows, every index, one and two steps, failures."""
@@ -362,7 +362,7 @@ def test_preemption_changes_no_token(
     for i, (length, max_tokens, n) in enumerate(lengths):
         tokens = common[: rng.randint(0, length)] + prompt(length, seed + i + 1)
         asked[str(i)] = (tokens[:length], max_tokens, n)
-        scored = {"prompt_logprobs": 0} if told and i % 2 else {}
+        scored = {"prompt_logprobs": 0} if asks_logprobs and i % 2 else {}
         rig.add(str(i), tokens[:length], max_tokens=max_tokens, n=n, **scored)
         for _ in range(rng.choice((0, 0, 1, 4))):
             rig.step()

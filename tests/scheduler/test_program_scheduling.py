@@ -37,10 +37,10 @@ from tools.small_engines import limits, memory, request, result_of
     ],
 )
 def test_a_program_out_of_bounds_is_refused_by_name(fields, param):
-    with pytest.raises(RequestError) as told:
+    with pytest.raises(RequestError) as caught:
         Program(**fields)
-    assert told.value.param == param
-    assert param in str(told.value)
+    assert caught.value.param == param
+    assert param in str(caught.value)
 
 
 # Admission order
@@ -275,12 +275,12 @@ def test_program_hints_are_dropped_with_the_kv_of_the_program():
         memory.run([i, i, i], program=branch, now=float(i))
         if i % 3 == 0:
             memory.kv.end_program("tenant", str(i % 7), None)
-    wishes = memory.kv.index.trees.retention
-    assert len(wishes.branch_hints) <= 20
-    assert {key for keys in wishes.branches.values() for key in keys} == set(wishes.branch_hints)
+    retention = memory.kv.index.trees.retention
+    assert len(retention.branch_hints) <= 20
+    assert {key for keys in retention.branches.values() for key in keys} == set(retention.branch_hints)
     memory.kv.flush()
-    assert not wishes.branch_hints
-    assert not wishes.branches
+    assert not retention.branch_hints
+    assert not retention.branches
     leaves = memory.kv.index.trees.leaves
     assert not len(leaves)
     assert not leaves._by_tenant
@@ -376,8 +376,8 @@ def test_a_branch_that_ends_while_its_request_runs_is_finished_when_that_is():
     rig.run()
     rig.add("b", [2] * 8, max_tokens=4)
     rig.run()
-    forest = rig.cache.index.trees
-    first = forest.leaves.pop()
+    trees = rig.cache.index.trees
+    first = trees.leaves.pop()
     assert first.path.startswith(token_key([1] * 8))
 
 

@@ -33,4 +33,4 @@ def test_a_prompt_is_scored_to_its_end_where_forced_text_follows_it(budget, in_f
     rig.run()
     assert rig.scored["a"] == [(prompt[i], i) for i in range(start + 1, 20)]
     for index in range(2):
-        assert rig.tokens["a", index] == expected_output(prompt, rig.whims, 12)[0]
+        assert rig.tokens["a", index] == expected_output(prompt, rig.constraints, 12)[0]

@@ -117,14 +117,16 @@ def test_resumed_requests_are_exempt_from_the_queue_limit():
 
 def test_retry_after_grows_with_each_rejected_request_up_to_a_bound():
     rig = full(max_queued_requests=2)
-    told = []
+    retry_times = []
     for i in range(MAX_EXPECTED_RETRIES + 50):
         with pytest.raises(QueueFull) as refused:
             rig.scheduler.add(request_of(rig, f"more {i}"), rig.now)
-        told.append(round(rig.now + refused.value.retry_after, 9))
-    assert told[:MAX_EXPECTED_RETRIES] == sorted(told[:MAX_EXPECTED_RETRIES])
-    assert len(set(told)) > 0.9 * MAX_EXPECTED_RETRIES, "each has a time of its own"
-    assert max(told[MAX_EXPECTED_RETRIES:]) < told[MAX_EXPECTED_RETRIES - 1] + 1, "the line grows only as time goes by"
+        retry_times.append(round(rig.now + refused.value.retry_after, 9))
+    assert retry_times[:MAX_EXPECTED_RETRIES] == sorted(retry_times[:MAX_EXPECTED_RETRIES])
+    assert len(set(retry_times)) > 0.9 * MAX_EXPECTED_RETRIES, "each has a time of its own"
+    assert max(retry_times[MAX_EXPECTED_RETRIES:]) < retry_times[MAX_EXPECTED_RETRIES - 1] + 1, (
+        "the line grows only as time goes by"
+    )
     rig.run()
     assert rig.replay().difference == ""
 
@@ -240,7 +242,7 @@ def test_retry_after_is_near_the_wait_until_the_requests_own_flow_has_room(polic
         assert 0.7 * wait < predicted[-1] < 1.6 * wait + 0.02
         rig.run()
     if policy == "fair":
-        assert predicted[2] < 0.2 * predicted[0], "one request of the third-party leaves long before 20 of the first"
+        assert predicted[2] < 0.2 * predicted[0], "one request of the third client leaves long before 20 of the first"
 
 
 @pytest.mark.parametrize(
@@ -320,8 +322,8 @@ def test_the_queue_limit_counts_only_requests_that_never_ran(data, most, tokens,
 
 
 def is_new(rig, request_id) -> bool:
-    told = rig.engine.explain(request_id)
-    return told is not None and told.state == "waiting" and told.admitted is None
+    explained = rig.engine.explain(request_id)
+    return explained is not None and explained.state == "waiting" and explained.admitted is None
 
 
 def test_the_bounds_of_a_server():
@@ -341,15 +343,15 @@ def test_a_queue_limit_of_0_is_a_config_error(name):
 def test_the_duration_of_the_step_planned_last_is_predicted():
     rig = Rig(max_num_batched_tokens=256, num_blocks=128)
     assert rig.scheduler.predicted_seconds == 0.0
-    predicted, told = [], []
+    predicted, measured = [], []
     rig.engine.on_launch = lambda step: predicted.append(rig.scheduler.predicted_seconds)
     for i in range(40):
         rig.add(str(i), prompt(5 * i + 2, i), max_tokens=8)
         while rig.engine.has_work:
             before = len(predicted)
             rig.step()
-            told += [rig.engine.stats().last_step_seconds] * (len(predicted) - before)
-    late = list(zip(predicted, told, strict=True))[100:]
+            measured += [rig.engine.stats().last_step_seconds] * (len(predicted) - before)
+    late = list(zip(predicted, measured, strict=True))[100:]
     assert all(0.3 < one / seconds < 3 for one, seconds in late)  # durations vary by 0.5 to 2
     assert sum(one for one, _ in late) == pytest.approx(sum(seconds for _, seconds in late), rel=0.15)
 
@@ -359,9 +361,9 @@ def test_a_request_that_is_refused_waits_nowhere_and_its_id_is_free():
     with pytest.raises(QueueFull) as refused:
         rig.add("w3", prompt(3))
     assert rig.scheduler.num_waiting == 2
-    told = rig.engine.explain("w3")
-    assert (told.state, told.refusal.reason) == ("refused", "queue_full")
-    assert told.refusal.predicted_seconds == refused.value.retry_after
+    explained = rig.engine.explain("w3")
+    assert (explained.state, explained.refusal.reason) == ("refused", "queue_full")
+    assert explained.refusal.predicted_seconds == refused.value.retry_after
     rig.run()
     rig.add("w3", prompt(3))
     rig.run()

@@ -25,7 +25,7 @@ def known(*lengths: int | None, of: list[int]) -> tuple[KnownOutput, ...]:
 
 
 @dataclass
-class Told:
+class Delivered:
     """A front end's state of one sequence."""
 
     tokens: list[int] = field(default_factory=list)
@@ -52,12 +52,12 @@ class FrontEnd:
         self.asked = asked
         self.new_rig = new_rig
         self.rigs = [new_rig()]
-        self.told = {
-            (str(i), index): Told() for i, ask in enumerate(asked) for index in range(ask.params.num_sequences)
+        self.delivered = {
+            (str(i), index): Delivered() for i, ask in enumerate(asked) for index in range(ask.params.num_sequences)
         }
         self.accepted: list[str] = []
 
-    def run(self, kills: set[int]) -> dict[tuple[str, int], Told]:
+    def run(self, kills: set[int]) -> dict[tuple[str, int], Delivered]:
         """kills: steps before which the scheduler is lost."""
         at = 0
         while len(self.accepted) < len(self.asked) or self.rigs[-1].engine.has_work:
@@ -75,10 +75,10 @@ class FrontEnd:
         for rig in self.rigs:
             assert rig.replay().difference == ""
             assert rig.engine.stats().failed_steps == 0
-        return self.told
+        return self.delivered
 
     def hear(self, output) -> None:
-        one, ask = self.told[output.request_id, output.index], self.asked[int(output.request_id)]
+        one, ask = self.delivered[output.request_id, output.index], self.asked[int(output.request_id)]
         if one.reason is not None:
             return  # the engine may not have received the stop yet
         one.tokens += output.token_ids
@@ -96,10 +96,10 @@ class FrontEnd:
         self.rigs.append(self.new_rig())
         for request_id in self.accepted:
             ask = self.asked[int(request_id)]
-            told = [self.told[request_id, index] for index in range(ask.params.num_sequences)]
-            if all(one.reason for one in told):
+            delivered = [self.delivered[request_id, index] for index in range(ask.params.num_sequences)]
+            if all(one.reason for one in delivered):
                 continue
-            have = [KnownOutput(list(one.tokens), one.reason is not None, one.total) for one in told]
+            have = [KnownOutput(list(one.tokens), one.reason is not None, one.total) for one in delivered]
             self.rigs[-1].engine.add(Request(request_id, ask.prompt, ask.params, known_outputs=have))
 
 
@@ -153,13 +153,13 @@ def opened(have: tuple[KnownOutput, ...]) -> dict[int, list[object]]:
     rig.engine.on_launch = steps.append
     rig.engine.add(Request("a", prompt(6), params, known_outputs=have))
     rig.run()
-    told = {}
+    delivered = {}
     for opens in (step.opens for step in steps):
         lists = [(kind, tokens.tolist(), weights.tolist(), row) for row, kind, tokens, weights in opens.lists]
         for i, row in enumerate(opens.rows.tolist()):
             columns = [getattr(opens, name)[i] for name in opens.__struct_fields__ if name not in ("rows", "lists")]
-            told[int(opens.sample_indices[i])] = [*columns, *(one[:3] for one in lists if one[3] == row)]
-    return told
+            delivered[int(opens.sample_indices[i])] = [*columns, *(one[:3] for one in lists if one[3] == row)]
+    return delivered
 
 
 def test_a_resumed_sequence_opens_its_row_with_the_same_sampling_parameters():

@@ -22,7 +22,7 @@ def prompt_of(length, salt=0):
 
 
 def check(rig, key, prompt, max_tokens):
-    tokens, forced, reason = expected_output(prompt, rig.whims, max_tokens)
+    tokens, forced, reason = expected_output(prompt, rig.constraints, max_tokens)
     assert rig.tokens.get(key, []) == tokens
     assert rig.forced.get(key, []) == forced
     assert rig.reasons[key] == reason
@@ -38,7 +38,7 @@ def check(rig, key, prompt, max_tokens):
     st.integers(0, 2),
 )
 def test_forced_text_is_the_same_whatever_happens_to_a_sequence(data, in_flight, blocks, budget, index, compile_steps):
-    whims = ScriptedConstraints(
+    constraints = ScriptedConstraints(
         often=data.draw(st.sampled_from([1, 2, 4])),
         longest=data.draw(st.sampled_from([1, 3, 12])),
         ends_after=data.draw(st.sampled_from([1, 9, 10_000])),
@@ -46,7 +46,7 @@ def test_forced_text_is_the_same_whatever_happens_to_a_sequence(data, in_flight,
     )
     failing = data.draw(st.sets(st.integers(0, 40), max_size=1))
     rig = FormRig(
-        whims,
+        constraints,
         compile_steps=compile_steps,
         num_blocks=blocks,
         max_num_batched_tokens=budget,
@@ -93,7 +93,7 @@ def test_no_mask_is_computed_for_known_tokens(in_flight):
     rig.add("b", prompt_of(5), max_tokens=40)
     rig.run()
     sampled = len(rig.tokens["a", 0]) - len(rig.forced["a", 0])
-    assert len(rig.whims.asked) <= sampled + 1, "of one row, and once for each token that is sampled"
+    assert len(rig.constraints.asked) <= sampled + 1, "of one row, and once for each token that is sampled"
 
 
 def test_a_constraint_that_cannot_be_compiled_ends_its_request_alone():
@@ -125,7 +125,7 @@ def test_a_dead_end_says_why():
     rig.add("a", prompt_of(3), max_tokens=20, structured_outputs=FORM)
     rig.run()
     assert rig.reasons["a", 0] == "error"
-    assert rig.errors["a", 0] == "the constraint on the output allows nothing here: a whim"
+    assert rig.errors["a", 0] == "the constraint on the output allows nothing here: a scripted error"
 
 
 def test_no_step_runs_when_all_tokens_are_forced():
@@ -138,11 +138,11 @@ def test_no_step_runs_when_all_tokens_are_forced():
 
 
 def test_a_stop_token_that_is_forced_ends_the_sequence():
-    whims = ScriptedConstraints(often=1, longest=9)
-    tokens, forced, _ = expected_output(prompt_of(3), whims, 30)
+    constraints = ScriptedConstraints(often=1, longest=9)
+    tokens, forced, _ = expected_output(prompt_of(3), constraints, 30)
     place = forced[len(forced) // 2]
     stop = tokens[place]
-    rig = FormRig(whims)
+    rig = FormRig(constraints)
     rig.add("a", prompt_of(3), max_tokens=30, stop_token_ids=(stop,), structured_outputs=FORM)
     rig.run()
     assert rig.tokens["a", 0] == tokens[: tokens.index(stop) + 1]
@@ -152,8 +152,8 @@ def test_a_stop_token_that_is_forced_ends_the_sequence():
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 40), st.sampled_from([1, 2]), st.integers(1, 3))
 def test_a_constrained_request_resumed_in_another_engine_has_the_same_tokens(killed_after, in_flight, n):
-    whims, prompt = ScriptedConstraints(often=2), prompt_of(6)
-    rig = FormRig(whims, steps_in_flight=in_flight)
+    constraints, prompt = ScriptedConstraints(often=2), prompt_of(6)
+    rig = FormRig(constraints, steps_in_flight=in_flight)
     rig.add("a", prompt, n=n, max_tokens=30, structured_outputs=FORM)
     for _ in range(killed_after):
         if rig.engine.has_work:
@@ -164,7 +164,7 @@ def test_a_constrained_request_resumed_in_another_engine_has_the_same_tokens(kil
     other.engine.add(Request("a", prompt, params, known_outputs=known if any(one.token_ids for one in known) else ()))
     other.run()
     for i in range(n):
-        assert known[i].token_ids + other.tokens.get(("a", i), []) == expected_output(prompt, whims, 30)[0]
+        assert known[i].token_ids + other.tokens.get(("a", i), []) == expected_output(prompt, constraints, 30)[0]
 
 
 def test_a_constraint_is_rejected_without_a_backend_and_with_beam_search():
@@ -195,7 +195,7 @@ def test_prompt_logprobs_are_computed_when_all_output_tokens_are_forced(in_fligh
     rig.run()
     assert rig.scored["a"] == [(prompt[i], i) for i in range(1, 9)]
     assert rig.reasons["a", 0] == rig.reasons["a", 1] == "stop"
-    assert rig.tokens["a", 0] == rig.tokens["a", 1] == expected_output(prompt, rig.whims, 8)[0]
+    assert rig.tokens["a", 0] == rig.tokens["a", 1] == expected_output(prompt, rig.constraints, 8)[0]
     assert rig.forced["a", 0] == rig.forced["a", 1] == [0]
     assert rig.replay().difference == ""
 
@@ -227,7 +227,7 @@ def test_known_tokens_before_a_limit_are_followed_by_what_is_forced():
     params = SamplingParams(temperature=0, max_tokens=3, structured_outputs=FORM, seed=0)
     rig.engine.add(Request("a", prompt_of(3), params, known_outputs=(KnownOutput([7]),)))
     rig.run()
-    forced = rig.whims.verdict([7]).forced
+    forced = rig.constraints.verdict([7]).forced
     assert rig.tokens["a", 0] == forced[:2] and len(forced) >= 2
     assert rig.reasons["a", 0] == "length"
 

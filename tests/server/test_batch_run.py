@@ -186,7 +186,7 @@ LINES = st.lists(
 @given(lines=LINES, cuts=st.lists(st.integers(0, 10_000), max_size=3), concurrency=st.integers(1, 4))
 @settings(max_examples=60)
 def test_a_batch_output_cut_at_any_byte_is_resumed(tmp_path_factory, lines, cuts, concurrency):
-    def told(result):
+    def content_of(result):
         error, response = result["error"] or {}, result["response"] or {}
         return json.dumps([result["custom_id"], error.get("line"), response.get("body")])
 
@@ -206,7 +206,7 @@ def test_a_batch_output_cut_at_any_byte_is_resumed(tmp_path_factory, lines, cuts
         assert results(disturbed)[: len(kept)] == kept
         assert batch.num_skipped == len(kept)
         assert len(app.asked) == num_good(undisturbed) - num_good(kept)
-    assert sorted(map(told, results(disturbed))) == sorted(map(told, undisturbed))
+    assert sorted(map(content_of, results(disturbed))) == sorted(map(content_of, undisturbed))
 
 
 @given(lines=LINES, cuts=st.lists(st.integers(0, 2000), max_size=6), ends=st.booleans())

@@ -147,10 +147,10 @@ def test_a_long_journal_is_cut_and_says_so(monkeypatch, journal_file):
 
 
 def test_progress_ends_at_the_size_of_the_file(journal_file):
-    told = []
-    record_file(journal_file, lambda done, total: told.append((done, total)))
+    progress = []
+    record_file(journal_file, lambda done, total: progress.append((done, total)))
     size = journal_file.stat().st_size
-    assert told[-1] == (size, size) and told == sorted(told) and len(told) > 100
+    assert progress[-1] == (size, size) and progress == sorted(progress) and len(progress) > 100
 
 
 def test_a_damaged_journal_is_an_error(tmp_path, journal_file):

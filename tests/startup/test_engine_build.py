@@ -237,7 +237,7 @@ def test_the_description_of_the_checkpoint_is_dropped(monkeypatch):
     built.engine.close()
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told to")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has a setting for it")
 def test_memory_that_was_freed_goes_back_to_the_system():
     libc = ctypes.CDLL(None)
     libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]

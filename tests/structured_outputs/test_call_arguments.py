@@ -188,7 +188,7 @@ def test_alternatives_of_properties_are_those_of_the_schema(condition):
     try:
         grammar = compile(asked, BYTES)
     except RequestError:
-        assume(not any(map(valid, objects)))  # or the branches of a oneOf cannot be told apart
+        assume(not any(map(valid, objects)))  # or the branches of a oneOf cannot be distinguished
         return
     for one in objects:
         text = ", ".join(f"{name}={value}" for name, value in one.items())

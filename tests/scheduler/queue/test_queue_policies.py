@@ -174,10 +174,10 @@ def test_requests_without_a_prefix_match_starve_under_lpm_only():
 def test_an_explanation_has_the_policy_the_queue_place_and_the_number_of_overtakers():
     simulation = simulated(limits("lpm", max_num_seqs=1), memory(128), 0.01)
     simulation.run([single([i % 2] * 32 + [i]) for i in range(6)])
-    told = [simulation.scheduler.explain(str(i), simulation.clock.now) for i in range(6)]
-    assert {one.policy for one in told} == {"lpm"}
-    assert [one.place for one in told] == list(range(6))
-    assert [one.num_passed_by for one in told] == [0, 2, 0, 1, 0, 0]  # 0 2 4 share a prefix, so do 1 3 5
+    explanations = [simulation.scheduler.explain(str(i), simulation.clock.now) for i in range(6)]
+    assert {one.policy for one in explanations} == {"lpm"}
+    assert [one.place for one in explanations] == list(range(6))
+    assert [one.num_passed_by for one in explanations] == [0, 2, 0, 1, 0, 0]  # 0 2 4 share a prefix, so do 1 3 5
 
 
 def test_an_explanation_counts_requests_of_its_own_tenant_only():
@@ -187,9 +187,9 @@ def test_an_explanation_counts_requests_of_its_own_tenant_only():
         sessions += [single([i % 2] * 32 + [i], tenant=tenant) for tenant in ("", "other")]
     simulation.run(sessions)
     names = [name for name, one in simulation.results.items() if not one.tenant]
-    told = [simulation.scheduler.explain(name, simulation.clock.now) for name in names]
-    assert [one.place for one in told] == list(range(6))
-    assert [one.num_passed_by for one in told] == [0, 2, 0, 1, 0, 0]
+    explanations = [simulation.scheduler.explain(name, simulation.clock.now) for name in names]
+    assert [one.place for one in explanations] == list(range(6))
+    assert [one.num_passed_by for one in explanations] == [0, 2, 0, 1, 0, 0]
     assert simulation.scheduler.request_stats._tenants == {}
 
 
@@ -198,8 +198,8 @@ def test_an_explanation_counts_requests_of_its_own_tenant_only():
 def test_queue_places_equal_a_count_of_the_queue(data):
     rig = Rig(num_blocks=12, max_num_seqs=3, max_num_batched_tokens=12, max_model_len=40, watermark=0.0)
     for i in range(data.draw(st.integers(1, 10))):
-        tenant, lives = Namespace(data.draw(st.sampled_from("ab"))), rig.scheduler.state
-        queued = [one for one in lives.sequences.values() if one in lives.queue and one.request.namespace == tenant]
+        tenant, state = Namespace(data.draw(st.sampled_from("ab"))), rig.scheduler.state
+        queued = [one for one in state.sequences.values() if one in state.queue and one.request.namespace == tenant]
         params = SamplingParams(max_tokens=data.draw(st.integers(1, 16)), n=data.draw(st.sampled_from([1, 3])))
         rig.engine.add(Request(str(i), [i] * data.draw(st.integers(1, 20)), params, namespace=tenant))
         assert rig.scheduler.explain(str(i), rig.now).place == len(queued)

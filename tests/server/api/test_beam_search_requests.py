@@ -63,8 +63,8 @@ def test_results_become_text(tokenizer):
         assert not run.finished
         assert run.process_output(output, 2.0).stopped_after is None
     assert run.finished
-    told = [(o.index, o.text, o.finish_reason, o.stop_reason, o.cumulative_logprob) for o in run.result().outputs]
-    assert told == [(0, "b", "stop", None, -1.5), (1, "cde", "length", None, -2.5)]
+    returned = [(o.index, o.text, o.finish_reason, o.stop_reason, o.cumulative_logprob) for o in run.result().outputs]
+    assert returned == [(0, "b", "stop", None, -1.5), (1, "cde", "length", None, -2.5)]
 
 
 @pytest.fixture

@@ -80,8 +80,8 @@ def test_an_explanation_is_a_copy_of_what_the_engine_goes_on_with(keyless):
 def test_explain_of_a_batch_omits_prompts_without_an_explanation(site):
     names = ["g-3", "g-4", "g-900", "g-2047"]
     site.engine.explanations |= {name: explanation(name, "ann") for name in [*names, "g-2048"]}
-    told = site.ask("ann", "GET", "/v1/requests/g/explain").json()["prompts"]
-    assert [one["request_id"] for one in told] == names
+    prompts = site.ask("ann", "GET", "/v1/requests/g/explain").json()["prompts"]
+    assert [one["request_id"] for one in prompts] == names
     site.engine.explanations["g-1500"] = explanation("g-1500", "bob")
     refused(site.ask("ann", "GET", "/v1/requests/g/explain"), 404, "request_not_found")
     assert len(site.ask("root", "GET", "/v1/requests/g/explain").json()["prompts"]) == 5

@@ -19,10 +19,10 @@ END = "/v1/programs/end"
 @pytest.fixture
 def ended(site, monkeypatch):
     """The arguments of the engine's `end_program`, from the messages to its process."""
-    told = []
+    calls = []
     end = site.engine.end_program
-    monkeypatch.setattr(site.engine, "end_program", lambda *about: (told.append(about), end(*about)), raising=False)
-    return told
+    monkeypatch.setattr(site.engine, "end_program", lambda *about: (calls.append(about), end(*about)), raising=False)
+    return calls
 
 
 @pytest.mark.parametrize("path", GENERATING)
@@ -100,10 +100,10 @@ def test_an_end_travels_as_it_is_and_a_restart_knows_the_program():
     end = protocol.EndProgram("ann", "p", None)
     (frame,) = FrameReader().feed(protocol.encode_frame([end]))
     assert protocol.decode_commands(frame) == [end]
-    ledger = OpenRequests()
+    open_requests = OpenRequests()
     scheduling_params = SchedulingParams(program=Program(**WHOLE))
-    ledger.add([Request("a", [1, 2], SamplingParams(seed=1), scheduling_params=scheduling_params)])
-    assert ledger.resume("a").scheduling_params == scheduling_params
+    open_requests.add([Request("a", [1, 2], SamplingParams(seed=1), scheduling_params=scheduling_params)])
+    assert open_requests.resume("a").scheduling_params == scheduling_params
 
 
 def test_a_program_offline(llm, monkeypatch):

@@ -149,10 +149,10 @@ def test_streams_add_up_to_the_whole_answer_and_count_forced_tokens(client, fast
         assert parts[-1].finish_reason == choice.finish_reason
         if choice.finish_reason == "stop":
             is_record(choice.message.content)
-    told = [chunk.usage.completion_tokens_details.forced_tokens for chunk in chunks]
-    assert told == sorted(told)
-    assert told[-1] == whole.usage.completion_tokens_details.forced_tokens
-    assert (told[-1] > 0) == fast_forward
+    forced_counts = [chunk.usage.completion_tokens_details.forced_tokens for chunk in chunks]
+    assert forced_counts == sorted(forced_counts)
+    assert forced_counts[-1] == whole.usage.completion_tokens_details.forced_tokens
+    assert (forced_counts[-1] > 0) == fast_forward
     assert chunks[-1].usage == whole.usage
 
 
@@ -348,9 +348,9 @@ def test_figures(http):
         return Page(http.get("/metrics").text)
 
     def figures():
-        told = page()
-        checks = [told.value("quire:grammar_checks_total", result=result) for result in ("ok", "bad", "slow")]
-        return [*checks, told.value("quire:grammar_check_seconds_count"), told.value("quire:forced_tokens_total")]
+        metrics = page()
+        checks = [metrics.value("quire:grammar_checks_total", result=result) for result in ("ok", "bad", "slow")]
+        return [*checks, metrics.value("quire:grammar_check_seconds_count"), metrics.value("quire:forced_tokens_total")]
 
     before = figures()
     usage = http.post("/v1/completions", json={"prompt": STORY, "regex": "figures: [0-9]"}).json()["usage"]

@@ -102,8 +102,8 @@ def test_each_request_has_an_access_log_line_without_its_content(site, path):
         assert 0 < line["first_byte_seconds"] <= line["seconds"] < 60
         assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", line["time"])
     text = path.read_text()
-    for told in (SECRET, *site.keys.values(), whole.json()["choices"][0]["text"].strip()):
-        assert told and told not in text
+    for secret in (SECRET, *site.keys.values(), whole.json()["choices"][0]["text"].strip()):
+        assert secret and secret not in text
 
 
 def test_prompts_are_written_where_that_is_asked_for(tmp_path):

@@ -319,9 +319,9 @@ def test_verdicts_do_not_depend_on_how_tokens_are_grouped_into_calls(seed, fast_
     for begin, verdict in verdicts.items():
         for stop in range(begin, begin + len(verdict.forced) + 1):  # resumed before, within and after forced tokens
             resumed = compiled.new_matcher(fast_forward=fast_forward)
-            told = resumed.advance(tokens[:stop])
-            assert told.forced == verdict.forced[stop - begin :]
-            assert (told.is_over, told.error) == (verdict.is_over, verdict.error)
+            again = resumed.advance(tokens[:stop])
+            assert again.forced == verdict.forced[stop - begin :]
+            assert (again.is_over, again.error) == (verdict.is_over, verdict.error)
     assert mask(resumed, vocabulary) == mask(undisturbed, vocabulary)
 
 
