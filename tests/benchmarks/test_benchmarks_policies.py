@@ -5,6 +5,7 @@ from collections import Counter
 from random import Random
 
 import pytest
+from small_engines import limits, memory, result_of, simulated
 
 from benchmarks.policies import live
 from benchmarks.policies.fair import Load, arrivals, harm
@@ -13,7 +14,6 @@ from benchmarks.policies.plan import loaded
 from quire.planner.workloads import Session, Turn
 from quire.scheduler.queue import prefix_aware
 from quire.scheduler.queue.prefix_aware import score
-from tools.small_engines import limits, memory, result_of, simulated
 
 BLOCK = 4
 

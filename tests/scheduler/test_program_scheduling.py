@@ -7,6 +7,7 @@ from eviction_memory import POLICIES, Memory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_engine import VOCAB, Rig
+from small_engines import limits, memory, request, result_of
 
 from quire.cache.kv_cache import KVCache
 from quire.cache.prefix.index import token_key
@@ -18,7 +19,6 @@ from quire.scheduler import journal
 from quire.scheduler.queue.prefix_aware import MAX_IN_A_ROW
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence import MOST_PROGRAMS, PROGRAM_LEAD_SECONDS, Programs
-from tools.small_engines import limits, memory, request, result_of
 
 
 @pytest.mark.parametrize(

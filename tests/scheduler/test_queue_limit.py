@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_engine import VOCAB, Rig
+from small_engines import limits, memory, simulated
 
 from quire.config import ConfigError, EngineOptions, SchedulerConfig, with_queue_limits
 from quire.core.request import KnownOutput, Namespace, Request
 from quire.core.scheduling_params import SchedulingParams
 from quire.errors import MAX_EXPECTED_RETRIES, QueueFull
 from quire.params import SamplingParams
-from tools.small_engines import limits, memory, simulated
 
 
 def prompt(length: int, salt: int = 0) -> list[int]:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_engine import VOCAB, Rig
+from small_engines import limits, memory, request, result_of, simulated
 
 from quire.cache.kv_cache import KVCache
 from quire.core.events import Finished, Preempted
@@ -23,7 +24,6 @@ from quire.scheduler.queue.fair import OUTPUT_WEIGHT, PROMPT_WEIGHT, FairQueue
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence import Sequence
 from quire.scheduler.step_builder import ScheduledChunk
-from tools.small_engines import limits, memory, request, result_of, simulated
 
 
 def sequence(number: int, tenant: str, num_tokens: int = 4) -> Sequence:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_engine import VOCAB, Rig
+from small_engines import limits, memory, request, result_of, simulated
 
 from quire.cache.kv_cache import KVCache
 from quire.config import Policy
@@ -18,7 +19,6 @@ from quire.scheduler.queue import prefix_aware
 from quire.scheduler.queue.fcfs import RankedQueue
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence import Sequence
-from tools.small_engines import limits, memory, request, result_of, simulated
 
 POLICIES = get_args(Policy)
 BLOCK = 4
