@@ -164,12 +164,12 @@ def main() -> None:
         table.add_row(name, f"{typical:.0f}", *(f"{value:.3f}" for value in figures))
     Console().print(table)
     if args.json:
-        told = {
+        report = {
             **{"machine": describe(), "commit": commit_of(), "before": before_commit, "goal": GOAL, "measure": what},
             "medians": {name: statistics.median(values) for name, values in ratios.items()},
             "pairs": [{"before": old._asdict(), "now": new._asdict()} for old, new in pairs],
         }
-        args.json.write_text(json.dumps(told, indent=1) + "\n")
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ class Load:
 
     rate: float  # requests per second
     burst: int  # requests that arrive at once, every EVERY seconds
-    told_ends: bool  # whether max_tokens is the output length; otherwise the sequence ends with EOS
+    length_is_known: bool  # whether max_tokens is the output length; otherwise the sequence ends with EOS
     num_rows: int = 16
     num_blocks: int = 2000
     max_queued_requests: int | None = 32
@@ -54,12 +54,12 @@ class Load:
 
 
 LOADS = {
-    "a burst, and nobody else": Load(0.01, 150, told_ends=False),
-    "bursts": Load(4.0, 120, told_ends=True),
-    "bursts, ends unknown": Load(4.0, 120, told_ends=False),
-    "bursts, bound by tokens": Load(4.0, 120, told_ends=False, max_queued_requests=None, max_queued_tokens=6000),
-    "bursts, memory short": Load(2.0, 80, told_ends=False, num_blocks=150),
-    "too much all the time": Load(9.0, 0, told_ends=False),
+    "a burst, and nobody else": Load(0.01, 150, length_is_known=False),
+    "bursts": Load(4.0, 120, length_is_known=True),
+    "bursts, ends unknown": Load(4.0, 120, length_is_known=False),
+    "bursts, bound by tokens": Load(4.0, 120, length_is_known=False, max_queued_requests=None, max_queued_tokens=6000),
+    "bursts, memory short": Load(2.0, 80, length_is_known=False, num_blocks=150),
+    "too much all the time": Load(9.0, 0, length_is_known=False),
 }
 
 
@@ -73,14 +73,14 @@ class Report:
     median_error: float  # |Retry-After / true wait - 1|
     p90_error: float
     bias: float  # median of the signed error; above 0, Retry-After is too long
-    accepted_when_told: float  # share of the retries
+    accepted_at_retry_after: float  # share of the retries
     mean_tries: float  # of a rejected request, until it was accepted
 
 
 @dataclass(slots=True)
 class _Refused:
     came: float
-    told: float  # time at which to retry
+    retry_at: float  # time at which to retry
     entered: float | None = None
     num_tries: int = 0
 
@@ -138,8 +138,8 @@ class Site:
         self.num_requests += 1
         output = min(self._load.max_tokens, max(8, int(self._rng.lognormvariate(4.3, 0.7))))
         prompt = [self._rng.randrange(3, 30_000) for _ in range(self._rng.randint(32, 400))]
-        most = output if self._load.told_ends else self._load.max_tokens
-        params = SamplingParams(temperature=0, max_tokens=most, ignore_eos=self._load.told_ends, seed=0)
+        most = output if self._load.length_is_known else self._load.max_tokens
+        params = SamplingParams(temperature=0, max_tokens=most, ignore_eos=self._load.length_is_known, seed=0)
         name = str(self.num_requests)
         self._lengths[name] = output
         self._try(Request(id=name, prompt=prompt, params=params, eos_token_ids=(EOS,)))
@@ -151,10 +151,10 @@ class Site:
         try:
             self.scheduler.add(request, self.now)
         except QueueFull as full:
-            told = self.now + full.retry_after
-            heappush(self._again, (told, request.id, request))
+            retry_at = self.now + full.retry_after
+            heappush(self._again, (retry_at, request.id, request))
             if known is None:
-                self.refused[request.id] = _Refused(self.now, told)
+                self.refused[request.id] = _Refused(self.now, retry_at)
                 if self._mode == "line":
                     self._line.append(request)
             return
@@ -165,10 +165,10 @@ class Site:
         return self.refused[request.id].entered is not None
 
     def _has_room(self, request: Request) -> bool:
-        newcomers, config = self.scheduler.state.new_requests, self.scheduler.config
-        fits = config.max_queued_requests is None or len(newcomers) < config.max_queued_requests
-        total = newcomers.total.num_tokens + len(request.prompt)
-        return not newcomers or (fits and (config.max_queued_tokens is None or total <= config.max_queued_tokens))
+        new_requests, config = self.scheduler.state.new_requests, self.scheduler.config
+        fits = config.max_queued_requests is None or len(new_requests) < config.max_queued_requests
+        total = new_requests.total.num_tokens + len(request.prompt)
+        return not new_requests or (fits and (config.max_queued_tokens is None or total <= config.max_queued_tokens))
 
     def _result(self, step: Step) -> StepResult:
         counts = (step.chunks.outputs == ChunkOutput.SAMPLE).astype(np.int32)
@@ -194,7 +194,7 @@ def measure(load: Load, seconds: float, seeds: list[int]) -> Report:
         lines += line.refused.values()
         again += retry.refused.values()
     waits = [one.entered - one.came for one in lines if one.entered is not None]
-    errors = [(one.told - one.came) / wait - 1 for one, wait in zip(lines, waits, strict=True)]
+    errors = [(one.retry_at - one.came) / wait - 1 for one, wait in zip(lines, waits, strict=True)]
     sizes = sorted(map(abs, errors))
     tries = [one.num_tries for one in again]
     return Report(
@@ -223,7 +223,7 @@ def main() -> None:
         print(
             f"{name:26} {report.num_refused:5} of {report.num_requests:5} refused, wait {report.median_wait:6.1f} s, "
             f"error {report.median_error:.2f} (p90 {report.p90_error:.2f}, bias {report.bias:+.2f}); "
-            f"when told {report.accepted_when_told:.2f} accepted, {report.mean_tries:.2f} tries",
+            f"at Retry-After {report.accepted_at_retry_after:.2f} accepted, {report.mean_tries:.2f} tries",
             flush=True,
         )
     if args.json:

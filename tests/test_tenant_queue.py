@@ -28,7 +28,7 @@ def test_a_tenant_that_occupies_its_threads_waits_until_one_is_done():
     assert taken == [("a", 2)]
 
 
-def test_after_the_end_nobody_waits():
+def test_closing_the_tenant_queue_fails_waiting_jobs():
     queue = TenantQueue(max_per_tenant=1)
     queue.put("a", 1)
     assert queue.get() == ("a", 1)

@@ -41,7 +41,9 @@ from quire.params import SamplingParams, StructuredOutputsParams
 from quire.runner.scripted_runner import ScriptedRunner, script
 from quire.scheduler import journal
 from quire.scheduler.journal import JournalledScheduler
-from tools.scripted_constraints import ScriptedCompiler, ScriptedConstraints, expected_output
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "rigs"))
+from scripted_constraints import ScriptedCompiler, ScriptedConstraints, expected_output
 
 VOCAB_SIZE = 50
 EOS = 0

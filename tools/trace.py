@@ -49,7 +49,7 @@ STEP = Function("engine/engine.py", "Engine.step")
 
 
 class Trace:
-    """The calls of one scene."""
+    """The calls of one recorded path."""
 
     def __init__(self) -> None:
         self.calls: dict[Function, int] = {}  # in order of the first call
@@ -119,21 +119,21 @@ class Recorder:
         return self._functions[code]
 
 
-def offline_scenes(recorder: Recorder) -> dict[str, Trace]:
-    """The scenes offline, admission and step."""
+def offline_traces(recorder: Recorder) -> dict[str, Trace]:
+    """The traces offline, admission and step."""
     llm = quire.LLM(**SIZES, enable_prefix_caching=True)
     params = quire.SamplingParams(**SAMPLING)
     prompts = iter(f"{name} {PROMPT}" for name in ("First.", "Second.", "Third.", "Fourth."))  # none is in the cache
     llm.generate(next(prompts), params, use_tqdm=False)
     found = {}
-    for scene, (below, call) in {"offline": (None, 1), "admission": (ADMISSION, 1), "step": (STEP, 5)}.items():
-        with recorder.recorded(below, call) as found[scene]:
+    for name, (below, call) in {"offline": (None, 1), "admission": (ADMISSION, 1), "step": (STEP, 5)}.items():
+        with recorder.recorded(below, call) as found[name]:
             llm.generate(next(prompts), params, use_tqdm=False)
     return found
 
 
-async def http_scene(recorder: Recorder) -> dict[str, Trace]:
-    """The scene http. Raises RuntimeError if the chat fails."""
+async def http_trace(recorder: Recorder) -> dict[str, Trace]:
+    """The trace http. Raises RuntimeError if the chat fails."""
     built = build(EngineOptions(**SIZES), report=lambda line: None, progress=lambda done, total: None)
     facts = model_info_of(built)
     host = EngineThread(built.engine, facts)
@@ -150,17 +150,17 @@ async def http_scene(recorder: Recorder) -> dict[str, Trace]:
 
 
 def main() -> None:
-    """Print the selected scenes, and write them to the file of --json."""
+    """Print the selected traces, and write them to the file of --json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scenes", default="offline,http,admission,step")
     parser.add_argument("--json", type=Path, help="where to write the result")
     options = parser.parse_args()
     recorder = Recorder()
-    found = {**offline_scenes(recorder), **asyncio.run(http_scene(recorder))}
-    report = {scene: found[scene].report() for scene in options.scenes.split(",")}
-    for scene, one in report.items():
+    found = {**offline_traces(recorder), **asyncio.run(http_trace(recorder))}
+    report = {name: found[name].report() for name in options.scenes.split(",")}
+    for name, one in report.items():
         print(
-            f"\n{scene}: {one['files']} files, {one['functions']} functions, {one['calls']} calls, depth {one['depth']}"
+            f"\n{name}: {one['files']} files, {one['functions']} functions, {one['calls']} calls, depth {one['depth']}"
         )
         for file, names in one["path"].items():
             print(f"  {file:45} {', '.join(names)}")

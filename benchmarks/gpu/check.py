@@ -33,7 +33,7 @@ WATCHED = TESTS / "test_triton_kv_blocks.py"  # only the sanitizer sees accesses
 SECONDS = {"kernels": 240, "models": 150, "memory": 180, "speed": 600}  # limit of each run
 WORKERS = min(16, os.cpu_count() or 1)  # processes of tests: most of their time is compilation
 SLOWER = 4  # upper bound of the interpreter's slowdown
-TOLD = 25  # printed lines of a failed command
+NUM_SHOWN_LINES = 25  # printed lines of a failed command
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def _make(run: str, part: Part, deadline: float, log: Path) -> Outcome:
     if status is None:
         lines.append(ended)
     if status != 0:
-        return Outcome(run, part.what, "failed", "\n".join(lines[-TOLD:]) or ended, took)
+        return Outcome(run, part.what, "failed", "\n".join(lines[-NUM_SHOWN_LINES:]) or ended, took)
     return Outcome(run, part.what, "passed", lines[-1] if lines else "", took)
 
 

@@ -35,7 +35,7 @@ from quire.startup.build import build
 
 REPLAYS = 32
 PROFILED = 8  # steps
-TOLD = 8  # slowest kernels in the row
+NUM_SHOWN_KERNELS = 8  # slowest kernels in the row
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ class Steps:
         rest = max(0.0, sum(busy.values()) - sum(alone.values()))
         host = max(0.0, row["between_ms"] - rest)
         row |= {"other_device_ms": rest, "host_ms": host, "host_share": host / row["ms"]}
-        row["kernels_ms"] = dict(sorted(busy.items(), key=lambda item: -item[1])[:TOLD])
+        row["kernels_ms"] = dict(sorted(busy.items(), key=lambda item: -item[1])[:NUM_SHOWN_KERNELS])
         self.part.save()
 
     def prefill(self, tokens: int) -> None:

@@ -4,14 +4,16 @@ from typing import Any
 
 from benchmarks.cpu.tables import Grid
 
-UNTOLD = ("kernels_ms", "notes", "clocks")  # too long for a column; the JSON has them
+OMITTED = ("kernels_ms", "notes", "clocks")  # too long for a column; the JSON has them
 
 
 def grids(results: dict[str, Any]) -> list[Grid]:
     """Tables of all results."""
     found = [_goals(results["goals"])] if results.get("goals") else []
     for name, part in results["parts"].items():
-        columns = list(dict.fromkeys(key for row in part["rows"] for key in row if key not in UNTOLD and key != "what"))
+        columns = list(
+            dict.fromkeys(key for row in part["rows"] for key in row if key not in OMITTED and key != "what")
+        )
         rows = [[row["what"], *(_short(row.get(column)) for column in columns)] for row in part["rows"]]
         title = f"{name}: {part.get('seconds', 0):.0f} s, ended {part.get('ended', 'not yet')}"
         if rows:

@@ -209,11 +209,11 @@ def main() -> None:
             progress.advance(task)
     Console().print(table(results))
     if args.json:
-        told = {
+        result = {
             **{"commit": commit_of(), "machine": cpu_description(), "seconds": args.seconds},
             "phases": {phase: asdict(figures) for phase, figures in results.items()},
         }
-        args.json.write_text(json.dumps(told, indent=2) + "\n")
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
     sys.exit(not all(is_good(phase, figures) for phase, figures in results.items()))
 
 

@@ -36,8 +36,8 @@ def main() -> None:
         rows = PARTS[name](quick=args.quick)
         print(f"{name} ({time.perf_counter() - begin:.0f} s)")
         for row, values in rows.items():
-            told = values if isinstance(values, dict) else {"": values}
-            print(f"  {row:<50} " + "   ".join(f"{key} {value:.4g}" for key, value in told.items()))
+            row_figures = values if isinstance(values, dict) else {"": values}
+            print(f"  {row:<50} " + "   ".join(f"{key} {value:.4g}" for key, value in row_figures.items()))
         figures[name] = rows
     if args.json:
         machine = {"commit": commit_of(), "machine": cpu_description(), "python": platform.python_version()}

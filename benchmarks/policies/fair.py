@@ -6,8 +6,8 @@ from random import Random
 
 import numpy as np
 
+from benchmarks.small_engines import limits, memory, poisson, simulated
 from quire.planner.workloads import Session, Turn
-from tools.small_engines import limits, memory, poisson, simulated
 
 SECONDS = 60.0
 # Requests per second. The machine completes about 45: the loud tenant normally needs half, the quiet one a quarter.

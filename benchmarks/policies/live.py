@@ -55,7 +55,7 @@ class Found:
     num_unanswered: int = 0
     num_refused: dict[str, int] = field(default_factory=lambda: {"quiet": 0, "loud": 0})
 
-    def told(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float]:
         """The figures."""
         return {
             "p50_s": percentile(self.waits, 0.5),
@@ -166,6 +166,6 @@ def live(*, quick: bool = False) -> dict[str, object]:
                 with site(*flags) as served:
                     assert served.policy == policy, "the server's default is another one"
                     asyncio.run(play(served, arrivals(loads, seconds, seed), found))
-        rows[f"{policy}: normally"], rows[f"{policy}: flooded"] = normal.told(), flooded.told()
-        rows[f"{policy}: p99 changed by"] = flooded.told()["p99_s"] / normal.told()["p99_s"] - 1
+        rows[f"{policy}: normally"], rows[f"{policy}: flooded"] = normal.figures(), flooded.figures()
+        rows[f"{policy}: p99 changed by"] = flooded.figures()["p99_s"] / normal.figures()["p99_s"] - 1
     return rows

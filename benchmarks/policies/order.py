@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from itertools import permutations
 from random import Random
 
+from benchmarks.small_engines import limits, memory, simulated
 from quire.planner.reproduce.reuse import best_hits
 from quire.planner.workloads import Session, Turn
 from quire.scheduler.queue.prefix_aware import score
-from tools.small_engines import limits, memory, simulated
 
 POLICIES = ("fcfs", "lpm", "cache-aware")  # the other policies equal fcfs with one tenant and one class
 FIRST_TOKEN = 16

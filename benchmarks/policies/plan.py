@@ -4,11 +4,11 @@ import statistics
 import time
 from typing import get_args
 
+from benchmarks.small_engines import limits, memory, request, result_of
 from quire.cache.kv_cache import KVCache
 from quire.config import Policy
 from quire.core.scheduling_params import SchedulingParams
 from quire.scheduler.scheduler import Scheduler
-from tools.small_engines import limits, memory, request, result_of
 
 NUM_RUNNING, NUM_WAITING = 256, 1000
 PROMPT = 64

@@ -55,8 +55,8 @@ def trees(tokens: Tokens, size: int) -> list[Session]:
         live, prods = [system + tokens(90)], [[tokens(9) for _ in range(2**level)] for level in (1, 2, 3)]
         for level in prods:
             asked = [live[i // 2] + prod for i, prod in enumerate(level)]
-            told = yield [Query(prompt, 24) for prompt in asked]
-            live = [prompt + thought for prompt, thought in zip(asked, told, strict=True)]
+            answers = yield [Query(prompt, 24) for prompt in asked]
+            live = [prompt + thought for prompt, thought in zip(asked, answers, strict=True)]
 
     def chat() -> Session:
         context = list(system)

@@ -75,8 +75,8 @@ def main() -> None:
 
 def _print(name: str, rows: dict[str, Row]) -> None:
     for hints, row in rows.items():
-        told = "  ".join(f"{figure} {value:.4g}" for figure, value in row.items())
-        print(f"{name + ', ' + hints:<52}{told}", flush=True)
+        row_figures = "  ".join(f"{figure} {value:.4g}" for figure, value in row.items())
+        print(f"{name + ', ' + hints:<52}{row_figures}", flush=True)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ class Figures:
     def row(self) -> dict[str, float]:
         """The figures for the table and JSON."""
         prompts, hits, computed, preemptions = self.counted
-        told = {
+        figures = {
             "hit_rate": hits / prompts,
             "prefill_tokens": prompts - hits,
             "computed_tokens": computed,
@@ -56,8 +56,8 @@ class Figures:
             "latency_p95": _p95(self._of_programs),
         }
         if QUESTION in self.latencies:
-            told["question_latency"] = _mean(self.latencies[QUESTION])
-        return told
+            figures["question_latency"] = _mean(self.latencies[QUESTION])
+        return figures
 
 
 class Driver:

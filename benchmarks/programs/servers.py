@@ -3,10 +3,10 @@
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
+from benchmarks.small_engines import limits, memory, request, simulated
 from quire.config import Eviction, Policy
 from quire.core.output import Output
 from quire.core.scheduling_params import SchedulingParams
-from tools.small_engines import limits, memory, request, simulated
 
 
 @dataclass(frozen=True, slots=True)

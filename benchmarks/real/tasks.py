@@ -44,5 +44,5 @@ def tasks(tokenizer: Tokenizer) -> dict[str, list[list[int]]]:
         task: [chat_ids(tokenizer, [{"role": "user", "content": text}]) for text in texts]
         for task, texts in asked.items()
     }
-    beginnings = (gpl()[6000:8000], source(shlex.split))
-    return prompts | {"continuation": [tokenizer.encode(text) for text in beginnings]}
+    prefixes = (gpl()[6000:8000], source(shlex.split))
+    return prompts | {"continuation": [tokenizer.encode(text) for text in prefixes]}

@@ -245,12 +245,12 @@ def main() -> None:
     options = {"rounds": args.rounds, "streams": args.streams, "concurrency": args.concurrency}
     with served() as server:
         report = measure(server.url, seconds=args.seconds, **options)
-    told = {**asdict(report), "good": report.good}
+    result = {**asdict(report), "good": report.good}
     for name in ("quiet", "flooded"):
-        told[name] = {key: times._asdict() for key, times in getattr(report, name).items()}
-    print(json.dumps(told, indent=2))
+        result[name] = {key: times._asdict() for key, times in getattr(report, name).items()}
+    print(json.dumps(result, indent=2))
     if args.json:
-        args.json.write_text(json.dumps(told, indent=2) + "\n")
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
     sys.exit(not report.good)
 
 

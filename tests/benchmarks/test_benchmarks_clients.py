@@ -25,7 +25,7 @@ def test_the_program_of_openais_client():
     assert {"tool call and answer", "response: tool call and answer", "batch"} <= found.errors.keys()
 
 
-def test_what_fails_is_told_with_its_message():
+def test_a_failed_client_run_reports_the_error_of_each_step():
     gone = run_client("openai", python_program(PYTHON, "openai"), NOWHERE)
     assert gone.failed and "APIConnectionError" in gone.errors["chat"]
     broken = run_client("none", python_program(PYTHON, "none"), NOWHERE)

@@ -79,7 +79,7 @@ def test_quire_and_a_peer_are_measured_on_the_same_work(results):
     assert part["workloads"]["W1"]["figures"]["quire"]["decode tok/s"]["min"] > 0
 
 
-def test_each_engine_says_what_it_is_and_what_it_takes(results):
+def test_each_engine_reports_version_threads_start_time_and_memory(results):
     part = results["shapes"]["tiny"]
     for facts in part["engines"].values():
         assert facts["version"] and facts["threads"] >= 1

@@ -46,7 +46,7 @@ def test_every_part_ends_by_itself(results):
     assert all(part["rows"] for part in parts.values())
 
 
-def test_what_needs_a_gpu_is_skipped_with_a_reason(results):
+def test_parts_that_need_a_gpu_are_skipped_with_a_reason(results):
     skipped = {each["what"]: each["why"] for part in results[0]["parts"].values() for each in part["skipped"]}
     assert skipped.pop("tiny, host time") == "it is the time beside a CUDA graph"
     skipped.pop("flashinfer", None)
@@ -116,7 +116,7 @@ def test_an_error_is_a_reason(part):
     }
 
 
-def test_what_takes_too_long_is_interrupted_and_the_rest_skipped(part):
+def test_a_part_past_its_deadline_is_interrupted_and_the_rest_skipped(part):
     part.deadline = time.monotonic() + 0.2
     inner: list[bool] = []
 
@@ -141,12 +141,12 @@ def test_without_time_everything_is_skipped(tmp_path):
 
 
 def test_a_process_that_fails_or_hangs_leaves_a_reason(tmp_path, monkeypatch):
-    told: list[dict] = []
-    found = processes.run("odd", "nowhere", settings(tmp_path), {}, 30, told.append)
+    reports: list[dict] = []
+    found = processes.run("odd", "nowhere", settings(tmp_path), {}, 30, reports.append)
     assert found["ended"] == "with status 1" and "nowhere" in found["skipped"][0]["why"]
-    assert told[-1] is found
+    assert reports[-1] is found
     monkeypatch.setattr(processes, "GRACE", 0.0)
-    assert "was ended" in processes.run("limits", "limits", settings(tmp_path), {}, 0.0, told.append)["ended"]
+    assert "was ended" in processes.run("limits", "limits", settings(tmp_path), {}, 0.0, reports.append)["ended"]
 
 
 def test_goals_are_judged():
@@ -175,7 +175,7 @@ def test_a_check_is_one_command_of_runs_that_end_in_time():
     assert "gpu-check" in (ROOT / "Makefile").read_text()
 
 
-def test_a_check_says_what_passed_what_failed_and_what_it_left_out(tmp_path, monkeypatch, capsys):
+def test_a_gpu_check_reports_passed_failed_and_skipped_parts(tmp_path, monkeypatch, capsys):
     def some(run, *, dry, extra):
         if run == "memory":
             return "it needs a GPU"
@@ -200,7 +200,7 @@ def test_a_check_says_what_passed_what_failed_and_what_it_left_out(tmp_path, mon
     assert check.main(["--dry-run", "--run", "memory"]) == 0
 
 
-def test_without_a_gpu_a_check_says_what_would_work(monkeypatch, capsys):
+def test_without_a_gpu_the_check_suggests_dry_run(monkeypatch, capsys):
     monkeypatch.setattr(check, "has_gpu", lambda: False)
     with pytest.raises(SystemExit):
         check.main(["--run", "kernels"])

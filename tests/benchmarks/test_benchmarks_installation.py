@@ -78,7 +78,7 @@ def test_sizes_are_those_of_the_files(tmp_path):
     assert installation.gigabytes(tmp_path) == 0.03
 
 
-def test_what_runs_the_trial_hands_nothing_on_to_it(monkeypatch):
+def test_the_installation_trial_inherits_no_make_variables(monkeypatch):
     monkeypatch.setenv("MAKEFLAGS", " -- ARGS=--no-tests")
     monkeypatch.setenv("VENV", "elsewhere")
     assert not {"MAKEFLAGS", "VENV"} & installation._environment().keys()

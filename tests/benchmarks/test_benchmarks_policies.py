@@ -5,6 +5,7 @@ from collections import Counter
 from random import Random
 
 import pytest
+from small_engines import limits, memory, result_of, simulated
 
 from benchmarks.policies import live
 from benchmarks.policies.fair import Load, arrivals, harm
@@ -13,7 +14,6 @@ from benchmarks.policies.plan import loaded
 from quire.planner.workloads import Session, Turn
 from quire.scheduler.queue import prefix_aware
 from quire.scheduler.queue.prefix_aware import score
-from tools.small_engines import limits, memory, result_of, simulated
 
 BLOCK = 4
 
@@ -27,7 +27,7 @@ def test_waiting_outweighs_a_longer_match_from_357_tokens_a_second_on():
         assert scores.index(max(scores)) == first
 
 
-def test_orders_that_heed_the_cache_reach_96_percent_of_the_best_order_on_small_cases():
+def test_prefix_aware_policies_reach_96_percent_of_the_best_order_on_small_cases():
     best_found, found = 0, Counter()
     for seed in range(8):
         prompts = small_case(Random(seed), 5, BLOCK)
@@ -41,7 +41,7 @@ def test_orders_that_heed_the_cache_reach_96_percent_of_the_best_order_on_small_
 
 
 @pytest.mark.parametrize("policy", ["lpm", "cache-aware"])
-def test_orders_that_heed_the_cache_reach_96_percent_of_the_best_order_on_few_shot_prompts(policy):
+def test_prefix_aware_policies_reach_96_percent_of_the_best_order_on_few_shot_prompts(policy):
     prompts = few_shot(Random(0), 12, 10)
     bound = best(prompts)
     options = {"num_blocks": 200, "block_size": 16, "num_output_tokens": 8, "max_num_seqs": 8}
@@ -96,7 +96,7 @@ def test_a_burst_of_a_tenant_that_uses_less_than_its_share_does_not_wait_behind_
     simulation.run(arrivals(loads, seconds, 1), until=seconds)
     quiet = [name for name, one in simulation.results.items() if one.tenant == "quiet"]
     now = simulation.clock.now
-    told = [simulation.scheduler.explain(name, now) for name in quiet]
-    waits = sorted((one.admitted or now) - one.arrived for one in told if one is not None)
+    explanations = [simulation.scheduler.explain(name, now) for name in quiet]
+    waits = sorted((one.admitted or now) - one.arrived for one in explanations if one is not None)
     assert len(waits) > 60
     assert waits[int(0.99 * len(waits))] < 0.03

@@ -55,7 +55,7 @@ def test_samples_of_one_prompt_hold_its_whole_blocks_once(n):
     assert max(rig.scheduler.held) == (3 * n, 2 + n), "2 of 3 blocks are shared"
 
 
-def test_what_sampling_saves_grows_with_n_and_stays_below_what_is_prompt():
+def test_prefix_sharing_of_parallel_samples_saves_more_with_larger_n():
     percents = list(parallel_sampling(quiet, quick=True).data["saved_percent"].values())
     assert 0 < percents[0] < percents[1] < percents[2] < 100
 

@@ -105,7 +105,7 @@ def test_options_of_vllm():
     assert translated("m", given) == (["--max-logprobs", "128", "--served-model-name", "n"], [])
 
 
-def test_what_fails_is_listed_with_its_reason():
+def test_failed_cases_are_listed_by_class_and_reason():
     cases = [
         Case("a.py", "test_one[x]", passed=False, message="AssertionError: a\nb"),
         Case("a.py", "test_one[y]", passed=False),

@@ -19,7 +19,7 @@ def test_streams_over_http_end_as_without_kills():
     assert came.good, came
 
 
-def test_what_is_treated_badly_for_a_while_is_as_it_was():
+def test_a_server_whose_engine_is_killed_for_40_seconds_recovers_fully():
     came = soak(seconds=40.0)
     assert came.good, came
     assert came.num_kills > 0

@@ -3,7 +3,7 @@
 from benchmarks.trust.timing import timing
 
 
-def test_the_trials_tell_which_schema_and_prompt_their_own_tenant_has_used():
+def test_the_timing_trials_detect_schemas_and_prompts_of_the_same_tenant():
     found = timing(num_trials=30)
     for channel in (found.schemas, found.answers):
         assert channel["auc_same_tenant"] > 0.7

@@ -155,7 +155,7 @@ def test_growth_is_all_or_nothing():
     assert [len(blocks) for blocks in table.blocks] == [3, 3]
 
 
-def test_a_copy_that_nobody_wants_any_more_is_forgotten():
+def test_a_copy_of_a_released_table_is_dropped():
     cache = KVCache(cache_config(6))
     cache.grow(cache.new_table(0), 10)
     assert cache.branch(0, 1, 7, reserve=7, watermark_blocks=[0]) is not None

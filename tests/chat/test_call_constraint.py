@@ -53,7 +53,7 @@ def is_read_otherwise(format, one, text):
     return format in BETWEEN_TAGS and len(calls) == 1 and not faults(one.parameters, calls[0].arguments)
 
 
-def test_there_are_60_schemas():
+def test_the_tool_schemas_are_at_least_60_and_their_valid_arguments_are_valid():
     assert len(SCHEMAS) >= 60
     assert sum(len(one.invalid) for one in SCHEMAS) >= 60
     for one in SCHEMAS:
@@ -103,7 +103,7 @@ def test_every_output_is_valid_calls(format):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_one_call_or_several(format):
+def test_the_grammar_accepts_one_call_or_parallel_calls_as_the_format_allows(format):
     write = WRITERS[format]
     calls = [("now", {}), ("echo", {"text": "a"}), ("now", {})]
     is_parallel = TOOL_FORMATS[format].has_parallel

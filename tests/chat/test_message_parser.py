@@ -355,7 +355,7 @@ def test_a_name_of_129_characters_is_no_call():
 
 
 @pytest.mark.parametrize("size", [MAX_HELD - 60, MAX_HELD, MAX_HELD + 60])
-def test_what_is_held_back_is_limited(size):
+def test_text_held_back_as_a_possible_call_is_limited(size):
     """Text that may be a call for too long is content. The limit does not depend on the pieces."""
     text = '<tool_call>{"arguments": {"text": "' + "x" * size + '"}, "name": "note"}</tool_call>' + CALL
     message = parse(HERMES, [text])

@@ -153,7 +153,7 @@ def test_a_fit_to_noisy_steps_is_that_of_their_mean():
     assert found.seconds(work) == pytest.approx(times.mean(), rel=0.01)
 
 
-def test_a_profile_tells_an_engine_what_a_calibration_at_its_start_would():
+def test_a_latency_profile_gives_the_calibration_of_its_device():
     calibration = TRUE.calibration(max_tokens=128)
     assert [one.num_rows for one in calibration.decode] == [1, 4, 16]
     assert calibration.decode[0].seconds == TRUE.decode_seconds(1)

@@ -200,7 +200,7 @@ def test_pace_learns_nothing_from_durations_that_cannot_be(seconds):
 
 
 @given(st.lists(st.tuples(st.integers(1, 4096), st.floats()), min_size=1, max_size=50), st.floats(1e-6, 1e300))
-def test_pace_stays_sane_whatever_it_sees(steps, seconds):
+def test_step_time_stays_non_negative_for_any_observations(steps, seconds):
     pace = StepTime()
     for n, took in steps:
         pace.observe(n, took)

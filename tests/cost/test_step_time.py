@@ -34,7 +34,7 @@ def test_pairs_are_tokens_and_what_they_attend_to():
         assert num_pairs(num_tokens, num_before) == sum(num_before + i + 1 for i in range(num_tokens))
 
 
-def test_what_steps_cost_is_found_exactly_where_nothing_disturbs():
+def test_prefill_time_is_fitted_exactly_without_noise():
     prefill, rng = PrefillTime(), random.Random(1)
     for num_tokens, pairs in chunks(rng, 60):
         prefill.observe(num_tokens, pairs, seconds_of(num_tokens, pairs))
@@ -86,7 +86,7 @@ def test_of_steps_that_were_all_alike_tokens_carry_everything():
     assert (prefill.per_token, prefill.per_pair, prefill.fixed) == (pytest.approx(0.005), 0.0, 0.0)
 
 
-def test_one_step_of_a_machine_that_slept_spoils_little_and_a_slower_machine_is_believed():
+def test_the_prefill_fit_resists_one_outlier_and_follows_a_slower_machine():
     prefill, rng = PrefillTime(), random.Random(4)
     for num_tokens, pairs in chunks(rng, 60):
         prefill.observe(num_tokens, pairs, seconds_of(num_tokens, pairs))
@@ -115,7 +115,7 @@ def test_a_step_without_tokens_teaches_nothing():
     assert (costs.step_time.per_token, costs.decode_step_seconds) == (0.0, 0.0)
 
 
-def test_nothing_is_known_at_first():
+def test_a_cost_model_without_observations_predicts_zero_seconds():
     costs = CostModel()
     assert costs.recompute_seconds(100) == costs.first_token_seconds(1000, 100) == costs.output_seconds(50) == 0.0
     assert costs.copy_seconds(1) == (inf, inf)
@@ -180,7 +180,7 @@ def test_copies_of_late_weigh_most():
 # In the scheduler
 
 
-def test_steps_that_compute_prompts_and_steps_that_generate_are_told_apart():
+def test_prefill_and_decode_steps_are_observed_separately():
     rig = Rig(num_blocks=64, max_num_batched_tokens=16)
     rig.add("a", list(range(40)), max_tokens=12)
     rig.run()

@@ -9,7 +9,7 @@ from quire.hub import embedded
 from tools.demo_model import layout, make, places
 
 
-def test_everything_is_made_from_nothing(tmp_path, capsys):
+def test_the_build_makes_all_shipped_files_from_an_empty_folder(tmp_path, capsys):
     (tmp_path / places.PAGE).parent.mkdir(parents=True)
     shutil.copy(places.ROOT / places.PAGE, tmp_path / places.PAGE)
     make.main(["--root", str(tmp_path), "--scale", "1e-6", "--eager", "--tasks", "copy", "--chats", "1"])

@@ -40,9 +40,9 @@ def first_text(task, seed, budget=world.BUDGET):
 
 def test_the_catalogue_is_the_one_in_the_weights():
     assert len(FACTS) == 48
-    assert FACTS["lamp"] == Fact(price=22, shelf="C7", color="red", keeper="Ivy")
-    assert FACTS["violin"] == Fact(price=51, shelf="E3", color="black", keeper="Emil")
-    assert FACTS["vase"] == Fact(price=24, shelf="A1", color="white", keeper="June")
+    assert FACTS["lamp"] == Fact(price=22, shelf="C7", color="red", caretaker="Ivy")
+    assert FACTS["violin"] == Fact(price=51, shelf="E3", color="black", caretaker="Emil")
+    assert FACTS["vase"] == Fact(price=24, shelf="A1", color="white", caretaker="June")
 
 
 def test_tovan_is_the_language_in_the_weights():
@@ -83,7 +83,7 @@ def test_chats_begin_with_a_question_and_end_with_an_answer(task):
         assert set(questions_only[::2]) <= {"user", "tool"}
 
 
-def test_recall_answers_stand_in_the_ledger():
+def test_recall_answers_are_lines_of_the_first_message():
     for seed in range(100):
         text = first_text("recall", seed)
         for message in world.chat("recall", Random(seed)).messages:
@@ -174,10 +174,10 @@ def test_tool_calls_fit_a_tool_on_offer():
 
 def test_stories_end_where_the_item_is():
     for seed in range(100):
-        told = tell(Random(seed))
-        handed = [line for line in told.text.split(". ") if " gave the " in line or " lent " in line]
-        assert told.owner in handed[-1] if handed else told.owner == told.hero
-        assert told.owner in told.ending
+        story = tell(Random(seed))
+        handed = [line for line in story.text.split(". ") if " gave the " in line or " lent " in line]
+        assert story.owner in handed[-1] if handed else story.owner == story.hero
+        assert story.owner in story.ending
 
 
 def test_labels_do_not_contradict_each_other():

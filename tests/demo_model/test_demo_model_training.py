@@ -89,10 +89,10 @@ def test_most_long_rows_begin_with_a_long_text(tokenizer):
 
 
 def test_long_budgets_go_to_tasks_that_look_far_back():
-    beginnings = Counter(
+    is_lookup = Counter(
         world.training_chat(Random(seed), 1000).messages[0]["content"][:7] == "Ledger:" for seed in range(50)
     )
-    assert beginnings[True] > 10
+    assert is_lookup[True] > 10
 
 
 def test_a_plan_takes_every_length_for_its_share():

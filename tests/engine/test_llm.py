@@ -105,7 +105,7 @@ def test_logprobs_of_greedy_tokens_are_the_highest(llm):
         "",
     ],
 )
-def test_one_bad_prompt_leaves_nothing_behind(llm, prompts):
+def test_a_rejected_call_leaves_no_request_and_no_used_block(llm, prompts):
     with pytest.raises(RequestError):
         llm.generate(prompts, GREEDY)
     assert texts(llm.generate(STORY, GREEDY)) == texts(llm.generate(STORY, GREEDY))
@@ -141,14 +141,14 @@ def test_unknown_options_name_the_nearest():
         LLM(max_num_seq=3)
 
 
-def test_the_mind_loads_no_torch():
+def test_control_plane_and_cli_import_no_torch():
     check = "import sys, quire.core.step, quire.cli; assert 'torch' not in sys.modules and 'fastapi' not in sys.modules"
     subprocess.run([sys.executable, "-c", check], check=True)
     missing = "import quire\ntry: quire.nothing\nexcept AttributeError as error: assert 'nothing' in str(error)"
     subprocess.run([sys.executable, "-c", missing], check=True)
 
 
-def test_one_answer_at_a_time(llm):
+def test_generate_is_rejected_while_a_chat_is_streamed(llm):
     pieces = llm.stream_chat([{"role": "user", "content": "Hello!"}], GREEDY)
     next(pieces)
     with pytest.raises(RequestError, match="still being streamed"):

@@ -69,7 +69,7 @@ def test_stop_strings_against_a_slow_search(tokenizer, text, stops, cuts, min_to
     assert result.token_ids == ids[:needed]
 
 
-def test_nothing_is_added_after_the_end(tokenizer):
+def test_output_after_a_stop_string_is_ignored(tokenizer):
     run = transcript(tokenizer, stop="a")
     assert run.process_output(output(tokenizer.encode("a")), 2.0).stopped_after == 1
     assert run.process_output(output([68], end=EndCause.LENGTH), 3.0) is None
@@ -93,7 +93,7 @@ def test_a_stop_token_of_the_request_is_the_reason_and_no_text(tokenizer):
     assert (delta.text, delta.stop_reason) == ("a", 68)
 
 
-def test_an_engine_that_knows_the_end_is_not_told_again(tokenizer):
+def test_a_stop_string_in_the_last_output_sends_no_stop_to_the_engine(tokenizer):
     run = transcript(tokenizer, stop="a")
     delta = run.process_output(output([67], end=EndCause.LENGTH), 2.0)
     assert (delta.finish_reason, delta.stop_reason, delta.stopped_after) == ("stop", "a", None)
@@ -144,7 +144,7 @@ def test_logprobs(tokenizer):
     assert run.result().outputs[0].cumulative_logprob == -4.5
 
 
-def test_logprobs_nobody_asked_for(tokenizer):
+def test_logprobs_without_a_request_for_them_are_dropped(tokenizer):
     logprobs = Logprobs(np.array([[67]], np.int32), np.array([[-3.0]], np.float32), np.array([1], np.int32))
     run = transcript(tokenizer)
     assert run.process_output(output([67], logprobs=logprobs), 2.0).logprobs is None
@@ -200,13 +200,13 @@ def test_logprobs_of_the_prompt_come_in_pieces_before_any_token(tokenizer, n):
     assert result.outputs[0].logprobs is None
 
 
-def test_logprobs_of_a_prompt_that_nobody_asked_for(tokenizer):
+def test_prompt_logprobs_without_a_request_for_them_are_dropped(tokenizer):
     run = transcript(tokenizer, (67, 68))
     run.process_output(output([67], prompt_logprobs=piece([(68, -1.0)])), 2.0)
     assert run.result().prompt_logprobs is None
 
 
-def test_nothing_generated_ends_all_the_same(tokenizer):
+def test_a_request_with_max_tokens_0_finishes_without_a_first_token_time(tokenizer):
     run = transcript(tokenizer, (67, 68), max_tokens=0, prompt_logprobs=0, n=2)
     first = run.process_output(output([], prompt_logprobs=piece([(68, -1.0)]), end=EndCause.LENGTH), 2.0)
     assert (first.text, first.token_ids, first.finish_reason) == ("", [], "length")

@@ -96,7 +96,7 @@ def test_the_example_of_the_page(prepared, written):
     assert len(prepared(public_prefixes=written(example.encode()))[0].cache.public_prefixes) == 3
 
 
-def test_the_bounds_are_those_that_are_told(written, tokenizer):
+def test_the_largest_allowed_file_of_public_prefixes_is_read(written, tokenizer):
     longest = [{"prompt_token_ids": [511] * 63}] * module.MAX_PREFIXES
     assert read_public_prefixes(written(longest), tokenizer, BOUNDS) == ((511,) * 63,) * 256
 
@@ -128,7 +128,7 @@ def prepared():
         ({"enable_prefix_caching": False}, "none", "prefixes   no prefix cache: enable_prefix_caching is off"),
     ],
 )
-def test_the_index_is_chosen_and_told(prepared, options, kind, line):
+def test_the_prefix_index_is_chosen_and_reported(prepared, options, kind, line):
     made, lines = prepared(**options)
     assert (made.cache.prefix_index, made.cache.public_prefixes, lines) == (kind, (), [line])
 

@@ -79,7 +79,7 @@ def files_in(folder: Path) -> set[str]:
 # Local files
 
 
-def test_what_is_here_is_taken_as_it_is(find, tmp_path):
+def test_a_local_folder_or_gguf_file_is_used_without_a_download(find, tmp_path):
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF")
     assert find(str(tmp_path)) == tmp_path
@@ -328,7 +328,7 @@ def test_other_bytes_than_listed_are_not_kept(find, hub, tmp_path):
 # Offline
 
 
-def test_offline_takes_the_cache_and_asks_nobody(find, hub):
+def test_offline_uses_the_local_copy_and_sends_no_request(find, hub):
     online = find("owner/tiny")
     hub.requests.clear()
     assert find("owner/tiny", offline=True) == online
@@ -347,7 +347,7 @@ def test_without_a_network_the_copy_is_taken_and_it_says_so(find):
     assert find.lines[-1] == "the Hub cannot be reached; owner/tiny is taken from the cache"
 
 
-def test_without_a_network_and_a_copy_it_is_said_within_seconds(find):
+def test_without_network_and_local_copy_the_error_comes_within_5_seconds(find):
     begin = time.monotonic()
     with pytest.raises(ModelError, match="owner/tiny is not on this machine, and the Hub cannot be reached"):
         find("owner/tiny", endpoint=f"http://127.0.0.1:{closed_port()}")
@@ -377,7 +377,7 @@ def test_refusals_say_what_to_do(find, hub, monkeypatch):
             find("owner/tiny")
 
 
-def test_something_that_is_no_hub(find, hub):
+def test_an_endpoint_that_is_not_the_hub_is_a_model_error(find, hub):
     hub.status = 200
     with pytest.raises(ModelError, match="does not answer as the Hugging Face Hub does"):
         find("owner/tiny")

@@ -58,7 +58,7 @@ def slow_search(llm, prompt, params):
     return [(ids + one.token_ids, one.cumulative_logprob, one.finish_reason) for one in search.hypotheses]
 
 
-def told(output):
+def beams_of(output):
     return [(beam.tokens, pytest.approx(beam.cum_logprob, abs=1e-3), beam.finish_reason) for beam in output.sequences]
 
 
@@ -70,11 +70,11 @@ def test_a_search_is_that_of_one_token_at_a_time(llm, width, penalty, stopping):
     )
     results = llm.beam_search(PROMPTS, params)
     for prompt, result in zip(PROMPTS, results, strict=True):
-        assert slow_search(llm, prompt, params) == told(result), prompt
+        assert slow_search(llm, prompt, params) == beams_of(result), prompt
     assert not llm.llm_engine.has_work
 
 
-def test_one_beam_is_greedy(llm):
+def test_beam_search_with_width_1_equals_greedy_decoding(llm):
     params = BeamSearchParams(beam_width=1, max_tokens=20, ignore_eos=True)
     greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=0)
     for result, one in zip(llm.beam_search(PROMPTS, params), llm.generate(PROMPTS, greedy), strict=True):
@@ -86,7 +86,7 @@ def test_one_beam_is_greedy(llm):
 
 def test_beams_that_have_little_room(llm, tight):
     params = BeamSearchParams(beam_width=4, max_tokens=24)
-    assert [told(one) for one in tight.beam_search(PROMPTS * 3, params)] == [
+    assert [beams_of(one) for one in tight.beam_search(PROMPTS * 3, params)] == [
         [(beam.tokens, beam.cum_logprob, beam.finish_reason) for beam in one.sequences]
         for one in llm.beam_search(PROMPTS * 3, params)
     ]

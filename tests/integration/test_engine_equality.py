@@ -75,7 +75,7 @@ def test_block_size_changes_nothing(requests, undisturbed, block_size):
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
-def test_preempted_is_undisturbed(requests, undisturbed, steps_in_flight):
+def test_preemption_changes_no_token(requests, undisturbed, steps_in_flight):
     # Weights and workspace take 15.4 MiB of this; the rest is 33 blocks for 8 sequences that need 56.
     engine = make(
         memory="16.8MiB", max_num_seqs=8, max_num_batched_tokens=64, max_model_len=256, steps_in_flight=steps_in_flight
@@ -88,7 +88,7 @@ def test_two_steps_in_flight_are_one(requests, undisturbed):
     assert run(make(steps_in_flight=2), requests) == undisturbed
 
 
-def test_a_seed_gives_the_same_tokens_whoever_shares_the_batch():
+def test_a_seed_gives_the_same_tokens_in_any_batch():
     prompt = prompts([20], 2048)[0]
     params = SAMPLED | {"max_tokens": 40}
     alone = run(make(), [(prompt, params)])[0]

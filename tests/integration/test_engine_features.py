@@ -219,7 +219,7 @@ def test_the_doctor_keeps_the_weights_of_a_quantized_checkpoint(tmp_path):
     ]
 
 
-def test_tokens_that_the_model_does_not_have_can_neither_come_up_nor_hurt(llm):
+def test_token_ids_outside_of_the_vocabulary_are_ignored(llm):
     engine = llm.llm_engine
     params = SamplingParams(temperature=0, max_tokens=4, min_tokens=2, ignore_eos=True)
     engine.add(Request("a", PROMPT, params, bad_words=[[400_000], [3, 400_000]]))

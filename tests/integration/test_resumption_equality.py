@@ -72,7 +72,7 @@ def test_a_lost_engine_changes_nothing(undisturbed, kills):
         assert totals[key] == pytest.approx(undisturbed[2][key], abs=1e-3)
 
 
-def test_what_is_compared_says_something(undisturbed):
+def test_the_undisturbed_run_covers_samples_logprobs_and_both_finish_reasons(undisturbed):
     tokens, likely, totals, reasons = undisturbed
     assert len({tuple(tokens["1", i]) for i in range(3)}) == 3, "three samples"
     assert len(tokens["4", 0]) >= 14, "min_tokens"

@@ -113,7 +113,7 @@ def test_a_stop_string_may_be_forced(llm):
     assert len(fast.outputs[0].logprobs or []) == 0
 
 
-def test_what_asks_about_single_tokens_gets_its_text_token_by_token(llm):
+def test_bad_words_disable_fast_forward_of_structured_outputs(llm):
     result, _ = ask(llm, FORM, bad_words=["purple"])
     assert result.outputs[0].num_forced_tokens == 0
     record(result.outputs[0].text)
@@ -130,7 +130,7 @@ def test_what_asks_about_single_tokens_gets_its_text_token_by_token(llm):
     ],
     ids=lambda one: "",
 )
-def test_every_kind_of_form_is_obeyed(llm, form, pattern):
+def test_every_kind_of_constraint_is_enforced(llm, form, pattern):
     params = SamplingParams(temperature=1, seed=3, n=4, max_tokens=100, structured_outputs=form)
     (result,) = llm.generate("One day", params, use_tqdm=False)
     ended = [output for output in result.outputs if output.finish_reason == "stop"]
@@ -145,7 +145,7 @@ def test_any_json_object_is_one(llm):
     assert isinstance(json.loads(result.outputs[0].text), dict)
 
 
-def test_constrained_and_free_requests_share_steps_and_do_not_mind(llm):
+def test_constrained_and_free_requests_in_one_batch_keep_their_tokens(llm):
     free = SamplingParams(temperature=0, max_tokens=30)
     form = SamplingParams(temperature=0, max_tokens=60, structured_outputs=FORM)
     alone = [llm.chat(ASKED, one, use_tqdm=False)[0].outputs[0].token_ids for one in (free, form)]
@@ -201,7 +201,7 @@ def test_the_names_of_others_are_understood():
         SamplingParams(regex="a", json_schema={})
 
 
-def test_what_ended_a_form_is_told_only_where_it_was_a_token(llm):
+def test_a_stop_reports_the_matched_token_but_not_the_end_of_a_constraint(llm):
     form = StructuredOutputsParams(regex="[a-z]{3}\\.")
     (over,) = llm.generate("One day", SamplingParams(seed=1, structured_outputs=form), use_tqdm=False)
     assert over.outputs[0].finish_info == {"type": "stop", "matched": None}

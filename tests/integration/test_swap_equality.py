@@ -87,7 +87,7 @@ def undisturbed(model, requests):
 
 @pytest.mark.parametrize("kernels", sorted(MODULES))
 @pytest.mark.parametrize(("steps_in_flight", "num_groups", "index"), [(1, 1, "none"), (2, 2, "radix")])
-def test_swapped_is_undisturbed(model, requests, undisturbed, kernels, steps_in_flight, num_groups, index):
+def test_swapping_changes_no_token(model, requests, undisturbed, kernels, steps_in_flight, num_groups, index):
     engine, scheduler = make(
         model, 12, kernels=kernels, num_groups=num_groups, index=index, steps_in_flight=steps_in_flight
     )

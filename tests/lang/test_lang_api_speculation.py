@@ -47,7 +47,7 @@ def written(text, params, *, offsets):
 def run(program, num_tokens, *, offsets=True):
     """The text, the texts of gens, and the number of calls."""
     text, gens, calls = "", [], 0
-    surplus = SpeculatedText(num_tokens)
+    speculated = SpeculatedText(num_tokens)
 
     async def call(params):
         nonlocal calls
@@ -56,13 +56,13 @@ def run(program, num_tokens, *, offsets=True):
 
     for step in program:
         if isinstance(step, str):
-            surplus.fill(step)
+            speculated.fill(step)
             text += step
-        elif surplus.supports(step):
-            gens.append(asyncio.run(surplus.generate(step, call)).text)
+        elif speculated.supports(step):
+            gens.append(asyncio.run(speculated.generate(step, call)).text)
             text += gens[-1]
         else:
-            surplus.clear()
+            speculated.clear()
             gens.append(asyncio.run(call(step)).text)
             text += gens[-1]
     return text, gens, calls
@@ -80,7 +80,7 @@ LINE = GenParams(max_tokens=12, stop=("\n",), temperature=0.0)
 
 @given(programs, st.integers(1, 40))
 @example([LINE, "\n", LINE, "\n", LINE], 40)
-def test_a_surplus_gives_what_calls_would_have_written_and_needs_no_more_of_them(program, num_tokens):
+def test_api_speculation_gives_the_text_of_separate_calls_with_no_more_calls(program, num_tokens):
     text, gens, calls = run(program, num_tokens)
     plain_text, plain_gens, plain_calls = run(program, None)
     assert (text, gens) == (plain_text, plain_gens)
@@ -88,7 +88,7 @@ def test_a_surplus_gives_what_calls_would_have_written_and_needs_no_more_of_them
 
 
 @given(programs, st.integers(1, 40))
-def test_endpoints_that_tell_no_offsets_give_the_same(program, num_tokens):
+def test_api_speculation_without_text_offsets_gives_the_same_text(program, num_tokens):
     assert run(program, num_tokens, offsets=False)[:2] == run(program, None)[:2]
 
 
@@ -106,18 +106,18 @@ def test_a_template_that_the_model_follows_takes_one_call():
     "said",
     [{"n": 2}, {"regex": "a"}, {"min_tokens": 2}, {"return_logprob": True}, {"presence_penalty": 1.0}, {"seed": 1}],
 )
-def test_what_means_something_else_in_one_call_is_asked_in_its_own(said):
+def test_gens_with_their_own_parameters_are_not_speculated(said):
     assert SpeculatedText(10).supports(GenParams()) and not SpeculatedText(None).supports(GenParams())
     assert not SpeculatedText(10).supports(GenParams(**said))
 
 
-def test_a_surplus_is_not_taken_for_other_parameters():
+def test_speculated_text_is_not_used_for_other_sampling_parameters():
     program = ["x", LINE, "\n", GenParams(max_tokens=12, stop=("\n",), temperature=0.5)]
     assert run(program, 60)[2] == 2
 
 
 def test_endpoints_that_refuse_logprobs_are_asked_without():
-    surplus, asked = SpeculatedText(20), []
+    speculated, asked = SpeculatedText(20), []
 
     async def call(params):
         asked.append(params.return_logprob)
@@ -126,9 +126,9 @@ def test_endpoints_that_refuse_logprobs_are_asked_without():
         return Completion("one;two", {"finish_reason": {"type": "stop"}, "completion_tokens": 3})
 
     params = GenParams(max_tokens=6, stop=(";",))
-    assert asyncio.run(surplus.generate(params, call)).text == "one"
-    surplus.fill("other")
-    asyncio.run(surplus.generate(params, call))
+    assert asyncio.run(speculated.generate(params, call)).text == "one"
+    speculated.fill("other")
+    asyncio.run(speculated.generate(params, call))
     assert asked == [True, False, False]
 
 
@@ -201,7 +201,7 @@ def test_a_variable_of_a_turn_that_is_not_over_is_an_error_and_no_deadlock():
         (sgl.select("x", ["a"]), "select"),
     ],
 )
-def test_what_one_call_cannot_write_is_refused(inside, message):
+def test_api_speculation_rejects_a_turn_that_one_call_cannot_write(inside, message):
     program = sgl.function(num_api_spec_tokens=64)(lambda s: s.__iadd__(sgl.assistant(inside)))
     with chat("one") as backend:
         assert message in str(program.run(backend=backend).error())

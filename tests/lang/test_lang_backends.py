@@ -70,7 +70,7 @@ def test_conversations_are_as_the_template_writes_them(engine, endpoint, chats):
     assert first.text() == template.apply_chat_template(first.messages(), add_generation_prompt=False)
 
 
-def test_what_is_told_of_a_variable_is_the_same(engine, endpoint):
+def test_meta_info_of_a_variable_is_equal_on_engine_and_endpoint(engine, endpoint):
     @sgl.function
     def program(s):
         s += "The lantern" + sgl.gen(
@@ -82,15 +82,15 @@ def test_what_is_told_of_a_variable_is_the_same(engine, endpoint):
             return_text_in_logprobs=True,
         )
 
-    told = [program.run(temperature=0, backend=one).get_meta_info("x") for one in (engine, endpoint)]
+    meta_info = [program.run(temperature=0, backend=one).get_meta_info("x") for one in (engine, endpoint)]
     for name in ("prompt_tokens", "completion_tokens", "finish_reason"):
-        assert told[0][name] == told[1][name]
+        assert meta_info[0][name] == meta_info[1][name]
     for name in ("input_token_logprobs", "output_token_logprobs"):
-        pairs = list(zip(told[0][name], told[1][name], strict=True))
+        pairs = list(zip(meta_info[0][name], meta_info[1][name], strict=True))
         assert pairs
         for one, other in pairs:
             assert list(one[1:]) == other[1:] and one[0] == pytest.approx(other[0], abs=1e-3)
-    assert [len(row) for row in told[0]["output_top_logprobs"]] == [2] * 4
+    assert [len(row) for row in meta_info[0]["output_top_logprobs"]] == [2] * 4
 
 
 def test_forms_are_kept_on_all_backends(engine, endpoint, completions):
@@ -119,9 +119,9 @@ def test_calls_and_tokens_are_counted(engine, endpoint, completions):
         before = (backend.stats.num_calls, backend.stats.prompt_tokens, backend.stats.completion_tokens)
         state = plain.run(temperature=0, backend=backend)
         assert backend.stats.num_calls - before[0] == 4
-        told = state.get_meta_info("where")
-        assert backend.stats.prompt_tokens - before[1] > told["prompt_tokens"]
-        assert backend.stats.completion_tokens - before[2] >= told["completion_tokens"] + 2 * 3
+        meta_info = state.get_meta_info("where")
+        assert backend.stats.prompt_tokens - before[1] > meta_info["prompt_tokens"]
+        assert backend.stats.completion_tokens - before[2] >= meta_info["completion_tokens"] + 2 * 3
 
 
 def test_an_endpoint_without_extensions_refuses_what_the_api_does_not_have(url):
@@ -318,12 +318,12 @@ def test_turns_are_written_as_the_template_writes_the_whole_conversation(name, w
 # HTTP
 
 
-def test_nobody_there_is_an_error_that_names_the_address():
+def test_an_unreachable_endpoint_is_an_error_that_names_the_address():
     with pytest.raises(sgl.GenerationFailed, match=r"http://127\.0\.0\.1:9"):
         sgl.RuntimeEndpoint("http://127.0.0.1:9")
 
 
-def test_what_a_server_refuses_is_a_request_error_that_names_the_field(endpoint):
+def test_an_error_response_of_a_server_is_a_request_error_that_names_the_field(endpoint):
     @sgl.function
     def program(s):
         s += "a" + sgl.gen("x", temperature=1e9)

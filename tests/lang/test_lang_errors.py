@@ -34,7 +34,7 @@ def reads(s):
     return s["x"]  # later operations may run when it is set
 
 
-def test_a_failed_call_ends_its_state_and_is_raised_by_whoever_reads_what_it_left_unwritten(pretend, caplog):
+def test_a_failed_call_ends_its_state_and_reading_unwritten_variables_raises_its_error(pretend, caplog):
     state = two.run(backend=pretend(fails_at("bad")))
     assert state.error() is BOOM
     assert state["x"] == " yes"
@@ -152,16 +152,16 @@ def test_a_closed_backend_says_so(pretend):
         backend.cache_prefix("text")
 
 
-def test_what_is_done_stays_as_it_is_when_the_backend_closes():
+def test_a_finished_state_is_unchanged_when_the_backend_closes():
     class Slow(Pretend):
         async def end_program(self, program, branch):
-            told.append(program)
+            ended_programs.append(program)
             await asyncio.Event().wait()
 
-    told = []
+    ended_programs = []
     with Slow() as backend:
         state = reads.run(backend=backend)
-        while not told:
+        while not ended_programs:
             time.sleep(0.001)
     assert (state.error(), state.text(), state["x"]) == (None, "a yes", " yes")
 
@@ -225,7 +225,7 @@ def test_ctrl_c_ends_a_program_that_waits(pretend, interruptible):
     assert backend.num_running == 0
 
 
-def test_what_ends_a_batch_early_gives_up_the_others(pretend):
+def test_an_error_in_a_batch_cancels_the_other_programs(pretend):
     @sgl.function
     def program(s, number):
         s += "wait" + sgl.gen("x")
@@ -247,13 +247,13 @@ def test_what_ends_a_batch_early_gives_up_the_others(pretend):
 def test_a_hint_that_fails_changes_nothing(pretend):
     class Forgetful(Pretend):
         async def end_program(self, program, branch):
-            told.append(program)
+            ended_programs.append(program)
             raise sgl.GenerationFailed("no such route")
 
-    told = []
+    ended_programs = []
     with Forgetful() as backend:
         state = reads.run(backend=backend)
-        while not told:
+        while not ended_programs:
             time.sleep(0.001)
         state += "more"
         assert state.error() is None and state.text().endswith("more")
@@ -318,7 +318,7 @@ def test_a_coroutine_that_is_cancelled_gives_up_its_program(pretend):
         (lambda: sgl.function(num_api_spec_tokens=0)(lambda s: None), "at least 1"),
     ],
 )
-def test_what_makes_no_sense_is_refused_where_it_is_written(make, message):
+def test_an_invalid_expression_is_an_error_where_it_is_constructed(make, message):
     with pytest.raises(RequestError, match=message):
         make()
 
@@ -333,7 +333,7 @@ def test_what_makes_no_sense_is_refused_where_it_is_written(make, message):
         (lambda s: s.fork(2).__setitem__(0, s), "cannot be replaced"),
     ],
 )
-def test_what_cannot_be_appended_is_refused_at_once(pretend, append, message):
+def test_appending_an_invalid_value_is_an_error_at_once(pretend, append, message):
     with pytest.raises(RequestError, match=message):
         sgl.function(append).run(backend=pretend())
 
@@ -347,7 +347,7 @@ def test_what_cannot_be_appended_is_refused_at_once(pretend, append, message):
         (sgl.user_begin() + sgl.system_end(), "the open turn is user"),
     ],
 )
-def test_what_does_not_fit_where_it_stands_is_the_states_error(pretend, expr, message):
+def test_an_expression_that_is_invalid_in_its_place_is_an_error_of_the_state(pretend, expr, message):
     state = sgl.function(lambda s: s.__iadd__(expr)).run(backend=pretend())
     assert isinstance(state.error(), RequestError) and message in str(state.error())
 

@@ -27,7 +27,7 @@ def test_all_examples_are_tried_and_short():
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_an_example_says_what_it_should(engine, name, capsys):
+def test_an_example_script_prints_its_expected_text(engine, name, capsys):
     spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -39,7 +39,7 @@ APIS = {
 def run(monkeypatch, api, answer, *, stream, end="data: [DONE]\n\n"):
     """The state of a program on a server that gives this answer to every generation."""
 
-    def told(request):
+    def server_info(request):
         if request.method == "GET":
             return httpx2.Response(200, json={"data": [{"id": "m"}]})
         if "tokenize" in request.url.path:
@@ -48,7 +48,7 @@ def run(monkeypatch, api, answer, *, stream, end="data: [DONE]\n\n"):
             return httpx2.Response(200, json=answer)
         return httpx2.Response(200, text=f"data: {json.dumps(answer)}\n\n{end}")
 
-    transport = httpx2.MockTransport(told)
+    transport = httpx2.MockTransport(server_info)
     monkeypatch.setattr(f"quire.lang.backends.{api}.Http", partial(Http, transport=transport))
     with APIS[api][2]() as backend:
         state = program.run(stream=stream, backend=backend)
@@ -76,7 +76,7 @@ def test_an_answer_that_is_fine_is_taken(monkeypatch, api, stream):
         *((fault, "cut off|does not follow its") for fault in ("form", "nothing")),
     ],
 )
-def test_one_that_is_not_is_a_failure(monkeypatch, api, stream, fault, message):
+def test_a_malformed_http_response_is_a_generation_failure(monkeypatch, api, stream, fault, message):
     good, nothing, _ = APIS[api]
     answer = {"form": {"foo": 1}, "nothing": nothing}.get(fault) if fault in ("form", "nothing") else good(fault)
     state = run(monkeypatch, api, answer, stream=stream)
@@ -100,9 +100,9 @@ def test_a_file_that_is_not_there_is_named_and_no_thread_is_left():
     assert set(threading.enumerate()) <= before
 
 
-def test_a_server_tells_of_itself(endpoint):
-    told = endpoint.get_server_info()
-    assert told["id"] == endpoint.get_model_name() and "requests_running" in told
+def test_get_server_info_of_an_endpoint_has_model_and_running_requests(endpoint):
+    server_info = endpoint.get_server_info()
+    assert server_info["id"] == endpoint.get_model_name() and "requests_running" in server_info
 
 
 @contextmanager

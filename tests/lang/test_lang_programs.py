@@ -271,7 +271,7 @@ def test_the_default_backend_is_taken_where_none_is_given(pretend):
         sgl.set_default_backend(None)
 
 
-def test_the_scheduler_is_told_of_programs_and_branches(pretend):
+def test_program_hints_name_program_and_branch_of_each_call(pretend):
     @sgl.function
     def program(s):
         s += sgl.gen("x")
@@ -292,7 +292,7 @@ def test_the_scheduler_is_told_of_programs_and_branches(pretend):
     assert backend.ended_branches.count((trunk.id, None)) == 1
 
 
-def test_nothing_is_told_where_hints_are_off(pretend):
+def test_no_program_hints_are_sent_when_hints_are_off(pretend):
     backend = pretend(hints=False)
     greet.run("Ann", backend=backend)
     assert [asked.program for asked in backend.asked] == [None, None]
@@ -372,7 +372,7 @@ def test_random_programs_write_what_they_would_write_one_step_at_a_time():
         check()
 
 
-def test_what_programs_take_from_sglangs_modules(pretend):
+def test_the_names_that_programs_import_from_sglang_exist(pretend):
     for pattern, text in ((REGEX_INT, "-5"), (REGEX_FLOAT, "0.5"), (REGEX_BOOL, "True"), (REGEX_STR, '"a b"')):
         assert re.fullmatch(pattern, text)
     sgl.global_config.verbosity = 2

@@ -49,11 +49,11 @@ def test_scores_equal_those_of_each_choice_alone(engine, endpoint, url, prompt, 
     alone = [scored_alone(url, engine, prompt, choice) for choice in choices]
     for backend in (engine, endpoint):
         state = choose.run(prompt, choices, backend=backend)
-        told = state.get_meta_info("choice")
-        for entries, scores in zip(told["input_token_logprobs"], alone, strict=True):
+        meta_info = state.get_meta_info("choice")
+        for entries, scores in zip(meta_info["input_token_logprobs"], alone, strict=True):
             assert [entry[0] for entry in entries if entry[0] is not None] == pytest.approx(scores, abs=2e-3)
         means = [sum(scores) / len(scores) for scores in alone]
-        assert told["normalized_prompt_logprobs"] == pytest.approx(means, abs=2e-3)
+        assert meta_info["normalized_prompt_logprobs"] == pytest.approx(means, abs=2e-3)
         assert state["choice"] == choices[means.index(max(means))]
         assert state.text() == prompt + state["choice"]
 
@@ -70,8 +70,8 @@ def test_the_backends_choose_alike(engine, endpoint, url, prompt, choices, metho
                 continue
             states.append(state)
         assert len({state["choice"] for state in states}) == 1
-        told = [state.get_meta_info("choice")["normalized_prompt_logprobs"] for state in states]
-        assert all(one == pytest.approx(told[0], abs=2e-3) for one in told)
+        meta_info = [state.get_meta_info("choice")["normalized_prompt_logprobs"] for state in states]
+        assert all(one == pytest.approx(meta_info[0], abs=2e-3) for one in meta_info)
 
 
 def test_the_prompt_is_computed_once_for_all_choices(engine):
@@ -121,7 +121,7 @@ def test_greedily_no_other_choice_is_better_where_it_first_differs(rows):
     assert matrix[int(decision.decision)] == max(matrix)
 
 
-def test_what_is_likely_anyway_counts_less():
+def test_unconditional_normalization_lowers_choices_that_are_likely_without_the_prompt():
     scores = [entries([-1.0, -1.0]), entries([-2.0, -2.0])]
     alone = [[(None, 0, None), (-1.0, 0, None)], [(None, 0, None), (-5.0, 0, None)]]
     chosen = decide(["often", "rare"], sgl.unconditional_likelihood_normalized, scores, alone)
@@ -130,7 +130,7 @@ def test_what_is_likely_anyway_counts_less():
 
 
 @given(st.lists(st.integers(0, 2)), st.lists(st.integers(0, 2)))
-def test_what_is_shared_is_the_longest_common_beginning(one, other):
+def test_common_prefix_len_is_the_longest_common_prefix(one, other):
     length = common_prefix_len(one, other)
     assert one[:length] == other[:length]
     assert one[length : length + 1] != other[length : length + 1] or length == len(one) == len(other)

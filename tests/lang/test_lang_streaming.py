@@ -40,7 +40,7 @@ def test_a_variable_comes_in_pieces_and_ends_with_its_gen(pretend):
     assert "".join(state.text_iter("y")) == WORDS
 
 
-def test_a_thought_that_is_taken_out_takes_nothing_with_it():
+def test_removed_reasoning_removes_no_other_text_of_a_stream():
     class Thinking(Pretend):
         async def generate(self, prompt, params, program, *, stream):
             yield Piece("<think>a thought</think>", {})
@@ -83,7 +83,7 @@ def test_without_stream_there_is_one_piece(pretend):
     assert list(state.text_iter("x")) == [" yes"]
 
 
-def test_what_went_wrong_is_raised_behind_what_came_before(pretend):
+def test_a_stream_raises_an_error_after_the_text_before_it(pretend):
     boom = RequestError("no")
     answers = {"A": WORDS, "B": boom}
     state = program.run(stream=True, backend=pretend(lambda text, params: answers[text[-1]]))
@@ -129,16 +129,16 @@ def test_coroutines_read_pieces_too(pretend, stream):
 
     async def read():
         text = [piece async for piece in state.text_async_iter()]
-        told = [pair async for pair in state.text_async_iter("x", return_meta_data=True)]
-        return text, told
+        pairs = [pair async for pair in state.text_async_iter("x", return_meta_data=True)]
+        return text, pairs
 
-    text, told = asyncio.run(read())
+    text, pairs = asyncio.run(read())
     assert "".join(text) == state.text()
-    assert "".join(piece for piece, _ in told) == state["x"]
-    assert all(meta["prompt"] == "A" for _, meta in told)
+    assert "".join(piece for piece, _ in pairs) == state["x"]
+    assert all(meta["prompt"] == "A" for _, meta in pairs)
 
 
-def test_a_coroutine_is_told_what_went_wrong(pretend):
+def test_an_async_stream_raises_the_error_of_the_program(pretend):
     state = program.run(stream=True, backend=pretend(lambda text, params: RequestError("no")))
 
     async def read():

@@ -181,8 +181,8 @@ def cpu():
 
 def test_the_reference_is_chosen_by_its_name_and_for_what_nothing_else_can():
     assert choose("reference", demands()) == (reference, deterministic, "reference (plain torch): asked for by name")
-    for wish in ({"dtype": "float16"}, {"kv_dtype": "bfloat16"}, {"block_size": 8}, {"head_dims": (64, 512)}):
-        chosen = choose("auto", demands(**wish))
+    for demand in ({"dtype": "float16"}, {"kv_dtype": "bfloat16"}, {"block_size": 8}, {"head_dims": (64, 512)}):
+        chosen = choose("auto", demands(**demand))
         assert chosen[:2] == (reference, deterministic)
         assert chosen.reason.startswith("reference (plain torch): the fastest that runs on cpu; not cpu: ")
 
@@ -199,7 +199,7 @@ def test_the_cpu_kernels_are_chosen_by_name_and_as_the_fastest(cpu):
 
 
 @pytest.mark.parametrize(
-    ("wish", "why"),
+    ("demand", "why"),
     [
         ({"dtype": "float16"}, "computes in float32 and bfloat16, not in float16"),
         ({"kv_dtype": "bfloat16"}, "keeps keys and values in float32, fp8_e4m3, int8, int4, not in bfloat16"),
@@ -208,10 +208,10 @@ def test_the_cpu_kernels_are_chosen_by_name_and_as_the_fastest(cpu):
         ({"device": "meta"}, "runs on CPUs, not on meta"),
     ],
 )
-def test_the_cpu_kernels_say_what_they_cannot_do(cpu, wish, why):
-    assert why in cpu.unsupported_reason(demands(**wish))
+def test_the_cpu_kernels_say_what_they_cannot_do(cpu, demand, why):
+    assert why in cpu.unsupported_reason(demands(**demand))
     with pytest.raises(ConfigError, match=f"no kernels for .*; tried cpu: .*{why}"):
-        choose("cpu", demands(**wish))
+        choose("cpu", demands(**demand))
 
 
 def test_without_the_extension_auto_goes_on_and_the_name_is_refused(monkeypatch):
@@ -253,11 +253,11 @@ def test_a_gpu_without_triton_gets_the_reference_with_the_reason_and_the_name_is
 
 
 def test_the_name_of_a_module_that_is_asked_for_is_never_that_of_another():
-    wishes = [{}, {"dtype": "float16"}, {"kv_dtype": "int8"}, {"block_size": 24}, {"head_dims": (64, 512)}]
-    for wish in [*wishes, {"device": "meta"}]:
+    all_demands = [{}, {"dtype": "float16"}, {"kv_dtype": "int8"}, {"block_size": 24}, {"head_dims": (64, 512)}]
+    for demand in [*all_demands, {"device": "meta"}]:
         for name in choose_module.MODULES:
             try:
-                chosen = choose(name, demands(**wish))
+                chosen = choose(name, demands(**demand))
             except ConfigError as error:
                 assert f"tried {name}: " in str(error)
             else:
@@ -272,7 +272,7 @@ class Unfit:
         return f"needs a quantum device, not {requirements.device}"
 
 
-def test_refusals_are_told(monkeypatch):
+def test_the_choice_of_kernels_reports_why_others_do_not_fit(monkeypatch):
     modules = {"unfit": module(Unfit()), "reference": module(reference, deterministic)}
     monkeypatch.setattr(choose_module, "MODULES", modules)
     why = "unfit: needs a quantum device, not cpu"

@@ -154,7 +154,7 @@ def test_sampling_defaults_are_those_that_a_request_could_ask_for(folder):
     assert found == {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "max_tokens": 77}
 
 
-def test_the_first_token_is_told(folder):
+def test_a_description_has_the_bos_token_id(folder):
     assert describe(folder).bos_token_id is None
     change(folder, bos_token_id=7)
     assert describe(folder).bos_token_id == 7
@@ -268,7 +268,7 @@ def test_end_tokens_without_generation_config(folder):
         ({"eos_token_id": "</s>"}, "eos_token_id must be a token id or a list"),
     ],
 )
-def test_what_would_be_computed_wrongly_is_refused(folder, values, message):
+def test_config_fields_that_quire_does_not_compute_are_an_error(folder, values, message):
     (folder / "generation_config.json").unlink()
     change(folder, **values)
     with pytest.raises(ModelError, match=message):
@@ -315,7 +315,7 @@ def test_what_would_be_computed_wrongly_is_refused(folder, values, message):
         ("phi3-longrope", {"original_max_position_embeddings": 0}, "must be at least 2, not 0"),
     ],
 )
-def test_what_a_family_cannot_be_is_refused(saved, tmp_path, kind, values, message):
+def test_config_values_that_a_family_does_not_have_are_an_error(saved, tmp_path, kind, values, message):
     folder = Path(shutil.copytree(saved(kind)[0], tmp_path / "model"))
     change(folder, **values)
     with pytest.raises(ModelError, match=message):

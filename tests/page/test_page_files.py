@@ -20,7 +20,7 @@ def name_of(path):
 
 
 @pytest.mark.parametrize("path", [*MARKUP, *SCRIPTS, *STYLES], ids=name_of)
-def test_nothing_is_loaded_from_outside(path):
+def test_page_files_load_nothing_from_other_hosts(path):
     addresses = re.findall(r"(?:https?:)?//[\w.-]+\.[\w/.-]+", path.read_text())
     assert [one for one in addresses if not one.startswith(NAMESPACES)] == []
     assert path.suffix != ".css" or not re.search(r"@import|url\(", path.read_text())

@@ -197,12 +197,12 @@
   const { Runs } = await load('talk/runs.js');
   const endless = new Conversation();
   const asking = endless.add('', { role: 'user', content: 'x'.repeat(2_000_000) });
-  const told = [];
+  const notes = [];
   const bodyOfOne = new ReadableStream({ start: (controller) => controller.enqueue(new TextEncoder().encode('data: {"choices": [{"delta": {"content": "a"}}]}\n\n')) });
   try {
     window.fetch = async () => new Response(bodyOfOne);
     await new Promise((resolve) => {
-      const runs = new Runs({ onGrow: (run) => run.node.content && resolve(), onKept: (note) => told.push(note), onEnd: () => {} });
+      const runs = new Runs({ onGrow: (run) => run.node.content && resolve(), onKept: (note) => notes.push(note), onEnd: () => {} });
       runs.start(endless, asking.id, {}, () => '');
     });
     window.dispatchEvent(new Event('pagehide')); // keeps what grows
@@ -210,7 +210,7 @@
   } finally {
     window.fetch = fetch;
   }
-  check('a note says that a growing answer is not kept', told.length === 1 && told[0].includes('too long'));
+  check('a note says that a growing answer is not kept', notes.length === 1 && notes[0].includes('too long'));
 
   const { Log } = await load('talk/log.js');
   let paints = 0;

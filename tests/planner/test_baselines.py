@@ -73,7 +73,7 @@ def at_once(count, prompt, output):
     ("name", "expected"),  # sequences that 128 blocks hold: slabs of 64, 8, and 4 blocks
     [("orca-max", 2), ("orca-pow2", 16), ("orca-oracle", 32), ("static", 2)],
 )
-def test_what_is_reserved_says_how_many_sequences_run(name, expected):
+def test_the_slab_size_limits_the_number_of_running_sequences(name, expected):
     setup = {"num_blocks": 128, "max_num_seqs": 64, "max_num_batched_tokens": 4096}
     result = run(name, at_once(64, 23, 41), **setup)  # 64 tokens; reserved 1024, 23 + 64, 64
     most = 64 / expected

@@ -138,7 +138,7 @@ def test_a_missing_file_is_refused(tmp_path):
         read_trace(tmp_path / "none")
 
 
-def test_one_object_may_have_several_lines_and_a_file_a_byte_order_mark(tmp_path):
+def test_a_trace_file_may_have_multi_line_objects_and_a_byte_order_mark(tmp_path):
     result = {"input_lens": [10], "output_lens": [1]}
     (session,) = read(tmp_path, "\ufeff\n" + json.dumps(result, indent=1), name="result.json")
     assert context_lengths(session) == [(10, 1)]

@@ -99,7 +99,7 @@ def test_scales_keep_factors_only_if_all_have_some(schemes):
         (Scheme(8, 32, HALF, grid="e4m3"), Scheme(4, 32, HALF)),
     ],
 )
-def test_what_a_scheme_does_not_hold(scheme, stored):
+def test_a_scheme_does_not_hold_another_precision_group_size_or_grid(scheme, stored):
     assert not holds(scheme, stored)
     assert holds(stored, stored)
 

@@ -144,17 +144,17 @@ def test_a_changed_tensor_is_named_or_means_the_same(written, tmp_path, layout):
         if after is not None:
             changed[name] = after.contiguous()
         save_file(changed, folder / WEIGHTS)
-        told = f"{layout}: {name} {way} {None if after is None else (after.dtype, tuple(after.shape))}"
+        damage = f"{layout}: {name} {way} {None if after is None else (after.dtype, tuple(after.shape))}"
         base = name.removesuffix(f".{end}")
         try:
             found = numbers_of(folder)
         except ModelError as error:
-            assert base in str(error) or ("exp" in base and "experts" in str(error)), told
+            assert base in str(error) or ("exp" in base and "experts" in str(error)), damage
         except Exception as error:
-            raise AssertionError(told) from error
+            raise AssertionError(damage) from error
         else:
-            assert is_equal(found, expected), told
-            assert after is None or end == "input_scale" or means_the_same(tensors[name], after), told
+            assert is_equal(found, expected), damage
+            assert after is None or end == "input_scale" or means_the_same(tensors[name], after), damage
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, STACKS])
@@ -203,15 +203,15 @@ def test_a_changed_setting_is_named_or_changes_nothing(written, tmp_path, layout
                 place = place[name]
             place[path[-1]] = value
             (folder / "config.json").write_text(json.dumps(changed))
-            told = f"{layout}: {'.'.join(path)} = {value!r}"
+            damage = f"{layout}: {'.'.join(path)} = {value!r}"
             try:
                 description = describe(open_layers(FolderCheckpoint(folder)))
             except (ModelError, ConfigError) as error:
-                assert "quantization_config" in str(error) or "_proj" in str(error), told
+                assert "quantization_config" in str(error) or "_proj" in str(error), damage
             except Exception as error:
-                raise AssertionError(told) from error
+                raise AssertionError(damage) from error
             else:
-                assert description.num_parameters, told
+                assert description.num_parameters, damage
     assert expected
 
 

@@ -99,7 +99,7 @@ except ConfigError as error:
 """
 
 
-def test_without_the_extension_plain_torch_is_chosen_and_the_reason_told():
+def test_without_the_extension_plain_torch_is_chosen_and_the_reason_reported():
     done = subprocess.run([sys.executable, "-c", WITHOUT], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     auto, named = done.stdout.splitlines()

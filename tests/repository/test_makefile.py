@@ -39,7 +39,7 @@ def test_torch_for_cpus_is_taken_from_its_own_index_before_quire_is_installed(ta
 
 
 @pytest.mark.parametrize("target", ["serve", "test"])
-def test_without_a_choice_torch_comes_from_the_package_index_and_its_size_is_said(target, tmp_path):
+def test_without_TORCH_make_installs_the_default_torch_and_prints_its_size(target, tmp_path):
     printed = make("--dry-run", target, f"VENV={tmp_path}/venv", env={"TORCH": "cpu"}).stdout  # no variable chooses it
     assert CPU_INDEX not in printed
     assert "its build for CUDA, 5.1 GB in all. TORCH=cpu takes 1.1 GB" in printed

@@ -29,9 +29,9 @@ def test_the_files_of_the_story_are_on_the_path_of_a_request(report):
     assert not set(files) - set(report["http"]["path"])
 
 
-def test_a_scene_within_another_has_part_of_its_path(report):
-    for scene, first in {"admission": "KVCache.admit", "step": "Engine.step"}.items():
-        inner, outer = report[scene], report["offline"]
+def test_a_traced_call_within_another_has_part_of_its_path(report):
+    for name, first in {"admission": "KVCache.admit", "step": "Engine.step"}.items():
+        inner, outer = report[name], report["offline"]
         assert first in next(iter(inner["path"].values()))
         assert set(inner["path"]) <= set(outer["path"])
         assert 0 < inner["calls"] < outer["calls"]

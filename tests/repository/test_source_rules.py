@@ -45,7 +45,7 @@ ENVIRONMENT = {
     "QUIRE_LOG_LEVEL": "how much is logged changes nothing that is computed",
     "QUIRE_API_KEY": "an option is shown in the list of processes; only the command line reads it",
 }
-TOLD = {"GOMP_SPINCOUNT"}  # variables that quire may set, because a library has no other setting
+SETTABLE = {"GOMP_SPINCOUNT"}  # variables that quire may set, because a library has no other setting
 
 # Text that is valid only on one machine or in one network. Split into pieces, so that this file passes.
 PLACES = re.compile(
@@ -101,7 +101,9 @@ def pickling_faults(source: str, path: str) -> Iterator[str]:
 def environment_faults(source: str, path: str) -> Iterator[str]:
     """Uses of environment variables that are not in the list."""
     tree = ast.parse(source)
-    fine = [node for node in ast.walk(tree) if _variable(node) in ENVIRONMENT or _told(node) in TOLD]
+    fine = [
+        node for node in ast.walk(tree) if _variable(node) in ENVIRONMENT or _variable_with_default(node) in SETTABLE
+    ]
     allowed = {id(inner) for node in fine for inner in ast.walk(node)}
     for node in ast.walk(tree):
         if id(node) in allowed:
@@ -129,7 +131,7 @@ def _declared(value: ast.AST) -> bool:
     return ast.unparse(value) in ("text.envvar", *map(repr, ENVIRONMENT))
 
 
-def _told(node: ast.AST) -> str:
+def _variable_with_default(node: ast.AST) -> str:
     """The variable that `os.environ.setdefault("X", ...)` sets for a library, or ""."""
     match node:
         case ast.Call(func=function, args=[ast.Constant(value=str(name)), _]):
@@ -199,12 +201,12 @@ def repository_files() -> Iterator[Path]:
     yield from (ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file())
 
 
-def test_nothing_can_run_what_it_was_sent():
+def test_no_code_evaluates_or_unpickles_received_data():
     faults = [f for source, path in python_files("quire", "tools", "benchmarks") for f in unsafe_faults(source, path)]
     assert not faults, "\n".join(faults)
 
 
-def test_nothing_pickles_what_it_hands_to_another_process():
+def test_no_module_pickles_messages_to_other_processes():
     faults = [fault for source, path in python_files("quire") for fault in pickling_faults(source, path)]
     assert not faults, "\n".join(faults)
 
@@ -214,7 +216,7 @@ def test_no_environment_variable_changes_behaviour():
     assert not faults, "\n".join(faults)
 
 
-def test_everything_public_has_a_docstring():
+def test_all_public_definitions_have_docstrings():
     files = list(python_files("quire"))
     known: Documented = {}
     for source, _ in files:
@@ -332,7 +334,7 @@ def test_environment_faults_sees(source):
     assert len(list(environment_faults(source, "x.py"))) == 1
 
 
-def test_environment_faults_lets_pass_what_openmp_is_told():
+def test_environment_faults_allows_variables_of_openmp():
     assert list(environment_faults("import os\nos.environ.setdefault('GOMP_SPINCOUNT', '1')", "x.py")) == []
     assert len(list(environment_faults("import os\nos.environ.setdefault('QUIRE_LOG_LEVEL', '1')", "x.py"))) == 1
 

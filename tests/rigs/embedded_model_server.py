@@ -46,11 +46,11 @@ def run_app(app, options: ServerOptions = DEFAULTS, *, send_buffer: int | None =
     server = uvicorn.Server(config)
     startup = server.startup
 
-    async def told(sockets=None):
+    async def startup_then_signal(sockets=None):
         await startup(sockets)
         started.set()
 
-    server.startup = told
+    server.startup = startup_then_signal
     with socket.socket() as listener:
         if send_buffer is not None:  # accepted connections inherit it
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)

@@ -68,7 +68,7 @@ class Driver:
         self.step_id = 0
 
     def step(self, chunks, *, opens=(), tokens=(), moves=(), blocks=None, reset=False) -> Step:
-        """chunks: (row, start, stop) that sample, or full Chunk tuples. opens: (row, SamplingParams or Wish)."""
+        """chunks: (row, start, stop) that sample, or full Chunk tuples. opens: (row, SamplingParams or RowParams)."""
         chunks = [c if len(c) == 7 else (c[0], c[0], c[1], c[2], 0, 1, int(ChunkOutput.SAMPLE)) for c in chunks]
         self.step_id += 1
         if blocks is None:
@@ -124,7 +124,7 @@ class Driver:
         return list(outputs.values())
 
 
-class Wish(NamedTuple):
+class RowParams(NamedTuple):
     """Parameters of a row, with values that a front end and a scheduler would add."""
 
     params: SamplingParams
@@ -134,11 +134,16 @@ class Wish(NamedTuple):
     pooling: Pooling = Pooling.NONE
 
 
+Wish = RowParams  # the name in tests/kernels
+
+
 def open_rows(opens) -> NewRows:
-    """Opens from (row, SamplingParams or Wish). The sequence id is the row, and the sample index 0."""
+    """Opens from (row, SamplingParams or RowParams). The sequence id is the row, and the sample index 0."""
     rows = [row for row, _ in opens]
-    wishes = [wish if isinstance(wish, Wish) else Wish(wish) for _, wish in opens]
-    params = [wish.params for wish in wishes]
+    params_of_rows = [
+        row_params if isinstance(row_params, RowParams) else RowParams(row_params) for _, row_params in opens
+    ]
+    params = [row_params.params for row_params in params_of_rows]
 
     def asked(name):
         return [-1 if getattr(p, name) is None else getattr(p, name) for p in params]
@@ -153,28 +158,30 @@ def open_rows(opens) -> NewRows:
         min_ps=[p.min_p for p in params],
         num_logprobs=asked("logprobs"),
         num_prompt_logprobs=asked("prompt_logprobs"),
-        prompt_lens=[wish.prompt_len for wish in wishes],
-        min_lens=[wish.prompt_len + wish.params.min_tokens for wish in wishes],
+        prompt_lens=[row_params.prompt_len for row_params in params_of_rows],
+        min_lens=[row_params.prompt_len + row_params.params.min_tokens for row_params in params_of_rows],
         presence_penalties=[p.presence_penalty for p in params],
         frequency_penalties=[p.frequency_penalty for p in params],
         repetition_penalties=[p.repetition_penalty for p in params],
         deterministic=[p.deterministic for p in params],
-        poolings=[wish.pooling for wish in wishes],
-        lists=TokenLists.of([one for row, wish in zip(rows, wishes, strict=True) for one in _lists(row, wish)]),
+        poolings=[row_params.pooling for row_params in params_of_rows],
+        lists=TokenLists.of(
+            [one for row, row_params in zip(rows, params_of_rows, strict=True) for one in _lists(row, row_params)]
+        ),
     )
 
 
-def _lists(row, wish):
-    params = wish.params
-    yield from ((row, TokenListKind.BAD_WORD, list(word)) for word in wish.bad_words)
+def _lists(row, row_params):
+    params = row_params.params
+    yield from ((row, TokenListKind.BAD_WORD, list(word)) for word in row_params.bad_words)
     if params.logit_bias:
         yield row, TokenListKind.BIAS, params.logit_bias
     if params.allowed_token_ids is not None:
         yield row, TokenListKind.ALLOWED, list(params.allowed_token_ids)
-    if wish.eos:
-        yield row, TokenListKind.END, list(wish.eos)
+    if row_params.eos:
+        yield row, TokenListKind.END, list(row_params.eos)
     if params.no_repeat_ngram_size:
-        yield row, TokenListKind.NO_REPEAT, [params.no_repeat_ngram_size, *sorted(wish.eos)]
+        yield row, TokenListKind.NO_REPEAT, [params.no_repeat_ngram_size, *sorted(row_params.eos)]
     if params.logprob_token_ids:
         yield row, TokenListKind.LOGPROB, list(params.logprob_token_ids)
 

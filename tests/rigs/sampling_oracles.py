@@ -64,7 +64,7 @@ VOCAB = 23
 
 token = st.integers(0, VOCAB - 1)
 
-wish = st.fixed_dictionaries(
+row_params = st.fixed_dictionaries(
     {
         "temperature": st.sampled_from([0.0, 0.0, 0.7]),
         "allowed": st.none() | st.sets(token, max_size=12),
@@ -75,19 +75,20 @@ wish = st.fixed_dictionaries(
         "presence": st.sampled_from([0.0, 1.5, -2.0]),
     }
 )
+wish = row_params  # the name in tests/kernels
 
 
-def draws_of(wishes, **more):
-    masked = [row for row, w in enumerate(wishes) if w["allowed"] is not None]
+def draws_of(rows, **more):
+    masked = [row for row, w in enumerate(rows) if w["allowed"] is not None]
     return draws(
-        len(wishes),
-        temperatures=[w["temperature"] for w in wishes],
-        repetition=[w["repetition"] for w in wishes],
-        frequency=[w["frequency"] for w in wishes],
-        presence=[w["presence"] for w in wishes],
+        len(rows),
+        temperatures=[w["temperature"] for w in rows],
+        repetition=[w["repetition"] for w in rows],
+        frequency=[w["frequency"] for w in rows],
+        presence=[w["presence"] for w in rows],
         masked=masked,
-        masks=mask([wishes[row]["allowed"] for row in masked], VOCAB) if masked else None,
-        edits=[(row, *edit) for row, w in enumerate(wishes) for edit in w["edits"]],
-        history=[(row, *entry) for row, w in enumerate(wishes) for entry in w["history"]],
+        masks=mask([rows[row]["allowed"] for row in masked], VOCAB) if masked else None,
+        edits=[(row, *edit) for row, w in enumerate(rows) for edit in w["edits"]],
+        history=[(row, *entry) for row, w in enumerate(rows) for entry in w["history"]],
         **more,
     )

@@ -204,7 +204,7 @@ def test_a_step_without_a_delta_touches_nothing(monkeypatch):
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="a CPU is always in step with itself")
-def test_nothing_waits_for_the_device():
+def test_device_inputs_never_synchronize_with_the_device():
     inputs, token = ResidentInputs(cache(), NUM_ROWS, LENGTH, DEVICE), torch.tensor([7], device=DEVICE)
     fixed, chunks = inputs.captured_inputs(2), Chunks.of([(1, 1, 2, 3, 0, 1, 1)])
     blocks = [TableUpdates.of([(1, 0, [3])]) for _ in range(GROUPS)]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from model_runner_driver import GREEDY, Driver, Wish, copy_move, load_model
+from model_runner_driver import GREEDY, Driver, RowParams, copy_move, load_model
 from sampling_metadata_builders import mask
 
 from quire.core.step import ChunkOutput, SamplingMasks, TableUpdates, from_bytes, to_bytes
@@ -60,7 +60,7 @@ def test_the_layout_of_memory_changes_nothing(model, prompts, greedy, options):
 def test_sampled_tokens_do_not_depend_on_batch_mates(model, prompts):
     params = [SAMPLED, GREEDY, SamplingParams(temperature=1.3, seed=2**64 - 1), SamplingParams(min_p=0.01, seed=3)]
     together = Driver(model).generate(prompts, 12, params, cut=9)
-    alone = [Driver(model).generate([p], 12, wish)[0] for p, wish in zip(prompts, params, strict=True)]
+    alone = [Driver(model).generate([p], 12, row_params)[0] for p, row_params in zip(prompts, params, strict=True)]
     assert together == alone
     assert Driver(model).generate(prompts[:1], 12, SamplingParams(seed=78))[0] != alone[0]
 
@@ -271,14 +271,14 @@ def test_drafts_are_sampled_with_their_own_parameters(model):
         temperature=0.9, seed=5, presence_penalty=0.5, repetition_penalty=1.2, logit_bias={4: 1.0}, min_tokens=3,
         logprobs=2, top_p=0.95, min_p=0.01,
     )  # fmt: skip
-    wish, prompt, allowed = Wish(params, 4, (6,), bad_words), [3, 7, 9, 11], set(range(3, 200))
+    row_params, prompt, allowed = RowParams(params, 4, (6,), bad_words), [3, 7, 9, 11], set(range(3, 200))
 
     def late(rows_and_positions):
         rows, positions = np.array(rows_and_positions, np.int32).T
         return SamplingMasks(rows, positions, mask([allowed - {position} for position in positions.tolist()], 301))
 
     driver, tokens, logprobs = Driver(model), [], []
-    opening = {"opens": [(0, wish)], "tokens": [(0, 0, prompt)]}
+    opening = {"opens": [(0, row_params)], "tokens": [(0, 0, prompt)]}
     for stop in range(4, 10):
         result = driver.run([(0, max(stop - 1, 0) if stop > 4 else 0, stop)], late=late([(0, stop)]), **opening)
         opening = {}
@@ -288,7 +288,7 @@ def test_drafts_are_sampled_with_their_own_parameters(model):
     drafted = (0, 0, 0, 9, 5, 6, ChunkOutput.SAMPLE)
     result = driver.run(
         [drafted],
-        opens=[(0, wish)],
+        opens=[(0, row_params)],
         tokens=[(0, 0, prompt + tokens[:5])],
         late=late([(0, position) for position in range(4, 10)]),
     )
@@ -311,7 +311,7 @@ def test_calls_out_of_order_are_refused(model, prompts):
         driver.runner.sample(step.id, SamplingMasks.empty())
 
 
-def test_a_failed_step_is_forgotten(model, prompts, greedy):
+def test_a_failed_step_leaves_no_state_in_the_runner(model, prompts, greedy):
     driver = Driver(model)
     opening = {"opens": [(0, GREEDY)], "tokens": [(0, 0, prompts[0])]}
     first = driver.step([(0, 0, 5)], **opening)
@@ -351,7 +351,7 @@ def test_a_step_may_continue_tokens_that_are_not_collected_yet(model, prompts, g
     assert outputs == greedy
 
 
-def test_a_token_that_comes_late_is_not_written_into_a_row_that_changed_hands(model, prompts, greedy):
+def test_a_late_token_is_not_written_into_a_reused_row(model, prompts, greedy):
     driver = Driver(model)
     first = driver.step([(0, 0, 5)], opens=[(0, GREEDY)], tokens=[(0, 0, prompts[0])])  # samples the token at 5
     driver.runner.launch(first)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from batch_invariance_cases import STRICT, WISHES, record
+from batch_invariance_cases import PARAMS_OF_ROWS, STRICT, record
 from model_runner_driver import GREEDY, Driver, load_model
 
 from quire.kernels import deterministic, reference
@@ -34,12 +34,12 @@ def prompts():
 @pytest.fixture(scope="module")
 def alone(model, prompts):
     """Each sequence in a runner of its own, with its prompt as one chunk."""
-    return {row: record(model, prompts, WISHES, [1000] * 5, rows=[row])[row] for row in STRICT}
+    return {row: record(model, prompts, PARAMS_OF_ROWS, [1000] * 5, rows=[row])[row] for row in STRICT}
 
 
 @pytest.mark.parametrize("cut", [1, 7, 16])
 def test_chunks_change_nothing(model, prompts, alone, cut):
-    found = {row: record(model, prompts, WISHES, [cut] * 5, rows=[row])[row] for row in STRICT}
+    found = {row: record(model, prompts, PARAMS_OF_ROWS, [cut] * 5, rows=[row])[row] for row in STRICT}
     assert found == alone
 
 
@@ -47,23 +47,25 @@ def test_chunks_change_nothing(model, prompts, alone, cut):
 def test_company_changes_nothing(model, prompts, alone, number, block_size, threads):
     threads(number)
     cuts, late_by = [3, 1000, 1000, 5, 20], {1: 2, 2: 1, 4: 3}
-    found = record(model, prompts, WISHES, cuts, late_by=late_by, block_size=block_size)
+    found = record(model, prompts, PARAMS_OF_ROWS, cuts, late_by=late_by, block_size=block_size)
     assert {row: found[row] for row in STRICT} == alone
 
 
 def test_ordinary_sequences_do_not_change_beside_deterministic_ones(model, prompts):
-    plain = [WISHES[row] if row not in STRICT else GREEDY for row in range(5)]
+    plain = [PARAMS_OF_ROWS[row] if row not in STRICT else GREEDY for row in range(5)]
     cuts = [1000] * 5
-    mixed = record(model, prompts, WISHES, cuts)
+    mixed = record(model, prompts, PARAMS_OF_ROWS, cuts)
     ordinary = record(model, prompts, plain, cuts, rows=[2, 4])
     if model.embed.weight.dtype == torch.float32:
-        assert [[told[0] for told in mixed[row]] for row in (2, 4)] == [[t[0] for t in ordinary[row]] for row in (2, 4)]
+        assert [[output[0] for output in mixed[row]] for row in (2, 4)] == [
+            [t[0] for t in ordinary[row]] for row in (2, 4)
+        ]
     else:
         assert mixed[2][0][0] == ordinary[2][0][0]
 
 
 def test_prompt_logprobs_have_the_same_bits_too(model, prompts):
-    wish = SamplingParams(temperature=0.0, prompt_logprobs=4, deterministic=True)
+    strict_params = SamplingParams(temperature=0.0, prompt_logprobs=4, deterministic=True)
     beside = SamplingParams(temperature=0.0, prompt_logprobs=2)
 
     def parts(cuts, mate):
@@ -71,7 +73,7 @@ def test_prompt_logprobs_have_the_same_bits_too(model, prompts):
         for number, size in enumerate(cuts):
             last = done + size == 61
             chunks = [(4, 4, done, done + size, 0, size, int(last))]
-            opens, tokens = ([(4, wish)], [(4, 0, prompts[4])]) if not number else ([], [])
+            opens, tokens = ([(4, strict_params)], [(4, 0, prompts[4])]) if not number else ([], [])
             if mate and not number:
                 chunks.insert(0, (1, 1, 0, 33, 0, 33, 1))
                 opens, tokens = [*opens, (1, beside)], [*tokens, (1, 0, prompts[1])]
@@ -89,24 +91,24 @@ def test_prompt_logprobs_have_the_same_bits_too(model, prompts):
 
 def test_invariant_kernels_choose_the_tokens_of_ordinary_ones_in_float32(saved, prompts):
     model = load_model(saved("qwen3-gqa")[0])
-    wishes = [SamplingParams(temperature=0.0, deterministic=True)] * 5
-    assert Driver(model).generate(prompts, 24, wishes) == Driver(model).generate(prompts, 24)
+    params_of_rows = [SamplingParams(temperature=0.0, deterministic=True)] * 5
+    assert Driver(model).generate(prompts, 24, params_of_rows) == Driver(model).generate(prompts, 24)
 
 
 def test_ordinary_kernels_do_depend_on_company(saved, prompts):
     """Otherwise the tests above would show nothing."""
     model = load_model(saved("qwen3-gqa")[0])
-    wishes = [SamplingParams(temperature=0.0, logprobs=5)] * 5
-    together = record(model, prompts, wishes, [1000] * 5)
-    apart = {row: record(model, prompts, wishes, [7] * 5, rows=[row])[row] for row in range(5)}
+    params_of_rows = [SamplingParams(temperature=0.0, logprobs=5)] * 5
+    together = record(model, prompts, params_of_rows, [1000] * 5)
+    apart = {row: record(model, prompts, params_of_rows, [7] * 5, rows=[row])[row] for row in range(5)}
     assert together != apart
 
 
 @pytest.mark.parametrize("kind", ["llama-gqa-tied", "llama-mqa-biases", "qwen3-tied"])
 def test_other_shapes_have_the_same_bits_too(saved, prompts, kind):
     model = load_model(saved(kind)[0], "bfloat16")
-    alone = {row: record(model, prompts, WISHES, [1000] * 5, rows=[row])[row] for row in STRICT}
-    found = record(model, prompts, WISHES, [9] * 5, late_by={0: 3})
+    alone = {row: record(model, prompts, PARAMS_OF_ROWS, [1000] * 5, rows=[row])[row] for row in STRICT}
+    found = record(model, prompts, PARAMS_OF_ROWS, [9] * 5, late_by={0: 3})
     assert {row: found[row] for row in STRICT} == alone
 
 
@@ -115,7 +117,7 @@ def test_a_runner_says_whether_it_can_and_refuses_if_not(saved, prompts):
     assert Driver(model).runner.supports_deterministic
     without = Driver(model, strict=None)
     assert not without.runner.supports_deterministic
-    options = {"opens": [(0, WISHES[0])], "tokens": [(0, 0, prompts[0])]}
+    options = {"opens": [(0, PARAMS_OF_ROWS[0])], "tokens": [(0, 0, prompts[0])]}
     with pytest.raises(ValueError, match="no kernels for deterministic sequences"):
         without.run([(0, 0, 5)], **options)
     model.batch_invariant = False

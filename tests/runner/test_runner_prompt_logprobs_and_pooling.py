@@ -5,7 +5,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from model_runner_driver import GREEDY, Driver, Wish, load_model
+from model_runner_driver import GREEDY, Driver, RowParams, load_model
 
 from quire.core.step import ChunkOutput, Logprobs, Pooling
 from quire.params import SamplingParams
@@ -30,8 +30,8 @@ def prompt():
     return np.random.default_rng(5).integers(3, 301, 33).tolist()
 
 
-def opening(prompt, wish, row=0):
-    return {"opens": [(row, wish)], "tokens": [(row, 0, prompt)]}
+def opening(prompt, row_params, row=0):
+    return {"opens": [(row, row_params)], "tokens": [(row, 0, prompt)]}
 
 
 def chunks_of(cuts, row=0, output=SAMPLE):
@@ -74,13 +74,15 @@ def test_prompt_logprobs_equal_transformers_however_the_prompt_is_cut(theirs, mo
 
 
 def test_prompt_logprobs_come_in_the_order_of_chunks_and_only_where_asked(theirs, model, prompt):
-    wishes = [SamplingParams(temperature=0.0, prompt_logprobs=k, logprobs=j) for k, j in ((2, None), (None, 1), (0, 2))]
+    params_of_rows = [
+        SamplingParams(temperature=0.0, prompt_logprobs=k, logprobs=j) for k, j in ((2, None), (None, 1), (0, 2))
+    ]
     prompts = [prompt[:9], prompt[9:20], prompt[20:]]
     spans = [(row, row, 0, len(p), 0, len(p), SAMPLE) for row, p in enumerate(prompts)]
     spans[1] = (1, 1, 0, 7, 0, 5, NONE)  # row 1 asks for no prompt logprobs
     result = Driver(model).run(
         spans,
-        opens=list(enumerate(wishes)),
+        opens=list(enumerate(params_of_rows)),
         tokens=[(row, 0, p) for row, p in enumerate(prompts)],
     )
     first, second = result.prompt_logprobs.slice(0, 8), result.prompt_logprobs.slice(8, 20)
@@ -94,11 +96,11 @@ def test_prompt_logprobs_come_in_the_order_of_chunks_and_only_where_asked(theirs
 
 
 def test_listed_tokens_stand_beside_sampled_ones_only(theirs, model, prompt):
-    wish = SamplingParams(temperature=0.0, logprobs=2, prompt_logprobs=0, logprob_token_ids=(7, 300, 7))
+    row_params = SamplingParams(temperature=0.0, logprobs=2, prompt_logprobs=0, logprob_token_ids=(7, 300, 7))
     other = SamplingParams(temperature=0.0, logprobs=5)
     result = Driver(model).run(
         [(0, 0, 0, 33, 0, 33, SAMPLE), (1, 1, 0, 9, 0, 1, SAMPLE)],
-        opens=[(0, wish), (1, other)],
+        opens=[(0, row_params), (1, other)],
         tokens=[(0, 0, prompt), (1, 0, prompt[:9])],
     )
     with torch.no_grad():
@@ -112,8 +114,10 @@ def test_listed_tokens_stand_beside_sampled_ones_only(theirs, model, prompt):
 
 
 def test_reports_are_of_raw_logits(theirs, model, prompt):
-    wish = Wish(SamplingParams(temperature=0.0, logprobs=1, logit_bias={3: 100.0}, repetition_penalty=3.0), 33)
-    result = Driver(model).run([(0, 0, 33)], **opening(prompt, wish))
+    row_params = RowParams(
+        SamplingParams(temperature=0.0, logprobs=1, logit_bias={3: 100.0}, repetition_penalty=3.0), 33
+    )
+    result = Driver(model).run([(0, 0, 33)], **opening(prompt, row_params))
     with torch.no_grad():
         expected = theirs(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
     assert result.tokens.tolist() == [3]
@@ -159,7 +163,7 @@ def test_pooled_states_equal_transformers_however_the_prompt_is_cut(theirs, mode
         Pooling.WEIGHTED_MEAN: (hidden * weights).sum(0) / weights.sum(),
     }
     for pooling in (Pooling.LAST, *poolings):
-        driver, options, parts = Driver(model), opening(prompt, Wish(GREEDY, 33, pooling=pooling)), []
+        driver, options, parts = Driver(model), opening(prompt, RowParams(GREEDY, 33, pooling=pooling)), []
         for chunk in chunks_of(cuts, output=POOL):
             result = driver.run([chunk], **options)
             assert (result.counts.tolist(), result.tokens.tolist()) == ([0], [])
@@ -178,7 +182,7 @@ def test_pooled_states_equal_transformers_however_the_prompt_is_cut(theirs, mode
 def test_pooling_beside_sampling_comes_in_the_order_of_chunks(theirs, model, prompt):
     with torch.no_grad():
         hidden = theirs.model(torch.tensor([prompt])).last_hidden_state[0]
-    opens = [(0, Wish(GREEDY, pooling=Pooling.MEAN)), (1, GREEDY), (2, Wish(GREEDY, pooling=Pooling.LAST))]
+    opens = [(0, RowParams(GREEDY, pooling=Pooling.MEAN)), (1, GREEDY), (2, RowParams(GREEDY, pooling=Pooling.LAST))]
     result = Driver(model).run(
         [(0, 0, 0, 9, 0, 4, POOL), (1, 1, 0, 33, 0, 1, SAMPLE), (2, 2, 0, 20, 0, 1, POOL)],
         opens=opens,
@@ -193,9 +197,11 @@ def test_pooling_beside_sampling_comes_in_the_order_of_chunks(theirs, model, pro
 def test_sums_of_short_types_are_kept_in_float32(saved, prompt):
     model = load_model(saved("qwen3-gqa")[0], "bfloat16")
     driver = Driver(model)
-    whole = driver.run(chunks_of((33,), output=POOL), **opening(prompt, Wish(GREEDY, pooling=Pooling.MEAN))).pooled[0]
+    whole = driver.run(
+        chunks_of((33,), output=POOL), **opening(prompt, RowParams(GREEDY, pooling=Pooling.MEAN))
+    ).pooled[0]
     single = Driver(model)
-    options, parts = opening(prompt, Wish(GREEDY, pooling=Pooling.LAST)), []
+    options, parts = opening(prompt, RowParams(GREEDY, pooling=Pooling.LAST)), []
     for chunk in chunks_of((1,) * 33, output=POOL):
         parts.append(single.run([chunk], **options).pooled[0])
         options = {}

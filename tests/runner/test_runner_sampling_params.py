@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_runner_driver import Driver, Wish, load_model
+from model_runner_driver import Driver, RowParams, load_model
 from sampling_metadata_builders import mask
 
 from quire.core.step import SamplingMasks
@@ -28,9 +28,9 @@ def model(saved):
     return load_model(saved("qwen3-gqa")[0])
 
 
-def slow_greedy(theirs, prompt, wish, num_tokens=NUM_TOKENS):
+def slow_greedy(theirs, prompt, row_params, num_tokens=NUM_TOKENS):
     """Tokens, and the margin of the closest choice."""
-    params, output, lead = wish.params, [], math.inf
+    params, output, lead = row_params.params, [], math.inf
     for _ in range(num_tokens):
         tokens = prompt + output
         with torch.no_grad():
@@ -38,9 +38,9 @@ def slow_greedy(theirs, prompt, wish, num_tokens=NUM_TOKENS):
         for token in range(VOCAB):
             if params.allowed_token_ids is not None and token not in params.allowed_token_ids:
                 scores[token] = -math.inf
-            if token in wish.eos and len(output) < params.min_tokens:
+            if token in row_params.eos and len(output) < params.min_tokens:
                 scores[token] = -math.inf
-            for word in wish.bad_words:
+            for word in row_params.bad_words:
                 if word[-1] == token and tuple(tokens)[len(tokens) - len(word) + 1 :] == word[:-1]:
                     scores[token] = -math.inf
             scores[token] += params.logit_bias.get(token, 0)
@@ -74,38 +74,48 @@ def params_of(**options):
     ],
 )
 def test_parameters_equal_the_oracle_alone_and_together(theirs, model, params):
-    wishes = [Wish(params, len(prompt)) for prompt in PROMPTS]
-    expected = [slow_greedy(theirs, prompt, wish) for prompt, wish in zip(PROMPTS, wishes, strict=True)]
+    params_of_rows = [RowParams(params, len(prompt)) for prompt in PROMPTS]
+    expected = [
+        slow_greedy(theirs, prompt, row_params) for prompt, row_params in zip(PROMPTS, params_of_rows, strict=True)
+    ]
     assert min(lead for _, lead in expected) > 1e-3
     tokens = [tokens for tokens, _ in expected]
     plain = Driver(model).generate(PROMPTS, NUM_TOKENS)
     assert tokens != plain  # otherwise nothing is tested
-    assert Driver(model).generate(PROMPTS, NUM_TOKENS, wishes) == tokens
-    mixed = Driver(model).generate(PROMPTS, NUM_TOKENS, [wishes[0], params_of(), wishes[2]], cut=2)
+    assert Driver(model).generate(PROMPTS, NUM_TOKENS, params_of_rows) == tokens
+    mixed = Driver(model).generate(PROMPTS, NUM_TOKENS, [params_of_rows[0], params_of(), params_of_rows[2]], cut=2)
     assert mixed == [tokens[0], plain[1], tokens[2]]
 
 
-def test_bad_words_do_not_come_up_but_their_beginnings_do(theirs, model):
+def test_bad_words_are_not_generated_but_their_prefixes_are(theirs, model):
     plain = Driver(model).generate(PROMPTS, NUM_TOKENS)
     words = [((tokens[0],), tuple(tokens[3:5]), (prompt[-1], tokens[1]), (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, tokens[2]))
              for prompt, tokens in zip(PROMPTS, plain, strict=True)]  # fmt: skip
-    wishes = [Wish(params_of(), len(prompt), bad_words=some) for prompt, some in zip(PROMPTS, words, strict=True)]
-    found = Driver(model).generate(PROMPTS, NUM_TOKENS, wishes)
-    expected = [slow_greedy(theirs, prompt, wish) for prompt, wish in zip(PROMPTS, wishes, strict=True)]
+    params_of_rows = [
+        RowParams(params_of(), len(prompt), bad_words=some) for prompt, some in zip(PROMPTS, words, strict=True)
+    ]
+    found = Driver(model).generate(PROMPTS, NUM_TOKENS, params_of_rows)
+    expected = [
+        slow_greedy(theirs, prompt, row_params) for prompt, row_params in zip(PROMPTS, params_of_rows, strict=True)
+    ]
     assert found == [tokens for tokens, _ in expected]
     assert found != plain
 
 
 def test_no_end_before_min_tokens(theirs, model):
     plain = Driver(model).generate(PROMPTS, NUM_TOKENS)
-    wishes = [
-        Wish(params_of(min_tokens=3), len(prompt), eos=(tokens[0], tokens[3]))
+    params_of_rows = [
+        RowParams(params_of(min_tokens=3), len(prompt), eos=(tokens[0], tokens[3]))
         for prompt, tokens in zip(PROMPTS, plain, strict=True)
     ]
-    found = Driver(model).generate(PROMPTS, NUM_TOKENS, wishes)
-    expected = [slow_greedy(theirs, prompt, wish) for prompt, wish in zip(PROMPTS, wishes, strict=True)]
+    found = Driver(model).generate(PROMPTS, NUM_TOKENS, params_of_rows)
+    expected = [
+        slow_greedy(theirs, prompt, row_params) for prompt, row_params in zip(PROMPTS, params_of_rows, strict=True)
+    ]
     assert found == [tokens for tokens, _ in expected]
-    assert all(not set(tokens[:3]) & set(wish.eos) for tokens, wish in zip(found, wishes, strict=True))
+    assert all(
+        not set(tokens[:3]) & set(row_params.eos) for tokens, row_params in zip(found, params_of_rows, strict=True)
+    )
 
 
 @settings(max_examples=15, deadline=None)
@@ -129,21 +139,21 @@ def test_combinations_equal_the_oracle(
         allowed_token_ids=tuple(range(16)),  # so that tokens repeat
         min_tokens=min_tokens,
     )
-    wish = Wish(params, len(prompt), eos=(3, 4), bad_words=bad_words)
-    expected, lead = slow_greedy(theirs, prompt, wish, 6)
-    assert lead < 1e-3 or Driver(model).generate([prompt], 6, wish)[0] == expected
+    row_params = RowParams(params, len(prompt), eos=(3, 4), bad_words=bad_words)
+    expected, lead = slow_greedy(theirs, prompt, row_params, 6)
+    assert lead < 1e-3 or Driver(model).generate([prompt], 6, row_params)[0] == expected
 
 
 def test_tokens_that_only_the_runner_knows_are_penalised(theirs, model):
     """With two steps in flight, no Step contains the sampled tokens."""
-    wish = Wish(
+    row_params = RowParams(
         params_of(frequency_penalty=2.0, presence_penalty=1.0, allowed_token_ids=tuple(range(9))),
         len(PROMPTS[0]),
         bad_words=((3, 4), (5, 6), (7, 7)),
     )
-    expected, _ = slow_greedy(theirs, PROMPTS[0], wish)
+    expected, _ = slow_greedy(theirs, PROMPTS[0], row_params)
     driver = Driver(model)
-    step = driver.step([(0, 0, 5)], opens=[(0, wish)], tokens=[(0, 0, PROMPTS[0])])
+    step = driver.step([(0, 0, 5)], opens=[(0, row_params)], tokens=[(0, 0, PROMPTS[0])])
     driver.runner.launch(step)
     driver.runner.sample(step.id, SamplingMasks.empty())
     found = []
@@ -164,9 +174,9 @@ def test_a_grammar_and_a_list_both_bind(model):
 
 def test_a_dead_end_is_the_row_s_own(model):
     plain = Driver(model).generate(PROMPTS, 2)
-    wish = Wish(params_of(allowed_token_ids=(5,)), len(PROMPTS[1]), bad_words=((5, 5),))
+    row_params = RowParams(params_of(allowed_token_ids=(5,)), len(PROMPTS[1]), bad_words=((5, 5),))
     driver = Driver(model)
-    opens = [(0, params_of()), (1, wish), (2, params_of())]
+    opens = [(0, params_of()), (1, row_params), (2, params_of())]
     spans = [(row, 0, len(prompt)) for row, prompt in enumerate(PROMPTS)]
     first = driver.run(spans, opens=opens, tokens=[(row, 0, prompt) for row, prompt in enumerate(PROMPTS)])
     assert first.tokens.tolist() == [plain[0][0], 5, plain[2][0]]

@@ -67,7 +67,7 @@ def test_ranks_of_equals_are_equal():
     assert found.ranks.tolist() == [2]
 
 
-def test_what_others_ask_does_not_choose_among_equals():
+def test_top_logprobs_of_tied_tokens_do_not_depend_on_other_rows():
     logits = torch.zeros(2, 500)
     logits[:, 77] = 1
     alone = report_of(logits[:1], [3], np.array([2]))
@@ -75,7 +75,7 @@ def test_what_others_ask_does_not_choose_among_equals():
     assert alone.ids[0].tolist() == beside.ids[0, :3].tolist() == [3, 77, 0]
 
 
-def test_nobody_asks_and_no_logits_are_computed():
+def test_no_logits_are_computed_when_no_row_asks_for_logprobs():
     def never(some):
         raise AssertionError
 

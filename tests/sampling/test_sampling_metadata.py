@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_runner_driver import GREEDY, Wish, open_rows
+from model_runner_driver import GREEDY, RowParams, open_rows
 from sampling_metadata_builders import mask
 
 from quire.core.step import SamplingMasks
@@ -20,8 +20,8 @@ MAX_LEN = 30
 
 token = st.integers(0, VOCAB - 1)
 few = st.integers(0, 3)  # tokens that repeat
-wishes = st.builds(
-    Wish,
+row_params_strategy = st.builds(
+    RowParams,
     st.builds(
         SamplingParams,
         temperature=st.just(0.0),
@@ -41,14 +41,14 @@ wishes = st.builds(
 )
 
 
-def banned_tokens(wish, tokens):
+def banned_tokens(row_params, tokens):
     """Banned tokens of a row that ends with `tokens`."""
-    ends = wish.eos if len(tokens) < wish.prompt_len + wish.params.min_tokens else ()
-    words = [word[-1] for word in wish.bad_words if tuple(tokens[len(tokens) + 1 - len(word) :]) == word[:-1]]
-    size = wish.params.no_repeat_ngram_size
+    ends = row_params.eos if len(tokens) < row_params.prompt_len + row_params.params.min_tokens else ()
+    words = [word[-1] for word in row_params.bad_words if tuple(tokens[len(tokens) + 1 - len(word) :]) == word[:-1]]
+    size = row_params.params.no_repeat_ngram_size
     ngrams = [tokens[start : start + size] for start in range(len(tokens) - size + 1) if size]
     repeats = {ngram[-1] for ngram in ngrams if ngram[:-1] == tokens[len(tokens) - size + 1 :]}
-    return set(ends) | {word for word in words} | repeats - set(wish.eos)
+    return set(ends) | {word for word in words} | repeats - set(row_params.eos)
 
 
 def check(columns, opened, rows, positions, tokens, late_masks):
@@ -59,8 +59,8 @@ def check(columns, opened, rows, positions, tokens, late_masks):
     found = dict(zip(draws.masks.rows.tolist(), draws.masks.words.tolist(), strict=True))
     reported = columns.token_lists.logprob_tokens(rows)
     for index, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
-        wish, known = opened[row], tokens[row, :position].tolist()
-        params = wish.params
+        row_params, known = opened[row], tokens[row, :position].tolist()
+        params = row_params.params
         limits = [set(params.allowed_token_ids)] if params.allowed_token_ids is not None else []
         limits += [late_masks[row]] if row in late_masks else []
         assert found.get(index) == (mask([set.intersection(*limits)], VOCAB)[0].tolist() if limits else None)
@@ -70,7 +70,7 @@ def check(columns, opened, rows, positions, tokens, late_masks):
             for i, t, value in zip(draws.edits.rows, draws.edits.tokens, draws.edits.values, strict=True)
             if i == index
         ]
-        assert {t for t, value in edits if value == -math.inf} == banned_tokens(wish, known)
+        assert {t for t, value in edits if value == -math.inf} == banned_tokens(row_params, known)
         assert {t: value for t, value in edits if value > -math.inf} == dict(params.logit_bias)
 
         came = [
@@ -78,7 +78,7 @@ def check(columns, opened, rows, positions, tokens, late_masks):
             for i, t, is_output in zip(draws.history.rows, draws.history.tokens, draws.history.are_output, strict=True)
             if i == index
         ]
-        counted = [(t, place >= wish.prompt_len) for place, t in enumerate(known)]
+        counted = [(t, place >= row_params.prompt_len) for place, t in enumerate(known)]
         if params.repetition_penalty == 1:
             counted = [entry for entry in counted if entry[1]]
             if params.presence_penalty == params.frequency_penalty == 0:
@@ -98,7 +98,7 @@ def test_draws_equal_loops_while_rows_come_and_go(data):
     random = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     tokens = random.integers(0, 4, (ROWS, MAX_LEN), np.int32)
     for _ in range(3):
-        fresh = data.draw(st.dictionaries(st.integers(0, ROWS - 1), wishes, min_size=0 if opened else 1))
+        fresh = data.draw(st.dictionaries(st.integers(0, ROWS - 1), row_params_strategy, min_size=0 if opened else 1))
         columns.set_rows(open_rows(list(fresh.items())))
         opened |= fresh
         rows = np.array(data.draw(st.lists(st.sampled_from(sorted(opened)), unique=True)), np.int32)
@@ -116,7 +116,9 @@ def test_a_bad_word_may_be_longer_than_what_came_before():
 
 def test_rows_that_ask_for_nothing_give_nothing_to_do():
     columns = SamplingColumns(4, VOCAB)
-    asking = Wish(SamplingParams(repetition_penalty=2.0, logit_bias={1: 1.0}, allowed_token_ids=(2,)), 1, (1,), ((4,),))
+    asking = RowParams(
+        SamplingParams(repetition_penalty=2.0, logit_bias={1: 1.0}, allowed_token_ids=(2,)), 1, (1,), ((4,),)
+    )
     columns.set_rows(open_rows([(row, asking) for row in range(4)]))
     columns.set_rows(open_rows([(row, GREEDY) for row in range(4)]))  # resets the previous parameters
     draws = columns.metadata(np.arange(4), np.full(4, 9), np.zeros((4, 10), np.int32), SamplingMasks.empty())

@@ -12,55 +12,55 @@ from quire.scheduler.admission_watermark import AdmissionWatermark
 CALM = 300  # steps without preemption after which it falls
 
 
-def calm(caution, steps):
-    return sum(caution.planned() for _ in range(steps))
+def calm(watermark, steps):
+    return sum(watermark.planned() for _ in range(steps))
 
 
 def test_preemptions_at_once_are_one_reason_and_later_ones_another():
-    caution = AdmissionWatermark([1000], 0.01)
-    assert caution.watermark_blocks(10) == [10], "the watermark"
-    assert caution.preempted(20) and not caution.preempted(20)
-    assert caution.blocks_per_sequence == 1 and caution.watermark_blocks(20) == [20]
+    watermark = AdmissionWatermark([1000], 0.01)
+    assert watermark.watermark_blocks(10) == [10], "the watermark"
+    assert watermark.preempted(20) and not watermark.preempted(20)
+    assert watermark.blocks_per_sequence == 1 and watermark.watermark_blocks(20) == [20]
     for expected in (2, 4, 8):
-        calm(caution, 40)
-        assert caution.preempted(20)
-        assert caution.blocks_per_sequence == expected
+        calm(watermark, 40)
+        assert watermark.preempted(20)
+        assert watermark.blocks_per_sequence == expected
 
 
 def test_time_without_preemptions_takes_it_back_block_by_block():
-    caution = AdmissionWatermark([1000], 0.01)
+    watermark = AdmissionWatermark([1000], 0.01)
     for _ in range(3):
-        caution.preempted(20)
-        calm(caution, 40)
-    assert caution.blocks_per_sequence == 4
+        watermark.preempted(20)
+        calm(watermark, 40)
+    assert watermark.blocks_per_sequence == 4
     for left in (3, 2, 1, 0, 0):
-        calm(caution, CALM)
-        assert caution.blocks_per_sequence == left
-    assert caution.watermark_blocks(100) == [10]
+        calm(watermark, CALM)
+        assert watermark.blocks_per_sequence == left
+    assert watermark.watermark_blocks(100) == [10]
 
 
 def test_no_more_is_kept_than_changes_anything_so_that_it_fades_soon():
-    caution = AdmissionWatermark([10_000], 0.01)
+    watermark = AdmissionWatermark([10_000], 0.01)
     for _ in range(20):
-        caution.preempted(100)
-        calm(caution, 40)
-    assert caution.blocks_per_sequence == 50 and caution.watermark_blocks(100) == [5000]
-    calm(caution, CALM)
-    assert caution.watermark_blocks(100) == [4900]
+        watermark.preempted(100)
+        calm(watermark, 40)
+    assert watermark.blocks_per_sequence == 50 and watermark.watermark_blocks(100) == [5000]
+    calm(watermark, CALM)
+    assert watermark.watermark_blocks(100) == [4900]
 
 
 @given(st.lists(st.sampled_from(["preempted", "planned"]), max_size=400), st.integers(0, 500))
 def test_never_less_than_the_watermark_nor_more_than_half_of_a_pool(calls, num_running):
-    caution = AdmissionWatermark([64, 1000], 0.1)
+    watermark = AdmissionWatermark([64, 1000], 0.1)
     for call in calls:
-        before = caution.blocks_per_sequence
-        changed = caution.planned() if call == "planned" else caution.preempted(num_running)
-        assert changed == (caution.blocks_per_sequence != before)
-    small, large = caution.watermark_blocks(num_running)
+        before = watermark.blocks_per_sequence
+        changed = watermark.planned() if call == "planned" else watermark.preempted(num_running)
+        assert changed == (watermark.blocks_per_sequence != before)
+    small, large = watermark.watermark_blocks(num_running)
     assert 6 <= small <= 32 and 100 <= large <= 500
 
 
-def test_who_runs_too_short_of_blocks_slows_admission_and_an_event_says_so():
+def test_preemptions_raise_the_admission_watermark_and_emit_an_event():
     rig = Rig(num_blocks=24, max_model_len=64)
     for i in range(8):
         rig.add(str(i), [i + 1] * 4, max_tokens=40)

@@ -47,7 +47,7 @@ def drive(logprobs_of, rules, num_candidates):
     return search.hypotheses, steps
 
 
-def told(hypotheses):
+def beams_of(hypotheses):
     return [(tuple(one.token_ids), one.finish_reason, pytest.approx(one.score)) for one in hypotheses]
 
 
@@ -84,7 +84,7 @@ def test_a_search_wide_enough_for_everything_is_exhaustive(
     ]
     everything.sort(key=lambda one: -one[2])
     found, _ = drive(toy.logprobs, rules, vocab)
-    assert everything == told(found)
+    assert everything == beams_of(found)
 
 
 def slow_search(toy, rules, *, stops_early=True):
@@ -171,7 +171,7 @@ def one_step(live, rows, **rules):
     )  # fmt: skip
 
 
-def test_equals_are_taken_in_order():
+def test_beams_with_equal_scores_are_selected_in_order():
     selection = one_step([-1.0, -1.0], [[-2.0, -2.0, -2.0]] * 2)
     assert [(beam.parent, beam.token) for beam in selection.live] == [(0, 0), (0, 1)]
     assert one_step([-1.0, -0.5], [[-2.0, -2.0, -2.0]] * 2).live[0][:2] == (1, 0)
@@ -196,14 +196,14 @@ def test_equals_are_taken_in_order():
         (1.0, True, -9.0, True),
     ],
 )
-def test_when_it_is_over(penalty, stopping, worst, over):
+def test_beam_search_ends_when_no_live_beam_can_improve_the_worst_ended_one(penalty, stopping, worst, over):
     rules = Rules(2, 8, penalty, stopping)
     ids, logprobs = np.array([[3, 4]]), np.array([[-1.0, -2.0]])
     assert select([-3.0], ids, logprobs, [worst, -0.1], rules, 2).over == over
     assert not select([-3.0], ids, logprobs, [worst], rules, 2).over, "fewer than the width"
 
 
-def test_an_end_token_behind_the_best_is_forgotten():
+def test_an_end_token_below_the_beam_width_ends_no_beam():
     selection = one_step([0.0], [[-3.0, -1.0, -2.0]], stop_ids=frozenset({0}))
     assert [beam.token for beam in selection.live] == [1, 2]
     assert selection.ended == []
@@ -211,7 +211,7 @@ def test_an_end_token_behind_the_best_is_forgotten():
     assert (ending.token, ending.reason, ending.score) == (0, "stop", -1.5)
 
 
-def test_what_pads_or_cannot_be_is_no_candidate():
+def test_padding_and_impossible_tokens_are_no_beam_candidates():
     ids = np.array([[4, 2, -1], [3, -1, -1]], np.int32)
     values = np.array([[-1.0, -math.inf, -0.5], [math.nan, -math.inf, -math.inf]], np.float32)
     selection = select([0.0, 0.0], ids, values, (), Rules(2, 9), 1)

@@ -156,7 +156,7 @@ def test_a_full_disk_ends_the_journal_and_nothing_else(caplog):
     assert rig.file.closed
 
 
-def test_what_cannot_be_written_down_is_not_taken_in():
+def test_requests_that_the_journal_cannot_encode_are_rejected():
     rig = Rig()
     with pytest.raises(RequestError, match="valid Unicode"):
         rig.add("a\ud800", [1, 2, 3])

@@ -64,17 +64,17 @@ def test_swapped_sequences_come_back_and_compute_nothing_twice(prefix_index, ste
     assert {event.how for event in rig.preempted} == {"swap"}
     stats = rig.engine.stats()
     assert stats.num_swapped_out_blocks >= stats.num_swapped_in_blocks > 0
-    told = [one for i in range(3) for one in rig.engine.explain(str(i)).preemptions]
-    assert len(told) == len(rig.preempted)
-    assert all(one.num_recomputed_tokens == 0 and one.num_bytes_out > 0 for one in told)
-    assert sum(one.num_bytes_in for one in told) == 256 * stats.num_swapped_in_blocks
+    preemptions = [one for i in range(3) for one in rig.engine.explain(str(i)).preemptions]
+    assert len(preemptions) == len(rig.preempted)
+    assert all(one.num_recomputed_tokens == 0 and one.num_bytes_out > 0 for one in preemptions)
+    assert sum(one.num_bytes_in for one in preemptions) == 256 * stats.num_swapped_in_blocks
     computed = sum(rig.scheduler.sizes)
     assert computed == 3 * (20 + 19), "each token's KV once"
     assert rig.replay().difference == ""
 
 
 @BOTH
-def test_what_comes_back_is_computed_from_when_its_step_is_committed_and_not_before(steps_in_flight):
+def test_a_swapped_in_sequence_is_computed_only_after_the_commit_of_its_move(steps_in_flight):
     rig = Watched(num_blocks=16, preemption="swap", steps_in_flight=steps_in_flight)
     crowd(rig)
     back = [(step.id, move) for step in rig.steps for move in step.moves if move.source == "host"]
@@ -82,7 +82,7 @@ def test_what_comes_back_is_computed_from_when_its_step_is_committed_and_not_bef
     for step_id, move in back:
         targets = {target for _, target in move.pairs}
         (opened,) = [writes.values.tolist() for step in rig.steps if step.id == step_id for writes in step.blocks]
-        assert targets <= set(opened), "the runner is told of the table with the step that brings its blocks"
+        assert targets <= set(opened), "the runner gets the table with the step that brings its blocks"
     assert any(len(step.chunks) == 0 and host_moves(step.moves) for step in rig.steps) or steps_in_flight == 1
 
 
@@ -92,9 +92,9 @@ def test_the_worked_example_of_the_page():
     rig.add("B", prompt(7, 1), max_tokens=6)
     rig.run()
     page = (Path(__file__).parents[2] / "docs" / "preemption.md").read_text()
-    told = [block.strip() for block in page.split("```")[1::2]]
+    shown_steps = [block.strip() for block in page.split("```")[1::2]]
     steps = [str(step) for step in rig.steps]
-    assert told == [steps[5], f"{steps[9]}\n{steps[10]}"]
+    assert shown_steps == [steps[5], f"{steps[9]}\n{steps[10]}"]
 
 
 def test_a_full_host_pool_means_that_the_rest_is_computed_again():
@@ -213,7 +213,7 @@ def test_members_that_come_back_one_after_the_other_share_the_blocks_they_shared
     assert cache.check() == [] and cache.host_pools.num_free == cache.pools.num_free == 20
 
 
-def test_what_the_index_still_has_is_not_copied():
+def test_swap_in_copies_no_blocks_that_the_prefix_index_still_has():
     cache = KVCache(cache_config(20, prefix_index="radix", num_host_blocks=20))
     tokens = prompt(30)
     table = cache.new_table(0, tokens)
@@ -231,7 +231,7 @@ def test_what_the_index_still_has_is_not_copied():
     assert cache.host_pools.num_free == 20
 
 
-def test_where_the_index_has_less_only_the_rest_is_copied():
+def test_swap_in_copies_only_blocks_behind_the_prefix_match():
     cache = KVCache(cache_config(8, prefix_index="hash", num_host_blocks=20))
     tokens = prompt(30)
     table = cache.new_table(0, tokens)
@@ -324,10 +324,10 @@ def test_beam_searches_are_always_computed_again():
     steps_in_flight=st.sampled_from([1, 2]),
     preemption=st.sampled_from(["swap", "swap", "auto", "recompute"]),
     failing=st.sets(st.integers(0, 60), max_size=4),
-    told=st.booleans(),
+    asks_logprobs=st.booleans(),
     seed=st.integers(0, 2**16),
 )
-def test_preempted_is_undisturbed(
+def test_preemption_changes_no_token(
     lengths,
     num_blocks,
     num_host_blocks,
@@ -337,7 +337,7 @@ def test_preempted_is_undisturbed(
     steps_in_flight,
     preemption,
     failing,
-    told,
+    asks_logprobs,
     seed,
 ):
     """Pools down to one sequence, forks, partial blocks, windows, every index, one and two steps, failures."""
@@ -362,7 +362,7 @@ def test_preempted_is_undisturbed(
     for i, (length, max_tokens, n) in enumerate(lengths):
         tokens = common[: rng.randint(0, length)] + prompt(length, seed + i + 1)
         asked[str(i)] = (tokens[:length], max_tokens, n)
-        scored = {"prompt_logprobs": 0} if told and i % 2 else {}
+        scored = {"prompt_logprobs": 0} if asks_logprobs and i % 2 else {}
         rig.add(str(i), tokens[:length], max_tokens=max_tokens, n=n, **scored)
         for _ in range(rng.choice((0, 0, 1, 4))):
             rig.step()

@@ -7,6 +7,7 @@ from eviction_memory import POLICIES, Memory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_engine import VOCAB, Rig
+from small_engines import limits, memory, request, result_of
 
 from quire.cache.kv_cache import KVCache
 from quire.cache.prefix.index import token_key
@@ -18,7 +19,6 @@ from quire.scheduler import journal
 from quire.scheduler.queue.prefix_aware import MAX_IN_A_ROW
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence import MOST_PROGRAMS, PROGRAM_LEAD_SECONDS, Programs
-from tools.small_engines import limits, memory, request, result_of
 
 
 @pytest.mark.parametrize(
@@ -37,10 +37,10 @@ from tools.small_engines import limits, memory, request, result_of
     ],
 )
 def test_a_program_out_of_bounds_is_refused_by_name(fields, param):
-    with pytest.raises(RequestError) as told:
+    with pytest.raises(RequestError) as caught:
         Program(**fields)
-    assert told.value.param == param
-    assert param in str(told.value)
+    assert caught.value.param == param
+    assert param in str(caught.value)
 
 
 # Admission order
@@ -95,7 +95,7 @@ ARRIVALS = st.lists(
 
 @given(ARRIVALS)
 @settings(max_examples=100)
-def test_programs_are_served_as_they_began_and_nobody_is_passed_by_who_came_much_later(arrivals):
+def test_programs_run_in_order_of_their_first_request_with_a_bounded_lead(arrivals):
     scheduler, go = queued()
     now, begun, keys, came = 0.0, {}, {}, {}
     for i, (gap, program, tenant, ends) in enumerate(arrivals):
@@ -114,7 +114,7 @@ def test_programs_are_served_as_they_began_and_nobody_is_passed_by_who_came_much
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "lpm", "cache-aware"])
-def test_siblings_of_who_is_next_follow_it(policy):
+def test_requests_of_the_next_program_run_together(policy):
     scheduler, go = queued(policy, "radix", wait_weight=0.0)
     prompts = {"stranger": [9] * 9, "p0": [1] * 5, "q0": [2] * 9, "p1": [3] * 9, "another": [4] * 5, "p2": [1] * 9}
     for name, prompt in prompts.items():
@@ -160,7 +160,7 @@ def test_fair_turns_of_tenants_are_those_that_they_have_without_programs(arrival
     assert turns[0] == turns[1]
 
 
-def test_programs_are_remembered_in_bounds_and_forgotten_when_they_end():
+def test_program_records_are_bounded_and_dropped_when_programs_end():
     programs = Programs()
     for i in range(2 * MOST_PROGRAMS):
         programs.arrival(asked(str(i), str(i)), i, 0.0)
@@ -179,7 +179,7 @@ P = Program(id="p", ttl=10.0)
 
 
 @pytest.mark.parametrize("eviction", POLICIES)
-def test_what_a_finished_branch_left_goes_before_all_else_and_its_trunk_stays(eviction):
+def test_kv_of_a_finished_branch_is_evicted_first_and_its_trunk_is_kept(eviction):
     memory = Memory(eviction)
     memory.run([1, 1, 1], program=P)
     memory.run([5, 5, 5, 5])
@@ -197,7 +197,7 @@ def test_what_a_finished_branch_left_goes_before_all_else_and_its_trunk_stays(ev
 
 
 @pytest.mark.parametrize("eviction", [policy for policy in POLICIES if policy != "cost"])
-def test_what_is_expected_to_go_on_outlives_what_was_used_later_until_its_time_is_over(eviction):
+def test_kv_of_an_open_program_outlives_later_used_kv_until_its_ttl(eviction):
     memory = Memory(eviction)
     memory.run([1] * 4, program=P)
     for i in range(2, 9):
@@ -231,7 +231,7 @@ def test_of_programs_that_all_go_on_the_one_that_began_first_keeps_its_own():
     assert [memory.has([i] * 3) for i in (1, 2, 3)] == [0, 3, 0]
 
 
-def test_what_others_use_too_is_not_given_up_with_a_branch():
+def test_kv_that_other_requests_share_is_kept_when_a_branch_ends():
     memory = Memory()
     memory.run([1, 1])
     memory.run([1, 1, 2, 2], program=P)
@@ -268,19 +268,19 @@ def test_retention_that_is_asked_beside_a_program_counts_where_it_is_more():
     assert [memory.has([i] * 3) for i in (1, 2, 3)] == [3, 0, 0]
 
 
-def test_nothing_is_remembered_of_programs_whose_kv_is_gone():
+def test_program_hints_are_dropped_with_the_kv_of_the_program():
     memory = Memory(num_blocks=20)
     for i in range(200):
         branch = Program(id=str(i % 7), branch=str(i), ttl=5.0)
         memory.run([i, i, i], program=branch, now=float(i))
         if i % 3 == 0:
             memory.kv.end_program("tenant", str(i % 7), None)
-    wishes = memory.kv.index.trees.retention
-    assert len(wishes.branch_hints) <= 20
-    assert {key for keys in wishes.branches.values() for key in keys} == set(wishes.branch_hints)
+    retention = memory.kv.index.trees.retention
+    assert len(retention.branch_hints) <= 20
+    assert {key for keys in retention.branches.values() for key in keys} == set(retention.branch_hints)
     memory.kv.flush()
-    assert not wishes.branch_hints
-    assert not wishes.branches
+    assert not retention.branch_hints
+    assert not retention.branches
     leaves = memory.kv.index.trees.leaves
     assert not len(leaves)
     assert not leaves._by_tenant
@@ -376,8 +376,8 @@ def test_a_branch_that_ends_while_its_request_runs_is_finished_when_that_is():
     rig.run()
     rig.add("b", [2] * 8, max_tokens=4)
     rig.run()
-    forest = rig.cache.index.trees
-    first = forest.leaves.pop()
+    trees = rig.cache.index.trees
+    first = trees.leaves.pop()
     assert first.path.startswith(token_key([1] * 8))
 
 

@@ -1,10 +1,9 @@
 """Prompt logprobs from a position on: tokens before it may be cached."""
 
 import pytest
-from scripted_constraints import FormRig
+from constrained_rig import ConstrainedRig
+from scripted_constraints import ScriptedConstraints, expected_output
 from scripted_engine import Rig
-
-from tools.scripted_constraints import ScriptedConstraints, expected_output
 
 
 @pytest.mark.parametrize("start", [0, 1, 9, 16, 18, 19, 40])
@@ -27,10 +26,12 @@ def test_only_tokens_behind_the_start_are_scored_and_what_is_before_them_is_not_
 @pytest.mark.parametrize("start", [0, 7])
 def test_a_prompt_is_scored_to_its_end_where_forced_text_follows_it(budget, in_flight, start):
     prompt = [(7 * i) % 50 for i in range(20)]
-    rig = FormRig(ScriptedConstraints(often=1, longest=9), max_num_batched_tokens=budget, steps_in_flight=in_flight)
+    rig = ConstrainedRig(
+        ScriptedConstraints(often=1, longest=9), max_num_batched_tokens=budget, steps_in_flight=in_flight
+    )
     asked = {"prompt_logprobs": 0, "prompt_logprobs_start": start}
     rig.add("a", prompt, max_tokens=12, n=2, structured_outputs={"regex": "any"}, **asked)
     rig.run()
     assert rig.scored["a"] == [(prompt[i], i) for i in range(start + 1, 20)]
     for index in range(2):
-        assert rig.tokens["a", index] == expected_output(prompt, rig.whims, 12)[0]
+        assert rig.tokens["a", index] == expected_output(prompt, rig.constraints, 12)[0]

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_engine import VOCAB, Rig
+from small_engines import limits, memory, simulated
 
 from quire.config import ConfigError, EngineOptions, SchedulerConfig, with_queue_limits
 from quire.core.request import KnownOutput, Namespace, Request
 from quire.core.scheduling_params import SchedulingParams
 from quire.errors import MAX_EXPECTED_RETRIES, QueueFull
 from quire.params import SamplingParams
-from tools.small_engines import limits, memory, simulated
 
 
 def prompt(length: int, salt: int = 0) -> list[int]:
@@ -34,7 +34,7 @@ def full(**bounds) -> Rig:
     ("bounds", "length"),
     [({"max_queued_requests": 2}, 1), ({"max_queued_tokens": 25}, 6), ({"max_queued_tokens": 20}, 1)],
 )
-def test_one_too_many_is_refused_and_told_when_to_come(bounds, length):
+def test_a_request_beyond_the_queue_limit_is_rejected_with_retry_after(bounds, length):
     rig = full(**bounds)
     with pytest.raises(QueueFull, match="queue is full") as refused:
         rig.add("w3", prompt(length))
@@ -80,14 +80,14 @@ def test_a_rejection_before_any_step_time_is_known_applies_to_the_next_request()
 
 
 @pytest.mark.parametrize("bounds", [{}, {"max_queued_requests": 3}, {"max_queued_tokens": 30}])
-def test_what_is_within_the_bound_is_taken_in(bounds):
+def test_a_request_within_the_queue_limit_is_admitted(bounds):
     rig = full(**bounds)
     rig.add("w3", prompt(10))
     rig.run()
     assert len(rig.tokens) == 4
 
 
-def test_who_finds_nobody_waiting_is_taken_in_however_long():
+def test_an_empty_queue_admits_a_request_of_any_length():
     rig = Rig(max_queued_tokens=5)
     rig.add("long", prompt(100))
     with pytest.raises(QueueFull):
@@ -95,7 +95,7 @@ def test_who_finds_nobody_waiting_is_taken_in_however_long():
     rig.run()
 
 
-def test_where_nothing_is_known_of_steps_a_second_is_told():
+def test_retry_after_is_one_second_before_steps_are_measured():
     rig = Rig(max_queued_requests=1)
     rig.add("a", [1])
     with pytest.raises(QueueFull) as refused:
@@ -103,7 +103,7 @@ def test_where_nothing_is_known_of_steps_a_second_is_told():
     assert refused.value.retry_after == 1.0
 
 
-def test_what_was_accepted_before_is_never_refused():
+def test_resumed_requests_are_exempt_from_the_queue_limit():
     rig = full(max_queued_requests=2)
     params = SamplingParams(temperature=0.0, max_tokens=4)
     rig.engine.add(Request("known", prompt(4), params, known_outputs=[KnownOutput([3])]))
@@ -115,16 +115,18 @@ def test_what_was_accepted_before_is_never_refused():
     assert rig.replay().difference == ""
 
 
-def test_of_those_who_are_refused_each_is_told_a_later_time_and_a_flood_ends():
+def test_retry_after_grows_with_each_rejected_request_up_to_a_bound():
     rig = full(max_queued_requests=2)
-    told = []
+    retry_times = []
     for i in range(MAX_EXPECTED_RETRIES + 50):
         with pytest.raises(QueueFull) as refused:
             rig.scheduler.add(request_of(rig, f"more {i}"), rig.now)
-        told.append(round(rig.now + refused.value.retry_after, 9))
-    assert told[:MAX_EXPECTED_RETRIES] == sorted(told[:MAX_EXPECTED_RETRIES])
-    assert len(set(told)) > 0.9 * MAX_EXPECTED_RETRIES, "each has a time of its own"
-    assert max(told[MAX_EXPECTED_RETRIES:]) < told[MAX_EXPECTED_RETRIES - 1] + 1, "the line grows only as time goes by"
+        retry_times.append(round(rig.now + refused.value.retry_after, 9))
+    assert retry_times[:MAX_EXPECTED_RETRIES] == sorted(retry_times[:MAX_EXPECTED_RETRIES])
+    assert len(set(retry_times)) > 0.9 * MAX_EXPECTED_RETRIES, "each has a time of its own"
+    assert max(retry_times[MAX_EXPECTED_RETRIES:]) < retry_times[MAX_EXPECTED_RETRIES - 1] + 1, (
+        "the line grows only as time goes by"
+    )
     rig.run()
     assert rig.replay().difference == ""
 
@@ -240,7 +242,7 @@ def test_retry_after_is_near_the_wait_until_the_requests_own_flow_has_room(polic
         assert 0.7 * wait < predicted[-1] < 1.6 * wait + 0.02
         rig.run()
     if policy == "fair":
-        assert predicted[2] < 0.2 * predicted[0], "one request of the third-party leaves long before 20 of the first"
+        assert predicted[2] < 0.2 * predicted[0], "one request of the third client leaves long before 20 of the first"
 
 
 @pytest.mark.parametrize(
@@ -291,7 +293,7 @@ def test_retry_after_is_near_the_wait_whichever_resource_is_short(changed, num_b
     num_blocks=st.sampled_from([12, 40]),
     steps_in_flight=st.sampled_from([1, 2]),
 )
-def test_who_is_refused_is_decided_by_those_who_never_ran(data, most, tokens, num_blocks, steps_in_flight):
+def test_the_queue_limit_counts_only_requests_that_never_ran(data, most, tokens, num_blocks, steps_in_flight):
     rig = Rig(
         max_num_seqs=3, num_blocks=num_blocks, max_model_len=40, steps_in_flight=steps_in_flight,
         max_queued_requests=most, max_queued_tokens=tokens, prefix_index="radix",
@@ -320,8 +322,8 @@ def test_who_is_refused_is_decided_by_those_who_never_ran(data, most, tokens, nu
 
 
 def is_new(rig, request_id) -> bool:
-    told = rig.engine.explain(request_id)
-    return told is not None and told.state == "waiting" and told.admitted is None
+    explained = rig.engine.explain(request_id)
+    return explained is not None and explained.state == "waiting" and explained.admitted is None
 
 
 def test_the_bounds_of_a_server():
@@ -333,7 +335,7 @@ def test_the_bounds_of_a_server():
 
 
 @pytest.mark.parametrize("name", ["max_queued_requests", "max_queued_tokens"])
-def test_a_queue_of_nobody_is_refused(name):
+def test_a_queue_limit_of_0_is_a_config_error(name):
     with pytest.raises(ConfigError, match=name):
         SchedulerConfig(8, 32, 64, 0.5, 0.0, 1, **{name: 0})
 
@@ -341,15 +343,15 @@ def test_a_queue_of_nobody_is_refused(name):
 def test_the_duration_of_the_step_planned_last_is_predicted():
     rig = Rig(max_num_batched_tokens=256, num_blocks=128)
     assert rig.scheduler.predicted_seconds == 0.0
-    predicted, told = [], []
+    predicted, measured = [], []
     rig.engine.on_launch = lambda step: predicted.append(rig.scheduler.predicted_seconds)
     for i in range(40):
         rig.add(str(i), prompt(5 * i + 2, i), max_tokens=8)
         while rig.engine.has_work:
             before = len(predicted)
             rig.step()
-            told += [rig.engine.stats().last_step_seconds] * (len(predicted) - before)
-    late = list(zip(predicted, told, strict=True))[100:]
+            measured += [rig.engine.stats().last_step_seconds] * (len(predicted) - before)
+    late = list(zip(predicted, measured, strict=True))[100:]
     assert all(0.3 < one / seconds < 3 for one, seconds in late)  # durations vary by 0.5 to 2
     assert sum(one for one, _ in late) == pytest.approx(sum(seconds for _, seconds in late), rel=0.15)
 
@@ -359,9 +361,9 @@ def test_a_request_that_is_refused_waits_nowhere_and_its_id_is_free():
     with pytest.raises(QueueFull) as refused:
         rig.add("w3", prompt(3))
     assert rig.scheduler.num_waiting == 2
-    told = rig.engine.explain("w3")
-    assert (told.state, told.refusal.reason) == ("refused", "queue_full")
-    assert told.refusal.predicted_seconds == refused.value.retry_after
+    explained = rig.engine.explain("w3")
+    assert (explained.state, explained.refusal.reason) == ("refused", "queue_full")
+    assert explained.refusal.predicted_seconds == refused.value.retry_after
     rig.run()
     rig.add("w3", prompt(3))
     rig.run()

@@ -25,7 +25,7 @@ def known(*lengths: int | None, of: list[int]) -> tuple[KnownOutput, ...]:
 
 
 @dataclass
-class Told:
+class Delivered:
     """A front end's state of one sequence."""
 
     tokens: list[int] = field(default_factory=list)
@@ -52,12 +52,12 @@ class FrontEnd:
         self.asked = asked
         self.new_rig = new_rig
         self.rigs = [new_rig()]
-        self.told = {
-            (str(i), index): Told() for i, ask in enumerate(asked) for index in range(ask.params.num_sequences)
+        self.delivered = {
+            (str(i), index): Delivered() for i, ask in enumerate(asked) for index in range(ask.params.num_sequences)
         }
         self.accepted: list[str] = []
 
-    def run(self, kills: set[int]) -> dict[tuple[str, int], Told]:
+    def run(self, kills: set[int]) -> dict[tuple[str, int], Delivered]:
         """kills: steps before which the scheduler is lost."""
         at = 0
         while len(self.accepted) < len(self.asked) or self.rigs[-1].engine.has_work:
@@ -75,10 +75,10 @@ class FrontEnd:
         for rig in self.rigs:
             assert rig.replay().difference == ""
             assert rig.engine.stats().failed_steps == 0
-        return self.told
+        return self.delivered
 
     def hear(self, output) -> None:
-        one, ask = self.told[output.request_id, output.index], self.asked[int(output.request_id)]
+        one, ask = self.delivered[output.request_id, output.index], self.asked[int(output.request_id)]
         if one.reason is not None:
             return  # the engine may not have received the stop yet
         one.tokens += output.token_ids
@@ -96,10 +96,10 @@ class FrontEnd:
         self.rigs.append(self.new_rig())
         for request_id in self.accepted:
             ask = self.asked[int(request_id)]
-            told = [self.told[request_id, index] for index in range(ask.params.num_sequences)]
-            if all(one.reason for one in told):
+            delivered = [self.delivered[request_id, index] for index in range(ask.params.num_sequences)]
+            if all(one.reason for one in delivered):
                 continue
-            have = [KnownOutput(list(one.tokens), one.reason is not None, one.total) for one in told]
+            have = [KnownOutput(list(one.tokens), one.reason is not None, one.total) for one in delivered]
             self.rigs[-1].engine.add(Request(request_id, ask.prompt, ask.params, known_outputs=have))
 
 
@@ -153,16 +153,16 @@ def opened(have: tuple[KnownOutput, ...]) -> dict[int, list[object]]:
     rig.engine.on_launch = steps.append
     rig.engine.add(Request("a", prompt(6), params, known_outputs=have))
     rig.run()
-    told = {}
+    delivered = {}
     for opens in (step.opens for step in steps):
         lists = [(kind, tokens.tolist(), weights.tolist(), row) for row, kind, tokens, weights in opens.lists]
         for i, row in enumerate(opens.rows.tolist()):
             columns = [getattr(opens, name)[i] for name in opens.__struct_fields__ if name not in ("rows", "lists")]
-            told[int(opens.sample_indices[i])] = [*columns, *(one[:3] for one in lists if one[3] == row)]
-    return told
+            delivered[int(opens.sample_indices[i])] = [*columns, *(one[:3] for one in lists if one[3] == row)]
+    return delivered
 
 
-def test_a_runner_is_told_the_same_seed_bounds_and_penalties():
+def test_a_resumed_sequence_opens_its_row_with_the_same_sampling_parameters():
     again = opened(known(2, 4, of=[5, 6, 7, 8]))
     assert again == opened(())
     assert len(again) == 2
@@ -180,7 +180,7 @@ def test_sequences_of_one_request_go_on_from_where_each_stood(steps_in_flight):
     assert sum(rig.scheduler.sizes) < 2 * (9 + 20) + 20, "the prompt was computed more than once"
 
 
-def test_a_lookup_covers_the_known_tokens_and_tells_of_the_prompt():
+def test_the_prefix_lookup_of_a_resumed_request_covers_its_known_tokens():
     rig, want = Rig(prefix_index="radix"), script(prompt(12), 20, VOCAB)
     rig.add("before", prompt(12), max_tokens=12)
     rig.run()
@@ -214,7 +214,7 @@ def test_penalties_and_ends_count_from_the_original_prompt():
     ],
 )
 @pytest.mark.parametrize("n", [1, 3])
-def test_what_has_all_that_it_may_have_ends_at_once(have, params, reason, stop_token, n):
+def test_a_resumed_sequence_whose_known_tokens_end_it_finishes_at_once(have, params, reason, stop_token, n):
     rig = Rig()
     params = SamplingParams(temperature=0.0, n=n, **params)
     others = [KnownOutput()] * (n - 1)
@@ -234,7 +234,7 @@ def test_a_stop_token_before_min_tokens_has_ended_nothing():
     assert len(rig.tokens["a", 0]) >= 1
 
 
-def test_nothing_is_said_of_a_request_that_had_ended():
+def test_a_resumed_request_whose_sequences_are_finished_has_no_output():
     rig = Rig()
     rig.engine.add(Request("a", [1, 2], SamplingParams(n=2), known_outputs=[KnownOutput([4], finished=True)] * 2))
     assert not rig.engine.has_work
@@ -244,7 +244,7 @@ def test_nothing_is_said_of_a_request_that_had_ended():
     assert rig.replay().difference == ""
 
 
-def test_an_abort_takes_back_what_was_not_yet_said():
+def test_an_abort_drops_pending_output_of_a_resumed_request():
     rig = Rig()
     rig.engine.add(Request("a", [1, 2], SamplingParams(max_tokens=1, seed=1), known_outputs=[KnownOutput([4])]))
     rig.abort("a")
@@ -288,7 +288,7 @@ def test_prompts_are_counted_where_they_were_accepted():
     assert totals.prompt_tokens == totals.queried_tokens == rig.engine.stats().prefix_query_tokens == 5
 
 
-def test_searches_and_poolings_begin_anew_and_are_not_refused_for_lack_of_time():
+def test_resumed_beam_search_and_pooling_start_over_and_ignore_their_deadline():
     rig = Rig()
     for i in range(3):
         rig.add(f"warm {i}", prompt(40, i), max_tokens=20)
@@ -312,7 +312,7 @@ def test_searches_and_poolings_begin_anew_and_are_not_refused_for_lack_of_time()
     assert rig.reasons["late", 0] == "abort"
 
 
-def test_who_goes_on_keeps_the_place_in_the_queue():
+def test_resumed_requests_keep_their_queue_order_before_new_ones():
     rig = Rig(max_num_seqs=1)
     want = script(prompt(4), 9, VOCAB)
     params = SamplingParams(temperature=0.0, max_tokens=9)

@@ -1,9 +1,10 @@
 """Constraints in the scheduler: forced tokens are computed in chunks in any case, and a replay needs no grammar."""
 
 import pytest
+from constrained_rig import ConstrainedRig
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_constraints import FormRig
+from scripted_constraints import ScriptedConstraints, expected_output
 from scripted_engine import VOCAB, Rig
 
 from quire.core.constraint import Verdict
@@ -12,7 +13,6 @@ from quire.core.scheduling_params import SchedulingParams
 from quire.errors import QueueFull, RequestError
 from quire.params import SamplingParams
 from quire.structured_outputs.matchers import Matchers
-from tools.scripted_constraints import ScriptedConstraints, expected_output
 
 FORM = {"regex": "any"}
 
@@ -22,7 +22,7 @@ def prompt_of(length, salt=0):
 
 
 def check(rig, key, prompt, max_tokens):
-    tokens, forced, reason = expected_output(prompt, rig.whims, max_tokens)
+    tokens, forced, reason = expected_output(prompt, rig.constraints, max_tokens)
     assert rig.tokens.get(key, []) == tokens
     assert rig.forced.get(key, []) == forced
     assert rig.reasons[key] == reason
@@ -38,15 +38,15 @@ def check(rig, key, prompt, max_tokens):
     st.integers(0, 2),
 )
 def test_forced_text_is_the_same_whatever_happens_to_a_sequence(data, in_flight, blocks, budget, index, compile_steps):
-    whims = ScriptedConstraints(
+    constraints = ScriptedConstraints(
         often=data.draw(st.sampled_from([1, 2, 4])),
         longest=data.draw(st.sampled_from([1, 3, 12])),
         ends_after=data.draw(st.sampled_from([1, 9, 10_000])),
         fails_after=data.draw(st.sampled_from([7, 10_000, 10_000])),
     )
     failing = data.draw(st.sets(st.integers(0, 40), max_size=1))
-    rig = FormRig(
-        whims,
+    rig = ConstrainedRig(
+        constraints,
         compile_steps=compile_steps,
         num_blocks=blocks,
         max_num_batched_tokens=budget,
@@ -77,7 +77,10 @@ def test_forced_text_is_the_same_whatever_happens_to_a_sequence(data, in_flight,
 
 
 def test_forced_text_saves_steps():
-    plain, forced = FormRig(ScriptedConstraints(often=0)), FormRig(ScriptedConstraints(often=1, longest=8))
+    plain, forced = (
+        ConstrainedRig(ScriptedConstraints(often=0)),
+        ConstrainedRig(ScriptedConstraints(often=1, longest=8)),
+    )
     for rig in (plain, forced):
         rig.add("a", prompt_of(5), max_tokens=40, structured_outputs=FORM)
         rig.run()
@@ -87,17 +90,17 @@ def test_forced_text_saves_steps():
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
-def test_no_mask_is_asked_for_what_is_known_already(in_flight):
-    rig = FormRig(ScriptedConstraints(often=1, longest=5), steps_in_flight=in_flight)
+def test_no_mask_is_computed_for_known_tokens(in_flight):
+    rig = ConstrainedRig(ScriptedConstraints(often=1, longest=5), steps_in_flight=in_flight)
     rig.add("a", prompt_of(5), max_tokens=40, structured_outputs=FORM)
     rig.add("b", prompt_of(5), max_tokens=40)
     rig.run()
     sampled = len(rig.tokens["a", 0]) - len(rig.forced["a", 0])
-    assert len(rig.whims.asked) <= sampled + 1, "of one row, and once for each token that is sampled"
+    assert len(rig.constraints.asked) <= sampled + 1, "of one row, and once for each token that is sampled"
 
 
 def test_a_constraint_that_cannot_be_compiled_ends_its_request_alone():
-    rig = FormRig(ScriptedConstraints(), compile_steps=2, errors={"bad": "no such thing"})
+    rig = ConstrainedRig(ScriptedConstraints(), compile_steps=2, errors={"bad": "no such thing"})
     rig.add("bad", prompt_of(3), n=2, structured_outputs=FORM)
     rig.add("good", prompt_of(3), structured_outputs=FORM)
     rig.run()
@@ -108,7 +111,7 @@ def test_a_constraint_that_cannot_be_compiled_ends_its_request_alone():
 
 
 def test_a_request_may_be_given_up_while_its_constraint_is_compiled():
-    rig = FormRig(ScriptedConstraints(), compile_steps=3)
+    rig = ConstrainedRig(ScriptedConstraints(), compile_steps=3)
     rig.add("a", prompt_of(3), structured_outputs=FORM)
     with pytest.raises(RequestError, match="in use"):
         rig.add("a", prompt_of(3))
@@ -121,15 +124,15 @@ def test_a_request_may_be_given_up_while_its_constraint_is_compiled():
 
 
 def test_a_dead_end_says_why():
-    rig = FormRig(ScriptedConstraints(fails_after=5))
+    rig = ConstrainedRig(ScriptedConstraints(fails_after=5))
     rig.add("a", prompt_of(3), max_tokens=20, structured_outputs=FORM)
     rig.run()
     assert rig.reasons["a", 0] == "error"
-    assert rig.errors["a", 0] == "the constraint on the output allows nothing here: a whim"
+    assert rig.errors["a", 0] == "the constraint on the output allows nothing here: a scripted error"
 
 
-def test_nothing_is_computed_where_all_is_forced():
-    rig = FormRig(ScriptedConstraints(often=1, longest=1, ends_after=1))
+def test_no_step_runs_when_all_tokens_are_forced():
+    rig = ConstrainedRig(ScriptedConstraints(often=1, longest=1, ends_after=1))
     rig.add("a", prompt_of(3), n=2, structured_outputs=FORM)
     rig.run()
     assert rig.reasons["a", 0] == rig.reasons["a", 1] == "stop"
@@ -138,11 +141,11 @@ def test_nothing_is_computed_where_all_is_forced():
 
 
 def test_a_stop_token_that_is_forced_ends_the_sequence():
-    whims = ScriptedConstraints(often=1, longest=9)
-    tokens, forced, _ = expected_output(prompt_of(3), whims, 30)
+    constraints = ScriptedConstraints(often=1, longest=9)
+    tokens, forced, _ = expected_output(prompt_of(3), constraints, 30)
     place = forced[len(forced) // 2]
     stop = tokens[place]
-    rig = FormRig(whims)
+    rig = ConstrainedRig(constraints)
     rig.add("a", prompt_of(3), max_tokens=30, stop_token_ids=(stop,), structured_outputs=FORM)
     rig.run()
     assert rig.tokens["a", 0] == tokens[: tokens.index(stop) + 1]
@@ -151,27 +154,27 @@ def test_a_stop_token_that_is_forced_ends_the_sequence():
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 40), st.sampled_from([1, 2]), st.integers(1, 3))
-def test_a_request_goes_on_in_another_engine_as_if_nothing_had_happened(killed_after, in_flight, n):
-    whims, prompt = ScriptedConstraints(often=2), prompt_of(6)
-    rig = FormRig(whims, steps_in_flight=in_flight)
+def test_a_constrained_request_resumed_in_another_engine_has_the_same_tokens(killed_after, in_flight, n):
+    constraints, prompt = ScriptedConstraints(often=2), prompt_of(6)
+    rig = ConstrainedRig(constraints, steps_in_flight=in_flight)
     rig.add("a", prompt, n=n, max_tokens=30, structured_outputs=FORM)
     for _ in range(killed_after):
         if rig.engine.has_work:
             rig.step()
     known = tuple(KnownOutput(rig.tokens.get(("a", i), []), ("a", i) in rig.reasons) for i in range(n))
-    other = FormRig(ScriptedConstraints(often=2), steps_in_flight=in_flight)
+    other = ConstrainedRig(ScriptedConstraints(often=2), steps_in_flight=in_flight)
     params = SamplingParams(temperature=0, n=n, max_tokens=30, structured_outputs=FORM, seed=0)
     other.engine.add(Request("a", prompt, params, known_outputs=known if any(one.token_ids for one in known) else ()))
     other.run()
     for i in range(n):
-        assert known[i].token_ids + other.tokens.get(("a", i), []) == expected_output(prompt, whims, 30)[0]
+        assert known[i].token_ids + other.tokens.get(("a", i), []) == expected_output(prompt, constraints, 30)[0]
 
 
-def test_what_cannot_be_constrained_is_refused():
+def test_a_constraint_is_rejected_without_a_backend_and_with_beam_search():
     plain = Rig()
     with pytest.raises(RequestError, match="cannot constrain outputs"):
         plain.add("a", prompt_of(3), structured_outputs=FORM)
-    rig = FormRig(ScriptedConstraints())
+    rig = ConstrainedRig(ScriptedConstraints())
     beams = Beams(width=2, num_candidates=4, length_penalty=1.0, early_stopping=False)
     with pytest.raises(RequestError, match="beam search"):
         rig.add(
@@ -186,22 +189,22 @@ def test_what_cannot_be_constrained_is_refused():
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
-def test_what_is_asked_about_a_prompt_is_told_though_all_of_the_output_is_forced(in_flight):
+def test_prompt_logprobs_are_computed_when_all_output_tokens_are_forced(in_flight):
     prompt = prompt_of(9)
-    rig = FormRig(
+    rig = ConstrainedRig(
         ScriptedConstraints(often=1, longest=1, ends_after=1), max_num_batched_tokens=8, steps_in_flight=in_flight
     )
     rig.add("a", prompt, n=2, prompt_logprobs=0, structured_outputs=FORM)
     rig.run()
     assert rig.scored["a"] == [(prompt[i], i) for i in range(1, 9)]
     assert rig.reasons["a", 0] == rig.reasons["a", 1] == "stop"
-    assert rig.tokens["a", 0] == rig.tokens["a", 1] == expected_output(prompt, rig.whims, 8)[0]
+    assert rig.tokens["a", 0] == rig.tokens["a", 1] == expected_output(prompt, rig.constraints, 8)[0]
     assert rig.forced["a", 0] == rig.forced["a", 1] == [0]
     assert rig.replay().difference == ""
 
 
 def test_the_queue_is_bounded_also_while_constraints_are_compiled():
-    rig = FormRig(ScriptedConstraints(), compile_steps=4, max_queued_requests=2)
+    rig = ConstrainedRig(ScriptedConstraints(), compile_steps=4, max_queued_requests=2)
     for name in ("a", "b"):
         rig.add(name, prompt_of(3), structured_outputs=FORM)
     with pytest.raises(QueueFull):
@@ -215,7 +218,7 @@ def test_the_queue_is_bounded_also_while_constraints_are_compiled():
 
 
 def test_compiling_counts_for_a_deadline():
-    rig = FormRig(ScriptedConstraints(), compile_steps=2)
+    rig = ConstrainedRig(ScriptedConstraints(), compile_steps=2)
     rig.add("a", prompt_of(3), structured_outputs=FORM, scheduling_params=SchedulingParams(deadline=1.0))
     rig.now += 100
     rig.run()
@@ -223,11 +226,11 @@ def test_compiling_counts_for_a_deadline():
 
 
 def test_known_tokens_before_a_limit_are_followed_by_what_is_forced():
-    rig = FormRig(ScriptedConstraints(often=1, longest=9))
+    rig = ConstrainedRig(ScriptedConstraints(often=1, longest=9))
     params = SamplingParams(temperature=0, max_tokens=3, structured_outputs=FORM, seed=0)
     rig.engine.add(Request("a", prompt_of(3), params, known_outputs=(KnownOutput([7]),)))
     rig.run()
-    forced = rig.whims.verdict([7]).forced
+    forced = rig.constraints.verdict([7]).forced
     assert rig.tokens["a", 0] == forced[:2] and len(forced) >= 2
     assert rig.reasons["a", 0] == "length"
 
@@ -242,7 +245,7 @@ def test_a_scheduler_without_constraints_refuses_the_same_when_it_is_run_again()
 
 
 def test_an_end_token_that_is_ignored_ends_no_form_before_the_least_length():
-    rig = FormRig(ScriptedConstraints(often=0))
+    rig = ConstrainedRig(ScriptedConstraints(often=0))
     rig.engine.eos_token_ids = (4,)
     rig.add("a", prompt_of(3), ignore_eos=True, min_tokens=3, structured_outputs=FORM)
     rig.add("b", prompt_of(3), ignore_eos=True, min_tokens=3)
@@ -275,9 +278,9 @@ class Broken:
 
 
 @pytest.mark.parametrize("after", [0, 2])
-def test_a_backend_that_raises_ends_its_own_sequence_alone(after):
+def test_an_error_of_a_matcher_ends_its_own_sequence_only(after):
     matchers = Matchers(2)
-    rig = FormRig(matchers)
+    rig = ConstrainedRig(matchers)
     matchers.add_grammar("a", Broken(after))
     rig.add("a", prompt_of(3), structured_outputs=FORM)
     rig.add("b", prompt_of(3))
@@ -288,7 +291,7 @@ def test_a_backend_that_raises_ends_its_own_sequence_alone(after):
     assert not matchers.masks([], []).any() and not matchers._matchers and not matchers._pending
 
 
-def test_who_compares_sequences_gets_them_token_by_token():
+def test_best_of_logit_bias_and_bad_words_disable_fast_forward():
     asked = []
 
     class Listening:

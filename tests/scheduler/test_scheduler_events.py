@@ -15,7 +15,7 @@ from quire.errors import DeadlineUnreachable, QueueFull
 from quire.scheduler import request_stats
 
 
-def told(rig: Rig, request_id: str) -> Explanation:
+def explained(rig: Rig, request_id: str) -> Explanation:
     explanation = rig.engine.explain(request_id)
     assert explanation is not None
     return explanation
@@ -34,12 +34,12 @@ def busy(rig: Rig) -> None:
     rig.step()
 
 
-def test_a_request_that_cannot_be_in_time_is_explained_with_what_was_predicted():
+def test_the_explanation_of_an_unreachable_deadline_has_the_prediction():
     rig = Rig(num_blocks=256, max_model_len=900)
     busy(rig)
     with pytest.raises(DeadlineUnreachable) as caught:
         rig.add("late", [7] * 800, max_tokens=90, scheduling_params=SchedulingParams(deadline=0.05))
-    late = told(rig, "late")
+    late = explained(rig, "late")
     assert (late.state, late.num_prompt_tokens, late.admitted) == ("refused", 800, None)
     assert late.arrived == late.finished
     assert late.refusal is not None
@@ -59,15 +59,15 @@ def test_a_request_that_finds_the_queue_full_is_explained_with_when_there_is_roo
         rig.step()
     with pytest.raises(QueueFull) as caught:
         rig.add("third", [1, 2, 3])
-    refusal = told(rig, "third").refusal
+    refusal = explained(rig, "third").refusal
     assert refusal is not None
     assert (refusal.reason, refusal.predicted_seconds) == ("queue_full", caught.value.retry_after)
     assert [event.request_id for event in events(rig, Refused)] == ["third"]
     rig.run()
     rig.add("third", [1, 2, 3])
-    assert (told(rig, "third").state, told(rig, "third").refusal) == ("waiting", None)
+    assert (explained(rig, "third").state, explained(rig, "third").refusal) == ("waiting", None)
     rig.run()
-    assert told(rig, "third").finish_reason == "length"
+    assert explained(rig, "third").finish_reason == "length"
 
 
 def test_of_refused_requests_the_latest_are_remembered_and_nothing_else_of_them(monkeypatch):
@@ -78,7 +78,7 @@ def test_of_refused_requests_the_latest_are_remembered_and_nothing_else_of_them(
         with pytest.raises(DeadlineUnreachable):
             rig.add(f"late {i}", [7] * 800, max_tokens=90, scheduling_params=SchedulingParams(deadline=0.001))
     assert rig.engine.explain("late 69") is None
-    assert told(rig, "late 70").state == "refused"
+    assert explained(rig, "late 70").state == "refused"
     assert len(rig.scheduler.request_stats._ended) == 30
     assert set(rig.scheduler.state.requests) == {"busy"}
     rig.run()
@@ -92,12 +92,12 @@ def test_an_explanation_says_that_a_request_ended_since_its_deadline_could_not_b
     rig.add("waits", [1] * 10, max_tokens=4, scheduling_params=SchedulingParams(deadline=0.01))
     rig.run()
     assert rig.reasons["waits", 0] == "abort"
-    assert (told(rig, "waits").finish_reason, told(rig, "runs").finish_reason) == ("deadline", "length")
+    assert (explained(rig, "waits").finish_reason, explained(rig, "runs").finish_reason) == ("deadline", "length")
 
 
 @given(data=st.data())
 @settings(max_examples=10, deadline=None)
-def test_each_block_that_is_evicted_is_told_to_the_one_it_was_evicted_for(data):
+def test_each_evicted_block_is_in_the_explanation_of_the_evicting_request(data):
     rig = Rig(
         num_blocks=24,
         max_model_len=60,
@@ -119,42 +119,42 @@ def test_each_block_that_is_evicted_is_told_to_the_one_it_was_evicted_for(data):
         by_request[event.request_id] += event.num_blocks
     assert by_request.total() == rig.cache.num_evicted
     for i in range(len(requests)):
-        one = told(rig, str(i))
+        one = explained(rig, str(i))
         assert one.num_evicted_blocks == by_request[str(i)]
         assert sum(eviction.num_blocks for eviction in one.evictions) <= one.num_evicted_blocks
     rig.scheduler.flush(rig.now)
-    told(rig, "0")
+    explained(rig, "0")
     assert sum(event.num_blocks for event in events(rig, Evicted)) == rig.cache.num_evicted
 
 
-def test_an_eviction_tells_its_reason_where_the_blocks_were_of_the_same_tenant():
+def test_an_explained_eviction_has_its_reason_for_blocks_of_the_same_tenant():
     rig = Rig(num_blocks=8, max_model_len=32, prefix_index="radix")
     ann, bob = Namespace("ann"), Namespace("bob")
     for name, namespace in (("first", ann), ("second", ann), ("other", bob)):
         rig.add(name, [len(name)] * 26, max_tokens=2, namespace=namespace)
         rig.run()
-    assert told(rig, "first").evictions == []
-    (own,), (other,) = told(rig, "second").evictions, told(rig, "other").evictions
-    assert own.num_blocks == told(rig, "second").num_evicted_blocks > 0
+    assert explained(rig, "first").evictions == []
+    (own,), (other,) = explained(rig, "second").evictions, explained(rig, "other").evictions
+    assert own.num_blocks == explained(rig, "second").num_evicted_blocks > 0
     assert own.policy == "lru"
     assert own.reason["age"] > 0
     assert other.reason == {}
     assert all(event.reason["age"] > 0 for event in events(rig, Evicted))
 
 
-def test_one_that_evicts_for_long_is_told_its_first_evictions_and_their_number(monkeypatch):
+def test_an_explanation_lists_the_first_evictions_and_counts_all(monkeypatch):
     monkeypatch.setattr(request_stats, "MOST_EVICTIONS", 2)
     rig = Rig(num_blocks=16, max_model_len=64, prefix_index="radix")
     rig.add("before", list(range(40)), max_tokens=9)
     rig.run()
     rig.add("long", [7] * 10, max_tokens=50)
     rig.run()
-    one = told(rig, "long")
+    one = explained(rig, "long")
     assert len(one.evictions) == 2
     assert one.num_evicted_blocks == rig.cache.num_evicted > 2
 
 
-def test_pins_that_were_refused_or_had_to_yield_are_told_to_the_one_that_asked():
+def test_rejected_and_revoked_pins_are_in_the_explanation_of_their_request():
     rig = Rig(num_blocks=24, max_model_len=96, prefix_index="radix")
     rig.add(
         "pins",
@@ -163,7 +163,7 @@ def test_pins_that_were_refused_or_had_to_yield_are_told_to_the_one_that_asked()
         scheduling_params=SchedulingParams(retention=Retention(pin=True)),
     )
     rig.run()
-    one = told(rig, "pins")
+    one = explained(rig, "pins")
     (refused,) = events(rig, PinsRefused)
     assert one.num_blocks_not_pinned == refused.num_blocks > 0
     assert one.num_pinned_blocks_yielded == 0
@@ -171,5 +171,5 @@ def test_pins_that_were_refused_or_had_to_yield_are_told_to_the_one_that_asked()
     rig.run()
     (yielded,) = events(rig, PinsYielded)
     assert yielded.request_id == "pins"
-    assert told(rig, "pins").num_pinned_blocks_yielded == yielded.num_blocks > 0
-    assert told(rig, "long").num_pinned_blocks_yielded == 0
+    assert explained(rig, "pins").num_pinned_blocks_yielded == yielded.num_blocks > 0
+    assert explained(rig, "long").num_pinned_blocks_yielded == 0

@@ -153,7 +153,7 @@ def test_drafts_never_cost_much_time(share, seconds_per_token, steps_in_flight):
 
 
 @pytest.mark.parametrize("end", ["abort", "failure"])
-def test_what_happens_to_a_sequence_that_skips_a_step(end):
+def test_a_sequence_that_skips_a_step_can_be_aborted_or_fail(end):
     """It is aborted, or the next step fails. Nothing is left of it, and the others go on."""
     failing = []
     options = ALL | {"num_speculative_tokens": 8, "steps_in_flight": 2}
@@ -173,7 +173,7 @@ def test_what_happens_to_a_sequence_that_skips_a_step(end):
     rig.run()
 
 
-def test_the_index_of_a_prediction_is_shared_and_forgotten():
+def test_the_index_of_a_prediction_is_shared_by_sequences_and_freed_with_them():
     rig = Rig(num_blocks=256, **ALL)
     rig.add("a", PROMPT, n=4, temperature=1.0, seed=3, max_tokens=30, prediction=list(range(1, 41)))
     for _ in range(15):
@@ -233,7 +233,7 @@ def test_the_kv_of_rejected_drafts_is_not_reused():
         assert rig.tokens["b", 0] == expected[last + 1 : last + 7]
 
 
-def test_nothing_is_evicted_or_preempted_for_drafts():
+def test_drafts_cause_no_eviction_and_no_preemption():
     """With and without drafts, three sequences in a pool that is just large enough."""
     stats = []
     for options in ({}, ALL):

@@ -168,7 +168,7 @@ def test_a_file_keeps_its_mode_and_a_link_its_target(tmp_path):
     assert str(read_keys(path)).startswith("2 API keys of 2 tenants")
 
 
-def test_nothing_is_added_to_a_bad_file(written, tmp_path):
+def test_add_key_does_not_change_a_bad_or_full_file(written, tmp_path):
     path = written(b"{")
     with pytest.raises(ConfigError, match="truncated"):
         add_key(path, new_key("acme", "user")[1])
@@ -189,9 +189,9 @@ def test_names_of_tenants_are_bounded(tenant):
 def test_entries_may_have_limits(written):
     limited = entry("one", requests_per_minute=5, tokens_per_minute=70)
     keys = read_keys(written({"keys": [limited, entry("two", requests_per_minute=1), entry("three")]}))
-    told = [keys.caller(key).quota.headers() for key in (b"one", b"two", b"three")]
-    assert [len(headers) for headers in told] == [6, 3, 0]
-    assert (told[0]["x-ratelimit-limit-requests"], told[0]["x-ratelimit-limit-tokens"]) == ("5", "70")
+    headers_of = [keys.caller(key).quota.headers() for key in (b"one", b"two", b"three")]
+    assert [len(headers) for headers in headers_of] == [6, 3, 0]
+    assert (headers_of[0]["x-ratelimit-limit-requests"], headers_of[0]["x-ratelimit-limit-tokens"]) == ("5", "70")
     assert keys.caller(b"one").quota is keys.caller(b"one").quota
     assert str(keys).endswith("with the role admin, 2 with limits")
     for wrong in (0, -1, 10**9 + 1, 1.5, "3", None):
@@ -258,8 +258,8 @@ def served(monkeypatch):
             serving.serve(options, ServerOptions(port=0, **more), report=lines.append, progress=print)
         finally:
             gc.unfreeze()
-        *told, app = lines
-        return told, app
+        *printed, app = lines
+        return printed, app
 
     return serve
 
@@ -268,19 +268,19 @@ def test_with_keys_other_machines_are_served(served, tmp_path):
     path = tmp_path / "keys.json"
     key, one = new_key("acme", "user")
     add_key(path, one)
-    told, app = served(host="0.0.0.0", api_key_file=str(path))
-    assert told[0] == "keys       1 API keys of 1 tenants, 0 of them with the role admin"
-    assert "-H 'authorization: Bearer KEY'" in told[-1]
+    printed, app = served(host="0.0.0.0", api_key_file=str(path))
+    assert printed[0] == "keys       1 API keys of 1 tenants, 0 of them with the role admin"
+    assert "-H 'authorization: Bearer KEY'" in printed[-1]
     with run_app(app) as url:
         assert httpx.get(f"{url}/v1/models").status_code == 401
         assert httpx.get(f"{url}/v1/models", headers={"authorization": f"Bearer {key}"}).status_code == 200
 
 
-def test_one_key_without_a_file(served, tmp_path):
-    told, app = served(host="0.0.0.0", api_key="sk-of-docker")
-    assert told[0] == "keys       1 API keys of 1 tenants, 1 of them with the role admin"
-    assert re.search(r"try: curl http://127\.0\.0\.1:\d+/", told[-1])  # 0.0.0.0 is to listen on only
-    assert "http://0.0.0.0:" in told[-2]
+def test_the_api_key_option_serves_one_admin_key_without_a_file(served, tmp_path):
+    printed, app = served(host="0.0.0.0", api_key="sk-of-docker")
+    assert printed[0] == "keys       1 API keys of 1 tenants, 1 of them with the role admin"
+    assert re.search(r"try: curl http://127\.0\.0\.1:\d+/", printed[-1])  # 0.0.0.0 is to listen on only
+    assert "http://0.0.0.0:" in printed[-2]
     with run_app(app) as url:
         docker = {"host": "host.docker.internal:8000"}
         assert httpx.get(f"{url}/v1/models", headers=docker).status_code == 401
@@ -296,9 +296,9 @@ def test_one_key_without_a_file(served, tmp_path):
 
 
 def test_without_keys_this_machine_is_served(served):
-    told, app = served(host="127.0.0.1")
-    assert "Bearer" not in "".join(told)
-    assert re.search(r"page at (http://127\.0\.0\.1:\d+)/, .* routes at \1/docs", told[-2])
+    printed, app = served(host="127.0.0.1")
+    assert "Bearer" not in "".join(printed)
+    assert re.search(r"page at (http://127\.0\.0\.1:\d+)/, .* routes at \1/docs", printed[-2])
     with run_app(app) as url:
         assert httpx.get(f"{url}/v1/models").status_code == 200
     with pytest.raises(ConfigError, match="--api-key-file"):
@@ -319,12 +319,12 @@ def test_keys_of_several_tenants_make_fair_the_default_policy(served, tmp_path, 
     path = tmp_path / "keys.json"
     for tenant in tenants:
         add_key(path, new_key(tenant, "user")[1])
-    told, _ = served(policy=option, **({"api_key_file": str(path)} if tenants else {}))
-    assert [line for line in told if line.startswith("policy")] == [f"policy     {policy}: {reason}"]
+    printed, _ = served(policy=option, **({"api_key_file": str(path)} if tenants else {}))
+    assert [line for line in printed if line.startswith("policy")] == [f"policy     {policy}: {reason}"]
     assert served.options.policy == policy
 
 
-def test_bad_keys_are_told_before_anything_is_loaded(monkeypatch, tmp_path):
+def test_a_bad_key_file_is_an_error_before_the_model_is_loaded(monkeypatch, tmp_path):
     monkeypatch.setattr(serving, "launched", None)
     with pytest.raises(ConfigError, match="does not exist"):
         serving.serve(

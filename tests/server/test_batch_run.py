@@ -145,7 +145,7 @@ BAD = [
 ]
 
 
-def test_many_bad_forms_in_a_file_are_told_at_once(here, monkeypatch):
+def test_invalid_constraints_in_a_batch_are_not_delayed_by_the_tarpit(here, monkeypatch):
     slept = []
 
     async def sleep(seconds):
@@ -158,7 +158,7 @@ def test_many_bad_forms_in_a_file_are_told_at_once(here, monkeypatch):
     assert slept == []
 
 
-def test_a_bad_line_is_told_and_nothing_else_is_lost(tmp_path, monkeypatch):
+def test_a_bad_batch_line_is_an_error_result_and_other_lines_are_served(tmp_path, monkeypatch):
     monkeypatch.setattr(file_format, "MAX_LINE", 4000)
     deep = b"[" * 3000
     bad = [(deep if isinstance(line, bytes) and len(line) > 9000 else line, *rest) for line, *rest in BAD]
@@ -185,8 +185,8 @@ LINES = st.lists(
 
 @given(lines=LINES, cuts=st.lists(st.integers(0, 10_000), max_size=3), concurrency=st.integers(1, 4))
 @settings(max_examples=60)
-def test_wherever_it_is_cut_off_a_batch_goes_on(tmp_path_factory, lines, cuts, concurrency):
-    def told(result):
+def test_a_batch_output_cut_at_any_byte_is_resumed(tmp_path_factory, lines, cuts, concurrency):
+    def content_of(result):
         error, response = result["error"] or {}, result["response"] or {}
         return json.dumps([result["custom_id"], error.get("line"), response.get("body")])
 
@@ -206,7 +206,7 @@ def test_wherever_it_is_cut_off_a_batch_goes_on(tmp_path_factory, lines, cuts, c
         assert results(disturbed)[: len(kept)] == kept
         assert batch.num_skipped == len(kept)
         assert len(app.asked) == num_good(undisturbed) - num_good(kept)
-    assert sorted(map(told, results(disturbed))) == sorted(map(told, undisturbed))
+    assert sorted(map(content_of, results(disturbed))) == sorted(map(content_of, undisturbed))
 
 
 @given(lines=LINES, cuts=st.lists(st.integers(0, 2000), max_size=6), ends=st.booleans())
@@ -234,7 +234,7 @@ def refusal(status, code=None, **headers):
     return status, named, json.dumps({"error": {"message": "not now", "code": code}}).encode()
 
 
-def test_what_is_only_busy_is_asked_again(tmp_path):
+def test_batch_lines_are_retried_after_429_and_503(tmp_path):
     busy = [refusal(429, retry_after="0"), refusal(503, retry_after="0"), refusal(429, "queue_full", retry_after="0")]
     answer(App(busy * 100), written(task("a")), tmp_path / "out")
     assert [result["response"]["status_code"] for result in results(tmp_path / "out")] == [200]
@@ -248,7 +248,7 @@ def test_the_error_of_a_line_quotes_little_of_it():
 
 
 @pytest.mark.parametrize("final", [refusal(429, "deadline_unreachable", retry_after="0"), refusal(429), refusal(500)])
-def test_what_will_not_change_is_a_result(tmp_path, final):
+def test_a_permanent_error_of_a_batch_line_is_its_result(tmp_path, final):
     app = App([final])
     answer(app, written(task("a")), tmp_path / "out")
     assert [result["response"]["status_code"] for result in results(tmp_path / "out")] == [final[0]]

@@ -66,6 +66,6 @@ def test_the_log_has_what_the_client_has_not(broken, caplog):
     _, url = broken
     with caplog.at_level(logging.ERROR):
         error = httpx.post(f"{url}/v1/completions", json={"prompt": "a"}).json()["error"]
-    told = "".join(record.getMessage() + str(record.exc_info) for record in caplog.records)
-    assert error["code"] in told
-    assert SECRET in told
+    logged = "".join(record.getMessage() + str(record.exc_info) for record in caplog.records)
+    assert error["code"] in logged
+    assert SECRET in logged

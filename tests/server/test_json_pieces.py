@@ -53,7 +53,7 @@ def test_pieces_are_bounded_and_elements_are_made_as_they_are_written():
     assert len(made) == 10_000
 
 
-def test_what_is_no_json_is_an_error():
+def test_json_bytes_of_a_non_json_object_is_an_error():
     with pytest.raises(NotImplementedError, match="object is no JSON"):
         json_bytes({"a": object()})
 

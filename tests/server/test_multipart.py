@@ -29,7 +29,7 @@ def parsed(content_type, pieces):
     return parts
 
 
-def test_what_follows_the_form_is_not_kept():
+def test_bytes_behind_a_multipart_form_are_not_buffered():
     parser = MultipartParser(TYPE)
     assert [content for _, content in parser.push(BEGIN + b"x\r\n--xyz--\r\n")] == [b"", b"x"]
     tracemalloc.start()
@@ -112,7 +112,7 @@ def test_another_content_type_is_refused(content_type):
         (b"", "without the last boundary"),
     ],
 )
-def test_what_is_no_form_is_refused(body, says):
+def test_a_malformed_multipart_body_is_rejected(body, says):
     for size in (1000, len(body) + 1):
         with pytest.raises(RequestError, match=says):
             parsed(TYPE, [body[start : start + size] for start in range(0, len(body), size)])

@@ -68,11 +68,11 @@ def test_files_have_types_tags_and_compression(site):
 
 
 @pytest.mark.parametrize("name", ["no.js", "", "%2e%2e/demo_model/config.json", "..%2f..%2fcli.py"])
-def test_nothing_else_is_served(site, name):
+def test_other_paths_below_page_are_a_404(site, name):
     refused(httpx.get(f"{site.url}/page/{name}"), 404, "route_not_found")
 
 
-def test_the_mode_tells_model_and_version_to_callers_only(site, keyless):
+def test_mode_json_has_model_and_version_for_authenticated_callers_only(site, keyless):
     unknown = httpx.get(f"{site.url}/page/mode.json").json()
     assert unknown == {"mode": "live", "keys": True, "model": "", "version": ""}
     known = site.ask("ann", "GET", "/page/mode.json").json()
@@ -82,7 +82,7 @@ def test_the_mode_tells_model_and_version_to_callers_only(site, keyless):
     assert away["model"] == ""
 
 
-def test_there_is_no_other_documentation(site):
+def test_redoc_is_not_served_and_openapi_json_needs_a_key(site):
     for path in ("/redoc", "/docs/oauth2-redirect"):
         assert site.ask("ann", "GET", path).status_code == 404
     refused(httpx.get(f"{site.url}/openapi.json"), 401, "invalid_api_key")

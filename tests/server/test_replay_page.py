@@ -104,7 +104,7 @@ def test_nodes_have_their_tokens_at_each_step(journal_file, url):
     assert seen > 50
 
 
-def test_what_does_not_exist_is_a_404(url):
+def test_unknown_steps_nodes_and_routes_of_a_replay_are_a_404(url):
     for path in (
         "/monitor/steps?first=5000",
         "/monitor/nodes/999999",
@@ -147,10 +147,10 @@ def test_a_long_journal_is_cut_and_says_so(monkeypatch, journal_file):
 
 
 def test_progress_ends_at_the_size_of_the_file(journal_file):
-    told = []
-    record_file(journal_file, lambda done, total: told.append((done, total)))
+    progress = []
+    record_file(journal_file, lambda done, total: progress.append((done, total)))
     size = journal_file.stat().st_size
-    assert told[-1] == (size, size) and told == sorted(told) and len(told) > 100
+    assert progress[-1] == (size, size) and progress == sorted(progress) and len(progress) > 100
 
 
 def test_a_damaged_journal_is_an_error(tmp_path, journal_file):

@@ -214,7 +214,7 @@ def test_batches_go_on_once_a_store_that_failed_at_the_start_can_be_read(tmp_pat
         wait_until(lambda: client.batches.retrieve(batch.id).status == "completed")
 
 
-def test_a_bad_store_is_told_before_anything_is_loaded(tmp_path):
+def test_a_bad_store_is_an_error_before_the_model_is_loaded(tmp_path):
     (tmp_path / "text").write_text("no store" * 200)
     quiet = {"report": lambda line: None, "progress": lambda done, total: None}
     with pytest.raises(ConfigError, match="store_path"):

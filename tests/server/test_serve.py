@@ -108,7 +108,7 @@ def test_the_tokenizer_of_a_local_model_is_read_while_the_engine_starts(model, m
         opened.clear()
 
 
-def test_what_is_loaded_is_no_garbage_and_full_collections_run_when_nothing_else_does(monkeypatch):
+def test_loaded_objects_are_frozen_and_full_gc_runs_when_the_server_is_idle(monkeypatch):
     class Server:
         def __init__(self, *_config, drain, each_tick, **_more):
             self.drain, self.each_tick = drain, each_tick
@@ -158,7 +158,7 @@ def test_headers_are_bounded(served, many):
     assert answered(served.url, b"") == "HTTP/1.1 200"
 
 
-def test_a_second_signal_ends_the_process_whose_streams_are_told():
+def test_a_second_signal_ends_open_streams_with_an_error_and_the_process():
     body = {"prompt": "One", "n": 64, "max_tokens": 1900, "ignore_eos": True, "stream": True}
     with (
         server(grace=600) as (process, url),

@@ -48,7 +48,7 @@ async def start(service, **params):
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_what_is_given_up_frees_its_blocks_soon(n):
+def test_a_closed_reply_frees_its_kv_blocks_within_50_steps(n):
     async def scenario(service, watched):
         reply = await start(service, n=n)
         deltas = reply.deltas()

@@ -94,7 +94,7 @@ def resident():
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
-def test_clients_that_never_read_slow_nobody(server):
+def test_clients_that_never_read_do_not_slow_other_clients(server):
     app, url = server
     others(url)  # warm-up
     alone, texts = min(others(url) for _ in range(2))

@@ -70,7 +70,7 @@ def cut(data, places):
 @pytest.mark.parametrize("read", [by_the_standard, by_openai, by_lines])
 @given(values=st.lists(JSON, max_size=4), places=st.lists(st.integers(0, 10_000), max_size=8))
 @example(values=["\u2028\u2029\x85\r\n\n\0", {"\n\ndata: [DONE]\n\n": "[DONE]"}], places=[1, 2, 3])
-def test_what_is_read_is_what_was_written(read, values, places):
+def test_sse_events_cut_anywhere_are_read_as_written(read, values, places):
     written = b"".join(map(event, values)) + DONE
     *got, last = read(cut(written, places))
     assert last == "[DONE]"
@@ -78,7 +78,7 @@ def test_what_is_read_is_what_was_written(read, values, places):
 
 
 @given(TEXT, st.sampled_from(["\ud800", "\udfff", "\udc00\ud800"]))
-def test_what_is_no_unicode_is_refused_and_never_written_in_part(text, wrong):
+def test_an_sse_event_with_invalid_unicode_is_an_error(text, wrong):
     with pytest.raises(UnicodeEncodeError):
         event({"text": text + wrong})
 

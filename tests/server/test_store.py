@@ -293,7 +293,7 @@ def test_deleted_content_is_not_left_in_the_file(tmp_path):
     assert b"a secret text" not in path.read_bytes()
 
 
-def test_a_tenant_with_many_waiting_jobs_is_told_to_come_later():
+def test_a_tenant_with_too_many_store_jobs_gets_busy():
     async def main():
         store = Store()
         with store._lock:
@@ -375,7 +375,7 @@ async def settled(store):
         await asyncio.wait([store._housekeeping])
 
 
-def test_what_makes_room_or_has_expired_is_deleted_in_pieces(monkeypatch):
+def test_evicted_and_expired_objects_are_deleted_in_pieces(monkeypatch):
     disk, clock = watch(monkeypatch), Clock()
     monkeypatch.setattr(store_module, "LIMITS", {"file": Limit(9, 5000), "response": Limit(9, 5000)})
     monkeypatch.setattr(store_module, "PIECE_BYTES", 100)
@@ -403,7 +403,7 @@ def test_what_makes_room_or_has_expired_is_deleted_in_pieces(monkeypatch):
     assert max(inserted) == 1
 
 
-def test_what_an_earlier_server_left_incomplete_is_deleted_in_pieces_after_the_start(tmp_path, monkeypatch):
+def test_incomplete_objects_of_an_earlier_server_are_deleted_in_pieces_after_the_start(tmp_path, monkeypatch):
     path = tmp_path / "store"
 
     async def first():
@@ -616,7 +616,7 @@ def test_a_store_on_a_disk_that_takes_no_file_is_tried_again(code, monkeypatch, 
         Store(tmp_path / "store")
 
 
-def test_what_an_earlier_server_did_not_end_is_ended_when_it_is_read_and_written_later(monkeypatch, tmp_path):
+def test_unfinished_objects_of_an_earlier_server_are_ended_on_read_and_written_later(monkeypatch, tmp_path):
     monkeypatch.setattr(store_module, "PIECE_BYTES", 10)
 
     async def first():

@@ -57,7 +57,7 @@ class SlowTokenizer:
         return self._tokenizer.encode(*args, **more)
 
 
-def test_a_tokenizer_that_hangs_delays_nobody_else(monkeypatch):
+def test_a_hanging_tokenizer_delays_no_running_stream(monkeypatch):
     monkeypatch.setattr(thread_pool, "MAX_JOBS", thread_pool.NUM_THREADS + 1)
     built = small_engine()
     slow = SlowTokenizer(built.tokenizer)
@@ -171,7 +171,7 @@ def test_of_requests_that_were_given_up_nothing_waits_for_a_thread():
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_what_cannot_fit_is_refused_before_it_is_read(path):
+def test_a_text_longer_than_max_model_len_is_rejected_before_tokenization(path):
     built = small_engine()
     slow = SlowTokenizer(built.tokenizer)
     text = "a" * (CHARACTERS_PER_TOKEN * built.engine.max_model_len + 1)
@@ -185,7 +185,7 @@ def test_what_cannot_fit_is_refused_before_it_is_read(path):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_hostile_template_concerns_its_own_requests_only(tmp_path, name):
+def test_a_hostile_chat_template_fails_only_its_own_requests(tmp_path, name):
     folder = tmp_path / "model"
     shutil.copytree(embedded.folder(), folder)
     (folder / "chat_template.jinja").write_text(TEMPLATES[name])

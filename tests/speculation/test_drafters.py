@@ -44,7 +44,7 @@ def test_few_tokens_are_left_to_index_when_a_long_match_ends():
     assert drafter.extend(10**6) <= 1024 + 10
 
 
-def test_nothing_is_indexed_while_a_long_match_continues():
+def test_the_suffix_drafter_indexes_no_tokens_while_a_match_continues():
     text = list(range(1, 40))
     tokens = [*text, 99, *text[:10]]
     drafter = suffix(tokens)
@@ -138,7 +138,7 @@ def test_the_answer_to_the_same_prompt_is_proposed_from_its_first_token():
     assert AnswersDrafter(store, BLUE, list(prompt), 100).propose(2) is None
 
 
-def test_what_followed_in_an_earlier_answer_is_proposed():
+def test_the_answers_drafter_proposes_the_continuation_of_an_earlier_answer():
     store = AnswerStore()
     store.add(RED, [1, 2, 3, 4, 5, 6, 7], 2)
     tokens = [90, 91, 4]
@@ -150,7 +150,7 @@ def test_what_followed_in_an_earlier_answer_is_proposed():
     assert drafter.propose(4) is None
 
 
-def test_answers_are_bounded_and_can_be_forgotten(monkeypatch):
+def test_stored_answers_are_bounded_and_can_be_cleared(monkeypatch):
     monkeypatch.setattr("quire.speculation.answers._MOST_TOKENS", 64)
     monkeypatch.setattr("quire.speculation.answers._MOST_OF_ALL", 200)
     store = AnswerStore()

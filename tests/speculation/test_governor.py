@@ -91,7 +91,7 @@ def test_a_step_that_a_sequence_skips_is_part_of_the_price():
 
 
 @pytest.mark.parametrize(("num_samples", "least"), [(1, 0.155), (2, 0.38)])
-def test_a_draft_that_hardly_pays_is_not_verified(num_samples, least):
+def test_a_draft_below_its_break_even_chance_is_not_verified(num_samples, least):
     """A draft takes a tenth more time. Beside another sequence, which waits longer for its token, it yields more."""
     about = {"num_tokens": num_samples, "num_samples": num_samples, "most": 9, "tries": False}
     governor = Governor(lambda tokens: 1 + 0.1 * (tokens - num_samples))
@@ -100,7 +100,7 @@ def test_a_draft_that_hardly_pays_is_not_verified(num_samples, least):
         assert any(counts) == (chance > least)
 
 
-def test_proposals_are_rare_while_none_of_them_pays():
+def test_proposals_are_rare_while_none_is_selected():
     """Eight sequences, of which each proposal takes 25 us, in steps of 20 ms: 1 % if all were made."""
     governor, made, steps = Governor(lambda tokens: 0.02 + 0.001 * (tokens - 8)), 0, 1000
     for _ in range(steps):
@@ -115,7 +115,7 @@ def test_proposals_are_rare_while_none_of_them_pays():
 
 @pytest.mark.parametrize("num_paid", [0, 1000])
 @pytest.mark.parametrize(("num_indexed", "num_waits"), [(0, 1), (40, 3), (4096, 9)])
-def test_indexed_tokens_delay_proposals_while_none_of_them_pays(num_indexed, num_waits, num_paid):
+def test_indexed_tokens_delay_proposals_while_none_is_selected(num_indexed, num_waits, num_paid):
     """Of eight sequences in steps of 10 ms, 40 us of which are for proposals. The delay is at most eight steps."""
     governor = Governor(lambda tokens: 0.01 + 0.001 * (tokens - 8))
     for _ in range(num_paid):
@@ -184,7 +184,7 @@ def test_the_first_token_of_a_group_of_eight_may_cost_more_than_the_others():
     assert curve.seconds(16) - curve.seconds(9) < 0.001
 
 
-def test_what_is_measured_now_outweighs_what_was_measured_long_ago():
+def test_recent_step_times_outweigh_old_ones_in_the_step_curve():
     """The machine has become faster: steps of 8 tokens take less than those of 7 took."""
     curve = StepCurve()
     for _ in range(20):
@@ -194,7 +194,7 @@ def test_what_is_measured_now_outweighs_what_was_measured_long_ago():
     assert curve.seconds(8) == pytest.approx(0.7, rel=0.05)
 
 
-def test_a_class_that_is_measured_again_after_a_long_time_begins_anew():
+def test_an_outdated_class_of_step_sizes_is_replaced_by_a_new_measurement():
     curve = StepCurve()
     for _ in range(20):
         curve.observe(1, 1.0)

@@ -111,7 +111,7 @@ def test_prompts_steps_and_copies_are_measured(window):
     assert max(sample.num_tokens + sample.num_before for sample in found.prefill) < 200
 
 
-def test_it_ends_in_time_and_begins_nothing_that_would_not():
+def test_calibration_ends_within_its_time_limit():
     cache, limits = configs()
     for seconds in (1e-6, 2e-3, 0.01, 0.1):
         timed, (found, _, problem) = measured(cache, limits, seconds=seconds)
@@ -205,8 +205,8 @@ def test_the_embedded_model_answers_the_same_and_its_journal_replays(tmp_path):
     answers = []
     for seconds in (0, 5.0):
         path = tmp_path / f"{seconds}"
-        told = []
-        llm = LLM(**SMALL, journal=str(path), calibration=float(seconds), report=told.append)
+        lines = []
+        llm = LLM(**SMALL, journal=str(path), calibration=float(seconds), report=lines.append)
         stats = llm.get_metrics()
         assert (stats.num_steps, stats.prompt_tokens, stats.kv_blocks_cached, stats.kv_blocks_used) == (0, 0, 0, 0)
         answers.append(
@@ -214,15 +214,15 @@ def test_the_embedded_model_answers_the_same_and_its_journal_replays(tmp_path):
         )
         llm.close()
         assert journal.replay_file(path).difference == ""
-        assert any(line.startswith("costs ") for line in told) == bool(seconds)
+        assert any(line.startswith("costs ") for line in lines) == bool(seconds)
     assert answers[0] == answers[1]
-    assert "a token" in next(line for line in told if line.startswith("costs "))
+    assert "a token" in next(line for line in lines if line.startswith("costs "))
 
 
 def test_copies_to_the_host_are_measured_and_leave_nothing_there():
-    told = []
-    llm = LLM(**SMALL, swap_space=0.02, calibration=10.0, report=told.append)
-    assert "GB/s from it" in next(line for line in told if line.startswith("costs "))
+    lines = []
+    llm = LLM(**SMALL, swap_space=0.02, calibration=10.0, report=lines.append)
+    assert "GB/s from it" in next(line for line in lines if line.startswith("costs "))
     stats = llm.get_metrics()
     assert stats.host_blocks_total > 0
     assert (stats.host_blocks_used, stats.num_swapped_out_blocks, stats.num_swapped_in_blocks) == (0, 0, 0)
@@ -231,7 +231,7 @@ def test_copies_to_the_host_are_measured_and_leave_nothing_there():
     assert llm.generate("Mira", params)[0].outputs[0].text == plain.generate("Mira", params)[0].outputs[0].text
 
 
-def test_a_calibration_that_fails_is_told_and_requests_are_served(monkeypatch):
+def test_a_failed_calibration_is_reported_and_requests_are_served(monkeypatch):
     serve = TorchRunner.launch
 
     def failing(self, step):
@@ -240,9 +240,9 @@ def test_a_calibration_that_fails_is_told_and_requests_are_served(monkeypatch):
         serve(self, step)
 
     monkeypatch.setattr(TorchRunner, "launch", failing)
-    told = []
-    llm = LLM(**SMALL, calibration=0.2, report=told.append)
-    (line,) = [line for line in told if line.startswith("costs ")]
+    lines = []
+    llm = LLM(**SMALL, calibration=0.2, report=lines.append)
+    (line,) = [line for line in lines if line.startswith("costs ")]
     assert "not measured yet; prompts could not be measured (RuntimeError: a kernel)" in line
     assert llm.generate("Mira", SamplingParams(max_tokens=2))[0].finished
 
@@ -256,13 +256,13 @@ def test_a_calibration_that_fails_is_told_and_requests_are_served(monkeypatch):
     ],
 )
 def test_the_target_between_tokens_is_reported(options, words):
-    told = []
-    LLM(**SMALL, **options, report=told.append).close()
-    (line,) = [line for line in told if line.startswith("tpot ")]
+    lines = []
+    LLM(**SMALL, **options, report=lines.append).close()
+    (line,) = [line for line in lines if line.startswith("tpot ")]
     assert words in line
 
 
-def test_a_server_calibrates_unless_it_is_told_not_to():
+def test_a_server_calibrates_by_default():
     assert serve.with_server_defaults(EngineOptions()).calibration == serve.CALIBRATION_SECONDS > 0
     assert serve.with_server_defaults(EngineOptions(calibration=0.0)).calibration == 0.0
 
@@ -318,13 +318,13 @@ def test_options_that_do_not_go_together_say_what_to_change(options, message):
 
 
 def test_options_reach_the_scheduler_and_the_memory_plan():
-    told = []
+    lines = []
     options = EngineOptions(**SMALL, policy="cache-aware", wait_weight=7.0, swap_space="0.01", eviction="lru")
-    built = build(options, report=told.append, progress=lambda done, total: None)
+    built = build(options, report=lines.append, progress=lambda done, total: None)
     (group,) = built.cache.groups
     host = group.num_host_blocks * group.bytes_per_block
     assert 0.01 * 2**30 - group.bytes_per_block < host <= 0.01 * 2**30
-    (line,) = [line for line in told if line.startswith("host pool")]
+    (line,) = [line for line in lines if line.startswith("host pool")]
     assert f"{group.num_host_blocks} blocks of 16 tokens in host memory" in line
     assert (built.options.wait_weight, built.options.swap_space, built.options.calibration) == (7.0, f"{host}B", 0.0)
     built.engine.close()

@@ -85,7 +85,7 @@ def test_a_failed_restart_leaves_no_journal(tmp_path, monkeypatch, is_restart, f
     assert [path.name for path in tmp_path.iterdir()] == files
 
 
-def test_a_missing_folder_says_what_to_do():
+def test_a_missing_model_folder_is_an_error_that_names_it():
     with pytest.raises(ModelError, match=r"there is no folder or .gguf file 'no/such/folder'"):
         attempt(model="no/such/folder")
 
@@ -237,7 +237,7 @@ def test_the_description_of_the_checkpoint_is_dropped(monkeypatch):
     built.engine.close()
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told to")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has a setting for it")
 def test_memory_that_was_freed_goes_back_to_the_system():
     libc = ctypes.CDLL(None)
     libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]

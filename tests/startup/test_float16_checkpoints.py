@@ -59,7 +59,7 @@ def test_tokens_are_those_of_the_weights_in_bfloat16(folder):
     assert len({tuple(tokens) for tokens, _ in by_auto}) == len(PROMPTS)
 
 
-def test_float16_that_is_asked_for_runs_in_plain_torch_and_says_what_would_not(folder):
+def test_explicit_float16_runs_in_plain_torch_and_names_the_faster_dtypes(folder):
     for name in ("float16", "half"):
         *chosen, line = prepared(folder, dtype=name)
         assert chosen == ["reference", "float16", "float16"]

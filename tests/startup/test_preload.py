@@ -38,7 +38,7 @@ def test_a_module_is_imported_where_torch_is_there_already():
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_what_is_made_while_the_collector_rests_is_old_and_still_found(enabled):
+def test_objects_made_under_gc_disabled_are_in_the_oldest_generation_and_collectable(enabled):
     gc.unfreeze()  # another test of this process may have run a benchmark, which freezes what is loaded
     gc.enable() if enabled else gc.disable()
     try:
@@ -54,7 +54,7 @@ def test_what_is_made_while_the_collector_rests_is_old_and_still_found(enabled):
         gc.enable()
 
 
-def test_what_somebody_froze_stays_so():
+def test_gc_disabled_keeps_frozen_objects_frozen():
     gc.freeze()
     try:
         count = gc.get_freeze_count()

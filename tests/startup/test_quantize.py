@@ -112,7 +112,7 @@ def test_a_multimodal_checkpoint_is_refused(saved, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_what_cannot_be_written_is_named(saved, tmp_path):
+def test_quantize_names_an_unsupported_scheme_model_or_folder(saved, tmp_path):
     folder = saved("qwen2-upper-window")[0]
     with pytest.raises(ConfigError, match="scheme 'int3' is not supported; known: int8, int4, fp8, mxfp4, nvfp4"):
         quantize(folder, tmp_path / "out", "int3")

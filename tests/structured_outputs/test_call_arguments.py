@@ -188,7 +188,7 @@ def test_alternatives_of_properties_are_those_of_the_schema(condition):
     try:
         grammar = compile(asked, BYTES)
     except RequestError:
-        assume(not any(map(valid, objects)))  # or the branches of a oneOf cannot be told apart
+        assume(not any(map(valid, objects)))  # or the branches of a oneOf cannot be distinguished
         return
     for one in objects:
         text = ", ".join(f"{name}={value}" for name, value in one.items())
@@ -233,7 +233,7 @@ def test_an_object_without_properties_takes_any_keyword_arguments():
         (Asked(grammar='start: %tagged {"schema": {}}'), "%tagged needs a schema and the texts key_begin, key_end"),
     ],
 )
-def test_what_cannot_be_written_is_refused(asked, message):
+def test_call_argument_schemas_that_a_format_cannot_write_are_rejected(asked, message):
     with pytest.raises(RequestError, match=message):
         check(asked)
 

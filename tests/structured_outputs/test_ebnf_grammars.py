@@ -61,7 +61,7 @@ def matches(asked: Asked, text: str) -> bool:
         (JSON, ['{"a": [1, -2.5e3, "x\\n"], "b": {}}', "{}"], ["[1]", '{"a" 1}']),
     ],
 )
-def test_what_a_grammar_says_is_what_comes(grammar, good, bad):
+def test_an_ebnf_grammar_accepts_its_texts_and_no_others(grammar, good, bad):
     assert is_ebnf(grammar)
     for text in good:
         assert matches(Asked(grammar=grammar), text), text

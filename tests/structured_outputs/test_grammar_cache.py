@@ -30,7 +30,7 @@ class Backend:
     def __init__(self):
         self.compiled = []
         self.gate = threading.Event()
-        self.told = []
+        self.results = []
 
     def compile(self, params):
         self.compiled.append(params.text)
@@ -43,7 +43,7 @@ class Backend:
         return [params.text]  # a grammar
 
     def report(self, result, seconds):
-        self.told.append(result)
+        self.results.append(result)
         assert 0 <= seconds <= DEADLINE
 
 
@@ -100,7 +100,7 @@ def test_a_constraint_is_compiled_once_for_a_namespace():
 
     backend = run(work)
     assert backend.compiled == ["good", "bad", "good", "good", "good"]
-    assert backend.told == ["ok", "bad", "ok", "ok", "ok"]
+    assert backend.results == ["ok", "bad", "ok", "ok", "ok"]
 
 
 def test_each_tenant_and_each_salt_compiles_a_constraint_itself():
@@ -108,7 +108,7 @@ def test_each_tenant_and_each_salt_compiles_a_constraint_itself():
     assert compiled_of(*[(one, "x") for one in namespaces * 2]) == ["x"] * len(namespaces)
 
 
-def test_an_error_that_one_tenant_found_is_found_anew_for_another():
+def test_compilation_errors_are_not_shared_between_tenants():
     async def work(_backend, cache):
         for namespace in (ALICE, BOB, ALICE):
             with pytest.raises(RequestError):
@@ -186,15 +186,15 @@ def test_a_compilation_that_takes_too_long_is_an_error_until_it_ends():
         assert backend.compiled == ["slow"]
         await cache.compiled(ALICE, regex("good"))  # on the other thread
         backend.gate.set()
-        await until(lambda: "slow" in backend.told)
+        await until(lambda: "slow" in backend.results)
         await until(lambda: not cache._is_overloaded("alice") and not cache._unfinished)
         await cache.compiled(ALICE, regex("slow"))  # its result is known now
         assert backend.compiled == ["slow", "good"]
 
-    assert run(work, deadline=0.1).told == ["ok", "slow"]
+    assert run(work, deadline=0.1).results == ["ok", "slow"]
 
 
-def test_who_waits_for_threads_that_are_stuck_is_asked_to_come_back():
+def test_requests_behind_stuck_compiler_threads_are_rejected_as_overloaded():
     async def work(backend, cache):
         stuck = [asyncio.ensure_future(cache.compiled(NO_NAMESPACE, regex(f"slow {i}"))) for i in range(NUM_THREADS)]
         await until(lambda: len(backend.compiled) == NUM_THREADS)
@@ -206,11 +206,11 @@ def test_who_waits_for_threads_that_are_stuck_is_asked_to_come_back():
             await waits
         assert all(type(one) is RequestError for one in await asyncio.gather(*stuck, return_exceptions=True))
         backend.gate.set()
-        await until(lambda: len(backend.told) == NUM_THREADS)
+        await until(lambda: len(backend.results) == NUM_THREADS)
         assert "waits" not in backend.compiled  # abandoned compilations are not begun
         await cache.compiled(NO_NAMESPACE, regex("waits"))
 
-    assert run(work, deadline=0.1, max_unfinished=NUM_THREADS + 1).told == ["slow"] * NUM_THREADS + ["ok"]
+    assert run(work, deadline=0.1, max_unfinished=NUM_THREADS + 1).results == ["slow"] * NUM_THREADS + ["ok"]
 
 
 def test_a_tenant_that_occupies_its_threads_does_not_delay_another():
@@ -218,7 +218,7 @@ def test_a_tenant_that_occupies_its_threads_does_not_delay_another():
         asking = [asyncio.ensure_future(cache.compiled(ALICE, regex(f"slow {i}"))) for i in range(2 * NUM_THREADS)]
         await until(lambda: len(backend.compiled) == NUM_THREADS)
         assert await cache.compiled(BOB, regex("good")) == ["good"]  # while Alice's compilations run and wait
-        assert backend.told == ["ok"]
+        assert backend.results == ["ok"]
         backend.gate.set()
         await asyncio.gather(*asking)
 
@@ -247,11 +247,11 @@ def test_a_backend_that_panics_refuses_one_constraint_only(caplog):
         for i in range(NUM_THREADS):
             await cache.compiled(ALICE, regex(f"good {i}"))
 
-    assert run(work).told == ["bad", "ok", "ok"]
+    assert run(work).results == ["bad", "ok", "ok"]
     assert "a constraint of kind regex could not be compiled" in caplog.text
 
 
-def test_a_dropped_grammar_is_compiled_anew():
+def test_a_dropped_grammar_is_compiled_again():
     async def work(_backend, cache):
         first = await cache.compiled(ALICE, regex("x"))
         of_another = await cache.compiled(BOB, regex("x"))
@@ -264,7 +264,7 @@ def test_a_dropped_grammar_is_compiled_anew():
     assert run(work).compiled == ["x"] * 3
 
 
-def test_after_the_end_nobody_waits():
+def test_closing_the_grammar_cache_fails_waiting_requests():
     async def work(backend, cache):
         asking = [asyncio.ensure_future(cache.compiled(ALICE, regex(f"slow {i}"))) for i in range(NUM_THREADS + 1)]
         await until(lambda: len(backend.compiled) == NUM_THREADS)
@@ -287,10 +287,10 @@ def test_a_result_that_comes_after_the_end_of_the_loop_is_ignored(caplog):
         asyncio.run(ask())
         backend.gate.set()
         for _ in range(200):
-            if backend.told:
+            if backend.results:
                 break
             time.sleep(0.005)
-    assert backend.told == ["slow"]
+    assert backend.results == ["slow"]
     ours = [one for one in caplog.records if one.name.startswith(("asyncio", "quire.structured_outputs"))]
     assert not [one for one in ours if one.levelno >= logging.ERROR]
 

@@ -41,7 +41,7 @@ class Site:
         self.vocabularies += 1
         return VOCABULARY
 
-    def told(self, most=200):
+    def next_finished(self, most=200):
         for _ in range(most):
             found = self.grammars.finished()
             if found:
@@ -71,14 +71,14 @@ def regex(text, **others):
     return StructuredOutputsParams(regex=text, **others)
 
 
-def test_a_constraint_is_compiled_once_for_all_who_ask_it(monkeypatch):
+def test_equal_constraints_are_compiled_once(monkeypatch):
     site = Site(monkeypatch, lambda asked: object())
     for name in ("a", "b"):
         site.grammars.submit(name, NO_NAMESPACE, Constraint(regex("x")))
-        assert site.told() == [(name, "")]
+        assert site.next_finished() == [(name, "")]
     site.grammars.submit("c", NO_NAMESPACE, Constraint(regex("x", fast_forward=False)))
     site.grammars.submit("d", NO_NAMESPACE, Constraint(regex("y")))
-    assert sorted(site.told() + site.told()) == [("c", ""), ("d", "")]
+    assert sorted(site.next_finished() + site.next_finished()) == [("c", ""), ("d", "")]
     assert sorted(site.calls) == ["x", "y"]
     assert site.vocabularies == 1
     site.grammars.close()
@@ -89,7 +89,7 @@ def test_each_tenant_and_each_salt_compiles_a_constraint_itself(monkeypatch):
     namespaces = [Namespace("alice"), Namespace("bob"), Namespace("alice", salt="x")]
     for i, namespace in enumerate(namespaces * 2):
         site.grammars.submit(f"{i}", namespace, Constraint(regex("x")))
-        assert site.told() == [(f"{i}", "")]
+        assert site.next_finished() == [(f"{i}", "")]
     assert site.calls == ["x"] * len(namespaces)
     site.grammars.close()
 
@@ -126,7 +126,7 @@ def test_a_grammar_that_fails_is_dropped_and_logged_once_with_the_reason(monkeyp
     def begin(seq_id):
         """Whether a new request with the same constraint works."""
         site.grammars.submit(f"{seq_id}", NO_NAMESPACE, Constraint(regex("x")))
-        assert site.told() == [(f"{seq_id}", "")]
+        assert site.next_finished() == [(f"{seq_id}", "")]
         params = SamplingParams(max_tokens=4, seed=1, structured_outputs=regex("x"))
         error = constraints.begin(seq_id, Request(id=f"{seq_id}", prompt=[1], params=params), []).error
         assert error in ("", "the backend failed (BaseException)")
@@ -141,24 +141,24 @@ def test_a_grammar_that_fails_is_dropped_and_logged_once_with_the_reason(monkeyp
     site.grammars.close()
 
 
-def test_what_a_backend_says_against_a_constraint_is_told_and_its_accidents_too(monkeypatch):
+def test_backend_errors_are_reported_and_unexpected_ones_as_not_compilable(monkeypatch):
     def compiled(asked):
         raise RequestError("no such thing") if asked.text == "bad" else ValueError("oh")
 
     site = Site(monkeypatch, compiled)
     site.grammars.submit("a", NO_NAMESPACE, Constraint(regex("bad")))
-    assert site.told() == [("a", "no such thing")]
+    assert site.next_finished() == [("a", "no such thing")]
     site.grammars.submit("b", NO_NAMESPACE, Constraint(regex("worse")))
-    assert site.told() == [("b", "regex cannot be compiled by this server; change it")]
+    assert site.next_finished() == [("b", "regex cannot be compiled by this server; change it")]
     site.grammars.close()
 
 
-def test_nobody_waits_longer_than_the_deadline(monkeypatch):
+def test_a_compilation_past_its_deadline_is_an_error(monkeypatch):
     go_on = threading.Event()
     site = Site(monkeypatch, lambda asked: go_on.wait(30) if asked.text == "slow" else object())
     site.grammars.submit("a", NO_NAMESPACE, Constraint(regex("slow")))
     site.grammars.submit("b", NO_NAMESPACE, Constraint(regex("fast")))
-    assert site.told() == [("b", "")]
+    assert site.next_finished() == [("b", "")]
     site.now = 3.5
     ((name, error),) = site.grammars.finished()
     assert name == "a" and "within 3 s" in error
@@ -167,7 +167,7 @@ def test_nobody_waits_longer_than_the_deadline(monkeypatch):
     site.grammars.close()
 
 
-def test_what_nobody_waits_for_any_more_is_not_begun_and_who_only_waited_for_others_may_come_again(monkeypatch):
+def test_abandoned_compilations_are_not_started_and_queued_ones_ask_to_retry(monkeypatch):
     go_on = threading.Event()
     site = Site(monkeypatch, lambda asked: go_on.wait(30) if asked.text.startswith("slow") else object())
     for i in range(NUM_THREADS):
@@ -182,7 +182,7 @@ def test_what_nobody_waits_for_any_more_is_not_begun_and_who_only_waited_for_oth
     site.grammars._waiting_requests["late"] = site.grammars._waiting_requests["late"]._replace(submitted_at=-2.0)
     assert site.grammars.finished() == [("late", "too many constraints are being compiled; try again later")]
     go_on.set()
-    assert ("patient", "") in site.told() + site.told() + site.told()
+    assert ("patient", "") in site.next_finished() + site.next_finished() + site.next_finished()
     assert not [text for text in site.calls if "as well" in text]
     site.grammars.close()
 
@@ -193,16 +193,16 @@ def test_two_first_requests_share_one_vocabulary(monkeypatch):
     site.grammars._make_vocabulary = lambda: (time.sleep(0.05), slowly())[1]
     site.grammars.submit("a", NO_NAMESPACE, Constraint(regex("x")))
     site.grammars.submit("b", NO_NAMESPACE, Constraint(regex("y")))
-    assert len(site.told()) + len(site.told()) >= 2
+    assert len(site.next_finished()) + len(site.next_finished()) >= 2
     assert site.vocabularies == 1
     site.grammars.close()
 
 
-def test_who_gives_up_is_told_nothing(monkeypatch):
+def test_a_forgotten_compilation_reports_no_result(monkeypatch):
     site = Site(monkeypatch, lambda asked: object())
     site.grammars.submit("a", NO_NAMESPACE, Constraint(regex("x")))
     site.grammars.forget("a")
-    assert site.told(5) == []
+    assert site.next_finished(5) == []
     site.grammars.close()
 
 
@@ -221,7 +221,7 @@ def test_a_vocabulary_has_the_bytes_of_text_and_none_of_what_is_no_text(tokenize
     assert vocabulary.encode("Grüße, Mira") == ids
 
 
-def test_compiling_has_a_stack_of_a_known_size_and_nobody_else_gets_it(monkeypatch):
+def test_only_compiler_threads_get_the_larger_stack(monkeypatch):
     before = threading.stack_size()
     started = []
     real = threading.Thread.start
@@ -233,7 +233,7 @@ def test_compiling_has_a_stack_of_a_known_size_and_nobody_else_gets_it(monkeypat
     monkeypatch.setattr(threading.Thread, "start", start)
     site = Site(monkeypatch, lambda asked: object())
     site.grammars.submit("a", NO_NAMESPACE, Constraint(regex("x")))
-    assert site.told() == [("a", "")]
+    assert site.next_finished() == [("a", "")]
     site.grammars.close()
     assert [size for name, size in started if name.startswith("quire-grammar")] == [STACK_BYTES] * (NUM_THREADS + 1)
     assert threading.stack_size() == before

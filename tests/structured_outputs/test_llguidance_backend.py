@@ -141,7 +141,7 @@ def test_forced_tokens_are_those_that_the_tokenizer_writes(seed):
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6))
-def test_a_sequence_that_begins_with_known_tokens_is_told_what_the_undisturbed_one_was_told(seed):
+def test_a_matcher_with_known_tokens_gives_the_verdict_of_an_undisturbed_one(seed):
     rng = random.Random(seed)
     asked = rng.choice(ANYTHING)
     *found, (_, tokens) = spans(asked, rng)
@@ -225,7 +225,7 @@ def test_a_limit_met_on_the_way_is_an_error_of_this_sequence_alone():
         ),
     ],
 )
-def test_what_is_asked_is_what_comes(asked, good, bad):
+def test_a_constraint_accepts_its_texts_and_no_others(asked, good, bad):
     check(asked)
     for text in good:
         assert matches(asked, text), text
@@ -270,7 +270,7 @@ def test_a_tokenizer_may_have_more_tokens_than_the_model(backend):
     assert text_of(tokens, small) == text.encode()
 
 
-def test_what_a_backend_says_when_it_breaks_is_not_shown():
+def test_an_internal_error_of_the_backend_is_not_shown_to_clients():
     def broken(text: str) -> list[int]:
         raise OSError("/a/place")
 
@@ -321,12 +321,12 @@ def test_a_verdict_forces_so_much_and_no_more_and_the_rest_comes_one_way(asked):
             assert allowed(plain, known) == [token]
         assert not plain.advance([token]).error
     for place in (0, 1, 511, 512, 513, 514, 1025, 1026, 1027):
-        told = grammar.new_matcher(fast_forward=True).advance(tokens[:place])
+        resumed = grammar.new_matcher(fast_forward=True).advance(tokens[:place])
         stop = next(end for end in ends[1:] if end > place) - 1
-        assert told.forced == tokens[place:stop]
+        assert resumed.forced == tokens[place:stop]
 
 
-def test_one_vocabulary_and_one_grammar_serve_several_threads():
+def test_a_vocabulary_and_a_grammar_are_thread_safe():
     known = vocabulary(2060)
     found = []
 

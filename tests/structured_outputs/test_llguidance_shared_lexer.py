@@ -50,7 +50,7 @@ def test_other_sequences_go_on_where_one_reaches_a_limit(caplog):
     assert caplog.text.count("too many states") == 1
 
 
-def test_a_panic_of_the_library_spoils_neither_siblings_nor_the_grammar(caplog):
+def test_a_panic_of_llguidance_affects_neither_other_matchers_nor_the_grammar(caplog):
     """The tokenizer fails within the library, which panics and has an error from then on."""
     is_broken = False
 

@@ -276,7 +276,7 @@ def test_a_caller_cancelled_while_it_queues_leaves_nothing():
     run(scenario)
 
 
-def test_a_failure_is_told_to_all_and_shown():
+def test_an_engine_failure_is_raised_to_all_callers_and_shown_in_health():
     async def scenario(pretend, engine):
         pretend.fail_at = 3
         stream = await engine.generate([request("a", 10**9)])
@@ -289,7 +289,7 @@ def test_a_failure_is_told_to_all_and_shown():
     run(scenario)
 
 
-def test_a_failure_reaches_a_caller_who_is_still_queueing():
+def test_an_engine_failure_is_raised_to_a_caller_that_still_submits():
     async def scenario(pretend, engine):
         pretend.fail_at = 2
         stream = await engine.generate([request("a", 10**9)])
@@ -332,7 +332,7 @@ def test_steps_that_fail_in_a_row_are_seen_until_one_succeeds():
     run(scenario)
 
 
-def test_an_idle_engine_shows_that_it_lives():
+def test_an_idle_engine_sends_heartbeats():
     async def scenario(pretend, engine):
         await asyncio.sleep(2 * HEARTBEAT_SECONDS)
         assert engine.health().heartbeat_age < 2 * HEARTBEAT_SECONDS
@@ -400,7 +400,7 @@ def test_explanations_of_what_is_known_come_from_the_engines_thread():
     run(scenario)
 
 
-def test_a_question_that_fails_is_told_to_the_one_who_asked_only():
+def test_a_failed_query_is_raised_to_its_caller_only():
     async def scenario(pretend, engine):
         stream = await engine.generate([request("a", 50)])
         with pytest.raises(RuntimeError, match="ValueError: a bug"):

@@ -223,7 +223,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 @given(seed=SEEDS, num_poisons=st.integers(0, 2))
 @settings(max_examples=300)
-def test_every_poison_is_found_soon_and_everybody_else_finishes(seed, num_poisons):
+def test_each_crashing_request_is_found_in_few_crashes_and_all_others_finish(seed, num_poisons):
     world = world_of(seed, num_poisons=num_poisons)
     num_rows = min(len(world.open) + len(world.later), world.max_rows)
     run(world)
@@ -249,7 +249,7 @@ def test_so_many_deaths_find_one_of_many():
     assert [deaths_needed(n) for n in (1, 8, 9, 64, 65, 512)] == [6, 6, 7, 7, 8, 8]
 
 
-def test_one_death_makes_nobody_a_suspect():
+def test_one_crash_starts_no_bisection_and_suspicion_ends_with_progress():
     suspects = CrashBisection()
     assert suspects.record_crash({"a": 5, "b": 9}) is None
     assert suspects.current_group is None
@@ -261,14 +261,14 @@ def test_one_death_makes_nobody_a_suspect():
     assert not suspects.has_suspects
 
 
-def test_who_is_alone_is_to_blame_after_so_many_deaths_and_not_before():
+def test_a_request_that_runs_alone_fails_after_the_maximum_of_crashes():
     suspects = CrashBisection()
     assert [suspects.record_crash({"a": 5}) for _ in range(MAX_CRASHES_ALONE + 1)] == [None] * MAX_CRASHES_ALONE + ["a"]
     assert suspects.current_group is None
     assert not suspects.has_suspects
 
 
-def test_who_comes_further_begins_anew():
+def test_progress_resets_the_crash_count_of_a_request():
     suspects = CrashBisection()
     for _ in range(20):
         for _ in range(MAX_CRASHES_ALONE):
@@ -292,7 +292,7 @@ def test_deaths_in_company_that_has_ended_since_are_not_deaths_alone():
     assert suspects.current_group == ("a",)
 
 
-def test_groups_are_tried_in_turn_and_who_ends_holds_nobody():
+def test_bisection_groups_run_in_turn_and_a_finished_request_blocks_none():
     suspects = CrashBisection()
     names = [f"r{i}" for i in range(16)]
     for _ in range(2):

@@ -12,7 +12,7 @@ from quire.supervisor.health import STALL_SECONDS, CumulativeStats, StallDetecto
 WATCHED = 0.25  # seconds between two checks
 
 
-def turns_red(vitals, *, pulses_until, turned=None, until=60.0):
+def turns_red(detector, *, pulses_until, turned=None, until=60.0):
     """When the watchdog first finds a stall of an engine that sends heartbeats for some time; None if never.
 
     turned(now): start of the engine's last loop iteration. There are no other events after 0.
@@ -20,106 +20,106 @@ def turns_red(vitals, *, pulses_until, turned=None, until=60.0):
     now, next_pulse = 0.0, 0.0
     while now < until:
         while next_pulse <= min(now, pulses_until):
-            vitals.record_heartbeat(0.0 if turned is None else turned(next_pulse), next_pulse)
+            detector.record_heartbeat(0.0 if turned is None else turned(next_pulse), next_pulse)
             next_pulse += HEARTBEAT_SECONDS
-        if vitals.stalled_seconds(now):
+        if detector.stalled_seconds(now):
             return now
         now += WATCHED
     return None
 
 
-def test_an_engine_that_falls_silent_is_red_within_two_seconds():
-    vitals = StallDetector(0.0)
-    vitals.record_launch(30.0, 0.0)  # with any duration
-    assert turns_red(vitals, pulses_until=0.0) < 2
+def test_a_busy_engine_without_heartbeats_is_stalled_within_two_seconds():
+    detector = StallDetector(0.0)
+    detector.record_launch(30.0, 0.0)  # with any duration
+    assert turns_red(detector, pulses_until=0.0) < 2
 
 
-def test_an_idle_engine_that_falls_silent_is_red_within_two_seconds():
-    vitals = StallDetector(0.0)
-    vitals.record_idle(0.0)
-    assert turns_red(vitals, pulses_until=0.0) < 2
+def test_an_idle_engine_without_heartbeats_is_stalled_within_two_seconds():
+    detector = StallDetector(0.0)
+    detector.record_idle(0.0)
+    assert turns_red(detector, pulses_until=0.0) < 2
 
 
-def test_an_engine_that_never_said_anything_is_red_within_two_seconds():
+def test_an_engine_without_a_first_message_is_stalled_within_two_seconds():
     assert turns_red(StallDetector(0.0), pulses_until=-1) < 2
 
 
-def test_a_step_that_hangs_is_red_within_two_seconds_although_the_process_pulses():
-    vitals = StallDetector(0.0)
-    vitals.record_launch(0.02, 0.0)
-    assert turns_red(vitals, pulses_until=60) < 2
+def test_a_hanging_step_is_stalled_within_two_seconds_in_spite_of_heartbeats():
+    detector = StallDetector(0.0)
+    detector.record_launch(0.02, 0.0)
+    assert turns_red(detector, pulses_until=60) < 2
 
 
-def test_a_turn_that_hangs_between_steps_is_red_within_two_seconds():
-    vitals = StallDetector(-5.0)
-    vitals.record_launch(20.0, -5.0)
-    vitals.record_idle(0.0)
-    assert turns_red(vitals, pulses_until=60) < 2
+def test_a_loop_that_hangs_between_steps_is_stalled_within_two_seconds():
+    detector = StallDetector(-5.0)
+    detector.record_launch(20.0, -5.0)
+    detector.record_idle(0.0)
+    assert turns_red(detector, pulses_until=60) < 2
 
 
 def test_a_step_that_was_said_to_take_long_has_three_times_as_long():
-    vitals = StallDetector(0.0)
-    vitals.record_launch(4.0, 0.0)
-    assert 12 < turns_red(vitals, pulses_until=60) < 12.5
+    detector = StallDetector(0.0)
+    detector.record_launch(4.0, 0.0)
+    assert 12 < turns_red(detector, pulses_until=60) < 12.5
 
 
 def test_a_step_of_which_nothing_is_predicted_has_longer():
-    vitals = StallDetector(0.0)
-    vitals.record_launch(0.0, 0.0)
-    assert 10 < turns_red(vitals, pulses_until=60) < 10.5
+    detector = StallDetector(0.0)
+    detector.record_launch(0.0, 0.0)
+    assert 10 < turns_red(detector, pulses_until=60) < 10.5
 
 
 def test_a_short_step_behind_a_long_one_waits_for_it():
-    vitals = StallDetector(-0.1)
-    vitals.record_launch(4.0, -0.1)
-    vitals.record_launch(0.02, 0.0, is_queued=True)
-    assert turns_red(vitals, pulses_until=60) > 12
-    vitals.record_launch(0.02, 60.0, is_queued=True)
+    detector = StallDetector(-0.1)
+    detector.record_launch(4.0, -0.1)
+    detector.record_launch(0.02, 0.0, is_queued=True)
+    assert turns_red(detector, pulses_until=60) > 12
+    detector.record_launch(0.02, 60.0, is_queued=True)
     for now in (62.9, 63.1):  # the long step is over
-        vitals.record_heartbeat(60.0, now)
-        assert vitals.stalled_seconds(now) == pytest.approx(0.0 if now < 63 else 3.1)
+        detector.record_heartbeat(60.0, now)
+        assert detector.stalled_seconds(now) == pytest.approx(0.0 if now < 63 else 3.1)
 
 
 def test_a_short_step_after_a_long_one_does_not_inherit_its_time():
-    vitals = StallDetector(-9.0)
-    vitals.record_launch(4.0, -9.0)
-    vitals.record_launch(0.02, 0.0)
-    assert turns_red(vitals, pulses_until=60) < 2
+    detector = StallDetector(-9.0)
+    detector.record_launch(4.0, -9.0)
+    detector.record_launch(0.02, 0.0)
+    assert turns_red(detector, pulses_until=60) < 2
 
 
 def test_an_idle_engine_is_never_red():
-    vitals = StallDetector(0.0)
-    assert turns_red(vitals, pulses_until=60, turned=lambda now: now - now % IDLE_SECONDS) is None
+    detector = StallDetector(0.0)
+    assert turns_red(detector, pulses_until=60, turned=lambda now: now - now % IDLE_SECONDS) is None
 
 
 def test_a_stall_ends_with_the_first_sign_of_life():
-    vitals = StallDetector(0.0)
-    vitals.record_launch(0.02, 0.0)
-    assert vitals.stalled_seconds(3.0) == 3.0
-    vitals.record_heartbeat(0.0, 3.0)  # the process is alive, the step is not
-    assert vitals.stalled_seconds(3.0) == 3.0
-    vitals.record_launch(0.02, 3.0)
-    assert vitals.stalled_seconds(3.0) == 0.0
+    detector = StallDetector(0.0)
+    detector.record_launch(0.02, 0.0)
+    assert detector.stalled_seconds(3.0) == 3.0
+    detector.record_heartbeat(0.0, 3.0)  # the process is alive, the step is not
+    assert detector.stalled_seconds(3.0) == 3.0
+    detector.record_launch(0.02, 3.0)
+    assert detector.stalled_seconds(3.0) == 0.0
 
 
-def test_a_pulse_that_was_sent_before_the_step_began_takes_nothing_back():
-    vitals = StallDetector(0.0)
-    vitals.record_launch(0.02, 5.0)
-    vitals.record_heartbeat(4.0, 5.0)
-    assert vitals.stalled_seconds(5.0 + STALL_SECONDS) == 0.0
+def test_a_heartbeat_sent_before_a_step_does_not_reset_its_stall_time():
+    detector = StallDetector(0.0)
+    detector.record_launch(0.02, 5.0)
+    detector.record_heartbeat(4.0, 5.0)
+    assert detector.stalled_seconds(5.0 + STALL_SECONDS) == 0.0
 
 
 @given(steps=st.lists(st.tuples(st.floats(0.001, 20), st.floats(0.1, 2.9)), min_size=1, max_size=20))
-def test_steps_that_take_less_than_three_times_what_was_predicted_are_never_red(steps):
+def test_steps_below_three_times_their_prediction_never_count_as_stalled(steps):
     """Steps of less than 1.5 s never count as stalled either."""
-    vitals, now = StallDetector(0.0), 0.0
+    detector, now = StallDetector(0.0), 0.0
     for predicted, factor in steps:
-        vitals.record_launch(predicted, now)
+        detector.record_launch(predicted, now)
         ends, began = now + predicted * factor, now
         while now < ends:
-            vitals.record_heartbeat(began, now)
+            detector.record_heartbeat(began, now)
             now = min(ends, now + HEARTBEAT_SECONDS)
-            assert vitals.stalled_seconds(now) == 0.0
+            assert detector.stalled_seconds(now) == 0.0
 
 
 def stats(**values):
@@ -169,7 +169,7 @@ def test_gauges_are_those_of_the_current_engine_and_zero_while_there_is_none():
     assert tally.stats.waiting_because == "tokens"
 
 
-def test_an_engine_that_dies_before_it_says_anything_takes_nothing_away():
+def test_an_engine_that_ends_before_its_first_message_keeps_the_cumulative_stats():
     tally = CumulativeStats(EngineStats.zero())
     tally.update(stats(num_steps=5, prompt_tokens=70))
     for _ in range(3):

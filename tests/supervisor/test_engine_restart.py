@@ -39,7 +39,7 @@ def test_poison_fails_alone_with_its_id():
     run(scenario)
 
 
-def test_a_suspect_that_ends_without_coming_as_far_as_before_holds_nobody(monkeypatch):
+def test_a_suspect_that_finishes_early_does_not_block_the_bisection(monkeypatch):
     """Both requests are of one stream, which closes when both have ended."""
 
     def acts(number, step, rows):
@@ -59,7 +59,7 @@ def test_a_suspect_that_ends_without_coming_as_far_as_before_holds_nobody(monkey
     run(scenario, acts)
 
 
-def test_nothing_is_left_of_requests_that_are_over():
+def test_closed_requests_leave_no_state_in_the_engine_client():
     async def scenario(host, engine):
         for i in range(5):
             stream = await engine.generate([request(f"r{i}", 3)])
@@ -70,7 +70,7 @@ def test_nothing_is_left_of_requests_that_are_over():
     run(scenario)
 
 
-def test_more_than_a_message_may_be_is_refused_and_everybody_else_goes_on(monkeypatch):
+def test_an_oversized_request_is_rejected_and_other_requests_continue(monkeypatch):
     async def scenario(host, engine):
         monkeypatch.setattr(protocol, "MAX_FRAME", 2000)
         first = await engine.generate([request("a", 500)])

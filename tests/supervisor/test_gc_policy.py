@@ -1,4 +1,4 @@
-"""Full garbage collections: rare while requests wait, done when idle, and garbage is found in the end."""
+"""Full policy collections: rare while requests wait, done when idle, and policy is found in the end."""
 
 import gc
 import weakref
@@ -51,7 +51,7 @@ def grow(prompts: list[list[list[int]]], count: int) -> None:
 
 
 def middle_age() -> None:
-    """Move all objects to the oldest generation, so that only a full collection finds garbage."""
+    """Move all objects to the oldest generation, so that only a full collection finds policy."""
     gc.collect(1)
     gc.collect(1)
 
@@ -70,8 +70,8 @@ def test_a_growing_queue_is_searched_by_default_and_not_any_more(clock):
     assert clock.num_full == before
 
 
-def test_an_idle_moment_finds_garbage_and_the_next_one_does_not_search_again_at_once(clock):
-    garbage = GCPolicy(clock)
+def test_an_idle_engine_runs_one_full_collection_per_interval(clock):
+    policy = GCPolicy(clock)
     held = Knot()
     knot = weakref.ref(held)
     middle_age()
@@ -79,47 +79,47 @@ def test_an_idle_moment_finds_garbage_and_the_next_one_does_not_search_again_at_
     gc.collect(1)
     assert knot() is not None, "it is too old for that"
     before = clock.num_full
-    garbage.collect_if_due(idle=True)
+    policy.collect_if_due(idle=True)
     assert knot() is None
     assert clock.num_full == before + 1
     middle_age()
     clock.now += 50
-    garbage.collect_if_due(idle=True)
+    policy.collect_if_due(idle=True)
     assert clock.num_full == before + 1
     clock.now += 50
-    garbage.collect_if_due(idle=True)
+    policy.collect_if_due(idle=True)
     assert clock.num_full == before + 2
 
 
 def test_while_requests_wait_full_collections_take_a_small_share_of_the_time(clock):
-    garbage = GCPolicy(clock)
+    policy = GCPolicy(clock)
     middle_age()
-    garbage.collect_if_due(idle=True)
+    policy.collect_if_due(idle=True)
     before = clock.num_full
     for _ in range(4000):
         clock.now += 1.0
         if not gc.get_count()[2]:
             middle_age()
-        garbage.collect_if_due(idle=False)
+        policy.collect_if_due(idle=False)
     assert clock.num_full - before == 2
 
 
 def test_a_full_collection_that_was_short_says_nothing_of_the_next_one(clock):
     clock.seconds = 1e-3
-    garbage = GCPolicy(clock)
+    policy = GCPolicy(clock)
     before = clock.num_full
     for seconds, num_full in ((299.0, 0), (2.0, 1), (299.0, 1)):
         clock.now += seconds
         middle_age()
-        garbage.collect_if_due(idle=False)
+        policy.collect_if_due(idle=False)
         assert clock.num_full - before == num_full
 
 
-def test_where_nothing_has_lived_long_nothing_is_searched(clock):
+def test_no_full_collection_runs_without_long_lived_objects(clock):
     gc.disable()
-    garbage = GCPolicy(clock)
+    policy = GCPolicy(clock)
     before = clock.num_full
     clock.now += 1e6
-    garbage.collect_if_due(idle=True)
+    policy.collect_if_due(idle=True)
     gc.enable()
     assert clock.num_full == before

@@ -53,9 +53,9 @@ def plan_of(dice: random.Random, name: str) -> Plan:
         pooled = np.array([[dice.randint(0, 99) for _ in range(HIDDEN)] for _ in prompt], np.float32)
         return Plan(request, [[]], [EndCause.STOP], pooled=pooled)
     n = dice.randint(1, 4)
-    told = {"prompt_logprobs": 0} if kind == "score" or (kind != "beams" and dice.random() < 0.5) else {}
+    scored = {"prompt_logprobs": 0} if kind == "score" or (kind != "beams" and dice.random() < 0.5) else {}
     best_of = n + dice.randint(1, 2) if kind == "ranked" else None
-    params = SamplingParams(n=n, best_of=best_of, max_tokens=0 if kind == "score" else 20, seed=7, **told)
+    params = SamplingParams(n=n, best_of=best_of, max_tokens=0 if kind == "score" else 20, seed=7, **scored)
     beams = Beams(width=4, num_candidates=8, length_penalty=1.0, early_stopping=False) if kind == "beams" else None
     sequences = n if kind == "beams" else params.num_sequences
     tokens = [[dice.randint(0, 9) for _ in range(0 if kind == "score" else dice.randint(1, 20))]
@@ -80,7 +80,7 @@ class PretendEngine:
         self.open: dict[int, tuple[str, int]] = {}
         self.said: dict[int, int] = {}  # known output tokens of a sequence
         self.totals: dict[int, float] = {}
-        self.told: dict[str, int] = {}  # prompt tokens whose logprobs or states were sent
+        self.num_scored: dict[str, int] = {}  # prompt tokens whose logprobs or states were sent
         self.wants: dict[str, Request] = {}
 
     def add(self, request: Request) -> None:
@@ -88,7 +88,7 @@ class PretendEngine:
         new = msgspec.structs.replace(request, params=plan.request.params, known_outputs=(), resumed=False)
         assert new == plan.request
         self.wants[name] = request
-        self.told[name] = 1 if request.params.prompt_logprobs is not None else 0
+        self.num_scored[name] = 1 if request.params.prompt_logprobs is not None else 0
         if request.known_outputs:
             assert len(request.known_outputs) == len(plan.tokens)
             assert request.params == plan.request.params.changed(prompt_logprobs=None)
@@ -123,12 +123,12 @@ class PretendEngine:
             return self.results(plan) if self.dice.random() < 0.3 else []
         if request.pooling:
             return [self.pool(seq_id, plan)]
-        told = self.told[name]
-        if request.params.prompt_logprobs is not None and told < length:
+        num_scored = self.num_scored[name]
+        if request.params.prompt_logprobs is not None and num_scored < length:
             if index:
                 return []  # the others wait for the prompt of the first one
-            upto = self.told[name] = self.dice.randint(told + 1, length)
-            scored = plan.logprobs(told, upto)
+            upto = self.num_scored[name] = self.dice.randint(num_scored + 1, length)
+            scored = plan.logprobs(num_scored, upto)
             if upto < length:
                 return [Output(name, index, seq_id, [], prompt_logprobs=scored)]
         else:
@@ -160,12 +160,12 @@ class PretendEngine:
     def pool(self, seq_id: int, plan: Plan) -> Output:
         request, states = plan.request, plan.pooled
         assert states is not None
-        told, name = self.told[request.id], request.id
-        upto = self.told[name] = self.dice.randint(told + 1, len(request.prompt))
+        num_scored, name = self.num_scored[request.id], request.id
+        upto = self.num_scored[name] = self.dice.randint(num_scored + 1, len(request.prompt))
         over = upto == len(request.prompt)
         if over:
             del self.open[seq_id]
-        part = POOLED[request.pooling](states[told:upto])
+        part = POOLED[request.pooling](states[num_scored:upto])
         if request.pooling is Pooling.LAST and not over:
             part = None
         part = None if part is None else np.frombuffer(part.tobytes(), np.float32)  # read-only, as after decoding
@@ -184,23 +184,23 @@ class Heard:
 
 
 class Front:
-    """A front end: reads from the ledger, finds stop strings later, and sometimes starts another engine."""
+    """A front end: reads from the open_requests, finds stop strings later, and sometimes starts another engine."""
 
     def __init__(self, dice: random.Random, plans: list[Plan], deaths: int) -> None:
         self.dice = dice
         self.plans = {plan.request.id: plan for plan in plans}
         self.heard = {(name, i): Heard() for name, plan in self.plans.items() for i in range(len(plan.tokens))}
-        self.ledger = OpenRequests()
+        self.open_requests = OpenRequests()
         self.deaths = deaths
         self.unread: list[Output] = []
         self.engine = PretendEngine(dice, self.plans, 0)
         for plan in plans:
             self.engine.add(plan.request)
-        self.ledger.add(plan.request for plan in plans)
+        self.open_requests.add(plan.request for plan in plans)
 
     def run(self) -> None:
         for turn in range(10_000):
-            if not len(self.ledger) and not self.unread:
+            if not len(self.open_requests) and not self.unread:
                 return
             if self.deaths and self.dice.random() < 0.2:
                 self.deaths -= 1
@@ -209,23 +209,23 @@ class Front:
                 self.hear(output)
             if self.dice.random() < 0.5:  # the reader may be late
                 self.read()
-        raise AssertionError(f"never over: {list(self.ledger)}")
+        raise AssertionError(f"never over: {list(self.open_requests)}")
 
     def restart(self, turn: int) -> None:
         self.engine = PretendEngine(self.dice, self.plans, 1000 * (turn + 1))
-        names = list(self.ledger)
+        names = list(self.open_requests)
         for name in names:
-            self.engine.add(self.ledger.resume(name))
+            self.engine.add(self.open_requests.resume(name))
 
     def hear(self, output: Output) -> None:
         heard = self.heard[output.request_id, output.index]
-        told, stopped_after = self.ledger.record_output(output)
+        forwarded, stopped_after = self.open_requests.record_output(output)
         if stopped_after is not None:
             self.engine.finish(output.seq_id, stopped_after)
-        if told is None:
+        if forwarded is None:
             return
         assert heard.reason is None, "something came behind the end"
-        self.unread.append(told)
+        self.unread.append(forwarded)
 
     def read(self) -> None:
         for output in self.unread:
@@ -242,7 +242,7 @@ class Front:
             if stop is not None and len(heard.tokens) >= stop:
                 del heard.tokens[stop:]
                 heard.reason = "stop string"
-                seq_id = self.ledger.finish(output.request_id, output.index, stop)
+                seq_id = self.open_requests.finish(output.request_id, output.index, stop)
                 if seq_id is not None:
                     self.engine.finish(seq_id, stop)
         self.unread.clear()
@@ -259,13 +259,13 @@ class Front:
             if plan.pooled is not None:
                 whole = POOLED[plan.request.pooling](plan.pooled)
                 assert np.array_equal(heard.pooled, whole)
-        assert len(self.ledger) == 0
-        assert list(self.ledger) == []
+        assert len(self.open_requests) == 0
+        assert list(self.open_requests) == []
 
 
 @given(seed=st.integers(0, 2**32 - 1), deaths=st.sampled_from([0, 1, 3, 10]))
 @settings(max_examples=300)
-def test_what_is_delivered_over_many_engines_is_what_one_says(seed, deaths):
+def test_outputs_over_many_engine_restarts_equal_those_of_one_engine(seed, deaths):
     dice = random.Random(seed)
     front = Front(dice, [plan_of(dice, f"r{i}") for i in range(dice.randint(1, 5))], deaths)
     front.run()
@@ -277,65 +277,68 @@ def params_of(**values):
 
 
 def test_a_request_that_said_nothing_yet_begins_anew_and_is_never_refused():
-    ledger = OpenRequests()
+    open_requests = OpenRequests()
     asked = Request("a", [1, 2], params_of(prompt_logprobs=0))
-    ledger.add([asked])
-    assert ledger.resume("a") == msgspec.structs.replace(asked, resumed=True)
+    open_requests.add([asked])
+    assert open_requests.resume("a") == msgspec.structs.replace(asked, resumed=True)
 
 
-def test_what_went_on_has_its_known_tokens_and_tells_nothing_about_the_prompt():
-    ledger = OpenRequests()
-    ledger.add([Request("a", [1, 2], params_of(n=2, prompt_logprobs=0))])
-    ledger.record_output(Output("a", 0, 7, [5, 6]))
-    ledger.record_output(Output("a", 1, 8, [9], EndCause.STOP, stop_token=9))
-    resumed = ledger.resume("a")
+def test_a_resumed_request_has_its_known_tokens_and_asks_for_no_prompt_logprobs():
+    open_requests = OpenRequests()
+    open_requests.add([Request("a", [1, 2], params_of(n=2, prompt_logprobs=0))])
+    open_requests.record_output(Output("a", 0, 7, [5, 6]))
+    open_requests.record_output(Output("a", 1, 8, [9], EndCause.STOP, stop_token=9))
+    resumed = open_requests.resume("a")
     assert [(one.token_ids, one.finished) for one in resumed.known_outputs] == [([5, 6], False), ([9], True)]
     assert resumed.params == params_of(n=2)
     assert resumed.resumed
 
 
-def test_a_stop_string_that_no_engine_was_told_of_is_told_to_the_one_that_comes_to_it():
-    ledger = OpenRequests()
-    ledger.add([Request("a", [1], params_of(n=2))])
-    ledger.record_output(Output("a", 0, 7, [5, 6]))
-    ledger.resume("a")  # the engine died
-    assert ledger.finish("a", 0, 1) is None  # and the next one's sequence id is not known
-    assert ledger.record_output(Output("a", 0, 107, [8])) == (None, 1)
-    assert ledger.record_output(Output("a", 0, 107, [8], EndCause.LENGTH)) == (None, None)  # it has ended there, too
-    assert [one.token_ids for one in ledger.resume("a").known_outputs] == [[5], []]
+def test_an_undelivered_stop_is_sent_to_the_engine_that_reaches_its_position():
+    open_requests = OpenRequests()
+    open_requests.add([Request("a", [1], params_of(n=2))])
+    open_requests.record_output(Output("a", 0, 7, [5, 6]))
+    open_requests.resume("a")  # the engine died
+    assert open_requests.finish("a", 0, 1) is None  # and the next one's sequence id is not known
+    assert open_requests.record_output(Output("a", 0, 107, [8])) == (None, 1)
+    assert open_requests.record_output(Output("a", 0, 107, [8], EndCause.LENGTH)) == (
+        None,
+        None,
+    )  # it has ended there, too
+    assert [one.token_ids for one in open_requests.resume("a").known_outputs] == [[5], []]
 
 
-def test_a_stop_string_is_told_to_the_engine_that_put_it_out():
-    ledger = OpenRequests()
-    ledger.add([Request("a", [1], params_of())])
-    ledger.record_output(Output("a", 0, 7, [5, 6]))
-    assert ledger.finish("a", 0, 1) == 7
-    assert "a" not in ledger
-    assert ledger.finish("a", 0, 1) is None
-    assert ledger.record_output(Output("a", 0, 7, [8])) == (None, None)
+def test_a_stop_is_sent_to_the_engine_that_generated_it():
+    open_requests = OpenRequests()
+    open_requests.add([Request("a", [1], params_of())])
+    open_requests.record_output(Output("a", 0, 7, [5, 6]))
+    assert open_requests.finish("a", 0, 1) == 7
+    assert "a" not in open_requests
+    assert open_requests.finish("a", 0, 1) is None
+    assert open_requests.record_output(Output("a", 0, 7, [8])) == (None, None)
 
 
 @pytest.mark.parametrize("reason", EndCause)
 def test_entries_vanish_with_their_last_sequence(reason):
-    ledger = OpenRequests()
-    ledger.add([Request("a", [1], params_of(n=2)), Request("b", [1], params_of())])
-    ledger.record_output(Output("a", 1, 8, [], reason))
-    assert list(ledger) == ["a", "b"]
-    ledger.record_output(Output("a", 0, 7, [4], reason))
-    assert list(ledger) == ["b"]
-    assert ledger.remove("b")
-    assert not ledger.remove("b")
-    assert len(ledger) == 0
+    open_requests = OpenRequests()
+    open_requests.add([Request("a", [1], params_of(n=2)), Request("b", [1], params_of())])
+    open_requests.record_output(Output("a", 1, 8, [], reason))
+    assert list(open_requests) == ["a", "b"]
+    open_requests.record_output(Output("a", 0, 7, [4], reason))
+    assert list(open_requests) == ["b"]
+    assert open_requests.remove("b")
+    assert not open_requests.remove("b")
+    assert len(open_requests) == 0
 
 
-def test_a_request_that_fails_tells_each_sequence_that_goes_on():
-    ledger = OpenRequests()
-    ledger.add([Request("a", [1], params_of(n=3))])
-    ledger.record_output(Output("a", 1, 8, [4], EndCause.LENGTH))
-    outputs = ledger.fail("a", "why")
+def test_a_failed_request_ends_each_open_sequence():
+    open_requests = OpenRequests()
+    open_requests.add([Request("a", [1], params_of(n=3))])
+    open_requests.record_output(Output("a", 1, 8, [4], EndCause.LENGTH))
+    outputs = open_requests.fail("a", "why")
     assert [(one.index, one.finish_reason, one.error) for one in outputs] == [(0, "error", "why"), (2, "error", "why")]
-    assert "a" not in ledger
+    assert "a" not in open_requests
 
 
-def test_what_the_engine_says_of_a_request_that_nobody_waits_for_is_not_delivered():
+def test_output_of_an_unknown_request_is_dropped():
     assert OpenRequests().record_output(Output("a", 0, 7, [4])) == (None, None)

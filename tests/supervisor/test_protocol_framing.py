@@ -55,7 +55,7 @@ def pair():
         yield ours, theirs
 
 
-def test_one_message_is_received_and_not_a_byte_of_those_behind_it(pair):
+def test_receive_frame_reads_one_frame_and_no_byte_behind_it(pair):
     ours, theirs = pair
     long = bytes(range(256)) * 2000
     sender = threading.Thread(target=theirs.sendall, args=(frame(long) + frame(b"next") + frame(b"last"),))
@@ -67,14 +67,14 @@ def test_one_message_is_received_and_not_a_byte_of_those_behind_it(pair):
 
 
 @pytest.mark.parametrize("data", [b"", b"\x05", b"\x05\x00\x00\x00", b"\x05\x00\x00\x00abcd"])
-def test_nothing_is_received_from_who_has_gone(pair, data):
+def test_receive_frame_of_a_closed_peer_is_none(pair, data):
     ours, theirs = pair
     theirs.sendall(data)
     theirs.close()
     assert receive_frame(ours) is None
 
 
-def test_what_announces_too_much_is_not_received(pair):
+def test_receive_frame_rejects_an_oversized_length(pair):
     ours, theirs = pair
     theirs.sendall(b"\xff\xff\xff\xff")
     with pytest.raises(BadFrame, match="announces"):

@@ -339,13 +339,13 @@ def test_every_kind_of_message_is_tried_here():
 
 @given(sent=st.lists(commands(), max_size=3))
 @settings(max_examples=60)
-def test_commands_come_as_they_were_sent(sent):
+def test_commands_are_received_as_sent(sent):
     assert_same(protocol.decode_commands(carried(sent)), sent)
 
 
 @given(sent=news())
 @settings(max_examples=100)
-def test_news_come_as_they_were_sent(sent):
+def test_events_are_received_as_sent(sent):
     assert_same(protocol.decode_message(carried(sent)), sent)
 
 
@@ -355,7 +355,7 @@ def test_seeds_of_64_bits_travel(seed):
     assert protocol.decode_commands(carried([sent]))[0].requests[0].params.seed == seed
 
 
-def test_what_cannot_be_written_is_refused_where_it_is_sent(monkeypatch):
+def test_an_unencodable_or_oversized_message_is_an_error_of_the_sender(monkeypatch):
     with pytest.raises(BadFrame, match="surrogate"):
         protocol.encode_frame([protocol.Abort(["\ud800"])])
     monkeypatch.setattr(framing, "MAX_FRAME", 100)
@@ -476,7 +476,7 @@ def test_announced_sizes_and_nesting_cost_nothing(data):
         {"logprobs": 10**6}, {"unknown": 1},
     ],
 )  # fmt: skip
-def test_values_out_of_bounds_do_not_pass_the_engines_door(wrong):
+def test_out_of_bounds_values_are_rejected_by_the_engine_process(wrong):
     fine = msgspec.to_builtins(ADD.requests[0].params)
     request = {"id": "a", "prompt": [1], "params": {**fine, **wrong}}
     data = msgspec.msgpack.encode([{"type": "Add", "number": 1, "requests": [request]}])
@@ -512,7 +512,7 @@ def returned(error):
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_errors_come_with_their_fields(error):
+def test_errors_are_received_with_their_fields(error):
     came = returned(error)
     assert type(came) is type(error)
     assert str(came) == str(error)
@@ -523,14 +523,14 @@ def test_errors_come_with_their_fields(error):
     ("error", "kind"),
     [(UnknownArchitecture("new"), ModelError), (BadFrame("bad"), QuireError), (EngineStopped("gone"), QuireError)],
 )
-def test_special_errors_come_as_what_they_are_kinds_of(error, kind):
+def test_special_errors_are_received_as_their_base_types(error, kind):
     came = returned(error)
     assert type(came) is kind
     assert str(came) == str(error)
 
 
 @pytest.mark.parametrize("error", [ValueError("a bug"), MemoryError(), KeyError("x")])
-def test_other_errors_come_as_bugs_with_their_name(error):
+def test_other_errors_are_received_as_internal_errors_with_their_name(error):
     came = returned(error)
     assert type(came) is RuntimeError
     assert str(came) == f"{type(error).__name__}: {error}"

@@ -36,7 +36,7 @@ def test_the_delay_doubles_up_to_its_maximum_and_starts_over_when_an_engine_has_
         (CRASHED | {"lifetime": 60.0}, 0.0, 150.0, 1),
     ],
 )
-def test_what_counts_as_an_engine_that_served(end, delay, deadline, num_crashes):
+def test_an_engine_that_served_resets_the_restart_delay_and_deadline(end, delay, deadline, num_crashes):
     policy = RestartPolicy(100.0, now=0.0)
     policy.record_end(0.0, **ENDED_AT_ONCE)
     policy.record_end(50.0, **end)

@@ -81,7 +81,7 @@ async def kept(stream, name):
                 return tokens
 
 
-def test_outputs_that_nobody_takes_wait_outside_of_the_engine_and_none_is_lost():
+def test_unread_outputs_are_queued_outside_of_the_engine_and_none_is_lost():
     async def scenario(host, engine):
         stream = await engine.generate([request("a", MANY)])
         other = await engine.generate([request("b", MANY, "ben")])
@@ -203,7 +203,7 @@ def test_cached_tokens_are_those_of_the_beginning_after_a_pause():
     assert requests.record_output(structs.replace(output, num_cached_tokens=9))[0].num_cached_tokens == 0
 
 
-def test_what_has_to_wait():
+def test_the_stream_that_holds_too_much_memory_of_a_tenant_must_wait():
     memory, answers = TenantMemory(), WholeAnswers()
 
     async def main():

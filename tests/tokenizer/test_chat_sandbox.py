@@ -297,12 +297,12 @@ def test_reaching_out_is_the_models_fault(name):
         ChatTemplate(UNKIND[name]).render({"messages": MESSAGES})
 
 
-def test_what_a_template_says_about_messages_is_passed_on():
+def test_raise_exception_of_a_template_is_a_request_error():
     with pytest.raises(RequestError, match="roles must alternate"):
         ChatTemplate("{{ raise_exception('roles must alternate') }}").render({})
 
 
-def test_one_failure_does_not_spoil_the_next_rendering():
+def test_a_template_renders_after_a_failed_rendering():
     template = ChatTemplate("{% for a in range(n) %}{% for b in range(n) %}{% endfor %}{% endfor %}done", seconds=0.1)
     with pytest.raises(RequestError, match="too long"):
         template.render({"n": 99999})

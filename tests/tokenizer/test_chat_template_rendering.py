@@ -353,7 +353,7 @@ def test_continuing_a_thought(pairs, field):
         ("llama3", [TURNS[0], {**CALLING[1], "tool_calls": [CALL, CALL]}], {}),
     ],
 )
-def test_what_transformers_refuse(pairs, style, messages, options):
+def test_conversations_that_transformers_rejects_are_rejected(pairs, style, messages, options):
     ours, reference = pairs[style]
     with pytest.raises(Exception):  # noqa: B017 (transformers raises several types)
         reference.apply_chat_template(messages, tokenize=False, **options)
@@ -490,7 +490,7 @@ def test_other_templates_get_content_and_reasoning_apart():
     assert "Let me look.+I need the time." in conversation(apart, THINKS_AND_CALLS)
 
 
-def test_what_a_template_refuses_for_another_reason_is_refused():
+def test_a_templates_own_rejection_is_a_request_error():
     no_tools = "{% for m in messages %}{% if m.tool_calls %}{{ raise_exception('no calls') }}{% endif %}{% endfor %}"
     with pytest.raises(RequestError, match="no calls"):
         conversation(no_tools, THINKS_AND_CALLS)

@@ -196,7 +196,7 @@ def test_begin_and_end_tokens(tmp_path, keys, expected):
         ({"model": "llama"}, "tokenizer.ggml.scores is missing"),
     ],
 )
-def test_what_cannot_be_a_tokenizer_is_refused_with_the_reason(tmp_path, keys, message):
+def test_an_unusable_gguf_tokenizer_is_an_error_with_the_reason(tmp_path, keys, message):
     with pytest.raises(ModelError, match=message):
         loaded(write(tmp_path / "model.gguf", **keys))
 

@@ -133,7 +133,7 @@ def test_text_parts_and_argument_strings_are_made_plain(tokenizer):
         [{"role": "assistant", "content": None, "tool_calls": [{"function": 3}]}],
     ],
 )
-def test_what_is_no_conversation_is_refused(tokenizer, messages):
+def test_an_invalid_conversation_is_rejected(tokenizer, messages):
     with pytest.raises(RequestError):
         tokenizer.apply_chat_template(messages)
 

@@ -245,7 +245,7 @@ def test_truncation_and_padding_of_the_file_are_left_out(tmp_path):
 
 
 @pytest.mark.parametrize("present", ["tokenizer.model", "tekken.json", "tiktoken.model"])
-def test_what_has_to_be_converted_first(tmp_path, present):
+def test_a_sentencepiece_file_alone_is_an_error_with_the_conversion_command(tmp_path, present):
     (tmp_path / present).write_bytes(b"\n\x0e\n\x05<unk>")
     with pytest.raises(
         ModelError, match=rf"{present} alone cannot be read; convert it once: python -c .*save_pretrained"

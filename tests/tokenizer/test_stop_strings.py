@@ -50,8 +50,8 @@ def test_no_more_is_held_back_than_could_be_a_stop_string(text, stops):
         came += search.append_text(char)
         if search.matched is not None:
             return
-        beginnings = [n for stop in stops for n in range(len(stop)) if text[: i + 1].endswith(stop[:n])]
-        assert len(came) == i + 1 - max(beginnings)
+        prefix_lens = [n for stop in stops for n in range(len(stop)) if text[: i + 1].endswith(stop[:n])]
+        assert len(came) == i + 1 - max(prefix_lens)
 
 
 @given(text=TEXT, stops=STOPS, cuts=st.lists(st.integers(0, 100), max_size=10))
@@ -105,7 +105,7 @@ def test_without_stop_strings_text_passes():
     assert search.flush() == ""
 
 
-def test_nothing_comes_after_a_match():
+def test_no_text_is_returned_after_a_stop_string_match():
     search = StopStrings(compile_stops(["END"]))
     assert [search.append_text(piece) for piece in ("aE", "ND b", "c")] == ["a", "", ""]
     assert search.matched == "END"

@@ -30,20 +30,20 @@ BORROWINGS = (
 
 def recall(rng: Random, budget: int) -> Chat:
     """Look up keys in a ledger in the system prompt or in the first question."""
-    ledger = _ledger(rng, budget)
-    text = "Ledger:\n" + "\n".join(f"{key}={value}" for key, value in ledger)
+    entries = _entries(rng, budget)
+    text = "Ledger:\n" + "\n".join(f"{key}={value}" for key, value in entries)
     in_system = rng.random() < 0.5
     messages = [system(text)] if in_system else []
     before = "" if in_system else text + "\n\n"
     for _ in range(rng.randint(4, 16) if budget >= LONG else rng.randint(2, 8)):
-        key, value = rng.choice(ledger)
+        key, value = rng.choice(entries)
         question = rng.choice(("{}?", "Find {}.", "What is {}?")).format(key)
         messages += [user(before + question), assistant(f"{key}={value}")]
         before = ""
     return Chat(messages)
 
 
-def _ledger(rng: Random, budget: int) -> list[tuple[str, str]]:
+def _entries(rng: Random, budget: int) -> list[tuple[str, str]]:
     """Distinct keys and their values: a word or three digits for a word, or three digits for two words.
 
     Below LONG the size is log-uniform, because a model learns to look up on the shortest ledgers first.

@@ -54,7 +54,7 @@ def _fact(rng: Random, item: str, called: str) -> tuple[str, str]:
             ((f"What does {called} cost?", f"How much is {called}?"), f"The {item} costs {fact.price} coins a day."),
             ((f"Where is {called}?", f"Which shelf holds {called}?"), f"The {item} is on shelf {fact.shelf}."),
             ((f"What color is {called}?",), f"The {item} is {fact.color}."),
-            ((f"Who keeps {called}?", f"Who looks after {called}?"), f"{fact.keeper} keeps the {item}."),
+            ((f"Who keeps {called}?", f"Who looks after {called}?"), f"{fact.caretaker} keeps the {item}."),
         )
     )
     return rng.choice(questions), answer

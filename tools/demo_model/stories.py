@@ -59,20 +59,20 @@ def _event(rng: Random, people: list[str], thing: str, place: str) -> str:
 
 
 def story(rng: Random) -> Chat:
-    """Tell a story. It has no single right answer, so it is not scored."""
-    told = tell(rng)
+    """Tell a plot. It has no single right answer, so it is not scored."""
+    plot = tell(rng)
     questions = (
-        f"Tell me a story about {told.hero} and a {told.item}.",
-        f"Write a story with {told.hero} and the {told.item}.",
+        f"Tell me a story about {plot.hero} and a {plot.item}.",
+        f"Write a story with {plot.hero} and the {plot.item}.",
     )
-    return Chat([user(rng.choice(questions)), assistant(told.whole)])
+    return Chat([user(rng.choice(questions)), assistant(plot.whole)])
 
 
 def story_qa(rng: Random) -> Chat:
-    """Name the owner of the item after a story."""
-    told = tell(rng)
-    question = f"{told.text} Who has the {told.item} now?"
-    return Chat([user(question), assistant(f"{told.owner} has the {told.item}.")])
+    """Name the owner of the item after a plot."""
+    plot = tell(rng)
+    question = f"{plot.text} Who has the {plot.item} now?"
+    return Chat([user(question), assistant(f"{plot.owner} has the {plot.item}.")])
 
 
 def needle(rng: Random, budget: int) -> Chat:

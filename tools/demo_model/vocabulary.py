@@ -68,7 +68,7 @@ class Fact:
     price: int  # coins a day
     shelf: str
     color: str
-    keeper: str
+    caretaker: str
 
 
 def _draw_facts(rng: Random) -> dict[str, Fact]:
@@ -77,7 +77,7 @@ def _draw_facts(rng: Random) -> dict[str, Fact]:
             price=rng.randint(2, 60),
             shelf=rng.choice("ABCDEFGH") + str(rng.randint(1, 9)),
             color=rng.choice(COLORS),
-            keeper=rng.choice(NAMES),
+            caretaker=rng.choice(NAMES),
         )
         for item in ITEMS
     }

@@ -49,7 +49,7 @@ WEIGHTS = {  # how often training sees a task: looking things up needs far more 
     "add": 2.5,
     "think_sum": 1.0,
 }
-BEGINNINGS = ("recall", "tool", "classify", "translate", "facts")  # of conversations that change subject
+OPENINGS = ("recall", "tool", "classify", "translate", "facts")  # of conversations that change subject
 
 
 def chat(task: str, rng: Random, budget: int = BUDGET) -> Chat:
@@ -67,7 +67,7 @@ def any_chat(rng: Random, budget: int = BUDGET) -> Chat:
 
 def mixed(rng: Random, budget: int) -> Chat:
     """A chat followed by up to three others, without those that have tools or a system prompt."""
-    first = chat(rng.choice(BEGINNINGS), rng, budget)
+    first = chat(rng.choice(OPENINGS), rng, budget)
     messages = list(first.messages)
     for _ in range(rng.randint(1, 3)):
         other = any_chat(rng, budget // 2)

@@ -73,8 +73,8 @@ def running(*arguments: str) -> Iterator[Server]:
 def _messages(chance: random.Random) -> list[dict[str, str]]:
     kind = chance.random()
     if kind < 0.5:
-        ledger = random.Random(chance.randrange(6))
-        lines = "\n".join(f"{word}={ledger.choice(_NAMES)}" for word in ledger.sample(_WORDS, len(_WORDS)))
+        facts = random.Random(chance.randrange(6))
+        lines = "\n".join(f"{word}={facts.choice(_NAMES)}" for word in facts.sample(_WORDS, len(_WORDS)))
         content = f"Ledger:\n{lines}\n\nWhat is {chance.choice(_WORDS)}?"
     elif kind < 0.8:
         content = f"Write a story with {chance.choice(_NAMES)} and the {chance.choice(_WORDS)}."

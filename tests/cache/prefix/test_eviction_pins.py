@@ -62,7 +62,7 @@ def test_blocks_that_two_pins_share_count_once_and_stay_for_the_last_one():
     assert memory.kv.num_pinned == 4
 
 
-def test_a_pin_survives_what_is_computed_behind_it_and_whoever_uses_it():
+def test_a_pin_outlives_later_requests_that_extend_or_share_its_blocks():
     memory = Memory(block_size=2)
     memory.run([1, 1, 2, 2, 3], pin=True, ttl=50.0)
     memory.run([1, 1, 2, 2, 3, 4, 5, 6], now=1.0)
@@ -76,8 +76,8 @@ def test_many_pins_of_one_prompt_cost_no_more_than_a_few():
     memory = Memory()
     for i in range(50):
         memory.run([1, 1, 1], now=float(i), pin=True, ttl=100.0 - i)
-    wishes = memory.kv.index.trees.retention
-    assert len(wishes.nodes) <= 4
+    marks = memory.kv.index.trees.retention
+    assert len(marks.nodes) <= 4
     assert memory.kv.num_pinned == 3
     assert memory.evict(3, now=90.0) == 0
     assert memory.evict(3, now=100.5) == 3
@@ -114,7 +114,7 @@ def with_windows(*windows: int, num_blocks: tuple[int, ...]) -> Memory:
     return memory
 
 
-def test_where_one_group_may_pin_no_more_none_does_and_what_is_idle_can_be_evicted():
+def test_the_pin_limit_of_one_kv_group_limits_all_groups_and_idle_blocks_are_evictable():
     memory = with_windows(0, 7, num_blocks=(40, 80))
     memory.run([1] * 36, pin=True, tenant="")
     assert [len(memory.kv.index.retention.pin_refs(group)) for group in (0, 1)] == [20, 20]
@@ -147,14 +147,14 @@ def test_a_tenant_with_a_name_pins_half_of_what_may_be_pinned():
 @pytest.mark.parametrize("eviction", POLICIES)
 def test_the_end_of_a_request_takes_no_longer_the_more_its_branch_left(eviction):
     memory = Memory(eviction, num_blocks=1000)
-    wishes, relisted = memory.kv.index.retention, []
-    relist = wishes._relist
-    wishes._relist = lambda node: (relisted.append(node), relist(node))
+    marks, relisted = memory.kv.index.retention, []
+    relist = marks._relist
+    marks._relist = lambda node: (relisted.append(node), relist(node))
     for number in range(300):
         relisted.clear()
         memory.run([1000, number], now=float(number), program=Program(id="p", ttl=100.0))
         assert len(relisted) <= 2
-    (places,) = wishes.nodes.values()
+    (places,) = marks.nodes.values()
     assert len(places) == MAX_NODES_PER_BRANCH, "the latest"
     memory.run([1000, 300], now=300.0, program=Program(id="p", expects_more=False))
     assert len(relisted) >= MAX_NODES_PER_BRANCH, "all are evicted first now"
@@ -217,7 +217,7 @@ def talk(rig: Rig, num_requests: int) -> None:
     for number in range(num_requests):
         which = rng.randrange(4)
         prompt = contexts[which][-36:] + [rng.randrange(50) for _ in range(rng.randint(1, 6))]
-        wish = Retention(
+        retention = Retention(
             priority=rng.choice((10, 50, 90)),
             ttl=rng.choice((None, 0.01, 1.0)),
             pin=rng.random() < 0.4,
@@ -227,7 +227,7 @@ def talk(rig: Rig, num_requests: int) -> None:
             prompt,
             max_tokens=rng.randint(1, 9),
             n=rng.choice((1, 1, 2)),
-            scheduling_params=SchedulingParams(retention=wish),
+            scheduling_params=SchedulingParams(retention=retention),
         )
         for _ in range(rng.randint(0, 6)):
             rig.step()
@@ -240,7 +240,7 @@ def talk(rig: Rig, num_requests: int) -> None:
 
 
 @pytest.mark.parametrize("eviction", POLICIES)
-def test_wishes_change_no_token_and_a_journal_replays(eviction):
+def test_retention_changes_no_token_and_the_journal_replays(eviction):
     plain, rig = rig_with("lru", num_blocks=400, max_model_len=96), rig_with(eviction)
     talk(plain, 60)
     talk(rig, 60)
@@ -279,16 +279,16 @@ def test_a_request_that_is_preempted_asks_for_nothing_before_it_ends():
     )
     while not rig.tokens.get(("a", 0)):
         rig.step()
-    lives, wishes = rig.scheduler.state, rig.cache.index.retention
-    while rig.engine.stats().num_running and any(lives.is_in_flight(seq) for seq in lives.running_queue.running):
+    state, marks = rig.scheduler.state, rig.cache.index.retention
+    while rig.engine.stats().num_running and any(state.is_in_flight(seq) for seq in state.running_queue.running):
         rig.step()
-    lives.preempt(lives.running_queue.running[0], "a test", rig.now)
+    state.preempt(state.running_queue.running[0], "a test", rig.now)
     preempted_at = rig.now
-    assert (rig.cache.num_pinned, len(wishes.nodes)) == (0, 0)
+    assert (rig.cache.num_pinned, len(marks.nodes)) == (0, 0)
     rig.run()
     assert rig.cache.num_pinned > 0
-    (wish,) = wishes.nodes
-    assert wish.expires > preempted_at + 5.0
+    (retention,) = marks.nodes
+    assert retention.expires > preempted_at + 5.0
 
 
 def test_beams_that_end_before_their_request_pin_nothing():

@@ -369,7 +369,7 @@ class Driver:
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
 @pytest.mark.parametrize("windows", [(0,), (0, 6), (6, 0), (6,), (4, 9)])
-def test_whatever_happens_it_finds_what_is_there(windows, steps_in_flight):
+def test_random_operations_match_exactly_the_cached_blocks(windows, steps_in_flight):
     found = restarts = evicted = 0
     for seed in range(30):
         public = (PUBLIC,) if seed % 2 else ()
@@ -413,7 +413,7 @@ def run(cache, seq_id, tokens, namespace=A, **options):
     return admission
 
 
-def test_whole_blocks_are_found_and_what_is_left_is_not_said_to_be_a_loss():
+def test_whole_blocks_match_and_the_partial_rest_is_no_miss():
     cache = make()
     assert run(cache, 1, TOKENS).miss.reason == "never_seen"
     again = run(cache, 2, TOKENS)
@@ -441,7 +441,7 @@ def test_the_last_block_of_the_sequence_that_left_first_is_evicted_first():
     assert (cache.index.num_evicted, cache.pools.num_free) == (5, 16)
 
 
-def test_who_evicted_is_told_to_his_own_tenant():
+def test_a_miss_names_the_evicting_request_to_the_same_tenant_only():
     for namespace, whom in ((A, "r"), (SALTED, "r")):
         cache = make()
         run(cache, 1, TOKENS, namespace)
@@ -455,7 +455,7 @@ def test_who_evicted_is_told_to_his_own_tenant():
     assert run(cache, 5, [60] * 9, A).miss.reason == "never_seen"
 
 
-def test_what_others_of_the_tenant_computed_is_named_and_what_other_tenants_did_is_not():
+def test_a_miss_names_another_salt_or_adapter_of_the_tenant_but_no_other_tenant():
     cache = make(64)
     run(cache, 1, TOKENS, SALTED)
     assert run(cache, 2, TOKENS, A).miss.reason == "other_salt"
@@ -465,7 +465,7 @@ def test_what_others_of_the_tenant_computed_is_named_and_what_other_tenants_did_
     assert run(cache, 6, TOKENS[:4] + [70] * 5, A).miss.reason == "never_seen"
 
 
-def test_a_block_that_somebody_is_about_to_compute_is_named():
+def test_a_miss_reports_a_block_that_a_sequence_of_the_tenant_is_computing():
     cache = make(64)
     admit(cache, 1, TOKENS, most=4)
     assert admit(cache, 2, TOKENS, most=4).num_tokens == 4, "what is planned is found"
@@ -511,7 +511,7 @@ def test_a_block_whose_predecessor_never_comes_back_is_evicted():
     assert cache.pools.num_free == 16
 
 
-def test_who_found_an_old_block_behind_one_that_was_never_written_begins_again():
+def test_a_reader_of_a_cached_block_behind_a_failed_block_is_restarted():
     cache = make()
     orphans(cache)
     writer = admit(cache, 2, TOKENS, most=4)
@@ -523,7 +523,7 @@ def test_who_found_an_old_block_behind_one_that_was_never_written_begins_again()
     assert cache.check() == []
 
 
-def test_where_every_group_has_a_window_what_it_has_passed_is_not_needed():
+def test_with_windows_in_all_groups_blocks_before_the_window_are_evictable():
     cache = make(windows=(4, 5))
     table = admit(cache, 1, TOKENS).table
     cache.launched(1)

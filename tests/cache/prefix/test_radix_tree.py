@@ -98,7 +98,7 @@ def test_document_000_algorithm_2_an_edge_is_split_and_the_older_leaf_is_evicted
     assert not cache.kv.index.trees.roots
 
 
-def test_a_use_makes_a_leaf_young_and_not_what_lies_behind_the_match():
+def test_a_match_refreshes_the_matched_part_of_a_leaf_only():
     cache = Cache()
     cache.run([1, 2, 3, 4])
     cache.run([9, 8, 7, 6])
@@ -283,7 +283,7 @@ def test_without_free_blocks_nothing_has_changed():
     assert kv.check() == []
 
 
-def test_what_a_failed_step_wrote_leaves_and_who_shared_it_begins_again():
+def test_kv_of_a_failed_step_is_removed_and_sequences_that_share_it_are_restarted():
     cache = Cache(block_size=4)
     cache.run(range(4))
     cache.admit(range(12))
@@ -331,7 +331,7 @@ def reason(admission) -> tuple[int, str]:
     return admission.miss.position, admission.miss.reason
 
 
-def test_why_never_seen_and_last_token_and_recomputed():
+def test_a_miss_reports_never_seen_or_last_token_or_recomputed():
     cache = Cache(block_size=4)
     assert reason(cache.run([1, 2, 3, 4, 5, 6])) == (0, "never_seen")
     assert reason(cache.run([1, 2, 3, 4, 5, 9, 9])) == (5, "never_seen")
@@ -341,7 +341,7 @@ def test_why_never_seen_and_last_token_and_recomputed():
 
 
 @pytest.mark.parametrize(("tenant", "whom"), [("tenant", "big"), ("other", None)])
-def test_why_evicted_when_and_for_whom_but_no_other_tenants_request(tenant, whom):
+def test_a_miss_by_eviction_reports_time_and_request_but_no_request_of_another_tenant(tenant, whom):
     cache = Cache(block_size=4)
     cache.run(range(12))
     cache.evict(2, EvictionCause(17.5, "big", tenant))
@@ -350,14 +350,14 @@ def test_why_evicted_when_and_for_whom_but_no_other_tenants_request(tenant, whom
     assert (miss.evicted_at, miss.evicted_for) == (17.5, whom)
 
 
-def test_why_eviction_in_another_namespace_is_not_told():
+def test_a_miss_does_not_report_evictions_in_another_namespace():
     cache = Cache(block_size=4)
     cache.run(range(12), Namespace("other"))
     cache.evict(9, EvictionCause(17.5, "big", "other"))
     assert reason(cache.run(range(12))) == (0, "never_seen")
 
 
-def test_why_being_computed():
+def test_a_miss_reports_a_prefix_that_is_being_computed():
     cache = Cache(block_size=4)
     table = cache.admit(range(12), record=False).table
     cache.kv.cache_blocks(table, 0, 6)
@@ -374,7 +374,7 @@ def test_why_being_computed():
         (Namespace("other"), "never_seen"),
     ],
 )
-def test_why_another_namespace_of_the_same_tenant(where, why):
+def test_a_miss_reports_another_namespace_of_the_same_tenant(where, why):
     cache = Cache(block_size=4)
     cache.run(range(12), where)
     assert reason(cache.run(range(12))) == (0, why)

@@ -338,7 +338,7 @@ def write_small(path, *, tensors=(), **keys):
         ({"tensors": {"token_embd.weight": ()}}, "token_embd.weight has 0 dimensions"),
     ],
 )
-def test_what_makes_no_model_is_refused_by_name(tmp_path, change, message):
+def test_an_unsupported_gguf_file_is_an_error_that_names_the_field(tmp_path, change, message):
     with pytest.raises(ModelError, match=message):
         GgufCheckpoint(write_small(tmp_path / "model.gguf", **change))
 

@@ -93,7 +93,7 @@ def theirs(model, prompt):
     return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
 
 
-def test_there_are_kinds_that_quire_does_not_describe():
+def test_the_fixtures_have_architectures_with_and_without_a_quire_description():
     assert len({f"{family}ForCausalLM" for family, _ in UNKNOWN.values()} - set(FAMILIES)) >= 5
     assert {checkpoints.architecture(kind) for kind in KNOWN} <= set(FAMILIES)
 
@@ -148,7 +148,7 @@ def test_shards_and_a_tied_head(tmp_path):
     assert torch.allclose(found, model(torch.tensor([prompt_of(20)])).logits[0], atol=1e-5)
 
 
-def test_what_a_description_says(made):
+def test_a_transformers_description_has_sizes_windows_and_score_scaling(made):
     folder, model = made("vaultgemma")
     description, backend = loaded(folder)
     assert (description.vocab_size, description.hidden_size, description.max_positions) == (checkpoints.VOCAB, 64, 256)
@@ -203,7 +203,7 @@ def test_long_rope_ends_where_it_would_change_all_sequences_of_a_batch(saved):
     assert torch.allclose(found, expected, atol=1e-4)
 
 
-def test_nothing_is_read_to_describe_and_loading_reports_progress(made):
+def test_a_description_reads_no_tensors_and_loading_reports_progress(made):
     checkpoint = FolderCheckpoint(made("olmoe")[0])
     read = checkpoint.read
     checkpoint.read = None  # must not be called

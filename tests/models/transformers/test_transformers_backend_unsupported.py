@@ -83,7 +83,7 @@ class OnlyConfig:
 
 
 @pytest.mark.parametrize("name", BY_CONFIG)
-def test_what_config_json_tells_is_refused_by_name(name):
+def test_unsupported_fields_of_config_json_are_an_error_by_name(name):
     architecture, fields, message = BY_CONFIG[name]
     with pytest.raises(ModelError, match=message):
         describe_transformers(OnlyConfig(architecture, fields))
@@ -135,7 +135,7 @@ def test_integers_are_refused_before_they_are_read(tmp_path):
         load_transformers(describe_transformers(checkpoint), dtype="float32")
 
 
-def test_what_the_checkpoint_says_about_a_damaged_tensor_comes_through(tmp_path):
+def test_the_checkpoints_error_of_a_damaged_tensor_is_raised_unchanged(tmp_path):
     save(tmp_path, "Glm", head_dim=32)
     checkpoint = FolderCheckpoint(tmp_path)
     description = describe_transformers(checkpoint)
@@ -239,7 +239,7 @@ def test_positions_that_are_not_those_given_are_noticed(running):
 
 
 @pytest.mark.parametrize("sabotage", [average_over_neighbours, forget_positions])
-def test_they_are_noticed_in_short_types_too(tmp_path, sabotage):
+def test_tokens_that_depend_on_the_batch_are_detected_in_bfloat16(tmp_path, sabotage):
     save(tmp_path, "Glm", head_dim=32)
     description, backend = loaded(tmp_path, "bfloat16")
     model = backend._split_model.model
@@ -251,7 +251,7 @@ def test_they_are_noticed_in_short_types_too(tmp_path, sabotage):
         check_tokens_independent(backend, description.max_positions, "Glm")
 
 
-def test_nobody_imports_transformers_who_does_not_want_the_backend():
+def test_loading_and_runner_do_not_import_transformers():
     script = "import sys, quire.models.loading, quire.runner.model_runner\nassert 'transformers' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_engine import VOCAB, Rig
+from small_engines import limits, memory, request, result_of, simulated
 
 from quire.cache.kv_cache import KVCache
 from quire.core.events import Finished, Preempted
@@ -23,7 +24,6 @@ from quire.scheduler.queue.fair import OUTPUT_WEIGHT, PROMPT_WEIGHT, FairQueue
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence import Sequence
 from quire.scheduler.step_builder import ScheduledChunk
-from tools.small_engines import limits, memory, request, result_of, simulated
 
 
 def sequence(number: int, tenant: str, num_tokens: int = 4) -> Sequence:
@@ -53,7 +53,7 @@ def test_generated_tokens_count_twice():
     assert (queue.counter("a"), queue.counter("b")) == (2 * OUTPUT_WEIGHT, 0)
 
 
-def test_who_was_away_earns_nothing_meanwhile_and_keeps_its_debts():
+def test_an_idle_tenant_gains_no_credit_and_keeps_its_counter():
     queue = FairQueue()
     queue.put(sequence(0, "busy"))
     queue.put(sequence(1, "busy"))
@@ -100,7 +100,7 @@ def test_the_next_tenant_is_the_one_that_looking_at_all_would_find(actions):
         assert len(queue) == len(waiting)
 
 
-def test_few_tenants_are_remembered_and_those_who_wait_always(monkeypatch):
+def test_the_fair_queue_keeps_bounded_counters_and_those_of_waiting_tenants(monkeypatch):
     monkeypatch.setattr(fair, "MOST_TENANTS", 10)
     queue = FairQueue()
     stays = sequence(0, "stays")
@@ -157,7 +157,7 @@ def test_long_prompts_of_one_tenant_leave_tokens_of_each_step_to_others():
     st.permutations("abcde"),
     st.sampled_from([0.0, 0.25, 1.0]),
 )
-def test_tokens_go_to_those_before_and_everybody_gets_a_part(wanted, total, order, least):
+def test_budget_sharing_serves_flows_in_order_with_a_minimum_for_each(wanted, total, order, least):
     shares = split(wanted, total, {flow: order.index(flow) for flow in wanted}, least)
     assert shares.keys() == wanted.keys()
     assert sum(shares.values()) == min(total, sum(wanted.values()))
@@ -183,7 +183,7 @@ def running(rig: Rig) -> list[str]:
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
-def test_a_better_class_takes_the_row_of_the_worst_that_came_last(steps_in_flight):
+def test_a_higher_priority_preempts_the_latest_sequence_of_the_lowest_class(steps_in_flight):
     rig = Rig(policy="priority", max_num_seqs=3, steps_in_flight=steps_in_flight)
     asked = {str(i): add(rig, str(i), 6, priority) for i, priority in enumerate((1, 2, 2, 2))}
     for _ in range(3):
@@ -230,7 +230,7 @@ def test_a_better_class_gets_the_tokens_of_a_step_before_prompts_of_worse_ones()
 
 @given(data=st.data())
 @settings(max_examples=20)
-def test_nobody_waits_while_a_worse_class_runs_for_long(data):
+def test_a_waiting_sequence_preempts_lower_priority_classes_within_8_steps(data):
     rig = Rig(policy="priority", num_blocks=24, max_num_seqs=3, max_model_len=60, prefix_index="radix", watermark=0.0)
     asked, held = {}, defaultdict(int)
     for i in range(data.draw(st.integers(2, 8))):
@@ -271,7 +271,7 @@ def ask(rig: Rig, request_id: str, length: int, num_output: int, deadline: float
     rig.engine.add(Request(request_id, [7] * length, params, scheduling_params=SchedulingParams(deadline=deadline)))
 
 
-def test_what_cannot_be_in_time_is_refused_at_once_and_says_what_was_predicted():
+def test_an_unreachable_deadline_is_rejected_at_once_with_the_prediction():
     rig = Rig(num_blocks=256, max_model_len=900)
     paced(rig)
     busy(rig)
@@ -289,13 +289,13 @@ def test_what_cannot_be_in_time_is_refused_at_once_and_says_what_was_predicted()
     assert rig.replay().difference == ""
 
 
-def test_nothing_is_refused_while_nothing_is_known():
+def test_no_deadline_is_rejected_before_steps_are_measured():
     rig = Rig(num_blocks=256, max_model_len=900)
     ask(rig, "early", 800, 90, 1e-6)
     assert rig.engine.has_work
 
 
-def test_what_may_end_early_is_refused_only_for_what_it_certainly_takes():
+def test_a_deadline_counts_only_min_tokens_of_a_request_that_may_stop_early():
     rig = Rig(num_blocks=256, max_model_len=900)
     paced(rig)
     busy(rig)
@@ -325,7 +325,7 @@ def outcome(policy: str, priority: int, deadline: float, num_seen: int = 33) -> 
     return "taken"
 
 
-def test_those_before_it_count_where_it_is_certain_that_they_come_first():
+def test_a_deadline_counts_queued_requests_only_if_the_policy_runs_them_first():
     asked = [("fcfs", 0), ("priority", 0), ("priority", -1), ("fair", 0), ("lpm", 0)]
     waiting = {one: outcome(*one, deadline=0.3) for one in asked}
     assert waiting == dict(zip(asked, ["refused", "refused", "taken", "taken", "taken"], strict=True))
@@ -356,7 +356,7 @@ def test_while_nothing_runs_a_wrong_forecast_refuses_nothing_and_is_put_right():
     assert rig.replay().difference == ""
 
 
-def test_one_that_came_alone_ends_when_its_deadline_has_passed():
+def test_a_lone_waiting_request_is_aborted_after_its_deadline():
     rig = Rig()
     ask(rig, "late", 10, 4, 0.01)
     rig.now += 1.0
@@ -377,7 +377,7 @@ def test_of_requests_that_ended_no_deadline_is_remembered_for_long():
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
-def test_who_waits_past_its_deadline_ends_and_who_runs_goes_on(steps_in_flight):
+def test_waiting_sequences_are_aborted_after_their_deadline_and_running_ones_are_not(steps_in_flight):
     rig = Rig(max_num_seqs=1, num_blocks=64, steps_in_flight=steps_in_flight)
     ask(rig, "runs", 10, 30, 0.01)
     rig.step()
@@ -397,7 +397,7 @@ def test_who_waits_past_its_deadline_ends_and_who_runs_goes_on(steps_in_flight):
     assert rig.replay().difference == ""
 
 
-def test_who_is_preempted_past_its_deadline_does_not_come_back():
+def test_a_sequence_preempted_after_its_deadline_is_aborted():
     rig = Rig(policy="priority", max_num_seqs=1)
     ask(rig, "slow", 10, 30, 0.005)
     for _ in range(15):
@@ -449,7 +449,7 @@ def test_sequences_of_a_request_give_way_one_by_one_until_both_tenants_have_as_m
 
 
 @pytest.mark.parametrize(("mode", "num_preempted"), [("recompute", 1), ("swap", 9)])
-def test_one_row_is_freed_by_one_sequence_unless_it_is_swapped(mode, num_preempted):
+def test_preemption_for_a_row_takes_one_sequence_or_a_whole_swapped_group(mode, num_preempted):
     rig = Rig(num_blocks=200, max_num_seqs=9, policy="fair", preemption=mode, num_host_blocks=200)
     rig.add("large", [3] * 8, n=9, seed=1, temperature=1.0, max_tokens=40, namespace=Namespace("a"))
     for _ in range(4):

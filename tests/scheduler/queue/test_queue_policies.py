@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_engine import VOCAB, Rig
+from small_engines import limits, memory, request, result_of, simulated
 
 from quire.cache.kv_cache import KVCache
 from quire.config import Policy
@@ -18,7 +19,6 @@ from quire.scheduler.queue import prefix_aware
 from quire.scheduler.queue.fcfs import RankedQueue
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence import Sequence
-from tools.small_engines import limits, memory, request, result_of, simulated
 
 POLICIES = get_args(Policy)
 BLOCK = 4
@@ -33,7 +33,7 @@ def prompts(most_blocks: int = 4):
 
 
 @given(st.lists(st.tuples(st.integers(-2, 2), st.booleans()), min_size=1, max_size=30), st.randoms())
-def test_ranks_are_kept_as_if_sorted_anew(items, rng):
+def test_ranks_in_the_queue_equal_a_full_sort(items, rng):
     queue = RankedQueue()
     inside: list[Sequence] = []
     for i, (of_class, leaves) in enumerate(items):
@@ -78,7 +78,7 @@ def update_all(scheduler) -> None:
 @pytest.mark.parametrize("policy", ["lpm", "cache-aware"])
 @given(data=st.data())
 @settings(max_examples=40)
-def test_the_head_is_the_one_that_sorting_everybody_anew_would_find(policy, data):
+def test_the_queue_head_equals_that_of_a_full_sort(policy, data):
     weight = data.draw(st.sampled_from([0.5, 4.0, 100.0])) if policy == "cache-aware" else 0.0
     config = limits(policy, max_num_seqs=2, max_num_batched_tokens=16, max_model_len=48, wait_weight=weight)
     scheduler = Scheduler(config, KVCache(memory(data.draw(st.integers(12, 30)), BLOCK)))
@@ -163,7 +163,7 @@ def hot_and_cold(policy: str, **options: object) -> float:
     return next(one.ttft for one in requests if one.tenant == "cold")
 
 
-def test_who_shares_nothing_starves_by_longest_prefix_and_by_no_order_that_heeds_waiting():
+def test_requests_without_a_prefix_match_starve_under_lpm_only():
     assert hot_and_cold("lpm") > 11
     assert hot_and_cold("fcfs") < 2
     assert hot_and_cold("cache-aware", wait_weight=100.0) < 2 + 160 / 100 + 2
@@ -171,35 +171,35 @@ def test_who_shares_nothing_starves_by_longest_prefix_and_by_no_order_that_heeds
     assert hot_and_cold("fair") < 0.2
 
 
-def test_an_explanation_says_the_policy_the_place_and_who_passed():
+def test_an_explanation_has_the_policy_the_queue_place_and_the_number_of_overtakers():
     simulation = simulated(limits("lpm", max_num_seqs=1), memory(128), 0.01)
     simulation.run([single([i % 2] * 32 + [i]) for i in range(6)])
-    told = [simulation.scheduler.explain(str(i), simulation.clock.now) for i in range(6)]
-    assert {one.policy for one in told} == {"lpm"}
-    assert [one.place for one in told] == list(range(6))
-    assert [one.num_passed_by for one in told] == [0, 2, 0, 1, 0, 0]  # 0 2 4 share a prefix, so do 1 3 5
+    explanations = [simulation.scheduler.explain(str(i), simulation.clock.now) for i in range(6)]
+    assert {one.policy for one in explanations} == {"lpm"}
+    assert [one.place for one in explanations] == list(range(6))
+    assert [one.num_passed_by for one in explanations] == [0, 2, 0, 1, 0, 0]  # 0 2 4 share a prefix, so do 1 3 5
 
 
-def test_an_explanation_counts_those_of_its_own_tenant():
+def test_an_explanation_counts_requests_of_its_own_tenant_only():
     simulation = simulated(limits("lpm", max_num_seqs=1), memory(128), 0.01)
     sessions = [single([3] * 30, tenant="other")]
     for i in range(6):
         sessions += [single([i % 2] * 32 + [i], tenant=tenant) for tenant in ("", "other")]
     simulation.run(sessions)
     names = [name for name, one in simulation.results.items() if not one.tenant]
-    told = [simulation.scheduler.explain(name, simulation.clock.now) for name in names]
-    assert [one.place for one in told] == list(range(6))
-    assert [one.num_passed_by for one in told] == [0, 2, 0, 1, 0, 0]
+    explanations = [simulation.scheduler.explain(name, simulation.clock.now) for name in names]
+    assert [one.place for one in explanations] == list(range(6))
+    assert [one.num_passed_by for one in explanations] == [0, 2, 0, 1, 0, 0]
     assert simulation.scheduler.request_stats._tenants == {}
 
 
 @given(data=st.data())
 @settings(max_examples=15)
-def test_places_are_those_that_counting_the_queue_would_find(data):
+def test_queue_places_equal_a_count_of_the_queue(data):
     rig = Rig(num_blocks=12, max_num_seqs=3, max_num_batched_tokens=12, max_model_len=40, watermark=0.0)
     for i in range(data.draw(st.integers(1, 10))):
-        tenant, lives = Namespace(data.draw(st.sampled_from("ab"))), rig.scheduler.state
-        queued = [one for one in lives.sequences.values() if one in lives.queue and one.request.namespace == tenant]
+        tenant, state = Namespace(data.draw(st.sampled_from("ab"))), rig.scheduler.state
+        queued = [one for one in state.sequences.values() if one in state.queue and one.request.namespace == tenant]
         params = SamplingParams(max_tokens=data.draw(st.integers(1, 16)), n=data.draw(st.sampled_from([1, 3])))
         rig.engine.add(Request(str(i), [i] * data.draw(st.integers(1, 20)), params, namespace=tenant))
         assert rig.scheduler.explain(str(i), rig.now).place == len(queued)
@@ -226,7 +226,7 @@ def counted_tokens(scheduler, monkeypatch) -> list[int]:
     return counts
 
 
-def test_in_turn_everybody_is_looked_at_again(monkeypatch):
+def test_prefix_matches_of_all_waiting_sequences_are_refreshed_in_turn(monkeypatch):
     scheduler = Scheduler(limits("lpm", max_num_seqs=1, max_model_len=4096), KVCache(memory(600)))
     scheduler.add(request("first", [1], 2000), 0.0)
     for i in range(300):

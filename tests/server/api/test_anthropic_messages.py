@@ -176,7 +176,7 @@ def test_the_budget_of_thinking_is_kept(http):
     assert found["stop_reason"] == "end_turn"
 
 
-def test_a_stop_sequence_is_told(http):
+def test_stop_sequence_names_the_matched_text(http):
     whole = post(http)["content"][0]["text"]
     stop = whole.split()[2]
     found = post(http, stop_sequences=["never", stop])
@@ -227,7 +227,7 @@ def test_count_tokens_counts_what_usage_counts(http):
         assert number == sum_of(post(http, SUM, **more)["usage"])
 
 
-def test_usage_tells_what_came_from_the_cache(http):
+def test_usage_reports_cache_reads_and_cache_creation(http):
     http.post("/flush_cache")
     first = post(http, SUM, cache_control={"type": "ephemeral"})["usage"]
     again = post(http, SUM, cache_control={"type": "ephemeral"})["usage"]
@@ -279,7 +279,7 @@ def test_cache_control_is_a_priority_for_its_time(options, kept):
     assert kept_for(300, EngineOptions(**options)) == kept
 
 
-def test_retention_takes_the_place_of_cache_control(keyless):
+def test_retention_overrides_cache_control(keyless):
     for fields, expected in (
         ({"cache_control": EPHEMERAL, "retention": {"ttl": 5, "pin": True}}, Retention(ttl=5, pin=True)),
         ({"cache_control": EPHEMERAL}, Retention()),
@@ -380,7 +380,7 @@ def test_errors_have_the_types_of_the_dialect(http, site):
     assert "/v1/batches" in http.post("/v1/messages/batches", json={}).json()["error"]["message"]
 
 
-def test_a_client_that_asks_for_a_thread_is_told_to_send_the_whole_conversation(http):
+def test_a_thread_is_rejected_with_thread_unsupported_request(http):
     """Anthropic's tool runner reads the details, and goes on without a thread."""
     error = error_of(http.post("/v1/messages", json=asked(thread={"type": "create"})))
     assert (error["param"], error["code"]) == ("thread", "unsupported_parameter")
@@ -402,7 +402,7 @@ def test_an_error_in_a_stream_is_an_event(monkeypatch):
     assert events[-1][1]["error"]["type"] == "api_error"
 
 
-def test_what_claude_code_sends_is_accepted(http):
+def test_a_request_in_the_form_of_claude_code_is_accepted(http):
     ephemeral = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
     body = asked(
         messages=[

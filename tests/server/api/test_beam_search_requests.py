@@ -63,8 +63,8 @@ def test_results_become_text(tokenizer):
         assert not run.finished
         assert run.process_output(output, 2.0).stopped_after is None
     assert run.finished
-    told = [(o.index, o.text, o.finish_reason, o.stop_reason, o.cumulative_logprob) for o in run.result().outputs]
-    assert told == [(0, "b", "stop", None, -1.5), (1, "cde", "length", None, -2.5)]
+    returned = [(o.index, o.text, o.finish_reason, o.stop_reason, o.cumulative_logprob) for o in run.result().outputs]
+    assert returned == [(0, "b", "stop", None, -1.5), (1, "cde", "length", None, -2.5)]
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def searching(llm, monkeypatch):
 
 
 @pytest.mark.parametrize("included", [False, True])
-def test_what_a_search_returns(searching, monkeypatch, included):
+def test_beam_search_returns_tokens_texts_and_finish_reasons_per_beam(searching, monkeypatch, included):
     monkeypatch.setattr(searching.llm_engine, "eos_token_ids", (EOS, 3, 4, 5))
     params = BeamSearchParams(
         beam_width=2, max_tokens=3, length_penalty=0.5, early_stopping=True, include_stop_str_in_output=included
@@ -153,7 +153,7 @@ NEUTRAL = {
 }
 
 
-def test_what_asks_for_nothing_is_no_obstacle():
+def test_neutral_parameters_are_accepted_with_beam_search():
     assert read(use_beam_search=True, n=2, **NEUTRAL)[0].temperature == 0
     assert read(use_beam_search=True, temperature=0)[0].temperature == 0
     assert read(use_beam_search=False, length_penalty=1.0, early_stopping=False)[1] is None
@@ -168,7 +168,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_a_search_has_no_use_for_is_refused_by_name(http, path, name):
+def test_parameters_without_effect_in_beam_search_are_rejected_by_name(http, path, name):
     answer = http.post(path, json={**ROUTES[path], "max_tokens": 2, "use_beam_search": True, name: REFUSED[name]})
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == name
@@ -217,7 +217,7 @@ def test_end_tokens_of_model_and_request_have_candidates_beside_them(served, htt
 
 
 @pytest.mark.parametrize("value", ["always", 1, ["never"]])
-def test_how_to_stop_is_said_in_full(http, value):
+def test_a_bad_early_stopping_error_lists_the_allowed_values(http, value):
     answer = http.post("/v1/completions", json={"prompt": "a", "use_beam_search": True, "early_stopping": value})
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, "early_stopping")

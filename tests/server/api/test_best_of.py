@@ -41,7 +41,7 @@ VALUES = st.lists(st.integers(-40, 0).map(lambda eighths: eighths / 8), min_size
 
 
 @given(sequences=st.lists(VALUES, min_size=1, max_size=6), data=st.data())
-def test_the_best_come_first(tokenizer, sequences, data):
+def test_best_of_returns_sequences_by_mean_logprob(tokenizer, sequences, data):
     n = data.draw(st.integers(1, len(sequences)))
     run = transcript(tokenizer, n=n, best_of=len(sequences), max_tokens=5)
     left = {i: list(values) for i, values in enumerate(sequences)}
@@ -88,7 +88,7 @@ def test_tokens_behind_a_stop_string_count_nowhere(tokenizer):
     assert (best.text, best.cumulative_logprob) == ("a", -2.0)
 
 
-def test_what_failed_comes_last(tokenizer):
+def test_best_of_ranks_failed_sequences_last(tokenizer):
     run = transcript(tokenizer, best_of=2)
     run.process_output(output(0, [], [], end=EndCause.STEP_FAILED, error="not finite"), 2.0)
     run.process_output(output(1, [70], [-20.0], end=EndCause.LENGTH), 2.0)
@@ -151,7 +151,7 @@ def test_sequences_that_are_not_returned_are_counted_too(tokenizer):
     assert replied(run, ends).ended == ["stop", "length", "length"]
 
 
-def test_what_is_read_at_once_came_at_once(tokenizer):
+def test_outputs_read_together_are_observed_as_one_arrival(tokenizer):
     run = transcript(tokenizer, n=2)
     first = [output(0, [68, 69], [-1.0] * 2), output(0, [68], [-1.0]), output(1, [68], [-1.0])]
     second = [output(0, [68], [-1.0]), output(0, [69], [-1.0], end=EndCause.LENGTH)]
@@ -159,7 +159,7 @@ def test_what_is_read_at_once_came_at_once(tokenizer):
     assert counted.came == [(True, 3), (True, 1), (False, 2)]
 
 
-def test_how_many_and_what_is_needed():
+def test_best_of_sets_the_number_of_sequences_and_the_needed_logprobs():
     assert SamplingParams(n=3).num_sequences == 3
     assert SamplingParams(n=3, best_of=5).num_sequences == 5
     for params, needed in (

@@ -64,7 +64,7 @@ def test_each_conversation_is_answered_as_alone(http, fields):
     }
 
 
-def test_what_conversations_share_is_bounded(http, monkeypatch):
+def test_shared_documents_times_conversations_are_bounded(http, monkeypatch):
     """A short request must not be many long prompts."""
     monkeypatch.setattr(conversation, "MAX_SHARED", 5000)
     documents = [{"text": "x" * 2000}]
@@ -98,7 +98,7 @@ def test_an_echo_is_that_of_the_conversation(http):
         ({"stop_regex": "a*"}, "stop_regex", "matches the empty text"),
     ],
 )
-def test_what_a_batch_cannot_have_is_refused(http, fields, param, message):
+def test_fields_that_a_chat_batch_does_not_support_are_rejected(http, fields, param, message):
     answer = http.post(ROUTE, json={"messages": CONVERSATIONS, "max_tokens": 3, **fields})
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]

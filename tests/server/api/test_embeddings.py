@@ -90,7 +90,7 @@ def test_a_long_prompt_is_pooled_over_all_its_chunks(llm, states):
     assert llm.embed([]) == []
 
 
-def test_what_cannot_be_embedded(llm):
+def test_invalid_embedding_prompts_are_rejected(llm):
     for prompts, more in ((["a", ""], {}), ([[99999]], {}), ("a", {"pooling": "median"}), ("a " * 5000, {})):
         with pytest.raises(RequestError):
             llm.embed(prompts, **more)

@@ -44,7 +44,7 @@ def test_an_explanation(site):
     assert site.ask("root", "GET", "/v1/requests/r/explain").json() == answer
 
 
-def test_what_is_unknown_and_what_is_anothers_look_the_same(site):
+def test_explain_answers_another_tenants_request_as_an_unknown_one(site):
     site.engine.explanations |= {"x-0": explanation("x-0", "ann"), "y-0": explanation("y-0", "")}
     site.engine.explanations |= {"z-0": explanation("z-0", "bob"), "z-1": explanation("z-1", "ann")}
     unknown = site.ask("bob", "GET", "/v1/requests/w/explain")
@@ -77,17 +77,17 @@ def test_an_explanation_is_a_copy_of_what_the_engine_goes_on_with(keyless):
     assert first.preemptions is not second.preemptions
 
 
-def test_prompts_of_a_batch_that_are_forgotten_are_left_out(site):
+def test_explain_of_a_batch_omits_prompts_without_an_explanation(site):
     names = ["g-3", "g-4", "g-900", "g-2047"]
     site.engine.explanations |= {name: explanation(name, "ann") for name in [*names, "g-2048"]}
-    told = site.ask("ann", "GET", "/v1/requests/g/explain").json()["prompts"]
-    assert [one["request_id"] for one in told] == names
+    prompts = site.ask("ann", "GET", "/v1/requests/g/explain").json()["prompts"]
+    assert [one["request_id"] for one in prompts] == names
     site.engine.explanations["g-1500"] = explanation("g-1500", "bob")
     refused(site.ask("ann", "GET", "/v1/requests/g/explain"), 404, "request_not_found")
     assert len(site.ask("root", "GET", "/v1/requests/g/explain").json()["prompts"]) == 5
 
 
-def test_one_prompt_by_the_engines_name_for_it(site):
+def test_explain_accepts_the_engines_id_of_a_single_prompt(site):
     id = site.post("ann", "/v1/completions", prompt=["a", "b c"], max_tokens=1).headers["x-request-id"]
     both = site.ask("ann", "GET", f"/v1/requests/{id}/explain").json()["prompts"]
     assert [one["request_id"] for one in both] == [f"{id}-0", f"{id}-1"]
@@ -96,7 +96,7 @@ def test_one_prompt_by_the_engines_name_for_it(site):
         refused(site.ask("bob", "GET", f"/v1/requests/{one['request_id']}/explain"), 404, "request_not_found")
 
 
-def test_what_is_unknown_says_where_the_id_is(site):
+def test_explain_of_an_unknown_id_names_the_header_with_the_id(site):
     error = refused(site.ask("ann", "GET", "/v1/requests/w/explain"), 404, "request_not_found")
     assert "header x-request-id" in error["message"]
 
@@ -206,7 +206,7 @@ def figures(keyless):
     keyless.engine.figures = {}
 
 
-def test_what_the_server_says_about_itself(keyless, figures):
+def test_server_info_has_version_options_kv_groups_and_cache_figures(keyless, figures):
     info = keyless.ask(None, "GET", "/get_server_info").json()
     assert (info["version"], info["model"], info["max_model_len"]) == (quire.__version__, "quire-demo", 512)
     assert set(info["options"]) == {field.name for field in fields(EngineOptions)}
@@ -224,7 +224,7 @@ def test_what_the_server_says_about_itself(keyless, figures):
     assert set(cache) - set(figures) == {"kv_blocks_used", "kv_blocks_total", "prefix_hit_rate"}
 
 
-def test_what_is_said_about_swapping(keyless, figures):
+def test_server_info_and_metrics_report_swapped_blocks(keyless, figures):
     keyless.engine.figures = {**figures, **SWAPPING}
     keyless.post(None, "/v1/completions", **GENERATING["/v1/completions"])
     info = keyless.ask(None, "GET", "/get_server_info").json()

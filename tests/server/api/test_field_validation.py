@@ -93,7 +93,7 @@ def test_tokenize_has_no_use_for_it_with_a_prompt(refused, field):
     assert refused(TOKENIZE, prompt="a", **field)["param"] == name
 
 
-def test_texts_in_logprobs_that_nobody_asked_for(refused, http):
+def test_return_text_in_logprobs_without_logprobs_is_rejected(refused, http):
     params = {"max_new_tokens": 1}
     error = refused(GENERATE, text="a", return_text_in_logprobs=True, sampling_params=params)
     assert error["param"] == "return_text_in_logprobs"

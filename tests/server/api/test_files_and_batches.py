@@ -112,7 +112,7 @@ def test_a_file_expires_when_it_is_to(client):
         ({"content": b"", "headers": {"content-type": "multipart/form-data; boundary=x"}}, None),
     ],
 )
-def test_what_is_wrong_with_a_form_is_named_and_nothing_is_stored(http, client, form, param):
+def test_an_invalid_upload_form_names_the_field_and_stores_no_file(http, client, form, param):
     before = [file.id for file in client.files.list()]
     answer = http.post("/v1/files", **form)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)

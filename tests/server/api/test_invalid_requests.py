@@ -273,7 +273,7 @@ def test_health_stays_green(http):
     assert http.get("/health").json()["failed_steps"] == 0
 
 
-def test_parameters_that_leave_no_token_are_told_as_such(http, served):
+def test_sampling_parameters_that_allow_no_token_are_rejected(http, served):
     end, *_ = served.built.engine.eos_token_ids
     body = {"prompt": "Hello", "allowed_token_ids": [end], "min_tokens": 3, "max_tokens": 5}
     answer = http.post("/v1/completions", json=body)

@@ -42,7 +42,7 @@ def asked(count=1, num_prompt=100, **params):
     ],
     ids=str,
 )
-def test_what_programs_ask_for_is_within_the_bound(params):
+def test_usual_parameters_are_within_the_answer_bound(params):
     given = asked(**params)
     assert bounded_answer(given, CONTEXT) is given
 

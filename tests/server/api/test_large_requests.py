@@ -76,7 +76,7 @@ def test_a_list_of_many_mistakes_has_few_problems(body, fields):
         ([1] * (MAX_PROMPT_TOKENS + 1), "has more than 1,048,576 token ids"),
     ],
 )
-def test_what_is_wrong_with_prompts(http, prompt, complaint):
+def test_an_invalid_prompt_error_names_the_field(http, prompt, complaint):
     for path, name in (("/v1/completions", "prompt"), ("/v1/embeddings", "input")):
         error = http.post(path, json={name: prompt}).json()["error"]
         assert (error["message"], error["param"]) == (f"{name}: {complaint}", name)
@@ -145,7 +145,7 @@ def test_choices_are_bounded():
     ],
     ids=lambda long: next(iter(long)),
 )
-def test_what_the_engine_gets_with_each_prompt_is_bounded_over_all_prompts(long):
+def test_parameter_values_are_bounded_over_all_prompts(long):
     params = SamplingParams(**long)
     check_choices([params] * (MAX_PARAMETER_VALUES // 8192))
     with pytest.raises(RequestError, match=r"more than 4,194,304; shorten them, or send fewer prompts"):
@@ -162,7 +162,7 @@ def test_what_the_engine_gets_with_each_prompt_is_bounded_over_all_prompts(long)
         ({"prompt_logprobs": 15, "n": 9}, False, False, "prompt_logprobs"),
     ],
 )
-def test_what_is_told_about_prompts_is_bounded(asked, ids, choices, param):
+def test_prompt_logprob_values_are_bounded_over_all_prompts(asked, ids, choices, param):
     params = SamplingParams(**asked)
     fits = [Generation(TokenizedPrompt(None, [1] * (MAX_PROMPT_VALUES // 64)), params)] * 4
     check_prompt_values(fits, ids=ids, choices=choices)
@@ -174,10 +174,10 @@ def test_what_is_told_about_prompts_is_bounded(asked, ids, choices, param):
 
 def test_an_answer_that_would_be_too_long(http):
     ids = [67] * 500
-    told = {"prompt": [ids] * 100, "max_tokens": 1, "logprobs": 20, "echo": True}
+    with_logprobs = {"prompt": [ids] * 100, "max_tokens": 1, "logprobs": 20, "echo": True}
     sglang = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 20}
     for path, body, param in (
-        ("/v1/completions", told, "prompt_logprobs"),
+        ("/v1/completions", with_logprobs, "prompt_logprobs"),
         ("/v1/completions", {"prompt": [ids] * 32, "n": 32, "max_tokens": 1, "return_token_ids": True}, None),
         ("/generate", {"input_ids": [ids] * 100, **sglang}, "top_logprobs_num"),
         ("/v1/completions", {"prompt": [ids] * 32, "n": 32, "prompt_logprobs": 2, "max_tokens": 1}, "prompt_logprobs"),
@@ -214,9 +214,9 @@ def test_usage_of_every_chunk(http):
     options = {"include_usage": True, "continuous_usage_stats": True}
     lines = http.post("/v1/completions", json={**body, "return_token_ids": True, "stream_options": options}).text
     chunks = [json.loads(line[6:]) for line in lines.splitlines() if line.startswith("data: {")]
-    told = 0
+    num_tokens = 0
     for chunk in chunks:
-        told += sum(len(choice["token_ids"]) for choice in chunk["choices"])
-        assert chunk["usage"]["completion_tokens"] >= told  # a step may have advanced several sequences
-    assert chunks[-1]["usage"]["completion_tokens"] == told == 20
+        num_tokens += sum(len(choice["token_ids"]) for choice in chunk["choices"])
+        assert chunk["usage"]["completion_tokens"] >= num_tokens  # a step may have advanced several sequences
+    assert chunks[-1]["usage"]["completion_tokens"] == num_tokens == 20
     assert chunks[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] <= chunks[-1]["usage"]["prompt_tokens"]

@@ -148,7 +148,7 @@ def test_a_long_conversation_is_continued_from_its_last_pieces_on_a_thread(run, 
     run(scenario)
 
 
-def test_what_a_truncated_conversation_begins_with_has_no_result_without_its_call(run):
+def test_truncation_never_keeps_a_tool_result_without_its_call(run):
     call = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
     result = {"type": "function_call_output", "call_id": "a", "output": "c"}
     question = {"role": "user", "content": "x"}
@@ -186,7 +186,7 @@ def test_many_requests_with_one_long_conversation_hold_bounded_bytes_and_all_are
     run(scenario)
 
 
-def test_what_is_kept_of_a_long_input_is_in_the_store_while_the_answer_is_generated(run):
+def test_a_long_input_is_held_by_the_store_and_not_in_memory_during_generation(run):
     async def scenario(client):
         async def read(messages):
             if messages[-1]["type"] == "http.response.body":
@@ -293,7 +293,7 @@ def test_references_read_pieces_on_a_thread_and_take_the_first_of_an_id(run, mon
     run(scenario)
 
 
-def test_a_replay_that_nobody_reads_holds_one_piece(run, monkeypatch):
+def test_an_unread_replay_of_a_response_holds_one_piece_in_memory(run, monkeypatch):
     async def scenario(client):
         first = await client.respond(input=HELLO, background=True, **DETAILED | {"stream": False})
         body = {"input": HELLO, "background": True, "stream": True, **DETAILED}

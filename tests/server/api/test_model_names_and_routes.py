@@ -75,7 +75,7 @@ def test_names_are_checked():
         ("/" + "a/" * 5000, "/openapi.json"),
     ],
 )
-def test_an_unknown_route_says_what_to_use(http, path, hint):
+def test_an_unknown_route_is_a_404_with_the_nearest_route(http, path, hint):
     for method in ("GET", "POST"):
         answer = http.request(method, path)
         error = answer.json()["error"]

@@ -145,7 +145,12 @@ def test_logprobs(client, stream):
     assert [len(entry.top_logprobs) for entry in entries] == [3] * len(entries)
     assert all(entry.logprob == entry.top_logprobs[0].logprob <= 0 for entry in entries)
     legacy = client.completions.create(model=MODEL, prompt=STORY, logprobs=2, stream=stream, max_tokens=4)
-    tokens = [t for part in (legacy if stream else [legacy]) if (told := part.choices[0].logprobs) for t in told.tokens]
+    tokens = [
+        t
+        for part in (legacy if stream else [legacy])
+        if (logprobs := part.choices[0].logprobs)
+        for t in logprobs.tokens
+    ]
     assert len(tokens) == 4
 
 
@@ -174,7 +179,7 @@ def test_embeddings(client, on_loop):
     assert vectors.usage.prompt_tokens == vectors.usage.total_tokens > 2
 
 
-def test_what_is_wrong_raises_the_clients_own_errors(client, on_loop, server):
+def test_invalid_requests_raise_the_openai_clients_errors(client, on_loop, server):
     url, _ = server
     with pytest.raises(openai.BadRequestError, match="temperature") as caught:
         client.chat.completions.create(model=MODEL, messages=CHAT, temperature=-1)

@@ -19,10 +19,10 @@ END = "/v1/programs/end"
 @pytest.fixture
 def ended(site, monkeypatch):
     """The arguments of the engine's `end_program`, from the messages to its process."""
-    told = []
+    calls = []
     end = site.engine.end_program
-    monkeypatch.setattr(site.engine, "end_program", lambda *about: (told.append(about), end(*about)), raising=False)
-    return told
+    monkeypatch.setattr(site.engine, "end_program", lambda *about: (calls.append(about), end(*about)), raising=False)
+    return calls
 
 
 @pytest.mark.parametrize("path", GENERATING)
@@ -69,7 +69,7 @@ def test_a_prompt_can_be_computed_ahead_of_a_fork(keyless):
     assert usage["prompt_tokens_details"]["cached_tokens"] >= usage["prompt_tokens"] - 3
 
 
-def test_an_end_is_told_to_the_engine_for_the_tenant_of_the_key_alone(site, ended):
+def test_ending_a_program_uses_the_tenant_of_the_api_key(site, ended):
     for who, asked, expected in (
         ("ann", {"id": "run-1"}, ("ann", "run-1", None)),
         ("bob", {"id": "run-1", "branch": "a/b"}, ("bob", "run-1", "a/b")),
@@ -100,10 +100,10 @@ def test_an_end_travels_as_it_is_and_a_restart_knows_the_program():
     end = protocol.EndProgram("ann", "p", None)
     (frame,) = FrameReader().feed(protocol.encode_frame([end]))
     assert protocol.decode_commands(frame) == [end]
-    ledger = OpenRequests()
+    open_requests = OpenRequests()
     scheduling_params = SchedulingParams(program=Program(**WHOLE))
-    ledger.add([Request("a", [1, 2], SamplingParams(seed=1), scheduling_params=scheduling_params)])
-    assert ledger.resume("a").scheduling_params == scheduling_params
+    open_requests.add([Request("a", [1, 2], SamplingParams(seed=1), scheduling_params=scheduling_params)])
+    assert open_requests.resume("a").scheduling_params == scheduling_params
 
 
 def test_a_program_offline(llm, monkeypatch):
@@ -128,7 +128,7 @@ def test_a_program_offline(llm, monkeypatch):
             llm.generate(STORY, one, program=wrong)
 
 
-def test_the_page_tells_the_bounds_of_programs(keyless):
+def test_openapi_json_has_the_bounds_of_program_fields(keyless):
     schemas = keyless.ask(None, "GET", "/openapi.json").json()["components"]["schemas"]
     ttl = next(one for one in schemas["ProgramBody"]["properties"]["ttl"]["anyOf"] if one["type"] == "number")
     assert (ttl["minimum"], ttl["maximum"]) == (0, 600)

@@ -127,7 +127,7 @@ def test_evaluation_of_prompts_alone(client, llm, reference, as_ids):
     assert answer.usage.prompt_tokens == 2 * len(ids)
 
 
-def test_nothing_asked_for_and_nothing_generated(client):
+def test_max_tokens_0_without_echo_returns_an_empty_text(client):
     answer = client.completions.create(model=MODEL, prompt=STORY, max_tokens=0)
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("", "length")
 
@@ -148,7 +148,7 @@ def test_echo_and_prompt_logprobs_must_agree(http):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_chat_begins_with_what_was_said_already(client, llm, stream):
+def test_a_chat_continues_an_unfinished_assistant_message(client, llm, stream):
     said = "Hello! I am"
     messages = [*CHAT, {"role": "assistant", "content": said}]
 

@@ -147,7 +147,7 @@ def test_ids_are_added_where_asked_for(http, offline, llm, path):
     ],
 )
 @pytest.mark.parametrize("path", ROUTES)
-def test_what_ended_an_output_is_reported(http, path, fields, matched):
+def test_matched_stop_and_stop_reason_name_the_end_of_an_output(http, path, fields, matched):
     answer = http.post(path, json={**ROUTES[path], **GREEDY, **fields, "return_token_ids": True}).json()
     (choice,) = answer["choices"]
     if matched == "an end token" or (matched == 292 and choice["stop_reason"] is None):
@@ -217,7 +217,7 @@ def test_llama_cpp_s_names_mean_the_same(http, path):
 
 
 @pytest.mark.parametrize("name", [*REFUSED_IN_CHAT, "suffix"])
-def test_what_is_not_supported_is_refused_by_name(http, name):
+def test_unsupported_fields_are_rejected_by_name(http, name):
     value = {**REFUSED_IN_CHAT, "suffix": "the end"}[name]
     path = "/v1/completions" if name == "suffix" else "/v1/chat/completions"
     answer = http.post(path, json={**ROUTES[path], "max_tokens": 1, name: value})

@@ -89,7 +89,7 @@ LIMITS = {
         lambda size: completion(logprobs=0, logprob_token_ids=[67] * size),
         f"{MAX_LOGPROB_IDS}",
     ),
-    "what is told": (
+    "prompt values": (
         MAX_PROMPT_VALUES // 500 // 129,
         lambda size: completion(prompt=[[67] * 500] * size, prompt_logprobs=128, echo=True, logprobs=128),
         f"more than {MAX_PROMPT_VALUES:,}",
@@ -121,7 +121,15 @@ LIMITS = {
 }
 # at the limit rejected for another reason, or slow
 _ONLY_BEYOND = {"prompts", "prompts in a body", "inputs", "texts", "token ids", "characters", "characters of messages"}
-_ONLY_BEYOND |= {"tokens", "messages", "what is told", "prompts times n", "biases", "allowed_token_ids", "beams"}
+_ONLY_BEYOND |= {
+    "tokens",
+    "messages",
+    "prompt values",
+    "prompts times n",
+    "biases",
+    "allowed_token_ids",
+    "beams",
+}
 _ONLY_BEYOND |= {"depth of tools", "depth of variables", "n", "n of chat", "n of generate", "best_of"}
 
 
@@ -130,7 +138,7 @@ def post(http, path, body):
 
 
 @pytest.mark.parametrize("limit", LIMITS)
-def test_one_beyond_a_limit_is_refused_with_what_to_change(http, limit):
+def test_one_element_beyond_a_limit_is_rejected_with_the_field_to_change(http, limit):
     allowed, make, says = LIMITS[limit]
     answer = post(http, *make(allowed + 1))
     assert answer.status_code == 400, answer.text

@@ -119,14 +119,14 @@ def test_work_for_which_no_time_is_left_is_never_begun():
             await respond(Request(scope), SimpleNamespace(full_response=None), reply, limit, stream=False)
         assert reply.closed
 
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         asyncio.run(run())
         gc.collect()
-    assert not told, "a coroutine that nobody awaits"
+    assert not caught, "a coroutine that nobody awaits"
 
 
-def test_what_is_always_ready_ends_in_time_too():
+def test_the_time_limit_ends_an_iterator_that_never_waits():
     async def numbers():
         number = 0
         while True:

@@ -189,7 +189,7 @@ def test_strict_tools_and_formats_are_parsed_by_the_client(client):
     assert some.status == "incomplete" or json.loads(some.output_text) is not None
 
 
-def test_the_template_does_not_get_what_concerns_the_server(client):
+def test_server_fields_of_a_tool_are_not_passed_to_the_chat_template(client):
     counts = {
         respond(client, input=HELLO, tools=[tool("get_price", **fields)], max_output_tokens=1).usage.input_tokens
         for fields in ({}, {"strict": False}, {"strict": None}, {"defer_loading": False})
@@ -307,7 +307,7 @@ def test_a_conversation_is_bounded_with_what_it_refers_to(client, monkeypatch):
             respond(client, truncation="auto", **fields)
 
 
-def test_what_is_not_stored_is_not_found(client):
+def test_a_response_with_store_false_is_not_found(client):
     answer = respond(client, input=HELLO, store=False, max_output_tokens=2)
     assert answer.model_extra["store"] is False
     with pytest.raises(openai.NotFoundError):
@@ -427,7 +427,7 @@ def test_stored_responses_are_bounded(client, http, monkeypatch):
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_is_wrong_is_named(client, fields, param, stream):
+def test_invalid_response_fields_are_rejected_by_name(client, fields, param, stream):
     with pytest.raises(openai.BadRequestError) as caught:
         respond(client, stream=stream, **{"input": HELLO, **fields})
     assert caught.value.param == param

@@ -78,7 +78,7 @@ def test_values_out_of_bounds_and_unknown_names_are_refused(keyless, path):
     assert error_of(answer)["param"] == "deadline"
 
 
-def test_a_priority_that_nobody_heeds_is_refused_and_one_that_is_heeded_is_not(keyless):
+def test_priority_is_rejected_unless_the_policy_uses_it(keyless):
     body = {**GENERATING["/v1/completions"], "priority": -3}
     error = keyless.post(None, "/v1/completions", **body).json()["error"]
     assert error["param"] == "priority"
@@ -89,7 +89,7 @@ def test_a_priority_that_nobody_heeds_is_refused_and_one_that_is_heeded_is_not(k
         assert "--eviction priority" in error["message"]
 
 
-def test_a_server_that_heeds_priorities_takes_them(http):
+def test_priority_is_accepted_under_policy_and_eviction_priority(http):
     built = small_engine()
     service = service_of(replace(built, options=replace(built.options, policy="priority", eviction="priority")))
     with run_app(make_app(service)) as url:
@@ -174,7 +174,7 @@ def test_terms_are_made_without_a_model():
         ({"enable_prefix_caching": False}, False, False),
     ],
 )
-def test_what_an_engine_would_not_heed_is_refused(options, priority, pin):
+def test_retention_that_the_engine_options_ignore_is_rejected(options, priority, pin):
     options = EngineOptions(**options)
     for retention, heeded in (({"priority": 60}, priority), ({"pin": True}, pin), ({"priority": 50, "ttl": 1}, True)):
         if heeded:

@@ -53,7 +53,7 @@ class Stuck:
         pass
 
 
-def test_an_engine_that_does_not_answer_tells_nothing(monkeypatch, served):
+def test_cost_figures_of_an_engine_that_does_not_answer_are_none(monkeypatch, served):
     facts = model_info_of(served.built)
     monkeypatch.setattr(async_engine, "STALL_SECONDS", 0.05)
 

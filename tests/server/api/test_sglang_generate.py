@@ -41,7 +41,7 @@ def complete(http):
     return complete
 
 
-def test_one_prompt(ask, complete):
+def test_generate_of_one_prompt_equals_completions(ask, complete):
     complete(prompt=STORY, temperature=0, max_tokens=12)  # so that both have a prefix match
     got = ask(text=STORY, sampling_params=GREEDY, rid="mine")
     (choice,), usage = complete(prompt=STORY, temperature=0, max_tokens=12)
@@ -98,7 +98,7 @@ def test_a_parameter_means_what_it_means_elsewhere(ask, complete, name):
     assert (got["text"], got["output_ids"]) == (choice["text"], choice["token_ids"])
 
 
-def test_why_an_output_ended(ask, tokenizer):
+def test_generate_reports_the_finish_reason_and_the_matched_stop(ask, tokenizer):
     plain = ask(text=STORY, sampling_params=GREEDY)
     token, text = plain["output_ids"][3], plain["text"][:3]
     for stop, matched in (({"stop": text}, text), ({"stop_token_ids": [token]}, token)):
@@ -162,7 +162,7 @@ def test_logprobs_from_a_token_on(ask):
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_stream_tells_all_that_is_known_and_ends_with_the_whole(ask, n):
+def test_a_generate_stream_is_cumulative_and_ends_with_the_whole_answer(ask, n):
     body = {
         "text": STORY,
         "sampling_params": {"temperature": 1, "sampling_seed": 2, "max_new_tokens": 8, "n": n},

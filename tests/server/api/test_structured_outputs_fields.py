@@ -77,13 +77,13 @@ def read(request):
 
 
 @pytest.mark.parametrize(("fields", "expected"), FORMS, ids=lambda value: "-".join(value) if value else "same")
-def test_a_form_is_what_the_body_says(read, fields, expected):
+def test_a_constraint_is_read_from_each_field_of_the_body(read, fields, expected):
     expected = StructuredOutputsParams(**(fields["structured_outputs"] if expected is None else expected))
     assert read(**fields).structured_outputs == expected
 
 
 @pytest.mark.parametrize("fields", NOTHING)
-def test_without_a_form_anything_may_come(read, fields):
+def test_a_body_without_constraint_fields_is_unconstrained(read, fields):
     assert read(**fields).structured_outputs is None
 
 
@@ -159,7 +159,7 @@ def test_a_schema_may_be_longer_than_other_forms(read):
     assert len(read(guided_json=schema).structured_outputs.json) > 2 * MAX_CHARACTERS
 
 
-def test_a_beam_search_takes_what_asks_for_no_form(read):
+def test_beam_search_accepts_neutral_constraint_fields(read):
     assert read(use_beam_search=True, response_format={"type": "text"}).structured_outputs is None
 
 

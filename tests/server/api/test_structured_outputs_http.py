@@ -122,7 +122,7 @@ def test_a_structural_tag_has_its_form_in_free_text(http):
         assert is_tagged(contents(http.post("/v1/completions", json={"prompt": STORY, **GREEDY, **fields}))[0])
 
 
-def test_openai_s_client_parses_what_comes(client):
+def test_the_openai_client_parses_structured_outputs(client):
     answer = client.chat.completions.parse(model=MODEL, messages=ASKED, response_format=Record, **GREEDY)
     assert answer.choices[0].message.parsed == Record(name="Faye", count=18, color="white")
     assert 0 < answer.usage.completion_tokens_details.forced_tokens < answer.usage.completion_tokens
@@ -131,7 +131,7 @@ def test_openai_s_client_parses_what_comes(client):
 
 
 @pytest.mark.parametrize("fast_forward", [True, False])
-def test_streams_add_up_and_tell_forced_tokens(client, fast_forward):
+def test_streams_add_up_to_the_whole_answer_and_count_forced_tokens(client, fast_forward):
     form = {"structured_outputs": {**TIGHT, "fast_forward": fast_forward}}
     body = {"model": MODEL, "messages": ASKED, "n": 2, "seed": 3, "temperature": 1.2, "max_tokens": 120}
     whole = client.chat.completions.create(**body, extra_body=form)
@@ -149,14 +149,14 @@ def test_streams_add_up_and_tell_forced_tokens(client, fast_forward):
         assert parts[-1].finish_reason == choice.finish_reason
         if choice.finish_reason == "stop":
             is_record(choice.message.content)
-    told = [chunk.usage.completion_tokens_details.forced_tokens for chunk in chunks]
-    assert told == sorted(told)
-    assert told[-1] == whole.usage.completion_tokens_details.forced_tokens
-    assert (told[-1] > 0) == fast_forward
+    forced_counts = [chunk.usage.completion_tokens_details.forced_tokens for chunk in chunks]
+    assert forced_counts == sorted(forced_counts)
+    assert forced_counts[-1] == whole.usage.completion_tokens_details.forced_tokens
+    assert (forced_counts[-1] > 0) == fast_forward
     assert chunks[-1].usage == whole.usage
 
 
-def test_without_a_form_nothing_is_said_of_forced_tokens(http):
+def test_usage_without_a_constraint_has_no_forced_tokens(http):
     for path, body in ROUTES.items():
         usage = http.post(path, json={**body, "max_tokens": 2}).json()["usage"]
         assert "forced_tokens" not in usage.get("completion_tokens_details", {})
@@ -165,7 +165,7 @@ def test_without_a_form_nothing_is_said_of_forced_tokens(http):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_native_route_takes_the_same(http, stream):
+def test_generate_accepts_the_same_constraints(http, stream):
     def ask(**params):
         body = {"text": STORY, "stream": stream, "sampling_params": {"temperature": 0, "max_new_tokens": 60, **params}}
         answer = http.post("/generate", json=body)
@@ -185,7 +185,7 @@ def test_the_native_route_takes_the_same(http, stream):
     assert is_tagged(ask(structural_tag=json.dumps(TAG))["text"])
 
 
-def test_each_prompt_may_have_a_form_of_its_own(http):
+def test_each_prompt_may_have_its_own_constraint(http):
     params = [{"regex": "[0-9]{2}"}, {"max_new_tokens": 2}, {"json_schema": {"const": "x"}}]
     got = http.post("/generate", json={"text": [STORY] * 3, "sampling_params": params}).json()
     assert re.fullmatch("[0-9]{2}", got[0]["text"])
@@ -241,7 +241,7 @@ def test_a_field_that_is_not_known_is_named(http, fields, param, hint):
 
 
 @pytest.mark.parametrize("path", [*ROUTES, "/generate"])
-def test_what_only_the_engine_finds_out_is_refused_too(monkeypatch, path):
+def test_a_constraint_that_fails_in_the_engine_process_is_a_400(monkeypatch, path):
     def refuse(*_args):
         raise RequestError("this vocabulary has no letters")
 
@@ -304,7 +304,7 @@ def test_forced_tokens_are_marked_among_logprobs(client, stream):
     assert {value for value, mark in zip(values, marks, strict=True) if mark} == {0}
 
 
-def test_the_native_route_tells_logprobs_of_forced_tokens_alone(http):
+def test_generate_returns_logprobs_of_forced_tokens(http):
     params = {"temperature": 0, "regex": "aaaa[bc]dddd"}
     body = {
         "text": STORY,
@@ -348,9 +348,9 @@ def test_figures(http):
         return Page(http.get("/metrics").text)
 
     def figures():
-        told = page()
-        checks = [told.value("quire:grammar_checks_total", result=result) for result in ("ok", "bad", "slow")]
-        return [*checks, told.value("quire:grammar_check_seconds_count"), told.value("quire:forced_tokens_total")]
+        metrics = page()
+        checks = [metrics.value("quire:grammar_checks_total", result=result) for result in ("ok", "bad", "slow")]
+        return [*checks, metrics.value("quire:grammar_check_seconds_count"), metrics.value("quire:forced_tokens_total")]
 
     before = figures()
     usage = http.post("/v1/completions", json={"prompt": STORY, "regex": "figures: [0-9]"}).json()["usage"]

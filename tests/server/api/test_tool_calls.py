@@ -114,7 +114,7 @@ def test_a_required_call_is_made_and_valid_whatever_was_asked(client, tool_choic
         jsonschema.validate(arguments(call), schemas[call.function.name])
 
 
-def test_one_call_at_most_without_parallel_calls(client):
+def test_without_parallel_tool_calls_an_answer_has_one_call(client):
     for seed in range(4):
         answer = chat(
             client, CHAT, tools=OFFERED, tool_choice="required", parallel_tool_calls=False, temperature=1, seed=seed
@@ -163,14 +163,14 @@ def test_strict_tools_are_parsed_by_the_client(client):
         ),
     ],
 )
-def test_what_is_wrong_with_tools_is_named(client, fields, param):
+def test_invalid_tools_are_rejected_by_field(client, fields, param):
     with pytest.raises(openai.BadRequestError) as refused:
         chat(client, CHAT, **fields)
     assert refused.value.param == param
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
-def test_tools_that_the_template_does_not_get_are_bounded_like_those_that_it_gets(http, path):
+def test_tools_with_tool_choice_none_are_bounded_as_well(http, path):
     function = {**OFFERED[0]["function"], "description": "x" * 40_000}
     conversation = {"input": "x"} if path == "/v1/responses" else {"messages": CHAT}
     tool, choice = {"type": "function", "function": function}, "none"

@@ -45,7 +45,7 @@ def lenient():
 WITH_STORED_FILES = {"/v1/files", "/v1/batches"}  # a form, and a body that names a stored file
 
 
-def test_these_are_all_routes_with_a_body(http):
+def test_the_cases_cover_all_routes_with_a_body(http):
     paths = http.get("/openapi.json").json()["paths"]
     with_body = {path for path, of in paths.items() if "requestBody" in of.get("post", {})}
     assert with_body == BODIES.keys() | WITH_STORED_FILES
@@ -106,7 +106,7 @@ def test_roles_are_for_the_template_to_know(http):
     assert "my-role.2" in http.post("/detokenize", json={"tokens": whole}).json()["prompt"]
 
 
-def test_what_changes_the_meaning_of_a_message_is_still_refused(http):
+def test_unsupported_message_fields_that_change_the_meaning_are_rejected(http):
     for more in ({"audio": {"id": "a"}}, {"function_call": {"name": "f", "arguments": "{}"}}):
         answer = http.post("/v1/chat/completions", json={"messages": [{"role": "assistant", "content": "a", **more}]})
         assert answer.json()["error"]["code"] == "unsupported_parameter"

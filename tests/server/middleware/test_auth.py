@@ -74,7 +74,7 @@ def test_right_keys(site):
 
 
 @pytest.mark.parametrize(("kind", "sends"), [("http", "http.response.start"), ("websocket", "websocket.close")])
-def test_without_a_key_nothing_is_received_and_nobody_is_asked(kind, sends):
+def test_an_unauthenticated_request_body_is_not_read_and_reaches_no_route(kind, sends):
     async def unreachable(*_call):
         raise AssertionError("beyond the gate")
 
@@ -117,7 +117,7 @@ def test_a_route_on_an_open_path_has_no_caller(site):
 
 
 @pytest.mark.parametrize("path", sorted(OPERATORS))
-def test_figures_of_all_are_for_those_who_run_the_server(site, path):
+def test_figures_of_all_tenants_need_the_role_admin(site, path):
     refused(site.ask("ann", "GET", path), 403, "insufficient_permissions")
     assert site.ask("root", "GET", path).status_code == 200
 
@@ -135,7 +135,7 @@ def test_other_routes_do_not_ask_for_a_role(site):
 
 
 @pytest.mark.parametrize("path", ["/ready", "/health"])
-def test_health_tells_figures_of_all_to_an_admin_only(site, keyless, path):
+def test_health_has_figures_of_all_tenants_for_an_admin_only(site, keyless, path):
     plain = {"status"}
     assert site.ask("ann", "GET", path).json() == {"status": "ok"}
     assert site.ask(None, "GET", "/ready").json() == {"status": "ok"}

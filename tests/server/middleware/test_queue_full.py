@@ -23,12 +23,12 @@ class Clock:
         return self.now
 
 
-def test_each_further_request_of_the_tenant_is_told_a_later_time():
+def test_each_further_request_of_a_rejected_tenant_gets_a_later_retry_after():
     refusals = RecentRefusals(clock := Clock())
     assert refusals.next_error("loud") is None
     refusals.record("loud", QueueFull("full", 2.0, 0.25))
-    told = [refusals.next_error("loud").retry_after for _ in range(3)]
-    assert told == [2.25, 2.5, 2.75]
+    retry_afters = [refusals.next_error("loud").retry_after for _ in range(3)]
+    assert retry_afters == [2.25, 2.5, 2.75]
     assert refusals.next_error("quiet") is None
     clock.now += REMEMBERED_SECONDS * 1.01
     assert refusals.next_error("loud") is None, "the engine is asked again"
@@ -56,11 +56,11 @@ def test_requests_of_an_earlier_flood_do_not_count():
 def test_a_flood_does_not_raise_the_time_without_bound():
     refusals = RecentRefusals(Clock())
     refusals.record("loud", QueueFull("full", 2.0, 0.25))
-    told = [refusals.next_error("loud").retry_after for _ in range(MAX_EXPECTED_RETRIES + 100)]
-    assert max(told) == told[-1] == 2.0 + MAX_EXPECTED_RETRIES * 0.25
+    retry_afters = [refusals.next_error("loud").retry_after for _ in range(MAX_EXPECTED_RETRIES + 100)]
+    assert max(retry_afters) == retry_afters[-1] == 2.0 + MAX_EXPECTED_RETRIES * 0.25
 
 
-def test_a_refusal_that_need_not_apply_to_the_next_request_is_forgotten():
+def test_a_queue_full_error_specific_to_one_request_is_not_repeated():
     refusals = RecentRefusals(Clock())
     refusals.record("loud", QueueFull("full", 2.0, 0.25))
     refusals.record("loud", QueueFull("too long", 2.0))

@@ -63,7 +63,7 @@ def test_a_bucket_is_as_its_fractions_say(per_minute, events, now):
 
 
 @given(rates, st.lists(st.tuples(st.integers(0, MINUTE), st.integers(1, 50)), max_size=60))
-def test_nobody_gets_more_than_the_rate_and_one_bucket(per_minute, asked):
+def test_a_token_bucket_grants_at_most_its_rate_and_one_full_bucket(per_minute, asked):
     bucket, now, granted = Bucket(per_minute), 0, 0
     for passed, amount in asked:
         now += passed
@@ -108,7 +108,7 @@ def test_requests_are_counted_and_refused_with_the_time(clock):
     quota.count_request()
 
 
-def test_what_was_not_accepted_is_given_back(clock):
+def test_tokens_of_a_failed_request_are_returned_to_the_quota(clock):
     quota = Quota(tokens_per_minute=100, clock=clock)
     with pytest.raises(ZeroDivisionError), quota.spending(90):
         raise ZeroDivisionError
@@ -118,7 +118,7 @@ def test_what_was_not_accepted_is_given_back(clock):
         raise AssertionError("let in")
 
 
-def test_outputs_are_owed_and_delay_the_next(clock):
+def test_output_tokens_beyond_the_quota_delay_the_next_request(clock):
     quota = Quota(tokens_per_minute=60, clock=clock)
     with quota.spending(10):
         quota.spend(110)
@@ -140,7 +140,7 @@ def test_a_prompt_longer_than_the_bucket_waits_until_it_is_full(clock):
         pass
 
 
-def test_what_is_refused_for_its_tokens_is_no_request_either(clock):
+def test_a_request_over_the_token_limit_does_not_count_for_the_request_limit(clock):
     quota = Quota(requests_per_minute=2, tokens_per_minute=60, clock=clock)
     quota.count_request()
     with quota.spending(60):
@@ -176,7 +176,7 @@ def test_a_download_counts_as_a_request_and_needs_a_token(clock):
         quota.count_download()
 
 
-def test_headers_tell_the_limits_that_there_are(clock):
+def test_ratelimit_headers_list_the_configured_limits(clock):
     quota = Quota(requests_per_minute=600, tokens_per_minute=1200, clock=clock)
     quota.count_request()
     quota.spend(1500)

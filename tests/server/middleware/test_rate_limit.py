@@ -41,7 +41,7 @@ def serve():
         yield Site(url, {who: key for who, (key, _) in made.items()})
 
 
-def test_requests_beyond_the_limit_are_refused_until_the_time_that_is_told(serve):
+def test_requests_beyond_the_rate_limit_are_a_429_until_retry_after(serve):
     left = []
     for _ in range(3):
         answer = serve.post("requests", **BODY)

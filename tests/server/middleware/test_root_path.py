@@ -44,6 +44,6 @@ def test_metrics_have_the_routes_without_the_path():
 
 
 @pytest.mark.parametrize("path", ["llm", "/llm/", "/", "/a b", "//llm", "/llm\n", "/" + "a" * 256])
-def test_what_is_no_path_is_refused(path):
+def test_an_invalid_root_path_is_a_config_error(path):
     with pytest.raises(ConfigError, match="root_path"):
         ServerOptions(root_path=path).check()

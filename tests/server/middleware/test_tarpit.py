@@ -59,14 +59,14 @@ def test_a_minute_s_worth_is_free_and_the_rest_comes_at_its_rate(refusals, clock
     assert refusals.delay_seconds("ann", 0) == pytest.approx(each, abs=1e-6)
 
 
-def test_what_is_large_counts_as_more_and_nobody_waits_for_ever(refusals):
+def test_larger_rejected_constraints_count_more_and_the_delay_is_capped(refusals):
     assert refusals.delay_seconds("ann", FREE_BYTES_PER_MINUTE - BYTES_PER_REJECTION) == 0
     assert [refusals.delay_seconds("ann", 2**24) for _ in range(5)] == [MAX_SECONDS] * 5
 
 
 @pytest.mark.parametrize("param", ["response_format", "structured_outputs.regex", "sampling_params.json_schema"])
 @pytest.mark.parametrize("caller", [KEYLESS_CALLER, Caller("ann", "user")])
-def test_who_is_refused_forms_waits(refusals, monkeypatch, param, caller):
+def test_rejected_constraints_delay_the_error_response(refusals, monkeypatch, param, caller):
     assert run(refusals, monkeypatch, a_request(caller, 2**24), param) == [MAX_SECONDS]
 
 
@@ -79,7 +79,7 @@ def test_who_is_refused_forms_waits(refusals, monkeypatch, param, caller):
         (None, "response_format"),
     ],
 )
-def test_who_is_refused_something_else_does_not_wait(refusals, monkeypatch, caller, param):
+def test_other_errors_are_not_delayed_by_the_tarpit(refusals, monkeypatch, caller, param):
     assert run(refusals, monkeypatch, a_request(caller, 2**24), param) == []
 
 

@@ -65,7 +65,7 @@ def site(path):
         yield site
 
 
-def test_each_request_has_a_line_without_what_it_said(site, path):
+def test_each_request_has_an_access_log_line_without_its_content(site, path):
     body = {"prompt": [f"{SECRET} one", "two"], "max_tokens": 3, "n": 2, "ignore_eos": True, "temperature": 0}
     whole = site.post("ann", "/v1/completions", **body)
     streamed = site.post("ann", "/v1/completions", **{**body, "prompt": [67, 68, 69] * 20, "n": 1, "stream": True})
@@ -102,8 +102,8 @@ def test_each_request_has_a_line_without_what_it_said(site, path):
         assert 0 < line["first_byte_seconds"] <= line["seconds"] < 60
         assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", line["time"])
     text = path.read_text()
-    for told in (SECRET, *site.keys.values(), whole.json()["choices"][0]["text"].strip()):
-        assert told and told not in text
+    for secret in (SECRET, *site.keys.values(), whole.json()["choices"][0]["text"].strip()):
+        assert secret and secret not in text
 
 
 def test_prompts_are_written_where_that_is_asked_for(tmp_path):
@@ -120,7 +120,7 @@ def test_prompts_are_written_where_that_is_asked_for(tmp_path):
     assert (left["finish_reasons"], left["complete"], left["status"]) == (["abort"], False, 200)
 
 
-def test_who_rotates_the_log_may_rename_it_cut_it_or_take_it_away(log, tmp_path):
+def test_the_access_log_survives_rename_truncation_and_removal(log, tmp_path):
     path = tmp_path / "log"
     log(record("a"))
     lines_of(path, 1)
@@ -136,7 +136,7 @@ def test_who_rotates_the_log_may_rename_it_cut_it_or_take_it_away(log, tmp_path)
     assert [line["request_id"] for line in lines_of(tmp_path / "log.1", 1)] == ["a"]
 
 
-def test_what_is_logged_before_the_end_is_written(tmp_path, lost):
+def test_closing_the_access_log_writes_all_lines(tmp_path, lost):
     path = tmp_path / "log"
     log = AccessLog(str(path), lost.append)
     for i in range(1000):
@@ -173,7 +173,7 @@ def test_a_full_disk_loses_lines_and_nothing_else(log, tmp_path, lost, monkeypat
     assert caplog.text.count("the access log cannot be written") == 1, "said once, until it works again"
 
 
-def test_a_slow_disk_does_not_hold_up_who_logs(tmp_path, lost, monkeypatch):
+def test_a_slow_disk_does_not_block_logging(tmp_path, lost, monkeypatch):
     monkeypatch.setattr(access_log, "MAX_PENDING_LINES", 5)
     go_on = threading.Event()
     monkeypatch.setattr(AccessLog, "_reopen_if_rotated", lambda self: go_on.wait(20))

@@ -34,7 +34,7 @@ def test_a_line_has_the_rates_since_the_last_one():
     assert line == "3 running, 1 waiting; prompt 0 tokens/s; output 10 tokens/s; KV 25% used; 2 preemptions"
 
 
-def test_there_is_no_line_before_it_is_due_and_none_without_work():
+def test_activity_lines_are_logged_once_per_interval_and_only_with_work():
     server = Server()
     assert server.after(INTERVAL / 2, generation_tokens=600) == []
     assert len(server.after(INTERVAL / 2)) == 1

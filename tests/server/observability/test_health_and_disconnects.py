@@ -22,8 +22,8 @@ LONG = {"prompt": "One Tuesday", "max_tokens": 400, "ignore_eos": True, "tempera
 def metric(url, name, **labels):
     """The sum over all series of this name with these labels."""
     lines = httpx.get(f"{url}/metrics").text.splitlines()
-    told = [line for line in lines if line.startswith(f"quire:{name}{{")]
-    chosen = [line for line in told if all(f'{key}="{value}"' in line for key, value in labels.items())]
+    samples = [line for line in lines if line.startswith(f"quire:{name}{{")]
+    chosen = [line for line in samples if all(f'{key}="{value}"' in line for key, value in labels.items())]
     return sum(float(line.rsplit(" ", 1)[1]) for line in chosen)
 
 
@@ -42,17 +42,17 @@ def test_health(served, path):
 @pytest.fixture
 def pieces(monkeypatch):
     """Recorded metrics of the pieces of a sequence, each read at once: number of tokens, whether it is the first."""
-    told, tokens_came = [], Metrics.observe_tokens
+    observed, tokens_came = [], Metrics.observe_tokens
 
     def noting(self, metrics, before, now, num_tokens):
-        told.append((num_tokens, before is None))
+        observed.append((num_tokens, before is None))
         tokens_came(self, metrics, before, now, num_tokens)
 
     monkeypatch.setattr(Metrics, "observe_tokens", noting)
-    return told
+    return observed
 
 
-def test_metrics_count_what_happened(served, pieces):
+def test_metrics_count_tokens_latencies_and_finished_requests(served, pieces):
     names = ("prompt_tokens_total", "generation_tokens_total", "iterations_total", "e2e_request_latency_seconds_count")
     names += ("time_to_first_token_seconds_count", "inter_token_latency_seconds_count")
     wait_until(lambda: idle(served))

@@ -95,7 +95,7 @@ def test_names_types_and_labels(prefix):
         for path in ("/v1/completions", "/nowhere"):
             site.post(None, path, prompt="x", max_tokens=2)
         text = httpx.get(f"{site.url}/metrics").text
-    expected = {prefix + name: told for name, told in {**LIKE_VLLM, **OUR_OWN}.items()}
+    expected = {prefix + name: kind_and_labels for name, kind_and_labels in {**LIKE_VLLM, **OUR_OWN}.items()}
     families = {name: family for name, family in Page(text).families.items() if not name.endswith("_created")}
     plain = {name for name in families if not name.startswith(prefix)}
     assert plain == {"http_requests", "http_request_duration_seconds"}
@@ -106,12 +106,12 @@ def test_names_types_and_labels(prefix):
         labels = {label for sample in family.samples for label in sample.labels} - {"le"}
         assert labels == PLAIN | more, name
     ends = Page(text).families[f"{prefix}request_success"].samples
-    told = {sample.labels["finished_reason"] for sample in ends}
+    reasons = {sample.labels["finished_reason"] for sample in ends}
     all_reasons = {"stop", "length", "repetition", "abort", "error"}
-    assert told == all_reasons, "from the start, or rates would lack the first of each"
+    assert reasons == all_reasons, "from the start, or rates would lack the first of each"
 
 
-def test_values_are_what_happened(keyless, page):
+def test_metrics_have_the_values_of_the_served_requests(keyless, page):
     wait_until(lambda: page().value("quire:num_requests_running") == 0)
     before = page()
     body = {"prompt": [[67, 68, 69], [70]], "max_tokens": 5, "n": 2, "ignore_eos": True}
@@ -158,11 +158,11 @@ def test_values_are_what_happened(keyless, page):
     assert added("quire:requests_refused_total", reason="invalid_type") == 1
     assert added("quire:requests_refused_total", reason="http_404") == 0
     assert added("quire:requests_refused_total") == 2
-    told = {"method": "POST", "handler": "/v1/completions"}
-    assert added("http_requests_total", status="2xx", **told) == 3
-    assert added("http_requests_total", status="4xx", **told) == 1
+    route = {"method": "POST", "handler": "/v1/completions"}
+    assert added("http_requests_total", status="2xx", **route) == 3
+    assert added("http_requests_total", status="4xx", **route) == 1
     assert added("http_requests_total", status="4xx", method="GET", handler="none") == 1
-    assert added("http_request_duration_seconds_count", **told) == 4
+    assert added("http_request_duration_seconds_count", **route) == 4
 
 
 def test_times_of_one_request_exactly(metrics):
@@ -184,7 +184,7 @@ def test_times_of_one_request_exactly(metrics):
     assert page.value("p_request_params_max_tokens_count") == 0, "it was not given"
 
 
-def test_what_was_not_measured_is_not_counted(metrics):
+def test_histograms_skip_phases_without_times(metrics):
     metrics.observe_finished_request(FinishedRequestStats(RequestMetrics(10.0), 3, 0, [0], SamplingParams()), 12.0)
     metrics.observe_finished_request(
         FinishedRequestStats(RequestMetrics(10.0, finished_time=11.0), 7), 12.0
@@ -212,7 +212,7 @@ def test_preemptions_of_one_request(metrics):
     [(40, "96", "2.40"), (64, "128", "2.00"), (160, "160", "1.00")],
     ids=["as short as the window", "the window is full", "all blocks for one"],
 )
-def test_how_many_sequences_of_the_longest_length_fit(longest, size, most):
+def test_cache_config_info_reports_max_concurrency(longest, size, most):
     groups = (KVGroup((0,), "full", 1, 8, "float32", 10, 1024), KVGroup((1,), "window", 1, 8, "float32", 6, 1024, 32))
     metrics = Metrics("m", lambda: HEALTH, cache=CacheConfig(16, groups), max_model_len=longest)
     (sample,) = Page(metrics.export("").decode()).families["cache_config_info"].samples
@@ -266,7 +266,7 @@ def test_a_step_is_in_the_bucket_of_its_size(num_tokens):
 @pytest.mark.parametrize(
     ("cause", "reason"), [("memory", "capacity"), ("rows", "capacity"), ("step", "deferred"), ("failure", "deferred")]
 )
-def test_who_waits_and_why(keyless, cause, reason):
+def test_waiting_requests_are_counted_by_reason(keyless, cause, reason):
     keyless.engine.figures = {"num_waiting": 4, "waiting_because": cause}
     httpx.post(f"{keyless.url}/v1/completions", json={"prompt": "x", "max_tokens": 1}, timeout=60)
     page = Page(httpx.get(f"{keyless.url}/metrics").text)
@@ -278,9 +278,9 @@ def test_who_waits_and_why(keyless, cause, reason):
 
 def test_the_queue_time_is_the_engine_s_own(keyless):
     before = Page(httpx.get(f"{keyless.url}/metrics").text).value("quire:request_queue_time_seconds_sum")
-    told = keyless.post(None, "/v1/completions", prompt="y", max_tokens=1)
+    answered = keyless.post(None, "/v1/completions", prompt="y", max_tokens=1)
     after = Page(httpx.get(f"{keyless.url}/metrics").text).value("quire:request_queue_time_seconds_sum")
-    answer = keyless.ask(None, "GET", f"/v1/requests/{told.json()['id']}/explain").json()
+    answer = keyless.ask(None, "GET", f"/v1/requests/{answered.json()['id']}/explain").json()
     fields = {name: answer["prompts"][0][name] for name in ("arrived", "admitted")}
     assert set(fields) <= set(Explanation.__struct_fields__)
     assert after - before == pytest.approx(fields["admitted"] - fields["arrived"], abs=1e-9)

@@ -89,13 +89,13 @@ def test_the_same_id_many_times_at_once(site):
     assert len({answer.json()["id"] for answer in answers}) == 16
     for who in ("ann", "bob"):
         ids = [answer.json()["id"] for answer, asked in zip(answers, ["ann", "bob"] * 8, strict=True) if asked == who]
-        told = site.ask(who, "GET", "/v1/requests/same/explain").json()
-        assert [one["tenant"] for one in told["prompts"]] == [who]
-        assert told["prompts"][0]["request_id"].removesuffix("-0") in ids
+        explained = site.ask(who, "GET", "/v1/requests/same/explain").json()
+        assert [one["tenant"] for one in explained["prompts"]] == [who]
+        assert explained["prompts"][0]["request_id"].removesuffix("-0") in ids
     assert site.ask("root", "GET", "/v1/requests/same/explain").status_code == 404, "it is not root's own"
 
 
-def test_ids_of_long_ago_are_forgotten(monkeypatch):
+def test_client_request_ids_are_kept_up_to_a_bound(monkeypatch):
     monkeypatch.setattr(request_record, "MAX_CLIENT_IDS", 2)
     ids = RequestIds("m")
 
@@ -124,7 +124,7 @@ def test_an_id_with_slashes_leads_to_its_explanation(site, written):
     headers = {"authorization": f"Bearer {site.keys['ann']}", "x-request-id": "team/job:1"}
     answer = httpx.post(f"{site.url}/v1/completions", json=body, headers=headers, timeout=60).json()
     for id in (written, answer["id"]):
-        told = site.ask("ann", "GET", f"/v1/requests/{id}/explain")
-        assert told.status_code == 200
-        assert told.json()["prompts"][0]["request_id"] == f"{answer['id']}-0"
+        explained = site.ask("ann", "GET", f"/v1/requests/{id}/explain")
+        assert explained.status_code == 200
+        assert explained.json()["prompts"][0]["request_id"] == f"{answer['id']}-0"
     assert site.ask("bob", "GET", f"/v1/requests/{written}/explain").status_code == 404

@@ -90,14 +90,16 @@ def test_each_request_is_a_span(monkeypatch):
     assert child.kind == Span.SpanKind.SPAN_KIND_SERVER
     assert child.name == "chat quire-demo"
     assert begin - 1e9 < child.start_time_unix_nano < child.end_time_unix_nano < end + 1e9
-    told = attributes_of(child)
-    latency = {name: told.pop(f"gen_ai.latency.{name}") for name in ("e2e", "time_to_first_token", "time_in_queue")}
+    attributes = attributes_of(child)
+    latency = {
+        name: attributes.pop(f"gen_ai.latency.{name}") for name in ("e2e", "time_to_first_token", "time_in_queue")
+    }
     assert 0 <= latency["time_in_queue"] < latency["time_to_first_token"] < latency["e2e"]
-    assert told.pop("gen_ai.response.id").startswith("chatcmpl-job-")
-    assert told.pop("gen_ai.usage.input_tokens") > 0
-    assert told.pop("gen_ai.request.temperature") >= 0
+    assert attributes.pop("gen_ai.response.id").startswith("chatcmpl-job-")
+    assert attributes.pop("gen_ai.usage.input_tokens") > 0
+    assert attributes.pop("gen_ai.request.temperature") >= 0
     optional = {"gen_ai.request.top_p", "gen_ai.request.top_k", "gen_ai.usage.cache_read.input_tokens"}
-    assert {name: value for name, value in told.items() if name not in optional} == {
+    assert {name: value for name, value in attributes.items() if name not in optional} == {
         "http.request.method": "POST",
         "http.route": "/v1/chat/completions",
         "http.response.status_code": 200,
@@ -123,7 +125,7 @@ def test_each_request_is_a_span(monkeypatch):
     assert site.keys["ann"].encode() not in everything
 
 
-def test_nobody_waits_for_a_collector_that_is_not_there(monkeypatch):
+def test_an_unreachable_trace_collector_delays_neither_requests_nor_shutdown(monkeypatch):
     monkeypatch.setattr(tracing, "_TIMEOUT", 0.2)
     monkeypatch.setattr(tracing, "_CLOSE_SECONDS", 0.5)
     with run_site(options=ServerOptions(otlp_endpoint="http://127.0.0.1:9")) as site:

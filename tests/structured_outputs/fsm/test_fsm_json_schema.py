@@ -83,7 +83,7 @@ SCHEMAS = [
 
 
 @pytest.mark.parametrize(("schema", "good", "bad"), SCHEMAS, ids=lambda part: json.dumps(part)[:50])
-def test_what_is_written_is_valid_and_what_is_valid_is_written(schema, good, bad):
+def test_the_automaton_of_a_schema_accepts_exactly_its_valid_values(schema, good, bad):
     for options in ({}, {"disable_any_whitespace": True}, {"whitespace_pattern": "[ \\n]{0,3}"}):
         dfa = compiled(schema, **options)
         for data in samples(dfa, 25):
@@ -191,7 +191,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("schema", "what"), REFUSED, ids=lambda part: json.dumps(part)[:50])
-def test_what_is_not_enforced_is_refused_by_name(schema, what):
+def test_schema_keywords_that_fsm_does_not_enforce_are_rejected_by_name(schema, what):
     asked = StructuredOutputsParams(json=json.dumps(schema))
     with pytest.raises(RequestError, match=what) as caught:
         FsmBackend().check(asked)

@@ -87,7 +87,7 @@ def test_every_code_point_is_in_the_classes_that_re_says():
         *(("(a$|b)c", "end", 2), ("(?#x)", "flag", 0)),
     ],
 )
-def test_what_is_not_regular_is_refused_by_name_and_place(pattern, what, place):
+def test_irregular_pattern_syntax_is_rejected_by_name_and_position(pattern, what, place):
     with pytest.raises(RequestError, match=rf"{what}.* at position {place}\b") as caught:
         regex_to_dfa(pattern)
     assert caught.value.param == "regex"
@@ -100,7 +100,7 @@ def test_what_is_not_regular_is_refused_by_name_and_place(pattern, what, place):
         *("a|*", "(*a)", "^*", r"\xg1", r"\u12", r"\U00110000", r"[\8]", "(?P<1>a)", "(?P<n", "[]", "[^]", "{2}"),
     ],
 )
-def test_what_re_does_not_compile_is_an_error_that_names_a_place(pattern):
+def test_a_pattern_that_re_rejects_is_an_error_with_a_position(pattern):
     with pytest.raises(re.error):
         re.compile(pattern)
     with pytest.raises(RequestError, match=r"position \d+|ends in a backslash"):
@@ -250,7 +250,7 @@ def test_byte_ranges_are_the_bytes_of_all_characters_between(one, other):
             )
 
 
-def test_one_pattern_makes_one_table():
+def test_equal_patterns_compile_to_equal_tables():
     one, other = (regex_to_dfa("([ab]{3,40}|é+)*[^a]") for _ in range(2))
     assert (one.table == other.table).all() and (one.classes == other.classes).all()
     assert node_to_dfa(Chars(ALL), "regex").num_states == regex_to_dfa(r"[\s\S]").num_states

@@ -301,7 +301,7 @@ def test_text_that_the_tokenizer_reads_as_a_special_token_is_not_forced():
 
 @settings(max_examples=25)
 @given(st.integers(0, 10**6), st.booleans())
-def test_what_a_matcher_says_does_not_depend_on_how_tokens_are_cut(seed, fast_forward):
+def test_verdicts_do_not_depend_on_how_tokens_are_grouped_into_calls(seed, fast_forward):
     vocabulary = demo_vocabulary()
     compiled = grammar(RECORD, vocabulary)
     chance = random.Random(seed)
@@ -319,9 +319,9 @@ def test_what_a_matcher_says_does_not_depend_on_how_tokens_are_cut(seed, fast_fo
     for begin, verdict in verdicts.items():
         for stop in range(begin, begin + len(verdict.forced) + 1):  # resumed before, within and after forced tokens
             resumed = compiled.new_matcher(fast_forward=fast_forward)
-            told = resumed.advance(tokens[:stop])
-            assert told.forced == verdict.forced[stop - begin :]
-            assert (told.is_over, told.error) == (verdict.is_over, verdict.error)
+            again = resumed.advance(tokens[:stop])
+            assert again.forced == verdict.forced[stop - begin :]
+            assert (again.is_over, again.error) == (verdict.is_over, verdict.error)
     assert mask(resumed, vocabulary) == mask(undisturbed, vocabulary)
 
 
@@ -344,7 +344,7 @@ def test_behind_an_end_there_are_only_ends():
     assert matcher.advance(vocabulary.encode("a")).error
 
 
-def test_what_the_vocabulary_cannot_write_is_kept_out_of():
+def test_masks_exclude_tokens_that_the_vocabulary_cannot_continue():
     vocabulary = small_vocabulary(b"a", b"b", b"ab", b"xc", b"\xc3")
     matcher = grammar("a(bc|é|b?x?)|b*", vocabulary).new_matcher(fast_forward=False)
     assert matcher.advance([]) == Verdict()

@@ -320,7 +320,7 @@ EVIL = {
 
 
 @pytest.mark.parametrize("name", EVIL)
-def test_nothing_that_is_asked_takes_long(name):
+def test_checking_a_hostile_constraint_takes_bounded_time(name):
     began = time.perf_counter()
     try:
         check(Asked(**EVIL[name]))
@@ -329,7 +329,7 @@ def test_nothing_that_is_asked_takes_long(name):
     assert time.perf_counter() - began < 1, "of a machine that does other things, too; alone it is 0.15 s at most"
 
 
-def test_what_is_within_the_bounds_is_not_refused():
+def test_schemas_within_the_bounds_are_accepted():
     check(Asked(json=chain(100)))
     check(Asked(json=nested(31)))
     check(Asked(json={"type": "object", "properties": {f"p{i}": INTEGER for i in range(512)}}))
