@@ -2,13 +2,16 @@
 
 import ctypes
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from inspect import Parameter, Signature
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+from pairwise import pairwise
 
 _C = pytest.importorskip("quire.kernels.cpu._C", reason="the CPU kernels are not built", exc_type=ImportError)
 memory = pytest.importorskip("quire.kernels.cpu.memory")
@@ -20,6 +23,33 @@ _LIBC = ctypes.CDLL(None)
 def each_with(*threads: int) -> list[str]:
     """Parameters of a fixture: every build with each number of threads."""
     return [f"{name}-{number}" for name in EVERY for number in threads]
+
+
+def with_pairs(*threads: int, **factors: Sequence[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Calls a test with each row of a pairwise table of builds, numbers of threads and the given factors.
+
+    Rows with the same value of the first factor are one case. The test gets the factors and `seed`, a row's number.
+    """
+    first, *_ = factors
+    table = list(enumerate(pairwise(**factors, build=EVERY, threads=threads)))
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        def run(**value: Any) -> None:
+            for seed, row in table:
+                if row[first] is not value[first]:
+                    continue
+                try:
+                    with in_use(f"{row['build']}-{row['threads']}"):
+                        test(seed=seed, **{name: row[name] for name in factors})
+                except BaseException as error:
+                    error.add_note(f"row {seed} of the table: {row}")
+                    raise
+
+        run.__name__, run.__doc__, run.__module__ = test.__name__, test.__doc__, test.__module__
+        run.__signature__ = Signature([Parameter(first, Parameter.KEYWORD_ONLY)])  # type: ignore[attr-defined]
+        return pytest.mark.parametrize(first, factors[first], ids=str)(run)
+
+    return decorate
 
 
 @contextmanager

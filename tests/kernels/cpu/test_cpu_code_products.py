@@ -1,10 +1,12 @@
-"""Products with low-bit weights by the CPU kernels, against plain torch, for every build and number of threads."""
+"""Products with low-bit weights by the CPU kernels, against plain torch, for every build and number of threads.
+
+Most tests have a pairwise table: each scheme meets each build, number of threads, type, number of rows and size of a
+weight, and so do all others of these among each other. The sizes are those at which the kernels change their path.
+"""
 
 import pytest
 import torch
-from cpu_kernel_builds import each_with, in_use
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from cpu_kernel_builds import each_with, in_use, with_pairs
 
 from quire.kernels import reference
 from quire.kernels.contract import INT4, INT8, MXFP4, NVFP4, QuantizedRows, Scheme
@@ -22,7 +24,6 @@ ROUNDED = [
     *(MXFP4, NVFP4, Scheme(4, grid="e2m1")),
     *(Scheme(8, grid="e4m3"), Scheme(8, 32, torch.bfloat16, grid="e4m3")),
 ]
-SCHEMES = st.sampled_from(ROUNDED)
 FACTORED = [
     *(Scheme(4, size, torch.float16, has_offsets=offsets, has_factors=True)
       for size, offsets in ((16, False), (16, True), (32, True), (256, False))),
@@ -30,27 +31,26 @@ FACTORED = [
       for size, offsets in ((16, False), (16, True), (32, True))),
     *(Scheme(4, 32, torch.float16, has_offsets=offsets, grid="iq4_nl", has_factors=True) for offsets in (False, True)),
 ]  # fmt: skip
-STORED = st.sampled_from(
-    [
-        *(*ROUNDED, *FACTORED),
-        *(Scheme(4, size, dtype, grid="iq4_nl") for size, dtype in ((32, torch.float16), (0, torch.float32))),
-    ]
-)  # also those to which nothing is rounded
-WRITTEN = st.sampled_from([*ROUNDED, *FACTORED])
-DTYPES = st.sampled_from((torch.float32, torch.bfloat16))
-ROWS = st.sampled_from([*range(1, 10), 16, 17, 33, 64, 300])  # for the paths of few rows, registers, tiles and blocks
-SIZES = st.sampled_from([1, 2, 3, 15, 16, 17, 31, 32, 33, 47, 48, 64, 65, 100, 130, 256, 530])
-SEEDS = st.integers(0, 2**32 - 1)
+WRITTEN = [*ROUNDED, *FACTORED]
+STORED = [  # also those to which nothing is rounded
+    *WRITTEN,
+    *(Scheme(4, size, dtype, grid="iq4_nl") for size, dtype in ((32, torch.float16), (0, torch.float32))),
+]
+DTYPES = (torch.float32, torch.bfloat16)
+THREADS = (1, 2, 3)
+ROWS = (*range(1, 10), 16, 17, 33, 64, 300)  # for the paths of few rows, registers, tiles and blocks
+FEW_ROWS = (1, 2, 3, 8, 9, 17, 40)
+WIDTHS = (1, 2, 15, 16, 17, 32, 33, 47, 64, 100, 130, 530)  # of tiles of 16 columns, and several of them
+SIZES = (1, 3, 15, 16, 17, 31, 32, 33, 64, 65, 100, 130, 256, 530)  # of steps of 4 and 8 terms, groups and registers
 
 
-@pytest.fixture(scope="module", params=each_with(1, 2, 3))
+@pytest.fixture(scope="module", params=each_with(2))
 def build(request):
     with in_use(request.param) as threads:
         yield threads
 
 
-pytestmark = pytest.mark.usefixtures("build")
-drawn = settings(max_examples=10)
+each_build = pytest.mark.usefixtures("build")
 
 
 def normal(seed, *shape, dtype=torch.float32):
@@ -102,8 +102,9 @@ def num_sums(scheme, k):
     return scheme.num_groups(k) + (k if scheme.grid == "e4m3" else -(-k // scheme.x_group_size))
 
 
-@drawn
-@given(SEEDS, ROWS, SIZES, SIZES, SCHEMES, DTYPES, st.booleans(), st.booleans())
+@with_pairs(
+    *THREADS, scheme=ROUNDED, dtype=DTYPES, rows=ROWS, n=WIDTHS, k=SIZES, biased=(False, True), halved=(False, True)
+)
 def test_products_are_those_of_plain_torch(seed, rows, n, k, scheme, dtype, biased, halved):
     n *= 1 + halved
     x, weight = normal(seed, rows, k, dtype=dtype), normal(seed + 1, n, k, dtype=dtype) / k**0.5
@@ -113,8 +114,7 @@ def test_products_are_those_of_plain_torch(seed, rows, n, k, scheme, dtype, bias
     assert_near(cpu.linear(x, packed, bias), expected, bound(x, weight, scheme))
 
 
-@drawn
-@given(SEEDS, ROWS, SIZES, SIZES, WRITTEN, DTYPES, st.booleans())
+@with_pairs(*THREADS, scheme=WRITTEN, dtype=DTYPES, rows=ROWS, n=WIDTHS, k=SIZES, biased=(False, True))
 def test_gated_products_are_those_of_two_products(seed, rows, n, k, scheme, dtype, biased):
     x, packed = normal(seed, rows, k, dtype=dtype), packed_weight(seed + 1, (2 * n, k), scheme, dtype, 2)
     bias = normal(seed + 2, 2 * n, dtype=dtype) if biased else None
@@ -123,6 +123,7 @@ def test_gated_products_are_those_of_two_products(seed, rows, n, k, scheme, dtyp
     assert_near(cpu.gated_linear(x, packed, bias, "silu"), expected, 1e-5 * up.double().abs() + 1e-6)
 
 
+@each_build
 @pytest.mark.parametrize("scheme", [None, INT8, INT4, NVFP4, Scheme(8, grid="e4m3")])
 def test_experts_are_played_again_with_all_their_arguments(scheme, monkeypatch):
     kept = []  # a call's memory must stay as long as its tape
@@ -163,8 +164,7 @@ def drawn_rows(seed, n, k, scheme):
     return QuantizedRows(codes, scales, offsets if scheme.has_offsets else None)
 
 
-@drawn
-@given(SEEDS, st.integers(1, 20), SIZES, SIZES, STORED, DTYPES)
+@with_pairs(*THREADS, scheme=STORED, dtype=DTYPES, rows=FEW_ROWS, n=WIDTHS, k=SIZES)
 def test_codes_of_a_checkpoint_are_multiplied_as_they_are(seed, rows, n, k, scheme, dtype):
     x, quantized = normal(seed, rows, k, dtype=dtype), drawn_rows(seed, n, k, scheme)
     packed, room = (some.allocate_weight((n, k), dtype, scheme=scheme) for some in (cpu, reference))
@@ -179,8 +179,9 @@ def test_codes_of_a_checkpoint_are_multiplied_as_they_are(seed, rows, n, k, sche
     assert torch.equal(cpu.embed(torch.arange(n), packed), reference.embed(torch.arange(n), room)) or scheme.has_offsets
 
 
-@drawn
-@given(SEEDS, st.integers(1, 40), SIZES, SIZES, WRITTEN, DTYPES)
+@with_pairs(
+    *THREADS, scheme=WRITTEN, dtype=DTYPES, num_tokens=(1, 3, 17, 40), hidden=(1, 16, 33, 130), inner=(1, 17, 65)
+)
 def test_experts_are_the_products_of_their_weights(seed, num_tokens, hidden, inner, scheme, dtype):
     x = normal(seed, num_tokens, hidden, dtype=dtype)
     up = packed_weight(seed + 1, (5, 2 * inner, hidden), scheme, dtype, 2)
@@ -188,6 +189,7 @@ def test_experts_are_the_products_of_their_weights(seed, num_tokens, hidden, inn
     ids = torch.rand(num_tokens, 4, generator=torch.Generator().manual_seed(seed)).argsort(1)[:, :3]
     weights = normal(seed + 3, num_tokens, 3).softmax(1)
     found = cpu.experts(x, ids, weights, up, down, "silu")
+    _C.set_threads(1)  # many small products
     for token in range(num_tokens):
         one, expected = x[token : token + 1], torch.zeros(1, hidden)
         for place in ids[token].argsort().tolist():
@@ -197,8 +199,10 @@ def test_experts_are_the_products_of_their_weights(seed, num_tokens, hidden, inn
         assert_near(found[token : token + 1], expected.to(dtype), 1e-6 * (1 + expected.abs().max()))
 
 
-@drawn
-@given(SEEDS, ROWS, SIZES, SIZES, STORED.filter(lambda scheme: scheme.grid != "e4m3"), DTYPES)
+INTEGERS = [scheme for scheme in STORED if scheme.grid != "e4m3"]
+
+
+@with_pairs(*THREADS, scheme=INTEGERS, dtype=DTYPES, rows=ROWS, n=WIDTHS, k=SIZES)
 def test_products_of_integers_are_exact(seed, rows, n, k, scheme, dtype):
     """Codes with scale 1, and integer offsets, times integers with scale 1. Results are rounded once."""
     draw, quantized = torch.Generator().manual_seed(seed), drawn_rows(seed, n, k, scheme)
@@ -218,12 +222,10 @@ def test_products_of_integers_are_exact(seed, rows, n, k, scheme, dtype):
     )
 
 
-@pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize(
-    "scheme", [one for one in (*ROUNDED, *FACTORED) if one.grid in ("int", "e2m1", "iq4_nl")], ids=str
-)
-def test_the_largest_products_do_not_overflow(scheme, sign):
+@with_pairs(2, scheme=[scheme for scheme in WRITTEN if scheme.grid != "e4m3"])
+def test_the_largest_products_do_not_overflow(seed, scheme):
     """All codes and all x at their extremes, and integer scales at theirs."""
+    del seed
     columns, rows = 530, 5
     codes = torch.full((17, columns), (1 << scheme.bits) - 1, dtype=torch.uint8)
     if scheme.grid == "e2m1":
@@ -237,18 +239,18 @@ def test_the_largest_products_do_not_overflow(scheme, sign):
     packed, room = (some.allocate_weight((17, columns), torch.float32, scheme=scheme) for some in (cpu, reference))
     cpu.write_rows(packed, quantized, 0)
     reference.write_rows(room, quantized, 0)
-    x = torch.full((rows, columns), sign * 127.0)
-    expected = reference.linear(x, room)
-    assert expected.abs().min() > 1000
-    assert torch.allclose(cpu.linear(x, packed), expected, rtol=1e-5, atol=0)
+    for sign in (1, -1):
+        x = torch.full((rows, columns), sign * 127.0)
+        expected = reference.linear(x, room)
+        assert expected.abs().min() > 1000
+        assert torch.allclose(cpu.linear(x, packed), expected, rtol=1e-5, atol=0)
 
 
-@drawn
-@given(SEEDS, st.integers(2, 70), SIZES, SIZES, WRITTEN, DTYPES, st.booleans(), st.data())
-def test_a_row_does_not_depend_on_the_others(seed, rows, n, k, scheme, dtype, gated, data):
+@with_pairs(*THREADS, scheme=WRITTEN, dtype=DTYPES, rows=(2, 5, 9, 17, 33, 70), n=WIDTHS, k=SIZES, gated=(False, True))
+def test_a_row_does_not_depend_on_the_others(seed, rows, n, k, scheme, dtype, gated):
     product = product_of(seed, n, k, scheme, dtype, gated)
-    x = normal(seed, rows, k, dtype=dtype)
-    chosen = data.draw(st.lists(st.integers(0, rows - 1), min_size=1, max_size=rows))
+    x, draw = normal(seed, rows, k, dtype=dtype), torch.Generator().manual_seed(seed)
+    chosen = torch.randint(rows, (int(torch.randint(1, rows + 1, (), generator=draw)),), generator=draw)
     assert torch.equal(product(x[chosen]), product(x)[chosen])
 
 
@@ -260,37 +262,37 @@ def product_of(seed, n, k, scheme, dtype, gated):
     return lambda x: cpu.gated_linear(x, packed, bias, "silu") if gated else cpu.linear(x, packed, bias)
 
 
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize(
-    "scheme",
-    [
-        *(INT8, INT4, Scheme(8, 64), Scheme(4, 64, has_offsets=True), Scheme(4), Scheme(6, 32, torch.float16)),
-        *(MXFP4, *FACTORED),
-    ],
-    ids=str,
-)
-def test_each_number_of_rows_has_the_bits_of_each_row_alone(scheme, gated):
-    product = product_of(0, 40, 130, scheme, torch.float32, gated)
-    x = normal(1, 65, 130)
-    every = product(x)
-    for rows in (*range(2, 10), 16, 17, 31, 32, 33, 48, 49):
-        assert torch.equal(product(x[:rows]), every[:rows])
-        assert torch.equal(product(x[rows - 1 : rows]), every[rows - 1 : rows])
+SEVERAL = [
+    *(INT8, INT4, Scheme(8, 64), Scheme(4, 64, has_offsets=True), Scheme(4), Scheme(6, 32, torch.float16)),
+    *(MXFP4, *FACTORED),
+]
 
 
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("scheme", [INT8, Scheme(8, 64), Scheme(4, 128, has_offsets=True)])
-def test_many_long_rows_have_the_bits_of_each_row_alone(scheme, gated):
+@with_pairs(2, scheme=SEVERAL)
+def test_each_number_of_rows_has_the_bits_of_each_row_alone(seed, scheme):
+    x = normal(seed + 1, 65, 130)
+    for gated in (False, True):
+        product = product_of(seed, 40, 130, scheme, torch.float32, gated)
+        every = product(x)
+        for rows in (*range(2, 10), 16, 17, 31, 32, 33, 48, 49):
+            assert torch.equal(product(x[:rows]), every[:rows])
+            assert torch.equal(product(x[rows - 1 : rows]), every[rows - 1 : rows])
+
+
+@with_pairs(2, scheme=(INT8, Scheme(8, 64), Scheme(4, 128, has_offsets=True)))
+def test_many_long_rows_have_the_bits_of_each_row_alone(seed, scheme):
     """So many that a block of x has a part of k at a time with tile registers."""
-    product = product_of(0, 17, 8300, scheme, torch.bfloat16, gated)
-    x = normal(1, 301, 8300, dtype=torch.bfloat16)
-    found = product(x)
-    for row in (0, 15, 16, 31, 32, 127, 160, 255, 256, 300):
-        assert torch.equal(product(x[row : row + 1])[0], found[row])
+    x = normal(seed, 301, 8300, dtype=torch.bfloat16)
+    for gated in (False, True):
+        product = product_of(seed, 17, 8300, scheme, torch.bfloat16, gated)
+        found = product(x)
+        for row in (0, 15, 16, 31, 32, 127, 160, 255, 256, 300):
+            assert torch.equal(product(x[row : row + 1])[0], found[row])
 
 
-@drawn
-@given(SEEDS, SIZES, SIZES, SCHEMES, DTYPES, st.sampled_from([None, 0.0, torch.nan, torch.inf, 2.0**-120]))
+@with_pairs(
+    *THREADS, scheme=ROUNDED, dtype=DTYPES, n=WIDTHS, k=SIZES, special=(None, 0.0, torch.nan, torch.inf, 2.0**-120)
+)
 def test_weights_are_rounded_as_in_plain_torch(seed, n, k, scheme, dtype, special):
     weight = normal(seed, n, k, dtype=dtype)
     if special is not None:
@@ -305,15 +307,14 @@ def test_weights_are_rounded_as_in_plain_torch(seed, n, k, scheme, dtype, specia
     assert abs(ours.sum() - theirs.sum()) <= 1e-3 * theirs.sum() + 1e-10  # equal scales but for ties
 
 
-@pytest.mark.parametrize("scheme", [INT8, INT4, MXFP4, NVFP4])
-def test_codes_of_a_row_do_not_depend_on_the_others(scheme):
-    weight = normal(0, 20, 100) * torch.logspace(-6, 2, 20)[:, None]
+@with_pairs(2, scheme=(INT8, INT4, MXFP4, NVFP4))
+def test_codes_of_a_row_do_not_depend_on_the_others(seed, scheme):
+    weight = normal(seed, 20, 100) * torch.logspace(-6, 2, 20)[:, None]
     whole, one = cpu.quantize_rows(weight, scheme), cpu.quantize_rows(weight[3:4], scheme)
     assert torch.equal(whole.codes[3:4], one.codes) and torch.equal(whole.scales[3:4], one.scales)
 
 
-@drawn
-@given(SEEDS, SIZES, SIZES, SCHEMES, DTYPES)
+@with_pairs(*THREADS, scheme=ROUNDED, dtype=DTYPES, n=WIDTHS, k=SIZES)
 def test_rows_are_looked_up_as_they_are_multiplied(seed, n, k, scheme, dtype):
     weight = normal(seed, n, k, dtype=dtype)
     packed = cpu.pack_weight(weight, scheme=scheme)
@@ -324,11 +325,10 @@ def test_rows_are_looked_up_as_they_are_multiplied(seed, n, k, scheme, dtype):
     assert not found[2:].any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scheme", [INT8, INT4, MXFP4, NVFP4])
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_a_row_that_is_not_finite_gives_nan_and_the_others_stay(scheme, dtype, bad):
-    x, packed = normal(0, 20, 100, dtype=dtype), cpu.pack_weight(normal(1, 40, 100, dtype=dtype), scheme=scheme)
+@with_pairs(*THREADS, scheme=(INT8, INT4, MXFP4, NVFP4), dtype=DTYPES, bad=(torch.nan, torch.inf, -torch.inf))
+def test_a_row_that_is_not_finite_gives_nan_and_the_others_stay(seed, scheme, dtype, bad):
+    x, weight = normal(seed, 20, 100, dtype=dtype), normal(seed + 1, 40, 100, dtype=dtype)
+    packed = cpu.pack_weight(weight, scheme=scheme)
     expected = cpu.linear(x, packed)
     x[3, 99] = bad
     found = cpu.linear(x, packed)
@@ -337,6 +337,7 @@ def test_a_row_that_is_not_finite_gives_nan_and_the_others_stay(scheme, dtype, b
     assert torch.equal(found[others], expected[others])
 
 
+@each_build
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tiny_and_huge_rows(dtype):
     """Below 2^-96 a row counts as zeros; the largest finite numbers do not overflow before the scale."""
@@ -363,6 +364,7 @@ def test_schemes_that_the_kernels_do_not_have_are_refused(scheme):
         cpu.allocate_weight((16, 2**16 + 1), torch.bfloat16, scheme=scheme)
 
 
+@each_build
 def test_stacks_are_indexed_with_their_scales():
     stack = normal(0, 3, 20, 50)
     packed = cpu.pack_weight(stack, scheme=INT4)

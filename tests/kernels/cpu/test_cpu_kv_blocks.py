@@ -1,6 +1,7 @@
 """KV blocks of the CPU kernels have the reference's content, for every build and number of threads."""
 
 import gc
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -30,10 +31,11 @@ def build(request):
         yield threads
 
 
-pytestmark = pytest.mark.usefixtures("build")
-drawn = settings(deadline=None, max_examples=15)
+each_build = pytest.mark.usefixtures("build")
+drawn = settings(deadline=None, max_examples=12)
 
 
+@each_build
 def test_new_memory_is_poisoned_here():
     assert memory.empty((3, 5), torch.float32).isnan().all()
     assert torch.empty(3, 5).isnan().all()
@@ -50,6 +52,14 @@ def groups(draw):
     )
 
 
+@cache
+def canonical_of(group, shape, dtype, seed):
+    """Stored numbers, the same for all builds, and the state of the generator that drew them."""
+    random = torch.Generator().manual_seed(seed)
+    numbers, choice = (torch.randn((*shape[:-1], group.head_dim), generator=random) for _ in range(2))
+    return to_stored(numbers.to(dtype).where(choice <= 2, torch.nan), group.dtype), random.get_state()
+
+
 class Pair:
     """A storage of each module with the same random bytes, some of them NaN."""
 
@@ -58,9 +68,8 @@ class Pair:
         self.random = torch.Generator().manual_seed(seed)
         self.dtype = NAMES.get(group.dtype, torch.bfloat16)  # of inputs
         self.fast, self.slow = cpu.allocate(group, block_size, CPU), reference.allocate(group, block_size, CPU)
-        canonical = self.normal(*self.slow.data.shape[:-1], group.head_dim)
-        canonical[self.normal(*canonical.shape) > 2] = torch.nan
-        canonical = to_stored(canonical, group.dtype)
+        canonical, state = canonical_of(group, self.slow.data.shape, self.dtype, seed)
+        self.random.set_state(state)
         cpu.unpack(self.fast, torch.arange(NUM_BLOCKS), canonical)
         reference.unpack(self.slow, torch.arange(NUM_BLOCKS), canonical)
 
@@ -119,6 +128,7 @@ def qkv(pair, num_tokens, heads, dtype):
     return product.tensor_split((heads, heads + kv_heads), 1)
 
 
+@each_build
 @drawn
 @given(groups(), SEEDS, st.sampled_from(sorted(NAMES)))
 def test_tokens_are_stored_as_in_the_reference(group, seed, name):
@@ -131,6 +141,7 @@ def test_tokens_are_stored_as_in_the_reference(group, seed, name):
         pair.check()
 
 
+@each_build
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 @pytest.mark.parametrize("head_dim", [20, 64, 80])
 def test_special_heads_are_stored_as_in_the_reference(dtype, head_dim):
@@ -150,6 +161,7 @@ def test_special_heads_are_stored_as_in_the_reference(dtype, head_dim):
     assert not fast[0, :, 0, :5].isnan().any() and not fast[0, :, 0, 8].isnan().any()
 
 
+@each_build
 @drawn
 @given(groups(), SEEDS, st.sampled_from(sorted(NAMES)), st.floats(0, 1))
 def test_rotated_tokens_are_those_of_rotary_stored(group, seed, name, share):
@@ -171,6 +183,7 @@ def test_rotated_tokens_are_those_of_rotary_stored(group, seed, name, share):
     pair.check()
 
 
+@each_build
 @drawn
 @given(groups(), SEEDS)
 def test_without_a_rotation_tokens_are_only_stored(group, seed):
@@ -182,6 +195,7 @@ def test_without_a_rotation_tokens_are_only_stored(group, seed):
     pair.check()
 
 
+@each_build
 @drawn
 @given(groups(), SEEDS)
 def test_a_token_is_stored_alike_alone_and_in_company(group, seed):
@@ -198,6 +212,7 @@ def test_a_token_is_stored_alike_alone_and_in_company(group, seed):
     assert torch.equal(one.fast.data.nan_to_num(123), other.fast.data.nan_to_num(123))
 
 
+@each_build
 @drawn
 @given(groups(), SEEDS)
 def test_pack_and_unpack_are_those_of_the_reference(group, seed):
@@ -212,6 +227,7 @@ def test_pack_and_unpack_are_those_of_the_reference(group, seed):
     pair.check()
 
 
+@each_build
 @drawn
 @given(groups(), SEEDS, st.booleans())
 def test_copies_are_those_of_the_reference(group, seed, overlapping):
@@ -228,6 +244,7 @@ def small(dtype="float32"):
     return KVGroup((0, 1), "full", 2, 20, dtype, 3, 1)
 
 
+@each_build
 def test_slots_outside_of_the_blocks_are_passed_over():
     storage = cpu.allocate(small(), 16, CPU)
     k = torch.ones(4, 2, 20)
@@ -237,6 +254,7 @@ def test_slots_outside_of_the_blocks_are_passed_over():
     assert torch.equal(cpu.pack(storage, torch.arange(3)), expected)
 
 
+@each_build
 @pytest.mark.parametrize("dtype", STORED)
 def test_blocks_start_as_zeros_in_lines_of_the_cache(dtype):
     storage = cpu.allocate(small(dtype=dtype), 32, CPU)
@@ -251,17 +269,17 @@ def test_blocks_start_as_zeros_in_lines_of_the_cache(dtype):
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs to see its own memory")
 def test_memory_is_taken_when_written_and_given_back():
     def resident():
-        gc.collect()
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
+    gc.collect()
     before = resident()
     storage = cpu.allocate(KVGroup((0, 1), "full", 8, 128, "float32", 4096, 1), 16, CPU)
     assert storage.data.nbytes == 2**30
     assert resident() - before < 2**24
     cpu.write_kv(storage, 1, torch.ones(1, 8, 128), torch.ones(1, 8, 128), torch.tensor([100]))
     assert resident() - before < 2**25
-    storage.data.flatten()[: 2**26] = 1
-    assert resident() - before > 2**27
+    storage.data.flatten()[: 2**25] = 1
+    assert resident() - before > 2**26
     del storage
     assert resident() - before < 2**24
 

@@ -1,5 +1,6 @@
 """Paged attention of the CPU kernels against float64 loops, over scattered blocks in storage full of NaN."""
 
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -31,44 +32,48 @@ def build(request):
         yield request.param
 
 
-def laid_out(tokens, dtype, block_size):
-    """(block_size, head_dim) float32 -> keys and values of a block in the kernels' layout, padded with zeros."""
-    padded = -(-tokens.shape[1] // 16) * 16
+def laid_out(x, dtype):
+    """Keys or values (blocks, heads, block_size, head_dim) float32 -> both in the kernels' layout, padded with zeros.
+
+    The first result is x as keys, the second is x as values. Numbers of a part of 16 tokens: (blocks, heads, parts, n).
+    """
+    dim = x.shape[-1]
+    padded = -(-dim // 16) * 16
+    if dtype not in QUANTIZED:
+        parts = np.zeros((*x.shape[:2], x.shape[2] // 16, 16, padded), np.float32)
+        parts[..., :dim] = x.reshape(*parts.shape[:-1], dim)
+        if dtype == "float32":
+            return parts.swapaxes(-1, -2), parts
+        keys = parts.reshape(*parts.shape[:-1], padded // 2, 2).swapaxes(-2, -3)
+        return keys, parts.reshape(*parts.shape[:3], 8, 2, padded).swapaxes(-1, -2)
+    rows = to_stored(torch.from_numpy(x), dtype).numpy()
+    rows = rows.reshape(*x.shape[:2], x.shape[2] // 16, 16, rows.shape[-1])
     if dtype == "int4":
-        _, width = stored_dtype_and_size(dtype, tokens.shape[1])
-        rows = to_stored(torch.from_numpy(tokens), dtype).numpy().reshape(-1, 16, width)
-        keys = rows.reshape(len(rows), 16, -1, 4).transpose(0, 2, 1, 3)
-        return [keys.reshape(len(rows), -1), np.stack([int4_values(part) for part in rows])]
-    if dtype in QUANTIZED:
-        rows = to_stored(torch.from_numpy(tokens), dtype).numpy().reshape(-1, 16, tokens.shape[1] + 4)
-        codes = np.zeros((len(rows), 16, padded), np.uint8)
-        codes[:, :, : tokens.shape[1]] = rows[:, :, :-4]
-        keys = codes.reshape(-1, 16, padded // 4, 4).transpose(0, 2, 1, 3)
-        keys = keys ^ 0x80 if dtype == "int8" else keys[..., [0, 2, 1, 3]]
-        values = codes.reshape(-1, 4, 4, padded)[:, :, [0, 2, 1, 3]].transpose(0, 1, 3, 2)
-        scales = rows[:, :, -4:].reshape(len(rows), -1)
-        return [np.concatenate((some.reshape(len(rows), -1), scales), 1) for some in (keys, values)]
-    parts = np.zeros((block_size // 16, 16, padded), np.float32)
-    parts[:, :, : tokens.shape[1]] = tokens.reshape(-1, 16, tokens.shape[1])
-    if dtype == "float32":
-        return parts.transpose(0, 2, 1), parts
-    keys = parts.reshape(-1, 16, padded // 2, 2).transpose(0, 2, 1, 3)
-    return keys, parts.reshape(-1, 8, 2, padded).transpose(0, 1, 3, 2)
+        return rows.reshape(*rows.shape[:-1], -1, 4).swapaxes(-2, -3), int4_values(rows)
+    codes = np.zeros((*rows.shape[:-1], padded), np.uint8)
+    codes[..., :dim] = rows[..., :-4]
+    keys = codes.reshape(*codes.shape[:-1], padded // 4, 4).swapaxes(-2, -3)
+    keys = keys ^ 0x80 if dtype == "int8" else keys[..., [0, 2, 1, 3]]
+    values = codes.reshape(*codes.shape[:3], 4, 4, padded)[..., [0, 2, 1, 3], :].swapaxes(-1, -2)
+    scales = rows[..., -4:].reshape(*rows.shape[:3], -1)
+    return tuple(np.concatenate((some.reshape(*rows.shape[:3], -1), scales), -1) for some in (keys, values))
 
 
 def int4_values(rows):
-    """Canonical rows (16, width) of 16 tokens -> the kernels' layout of their values, bit by bit."""
-    num_units = rows.shape[1] // 20
-    lower = np.zeros((num_units, 4, 16, 4), np.uint8)
-    upper = np.zeros((num_units, 16, 4), np.uint8)
-    for token, row in enumerate(rows):
+    """Canonical rows (..., 16, width) of 16 tokens -> the kernels' layout of their values, bit by bit."""
+    num_units = rows.shape[-1] // 20
+    lower = np.zeros((*rows.shape[:-2], num_units, 4, 16, 4), np.uint8)
+    upper = np.zeros((*rows.shape[:-2], num_units, 16, 4), np.uint8)
+    for token in range(16):
+        row = rows[..., token, :]
         four, place = token // 4, [0, 2, 1, 3][token % 4]
-        bits = row[16 * num_units : -4].reshape(num_units, 4)
-        lower[:, four, :, place] = row[: 16 * num_units].reshape(num_units, 16)
+        bits = row[..., 16 * num_units : -4].reshape(*row.shape[:-1], num_units, 4)
+        lower[..., four, :, place] = row[..., : 16 * num_units].reshape(*row.shape[:-1], num_units, 16)
         for n in range(32):
-            bit = bits[:, n % 4] >> n // 4 & 1
-            upper[:, n % 16, place] |= bit << 2 * four + n // 16
-    return np.concatenate([some.reshape(-1) for some in (lower, upper, rows[:, -4:])])
+            bit = bits[..., n % 4] >> n // 4 & 1
+            upper[..., n % 16, place] |= bit << 2 * four + n // 16
+    every = (lower, upper, rows[..., -4:])
+    return np.concatenate([some.reshape(*rows.shape[:-2], -1) for some in every], -1)
 
 
 class Case:
@@ -120,16 +125,16 @@ class Case:
         """Write the KV of sequence i from its window on into layer 1, and numbers behind its last token."""
         start, stop = self.spans[i]
         size, lost = self.block_size, max(0, start - self.window + 1) if self.window else 0
-        for place in range(lost // size, -(-stop // size)):
-            some = self.kv[i][:, place * size : (place + 1) * size].float().numpy()
-            block = np.full((2, size, *some.shape[2:]), 1e30, np.float32)
-            block[:, : some.shape[1]] = some
-            for head in range(some.shape[2]):
-                keys, _ = laid_out(block[0, :, head], self.dtype, size)
-                _, values = laid_out(block[1, :, head], self.dtype, size)
-                target = self.storage.data[1, :, self.tables[i, place], head]
-                target[0] = torch.from_numpy(keys.reshape(target[0].shape)).to(target.dtype)
-                target[1] = torch.from_numpy(values.reshape(target[1].shape)).to(target.dtype)
+        first, end = lost // size, -(-stop // size)
+        known = self.kv[i][:, first * size :].float().numpy()
+        blocks = np.full((2, (end - first) * size, *known.shape[2:]), 1e30, np.float32)
+        blocks[:, : known.shape[1]] = known
+        blocks = blocks.reshape(2, end - first, size, *known.shape[2:]).swapaxes(2, 3)
+        keys, values = laid_out(blocks[0], self.dtype)[0], laid_out(blocks[1], self.dtype)[1]
+        for place, both in enumerate(zip(keys, values, strict=True)):
+            target = self.storage.data[1, :, self.tables[i, first + place]]
+            for part, numbers in zip(target, both, strict=True):
+                part[:] = torch.from_numpy(np.ascontiguousarray(numbers)).reshape(part.shape).to(part.dtype)
 
     def batch(self):
         starts, stops = (np.array(column, np.int64) for column in zip(*self.spans, strict=True))
@@ -143,7 +148,9 @@ class Case:
         product[:, 3:-4] = q.flatten(1)
         return paged.attention(self.storage, 1, product[:, 3:-4].view_as(q), plan, scale, softcap)
 
+    @cache  # noqa: B019 (cases live as long as the module)
     def expected(self, softcap=0.0, scale=0.2):
+        """The output by loops, computed at the first call."""
         return np.concatenate(
             [
                 naive(self.rounded(q), *self.stored(kv).double().numpy(), start, scale, self.window, softcap)
@@ -172,6 +179,17 @@ class Case:
         assert out.dtype == DTYPES[self.compute]
         atol = 3e-4 if self.compute == "float32" and self.dtype in QUANTIZED else TOLERANCES[self.compute]
         np.testing.assert_allclose(out.float().numpy(), self.expected(softcap), atol=atol, rtol=0.01)
+
+
+@cache
+def case_of(seed, *spans, growth=None, **options):
+    """The same unchanged case for all builds, so that its expected output is computed once. growth: of its scores."""
+    case = Case(seed, spans, **options)
+    if growth:
+        for i, kv in enumerate(case.kv):
+            kv[0] *= 0.2 * growth ** torch.linspace(-0.5, 0.5, kv.shape[1])[:, None, None]
+            case.store(i)
+    return case
 
 
 span = st.tuples(
@@ -215,30 +233,26 @@ def test_mixed_chunks_equal_loops_over_positions(seed, spans, shape, softcap, th
 def test_long_chunks_beside_decode_rows(build, dtype, window):
     _C.set_threads(2)
     spans = [(0, 300), (1299, 1300), (40, 340), (0, 1), (3071, 3072), (1000, 1100)]
-    Case(1, spans, dtype=dtype, window=window, shared=7, kv_heads=1, dim=32).check()
+    case_of(1, *spans, dtype=dtype, window=window, shared=7, kv_heads=1, dim=32).check()
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("growth", [0.01, 100])
 def test_scores_that_grow_or_shrink_along_the_sequence(build, dtype, growth):
-    case = Case(13, [(900, 960), (999, 1000)], dtype=dtype, shared=5)
-    for i, kv in enumerate(case.kv):
-        kv[0] *= 0.2 * growth ** torch.linspace(-0.5, 0.5, kv.shape[1])[:, None, None]
-        case.store(i)
-    case.check()
+    case_of(13, (900, 960), (999, 1000), dtype=dtype, shared=5, growth=growth).check()
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_long_contexts_are_split_among_threads(build, dtype, threads):
     _C.set_threads(threads)
-    Case(2, [(4999, 5000)], dtype=dtype, kv_heads=1, dim=16).check()
-    Case(3, [(4000, 4003), (7, 8)], dtype=dtype, kv_heads=1, shared=7, window=3333).check()
+    case_of(2, (4999, 5000), dtype=dtype, kv_heads=1, dim=16).check()
+    case_of(3, (4000, 4003), (7, 8), dtype=dtype, kv_heads=1, shared=7, window=3333).check()
 
 
 def test_splitting_stops_where_the_scratch_ends(build):
     _C.set_threads(3)
-    case = Case(4, [(2999, 3000)] * 3, kv_heads=2)
+    case = case_of(4, *[(2999, 3000)] * 3, kv_heads=2)
     plan = paged.plan(case.batch(), case.storage)
     for rows in (0, 3, 9, 17):
         short = paged.CpuPlan(
@@ -294,27 +308,25 @@ def test_slots_are_where_the_tables_say(build):
     assert plan.slots.tolist() == expected
 
 
-def strict_rows(spans, threads, *, company, window, dtype, seed=10):
-    """Outputs of one sequence's positions, cut into chunks at `spans`, beside other sequences."""
-    whole = Case(seed, [(0, spans[-1])], window=window, dtype=dtype, shared=3, strict=True, dim=32)
+def strict_rows(cuts, threads, *, company, window, dtype):
+    """Outputs of one sequence's positions, cut into chunks at `cuts`, beside other sequences."""
+    options = {"window": window, "dtype": dtype, "shared": 3, "strict": True, "dim": 32}
+    case, beside = case_of(10, (0, cuts[-1]), **options), case_of(11, (5, 9), (600, 601), (0, 77), **options)
+    others = beside.spans if company else ()
+    blocks = case.storage.group.num_blocks
+    data = torch.cat([case.storage.data, beside.storage.data], 2)
+    group = KVGroup((0, 1), "window" if window else "full", 2, 32, dtype, data.shape[2], 1, window)
+    storage = Storage(group, 16, data)
+    _C.set_threads(threads)
     outputs = []
-    for start, stop in pairwise(spans):
-        case = Case(seed, [(0, spans[-1])], window=window, dtype=dtype, shared=3, strict=True, dim=32)
-        others = [(5, 9), (600, 601), (0, 77)] if company else []
-        others_case = Case(seed + 1, others or [(0, 1)], window=window, dtype=dtype, shared=3, strict=True, dim=32)
-        blocks = case.storage.group.num_blocks
-        data = torch.cat([case.storage.data, others_case.storage.data], 2)
-        group = KVGroup((0, 1), "window" if window else "full", 2, 32, dtype, data.shape[2], 1, window)
-        storage = Storage(group, 16, data)
-        tables = np.full((1 + len(others), max(case.tables.shape[1], others_case.tables.shape[1])), NOWHERE)
+    for start, stop in pairwise(cuts):
+        tables = np.full((1 + len(others), max(case.tables.shape[1], beside.tables.shape[1])), NOWHERE)
         tables[0, : case.tables.shape[1]] = case.tables[0]
-        lost = max(0, start - window + 1) // 16 if window else 0
-        tables[0, :lost] = -1
-        tables[1:, : others_case.tables.shape[1]] = others_case.tables[: len(others)] + blocks
-        all_spans = np.array([(start, stop), *others])
-        q = torch.cat([whole.q[0][start:stop], *others_case.q[: len(others)]])
-        plan = paged.plan(Batch(all_spans[:, 0].copy(), all_spans[:, 1].copy(), tables), storage, deterministic=True)
-        _C.set_threads(threads)
+        tables[0, : max(0, start - window + 1) // 16 if window else 0] = -1
+        tables[1:, : beside.tables.shape[1]] = beside.tables[: len(others)] + blocks
+        spans = np.array([(start, stop), *others])
+        q = torch.cat([case.q[0][start:stop], *beside.q[: len(others)]])
+        plan = paged.plan(Batch(spans[:, 0].copy(), spans[:, 1].copy(), tables), storage, deterministic=True)
         outputs.append(paged.attention(storage, 1, q, plan, 0.2)[: stop - start])
     return torch.cat(outputs)
 
@@ -343,7 +355,14 @@ def test_nan_of_one_sequence_stays_there_and_is_seen(build, dtype, window):
 @pytest.mark.parametrize("strict", [False, True])
 def test_many_small_weights_count_beside_a_large_one_in_each_step(build, strict):
     """In each step of 128 tokens one weight is 511 times the others, which have a fifth of the sum."""
-    case = Case(14, [(8191, 8192)], dtype="int8", kv_heads=1, shared=7, dim=16, strict=strict)
+    case = one_large_weight_per_step()
+    plan = paged.plan(case.batch(), case.storage, deterministic=strict)
+    np.testing.assert_allclose(case.run(plan).float().numpy(), case.expected(), atol=0.004)
+
+
+@cache
+def one_large_weight_per_step():
+    case = Case(14, [(8191, 8192)], dtype="int8", kv_heads=1, shared=7, dim=16)
     case.q[0][:] = 1
     keys, values = case.kv[0]
     keys[:] = 0
@@ -351,8 +370,7 @@ def test_many_small_weights_count_beside_a_large_one_in_each_step(build, strict)
     values[:] = 1 + 0.1 * values
     values[5::128] = -1
     case.store(0)
-    found = case.run().float().numpy()
-    np.testing.assert_allclose(found, case.expected(), atol=0.004)
+    return case
 
 
 def test_contiguous_blocks_give_the_same(build):

@@ -1,4 +1,7 @@
-"""Sampling on CPUs against plain torch and slow oracles, for every build that runs here, with one and two threads."""
+"""Sampling on CPUs against plain torch and slow oracles, for every build that runs here, with one and two threads.
+
+An expected result is computed once. All builds are compared with it, and the message of a failure names the build.
+"""
 
 import math
 
@@ -18,10 +21,28 @@ _C = pytest.importorskip("quire.kernels.cpu._C")
 sampling = pytest.importorskip("quire.kernels.cpu.sampling")
 
 
-@pytest.fixture(params=each_with(1, 2))
-def machine(request):
-    with in_use(request.param) as threads:
-        yield threads
+def by_each_build(logits, rows):
+    """(build and its number of threads, their tokens) of each."""
+    found = []
+    for name in each_with(1, 2):
+        with in_use(name):
+            found.append((name, sampling.sample(logits, rows)))
+    return found
+
+
+def sampled(logits, rows):
+    """The tokens of every build and number of threads, which are the same."""
+    first, *others = by_each_build(logits, rows)
+    for name, tokens in others:
+        assert tokens.tolist() == first[1].tolist(), f"{name} and {first[0]} differ"
+    return first[1].tolist()
+
+
+def check(logits, rows):
+    """Asserts the tokens of the reference, which are returned."""
+    found = sampled(logits, rows)
+    assert found == reference.sample(logits, rows).tolist()
+    return found
 
 
 @settings(max_examples=40)
@@ -33,40 +54,36 @@ def machine(request):
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     seed=st.integers(0, 2**32),
 )
-def check_random_rows(num_rows, vocab_size, deviation, coarse, dtype, seed):
+def test_tokens_equal_the_reference(num_rows, vocab_size, deviation, coarse, dtype, seed):
     logits = normal(num_rows, vocab_size, seed, deviation)
     if coarse:
         logits = logits.round()  # many ties
     logits[torch.rand(logits.shape, generator=torch.Generator().manual_seed(seed)) < 0.1] = -torch.inf
     logits = logits.to(dtype)
-    rows = random_draws(num_rows, seed)
-    assert sampling.sample(logits, rows).tolist() == reference.sample(logits, rows).tolist()
-
-
-def test_tokens_equal_the_reference(machine):
-    check_random_rows()
+    check(logits, random_draws(num_rows, seed))
 
 
 @pytest.mark.parametrize("deviation", [0.5, 4.0])
-def test_tokens_of_a_large_vocabulary_equal_the_reference(machine, deviation):
+def test_tokens_of_a_large_vocabulary_equal_the_reference(deviation):
     logits = normal(12, 152064, 1, deviation)
     options = [(0, 1, 0), (1, 1, 0), (1, 0.95, 0), (1, 1, 50), (1, 1, 4000), (0.7, 0.8, 20)]
     temperatures, top_ps, top_ks = zip(*options * 2, strict=True)
     rows = draws(12, seeds=range(12), temperatures=temperatures, top_ps=top_ps, top_ks=top_ks)
-    assert sampling.sample(logits, rows).tolist() == reference.sample(logits, rows).tolist()
+    check(logits, rows)
 
 
-def test_many_rows_equal_the_reference_but_for_ties_in_rounding(machine):
+def test_many_rows_equal_the_reference_but_for_ties_in_rounding():
     logits = normal(1, 300, 2, 1.0).expand(5000, -1)
     rows = draws(5000, seeds=range(5000), top_ps=np.where(np.arange(5000) % 2, 0.9, 1.0))
-    different = sampling.sample(logits, rows) != reference.sample(logits, rows)
-    assert different.sum() <= 2
+    expected = reference.sample(logits, rows)
+    for name, found in by_each_build(logits, rows):
+        assert (found != expected).sum() <= 2, name
 
 
-def test_a_flat_vocabulary_has_the_reference_s_noise_everywhere(machine):
+def test_a_flat_vocabulary_has_the_reference_s_noise_everywhere():
     logits = torch.zeros(200, 1111)
     rows = draws(200, seeds=2**63, positions=range(200), sample_indices=np.arange(200) % 7)
-    assert sampling.sample(logits, rows).tolist() == reference.sample(logits, rows).tolist()
+    check(logits, rows)
 
 
 def exact_noise(word):
@@ -75,7 +92,7 @@ def exact_noise(word):
     return -math.log(-math.log1p(-from_one) if from_one < 0.5 else -math.log((word + 0.5) / 2**32))
 
 
-def test_noise_is_exact_where_it_is_largest_and_elsewhere(machine):
+def test_noise_is_exact_where_it_is_largest_and_elsewhere():
     """The difference of two logits nearly cancels that of their noise."""
     extremes = [279354704, 281247292, 363256242]  # positions where seed 0 has one of the three largest words
     positions = extremes + list(range(300))
@@ -89,22 +106,21 @@ def test_noise_is_exact_where_it_is_largest_and_elsewhere(machine):
         logits[row, second] = exact_noise(words[first]) - exact_noise(words[second]) + little[row]
         expected.append(second if little[row] > 0 else first)
     assert max(in_python((extremes[0], 0, Purpose.SAMPLE, 0), (0, 0))) == 2**32 - 2
-    assert sampling.sample(logits, draws(len(positions), positions=positions)).tolist() == expected
+    assert sampled(logits, draws(len(positions), positions=positions)) == expected
 
 
-def test_a_long_tail_counts(machine):
+def test_a_long_tail_counts():
     logits = torch.zeros(60, 50000)
     logits[:, 7] = 10.0  # three tenths of the probability
     rows = draws(60, seeds=range(60), top_ps=[0.25, 0.31, 0.9] * 20)
-    found = sampling.sample(logits, rows)
-    assert found.tolist() == reference.sample(logits, rows).tolist()
-    assert set(found[::3].tolist()) == {7}
-    assert (found[1::3] != 7).sum() > 5
+    found = check(logits, rows)
+    assert set(found[::3]) == {7}
+    assert sum(token != 7 for token in found[1::3]) > 5
 
 
 @settings(max_examples=60)
 @given(wishes=st.lists(wish, min_size=1, max_size=4), seed=st.integers(0, 2**32), backwards=st.booleans())
-def check_edits(wishes, seed, backwards):
+def test_edited_tokens_equal_the_reference(wishes, seed, backwards):
     logits = normal(len(wishes), 23, seed)
     rows = draws_of(wishes, seeds=seed, positions=range(len(wishes)), top_ps=0.9)
     if backwards:  # entries may have any order of rows
@@ -112,15 +128,11 @@ def check_edits(wishes, seed, backwards):
             for name in entries.__slots__:
                 object.__setattr__(entries, name, getattr(entries, name)[::-1].copy())
     before = logits.clone()
-    assert sampling.sample(logits, rows).tolist() == reference.sample(logits, rows).tolist()
+    check(logits, rows)
     assert torch.equal(logits, before)
 
 
-def test_edited_tokens_equal_the_reference(machine):
-    check_edits()
-
-
-def test_edits_of_many_rows_and_tokens_equal_the_reference(machine):
+def test_edits_of_many_rows_and_tokens_equal_the_reference():
     dice = np.random.default_rng(3)
     size, vocab_size = 150, 77
 
@@ -138,18 +150,18 @@ def test_edits_of_many_rows_and_tokens_equal_the_reference(machine):
         "presence": dice.choice([0, 0.7, -0.4], size),
     }
     logits, rows = normal(size, vocab_size, 4, 1.0), random_draws(size, 5, **more)
-    assert sampling.sample(logits, rows).tolist() == reference.sample(logits, rows).tolist()
+    check(logits, rows)
     short = logits.bfloat16()
-    assert sampling.sample(short, rows).tolist() == reference.sample(short, rows).tolist()
+    check(short, rows)
 
 
-def test_a_penalty_that_overflows_still_leaves_a_choice(machine):
+def test_a_penalty_that_overflows_still_leaves_a_choice():
     logits = torch.tensor([[5.0, 3.0, 0.0, -1.0]] * 2)
     history = [(row, token, False) for row in range(2) for token in range(4)]
     edits = [(row, 0, -math.inf) for row in range(2)]
     tiny = np.finfo(np.float32).tiny
     rows = draws(2, temperatures=[0.0, 1.0], repetition=tiny, history=history, edits=edits)
-    assert sampling.sample(logits, rows).tolist() == [1, 1]
+    assert sampled(logits, rows) == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -163,14 +175,15 @@ def test_a_penalty_that_overflows_still_leaves_a_choice(machine):
         (1.5, 0.8, 12, 0.05),
     ],
 )
-def test_samples_have_the_exact_distribution(machine, temperature, top_p, top_k, min_p):
+def test_samples_have_the_exact_distribution(temperature, top_p, top_k, min_p):
     logits = normal(1, 24, 1, 0.8)
     kept = kept_tokens(logits[0].tolist(), temperature, top_p, top_k, min_p)
     weights = np.array([math.exp(kept[t]) if t in kept else 0.0 for t in range(24)])
     options = {"temperatures": temperature, "top_ps": top_p, "top_ks": top_k, "min_ps": min_p}
-    tokens = sampling.sample(logits.expand(20_000, -1), draws(20_000, seeds=5, positions=range(20_000), **options))
-    statistic, freedom = chi_square(tokens.numpy(), weights / weights.sum())
-    assert statistic < freedom + 3.9 * math.sqrt(2 * freedom) + 10
+    rows = draws(20_000, seeds=5, positions=range(20_000), **options)
+    for name, tokens in by_each_build(logits.expand(20_000, -1), rows):
+        statistic, freedom = chi_square(tokens.numpy(), weights / weights.sum())
+        assert statistic < freedom + 3.9 * math.sqrt(2 * freedom) + 10, name
 
 
 @pytest.mark.parametrize(
@@ -188,33 +201,33 @@ def test_samples_have_the_exact_distribution(machine, temperature, top_p, top_k,
         ({"min_ps": 0.4, "top_ps": 0.56}, {0}),  # and after min_p
     ],
 )
-def test_filters_keep_what_they_say(machine, options, kept):
+def test_filters_keep_what_they_say(options, kept):
     logits = torch.tensor([0.4, 0.3, 0.12, 0.12, 0.06]).log().expand(600, -1)
-    assert set(sampling.sample(logits, draws(600, seeds=range(600), **options)).tolist()) == kept
+    assert set(sampled(logits, draws(600, seeds=range(600), **options))) == kept
 
 
 @pytest.mark.parametrize("vocab_size", [5, 1000, 40000])
-def test_all_ties_stay_at_a_border(machine, vocab_size):
+def test_all_ties_stay_at_a_border(vocab_size):
     logits = torch.zeros(1, vocab_size).expand(300, -1)
-    free = sampling.sample(logits, draws(300, seeds=range(300)))
+    free = sampled(logits, draws(300, seeds=range(300)))
     for options in ({"top_ks": 1}, {"top_ps": 1e-3}, {"min_ps": 1.0}, {"top_ks": 2, "top_ps": 0.5, "min_ps": 1.0}):
-        assert torch.equal(sampling.sample(logits, draws(300, seeds=range(300), **options)), free)
+        assert sampled(logits, draws(300, seeds=range(300), **options)) == free
 
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 15, 16, 17, 1000, 152064])
-def test_greedy_takes_the_lowest_of_equals_wherever_it_stands(machine, vocab_size):
+def test_greedy_takes_the_lowest_of_equals_wherever_it_stands(vocab_size):
     places = sorted({0, vocab_size // 3, vocab_size // 2, vocab_size - 1})
     logits = torch.full((len(places), vocab_size), -torch.inf)
     for row, place in enumerate(places):
         logits[row, place:] = 7.0
     filters = {"top_ps": 0.1, "top_ks": 1, "min_ps": 1.0}  # ignored by greedy rows
-    assert sampling.sample(logits, draws(len(places), temperatures=0.0, **filters)).tolist() == places
-    assert sampling.sample(logits.bfloat16(), draws(len(places), temperatures=0.0)).tolist() == places
+    assert sampled(logits, draws(len(places), temperatures=0.0, **filters)) == places
+    assert sampled(logits.bfloat16(), draws(len(places), temperatures=0.0)) == places
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab_size", [15, 16, 64, 1000])
-def test_rows_that_are_not_finite_yield_minus_one_and_hurt_nobody(machine, vocab_size, dtype):
+def test_rows_that_are_not_finite_yield_minus_one_and_hurt_nobody(vocab_size, dtype):
     bads = [torch.nan, -torch.nan, torch.inf]
     places = [0, vocab_size // 2, vocab_size - 1]
     logits = normal(2 * len(bads) * len(places) + 2, vocab_size, 6)
@@ -225,55 +238,52 @@ def test_rows_that_are_not_finite_yield_minus_one_and_hurt_nobody(machine, vocab
     for options in ({"temperatures": 0.0}, {"temperatures": 1.0, "top_ps": 0.9, "top_ks": 30, "min_ps": 0.01}):
         bans = [(row, 0, -math.inf) for row in range(0, len(logits), 4)]  # they do not hide invalid logits
         rows = draws(len(logits), seeds=range(len(logits)), edits=bans, **options)
-        found = sampling.sample(logits, rows).tolist()
-        assert found == reference.sample(logits, rows).tolist()
+        found = check(logits, rows)
         assert set(found[::2]) == {-1}
         assert -1 not in found[1::2]
 
 
-def test_the_largest_and_lowest_floats_can_be_sampled(machine):
+def test_the_largest_and_lowest_floats_can_be_sampled():
     largest = torch.finfo(torch.float32).max
     logits = torch.tensor([[largest, -largest, -torch.inf], [-largest, -torch.inf, -torch.inf]])
     for temperature in (0.0, 1e-44, 1.0):
-        assert sampling.sample(logits, draws(2, temperatures=temperature, top_ps=0.9)).tolist() == [0, 0]
+        assert sampled(logits, draws(2, temperatures=temperature, top_ps=0.9)) == [0, 0]
 
 
-def test_a_row_with_nothing_left_yields_minus_one(machine):
+def test_a_row_with_nothing_left_yields_minus_one():
     logits = normal(3, 40, 7)
     rows = draws(3, masked=[1], masks=mask([set()], 40), edits=[(2, token, -math.inf) for token in range(40)])
-    assert sampling.sample(logits, rows).tolist()[1:] == [-1, -1]
+    assert sampled(logits, rows)[1:] == [-1, -1]
 
 
-def test_a_token_does_not_depend_on_batch_mates(machine):
+def test_a_token_does_not_depend_on_batch_mates():
     logits = normal(16, 301, 8)
     rows = random_draws(16, 9)
-    together = sampling.sample(logits, rows).tolist()
+    together = sampled(logits, rows)
     for i in range(16):
         columns = {name: getattr(rows, name)[i : i + 1] for name in rows.__struct_fields__[:10]}
         alone = type(rows)(**columns, masks=rows.masks, edits=rows.edits, history=rows.history)
-        assert sampling.sample(logits[i : i + 1], alone).tolist() == together[i : i + 1]
+        assert sampled(logits[i : i + 1], alone) == together[i : i + 1]
 
 
-def test_rows_may_lie_apart_and_columns_too(machine):
+def test_rows_may_lie_apart_and_columns_too():
     wide = normal(6, 700, 10)
     rows = draws(6, seeds=range(6))
     for logits in (wide[:, 100:400], wide[:3].repeat_interleave(2, 0)[::2].T.contiguous().T):
         some = draws(len(logits), seeds=range(len(logits)))
-        assert sampling.sample(logits, some).tolist() == reference.sample(logits.contiguous(), some).tolist()
-    assert (
-        sampling.sample(wide[0].expand(6, -1), rows).tolist() == reference.sample(wide[:1].repeat(6, 1), rows).tolist()
-    )
+        assert sampled(logits, some) == reference.sample(logits.contiguous(), some).tolist()
+    assert sampled(wide[0].expand(6, -1), rows) == reference.sample(wide[:1].repeat(6, 1), rows).tolist()
 
 
-def test_no_rows_yield_no_tokens(machine):
-    assert sampling.sample(torch.empty(0, 10), draws(0)).tolist() == []
+def test_no_rows_yield_no_tokens():
+    assert sampled(torch.empty(0, 10), draws(0)) == []
 
 
 def test_columns_that_may_not_be_written_are_read():
     rows = draws(2, min_ps=0.5, masked=[0], masks=mask([{3}], 40))
     for column in (rows.min_ps, rows.masks.words):
         column.flags.writeable = False
-    assert sampling.sample(normal(2, 40), rows).tolist()[0] == 3
+    assert sampled(normal(2, 40), rows)[0] == 3
 
 
 def test_masks_of_the_wrong_width_and_tokens_outside_are_refused():
