@@ -18,8 +18,10 @@ os.environ.setdefault("PYTHONWARNINGS", "error")  # in the programs that tests s
 
 pytest_plugins = ["checkpoint_fixtures", "embedded_model_fixtures", "case_times"]
 
-settings.register_profile("quire", deadline=None, derandomize=True)
-settings.register_profile("fresh", deadline=None, derandomize=False, print_blob=True)  # see CONTRIBUTING.md
+# see CONTRIBUTING.md; tests that set their own number of examples scale it with the profile (example_budget)
+settings.register_profile("quire", deadline=None, derandomize=True, max_examples=25)
+settings.register_profile("fresh", deadline=None, derandomize=False, print_blob=True, max_examples=25)
+settings.register_profile("thorough", deadline=None, derandomize=False, print_blob=True, max_examples=100)
 settings.register_profile("native", deadline=None, derandomize=True, max_examples=3)  # under sanitizers, see Makefile
 settings.load_profile("quire")
 

@@ -1,6 +1,7 @@
 """Constraints in the scheduler: forced tokens are computed in chunks in any case, and a replay needs no grammar."""
 
 import pytest
+from example_budget import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_constraints import FormRig
@@ -28,7 +29,7 @@ def check(rig, key, prompt, max_tokens):
     assert rig.reasons[key] == reason
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(
     st.data(),
     st.integers(1, 2),
