@@ -82,7 +82,7 @@ trace: $(VENV)/.installed-dev  ## files and functions that one request passes; A
 	@$(BIN)/python -m tools.trace $(ARGS)
 
 corpus-check: $(VENV)/.installed-dev  ## schedules, greedy outputs and HTTP responses beside those that were recorded
-	@$(BIN)/python -m pytest tests/repository/test_corpus_replay.py $(ARGS)
+	@$(BIN)/python -m pytest --hypothesis-profile thorough tests/repository/test_corpus_replay.py $(ARGS)
 
 # A copy of quire whose kernels are compiled with the sanitizers of GCC for addresses and undefined behaviour. Tile registers
 # are emulated as well, because sanitizers do not see the memory that AMX instructions read and write.

@@ -30,8 +30,10 @@ def pytest_ignore_collect(collection_path, config):
     return None if any(path.resolve().is_relative_to(collection_path) for path in named) else True
 
 
-settings.register_profile("quire", deadline=None, derandomize=True)
-settings.register_profile("fresh", deadline=None, derandomize=False, print_blob=True)  # see CONTRIBUTING.md
+# see CONTRIBUTING.md; tests that set their own number of examples scale it with the profile (example_budget)
+settings.register_profile("quire", deadline=None, derandomize=True, max_examples=25)
+settings.register_profile("fresh", deadline=None, derandomize=False, print_blob=True, max_examples=25)
+settings.register_profile("thorough", deadline=None, derandomize=False, print_blob=True, max_examples=100)
 settings.register_profile("native", deadline=None, derandomize=True, max_examples=3)  # under sanitizers, see Makefile
 settings.load_profile("quire")
 

@@ -5,6 +5,7 @@ import random
 
 import msgspec
 import pytest
+from example_budget import examples
 from scripted_engine import Rig
 from viewer_state import ViewerState, whole
 
@@ -102,7 +103,7 @@ def without_numbers(state):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(examples(8)))
 def test_changes_put_together_are_the_whole_state(kind, seed, monkeypatch):
     monkeypatch.setattr(tree, "MOST_NODES", 12)
     monkeypatch.setattr(tree, "_FEWEST_NODES", 8)
@@ -124,7 +125,7 @@ def test_changes_put_together_are_the_whole_state(kind, seed, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(examples(4)))
 def test_blocks_are_those_of_tables_and_index(kind, seed):
     traffic = Traffic(10 + seed, **KINDS[kind])
     rig = traffic.rig

@@ -5,8 +5,6 @@ import re
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 ROW = re.compile(r"^\| `(\w+)` \| `([\w/.]+)` \|(.*)\|$", re.MULTILINE)
 # Receivers of another type whose field has the same name.
@@ -34,10 +32,12 @@ def fields(node):
     return found
 
 
+@cache
 def classes(path):
     return {node.name: fields(node) for node in ast.walk(parsed(path)) if isinstance(node, ast.ClassDef)}
 
 
+@cache
 def table():
     """record -> (its fields, {file: fields that it may assign})."""
     text = (ROOT / "docs" / "architecture.md").read_text()
@@ -82,9 +82,9 @@ def strangers(path, records):
     ]
 
 
-@pytest.mark.parametrize("path", sorted(str(p.relative_to(ROOT / "quire")) for p in ROOT.glob("quire/**/*.py")))
-def test_fields_of_records_are_assigned_by_their_owners(path):
-    assert strangers(path, table()) == []
+def test_fields_of_records_are_assigned_by_their_owners():
+    files = sorted(str(path.relative_to(ROOT / "quire")) for path in ROOT.glob("quire/**/*.py"))
+    assert [found for path in files for found in strangers(path, table())] == []
 
 
 def test_the_table_has_the_records_of_scheduler_and_cache():

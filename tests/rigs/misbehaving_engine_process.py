@@ -3,8 +3,6 @@
 KIND is one of the functions below, FD the file descriptor of the socket to the front end.
 """
 
-import os
-import signal
 import socket
 import sys
 import time
@@ -15,23 +13,7 @@ from quire.runner.model_runner import TorchRunner
 from quire.startup import build as building
 from quire.supervisor.engine_main import run
 
-POISON = 2040  # a token id
 SECONDS_PER_TOKEN = 0.0015
-
-
-def deadly(options, **more):
-    """An engine that dies of a step with POISON in a prompt."""
-    built = building.build(options, **more)
-    runner = built.engine.runner
-    launch = runner.launch
-
-    def die(step):
-        if POISON in step.tokens.values:
-            os.kill(os.getpid(), signal.SIGSEGV)
-        launch(step)
-
-    runner.launch = die
-    return built
 
 
 def slow(options, **more):

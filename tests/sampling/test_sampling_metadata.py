@@ -5,6 +5,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from example_budget import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_runner_driver import GREEDY, RowParams, open_rows
@@ -90,7 +91,7 @@ def check(columns, opened, rows, positions, tokens, late_masks):
         assert reported.get(index, np.array(())).tolist() == list(params.logprob_token_ids)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data())
 def test_draws_equal_loops_while_rows_come_and_go(data):
     columns = SamplingColumns(ROWS, VOCAB)

@@ -7,6 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from example_budget import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -126,7 +127,7 @@ CASES = {
 }
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(**CASES, stopping=st.sampled_from(STOPPING))
 def test_any_width_is_as_the_slow_search(vocab, seed, width, max_tokens, penalty, num_stops, min_tokens, stopping):
     toy = Toy(vocab, seed)

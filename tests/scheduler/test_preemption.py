@@ -4,6 +4,7 @@ import random
 from pathlib import Path
 
 import pytest
+from example_budget import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_engine import VOCAB, Rig, cache_config
@@ -313,7 +314,7 @@ def test_beam_searches_are_always_computed_again():
     assert {event.how for event in rig.preempted if event.request_id == "search"} == {"recompute"}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 14), st.sampled_from([1, 1, 2, 4])), max_size=10),
     num_blocks=st.integers(12, 30),

@@ -4,6 +4,7 @@ from random import Random
 
 import pytest
 from eviction_memory import POLICIES, Memory
+from example_budget import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_engine import VOCAB, Rig
@@ -94,7 +95,7 @@ ARRIVALS = st.lists(
 
 
 @given(ARRIVALS)
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_programs_run_in_order_of_their_first_request_with_a_bounded_lead(arrivals):
     scheduler, go = queued()
     now, begun, keys, came = 0.0, {}, {}, {}

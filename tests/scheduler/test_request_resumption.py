@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 import pytest
+from example_budget import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_engine import VOCAB, Rig
@@ -116,7 +117,7 @@ def asks(draw) -> Ask:
     return Ask(prompt(length, salt), SamplingParams(**params), draw(st.integers(0, 15)), stops)
 
 
-@settings(max_examples=120)
+@settings(max_examples=examples(120))
 @given(
     asked=st.lists(asks(), min_size=1, max_size=6),
     kills=st.sets(st.integers(1, 40), min_size=1, max_size=5),

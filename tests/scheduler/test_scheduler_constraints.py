@@ -2,6 +2,7 @@
 
 import pytest
 from constrained_rig import ConstrainedRig
+from example_budget import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_constraints import ScriptedConstraints, expected_output
@@ -28,7 +29,7 @@ def check(rig, key, prompt, max_tokens):
     assert rig.reasons[key] == reason
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(
     st.data(),
     st.integers(1, 2),

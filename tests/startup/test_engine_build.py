@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from quire import LLM, SamplingParams
 from quire.config import EngineOptions
+from quire.core.request import Request
 from quire.errors import ConfigError, ModelError
 from quire.hub import embedded
 from quire.models.description import describe
@@ -83,6 +84,33 @@ def test_a_failed_restart_leaves_no_journal(tmp_path, monkeypatch, is_restart, f
     with pytest.raises(ModelError, match="no memory for the weights"):
         build(options, report=lambda line: None, progress=lambda done, total: None, is_restart=is_restart)
     assert [path.name for path in tmp_path.iterdir()] == files
+
+
+def test_each_restarted_engine_writes_a_journal_of_its_own(tmp_path):
+    folder = tmp_path / "journals"
+    folder.mkdir()
+    options = EngineOptions(memory="256MiB", max_model_len=256, journal=str(folder / "j"))
+
+    def written(*, is_restart=True):
+        """The files that are new once an engine was built."""
+        before = set(folder.iterdir())
+        build(options, report=lambda line: None, progress=lambda *_: None, is_restart=is_restart).engine.close()
+        return {path.name for path in set(folder.iterdir()) - before}
+
+    assert [written(is_restart=False), written()] == [{"j"}, {"j.1"}]
+    (folder / "j.2").write_bytes(b"of another server")
+    assert written() == {"j.3"}
+    assert (folder / "j.2").read_bytes() == b"of another server"
+
+
+def test_a_journal_that_cannot_be_written_does_not_stop_a_restart(tmp_path):
+    options = EngineOptions(memory="256MiB", max_model_len=256, journal=str(tmp_path / "away" / "j"))
+    engine = build(options, report=lambda line: None, progress=lambda *_: None, is_restart=True).engine
+    engine.add(Request("a", [5, 6, 7], SamplingParams(max_tokens=2)))
+    while engine.has_work:
+        engine.step()
+    engine.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_missing_model_folder_is_an_error_that_names_it():

@@ -6,6 +6,7 @@ from time import perf_counter
 
 import pytest
 from eviction_memory import POLICIES, Memory
+from example_budget import examples
 from prefix_cache_model import Model, radix_config
 
 from quire.cache.prefix.eviction import (
@@ -40,7 +41,7 @@ def standing_by_hand(eviction: str, leaf, clock: Clock) -> tuple:
 
 
 @pytest.mark.parametrize("eviction", ["lru", "lfu", "priority", "cost"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(examples(6)))
 def test_what_is_evicted_is_what_a_scan_of_all_leaves_finds(eviction, seed):
     rng, memory, now, compared = Random(seed), Memory(eviction, num_blocks=400, block_size=2), 0.0, 0
     stems = [[rng.randrange(5) for _ in range(rng.randint(2, 12))] for _ in range(6)]

@@ -5,6 +5,7 @@ import re
 
 import numpy as np
 import pytest
+from example_budget import examples
 from fsm_oracles import patterns, samples, texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,7 +29,7 @@ def automaton(pattern: str) -> Dfa | None:
         return None
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(patterns(), st.lists(texts(), max_size=25))
 def test_a_pattern_matches_what_re_matches(pattern, some):
     dfa = automaton(pattern)

@@ -4,6 +4,7 @@ import re
 import time
 
 import pytest
+from example_budget import examples
 from fsm_oracles import patterns
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -22,7 +23,7 @@ def ends(pattern, text, *, anchored=False):
     return {end for end in range(len(text) + 1) for start in starts if compiled.fullmatch(text, start, end)}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.lists(patterns(), min_size=1, max_size=2), TEXT, st.lists(st.tuples(st.integers(0, 5), st.booleans())))
 def test_a_text_ends_at_the_first_match_that_may_end_it(asked, text, pieces):
     try:

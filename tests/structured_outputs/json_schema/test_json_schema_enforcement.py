@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from example_budget import examples
 from grammar_mask_walks import text_of, vocabulary, walk
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -63,7 +64,7 @@ def test_every_output_fits_schemas_at_random():
     assert num_complete > NUM_AT_RANDOM
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.integers(0, 10**9))
 def test_every_output_fits_schemas_with_conditions_at_random(seed):
     rng = random.Random(seed)
