@@ -71,7 +71,7 @@ def serve_and_ask(clone: Path, python: str) -> dict[str, Any]:
     command = ["make", "serve", f"PYTHON={python}", "ARGS=--port 0"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with (
-        subprocess.Popen(command, cwd=clone, env=_environment(), start_new_session=True, **pipes) as server,
+        subprocess.Popen(command, cwd=clone, env=trial_environment(), start_new_session=True, **pipes) as server,
         ExitStack() as at_the_end,
     ):
         at_the_end.callback(_end, server.pid)
@@ -95,7 +95,7 @@ def serve_and_ask(clone: Path, python: str) -> dict[str, Any]:
     return {"seconds_to_first_answer": round(seconds, 1), "answer": answer}
 
 
-def _environment() -> dict[str, str]:
+def trial_environment() -> dict[str, str]:
     """The environment without the variables that an outer make would pass on to the inner one."""
     return {name: value for name, value in os.environ.items() if name not in INHERITED}
 
@@ -115,7 +115,7 @@ def test(clone: Path, python: str) -> dict[str, Any]:
     """Exit status, seconds, summary line and failed tests of `make test`."""
     start = time.perf_counter()
     command = ["make", "test", f"PYTHON={python}"]
-    done = subprocess.run(command, cwd=clone, env=_environment(), capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=clone, env=trial_environment(), capture_output=True, text=True, check=False)
     lines = done.stdout.splitlines()
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
     return {

@@ -51,8 +51,8 @@ def run(python: str, sdist: Path, plan: Plan, folder: Path) -> tuple[list[Case],
     SuiteError.
     """
     tests = folder / "tests"
-    names = _unpack(sdist, tests, plan)
-    _cache_models(names, folder / "models")
+    names = unpack(sdist, tests, plan)
+    cache_models(names, folder / "models")
     results, log = folder / "results.jsonl", folder / "servers.log"
     server = {
         "command": [sys.executable, "-m", vllm_options.__name__],
@@ -74,10 +74,10 @@ def run(python: str, sdist: Path, plan: Plan, folder: Path) -> tuple[list[Case],
         raise SuiteError(f"pytest has ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     lines = [line for line in log.read_text().splitlines() if line.startswith(vllm_options.LEFT_OUT)]
     left_out = {name for line in lines for name in line.removeprefix(vllm_options.LEFT_OUT).split()}
-    return list(_cases(results)), sorted(left_out)
+    return list(recorded_cases(results)), sorted(left_out)
 
 
-def _unpack(sdist: Path, tests: Path, plan: Plan) -> set[str]:
+def unpack(sdist: Path, tests: Path, plan: Plan) -> set[str]:
     """Unpack the tests of the entry points, adapt them, and put the stand-ins in place. Returns the model names."""
     adapted: dict[str, list[Mapping[str, str]]] = {}
     for one in plan.adapted:
@@ -108,7 +108,7 @@ def _unpack(sdist: Path, tests: Path, plan: Plan) -> set[str]:
     return names
 
 
-def _cache_models(names: Sequence[str] | set[str], cache: Path) -> None:
+def cache_models(names: Sequence[str] | set[str], cache: Path) -> None:
     """Put the embedded model into a cache of Hugging Face's layout under each name."""
     for name in names:
         model = cache / f"models--{name.replace('/', '--')}"
@@ -118,7 +118,7 @@ def _cache_models(names: Sequence[str] | set[str], cache: Path) -> None:
         (model / "snapshots" / "embedded").symlink_to(embedded.folder(), target_is_directory=True)
 
 
-def _cases(results: Path) -> Iterator[Case]:
+def recorded_cases(results: Path) -> Iterator[Case]:
     for line in results.read_text().splitlines():
         record = json.loads(line)
         name = record["case"].removeprefix("tests/entrypoints/")

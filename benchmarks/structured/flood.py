@@ -29,7 +29,7 @@ MAX_CHANGE = 0.2  # of a p99, as a share
 REFUSED = ("400", "413", "429")
 _TOKENS = 32
 _EVERY = 0.5  # least seconds between the starts of two requests of a stream
-_MARK = "@@@@@@@@"  # replaced by a number in each body
+MARK = "@@@@@@@@"  # replaced by a number in each body
 
 Form = dict[str, object]
 
@@ -82,29 +82,29 @@ class Report:
 
 def bad_forms() -> dict[str, Form]:
     """Body fields with invalid constraints, by name. Each contains the mark."""
-    deep: object = {"type": "string", "pattern": f"({_MARK}"}
+    deep: object = {"type": "string", "pattern": f"({MARK}"}
     for i in range(28):
-        deep = {"type": "object", "properties": {f"{_MARK}{i}": deep}, "required": [f"{_MARK}{i}"]}
+        deep = {"type": "object", "properties": {f"{MARK}{i}": deep}, "required": [f"{MARK}{i}"]}
     deeper: object = deep
     for _ in range(400):
         deeper = {"items": deeper}
-    enum = [f"{_MARK}-{i}" for i in range(6000)]
-    rules = "\n".join(f'r{i}: "{_MARK}" r{i + 1} | r{i} "{i}"' for i in range(2000))
+    enum = [f"{MARK}-{i}" for i in range(6000)]
+    rules = "\n".join(f'r{i}: "{MARK}" r{i + 1} | r{i} "{i}"' for i in range(2000))
     refs = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(500)}
-    every = {"allOf": [{"anyOf": [{"required": [f"{_MARK}{i}{j}"]} for j in range(3)]} for i in range(12)]}
+    every = {"allOf": [{"anyOf": [{"required": [f"{MARK}{i}{j}"]} for j in range(3)]} for i in range(12)]}
     return {
         "deep": _schema(deep),
         "deeper": _schema(deeper),
         "enum": _schema({"enum": enum, "pattern": "("}),
         "enum of 2 MB": _schema({"enum": enum * 24}),
         "references in a circle": _schema({"$ref": "#/$defs/d0", "$defs": {**refs, "d500": {"$ref": "#/$defs/d0"}}}),
-        "all of any": _schema({**every, "$comment": _MARK, "propertyNames": {"pattern": "["}}),
-        "exponential pattern": {"structured_outputs": {"regex": f"(([a-z]+)*)*{_MARK}((x+x+)+y){{1,900}}(?=z)"}},
+        "all of any": _schema({**every, "$comment": MARK, "propertyNames": {"pattern": "["}}),
+        "exponential pattern": {"structured_outputs": {"regex": f"(([a-z]+)*)*{MARK}((x+x+)+y){{1,900}}(?=z)"}},
         "pattern of many steps": {
-            "structured_outputs": {"regex": f"{_MARK}(((a{{1,999}}b){{1,999}}c){{1,999}}d){{1,999}})"}
+            "structured_outputs": {"regex": f"{MARK}(((a{{1,999}}b){{1,999}}c){{1,999}}d){{1,999}})"}
         },
         "grammar": {"structured_outputs": {"grammar": f"start: r0\n{rules}"}},
-        "choice": {"structured_outputs": {"choice": [f"{_MARK}{i}" for i in range(5000)]}},
+        "choice": {"structured_outputs": {"choice": [f"{MARK}{i}" for i in range(5000)]}},
     }
 
 
@@ -122,7 +122,7 @@ def flood(url: str, seconds: float, concurrency: int, begin: Callable[[], None] 
     def fresh() -> Iterator[tuple[str, bytes]]:
         while True:
             for name, body in bodies:
-                yield name, body.replace(_MARK.encode(), b"%08d" % (next(numbers) % 10**8))
+                yield name, body.replace(MARK.encode(), b"%08d" % (next(numbers) % 10**8))
 
     async def send(bodies: Iterator[tuple[str, bytes]], until: float) -> None:
         clock = asyncio.get_running_loop().time

@@ -81,7 +81,7 @@ def test_sizes_are_those_of_the_files(tmp_path):
 def test_the_installation_trial_inherits_no_make_variables(monkeypatch):
     monkeypatch.setenv("MAKEFLAGS", " -- ARGS=--no-tests")
     monkeypatch.setenv("VENV", "elsewhere")
-    assert not {"MAKEFLAGS", "VENV"} & installation._environment().keys()
+    assert not {"MAKEFLAGS", "VENV"} & installation.trial_environment().keys()
 
 
 def test_cpu_seconds_are_measured_for_deterministic_and_ordinary_requests(monkeypatch):

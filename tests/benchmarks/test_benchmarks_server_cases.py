@@ -56,8 +56,8 @@ def sdist(tmp_path):
 def test_cases_that_start_a_server_are_run_and_recorded(sdist, tmp_path):
     folder = tmp_path / "folder"
     tests = folder / "tests"
-    assert vllm_suite._unpack(sdist, tests, PLAN) == {"some/model-7B"}
-    vllm_suite._cache_models(["some/model-7B"], folder / "models")
+    assert vllm_suite.unpack(sdist, tests, PLAN) == {"some/model-7B"}
+    vllm_suite.cache_models(["some/model-7B"], folder / "models")
     assert (folder / "models/models--some--model-7B/snapshots/embedded/config.json").is_file()
     (tests / "utils.py").write_text("class RemoteOpenAIServer:\n    def __init__(self, *_): pass\n")
     results = folder / "results.jsonl"
@@ -65,7 +65,7 @@ def test_cases_that_start_a_server_are_run_and_recorded(sdist, tmp_path):
     environment = {**os.environ, "QUIRE_RESULTS": str(results)}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stdout
-    cases = list(vllm_suite._cases(results))
+    cases = list(vllm_suite.recorded_cases(results))
     assert [(case.file, case.name, case.passed) for case in cases] == [
         (FILE, "test_with_fixture[2048]", True),
         (FILE, "test_with_fixture[5]", False),
@@ -77,7 +77,7 @@ def test_cases_that_start_a_server_are_run_and_recorded(sdist, tmp_path):
 def test_a_text_to_adapt_must_be_there(sdist, tmp_path):
     plan = PLAN._replace(adapted=[{"file": FILE, "text": "4096", "by": "2048"}])
     with pytest.raises(SuiteError, match=f"{FILE} does not have the text '4096'"):
-        vllm_suite._unpack(sdist, tmp_path / "tests", plan)
+        vllm_suite.unpack(sdist, tmp_path / "tests", plan)
 
 
 def test_options_of_vllm():

@@ -22,7 +22,7 @@ def site():
 
 @pytest.mark.parametrize("name", bad_forms())
 def test_each_kind_is_refused(site, name):
-    form = json.loads(json.dumps(bad_forms()[name]).replace(floods._MARK, "00000000"))
+    form = json.loads(json.dumps(bad_forms()[name]).replace(floods.MARK, "00000000"))
     answer = site.post("root", "/v1/chat/completions", messages=[{"role": "user", "content": "Hello"}], **form)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]

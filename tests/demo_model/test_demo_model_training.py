@@ -161,7 +161,7 @@ def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(tokenizer, tmp_
     _, made = run(replace(SHORT, tokens=4 * 512), tokenizer, file)
     for step in range(4):  # the first steps of the long plan, saved as `train` does
         replace(made, plan=SHORT).step(step)
-    made._save(4)
+    made.save(4)
     resumed, made = run(SHORT, tokenizer, file, seed=9)  # with other initial weights: all state must come from the file
     made.train(QUIET)
     for name, weight in whole.state_dict().items():

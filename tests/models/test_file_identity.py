@@ -9,7 +9,9 @@ import pytest
 from quire.models import file_identity as module
 from quire.models.file_identity import file_identity
 
-SIZE = 3 * module._STRIDE + 12345
+# of a sampled file: its begin, and a page of every 4 MiB (`FileIdentity.content`)
+HEAD, PAGE, STRIDE = 2**20, 4096, 2**22
+SIZE = 3 * STRIDE + 12345
 
 
 @pytest.fixture
@@ -68,12 +70,12 @@ def test_the_same_file_has_the_same_identity(file, tmp_path):
 
 def test_another_content_of_equal_size_and_time_has_another_identity(file):
     before = file_identity(file)
-    replaced(file, module._STRIDE - 1)  # not in a sampled page
+    replaced(file, STRIDE - 1)  # not in a sampled page
     after = file_identity(file)
     assert before != after and before[:3] == after[:3]
 
 
-@pytest.mark.parametrize("offset", [0, module._HEAD + 5, module._STRIDE - 1, 2 * module._STRIDE + 7, SIZE - 1])
+@pytest.mark.parametrize("offset", [0, HEAD + 5, STRIDE - 1, 2 * STRIDE + 7, SIZE - 1])
 def test_every_byte_counts_where_an_image_has_recorded_the_times(file, monkeypatch, offset):
     recorded(monkeypatch, inode_changed=1_500_000_000 * 10**9)
     before = file_identity(file)
@@ -86,7 +88,7 @@ def test_every_byte_counts_where_the_file_system_cannot_be_written(file, monkeyp
     recorded(monkeypatch, inode_changed=1_500_000_000 * 10**9 + 1)
     monkeypatch.setattr(module.os, "fstatvfs", lambda _descriptor: SimpleNamespace(f_flag=os.ST_RDONLY))
     before = file_identity(file)
-    replaced(file, module._STRIDE - 1)
+    replaced(file, STRIDE - 1)
     assert before != file_identity(file)
 
 
@@ -104,15 +106,15 @@ def test_exchanged_rows_count(file, monkeypatch, width):
 def test_other_weights_count_where_only_a_part_is_read(file, monkeypatch):
     recorded(monkeypatch, inode_changed=1)
     sizes, before = watched_reads(monkeypatch), file_identity(file)
-    assert sum(sizes) < module._HEAD + 8 * module._PAGE
-    for offset in (0, module._STRIDE + 5, SIZE - 1):
+    assert sum(sizes) < HEAD + 8 * PAGE
+    for offset in (0, STRIDE + 5, SIZE - 1):
         replaced(file, offset)
         assert before != file_identity(file)
         replaced(file, offset)
         assert before == file_identity(file)
 
 
-@pytest.mark.parametrize("size", [1, 100, module._PAGE, module._HEAD])
+@pytest.mark.parametrize("size", [1, 100, PAGE, HEAD])
 def test_every_byte_of_small_files_counts(tmp_path, monkeypatch, size):
     path = tmp_path / "small"
     path.write_bytes(bytes(size))

@@ -23,6 +23,9 @@ cpu = pytest.importorskip("quire.kernels.cpu.kernels")
 PAGES = {"mapped": 0, "copied": 2**60}  # bytes of a page that is large
 EMBEDDED = {"memory": "256MiB", "max_model_len": 256}
 
+PAGE = 4096  # bytes, of which the header takes the first; tensors begin at pages
+HEADER_BYTES = 56  # magic, key, size, checksum
+
 
 @pytest.fixture(autouse=True)
 def mapped(monkeypatch):
@@ -97,7 +100,7 @@ def test_mapped_weights_are_pages_of_the_file_that_a_write_does_not_reach(folder
     loaded(folder, tmp_path / "cache")
     before = file_of(tmp_path / "cache").read_bytes()
     mapped, _ = loaded(folder, tmp_path / "cache")
-    starts = {name: tensor.data_ptr() % weight_cache._PAGE for name, tensor in mapped.items()}
+    starts = {name: tensor.data_ptr() % PAGE for name, tensor in mapped.items()}
     assert set(starts.values()) == {0}
     for tensor in mapped.values():
         tensor.data.zero_()
@@ -170,11 +173,11 @@ def flip(file, offset):
 
 
 def flip_checksum(folder, file, monkeypatch):
-    flip(file, weight_cache._HEADER.size - 1)
+    flip(file, HEADER_BYTES - 1)
 
 
 def flip_weight(folder, file, monkeypatch):
-    flip(file, weight_cache._PAGE + 5)
+    flip(file, PAGE + 5)
 
 
 def flip_last_byte(folder, file, monkeypatch):

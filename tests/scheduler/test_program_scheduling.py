@@ -5,6 +5,7 @@ from random import Random
 import pytest
 from eviction_memory import POLICIES, Memory
 from example_budget import examples
+from held_items import num_held
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_engine import VOCAB, Rig
@@ -166,7 +167,7 @@ def test_program_records_are_bounded_and_dropped_when_programs_end():
     for i in range(2 * MOST_PROGRAMS):
         programs.arrival(asked(str(i), str(i)), i, 0.0)
         programs.arrival(asked(str(i), "always"), i, 0.0)
-    assert len(programs._arrivals) == MOST_PROGRAMS
+    assert num_held(programs) == MOST_PROGRAMS
     assert programs.arrival(asked("x", "always"), 99999, 5.0) == (0.0, 0)
     programs.end("", "always")
     programs.end("", "never heard of")
@@ -284,7 +285,7 @@ def test_program_hints_are_dropped_with_the_kv_of_the_program():
     assert not retention.branches
     leaves = memory.kv.index.trees.leaves
     assert not len(leaves)
-    assert not leaves._by_tenant
+    assert not num_held(leaves)
     assert not leaves._tenant_order._swapped_keys
 
 

@@ -194,12 +194,17 @@ def test_without_budget_sharing_the_bound_counts_all_tenants(policy):
         offer(rig, "blue", "one")
 
 
+def expected_retries(scheduler):
+    """By flow: the rejected clients that will return."""
+    return scheduler._queue_limit._retries
+
+
 def test_a_thousand_tenants_together_stay_below_the_stated_bound():
     """Each floods after the one before, which is the worst order: the j-th tenant gets a j-th of the bound."""
     rig = crowd("fair", {f"tenant {i}": 30 for i in range(1000)}, max_queued_requests=30, max_queued_tokens=600)
     assert list(num_waiting(rig).values()) == [30 // i for i in range(1, 31)]
     assert rig.scheduler.state.new_requests.total.num_requests <= 30 * sum(1 / i for i in range(1, 31))
-    assert len(rig.scheduler._queue_limit._retries) <= 32
+    assert len(expected_retries(rig.scheduler)) <= 32
     rig.run()
     for i in range(1000):
         with suppress(QueueFull):
@@ -227,7 +232,7 @@ def test_retry_after_is_near_the_wait_until_the_requests_own_flow_has_room(polic
     predicted = []
     for flow in flows:
         rig = crowd(policy, dict.fromkeys(flows, 60), max_queued_requests=30)
-        rig.scheduler._queue_limit._retries.clear()  # the clients rejected so far do not return
+        expected_retries(rig.scheduler).clear()  # the clients rejected so far do not return
         rig.abort("running")
         with pytest.raises(QueueFull) as refused:
             offer(rig, flow, "again")
@@ -275,7 +280,7 @@ def test_retry_after_is_near_the_wait_whichever_resource_is_short(changed, num_b
         while offer() is None:
             pass
         engine.step()
-    simulation.scheduler._queue_limit._retries.clear()
+    expected_retries(simulation.scheduler).clear()
     predicted = [offer() for _ in range(21)][-1]
     came, num_accepted = clock.now, 0
     while num_accepted < 21:

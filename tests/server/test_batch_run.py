@@ -310,10 +310,11 @@ def test_a_full_disk_ends_the_batch(tmp_path):
         def write(self, line):
             raise OSError(28, "No space left on device")
 
-    batch = Batch(App(), Full(tmp_path / "out", resume=False), lambda done: None)
+    output = Full(tmp_path / "out", resume=False)
+    batch = Batch(App(), output, lambda done: None)
     with pytest.raises(OSError, match="No space"):
         asyncio.run(batch.run(io.BytesIO(written(*map(task, "abc"))), 2))
-    batch._output.close()
+    output.close()
 
 
 def test_results_are_not_written_over(tmp_path):

@@ -72,12 +72,14 @@ def test_large_whole_answers_are_sent_in_pieces_that_count(site, monkeypatch):
     call = HeldAnswer.__call__
 
     async def watched(answer, scope, receive, send):
+        memory = answer._held.memory
+
         async def counted(message):
-            sent.append((len(message.get("body", b"")), answer._held.memory.num_held))
+            sent.append((len(message.get("body", b"")), memory.num_held))
             await send(message)
 
         await call(answer, scope, receive, counted)
-        sent.append((0, answer._held.memory.num_held))
+        sent.append((0, memory.num_held))
 
     monkeypatch.setattr(HeldAnswer, "__call__", watched)
     answer = site.post("ann", "/tokenize", prompt="a x" * 10_000, return_token_strs=True)

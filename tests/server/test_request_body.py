@@ -37,9 +37,10 @@ class Threads(BaseModel):
     """A model that remembers the thread that made it."""
 
     messages: list[object] = []
+    thread: str = ""
 
     def model_post_init(self, _context):
-        self._thread = threading.current_thread().name
+        self.thread = threading.current_thread().name
 
 
 def parsed(body, max_messages=100):
@@ -63,7 +64,7 @@ def test_long_bodies_and_many_objects_are_parsed_on_a_thread(body, on_thread):
     @router.post("/")
     async def thread(body: Threads, request: Request) -> Response:
         assert request.state.body_bytes.is_large == on_thread
-        return Response(body._thread)
+        return Response(body.thread)
 
     app.include_router(router)
     app.add_middleware(AuthMiddleware, keys=None)

@@ -9,6 +9,7 @@ import sqlite3
 import stat
 import subprocess
 import sys
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -39,10 +40,17 @@ def small(monkeypatch):
     monkeypatch.setattr(store_module, "LIMITS", limits)
 
 
+@contextmanager
+def database(store):
+    """The database of a store, which waits meanwhile."""
+    with store._lock:
+        yield store._db
+
+
 def check_usage(store):
     """The sums are those of the objects, which are those of their bodies and contents. Nothing has lost its object."""
-    with store._lock:
-        check_rows(store._db, store.clock())
+    with database(store) as db:
+        check_rows(db, store.clock())
 
 
 def check_rows(db, now=0.0):
@@ -296,7 +304,8 @@ def test_deleted_content_is_not_left_in_the_file(tmp_path):
 def test_a_tenant_with_too_many_store_jobs_gets_busy():
     async def main():
         store = Store()
-        with store._lock:
+        await store.get("ann", "file", "a")
+        with database(store):
             jobs = [asyncio.ensure_future(store.get("ann", "file", "a")) for _ in range(300)]
             await asyncio.sleep(0)
             await asyncio.sleep(0)
@@ -312,9 +321,10 @@ def test_a_tenant_with_too_many_store_jobs_gets_busy():
 def test_a_failing_disk_is_an_error_of_the_server(monkeypatch):
     async def main():
         store = Store()
-        db = store._connection()
-        db.execute("DROP TABLE contents")
-        db.execute("DROP TABLE objects")
+        await store.get("ann", "file", "a")
+        with database(store) as db:
+            db.execute("DROP TABLE contents")
+            db.execute("DROP TABLE objects")
         with pytest.raises(StoreUnavailable) as caught:
             await store.get("ann", "file", "a")
         assert caught.value.status_code == 503
@@ -331,8 +341,8 @@ async def file_of(store, num_pieces, tenant="ann", id="big"):
 
 
 def num_rows(store, table="contents"):
-    with store._lock:
-        return store._db.execute(f"SELECT count(*) FROM {table}").fetchone()[0]
+    with database(store) as db:
+        return db.execute(f"SELECT count(*) FROM {table}").fetchone()[0]
 
 
 def most_deleted(disk):
@@ -371,8 +381,8 @@ def test_a_large_object_is_deleted_in_pieces_between_which_tenants_take_turns(mo
 
 async def settled(store):
     """Wait until the store has deleted the rows of deleted objects."""
-    while store._housekeeping is not None and not store._housekeeping.done():
-        await asyncio.wait([store._housekeeping])
+    while (task := store._housekeeping) is not None and not task.done():
+        await asyncio.wait([task])
 
 
 def test_evicted_and_expired_objects_are_deleted_in_pieces(monkeypatch):
@@ -543,8 +553,9 @@ def test_a_full_disk_refuses_writes_and_not_reads(tmp_path):
     async def main():
         store = Store(tmp_path / "store")
         await file_of(store, 3)
-        (pages,) = store._db.execute("PRAGMA page_count").fetchone()
-        store._db.execute(f"PRAGMA max_page_count = {pages}").fetchall()
+        with database(store) as db:
+            (pages,) = db.execute("PRAGMA page_count").fetchone()
+            db.execute(f"PRAGMA max_page_count = {pages}").fetchall()
         for _ in range(2):
             with pytest.raises(StoreUnavailable):
                 await store.append("ann", "file", "big", b"y" * 100_000)
@@ -554,7 +565,8 @@ def test_a_full_disk_refuses_writes_and_not_reads(tmp_path):
         assert await store.content("ann", "file", "big", 2) == b"x" * 100
         assert await store.content("ann", "file", "big", 3) is None
         check_usage(store)
-        store._db.execute("PRAGMA max_page_count = 1000000").fetchall()
+        with database(store) as db:
+            db.execute("PRAGMA max_page_count = 1000000").fetchall()
         assert await store.append("ann", "file", "big", b"y" * 100_000)
         assert await store.delete("ann", "file", "big")
         await settled(store)
@@ -661,16 +673,16 @@ def test_an_object_that_could_not_be_updated_is_ended_by_the_next_call_of_any_te
     async def main():
         store = Store()
         await store.end_interrupted("response", lambda body: body + b", failed")
-        await store._housekeeping
+        await settled(store)
         await store.create("ann", "response", "a", b"running", expires_at=LATER, pinned=True)
         with monkeypatch.context() as patch:
             patch.setattr(store, "_in_steps", refused)
             with pytest.raises(error):
                 await store.update("ann", "response", "a", b"done", pinned=False)
         await store.page("bob", "file", 1)
-        await store._housekeeping
-        with store._lock:
-            assert store._db.execute("SELECT body, pinned FROM objects").fetchall() == [("running, failed", 0)]
+        await settled(store)
+        with database(store) as db:
+            assert db.execute("SELECT body, pinned FROM objects").fetchall() == [("running, failed", 0)]
         store.close()
 
     async def refused(*_):
@@ -698,7 +710,7 @@ def test_an_ending_of_many_pieces_is_written_once_however_many_read_it(tmp_path,
         await store.end_interrupted("response", lambda one: one + b", failed")
         found = await asyncio.gather(*(store.get("ann", "response", "a") for _ in range(8)))
         assert set(found) == {body + b", failed"}
-        await store._housekeeping
+        await settled(store)
         assert len(updates) == 1
         assert await store.get("ann", "response", "a") == body + b", failed"
         check_usage(store)

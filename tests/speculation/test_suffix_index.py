@@ -3,18 +3,17 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.speculation import suffix_index
 from quire.speculation.suffix_index import MAX_INDEXED, SuffixIndex
 
+LONGEST_MATCH = 32  # tokens that are compared
+MOST_CANDIDATES = 8  # earlier occurrences that are compared
 few = st.integers(0, 3)
 
 
 def matching(tokens, stop, ending):
     """Tokens before `stop` that equal the end of `ending`."""
     count = 0
-    while (
-        count < min(stop, len(ending), suffix_index._LONGEST_MATCH) and tokens[stop - 1 - count] == ending[-1 - count]
-    ):
+    while count < min(stop, len(ending), LONGEST_MATCH) and tokens[stop - 1 - count] == ending[-1 - count]:
         count += 1
     return count
 
@@ -28,13 +27,13 @@ def test_the_longest_occurrence_is_found(tokens, step, latest):
         pass
     found = index.find(tokens, len(tokens), prefer_latest=latest)
     stops = [stop for stop in range(len(tokens) - 1, 1, -1) if tokens[stop - 2 : stop] == tokens[-2:]]
-    stops = stops[: suffix_index._MOST_CANDIDATES]
+    stops = stops[:MOST_CANDIDATES]
     if not stops:
         assert found is None
         return
     lengths = [matching(tokens, stop, tokens) for stop in stops]
     longest = [stop for stop, length in zip(stops, lengths, strict=True) if length == max(lengths)]
-    assert found == (longest[0 if latest or max(lengths) == suffix_index._LONGEST_MATCH else -1], max(lengths))
+    assert found == (longest[0 if latest or max(lengths) == LONGEST_MATCH else -1], max(lengths))
 
 
 @given(st.lists(few, min_size=1, max_size=40), st.lists(few, max_size=10))
@@ -52,7 +51,7 @@ def test_a_text_of_equal_tokens_takes_bounded_work():
     tokens = [7] * 100_000
     index = SuffixIndex(tokens, len(tokens) - MAX_INDEXED // 2)
     assert index.extend(len(tokens) - 1, 10**9) == MAX_INDEXED // 2 - 2 == index.num_indexed
-    assert index.find(tokens, len(tokens), prefer_latest=False) == (len(tokens) - 1, suffix_index._LONGEST_MATCH)
+    assert index.find(tokens, len(tokens), prefer_latest=False) == (len(tokens) - 1, LONGEST_MATCH)
 
 
 def test_the_number_of_indexed_tokens_is_bounded():

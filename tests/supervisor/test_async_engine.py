@@ -7,6 +7,7 @@ import time
 import msgspec
 import pytest
 from fake_engines import FACTS
+from held_items import held
 
 from quire.core.explanation import Explanation
 from quire.core.output import EndCause, Output
@@ -415,6 +416,7 @@ def test_a_failed_query_is_raised_to_its_caller_only():
 
 def test_a_question_waits_for_the_step_and_may_be_given_up():
     async def scenario(pretend, engine):
+        before = held(engine)
         stream = await engine.generate([request("a", 10**9)])
         await anext(stream)
         pretend.gate.clear()
@@ -427,7 +429,7 @@ def test_a_question_waits_for_the_step_and_may_be_given_up():
         assert waiting[0].cancelled()
         stream.close()
         await until(lambda: not pretend.left)
-        assert not engine._pending_calls
+        assert held(engine) == before
 
     run(scenario)
 

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 from fake_engines import Death, PretendEngine, heard, request, run
+from held_items import held
 
 from quire.errors import RequestError
 from quire.supervisor import protocol
@@ -61,11 +62,12 @@ def test_a_suspect_that_finishes_early_does_not_block_the_bisection(monkeypatch)
 
 def test_closed_requests_leave_no_state_in_the_engine_client():
     async def scenario(host, engine):
+        before = held(engine)
         for i in range(5):
             stream = await engine.generate([request(f"r{i}", 3)])
             await heard(stream, [f"r{i}"])
             stream.close()
-        assert not (engine._submitted_ids or engine._streams or len(engine._open_requests) or engine._pending_calls)
+        assert held(engine) == before
 
     run(scenario)
 

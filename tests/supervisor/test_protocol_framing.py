@@ -5,6 +5,7 @@ import threading
 from itertools import pairwise
 
 import pytest
+from held_items import num_held
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,7 +36,7 @@ def test_random_bytes_are_frames_or_bad_frames_and_nothing_grows(data, sizes):
             for message in reader.feed(data[at : at + size]):
                 assert len(message) <= at + size
             at += size
-            assert len(reader._bytes) <= at
+            assert num_held(reader) <= at
     except BadFrame as error:
         assert "announces" in str(error)
 
@@ -43,7 +44,7 @@ def test_random_bytes_are_frames_or_bad_frames_and_nothing_grows(data, sizes):
 def test_a_frame_that_announces_too_much_is_refused_before_it_comes():
     reader = FrameReader()
     assert list(reader.feed(MAX_FRAME.to_bytes(4, "little"))) == []
-    assert len(reader._bytes) == 4
+    assert num_held(reader) == 4
     with pytest.raises(BadFrame, match="announces"):
         list(FrameReader().feed((MAX_FRAME + 1).to_bytes(4, "little")))
 

@@ -66,11 +66,11 @@ class Run:
                 )
                 losses.clear()
             if now - saved > SECONDS_BETWEEN_CHECKPOINTS:
-                self._save(step + 1)
+                self.save(step + 1)
                 saved = now
-        self._save(self.plan.num_steps)
+        self.save(self.plan.num_steps)
 
-    def _save(self, step: int) -> None:
+    def save(self, step: int) -> None:
         progress = checkpoint.Progress(step, self.plan.seed)
         checkpoint.save(self.file, progress, self.parameters, self.optimizers)
 

@@ -115,13 +115,13 @@ def test_no_more_answers_wait_than_a_bound(refusals, monkeypatch, bound, most):
 
     async def ask_all():
         await ask()  # without a delay
-        waiting = [asyncio.ensure_future(ask()) for _ in range(3)]
-        done, pending = await asyncio.wait(waiting, timeout=0.2)
-        assert (len(done), len(pending)) == (1, 2)
-        for one in pending:
-            one.cancel()
-        assert len(await asyncio.gather(*pending, return_exceptions=True)) == 2
-        assert refusals._num_waiting == refusals._num_held_bytes == 0
+        for _ in range(2):  # clients that leave make room for others
+            waiting = [asyncio.ensure_future(ask()) for _ in range(3)]
+            done, pending = await asyncio.wait(waiting, timeout=0.2)
+            assert (len(done), len(pending)) == (1, 2)
+            for one in pending:
+                one.cancel()
+            assert len(await asyncio.gather(*pending, return_exceptions=True)) == 2
 
     asyncio.run(ask_all())
 
