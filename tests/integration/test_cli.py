@@ -209,7 +209,7 @@ main()
         body = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 3}
         assert httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).status_code == 200
         if flags:
-            assert json.loads(until(lambda line: line.startswith("{"))[-1])["path"] == "/v1/chat/completions"
+            assert json.loads(until(lambda line: line.startswith("{"))[-1])["method"] == "POST"
             time.sleep(3 * INTERVAL)  # in which figures would be printed
         else:
             until(is_figure)

@@ -58,9 +58,9 @@ class Traffic:
         event = self.rng.random()
         if event < 0.4:
             self.add()
-        elif event < 0.28 and self.names:
+        elif event < 0.48 and self.names:
             self.rig.abort(self.rng.choice(self.names))
-        elif event < 0.29:
+        elif event < 0.49:
             self.rig.engine.flush_cache()
         self.rig.step()
 

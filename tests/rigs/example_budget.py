@@ -18,8 +18,17 @@ def examples(most: int) -> int:
     return max(1, most * settings.default.max_examples // _THOROUGH)
 
 
+def is_thorough() -> bool:
+    """Whether each test runs in full."""
+    return settings.default.max_examples >= _THOROUGH
+
+
+def seed_of(config: pytest.Config) -> int:
+    """The seed on the command line, or 0."""
+    return int(config.getoption("--hypothesis-seed") or 0)
+
+
 def part_of(recorded: Sequence[Example], config: pytest.Config) -> Sequence[Example]:
     """The examples of this profile and of the seed on the command line."""
     step = max(1, _THOROUGH // settings.default.max_examples)
-    seed = config.getoption("--hypothesis-seed")
-    return recorded[int(seed or 0) % step :: step]
+    return recorded[seed_of(config) % step :: step]

@@ -15,6 +15,7 @@ from itertools import combinations
 import httpx
 import pytest
 from embedded_model_server import service_of
+from example_budget import is_thorough, seed_of
 from scripted_answers import TAGS, Channel, Part, Said, Stops, middle, say, tokens_of
 from scripted_dialects import DIALECTS, Answer, Answers, Body, merged
 from scripted_model import END, Script, ScriptedModel, write_scripted_model
@@ -443,13 +444,16 @@ async def _start(folder, stack: AsyncExitStack, *, whole_tags: bool) -> Server:
     PAIRS,
     ids=[f"{dialect}-{first.name}-{second.name}" for dialect, first, second in PAIRS],
 )
-def test_a_pair_of_options_gives_what_the_model_says(servers, dialect, first, second):
-    runner, both = servers
+def test_a_pair_of_options_gives_what_the_model_says(servers, pytestconfig, dialect, first, second):
+    runner, used = servers
+    if not is_thorough():  # half of the pairs with tags that are bytes, the others with special tokens
+        place = PAIRS.index((dialect, first, second)) + seed_of(pytestconfig)
+        used = [used[place % len(used)]]
     options = (first, second)
     error = ILLEGAL.get((first.name, second.name))
     asked = [
         (server, case, stream)
-        for server in both
+        for server in used
         for case in cases_of(dialect, options, whole_tags=server.whole_tags)
         for stream in (False, True)
     ]

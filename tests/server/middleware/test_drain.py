@@ -134,22 +134,21 @@ def test_each_tick_is_called_while_requests_run(streams):
     assert 1 in ticks
 
 
-def test_a_body_that_has_not_arrived_delays_no_drain(streams):
+def test_a_body_that_has_not_arrived_delays_no_drain(streams, monkeypatch):
+    monkeypatch.setattr(drain, "CLOSE_SECONDS", 0.2)
     with (
-        running(streams.app, streams.drain, streams.close) as one,
+        running(streams.app, streams.drain, streams.close, grace=600.0) as one,
         socket.create_connection(("127.0.0.1", one.port)) as half,
     ):
         half.sendall(b"POST /work HTTP/1.1\r\nhost: x\r\ncontent-length: 6\r\n\r\nabc")
         with httpx.stream("POST", f"{one.url}/work", content=b"abc") as answer:
             assert streams.drain.num_open == 1
-            begun = time.monotonic()
             one.signal()
             assert answer.read().decode() == "." * PIECES + "3"
         one.ended()
-        assert time.monotonic() - begun < PIECES * PAUSE + drain.CLOSE_SECONDS + 3
 
 
-def test_what_was_accepted_is_finished_while_work_is_refused_and_probes_are_answered(streams):
+def test_accepted_requests_finish_while_work_is_refused_and_probes_are_answered(streams):
     with (
         running(streams.app, streams.drain, streams.close) as one,
         httpx.stream("POST", f"{one.url}/work", content=b"abc") as answer,
@@ -188,7 +187,7 @@ def test_a_request_whose_body_still_comes_was_accepted(streams):
 
 
 @pytest.mark.parametrize(("grace", "num_signals"), [(0.1, 1), (600.0, 2)])
-def test_the_time_ends_and_a_second_signal_ends_it_at_once(streams, grace, num_signals):
+def test_streams_end_at_the_drain_timeout_and_at_a_second_signal(streams, grace, num_signals):
     with (
         running(streams.app, streams.drain, streams.close, grace) as one,
         httpx.stream("POST", f"{one.url}/work", content=b"") as answer,
@@ -203,7 +202,7 @@ def test_the_time_ends_and_a_second_signal_ends_it_at_once(streams, grace, num_s
         one.ended()
 
 
-def test_who_reads_nothing_holds_nobody_up(streams, monkeypatch):
+def test_a_client_that_reads_nothing_does_not_delay_the_end(streams, monkeypatch):
     monkeypatch.setattr(drain, "CLOSE_SECONDS", 0.2)
 
     async def flood(_request):
@@ -225,7 +224,7 @@ def test_who_reads_nothing_holds_nobody_up(streams, monkeypatch):
         one.ended()
 
 
-def test_who_sends_no_more_holds_nobody_up(streams, monkeypatch):
+def test_a_client_that_stops_within_a_body_does_not_delay_the_end(streams, monkeypatch):
     monkeypatch.setattr(drain, "CLOSE_SECONDS", 0.2)
     with (
         running(streams.app, streams.drain, streams.close, 0.1) as one,
