@@ -25,7 +25,7 @@ serve: $(VENV)/.installed  ## serve the embedded model, or MODEL=smollm2; ARGS="
 	@$(BIN)/quire serve $(MODEL) $(ARGS)
 
 test: $(VENV)/.installed-dev  ## ARGS="tests/demo_model -x" goes to pytest
-	@$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --long-files-first $(ARGS)
 
 test-changed: $(VENV)/.installed-dev  ## the tests of what differs from the last commit, in a minute; BASE=main takes another commit
 	@$(BIN)/python -m tools.changed_tests $(if $(BASE),--base $(BASE)) $(ARGS)

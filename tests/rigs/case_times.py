@@ -2,7 +2,8 @@
 
 Times are CPU seconds of the process that runs the test, which are nearly the same on a busy machine. Those of the
 programs that a test starts count for its file, once the test has waited for their end. `--test-times FILE` writes all
-figures. With `--test-budgets` a run fails if a case or a file takes too long, as in CI.
+figures. With `--test-budgets` a run fails if a case or a file takes too long, as in CI. With `--long-files-first` the
+longest files of a recorded run come first, so that all processes end together.
 """
 
 import json
@@ -18,11 +19,13 @@ import pytest
 
 CASE_SECONDS = 8.0
 FILE_SECONDS = 30.0
+RECORDED = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "test_times.json"
 _PHASES = ("setup", "call", "teardown")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--test-times", type=Path, metavar="FILE", help="write the seconds of each file and fixture")
+    parser.addoption("--long-files-first", action="store_true", help="run files in the order of their recorded seconds")
     parser.addoption("--test-budgets", action="store_true", help="fail if a case or a file takes too many CPU seconds")
 
 
@@ -30,6 +33,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_Meter(), "case_times_meter")
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Table(config), "case_times_table")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--long-files-first"):
+        recorded = json.loads(RECORDED.read_text())["files"]
+        seconds = {file: sum(each.get(phase, 0) for phase in _PHASES) for file, each in recorded.items()}
+        items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 0.0))  # a stable order
 
 
 def _children_seconds() -> float:

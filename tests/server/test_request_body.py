@@ -132,10 +132,10 @@ def test_a_flood_of_large_bodies_delays_other_requests_only_briefly():
     body = json.dumps({"messages": [USER] * 16_000}).encode()
     with run_site("ann", "bob") as site, ThreadPoolExecutor(16) as pool, httpx.Client() as client:
         flood = [pool.submit(site.ask, "ann", "POST", "/v1/chat/completions", content=body) for _ in range(40)]
-        longest = 0.0
+        longest, began = 0.0, time.monotonic()
         while not all(one.done() for one in flood):
             before = time.monotonic()
             assert client.get(f"{site.url}/live").status_code == 200
             longest = max(longest, time.monotonic() - before)
         assert {one.result().json()["error"]["code"] for one in flood} == {"context_length_exceeded"}
-        assert longest < 1
+        assert longest < (time.monotonic() - began) / 4
