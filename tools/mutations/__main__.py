@@ -10,6 +10,7 @@ each fault. A fault that has a result at this commit does not run again. Exits w
 
 import argparse
 import platform
+import signal
 import sys
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -104,4 +105,5 @@ def _print_results(faults: Sequence[Fault], results: Results) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: no test goes on
     sys.exit(main())
