@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 import pytest
+from hypothesis import Phase, settings
 
 
 class Recorder:
@@ -18,6 +19,11 @@ class Recorder:
     def __init__(self, record: TextIO, name: str) -> None:
         self._record = record
         self._words = set(name.split("_"))
+
+    def pytest_sessionstart(self) -> None:
+        """Do not shrink examples of properties that fail, which takes minutes."""
+        settings.register_profile("mutations", settings(), phases=(Phase.explicit, Phase.generate))
+        settings.load_profile("mutations")
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Run the likely tests first. The order within a file stays."""
