@@ -41,6 +41,7 @@ class Checkout:
         self._notes = folder.with_suffix(".run")  # beside the copy, in which tests may look at all files
         self._notes.mkdir(parents=True, exist_ok=True)
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_stopped = False
         if not (folder / ".git").exists():
             self._call(
                 "git", "clone", "--quiet", "--shared", "--no-checkout", str(repository), str(folder), cwd=repository
@@ -68,8 +69,10 @@ class Checkout:
     def run(self, tests: Iterable[str], *, name: str = "", without: Iterable[str] = ()) -> Run:
         """Run tests until MAX_FAILED have failed. name: see recorder.py. without: node ids that do not run.
 
-        Raises RuntimeError if pytest cannot run.
+        Raises RuntimeError if pytest cannot run, and after `stop`.
         """
+        if self._is_stopped:
+            raise RuntimeError("the run was stopped")
         there = [test for test in tests if (self.folder / test.partition("::")[0]).exists()]
         if not there:
             return Run([], is_late=False)
@@ -83,12 +86,13 @@ class Checkout:
         failed = [event["failed"] for event in events if "failed" in event]
         if code is None or code < 0:
             failed += [event["began"] for event in events if "began" in event][-1:]
-        elif code not in _USUAL:
+        elif code not in _USUAL or (code == 1 and not failed):
             raise RuntimeError(f"pytest ended with {code}: {output.read_text(errors='replace')[-_SHOWN:]}")
         return Run(list(dict.fromkeys(failed)), code is None)
 
     def stop(self) -> None:
-        """Kill the run that is in progress, if there is one. Can be called from another thread."""
+        """Kill the run that is in progress, and let no other one begin. Can be called from another thread."""
+        self._is_stopped = True
         if self._process is not None:
             _kill(self._process)
 

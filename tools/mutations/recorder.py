@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TextIO
 
 import pytest
-from hypothesis import Phase, settings
 
 
 class Recorder:
@@ -22,8 +21,10 @@ class Recorder:
 
     def pytest_sessionstart(self) -> None:
         """Do not shrink examples of properties that fail, which takes minutes."""
-        settings.register_profile("mutations", settings(), phases=(Phase.explicit, Phase.generate))
-        settings.load_profile("mutations")
+        if (hypothesis := sys.modules.get("hypothesis")) is not None:  # imported before its plugin, it would warn
+            phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
+            hypothesis.settings.register_profile("mutations", hypothesis.settings(), phases=phases)
+            hypothesis.settings.load_profile("mutations")
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Run the likely tests first. The order within a file stays."""
