@@ -154,7 +154,7 @@ def test_faults_of_a_small_repository_are_caught_or_not_and_run_once(tmp_path, m
 
     num_runs = len(runs.read_text().splitlines())
     assert mutations() == (code, printed)
-    assert len(runs.read_text().splitlines()) == num_runs, "a fault with a result at this commit does not run again"
+    assert len(runs.read_text().splitlines()) == num_runs, "a fault with a result for these sources does not run again"
 
     (repository / "tools/mutations/faults.toml").write_text(TABLE.replace("else 1", "else 2"))
     code, printed = mutations("--whole", "--only", "sum-of-nothing-is-one")

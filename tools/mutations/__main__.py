@@ -3,9 +3,10 @@
     python -m tools.mutations [--only ID[,ID]] [--folder FOLDER] [--whole] [--jobs N] [--json FILE]
     python -m tools.mutations --list
 
-The tests that mirror the file of a fault run, until three have failed. With --whole the others of the suite follow if
-none of them fails. A test counts if it fails twice with the fault and passes without it. The results are written after
-each fault. A fault that has a result at this commit does not run again. Exits with 1 if a fault is not caught.
+The tests that mirror the file of a fault run, until one fails: then up to three of its file. With --whole the others
+of the suite follow if none of them fails. A test counts if it fails twice with the fault and passes without it. The
+results are written after each fault. A fault does not run again before a file of quire or of the tests has changed.
+Exits with 1 if a fault is not caught.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from benchmarks.commit import ROOT, commit_of
 from quire.startup.hardware import cpu_description
 from quire.terminal.progress import CountBar
 from tools.mutations.catching import Catch, Results, catch
-from tools.mutations.checkout import Checkout
+from tools.mutations.checkout import Checkout, sources_of
 from tools.mutations.faults import Fault, read_faults
 
 FOLDER = Path("build") / "mutations"  # of the copies
@@ -49,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     commit = commit_of(repository).removesuffix("-dirty")
     about = {"commit": commit, "machine": cpu_description(), "python": platform.python_version()}
-    results = Results(args.json or repository / FOLDER / "results.json", about, commit)
+    results = Results(args.json or repository / FOLDER / "results.json", about, commit, sources_of(repository, commit))
     due = [fault for fault in faults if results.find(fault) is None]
     if due:
         _run(due, results, repository, commit, jobs=min(args.jobs, len(due)), whole=args.whole)

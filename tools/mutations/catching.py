@@ -61,19 +61,23 @@ def _catching(fault: Fault, checkout: Checkout, tests: list[str]) -> list[str]:
 class Results:
     """The results of a run in a JSON file, which has each as soon as it is there."""
 
-    def __init__(self, file: Path, about: dict[str, Any], commit: str) -> None:
-        """about: what the file says beside the results. A file of an earlier run is continued."""
+    def __init__(self, file: Path, about: dict[str, Any], commit: str, sources: str) -> None:
+        """about: what the file says beside the results. sources: a hash of what is tested, and of the tests.
+
+        A file of an earlier run is continued.
+        """
         self._file = file
         self._about = about
         self._commit = commit
+        self._sources = sources
         self._by_id: dict[str, dict[str, Any]] = {}
         if file.exists():
             self._by_id = {one["id"]: one for one in json.loads(file.read_text(encoding="utf-8"))["faults"]}
 
     def find(self, fault: Fault) -> dict[str, Any] | None:
-        """The result of a fault at this commit with this patch; None without one."""
+        """The result of a fault for these sources and this patch; None without one."""
         found = self._by_id.get(fault.id)
-        is_same = found is not None and (found["commit"], found["patch"]) == (self._commit, fault.digest)
+        is_same = found is not None and (found["sources"], found["patch"]) == (self._sources, fault.digest)
         return found if is_same else None
 
     def add(self, fault: Fault, result: Catch) -> None:
@@ -84,6 +88,7 @@ class Results:
             "file": fault.file,
             "patch": fault.digest,
             "commit": self._commit,
+            "sources": self._sources,
             "caught": bool(result.tests),
             "tests": result.tests,
             "stage": result.stage,

@@ -1,5 +1,6 @@
 """A copy of a repository's last commit in which one fault at a time is written, and tests run."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ from typing import NamedTuple
 from tools.mutations.faults import Fault
 
 RECORDER = Path(__file__).with_name("recorder.py")
-MAX_FAILED = 3  # tests, after which a run ends
+MAX_FAILED = 3  # tests of a file, after which a run ends
 TEST_SECONDS = 180  # of a test, after which it fails
 RUN_SECONDS = 1800  # of a run, after which it is killed, and the test that runs has failed
 _EXTENSION = Path("quire") / "kernels" / "cpu"
@@ -23,6 +24,13 @@ _BUILT = "_C*.so"
 _USUAL = (0, 1, 2, 5)  # exit codes of pytest: passed, failed, stopped at the most failures, no tests
 _NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 _SHOWN = 2000  # characters of an output that an error quotes
+
+
+def sources_of(repository: Path, commit: str) -> str:
+    """A hash of the folders quire and tests at a commit."""
+    command = ["git", "rev-parse", *(f"{commit}:{folder}" for folder in ("quire", "tests"))]
+    trees = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=True).stdout
+    return hashlib.sha256(trees.encode()).hexdigest()[:16]
 
 
 class Run(NamedTuple):
@@ -67,7 +75,9 @@ class Checkout:
                 self._copy_extension()
 
     def run(self, tests: Iterable[str], *, name: str = "", without: Iterable[str] = ()) -> Run:
-        """Run tests until MAX_FAILED have failed. name: see recorder.py. without: node ids that do not run.
+        """Run tests until MAX_FAILED of a file have failed, or to the end of a file with fewer.
+
+        name: see recorder.py. without: node ids that do not run.
 
         Raises RuntimeError if pytest cannot run, and after `stop`.
         """

@@ -17,6 +17,7 @@ class Recorder:
 
     def __init__(self, record: TextIO, name: str) -> None:
         self._record = record
+        self._has_failed = False
         self._words = set(name.split("_"))
 
     def pytest_sessionstart(self) -> None:
@@ -42,7 +43,13 @@ class Recorder:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Record a failure of a test, or of its fixtures."""
         if report.failed:
+            self._has_failed = True
             self._write("failed", report.nodeid)
+
+    def pytest_runtest_teardown(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
+        """End the run with the file in which a test has failed."""
+        if self._has_failed and (nextitem is None or nextitem.path != item.path):
+            item.session.shouldstop = "a test of this file has failed"
 
     def _write(self, event: str, test: str) -> None:
         self._record.write(json.dumps({event: test}) + "\n")
