@@ -1,4 +1,4 @@
-# One command each: serve, test, test-changed, test-benchmarks, test-real, test-build, corpus-check, check, check-style, install-wheel, try-wheel, try-pythons, trace, check-native, gpu-check, bench, bench-prefix, bench-cpu, bench-real, chaos, soak, hostile, fuzz, fuzz-schedules, flood, clients, page-check, demo-model, clean. CI calls the same ones (.ci/run).
+# One command each: serve, test, test-changed, test-benchmarks, test-real, test-build, corpus-check, mutations, check, check-style, install-wheel, try-wheel, try-pythons, trace, check-native, gpu-check, bench, bench-prefix, bench-cpu, bench-real, chaos, soak, hostile, fuzz, fuzz-schedules, flood, clients, page-check, demo-model, clean. CI calls the same ones (.ci/run).
 
 PYTHON ?= python3
 # Which torch: the package index's, which on Linux is the build for CUDA; or, with TORCH=cpu, the build for CPUs from torch's own index.
@@ -18,7 +18,7 @@ ifneq ($(filter-out cpu,$(TORCH)),)
 $(error TORCH=$(TORCH) is not known: TORCH=cpu takes torch's build for CPUs, without it torch comes from the package index)
 endif
 
-.PHONY: serve test test-changed test-benchmarks test-real test-build corpus-check check check-style install-torch install-wheel try-wheel try-pythons trace check-native gpu-check bench bench-prefix bench-cpu bench-real chaos soak hostile fuzz fuzz-schedules flood clients page-check demo-model clean
+.PHONY: serve test test-changed test-benchmarks test-real test-build corpus-check mutations check check-style install-torch install-wheel try-wheel try-pythons trace check-native gpu-check bench bench-prefix bench-cpu bench-real chaos soak hostile fuzz fuzz-schedules flood clients page-check demo-model clean
 
 MODEL :=
 serve: $(VENV)/.installed  ## serve the embedded model, or MODEL=smollm2; ARGS="--port 8001" goes to `quire serve`
@@ -83,6 +83,9 @@ trace: $(VENV)/.installed-dev  ## files and functions that one request passes; A
 
 corpus-check: $(VENV)/.installed-dev  ## schedules, greedy outputs and HTTP responses beside those that were recorded
 	@$(BIN)/python -m pytest --hypothesis-profile thorough tests/repository/test_corpus_replay.py $(ARGS)
+
+mutations: $(VENV)/.installed-dev  ## faults of one line, and which tests catch each; ARGS="--folder quire/cache", "--list"
+	@nice -n 10 $(BIN)/python -m tools.mutations $(ARGS)
 
 # A copy of quire whose kernels are compiled with the sanitizers of GCC for addresses and undefined behaviour. Tile registers
 # are emulated as well, because sanitizers do not see the memory that AMX instructions read and write.

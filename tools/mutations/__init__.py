@@ -1,0 +1,1 @@
+"""Mutations: faults of one line, and which tests catch each of them."""
