@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-TIMES = ROOT / "benchmarks" / "results" / "test_times.json"  # `make test ARGS="--test-times FILE"`
+TIMES = ROOT / "benchmarks" / "results" / "test_times.json"  # `make test ARGS="--test-times=FILE"`
 SECONDS = 100.0  # CPU time of a selection
 _UNKNOWN = 2.0  # seconds of a file without a record
 _APART = ("tests/benchmarks/", "tests/real/")  # not in `make test` either

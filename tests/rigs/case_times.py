@@ -1,7 +1,7 @@
 """A pytest plugin: the time that each case, file and fixture takes, and an upper bound for it.
 
 Times are CPU seconds of the process that runs the test, which are nearly the same on a busy machine. Those of the
-programs that a test starts count for its file, once the test has waited for their end. `--test-times FILE` writes all
+programs that a test starts count for its file, once the test has waited for their end. `--test-times=FILE` writes all
 figures. With `--test-budgets` a run fails if a case or a file takes too long, as in CI. With `--long-files-first` the
 longest files of a recorded run come first, so that all processes end together.
 """
