@@ -1,12 +1,15 @@
 """Products with low-bit weights by the CPU kernels, against plain torch, for every build and number of threads.
 
 Most tests have a pairwise table: each scheme meets each build, number of threads, type, number of rows and size of a
-weight, and so do all others of these among each other. The sizes are those at which the kernels change their path.
+weight, and so do all others of these among each other. The sizes are those at which the kernels change their path. One
+test draws anything from all combinations.
 """
 
 import pytest
 import torch
-from cpu_kernel_builds import each_with, in_use, with_pairs
+from cpu_kernel_builds import EVERY, each_with, in_use, with_pairs
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from quire.kernels import reference
 from quire.kernels.contract import INT4, INT8, MXFP4, NVFP4, QuantizedRows, Scheme
@@ -106,10 +109,29 @@ def num_sums(scheme, k):
     *THREADS, scheme=ROUNDED, dtype=DTYPES, rows=ROWS, n=WIDTHS, k=SIZES, biased=(False, True), halved=(False, True)
 )
 def test_products_are_those_of_plain_torch(seed, rows, n, k, scheme, dtype, biased, halved):
-    n *= 1 + halved
-    x, weight = normal(seed, rows, k, dtype=dtype), normal(seed + 1, n, k, dtype=dtype) / k**0.5
-    bias = normal(seed + 2, n, dtype=dtype) if biased else None
-    packed = cpu.pack_weight(weight, 1 + halved, scheme)
+    check_product(seed, scheme, dtype, rows, (n * (1 + halved), k), biased, 1 + halved)
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    scheme=st.sampled_from(ROUNDED),
+    dtype=st.sampled_from(DTYPES),
+    rows=st.integers(1, 70),
+    shape=st.tuples(st.integers(1, 200), st.integers(1, 600)),
+    biased=st.booleans(),
+    build=st.sampled_from(EVERY),
+    threads=st.sampled_from(THREADS),
+)
+def test_products_of_any_size_are_those_of_plain_torch(build, threads, **options):
+    with in_use(f"{build}-{threads}"):
+        check_product(**options)
+
+
+def check_product(seed, scheme, dtype, rows, shape, biased, parts=1):
+    x, weight = normal(seed, rows, shape[1], dtype=dtype), normal(seed + 1, *shape, dtype=dtype) / shape[1] ** 0.5
+    bias = normal(seed + 2, shape[0], dtype=dtype) if biased else None
+    packed = cpu.pack_weight(weight, parts, scheme)
     expected = reference.linear(x, plain(weight, scheme, dtype), bias)
     assert_near(cpu.linear(x, packed, bias), expected, bound(x, weight, scheme))
 

@@ -11,8 +11,12 @@ from built_extension import ROOT, build
 _C = pytest.importorskip("quire.kernels.cpu._C", reason="the CPU kernels are not built", exc_type=ImportError)
 
 TESTS = [f"tests/kernels/cpu/test_cpu_{name}.py" for name in ("matmul", "code_products", "paged_attention")]
-OTHER_THREADS = "(amx_emulated-1 or amx_emulated-3)"
-WITH_TILES = f"not strict and not {OTHER_THREADS} and (product or rows or experts or bfloat16 or mixed_chunks)"
+ROW_BY_ROW = "(int6 or factors or fp8)"  # schemes without tile registers
+CODES = f"(products_are_those_of_plain_torch or row_alone or experts_are and int8) and not {ROW_BY_ROW}"
+OTHERS = (
+    "not strict and not (amx_emulated-1 or amx_emulated-3) and (product or rows or experts or bfloat16 or mixed_chunks)"
+)
+WITH_TILES = f"cpu_code_products and {CODES} or not cpu_code_products and {OTHERS}"
 RUN = """
 import sys
 from importlib.machinery import ExtensionFileLoader

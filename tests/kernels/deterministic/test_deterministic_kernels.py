@@ -101,10 +101,10 @@ def test_rows_equal_the_reference(name, dtype):
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_have_the_same_bits_alone_in_any_order_and_by_any_number_of_threads(name, dtype, threads):
     for width in (6, 366, 1410):
-        x = randn(39, width, dtype=dtype)
+        x = randn(39 if width < 1000 else 11, width, dtype=dtype)
         function = rowwise(width, dtype)[name]
         expected = alone(lambda row, function=function: function(deterministic, row), x)
-        order = torch.randperm(39, generator=torch.Generator().manual_seed(8))
+        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(8))
         for number in (1, 2, 3):
             threads(number)
             assert torch.equal(function(deterministic, x), expected)
@@ -118,9 +118,9 @@ def test_products_have_the_same_bits_beside_any_neighbours(size, dtype, threads)
     weight = randn(outputs, inputs, seed=1, dtype=dtype) / math.sqrt(inputs)
     x = randn(16, inputs, dtype=dtype)
     expected = deterministic.linear(x, weight)
-    for number in (1, 2, 4, 8):
+    for first, number in enumerate((1, 2, 4, 8)):
         threads(number)
-        for place in range(16):
+        for place in range(first, 16, 2):
             neighbours = torch.full((16, inputs), 4e3 * place, dtype=dtype)
             neighbours[15 - place] = x[place]
             assert torch.equal(deterministic.linear(neighbours, weight)[15 - place], expected[place])
@@ -128,14 +128,17 @@ def test_products_have_the_same_bits_beside_any_neighbours(size, dtype, threads)
 
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_products_of_odd_sizes_have_the_same_bits_in_any_order_and_in_a_padded_tile(number, threads):
-    """Libraries do not guarantee this; one of them differs from 5 terms and 4 columns on."""
+    """Libraries do not guarantee this; one of them differs from 5 terms and 4 columns on.
+
+    Each number of threads has a third of the pairs of sizes.
+    """
     threads(number)
     order = torch.randperm(16, generator=torch.Generator().manual_seed(9))
-    for inputs in ODD:
+    for place, inputs in enumerate(ODD):
         x = randn(16, inputs, seed=inputs)
         padded = torch.zeros(48, inputs)
         padded[3:48:3] = x[:15]
-        for outputs in ODD:
+        for outputs in ODD[(place + number) % 3 :: 3]:
             weight = randn(outputs, inputs, seed=outputs)
             expected = deterministic.linear(x, weight)
             assert torch.equal(deterministic.linear(x[order], weight), expected[order]), (inputs, outputs)
