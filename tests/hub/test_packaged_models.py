@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import pytest
+from example_budget import examples
 from filelock import FileLock
 from packaged_wheels import entry, write_wheel
 from typer.testing import CliRunner
@@ -267,7 +268,7 @@ def test_whenever_a_download_is_killed_there_is_no_half_file(find, index, monkey
     began = time.monotonic()
     assert run(program(tmp_path / "whole")).returncode == 0
     whole, rng = time.monotonic() - began, random.Random(3)
-    for _ in range(4):
+    for _ in range(examples(8)):
         with start(program(tmp_path / "cache")) as process:
             time.sleep(rng.uniform(0.5, 1) * whole)
             process.send_signal(signal.SIGKILL)

@@ -164,7 +164,7 @@ def test_a_request_that_ends_the_engine_is_found_and_fails_alone():
 
 
 def test_an_embedding_and_prompt_logprobs_are_returned_once_although_engines_are_killed():
-    """The first engine is killed within both prompts, the second one after the first output token."""
+    """The kills are within the text to embed, within the prompt, and after the first output token."""
 
     async def work():
         async with running(scripted("steady"), max_num_batched_tokens=64) as engine:
@@ -188,16 +188,15 @@ def test_an_embedding_and_prompt_logprobs_are_returned_once_although_engines_are
 
             undisturbed = await outputs(0)
             assert [len(one) for one in undisturbed] == [1, 399, 3]
-            steps = engine.health().stats.num_steps
             engine.engine_handle.program = scripted("held", 5)
             await kill(engine)
             again = asyncio.ensure_future(outputs(1))
-            await until_steps(engine, steps + 5)
-            engine.engine_handle.program = scripted("held", steps - 1)
-            await kill(engine)
-            await until_steps(engine, steps + 5 + steps - 1)
-            engine.engine_handle.program = scripted("steady")
-            await kill(engine)
+            due = engine.health().stats.num_steps + 5
+            for program, num_steps in ((scripted("held", 10), 10), (scripted("held", 7), 7), (scripted("steady"), 0)):
+                await until_steps(engine, due)
+                engine.engine_handle.program = program
+                await kill(engine)
+                due += num_steps
             assert await again == undisturbed
 
     scenario(work())
