@@ -214,6 +214,30 @@ def test_members_that_come_back_one_after_the_other_share_the_blocks_they_shared
     assert cache.check() == [] and cache.host_pools.num_free == cache.pools.num_free == 20
 
 
+def test_a_block_that_is_swapped_in_partly_is_not_shared():
+    cache = KVCache(cache_config(20, num_host_blocks=20))
+    tokens = prompt(30)
+    parent = cache.new_table(0, tokens)
+    cache.grow(parent, 12)
+    assert cache.branch(0, 1, 12, tokens=tokens[:12], reserve=12, watermark_blocks=[0]) is not None
+    cache.launched(0)
+    cache.collected(0)
+    assert cache.swap_out({0: 12, 1: 12})
+    cache.release(0)
+    cache.release(1)
+    moves = cache.launched(1)
+    cache.collected(1)
+    cache.moves_done([move.id for move in moves])
+    options = {"limit": 30, "max_new_positions": 8}
+    first = cache.admit(0, tokens[:11], NO_NAMESPACE, reusable=10, **options)
+    second = cache.admit(1, tokens[:13], NO_NAMESPACE, reusable=12, **options)
+    assert (first.num_tokens, second.num_tokens) == (10, 12)
+    assert second.table.blocks[0][:2] == first.table.blocks[0][:2]
+    assert second.table.blocks[0][2] != first.table.blocks[0][2], "the first one writes into its block"
+    assert [move.num_tokens for move in cache.launched(2)] == [4, 2, 4]
+    assert cache.check() == []
+
+
 def test_swap_in_copies_no_blocks_that_the_prefix_index_still_has():
     cache = KVCache(cache_config(20, prefix_index="radix", num_host_blocks=20))
     tokens = prompt(30)

@@ -320,6 +320,22 @@ def test_chances_are_learned_from_proposals_that_were_not_verified():
     rig.run()
 
 
+def test_how_well_drafts_predict_one_tenant_is_not_seen_by_another():
+    rig = Rig(num_blocks=64, **ALL | {"speculation": ("prediction",), "governs_speculation": True})
+    gains = []
+    rig.scheduler.speculator._governor.select = lambda candidates, **_: [
+        gains.append(candidate.gains[0]) or 4 for candidate in candidates
+    ]
+    first = {}
+    for name, tenant in (("a", "red"), ("b", "blue"), ("c", "red")):
+        gains.clear()
+        prediction = predicted(PROMPT, 60, 0.6 if tenant == "red" else 1.0)
+        rig.add(name, PROMPT, max_tokens=60, prediction=prediction, namespace=Namespace(tenant))
+        rig.run()
+        first[name] = gains[0]
+    assert first["c"] < first["b"] == first["a"]
+
+
 def test_a_failing_step_with_drafts_is_rolled_back():
     fails = {2, 5}
     rig = Rig(num_blocks=64, fails=lambda step: step.id in fails, **ALL)

@@ -42,20 +42,21 @@ def _stages(fault: Fault, repository: Path, *, whole: bool) -> Iterator[tuple[st
 def _catching(fault: Fault, checkout: Checkout, tests: list[str]) -> list[str]:
     """The first tests that fail twice with the fault, and pass without it.
 
-    Tests that fail without it as well, or only once, are left out, and the others run again.
+    Where those fail without it as well, or only once, the tests that have not run follow.
     """
+    words = [word for file in (fault.file, *fault.tests) for word in Path(file).stem.split("_")]
     left_out: list[str] = []
     while True:
         with checkout.with_fault(fault):
-            failed = checkout.run(tests, name=Path(fault.file).stem, without=left_out).failed
-            if not failed:
+            first = checkout.run(tests, words=words, without=left_out)
+            if not set(first.failed).difference(left_out):  # a file that cannot be imported would fail forever
                 return []
-            again = checkout.run(failed)
+            again = checkout.run(first.failed)
         without = checkout.run(again.failed).failed
         found = [test for test in again.failed if test not in without]
         if found:
             return [*found[:-1], f"{found[-1]} (timeout)"] if again.is_late else found
-        left_out += failed
+        left_out += [*first.ran, *first.failed]
 
 
 class Results:

@@ -34,8 +34,9 @@ def sources_of(repository: Path, commit: str) -> str:
 
 
 class Run(NamedTuple):
-    """A run of tests. failed: node ids. is_late: whether it was killed, and the last of them is the test that ran."""
+    """A run of tests. ran, failed: node ids. is_late: whether it was killed, while the last of both ran."""
 
+    ran: list[str]
     failed: list[str]
     is_late: bool
 
@@ -74,10 +75,10 @@ class Checkout:
             if fault.is_compiled:
                 self._copy_extension()
 
-    def run(self, tests: Iterable[str], *, name: str = "", without: Iterable[str] = ()) -> Run:
+    def run(self, tests: Iterable[str], *, words: Iterable[str] = (), without: Iterable[str] = ()) -> Run:
         """Run tests until MAX_FAILED of a file have failed, or to the end of a file with fewer.
 
-        name: see recorder.py. without: node ids that do not run.
+        words: tests in files whose names have most of them run first. without: node ids that do not run.
 
         Raises RuntimeError if pytest cannot run, and after `stop`.
         """
@@ -85,20 +86,20 @@ class Checkout:
             raise RuntimeError("the run was stopped")
         there = [test for test in tests if (self.folder / test.partition("::")[0]).exists()]
         if not there:
-            return Run([], is_late=False)
-        record = self._notes / "record.jsonl"
-        command = [sys.executable, "-P", str(RECORDER), str(record), name, *there]
+            return Run([], [], is_late=False)
+        record, left_out = self._notes / "record.jsonl", self._notes / "without.txt"
+        left_out.write_text("\n".join(without), encoding="utf-8")
+        command = [sys.executable, "-P", str(RECORDER), str(record), str(left_out), "_".join(words), *there]
         command += [f"--maxfail={MAX_FAILED}", f"--timeout={TEST_SECONDS}", "--tb=no", "-p", "no:cacheprovider"]
-        command += [f"--deselect={test}" for test in without]
         output = self._notes / "output.txt"
         code = self._exit_code(command, output)
         events = [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()]
-        failed = [event["failed"] for event in events if "failed" in event]
+        ran, failed = ([event[kind] for event in events if kind in event] for kind in ("began", "failed"))
         if code is None or code < 0:
-            failed += [event["began"] for event in events if "began" in event][-1:]
+            failed += ran[-1:]
         elif code not in _USUAL or (code == 1 and not failed):
             raise RuntimeError(f"pytest ended with {code}: {output.read_text(errors='replace')[-_SHOWN:]}")
-        return Run(list(dict.fromkeys(failed)), code is None)
+        return Run(ran, list(dict.fromkeys(failed)), code is None)
 
     def stop(self) -> None:
         """Kill the run that is in progress, and let no other one begin. Can be called from another thread."""

@@ -12,8 +12,8 @@ TABLE = Path("tools") / "mutations" / "faults.toml"
 class Fault:
     """A fault of one line, by content: `old` occurs once in `file`, and `new` takes its place.
 
-    harm: what goes wrong for a user. was_real: where quire's history tells of a fault of this kind. tests: folders that
-    test the behaviour beside those that mirror the file.
+    harm: what goes wrong for a user. was_real: where quire's history tells of a fault of this kind. tests: folders and
+    files that test the behaviour beside the folder that mirrors the file.
     """
 
     area: str
@@ -54,7 +54,7 @@ def read_faults(repository: Path) -> list[Fault]:
 
 
 def mirrored_tests(fault: Fault, repository: Path) -> list[str]:
-    """The folders of tests that mirror the file of a fault, and those that it names.
+    """The folder of tests that mirrors the file of a fault, and what it names.
 
     quire/a/b/c.py is mirrored by tests/a/b, or the nearest folder above that exists. Of a file directly in quire, it is
     tests/test_c.py, if there is one.

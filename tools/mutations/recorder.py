@@ -1,11 +1,13 @@
-"""Runs pytest and records which tests begin and fail: python -P recorder.py RECORD NAME [ARGUMENT]...
+"""Runs pytest and records which tests begin and fail: python -P recorder.py RECORD WITHOUT WORDS [ARGUMENT]...
 
-RECORD gets a JSON line per event. NAME is the stem of a source file: tests in files whose names have a word of it run
-first. The other arguments are pytest's. The program imports nothing of quire, as it also runs for other repositories.
+RECORD gets a JSON line per event. WITHOUT has a node id per line, of tests that do not run. WORDS are joined by "_":
+tests in files whose names have most of them run first. The other arguments are pytest's. The program imports nothing of
+quire, as it also runs for other repositories.
 """
 
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TextIO
 
@@ -15,10 +17,11 @@ import pytest
 class Recorder:
     """Plugin of pytest."""
 
-    def __init__(self, record: TextIO, name: str) -> None:
+    def __init__(self, record: TextIO, without: Iterable[str], words: Iterable[str]) -> None:
         self._record = record
+        self._without = frozenset(without)
+        self._words = frozenset(words)
         self._has_failed = False
-        self._words = set(name.split("_"))
 
     def pytest_sessionstart(self) -> None:
         """Do not shrink examples of properties that fail, which takes minutes."""
@@ -28,8 +31,11 @@ class Recorder:
             hypothesis.settings.load_profile("mutations")
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Run the likely tests first. The order within a file stays."""
-        items.sort(key=lambda item: -len(self._words.intersection(item.path.stem.split("_"))))
+        """Leave tests out, and run the likely ones first. The order within a file stays."""
+        items[:] = sorted(
+            (item for item in items if item.nodeid not in self._without),
+            key=lambda item: -len(self._words.intersection(item.path.stem.split("_"))),
+        )
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Record a file that cannot be imported."""
@@ -57,6 +63,7 @@ class Recorder:
 
 
 if __name__ == "__main__":
-    path, stem, *arguments = sys.argv[1:]
+    path, without_path, joined, *arguments = sys.argv[1:]
+    ids = Path(without_path).read_text(encoding="utf-8").splitlines()
     with Path(path).open("w", encoding="utf-8") as opened:
-        sys.exit(pytest.main(arguments, [Recorder(opened, stem)]))
+        sys.exit(pytest.main(arguments, [Recorder(opened, ids, joined.split("_"))]))
