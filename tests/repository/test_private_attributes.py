@@ -1,6 +1,6 @@
 """Tests look at behaviour through public names: they read few private attributes of other objects.
 
-Use a public method, an inspection record (an explanation, statistics, tests/rigs/held_items.py) or a comparison instead.
+Use a public method, an inspection record (an explanation, statistics, tests/rigs/held_items.py) or a comparison.
 """
 
 import ast
