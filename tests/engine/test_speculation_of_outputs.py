@@ -7,6 +7,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.config import EngineOptions, drafters_of, speculation_of
+from quire.cost.step_time import StepCurve
 from quire.errors import ConfigError, RequestError
 
 PROMPT = "One Tuesday Mira went to the"
@@ -176,10 +177,9 @@ def test_usage_of_a_prediction(llm):
     assert stats.num_accepted_drafts == sum(stats.accepted_by_place)
 
 
-def test_the_governor_explains_what_it_skips():
+def test_the_governor_explains_what_it_skips(monkeypatch):
+    monkeypatch.setattr(StepCurve, "seconds", lambda _curve, tokens: 1.0 + 0.8 * (tokens - 1))  # a draft: nearly a step
     with closing(LLM(dtype="float32", speculation="auto", seed=1)) as llm:
-        # a draft costs nearly a whole step
-        llm.llm_engine.scheduler.speculator._governor._seconds = lambda tokens: 1.0 + 0.8 * (tokens - 1)
         output, _ = generate(llm, SamplingParams(temperature=0, max_tokens=30, prediction="no such words at all"))
         assert llm.llm_engine.explain(output.request_id).proposals_skipped.get("cost", 0) > 0
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from random import Random
 
 import pytest
@@ -291,9 +292,11 @@ TEMPLATES = {
 
 @pytest.mark.parametrize("with_system", [True, False])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_turns_are_written_as_the_template_writes_the_whole_conversation(name, with_system):
-    core = Tokenizer.from_folder(embedded.folder())
-    tokenizer = Tokenizer(core._core, chat_template=TEMPLATES[name])
+def test_turns_are_written_as_the_template_writes_the_whole_conversation(name, with_system, tmp_path):
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(embedded.folder() / file, tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATES[name])
+    tokenizer = Tokenizer.from_folder(tmp_path)
 
     async def render(messages, *, add_generation_prompt):
         return tokenizer.apply_chat_template(messages, None, add_generation_prompt)

@@ -165,11 +165,10 @@ def test_requests_that_the_journal_cannot_encode_are_rejected():
         SamplingParams(stop=["\ud800"])
 
 
-def test_another_format_is_refused():
-    rig = Rig()
-    rig.file.seek(0)
-    rig.file.truncate()
-    rig.scheduler._write(journal.Header(99, rig.config, rig.cache.config))
+def test_another_format_is_refused(monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(journal, "FORMAT", 99)
+        rig = Rig()
     with pytest.raises(journal.JournalError, match="format 99 is not supported"):
         rig.replay()
 

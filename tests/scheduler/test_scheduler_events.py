@@ -78,9 +78,9 @@ def test_of_refused_requests_the_latest_are_remembered_and_nothing_else_of_them(
     for i in range(100):
         with pytest.raises(DeadlineUnreachable):
             rig.add(f"late {i}", [7] * 800, max_tokens=90, scheduling_params=SchedulingParams(deadline=0.001))
-    assert rig.engine.explain("late 69") is None
+    kept = [i for i in range(100) if rig.engine.explain(f"late {i}") is not None]
+    assert kept == list(range(70, 100))
     assert explained(rig, "late 70").state == "refused"
-    assert len(rig.scheduler.request_stats._ended) == 30
     assert set(rig.scheduler.state.requests) == {"busy"}
     rig.run()
     assert not waiting_tenants(rig.scheduler)

@@ -106,9 +106,11 @@ def request(name, num_tokens):
 
 def engine_of(pretend):
     host = EngineThread(pretend, FACTS)
+    before = set(threading.enumerate())
     host.launch()
+    (thread,) = (one for one in threading.enumerate() if one.name == "quire-engine" and one not in before)
     engine = AsyncEngine(host)
-    engine.thread = host._thread
+    engine.thread = thread
     return engine
 
 

@@ -147,17 +147,17 @@ def test_a_tenant_with_a_name_pins_half_of_what_may_be_pinned():
 @pytest.mark.parametrize("eviction", POLICIES)
 def test_the_end_of_a_request_takes_no_longer_the_more_its_branch_left(eviction):
     memory = Memory(eviction, num_blocks=1000)
-    marks, relisted = memory.kv.index.retention, []
-    relist = marks._relist
-    marks._relist = lambda node: (relisted.append(node), relist(node))
+    marks, leaves, updated = memory.kv.index.retention, memory.kv.index.trees.leaves, []
+    update = leaves.update
+    leaves.update = lambda node: (updated.append(node), update(node))
     for number in range(300):
-        relisted.clear()
+        updated.clear()
         memory.run([1000, number], now=float(number), program=Program(id="p", ttl=100.0))
-        assert len(relisted) <= 2
+        assert len(updated) <= 4
     (places,) = marks.nodes.values()
     assert len(places) == MAX_NODES_PER_BRANCH, "the latest"
     memory.run([1000, 300], now=300.0, program=Program(id="p", expects_more=False))
-    assert len(relisted) >= MAX_NODES_PER_BRANCH, "all are evicted first now"
+    assert len(updated) >= MAX_NODES_PER_BRANCH, "all are evicted first now"
 
 
 def test_a_pin_of_what_a_window_has_passed_ends_as_any_other():

@@ -587,14 +587,17 @@ def test_check_sees_what_is_out_of_order():
         change(cache.index, table)
         return cache.index.check() != []
 
+    def entries(index):
+        return index._entries
+
     def forget(index, table):
-        index._entries.popitem()
+        entries(index).popitem()
 
     def other_block(index, table):
         table.blocks[0][1] = 15
 
     def one_user_more(index, table):
-        next(iter(index._entries.values())).users[0] += 1
+        next(iter(entries(index).values())).users[0] += 1
 
     def not_to_be_evicted(index, table):
         index._unused[0].popitem()

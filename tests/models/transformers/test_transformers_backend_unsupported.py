@@ -161,13 +161,17 @@ def test_code_that_config_json_names_is_not_run_for_a_model_that_transformers_ha
 # --- detected when a loaded model runs ---
 
 
+def inner_model(backend):
+    return backend._split_model.model
+
+
 @pytest.fixture
 def running(tmp_path):
     """A loaded model with window attention, and its inner transformers model."""
     family, values = UNKNOWN["cohere2"]
     save(tmp_path, family, **values)
     description, backend = loaded(tmp_path)
-    return description, backend, backend._split_model.model
+    return description, backend, inner_model(backend)
 
 
 def values_alone(layer, q, k, v):
@@ -242,7 +246,7 @@ def test_positions_that_are_not_those_given_are_noticed(running):
 def test_tokens_that_depend_on_the_batch_are_detected_in_bfloat16(tmp_path, sabotage):
     save(tmp_path, "Glm", head_dim=32)
     description, backend = loaded(tmp_path, "bfloat16")
-    model = backend._split_model.model
+    model = inner_model(backend)
     if sabotage is forget_positions:
         model.model.register_forward_pre_hook(sabotage, with_kwargs=True)
     else:

@@ -215,7 +215,7 @@ def test_tokens_of_a_large_answer_count_until_it_is_sent_but_not_while_the_engin
     monkeypatch.setattr(reply.Reply, "_read", noted(read))
     monkeypatch.setattr(reply, "json_pieces", noted(json_pieces))
     http.post("/v1/completions", json={"prompt": "a", "max_tokens": 32, "ignore_eos": True})
-    assert held[-1] == 32 * reply._TOKEN_BYTES
+    assert held[-1] == 32 * 128, "bytes of 32 tokens with their offsets and texts"
     assert max(held[:-1]) == 0
     wait_until(lambda: memories[-1].num_held == 0)
 

@@ -92,7 +92,7 @@ def test_a_deadline_that_cannot_be_met_is_a_429_that_says_when_to_come_again(key
 @pytest.mark.parametrize(("num_before", "status"), [(0, 429), (2, 200)])
 def test_a_deadline_that_is_missed_on_the_way(keyless, monkeypatch, num_before, status):
     """The engine aborts a request before or after its first tokens."""
-    step = keyless.engine._engine.step
+    step = keyless.engine.step
 
     def missing():
         outputs = step()
