@@ -168,7 +168,7 @@ def test_names_of_other_engines_are_pointed_out():
 
 
 def test_without_sampling_params_the_models_own_are_taken(llm, monkeypatch):
-    assert llm.get_default_sampling_params() == SamplingParams(**llm._sampling_defaults)
+    assert llm.get_default_sampling_params() == SamplingParams(temperature=0.7, top_p=0.95, max_tokens=256)
     monkeypatch.setattr(llm, "_sampling_defaults", {"temperature": 0.0, "max_tokens": 5})
     assert llm.get_default_sampling_params() == SamplingParams(temperature=0.0, max_tokens=5)
     conversation = [{"role": "user", "content": "Tell me a story about Mira."}]

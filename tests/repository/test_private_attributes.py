@@ -9,7 +9,13 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parents[1]
 MOST = 60
 PUBLIC = {"_replace", "_asdict", "_fields", "_make", "_C"}  # of named tuples; the module of the CPU kernels
-FOREIGN = {"_check_received_keys", "_experts_implementation"}  # of transformers
+FOREIGN = {
+    "_check_received_keys",
+    "_experts_implementation",
+    "_get_np_dtype",
+    "_patch_lang",
+    "_patch_attr",
+}  # of libraries
 
 
 def private_attributes(source: str) -> list[str]:
