@@ -79,7 +79,7 @@ def context(tmp_path_factory):
     return folder
 
 
-def test_all_that_is_copied_is_in_the_repository_and_not_ignored():
+def test_copied_files_are_in_the_repository_and_not_ignored():
     for source, _ in copied():
         assert (ROOT / source).exists(), source
         assert not is_ignored(Path(source)), source

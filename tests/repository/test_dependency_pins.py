@@ -68,7 +68,7 @@ def test_the_pins_are_in_the_ranges_of_the_project(python):
     assert not outside
 
 
-def test_all_that_tests_and_servers_need_is_pinned():
+def test_all_dependencies_of_tests_and_servers_are_pinned():
     wanted = map(Requirement, [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["dev"]])
     assert not [requirement.name for requirement in wanted if canonicalize_name(requirement.name) not in PINS]
 

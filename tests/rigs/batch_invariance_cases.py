@@ -14,7 +14,6 @@ PARAMS_OF_ROWS = [
     SamplingParams(temperature=1.0, seed=5, logprobs=1),
 ]
 
-WISHES = PARAMS_OF_ROWS  # the name in tests/kernels
 STRICT = [row for row, row_params in enumerate(PARAMS_OF_ROWS) if row_params.deterministic]
 
 

@@ -134,9 +134,6 @@ class RowParams(NamedTuple):
     pooling: Pooling = Pooling.NONE
 
 
-Wish = RowParams  # the name in tests/kernels
-
-
 def open_rows(opens) -> NewRows:
     """Opens from (row, SamplingParams or RowParams). The sequence id is the row, and the sample index 0."""
     rows = [row for row, _ in opens]

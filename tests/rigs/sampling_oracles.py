@@ -75,7 +75,6 @@ row_params = st.fixed_dictionaries(
         "presence": st.sampled_from([0.0, 1.5, -2.0]),
     }
 )
-wish = row_params  # the name in tests/kernels
 
 
 def draws_of(rows, **more):

@@ -471,7 +471,7 @@ def test_pooling_the_last_state_asks_for_no_other():
     assert rig.pooled["a"] == (1, prompt(30, 3)[-1])
 
 
-def test_an_end_token_before_min_tokens_is_told_to_the_runner():
+def test_the_runner_gets_the_end_tokens_that_min_tokens_forbids():
     rig = Rig()
     rig.add(
         "a",

@@ -94,7 +94,7 @@ def test_blocks_with_the_same_tokens_are_kept_once_also_while_they_are_generated
     assert len({tuple(rig.tokens[str(i), 0]) for i in range(3)}) == 1
 
 
-def test_what_is_to_be_told_about_a_prompt_is_computed_again():
+def test_a_request_for_prompt_logprobs_computes_a_cached_prompt_again():
     rig = Rig(prefix_index="radix")
     rig.add("a", prompt(20), max_tokens=2)
     rig.run()
@@ -145,7 +145,7 @@ def test_the_culprit_is_found_among_those_who_share(windows, steps_in_flight):
 
 @INDEXES
 @BOTH
-def test_whatever_happens_tokens_are_those_of_a_lone_run(prefix_index, steps_in_flight):
+def test_tokens_equal_those_of_a_lone_run_through_failures_and_preemptions(prefix_index, steps_in_flight):
     """Small pools, failures, aborts, stops, n, namespaces: outputs equal the script, and `check` finds no error."""
     rng = random.Random(7 + steps_in_flight)
     poison: set[str] = set()
@@ -252,12 +252,16 @@ def test_an_explanation_says_what_became_of_a_request():
     rig.run()
     rig.add("b", prompt(17)[:14] + prompt(5, seed=2), max_tokens=8, n=2)
     rig.run()
-    told = rig.engine.explain("b")
-    assert (told.num_cached_tokens, told.num_shared_blocks, told.num_copied_tokens) == (14, 3, 2)
-    assert (told.miss.position, told.miss.token, told.miss.reason) == (14, prompt(5, seed=2)[0], "never_seen")
-    assert told.state == "finished" and told.arrived < told.admitted < told.finished
-    assert told.waited["prompt"] > 0
-    assert 0 < told.num_blocks_own < told.num_blocks_unshared and 0 < told.saved < 1
+    explanation = rig.engine.explain("b")
+    assert (explanation.num_cached_tokens, explanation.num_shared_blocks, explanation.num_copied_tokens) == (14, 3, 2)
+    assert (explanation.miss.position, explanation.miss.token, explanation.miss.reason) == (
+        14,
+        prompt(5, seed=2)[0],
+        "never_seen",
+    )
+    assert explanation.state == "finished" and explanation.arrived < explanation.admitted < explanation.finished
+    assert explanation.waited["prompt"] > 0
+    assert 0 < explanation.num_blocks_own < explanation.num_blocks_unshared and 0 < explanation.saved < 1
     for i in range(3):
         rig.add(f"c{i}", prompt(30, seed=5 + i), max_tokens=8)
     rig.run()
@@ -384,16 +388,16 @@ def test_a_search_that_just_fits_comes_to_its_end(prefix_index, failing):
             assert [rig.tokens[name, i] for i in range(width)] == expected, seed
 
 
-def test_what_is_told_of_a_request_that_waits():
+def test_explain_of_a_waiting_request_reports_how_long_it_waited():
     rig = Rig(num_blocks=12, prefix_index="radix", watermark=0.0, max_num_seqs=1, max_model_len=40)
     rig.add("a", prompt(9), max_tokens=20)
     rig.add("b", prompt(9), max_tokens=2)
     for _ in range(5):
         rig.step()
-    told = rig.engine.explain("b")
-    assert told.state == "waiting" and told.waited["rows"] > 0 and told.miss is None
+    explanation = rig.engine.explain("b")
+    assert explanation.state == "waiting" and explanation.waited["rows"] > 0 and explanation.miss is None
     rig.abort("b")
-    assert rig.engine.explain("b").waited["rows"] >= told.waited["rows"]
+    assert rig.engine.explain("b").waited["rows"] >= explanation.waited["rows"]
 
 
 def test_a_stop_string_means_nothing_to_a_beam():
@@ -423,7 +427,7 @@ def test_an_index_that_makes_no_sense_is_begun_again_and_the_engine_goes_on():
         assert rig.tokens[str(i), 0] == script(prompt(20) + prompt(4, seed=i + 1), 12, VOCAB)
 
 
-def test_what_a_stranger_holds_is_given_back_also_when_the_index_makes_no_sense():
+def test_repair_frees_blocks_of_an_unknown_request_from_an_inconsistent_index():
     rig = Rig(prefix_index="radix")
     rig.add("a", prompt(20), max_tokens=4)
     rig.run()
@@ -462,5 +466,5 @@ def test_beams_share_their_blocks_until_they_write():
     beams = Beams(width=4, num_candidates=12, length_penalty=1.0, early_stopping="never")
     rig.add("a", prompt(30), max_tokens=10, n=4, beams=beams)
     rig.run()
-    told = rig.engine.explain("a")
-    assert told.saved > 0.5
+    explanation = rig.engine.explain("a")
+    assert explanation.saved > 0.5

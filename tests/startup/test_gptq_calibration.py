@@ -136,7 +136,7 @@ def test_a_text_that_cannot_be_used_is_refused_before_anything_is_written(tmp_pa
     assert not (tmp_path / "out").exists()
 
 
-def test_what_calibration_does_not_apply_to_is_named(tmp_path, text, monkeypatch):
+def test_unsuitable_schemes_and_inputs_of_calibration_are_named(tmp_path, text, monkeypatch):
     with pytest.raises(ConfigError, match="calibration applies to schemes of 4 bits, not to int8; leave it out"):
         quantize(tmp_path / "out", "int8", calibrate=text)
     nan = iter([{("layers.0.attention.qkv.weight", 0): torch.full((256, 256), torch.nan)}])

@@ -85,7 +85,7 @@ def test_an_oversized_request_is_rejected_and_other_requests_continue(monkeypatc
     run(scenario)
 
 
-def test_all_that_is_open_may_be_more_than_one_message_holds(monkeypatch):
+def test_open_requests_are_replayed_in_several_messages(monkeypatch):
     def acts(number, step, rows):
         if number == 1 and len(rows) == 20:
             raise Death

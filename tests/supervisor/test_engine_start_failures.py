@@ -164,7 +164,7 @@ def test_closing_does_not_wait_for_an_engine_that_is_being_started():
         def launch(self):
             if self.num_launched:
                 self.starting.set()
-                self.told = self.killed.wait(10)
+                self.was_killed = self.killed.wait(10)
                 raise EngineStopped("it was ended while it started")
             super().launch()
 
@@ -174,7 +174,7 @@ def test_closing_does_not_wait_for_an_engine_that_is_being_started():
         await engine.close()
         with pytest.raises(EngineStopped, match="shutting down"):
             await heard(stream, ["a"])
-        assert host.told
+        assert host.was_killed
 
     run(scenario, host=Slow(first_dies))
 
@@ -428,7 +428,7 @@ def test_the_watchdog_ends_a_restarted_engine_that_never_sends_a_message():
     run(scenario, host=Silent(first_dies), watchdog=0.5)
 
 
-def test_what_was_given_up_is_known_when_it_comes_again():
+def test_a_request_that_crashed_engines_is_refused_when_it_is_repeated():
     async def scenario(host, engine):
         params = SamplingParams(max_tokens=100, prompt_logprobs=1)
         stream = await engine.generate([Request("a", [30, 11], params)])

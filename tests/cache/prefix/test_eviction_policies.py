@@ -30,9 +30,9 @@ def standing_by_hand(eviction: str, leaf, clock: Clock) -> tuple:
         return (leaf.tick,)
     if eviction == "lfu":
         return (leaf.level + leaf.uses.hits, leaf.tick)
-    wishes = [mark.hint for mark in leaf.marks if mark.reach >= leaf.end and mark.hint.expires > clock.now]
-    defaults = [] if wishes and leaf.default_reach < leaf.end else [DEFAULT_PRIORITY]
-    priority = max([*(wish.priority for wish in wishes), *defaults])
+    hints = [mark.hint for mark in leaf.marks if mark.reach >= leaf.end and mark.hint.expires > clock.now]
+    defaults = [] if hints and leaf.default_reach < leaf.end else [DEFAULT_PRIORITY]
+    priority = max([*(hint.priority for hint in hints), *defaults])
     if eviction == "cost":
         seconds = default_recompute_seconds(2, 2 * leaf.end - 2) / default_recompute_seconds(2, 0)
         reuse = log2(1 + leaf.uses.hits) if leaf.uses.hits else leaf.uses.chance
@@ -42,21 +42,21 @@ def standing_by_hand(eviction: str, leaf, clock: Clock) -> tuple:
 
 @pytest.mark.parametrize("eviction", ["lru", "lfu", "priority", "cost"])
 @pytest.mark.parametrize("seed", range(examples(6)))
-def test_what_is_evicted_is_what_a_scan_of_all_leaves_finds(eviction, seed):
+def test_the_evicted_leaf_is_the_least_in_a_scan_of_all_leaves(eviction, seed):
     rng, memory, now, compared = Random(seed), Memory(eviction, num_blocks=400, block_size=2), 0.0, 0
     stems = [[rng.randrange(5) for _ in range(rng.randint(2, 12))] for _ in range(6)]
-    forest = memory.kv.index.trees
+    trees = memory.kv.index.trees
     for _ in range(250):
         now += rng.random()
         stem = rng.choice(stems)
         tokens = stem[: rng.randint(1, len(stem))] + [rng.randrange(5) for _ in range(rng.randint(1, 9))]
         if rng.random() < 0.2:
             stems[rng.randrange(6)] = tokens[:20]
-        wish = {"priority": rng.choice((50, 50, 10, 90)), "ttl": rng.choice((None, 3.0, 10.0))}
-        memory.run(tokens, now=now, **wish)
+        retention = {"priority": rng.choice((50, 50, 10, 90)), "ttl": rng.choice((None, 3.0, 10.0))}
+        memory.run(tokens, now=now, **retention)
         for _ in range(rng.choice((0, 0, 1, 4))):
-            forest.retention.advance_clock(now)
-            least = min(memory.leaves, key=lambda leaf: (*standing_by_hand(eviction, leaf, forest.clock), leaf.id))
+            trees.retention.advance_clock(now)
+            least = min(memory.leaves, key=lambda leaf: (*standing_by_hand(eviction, leaf, trees.clock), leaf.id))
             before, key = least.end, least.path
             size = len(key)
             assert memory.evict(1, now=now) == 1
@@ -158,7 +158,7 @@ def test_low_priority_goes_first_only_while_nobody_else_has_left_the_same():
     assert (memory.has([1, 1, 1, 1]), memory.has([2, 2, 2, 2])) == (4, 0)
 
 
-def test_what_is_asked_for_a_leaf_counts_for_what_comes_before_it():
+def test_the_priority_of_a_leaf_counts_for_the_blocks_before_it():
     memory = Memory("priority")
     memory.run([1, 1, 1, 2, 2, 2])
     memory.run([1, 1, 1, 3, 3, 3], now=1.0, priority=80)
@@ -171,7 +171,7 @@ def test_what_is_asked_for_a_leaf_counts_for_what_comes_before_it():
 
 
 @pytest.mark.parametrize("eviction", POLICIES)
-def test_all_that_is_idle_can_be_evicted_at_once(eviction):
+def test_all_idle_blocks_can_be_evicted_at_once(eviction):
     memory, rng = Memory(eviction, num_blocks=300, block_size=4), Random(5)
     for _ in range(40):
         memory.run([rng.randrange(2) for _ in range(rng.randint(1, 40))])
@@ -266,12 +266,12 @@ def churn(model: Model, rng: Random, num_operations: int) -> None:
                 model.collect()
         elif model.running():
             seq = rng.choice(model.running())
-            wish = Retention(
+            retention = Retention(
                 priority=rng.choice((20, 50, 80)),
                 ttl=rng.choice((None, 2.0, 30.0)),
                 pin=rng.random() < 0.3,
             )
-            seq.table.retention = SequenceRetention(wish, str(seq.id), seq.namespace.tenant)
+            seq.table.retention = SequenceRetention(retention, str(seq.id), seq.namespace.tenant)
             (model.preempt, model.end, lambda one: model.branch(rng, one), lambda one: model.fork(rng, one))[
                 rng.randrange(4)
             ](seq)

@@ -10,7 +10,7 @@ import torch
 from changed_kernels import changed
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_runner_driver import GREEDY, Driver, Wish, copy_move, load_model
+from model_runner_driver import GREEDY, Driver, RowParams, copy_move, load_model
 
 from quire import LLM
 from quire.core.step import TableUpdates
@@ -103,7 +103,7 @@ class Script:
     def _step(self, decoding, comers):
         rows = [*(row for row in decoding if row not in comers), *comers]
         chunks = [(row, self.done[row], len(self.known[row])) for row in rows]
-        params = Wish(self.params)
+        params = RowParams(self.params)
         opening = {
             "opens": [(row, params) for row in comers],
             "tokens": [(row, 0, list(self.known[row])) for row in comers],
@@ -183,7 +183,7 @@ def test_prompts_that_were_generated_are_those_of_the_reference(saved, played):
 def test_a_result_says_whether_its_step_was_captured(saved):
     """The first of its number of tokens, which takes longer than the others."""
     driver, _ = driver_of(saved("qwen3-gqa")[0], recorded=True)
-    params, known = Wish(GREEDY), {0: [5, 6, 7], 1: [8, 9]}
+    params, known = RowParams(GREEDY), {0: [5, 6, 7], 1: [8, 9]}
     opening = {"opens": [(row, params) for row in known], "tokens": [(row, 0, ids) for row, ids in known.items()]}
     results = [driver.run([(0, 0, 3), (1, 0, 2)], **opening)]
     for rows in ([0, 1], [0, 1], [0], [1]):
@@ -199,8 +199,8 @@ def test_a_result_says_whether_its_step_was_captured(saved):
 def test_deterministic_sequences_are_not_recorded(saved, played):
     folder = saved("qwen3-gqa")[0]
     driver, _ = driver_of(folder, recorded=True)
-    wishes = [GREEDY, SamplingParams(temperature=0.0, deterministic=True)]
-    driver.generate([[5, 6, 7], [8, 9]], 6, wishes)
+    params_of_rows = [GREEDY, SamplingParams(temperature=0.0, deterministic=True)]
+    driver.generate([[5, 6, 7], [8, 9]], 6, params_of_rows)
     assert not played
     assert driver.generate([[5, 6, 7], [8, 9]], 6) == Driver(load_model(folder)).generate([[5, 6, 7], [8, 9]], 6)
     assert len(played) == 4
@@ -298,7 +298,7 @@ def test_a_tape_computes_again_from_what_its_inputs_are_now():
     ],
 )
 @pytest.mark.parametrize("inference", [False, True])
-def test_what_torch_computes_cannot_be_recorded_and_is_named(names, compute, inference):
+def test_operations_of_torch_are_not_capturable_and_the_error_names_them(names, compute, inference):
     kernels, capture = kernels_module, kernels_module.new_step_capture()
     with torch.inference_mode(inference):
         x = torch.ones(2, 3)

@@ -284,7 +284,7 @@ def test_memory_is_taken_when_written_and_given_back():
     assert resident() - before < 2**24
 
 
-def test_what_does_not_fit_is_refused():
+def test_sizes_and_types_of_kv_that_do_not_match_are_refused():
     storage, k = cpu.allocate(small(), 16, CPU), torch.ones(2, 2, 20)
     slots = torch.arange(2)
     with pytest.raises(ValueError, match="multiple of 16"):

@@ -69,11 +69,11 @@ def test_a_large_vocabulary(machine, k, deviation):
     check(normal(2, 152064, 1, deviation), torch.tensor([[3, 152063], [70000, 0]]), k)
 
 
-def test_all_of_a_large_vocabulary(machine):
+def test_top_logprobs_may_be_as_many_as_a_large_vocabulary(machine):
     check(normal(1, 152064, 2).bfloat16(), torch.tensor([[3]]), 152064)
 
 
-def test_they_equal_the_reference(machine):
+def test_logprobs_equal_the_reference(machine):
     logits, tokens = normal(20, 3000, 3), torch.arange(60).reshape(20, 3) * 7
     ours, theirs = (module.logprobs(logits, tokens, 40) for module in (likelihood, reference))
     for mine, other in zip(ours, theirs, strict=True):
@@ -115,7 +115,7 @@ def test_rows_do_not_depend_on_company(machine):
         assert all(torch.equal(one[0], all_[i]) for one, all_ in zip(alone, together, strict=True))
 
 
-def test_what_does_not_fit_is_refused():
+def test_shapes_and_token_ids_that_do_not_fit_the_logits_are_refused():
     logits = normal(2, 10)
     for tokens, k in (([[1]], 2), ([[], []], 2), ([[1], [2]], 11), ([[1], [2]], -1)):
         with pytest.raises(ValueError, match="do not fit"):

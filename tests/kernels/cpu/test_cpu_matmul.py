@@ -216,7 +216,7 @@ def test_rows_may_be_a_view_into_a_wider_tensor(seed, rows, n, k, dtype, before,
 
 @drawn
 @given(SEEDS, ROWS, SIZES, DTYPES, st.booleans(), st.sampled_from([torch.nan, torch.inf, -torch.inf]), st.data())
-def test_what_is_not_finite_stays_in_its_row(seed, rows, k, dtype, strict, value, data):
+def test_a_value_that_is_not_finite_changes_no_other_row(seed, rows, k, dtype, strict, value, data):
     n = data.draw(SIZES)
     x, weight = normal(seed, rows, k, dtype=dtype), weight_of(seed + 1, 2 * n, k, dtype=dtype)
     row, column = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, k - 1))
@@ -268,7 +268,7 @@ def test_strict_experts_have_the_same_bits_alone_and_in_any_company(seed, num_to
     assert torch.equal(cpu.experts(x[one], ids[one], weights[one], up, down, "silu", deterministic=True), together[one])
 
 
-def test_what_does_not_go_together_is_refused():
+def test_inputs_that_do_not_match_a_packed_weight_are_refused():
     x, weight = torch.zeros(2, 8), torch.zeros(6, 8)
     packed, gates, several = cpu.pack_weight(weight), cpu.pack_weight(weight, 2), cpu.pack_weight(torch.zeros(3, 6, 8))
     with pytest.raises(TypeError, match="float16"):

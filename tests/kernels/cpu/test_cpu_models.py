@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import random_checkpoints as checkpoints
 import torch
-from batch_invariance_cases import STRICT, WISHES, record
+from batch_invariance_cases import PARAMS_OF_ROWS, STRICT, record
 from model_runner_driver import Driver, load_model
 from paged_model_forward import Sequences
 
@@ -134,10 +134,10 @@ def test_deterministic_sequences_have_the_same_bits_in_any_company(saved, kind, 
     kernels, strict = ordinary, deterministic
     model = load_model(saved(kind)[0], dtype, kernels)
     options = {"kernels": kernels, "strict": strict, "block_size": 16}
-    alone = {row: record(model, prompts, WISHES, [1000] * 5, rows=[row], **options)[row] for row in STRICT}
+    alone = {row: record(model, prompts, PARAMS_OF_ROWS, [1000] * 5, rows=[row], **options)[row] for row in STRICT}
     kernels.use_threads(2)
     try:
-        found = record(model, prompts, WISHES, [3, 1000, 1000, 5, 20], late_by={1: 2, 2: 1, 4: 3}, **options)
+        found = record(model, prompts, PARAMS_OF_ROWS, [3, 1000, 1000, 5, 20], late_by={1: 2, 2: 1, 4: 3}, **options)
     finally:
         kernels.use_threads(1)
     assert {row: found[row] for row in STRICT} == alone

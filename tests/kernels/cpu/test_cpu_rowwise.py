@@ -173,7 +173,7 @@ def test_a_number_has_the_same_bits_wherever_it_stands(seed, size, before, dtype
     assert torch.equal(cos[:, before:], cpu.rotation(torch.tensor([12345]), x.float().abs(), 1.0)[0])
 
 
-def test_what_does_not_go_together_is_refused():
+def test_shapes_and_types_that_do_not_match_are_refused():
     with pytest.raises(TypeError, match="float16"):
         cpu.activate(torch.zeros(3, dtype=torch.float16), "silu")
     with pytest.raises(ValueError, match="do not match"):

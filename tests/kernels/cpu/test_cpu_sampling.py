@@ -12,7 +12,7 @@ from cpu_kernel_builds import each_with, in_use
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling_metadata_builders import draws, mask, normal, random_draws
-from sampling_oracles import chi_square, draws_of, in_python, kept_tokens, wish
+from sampling_oracles import chi_square, draws_of, in_python, kept_tokens, row_params
 
 from quire.kernels import reference
 from quire.kernels.contract import Purpose
@@ -119,10 +119,10 @@ def test_a_long_tail_counts():
 
 
 @settings(max_examples=60)
-@given(wishes=st.lists(wish, min_size=1, max_size=4), seed=st.integers(0, 2**32), backwards=st.booleans())
-def test_edited_tokens_equal_the_reference(wishes, seed, backwards):
-    logits = normal(len(wishes), 23, seed)
-    rows = draws_of(wishes, seeds=seed, positions=range(len(wishes)), top_ps=0.9)
+@given(params_of_rows=st.lists(row_params, min_size=1, max_size=4), seed=st.integers(0, 2**32), backwards=st.booleans())
+def test_edited_tokens_equal_the_reference(params_of_rows, seed, backwards):
+    logits = normal(len(params_of_rows), 23, seed)
+    rows = draws_of(params_of_rows, seeds=seed, positions=range(len(params_of_rows)), top_ps=0.9)
     if backwards:  # entries may have any order of rows
         for entries in (rows.masks, rows.edits, rows.history):
             for name in entries.__slots__:

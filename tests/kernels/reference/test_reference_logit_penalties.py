@@ -8,36 +8,38 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling_metadata_builders import draws, mask
-from sampling_oracles import VOCAB, chi_square, draws_of, kept_tokens, oracle, wish
+from sampling_oracles import VOCAB, chi_square, draws_of, kept_tokens, oracle, row_params
 
 from quire.kernels import reference
 
 
-def edited(logits, wish):
+def edited(logits, row_params):
     """Edited logits by the contract's rules, in its order."""
     out = []
-    prompt = [token for token, is_output in wish["history"] if not is_output]
-    output = [token for token, is_output in wish["history"] if is_output]
+    prompt = [token for token, is_output in row_params["history"] if not is_output]
+    output = [token for token, is_output in row_params["history"] if is_output]
     for token, value in enumerate(logits):
-        if wish["allowed"] is not None and token not in wish["allowed"]:
+        if row_params["allowed"] is not None and token not in row_params["allowed"]:
             value = -math.inf
-        value += sum(added for edited_token, added in wish["edits"] if edited_token == token)
+        value += sum(added for edited_token, added in row_params["edits"] if edited_token == token)
         if token in prompt or token in output:
-            value = value / wish["repetition"] if value > 0 else value * wish["repetition"]
-        value -= wish["frequency"] * output.count(token)
-        value -= wish["presence"] * (token in output)
+            value = value / row_params["repetition"] if value > 0 else value * row_params["repetition"]
+        value -= row_params["frequency"] * output.count(token)
+        value -= row_params["presence"] * (token in output)
         out.append(value)
     return out
 
 
 @settings(max_examples=300, deadline=None)
-@given(wishes=st.lists(wish, min_size=1, max_size=4), noise=st.integers(0, 2**32))
-def test_tokens_equal_the_oracle(wishes, noise):
-    logits = torch.randn(len(wishes), VOCAB, generator=torch.Generator().manual_seed(noise)) * 2
+@given(params_of_rows=st.lists(row_params, min_size=1, max_size=4), noise=st.integers(0, 2**32))
+def test_tokens_equal_the_oracle(params_of_rows, noise):
+    logits = torch.randn(len(params_of_rows), VOCAB, generator=torch.Generator().manual_seed(noise)) * 2
     before = logits.clone()
-    found = reference.sample(logits, draws_of(wishes, seeds=noise, positions=range(len(wishes)))).tolist()
+    found = reference.sample(
+        logits, draws_of(params_of_rows, seeds=noise, positions=range(len(params_of_rows)))
+    ).tolist()
     assert torch.equal(logits, before)  # logprobs are reported from raw logits
-    for row, (values, one, w) in enumerate(zip(logits.tolist(), found, wishes, strict=True)):
+    for row, (values, one, w) in enumerate(zip(logits.tolist(), found, params_of_rows, strict=True)):
         scores = edited(values, w)
         if max(scores) == -math.inf:
             assert one == -1
@@ -118,13 +120,13 @@ def test_short_types_are_edited_in_float32():
 
 def test_edited_samples_have_the_exact_distribution():
     logits = torch.randn(24, generator=torch.Generator().manual_seed(1)) * 0.8
-    wish = {
+    row_params = {
         "allowed": set(range(20)),
         "edits": [(3, 1.5), (4, -0.7), (5, -math.inf)],
         "history": [(1, False), (2, True), (2, True), (6, True), (7, False), (7, True)],
         **{"repetition": 1.4, "frequency": 0.3, "presence": -0.5},
     }
-    kept = kept_tokens(edited(logits.tolist(), wish), 0.8, 0.95, 0, 0.0)
+    kept = kept_tokens(edited(logits.tolist(), row_params), 0.8, 0.95, 0, 0.0)
     weights = np.array([math.exp(kept[t]) if t in kept else 0.0 for t in range(24)])
     size = 20_000
     rows = draws(
@@ -133,10 +135,10 @@ def test_edited_samples_have_the_exact_distribution():
         temperatures=0.8,
         top_ps=0.95,
         masked=range(size),
-        masks=np.tile(mask([wish["allowed"]], 24), (size, 1)),
-        edits=[(row, *edit) for row in range(size) for edit in wish["edits"]],
-        history=[(row, *entry) for row in range(size) for entry in wish["history"]],
-        **{name: wish[name] for name in ("repetition", "frequency", "presence")},
+        masks=np.tile(mask([row_params["allowed"]], 24), (size, 1)),
+        edits=[(row, *edit) for row in range(size) for edit in row_params["edits"]],
+        history=[(row, *entry) for row in range(size) for entry in row_params["history"]],
+        **{name: row_params[name] for name in ("repetition", "frequency", "presence")},
     )
     statistic, freedom = chi_square(reference.sample(logits.expand(size, -1), rows).numpy(), weights / weights.sum())
     assert statistic < freedom + 3.9 * math.sqrt(2 * freedom) + 10

@@ -24,7 +24,7 @@ TYPES = sorted(MAX_QUANTIZED)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_what_is_lost_is_less_than_half_a_step(dtype):
+def test_the_rounding_error_of_quantized_kv_is_at_most_half_a_step(dtype):
     x = torch.randn(7, 5, 24, generator=torch.Generator().manual_seed(1)) * torch.logspace(-3, 3, 7)[:, None, None]
     stored = quantize(x, dtype)
     assert (stored.shape, stored.dtype) == ((7, 5, 28), torch.uint8)

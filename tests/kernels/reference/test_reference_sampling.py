@@ -41,8 +41,8 @@ def test_tokens_equal_the_oracle(rows, vocab_size, coarse, noise):
     names |= {"top_p": "top_ps", "top_k": "top_ks", "min_p": "min_ps"}
     columns = {plural: [r[name] for r in rows] for name, plural in names.items()}
     found = reference.sample(logits, draws(len(rows), **columns)).tolist()
-    for values, token, wishes in zip(logits.tolist(), found, rows, strict=True):
-        expected, lead = oracle(values, **wishes)
+    for values, token, params_of_rows in zip(logits.tolist(), found, rows, strict=True):
+        expected, lead = oracle(values, **params_of_rows)
         assert token == expected or lead < 1e-4
 
 

@@ -103,7 +103,7 @@ def test_a_graph_is_warmed_up_captured_once_and_leaves_its_result_in_its_place(m
         (torch.OutOfMemoryError("no memory"), torch.OutOfMemoryError),
     ],
 )
-def test_what_cannot_be_captured_is_refused_and_memory_that_is_short_is_an_error(monkeypatch, failure, raised):
+def test_failed_captures_raise_not_capturable_or_out_of_memory(monkeypatch, failure, raised):
     device, recorder = Device(monkeypatch), step_capture.CudaGraphCapture()
     device.failure = failure
     with pytest.raises(raised, match=str(failure)):

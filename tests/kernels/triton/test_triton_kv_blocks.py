@@ -186,7 +186,7 @@ def test_blocks_start_as_zeros(stored):
     assert not canonical.any()
 
 
-def test_what_does_not_fit_is_refused():
+def test_sizes_and_types_of_kv_that_do_not_match_are_refused():
     storage = blocks.allocate(group_of("float32"), 16, DEVICE)
     step = plan(Batch(np.array([0]), np.array([2]), np.array([[0]])), storage)
     k, angles = torch.ones(2, 2, 20, device=DEVICE), torch.ones(2, 11, device=DEVICE)

@@ -73,7 +73,7 @@ def test_a_large_vocabulary(k, deviation):
     check(normal(1, 152064, 1, deviation), torch.tensor([[3, 152063]]), k)
 
 
-def test_they_equal_the_reference():
+def test_logprobs_equal_the_reference():
     logits, tokens = normal(20, 3000, 3), torch.arange(60).reshape(20, 3) * 7
     ours, theirs = logprobs(logits, tokens, 40), reference.logprobs(logits, tokens, 40)
     for mine, other in zip(ours, theirs, strict=True):
@@ -146,7 +146,7 @@ def test_no_rows_have_no_values():
     assert [x.shape for x in found] == [(0, 2), (0,), (0, 3), (0, 3)]
 
 
-def test_what_does_not_fit_is_refused():
+def test_shapes_and_token_ids_that_do_not_fit_the_logits_are_refused():
     logits = normal(2, 10)
     for tokens, k in (([[1]], 2), ([[], []], 2), ([[1], [2]], 11), ([[1], [2]], -1)):
         with pytest.raises(ValueError, match="do not fit"):
@@ -157,7 +157,7 @@ def test_what_does_not_fit_is_refused():
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="a CPU is always in step with itself")
-def test_nothing_waits_for_the_device():
+def test_logprobs_do_not_synchronize_with_the_device():
     logits, tokens = normal(2, 3000).to(DEVICE), torch.tensor([[3], [5]])
     likelihood.logprobs(logits, tokens, 5)  # compiles
     torch.cuda.set_sync_debug_mode("error")

@@ -135,7 +135,7 @@ def test_a_long_row_has_the_same_bits_in_any_company(dtype):
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # of the interpreter: inf * 0
 @drawn
 @given(SEEDS, ROWS, SIZES, DTYPES, st.sampled_from([torch.nan, torch.inf, -torch.inf]), st.data())
-def test_what_is_not_finite_stays_in_its_row(seed, rows, k, dtype, value, data):
+def test_a_value_that_is_not_finite_changes_no_other_row(seed, rows, k, dtype, value, data):
     x, weight = normal(seed, rows, k, dtype=dtype), weight_of(seed + 1, 40, k, dtype=dtype)
     row, column = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, k - 1))
     spoilt = x.clone()

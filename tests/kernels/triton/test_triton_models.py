@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from changed_kernels import changed
-from model_runner_driver import GREEDY, Driver, Wish, load_model
+from model_runner_driver import GREEDY, Driver, RowParams, load_model
 from triton_device import DEVICE
 
 from quire import LLM, SamplingParams
@@ -93,10 +93,10 @@ def test_greedy_tokens_are_those_of_transformers(saved, prompts, family):
 def test_penalties_count_sampled_tokens(saved, prompts):
     folder, penalties = saved("qwen3-gqa")[0], {"presence_penalty": 2.0, "frequency_penalty": 2.0}
     params = SamplingParams(temperature=0.0, allowed_token_ids=(3, 4, 5, 6), **penalties)
-    wish = [Wish(params, prompt_len=len(prompts[0]))]
-    expected = Driver(load_model(folder), block_size=BLOCK).generate(prompts[:1], 4, wish)
+    row_params = [RowParams(params, prompt_len=len(prompts[0]))]
+    expected = Driver(load_model(folder), block_size=BLOCK).generate(prompts[:1], 4, row_params)
     assert sorted(expected[0]) == [3, 4, 5, 6], "a token is not sampled again before all others"
-    assert driver(folder).generate(prompts[:1], 4, wish) == expected
+    assert driver(folder).generate(prompts[:1], 4, row_params) == expected
 
 
 def test_deterministic_sequences_do_not_depend_on_company_and_cuts(saved, prompts):
@@ -141,7 +141,7 @@ def test_recorded_steps_divide_chunks_with_drafts(saved):
     assert recorder.sizes == [8, 4], "steps of 6 and 7 tokens, and one of 3"
 
 
-def test_what_cannot_be_recorded_runs_as_before(saved, prompts):
+def test_a_step_that_cannot_be_captured_runs_without_a_graph(saved, prompts):
     class Refusing(step_capture.CudaGraphCapture):
         def capture(self, compute):
             raise NotCapturable("something waits for the device")
@@ -195,7 +195,7 @@ def test_ladder_sizes_hold_what_they_are_asked_for():
 
 
 @pytest.mark.parametrize(
-    ("wish", "capability", "why"),
+    ("row_params", "capability", "why"),
     [
         ({"kv_dtype": "fp8_e4m3"}, (8, 0), "fp8 needs compute capability 8.9, and this device has 8.0"),
         ({"kv_dtype": "fp8_e4m3"}, (9, 0), None),
@@ -211,9 +211,9 @@ def test_ladder_sizes_hold_what_they_are_asked_for():
         ({"head_dims": (64, 512)}, (9, 0), "heads of 512 are larger than 256"),
     ],
 )
-def test_what_a_device_cannot_do_is_refused_before_anything_is_loaded(monkeypatch, wish, capability, why):
+def test_unsupported_devices_and_types_are_refused_before_weights_are_loaded(monkeypatch, row_params, capability, why):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
     usual = {"device": torch.device("cuda"), "dtype": "bfloat16", "kv_dtype": "bfloat16", "block_size": 16}
-    demands = Requirements(**{**usual, "head_dims": (128,), **wish})
+    demands = Requirements(**{**usual, "head_dims": (128,), **row_params})
     assert kernels_module.unsupported_reason(demands) == why

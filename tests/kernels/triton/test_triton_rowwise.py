@@ -122,7 +122,7 @@ def test_rows_may_be_as_long_as_those_of_large_models(size, dtype):
 
 
 @pytest.mark.parametrize("size", [20, 128])
-def test_what_is_not_finite_stays_in_its_row(size):
+def test_nan_changes_no_other_row(size):
     x, weight = normal(0, 20, size), normal(1, size)
     spoilt = x.clone()
     spoilt[7, 3] = torch.nan
@@ -221,7 +221,7 @@ def test_no_rows_give_no_rows():
     assert rowwise.activate(x, "silu").shape == (0, 20)
 
 
-def test_what_does_not_go_together_is_refused():
+def test_shapes_and_types_that_do_not_match_are_refused():
     x = torch.zeros(2, 4, device=DEVICE)
     for other in (torch.zeros(3, 4, device=DEVICE), x.half()):
         with pytest.raises(ValueError, match="do not match"):

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling_metadata_builders import draws, mask, normal, random_draws
-from sampling_oracles import draws_of, in_python, kept_tokens, wish
+from sampling_oracles import draws_of, in_python, kept_tokens, row_params
 from triton_device import DEVICE
 
 from quire.kernels import reference
@@ -116,12 +116,18 @@ def kept(logits, rows):
     """Tokens kept by the filters, if all rows are sampled: bool (num_rows, vocab_size), and the scores."""
     vocab_size = logits.shape[1]
     table = sampling.pack_metadata(rows, vocab_size)
-    told = sampling.pack_edits(rows, table, vocab_size)
-    wishes, some, *told = uploads.upload([table, np.arange(len(logits), dtype=np.int32), *told], DEVICE)
+    packed = sampling.pack_edits(rows, table, vocab_size)
+    params_of_rows, some, *packed = uploads.upload([table, np.arange(len(logits), dtype=np.int32), *packed], DEVICE)
     logits = logits.to(DEVICE)
-    changed, peaks, _ = sampling.edit_and_find_peaks(logits, wishes, told, table)
-    thresholds.apply_top_k_top_p(logits, changed, wishes, peaks, some)
-    least = wishes.view(len(logits), -1)[:, rows_.MIN_SCORE.value].contiguous().view(torch.float32).cpu().unsqueeze(1)
+    changed, peaks, _ = sampling.edit_and_find_peaks(logits, params_of_rows, packed, table)
+    thresholds.apply_top_k_top_p(logits, changed, params_of_rows, peaks, some)
+    least = (
+        params_of_rows.view(len(logits), -1)[:, rows_.MIN_SCORE.value]
+        .contiguous()
+        .view(torch.float32)
+        .cpu()
+        .unsqueeze(1)
+    )
     scores = scores_of(logits.cpu(), rows)
     return scores >= least
 
@@ -142,7 +148,7 @@ def kept_by_the_reference(logits, rows):
     ("deviation", "coarse", "copied"),
     [(0.0, False, 32), (0.01, False, 8192), (1.0, True, 32), (2.0, False, 8192), (30.0, False, 32)],
 )
-def test_what_is_kept_equals_the_reference_s(monkeypatch, deviation, coarse, copied):
+def test_kept_tokens_equal_the_reference(monkeypatch, deviation, coarse, copied):
     monkeypatch.setattr(thresholds, "MAX_COPIED", copied)  # with few of them every pass reads the row itself
     logits = normal(6, 1500, 11, deviation)
     if coarse:
@@ -187,7 +193,7 @@ def test_filters_keep_what_they_say():
     min_p=st.sampled_from([0.0, 0.03, 0.4]),
     seed=st.integers(0, 200),
 )
-def test_what_is_kept_equals_a_slow_oracle_s(vocab_size, temperature, top_p, top_k, min_p, seed):
+def test_kept_tokens_equal_a_slow_oracle(vocab_size, temperature, top_p, top_k, min_p, seed):
     """Logits are halves: scores are exact, ties are ties, and no share is close to a limit."""
     logits = (normal(1, vocab_size, seed) * 2).round() / 2
     rows = draws(1, temperatures=temperature, top_ps=top_p, top_ks=top_k, min_ps=min_p)
@@ -321,7 +327,7 @@ def test_columns_that_may_not_be_written_are_read():
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="a CPU is always in step with itself")
-def test_nothing_waits_for_the_device():
+def test_sampling_does_not_synchronize_with_the_device():
     logits = normal(4, 3000).to(DEVICE)
     more = {"edits": [(0, 3, 1.0)], "history": [(1, 5, True)], "masked": [2], "masks": mask([{1, 2000}], 3000)}
     rows = draws(4, temperatures=[0, 1, 1, 1], top_ks=20, top_ps=0.9, frequency=1.0, **more)
@@ -337,10 +343,10 @@ def test_nothing_waits_for_the_device():
 
 
 @settings(max_examples=25, deadline=None)
-@given(wishes=st.lists(wish, min_size=1, max_size=3), seed=st.integers(0, 2**32), backwards=st.booleans())
-def test_edited_tokens_equal_the_reference(wishes, seed, backwards):
-    logits = normal(len(wishes), 23, seed)
-    rows = draws_of(wishes, seeds=seed, positions=range(len(wishes)), top_ps=0.9)
+@given(params_of_rows=st.lists(row_params, min_size=1, max_size=3), seed=st.integers(0, 2**32), backwards=st.booleans())
+def test_edited_tokens_equal_the_reference(params_of_rows, seed, backwards):
+    logits = normal(len(params_of_rows), 23, seed)
+    rows = draws_of(params_of_rows, seeds=seed, positions=range(len(params_of_rows)), top_ps=0.9)
     if backwards:  # entries may have any order of rows
         for entries in (rows.masks, rows.edits, rows.history):
             for name in entries.__slots__:

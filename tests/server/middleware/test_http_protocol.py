@@ -93,7 +93,7 @@ def trickle(client, data, pause=SLOW / 10):
     return False
 
 
-def test_who_sends_no_head_is_not_waited_for(url):
+def test_a_connection_without_a_request_head_is_closed(url):
     with connected(url) as client:
         begun = time.monotonic()
         assert client.recv(1) == b""
@@ -133,14 +133,14 @@ def test_a_long_body_has_more_time(url, monkeypatch):
         assert read_all(client) == (200, b"4096")
 
 
-def test_what_takes_long_to_answer_is_not_hurried(url):
+def test_a_slow_answer_is_not_cut_off(url):
     with httpx.Client() as client:
         for _ in range(2):
             assert client.post(f"{url}/?sleep={1.5 * SLOW}", content=b"abc").text == "3"
             time.sleep(1.5 * SLOW)  # idle time between requests does not count
 
 
-def test_who_goes_on_sending_after_the_answer_is_cut_off(monkeypatch):
+def test_a_client_that_sends_on_after_the_answer_is_disconnected(monkeypatch):
     monkeypatch.setattr(http_protocol, "HEAD_SECONDS", SLOW)
 
     class Refuse:
@@ -173,7 +173,7 @@ def test_a_head_that_is_too_long(url):
 @pytest.mark.parametrize(
     "data", [b"\x00\x01\x02\r\n\r\n", b"hello\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\r\n\r\n"]
 )
-def test_what_is_no_http(url, data):
+def test_bytes_that_are_no_http_are_refused(url, data):
     with connected(url) as client:
         client.sendall(data)
         assert refused(client, 400) == "this is not valid HTTP/1.1"
@@ -297,7 +297,7 @@ def test_websockets_are_not_spoken(url):
     assert httpx.get(url, headers=upgrade).status_code == 200  # the upgrade is ignored
 
 
-def test_what_proxies_say_is_not_believed(url):
+def test_forwarded_headers_of_unknown_proxies_are_ignored(url):
     async def scheme(request):
         return PlainTextResponse(f"{request.url.scheme} {request.client.host}")
 
@@ -354,7 +354,7 @@ def test_certificates_that_cannot_be_used(certificate, tmp_path):
             check_certificate(*files)
 
 
-def test_a_bad_certificate_is_told_before_anything_is_loaded(monkeypatch, tmp_path):
+def test_a_bad_certificate_is_reported_before_a_model_is_loaded(monkeypatch, tmp_path):
     monkeypatch.setattr(serving, "launched", None)
     with pytest.raises(ConfigError, match="ssl_certfile"):
         serving.serve(EngineOptions(), ServerOptions(ssl_certfile=str(tmp_path / "none")), report=print, progress=print)

@@ -1,4 +1,4 @@
-"""Requests leave nothing that only a garbage collection would free."""
+"""Requests leave no cycles of references, which only a garbage collection would free."""
 
 import gc
 import json
@@ -38,7 +38,7 @@ def answer_of(address, content):
 
 
 @pytest.mark.parametrize("kind", CONTENTS)
-def test_a_request_leaves_no_garbage(address, kind):
+def test_a_request_leaves_no_cyclic_references(address, kind):
     status = b"HTTP/1.1 200" if kind in ("whole answer", "stream") else b"HTTP/1.1 400"
 
     def unreachable_after_requests() -> list[str]:
