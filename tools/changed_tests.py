@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-TIMES = ROOT / "benchmarks" / "results" / "test_times.json"  # `make test ARGS="--test-times=FILE"`
+TIMES = Path("benchmarks") / "results" / "test_times.json"  # `make test ARGS="--test-times=FILE"`
 SECONDS = 100.0  # CPU time of a selection
 _UNKNOWN = 2.0  # seconds of a file without a record
 _APART = ("tests/benchmarks/", "tests/real/")  # not in `make test` either
@@ -49,6 +49,15 @@ def select(changed: Iterable[str], texts: Mapping[str, str], seconds: Mapping[st
             files.append(file)
             spent += needed
     return Selection(files, left)
+
+
+def selection(changed: Iterable[str], repository: Path = ROOT, most: float = SECONDS) -> Selection:
+    """Choose tests for changed files of a repository, by the CPU seconds that it has recorded."""
+    paths = (repository / "tests").rglob("test_*.py")
+    texts = {path.relative_to(repository).as_posix(): path.read_text() for path in paths}
+    times = repository / TIMES
+    recorded = json.loads(times.read_text())["files"] if times.exists() else {}
+    return select(changed, texts, {file: each["cpu"] + each["children"] for file, each in recorded.items()}, most)
 
 
 def _near(changed: PurePosixPath, texts: Mapping[str, str]) -> Iterator[list[str]]:
@@ -94,14 +103,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=SECONDS, help="CPU time")
     parser.add_argument("--list", action="store_true", help="print the files, run nothing")
     args, others = parser.parse_known_args()
-    texts = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
-    recorded = json.loads(TIMES.read_text())["files"] if TIMES.exists() else {}
-    seconds = {file: each["cpu"] + each["children"] for file, each in recorded.items()}
     changed = [
         *_git("diff", "--name-only", "--diff-filter=d", args.base),
         *_git("ls-files", "-o", "--exclude-standard"),
     ]
-    files, left = select(changed, texts, seconds, args.seconds)
+    files, left = selection(changed, most=args.seconds)
     if not files:
         sys.exit(f"nothing that has tests differs from {args.base}")
     print("\n".join(files), file=sys.stderr)

@@ -86,10 +86,10 @@ def test_that_fails_once():
         assert False
 """
 NOTHING = """
-from quire.numbers.sums import total
+from importlib import import_module
 
 def test_nothing():
-    assert total([]) == 0
+    assert import_module(".sums", "quire.numbers").total([]) == 0
 """
 TABLE = """
 [[numbers]]
@@ -144,7 +144,7 @@ def test_faults_of_a_small_repository_are_caught_or_not_and_run_once(tmp_path, m
 
     code, printed = mutations()
     assert code == 1
-    assert printed[-1] == "1 of 2 faults are caught"
+    assert printed[-1] == "1 of 2 faults are caught, 1 by tests that `make test-changed` runs"
     assert printed[0].endswith("mirrored  tests/numbers/test_sums.py::test_total")
     assert printed[1].endswith("mirrored  NOT CAUGHT")
     first, second = json.loads((repository / "build/mutations/results.json").read_text())["faults"]
@@ -160,6 +160,7 @@ def test_faults_of_a_small_repository_are_caught_or_not_and_run_once(tmp_path, m
     code, printed = mutations("--whole", "--only", "sum-of-nothing-is-one")
     assert code == 0
     assert printed[0].endswith("whole     tests/test_nothing.py::test_nothing")
+    assert printed[1] == "1 of 1 faults are caught, 0 by tests that `make test-changed` runs"
     assert len(runs.read_text().splitlines()) > num_runs, "another patch is another fault"
 
 

@@ -101,7 +101,8 @@ def _print_results(faults: Sequence[Fault], results: Results) -> int:
         caught_by = one["tests"][0] if one["caught"] else "NOT CAUGHT"
         print(f"{one['id']:<{width}}  {one['seconds']:>5} s  {one['stage']:<8}  {caught_by}")
     num_caught = sum(one["caught"] for one in found)
-    print(f"{num_caught} of {len(faults)} faults are caught")
+    num_near = sum(one["test_changed"] for one in found)
+    print(f"{num_caught} of {len(faults)} faults are caught, {num_near} by tests that `make test-changed` runs")
     return int(num_caught < len(faults))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tools.changed_tests import selection
 from tools.mutations.checkout import Checkout
 from tools.mutations.faults import Fault, mirrored_tests
 
@@ -19,6 +20,7 @@ class Catch(NamedTuple):
     tests: list[str]
     stage: str  # of these tests; of the last one that ran if there are none
     seconds: float
+    is_near: bool  # whether `make test-changed` runs one of the tests after a change of the file
 
 
 def catch(fault: Fault, checkout: Checkout, *, whole: bool) -> Catch:
@@ -29,7 +31,9 @@ def catch(fault: Fault, checkout: Checkout, *, whole: bool) -> Catch:
         tests = _catching(fault, checkout, arguments)
         if tests:
             break
-    return Catch(tests, stage, time.monotonic() - began)
+    near = selection([fault.file], checkout.folder).files if tests else []
+    is_near = any(test.partition("::")[0] in near for test in tests)
+    return Catch(tests, stage, time.monotonic() - began, is_near)
 
 
 def _stages(fault: Fault, repository: Path, *, whole: bool) -> Iterator[tuple[str, list[str]]]:
@@ -93,6 +97,7 @@ class Results:
             "caught": bool(result.tests),
             "tests": result.tests,
             "stage": result.stage,
+            "test_changed": result.is_near,
             "seconds": round(result.seconds),
         }
         self._file.parent.mkdir(parents=True, exist_ok=True)
