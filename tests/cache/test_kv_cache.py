@@ -375,7 +375,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 CacheMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
-TestCacheMachine = CacheMachine.TestCase
+TestBlocksEqualAModelOfTheCache = CacheMachine.TestCase
 
 
 @pytest.mark.parametrize("prefix_index", ["radix", "hash"])

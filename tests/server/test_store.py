@@ -188,8 +188,8 @@ class StoreMachine(RuleBasedStateMachine):
         check_usage(self.store)
 
 
-TestStore = StoreMachine.TestCase
-TestStore.settings = settings(max_examples=15, stateful_step_count=20, deadline=None)
+TestStoredResponsesEqualAModelOfTheStore = StoreMachine.TestCase
+TestStoredResponsesEqualAModelOfTheStore.settings = settings(max_examples=15, stateful_step_count=20, deadline=None)
 
 
 def test_the_oldest_objects_make_room_and_those_in_use_do_not(small):

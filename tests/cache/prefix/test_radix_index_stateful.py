@@ -121,8 +121,8 @@ class RoughMachine(PrefixMachine):
 
 ExactMachine.TestCase.settings = settings(max_examples=examples(120), stateful_step_count=60, deadline=None)
 RoughMachine.TestCase.settings = settings(max_examples=examples(200), stateful_step_count=60, deadline=None)
-TestExact = ExactMachine.TestCase
-TestRough = RoughMachine.TestCase
+TestEveryPrefixReuseEqualsAModel = ExactMachine.TestCase
+TestNothingLeaksWithFailedSteps = RoughMachine.TestCase
 
 
 def drive(model: Model, rng: Random, num_operations: int, *, fails: float = 0.0, every: int = 1) -> None:
