@@ -88,6 +88,13 @@ def test_a_head_of_int4_with_a_number_that_is_not_finite_is_nan(bad):
     assert dequantize(torch.zeros(4, 44, dtype=torch.uint8), "int4").eq(0).all()
 
 
+@pytest.mark.parametrize("dtype", sorted(QUANTIZED))
+def test_kv_of_no_tokens_is_quantized(dtype):
+    stored = quantize(torch.zeros(0, 2, 40), dtype)
+    assert (stored.dtype, stored.shape[-1]) == stored_dtype_and_size(dtype, 40)
+    assert from_stored(stored, dtype, 40).shape == (0, 2, 40)
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 def test_zeros_stay_zeros_and_one_bad_head_spoils_no_other(dtype):
     x = torch.zeros(3, 2, 8)
