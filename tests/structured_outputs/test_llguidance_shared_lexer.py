@@ -2,6 +2,7 @@
 
 import json
 
+import llguidance
 import numpy as np
 
 from quire.params import StructuredOutputsParams
@@ -48,6 +49,21 @@ def test_other_sequences_go_on_where_one_reaches_a_limit(caplog):
     assert sibling.write(20)
     assert all(Writer(grammar).write(20) for _ in range(3))
     assert caplog.text.count("too many states") == 1
+
+
+def test_sequences_after_one_that_reached_a_limit_share_one_new_lexer(monkeypatch):
+    grammar, built, matcher = GuidanceBackend().compile(LONG_STRING, BYTES), [], llguidance.LLMatcher
+
+    def counted(*arguments, **options):
+        built.append(arguments)
+        return matcher(*arguments, **options)
+
+    monkeypatch.setattr(llguidance, "LLMatcher", counted)
+    assert not Writer(grammar).write(59_000)
+    assert built
+    built.clear()
+    assert all(Writer(grammar).write(20) for _ in range(3))
+    assert not built, "each of them has built a lexer"
 
 
 def test_a_panic_of_llguidance_affects_neither_other_matchers_nor_the_grammar(caplog):
