@@ -13,8 +13,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.testclient import TestClient
 from multi_tenant_server import run_site
 from pydantic import BaseModel
-from server_probes import wait_until
 from starlette.exceptions import HTTPException
+from waiting import wait_until
 
 from quire.errors import ContextLengthExceeded
 from quire.server import held_answer, request_body

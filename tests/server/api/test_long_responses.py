@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, contextmanager
 import pytest
 from embedded_model_server import CHAT, service_of, small_engine
 from held_items import held
+from waiting import until
 from watched_database import watch
 
 from quire import tenant_memory
@@ -318,8 +319,7 @@ def test_an_unread_replay_of_a_response_holds_one_piece_in_memory(run, monkeypat
                 await reading.wait()
 
         replay = asyncio.ensure_future(client.ask("GET", f"/v1/responses/{id}?stream=true", None, read))
-        while len(taken) < 2:
-            await asyncio.sleep(0.01)
+        await until(lambda: len(taken) == 2)
         for _ in range(20):
             await asyncio.sleep(0.01)
         assert len(taken) == 2 and len(read_rows) == 1
@@ -370,12 +370,10 @@ def test_a_long_answer_counts_until_it_is_read_and_the_next_one_waits(run, monke
             await reading.wait()
 
         unread = asyncio.ensure_future(client.ask("GET", path, None, read))
-        while not sizes:
-            await asyncio.sleep(0.01)
+        await until(lambda: sizes)
         assert client.memory.num_held == len(whole)
         waiting = asyncio.ensure_future(client.ask("GET", path))
-        while not client.memory.num_waiting:
-            await asyncio.sleep(0.01)
+        await until(lambda: client.memory.num_waiting)
         monkeypatch.setattr(held_answer, "TURN_SECONDS", 0.0)
         status, refused = await client.json("GET", path)
         assert (status, refused["error"]["code"]) == (429, "tenant_memory_full")

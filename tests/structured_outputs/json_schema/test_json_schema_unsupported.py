@@ -321,12 +321,12 @@ EVIL = {
 
 @pytest.mark.parametrize("name", EVIL)
 def test_checking_a_hostile_constraint_takes_bounded_time(name):
-    began = time.perf_counter()
+    began = time.process_time()
     try:
         check(Asked(**EVIL[name]))
     except RequestError as error:
         assert len(str(error)) < 600
-    assert time.perf_counter() - began < 1, "of a machine that does other things, too; alone it is 0.15 s at most"
+    assert time.process_time() - began < 1, "CPU seconds; it takes 0.15 at most"
 
 
 def test_schemas_within_the_bounds_are_accepted():
