@@ -90,7 +90,7 @@ def test_tokens_of_prompts_and_outputs_count(stream, monkeypatch):
 
         with monkeypatch.context() as patch:
             patch.setattr(service.engine, "generate", never)
-            late = mine.post("tokens", "/v1/embeddings", input=[67] * 10, timeout=0.5)
+            late = mine.post("tokens", "/v1/embeddings", input=[67] * 10, timeout=1.0)
         assert late.status_code == 408  # it was accepted, and counts in full
         assert int(late.headers["x-ratelimit-remaining-tokens"]) in range(50, 51 + most_returned())
         answer = mine.post("tokens", **BODY, n=2, stream=stream)
