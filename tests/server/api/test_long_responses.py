@@ -260,7 +260,15 @@ def test_a_response_that_is_cancelled_twice_while_its_events_are_stored_is_store
         await may_store.wait()
         return await append(self, piece)
 
+    cancel, num_cancelled = responses_generation.Running.cancel, 0
+
+    async def counted(self):
+        nonlocal num_cancelled
+        num_cancelled += 1
+        await cancel(self)
+
     monkeypatch.setattr(stored_responses.ResponseObject, "append", held_up)
+    monkeypatch.setattr(responses_generation.Running, "cancel", counted)
 
     async def scenario(client):
         body = {"input": HELLO, "background": True, **DETAILED}
@@ -273,7 +281,7 @@ def test_a_response_that_is_cancelled_twice_while_its_events_are_stored_is_store
         await is_storing.wait()
         id = json.loads(b"".join(sent).split(b"\n\n")[0].partition(b"data: ")[2])["response"]["id"]
         cancelled = [asyncio.ensure_future(client.json("POST", f"/v1/responses/{id}/cancel")) for _ in range(2)]
-        await asyncio.sleep(0.05)
+        await until(lambda: num_cancelled == 2)
         may_store.set()
         assert [answer["status"] for _, answer in await asyncio.gather(*cancelled)] == ["cancelled"] * 2
         await generated
