@@ -3,10 +3,12 @@
 import quire  # noqa: F401 (before torch: it bounds how long waiting threads spin, as they do in an engine)
 
 # isort: split
+import inspect
 import os
 from pathlib import Path
 
 import certifi
+import httpx
 import pytest
 import torch
 from hypothesis import settings
@@ -42,6 +44,13 @@ settings.load_profile("quire")
 def one_thread():
     """Tensors are tiny here: a second thread would cost more time than it saves."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patient_clients():
+    """HTTP clients of tests wait a minute by default, not five seconds: machines are busy at times."""
+    default = inspect.signature(httpx.Client).parameters["timeout"].default
+    default.connect = default.read = default.write = default.pool = 60.0
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -24,7 +24,7 @@ def test_a_tenant_that_occupies_its_threads_waits_until_one_is_done():
     thread.join(0.05)
     assert thread.is_alive()
     queue.done("a")
-    thread.join(10)
+    thread.join(60)
     assert taken == [("a", 2)]
 
 

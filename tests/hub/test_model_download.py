@@ -348,10 +348,15 @@ def test_without_a_network_the_copy_is_taken_and_it_says_so(find):
 
 
 def test_without_network_and_local_copy_the_error_comes_within_5_seconds(find):
-    begin = time.monotonic()
-    with pytest.raises(ModelError, match="owner/tiny is not on this machine, and the Hub cannot be reached"):
-        find("owner/tiny", endpoint=f"http://127.0.0.1:{closed_port()}")
-    assert time.monotonic() - begin < 5
+    def seconds(says, **options):
+        begin = time.monotonic()
+        with pytest.raises(ModelError, match=f"owner/tiny is not {says}"):
+            find("owner/tiny", **options)
+        return time.monotonic() - begin
+
+    offline = seconds("in the cache", offline=True)  # on a machine that may be busy
+    unreachable = {"endpoint": f"http://127.0.0.1:{closed_port()}"}
+    assert seconds("on this machine, and the Hub cannot be reached", **unreachable) < 5 + 20 * offline
 
 
 def closed_port() -> int:

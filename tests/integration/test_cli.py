@@ -30,7 +30,7 @@ ENV = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "TERM": "dumb"}
 
 def run(*args, **more):
     command = [sys.executable, "-c", "from quire.command import main; main()", *args]
-    return subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=60, **more)
+    return subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=300, **more)
 
 
 def help_of(command):
@@ -172,7 +172,7 @@ except SystemExit as end:
     assert not end.code, end.code
 assert not {"torch", "fastapi", "jinja2"} & set(sys.modules), sorted(sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, env=ENV, timeout=60)
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, env=ENV, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "--max-num-seqs" in done.stdout
 
@@ -214,7 +214,7 @@ main()
         else:
             until(is_figure)
         process.send_signal(number)
-        printed, errors = process.communicate(timeout=60)
+        printed, errors = process.communicate(timeout=300)
         assert (process.returncode, errors) == (0, "")
         assert not [line for line in printed.splitlines() if line.startswith("{") or (flags and is_figure(line))]
     finally:
@@ -236,7 +236,7 @@ for arguments in {commands}:
     with contextlib.suppress(SystemExit):
         quire.command.main()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENV, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENV, timeout=300)
     lines = [line for line in done.stdout.splitlines() if line.startswith(("spawned", "command"))]
     first, *others = [f"command {arguments}" for arguments in commands]
     assert lines == [first, "spawned False", *others], done.stderr
@@ -249,7 +249,7 @@ def test_the_engine_process_ends_at_once_if_the_command_line_is_wrong():
         stderr=subprocess.STDOUT,  # the engine process has it, too
         text=True,
         env=ENV,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 2 and "no-such-flag" in done.stdout.lower() and "Warning" not in done.stdout
 

@@ -10,6 +10,7 @@ import traceback
 
 import pytest
 from fake_lang_backend import Pretend
+from waiting import until, wait_until
 
 import quire.lang as sgl
 from quire.errors import RequestError
@@ -92,8 +93,7 @@ def test_a_users_error_keeps_its_traceback_and_gives_up_what_runs(pretend):
     with pytest.raises(KeyError) as caught:
         program.run(backend=backend)
     assert "the_line_that_is_wrong" in "".join(traceback.format_exception(caught.value))
-    backend.loop.run(asyncio.sleep(0.01))
-    assert backend.num_running == 0
+    wait_until(lambda: backend.num_running == 0)
 
 
 def test_a_fork_that_fails_leaves_its_parent_until_they_are_joined(pretend):
@@ -161,8 +161,7 @@ def test_a_finished_state_is_unchanged_when_the_backend_closes():
     ended_programs = []
     with Slow() as backend:
         state = reads.run(backend=backend)
-        while not ended_programs:
-            time.sleep(0.001)
+        wait_until(lambda: ended_programs)
     assert (state.error(), state.text(), state["x"]) == (None, "a yes", " yes")
 
 
@@ -221,16 +220,14 @@ def test_ctrl_c_ends_a_program_that_waits(pretend, interruptible):
     timer = threading.Timer(0.05, lambda: signal.pthread_kill(main, signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         program.run(backend=backend)
-    backend.loop.run(asyncio.sleep(0.01))
-    assert backend.num_running == 0
+    wait_until(lambda: backend.num_running == 0)
 
 
 def test_an_error_in_a_batch_cancels_the_other_programs(pretend):
     @sgl.function
     def program(s, number):
         s += "wait" + sgl.gen("x")
-        while not number and backend.num_running < 3:
-            time.sleep(0.001)
+        wait_until(lambda: number or backend.num_running == 3)
         return s["x"] if number else 1 // number
 
     backend = pretend(gates=["wait"])
@@ -253,8 +250,7 @@ def test_a_hint_that_fails_changes_nothing(pretend):
     ended_programs = []
     with Forgetful() as backend:
         state = reads.run(backend=backend)
-        while not ended_programs:
-            time.sleep(0.001)
+        wait_until(lambda: ended_programs)
         state += "more"
         assert state.error() is None and state.text().endswith("more")
 
@@ -269,15 +265,13 @@ def test_a_coroutine_that_is_cancelled_gives_up_its_program(pretend):
 
     async def cancelled():
         task = asyncio.ensure_future(program.arun(backend=backend))
-        while not backend.num_running:
-            await asyncio.sleep(0.001)
+        await until(lambda: backend.num_running)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
     asyncio.run(cancelled())
-    backend.loop.run(asyncio.sleep(0.01))
-    assert backend.num_running == 0
+    wait_until(lambda: backend.num_running == 0)
 
 
 @pytest.mark.parametrize(
@@ -374,9 +368,6 @@ def test_an_end_that_cannot_be_sent_at_exit_leaves_no_traceback(caplog):
 
     with Exiting() as backend:
         program.run(backend=backend)
-        deadline = time.monotonic() + 20
-        while not backend.ended_branches and time.monotonic() < deadline:
-            time.sleep(0.001)
-    assert backend.ended_branches
+        wait_until(lambda: backend.ended_branches)
     gc.collect()
     assert "never retrieved" not in caplog.text

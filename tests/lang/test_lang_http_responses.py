@@ -3,13 +3,13 @@
 import asyncio
 import json
 import threading
-import time
 from contextlib import contextmanager
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx2
 import pytest
+from waiting import wait_until
 
 import quire.lang as sgl
 from quire.errors import ConfigError
@@ -52,8 +52,7 @@ def run(monkeypatch, api, answer, *, stream, end="data: [DONE]\n\n"):
     monkeypatch.setattr(f"quire.lang.backends.{api}.Http", partial(Http, transport=transport))
     with APIS[api][2]() as backend:
         state = program.run(stream=stream, backend=backend)
-        while stream and "x" not in state:
-            time.sleep(0.001)
+        wait_until(lambda: not stream or "x" in state)
         state.sync()
         return state
 
@@ -122,7 +121,7 @@ def http_server(rest):
             for text in ('data: {"a": 1}\n\n', "data: [DONE]\n\n"):
                 self.wfile.write(b"%x\r\n%s\r\n" % (len(text), text.encode()))
             self.wfile.flush()
-            if rest.wait(10):
+            if rest.wait(60):
                 self.wfile.write(b"0\r\n\r\n")
 
         def log_message(self, *_):

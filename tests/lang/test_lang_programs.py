@@ -4,12 +4,12 @@ import re
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 from fake_lang_backend import Pretend, echo
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waiting import wait_until
 
 import quire.lang as sgl
 from quire.errors import ConfigError, RequestError
@@ -208,8 +208,7 @@ def test_forks_run_side_by_side_and_nothing_waits_that_need_not(pretend):
         forks += "wait" + sgl.gen("x")
         s += "on" + sgl.gen("y")
         assert s["y"] == " yes"  # no fork has its variable yet
-        while backend.num_running < 4:
-            time.sleep(0.001)
+        wait_until(lambda: backend.num_running == 4)
         num_threads = threading.active_count()
         backend.open("wait")
         forks.join()
@@ -285,8 +284,7 @@ def test_program_hints_name_program_and_branch_of_each_call(pretend):
     trunk, *branches = (asked.program for asked in backend.asked)
     assert (trunk.branch, [one.branch for one in branches]) == ("", ["1", "2"])
     assert {one.id for one in branches} == {trunk.id}
-    while (trunk.id, None) not in backend.ended_branches:
-        time.sleep(0.001)
+    wait_until(lambda: (trunk.id, None) in backend.ended_branches)
     for program_id, branch in backend.ended_branches:
         assert program_id == trunk.id and branch in (None, "1", "2")
     assert backend.ended_branches.count((trunk.id, None)) == 1

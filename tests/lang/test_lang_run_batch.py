@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 from fake_lang_backend import echo
+from waiting import until
 
 import quire.lang as sgl
 from quire.errors import RequestError
@@ -74,10 +75,9 @@ def test_as_many_coroutines_run_programs_as_a_batch_does(pretend):
 
     async def all_at_once():
         running = asyncio.gather(*(program.arun(backend=backend) for _ in range(40)))
-        while backend.num_running < 40:
-            await asyncio.sleep(0.001)
+        await until(lambda: backend.num_running == 40)
         backend.open("wait")
         return await running
 
     program = sgl.function(lambda s: s.__iadd__("wait" + sgl.gen("x")))
-    assert [state["x"] for state in asyncio.run(asyncio.wait_for(all_at_once(), 10))] == [" yes"] * 40
+    assert [state["x"] for state in asyncio.run(asyncio.wait_for(all_at_once(), 60))] == [" yes"] * 40

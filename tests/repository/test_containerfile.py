@@ -133,7 +133,7 @@ def test_the_command_is_understood_and_asks_for_a_key():
     assert json.loads(entry) == list(PROJECT["project"]["scripts"])
     program = [sys.executable, "-c", "from quire.cli import main; main()", *json.loads(command)]
     keyless = {name: value for name, value in os.environ.items() if name != "QUIRE_API_KEY"}
-    done = subprocess.run(program, cwd=ROOT, env=keyless, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(program, cwd=ROOT, env=keyless, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1
     assert "0.0.0.0 can be reached by other machines, so that API keys are required" in done.stderr
 

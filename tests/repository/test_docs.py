@@ -33,7 +33,7 @@ def test_a_missing_file_would_be_seen():
 def test_the_python_of_the_readme_runs():
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     offline = next(block for block in blocks if "from quire import" in block)
-    done = subprocess.run([sys.executable, "-"], input=offline, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    done = subprocess.run([sys.executable, "-"], input=offline, capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert "The lamp costs" in done.stdout, done.stderr
 
 

@@ -19,7 +19,7 @@ def make(*arguments, env=None):
         env={**inherited, **(env or {})},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
 

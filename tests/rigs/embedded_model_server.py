@@ -57,10 +57,10 @@ def run_app(app, options: ServerOptions = DEFAULTS, *, send_buffer: int | None =
         listener.bind(("127.0.0.1", 0))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
-        assert started.wait(30)
+        assert started.wait(60)
         try:
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
             server.should_exit = True
-            thread.join(30)
+            thread.join(60)
             assert not thread.is_alive()

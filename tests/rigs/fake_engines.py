@@ -122,7 +122,7 @@ class Host:
         pass
 
     def wait(self):
-        self.thread.join(10)
+        self.thread.join(60)
         return "as pretended"
 
 
@@ -150,7 +150,7 @@ def run(scenario, acts=lambda *_: (), host=None, **options):
         engine = AsyncEngine(host, **options)
         await engine.start()
         try:
-            return await asyncio.wait_for(scenario(host, engine), 20)
+            return await asyncio.wait_for(scenario(host, engine), 60)
         finally:
             await engine.close()
 

@@ -1,17 +1,6 @@
-"""Observations of a running server: its metrics page, its routes, and waiting for a condition."""
-
-import time
+"""Observations of a running server: its metrics page and its routes."""
 
 from prometheus_client.parser import text_string_to_metric_families
-
-DEADLINE = 30  # seconds; milliseconds are needed
-
-
-def wait_until(condition):
-    end = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 class Page:

@@ -93,7 +93,7 @@ def check(columns, opened, rows, positions, tokens, late_masks):
 
 @settings(max_examples=examples(150), deadline=None)
 @given(data=st.data())
-def test_draws_equal_loops_while_rows_come_and_go(data):
+def test_metadata_equals_a_loop_over_rows_that_come_and_go(data):
     columns = SamplingColumns(ROWS, VOCAB)
     opened = {}
     random = np.random.default_rng(data.draw(st.integers(0, 2**32)))
@@ -115,7 +115,7 @@ def test_a_bad_word_may_be_longer_than_what_came_before():
     assert words.banned(np.array([7, 7, 7], np.int32)).tolist() == [3, 1, 2]
 
 
-def test_rows_that_ask_for_nothing_give_nothing_to_do():
+def test_rows_without_options_add_nothing_to_the_metadata():
     columns = SamplingColumns(4, VOCAB)
     asking = RowParams(
         SamplingParams(repetition_penalty=2.0, logit_bias={1: 1.0}, allowed_token_ids=(2,)), 1, (1,), ((4,),)

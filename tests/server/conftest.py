@@ -12,6 +12,7 @@ from embedded_model_server import STORY, run_app, service_of, small_engine
 from multi_tenant_server import Site, run_site
 
 from quire.server.app import make_app
+from quire.server.middleware.quota import Quota
 from quire.startup.build import Built
 
 
@@ -41,6 +42,14 @@ def client(served) -> Iterator[openai.OpenAI]:
 def http(served) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=served.url, timeout=60) as http:
         yield http
+
+
+@pytest.fixture(scope="module")
+def no_refills() -> Iterator[None]:
+    """Keys that are read meanwhile: their rate limits see no time pass, however long a test takes."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Quota.__init__, "__defaults__", (None, None, lambda: 10**12))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from server_probes import wait_until
+from waiting import wait_until
 
 import quire
 
@@ -53,7 +53,7 @@ def test_a_server_without_an_engine_exits_after_the_timeout(server, model):
     process, url = server
     assert httpx.get(f"{url}/health").json()["engine"] == "serving"
     body = {"prompt": "One Tuesday", "max_tokens": 400, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as answer:
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
         lines = answer.iter_lines()
         assert next(lines).startswith("data: {")
         model.rename(model.parent / "away")
@@ -66,5 +66,5 @@ def test_a_server_without_an_engine_exits_after_the_timeout(server, model):
         assert {name: figures[name] for name in OF_ENGINE} == dict.fromkeys(OF_ENGINE)
         assert (httpx.get(f"{url}/ready").status_code, httpx.get(f"{url}/live").status_code) == (503, 200)
         assert any("no engine has served for 8 s" in line for line in lines), "the open request ends typed"
-    assert process.wait(20) == 1
+    assert process.wait(60) == 1
     assert "quire: no engine has served for 8 s" in process.stderr.read()

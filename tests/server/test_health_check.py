@@ -106,12 +106,12 @@ def test_the_check_finds_a_server_with_tls_on_another_port(certificate, tmp_path
     ask = [sys.executable, "-c", CHECK_ONE, str(port)]
     env = {**os.environ, **PROXIES}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        before = subprocess.run(ask, env=env, capture_output=True, text=True, timeout=60, check=False)
+        before = subprocess.run(ask, env=env, capture_output=True, text=True, timeout=300, check=False)
         assert any(re.search("^ready", line) for line in server.stdout)
-        during = subprocess.run(ask, env=env, capture_output=True, text=True, timeout=60, check=False)
+        during = subprocess.run(ask, env=env, capture_output=True, text=True, timeout=300, check=False)
         server.send_signal(signal.SIGTERM)
-        server.communicate(timeout=60)
-    after = subprocess.run(ask, env=env, capture_output=True, text=True, timeout=60, check=False)
+        server.communicate(timeout=300)
+    after = subprocess.run(ask, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert (during.returncode, during.stderr) == (0, "")
     assert before.returncode == after.returncode == 1
     assert "no process `quire serve` is running here" in after.stderr

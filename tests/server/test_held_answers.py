@@ -5,7 +5,7 @@ import threading
 
 import pytest
 from multi_tenant_server import run_site
-from server_probes import wait_until
+from waiting import wait_until
 
 from quire import tenant_memory
 from quire.server import held_answer

@@ -105,7 +105,7 @@ def test_a_client_that_leaves_ends_the_work():
         return {"type": "http.disconnect"}
 
     async def send(message):
-        await asyncio.sleep(0.01)
+        await asyncio.Event().wait()  # nobody reads
 
     async def main():
         pieces = PieceReader(make, on_thread)

@@ -185,7 +185,7 @@ def test_the_command_serves_until_it_is_ended(journal_file):
             url = line.split()[-1]
             assert httpx.get(f"{url}/monitor/steps?first=3&count=2").json()["steps"][1]["step"] == 4
             process.terminate()
-            assert process.wait(30) in (0, -15)
+            assert process.wait(60) in (0, -15)
         finally:
             watchdog.cancel()
             process.kill()

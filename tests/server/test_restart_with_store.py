@@ -6,8 +6,8 @@ from contextlib import contextmanager
 import openai
 import pytest
 from embedded_model_server import CHAT, MODEL, STORY, run_app, service_of, small_engine
-from server_probes import wait_until
 from test_store import Clock
+from waiting import wait_until
 from watched_database import watch
 
 from quire.config import EngineOptions

@@ -2,9 +2,11 @@
 
 import asyncio
 import dataclasses
+import time
 
 import pytest
 from embedded_model_server import service_of, small_engine
+from waiting import until
 
 from quire.core.request import Namespace
 from quire.params import SamplingParams
@@ -16,11 +18,13 @@ class Watched:
     def __init__(self, engine):
         self._engine = engine
         self.seen = []
+        self.pause = 0.0  # seconds before a step
 
     def __getattr__(self, name):
         return getattr(self._engine, name)
 
     def step(self):
+        time.sleep(self.pause)
         outputs = self._engine.step()
         self.seen.append(self._engine.stats())
         return outputs
@@ -53,10 +57,10 @@ def test_a_closed_reply_frees_its_kv_blocks_within_50_steps(n):
         reply = await start(service, n=n)
         deltas = reply.deltas()
         await anext(deltas)
-        before = watched.stats().num_steps  # of about 400 steps of a millisecond; the message takes time
+        watched.pause = 0.02  # of each of about 400 steps, as the message takes time
+        before = watched.stats().num_steps
         reply.close()
-        while watched.stats().kv_blocks_used:
-            await asyncio.sleep(0)
+        await until(lambda: not watched.stats().kv_blocks_used)
         assert watched.stats().num_steps <= before + 50
         await deltas.aclose()
 

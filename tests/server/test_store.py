@@ -716,7 +716,7 @@ def test_an_ending_of_many_pieces_is_not_written_by_each_reader(tmp_path, monkey
         check_usage(store)
         store.close()
 
-    asyncio.run(asyncio.wait_for(main(), 20))
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 def test_pieces_of_an_append_that_failed_are_no_part_of_the_contents(monkeypatch):

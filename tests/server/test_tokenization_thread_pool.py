@@ -32,7 +32,7 @@ TEMPLATES = {
 @contextmanager
 def a_stream_that_goes_on(url):
     """A running stream that must be complete in the end."""
-    with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=30) as answer:
+    with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=60) as answer:
         lines = (line.removeprefix("data: ") for line in answer.iter_lines() if line)
         next(lines)
         yield lines
@@ -53,7 +53,7 @@ class SlowTokenizer:
 
     def encode(self, *args, **more):
         self.entered.release()
-        assert self.gate.wait(30)
+        assert self.gate.wait(60)
         return self._tokenizer.encode(*args, **more)
 
 
@@ -65,10 +65,10 @@ def test_a_hanging_tokenizer_delays_no_running_stream(monkeypatch):
         try:
             with a_stream_that_goes_on(url):
                 ask = [
-                    pool.submit(httpx.post, f"{url}/v1/chat/completions", json=CHAT, timeout=30)
+                    pool.submit(httpx.post, f"{url}/v1/chat/completions", json=CHAT, timeout=60)
                     for _ in range(thread_pool.NUM_THREADS + 4)
                 ]
-                assert all(slow.entered.acquire(timeout=20) for _ in range(thread_pool.NUM_THREADS))
+                assert all(slow.entered.acquire(timeout=60) for _ in range(thread_pool.NUM_THREADS))
                 assert httpx.get(f"{url}/live").status_code == httpx.get(f"{url}/health").status_code == 200
         finally:
             slow.gate.set()
@@ -101,7 +101,7 @@ def test_only_short_prompts_are_tokenized_on_the_event_loop(monkeypatch, body, o
 
     monkeypatch.setattr(service.thread_pool, "run", counted)
     with run_app(make_app(service)) as url:
-        answer = httpx.post(f"{url}/v1/completions", json={**body, "max_tokens": 1}, timeout=30)
+        answer = httpx.post(f"{url}/v1/completions", json={**body, "max_tokens": 1}, timeout=60)
     assert answer.status_code == 200, answer.text
     assert bool(jobs) == on_thread
 
@@ -137,7 +137,7 @@ def test_many_tools_are_read_on_a_thread(tool_server, monkeypatch, path):
     monkeypatch.setattr(
         chat_tools, "_tool", lambda *args: threads.append(threading.current_thread().name) or read(*args)
     )
-    answer = httpx.post(f"{tool_server}{path}", json=WITH_TOOLS[path], timeout=30)
+    answer = httpx.post(f"{tool_server}{path}", json=WITH_TOOLS[path], timeout=60)
     assert answer.status_code in (200, 400), answer.text
     assert len(threads) == len(FUNCTIONS)
     assert all(name.startswith("quire-pool") for name in threads)
@@ -150,7 +150,7 @@ def test_of_requests_that_were_given_up_nothing_waits_for_a_thread():
 
     async def run():
         threads, gate = thread_pool.ThreadPool(), threading.Event()
-        busy = [asyncio.ensure_future(threads.run("", lambda: gate.wait(30))) for _ in range(thread_pool.NUM_THREADS)]
+        busy = [asyncio.ensure_future(threads.run("", lambda: gate.wait(60))) for _ in range(thread_pool.NUM_THREADS)]
         await asyncio.sleep(0)
         bodies = weakref.WeakSet()
         for _ in range(2 * thread_pool.MAX_JOBS):
@@ -178,7 +178,7 @@ def test_a_text_longer_than_max_model_len_is_rejected_before_tokenization(path):
     body = {"prompt": text} if path == "/v1/completions" else {"messages": [{"role": "user", "content": text}]}
     with run_app(make_app(service_of(dataclasses.replace(built, tokenizer=slow)))) as url:
         slow.gate.set()
-        answer = httpx.post(url + path, json=body, timeout=30)
+        answer = httpx.post(url + path, json=body, timeout=60)
     assert answer.status_code == 400
     assert "max_model_len" in answer.json()["error"]["message"]
     assert not slow.entered.acquire(blocking=False)
@@ -190,7 +190,7 @@ def test_a_hostile_chat_template_fails_only_its_own_requests(tmp_path, name):
     shutil.copytree(embedded.folder(), folder)
     (folder / "chat_template.jinja").write_text(TEMPLATES[name])
     with run_app(make_app(service_of(small_engine(str(folder))))) as url, a_stream_that_goes_on(url):
-        answer = httpx.post(f"{url}/v1/chat/completions", json=CHAT, timeout=30)
+        answer = httpx.post(f"{url}/v1/chat/completions", json=CHAT, timeout=60)
         assert answer.status_code == 400
         assert "template" in answer.json()["error"]["message"]
         assert httpx.get(f"{url}/health").status_code == 200

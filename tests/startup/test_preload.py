@@ -28,7 +28,7 @@ assert len(gc.get_objects(generation=2)) > 100_000 > 100 * len(gc.get_objects(ge
 
 
 def test_torch_works_and_its_objects_are_old_once_an_llm_can_be_made():
-    subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=300)
 
 
 def test_a_module_is_imported_where_torch_is_there_already():

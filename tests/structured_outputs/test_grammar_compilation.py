@@ -43,7 +43,7 @@ class Site:
         self.vocabularies += 1
         return VOCABULARY
 
-    def next_finished(self, most=200):
+    def next_finished(self, most=3000):
         for _ in range(most):
             found = self.grammars.finished()
             if found:
@@ -157,7 +157,7 @@ def test_backend_errors_are_reported_and_unexpected_ones_as_not_compilable(monke
 
 def test_a_compilation_past_its_deadline_is_an_error(monkeypatch):
     go_on = threading.Event()
-    site = Site(monkeypatch, lambda asked: go_on.wait(30) if asked.text == "slow" else object())
+    site = Site(monkeypatch, lambda asked: go_on.wait(60) if asked.text == "slow" else object())
     site.grammars.submit("a", NO_NAMESPACE, Constraint(regex("slow")))
     site.grammars.submit("b", NO_NAMESPACE, Constraint(regex("fast")))
     assert site.next_finished() == [("b", "")]
@@ -171,7 +171,7 @@ def test_a_compilation_past_its_deadline_is_an_error(monkeypatch):
 
 def test_abandoned_compilations_are_not_started_and_queued_ones_ask_to_retry(monkeypatch):
     go_on = threading.Event()
-    site = Site(monkeypatch, lambda asked: go_on.wait(30) if asked.text.startswith("slow") else object())
+    site = Site(monkeypatch, lambda asked: go_on.wait(60) if asked.text.startswith("slow") else object())
     for i in range(NUM_THREADS):
         site.grammars.submit(f"slow {i}", NO_NAMESPACE, Constraint(regex(f"slow {i}")))
     for i in range(20):

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from fake_engines import FACTS
 from held_items import held
+from waiting import until
 
 from quire.core.explanation import Explanation
 from quire.core.output import EndCause, Output
@@ -15,11 +16,10 @@ from quire.core.request import Request
 from quire.engine.engine import EngineStats
 from quire.errors import EngineStopped, QueueFull, RequestError
 from quire.params import SamplingParams
-from quire.supervisor import health
+from quire.supervisor import health, protocol
 from quire.supervisor.async_engine import AsyncEngine
 from quire.supervisor.engine_handle import EngineThread
-from quire.supervisor.engine_loop import HEARTBEAT_SECONDS
-from quire.supervisor.health import FAILED_STEPS, State
+from quire.supervisor.health import FAILED_STEPS, STALL_SECONDS, State
 from quire.supervisor.stream import Stream
 from quire.tenant_memory import TenantMemory
 
@@ -38,6 +38,7 @@ class PretendEngine:
         self.predicted_seconds = 0.001
         self.gate = threading.Event()
         self.gate.set()
+        self.is_held = False  # whether a step waits for the gate
 
     @property
     def has_work(self):
@@ -78,7 +79,9 @@ class PretendEngine:
         self.threads.add(threading.get_ident())
         self.last_step_positions = [(request_id, self.steps) for request_id in self.left]
         self.on_launch(None)
-        self.gate.wait(20)
+        while not self.gate.wait(0.01):
+            self.is_held = True
+        self.is_held = False
         self.steps += 1
         if self.steps == self.fail_at:
             raise ValueError("a bug")
@@ -122,7 +125,7 @@ def run(scenario):
         engine = engine_of(pretend)
         await engine.start()
         try:
-            await asyncio.wait_for(scenario(pretend, engine), 20)
+            await asyncio.wait_for(scenario(pretend, engine), 60)
         finally:
             pretend.gate.set()
             await engine.close()
@@ -161,11 +164,6 @@ def test_a_stream_with_many_outputs_lets_others_take_turns():
         return turns
 
     assert asyncio.run(main()) >= 1000 * Output("a", 0, 0, [1]).num_bytes // 2**14
-
-
-async def until(condition):
-    while not condition():
-        await asyncio.sleep(0.001)
 
 
 def test_streams_get_all_their_tokens_in_order():
@@ -224,17 +222,17 @@ def test_a_full_queue_says_nothing_of_single_requests_if_a_part_of_the_batch_had
 
 
 def test_a_long_batch_is_no_stall(monkeypatch):
-    monkeypatch.setattr(health, "STALL_SECONDS", 0.8)
+    monkeypatch.setattr(health, "STALL_SECONDS", 2.5)
 
     async def scenario(pretend, engine):
         add, seen = pretend.add, []
 
         def slow(request):
             add(request)
-            time.sleep(0.5)  # together they take longer than a stall
+            time.sleep(0.2)  # together they take longer than a stall
 
         pretend.add = slow
-        adding = asyncio.ensure_future(engine.generate([request(f"r{i}", 1) for i in range(3)]))
+        adding = asyncio.ensure_future(engine.generate([request(f"r{i}", 1) for i in range(15)]))
         while not adding.done():
             seen.append(engine.health().problem)
             await asyncio.sleep(0.02)
@@ -243,16 +241,23 @@ def test_a_long_batch_is_no_stall(monkeypatch):
     run(scenario)
 
 
-def test_closing_a_stream_aborts_within_a_step():
+def test_closing_a_stream_aborts_within_a_step(monkeypatch):
+    decode, arrived = protocol.decode_commands, threading.Event()
+
+    def decode_and_tell(message):
+        yield from decode(message)
+        arrived.set()
+
     async def scenario(pretend, engine):
         stream = await engine.generate([request("a", 10**9)])
         await anext(stream)
-        steps = pretend.steps
+        monkeypatch.setattr(protocol, "decode_commands", decode_and_tell)
         pretend.gate.clear()
+        await until(lambda: pretend.is_held)
         steps = pretend.steps
         stream.close()
         stream.close()
-        await asyncio.sleep(0.1)  # for the message to arrive
+        await until(arrived.is_set)
         pretend.gate.set()
         await until(lambda: not pretend.left)
         assert pretend.steps <= steps + 1
@@ -311,7 +316,7 @@ def test_a_stall_is_seen(monkeypatch):
     monkeypatch.setattr(health, "STALL_SECONDS", 0.3)
 
     async def scenario(pretend, engine):
-        assert engine.health().problem == ""
+        await until(lambda: engine.health().problem == "")
         pretend.gate.clear()
         stream = await engine.generate([request("a", 3)])
         await until(lambda: "no progress" in engine.health().problem)
@@ -337,8 +342,13 @@ def test_steps_that_fail_in_a_row_are_seen_until_one_succeeds():
 
 def test_an_idle_engine_sends_heartbeats():
     async def scenario(pretend, engine):
-        await asyncio.sleep(2 * HEARTBEAT_SECONDS)
-        assert engine.health().heartbeat_age < 2 * HEARTBEAT_SECONDS
+        num_heartbeats, before = 0, 0.0
+        while num_heartbeats < 3:
+            age = engine.health().heartbeat_age
+            assert age < STALL_SECONDS
+            num_heartbeats += age < before
+            before = age
+            await asyncio.sleep(0.002)
         assert pretend.steps == 0
 
     run(scenario)

@@ -7,6 +7,7 @@ import time
 
 import pytest
 from fake_engines import Death, Host, PretendEngine, heard, request, run
+from waiting import until
 
 from quire.core.request import Request
 from quire.errors import EngineStopped, ModelError, RequestError
@@ -65,10 +66,7 @@ def test_failed_starts_are_repeated_until_one_succeeds(quick, error):
 def test_health_during_a_restart_has_the_start_error_and_no_figures_of_the_ended_engine(quick):
     async def scenario(host, engine):
         stream = await engine.generate([request("a", 10)])
-        health = engine.health()
-        while not health.start_error:
-            await asyncio.sleep(0.001)
-            health = engine.health()
+        health = await until(lambda: engine.health().start_error and engine.health())
         assert (health.state, health.start_error) == (State.RESTARTING, "the model folder is away")
         assert (health.heartbeat_age, health.predicted_step_seconds) == (None, None)
         assert (health.stats.num_waiting, health.stats.num_running, health.stats.kv_blocks_total) == (1, 0, 0)
@@ -81,7 +79,7 @@ def test_health_during_a_restart_has_the_start_error_and_no_figures_of_the_ended
 def test_after_the_timeout_open_requests_end_with_an_error(quick):
     async def scenario(host, engine):
         stream = await engine.generate([request("a", 10)])
-        with pytest.raises(EngineStopped, match=r"no engine has served for 0\.3 s; see the log") as error:
+        with pytest.raises(EngineStopped, match=r"no engine has served for 2 s; see the log") as error:
             await heard(stream, ["a"])
         assert "folder" not in str(error.value), "clients do not see the server's files"
         assert "the model folder is away" in engine.health().start_error
@@ -91,7 +89,7 @@ def test_after_the_timeout_open_requests_end_with_an_error(quick):
             await engine.generate([request("b", 10)])
         assert host.num_refused > 5
 
-    run(scenario, host=Refusing(first_dies, ModelError("the model folder is away"), 10**9), restart_timeout=0.3)
+    run(scenario, host=Refusing(first_dies, ModelError("the model folder is away"), 10**9), restart_timeout=2.0)
 
 
 def test_a_start_that_hangs_is_ended_at_the_timeout():
@@ -100,7 +98,7 @@ def test_a_start_that_hangs_is_ended_at_the_timeout():
 
         def launch(self):
             if self.num_launched:
-                assert self.killed.wait(10)
+                assert self.killed.wait(60)
                 raise EngineStopped("the engine process ended by signal SIGKILL while it started")
             super().launch()
 
@@ -145,7 +143,7 @@ class Stubborn(Host):
 def test_an_engine_that_does_not_end_is_killed(monkeypatch, dies_first):
     class Hung(Stubborn):
         def wait(self):
-            assert self.killed.wait(10), "nobody ended it"
+            assert self.killed.wait(60), "nobody ended it"
             return "as pretended"
 
     async def scenario(host, engine):
@@ -164,13 +162,13 @@ def test_closing_does_not_wait_for_an_engine_that_is_being_started():
         def launch(self):
             if self.num_launched:
                 self.starting.set()
-                self.was_killed = self.killed.wait(10)
+                self.was_killed = self.killed.wait(60)
                 raise EngineStopped("it was ended while it started")
             super().launch()
 
     async def scenario(host, engine):
         stream = await engine.generate([request("a", 10)])
-        await asyncio.to_thread(host.starting.wait, 10)
+        await asyncio.to_thread(host.starting.wait, 60)
         await engine.close()
         with pytest.raises(EngineStopped, match="shutting down"):
             await heard(stream, ["a"])
@@ -184,12 +182,12 @@ def test_idle_engines_that_end_at_once_are_replaced_until_the_timeout(quick, mon
         raise Death
 
     async def scenario(host, engine):
-        while engine.health().state is not State.FAILED:
-            await asyncio.sleep(0.01)
-        assert host.num_launched > 30, "their number is no limit"
+        await until(lambda: engine.health().state is State.FAILED)
+        assert host.num_launched > 6, "their number is no limit"
         with pytest.raises(EngineStopped, match="no engine has served"):
             await engine.generate([request("a", 10)])
 
+    monkeypatch.setattr("quire.supervisor.restart_policy.MAX_CRASHES", 4)
     monkeypatch.setattr(PretendEngine, "has_work", property(die))
     run(scenario, restart_timeout=1.0)
 
@@ -249,7 +247,7 @@ def test_a_new_request_that_crashes_the_engine_while_it_is_added_fails_alone_bes
 
     async def scenario(host, engine):
         others = await engine.generate([request(f"r{i}", 60) for i in range(3)])
-        await asyncio.sleep(0.1)
+        await until(lambda: engine.health().stats.num_running == 3)
         with pytest.raises(RequestError, match="not tried again"):
             await engine.generate([request("p", 5)])
         fine = await engine.generate([request("fine", 5)])
@@ -277,8 +275,7 @@ def test_open_requests_continue_when_the_caller_of_a_suspect_is_cancelled():
     async def scenario(host, engine):
         others = await engine.generate([request("a", 2000)])
         adding = asyncio.ensure_future(engine.generate([request("p", 5)]))
-        while host.num_launched < 2:
-            await asyncio.sleep(0.01)
+        await until(lambda: host.num_launched == 2)
         adding.cancel()
         assert (await heard(others, ["a"]))[1] == {"a": "length"}
 
@@ -396,10 +393,8 @@ def test_the_watchdog_ends_the_engine_that_stalled_and_not_the_next_one(monkeypa
 
     async def scenario(host, engine):
         monkeypatch.setattr(StallDetector, "stalled_seconds", lambda self, now: 9.0 if host.num_launched == 1 else 0.0)
-        while not host.dumped:
-            await asyncio.sleep(0.01)
-        while host.num_launched == 1 or engine.health().state is not State.SERVING:
-            await asyncio.sleep(0.01)
+        await until(lambda: host.dumped)
+        await until(lambda: host.num_launched > 1 and engine.health().state is State.SERVING)
         await asyncio.sleep(0.2)
         assert (host.dumped, host.killed, engine.health().state) == ([1], [], State.SERVING)
 
@@ -442,13 +437,18 @@ def test_a_request_that_crashed_engines_is_refused_when_it_is_repeated():
 
 
 def test_many_who_wait_for_an_engine_are_handed_over_at_once():
-    async def main():
+    async def seconds(count):
         questions = PendingCalls()
-        for i in range(8192):
+        for i in range(count):
             questions.add(lambda number: number, [request(f"r{i}", 1)])
         begin = time.process_time()
         for _, question in questions.to_send(allow_adds=True):
             question.sent = True
-        assert time.process_time() - begin < 1  # 3 s if each scanned all others
+        return time.process_time() - begin
+
+    async def main():
+        few = min([await seconds(1024) for _ in range(3)])
+        many = min([await seconds(8192) for _ in range(3)])
+        assert many < 30 * few, "64 times as long if each scanned all others"
 
     asyncio.run(main())

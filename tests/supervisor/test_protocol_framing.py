@@ -62,7 +62,7 @@ def test_receive_frame_reads_one_frame_and_no_byte_behind_it(pair):
     sender = threading.Thread(target=theirs.sendall, args=(frame(long) + frame(b"next") + frame(b"last"),))
     sender.start()
     assert receive_frame(ours) == long
-    sender.join(10)
+    sender.join(60)
     assert receive_frame(ours) == b"next"
     assert list(FrameReader().feed(ours.recv(100))) == [b"last"]
 

@@ -85,7 +85,7 @@ def test_idle_ends_between_crashes_evade_neither_the_deadline_nor_the_count():
     assert policy.deadline == 600.0
 
 
-def test_a_culprit_is_progress():
+def test_a_crash_whose_culprit_was_found_resets_the_count_of_crashes():
     policy = RestartPolicy(600.0, now=0.0)
     for _ in range(MAX_CRASHES):
         policy.record_end(1.0, **CRASHED)

@@ -40,7 +40,7 @@ def test_a_process_that_nothing_launched_is_killed():
 def test_a_process_ends_when_the_front_end_has_died():
     spawned = spawn.spawn()
     spawned.connection.close()
-    assert spawned.process.wait(30) == 0
+    assert spawned.process.wait(60) == 0
 
 
 def test_spawning_imports_the_standard_library_only():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from fake_engines import Death, Host, PretendEngine, heard
 from msgspec import structs
+from waiting import until
 
 from quire.core.output import Output
 from quire.core.request import Beams, Namespace
@@ -59,11 +60,6 @@ class WideHost(Host):
     def engine_class(self, number, acts):
         self.engines.append(WideEngine(number, acts))
         return self.engines[-1]
-
-
-async def until(condition):
-    while not condition():
-        await asyncio.sleep(0.001)
 
 
 def run(scenario, host=None):
@@ -143,7 +139,7 @@ def test_outputs_of_a_step_that_runs_during_a_pause_come_once_however_many_calls
 
     def acts(_number, step, _names):
         if step == 3:
-            ends_step.wait(10)
+            ends_step.wait(60)
         return ()
 
     async def scenario(host, engine):

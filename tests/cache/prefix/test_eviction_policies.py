@@ -2,7 +2,7 @@
 
 from math import log2
 from random import Random
-from time import perf_counter
+from time import thread_time
 
 import pytest
 from eviction_memory import POLICIES, Memory
@@ -208,9 +208,9 @@ def seconds_per_eviction(eviction: str, num_leaves: int) -> float:
         memory.kv.release(i + 1, 2)
     times = []
     for _ in range(300):
-        begin = perf_counter()
+        begin = thread_time()
         assert memory.kv.index.evict(0, 1, EvictionCause()) == 1
-        times.append(perf_counter() - begin)
+        times.append(thread_time() - begin)
     return sorted(times)[150]
 
 

@@ -1,6 +1,6 @@
 """The radix tree: worked examples of the documents, shared blocks, eviction order, reasons of a miss, run time."""
 
-from time import perf_counter
+from time import thread_time
 
 import pytest
 from held_items import num_held
@@ -395,9 +395,9 @@ def seconds_per_eviction(num_leaves: int) -> float:
         cache.release(i, 2)
     times = []
     for _ in range(300):
-        began = perf_counter()
+        began = thread_time()
         assert cache.index.evict(0, 1, NOBODY) == 1
-        times.append(perf_counter() - began)
+        times.append(thread_time() - began)
     return sorted(times)[150]
 
 

@@ -91,7 +91,7 @@ def test_sizes_of_a_real_model(dtype, stored):
 
 
 @pytest.mark.parametrize("window", [1, 16, 17, 50])
-def test_windows_leave_out_what_has_gone(window):
+def test_keys_before_a_window_are_not_attended_to(window):
     Case(5, [(100, 101), (60, 99), (3, 30)], kv_heads=1, shared=4, window=window).check()
 
 

@@ -10,6 +10,7 @@ import pytest
 from anthropic_events import events_of, message_of
 from embedded_model_server import CHAT, MODEL, run_app, service_of, small_engine
 from multi_tenant_server import error_of
+from waiting import DEADLINE
 
 from quire.chat.parts import Content
 from quire.config import EngineOptions
@@ -426,25 +427,33 @@ def test_a_request_in_the_form_of_claude_code_is_accepted(http):
 
 
 class SlowReader:
-    """A reader whose first output comes late."""
+    """A reader whose first output comes late, once `comes` is set."""
 
     new_call_id = None
 
+    def __init__(self):
+        self.comes = asyncio.Event()
+
     async def deltas(self, _reply):
-        await asyncio.sleep(0.2)
+        await self.comes.wait()
         yield [MessageDelta(0, [Content("a")], None, None)]
 
 
 def test_until_the_first_output_there_are_pings(monkeypatch):
     monkeypatch.setattr(routes, "PING_SECONDS", 0.05)
     body = MessagesBody.model_validate(asked())
-    answer = routes.MessagesAnswer("msg-1", MODEL, body, SlowReader())
+    reader = SlowReader()
+    answer = routes.MessagesAnswer("msg-1", MODEL, body, reader)
     monkeypatch.setattr(answer, "_usage", lambda _reply: {})
 
     async def read():
-        return [name for part in [one async for one in answer.events(None)] for name, _ in events_of(part.decode())]
+        names = []
+        async for part in answer.events(None):
+            names += [name for name, _ in events_of(part.decode())]
+            if names.count("ping") >= 3:
+                reader.comes.set()
+        return names
 
-    found = asyncio.run(read())
+    found = asyncio.run(asyncio.wait_for(read(), DEADLINE))
     assert found[0] == "message_start"
     assert found[-2:] == ["content_block_start", "content_block_delta"]
-    assert found.count("ping") >= 3

@@ -101,7 +101,7 @@ def test_explain_of_an_unknown_id_names_the_header_with_the_id(site):
     assert "header x-request-id" in error["message"]
 
 
-def test_explanations_count_as_requests_and_come_one_by_one():
+def test_explanations_count_as_requests_and_come_one_by_one(no_refills):
     key, entry = new_key("ann", "user", requests_per_minute=6)
     service, running = service_of(small_engine()), Counter()
 

@@ -2,7 +2,6 @@
 
 import io
 import json
-import time
 from dataclasses import replace
 
 import httpx
@@ -10,7 +9,7 @@ import openai
 import pytest
 from embedded_model_server import CHAT, STORY, run_app, service_of
 from multi_tenant_server import Noting
-from server_probes import wait_until
+from waiting import wait_until
 
 from quire.config import EngineOptions
 from quire.server import request_body
@@ -300,9 +299,7 @@ def test_tenants_do_not_see_each_others_files_and_batches(site):
     asked = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
     assert ask("bob", "POST", "/v1/batches", json=asked).status_code == 404
     batch = ask("ann", "POST", "/v1/batches", json=asked).json()
-    end = time.monotonic() + 30
-    while ask("ann", "GET", f"/v1/batches/{batch['id']}").json()["status"] not in ENDED:
-        assert time.monotonic() < end
+    wait_until(lambda: ask("ann", "GET", f"/v1/batches/{batch['id']}").json()["status"] in ENDED)
     batch = ask("ann", "GET", f"/v1/batches/{batch['id']}").json()
     assert batch["status"] == "completed"
     assert {namespace.tenant for namespace in site.engine.namespaces.values()} == {"ann"}

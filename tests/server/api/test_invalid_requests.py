@@ -263,7 +263,7 @@ def test_large_bodies(http):
 )
 def test_broken_http(served, head):
     host, port = served.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
         connection.sendall(head)
         assert connection.recv(100).split(b" ")[1] in (b"400", b"413")
     assert served.health()["status"] == "ok"

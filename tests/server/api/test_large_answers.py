@@ -6,7 +6,7 @@ import threading
 
 import pytest
 from embedded_model_server import CHAT, STORY
-from server_probes import wait_until
+from waiting import wait_until
 
 from quire.engine.inputs import Generation, TokenizedPrompt
 from quire.errors import RequestError

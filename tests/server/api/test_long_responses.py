@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, contextmanager
 import pytest
 from embedded_model_server import CHAT, service_of, small_engine
 from held_items import held
+from waiting import until
 from watched_database import watch
 
 from quire import tenant_memory
@@ -259,7 +260,15 @@ def test_a_response_that_is_cancelled_twice_while_its_events_are_stored_is_store
         await may_store.wait()
         return await append(self, piece)
 
+    cancel, num_cancelled = responses_generation.Running.cancel, 0
+
+    async def counted(self):
+        nonlocal num_cancelled
+        num_cancelled += 1
+        await cancel(self)
+
     monkeypatch.setattr(stored_responses.ResponseObject, "append", held_up)
+    monkeypatch.setattr(responses_generation.Running, "cancel", counted)
 
     async def scenario(client):
         body = {"input": HELLO, "background": True, **DETAILED}
@@ -272,7 +281,7 @@ def test_a_response_that_is_cancelled_twice_while_its_events_are_stored_is_store
         await is_storing.wait()
         id = json.loads(b"".join(sent).split(b"\n\n")[0].partition(b"data: ")[2])["response"]["id"]
         cancelled = [asyncio.ensure_future(client.json("POST", f"/v1/responses/{id}/cancel")) for _ in range(2)]
-        await asyncio.sleep(0.05)
+        await until(lambda: num_cancelled == 2)
         may_store.set()
         assert [answer["status"] for _, answer in await asyncio.gather(*cancelled)] == ["cancelled"] * 2
         await generated
@@ -318,8 +327,7 @@ def test_an_unread_replay_of_a_response_holds_one_piece_in_memory(run, monkeypat
                 await reading.wait()
 
         replay = asyncio.ensure_future(client.ask("GET", f"/v1/responses/{id}?stream=true", None, read))
-        while len(taken) < 2:
-            await asyncio.sleep(0.01)
+        await until(lambda: len(taken) == 2)
         for _ in range(20):
             await asyncio.sleep(0.01)
         assert len(taken) == 2 and len(read_rows) == 1
@@ -370,12 +378,10 @@ def test_a_long_answer_counts_until_it_is_read_and_the_next_one_waits(run, monke
             await reading.wait()
 
         unread = asyncio.ensure_future(client.ask("GET", path, None, read))
-        while not sizes:
-            await asyncio.sleep(0.01)
+        await until(lambda: sizes)
         assert client.memory.num_held == len(whole)
         waiting = asyncio.ensure_future(client.ask("GET", path))
-        while not client.memory.num_waiting:
-            await asyncio.sleep(0.01)
+        await until(lambda: client.memory.num_waiting)
         monkeypatch.setattr(held_answer, "TURN_SECONDS", 0.0)
         status, refused = await client.json("GET", path)
         assert (status, refused["error"]["code"]) == (429, "tenant_memory_full")

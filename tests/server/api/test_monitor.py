@@ -12,6 +12,7 @@ import httpx
 from embedded_model_server import run_app, service_of, small_engine
 from multi_tenant_server import refused, run_site
 from viewer_state import ViewerState
+from waiting import wait_until
 
 from quire.server.api_keys import Keys, new_key
 from quire.server.app import make_app
@@ -31,7 +32,7 @@ def watching(site, who, **query):
     """The updates of a viewer, decoded; its raw bytes are in the list that comes with them."""
     raw = []
     headers = {} if who is None else {"authorization": f"Bearer {site.keys[who]}"}
-    with httpx.stream("GET", f"{site.url}/monitor", params=query, headers=headers, timeout=30) as answer:
+    with httpx.stream("GET", f"{site.url}/monitor", params=query, headers=headers, timeout=60) as answer:
         assert answer.status_code == 200, answer.read()
         assert answer.headers["content-type"].startswith("text/event-stream")
 
@@ -150,12 +151,11 @@ def test_without_keys_every_caller_of_this_machine_sees_all(keyless):
 
 def test_updates_come_at_the_interval_of_the_viewer(site):
     for interval in (0.1, 0.3):
+        begun = time.monotonic()
         with watching(site, "root", interval=interval) as (updates, _):
-            next(updates)
-            begun = time.monotonic()
-            next(updates)
-            next(updates)
-            assert time.monotonic() - begun >= 2 * interval - 0.05
+            for _ in range(3):
+                next(updates)
+            assert time.monotonic() - begun >= 2 * interval
 
 
 def test_updates_take_one_percent_of_the_engine(monkeypatch):
@@ -178,7 +178,7 @@ def test_updates_take_one_percent_of_the_engine(monkeypatch):
             for thread in threads:
                 thread.start()
             for thread in threads:
-                thread.join(30)
+                thread.join(60)
         gaps = [after - before for before, after in pairwise(moments)]
         assert len(gaps) >= 5 and min(gaps) >= 100 * seconds
 
@@ -199,16 +199,9 @@ def test_no_more_viewers_than_allowed_and_a_place_is_free_again(monkeypatch):
             assert (answer.status_code, answer.json()["error"]["code"]) == (429, "too_many_viewers")
             assert "close one" in answer.json()["error"]["message"]
         stack.close()
-        until(lambda: site.engine._engine._monitor is None)
+        wait_until(lambda: site.engine._engine._monitor is None)
         with watching(site, "t3") as (updates, _):
             assert next(updates)["full"]
-
-
-def until(done):
-    end = time.monotonic() + 30
-    while not done():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def test_nothing_is_computed_when_the_last_viewer_has_left(site):
@@ -216,7 +209,7 @@ def test_nothing_is_computed_when_the_last_viewer_has_left(site):
     with watching(site, "root") as (updates, _):
         next(updates)
         assert engine._monitor is not None and engine.scheduler.step_log is not None
-    until(lambda: engine._monitor is None)
+    wait_until(lambda: engine._monitor is None)
     assert engine.scheduler.step_log is None
     complete(site, "ann", "Hello")
     assert engine._monitor is None
@@ -236,7 +229,7 @@ def test_a_viewer_that_does_not_read_is_disconnected(monkeypatch):
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.connect((host, int(port)))
             client.sendall(f"GET /monitor HTTP/1.1\r\nhost: {host}\r\n\r\n".encode())
-            until(lambda: looks)
+            wait_until(lambda: looks)
 
 
 def test_a_drain_ends_the_stream():
@@ -244,7 +237,7 @@ def test_a_drain_ends_the_stream():
     built = small_engine()
     with (
         run_app(make_app(service_of(built), drain=drain)) as url,
-        httpx.stream("GET", f"{url}/monitor?interval=60", timeout=30) as answer,
+        httpx.stream("GET", f"{url}/monitor?interval=60", timeout=60) as answer,
     ):
         lines = answer.iter_lines()
         next(lines)
@@ -269,13 +262,13 @@ def test_an_error_of_the_engine_ends_the_stream_with_an_error_object(monkeypatch
         raise ValueError("a bug")
 
     with run_app(make_app(service_of(built))) as url:
-        with httpx.stream("GET", f"{url}/monitor", timeout=30) as answer:
+        with httpx.stream("GET", f"{url}/monitor", timeout=60) as answer:
             lines = (line for line in answer.iter_lines() if line)
             assert json.loads(next(lines).removeprefix("data: "))["full"]
             monkeypatch.setattr(built.engine, "monitor_update", broken)
             *_, line = lines
         assert json.loads(line.removeprefix("data: "))["error"]["type"] == "server_error"
         assert "a bug" not in line
-        answer = httpx.get(f"{url}/monitor", timeout=30)
+        answer = httpx.get(f"{url}/monitor", timeout=60)
         assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
-        until(lambda: built.engine._monitor is None)
+        wait_until(lambda: built.engine._monitor is None)

@@ -43,7 +43,7 @@ def server(tmp_path_factory):
         assert ready, process.stderr.read()
         yield re.search(r"http://127\.0\.0\.1:\d+", ready)[0], made.stdout.strip()
         process.terminate()
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
         assert process.stderr.read() == ""
     finally:
         process.kill()

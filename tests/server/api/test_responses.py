@@ -11,7 +11,7 @@ import openai
 import pytest
 from embedded_model_server import CHAT, MODEL, run_app, service_of, small_engine
 from pydantic import BaseModel
-from server_probes import wait_until
+from waiting import wait_until
 
 from quire.chat.parts import Content
 from quire.errors import EngineStopped

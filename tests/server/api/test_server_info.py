@@ -40,7 +40,7 @@ class Stuck:
         self.has_work = True
 
     def step(self):
-        self.go.wait(20)
+        self.go.wait(60)
         return []
 
     def stats(self):

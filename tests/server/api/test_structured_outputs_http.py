@@ -108,7 +108,7 @@ def test_a_server_can_allow_no_free_white_space(http):
             (url, {"structured_outputs": {"json": SCHEMA}}, False),
             (url, {"structured_outputs": spaced}, True),
         ):
-            (text,) = contents(httpx.post(f"{path}/v1/chat/completions", json={**asked, **fields}, timeout=30))
+            (text,) = contents(httpx.post(f"{path}/v1/chat/completions", json={**asked, **fields}, timeout=60))
             assert is_record(text)
             assert ("\n" in text) == has_lines, text
 

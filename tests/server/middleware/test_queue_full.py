@@ -67,7 +67,7 @@ def test_a_queue_full_error_specific_to_one_request_is_not_repeated():
     assert refusals.next_error("loud") is None
 
 
-def test_a_flood_is_refused_before_bodies_are_parsed_and_other_tenants_are_served(monkeypatch):
+def test_a_flood_is_refused_before_bodies_are_parsed_and_other_tenants_are_served(monkeypatch, no_refills):
     monkeypatch.setattr(RecentRefusals.__init__, "__defaults__", (Clock(),))  # so that a slow test is no later request
     options = EngineOptions(max_num_seqs=1, max_queued_requests=2, policy="fair", memory="256MiB", max_model_len=512)
     service = service_of(build(options, report=lambda line: None, progress=lambda done, total: None))

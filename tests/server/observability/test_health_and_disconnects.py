@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 from embedded_model_server import run_app, service_of, small_engine
-from server_probes import wait_until
+from waiting import wait_until
 
 from quire.core.output import EndCause, Output
 from quire.server.api.native import health
@@ -179,7 +179,7 @@ def events(answer):
 
 def test_a_failed_sequence_in_a_stream(failing):
     with failing("secret of the kernel") as url:
-        got = events(httpx.post(f"{url}/v1/completions", json={**LONG, "n": 2, "stream": True}, timeout=30))
+        got = events(httpx.post(f"{url}/v1/completions", json={**LONG, "n": 2, "stream": True}, timeout=60))
         assert json.loads(got[-2])["error"]["type"] == "server_error"
         assert got[-1] == "[DONE]"
         assert "secret" not in "".join(got)
@@ -190,17 +190,17 @@ def test_a_failed_sequence_in_a_stream(failing):
 
 def test_a_failed_sequence(failing):
     with failing("secret of the kernel") as url:
-        answer = httpx.post(f"{url}/v1/completions", json=LONG, timeout=30)
+        answer = httpx.post(f"{url}/v1/completions", json=LONG, timeout=60)
         assert answer.status_code == 500
         assert "secret" not in answer.text
         assert answer.json()["error"]["code"] in answer.json()["error"]["message"]
-        after = httpx.post(f"{url}/v1/completions", json={**LONG, "max_tokens": 3}, timeout=30)
+        after = httpx.post(f"{url}/v1/completions", json={**LONG, "max_tokens": 3}, timeout=60)
         assert after.status_code == 200
 
 
 def test_an_engine_that_failed_is_not_healthy(failing):
     with failing(RuntimeError("secret of the engine")) as url:
-        got = events(httpx.post(f"{url}/v1/completions", json={**LONG, "stream": True}, timeout=30))
+        got = events(httpx.post(f"{url}/v1/completions", json={**LONG, "stream": True}, timeout=60))
         assert json.loads(got[-2])["error"]["type"] == "service_unavailable"
         wait_until(lambda: metric(url, "request_success_total", finished_reason="error") == 1)
         assert "secret" not in "".join(got)
@@ -218,11 +218,11 @@ def test_health_generate_generates_a_token_or_says_why_not(served, monkeypatch):
     built = small_engine()
     with run_app(make_app(service_of(built))) as url:
         monkeypatch.setattr(built.engine.runner, "launch", lambda step: [][1])
-        answer = httpx.get(f"{url}/health_generate", timeout=30)
+        answer = httpx.get(f"{url}/health_generate", timeout=60)
         assert (answer.status_code, answer.json()["status"]) == (503, "the generation of a token failed")
         monkeypatch.undo()
         monkeypatch.setattr(health, "_GENERATION_SECONDS", 0.0)
-        assert "within 0 s" in httpx.get(f"{url}/health_generate", timeout=30).json()["status"]
+        assert "within 0 s" in httpx.get(f"{url}/health_generate", timeout=60).json()["status"]
 
 
 @pytest.mark.parametrize("num_failed", [2, 3])
@@ -237,14 +237,14 @@ def test_steps_that_fail_in_a_row_turn_health_red_until_one_succeeds(num_failed)
         runner = built.engine.runner
         launch, runner.launch = runner.launch, fail
         while built.engine.stats().failed_in_a_row < num_failed:
-            assert httpx.post(f"{url}/v1/completions", json=body, timeout=30).status_code == 500
+            assert httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 500
         runner.launch = launch
         assert httpx.get(f"{url}/live").status_code == 200
         for path in ("/health", "/ready"):
             answer = httpx.get(url + path)
             assert answer.status_code == (503 if built.engine.stats().failed_in_a_row >= 3 else 200)
             assert ("3 steps failed" in answer.json()["status"]) == (answer.status_code == 503)
-        assert httpx.post(f"{url}/v1/completions", json=body, timeout=30).status_code == 200
+        assert httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
         assert httpx.get(f"{url}/health").status_code == 200
 
 

@@ -3,7 +3,8 @@
 import httpx
 import pytest
 from multi_tenant_server import run_site
-from server_probes import Page, wait_until
+from server_probes import Page
+from waiting import wait_until
 
 from quire.config import CacheConfig, KVGroup
 from quire.core.explanation import Explanation, Preemption

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from multi_tenant_server import GENERATING, WHOLE
-from server_probes import wait_until
+from waiting import wait_until
 
 from quire.server.observability import request_record
 from quire.server.observability.request_record import RequestIds, RequestRecord, store_record, valid_client_id

@@ -130,10 +130,17 @@ def test_a_limit_on_products_of_alternatives_costs_little():
         properties = {f"p{i}{j}{k}": STRING for k in range(4)}
         return {"type": "object", "properties": properties, "required": [f"p{i}{j}0"]}
 
-    schema = {"allOf": [{"anyOf": [thing(i, j) for j in range(4)]} for i in range(5)]}
-    began = time.process_time()
-    assert "combinations of alternatives" in refusal(json={"items": schema})
-    assert time.process_time() - began < 0.3, "0.07 s on an idle machine; 0.4 s if the backend expands the product"
+    def seconds(work) -> float:
+        began = time.process_time()
+        work()
+        return time.process_time() - began
+
+    product = {"allOf": [{"anyOf": [thing(i, j) for j in range(4)]} for i in range(5)]}
+    union = {"anyOf": [thing(i, j) for i in range(5) for j in range(4)]}
+    assert "combinations of alternatives" in refusal(json={"items": product})
+    refused = min(seconds(lambda: refusal(json={"items": product})) for _ in range(3))
+    accepted = min(seconds(lambda: check(Asked(json={"items": union}))) for _ in range(3))
+    assert refused < 40 * accepted, "15 times; 90 times if the backend expands the product"
 
 
 @pytest.mark.parametrize(
@@ -321,12 +328,12 @@ EVIL = {
 
 @pytest.mark.parametrize("name", EVIL)
 def test_checking_a_hostile_constraint_takes_bounded_time(name):
-    began = time.perf_counter()
+    began = time.process_time()
     try:
         check(Asked(**EVIL[name]))
     except RequestError as error:
         assert len(str(error)) < 600
-    assert time.perf_counter() - began < 1, "of a machine that does other things, too; alone it is 0.15 s at most"
+    assert time.process_time() - began < 1, "CPU seconds; it takes 0.15 at most"
 
 
 def test_schemas_within_the_bounds_are_accepted():
