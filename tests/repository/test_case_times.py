@@ -75,3 +75,18 @@ def test_without_budgets_a_long_case_is_named_and_the_run_passes(tmp_path):
     times = json.loads((tmp_path / "times.json").read_text())
     assert times["cases"]["test_it.py::test_two"] >= 0.3
     assert times["files"]["test_it.py"]["cases"] == 2
+
+
+def test_marked_cases_are_those_that_contributing_counts():
+    marked = [
+        path.name
+        for path in sorted(Path(__file__).parents[1].rglob("test_*.py"))
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if line.startswith("@pytest.mark.cpu_seconds(")
+    ]
+    assert marked == [
+        "test_cpu_emulated_tiles.py",
+        "test_triton_compilation.py",
+        "test_cpu_extension_build.py",
+        "test_openapi_fuzz.py",
+    ]
