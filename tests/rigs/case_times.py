@@ -2,8 +2,9 @@
 
 Times are CPU seconds of the process that runs the test, which are nearly the same on a busy machine. Those of the
 programs that a test starts count for its file, once the test has waited for their end. `--test-times=FILE` writes all
-figures. With `--test-budgets` a run fails if a case or a file takes too long, as in CI. With `--long-files-first` the
-longest files of a recorded run come first, so that all processes end together.
+figures. With `--test-budgets` a run fails if a case or a file takes too long, as in CI. A case that cannot be faster is
+marked `cpu_seconds(NUMBER, reason=...)`: it may take so many with its programs, and does not count for its file. With
+`--long-files-first` the longest files of a recorded run come first, so that all processes end together.
 """
 
 import json
@@ -30,6 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "cpu_seconds(number, reason): what a case may take that cannot be faster")
     config.pluginmanager.register(_Meter(), "case_times_meter")
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Table(config), "case_times_table")
@@ -87,8 +89,10 @@ class _Meter:
         self._marks = (time.process_time(), _children_seconds(), self._started)
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self) -> Iterator[None]:
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Iterator[None]:
         report: Any = yield
+        allowance = item.get_closest_marker("cpu_seconds")
+        report.allowed_seconds = None if allowance is None else allowance.args[0]
         cpu, children, started = self._marks
         report.cpu_seconds = time.process_time() - cpu
         report.children_seconds = _children_seconds() - children
@@ -105,6 +109,7 @@ class _Table:
         self._fails: bool = config.getoption("--test-budgets")
         self._began = time.time()
         self._cases: dict[str, float] = defaultdict(float)
+        self._allowed: dict[str, float] = {}  # of marked cases
         self._files: dict[str, Counter[str]] = defaultdict(Counter)
         self._fixtures: dict[str, Counter[str]] = defaultdict(Counter)
         self._workers: dict[str, Counter[str]] = defaultdict(Counter)
@@ -112,6 +117,9 @@ class _Table:
     def pytest_runtest_logreport(self, report: Any) -> None:
         case, file = report.nodeid, report.nodeid.partition("::")[0]
         self._cases[case] += report.cpu_seconds
+        if report.allowed_seconds is not None:
+            self._allowed[case] = report.allowed_seconds
+            self._cases[case] += report.children_seconds
         self._files[file].update(
             {
                 report.when: report.duration,
@@ -128,8 +136,11 @@ class _Table:
         worker["end"] = max(worker["end"], report.stop - self._began)
 
     def _over(self) -> list[str]:
-        cases = [(seconds, name, CASE_SECONDS) for name, seconds in self._cases.items()]
-        files = [(each["cpu"] + each["children"], name, FILE_SECONDS) for name, each in self._files.items()]
+        cases = [(seconds, name, self._allowed.get(name, CASE_SECONDS)) for name, seconds in self._cases.items()]
+        of_files = {name: each["cpu"] + each["children"] for name, each in self._files.items()}
+        for name in self._allowed:
+            of_files[name.partition("::")[0]] -= self._cases[name]
+        files = [(seconds, name, FILE_SECONDS) for name, seconds in of_files.items()]
         return [
             f"{name}: {seconds:.1f} CPU seconds, at most {most:.0f}"
             for seconds, name, most in sorted(cases + files, reverse=True)

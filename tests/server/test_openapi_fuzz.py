@@ -21,6 +21,7 @@ def site():
         yield site
 
 
+@pytest.mark.cpu_seconds(50, reason="Schemathesis makes 12,000 bodies, from which its hooks choose")
 def test_every_route_answers_as_its_document_says(site):
     key = site.keys["root"]
     run = fuzz(site.url, key, examples=examples(8), seed=None, hooks="tests.rigs.schemathesis_hooks")

@@ -35,6 +35,7 @@ sys.exit(pytest.main(arguments))
 @pytest.mark.skipif("amx_emulated" in _C.builds(), reason="the other tests use the emulation already")
 @pytest.mark.skipif("avx512_bf16" not in _C.builds(), reason="the emulation needs AVX-512 BF16")
 @pytest.mark.skipif(shutil.which(os.environ.get("CXX", "c++")) is None, reason="there is no C++ compiler")
+@pytest.mark.cpu_seconds(60, reason="half of it is the compiler on code products, at its lowest optimization as well")
 def test_kernels_with_tile_registers_pass_the_tests_of_the_others(tmp_path):
     done = build(tmp_path / "temp", tmp_path / "lib", QUIRE_BUILDS="amx_emulated", QUIRE_CXXFLAGS="-Og")
     extensions = list((tmp_path / "lib").glob("**/_C*.so"))

@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
@@ -62,6 +63,37 @@ def faster(interpreter):
     return {"_patch_lang": patch_lang, "_patch_builtin": patch_builtin, "_get_np_dtype": get_np_dtype}
 
 
+def faster_types(core):
+    """Replacements for the constructors of two types, with the same attributes. Equal shapes share theirs.
+
+    Each operation makes several types and tensors, and each of those checks its shape and wraps its sizes.
+    """
+    make_block, make_tensor = core.block_type.__init__, core.tensor.__init__
+    blocks, names, tensors = {}, {}, {}
+
+    def block(self, element_ty, shape):
+        sizes = tuple([each.value if isinstance(each, core.constexpr) else each for each in shape])
+        key = (type(shape), sizes, *map(type, sizes))  # a size of 2.0 is refused, although it equals 2
+        name = (element_ty.name, sizes)
+        if key not in blocks or name not in names:
+            make_block(self, element_ty, shape)
+            blocks[key], names[name] = (self.shape, self.numel), self.name
+        else:
+            self.element_ty, self.name = element_ty, names[name]
+            self.shape, self.numel = blocks[key]
+
+    def tensor(self, handle, type):
+        sizes = tuple(type.shape.values) if type.is_block() else ()
+        if sizes not in tensors:
+            make_tensor(self, handle, type)
+            tensors[sizes] = self.shape, self.numel
+        else:
+            self.handle, self.type, self.dtype = handle, type, type.scalar
+            self.shape, self.numel = tensors[sizes]
+
+    return {core.block_type: block, core.tensor: tensor}
+
+
 @pytest.fixture(scope="session", autouse=True)
 def interpreter_for_tests():
     if importlib.util.find_spec("triton") is None:
@@ -73,4 +105,10 @@ def interpreter_for_tests():
         patch.setattr(interpreter, "np", SimpleNamespace(**{**vars(np), "matmul": matmul}))
         for name, function in faster(interpreter).items():
             patch.setattr(interpreter, name, function)
+        for of, constructor in faster_types(interpreter.tl.core).items():
+            patch.setattr(of, "__init__", constructor)
+        # the interpreter computes whether integers overflow, and ignores the result
+        builder = interpreter.interpreter_builder
+        assert not builder.options.debug
+        patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
         yield
