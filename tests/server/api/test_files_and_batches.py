@@ -52,6 +52,7 @@ def results(client, file_id):
 
 def test_a_file_is_stored_listed_and_deleted(client):
     data = bytes(range(256)) * 3000  # several pieces
+    earlier = [one.id for one in client.files.list(order="asc", purpose="user_data")]
     file = client.files.create(file=("données.bin", io.BytesIO(data)), purpose="user_data")
     assert (file.bytes, file.filename, file.purpose, file.status) == (
         len(data),
@@ -65,7 +66,7 @@ def test_a_file_is_stored_listed_and_deleted(client):
     assert answer.response.headers["content-type"] == "application/octet-stream"
     other = upload(client, line("a"))
     assert [one.id for one in client.files.list(limit=1)][:2] == [other.id, file.id], "newest first, over pages"
-    assert [one.id for one in client.files.list(order="asc", purpose="user_data")] == [file.id]
+    assert [one.id for one in client.files.list(order="asc", purpose="user_data")] == [*earlier, file.id]
     assert client.files.delete(file.id).deleted
     for call in (client.files.retrieve, client.files.content, client.files.delete):
         with pytest.raises(openai.NotFoundError) as caught:
