@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TESTS = Path("tests") / "kernels" / "triton"
 MODELS = (
     TESTS / "test_triton_models.py",
+    TESTS / "test_triton_low_bit_models.py",
     Path("tests") / "runner" / "test_device_inputs.py",
     Path("tests") / "kv_store" / "test_host_kv_store.py",
 )

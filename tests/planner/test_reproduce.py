@@ -24,8 +24,8 @@ def test_every_row_of_the_table_has_an_experiment():
     assert len(TARGETS) == 42
 
 
-def test_quick_rows_are_printed_and_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(Context, "size", lambda self, full, quick: max(2, quick // 2))  # the figures have no meaning
+@pytest.mark.cpu_seconds(16, reason="it runs all experiments once, in their smallest size")
+def test_quick_rows_are_printed_and_written(tmp_path):
     document, figures = tmp_path / "reproduction.md", tmp_path / "figures.json"
     rows = [target.id for target in TARGETS]
     arguments = ["--quick", "--json", str(figures), "--document", str(document), "--results", str(RESULTS)]

@@ -87,6 +87,7 @@ def test_marked_cases_are_those_that_contributing_counts():
     assert marked == [
         "test_cpu_emulated_tiles.py",
         "test_triton_compilation.py",
+        "test_reproduce.py",
         "test_cpu_extension_build.py",
         "test_openapi_fuzz.py",
     ]

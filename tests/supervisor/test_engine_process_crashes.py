@@ -1,104 +1,25 @@
-"""An engine process that is killed, stopped, or crashed by a request: accepted requests continue."""
+"""An engine process that is killed, or crashed by a request: accepted requests continue."""
 
 import asyncio
 import json
 import os
 import random
 import signal
-import subprocess
-import sys
-import time
-from contextlib import asynccontextmanager
 
-import misbehaving_engine_process
 import pytest
-import scripted_engine_process
+from engine_processes import HOPELESS, answer, kill, pid, running, scenario, scripted, until_running, until_steps
 from example_budget import examples
 from scripted_engine_process import POISON
 from waiting import until
 
-from quire.config import EngineOptions
 from quire.core.request import Request
 from quire.core.step import Pooling
-from quire.errors import ConfigError, EngineStopped
+from quire.errors import EngineStopped
 from quire.monitor.update import Watcher
 from quire.params import SamplingParams
-from quire.supervisor.async_engine import AsyncEngine
-from quire.supervisor.engine_handle import EngineProcess
-from quire.supervisor.health import STALL_SECONDS, State
-from quire.supervisor.spawn import PROGRAM
-from quire.supervisor.supervisor import WATCHDOG_INTERVAL
+from quire.supervisor.health import State
 
-OPTIONS = EngineOptions(
-    speculation="off", memory="256MiB", dtype="float32", max_num_seqs=32, max_model_len=512, threads=1
-)
-HOPELESS = ("-ISc", "raise SystemExit(3)")
 STARTS_FOR_EVER = ("-ISc", "import time; time.sleep(600)")
-SLOW_MODEL = (misbehaving_engine_process.__file__, "slow")
-
-
-def scripted(*kind):
-    """The program of an engine without a model. kind: see `scripted_engine_process`."""
-    return (scripted_engine_process.__file__, *map(str, kind))
-
-
-def host_of(program=PROGRAM, **options):
-    options = {name: getattr(OPTIONS, name) for name in OPTIONS.__slots__} | options
-    return EngineProcess(EngineOptions(**options), report=lambda line: None, progress=lambda *_: None, program=program)
-
-
-@asynccontextmanager
-async def running(program=PROGRAM, watchdog=0.0, restart_timeout=600.0, **options):
-    host = host_of(program, **options)
-    await asyncio.to_thread(host.launch)
-    engine = AsyncEngine(host, watchdog=watchdog, restart_timeout=restart_timeout)
-    await engine.start()
-    try:
-        yield engine
-    finally:
-        await engine.close()
-
-
-def scenario(work):
-    asyncio.run(asyncio.wait_for(work, 120))
-
-
-def pid(engine):
-    return engine.engine_handle.process.pid
-
-
-async def kill(engine):
-    """Kill the engine, and wait until the next one serves."""
-    number = engine.health().num_restarts
-    os.kill(pid(engine), signal.SIGKILL)
-    await until(lambda: engine.health().num_restarts > number and engine.health().state is State.SERVING)
-
-
-async def until_steps(engine, number):
-    """Wait until engines have committed this many steps in all."""
-    await until(lambda: engine.health().stats.num_steps >= number)
-
-
-async def until_running(engine):
-    await until(lambda: engine.health().stats.num_running)
-
-
-async def answer(engine, name, prompt, **params):
-    """All outputs of a request: by sequence the tokens, ids of logprobs and reason."""
-    params = {"max_tokens": 120, "ignore_eos": True, **params}
-    asked = SamplingParams(**params)
-    heard = [[[], [], None] for _ in range(asked.num_sequences)]
-    stream = await engine.generate([Request(name, prompt, asked)])
-    try:
-        while any(reason is None for _, _, reason in heard):
-            for output in await anext(stream):
-                one = heard[output.index]
-                one[0] += output.token_ids
-                one[1] += [] if output.logprobs is None else output.logprobs.ids.tolist()
-                one[2] = output.finish_reason
-    finally:
-        stream.close()
-    return heard
 
 
 def questions(count):
@@ -201,75 +122,6 @@ def test_an_embedding_and_prompt_logprobs_are_returned_once_although_engines_are
             assert await again == undisturbed
 
     scenario(work())
-
-
-def test_a_stopped_engine_is_stalled_and_the_watchdog_replaces_it():
-    assert STALL_SECONDS + WATCHDOG_INTERVAL < 2, "seconds until a stopped engine is unhealthy, see docs"
-
-    async def work():
-        async with running(scripted("slow"), watchdog=STALL_SECONDS) as engine:
-            before = await answer(engine, "a", [5, 6, 7])
-            going_on = asyncio.ensure_future(answer(engine, "b", [5, 6, 7]))
-            await until_running(engine)
-            os.kill(pid(engine), signal.SIGSTOP)
-            await until(lambda: engine.health().problem)
-            assert engine.health().state is State.STALLED
-            assert await going_on == before
-            assert engine.health().num_restarts == 1
-
-    scenario(work())
-
-
-def test_a_long_prompt_on_a_slow_model_is_no_stall():
-    async def work():
-        async with running(SLOW_MODEL, max_model_len=2048, calibration=1.0, watchdog=1.0) as engine:
-            began = time.monotonic()
-            answering = asyncio.ensure_future(answer(engine, "a", [5] * 2040, max_tokens=2))
-            problems = set()
-            while not answering.done():
-                problems.add(engine.health().problem)
-                await asyncio.sleep(0.02)
-            assert problems == {""}
-            assert time.monotonic() - began > 2.5
-            assert engine.health().num_restarts == 0
-
-    scenario(work())
-
-
-def test_an_engine_writes_its_stacks_and_ends_with_its_front_end(capfd):
-    host = host_of(scripted("steady"))
-    host.launch()
-    written = ""
-    while "_turn" not in written:
-        host.dump_stacks()
-        time.sleep(0.05)
-        written += capfd.readouterr().err
-    host.connection.close()
-    assert host.wait() == "with exit code 0"
-
-
-def test_options_that_the_engine_refuses_raise_its_type_of_error():
-    with pytest.raises(ConfigError, match="max_model_len"):
-        host_of(max_model_len=10**9).launch()
-
-
-def test_the_end_of_an_engine_is_described_by_exit_code_or_signal():
-    host = host_of()
-    for end, described in (
-        ("exit(4)", "with exit code 4"),
-        ("kill(9)", "by signal SIGKILL"),
-        ("kill(40)", "by signal 40"),
-    ):
-        code = f"import os\nkill = lambda number: os.kill(os.getpid(), number)\n{end}"
-        host.process = subprocess.Popen([sys.executable, "-c", code])
-        assert host.wait() == described
-
-
-def test_an_engine_that_dies_while_it_starts_is_given_up():
-    host = host_of()
-    host.program = HOPELESS
-    with pytest.raises(EngineStopped, match="with exit code 3 while it started"):
-        host.launch()
 
 
 def test_an_engine_that_cannot_be_started_again_fails_what_is_open():

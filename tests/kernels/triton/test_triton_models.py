@@ -1,89 +1,44 @@
 """Whole models on the Triton kernels: the tokens of the reference and of transformers, both on the CPU.
 
-In mixed batches, in captured steps (CUDA graphs on a GPU), with low-bit weights, with 8-bit KV.
+In mixed batches, in captured steps (CUDA graphs on a GPU), with 8-bit KV.
 """
 
-import gguf_writer as gguf_files
 import numpy as np
 import pytest
 import torch
-from changed_kernels import changed
 from model_runner_driver import GREEDY, Driver, RowParams, load_model
-from triton_device import DEVICE
 
-from quire import LLM, SamplingParams
-from quire.config import EngineOptions
-from quire.hub import embedded
+from quire import SamplingParams
 from quire.kernels.contract import INT4, INT8, NotCapturable, Requirements, Scheme
-from quire.models.description import describe
-from quire.models.loading import load
-from quire.startup.build import prepare
 
 pytest.importorskip("triton")
-kernels_module = pytest.importorskip("quire.kernels.triton.kernels")
-deterministic = pytest.importorskip("quire.kernels.triton.deterministic")
-step_capture = pytest.importorskip("quire.kernels.triton.step_capture")
+import triton_models
 
-BLOCK = 16
-LENGTHS = (3, 18, 1)
+from quire.kernels.triton import kernels as kernels_module
+from quire.kernels.triton import step_capture
+
 FAMILIES = ("qwen3-gqa", "gemma2", "gpt2", "qwen3-moe", "mistral-window")
 PINNED = SamplingParams(temperature=0.8, top_k=50, seed=11, deterministic=True)
 
 
-class Replaying(step_capture.CudaGraphCapture):
-    """On a CPU, replays a step by computing it again, as there are no graphs. All else is as on a GPU."""
-
-    def __init__(self):
-        super().__init__()
-        self.sizes = []
-
-    def capture(self, compute):
-        if DEVICE.type == "cuda":
-            result, play = super().capture(compute)
-        else:
-            result = compute()
-        self.sizes.append(len(result))
-        return result, play if DEVICE.type == "cuda" else lambda: result.copy_(compute())
-
-
-def driver(folder, *, recorder=None, model=None):
-    model = model or load_model(folder, device=str(DEVICE))
-    kernels = changed(kernels_module, new_step_capture=lambda: recorder)
-    return Driver(model, block_size=BLOCK, num_blocks=40, kernels=kernels, strict=deterministic)
-
-
 @pytest.fixture(scope="module")
 def prompts():
-    random = np.random.default_rng(6)
-    return [random.integers(3, 301, length).tolist() for length in LENGTHS]
+    return triton_models.prompts_of_models()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_those_of_the_reference(saved, prompts, family):
-    expected = Driver(load_model(saved(family)[0]), block_size=BLOCK).generate(prompts, 2)
-    assert driver(saved(family)[0]).generate(prompts, 2, cut=12) == expected
-
-
-@pytest.mark.parametrize(
-    ("family", "quantization"),
-    [("llama-gqa-tied", "int8"), ("llama-gqa-tied", "int4"), ("qwen3-moe", "int4"), ("qwen3-moe", "fp8")],
-)
-def test_tokens_of_low_bit_models_are_those_of_the_reference(saved, prompts, family, quantization):
-    folder, short = saved(family)[0], [prompt[:2] for prompt in prompts[1:]]
-    description, recorder = describe(folder), Replaying()
-    schemes = description.schemes(quantization)
-    expected = Driver(load(description, dtype="float32", schemes=schemes), block_size=BLOCK).generate(short, 2)
-    model = load(description, dtype="float32", device=str(DEVICE), kernels=kernels_module, schemes=schemes)
-    assert driver(folder, model=model, recorder=recorder).generate(short, 2) == expected
-    assert recorder.sizes == [4, 2], "three tokens of two prompts are padded to four"
+    expected = Driver(load_model(saved(family)[0]), block_size=triton_models.BLOCK).generate(prompts, 2)
+    assert triton_models.driver(saved(family)[0]).generate(prompts, 2, cut=12) == expected
 
 
 @pytest.mark.parametrize("family", ["qwen3-gqa", "mixtral"])
 def test_greedy_tokens_are_those_of_transformers(saved, prompts, family):
     folder, theirs = saved(family)
     options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    recorder = Replaying()
-    for prompt, found in zip(prompts, driver(folder, recorder=recorder).generate(prompts, 3), strict=True):
+    recorder = triton_models.Replaying()
+    ours = triton_models.driver(folder, recorder=recorder).generate(prompts, 3)
+    for prompt, found in zip(prompts, ours, strict=True):
         ids = torch.tensor([prompt])
         whole = theirs.generate(ids, attention_mask=torch.ones_like(ids), **options)
         assert found == whole[0, len(prompt) :].tolist()
@@ -94,28 +49,28 @@ def test_penalties_count_sampled_tokens(saved, prompts):
     folder, penalties = saved("qwen3-gqa")[0], {"presence_penalty": 2.0, "frequency_penalty": 2.0}
     params = SamplingParams(temperature=0.0, allowed_token_ids=(3, 4, 5, 6), **penalties)
     row_params = [RowParams(params, prompt_len=len(prompts[0]))]
-    expected = Driver(load_model(folder), block_size=BLOCK).generate(prompts[:1], 4, row_params)
+    expected = Driver(load_model(folder), block_size=triton_models.BLOCK).generate(prompts[:1], 4, row_params)
     assert sorted(expected[0]) == [3, 4, 5, 6], "a token is not sampled again before all others"
-    assert driver(folder).generate(prompts[:1], 4, row_params) == expected
+    assert triton_models.driver(folder).generate(prompts[:1], 4, row_params) == expected
 
 
 def test_deterministic_sequences_do_not_depend_on_company_and_cuts(saved, prompts):
     folder = saved("qwen3-gqa")[0]
-    alone = driver(folder).generate(prompts[1:2], 2, PINNED)
-    among = driver(folder).generate(prompts, 2, [GREEDY, PINNED, GREEDY], cut=10)
+    alone = triton_models.driver(folder).generate(prompts[1:2], 2, PINNED)
+    among = triton_models.driver(folder).generate(prompts, 2, [GREEDY, PINNED, GREEDY], cut=10)
     assert among[1] == alone[0]
 
 
 def test_recorded_steps_are_filled_up_and_give_the_same_tokens(saved, prompts):
-    folder, recorder = saved("qwen3-gqa")[0], Replaying()
-    expected = Driver(load_model(folder), block_size=BLOCK).generate(prompts, 3)
-    assert driver(folder, recorder=recorder).generate(prompts, 3) == expected
+    folder, recorder = saved("qwen3-gqa")[0], triton_models.Replaying()
+    expected = Driver(load_model(folder), block_size=triton_models.BLOCK).generate(prompts, 3)
+    assert triton_models.driver(folder, recorder=recorder).generate(prompts, 3) == expected
     assert recorder.sizes == [4], "three sequences are a step of four, recorded once"
 
 
 def test_recorded_steps_divide_chunks_with_drafts(saved):
     """The chunk of row 0 crosses the end of a block, and its rejected drafts are overwritten."""
-    folder, recorder = saved("qwen3-gqa")[0], Replaying()
+    folder, recorder = saved("qwen3-gqa")[0], triton_models.Replaying()
     random = np.random.default_rng(3)
     steps = [{0: (0, 0), 1: (0, 0)}, {0: (3, 1), 1: (1, 1)}, {0: (1, 0), 1: (4, 2)}, {0: (2, 2)}]  # drafts, accepted
     written = {row: random.integers(3, 301, 40).tolist() for row in (0, 1)}
@@ -136,8 +91,8 @@ def test_recorded_steps_divide_chunks_with_drafts(saved):
             opening = {}
         return found
 
-    expected = run(Driver(load_model(folder), block_size=BLOCK))
-    assert run(driver(folder, recorder=recorder)) == expected
+    expected = run(Driver(load_model(folder), block_size=triton_models.BLOCK))
+    assert run(triton_models.driver(folder, recorder=recorder)) == expected
     assert recorder.sizes == [8, 4], "steps of 6 and 7 tokens, and one of 3"
 
 
@@ -147,40 +102,13 @@ def test_a_step_that_cannot_be_captured_runs_without_a_graph(saved, prompts):
             raise NotCapturable("something waits for the device")
 
     folder = saved("qwen3-gqa")[0]
-    expected = Driver(load_model(folder), block_size=BLOCK).generate(prompts[:1], 3)
-    assert driver(folder, recorder=Refusing()).generate(prompts[:1], 3) == expected
+    expected = Driver(load_model(folder), block_size=triton_models.BLOCK).generate(prompts[:1], 3)
+    assert triton_models.driver(folder, recorder=Refusing()).generate(prompts[:1], 3) == expected
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "int8"])
 def test_the_embedded_model_answers_as_the_reference_does(kv_cache_dtype):
-    assert_answers_are_those_of_the_reference(kv_cache_dtype=kv_cache_dtype)
-
-
-def test_codes_of_a_checkpoint_are_kept(tmp_path):
-    path, lines = gguf_files.write_gguf(embedded.folder(), tmp_path / "model.gguf", kind="Q4_1"), []
-    options = EngineOptions(model=str(path), kernels="triton", device=str(DEVICE), memory="1GiB")
-    prepared = prepare(options, report=lines.append, progress=lambda done, total: None)
-    assert Scheme(4, 32, torch.float16, has_offsets=True) in prepared.schemes.values()
-    assert any(line.startswith("weights    as stored: ") for line in lines)
-
-
-@pytest.mark.skipif(DEVICE.type == "cpu", reason="the interpreter takes a minute")
-@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
-def test_the_low_bit_embedded_model_answers_as_the_reference_does(quantization):
-    assert_answers_are_those_of_the_reference(quantization=quantization)
-
-
-def assert_answers_are_those_of_the_reference(**options):
-    greedy = SamplingParams(temperature=0, max_tokens=3)
-    question = [{"role": "user", "content": "What is 2 plus 3?"}]
-    texts = []
-    for kernels, device in (("triton", str(DEVICE)), ("reference", "cpu")):
-        lines = []
-        llm = LLM(kernels=kernels, device=device, **options, memory="1GiB", report=lines.append)
-        texts.append(llm.chat(question, greedy)[0].outputs[0].token_ids)
-        assert any(line.startswith(f"kernels    {kernels}") for line in lines)
-    assert texts[0] == texts[1]
-    assert len(texts[0]) > 0
+    triton_models.assert_answers_are_those_of_the_reference(kv_cache_dtype=kv_cache_dtype)
 
 
 def test_ladder_sizes_hold_what_they_are_asked_for():

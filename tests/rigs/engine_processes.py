@@ -1,0 +1,91 @@
+"""Engines in processes of their own, as servers have them: with the embedded model, or scripted without a model."""
+
+import asyncio
+import os
+import signal
+from contextlib import asynccontextmanager
+
+import scripted_engine_process
+from waiting import until
+
+from quire.config import EngineOptions
+from quire.core.request import Request
+from quire.params import SamplingParams
+from quire.supervisor.async_engine import AsyncEngine
+from quire.supervisor.engine_handle import EngineProcess
+from quire.supervisor.health import State
+from quire.supervisor.spawn import PROGRAM
+
+OPTIONS = EngineOptions(
+    speculation="off", memory="256MiB", dtype="float32", max_num_seqs=32, max_model_len=512, threads=1
+)
+HOPELESS = ("-ISc", "raise SystemExit(3)")
+
+
+def scripted(*kind):
+    """The program of an engine without a model. kind: see `scripted_engine_process`."""
+    return (scripted_engine_process.__file__, *map(str, kind))
+
+
+def host_of(program=PROGRAM, **options):
+    """The process of an engine, not launched. options: those of OPTIONS that are changed."""
+    options = {name: getattr(OPTIONS, name) for name in OPTIONS.__slots__} | options
+    return EngineProcess(EngineOptions(**options), report=lambda line: None, progress=lambda *_: None, program=program)
+
+
+@asynccontextmanager
+async def running(program=PROGRAM, watchdog=0.0, restart_timeout=600.0, **options):
+    """Context manager: an engine in a process of its own. program: arguments of the Python interpreter."""
+    host = host_of(program, **options)
+    await asyncio.to_thread(host.launch)
+    engine = AsyncEngine(host, watchdog=watchdog, restart_timeout=restart_timeout)
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+def scenario(work):
+    """Run a coroutine to its end, for two minutes at most."""
+    asyncio.run(asyncio.wait_for(work, 120))
+
+
+def pid(engine):
+    """The engine's process id."""
+    return engine.engine_handle.process.pid
+
+
+async def kill(engine):
+    """Kill the engine, and wait until the next one serves."""
+    number = engine.health().num_restarts
+    os.kill(pid(engine), signal.SIGKILL)
+    await until(lambda: engine.health().num_restarts > number and engine.health().state is State.SERVING)
+
+
+async def until_steps(engine, number):
+    """Wait until engines have committed this many steps in all."""
+    await until(lambda: engine.health().stats.num_steps >= number)
+
+
+async def until_running(engine):
+    """Wait until a request runs."""
+    await until(lambda: engine.health().stats.num_running)
+
+
+async def answer(engine, name, prompt, **params):
+    """All outputs of a request: by sequence the tokens, ids of logprobs and reason."""
+    params = {"max_tokens": 120, "ignore_eos": True, **params}
+    asked = SamplingParams(**params)
+    heard = [[[], [], None] for _ in range(asked.num_sequences)]
+    stream = await engine.generate([Request(name, prompt, asked)])
+    try:
+        while any(reason is None for _, _, reason in heard):
+            for output in await anext(stream):
+                one = heard[output.index]
+                one[0] += output.token_ids
+                one[1] += [] if output.logprobs is None else output.logprobs.ids.tolist()
+                one[2] = output.finish_reason
+    finally:
+        stream.close()
+    return heard
