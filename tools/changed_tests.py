@@ -1,8 +1,8 @@
 """Run the tests that a change is most likely to break: `make test-changed`.
 
 Tests mirror the package. For a changed module the nearest tests come first: those with its name in their file's name,
-those that import it, its folder, the folders above it, and tests/integration. They run until the CPU time that was
-recorded for them is spent. `make test` runs all.
+those that import it, its folder, the folders above it, those that import a module that imports it, and
+tests/integration. They run until the CPU time that was recorded for them is spent. `make test` runs all.
 """
 
 import argparse
@@ -29,15 +29,21 @@ class Selection(NamedTuple):
     left: list[str]
 
 
-def select(changed: Iterable[str], texts: Mapping[str, str], seconds: Mapping[str, float], most: float) -> Selection:
+def select(
+    changed: Iterable[str],
+    texts: Mapping[str, str],
+    seconds: Mapping[str, float],
+    most: float,
+    sources: Mapping[str, str],
+) -> Selection:
     """Choose tests for changed files.
 
     texts: the text of each file of tests, by path. seconds: CPU time of some of them. The nearest run in any case, and
-    others for which there is room in `most` seconds.
+    others for which there is room in `most` seconds. sources: the text of each module of quire, by path.
     """
     ranks: dict[str, int] = {}
     for path in changed:
-        for rank, files in enumerate(_near(PurePosixPath(path), texts)):
+        for rank, files in enumerate(_near(PurePosixPath(path), texts, sources)):
             for file in files:
                 ranks[file] = min(rank, ranks.get(file, rank))
     files, left, spent = list[str](), list[str](), 0.0
@@ -53,14 +59,18 @@ def select(changed: Iterable[str], texts: Mapping[str, str], seconds: Mapping[st
 
 def selection(changed: Iterable[str], repository: Path = ROOT, most: float = SECONDS) -> Selection:
     """Choose tests for changed files of a repository, by the CPU seconds that it has recorded."""
-    paths = (repository / "tests").rglob("test_*.py")
-    texts = {path.relative_to(repository).as_posix(): path.read_text() for path in paths}
+    texts, sources = (
+        {path.relative_to(repository).as_posix(): path.read_text() for path in (repository / folder).rglob(pattern)}
+        for folder, pattern in (("tests", "test_*.py"), ("quire", "*.py"))
+    )
     times = repository / TIMES
     recorded = json.loads(times.read_text())["files"] if times.exists() else {}
-    return select(changed, texts, {file: each["cpu"] + each["children"] for file, each in recorded.items()}, most)
+    return select(
+        changed, texts, {file: each["cpu"] + each["children"] for file, each in recorded.items()}, most, sources
+    )
 
 
-def _near(changed: PurePosixPath, texts: Mapping[str, str]) -> Iterator[list[str]]:
+def _near(changed: PurePosixPath, texts: Mapping[str, str], sources: Mapping[str, str]) -> Iterator[list[str]]:
     """Files of tests for a changed file, in ranks."""
     path = changed.as_posix()
     if path in texts:
@@ -74,14 +84,20 @@ def _near(changed: PurePosixPath, texts: Mapping[str, str]) -> Iterator[list[str
         folders = [folder for folder in folders if any(file.startswith(folder) for file in usual)]
         named = [file for file in usual if file.startswith(tuple(folders[:1])) and changed.stem in Path(file).stem]
         yield named if changed.stem != "__init__" else []
-        module = changed.parent if changed.stem == "__init__" else changed.with_suffix("")
-        yield _importing(".".join(module.parts), usual)
-        for folder in (*folders, "tests/integration/"):
+        yield _importing(_module(changed), usual)
+        for folder in folders:
             yield [file for file in usual if file.startswith(folder)]
+        importing = _importing(_module(changed), sources)
+        yield [file for source in importing for file in _importing(_module(PurePosixPath(source)), usual)]
+        yield [file for file in usual if file.startswith("tests/integration/")]
     else:
         yield []
         yield _importing(changed.with_suffix("").as_posix().replace("/", "."), texts)
         yield [file for file in texts if file.startswith(_REST)]
+
+
+def _module(path: PurePosixPath) -> str:
+    return ".".join((path.parent if path.stem == "__init__" else path.with_suffix("")).parts)
 
 
 def _importing(module: str, texts: Mapping[str, str]) -> list[str]:
