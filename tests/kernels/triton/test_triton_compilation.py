@@ -20,6 +20,7 @@ _DROPPED = ("TRITON_INTERPRET", "PYTHONWARNINGS")  # Triton's compiler warns of 
 _QUICKER = {"DISABLE_PTXAS_OPT": "1", "TRITON_DISABLE_LINE_INFO": "1"}
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.cpu_seconds(100, reason="it compiles 143 variants, each of another type, tile or scheme")
 def test_all_kernels_compile(tmp_path):
     rigs = ROOT / "tests" / "rigs"
