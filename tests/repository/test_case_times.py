@@ -10,6 +10,7 @@ import pytest
 
 CONFTEST = """
 import case_times
+pytest_plugins = ["case_times"]
 case_times.CASE_SECONDS, case_times.FILE_SECONDS = 0.2, 0.5
 """
 TESTS = """
@@ -38,8 +39,6 @@ def run(folder: Path, tests: str, *arguments: str) -> tuple[int, str]:
         "pytest",
         "-q",
         "-p",
-        "case_times",
-        "-p",
         "no:cacheprovider",
         f"--rootdir={folder}",
     ]
@@ -66,6 +65,14 @@ def test_a_run_with_budgets_fails_if_a_case_or_file_takes_more(tmp_path, tests, 
     assert code == (0 if over is None else 1), output
     assert ("CPU seconds, at most" in output) == (over is not None)
     assert over is None or over in output
+
+
+@pytest.mark.parametrize("seconds_alone", [0.0, 0.3])
+def test_a_file_above_its_budget_beside_other_tests_is_measured_again_alone(tmp_path, seconds_alone):
+    tests = f"import os\ndef test_two(): work(0.3 if 'PYTEST_XDIST_WORKER' in os.environ else {seconds_alone})"
+    code, output = run(tmp_path, tests, "--test-budgets", "-p", "xdist", "-n", "1")
+    assert code == (1 if seconds_alone else 0), output
+    assert "measured again, alone: test_it.py" in output
 
 
 def test_without_budgets_a_long_case_is_named_and_the_run_passes(tmp_path):

@@ -1,14 +1,16 @@
 """A pytest plugin: the time that each case, file and fixture takes, and an upper bound for it.
 
-Times are CPU seconds of the process that runs the test, which are nearly the same on a busy machine. Those of the
-programs that a test starts count for its file, once the test has waited for their end. `--test-times=FILE` writes all
-figures. With `--test-budgets` a run fails if a case or a file takes too long, as in CI. A case that cannot be faster is
+Times are CPU seconds of the process that runs the test. Those of the programs that a test starts count for its file,
+once the test has waited for their end. `--test-times=FILE` writes all figures. With `--test-budgets` a run fails if a
+case or a file takes too long, as in CI. CPU seconds double if two threads of a core compute, so that a run of several
+processes measures files that took too long once more, alone. A case that cannot be faster is
 marked `cpu_seconds(NUMBER, reason=...)`: it may take so many with its programs, and does not count for its file. With
 `--long-files-first` the longest files of a recorded run come first, so that all processes end together.
 """
 
 import json
 import resource
+import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
@@ -107,6 +109,7 @@ class _Table:
     def __init__(self, config: pytest.Config) -> None:
         self._file: Path | None = config.getoption("--test-times")
         self._fails: bool = config.getoption("--test-budgets")
+        self._is_distributed = bool(config.getoption("numprocesses", None))
         self._began = time.time()
         self._cases: dict[str, float] = defaultdict(float)
         self._allowed: dict[str, float] = {}  # of marked cases
@@ -135,20 +138,26 @@ class _Table:
         worker.update({"seconds": report.duration, "cpu": report.cpu_seconds})
         worker["end"] = max(worker["end"], report.stop - self._began)
 
-    def _over(self) -> list[str]:
+    def _over(self) -> list[tuple[float, str, float]]:
+        """Seconds, name and bound of each case and file that takes too long."""
         cases = [(seconds, name, self._allowed.get(name, CASE_SECONDS)) for name, seconds in self._cases.items()]
         of_files = {name: each["cpu"] + each["children"] for name, each in self._files.items()}
         for name in self._allowed:
             of_files[name.partition("::")[0]] -= self._cases[name]
         files = [(seconds, name, FILE_SECONDS) for name, seconds in of_files.items()]
-        return [
-            f"{name}: {seconds:.1f} CPU seconds, at most {most:.0f}"
-            for seconds, name, most in sorted(cases + files, reverse=True)
-            if seconds > most
-        ]
+        return [(seconds, name, most) for seconds, name, most in sorted(cases + files, reverse=True) if seconds > most]
 
+    def _fail_alone(self, files: set[str], root: Path) -> bool:
+        """Whether files take too long in a process of their own, without other tests beside it."""
+        sys.stdout.write(f"\nmeasured again, alone: {' '.join(sorted(files))}\n")
+        sys.stdout.flush()
+        command = [sys.executable, "-m", "pytest", f"--rootdir={root}", "--test-budgets", *sorted(files)]
+        return subprocess.run(command, cwd=root, check=False).returncode != 0
+
+    @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if self._fails and self._over():
+        files = {name.partition("::")[0] for _, name, _ in self._over()} if self._fails else set()
+        if files and (not self._is_distributed or self._fail_alone(files, session.config.rootpath)):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if self._file is not None:
             by_seconds = sorted(self._files.items(), key=lambda item: -sum(item[1][phase] for phase in _PHASES))
@@ -162,5 +171,5 @@ class _Table:
             self._file.write_text(json.dumps(found, indent=1) + "\n")
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        for line in self._over():
-            terminalreporter.write_line(line)
+        for seconds, name, most in self._over():
+            terminalreporter.write_line(f"{name}: {seconds:.1f} CPU seconds, at most {most:.0f}")
