@@ -17,11 +17,13 @@ TESTS = """
 import subprocess, sys, time
 import pytest
 
-WORK = "import time; end = time.process_time() + {}\\nwhile time.process_time() < end: pass"
-
 def work(seconds, *, in_child=False):
-    code = WORK.format(seconds)
-    subprocess.run([sys.executable, "-c", code], check=True) if in_child else exec(code)
+    if in_child:
+        subprocess.run([sys.executable, "-c", f"import test_it; test_it.work({seconds})"], check=True)
+        return
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
 
 def test_one():
     pass
@@ -32,16 +34,7 @@ def run(folder: Path, tests: str, *arguments: str) -> tuple[int, str]:
     """Exit code and output of a run whose budgets are 0.2 s for a case and 0.5 s for a file."""
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "test_it.py").write_text(TESTS + tests)
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        f"--rootdir={folder}",
-    ]
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={folder}"]
     env = {"PYTHONPATH": str(Path(case_times.__file__).parent), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PATH": ""}
     done = subprocess.run([*command, *arguments, "."], cwd=folder, env=env, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout + done.stderr

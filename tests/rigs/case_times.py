@@ -3,8 +3,8 @@
 Times are CPU seconds of the process that runs the test. Those of the programs that a test starts count for its file,
 once the test has waited for their end. `--test-times=FILE` writes all figures. With `--test-budgets` a run fails if a
 case or a file takes too long, as in CI. CPU seconds double if two threads of a core compute, so that a run of several
-processes measures files that took too long once more, alone. A case that cannot be faster is
-marked `cpu_seconds(NUMBER, reason=...)`: it may take so many with its programs, and does not count for its file. With
+processes measures files that took too long once more, alone. A case that cannot be faster is marked
+`cpu_seconds(NUMBER, reason=...)`: it may take so many with its programs, and does not count for its file. With
 `--long-files-first` the longest files of a recorded run come first, so that all processes end together.
 """
 

@@ -105,7 +105,7 @@ def test_a_client_that_leaves_ends_the_work():
         return {"type": "http.disconnect"}
 
     async def send(message):
-        await asyncio.Event().wait()  # nobody reads
+        await asyncio.Event().wait()  # the client reads nothing
 
     async def main():
         pieces = PieceReader(make, on_thread)

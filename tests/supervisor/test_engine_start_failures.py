@@ -143,7 +143,7 @@ class Stubborn(Host):
 def test_an_engine_that_does_not_end_is_killed(monkeypatch, dies_first):
     class Hung(Stubborn):
         def wait(self):
-            assert self.killed.wait(60), "nobody ended it"
+            assert self.killed.wait(60), "the engine was not killed"
             return "as pretended"
 
     async def scenario(host, engine):

@@ -79,11 +79,10 @@ def _run(faults: Sequence[Fault], results: Results, repository: Path, commit: st
             for done, future in enumerate(as_completed(running), 1):
                 results.add(running[future], future.result())
                 bar(done, len(faults))
-        except BaseException:
+        finally:
             pool.shutdown(wait=False, cancel_futures=True)
             for checkout in checkouts:
                 checkout.stop()
-            raise
 
 
 def _print_faults(faults: Sequence[Fault]) -> None:

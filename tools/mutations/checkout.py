@@ -104,7 +104,7 @@ class Checkout:
     def stop(self) -> None:
         """Kill the run that is in progress, and let no other one begin. Can be called from another thread."""
         self._is_stopped = True
-        if self._process is not None:
+        if self._process is not None and self._process.poll() is None:
             _kill(self._process)
 
     def _exit_code(self, command: list[str], output: Path) -> int | None:

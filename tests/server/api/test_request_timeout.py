@@ -130,7 +130,7 @@ def test_work_for_which_no_time_is_left_is_never_begun():
         warnings.simplefilter("always")
         asyncio.run(run())
         gc.collect()
-    assert not caught, "a coroutine that nobody awaits"
+    assert not caught, "a coroutine was never awaited"
 
 
 def test_the_time_limit_ends_an_iterator_that_never_waits():
