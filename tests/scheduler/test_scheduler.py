@@ -374,7 +374,7 @@ def test_more_sequences_than_rows_still_share_the_prompt():
     assert sum(rig.scheduler.sizes) < 29 * 3 + 6 * 3 + 9 + 2, "a donor may be gone when a row is free, but not always"
 
 
-def test_sequences_that_wait_for_their_prompt_stand_in_nobodys_way():
+def test_sequences_that_wait_for_their_prompt_delay_no_other_sequence():
     rig = Rig(max_num_batched_tokens=8)
     rig.add("a", prompt(20), n=3, max_tokens=2)
     rig.add("b", prompt(3, 1), max_tokens=2)

@@ -113,11 +113,11 @@ def test_a_start_that_hangs_is_ended_at_the_timeout():
     run(scenario, host=Hung(first_dies), restart_timeout=0.2)
 
 
-def test_a_fault_of_who_watches_the_engine_leaves_nobody_waiting():
+def test_an_error_of_the_task_that_supervises_the_engine_ends_open_requests():
     class Odd(Host):
         def wait(self):
             super().wait()
-            raise ValueError("an end that nobody thought of")
+            raise ValueError("an unexpected end")
 
     async def scenario(host, engine):
         stream = await engine.generate([request("a", 10)])

@@ -149,7 +149,7 @@ def test_priority_counts_before_recency_and_ends_with_its_ttl():
     assert (memory.has([1, 1, 1]), memory.has([2, 2, 2])) == (0, 3), "after the ttl only recency is left"
 
 
-def test_low_priority_goes_first_only_while_nobody_else_has_left_the_same():
+def test_low_priority_counts_only_while_no_other_request_has_used_the_blocks():
     memory = Memory("priority")
     memory.run([1, 1, 1, 1], priority=0)
     memory.run([2, 2, 2, 2], now=1.0)

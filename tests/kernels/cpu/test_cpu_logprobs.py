@@ -91,7 +91,7 @@ def test_logits_far_apart_are_reported_exactly(machine):
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, None])
-def test_unusable_rows_are_nan_and_hurt_nobody(machine, bad):
+def test_unusable_rows_are_nan_and_change_no_other_row(machine, bad):
     logits = normal(3, 100, 4)
     if bad is None:
         logits[1] = -torch.inf

@@ -227,7 +227,7 @@ def test_greedy_takes_the_lowest_of_equals_wherever_it_stands(vocab_size):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab_size", [15, 16, 64, 1000])
-def test_rows_that_are_not_finite_yield_minus_one_and_hurt_nobody(vocab_size, dtype):
+def test_rows_that_are_not_finite_yield_minus_one_and_change_no_other_row(vocab_size, dtype):
     bads = [torch.nan, -torch.nan, torch.inf]
     places = [0, vocab_size // 2, vocab_size - 1]
     logits = normal(2 * len(bads) * len(places) + 2, vocab_size, 6)

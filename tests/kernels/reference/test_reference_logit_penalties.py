@@ -96,7 +96,7 @@ def test_a_penalty_that_overflows_still_leaves_a_choice(temperature):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_with_nothing_left_yields_minus_one_and_hurts_nobody(temperature):
+def test_a_row_without_allowed_tokens_yields_minus_one_and_changes_no_other_row(temperature):
     logits = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
     free = reference.sample(logits, draws(4, temperatures=temperature)).tolist()
     bans = [(1, t, -math.inf) for t in range(5)]

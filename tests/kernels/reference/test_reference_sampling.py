@@ -168,7 +168,7 @@ def test_a_mask_of_the_wrong_width_is_refused():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_rows_that_are_not_finite_yield_minus_one_and_hurt_nobody(temperature):
+def test_rows_that_are_not_finite_yield_minus_one_and_change_no_other_row(temperature):
     logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(5))
     options = {"temperatures": temperature, "top_ps": 0.9, "top_ks": 30, "min_ps": 0.01}
     good = reference.sample(logits, draws(6, **options)).tolist()

@@ -109,7 +109,7 @@ def test_logits_far_apart_are_reported_exactly():
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, None])
 @pytest.mark.parametrize("vocab_size", [100, 2500])
-def test_unusable_rows_are_nan_and_hurt_nobody(bad, vocab_size):
+def test_unusable_rows_are_nan_and_change_no_other_row(bad, vocab_size):
     logits = normal(3, vocab_size, 4)
     if bad is None:
         logits[1] = -torch.inf

@@ -278,7 +278,7 @@ def test_greedy_takes_the_lowest_of_equals_wherever_it_stands(vocab_size):
 
 @pytest.mark.parametrize("options", [{"temperatures": 0.0}, {"top_ps": 0.9, "top_ks": 30, "min_ps": 0.01}])
 @pytest.mark.parametrize("vocab_size", [16, 2100])
-def test_rows_that_are_not_finite_yield_minus_one_and_hurt_nobody(vocab_size, options):
+def test_rows_that_are_not_finite_yield_minus_one_and_change_no_other_row(vocab_size, options):
     bads = [torch.nan, -torch.nan, torch.inf]
     logits = normal(2 * len(bads) + 4, vocab_size, 6)
     for row, bad in enumerate(bads):
