@@ -26,7 +26,7 @@ def model(tmp_path):
 
 @pytest.fixture
 def server(model):
-    """Process and URL of a server that exits after 3 s without an engine."""
+    """Process and URL of a server that exits after 8 s without an engine."""
     command = [sys.executable, "-c", "from quire.cli import main; main()", "serve", str(model), *FLAGS]
     process = subprocess.Popen(
         [*command, "--engine-restart-timeout", "8"],
