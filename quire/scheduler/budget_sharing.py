@@ -178,7 +178,7 @@ class PromptSharing:
             compared[seq.id] = count, at_first
             num_passed = self._num_divided + count - at_first
             is_first = seq.has_run if waits else seq.num_generated > 0
-            classes.append(-1 if is_first else _size_class(count - num_passed // _AGEING))
+            classes.append(-1 if is_first else size_class(count - num_passed // _AGEING))
         self._compared = compared
         return sorted(range(len(wanted)), key=classes.__getitem__)
 
@@ -191,6 +191,6 @@ class PromptSharing:
         return min(len(seq.tokens), seq.limit) - match.num_tokens
 
 
-def _size_class(num_tokens: int) -> int:
+def size_class(num_tokens: int) -> int:
     """The least i with `num_tokens` at most 4**i."""
     return (max(num_tokens - 1, 0).bit_length() + 1) // 2
