@@ -10,7 +10,7 @@ from small_engines import limits, memory, request, result_of
 
 from quire.cache.kv_cache import KVCache
 from quire.config import ConfigError
-from quire.core.request import SchedulingParams
+from quire.core.scheduling_params import SchedulingParams
 from quire.errors import DeadlineUnreachable
 from quire.runner.scripted_runner import script
 from quire.scheduler.budget_sharing import PromptSharing
@@ -213,9 +213,9 @@ def test_the_division_gives_no_token_twice_and_keeps_none_back_without_a_reason(
 @pytest.mark.parametrize(("length", "taken"), [(20, True), (3000, False)])
 def test_a_deadline_counts_no_prompt_that_the_request_passes(length, taken):
     rig = Rig(num_blocks=4096, max_num_batched_tokens=64, max_model_len=8000)
-    for _ in range(30):
-        rig.add("warm", [1] * 40, max_tokens=2)
-        rig.run()
+    for i in range(30):
+        rig.add(f"warm {i}", [1] * 40, max_tokens=2)
+    rig.run()
     for i in range(3):
         rig.add(f"long {i}", [2 + i] * 3000, max_tokens=2)
     rig.step()
