@@ -133,6 +133,7 @@ class SchedulerConfig:
     watermark: float  # least share of blocks that admission leaves free for growth
     steps_in_flight: int
     policy: Policy = DEFAULT_POLICY
+    long_prefill_token_threshold: int | None = None  # tokens of one prompt in one step; None: as many as the step has
     wait_weight: float = (
         DEFAULT_WAIT_WEIGHT  # policy "cache-aware": tokens of prefix match that equal one second of waiting
     )
@@ -153,6 +154,7 @@ class SchedulerConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}), so that every running sequence can have a token in each step"
             )
+        self._check_threshold()
         if not 0 < self.step_seconds < inf:
             raise ConfigError(f"step_seconds must be positive and finite, not {self.step_seconds}")
         if self.target_tpot_seconds is not None and not 0 < self.target_tpot_seconds <= self.step_seconds:
@@ -174,6 +176,14 @@ class SchedulerConfig:
             bound = getattr(self, name)
             if bound is not None and bound < 1:
                 raise ConfigError(f"{name} must be at least 1, not {bound}; leave it out for no limit")
+
+    def _check_threshold(self) -> None:
+        threshold = self.long_prefill_token_threshold
+        if threshold is not None and not 1 <= threshold <= self.max_num_batched_tokens:
+            raise ConfigError(
+                f"long_prefill_token_threshold must be from 1 to max_num_batched_tokens "
+                f"({self.max_num_batched_tokens}), not {threshold}; leave it out for no limit of one prompt"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +298,15 @@ class EngineOptions:
     max_num_batched_tokens: Annotated[
         int, Meta(ge=1, le=2**24), Help("tokens computed in one step", group="Scheduling")
     ] = 2048
+    long_prefill_token_threshold: Annotated[
+        int | None,
+        Help(
+            "tokens of one prompt that are computed in one step; short prompts are first without it, too "
+            "[default: as many as the step has]",
+            group="Scheduling",
+            rare=True,
+        ),
+    ] = None
     step_seconds: Annotated[
         float, Help("predicted time that one step may take", "beta", group="Scheduling", rare=True)
     ] = 0.5

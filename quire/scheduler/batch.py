@@ -1,10 +1,11 @@
 """Batch composition: schedules running sequences, then admits waiting ones while budget, rows and blocks last."""
 
 from collections import Counter
+from collections.abc import Iterable
 
 from quire.cache.manager import KVCacheManager
 from quire.config import SchedulerConfig
-from quire.scheduler.budget_sharing import SHARING_RULES, TokenShares
+from quire.scheduler.budget_sharing import MAX_COMPARED, SHARING_RULES, Division, PromptSharing
 from quire.scheduler.lifecycle import SchedulerState, cause_of, retention_of
 from quire.scheduler.preemption import Victims, default_victim
 from quire.scheduler.sequence import Sequence
@@ -30,7 +31,9 @@ class BatchComposer:
         self._budget = budget
         self._speculator = speculator
         self._sharing = SHARING_RULES.get(config.policy)
-        self._blocked_head = -1  # id of the last head that lacked blocks; -1 after an admission
+        self._most_per_prompt = config.long_prefill_token_threshold or config.max_num_batched_tokens
+        self._prompts = PromptSharing(config.policy, cache.index, self._most_per_prompt)
+        self._blocked = -1  # id of the last waiting sequence that lacked blocks; -1 after an admission
         self._last_victim: Sequence | None = None  # the sequence preempted last for budget sharing
 
     def schedule(self, builder: StepBuilder, now: float) -> None:
@@ -41,8 +44,9 @@ class BatchComposer:
         state.queue.refresh()
         state.branch_waiting(now)
         self._preempt_for_head(now)
-        left = self._schedule_running(state.running_queue.running, builder, now)
-        left = self._admit(builder, left, now, state.watermark_blocks if state.running_queue.running else None)
+        left, first = self._schedule_running(state.running_queue.running, builder, now)
+        watermark_blocks = state.watermark_blocks if state.running_queue.running else None
+        left = self._admit(builder, left, now, watermark_blocks, first)
         for _ in range(len(state.running_queue.running) + 1):
             is_busy = builder.chunks or builder.swapped_in or state.in_flight or self._cache.has_moves_in_flight
             if is_busy or state.queue.head is None:
@@ -59,12 +63,12 @@ class BatchComposer:
         request is not preempted again before it has a new token, or two tenants could preempt each other forever.
         """
         head, rows = self._state.queue.head, self._state.running_queue
-        if self._sharing is None or head is None or (rows.has_free_row and self._blocked_head != head.id):
+        if self._sharing is None or head is None or (rows.num_free_rows and self._blocked != head.id):
             return
         last = self._last_victim
         if last is not None and last.row < 0 and self._state.is_in_flight(last):
             return
-        requests, lacks_blocks = self._state.requests, self._blocked_head == head.id
+        requests, lacks_blocks = self._state.requests, self._blocked == head.id
         families = Counter(seq.request.id for seq in rows.running)
 
         def num_leaving(seq: Sequence) -> int:
@@ -78,30 +82,31 @@ class BatchComposer:
             preempt = self._state.preempt if num_leaving(victim) > 1 else self._state.preempt_one
             preempt(victim, self._sharing.reason, now)
 
-    def _token_shares(self, running: list[Sequence], num_tokens: int) -> TokenShares | None:
-        """The shares of `num_tokens` tokens; None without a limit, because no waiting sequence could use them."""
-        head = self._state.queue.head
-        if (
-            self._sharing is None
-            or head is None
-            or not self._state.running_queue.has_free_row
-            or self._blocked_head == head.id
-        ):
-            return None
-        return TokenShares(self._sharing, running, self._state.queue, max(num_tokens, 0))
+    def _divide(self, running: list[Sequence], num_tokens: int, *, decoding: bool) -> Division | None:
+        """The division of `num_tokens` tokens among running and waiting prompts; None if they suffice for all."""
+        waiting = self._state.queue.first(min(self._state.running_queue.num_free_rows, MAX_COMPARED))
+        if any(seq.id == self._blocked for seq in waiting):
+            waiting = []
+        return self._prompts.divide(running, waiting, self._state.queue, max(num_tokens, 0), fills=decoding)
 
     def schedule_alone(self, seq: Sequence, builder: StepBuilder, now: float) -> None:
         """Plan a chunk of one running sequence only."""
-        self._schedule_running([seq], builder, now)
+        self._schedule_running([seq], builder, now, alone=True)
         self._state.request_stats.set_wait_cause("failure", now)
 
-    def _schedule_running(self, sequences: list[Sequence], builder: StepBuilder, now: float) -> int:
-        """Plan a chunk of each sequence that has work. Returns the tokens left in the budget.
+    def _schedule_running(
+        self, sequences: list[Sequence], builder: StepBuilder, now: float, *, alone: bool = False
+    ) -> tuple[int, list[Sequence]]:
+        """Plan a chunk of each sequence that has work. Returns the tokens left, and the sequences to admit first.
+
+        alone: whether the step is for these sequences only.
 
         Each sequence gets one token before any gets a second, so that a long prompt does not delay the others.
         """
-        spare = int(self._budget.spare(len(sequences), decoding=any(seq.decodes for seq in sequences)))
-        shares = self._token_shares(sequences, spare)
+        decoding = any(seq.decodes for seq in sequences)
+        spare = int(self._budget.spare(len(sequences), decoding=decoding))
+        division: Division | None = None
+        is_divided = alone
         append_slot, add_token = self._cache.append_slot, builder.add_token
         speculator = self._speculator if self._config.steps_in_flight > 1 else None
         for seq in sequences:  # a preemption removes sequences behind this one
@@ -124,8 +129,10 @@ class BatchComposer:
                 continue
             take = 1
             if lacking > 1 and spare > 0:
-                more = min(lacking - 1, spare)
-                take += more if shares is None else shares.allocate(seq, more)
+                if not is_divided:
+                    division, is_divided = self._divide(sequences, spare, decoding=decoding), True
+                more = spare if division is None else division.running.get(seq.id, 0)
+                take += min(lacking - 1, more, self._most_per_prompt - 1)
             if start + take > seq.table.capacity and not self._allocate_blocks(seq, start + take, builder, now):  # type: ignore[union-attr]
                 if seq.row < 0:  # it was the last one itself, and is preempted
                     break
@@ -133,7 +140,9 @@ class BatchComposer:
             else:
                 self._plan_chunk(seq, take, builder)
                 spare -= take - 1
-        return spare
+        if not is_divided and spare > 0 and self._state.queue.head is not None:
+            division = self._divide([], spare, decoding=decoding)
+        return (spare, []) if division is None else (spare - division.unused, division.waiting)
 
     def _allocate_blocks(self, seq: Sequence, num_tokens: int, builder: StepBuilder, now: float) -> bool:
         """Allocate blocks for the first `num_tokens` positions; preempt the last running ones while blocks are short.
@@ -157,14 +166,22 @@ class BatchComposer:
         builder.update_table(seq, firsts)
         return True
 
-    def _admit(self, builder: StepBuilder, token_budget: int, now: float, watermark_blocks: list[int] | None) -> int:
-        """Admit waiting sequences in the order of the queue, while tokens, rows and blocks last.
+    def _admit(
+        self,
+        builder: StepBuilder,
+        token_budget: int,
+        now: float,
+        watermark_blocks: list[int] | None,
+        first: Iterable[Sequence] = (),
+    ) -> int:
+        """Admit `first` and then the queue in its order, while tokens, rows and blocks last.
 
         token_budget: tokens left. watermark_blocks: blocks per group to leave free, the admission watermark; None: no
         watermark. Returns the tokens left afterwards.
         """
-        while (seq := self._state.queue.head) is not None:
-            if token_budget <= 0 or not self._state.running_queue.has_free_row:
+        ahead = iter(first)
+        while (seq := next(ahead, None) or self._state.queue.head) is not None:
+            if token_budget <= 0 or not self._state.running_queue.num_free_rows:
                 self._state.request_stats.set_wait_cause("tokens" if token_budget <= 0 else "rows", now)
                 return token_budget
             if self._state.is_in_flight(seq) or self._cache.is_swapping_out(seq.id):  # preempted just now
@@ -184,7 +201,7 @@ class BatchComposer:
             )
             if admission is None:
                 self._state.request_stats.set_wait_cause("memory", now)
-                self._blocked_head = seq.id
+                self._blocked = seq.id
                 return token_budget
             num_new = 0 if seq.has_run else max(0, len(seq.request.prompt) - admission.num_tokens)
             self._state.admit(seq, admission, now)
@@ -192,11 +209,11 @@ class BatchComposer:
             if admission.is_swapping_in:
                 builder.add_swapped_in(seq)
             else:
-                take = min(limit - admission.num_tokens, token_budget)
+                take = min(limit - admission.num_tokens, token_budget, self._most_per_prompt)
                 self._plan_chunk(seq, take, builder)
                 token_budget -= take
             self._state.queue.admitted(seq, num_new)
-            self._blocked_head = -1
+            self._blocked = -1
             watermark_blocks = self._state.watermark_blocks
         self._state.request_stats.set_wait_cause("step", now)
         return token_budget

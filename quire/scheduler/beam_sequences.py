@@ -62,7 +62,7 @@ class BeamSequences:
     def _fork_or_requeue(self, seq: Sequence, parent: Sequence, now: float) -> None:
         """Fork the parent's block table for a sequence, or requeue it if the parent has no row or none is free."""
         was_held = seq.row < 0 and seq not in self._state.queue
-        if parent.row < 0 or (seq.row < 0 and not self._state.running_queue.has_free_row):
+        if parent.row < 0 or (seq.row < 0 and not self._state.running_queue.num_free_rows):
             if seq.row >= 0 or was_held:
                 self._state.requeue(seq, seq.num_valid, now)
             return

@@ -6,12 +6,14 @@ miss its deadline. A rejected one might have met it if later steps are faster th
 """
 
 from heapq import heapify, heappop, heappush
+from math import inf
 
 from quire.cache.manager import KVCacheManager
 from quire.config import SchedulerConfig
 from quire.core.request import Request
 from quire.cost.step_time import CostModel
 from quire.errors import DeadlineUnreachable
+from quire.scheduler.budget_sharing import size_class
 from quire.scheduler.lifecycle import SchedulerState
 from quire.scheduler.queue.select import priority_class
 from quire.scheduler.request_state import RequestState
@@ -78,16 +80,20 @@ class Deadlines:
     def _forecast(self, request: Request) -> float:
         """Predicted seconds until the last token of a new request; 0 without observations."""
         first = Sequence(-1, request, 0, 0.0, priority_class(self._config, request.scheduling_params.priority))
+        # it passes longer prompts if a row is free
+        own_class = size_class(self._num_uncached(first)) if self._state.running_queue.num_free_rows else inf
         running = sum(
             max(0, len(seq.request.prompt) - seq.num_computed)
             for seq in self._state.running_queue.running
-            if self._runs_before(seq, first)
+            if self._runs_before(seq, first) and size_class(seq.num_lacking) <= own_class
         )
         accounts = self._state.request_stats
         if self._cache.config.prefix_index != "none" and accounts.num_admitted < _MIN_ADMITTED:
             return self._own_seconds(first, running)  # waiting prompts may be cached completely
         found = accounts.num_hit_tokens / max(1, accounts.num_query_tokens)
         waiting = int(self._state.queue.num_tokens_before(first) * (1 - found))
+        if size_class(waiting // max(1, len(self._state.queue))) > own_class:  # it passes most of them
+            waiting = 0
         return self._own_seconds(first, running + waiting)
 
     def _runs_before(self, running: Sequence, first: Sequence) -> bool:
@@ -103,11 +109,14 @@ class Deadlines:
 
     def _own_seconds(self, seq: Sequence, num_before: int) -> float:
         """Predicted seconds for `num_before` tokens of others, the uncached prompt and the fewest output tokens."""
-        request = seq.request
-        found = seq.reusable  # if it is swapped
-        if not seq.swapped and found > 0:
-            found = self._cache.index.match_prefix(request.namespace, seq.tokens[:found]).num_tokens
-        prompt = max(1, len(request.prompt) - found)
+        request, prompt = seq.request, self._num_uncached(seq)
         least = max(request.params.min_tokens, 1) if request.may_end_early else max(request.max_tokens, 1)
         outputs = max(0, least - 1 - seq.num_generated)
         return self._costs.first_token_seconds(num_before, prompt) + self._costs.output_seconds(outputs)
+
+    def _num_uncached(self, seq: Sequence) -> int:
+        """Prompt tokens to compute."""
+        found = seq.reusable  # if it is swapped
+        if not seq.swapped and found > 0:
+            found = self._cache.index.match_prefix(seq.request.namespace, seq.tokens[:found]).num_tokens
+        return max(1, len(seq.request.prompt) - found)

@@ -40,9 +40,9 @@ class RunningQueue:
         self._free = list(range(num_rows))[::-1]
 
     @property
-    def has_free_row(self) -> bool:
-        """Whether a row is free."""
-        return bool(self._free)
+    def num_free_rows(self) -> int:
+        """Number of free rows."""
+        return len(self._free)
 
     def allocate_row(self, seq: Sequence, table: BlockTable, num_computed: int, num_cached: int) -> None:
         """Give a row to a sequence that has got a block table. The other arguments are as in Sequence.start_running."""
@@ -366,7 +366,7 @@ class SchedulerState:
 
     def _branch(self, seq: Sequence, source: Sequence, now: float) -> bool:
         """Start a sequence with the prompt KV of `source`. False if rows or blocks are short, or KV left the window."""
-        if not self.running_queue.has_free_row:
+        if not self.running_queue.num_free_rows:
             return False
         table = self._cache.branch(
             source.id,

@@ -409,10 +409,16 @@ class Sequence:
         return self.row >= 0 and not self.is_swapping_in and self.num_written >= num_tokens
 
     @property
+    def num_lacking(self) -> int:
+        """Number of known and pending positions that are still to be computed; 0 while its KV is being copied."""
+        if self.is_swapping_in:
+            return 0
+        return min(len(self.tokens) + self.num_pending, self.limit) - self.num_computed
+
+    @property
     def decodes(self) -> bool:
         """Whether its next token is sampled in a step in flight or by a chunk of one position."""
-        lacking = min(len(self.tokens) + self.num_pending, self.limit) - self.num_computed
-        return (lacking == 1 or self.num_pending > 0) and not self.is_swapping_in
+        return (self.num_lacking == 1 or self.num_pending > 0) and not self.is_swapping_in
 
     @property
     def is_over(self) -> bool:

@@ -15,6 +15,8 @@ _LEAST_STEPS, _MOST_STEPS = 8, 16  # the chosen target, in decode steps of one s
 _STEPS_PER_OTHER = 2  # between these, so many for each further sequence: prompts then wait in most steps
 _PROMPT_PART = 0.25  # least part of the tokens of a target that prompts get, in addition to those of other sequences
 _SHORTEST_TARGET = 0.05  # seconds, of a chosen target; readers do not notice shorter pauses
+_FIXED_TIMES = 8  # the chosen time of a step of prompts alone, in fixed times of a step;
+_SHORTEST_PROMPT_STEP = 0.1  # at least so many seconds
 
 
 class StepBudget:
@@ -49,6 +51,14 @@ class StepBudget:
         most = self._config.max_num_batched_tokens
         target = self.target_seconds(num_sequences) if decoding else None
         if target is None:
-            return self._costs.step_time.tokens_within(self._config.step_seconds, most) - num_sequences
+            return self._costs.step_time.tokens_within(self._prompt_seconds, most) - num_sequences
         tokens = self._costs.step_time.tokens_within(target, most)
         return max(tokens - num_sequences, min(ceil(_PROMPT_PART * tokens), most - num_sequences))
+
+    @property
+    def _prompt_seconds(self) -> float:
+        """The time of a step in which no sequence decodes."""
+        if not self._chooses_target:
+            return self._config.step_seconds
+        chosen = max(_SHORTEST_PROMPT_STEP, _FIXED_TIMES * self._costs.step_time.fixed)
+        return min(chosen, self._config.step_seconds)

@@ -409,6 +409,7 @@ def scheduler_config_of(options: EngineOptions, max_model_len: int, steps_in_fli
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_model_len=max_model_len,
+        long_prefill_token_threshold=options.long_prefill_token_threshold,
         step_seconds=options.step_seconds,
         target_tpot_seconds=None if options.target_tpot_ms is None else options.target_tpot_ms / 1000,
         watermark=options.watermark,

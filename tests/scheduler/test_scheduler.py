@@ -378,9 +378,9 @@ def test_sequences_that_wait_for_their_prompt_delay_no_other_sequence():
     rig = Rig(max_num_batched_tokens=8)
     rig.add("a", prompt(20), n=3, max_tokens=2)
     rig.add("b", prompt(3, 1), max_tokens=2)
-    for _ in range(3):
+    for _ in range(4):
         rig.step()
-    assert (len(rig.tokens["a", 0]), len(rig.tokens["b", 0])) == (1, 1)
+    assert (len(rig.tokens["a", 0]), len(rig.tokens["b", 0])) == (1, 2)
     assert ("a", 1) not in rig.tokens
     rig.run()
 

@@ -84,6 +84,11 @@ class FairQueue(Queue):
             del self._by_tenant[tenant]
             self._drop_counters()
 
+    def first(self, count: int) -> list[Sequence]:
+        """See Queue."""
+        head = self.head
+        return [] if head is None else self._by_tenant[head.request.namespace.tenant].first(count)
+
     def num_tokens_before(self, seq: Sequence) -> int:
         """See Queue. Counts the tenant's own sequences only, because other tenants may come before or after it."""
         queue = self._by_tenant.get(seq.request.namespace.tenant)

@@ -38,6 +38,10 @@ class RankedQueue(Queue):
         del self._waiting[at]
         self._count(seq.rank[0], -self._num_tokens.pop(seq.id))
 
+    def first(self, count: int) -> list[Sequence]:
+        """See Queue."""
+        return [seq for seq in self._waiting[:count] if seq.rank[0] == self._waiting[0].rank[0]]
+
     def num_tokens_before(self, seq: Sequence) -> int:
         """See Queue. Counts all sequences of the same or a better class."""
         return sum(count for of, count in self._tokens_by_class.items() if of <= seq.rank[0])

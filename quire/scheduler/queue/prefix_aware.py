@@ -2,7 +2,9 @@
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 from quire.cache.manager import KVCacheManager
 from quire.cache.prefix.index import NO_MATCH
@@ -32,10 +34,9 @@ class WaitingByProgram:
         self._left = 0
 
     @property
-    def head(self) -> Sequence | None:
-        """The next sequence of the program admitted last; None without one, or after MAX_IN_A_ROW in a row."""
-        waiting = None if self._last_program is None else self._by_program.get(self._last_program)
-        return next(iter(waiting.values())) if waiting else None
+    def next_ones(self) -> Iterable[Sequence]:
+        """The waiting sequences of the program admitted last; none without one, or after MAX_IN_A_ROW in a row."""
+        return () if self._last_program is None else self._by_program.get(self._last_program, {}).values()
 
     def add(self, seq: Sequence) -> None:
         """Add a new sequence. Ignores one without a program."""
@@ -98,7 +99,7 @@ class PrefixAwareQueue(Queue):
     @property
     def head(self) -> Sequence | None:
         """See Queue."""
-        return self._returning.head or self._by_program.head or (self._order[0][2] if self._order else None)
+        return next(iter(self.first(1)), None)
 
     def __len__(self) -> int:
         return len(self._returning) + len(self._waiting)
@@ -124,6 +125,11 @@ class PrefixAwareQueue(Queue):
         one = self._waiting.pop(seq.id)
         self._remove_from_order(one)
         self._last_removed = seq.id, one.next_block
+
+    def first(self, count: int) -> list[Sequence]:
+        """See Queue."""
+        returning = self._returning.first(count)
+        return returning or list(islice(self._by_program.next_ones, count)) or [one for *_, one in self._order[:count]]
 
     def num_tokens_before(self, seq: Sequence) -> int:
         """See Queue. New sequences may be overtaken, so they do not count."""

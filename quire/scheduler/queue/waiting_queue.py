@@ -32,6 +32,9 @@ class Queue(Protocol):
     def remove(self, seq: Sequence) -> None:
         """Remove a sequence at any place."""
 
+    def first(self, count: int) -> list[Sequence]:
+        """Up to `count` sequences in their order, the head first: those among which others may pass the head."""
+
     def num_tokens_before(self, seq: Sequence) -> int:
         """Known tokens of queued sequences that certainly precede `seq`. If `seq` is queued, its own may count, too."""
 
@@ -40,7 +43,7 @@ class Queue(Protocol):
         return
 
     def admitted(self, seq: Sequence, num_new: int) -> None:
-        """Update the order after the admission of `seq`, which was the head and is removed.
+        """Update the order after the admission of `seq`, which was among the first and is removed.
 
         num_new: prompt tokens outside the prefix match; 0 if it has run before.
         """

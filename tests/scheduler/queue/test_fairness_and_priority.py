@@ -135,15 +135,15 @@ def test_two_tenants_that_always_have_work_are_served_alike(seed):
         simulation.engine.step()
 
 
-def first_step_of(policy: str) -> int:
-    """The step that answers a short prompt which arrives while another tenant's long ones are computed."""
+def first_step_of(policy: str, num_tokens: int) -> int:
+    """The step that answers a prompt which arrives while another tenant's prompts of 3,000 tokens are computed."""
     config = limits(policy, max_num_batched_tokens=128, max_model_len=4096)
     scheduler = Scheduler(config, KVCache(memory(2000)))
     for i in range(4):
         scheduler.add(request(f"long-{i}", [i] * 3000, 4, tenant="long"), 0.0)
     for step in range(200):
         if step == 3:
-            scheduler.add(request("short", [9] * 60, 4, tenant="short"), 0.0)
+            scheduler.add(request("short", [9] * num_tokens, 4, tenant="short"), 0.0)
         outputs = scheduler.commit(result_of(scheduler.plan(0.0), 0.01), 0.0)
         if any(output.request_id == "short" for output in outputs):
             return step - 2
@@ -151,8 +151,8 @@ def first_step_of(policy: str) -> int:
 
 
 def test_long_prompts_of_one_tenant_leave_tokens_of_each_step_to_others():
-    assert first_step_of("fair") == 1
-    assert first_step_of("fcfs") > 20
+    assert first_step_of("fair", 60) == first_step_of("fcfs", 60) == 1
+    assert first_step_of("fair", 2000) < 3 * 2000 / 128 < first_step_of("fcfs", 2000)
 
 
 @given(
