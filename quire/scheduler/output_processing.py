@@ -118,13 +118,13 @@ class OutputProcessor:
                 if seq.epoch == chunk.epoch:
                     token = tokens[at]
                     cause = seq.append_decoded(chunk.stop, token)
-                    if cause is None and chunk.stop != seq.num_prompt_tokens:
+                    if cause is None and chunk.start >= seq.num_prompt_tokens:
                         num_cached = seq.num_cached or 0
                         outputs.append(
                             Output(seq.request.id, seq.index, seq.id, [token], None, None, None, None, None, num_cached)
                         )
                     else:
-                        outputs.append(self._first_or_last(seq, token, cause, now))
+                        outputs.append(self._first_or_last(chunk, token, cause, now))
                 at += 1
                 continue
             data = extras.next_chunk(chunk, at, count) if num_prompt_outputs or extras.has_logprobs else NO_DATA
@@ -134,6 +134,8 @@ class OutputProcessor:
                     stop = self._accept_drafts(chunk, num_kept - 1)
                     self._state.running_queue.correct_tokens(seq, stop)  # the runner may have another draft there
                 seq.commit_chunk(stop, num_prompt_outputs)
+                if chunk.start < seq.num_prompt_tokens:
+                    self._state.prompt_computed(seq, stop)
                 if (has_windows or seq.num_shared) and seq.row >= 0:
                     self._chunk_written(seq, now)
                 if seq.is_beam:
@@ -162,9 +164,11 @@ class OutputProcessor:
         chunk.seq.accept_drafts(stop)
         return stop
 
-    def _first_or_last(self, seq: Sequence, token: int, cause: EndCause | None, now: float) -> Output:
-        """The Output of a decoded token that is the first one of its sequence, or ends it with `cause`."""
-        queued = stop_token = None
+    def _first_or_last(self, chunk: ScheduledChunk, token: int, cause: EndCause | None, now: float) -> Output:
+        """The Output of a decoded token whose chunk begins in the prompt, or that ends its sequence with `cause`."""
+        seq, queued, stop_token = chunk.seq, None, None
+        if chunk.start < seq.num_prompt_tokens:
+            self._state.prompt_computed(seq, chunk.stop)
         if seq.num_generated == 1:
             queued = self._state.request_stats.queue_seconds(seq.request.id)
         if cause is not None:

@@ -103,9 +103,9 @@ class _Tenant:
 class Totals(msgspec.Struct):
     """Counters of one tenant since the start."""
 
-    prompt_tokens: int = 0  # of the requests that arrived; those that are resumed were counted before
+    prompt_tokens: int = 0  # found in the prefix cache at the first admission of their request, or computed
     output_tokens: int = 0  # of ended sequences
-    cached_tokens: int = 0  # prefix matches among queried_tokens
+    cached_tokens: int = 0  # those found, among prompt_tokens and queried_tokens
     queried_tokens: int = 0  # prompt tokens at the first admission of their request
     preemptions: int = 0  # of sequences
     finished: int = 0  # requests
@@ -119,8 +119,9 @@ class RequestStats:
         self.events: deque[Event] = deque(maxlen=MOST_EVENTS)
         self.num_preemptions = 0
         self.num_watermark_raises = 0  # times that the blocks per running sequence of the watermark were raised
-        self.num_query_tokens = 0  # prompt tokens at the first admission of their request, without resumed ones
-        self.num_hit_tokens = 0  # prefix matches among them
+        self.num_query_tokens = 0  # prompt tokens at the first admission of their request
+        self.num_hit_tokens = 0  # those of them that were found in the prefix cache
+        self.num_prompt_tokens = 0  # those found, and those that committed steps computed; each position once
         self.drafts: dict[str, DraftCounts] = {}  # verified, by drafter
         self._chains_by_accepted = [0] * (MAX_SPECULATIVE_TOKENS + 1)  # verified chains, by number of accepted drafts
         self._requests = requests
@@ -156,8 +157,6 @@ class RequestStats:
         self.events.append(Arrived(now, request.id, len(request.prompt)))
         tenant = self._tenants.setdefault(request.namespace.tenant, _Tenant())
         tenant.num_open += 1
-        if not request.was_accepted:
-            self._totals(request).prompt_tokens += len(request.prompt)
         about = (request.id, request.namespace.tenant, now, len(request.prompt))
         return Explanation(*about, policy=self._policy, place=tenant.num_waiting), tenant.num_admitted
 
@@ -228,16 +227,31 @@ class RequestStats:
             explanation.num_shared_blocks = admission.num_shared_blocks
             explanation.num_copied_tokens = admission.num_copied_tokens
             explanation.miss = _miss(seq, admission)
-            if not seq.request.was_accepted:
-                self.num_query_tokens += len(seq.request.prompt)
-                self.num_hit_tokens += num_cached
-                totals = self._totals(seq.request)
-                totals.queried_tokens += len(seq.request.prompt)
-                totals.cached_tokens += num_cached
+            num_queried = len(seq.request.prompt) - state.num_prompt_done
+            num_hits = self._count_prompt(state, num_cached)
+            self.num_query_tokens += num_queried
+            self.num_hit_tokens += num_hits
+            totals = self._totals(seq.request)
+            totals.queried_tokens += num_queried
+            totals.cached_tokens += num_hits
         swapped = (admission.num_swapped_tokens, admission.num_swapped_bytes)
         self._record_recomputed(explanation, seq, admission.num_tokens, swapped)
         self._record_waited(explanation, self._queue_times.since(self._remove_snapshot(seq) or {}, now))
         self._record_running(seq, admission.num_tokens, admission, now)
+
+    def computed(self, seq: Sequence, stop: int) -> None:
+        """Record that a committed chunk of a prompt ends at position `stop`.
+
+        A sequence that samples nothing does not compute the last token of its prompt, which counts as computed too.
+        """
+        self._count_prompt(self._requests[seq.request.id], stop if stop < seq.limit else seq.num_prompt_tokens)
+
+    def _count_prompt(self, state: RequestState, num_tokens: int) -> int:
+        """Count the first `num_tokens` positions of a prompt as done. Returns how many were not counted before."""
+        num_new = state.count_prompt(num_tokens)
+        self.num_prompt_tokens += num_new
+        self._totals(state.request).prompt_tokens += num_new
+        return num_new
 
     def branched(self, seq: Sequence, num_tokens: int, now: float) -> None:
         """Record that a sequence was branched or forked from another one of its request."""
