@@ -173,6 +173,16 @@ class Engine:
         return self.scheduler.last_step_positions
 
     @property
+    def prompt_progress(self) -> PromptProgress:
+        """The progress of running prompts that take more than one step."""
+        return self.scheduler.prompt_progress
+
+    @property
+    def num_counted(self) -> dict[str, int]:
+        """The counted prompt tokens of requests whose prompt was committed in part, by request id."""
+        return self.scheduler.num_counted
+
+    @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
         return self.scheduler.has_work
@@ -321,7 +331,7 @@ class Engine:
             sum(counts.num_accepted for counts in accounts.drafts.values()),
             dict(accounts.drafts),
             accounts.accepted_by_place,
-            self.scheduler.prompt_progress,
+            self.prompt_progress,
         )
 
     def cost_figures(self) -> CostFigures:

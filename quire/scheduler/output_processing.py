@@ -108,8 +108,7 @@ class OutputProcessor:
         """Apply the result of a successful step. Returns the outputs."""
         outputs = []
         tokens, counts, extras, at = result.tokens.tolist(), result.counts.tolist(), ResultSlices(result), 0
-        has_windows = bool(self._cache.windowed)
-        has_plain = not (has_windows or extras.has_logprobs)
+        has_plain = not (self._cache.windowed or extras.has_logprobs)
         kept = counts if not launched.num_drafts else _num_kept(launched.scheduled, result.counts, tokens)
         self._record(launched, kept, result.seconds)
         for chunk, count, num_kept in zip(launched.scheduled, counts, kept, strict=True):
@@ -133,11 +132,7 @@ class OutputProcessor:
                 if count > 1:
                     stop = self._accept_drafts(chunk, num_kept - 1)
                     self._state.running_queue.correct_tokens(seq, stop)  # the runner may have another draft there
-                seq.commit_chunk(stop, num_prompt_outputs)
-                if chunk.start < seq.num_prompt_tokens:
-                    self._state.prompt_computed(seq, stop)
-                if (has_windows or seq.num_shared) and seq.row >= 0:
-                    self._chunk_written(seq, now)
+                self._commit_chunk(chunk, stop, now)
                 if seq.is_beam:
                     outputs += self._process_beam(seq, tokens[at : at + count], data, now)
                 elif count or num_prompt_outputs or seq.is_over:
@@ -188,8 +183,17 @@ class OutputProcessor:
         self._state.end_all(request.id, cause, now)
         return [Output(request.id, i, seq.id, [], cause, error=error) for i in range(request.params.n)]
 
-    def _chunk_written(self, seq: Sequence, now: float) -> None:
-        """Branch held sequences from a sequence once their shared prompt is committed, and trim its windows."""
+    def _commit_chunk(self, chunk: ScheduledChunk, stop: int, now: float) -> None:
+        """Commit a chunk up to position `stop`.
+
+        Branches held sequences from its sequence once their shared prompt is committed, and trims its windows.
+        """
+        seq = chunk.seq
+        seq.commit_chunk(stop, chunk.num_prompt_outputs)
+        if chunk.start < seq.num_prompt_tokens:
+            self._state.prompt_computed(seq, stop)
+        if seq.row < 0:
+            return
         if seq.num_written >= seq.num_shared > 0:
             self._state.branch_held(seq, now)
         if self._cache.windowed:

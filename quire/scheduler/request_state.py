@@ -23,7 +23,6 @@ class RequestState:
         "is_new",
         "lengths_when_preempted",
         "num_admitted_before",
-        "num_prompt_done",
         "request",
         "sequences",
     )
@@ -34,8 +33,6 @@ class RequestState:
         self.arrived = arrived
         self.explanation = explanation
         self.num_admitted_before = num_admitted_before
-        # leading positions of the prompt that were found in the prefix cache or computed, and counted as that
-        self.num_prompt_done = len(request.prompt) if request.known_outputs else 0
         self.is_compiling = request.is_constrained
         self.is_new = True  # none of its sequences has run
         self.sequences: list[Sequence] = []  # unfinished
@@ -54,15 +51,6 @@ class RequestState:
         shares = sequences[0].num_shared or self.request.beams is not None
         self.held = sequences[1:] if shares else []
         return sequences[:1] if shares else sequences
-
-    def count_prompt(self, num_tokens: int) -> int:
-        """Record that the first `num_tokens` positions of the prompt have KV. Returns how many of them are new.
-
-        Invariant: each position is new once, however many sequences share it and however often it is computed again.
-        """
-        num_new = max(0, min(num_tokens, len(self.request.prompt)) - self.num_prompt_done)
-        self.num_prompt_done += num_new
-        return num_new
 
     def stop_being_new(self) -> None:
         """Record that a sequence runs, or that the request has ended."""

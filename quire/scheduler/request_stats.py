@@ -158,7 +158,9 @@ class RequestStats:
         tenant = self._tenants.setdefault(request.namespace.tenant, _Tenant())
         tenant.num_open += 1
         about = (request.id, request.namespace.tenant, now, len(request.prompt))
-        return Explanation(*about, policy=self._policy, place=tenant.num_waiting), tenant.num_admitted
+        num_done = len(request.prompt) if request.known_outputs else request.num_counted
+        explanation = Explanation(*about, policy=self._policy, place=tenant.num_waiting, num_prompt_done=num_done)
+        return explanation, tenant.num_admitted
 
     def rejected(self, request: Request, error: DeadlineUnreachable | QueueFull, now: float) -> None:
         """Record the rejection of a request."""
@@ -227,7 +229,7 @@ class RequestStats:
             explanation.num_shared_blocks = admission.num_shared_blocks
             explanation.num_copied_tokens = admission.num_copied_tokens
             explanation.miss = _miss(seq, admission)
-            num_queried = len(seq.request.prompt) - state.num_prompt_done
+            num_queried = len(seq.request.prompt) - explanation.num_prompt_done
             num_hits = self._count_prompt(state, num_cached)
             self.num_query_tokens += num_queried
             self.num_hit_tokens += num_hits
@@ -247,8 +249,13 @@ class RequestStats:
         self._count_prompt(self._requests[seq.request.id], stop if stop < seq.limit else seq.num_prompt_tokens)
 
     def _count_prompt(self, state: RequestState, num_tokens: int) -> int:
-        """Count the first `num_tokens` positions of a prompt as done. Returns how many were not counted before."""
-        num_new = state.count_prompt(num_tokens)
+        """Count the first `num_tokens` positions of a prompt as done. Returns how many were not counted before.
+
+        Each position is counted once, however many sequences share it, and however often it is computed again.
+        """
+        explanation = state.explanation
+        num_new = max(0, min(num_tokens, explanation.num_prompt_tokens) - explanation.num_prompt_done)
+        explanation.num_prompt_done += num_new
         self.num_prompt_tokens += num_new
         self._totals(state.request).prompt_tokens += num_new
         return num_new

@@ -110,6 +110,12 @@ class Scheduler:
         return self.state.running_queue.prompt_progress
 
     @property
+    def num_counted(self) -> dict[str, int]:
+        """The counted prompt tokens of requests whose prompt was committed in part, by request id."""
+        seqs = self.state.running_queue.prompts.values()
+        return {seq.request.id: self.state.requests[seq.request.id].explanation.num_prompt_done for seq in seqs}
+
+    @property
     def is_compiling(self) -> bool:
         """Whether the constraint of a request is being compiled."""
         return self.state.num_compiling > 0
