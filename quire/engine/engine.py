@@ -179,7 +179,7 @@ class Engine:
 
     @property
     def num_counted(self) -> dict[str, int]:
-        """The counted prompt tokens of requests whose prompt was committed in part, by request id."""
+        """The counted prompt tokens of unfinished requests whose prompt was counted in part, by request id."""
         return self.scheduler.num_counted
 
     @property

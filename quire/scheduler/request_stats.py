@@ -122,6 +122,7 @@ class RequestStats:
         self.num_query_tokens = 0  # prompt tokens at the first admission of their request
         self.num_hit_tokens = 0  # those of them that were found in the prefix cache
         self.num_prompt_tokens = 0  # those found, and those that committed steps computed; each position once
+        self.counted_in_part: dict[str, Explanation] = {}  # of unfinished requests whose prompt was counted in part
         self.drafts: dict[str, DraftCounts] = {}  # verified, by drafter
         self._chains_by_accepted = [0] * (MAX_SPECULATIVE_TOKENS + 1)  # verified chains, by number of accepted drafts
         self._requests = requests
@@ -229,7 +230,7 @@ class RequestStats:
             explanation.num_shared_blocks = admission.num_shared_blocks
             explanation.num_copied_tokens = admission.num_copied_tokens
             explanation.miss = _miss(seq, admission)
-            num_queried = len(seq.request.prompt) - explanation.num_prompt_done
+            num_queried = 0 if explanation.num_prompt_done else len(seq.request.prompt)
             num_hits = self._count_prompt(state, num_cached)
             self.num_query_tokens += num_queried
             self.num_hit_tokens += num_hits
@@ -256,6 +257,10 @@ class RequestStats:
         explanation = state.explanation
         num_new = max(0, min(num_tokens, explanation.num_prompt_tokens) - explanation.num_prompt_done)
         explanation.num_prompt_done += num_new
+        if 0 < explanation.num_prompt_done < explanation.num_prompt_tokens:
+            self.counted_in_part[explanation.request_id] = explanation
+        else:
+            self.counted_in_part.pop(explanation.request_id, None)
         self.num_prompt_tokens += num_new
         self._totals(state.request).prompt_tokens += num_new
         return num_new
@@ -342,6 +347,7 @@ class RequestStats:
     def request_ended(self, state: RequestState, cause: EndCause, now: float) -> None:
         """Record the end of a request."""
         explanation = state.explanation
+        self.counted_in_part.pop(explanation.request_id, None)
         explanation.state, explanation.finished, explanation.finish_reason = "finished", now, cause
         tenant = self._tenants[explanation.tenant]
         tenant.num_open -= 1

@@ -111,9 +111,8 @@ class Scheduler:
 
     @property
     def num_counted(self) -> dict[str, int]:
-        """The counted prompt tokens of requests whose prompt was committed in part, by request id."""
-        seqs = self.state.running_queue.prompts.values()
-        return {seq.request.id: self.state.requests[seq.request.id].explanation.num_prompt_done for seq in seqs}
+        """The counted prompt tokens of unfinished requests whose prompt was counted in part, by request id."""
+        return {name: one.num_prompt_done for name, one in self.request_stats.counted_in_part.items()}
 
     @property
     def is_compiling(self) -> bool:

@@ -200,7 +200,7 @@ class Launched(msgspec.Struct, frozen=True, array_like=True):
 class Batch(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The message of one engine turn: outputs of the step before, answers, and the step that begins now.
 
-    num_counted: prompt tokens in `stats` of requests whose prompt was committed in part, by request id.
+    num_counted: prompt tokens in `stats` of unfinished requests whose prompt was counted in part, by request id.
     """
 
     outputs: list[Output]
