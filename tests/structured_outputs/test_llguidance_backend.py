@@ -177,16 +177,22 @@ def test_a_token_that_does_not_fit_is_an_error_of_this_sequence_alone():
     assert early.advance([*encode("a"), 2]).error == "the output ended before the constraint was complete"
 
 
+def test_a_pattern_that_exceeds_a_limit_behind_few_tokens_is_refused():
+    with pytest.raises(RequestError, match="too complex together; use a simpler pattern") as caught:
+        compile(Asked(regex="((a{0,100}){0,100}b?){0,100}"), vocabulary())
+    assert caught.value.param == "regex"
+
+
 def test_a_limit_met_on_the_way_is_an_error_of_this_sequence_alone():
-    grammar = compile(Asked(regex="((a{0,100}){0,100}b?){0,100}"), vocabulary())
+    grammar = compile(Asked(regex="((a{0,30}){0,30}b?){0,30}"), vocabulary())
     matcher = grammar.new_matcher(fast_forward=False)
     token = encode("a")
     for _ in range(2000):
         verdict = matcher.advance(token)
         if verdict.error or not allowed(matcher, vocabulary()):
             break
-    verdict = matcher.advance(token)
-    assert "the matcher of the constraint failed" in verdict.error
+    verdict = matcher.advance([])
+    assert "the matcher of the constraint failed: patterns, formats and lengths" in verdict.error
     assert "\n" not in verdict.error
     assert allowed(matcher, vocabulary()) == []
 
