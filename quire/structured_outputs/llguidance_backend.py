@@ -77,10 +77,10 @@ def with_options(schema: Schema, params: StructuredOutputsParams) -> dict[str, o
     """A schema of `read_schema` with llguidance's options for white space and escapes."""
     options: dict[str, object] = {
         "whitespace_pattern": _whitespace(params),
-        "whitespace_flexible": not params.disable_any_whitespace,
+        "whitespace_flexible": not params.is_compact,
         # The separators of json.dumps, which are the most common in training data.
-        "item_separator": ", " if params.disable_any_whitespace else None,
-        "key_separator": ": " if params.disable_any_whitespace else None,
+        "item_separator": ", " if params.is_compact else None,
+        "key_separator": ": " if params.is_compact else None,
         # Without \u a name has one spelling: "a" cannot be repeated as "\u0061".
         "json_allowed_escapes": 'nrbtf\\"',
     }
@@ -90,7 +90,7 @@ def with_options(schema: Schema, params: StructuredOutputsParams) -> dict[str, o
 
 
 def _whitespace(params: StructuredOutputsParams) -> str | None:
-    if params.disable_any_whitespace:
+    if params.is_compact:
         return None
     pattern = params.whitespace_pattern
     if pattern is None:
