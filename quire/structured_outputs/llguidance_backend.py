@@ -130,6 +130,7 @@ _NUM_TRIAL_WALKS = 4  # through a new grammar
 _TRIAL_TOKENS = 48  # of a walk
 # Characters of forced text that are tokenized per call: llguidance passes all forced text, for each mask.
 _MAX_TOKENISED = 512
+_LEXER_ERROR = "lexer error"  # in messages of llguidance about limits of the lexer
 _MAX_TRIALS = 24  # compilations of parts of a schema that cannot be enforced, to find the place
 _TOKENS_PER_REFILL = 128  # consumed tokens after which a mask is computed: only masks grant lexer fuel
 
@@ -225,12 +226,26 @@ class _GuidanceParser:
         """See Parser."""
         ids = list(tokens)
         num_taken = self._consume(ids)
-        if self._matcher.is_error() and self._replace_lexer():
+        error = self._failed_at(ids, num_taken)
+        if error and self._replace_lexer(error):
             num_taken = self._consume(ids)
-        if self._matcher.is_error():
-            return self.failure()
+            error = self._failed_at(ids, num_taken)
+        if error:
+            return _failure(error)
         self._tokens += ids[:num_taken]
         return "" if num_taken == len(ids) else f"token {ids[num_taken]} does not fit the constraint"
+
+    def _failed_at(self, tokens: list[int], num_taken: int) -> str:
+        """The error of the matcher that has consumed part of the tokens; "" if the grammar does not allow the next one.
+
+        `try_consume_tokens` also stops without an error at a token that needs more states than the lexer may have.
+        """
+        if self._matcher.is_error() or num_taken == len(tokens):
+            return str(self._matcher.get_error())
+        trial = self._matcher.deep_copy()
+        trial.consume_token(tokens[num_taken])
+        error = str(trial.get_error())
+        return error if _LEXER_ERROR in error else ""
 
     def failure(self) -> str:
         """See Parser."""
@@ -239,7 +254,7 @@ class _GuidanceParser:
     def forced_tokens(self) -> list[int]:
         """See Parser."""
         span = self._matcher.compute_ff_tokens()
-        if self._matcher.is_error() and self._replace_lexer():
+        if self._matcher.is_error() and self._replace_lexer(self._matcher.get_error()):
             span = self._matcher.compute_ff_tokens()
         ahead, more = self._matcher.deep_copy() if span else self._matcher, span
         while more and len(span) < MAX_FORCED and ahead.try_consume_tokens(more) == len(more):
@@ -266,16 +281,16 @@ class _GuidanceParser:
         """See Parser."""
         found = np.zeros(self._num_words, np.uint32)  # _TokenizerAdapter may have one more token than the vocabulary
         self._matcher.unsafe_compute_mask_ptr(found.ctypes.data, found.nbytes)
-        if self._matcher.is_error() and self._replace_lexer():
+        if self._matcher.is_error() and self._replace_lexer(self._matcher.get_error()):
             self._matcher.unsafe_compute_mask_ptr(found.ctypes.data, found.nbytes)
         self._num_since_refill = 0
         words[:] = 0 if self._matcher.is_error() else found[: len(words)]
 
-    def _replace_lexer(self) -> bool:
+    def _replace_lexer(self, error: str) -> bool:
         """Continue with a new lexer that no other sequence uses, after an error. False if it would fail, too."""
         num_tokens = len(self._tokens)
         if self._num_replayed is None:
-            self._grammar.replace_shared_lexer(self._matcher.get_error())
+            self._grammar.replace_shared_lexer(error)
         elif num_tokens - self._num_replayed < _TOKENS_PER_LEXER:
             return False
         self._num_replayed = num_tokens

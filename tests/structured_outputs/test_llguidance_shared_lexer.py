@@ -49,6 +49,15 @@ def test_a_text_that_needs_more_states_than_a_lexer_may_have_gets_further_lexers
     assert caplog.text.count("gets a new lexer") == 1, "of the lexers of one sequence only the first is shared"
 
 
+def test_tokens_that_come_together_get_another_lexer_where_the_first_has_no_more_states(monkeypatch):
+    """llguidance stops at such a token without an error, as at one that the grammar does not allow."""
+    monkeypatch.setattr(llguidance_backend, "MAX_LEXER_STATES", 500)
+    matcher = GuidanceBackend().compile(LONG_STRING, BYTES).new_matcher(fast_forward=False)
+    for tokens in (b'"', *[b"some letters"] * 50):
+        assert not matcher.advance(list(tokens)).error
+    assert "does not fit" in matcher.advance(list(b'"more')).error
+
+
 def test_other_sequences_go_on_where_one_reaches_a_limit(monkeypatch, caplog):
     monkeypatch.setattr(llguidance_backend, "MAX_LEXER_STATES", 500)
     grammar = GuidanceBackend().compile(LONG_STRING, BYTES)
