@@ -30,7 +30,7 @@ class StructuredOutputsParams:
     json: a JSON schema as text or mapping. regex: a pattern that the whole output matches. choice: the possible
     outputs. grammar: Lark, or EBNF as in llama.cpp and xgrammar. json_object: any JSON object. structural_tag: text
     with constrained parts between tags. whitespace_pattern: whitespace allowed between the tokens of JSON.
-    disable_any_whitespace: exactly one space after each comma and colon, as json.dumps writes.
+    disable_any_whitespace: exactly one space after each comma and colon, as json.dumps writes. None: see `is_compact`.
     disable_additional_properties: objects have only the properties that their schema names.
     unknown_keywords: "ignore" or "refuse" keywords and formats that JSON schema does not have.
     fast_forward: forced tokens are appended without sampling.
@@ -43,7 +43,7 @@ class StructuredOutputsParams:
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: str | Mapping[str, object] | None = None
-    disable_any_whitespace: bool = False
+    disable_any_whitespace: bool | None = None
     disable_additional_properties: bool = False
     unknown_keywords: str = "ignore"
     whitespace_pattern: str | None = None
@@ -66,7 +66,8 @@ class StructuredOutputsParams:
             )
         for name in ("disable_any_whitespace", "disable_additional_properties", "fast_forward", "json_object"):
             value = getattr(self, name)
-            if not isinstance(value, bool) and not (value is None and name == "json_object"):
+            may_be_none = name in ("json_object", "disable_any_whitespace")
+            if not isinstance(value, bool) and not (value is None and may_be_none):
                 raise RequestError(f"{name} must be true or false", name)
         if self.unknown_keywords not in ("ignore", "refuse"):
             raise RequestError(
@@ -96,9 +97,20 @@ class StructuredOutputsParams:
         return text
 
     @property
+    def is_compact(self) -> bool:
+        """Whether JSON has one space after each comma and colon, and no other white space.
+
+        Without `disable_any_whitespace` it has in outputs of a schema, unless there is a whitespace_pattern: separators
+        without a choice are forced text. Any JSON object, and JSON within a grammar or a tag, has optional white space.
+        """
+        if self.disable_any_whitespace is not None:
+            return self.disable_any_whitespace
+        return self.json is not None and self.whitespace_pattern is None
+
+    @property
     def identity(self) -> tuple[object, ...]:
         """All that a grammar of this constraint depends on."""
-        asked = (self.kind, self.text, self.disable_any_whitespace, self.disable_additional_properties)
+        asked = (self.kind, self.text, self.is_compact, self.disable_additional_properties)
         return (*asked, self.unknown_keywords, self.whitespace_pattern)
 
 

@@ -1,24 +1,29 @@
 """Cost of constraints, and savings by fast-forward.
 
-    python -m benchmarks.structured [--only masks jump throughput ablation] [--backends llguidance fsm xgrammar]
+    python -m benchmarks.structured [--only masks jump shape throughput ablation] [--backends llguidance fsm xgrammar]
         [--models FOLDER] [--peer vllm=VENV/bin/python] [--json FILE] [--table FILE]
     python -m benchmarks.structured --only corpora --suite FOLDER [--suite FOLDER] [--limit 500] [--backends fsm]
 
 masks: compile time and time per mask, by backend, constraint and vocabulary; also of the package xgrammar, if it is
 installed. jump: JSON records by the embedded model
-with fast-forward, token by token, and unconstrained (row C1). throughput: a batch of 32 with random weights in the
+with fast-forward, token by token, and unconstrained (row C1), and those of four fields by white space and by batch.
+shape: records on random weights in the shape of Qwen2.5-0.5B. throughput: a batch of 32 with random weights in the
 shape of Qwen2.5-0.5B, constrained and unconstrained. ablation: programs with each feature off in turn (row R7).
 corpora: the schemas and instances of public suites, by the first backend of --backends.
 """
 
 import argparse
 import json
+import shlex
+import sys
 import tempfile
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.commit import commit_of
 from benchmarks.cpu.checkpoints import checkpoint
 from benchmarks.cpu.machine import describe
 from benchmarks.structured import ablation, corpora, jump, masks, peers, throughput
@@ -28,7 +33,7 @@ from quire.structured_outputs.grammar_compilation import vocabulary_of
 from quire.structured_outputs.vocabulary import Vocabulary
 from quire.tokenizer.tokenizer import Tokenizer
 
-PARTS = ("masks", "jump", "throughput", "ablation")
+PARTS = ("masks", "jump", "shape", "throughput", "ablation")
 SHAPE = "0.5b"
 _COUNTED = ("tokens", "forced", "right", "valid")
 
@@ -50,7 +55,12 @@ def main() -> None:
     args = parser.parse_args()
     if "corpora" in args.only and not args.suite:
         parser.error("--only corpora needs --suite FOLDER")
-    results: dict[str, Any] = {"machine": describe()}
+    results: dict[str, Any] = {
+        "commit": commit_of(),
+        "date": date.today().isoformat(),
+        "command": shlex.join(["python", "-m", "benchmarks.structured", *sys.argv[1:]]),
+        "machine": describe(),
+    }
     if set(args.only) & set(PARTS):
         _measure_parts(args, results)
     if "corpora" in args.only:
@@ -65,14 +75,26 @@ def main() -> None:
 
 def _measure_parts(args: argparse.Namespace, results: dict[str, Any]) -> None:
     """Add the results of the parts that need a model."""
+    if "jump" in args.only:
+        results["jump"] = jump.measure("auto", args.questions, args.repeats)
+        results["white_space"] = jump.measure_white_space()
+        results["batches"] = jump.measure_batches(repeats=args.repeats)
+    if set(args.only) & {"masks", "shape", "throughput"} or args.peer:
+        _measure_shape(args, results)
+    if "ablation" in args.only:
+        results["ablation"] = ablation.measure(repeats=args.repeats)
+        results["speculation"] = ablation.measure_speculation()
+
+
+def _measure_shape(args: argparse.Namespace, results: dict[str, Any]) -> None:
+    """Add the results of the parts that need a checkpoint in the shape of Qwen2.5-0.5B."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = checkpoint(SHAPE, args.models or Path(temporary))
         if "masks" in args.only:
             results["masks"] = masks.measure(
                 args.backends, {"2k": _vocabulary(embedded.folder()), "32k": _vocabulary(folder)}
             )
-        if "jump" in args.only:
-            results["jump"] = jump.measure("auto", args.questions, args.repeats)
+        if "shape" in args.only:
             results["jump_shape"] = jump.measure_shape(folder, "auto", repeats=args.repeats)
         if args.peer:
             name, _, python = args.peer.partition("=")
@@ -81,9 +103,6 @@ def _measure_parts(args: argparse.Namespace, results: dict[str, Any]) -> None:
             results["throughput"] = throughput.measure(
                 folder, [one for one in args.backends if one in BACKENDS], repeats=args.repeats
             )
-    if "ablation" in args.only:
-        results["ablation"] = ablation.measure(repeats=args.repeats)
-        results["speculation"] = ablation.measure_speculation()
 
 
 def _vocabulary(folder: Path) -> Vocabulary:
@@ -115,6 +134,8 @@ def _tables(results: dict[str, Any]) -> list[str]:
         ]
         columns = ("way", "model steps", "alone", "seconds", *_COUNTED)
         tables.append(_table(columns, rows) + f"\n\n{found['same_text']} of {found['questions']} texts are the same.")
+        tables += [_of_rows(results["white_space"]), _of_rows(results["batches"])]
+    if "jump_shape" in results:
         tables.append(_of_rows(results["jump_shape"]))
     if "throughput" in results:
         names = ("backend", "form", "batch", "plain_tokens_per_second", "constrained_tokens_per_second", "ratio")

@@ -45,7 +45,7 @@ _CALL = {
 FORMS: Mapping[str, StructuredOutputsParams] = MappingProxyType(
     {
         "person": StructuredOutputsParams(json=json.dumps(_PERSON)),
-        "person, no white space": StructuredOutputsParams(json=json.dumps(_PERSON), disable_any_whitespace=True),
+        "person, free white space": StructuredOutputsParams(json=json.dumps(_PERSON), disable_any_whitespace=False),
         "tool call": StructuredOutputsParams(json=json.dumps(_CALL)),
         "date and time": StructuredOutputsParams(regex=r"20[0-9]{2}-(0[1-9]|1[0-2])-[0-3][0-9] [0-2][0-9]:[0-5][0-9]"),
         "one of 100": StructuredOutputsParams(choice=tuple(f"class {i * 7919 % 1000}: item {i}" for i in range(100))),

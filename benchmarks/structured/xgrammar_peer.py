@@ -80,7 +80,7 @@ def compile_grammar(params: StructuredOutputsParams, vocabulary: Vocabulary) -> 
     """
     compiler, masks = _compiler(vocabulary)
     match params.kind:
-        case "json" if params.disable_any_whitespace:
+        case "json" if params.is_compact:
             compiled = compiler.compile_json_schema(
                 params.text, any_whitespace=False, separators=(", ", ": "), strict_mode=False
             )

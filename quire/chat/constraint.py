@@ -56,7 +56,8 @@ def call_constraint(
         grammar = _Grammar(format, form, is_parallel=is_parallel, barred=toolbox.barred_names).or_answer(
             asked, answer.text, answer_begin
         )
-        return replace(answer, json=None, json_object=None, grammar=_not_too_long(grammar, asked))
+        grammar = _not_too_long(grammar, asked)
+        return replace(answer, json=None, json_object=None, grammar=grammar, disable_any_whitespace=answer.is_compact)
     schemas = {tool.name: _enforced(tool) for tool in tools if tool.strict}
     if not schemas and not toolbox.barred_names:
         return None

@@ -64,6 +64,12 @@ class StructuredOutputManager:
             return [], EndCause.STOP if verdict.is_over and not verdict.forced else EndCause.LENGTH, ""
         return self._apply_verdict(seq, verdict)
 
+    def no_token_error(self, seq: Sequence) -> str:
+        """The error of a constrained sequence for which no token could be sampled: its matcher's, if that failed."""
+        assert self.constraints is not None, "checked in `check`"
+        error = self.constraints.advance(seq.id, []).error
+        return _DEAD_END + error if error else NO_ALLOWED_TOKEN
+
     def allowed_drafts(self, seq: Sequence, drafts: Listing[int], most: int) -> AllowedDrafts:
         """The drafts of a constrained sequence that are allowed, up to `most` tokens with those that are forced."""
         assert self.constraints is not None, "checked in `check`"

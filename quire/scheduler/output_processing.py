@@ -9,7 +9,7 @@ from quire.core.common_prefix import common_prefix_len
 from quire.core.output import NOTHING_PREDICTED, EndCause, Output
 from quire.core.step import Logprobs, StepResult
 from quire.scheduler.beam_sequences import BeamSequences
-from quire.scheduler.constraints import NO_ALLOWED_TOKEN, StructuredOutputManager
+from quire.scheduler.constraints import StructuredOutputManager
 from quire.scheduler.lifecycle import InFlightStep, SchedulerState
 from quire.scheduler.queue_limit import QueueLimit
 from quire.scheduler.sequence import Sequence
@@ -258,7 +258,7 @@ class OutputProcessor:
         forced: indices of forced drafts among `sampled`.
         """
         if cause is EndCause.NO_TOKEN:
-            cause, error = EndCause.DEAD_END, NO_ALLOWED_TOKEN
+            cause, error = EndCause.DEAD_END, self._structured_outputs.no_token_error(seq)
         behind: list[int] = []
         if sampled and cause in (None, EndCause.LENGTH):
             behind, cause, error = self._structured_outputs.advance(seq, sampled)

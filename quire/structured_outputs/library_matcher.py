@@ -30,6 +30,9 @@ class Parser(Protocol):
     def fill_bitmask(self, words: np.ndarray) -> None:
         """See Matcher. Bits of ids that are no text may be set."""
 
+    def failure(self) -> str:
+        """Why no mask could be computed and no tokens can be consumed; "" if nothing has failed."""
+
     def fork(self) -> "Parser":
         """A copy that consumes tokens of its own."""
 
@@ -90,6 +93,7 @@ class LibraryMatcher:
             words[:] = self._masks.ends
         else:
             self._parser.fill_bitmask(words)
+            self._error = self._parser.failure()
             words &= self._masks.allowed
 
     def fork(self) -> "LibraryMatcher":

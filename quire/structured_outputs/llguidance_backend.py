@@ -6,6 +6,7 @@ an output is the same with and without fast-forward.
 
 import json
 import logging
+import random
 import re
 from collections.abc import Sequence
 from copy import copy
@@ -76,10 +77,10 @@ def with_options(schema: Schema, params: StructuredOutputsParams) -> dict[str, o
     """A schema of `read_schema` with llguidance's options for white space and escapes."""
     options: dict[str, object] = {
         "whitespace_pattern": _whitespace(params),
-        "whitespace_flexible": not params.disable_any_whitespace,
+        "whitespace_flexible": not params.is_compact,
         # The separators of json.dumps, which are the most common in training data.
-        "item_separator": ", " if params.disable_any_whitespace else None,
-        "key_separator": ": " if params.disable_any_whitespace else None,
+        "item_separator": ", " if params.is_compact else None,
+        "key_separator": ": " if params.is_compact else None,
         # Without \u a name has one spelling: "a" cannot be repeated as "\u0061".
         "json_allowed_escapes": 'nrbtf\\"',
     }
@@ -89,7 +90,7 @@ def with_options(schema: Schema, params: StructuredOutputsParams) -> dict[str, o
 
 
 def _whitespace(params: StructuredOutputsParams) -> str | None:
-    if params.disable_any_whitespace:
+    if params.is_compact:
         return None
     pattern = params.whitespace_pattern
     if pattern is None:
@@ -119,8 +120,17 @@ def _lark(text: str) -> str:
 # ambiguous grammar the items of a row increase with the text. A schema has some items in a row for each property.
 _MAX_ITEMS = 600
 _MAX_ITEMS_OF_SCHEMA = 3_000
+# Limits of the lexer. Its fuel is the number of expressions that it may construct for one mask: 800,000 take about
+# 30 ms. It finds in this way whether a text within two bounds, such as a pattern and a length, can be finished.
+_LEXER_FUEL = 800_000
+_OWN_LEXER_FUEL = 1_600_000  # of a lexer that one sequence has for itself, because it reached a limit
+MAX_LEXER_STATES = 50_000  # of about 0.4 KB
+_TOKENS_PER_LEXER = 128  # a sequence that has consumed fewer since it got its own lexer gets no other one
+_NUM_TRIAL_WALKS = 4  # through a new grammar
+_TRIAL_TOKENS = 48  # of a walk
 # Characters of forced text that are tokenized per call: llguidance passes all forced text, for each mask.
 _MAX_TOKENISED = 512
+_LEXER_ERROR = "lexer error"  # in messages of llguidance about limits of the lexer
 _MAX_TRIALS = 24  # compilations of parts of a schema that cannot be enforced, to find the place
 _TOKENS_PER_REFILL = 128  # consumed tokens after which a mask is computed: only masks grant lexer fuel
 
@@ -149,7 +159,8 @@ class GuidanceGrammar:
 
     Sequences share the lexer of one matcher, because its states are computed on demand. They are limited in number, and
     a lexer that reached a limit fails for all sequences. So a parser that fails gets a matcher of its own, and new
-    sequences get another lexer.
+    sequences get another lexer. A mask computes states for tokens that are not sampled; consumed tokens compute one for
+    each byte. So a text that consumed all states of its lexer can continue with a new one.
     """
 
     def __init__(self, params: StructuredOutputsParams, tokens: "_GuidanceVocabulary") -> None:
@@ -167,8 +178,14 @@ class GuidanceGrammar:
         parser = _GuidanceParser(self, self._shared_matcher.deep_copy(), self._vocabulary.num_words)
         return LibraryMatcher(parser, self._masks, fast_forward=fast_forward)
 
-    def own_matcher(self, reason: str) -> llguidance.LLMatcher:
-        """A matcher with a lexer of its own that has consumed no token. Later sequences share another lexer, too.
+    def own_matcher(self, tokens: Sequence[int]) -> llguidance.LLMatcher:
+        """A matcher with a lexer of its own that has consumed no token. It has states for these tokens and more."""
+        num_bytes = sum(len(self._vocabulary.texts[token]) for token in tokens)
+        limits = _limits(self._params.kind, lexer_fuel=_OWN_LEXER_FUEL, num_more_states=2 * num_bytes)
+        return llguidance.LLMatcher(self._vocabulary.tokenizer, self._grammar, log_level=0, limits=limits)
+
+    def replace_shared_lexer(self, reason: str) -> None:
+        """Let later sequences share another lexer.
 
         reason: why the parser of a sequence failed. Equal reasons in a row are logged once.
         """
@@ -177,11 +194,9 @@ class GuidanceGrammar:
             if reason != self._logged_reason:
                 log.warning("a grammar gets a new lexer: %s", reason)
                 self._logged_reason = reason
-            self._shared_matcher = self._compiled()
-        return self._compiled()
-
-    def _compiled(self) -> llguidance.LLMatcher:
-        return _compiled(self._grammar, self._params.kind, self._vocabulary.tokenizer)
+            self._shared_matcher = llguidance.LLMatcher(
+                self._vocabulary.tokenizer, self._grammar, log_level=0, limits=_limits(self._params.kind)
+            )
 
 
 class _GuidanceVocabulary:
@@ -189,6 +204,7 @@ class _GuidanceVocabulary:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.masks = Masks(vocabulary)
+        self.texts = vocabulary.tokens
         self.special_ids_by_text = vocabulary.special_ids_by_text
         wrapper = _TokenizerAdapter(vocabulary)
         self.num_words = -(-len(wrapper.tokens) // 32)
@@ -201,7 +217,7 @@ class _GuidanceParser:
     def __init__(self, grammar: GuidanceGrammar, matcher: llguidance.LLMatcher, num_words: int) -> None:
         self._grammar = grammar
         self._matcher = matcher
-        self._owns_lexer = False
+        self._num_replayed: int | None = None  # tokens that its own lexer consumed first; None: the lexer is shared
         self._num_words = num_words
         self._tokens: list[int] = []  # consumed so far
         self._num_since_refill = 0  # tokens consumed since a mask
@@ -210,17 +226,35 @@ class _GuidanceParser:
         """See Parser."""
         ids = list(tokens)
         num_taken = self._consume(ids)
-        if self._matcher.is_error() and self._replace_lexer():
+        error = self._failed_at(ids, num_taken)
+        if error and self._replace_lexer(error):
             num_taken = self._consume(ids)
-        if self._matcher.is_error():
-            return f"the matcher of the constraint failed: {_clean_message(self._matcher.get_error())}"
+            error = self._failed_at(ids, num_taken)
+        if error:
+            return _failure(error)
         self._tokens += ids[:num_taken]
         return "" if num_taken == len(ids) else f"token {ids[num_taken]} does not fit the constraint"
+
+    def _failed_at(self, tokens: list[int], num_taken: int) -> str:
+        """The error of the matcher that has consumed part of the tokens; "" if the grammar does not allow the next one.
+
+        `try_consume_tokens` also stops without an error at a token that needs more states than the lexer may have.
+        """
+        if self._matcher.is_error() or num_taken == len(tokens):
+            return str(self._matcher.get_error())
+        trial = self._matcher.deep_copy()
+        trial.consume_token(tokens[num_taken])
+        error = str(trial.get_error())
+        return error if _LEXER_ERROR in error else ""
+
+    def failure(self) -> str:
+        """See Parser."""
+        return _failure(self._matcher.get_error()) if self._matcher.is_error() else ""
 
     def forced_tokens(self) -> list[int]:
         """See Parser."""
         span = self._matcher.compute_ff_tokens()
-        if self._matcher.is_error() and self._replace_lexer():
+        if self._matcher.is_error() and self._replace_lexer(self._matcher.get_error()):
             span = self._matcher.compute_ff_tokens()
         ahead, more = self._matcher.deep_copy() if span else self._matcher, span
         while more and len(span) < MAX_FORCED and ahead.try_consume_tokens(more) == len(more):
@@ -247,18 +281,21 @@ class _GuidanceParser:
         """See Parser."""
         found = np.zeros(self._num_words, np.uint32)  # _TokenizerAdapter may have one more token than the vocabulary
         self._matcher.unsafe_compute_mask_ptr(found.ctypes.data, found.nbytes)
-        if self._matcher.is_error() and self._replace_lexer():
+        if self._matcher.is_error() and self._replace_lexer(self._matcher.get_error()):
             self._matcher.unsafe_compute_mask_ptr(found.ctypes.data, found.nbytes)
         self._num_since_refill = 0
         words[:] = 0 if self._matcher.is_error() else found[: len(words)]
 
-    def _replace_lexer(self) -> bool:
-        """Continue with a lexer that no other sequence uses, after an error. False if the sequence has one already."""
-        if self._owns_lexer:
+    def _replace_lexer(self, error: str) -> bool:
+        """Continue with a new lexer that no other sequence uses, after an error. False if it would fail, too."""
+        num_tokens = len(self._tokens)
+        if self._num_replayed is None:
+            self._grammar.replace_shared_lexer(error)
+        elif num_tokens - self._num_replayed < _TOKENS_PER_LEXER:
             return False
-        self._owns_lexer = True
+        self._num_replayed = num_tokens
         self._num_since_refill = 0
-        self._matcher = self._grammar.own_matcher(self._matcher.get_error())
+        self._matcher = self._grammar.own_matcher(self._tokens)
         self._consume(self._tokens)
         return True
 
@@ -323,25 +360,10 @@ def _has_error(schema: Part, params: StructuredOutputsParams, message: str, toke
 
 def _compiled(grammar: str, kind: str, tokenizer: llguidance.LLTokenizer) -> llguidance.LLMatcher:
     """A matcher that has consumed no token. Raises RequestError. kind: of the constraint."""
-    limits = llguidance.LLParserLimits(
-        max_items_in_row=_MAX_ITEMS_OF_SCHEMA if kind == "json" else _MAX_ITEMS,
-        initial_lexer_fuel=200_000,
-        step_lexer_fuel=100_000,
-        step_max_items=300_000,
-        max_lexer_states=50_000,
-        max_grammar_size=60_000,
-        verbose_errors=False,
-    )
-    matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
-    if not matcher.is_error():
-        # Only a trial shows a limit that is exceeded at once, or a grammar without any text.
-        trial = matcher.deep_copy()
-        trial.consume_tokens(trial.compute_ff_tokens())
-        trial.compute_bitmask()
-        if not trial.is_error():
-            return matcher
-        matcher = trial
-    error = matcher.get_error()
+    matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=_limits(kind))
+    error = matcher.get_error() or _error_of_walks(matcher, kind, grammar, tokenizer.eos_tokens)
+    if not error:
+        return matcher
     if error.startswith("NoExtension") or (kind == "json" and "nsatisfiable" in error):
         raise RequestError(
             "no value satisfies the schema" if kind == "json" else f"no output satisfies this {kind}", kind
@@ -349,17 +371,76 @@ def _compiled(grammar: str, kind: str, tokenizer: llguidance.LLTokenizer) -> llg
     raise RequestError(f"{kind} cannot be enforced: {_clean_message(error)}", kind)
 
 
+def _limits(kind: str, *, lexer_fuel: int = _LEXER_FUEL, num_more_states: int = 0) -> llguidance.LLParserLimits:
+    """Limits of a matcher. kind: of the constraint."""
+    return llguidance.LLParserLimits(
+        max_items_in_row=_MAX_ITEMS_OF_SCHEMA if kind == "json" else _MAX_ITEMS,
+        initial_lexer_fuel=200_000,
+        step_lexer_fuel=lexer_fuel,
+        step_max_items=300_000,
+        max_lexer_states=MAX_LEXER_STATES + num_more_states,
+        max_grammar_size=60_000,
+        verbose_errors=False,
+    )
+
+
+def _error_of_walks(matcher: llguidance.LLMatcher, kind: str, grammar: str, end_ids: Sequence[int]) -> str:
+    """The error of walks through a new grammar; "" if there is none.
+
+    Only a walk shows a limit that is exceeded at once or behind few tokens, or a grammar without any text. A walk goes
+    on behind the first mask if there are patterns: only with these the lexer has much to do.
+    """
+    has_patterns = kind != "choice" and (kind != "json" or '"pattern"' in grammar)
+    for seed in range(_NUM_TRIAL_WALKS if has_patterns else 1):
+        error = _error_of_walk(
+            matcher.deep_copy(), _TRIAL_TOKENS if has_patterns else 1, end_ids, random.Random(seed), repeats=seed > 0
+        )
+        if error:
+            return error
+    return ""
+
+
+def _error_of_walk(
+    walk: llguidance.LLMatcher, num_tokens: int, end_ids: Sequence[int], rng: random.Random, *, repeats: bool
+) -> str:
+    """The error of a walk by random tokens. repeats: a token comes again as long as it is allowed."""
+    token = -1
+    for _ in range(num_tokens):
+        walk.consume_tokens(walk.compute_ff_tokens())
+        mask = np.unpackbits(np.frombuffer(walk.compute_bitmask(), np.uint8), bitorder="little")
+        if walk.is_error():
+            return str(walk.get_error())
+        mask[end_ids] = 0
+        if walk.is_stopped() or not mask.any():
+            break
+        if not repeats or token < 0 or not mask[token]:
+            token = int(rng.choice(np.flatnonzero(mask)))
+        walk.consume_token(token)
+    return ""
+
+
+_TOO_COMPLEX = (
+    "patterns, formats and lengths of one text are too complex together; "
+    "use a simpler pattern, or lower its repetition counts and the lengths"
+)
 # Parts of llguidance's messages that have rewritten patterns or names of quire's own, and what they mean.
 _MEANINGS = (
     ("patternProperty regexes", "a property name could match two of the patterns"),
     ("circular references", "a recursive $ref has other keywords beside it; leave out the $ref or these keywords"),
-    ("Unable to determine if regex is empty", "patterns, formats and lengths of one text are too complex together"),
+    ("Unable to determine if regex is empty", _TOO_COMPLEX),
+    ("too many expressions", _TOO_COMPLEX),
+    ("too many states", "the text is too long for the lengths and repetition counts of its patterns; lower them"),
     ("min/maxProperties only supported", "minProperties and maxProperties beside optional properties are not enforced"),
     ("lookaround", "look-around is not supported in patterns"),
     ("look-around", "look-around is not supported in patterns"),
     ("panic", "the backend failed"),
     ("Traceback", "the backend failed"),
 )
+
+
+def _failure(error: str) -> str:
+    """The error of a sequence whose matcher failed."""
+    return f"the matcher of the constraint failed: {_clean_message(error)}"
 
 
 def _clean_message(error: str) -> str:

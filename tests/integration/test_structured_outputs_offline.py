@@ -10,6 +10,7 @@ from jsonschema import validate
 
 from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.errors import RequestError
+from quire.structured_outputs import llguidance_backend
 
 RECORD = {
     "type": "object",
@@ -20,8 +21,12 @@ RECORD = {
 ASKED = [
     {"role": "user", "content": "Faye took 18 white ladders on Thursday.\nJSON keys: name, count, color"},
 ]
-FORM = StructuredOutputsParams(json=RECORD, disable_any_whitespace=True)
+FORM = StructuredOutputsParams(json=RECORD)
 OFF = replace(FORM, fast_forward=False)
+OF_FOUR = [  # questions, and the record that is the answer
+    ("We lent 7 desks in blue to Faye on Saturday.", {"name": "Faye", "color": "blue", "count": 7, "item": "desk"}),
+    ("Kurt took 13 black ladders on Tuesday.", {"day": "Tuesday", "color": "black", "count": 13, "item": "ladder"}),
+]
 
 
 def llm_of(**options):
@@ -41,10 +46,10 @@ def record(text):
     return found
 
 
-def ask(llm, form, **params):
+def ask(llm, form, messages=ASKED, **params):
     steps = llm.get_metrics().num_steps
     params = SamplingParams(**({"temperature": 0, "max_tokens": 60, "structured_outputs": form} | params))
-    (result,) = llm.chat(ASKED, params, use_tqdm=False)
+    (result,) = llm.chat(messages, params, use_tqdm=False)
     return result, llm.get_metrics().num_steps - steps
 
 
@@ -58,6 +63,21 @@ def test_fast_forward_takes_fewer_steps_and_changes_no_token(steps_in_flight):
     assert fast.outputs[0].finish_reason == "stop"
     assert fast_steps < 0.7 * slow_steps
     assert fast.outputs[0].num_forced_tokens > 5 and slow.outputs[0].num_forced_tokens == 0
+
+
+def test_records_of_four_fields_take_at_most_half_the_steps_with_default_options():
+    num_steps = {True: 0, False: 0}
+    with closing(llm_of(speculation="off")) as llm:
+        for sentence, expected in OF_FOUR:
+            messages = [{"role": "user", "content": f"{sentence}\nJSON keys: {', '.join(expected)}"}]
+            types = {key: {"type": "integer" if key == "count" else "string"} for key in expected}
+            schema = {"type": "object", "properties": types, "required": list(expected), "additionalProperties": False}
+            for fast_forward in num_steps:
+                form = StructuredOutputsParams(json=schema, fast_forward=fast_forward)
+                result, steps = ask(llm, form, messages)
+                assert result.outputs[0].text == json.dumps(expected)
+                num_steps[fast_forward] += steps
+    assert num_steps[True] <= 0.5 * num_steps[False]
 
 
 @pytest.mark.parametrize("options", [{"ignore_eos": True}, {"min_tokens": 40}])
@@ -210,3 +230,13 @@ def test_a_stop_reports_the_matched_token_but_not_the_end_of_a_constraint(llm):
     assert over.outputs[0].finish_info == {"type": "stop", "matched": None}
     (ended,) = llm.chat(ASKED, SamplingParams(temperature=0, max_tokens=60), use_tqdm=False)
     assert ended.outputs[0].finish_info == {"type": "stop", "matched": ended.outputs[0].token_ids[-1]}
+
+
+def test_an_output_that_reaches_a_limit_ends_with_its_cause(llm, monkeypatch):
+    monkeypatch.setattr(llguidance_backend, "MAX_LEXER_STATES", 400)
+    monkeypatch.setattr(llguidance_backend, "_NUM_TRIAL_WALKS", 0)  # they would refuse the pattern
+    result, _ = ask(llm, StructuredOutputsParams(regex="(?s:.{4000})"), max_tokens=200)
+    (output,) = result.outputs
+    assert output.finish_reason == "error"
+    assert "the text is too long for the lengths and repetition counts" in str(output.stop_reason)
+    assert len(output.token_ids) > 10

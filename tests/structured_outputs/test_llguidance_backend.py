@@ -177,16 +177,22 @@ def test_a_token_that_does_not_fit_is_an_error_of_this_sequence_alone():
     assert early.advance([*encode("a"), 2]).error == "the output ended before the constraint was complete"
 
 
+def test_a_pattern_that_exceeds_a_limit_behind_few_tokens_is_refused():
+    with pytest.raises(RequestError, match="too complex together; use a simpler pattern") as caught:
+        compile(Asked(regex="((a{0,100}){0,100}b?){0,100}"), vocabulary())
+    assert caught.value.param == "regex"
+
+
 def test_a_limit_met_on_the_way_is_an_error_of_this_sequence_alone():
-    grammar = compile(Asked(regex="((a{0,100}){0,100}b?){0,100}"), vocabulary())
+    grammar = compile(Asked(regex="((a{0,30}){0,30}b?){0,30}"), vocabulary())
     matcher = grammar.new_matcher(fast_forward=False)
     token = encode("a")
     for _ in range(2000):
         verdict = matcher.advance(token)
         if verdict.error or not allowed(matcher, vocabulary()):
             break
-    verdict = matcher.advance(token)
-    assert "the matcher of the constraint failed" in verdict.error
+    verdict = matcher.advance([])
+    assert "the matcher of the constraint failed: patterns, formats and lengths" in verdict.error
     assert "\n" not in verdict.error
     assert allowed(matcher, vocabulary()) == []
 
@@ -206,17 +212,20 @@ def test_a_limit_met_on_the_way_is_an_error_of_this_sequence_alone():
             ["[1, 2]", '[{"a": 1}]'],
             ["[1,2]", "[1,  2]", "[ ]"],
         ),
+        (Asked(json={"type": "array"}), ["[1, 2]", '[{"a": 1}]'], ["[1,2]", "[1,\n2]", "[ ]"]),
         (
-            Asked(json={"type": "array"}),
+            Asked(json={"type": "array"}, disable_any_whitespace=False),
             ["[1 ,\n2]", "[\n" + " " * 32 + "]", "[\n\t\t1, 2\n]", json.dumps([[{"a": [1]}]], indent=4)],
             ["[  ]", "[\n\n]", "[\n" + " " * 33 + "]", " []", "[] "],
         ),
         (
             Asked(json={"properties": {"a": True}, "type": "object"}, disable_additional_properties=True),
-            ["{}", '{"a":1}'],
-            ['{"b":1}'],
+            ["{}", '{"a": 1}'],
+            ['{"b": 1}'],
         ),
-        (Asked(json={"type": "object", "properties": {"a": {"type": "null"}}}), ['{"b":1}'], [r'{"\u0061":1}']),
+        (Asked(json={"type": "object", "properties": {"a": {"type": "null"}}}), ['{"b": 1}'], [r'{"\u0061": 1}']),
+        (Asked(json_object=True), ['{"b": 1}', '{"b":1}', '{\n  "b": [1,\n2]}'], ["[1]"]),
+        (Asked(grammar='start: %json {"type": "array"}'), ["[1, 2]", "[1,2]", "[1,\n2]"], ["[  ]"]),
         (Asked(json={"type": "string", "pattern": '^[^"]$'}), [r'"\n"', '"a"'], [r'"\""']),
         (
             Asked(structural_tag=TAG),

@@ -6,6 +6,7 @@ import llguidance
 import numpy as np
 
 from quire.params import StructuredOutputsParams
+from quire.structured_outputs import llguidance_backend
 from quire.structured_outputs.llguidance_backend import GuidanceBackend
 from quire.structured_outputs.vocabulary import Vocabulary
 
@@ -40,11 +41,31 @@ class Writer:
         return True
 
 
-def test_other_sequences_go_on_where_one_reaches_a_limit(caplog):
+def test_a_text_that_needs_more_states_than_a_lexer_may_have_gets_further_lexers(monkeypatch, caplog):
+    monkeypatch.setattr(llguidance_backend, "MAX_LEXER_STATES", 3_000)
+    writer = Writer(GuidanceBackend().compile(LONG_STRING, BYTES))
+    assert writer.write(3_000), "each letter takes about nine states"
+    assert writer.matcher.advance([ord('"')]).is_over
+    assert caplog.text.count("gets a new lexer") == 1, "of the lexers of one sequence only the first is shared"
+
+
+def test_tokens_that_come_together_get_another_lexer_where_the_first_has_no_more_states(monkeypatch):
+    """llguidance stops at such a token without an error, as at one that the grammar does not allow."""
+    monkeypatch.setattr(llguidance_backend, "MAX_LEXER_STATES", 500)
+    matcher = GuidanceBackend().compile(LONG_STRING, BYTES).new_matcher(fast_forward=False)
+    for tokens in (b'"', *[b"some letters"] * 50):
+        assert not matcher.advance(list(tokens)).error
+    assert "does not fit" in matcher.advance(list(b'"more')).error
+
+
+def test_other_sequences_go_on_where_one_reaches_a_limit(monkeypatch, caplog):
+    monkeypatch.setattr(llguidance_backend, "MAX_LEXER_STATES", 500)
     grammar = GuidanceBackend().compile(LONG_STRING, BYTES)
     sibling = Writer(grammar)
     assert sibling.write(5)
-    assert not Writer(grammar).write(59_000), "otherwise no limit is reached"
+    victim = Writer(grammar)
+    assert not victim.write(1_000), "otherwise no limit is reached"
+    assert "the text is too long for the lengths" in victim.matcher.advance([]).error
     assert "too many" in caplog.text, "the log has the reason"
     assert sibling.write(20)
     assert all(Writer(grammar).write(20) for _ in range(3))
@@ -52,6 +73,7 @@ def test_other_sequences_go_on_where_one_reaches_a_limit(caplog):
 
 
 def test_sequences_after_one_that_reached_a_limit_share_one_new_lexer(monkeypatch):
+    monkeypatch.setattr(llguidance_backend, "MAX_LEXER_STATES", 3_000)
     grammar, built, matcher = GuidanceBackend().compile(LONG_STRING, BYTES), [], llguidance.LLMatcher
 
     def counted(*arguments, **options):
@@ -59,7 +81,7 @@ def test_sequences_after_one_that_reached_a_limit_share_one_new_lexer(monkeypatc
         return matcher(*arguments, **options)
 
     monkeypatch.setattr(llguidance, "LLMatcher", counted)
-    assert not Writer(grammar).write(59_000)
+    assert Writer(grammar).write(600)
     assert built
     built.clear()
     assert all(Writer(grammar).write(20) for _ in range(3))

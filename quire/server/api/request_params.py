@@ -380,7 +380,9 @@ class StructuredOutputs(Body):
     grammar: str | None = optional_field("A grammar as Lark or EBNF.")
     json_object: bool | None = optional_field("Any JSON object.")
     structural_tag: Tag | None = optional_field("Text with constrained parts between tags.")
-    disable_any_whitespace: bool | None = optional_field("Exactly one space after each comma and colon of JSON.")
+    disable_any_whitespace: bool | None = optional_field(
+        "Exactly one space after each comma and colon of JSON, and no other white space; the default of a JSON schema."
+    )
     disable_additional_properties: bool | None = optional_field("Only properties that the schema names.")
     unknown_keywords: Literal["ignore", "refuse"] | None = optional_field(
         "Whether keywords and formats that JSON schema does not have are ignored (default) or refused."

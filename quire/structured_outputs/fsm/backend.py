@@ -120,6 +120,6 @@ def _tree(params: StructuredOutputsParams) -> Node:
         case "regex":
             return parse(checked_regex(params))
         case "json":
-            whitespace = "" if params.disable_any_whitespace else params.whitespace_pattern
+            whitespace = "" if params.is_compact else params.whitespace_pattern
             return schema_to_node(read_schema(params.text, "json", params), whitespace)
     raise RequestError(f"the fsm backend does not support {params.kind}: use the llguidance backend", params.kind)

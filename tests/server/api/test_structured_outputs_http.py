@@ -96,16 +96,18 @@ def test_the_output_has_the_form(http, path, fields, holds):
         assert fields.keys() & {"structured_outputs", "response_format"}
 
 
-def test_a_server_can_allow_no_free_white_space(http):
+def test_white_space_is_free_where_a_request_asks_for_it_and_the_server_allows_it(http):
     built = small_engine()
     (newline,) = built.tokenizer.encode("\n", add_special_tokens=False)
     asked = {"messages": ASKED, **GREEDY, "logit_bias": {str(newline): 100}}
     spaced = {"json": SCHEMA, "whitespace_pattern": "\n?"}
+    free = {"json": SCHEMA, "disable_any_whitespace": False}
     with run_app(make_app(service_of(built, disable_any_whitespace=True))) as url:
         for path, fields, has_lines in (
-            (http.base_url, {"response_format": BY_SCHEMA}, True),
-            (url, {"response_format": BY_SCHEMA}, False),
-            (url, {"structured_outputs": {"json": SCHEMA}}, False),
+            (http.base_url, {"response_format": BY_SCHEMA}, False),
+            (http.base_url, {"structured_outputs": free}, True),
+            (http.base_url, {"structured_outputs": spaced}, True),
+            (url, {"structured_outputs": free}, False),
             (url, {"structured_outputs": spaced}, True),
         ):
             (text,) = contents(httpx.post(f"{path}/v1/chat/completions", json={**asked, **fields}, timeout=60))

@@ -197,8 +197,12 @@ def test_an_output_is_what_the_schema_asks_for(schema, good, bad):
         ({"grammar": 'start: %json {"const": "\\ud800"}'}, "not valid Unicode"),
         ({"structural_tag": '{"triggers": ["\\ud800"]}'}, "not valid Unicode"),
         *(
-            ({"regex": "a", name: None}, f"{name} must be true or false")
-            for name in ("fast_forward", "disable_any_whitespace", "disable_additional_properties")
+            ({"regex": "a", name: value}, f"{name} must be true or false")
+            for name, value in (
+                ("fast_forward", None),
+                ("disable_any_whitespace", "yes"),
+                ("disable_additional_properties", None),
+            )
         ),
         ({"grammar": "start: <|im_end|>"}, "grammar, line 1: special tokens such as '<|im_end|>' are not supported"),
         ({"grammar": 'start: "a"\n<[1]>'}, "grammar, line 2"),
