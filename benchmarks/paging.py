@@ -49,13 +49,16 @@ def best_of(runs: list[Callable[[], None]], rounds: int = ROUNDS) -> list[float]
 class Case:
     """`batch` chunks of positions [start, stop) over blocks in random or in ascending order."""
 
-    def __init__(self, options: argparse.Namespace, batch: int, start: int, stop: int) -> None:
-        width = -(-stop // BLOCK_SIZE)
+    def __init__(
+        self, options: argparse.Namespace, batch: int, start: int, stop: int, block_size: int = BLOCK_SIZE
+    ) -> None:
+        width = -(-stop // block_size)
         dtype = DTYPES[options.dtype]
         padded = -(-options.head_dim // 16) * 16
         group = KVGroup((0,), "full", options.kv_heads, options.head_dim, options.dtype, batch * width, 1)
-        data = torch.empty(1, 2, batch * width, options.kv_heads, 1, 16 * padded, dtype=dtype).normal_()
-        self.storage = Storage(group, BLOCK_SIZE, data)
+        parts = (block_size // 16, 16 * padded)
+        data = torch.empty(1, 2, batch * width, options.kv_heads, *parts, dtype=dtype).normal_()
+        self.storage = Storage(group, block_size, data)
         self.bytes = data.nbytes
         tokens = batch * (stop - start)
         self.q = torch.randn(tokens, options.heads, options.head_dim).to(dtype)
@@ -94,12 +97,12 @@ def main() -> None:
         "commit": commit_of(),
         "machine": describe(),
         "build": options.build,
-        "decode": [],
-        "split": [],
-        "prefill": [],
+        "decode": decode(options),
+        "block_sizes": block_sizes(options),
+        "bandwidth": bandwidth(options),
+        "split": split(options),
+        "prefill": prefill(options),
     }
-    figures["decode"], figures["bandwidth"] = decode(options), bandwidth(options)
-    figures["split"], figures["prefill"] = split(options), prefill(options)
     if options.json:
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
 
@@ -119,6 +122,17 @@ def decode(options: argparse.Namespace) -> list[dict[str, float]]:
                 f"decode, batch {batch:2}, context {context}: {scattered * 1e6:7.1f} us, {rate:5.1f} GB/s, "
                 f"{ratio:.3f} of contiguous"
             )
+    return rows
+
+
+def block_sizes(options: argparse.Namespace) -> list[dict[str, float]]:
+    """Scattered against contiguous blocks, by block size: 64 sequences of 512 tokens."""
+    rows = []
+    for block_size in (16, 32, 64, 128):
+        case = Case(options, 64, 511, 512, block_size)
+        scattered, contiguous = best_of([case.scattered, case.contiguous])
+        rows.append({"block_size": block_size, "seconds": scattered, "ratio": scattered / contiguous})
+        print(f"decode, batch 64, context 512, blocks of {block_size:3}: {scattered / contiguous:.3f} of contiguous")
     return rows
 
 

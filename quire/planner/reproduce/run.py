@@ -18,8 +18,8 @@ from quire.startup.hardware import cpu_description
 
 ROWS: Mapping[str, Row] = MappingProxyType(
     {
-        **{f"M{i}": getattr(memory, f"m{i}") for i in range(1, 19)},
-        **{f"T{i}": getattr(throughput, f"t{i}") for i in (1, 2, 3, 4, 6, 7, 8, 9, 10)},
+        **{f"M{i}": getattr(memory, f"m{i}") for i in range(1, 21)},
+        **{f"T{i}": getattr(throughput, f"t{i}") for i in (1, 2, 3, 4, 6, 7, 8, 9, 10, 11)},
         **{"T5": recorded.t5, "R1": recorded.r1, "R4": recorded.r4, "C1": recorded.c1, "S1": recorded.s1},
         **{"S2": recorded.s2, "Q1": recorded.q1, "O1": throughput.o1, "D1": throughput.d1, "P1": memory.p1},
         **{f"R{i}": getattr(reuse, f"r{i}") for i in (2, 3, 5, 6, 7)},
@@ -97,15 +97,18 @@ def _earlier(json_file: Path | None) -> dict[str, Findings]:
 
 
 def verdict(finding: Finding) -> str:
-    """Whether a figure comes out, in a word or two."""
+    """Whether a figure comes out, in a word or two; that of arithmetic says nothing."""
     if finding.ours is None:
         return "pending"
+    if finding.kind == "arithmetic":
+        return "arithmetic"
     if finding.reported is None:
         return ""
     ratio = finding.ratio
     if ratio == 1:
         return "as reported"
-    return "close" if ratio is not None and abs(ratio - 1) <= _CLOSE else "differs"
+    is_direction = finding.reported[1] is None
+    return "close" if ratio is not None and abs(ratio - 1) <= _CLOSE and not is_direction else "differs"
 
 
 def _number(value: float) -> str:
@@ -116,6 +119,8 @@ def _reported(finding: Finding) -> str:
     if finding.reported is None:
         return ""
     low, high = finding.reported
+    if high is None:
+        return f"above {_number(low)}"
     return _number(low) if low == high else f"{_number(low)} to {_number(high)}"
 
 
