@@ -9,7 +9,6 @@ other work on the machine can only slow them down.
 """
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.commit import commit_of
 from benchmarks.cpu.machine import describe
+from benchmarks.result_file import write_result
 from quire.config import KVGroup
 from quire.kernels.contract import DTYPES, Batch, Storage
 from quire.kernels.cpu import _C, paged
@@ -94,7 +93,6 @@ def main() -> None:
     _C.use(options.build)
     print(f"{options.build}, {options.threads} threads, {options.heads}/{options.kv_heads} heads of {options.head_dim}")
     figures: dict[str, object] = {
-        "commit": commit_of(),
         "machine": describe(),
         "build": options.build,
         "decode": decode(options),
@@ -104,7 +102,7 @@ def main() -> None:
         "prefill": prefill(options),
     }
     if options.json:
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+        write_result(options.json, figures)
 
 
 def decode(options: argparse.Namespace) -> list[dict[str, float]]:

@@ -10,7 +10,6 @@ documents' hardware.
 """
 
 import argparse
-import json
 import random
 import time
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.cpu.machine import describe
+from benchmarks.result_file import write_result
 from quire.config import CacheConfig, EngineOptions, KVGroup
 from quire.core.request import Request
 from quire.core.step import Move
@@ -100,9 +100,11 @@ def swap_seconds(store: DeviceStore, cache: CacheConfig, length: int, repeats: i
 
 
 def hundred_blocks(repeats: int) -> dict[str, float]:
-    """Copies of 100 blocks of Llama-2-70B, 16 tokens each in 16-bit floats, between the device's store and the host pool."""
+    """Copies of 100 blocks of Llama-2-70B, each of 16 tokens in 16 bits, between the block pool and the host pool."""
     kernels = prepare(options(None, 16, 16), report=silent, progress=silent).kernels.kernels
-    shape = KVGroup(tuple(range(80)), "full", 8, 128, "bfloat16", 200, 16 * LLAMA_70B.bytes_per_token, num_host_blocks=100)
+    shape = KVGroup(
+        tuple(range(80)), "full", 8, 128, "bfloat16", 200, 16 * LLAMA_70B.bytes_per_token, num_host_blocks=100
+    )
     cache = CacheConfig(16, (shape,))
     store = DeviceStore(kernels, cache, torch.device("cpu"))
     for storage in store.storages:
@@ -243,7 +245,7 @@ def main() -> None:
     figures["hundred_blocks"] = hundred_blocks(args.repeats)
     figures["documents"] = documents(args.blocks)
     if args.json:
-        args.json.write_text(json.dumps(figures, indent=1))
+        write_result(args.json, figures)
 
 
 if __name__ == "__main__":

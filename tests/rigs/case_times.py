@@ -160,8 +160,10 @@ class _Table:
         if files and (not self._is_distributed or self._fail_alone(files, session.config.rootpath)):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if self._file is not None:
+            from benchmarks.result_file import header  # noqa: PLC0415  (only for a run that writes a result file)
+
             by_seconds = sorted(self._files.items(), key=lambda item: -sum(item[1][phase] for phase in _PHASES))
-            found = {
+            found = header() | {
                 "seconds": time.time() - self._began,
                 "workers": self._workers,
                 "files": {name: {key: round(value, 2) for key, value in each.items()} for name, each in by_seconds},

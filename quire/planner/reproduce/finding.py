@@ -19,7 +19,7 @@ _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 class Finding:
     """One figure.
 
-    kind: measured (kernels, this machine), simulated (real scheduler and KV cache), computed (by the memory plan and the
+    kind: measured (kernels, a machine), simulated (real scheduler and KV cache), computed (by the memory plan and the
     KV cache), arithmetic (of the source's numbers: it says nothing about quire), or pending.
     """
 

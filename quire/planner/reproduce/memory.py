@@ -105,7 +105,7 @@ def m2(context: Context) -> Findings:
 
 
 _OTHER_LIVE = (
-    "document 001 has 32 % live, and document 004 20.4 % for the same allocator on ShareGPT, which comes out here (M1). "
+    "document 001 has 32 % live; document 004 has 20.4 % for this allocator on ShareGPT, which comes out here (M1). "
     "001 has 50 requests where 62 slabs fit (M8), so that its shares are not those of memory that is short"
 )
 
@@ -180,8 +180,8 @@ def m8(_: Context) -> Findings:
     (planned,) = plan_engine(options, "A100-80GB").memory.num_blocks
     note = "the document divides 42 000 MB by 5 MB; a block has 5 242 880 B"
     plan_note = (
-        "quire's plan keeps 10 % of the device free, the head and the embeddings in 8 and 16 bits (36.6 GiB of weights), "
-        "and counts working memory and graphs; the document has 35 GB of weights and 3 GB of the rest"
+        "quire's plan keeps 10 % of the device free, has the head and the embeddings in 8 and 16 bits, and counts "
+        "working memory and graphs; the document has 35 GB of weights and 3 GB of the rest"
     )
     return [
         computed("blocks by quire's memory plan", planned, "", 8400, plan_note),
@@ -324,7 +324,7 @@ def m16(context: Context) -> Findings:
         note = f"a mean of {mean} of {longest} tokens is {mean / longest:.0%}: the listed share does not follow from it"
         found.append(simulated(name, ours, "%", reported, spread, note))
     shares = [one.ours for one in found if one.ours is not None]
-    return [*found, simulated("mean", sum(shares) / len(shares), "%", 32)]
+    return [*found, simulated("mean", sum(shares) / len(shares), "%", 32, note="of the four shares above")]
 
 
 def _used_share(context: Context, name: str, seed: int) -> float:
@@ -368,9 +368,9 @@ def m18(context: Context) -> Findings:
 
 
 _SLABS = (
-    "the document counts the whole pool as allocated at every load; here a slab is allocated when its request runs, so "
-    "that few clients allocate little. The share in use follows from the lengths: 499 tokens at the end, half of them on "
-    "average, in slabs of 2048 (see M16 for the document's)"
+    "the document counts the whole pool as allocated at every load; here a slab is allocated when its request runs, "
+    "so that few clients allocate little. The share in use follows from the lengths: 499 tokens at the end on average, "
+    "in slabs of 2048 (M16 has the document's lengths)"
 )
 
 

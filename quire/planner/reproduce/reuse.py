@@ -61,9 +61,9 @@ _WORKERS = 8
 
 
 def r3(context: Context) -> Findings:
-    """Requests of 64 tenants with a long prefix each, over 8 workers: each in turn, or by an oracle that knows prefixes.
+    """Requests of 64 tenants with a long prefix each, over 8 workers: each in turn, or by an oracle.
 
-    The oracle is a bound of what a router can reach, so that it has no verdict.
+    The oracle knows the prefixes. It bounds what a router can reach, so that it has no verdict.
     """
     rng, count = Random(0), context.size(1600, 64)
     maker = Maker(0, 2048)

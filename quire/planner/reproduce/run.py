@@ -1,7 +1,9 @@
 """`quire reproduce`: runs the rows, and writes the document with reported beside ours."""
 
 import platform
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from time import perf_counter
 from types import MappingProxyType
@@ -58,11 +60,12 @@ def reproduce(
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     seconds = perf_counter() - began
     console.print(f"{len(wanted)} rows in {seconds:.0f} s", highlight=False)
+    kept = "" if json_file is None else f" --json {json_file}"
+    written = "" if document is None else f" --document {document}"
+    command = f"quire reproduce{kept}{written}{' --quick' if quick else ''}"
     if json_file is not None:
-        write_json(json_file, _figures(found, quick=quick))
+        write_json(json_file, _figures(found, _commit(results), command, quick=quick))
     if document is not None:
-        kept = "" if json_file is None else f" --json {json_file}"
-        command = f"quire reproduce{kept} --document {document}{' --quick' if quick else ''}"
         write_text(document, markdown(found, _write_charts(document, context.charts), command, quick=quick))
     return found
 
@@ -151,7 +154,17 @@ def _notes(findings: Findings) -> list[str]:
 _WIDTHS = (52, 16, 16, 9, 6, 9, 11)
 
 
-def _figures(found: Mapping[str, Findings], *, quick: bool) -> dict[str, object]:
+def _commit(checkout: Path | None) -> str:
+    """The commit of the checkout that has the result files, with `-dirty` if files differ; "unknown" outside of one."""
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return done.stdout.strip()
+
+
+def _figures(found: Mapping[str, Findings], commit: str, command: str, *, quick: bool) -> dict[str, object]:
     rows = {
         row: [
             {
@@ -169,7 +182,8 @@ def _figures(found: Mapping[str, Findings], *, quick: bool) -> dict[str, object]
         ]
         for row, findings in ((target.id, found[target.id]) for target in TARGETS if target.id in found)
     }
-    return {"machine": cpu_description(), "python": platform.python_version(), "quick": quick, "rows": rows}
+    about = {"commit": commit, "date": datetime.now(UTC).date().isoformat(), "machine": cpu_description()}
+    return {**about, "command": command, "python": platform.python_version(), "quick": quick, "rows": rows}
 
 
 _HEAD = """# Reproduction
@@ -181,7 +195,9 @@ page: do not edit it.
 - **simulated**: quire's scheduler and KV cache, or a baseline in the cache's place, over modelled steps: see
   [planning.md](planning.md).
 - **computed**: from sizes, by the code of the memory plan and of the KV cache.
+- **arithmetic**: the source's formula on the source's numbers. It says nothing about quire and has no verdict.
 - The ratio is ours over the nearest reported value, and 1 within a reported range. A figure within 10 % is close.
+  "above 1" is a direction, which a figure keeps or not.
 - ± is half of the 95 % confidence interval over three seeds.
 
 No constant is tuned to make a row match. The parameters of the workloads are in `quire/planner/lengths.py`.
@@ -190,7 +206,7 @@ No constant is tuned to make a row match. The parameters of the workloads are in
 
 def markdown(found: Mapping[str, Findings], charts: Sequence[str], command: str, *, quick: bool) -> str:
     """The document. charts: files in the folder beside it. command: what runs all rows."""
-    counts = {name: 0 for name in ("as reported", "close", "differs", "pending")}
+    counts = {name: 0 for name in ("as reported", "close", "differs", "arithmetic", "pending")}
     for findings in found.values():
         for one in findings:
             if verdict(one):
@@ -199,7 +215,7 @@ def markdown(found: Mapping[str, Findings], charts: Sequence[str], command: str,
     parts.append(
         f"Command: `{command}`, on {cpu_description()}. "
         f"Of the figures with a reported value, {counts['as reported']} are as reported, {counts['close']} close, and "
-        f"{counts['differs']} differ; {counts['pending']} are pending.\n"
+        f"{counts['differs']} differ; {counts['arithmetic']} are arithmetic, and {counts['pending']} pending.\n"
     )
     if quick:
         parts.append("**These figures have no meaning: `--quick` runs sizes for tests.**\n")
