@@ -31,8 +31,9 @@ PARTS: dict[str, Callable[[argparse.Namespace], Rows]] = {
 }
 
 
-# what the figures rest on: the README's are stale if this changes
-CODE = ("quire/kernels/cpu/csrc", "quire/runner", "quire/speculation", "quire/cache/prefix")
+# what the figures rest on, of which the README's are stale if it changes: of all parts, and of single ones
+CODE = ("quire/kernels/cpu/csrc", "quire/runner")
+CODE_OF = {"drafts": ("quire/speculation",), "chats": ("quire/cache/prefix",)}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -55,7 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
         found[name] = PARTS[name](args)
         _print(name, found[name])
     if args.json is not None:
-        write_result(args.json, found, CODE)
+        write_result(args.json, found, [*CODE, *(path for name in names for path in CODE_OF.get(name, ()))])
 
 
 def _print(title: str, rows: Rows) -> None:
