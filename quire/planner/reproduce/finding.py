@@ -92,6 +92,7 @@ class Context:
     """What rows share. Charts are SVG texts by file name."""
 
     quick: bool = False  # sizes whose figures have no meaning, for tests
+    one_seed: bool = False  # of figures that show a tendency
     results: Path | None = None  # folder with the result files of benchmarks; None: there is none
     charts: dict[str, str] = field(default_factory=dict)
     simulations: dict[object, Any] = field(default_factory=dict)  # results that several rows need
@@ -99,7 +100,7 @@ class Context:
     @property
     def seeds(self) -> range:
         """Seeds of simulations."""
-        return range(1 if self.quick else 3)
+        return range(1 if self.quick or self.one_seed else 3)
 
     def size(self, full: int, quick: int) -> int:
         """A number of requests."""

@@ -53,18 +53,18 @@ def reproduce(
     wanted = [target for target in TARGETS if not only or target.id in {row.upper() for row in only}]
     context, found = Context(quick=quick, results=results), _earlier(json_file)
     began = perf_counter()
+    kept = "" if json_file is None else f" --json {json_file}"
+    written = "" if document is None else f" --document {document}"
+    command, commit = f"quire reproduce{kept}{written}{' --quick' if quick else ''}", _commit(results)
     for number, target in enumerate(wanted):
         found[target.id] = ROWS[target.id](context)
+        if json_file is not None:  # after each row: a run that is stopped goes on with the others
+            write_json(json_file, _figures(found, commit, command, quick=quick))
         advance(number + 1, len(wanted))
         for line in _lines(target, found[target.id]):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     seconds = perf_counter() - began
     console.print(f"{len(wanted)} rows in {seconds:.0f} s", highlight=False)
-    kept = "" if json_file is None else f" --json {json_file}"
-    written = "" if document is None else f" --document {document}"
-    command = f"quire reproduce{kept}{written}{' --quick' if quick else ''}"
-    if json_file is not None:
-        write_json(json_file, _figures(found, _commit(results), command, quick=quick))
     if document is not None:
         write_text(document, markdown(found, _write_charts(document, context.charts), command, quick=quick))
     return found
