@@ -19,10 +19,10 @@ def t5(context: Context) -> Findings:
     for case, ratio in paged_over_contiguous(context).items():
         if case[1] <= _LONGEST_CELL and case[0] <= _LARGEST_CELL:
             assert gpu is not None, "it has the cells"
-            note = f"gpu.json, H100, commit {gpu['commit']}: the kernel reads block tables ahead, and whole blocks"
+            note = f"gpu.json, {origin(gpu)}: the kernel reads block tables ahead, and whole blocks"
             found.append(_kernel_cell("H100", case, ratio, note))
     if cpu is not None:
-        note = f"paging.json, {_origin(cpu)}; on a CPU no kernel waits for the block table"
+        note = f"paging.json, {origin(cpu)}; on a CPU no kernel waits for the block table"
         found += [_kernel_cell("CPU", (one["batch"], one["context"]), one["ratio"], note) for one in cpu["decode"]]
     return found or [pending("slower by", _missing("paging"), _KERNEL_RANGE, "%")]
 
@@ -53,7 +53,7 @@ def kernel_by_block_size(context: Context) -> Findings:
     if recorded is None or "block_sizes" not in recorded:
         return [pending("attention slower by", _missing("paging"), (2.0, 18.0), "%")]
     said = {4: 18.0, 8: 10.0, 16: 6.0, 32: 3.0, 64: 2.0}
-    note = f"paging.json, {_origin(recorded)}: the kernel reads 16 tokens at a time, so that it has no smaller blocks"
+    note = f"paging.json, {origin(recorded)}: the kernel reads 16 tokens at a time, so that it has no smaller blocks"
     return [
         measured(f"blocks of {size}: attention slower by", 100 * (one["ratio"] - 1), "%", said.get(size), note)
         for one in recorded["block_sizes"]
@@ -66,7 +66,7 @@ def hundred_blocks(context: Context) -> Findings:
     recorded = context.recorded("swap")
     if recorded is None or "hundred_blocks" not in recorded:
         return [pending("100 blocks, each way", _missing("swap"), 20.0, "ms")]
-    copied, note = recorded["hundred_blocks"], f"swap.json, {_origin(recorded)}: memory of one CPU, no link"
+    copied, note = recorded["hundred_blocks"], f"swap.json, {origin(recorded)}: memory of one CPU, no link"
     return [measured(f"100 blocks, {way}", copied[f"{way}_ms"], "ms", 20.0, note) for way in ("out", "in")]
 
 
@@ -99,7 +99,7 @@ def c1(context: Context) -> Findings:
     recorded = context.recorded("structured")
     if recorded is None:
         return [pending("steps saved", _missing("structured"))]
-    jump, note = recorded["jump"]["ways"], f"structured.json, {_origin(recorded)}"
+    jump, note = recorded["jump"]["ways"], f"structured.json, {origin(recorded)}"
     alone = recorded["jump"]["steps_alone"]
     steps = jump["token by token"]["steps"] / jump["fast-forward"]["steps"]
     slow, fast = (min(jump[way]["seconds"]) for way in ("token by token", "fast-forward"))
@@ -112,8 +112,17 @@ def c1(context: Context) -> Findings:
             note,
         ),
         measured("steps in batches, token by token over fast-forward", steps, "x", _FASTER, note),
-        measured("time in batches, token by token over fast-forward", slow / fast, "x", _FASTER, note),
+        measured(
+            "time in batches, token by token over fast-forward", slow / fast, "x", _FASTER, f"{note}; {_SMALL_STEPS}"
+        ),
+        *(
+            measured(f"0.5B shape, batch {one['batch']}: time", one["speedup"], "x", _FASTER, note)
+            for one in recorded["jump_shape"]
+        ),
     ]
+
+
+_SMALL_STEPS = "the embedded model's steps cost so little that fewer of them save less than forced text costs"
 
 
 def s1(context: Context) -> Findings:
@@ -122,7 +131,7 @@ def s1(context: Context) -> Findings:
     for name, tasks, ratio in (("speculation", "earned", "speed-up"), ("real_text", "drafts", "time none/with")):
         recorded = context.recorded(name)
         if recorded is not None:
-            note = f"{name}.json, {_origin(recorded)}"
+            note = f"{name}.json, {origin(recorded)}"
             found += [measured(f"{name}: {one['task']}", one[ratio], "x", note=note) for one in recorded[tasks]]
     if not found:
         return [pending("speed-up", _missing("speculation"), 3.0, "x")]
@@ -142,7 +151,7 @@ def s2(context: Context) -> Findings:
         return [
             pending("split over whole, batch 1, beyond 16k", f"{_missing('paging')}; and `make gpu-check`", 3.0, "x")
         ]
-    note = f"paging.json, {_origin(recorded)}: at most the number of cores"
+    note = f"paging.json, {origin(recorded)}: at most the number of cores"
     return [
         measured(f"{one['threads']} threads over one, context {one['context']}", one["ratio"], "x", 3.0, note)
         for one in recorded["split"]
@@ -162,7 +171,7 @@ def q1(context: Context) -> Findings:
     recorded = context.recorded("kv_types")
     if recorded is not None:
         by_type = {one["kv"]: one["tokens"] for one in recorded["types"]}
-        note = f"kv_types.json, {_origin(recorded)}"
+        note = f"kv_types.json, {origin(recorded)}"
         found.append(measured("0.5B model, C++ kernels", by_type["fp8"] / by_type["auto"], "x", (1.9, 2.1), note))
     return found
 
@@ -172,7 +181,7 @@ def prefix_rows(context: Context, row: str, wanted: tuple[str, ...] = ("",)) -> 
     recorded = context.recorded("prefix")
     if recorded is None:
         return [pending(row, _missing("prefix"))]
-    source = f"prefix.json, {_origin(recorded)}"
+    source = f"prefix.json, {origin(recorded)}"
     return [
         Finding(
             what=one["what"],
@@ -191,8 +200,8 @@ def _missing(name: str) -> str:
     return f"no result file: run `python -m benchmarks.{name}` in a checkout"
 
 
-def _origin(recorded: Mapping[str, Any]) -> str:
-    """The machine of a result file, and its commit if the file states one."""
-    machine, commit = recorded.get("machine", ""), recorded.get("commit")
-    name = str(machine.get("cpu", "")) if isinstance(machine, dict) else str(machine)
-    return f"{name}, commit {commit}" if commit else name
+def origin(recorded: Mapping[str, Any]) -> str:
+    """The machine of a result file, and its commit, or the last one that may have been measured."""
+    machine, commit = recorded["machine"], recorded.get("commit")
+    name = str(machine["cpu"]) if isinstance(machine, dict) else str(machine)
+    return f"{name}, commit {commit}" if commit else f"{name}, at or before commit {recorded['measured_at_or_before']}"

@@ -16,6 +16,7 @@ from quire.config import Policy, PrefixIndexKind
 from quire.core.request import NO_NAMESPACE
 from quire.planner.reproduce.engines import OPT_13B, PAGED, Engine, run
 from quire.planner.reproduce.finding import Context, Findings, computed, measured, over_seeds, pending, simulated
+from quire.planner.reproduce.recorded import origin
 from quire.planner.workloads import Maker, Part, Session, Turn, Workload, few_shot, tokens_of, with_arrivals
 
 
@@ -267,7 +268,9 @@ def r7(context: Context) -> Findings:
     ]
     structured = context.recorded("structured")
     if structured is not None:
-        note = "structured.json, live"
+        note = (
+            f"structured.json, live, {origin(structured)}; a single run, in which the order of arrival suits the cache"
+        )
         found += [
             measured(f"{one['off']}: time", one["slower"], "x", None if one["off"] == "all on" else _HELPS, note)
             for one in structured["ablation"]
