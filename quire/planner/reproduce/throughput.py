@@ -162,7 +162,7 @@ def _with_host_time(setup: EngineSetup) -> EngineSetup:
     return replace(setup, profile=structs.replace(setup.profile, per_chunk=_HOST_SECONDS))
 
 
-_BEAMS = f"how early beams part is a property of the model; here candidates follow Zipf's law. {_HOST}"
+_BEAMS = f"how early beams part is a property of the model; here candidates follow Zipf's law; {_HOST}"
 
 
 def t4(context: Context) -> Findings:
@@ -176,7 +176,7 @@ def t4(context: Context) -> Findings:
     found, plain, cached = list[Finding](), OPT_13B.setup(), OPT_13B.setup(prefix_index=True)
     note = (
         "OPT-13B and Alpaca-like; the paper has LLaMA-13B and translations. Prefills decide: with the prefix cached a "
-        f"request has 19 prompt tokens to compute instead of 360. {_HOST}"
+        f"request has 19 prompt tokens to compute instead of 360; {_HOST}"
     )
     for name, said, change in (("", 3.58, lambda setup: setup), (f", {_HOST_TIME}", None, _with_host_time)):
         seeds = context if said else replace(context, one_seed=True)
@@ -326,7 +326,10 @@ def t11(context: Context) -> Findings:
         return make_workload("alpaca", context.size(1600, 12), max_model_len=2048, seed=seed)
 
     ratios = _ratios(context, OPT_175B.setup(), ("orca-oracle", "orca-pow2"), requests, start=4.0)
-    note = "the curves converge: not further apart than those of OPT-13B in the paper, 1.3x (T3)"
+    note = (
+        "the curves converge: not further apart than those of OPT-13B in the paper, 1.3x (T3). Memory holds more than the "
+        "256 sequences that run at most, also in slabs of the right length"
+    )
     return [
         simulated(f"paged over {name}", ours, "x", (1.0, 1.3), spread, note) for name, (ours, spread) in ratios.items()
     ]
