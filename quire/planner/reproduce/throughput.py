@@ -327,8 +327,8 @@ def t11(context: Context) -> Findings:
 
     ratios = _ratios(context, OPT_175B.setup(), ("orca-oracle", "orca-pow2"), requests, start=4.0)
     note = (
-        "the curves converge: not further apart than those of OPT-13B in the paper, 1.3x (T3). Memory holds more than the "
-        "256 sequences that run at most, also in slabs of the right length"
+        "the curves converge: not further apart than those of OPT-13B in the paper, 1.3x (T3). Memory holds more than "
+        "the 256 sequences that run at most, also in slabs of the right length"
     )
     return [
         simulated(f"paged over {name}", ours, "x", (1.0, 1.3), spread, note) for name, (ours, spread) in ratios.items()
