@@ -1,7 +1,8 @@
 """Result files: figures with the commit, date, machine and command of their measurement.
 
 tests/repository/test_result_files.py fails for a file of benchmarks/results without these, and for a figure of the
-README whose file rests on code that has changed since: `code` of a file names that code.
+README whose file rests on code that has changed since: `code` of a file names that code. `recovered` names fields that
+an old file did not have, and that were taken from the log, the pages and the history; commands then are the usual ones.
 """
 
 import json

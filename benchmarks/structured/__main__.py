@@ -26,6 +26,7 @@ from typing import Any
 from benchmarks.commit import commit_of
 from benchmarks.cpu.checkpoints import checkpoint
 from benchmarks.cpu.machine import describe
+from benchmarks.result_file import write_result
 from benchmarks.structured import ablation, corpora, jump, masks, peers, throughput
 from quire.hub import embedded
 from quire.structured_outputs.backends import BACKENDS
@@ -68,7 +69,7 @@ def main() -> None:
     text = "\n\n".join(_tables(results))
     print(text)
     if args.json:
-        args.json.write_text(json.dumps(results, indent=1) + "\n")
+        write_result(args.json, results)
     if args.table:
         args.table.write_text(text + "\n")
 
