@@ -14,7 +14,7 @@ from quire.errors import ConfigError, DoesNotFit
 from quire.planner.block_size import SIZES, BlockSizeRow, compare_block_sizes
 from quire.planner.estimate import Pools, pools_of
 from quire.planner.options import WorkloadOptions
-from quire.planner.search import MOST_REQUESTS, AtOnce, Requests, Runs, Search, Sustained
+from quire.planner.search import MOST_REQUESTS, NO_HITS, AtOnce, Requests, Runs, Search, Sustained
 from quire.planner.setup import (
     GPU_MEMORY_SHARE,
     PlannedEngine,
@@ -33,7 +33,6 @@ Advance = Callable[[int, int], None]
 _LEAST_GAIN = 0.03  # of a choice that is recommended
 _BLOCK_SIZE_REQUESTS = 400  # of each block size that is compared
 _FULL = 0.9  # share of KV blocks in use: requests wait for more
-_NO_HITS = 0.005  # share of prompt tokens that are cached: fewer are no gain
 _CURVE = (0.5, 0.75, 1.0, 1.15)  # rates of the curve, as shares of the sustainable one
 _EXPECTED_SIMULATIONS = 12, 45  # of a plan without a search of options, and with one
 
@@ -199,7 +198,7 @@ def _warnings(plan: Plan, finder: Search, wanted: WorkloadOptions) -> Iterator[s
     if run is None:
         return
     rate, limit = run.rate, plan.engine.memory.max_model_len
-    sessions = requests.take(MOST_REQUESTS if requests.is_fixed else round(run.seconds * rate), limit)
+    sessions = requests.take(MOST_REQUESTS if requests.is_fixed else num_requests(run.task.sessions), limit)
     length, _ = finder.length(plan.engine, rate, sessions)
     few = num_requests(sessions)
     named, used = requests.num_in_trace, f"{length.num_requests} at {rate:.2f} requests/s"
@@ -303,7 +302,7 @@ def _no_gain(engine: PlannedEngine, sustained: Sustained, option: str, value: ob
     if option == "block_size" and isinstance(value, int) and value > engine.memory.profile.block_size:
         used = max(one.most_kv_use for one in results)
         return f"at most {used:.0%} of the KV blocks are in use" if used < _FULL else ""
-    if option == "policy" and all(one.hit_rate < _NO_HITS for one in results):
+    if option == "policy" and all(one.hit_rate < NO_HITS for one in results):
         return "no prompts begin alike"
     if option == "eviction" and not any(one.num_evicted_blocks for one in results):
         return "no block is evicted"

@@ -10,6 +10,7 @@ from quire.errors import ConfigError
 from quire.planner.block_size import block_size_advice
 from quire.planner.estimate import kv_rows
 from quire.planner.plan import LOSSY, Plan, changed
+from quire.planner.search import NO_HITS
 from quire.planner.setup import PlannedEngine, plan_engine
 from quire.planner.simulate import format_ms
 from quire.planner.simulation import Metric, SimulationResult
@@ -17,7 +18,6 @@ from quire.planner.slo import METRIC_NAMES
 from quire.planner.steady import SteadyRun
 
 _FULL = 0.9  # share of KV blocks in use: requests wait for more
-_NO_HITS = 0.005  # share of prompt tokens that are cached: fewer are no gain
 _REASONS: Mapping[str, str] = MappingProxyType(
     {
         "max_num_batched_tokens": "it bounds the tokens of a step, and so how long a prompt delays the others",
@@ -104,7 +104,7 @@ def _nil_gains(plan: Plan, result: SimulationResult) -> Iterator[str]:
             f"Paging gains nothing here: contiguous memory of {slabs} sequences of {memory.max_model_len} tokens fits, "
             f"and at most {result.most_running} run at once."
         )
-    if plan.engine.options.enable_prefix_caching and result.hit_rate < _NO_HITS:
+    if plan.engine.options.enable_prefix_caching and result.hit_rate < NO_HITS:
         yield f"The prefix cache gains nothing here: {result.hit_rate:.1%} of the prompt tokens are found in it."
 
 

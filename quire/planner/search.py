@@ -22,6 +22,7 @@ from quire.planner.workloads import Session, first_requests, make_workload, num_
 
 TOLERANCE = 0.04  # of the sustainable rate
 MOST_REQUESTS = 30_000  # of a run
+NO_HITS = 0.005  # share of prompt tokens that are cached: fewer are no gain
 _FIRST_REQUESTS = 800  # read at first, and simulated at once
 _QUICK_REQUESTS = 800  # of a run that compares options
 _ALONE = 32  # requests that run one by one,
@@ -168,11 +169,12 @@ class Search:
         sessions = self.requests.take(_FIRST_REQUESTS, engine.memory.max_model_len)
         for _ in range(2):  # longer lists have longer requests
             length, token_seconds = self.length(engine, rate, sessions)
-            sessions = self.requests.take(min(most, length.num_requests), engine.memory.max_model_len)
+            sessions = self.requests.take(min(length.filling + most, length.num_requests), engine.memory.max_model_len)
         return RunTask(
             setup=for_workload(engine.setup, sessions),
             sessions=sessions,
             rate=rate,
+            filling=min(length.filling, num_requests(sessions) // 3),
             warm_up=length.warm_up,
             token_seconds=token_seconds,
             burstiness=self._burstiness,
@@ -188,7 +190,10 @@ class Search:
         slowest = setup.profile.decode_seconds(rows, round(demand.context))
         token_seconds = min(step_seconds(setup, demand, rate), slowest, self._slo.limits.get("tpot", inf))
         longest = demand.longest_seconds(setup.profile, token_seconds)
-        return run_length(rate, longest, pauses_of(sessions), self._slo.share), token_seconds
+        filling = 0
+        if self._cached_share > NO_HITS:
+            filling = min(kv_rows(setup, demand.prompt + demand.output), MOST_REQUESTS // 3)
+        return run_length(rate, longest, pauses_of(sessions), self._slo.share, filling), token_seconds
 
     def short_runs(self, engine: PlannedEngine, rates: Sequence[float], what: str) -> list[SteadyRun]:
         """Runs of few requests at several rates, to their end also where the SLO is missed."""
@@ -227,14 +232,15 @@ class Search:
                     low = one
                 else:
                     high = one
-            step = min(step**2, _LARGEST_STEP)
+            if low is not None or high is not None:
+                step = min(step**2, _LARGEST_STEP)
         return Sustained(low, high)
 
     def _steady(self, tasks: Sequence[RunTask], what: str, is_last: Callable[[SteadyRun], bool]) -> list[SteadyRun]:
         found: list[SteadyRun] = []
 
         def ends(task: RunTask, result: SimulationResult) -> bool:
-            found.append(SteadyRun(task.rate, task.window, result, self._slo))
+            found.append(SteadyRun(task, result, self._slo))
             return is_last(found[-1])
 
         self._runs.all_until(tasks, what, ends)

@@ -1,9 +1,10 @@
 """Runs in a steady state: how long they are, what of them counts, and whether they hold a rate within an SLO.
 
 A run begins with a warm-up that does not count: it lasts as long as the longest request, so that the batch has its
-usual mixture, and as most pauses of sessions, so that the prefix cache has what their next turns reuse. The window that
-counts is LONGEST_REQUESTS times as long as the longest request. Sessions of several turns go on as if they had begun
-long ago (`workloads.stationary`).
+usual mixture, and as most pauses of sessions, so that the prefix cache has what their next turns reuse. Where prompts
+share prefixes, the requests that fill the KV blocks once come before it, at half the rate: a cold cache is no overload.
+The window that counts is LONGEST_REQUESTS times as long as the longest request. Sessions of several turns go on as if
+they had begun long ago (`workloads.stationary`).
 
 A run holds a rate if the SLO is kept and the backlog, the number of open requests, has no trend:
 
@@ -17,7 +18,7 @@ A run holds a rate if the SLO is kept and the backlog, the number of open reques
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import ceil, inf, sqrt
 
@@ -54,21 +55,26 @@ class RunLength:
 
     rate: float  # requests per second
     longest: float  # seconds of the longest request
+    filling: int  # requests that fill the prefix cache
     warm_up: float  # seconds
-    seconds: float  # with the warm-up
+    window: float  # seconds
 
     @property
     def num_requests(self) -> int:
         """Requests that arrive in the run."""
-        return ceil(self.rate * self.seconds)
+        return self.filling + ceil(self.rate * (self.warm_up + self.window))
 
 
-def run_length(rate: float, longest: float, pauses: Sequence[float], share: float) -> RunLength:
-    """The length of a run. longest: seconds of the longest request. share: of requests that must keep the SLO."""
+def run_length(rate: float, longest: float, pauses: Sequence[float], share: float, filling: int = 0) -> RunLength:
+    """The length of a run.
+
+    longest: seconds of the longest request. pauses: seconds. share: of requests that must keep the SLO. filling:
+    requests that fill the prefix cache.
+    """
     pause = float(np.quantile(pauses, _PAUSES)) if len(pauses) else 0.0
     warm_up = max(longest, pause)
     window = max(LONGEST_REQUESTS * longest, _LATE_REQUESTS / (1 - share) / rate)
-    return RunLength(rate, longest, warm_up, warm_up + window)
+    return RunLength(rate, longest, filling, warm_up, window)
 
 
 def pauses_of(sessions: Sequence[Session]) -> list[float]:
@@ -83,41 +89,40 @@ class RunTask:
     setup: EngineSetup
     sessions: Sequence[Session]
     rate: float  # requests per second
-    warm_up: float  # seconds, at most _MOST_WARM_UP of the run
+    filling: int  # requests that come first, at half the rate
+    warm_up: float  # seconds behind them; at most _MOST_WARM_UP of the rest
     token_seconds: float  # assumed seconds per output token, for the turns of sessions
     burstiness: float | None  # of arrivals at random; None: as they are, if they have times
     seed: int
     gives_up: SLO | None  # the run is stopped when it can no longer keep this
 
-    @property
-    def seconds(self) -> float:
-        """Seconds in which requests arrive."""
-        return num_requests(self.sessions) / self.rate
-
-    @property
     def window(self) -> Window:
         """What counts."""
-        return Window(min(self.warm_up, _MOST_WARM_UP * self.seconds), self.seconds)
+        seconds, filling = num_requests(self.sessions) / self.rate, self.filling / self.rate
+        start = filling + min(self.warm_up, _MOST_WARM_UP * (seconds - filling))
+        return Window(filling + start, filling + seconds)
 
 
 def run(task: RunTask) -> SimulationResult:
     """The result of a run: a function of its task."""
-    sessions = arriving(task)
+    sessions, window = arriving(task), task.window()
     gives_up = None
     if task.gives_up is not None:
-        before = sum(session.at < task.window.start for session in sessions)
-        gives_up = _GivesUp(task.gives_up, task.window, num_requests(sessions), before)
-    return Simulation(task.setup, window=task.window, gives_up=gives_up).run(sessions)
+        before = sum(session.at < window.start for session in sessions)
+        gives_up = _GivesUp(task.gives_up, window, num_requests(sessions), before)
+    return Simulation(task.setup, window=window, gives_up=gives_up).run(sessions)
 
 
 def arriving(task: RunTask) -> list[Session]:
-    """The sessions of a run at their times: `seconds` of a process without beginning and end."""
+    """The sessions of a run at their times: part of a process without beginning and end."""
     sessions = list(task.sessions)
     if task.burstiness is not None or not has_times(sessions):
         sessions = with_arrivals(sessions, task.rate, burstiness=task.burstiness or 1.0, seed=task.seed)
     if has_times(sessions):
         sessions = with_rate(sessions, task.rate)
-    return stationary(sessions, task.seconds, task.token_seconds)
+    going_on = stationary(sessions, num_requests(sessions) / task.rate, task.token_seconds)
+    filling = task.filling / task.rate
+    return [replace(session, at=session.at + min(session.at, filling)) for session in going_on]
 
 
 class _GivesUp:
@@ -210,15 +215,18 @@ def kept(result: SimulationResult, window: Window, is_late: Callable[[RequestRes
 class SteadyRun:
     """A run and what it says about its rate."""
 
-    rate: float  # requests per second
-    window: Window
+    task: RunTask
     result: SimulationResult
     slo: SLO
+    window: Window = field(init=False)  # what counts
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "window", self.task.window())
 
     @property
-    def seconds(self) -> float:
-        """Seconds in which requests arrive, with the warm-up."""
-        return self.window.stop
+    def rate(self) -> float:
+        """Requests per second."""
+        return self.task.rate
 
     @property
     def growth(self) -> Growth:
