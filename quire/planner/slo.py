@@ -62,4 +62,4 @@ def parse_slo(text: str) -> SLO:
             limits[name] = number * _UNITS[unit]  # type: ignore[index]  # it is a Metric
     if not limits or not all(isfinite(limit) and limit > 0 for limit in limits.values()):
         raise ConfigError(f"slo: give at least one limit above 0, as in {_EXAMPLE}")
-    return SLO(MappingProxyType(limits), share)
+    return SLO(limits, share)

@@ -73,7 +73,7 @@ def test_few_tokens_are_limited_by_memory_and_many_by_arithmetic():
 
 
 def test_the_model_of_a_device_with_a_record_is_within_eight_percent_of_each_recorded_step():
-    """The record has prompts of one step, and decode steps at a context of 128 tokens and half of the measured steps."""
+    """The record has prompts of one step, and decode steps at a context of 128 tokens. Half of them were fitted."""
     device = find_device("H100")
     rows = json.loads((Path(__file__).parents[2] / device.record).read_text())["parts"]["step"]["rows"]
     description = describe(ConfigCheckpoint(Path(quire.__file__).parent / "assets/model_configs/llama-3.1-8b.json"))
