@@ -231,7 +231,7 @@ def _try_knobs(
     limit = plan.engine.memory.max_model_len
     has_outputs = any(turn.output for session in finder.requests.take(1000, limit) for turn in session.turns)
     given = plan.engine
-    quick = finder.sustainable(given, plan.rate or start, "rate in short runs", quick=True)
+    quick = finder.roughly(given, plan.rate or start, "rate in short runs", quick=True)
     first = quick.rate
     for option, values in KNOBS.items():
         if option == "speculation" and not has_outputs:
@@ -288,7 +288,7 @@ def _compare(
         )
     for (value, engine), gains in zip(engines.items(), holds, strict=True):
         from_rate = quick.rate * (1 + 2 * _LEAST_GAIN) or start
-        yield value, finder.sustainable(engine, from_rate, f"{name} {value}", quick=True) if gains else None
+        yield value, finder.roughly(engine, from_rate, f"{name} {value}", quick=True) if gains else None
 
 
 def _no_gain(engine: PlannedEngine, sustained: Sustained, option: str, value: object) -> str:

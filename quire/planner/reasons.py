@@ -48,7 +48,7 @@ def run_lines(plan: Plan) -> Iterator[str]:
     metric, share = min(best.kept.items(), key=lambda item: item[1].least)
     yield (
         f"{best.rate:.2f} requests/s hold{between}. {metric} is kept by {share.share:.2%} of the requests (by "
-        f"{share.least:.2%} at least, with a confidence of 95 %). A backlog growing by {growth.detectable:.1%} of the "
+        f"{share.least:.2%} at least, with a confidence of 80 %). A backlog growing by {growth.detectable:.1%} of the "
         f"arrivals is found with a probability of 95 %; measured: {growth.share:+.1%}."
     )
 

@@ -1,4 +1,9 @@
-"""Search for the rate that an engine sustains within an SLO, with runs in a steady state, side by side."""
+"""Search for the rate that an engine sustains within an SLO, with runs in a steady state, side by side.
+
+Runs as long as a steady state needs find the rate roughly. Runs of LONG_REQUESTS requests, from that rate on, find the
+highest rate that surely holds: an engine that is overloaded by one percent keeps an SLO for a while. The rate of the
+plan is MARGIN below it, so that other requests of the same workload do not break it.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -20,7 +25,10 @@ from quire.planner.steady import RunLength, RunTask, SteadyRun, pauses_of, run, 
 from quire.planner.traces import read_trace
 from quire.planner.workloads import Session, first_requests, make_workload, num_requests, repeated
 
-TOLERANCE = 0.04  # of the sustainable rate
+TOLERANCE = 0.04  # of the rate that is found roughly
+MARGIN = 1.03
+LONG_REQUESTS = 6_000  # of a long run, unless a steady state needs more
+_LONG_TOLERANCE = 0.06
 MOST_REQUESTS = 30_000  # of a run
 NO_HITS = 0.005  # share of prompt tokens that are cached: fewer are no gain
 _FIRST_REQUESTS = 800  # read at first, and simulated at once
@@ -164,12 +172,27 @@ class Search:
         bound = rate_bound(engine.setup, at_once.demand, self._slo.limits.get("tpot", inf))
         return _START * min(bound, at_once.result.steady_rate)
 
-    def task(self, engine: PlannedEngine, rate: float, *, most: int = MOST_REQUESTS, gives_up: bool = True) -> RunTask:
-        """A run at a rate, of at most `most` requests."""
-        sessions = self.requests.take(_FIRST_REQUESTS, engine.memory.max_model_len)
+    def task(
+        self,
+        engine: PlannedEngine,
+        rate: float,
+        *,
+        most: int = MOST_REQUESTS,
+        long: bool = False,
+        gives_up: bool = True,
+    ) -> RunTask:
+        """A run at a rate, of at most `most` requests. long: of LONG_REQUESTS at least."""
+        limit = engine.memory.max_model_len
+        sessions = self.requests.take(_FIRST_REQUESTS, limit)
         for _ in range(2):  # longer lists have longer requests
             length, token_seconds = self.length(engine, rate, sessions)
-            sessions = self.requests.take(min(length.filling + most, length.num_requests), engine.memory.max_model_len)
+            count = length.num_requests
+            if long:
+                count = max(count, LONG_REQUESTS)
+            sessions = self.requests.take(min(length.filling + most, count), limit)
+            if long and self.requests.num_in_trace is not None:  # repetitions say nothing new
+                count = max(length.num_requests, self.requests.num_in_trace)
+                sessions = first_requests(sessions, min(length.filling + most, count))
         return RunTask(
             setup=for_workload(engine.setup, sessions),
             sessions=sessions,
@@ -205,30 +228,55 @@ class Search:
         tasks = [self.task(engine, rate, most=_QUICK_REQUESTS) for engine in engines]
         return [one.holds(surely=False) for one in self._steady(tasks, what, lambda _: False)]
 
-    def sustainable(self, engine: PlannedEngine, start: float, what: str, *, quick: bool = False) -> Sustained:
-        """The highest rate that holds, within TOLERANCE, searched from `start`.
+    def sustainable(self, engine: PlannedEngine, start: float, what: str) -> Sustained:
+        """The highest rate that surely holds in long runs, less MARGIN, searched from `start`."""
+        rough = self.roughly(engine, start, what)
+        if rough.best is None:
+            return rough
+        found = self._bracket(engine, rough.rate, what, _LONG_TOLERANCE, long=True)
+        best = found.best
+        for _ in range(_MOST_STEPS):
+            if best is None:
+                return found
+            (best,) = self._steady([self.task(engine, best.rate / MARGIN, long=True)], what, lambda _: False)
+            if best.holds():
+                break
+        return Sustained(best, found.above)
 
-        quick: in runs of few requests and without regard to chance, for comparisons of options.
+    def roughly(self, engine: PlannedEngine, start: float, what: str, *, quick: bool = False) -> Sustained:
+        """The highest rate that holds, within TOLERANCE and without regard to chance, searched from `start`.
+
+        quick: in runs of few requests, for comparisons of options.
         """
+        return self._bracket(engine, start, what, TOLERANCE, most=_QUICK_REQUESTS if quick else MOST_REQUESTS)
+
+    def _bracket(
+        self,
+        engine: PlannedEngine,
+        start: float,
+        what: str,
+        tolerance: float,
+        *,
+        most: int = MOST_REQUESTS,
+        long: bool = False,
+    ) -> Sustained:
+        """The highest rate that holds, and the lowest that does not. long: in long runs, and surely."""
         low: SteadyRun | None = None
         high: SteadyRun | None = None
         step, checked = _STEP, False
-        most = _QUICK_REQUESTS if quick else MOST_REQUESTS
         for _ in range(_MOST_STEPS):
             if low is None and high is not None and high.rate < start / 2 and not checked:
-                checked, (alone,) = (
-                    True,
-                    self._steady([self.task(engine, start / _LEAST_SHARE, most=_ALONE)], what, lambda _: False),
-                )
+                checked = True
+                (alone,) = self._steady([self.task(engine, start / _LEAST_SHARE, most=_ALONE)], what, lambda _: False)
                 if alone.result.gave_up or self._slo.violations(alone.result):
                     return Sustained(None, alone)
                 low = alone
-            rates = _next_rates(low, high, start, step)
+            rates = _next_rates(low, high, start, step, tolerance)
             if not rates:
                 break
-            tasks = [self.task(engine, rate, most=most) for rate in rates]
-            for one in self._steady(tasks, what, lambda one: not one.holds(surely=not quick)):
-                if one.holds(surely=not quick):
+            tasks = [self.task(engine, rate, most=most, long=long) for rate in rates]
+            for one in self._steady(tasks, what, lambda one: not one.holds(surely=long)):
+                if one.holds(surely=long):
                     low = one
                 else:
                     high = one
@@ -250,23 +298,25 @@ class Search:
 _LARGEST_STEP = 4.0
 
 
-def _next_rates(best: SteadyRun | None, above: SteadyRun | None, start: float, step: float) -> list[float]:
-    """The rates to try next, rising: two at a time, so that two processes have work. Empty: within TOLERANCE.
+def _next_rates(
+    best: SteadyRun | None, above: SteadyRun | None, start: float, step: float, tolerance: float
+) -> list[float]:
+    """The rates to try next, rising: two at a time, so that two processes have work. Empty: within `tolerance`.
 
     best: the highest rate that holds. above: the lowest one that does not. step: a factor.
     """
     if best is None:
         if above is None:
-            half = sqrt(1 + 2 * TOLERANCE)
+            half = sqrt(1 + tolerance)
             return [start / half, start * half]
         return [above.rate / step**2, above.rate / step]
     low = best.rate
     if above is None:
         return [low * step, low * step**2]
     ratio = above.rate / low
-    if ratio <= 1 + TOLERANCE:
+    if ratio <= 1 + tolerance + 1e-9:
         return []
-    if ratio <= (1 + TOLERANCE) ** 2:
+    if ratio <= (1 + tolerance) ** 2:
         return [low * sqrt(ratio)]
     return [low * ratio ** (1 / 3), low * ratio ** (2 / 3)]
 

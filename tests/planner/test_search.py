@@ -21,7 +21,7 @@ def found(slo="ttft=300ms,tpot=20ms", start=20.0, workers=1, wanted=WANTED):
     told = []
     with Runs(workers, told.append, lambda _done, _total: None) as runs:
         search = Search(wanted, parse_slo(slo), Requests(wanted, find_model(OPTIONS), 0), runs)
-        return search.sustainable(ENGINE, start, "rate", quick=True), told
+        return search.roughly(ENGINE, start, "rate", quick=True), told
 
 
 @pytest.mark.parametrize("start", [2.0, 20.0, 300.0])
