@@ -22,16 +22,19 @@ class Link:
 class Efficiency:
     """The share of its peak rates that a device reaches, and the time of a step that follows no rate.
 
-    compute, memory: one H200 reached 770 to 800 of 989 bf16 TFLOP/s, and copied at 4.3 of 4.8 TB/s; other devices are
-    assumed to reach the same shares. link: 25 GB/s of 31.5 over PCIe 4 (document 001). layer_seconds: kernels that
-    start one after the other; a decode step of Qwen3-8B on an H100 takes 6.9 ms (SGLang, issue 21775: 144 tokens/s at
-    a context of 1024), of which its 36 layers read weights for 5.4 ms. `quire calibrate` measures all of this instead.
+    The defaults are those of quire's kernels on an H100 with a model of 8B parameters, from the file RECORD: prompts of
+    2048 and 8192 tokens, decode steps of 1 to 256 rows. Other devices are assumed to reach the same shares. link:
+    25 GB/s of 31.5 over PCIe 4 (document 001). `quire calibrate` measures all of this instead.
     """
 
-    compute: float = 0.8
+    compute: float = 0.61  # of the arithmetic, in products with weights; 0.54 with 256 tokens, 0.65 with 8192
+    attention: float = 0.45  # of the arithmetic, in attention of prompts
     memory: float = 0.9
     link: float = 0.8
-    layer_seconds: float = 40e-6
+    layer_seconds: float = 44e-6  # of kernels that start one after the other
+
+
+RECORD = "benchmarks/results/gpu.json"  # of `make gpu-check`: step times of quire on one device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +48,7 @@ class Device:
     host_link: Link
     source: str
     efficiency: Efficiency = field(default_factory=Efficiency)
+    record: str = ""  # result file with step times of quire on this device; empty: no step has been measured
 
     def peak_flops(self, dtype: str) -> float:
         """Operations per second in a type. A type that the device does not compute runs in bfloat16."""
@@ -84,6 +88,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 flops=_H100,
                 host_link=_PCIE_5,
                 source="NVIDIA H100 data sheet, SXM5",
+                record=RECORD,
             ),
             Device(
                 name="H200",

@@ -123,7 +123,7 @@ def roofline_profile(model: str, device: Device, shape: ComputeShape) -> Latency
     """The profile of a device from its peak rates, times the shares of them that it reaches."""
     reached = device.efficiency
     flops = device.peak_flops(shape.compute_dtype) * reached.compute
-    attention_flops = device.peak_flops("bfloat16") * reached.compute
+    attention_flops = device.peak_flops("bfloat16") * reached.attention
     bandwidth = device.bytes_per_second * reached.memory
     linear = tuple(
         (float(n), max(shape.linear_flops(n, rows) / flops, shape.linear_bytes(n, rows) / bandwidth))
@@ -132,8 +132,8 @@ def roofline_profile(model: str, device: Device, shape: ComputeShape) -> Latency
     return LatencyProfile(
         model=model,
         device=device.name,
-        source=f"rooflines: {device.source}, at {reached.compute:.0%} of its arithmetic, {reached.memory:.0%} of its "
-        f"memory bandwidth, and {1e6 * reached.layer_seconds:.0f} us a layer",
+        source=f"rooflines: {device.source}, at {reached.compute:.0%} of its arithmetic ({reached.attention:.0%} in "
+        f"attention), {reached.memory:.0%} of its memory bandwidth, and {1e6 * reached.layer_seconds:.0f} us a layer",
         fixed=reached.layer_seconds * shape.num_layers,
         per_chunk=0.0,
         linear=linear,

@@ -23,7 +23,11 @@ class WorkloadOptions:
         ),
     ] = None
     num_requests: Annotated[
-        int | None, Meta(ge=1), Help("requests, or the first of the trace [default: 1000, or the whole trace]", "beta")
+        int | None,
+        Meta(ge=1),
+        Help(
+            "requests, or the first of the trace [default: 1000, or the whole trace; for plan: what it needs]", "beta"
+        ),
     ] = None
     rate: Annotated[
         float | None,
@@ -49,5 +53,8 @@ class PlanOptions:
     search: Annotated[bool, Help("try other values of options, and recommend the best", "beta")] = True
     allow_lossy: Annotated[bool, Help("recommend also options that change outputs", "beta")] = False
     explain: Annotated[bool, Help("give reasons in sentences", "beta")] = False
+    price_per_hour: Annotated[
+        float | None, Help("what the device costs in an hour; the plan has the price per million tokens", "beta")
+    ] = None
     json: Annotated[str | None, Help("file for the figures", "beta")] = None
     html: Annotated[str | None, Help("file for a report with charts", "beta")] = None

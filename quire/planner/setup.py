@@ -65,6 +65,7 @@ class PlannedEngine:
     host: HostPoolPlan
     setup: EngineSetup
     notes: tuple[str, ...]  # what the plan does not know
+    is_estimated: bool = False  # whether no step of quire has been measured on the device
 
 
 def known_configs() -> list[str]:
@@ -145,7 +146,7 @@ def plan_engine(options: EngineOptions, device: str, model: PlannedModel | None 
         _check_kv_type(found, kv_dtype)
         profile = roofline_profile(model.name, found, compute_shape_of(description, dtype, kv_dtype, schemes))
         kernels, memory, share = _kernels("triton", notes), found.memory_bytes, GPU_MEMORY_SHARE
-        notes.append(f"step times are {profile.source}; `quire calibrate` on the device would measure them")
+        notes.append(f"step times are {profile.source}; {_origin(found)}")
     if options.quantization is None and model.quantization is not None:
         notes.append(f"low-bit weights of the checkpoint count as those of --quantization {model.quantization}")
     is_gpu = found is not None
@@ -171,7 +172,8 @@ def plan_engine(options: EngineOptions, device: str, model: PlannedModel | None 
     if options.enable_prefix_caching:
         cache = replace(cache, prefix_index=options.prefix_index, eviction=options.eviction)
     setup = EngineSetup(scheduler=limits, cache=cache, profile=profile, vocab_size=description.vocab_size)
-    return PlannedEngine(model, _device_name(found, profile), options, plan, host, setup, tuple(notes))
+    is_estimated = found is not None and not found.record
+    return PlannedEngine(model, _device_name(found, profile), options, plan, host, setup, tuple(notes), is_estimated)
 
 
 def named_device(device: str) -> Device | None:
@@ -186,6 +188,16 @@ def _check_kv_type(device: Device, kv_dtype: str) -> None:
         raise ConfigError("kv_cache_dtype: on a GPU, quire does not keep keys and values in int4; use int8")
     if kv_dtype == "fp8_e4m3" and kv_dtype not in device.flops:
         raise ConfigError(f"kv_cache_dtype: {device.name} has no fp8; use int8")
+
+
+def _origin(device: Device) -> str:
+    """Where the shares of the peak rates come from, and how to have measured times instead."""
+    if device.record:
+        return f"the shares are those of quire in {device.record}; `quire calibrate` measures other machines"
+    return (
+        f"estimated: no step of quire has been measured on {device.name}, which is assumed to reach the shares of an "
+        "H100. Run `quire calibrate` on the device, and give its file as --device"
+    )
 
 
 def _device_name(device: Device | None, profile: LatencyProfile) -> str:

@@ -18,6 +18,7 @@ from quire.planner.workloads import (
     Failures,
     Session,
     Workload,
+    has_times,
     make_workload,
     num_requests,
     with_arrivals,
@@ -50,11 +51,6 @@ def load_workload(wanted: WorkloadOptions, planned: PlannedEngine) -> list[Sessi
     if wanted.burstiness is not None or not has_times(sessions):
         return with_arrivals(sessions, wanted.rate, burstiness=wanted.burstiness or 1.0, seed=seed)
     return with_rate(sessions, wanted.rate)
-
-
-def has_times(workload: Workload) -> bool:
-    """Whether the sessions arrive at different times."""
-    return len({session.at for session in workload}) > 1
 
 
 def with_sequences(planned: PlannedEngine, wanted: WorkloadOptions) -> PlannedEngine:

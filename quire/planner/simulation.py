@@ -8,10 +8,12 @@ import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import count
+from itertools import count, pairwise
 from math import inf
 from random import Random
 from typing import BinaryIO, Literal, get_args
+
+import numpy as np
 
 from quire.cache.kv_cache import KVCache
 from quire.cache.manager import KVCacheManager
@@ -92,10 +94,10 @@ class RequestResult:
 
 @dataclass(slots=True, kw_only=True)
 class SimulationResult:
-    """The requests of a simulation, and means over its time."""
+    """The requests of a simulation, and means over its time: those of its window, if it has one."""
 
     requests: list[RequestResult] = field(default_factory=list)
-    seconds: float = 0.0  # virtual, until the last request ended
+    seconds: float = 0.0  # virtual, until the last request ended, or of the window
     busy_seconds: float = 0.0  # in which a step ran
     num_steps: int = 0
     num_step_tokens: int = 0
@@ -103,6 +105,10 @@ class SimulationResult:
     num_evicted_blocks: int = 0
     row_seconds: float = 0.0  # running sequences, integrated over time
     block_seconds: float = 0.0  # share of KV blocks held by running sequences, integrated over time
+    most_running: int = 0  # sequences in one step
+    most_kv_use: float = 0.0  # share of KV blocks held by running sequences, at most
+    open_requests: tuple[float, ...] = ()  # mean number in each of NUM_BATCHES equal parts of the window
+    gave_up: bool = False  # whether the simulation was stopped before its end
 
     @property
     def complete(self) -> list[RequestResult]:
@@ -144,20 +150,6 @@ class SimulationResult:
         return (last - first) / seconds if seconds else self.request_rate
 
     @property
-    def backlog_growth(self) -> float:
-        """Growth of the number of open requests in the second half of the arrivals, as a share of these arrivals.
-
-        Growth by chance, two standard deviations, is subtracted.
-        """
-        end = max((one.arrived for one in self.requests), default=0.0)
-        late, before = sum(one.arrived > end / 2 for one in self.requests), self._num_open(end / 2)
-        chance = 2 * max(1, before) ** 0.5  # two standard deviations of a queue that does not grow
-        return (self._num_open(end) - before - chance) / late if late else 0.0
-
-    def _num_open(self, at: float) -> int:
-        return sum(one.arrived <= at < one.ended for one in self.requests)
-
-    @property
     def normalized_latency(self) -> float:
         """Mean of latency divided by output length, in seconds: the metric of Orca and of PagedAttention."""
         complete = [one for one in self.complete if one.num_output]
@@ -191,6 +183,30 @@ class SimulationResult:
         return found
 
 
+NUM_BATCHES = 8  # equal parts of a window, whose means are compared
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The part of a simulation that counts: requests that arrive in it, and its time."""
+
+    start: float = 0.0  # seconds
+    stop: float = inf
+
+    def overlap(self, begin: float, end: float) -> float:
+        """Seconds of [begin, end] in the window."""
+        return max(0.0, min(end, self.stop) - max(begin, self.start))
+
+    def mean_open(self, requests: Sequence[RequestResult]) -> tuple[float, ...]:
+        """Mean number of requests that have arrived and not ended, in each of NUM_BATCHES equal parts."""
+        edges = np.linspace(self.start, self.stop, NUM_BATCHES + 1)
+        arrived, ended = (np.array([getattr(one, name) for one in requests]) for name in ("arrived", "ended"))
+        overlaps = (
+            np.clip(np.minimum(ended, stop) - np.maximum(arrived, start), 0, None) for start, stop in pairwise(edges)
+        )
+        return tuple((NUM_BATCHES * overlap.sum() / (self.stop - self.start)).item() for overlap in overlaps)
+
+
 LengthOf = Callable[[str], tuple[int, int]]  # request id -> its prompt tokens and its output tokens
 NewCache = Callable[[CacheConfig, LengthOf], KVCacheManager]
 
@@ -215,8 +231,14 @@ class Simulation:
         journal: BinaryIO | None = None,
         failures: Failures | None = None,
         on_step: Callable[["Simulation"], None] | None = None,
+        window: Window | None = None,
+        gives_up: Callable[[RequestResult], bool] | None = None,
     ) -> None:
-        """new_cache: makes the KV cache, such as that of a baseline. on_step: called with each step planned."""
+        """new_cache: makes the KV cache, such as that of a baseline. on_step: called with each step planned.
+
+        window: the part of the time that the result is about. gives_up: called when a request has its first token and
+        when it ends or is rejected; the simulation stops if it returns True.
+        """
         self.clock = VirtualClock()
         self._lengths: dict[str, tuple[int, int]] = {}
         cache = new_cache(setup.cache, self._lengths.__getitem__)
@@ -249,7 +271,10 @@ class Simulation:
         self._open: dict[str, _OpenTurn] = {}
         self._numbers = count()
         self._total = SimulationResult()
+        self._window = window or Window()
+        self._gives_up = gives_up
         self._last = 0.0  # seconds: until then, the integrals are complete
+        self._last_busy = 0.0  # seconds in which a step ran until then
         self._num_running, self._kv_use = 0, 0.0  # of the step planned last
 
     def run(
@@ -275,7 +300,7 @@ class Simulation:
             self._send_at(session.at, _OpenSession(session, place), 0)
         done = reported = 0
         clock, engine, events = self.clock, self.engine, self._events
-        while clock.now < until:
+        while clock.now < until and not self._total.gave_up:
             while events and events[0][0] <= clock.now:
                 heappop(events)[2]()
             if not engine.has_work:
@@ -329,6 +354,7 @@ class Simulation:
             self.engine.add(request)
         except RequestError:
             result.reason = "rejected"
+            self._judge(result)
             return
         if turn.output:
             self._outputs[number] = turn.output
@@ -366,6 +392,7 @@ class Simulation:
                 if not result.num_output:
                     result.first_token = now
                     result.num_cached = output.num_cached_tokens
+                    self._judge(result)
                 result.num_output += len(tokens)
                 if turn.keeps_output and not output.index:
                     turn.context += tokens
@@ -375,8 +402,13 @@ class Simulation:
                     del self._open[output.request_id]
                     result.ended, result.reason = now, str(output.finish_reason)
                     ended += 1
+                    self._judge(result)
                     self._continue(turn)
         return ended
+
+    def _judge(self, result: RequestResult) -> None:
+        if self._gives_up is not None and self._gives_up(result):
+            self._total.gave_up = True
 
     def _continue(self, turn: "_OpenTurn") -> None:
         """Plan the turn after one that has ended."""
@@ -395,16 +427,27 @@ class Simulation:
 
     def _integrate(self) -> None:
         """Add the time since the last step to the integrals."""
-        total, now = self._total, self.clock.now
-        elapsed, self._last = now - self._last, now
-        total.row_seconds += self._num_running * elapsed
-        total.block_seconds += self._kv_use * elapsed
+        total, now, busy = self._total, self.clock.now, self._runner.busy_seconds
+        if now == self._last:
+            return
+        inside = self._window.overlap(self._last, now)
+        if inside:
+            total.row_seconds += self._num_running * inside
+            total.block_seconds += self._kv_use * inside
+            total.busy_seconds += (busy - self._last_busy) * inside / (now - self._last)
+            total.most_running = max(total.most_running, self._num_running)
+            total.most_kv_use = max(total.most_kv_use, self._kv_use)
+        self._last, self._last_busy = now, busy
 
     def _finished(self) -> SimulationResult:
-        total, stats = self._total, self.engine.stats()
-        total.requests = list(self.results.values())
-        total.seconds = max((one.ended for one in total.requests if one.ended < inf), default=0.0)
-        total.busy_seconds = self._runner.busy_seconds
+        total, stats, window = self._total, self.engine.stats(), self._window
+        requests = list(self.results.values())
+        total.requests = [one for one in requests if window.start <= one.arrived < window.stop]
+        if window.stop < inf:
+            total.seconds = window.overlap(0.0, self.clock.now)
+            total.open_requests = window.mean_open(requests)
+        else:
+            total.seconds = max((one.ended for one in requests if one.ended < inf), default=0.0) - window.start
         total.num_steps, total.num_step_tokens = stats.num_steps, stats.num_step_tokens
         total.num_preemptions, total.num_evicted_blocks = stats.num_preemptions, stats.kv_blocks_evicted
         return total

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import get_args
 
 from quire.errors import ConfigError, nearest
-from quire.planner.simulation import Metric, SimulationResult
+from quire.planner.simulation import Metric, RequestResult, SimulationResult
 
 METRIC_NAMES: Mapping[Metric, str] = MappingProxyType(
     {"ttft": "time to the first token", "tpot": "time per further token", "latency": "time of the whole request"}
@@ -29,6 +29,10 @@ class SLO:
         """The metrics that exceed their limit, with their value at the percentile; empty if the SLO is met."""
         values = {metric: result.percentile(metric, self.share) for metric in self.limits}
         return {metric: value for metric, value in values.items() if not value <= self.limits[metric]}
+
+    def is_late(self, request: RequestResult, metric: Metric) -> bool:
+        """Whether a request exceeds a limit. One that does not complete exceeds all."""
+        return not (request.is_complete and getattr(request, metric) <= self.limits[metric])
 
     def __str__(self) -> str:
         parts = [f"{metric} {1e3 * limit:g} ms" for metric, limit in self.limits.items()]
@@ -58,4 +62,4 @@ def parse_slo(text: str) -> SLO:
             limits[name] = number * _UNITS[unit]  # type: ignore[index]  # it is a Metric
     if not limits or not all(isfinite(limit) and limit > 0 for limit in limits.values()):
         raise ConfigError(f"slo: give at least one limit above 0, as in {_EXAMPLE}")
-    return SLO(MappingProxyType(limits), share)
+    return SLO(limits, share)

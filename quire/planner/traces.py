@@ -14,7 +14,7 @@ and lengths are about those of English text.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from itertools import chain, count
@@ -28,7 +28,7 @@ from quire.core.output import Output
 from quire.core.request import Request
 from quire.cost.memory_plan import format_bytes
 from quire.errors import ConfigError
-from quire.planner.workloads import NewTokens, Part, Session, Turn
+from quire.planner.workloads import NewTokens, Part, Session, Turn, first_requests
 from quire.scheduler.journal import Add, JournalError, Record, ReplayMismatch, read_records, replay_steps
 
 Tokenize = Callable[[str], Sequence[int]]
@@ -72,7 +72,7 @@ def read_trace(path: Path, tokenize: Tokenize = approximate_tokens, most: int | 
             start = file.peek(4096)[:4096].removeprefix(_BYTE_ORDER_MARK).lstrip()[:1]
             read = {b"[": _of_array, b"{": _of_lines}.get(start)
             sessions = _of_journal(path) if read is None else read(path, file, _Reader(tokenize))
-            return _from_zero(path, _first(sessions, most))
+            return _from_zero(path, list(sessions) if most is None else first_requests(sessions, most))
     except OSError as error:
         raise ConfigError(f"the trace {path} cannot be read: {error.strerror}") from error
 
@@ -96,19 +96,6 @@ def _of_lines(path: Path, file: BinaryIO, reader: "_Reader") -> Iterator[Session
         if line.strip():
             where = f"{path}, line {number}"
             yield from _read_entry(reader, _decode(line, where), where)
-
-
-def _first(sessions: Iterable[Session], most: int | None) -> list[Session]:
-    """The leading sessions with `most` requests together, the last one cut."""
-    if most is None:
-        return list(sessions)
-    kept: list[Session] = []
-    for session in sessions:
-        kept.append(replace(session, turns=session.turns[:most]))
-        most -= len(session.turns)
-        if most <= 0:
-            break
-    return kept
 
 
 def _decode(data: bytes, where: str) -> Any:  # noqa: ANN401 (JSON)

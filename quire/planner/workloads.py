@@ -6,9 +6,10 @@ edited chat, an agent and a single request are all sessions. Prompts are kept as
 sent: a hundred thousand prompts would not fit into memory as tokens.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import count
 from random import Random
 from types import MappingProxyType
 from typing import NamedTuple
@@ -86,6 +87,11 @@ def num_requests(workload: Workload) -> int:
     return sum(len(session.turns) for session in workload)
 
 
+def has_times(workload: Workload) -> bool:
+    """Whether the sessions arrive at different times."""
+    return len({session.at for session in workload}) > 1
+
+
 def context_lengths(session: Session) -> list[tuple[int, int]]:
     """(prompt tokens, output tokens) of each turn."""
     found: list[tuple[int, int]] = []
@@ -119,6 +125,74 @@ def with_arrivals(workload: Workload, rate: float, *, burstiness: float = 1.0, s
     per_session = num_requests(sessions) / max(1, len(sessions))
     times = arrival_times(np.random.default_rng(seed), len(sessions), rate / per_session, burstiness)
     return [replace(session, at=at) for session, at in zip(sessions, times, strict=True)]
+
+
+_FIRST_KEY = 2**30  # of the parts that stand for outputs of turns before the start; workloads have smaller keys
+
+
+def stationary(workload: Workload, seconds: float, token_seconds: float = 0.0) -> list[Session]:
+    """The sessions as if they had gone on for ever, cut to [0, seconds): as many requests in each part of the time.
+
+    Turns that would be sent after the end are sent that much after the start, as those of sessions that began before
+    it. Their prompts have the contexts of the turns before, which the engine has not computed. token_seconds: assumed
+    time per output token.
+    """
+    keys, found = count(_FIRST_KEY), list[Session]()
+    for session in workload:
+        contexts: list[tuple[NewTokens, ...]] = []
+        at, round_before = session.at, 0
+        starts: list[tuple[int, float]] = []  # first turn of each piece, and when it is sent
+        for place, turn in enumerate(session.turns):
+            before = contexts[turn.parent] if turn.parent != NO_PARENT else ()
+            recorded = turn.output[: turn.num_output]
+            rest = turn.num_output - len(recorded)
+            output = (*([recorded] if recorded else []), *([Part(next(keys), rest)] if rest else []))
+            contexts.append((*before, *turn.new, *output))
+            at += turn.pause
+            if not place or int(at // seconds) != round_before:
+                starts.append((place, at % seconds))
+                round_before = int(at // seconds)
+            at += turn.num_output * token_seconds
+        stops = [place for place, _ in starts[1:]] + [len(session.turns)]
+        for (first, sent), stop in zip(starts, stops, strict=True):
+            turns = tuple(_detached(turn, first, contexts) for turn in session.turns[first:stop])
+            found.append(Session(sent, turns, session.tenant))
+    return sorted(found, key=lambda session: session.at)
+
+
+def _detached(turn: Turn, first: int, contexts: Sequence[tuple[NewTokens, ...]]) -> Turn:
+    """A turn of a session that begins with its turn `first`. contexts: of all turns, with their outputs."""
+    if turn.parent == NO_PARENT:
+        return turn
+    if turn.parent >= first:
+        return replace(turn, parent=turn.parent - first)
+    return replace(turn, new=(*contexts[turn.parent], *turn.new), parent=NO_PARENT)
+
+
+def repeated(workload: Workload, least: int) -> list[Session]:
+    """The sessions, again and again, until there are `least` requests. Each repetition has tenants of its own.
+
+    So requests find nothing in the prefix cache that another repetition has computed.
+    """
+    sessions, once = list(workload), num_requests(workload)
+    span = max(session.at for session in workload) * (1 + 1 / len(sessions))
+    for number in range(1, -(-least // once)):
+        sessions += [
+            replace(session, at=session.at + number * span, tenant=f"{session.tenant}, repetition {number + 1}")
+            for session in workload
+        ]
+    return sessions
+
+
+def first_requests(sessions: Iterable[Session], most: int) -> list[Session]:
+    """The leading sessions with `most` requests together, the last one cut."""
+    kept: list[Session] = []
+    for session in sessions:
+        kept.append(replace(session, turns=session.turns[:most]))
+        most -= len(session.turns)
+        if most <= 0:
+            break
+    return kept
 
 
 class Maker:

@@ -22,7 +22,7 @@ class CountBar:
         """columns: after the bar; by default the count and the remaining time."""
         columns = columns or (MofNCompleteColumn(), TimeRemainingColumn())
         self._bar = Progress(
-            TextColumn(things),
+            TextColumn("{task.description}"),
             BarColumn(),
             *columns,
             console=VisibleConsole(stderr=True),
@@ -32,12 +32,20 @@ class CountBar:
 
     def __call__(self, done: float, total: float) -> None:
         """`done` of `total` things are done."""
-        if not self._bar.live.is_started:
-            self._bar.start()
-            self._bar.start_task(self._task)
+        self._start()
         self._bar.update(self._task, completed=done, total=total)
         if done >= total:
             self._bar.stop()
+
+    def describe(self, text: str) -> None:
+        """Show what is done now, in place of the name of the things."""
+        self._start()
+        self._bar.update(self._task, description=text)
+
+    def _start(self) -> None:
+        if not self._bar.live.is_started:
+            self._bar.start()
+            self._bar.start_task(self._task)
 
 
 class WeightsBar(CountBar):

@@ -1,10 +1,15 @@
 """The work of steps, rooflines of named devices, and profiles fitted to measured steps."""
 
+import json
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import quire
 from quire.cost.devices import DEVICES, find_device
 from quire.cost.latency_profile import (
     AttentionTime,
@@ -16,6 +21,7 @@ from quire.cost.latency_profile import (
 )
 from quire.cost.step_work import AttentionWork, ComputeShape, step_work
 from quire.errors import ConfigError
+from quire.models.checkpoint import ConfigCheckpoint
 from quire.models.description import describe
 from quire.startup.memory_demand import compute_shape_of
 
@@ -61,8 +67,28 @@ def test_few_tokens_are_limited_by_memory_and_many_by_arithmetic():
     profile = roofline_profile("opt-13b", device, OPT_LIKE)
     reads = OPT_LIKE.linear_bytes(1, 1) / (0.9 * device.bytes_per_second)
     assert profile.linear_seconds(1) == pytest.approx(reads)
-    assert profile.linear_seconds(2048) == pytest.approx(OPT_LIKE.linear_flops(2048, 256) / (0.8 * 312e12))
-    assert profile.fixed == pytest.approx(40 * 40e-6)
+    reached = device.efficiency.compute * 312e12
+    assert profile.linear_seconds(2048) == pytest.approx(OPT_LIKE.linear_flops(2048, 256) / reached)
+    assert profile.fixed == pytest.approx(40 * device.efficiency.layer_seconds)
+
+
+def test_the_model_of_a_device_with_a_record_is_within_eight_percent_of_each_recorded_step():
+    """The record has prompts of one step, and decode steps at a context of 128 tokens. Half of them were fitted."""
+    device = find_device("H100")
+    rows = json.loads((Path(__file__).parents[2] / device.record).read_text())["parts"]["step"]["rows"]
+    description = describe(ConfigCheckpoint(Path(quire.__file__).parent / "assets/model_configs/llama-3.1-8b.json"))
+    profile = roofline_profile("llama-8b", device, compute_shape_of(description, "bfloat16", "bfloat16"))
+    compared = 0
+    for row in rows:
+        found = re.fullmatch(r"llama-8b (decode, batch (?P<rows>\d+)|prefill, (?P<tokens>\d+) tokens)", row["what"])
+        if found is None:
+            continue
+        decode, prompt = found["rows"], found["tokens"]
+        seconds = profile.decode_seconds(int(decode), 196) if decode else profile.prefill_seconds(int(prompt))
+        assert 1e3 * seconds == pytest.approx(row["ms"], rel=0.08), row["what"]
+        compared += 1
+    assert compared == 6
+    assert [one.name for one in DEVICES.values() if one.record] == ["H100"]
 
 
 def test_a_mixture_of_experts_reads_more_experts_with_more_tokens():

@@ -16,7 +16,7 @@ from quire.engine.engine import Engine
 from quire.errors import ConfigError
 from quire.params import SamplingParams
 from quire.planner.modelled_runner import ModelledRunner, VirtualClock, candidates_at
-from quire.planner.simulation import EngineSetup, Simulation
+from quire.planner.simulation import NUM_BATCHES, EngineSetup, Simulation, Window
 from quire.planner.workloads import (
     WORKLOADS,
     Failures,
@@ -241,8 +241,23 @@ def test_a_request_that_arrives_during_a_step_waits_for_its_end():
     assert short.ttft > PROFILE.prefill_seconds(900) - 1e-3
 
 
-def test_open_requests_grow_if_more_arrive_than_are_completed():
-    workload = make_workload("alpaca", 200, max_model_len=1024)
-    capacity = Simulation(setup_of()).run(workload).steady_rate
-    calm, overloaded = (Simulation(setup_of()).run(with_arrivals(workload, rate * capacity)) for rate in (0.5, 3.0))
-    assert calm.backlog_growth < 0.1 < overloaded.backlog_growth
+def test_a_window_counts_the_requests_that_arrive_in_it_and_its_time():
+    workload = with_arrivals(make_workload("alpaca", 120, max_model_len=1024), rate=60.0)
+    whole = Simulation(setup_of()).run(workload)
+    window = Window(0.5, 1.5)
+    part = Simulation(setup_of(), window=window).run(workload)
+    assert part.requests == [one for one in whole.requests if 0.5 <= one.arrived < 1.5]
+    assert part.seconds == 1.0
+    assert 0 < part.busy_seconds <= 1.0 + 1e-9
+    assert part.row_seconds < whole.row_seconds
+    times = np.arange(0.5, 1.5, 1e-3) + 5e-4
+    counts = [sum(one.arrived <= at < one.ended for one in whole.requests) for at in times]
+    assert part.open_requests == pytest.approx(np.array(counts).reshape(NUM_BATCHES, -1).mean(1), rel=0.02)
+
+
+def test_a_simulation_that_gives_up_stops_there():
+    workload = with_arrivals(make_workload("alpaca", 120, max_model_len=1024), rate=60.0)
+    seen = []
+    result = Simulation(setup_of(), gives_up=lambda request: seen.append(request) or len(seen) == 20).run(workload)
+    assert result.gave_up
+    assert sum(one.first_token < inf for one in result.requests) < 30

@@ -1,0 +1,69 @@
+"""The search for the sustainable rate: brackets, processes, and the requests that it takes."""
+
+import json
+
+import pytest
+
+from quire.config import EngineOptions
+from quire.errors import ConfigError
+from quire.planner.options import WorkloadOptions
+from quire.planner.search import TOLERANCE, Requests, Runs, Search
+from quire.planner.setup import find_model, plan_engine
+from quire.planner.slo import parse_slo
+from quire.planner.workloads import num_requests
+
+OPTIONS = EngineOptions(model="llama-3.1-8b", device="H100", max_model_len=1024, max_num_seqs=8)
+ENGINE = plan_engine(OPTIONS, "H100")
+WANTED = WorkloadOptions(workload="alpaca", num_requests=60)
+
+
+def found(slo="ttft=300ms,tpot=20ms", start=20.0, workers=1, wanted=WANTED):
+    told = []
+    with Runs(workers, told.append, lambda _done, _total: None) as runs:
+        search = Search(wanted, parse_slo(slo), Requests(wanted, find_model(OPTIONS), 0), runs)
+        return search.roughly(ENGINE, start, "rate", quick=True), told
+
+
+@pytest.mark.parametrize("start", [2.0, 20.0, 300.0])
+def test_the_rate_found_holds_and_one_a_little_above_does_not_wherever_the_search_begins(start):
+    sustained, told = found(start=start)
+    assert sustained.best.holds(surely=False)
+    assert not sustained.above.holds(surely=False)
+    assert sustained.rate < sustained.above.rate <= sustained.rate * (1 + TOLERANCE)
+    assert any(f"{sustained.rate:.2f}" in line for line in told)
+
+
+def test_an_slo_that_no_rate_meets_has_no_rate():
+    sustained, _ = found("tpot=1ms")
+    assert sustained.rate == 0
+    assert "tpot" in sustained.above.slo.violations(sustained.above.result)
+
+
+def test_two_processes_find_what_one_finds():
+    alone, beside = (found(workers=workers)[0] for workers in (1, 2))
+    assert (alone.rate, alone.above.rate) == (beside.rate, beside.above.rate)
+    assert alone.best.result == beside.best.result
+
+
+def trace(tmp_path, count):
+    file = tmp_path / "trace.jsonl"
+    lines = [json.dumps({"timestamp": 1000 * i, "input_length": 40, "output_length": 4}) for i in range(count)]
+    file.write_text("\n".join(lines))
+    return str(file)
+
+
+def test_a_trace_is_read_as_far_as_it_is_needed_and_repeated_where_it_is_shorter(tmp_path):
+    model = find_model(OPTIONS)
+    long = Requests(WorkloadOptions(trace=trace(tmp_path, 1000)), model, 0)
+    assert num_requests(long.take(200, 1024)) == 200
+    assert long.num_in_trace is None
+    short = Requests(WorkloadOptions(trace=trace(tmp_path, 30)), model, 0)
+    assert num_requests(short.take(200, 1024)) == 200
+    assert short.num_in_trace == 30
+    given = Requests(WorkloadOptions(trace=trace(tmp_path, 30), num_requests=20), model, 0)
+    assert num_requests(given.take(200, 1024)) == 20
+
+
+def test_a_trace_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Requests(WorkloadOptions(trace=str(tmp_path / "none")), find_model(OPTIONS), 0).take(5, 1024)
