@@ -13,11 +13,10 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
 
-from benchmarks.commit import commit_of
+from benchmarks.result_file import write_result
 from quire.config import EngineOptions
 from quire.planner.options import WorkloadOptions
 from quire.planner.search import Requests, Runs, Search, Sustained
@@ -25,7 +24,6 @@ from quire.planner.setup import find_model, plan_engine
 from quire.planner.slo import SLO, parse_slo
 from quire.planner.steady import SteadyRun, run
 from quire.planner.workloads import make_workload, num_requests
-from quire.startup.hardware import cpu_description
 
 WORKLOADS = ("alpaca", "azure-code", "rag", "agents")
 SLOS: Mapping[str, str] = MappingProxyType(
@@ -56,13 +54,7 @@ def main() -> None:
         cases[name] = measured(*name.split("/"), num_requests=args.num_requests)
         print(name, json.dumps(cases[name]), flush=True)
         if args.json:
-            about = {
-                "commit": commit_of(),
-                "date": f"{datetime.now(UTC):%Y-%m-%d}",
-                "machine": cpu_description(),
-                "command": " ".join(["python -m benchmarks.planned_rates", *sys.argv[1:]]),
-            }
-            args.json.write_text(json.dumps({**about, **summary(cases), "cases": cases}, indent=1) + "\n")
+            write_result(args.json, {**summary(cases), "cases": cases}, code=["quire/planner", "quire/cost"])
 
 
 def summary(cases: Mapping[str, object]) -> dict[str, object]:
