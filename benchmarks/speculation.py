@@ -1,13 +1,15 @@
 """Speculative decoding beside decoding without drafts, with the same engine and in turns.
 
-    python -m benchmarks.speculation [--only controlled,earned,repeated,together,records] [--shape 0.5b] [--rounds 9]
-        [--models FOLDER] [--json FILE] [--picture FILE]
+    python -m benchmarks.speculation [--only controlled,earned,drawn,repeated,together,records] [--shape 0.5b]
+        [--rounds 15] [--seed N] [--models FOLDER] [--json FILE] [--picture FILE]
 
 controlled: a model with random weights, and predictions that are the engine's own earlier output with a share of tokens
 changed, for batches of 1, 8 and 32. Random weights repeat themselves, so other drafters would look too good.
-earned: the embedded model on its own tasks. Chats of the same task come first, whose answers are drafts. `tokens per
+earned: the embedded model on its own 16 tasks. Chats of the same task come first, whose answers are drafts. `tokens per
 step` is without the governor, with 8 drafts, and counts the step that computes the prompt: it yields a token, too.
-`speed-up` is with the governor: seconds without drafts by seconds with them.
+`speed-up` is with the governor: CPU time without drafts by CPU time with them, with the interval of the median at 95 %.
+drawn: the same for sets of tasks, temperatures and numbers of earlier chats that are drawn from a seed, which is
+printed: a new one each time, unless it is given.
 repeated: a request again, with the same answer. together: 32 requests at a time, of random prompts at temperature 1
 (W2), and of chats. records: JSON records of a schema, token by token, with forced tokens, and with drafts between them.
 Every output is compared with the one without drafts.
@@ -15,9 +17,11 @@ Every output is compared with the one without drafts.
 
 import argparse
 import random
+import secrets
 import tempfile
 import time
 from collections.abc import Sequence
+from math import comb
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -32,6 +36,7 @@ from benchmarks.result_file import write_result
 from benchmarks.structured import jump
 from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.core.request import Namespace, Request
+from tools.demo_model import world
 from tools.demo_model.questions import questions
 
 BATCHES = (1, 8, 32)
@@ -39,7 +44,8 @@ ACCEPTANCES = (0.0, 0.5, 0.7, 0.9, 1.0)
 _PROMPT_TOKENS = 64
 _OUTPUT_TOKENS = 64
 _WARM_UPS = 5
-TASKS = ("copy", "needle", "talk", "tool", "recall", "extract", "facts")
+TASKS = ("copy", "needle", "talk", "tool", "recall", "extract", "facts")  # which repeat text
+_NUM_DRAWN = 8  # sets
 _MOST_TOKENS = 256
 _CONSOLE = Console(stderr=True)
 
@@ -155,43 +161,73 @@ def controlled(folder: Path, shape: str, rounds: int) -> list[dict[str, Any]]:
 
 def earned(rounds: int, num_chats: int, num_before: int) -> list[dict[str, Any]]:
     """Tokens per step and speed-up for each task, after `num_before` chats of it."""
-    rows = []
-    params: dict[str, object] = {"temperature": 0.0, "max_tokens": _MOST_TOKENS}
-    for task in TASKS:
-        bench = Bench(None)
-        tokenizer = bench.llm.get_tokenizer()
-        for question in questions([task], num_before, 1, tokenizer):
-            bench.run([question.prompt], speculation=True, governed=False, **params)
-        asked = questions([task], num_chats, 2, tokenizer)
-        speculator = bench.engine.scheduler.speculator
-        assert speculator is not None, "the engine drafts"
-        speculator.keeps_answers = False
-        plain = [bench.run([one.prompt], speculation=False, **params) for one in asked]
-        free = [bench.run([one.prompt], speculation=True, governed=False, **params) for one in asked]
-        for one in asked:  # learns chances and costs
-            bench.run([one.prompt], speculation=True, **params)
-        ratios, steps = [], []
-        for turn in track(range(rounds), task, console=_CONSOLE, transient=True):
-            kinds = (False, True) if turn % 2 else (True, False)
-            runs = {kind: [bench.run([one.prompt], speculation=kind, **params) for one in asked] for kind in kinds}
-            ratios.append(sum(run.seconds for run in runs[False]) / sum(run.seconds for run in runs[True]))
-            steps.append(tokens_per_step(runs[True]))
-        rows.append(
-            {
-                "task": task,
-                "requests": len(asked),
-                "tokens": sum(run.num_tokens for run in plain),
-                "tokens per step": round(tokens_per_step(free), 2),
-                "governed tokens per step": round(median(steps), 2),
-                "speed-up": round(median(ratios), 2),
-                "least": round(min(ratios), 2),
-                "most": round(max(ratios), 2),
-                "same tokens": [run.tokens for run in free] == [run.tokens for run in plain],
-            }
-        )
-        _CONSOLE.print(rows[-1])
-        bench.llm.close()
+    return [_earned([task], rounds, num_chats, num_before) for task in world.WEIGHTS]
+
+
+def drawn(rounds: int, num_chats: int, num_before: int, seed: int) -> list[dict[str, Any]]:
+    """The same for sets of one to three tasks at some temperature, after up to `num_before` chats of each."""
+    draw, rows = random.Random(seed), []
+    for _ in range(_NUM_DRAWN):
+        tasks = draw.sample(sorted(world.WEIGHTS), draw.randint(1, 3))
+        temperature, before = draw.choice((0.0, 0.3, 0.8)), draw.randint(0, num_before)
+        rows.append(_earned(tasks, rounds, -(-num_chats // len(tasks)), before, temperature, draw.randrange(2**20)))
     return rows
+
+
+def _earned(
+    tasks: Sequence[str], rounds: int, num_chats: int, num_before: int, temperature: float = 0.0, seed: int = 2
+) -> dict[str, Any]:
+    """A row. num_chats, num_before: of each task."""
+    params: dict[str, object] = {"temperature": temperature, "seed": seed, "max_tokens": _MOST_TOKENS}
+    bench = Bench(None)
+    tokenizer = bench.llm.get_tokenizer()
+    for question in questions(tasks, num_before, seed - 1, tokenizer):
+        bench.run([question.prompt], speculation=True, governed=False, **params)
+    asked = questions(tasks, num_chats, seed, tokenizer)
+    random.Random(seed).shuffle(asked)
+    speculator = bench.engine.scheduler.speculator
+    assert speculator is not None, "the engine drafts"
+    speculator.keeps_answers = False
+    plain = [bench.run([one.prompt], speculation=False, **params) for one in asked]
+    free = [bench.run([one.prompt], speculation=True, governed=False, **params) for one in asked]
+    for one in asked:  # learns chances and costs
+        bench.run([one.prompt], speculation=True, **params)
+    ratios, steps = [], []
+    for turn in track(range(rounds), ", ".join(tasks), console=_CONSOLE, transient=True):
+        kinds = (False, True) if turn % 2 else (True, False)
+        runs: dict[bool, list[Run]] = {False: [], True: []}
+        for one in asked:
+            for kind in kinds:
+                runs[kind].append(bench.run([one.prompt], speculation=kind, **params))
+        ratios.append(sum(run.cpu_seconds for run in runs[False]) / sum(run.cpu_seconds for run in runs[True]))
+        steps.append(tokens_per_step(runs[True]))
+    bench.llm.close()
+    low, high = interval(ratios)
+    row = {
+        "tasks": ", ".join(tasks),
+        "temperature": temperature,
+        "chats before": num_before,
+        "requests": len(asked),
+        "tokens": sum(run.num_tokens for run in plain),
+        "tokens per step": round(tokens_per_step(free), 2),
+        "governed tokens per step": round(median(steps), 2),
+        "speed-up": round(median(ratios), 3),
+        "low": round(low, 3),
+        "high": round(high, 3),
+        "same tokens": [run.tokens for run in free] == [run.tokens for run in plain],
+    }
+    _CONSOLE.print(row)
+    return row
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The interval of the median at 95 %: order statistics of the binomial distribution."""
+    count, ordered = len(values), sorted(values)
+    below, rank = 0.5**count, 0
+    while below < 0.025 and rank < count // 2:
+        rank += 1
+        below += comb(count, rank) * 0.5**count
+    return ordered[max(rank - 1, 0)], ordered[min(count - rank, count - 1)]
 
 
 def tokens_per_step(runs: Sequence[Run]) -> float:
@@ -328,9 +364,10 @@ def show(title: str, rows: Sequence[dict[str, Any]]) -> None:
 def main() -> None:
     """Run the parts, print tables, write the JSON file and the picture."""
     parser = argparse.ArgumentParser(prog="benchmarks.speculation", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--only", default="controlled,earned,repeated,together,records", help="parts to run")
+    parser.add_argument("--only", default="controlled,earned,drawn,repeated,together,records", help="parts to run")
     parser.add_argument("--shape", default="0.5b", help="model of `controlled`")
-    parser.add_argument("--rounds", type=int, default=9, help="pairs of runs for each ratio")
+    parser.add_argument("--rounds", type=int, default=15, help="pairs of runs for each ratio")
+    parser.add_argument("--seed", type=int, help="of the sets of `drawn` [default: a new one]")
     parser.add_argument("--chats", type=int, default=10, help="chats per task of `earned`")
     parser.add_argument("--before", type=int, default=30, help="chats per task before these")
     parser.add_argument("--models", type=Path, help="folder for model files; kept")
@@ -348,6 +385,12 @@ def main() -> None:
     if "earned" in parts:
         rows = found["earned"] = earned(args.rounds, args.chats, args.before)
         show(f"embedded model, after {args.before} chats per task", rows)
+    if "drawn" in parts:
+        seed = secrets.randbelow(10**6) if args.seed is None else args.seed
+        _CONSOLE.print(f"drawn: --seed {seed}")
+        rows = drawn(args.rounds, args.chats, args.before, seed)
+        found["drawn"] = {"seed": seed, "rows": rows}
+        show(f"embedded model, sets of tasks drawn from the seed {seed}", rows)
     if "repeated" in parts:
         found["repeated"] = repeated(args.chats)
         show("requests again", [found["repeated"]])

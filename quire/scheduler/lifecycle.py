@@ -149,6 +149,7 @@ class InFlightStep:
     exclusive: bool  # whether no other step may be in flight
     swapped_in: list[Sequence]  # sequences whose KV it swaps in
     num_drafts: int = 0
+    num_proposals: int = 0  # of drafts, verified or not
 
 
 class SchedulerState:

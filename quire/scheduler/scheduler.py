@@ -274,7 +274,14 @@ class Scheduler:
         num_pairs = step.chunks.num_attention_pairs if has_prompts else 0.0
         self.state.in_flight.append(
             InFlightStep(
-                builder.id, builder.scheduled, num_tokens, num_pairs, alone, builder.swapped_in, builder.num_drafts
+                builder.id,
+                builder.scheduled,
+                num_tokens,
+                num_pairs,
+                alone,
+                builder.swapped_in,
+                builder.num_drafts,
+                builder.num_proposals,
             )
         )
         self.predicted_seconds = self.costs.predicted_step_seconds(num_tokens, num_pairs)
@@ -335,6 +342,8 @@ class Scheduler:
         self.state.end_swap_ins(launched.swapped_in)
         if not result.captured:
             self.costs.observe_step(launched.num_tokens, result.seconds, launched.num_pairs)
+        if self.speculator is not None:
+            self.speculator.observe_step(launched, None if result.captured else result.seconds, now)
         return self._output_processor.process(launched, result, now)
 
     @property

@@ -20,12 +20,13 @@ from quire.core.common_prefix import common_prefix_len
 from quire.core.explanation import SkipReason
 from quire.cost.step_time import CostModel
 from quire.scheduler.constraints import StructuredOutputManager
+from quire.scheduler.lifecycle import InFlightStep
 from quire.scheduler.request_stats import RequestStats
 from quire.scheduler.sequence import Sequence
 from quire.scheduler.step_builder import ScheduledChunk, StepBuilder
 from quire.speculation.answers import AnswerStore
 from quire.speculation.drafters import AnswersDrafter, PredictionDrafter, PredictionIndex, Proposal, SuffixDrafter
-from quire.speculation.governor import Candidate, Chances, Governor, OwnCounts
+from quire.speculation.governor import Candidate, Chances, Drafting, Governor, OwnCounts
 
 _SKIPPED = 1.0  # tokens that a sequence loses by a step that it skips beside others
 _SKIPPED_BY_ALL = 0.3  # the same if all skip it: no step runs, but the next one is planned later
@@ -93,6 +94,7 @@ class Speculator:
         self._predictions: dict[str, PredictionIndex] = {}  # by request id
         self._next_place = 0  # in the step, of the chunk whose sequence has the next turn
         self._overlaps = config.steps_in_flight > 1
+        self._last_commit: float | None = None  # of a decode step, if no other step was committed behind it
         self._skipping: set[int] = set()  # ids of sequences that skip the next step
         self._skipped: set[int] = set()  # ids of sequences that have skipped a step since the last proposals
 
@@ -124,6 +126,7 @@ class Speculator:
             return
         num_indexed = self._num_indexed
         found, later = self._proposals(builder, most, skipped)
+        builder.num_proposals = len(found) + len(later)
         selected = self._selected([candidate for _, candidate in later], num_tokens, num_samples, most, tries=False)
         self._skipping |= {seq.id for (seq, _), count in zip(later, selected, strict=True) if count}
         counts = self._selected([candidate for _, candidate in found], num_tokens, num_samples, most)
@@ -202,6 +205,21 @@ class Speculator:
                 index = self._predictions.setdefault(request.id, PredictionIndex(request.prediction))
             drafters = self._sequences[seq.id] = _SequenceDrafters(seq, self._drafters, self._answers, index)
         return drafters
+
+    def observe_step(self, launched: InFlightStep, seconds: float | None, now: float) -> None:
+        """Learn from a committed step how long the host took for it. seconds: of the device; None if they say nothing.
+
+        Only decode steps behind decode steps count: between other steps an engine may have waited for requests.
+        """
+        first = launched.scheduled[0] if launched.scheduled else None
+        decodes = first is not None and not launched.num_pairs and first.stop > first.seq.num_prompt_tokens
+        before, self._last_commit = self._last_commit, now if decodes else None
+        if decodes and before is not None and seconds is not None:
+            drafting = Drafting.PROPOSED if launched.num_proposals else Drafting.NONE
+            host_seconds = max(0.0, now - before - seconds)
+            self._governor.host_time.observe(
+                Drafting.VERIFIED if launched.num_drafts else drafting, host_seconds, launched.num_proposals
+            )
 
     def skips(self, seq: Sequence) -> bool:
         """Whether a sequence has no chunk in this step, because its last token is pending and drafts may follow it.

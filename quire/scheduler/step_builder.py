@@ -63,6 +63,7 @@ class StepBuilder:
         "id",
         "new_rows",
         "num_drafts",
+        "num_proposals",
         "reset",
         "scheduled",
         "swapped_in",
@@ -79,6 +80,7 @@ class StepBuilder:
         self.chunks: list[int] = []  # the fields of each chunk, in the order of Chunks
         self.scheduled: list[ScheduledChunk] = []
         self.num_drafts = 0
+        self.num_proposals = 0  # of drafts, verified or not
         self._num_beyond = 0  # tokens of chunks beyond their first
 
     def add_row(self, seq: Sequence) -> None:

@@ -1,12 +1,14 @@
 """The governor: which drafts are worth their time.
 
 A step with drafts takes longer and yields more tokens. The governor knows the seconds of a step by its tokens from the
-cost model, and the chance of each draft from the drafts before it. It takes the drafts, over all sequences of the step,
-that yield the most expected tokens per second; none if none of them pays.
+cost model, what drafts add to the time between steps from earlier steps, and the chance of each draft from the drafts
+before it. It takes the drafts, over all sequences of the step, that yield the most expected tokens per second; none if
+none of them pays.
 """
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -28,8 +30,11 @@ _NO_GAIN = 0.01  # expected tokens of a draft that is never selected
 _GROUP = 8  # tokens that kernels compute at once
 _LEAST_GAIN = 1.05  # expected speed with drafts, by that without; less is within the error of the estimates
 _LEAST_GAIN_OF_SEVERAL = 1.15  # the same of several sequences, because a longer step delays those without drafts
-_PROPOSAL_SECONDS = 25e-6  # for the proposal of a sequence, after a step that has emptied the caches of the processor
+_PROPOSAL_SECONDS = 25e-6  # for the proposal of a sequence, until it has been measured
 _PROPOSAL_SHARE = 0.008  # of the time of a step without drafts, for the proposal of a sequence, if that is less
+_HOST_DECAY = 0.95  # weight of a step when the next one of its kind is observed
+_MOST_HOST_TIMES = 4.0  # the mean of its kind: a step with more counts as with so much
+_LEAST_HOST_STEPS = 3.0  # of a kind, before its time counts
 _PROPOSED_SHARE = 0.004  # of the time of all steps, for proposals while no drafts pay
 _INDEXED_SECONDS = 1.5e-6  # to index a token of a sequence
 _TRIED_SHARE = 0.005  # of the time of all steps, for steps that are expected to be worse than the best
@@ -107,6 +112,56 @@ def _tested(proposal: Proposal, num_accepted: int) -> Sequence[int]:
     return [i for i in range(stop) if i not in proposal.forced] if proposal.forced else range(stop)
 
 
+class HostTime:
+    """Seconds between the end of one decode step and the next one's, without those in which the device computes.
+
+    They are planning with proposals and indexing, launch, verification and commit. Steps differ by what they do about
+    drafts, so what drafts cost is the difference of the means.
+    """
+
+    def __init__(self) -> None:
+        self._means: dict[Drafting, tuple[float, float, float]] = {}  # decayed: steps, seconds, proposals
+
+    def observe(self, drafting: "Drafting", seconds: float, num_proposals: int) -> None:
+        """Learn from a step. An outlier, such as a collection of garbage, is clamped."""
+        steps, total, proposals = self._means.get(drafting, (0.0, 0.0, 0.0))
+        if steps >= 1:
+            seconds = min(seconds, _MOST_HOST_TIMES * total / steps)
+        kept = _HOST_DECAY
+        self._means[drafting] = steps * kept + 1, total * kept + seconds, proposals * kept + num_proposals
+
+    def of_plain_step(self) -> float:
+        """Seconds of a step without proposals."""
+        mean = self._mean(Drafting.NONE)
+        return self._mean(Drafting.PROPOSED) or 0.0 if mean is None else mean
+
+    def of_proposal(self) -> float | None:
+        """Seconds that the proposal of a sequence adds, at least 0; None before they are known."""
+        plain, mean = self._mean(Drafting.NONE), self._mean(Drafting.PROPOSED)
+        if plain is None or mean is None:
+            return None
+        steps, _, proposals = self._means[Drafting.PROPOSED]
+        return max(0.0, mean - plain) * steps / max(proposals, 1.0)
+
+    def of_drafts(self) -> float:
+        """Seconds that drafts add to a step with proposals, at least 0."""
+        mean = self._mean(Drafting.VERIFIED)
+        before = self._mean(Drafting.PROPOSED)
+        return 0.0 if mean is None else max(0.0, mean - (self.of_plain_step() if before is None else before))
+
+    def _mean(self, drafting: "Drafting") -> float | None:
+        steps, total, _ = self._means.get(drafting, (0.0, 0.0, 0.0))
+        return total / steps if steps >= _LEAST_HOST_STEPS else None
+
+
+class Drafting(Enum):
+    """What a step does about drafts."""
+
+    NONE = "none"  # no proposal was made
+    PROPOSED = "proposed"  # none of the proposals was worth its time
+    VERIFIED = "verified"
+
+
 class Candidate(NamedTuple):
     """A proposal for one sequence of the step."""
 
@@ -119,6 +174,7 @@ class Governor:
 
     def __init__(self, seconds: Callable[[int], float]) -> None:
         """seconds: seconds of a step by its number of tokens; 0 if unknown."""
+        self.host_time = HostTime()
         self._seconds = seconds
         self._unspent = 0.0  # seconds for trials: steps that are expected to be worse than the best
         self._tries_more = True  # whether the next trial has more drafts than the best step, not none
@@ -135,15 +191,18 @@ class Governor:
         self._unspent = min(self._unspent + _TRIED_SHARE * base, base)
         if not self._has_paid:
             self._unproposed += _PROPOSED_SHARE * base
-            cost = num_proposals * min(_PROPOSAL_SECONDS, _PROPOSAL_SHARE * base)
+            cost = num_proposals * self._proposal_seconds(base)
             if self._unproposed < cost:
                 return False
             self._unproposed = min(self._unproposed - cost, cost)
-        if self._seconds(num_tokens + 1) - base <= self._unspent:
+        added = self.host_time.of_drafts()
+        if self._seconds(num_tokens + 1) + added - base <= self._unspent:
             return True
         # the first token of a group of tokens may cost more than the others
+        plain = self.host_time.of_plain_step()
+        least = _least_gain(num_samples) * num_samples
         return any(
-            (num_samples + count) * base >= _least_gain(num_samples) * num_samples * self._seconds(num_tokens + count)
+            (num_samples + count) * (base + plain) >= least * (self._seconds(num_tokens + count) + plain + added)
             for count in (1, _GROUP, _MOST_PER_SAMPLE * num_samples)
         )
 
@@ -171,15 +230,17 @@ class Governor:
         base = self._seconds(num_tokens)
         expected = list(accumulate((gain for gain, _ in gains), initial=float(num_samples)))
         least_cost = base * min(_LEAST_COST, _LEAST_SHARE / num_samples)
+        plain, added = self.host_time.of_plain_step(), self.host_time.of_drafts()
 
         def seconds(count: int) -> float:
-            return max(self._seconds(num_tokens + count), base + least_cost * count)
+            device = max(self._seconds(num_tokens + count), base + least_cost * count)
+            return device + plain + (added if count else 0.0)
 
         best = 0
         if base > 0:
             best = max(_compared(num_tokens, len(gains)), key=lambda count: expected[count] / seconds(count))
-            proposing = len(candidates) * min(_PROPOSAL_SECONDS, _PROPOSAL_SHARE * base)
-            if expected[best] * base < _least_gain(num_samples) * num_samples * (seconds(best) + proposing):
+            proposing = len(candidates) * self._proposal_seconds(base)
+            if expected[best] * seconds(0) < _least_gain(num_samples) * num_samples * (seconds(best) + proposing):
                 best = 0
             if tries:
                 best = self._tried(best, expected, seconds, len(candidates))
@@ -198,6 +259,11 @@ class Governor:
         if not selected:
             most = num_samples * _PROPOSED_SHARE * self._seconds(num_samples)
             self._unproposed = max(self._unproposed - num_indexed * _INDEXED_SECONDS, -most)
+
+    def _proposal_seconds(self, base: float) -> float:
+        """Seconds of a proposal. base: of a step without drafts."""
+        measured = self.host_time.of_proposal()
+        return min(_PROPOSAL_SECONDS, _PROPOSAL_SHARE * base) if measured is None else measured
 
     def _tried(self, best: int, expected: Sequence[float], seconds: Callable[[int], float], most: int) -> int:
         """The best number of drafts, or another one, if the time to try it has been saved up.
