@@ -18,10 +18,22 @@ def test_right_drafts_are_accepted_and_no_token_changes(monkeypatch, tmp_path):
 
 
 def test_a_task_gets_more_than_one_token_a_step(monkeypatch):
-    monkeypatch.setattr(speculation, "TASKS", ("copy",))
+    monkeypatch.setattr(speculation.world, "WEIGHTS", {"copy": 8.0})
     (row,) = speculation.earned(rounds=1, num_chats=2, num_before=3)
     assert row["same tokens"]
     assert row["tokens per step"] > 2
+
+
+def test_drawn_sets_depend_on_the_seed_alone(monkeypatch):
+    monkeypatch.setattr(speculation, "_NUM_DRAWN", 1)
+    first, again, other = (speculation.drawn(1, 1, 1, seed)[0] for seed in (4, 4, 5))
+    drawn = ("tasks", "temperature", "chats before", "requests", "tokens", "tokens per step")
+    assert [first[name] for name in drawn] == [again[name] for name in drawn] != [other[name] for name in drawn]
+    assert first["same tokens"]
+
+
+def test_the_interval_of_fifteen_ratios_leaves_out_three_on_each_side():
+    assert speculation.interval([value / 10 for value in range(15, 0, -1)]) == (0.4, 1.2)
 
 
 def test_requests_again_take_few_steps(monkeypatch):
