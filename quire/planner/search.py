@@ -26,6 +26,7 @@ from quire.planner.traces import read_trace
 from quire.planner.workloads import Session, first_requests, make_workload, num_requests, repeated
 
 TOLERANCE = 0.04  # of the rate that is found roughly
+RATES_AT_ONCE = 2  # that a search tries
 MARGIN = 1.03
 LONG_REQUESTS = 6_000  # of a long run, unless a steady state needs more
 _LONG_TOLERANCE = 0.06
