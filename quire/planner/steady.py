@@ -207,9 +207,11 @@ def kept(result: SimulationResult, window: Window, is_late: Callable[[RequestRes
         part[0] += 1
         part[1] += is_late(request)
     shares = np.array([1 - late / count for count, late in parts if count])
-    if len(shares) < NUM_BATCHES:
-        return Kept(float(shares.mean()) if len(shares) else 0.0, 0.0)
+    if not len(shares):
+        return Kept(0.0, 0.0)
     share = 1 - sum(late for _, late in parts) / sum(count for count, _ in parts)
+    if len(shares) < NUM_BATCHES:  # too few requests for an interval, which the plan says
+        return Kept(share, share)
     error = float(shares.std(ddof=1)) / sqrt(NUM_BATCHES)
     return Kept(share, max(0.0, share - _T_SHARE * error))
 
