@@ -21,6 +21,7 @@ from quire.chat.parts import Part
 from quire.chat.tools import Toolbox, toolbox
 from quire.config import EngineOptions
 from quire.core.output import Output
+from quire.core.prompt_progress import PromptProgress
 from quire.core.request import NO_NAMESPACE, Beams, Request
 from quire.core.scheduling_params import DEFAULT_SCHEDULING_PARAMS, SchedulingParams
 from quire.core.step import Pooling
@@ -66,7 +67,7 @@ Row = TypeVar("Row")
 
 
 class TokenProgress:
-    """Progress bar on stderr: finished sequences and tokens per second.
+    """Progress bar on stderr: finished sequences, tokens per second, and prompts that take more than one step.
 
     work: label of the bar. shown: None shows the bar if stderr is a terminal.
     """
@@ -81,9 +82,10 @@ class TokenProgress:
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TextColumn("{task.fields[speed]:.0f} tokens/s"),
+            TextColumn("{task.fields[prompts]}"),
             console=Console(stderr=True),
         )
-        self._task = self._bar.add_task(work, total=total, speed=0.0)
+        self._task = self._bar.add_task(work, total=total, speed=0.0, prompts="")
         self._num_tokens = 0
 
     def __enter__(self) -> Self:
@@ -96,6 +98,11 @@ class TokenProgress:
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+    def show_prompts(self, progress: PromptProgress) -> None:
+        """Show how far the running prompts are."""
+        if self._bar is not None:
+            self._bar.update(self._task, prompts=str(progress) if progress.num_prompts else "")
 
     def update(self, num_tokens: int, num_finished: int) -> None:
         """Count the tokens of a step and the sequences that ended in it."""
@@ -272,11 +279,12 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         tools: Sequence[Mapping[str, object]] | None = None,
+        on_step: Callable[[PromptProgress], None] = lambda _progress: None,
     ) -> Generator[tuple[list[Part], int]]:
         """Iterate over the parts of an answer as they come, content apart from reasoning and tool calls.
 
-        Yields (parts, number of tokens) for each step. Closing the iterator aborts the request. Raises RequestError as
-        `chat`, and for best_of above n.
+        Yields (parts, number of tokens) for each step. Closing the iterator aborts the request. on_step: called after
+        each step, also while the prompt is computed. Raises RequestError as `chat`, and for best_of above n.
         """
         text = self._tokenizer.apply_chat_template(messages, tools)
         (params,) = self._params_per_prompt(1, sampling_params)
@@ -286,7 +294,7 @@ class LLM:
         (transcript,) = self._output_processors(tokenized, constrained_params(format, params), [format])
         transcript.params.check_streamable()
         parser = format.new_parser()
-        with closing(self._deltas([transcript])) as deltas:
+        with closing(self._deltas([transcript], on_step=on_step)) as deltas:
             for delta in deltas:
                 parts = parser.push(delta.text)
                 if delta.finish_reason is not None:
@@ -416,8 +424,9 @@ class LLM:
         each = [params] * len(prompts)
         asked = prepare_generations(prompts, each, self._tokenizer, self.max_model_len, keep_begin_and_end=True)
         batch = EmbeddingBatch(asked, pooling)
-        outputs = self._outputs(batch.requests, batch.is_open)
-        with TokenProgress(work, len(asked), shown=shown) as progress, closing(outputs):
+        progress = TokenProgress(work, len(asked), shown=shown)
+        outputs = self._outputs(batch.requests, batch.is_open, progress.show_prompts)
+        with progress, closing(outputs):
             for output in outputs:
                 one = batch.process_output(output)
                 if one.finish_reason is not None:
@@ -435,7 +444,7 @@ class LLM:
     ) -> list[RequestOutput]:
         transcripts = self._output_processors(prompts, params, formats)
         with TokenProgress("generating", sum(t.params.num_sequences for t in transcripts), shown=shown) as progress:
-            for delta in self._deltas(transcripts, beams, scheduling_params):
+            for delta in self._deltas(transcripts, beams, scheduling_params, progress.show_prompts):
                 progress.update(len(delta.token_ids), int(delta.finish_reason is not None))
         return [_with_lists(transcript.result()) for transcript in transcripts]
 
@@ -510,10 +519,12 @@ class LLM:
         transcripts: Sequence[RequestOutputProcessor],
         beams: Beams | None = None,
         scheduling_params: Sequence[SchedulingParams] = (),
+        on_step: Callable[[PromptProgress], None] = lambda _progress: None,
     ) -> Generator[Delta]:
         """Run the engine until all requests are finished, and yield what each step adds.
 
-        beams: beam search instead of sampling. scheduling_params: scheduling parameters, one for each request.
+        beams: beam search instead of sampling. scheduling_params: scheduling parameters, one for each request. on_step:
+        called after each step.
         """
         by_id = {transcript.request_id: transcript for transcript in transcripts}
         each = scheduling_params or [DEFAULT_SCHEDULING_PARAMS] * len(transcripts)
@@ -521,7 +532,7 @@ class LLM:
             transcript.generation.request(name, beams=beams, scheduling_params=one)
             for (name, transcript), one in zip(by_id.items(), each, strict=True)
         ]
-        with closing(self._outputs(requests, lambda name: not by_id[name].finished)) as outputs:
+        with closing(self._outputs(requests, lambda name: not by_id[name].finished, on_step)) as outputs:
             for output in outputs:
                 transcript = by_id[output.request_id]
                 delta = transcript.process_output(output, time.monotonic())
@@ -533,7 +544,9 @@ class LLM:
                     transcript.metrics.explanation = self.llm_engine.explain(output.request_id)
                 yield delta
 
-    def _outputs(self, requests: Sequence[Request], is_open: Callable[[str], bool]) -> Generator[Output]:
+    def _outputs(
+        self, requests: Sequence[Request], is_open: Callable[[str], bool], on_step: Callable[[PromptProgress], None]
+    ) -> Generator[Output]:
         """Run the engine until no request is open. Open requests are aborted on an error or when closed early."""
         if self._streaming:
             raise RequestError("an answer is still being streamed; read it to its end or close it first")
@@ -543,7 +556,9 @@ class LLM:
             for request in requests:
                 self.llm_engine.add(request)
             while open_ids:
-                yield from self.llm_engine.step()
+                outputs = self.llm_engine.step()
+                on_step(self.llm_engine.prompt_progress)
+                yield from outputs
                 open_ids = [name for name in open_ids if is_open(name)]
         finally:
             self._streaming = False

@@ -105,6 +105,7 @@ class Explanation(msgspec.Struct):
     finish_reason: str | None = None  # the EndCause of the sequence that ended last
     refusal: Rejection | None = None
     num_cached_tokens: int = 0  # prompt tokens of the prefix match at its first admission
+    num_prompt_done: int = 0  # leading prompt tokens that were found in the prefix cache or computed
     num_shared_blocks: int = 0  # whole blocks of the prefix match
     num_copied_tokens: int = 0  # of the block in which the match ended
     miss: Miss | None = None  # None until it is admitted

@@ -67,6 +67,7 @@ class Request(msgspec.Struct, frozen=True):
     resumed: bool = False  # accepted by an earlier engine; never rejected for the queue limit or its deadline
     eos_token_ids: tuple[int, ...] = ()  # of the model
     prediction: Sequence[int] = ()  # tokens of `params.prediction`
+    num_counted: int = 0  # leading prompt tokens that an earlier engine has counted as found or computed
 
     @property
     def adapter(self) -> str:

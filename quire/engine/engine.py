@@ -15,6 +15,7 @@ import msgspec
 
 from quire.core.explanation import DraftCounts, Explanation
 from quire.core.output import Output
+from quire.core.prompt_progress import PromptProgress
 from quire.core.request import (
     Request,
     check_known_tokens,
@@ -69,7 +70,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
             *("num_running", "num_waiting", "kv_blocks_used", "kv_blocks_total", "failed_in_a_row"),
             *("last_step_seconds", "kv_blocks_cached", "host_blocks_used", "host_blocks_total"),
             *("num_step_tokens", "step_sizes", "waiting_because"),  # the histogram restarts with each engine
-            *("drafts", "accepted_by_place"),
+            *("drafts", "accepted_by_place", "prompts"),
         )
     )
 
@@ -80,15 +81,15 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     num_preemptions: int
     num_steps: int
     failed_steps: int
-    prompt_tokens: int
+    prompt_tokens: int  # found in the prefix cache at the first admission, or computed by committed steps; each once
     generation_tokens: int  # output tokens, including those after a stop string
     failed_in_a_row: int  # failed steps since the last successful one
     last_step_seconds: float
     kv_blocks_cached: int  # idle blocks: owned by the prefix cache only
     kv_blocks_evicted: int
     kv_tokens_copied: int  # between device blocks
-    prefix_query_tokens: int  # prompt tokens at the first admission of their sequence
-    prefix_hit_tokens: int  # prefix matches among these tokens
+    prefix_query_tokens: int  # prompt tokens at the first admission of their request
+    prefix_hit_tokens: int  # those of them that were found in the prefix cache; the rest of prompt_tokens was computed
     host_blocks_used: int  # by swapped sequences and by copies to and from the host
     host_blocks_total: int
     num_swapped_out_blocks: int
@@ -103,6 +104,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     num_accepted_drafts: int = 0
     drafts: dict[str, DraftCounts] = {}  # the same by drafter, since the engine's start
     accepted_by_place: tuple[int, ...] = ()  # accepted drafts by place in their chain, since the engine's start
+    prompts: PromptProgress = PromptProgress()  # of running prompts that take more than one step
 
     @classmethod
     def zero(cls) -> Self:
@@ -147,7 +149,7 @@ class Engine:
         self._in_flight: deque[int] = deque()  # ids of in-flight steps, oldest first
         self._errors: dict[int, str] = {}  # step id -> error of its launch or sampling
         self._num_requests = self._num_steps = self._failed_steps = 0
-        self._prompt_tokens = self._generation_tokens = self._forced_tokens = 0
+        self._generation_tokens = self._forced_tokens = 0
         self._failed_in_a_row = self._last_checked_step = 0
         self._next_check = 0.0
         self._last_step_seconds = 0.0
@@ -169,6 +171,16 @@ class Engine:
     def last_step_positions(self) -> list[tuple[str, int]]:
         """Per chunk of the step planned last: the request id, and the position at which the chunk stops."""
         return self.scheduler.last_step_positions
+
+    @property
+    def prompt_progress(self) -> PromptProgress:
+        """The progress of running prompts that take more than one step."""
+        return self.scheduler.prompt_progress
+
+    @property
+    def num_counted(self) -> dict[str, int]:
+        """The counted prompt tokens of unfinished requests whose prompt was counted in part, by request id."""
+        return self.scheduler.num_counted
 
     @property
     def has_work(self) -> bool:
@@ -234,8 +246,6 @@ class Engine:
                 self.abort(request.id)
                 raise
         self._num_requests += 1
-        if not request.was_accepted:  # otherwise an earlier engine has counted them
-            self._prompt_tokens += len(request.prompt)
 
     def _in_vocabulary(self, words: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
         """The words whose tokens are all in the vocabulary: the same list if none is left out, as requests share it."""
@@ -298,7 +308,7 @@ class Engine:
             accounts.num_preemptions,
             self._num_steps,
             self._failed_steps,
-            self._prompt_tokens,
+            accounts.num_prompt_tokens,
             self._generation_tokens,
             self._failed_in_a_row,
             self._last_step_seconds,
@@ -321,6 +331,7 @@ class Engine:
             sum(counts.num_accepted for counts in accounts.drafts.values()),
             dict(accounts.drafts),
             accounts.accepted_by_place,
+            self.prompt_progress,
         )
 
     def cost_figures(self) -> CostFigures:

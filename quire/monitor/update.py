@@ -33,7 +33,10 @@ class PoolFigures(msgspec.Struct, frozen=True):
 
 
 class SequenceRow(msgspec.Struct, frozen=True, gc=False):
-    """One unfinished sequence. seq: -1 for a request whose constraint is being compiled."""
+    """One unfinished sequence. seq: -1 for a request whose constraint is being compiled.
+
+    num_prompt_done: prompt tokens with KV, found in the prefix cache or computed; 0 for one that does not run.
+    """
 
     id: str
     seq: int
@@ -41,6 +44,7 @@ class SequenceRow(msgspec.Struct, frozen=True, gc=False):
     tenant: str
     mine: bool
     num_prompt: int
+    num_prompt_done: int
     num_cached: int
     num_output: int
     max_tokens: int

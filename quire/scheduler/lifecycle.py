@@ -13,6 +13,7 @@ from quire.cache.prefix.index import EvictionCause
 from quire.cache.retention import SequenceRetention
 from quire.config import Policy, SchedulerConfig
 from quire.core.output import EndCause
+from quire.core.prompt_progress import PromptProgress
 from quire.core.request import Request
 from quire.cost.step_time import CostModel
 from quire.scheduler.admission_watermark import AdmissionWatermark
@@ -29,13 +30,15 @@ from quire.scheduler.step_builder import ScheduledChunk
 class RunningQueue:
     """The running sequences and their rows.
 
-    `running` is sorted by rank. The runner has no or wrong data of the sequences in `unsent`.
+    `running` is sorted by rank. The runner has no or wrong data of the sequences in `unsent`. `prompts` has those whose
+    prompt was committed in part.
     """
 
     def __init__(self, num_rows: int, cache: KVCacheManager) -> None:
         self.running: list[Sequence] = []
         self.unsent: list[Sequence] = []
         self.corrected: list[tuple[Sequence, int]] = []  # the runner has wrong tokens from this position
+        self.prompts: dict[int, Sequence] = {}  # by sequence id
         self._cache = cache
         self._free = list(range(num_rows))[::-1]
 
@@ -64,6 +67,20 @@ class RunningQueue:
         self.unsent.clear()
         self.corrected.clear()
 
+    @property
+    def prompt_progress(self) -> PromptProgress:
+        """The progress of the prompts that were committed in part."""
+        seqs = [seq for seq in self.prompts.values() if seq.num_written < seq.num_prompt_tokens]  # a fork may end one
+        num_done = sum(seq.num_written for seq in seqs)
+        return PromptProgress(len(seqs), num_done, sum(seq.num_prompt_tokens for seq in seqs))
+
+    def update_prompts(self, seq: Sequence) -> None:
+        """Update `prompts` after the commit of a chunk of a prompt. Ignores a sequence without a row."""
+        if seq.row >= 0 and seq.num_written < min(seq.num_prompt_tokens, seq.limit):
+            self.prompts[seq.id] = seq
+        else:
+            self.prompts.pop(seq.id, None)
+
     def free(self, seq: Sequence, num_valid: int, *, swapped: bool = False) -> None:
         """Take row and blocks from a sequence. In-flight steps keep the blocks until they end.
 
@@ -71,6 +88,7 @@ class RunningQueue:
         copy of its KV. The retention of its KV applies only if it has finished.
         """
         self.running.remove(seq)
+        self.prompts.pop(seq.id, None)
         self.unsent = [one for one in self.unsent if one is not seq]
         self.corrected = [one for one in self.corrected if one[0] is not seq]
         self._cache.release(seq.id, num_valid, ended=seq.finished)
@@ -225,6 +243,11 @@ class SchedulerState:
         num_cached = min(admission.num_tokens, len(seq.request.prompt))
         self.running_queue.allocate_row(seq, admission.table, admission.num_tokens, num_cached)
         self.request_stats.admitted(seq, admission, now)
+
+    def prompt_computed(self, seq: Sequence, stop: int) -> None:
+        """Record that a chunk which begins in the prompt of a sequence is committed up to position `stop`."""
+        self.request_stats.computed(seq, stop)
+        self.running_queue.update_prompts(seq)
 
     def preempt(self, seq: Sequence, reason: str, now: float) -> None:
         """Preempt a sequence and all running sequences of its request, except for those that are being swapped in.

@@ -108,8 +108,7 @@ class OutputProcessor:
         """Apply the result of a successful step. Returns the outputs."""
         outputs = []
         tokens, counts, extras, at = result.tokens.tolist(), result.counts.tolist(), ResultSlices(result), 0
-        has_windows = bool(self._cache.windowed)
-        has_plain = not (has_windows or extras.has_logprobs)
+        has_plain = not (self._cache.windowed or extras.has_logprobs)
         kept = counts if not launched.num_drafts else _num_kept(launched.scheduled, result.counts, tokens)
         self._record(launched, kept, result.seconds)
         for chunk, count, num_kept in zip(launched.scheduled, counts, kept, strict=True):
@@ -118,13 +117,13 @@ class OutputProcessor:
                 if seq.epoch == chunk.epoch:
                     token = tokens[at]
                     cause = seq.append_decoded(chunk.stop, token)
-                    if cause is None and chunk.stop != seq.num_prompt_tokens:
+                    if cause is None and chunk.start >= seq.num_prompt_tokens:
                         num_cached = seq.num_cached or 0
                         outputs.append(
                             Output(seq.request.id, seq.index, seq.id, [token], None, None, None, None, None, num_cached)
                         )
                     else:
-                        outputs.append(self._first_or_last(seq, token, cause, now))
+                        outputs.append(self._first_or_last(chunk, token, cause, now))
                 at += 1
                 continue
             data = extras.next_chunk(chunk, at, count) if num_prompt_outputs or extras.has_logprobs else NO_DATA
@@ -133,9 +132,7 @@ class OutputProcessor:
                 if count > 1:
                     stop = self._accept_drafts(chunk, num_kept - 1)
                     self._state.running_queue.correct_tokens(seq, stop)  # the runner may have another draft there
-                seq.commit_chunk(stop, num_prompt_outputs)
-                if (has_windows or seq.num_shared) and seq.row >= 0:
-                    self._chunk_written(seq, now)
+                self._commit_chunk(chunk, stop, now)
                 if seq.is_beam:
                     outputs += self._process_beam(seq, tokens[at : at + count], data, now)
                 elif count or num_prompt_outputs or seq.is_over:
@@ -162,9 +159,11 @@ class OutputProcessor:
         chunk.seq.accept_drafts(stop)
         return stop
 
-    def _first_or_last(self, seq: Sequence, token: int, cause: EndCause | None, now: float) -> Output:
-        """The Output of a decoded token that is the first one of its sequence, or ends it with `cause`."""
-        queued = stop_token = None
+    def _first_or_last(self, chunk: ScheduledChunk, token: int, cause: EndCause | None, now: float) -> Output:
+        """The Output of a decoded token whose chunk begins in the prompt, or that ends its sequence with `cause`."""
+        seq, queued, stop_token = chunk.seq, None, None
+        if chunk.start < seq.num_prompt_tokens:
+            self._state.prompt_computed(seq, chunk.stop)
         if seq.num_generated == 1:
             queued = self._state.request_stats.queue_seconds(seq.request.id)
         if cause is not None:
@@ -184,8 +183,17 @@ class OutputProcessor:
         self._state.end_all(request.id, cause, now)
         return [Output(request.id, i, seq.id, [], cause, error=error) for i in range(request.params.n)]
 
-    def _chunk_written(self, seq: Sequence, now: float) -> None:
-        """Branch held sequences from a sequence once their shared prompt is committed, and trim its windows."""
+    def _commit_chunk(self, chunk: ScheduledChunk, stop: int, now: float) -> None:
+        """Commit a chunk up to position `stop`.
+
+        Branches held sequences from its sequence once their shared prompt is committed, and trims its windows.
+        """
+        seq = chunk.seq
+        seq.commit_chunk(stop, chunk.num_prompt_outputs)
+        if chunk.start < seq.num_prompt_tokens:
+            self._state.prompt_computed(seq, stop)
+        if seq.row < 0:
+            return
         if seq.num_written >= seq.num_shared > 0:
             self._state.branch_held(seq, now)
         if self._cache.windowed:

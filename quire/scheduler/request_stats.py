@@ -103,9 +103,9 @@ class _Tenant:
 class Totals(msgspec.Struct):
     """Counters of one tenant since the start."""
 
-    prompt_tokens: int = 0  # of the requests that arrived; those that are resumed were counted before
+    prompt_tokens: int = 0  # found in the prefix cache at the first admission of their request, or computed
     output_tokens: int = 0  # of ended sequences
-    cached_tokens: int = 0  # prefix matches among queried_tokens
+    cached_tokens: int = 0  # those found, among prompt_tokens and queried_tokens
     queried_tokens: int = 0  # prompt tokens at the first admission of their request
     preemptions: int = 0  # of sequences
     finished: int = 0  # requests
@@ -119,8 +119,10 @@ class RequestStats:
         self.events: deque[Event] = deque(maxlen=MOST_EVENTS)
         self.num_preemptions = 0
         self.num_watermark_raises = 0  # times that the blocks per running sequence of the watermark were raised
-        self.num_query_tokens = 0  # prompt tokens at the first admission of their request, without resumed ones
-        self.num_hit_tokens = 0  # prefix matches among them
+        self.num_query_tokens = 0  # prompt tokens at the first admission of their request
+        self.num_hit_tokens = 0  # those of them that were found in the prefix cache
+        self.num_prompt_tokens = 0  # those found, and those that committed steps computed; each position once
+        self.counted_in_part: dict[str, Explanation] = {}  # of unfinished requests whose prompt was counted in part
         self.drafts: dict[str, DraftCounts] = {}  # verified, by drafter
         self._chains_by_accepted = [0] * (MAX_SPECULATIVE_TOKENS + 1)  # verified chains, by number of accepted drafts
         self._requests = requests
@@ -156,10 +158,10 @@ class RequestStats:
         self.events.append(Arrived(now, request.id, len(request.prompt)))
         tenant = self._tenants.setdefault(request.namespace.tenant, _Tenant())
         tenant.num_open += 1
-        if not request.was_accepted:
-            self._totals(request).prompt_tokens += len(request.prompt)
         about = (request.id, request.namespace.tenant, now, len(request.prompt))
-        return Explanation(*about, policy=self._policy, place=tenant.num_waiting), tenant.num_admitted
+        num_done = len(request.prompt) if request.known_outputs else request.num_counted
+        explanation = Explanation(*about, policy=self._policy, place=tenant.num_waiting, num_prompt_done=num_done)
+        return explanation, tenant.num_admitted
 
     def rejected(self, request: Request, error: DeadlineUnreachable | QueueFull, now: float) -> None:
         """Record the rejection of a request."""
@@ -228,16 +230,40 @@ class RequestStats:
             explanation.num_shared_blocks = admission.num_shared_blocks
             explanation.num_copied_tokens = admission.num_copied_tokens
             explanation.miss = _miss(seq, admission)
-            if not seq.request.was_accepted:
-                self.num_query_tokens += len(seq.request.prompt)
-                self.num_hit_tokens += num_cached
-                totals = self._totals(seq.request)
-                totals.queried_tokens += len(seq.request.prompt)
-                totals.cached_tokens += num_cached
+            num_queried = 0 if explanation.num_prompt_done else len(seq.request.prompt)
+            num_hits = self._count_prompt(state, num_cached)
+            self.num_query_tokens += num_queried
+            self.num_hit_tokens += num_hits
+            totals = self._totals(seq.request)
+            totals.queried_tokens += num_queried
+            totals.cached_tokens += num_hits
         swapped = (admission.num_swapped_tokens, admission.num_swapped_bytes)
         self._record_recomputed(explanation, seq, admission.num_tokens, swapped)
         self._record_waited(explanation, self._queue_times.since(self._remove_snapshot(seq) or {}, now))
         self._record_running(seq, admission.num_tokens, admission, now)
+
+    def computed(self, seq: Sequence, stop: int) -> None:
+        """Record that a committed chunk of a prompt ends at position `stop`.
+
+        A sequence that samples nothing does not compute the last token of its prompt, which counts as computed too.
+        """
+        self._count_prompt(self._requests[seq.request.id], stop if stop < seq.limit else seq.num_prompt_tokens)
+
+    def _count_prompt(self, state: RequestState, num_tokens: int) -> int:
+        """Count the first `num_tokens` positions of a prompt as done. Returns how many were not counted before.
+
+        Each position is counted once, however many sequences share it, and however often it is computed again.
+        """
+        explanation = state.explanation
+        num_new = max(0, min(num_tokens, explanation.num_prompt_tokens) - explanation.num_prompt_done)
+        explanation.num_prompt_done += num_new
+        if 0 < explanation.num_prompt_done < explanation.num_prompt_tokens:
+            self.counted_in_part[explanation.request_id] = explanation
+        else:
+            self.counted_in_part.pop(explanation.request_id, None)
+        self.num_prompt_tokens += num_new
+        self._totals(state.request).prompt_tokens += num_new
+        return num_new
 
     def branched(self, seq: Sequence, num_tokens: int, now: float) -> None:
         """Record that a sequence was branched or forked from another one of its request."""
@@ -321,6 +347,7 @@ class RequestStats:
     def request_ended(self, state: RequestState, cause: EndCause, now: float) -> None:
         """Record the end of a request."""
         explanation = state.explanation
+        self.counted_in_part.pop(explanation.request_id, None)
         explanation.state, explanation.finished, explanation.finish_reason = "finished", now, cause
         tenant = self._tenants[explanation.tenant]
         tenant.num_open -= 1

@@ -27,6 +27,7 @@ from quire.config import SchedulerConfig
 from quire.core.constraint import Constraints
 from quire.core.explanation import Explanation
 from quire.core.output import NO_SEQUENCE, EndCause, Output
+from quire.core.prompt_progress import PromptProgress
 from quire.core.request import Request
 from quire.core.runner import RowProcessors
 from quire.core.step import SamplingMasks, Step, StepResult
@@ -102,6 +103,16 @@ class Scheduler:
         if self.state.num_compiling:
             waiting += sum(one.request.num_unfinished for one in self.state.requests.values() if one.is_compiling)
         return waiting
+
+    @property
+    def prompt_progress(self) -> PromptProgress:
+        """The progress of running prompts that take more than one step."""
+        return self.state.running_queue.prompt_progress
+
+    @property
+    def num_counted(self) -> dict[str, int]:
+        """The counted prompt tokens of unfinished requests whose prompt was counted in part, by request id."""
+        return {name: one.num_prompt_done for name, one in self.request_stats.counted_in_part.items()}
 
     @property
     def is_compiling(self) -> bool:

@@ -184,7 +184,7 @@ class EngineLoop:
         """Send outputs, answers and metrics. begins: with the step that is launched now."""
         stats = self._engine.stats()
         launched = self._launched() if begins else None
-        batch = Batch(self._outputs, self._answers, stats.num_steps, launched, stats)
+        batch = Batch(self._outputs, self._answers, stats.num_steps, launched, stats, self._engine.num_counted)
         self._send(batch)
         self._outputs, self._answers, self._sent_batch = [], [], True
 

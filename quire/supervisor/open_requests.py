@@ -5,7 +5,7 @@ repeats are dropped, so that the client's stream continues without a gap.
 """
 
 from collections import deque
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 
 import msgspec
 import numpy as np
@@ -39,6 +39,7 @@ class _OpenRequest:
         self.num_delivered_prompt_logprobs = 0  # prompt tokens whose logprobs were delivered
         self.num_repeated_prompt_logprobs = 0  # among them, those that the current engine will repeat
         self.goes_on = False  # whether the current engine got known tokens
+        self.num_counted = 0  # prompt tokens that engines have counted as found or computed
         self.pooled: np.ndarray | None = None  # partial result; delivered when it is complete
 
     @property
@@ -54,7 +55,7 @@ class _OpenRequest:
         """The request for another engine. Beam search and pooling start over, so they have no known tokens."""
         request = self.request
         if not self.has_begun or request.beams is not None or request.pooling:
-            return msgspec.structs.replace(request, resumed=True)
+            return msgspec.structs.replace(request, resumed=True, num_counted=self.num_counted)
         known = tuple(KnownOutput(one.token_ids, one.finished, one.cumulative_logprob) for one in self.sequences)
         params = request.params.changed(prompt_logprobs=None)
         return msgspec.structs.replace(request, params=params, known_outputs=known, resumed=True)
@@ -100,6 +101,12 @@ class OpenRequests:
             sequence.seq_id = None
         entry.num_repeated_prompt_logprobs, entry.pooled = entry.num_delivered_prompt_logprobs, None
         return entry.resubmission
+
+    def record_prompts(self, num_counted: Mapping[str, int]) -> None:
+        """Record how many prompt tokens of requests the engine has counted. Ignores unknown ids."""
+        for request_id, number in num_counted.items():
+            if request_id in self._entries:
+                self._entries[request_id].num_counted = number
 
     def record_output(self, output: Output) -> tuple[Output | None, int | None]:
         """Record an output of the engine. Returns (the output to deliver or None, num_tokens or None).

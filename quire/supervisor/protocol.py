@@ -198,13 +198,17 @@ class Launched(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The message of one engine turn: outputs of the step before, answers, and the step that begins now."""
+    """The message of one engine turn: outputs of the step before, answers, and the step that begins now.
+
+    num_counted: prompt tokens in `stats` of unfinished requests whose prompt was counted in part, by request id.
+    """
 
     outputs: list[Output]
     answers: list[Answer]
     num_steps: int  # committed so far
     launched: Launched | None
     stats: EngineStats
+    num_counted: dict[str, int] = {}
 
 
 class Pulse(msgspec.Struct, frozen=True, array_like=True, tag=True):

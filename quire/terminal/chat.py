@@ -10,10 +10,12 @@ from shutil import get_terminal_size
 from typing import Any, Protocol
 
 from rich.console import Console
+from rich.status import Status
 
 from quire.chat.parts import CallArguments, CallBegin, Content, Part, Reasoning, message_of
 from quire.chat.tools import toolbox
 from quire.control_characters import visible, visible_line
+from quire.core.prompt_progress import PromptProgress
 from quire.errors import RequestError
 from quire.params import SamplingParams, StructuredOutputsParams
 from quire.terminal.input import TurnReader
@@ -34,6 +36,7 @@ class ChatModel(Protocol):
         sampling_params: SamplingParams | None = None,
         *,
         tools: Sequence[Mapping[str, object]] | None = None,
+        on_step: Callable[[PromptProgress], None],
     ) -> Generator[tuple[list[Part], int]]:
         """See LLM.stream_message."""
 
@@ -94,7 +97,8 @@ class Chat:
         params = self._params.changed(structured_outputs=self._constraint)
         shown = _Shown(self._console)
         began, first, num_tokens = time.monotonic(), None, 0
-        pieces = self._llm.stream_message([*system, *self._messages], params, tools=self._tools or None)
+        messages = [*system, *self._messages]
+        pieces = self._llm.stream_message(messages, params, tools=self._tools or None, on_step=shown.show_prompt)
         try:
             with closing(pieces):
                 for parts, count in pieces:
@@ -103,7 +107,8 @@ class Chat:
                     shown.show(parts)
         except KeyboardInterrupt:
             shown.show([Content(" [cut short]")])
-        shown.end()
+        finally:
+            shown.end()
         if first is not None:
             seconds = time.monotonic() - first
             rate = f", {(num_tokens - 1) / seconds:,.0f} tokens/s" if num_tokens > 1 and seconds > 0 else ""
@@ -205,16 +210,30 @@ COMMANDS: Mapping[str, _Command] = {
 
 
 class _Shown:
-    """Shows the parts of a message as they come: reasoning dim, calls as name(arguments)."""
+    """Shows the parts of a message as they come: reasoning dim, calls as name(arguments).
+
+    On a terminal, the progress of a prompt that takes more than one step is shown before.
+    """
 
     def __init__(self, console: Console) -> None:
         self.parts: list[Part] = []
         self._console = console
         self._style = ""
+        self._status: Status | None = None
         width = get_terminal_size().columns if console.is_terminal else 10**6
         self._wrap = WordWrap(width, self._write)
 
+    def show_prompt(self, progress: PromptProgress) -> None:
+        if not progress.num_prompts or not self._console.is_terminal:
+            self._end_status()
+        elif self._status is None:
+            self._status = self._console.status(str(progress))
+            self._status.start()
+        else:
+            self._status.update(str(progress))
+
     def show(self, parts: Sequence[Part]) -> None:
+        self._end_status()
         for part in parts:
             self.parts.append(part)
             match part:
@@ -229,7 +248,13 @@ class _Shown:
                     self._push(text, "cyan")
 
     def end(self) -> None:
+        self._end_status()
         self._wrap.end_line()
+
+    def _end_status(self) -> None:
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
 
     def _push(self, text: str, style: str) -> None:
         if style != self._style:

@@ -14,9 +14,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from quire.core.prompt_progress import PromptProgress
 from quire.errors import QuireError
 
 _HISTORY = 60  # intervals in the graph
+_PROMPTS = ("prompts_running", "prompts_running_tokens_done", "prompts_running_tokens")
 _BARS = " ▁▂▃▄▅▆▇█"
 _TIMEOUT = 10.0  # seconds
 
@@ -34,7 +36,8 @@ class Figures(NamedTuple):
 
     running: float
     waiting: float
-    prompt_rate: float  # tokens per second
+    prompt_rate: float  # computed tokens per second
+    prompts: PromptProgress  # those that run, of a server of quire
     output_rate: float
     cached_share: float | None  # of prompt tokens
     kv_use: float
@@ -77,7 +80,8 @@ def compare(before: Sample, after: Sample) -> Figures:
     return Figures(
         running=after.values.get("num_requests_running", 0.0),
         waiting=after.values.get("num_requests_waiting", 0.0),
-        prompt_rate=grown("prompt_tokens_total") / seconds,
+        prompt_rate=(grown("prompt_tokens_total") - grown("prompt_tokens_cached_total")) / seconds,
+        prompts=PromptProgress(*(int(after.values.get(name, 0.0)) for name in _PROMPTS)),
         output_rate=grown("generation_tokens_total") / seconds,
         cached_share=grown("prefix_cache_hits_total") / queries if queries else None,
         kv_use=after.values.get("kv_cache_usage_perc", 0.0),
@@ -112,6 +116,8 @@ def render(figures: Figures, rates: Iterable[float], url: str) -> RenderableType
     table.add_row("requests", f"{figures.running:,.0f} running, {figures.waiting:,.0f} waiting")
     cached = "" if figures.cached_share is None else f", {figures.cached_share:.0%} from the prefix cache"
     table.add_row("prompt", f"{figures.prompt_rate:,.0f} tokens/s{cached}")
+    if figures.prompts.num_prompts:
+        table.add_row("", f"{figures.prompts}")
     table.add_row("output", f"{figures.output_rate:,.0f} tokens/s")
     table.add_row("", Text(_graph(rates), style="cyan"))
     bar = ProgressBar(total=1.0, completed=figures.kv_use, width=_HISTORY // 2)

@@ -2,12 +2,15 @@
 
 import subprocess
 import sys
+from contextlib import closing
 
 import numpy as np
 import pytest
 
 from quire import LLM, CompletionOutput, RequestOutput, SamplingParams
+from quire.core.prompt_progress import PromptProgress
 from quire.errors import ConfigError, RequestError
+from quire.llm import TokenProgress
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 STORY = "One Tuesday Mira went"
@@ -134,6 +137,28 @@ def test_progress_is_shown_when_asked_for(llm, capfd):
     shown = capfd.readouterr().err
     assert "1/1" in shown
     assert "tokens/s" in shown
+
+
+def test_progress_moves_while_a_long_prompt_is_computed(monkeypatch, capfd):
+    with TokenProgress("generating", 1, shown=True) as bar:
+        bar.show_prompts(PromptProgress(1, 64, 200))
+    assert "prompt 64 of 200" in capfd.readouterr().err
+    shown = []
+    monkeypatch.setattr(TokenProgress, "show_prompts", lambda _bar, progress: shown.append(progress))
+    ids = [5 + i % 90 for i in range(200)]
+    words = {"role": "user", "content": "word " * 190}
+    with closing(LLM(memory="256MiB", max_model_len=512, max_num_seqs=8, max_num_batched_tokens=64)) as llm:
+        for work in (
+            lambda: llm.generate([ids], GREEDY),
+            lambda: llm.embed([ids]),
+            lambda: list(llm.stream_message([words], GREEDY, on_step=shown.append)),
+        ):
+            llm.llm_engine.flush_cache()
+            shown.clear()
+            work()
+            moved = list(dict.fromkeys(progress for progress in shown if progress.num_prompts))
+            assert [progress.num_done for progress in moved] == [64, 128, 192]
+            assert shown[-1].num_prompts == 0
 
 
 def test_unknown_options_name_the_nearest():

@@ -257,6 +257,26 @@ def test_totals_count_each_tenant():
     assert set(msgspec.structs.astuple(nobody)) == {0}
 
 
+def test_a_row_says_how_far_its_prompt_is_and_totals_count_what_was_computed():
+    rig = Rig(max_num_batched_tokens=16, prefix_index="radix")
+    rig.add("a", list(range(40)), max_tokens=2)
+    rig.run()
+    rig.add("b", [*range(40), *range(30)], max_tokens=4)
+    monitor = Monitor(rig.scheduler, Load())
+    seen = []
+    for _ in range(3):
+        update = monitor.update(0, EVERYTHING, 0, rig.now, 0.0)
+        (row,) = update.requests
+        figures = update.totals.prompt_tokens - 40, update.totals.cached_tokens
+        seen.append((row.state, row.num_prompt_done, row.num_prompt, figures))
+        rig.step()
+    assert seen == [
+        ("waiting", 0, 70, (0, 0)),
+        ("running", 56, 70, (56, 40)),
+        ("running", 70, 70, (70, 40)),
+    ]
+
+
 def test_waiting_requests_say_why():
     rig = Rig(max_num_seqs=1, prefix_index="radix")
     rig.add("a", list(range(8)), max_tokens=20)

@@ -2,6 +2,7 @@
 (async ({ load, check, equal }) => {
   const { EventParser } = await load('api.js');
   const { Monitor, readRuns, rates, hitRates } = await load('see/monitor.js');
+  const { promptText } = await load('see/queue.js');
   const { layoutTree } = await load('see/tree_layout.js');
   const { layoutCells } = await load('see/blocks.js');
   const { Conversation, deleteConversations, importConversations, keepConversation, loadConversation, restoreConversations } = await load('talk/conversations.js');
@@ -55,6 +56,8 @@
   equal('another engine begins anew', [rejoined.samples.length, rejoined.finished], [1, []]);
   equal('the tree of an earlier time', monitor.treeAt(1).nodes.map((node) => node.id), [1, 2]);
   equal('rates', rates(monitor.samples, 'output_tokens'), [{ at: 3, value: 5 }]);
+  equal('rates without a part', rates([{ at: 0, totals }, { at: 2, totals: { ...totals, prompt_tokens: 9, cached_tokens: 4 } }], 'prompt_tokens', 'cached_tokens'), [{ at: 2, value: 2.5 }]);
+  equal('a prompt that runs, and one that is done', [18400, 61178].map((done) => promptText({ num_prompt: 61178, num_prompt_done: done })), ['18,400 / 61,178', '61,178']);
   equal('hit rate', hitRates(monitor.samples), [{ at: 3, value: 0.25 }]);
   monitor.apply(update({ at: 4 }));
   equal('a request that left', monitor.finished.map((one) => [one.id, one.left]), [['a', 4]]);

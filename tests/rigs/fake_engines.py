@@ -52,6 +52,7 @@ class PretendEngine:
         self.acts = acts  # (engine, step, request ids) -> ids that end early in this step; may raise Death
         self.said, self.wanted = {}, {}
         self.last_step_positions = []
+        self.num_counted = {}
         self.steps = 0
 
     @property

@@ -277,18 +277,6 @@ def test_known_tokens_that_cannot_be_are_refused(have, more, message):
     assert not rig.engine.has_work
 
 
-def test_prompts_are_counted_where_they_were_accepted():
-    rig = Rig()
-    params = SamplingParams(temperature=0.0, max_tokens=4)
-    rig.engine.add(Request("new", prompt(5), params))
-    rig.engine.add(Request("resumed", prompt(7), params, resumed=True))
-    rig.engine.add(Request("known", prompt(9), params, known_outputs=known(2, of=prompt(4)), resumed=True))
-    assert rig.engine.stats().prompt_tokens == 5
-    rig.run()
-    (totals,) = rig.engine.scheduler.request_stats.totals.values()
-    assert totals.prompt_tokens == totals.queried_tokens == rig.engine.stats().prefix_query_tokens == 5
-
-
 def test_resumed_beam_search_and_pooling_start_over_and_ignore_their_deadline():
     rig = Rig()
     for i in range(3):

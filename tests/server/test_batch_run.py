@@ -27,6 +27,7 @@ from quire.server.batch import run as batches
 from quire.server.batch.run import Batch, BatchStopped, ResultFile, run_batch
 from quire.server.batch.sender import send_lines
 from quire.server.middleware import tarpit
+from quire.server.observability import activity
 
 SHORT = {"max_tokens": 6, "temperature": 0}
 QUIET = {"report": lambda line: None, "progress": lambda done, total: None}
@@ -94,6 +95,17 @@ def here(tmp_path, monkeypatch):
         return results(tmp_path / "out")
 
     return run
+
+
+def test_figures_are_reported_while_a_run_works(here, monkeypatch):
+    """A run of one long line would be silent otherwise."""
+    lines = []
+    monkeypatch.setattr(activity, "INTERVAL", 0.0)
+    monkeypatch.setattr(batches, "_TICK_SECONDS", 0.0)
+    monkeypatch.setitem(QUIET, "report", lines.append)
+    here(task("a", {"prompt": STORY, "max_tokens": 200, "ignore_eos": True}))
+    assert any("1 running, 0 waiting; prompt" in line for line in lines)
+    assert lines[-1].startswith("1 requests: 1 answered")
 
 
 def test_a_line_gets_what_a_client_gets(here, http):

@@ -35,6 +35,7 @@ class PretendEngine:
         self.fail_at = None
         self.on_launch = None
         self.last_step_positions = []
+        self.num_counted = {}
         self.predicted_seconds = 0.001
         self.gate = threading.Event()
         self.gate.set()

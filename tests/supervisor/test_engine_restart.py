@@ -3,10 +3,14 @@
 import asyncio
 
 import pytest
-from fake_engines import Death, PretendEngine, heard, request, run
+from fake_engines import Death, Host, PretendEngine, heard, request, run
 from held_items import held
+from scripted_engine import Rig
+from waiting import until
 
+from quire.core.request import Request
 from quire.errors import RequestError
+from quire.params import SamplingParams
 from quire.supervisor import protocol
 
 
@@ -111,3 +115,46 @@ def test_a_name_that_cannot_be_written_is_the_callers_error():
         assert (await heard(await engine.generate([request("a", 5)]), ["a"]))[1] == {"a": "length"}
 
     run(scenario)
+
+
+class RealEngines(Host):
+    """Engines with the scripted runner, of 16 tokens a step. The first dies when it launches a step."""
+
+    def __init__(self, last_step, prefix_index):
+        super().__init__(None)
+        self.last_step, self.prefix_index = last_step, prefix_index
+
+    def engine_class(self, number, _acts):
+        sizes = {"max_num_batched_tokens": 16, "num_blocks": 128, "steps_in_flight": 2}
+        engine = Rig(prefix_index=self.prefix_index, **sizes).engine
+        launch = engine.runner.launch
+
+        def launch_or_die(step):
+            if number == 1 and step.id == self.last_step:
+                raise Death
+            launch(step)
+
+        engine.runner.launch = launch_or_die
+        return engine
+
+
+@pytest.mark.parametrize("prefix_index", ["none", "radix"])
+@pytest.mark.parametrize("last_step", [0, 1, 2, 3, 5, 7])
+def test_prompt_tokens_are_counted_once_over_a_death(last_step, prefix_index):
+    """At the death requests have no tokens, a part of their prompt, or some tokens of output."""
+    prompts = [[i % 50 for i in range(length)] for length in (70, 5, 50)]
+
+    async def scenario(host, engine):
+        names = ["a", "b", "c"]
+        asked = [
+            Request(name, tokens, SamplingParams(max_tokens=6, temperature=0))
+            for name, tokens in zip(names, prompts, strict=True)
+        ]
+        _, ends = await heard(await engine.generate(asked), names)
+        assert ends == dict.fromkeys(names, "length")
+        await until(lambda: not engine.health().stats.num_running)
+        stats = engine.health().stats
+        assert (host.num_launched, stats.prompt_tokens) == (2, 125)
+        assert (stats.prefix_hit_tokens > 0) == (prefix_index == "radix")
+
+    run(scenario, host=RealEngines(last_step, prefix_index))

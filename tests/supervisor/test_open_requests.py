@@ -283,6 +283,15 @@ def test_a_request_that_said_nothing_yet_begins_anew_and_is_never_refused():
     assert open_requests.resume("a") == msgspec.structs.replace(asked, resumed=True)
 
 
+def test_a_resumed_request_without_tokens_has_the_prompt_tokens_that_were_counted():
+    open_requests = OpenRequests()
+    asked = [Request(name, [1, 2, 3], params_of()) for name in "ab"]
+    open_requests.add(asked)
+    for number in (1, 2):
+        open_requests.record_prompts({"a": number, "gone": 5})
+    assert [open_requests.resume(name).num_counted for name in "ab"] == [2, 0]
+
+
 def test_a_resumed_request_has_its_known_tokens_and_asks_for_no_prompt_logprobs():
     open_requests = OpenRequests()
     open_requests.add([Request("a", [1, 2], params_of(n=2, prompt_logprobs=0))])

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from quire.config import CacheConfig, Classification, EngineOptions, KVGroup
 from quire.core.explanation import DraftCounts, Explanation, Miss, Preemption
 from quire.core.output import EndCause, Output
+from quire.core.prompt_progress import PromptProgress
 from quire.core.request import Beams, KnownOutput, Namespace, Request
 from quire.core.scheduling_params import MAX_PROGRAM_TTL, Program, Retention, SchedulingParams
 from quire.core.step import Logprobs, Pooling
@@ -174,6 +175,7 @@ def new_requests():
         resumed=st.booleans(),
         eos_token_ids=st.just((2,)),
         prediction=IDS,
+        num_counted=COUNT,
     )
 
 
@@ -242,6 +244,7 @@ def stats():
             "waiting_because": st.just("blocks"),
             "drafts": st.dictionaries(TEXT, st.builds(DraftCounts, COUNT, COUNT, COUNT), max_size=2),
             "accepted_by_place": st.lists(COUNT, max_size=3).map(tuple),
+            "prompts": st.builds(PromptProgress, COUNT, COUNT, COUNT),
         },
     )
 
@@ -295,6 +298,7 @@ def news():
         num_steps=COUNT,
         launched=optional(launched),
         stats=stats(),
+        num_counted=st.dictionaries(TEXT, COUNT, max_size=2),
     )
     return st.one_of(
         batch,

@@ -9,6 +9,8 @@ import pytest
 from rich.console import Console
 
 from quire import LLM, SamplingParams
+from quire.chat.parts import Content
+from quire.core.prompt_progress import PromptProgress
 from quire.terminal.chat import COMMANDS, Chat
 from tools.demo_model.tool_use import TOOLS
 
@@ -49,6 +51,29 @@ def test_answers_are_those_of_chat_with_their_speed(llm, talk):
     assert text == expected.outputs[0].text
     assert "tokens/s" in numbers
     assert goes_on
+
+
+class SlowPrompt:
+    """A model whose prompt takes three steps."""
+
+    model_name, max_model_len = "m", 1000
+
+    def stream_message(self, messages, params=None, *, tools=None, on_step):
+        for progress in (PromptProgress(1, 64, 150), PromptProgress(1, 128, 150), PromptProgress()):
+            on_step(progress)
+        yield [Content("an answer")], 2
+
+
+def test_a_terminal_shows_how_far_a_long_prompt_is():
+    written = {}
+    for is_terminal in (True, False):
+        screen = StringIO()
+        console = Console(file=screen, width=60, force_terminal=is_terminal)
+        Chat(SlowPrompt(), SamplingParams(), None, console, input).turn("long")
+        written[is_terminal] = screen.getvalue()
+    assert "prompt 128 of 150" in written[True]
+    assert written[True].rindex("prompt") < written[True].index("an answer")
+    assert written[False].startswith("an answer\n2 tokens")
 
 
 def test_reset_forgets_and_system_sets_the_system_message(talk):

@@ -35,7 +35,9 @@ def test_rates_are_per_second_and_shares_of_what_was_added():
         **{"prefix_cache_hits_total": 150, "num_requests_running": 4, "kv_cache_usage_perc": 0.25},
     )
     found = compare(before, after)
-    assert (found.prompt_rate, found.output_rate, found.cached_share) == (100, 20, 0.75)
+    assert (found.prompt_rate, found.output_rate, found.cached_share) == (100, 20, 0.75), "an older vLLM"
+    after.values["prompt_tokens_cached_total"] = 150
+    assert compare(before, after).prompt_rate == 25, "tokens of the prefix cache are not computed"
     assert (found.running, found.waiting, found.kv_use) == (4, 0, 0.25)
     assert found.latencies == dict.fromkeys(LATENCIES)
 
@@ -76,6 +78,14 @@ def test_the_screen_has_all_figures():
     Console(file=screen, width=100).print(render(compare(sample(0.0), after), [0, 5, 10], "http://x"))
     text = screen.getvalue()
     assert all(part in text for part in ("7 waiting", "1,234 tokens/s", "150 ms median, 199 ms p99", " ▄█"))
+    assert "prompt 18" not in text
+
+
+def test_running_prompts_show_how_far_they_are():
+    screen = StringIO()
+    after = sample(1.0, prompts_running=1, prompts_running_tokens=61_178, prompts_running_tokens_done=18_400)
+    Console(file=screen, width=100).print(render(compare(sample(0.0), after), [], "http://x"))
+    assert "prompt 18,400 of 61,178" in screen.getvalue()
 
 
 def test_a_running_server_is_shown():

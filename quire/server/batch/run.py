@@ -31,8 +31,11 @@ from quire.server.batch.file_format import (
 )
 from quire.server.batch.in_process_client import Response
 from quire.server.batch.sender import BatchStopped, send_lines
+from quire.server.observability.activity import ActivityLine
 from quire.server.options import ServerOptions
 from quire.server.serve import launched
+
+_TICK_SECONDS = 0.5  # between checks whether a line of figures is due
 
 
 class ResultFile:
@@ -112,9 +115,9 @@ def run_batch(  # noqa: PLR0913 (a flag each)
 ) -> None:
     """Send all lines of `source`, at most `concurrency` at once, and append results to `target` as they arrive.
 
-    resume: skips lines that have a result in `target`. report(line) gets the memory plan and the summary,
-    progress(done, total) bytes of the model, advance(done, total) lines. Raises ConfigError for unusable files, before
-    the model is loaded; ConfigError, ModelError, EngineStopped for the engine; BatchStopped.
+    resume: skips lines that have a result in `target`. report(line) gets the memory plan, lines of figures and the
+    summary, progress(done, total) bytes of the model, advance(done, total) lines. Raises ConfigError for unusable
+    files, before the model is loaded; ConfigError, ModelError, EngineStopped for the engine; BatchStopped.
     """
     if source.exists() and target.exists() and source.samefile(target):
         raise ConfigError(f"{target} is the input; name another file for the results")
@@ -132,7 +135,8 @@ def run_batch(  # noqa: PLR0913 (a flag each)
             with launched(options, server, report=report, progress=progress) as service:
                 app = make_app(service, with_tarpit=False)
                 batch = Batch(app, output, lambda done: advance(done, max(done, total)))
-                asyncio.run(_until_signal(app, batch.run(file, concurrency)))
+                activity = ActivityLine(lambda: service.engine.health().stats, report)
+                asyncio.run(_until_signal(app, batch.run(file, concurrency), activity))
         except (asyncio.CancelledError, KeyboardInterrupt):
             raise BatchStopped(f"stopped; finished results are in {target}, and --resume continues") from None
         except OSError as error:
@@ -147,12 +151,21 @@ def _num_lines(file: BinaryIO) -> int:
     return sum(len(lines.push(data)) for data in iter(partial(file.read, READ_SIZE), b"")) + len(lines.finish())
 
 
-async def _until_signal(app: FastAPI, work: Coroutine[object, object, None]) -> None:
-    """Run `work` while the app is started. SIGTERM cancels it, as Ctrl-C does."""
+async def _until_signal(app: FastAPI, work: Coroutine[object, object, None], activity: ActivityLine) -> None:
+    """Run `work` while the app is started, with lines of figures. SIGTERM cancels it, as Ctrl-C does."""
     async with app.router.lifespan_context(app):
-        working = asyncio.ensure_future(work)
+        working, reporting = asyncio.ensure_future(work), asyncio.ensure_future(_report(activity))
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, working.cancel)
-        await working
+        try:
+            await working
+        finally:
+            reporting.cancel()
+
+
+async def _report(activity: ActivityLine) -> None:
+    while True:
+        await asyncio.sleep(_TICK_SECONDS)
+        activity.update()
 
 
 class Batch:

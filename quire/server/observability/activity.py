@@ -1,4 +1,4 @@
-"""One line of figures every ten seconds, while the engine works."""
+"""One line of figures every ten seconds, while the engine has work."""
 
 import time
 from collections.abc import Callable
@@ -10,7 +10,7 @@ _COUNTERS = ("prompt_tokens", "generation_tokens", "prefix_query_tokens", "prefi
 
 
 class ActivityLine:
-    """Reports requests, tokens per second, prefix hits and KV use. Silent while no token is computed."""
+    """Reports requests, tokens per second, prefix hits, running prompts and KV use. Silent without work."""
 
     def __init__(
         self,
@@ -34,9 +34,11 @@ class ActivityLine:
             getattr(stats, name) - getattr(self._counted, name) for name in _COUNTERS
         )
         self._last, self._counted = self._last + seconds, stats
-        if not prompt + output:
+        if not (prompt + output + stats.num_running + stats.num_waiting):
             return
-        line = f"{stats.num_running} running, {stats.num_waiting} waiting; prompt {prompt / seconds:,.0f} tokens/s"
+        computed = (prompt - hits) / seconds
+        progress = f"{stats.prompts}," if stats.prompts.num_prompts else str(stats.prompts)
+        line = f"{stats.num_running} running, {stats.num_waiting} waiting; {progress} {computed:,.0f} tokens/s"
         if queried:
             line += f", {hits / queried:.0%} cached"
         used = stats.kv_blocks_used / max(1, stats.kv_blocks_total)

@@ -40,9 +40,12 @@ _GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
         lambda s: s.host_blocks_used / max(1, s.host_blocks_total),
     ),
     ("last_step_seconds", "Duration of the last step.", lambda s: s.last_step_seconds),
+    ("prompts_running", "Running prompts that take more than one step.", lambda s: s.prompts.num_prompts),
+    ("prompts_running_tokens", "Tokens of these prompts.", lambda s: s.prompts.num_tokens),
+    ("prompts_running_tokens_done", "Those of them that have KV.", lambda s: s.prompts.num_done),
 )
 _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
-    ("prompt_tokens", "Prompt tokens accepted.", lambda s: s.prompt_tokens),
+    ("prompt_tokens", "Prompt tokens computed or found in the prefix cache.", lambda s: s.prompt_tokens),
     ("prompt_tokens_cached", "Prompt tokens whose KV was in the prefix cache.", lambda s: s.prefix_hit_tokens),
     ("generation_tokens", "Tokens generated.", lambda s: s.generation_tokens),
     ("forced_tokens", "Generated tokens that a constraint forced.", lambda s: s.forced_tokens),
@@ -119,9 +122,9 @@ class EngineCollector(Collector):
         return family
 
     def _prompt_tokens_by_source(self, stats: EngineStats) -> Metric:
-        text = "Prompt tokens of admitted requests, by where their KV came from."
+        text = "Prompt tokens by where their KV came from."
         family = CounterMetricFamily("prompt_tokens_by_source", text, labels=(*LABELS, "source"))
-        computed = stats.prefix_query_tokens - stats.prefix_hit_tokens
+        computed = stats.prompt_tokens - stats.prefix_hit_tokens
         for source, value in (("local_compute", computed), ("local_cache_hit", stats.prefix_hit_tokens)):
             family.add_metric((*self._label_values, source), value)
         return family

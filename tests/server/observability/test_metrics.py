@@ -67,6 +67,7 @@ OUR_OWN = {
     **dict.fromkeys(("kv_blocks_swapped_in", "admissions_slowed", "iterations"), ("counter", set())),
     **dict.fromkeys(("iterations_failed", "engine_restarts", "access_log_lines_lost"), ("counter", set())),
     **dict.fromkeys(("engine_heartbeat_age_seconds", "engine_healthy"), ("gauge", set())),
+    **dict.fromkeys(("prompts_running", "prompts_running_tokens", "prompts_running_tokens_done"), ("gauge", set())),
     "engine_state": ("gauge", {"state"}),
     "requests_refused": ("counter", {"reason"}),
     "forced_tokens": ("counter", set()),
@@ -141,6 +142,7 @@ def test_metrics_have_the_values_of_the_served_requests(keyless, page):
         ("request_params_max_tokens", 4, 4 * 5),
     ):
         assert (added(f"quire:{name}_count"), added(f"quire:{name}_sum")) == (count, total), name
+    assert added("quire:prompt_tokens_total") == 3 + 1 + 40 + 40
     assert added("quire:prompt_tokens_by_source_total", source="local_compute") == 45
     assert added("quire:prompt_tokens_by_source_total", source="local_cache_hit") == 39
     assert added("quire:prompt_tokens_cached_total") == added("quire:prefix_cache_hits_total") == 39

@@ -65,7 +65,7 @@ export class Charts {
   draw({ samples, steps, firstTokens, numRunning, numWaiting, sees, others }, interval) {
     const [palette, tiles] = [this.#palette, this.#tiles];
     const output = smooth(rates(samples, 'output_tokens').map((point) => point.value));
-    const prompt = smooth(rates(samples, 'prompt_tokens').map((point) => point.value));
+    const prompt = smooth(rates(samples, 'prompt_tokens', 'cached_tokens').map((point) => point.value));
     tiles.output.draw(palette, { value: short(last(output)), note: 'tokens/s', points: output });
     tiles.prompt.draw(palette, { value: short(last(prompt)), note: 'tokens/s', points: prompt });
     const hits = hitRates(samples).map((point) => point.value);

@@ -29,9 +29,15 @@ function bar(parts, format) {
     h('ul', { class: 'legend' }, parts.map(([label, amount, kind]) => h('li', {}, h('span', { class: `swatch ${kind}`, 'aria-hidden': 'true' }), `${label} `, h('b', {}, format(amount))))));
 }
 
+/** The bar of a prompt of `all` tokens, of which `done` are cached or computed. */
+function promptBar(all, done, cached) {
+  const missing = all - Math.max(done, cached);
+  return bar([['cached', cached, 'part-cached'], ['computed', Math.max(0, done - cached), 'part-computed'], ...(missing ? [['to compute', missing, 'part-missing']] : [])], count);
+}
+
 function reuse(prompt) {
-  const { num_prompt_tokens: all, num_cached_tokens: cached, miss } = prompt;
-  const lines = [bar([['cached', cached, 'part-cached'], ['computed', all - cached, 'part-computed']], count)];
+  const { num_prompt_tokens: all, num_prompt_done: done, num_cached_tokens: cached, miss } = prompt;
+  const lines = [promptBar(all, done, cached)];
   if (miss) {
     let text = `From token ${count(miss.position)} on it had to be computed: ${MISSES[miss.reason] || miss.reason}`;
     if (miss.evicted_at !== null && miss.evicted_at !== undefined) text += `, ${seconds(prompt.arrived - miss.evicted_at)} before it came`;
@@ -84,9 +90,10 @@ function promptSection(prompt, single) {
 
 /** What an update of the monitor says of a request, where there is no server to ask. */
 function fromUpdate(request) {
-  return [facts([['State', request.state], ['Tenant', request.tenant], ['Prompt', plural(request.num_prompt, 'token')], ['Output', plural(request.num_output, 'token')],
+  const { num_prompt: all, num_prompt_done: done, num_cached: cached } = request;
+  return [facts([['State', request.state], ['Tenant', request.tenant], ['Prompt', plural(all, 'token')], ['Output', plural(request.num_output, 'token')],
     ['Blocks', count(request.num_blocks)], ['Priority', request.priority], ['Adapter', request.adapter], ['Waits because', request.reason]]),
-  bar([['cached', request.num_cached, 'part-cached'], ['computed', Math.max(0, request.num_prompt - request.num_cached), 'part-computed']], count)];
+  promptBar(all, done, cached)];
 }
 
 /** A drawer at the side of the page. */

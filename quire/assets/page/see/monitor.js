@@ -174,13 +174,14 @@ export class Monitor {
   }
 }
 
-/** Seconds between samples and what a counter grew by between them, per second: `[{at, value}]`. */
-export function rates(samples, field) {
+/** What a counter, without its part `part`, grew by between two samples, per second: `[{at, value}]`. */
+export function rates(samples, field, part) {
+  const total = ({ totals }) => totals[field] - (part ? totals[part] : 0);
   const points = [];
   for (let index = 1; index < samples.length; index += 1) {
     const [before, after] = [samples[index - 1], samples[index]];
     const time = after.at - before.at;
-    if (time > 0) points.push({ at: after.at, value: Math.max(0, after.totals[field] - before.totals[field]) / time });
+    if (time > 0) points.push({ at: after.at, value: Math.max(0, total(after) - total(before)) / time });
   }
   return points;
 }

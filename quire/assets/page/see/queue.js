@@ -14,6 +14,10 @@ function shortId(id) {
   return own.length > 16 ? `${own.slice(0, 6)}…${own.slice(-6)}` : own;
 }
 
+/** The tokens of a running request's prompt, after those that are done, if it is not done. */
+export function promptText({ num_prompt: all, num_prompt_done: done }) {
+  return done < all ? `${count(done)} / ${count(all)}` : count(all);
+}
 
 /** One row, whose cells are changed in place so that focus and selection stay. */
 class Row {
@@ -102,7 +106,7 @@ export class Queue {
     const running = requests.filter((request) => request.state === 'running');
     const waiting = requests.filter((request) => request.state !== 'running');
     this.running.draw(running.slice(0, MAX_ROWS), monitor.numRunning, (request) => [
-      count(request.num_prompt), percent(request.num_cached, request.num_prompt), `${count(request.num_output)}${request.max_tokens ? ` / ${count(request.max_tokens)}` : ''}`,
+      promptText(request), percent(request.num_cached, request.num_prompt), `${count(request.num_output)}${request.max_tokens ? ` / ${count(request.max_tokens)}` : ''}`,
       count(request.num_blocks), seconds(at - request.since)], colour, this.highlight);
     this.waiting.draw(waiting.slice(0, MAX_ROWS), monitor.numWaiting, (request) => [
       count(request.num_prompt), seconds(at - request.since), `${request.state === 'swapped' ? 'swapped out: ' : ''}${request.reason || '–'}`], colour, this.highlight);
