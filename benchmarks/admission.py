@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cpu.machine import describe
+from benchmarks.result_file import write_result
 from quire.cache.kv_cache import KVCache
 from quire.config import CacheConfig, KVGroup
 from quire.core.request import Namespace
@@ -57,7 +58,7 @@ def main() -> None:
         rows.append(row)
         print(row)
     if args.json:
-        args.json.write_text(json.dumps({"machine": describe(), "rows": rows}, indent=1) + "\n")
+        write_result(args.json, {"machine": describe(), "rows": rows})
 
 
 def _in_process(here: Path, checkout: Path) -> list[dict[str, float]]:

@@ -18,7 +18,7 @@ from statistics import median
 from types import SimpleNamespace
 from typing import cast
 
-from benchmarks.commit import commit_of
+from benchmarks.result_file import write_result
 from quire.chat.detect import chat_format
 from quire.chat.formats import ChatFormat
 from quire.chat.output import OutputFormat, output_format
@@ -34,7 +34,6 @@ from quire.server.api.openai.chat import ChatAnswer
 from quire.server.api.openai.schema import ChatBody
 from quire.server.observability.metrics import Metrics
 from quire.server.reply import Reply
-from quire.startup.hardware import cpu_description
 from quire.supervisor.health import Health
 from quire.tokenizer.load import open_tokenizer
 from quire.tokenizer.tokenizer import Tokenizer
@@ -120,8 +119,6 @@ def main() -> None:
     ][1:]
     ratios = [pair["parsed"] / pair["plain"] for pair in pairs]
     result = {
-        "commit": commit_of(),
-        "machine": cpu_description(),
         "tokens": len(tokens),
         **{f"{name}, us per token": round(1e6 * median(pair[name] for pair in pairs), 1) for name in formats},
         "ratio": round(median(ratios), 3),
@@ -130,7 +127,7 @@ def main() -> None:
     }
     print(json.dumps(result, indent=2))
     if args.json is not None:
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+        write_result(args.json, result)
 
 
 if __name__ == "__main__":

@@ -112,6 +112,7 @@ def main() -> None:
         return
     from benchmarks.cpu.checkpoints import checkpoint  # noqa: PLC0415  (not needed by measuring processes)
     from benchmarks.cpu.machine import describe  # noqa: PLC0415
+    from benchmarks.result_file import write_result  # noqa: PLC0415
 
     checkouts = {"here": ROOT} | ({"beside": options.beside.resolve()} if options.beside else {})
     report: dict[str, Any] = {"machine": describe() | {"threads": options.threads}}
@@ -121,7 +122,7 @@ def main() -> None:
         folder = "" if shape == "embedded" else str(checkpoint(shape, options.models).resolve())
         report[name] = compare(name, [folder, dtype, kernels, str(options.threads)], checkouts, options.repeat)
         if options.json:
-            options.json.write_text(json.dumps(report, indent=1) + "\n")
+            write_result(options.json, report)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.cpu.checkpoints import SHAPES, VOCAB_SIZE, checkpoint
 from benchmarks.cpu.machine import describe
+from benchmarks.result_file import write_result
 from quire import LLM, SamplingParams
 from quire.hub import embedded
 from quire.kernels.cpu import _C
@@ -55,7 +56,7 @@ def main() -> None:
     for row in errors:
         print(row)
     if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+        write_result(args.json, result)
 
 
 def _times(folder: Path, dtype: str, builds: list[str], repeat: int) -> Iterator[dict[str, Any]]:

@@ -30,6 +30,7 @@ from rich.table import Table
 
 from benchmarks.commit import ROOT, commit_of
 from benchmarks.cpu.machine import describe
+from benchmarks.result_file import write_result
 
 NUM_STREAMS, STREAM_TOKENS, NUM_SHORT = 16, 256, 200
 GOAL = 1.01
@@ -165,11 +166,11 @@ def main() -> None:
     Console().print(table)
     if args.json:
         report = {
-            **{"machine": describe(), "commit": commit_of(), "before": before_commit, "goal": GOAL, "measure": what},
+            **{"machine": describe(), "before": before_commit, "goal": GOAL, "measure": what},
             "medians": {name: statistics.median(values) for name, values in ratios.items()},
             "pairs": [{"before": old._asdict(), "now": new._asdict()} for old, new in pairs],
         }
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        write_result(args.json, report)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import time
 import urllib.request
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +164,10 @@ def main() -> None:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    report: dict[str, Any] = {"machine": _cpu(), "pythons": {}}
+    report: dict[str, Any] = {
+        **{"commit": commit.stdout.strip(), "date": date.today().isoformat(), "machine": _cpu()},
+        **{"command": f"python {' '.join(sys.argv)}", "pythons": {}},
+    }
     if options.json and options.json.exists():  # keep the figures of Pythons that are not run now
         report["pythons"] = json.loads(options.json.read_text())["pythons"]
     for version in wanted:

@@ -9,15 +9,14 @@ probabilities of the next token, and its error is the standard error over tokens
 """
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.commit import commit_of
 from benchmarks.cpu import machine
 from benchmarks.logits import TextModel, divergences, perplexity
+from benchmarks.result_file import write_result
 from quire.config import EngineOptions, KVDType
 from quire.startup.build import Prepared, prepare
 from quire.tokenizer.gguf import read_gguf_tokenizer
@@ -83,8 +82,8 @@ def main() -> None:
             f" {row['ratio']:.4f} | {row['kl']:.5f} ± {row['kl_error']:.5f} |"
         )
     if args.json is not None:
-        kept = {"commit": commit_of(), "machine": machine.describe(), "model": args.model.name, "dtype": args.dtype}
-        args.json.write_text(json.dumps({**kept, "types": rows}, indent=2) + "\n")
+        kept = {"machine": machine.describe(), "model": args.model.name, "dtype": args.dtype}
+        write_result(args.json, {**kept, "types": rows})
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from rich.progress import track
 
 from benchmarks.cpu import machine
 from benchmarks.cpu.checkpoints import SHAPES, VOCAB_SIZE, checkpoint
+from benchmarks.result_file import write_result
 from quire.config import EngineOptions, KVDType, Quantization
 from quire.kernels.contract import Batch, Storage
 from quire.layers.attend import PagedAttend
@@ -151,8 +152,7 @@ def main() -> None:
         print(f"| {kind} | {case.bytes_per_token} | {tokens} | {' | '.join(cells)} |")
     if args.json is not None:
         options = {name: getattr(args, name) for name in ("shape", "rows", "context", "quantization", "rounds")}
-        kept = {"machine": machine.describe(), **options, "types": rows}
-        args.json.write_text(json.dumps(kept, indent=2) + "\n")
+        write_result(args.json, {"machine": machine.describe(), **options, "types": rows})
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ The ratio is what the file adds to both processes without the KV pools, divided 
 """
 
 import argparse
-import json
 import re
 import tempfile
 import time
@@ -24,6 +23,7 @@ from rich.progress import track
 from benchmarks.cpu.checkpoints import SHAPES, checkpoint
 from benchmarks.cpu.gguf_file import gguf_file, types
 from benchmarks.cpu.machine import describe
+from benchmarks.result_file import write_result
 from benchmarks.startup import answered
 
 _SETTLE = 2.0  # seconds after the answer, in which an idle engine frees its buffers
@@ -87,7 +87,7 @@ def main() -> None:
     if args.json:
         setting = {"shape": args.shape, "type": args.type, "file_bytes": size, "types": kinds, "options": args.options}
         report = {"machine": describe(), "setting": setting, "pss_bytes": runs, "ratios": ratios}
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        write_result(args.json, report)
 
 
 if __name__ == "__main__":

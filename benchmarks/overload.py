@@ -9,7 +9,6 @@ time per token.
 """
 
 import argparse
-import json
 from collections import deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from random import Random
 
 import numpy as np
 
+from benchmarks.result_file import write_result
 from quire.cache.kv_cache import KVCache
 from quire.config import CacheConfig, KVGroup, PreemptionMode, PrefixIndexKind, SchedulerConfig
 from quire.core.request import Request
@@ -158,7 +158,7 @@ def main() -> None:
                 flush=True,
             )
     if args.json:
-        args.json.write_text(json.dumps(rows, indent=1))
+        write_result(args.json, {"rows": rows})
 
 
 if __name__ == "__main__":

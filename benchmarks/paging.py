@@ -9,7 +9,6 @@ other work on the machine can only slow them down.
 """
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.commit import commit_of
 from benchmarks.cpu.machine import describe
+from benchmarks.result_file import write_result
 from quire.config import KVGroup
 from quire.kernels.contract import DTYPES, Batch, Storage
 from quire.kernels.cpu import _C, paged
@@ -49,13 +48,16 @@ def best_of(runs: list[Callable[[], None]], rounds: int = ROUNDS) -> list[float]
 class Case:
     """`batch` chunks of positions [start, stop) over blocks in random or in ascending order."""
 
-    def __init__(self, options: argparse.Namespace, batch: int, start: int, stop: int) -> None:
-        width = -(-stop // BLOCK_SIZE)
+    def __init__(
+        self, options: argparse.Namespace, batch: int, start: int, stop: int, block_size: int = BLOCK_SIZE
+    ) -> None:
+        width = -(-stop // block_size)
         dtype = DTYPES[options.dtype]
         padded = -(-options.head_dim // 16) * 16
         group = KVGroup((0,), "full", options.kv_heads, options.head_dim, options.dtype, batch * width, 1)
-        data = torch.empty(1, 2, batch * width, options.kv_heads, 1, 16 * padded, dtype=dtype).normal_()
-        self.storage = Storage(group, BLOCK_SIZE, data)
+        parts = (block_size // 16, 16 * padded)
+        data = torch.empty(1, 2, batch * width, options.kv_heads, *parts, dtype=dtype).normal_()
+        self.storage = Storage(group, block_size, data)
         self.bytes = data.nbytes
         tokens = batch * (stop - start)
         self.q = torch.randn(tokens, options.heads, options.head_dim).to(dtype)
@@ -91,17 +93,16 @@ def main() -> None:
     _C.use(options.build)
     print(f"{options.build}, {options.threads} threads, {options.heads}/{options.kv_heads} heads of {options.head_dim}")
     figures: dict[str, object] = {
-        "commit": commit_of(),
         "machine": describe(),
         "build": options.build,
-        "decode": [],
-        "split": [],
-        "prefill": [],
+        "decode": decode(options),
+        "block_sizes": block_sizes(options),
+        "bandwidth": bandwidth(options),
+        "split": split(options),
+        "prefill": prefill(options),
     }
-    figures["decode"], figures["bandwidth"] = decode(options), bandwidth(options)
-    figures["split"], figures["prefill"] = split(options), prefill(options)
     if options.json:
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+        write_result(options.json, figures)
 
 
 def decode(options: argparse.Namespace) -> list[dict[str, float]]:
@@ -119,6 +120,17 @@ def decode(options: argparse.Namespace) -> list[dict[str, float]]:
                 f"decode, batch {batch:2}, context {context}: {scattered * 1e6:7.1f} us, {rate:5.1f} GB/s, "
                 f"{ratio:.3f} of contiguous"
             )
+    return rows
+
+
+def block_sizes(options: argparse.Namespace) -> list[dict[str, float]]:
+    """Scattered against contiguous blocks, by block size: 64 sequences of 512 tokens."""
+    rows = []
+    for block_size in (16, 32, 64, 128):
+        case = Case(options, 64, 511, 512, block_size)
+        scattered, contiguous = best_of([case.scattered, case.contiguous])
+        rows.append({"block_size": block_size, "seconds": scattered, "ratio": scattered / contiguous})
+        print(f"decode, batch 64, context 512, blocks of {block_size:3}: {scattered / contiguous:.3f} of contiguous")
     return rows
 
 

@@ -9,7 +9,6 @@ tuned per workload. The machine has to be idle: other programs lengthen the meas
 """
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,8 +19,8 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.commit import commit_of
 from benchmarks.cpu.machine import describe
+from benchmarks.result_file import write_result
 from quire.config import EngineOptions
 from quire.core.request import Namespace, Request
 from quire.engine.engine import Engine
@@ -159,14 +158,13 @@ def main() -> None:
     if args.json:
         setting = {name: str(value) for name, value in vars(args).items() if name != "json"}
         figures = {
-            "commit": commit_of(),
             "machine": describe(),
             "setting": setting,
             "fit_error": profile.error,
             "workloads": rows,
             "mean": means,
         }
-        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+        write_result(args.json, figures)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ existing buffer.
 """
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.cpu.machine import describe
+from benchmarks.result_file import write_result
 from quire.kernels.contract import PackedWeight
 from quire.kernels.cpu import kernels
 from quire.kernels.cpu.products import pack_weight
@@ -74,7 +74,7 @@ def main() -> None:
             print(f"{name:<14}{rows:>6}{times}{rate:>9.0f}{read:>7.1f}")
             found.append({"weight": name, "rows": rows, "quire_us": 1e6 * ours, "onednn_us": 1e6 * theirs})
     if args.json:
-        args.json.write_text(json.dumps({"machine": describe(), "products": found}, indent=1) + "\n")
+        write_result(args.json, {"machine": describe(), "products": found})
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ answers, each after the true text before it.
 """
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import exp, sqrt
@@ -23,6 +22,7 @@ from rich.progress import track
 
 from benchmarks.cpu import machine
 from benchmarks.logits import TextModel, negative_logprobs
+from benchmarks.result_file import write_result
 from quire.config import EngineOptions
 from quire.hub import embedded
 from quire.quant.schemes import AT_LOAD
@@ -215,7 +215,7 @@ def main() -> None:
             "texts": args.texts,
             "rows": [asdict(row) for row in rows],
         }
-        args.json.write_text(json.dumps(kept, indent=2) + "\n")
+        write_result(args.json, kept)
     if args.plot is not None:
         draw(rows, args.plot)
 

@@ -10,7 +10,6 @@ and KV of the tokens, at the mean of the rates before and after them, divided by
 """
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -20,12 +19,12 @@ from statistics import mean
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+from benchmarks.result_file import write_result
 from quire import LLM, SamplingParams  # before torch: quire sets how long OpenMP threads spin
 
 # isort: split
 from rich.progress import track
 
-from benchmarks.commit import commit_of
 from benchmarks.cpu.checkpoints import SHAPES, checkpoint
 from benchmarks.cpu.decode_bytes import decode_bytes
 from benchmarks.cpu.engines import Engine
@@ -115,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args(arguments)
     names = args.quantizations.split(",")
-    report: dict[str, Any] = {"commit": commit_of(), "machine": describe(), "shape": args.shape, "every": args.every}
+    report: dict[str, Any] = {"machine": describe(), "shape": args.shape, "every": args.every}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as temporary:
         model = checkpoint(args.shape, args.models or Path(temporary))
@@ -138,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{name}: {share['median']:.2f} ({share['min']:.2f} to {share['max']:.2f}) of the read rate; decodes at "
               f"{rate['median']:.1f} of {machine['median']:.1f} GB/s")  # fmt: skip
     if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        write_result(args.json, report)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ The real scheduler runs over a modelled runner: a step takes a fixed time and a 
 """
 
 import argparse
-import json
 from collections import deque
 from dataclasses import asdict, dataclass
 from heapq import heappop, heappush
@@ -24,6 +23,7 @@ from typing import Literal
 
 import numpy as np
 
+from benchmarks.result_file import write_result
 from quire.cache.kv_cache import KVCache
 from quire.config import CacheConfig, KVGroup, SchedulerConfig
 from quire.core.request import Request
@@ -227,7 +227,7 @@ def main() -> None:
             flush=True,
         )
     if args.json:
-        args.json.write_text(json.dumps(rows, indent=1))
+        write_result(args.json, {"rows": rows})
 
 
 if __name__ == "__main__":

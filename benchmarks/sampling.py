@@ -6,7 +6,6 @@ Times are medians of runs that the two take in turns.
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.result_file import write_result
 from quire.kernels import reference
 from quire.kernels.contract import DTYPES, History, LogitEdits, Masks, SamplingMetadata
 from quire.kernels.cpu import _C, sampling
@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results[name] = one = measure(name, logits)
         print(f"{name:22} {one['cpu_ms']:9.3f} ms   reference {one['reference_ms']:9.2f} ms   {one['ratio']:7.1f} x")
     if args.json:
-        args.json.write_text(json.dumps(results, indent=1) + "\n")
+        write_result(args.json, results)
     return 0
 
 

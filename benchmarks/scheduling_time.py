@@ -231,11 +231,10 @@ def main() -> None:
     if args.print_json:
         print(json.dumps(found))
         return
-    from benchmarks.commit import commit_of  # noqa: PLC0415  (another version may have no such module)
+    from benchmarks.result_file import write_result  # noqa: PLC0415  (another version may have no such module)
     from quire.startup.hardware import cpu_description  # noqa: PLC0415
 
     report: dict[str, object] = {
-        "commit": commit_of(),
         "machine": f"{cpu_description()}, Python {platform.python_version()}",
         "setting": {name: getattr(args, name) for name in SETTING},
         "cpu_time": found,
@@ -252,7 +251,7 @@ def main() -> None:
         for name, ratio in ratios.items():
             print(f"  {name:<22} {ratio['median']:.3f} of the time before, {ratio['interval']}, {ratio['pairs']} pairs")
     if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        write_result(args.json, report)
 
 
 if __name__ == "__main__":

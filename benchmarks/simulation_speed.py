@@ -7,17 +7,15 @@ thousands of requests wait. One process. The goal is two minutes, or 2.5 us per 
 """
 
 import argparse
-import json
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
-from benchmarks.commit import commit_of
+from benchmarks.result_file import write_result
 from quire.config import EngineOptions
 from quire.planner.options import WorkloadOptions
 from quire.planner.simulate import simulate
-from quire.startup.hardware import cpu_description
 
 RATE = 60.0  # requests per second; about 53 are completed
 
@@ -39,8 +37,7 @@ def main() -> None:
             options, workload, report=print, advance=lambda done, _total: progress.update(task, completed=done)
         )
     if args.json:
-        about = {"commit": commit_of(), "machine": cpu_description()}
-        args.json.write_text(json.dumps({**about, **figures}, indent=1) + "\n")
+        write_result(args.json, figures)
 
 
 if __name__ == "__main__":

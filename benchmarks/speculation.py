@@ -14,7 +14,6 @@ Every output is compared with the one without drafts.
 """
 
 import argparse
-import json
 import random
 import tempfile
 import time
@@ -29,6 +28,7 @@ from rich.table import Table
 
 from benchmarks.cpu import machine
 from benchmarks.cpu.checkpoints import checkpoint
+from benchmarks.result_file import write_result
 from benchmarks.structured import jump
 from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.core.request import Namespace, Request
@@ -359,7 +359,7 @@ def main() -> None:
         rows = found["records"] = records(args.rounds)
         show("64 JSON records by the embedded model, 16 at once", rows)
     if args.json is not None:
-        args.json.write_text(json.dumps(found, indent=2) + "\n")
+        write_result(args.json, found)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ step are output tokens by model steps, those of prompts included. Engines take t
 """
 
 import argparse
-import json
 import random
 import shutil
 import sys
@@ -26,9 +25,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.commit import commit_of
 from benchmarks.cpu import machine
 from benchmarks.cpu.engines import Engine, EngineError, Running, start
+from benchmarks.result_file import write_result
 from benchmarks.speculation import TASKS
 from quire import LLM, SamplingParams
 from quire.hub import embedded
@@ -153,8 +152,7 @@ def main(arguments: list[str] | None = None) -> None:
         table.add_row(*map(str, row.values()))
     Console().print(table)
     if args.json is not None:
-        head = {"commit": commit_of(), "machine": machine.describe()}
-        args.json.write_text(json.dumps({**head, "tasks": rows}, indent=2) + "\n")
+        write_result(args.json, {"machine": machine.describe(), "tasks": rows})
 
 
 if __name__ == "__main__":

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 
 from rich.progress import track
 
-from benchmarks.commit import commit_of
 from benchmarks.cpu.checkpoints import SHAPES, checkpoint
 from benchmarks.cpu.machine import describe
+from benchmarks.result_file import write_result
 
 LINES = ("policy", "kernels", "weights", "costs", "tpot")  # start-up lines whose times are printed
 COMMAND = (sys.executable, "-c", "from quire.command import main; main()", "serve", "--port", "0")
@@ -106,8 +106,8 @@ def main() -> None:
         print(f"{name:<17} median {statistics.median(values):.2f} s, {min(values):.2f} to {max(values):.2f} s")
     if args.json:
         setting = {"shape": args.shape or "as in the options", "repeat": args.repeat, "options": args.options}
-        report = {"commit": commit_of(), "machine": describe(), "setting": setting, "seconds": summary}
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        report = {"machine": describe(), "setting": setting, "seconds": summary}
+        write_result(args.json, report)
 
 
 if __name__ == "__main__":

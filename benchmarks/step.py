@@ -9,7 +9,6 @@ products at the measured bf16 rate.
 """
 
 import argparse
-import json
 import random
 import tempfile
 import time
@@ -22,6 +21,7 @@ from unittest.mock import patch
 
 from benchmarks.cpu.checkpoints import SHAPES, VOCAB_SIZE, checkpoint, weight_bytes
 from benchmarks.cpu.machine import describe
+from benchmarks.result_file import write_result
 from quire.config import EngineOptions
 from quire.core.request import Request
 from quire.engine.engine import Engine
@@ -144,7 +144,7 @@ def main() -> None:
         show(f"prefill of {args.prefill} tokens", found, bound)
         figures[f"prefill {args.prefill}"] = found | {"products_bound_milliseconds": bound}
     if args.json:
-        args.json.write_text(json.dumps(figures, indent=1))
+        write_result(args.json, figures)
 
 
 if __name__ == "__main__":

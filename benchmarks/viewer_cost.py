@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.cpu.machine import describe
+from benchmarks.result_file import write_result
 
 BIN = Path(sys.executable).parent
 PROMPT, LENGTHS, SETTLE_SECONDS = 64, (20, 400), 1.0
@@ -68,7 +69,7 @@ def main() -> None:
     if args.json:
         load = {"sequences": args.sequences, "viewers": args.viewers, "seconds": args.seconds}
         found = {"machine": describe(), "load": load, "medians": medians, "goals": GOALS, "pairs": rows}
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        write_result(args.json, found)
 
 
 @contextmanager

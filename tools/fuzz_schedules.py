@@ -29,6 +29,7 @@ from typing import Any, NamedTuple, get_args
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from benchmarks.result_file import write_result
 from quire.cache.kv_cache import KVCache
 from quire.config import CacheConfig, Eviction, KVGroup, Policy, PreemptionMode, SchedulerConfig
 from quire.core.output import Output
@@ -592,7 +593,7 @@ def main(arguments: list[str] | None = None) -> None:
         if args.json is not None:
             counts = {"first_seed": first, "schedules": num_run, "failed": failed, "jobs": args.jobs}
             seconds = {"seconds": round(time.monotonic() - began)}
-            args.json.write_text(json.dumps(counts | seconds | times, indent=2) + "\n")
+            write_result(args.json, counts | seconds | times)
 
     with (
         get_context("spawn").Pool(args.jobs, logging.disable) as pool,

@@ -11,7 +11,6 @@ counts.
 import argparse
 import asyncio
 import json
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import quire
+from benchmarks.result_file import write_result
 from quire.config import EngineOptions
 from quire.server.app import make_app
 from quire.server.batch.in_process_client import post
@@ -165,12 +165,7 @@ def main() -> None:
         for file, names in one["path"].items():
             print(f"  {file:45} {', '.join(names)}")
     if options.json is not None:
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=PACKAGE, capture_output=True, text=True, check=True
-        ).stdout.strip()
-        options.json.write_text(
-            json.dumps({"commit": commit, "python": sys.version.split()[0], **report}, indent=1) + "\n"
-        )
+        write_result(options.json, {"python": sys.version.split()[0], **report})
 
 
 if __name__ == "__main__":

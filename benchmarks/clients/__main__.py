@@ -27,8 +27,8 @@ from rich.table import Table
 
 import quire
 from benchmarks.clients import programs
-from benchmarks.commit import ROOT, commit_of
-from quire.startup.hardware import cpu_description
+from benchmarks.commit import ROOT
+from benchmarks.result_file import write_result
 
 NODE = {  # client -> what npm installs for it. Its program is a file of this folder
     "openai-js": ("openai", "zod"),
@@ -204,7 +204,7 @@ def run(names: Sequence[str], venvs: Path, vllm: str | None, progress: Progress)
 
 def report(results: Sequence[Result]) -> dict[str, object]:
     """What --json writes."""
-    about = {"commit": commit_of(), "quire": quire.__version__, "machine": cpu_description()}
+    about = {"quire": quire.__version__}
     node = _run(["node", "--version"]).stdout.strip() if shutil.which("node") else None
     about |= {"python": platform.python_version(), "node": node}
     return {**about, "clients": [one._asdict() for one in results]}
@@ -227,7 +227,7 @@ def main() -> None:
         results = list(run(names, args.venvs, args.vllm, progress))
     console.print(table(results))
     if args.json:
-        args.json.write_text(json.dumps(report(results), indent=1) + "\n")
+        write_result(args.json, report(results))
     sys.exit(any(one.failed for one in results))
 
 

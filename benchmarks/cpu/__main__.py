@@ -20,7 +20,6 @@ at a size whose figures have no meaning.
 """
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -42,6 +41,7 @@ from benchmarks.cpu.machine import describe
 from benchmarks.cpu.over_http import http_turns
 from benchmarks.cpu.tables import grids, machine_line
 from benchmarks.cpu.turns import Turns
+from benchmarks.result_file import write_result
 from benchmarks.workloads import WORKLOADS
 
 PARTS = ("workloads", "http", "arrivals")
@@ -173,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             results["error"] = str(error)
     found = grids(results)
     if args.json:
-        args.json.write_text(json.dumps(results, indent=1))
+        write_result(args.json, results)
     if args.table:
         args.table.write_text(
             "\n".join([machine_line(results["machine"]) + "\n", *(grid.markdown() for grid in found)])

@@ -9,7 +9,6 @@ Intervals are 95 % over seeds.
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -19,10 +18,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.commit import commit_of
 from benchmarks.eviction import plots
 from benchmarks.eviction.compare import ORDERS, Cell, Interval, cells
 from benchmarks.eviction.traces import TRACES
+from benchmarks.result_file import write_result
 
 SHARES = (0.05, 0.1, 0.2, 0.4)
 TO_WIN = ("chat-tree", "agent", "rag")  # traces that `cost` must win; elsewhere it may be 2 % worse than lru
@@ -112,12 +111,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--plots", type=Path, help="draw eviction.png in this folder (needs matplotlib)")
     args = parser.parse_args(arguments)
     seeds = range(args.first_seed, args.first_seed + args.seeds)
-    about = {"commit": commit_of(), "requests": args.requests, "seeds": list(seeds)}
+    about = {"requests": args.requests, "seeds": list(seeds)}
     measured: dict[str, dict[float, list[Cell]]] = {}
     for name in args.only:
         measured[name] = measure(name, seeds, args.requests)
         if args.json:
-            args.json.write_text(json.dumps({**about, "traces": as_json(measured)}, indent=1))
+            write_result(args.json, {**about, "traces": as_json(measured)})
     console = Console() if sys.stdout.isatty() else Console(width=150)
     show(console, measured)
     if args.plots:

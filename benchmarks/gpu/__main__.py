@@ -13,7 +13,6 @@ kernels in Triton's interpreter; its figures have no meaning.
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -22,10 +21,10 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.commit import commit_of
 from benchmarks.gpu.goals import judged
 from benchmarks.gpu.processes import Settings, run
 from benchmarks.gpu.tables import grids
+from benchmarks.result_file import header
 
 SHAPES = ("qwen3-0.6b", "llama-8b", "0.5b", "1b", "tiny")  # of benchmarks.cpu.checkpoints, which imports torch
 
@@ -100,13 +99,6 @@ def measure(args: argparse.Namespace, models: Path, results: dict[str, Any]) -> 
             limits = found["rows"][0]
 
 
-def _commit() -> str:
-    try:
-        return commit_of()
-    except (OSError, subprocess.CalledProcessError):  # a copy of the files alone
-        return "unknown"
-
-
 def write(file: Path | None, text: str) -> None:
     """Write a complete file and rename it, so that a reader never sees half of one."""
     if file is not None:
@@ -121,8 +113,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # for the processes of the parts
     results: dict[str, Any] = {
+        **header(),
         "settings": {"shapes": args.shapes, "device": args.device, "tiny": args.tiny, "repeat": args.repeat},
-        "commit": _commit(),
         "parts": {},
     }
     with tempfile.TemporaryDirectory() as temporary:

@@ -11,7 +11,6 @@ GPU, with the kernels in Triton's interpreter at small sizes; it shows only that
 """
 
 import argparse
-import json
 import os
 import shutil
 import subprocess
@@ -21,6 +20,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from benchmarks.result_file import write_result
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = Path("tests") / "kernels" / "triton"
@@ -162,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"  {outcome.result} {outcome.what}, {outcome.seconds:.0f} s: {outcome.why}", flush=True)
         outcomes += new
         if args.json:
-            args.json.write_text(json.dumps([asdict(each) for each in outcomes], indent=1))
+            write_result(args.json, {"outcomes": [asdict(each) for each in outcomes]})
     counts = {result: sum(each.result == result for each in outcomes) for result in ("passed", "failed", "skipped")}
     print(", ".join(f"{number} {result}" for result, number in counts.items()))
     return int(counts["failed"] > 0)

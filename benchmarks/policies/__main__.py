@@ -7,18 +7,16 @@ plan is the time of plan + commit alone. --quick runs everything at sizes whose 
 """
 
 import argparse
-import json
 import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.commit import commit_of
 from benchmarks.policies.fair import fair
 from benchmarks.policies.live import live
 from benchmarks.policies.order import order
 from benchmarks.policies.plan import plan
-from quire.startup.hardware import cpu_description
+from benchmarks.result_file import write_result
 
 PARTS: dict[str, Callable[..., dict[str, object]]] = {"order": order, "fair": fair, "live": live, "plan": plan}
 
@@ -40,8 +38,7 @@ def main() -> None:
             print(f"  {row:<50} " + "   ".join(f"{key} {value:.4g}" for key, value in row_figures.items()))
         figures[name] = rows
     if args.json:
-        machine = {"commit": commit_of(), "machine": cpu_description(), "python": platform.python_version()}
-        args.json.write_text(json.dumps({**machine, "quick": args.quick, **figures}, indent=1))
+        write_result(args.json, {"python": platform.python_version(), "quick": args.quick, **figures})
 
 
 if __name__ == "__main__":

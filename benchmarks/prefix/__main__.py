@@ -8,7 +8,6 @@ figures have no meaning.
 """
 
 import argparse
-import json
 import platform
 import sys
 import time
@@ -20,7 +19,6 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.commit import commit_of
 from benchmarks.prefix import plots
 from benchmarks.prefix.cost import unique_prompts
 from benchmarks.prefix.gain import gain
@@ -28,7 +26,7 @@ from benchmarks.prefix.memory import beam_search, parallel_sampling, shared_pref
 from benchmarks.prefix.micro import verbs
 from benchmarks.prefix.reuse import granularity
 from benchmarks.prefix.rows import Section, show
-from quire.startup.hardware import cpu_description
+from benchmarks.result_file import write_result
 
 SECTIONS: dict[str, Callable[..., Section]] = {
     "sampling": parallel_sampling,  # M10
@@ -59,8 +57,6 @@ def run(names: Sequence[str], *, quick: bool) -> dict[str, Section]:
 def as_json(sections: dict[str, Section], *, quick: bool) -> dict[str, Any]:
     """All figures with the facts of the run."""
     return {
-        "commit": commit_of(),
-        "machine": cpu_description(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
@@ -83,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console = Console() if sys.stdout.isatty() else Console(width=150)  # a file has no width; 80 columns are too few
     sections = run(args.only, quick=args.quick)
     if args.json:
-        args.json.write_text(json.dumps(as_json(sections, quick=args.quick), indent=1))
+        write_result(args.json, as_json(sections, quick=args.quick))
     show(console, list(sections.values()))
     if args.plots:
         path = plots.draw({name: section.data for name, section in sections.items()}, args.plots)

@@ -8,7 +8,6 @@ the hints that the interpreter gives; those times depend on this machine.
 """
 
 import argparse
-import json
 import platform
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from benchmarks.programs.driver import Driver
 from benchmarks.programs.language import FUNCTIONS, live
 from benchmarks.programs.servers import Setup, Virtual
 from benchmarks.programs.workloads import starts
+from benchmarks.result_file import write_result
 
 LOADS = {  # Programs per second. The cache is too small for all that run.
     "tree of thought": 10.0,
@@ -68,9 +68,9 @@ def main() -> None:
             figures[f"live: {kind}"] = rows
             _print(f"live: {kind}", rows)
     if args.json:
-        about = {"machine": platform.machine(), "python": platform.python_version(), "rates": LOADS}
+        about = {"python": platform.python_version(), "rates": LOADS}
         asked = {"count": args.count, "seeds": args.seeds, "live": args.live}
-        args.json.write_text(json.dumps({**about, **asked, "figures": figures}, indent=1))
+        write_result(args.json, {**about, **asked, "figures": figures})
 
 
 def _print(name: str, rows: dict[str, Row]) -> None:

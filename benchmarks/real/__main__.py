@@ -9,7 +9,6 @@ path of its file. `benchmarks.real.texts` names the texts. Each part is describe
 """
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.commit import commit_of
 from benchmarks.cpu import machine
 from benchmarks.real import chats, drafts, forced, peers, schemes
+from benchmarks.result_file import write_result
 
 Rows = list[dict[str, Any]]
 PARTS: dict[str, Callable[[argparse.Namespace], Rows]] = {
@@ -30,6 +29,11 @@ PARTS: dict[str, Callable[[argparse.Namespace], Rows]] = {
     "forced": lambda args: forced.forced(args.rounds),
     "chats": lambda _args: chats.chats(),
 }
+
+
+# what the figures rest on, of which the README's are stale if it changes: of all parts, and of single ones
+CODE = ("quire/kernels/cpu/csrc", "quire/runner")
+CODE_OF = {"drafts": ("quire/speculation",), "chats": ("quire/cache/prefix",)}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -47,12 +51,12 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     if "peers" in names and args.llama_cpp is None:
         parser.error("peers needs --llama-cpp PYTHON")
-    found: dict[str, Any] = {"commit": commit_of(), "machine": machine.describe()}
+    found: dict[str, Any] = {"machine": machine.describe()}
     for name in names:
         found[name] = PARTS[name](args)
         _print(name, found[name])
     if args.json is not None:
-        args.json.write_text(json.dumps(found, indent=2) + "\n")
+        write_result(args.json, found, [*CODE, *(path for name in names for path in CODE_OF.get(name, ()))])
 
 
 def _print(title: str, rows: Rows) -> None:

@@ -10,7 +10,6 @@ cases.toml. The exit status is 1 if a case fails for no known reason.
 """
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -20,7 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.clients.__main__ import server
-from benchmarks.commit import commit_of
+from benchmarks.result_file import write_result
 from benchmarks.server_cases import sglang_checks, vllm_suite
 from benchmarks.server_cases.results import UNEXPLAINED, SuiteError, about, report, table_of
 from quire.startup.hardware import cpu_description
@@ -71,8 +70,7 @@ def main() -> None:
             console.print(f"{one['class']:12} {one['case']}: {one['reason']}", **_PLAIN)
     if args.json is not None:
         machine = {"cpu": cpu_description(), "python": sys.version.split()[0]}
-        whole: Mapping[str, object] = {"commit": commit_of(), "machine": machine, **suites}
-        args.json.write_text(json.dumps(whole, indent=1) + "\n")
+        write_result(args.json, {"machine": machine, **suites})
     sys.exit(any(UNEXPLAINED in found["failed_by_class"] for found in suites.values()))
 
 

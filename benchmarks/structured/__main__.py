@@ -21,6 +21,7 @@ from typing import Any
 
 from benchmarks.cpu.checkpoints import checkpoint
 from benchmarks.cpu.machine import describe
+from benchmarks.result_file import write_result
 from benchmarks.structured import ablation, corpora, jump, masks, peers, throughput
 from quire.hub import embedded
 from quire.structured_outputs.backends import BACKENDS
@@ -58,7 +59,7 @@ def main() -> None:
     text = "\n\n".join(_tables(results))
     print(text)
     if args.json:
-        args.json.write_text(json.dumps(results, indent=1) + "\n")
+        write_result(args.json, results)
     if args.table:
         args.table.write_text(text + "\n")
 

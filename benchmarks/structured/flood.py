@@ -22,6 +22,7 @@ from random import Random
 from statistics import quantiles
 from typing import NamedTuple
 
+from benchmarks.result_file import write_result
 from benchmarks.trust.client import Connection, queries
 from benchmarks.trust.server import served
 
@@ -250,7 +251,7 @@ def main() -> None:
         result[name] = {key: times._asdict() for key, times in getattr(report, name).items()}
     print(json.dumps(result, indent=2))
     if args.json:
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+        write_result(args.json, result)
     sys.exit(not report.good)
 
 

@@ -16,10 +16,9 @@ from pathlib import Path
 import numpy as np
 from rich.progress import track
 
-from benchmarks.commit import commit_of
+from benchmarks.result_file import write_result
 from quire.core.constraint import Grammar
 from quire.params import StructuredOutputsParams
-from quire.startup.hardware import cpu_description
 from quire.structured_outputs.llguidance_backend import GuidanceBackend
 from quire.structured_outputs.vocabulary import Vocabulary
 
@@ -83,10 +82,10 @@ def main() -> None:
     parser.add_argument("--records", type=int, default=1000)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    result = {"commit": commit_of(), "cpu": cpu_description(), **measure(args.records)}
+    result = measure(args.records)
     print(json.dumps(result))
     if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+        write_result(args.json, result)
 
 
 if __name__ == "__main__":

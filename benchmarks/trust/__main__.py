@@ -13,6 +13,7 @@ import json
 import sys
 from pathlib import Path
 
+from benchmarks.result_file import write_result
 from benchmarks.trust.chaos import chaos
 from benchmarks.trust.soak import soak
 from benchmarks.trust.timing import timing
@@ -40,7 +41,7 @@ def main() -> None:
         results[part] = {**came._asdict(), "good": came.good}
         print(part, json.dumps(results[part], indent=2))
     if args.json:
-        args.json.write_text(json.dumps(results, indent=2) + "\n")
+        write_result(args.json, results)
     sys.exit(not all(one["good"] for one in results.values()))
 
 

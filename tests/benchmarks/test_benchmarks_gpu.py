@@ -189,7 +189,7 @@ def test_a_gpu_check_reports_passed_failed_and_skipped_parts(tmp_path, monkeypat
     monkeypatch.setattr(check, "SECONDS", {"kernels": 30, "models": 0.3, "memory": 1, "speed": 1})
     file = tmp_path / "check.json"
     assert check.main(["--dry-run", "--run", "kernels", "models", "memory", "--json", str(file)]) == 1
-    found = [(each["run"], each["result"], each["why"]) for each in json.loads(file.read_text())]
+    found = [(each["run"], each["result"], each["why"]) for each in json.loads(file.read_text())["outcomes"]]
     assert found == [
         ("kernels", "passed", "3 passed"),
         ("kernels", "failed", "E 1 != 2"),

@@ -14,7 +14,13 @@ from tests.planner.test_simulation import PROFILE
 @pytest.mark.parametrize("name", known_configs())
 def test_configs_that_are_part_of_quire_have_the_sizes_of_their_models(name):
     billions = {"opt-13b": 12.85, "llama-2-7b": 6.74, "llama-2-70b": 68.98, "llama-3.1-8b": 8.03}
-    billions |= {"llama-3.1-70b": 70.55, "qwen3-8b": 8.19, "mixtral-8x7b": 46.70, "qwen2.5-0.5b": 0.494}
+    billions |= {
+        "llama-3.1-70b": 70.55,
+        "qwen3-8b": 8.19,
+        "mixtral-8x7b": 46.70,
+        "qwen2.5-0.5b": 0.494,
+        "opt-175b": 174.60,
+    }
     description = find_model(EngineOptions(model=name)).description
     assert description.num_parameters / 1e9 == pytest.approx(billions[name], abs=0.006)
 

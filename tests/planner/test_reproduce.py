@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from quire.cli import app
 from quire.errors import ConfigError
-from quire.planner.reproduce import memory, recorded, reuse
+from quire.planner.reproduce import memory, recorded, reuse, throughput
 from quire.planner.reproduce.finding import Context, Finding, over_seeds
 from quire.planner.reproduce.run import ROWS, verdict
 from quire.planner.reproduce.targets import TARGETS
@@ -21,7 +21,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 def test_every_row_of_the_table_has_an_experiment():
     assert [target.id for target in TARGETS] == list(dict.fromkeys(target.id for target in TARGETS))
     assert set(ROWS) == {target.id for target in TARGETS}
-    assert len(TARGETS) == 42
+    assert len(TARGETS) == 45
 
 
 @pytest.mark.cpu_seconds(16, reason="it runs all experiments once, in their smallest size")
@@ -63,6 +63,22 @@ def test_rows_of_an_earlier_run_are_kept(tmp_path):
     assert "not a file that `quire reproduce` wrote" in str(broken.exception)
 
 
+def test_recorded_rows_have_verdicts_that_could_fail_and_state_why_they_differ():
+    recorded = json.loads((RESULTS / "reproduction.json").read_text())
+    assert not recorded["quick"]
+    rows = recorded["rows"]
+    assert list(rows) == [target.id for target in TARGETS]
+    for row, findings in rows.items():
+        verdicts = {one["verdict"] for one in findings}
+        assert verdicts & {"as reported", "close", "differs", "arithmetic"}, row
+        for one in findings:
+            assert one["verdict"] != "differs" or one["note"], f"{row}, {one['what']}: no cause"
+            assert (one["kind"] == "arithmetic") == (one["verdict"] == "arithmetic")
+    router = {one["what"]: one["verdict"] for one in rows["R3"]}
+    assert router.pop("hit rate, each in turn") in ("as reported", "close", "differs")
+    assert set(router.values()) == {"", "pending"}  # an oracle is no router
+
+
 def values(findings):
     return {one.what: one.ours for one in findings}
 
@@ -74,7 +90,9 @@ def test_worked_examples_of_the_documents():
     m7 = values(memory.m7(context))
     assert (m7["reserved"], round(m7["live"], 2), round(m7["unused"], 1)) == (10.0, 1.82, 81.8)
     m8 = values(memory.m8(context))
-    assert (m8["blocks"], m8["requests of 500 tokens"], m8["contiguous requests of 2048"]) == (8010, 250, 62)
+    assert m8["blocks in 42 GB"] == 8010
+    assert m8["requests of 500 tokens that 42 GB admit"] == 250
+    assert m8["requests in slabs of 2048 that 42 GB admit"] == 62
     assert values(memory.m9(context))["requests in 8 GiB"] == 6
     m14 = values(memory.m14(context))
     assert list(m14.values())[:3] == [3, 7, 49]
@@ -120,12 +138,42 @@ def test_rows_without_result_files_are_pending_and_say_what_to_run():
         (None, (4.0, 6.0), None, "pending"),
         (3.0, (0.0, 0.0), None, "differs"),
         (0.0, (0.0, 0.0), 1.0, "as reported"),
+        (8.0, (1.0, None), 1.0, "as reported"),
+        (0.99, (1.0, None), 0.99, "differs"),
     ],
 )
 def test_a_ratio_is_that_to_the_nearest_reported_value(ours, reported, ratio, word):
     finding = Finding(what="w", ours=ours, unit="x", kind="computed", reported=reported)
     assert finding.ratio == ratio
     assert verdict(finding) == word
+
+
+def test_arithmetic_has_no_verdict():
+    finding = Finding(what="w", ours=5.0, unit="x", kind="arithmetic", reported=(5.0, 5.0))
+    assert verdict(finding) == "arithmetic"
+
+
+def test_the_savings_of_a_prefix_cache_are_those_of_the_radix_tree(monkeypatch):
+    """M13 fails without the index: a formula would not."""
+    with_index = values(memory.m13(Context()))
+    assert 69 < with_index["chatbot"] < 71
+    setup = memory.Engine.setup
+    monkeypatch.setattr(memory.Engine, "setup", lambda self, **_: setup(self))
+    assert values(memory.m13(Context()))["chatbot"] == 0
+
+
+def test_empty_positions_and_tables_follow_the_block_size():
+    found = values(memory.m20(Context(quick=True)))
+    assert 8 < found["blocks of 64: empty"] / found["blocks of 8: empty"] < 11  # 63 over 7 positions on average
+    assert found["blocks of 8: tables"] == 8 * found["blocks of 64: tables"] == 64 * 64 * 8 / 1024
+
+
+def test_a_slower_paged_kernel_shows_where_memory_is_not_short(monkeypatch):
+    context = Context(quick=True, results=RESULTS)
+    name = "one local user: gain"
+    usual = values(throughput.t8(context))[name]
+    monkeypatch.setattr(throughput, "paged_over_contiguous", lambda _: {(1, 1024): 20.0})
+    assert values(throughput.t8(context))[name] < 10 * usual < 0
 
 
 def test_a_confidence_interval_over_seeds():

@@ -9,12 +9,15 @@ processes measures files that took too long once more, alone. A case that cannot
 """
 
 import json
+import platform
 import resource
+import shlex
 import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +52,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _children_seconds() -> float:
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
+
+
+def _header() -> dict[str, str]:
+    """As of all result files. This rig is also used where `benchmarks` cannot be imported."""
+    from quire.startup.hardware import cpu_description  # noqa: PLC0415  (most runs write no file)
+
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+        commit = done.stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        commit = "unknown"
+    return {
+        "commit": commit,
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": f"{cpu_description()}, Python {platform.python_version()}",
+        "command": shlex.join(["python", *sys.orig_argv[1:]]),
+    }
 
 
 class _Meter:
@@ -162,6 +183,7 @@ class _Table:
         if self._file is not None:
             by_seconds = sorted(self._files.items(), key=lambda item: -sum(item[1][phase] for phase in _PHASES))
             found = {
+                **_header(),
                 "seconds": time.time() - self._began,
                 "workers": self._workers,
                 "files": {name: {key: round(value, 2) for key, value in each.items()} for name, each in by_seconds},

@@ -19,7 +19,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from benchmarks.commit import ROOT, commit_of
-from quire.startup.hardware import cpu_description
+from benchmarks.result_file import header
 from quire.terminal.progress import CountBar
 from tools.mutations.catching import Catch, Results, catch
 from tools.mutations.checkout import Checkout, sources_of
@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
         _print_faults(faults)
         return 0
     commit = commit_of(repository).removesuffix("-dirty")
-    about = {"commit": commit, "machine": cpu_description(), "python": platform.python_version()}
+    about = header() | {"commit": commit, "python": platform.python_version()}
     results = Results(args.json or repository / FOLDER / "results.json", about, commit, sources_of(repository, commit))
     due = [fault for fault in faults if results.find(fault) is None]
     if due:

@@ -10,7 +10,6 @@ without a browser. --short leaves out the journal and most pictures.
 
 import argparse
 import gzip
-import json
 import sys
 import tempfile
 import time
@@ -23,8 +22,8 @@ from typing import Any
 from playwright.sync_api import Browser, Page
 
 import quire
-from benchmarks.commit import ROOT, commit_of
-from quire.startup.hardware import cpu_description
+from benchmarks.commit import ROOT
+from benchmarks.result_file import write_result
 from tools.page_check import handling, kept, see, servers, styles, talk
 from tools.page_check.accessibility import findings, grave
 from tools.page_check.browser import NoBrowser, browser, watched
@@ -304,8 +303,7 @@ def main() -> int:
         return 2
     report.figures["seconds"] = round(time.perf_counter() - begin, 1)
     if asked.json:
-        head = {"commit": commit_of(), "quire": quire.__version__, "machine": cpu_description()}
-        asked.json.write_text(json.dumps({**head, **report.figures, "checks": report.checks}, indent=1) + "\n")
+        write_result(asked.json, {"quire": quire.__version__, **report.figures, "checks": report.checks})
     for name in report.failed:
         print(f"failed: {name}: {report.checks[name]}")
     print(f"{len(report.checks) - len(report.failed)} passed, {len(report.failed)} failed")

@@ -8,6 +8,7 @@ from quire.config import EngineOptions, SchedulerConfig
 from quire.cost.devices import find_device
 from quire.cost.latency_profile import LatencyProfile, roofline_profile
 from quire.cost.memory_plan import HostPoolPlan, MemoryPlan
+from quire.cost.model_shape import KVLayer
 from quire.kernels import reference
 from quire.planner.baselines import baseline_setup
 from quire.planner.kv_meter import KVMeter
@@ -34,6 +35,7 @@ class Engine:
     max_num_seqs: int = 256
     block_size: int = 16
     quantization: str | None = None
+    num_devices: int = 1  # as one device with all their rates: their communication takes no time
 
     @property
     def profile(self) -> LatencyProfile:
@@ -41,7 +43,11 @@ class Engine:
         model = find_model(EngineOptions(model=self.model))
         dtype, description = model.description.dtype, model.description
         shape = compute_shape_of(description, dtype, dtype, description.schemes(self.quantization))
-        return roofline_profile(self.model, find_device(self.device), shape)
+        one, count = find_device(self.device), self.num_devices
+        flops = {name: count * rate for name, rate in one.flops.items()}
+        return roofline_profile(
+            self.model, replace(one, bytes_per_second=count * one.bytes_per_second, flops=flops), shape
+        )
 
     def setup(self, *, prefix_index: bool = False, num_samples: int = 1) -> EngineSetup:
         """The engine with paged memory, without speculation and swapping."""
@@ -71,6 +77,7 @@ class Engine:
 
 
 OPT_13B = Engine("opt-13b", "A100-40GB", OPT_13B_SLOTS)
+OPT_175B = Engine("opt-175b", "A100-80GB", 60_100, num_devices=8)  # slots: the same table
 QWEN_05B = Engine("qwen2.5-0.5b", "A100-40GB", 1 << 20)  # more memory than 256 sequences need
 # Document 001: 35 GB of weights in 4 bits on 80 GB, 42 GB of KV
 LLAMA_70B = Engine("llama-2-70b", "A100-80GB", 42_000_000_000 // 327_680, max_model_len=2048, quantization="int4")
@@ -80,6 +87,15 @@ def kv_bytes_per_token(model: str) -> int:
     """Bytes of KV of one token, in the model's dtype."""
     (group,) = Engine(model, "H100", 2**16).setup().cache.groups
     return group.bytes_per_block // 16
+
+
+def kv_bytes_of_layers(num_layers: int, num_kv_heads: int) -> int:
+    """Bytes of KV of one token by the memory plan: layers with heads of 128 numbers in fp16."""
+    description = find_model(EngineOptions(model="llama-2-70b")).description
+    layers = (KVLayer(num_kv_heads, 128, 0),) * num_layers
+    shape = replace(shape_of(description, "float16"), layers=layers)
+    profile = memory_profile(shape, EngineOptions(), ("float16", "float16"), reference)
+    return sum(kv.bytes_per_token for kv in profile.kv)
 
 
 def run(

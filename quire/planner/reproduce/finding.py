@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-Kind = Literal["measured", "simulated", "computed", "pending"]
+Kind = Literal["measured", "simulated", "computed", "arithmetic", "pending"]
 _ROUNDING = 1e-9  # of a mean: smaller differences are those of sums in another order
 # two-sided 95 % quantiles of Student's t distribution, by degrees of freedom
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
@@ -17,13 +17,17 @@ _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One figure. kind: measured (kernels, this machine), simulated (real scheduler and KV cache), or computed."""
+    """One figure.
+
+    kind: measured (kernels, a machine), simulated (real scheduler and KV cache), computed (by the memory plan and the
+    KV cache), arithmetic (of the source's numbers: it says nothing about quire), or pending.
+    """
 
     what: str
     ours: float | None  # None: pending
     unit: str
     kind: Kind
-    reported: tuple[float, float] | None = None  # lowest and highest; None: the source has no number for it
+    reported: tuple[float, float | None] | None = None  # lowest, highest (None: a direction); None: no number for it
     spread: float | None = None  # half of the 95 % confidence interval over seeds
     note: str = ""
 
@@ -33,13 +37,13 @@ class Finding:
         if self.ours is None or self.reported is None:
             return None
         low, high = self.reported
-        if low <= self.ours <= high:
+        if low <= self.ours and (high is None or self.ours <= high):
             return 1.0
-        nearest = low if self.ours < low else high
+        nearest = low if high is None or self.ours < low else high
         return self.ours / nearest + 0.0 if nearest else None  # not -0.0
 
 
-Reported = float | tuple[float, float] | None  # a value, or the lowest and the highest one
+Reported = float | tuple[float, float | None] | None  # a value, or the lowest and the highest one
 
 
 def simulated(
@@ -51,8 +55,13 @@ def simulated(
 
 
 def computed(what: str, ours: float, unit: str, reported: Reported = None, note: str = "") -> Finding:
-    """A figure that follows from sizes."""
+    """A figure that the code of the memory plan or of the KV cache gives for sizes."""
     return Finding(what=what, ours=float(ours), unit=unit, kind="computed", reported=_bounds(reported), note=note)
+
+
+def arithmetic(what: str, ours: float, unit: str, reported: Reported = None, note: str = "") -> Finding:
+    """A figure that follows from the source's own numbers."""
+    return Finding(what=what, ours=float(ours), unit=unit, kind="arithmetic", reported=_bounds(reported), note=note)
 
 
 def measured(what: str, ours: float, unit: str, reported: Reported = None, note: str = "") -> Finding:
@@ -65,7 +74,7 @@ def pending(what: str, why: str, reported: Reported = None, unit: str = "") -> F
     return Finding(what=what, ours=None, unit=unit, kind="pending", reported=_bounds(reported), note=why)
 
 
-def _bounds(reported: Reported) -> tuple[float, float] | None:
+def _bounds(reported: Reported) -> tuple[float, float | None] | None:
     return (float(reported), float(reported)) if isinstance(reported, int | float) else reported
 
 
@@ -83,6 +92,7 @@ class Context:
     """What rows share. Charts are SVG texts by file name."""
 
     quick: bool = False  # sizes whose figures have no meaning, for tests
+    one_seed: bool = False  # of figures that show a tendency
     results: Path | None = None  # folder with the result files of benchmarks; None: there is none
     charts: dict[str, str] = field(default_factory=dict)
     simulations: dict[object, Any] = field(default_factory=dict)  # results that several rows need
@@ -90,7 +100,7 @@ class Context:
     @property
     def seeds(self) -> range:
         """Seeds of simulations."""
-        return range(1 if self.quick else 3)
+        return range(1 if self.quick or self.one_seed else 3)
 
     def size(self, full: int, quick: int) -> int:
         """A number of requests."""

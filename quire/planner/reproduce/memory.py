@@ -1,12 +1,15 @@
-"""Rows about memory: M1 to M18 and P1."""
+"""Rows about memory: M1 to M20 and P1."""
 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from random import Random
 
 from quire.cache.kv_cache import KVCache
+from quire.config import CacheConfig, EngineOptions
 from quire.core.request import NO_NAMESPACE
+from quire.core.step import Chunks
 from quire.planner.baselines import ContiguousCache
 from quire.planner.charts import line_chart, stacked_bars
 from quire.planner.kv_meter import KVMeter, KVShares
@@ -18,13 +21,24 @@ from quire.planner.reproduce.engines import (
     Engine,
     closed_loop,
     equal_requests,
+    kv_bytes_of_layers,
     kv_bytes_per_token,
     run,
 )
-from quire.planner.reproduce.finding import Context, Findings, computed, over_seeds, pending, simulated
-from quire.planner.reproduce.recorded import prefix_rows
+from quire.planner.reproduce.finding import (
+    Context,
+    Findings,
+    arithmetic,
+    computed,
+    over_seeds,
+    pending,
+    simulated,
+)
+from quire.planner.reproduce.recorded import kernel_by_block_size, prefix_rows
+from quire.planner.setup import plan_engine
 from quire.planner.simulation import Simulation
 from quire.planner.workloads import Part, Session, Turn, make_workload
+from quire.runner.rows import Rows
 
 GIB = 2**30
 _REPORTED_LIVE = {"orca-max": 20.4, "orca-pow2": 26.8, "orca-oracle": 38.2, PAGED: 96.3}
@@ -84,9 +98,16 @@ def m2(context: Context) -> Findings:
         parts = {name: shares[name] for name in ("live", "reservation", "internal", "external")}
         bars[memory] = {name: share for name, (share, _) in parts.items()}
         for name, (share, spread) in parts.items():
-            found.append(simulated(f"{memory}: {name}", share, "%", reported.get(memory, {}).get(name), spread))
+            said = reported.get(memory, {}).get(name)
+            found.append(simulated(f"{memory}: {name}", share, "%", said, spread, "" if said is None else _OTHER_LIVE))
     context.charts["m2_waste.svg"] = stacked_bars("KV memory while requests wait (M2)", "% of the pool", bars)
     return found
+
+
+_OTHER_LIVE = (
+    "document 001 has 32 % live; document 004 has 20.4 % for this allocator on ShareGPT, which comes out here (M1). "
+    "001 has 50 requests where 62 slabs fit (M8), so that its shares are not those of memory that is short"
+)
 
 
 def m3(context: Context) -> Findings:
@@ -113,10 +134,11 @@ def m5(_: Context) -> Findings:
 
 
 def m6(_: Context) -> Findings:
-    """KV of 4096 tokens by the number of KV heads: that of Llama-2-70B, times heads over its 8."""
-    each = kv_bytes_per_token("llama-2-70b") // 8
+    """KV of 4096 tokens by the number of KV heads."""
     heads = {"MHA-64": (64, 10.0), "GQA-8": (8, 1.25), "MQA-1": (1, 0.16)}
-    return [computed(name, 4096 * each * count / GIB, "GiB", said) for name, (count, said) in heads.items()]
+    return [
+        computed(name, 4096 * kv_bytes_of_layers(80, count) / GIB, "GiB", said) for name, (count, said) in heads.items()
+    ]
 
 
 def m7(_: Context) -> Findings:
@@ -131,29 +153,44 @@ def m7(_: Context) -> Findings:
     paged = sum(-(-length // 16) for length in lengths) * 16
     return [
         computed("reserved", held * each / GIB, "GiB", 10.0),
-        computed("live", live * each / GIB, "GiB", 1.82),
+        arithmetic("live", live * each / GIB, "GiB", 1.82),
         computed("unused", 100 * (1 - live / held), "%", 81.8),
         computed("reserved with blocks of 16", paged * each / GIB, "GiB", None),
     ]
 
 
-def _admit(cache: KVCache, number: int, length: int) -> None:
+def _admit(cache: KVCache, number: int, length: int) -> bool:
+    """Admit a request. False if it does not fit."""
     admission = cache.admit(number, [1] * length, NO_NAMESPACE, reusable=0, limit=length, max_new_positions=length)
-    assert admission is not None, "the pool is large enough"
+    return admission is not None
+
+
+def _num_admitted(cache: KVCache, length: int) -> int:
+    """Requests of that length until the cache is full."""
+    return next(number for number in count() if not _admit(cache, number, length))
 
 
 def m8(_: Context) -> Findings:
-    """Blocks, tokens and requests in 42 GB."""
-    block = 16 * kv_bytes_per_token("llama-2-70b")
-    blocks = 42_000_000_000 // block
+    """Blocks, tokens and requests in 42 GB, and in what quire's memory plan leaves for them."""
+    block, config = 16 * kv_bytes_per_token("llama-2-70b"), LLAMA_70B.setup().cache
+    blocks = config.groups[0].num_blocks
+    paged = _num_admitted(KVCache(config), 500)
+    contiguous = _num_admitted(ContiguousCache(config, lambda _id, _tokens: 2048), 500)
+    options = EngineOptions(model="llama-2-70b", quantization="int4", max_model_len=2048)
+    (planned,) = plan_engine(options, "A100-80GB").memory.num_blocks
     note = "the document divides 42 000 MB by 5 MB; a block has 5 242 880 B"
+    plan_note = (
+        "quire's plan keeps 10 % of the device free, has the head and the embeddings in 8 and 16 bits, and counts "
+        "working memory and graphs; the document has 35 GB of weights and 3 GB of the rest"
+    )
     return [
-        computed("blocks", blocks, "", 8400, note),
-        computed("blocks in 42 GiB", 42 * GIB // block, "", 8400, "if GB is read as GiB"),
-        computed("tokens", blocks * 16, "", 134_400, note),
-        computed("requests of 500 tokens", blocks // -(-500 // 16), "", 268, "32 whole blocks each"),
-        computed("contiguous requests of 2048", 42_000_000_000 // (2048 * block // 16), "", 65),
-        computed("times as many", (blocks // 32) / (42_000_000_000 // (128 * block)), "x", 4.1),
+        computed("blocks by quire's memory plan", planned, "", 8400, plan_note),
+        arithmetic("blocks in 42 GB", blocks, "", 8400, note),
+        arithmetic("blocks in 42 GiB", 42 * GIB // block, "", 8400, "if GB is read as GiB"),
+        arithmetic("tokens in 42 GB", blocks * 16, "", 134_400, note),
+        computed("requests of 500 tokens that 42 GB admit", paged, "", 268, "32 whole blocks each"),
+        computed("requests in slabs of 2048 that 42 GB admit", contiguous, "", 65),
+        computed("times as many", paged / contiguous, "x", 4.1),
     ]
 
 
@@ -162,15 +199,9 @@ def m9(_: Context) -> Findings:
     each = 8192 * kv_bytes_per_token("llama-2-70b") / 2 / GIB
     why = "tensor parallelism is not there yet"
     return [
-        computed(
-            "per request and rank",
-            each,
-            "GiB",
-            1.30,
-            "8192 tokens leave no block partly empty",
-        ),
-        computed("requests in 8 GiB", int(8 // each), "", 6),
-        computed("requests in 8 GiB, with 4 % for tails", int(8 // (1.04 * each)), "", 6),
+        arithmetic("per request and rank", each, "GiB", 1.30, "8192 tokens leave no block partly empty"),
+        arithmetic("requests in 8 GiB", int(8 // each), "", 6),
+        arithmetic("requests in 8 GiB, with 4 % for tails", int(8 // (1.04 * each)), "", 6),
         pending("two ranks", why),
     ]
 
@@ -219,29 +250,45 @@ def m12(context: Context) -> Findings:
     Simulation(setup, on_step=count).run([first, *late])
     note = "62 whole blocks are shared; each request has its own copy of the 63rd, which holds its first own tokens too"
     return [
-        computed("blocks of a copy", -(-1000 // 16), "", 63),
+        arithmetic("blocks of a copy", -(-1000 // 16), "", 63),
         simulated("saved", 100 * (1 - distinct[0] / 6300), "%", 99.0, note=note),
     ]
 
 
 def m13(_: Context) -> Findings:
-    """Savings of a prefix cache by the document's formula, and its table."""
+    """Blocks that requests with a common prefix hold in the radix tree, against those that each would hold alone."""
     rows = {
         "chatbot": (500, 200, 64, 70), "RAG": (2000, 300, 32, 80), "code assistant": (800, 500, 48, 40),
         "translation": (100, 400, 64, 20), "nothing shared": (0, 500, 64, 0),
     }  # fmt: skip
     found = []
-    for name, (shared, own, count, listed) in rows.items():
-        saved = 100 * (1 - (1 + (count - 1) * own / (shared + own)) / count)
-        note = "" if abs(saved - listed) < 1 else "the listed figure does not follow from the formula"
+    for name, (shared, own, num_requests, listed) in rows.items():
+        saved = 100 * _saved_by_prefix(shared, own, num_requests)
+        by_formula = 100 * (1 - (1 + (num_requests - 1) * own / (shared + own)) / num_requests)
+        note = "" if abs(by_formula - listed) < 1 else f"the document's own formula has {by_formula:.0f} % for {name}"
         found.append(computed(name, saved, "%", listed, note))
     return found
+
+
+def _saved_by_prefix(shared: int, own: int, num_requests: int) -> float:
+    """Share of the blocks that the radix tree saves while all requests run."""
+    engine = Engine("llama-2-70b", "A100-80GB", (num_requests + 1) * (shared + own + 16), max_num_seqs=num_requests)
+    cache, length = KVCache(engine.setup(prefix_index=True).cache), shared + own
+    for number in range(num_requests):
+        tokens = [1] * shared + [2 + number] * own
+        admission = cache.admit(
+            number, tokens, NO_NAMESPACE, reusable=length - 1, limit=length, max_new_positions=length
+        )
+        assert admission is not None, "the pool is large enough"
+        cache.cache_blocks(admission.table, admission.num_tokens, length)
+    tables = [table.blocks[0] for table in cache.tables.values()]
+    return 1 - len({block for blocks in tables for block in blocks}) / sum(map(len, tables))
 
 
 def m14(_: Context) -> Findings:
     """Blocks of a request while it grows, through the real cache."""
     cache = KVCache(OPT_13B.setup().cache)
-    _admit(cache, 0, 45)
+    assert _admit(cache, 0, 45), "the pool is large enough"
     table = cache.tables[0]
     counts = {45: len(table.blocks[0])}
     for length in range(46, 113):
@@ -252,7 +299,7 @@ def m14(_: Context) -> Findings:
         computed("blocks of the prompt", counts[45], "", 3),
         computed("blocks at 112 tokens", counts[112], "", 7),
         computed("the fourth block is for token", fourth, "", 48, "the document takes it one token too early"),
-        computed("saved against 2048", 100 * (1 - 7 * 16 / 2048), "%", 94.5),
+        computed("saved against 2048", 100 * (1 - counts[112] * 16 / 2048), "%", 94.5),
     ]
 
 
@@ -262,8 +309,8 @@ def m15(_: Context) -> Findings:
     note = "24 GB / 524 MB is 45; the document divides by 0.5 GB"
     return [
         computed("KV", size / 1e6, "MB", 524),
-        computed("requests", int(24e9 // size), "", 48, note),
-        computed("requests with 75 % waste", int(24e9 // (4 * size)), "", 12, note),
+        arithmetic("requests", int(24e9 // size), "", 48, note),
+        arithmetic("requests with 75 % waste", int(24e9 // (4 * size)), "", 12, note),
     ]
 
 
@@ -277,7 +324,7 @@ def m16(context: Context) -> Findings:
         note = f"a mean of {mean} of {longest} tokens is {mean / longest:.0%}: the listed share does not follow from it"
         found.append(simulated(name, ours, "%", reported, spread, note))
     shares = [one.ours for one in found if one.ours is not None]
-    return [*found, simulated("mean", sum(shares) / len(shares), "%", 32)]
+    return [*found, simulated("mean", sum(shares) / len(shares), "%", 32, note="of the four shares above")]
 
 
 def _used_share(context: Context, name: str, seed: int) -> float:
@@ -312,10 +359,70 @@ def m18(context: Context) -> Findings:
             if clients in (loads[0], loads[-1]):
                 gap, share = ((0.0, 3.0), (1400 / 15, 9500 / 98)) if memory == PAGED else (67.0, 3100 / 98)
                 what = f"{memory}, {clients} clients"
-                found.append(simulated(f"{what}: allocated - used", allocated - used, "points", gap))
-                found.append(simulated(f"{what}: used of allocated", 100 * meter.shares.live_of_held, "%", share))
+                note = "" if memory == PAGED else _SLABS
+                found.append(simulated(f"{what}: allocated - used", allocated - used, "points", gap, note=note))
+                of_held = 100 * meter.shares.live_of_held
+                found.append(simulated(f"{what}: used of allocated", of_held, "%", share, note=note))
     context.charts["m18_load.svg"] = line_chart("KV memory by load (M18)", "clients", "% of the pool", lines)
     return found
+
+
+_SLABS = (
+    "the document counts the whole pool as allocated at every load; here a slab is allocated when its request runs, "
+    "so that few clients allocate little. The share in use follows from the lengths: 499 tokens at the end on average, "
+    "in slabs of 2048 (M16 has the document's lengths)"
+)
+
+
+def m19(_: Context) -> Findings:
+    """KV of three architectures by context."""
+    said = {
+        "32 layers, 8 heads": (32, 8, {4: 0.5, 32: 4.0}),
+        "80 layers, 8 heads": (80, 8, {4: 1.25, 32: 10.0, 128: 40.0}),
+        "96 layers, 96 heads": (96, 96, {4: 18.0, 32: 144.0}),
+    }
+    return [
+        computed(f"{name}, {context}K", 1024 * context * kv_bytes_of_layers(layers, heads) / GIB, "GiB", reported)
+        for name, (layers, heads, contexts) in said.items()
+        for context, reported in contexts.items()
+    ]
+
+
+def m20(context: Context) -> Findings:
+    """Fragmentation and block tables of 64 requests of 512 tokens on average, by block size, and of a full pool."""
+    found: Findings = []
+    said = {4: (40, 32), 8: (80, 16), 16: (160, 8), 32: (320, 4), 64: (640, 2)}
+    for size, (fragmentation, table) in said.items():
+        ours, spread = over_seeds(partial(_fragmentation, size), context.seeds)
+        found.append(simulated(f"blocks of {size}: empty", ours, "MiB", fragmentation, spread, _HALF_BLOCK))
+        kib = _table_bytes(LLAMA_70B.setup().cache, 64, 512, size) / 1024
+        found.append(computed(f"blocks of {size}: tables", kib, "KiB", table, _TABLE_ENTRIES))
+    cache = LLAMA_70B.setup().cache
+    full = _table_bytes(cache, cache.groups[0].num_blocks, 16, 16) / 2**20
+    note = "a pool of 42 GB has 8010 blocks; 128 MB would be the tables of thousands of pools"
+    found.append(computed("tables of a full pool", full, "MiB", 128, note))
+    return found + kernel_by_block_size(context)
+
+
+_HALF_BLOCK = "the document counts half a block a request; the mean over lengths is half of a block less one token"
+_TABLE_ENTRIES = "the document has 4 bytes an entry, as quire's rows; kernels get the rows of a step with 8"
+
+
+def _fragmentation(block_size: int, seed: int) -> float:
+    """MiB of positions that are empty in the last blocks of 64 requests of 1 to 1023 tokens."""
+    engine = replace(LLAMA_70B, block_size=block_size)
+    cache, rng = KVCache(engine.setup().cache), Random(seed)
+    lengths = [rng.randint(1, 1023) for _ in range(64)]
+    assert all(_admit(cache, number, length) for number, length in enumerate(lengths)), "the pool is large enough"
+    held = block_size * sum(len(table.blocks[0]) for table in cache.tables.values())
+    return (held - sum(lengths)) * kv_bytes_per_token("llama-2-70b") / 2**20
+
+
+def _table_bytes(cache: CacheConfig, num_seqs: int, length: int, block_size: int) -> int:
+    """Bytes of the block tables that a step of `num_seqs` sequences hands to the attention kernels."""
+    rows = Rows(replace(cache, block_size=block_size), num_seqs, length, vocab_size=2)
+    chunks = Chunks.of([(row, row, length - 1, length, 0, 0, 0) for row in range(num_seqs)])
+    return sum(batch.tables.nbytes for batch in rows.batches(chunks))
 
 
 def p1(_: Context) -> Findings:
@@ -323,6 +430,6 @@ def p1(_: Context) -> Findings:
     each = kv_bytes_per_token("llama-2-70b")
     left = 640e9 - 140e9
     return [
-        computed("users at 8K", int(left // (8192 * each)), "", 200, "fp16 weights of 140 GB"),
-        computed("users at 128K", int(left // (131_072 * each)), "", 12),
+        arithmetic("users at 8K", int(left // (8192 * each)), "", 200, "fp16 weights of 140 GB"),
+        arithmetic("users at 128K", int(left // (131_072 * each)), "", 12),
     ]

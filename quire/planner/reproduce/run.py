@@ -1,7 +1,9 @@
 """`quire reproduce`: runs the rows, and writes the document with reported beside ours."""
 
 import platform
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from time import perf_counter
 from types import MappingProxyType
@@ -18,8 +20,8 @@ from quire.startup.hardware import cpu_description
 
 ROWS: Mapping[str, Row] = MappingProxyType(
     {
-        **{f"M{i}": getattr(memory, f"m{i}") for i in range(1, 19)},
-        **{f"T{i}": getattr(throughput, f"t{i}") for i in (1, 2, 3, 4, 6, 7, 8, 9, 10)},
+        **{f"M{i}": getattr(memory, f"m{i}") for i in range(1, 21)},
+        **{f"T{i}": getattr(throughput, f"t{i}") for i in (1, 2, 3, 4, 6, 7, 8, 9, 10, 11)},
         **{"T5": recorded.t5, "R1": recorded.r1, "R4": recorded.r4, "C1": recorded.c1, "S1": recorded.s1},
         **{"S2": recorded.s2, "Q1": recorded.q1, "O1": throughput.o1, "D1": throughput.d1, "P1": memory.p1},
         **{f"R{i}": getattr(reuse, f"r{i}") for i in (2, 3, 5, 6, 7)},
@@ -51,18 +53,19 @@ def reproduce(
     wanted = [target for target in TARGETS if not only or target.id in {row.upper() for row in only}]
     context, found = Context(quick=quick, results=results), _earlier(json_file)
     began = perf_counter()
+    kept = "" if json_file is None else f" --json {json_file}"
+    written = "" if document is None else f" --document {document}"
+    command, commit = f"quire reproduce{kept}{written}{' --quick' if quick else ''}", _commit(results)
     for number, target in enumerate(wanted):
         found[target.id] = ROWS[target.id](context)
+        if json_file is not None:  # after each row: a run that is stopped goes on with the others
+            write_json(json_file, _figures(found, commit, command, quick=quick))
         advance(number + 1, len(wanted))
         for line in _lines(target, found[target.id]):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     seconds = perf_counter() - began
     console.print(f"{len(wanted)} rows in {seconds:.0f} s", highlight=False)
-    if json_file is not None:
-        write_json(json_file, _figures(found, quick=quick))
     if document is not None:
-        kept = "" if json_file is None else f" --json {json_file}"
-        command = f"quire reproduce{kept} --document {document}{' --quick' if quick else ''}"
         write_text(document, markdown(found, _write_charts(document, context.charts), command, quick=quick))
     return found
 
@@ -97,15 +100,18 @@ def _earlier(json_file: Path | None) -> dict[str, Findings]:
 
 
 def verdict(finding: Finding) -> str:
-    """Whether a figure comes out, in a word or two."""
+    """Whether a figure comes out, in a word or two; that of arithmetic says nothing."""
     if finding.ours is None:
         return "pending"
+    if finding.kind == "arithmetic":
+        return "arithmetic"
     if finding.reported is None:
         return ""
     ratio = finding.ratio
     if ratio == 1:
         return "as reported"
-    return "close" if ratio is not None and abs(ratio - 1) <= _CLOSE else "differs"
+    is_direction = finding.reported[1] is None
+    return "close" if ratio is not None and abs(ratio - 1) <= _CLOSE and not is_direction else "differs"
 
 
 def _number(value: float) -> str:
@@ -116,6 +122,8 @@ def _reported(finding: Finding) -> str:
     if finding.reported is None:
         return ""
     low, high = finding.reported
+    if high is None:
+        return f"above {_number(low)}"
     return _number(low) if low == high else f"{_number(low)} to {_number(high)}"
 
 
@@ -146,7 +154,17 @@ def _notes(findings: Findings) -> list[str]:
 _WIDTHS = (52, 16, 16, 9, 6, 9, 11)
 
 
-def _figures(found: Mapping[str, Findings], *, quick: bool) -> dict[str, object]:
+def _commit(checkout: Path | None) -> str:
+    """The commit of the checkout that has the result files, with `-dirty` if files differ; "unknown" outside of one."""
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return done.stdout.strip()
+
+
+def _figures(found: Mapping[str, Findings], commit: str, command: str, *, quick: bool) -> dict[str, object]:
     rows = {
         row: [
             {
@@ -164,7 +182,8 @@ def _figures(found: Mapping[str, Findings], *, quick: bool) -> dict[str, object]
         ]
         for row, findings in ((target.id, found[target.id]) for target in TARGETS if target.id in found)
     }
-    return {"machine": cpu_description(), "python": platform.python_version(), "quick": quick, "rows": rows}
+    about = {"commit": commit, "date": datetime.now(UTC).date().isoformat(), "machine": cpu_description()}
+    return {**about, "command": command, "python": platform.python_version(), "quick": quick, "rows": rows}
 
 
 _HEAD = """# Reproduction
@@ -176,7 +195,9 @@ page: do not edit it.
 - **simulated**: quire's scheduler and KV cache, or a baseline in the cache's place, over modelled steps: see
   [planning.md](planning.md).
 - **computed**: from sizes, by the code of the memory plan and of the KV cache.
+- **arithmetic**: the source's formula on the source's numbers. It says nothing about quire and has no verdict.
 - The ratio is ours over the nearest reported value, and 1 within a reported range. A figure within 10 % is close.
+  "above 1" is a direction, which a figure keeps or not.
 - ± is half of the 95 % confidence interval over three seeds.
 
 No constant is tuned to make a row match. The parameters of the workloads are in `quire/planner/lengths.py`.
@@ -185,7 +206,7 @@ No constant is tuned to make a row match. The parameters of the workloads are in
 
 def markdown(found: Mapping[str, Findings], charts: Sequence[str], command: str, *, quick: bool) -> str:
     """The document. charts: files in the folder beside it. command: what runs all rows."""
-    counts = {name: 0 for name in ("as reported", "close", "differs", "pending")}
+    counts = {name: 0 for name in ("as reported", "close", "differs", "arithmetic", "pending")}
     for findings in found.values():
         for one in findings:
             if verdict(one):
@@ -194,7 +215,7 @@ def markdown(found: Mapping[str, Findings], charts: Sequence[str], command: str,
     parts.append(
         f"Command: `{command}`, on {cpu_description()}. "
         f"Of the figures with a reported value, {counts['as reported']} are as reported, {counts['close']} close, and "
-        f"{counts['differs']} differ; {counts['pending']} are pending.\n"
+        f"{counts['differs']} differ; {counts['arithmetic']} are arithmetic, and {counts['pending']} pending.\n"
     )
     if quick:
         parts.append("**These figures have no meaning: `--quick` runs sizes for tests.**\n")
