@@ -115,7 +115,7 @@ def verdict(one: SteadyRun) -> dict[str, object]:
     return {
         "rate": one.rate,
         "holds": one.holds(surely=False),
-        "gave_up": one.result.gave_up,
+        "stopped_early": one.result.stopped_early,
         "requests": len(one.result.requests),
         "kept": {metric: kept.share for metric, kept in one.kept.items()},
         "backlog_growth": one.growth.share,

@@ -32,7 +32,6 @@ from quire.planner.options import PlanOptions, WorkloadOptions
 from quire.planner.workloads import Failures
 from quire.server.api_keys import MAX_PER_MINUTE, Role, add_key, new_key
 from quire.server.options import ServerOptions
-from quire.startup.hardware import num_cores
 from quire.supervisor.spawn import Spawned, spawned_engine
 from quire.terminal.bench_options import LatencyBench, ServerBench, ThroughputBench
 from quire.terminal.chat import converse
@@ -493,7 +492,6 @@ def quantize(
     _say(f"written to {out}")
 
 
-_PLAN_PROCESSES = 2  # the rates that a search tries at once
 _DEVICE = typer.Option(
     help="A100-40GB, A100-80GB, H100, H200, B200, L4, RTX-4090, MI300X, or a file of `quire calibrate`"
 )
@@ -541,15 +539,7 @@ def plan(
     """Find the request rate that a model on a device sustains within an SLO, and the options for it."""
     del model, device  # of options
     bar = CountBar("simulations")
-    quire.plan(
-        options,
-        workload,
-        wanted,
-        console=VisibleConsole(),
-        workers=min(_PLAN_PROCESSES, num_cores()),
-        advance=bar,
-        tell=bar.describe,
-    )
+    quire.plan(options, workload, wanted, console=VisibleConsole(), workers=None, advance=bar, tell=bar.describe)
 
 
 @app.command()

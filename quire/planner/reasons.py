@@ -76,6 +76,8 @@ def reasons_of(plan: Plan) -> Iterator[str]:
         yield _why_not_faster(above, broken)
     elif above is not None and above.growth.is_trend:
         yield f"At {above.rate:.2f} requests/s the queue grows without end: more arrive than are completed."
+    elif above is not None:
+        yield f"At {above.rate:.2f} requests/s a short run keeps the SLO; a long one is not sure to keep it."
     pools = plan.pools
     yield (
         f"Separate pools: {pools.ratio:.2g} decode devices for each prefill device. A request takes "

@@ -17,9 +17,11 @@ from quire.planner.files import write_json, write_text
 from quire.planner.options import PlanOptions, WorkloadOptions
 from quire.planner.plan import Advance, Plan, make_plan
 from quire.planner.reasons import reasons_of, run_lines
+from quire.planner.search import RATES_AT_ONCE
 from quire.planner.simulate import format_ms
 from quire.planner.slo import parse_slo
 from quire.planner.steady import SteadyRun
+from quire.startup.hardware import num_cores
 
 Rows = Sequence[Sequence[str]]
 _MEMORY_HEAD = ("memory", "size", "why")
@@ -34,14 +36,15 @@ def plan(
     wanted: PlanOptions,
     *,
     console: Console,
-    workers: int = 1,
+    workers: int | None = 1,
     advance: Advance,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Plan:
     """Make a plan, print it, and write the files. `workers` processes simulate side by side.
 
-    A script that gives more than one has to be importable: the processes import it. tell: called with what is
-    simulated now. Raises ConfigError, ModelError.
+    workers: None for as many as the search has work for, if there are as many cores. A script that gives None or more
+    than one has to be importable: the processes import it. tell: called with what is simulated now.
+    Raises ConfigError, ModelError.
     """
     slo = parse_slo(wanted.slo)
     if wanted.price_per_hour is not None and not 0 < wanted.price_per_hour < inf:
@@ -52,7 +55,7 @@ def plan(
         slo,
         search=wanted.search,
         allow_lossy=wanted.allow_lossy,
-        workers=workers,
+        workers=min(RATES_AT_ONCE, num_cores()) if workers is None else workers,
         advance=advance,
         tell=tell,
     )

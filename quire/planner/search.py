@@ -26,6 +26,7 @@ from quire.planner.traces import read_trace
 from quire.planner.workloads import Session, first_requests, make_workload, num_requests, repeated
 
 TOLERANCE = 0.04  # of the rate that is found roughly
+RATES_AT_ONCE = 2  # that a search tries
 MARGIN = 1.03
 LONG_REQUESTS = 6_000  # of a long run, unless a steady state needs more
 _LONG_TOLERANCE = 0.06
@@ -179,7 +180,7 @@ class Search:
         *,
         most: int = MOST_REQUESTS,
         long: bool = False,
-        gives_up: bool = True,
+        stops_early: bool = True,
     ) -> RunTask:
         """A run at a rate, of at most `most` requests. long: of LONG_REQUESTS at least."""
         limit = engine.memory.max_model_len
@@ -189,20 +190,20 @@ class Search:
             count = length.num_requests
             if long:
                 count = max(count, LONG_REQUESTS)
-            sessions = self.requests.take(min(length.filling + most, count), limit)
+            sessions = self.requests.take(min(length.num_fill + most, count), limit)
             if long and self.requests.num_in_trace is not None:  # repetitions say nothing new
                 count = max(length.num_requests, self.requests.num_in_trace)
-                sessions = first_requests(sessions, min(length.filling + most, count))
+                sessions = first_requests(sessions, min(length.num_fill + most, count))
         return RunTask(
             setup=for_workload(engine.setup, sessions),
             sessions=sessions,
             rate=rate,
-            filling=min(length.filling, num_requests(sessions) // 3),
+            num_fill=min(length.num_fill, num_requests(sessions) // 3),
             warm_up=length.warm_up,
             token_seconds=token_seconds,
             burstiness=self._burstiness,
             seed=engine.options.seed,
-            gives_up=self._slo if gives_up else None,
+            must_keep=self._slo if stops_early else None,
         )
 
     def length(self, engine: PlannedEngine, rate: float, sessions: Sequence[Session]) -> tuple[RunLength, float]:
@@ -213,14 +214,14 @@ class Search:
         slowest = setup.profile.decode_seconds(rows, round(demand.context))
         token_seconds = min(step_seconds(setup, demand, rate), slowest, self._slo.limits.get("tpot", inf))
         longest = demand.longest_seconds(setup.profile, token_seconds)
-        filling = 0
+        num_fill = 0
         if self._cached_share > NO_HITS:
-            filling = min(kv_rows(setup, demand.prompt + demand.output), MOST_REQUESTS // 3)
-        return run_length(rate, longest, pauses_of(sessions), self._slo.share, filling), token_seconds
+            num_fill = min(kv_rows(setup, demand.prompt + demand.output), MOST_REQUESTS // 3)
+        return run_length(rate, longest, pauses_of(sessions), self._slo.share, num_fill), token_seconds
 
     def short_runs(self, engine: PlannedEngine, rates: Sequence[float], what: str) -> list[SteadyRun]:
         """Runs of few requests at several rates, to their end also where the SLO is missed."""
-        tasks = [self.task(engine, rate, most=_QUICK_REQUESTS, gives_up=False) for rate in rates]
+        tasks = [self.task(engine, rate, most=_QUICK_REQUESTS, stops_early=False) for rate in rates]
         return self._steady(tasks, what, lambda _: False)
 
     def hold(self, engines: Sequence[PlannedEngine], rate: float, what: str) -> list[bool]:
@@ -268,7 +269,7 @@ class Search:
             if low is None and high is not None and high.rate < start / 2 and not checked:
                 checked = True
                 (alone,) = self._steady([self.task(engine, start / _LEAST_SHARE, most=_ALONE)], what, lambda _: False)
-                if alone.result.gave_up or self._slo.violations(alone.result):
+                if alone.result.stopped_early or self._slo.violations(alone.result):
                     return Sustained(None, alone)
                 low = alone
             rates = _next_rates(low, high, start, step, tolerance)

@@ -108,7 +108,7 @@ class SimulationResult:
     most_running: int = 0  # sequences in one step
     most_kv_use: float = 0.0  # share of KV blocks held by running sequences, at most
     open_requests: tuple[float, ...] = ()  # mean number in each of NUM_BATCHES equal parts of the window
-    gave_up: bool = False  # whether the simulation was stopped before its end
+    stopped_early: bool = False  # whether the simulation was stopped before its end
 
     @property
     def complete(self) -> list[RequestResult]:
@@ -232,12 +232,12 @@ class Simulation:
         failures: Failures | None = None,
         on_step: Callable[["Simulation"], None] | None = None,
         window: Window | None = None,
-        gives_up: Callable[[RequestResult], bool] | None = None,
+        stops_early: Callable[[RequestResult], bool] | None = None,
     ) -> None:
         """new_cache: makes the KV cache, such as that of a baseline. on_step: called with each step planned.
 
-        window: the part of the time that the result is about. gives_up: called when a request has its first token and
-        when it ends or is rejected; the simulation stops if it returns True.
+        window: the part of the time that the result is about. stops_early: called when a request has its first token
+        and when it ends or is rejected; the simulation stops if it returns True.
         """
         self.clock = VirtualClock()
         self._lengths: dict[str, tuple[int, int]] = {}
@@ -272,7 +272,7 @@ class Simulation:
         self._numbers = count()
         self._total = SimulationResult()
         self._window = window or Window()
-        self._gives_up = gives_up
+        self._stops_early = stops_early
         self._last = 0.0  # seconds: until then, the integrals are complete
         self._last_busy = 0.0  # seconds in which a step ran until then
         self._num_running, self._kv_use = 0, 0.0  # of the step planned last
@@ -300,7 +300,7 @@ class Simulation:
             self._send_at(session.at, _OpenSession(session, place), 0)
         done = reported = 0
         clock, engine, events = self.clock, self.engine, self._events
-        while clock.now < until and not self._total.gave_up:
+        while clock.now < until and not self._total.stopped_early:
             while events and events[0][0] <= clock.now:
                 heappop(events)[2]()
             if not engine.has_work:
@@ -407,8 +407,8 @@ class Simulation:
         return ended
 
     def _judge(self, result: RequestResult) -> None:
-        if self._gives_up is not None and self._gives_up(result):
-            self._total.gave_up = True
+        if self._stops_early is not None and self._stops_early(result):
+            self._total.stopped_early = True
 
     def _continue(self, turn: "_OpenTurn") -> None:
         """Plan the turn after one that has ended."""

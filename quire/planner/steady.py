@@ -57,26 +57,26 @@ class RunLength:
 
     rate: float  # requests per second
     longest: float  # seconds of the longest request
-    filling: int  # requests that fill the prefix cache
+    num_fill: int  # requests that fill the prefix cache
     warm_up: float  # seconds
     window: float  # seconds
 
     @property
     def num_requests(self) -> int:
         """Requests that arrive in the run."""
-        return self.filling + ceil(self.rate * (self.warm_up + self.window))
+        return self.num_fill + ceil(self.rate * (self.warm_up + self.window))
 
 
-def run_length(rate: float, longest: float, pauses: Sequence[float], share: float, filling: int = 0) -> RunLength:
+def run_length(rate: float, longest: float, pauses: Sequence[float], share: float, num_fill: int = 0) -> RunLength:
     """The length of a run.
 
-    longest: seconds of the longest request. pauses: seconds. share: of requests that must keep the SLO. filling:
+    longest: seconds of the longest request. pauses: seconds. share: of requests that must keep the SLO. num_fill:
     requests that fill the prefix cache.
     """
     pause = float(np.quantile(pauses, _PAUSES)) if len(pauses) else 0.0
     warm_up = max(longest, pause)
     window = max(LONGEST_REQUESTS * longest, _LATE_REQUESTS / (1 - share) / rate)
-    return RunLength(rate, longest, filling, warm_up, window)
+    return RunLength(rate, longest, num_fill, warm_up, window)
 
 
 def pauses_of(sessions: Sequence[Session]) -> list[float]:
@@ -91,28 +91,28 @@ class RunTask:
     setup: EngineSetup
     sessions: Sequence[Session]
     rate: float  # requests per second
-    filling: int  # requests that come first, at half the rate
+    num_fill: int  # requests that come first, at half the rate
     warm_up: float  # seconds behind them; at most _MOST_WARM_UP of the rest
     token_seconds: float  # assumed seconds per output token, for the turns of sessions
     burstiness: float | None  # of arrivals at random; None: as they are, if they have times
     seed: int
-    gives_up: SLO | None  # the run is stopped when it can no longer keep this
+    must_keep: SLO | None  # the run is stopped when it can no longer keep this
 
     def window(self) -> Window:
         """What counts."""
-        seconds, filling = num_requests(self.sessions) / self.rate, self.filling / self.rate
-        start = filling + min(self.warm_up, _MOST_WARM_UP * (seconds - filling))
-        return Window(filling + start, filling + seconds)
+        seconds, filled = num_requests(self.sessions) / self.rate, self.num_fill / self.rate
+        start = filled + min(self.warm_up, _MOST_WARM_UP * (seconds - filled))
+        return Window(filled + start, filled + seconds)
 
 
 def run(task: RunTask) -> SimulationResult:
     """The result of a run: a function of its task."""
     sessions, window = arriving(task), task.window()
-    gives_up = None
-    if task.gives_up is not None:
+    stops_early = None
+    if task.must_keep is not None:
         before = sum(session.at < window.start for session in sessions)
-        gives_up = _GivesUp(task.gives_up, window, num_requests(sessions), before)
-    return Simulation(task.setup, window=window, gives_up=gives_up).run(sessions)
+        stops_early = _EarlyStop(task.must_keep, window, num_requests(sessions), before)
+    return Simulation(task.setup, window=window, stops_early=stops_early).run(sessions)
 
 
 def arriving(task: RunTask) -> list[Session]:
@@ -123,11 +123,11 @@ def arriving(task: RunTask) -> list[Session]:
     if has_times(sessions):
         sessions = with_rate(sessions, task.rate)
     going_on = stationary(sessions, num_requests(sessions) / task.rate, task.token_seconds)
-    filling = task.filling / task.rate
-    return [replace(session, at=session.at + min(session.at, filling)) for session in going_on]
+    filled = task.num_fill / task.rate
+    return [replace(session, at=session.at + min(session.at, filled)) for session in going_on]
 
 
-class _GivesUp:
+class _EarlyStop:
     """Counts requests that exceed a limit. True when no rest of the run can make good for them."""
 
     def __init__(self, slo: SLO, window: Window, most: int, in_warm_up: int) -> None:
@@ -152,8 +152,8 @@ def _news(request: RequestResult, slo: SLO) -> list[Metric]:
     """The limits that a request exceeds, and that it had not exceeded when this was asked last."""
     if not request.reason:  # it has its first token
         return ["ttft"] if request.ttft > slo.limits.get("ttft", inf) else []
-    told = request.first_token < inf and request.ttft > slo.limits.get("ttft", inf)
-    return [metric for metric in slo.limits if slo.is_late(request, metric) and not (told and metric == "ttft")]
+    is_counted = request.first_token < inf and request.ttft > slo.limits.get("ttft", inf)
+    return [metric for metric in slo.limits if slo.is_late(request, metric) and not (is_counted and metric == "ttft")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,9 +207,11 @@ def kept(result: SimulationResult, window: Window, is_late: Callable[[RequestRes
         part[0] += 1
         part[1] += is_late(request)
     shares = np.array([1 - late / count for count, late in parts if count])
-    if len(shares) < NUM_BATCHES:
-        return Kept(float(shares.mean()) if len(shares) else 0.0, 0.0)
+    if not len(shares):
+        return Kept(0.0, 0.0)
     share = 1 - sum(late for _, late in parts) / sum(count for count, _ in parts)
+    if len(shares) < NUM_BATCHES:  # too few requests for an interval, which the plan says
+        return Kept(share, share)
     error = float(shares.std(ddof=1)) / sqrt(NUM_BATCHES)
     return Kept(share, max(0.0, share - _T_SHARE * error))
 
@@ -251,7 +253,7 @@ class SteadyRun:
 
     def holds(self, *, surely: bool = True) -> bool:
         """Whether the SLO is kept without a growing backlog. surely: with a confidence of 80 %."""
-        if self.result.gave_up or not self.result.requests or self.slo.violations(self.result):
+        if self.result.stopped_early or not self.result.requests or self.slo.violations(self.result):
             return False
         shares = self.kept.values() if surely else ()
         return all(one.least >= self.slo.share for one in shares) and not self.growth.is_trend
@@ -259,7 +261,7 @@ class SteadyRun:
     @property
     def verdict(self) -> str:
         """Whether the rate holds, in a word or two."""
-        if self.result.gave_up or self.slo.violations(self.result):
+        if self.result.stopped_early or self.slo.violations(self.result):
             return "missed"
         if self.growth.is_trend:
             return "queue grows"

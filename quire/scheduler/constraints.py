@@ -64,9 +64,14 @@ class StructuredOutputManager:
             return [], EndCause.STOP if verdict.is_over and not verdict.forced else EndCause.LENGTH, ""
         return self._apply_verdict(seq, verdict)
 
-    def no_token_error(self, seq: Sequence) -> str:
-        """The error of a constrained sequence for which no token could be sampled: its matcher's, if that failed."""
+    def no_token_error(self, seq: Sequence, accepted: list[int]) -> str:
+        """The error of a constrained sequence for which no token could be sampled: its matcher's, if that failed.
+
+        accepted: the drafts before it. The masks behind drafts come from a fork, so the matcher computes this one.
+        """
         assert self.constraints is not None, "checked in `check`"
+        self.constraints.advance(seq.id, accepted)
+        self.constraints.masks([seq.id], [NO_DRAFTS])
         error = self.constraints.advance(seq.id, []).error
         return _DEAD_END + error if error else NO_ALLOWED_TOKEN
 

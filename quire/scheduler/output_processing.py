@@ -258,7 +258,7 @@ class OutputProcessor:
         forced: indices of forced drafts among `sampled`.
         """
         if cause is EndCause.NO_TOKEN:
-            cause, error = EndCause.DEAD_END, self._structured_outputs.no_token_error(seq)
+            cause, error = EndCause.DEAD_END, self._structured_outputs.no_token_error(seq, sampled)
         behind: list[int] = []
         if sampled and cause in (None, EndCause.LENGTH):
             behind, cause, error = self._structured_outputs.advance(seq, sampled)

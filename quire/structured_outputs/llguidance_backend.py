@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from copy import copy
 from threading import Lock
+from typing import NamedTuple
 
 import llguidance
 import numpy as np
@@ -137,16 +138,23 @@ _TOKENS_PER_REFILL = 128  # consumed tokens after which a mask is computed: only
 log = logging.getLogger(__name__)
 
 
+class _Tokens(NamedTuple):
+    """What a matcher is made with, and which tokens a walk may take."""
+
+    tokenizer: llguidance.LLTokenizer
+    is_text: np.ndarray  # by token id: 1 for text, 0 for special and end tokens
+
+
 class GuidanceBackend:
     """See Backend."""
 
     def __init__(self) -> None:
         self._vocabularies = VocabularyCache(_GuidanceVocabulary)  # about 1 s for 100,000 tokens
-        self._byte_tokenizer = llguidance.LLTokenizer("byte")
+        self._bytes = _Tokens(llguidance.LLTokenizer("byte"), np.ones(256, np.uint8))
 
     def check(self, params: StructuredOutputsParams) -> None:
         """See Backend. It compiles the constraint, with single bytes as tokens."""
-        _first_matcher(params, grammar_of(params, SpecialTokens({})), self._byte_tokenizer)
+        _first_matcher(params, grammar_of(params, SpecialTokens({})), self._bytes)
 
     def compile(self, params: StructuredOutputsParams, vocabulary: Vocabulary) -> "GuidanceGrammar":
         """See Backend."""
@@ -169,7 +177,7 @@ class GuidanceGrammar:
         special = SpecialTokens(tokens.special_ids_by_text)
         self._grammar = grammar_of(params, special)
         self._masks = tokens.masks.allowing(special.used)
-        self._shared_matcher = _first_matcher(params, self._grammar, tokens.tokenizer)
+        self._shared_matcher = _first_matcher(params, self._grammar, tokens.for_matchers)
         self._lock = Lock()
         self._logged_reason = ""
 
@@ -182,7 +190,7 @@ class GuidanceGrammar:
         """A matcher with a lexer of its own that has consumed no token. It has states for these tokens and more."""
         num_bytes = sum(len(self._vocabulary.texts[token]) for token in tokens)
         limits = _limits(self._params.kind, lexer_fuel=_OWN_LEXER_FUEL, num_more_states=2 * num_bytes)
-        return llguidance.LLMatcher(self._vocabulary.tokenizer, self._grammar, log_level=0, limits=limits)
+        return llguidance.LLMatcher(self._vocabulary.for_matchers.tokenizer, self._grammar, log_level=0, limits=limits)
 
     def replace_shared_lexer(self, reason: str) -> None:
         """Let later sequences share another lexer.
@@ -195,7 +203,7 @@ class GuidanceGrammar:
                 log.warning("a grammar gets a new lexer: %s", reason)
                 self._logged_reason = reason
             self._shared_matcher = llguidance.LLMatcher(
-                self._vocabulary.tokenizer, self._grammar, log_level=0, limits=_limits(self._params.kind)
+                self._vocabulary.for_matchers.tokenizer, self._grammar, log_level=0, limits=_limits(self._params.kind)
             )
 
 
@@ -208,7 +216,9 @@ class _GuidanceVocabulary:
         self.special_ids_by_text = vocabulary.special_ids_by_text
         wrapper = _TokenizerAdapter(vocabulary)
         self.num_words = -(-len(wrapper.tokens) // 32)
-        self.tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(wrapper), eos_token=wrapper.end_ids)
+        tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(wrapper), eos_token=wrapper.end_ids)
+        text_ids = (self.masks.allowed & ~self.masks.ends).view(np.uint8)
+        self.for_matchers = _Tokens(tokenizer, np.unpackbits(text_ids, bitorder="little")[: vocabulary.size])
 
 
 class _GuidanceParser:
@@ -315,20 +325,18 @@ class _GuidanceParser:
         return num_taken
 
 
-def _first_matcher(
-    params: StructuredOutputsParams, grammar: str, tokenizer: llguidance.LLTokenizer
-) -> llguidance.LLMatcher:
+def _first_matcher(params: StructuredOutputsParams, grammar: str, tokens: _Tokens) -> llguidance.LLMatcher:
     """A matcher that has consumed no token. Raises RequestError. For a schema it names the place."""
     try:
-        return _compiled(grammar, params.kind, tokenizer)
+        return _compiled(grammar, params.kind, tokens)
     except RequestError as error:
         if params.kind != "json":
             raise
         why = str(error)
-        raise schema_error(_place(params, why, tokenizer), why.removeprefix("json "), "json") from error
+        raise schema_error(_place(params, why, tokens), why.removeprefix("json "), "json") from error
 
 
-def _place(params: StructuredOutputsParams, message: str, tokenizer: llguidance.LLTokenizer) -> str:
+def _place(params: StructuredOutputsParams, message: str, tokens: _Tokens) -> str:
     """The JSON pointer of the innermost part of a schema that alone has the same error."""
     if re.search("too (big|large|many)|exceeded|Unable to determine|Current row has", message):
         return "#"  # a limit of the whole schema; each trial would take long, too
@@ -341,7 +349,7 @@ def _place(params: StructuredOutputsParams, message: str, tokenizer: llguidance.
         for one in inner[:num_left]:
             num_left -= 1
             if isinstance(one, Part) and _has_error(
-                Part(one.at, {**one, "$defs": definitions}), params, message, tokenizer
+                Part(one.at, {**one, "$defs": definitions}), params, message, tokens
             ):
                 part = one
                 break
@@ -350,18 +358,18 @@ def _place(params: StructuredOutputsParams, message: str, tokenizer: llguidance.
     return part.at if isinstance(part, Part) else "#"
 
 
-def _has_error(schema: Part, params: StructuredOutputsParams, message: str, tokenizer: llguidance.LLTokenizer) -> bool:
+def _has_error(schema: Part, params: StructuredOutputsParams, message: str, tokens: _Tokens) -> bool:
     try:
-        _compiled(_json_grammar(schema, params), "json", tokenizer)
+        _compiled(_json_grammar(schema, params), "json", tokens)
     except RequestError as error:
         return str(error) == message
     return False
 
 
-def _compiled(grammar: str, kind: str, tokenizer: llguidance.LLTokenizer) -> llguidance.LLMatcher:
+def _compiled(grammar: str, kind: str, tokens: _Tokens) -> llguidance.LLMatcher:
     """A matcher that has consumed no token. Raises RequestError. kind: of the constraint."""
-    matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=_limits(kind))
-    error = matcher.get_error() or _error_of_walks(matcher, kind, grammar, tokenizer.eos_tokens)
+    matcher = llguidance.LLMatcher(tokens.tokenizer, grammar, log_level=0, limits=_limits(kind))
+    error = matcher.get_error() or _error_of_walks(matcher, kind, grammar, tokens.is_text)
     if not error:
         return matcher
     if error.startswith("NoExtension") or (kind == "json" and "nsatisfiable" in error):
@@ -384,7 +392,7 @@ def _limits(kind: str, *, lexer_fuel: int = _LEXER_FUEL, num_more_states: int = 
     )
 
 
-def _error_of_walks(matcher: llguidance.LLMatcher, kind: str, grammar: str, end_ids: Sequence[int]) -> str:
+def _error_of_walks(matcher: llguidance.LLMatcher, kind: str, grammar: str, is_text: np.ndarray) -> str:
     """The error of walks through a new grammar; "" if there is none.
 
     Only a walk shows a limit that is exceeded at once or behind few tokens, or a grammar without any text. A walk goes
@@ -393,7 +401,7 @@ def _error_of_walks(matcher: llguidance.LLMatcher, kind: str, grammar: str, end_
     has_patterns = kind != "choice" and (kind != "json" or '"pattern"' in grammar)
     for seed in range(_NUM_TRIAL_WALKS if has_patterns else 1):
         error = _error_of_walk(
-            matcher.deep_copy(), _TRIAL_TOKENS if has_patterns else 1, end_ids, random.Random(seed), repeats=seed > 0
+            matcher.deep_copy(), _TRIAL_TOKENS if has_patterns else 1, is_text, random.Random(seed), repeats=seed > 0
         )
         if error:
             return error
@@ -401,16 +409,20 @@ def _error_of_walks(matcher: llguidance.LLMatcher, kind: str, grammar: str, end_
 
 
 def _error_of_walk(
-    walk: llguidance.LLMatcher, num_tokens: int, end_ids: Sequence[int], rng: random.Random, *, repeats: bool
+    walk: llguidance.LLMatcher, num_tokens: int, is_text: np.ndarray, rng: random.Random, *, repeats: bool
 ) -> str:
-    """The error of a walk by random tokens. repeats: a token comes again as long as it is allowed."""
+    """The error of a walk by random tokens.
+
+    is_text: by token id; special tokens, whose bits may be set, are not taken. repeats: a token comes again as long as
+    it is allowed.
+    """
     token = -1
     for _ in range(num_tokens):
         walk.consume_tokens(walk.compute_ff_tokens())
         mask = np.unpackbits(np.frombuffer(walk.compute_bitmask(), np.uint8), bitorder="little")
         if walk.is_error():
             return str(walk.get_error())
-        mask[end_ids] = 0
+        mask = mask[: len(is_text)] & is_text
         if walk.is_stopped() or not mask.any():
             break
         if not repeats or token < 0 or not mask[token]:

@@ -247,9 +247,9 @@ class AsyncEngine:
     def on_batch(self, batch: Batch, committed: list[dict[str, int]]) -> None:
         """Record progress, and deliver answers and outputs. See RequestOwner."""
         self._record_progress(committed)
-        self._open_requests.record_prompts(batch.num_counted)
         for answer in batch.answers:
             self._on_answer(answer)
+        self._open_requests.record_prompts(batch.num_counted)
         for output in batch.outputs:
             self._deliver(output)
 

@@ -440,7 +440,7 @@ def test_beside_an_answer_in_json_calls_are_possible(format):
 
     constraint = call_constraint(TOOL_FORMATS[format], toolbox([NOW, ECHO]), NUMBER)
     compiled = compile(constraint, VOCABULARY)
-    for text in (write([("now", {})]), write([("echo", {"any": "a"})]), write([("other", {})]), '{"n": 5}', '{"n":5}'):
+    for text in (write([("now", {})]), write([("echo", {"any": "a"})]), write([("other", {})]), '{"n": 5}'):
         assert accepts(compiled, text), text
     for text in ("", "Hello", '{"m": 5}', '{"n": 5}' + write([("now", {})]), "5"):
         assert not accepts(compiled, text), text

@@ -232,11 +232,14 @@ def test_a_stop_reports_the_matched_token_but_not_the_end_of_a_constraint(llm):
     assert ended.outputs[0].finish_info == {"type": "stop", "matched": ended.outputs[0].token_ids[-1]}
 
 
-def test_an_output_that_reaches_a_limit_ends_with_its_cause(llm, monkeypatch):
+@pytest.mark.parametrize("with_drafts", [False, True])
+def test_an_output_that_reaches_a_limit_ends_with_its_cause(llm, monkeypatch, with_drafts):
     monkeypatch.setattr(llguidance_backend, "MAX_LEXER_STATES", 400)
     monkeypatch.setattr(llguidance_backend, "_NUM_TRIAL_WALKS", 0)  # they would refuse the pattern
-    result, _ = ask(llm, StructuredOutputsParams(regex="(?s:.{4000})"), max_tokens=200)
-    (output,) = result.outputs
-    assert output.finish_reason == "error"
-    assert "the text is too long for the lengths and repetition counts" in str(output.stop_reason)
-    assert len(output.token_ids) > 10
+    monkeypatch.setattr(llm.llm_engine.scheduler.speculator, "governs", False)
+    for _ in range(2):  # the second has the output of the first as drafts
+        result, _ = ask(llm, StructuredOutputsParams(regex="(?s:.{4000})"), max_tokens=200, speculation=with_drafts)
+        (output,) = result.outputs
+        assert output.finish_reason == "error"
+        assert "the text is too long for the lengths and repetition counts" in str(output.stop_reason)
+        assert len(output.token_ids) > 10

@@ -18,19 +18,19 @@ WANTED = WorkloadOptions(workload="alpaca", num_requests=60)
 
 
 def found(slo="ttft=300ms,tpot=20ms", start=20.0, workers=1, wanted=WANTED):
-    told = []
-    with Runs(workers, told.append, lambda _done, _total: None) as runs:
+    messages = []
+    with Runs(workers, messages.append, lambda _done, _total: None) as runs:
         search = Search(wanted, parse_slo(slo), Requests(wanted, find_model(OPTIONS), 0), runs)
-        return search.roughly(ENGINE, start, "rate", quick=True), told
+        return search.roughly(ENGINE, start, "rate", quick=True), messages
 
 
 @pytest.mark.parametrize("start", [2.0, 20.0, 300.0])
 def test_the_rate_found_holds_and_one_a_little_above_does_not_wherever_the_search_begins(start):
-    sustained, told = found(start=start)
+    sustained, messages = found(start=start)
     assert sustained.best.holds(surely=False)
     assert not sustained.above.holds(surely=False)
     assert sustained.rate < sustained.above.rate <= sustained.rate * (1 + TOLERANCE)
-    assert any(f"{sustained.rate:.2f}" in line for line in told)
+    assert any(f"{sustained.rate:.2f}" in line for line in messages)
 
 
 def test_an_slo_that_no_rate_meets_has_no_rate():

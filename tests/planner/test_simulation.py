@@ -255,9 +255,9 @@ def test_a_window_counts_the_requests_that_arrive_in_it_and_its_time():
     assert part.open_requests == pytest.approx(np.array(counts).reshape(NUM_BATCHES, -1).mean(1), rel=0.02)
 
 
-def test_a_simulation_that_gives_up_stops_there():
+def test_a_simulation_that_is_stopped_early_ends_there():
     workload = with_arrivals(make_workload("alpaca", 120, max_model_len=1024), rate=60.0)
     seen = []
-    result = Simulation(setup_of(), gives_up=lambda request: seen.append(request) or len(seen) == 20).run(workload)
-    assert result.gave_up
+    result = Simulation(setup_of(), stops_early=lambda request: seen.append(request) or len(seen) == 20).run(workload)
+    assert result.stopped_early
     assert sum(one.first_token < inf for one in result.requests) < 30

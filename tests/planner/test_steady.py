@@ -25,10 +25,10 @@ from tests.planner.test_simulation import setup_of
 SLO = parse_slo("ttft=500ms,tpot=50ms")
 
 
-def task_of(rate, count=400, gives_up=SLO, **changed):
+def task_of(rate, count=400, must_keep=SLO, **changed):
     sessions = make_workload("alpaca", count, max_model_len=1024)
-    fields = {"filling": 0, "warm_up": 2.0, "token_seconds": 0.0, "burstiness": None, "seed": 0, **changed}
-    return RunTask(setup=setup_of(num_blocks=2048), sessions=sessions, rate=rate, gives_up=gives_up, **fields)
+    fields = {"num_fill": 0, "warm_up": 2.0, "token_seconds": 0.0, "burstiness": None, "seed": 0, **changed}
+    return RunTask(setup=setup_of(num_blocks=2048), sessions=sessions, rate=rate, must_keep=must_keep, **fields)
 
 
 def open_requests(rng, seconds, rate, overload):
@@ -85,18 +85,18 @@ def test_late_requests_that_come_together_say_less_about_their_share():
 def test_a_run_is_as_long_as_four_longest_requests_and_has_enough_late_ones():
     fast = run_length(100.0, 20.0, [], 0.99)
     assert (fast.warm_up, fast.window, fast.num_requests) == (20.0, 80.0, 10_000)
-    slow = run_length(1.0, 20.0, [5.0] * 9 + [100.0], 0.99, filling=50)
+    slow = run_length(1.0, 20.0, [5.0] * 9 + [100.0], 0.99, num_fill=50)
     assert slow.window == pytest.approx(1000)
     assert slow.num_requests == pytest.approx(1000 + slow.warm_up + 50, abs=2)
 
 
-def test_a_low_rate_holds_and_one_beyond_the_capacity_is_given_up_early():
+def test_a_low_rate_holds_and_one_beyond_the_capacity_is_stopped_early():
     calm, overloaded = (SteadyRun(task, run(task), SLO) for task in (task_of(20.0), task_of(400.0)))
     assert calm.holds() and calm.verdict == "met"
     assert not overloaded.holds() and overloaded.verdict == "missed"
-    assert overloaded.result.gave_up
+    assert overloaded.result.stopped_early
     assert overloaded.result.num_steps < calm.result.num_steps / 2
-    whole = SteadyRun(overloaded.task, run(replace(overloaded.task, gives_up=None)), SLO)
+    whole = SteadyRun(overloaded.task, run(replace(overloaded.task, must_keep=None)), SLO)
     assert whole.verdict == "missed"
 
 
@@ -110,7 +110,7 @@ def test_without_a_limit_that_breaks_a_backlog_that_grows_is_found():
 
 
 def test_the_requests_that_fill_the_cache_arrive_at_half_the_rate():
-    task = task_of(40.0, filling=100, gives_up=None)
+    task = task_of(40.0, num_fill=100, must_keep=None)
     result, window = run(task), task.window()
     assert window.stop == pytest.approx(400 / 40 + 100 / 40)
     assert window.start == pytest.approx(2 * 100 / 40 + 2.0)

@@ -73,7 +73,7 @@ def searching(llm, monkeypatch):
     asked = []
     found = [([68, EOS], "stop", -1.5), ([69, 70, 71], "length", -2.5)]
 
-    def outputs(requests, is_open):
+    def outputs(requests, is_open, on_step):
         asked.extend(requests)
         for request in requests:
             for output in scripted(found):

@@ -38,6 +38,7 @@ class Stuck:
     def __init__(self):
         self.go = threading.Event()
         self.has_work = True
+        self.num_counted = {}
 
     def step(self):
         self.go.wait(60)
