@@ -57,6 +57,7 @@ class StepTime:
 
 _SHORT = 64  # tokens of a step with prompts that takes about as long as one of drafts
 _CURVE_DECAY = 0.9  # weight of a step when the next one of its class is observed
+_STEPS_PER_FIT = 8  # the curve is computed again after so many steps, and for a new class at once
 _CURVE_AGING = 0.95  # weight of a class when a step of another class is observed
 
 
@@ -67,12 +68,13 @@ class StepCurve:
     kernels compute tokens in groups, so that the first token of a group costs more than the others.
     """
 
-    __slots__ = ("_classes", "_num_steps", "_points")
+    __slots__ = ("_classes", "_fitted", "_num_steps", "_points")
 
     def __init__(self) -> None:
         self._classes: dict[int, tuple[float, float, float, int]] = {}  # decayed: steps, tokens, seconds; last step
         self._num_steps = 0
         self._points: list[tuple[float, float]] | None = None  # (tokens, seconds), rising; None: to be computed
+        self._fitted: set[int] = set()  # the classes in `_points`
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Learn from a step. An outlier is clamped."""
@@ -85,7 +87,8 @@ class StepCurve:
         keep = _CURVE_DECAY
         self._num_steps += 1
         self._classes[of] = steps * keep + 1, tokens * keep + num_tokens, total * keep + seconds, self._num_steps
-        self._points = None
+        if of not in self._fitted or self._num_steps % _STEPS_PER_FIT == 0:
+            self._points = None
 
     def seconds(self, num_tokens: int) -> float:
         """Predicted seconds of a step; 0 before any step.
@@ -95,6 +98,7 @@ class StepCurve:
         """
         if self._points is None:
             self._points = _rising([self._aged(*one) for one in self._classes.values()])
+            self._fitted = set(self._classes)
         points = self._points
         if not points:
             return 0.0

@@ -149,7 +149,8 @@ class InFlightStep:
     exclusive: bool  # whether no other step may be in flight
     swapped_in: list[Sequence]  # sequences whose KV it swaps in
     num_drafts: int = 0
-    num_proposals: int = 0  # of drafts, verified or not
+    num_proposals: int = 0  # sequences whose drafters were asked
+    num_indexed: int = 0  # tokens, for proposals
 
 
 class SchedulerState:

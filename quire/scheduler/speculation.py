@@ -10,9 +10,9 @@ Drafts get blocks that are free. Nothing is evicted or preempted for them.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Listing
-from itertools import chain
+from itertools import chain, takewhile
 
 from quire.cache.manager import KVCacheManager
 from quire.config import SchedulerConfig
@@ -34,6 +34,8 @@ _MOST_PROPOSALS = 32  # in one step; sequences take turns
 _MOST_OF_MANY = 16  # the same for a step with more than _MANY sequences, so that its planning stays below a millisecond
 _MANY = 128
 _INDEXED_PER_STEP = 4096  # tokens that all sequences together add to their indexes in one step
+_MISSED_BEFORE_REST = 2  # proposals of a sequence in a row
+_LONGEST_REST = 16  # steps
 _MOST_TENANTS = 4096  # whose chances are kept
 _MOST_INDEXED = 2**20  # tokens in the indexes of all running sequences, about 100 bytes each
 
@@ -43,10 +45,25 @@ def _most_proposals(num_sequences: int) -> int:
     return _MOST_OF_MANY if num_sequences > _MANY else min(num_sequences, _MOST_PROPOSALS)
 
 
+def _before_end(proposal: Proposal, stop_ids: Collection[int]) -> Proposal | None:
+    """The drafts before the first stop token, which needs no draft: the token sampled behind them is it."""
+    tokens = list(takewhile(lambda token: token not in stop_ids, proposal.tokens))
+    return proposal._replace(tokens=tokens) if tokens else None
+
+
 class _SequenceDrafters:
     """The drafters of one running sequence."""
 
-    __slots__ = ("answers", "own_counts", "prediction", "suffix", "unverified", "unverified_at")
+    __slots__ = (
+        "answers",
+        "num_missed",
+        "own_counts",
+        "prediction",
+        "resting",
+        "suffix",
+        "unverified",
+        "unverified_at",
+    )
 
     def __init__(
         self, seq: Sequence, drafters: Listing[str], store: AnswerStore, prediction: PredictionIndex | None
@@ -61,6 +78,21 @@ class _SequenceDrafters:
             self.prediction = PredictionDrafter(prediction, seq.tokens, seq.num_prompt_tokens)
         self.unverified: list[Proposal] = []  # the last proposals, without the one that was verified
         self.unverified_at = 0  # position of their first drafts
+        self.num_missed = 0  # proposals in a row without drafts that were worth their time
+        self.resting = 0  # steps without a proposal that are left
+
+    def missed(self) -> None:
+        """Record that no drafts were worth their time. After some times the sequence rests, longer each time."""
+        self.num_missed += 1
+        if self.num_missed > _MISSED_BEFORE_REST:
+            self.resting = min(2 ** (self.num_missed - _MISSED_BEFORE_REST), _LONGEST_REST)
+
+    def rests(self) -> bool:
+        """Whether there is no proposal in this step. Called once per step."""
+        if not self.resting:
+            return False
+        self.resting -= 1
+        return True
 
     def extend(self, most: int) -> int:
         """Index up to `most` more tokens. Returns their number."""
@@ -124,14 +156,16 @@ class Speculator:
         may_pay = not self.governs or self._governor.may_pay(num_tokens, num_samples, _most_proposals(num_samples))
         if not (may_pay or skipped):
             return
-        num_indexed = self._num_indexed
         found, later = self._proposals(builder, most, skipped)
-        builder.num_proposals = len(found) + len(later)
+        if self.governs:
+            self._governor.proposed(builder.num_proposals, builder.num_indexed, num_samples)
         selected = self._selected([candidate for _, candidate in later], num_tokens, num_samples, most, tries=False)
-        self._skipping |= {seq.id for (seq, _), count in zip(later, selected, strict=True) if count}
+        for (seq, _), count in zip(later, selected, strict=True):
+            if count:
+                self._skipping.add(seq.id)
+            else:
+                self._sequences[seq.id].missed()
         counts = self._selected([candidate for _, candidate in found], num_tokens, num_samples, most)
-        num_indexed = self._num_indexed - num_indexed
-        self._governor.proposed(num_indexed, num_samples, selected=any(counts) or any(selected))
         for (place, candidate), wanted in zip(found, counts, strict=True):
             chunk = builder.scheduled[place]
             proposal = self._allowed(builder, chunk, candidate.proposal, min(wanted, most)) if wanted else "cost"
@@ -139,8 +173,10 @@ class Speculator:
                 most -= len(proposal.tokens)
                 builder.add_drafts(place, proposal)
                 drafters = self._sequences[chunk.seq.id]
+                drafters.num_missed = 0
                 drafters.unverified = [one for one in drafters.unverified if one is not candidate.proposal]
             else:
+                self._sequences[chunk.seq.id].missed()
                 self._request_stats.skipped(chunk.seq, proposal)
 
     def _selected(
@@ -177,15 +213,20 @@ class Speculator:
             if not (seq.num_computed == chunk.stop and num_unknown >= 0 and self._may_draft(seq, 1 + num_unknown)):
                 continue
             drafters = self._drafters_of(seq)
+            if self.governs and drafters.rests():
+                continue
+            builder.num_proposals += 1
             if index_budget > 0 and self._num_indexed < _MOST_INDEXED:
                 num_indexed = drafters.extend(index_budget)
                 index_budget -= num_indexed
                 self._num_indexed += num_indexed
+                builder.num_indexed += num_indexed
             self._learn(seq, drafters)
             unknown = num_unknown + 1 if num_unknown else 0  # tokens before drafts could follow: those, and the chunk's
             length = min(self._max_drafts, most, seq.limit - chunk.stop) + unknown
             candidate = self._candidate(seq, drafters, length) if length > unknown else None
             if candidate is None:
+                drafters.missed()
                 continue
             left -= 1
             self._next_place = place + 1
@@ -216,9 +257,12 @@ class Speculator:
         before, self._last_commit = self._last_commit, now if decodes else None
         if decodes and before is not None and seconds is not None:
             drafting = Drafting.PROPOSED if launched.num_proposals else Drafting.NONE
-            host_seconds = max(0.0, now - before - seconds)
             self._governor.host_time.observe(
-                Drafting.VERIFIED if launched.num_drafts else drafting, host_seconds, launched.num_proposals
+                Drafting.VERIFIED if launched.num_drafts else drafting,
+                len(launched.scheduled),
+                now - before - seconds,
+                num_proposals=launched.num_proposals,
+                num_indexed=launched.num_indexed,
             )
 
     def skips(self, seq: Sequence) -> bool:
@@ -241,6 +285,8 @@ class Speculator:
         assert proposal is not None, "the chunk has no drafts"
         self._request_stats.verified(seq, proposal.drafter, len(proposal.tokens), num_accepted)
         self._chances_of(seq).observe(proposal, num_accepted)
+        if self.governs:
+            self._governor.accepted(num_accepted)
         drafters = self._sequences.get(seq.id)
         if drafters is not None:
             drafters.own_counts.observe(proposal, num_accepted)
@@ -290,6 +336,8 @@ class Speculator:
         most, chances = 0.0, self._chances_of(seq)
         for drafter in (drafters.prediction, drafters.answers, drafters.suffix):
             proposal: Proposal | None = None if drafter is None else drafter.propose(length)
+            if proposal is not None and not seq.stop_ids.isdisjoint(proposal.tokens):
+                proposal = _before_end(proposal, seq.stop_ids)
             if proposal is None:
                 continue
             drafters.unverified.append(proposal)

@@ -63,6 +63,7 @@ class StepBuilder:
         "id",
         "new_rows",
         "num_drafts",
+        "num_indexed",
         "num_proposals",
         "reset",
         "scheduled",
@@ -80,7 +81,8 @@ class StepBuilder:
         self.chunks: list[int] = []  # the fields of each chunk, in the order of Chunks
         self.scheduled: list[ScheduledChunk] = []
         self.num_drafts = 0
-        self.num_proposals = 0  # of drafts, verified or not
+        self.num_proposals = 0  # sequences whose drafters were asked
+        self.num_indexed = 0  # tokens, for proposals
         self._num_beyond = 0  # tokens of chunks beyond their first
 
     def add_row(self, seq: Sequence) -> None:

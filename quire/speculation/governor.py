@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from itertools import accumulate
+from math import inf
 from typing import NamedTuple
 
 from quire.config import Drafter
@@ -30,12 +31,14 @@ _NO_GAIN = 0.01  # expected tokens of a draft that is never selected
 _GROUP = 8  # tokens that kernels compute at once
 _LEAST_GAIN = 1.05  # expected speed with drafts, by that without; less is within the error of the estimates
 _LEAST_GAIN_OF_SEVERAL = 1.15  # the same of several sequences, because a longer step delays those without drafts
-_PROPOSAL_SECONDS = 25e-6  # for the proposal of a sequence, until it has been measured
-_PROPOSAL_SHARE = 0.008  # of the time of a step without drafts, for the proposal of a sequence, if that is less
-_HOST_DECAY = 0.95  # weight of a step when the next one of its kind is observed
+_PROPOSAL_SECONDS = 50e-6  # for the proposal of a sequence, until it has been measured
+_LEAST_PROPOSAL_SECONDS = 10e-6
+_DRAFTS_SECONDS = 100e-6  # that drafts add to the host time of a step, until it has been measured
+_HOST_DECAY = 0.98  # weight of a step when the next one of its kind is observed
 _MOST_HOST_TIMES = 4.0  # the mean of its kind: a step with more counts as with so much
 _LEAST_HOST_STEPS = 3.0  # of a kind, before its time counts
-_PROPOSED_SHARE = 0.004  # of the time of all steps, for proposals while no drafts pay
+_PROPOSED_SHARE = 0.004  # of the time of all steps, for proposals, beside what drafts have saved
+_MOST_BALANCE = 16  # steps whose time can be saved up for proposals and drafts, or be owed
 _INDEXED_SECONDS = 1.5e-6  # to index a token of a sequence
 _TRIED_SHARE = 0.005  # of the time of all steps, for steps that are expected to be worse than the best
 
@@ -112,54 +115,60 @@ def _tested(proposal: Proposal, num_accepted: int) -> Sequence[int]:
     return [i for i in range(stop) if i not in proposal.forced] if proposal.forced else range(stop)
 
 
-class HostTime:
-    """Seconds between the end of one decode step and the next one's, without those in which the device computes.
-
-    They are planning with proposals and indexing, launch, verification and commit. Steps differ by what they do about
-    drafts, so what drafts cost is the difference of the means.
-    """
-
-    def __init__(self) -> None:
-        self._means: dict[Drafting, tuple[float, float, float]] = {}  # decayed: steps, seconds, proposals
-
-    def observe(self, drafting: "Drafting", seconds: float, num_proposals: int) -> None:
-        """Learn from a step. An outlier, such as a collection of garbage, is clamped."""
-        steps, total, proposals = self._means.get(drafting, (0.0, 0.0, 0.0))
-        if steps >= 1:
-            seconds = min(seconds, _MOST_HOST_TIMES * total / steps)
-        kept = _HOST_DECAY
-        self._means[drafting] = steps * kept + 1, total * kept + seconds, proposals * kept + num_proposals
-
-    def of_plain_step(self) -> float:
-        """Seconds of a step without proposals."""
-        mean = self._mean(Drafting.NONE)
-        return self._mean(Drafting.PROPOSED) or 0.0 if mean is None else mean
-
-    def of_proposal(self) -> float | None:
-        """Seconds that the proposal of a sequence adds, at least 0; None before they are known."""
-        plain, mean = self._mean(Drafting.NONE), self._mean(Drafting.PROPOSED)
-        if plain is None or mean is None:
-            return None
-        steps, _, proposals = self._means[Drafting.PROPOSED]
-        return max(0.0, mean - plain) * steps / max(proposals, 1.0)
-
-    def of_drafts(self) -> float:
-        """Seconds that drafts add to a step with proposals, at least 0."""
-        mean = self._mean(Drafting.VERIFIED)
-        before = self._mean(Drafting.PROPOSED)
-        return 0.0 if mean is None else max(0.0, mean - (self.of_plain_step() if before is None else before))
-
-    def _mean(self, drafting: "Drafting") -> float | None:
-        steps, total, _ = self._means.get(drafting, (0.0, 0.0, 0.0))
-        return total / steps if steps >= _LEAST_HOST_STEPS else None
-
-
 class Drafting(Enum):
     """What a step does about drafts."""
 
     NONE = "none"  # no proposal was made
     PROPOSED = "proposed"  # none of the proposals was worth its time
     VERIFIED = "verified"
+
+
+class HostTime:
+    """Seconds between the end of one decode step and the next one's, without those in which the device computes.
+
+    They are planning with proposals, launch, verification and commit. Steps differ by what they do about drafts, so
+    what drafts cost is the difference of the means. Steps are compared with those of about as many sequences.
+    """
+
+    def __init__(self) -> None:
+        # decayed: steps, seconds, proposals; by what a step did, and by the bits of its number of sequences
+        self._sums: dict[tuple[Drafting, int], tuple[float, float, float]] = {}
+
+    def observe(
+        self, drafting: Drafting, num_sequences: int, seconds: float, *, num_proposals: int = 0, num_indexed: int = 0
+    ) -> None:
+        """Learn from a step. An outlier is clamped. num_indexed: tokens, whose time is known."""
+        key = drafting, num_sequences.bit_length()
+        steps, total, proposals = self._sums.get(key, (0.0, 0.0, 0.0))
+        seconds = max(0.0, seconds - num_indexed * _INDEXED_SECONDS)
+        if steps >= 1:
+            seconds = min(seconds, _MOST_HOST_TIMES * total / steps)
+        kept = _HOST_DECAY
+        self._sums[key] = steps * kept + 1, total * kept + seconds, proposals * kept + num_proposals
+
+    def of_plain_step(self, num_sequences: int) -> float:
+        """Seconds of a step without proposals; 0 before they are known."""
+        return self._mean(Drafting.NONE, num_sequences) or 0.0
+
+    def of_proposal(self, num_sequences: int) -> float:
+        """Seconds that the proposal of a sequence adds."""
+        plain, mean = self._mean(Drafting.NONE, num_sequences), self._mean(Drafting.PROPOSED, num_sequences)
+        if plain is None or mean is None:
+            return _PROPOSAL_SECONDS
+        steps, _, proposals = self._sums[Drafting.PROPOSED, num_sequences.bit_length()]
+        return max(_LEAST_PROPOSAL_SECONDS, (mean - plain) * steps / max(proposals, 1.0))
+
+    def of_drafts(self, num_sequences: int) -> float:
+        """Seconds that drafts add to a step with proposals, at least 0."""
+        plain, mean = self._mean(Drafting.NONE, num_sequences), self._mean(Drafting.VERIFIED, num_sequences)
+        if plain is None or mean is None:
+            return _DRAFTS_SECONDS
+        steps, _, proposals = self._sums[Drafting.VERIFIED, num_sequences.bit_length()]
+        return max(0.0, mean - plain - proposals / steps * self.of_proposal(num_sequences))
+
+    def _mean(self, drafting: Drafting, num_sequences: int) -> float | None:
+        steps, total, _ = self._sums.get((drafting, num_sequences.bit_length()), (0.0, 0.0, 0.0))
+        return total / steps if steps >= _LEAST_HOST_STEPS else None
 
 
 class Candidate(NamedTuple):
@@ -170,39 +179,46 @@ class Candidate(NamedTuple):
 
 
 class Governor:
-    """Selects the drafts of a step."""
+    """Selects the drafts of a step.
+
+    Proposals are made while there is time for them: a small share of the time of all steps, and what drafts have saved
+    beyond what they cost. So drafts that never pay cost no more than that share, and those that pay are proposed in
+    each step.
+    """
 
     def __init__(self, seconds: Callable[[int], float]) -> None:
-        """seconds: seconds of a step by its number of tokens; 0 if unknown."""
+        """seconds: seconds of a step on the device by its number of tokens; 0 if unknown."""
         self.host_time = HostTime()
         self._seconds = seconds
         self._unspent = 0.0  # seconds for trials: steps that are expected to be worse than the best
         self._tries_more = True  # whether the next trial has more drafts than the best step, not none
-        self._has_paid = True  # whether drafts paid when proposals were made last
-        self._unproposed = 0.0  # seconds for proposals
+        self._balance = inf  # seconds for proposals and drafts; at first as much as can be saved up
+        self._most_balance = 0.0
+        self._token_seconds = 0.0  # that an accepted draft saves
 
     def may_pay(self, num_tokens: int, num_samples: int, num_proposals: int) -> bool:
-        """Whether proposals are made for a step: drafts that are surely right would pay, or one can be tried.
+        """Whether proposals are made for a step: there is time for them, and drafts that are right can pay, or a trial.
 
-        While none pay, proposals are only made as often as there is time for them. num_tokens, num_samples: of the step
-        without drafts. num_proposals: at most. Called once per step.
+        num_tokens, num_samples: of the step without drafts. num_proposals: at most. Called once per step.
         """
-        base = self._seconds(num_tokens)
+        device, host = self._seconds(num_tokens), self.host_time
+        plain = host.of_plain_step(num_samples)
+        base = device + plain
+        if base == 0:
+            return True  # nothing is selected before the costs are known, but chances are learned
         self._unspent = min(self._unspent + _TRIED_SHARE * base, base)
-        if not self._has_paid:
-            self._unproposed += _PROPOSED_SHARE * base
-            cost = num_proposals * self._proposal_seconds(base)
-            if self._unproposed < cost:
-                return False
-            self._unproposed = min(self._unproposed - cost, cost)
-        added = self.host_time.of_drafts()
-        if self._seconds(num_tokens + 1) + added - base <= self._unspent:
+        cost = num_proposals * host.of_proposal(num_samples)
+        self._most_balance = _MOST_BALANCE * base
+        self._balance = min(self._balance + _PROPOSED_SHARE * base, self._most_balance)
+        if self._balance < cost:
+            return False
+        added = host.of_drafts(num_samples)
+        if self._seconds(num_tokens + 1) + added - device <= self._unspent:
             return True
         # the first token of a group of tokens may cost more than the others
-        plain = self.host_time.of_plain_step()
         least = _least_gain(num_samples) * num_samples
         return any(
-            (num_samples + count) * (base + plain) >= least * (self._seconds(num_tokens + count) + plain + added)
+            (num_samples + count) * base >= least * (self._seconds(num_tokens + count) + plain + added)
             for count in (1, _GROUP, _MOST_PER_SAMPLE * num_samples)
         )
 
@@ -219,7 +235,7 @@ class Governor:
         """The number of drafts to verify of each candidate.
 
         num_tokens, num_samples: of the step without drafts. most: drafts of all candidates together. price: tokens that
-        a sequence loses by having drafts. tries: whether the step may be a trial.
+        a sequence loses by having drafts. tries: whether the drafts are of this step, which may be a trial.
         """
         least, gains = [], []
         for i, one in enumerate(candidates):
@@ -230,7 +246,7 @@ class Governor:
         base = self._seconds(num_tokens)
         expected = list(accumulate((gain for gain, _ in gains), initial=float(num_samples)))
         least_cost = base * min(_LEAST_COST, _LEAST_SHARE / num_samples)
-        plain, added = self.host_time.of_plain_step(), self.host_time.of_drafts()
+        plain, added = self.host_time.of_plain_step(num_samples), self.host_time.of_drafts(num_samples)
 
         def seconds(count: int) -> float:
             device = max(self._seconds(num_tokens + count), base + least_cost * count)
@@ -239,31 +255,27 @@ class Governor:
         best = 0
         if base > 0:
             best = max(_compared(num_tokens, len(gains)), key=lambda count: expected[count] / seconds(count))
-            proposing = len(candidates) * self._proposal_seconds(base)
-            if expected[best] * seconds(0) < _least_gain(num_samples) * num_samples * (seconds(best) + proposing):
+            if expected[best] * seconds(0) < _least_gain(num_samples) * num_samples * seconds(best):
                 best = 0
-            if tries:
-                best = self._tried(best, expected, seconds, len(candidates))
+        if tries:
+            self._token_seconds = seconds(0) / num_samples
+            self._pay(seconds(best) - seconds(0))
+            best = self._tried(best, expected, seconds, len(candidates)) if base > 0 else 0
         counts = [0] * len(candidates)
         for _, index in gains[:best]:
             counts[index] += 1
         return [count if count >= least[i] else 0 for i, count in enumerate(counts)]
 
-    def proposed(self, num_indexed: int, num_samples: int, *, selected: bool) -> None:
-        """Learn whether drafts of a step's proposals were selected, and how many tokens were indexed for them.
+    def proposed(self, num_proposals: int, num_indexed: int, num_samples: int) -> None:
+        """Record the proposals of a step, and the tokens that were indexed for them."""
+        self._pay(num_proposals * self.host_time.of_proposal(num_samples) + num_indexed * _INDEXED_SECONDS)
 
-        While no drafts pay, indexing delays the next proposals: by at most as many steps as there are samples in one,
-        because those of few sequences should soon be tried again.
-        """
-        self._has_paid = selected
-        if not selected:
-            most = num_samples * _PROPOSED_SHARE * self._seconds(num_samples)
-            self._unproposed = max(self._unproposed - num_indexed * _INDEXED_SECONDS, -most)
+    def accepted(self, number: int) -> None:
+        """Record accepted drafts."""
+        self._balance = min(self._balance + number * self._token_seconds, self._most_balance)
 
-    def _proposal_seconds(self, base: float) -> float:
-        """Seconds of a proposal. base: of a step without drafts."""
-        measured = self.host_time.of_proposal()
-        return min(_PROPOSAL_SECONDS, _PROPOSAL_SHARE * base) if measured is None else measured
+    def _pay(self, seconds: float) -> None:
+        self._balance = max(self._balance - seconds, -self._most_balance)
 
     def _tried(self, best: int, expected: Sequence[float], seconds: Callable[[int], float], most: int) -> int:
         """The best number of drafts, or another one, if the time to try it has been saved up.

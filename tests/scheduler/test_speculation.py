@@ -95,14 +95,14 @@ def test_a_prediction_saves_steps(share, most_steps):
     assert rig.drafted["a", 0] == ([place for place in range(40) if place not in behind] if share else [])
 
 
-def test_a_draft_that_ends_the_output_is_a_drafted_token():
+def test_a_token_that_ends_the_output_is_no_draft():
     tokens = script(PROMPT, 40, VOCAB)
     end = next(place for place in range(20, 40) if place % 5 < 4 and tokens[place] not in tokens[:place])
     rig = Rig(num_blocks=64, **ALL | {"speculation": ("prediction",)})
     rig.add("a", PROMPT, max_tokens=40, prediction=tokens, stop_token_ids=(tokens[end],))
     rig.run()
     assert rig.tokens["a", 0] == tokens[: end + 1]
-    assert rig.drafted["a", 0] == [place for place in range(end + 1) if place % 5 < 4]
+    assert rig.drafted["a", 0] == [place for place in range(end) if place % 5 < 4]
 
 
 @pytest.mark.parametrize("beside", [False, True])
@@ -318,6 +318,15 @@ def test_chances_are_learned_from_proposals_that_were_not_verified():
     assert wrong[0] < 0.75 < 0.9 < right[0]
     assert max(rig.scheduler.sizes[1:]) == 2
     rig.run()
+
+
+def test_a_sequence_whose_proposals_are_never_worth_their_time_rests_between_them():
+    rig = Rig(num_blocks=64, **ALL | {"governs_speculation": True})
+    asked = []
+    rig.scheduler.speculator._governor.select = lambda candidates, **_: asked.append(len(candidates)) or [0]
+    rig.add("a", PROMPT, max_tokens=100, prediction=predicted(PROMPT, 100, 1.0))
+    rig.run()
+    assert 2 + 4 < len(asked) < 2 + 4 + 100 / 16 + 1
 
 
 def test_how_well_drafts_predict_one_tenant_is_not_seen_by_another():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from quire.cost.step_time import StepCurve
 from quire.speculation.drafters import Proposal
-from quire.speculation.governor import Candidate, Chances, Governor, OwnCounts
+from quire.speculation.governor import Candidate, Chances, Drafting, Governor, HostTime, OwnCounts
 
 chances = st.lists(st.floats(0.05, 1.0), min_size=1, max_size=4)
 
@@ -100,29 +100,96 @@ def test_a_draft_below_its_break_even_chance_is_not_verified(num_samples, least)
         assert any(counts) == (chance > least)
 
 
-def test_proposals_are_rare_while_none_is_selected():
-    """Eight sequences, of which each proposal takes 25 us, in steps of 20 ms: 1 % if all were made."""
-    governor, made, steps = Governor(lambda tokens: 0.02 + 0.001 * (tokens - 8)), 0, 1000
+def num_steps_with_proposals(governor, steps, num_indexed=0, accepted=0):
+    """Of eight sequences in steps of 20 ms, of which the proposals take 2 %."""
+    made = 0
     for _ in range(steps):
         if governor.may_pay(8, 8, 8):
             made += 1
-            counts = governor.select([candidate(0.02)] * 8, num_tokens=8, num_samples=8, most=9)
-            governor.proposed(0, 8, selected=any(counts))
-    assert 300 < made < 500
-    governor.proposed(0, 8, selected=True)
-    assert all(governor.may_pay(8, 8, 8) for _ in range(9))
+            governor.proposed(8, num_indexed, 8)
+            if any(governor.select([candidate(0.9 if accepted else 0.02)] * 8, num_tokens=8, num_samples=8, most=9)):
+                governor.accepted(accepted)
+    return made
 
 
-@pytest.mark.parametrize("num_paid", [0, 1000])
-@pytest.mark.parametrize(("num_indexed", "num_waits"), [(0, 1), (40, 3), (4096, 9)])
-def test_indexed_tokens_delay_proposals_while_none_is_selected(num_indexed, num_waits, num_paid):
-    """Of eight sequences in steps of 10 ms, 40 us of which are for proposals. The delay is at most eight steps."""
-    governor = Governor(lambda tokens: 0.01 + 0.001 * (tokens - 8))
-    for _ in range(num_paid):
-        assert governor.may_pay(8, 8, 1)
-        governor.proposed(num_indexed, 8, selected=True)
-    governor.proposed(num_indexed, 8, selected=False)
-    assert next(steps for steps in range(1, 99) if governor.may_pay(8, 8, 1)) == num_waits
+def steps_of_20_ms(tokens):
+    return 0.02 + 0.001 * (tokens - 8)
+
+
+def test_proposals_of_drafts_that_do_not_pay_take_four_thousandths_of_the_time():
+    governor = Governor(steps_of_20_ms)
+    assert num_steps_with_proposals(governor, 500) == 500  # the time of 16 steps is saved up at first
+    num_steps_with_proposals(governor, 5000)
+    assert 0.19 < num_steps_with_proposals(governor, 5000) / 5000 < 0.21
+
+
+def test_drafts_that_save_time_pay_for_proposals():
+    governor = Governor(steps_of_20_ms)
+    num_steps_with_proposals(governor, 6000)
+    num_steps_with_proposals(governor, 20, accepted=8)
+    assert num_steps_with_proposals(governor, 2000, accepted=8) == 2000
+
+
+def test_drafts_that_are_expected_to_pay_and_do_not_are_found_out():
+    """Eight drafts cost 8 ms. The chances say 0.9, and one in eight drafts is right."""
+    governor = Governor(steps_of_20_ms)
+    num_steps_with_proposals(governor, 2000, accepted=1)
+    made = num_steps_with_proposals(governor, 5000, accepted=1)
+    assert made * (8 * 50e-6 + 0.008 - 0.02 / 8) < 1.2 * 0.004 * 5000 * 0.02
+
+
+def test_indexed_tokens_are_paid_from_the_same_time():
+    governor = Governor(steps_of_20_ms)
+    num_steps_with_proposals(governor, 5000, num_indexed=1000)
+    made = num_steps_with_proposals(governor, 5000, num_indexed=1000)
+    assert made * (8 * 50e-6 + 1000 * 1.5e-6) == pytest.approx(0.004 * 5000 * 0.02, rel=0.05)
+
+
+def test_what_is_owed_is_bounded():
+    """After tokens that take a minute to index, proposals are made again once 16 steps' time is saved up."""
+    governor = Governor(steps_of_20_ms)
+    governor.may_pay(8, 8, 8)
+    governor.proposed(8, 40_000_000, 8)
+    waits = next(steps for steps in range(1, 9999) if governor.may_pay(8, 8, 8))
+    assert waits == pytest.approx(16 / 0.004, rel=0.01)
+
+
+def test_the_host_time_of_proposals_and_drafts_is_learned():
+    time = HostTime()
+    assert (time.of_plain_step(1), time.of_proposal(1), time.of_drafts(1)) == (0.0, 50e-6, 100e-6)
+    for _ in range(4):
+        time.observe(Drafting.NONE, 1, 0.001)
+        time.observe(Drafting.PROPOSED, 1, 0.0012 + 100 * 1.5e-6, num_proposals=1, num_indexed=100)
+        time.observe(Drafting.VERIFIED, 1, 0.0015, num_proposals=1)
+        time.observe(Drafting.NONE, 32, 0.01)
+        time.observe(Drafting.PROPOSED, 32, 0.0132, num_proposals=32)
+    for _ in range(50):
+        time.observe(Drafting.NONE, 1, 0.001)
+    assert time.of_plain_step(1) == pytest.approx(0.001)
+    assert time.of_proposal(1) == pytest.approx(0.0002)
+    assert time.of_drafts(1) == pytest.approx(0.0003)
+    assert time.of_plain_step(32) == pytest.approx(0.01)
+    assert time.of_proposal(32) == pytest.approx(0.0001)
+    assert time.of_drafts(32) == 100e-6
+
+
+def test_a_pause_of_the_host_is_clamped():
+    time = HostTime()
+    for _ in range(50):
+        time.observe(Drafting.NONE, 1, 0.001)
+    time.observe(Drafting.NONE, 1, 5.0)
+    assert time.of_plain_step(1) < 0.0011
+
+
+def test_drafts_that_pay_on_the_device_alone_are_not_verified():
+    """Two tokens for the time of one on the device. But drafts add as much as a step to the time of the host."""
+    governor, about = Governor(lambda tokens: 0.001), {"num_tokens": 1, "num_samples": 1, "most": 9, "tries": False}
+    assert governor.select([candidate(0.95)], **about) == [1]
+    for _ in range(50):
+        governor.host_time.observe(Drafting.NONE, 1, 0.0001)
+        governor.host_time.observe(Drafting.PROPOSED, 1, 0.00012, num_proposals=1)
+        governor.host_time.observe(Drafting.VERIFIED, 1, 0.00122, num_proposals=1)
+    assert governor.select([candidate(0.95)], **about) == [0]
 
 
 def test_proposals_are_not_even_made_where_no_draft_can_pay():
