@@ -39,6 +39,9 @@ _MOST_HOST_TIMES = 4.0  # the mean of its kind: a step with more counts as with 
 _LEAST_HOST_STEPS = 3.0  # of a kind, before its time counts
 _PROPOSED_SHARE = 0.004  # of the time of all steps, for proposals, beside what drafts have saved
 _MOST_BALANCE = 16  # steps whose time can be saved up for proposals and drafts, or be owed
+_RESUMED_BALANCE = (
+    2  # steps whose time is saved up for several proposals in a row: one alone seldom shows that they pay
+)
 _INDEXED_SECONDS = 1.5e-6  # to index a token of a sequence
 _TRIED_SHARE = 0.005  # of the time of all steps, for steps that are expected to be worse than the best
 
@@ -194,6 +197,7 @@ class Governor:
         self._tries_more = True  # whether the next trial has more drafts than the best step, not none
         self._balance = inf  # seconds for proposals and drafts; at first as much as can be saved up
         self._most_balance = 0.0
+        self._pauses = False  # whether there was no time left for proposals, and too little is saved up to resume them
         self._token_seconds = 0.0  # that an accepted draft saves
 
     def may_pay(self, num_tokens: int, num_samples: int, num_proposals: int) -> bool:
@@ -210,7 +214,8 @@ class Governor:
         cost = num_proposals * host.of_proposal(num_samples)
         self._most_balance = _MOST_BALANCE * base
         self._balance = min(self._balance + _PROPOSED_SHARE * base, self._most_balance)
-        if self._balance < cost:
+        self._pauses = self._balance < (_RESUMED_BALANCE * base if self._pauses else cost)
+        if self._pauses:
             return False
         added = host.of_drafts(num_samples)
         if self._seconds(num_tokens + 1) + added - device <= self._unspent:
