@@ -150,7 +150,7 @@ class InFlightStep:
     swapped_in: list[Sequence]  # sequences whose KV it swaps in
     num_drafts: int = 0
     num_proposals: int = 0  # sequences whose drafters were asked
-    num_indexed: int = 0  # tokens, for proposals
+    num_indexed_tokens: int = 0  # for proposals
 
 
 class SchedulerState:

@@ -282,7 +282,7 @@ class Scheduler:
                 builder.swapped_in,
                 builder.num_drafts,
                 builder.num_proposals,
-                builder.num_indexed,
+                builder.num_indexed_tokens,
             )
         )
         self.predicted_seconds = self.costs.predicted_step_seconds(num_tokens, num_pairs)

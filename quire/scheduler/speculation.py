@@ -116,7 +116,7 @@ class Speculator:
         self._cache = cache
         self._structured_outputs = structured_outputs
         self._request_stats = request_stats
-        self._governor = Governor(costs.step_curve.seconds)
+        self.governor = Governor(costs.step_curve.seconds)
         self.governs = config.governs_speculation  # whether drafts are verified only if they are expected to save time
         self.keeps_answers = "answers" in config.speculation
         self._chances: OrderedDict[str, Chances] = OrderedDict()  # by tenant, least recently used first
@@ -153,12 +153,12 @@ class Speculator:
         if not num_samples:
             return
         skipped, self._skipped = self._skipped, set()
-        may_pay = not self.governs or self._governor.may_pay(num_tokens, num_samples, _most_proposals(num_samples))
+        may_pay = not self.governs or self.governor.may_pay(num_tokens, num_samples, _most_proposals(num_samples))
         if not (may_pay or skipped):
             return
         found, later = self._proposals(builder, most, skipped)
         if self.governs:
-            self._governor.proposed(builder.num_proposals, builder.num_indexed, num_samples)
+            self.governor.proposed(builder.num_proposals, builder.num_indexed_tokens, num_samples)
         selected = self._selected([candidate for _, candidate in later], num_tokens, num_samples, most, tries=False)
         for (seq, _), count in zip(later, selected, strict=True):
             if count:
@@ -188,7 +188,7 @@ class Speculator:
             price = _SKIPPED if len(candidates) < num_samples else _SKIPPED_BY_ALL
         if self.governs and candidates:
             about = {"num_tokens": num_tokens, "num_samples": num_samples, "most": most}
-            return self._governor.select(candidates, **about, price=price, tries=tries)
+            return self.governor.select(candidates, **about, price=price, tries=tries)
         return [len(one.proposal.tokens) if sum(one.gains) >= price else 0 for one in candidates]
 
     def _proposals(
@@ -215,12 +215,11 @@ class Speculator:
             drafters = self._drafters_of(seq)
             if self.governs and drafters.rests():
                 continue
-            builder.num_proposals += 1
-            if index_budget > 0 and self._num_indexed < _MOST_INDEXED:
-                num_indexed = drafters.extend(index_budget)
-                index_budget -= num_indexed
-                self._num_indexed += num_indexed
-                builder.num_indexed += num_indexed
+            may_index = index_budget > 0 and self._num_indexed < _MOST_INDEXED
+            num_indexed = drafters.extend(index_budget) if may_index else 0
+            index_budget -= num_indexed
+            self._num_indexed += num_indexed
+            builder.count_proposal(num_indexed)
             self._learn(seq, drafters)
             unknown = num_unknown + 1 if num_unknown else 0  # tokens before drafts could follow: those, and the chunk's
             length = min(self._max_drafts, most, seq.limit - chunk.stop) + unknown
@@ -257,12 +256,12 @@ class Speculator:
         before, self._last_commit = self._last_commit, now if decodes else None
         if decodes and before is not None and seconds is not None:
             drafting = Drafting.PROPOSED if launched.num_proposals else Drafting.NONE
-            self._governor.host_time.observe(
+            self.governor.host_time.observe(
                 Drafting.VERIFIED if launched.num_drafts else drafting,
                 len(launched.scheduled),
                 now - before - seconds,
                 num_proposals=launched.num_proposals,
-                num_indexed=launched.num_indexed,
+                num_indexed=launched.num_indexed_tokens,
             )
 
     def skips(self, seq: Sequence) -> bool:
@@ -286,7 +285,7 @@ class Speculator:
         self._request_stats.verified(seq, proposal.drafter, len(proposal.tokens), num_accepted)
         self._chances_of(seq).observe(proposal, num_accepted)
         if self.governs:
-            self._governor.accepted(num_accepted)
+            self.governor.accepted(num_accepted)
         drafters = self._sequences.get(seq.id)
         if drafters is not None:
             drafters.own_counts.observe(proposal, num_accepted)

@@ -63,7 +63,7 @@ class StepBuilder:
         "id",
         "new_rows",
         "num_drafts",
-        "num_indexed",
+        "num_indexed_tokens",
         "num_proposals",
         "reset",
         "scheduled",
@@ -82,8 +82,13 @@ class StepBuilder:
         self.scheduled: list[ScheduledChunk] = []
         self.num_drafts = 0
         self.num_proposals = 0  # sequences whose drafters were asked
-        self.num_indexed = 0  # tokens, for proposals
+        self.num_indexed_tokens = 0  # for proposals
         self._num_beyond = 0  # tokens of chunks beyond their first
+
+    def count_proposal(self, num_indexed: int) -> None:
+        """Count a sequence whose drafters were asked, and the tokens that were indexed for it."""
+        self.num_proposals += 1
+        self.num_indexed_tokens += num_indexed
 
     def add_row(self, seq: Sequence) -> None:
         """Send all tokens and blocks of a sequence to the runner."""

@@ -306,7 +306,7 @@ def test_sequences_take_turns_if_there_are_many(monkeypatch, limits):
 def test_chances_are_learned_from_proposals_that_were_not_verified():
     """No draft ever pays, because each token takes as long as a step. But the prediction is right."""
     rig = Rig(num_blocks=64, **ALL | {"governs_speculation": True})
-    rig.scheduler.speculator._governor.select = lambda candidates, **_: [0] * len(candidates)
+    rig.scheduler.speculator.governor.select = lambda candidates, **_: [0] * len(candidates)
     rig.add("a", PROMPT, max_tokens=60, prediction=predicted(PROMPT, 60, 1.0))
     rig.add("b", PROMPT[::-1], max_tokens=60, prediction=predicted(PROMPT, 60, 1.0))
     for _ in range(50):
@@ -323,7 +323,7 @@ def test_chances_are_learned_from_proposals_that_were_not_verified():
 def test_a_sequence_whose_proposals_are_never_worth_their_time_rests_between_them():
     rig = Rig(num_blocks=64, **ALL | {"governs_speculation": True})
     asked = []
-    rig.scheduler.speculator._governor.select = lambda candidates, **_: asked.append(len(candidates)) or [0]
+    rig.scheduler.speculator.governor.select = lambda candidates, **_: asked.append(len(candidates)) or [0]
     rig.add("a", PROMPT, max_tokens=100, prediction=predicted(PROMPT, 100, 1.0))
     rig.run()
     assert 2 + 4 < len(asked) < 2 + 4 + 100 / 16 + 1
@@ -332,7 +332,8 @@ def test_a_sequence_whose_proposals_are_never_worth_their_time_rests_between_the
 def test_how_well_drafts_predict_one_tenant_is_not_seen_by_another():
     rig = Rig(num_blocks=64, **ALL | {"speculation": ("prediction",), "governs_speculation": True})
     gains = []
-    rig.scheduler.speculator._governor.select = lambda candidates, **_: [
+    rig.scheduler.speculator.governor.may_pay = lambda *_: True
+    rig.scheduler.speculator.governor.select = lambda candidates, **_: [
         gains.append(candidate.gains[0]) or 4 for candidate in candidates
     ]
     first = {}

