@@ -128,11 +128,14 @@ _SMALL_STEPS = "the embedded model's steps cost so little that fewer of them sav
 def s1(context: Context) -> Findings:
     """Speed-up by speculation: the map over all tasks of the result files, and the largest of them."""
     found: Findings = []
-    for name, tasks, ratio in (("speculation", "earned", "speed-up"), ("real_text", "drafts", "time none/with")):
+    for name, tasks, task, ratio in (
+        ("speculation", "earned", "tasks", "speed-up"),
+        ("real_text", "drafts", "task", "time none/with"),
+    ):
         recorded = context.recorded(name)
         if recorded is not None:
             note = f"{name}.json, {origin(recorded)}"
-            found += [measured(f"{name}: {one['task']}", one[ratio], "x", note=note) for one in recorded[tasks]]
+            found += [measured(f"{name}: {one[task]}", one[ratio], "x", note=note) for one in recorded[tasks]]
     if not found:
         return [pending("speed-up", _missing("speculation"), 3.0, "x")]
     speedups = [one.ours for one in found if one.ours is not None]
