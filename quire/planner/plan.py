@@ -32,7 +32,7 @@ from quire.planner.workloads import num_requests
 Advance = Callable[[int, int], None]
 _LEAST_GAIN = 0.03  # of a choice that is recommended
 _BLOCK_SIZE_REQUESTS = 400  # of each block size that is compared
-_FULL = 0.9  # share of KV blocks in use: requests wait for more
+FULL = 0.9  # share of KV blocks in use: requests wait for more
 _CURVE = (0.5, 0.75, 1.0, 1.15)  # rates of the curve, as shares of the sustainable one
 _EXPECTED_SIMULATIONS = 12, 45  # of a plan without a search of options, and with one
 
@@ -58,7 +58,7 @@ class Choice:
 
     option: str
     value: object
-    gain: float | None  # of the sustained rate; 0.1: 10 % more; None: at most _LEAST_GAIN, or less than nothing
+    gain: float | None  # of the sustained rate; 0.1: 10 % more; None: at most _LEAST_GAIN, or it does not fit
     is_chosen: bool = False
     note: str = ""
 
@@ -206,7 +206,11 @@ def _warnings(plan: Plan, finder: Search, wanted: WorkloadOptions) -> Iterator[s
         f"enough are {used}, so that a run is several times as long as its longest request ({length.longest:.0f} s)"
     )
     if few < length.num_requests:
-        cause = "leave out num_requests" if named is None or few < named else "record a longer trace"
+        cause = "record a longer trace"
+        if not requests.is_fixed:
+            cause = f"a run has at most {MOST_REQUESTS} requests, so the rate is less sure; plan for shorter outputs"
+        elif named is None or few < named:
+            cause = "leave out num_requests"
         yield f"{few} requests are too few for a steady state: {enough}; {cause}"
     elif named is not None and named < few:
         short = (
@@ -301,7 +305,7 @@ def _no_gain(engine: PlannedEngine, sustained: Sustained, option: str, value: ob
         return f"at most {rows} sequences run at once"
     if option == "block_size" and isinstance(value, int) and value > engine.memory.profile.block_size:
         used = max(one.most_kv_use for one in results)
-        return f"at most {used:.0%} of the KV blocks are in use" if used < _FULL else ""
+        return f"at most {used:.0%} of the KV blocks are in use" if used < FULL else ""
     if option == "policy" and all(one.hit_rate < NO_HITS for one in results):
         return "no prompts begin alike"
     if option == "eviction" and not any(one.num_evicted_blocks for one in results):

@@ -9,7 +9,7 @@ from quire.cost.memory_plan import format_bytes
 from quire.errors import ConfigError
 from quire.planner.block_size import block_size_advice
 from quire.planner.estimate import kv_rows
-from quire.planner.plan import LOSSY, Plan, changed
+from quire.planner.plan import FULL, LOSSY, Plan, changed
 from quire.planner.search import NO_HITS
 from quire.planner.setup import PlannedEngine, plan_engine
 from quire.planner.simulate import format_ms
@@ -17,7 +17,6 @@ from quire.planner.simulation import Metric, SimulationResult
 from quire.planner.slo import METRIC_NAMES
 from quire.planner.steady import SteadyRun
 
-_FULL = 0.9  # share of KV blocks in use: requests wait for more
 _REASONS: Mapping[str, str] = MappingProxyType(
     {
         "max_num_batched_tokens": "it bounds the tokens of a step, and so how long a prompt delays the others",
@@ -161,7 +160,7 @@ def _why_not_faster(above: SteadyRun, broken: Mapping[Metric, float]) -> str:
         lost = len(above.result.requests) - len(above.result.complete)
         return f"At {above.rate:.2f} requests/s {lost} requests are not completed: the queue is full."
     what = " and ".join(f"the {METRIC_NAMES[metric]} ({format_ms(1e3 * value)})" for metric, value in broken.items())
-    waits = above.result.mean_kv_use > _FULL
+    waits = above.result.mean_kv_use > FULL
     why = "requests wait for KV blocks" if waits else "steps take longer, or requests wait for their turn"
     exceed = "exceeds its limit" if len(broken) == 1 else "exceed their limits"
     return f"At {above.rate:.2f} requests/s {what} {exceed}: {why}."

@@ -6,7 +6,7 @@ plan is MARGIN below it, so that other requests of the same workload do not brea
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from math import ceil, inf, sqrt
@@ -79,12 +79,14 @@ class Runs:
 
     def _results(self, tasks: Sequence[RunTask]) -> Iterator[SimulationResult]:
         pool = self._pool if len(tasks) > 1 else None
-        futures = [] if pool is None else [pool.submit(run, task) for task in tasks]
+        futures: list[Future[SimulationResult]] = []
         for place, task in enumerate(tasks):
             try:
+                if pool is not None and not futures:
+                    futures = [pool.submit(run, one) for one in tasks]
                 result = futures[place].result() if futures else run(task)
             except BrokenProcessPool:  # a process was killed, as for want of memory: one run at a time, in this process
-                self._pool, futures = None, []
+                self._pool, pool, futures = None, None, []
                 result = run(task)
             yield result
 
@@ -235,20 +237,24 @@ class Search:
         if rough.best is None:
             return rough
         found = self._bracket(engine, rough.rate, what, _LONG_TOLERANCE, long=True)
-        best = found.best
+        if found.best is None:
+            return found
+        rate, above = found.best.rate, found.above
         for _ in range(_MOST_STEPS):
-            if best is None:
-                return found
-            (best,) = self._steady([self.task(engine, best.rate / MARGIN, long=True)], what, lambda _: False)
-            if best.holds():
-                break
-        return Sustained(best, found.above)
+            rate /= MARGIN
+            (one,) = self._steady([self.task(engine, rate, long=True)], what, lambda _: False)
+            if one.holds():
+                return Sustained(one, above)
+            above = one
+        return Sustained(None, above)
 
     def roughly(self, engine: PlannedEngine, start: float, what: str, *, quick: bool = False) -> Sustained:
         """The highest rate that holds, within TOLERANCE and without regard to chance, searched from `start`.
 
         quick: in runs of few requests, for comparisons of options.
         """
+        if start == 0:  # no request can be completed
+            return Sustained(None, self._alone(engine, 1.0, what))
         return self._bracket(engine, start, what, TOLERANCE, most=_QUICK_REQUESTS if quick else MOST_REQUESTS)
 
     def _bracket(
@@ -268,7 +274,7 @@ class Search:
         for _ in range(_MOST_STEPS):
             if low is None and high is not None and high.rate < start / 2 and not checked:
                 checked = True
-                (alone,) = self._steady([self.task(engine, start / _LEAST_SHARE, most=_ALONE)], what, lambda _: False)
+                alone = self._alone(engine, start / _LEAST_SHARE, what)
                 if alone.result.stopped_early or self._slo.violations(alone.result):
                     return Sustained(None, alone)
                 low = alone
@@ -284,6 +290,11 @@ class Search:
             if low is not None or high is not None:
                 step = min(step**2, _LARGEST_STEP)
         return Sustained(low, high)
+
+    def _alone(self, engine: PlannedEngine, rate: float, what: str) -> SteadyRun:
+        """A run of a few requests at a rate so low that hardly two are open at once."""
+        (found,) = self._steady([self.task(engine, rate, most=_ALONE)], what, lambda _: False)
+        return found
 
     def _steady(self, tasks: Sequence[RunTask], what: str, is_last: Callable[[SteadyRun], bool]) -> list[SteadyRun]:
         found: list[SteadyRun] = []

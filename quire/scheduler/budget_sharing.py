@@ -87,6 +87,14 @@ def flow_of(policy: Policy) -> FlowOf:
 _Wanted = tuple[Sequence, int, bool]  # a prompt, its tokens to compute, of a running one beyond one, whether it waits
 
 
+class _Compared(NamedTuple):
+    """A sequence when it was compared."""
+
+    num_tokens: int  # to compute
+    at_first: int  # these when it was first compared, plus the tokens of all steps that had been divided before
+    waits: bool
+
+
 class Division(NamedTuple):
     """The tokens of one step beyond one for each running sequence, as divided among prompts."""
 
@@ -118,8 +126,7 @@ class PromptSharing:
         self._most = most
         self._index = index
         self._num_divided = 0  # tokens of all steps that were divided
-        # of the sequences compared last, by id: tokens to compute, and these plus `_num_divided` when first compared
-        self._compared: dict[int, tuple[int, int]] = {}
+        self._compared: dict[int, _Compared] = {}  # sequences compared last, by id
 
     def divide(
         self, running: Iterable[Sequence], waiting: list[Sequence], queue: Queue, total: int, *, fills: bool
@@ -133,7 +140,7 @@ class PromptSharing:
         if sum(count for _, count, _ in wanted) + sum(len(seq.tokens) for seq in waiting) <= total:
             return None
         wanted += [(seq, self._num_uncached(seq), True) for seq in waiting]
-        left, flow_of = self._shares(wanted, queue if waiting else None, total)
+        left, flow_of = self._shares(wanted, queue, total, waits=bool(waiting))
         self._num_divided += total
         given: dict[int, int] = {}
         admitted: list[Sequence] = []
@@ -156,13 +163,15 @@ class PromptSharing:
                 admitted.append(seq)
         return Division(given, admitted, sum(left.get(flow, 0) for flow in cut))
 
-    def _shares(self, wanted: list[_Wanted], queue: Queue | None, total: int) -> tuple[dict[Flow, int], FlowOf]:
-        """The tokens of each flow, and the flow of a request. queue: None without limits for flows."""
-        head = None if queue is None else queue.head
-        if self._rule is None or queue is None or head is None:
+    def _shares(
+        self, wanted: list[_Wanted], queue: Queue, total: int, *, waits: bool
+    ) -> tuple[dict[Flow, int], FlowOf]:
+        """The tokens of each flow, and the flow of a request. waits: whether waiting prompts can be admitted."""
+        if self._rule is None:
             return {None: total}, _everyone
-        flow_of, order_of = self._rule.flow_of, self._rule.order_of
-        counts = {flow_of(head.request): min(queue.num_tokens_before(head), total)}  # with its own tokens
+        flow_of, order_of, counts = self._rule.flow_of, self._rule.order_of, dict[Flow, int]()
+        if waits and (head := queue.head) is not None:
+            counts[flow_of(head.request)] = min(queue.num_tokens_before(head), total)  # with its own tokens
         for seq, count, waits in wanted:
             if not waits:
                 flow = flow_of(seq.request)
@@ -172,10 +181,13 @@ class PromptSharing:
 
     def _in_order(self, wanted: list[_Wanted]) -> list[int]:
         """The places of the prompts in `wanted`, the shortest prompt first."""
-        compared, classes = {}, []
+        compared, classes = dict[int, _Compared](), []
+        if not any(waits for *_, waits in wanted):  # none can be admitted now: they keep their age
+            compared = {seq_id: one for seq_id, one in self._compared.items() if one.waits}
         for seq, count, waits in wanted:
-            _, at_first = self._compared.get(seq.id, (0, self._num_divided + count))
-            compared[seq.id] = count, at_first
+            before = self._compared.get(seq.id)
+            at_first = self._num_divided + count if before is None else before.at_first
+            compared[seq.id] = _Compared(count, at_first, waits)
             num_passed = self._num_divided + count - at_first
             is_first = seq.has_run if waits else seq.num_generated > 0
             classes.append(-1 if is_first else size_class(count - num_passed // _AGEING))
@@ -184,8 +196,9 @@ class PromptSharing:
 
     def _num_uncached(self, seq: Sequence) -> int:
         """Tokens of a waiting sequence outside its prefix match, as of when it was first compared."""
-        if seq.id in self._compared:
-            return self._compared[seq.id][0]
+        before = self._compared.get(seq.id)
+        if before is not None and before.waits:
+            return before.num_tokens
         reusable = max(seq.reusable, 0)
         match = self._index.match_prefix(seq.request.namespace, seq.tokens[:reusable]) if reusable else NO_MATCH
         return min(len(seq.tokens), seq.limit) - match.num_tokens

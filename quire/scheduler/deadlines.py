@@ -13,7 +13,7 @@ from quire.config import SchedulerConfig
 from quire.core.request import Request
 from quire.cost.step_time import CostModel
 from quire.errors import DeadlineUnreachable
-from quire.scheduler.budget_sharing import size_class
+from quire.scheduler.budget_sharing import MAX_COMPARED, size_class
 from quire.scheduler.lifecycle import SchedulerState
 from quire.scheduler.queue.select import priority_class
 from quire.scheduler.request_state import RequestState
@@ -91,10 +91,13 @@ class Deadlines:
         if self._cache.config.prefix_index != "none" and accounts.num_admitted < _MIN_ADMITTED:
             return self._own_seconds(first, running)  # waiting prompts may be cached completely
         found = accounts.num_hit_tokens / max(1, accounts.num_query_tokens)
-        waiting = int(self._state.queue.num_tokens_before(first) * (1 - found))
-        if size_class(waiting // max(1, len(self._state.queue))) > own_class:  # it passes most of them
-            waiting = 0
+        waiting = int(self._state.queue.num_tokens_before(first) * (1 - found) * self._share_before(own_class))
         return self._own_seconds(first, running + waiting)
+
+    def _share_before(self, own_class: float) -> float:
+        """The share of waiting tokens in prompts that a request does not pass, from those that are next."""
+        counts = [len(seq.tokens) for seq in self._state.queue.first(MAX_COMPARED)]
+        return sum(count for count in counts if size_class(count) <= own_class) / max(1, sum(counts))
 
     def _runs_before(self, running: Sequence, first: Sequence) -> bool:
         """Whether a running sequence is certainly served before a new request."""

@@ -322,6 +322,8 @@ class Scheduler:
         self.cache.advance_clock(now)
         launched = self.state.in_flight.popleft()
         if result.error:
+            if self.speculator is not None:
+                self.speculator.step_failed()
             if self.step_log is not None:
                 self.step_log.committed(launched.id, None)
             alone = launched.scheduled[0].seq.id if len(launched.scheduled) == 1 else None

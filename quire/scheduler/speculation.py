@@ -264,6 +264,10 @@ class Speculator:
                 num_indexed=launched.num_indexed_tokens,
             )
 
+    def step_failed(self) -> None:
+        """Learn nothing from the time up to the next commit."""
+        self._last_commit = None
+
     def skips(self, seq: Sequence) -> bool:
         """Whether a sequence has no chunk in this step, because its last token is pending and drafts may follow it.
 

@@ -35,13 +35,12 @@ _PROPOSAL_SECONDS = 50e-6  # for the proposal of a sequence, until it has been m
 _LEAST_PROPOSAL_SECONDS = 10e-6
 _DRAFTS_SECONDS = 100e-6  # that drafts add to the host time of a step, until it has been measured
 _HOST_DECAY = 0.98  # weight of a step when the next one of its kind is observed
-_MOST_HOST_TIMES = 4.0  # the mean of its kind: a step with more counts as with so much
+_MOST_HOST_TIMES = 4.0  # the mean of its kind, or _LEAST_HOST_SECONDS: a step with more counts as with so much
+_LEAST_HOST_SECONDS = 100e-6
 _LEAST_HOST_STEPS = 3.0  # of a kind, before its time counts
 _PROPOSED_SHARE = 0.004  # of the time of all steps, for proposals, beside what drafts have saved
 _MOST_BALANCE = 16  # steps whose time can be saved up for proposals and drafts, or be owed
-_RESUMED_BALANCE = (
-    2  # steps whose time is saved up for several proposals in a row: one alone seldom shows that they pay
-)
+_RESUMED_BALANCE = 2  # steps whose time is saved up before proposals resume: one alone seldom shows that they pay
 _INDEXED_SECONDS = 1.5e-6  # to index a token of a sequence
 _TRIED_SHARE = 0.005  # of the time of all steps, for steps that are expected to be worse than the best
 
@@ -140,12 +139,18 @@ class HostTime:
     def observe(
         self, drafting: Drafting, num_sequences: int, seconds: float, *, num_proposals: int = 0, num_indexed: int = 0
     ) -> None:
-        """Learn from a step. An outlier is clamped. num_indexed: tokens, whose time is known."""
+        """Learn from a step. An outlier is clamped.
+
+        num_indexed: tokens, whose time is known. A step that was mostly indexing says nothing else.
+        """
         key = drafting, num_sequences.bit_length()
         steps, total, proposals = self._sums.get(key, (0.0, 0.0, 0.0))
-        seconds = max(0.0, seconds - num_indexed * _INDEXED_SECONDS)
+        indexing = num_indexed * _INDEXED_SECONDS
+        if indexing > seconds / 2 > 0:
+            return
+        seconds = max(0.0, seconds - indexing)
         if steps >= 1:
-            seconds = min(seconds, _MOST_HOST_TIMES * total / steps)
+            seconds = min(seconds, _MOST_HOST_TIMES * max(total / steps, _LEAST_HOST_SECONDS))
         kept = _HOST_DECAY
         self._sums[key] = steps * kept + 1, total * kept + seconds, proposals * kept + num_proposals
 
@@ -185,8 +190,7 @@ class Governor:
     """Selects the drafts of a step.
 
     Proposals are made while there is time for them: a small share of the time of all steps, and what drafts have saved
-    beyond what they cost. So drafts that never pay cost no more than that share, and those that pay are proposed in
-    each step.
+    beyond what they cost. So drafts that never pay cost about that share, and those that pay are proposed in each step.
     """
 
     def __init__(self, seconds: Callable[[int], float]) -> None:
@@ -263,13 +267,16 @@ class Governor:
             if expected[best] * seconds(0) < _least_gain(num_samples) * num_samples * seconds(best):
                 best = 0
         if tries:
-            self._token_seconds = seconds(0) / num_samples
-            self._pay(seconds(best) - seconds(0))
-            best = self._tried(best, expected, seconds, len(candidates)) if base > 0 else 0
+            self._token_seconds = (self._seconds(num_samples) + plain) / num_samples
+            best, paying = self._tried(best, expected, seconds, len(candidates)) if base > 0 else 0, best
+            self._pay(seconds(min(best, paying)) - seconds(0))  # what a trial takes beyond it has a time of its own
         counts = [0] * len(candidates)
         for _, index in gains[:best]:
             counts[index] += 1
-        return [count if count >= least[i] else 0 for i, count in enumerate(counts)]
+        counts = [count if count >= least[i] else 0 for i, count in enumerate(counts)]
+        if tries:
+            self._pay(price * self._token_seconds * sum(map(bool, counts)))
+        return counts
 
     def proposed(self, num_proposals: int, num_indexed: int, num_samples: int) -> None:
         """Record the proposals of a step, and the tokens that were indexed for them."""

@@ -7,9 +7,10 @@ import pytest
 from quire.config import EngineOptions
 from quire.errors import ConfigError
 from quire.planner.options import WorkloadOptions
-from quire.planner.search import TOLERANCE, Requests, Runs, Search
+from quire.planner.search import TOLERANCE, Requests, Runs, Search, Sustained
 from quire.planner.setup import find_model, plan_engine
 from quire.planner.slo import parse_slo
+from quire.planner.steady import SteadyRun
 from quire.planner.workloads import num_requests
 
 OPTIONS = EngineOptions(model="llama-3.1-8b", device="H100", max_model_len=1024, max_num_seqs=8)
@@ -67,3 +68,26 @@ def test_a_trace_is_read_as_far_as_it_is_needed_and_repeated_where_it_is_shorter
 def test_a_trace_that_is_not_there_is_named(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         Requests(WorkloadOptions(trace=str(tmp_path / "none")), find_model(OPTIONS), 0).take(5, 1024)
+
+
+def test_a_trace_of_which_no_request_fits_has_no_rate(tmp_path):
+    file = tmp_path / "trace.jsonl"
+    line = json.dumps({"timestamp": 0, "input_length": 4000, "output_length": 4})
+    file.write_text("\n".join([line] * 30))
+    wanted = WorkloadOptions(trace=str(file))
+    with Runs(1, lambda _: None, lambda _done, _total: None) as runs:
+        search = Search(wanted, parse_slo("ttft=300ms"), Requests(wanted, find_model(OPTIONS), 0), runs)
+        sustained = search.sustainable(ENGINE, search.estimate(ENGINE, search.at_once(ENGINE)), "rate")
+    assert sustained.best is None
+    assert {one.reason for one in sustained.above.result.requests} == {"rejected"}
+
+
+def test_a_rate_that_never_surely_holds_is_no_rate(monkeypatch):
+    monkeypatch.setattr(SteadyRun, "holds", lambda one, *, surely=True: not one.task.rate < 10 and not surely)
+    with Runs(1, lambda _: None, lambda _done, _total: None) as runs:
+        search = Search(WANTED, parse_slo("ttft=300ms"), Requests(WANTED, find_model(OPTIONS), 0), runs)
+        best = search.roughly(ENGINE, 20.0, "rate", quick=True).best
+        monkeypatch.setattr(search, "_bracket", lambda *_, **__: Sustained(best, None))
+        sustained = search.sustainable(ENGINE, 20.0, "rate")
+    assert sustained.best is None
+    assert sustained.above is not None

@@ -225,3 +225,47 @@ def test_a_deadline_counts_no_prompt_that_the_request_passes(length, taken):
     else:
         with pytest.raises(DeadlineUnreachable):
             rig.add("late", [9] * length, **asked)
+
+
+def test_a_better_class_is_before_shorter_prompts_of_others_when_nothing_waits():
+    scheduler = scheduler_of("priority")
+    for name, length, priority in (("shorter", 900, 9), ("better", 3000, 0)):
+        params = SchedulingParams(priority=priority)
+        scheduler.add(request(name, [priority] * length, 4, scheduling_params=params), 0.0)
+        next(steps_of(scheduler))
+    assert not len(scheduler.state.queue)
+    first_tokens = [name for _, answered in steps_of(scheduler) for name in answered]
+    assert first_tokens.index("better") < first_tokens.index("shorter")
+
+
+def test_a_waiting_prompt_keeps_its_age_while_none_can_be_admitted():
+    scheduler = scheduler_of(max_num_seqs=2)
+    sharing = PromptSharing("fcfs", scheduler.cache.index, BUDGET)
+    old, new, runs = (
+        Sequence(number, request(str(number), [number] * length, 4), 0, 0.0, 0)
+        for number, length in enumerate((600, 400, 3000))
+    )
+    queue = scheduler.state.queue
+    for _ in range(3000 // BUDGET):
+        sharing.divide([runs], [old], queue, BUDGET, fills=True)
+    sharing.divide([runs], [], queue, BUDGET, fills=True)
+    division = sharing.divide([runs], [new, old], queue, BUDGET, fills=True)
+    assert division.waiting[0] is old
+
+
+def test_a_deadline_counts_the_waiting_prompts_that_are_not_passed():
+    """A prompt of 100 tokens passes one of 3,000, but not the thirty of its own length."""
+    predicted = []
+    for long in (100, 3000):
+        rig = Rig(num_blocks=4096, max_num_batched_tokens=64, max_num_seqs=64, max_model_len=8000)
+        for i in range(32):
+            rig.add(f"warm {i}", [1] * 40, max_tokens=2)
+        rig.run()
+        rig.add("running", [7] * 3000, max_tokens=2)
+        rig.step()
+        for i, length in enumerate([long] + [100] * 30):
+            rig.add(f"waiting {i}", [i] * length, max_tokens=2)
+        with pytest.raises(DeadlineUnreachable) as refused:
+            rig.add("late", [9] * 100, max_tokens=1, scheduling_params=SchedulingParams(deadline=1e-6))
+        predicted.append(refused.value.predicted)
+    assert predicted[1] == pytest.approx(predicted[0], rel=0.05)

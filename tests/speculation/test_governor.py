@@ -135,7 +135,7 @@ def test_drafts_that_are_expected_to_pay_and_do_not_are_found_out():
     governor = Governor(steps_of_20_ms)
     num_steps_with_proposals(governor, 2000, accepted=1)
     made = num_steps_with_proposals(governor, 5000, accepted=1)
-    assert made * (8 * 50e-6 + 0.008 - 0.02 / 8) < 1.2 * 0.004 * 5000 * 0.02
+    assert made * (8 * 50e-6 + 0.008 - 0.02 / 8) < (0.004 + 0.005) * 5000 * 0.02  # with trials
 
 
 def test_indexed_tokens_are_paid_from_the_same_time():
@@ -171,6 +171,20 @@ def test_the_host_time_of_proposals_and_drafts_is_learned():
     assert time.of_plain_step(32) == pytest.approx(0.01)
     assert time.of_proposal(32) == pytest.approx(0.0001)
     assert time.of_drafts(32) == 100e-6
+
+
+def test_a_mean_of_nothing_rises_again():
+    """Tokens that take longer to index than the whole step, and steps whose host time the device hides."""
+    time = HostTime()
+    for _ in range(50):
+        time.observe(Drafting.NONE, 1, 0.0)
+        time.observe(Drafting.PROPOSED, 1, 0.004, num_proposals=1, num_indexed=4096)
+    assert time.of_plain_step(1) == 0
+    for _ in range(100):
+        time.observe(Drafting.NONE, 1, 0.0003)
+        time.observe(Drafting.PROPOSED, 1, 0.0005, num_proposals=1)
+    assert time.of_plain_step(1) > 0.0002
+    assert time.of_proposal(1) > 0.0001
 
 
 def test_a_pause_of_the_host_is_clamped():

@@ -70,6 +70,22 @@ def hundred_blocks(context: Context) -> Findings:
     return [measured(f"100 blocks, {way}", copied[f"{way}_ms"], "ms", 20.0, note) for way in ("out", "in")]
 
 
+def short_behind_long(context: Context) -> Findings:
+    """First token of a prompt of 50 tokens behind prompts of 2,000, and of these, over the same alone."""
+    recorded = context.recorded("short_prompts")
+    if recorded is None:
+        return [pending("20 ms behind one long prompt, over alone", _missing("short_prompts"), (1.0, 3.0), "x")]
+    note = f"short_prompts.json, {origin(recorded)}; the bound is the project's own"
+    rows = {one["case"]: one for one in recorded["rows"]}
+    found = []
+    for case, most in (("one", 3.0), ("four", 5.0)):
+        row = rows[f"short 20 ms behind {case} long"]
+        what = f"20 ms behind {case} of 2000, over alone"
+        found.append(measured(what, row["by alone"], "x", (1.0, most), note))
+        found.append(measured(f"{what}: the long one", row["long by alone"], "x", (0.9, 1.1), note))
+    return found
+
+
 def r1(context: Context) -> Findings:
     """Speed-up by the radix tree on the embedded model."""
     return prefix_rows(context, "R1", ("radix over none",))

@@ -34,7 +34,7 @@ from quire.planner.reproduce.finding import (
     pending,
     simulated,
 )
-from quire.planner.reproduce.recorded import hundred_blocks, paged_over_contiguous
+from quire.planner.reproduce.recorded import hundred_blocks, paged_over_contiguous, short_behind_long
 from quire.planner.simulation import EngineSetup, SimulationResult
 from quire.planner.workloads import Part, Session, Turn, Workload, make_workload, with_arrivals
 
@@ -463,7 +463,7 @@ def _at_once(workload: Sequence[Session], memory: str) -> float:
 _ONE_ENGINE = "in one engine the short prompt shares steps with the long one, or waits for them"
 
 
-def d1(_: Context) -> Findings:
+def d1(context: Context) -> Findings:
     """First token of a short prompt beside a long one: in one engine, and with a prefill engine of its own."""
     setup = replace(OPT_13B, num_tokens=8192).setup()
     whole = replace(setup.scheduler, max_num_batched_tokens=4096)
@@ -480,5 +480,6 @@ def d1(_: Context) -> Findings:
         simulated("beside a prompt of 2000 tokens", beside, "ms", None),
         simulated("the same, in chunks of 512 tokens", chunked, "ms", None),
         simulated("beside over alone, in chunks", chunked / alone, "x", 1.0, note=_ONE_ENGINE),
+        *short_behind_long(context),
         pending("hand-off of KV between two engines", "disaggregation is not there yet"),
     ]
