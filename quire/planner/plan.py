@@ -14,7 +14,7 @@ from quire.errors import ConfigError, DoesNotFit
 from quire.planner.block_size import SIZES, BlockSizeRow, compare_block_sizes
 from quire.planner.estimate import Pools, pools_of
 from quire.planner.options import WorkloadOptions
-from quire.planner.search import MOST_REQUESTS, NO_HITS, AtOnce, Requests, Runs, Search, Sustained
+from quire.planner.search import GAIN_TOLERANCE, MOST_REQUESTS, NO_HITS, AtOnce, Requests, Runs, Search, Sustained
 from quire.planner.setup import (
     GPU_MEMORY_SHARE,
     PlannedEngine,
@@ -30,6 +30,7 @@ from quire.planner.steady import SteadyRun
 from quire.planner.workloads import num_requests
 
 Advance = Callable[[int, int], None]
+_ENOUGH = 0.95  # of the requests that a steady state needs
 _LEAST_GAIN = 0.03  # of a choice that is recommended
 _BLOCK_SIZE_REQUESTS = 400  # of each block size that is compared
 FULL = 0.9  # share of KV blocks in use: requests wait for more
@@ -71,7 +72,6 @@ class Plan:
     slo: SLO
     at_once: AtOnce  # a few requests at once, with the options that were given
     sustained: Sustained  # with the recommended options
-    base_rate: float  # sustainable requests per second with the options that were given
     curve: list[SteadyRun] = field(default_factory=list)
     choices: list[Choice] = field(default_factory=list)
     block_sizes: list[BlockSizeRow] = field(default_factory=list)
@@ -160,10 +160,11 @@ def make_plan(
         finder = Search(workload, slo, Requests(workload, model, options.seed), runs)
         at_once = finder.at_once(engine)
         start = finder.estimate(engine, at_once)
-        sustained = finder.sustainable(engine, start, "rate")
-        plan = Plan(engine, slo, at_once, sustained, sustained.rate)
+        plan = Plan(engine, slo, at_once, Sustained(None, None))
         if search:
             _try_knobs(plan, finder, lambda changed: _engine(changed, workload, model), start, allow_lossy=allow_lossy)
+        if plan.sustained.best is None:
+            plan.sustained = finder.sustainable(engine, start, "rate")
         plan.curve = _curve(plan, finder)
         plan.warnings += _warnings(plan, finder, workload)
         if search:
@@ -205,11 +206,11 @@ def _warnings(plan: Plan, finder: Search, wanted: WorkloadOptions) -> Iterator[s
     enough = (
         f"enough are {used}, so that a run is several times as long as its longest request ({length.longest:.0f} s)"
     )
-    if few < length.num_requests:
+    if few < _ENOUGH * length.num_requests:
         cause = "record a longer trace"
-        if not requests.is_fixed:
+        if not requests.is_fixed and length.num_requests > MOST_REQUESTS:
             cause = f"a run has at most {MOST_REQUESTS} requests, so the rate is less sure; plan for shorter outputs"
-        elif named is None or few < named:
+        elif requests.is_fixed and (named is None or few < named):
             cause = "leave out num_requests"
         yield f"{few} requests are too few for a steady state: {enough}; {cause}"
     elif named is not None and named < few:
@@ -235,8 +236,7 @@ def _try_knobs(
     limit = plan.engine.memory.max_model_len
     has_outputs = any(turn.output for session in finder.requests.take(1000, limit) for turn in session.turns)
     given = plan.engine
-    quick = finder.roughly(given, plan.rate or start, "rate in short runs", quick=True)
-    first = quick.rate
+    quick = finder.roughly(given, start, "rate in short runs", quick=True)
     for option, values in KNOBS.items():
         if option == "speculation" and not has_outputs:
             continue
@@ -255,10 +255,19 @@ def _try_knobs(
                 note = "does not fit" if isinstance(error, DoesNotFit) else str(error)
                 found.append(Choice(option, value, None, note=note))
         best = quick
-        for value, rates in _compare(finder, quick, engines, option, start):
-            if rates is None:
+        bound = finder.bound(plan.engine, plan.at_once)
+        for value, engine, gains in _gaining(finder, quick, engines, option):
+            if not gains:
                 found.append(Choice(option, value, None, note=f"at most {_LEAST_GAIN:+.0%}"))
                 continue
+            what = f"{option.replace('_', '-')} {value}"
+            is_open = allow_lossy or option not in LOSSY
+            if is_open and best is not quick and not all(finder.hold([engine], best.rate * (1 + _LEAST_GAIN), what)):
+                found.append(Choice(option, value, None, note="no more than the value before"))
+                continue
+            faster = max(1 + 2 * _LEAST_GAIN, finder.bound(engine, plan.at_once) / bound)
+            from_rate = quick.rate * faster or start
+            rates = finder.roughly(engine, from_rate, what, quick=True, tolerance=GAIN_TOLERANCE)
             found.append(Choice(option, value, rates.rate / quick.rate - 1 if quick.rate else inf))
             if rates.rate > best.rate * (1 + _LEAST_GAIN) and (allow_lossy or option not in LOSSY):
                 plan.engine, best = engines[value], rates
@@ -266,33 +275,36 @@ def _try_knobs(
         chosen = getattr(plan.engine.options, option)
         plan.choices += [replace(one, is_chosen=one.value == chosen and chosen != current) for one in found]
     if plan.engine is not given:
-        gain = quick.rate / first if first else 1.0
-        together = finder.sustainable(plan.engine, plan.rate * gain or quick.rate, "rate with the chosen options")
-        if together.rate > plan.rate * (1 + _LEAST_GAIN):
-            plan.sustained = together
-        else:
-            plan.engine = given
-            plan.choices = [
-                replace(one, is_chosen=False, note="not confirmed by a whole run") if one.is_chosen else one
-                for one in plan.choices
-            ]
+        _confirm(plan, finder, given, quick.rate or start)
 
 
-def _compare(
-    finder: Search, quick: Sustained, engines: Mapping[object, PlannedEngine], option: str, start: float
-) -> Iterator[tuple[object, Sustained | None]]:
-    """The sustained rate with each value; None for values that give at most _LEAST_GAIN more than `quick`."""
+def _confirm(plan: Plan, finder: Search, given: PlannedEngine, start: float) -> None:
+    """Search the rate of the chosen options in whole runs. Take the given ones if those sustain about as much."""
+    together = finder.sustainable(plan.engine, start, "rate with the chosen options")
+    least = together.rate / (1 + _LEAST_GAIN)
+    if together.best is not None and not finder.surely_holds(given, least, "about this rate with the given options"):
+        plan.sustained = together
+        return
+    plan.engine = given
+    plan.choices = [
+        replace(one, is_chosen=False, note="not confirmed by a whole run") if one.is_chosen else one
+        for one in plan.choices
+    ]
+
+
+def _gaining(
+    finder: Search, quick: Sustained, engines: Mapping[object, PlannedEngine], option: str
+) -> Iterator[tuple[object, PlannedEngine, bool]]:
+    """Each value, with its engine, and whether it sustains more than `quick` by _LEAST_GAIN."""
     if not engines:
         return
-    name = option.replace("_", "-")
     holds = [True] * len(engines)
     if quick.rate:
+        name = option.replace("_", "-")
         holds = finder.hold(
             list(engines.values()), quick.rate * (1 + _LEAST_GAIN), f"{name} {', '.join(map(str, engines))}"
         )
-    for (value, engine), gains in zip(engines.items(), holds, strict=True):
-        from_rate = quick.rate * (1 + 2 * _LEAST_GAIN) or start
-        yield value, finder.roughly(engine, from_rate, f"{name} {value}", quick=True) if gains else None
+    yield from zip(engines, engines.values(), holds, strict=True)
 
 
 def _no_gain(engine: PlannedEngine, sustained: Sustained, option: str, value: object) -> str:

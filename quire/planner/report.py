@@ -231,7 +231,6 @@ def figures(plan: Plan, price_per_hour: float | None = None) -> dict[str, object
         "block_size": memory.profile.block_size,
         "max_model_len": memory.max_model_len,
         "requests_per_second": plan.rate,
-        "requests_per_second_as_given": plan.base_rate,
         "requests_per_second_at_once": plan.capacity,
         "run": run,
         "decode_devices_per_prefill_device": plan.pools.ratio,

@@ -34,6 +34,8 @@ MOST_REQUESTS = 30_000  # of a run
 NO_HITS = 0.005  # share of prompt tokens that are cached: fewer are no gain
 _FIRST_REQUESTS = 800  # read at first, and simulated at once
 _QUICK_REQUESTS = 800  # of a run that compares options
+GAIN_TOLERANCE = 0.08  # of the rates with other options
+_ROUGH_REQUESTS = 2_000  # of a run that finds the rate roughly, at most
 _ALONE = 32  # requests that run one by one,
 _LEAST_SHARE = 64  # at this part of the rate at which everything is completed at once
 _SPARE = 1.4  # requests that are drawn, of those that the estimated rate needs
@@ -170,10 +172,13 @@ class Search:
         self._cached_share = result.hit_rate
         return AtOnce(result, demand_of(sessions, setup, result.hit_rate))
 
+    def bound(self, engine: PlannedEngine, at_once: AtOnce) -> float:
+        """Requests per second that the device can compute in steps that the SLO allows."""
+        return rate_bound(engine.setup, at_once.demand, self._slo.limits.get("tpot", inf))
+
     def estimate(self, engine: PlannedEngine, at_once: AtOnce) -> float:
-        """Requests per second: what the device can compute in steps that the SLO allows."""
-        bound = rate_bound(engine.setup, at_once.demand, self._slo.limits.get("tpot", inf))
-        return _START * min(bound, at_once.result.steady_rate)
+        """Requests per second at which a search begins; 0 if no request can be completed."""
+        return _START * min(self.bound(engine, at_once), at_once.result.steady_rate)
 
     def task(
         self,
@@ -231,6 +236,11 @@ class Search:
         tasks = [self.task(engine, rate, most=_QUICK_REQUESTS) for engine in engines]
         return [one.holds(surely=False) for one in self._steady(tasks, what, lambda _: False)]
 
+    def surely_holds(self, engine: PlannedEngine, rate: float, what: str) -> bool:
+        """Whether a rate surely holds in a long run."""
+        (found,) = self._steady([self.task(engine, rate, long=True)], what, lambda _: False)
+        return found.holds()
+
     def sustainable(self, engine: PlannedEngine, start: float, what: str) -> Sustained:
         """The highest rate that surely holds in long runs, less MARGIN, searched from `start`."""
         rough = self.roughly(engine, start, what)
@@ -248,14 +258,16 @@ class Search:
             above = one
         return Sustained(None, above)
 
-    def roughly(self, engine: PlannedEngine, start: float, what: str, *, quick: bool = False) -> Sustained:
-        """The highest rate that holds, within TOLERANCE and without regard to chance, searched from `start`.
+    def roughly(
+        self, engine: PlannedEngine, start: float, what: str, *, quick: bool = False, tolerance: float = TOLERANCE
+    ) -> Sustained:
+        """The highest rate that holds, within `tolerance` and without regard to chance, searched from `start`.
 
         quick: in runs of few requests, for comparisons of options.
         """
         if start == 0:  # no request can be completed
             return Sustained(None, self._alone(engine, 1.0, what))
-        return self._bracket(engine, start, what, TOLERANCE, most=_QUICK_REQUESTS if quick else MOST_REQUESTS)
+        return self._bracket(engine, start, what, tolerance, most=_QUICK_REQUESTS if quick else _ROUGH_REQUESTS)
 
     def _bracket(
         self,
