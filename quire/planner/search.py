@@ -27,7 +27,7 @@ from quire.planner.workloads import Session, first_requests, make_workload, num_
 
 TOLERANCE = 0.04  # of the rate that is found roughly
 RATES_AT_ONCE = 2  # that a search tries
-MARGIN = 1.03
+MARGIN = 1.05
 LONG_REQUESTS = 6_000  # of a long run, unless a steady state needs more
 _LONG_TOLERANCE = 0.06
 MOST_REQUESTS = 30_000  # of a run

@@ -2,7 +2,9 @@
 
 A run begins with a warm-up that does not count: it lasts as long as the longest request, so that the batch has its
 usual mixture, and as most pauses of sessions, so that the prefix cache has what their next turns reuse. Where prompts
-share prefixes, the requests that fill the KV blocks once come before it, at half the rate: a cold cache is no overload.
+share prefixes, the requests that fill the KV blocks once come before it, at the same rate. With a warm cache an engine
+can keep a rate for minutes to which it would never return after a burst: fewer hits mean longer queues, and these take
+the blocks of the cache. So a rate has to be reached with a cold one.
 The window that counts is LONGEST_REQUESTS times as long as the longest request. Sessions of several turns go on as if
 they had begun long ago (`workloads.stationary`).
 
@@ -19,7 +21,7 @@ A run holds a rate if the SLO is kept and the backlog, the number of open reques
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from math import ceil, inf, sqrt
 
@@ -91,7 +93,7 @@ class RunTask:
     setup: EngineSetup
     sessions: Sequence[Session]
     rate: float  # requests per second
-    num_fill: int  # requests that come first, at half the rate
+    num_fill: int  # requests that come first, and fill the prefix cache
     warm_up: float  # seconds behind them; at most _MOST_WARM_UP of the rest
     token_seconds: float  # assumed seconds per output token, for the turns of sessions
     burstiness: float | None  # of arrivals at random; None: as they are, if they have times
@@ -102,7 +104,7 @@ class RunTask:
         """What counts."""
         seconds, filled = num_requests(self.sessions) / self.rate, self.num_fill / self.rate
         start = filled + min(self.warm_up, _MOST_WARM_UP * (seconds - filled))
-        return Window(filled + start, filled + seconds)
+        return Window(start, seconds)
 
 
 def run(task: RunTask) -> SimulationResult:
@@ -122,9 +124,7 @@ def arriving(task: RunTask) -> list[Session]:
         sessions = with_arrivals(sessions, task.rate, burstiness=task.burstiness or 1.0, seed=task.seed)
     if has_times(sessions):
         sessions = with_rate(sessions, task.rate)
-    going_on = stationary(sessions, num_requests(sessions) / task.rate, task.token_seconds)
-    filled = task.num_fill / task.rate
-    return [replace(session, at=session.at + min(session.at, filled)) for session in going_on]
+    return stationary(sessions, num_requests(sessions) / task.rate, task.token_seconds)
 
 
 class _EarlyStop:
