@@ -447,6 +447,7 @@ _MEANINGS = (
     ("circular references", "a recursive $ref has other keywords beside it; leave out the $ref or these keywords"),
     ("Unable to determine if regex is empty", _TOO_COMPLEX),
     ("too many expressions", _TOO_COMPLEX),
+    ("lexer precomputation failed", _TOO_COMPLEX),
     ("too many states", "the text is too long for the lengths and repetition counts of its patterns; lower them"),
     ("min/maxProperties only supported", "minProperties and maxProperties beside optional properties are not enforced"),
     ("lookaround", "look-around is not supported in patterns"),

@@ -2,6 +2,7 @@
 
 import random
 
+import pytest
 from bounded_constraints import constraint_at_random, is_valid
 from example_budget import examples, is_thorough
 from grammar_mask_walks import allowed, text_of, vocabulary
@@ -54,6 +55,12 @@ def test_constraints_with_bounded_texts_are_refused_or_can_be_finished(seed):
     for is_longest in (False, True):
         text = finished(grammar, rng, is_longest=is_longest)
         assert is_valid(asked, text), (asked.text, text)
+
+
+def test_a_text_whose_lexer_cannot_be_computed_is_too_complex():
+    """Of the seeds of the test above, one whose error named limits of the library."""
+    with pytest.raises(RequestError, match="too complex"):
+        compile(constraint_at_random(random.Random(13106)), vocabulary())
 
 
 def test_most_constraints_with_bounded_texts_are_accepted():
