@@ -261,16 +261,16 @@ def _try_knobs(
                 found.append(Choice(option, value, None, note=f"at most {_LEAST_GAIN:+.0%}"))
                 continue
             what = f"{option.replace('_', '-')} {value}"
-            is_open = allow_lossy or option not in LOSSY
-            if is_open and best is not quick and not all(finder.hold([engine], best.rate * (1 + _LEAST_GAIN), what)):
+            may_choose = allow_lossy or option not in LOSSY
+            if may_choose and best is not quick and not all(finder.hold([engine], best.rate * (1 + _LEAST_GAIN), what)):
                 found.append(Choice(option, value, None, note="no more than the value before"))
                 continue
             faster = max(1 + 2 * _LEAST_GAIN, finder.bound(engine, plan.at_once) / bound)
             from_rate = quick.rate * faster or start
             rates = finder.roughly(engine, from_rate, what, quick=True, tolerance=GAIN_TOLERANCE)
             found.append(Choice(option, value, rates.rate / quick.rate - 1 if quick.rate else inf))
-            if rates.rate > best.rate * (1 + _LEAST_GAIN) and (allow_lossy or option not in LOSSY):
-                plan.engine, best = engines[value], rates
+            if may_choose and rates.rate > best.rate * (1 + _LEAST_GAIN):
+                plan.engine, best = engine, rates
         quick = best
         chosen = getattr(plan.engine.options, option)
         plan.choices += [replace(one, is_chosen=one.value == chosen and chosen != current) for one in found]

@@ -268,7 +268,9 @@ class Governor:
                 best = 0
         if tries:
             self._token_seconds = (self._seconds(num_samples) + plain) / num_samples
-            best, paying = self._tried(best, expected, seconds, len(candidates)) if base > 0 else 0, best
+            paying = best
+            if base > 0:
+                best = self._tried(best, expected, seconds, len(candidates))
             self._pay(seconds(min(best, paying)) - seconds(0))  # what a trial takes beyond it has a time of its own
         counts = [0] * len(candidates)
         for _, index in gains[:best]:

@@ -8,7 +8,6 @@ import json
 import logging
 import random
 import re
-import time
 from collections.abc import Sequence
 from copy import copy
 from threading import Lock
@@ -118,9 +117,8 @@ def _lark(text: str) -> str:
     return json.dumps({"grammars": [{"lark_grammar": text}]})
 
 
-# Limits of the Earley parser. On one core a compilation takes up to about 0.1 s, without its walks, and a mask up to
-# about 20 ms. In an ambiguous grammar the items of a row increase with the text. A schema has some items in a row for
-# each property.
+# Limits of the Earley parser. On one core a compilation takes up to about 0.1 s and a mask up to about 20 ms. In an
+# ambiguous grammar the items of a row increase with the text. A schema has some items in a row for each property.
 _MAX_ITEMS = 600
 _MAX_ITEMS_OF_SCHEMA = 3_000
 # Limits of the lexer. Its fuel is the number of expressions that it may construct for one mask: 800,000 take about
@@ -131,7 +129,6 @@ MAX_LEXER_STATES = 50_000  # of about 0.4 KB
 _TOKENS_PER_LEXER = 128  # a sequence that has consumed fewer since it got its own lexer gets no other one
 _NUM_TRIAL_WALKS = 4  # through a new grammar
 _TRIAL_TOKENS = 48  # of a walk
-_TRIAL_SECONDS = 1.0  # CPU time after which no further walk begins
 # Characters of forced text that are tokenized per call: llguidance passes all forced text, for each mask.
 _MAX_TOKENISED = 512
 _LEXER_ERROR = "lexer error"  # in messages of llguidance about limits of the lexer
@@ -341,7 +338,7 @@ def _first_matcher(params: StructuredOutputsParams, grammar: str, tokens: _Token
 
 def _place(params: StructuredOutputsParams, message: str, tokens: _Tokens) -> str:
     """The JSON pointer of the innermost part of a schema that alone has the same error."""
-    if re.search("too (big|large|many|complex|long)|exceeded|Current row has", message):
+    if re.search("too (big|large|many)|exceeded|Current row has", message):
         return "#"  # a limit of the whole schema; each trial would take long, too
     root = read_schema(params.text, "json", params)
     definitions = root.get("$defs", {}) if isinstance(root, Part) else {}
@@ -402,10 +399,7 @@ def _error_of_walks(matcher: llguidance.LLMatcher, kind: str, grammar: str, is_t
     on behind the first mask if there are patterns: only with these the lexer has much to do.
     """
     has_patterns = kind != "choice" and (kind != "json" or '"pattern"' in grammar)
-    began = time.thread_time()
     for seed in range(_NUM_TRIAL_WALKS if has_patterns else 1):
-        if time.thread_time() - began > _TRIAL_SECONDS:
-            break
         error = _error_of_walk(
             matcher.deep_copy(), _TRIAL_TOKENS if has_patterns else 1, is_text, random.Random(seed), repeats=seed > 0
         )

@@ -233,3 +233,11 @@ def test_charts_are_well_formed_and_leave_out_what_is_not_finite():
         if one.tag.endswith("rect") and one.get("fill", "").startswith("#1f")
     ]
     assert heights[1] == pytest.approx(3 * heights[0], abs=0.2)
+
+
+def test_a_steady_state_of_more_requests_than_a_run_may_have_asks_for_shorter_outputs(monkeypatch):
+    monkeypatch.setattr("quire.planner.search.MOST_REQUESTS", 300)
+    monkeypatch.setattr(planning, "MOST_REQUESTS", 300)
+    workload = WorkloadOptions(workload="alpaca")
+    found = make_plan(options_of(max_num_seqs=16), workload, parse_slo("ttft=200ms,tpot=20ms"), search=False)
+    assert any("a run has at most 300 requests" in line and "shorter outputs" in line for line in found.warnings)

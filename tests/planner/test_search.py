@@ -1,6 +1,7 @@
 """The search for the sustainable rate: brackets, processes, and the requests that it takes."""
 
 import json
+from concurrent.futures.process import BrokenProcessPool
 
 import pytest
 
@@ -44,6 +45,18 @@ def test_two_processes_find_what_one_finds():
     alone, beside = (found(workers=workers)[0] for workers in (1, 2))
     assert (alone.rate, alone.above.rate) == (beside.rate, beside.above.rate)
     assert alone.best.result == beside.best.result
+
+
+def test_a_process_that_was_killed_between_runs_is_replaced_by_this_one(monkeypatch):
+    class Broken:
+        def submit(self, *_):
+            raise BrokenProcessPool
+
+        def shutdown(self, **_):
+            pass
+
+    monkeypatch.setattr("quire.planner.search.ProcessPoolExecutor", lambda *_, **__: Broken())
+    assert found(workers=2)[0].rate == found()[0].rate
 
 
 def trace(tmp_path, count):

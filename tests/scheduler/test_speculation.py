@@ -357,6 +357,19 @@ def test_a_failing_step_with_drafts_is_rolled_back():
     assert rig.tokens["b", 0] == script(PROMPT[::-1], 20, VOCAB)
 
 
+def test_the_time_of_a_failed_step_is_no_host_time_of_the_next():
+    observed = []
+    for fails in (set(), {12}):
+        rig = Rig(num_blocks=64, fails=lambda step, fails=fails: step.id in fails, **ALL)
+        times = []
+        rig.scheduler.speculator.governor.host_time.observe = lambda *_, times=times, **__: times.append(1)
+        rig.add("a", PROMPT, max_tokens=30)
+        rig.run()
+        assert rig.num_failures == len(fails)
+        observed.append(len(times))
+    assert observed[1] == observed[0] - 1
+
+
 def test_long_prompts_are_indexed_over_several_steps(monkeypatch):
     monkeypatch.setattr("quire.scheduler.speculation._INDEXED_PER_STEP", 8)
     prompt = [1 + i % 7 for i in range(200)]

@@ -130,6 +130,20 @@ def test_drafts_that_save_time_pay_for_proposals():
     assert num_steps_with_proposals(governor, 2000, accepted=8) == 2000
 
 
+@pytest.mark.parametrize(("price", "pays"), [(0.0, True), (1.0, False)])
+def test_drafts_pay_for_the_step_that_their_sequence_skips(price, pays):
+    """One of four drafts of each of eight chains is right, and a chain costs the token of a step."""
+    governor, made = Governor(lambda tokens: 0.02 + 1e-6 * tokens), 0
+    for _ in range(4000):
+        if governor.may_pay(8, 8, 8):
+            made += 1
+            governor.proposed(8, 0, 8)
+            chains = [candidate(0.9, 0.9, 0.9, 0.9)] * 8
+            if any(governor.select(chains, num_tokens=8, num_samples=8, most=99, price=price)):
+                governor.accepted(8)
+    assert (made == 4000) == pays
+
+
 def test_drafts_that_are_expected_to_pay_and_do_not_are_found_out():
     """Eight drafts cost 8 ms. The chances say 0.9, and one in eight drafts is right."""
     governor = Governor(steps_of_20_ms)
