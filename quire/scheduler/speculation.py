@@ -34,8 +34,6 @@ _MOST_PROPOSALS = 32  # in one step; sequences take turns
 _MOST_OF_MANY = 16  # the same for a step with more than _MANY sequences, so that its planning stays below a millisecond
 _MANY = 128
 _INDEXED_PER_STEP = 4096  # tokens that all sequences together add to their indexes in one step
-_MISSED_BEFORE_REST = 2  # proposals of a sequence in a row
-_LONGEST_REST = 16  # steps
 _MOST_TENANTS = 4096  # whose chances are kept
 _MOST_INDEXED = 2**20  # tokens in the indexes of all running sequences, about 100 bytes each
 
@@ -54,16 +52,7 @@ def _before_end(proposal: Proposal, stop_ids: Collection[int]) -> Proposal | Non
 class _SequenceDrafters:
     """The drafters of one running sequence."""
 
-    __slots__ = (
-        "answers",
-        "num_missed",
-        "own_counts",
-        "prediction",
-        "resting",
-        "suffix",
-        "unverified",
-        "unverified_at",
-    )
+    __slots__ = ("answers", "own_counts", "prediction", "suffix", "unverified", "unverified_at")
 
     def __init__(
         self, seq: Sequence, drafters: Listing[str], store: AnswerStore, prediction: PredictionIndex | None
@@ -78,21 +67,6 @@ class _SequenceDrafters:
             self.prediction = PredictionDrafter(prediction, seq.tokens, seq.num_prompt_tokens)
         self.unverified: list[Proposal] = []  # the last proposals, without the one that was verified
         self.unverified_at = 0  # position of their first drafts
-        self.num_missed = 0  # proposals in a row without drafts that were worth their time
-        self.resting = 0  # steps without a proposal that are left
-
-    def missed(self) -> None:
-        """Record that no drafts were worth their time. After some times the sequence rests, longer each time."""
-        self.num_missed += 1
-        if self.num_missed > _MISSED_BEFORE_REST:
-            self.resting = min(2 ** (self.num_missed - _MISSED_BEFORE_REST), _LONGEST_REST)
-
-    def rests(self) -> bool:
-        """Whether there is no proposal in this step. Called once per step."""
-        if not self.resting:
-            return False
-        self.resting -= 1
-        return True
 
     def extend(self, most: int) -> int:
         """Index up to `most` more tokens. Returns their number."""
@@ -160,11 +134,7 @@ class Speculator:
         if self.governs:
             self.governor.proposed(builder.num_proposals, builder.num_indexed_tokens, num_samples)
         selected = self._selected([candidate for _, candidate in later], num_tokens, num_samples, most, tries=False)
-        for (seq, _), count in zip(later, selected, strict=True):
-            if count:
-                self._skipping.add(seq.id)
-            else:
-                self._sequences[seq.id].missed()
+        self._skipping |= {seq.id for (seq, _), count in zip(later, selected, strict=True) if count}
         counts = self._selected([candidate for _, candidate in found], num_tokens, num_samples, most)
         for (place, candidate), wanted in zip(found, counts, strict=True):
             chunk = builder.scheduled[place]
@@ -173,10 +143,8 @@ class Speculator:
                 most -= len(proposal.tokens)
                 builder.add_drafts(place, proposal)
                 drafters = self._sequences[chunk.seq.id]
-                drafters.num_missed = 0
                 drafters.unverified = [one for one in drafters.unverified if one is not candidate.proposal]
             else:
-                self._sequences[chunk.seq.id].missed()
                 self._request_stats.skipped(chunk.seq, proposal)
 
     def _selected(
@@ -213,8 +181,6 @@ class Speculator:
             if not (seq.num_computed == chunk.stop and num_unknown >= 0 and self._may_draft(seq, 1 + num_unknown)):
                 continue
             drafters = self._drafters_of(seq)
-            if self.governs and drafters.rests():
-                continue
             may_index = index_budget > 0 and self._num_indexed < _MOST_INDEXED
             num_indexed = drafters.extend(index_budget) if may_index else 0
             index_budget -= num_indexed
@@ -225,7 +191,6 @@ class Speculator:
             length = min(self._max_drafts, most, seq.limit - chunk.stop) + unknown
             candidate = self._candidate(seq, drafters, length) if length > unknown else None
             if candidate is None:
-                drafters.missed()
                 continue
             left -= 1
             self._next_place = place + 1

@@ -39,8 +39,9 @@ _MOST_HOST_TIMES = 4.0  # the mean of its kind, or _LEAST_HOST_SECONDS: a step w
 _LEAST_HOST_SECONDS = 100e-6
 _LEAST_HOST_STEPS = 3.0  # of a kind, before its time counts
 _PROPOSED_SHARE = 0.004  # of the time of all steps, for proposals, beside what drafts have saved
-_MOST_BALANCE = 16  # steps whose time can be saved up for proposals and drafts, or be owed
-_RESUMED_BALANCE = 2  # steps whose time is saved up before proposals resume: one alone seldom shows that they pay
+_MOST_BALANCE = 16  # steps whose time can be saved up for proposals and drafts, or be owed for proposals
+_MOST_OWED = 2  # steps whose time can be owed for drafts: what failed changes their chances as well
+_RESUMED = 16  # steps with proposals that are saved up before these resume: one alone seldom shows that they pay
 _INDEXED_SECONDS = 1.5e-6  # to index a token of a sequence
 _TRIED_SHARE = 0.005  # of the time of all steps, for steps that are expected to be worse than the best
 
@@ -201,6 +202,7 @@ class Governor:
         self._tries_more = True  # whether the next trial has more drafts than the best step, not none
         self._balance = inf  # seconds for proposals and drafts; at first as much as can be saved up
         self._most_balance = 0.0
+        self._most_owed = 0.0  # for drafts
         self._pauses = False  # whether there was no time left for proposals, and too little is saved up to resume them
         self._token_seconds = 0.0  # that an accepted draft saves
 
@@ -218,7 +220,8 @@ class Governor:
         cost = num_proposals * host.of_proposal(num_samples)
         self._most_balance = _MOST_BALANCE * base
         self._balance = min(self._balance + _PROPOSED_SHARE * base, self._most_balance)
-        self._pauses = self._balance < (_RESUMED_BALANCE * base if self._pauses else cost)
+        self._most_owed = _MOST_OWED * base
+        self._pauses = self._balance < (_RESUMED * cost if self._pauses else cost)
         if self._pauses:
             return False
         added = host.of_drafts(num_samples)
@@ -271,25 +274,27 @@ class Governor:
             paying = best
             if base > 0:
                 best = self._tried(best, expected, seconds, len(candidates))
-            self._pay(seconds(min(best, paying)) - seconds(0))  # what a trial takes beyond it has a time of its own
+            # what a trial takes beyond it has a time of its own
+            self._pay(seconds(min(best, paying)) - seconds(0), self._most_owed)
         counts = [0] * len(candidates)
         for _, index in gains[:best]:
             counts[index] += 1
         counts = [count if count >= least[i] else 0 for i, count in enumerate(counts)]
         if tries:
-            self._pay(price * self._token_seconds * sum(map(bool, counts)))
+            self._pay(price * self._token_seconds * sum(map(bool, counts)), self._most_owed)
         return counts
 
     def proposed(self, num_proposals: int, num_indexed: int, num_samples: int) -> None:
         """Record the proposals of a step, and the tokens that were indexed for them."""
-        self._pay(num_proposals * self.host_time.of_proposal(num_samples) + num_indexed * _INDEXED_SECONDS)
+        cost = num_proposals * self.host_time.of_proposal(num_samples)
+        self._pay(cost + num_indexed * _INDEXED_SECONDS, self._most_balance)
 
     def accepted(self, number: int) -> None:
         """Record accepted drafts."""
         self._balance = min(self._balance + number * self._token_seconds, self._most_balance)
 
-    def _pay(self, seconds: float) -> None:
-        self._balance = max(self._balance - seconds, -self._most_balance)
+    def _pay(self, seconds: float, most_owed: float) -> None:
+        self._balance = max(self._balance - seconds, min(self._balance, -most_owed))
 
     def _tried(self, best: int, expected: Sequence[float], seconds: Callable[[int], float], most: int) -> int:
         """The best number of drafts, or another one, if the time to try it has been saved up.

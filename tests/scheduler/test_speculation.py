@@ -320,15 +320,6 @@ def test_chances_are_learned_from_proposals_that_were_not_verified():
     rig.run()
 
 
-def test_a_sequence_whose_proposals_are_never_worth_their_time_rests_between_them():
-    rig = Rig(num_blocks=64, **ALL | {"governs_speculation": True})
-    asked = []
-    rig.scheduler.speculator.governor.select = lambda candidates, **_: asked.append(len(candidates)) or [0]
-    rig.add("a", PROMPT, max_tokens=100, prediction=predicted(PROMPT, 100, 1.0))
-    rig.run()
-    assert 2 + 4 < len(asked) < 2 + 4 + 100 / 16 + 1
-
-
 def test_how_well_drafts_predict_one_tenant_is_not_seen_by_another():
     rig = Rig(num_blocks=64, **ALL | {"speculation": ("prediction",), "governs_speculation": True})
     gains = []
