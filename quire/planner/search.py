@@ -287,7 +287,7 @@ class Search:
             if low is None and high is not None and high.rate < start / 2 and not checked:
                 checked = True
                 alone = self._alone(engine, start / _LEAST_SHARE, what)
-                if alone.result.stopped_early or self._slo.violations(alone.result):
+                if self._slo.violations(alone.result):
                     return Sustained(None, alone)
                 low = alone
             rates = _next_rates(low, high, start, step, tolerance)
@@ -305,7 +305,7 @@ class Search:
 
     def _alone(self, engine: PlannedEngine, rate: float, what: str) -> SteadyRun:
         """A run of a few requests at a rate so low that hardly two are open at once."""
-        (found,) = self._steady([self.task(engine, rate, most=_ALONE)], what, lambda _: False)
+        (found,) = self._steady([self.task(engine, rate, most=_ALONE, stops_early=False)], what, lambda _: False)
         return found
 
     def _steady(self, tasks: Sequence[RunTask], what: str, is_last: Callable[[SteadyRun], bool]) -> list[SteadyRun]:
