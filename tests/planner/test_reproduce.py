@@ -24,7 +24,7 @@ def test_every_row_of_the_table_has_an_experiment():
     assert len(TARGETS) == 45
 
 
-@pytest.mark.cpu_seconds(16, reason="it runs all experiments once, in their smallest size")
+@pytest.mark.cpu_seconds(24, reason="it runs all experiments once, in their smallest size")
 def test_quick_rows_are_printed_and_written(tmp_path):
     document, figures = tmp_path / "reproduction.md", tmp_path / "figures.json"
     rows = [target.id for target in TARGETS]
