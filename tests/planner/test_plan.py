@@ -68,6 +68,7 @@ def test_a_report_is_one_page_with_charts_and_no_other_file(plan):
     assert "sustains" in headline(plan)
 
 
+@pytest.mark.cpu_seconds(12, reason="a plan in runs of thousands of requests")
 def test_a_search_recommends_what_helps_and_lists_what_lossy_options_would_give(monkeypatch):
     monkeypatch.setattr(planning, "KNOBS", {"max_num_seqs": (8, 2), "quantization": (None, "int4")})
     slo, workload = parse_slo("latency=3s,share=90%"), WorkloadOptions(workload="alpaca", num_requests=20)
@@ -95,9 +96,7 @@ def test_an_slo_that_no_rate_meets_says_what_is_nearest():
 
 def test_each_limit_that_no_rate_meets_has_a_nearest_one():
     """Of the requests of the warm-up so many are late that a run could be stopped before any counts."""
-    found = make_plan(
-        options_of(device="H100"), WorkloadOptions(workload="alpaca"), parse_slo("ttft=1ms,tpot=1ms"), search=False
-    )
+    found = make_plan(options_of(device="H100"), ALPACA, parse_slo("ttft=1ms,tpot=1ms"), search=False)
     nearest = re.findall(r"limit that is met is (\w+)=([\d.]+)ms", " ".join(reasons_of(found)))
     assert [name for name, _ in nearest] == ["ttft", "tpot"]
     assert all(1 < float(value) < 100 for _, value in nearest)
@@ -245,6 +244,7 @@ def test_charts_are_well_formed_and_leave_out_what_is_not_finite():
     assert heights[1] == pytest.approx(3 * heights[0], abs=0.2)
 
 
+@pytest.mark.cpu_seconds(12, reason="a plan in runs of thousands of requests")
 def test_a_steady_state_of_more_requests_than_a_run_may_have_asks_for_shorter_outputs(monkeypatch):
     monkeypatch.setattr("quire.planner.search.MOST_REQUESTS", 300)
     monkeypatch.setattr(planning, "MOST_REQUESTS", 300)
