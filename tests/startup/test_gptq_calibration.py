@@ -48,7 +48,7 @@ def test_the_checkpoint_has_the_same_tensors_with_other_codes(tmp_path, text, sc
     assert lines[1].startswith("calibrated with ") and lines[1].endswith(" in sequences of up to 2048")
     before, after = figures(lines[2])
     assert before > 1
-    assert 0.99 * before < after < 1.1 * before  # of the text that the weights were fitted to: it may fall
+    assert 0.999 * before < after < 1.1 * before  # of the text that the weights were fitted to: it may fall
     assert lines[2].endswith(" tokens of the calibration itself, as the text has too few others, in windows of 2048")
     ends = [i for i, (done, total) in enumerate(calls) if done == total]
     assert len(ends) == 2 and ends[1] == len(calls) - 1  # once calibrated, once written

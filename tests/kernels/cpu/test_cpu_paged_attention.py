@@ -177,10 +177,11 @@ class Case:
     def check(self, plan=None, softcap=0.0):
         out = self.run(plan, softcap)
         assert out.dtype == DTYPES[self.compute]
-        out, expected = out.float().numpy(), self.expected(softcap)
-        atol = 1e-3 if self.compute == "float32" and self.dtype in QUANTIZED else TOLERANCES[self.compute]
+        out, expected, atol = out.float().numpy(), self.expected(softcap), TOLERANCES[self.compute]
+        if self.compute == "float32" and self.dtype in QUANTIZED:
+            atol = 3e-4 * max(1.0, self.q[0].shape[-1] / 128)  # errors of scores grow with the size of the head
         np.testing.assert_allclose(out, expected, atol=atol, rtol=0.01)
-        assert self.compute == "bfloat16" or np.sqrt(np.mean((out - expected) ** 2)) < atol / 6
+        assert self.compute == "bfloat16" or np.sqrt(np.mean((out - expected) ** 2)) < atol / 2
 
 
 @cache
