@@ -25,9 +25,9 @@ from benchmarks.logits import TextModel, negative_logprobs
 from benchmarks.result_file import write_result
 from quire.config import EngineOptions
 from quire.hub import embedded
-from quire.quant.schemes import AT_LOAD
 from quire.startup.build import Prepared, prepare
 from quire.tokenizer.tokenizer import Tokenizer
+from quire.weights.schemes import AT_LOAD
 from tools.demo_model.golden import CHATS, GOLDEN_TASKS, SEED
 from tools.demo_model.questions import questions
 from tools.demo_model.score import Run, ScoringRun

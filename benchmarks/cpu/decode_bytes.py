@@ -6,7 +6,7 @@ from math import prod
 from benchmarks.cpu.engines import QUIRE, Engine
 from benchmarks.cpu.gguf_file import gguf_file
 from quire.models.description import describe
-from quire.models.gguf.checkpoint import GgufCheckpoint
+from quire.weights.gguf.checkpoint import GgufCheckpoint
 
 
 def decode_bytes(engine: Engine) -> tuple[int, int]:

@@ -10,10 +10,10 @@ from safetensors.torch import save_file
 
 from quire.config import EngineOptions
 from quire.hub.locate import locate
-from quire.models.gguf.checkpoint import GgufCheckpoint
 from quire.startup.build import prepare
 from quire.tokenizer.gguf import read_gguf_tokenizer
 from quire.tokenizer.tokenizer import Tokenizer
+from quire.weights.gguf.checkpoint import GgufCheckpoint
 
 _PLENTY = 2 * 2**30  # bytes
 

@@ -30,9 +30,9 @@ from huggingface_hub.errors import (
 from quire.errors import ModelError, nearest
 from quire.hub.download import TIMEOUT, fetch
 from quire.hub.names import HubName
-from quire.models.checkpoint import INDEX_FILE, WEIGHTS_FILE
-from quire.models.json_file import read_json_object
 from quire.models.sentence_transformers import MODULES, module_folders
+from quire.weights.checkpoint import INDEX_FILE, WEIGHTS_FILE
+from quire.weights.json_file import read_json_object
 
 _SMALL_FILE_PATTERNS = ("*.json", "*.jinja", "merges.txt", "vocab.txt", "additional_chat_templates/*.jinja")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")

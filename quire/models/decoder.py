@@ -16,7 +16,7 @@ from quire.layers.linear import Embedding, Linear
 from quire.layers.mlp import MLP
 from quire.layers.norm import NoNorm, Norm, make_norm
 from quire.models.config import DecoderConfig
-from quire.quant.schemes import NO_SCHEMES, Schemes
+from quire.weights.schemes import NO_SCHEMES, Schemes
 
 
 class DecoderLayer(nn.Module):

@@ -19,16 +19,17 @@ from quire.cost.model_shape import KVLayer
 from quire.errors import ModelError, RequestError, nearest
 from quire.kernels.contract import DTYPES, Scheme
 from quire.models import gpt_like, llama_like
-from quire.models.checkpoint import Checkpoint, FolderCheckpoint
 from quire.models.classification import CLASSIFIERS, is_classifier, read_classification
 from quire.models.config import DecoderConfig, TensorNames
 from quire.models.config_fields import Fields
 from quire.models.config_reader import decoder_config
 from quire.models.family import LLAMA, Family
 from quire.models.text_part import TEXT_MODELS, TextCheckpoint
-from quire.models.weight_map import Placement, build_weight_map
+from quire.models.weight_map import build_weight_map
 from quire.params import SamplingParams
-from quire.quant.schemes import NO_SCHEMES, Schemes, schemes_at_load, schemes_of_checkpoint
+from quire.weights.checkpoint import Checkpoint, FolderCheckpoint
+from quire.weights.placement import Placement
+from quire.weights.schemes import NO_SCHEMES, Schemes, schemes_at_load, schemes_of_checkpoint
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {

@@ -2,20 +2,19 @@
 
 from collections.abc import Iterator, Mapping
 from itertools import chain
-from operator import itemgetter
 
 import torch
 from torch import Tensor
 
 from quire.errors import ModelError
 from quire.kernels import reference
-from quire.kernels.contract import DTYPES, Kernels, PackedWeight, QuantizedRows, Weight
+from quire.kernels.contract import DTYPES, Kernels, QuantizedRows, Weight
 from quire.models.decoder import Decoder
 from quire.models.description import ModelDescription
 from quire.models.model import Progress
-from quire.models.weight_cache import Identity, WeightCache, load_through
-from quire.models.weight_map import Placement
-from quire.quant.schemes import NO_SCHEMES, Schemes, holds
+from quire.weights.placement import Placement, write_weight
+from quire.weights.schemes import NO_SCHEMES, Schemes, holds
+from quire.weights.weight_cache import Identity, WeightCache, load_through
 
 
 def load(
@@ -106,29 +105,6 @@ def weight_of(model: Decoder, name: str) -> Weight:
     module, _, attribute = name.rpartition(".")
     weight: Weight = getattr(model.get_submodule(module), attribute)
     return weight
-
-
-def write_weight(
-    tensor: Tensor | QuantizedRows, weight: Weight, place: Placement, kernels: Kernels = reference
-) -> None:
-    """Write a checkpoint's tensor into its place in a weight, cast to the weight's type."""
-    if isinstance(tensor, QuantizedRows):
-        if not isinstance(weight, PackedWeight):
-            raise TypeError(f"{place.parameter} has no scheme for rows of codes")
-        rows = tensor.map_rows(itemgetter(list(place.row_order))) if place.row_order else tensor
-        kernels.write_rows(weight, rows, place.start, place.part or 0)
-        return
-    if place.transposed:
-        tensor = tensor.T
-    if place.row_order:
-        tensor = tensor.reshape(len(place.row_order), -1)[list(place.row_order)].reshape(tensor.shape)
-    if place.offset:
-        tensor = tensor.float() + place.offset
-    if isinstance(weight, PackedWeight):
-        kernels.write_rows(weight, tensor, place.start, place.part or 0)
-        return
-    target = weight if place.part is None else weight[place.part]
-    target.narrow(0, place.start, tensor.shape[0]).copy_(tensor)
 
 
 def _no_progress(done: int, total: int) -> None:

@@ -11,8 +11,8 @@ from quire.cost.model_shape import KVLayer
 from quire.kernels.contract import Kernels
 from quire.layers.attend import Attend, ScoreScaling
 from quire.layers.linear import Linear
-from quire.models.checkpoint import Checkpoint
-from quire.quant.schemes import NO_SCHEMES, Schemes
+from quire.weights.checkpoint import Checkpoint
+from quire.weights.schemes import NO_SCHEMES, Schemes
 
 Progress = Callable[[int, int], None]  # bytes of weights loaded, bytes in all
 

@@ -18,8 +18,8 @@ from safetensors import SafetensorError, safe_open
 from quire.core.step import Pooling
 from quire.errors import ModelError, nearest
 from quire.models.config_fields import Fields
-from quire.models.gguf.reader import Metadata
-from quire.models.json_file import read_json_object
+from quire.weights.gguf.reader import Metadata
+from quire.weights.json_file import read_json_object
 
 Verdict = Literal["applied", "irrelevant", "refused"]
 Similarity = Literal["cosine", "dot", "euclidean", "manhattan"]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.errors import ModelError
 from quire.kernels.contract import QuantizedRows, Scheme
-from quire.models.checkpoint import Checkpoint, StoredTensor
+from quire.weights.checkpoint import Checkpoint, StoredTensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,23 +5,10 @@ weights of all experts into two. Their tensors fill slices of these.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from quire.models.config import DecoderConfig, TensorNames
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """The shape of a checkpoint's tensor, and the part of a parameter that it fills."""
-
-    shape: tuple[int, ...]
-    parameter: str
-    start: int = 0  # first row in the parameter
-    part: int | None = None  # index on the parameter's first axis if that is not rows: an expert, a head
-    row_order: tuple[int, ...] = ()  # indices of the tensor's rows in the parameter's order; (): unchanged
-    transposed: bool = False
-    offset: float = 0.0  # added to each element
-
+from quire.weights.placement import Placement
 
 Placed = Iterator[tuple[str, Placement]]
 

@@ -14,9 +14,7 @@ from quire.hub import embedded
 from quire.hub.locate import locate_config
 from quire.kernels.choose import MODULES
 from quire.kernels.contract import Kernels
-from quire.models.checkpoint import ConfigCheckpoint
 from quire.models.description import ModelDescription, describe
-from quire.models.gguf.checkpoint import GgufCheckpoint
 from quire.planner.simulation import EngineSetup
 from quire.planner.traces import approximate_tokens
 from quire.startup.build import check_policies, resolve_dtypes, scheduler_config_of
@@ -24,6 +22,8 @@ from quire.startup.hardware import available_memory
 from quire.startup.memory_demand import compute_shape_of, make_cache_config, memory_profile, shape_of
 from quire.tokenizer.gguf import read_gguf_tokenizer
 from quire.tokenizer.tokenizer import Tokenizer
+from quire.weights.checkpoint import ConfigCheckpoint
+from quire.weights.gguf.checkpoint import GgufCheckpoint
 
 GPU_MEMORY_SHARE = 0.9  # as in `quire serve`
 CPU_MEMORY_SHARE = 0.5

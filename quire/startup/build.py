@@ -45,11 +45,8 @@ from quire.hub.locate import locate
 from quire.kernels.choose import Chosen, choose, unsupported_reason, usable_device
 from quire.kernels.contract import Kernels, Requirements, Scheme
 from quire.kernels.reference.quantized import QUANTIZED
-from quire.models.checkpoint import Checkpoint
 from quire.models.model import Description, Progress
 from quire.models.sentence_transformers import EmbeddingConfig
-from quire.models.weight_cache import WeightCache
-from quire.quant.schemes import AT_LOAD, Schemes, simpler, summary
 from quire.runner.model_runner import TorchRunner
 from quire.scheduler.journal import JournalledScheduler, open_journal, open_restart_journal
 from quire.scheduler.scheduler import Scheduler
@@ -62,6 +59,9 @@ from quire.startup.model_info import ModelInfo
 from quire.startup.model_loading import ModelFiles, open_model
 from quire.structured_outputs.grammar_compilation import GrammarCompiler, vocabulary_of
 from quire.tokenizer.tokenizer import Tokenizer
+from quire.weights.checkpoint import Checkpoint
+from quire.weights.schemes import AT_LOAD, Schemes, simpler, summary
+from quire.weights.weight_cache import WeightCache
 
 _PREFIX_AWARE_POLICIES = ("lpm", "cache-aware")
 _LONGEST_CALIBRATION = 600.0  # seconds

@@ -13,9 +13,9 @@ import msgspec
 
 from quire.config import EngineOptions
 from quire.cost.step_time import Calibration
-from quire.models.checkpoint import Checkpoint
-from quire.models.weight_cache import code_digest, environment, stored_layout
 from quire.startup.hardware import cpu_description, gpu_description
+from quire.weights.checkpoint import Checkpoint
+from quire.weights.weight_cache import code_digest, environment, stored_layout
 
 
 def calibration_file(folder: str, checkpoint: Checkpoint, options: EngineOptions) -> Path:

@@ -8,14 +8,14 @@ from torch import Tensor
 from quire.config import EngineOptions
 from quire.errors import ModelError
 from quire.kernels.contract import QuantizedRows, Scheme
-from quire.models.checkpoint import FolderCheckpoint
 from quire.models.description import describe
 from quire.models.hessians import layer_hessians
 from quire.models.loading import load
 from quire.models.model import Progress
-from quire.models.weight_map import Placement
-from quire.quant.gptq import error_factors, quantize_with_feedback
 from quire.startup.build import prepare
+from quire.weights.checkpoint import FolderCheckpoint
+from quire.weights.gptq import error_factors, quantize_with_feedback
+from quire.weights.placement import Placement
 
 CALIBRATION_TOKENS = 32768  # of the text, at most
 

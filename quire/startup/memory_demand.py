@@ -13,7 +13,7 @@ from quire.kernels.reference.sampling import LOGITS_AT_ONCE
 from quire.kv_store.host import STAGING_BYTES
 from quire.models.description import ModelDescription
 from quire.models.model import Description
-from quire.quant.schemes import NO_SCHEMES, Schemes
+from quire.weights.schemes import NO_SCHEMES, Schemes
 
 _LOGIT_COPIES = 4  # of the logits of all rows: in the model's dtype, in float32, with edits, and the result
 _SAMPLING_BYTES = 50  # per logit that is sampled at once: filtered, sorted, cumulative sums, random numbers

@@ -13,17 +13,17 @@ from typing import Protocol
 from quire.config import ModelImpl
 from quire.errors import ModelError
 from quire.kernels.contract import Kernels
-from quire.models.checkpoint import Checkpoint, FolderCheckpoint
 from quire.models.description import UnknownArchitecture, describe
-from quire.models.gguf.checkpoint import GgufCheckpoint
 from quire.models.loading import load
 from quire.models.model import Description, Model, Progress
-from quire.models.quantized_checkpoint import open_layers
 from quire.models.sentence_transformers import EmbeddingConfig, read_folder, read_gguf
-from quire.models.weight_cache import WeightCache
-from quire.quant.schemes import Schemes
 from quire.tokenizer.gguf import gguf_tokenizer
 from quire.tokenizer.tokenizer import Tokenizer
+from quire.weights.checkpoint import Checkpoint, FolderCheckpoint
+from quire.weights.gguf.checkpoint import GgufCheckpoint
+from quire.weights.quantized_checkpoint import open_layers
+from quire.weights.schemes import Schemes
+from quire.weights.weight_cache import WeightCache
 
 
 class Load(Protocol):

@@ -14,16 +14,16 @@ from quire.cost.memory_plan import format_bytes
 from quire.errors import ConfigError, ModelError, QuireError
 from quire.kernels.contract import FP8, INT4, INT8, MXFP4, NVFP4, QuantizedRows, Scheme
 from quire.kernels.reference.codes import nvfp4_factor, quantize_rows
-from quire.models.checkpoint import INDEX_FILE, FolderCheckpoint
 from quire.models.description import ModelDescription, describe
 from quire.models.model import Progress
-from quire.models.weight_map import Placement
-from quire.quant.schemes import AT_LOAD
 from quire.startup.build import Report
 from quire.startup.gptq_calibration import CALIBRATION_TOKENS, calibrated_rows, evaluation_options
 from quire.startup.perplexity import PERPLEXITY_TOKENS, perplexities
 from quire.startup.token_windows import MIN_TOKENS, WINDOW, read_token_ids, token_windows
 from quire.tokenizer.tokenizer import Tokenizer
+from quire.weights.checkpoint import INDEX_FILE, FolderCheckpoint
+from quire.weights.placement import Placement
+from quire.weights.schemes import AT_LOAD
 
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", INDEX_FILE, "config.json")
 # names of the layouts of compressed-tensors

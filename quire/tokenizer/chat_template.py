@@ -14,7 +14,6 @@ from jinja2 import Template, TemplateError, TemplateSyntaxError
 from jinja2.exceptions import SecurityError
 
 from quire.errors import ModelError, RequestError, nearest
-from quire.models.json_file import read_json_object
 from quire.tokenizer.chat_costs import MAX_SECONDS, MAX_SIZE, LimitExceeded, Meter
 from quire.tokenizer.chat_sandbox import Sandbox
 from quire.tokenizer.messages import (
@@ -25,6 +24,7 @@ from quire.tokenizer.messages import (
     plain_json,
     plain_messages,
 )
+from quire.weights.json_file import read_json_object
 
 MAX_SOURCE = 2**20  # characters
 

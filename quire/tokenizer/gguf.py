@@ -12,11 +12,11 @@ from tokenizers import AddedToken, decoders, models, normalizers, processors
 from tokenizers import Tokenizer as Core
 
 from quire.errors import QuireError, nearest
-from quire.models.gguf.reader import Metadata, read_header
-from quire.models.gguf.special_tokens import special_tokens
 from quire.tokenizer.hf_files import SPLITS
 from quire.tokenizer.panics import is_panic
 from quire.tokenizer.tokenizer import Tokenizer
+from quire.weights.gguf.reader import Metadata, read_header
+from quire.weights.gguf.special_tokens import special_tokens
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # llama.cpp's token types
 _MAX_PIECE = 1024  # characters of a SentencePiece token; longer ones get no merges

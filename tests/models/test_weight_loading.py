@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from quire.errors import ModelError
 from quire.kernels.contract import PackedWeight
 from quire.models.description import describe
-from quire.models.loading import load, write_weight
-from quire.models.weight_map import Placement
+from quire.models.loading import load
+from quire.weights.placement import Placement, write_weight
 
 
 @pytest.fixture

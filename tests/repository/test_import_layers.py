@@ -24,11 +24,9 @@ ORDER = (
     *("speculation", "scheduler.sequence", "scheduler.step_builder", "scheduler.queue", "scheduler", "monitor"),
     # execution
     *("preload", "kernels.contract", "kernels.exact", "kernels.reference", "kernels.deterministic"),
-    *("kernels.cpu", "kernels.triton", "kernels", "layers"),
-    *("models.config", "models.weight_map", "quant", "parallel", "lora"),
-    "models",
-    *("models.gguf.tensor_types", "models.gguf.reader", "models.gguf.special_tokens", "models.gguf"),
-    *("models.sentence_transformers", "models.transformers", "sampling", "draft_models", "kv_store", "runner"),
+    *("kernels.cpu", "kernels.triton", "kernels"),
+    *("weights.json_file", "weights.gguf.tensor_types", "weights.gguf.reader", "weights.gguf.special_tokens"),
+    *("weights", "layers", "models", "models.transformers", "sampling", "kv_store", "runner"),
     # front end
     *("tenant_memory", "tenant_queue"),
     *("tokenizer", "chat", "hub", "structured_outputs.vocabulary", "structured_outputs.limits"),
@@ -78,9 +76,10 @@ CONTROL_PLANE = ORDER[: ORDER.index("monitor") + 1]
 TORCH_FREE = {*CONTROL_PLANE, *(entry for entry in ORDER if entry.startswith("structured_outputs")), "tokenizer"}
 TORCH_FREE |= {
     "chat",
-    "models.gguf.tensor_types",
-    "models.gguf.reader",
-    "models.gguf.special_tokens",
+    "weights.json_file",
+    "weights.gguf.tensor_types",
+    "weights.gguf.reader",
+    "weights.gguf.special_tokens",
 }  # for the tokenizer
 
 # Imports that may be inside of a function: (file, function) -> reason.

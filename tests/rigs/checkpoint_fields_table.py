@@ -10,11 +10,11 @@ from pathlib import Path
 from quire.models.config_fields import names_read
 from quire.models.config_reader import OTHER_FAMILIES, UNSUPPORTED
 from quire.models.description import FAMILIES, MODEL_TYPES, SAMPLING_FIELDS
-from quire.models.gguf import config as gguf_config
-from quire.models.quantized_checkpoint import SETTINGS_FILES
 from quire.models.rope_config import COMMON_KEYS, ROPE_TYPES, WITHOUT_EFFECT
 from quire.models.text_part import TEXT_MODELS
-from quire.quant.settings import FIELDS, Use
+from quire.weights.gguf import config as gguf_config
+from quire.weights.quantized_checkpoint import SETTINGS_FILES
+from quire.weights.settings import FIELDS, Use
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- made by tests/rigs/checkpoint_fields_table.py -->\n", "<!-- end of fields -->\n"

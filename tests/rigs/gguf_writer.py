@@ -12,7 +12,7 @@ import gguf
 import numpy as np
 from safetensors.torch import load_file
 
-from quire.models.gguf.tensor_types import TENSOR_TYPES
+from quire.weights.gguf.tensor_types import TENSOR_TYPES
 
 ARCHITECTURES = {
     "LlamaForCausalLM": gguf.MODEL_ARCH.LLAMA,

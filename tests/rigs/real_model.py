@@ -16,8 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from quire.config import EngineOptions
 from quire.errors import QuireError
 from quire.hub.locate import locate
-from quire.models.gguf.checkpoint import GgufCheckpoint
 from quire.startup.build import prepare
+from quire.weights.gguf.checkpoint import GgufCheckpoint
 
 _SERVE = (sys.executable, "-c", "from quire.cli import main; main()", "serve", "--port", "0")
 _LICENSE = Path("/usr/share/common-licenses/GPL-3")

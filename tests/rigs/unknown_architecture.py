@@ -5,8 +5,8 @@ import random_checkpoints as checkpoints
 import torch
 import transformers
 
-from quire.models.checkpoint import FolderCheckpoint
 from quire.models.transformers import describe_transformers, load_transformers
+from quire.weights.checkpoint import FolderCheckpoint
 
 SHAPE = {**checkpoints.SHAPE, "num_key_value_heads": 2, "max_position_embeddings": 256}
 

@@ -9,11 +9,11 @@ import torch
 from quire import LLM
 from quire.config import EngineOptions
 from quire.cost.step_time import Calibration, DecodeSample, PrefillSample
-from quire.models import weight_cache
-from quire.models.checkpoint import StoredTensor
 from quire.startup import build, calibration_cache
 from quire.startup.calibration import Measured
 from quire.startup.calibration_cache import calibration_file, read_calibration, write_calibration
+from quire.weights import weight_cache
+from quire.weights.checkpoint import StoredTensor
 
 KNOWN = Calibration([PrefillSample(8, 0, 0.25), PrefillSample(32, 0, 1.0)], [DecodeSample(1, 0.125)])
 

@@ -12,11 +12,11 @@ import quire
 from quire.cli import app
 from quire.errors import ConfigError, ModelError
 from quire.hub import embedded
-from quire.models.checkpoint import FolderCheckpoint
-from quire.models.quantized_checkpoint import open_layers
 from quire.startup import gptq_calibration
 from quire.startup.perplexity import perplexity
 from quire.tokenizer.tokenizer import Tokenizer
+from quire.weights.checkpoint import FolderCheckpoint
+from quire.weights.quantized_checkpoint import open_layers
 from tools.demo_model.sample_text import sample
 
 

@@ -14,8 +14,8 @@ from quire.errors import ConfigError, ModelError
 from quire.hub import embedded
 from quire.kernels.contract import FP8, INT4, INT8, MXFP4
 from quire.kernels.reference.codes import dequantize, quantize_rows
-from quire.models.checkpoint import INDEX_FILE, FolderCheckpoint
-from quire.models.quantized_checkpoint import open_layers
+from quire.weights.checkpoint import INDEX_FILE, FolderCheckpoint
+from quire.weights.quantized_checkpoint import open_layers
 
 
 def quantize(model, out, scheme):

@@ -16,9 +16,9 @@ from transformers import AutoTokenizer
 
 from quire.errors import ModelError, RequestError
 from quire.hub import embedded
-from quire.models.gguf.reader import Metadata, read_header
 from quire.tokenizer.gguf import gguf_tokenizer
 from quire.tokenizer.hf_files import SPLITS
+from quire.weights.gguf.reader import Metadata, read_header
 
 ROOT = Path(__file__).resolve().parents[2]
 CORPUS = [(ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("api.md", "models.md", "structured.md")]

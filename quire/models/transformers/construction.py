@@ -20,8 +20,8 @@ from transformers.utils import logging
 
 from quire.errors import ModelError
 from quire.kernels.contract import DTYPES
-from quire.models.checkpoint import Checkpoint, StoredTensor
 from quire.models.model import Progress
+from quire.weights.checkpoint import Checkpoint, StoredTensor
 
 
 class MetaTensor:

@@ -16,14 +16,14 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrained
 from quire.cost.model_shape import KVLayer
 from quire.errors import ModelError
 from quire.kernels.contract import DTYPES
-from quire.models.checkpoint import Checkpoint
 from quire.models.config_fields import Fields
 from quire.models.description import compute_dtype, sampling_defaults, token_ids
 from quire.models.transformers.attention import TRACING_ATTENTION
 from quire.models.transformers.construction import MetaTensor, construct, quiet
 from quire.models.transformers.split_model import SplitModel
 from quire.models.transformers.tracing import Layer, trace
-from quire.quant.schemes import NO_SCHEMES, Schemes
+from quire.weights.checkpoint import Checkpoint
+from quire.weights.schemes import NO_SCHEMES, Schemes
 
 _IGNORED_FIELDS = (  # fields that select code to run
     *("auto_map", "attn_implementation", "experts_implementation", "fusion_config", "distributed_config"),

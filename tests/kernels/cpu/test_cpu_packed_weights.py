@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from quire.kernels.contract import PackedWeight
-from quire.models.checkpoint import FolderCheckpoint
 from quire.models.description import describe
-from quire.models.gguf.checkpoint import GgufCheckpoint
 from quire.models.loading import load
+from quire.weights.checkpoint import FolderCheckpoint
+from quire.weights.gguf.checkpoint import GgufCheckpoint
 
 _C = pytest.importorskip("quire.kernels.cpu._C", reason="the CPU kernels are not built", exc_type=ImportError)
 kernels = pytest.importorskip("quire.kernels.cpu.kernels")

@@ -12,9 +12,9 @@ from quire.cost.model_shape import KVLayer
 from quire.kernels import reference
 from quire.kernels.contract import Batch
 from quire.layers.attend import PagedAttend, ScoreScaling
-from quire.models.checkpoint import FolderCheckpoint
 from quire.models.description import FAMILIES, describe
 from quire.models.transformers import describe_transformers, load_transformers
+from quire.weights.checkpoint import FolderCheckpoint
 
 NUM_TOKENS = 32
 LENGTHS = (1, 13, 30)

@@ -14,9 +14,9 @@ from unknown_architecture import UNKNOWN, loaded, prompt_of, save
 
 from quire.errors import ModelError
 from quire.kernels import reference
-from quire.models.checkpoint import FolderCheckpoint
 from quire.models.transformers import describe_transformers, load_transformers
 from quire.models.transformers.loading import check_tokens_independent
+from quire.weights.checkpoint import FolderCheckpoint
 
 MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 24}
 DENSE = {"first_k_dense_replace": 3, "num_key_value_heads": 4}

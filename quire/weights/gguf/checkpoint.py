@@ -9,14 +9,14 @@ from torch import Tensor
 
 from quire.errors import ModelError
 from quire.kernels.contract import QuantizedRows, Scheme
-from quire.models.checkpoint import GENERATION_CONFIG_FILE, StoredTensor
-from quire.models.gguf.config import GgufInfo, check_unread, hf_config
-from quire.models.gguf.names import TensorSource, tensor_sources, transposed
-from quire.models.gguf.quants import dequantize, quantized_rows, scheme_of
-from quire.models.gguf.reader import Metadata, TensorEntry, read_header
-from quire.models.gguf.special_tokens import eos_token_ids, special_token_ids
-from quire.models.json_file import read_json_object
-from quire.quant.schemes import convert
+from quire.weights.checkpoint import GENERATION_CONFIG_FILE, StoredTensor
+from quire.weights.gguf.config import GgufInfo, check_unread, hf_config
+from quire.weights.gguf.names import TensorSource, tensor_sources, transposed
+from quire.weights.gguf.quants import dequantize, quantized_rows, scheme_of
+from quire.weights.gguf.reader import Metadata, TensorEntry, read_header
+from quire.weights.gguf.special_tokens import eos_token_ids, special_token_ids
+from quire.weights.json_file import read_json_object
+from quire.weights.schemes import convert
 
 _EMBEDDING = "token_embd.weight"
 _PLAIN_DTYPES = {"F32": "float32", "F16": "float16"}

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from quire.errors import ModelError
 from quire.kernels.contract import QuantizedRows, Scheme
-from quire.models.checkpoint import Checkpoint, StoredTensor
-from quire.models.json_file import read_json_object
-from quire.quant.layouts import Layer, Part, Tensors, layout_of
-from quire.quant.schemes import convert
+from quire.weights.checkpoint import Checkpoint, StoredTensor
+from quire.weights.json_file import read_json_object
+from quire.weights.layouts import Layer, Part, Tensors, layout_of
+from quire.weights.schemes import convert
 
 _CONFIG = "quantization_config"
 _OLD_CONFIG = "compression_config"  # compressed-tensors' name for it in early checkpoints

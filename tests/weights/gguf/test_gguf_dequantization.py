@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from quire.kernels.reference import codes
-from quire.models.gguf.quants import CODINGS, dequantize, quantized_rows, scheme_of
-from quire.models.gguf.tensor_types import TENSOR_TYPES, UNSUPPORTED_TYPES
+from quire.weights.gguf.quants import CODINGS, dequantize, quantized_rows, scheme_of
+from quire.weights.gguf.tensor_types import TENSOR_TYPES, UNSUPPORTED_TYPES
 
 QUANTIZED = {number: kind for number, kind in TENSOR_TYPES.items() if kind.name in CODINGS}
 QUANTIZABLE = [2, 3, 6, 7, 8, 39]  # types that the package can also write

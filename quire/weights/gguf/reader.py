@@ -17,7 +17,7 @@ from typing import BinaryIO, TypeVar
 import numpy as np
 
 from quire.errors import ModelError
-from quire.models.gguf.tensor_types import TENSOR_TYPES, UNSUPPORTED_TYPES, TensorType
+from quire.weights.gguf.tensor_types import TENSOR_TYPES, UNSUPPORTED_TYPES, TensorType
 
 MAX_HEADER = 1 << 29  # bytes; the largest vocabularies take 16 MiB
 MAX_VALUES = 1 << 24  # strings and scalars; the largest vocabularies have under a million

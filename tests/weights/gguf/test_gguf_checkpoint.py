@@ -17,8 +17,8 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from quire.errors import ModelError
 from quire.hub import embedded
-from quire.models.gguf.checkpoint import GgufCheckpoint
-from quire.models.gguf.reader import read_header
+from quire.weights.gguf.checkpoint import GgufCheckpoint
+from quire.weights.gguf.reader import read_header
 
 COMMON = {
     "vocab_size": 61,

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from quire.errors import ConfigError, ModelError
 from quire.kernels.contract import PackedWeight
 from quire.kernels.reference.codes import dequantize, rows_of
-from quire.models.checkpoint import FolderCheckpoint
 from quire.models.description import describe
 from quire.models.loading import load
-from quire.models.quantized_checkpoint import open_layers
+from quire.weights.checkpoint import FolderCheckpoint
+from quire.weights.quantized_checkpoint import open_layers
 
 MUTATIONS = 24  # of tensors of each layout
 WEIGHTS = "model.safetensors"

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from quire.models import file_identity as module
-from quire.models.file_identity import file_identity
+from quire.weights import file_identity as module
+from quire.weights.file_identity import file_identity
 
 # of a sampled file: its begin, and a page of every 4 MiB (`FileIdentity.content`)
 HEAD, PAGE, STRIDE = 2**20, 4096, 2**22

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire.kernels.contract import FP8, INT4, INT8, MXFP4, NVFP4, QuantizedRows, Scheme
 from quire.kernels.reference.codes import numbers_of, scales_of
-from quire.models.weight_map import Placement
+from quire.weights.placement import Placement
 
 Schemes = Mapping[str, Scheme]  # by parameter of the decoder; other parameters keep the model's type
 NO_SCHEMES: Schemes = MappingProxyType({})

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from quire.kernels.contract import INT4, MXFP4, NVFP4
 from quire.kernels.reference.codes import dequantize, nearest_numbers, quantize_rows
-from quire.quant.gptq import error_factors, quantize_with_feedback
+from quire.weights.gptq import error_factors, quantize_with_feedback
 
 SCHEMES = st.sampled_from([INT4, MXFP4, NVFP4])
 

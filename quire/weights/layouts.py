@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire.kernels.contract import MXFP4, NVFP4, QuantizedRows, Scheme
 from quire.kernels.reference.codes import dequantize
-from quire.quant.settings import FIELDS, check_settings
+from quire.weights.settings import FIELDS, check_settings
 
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of 8 neighbouring columns in a packed number
 _FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}  # of scales, and of plain weights

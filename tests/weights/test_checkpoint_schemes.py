@@ -16,10 +16,10 @@ from quire.kernels import reference
 from quire.kernels.contract import INT4, INT8, PackedWeight, QuantizedRows, Scheme
 from quire.kernels.reference.codes import dequantize, rows_of, scales_of
 from quire.models.description import describe
-from quire.models.gguf.checkpoint import GgufCheckpoint
 from quire.models.loading import load
-from quire.models.weight_map import Placement
-from quire.quant.schemes import convert, holds, schemes_of_checkpoint, simpler, widest
+from quire.weights.gguf.checkpoint import GgufCheckpoint
+from quire.weights.placement import Placement
+from quire.weights.schemes import convert, holds, schemes_of_checkpoint, simpler, widest
 
 cpu = pytest.importorskip("quire.kernels.cpu.kernels")
 

@@ -15,11 +15,11 @@ from quire.hub import embedded
 from quire.kernels import reference
 from quire.kernels.contract import MXFP4, PackedWeight
 from quire.kernels.reference.codes import dequantize, numbers_of, rows_of
-from quire.models.checkpoint import FolderCheckpoint
 from quire.models.description import describe
 from quire.models.loading import load
-from quire.models.quantized_checkpoint import QuantizedCheckpoint, open_layers
-from quire.quant.layouts import Part, layout_of
+from quire.weights.checkpoint import FolderCheckpoint
+from quire.weights.layouts import Part, layout_of
+from quire.weights.quantized_checkpoint import QuantizedCheckpoint, open_layers
 
 cpu = pytest.importorskip("quire.kernels.cpu.kernels")
 multiplies = pytest.importorskip("quire.kernels.cpu.products").multiplies

@@ -9,12 +9,12 @@ from quire.config import EngineOptions
 from quire.errors import ConfigError, ModelError
 from quire.kernels import deterministic, reference
 from quire.kernels.contract import PackedWeight
-from quire.models.checkpoint import FolderCheckpoint
 from quire.models.description import describe
 from quire.models.loading import load
 from quire.models.transformers import describe_transformers
-from quire.quant.schemes import AT_LOAD
 from quire.startup.build import build
+from quire.weights.checkpoint import FolderCheckpoint
+from quire.weights.schemes import AT_LOAD
 
 _C = pytest.importorskip("quire.kernels.cpu._C", reason="the CPU kernels are not built", exc_type=ImportError)
 cpu = pytest.importorskip("quire.kernels.cpu.kernels")

@@ -7,12 +7,12 @@ import torch
 from quantized_checkpoints import KIND, LAYOUTS, compressed, gptq, pack_quantized, with_options, write
 
 from quire.errors import ModelError
-from quire.models.checkpoint import FolderCheckpoint
 from quire.models.description import describe
 from quire.models.loading import load
-from quire.models.quantized_checkpoint import open_layers
-from quire.quant.layouts import Part, layout_of
-from quire.quant.settings import FIELDS
+from quire.weights.checkpoint import FolderCheckpoint
+from quire.weights.layouts import Part, layout_of
+from quire.weights.quantized_checkpoint import open_layers
+from quire.weights.settings import FIELDS
 
 OVERRIDES = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": False}
 

@@ -9,7 +9,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from quire.models.gguf.config import GgufInfo
+from quire.weights.gguf.config import GgufInfo
 
 Transform = Callable[[Tensor], Tensor]
 

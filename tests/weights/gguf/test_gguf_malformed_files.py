@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.errors import ModelError
-from quire.models.gguf import reader
-from quire.models.gguf.checkpoint import GgufCheckpoint
-from quire.models.gguf.reader import read_header
+from quire.weights.gguf import reader
+from quire.weights.gguf.checkpoint import GgufCheckpoint
+from quire.weights.gguf.reader import read_header
 
 VALUES = {
     "uint8": 200,

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels.contract import GRIDS, Grid, QuantizedRows, Scheme
-from quire.models.gguf.tensor_types import TensorType
+from quire.weights.gguf.tensor_types import TensorType
 
 Blocks = NDArray[np.void]  # of one of the layouts of tensor_types
 Codes = NDArray[np.integer[Any]]  # uint8

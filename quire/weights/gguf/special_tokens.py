@@ -6,7 +6,7 @@ Imports no torch, because the HTTP process reads the tokenizer of a file.
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from quire.models.gguf.reader import Metadata
+from quire.weights.gguf.reader import Metadata
 
 # name in tokenizer_config.json -> key of the file
 _KEYS: Mapping[str, str] = MappingProxyType(

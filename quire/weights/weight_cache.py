@@ -30,16 +30,16 @@ from torch import Tensor, nn
 from quire.kernels.contract import PackedWeight
 from quire.kernels.cpu import EXTENSION
 from quire.kernels.cpu import kernels as cpu
-from quire.models.checkpoint import Checkpoint
-from quire.models.file_identity import file_identity, has_recorded_time
-from quire.quant.schemes import Schemes
+from quire.weights.checkpoint import Checkpoint
+from quire.weights.file_identity import file_identity, has_recorded_time
+from quire.weights.schemes import Schemes
 
 _HEADER = struct.Struct("<8s32sQQ")  # _MAGIC, key, bytes of the file, sum of the 64-bit words behind the header
 _MAGIC = b"quire-w1"
 _PAGE = 4096  # bytes
 _LARGE_PAGE = 2**18  # bytes per page fault, on average, from which on pages of the file are large enough
 _ROOT = Path(__file__).parents[1]
-_CODE = ("kernels", "layers", "models", "quant")  # folders of quire whose code decides the bytes of weights
+_CODE = ("kernels", "layers", "models", "weights")  # folders of quire whose code decides the bytes of weights
 
 
 class UnusableFile(Exception):

@@ -13,10 +13,10 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.kernels import reference
-from quire.models import weight_cache
 from quire.models.description import describe
 from quire.models.loading import load
-from quire.models.weight_cache import WeightCache
+from quire.weights import weight_cache
+from quire.weights.weight_cache import WeightCache
 
 cpu = pytest.importorskip("quire.kernels.cpu.kernels")
 

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from quire.models.gguf.reader import Metadata
+from quire.weights.gguf.reader import Metadata
 
 Factors = Callable[[str], np.ndarray | None]  # tensor name -> its numbers (frequency divisors), float32; None if absent
 _TOLERANCE = 1e-4  # relative, of divisors

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire.errors import ModelError
 from quire.kernels.contract import QuantizedRows, Scheme
-from quire.models.json_file import read_json_object
+from quire.weights.json_file import read_json_object
 
 
 @dataclass(frozen=True, slots=True)

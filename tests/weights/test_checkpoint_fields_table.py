@@ -6,7 +6,7 @@ from quire.models.config_fields import names_read
 from quire.models.config_reader import OTHER_FAMILIES, UNSUPPORTED
 from quire.models.description import FAMILIES
 from quire.models.rope_config import ROPE_TYPES, WITHOUT_EFFECT
-from quire.quant.settings import FIELDS
+from quire.weights.settings import FIELDS
 
 
 def test_the_tables_are_current():

@@ -1,1 +1,0 @@
-"""Low-bit weights: which weights of a model are stored in which scheme."""

@@ -1,0 +1,45 @@
+"""Placement: where the numbers of a checkpoint's tensor go in a parameter of a model."""
+
+from dataclasses import dataclass
+from operator import itemgetter
+
+from torch import Tensor
+
+from quire.kernels import reference
+from quire.kernels.contract import Kernels, PackedWeight, QuantizedRows, Weight
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The shape of a checkpoint's tensor, and the part of a parameter that it fills."""
+
+    shape: tuple[int, ...]
+    parameter: str
+    start: int = 0  # first row in the parameter
+    part: int | None = None  # index on the parameter's first axis if that is not rows: an expert, a head
+    row_order: tuple[int, ...] = ()  # indices of the tensor's rows in the parameter's order; (): unchanged
+    transposed: bool = False
+    offset: float = 0.0  # added to each element
+
+
+def write_weight(
+    tensor: Tensor | QuantizedRows, weight: Weight, place: Placement, kernels: Kernels = reference
+) -> None:
+    """Write a checkpoint's tensor into its place in a weight, cast to the weight's type."""
+    if isinstance(tensor, QuantizedRows):
+        if not isinstance(weight, PackedWeight):
+            raise TypeError(f"{place.parameter} has no scheme for rows of codes")
+        rows = tensor.map_rows(itemgetter(list(place.row_order))) if place.row_order else tensor
+        kernels.write_rows(weight, rows, place.start, place.part or 0)
+        return
+    if place.transposed:
+        tensor = tensor.T
+    if place.row_order:
+        tensor = tensor.reshape(len(place.row_order), -1)[list(place.row_order)].reshape(tensor.shape)
+    if place.offset:
+        tensor = tensor.float() + place.offset
+    if isinstance(weight, PackedWeight):
+        kernels.write_rows(weight, tensor, place.start, place.part or 0)
+        return
+    target = weight if place.part is None else weight[place.part]
+    target.narrow(0, place.start, tensor.shape[0]).copy_(tensor)
