@@ -231,10 +231,10 @@ class ModelDescription:
     def tensor_bytes(place: Placement, dtype: str, scheme: Scheme | None) -> int:
         """Bytes of one tensor of the weight map if it is loaded in `scheme`, or as `dtype` without one."""
         if scheme is not None:
-            rows, columns = reversed(place.shape) if place.transposed else place.shape
+            rows, columns = reversed(place.read_shape) if place.transposed else place.read_shape
             return scheme.num_bytes(rows, columns)
         kept = "float32" if place.offset else dtype
-        return math.prod(place.shape) * DTYPES[kept].itemsize
+        return math.prod(place.read_shape) * DTYPES[kept].itemsize
 
     @cached_property
     def weight_map(self) -> Mapping[str, Placement]:

@@ -93,8 +93,10 @@ def _load_weights(
     total = sum(checkpoint.tensors[name].num_bytes for name in places)
     done = 0
     progress(done, total)
-    plain: Iterator[tuple[str, Tensor | QuantizedRows]] = checkpoint.read(name for name in places if name not in kept)
-    for name, tensor in chain(plain, checkpoint.read_codes(kept)):
+    ranges = {name: place.ranges for name, place in places.items() if place.ranges}
+    rest = [name for name in places if name not in kept]
+    plain: Iterator[tuple[str, Tensor | QuantizedRows]] = checkpoint.read(rest, ranges)
+    for name, tensor in chain(plain, checkpoint.read_codes(kept, ranges)):
         write_weight(tensor, weight_of(model, places[name].parameter), places[name], kernels)
         done += checkpoint.tensors[name].num_bytes
         progress(done, total)

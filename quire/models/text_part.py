@@ -7,12 +7,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import TypeVar
 
 from torch import Tensor
 
 from quire.errors import ModelError
 from quire.kernels.contract import QuantizedRows, Scheme
-from quire.weights.checkpoint import Checkpoint, StoredTensor
+from quire.weights.checkpoint import WHOLE, Checkpoint, Ranges, StoredTensor
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,17 +97,23 @@ class TextCheckpoint:
         """The tensors of the text model, by its own names."""
         return {short: self._checkpoint.tensors[name] for short, name in self._names.items()}
 
-    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    def read(self, names: Iterable[str], ranges: Mapping[str, Ranges] = WHOLE) -> Iterator[tuple[str, Tensor]]:
         """See Checkpoint."""
         shorts = {self._names[short]: short for short in names}
-        for name, tensor in self._checkpoint.read(shorts):
+        for name, tensor in self._checkpoint.read(shorts, self._outer(ranges)):
             yield shorts[name], tensor
 
-    def read_codes(self, schemes: Mapping[str, Scheme]) -> Iterator[tuple[str, QuantizedRows]]:
+    def read_codes(
+        self, schemes: Mapping[str, Scheme], ranges: Mapping[str, Ranges] = WHOLE
+    ) -> Iterator[tuple[str, QuantizedRows]]:
         """See Checkpoint."""
         shorts = {self._names[short]: short for short in schemes}
-        for name, rows in self._checkpoint.read_codes({self._names[short]: one for short, one in schemes.items()}):
+        for name, rows in self._checkpoint.read_codes(self._outer(schemes), self._outer(ranges)):
             yield shorts[name], rows
+
+    def _outer(self, by_name: Mapping[str, T]) -> Mapping[str, T]:
+        """The same by the names of the outer checkpoint."""
+        return {self._names[short]: value for short, value in by_name.items()}
 
 
 def _text_name(name: str) -> str:

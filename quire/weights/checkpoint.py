@@ -35,6 +35,20 @@ class StoredTensor:
         return math.prod(self.shape)
 
 
+Ranges = tuple[range, ...]  # part of a tensor: rows, columns, ..., each range without a step
+WHOLE: Mapping[str, Ranges] = MappingProxyType({})
+
+
+def part_of(tensor: Tensor, ranges: Ranges | None) -> Tensor:
+    """A view of the part of a tensor; the tensor itself without ranges."""
+    return tensor if ranges is None else tensor[slices(ranges)]
+
+
+def slices(ranges: Ranges) -> tuple[slice, ...]:
+    """The same as an index."""
+    return tuple(slice(one.start, one.stop) for one in ranges)
+
+
 class Checkpoint(Protocol):
     """A model on disk. The constructor reads only headers, and raises ModelError if a file is missing or damaged."""
 
@@ -58,11 +72,19 @@ class Checkpoint(Protocol):
     def tensors(self) -> Mapping[str, StoredTensor]:
         """All tensors by Hugging Face name, with the shapes of a Hugging Face checkpoint."""
 
-    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor), one at a time, in the order of the files. Raises ModelError for a damaged file."""
+    def read(self, names: Iterable[str], ranges: Mapping[str, Ranges] = WHOLE) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor), one at a time, in the order of the files. Raises ModelError for a damaged file.
 
-    def read_codes(self, schemes: Mapping[str, Scheme]) -> Iterator[tuple[str, QuantizedRows]]:
-        """Yield (name, rows) of the tensors that `schemes` names, as `read` does, in schemes that hold their own."""
+        ranges: by name, the part of a tensor that is read. Others are read whole.
+        """
+
+    def read_codes(
+        self, schemes: Mapping[str, Scheme], ranges: Mapping[str, Ranges] = WHOLE
+    ) -> Iterator[tuple[str, QuantizedRows]]:
+        """Yield (name, rows) of the tensors that `schemes` names, as `read` does, in schemes that hold their own.
+
+        The scales of columns that are read together belong to these columns alone: see `has_whole_groups`.
+        """
 
 
 WEIGHTS_FILE = "model.safetensors"
@@ -165,14 +187,16 @@ class ConfigCheckpoint:
         """The settings of quantized weights; None without any."""
         return self._config.get("quantization_config")
 
-    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    def read(self, names: Iterable[str], ranges: Mapping[str, Ranges] = WHOLE) -> Iterator[tuple[str, Tensor]]:
         """Yield nothing: there are no weights."""
-        del names
+        del names, ranges
         yield from ()
 
-    def read_codes(self, schemes: Mapping[str, Scheme]) -> Iterator[tuple[str, QuantizedRows]]:
+    def read_codes(
+        self, schemes: Mapping[str, Scheme], ranges: Mapping[str, Ranges] = WHOLE
+    ) -> Iterator[tuple[str, QuantizedRows]]:
         """Yield nothing: there are no weights."""
-        del schemes
+        del schemes, ranges
         yield from ()
 
 
@@ -223,8 +247,8 @@ class FolderCheckpoint:
         """The tensors of all files, by name."""
         return self._tensors
 
-    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor), file after file. Each file is opened once."""
+    def read(self, names: Iterable[str], ranges: Mapping[str, Ranges] = WHOLE) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor), file after file. Each file is opened once. Only the ranges are read of a tensor."""
         by_file: dict[Path, list[str]] = {}
         for name in names:
             by_file.setdefault(self._tensors[name].file, []).append(name)
@@ -232,11 +256,14 @@ class FolderCheckpoint:
             try:
                 with safe_open(file, framework="pt") as opened:
                     for name in some:
-                        yield name, opened.get_tensor(name)
+                        part = ranges.get(name)
+                        yield name, opened.get_slice(name)[slices(part)] if part else opened.get_tensor(name)
             except (SafetensorError, OSError) as error:
                 raise _damaged(file, error) from error
 
-    def read_codes(self, schemes: Mapping[str, Scheme]) -> Iterator[tuple[str, QuantizedRows]]:
+    def read_codes(
+        self, schemes: Mapping[str, Scheme], ranges: Mapping[str, Ranges] = WHOLE
+    ) -> Iterator[tuple[str, QuantizedRows]]:
         """Yield nothing: no tensor of this format has a scheme."""
-        del schemes
+        del schemes, ranges
         yield from ()

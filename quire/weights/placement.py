@@ -7,25 +7,32 @@ from torch import Tensor
 
 from quire.kernels import reference
 from quire.kernels.contract import Kernels, PackedWeight, QuantizedRows, Weight
+from quire.weights.checkpoint import Ranges
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The shape of a checkpoint's tensor, and the part of a parameter that it fills."""
+    """The shape of a checkpoint's tensor, the part of it that is read, and the part of a parameter that this fills."""
 
     shape: tuple[int, ...]
     parameter: str
     start: int = 0  # first row in the parameter
     part: int | None = None  # index on the parameter's first axis if that is not rows: an expert, a head
-    row_order: tuple[int, ...] = ()  # indices of the tensor's rows in the parameter's order; (): unchanged
+    row_order: tuple[int, ...] = ()  # indices of the rows that are read in the parameter's order; (): unchanged
     transposed: bool = False
     offset: float = 0.0  # added to each element
+    ranges: Ranges = ()  # on each axis of the tensor, what is read; (): the whole
+
+    @property
+    def read_shape(self) -> tuple[int, ...]:
+        """The shape of the part that is read, before it is transposed."""
+        return tuple(map(len, self.ranges)) or self.shape
 
 
 def write_weight(
     tensor: Tensor | QuantizedRows, weight: Weight, place: Placement, kernels: Kernels = reference
 ) -> None:
-    """Write a checkpoint's tensor into its place in a weight, cast to the weight's type."""
+    """Write the part of a checkpoint's tensor that was read into its place in a weight, cast to the weight's type."""
     if isinstance(tensor, QuantizedRows):
         if not isinstance(weight, PackedWeight):
             raise TypeError(f"{place.parameter} has no scheme for rows of codes")

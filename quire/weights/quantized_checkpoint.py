@@ -8,10 +8,10 @@ from torch import Tensor
 
 from quire.errors import ModelError
 from quire.kernels.contract import QuantizedRows, Scheme
-from quire.weights.checkpoint import Checkpoint, StoredTensor
+from quire.weights.checkpoint import WHOLE, Checkpoint, Ranges, StoredTensor, part_of
 from quire.weights.json_file import read_json_object
 from quire.weights.layouts import Layer, Part, Tensors, layout_of
-from quire.weights.schemes import convert
+from quire.weights.schemes import convert, part_of_rows
 
 _CONFIG = "quantization_config"
 _OLD_CONFIG = "compression_config"  # compressed-tensors' name for it in early checkpoints
@@ -95,17 +95,22 @@ class QuantizedCheckpoint:
         """All tensors by name, with one weight for each quantized layer."""
         return self._tensors
 
-    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor). Weights of quantized layers become float32, layer by layer, after all others."""
+    def read(self, names: Iterable[str], ranges: Mapping[str, Ranges] = WHOLE) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor). Weights of quantized layers become float32, layer by layer, after all others.
+
+        The tensors of a quantized layer are read whole.
+        """
         wanted = list(names)
-        yield from self._checkpoint.read(name for name in wanted if name not in self._layers)
+        yield from self._checkpoint.read((name for name in wanted if name not in self._layers), ranges)
         for name, tensors, layer in self._read_layers(name for name in wanted if name in self._layers):
             try:
-                yield name, self._layout.numbers(tensors, layer)
+                yield name, part_of(self._layout.numbers(tensors, layer), ranges.get(name))
             except ValueError as error:
                 raise self._error(name, error) from error
 
-    def read_codes(self, schemes: Mapping[str, Scheme]) -> Iterator[tuple[str, QuantizedRows]]:
+    def read_codes(
+        self, schemes: Mapping[str, Scheme], ranges: Mapping[str, Ranges] = WHOLE
+    ) -> Iterator[tuple[str, QuantizedRows]]:
         """Yield (name, rows): see Checkpoint. Raises ModelError for scales or float8 numbers that are not finite."""
         for name, tensors, layer in self._read_layers(schemes):
             try:
@@ -116,7 +121,8 @@ class QuantizedCheckpoint:
                     raise ValueError("its float8 numbers are not finite; download it again")
             except ValueError as error:
                 raise self._error(name, error) from error
-            yield name, convert(rows, layer.scheme or schemes[name], schemes[name])
+            stored = layer.scheme or schemes[name]
+            yield name, convert(part_of_rows(rows, stored, ranges.get(name)), stored, schemes[name])
 
     def _read_layers(self, names: Iterable[str]) -> Iterator[tuple[str, Tensors, Layer]]:
         """Yield (name, tensors, layer). A stack is read once: its layers follow each other."""

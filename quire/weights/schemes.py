@@ -8,13 +8,15 @@ model's type.
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import gcd
+from operator import itemgetter
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from quire.kernels.contract import FP8, INT4, INT8, MXFP4, NVFP4, QuantizedRows, Scheme
+from quire.kernels.contract import FACTOR_COLUMNS, FP8, INT4, INT8, MXFP4, NVFP4, QuantizedRows, Scheme
 from quire.kernels.reference.codes import numbers_of, scales_of
+from quire.weights.checkpoint import Ranges
 from quire.weights.placement import Placement
 
 Schemes = Mapping[str, Scheme]  # by parameter of the decoder; other parameters keep the model's type
@@ -38,12 +40,14 @@ def schemes_of_checkpoint(places: Mapping[str, Placement], stored: Mapping[str, 
     """The schemes that hold the codes of a checkpoint as they are. places, stored: by name of a tensor.
 
     A parameter that several tensors fill has the widest of their schemes. It keeps the model's type if one of them has
-    no scheme, if no scheme holds them all, or if its rows are columns of a tensor.
+    no scheme, if no scheme holds them all, if its rows are columns of a tensor, or if its columns are part of a group.
     """
     tensors: dict[str, list[Scheme | None]] = {}
     for name, place in places.items():
         if _is_projection(place.parameter) or place.parameter in ("embed.weight", "head.weight"):
-            scheme = None if place.transposed else stored[name]
+            scheme = stored[name]
+            if place.transposed or (scheme and place.ranges and not has_whole_groups(place, scheme)):
+                scheme = None
             tensors.setdefault(place.parameter, []).append(scheme)
     complete = {parameter: [one for one in some if one is not None] for parameter, some in tensors.items() if all(some)}
     found = {parameter: widest(some) for parameter, some in complete.items()}
@@ -93,6 +97,36 @@ def simpler(scheme: Scheme) -> Iterator[Scheme]:
         yield plain
     if plain.bits == 6:
         yield replace(plain, bits=8)
+
+
+def has_whole_groups(place: Placement, scheme: Scheme) -> bool:
+    """Whether the columns that are read of a matrix begin and end with groups of scales, and of factors."""
+    columns, unit = place.ranges[1], _columns_together(scheme)
+    return columns.start % unit == 0 and (columns.stop % unit == 0 or columns.stop == place.shape[1])
+
+
+def part_of_rows(rows: QuantizedRows, scheme: Scheme, ranges: Ranges | None) -> QuantizedRows:
+    """Part of the rows in a scheme; all of them without ranges. Raises ValueError for columns in part of a group."""
+    if ranges is None:
+        return rows
+    within, columns = ranges
+    if not has_whole_groups(Placement(tuple(rows.codes.shape), "", ranges=ranges), scheme):
+        raise ValueError(f"columns {columns.start} to {columns.stop} are no whole groups of {scheme}")
+    rows = rows.map_rows(itemgetter(slice(within.start, within.stop)))
+
+    def cut(values: Tensor, unit: int) -> Tensor:
+        """The values of the columns, of which `unit` have one."""
+        return values[:, columns.start // unit : -(-columns.stop // unit)]
+
+    group = scheme.group_size or rows.codes.shape[1]
+    offsets = None if rows.offsets is None else cut(rows.offsets, group)
+    factors = None if rows.factors is None else cut(rows.factors, FACTOR_COLUMNS)
+    return QuantizedRows(cut(rows.codes, 1), cut(rows.scales, group), offsets, factors)
+
+
+def _columns_together(scheme: Scheme) -> int:
+    """Columns that must stay together, because they share a factor or, in a group, a scale. Rows may be cut."""
+    return FACTOR_COLUMNS if scheme.has_factors else scheme.group_size or 1
 
 
 def holds(scheme: Scheme, stored: Scheme) -> bool:

@@ -39,7 +39,7 @@ _MAGIC = b"quire-w1"
 _PAGE = 4096  # bytes
 _LARGE_PAGE = 2**18  # bytes per page fault, on average, from which on pages of the file are large enough
 _ROOT = Path(__file__).parents[1]
-_CODE = ("kernels", "layers", "models", "weights")  # folders of quire whose code decides the bytes of weights
+CODE = ("kernels", "layers", "models", "weights")  # folders of quire whose code decides the bytes of weights
 
 
 class UnusableFile(Exception):
@@ -102,7 +102,7 @@ def environment() -> tuple[str, ...]:
 @cache
 def code_digest() -> str:
     """A hash of the code that decides the bytes of weights and the speed of steps, compiled kernels included."""
-    files = [path for folder in _CODE for path in (_ROOT / folder).rglob("*") if path.suffix in (".py", ".so")]
+    files = [path for folder in CODE for path in (_ROOT / folder).rglob("*") if path.suffix in (".py", ".so")]
     digest = hashlib.sha256()
     for path in sorted(files):
         digest.update(path.read_bytes())

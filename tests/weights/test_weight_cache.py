@@ -1,5 +1,6 @@
 """The weight cache: mapped weights are those of the checkpoint, and no file of the cache leads to other ones."""
 
+import ast
 import fcntl
 import os
 import shutil
@@ -20,6 +21,7 @@ from quire.weights.weight_cache import WeightCache
 
 cpu = pytest.importorskip("quire.kernels.cpu.kernels")
 
+ROOT = Path(__file__).parents[2]
 PAGES = {"mapped": 0, "copied": 2**60}  # bytes of a page that is large
 EMBEDDED = {"memory": "256MiB", "max_model_len": 256}
 
@@ -333,3 +335,25 @@ def test_tokens_are_those_without_a_cache(tmp_path):
     assert no_lines == []
     assert written == [f"weights    written to the cache {file_of(tmp_path)}"]
     assert mapped == [f"weights    mapped from the cache {file_of(tmp_path)}"]
+
+
+NO_BYTES = {  # folders that loading imports, and why their code does not decide a byte of the weights
+    "core": "requests and steps: `sentence_transformers.py` reads the kind of pooling",
+    "cost": "sizes and times of a model, predicted from its description",
+}
+
+
+def test_the_key_has_all_code_that_loading_imports():
+    """A folder that decides bytes of weights but not the key would let a cache give those of the code before."""
+    seen, todo = set(), ["quire/models/loading.py", "quire/models/description.py", "quire/kernels/choose.py"]
+    while todo:
+        path = todo.pop()
+        if path not in seen and (ROOT / path).is_file():
+            seen.add(path)
+            tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+            for node in ast.walk(tree):
+                if isinstance(node, ast.ImportFrom):
+                    names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+                    todo += [f"{name.replace('.', '/')}{end}" for name in names for end in (".py", "/__init__.py")]
+    folders = {path.split("/")[1] for path in seen if path.startswith("quire/") and path.count("/") > 1}
+    assert folders - set(NO_BYTES) == set(weight_cache.CODE)

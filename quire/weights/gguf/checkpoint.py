@@ -1,7 +1,8 @@
 """A GGUF file as a Checkpoint, with Hugging Face's names, shapes and fields."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -9,14 +10,18 @@ from torch import Tensor
 
 from quire.errors import ModelError
 from quire.kernels.contract import QuantizedRows, Scheme
-from quire.weights.checkpoint import GENERATION_CONFIG_FILE, StoredTensor
+from quire.weights.checkpoint import GENERATION_CONFIG_FILE, WHOLE, Ranges, StoredTensor, part_of
 from quire.weights.gguf.config import GgufInfo, check_unread, hf_config
 from quire.weights.gguf.names import TensorSource, tensor_sources, transposed
 from quire.weights.gguf.quants import dequantize, quantized_rows, scheme_of
 from quire.weights.gguf.reader import Metadata, TensorEntry, read_header
 from quire.weights.gguf.special_tokens import eos_token_ids, special_token_ids
+from quire.weights.gguf.tensor_types import TensorType
 from quire.weights.json_file import read_json_object
-from quire.weights.schemes import convert
+from quire.weights.schemes import convert, part_of_rows
+
+T = TypeVar("T")
+Decode = Callable[[np.ndarray, TensorType, tuple[int, ...]], T]  # of bytes, their type, and a shape
 
 _EMBEDDING = "token_embd.weight"
 _PLAIN_DTYPES = {"F32": "float32", "F16": "float16"}
@@ -84,23 +89,37 @@ class GgufCheckpoint:
         """All tensors by Hugging Face name, with the shapes of a Hugging Face checkpoint."""
         return self._tensors
 
-    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    def read(self, names: Iterable[str], ranges: Mapping[str, Ranges] = WHOLE) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) in the order of the file. F16 and BF16 keep their type; all others become float32."""
         wanted = [(self._source(name), name) for name in names]
         for origin, name in sorted(wanted, key=lambda pair: self._position(pair[0])):
-            entry = self._entries[origin.name]
-            numbers = dequantize(entry.part_data(origin.part), entry.type, _part_shape(entry, origin))
-            yield name, origin.transform(numbers) if origin.transform else numbers
+            numbers, rest = self._decoded(origin, ranges.get(name), dequantize)
+            yield name, part_of(origin.transform(numbers) if origin.transform else numbers, rest)
 
-    def read_codes(self, schemes: Mapping[str, Scheme]) -> Iterator[tuple[str, QuantizedRows]]:
+    def read_codes(
+        self, schemes: Mapping[str, Scheme], ranges: Mapping[str, Ranges] = WHOLE
+    ) -> Iterator[tuple[str, QuantizedRows]]:
         """Yield (name, rows) in the order of the file: see Checkpoint."""
         for name in sorted(schemes, key=lambda name: self._position(self._source(name))):
             origin, scheme = self._sources[name], schemes[name]
-            entry = self._entries[origin.name]
-            rows = quantized_rows(entry.part_data(origin.part), entry.type, _part_shape(entry, origin))
+            rows, rest = self._decoded(origin, ranges.get(name), quantized_rows)
             if origin.transform:
                 rows = rows.map_rows(origin.transform)
-            yield name, convert(rows, self._stored(name).scheme or scheme, scheme)
+            stored = self._stored(name).scheme or scheme
+            yield name, convert(part_of_rows(rows, stored, rest), stored, scheme)
+
+    def _decoded(self, origin: TensorSource, ranges: Ranges | None, decode: Decode[T]) -> tuple[T, Ranges | None]:
+        """The rows that hold a part of a tensor, decoded, and the part of these rows.
+
+        They are all rows of a vector, and of a tensor that is transformed.
+        """
+        entry = self._entries[origin.name]
+        data, shape = entry.part_data(origin.part), _part_shape(entry, origin)
+        if ranges is not None and origin.transform is None and len(shape) > 1:
+            row_bytes, rows = len(data) // shape[0], ranges[0]
+            data, shape = data[rows.start * row_bytes : rows.stop * row_bytes], (len(rows), *shape[1:])
+            ranges = (range(len(rows)), *ranges[1:])
+        return decode(data, entry.type, shape), ranges
 
     def _source(self, name: str) -> TensorSource:
         if name not in self._sources:
