@@ -44,7 +44,7 @@ from quire.scheduler import journal
 from quire.scheduler.journal import JournalledScheduler
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "rigs"))
-from scripted_constraints import ScriptedCompiler, ScriptedConstraints, expected_output
+from scripted_constraints import ScriptedConstraints, ScriptedPrerequisite, expected_output
 
 VOCAB_SIZE = 50
 EOS = 0
@@ -227,7 +227,7 @@ class Run:
             ),
             vocab_size=VOCAB_SIZE,
             eos_token_ids=(EOS,),
-            compiler=ScriptedCompiler(steps=1),
+            prerequisites=[ScriptedPrerequisite(steps=1)],
             clock=self._clock,
         )
 

@@ -28,6 +28,7 @@ class EndCause(StrEnum):
     DEAD_END = "dead_end"  # the constraint allows no token that could be sampled
     NO_TOKEN = "no_token"  # no token could be sampled: the request allows none, or the logits are not finite
     NOT_COMPILED = "not_compiled"  # the constraint could not be compiled
+    NOT_READY = "not_ready"  # another prerequisite of the request could not be prepared
     NO_HYPOTHESIS = "no_hypothesis"  # the beam search found fewer results than requested
     STEP_FAILED = "step_failed"  # a step failed that computed no other sequence
     ENGINE_LOST = "engine_lost"  # engine processes ended while they computed the request

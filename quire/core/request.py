@@ -45,6 +45,9 @@ class KnownOutput(msgspec.Struct, frozen=True):
     cumulative_logprob: float = 0.0  # of those tokens, from the last Output; only if sequences are ranked (best_of)
 
 
+CONSTRAINT = "constraint"  # the prerequisite of a request with a constraint: its grammar
+
+
 class Request(msgspec.Struct, frozen=True):
     """One prompt and `num_sequences` sequences to generate from it.
 
@@ -68,6 +71,7 @@ class Request(msgspec.Struct, frozen=True):
     eos_token_ids: tuple[int, ...] = ()  # of the model
     prediction: Sequence[int] = ()  # tokens of `params.prediction`
     num_counted: int = 0  # leading prompt tokens that an earlier engine has counted as found or computed
+    prerequisites: tuple[str, ...] = ()  # names of what it waits for before it is queued, besides its constraint
 
     @property
     def adapter(self) -> str:
@@ -83,6 +87,11 @@ class Request(msgspec.Struct, frozen=True):
     def is_constrained(self) -> bool:
         """Whether its output has a constraint."""
         return self.params.has_constraint and self.params.max_tokens != 0
+
+    @property
+    def waits_for(self) -> set[str]:
+        """Names of all that it waits for before it is queued."""
+        return {*self.prerequisites, CONSTRAINT} if self.is_constrained else set(self.prerequisites)
 
     @property
     def may_end_early(self) -> bool:

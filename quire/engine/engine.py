@@ -14,9 +14,11 @@ from typing import ClassVar, Self
 import msgspec
 
 from quire.core.explanation import DraftCounts, Explanation
-from quire.core.output import Output
+from quire.core.output import NO_SEQUENCE, Output
+from quire.core.prerequisite import Prerequisite
 from quire.core.prompt_progress import PromptProgress
 from quire.core.request import (
+    CONSTRAINT,
     Request,
     check_known_tokens,
     nth_seed,
@@ -31,7 +33,6 @@ from quire.monitor.tree import detail_of, node_detail
 from quire.monitor.update import NodeDetail, Watcher
 from quire.params import is_unicode
 from quire.scheduler.scheduler import Scheduler
-from quire.structured_outputs.grammar_compilation import Compiler
 
 STEP_SIZE_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # tokens; vLLM's
 
@@ -55,7 +56,7 @@ class StepSizes:
 
 
 log = logging.getLogger(__name__)
-_COMPILE_SECONDS = 0.005  # how long an empty step waits for a constraint to be compiled
+_PREPARE_SECONDS = 0.005  # how long an empty step waits for a prerequisite of a request
 _ONLY_CLASSIFIES = "this model has a classification head: it generates no text and no embeddings; use classify"
 _ONLY_EMBEDS = "this model has no head over its vocabulary: it generates no text; use embed, or a ...ForCausalLM"
 _NO_CLASSES = "this model has no classification head; use a checkpoint of ...ForSequenceClassification"
@@ -126,12 +127,12 @@ class Engine:
         deterministic: bool = False,
         classifies: bool = False,
         generates: bool = True,
-        compiler: Compiler | None = None,
+        prerequisites: Sequence[Prerequisite] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """classifies: whether the model has a classification head. generates: whether it has one over its vocabulary.
 
-        compiler: compiles the constraints of `scheduler`; None for a scheduler without constraints.
+        prerequisites: what is prepared for requests before they are queued, such as the grammars of constraints.
         """
         self.vocab_size = vocab_size
         self.max_model_len = scheduler.config.max_model_len
@@ -142,7 +143,7 @@ class Engine:
         self._deterministic = deterministic  # whether the runner has deterministic kernels
         self._classifies, self._generates = classifies, generates
         self._seed = seed
-        self._compiler = compiler
+        self._prerequisites = prerequisites
         self._clock = clock
         self._overlap = scheduler.config.steps_in_flight > 1
         self._uses_processors = False  # whether a request has had logits processors
@@ -236,15 +237,18 @@ class Engine:
             namespace=msgspec.structs.replace(request.namespace, deterministic=params.deterministic),
             eos_token_ids=self.eos_token_ids,
         )
+        needed = [one for one in self._prerequisites if one.is_needed(request)]
+        if others := [one.name for one in needed if one.name != CONSTRAINT]:
+            request = msgspec.structs.replace(request, prerequisites=tuple(others))
         check_known_tokens(request, self.vocab_size)
         self.scheduler.add(request, self._clock())
         self._uses_processors = self._uses_processors or bool(params.logits_processors)
-        if request.is_constrained and self._compiler is not None and params.constraint is not None:
-            try:
-                self._compiler.submit(request.id, request.namespace, params.constraint)
-            except BaseException:  # for example no memory for a thread
-                self.abort(request.id)
-                raise
+        try:
+            for one in needed:
+                one.submit(request)
+        except BaseException:  # for example no memory for a thread
+            self.abort(request.id)
+            raise
         self._num_requests += 1
 
     def _in_vocabulary(self, words: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
@@ -256,8 +260,12 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """Abort a request. Its blocks are freed within a step. An unknown id is ignored."""
         self.scheduler.abort(request_id, self._clock())
-        if self._compiler is not None:
-            self._compiler.forget(request_id)
+        self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        """Release the prerequisites of a request whose sequences have begun, or that has ended."""
+        for one in self._prerequisites:
+            one.forget(request_id)
 
     def finish(self, seq_id: int, num_tokens: int) -> None:
         """End a sequence at a stop string, after `num_tokens` output tokens. It has no further outputs."""
@@ -273,7 +281,7 @@ class Engine:
         Returns the outputs of the committed step, and of sequences that ended outside of a commit. With two steps in
         flight, that is the step launched by the previous call, if there is one.
         """
-        self._process_compiled()
+        self._process_ready()
         step = None
         if not self._errors:  # a failed step leaves the runner's rows invalid until it is committed and rolled back
             step = self.scheduler.plan(self._clock())
@@ -281,6 +289,9 @@ class Engine:
             self._step_sizes.observe(step.num_tokens)
             self._launch(step)
         outputs = self.scheduler.take_ended()
+        for output in outputs:
+            if output.seq_id == NO_SEQUENCE:
+                self._forget(output.request_id)
         if self._in_flight:  # the step before this one
             outputs += self._commit()
         if step is not None:
@@ -289,8 +300,9 @@ class Engine:
                 outputs += self._commit()
         self._generation_tokens += sum(len(output.token_ids) for output in outputs)
         self._forced_tokens += sum(len(output.forced) for output in outputs)
-        if step is None and not outputs and self.scheduler.is_compiling and self._compiler is not None:
-            self._compiler.wait(_COMPILE_SECONDS)
+        if step is None and not outputs and self.scheduler.has_unready:
+            for one in self._prerequisites:
+                one.wait(_PREPARE_SECONDS)
         if not self.scheduler.has_work:
             self.runner.release_workspace()
         if self.scheduler.leaks:
@@ -383,18 +395,17 @@ class Engine:
         self._next_check = ended + _IDLE_PER_CHECK * (ended - now)
 
     def close(self) -> None:
-        """Close scheduler and compiler. No method may be called afterwards."""
+        """Close the scheduler and the prerequisites. No method may be called afterwards."""
         self.scheduler.close()
-        if self._compiler is not None:
-            self._compiler.close()
+        for one in self._prerequisites:
+            one.close()
 
-    def _process_compiled(self) -> None:
-        """Report finished compilations to the scheduler, which queues these requests or ends them with the error."""
-        if self._compiler is None:
-            return
-        for request_id, error in self._compiler.finished():
-            self.scheduler.compiled(request_id, error, self._clock())
-            self._compiler.forget(request_id)
+    def _process_ready(self) -> None:
+        """Report finished prerequisites to the scheduler, which queues the requests or ends them with the error."""
+        for one in self._prerequisites:
+            for request_id, error in one.finished():
+                if self.scheduler.ready(request_id, one.name, error, self._clock()):
+                    self._forget(request_id)
 
     def _launch(self, step: Step) -> None:
         if self.on_launch is not None:

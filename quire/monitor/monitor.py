@@ -32,7 +32,7 @@ from quire.monitor.update import (
     Watcher,
 )
 from quire.scheduler.request_state import RequestState
-from quire.scheduler.request_stats import Totals, WaitCause
+from quire.scheduler.request_stats import Totals
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence import Sequence
 from quire.scheduler.step_log import MOST_STEPS, LoggedStep, StepTokens
@@ -40,7 +40,7 @@ from quire.scheduler.step_log import MOST_STEPS, LoggedStep, StepTokens
 MOST_SEQUENCES = 512  # listed
 LOAD_SECONDS = 5.0
 
-_WAITS: Mapping[WaitCause, str] = MappingProxyType(
+_WAITS: Mapping[str, str] = MappingProxyType(
     {
         "step": "for the next step",
         "tokens": "the token budget of the step is used up",
@@ -186,7 +186,7 @@ class Monitor:
         device, host = self._device_codes(seen, running), self._host_codes(seen, holders)
         changes = [_changes(before, codes) for before, codes in ((seen.device, device), (seen.host, host))]
         seen.device, seen.host = device, host
-        num_running, num_waiting = len(running), len(waiting) + len(self._compiling(watcher))
+        num_running, num_waiting = len(running), len(waiting) + len(self._unready(watcher))
         others = Others() if watcher.sees_all else self._load.of_others(scheduler, watcher.tenant, now)
         steps = self._steps(seen, full=full)
         return Update(
@@ -219,18 +219,18 @@ class Monitor:
         of_mine = [[seq for seq in some if seq.request.namespace.tenant == mine] for some in (running, waiting)]
         return of_mine[0], of_mine[1]
 
-    def _compiling(self, watcher: Watcher) -> list[RequestState]:
-        """Requests without sequences, because their constraint is being compiled."""
+    def _unready(self, watcher: Watcher) -> list[RequestState]:
+        """Requests without sequences, because they wait for prerequisites."""
         state = self._scheduler.state
-        if not state.num_compiling:
+        if not state.num_unready:
             return []
-        compiling = (one for one in state.requests.values() if one.is_compiling)
-        return [one for one in compiling if watcher.sees_all or one.request.namespace.tenant == watcher.tenant]
+        unready = (one for one in state.requests.values() if one.waits_for)
+        return [one for one in unready if watcher.sees_all or one.request.namespace.tenant == watcher.tenant]
 
     def _rows(self, seen: Viewer, running: list[Sequence], waiting: list[Sequence]) -> list[SequenceRow]:
         """The rows of sequences, running ones first, at most MOST_SEQUENCES."""
         rows = [self._row(seen, seq) for seq in islice(chain(running, waiting), MOST_SEQUENCES)]
-        rows += [self._row_of_compiling(seen, one) for one in self._compiling(seen.watcher)]
+        rows += [self._row_of_unready(seen, one) for one in self._unready(seen.watcher)]
         return rows[:MOST_SEQUENCES]
 
     def _row(self, seen: Viewer, seq: Sequence) -> SequenceRow:
@@ -263,7 +263,7 @@ class Monitor:
             seen.owners.number(seq.id),
         )
 
-    def _row_of_compiling(self, seen: Viewer, state: RequestState) -> SequenceRow:
+    def _row_of_unready(self, seen: Viewer, state: RequestState) -> SequenceRow:
         request, tenant = state.request, state.request.namespace.tenant
         return SequenceRow(
             *(request.id, -1),
@@ -271,7 +271,7 @@ class Monitor:
             *(tenant, tenant == seen.watcher.tenant),
             *(len(request.prompt), 0, 0, 0, request.max_tokens, 0),
             state.arrived,
-            _reason("constraint"),
+            _reason(min(state.waits_for)),
             request.scheduling_params.priority,
             request.adapter,
             0,
@@ -411,8 +411,9 @@ def _pool_name(group: KVGroup) -> str:
     return f"{group.kind} {group.window}" if group.window else group.kind
 
 
-def _reason(cause: WaitCause) -> str:
-    return f"{cause}: {_WAITS[cause]}"
+def _reason(cause: str) -> str:
+    """A cause of waiting, in words. Prerequisites without an own text have their name."""
+    return f"{cause}: {_WAITS.get(cause, 'it is not ready')}"
 
 
 def _step_row(step: LoggedStep, watcher: Watcher) -> StepRow | None:

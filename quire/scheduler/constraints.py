@@ -1,8 +1,8 @@
 """Verdicts of constraints, applied to sequences.
 
-A request waits here until its constraint is compiled. Forced tokens are appended to a sequence as soon as the verdict
-is known. They are computed in one chunk like a prompt, and the next token is sampled behind the last one. A token that
-an in-flight step samples in place of a forced one is ignored.
+A request waits until its constraint is compiled (`Scheduler.ready`). Forced tokens are appended to a sequence as soon
+as the verdict is known. They are computed in one chunk like a prompt, and the next token is sampled behind the last
+one. A token that an in-flight step samples in place of a forced one is ignored.
 """
 
 from collections.abc import Sequence as Listing

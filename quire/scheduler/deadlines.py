@@ -32,6 +32,9 @@ class Deadlines:
         self._costs = costs
         # heap of (latest start, id of the first sequence, request); ended requests may remain
         self._by_latest_start: list[tuple[float, int, RequestState]] = []
+        # the same of requests that wait for prerequisites, with a count; those that wait no longer may remain
+        self._unready: list[tuple[float, int, RequestState]] = []
+        self._num_unready = 0  # so far
         self._overdue: list[RequestState] = []  # requests beyond their latest start; ended ones may remain
 
     def check(self, request: Request) -> None:
@@ -59,8 +62,24 @@ class Deadlines:
             self._by_latest_start = [one for one in self._by_latest_start if one[2].sequences]
             heapify(self._by_latest_start)
 
+    def add_unready(self, state: RequestState) -> None:
+        """Track the deadline of a request that waits for prerequisites."""
+        deadline = state.request.scheduling_params.deadline
+        if deadline is not None:
+            self._num_unready += 1
+            heappush(self._unready, (state.arrived + deadline, self._num_unready, state))
+
     def missed(self, now: float) -> list[RequestState]:
         """Requests without a running sequence that cannot meet their deadline any more. Returns each of them once."""
+        missed = []
+        while self._unready and (self._unready[0][0] <= now or not self._unready[0][2].waits_for):
+            _, _, state = heappop(self._unready)
+            if state.waits_for and self._state.requests.get(state.request.id) is state:
+                missed.append(state)
+        return missed + self._missed_queued(now)
+
+    def _missed_queued(self, now: float) -> list[RequestState]:
+        """Those of `missed` that wait for no prerequisites."""
         while self._by_latest_start and self._by_latest_start[0][0] <= now:
             _, seq_id, state = heappop(self._by_latest_start)
             if not state.sequences:

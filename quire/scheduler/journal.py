@@ -28,7 +28,7 @@ from quire.config import CacheConfig, SchedulerConfig
 from quire.core import codec, step
 from quire.core.constraint import EMPTY_VERDICT, NO_DRAFTS, AllowedDrafts, Constraints, Verdict
 from quire.core.output import Output
-from quire.core.request import Request
+from quire.core.request import CONSTRAINT, Request
 from quire.core.step import Step, StepResult
 from quire.cost.step_time import Calibration
 from quire.errors import ConfigError, QuireError, RequestError
@@ -123,13 +123,14 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     now: float
 
 
-class Compiled(msgspec.Struct, frozen=True, tag=True):
-    """`Scheduler.compiled`, with the verdicts returned during the call."""
+class Ready(msgspec.Struct, frozen=True, tag="Compiled"):  # the first prerequisite was a compiled constraint
+    """`Scheduler.ready`, with the verdicts returned during the call."""
 
     request_id: str
     error: str
     now: float
     verdicts: list[Verdict]
+    what: str = CONSTRAINT
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -196,7 +197,7 @@ class Commit(msgspec.Struct, frozen=True, tag=True, eq=False):
     verdicts: list[Verdict] = []
 
 
-Record = Header | Add | Compiled | Refused | Abort | Finish | EndProgram | Flush | Calibrate | Repair | Plan | Commit
+Record = Header | Add | Ready | Refused | Abort | Finish | EndProgram | Flush | Calibrate | Repair | Plan | Commit
 
 
 class JournalError(QuireError):
@@ -264,9 +265,10 @@ class JournalledScheduler(Scheduler):
             raise
         self._write_bytes(data)
 
-    def compiled(self, request_id: str, error: str, now: float) -> None:
-        super().compiled(request_id, error, now)
-        self._write(Compiled(request_id, error, now, self._take_verdicts()))
+    def ready(self, request_id: str, what: str, error: str, now: float) -> bool:
+        is_ready = super().ready(request_id, what, error, now)
+        self._write(Ready(request_id, error, now, self._take_verdicts(), what))
+        return is_ready
 
     def abort(self, request_id: str, now: float) -> None:
         self._write(Abort(request_id, now))
@@ -414,7 +416,7 @@ def _replayed(
             constraints.drafts.extend(record.drafts)
             yield scheduler, scheduler.plan(record.now), record.step
             continue
-        if isinstance(record, Compiled | Commit):
+        if isinstance(record, Ready | Commit):
             constraints.verdicts.extend(record.verdicts)
         if isinstance(record, Commit):
             on_outputs(scheduler.commit(record.result, record.now))
@@ -427,8 +429,8 @@ def _apply_record(scheduler: Scheduler, record: Record) -> None:
     match record:
         case Add(request, now):
             scheduler.add(request, now)
-        case Compiled(request_id, error, now):
-            scheduler.compiled(request_id, error, now)
+        case Ready(request_id, error, now, _, what):
+            scheduler.ready(request_id, what, error, now)
         case Refused():
             _replay_rejection(scheduler, record)
         case Abort(request_id, now):

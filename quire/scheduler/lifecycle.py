@@ -167,7 +167,7 @@ class SchedulerState:
         self.sequences: dict[int, Sequence] = {}
         self.queue = new_queue(config, cache)
         self.requests: dict[str, RequestState] = {}  # unfinished, by request id
-        self.num_compiling = 0  # requests whose constraint is being compiled
+        self.num_unready = 0  # requests that wait for prerequisites
         self.new_requests = NewRequests(config.policy)
         self.programs = Programs()
         self.running_queue = RunningQueue(config.max_num_seqs, cache)
@@ -208,7 +208,7 @@ class SchedulerState:
         state = RequestState(request, now, *self.request_stats.arrived(request, now))
         self.requests[request.id] = state
         self.new_requests.add(request)
-        self.num_compiling += state.is_compiling
+        self.num_unready += bool(state.waits_for)
         return state
 
     def begin(self, state: RequestState, now: float, begin: Callable[[Sequence], None] | None = None) -> list[Sequence]:
@@ -217,7 +217,7 @@ class SchedulerState:
         begin: called with each of them before the first is queued.
         """
         request = state.request
-        self.num_compiling -= state.is_compiling
+        self.num_unready -= bool(request.waits_for)
         of_class, first_id = priority_class(self._config, request.scheduling_params.priority), self._next_id
         known = request.known_outputs
         wanted = [i for i in range(request.num_sequences) if not (known and known[i].finished)]
@@ -334,8 +334,8 @@ class SchedulerState:
         state = self.requests.get(request_id)
         if state is None:
             return
-        if state.is_compiling:
-            self.num_compiling -= 1
+        if state.waits_for:
+            self.num_unready -= 1
             self.new_requests.drop(state)
             self.request_stats.request_ended(state, cause, now)
             del self.requests[request_id]

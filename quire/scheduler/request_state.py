@@ -9,7 +9,7 @@ from quire.scheduler.sequence import Sequence
 class RequestState:
     """An unfinished request: its sequences, its beam search if it has one, and its explanation.
 
-    It has no sequences while its constraint is being compiled. If sequences share a prompt or a beam search, only the
+    It has no sequences while it waits for prerequisites. If sequences share a prompt or a beam search, only the
     first is queued. The others are held outside of the queue until the KV that they share is committed, or a beam is
     selected for them.
     """
@@ -19,12 +19,13 @@ class RequestState:
         "beam_search",
         "explanation",
         "held",
-        "is_compiling",
         "is_new",
         "lengths_when_preempted",
         "num_admitted_before",
         "request",
         "sequences",
+        "waits_for",
+        "waits_since",
     )
 
     def __init__(self, request: Request, arrived: float, explanation: Explanation, num_admitted_before: int) -> None:
@@ -33,7 +34,8 @@ class RequestState:
         self.arrived = arrived
         self.explanation = explanation
         self.num_admitted_before = num_admitted_before
-        self.is_compiling = request.is_constrained
+        self.waits_for = request.waits_for  # names of its prerequisites that are not ready
+        self.waits_since = arrived  # when the last of the others was ready
         self.is_new = True  # none of its sequences has run
         self.sequences: list[Sequence] = []  # unfinished
         self.held: list[Sequence] = []  # may contain finished ones
@@ -42,15 +44,20 @@ class RequestState:
         self.lengths_when_preempted: list[tuple[Sequence, int]] = []
 
     def begin(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Take the sequences, once a constraint is compiled. Returns those to be queued; the others are held."""
-        assert sequences and not self.sequences, "a request begins once"
-        self.is_compiling = False
+        """Take the sequences, once all prerequisites are ready. Returns those to be queued; the others are held."""
+        assert sequences and not self.sequences and not self.waits_for, "a request begins once"
         self.sequences = list(sequences)
         if self.request.beams is not None:
             self.beam_search = BeamSearch(self.request, sequences[0])
         shares = sequences[0].num_shared or self.request.beams is not None
         self.held = sequences[1:] if shares else []
         return sequences[:1] if shares else sequences
+
+    def ready(self, what: str, now: float) -> float:
+        """Stop waiting for a prerequisite. Returns the seconds for which it was the one that the request waited for."""
+        self.waits_for.remove(what)
+        seconds, self.waits_since = now - self.waits_since, now
+        return seconds
 
     def stop_being_new(self) -> None:
         """Record that a sequence runs, or that the request has ended."""

@@ -46,6 +46,7 @@ WaitCause = Literal[
     "failure",  # a step had failed, and its sequences ran one by one
     "prompt",  # another sequence of the request computed the prompt
     "constraint",  # the constraint of the request was being compiled
+    # other prerequisites have their own names
 ]
 
 
@@ -187,9 +188,9 @@ class RequestStats:
         self._tenants[seq.request.namespace.tenant].num_waiting += seq.id not in self._snapshots
         self._snapshots[seq.id] = self._queue_times.snapshot(now)
 
-    def compiled(self, state: RequestState, now: float) -> None:
-        """Record that the constraint of a request was compiled, for which it has waited since its arrival."""
-        self._record_waited(state.explanation, {"constraint": now - state.arrived})
+    def ready(self, state: RequestState, what: str, now: float) -> None:
+        """Record that a prerequisite of a request is ready, for which it has waited."""
+        self._record_waited(state.explanation, {what: state.ready(what, now)})
 
     def held(self, seq: Sequence) -> None:
         """Record that a sequence is held, so it does not wait."""

@@ -28,7 +28,7 @@ from quire.core.constraint import Constraints
 from quire.core.explanation import Explanation
 from quire.core.output import NO_SEQUENCE, EndCause, Output
 from quire.core.prompt_progress import PromptProgress
-from quire.core.request import Request
+from quire.core.request import CONSTRAINT, Request
 from quire.core.runner import RowProcessors
 from quire.core.step import SamplingMasks, Step, StepResult
 from quire.cost.step_time import Calibration, CostModel
@@ -98,10 +98,10 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Number of unfinished sequences without a row: queued, held, or with a constraint that is being compiled."""
+        """Number of unfinished sequences without a row: queued, held, or waiting for prerequisites."""
         waiting = len(self.state.sequences) - len(self.state.running_queue.running)
-        if self.state.num_compiling:
-            waiting += sum(one.request.num_unfinished for one in self.state.requests.values() if one.is_compiling)
+        if self.state.num_unready:
+            waiting += sum(one.request.num_unfinished for one in self.state.requests.values() if one.waits_for)
         return waiting
 
     @property
@@ -115,9 +115,9 @@ class Scheduler:
         return {name: one.num_prompt_done for name, one in self.request_stats.counted_in_part.items()}
 
     @property
-    def is_compiling(self) -> bool:
-        """Whether the constraint of a request is being compiled."""
-        return self.state.num_compiling > 0
+    def has_unready(self) -> bool:
+        """Whether a request waits for prerequisites."""
+        return self.state.num_unready > 0
 
     @property
     def last_step_positions(self) -> list[tuple[str, int]]:
@@ -163,7 +163,7 @@ class Scheduler:
     # Inputs about requests
 
     def add(self, request: Request, now: float) -> None:
-        """Queue a request. A constrained request is queued by `compiled`.
+        """Queue a request. One that waits for prerequisites is queued by `ready`.
 
         Raises RequestError for an id that is in use, a beam search that cannot fit, or a constraint that is not
         supported; QueueFull; DeadlineUnreachable. A request whose sequences have all finished before has no outputs.
@@ -181,23 +181,36 @@ class Scheduler:
         if not request.num_unfinished:
             return
         state = self.state.add(request, now)
-        if not state.is_compiling:
+        if state.waits_for:
+            self._deadlines.add_unready(state)
+        else:
             self._enqueue(state, now)
 
-    def compiled(self, request_id: str, error: str, now: float) -> None:
-        """Queue a request whose constraint is compiled, or end it if `error` is not empty. Ignores an unknown id."""
+    def ready(self, request_id: str, what: str, error: str, now: float) -> bool:
+        """Queue a request once the last of its prerequisites is ready, or end it if `error` is not empty.
+
+        what: the name of a prerequisite. Ignores one for which the request does not wait, and an unknown id. Returns
+        whether the request waits no longer.
+        """
         state = self.state.requests.get(request_id)
-        if state is None or not state.is_compiling:
-            return
-        if not error:
-            self.request_stats.compiled(state, now)
-            self._enqueue(state, now)
-            return
+        if state is None or what not in state.waits_for:
+            return state is None or not state.waits_for
+        if error:
+            self._end_unready(state, EndCause.NOT_COMPILED if what == CONSTRAINT else EndCause.NOT_READY, error, now)
+            return True
+        self.request_stats.ready(state, what, now)
+        if state.waits_for:
+            return False
+        self._enqueue(state, now)
+        return True
+
+    def _end_unready(self, state: RequestState, cause: EndCause, error: str, now: float) -> None:
+        """End a request that waits for prerequisites."""
         request = state.request
-        self.state.end_all(request_id, EndCause.NOT_COMPILED, now)
+        self.state.end_all(request.id, cause, now)
         open_ones = [i for i, known in enumerate(request.known_outputs) if not known.finished]
         for i in open_ones if request.known_outputs else range(request.num_sequences):
-            self._pending_outputs.append(Output(request_id, i, NO_SEQUENCE, [], EndCause.NOT_COMPILED, error=error))
+            self._pending_outputs.append(Output(request.id, i, NO_SEQUENCE, [], cause, error=error))
 
     def abort(self, request_id: str, now: float) -> None:
         """End all sequences of a request. It has no further outputs. Ignores an unknown id."""
@@ -294,8 +307,8 @@ class Scheduler:
     def take_ended(self) -> list[Output]:
         """Return and clear the outputs of sequences that ended outside of a commit.
 
-        Such sequences cannot meet their deadline, have a constraint that did not compile, or end with their known or
-        forced tokens.
+        Such sequences cannot meet their deadline, have a prerequisite that could not be prepared, or end with their
+        known or forced tokens.
         """
         outputs, self._pending_outputs = self._pending_outputs, []
         return outputs
@@ -445,6 +458,9 @@ class Scheduler:
         for state in self._deadlines.missed(now):
             request, members = state.request, state.sequences
             error = f"the request waited too long to meet its deadline of {request.scheduling_params.deadline:.3g} s"
+            if state.waits_for:
+                self._end_unready(state, EndCause.DEADLINE, error, now)
+                continue
             ended = [(seq.index, seq.id) for seq in members]
             if request.beams is not None:
                 ended = [(i, members[0].id) for i in range(request.params.n)]

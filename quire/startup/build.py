@@ -184,7 +184,7 @@ def build(options: EngineOptions, *, report: Report, progress: Progress, is_rest
         deterministic=runner.supports_deterministic,
         classifies=description.classification is not None,
         generates=description.generates,
-        compiler=grammars,
+        prerequisites=(grammars,),
     )
     return Built(
         engine=engine,

@@ -1,13 +1,14 @@
-"""The compiler of an engine: the constraints of its requests become grammars."""
+"""The prerequisite of constrained requests: their constraints become grammars."""
 
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, wait
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from quire.core.constraint import Constraints, Grammar
-from quire.core.request import Namespace
+from quire.core.prerequisite import Prerequisite
+from quire.core.request import CONSTRAINT, Request
 from quire.params import Constraint
 from quire.structured_outputs.backends import compile as compile_grammar
 from quire.structured_outputs.grammar_cache import CAPACITY, DEADLINE, Compilation, Fault, GrammarCache
@@ -24,29 +25,10 @@ class _WaitingRequest(NamedTuple):
     submitted_at: float
 
 
-class Compiler(Protocol):
-    """Compiles the constraints of requests for an engine."""
+class GrammarCompiler(Prerequisite):
+    """Compiles the constraints of requests. All methods must be called from one thread."""
 
-    constraints: Constraints
-
-    def submit(self, request_id: str, namespace: Namespace, constraint: Constraint) -> None:
-        """Start to compile the constraint of a request, unless the namespace has its grammar already."""
-
-    def finished(self) -> list[tuple[str, str]]:
-        """New results as (request id, error); the error is "" if the grammar is ready. Each result is returned once."""
-
-    def forget(self, request_id: str) -> None:
-        """Release a request whose sequences have begun, or that was aborted. An unknown id is ignored."""
-
-    def wait(self, seconds: float) -> None:
-        """Block until a compilation is finished, for at most `seconds`."""
-
-    def close(self) -> None:
-        """Stop the compiler. No method may be called afterwards."""
-
-
-class GrammarCompiler:
-    """See Compiler. All methods must be called from one thread."""
+    name = CONSTRAINT
 
     def __init__(
         self,
@@ -72,12 +54,17 @@ class GrammarCompiler:
         self._clock = clock
         self._waiting_requests: dict[str, _WaitingRequest] = {}
 
-    def submit(self, request_id: str, namespace: Namespace, constraint: Constraint) -> None:
-        """See Compiler."""
-        self._waiting_requests[request_id] = _WaitingRequest(self._cache.request(namespace, constraint), self._clock())
+    def is_needed(self, request: Request) -> bool:
+        return request.is_constrained
+
+    def submit(self, request: Request) -> None:
+        """Start to compile the constraint of a request, unless its namespace has the grammar already."""
+        constraint = request.params.constraint
+        assert constraint is not None, "the request is constrained"
+        compilation = self._cache.request(request.namespace, constraint)
+        self._waiting_requests[request.id] = _WaitingRequest(compilation, self._clock())
 
     def finished(self) -> list[tuple[str, str]]:
-        """See Compiler."""
         results = []
         for request_id, waiting in list(self._waiting_requests.items()):
             outcome = self._cache.outcome(*waiting)
@@ -92,16 +79,13 @@ class GrammarCompiler:
         return results
 
     def forget(self, request_id: str) -> None:
-        """See Compiler."""
         self._stop_waiting(request_id)
         self._matchers.remove_grammar(request_id)
 
     def wait(self, seconds: float) -> None:
-        """See Compiler."""
         wait([waiting.compilation.result for waiting in self._waiting_requests.values()], seconds, FIRST_COMPLETED)
 
     def close(self) -> None:
-        """See Compiler."""
         self._cache.close()
 
     def _stop_waiting(self, request_id: str) -> None:

@@ -2,21 +2,23 @@
 
 Times are CPU seconds of the process that runs the test. Those of the programs that a test starts count for its file,
 once the test has waited for their end. `--test-times=FILE` writes all figures. With `--test-budgets` a run fails if a
-case or a file takes too long, as in CI. CPU seconds double if two threads of a core compute, so that a run of several
-processes measures files that took too long once more, alone. A case that cannot be faster is marked
-`cpu_seconds(NUMBER, reason=...)`: it may take so many with its programs, and does not count for its file. With
-`--long-files-first` the longest files of a recorded run come first, so that all processes end together.
+case or a file takes too long, as in CI. Machines differ, and CPU seconds double if two threads of a core compute: a
+bound is that of the machine of the recorded run, times the upper quartile of what files take here in the seconds of
+that run. A case that cannot be faster is marked `cpu_seconds(NUMBER, reason=...)`: it may take so many with its
+programs, and does not count for its file. With `--long-files-first` the longest files of the recorded run come first,
+so that all processes end together.
 """
 
 import json
 import platform
 import resource
 import shlex
+import statistics
 import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ import pytest
 
 CASE_SECONDS = 8.0
 FILE_SECONDS = 30.0
+LEAST_FILES = 20  # of the recorded run, from which on their times say how slow a machine is
 RECORDED = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "test_times.json"
 _PHASES = ("setup", "call", "teardown")
 
@@ -44,9 +47,30 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--long-files-first"):
-        recorded = json.loads(RECORDED.read_text())["files"]
+        recorded = _recorded()
         seconds = {file: sum(each.get(phase, 0) for phase in _PHASES) for file, each in recorded.items()}
         items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 0.0))  # a stable order
+
+
+def _recorded() -> dict[str, dict[str, float]]:
+    """The figures of each file in the recorded run."""
+    files: dict[str, dict[str, float]] = json.loads(RECORDED.read_text())["files"]
+    return files
+
+
+def slowness(files: Mapping[str, Mapping[str, float]], recorded: Mapping[str, Mapping[str, float]]) -> float:
+    """How many times the recorded CPU seconds files take here: the upper quartile of those of a second and more.
+
+    1 for a faster machine, and if fewer than LEAST_FILES are known.
+    """
+    known = [(_cpu_seconds(one), _cpu_seconds(recorded[name])) for name, one in files.items() if name in recorded]
+    ratios = [here / there for here, there in known if there >= 1]
+    return max(1.0, statistics.quantiles(ratios, n=4)[2]) if len(ratios) >= LEAST_FILES else 1.0
+
+
+def _cpu_seconds(file: Mapping[str, float]) -> float:
+    """CPU seconds of a file with the programs that it starts."""
+    return file["cpu"] + file["children"]
 
 
 def _children_seconds() -> float:
@@ -130,7 +154,6 @@ class _Table:
     def __init__(self, config: pytest.Config) -> None:
         self._file: Path | None = config.getoption("--test-times")
         self._fails: bool = config.getoption("--test-budgets")
-        self._is_distributed = bool(config.getoption("numprocesses", None))
         self._began = time.time()
         self._cases: dict[str, float] = defaultdict(float)
         self._allowed: dict[str, float] = {}  # of marked cases
@@ -161,24 +184,19 @@ class _Table:
 
     def _over(self) -> list[tuple[float, str, float]]:
         """Seconds, name and bound of each case and file that takes too long."""
-        cases = [(seconds, name, self._allowed.get(name, CASE_SECONDS)) for name, seconds in self._cases.items()]
-        of_files = {name: each["cpu"] + each["children"] for name, each in self._files.items()}
+        times = slowness(self._files, _recorded())
+        cases = [
+            (seconds, name, times * self._allowed.get(name, CASE_SECONDS)) for name, seconds in self._cases.items()
+        ]
+        of_files = {name: _cpu_seconds(each) for name, each in self._files.items()}
         for name in self._allowed:
             of_files[name.partition("::")[0]] -= self._cases[name]
-        files = [(seconds, name, FILE_SECONDS) for name, seconds in of_files.items()]
+        files = [(seconds, name, times * FILE_SECONDS) for name, seconds in of_files.items()]
         return [(seconds, name, most) for seconds, name, most in sorted(cases + files, reverse=True) if seconds > most]
-
-    def _fail_alone(self, files: set[str], root: Path) -> bool:
-        """Whether files take too long in a process of their own, without other tests beside it."""
-        sys.stdout.write(f"\nmeasured again, alone: {' '.join(sorted(files))}\n")
-        sys.stdout.flush()
-        command = [sys.executable, "-m", "pytest", f"--rootdir={root}", "--test-budgets", *sorted(files)]
-        return subprocess.run(command, cwd=root, check=False).returncode != 0
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        files = {name.partition("::")[0] for _, name, _ in self._over()} if self._fails else set()
-        if files and (not self._is_distributed or self._fail_alone(files, session.config.rootpath)):
+        if self._fails and self._over():
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if self._file is not None:
             by_seconds = sorted(self._files.items(), key=lambda item: -sum(item[1][phase] for phase in _PHASES))

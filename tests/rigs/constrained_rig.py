@@ -1,6 +1,6 @@
 """A rig whose requests have scripted constraints."""
 
-from scripted_constraints import ScriptedCompiler
+from scripted_constraints import ScriptedPrerequisite
 from scripted_engine import VOCAB, Rig
 
 from quire.engine.engine import Engine
@@ -15,9 +15,9 @@ class ConstrainedRig(Rig):
         self.forced: dict[tuple[str, int], list[int]] = {}
         scheduler = type(self.scheduler)(self.config, self.cache, self.file_again(), constraints)
         runner = self.engine.runner
-        compiler = ScriptedCompiler(compile_steps, dict(errors))
+        compiler = ScriptedPrerequisite(compile_steps, dict(errors))
         self.scheduler = scheduler
-        self.engine = Engine(scheduler, runner, vocab_size=VOCAB, compiler=compiler, clock=self.clock)
+        self.engine = Engine(scheduler, runner, vocab_size=VOCAB, prerequisites=[compiler], clock=self.clock)
 
     def file_again(self):
         self.file.seek(0)

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from quire.core.constraint import AllowedDrafts, Verdict, allowed_drafts
-from quire.core.request import Namespace, Request
-from quire.params import Constraint
+from quire.core.prerequisite import Prerequisite
+from quire.core.request import CONSTRAINT, Request
 from quire.runner.scripted_runner import attend, key_after, token_after
 
 
@@ -70,33 +70,34 @@ class ScriptedConstraints:
         return verdict
 
 
-class ScriptedCompiler:
-    """A compiler that takes `steps` calls of `finished` for each request. errors: by request id."""
+class ScriptedPrerequisite(Prerequisite):
+    """A prerequisite that takes `steps` calls of `finished` for each request. errors: by request id."""
 
-    def __init__(self, steps: int = 0, errors: Mapping[str, str] | None = None) -> None:
+    def __init__(self, steps: int = 0, errors: Mapping[str, str] | None = None, name: str = CONSTRAINT) -> None:
+        self.name = name
         self._steps = steps
         self._errors = errors or {}
-        self.left: dict[str, int] = {}  # calls until a request is compiled
+        self.left: dict[str, int] = {}  # calls until it is ready for a request
 
-    def submit(self, request_id: str, namespace: Namespace, constraint: Constraint) -> None:
-        """See Compiler."""
-        self.left[request_id] = self._steps
+    def is_needed(self, request: Request) -> bool:
+        return request.is_constrained
+
+    def submit(self, request: Request) -> None:
+        self.left[request.id] = self._steps
 
     def finished(self) -> list[tuple[str, str]]:
-        """See Compiler."""
         done = [name for name, left in self.left.items() if left == 0]
         self.left = {name: left - 1 for name, left in self.left.items() if left}
         return [(name, self._errors.get(name, "")) for name in done]
 
     def forget(self, request_id: str) -> None:
-        """See Compiler."""
         self.left.pop(request_id, None)
 
     def wait(self, seconds: float) -> None:
-        """See Compiler. Returns at once: time is virtual."""
+        """Return at once: time is virtual."""
 
     def close(self) -> None:
-        """See Compiler."""
+        """Do nothing."""
 
 
 def expected_output(

@@ -10,7 +10,7 @@ from quire.core.constraint import NO_DRAFTS, Verdict
 from quire.core.request import NO_NAMESPACE, Namespace, Request
 from quire.errors import ConfigError, RequestError
 from quire.hub import embedded
-from quire.params import Constraint, SamplingParams, StructuredOutputsParams
+from quire.params import SamplingParams, StructuredOutputsParams
 from quire.startup.build import build
 from quire.structured_outputs import grammar_compilation
 from quire.structured_outputs.grammar_cache import NUM_THREADS, STACK_BYTES
@@ -42,6 +42,11 @@ class Site:
         time.sleep(self.vocabulary_seconds)
         self.vocabularies += 1
         return VOCABULARY
+
+    def submit(self, request_id, asked, namespace=NO_NAMESPACE):
+        """Submit a request with this constraint."""
+        params = SamplingParams(structured_outputs=asked)
+        self.grammars.submit(Request(request_id, [1], params, namespace=namespace))
 
     def next_finished(self, most=3000):
         for _ in range(most):
@@ -76,10 +81,10 @@ def regex(text, **others):
 def test_equal_constraints_are_compiled_once(monkeypatch):
     site = Site(monkeypatch, lambda asked: object())
     for name in ("a", "b"):
-        site.grammars.submit(name, NO_NAMESPACE, Constraint(regex("x")))
+        site.submit(name, regex("x"))
         assert site.next_finished() == [(name, "")]
-    site.grammars.submit("c", NO_NAMESPACE, Constraint(regex("x", fast_forward=False)))
-    site.grammars.submit("d", NO_NAMESPACE, Constraint(regex("y")))
+    site.submit("c", regex("x", fast_forward=False))
+    site.submit("d", regex("y"))
     assert sorted(site.next_finished() + site.next_finished()) == [("c", ""), ("d", "")]
     assert sorted(site.calls) == ["x", "y"]
     assert site.vocabularies == 1
@@ -90,7 +95,7 @@ def test_each_tenant_and_each_salt_compiles_a_constraint_itself(monkeypatch):
     site = Site(monkeypatch, lambda asked: object())
     namespaces = [Namespace("alice"), Namespace("bob"), Namespace("alice", salt="x")]
     for i, namespace in enumerate(namespaces * 2):
-        site.grammars.submit(f"{i}", namespace, Constraint(regex("x")))
+        site.submit(f"{i}", regex("x"), namespace)
         assert site.next_finished() == [(f"{i}", "")]
     assert site.calls == ["x"] * len(namespaces)
     site.grammars.close()
@@ -127,7 +132,7 @@ def test_a_grammar_that_fails_is_dropped_and_logged_once_with_the_reason(monkeyp
 
     def begin(seq_id):
         """Whether a new request with the same constraint works."""
-        site.grammars.submit(f"{seq_id}", NO_NAMESPACE, Constraint(regex("x")))
+        site.submit(f"{seq_id}", regex("x"))
         assert site.next_finished() == [(f"{seq_id}", "")]
         params = SamplingParams(max_tokens=4, seed=1, structured_outputs=regex("x"))
         error = constraints.begin(seq_id, Request(id=f"{seq_id}", prompt=[1], params=params), []).error
@@ -148,9 +153,9 @@ def test_backend_errors_are_reported_and_unexpected_ones_as_not_compilable(monke
         raise RequestError("no such thing") if asked.text == "bad" else ValueError("oh")
 
     site = Site(monkeypatch, compiled)
-    site.grammars.submit("a", NO_NAMESPACE, Constraint(regex("bad")))
+    site.submit("a", regex("bad"))
     assert site.next_finished() == [("a", "no such thing")]
-    site.grammars.submit("b", NO_NAMESPACE, Constraint(regex("worse")))
+    site.submit("b", regex("worse"))
     assert site.next_finished() == [("b", "regex cannot be compiled by this server; change it")]
     site.grammars.close()
 
@@ -158,8 +163,8 @@ def test_backend_errors_are_reported_and_unexpected_ones_as_not_compilable(monke
 def test_a_compilation_past_its_deadline_is_an_error(monkeypatch):
     go_on = threading.Event()
     site = Site(monkeypatch, lambda asked: go_on.wait(60) if asked.text == "slow" else object())
-    site.grammars.submit("a", NO_NAMESPACE, Constraint(regex("slow")))
-    site.grammars.submit("b", NO_NAMESPACE, Constraint(regex("fast")))
+    site.submit("a", regex("slow"))
+    site.submit("b", regex("fast"))
     assert site.next_finished() == [("b", "")]
     site.now = 3.5
     ((name, error),) = site.grammars.finished()
@@ -173,13 +178,13 @@ def test_abandoned_compilations_are_not_started_and_queued_ones_ask_to_retry(mon
     go_on = threading.Event()
     site = Site(monkeypatch, lambda asked: go_on.wait(60) if asked.text.startswith("slow") else object())
     for i in range(NUM_THREADS):
-        site.grammars.submit(f"slow {i}", NO_NAMESPACE, Constraint(regex(f"slow {i}")))
+        site.submit(f"slow {i}", regex(f"slow {i}"))
     for i in range(20):
-        site.grammars.submit(f"{i}", NO_NAMESPACE, Constraint(regex(f"slow as well {i}")))
+        site.submit(f"{i}", regex(f"slow as well {i}"))
         site.grammars.forget(f"{i}")
-    site.grammars.submit("patient", NO_NAMESPACE, Constraint(regex("x")))
+    site.submit("patient", regex("x"))
     site.now = -2.0
-    site.grammars.submit("late", NO_NAMESPACE, Constraint(regex("x")))
+    site.submit("late", regex("x"))
     site.now = 0.0
     assert site.grammars.finished() == []
     site.now = 2.0
@@ -192,8 +197,8 @@ def test_abandoned_compilations_are_not_started_and_queued_ones_ask_to_retry(mon
 
 def test_two_first_requests_share_one_vocabulary(monkeypatch):
     site = Site(monkeypatch, lambda asked: object(), vocabulary_seconds=0.05)
-    site.grammars.submit("a", NO_NAMESPACE, Constraint(regex("x")))
-    site.grammars.submit("b", NO_NAMESPACE, Constraint(regex("y")))
+    site.submit("a", regex("x"))
+    site.submit("b", regex("y"))
     assert len(site.next_finished()) + len(site.next_finished()) >= 2
     assert site.vocabularies == 1
     site.grammars.close()
@@ -201,7 +206,7 @@ def test_two_first_requests_share_one_vocabulary(monkeypatch):
 
 def test_a_forgotten_compilation_reports_no_result(monkeypatch):
     site = Site(monkeypatch, lambda asked: object())
-    site.grammars.submit("a", NO_NAMESPACE, Constraint(regex("x")))
+    site.submit("a", regex("x"))
     site.grammars.forget("a")
     assert site.next_finished(5) == []
     site.grammars.close()
@@ -233,7 +238,7 @@ def test_only_compiler_threads_get_the_larger_stack(monkeypatch):
 
     monkeypatch.setattr(threading.Thread, "start", start)
     site = Site(monkeypatch, lambda asked: object())
-    site.grammars.submit("a", NO_NAMESPACE, Constraint(regex("x")))
+    site.submit("a", regex("x"))
     assert site.next_finished() == [("a", "")]
     site.grammars.close()
     assert [size for name, size in started if name.startswith("quire-grammar")] == [STACK_BYTES] * (NUM_THREADS + 1)

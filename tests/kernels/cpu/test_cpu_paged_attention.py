@@ -181,7 +181,8 @@ class Case:
         if self.compute == "float32" and self.dtype in QUANTIZED:
             atol = 3e-4 * max(1.0, self.q[0].shape[-1] / 128)  # errors of scores grow with the size of the head
         np.testing.assert_allclose(out, expected, atol=atol, rtol=0.01)
-        assert self.compute == "bfloat16" or np.sqrt(np.mean((out - expected) ** 2)) < atol / 2
+        if self.compute != "bfloat16" and out.size >= 1024:  # a mean of few numbers is one of them
+            assert np.sqrt(np.mean((out - expected) ** 2)) < atol / 2
 
 
 @cache
