@@ -12,8 +12,8 @@ from typing import BinaryIO, NamedTuple
 import msgspec
 import numpy as np
 
-from quire.cache.prefix.index import BYTES_PER_TOKEN
 from quire.cache.prefix.radix_node import Node
+from quire.core.block_keys import BYTES_PER_TOKEN
 from quire.core.step import to_bytes
 from quire.errors import QuireError
 from quire.monitor.merging import Decoded, MergedUpdates

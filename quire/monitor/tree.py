@@ -9,10 +9,11 @@ from operator import attrgetter
 import numpy as np
 
 from quire.cache.block_table import BlockTable
-from quire.cache.prefix.index import BYTES_PER_TOKEN, PrefixIndex
+from quire.cache.prefix.index import PrefixIndex
 from quire.cache.prefix.radix_index import RadixIndex
 from quire.cache.prefix.radix_node import Node
 from quire.cache.prefix.radix_tree import MOST_CHANGES, node_of
+from quire.core.block_keys import BYTES_PER_TOKEN
 from quire.monitor.update import NodeDetail, NodeRow, TreeChanges, Watcher
 
 MOST_NODES = 2000  # shown, not counting nodes in use

@@ -12,7 +12,7 @@ from scripted_engine import VOCAB, Rig
 from small_engines import limits, memory, request, result_of
 
 from quire.cache.kv_cache import KVCache
-from quire.cache.prefix.index import token_key
+from quire.core.block_keys import token_key
 from quire.core.request import Namespace
 from quire.core.scheduling_params import MAX_PROGRAM_TTL, Program, SchedulingParams
 from quire.errors import RequestError

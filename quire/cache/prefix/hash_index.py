@@ -1,9 +1,6 @@
 """The prefix index by chained block hashes, as in vLLM's automatic prefix caching. It matches whole blocks.
 
-The key of a block is the SHA-256 of the previous key and its tokens, so it identifies the whole prefix, beginning with
-the namespace. A chain begins at the root of the namespace. If the prompt begins with a public prefix, the chain begins
-at a root that all tenants read, and continues behind the public blocks with a root of (namespace, last public key). The
-chain of a block follows from its tokens and its namespace alone.
+The key of a block (`core/block_keys.py`) identifies the whole prefix, beginning with the namespace.
 
 Entries are independent: an entry stays when the one before it is evicted, and is found again when that one is computed
 again. Unused entries are evicted in the order in which their last table released them; a table releases the end of its
@@ -17,25 +14,21 @@ block that is not used can be evicted.
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from itertools import islice
-
-import msgspec
 
 from quire.cache.block_pool import BlockPool
 from quire.cache.block_table import ABSENT, BlockTable, IndexHandle
 from quire.cache.prefix.index import (
-    BYTES_PER_TOKEN,
     NO_REASON,
     EvictionCause,
     EvictionReason,
     InsertResult,
     PrefixMatch,
     PublicPrefixes,
-    token_key,
 )
 from quire.cache.prefix.retention_marks import RetentionMarks
 from quire.config import CacheConfig
+from quire.core.block_keys import BYTES_PER_TOKEN, BlockKeys, token_key
 from quire.core.explanation import Miss, MissReason
 from quire.core.request import Namespace
 
@@ -78,9 +71,9 @@ class HashIndex:
         self.retention: RetentionMarks | None = None  # retention is ignored: it would have to mark whole chains
         self._config = config
         self._pools = pools
-        self._size = config.block_size * BYTES_PER_TOKEN  # bytes of a block's key
+        self._block_keys = BlockKeys(config.block_size)
         self._windowed = [g for g, group in enumerate(config.groups) if group.window]
-        self._public = PublicPrefixes(config.public_prefixes, self._size)
+        self._public = PublicPrefixes(config.public_prefixes, config.block_size * BYTES_PER_TOKEN)
         self._entries: dict[bytes, Entry] = {}
         self._unused: list[OrderedDict[bytes, Entry]] = [OrderedDict() for _ in pools]  # next to be evicted first
         self._chains: dict[BlockTable, Chain] = {}
@@ -158,15 +151,8 @@ class HashIndex:
 
     def _keys(self, namespace: Namespace, data: bytes, num_public: int, known: Sequence[bytes] = ()) -> Iterator[bytes]:
         """Keys of the whole blocks of `data`. known: keys of the blocks before them."""
-        first = len(known)
-        key = known[-1] if known else b""
-        for i in range(len(data) // self._size):
-            if first + i == num_public:
-                key = _root(namespace, key)
-            elif first + i == 0:
-                key = _root(*self._public.root_key(namespace))
-            key = sha256(key + data[i * self._size : (i + 1) * self._size]).digest()
-            yield key
+        public, _ = self._public.root_key(namespace)
+        return self._block_keys.chain(data, namespace, public=public, num_public=num_public, known=known)
 
     # Insertion
 
@@ -407,11 +393,6 @@ class HashIndex:
                 yield f"group {group} is used, but its block is absent"
             if (entry.key in self._unused[group]) != (block != ABSENT and not count):
                 yield f"group {group} is in the eviction queue although it is used or absent, or is missing there"
-
-
-def _root(namespace: Namespace, before: bytes) -> bytes:
-    """The key that a chain begins with. before: the key of the last public block, or empty."""
-    return sha256(msgspec.json.encode((namespace, before), order="deterministic")).digest()
 
 
 def _chain_of(table: BlockTable) -> Chain:

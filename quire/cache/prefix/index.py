@@ -8,15 +8,13 @@ takes that block instead of its own, so that none is kept twice.
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from struct import pack
 from typing import NamedTuple, Protocol
 
 from quire.cache.block_table import BlockTable, IndexHandle
 from quire.cache.prefix.retention_marks import RetentionMarks
+from quire.core.block_keys import BYTES_PER_TOKEN, token_key
 from quire.core.explanation import Miss
 from quire.core.request import Namespace
-
-BYTES_PER_TOKEN = 8  # bytes of a token in keys: 64 bits, so that a token can also be a hash of content that is no text
 
 
 class PrefixMatch(NamedTuple):
@@ -130,11 +128,6 @@ class PrefixIndex(Protocol):
 
     def check(self) -> list[str]:
         """Errors of the index's structure; empty if there are none."""
-
-
-def token_key(tokens: Sequence[int]) -> bytes:
-    """Tokens as a key: bytes with equal prefixes where the tokens have equal prefixes."""
-    return pack(f"{len(tokens)}q", *tokens)
 
 
 def common_prefix_len(left: bytes, right: bytes) -> int:

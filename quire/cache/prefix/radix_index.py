@@ -30,19 +30,18 @@ from quire.cache.prefix.eviction import (
     default_recompute_seconds,
 )
 from quire.cache.prefix.index import (
-    BYTES_PER_TOKEN,
     EvictionCause,
     EvictionReason,
     InsertResult,
     PrefixMatch,
     PublicPrefixes,
     common_prefix_len,
-    token_key,
 )
 from quire.cache.prefix.radix_node import Clock, Node
 from quire.cache.prefix.radix_tree import RadixTrees, RootKey, node_of
 from quire.cache.prefix.retention_marks import LeavesByTenant, RetentionMarks
 from quire.config import CacheConfig
+from quire.core.block_keys import BYTES_PER_TOKEN, token_key
 from quire.core.explanation import Miss, MissReason
 from quire.core.request import Namespace
 

@@ -12,10 +12,11 @@ from typing import NamedTuple
 from quire.cache.block_pool import BlockPool
 from quire.cache.block_table import ABSENT, BlockTable
 from quire.cache.prefix.eviction import EvictableLeaves
-from quire.cache.prefix.index import BYTES_PER_TOKEN, NO_REASON, EvictionCause, EvictionReason
+from quire.cache.prefix.index import NO_REASON, EvictionCause, EvictionReason
 from quire.cache.prefix.radix_node import Clock, LRUNodes, Node, UseStats
 from quire.cache.prefix.retention_marks import RetentionMarks
 from quire.cache.retention import SequenceRetention
+from quire.core.block_keys import BYTES_PER_TOKEN
 from quire.core.request import Namespace
 
 

@@ -1,0 +1,69 @@
+"""Content keys of blocks: equal keys mean equal KV, in this engine, in another one, and on disk.
+
+The key of a block identifies its tokens and all before it in their namespace:
+
+    key of block i = SHA-256(key of block i - 1, tokens of block i), with a root in place of the key before block 0
+    root           = HMAC-SHA-256(secret, (fingerprint, namespace, key of the last public block))
+
+A prompt that begins with a public prefix has the root that all tenants read, and behind the public blocks a root of its
+own namespace. The keys of engines without the secret are of no use: none follows from the tokens alone.
+"""
+
+import hmac
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from struct import pack
+
+import msgspec
+
+from quire.core.request import Namespace
+
+BYTES_PER_TOKEN = 8  # bytes of a token in keys: 64 bits, so that a token can also be a hash of content that is no text
+
+
+def token_key(tokens: Sequence[int]) -> bytes:
+    """Tokens as a key: bytes with equal prefixes where the tokens have equal prefixes."""
+    return pack(f"{len(tokens)}q", *tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockKeys:
+    """The keys of blocks of `block_size` tokens.
+
+    secret: shared by the engines that exchange KV. fingerprint: of all else that decides KV, such as the weights, the
+    type of KV and its layout; both may be empty for keys that do not leave the engine.
+    """
+
+    block_size: int
+    secret: bytes = b""
+    fingerprint: str = ""
+
+    def root(self, namespace: Namespace, before: bytes = b"") -> bytes:
+        """The key that a chain begins with. before: the key of the last public block, or empty."""
+        content = msgspec.json.encode((self.fingerprint, namespace, before), order="deterministic")
+        return hmac.digest(self.secret, content, "sha256")
+
+    def chain(
+        self,
+        tokens: bytes,
+        namespace: Namespace,
+        *,
+        public: Namespace | None = None,
+        num_public: int = 0,
+        known: Sequence[bytes] = (),
+    ) -> Iterator[bytes]:
+        """Yield the keys (32 bytes) of the whole blocks of `tokens`, each computed when it is asked for.
+
+        tokens: as `token_key` writes them. public: the namespace of the first `num_public` blocks. known: the keys of
+        the blocks before the tokens.
+        """
+        first, size = len(known), self.block_size * BYTES_PER_TOKEN
+        key = known[-1] if known else b""
+        for i in range(len(tokens) // size):
+            if first + i == num_public:
+                key = self.root(namespace, key)
+            elif first + i == 0:
+                key = self.root(namespace if public is None else public)
+            key = sha256(key + tokens[i * size : (i + 1) * size]).digest()
+            yield key
