@@ -20,7 +20,8 @@ from typing import Any
 from benchmarks.cpu.machine import describe
 from benchmarks.result_file import write_result
 from quire.cache.kv_cache import KVCache
-from quire.config import CacheConfig, KVGroup
+from quire.config import CacheConfig
+from quire.core.kv_groups import KVGroup, kv_kind
 from quire.core.request import Namespace
 
 BLOCK_SIZE, ADMISSIONS = 16, 300
@@ -74,7 +75,7 @@ def _measure(length: int, shared: int, full_pool: bool, num_salts: int) -> dict[
     """Mean CPU microseconds of an admission, and of `explain_miss` within it."""
     rng, clock = random.Random(1), time.process_time_ns
     num_blocks = (20 if full_pool else ADMISSIONS + 20) * (length // BLOCK_SIZE + 2)
-    cache = KVCache(CacheConfig(BLOCK_SIZE, (KVGroup((0,), "full", 1, 1, "float32", num_blocks, 128),), "radix"))
+    cache = KVCache(CacheConfig(BLOCK_SIZE, (KVGroup((0,), kv_kind(1, 1), "float32", num_blocks, 128),), "radix"))
     head = [rng.randrange(50_000) for _ in range(shared)]
     explain, admitted, explained = cache.index.explain_miss, 0, 0
 

@@ -23,7 +23,8 @@ from quire.chat.detect import chat_format
 from quire.chat.formats import ChatFormat
 from quire.chat.output import OutputFormat, output_format
 from quire.chat.tools import toolbox
-from quire.config import CacheConfig, KVGroup
+from quire.config import CacheConfig
+from quire.core.kv_groups import KVGroup, kv_kind
 from quire.core.output import EndCause, Output
 from quire.engine.inputs import Generation, TokenizedPrompt
 from quire.engine.output_text import RequestOutputProcessor
@@ -105,7 +106,7 @@ def main() -> None:
     args = parser.parse_args()
     tokenizer = open_tokenizer(Path(embedded.folder()))
     no_health = cast(Callable[[], Health], lambda: None)
-    cache = CacheConfig(16, (KVGroup((0,), "full", 1, 16, "bfloat16", 8, 1024),))
+    cache = CacheConfig(16, (KVGroup((0,), kv_kind(1, 16), "bfloat16", 8, 1024),))
     metrics = Metrics("quire", no_health, cache=cache, max_model_len=2048)
     tokens, tools = message(args.tokens, tokenizer), toolbox([_TOOL])
     special = tokenizer.special_texts

@@ -61,7 +61,7 @@ class Case:
         for first in range(0, group.num_blocks * size, _FILL_TOKENS):
             slots = np.arange(first, min(first + _FILL_TOKENS, group.num_blocks * size))
             count, blocks = len(slots), np.arange(first // size, slots[-1] // size + 1)
-            k, v = torch.randn(2, count, group.num_kv_heads, group.head_dim).bfloat16()
+            k, v = torch.randn(2, count, group.kind.num_kv_heads, group.kind.head_dim).bfloat16()
             plan = self.kernels.plan(Batch(np.zeros(1, np.int64), np.array([count]), blocks[None]), storage)
             self.kernels.rotary_write(storage, 0, k, k, v, None, plan)
         for layer in range(1, len(group.layers)):

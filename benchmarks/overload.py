@@ -18,7 +18,8 @@ import numpy as np
 
 from benchmarks.result_file import write_result
 from quire.cache.kv_cache import KVCache
-from quire.config import CacheConfig, KVGroup, PreemptionMode, PrefixIndexKind, SchedulerConfig
+from quire.config import CacheConfig, PreemptionMode, PrefixIndexKind, SchedulerConfig
+from quire.core.kv_groups import KVGroup, kv_kind
 from quire.core.request import Request
 from quire.core.step import ChunkOutput, Step, StepResult
 from quire.params import SamplingParams
@@ -80,7 +81,7 @@ def under(
 ) -> Load:
     """Results with `rate` arriving requests per second."""
     size = BLOCK_SIZE * BYTES_PER_TOKEN
-    group = KVGroup((0,), "full", 1, 64, "bfloat16", num_blocks, size, num_host_blocks=num_host_blocks)
+    group = KVGroup((0,), kv_kind(1, 64), "bfloat16", num_blocks, size, num_host_blocks=num_host_blocks)
     config = SchedulerConfig(_ROWS, _STEP_TOKENS, _LENGTH, 0.5, 0.01, 1, preemption=preemption)
     scheduler = Scheduler(config, KVCache(CacheConfig(BLOCK_SIZE, (group,), prefix_index)))
     runner, rng = Modelled(), Random(seed)

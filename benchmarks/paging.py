@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.cpu.machine import describe
 from benchmarks.result_file import write_result
-from quire.config import KVGroup
+from quire.core.kv_groups import KVGroup, kv_kind
 from quire.kernels.contract import DTYPES, Batch, Storage
 from quire.kernels.cpu import _C, paged
 
@@ -54,7 +54,7 @@ class Case:
         width = -(-stop // block_size)
         dtype = DTYPES[options.dtype]
         padded = -(-options.head_dim // 16) * 16
-        group = KVGroup((0,), "full", options.kv_heads, options.head_dim, options.dtype, batch * width, 1)
+        group = KVGroup((0,), kv_kind(options.kv_heads, options.head_dim), options.dtype, batch * width, 1)
         parts = (block_size // 16, 16 * padded)
         data = torch.empty(1, 2, batch * width, options.kv_heads, *parts, dtype=dtype).normal_()
         self.storage = Storage(group, block_size, data)

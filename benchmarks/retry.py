@@ -25,7 +25,8 @@ import numpy as np
 
 from benchmarks.result_file import write_result
 from quire.cache.kv_cache import KVCache
-from quire.config import CacheConfig, KVGroup, SchedulerConfig
+from quire.config import CacheConfig, SchedulerConfig
+from quire.core.kv_groups import KVGroup, kv_kind
 from quire.core.request import Request
 from quire.core.step import ChunkOutput, Step, StepResult
 from quire.errors import QueueFull
@@ -93,7 +94,7 @@ class Site:
         self._mode = mode
         self._rng = Random(seed)  # for the arrivals
         self._luck = Random(seed + 1)
-        group = KVGroup((0,), "full", 1, 64, "bfloat16", load.num_blocks, BLOCK_SIZE * 256)
+        group = KVGroup((0,), kv_kind(1, 64), "bfloat16", load.num_blocks, BLOCK_SIZE * 256)
         bounds = {"max_queued_requests": load.max_queued_requests, "max_queued_tokens": load.max_queued_tokens}
         config = SchedulerConfig(load.num_rows, 512, 1024, 0.5, 0.01, 1, **bounds)  # type: ignore[arg-type]
         self.scheduler = Scheduler(config, KVCache(CacheConfig(BLOCK_SIZE, (group,), "radix")))

@@ -30,7 +30,8 @@ import numpy as np
 from rich.progress import track
 
 from quire.cache.kv_cache import KVCache
-from quire.config import DEFAULT_POLICY, CacheConfig, KVGroup, Policy, PrefixIndexKind, SchedulerConfig
+from quire.config import DEFAULT_POLICY, CacheConfig, Policy, PrefixIndexKind, SchedulerConfig
+from quire.core.kv_groups import KVGroup, kv_kind
 from quire.core.request import Request
 from quire.core.step import ChunkOutput, Step, StepResult
 from quire.params import SamplingParams
@@ -49,7 +50,7 @@ def new_scheduler(
 ) -> Scheduler:
     """A scheduler with rows and blocks for `num_sequences` sequences of up to `length` tokens."""
     num_blocks = num_sequences * (-(-length // BLOCK_SIZE) + 1)
-    group = KVGroup((0,), "full", 1, 64, "bfloat16", num_blocks, 2 * 64 * 2 * BLOCK_SIZE)
+    group = KVGroup((0,), kv_kind(1, 64), "bfloat16", num_blocks, 2 * 64 * 2 * BLOCK_SIZE)
     config = SchedulerConfig(num_sequences, max(2048, num_sequences * PROMPT), length, 1e9, 0.01, 1, policy)
     return Scheduler(config, KVCache(CacheConfig(BLOCK_SIZE, (group,), prefix_index)))
 
@@ -79,7 +80,7 @@ def drafting(num_sequences: int, num_steps: int, num_drafts: int) -> dict[str, l
     """CPU seconds of steps in which some of `num_sequences` sequences have `num_drafts` right drafts."""
     length = PROMPT + num_steps * (num_drafts + 1) + 64
     group = KVGroup(
-        (0,), "full", 1, 64, "bfloat16", num_sequences * (length // BLOCK_SIZE + 2), 2 * 64 * 2 * BLOCK_SIZE
+        (0,), kv_kind(1, 64), "bfloat16", num_sequences * (length // BLOCK_SIZE + 2), 2 * 64 * 2 * BLOCK_SIZE
     )
     config = SchedulerConfig(num_sequences, max(4096, num_sequences * PROMPT), length, 1e9, 0.01, 1)
     drafts = {"speculation": ("suffix", "answers"), "num_speculative_tokens": num_drafts, "governs_speculation": False}

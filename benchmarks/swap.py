@@ -21,7 +21,8 @@ import torch
 
 from benchmarks.cpu.machine import describe
 from benchmarks.result_file import write_result
-from quire.config import CacheConfig, EngineOptions, KVGroup
+from quire.config import CacheConfig, EngineOptions
+from quire.core.kv_groups import KVGroup, kv_kind
 from quire.core.request import Request
 from quire.core.step import Move
 from quire.cost.step_time import CostModel
@@ -103,7 +104,7 @@ def hundred_blocks(repeats: int) -> dict[str, float]:
     """Copies of 100 blocks of Llama-2-70B, each of 16 tokens in 16 bits, between the block pool and the host pool."""
     kernels = prepare(options(None, 16, 16), report=silent, progress=silent).kernels.kernels
     shape = KVGroup(
-        tuple(range(80)), "full", 8, 128, "bfloat16", 200, 16 * LLAMA_70B.bytes_per_token, num_host_blocks=100
+        tuple(range(80)), kv_kind(8, 128), "bfloat16", 200, 16 * LLAMA_70B.bytes_per_token, num_host_blocks=100
     )
     cache = CacheConfig(16, (shape,))
     store = DeviceStore(kernels, cache, torch.device("cpu"))

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta
 
+from quire.core.kv_groups import KVGroup
 from quire.errors import ConfigError, known_arguments_only, nearest
 
 DType = Literal["auto", "float32", "float16", "bfloat16", "float", "half"]
@@ -19,28 +20,12 @@ ModelImpl = Literal["auto", "quire", "transformers"]
 # layouts of quantized checkpoints
 QuantMethod = Literal["awq", "gptq", "compressed-tensors", "modelopt", "modelopt_fp4", "fp8", "gguf"]
 Quantization = Literal["int8", "int4", "mxfp4", "nvfp4", "none", QuantMethod]
-GroupKind = Literal["full", "window", "latent", "state"]
 PrefixIndexKind = Literal["radix", "hash", "none"]
 Policy = Literal["fcfs", "lpm", "cache-aware", "priority", "fair"]
 DEFAULT_POLICY: Policy = "fcfs"
 PreemptionMode = Literal["auto", "recompute", "swap"]
 GrammarBackend = Literal["auto", "llguidance", "fsm"]
 Eviction = Literal["lru", "lfu", "priority", "cost"]
-
-
-@dataclass(frozen=True, slots=True)
-class KVGroup:
-    """Layers that share one block pool, so that one block id is valid in all of them."""
-
-    layers: tuple[int, ...]
-    kind: GroupKind
-    num_kv_heads: int
-    head_dim: int
-    dtype: str  # a float type, or "fp8_e4m3", "int8" or "int4" with a scale for each head of each token
-    num_blocks: int
-    bytes_per_block: int
-    window: int = 0  # of kind "window": positions that a query attends to, its own included; else 0
-    num_host_blocks: int = 0  # blocks of the host pool, for swapped sequences
 
 
 Activation = Literal["softmax", "sigmoid", "none"]
@@ -78,10 +63,6 @@ class CacheConfig:
                 ", or eviction 'lru'"
             )
         for group in self.groups:
-            if group.kind not in ("full", "window"):
-                raise ConfigError(f"KV groups of kind {group.kind!r} are not supported yet, only 'full' and 'window'")
-            if (group.kind == "window") != (group.window > 0):
-                raise ConfigError(f"a KV group of kind {group.kind!r} cannot have a window of {group.window}")
             if group.num_blocks < 1:
                 raise ConfigError("a KV group needs at least one block; give it more memory")
 
@@ -92,29 +73,21 @@ class CacheConfig:
     def fits_sequence(self, length: int, step_tokens: int) -> bool:
         """Whether one sequence of `length` tokens fits into empty pools if a step computes at most `step_tokens`."""
         return all(
-            max_blocks_of_sequence(group.window, self.block_size, length, step_tokens) <= group.num_blocks
-            for group in self.groups
+            group.kind.max_blocks(length, step_tokens, self.block_size) <= group.num_blocks for group in self.groups
         )
 
     def num_blocks(self, group: int, num_tokens: int, reserve: int = 0) -> int:
-        """Blocks of a block table for `num_tokens` tokens; without a window for at least `reserve` tokens."""
-        if not self.groups[group].window:
-            num_tokens = max(num_tokens, reserve)
-        return -(-num_tokens // self.block_size)
+        """Blocks of a block table: see `KVKind.blocks_for`."""
+        return self.groups[group].kind.blocks_for(num_tokens, self.block_size, reserve)
 
     def first_attended_block(self, group: int, position: int) -> int:
         """Index of the first block that a query at `position` attends to."""
-        window = self.groups[group].window
-        return max(0, position - window + 1) // self.block_size if window else 0
+        return self.groups[group].kind.first_attended(position) // self.block_size
 
-
-def max_blocks_of_sequence(window: int, block_size: int, length: int, step_tokens: int) -> int:
-    """The most blocks that one sequence holds at once in a group with this window (0: no window).
-
-    A step needs the blocks that it writes and the `window - 1` positions before its first query.
-    """
-    whole = -(-length // block_size)
-    return whole if window == 0 else min(whole, -(-(window - 1 + step_tokens) // block_size) + 1)
+    @property
+    def dropping(self) -> list[int]:
+        """The groups in which sequences release blocks before their end."""
+        return [index for index, group in enumerate(self.groups) if group.kind.drops_blocks]
 
 
 DEFAULT_WAIT_WEIGHT = 100.0

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from quire.cache.kv_cache import KVCache
-from quire.config import CacheConfig, KVGroup, SchedulerConfig
+from quire.config import CacheConfig, SchedulerConfig
+from quire.core.kv_groups import KVGroup, kv_kind
 from quire.core.request import Request
 from quire.core.step import Step
 from quire.engine.engine import Engine
@@ -128,7 +129,7 @@ def _chart(film: PoolHistory, y: int) -> list[str]:
 
 def record_demo(path: Path) -> None:
     """Write the journal of 16 requests of mixed lengths in a pool of 52 blocks, with a scripted runner and clock."""
-    group = KVGroup((0,), "full", 1, 64, "float32", num_blocks=52, bytes_per_block=8192)
+    group = KVGroup((0,), kv_kind(1, 64), "float32", 52, 8192)
     cache = CacheConfig(16, (group,))
     limits = SchedulerConfig(12, 96, 256, step_seconds=0.5, watermark=0.01, steps_in_flight=1)
     rng, clock = random.Random(4), itertools.count()

@@ -31,7 +31,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks.result_file import write_result
 from quire.cache.kv_cache import KVCache
-from quire.config import CacheConfig, Eviction, KVGroup, Policy, PreemptionMode, SchedulerConfig
+from quire.config import CacheConfig, Eviction, Policy, PreemptionMode, SchedulerConfig
+from quire.core.kv_groups import KVGroup, kv_kind
 from quire.core.output import Output
 from quire.core.request import Beams, KnownOutput, Namespace, Request
 from quire.core.scheduling_params import Program, Retention, SchedulingParams
@@ -264,10 +265,8 @@ class Run:
 
     def _cache_config(self) -> CacheConfig:
         cache = self._schedule["cache"]
-        sizes = (1, 8, "float32", cache["num_blocks"], 64 * cache["block_size"])
-        groups = tuple(
-            KVGroup((0,), "window" if one else "full", *sizes, one, cache["num_host_blocks"]) for one in self._windows
-        )
+        sizes = ("float32", cache["num_blocks"], 64 * cache["block_size"], cache["num_host_blocks"])
+        groups = tuple(KVGroup((0,), kv_kind(1, 8, window), *sizes) for window in self._windows)
         public = (tuple(range(1, 1 + cache["num_public"])),) if cache["num_public"] else ()
         return CacheConfig(cache["block_size"], groups, cache["index"], public, cache["eviction"])
 

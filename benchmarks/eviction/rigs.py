@@ -7,7 +7,8 @@ from benchmarks.eviction.traces import Ask
 from quire.cache.kv_cache import KVCache
 from quire.cache.prefix.index import EvictionCause
 from quire.cache.retention import SequenceRetention
-from quire.config import CacheConfig, Eviction, KVGroup
+from quire.config import CacheConfig, Eviction
+from quire.core.kv_groups import KVGroup, kv_kind
 from quire.core.request import Namespace
 
 BLOCK_SIZE = 16
@@ -30,7 +31,7 @@ class Outcome:
 
 def cache_of(num_blocks: int, eviction: Eviction = "lru") -> KVCache:
     """A KVCache with one KV group and blocks of 16 tokens."""
-    group = KVGroup((0,), "full", 1, 64, "bfloat16", num_blocks, 4096)
+    group = KVGroup((0,), kv_kind(1, 64), "bfloat16", num_blocks, 4096)
     return KVCache(CacheConfig(BLOCK_SIZE, (group,), "radix", (), eviction))
 
 

@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.gpu import clock
 from benchmarks.gpu.part import Part
 from benchmarks.gpu.processes import Row, Settings
-from quire.config import KVGroup
+from quire.core.kv_groups import KVGroup, kv_kind
 from quire.kernels.contract import Batch, Storage
 from quire.kernels.triton import kernels
 
@@ -171,7 +171,7 @@ class Bench:
     def _storage(self, dtype: str, num_blocks: int, layers: int) -> Storage:
         """KV storage with random keys and values."""
         heads = self.heads
-        group = KVGroup(tuple(range(layers)), "full", heads.num_kv, heads.dim, dtype, num_blocks, 1)
+        group = KVGroup(tuple(range(layers)), kv_kind(heads.num_kv, heads.dim), dtype, num_blocks, 1)
         storage = kernels.allocate(group, BLOCK_SIZE, torch.device(self.device))
         blocks = np.arange(num_blocks)
         at_once = WRITTEN_AT_ONCE // BLOCK_SIZE

@@ -8,7 +8,8 @@ from itertools import count
 from benchmarks.prefix.sessions import Session
 from benchmarks.workloads import Query
 from quire.cache.kv_cache import KVCache
-from quire.config import CacheConfig, EngineOptions, KVGroup, PrefixIndexKind, SchedulerConfig
+from quire.config import CacheConfig, EngineOptions, PrefixIndexKind, SchedulerConfig
+from quire.core.kv_groups import KVGroup, kv_kind
 from quire.core.request import Beams, Request
 from quire.core.runner import Runner
 from quire.core.step import Step
@@ -67,7 +68,7 @@ def num_held(cache: KVCache) -> tuple[int, int]:
 
 def cache_config(prefix_index: PrefixIndexKind, num_blocks: int, bytes_per_block: int = 1) -> CacheConfig:
     """One KV group with blocks of 16 tokens."""
-    group = KVGroup((0,), "full", 1, 64, "bfloat16", num_blocks, bytes_per_block)
+    group = KVGroup((0,), kv_kind(1, 64), "bfloat16", num_blocks, bytes_per_block)
     return CacheConfig(BLOCK_SIZE, (group,), prefix_index)
 
 

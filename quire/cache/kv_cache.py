@@ -42,7 +42,7 @@ class KVCache:
         self.config = config
         self.block_size = config.block_size
         self._has_index = config.prefix_index != "none"
-        self.windowed = [i for i, group in enumerate(config.groups) if group.window]
+        self.windowed = config.dropping
         self.pools = self._new_pools(config)
         self._tables: dict[int, BlockTable] = {}  # by sequence id
         self.tables: Mapping[int, BlockTable] = MappingProxyType(self._tables)

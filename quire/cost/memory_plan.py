@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from quire.config import max_blocks_of_sequence
+from quire.core.kv_groups import KVKind
 from quire.errors import ConfigError, DoesNotFit
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -19,7 +19,7 @@ class KVProfile:
     """The memory that the KV of one group needs."""
 
     bytes_per_token: int
-    window: int  # in tokens; 0: no window
+    kind: KVKind
     reason: str
 
 
@@ -53,9 +53,7 @@ class MemoryProfile:
 
     def blocks_alone(self, length: int) -> list[int]:
         """Per group, the blocks that one sequence of `length` tokens needs if it runs alone."""
-        return [
-            max_blocks_of_sequence(kv.window, self.block_size, length, self.max_num_batched_tokens) for kv in self.kv
-        ]
+        return [kv.kind.max_blocks(length, self.max_num_batched_tokens, self.block_size) for kv in self.kv]
 
     def kv_bytes(self, length: int) -> int:
         """Bytes of KV that one sequence of `length` tokens needs if it runs alone."""
@@ -63,7 +61,7 @@ class MemoryProfile:
 
     def blocks_while_decoding(self, length: int) -> list[int]:
         """Per group, the blocks that a sequence of `length` tokens holds while it decodes."""
-        return [max_blocks_of_sequence(kv.window, self.block_size, length, 1) for kv in self.kv]
+        return [kv.kind.max_blocks(length, 1, self.block_size) for kv in self.kv]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +145,7 @@ def plan_memory(
             if num == most and not fill_budget
             else f"what is left of {format_bytes(budget)}, {budget_reason}"
         )
-        name = f"KV pool {kv.window}" if kv.window else "KV pool"
+        name = f"KV pool {kv.kind.span}" if kv.kind.drops_blocks else "KV pool"
         lines.append(PlanLine(name, num * profile.block_size * kv.bytes_per_token, why))
     return MemoryPlan(profile, (*lines, *_other_lines(profile)), tuple(num_blocks), length, length_reason)
 

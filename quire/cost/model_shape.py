@@ -3,15 +3,8 @@
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
-
-class KVLayer(NamedTuple):
-    """Keys and values of one layer. Layers with equal values share a KV group."""
-
-    num_kv_heads: int
-    head_dim: int
-    window: int  # positions that a query attends to, its own included; 0: all
+from quire.core.kv_groups import StoredKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,12 +17,12 @@ class ModelShape:
     weight_bytes: int
     weight_types: str  # in words: "int4 and bfloat16"
     activations_per_token: int  # the most numbers alive at once while a layer computes one token
-    layers: tuple[KVLayer, ...]
+    layers: tuple[StoredKind, ...]  # the KV of each layer
 
     @property
-    def kv_groups(self) -> Mapping[KVLayer, tuple[int, ...]]:
-        """Layer indices by KV group, groups without a window first."""
-        groups: dict[KVLayer, list[int]] = defaultdict(list)
-        for index, layer in enumerate(self.layers):
-            groups[layer].append(index)
-        return {layer: tuple(groups[layer]) for layer in sorted(groups, key=lambda layer: layer.window)}
+    def kv_groups(self) -> Mapping[StoredKind, tuple[int, ...]]:
+        """Layer indices by KV group, groups of all positions first."""
+        groups: dict[StoredKind, list[int]] = defaultdict(list)
+        for index, kind in enumerate(self.layers):
+            groups[kind].append(index)
+        return {kind: tuple(groups[kind]) for kind in sorted(groups, key=lambda kind: kind.span)}

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from quire.core.kv_groups import num_attended, num_read
 from quire.core.runner import MAX_UNUSED_LOGITS
 
 
@@ -82,21 +83,11 @@ def step_work(starts: np.ndarray, stops: np.ndarray, windows: Sequence[int], num
     several = bool(longer.any())
     pairs, kv_tokens = [], []
     for window in windows:
-        reads = np.minimum(stops, lengths + window - 1) if window else stops
-        kv_tokens.append(int(reads.sum()))
+        kv_tokens.append(int(num_read(starts, stops, window).sum()))
         if not several:
             pairs.append(0.0)
             continue
         first, last = starts[longer].astype(np.float64), stops[longer].astype(np.float64)
-        attended = _sum_to(last, window) - _sum_to(first, window)
+        attended = num_attended(last, window) - num_attended(first, window)
         pairs.append(float(attended.sum()))
     return StepWork(num_tokens, len(starts), tuple(pairs), tuple(kv_tokens), num_opened)
-
-
-def _sum_to(stop: np.ndarray, window: int) -> np.ndarray:
-    """The sum of min(position + 1, window) over all positions before `stop`; window 0: no window."""
-    full: np.ndarray = stop * (stop + 1) / 2
-    if not window:
-        return full
-    limited: np.ndarray = np.where(stop <= window, full, window * (window + 1) / 2 + (stop - window) * window)
-    return limited

@@ -4,7 +4,8 @@ A kernel module owns the layout of blocks on its device. It has no access to mod
 `quire.kernels.reference` is the specification of every function; other modules must agree with it.
 
 KV that leaves a device is in the canonical layout, which is the same for all modules:
-(num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim), where index 0 of the second axis is keys. For
+(num_layers, planes, num_blocks, block_size, num_kv_heads, head_dim), where index 0 of the second axis is keys, and
+index 1 is values if the kind of KV has them apart from keys (`core/kv_groups.py`). For
 types of 8 and 4 bits the last axis is uint8 with scales: see `reference.quantized`.
 """
 
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.config import KVGroup
+from quire.core.kv_groups import KVGroup, KVKind
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -254,6 +255,15 @@ class Requirements:
     block_size: int
     head_dims: tuple[int, ...]
     schemes: tuple[Scheme, ...] = ()  # of low-bit weights
+    kv_kinds: tuple[KVKind, ...] = ()
+
+
+def unsupported_kind_reason(requirements: Requirements) -> str | None:
+    """Why a module that keeps keys and values of one size does not meet the requirements, or None if it does."""
+    for kind in requirements.kv_kinds:
+        if kind.planes != (kind.head_dim, kind.head_dim):
+            return f"it keeps keys and values of {kind.head_dim} numbers, not {kind} with {kind.planes}"
+    return None
 
 
 class CaptureMemory(NamedTuple):

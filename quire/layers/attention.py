@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from quire.core.kv_groups import StoredKind
 from quire.kernels.contract import Kernels, Rotation
 from quire.layers.attend import Attend
 from quire.layers.linear import Linear
@@ -21,14 +22,23 @@ class AttentionConfig:
     """Sizes and options of an attention block."""
 
     num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    kv: StoredKind
     qkv_bias: bool
     o_bias: bool
     qk_norm: QKNorm
     qk_norm_bias: bool
     norm: NormKind
     norm_eps: float
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Number of heads of keys and values."""
+        return self.kv.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers of a head of queries and keys."""
+        return self.kv.head_dim
 
 
 class Attention(nn.Module):

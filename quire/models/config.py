@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
+from quire.core.kv_groups import kv_kind
 from quire.layers.attend import ScoreScaling
 from quire.layers.attention import AttentionConfig, QKNorm
 from quire.layers.experts import ExpertsConfig
@@ -38,7 +39,7 @@ _NORMS: Mapping[Order, tuple[str, ...]] = MappingProxyType(
 class LayerConfig:
     """Configuration that may differ between layers."""
 
-    window: int  # positions that a query attends to, including its own; 0: all
+    mixer: AttentionConfig
     rope: int | None  # index into the decoder's ropes; None: no rotary embedding
     score_scaling: ScoreScaling
     has_experts: bool  # whether it has experts instead of an MLP
@@ -89,13 +90,11 @@ class DecoderConfig:
         """Names of the norms of a layer."""
         return _NORMS[self.order]
 
-    @property
-    def attention(self) -> AttentionConfig:
-        """Configuration of the attention block, which is the same for every layer."""
+    def attention(self, window: int) -> AttentionConfig:
+        """The attention block of a layer with this window; 0: none."""
         return AttentionConfig(
             num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
+            kv=kv_kind(self.num_kv_heads, self.head_dim, window),
             qkv_bias=self.qkv_bias,
             o_bias=self.o_bias,
             qk_norm=self.qk_norm,
@@ -112,7 +111,7 @@ class DecoderConfig:
         if experts is not None:
             widest = max(widest, experts.per_token * experts.intermediate_size + experts.shared_size)
             hidden += 2 * experts.per_token * self.hidden_size  # a row of x and a result for each expert
-        return hidden + 3 * widest + 3 * self.num_heads * self.head_dim
+        return hidden + 3 * widest + 3 * max(layer.mixer.num_heads * layer.mixer.head_dim for layer in self.layers)
 
     @property
     def default_scale(self) -> float:

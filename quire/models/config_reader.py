@@ -134,7 +134,7 @@ def _layers(
         scale = (family.scale or config.default_scale) / (index + 1 if family.scale_by_layer else 1)
         rope = None if ropes is None else _distinct_ropes(ropes).index(ropes.window if window else ropes.full)
         sparse = experts is not None and index not in experts.dense_layers and (index + 1) % experts.sparse_step == 0
-        layers.append(LayerConfig(window, rope, ScoreScaling(scale, family.softcap), sparse))
+        layers.append(LayerConfig(config.attention(window), rope, ScoreScaling(scale, family.softcap), sparse))
     return tuple(layers)
 
 

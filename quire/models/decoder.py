@@ -28,7 +28,7 @@ class DecoderLayer(nn.Module):
         self.rope = config.layers[index].rope
         self.order = config.order
         self.residual_scale = config.residual_scale
-        self.attention = Attention(config.hidden_size, config.attention, dtype)
+        self.attention = Attention(config.hidden_size, config.layers[index].mixer, dtype)
         self.mlp = _mlp(config, index, dtype)
         self.attn_norm = self._norm("attn_norm", config, dtype)
         self.attn_out_norm = self._norm("attn_out_norm", config, dtype)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from quire.config import Classification
-from quire.cost.model_shape import KVLayer
+from quire.core.kv_groups import StoredKind
 from quire.errors import ModelError, RequestError, nearest
 from quire.kernels.contract import DTYPES, Scheme
 from quire.models import gpt_like, llama_like
@@ -202,10 +202,9 @@ class ModelDescription:
         return self.config.activations_per_token
 
     @property
-    def kv_layers(self) -> tuple[KVLayer, ...]:
+    def kv_layers(self) -> tuple[StoredKind, ...]:
         """See Description."""
-        config = self.config
-        return tuple(KVLayer(config.num_kv_heads, config.head_dim, layer.window) for layer in config.layers)
+        return tuple(layer.mixer.kv for layer in self.config.layers)
 
     @property
     def num_parameters(self) -> int:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.config import Classification
-from quire.cost.model_shape import KVLayer
+from quire.core.kv_groups import StoredKind
 from quire.kernels.contract import Kernels
 from quire.layers.attend import Attend, ScoreScaling
 from quire.layers.linear import Linear
@@ -53,8 +53,8 @@ class Description(Protocol):
         """The most activation numbers that one token needs at the same time within a layer."""
 
     @property
-    def kv_layers(self) -> Sequence[KVLayer]:
-        """Shape of the KV of each layer."""
+    def kv_layers(self) -> Sequence[StoredKind]:
+        """The kind of KV of each layer."""
 
     @property
     def num_parameters(self) -> int:

@@ -7,6 +7,7 @@ weights of all experts into two. Their tensors fill slices of these.
 from collections.abc import Iterator
 from dataclasses import replace
 
+from quire.layers.attention import AttentionConfig
 from quire.models.config import DecoderConfig, TensorNames
 from quire.weights.placement import Placement
 
@@ -23,7 +24,7 @@ def build_weight_map(config: DecoderConfig, names: TensorNames) -> dict[str, Pla
         found |= _linear(names.class_head, "class_head", config.num_classes, config.hidden_size, bias=False)
     for index, layer in enumerate(config.layers):
         source, target = names.prefix + names.layer.format(index), f"layers.{index}."
-        blocks = [*_norms(config, names), *_attention(config, names)]
+        blocks = [*_norms(config, names), *_attention(config, layer.mixer, names)]
         blocks += _experts(config, names) if layer.has_experts else _mlp(config, names)
         found |= {source + name: replace(place, parameter=target + place.parameter) for name, place in blocks}
     return found
@@ -61,25 +62,24 @@ def _norms(config: DecoderConfig, names: TensorNames) -> Placed:
         yield from _norm(getattr(names, norm), norm, config, (config.hidden_size,))
 
 
-def _attention(config: DecoderConfig, names: TensorNames) -> Placed:
-    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+def _attention(config: DecoderConfig, mixer: AttentionConfig, names: TensorNames) -> Placed:
+    q_size, kv_size = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
     rows = (q_size, kv_size, kv_size) if len(names.qkv) == 3 else (q_size + 2 * kv_size,)
     orders: tuple[tuple[int, ...], ...] = ((), (), ())
     if names.interleaved:
         orders = (
-            _deinterleaved_rows(config.num_heads, config.head_dim),
-            _deinterleaved_rows(config.num_kv_heads, config.head_dim),
+            _deinterleaved_rows(mixer.num_heads, mixer.head_dim),
+            _deinterleaved_rows(mixer.num_kv_heads, mixer.head_dim),
             (),
         )
     if names.qkv_rows == "grouped":
-        orders = (_ungrouped_rows(config),)
-    yield from _stacked(
-        names.qkv, "attention.qkv", rows, config.hidden_size, names, bias=config.qkv_bias, orders=orders
-    )
-    yield from _stacked((names.o,), "attention.o", (config.hidden_size,), q_size, names, bias=config.o_bias)
-    if config.qk_norm != "none":
-        yield from _qk_norm(names.q_norm, "attention.q_norm", config, config.num_heads, orders[0])
-        yield from _qk_norm(names.k_norm, "attention.k_norm", config, config.num_kv_heads, orders[1])
+        orders = (_ungrouped_rows(mixer),)
+    yield from _stacked(names.qkv, "attention.qkv", rows, config.hidden_size, names, bias=mixer.qkv_bias, orders=orders)
+    yield from _stacked((names.o,), "attention.o", (config.hidden_size,), q_size, names, bias=mixer.o_bias)
+    if mixer.qk_norm != "none":
+        config = replace(config, norm_bias=mixer.qk_norm_bias)
+        yield from _qk_norm(names.q_norm, "attention.q_norm", config, mixer, mixer.num_heads, orders[0])
+        yield from _qk_norm(names.k_norm, "attention.k_norm", config, mixer, mixer.num_kv_heads, orders[1])
 
 
 def _stacked(
@@ -105,15 +105,17 @@ def _stacked(
         start += height
 
 
-def _qk_norm(source: str, target: str, config: DecoderConfig, heads: int, order: tuple[int, ...]) -> Placed:
-    config = replace(config, norm_bias=config.qk_norm_bias)
-    if config.qk_norm == "each" and "{}" in source:
+def _qk_norm(
+    source: str, target: str, config: DecoderConfig, mixer: AttentionConfig, heads: int, order: tuple[int, ...]
+) -> Placed:
+    size = mixer.head_dim
+    if mixer.qk_norm == "each" and "{}" in source:
         for head in range(heads):
-            for name, place in _norm(source.format(head), target, config, (config.head_dim,)):
+            for name, place in _norm(source.format(head), target, config, (size,)):
                 yield name, replace(place, part=head)
         return
-    shapes = {"head": (config.head_dim,), "each": (heads, config.head_dim), "projection": (heads * config.head_dim,)}
-    for name, place in _norm(source, target, config, shapes[config.qk_norm]):
+    shapes = {"head": (size,), "each": (heads, size), "projection": (heads * size,)}
+    for name, place in _norm(source, target, config, shapes[mixer.qk_norm]):
         yield name, replace(place, row_order=order)
 
 
@@ -146,13 +148,13 @@ def _experts(config: DecoderConfig, names: TensorNames) -> Placed:
         yield from _linear(names.shared_gate, "mlp.shared_gate", 1, hidden, bias=False).items()
 
 
-def _ungrouped_rows(config: DecoderConfig) -> tuple[int, ...]:
+def _ungrouped_rows(mixer: AttentionConfig) -> tuple[int, ...]:
     """Row order from (num_kv_heads, queries + key + value, head_dim) to all queries, all keys, all values."""
-    shared = config.num_heads // config.num_kv_heads
-    groups = [range(kv_head * (shared + 2), (kv_head + 1) * (shared + 2)) for kv_head in range(config.num_kv_heads)]
+    shared = mixer.num_heads // mixer.num_kv_heads
+    groups = [range(kv_head * (shared + 2), (kv_head + 1) * (shared + 2)) for kv_head in range(mixer.num_kv_heads)]
     heads = [head for group in groups for head in group[:shared]]
     heads += [group[shared] for group in groups] + [group[shared + 1] for group in groups]
-    return tuple(row for head in heads for row in range(head * config.head_dim, (head + 1) * config.head_dim))
+    return tuple(row for head in heads for row in range(head * mixer.head_dim, (head + 1) * mixer.head_dim))
 
 
 def _deinterleaved_rows(heads: int, head_dim: int) -> tuple[int, ...]:

@@ -18,7 +18,6 @@ from msgspec import structs
 from quire.cache.block_pool import BlockPool
 from quire.cache.block_table import ABSENT
 from quire.cache.prefix.radix_node import Node
-from quire.config import KVGroup
 from quire.monitor import blocks as block_states
 from quire.monitor.tree import TreeView, TreeViews, num_visible, visible_nodes
 from quire.monitor.update import (
@@ -338,7 +337,7 @@ class Monitor:
         rest = block_states.FREE if watcher.sees_all else block_states.OTHER
         return [
             PoolFigures(
-                _pool_name(group),
+                str(group.kind),
                 cache.block_size,
                 pool.num_blocks,
                 int(np.count_nonzero(codes == rest)),
@@ -405,10 +404,6 @@ def _changes(before: list[np.ndarray] | None, codes: list[np.ndarray]) -> list[B
         for pool, some in enumerate(codes)
         for first, runs in block_states.changed_runs(None if before is None else before[pool], some)
     ]
-
-
-def _pool_name(group: KVGroup) -> str:
-    return f"{group.kind} {group.window}" if group.window else group.kind
 
 
 def _reason(cause: str) -> str:

@@ -296,7 +296,7 @@ def baseline_setup(setup: EngineSetup, name: str) -> tuple[EngineSetup, NewCache
 
 def baseline_configs(cache: CacheConfig, scheduler: SchedulerConfig) -> tuple[CacheConfig, SchedulerConfig]:
     """The configs of a baseline. Raises ConfigError for a model with sliding windows."""
-    if any(group.window for group in cache.groups):
+    if cache.dropping:
         raise ConfigError("the baselines have no sliding windows; choose a model without them")
     plain = replace(
         cache,

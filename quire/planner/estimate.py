@@ -74,7 +74,7 @@ def step_seconds(setup: EngineSetup, demand: Demand, rate: float) -> float:
 def kv_rows(setup: EngineSetup, context: float) -> int:
     """How many sequences of `context` tokens the KV blocks hold, at least 1."""
     cache = setup.cache
-    sizes = (min(context, group.window or inf) for group in cache.groups)
+    sizes = (group.kind.attended(context) for group in cache.groups)
     held = (
         group.num_blocks * cache.block_size / max(1.0, size) for group, size in zip(cache.groups, sizes, strict=True)
     )

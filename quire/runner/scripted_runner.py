@@ -129,7 +129,7 @@ class ScriptedRunner:
         fails: Callable[[Step], bool] = lambda step: False,
     ) -> None:
         self._block_size = cache.block_size
-        self._windows = [group.window for group in cache.groups]
+        self._kinds = [group.kind for group in cache.groups]
         self._kv = [np.full((group.num_blocks, cache.block_size), _UNSET, np.int64) for group in cache.groups]
         self._host = [np.full((group.num_host_blocks, cache.block_size), _UNSET, np.int64) for group in cache.groups]
         self._tokens = np.full((max_num_seqs, max_model_len + 1), _UNSET, np.int32)
@@ -262,8 +262,7 @@ class ScriptedRunner:
 
     def _keys(self, row: int, stop: int, group: int) -> np.ndarray:
         """The KV of a group that a query at position `stop - 1` reads, through its block table."""
-        window = self._windows[group]
-        return self._read(row, np.arange(max(0, stop - window) if window else 0, stop), group)
+        return self._read(row, np.arange(self._kinds[group].first_attended(stop - 1), stop), group)
 
     def _read(self, row: int, positions: np.ndarray, group: int) -> np.ndarray:
         blocks = self._tables[group][row, positions // self._block_size]

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from quire.config import CacheConfig, SchedulerConfig, max_blocks_of_sequence
+from quire.config import CacheConfig, SchedulerConfig
 from quire.core.request import Beams, Request
 from quire.core.step import Logprobs
 from quire.errors import RequestError
@@ -244,8 +244,8 @@ def check_search(request: Request, limits: SchedulerConfig, cache: CacheConfig) 
     length = len(request.prompt) + request.max_tokens
     shared = len(request.prompt) // cache.block_size
     for group in cache.groups:
-        alone = max_blocks_of_sequence(group.window, cache.block_size, length, limits.max_num_batched_tokens)
-        needed = width * (alone + 1) if group.window else shared + width * (alone - shared + 1)
+        alone = group.kind.max_blocks(length, limits.max_num_batched_tokens, cache.block_size)
+        needed = width * (alone + 1) if group.kind.drops_blocks else shared + width * (alone - shared + 1)
         if needed > group.num_blocks:
             raise RequestError(
                 f"a beam search of width {width} over up to {length} tokens needs {needed} KV blocks, and there are "

@@ -102,7 +102,8 @@ class ReplayedConstraints:
 
 log = logging.getLogger(__name__)
 
-FORMAT = 9
+FORMAT = 10
+_FLAT_KINDS = 9  # the format whose KV groups had the fields of their kinds
 _MOST_BLOCKS = 2**24  # of a replay, which has 17 bytes for each
 _HEAD = struct.Struct("<II")  # bytes of a record, and their CRC-32
 
@@ -364,9 +365,20 @@ def read_records(file: BinaryIO) -> Iterator[Record]:
         if zlib.crc32(data) != checksum:
             raise JournalError(_damaged(number, "its checksum differs"))
         try:
-            yield codec.decode(data, Record)  # type: ignore[arg-type]
+            yield codec.decode(data if number else _upgraded(data), Record)  # type: ignore[arg-type]
         except (msgspec.MsgspecError, ValueError, TypeError) as error:
             raise JournalError(_damaged(number, str(error))) from error
+
+
+def _upgraded(data: bytes) -> bytes:
+    """A header in this format, from one in this format or the one before."""
+    header = msgspec.msgpack.decode(data)
+    if not isinstance(header, dict) or header.get("format") != _FLAT_KINDS:
+        return data
+    for group in header["cache"]["groups"]:
+        fields = {name: group.get(name) for name in ("num_kv_heads", "head_dim", "window")}
+        group["kind"] = {"type": group["kind"], **fields}
+    return codec.encode({**header, "format": FORMAT})
 
 
 def _damaged(number: int, why: str) -> str:

@@ -192,7 +192,7 @@ class QueueLimit:
             (
                 (self._cache.pools[i].num_blocks - self._state.watermark_blocks[i]) * self._cache.block_size
                 for i, group in enumerate(self._cache.config.groups)
-                if not group.window
+                if not group.kind.drops_blocks
             ),
             default=inf,
         )

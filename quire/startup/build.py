@@ -229,9 +229,10 @@ def prepare_files(options: EngineOptions, opened: OpenFiles, *, report: Report) 
     name, path, files = opened
     description = files.description
     device = pick_device(options.device)
-    head_dims = tuple({layer.head_dim for layer in description.kv_layers})
+    kinds = tuple(dict.fromkeys(description.kv_layers))
+    head_dims = tuple({kind.head_dim for kind in kinds})
     dtype, kv_dtype = resolve_dtypes(options, description.dtype)
-    requirements = Requirements(usable_device(device), dtype, kv_dtype, options.block_size, head_dims)
+    requirements = Requirements(usable_device(device), dtype, kv_dtype, options.block_size, head_dims, kv_kinds=kinds)
     requirements, dtype_line = _substitute_float16(options, requirements)
     dtype, kv_dtype = requirements.dtype, requirements.kv_dtype
     _check_block_size(options, requirements)

@@ -62,7 +62,7 @@ def measure_latency(
 
     advance(done, total): receives seconds. clock: seconds. Raises ConfigError if the time was too short for any step.
     """
-    windows = [group.window for group in engine.scheduler.cache.config.groups]
+    windows = [group.kind.span for group in engine.scheduler.cache.config.groups]
     samples: list[StepSample] = []
     launched: list[StepWork] = []
 

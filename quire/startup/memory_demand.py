@@ -3,9 +3,10 @@
 from collections import Counter
 from math import prod
 
-from quire.config import CacheConfig, EngineOptions, KVGroup
+from quire.config import CacheConfig, EngineOptions
+from quire.core.kv_groups import KVGroup, KVKind
 from quire.cost.memory_plan import HostPoolPlan, KVProfile, MemoryPlan, MemoryProfile
-from quire.cost.model_shape import KVLayer, ModelShape
+from quire.cost.model_shape import ModelShape
 from quire.cost.step_work import AttentionWork, ComputeShape
 from quire.kernels.contract import DTYPES, CaptureMemory, Kernels
 from quire.kernels.reference.quantized import read_bytes, stored_dtype_and_size
@@ -53,7 +54,7 @@ def compute_shape_of(
     grids = Counter(scheme.grid for parameter, scheme in schemes.items() if parameter not in (_HEAD, _EMBED))
     rounds_inputs = bool(grids) and grids.most_common(1)[0][0] != "e4m3"  # float8 weights are multiplied in `dtype`
     shape = shape_of(description, dtype, schemes)
-    flops_per_pair = 4.0 * description.config.num_heads * description.config.head_dim  # of one layer
+    mixers = [layer.mixer for layer in description.config.layers]
     return ComputeShape(
         num_layers=len(shape.layers),
         compute_dtype="int8" if rounds_inputs else dtype,
@@ -69,9 +70,12 @@ def compute_shape_of(
         activation_bytes_per_token=description.activations_per_token * DTYPES[dtype].itemsize,
         attention=tuple(
             AttentionWork(
-                layer.window, flops_per_pair * len(layers), _kv_profile(layer, len(layers), kv_dtype).bytes_per_token
+                kind.span,
+                # a score and a weighted value in each head
+                sum(2.0 * mixers[layer].num_heads * (kind.head_dim + kind.value_dim) for layer in layers),
+                _kv_profile(kind, len(layers), kv_dtype).bytes_per_token,
             )
-            for layer, layers in shape.kv_groups.items()
+            for kind, layers in shape.kv_groups.items()
         ),
     )
 
@@ -92,7 +96,7 @@ def memory_profile(
     groups = shape.kv_groups
     length = min(options.max_model_len or shape.max_positions, shape.max_positions)
     read = read_bytes(kv_dtype, DTYPES[dtype])
-    widest = max(2 * layer.num_kv_heads * layer.head_dim * read for layer in groups)
+    widest = max(kind.numbers_per_token * read for kind in groups)
     attention = min(max(kernels.SCRATCH_BYTES, length * widest), options.max_num_seqs * length * widest)
     sampled = min(max(LOGITS_AT_ONCE, shape.vocab_size), options.max_num_seqs * shape.vocab_size)
     token_bytes, logit_bytes = shape.activations_per_token * 4, shape.vocab_size * 4
@@ -103,7 +107,7 @@ def memory_profile(
     return MemoryProfile(
         weight_bytes=shape.weight_bytes,
         weight_reason=f"{shape.num_parameters / 1e6:.2f} M parameters, {shape.weight_types}",
-        kv=tuple(_kv_profile(layer, len(layers), kv_dtype) for layer, layers in groups.items()),
+        kv=tuple(_kv_profile(kind, len(layers), kv_dtype) for kind, layers in groups.items()),
         block_size=options.block_size,
         model_max_len=shape.max_positions,
         max_model_len=options.max_model_len,
@@ -119,13 +123,17 @@ def memory_profile(
     )
 
 
-def _kv_profile(layer: KVLayer, num_layers: int, kv_dtype: str) -> KVProfile:
-    window = f", last {layer.window} tokens" if layer.window else ""
-    stored, size = stored_dtype_and_size(kv_dtype, layer.head_dim)
+def _kv_profile(kind: KVKind, num_layers: int, kv_dtype: str) -> KVProfile:
+    def bytes_of(numbers: int) -> int:
+        stored, size = stored_dtype_and_size(kv_dtype, numbers)
+        return size * stored.itemsize
+
+    stored, size = stored_dtype_and_size(kv_dtype, kind.head_dim)
+    window = f", last {kind.span} tokens" if kind.drops_blocks else ""
     return KVProfile(
-        num_layers * 2 * layer.num_kv_heads * size * stored.itemsize,
-        layer.window,
-        f"{num_layers} layers x 2 x {layer.num_kv_heads} heads x {size} x {stored.itemsize} B{window}",
+        num_layers * kind.bytes_per_token(bytes_of),
+        kind,
+        f"{num_layers} layers x {len(kind.planes)} x {kind.num_kv_heads} heads x {size} x {stored.itemsize} B{window}",
     )
 
 
@@ -137,16 +145,13 @@ def make_cache_config(shape: ModelShape, dtype: str, plan: MemoryPlan, host: Hos
         tuple(
             KVGroup(
                 layers=layers,
-                kind="window" if layer.window else "full",
-                num_kv_heads=layer.num_kv_heads,
-                head_dim=layer.head_dim,
+                kind=kind,
                 dtype=dtype,
                 num_blocks=num_blocks,
                 bytes_per_block=kv.bytes_per_token * block_size,
-                window=layer.window,
                 num_host_blocks=num_host_blocks,
             )
-            for (layer, layers), kv, num_blocks, num_host_blocks in zip(
+            for (kind, layers), kv, num_blocks, num_host_blocks in zip(
                 shape.kv_groups.items(), plan.profile.kv, plan.num_blocks, host.num_blocks, strict=True
             )
         ),

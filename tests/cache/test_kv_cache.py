@@ -11,7 +11,7 @@ from scripted_engine import cache_config
 from quire.cache.block_pool import BlockPool
 from quire.cache.block_table import ABSENT
 from quire.cache.kv_cache import KVCache
-from quire.config import max_blocks_of_sequence
+from quire.core.kv_groups import kv_kind
 from quire.core.step import Move
 
 
@@ -206,7 +206,7 @@ def test_a_window_keeps_the_blocks_that_its_next_query_sees():
 
 def test_a_lone_sequence_never_has_more_blocks_of_a_window_than_it_is_promised():
     for window, step_tokens, length in ((6, 5, 40), (1, 1, 9), (16, 3, 50), (5, 40, 30)):
-        cache = KVCache(cache_config(max_blocks_of_sequence(window, 4, length, step_tokens), windows=(window,)))
+        cache = KVCache(cache_config(kv_kind(1, 8, window).max_blocks(length, step_tokens, 4), windows=(window,)))
         table, rng = cache.new_table(0), random.Random(window)
         written = 0
         while written < length:

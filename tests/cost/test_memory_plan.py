@@ -5,8 +5,10 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kv_groups import kv_group
 
-from quire.config import CacheConfig, KVGroup
+from quire.config import CacheConfig
+from quire.core.kv_groups import kv_kind
 from quire.cost.memory_plan import KVProfile, MemoryProfile, format_bytes, parse_memory, plan_memory
 from quire.cost.step_time import StepTime
 from quire.errors import ConfigError
@@ -18,7 +20,7 @@ def demand(**changes):
     values = {
         "weight_bytes": GIB,
         "weight_reason": "0.5 G parameters x 2 B",
-        "kv": (KVProfile(12288, 0, "24 layers x 2 heads x 64 x 2 x 2 B"),),
+        "kv": (KVProfile(12288, kv_kind(1, 8, 0), "24 layers x 2 heads x 64 x 2 x 2 B"),),
         "block_size": 16,
         "model_max_len": 8192,
         "max_model_len": None,
@@ -118,7 +120,7 @@ def test_bad_sizes_say_what_a_size_is(text):
     block_size=st.sampled_from([1, 16, 64]),
 )
 def test_groups_share_a_budget(window, budget, seqs, length, block_size):
-    kv = (KVProfile(6144, 0, "full"), KVProfile(3 * 6144, window, "window"))
+    kv = (KVProfile(6144, kv_kind(1, 8, 0), "full"), KVProfile(3 * 6144, kv_kind(1, 8, window), "window"))
     asked = demand(kv=kv, max_num_seqs=seqs, max_model_len=length, block_size=block_size)
     try:
         plan = plan_memory(asked, available=64 * GIB, default_share=0.5, limit=f"{budget}MiB")
@@ -130,7 +132,7 @@ def test_groups_share_a_budget(window, budget, seqs, length, block_size):
     cache = CacheConfig(
         block_size,
         tuple(
-            KVGroup((0,), kind, 1, 8, "float32", num, 1, seen)
+            kv_group((0,), 1, 8, "float32", num, 1, window=seen)
             for (kind, seen), num in zip(groups, plan.num_blocks, strict=True)
         ),
     )
@@ -140,7 +142,7 @@ def test_groups_share_a_budget(window, budget, seqs, length, block_size):
 
 
 def test_no_group_is_left_short_when_another_has_enough():
-    kv = (KVProfile(1, 0, ""), KVProfile(1, 1, ""), KVProfile(1, 0, ""))
+    kv = (KVProfile(1, kv_kind(1, 8, 0), ""), KVProfile(1, kv_kind(1, 8, 1), ""), KVProfile(1, kv_kind(1, 8, 0), ""))
     asked = demand(kv=kv, max_num_seqs=4, max_model_len=96, max_num_batched_tokens=96)
     for extra in range(0, 3000, 7):
         plan = plan_memory(asked, available=64 * GIB, default_share=0.5, limit=str(1_125_700_000 + extra))
@@ -151,8 +153,8 @@ def test_no_group_is_left_short_when_another_has_enough():
 
 def test_a_window_leaves_more_of_the_budget_to_the_other_group():
     asked = {"max_num_seqs": 1000, "max_num_batched_tokens": 64}
-    both = demand(kv=(KVProfile(6144, 0, ""), KVProfile(6144, 0, "")), **asked)
-    windowed = demand(kv=(KVProfile(6144, 0, ""), KVProfile(6144, 512, "")), **asked)
+    both = demand(kv=(KVProfile(6144, kv_kind(1, 8, 0), ""), KVProfile(6144, kv_kind(1, 8, 0), "")), **asked)
+    windowed = demand(kv=(KVProfile(6144, kv_kind(1, 8, 0), ""), KVProfile(6144, kv_kind(1, 8, 512), "")), **asked)
     full, saved = (plan_memory(d, available=64 * GIB, default_share=0.5, limit="2GiB") for d in (both, windowed))
     assert saved.concurrency(4096) > 1.5 * full.concurrency(4096)
 

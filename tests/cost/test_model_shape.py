@@ -2,11 +2,12 @@
 
 import pytest
 
-from quire.cost.model_shape import KVLayer, ModelShape
+from quire.core.kv_groups import kv_kind
+from quire.cost.model_shape import ModelShape
 from quire.models.description import describe
 from quire.startup.memory_demand import shape_of
 
-FULL, WINDOW, WIDE = KVLayer(2, 16, 0), KVLayer(2, 16, 32), KVLayer(4, 16, 0)
+FULL, WINDOW, WIDE = kv_kind(2, 16, 0), kv_kind(2, 16, 32), kv_kind(4, 16, 0)
 
 
 @pytest.mark.parametrize(
@@ -39,6 +40,6 @@ def test_the_shape_of_a_checkpoint_agrees_with_transformers(saved, kind):
     assert shape.vocab_size == theirs.config.vocab_size
     windows = {"full_attention": 0, "sliding_attention": theirs.config.sliding_window}
     assert shape.layers == tuple(
-        KVLayer(theirs.config.num_key_value_heads, theirs.config.head_dim, windows[layer])
+        kv_kind(theirs.config.num_key_value_heads, theirs.config.head_dim, windows[layer])
         for layer in theirs.config.layer_types
     )

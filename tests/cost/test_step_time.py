@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from scripted_engine import Rig
 
 from quire.core import codec
+from quire.core.kv_groups import kv_kind
 from quire.core.scheduling_params import Retention, SchedulingParams
 from quire.core.step import StepResult
 from quire.cost.memory_plan import KVProfile, MemoryProfile, parse_swap_space, plan_host_pool, plan_memory
@@ -239,7 +240,7 @@ def memory_plan(*windows):
     demand = MemoryProfile(
         weight_bytes=GIB,
         weight_reason="",
-        kv=tuple(KVProfile(12288, window, "") for window in windows),
+        kv=tuple(KVProfile(12288, kv_kind(1, 8, window), "") for window in windows),
         block_size=16,
         model_max_len=8192,
         max_model_len=None,

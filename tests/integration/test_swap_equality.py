@@ -4,9 +4,10 @@ import random
 
 import pytest
 from engine_equality_cases import GREEDY, SAMPLED, prompts
+from kv_groups import kv_group
 
 from quire.cache.kv_cache import KVCache
-from quire.config import CacheConfig, KVGroup, SchedulerConfig
+from quire.config import CacheConfig, SchedulerConfig
 from quire.core.events import Preempted
 from quire.core.request import Request
 from quire.core.step import Chunks, Move, NewRows, SamplingMasks, Step, TableUpdates
@@ -36,9 +37,8 @@ def model():
 def make(model, num_blocks: int, *, kernels="reference", num_host_blocks=200, num_groups=1, index="none", **limits):
     config = model.config
     groups = [
-        KVGroup(
+        kv_group(
             tuple(range(config.num_layers)[g::num_groups]),
-            "full",
             config.num_kv_heads,
             config.head_dim,
             "float32",
@@ -109,7 +109,7 @@ def test_a_step_may_carry_nothing_but_copies(model, requests, undisturbed):
 
 
 def test_seconds_of_copies_are_no_part_of_a_steps_seconds(model):
-    group = KVGroup((0,), "full", model.config.num_kv_heads, model.config.head_dim, "float32", 4, 1, num_host_blocks=4)
+    group = kv_group((0,), model.config.num_kv_heads, model.config.head_dim, "float32", 4, 1, num_host_blocks=4)
     clock = iter([10.0, 11.0, 12.0, 14.0]).__next__  # launch, begin and end of a copy, end of sampling
     runner = TorchRunner(
         model, reference, cache=CacheConfig(16, (group,)), max_num_seqs=1, max_model_len=64, clock=clock

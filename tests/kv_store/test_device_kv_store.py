@@ -5,15 +5,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from kv_groups import kv_group
 
-from quire.config import CacheConfig, KVGroup
+from quire.config import CacheConfig
 from quire.core.step import Move
 from quire.kernels import reference
 from quire.kernels.contract import Batch
 from quire.kv_store.device import DeviceStore
 
 CPU = torch.device("cpu")
-GROUP = KVGroup((0, 1), "full", 2, 4, "float32", 6, 1)
+GROUP = kv_group((0, 1), 2, 4, "float32", 6, 1)
 
 
 def filled(block_size=4):
@@ -24,7 +25,7 @@ def filled(block_size=4):
 
 def test_blocks_start_as_zeros_of_the_asked_type():
     for name, dtype in (("float32", torch.float32), ("float16", torch.float16), ("bfloat16", torch.bfloat16)):
-        storage = reference.allocate(KVGroup((0,), "full", 2, 4, name, 3, 1), 4, CPU)
+        storage = reference.allocate(kv_group((0,), 2, 4, name, 3, 1), 4, CPU)
         canonical = reference.pack(storage, torch.arange(3))
         assert canonical.dtype == dtype
         assert canonical.shape == (1, 2, 3, 4, 2, 4)
@@ -37,7 +38,7 @@ def test_memory_is_taken_only_when_written():
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
     before = resident()
-    storage = reference.allocate(KVGroup((0, 1), "full", 8, 128, "float32", 8192, 1), 8, CPU)
+    storage = reference.allocate(kv_group((0, 1), 8, 128, "float32", 8192, 1), 8, CPU)
     assert storage.data.nbytes == 2**30
     assert resident() - before < 2**26
 

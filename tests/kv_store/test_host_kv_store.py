@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from kv_groups import kv_group
 from triton_device import DEVICE
 
-from quire.config import CacheConfig, KVGroup
+from quire.config import CacheConfig
+from quire.core.kv_groups import KVGroup
 from quire.core.step import Move
 from quire.kernels import deterministic, reference
 from quire.kernels.cpu import EXTENSION
@@ -36,7 +38,7 @@ def modules():
 
 
 def group(dtype: str = "float32") -> KVGroup:
-    return KVGroup((0, 1, 2), "full", 2, 20, dtype, NUM_BLOCKS, 1, 0, NUM_HOST_BLOCKS)
+    return kv_group((0, 1, 2), 2, 20, dtype, NUM_BLOCKS, 1, num_host_blocks=NUM_HOST_BLOCKS)
 
 
 def filled(module, device, dtype="float32"):
@@ -91,7 +93,7 @@ def test_host_memory_is_taken_when_it_is_first_written():
     def resident():
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
-    storage = reference.allocate(KVGroup((0, 1), "full", 8, 128, "float32", 2, 1), 16, torch.device("cpu"))
+    storage = reference.allocate(kv_group((0, 1), 8, 128, "float32", 2, 1), 16, torch.device("cpu"))
     before = resident()
     blocks = host_blocks(storage, 4096, pinned=False)
     assert blocks.nbytes == 2**30 and resident() - before < 2**24

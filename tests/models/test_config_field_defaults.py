@@ -64,8 +64,8 @@ def test_qwen2_moe_may_have_no_biases(saved, tmp_path):
 @pytest.mark.parametrize("kind", ["mistral-window", "gemma2", "gemma3", "qwen2-upper-window"])
 def test_no_window_at_all_is_null_not_missing(saved, tmp_path, kind):
     folder = changed(saved(kind)[0], tmp_path / "model", sliding_window=None, layer_types=None)
-    assert {layer.window for layer in describe(folder).kv_layers} == {0}
+    assert {layer.span for layer in describe(folder).kv_layers} == {0}
     config = json.loads((folder / "config.json").read_text())
     del config["sliding_window"]
     (folder / "config.json").write_text(json.dumps(config))
-    assert max(layer.window for layer in describe(folder).kv_layers) == 4096
+    assert max(layer.span for layer in describe(folder).kv_layers) == 4096

@@ -118,7 +118,7 @@ def test_a_missing_field_is_what_transformers_takes_it_for(saved, tmp_path, kind
 )
 def test_the_window_of_each_layer(saved, kind, windows):
     layers = describe(saved(kind)[0]).kv_layers
-    assert [layer.window for layer in layers] == windows
+    assert [layer.span for layer in layers] == windows
     config = saved(kind)[1].config
     heads = (config.num_key_value_heads, getattr(config, "head_dim", None) or 16)
     assert {(layer.num_kv_heads, layer.head_dim) for layer in layers} == {heads}

@@ -7,9 +7,10 @@ from math import inf
 
 import numpy as np
 import pytest
+from kv_groups import kv_group
 
 from quire.cache.kv_cache import KVCache
-from quire.config import CacheConfig, KVGroup, SchedulerConfig
+from quire.config import CacheConfig, SchedulerConfig
 from quire.core.request import Request
 from quire.cost.latency_profile import AttentionTime, LatencyProfile
 from quire.engine.engine import Engine
@@ -49,7 +50,7 @@ PROFILE = LatencyProfile(
 
 
 def setup_of(*, num_blocks=512, num_host_blocks=0, **changed):
-    group = KVGroup((0,), "full", 1, 64, "bfloat16", num_blocks, 4096, num_host_blocks=num_host_blocks)
+    group = kv_group((0,), 1, 64, "bfloat16", num_blocks, 4096, num_host_blocks=num_host_blocks)
     limits = {"max_num_seqs": 16, "max_num_batched_tokens": 256, "max_model_len": 1024, "step_seconds": 0.5}
     limits |= {"watermark": 0.01, "steps_in_flight": 1, **changed}
     return EngineSetup(scheduler=SchedulerConfig(**limits), cache=CacheConfig(16, (group,), "radix"), profile=PROFILE)

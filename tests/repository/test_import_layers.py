@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # too.
 ORDER = (
     # control plane
-    *("errors", "control_characters", "config", "params", "core", "cost"),
+    *("errors", "control_characters", "core.kv_groups", "config", "params", "core", "cost"),
     *("cache.retention", "cache.block_pool", "cache.block_table", "cache.prefix", "cache"),
     *("speculation", "scheduler.sequence", "scheduler.step_builder", "scheduler.queue", "scheduler", "monitor"),
     # execution

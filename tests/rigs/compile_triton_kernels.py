@@ -10,12 +10,12 @@ from itertools import product
 
 import numpy as np
 import torch
+from kv_groups import kv_group
 from sampling_metadata_builders import draws, mask
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from quire.config import KVGroup
 from quire.kernels.contract import ACTIVATIONS, FP8, INT4, INT8, MXFP4, Batch, Scheme
 from quire.kernels.triton import deterministic
 from quire.kernels.triton import kernels as ordinary
@@ -62,7 +62,7 @@ _run, JITFunction.run = JITFunction.run, compile_only
 
 def step(kernels, dtype, kv_dtype, window=0, softcap=0.0, lengths=LENGTHS):
     """The KV operations of a layer, and copies of blocks."""
-    group = KVGroup((0,), "window" if window else "full", KV_HEADS, HEAD_DIM, kv_dtype, 600, 1, window)
+    group = kv_group((0,), KV_HEADS, HEAD_DIM, kv_dtype, 600, 1, window=window)
     storage = kernels.allocate(group, 16, torch.device("cpu"))
     stops = np.full(len(lengths), CONTEXT)
     tables = np.tile(np.arange(-(-CONTEXT // 16)), (len(lengths), 1))

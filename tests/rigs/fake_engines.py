@@ -5,9 +5,10 @@ import contextlib
 import socket
 import threading
 
+from kv_groups import kv_group
 from msgspec import structs
 
-from quire.config import CacheConfig, EngineOptions, KVGroup
+from quire.config import CacheConfig, EngineOptions
 from quire.core.output import EndCause, Output
 from quire.core.request import Request
 from quire.engine.engine import EngineStats
@@ -32,7 +33,7 @@ FACTS = ModelInfo(
     hidden_size=1,
     sampling_defaults={},
     options=EngineOptions(),
-    cache=CacheConfig(16, (KVGroup((0,), "full", 1, 1, "float32", 9, 64),)),
+    cache=CacheConfig(16, (kv_group((0,), 1, 1, "float32", 9, 64),)),
 )
 
 

@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from kv_groups import kv_group
 
-from quire.config import CacheConfig, KVGroup
+from quire.config import CacheConfig
 from quire.core.step import (
     ChunkOutput,
     Chunks,
@@ -40,7 +41,7 @@ def cache_for(model: Decoder, num_blocks: int, block_size: int = 4, num_groups: 
     dtype = str(model.embed.dtype).removeprefix("torch.")
     layers = range(config.num_layers)
     groups = [
-        KVGroup(tuple(layers[g::num_groups]), "full", config.num_kv_heads, config.head_dim, dtype, num_blocks, 1)
+        kv_group(tuple(layers[g::num_groups]), config.num_kv_heads, config.head_dim, dtype, num_blocks, 1)
         for g in range(num_groups)
     ]
     return CacheConfig(block_size, tuple(groups))

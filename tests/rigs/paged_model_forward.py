@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from quire.config import KVGroup
+from quire.core.kv_groups import KVGroup
 from quire.kernels import reference
 from quire.kernels.contract import Batch
 from quire.layers.attend import PagedAttend
@@ -41,8 +41,7 @@ class Sequences:
     @staticmethod
     def _group(description, kind, dtype, num_blocks):
         layers = tuple(index for index, layer in enumerate(description.kv_layers) if layer == kind)
-        name = "window" if kind.window else "full"
-        return KVGroup(layers, name, kind.num_kv_heads, kind.head_dim, dtype, num_blocks, 1, kind.window)
+        return KVGroup(layers, kind, dtype, num_blocks, 1)
 
     @torch.inference_mode()
     def logits(self, chunks):
@@ -57,7 +56,7 @@ class Sequences:
         stops = starts + [len(ids) for ids in tokens]
         batches = []
         for group, table in zip(self.groups, self.tables, strict=True):
-            first = np.maximum(starts - group.window + 1, 0) // self.block_size if group.window else 0 * starts
+            first = np.maximum(starts - group.kind.span + 1, 0) // self.block_size if group.kind.span else 0 * starts
             lost = np.arange(table.shape[1]) < first[:, None]
             batches.append(Batch(starts, stops, np.where(lost, NOWHERE, table[list(rows)])))
         self.attend.plan(batches)

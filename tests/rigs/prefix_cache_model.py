@@ -396,7 +396,7 @@ class Model:
     def reads_back(self, seq: Seq, stop: int) -> bool:
         """Whether the positions that a query at `stop` attends to hold the stamps of the sequence's tokens."""
         for group, memory in enumerate(self.contents()):
-            window = self.config.groups[group].window
+            window = self.config.groups[group].kind.span
             first = max(0, stop - window + 1) if window else 0
             for position in range(first, stop):
                 if memory.get(seq.table.resolve(position, self.bs, group)) != seq.stamps[position]:

@@ -5,7 +5,8 @@ import random
 from dataclasses import replace
 
 from quire.cache.kv_cache import KVCache
-from quire.config import CacheConfig, KVGroup, SchedulerConfig
+from quire.config import CacheConfig, SchedulerConfig
+from quire.core.kv_groups import KVGroup, kv_kind
 from quire.core.output import Output
 from quire.core.request import Namespace, Request
 from quire.core.scheduling_params import DEFAULT_SCHEDULING_PARAMS
@@ -28,8 +29,8 @@ def cache_config(
     num_host_blocks: int = 0,
 ) -> CacheConfig:
     """One KV group per window; 0 means no window."""
-    sizes = (1, 8, "float32", num_blocks, 64 * block_size)
-    groups = (KVGroup((0,), "window" if one else "full", *sizes, one, num_host_blocks) for one in windows)
+    sizes = ("float32", num_blocks, 64 * block_size, num_host_blocks)
+    groups = (KVGroup((0,), kv_kind(1, 8, window), *sizes) for window in windows)
     return CacheConfig(block_size, tuple(groups), prefix_index)
 
 

@@ -15,9 +15,10 @@ from pathlib import Path
 from types import ModuleType
 
 from fake_engines import FACTS
+from kv_groups import kv_group
 
 from quire.cache.kv_cache import KVCache
-from quire.config import CacheConfig, KVGroup, SchedulerConfig
+from quire.config import CacheConfig, SchedulerConfig
 from quire.engine.engine import Engine
 from quire.errors import ModelError
 from quire.runner.scripted_runner import ScriptedRunner
@@ -72,7 +73,7 @@ def builder(kind, *arguments):
         if options.model is not None and not Path(options.model).exists():
             raise ModelError(f"there is no model {options.model}")
         most = {"max_num_seqs": options.max_num_seqs or 32, "max_model_len": options.max_model_len or 512}
-        cache = CacheConfig(16, (KVGroup((0,), "full", 1, 8, "float32", 2048, 4096),), "radix")
+        cache = CacheConfig(16, (kv_group((0,), 1, 8, "float32", 2048, 4096),), "radix")
         tokens = options.max_num_batched_tokens or 512
         config = SchedulerConfig(
             max_num_batched_tokens=tokens, step_seconds=0.5, watermark=0.01, steps_in_flight=1, **most

@@ -4,8 +4,9 @@ from itertools import accumulate
 from zlib import crc32
 
 import numpy as np
+from kv_groups import kv_group
 
-from quire.config import CacheConfig, KVGroup, SchedulerConfig
+from quire.config import CacheConfig, SchedulerConfig
 from quire.core.request import Namespace, Request
 from quire.core.scheduling_params import SchedulingParams
 from quire.core.step import ChunkOutput, Step, StepResult
@@ -38,7 +39,7 @@ def request(
 
 def memory(num_blocks: int, block_size: int = 16, prefix_index: str = "radix") -> CacheConfig:
     """One KV group. Its sizes in bytes have no effect."""
-    group = KVGroup((0,), "full", 1, 64, "bfloat16", num_blocks, 2 * 64 * 2 * block_size)
+    group = kv_group((0,), 1, 64, "bfloat16", num_blocks, 2 * 64 * 2 * block_size)
     return CacheConfig(block_size, (group,), prefix_index)
 
 

@@ -2,9 +2,9 @@
 
 import numpy as np
 import torch
+from kv_groups import kv_group
 from triton_device import DEVICE
 
-from quire.config import KVGroup
 from quire.kernels.contract import DTYPES, Batch, ResidentTables, Storage
 from quire.kernels.reference.quantized import dequantize, quantize
 from quire.kernels.triton import attention as module
@@ -24,7 +24,7 @@ class Case:
         self.random = np.random.default_rng(seed)
         self.spans, self.window, self.dtype, self.stored = spans, window, dtype, stored or dtype
         needed = [-(-stop // size) for _, stop in spans]
-        group = KVGroup((0, 1), "window" if window else "full", kv_heads, dim, self.stored, sum(needed) + 3, 1, window)
+        group = kv_group((0, 1), kv_heads, dim, self.stored, sum(needed) + 3, 1, window=window)
         shape = (2, 2, group.num_blocks, kv_heads)
         if stored:
             data = torch.full((*shape, size * (dim + 4)), 255, dtype=torch.uint8)
@@ -53,7 +53,7 @@ class Case:
     def store(self, i):
         """Write into layer 1 the KV of the i-th sequence from the window of its first query on."""
         start, stop = self.spans[i]
-        size, dim = self.storage.block_size, self.storage.group.head_dim
+        size, dim = self.storage.block_size, self.storage.group.kind.head_dim
         layer = self.storage.data[1].cpu()
         for p in range(max(0, start - self.window + 1) if self.window else 0, stop):
             blocks, place = layer[:, self.tables[i, p // size]], p % size

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
+from kv_groups import kv_group
 from triton_device import DEVICE
 
-from quire.config import KVGroup
 from quire.kernels import reference
 from quire.kernels.contract import DTYPES, Batch, Storage
 from quire.kernels.reference.quantized import MAX_QUANTIZED, SCALE_BYTES, dequantize, quantize
@@ -22,7 +22,7 @@ ROUNDING = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 
 
 def group_of(dtype, *, layers=2, heads=2, head_dim=20):
-    return KVGroup(tuple(range(layers)), "full", heads, head_dim, dtype, NUM_BLOCKS, 1)
+    return kv_group(tuple(range(layers)), heads, head_dim, dtype, NUM_BLOCKS, 1)
 
 
 class Pair:
@@ -33,9 +33,9 @@ class Pair:
         self.random = torch.Generator().manual_seed(seed)
         self.numpy = np.random.default_rng(seed)
         self.fast = blocks.allocate(group, block_size, DEVICE)
-        shape = (len(group.layers), 2, NUM_BLOCKS, block_size, group.num_kv_heads, group.head_dim)
+        shape = (len(group.layers), 2, NUM_BLOCKS, block_size, group.kind.num_kv_heads, group.kind.head_dim)
         if group.dtype in MAX_QUANTIZED:
-            shape = (*shape[:-1], group.head_dim + SCALE_BYTES)
+            shape = (*shape[:-1], group.kind.head_dim + SCALE_BYTES)
             canonical = torch.randint(0, 256, shape, generator=self.random, dtype=torch.uint8)
             canonical[..., -1] |= 0x7F  # a scale that is NaN or nearly
         else:
@@ -93,8 +93,8 @@ class Pair:
 
     def qkv(self, num_tokens, num_heads, dtype):
         """Queries, keys and values as views of one product."""
-        kv_heads = self.group.num_kv_heads
-        product = self.normal(num_tokens, num_heads + 2 * kv_heads, self.group.head_dim, dtype=dtype).to(DEVICE)
+        kv_heads = self.group.kind.num_kv_heads
+        product = self.normal(num_tokens, num_heads + 2 * kv_heads, self.group.kind.head_dim, dtype=dtype).to(DEVICE)
         return product.tensor_split((num_heads, num_heads + kv_heads), 1)
 
     def rotation(self, num_tokens, half):

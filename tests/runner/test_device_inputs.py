@@ -5,9 +5,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kv_groups import kv_group
 from triton_device import DEVICE
 
-from quire.config import CacheConfig, KVGroup
+from quire.config import CacheConfig
 from quire.core.step import Chunks, NewRows, Step, TableUpdates
 from quire.runner.device_inputs import ResidentInputs
 from quire.runner.inputs import HostInputs
@@ -19,7 +20,7 @@ GROUPS = 2
 
 
 def cache():
-    groups = [KVGroup((i,), "full", 1, 8, "float32", 100, 1) for i in range(GROUPS)]
+    groups = [kv_group((i,), 1, 8, "float32", 100, 1) for i in range(GROUPS)]
     return CacheConfig(BLOCK, tuple(groups))
 
 

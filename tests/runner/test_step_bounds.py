@@ -3,12 +3,13 @@
 import msgspec
 import numpy as np
 import pytest
+from kv_groups import kv_group
 
-from quire.config import CacheConfig, KVGroup
+from quire.config import CacheConfig
 from quire.core.step import ChunkOutput, Chunks, NewRows, Step, TableUpdates
 from quire.runner.rows import Rows
 
-CACHE = CacheConfig(4, (KVGroup((0,), "full", 1, 8, "float32", 8, 1),))
+CACHE = CacheConfig(4, (kv_group((0,), 1, 8, "float32", 8, 1),))
 GOOD = {
     "opens": NewRows.of(rows=[1], seq_ids=[5]),
     "tokens": TableUpdates.of([(1, 0, [9, 0, 3])]),

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_engine import VOCAB, Rig, cache_config
 
-from quire.config import max_blocks_of_sequence
+from quire.core.kv_groups import kv_kind
 from quire.core.step import Pooling, StepResult, TokenListKind
 from quire.errors import ConfigError, RequestError
 from quire.runner.scripted_runner import script
@@ -405,13 +405,13 @@ def test_window_groups_keep_only_their_window(windows, steps_in_flight):
         rig.step()
         most = max(most, *(rig.cache.pools[g].num_blocks - rig.cache.pools[g].num_free for g in rig.cache.windowed))
     assert rig.tokens["a", 0] == script(prompt(70), 40, VOCAB, windows)
-    assert most <= max_blocks_of_sequence(max(windows), 4, 120, 8 * steps_in_flight)
+    assert most <= kv_kind(1, 8, max(windows)).max_blocks(120, 8 * steps_in_flight, 4)
 
 
 def test_a_window_pool_may_be_just_large_enough_for_one_sequence():
     windows = (0, 6)
     cache = cache_config(30, windows=windows)
-    tight = replace(cache.groups[1], num_blocks=max_blocks_of_sequence(6, 4, 120, 8))
+    tight = replace(cache.groups[1], num_blocks=kv_kind(1, 8, 6).max_blocks(120, 8, 4))
     for steps_in_flight in (1, 2):
         rig = Rig(
             num_blocks=30,

@@ -5,13 +5,14 @@ from random import Random
 
 import numpy as np
 import pytest
+from kv_groups import kv_group
 from msgspec import structs
 from typer.testing import CliRunner
 
 from quire import LLM, SamplingParams
 from quire.cache.kv_cache import KVCache
 from quire.cli import app
-from quire.config import CacheConfig, EngineOptions, KVGroup, SchedulerConfig
+from quire.config import CacheConfig, EngineOptions, SchedulerConfig
 from quire.core.request import Request
 from quire.core.step import StepResult
 from quire.cost.step_time import Calibration, CostModel, DecodeSample
@@ -83,9 +84,9 @@ class Timed:
 
 
 def configs(num_blocks=64, *, host=0, window=0, max_model_len=200, max_num_seqs=20, budget=100):
-    groups = [KVGroup((0,), "full", 1, 8, "float32", num_blocks, 256, 0, host)]
+    groups = [kv_group((0,), 1, 8, "float32", num_blocks, 256, num_host_blocks=host)]
     if window:
-        groups.append(KVGroup((1,), "window", 1, 8, "float32", num_blocks, 256, window, host))
+        groups.append(kv_group((1,), 1, 8, "float32", num_blocks, 256, window=window, num_host_blocks=host))
     limits = SchedulerConfig(max_num_seqs, budget, max_model_len, 0.5, 0.01, 1)
     return CacheConfig(4, tuple(groups), "radix"), limits
 

@@ -239,7 +239,7 @@ def test_8_bit_keys_and_values_take_half_as_much_and_answer_alike(dtype):
     options = {"memory": "1GiB", "kv_cache_dtype": dtype}
     small = LLM(**options, report=lines.append)
     group, other = (built.cache.groups[0] for built in (plain, attempt(**options)))
-    size = group.head_dim
+    size = group.kind.head_dim
     assert other.bytes_per_block * 2 * size == group.bytes_per_block * (size + 4)
     assert any("keys and values in " in line for line in lines)
     assert any(line.startswith("kernels    cpu") for line in lines)

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kv_groups import kv_group
 
-from quire.config import CacheConfig, Classification, EngineOptions, KVGroup
+from quire.config import CacheConfig, Classification, EngineOptions
 from quire.core.explanation import DraftCounts, Explanation, Miss, Preemption
 from quire.core.output import EndCause, Output
 from quire.core.prompt_progress import PromptProgress
@@ -176,6 +177,7 @@ def new_requests():
         eos_token_ids=st.just((2,)),
         prediction=IDS,
         num_counted=COUNT,
+        prerequisites=st.lists(TEXT, max_size=2).map(tuple),
     )
 
 
@@ -281,7 +283,9 @@ FACTS = ModelInfo(
     hidden_size=4,
     sampling_defaults={"temperature": 0.6, "top_k": 20},
     options=EngineOptions(model="a", memory="1GiB"),
-    cache=CacheConfig(16, (KVGroup((0, 1), "window", 1, 8, "float32", 9, 64, 5, 3),), "radix", ((1, 2), (3,)), "cost"),
+    cache=CacheConfig(
+        16, (kv_group((0, 1), 1, 8, "float32", 9, 64, window=5, num_host_blocks=3),), "radix", ((1, 2), (3,)), "cost"
+    ),
 )
 
 

@@ -15,8 +15,9 @@ from typing import Any
 import msgspec
 
 from quire.cache.kv_cache import KVCache
-from quire.config import CacheConfig, Eviction, KVGroup, Policy, PreemptionMode, SchedulerConfig
+from quire.config import CacheConfig, Eviction, Policy, PreemptionMode, SchedulerConfig
 from quire.core import codec
+from quire.core.kv_groups import KVGroup, kv_kind
 from quire.core.output import Output
 from quire.core.request import Beams, Namespace, Request
 from quire.core.scheduling_params import Program, Retention, SchedulingParams
@@ -84,8 +85,8 @@ class Schedule:
         num_blocks = draw.choice([12, 24, 64]) * (16 // block_size) // 2
         swap = draw.choice([0, 0, num_blocks])
         windows = draw.choice([(0,), (0,), (0,), (0, 12)])
-        sizes = (1, 8, "float32", num_blocks, 64 * block_size)
-        groups = tuple(KVGroup((0,), "window" if one else "full", *sizes, one, swap) for one in windows)
+        sizes = ("float32", num_blocks, 64 * block_size, swap)
+        groups = tuple(KVGroup((0,), kv_kind(1, 8, window), *sizes) for window in windows)
         eviction = draw.choice(EVICTIONS) if index == "radix" else "lru"
         public = (tuple(range(1, 20)),) if index == "radix" and draw.random() < 0.2 else ()
         policies = list(POLICIES)

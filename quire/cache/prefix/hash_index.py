@@ -72,7 +72,7 @@ class HashIndex:
         self._config = config
         self._pools = pools
         self._block_keys = BlockKeys(config.block_size)
-        self._windowed = [g for g, group in enumerate(config.groups) if group.window]
+        self._windowed = config.dropping
         self._public = PublicPrefixes(config.public_prefixes, config.block_size * BYTES_PER_TOKEN)
         self._entries: dict[bytes, Entry] = {}
         self._unused: list[OrderedDict[bytes, Entry]] = [OrderedDict() for _ in pools]  # next to be evicted first

@@ -79,7 +79,9 @@ class RadixSearch:
         self._num_groups = len(config.groups)
         self._block_size = config.block_size
         self._size = config.block_size * BYTES_PER_TOKEN  # bytes of a block's key
-        self._windows = [(g, group.window) for g, group in enumerate(config.groups) if group.window]
+        self._shares_partial_blocks = all(group.kind.shares_partial_blocks for group in config.groups)
+        self._dropping = config.dropping
+        self._first_attended_block = config.first_attended_block
 
     def match_prefix(self, namespace: Namespace, tokens: Sequence[int]) -> PrefixMatch:
         """See PrefixIndex."""
@@ -89,7 +91,7 @@ class RadixSearch:
         places = self._walk(namespace, data, num_public, blocks)
         partial, count = self._best_partial(places, data)
         depth = len(blocks[0])
-        if self._windows and not self._has_window_blocks(blocks, depth * self._block_size + count):
+        if self._dropping and not self._has_window_blocks(blocks, depth * self._block_size + count):
             partial, count = (), 0
             while not self._has_window_blocks(blocks, depth * self._block_size):
                 depth -= 1
@@ -203,6 +205,8 @@ class RadixSearch:
     def _best_partial(self, places: Sequence[TreePosition], data: bytes) -> Partial:
         """The block with the longest common prefix with the prompt at the end of the match."""
         best: Partial = ((), 0)
+        if not self._shares_partial_blocks:
+            return best
         for node, depth in places:
             rest = data[depth * self._size : (depth + 1) * self._size]
             if depth < places[-1].depth or not rest:
@@ -240,8 +244,7 @@ class RadixSearch:
         """Whether the whole blocks that a query at `position` attends to are present."""
         last = position // self._block_size
         return all(
-            ABSENT not in blocks[group][max(0, position - window + 1) // self._block_size : last]
-            for group, window in self._windows
+            ABSENT not in blocks[group][self._first_attended_block(group, position) : last] for group in self._dropping
         )
 
 
@@ -282,8 +285,7 @@ class RadixIndex:
         self._size = config.block_size * BYTES_PER_TOKEN  # bytes of a block's key
         self._public = PublicPrefixes(config.public_prefixes, self._size)
         clock = Clock()
-        windowed = [g for g, group in enumerate(config.groups) if group.window]
-        self.trees = RadixTrees(pools, windowed, self._size, clock, new_leaves(config, clock, seconds))
+        self.trees = RadixTrees(pools, config.dropping, self._size, clock, new_leaves(config, clock, seconds))
         self._search = RadixSearch(config, self.trees, self._public, planned_writes)
 
     @property

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.config import KVGroup
+from quire.core.kv_groups import KVGroup
 from quire.kernels.contract import Storage
 from quire.kernels.cpu import _C
 from quire.kernels.cpu.memory import empty, pages
@@ -40,9 +40,9 @@ def allocate(group: KVGroup, block_size: int, device: torch.device) -> Storage:
         raise ValueError(f"the CPU kernels need a block_size that is a multiple of {PART_TOKENS}, not {block_size}")
     if group.dtype not in STORED:
         raise ValueError(f"the CPU kernels keep keys and values as {', '.join(STORED)}, not as {group.dtype}")
-    dtype, width = stored_dtype_and_size(group.dtype, padded_head_dim(group.head_dim, group.dtype))
+    dtype, width = stored_dtype_and_size(group.dtype, padded_head_dim(group.kind.head_dim, group.dtype))
     parts = (block_size // PART_TOKENS, PART_TOKENS * width)
-    shape = (len(group.layers), 2, group.num_blocks, group.num_kv_heads, *parts)
+    shape = (len(group.layers), 2, group.num_blocks, group.kind.num_kv_heads, *parts)
     data = pages(torch.Size(shape).numel() * dtype.itemsize, huge=False)  # blocks are written one by one
     return Storage(group, block_size, data.view(dtype).view(shape))
 
@@ -84,11 +84,12 @@ class _RotaryArguments(NamedTuple):
 
 def _write(storage: Storage, layer: int, k: Tensor, v: Tensor, slots: Tensor, rotary: _RotaryArguments) -> None:
     group, k, v = storage.group, with_contiguous_heads(k), with_contiguous_heads(v)
+    kind = group.kind
     num_tokens, *shape = k.shape
     if v.shape != k.shape or v.dtype != k.dtype or len(slots) != num_tokens:
         raise ValueError(f"keys {tuple(k.shape)}, values {tuple(v.shape)} and {len(slots)} slots do not match")
-    if shape != [group.num_kv_heads, group.head_dim]:
-        raise ValueError(f"blocks of {group.num_kv_heads} heads of {group.head_dim} cannot hold keys {tuple(k.shape)}")
+    if shape != [kind.num_kv_heads, kind.head_dim]:
+        raise ValueError(f"blocks of {kind.num_kv_heads} heads of {kind.head_dim} cannot hold keys {tuple(k.shape)}")
     if not 0 <= layer < len(group.layers):
         raise IndexError(f"there is no layer {layer} of {len(group.layers)}")
     heads, stride = (0, 0) if rotary.q is None else (rotary.q.shape[1], rotary.q.stride(0))
@@ -124,24 +125,29 @@ def copy_blocks(storage: Storage, pairs: Tensor, num_tokens: int) -> None:
         unpack(storage, pairs[:, 1], canonical)
         return
     _check_block_ids(storage, pairs)
-    group = storage.group
-    sizes = (len(group.layers), group.num_blocks, len(pairs), group.num_kv_heads, storage.block_size, group.head_dim)
-    stored = STORED[group.dtype]
+    stored, sizes = STORED[storage.group.dtype], _sizes(storage, len(pairs))
     _C.copy_blocks(storage.data, pairs.contiguous(), stored, *sizes, min(num_tokens, storage.block_size))
+
+
+def _sizes(storage: Storage, num_blocks: int) -> tuple[int, ...]:
+    """The sizes that copies of `num_blocks` blocks need."""
+    group, kind = storage.group, storage.group.kind
+    return (
+        *(len(group.layers), group.num_blocks, num_blocks),
+        *(kind.num_kv_heads, storage.block_size, kind.head_dim),
+    )
 
 
 def _canonical_shape(storage: Storage, blocks: Tensor) -> tuple[int, ...]:
     group = storage.group
-    _, width = stored_dtype_and_size(group.dtype, group.head_dim)
-    return (len(group.layers), 2, len(blocks), storage.block_size, group.num_kv_heads, width)
+    _, width = stored_dtype_and_size(group.dtype, group.kind.head_dim)
+    return (len(group.layers), 2, len(blocks), storage.block_size, group.kind.num_kv_heads, width)
 
 
 def _layout_arguments(storage: Storage, blocks: Tensor, canonical: Tensor) -> tuple[Tensor | int, ...]:
     """Arguments of the pack and unpack kernels after the storage. Raises IndexError for blocks out of range."""
     _check_block_ids(storage, blocks)
-    group = storage.group
-    sizes = (len(group.layers), group.num_blocks, len(blocks), group.num_kv_heads, storage.block_size, group.head_dim)
-    return (blocks.contiguous(), canonical, STORED[group.dtype], *sizes)
+    return (blocks.contiguous(), canonical, STORED[storage.group.dtype], *_sizes(storage, len(blocks)))
 
 
 def _check_block_ids(storage: Storage, blocks: Tensor) -> None:

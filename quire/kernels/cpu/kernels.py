@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from quire.kernels.contract import Requirements, Rotation, StepCapture, Storage
+from quire.kernels.contract import Requirements, Rotation, StepCapture, Storage, unsupported_kind_reason
 from quire.kernels.cpu import _C, blocks
 from quire.kernels.cpu.blocks import allocate, copy_blocks, pack, unpack
 from quire.kernels.cpu.likelihood import logprobs
@@ -42,6 +42,8 @@ def unsupported_reason(requirements: Requirements) -> str | None:
         return f"it keeps keys and values in {kept}, not in {requirements.kv_dtype}"
     if requirements.block_size % blocks.PART_TOKENS:
         return f"block_size {requirements.block_size} is not a multiple of {blocks.PART_TOKENS}"
+    if (why := unsupported_kind_reason(requirements)) is not None:
+        return why
     if max(requirements.head_dims) > MAX_HEAD_DIM:
         return f"heads of {max(requirements.head_dims)} are larger than {MAX_HEAD_DIM}"
     for scheme in requirements.schemes:

@@ -39,7 +39,7 @@ def plan(batch: Batch, storage: Storage, *, deterministic: bool = False, width: 
     num_chunks, batch_width = batch.tables.shape
     num_tokens = int((batch.stops - batch.starts).sum())
     rows = 0 if deterministic else (os.cpu_count() or 1) * SCRATCH_ROWS_PER_CPU
-    padded = padded_head_dim(storage.group.head_dim, storage.group.dtype)
+    padded = padded_head_dim(storage.group.kind.head_dim, storage.group.dtype)
     new = CpuPlan(
         starts=torch.empty(num_chunks, dtype=torch.int64),
         stops=torch.empty(num_chunks, dtype=torch.int64),
@@ -107,7 +107,7 @@ def kernel_arguments(
     return (
         *(q, out, storage.data, plan.starts, plan.stops, plan.tables, plan.scratch),
         *(dtype_code(q), STORED[group.dtype], int(plan.deterministic), layer, len(plan.starts)),
-        *(q.shape[1], group.num_kv_heads, group.head_dim, storage.block_size, group.num_blocks),
-        *(plan.tables.stride(0), q.stride(0), group.window, plan.scratch.shape[0]),
+        *(q.shape[1], group.kind.num_kv_heads, group.kind.head_dim, storage.block_size, group.num_blocks),
+        *(plan.tables.stride(0), q.stride(0), group.kind.span, plan.scratch.shape[0]),
         *(scale, softcap),
     )

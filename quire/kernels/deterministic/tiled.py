@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.config import KVGroup
+from quire.core.kv_groups import KVGroup
 from quire.kernels.contract import Batch, Rotation, Storage
 from quire.kernels.deterministic.rowwise import rotary
 from quire.kernels.exact import LEFT_BITS, RIGHT_BITS, TERMS, apply_to_whole_vectors, fixed_point, row_power, sum_bits
@@ -71,7 +71,7 @@ def plan(batch: Batch, storage: Storage) -> DeterministicPlan:
         _tensor(slots, device),
         _tensor(slots[positions % storage.block_size == 0] // storage.block_size, device),
         _tensor(keys, device),
-        list(_tiles(batch, storage.group.window)),
+        list(_tiles(batch, storage.group.kind.span)),
     )
 
 
@@ -94,7 +94,7 @@ def _tiles(batch: Batch, window: int) -> Iterator[Tiles]:
 def portions(tiles: Tiles, group: KVGroup, shared: int) -> Iterator[Tiles]:
     """Tiles in portions that need at most SCRATCH_BYTES, or are one tile. shared: query heads per KV head."""
     rows = tiles.tokens.shape[1] * shared
-    per_tile = 32 * KEYS * group.num_kv_heads * (group.head_dim + rows)
+    per_tile = 32 * KEYS * group.kind.num_kv_heads * (group.kind.head_dim + rows)
     at_once = max(1, SCRATCH_BYTES // per_tile)
     for first in range(0, len(tiles.chunks), at_once):
         yield Tiles(*(column[first : first + at_once] for column in tiles))
@@ -126,7 +126,7 @@ def attention(
 ) -> Tensor:
     """Causal attention of q (num_tokens, num_heads, head_dim) -> (num_tokens, num_heads * head_dim)."""
     num_heads, head_dim = q.shape[1:]
-    num_kv_heads = storage.group.num_kv_heads
+    num_kv_heads = storage.group.kind.num_kv_heads
     out = torch.empty_like(q)
     shared = num_heads // num_kv_heads
     for tiles in (some for every in plan.tiles for some in portions(every, storage.group, shared)):
@@ -154,9 +154,9 @@ def _attend(q: Tensor, storage: Storage, layer: int, plan: DeterministicPlan, ti
         seeing = slice(None) if which.all() else _tensor(np.flatnonzero(which), q.device)
         stop = min((split + 1) * KEYS, int(tiles.positions[which, -1].max()) + 1)  # no query attends to later keys
         keys = torch.arange(split * KEYS, stop, device=q.device)
-        seen = _attention_mask(keys, positions[seeing], group.window)  # (num seeing, queries, num_keys)
+        seen = _attention_mask(keys, positions[seeing], group.kind.span)  # (num seeing, queries, num_keys)
         slots = plan.keys[chunks[seeing], split * KEYS : stop]
-        k, v = (_gather(blocks, slots, group.dtype, group.head_dim) for blocks in storage.data[layer])
+        k, v = (_gather(blocks, slots, group.dtype, group.kind.head_dim) for blocks in storage.data[layer])
         scores = _scores(q[seeing], k)
         if softcap:
             scores = apply_to_whole_vectors(torch.tanh, scores / softcap) * softcap

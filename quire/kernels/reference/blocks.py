@@ -4,18 +4,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.config import KVGroup
+from quire.core.kv_groups import KVGroup
 from quire.kernels.contract import Storage
 from quire.kernels.reference.quantized import stored_dtype_and_size
 
 
 def allocate(group: KVGroup, block_size: int, device: torch.device) -> Storage:
-    """Zeros (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim).
+    """Zeros (num_layers, planes, num_blocks, block_size, num_kv_heads, head_dim).
 
-    Quantized types have another last axis, with scales: see `quantized`.
+    Quantized types have another last axis, with scales: see `quantized`. Raises ValueError for planes of several sizes.
     """
-    dtype, width = stored_dtype_and_size(group.dtype, group.head_dim)
-    shape = (len(group.layers), 2, group.num_blocks, block_size, group.num_kv_heads, width)
+    kind = group.kind
+    if len(set(kind.planes)) > 1:
+        raise ValueError(f"planes of {kind.planes} numbers have no canonical layout")
+    dtype, width = stored_dtype_and_size(group.dtype, kind.planes[0])
+    shape = (len(group.layers), len(kind.planes), group.num_blocks, block_size, kind.num_kv_heads, width)
     if device.type == "cpu":
         # np.zeros gets zeroed pages from the system without touching them; torch.zeros writes them all
         pages = torch.from_numpy(np.zeros(int(np.prod(shape)) * dtype.itemsize, np.uint8))

@@ -56,7 +56,7 @@ class ReferencePlan:
     new_blocks: Tensor  # int64: blocks whose first slot is written
     buckets: list[Bucket]
     order: Tensor  # int64 (num_tokens,): index of each token in the concatenated outputs of the buckets
-    gather_scratch: Tensor  # (2, blocks of the widest bucket, block_size, num_kv_heads, head_dim): scratch
+    gather_scratch: Tensor  # (planes, blocks of the widest bucket, block_size, num_kv_heads, head_dim): scratch
 
 
 def plan(batch: Batch, storage: Storage) -> ReferencePlan:
@@ -84,7 +84,7 @@ def plan(batch: Batch, storage: Storage) -> ReferencePlan:
         buckets,
         _tensor(order, device),
         # shared by all layers: fresh memory for every gather would cost more than the copy
-        storage.data.new_empty(2, widest, *storage.data.shape[3:]),
+        storage.data.new_empty(storage.data.shape[1], widest, *storage.data.shape[3:]),
     )
 
 
@@ -96,15 +96,15 @@ def _cut(batch: Batch, lengths: np.ndarray, storage: Storage) -> Pieces:
     firsts = (np.cumsum(lengths) - lengths)[chunks] + offsets
     starts = batch.starts[chunks] + offsets
     begins = np.zeros_like(starts)
-    if storage.group.window:
-        begins = np.maximum(starts - storage.group.window + 1, 0) // storage.block_size
+    if span := storage.group.kind.span:
+        begins = np.maximum(starts - span + 1, 0) // storage.block_size
     return Pieces(chunks, begins, starts + counts - begins * storage.block_size, counts, firsts + counts - 1)
 
 
 def _group_by_size(pieces: Pieces, storage: Storage) -> Iterator[Pieces]:
     """Pieces grouped by the next powers of two of their queries and context, in groups of limited bytes."""
     group = storage.group
-    bytes_per_token = 2 * group.num_kv_heads * group.head_dim * read_bytes(group.dtype, _compute_dtype(storage))
+    bytes_per_token = group.kind.numbers_per_token * read_bytes(group.dtype, _compute_dtype(storage))
     classes = 64 * _bit_length(pieces.counts - 1) + _bit_length(np.maximum(pieces.stops, MIN_CONTEXT) - 1)
     for one in np.unique(classes):
         members = np.flatnonzero(classes == one)
@@ -136,8 +136,8 @@ def _bucket(pieces: Pieces, tables: np.ndarray, storage: Storage) -> tuple[Bucke
     length = num_keys + num_queries - 1
     places = np.arange(length)
     seen = places < stops
-    if storage.group.window:
-        seen &= places >= stops - storage.group.window
+    if span := storage.group.kind.span:
+        seen &= places >= stops - span
     band = np.where(seen, np.float32(0), np.float32(-np.inf))
     rows = _tensor(band, device).to(_compute_dtype(storage))
     mask = rows.as_strided((num_pieces, 1, num_queries, num_keys), (length, length, 1, 1))
@@ -154,8 +154,11 @@ def _tensor(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 def write_kv(storage: Storage, layer: int, k: Tensor, v: Tensor, plan: ReferencePlan) -> None:
-    """Zero the blocks in `plan.new_blocks`, then store keys and values (num_tokens, num_kv_heads, head_dim)."""
-    for blocks, new in zip(storage.data[layer], (k, v), strict=True):
+    """Zero the blocks in `plan.new_blocks`, then store keys and values (num_tokens, num_kv_heads, head_dim).
+
+    With one plane the values are in the keys.
+    """
+    for blocks, new in zip(storage.data[layer], (k, v), strict=False):
         if len(plan.new_blocks):
             blocks.index_fill_(0, plan.new_blocks, 0)
         blocks.flatten(0, 1).index_copy_(0, plan.slots, to_stored(new, storage.group.dtype))
@@ -174,27 +177,28 @@ def rotary_write(
 def attention(
     storage: Storage, layer: int, q: Tensor, plan: ReferencePlan, scale: float, softcap: float = 0.0
 ) -> Tensor:
-    """Causal attention of q (num_tokens, num_heads, head_dim) -> (num_tokens, num_heads * head_dim)."""
-    outputs = []
+    """Causal attention of q (num_tokens, num_heads, head_dim) -> (num_tokens, num_heads * value_dim)."""
+    outputs, kind = [], storage.group.kind
     for bucket in plan.buckets:
         num_pieces, _, num_queries, _ = bucket.mask.shape
         queries = q.index_select(0, bucket.queries).view(num_pieces, num_queries, *q.shape[1:])
-        k, v = (
+        planes = [
             from_stored(
                 torch.index_select(blocks, 0, bucket.blocks, out=scratch[: len(bucket.blocks)]),
                 storage.group.dtype,
-                storage.group.head_dim,
+                size,
             )
-            .reshape(num_pieces, -1, blocks.shape[2], q.shape[2])
+            .reshape(num_pieces, -1, blocks.shape[2], size)
             .to(q.dtype)
-            for blocks, scratch in zip(storage.data[layer], plan.gather_scratch, strict=True)
-        )
+            for blocks, scratch, size in zip(storage.data[layer], plan.gather_scratch, kind.planes, strict=True)
+        ]
+        k, v = planes[0], planes[-1][..., : kind.value_dim]
         outputs.append(_dense(queries, k, v, bucket.mask.to(q.dtype), scale, softcap))
     return torch.cat(outputs).index_select(0, plan.order)
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
-    """q (pieces, queries, heads, dim), k and v (pieces, keys, kv heads, dim) -> (pieces * queries, heads * dim).
+    """q (pieces, queries, heads, dim), k and v (pieces, keys, kv heads, dim) -> (pieces * queries, heads * v's dim).
 
     KV heads are not copied for the query heads that share them. With one query, these heads are rows of one product;
     otherwise there is one product per KV head, with these heads as its batch.
@@ -206,19 +210,19 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap:
     if num_queries == 1 or shared == 1:
         rows = q.view(num_pieces, num_queries, num_kv_heads, shared, head_dim).transpose(1, 2).flatten(2, 3)
         out = _attend(rows, k, v, mask, scale, softcap)
-        out = out.view(num_pieces, num_kv_heads, num_queries, shared, head_dim).transpose(1, 2)
-        return out.reshape(num_pieces * num_queries, num_heads * head_dim)
+        out = out.view(num_pieces, num_kv_heads, num_queries, shared, -1).transpose(1, 2)
+        return out.reshape(num_pieces * num_queries, -1)
     q = q.transpose(1, 2)
     parts = []
     for head in range(num_kv_heads):
         queries = q[:, head * shared : (head + 1) * shared]
         one_k, one_v = (x[:, head : head + 1].expand(-1, shared, -1, -1) for x in (k, v))
         parts.append(_attend(queries, one_k, one_v, mask, scale, softcap))
-    return torch.cat(parts, 1).transpose(1, 2).reshape(num_pieces * num_queries, num_heads * head_dim)
+    return torch.cat(parts, 1).transpose(1, 2).reshape(num_pieces * num_queries, -1)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
-    """q (pieces, heads, queries, dim), k and v (pieces, heads, keys, dim) -> the shape of q."""
+    """q (pieces, heads, queries, dim), k and v (pieces, heads, keys, dim) -> (pieces, heads, queries, v's dim)."""
     if not softcap:
         return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
     bytes_per_piece = q.shape[1] * q.shape[2] * k.shape[2] * torch.float32.itemsize

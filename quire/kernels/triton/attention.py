@@ -74,7 +74,7 @@ def attention(
     if q.stride(2) != 1 or q.stride(1) != head_dim:
         q = q.contiguous()
     out = torch.empty((num_tokens, num_heads * head_dim), dtype=q.dtype, device=q.device)
-    shared = num_heads // storage.group.num_kv_heads
+    shared = num_heads // storage.group.kind.num_kv_heads
     blocks = _layer_blocks(storage, layer)
     factor, cap = (scale / softcap, softcap * _LOG2E) if softcap else (scale * _LOG2E, 0.0)
     for lengths, rows in _tile_rows_by_length(plan, shared, deterministic=deterministic):
@@ -83,16 +83,16 @@ def attention(
         tiles = plan.tiles_of(queries, lengths)
         used = min(queries, lengths.stop - 1) * shared
         splits = 1 if deterministic else _splits(storage, plan, len(tiles), used, small=rows == MIN_TILE_ROWS)
-        partials, states = _scratch(splits, len(tiles) * storage.group.num_kv_heads * used, head_dim, q.device)
+        partials, states = _scratch(splits, len(tiles) * storage.group.kind.num_kv_heads * used, head_dim, q.device)
         spans = (tiles, plan.query_start_loc, plan.starts, plan.stops)
-        sizes = {"SHARED": shared, "KV_HEADS": storage.group.num_kv_heads, "HEAD_DIM": head_dim}
-        attend[len(tiles), storage.group.num_kv_heads, splits](
+        sizes = {"SHARED": shared, "KV_HEADS": storage.group.kind.num_kv_heads, "HEAD_DIM": head_dim}
+        attend[len(tiles), storage.group.kind.num_kv_heads, splits](
             *(q, *blocks[:4], *spans, plan.table_rows, plan.tables, out, partials, states),
             *(q.stride(0), plan.tables.stride(0), used, factor, cap),
             **sizes,
             BLOCK_SIZE=storage.block_size,
             BLOCK_STRIDE=blocks.stride,
-            WINDOW=storage.group.window,
+            WINDOW=storage.group.kind.span,
             SOFTCAP=softcap > 0,
             QUANTIZED=blocks.quantized,
             WEIGHT=_weight(q, quantized=blocks.quantized),
@@ -107,7 +107,7 @@ def attention(
             num_stages=shape.stages,
         )
         if splits > 1:
-            merge[len(tiles), used, storage.group.num_kv_heads](
+            merge[len(tiles), used, storage.group.kind.num_kv_heads](
                 *(partials, states, *spans, out, splits),
                 **sizes,
                 DIM=pow2(head_dim),
@@ -144,12 +144,12 @@ def _tile_shape(rows: int, shared: int, q: Tensor, *, quantized: bool) -> TileSh
 def _splits(storage: Storage, plan: TritonPlan, num_tiles: int, used: int, *, small: bool) -> int:
     """The number of splits of each tile's context. It depends on the plan alone, so a captured step keeps it."""
     group = storage.group
-    context = min(plan.max_context, group.window + used) if group.window else plan.max_context
-    programs = num_tiles * group.num_kv_heads
+    context = min(plan.max_context, group.kind.span + used) if group.kind.span else plan.max_context
+    programs = num_tiles * group.kind.num_kv_heads
     wanted = -(-WAVES * _num_sms(plan.starts.device) // programs)
     if small:
         wanted = max(wanted, -(-context // MAX_SPLIT_KEYS))
-    held = SCRATCH_BYTES // (4 * programs * used * (group.head_dim + 2))
+    held = SCRATCH_BYTES // (4 * programs * used * (group.kind.head_dim + 2))
     return max(1, min(wanted, context // MIN_SPLIT_KEYS, held))
 
 
@@ -169,7 +169,7 @@ def _scratch(splits: int, num_rows: int, head_dim: int, device: torch.device) ->
 
 def _layer_blocks(storage: Storage, layer: int) -> LayerBlocks:
     keys, values = storage.data[layer].unbind()
-    dtype, head_dim = storage.group.dtype, storage.group.head_dim
+    dtype, head_dim = storage.group.dtype, storage.group.kind.head_dim
     if dtype not in _STORED:
         return LayerBlocks(keys, values, keys, values, storage.block_size * head_dim, quantized=False)
     scales = keys.view(torch.float32), values.view(torch.float32)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.config import KVGroup
+from quire.core.kv_groups import KVGroup
 from quire.kernels.contract import DTYPES, Storage
 from quire.kernels.reference.quantized import MAX_QUANTIZED, SCALE_BYTES
 from quire.kernels.triton.launch import pow2
@@ -28,11 +28,11 @@ def allocate(group: KVGroup, block_size: int, device: torch.device) -> Storage:
     """Zeroed blocks. Raises ValueError for a block_size or a type that the kernels do not support."""
     if block_size % BLOCK_SIZE_MULTIPLE:
         raise ValueError(f"the Triton kernels need a block_size that is a multiple of 16, not {block_size}")
-    shape: tuple[int, ...] = (len(group.layers), 2, group.num_blocks, group.num_kv_heads)
+    shape: tuple[int, ...] = (len(group.layers), 2, group.num_blocks, group.kind.num_kv_heads)
     if group.dtype in MAX_QUANTIZED:
-        shape, dtype = (*shape, block_size * (group.head_dim + SCALE_BYTES)), torch.uint8
+        shape, dtype = (*shape, block_size * (group.kind.head_dim + SCALE_BYTES)), torch.uint8
     elif group.dtype in DTYPES:
-        shape, dtype = (*shape, block_size, group.head_dim), DTYPES[group.dtype]
+        shape, dtype = (*shape, block_size, group.kind.head_dim), DTYPES[group.dtype]
     else:
         names = ", ".join([*DTYPES, *MAX_QUANTIZED])
         raise ValueError(f"the Triton kernels keep keys and values as {names}, not as {group.dtype}")
@@ -43,7 +43,8 @@ def pack(storage: Storage, blocks: Tensor) -> Tensor:
     """A copy of `blocks` int64 (num_blocks,) in the canonical layout."""
     rows = storage.data.index_select(2, blocks.to(storage.data.device))
     if storage.group.dtype in MAX_QUANTIZED:
-        values, scales = rows.split((storage.block_size * storage.group.head_dim, storage.block_size * SCALE_BYTES), -1)
+        head_dim = storage.group.kind.head_dim
+        values, scales = rows.split((storage.block_size * head_dim, storage.block_size * SCALE_BYTES), -1)
         rows = torch.cat([part.unflatten(-1, (storage.block_size, -1)) for part in (values, scales)], -1)
     return rows.transpose(3, 4).contiguous()
 
@@ -52,7 +53,7 @@ def unpack(storage: Storage, blocks: Tensor, canonical: Tensor) -> None:
     """Write `canonical` into `blocks` int64 (num_blocks,): the inverse of `pack`."""
     rows = canonical.transpose(3, 4)
     if storage.group.dtype in MAX_QUANTIZED:
-        values, scales = rows.split((storage.group.head_dim, SCALE_BYTES), -1)
+        values, scales = rows.split((storage.group.kind.head_dim, SCALE_BYTES), -1)
         rows = torch.cat((values.flatten(-2), scales.flatten(-2)), -1)
     storage.data.index_copy_(2, blocks.to(storage.data.device), rows)
 
@@ -70,13 +71,13 @@ def copy_blocks(storage: Storage, pairs: Tensor, num_tokens: int) -> None:
     source = data if len(pairs) == 1 else data.index_select(2, pairs[:, 0])
     row = data.stride(3)  # elements of one head
     tile = min(_MAX_COPIED, pow2(row))
-    _copy[(len(pairs) * group.num_kv_heads * -(-row // tile), 2 * len(group.layers))](
+    _copy[(len(pairs) * group.kind.num_kv_heads * -(-row // tile), 2 * len(group.layers))](
         *(source, data, pairs, source.shape[2], group.num_blocks, min(num_tokens, storage.block_size)),
         GATHERED=source is not data,
-        NUM_HEADS=group.num_kv_heads,
+        NUM_HEADS=group.kind.num_kv_heads,
         ROW=row,
-        HEAD_DIM=group.head_dim,
-        VALUES=storage.block_size * group.head_dim,
+        HEAD_DIM=group.kind.head_dim,
+        VALUES=storage.block_size * group.kind.head_dim,
         SCALE_BYTES=SCALE_BYTES,
         TILE=tile,
     )

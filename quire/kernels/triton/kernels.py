@@ -2,7 +2,7 @@
 
 import torch
 
-from quire.kernels.contract import Requirements, StepCapture
+from quire.kernels.contract import Requirements, StepCapture, unsupported_kind_reason
 from quire.kernels.reference import use_threads
 from quire.kernels.triton.attention import SCRATCH_BYTES, attention
 from quire.kernels.triton.blocks import BLOCK_SIZE_MULTIPLE, allocate, copy_blocks, pack, rotary_write, unpack
@@ -36,6 +36,8 @@ def unsupported_reason(requirements: Requirements) -> str | None:
     for scheme in requirements.schemes:
         if (why := unsupported_scheme_reason(scheme)) is not None:
             return why
+    if (why := unsupported_kind_reason(requirements)) is not None:
+        return why
     if max(requirements.head_dims) > MAX_HEAD_DIM:
         return f"heads of {max(requirements.head_dims)} are larger than {MAX_HEAD_DIM}"
     return None

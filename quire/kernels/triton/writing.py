@@ -65,13 +65,13 @@ def rotary_write(
 
 
 def _check(storage: Storage, layer: int, k: Tensor, v: Tensor, plan: TritonPlan) -> None:
-    group = storage.group
+    group, kind = storage.group, storage.group.kind
     if not 0 <= layer < len(group.layers):
         raise IndexError(f"there is no layer {layer} of {len(group.layers)}")
     if k.shape != v.shape or k.dtype != v.dtype or len(k) != len(plan.chunks):
         raise ValueError(f"keys {tuple(k.shape)}, values {tuple(v.shape)} and {len(plan.chunks)} tokens do not match")
-    if k.shape[1:] != (group.num_kv_heads, group.head_dim):
-        raise ValueError(f"blocks of {group.num_kv_heads} heads of {group.head_dim} cannot hold keys {tuple(k.shape)}")
+    if k.shape[1:] != (kind.num_kv_heads, kind.head_dim):
+        raise ValueError(f"blocks of {kind.num_kv_heads} heads of {kind.head_dim} cannot hold keys {tuple(k.shape)}")
 
 
 def _with_contiguous_heads(x: Tensor) -> Tensor:

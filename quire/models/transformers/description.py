@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from quire.cost.model_shape import KVLayer
+from quire.core.kv_groups import StoredKind, kv_kind
 from quire.errors import ModelError
 from quire.kernels.contract import DTYPES
 from quire.models.config_fields import Fields
@@ -56,9 +56,9 @@ class TransformersDescription:
     classification: None = None  # classification heads are not loaded through transformers
 
     @property
-    def kv_layers(self) -> Sequence[KVLayer]:
+    def kv_layers(self) -> Sequence[StoredKind]:
         """See Description."""
-        return tuple(KVLayer(layer.params.num_kv_heads, layer.params.head_dim, layer.window) for layer in self.layers)
+        return tuple(kv_kind(layer.params.num_kv_heads, layer.params.head_dim, layer.window) for layer in self.layers)
 
     def schemes(self, quantization: str | None) -> Schemes:
         """See Description."""

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from quire.config import EngineOptions, SchedulerConfig
+from quire.core.kv_groups import kv_kind
 from quire.cost.devices import find_device
 from quire.cost.latency_profile import LatencyProfile, roofline_profile
 from quire.cost.memory_plan import HostPoolPlan, MemoryPlan
-from quire.cost.model_shape import KVLayer
 from quire.kernels import reference
 from quire.planner.baselines import baseline_setup
 from quire.planner.kv_meter import KVMeter
@@ -92,7 +92,7 @@ def kv_bytes_per_token(model: str) -> int:
 def kv_bytes_of_layers(num_layers: int, num_kv_heads: int) -> int:
     """Bytes of KV of one token by the memory plan: layers with heads of 128 numbers in fp16."""
     description = find_model(EngineOptions(model="llama-2-70b")).description
-    layers = (KVLayer(num_kv_heads, 128, 0),) * num_layers
+    layers = (kv_kind(num_kv_heads, 128),) * num_layers
     shape = replace(shape_of(description, "float16"), layers=layers)
     profile = memory_profile(shape, EngineOptions(), ("float16", "float16"), reference)
     return sum(kv.bytes_per_token for kv in profile.kv)

@@ -175,7 +175,9 @@ class EngineCollector(Collector):
     def _most_longest_sequences(self) -> float:
         """Sequences of max_model_len tokens whose KV fits. A window needs a block more than its own length at most."""
         size, longest = self._cache.block_size, self._max_model_len
-        lengths = [min(longest, group.window + size) if group.window else longest for group in self._cache.groups]
+        lengths = [
+            min(longest, group.kind.span + size) if group.kind.drops_blocks else longest for group in self._cache.groups
+        ]
         return min(group.num_blocks * size / length for group, length in zip(self._cache.groups, lengths, strict=True))
 
 

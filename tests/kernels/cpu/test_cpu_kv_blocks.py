@@ -9,8 +9,8 @@ import torch
 from cpu_kernel_builds import each_with, in_use
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kv_groups import kv_group
 
-from quire.config import KVGroup
 from quire.kernels import reference
 from quire.kernels.reference.quantized import from_stored, stored_dtype_and_size, to_stored
 
@@ -47,16 +47,14 @@ def groups(draw):
     layers, heads = draw(st.integers(1, 3)), draw(st.integers(1, 4))
     head_dim = draw(st.sampled_from([2, 8, 20, 64, 80, 96, 128]))
     dtype = draw(st.sampled_from(STORED))
-    return KVGroup(tuple(range(layers)), "full", heads, head_dim, dtype, NUM_BLOCKS, 1), draw(
-        st.sampled_from([16, 32, 48])
-    )
+    return kv_group(tuple(range(layers)), heads, head_dim, dtype, NUM_BLOCKS, 1), draw(st.sampled_from([16, 32, 48]))
 
 
 @cache
 def canonical_of(group, shape, dtype, seed):
     """Stored numbers, the same for all builds, and the state of the generator that drew them."""
     random = torch.Generator().manual_seed(seed)
-    numbers, choice = (torch.randn((*shape[:-1], group.head_dim), generator=random) for _ in range(2))
+    numbers, choice = (torch.randn((*shape[:-1], group.kind.head_dim), generator=random) for _ in range(2))
     return to_stored(numbers.to(dtype).where(choice <= 2, torch.nan), group.dtype), random.get_state()
 
 
@@ -107,7 +105,7 @@ class Pair:
 
 def zeros_behind_heads(storage):
     """Whether the padding of heads is zero, by the documented layout."""
-    group, depth = storage.group, cpu.padded_head_dim(storage.group.head_dim, storage.group.dtype)
+    group, depth = storage.group, cpu.padded_head_dim(storage.group.kind.head_dim, storage.group.dtype)
     if group.dtype == "int4":  # rotated heads have no padding, and are compared as they are
         return True
     keys, values = storage.data[:, 0, ..., : 16 * depth], storage.data[:, 1, ..., : 16 * depth]
@@ -118,13 +116,13 @@ def zeros_behind_heads(storage):
         keys = torch.where(keys == 128, 0, keys)
     keys = keys.transpose(-1, -2).flatten(-3, -2)
     values = values.unflatten(-1, (16 // terms, depth, terms))
-    return not keys[..., group.head_dim :, :].any() and not values[..., group.head_dim :, :].any()
+    return not keys[..., group.kind.head_dim :, :].any() and not values[..., group.kind.head_dim :, :].any()
 
 
 def qkv(pair, num_tokens, heads, dtype):
     """Queries, keys and values as views of one product."""
-    kv_heads = pair.group.num_kv_heads
-    product = pair.normal(num_tokens, heads + 2 * kv_heads, pair.group.head_dim, dtype=dtype)
+    kv_heads = pair.group.kind.num_kv_heads
+    product = pair.normal(num_tokens, heads + 2 * kv_heads, pair.group.kind.head_dim, dtype=dtype)
     return product.tensor_split((heads, heads + kv_heads), 1)
 
 
@@ -145,7 +143,7 @@ def test_tokens_are_stored_as_in_the_reference(group, seed, name):
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 @pytest.mark.parametrize("head_dim", [20, 64, 80])
 def test_special_heads_are_stored_as_in_the_reference(dtype, head_dim):
-    pair = Pair(KVGroup((0,), "full", 1, head_dim, dtype, NUM_BLOCKS, 1), 16, 3)
+    pair = Pair(kv_group((0,), 1, head_dim, dtype, NUM_BLOCKS, 1), 16, 3)
     k = pair.normal(9, 1, head_dim, dtype=torch.float32)
     k[0], k[1], k[2, :, 1:], k[3], k[4] = 0, -2.5, 0, 1e-42, 1e30
     k[5, 0, 3], k[6, 0, 4], k[7, 0, 5] = torch.nan, torch.inf, -torch.inf
@@ -202,7 +200,7 @@ def test_a_token_is_stored_alike_alone_and_in_company(group, seed):
     one, other = Pair(*group, seed), Pair(*group, seed)
     slots, _ = one.step()
     q, k, v = qkv(one, len(slots), 3, one.dtype)
-    angles = one.normal(len(slots), one.group.head_dim // 2, dtype=torch.float32)
+    angles = one.normal(len(slots), one.group.kind.head_dim // 2, dtype=torch.float32)
     cos, sin = angles.cos(), angles.sin()
     together = cpu.rotary_write(one.fast, 0, q, k, v, (cos, sin), slots)
     for i in range(len(slots)):
@@ -241,7 +239,7 @@ def test_copies_are_those_of_the_reference(group, seed, overlapping):
 
 
 def small(dtype="float32"):
-    return KVGroup((0, 1), "full", 2, 20, dtype, 3, 1)
+    return kv_group((0, 1), 2, 20, dtype, 3, 1)
 
 
 @each_build
@@ -273,7 +271,7 @@ def test_memory_is_taken_when_written_and_given_back():
 
     gc.collect()
     before = resident()
-    storage = cpu.allocate(KVGroup((0, 1), "full", 8, 128, "float32", 4096, 1), 16, CPU)
+    storage = cpu.allocate(kv_group((0, 1), 8, 128, "float32", 4096, 1), 16, CPU)
     assert storage.data.nbytes == 2**30
     assert resident() - before < 2**24
     cpu.write_kv(storage, 1, torch.ones(1, 8, 128), torch.ones(1, 8, 128), torch.tensor([100]))

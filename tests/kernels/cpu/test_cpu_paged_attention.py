@@ -10,9 +10,9 @@ from attention_oracle import naive
 from cpu_kernel_builds import EVERY, in_use
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kv_groups import kv_group
 from torch.nn.functional import pad
 
-from quire.config import KVGroup
 from quire.kernels.contract import DTYPES, Batch, Storage
 from quire.kernels.reference.codes import quantize_activations
 from quire.kernels.reference.quantized import from_stored, hadamard, stored_dtype_and_size, to_stored
@@ -99,7 +99,7 @@ class Case:
         self.strict, self.shared = strict, shared
         self.compute = compute if dtype in QUANTIZED else dtype
         needed = [-(-stop // block_size) for _, stop in spans]
-        group = KVGroup((0, 1), "window" if window else "full", kv_heads, dim, dtype, sum(needed) + 3, 1, window)
+        group = kv_group((0, 1), kv_heads, dim, dtype, sum(needed) + 3, 1, window=window)
         padded = -(-dim // 16) * 16
         stored, width = stored_dtype_and_size(dtype, padded)
         shape = (2, 2, group.num_blocks, kv_heads, block_size // 16, 16 * width)
@@ -275,7 +275,7 @@ def test_a_plan_is_refilled_in_place_and_played_again(build):
     _C.set_threads(2)
     first, second = (Case(seed, spans) for seed, spans in [(5, [(0, 40), (30, 31)]), (6, [(1200, 1201), (700, 740)])])
     blocks = first.storage.group.num_blocks + second.storage.group.num_blocks
-    group = KVGroup((0, 1), "full", 2, 64, "bfloat16", blocks, 1)
+    group = kv_group((0, 1), 2, 64, "bfloat16", blocks, 1)
     both = Storage(group, 16, torch.cat([first.storage.data, second.storage.data], 2).clone())
     second.tables[second.tables != NOWHERE] += first.storage.group.num_blocks
     plan = paged.plan(first.batch(), both, width=200)
@@ -319,7 +319,7 @@ def strict_rows(cuts, threads, *, company, window, dtype):
     others = beside.spans if company else ()
     blocks = case.storage.group.num_blocks
     data = torch.cat([case.storage.data, beside.storage.data], 2)
-    group = KVGroup((0, 1), "window" if window else "full", 2, 32, dtype, data.shape[2], 1, window)
+    group = kv_group((0, 1), 2, 32, dtype, data.shape[2], 1, window=window)
     storage = Storage(group, 16, data)
     _C.set_threads(threads)
     outputs = []

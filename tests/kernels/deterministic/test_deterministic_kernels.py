@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kv_groups import kv_group
 
-from quire.config import KVGroup
 from quire.kernels import deterministic, reference
 from quire.kernels.contract import ACTIVATIONS, Batch
 from quire.kernels.deterministic import tiled
@@ -261,9 +261,8 @@ class Sequences:
     def __init__(self, seed, stops, *, kv_heads=2, shared=2, dim=8, block_size=4, window=0, dtype=torch.float32):
         random = np.random.default_rng(seed)
         needed = [-(-stop // block_size) for stop in stops]
-        kind = "window" if window else "full"
         name = str(dtype).removeprefix("torch.")
-        self.group = KVGroup((0,), kind, kv_heads, dim, name, sum(needed) + 3, 1, window)
+        self.group = kv_group((0,), kv_heads, dim, name, sum(needed) + 3, 1, window=window)
         self.storage = reference.allocate(self.group, block_size, torch.device("cpu"))
         self.storage.data.fill_(torch.nan)
         ids = random.permutation(self.group.num_blocks)
@@ -277,8 +276,8 @@ class Sequences:
         """The outputs of one step, by its (sequence, start, stop) spans."""
         rows, starts, stops = (np.array(column, np.int64) for column in zip(*spans, strict=True))
         tables = self.tables[rows].copy()
-        if self.group.window:
-            gone = np.maximum(starts - self.group.window + 1, 0) // self.storage.block_size
+        if self.group.kind.span:
+            gone = np.maximum(starts - self.group.kind.span + 1, 0) // self.storage.block_size
             tables[np.arange(tables.shape[1]) < gone[:, None]] = -1
         plan = kernels.plan(Batch(starts, stops, tables), self.storage)
         k, v = (torch.cat([self.kv[row][x, start:stop] for row, start, stop in spans]) for x in range(2))
@@ -293,7 +292,7 @@ class Sequences:
         out = torch.zeros(stop - start, *q.shape[1:], dtype=torch.float64)
         shared = q.shape[1] // k.shape[1]
         for position in range(start, stop):
-            first = max(0, position - self.group.window + 1) if self.group.window else 0
+            first = max(0, position - self.group.kind.span + 1) if self.group.kind.span else 0
             for head in range(q.shape[1]):
                 scores = k[first : position + 1, head // shared] @ q[position, head] * 0.3
                 if softcap:
@@ -375,7 +374,7 @@ def test_scratch_is_bounded(shared):
 
 
 def test_blocks_are_the_reference_s():
-    group = KVGroup((0, 1), "full", 2, 8, "float32", 5, 1)
+    group = kv_group((0, 1), 2, 8, "float32", 5, 1)
     assert deterministic.allocate is reference.allocate
     storage = deterministic.allocate(group, 4, torch.device("cpu"))
     storage.data.copy_(randn(*storage.data.shape))

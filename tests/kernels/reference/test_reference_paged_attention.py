@@ -6,8 +6,8 @@ import torch
 from attention_oracle import naive
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kv_groups import kv_group
 
-from quire.config import KVGroup
 from quire.kernels import reference
 from quire.kernels.contract import Batch
 from quire.kernels.reference import paged
@@ -37,8 +37,7 @@ class Setup:
         random = np.random.default_rng(seed)
         self.spans, self.block_size, self.kv_heads, self.shared, self.dim = spans, block_size, kv_heads, shared, dim
         needed = [-(-stop // block_size) for _, stop in spans]
-        kind = "window" if window else "full"
-        group = KVGroup(tuple(range(layers)), kind, kv_heads, dim, dtype, sum(needed) + 3, 1, window)
+        group = kv_group(tuple(range(layers)), kv_heads, dim, dtype, sum(needed) + 3, 1, window=window)
         self.storage = reference.allocate(group, block_size, torch.device("cpu"))
         self.storage.data.fill_(torch.nan)
         ids = random.permutation(group.num_blocks)
@@ -185,7 +184,7 @@ def test_padding_is_bounded():
 
 
 def test_each_group_writes_by_its_own_table():
-    groups = [KVGroup((layer,), "full", 1, 4, "float32", 5, 1) for layer in (1, 0)]
+    groups = [kv_group((layer,), 1, 4, "float32", 5, 1) for layer in (1, 0)]
     storages = [reference.allocate(group, 2, torch.device("cpu")) for group in groups]
     attend = PagedAttend(reference, storages, [ScoreScaling(0.5)] * 2)
     attend.plan([Batch(np.array([0]), np.array([3]), np.array([table])) for table in ([4, 1], [0, 3])])
@@ -196,7 +195,7 @@ def test_each_group_writes_by_its_own_table():
 
 
 def test_each_layer_has_its_scores():
-    storage = reference.allocate(KVGroup((0, 1, 2), "full", 1, 4, "float32", 2, 1), 4, torch.device("cpu"))
+    storage = reference.allocate(kv_group((0, 1, 2), 1, 4, "float32", 2, 1), 4, torch.device("cpu"))
     attend = PagedAttend(reference, [storage], [ScoreScaling(0.5), ScoreScaling(2.0), ScoreScaling(0.5, 0.1)])
     attend.plan([Batch(np.array([0]), np.array([5]), np.array([[1, 0]]))])
     q, k, v = torch.randn(3, 5, 1, 4)

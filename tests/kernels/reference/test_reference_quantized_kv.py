@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from kv_groups import kv_group
 
-from quire.config import KVGroup
 from quire.kernels import deterministic, reference
 from quire.kernels.contract import Batch
 from quire.kernels.reference.quantized import (
@@ -112,8 +112,7 @@ def test_zeros_stay_zeros_and_one_bad_head_spoils_no_other(dtype):
 @pytest.mark.parametrize("dtype", QUANTIZED)
 @pytest.mark.parametrize("window", [0, 9])
 def test_attention_sees_the_numbers_that_are_left(module, dtype, window):
-    kind = "window" if window else "full"
-    group = KVGroup((0, 1), kind, 2, 16, dtype, 12, 1, window)
+    group = kv_group((0, 1), 2, 16, dtype, 12, 1, window=window)
     few, many = (module.allocate(one, 16, CPU) for one in (group, replace(group, dtype="float32")))
     random = torch.Generator().manual_seed(2)
     batch = Batch(np.array([0, 0]), np.array([37, 20]), np.array([[3, 9, 1], [4, 7, 0]]))

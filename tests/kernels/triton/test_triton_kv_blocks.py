@@ -44,7 +44,7 @@ def groups(draw):
 @given(groups(), st.integers(1, 12), st.sampled_from([1, 0.5, 0.25]), st.sampled_from(sorted(DTYPES)), SEEDS)
 def test_tokens_are_rotated_and_stored_and_what_lies_behind_them_is_cleared(group, num_heads, share, dtype, seed):
     pair = Pair(*group, seed)
-    half = int(share * pair.group.head_dim / 2)
+    half = int(share * pair.group.kind.head_dim / 2)
     pair.write(pair.batch(), num_heads, half, DTYPES[dtype], layer=len(pair.group.layers) - 1)
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kv_groups import kv_group
 
-from quire.config import KVGroup
 from quire.kernels.contract import Batch, Storage
 from quire.kernels.reference import paged as reference
 
@@ -153,7 +153,7 @@ def test_large_tiles_are_split_as_well(short_splits):
     small=st.booleans(),
 )
 def test_numbers_of_splits(programs, kv_heads, context, used, small):
-    group = KVGroup((0,), "full", kv_heads, 128, "bfloat16", 1, 1)
+    group = kv_group((0,), kv_heads, 128, "bfloat16", 1, 1)
     storage = Storage(group, 16, torch.empty(0))
     plan = make_plan(Batch(np.array([0]), np.array([1]), np.zeros((1, 1), np.int64)), storage)
     plan.max_context = context
@@ -269,7 +269,7 @@ def strict_rows(cuts, *, company, window, dtype, stored):
     whole = Case(22, [(0, cuts[-1])], shared=3, dtype=dtype, stored=stored, kv_heads=1)
     others = Case(23, [(5, 9), (60, 61), (0, 11)], shared=3, dtype=dtype, stored=stored, kv_heads=1)
     data = torch.cat([whole.storage.data, others.storage.data], 2)
-    group = KVGroup((0, 1), "window" if window else "full", 1, 64, stored or dtype, data.shape[2], 1, window)
+    group = kv_group((0, 1), 1, 64, stored or dtype, data.shape[2], 1, window=window)
     both = Storage(group, 16, data)
     outputs = []
     for start, stop in pairwise(cuts):

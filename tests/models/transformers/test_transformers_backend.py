@@ -7,8 +7,7 @@ import torch
 import transformers
 from unknown_architecture import SHAPE, UNKNOWN, loaded, prompt_of, save
 
-from quire.config import KVGroup
-from quire.cost.model_shape import KVLayer
+from quire.core.kv_groups import KVGroup, kv_kind
 from quire.kernels import reference
 from quire.kernels.contract import Batch
 from quire.layers.attend import PagedAttend, ScoreScaling
@@ -57,8 +56,7 @@ class Paged:
     @staticmethod
     def _allocate(description, kind, num_blocks, dtype, block_size):
         layers = tuple(index for index, layer in enumerate(description.kv_layers) if layer == kind)
-        name = "window" if kind.window else "full"
-        group = KVGroup(layers, name, kind.num_kv_heads, kind.head_dim, dtype, num_blocks, 1, kind.window)
+        group = KVGroup(layers, kind, dtype, num_blocks, 1)
         return reference.allocate(group, block_size, torch.device("cpu"))
 
     @torch.inference_mode()
@@ -152,7 +150,7 @@ def test_a_transformers_description_has_sizes_windows_and_score_scaling(made):
     folder, model = made("vaultgemma")
     description, backend = loaded(folder)
     assert (description.vocab_size, description.hidden_size, description.max_positions) == (checkpoints.VOCAB, 64, 256)
-    assert description.kv_layers == tuple(KVLayer(2, 24, window) for window in (9, 0, 9, 0))
+    assert description.kv_layers == tuple(kv_kind(2, 24, window) for window in (9, 0, 9, 0))
     assert list(backend.score_scaling) == [ScoreScaling(50**-0.5, 50.0)] * 4
     assert description.num_parameters == model.num_parameters()
     assert description.weight_bytes("bfloat16") == 2 * model.num_parameters()

@@ -2,11 +2,12 @@
 
 import httpx
 import pytest
+from kv_groups import kv_group
 from multi_tenant_server import run_site
 from server_probes import Page
 from waiting import wait_until
 
-from quire.config import CacheConfig, KVGroup
+from quire.config import CacheConfig
 from quire.core.explanation import Explanation, Preemption
 from quire.engine.engine import STEP_SIZE_BUCKETS, EngineStats, StepSizes
 from quire.engine.outputs import RequestMetrics
@@ -16,7 +17,7 @@ from quire.server.observability.request_record import RequestRecord
 from quire.server.options import ServerOptions
 from quire.supervisor.health import Health, State
 
-CACHE = CacheConfig(16, (KVGroup((0,), "full", 1, 8, "float32", 10, 1024),))
+CACHE = CacheConfig(16, (kv_group((0,), 1, 8, "float32", 10, 1024),))
 PLAIN = {"model_name", "engine"}
 # metrics that vLLM has, too: name without prefix and suffix -> type, labels in addition to PLAIN
 LIKE_VLLM = {
@@ -216,7 +217,7 @@ def test_preemptions_of_one_request(metrics):
     ids=["as short as the window", "the window is full", "all blocks for one"],
 )
 def test_cache_config_info_reports_max_concurrency(longest, size, most):
-    groups = (KVGroup((0,), "full", 1, 8, "float32", 10, 1024), KVGroup((1,), "window", 1, 8, "float32", 6, 1024, 32))
+    groups = (kv_group((0,), 1, 8, "float32", 10, 1024), kv_group((1,), 1, 8, "float32", 6, 1024, window=32))
     metrics = Metrics("m", lambda: HEALTH, cache=CacheConfig(16, groups), max_model_len=longest)
     (sample,) = Page(metrics.export("").decode()).families["cache_config_info"].samples
     assert (sample.labels["kv_cache_size_tokens"], sample.labels["kv_cache_max_concurrency"]) == (size, most)

@@ -67,8 +67,8 @@ def _server_info(service: Service) -> dict[str, object]:
 def _memory(cache: CacheConfig) -> dict[str, object]:
     groups = [
         {
-            "kind": group.kind,
-            "window": group.window,
+            "kind": group.kind.name,
+            "window": group.kind.span,
             "num_layers": len(group.layers),
             "dtype": group.dtype,
             "num_blocks": group.num_blocks,
