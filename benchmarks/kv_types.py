@@ -29,6 +29,7 @@ from benchmarks.result_file import write_result
 from quire.config import EngineOptions, KVDType, Quantization
 from quire.kernels.contract import Batch, Storage
 from quire.layers.attend import PagedAttend
+from quire.layers.context import ForwardContext
 from quire.models.model import Model
 from quire.startup.build import Prepared, prepare
 
@@ -76,8 +77,8 @@ class Case:
     def step(self) -> None:
         """A whole step, logits included."""
         self.attend.plan([self.batch] * len(self.storages))
-        hidden = self.model.forward(self.ids, self.positions, self.attend, self.kernels)
-        self.model.logits(hidden, self.kernels)
+        context = ForwardContext(self.kernels, self.attend, self.positions)
+        self.model.logits(self.model.forward(self.ids, context), context)
 
 
 def in_turns(runs: list[Callable[[], None]], rounds: int) -> np.ndarray:

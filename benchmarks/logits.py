@@ -7,6 +7,7 @@ import torch
 
 from quire.kernels.contract import Batch
 from quire.layers.attend import PagedAttend
+from quire.layers.context import ForwardContext
 from quire.startup.build import Prepared
 
 
@@ -30,8 +31,9 @@ class TextModel:
         table = np.arange(-(-len(ids) // self._block_size), dtype=np.int64)[None]
         batch = Batch(np.zeros(1, np.int64), np.array([len(ids)]), table)
         self._attend.plan([batch] * self._num_groups)
-        hidden = self._model.forward(tokens, torch.arange(len(ids)), self._attend, self._kernels)
-        return self._model.logits(hidden[first - 1 : -1], self._kernels).to(dtype).log_softmax(-1)
+        context = ForwardContext(self._kernels, self._attend, torch.arange(len(ids)))
+        hidden = self._model.forward(tokens, context)
+        return self._model.logits(hidden[first - 1 : -1], context).to(dtype).log_softmax(-1)
 
 
 def negative_logprobs(logprobs: torch.Tensor, ids: list[int]) -> torch.Tensor:

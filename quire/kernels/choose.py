@@ -8,11 +8,12 @@ from typing import NamedTuple
 import torch
 
 from quire.errors import ConfigError, nearest
-from quire.kernels import deterministic, reference
 from quire.kernels.contract import Kernels, Requirements
 from quire.kernels.cpu import EXTENSION
-from quire.kernels.cpu import deterministic as cpu_deterministic
-from quire.kernels.cpu import kernels as cpu
+from quire.kernels.cpu.deterministic import CPU_DETERMINISTIC
+from quire.kernels.cpu.kernels import CPU, description
+from quire.kernels.deterministic import DETERMINISTIC
+from quire.kernels.reference import REFERENCE
 
 
 class Candidate(NamedTuple):
@@ -27,24 +28,24 @@ class Candidate(NamedTuple):
 def _cpu() -> Candidate:
     if EXTENSION is not None:
         return Candidate(None, None, EXTENSION)
-    return Candidate(cpu, cpu_deterministic, cpu.description())
+    return Candidate(CPU, CPU_DETERMINISTIC, description())
 
 
 def _triton() -> Candidate:
     if find_spec("triton") is None:
         return Candidate(None, None, "the package triton is not installed")
-    from quire.kernels.triton import deterministic as triton_deterministic  # noqa: PLC0415  (an optional package)
-    from quire.kernels.triton import kernels as triton  # noqa: PLC0415
+    from quire.kernels.triton.deterministic import TRITON_DETERMINISTIC  # noqa: PLC0415  (an optional package)
+    from quire.kernels.triton.kernels import TRITON  # noqa: PLC0415
     from quire.kernels.triton.launch import INTERPRETED  # noqa: PLC0415
 
     if INTERPRETED:
         why = "Triton is interpreted, which is for tests only"
-        return Candidate(triton, triton_deterministic, "interpreted", skip_reason=why)
-    return Candidate(triton, triton_deterministic, "compiled when first used")
+        return Candidate(TRITON, TRITON_DETERMINISTIC, "interpreted", skip_reason=why)
+    return Candidate(TRITON, TRITON_DETERMINISTIC, "compiled when first used")
 
 
 def _reference() -> Candidate:
-    return Candidate(reference, deterministic, "plain torch")
+    return Candidate(REFERENCE, DETERMINISTIC, "plain torch")
 
 
 # The fastest first.

@@ -10,10 +10,10 @@ types of 8 and 4 bits the last axis is uint8 with scales: see `reference.quantiz
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, make_dataclass, replace
 from enum import IntEnum
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import msgspec
 import numpy as np
@@ -454,3 +454,20 @@ class Kernels(Protocol):
         tokens, k at most vocab_size, the ids (num_rows, k), int32, and the values (num_rows, k), in descending order,
         ties by id. All values are NaN in a row with any NaN or +inf, and in a row of -inf only.
         """
+
+
+# the names that a kernel module has
+CONTRACT = (*Kernels.__annotations__, *(name for name in vars(Kernels) if name[0] != "_"))
+_Record = make_dataclass(
+    "Kernels", [(name, Any) for name in CONTRACT], frozen=True, slots=True, kw_only=True, repr=False
+)
+
+
+def new_kernels(**functions: Any) -> Kernels:  # noqa: ANN401  (each has the type that Kernels gives it)
+    """A kernel module as one record. Raises TypeError if a name of the contract is missing, or another one is given."""
+    return cast(Kernels, _Record(**functions))
+
+
+def replace_kernels(kernels: Kernels, **functions: Any) -> Kernels:  # noqa: ANN401
+    """A kernel module that has these functions, and all others from `kernels`. Raises TypeError for an unknown name."""
+    return cast(Kernels, replace(cast(Any, kernels), **functions))

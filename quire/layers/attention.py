@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from quire.core.kv_groups import StoredKind
-from quire.kernels.contract import Kernels, Rotation
-from quire.layers.attend import Attend
+from quire.kernels.contract import Rotation
+from quire.layers.context import ForwardContext
 from quire.layers.linear import Linear
 from quire.layers.norm import LayerNorm, Norm, NormKind, make_norm
 
@@ -61,14 +61,14 @@ class Attention(nn.Module):
         size = config.head_dim if config.qk_norm == "head" else heads * config.head_dim
         return make_norm(config.norm, size, config.norm_eps, dtype, bias=config.qk_norm_bias)
 
-    def __call__(self, layer: int, x: Tensor, rotation: Rotation | None, attend: Attend, kernels: Kernels) -> Tensor:
+    def __call__(self, layer: int, x: Tensor, rotation: Rotation | None, context: ForwardContext) -> Tensor:
         """x (num_tokens, hidden_size) -> the same shape. rotation: None if the layer has no rotary embedding."""
         config = self.config
-        qkv = self.qkv(x, kernels).view(x.shape[0], -1, config.head_dim)
+        qkv = self.qkv(x, context).view(x.shape[0], -1, config.head_dim)
         q, k, v = qkv.tensor_split((config.num_heads, config.num_heads + config.num_kv_heads), 1)
         if config.qk_norm == "projection":
-            q = self.q_norm(q.flatten(1), kernels).view(q.shape)
-            k = self.k_norm(k.flatten(1), kernels).view(k.shape)
+            q = self.q_norm(q.flatten(1), context).view(q.shape)
+            k = self.k_norm(k.flatten(1), context).view(k.shape)
         elif config.qk_norm != "none":
-            q, k = self.q_norm(q, kernels), self.k_norm(k, kernels)
-        return self.o(attend(layer, q, k, v, rotation), kernels)
+            q, k = self.q_norm(q, context), self.k_norm(k, context)
+        return self.o(context.attend(layer, q, k, v, rotation), context)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.kernels.contract import Kernels, Scheme, Weight
+from quire.layers.context import ForwardContext
 from quire.layers.linear import Linear, allocate_weight
 from quire.layers.mlp import MLP
 
@@ -50,11 +51,12 @@ class Experts(nn.Module):
             self.shared.use_kernel_layout(kernels, schemes, f"{prefix}shared.")
             self.shared_gate.use_kernel_layout(kernels)
 
-    def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
+    def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
         """x (num_tokens, hidden_size) -> the same shape."""
-        ids, weights = kernels.route(self.router(x, kernels), self.config.per_token, normalise=self.config.normalise)
+        config, kernels = self.config, context.kernels
+        ids, weights = kernels.route(self.router(x, context), config.per_token, normalise=config.normalise)
         out = kernels.experts(x, ids, weights, self.up, self.down, self.activation)
         if self.shared is not None:
-            share = kernels.activate(self.shared_gate(x, kernels), "sigmoid")
-            out = out + share * self.shared(x, kernels)
+            share = kernels.activate(self.shared_gate(x, context), "sigmoid")
+            out = out + share * self.shared(x, context)
         return out

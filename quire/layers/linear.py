@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.kernels.contract import Kernels, Scheme, Weight
+from quire.layers.context import ForwardContext
 
 
 class Linear(nn.Module):
@@ -21,9 +22,9 @@ class Linear(nn.Module):
         """
         self.weight = allocate_weight(self, "weight", kernels, parts, scheme)
 
-    def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
+    def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
         """x (num_rows, in) -> (num_rows, out)."""
-        return kernels.linear(x, self.weight, self.bias)
+        return context.kernels.linear(x, self.weight, self.bias)
 
 
 class Embedding(nn.Module):
@@ -38,9 +39,9 @@ class Embedding(nn.Module):
         """Replace the weight, before it is loaded, by one in the layout of products, because it is also the head."""
         self.weight = allocate_weight(self, "weight", kernels, scheme=scheme)
 
-    def __call__(self, ids: Tensor, kernels: Kernels, scale: float = 1.0) -> Tensor:
+    def __call__(self, ids: Tensor, context: ForwardContext, scale: float = 1.0) -> Tensor:
         """ids int64 (num_tokens,) -> (num_tokens, size), times `scale`."""
-        return kernels.embed(ids, self.weight, scale)
+        return context.kernels.embed(ids, self.weight, scale)
 
 
 def allocate_weight(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.kernels.contract import Kernels, Scheme
+from quire.layers.context import ForwardContext
 from quire.layers.linear import Linear
 
 
@@ -21,13 +22,13 @@ class MLP(nn.Module):
         self.up = Linear(hidden, 2 * inner if gated else inner, bias=bias, dtype=dtype)
         self.down = Linear(inner, hidden, bias=bias, dtype=dtype)
 
-    def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
+    def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
         """x (num_tokens, hidden_size) -> the same shape."""
         if self.gated:
-            x = kernels.gated_linear(x, self.up.weight, self.up.bias, self.activation)
+            x = context.kernels.gated_linear(x, self.up.weight, self.up.bias, self.activation)
         else:
-            x = kernels.activate(self.up(x, kernels), self.activation)
-        return self.down(x, kernels)
+            x = context.kernels.activate(self.up(x, context), self.activation)
+        return self.down(x, context)
 
     def use_kernel_layout(self, kernels: Kernels, schemes: Mapping[str, Scheme], prefix: str) -> None:
         """Replace the weights, before they are loaded, by weights in the layout of `kernels`.

@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from quire.kernels.contract import Kernels
+from quire.layers.context import ForwardContext
 
 NormKind = Literal["rms", "rms_plus_one", "layer"]  # rms_plus_one: checkpoints hold the weight minus 1
 
@@ -18,13 +18,13 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype))
 
-    def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
+    def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
         """x normalised over its last axis."""
-        return kernels.rms_norm(x, self.weight, self.eps)
+        return context.kernels.rms_norm(x, self.weight, self.eps)
 
-    def add_and_norm(self, x: Tensor, residual: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor]:
+    def add_and_norm(self, x: Tensor, residual: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
         """(x + residual normalised, x + residual)."""
-        return kernels.add_rms_norm(x, residual, self.weight, self.eps)
+        return context.kernels.add_rms_norm(x, residual, self.weight, self.eps)
 
 
 class LayerNorm(nn.Module):
@@ -36,27 +36,27 @@ class LayerNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(shape, dtype=dtype)) if bias else None
 
-    def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
+    def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
         """x normalised over its last axis."""
-        return kernels.layer_norm(x, self.weight, self.bias, self.eps)
+        return context.kernels.layer_norm(x, self.weight, self.bias, self.eps)
 
-    def add_and_norm(self, x: Tensor, residual: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor]:
+    def add_and_norm(self, x: Tensor, residual: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
         """(x + residual normalised, x + residual)."""
         total = x + residual
-        return kernels.layer_norm(total, self.weight, self.bias, self.eps), total
+        return context.kernels.layer_norm(total, self.weight, self.bias, self.eps), total
 
 
 class NoNorm(nn.Module):
     """Identity, for families without a norm at this place."""
 
-    def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
+    def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
         """x unchanged."""
-        del kernels
+        del context
         return x
 
-    def add_and_norm(self, x: Tensor, residual: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor]:
+    def add_and_norm(self, x: Tensor, residual: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
         """(x + residual, x + residual)."""
-        del kernels
+        del context
         total = x + residual
         return total, total
 

@@ -1,6 +1,6 @@
 """The shared decoder of all families: embedding, layers of attention and MLP, head.
 
-The attention function and the kernels are arguments of a forward pass. The decoder has no access to the KV cache.
+The context of a forward pass has the attention function and the kernels. The decoder has no access to the KV cache.
 """
 
 from typing import cast
@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from quire.kernels.contract import Kernels, Rotation
-from quire.layers.attend import Attend, ScoreScaling
+from quire.layers.attend import ScoreScaling
 from quire.layers.attention import Attention
+from quire.layers.context import ForwardContext
 from quire.layers.experts import Experts
 from quire.layers.linear import Embedding, Linear
 from quire.layers.mlp import MLP
@@ -40,25 +41,25 @@ class DecoderLayer(nn.Module):
         return _norm(config, dtype) if name in config.layer_norms else NoNorm()
 
     def __call__(
-        self, x: Tensor, residual: Tensor, next_norm: Norm, rotations: list[Rotation], attend: Attend, kernels: Kernels
+        self, x: Tensor, residual: Tensor, next_norm: Norm, rotations: list[Rotation], context: ForwardContext
     ) -> tuple[Tensor, Tensor]:
         """(x, residual) for the next layer. x is the residual stream normalised by `next_norm`.
 
         x and residual are (num_tokens, hidden_size). Each residual sum is fused with the norm after it.
         """
         turned = None if self.rope is None else rotations[self.rope]
-        branch = self.attention(self.index, x, turned, attend, kernels)
+        branch = self.attention(self.index, x, turned, context)
         if self.order.startswith("parallel"):
-            y = x if self.order == "parallel" else self.mlp_norm(residual, kernels)
-            return next_norm.add_and_norm(self._scaled(branch + self.mlp(y, kernels)), residual, kernels)
+            y = x if self.order == "parallel" else self.mlp_norm(residual, context)
+            return next_norm.add_and_norm(self._scaled(branch + self.mlp(y, context)), residual, context)
         if self.order == "post":
-            x, _ = self.attn_out_norm.add_and_norm(branch, residual, kernels)
-            x, _ = self.mlp_out_norm.add_and_norm(self.mlp(x, kernels), x, kernels)
+            x, _ = self.attn_out_norm.add_and_norm(branch, residual, context)
+            x, _ = self.mlp_out_norm.add_and_norm(self.mlp(x, context), x, context)
             return x, x
-        branch = self.attn_out_norm(branch, kernels)
-        x, residual = self.mlp_norm.add_and_norm(self._scaled(branch), residual, kernels)
-        branch = self.mlp_out_norm(self.mlp(x, kernels), kernels)
-        return next_norm.add_and_norm(self._scaled(branch), residual, kernels)
+        branch = self.attn_out_norm(branch, context)
+        x, residual = self.mlp_norm.add_and_norm(self._scaled(branch), residual, context)
+        branch = self.mlp_out_norm(self.mlp(x, context), context)
+        return next_norm.add_and_norm(self._scaled(branch), residual, context)
 
     def _scaled(self, branch: Tensor) -> Tensor:
         return branch if self.residual_scale == 1 else branch * self.residual_scale
@@ -113,45 +114,44 @@ class Decoder(nn.Module):
             self.project_in.use_kernel_layout(kernels)
             self.project_out.use_kernel_layout(kernels)
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, kernels: Kernels) -> Tensor:
-        """Hidden states (num_tokens, hidden_size) after the last norm; arguments int64 (num_tokens,)."""
-        rotations = self.rotations(positions, kernels)
+    def forward(self, token_ids: Tensor, context: ForwardContext) -> Tensor:
+        """Hidden states (num_tokens, hidden_size) after the last norm. token_ids: int64 (num_tokens,)."""
+        rotations = self.rotations(context)
         layers = cast(list[DecoderLayer], list(self.layers))
-        residual = self.embed_tokens(token_ids, positions, kernels)
-        x = layers[0].attn_norm(residual, kernels)
+        residual = self.embed_tokens(token_ids, context)
+        x = layers[0].attn_norm(residual, context)
         afters = [*(layer.attn_norm for layer in layers[1:]), self.norm]
         for layer, after in zip(layers, afters, strict=True):
-            x, residual = layer(x, residual, after, rotations, attend, kernels)
+            x, residual = layer(x, residual, after, rotations, context)
         return x
 
-    def logits(self, hidden: Tensor, kernels: Kernels) -> Tensor:
+    def logits(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """hidden (num_rows, hidden_size) -> (num_rows, vocab_size), including scaling and softcap."""
-        config = self.config
+        config, kernels = self.config, context.kernels
         if config.embed_size:
-            hidden = self.project_out(hidden, kernels)
-        weight, bias = (self.embed.weight, None) if self.head is None else (self.head.weight, self.head.bias)
-        logits = kernels.linear(hidden, weight, bias)
+            hidden = self.project_out(hidden, context)
+        logits = kernels.linear(hidden, self.embed.weight) if self.head is None else self.head(hidden, context)
         if config.logit_scale != 1:
             logits = logits * config.logit_scale
         if config.logit_softcap:
             logits = kernels.activate(logits / config.logit_softcap, "tanh") * config.logit_softcap
         return logits
 
-    def rotations(self, positions: Tensor, kernels: Kernels) -> list[Rotation]:
-        """The rotation of each rope of the config. positions: int64 (num_tokens,)."""
+    def rotations(self, context: ForwardContext) -> list[Rotation]:
+        """The rotation of each rope of the config."""
         return [
-            kernels.rotation(positions, frequencies, rope.magnitude)
+            context.kernels.rotation(context.positions, frequencies, rope.magnitude)
             for rope, frequencies in zip(self.config.ropes, self.frequencies, strict=True)
         ]
 
-    def embed_tokens(self, token_ids: Tensor, positions: Tensor, kernels: Kernels) -> Tensor:
-        """Input of the first layer's norm, (num_tokens, hidden_size); arguments int64 (num_tokens,)."""
+    def embed_tokens(self, token_ids: Tensor, context: ForwardContext) -> Tensor:
+        """Input of the first layer's norm, (num_tokens, hidden_size). token_ids: int64 (num_tokens,)."""
         config = self.config
-        x = self.embed(token_ids, kernels, self.embed_scale)
+        x = self.embed(token_ids, context, self.embed_scale)
         if config.embed_size:
-            x = self.project_in(x, kernels)
+            x = self.project_in(x, context)
         if config.position_offset >= 0:
-            x = x + self.positions(positions + config.position_offset, kernels)
+            x = x + self.positions(context.positions + config.position_offset, context)
         return x
 
 

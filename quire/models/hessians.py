@@ -1,6 +1,7 @@
 """Hessians of a model's projections over sequences of tokens: the sums of xᵀ x over the rows x that each multiplies."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -8,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from quire.config import CacheConfig
-from quire.kernels.contract import Batch, Kernels, Weight
+from quire.kernels.contract import Batch, Kernels, Weight, replace_kernels
 from quire.layers.attend import PagedAttend
+from quire.layers.context import ForwardContext
 from quire.layers.norm import NoNorm
 from quire.models.decoder import Decoder, DecoderLayer
 from quire.models.loading import weight_of
@@ -17,8 +19,8 @@ from quire.models.loading import weight_of
 Hessians = Mapping[tuple[str, int], Tensor]  # by parameter, and index in a stack of experts, else 0
 
 
-class _RecordingKernels:
-    """A kernel module that also sums xᵀ x of the products with the weights in `names`."""
+class _Recording:
+    """Sums xᵀ x of the products with the weights in `names`, which are computed with `kernels`."""
 
     def __init__(self, kernels: Kernels, names: Mapping[int, str]) -> None:
         """names: parameter by id() of its weight."""
@@ -26,21 +28,22 @@ class _RecordingKernels:
         self._names = names
         self.hessians: dict[tuple[str, int], Tensor] = {}
 
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._kernels, name)
+    @property
+    def kernels(self) -> Kernels:
+        """The kernels with products that are recorded."""
+        return replace_kernels(
+            self._kernels, linear=self._linear, gated_linear=self._gated_linear, experts=self._experts
+        )
 
-    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        """See Kernels."""
+    def _linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         self._add(x, weight)
         return self._kernels.linear(x, weight, bias)
 
-    def gated_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: str) -> Tensor:
-        """See Kernels."""
+    def _gated_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: str) -> Tensor:
         self._add(x, weight)
         return self._kernels.gated_linear(x, weight, bias, activation)
 
-    def experts(self, x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, activation: str) -> Tensor:
-        """See Kernels."""
+    def _experts(self, x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, activation: str) -> Tensor:
         for expert in sorted(set(ids.flatten().tolist())):
             rows = x[(ids == expert).any(1)]
             self._add(rows, up, expert)
@@ -71,15 +74,17 @@ def layer_hessians(
     """
     storages = [kernels.allocate(group, cache.block_size, model.device) for group in cache.groups]
     attend = PagedAttend(kernels, storages, model.score_scaling)
-    positions = [torch.arange(len(ids)) for ids in sequences]
-    residuals = [model.embed_tokens(*pair, kernels) for pair in zip(sequences, positions, strict=True)]
+    contexts = [ForwardContext(kernels, attend, torch.arange(len(ids))) for ids in sequences]
+    residuals = [model.embed_tokens(*pair) for pair in zip(sequences, contexts, strict=True)]
     for index, layer in enumerate(cast(list[DecoderLayer], list(model.layers))):
         own = [parameter for parameter in parameters if parameter.startswith(f"layers.{index}.")]
-        recording = _RecordingKernels(kernels, {id(weight_of(model, parameter)): parameter for parameter in own})
-        for i, (where, residual) in enumerate(zip(positions, residuals, strict=True)):
-            blocks = np.arange(-(-len(where) // cache.block_size), dtype=np.int64)[None]
-            attend.plan([Batch(np.zeros(1, np.int64), np.array([len(where)]), blocks) for _ in storages])
-            x, turned = layer.attn_norm(residual, kernels), model.rotations(where, kernels)
-            _, residuals[i] = layer(x, residual, NoNorm(), turned, attend, cast(Kernels, recording))
+        recording = _Recording(kernels, {id(weight_of(model, parameter)): parameter for parameter in own})
+        for i, (context, residual) in enumerate(zip(contexts, residuals, strict=True)):
+            length = len(context.positions)
+            blocks = np.arange(-(-length // cache.block_size), dtype=np.int64)[None]
+            attend.plan([Batch(np.zeros(1, np.int64), np.array([length]), blocks) for _ in storages])
+            x, turned = layer.attn_norm(residual, context), model.rotations(context)
+            recorded = replace(context, kernels=recording.kernels)
+            _, residuals[i] = layer(x, residual, NoNorm(), turned, recorded)
         model.layers[index] = nn.Identity()
         yield recording.hessians

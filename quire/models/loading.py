@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelError
-from quire.kernels import reference
 from quire.kernels.contract import DTYPES, Kernels, QuantizedRows, Weight
+from quire.kernels.reference import REFERENCE
 from quire.models.decoder import Decoder
 from quire.models.description import ModelDescription
 from quire.models.model import Progress
@@ -22,7 +22,7 @@ def load(
     *,
     dtype: str,
     device: str = "cpu",
-    kernels: Kernels = reference,
+    kernels: Kernels = REFERENCE,
     schemes: Schemes = NO_SCHEMES,
     progress: Progress | None = None,
     cache: WeightCache | None = None,

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from quire.config import Classification
 from quire.core.kv_groups import StoredKind
-from quire.kernels.contract import Kernels
-from quire.layers.attend import Attend, ScoreScaling
+from quire.layers.attend import ScoreScaling
+from quire.layers.context import ForwardContext
 from quire.layers.linear import Linear
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.schemes import NO_SCHEMES, Schemes
@@ -85,8 +85,8 @@ class Description(Protocol):
 class Model(Protocol):
     """A decoder-only model with its weights.
 
-    The kernels are an argument, so that one set of weights can run with several kernel modules: those for which it was
-    loaded and their deterministic kernels, or, if it has the reference layout, any.
+    The kernels are part of the context of a pass, so that one set of weights can run with several kernel modules: those
+    for which it was loaded and their deterministic kernels, or, if it has the reference layout, any.
     """
 
     @property
@@ -109,8 +109,8 @@ class Model(Protocol):
     def batch_invariant(self) -> bool:
         """Whether a token's output depends only on its own sequence and the kernels, not on the rest of the batch."""
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, kernels: Kernels) -> Tensor:
-        """Hidden states (num_tokens, hidden_size) after the last norm; arguments int64 (num_tokens,)."""
+    def forward(self, token_ids: Tensor, context: ForwardContext) -> Tensor:
+        """Hidden states (num_tokens, hidden_size) after the last norm. token_ids: int64 (num_tokens,)."""
 
-    def logits(self, hidden: Tensor, kernels: Kernels) -> Tensor:
+    def logits(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """hidden (num_rows, hidden_size) -> (num_rows, vocab_size), including scaling and softcap."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from quire.core.step import Chunks
 from quire.kernels.contract import Kernels, NotCapturable, Plan, StepCapture, Storage
 from quire.layers.attend import PagedAttend
+from quire.layers.context import ForwardContext
 from quire.models.model import Model
 from quire.runner.inputs import CapturedInputs, Inputs
 
@@ -83,8 +84,8 @@ class CapturedSteps:
         def compute() -> Tensor:
             for plan in plans:
                 recorder.prepare(plan)
-            hidden = self._model.forward(inputs.token_ids(), inputs.positions, self._attend, self._kernels)
-            return self._model.logits(hidden, self._kernels)
+            context = ForwardContext(self._kernels, self._attend, inputs.positions)
+            return self._model.logits(self._model.forward(inputs.token_ids(), context), context)
 
         try:
             logits, replay = recorder.capture(compute)

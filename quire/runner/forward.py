@@ -5,7 +5,7 @@ of the two kinds is one pass.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -13,9 +13,10 @@ from torch import Tensor
 
 from quire.core.runner import MAX_UNUSED_LOGITS
 from quire.core.step import Chunks
-from quire.kernels.contract import Kernels, Storage
+from quire.kernels.contract import Batch, Kernels, Storage
 from quire.kv_store.upload import to_device
 from quire.layers.attend import PagedAttend
+from quire.layers.context import ForwardContext
 from quire.models.model import Model
 from quire.runner.captured_steps import CapturedSteps
 from quire.runner.inputs import Inputs
@@ -30,12 +31,17 @@ class Hidden:
     deterministic: np.ndarray  # bool (num_tokens,)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class KernelSet:
     """One kernel module, and paged attention with it."""
 
-    kernels: Kernels
-    attend: PagedAttend
+    def __init__(self, kernels: Kernels, storages: Sequence[Storage], model: Model) -> None:
+        self._attend = PagedAttend(kernels, storages, model.score_scaling)
+        self.of_heads = ForwardContext(kernels, self._attend, torch.empty(0, dtype=torch.int64, device=model.device))
+
+    def plan(self, positions: Tensor, batches: Sequence[Batch]) -> ForwardContext:
+        """Prepare the next pass, and return its context. batches: the chunks of its tokens, one for each KV group."""
+        self._attend.plan(batches)
+        return replace(self.of_heads, positions=positions)
 
 
 class ForwardPasses:
@@ -53,11 +59,9 @@ class ForwardPasses:
     ) -> None:
         self._model = model
         self._inputs = inputs
-        self._default = KernelSet(kernels, PagedAttend(kernels, storages, model.score_scaling))
+        self._default = KernelSet(kernels, storages, model)
         self._deterministic = (
-            None
-            if deterministic_kernels is None
-            else KernelSet(deterministic_kernels, PagedAttend(deterministic_kernels, storages, model.score_scaling))
+            None if deterministic_kernels is None else KernelSet(deterministic_kernels, storages, model)
         )
         self._captured_steps = CapturedSteps(model, kernels, storages, max_num_seqs, max_model_len)
 
@@ -107,10 +111,12 @@ class ForwardPasses:
             raise ValueError("this model has no classification head")
         return self._head_outputs(self._model.class_head, hidden, tokens)
 
-    def _head_outputs(self, head: Callable[[Tensor, Kernels], Tensor], hidden: Hidden, tokens: np.ndarray) -> Tensor:
+    def _head_outputs(
+        self, head: Callable[[Tensor, ForwardContext], Tensor], hidden: Hidden, tokens: np.ndarray
+    ) -> Tensor:
         deterministic = hidden.deterministic[tokens]
         parts = [
-            head(hidden.states[to_device(tokens[which], hidden.states.device)], kernel_set.kernels)
+            head(hidden.states[to_device(tokens[which], hidden.states.device)], kernel_set.of_heads)
             for kernel_set, which in self._split_by_kernels(deterministic)
         ]
         return _merge(deterministic, parts)
@@ -127,8 +133,7 @@ class ForwardPasses:
 
     def _compute(self, kernel_set: KernelSet, chunks: Chunks) -> Tensor:
         token_ids, positions, batches = self._inputs.forward_inputs(chunks)
-        kernel_set.attend.plan(batches)
-        return self._model.forward(token_ids, positions, kernel_set.attend, kernel_set.kernels)
+        return self._model.forward(token_ids, kernel_set.plan(positions, batches))
 
 
 def _select_chunks(chunks: Chunks, which: np.ndarray) -> Chunks:

@@ -5,8 +5,8 @@ from operator import itemgetter
 
 from torch import Tensor
 
-from quire.kernels import reference
 from quire.kernels.contract import Kernels, PackedWeight, QuantizedRows, Weight
+from quire.kernels.reference import REFERENCE
 from quire.weights.checkpoint import Ranges
 
 
@@ -30,7 +30,7 @@ class Placement:
 
 
 def write_weight(
-    tensor: Tensor | QuantizedRows, weight: Weight, place: Placement, kernels: Kernels = reference
+    tensor: Tensor | QuantizedRows, weight: Weight, place: Placement, kernels: Kernels = REFERENCE
 ) -> None:
     """Write the part of a checkpoint's tensor that was read into its place in a weight, cast to the weight's type."""
     if isinstance(tensor, QuantizedRows):

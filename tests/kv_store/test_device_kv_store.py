@@ -11,6 +11,7 @@ from quire.config import CacheConfig
 from quire.core.step import Move
 from quire.kernels import reference
 from quire.kernels.contract import Batch
+from quire.kernels.reference.paged import write_kv
 from quire.kv_store.device import DeviceStore
 
 CPU = torch.device("cpu")
@@ -47,7 +48,7 @@ def test_canonical_layout_is_layer_kv_block_place_head_dim():
     storage = reference.allocate(GROUP, 4, CPU)
     plan = reference.plan(Batch(np.array([0]), np.array([6]), np.array([[5, 2]])), storage)
     k, v = torch.randn(2, 6, 2, 4)
-    reference.write_kv(storage, 1, k, v, plan)
+    write_kv(storage, 1, k, v, plan)
     canonical = reference.pack(storage, torch.tensor([2, 5]))
     assert torch.equal(canonical[1, 0, 1], k[:4])
     assert torch.equal(canonical[1, 1, 0, :2], v[4:])

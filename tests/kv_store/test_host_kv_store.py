@@ -11,8 +11,9 @@ from triton_device import DEVICE
 from quire.config import CacheConfig
 from quire.core.kv_groups import KVGroup
 from quire.core.step import Move
-from quire.kernels import deterministic, reference
+from quire.kernels import reference
 from quire.kernels.cpu import EXTENSION
+from quire.kernels.deterministic import DETERMINISTIC as deterministic
 from quire.kv_store import host
 from quire.kv_store.device import DeviceStore
 from quire.kv_store.host import PlainPool, StreamedPool, Swap, _runs, _sorted, host_blocks

@@ -7,13 +7,15 @@ import torch
 
 from quire.errors import ConfigError
 from quire.kernels import choose as choose_module
-from quire.kernels import deterministic, reference
 from quire.kernels.choose import Candidate, choose, unsupported_reason, usable_device
 from quire.kernels.contract import ACTIVATIONS, Requirements
 from quire.kernels.cpu import EXTENSION
-from quire.kernels.cpu import deterministic as cpu_deterministic
-from quire.kernels.cpu import kernels as cpu_kernels
+from quire.kernels.cpu.deterministic import CPU_DETERMINISTIC as cpu_deterministic
+from quire.kernels.cpu.kernels import CPU as cpu_kernels
+from quire.kernels.deterministic import DETERMINISTIC as deterministic
+from quire.kernels.reference import REFERENCE as reference
 from quire.kernels.reference import rotation
+from quire.kernels.reference.rowwise import gate, rotary
 from quire.layers.rope import Rope
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
@@ -25,7 +27,7 @@ def test_rotary_turns_each_pair_by_its_angle(dtype):
     torch.manual_seed(0)
     q, k = torch.randn(5, 3, 8).to(dtype), torch.randn(5, 1, 8).to(dtype)
     angles = torch.randn(5, 4)
-    for x, turned in zip((q, k), reference.rotary(q, k, angles.cos(), angles.sin()), strict=True):
+    for x, turned in zip((q, k), rotary(q, k, angles.cos(), angles.sin()), strict=True):
         assert turned.dtype == dtype
         for t in range(5):
             for head in range(x.shape[1]):
@@ -85,9 +87,9 @@ def test_only_the_leading_dimensions_are_rotated_where_there_are_fewer_angles(dt
     q, k = torch.randn(5, 3, 8).to(dtype), torch.randn(5, 1, 8).to(dtype)
     angles = torch.randn(5, 2)
     cos, sin = angles.cos(), angles.sin()
-    for x, turned in zip((q, k), reference.rotary(q, k, cos, sin), strict=True):
+    for x, turned in zip((q, k), rotary(q, k, cos, sin), strict=True):
         assert torch.equal(turned[..., 4:], x[..., 4:])
-        alone, _ = reference.rotary(x[..., :4].contiguous(), k[..., :4].contiguous(), cos, sin)
+        alone, _ = rotary(x[..., :4].contiguous(), k[..., :4].contiguous(), cos, sin)
         assert torch.equal(turned[..., :4], alone)
 
 
@@ -137,7 +139,7 @@ def test_activations_alone_and_as_gates(dtype, activation):
     torch.manual_seed(2)
     x = torch.randn(4, 12).to(dtype)
     kept = x.clone()
-    gated, alone = reference.gate(x, activation), reference.activate(x, activation)
+    gated, alone = gate(x, activation), reference.activate(x, activation)
     assert torch.equal(x, kept)
     for row, found, plain in zip(x.tolist(), gated.tolist(), alone.tolist(), strict=True):
         for first, second, value in zip(row[:6], row[6:], found, strict=True):

@@ -16,7 +16,6 @@ from quire import LLM
 from quire.config import Classification
 from quire.errors import ModelError, RequestError
 from quire.hub import embedded
-from quire.kernels import reference
 from quire.models.classification import CLASSIFIERS
 from quire.models.description import FAMILIES, describe
 from quire.models.loading import load
@@ -44,7 +43,7 @@ def test_logits_equal_transformers(tmp_path, architecture):
     hidden = sequences.hidden([(0, 13, prompt[13:])])
     with torch.inference_mode():
         expected = theirs(torch.tensor([prompt])).logits
-        assert_alike(model.class_head(hidden[-1:], reference), expected, 1e-4)
+        assert_alike(model.class_head(hidden[-1:], sequences.context), expected, 1e-4)
 
 
 def changed(folder, **fields):

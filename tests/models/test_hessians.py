@@ -5,7 +5,7 @@ import torch
 from paged_model_forward import Sequences
 
 from quire.config import CacheConfig
-from quire.kernels import reference
+from quire.kernels.reference import REFERENCE as reference
 from quire.models.description import describe
 from quire.models.hessians import layer_hessians
 from quire.models.loading import load

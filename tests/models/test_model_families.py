@@ -10,7 +10,7 @@ from model_equality import assert_alike, prompt_of, theirs_of
 from paged_model_forward import Sequences, generate, logits_of
 from transformers import AutoModelForCausalLM
 
-from quire.kernels import deterministic
+from quire.kernels.deterministic import DETERMINISTIC as deterministic
 from quire.models.decoder import Decoder
 from quire.models.description import FAMILIES, describe
 from quire.models.loading import load

@@ -4,8 +4,8 @@ import numpy as np
 
 
 def naive(q, k, v, start, scale, window=0, softcap=0.0):
-    """q (queries, heads, dim) of positions from `start`; k, v (keys, KV heads, dim). One product at a time."""
-    out = np.zeros(q.shape)
+    """q (queries, heads, dim) of positions from `start`; k, v (keys, KV heads, their dim). One product at a time."""
+    out = np.zeros((*q.shape[:2], v.shape[2]))
     shared = q.shape[1] // k.shape[1]
     for i in range(q.shape[0]):
         for head in range(q.shape[1]):

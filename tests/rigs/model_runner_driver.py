@@ -20,8 +20,9 @@ from quire.core.step import (
     TokenListKind,
     TokenLists,
 )
-from quire.kernels import deterministic, reference
+from quire.kernels import reference
 from quire.kernels.contract import Kernels
+from quire.kernels.deterministic import DETERMINISTIC as deterministic
 from quire.models.decoder import Decoder
 from quire.models.description import describe
 from quire.models.loading import load

@@ -7,6 +7,7 @@ from quire.core.kv_groups import KVGroup
 from quire.kernels import reference
 from quire.kernels.contract import Batch
 from quire.layers.attend import PagedAttend
+from quire.layers.context import ForwardContext
 from quire.models.description import describe
 from quire.models.loading import load
 
@@ -46,7 +47,7 @@ class Sequences:
     @torch.inference_mode()
     def logits(self, chunks):
         """chunks: (sequence, start, token ids). Returns logits at all of their positions, concatenated, float32."""
-        return self.model.logits(self.hidden(chunks), self.kernels).float()
+        return self.model.logits(self.hidden(chunks), self.context).float()
 
     @torch.inference_mode()
     def hidden(self, chunks):
@@ -62,7 +63,8 @@ class Sequences:
         self.attend.plan(batches)
         positions = torch.cat([torch.arange(a, b) for a, b in zip(starts, stops, strict=True)])
         ids = torch.tensor([token for some in tokens for token in some])
-        return self.model(ids, positions, self.attend, self.kernels)
+        self.context = ForwardContext(self.kernels, self.attend, positions)
+        return self.model(ids, self.context)
 
 
 def logits_of(folder, prompt, *, cut=10**9, dtype="float32", kernels=reference, **options):

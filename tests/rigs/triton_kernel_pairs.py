@@ -6,9 +6,9 @@ import torch
 from kv_groups import kv_group
 from triton_device import DEVICE
 
-from quire.kernels import reference
 from quire.kernels.contract import DTYPES, Batch, Storage
 from quire.kernels.reference.quantized import MAX_QUANTIZED, SCALE_BYTES, dequantize, quantize
+from quire.kernels.reference.rowwise import rotary
 
 pytest.importorskip("triton")
 from quire.kernels.triton import blocks
@@ -111,7 +111,7 @@ class Pair:
         assert torch.equal(k, before)
         turned_k = blocks.rotary_write(self.fast, layer, k, k, v, rotation, step)  # keys as queries: the same bits
         for result, x in ((turned, q), (turned_k, k)):
-            expected, _ = reference.rotary(x.cpu(), x.cpu(), *(part.cpu() for part in rotation))
+            expected, _ = rotary(x.cpu(), x.cpu(), *(part.cpu() for part in rotation))
             torch.testing.assert_close(result.cpu(), expected, rtol=ROUNDING[dtype], atol=1e-6)
             assert torch.equal(result[..., 2 * half :], x[..., 2 * half :])
         self.store(layer, turned_k.cpu(), v.cpu(), batch)

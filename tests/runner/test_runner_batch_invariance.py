@@ -6,7 +6,8 @@ import torch
 from batch_invariance_cases import PARAMS_OF_ROWS, STRICT, record
 from model_runner_driver import GREEDY, Driver, load_model
 
-from quire.kernels import deterministic, reference
+from quire.kernels import reference
+from quire.kernels.deterministic import DETERMINISTIC as deterministic
 from quire.params import SamplingParams
 
 LENGTHS = (5, 33, 1, 18, 61)

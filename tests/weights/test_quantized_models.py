@@ -7,8 +7,9 @@ from paged_model_forward import Sequences
 from quire import LLM, SamplingParams
 from quire.config import EngineOptions
 from quire.errors import ConfigError, ModelError
-from quire.kernels import deterministic, reference
+from quire.kernels import reference
 from quire.kernels.contract import PackedWeight
+from quire.kernels.deterministic import DETERMINISTIC as deterministic
 from quire.models.description import describe
 from quire.models.loading import load
 from quire.models.transformers import describe_transformers

@@ -3,7 +3,14 @@
 import torch
 from torch import Tensor
 
-from quire.kernels.contract import Requirements, Rotation, StepCapture, Storage, unsupported_kind_reason
+from quire.kernels.contract import (
+    Requirements,
+    Rotation,
+    StepCapture,
+    Storage,
+    replace_kernels,
+    unsupported_kind_reason,
+)
 from quire.kernels.cpu import _C, blocks
 from quire.kernels.cpu.blocks import allocate, copy_blocks, pack, unpack
 from quire.kernels.cpu.likelihood import logprobs
@@ -22,6 +29,7 @@ from quire.kernels.cpu.products import (
 from quire.kernels.cpu.rowwise import activate, add_rms_norm, layer_norm, rms_norm, rotation
 from quire.kernels.cpu.sampling import sample
 from quire.kernels.cpu.step_capture import CallListCapture
+from quire.kernels.reference import REFERENCE
 from quire.kernels.reference.quantized import QUANTIZED
 
 NAME = "cpu"
@@ -75,36 +83,34 @@ def description() -> str:
     return f"{_C.builds()[0]} build"
 
 
-__all__ = [
-    "DTYPES",
-    "MAX_HEAD_DIM",
-    "NAME",
-    "SCRATCH_BYTES",
-    "USES_RESIDENT_TABLES",
-    "activate",
-    "add_rms_norm",
-    "allocate",
-    "allocate_weight",
-    "attention",
-    "copy_blocks",
-    "description",
-    "embed",
-    "experts",
-    "gated_linear",
-    "layer_norm",
-    "linear",
-    "logprobs",
-    "new_step_capture",
-    "pack",
-    "plan",
-    "release_workspace",
-    "rms_norm",
-    "rotary_write",
-    "rotation",
-    "route",
-    "sample",
-    "unpack",
-    "unsupported_reason",
-    "use_threads",
-    "write_rows",
-]
+CPU = replace_kernels(
+    REFERENCE,
+    NAME=NAME,
+    USES_RESIDENT_TABLES=USES_RESIDENT_TABLES,
+    SCRATCH_BYTES=SCRATCH_BYTES,
+    activate=activate,
+    add_rms_norm=add_rms_norm,
+    allocate=allocate,
+    allocate_weight=allocate_weight,
+    attention=attention,
+    copy_blocks=copy_blocks,
+    embed=embed,
+    experts=experts,
+    gated_linear=gated_linear,
+    layer_norm=layer_norm,
+    linear=linear,
+    logprobs=logprobs,
+    new_step_capture=new_step_capture,
+    pack=pack,
+    plan=plan,
+    release_workspace=release_workspace,
+    rms_norm=rms_norm,
+    rotary_write=rotary_write,
+    rotation=rotation,
+    route=route,
+    sample=sample,
+    unpack=unpack,
+    unsupported_reason=unsupported_reason,
+    use_threads=use_threads,
+    write_rows=write_rows,
+)

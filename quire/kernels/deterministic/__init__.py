@@ -15,60 +15,22 @@ whole vectors alike; and softmax and sums over a row (`route`, `sample`, `logpro
 row alike.
 """
 
-from quire.kernels.deterministic.products import experts, gated_linear, linear
-from quire.kernels.deterministic.rowwise import activate, add_rms_norm, gate, layer_norm, rms_norm, rotary
-from quire.kernels.deterministic.tiled import SCRATCH_BYTES, attention, plan, rotary_write, write_kv
-from quire.kernels.reference import (
-    allocate,
-    allocate_weight,
-    copy_blocks,
-    embed,
-    logprobs,
-    new_step_capture,
-    pack,
-    release_workspace,
-    rotation,
-    route,
-    sample,
-    unpack,
-    unsupported_reason,
-    use_threads,
-    write_rows,
+from quire.kernels.contract import replace_kernels
+from quire.kernels.deterministic import products, rowwise, tiled
+from quire.kernels.reference import REFERENCE
+
+DETERMINISTIC = replace_kernels(
+    REFERENCE,
+    NAME="invariant",
+    SCRATCH_BYTES=tiled.SCRATCH_BYTES,
+    activate=rowwise.activate,
+    add_rms_norm=rowwise.add_rms_norm,
+    layer_norm=rowwise.layer_norm,
+    rms_norm=rowwise.rms_norm,
+    linear=products.linear,
+    gated_linear=products.gated_linear,
+    experts=products.experts,
+    plan=tiled.plan,
+    rotary_write=tiled.rotary_write,
+    attention=tiled.attention,
 )
-
-NAME = "invariant"
-USES_RESIDENT_TABLES = False
-
-__all__ = [
-    "NAME",
-    "SCRATCH_BYTES",
-    "USES_RESIDENT_TABLES",
-    "activate",
-    "add_rms_norm",
-    "allocate",
-    "allocate_weight",
-    "attention",
-    "copy_blocks",
-    "embed",
-    "experts",
-    "gate",
-    "gated_linear",
-    "layer_norm",
-    "linear",
-    "logprobs",
-    "new_step_capture",
-    "pack",
-    "plan",
-    "release_workspace",
-    "rms_norm",
-    "rotary",
-    "rotary_write",
-    "rotation",
-    "route",
-    "sample",
-    "unpack",
-    "unsupported_reason",
-    "use_threads",
-    "write_kv",
-    "write_rows",
-]

@@ -5,8 +5,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from quire.kernels import reference
 from quire.kernels.exact import apply_to_whole_vectors, exact_sum
+from quire.kernels.reference import rowwise as reference
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

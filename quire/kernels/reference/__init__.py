@@ -2,14 +2,14 @@
 
 import torch
 
-from quire.kernels.contract import Requirements, StepCapture
+from quire.kernels.contract import Requirements, StepCapture, new_kernels
 from quire.kernels.reference.blocks import allocate, copy_blocks, pack, unpack
 from quire.kernels.reference.codes import write_rows
 from quire.kernels.reference.likelihood import logprobs
 from quire.kernels.reference.paged import GATHERED_BYTES as SCRATCH_BYTES
-from quire.kernels.reference.paged import attention, plan, rotary_write, write_kv
+from quire.kernels.reference.paged import attention, plan, rotary_write
 from quire.kernels.reference.products import allocate_weight, embed, experts, gated_linear, linear, route
-from quire.kernels.reference.rowwise import activate, add_rms_norm, gate, layer_norm, rms_norm, rotary, rotation
+from quire.kernels.reference.rowwise import activate, add_rms_norm, layer_norm, rms_norm, rotation
 from quire.kernels.reference.sampling import sample
 
 NAME = "reference"
@@ -36,36 +36,33 @@ def new_step_capture() -> StepCapture | None:
     return None
 
 
-__all__ = [
-    "NAME",
-    "SCRATCH_BYTES",
-    "USES_RESIDENT_TABLES",
-    "activate",
-    "add_rms_norm",
-    "allocate",
-    "allocate_weight",
-    "attention",
-    "copy_blocks",
-    "embed",
-    "experts",
-    "gate",
-    "gated_linear",
-    "layer_norm",
-    "linear",
-    "logprobs",
-    "new_step_capture",
-    "pack",
-    "plan",
-    "release_workspace",
-    "rms_norm",
-    "rotary",
-    "rotary_write",
-    "rotation",
-    "route",
-    "sample",
-    "unpack",
-    "unsupported_reason",
-    "use_threads",
-    "write_kv",
-    "write_rows",
-]
+REFERENCE = new_kernels(
+    NAME=NAME,
+    USES_RESIDENT_TABLES=USES_RESIDENT_TABLES,
+    SCRATCH_BYTES=SCRATCH_BYTES,
+    activate=activate,
+    add_rms_norm=add_rms_norm,
+    allocate=allocate,
+    allocate_weight=allocate_weight,
+    attention=attention,
+    copy_blocks=copy_blocks,
+    embed=embed,
+    experts=experts,
+    gated_linear=gated_linear,
+    layer_norm=layer_norm,
+    linear=linear,
+    logprobs=logprobs,
+    new_step_capture=new_step_capture,
+    pack=pack,
+    plan=plan,
+    release_workspace=release_workspace,
+    rms_norm=rms_norm,
+    rotary_write=rotary_write,
+    rotation=rotation,
+    route=route,
+    sample=sample,
+    unpack=unpack,
+    unsupported_reason=unsupported_reason,
+    use_threads=use_threads,
+    write_rows=write_rows,
+)

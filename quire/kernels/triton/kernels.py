@@ -2,8 +2,8 @@
 
 import torch
 
-from quire.kernels.contract import Requirements, StepCapture, unsupported_kind_reason
-from quire.kernels.reference import use_threads
+from quire.kernels.contract import Requirements, StepCapture, replace_kernels, unsupported_kind_reason
+from quire.kernels.reference import REFERENCE
 from quire.kernels.triton.attention import SCRATCH_BYTES, attention
 from quire.kernels.triton.blocks import BLOCK_SIZE_MULTIPLE, allocate, copy_blocks, pack, rotary_write, unpack
 from quire.kernels.triton.code_weights import unsupported_scheme_reason, write_rows
@@ -64,35 +64,33 @@ def _device_unsupported_reason(requirements: Requirements) -> str | None:
     return None
 
 
-__all__ = [
-    "MAX_HEAD_DIM",
-    "MIN_FP8_CAPABILITY",
-    "NAME",
-    "SCRATCH_BYTES",
-    "USES_RESIDENT_TABLES",
-    "activate",
-    "add_rms_norm",
-    "allocate",
-    "allocate_weight",
-    "attention",
-    "copy_blocks",
-    "embed",
-    "experts",
-    "gated_linear",
-    "layer_norm",
-    "linear",
-    "logprobs",
-    "new_step_capture",
-    "pack",
-    "plan",
-    "release_workspace",
-    "rms_norm",
-    "rotary_write",
-    "rotation",
-    "route",
-    "sample",
-    "unpack",
-    "unsupported_reason",
-    "use_threads",
-    "write_rows",
-]
+TRITON = replace_kernels(
+    REFERENCE,
+    NAME=NAME,
+    USES_RESIDENT_TABLES=USES_RESIDENT_TABLES,
+    SCRATCH_BYTES=SCRATCH_BYTES,
+    activate=activate,
+    add_rms_norm=add_rms_norm,
+    allocate=allocate,
+    allocate_weight=allocate_weight,
+    attention=attention,
+    copy_blocks=copy_blocks,
+    embed=embed,
+    experts=experts,
+    gated_linear=gated_linear,
+    layer_norm=layer_norm,
+    linear=linear,
+    logprobs=logprobs,
+    new_step_capture=new_step_capture,
+    pack=pack,
+    plan=plan,
+    release_workspace=release_workspace,
+    rms_norm=rms_norm,
+    rotary_write=rotary_write,
+    rotation=rotation,
+    route=route,
+    sample=sample,
+    unpack=unpack,
+    unsupported_reason=unsupported_reason,
+    write_rows=write_rows,
+)

@@ -1,10 +1,14 @@
 """Loading of a checkpoint's weights into a transformers model, with a check that tokens are independent."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from quire.errors import ModelError
 from quire.kernels.contract import Rotation
+from quire.kernels.reference import REFERENCE
+from quire.layers.context import ForwardContext
 from quire.models.model import Progress
 from quire.models.transformers.attention import SERVING_ATTENTION
 from quire.models.transformers.construction import LazyTensor, TensorReader, construct
@@ -65,8 +69,9 @@ def check_tokens_independent(model: TransformersModel, max_positions: int, archi
     order = torch.tensor(_ORDER, device=model.device)
     token_ids = torch.linspace(0, model.vocab_size - 1, len(_ORDER), device=model.device).long()
     positions = torch.linspace(0, max_positions - 1, len(_ORDER), device=model.device).long()
-    one = model.hidden(token_ids, positions, _attend_alone)
-    other = model.hidden(token_ids[order], positions[order], _attend_alone)
+    context = ForwardContext(REFERENCE, _attend_alone, positions)
+    one = model.forward(token_ids, context)
+    other = model.forward(token_ids[order], replace(context, positions=positions[order]))
     difference = (other.float() - one.float()[order]).norm() / one.float().norm()
     if not difference <= _TOLERANCE.get(one.dtype, _SHORT_TOLERANCE):  # `not <=`, so that NaN fails
         raise ModelError(

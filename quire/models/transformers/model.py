@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelError
-from quire.kernels.contract import Kernels
 from quire.layers.attend import Attend, ScoreScaling
+from quire.layers.context import ForwardContext
 from quire.models.transformers.attention import AttentionCall
 from quire.models.transformers.split_model import SplitModel
 from quire.models.transformers.tracing import Layer
@@ -31,25 +31,20 @@ class TransformersModel:
         """See Model."""
         return self._split_model.device
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, kernels: Kernels) -> Tensor:
-        """Hidden states (num_tokens, hidden_size) after the last norm; arguments int64 (num_tokens,).
+    def forward(self, token_ids: Tensor, context: ForwardContext) -> Tensor:
+        """Hidden states (num_tokens, hidden_size) after the last norm. token_ids: int64 (num_tokens,).
 
         Raises ModelError if a layer's attention call differs from its description.
         """
-        del kernels
-        return self.hidden(token_ids, positions, attend)
-
-    def logits(self, hidden: Tensor, kernels: Kernels) -> Tensor:
-        """hidden (num_rows, hidden_size) -> (num_rows, vocab_size), including scaling and softcap."""
-        del kernels
-        return self._split_model.logits(hidden)
-
-    def hidden(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """See `forward`."""
-        one = _PassListener(self._layers, attend)
-        hidden = self._split_model.hidden(token_ids, positions, one)
+        one = _PassListener(self._layers, context.attend)
+        hidden = self._split_model.hidden(token_ids, context.positions, one)
         one.finish()
         return hidden
+
+    def logits(self, hidden: Tensor, context: ForwardContext) -> Tensor:
+        """hidden (num_rows, hidden_size) -> (num_rows, vocab_size), including scaling and softcap."""
+        del context
+        return self._split_model.logits(hidden)
 
 
 class _PassListener:

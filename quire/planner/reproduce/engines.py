@@ -9,7 +9,7 @@ from quire.core.kv_groups import kv_kind
 from quire.cost.devices import find_device
 from quire.cost.latency_profile import LatencyProfile, roofline_profile
 from quire.cost.memory_plan import HostPoolPlan, MemoryPlan
-from quire.kernels import reference
+from quire.kernels.reference import REFERENCE
 from quire.planner.baselines import baseline_setup
 from quire.planner.kv_meter import KVMeter
 from quire.planner.setup import find_model
@@ -54,7 +54,7 @@ class Engine:
         description = find_model(EngineOptions(model=self.model)).description
         shape, dtype = shape_of(description, description.dtype), description.dtype
         options = EngineOptions(model=self.model, block_size=self.block_size, max_model_len=self.max_model_len)
-        profile = memory_profile(shape, options, (dtype, dtype), reference)
+        profile = memory_profile(shape, options, (dtype, dtype), REFERENCE)
         plan = MemoryPlan(profile, (), (self.num_tokens // self.block_size,), self.max_model_len, "")
         cache = make_cache_config(shape, dtype, plan, HostPoolPlan((0,), None))
         scheduler = SchedulerConfig(
@@ -94,7 +94,7 @@ def kv_bytes_of_layers(num_layers: int, num_kv_heads: int) -> int:
     description = find_model(EngineOptions(model="llama-2-70b")).description
     layers = (kv_kind(num_kv_heads, 128),) * num_layers
     shape = replace(shape_of(description, "float16"), layers=layers)
-    profile = memory_profile(shape, EngineOptions(), ("float16", "float16"), reference)
+    profile = memory_profile(shape, EngineOptions(), ("float16", "float16"), REFERENCE)
     return sum(kv.bytes_per_token for kv in profile.kv)
 
 

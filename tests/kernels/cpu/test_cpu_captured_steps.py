@@ -14,13 +14,14 @@ from model_runner_driver import GREEDY, Driver, RowParams, copy_move, load_model
 
 from quire import LLM
 from quire.core.step import TableUpdates
-from quire.kernels.contract import NotCapturable
+from quire.kernels import choose
+from quire.kernels.contract import NotCapturable, replace_kernels
 from quire.params import SamplingParams
 
 _C = pytest.importorskip("quire.kernels.cpu._C", reason="the CPU kernels are not built", exc_type=ImportError)
 memory = pytest.importorskip("quire.kernels.cpu.memory")
 kernels_module = pytest.importorskip("quire.kernels.cpu.kernels")
-deterministic = pytest.importorskip("quire.kernels.cpu.deterministic")
+deterministic = pytest.importorskip("quire.kernels.cpu.deterministic").CPU_DETERMINISTIC
 rowwise = pytest.importorskip("quire.kernels.cpu.rowwise")
 
 ROWS = 8
@@ -479,14 +480,15 @@ def test_recording_again_takes_no_more_memory(given_out):
 
 
 def test_an_engine_that_has_nothing_to_do_keeps_no_large_buffers(monkeypatch):
-    llm = LLM(kernels="cpu", memory="256MiB", dtype="float32", max_model_len=1100)
     arena = memory.Arena(never_free=False)
     monkeypatch.setattr(memory._thread, "arena", arena)
     sizes = []
     rest = memory.release_workspace
-    monkeypatch.setattr(
-        kernels_module, "release_workspace", lambda: (sizes.append([size for size, _ in arena.free]), rest())
+    kernels = replace_kernels(
+        kernels_module.CPU, release_workspace=lambda: (sizes.append([size for size, _ in arena.free]), rest())
     )
+    monkeypatch.setattr(choose, "CPU", kernels)
+    llm = LLM(kernels="cpu", memory="256MiB", dtype="float32", max_model_len=1100)
     llm.generate([[5] * 1024], SamplingParams(max_tokens=1), use_tqdm=False)
     assert max(sizes[-1]) >= 2**21, "what the prompt was computed in"
     assert arena.free and max(size for size, _ in arena.free) < 2**21

@@ -13,6 +13,7 @@ from kv_groups import kv_group
 
 from quire.kernels import reference
 from quire.kernels.reference.quantized import from_stored, stored_dtype_and_size, to_stored
+from quire.kernels.reference.rowwise import rotary
 
 _C = pytest.importorskip("quire.kernels.cpu._C", reason="the CPU kernels are not built", exc_type=ImportError)
 cpu = pytest.importorskip("quire.kernels.cpu.blocks")
@@ -172,7 +173,7 @@ def test_rotated_tokens_are_those_of_rotary_stored(group, seed, name, share):
     turned = cpu.rotary_write(pair.fast, 0, q, k, v, rotation, slots)
     assert torch.equal(k, before)
     also_turned = cpu.rotary_write(other.fast, 0, k, k, v, rotation, slots)  # keys passed as queries: the same bits
-    expected = reference.rotary(q.float(), k.float(), *rotation)
+    expected = rotary(q.float(), k.float(), *rotation)
     for result, wanted, x in zip((turned, also_turned), expected, (q, k), strict=True):
         rounding = 2**-8 if result.dtype == torch.bfloat16 else 1e-5
         torch.testing.assert_close(result.float(), wanted, rtol=rounding, atol=1e-6)

@@ -15,7 +15,7 @@ from quire.models.loading import load
 
 _C = pytest.importorskip("quire.kernels.cpu._C", reason="the CPU kernels are not built", exc_type=ImportError)
 ordinary = pytest.importorskip("quire.kernels.cpu.kernels")
-deterministic = pytest.importorskip("quire.kernels.cpu.deterministic")
+deterministic = pytest.importorskip("quire.kernels.cpu.deterministic").CPU_DETERMINISTIC
 
 KINDS = [  # one for each variant of a layer
     *("llama-gqa-tied", "llama-mqa-biases", "llama-yarn-mscale", "mistral-window", "qwen2-upper-window"),

@@ -8,13 +8,14 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from changed_kernels import changed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_groups import kv_group
 
-from quire.kernels import deterministic, reference
 from quire.kernels.contract import ACTIVATIONS, Batch
-from quire.kernels.deterministic import tiled
+from quire.kernels.deterministic import DETERMINISTIC, tiled
+from quire.kernels.deterministic import rowwise as deterministic_rows
 from quire.kernels.exact import (
     LEFT_BITS,
     RIGHT_BITS,
@@ -25,7 +26,16 @@ from quire.kernels.exact import (
     product,
     row_power,
 )
+from quire.kernels.reference import REFERENCE, paged
+from quire.kernels.reference import rowwise as reference_rows
 
+deterministic, reference = (
+    changed(kernels, gate=rows.gate, rotary=rows.rotary, write_kv=write_kv)
+    for kernels, rows, write_kv in (
+        (DETERMINISTIC, deterministic_rows, tiled.write_kv),
+        (REFERENCE, reference_rows, paged.write_kv),
+    )
+)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 0.06, torch.float16: 8e-3}
 ODD = (*range(1, 41), 255, 256, 257, 258, 1410)

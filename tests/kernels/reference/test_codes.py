@@ -5,8 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kernels import deterministic, reference
+from quire.kernels import reference
 from quire.kernels.contract import GRIDS, INT4, INT8, MXFP4, NVFP4, QuantizedRows, Scheme
+from quire.kernels.deterministic import DETERMINISTIC as deterministic
 from quire.kernels.reference.codes import dequantize, numbers_of, quantize_activations, quantize_rows
 
 LINEAR = [INT8, INT4, Scheme(4, 128, torch.float16), Scheme(8, 32, torch.float16), Scheme(4, 64, has_offsets=True)]

@@ -11,6 +11,7 @@ from kv_groups import kv_group
 from quire.kernels import reference
 from quire.kernels.contract import Batch
 from quire.kernels.reference import paged
+from quire.kernels.reference.paged import write_kv
 from quire.layers.attend import PagedAttend, ScoreScaling
 
 NOWHERE = 10**6  # a block that does not exist: entries behind a sequence's end are undefined
@@ -55,7 +56,7 @@ class Setup:
         tables = np.where(lost, -1, self.tables)
         plan = reference.plan(Batch(starts[some], stops[some], tables[some]), self.storage)
         k, v = (torch.from_numpy(np.concatenate([self.kv[i][x, starts[i] : stops[i]] for i in some])) for x in range(2))
-        reference.write_kv(self.storage, layer, k, v, plan)
+        write_kv(self.storage, layer, k, v, plan)
         first = [start for start, _ in self.spans]
         parts = [
             self.q[i][starts[i] - first[i] : stops[i] - first[i]]

@@ -7,8 +7,9 @@ import pytest
 import torch
 from kv_groups import kv_group
 
-from quire.kernels import deterministic, reference
+from quire.kernels import reference
 from quire.kernels.contract import Batch
+from quire.kernels.deterministic import DETERMINISTIC as deterministic
 from quire.kernels.reference.quantized import (
     MAX_QUANTIZED,
     QUANTIZED,
@@ -118,12 +119,12 @@ def test_attention_sees_the_numbers_that_are_left(module, dtype, window):
     batch = Batch(np.array([0, 0]), np.array([37, 20]), np.array([[3, 9, 1], [4, 7, 0]]))
     q, k, v = (torch.randn(57, heads, 16, generator=random) for heads in (4, 2, 2))
     plan = module.plan(batch, few)
-    module.write_kv(few, 1, k, v, plan)
+    module.rotary_write(few, 1, q, k, v, None, plan)
     kept = reference.pack(few, torch.arange(12))
     reference.unpack(many, torch.arange(12), from_stored(kept, dtype, 16))
     expected = module.attention(many, 1, q, module.plan(batch, many), 0.25)
     torch.testing.assert_close(module.attention(few, 1, q, plan, 0.25), expected, atol=1e-6, rtol=1e-6)
     exact = module.allocate(replace(group, dtype="float32"), 16, CPU)
-    module.write_kv(exact, 1, k, v, module.plan(batch, exact))
+    module.rotary_write(exact, 1, q, k, v, None, module.plan(batch, exact))
     off = (module.attention(exact, 1, q, module.plan(batch, exact), 0.25) - expected).abs().max()
     assert 1e-4 < off < (0.2 if dtype == "int4" else 0.1)

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 code_products = pytest.importorskip("quire.kernels.triton.code_products")
 code_weights = pytest.importorskip("quire.kernels.triton.code_weights")
 kernels = pytest.importorskip("quire.kernels.triton.kernels")
-deterministic = pytest.importorskip("quire.kernels.triton.deterministic")
+deterministic = pytest.importorskip("quire.kernels.triton.deterministic").TRITON_DETERMINISTIC
 
 BF16, F16 = torch.bfloat16, torch.float16
 EACH = [

@@ -11,6 +11,7 @@ from quire.core.kv_groups import KVGroup, kv_kind
 from quire.kernels import reference
 from quire.kernels.contract import Batch
 from quire.layers.attend import PagedAttend, ScoreScaling
+from quire.layers.context import ForwardContext
 from quire.models.description import FAMILIES, describe
 from quire.models.transformers import describe_transformers, load_transformers
 from quire.weights.checkpoint import FolderCheckpoint
@@ -68,8 +69,8 @@ class Paged:
         self.attend.plan([Batch(np.array(starts), stops, table[list(rows)]) for table in self.tables])
         positions = torch.cat([torch.arange(a, b) for a, b in zip(starts, stops, strict=True)])
         ids = torch.tensor([token for some in tokens for token in some])
-        hidden = self.model.forward(ids, positions, self.attend, reference)
-        return self.model.logits(hidden, reference).float().split(lengths)
+        context = ForwardContext(reference, self.attend, positions)
+        return self.model.logits(self.model.forward(ids, context), context).float().split(lengths)
 
 
 def generate(paged, prompts, cut):

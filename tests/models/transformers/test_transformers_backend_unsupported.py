@@ -14,6 +14,7 @@ from unknown_architecture import UNKNOWN, loaded, prompt_of, save
 
 from quire.errors import ModelError
 from quire.kernels import reference
+from quire.layers.context import ForwardContext
 from quire.models.transformers import describe_transformers, load_transformers
 from quire.models.transformers.loading import check_tokens_independent
 from quire.weights.checkpoint import FolderCheckpoint
@@ -180,7 +181,7 @@ def values_alone(layer, q, k, v):
 
 def run(backend):
     ids = torch.tensor(prompt_of(5))
-    return backend.forward(ids, torch.arange(5), values_alone, reference)
+    return backend.forward(ids, ForwardContext(reference, values_alone, torch.arange(5)))
 
 
 @pytest.mark.parametrize(("name", "value"), [("scaling", 0.2), ("sliding_window", 10), ("sliding_window", None)])
