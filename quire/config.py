@@ -57,6 +57,8 @@ class CacheConfig:
             raise ConfigError(f"block_size must be at least 1 token, not {self.block_size}")
         if not self.groups:
             raise ConfigError("a cache needs at least one KV group")
+        if self.eviction not in (known := get_args(Eviction)):
+            raise ConfigError(f"there is no eviction {self.eviction!r:.60}; known: {', '.join(known)}")
         if self.eviction != "lru" and self.prefix_index != "radix":
             raise ConfigError(
                 f"eviction {self.eviction!r} needs the radix tree: use prefix_index 'radix', not {self.prefix_index!r}"
@@ -91,7 +93,7 @@ class CacheConfig:
 
 
 DEFAULT_WAIT_WEIGHT = 100.0
-Drafter = Literal["suffix", "answers", "prediction"]
+DrafterName = Literal["suffix", "answers", "prediction"]
 MAX_SPECULATIVE_TOKENS = 16
 
 
@@ -114,7 +116,7 @@ class SchedulerConfig:
     max_queued_requests: int | None = None  # waiting requests that have never run; None: no limit
     max_queued_tokens: int | None = None  # prompt tokens of these requests
     target_tpot_seconds: float | None = None  # of a step in which sequences decode; None: StepBudget chooses it
-    speculation: tuple[Drafter, ...] = ()  # drafters; empty: no speculative decoding
+    speculation: tuple[DrafterName, ...] = ()  # drafters; empty: no speculative decoding
     num_speculative_tokens: int = 8  # the most drafts of a sequence in one step
     governs_speculation: bool = True  # whether only drafts are verified that are expected to save time
 
@@ -137,8 +139,8 @@ class SchedulerConfig:
             )
         if not 0 <= self.watermark < 1:
             raise ConfigError(f"watermark must be at least 0 and below 1, not {self.watermark}")
-        if self.steps_in_flight not in (1, 2):
-            raise ConfigError(f"steps_in_flight must be 1 or 2, not {self.steps_in_flight}")
+        if self.steps_in_flight < 1:
+            raise ConfigError(f"steps_in_flight must be at least 1, not {self.steps_in_flight}")
         if not 1 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
             raise ConfigError(
                 f"num_speculative_tokens must be from 1 to {MAX_SPECULATIVE_TOKENS}, not {self.num_speculative_tokens}"
@@ -412,7 +414,7 @@ class EngineOptions:
     ] = None
 
 
-_VLLM_METHODS: Mapping[str, tuple[Drafter, ...]] = MappingProxyType(
+_VLLM_METHODS: Mapping[str, tuple[DrafterName, ...]] = MappingProxyType(
     {"ngram": ("suffix",), "suffix": ("suffix", "answers")}
 )
 # fields of vLLM's object that have no effect: the governor decides from measured costs and chances instead
@@ -422,7 +424,7 @@ _VLLM_IGNORED = (
 )
 
 
-def speculation_of(options: EngineOptions) -> tuple[tuple[Drafter, ...], int]:
+def speculation_of(options: EngineOptions) -> tuple[tuple[DrafterName, ...], int]:
     """The drafters, and the most drafts of a sequence in one step. Raises ConfigError."""
     if options.speculative_config is None:
         return drafters_of(options.speculation), options.num_speculative_tokens
@@ -447,9 +449,9 @@ def speculation_of(options: EngineOptions) -> tuple[tuple[Drafter, ...], int]:
     return _VLLM_METHODS[method], number
 
 
-def drafters_of(speculation: str) -> tuple[Drafter, ...]:
+def drafters_of(speculation: str) -> tuple[DrafterName, ...]:
     """The drafters of the option `speculation`. Raises ConfigError for an unknown one, with the nearest known one."""
-    known = get_args(Drafter)
+    known = get_args(DrafterName)
     if speculation in ("auto", "off"):
         return known if speculation == "auto" else ()
     names = tuple(name.strip() for name in speculation.split(","))

@@ -22,7 +22,7 @@ from benchmarks.gpu.part import Part
 from benchmarks.gpu.processes import Row, Settings
 from quire.core.kv_groups import KVGroup, kv_kind
 from quire.kernels.contract import Batch, Storage
-from quire.kernels.triton import kernels
+from quire.kernels.triton.kernels import TRITON as kernels
 
 BLOCK_SIZE = 16
 COLD_BYTES = 2**29  # of keys and values: more than any cache

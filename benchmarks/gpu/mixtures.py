@@ -12,7 +12,7 @@ from benchmarks.gpu import clock
 from benchmarks.gpu.part import Part
 from benchmarks.gpu.processes import Settings
 from quire.kernels.triton import experts as module
-from quire.kernels.triton import kernels
+from quire.kernels.triton.kernels import TRITON as kernels
 
 ROWS = (1, 8, 64, 512, 4096)
 TINY_ROWS = (1, 33)

@@ -11,7 +11,7 @@ from benchmarks.gpu import clock
 from benchmarks.gpu.part import Part
 from benchmarks.gpu.processes import Settings
 from quire.kernels.contract import FP8, INT4, INT8
-from quire.kernels.triton import kernels
+from quire.kernels.triton.kernels import TRITON as kernels
 
 COLD_BYTES = 2**28  # of weights: more than any cache
 MOST_COPIES = 32

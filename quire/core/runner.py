@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from quire.core.capabilities import Capabilities
 from quire.core.step import SamplingMasks, Step, StepResult
 
 # Of a step that is replayed from a capture: its head computes logits at all positions. Other steps are not captured.
@@ -21,10 +22,14 @@ class RowProcessors(NamedTuple):
 
 
 class Runner(Protocol):
-    """Executes Steps. Calls per step in this order: launch, sample, collect. At most two steps are in flight.
+    """Executes Steps. Calls per step in this order: launch, sample, collect.
 
     With two steps in flight: launch(n+1), collect() -> n, sample(n+1). With one: launch, sample, collect.
     """
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What it can execute."""
 
     def launch(self, step: Step) -> None:
         """Apply the Step to the rows, make its Moves, start the forward pass."""

@@ -454,6 +454,7 @@ class StepResult(msgspec.Struct, frozen=True, eq=False):
     done_moves: list[int] = []  # ids of moves of this and earlier steps, to and from the host, that are done now
     swap_seconds: tuple[float, float] = (0.0, 0.0)  # of those to the host, and from it; not part of `seconds`
     captured: bool = False  # whether a step was captured while this one ran, so that it took longer than usual
+    proposals: list[list[int]] = []  # per chunk, drafts of the runner behind its last token; empty if it has none
     error: str = ""
 
     @classmethod

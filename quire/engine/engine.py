@@ -25,7 +25,7 @@ from quire.core.request import (
     resolve_params,
 )
 from quire.core.runner import Runner
-from quire.core.step import Pooling, Step, StepResult
+from quire.core.step import Step, StepResult
 from quire.cost.step_time import CostFigures
 from quire.errors import RequestError
 from quire.monitor.monitor import Load, Monitor
@@ -57,9 +57,6 @@ class StepSizes:
 
 log = logging.getLogger(__name__)
 _PREPARE_SECONDS = 0.005  # how long an empty step waits for a prerequisite of a request
-_ONLY_CLASSIFIES = "this model has a classification head: it generates no text and no embeddings; use classify"
-_ONLY_EMBEDS = "this model has no head over its vocabulary: it generates no text; use embed, or a ...ForCausalLM"
-_NO_CLASSES = "this model has no classification head; use a checkpoint of ...ForSequenceClassification"
 _IDLE_PER_CHECK = 100  # pause after a check, times its duration: requests wait for checks at most 1 % of the time
 
 
@@ -116,7 +113,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
 class Engine:
     """One model with one scheduler. Not thread-safe: no two methods may run at the same time."""
 
-    def __init__(  # noqa: PLR0913 (facts about one model)
+    def __init__(
         self,
         scheduler: Scheduler,
         runner: Runner,
@@ -124,28 +121,23 @@ class Engine:
         vocab_size: int,
         eos_token_ids: tuple[int, ...] = (),
         seed: int = 0,
-        deterministic: bool = False,
-        classifies: bool = False,
-        generates: bool = True,
         prerequisites: Sequence[Prerequisite] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """classifies: whether the model has a classification head. generates: whether it has one over its vocabulary.
+        """prerequisites: what is prepared for requests before they are queued, such as the grammars of constraints.
 
-        prerequisites: what is prepared for requests before they are queued, such as the grammars of constraints.
+        Raises ConfigError for more steps in flight than the runner takes.
         """
+        runner.capabilities.check_steps_in_flight(scheduler.config.steps_in_flight)
         self.vocab_size = vocab_size
         self.max_model_len = scheduler.config.max_model_len
-        self.on_launch: Callable[[Step], None] | None = None  # called with each step before the runner launches it
         self.scheduler = scheduler
         self.runner = runner
         self.eos_token_ids = tuple(token for token in eos_token_ids if 0 <= token < vocab_size)
-        self._deterministic = deterministic  # whether the runner has deterministic kernels
-        self._classifies, self._generates = classifies, generates
         self._seed = seed
         self._prerequisites = prerequisites
         self._clock = clock
-        self._overlap = scheduler.config.steps_in_flight > 1
+        self._steps_in_flight = scheduler.config.steps_in_flight
         self._uses_processors = False  # whether a request has had logits processors
         self._in_flight: deque[int] = deque()  # ids of in-flight steps, oldest first
         self._errors: dict[int, str] = {}  # step id -> error of its launch or sampling
@@ -203,14 +195,7 @@ class Engine:
         params = request.params
         if not is_unicode(request.id):
             raise RequestError("a request id must be valid Unicode", "request_id")
-        if params.deterministic and not self._deterministic:
-            raise RequestError("this model cannot be run deterministically; leave `deterministic` out", "deterministic")
-        if request.adapter:
-            raise RequestError("this engine has no adapters; leave `adapter` out", "adapter")
-        if self._classifies is not (request.pooling is Pooling.CLASS):
-            raise RequestError(_ONLY_CLASSIFIES if self._classifies else _NO_CLASSES, "model")
-        if not (self._generates or request.pooling):
-            raise RequestError(_ONLY_EMBEDS, "model")
+        self.runner.capabilities.check_request(request)
         if request.pooling and (params.max_tokens != 0 or params.n != 1):
             raise ValueError("a pooling request has one sequence and generates no tokens")
         if request.beams is not None and (
@@ -275,11 +260,11 @@ class Engine:
         """End a branch of a program (None: all branches): no request will continue from it. Ignores unknown ones."""
         self.scheduler.end_program(tenant, program, branch, self._clock())
 
-    def step(self) -> list[Output]:
+    def step(self, on_launch: Callable[[Step], None] | None = None) -> list[Output]:
         """Plan and launch a step, and commit the oldest in-flight step.
 
-        Returns the outputs of the committed step, and of sequences that ended outside of a commit. With two steps in
-        flight, that is the step launched by the previous call, if there is one.
+        on_launch: called with the step before the runner launches it. Returns the outputs of the committed step, and of
+        sequences that ended outside of a commit. With n steps in flight, that is the step launched n - 1 calls before.
         """
         self._process_ready()
         step = None
@@ -287,16 +272,13 @@ class Engine:
             step = self.scheduler.plan(self._clock())
         if step is not None:
             self._step_sizes.observe(step.num_tokens)
-            self._launch(step)
-        outputs = self.scheduler.take_ended()
-        for output in outputs:
-            if output.seq_id == NO_SEQUENCE:
-                self._forget(output.request_id)
-        if self._in_flight:  # the step before this one
+            self._launch(step, on_launch)
+        outputs = self._take_ended()
+        if self._in_flight and (step is None or len(self._in_flight) >= self._steps_in_flight - 1):
             outputs += self._commit()
         if step is not None:
             self._sample(step)
-            if not self._overlap:
+            if self._steps_in_flight == 1:
                 outputs += self._commit()
         self._generation_tokens += sum(len(output.token_ids) for output in outputs)
         self._forced_tokens += sum(len(output.forced) for output in outputs)
@@ -407,9 +389,17 @@ class Engine:
                 if self.scheduler.ready(request_id, one.name, error, self._clock()):
                     self._forget(request_id)
 
-    def _launch(self, step: Step) -> None:
-        if self.on_launch is not None:
-            self.on_launch(step)
+    def _take_ended(self) -> list[Output]:
+        """The outputs of sequences that ended outside of a commit. Requests that waited are forgotten."""
+        outputs = self.scheduler.take_ended()
+        for output in outputs:
+            if output.seq_id == NO_SEQUENCE:
+                self._forget(output.request_id)
+        return outputs
+
+    def _launch(self, step: Step, on_launch: Callable[[Step], None] | None) -> None:
+        if on_launch is not None:
+            on_launch(step)
         try:
             self.runner.launch(step)
         except Exception as error:  # an error of a kernel or allocator fails this step only

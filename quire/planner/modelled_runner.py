@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from quire.config import CacheConfig
+from quire.core.capabilities import Capabilities
 from quire.core.runner import RowProcessors
 from quire.core.step import Logprobs, SamplingMasks, Step, StepResult
 from quire.cost.latency_profile import LatencyProfile
@@ -42,6 +43,8 @@ class VirtualClock:
 
 class ModelledRunner:
     """Implements Runner. Steps run one after the other; copies to and from the host run beside them."""
+
+    capabilities = Capabilities()
 
     def __init__(
         self,

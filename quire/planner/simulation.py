@@ -262,7 +262,6 @@ class Simulation:
         )
         self.engine = Engine(self.scheduler, self._runner, vocab_size=setup.vocab_size, clock=self.clock)
         self.scheduler.calibrate(setup.profile.calibration(setup.scheduler.max_num_batched_tokens))
-        self.engine.on_launch = self._launched
         self._setup = setup
         self._beams = _beams_of(setup)
         self._on_step = on_step
@@ -310,7 +309,7 @@ class Simulation:
                 self._last = clock.now
                 continue
             before = clock.now
-            outputs = engine.step()
+            outputs = engine.step(self._launched)
             done += self._record(outputs)
             self._integrate()
             if clock.now == before and not outputs and not engine.scheduler.state.in_flight:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from quire.config import CacheConfig
+from quire.core.capabilities import Capabilities
 from quire.core.runner import RowProcessors
 from quire.core.step import ChunkOutput, Chunks, Logprobs, Pooling, SamplingMasks, Step, StepResult
 from quire.kernels.contract import Kernels
@@ -36,19 +37,6 @@ class PromptLogprobPositions(msgspec.Struct, frozen=True, eq=False):
     tokens: np.ndarray  # int64: indices into all tokens of the step
     next_tokens: np.ndarray  # int32
     num_logprobs: np.ndarray  # int32
-
-
-def check_supported(step: Step) -> None:
-    """Raise ValueError for adapters and for chunks that this runner cannot execute."""
-    chunks = step.chunks
-    if len(step.opens) and step.opens.adapters.any():
-        raise ValueError("this runner has no adapters")
-    if (chunks.lengths < np.maximum(chunks.num_logits, 1)).any():
-        raise ValueError("each chunk needs at least one position, and one for each of its logits")
-    if not chunks.only_samples and (chunks.num_logits < chunks.num_samples).any():
-        raise ValueError("a chunk needs logits at each position from which it samples")
-    if chunks.have_drafts and chunks.num_drafts[~chunks.samples].any():
-        raise ValueError("only chunks that sample can have drafts")
 
 
 class SampledPositions(NamedTuple):
@@ -166,6 +154,7 @@ class TorchRunner:
         max_num_seqs: int,
         max_model_len: int,
         deterministic_kernels: Kernels | None = None,
+        generates: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._kernels = kernels
@@ -174,9 +163,11 @@ class TorchRunner:
         self._device = model.device
         self._rows = Rows(cache, max_num_seqs, max_model_len, self._vocab_size)
         self._store = DeviceStore(kernels, cache, model.device, clock)
-        self.supports_deterministic = (
-            deterministic_kernels is not None and model.batch_invariant
-        )  # whether it supports deterministic sequences
+        self.capabilities = Capabilities(
+            deterministic=deterministic_kernels is not None and model.batch_invariant,
+            classifies=model.class_head is not None,
+            generates=generates,
+        )
         self._inputs: Inputs = (
             ResidentInputs(cache, max_num_seqs, max_model_len, model.device)
             if kernels.USES_RESIDENT_TABLES
@@ -186,7 +177,7 @@ class TorchRunner:
         self._forward_passes = ForwardPasses(
             model,
             kernels,
-            deterministic_kernels if self.supports_deterministic else None,
+            deterministic_kernels if self.capabilities.deterministic else None,
             self._store.storages,
             max_num_seqs,
             max_model_len,
@@ -210,7 +201,7 @@ class TorchRunner:
             self._sampled.clear()  # steps that failed before they were collected
             self._slowed.clear()
             self._store.wait()
-        check_supported(step)
+        self.capabilities.check_step(step)
         self._rows.apply(step)
         self._inputs.apply(step)
         began += self._store.execute(step.id, step.moves)  # swaps are no step time

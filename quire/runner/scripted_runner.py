@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.config import CacheConfig
+from quire.core.capabilities import Capabilities
 from quire.core.runner import RowProcessors
 from quire.core.step import Chunk, ChunkOutput, Logprobs, Move, SamplingMasks, Step, StepResult
 
@@ -115,6 +116,8 @@ class ScriptedRunner:
     given their number of blocks. swap_delay_of: number of results that are returned before a swap is done. fails:
     whether `launch` of a step raises after half of its chunks.
     """
+
+    capabilities = Capabilities(steps_in_flight=4)
 
     def __init__(
         self,

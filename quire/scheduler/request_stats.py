@@ -15,7 +15,7 @@ from msgspec import structs
 
 from quire.cache.admission_check import Admission
 from quire.cache.manager import KVCacheManager
-from quire.config import MAX_SPECULATIVE_TOKENS, Drafter
+from quire.config import MAX_SPECULATIVE_TOKENS
 from quire.core.events import (
     AdmissionSlowed,
     Admitted,
@@ -301,7 +301,7 @@ class RequestStats:
         """Record a failed step."""
         self.events.append(StepFailed(now, "", step_id, error))
 
-    def verified(self, seq: Sequence, drafter: Drafter, num_drafts: int, num_accepted: int) -> None:
+    def verified(self, seq: Sequence, drafter: str, num_drafts: int, num_accepted: int) -> None:
         """Record a verified chain of drafts."""
         drafts = self._requests[seq.request.id].explanation.drafts
         for counts in (drafts, self.drafts):

@@ -360,7 +360,10 @@ class Scheduler:
             self.costs.observe_step(launched.num_tokens, result.seconds, launched.num_pairs)
         if self.speculator is not None:
             self.speculator.observe_step(launched, None if result.captured else result.seconds, now)
-        return self._output_processor.process(launched, result, now)
+        outputs = self._output_processor.process(launched, result, now)
+        if result.proposals and self.speculator is not None:
+            self.speculator.receive(launched, result.proposals)
+        return outputs
 
     @property
     def leaks(self) -> bool:

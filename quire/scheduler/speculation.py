@@ -24,9 +24,9 @@ from quire.scheduler.lifecycle import InFlightStep
 from quire.scheduler.request_stats import RequestStats
 from quire.scheduler.sequence import Sequence
 from quire.scheduler.step_builder import ScheduledChunk, StepBuilder
-from quire.speculation.answers import AnswerStore
-from quire.speculation.drafters import AnswersDrafter, PredictionDrafter, PredictionIndex, Proposal, SuffixDrafter
+from quire.speculation.drafters import Proposal, RunnerDrafter
 from quire.speculation.governor import Candidate, Chances, Drafting, Governor, OwnCounts
+from quire.speculation.sources import SOURCES, DrafterSource
 
 _SKIPPED = 1.0  # tokens that a sequence loses by a step that it skips beside others
 _SKIPPED_BY_ALL = 0.3  # the same if all skip it: no step runs, but the next one is planned later
@@ -50,28 +50,31 @@ def _before_end(proposal: Proposal, stop_ids: Collection[int]) -> Proposal | Non
 
 
 class _SequenceDrafters:
-    """The drafters of one running sequence."""
+    """The drafters of one running sequence, in the order in which they propose."""
 
-    __slots__ = ("answers", "own_counts", "prediction", "suffix", "unverified", "unverified_at")
+    __slots__ = ("drafters", "of_runner", "own_counts", "unverified", "unverified_at")
 
-    def __init__(
-        self, seq: Sequence, drafters: Listing[str], store: AnswerStore, prediction: PredictionIndex | None
-    ) -> None:
+    def __init__(self, seq: Sequence, sources: Iterable[DrafterSource]) -> None:
+        about = seq.request, seq.tokens, seq.num_prompt_tokens
+        self.drafters = [one for source in sources if (one := source.begin(*about)) is not None]
+        self.of_runner: RunnerDrafter | None = None
         self.own_counts = OwnCounts()
-        about = seq.request.namespace, seq.tokens, seq.num_prompt_tokens
-        self.answers = AnswersDrafter(store, *about) if "answers" in drafters else None
-        self.suffix = SuffixDrafter(seq.tokens) if "suffix" in drafters else None
-        self.prediction = None
-        if prediction is not None:
-            prediction.num_users += 1
-            self.prediction = PredictionDrafter(prediction, seq.tokens, seq.num_prompt_tokens)
         self.unverified: list[Proposal] = []  # the last proposals, without the one that was verified
         self.unverified_at = 0  # position of their first drafts
 
+    def receive(self, seq: Sequence, tokens: Listing[int]) -> None:
+        """Take a proposal of the runner."""
+        if self.of_runner is None:
+            self.of_runner = RunnerDrafter(seq.tokens)
+            self.drafters.insert(0, self.of_runner)
+        self.of_runner.receive(tokens)
+
     def extend(self, most: int) -> int:
-        """Index up to `most` more tokens. Returns their number."""
-        number = 0 if self.suffix is None else self.suffix.extend(most)
-        return number if self.prediction is None else number + self.prediction.extend(most - number)
+        """Index up to `most` more tokens, the last drafter first. Returns their number."""
+        number = 0
+        for drafter in reversed(self.drafters):
+            number += drafter.extend(most - number)
+        return number
 
 
 class Speculator:
@@ -85,19 +88,16 @@ class Speculator:
         structured_outputs: StructuredOutputManager,
         request_stats: RequestStats,
     ) -> None:
-        self._drafters = config.speculation
+        self._sources = tuple(make() for name, make in SOURCES.items() if name in config.speculation)
         self._max_drafts = config.num_speculative_tokens
         self._cache = cache
         self._structured_outputs = structured_outputs
         self._request_stats = request_stats
         self.governor = Governor(costs.step_curve.seconds)
         self.governs = config.governs_speculation  # whether drafts are verified only if they are expected to save time
-        self.keeps_answers = "answers" in config.speculation
         self._chances: OrderedDict[str, Chances] = OrderedDict()  # by tenant, least recently used first
-        self._answers = AnswerStore()
         self._sequences: dict[int, _SequenceDrafters] = {}  # by id, of sequences that have decoded
         self._num_indexed = 0
-        self._predictions: dict[str, PredictionIndex] = {}  # by request id
         self._next_place = 0  # in the step, of the chunk whose sequence has the next turn
         self._overlaps = config.steps_in_flight > 1
         self._last_commit: float | None = None  # of a decode step, if no other step was committed behind it
@@ -105,21 +105,14 @@ class Speculator:
         self._skipped: set[int] = set()  # ids of sequences that have skipped a step since the last proposals
 
     def end(self, seq: Sequence) -> None:
-        """Forget a sequence that has ended, and keep its answer."""
-        if self.keeps_answers and seq.is_generation:
-            self._answers.add(seq.request.namespace, seq.tokens, seq.num_prompt_tokens)
+        """Forget a sequence that has ended. The sources learn from it."""
+        if seq.is_generation:
+            for source in self._sources:
+                source.ended(seq.request, seq.tokens, seq.num_prompt_tokens)
         self._skipping.discard(seq.id)
         drafters = self._sequences.pop(seq.id, None)
-        if drafters is None:
-            return
-        if drafters.suffix is not None:
-            self._num_indexed -= drafters.suffix.num_indexed
-        if drafters.prediction is not None:
-            index = drafters.prediction.index
-            index.num_users -= 1
-            if not index.num_users:
-                self._num_indexed -= index.num_indexed
-                del self._predictions[seq.request.id]
+        if drafters is not None:
+            self._num_indexed -= sum(drafter.close() for drafter in drafters.drafters)
 
     def add_drafts(self, builder: StepBuilder, most: int) -> None:
         """Add up to `most` drafts to the chunks of the planned step that sample behind a known token."""
@@ -205,10 +198,7 @@ class Speculator:
     def _drafters_of(self, seq: Sequence) -> _SequenceDrafters:
         drafters = self._sequences.get(seq.id)
         if drafters is None:
-            index, request = None, seq.request
-            if "prediction" in self._drafters and request.prediction:
-                index = self._predictions.setdefault(request.id, PredictionIndex(request.prediction))
-            drafters = self._sequences[seq.id] = _SequenceDrafters(seq, self._drafters, self._answers, index)
+            drafters = self._sequences[seq.id] = _SequenceDrafters(seq, self._sources)
         return drafters
 
     def observe_step(self, launched: InFlightStep, seconds: float | None, now: float) -> None:
@@ -228,6 +218,12 @@ class Speculator:
                 num_proposals=launched.num_proposals,
                 num_indexed=launched.num_indexed_tokens,
             )
+
+    def receive(self, launched: InFlightStep, proposals: Listing[Listing[int]]) -> None:
+        """Take the proposals of the runner for each chunk of a step whose tokens have been appended."""
+        for chunk, tokens in zip(launched.scheduled, proposals, strict=True):
+            if tokens and chunk.is_valid and not chunk.seq.finished:
+                self._drafters_of(chunk.seq).receive(chunk.seq, tokens)
 
     def step_failed(self) -> None:
         """Learn nothing from the time up to the next commit."""
@@ -284,8 +280,9 @@ class Speculator:
         )
 
     def flush(self) -> None:
-        """Forget all answers."""
-        self._answers.clear()
+        """Forget what ended sequences have left."""
+        for source in self._sources:
+            source.clear()
 
     def _chances_of(self, seq: Sequence) -> Chances:
         """The chances of a tenant's drafts. Those of other tenants would reveal how well these predict theirs."""
@@ -302,8 +299,8 @@ class Speculator:
         """The proposal of a sequence with the most expected tokens; None if no drafter has one."""
         best: Candidate | None = None
         most, chances = 0.0, self._chances_of(seq)
-        for drafter in (drafters.prediction, drafters.answers, drafters.suffix):
-            proposal: Proposal | None = None if drafter is None else drafter.propose(length)
+        for drafter in drafters.drafters:
+            proposal = drafter.propose(length)
             if proposal is not None and not seq.stop_ids.isdisjoint(proposal.tokens):
                 proposal = _before_end(proposal, seq.stop_ids)
             if proposal is None:

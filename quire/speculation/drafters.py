@@ -2,9 +2,8 @@
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from quire.config import Drafter
 from quire.core.common_prefix import common_prefix_len
 from quire.core.request import Namespace
 from quire.speculation.answers import AnswerStore, prompt_key
@@ -14,10 +13,52 @@ from quire.speculation.suffix_index import MAX_INDEXED, SuffixIndex
 class Proposal(NamedTuple):
     """A chain of draft tokens."""
 
-    drafter: Drafter
+    drafter: str  # its name
     tokens: Sequence[int]
     match_length: int  # tokens before the chain that equal those before its source
     forced: Sequence[int] = ()  # indices of tokens that the constraint forces if those before them are right
+
+
+class Drafter(Protocol):
+    """Proposes drafts for one sequence. One without an index has `propose` alone."""
+
+    __slots__ = ()
+
+    def propose(self, most: int) -> Proposal | None:
+        """Up to `most` tokens that may follow the known ones; None without any."""
+
+    def extend(self, most: int) -> int:
+        """Index up to `most` more tokens. Returns their number."""
+        del most
+        return 0
+
+    def close(self) -> int:
+        """Release the index, at the end of the sequence. Returns how many indexed tokens that frees."""
+        return 0
+
+
+class RunnerDrafter(Drafter):
+    """Proposes what the runner proposed with the result of a step, such as a draft model on its device."""
+
+    __slots__ = ("_length", "_proposed", "_tokens")
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        """tokens: those of the sequence, a list that grows with it."""
+        self._tokens = tokens
+        self._proposed: Sequence[int] = ()
+        self._length = 0
+
+    def receive(self, tokens: Sequence[int]) -> None:
+        """Take the tokens that the runner proposes to follow the known ones."""
+        self._proposed, self._length = tokens, len(self._tokens)
+
+    def propose(self, most: int) -> Proposal | None:
+        """The rest of them, if the tokens since then are those that were proposed."""
+        new = self._tokens[self._length :]
+        if list(self._proposed[: len(new)]) != list(new):
+            return None
+        rest = self._proposed[len(new) : len(new) + most]
+        return Proposal("runner", rest, 0) if rest else None
 
 
 class _Follower:
@@ -53,7 +94,7 @@ _FOLLOWED = 8  # tokens of a match that is followed without a search for a longe
 _NOT_INDEXED = 1024  # last tokens that are indexed once such a match ends
 
 
-class SuffixDrafter:
+class SuffixDrafter(Drafter):
     """Proposes what followed the longest earlier occurrence of the last tokens in the sequence itself."""
 
     __slots__ = ("_follower", "_index", "_tokens")
@@ -64,9 +105,7 @@ class SuffixDrafter:
         self._index = SuffixIndex(tokens, max(0, len(tokens) - MAX_INDEXED // 2))
         self._follower = _Follower(len(tokens))
 
-    @property
-    def num_indexed(self) -> int:
-        """Number of indexed tokens, each of which takes memory."""
+    def close(self) -> int:
         return self._index.num_indexed
 
     def extend(self, most: int) -> int:
@@ -107,12 +146,12 @@ _TRIED = 8  # tokens of the output before another place is searched; the same wr
 class PredictionIndex:
     """Where each pair of neighbours is in the prediction of a request; for all sequences of the request."""
 
-    __slots__ = ("_places", "num_indexed", "num_users", "prediction")
+    __slots__ = ("__weakref__", "_places", "num_indexed", "num_users", "prediction")
 
     def __init__(self, prediction: Sequence[int]) -> None:
         self.prediction = prediction
         self.num_indexed = 0  # leading tokens whose pairs are indexed
-        self.num_users = 0
+        self.num_users = 0  # drafters
         self._places: dict[tuple[int, int], list[int]] = {}  # positions behind each pair, rising
 
     def extend(self, most: int) -> int:
@@ -131,7 +170,7 @@ class PredictionIndex:
         return places[max(0, at - _NEAREST) : at + _NEAREST]
 
 
-class PredictionDrafter:
+class PredictionDrafter(Drafter):
     """Proposes the rest of a predicted output.
 
     After a difference, it takes the differing token for one that was exchanged. If the next one differs, too, it
@@ -143,6 +182,7 @@ class PredictionDrafter:
     def __init__(self, index: PredictionIndex, tokens: list[int], num_prompt_tokens: int) -> None:
         """tokens: those of the sequence, a list that grows with it. index: of the prediction of its output."""
         self.index = index
+        index.num_users += 1
         self._tokens = tokens
         self._follower = _Follower(num_prompt_tokens)
         self._follower.start(index.prediction, 0, 0)
@@ -152,6 +192,10 @@ class PredictionDrafter:
     def extend(self, most: int) -> int:
         """Index up to `most` more tokens of the prediction, if they are searched. Returns their number."""
         return self.index.extend(most) if self._needs_index else 0
+
+    def close(self) -> int:
+        self.index.num_users -= 1
+        return 0 if self.index.num_users else self.index.num_indexed
 
     def propose(self, most: int) -> Proposal | None:
         """Up to `most` tokens of the prediction; None if it does not continue the output, or has ended."""
@@ -192,7 +236,7 @@ class PredictionDrafter:
         return number
 
 
-class AnswersDrafter:
+class AnswersDrafter(Drafter):
     """Proposes what followed in an earlier answer of the namespace: to the same prompt, or behind the same tokens."""
 
     __slots__ = ("_follower", "_namespace", "_num_prompt_tokens", "_store", "_tokens")

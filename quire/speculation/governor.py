@@ -13,7 +13,6 @@ from itertools import accumulate
 from math import inf
 from typing import NamedTuple
 
-from quire.config import Drafter
 from quire.speculation.drafters import Proposal
 
 _MATCH_LENGTHS = (3, 4, 6, 9, 17)  # first match length of each class but the first
@@ -50,8 +49,8 @@ class Chances:
     """Learned chances that a draft is accepted if the drafts before it are, by drafter, match length and place."""
 
     def __init__(self) -> None:
-        self._counts: dict[tuple[Drafter, int], list[list[float]]] = {}  # by class of place: accepted, tried; decayed
-        self._by_index: dict[tuple[Drafter, int], list[float]] = {}  # chances of the first drafts of a chain
+        self._counts: dict[tuple[str, int], list[list[float]]] = {}  # by class of place: accepted, tried; decayed
+        self._by_index: dict[tuple[str, int], list[float]] = {}  # chances of the first drafts of a chain
 
     def of(self, proposal: Proposal) -> list[float]:
         """The chance of each draft of a proposal."""
@@ -84,9 +83,9 @@ class OwnCounts:
     __slots__ = ("_counts",)
 
     def __init__(self) -> None:
-        self._counts: dict[Drafter, tuple[float, float]] = {}  # decayed: accepted, tried
+        self._counts: dict[str, tuple[float, float]] = {}  # decayed: accepted, tried
 
-    def gains(self, drafter: Drafter, chances: Sequence[float]) -> list[float]:
+    def gains(self, drafter: str, chances: Sequence[float]) -> list[float]:
         """Expected tokens from each draft of this sequence. chances: of drafts of all sequences.
 
         Those from the first draft on that yields too little are left out.

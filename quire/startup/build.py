@@ -28,6 +28,7 @@ from quire.config import (
     check_options,
     speculation_of,
 )
+from quire.core.capabilities import Capabilities
 from quire.cost.memory_plan import (
     DEFAULT_SWAP_SPACE,
     HostPoolPlan,
@@ -169,6 +170,7 @@ def build(options: EngineOptions, *, report: Report, progress: Progress, is_rest
             max_num_seqs=limits.max_num_seqs,
             max_model_len=limits.max_model_len,
             deterministic_kernels=prepared.kernels.deterministic,
+            generates=description.generates,
         )
         if prepared.options.calibration:
             _calibrate(scheduler, runner, prepared, report)
@@ -181,9 +183,6 @@ def build(options: EngineOptions, *, report: Report, progress: Progress, is_rest
         vocab_size=description.vocab_size,
         eos_token_ids=description.eos_token_ids,
         seed=options.seed,
-        deterministic=runner.supports_deterministic,
-        classifies=description.classification is not None,
-        generates=description.generates,
         prerequisites=(grammars,),
     )
     return Built(
@@ -274,6 +273,7 @@ def prepare_files(options: EngineOptions, opened: OpenFiles, *, report: Report) 
         report(str(host.line))
     # a second step in flight overlaps planning with a device; without one it gains no time and may be discarded
     steps_in_flight = (2 if kind == "cuda" else 1) if options.steps_in_flight is None else options.steps_in_flight
+    Capabilities().check_steps_in_flight(steps_in_flight)  # those of the runner, before the weights are loaded
     limits = scheduler_config_of(options, plan.max_model_len, steps_in_flight)
     cache = _with_prefix_cache(make_cache_config(shape, kv_dtype, plan, host), options, files, limits)
     report(_prefix_cache_line(cache))

@@ -71,33 +71,29 @@ def measure_latency(
         if len(chunks):
             launched.append(step_work(chunks.starts, chunks.stops, windows, len(step.opens.rows)))
 
-    engine.on_launch = record
     began = clock()
     captured: set[int] = set()  # numbers of tokens of steps that are replayed: the first step of each is captured
-    try:
-        for requests in _rounds(engine):
-            for _ in _added(engine, requests):
-                before = clock()
-                engine.step()
-                now = clock()
-                for work in launched:
-                    if not work.is_replayed or work.num_tokens in captured:
-                        samples.append(StepSample(work, (now - before) / len(launched)))
-                    else:
-                        captured.add(work.num_tokens)
-                launched.clear()
-                if now - began >= seconds:
-                    break
-            for request in requests:  # those that the end of the time cut off
-                engine.abort(request.id)
-            while engine.has_work:
-                engine.step()
-            engine.flush_cache()
-            advance(min(now - began, seconds), seconds)
+    for requests in _rounds(engine):
+        for _ in _added(engine, requests):
+            before = clock()
+            engine.step(record)
+            now = clock()
+            for work in launched:
+                if not work.is_replayed or work.num_tokens in captured:
+                    samples.append(StepSample(work, (now - before) / len(launched)))
+                else:
+                    captured.add(work.num_tokens)
+            launched.clear()
             if now - began >= seconds:
                 break
-    finally:
-        engine.on_launch = None
+        for request in requests:  # those that the end of the time cut off
+            engine.abort(request.id)
+        while engine.has_work:
+            engine.step()
+        engine.flush_cache()
+        advance(min(now - began, seconds), seconds)
+        if now - began >= seconds:
+            break
     if not samples:
         raise ConfigError(f"no step was measured in {seconds:g} s; give it more")
     return _fitted(engine, samples, windows, model, device)

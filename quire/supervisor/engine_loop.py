@@ -16,6 +16,7 @@ from collections.abc import Callable
 import msgspec
 
 from quire.core.output import Output
+from quire.core.step import Step
 from quire.engine.engine import Engine
 from quire.errors import QueueFull
 from quire.supervisor import protocol
@@ -65,7 +66,6 @@ class EngineLoop:
 
     def run(self) -> None:
         """Execute commands and run steps until the end. Closes the socket and the engine."""
-        self._engine.on_launch = lambda _step: self._send_batch(begins=True)
         self._send_batch(begins=False)
         for work in (self._listen, self._heartbeat):
             threading.Thread(target=work, name=f"quire-{work.__name__.strip('_')}", daemon=True).start()
@@ -73,7 +73,6 @@ class EngineLoop:
             while self._turn():
                 pass
         finally:
-            self._engine.on_launch = None
             self._close_connection()
             self._engine.close()
 
@@ -95,11 +94,15 @@ class EngineLoop:
             self._execute(command)
         self._call_monitor()
         if self._engine.has_work and not self._closing:
-            outputs = self._engine.step()  # on_launch sends and clears self._outputs meanwhile
+            outputs = self._engine.step(self._launching)  # which sends and clears self._outputs meanwhile
             self._outputs += outputs
         if not (self._sent_batch and self._engine.has_work):  # otherwise sent with the next step, which begins at once
             self._send_batch(begins=False)
         return not self._closing
+
+    def _launching(self, _step: Step) -> None:
+        """Send the outputs so far, beside the step that begins."""
+        self._send_batch(begins=True)
 
     def _idle_seconds(self) -> float:
         """How long an idle engine waits for commands: until the next call of the monitor, if there is one."""

@@ -10,6 +10,7 @@ from random import Random
 from quire.cache.kv_cache import KVCache
 from quire.config import EngineOptions
 from quire.core import step as steps
+from quire.core.capabilities import Capabilities
 from quire.core.request import Request
 from quire.engine.engine import Engine
 from quire.params import SamplingParams
@@ -20,6 +21,8 @@ from quire.startup.build import build
 
 class RecordedRunner:
     """Returns the recorded results in order, and keeps the bytes of the Steps that it got."""
+
+    capabilities = Capabilities()
 
     def __init__(self, results):
         self.results = deque(results)

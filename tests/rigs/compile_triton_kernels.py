@@ -17,8 +17,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from quire.kernels.contract import ACTIVATIONS, FP8, INT4, INT8, MXFP4, Batch, Scheme
-from quire.kernels.triton import kernels as ordinary
 from quire.kernels.triton.deterministic import TRITON_DETERMINISTIC as deterministic
+from quire.kernels.triton.kernels import TRITON as ordinary
 
 COMPUTE_CAPABILITY = 90
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128

@@ -46,7 +46,6 @@ class PretendEngine:
 
     predicted_seconds = 0.0
     ahead = 0  # positions computed in advance by a step
-    on_launch = None
 
     def __init__(self, number, acts):
         self.number = number
@@ -68,9 +67,9 @@ class PretendEngine:
     def abort(self, request_id):
         self.said.pop(request_id, None)
 
-    def step(self):
+    def step(self, on_launch):
         self.last_step_positions = [(name, 2 + said + self.ahead) for name, said in self.said.items()]
-        self.on_launch(None)
+        on_launch(None)
         early = self.acts(self.number, self.steps, list(self.said))
         outputs = []
         for name, said in list(self.said.items()):

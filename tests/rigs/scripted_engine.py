@@ -96,6 +96,7 @@ class Rig:
         self.scheduler = CheckedScheduler(self.config, self.cache, self.file)
         self.rng = random.Random(seed)
         self.now = 0.0
+        self.on_launch = None  # called with each step before it is launched
         runner = ScriptedRunner(
             self.cache.config,
             max_num_seqs=self.config.max_num_seqs,
@@ -166,7 +167,7 @@ class Rig:
         assert self.scheduler.check() == []
 
     def step(self) -> list[Output]:
-        outputs = self.engine.step()
+        outputs = self.engine.step(self.on_launch)
         for output in outputs:
             key = (output.request_id, output.index)
             assert key not in self.reasons, "output after the end"

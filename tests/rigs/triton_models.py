@@ -6,9 +6,9 @@ from model_runner_driver import Driver, load_model
 from triton_device import DEVICE
 
 from quire import LLM, SamplingParams
-from quire.kernels.triton import kernels as kernels_module
 from quire.kernels.triton import step_capture
 from quire.kernels.triton.deterministic import TRITON_DETERMINISTIC as deterministic
+from quire.kernels.triton.kernels import TRITON as kernels_module
 
 BLOCK = 16
 LENGTHS = (3, 18, 1)

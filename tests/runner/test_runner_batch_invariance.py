@@ -115,14 +115,14 @@ def test_other_shapes_have_the_same_bits_too(saved, prompts, kind):
 
 def test_a_runner_says_whether_it_can_and_refuses_if_not(saved, prompts):
     model = load_model(saved("qwen3-gqa")[0])
-    assert Driver(model).runner.supports_deterministic
+    assert Driver(model).runner.capabilities.deterministic
     without = Driver(model, strict=None)
-    assert not without.runner.supports_deterministic
+    assert not without.runner.capabilities.deterministic
     options = {"opens": [(0, PARAMS_OF_ROWS[0])], "tokens": [(0, 0, prompts[0])]}
     with pytest.raises(ValueError, match="no kernels for deterministic sequences"):
         without.run([(0, 0, 5)], **options)
     model.batch_invariant = False
-    assert not Driver(model).runner.supports_deterministic
+    assert not Driver(model).runner.capabilities.deterministic
 
 
 def test_steps_without_deterministic_sequences_never_meet_the_invariant_kernels(saved, prompts):

@@ -349,7 +349,7 @@ def test_the_duration_of_the_step_planned_last_is_predicted():
     rig = Rig(max_num_batched_tokens=256, num_blocks=128)
     assert rig.scheduler.predicted_seconds == 0.0
     predicted, measured = [], []
-    rig.engine.on_launch = lambda step: predicted.append(rig.scheduler.predicted_seconds)
+    rig.on_launch = lambda step: predicted.append(rig.scheduler.predicted_seconds)
     for i in range(40):
         rig.add(str(i), prompt(5 * i + 2, i), max_tokens=8)
         while rig.engine.has_work:

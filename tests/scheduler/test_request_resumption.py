@@ -151,7 +151,7 @@ def opened(have: tuple[KnownOutput, ...]) -> dict[int, list[object]]:
         frequency_penalty=0.5, repetition_penalty=1.2, logit_bias={4: 1.0},
     )  # fmt: skip
     rig, steps = Rig(), []
-    rig.engine.on_launch = steps.append
+    rig.on_launch = steps.append
     rig.engine.add(Request("a", prompt(6), params, known_outputs=have))
     rig.run()
     delivered = {}

@@ -252,9 +252,7 @@ def test_an_end_token_that_is_ignored_ends_no_form_before_the_least_length():
     rig.add("a", prompt_of(3), ignore_eos=True, min_tokens=3, structured_outputs=FORM)
     rig.add("b", prompt_of(3), ignore_eos=True, min_tokens=3)
     seen = []
-    rig.engine.on_launch = lambda step: seen.append(
-        [(row, kind, ids.tolist()) for row, kind, ids, _ in step.opens.lists]
-    )
+    rig.on_launch = lambda step: seen.append([(row, kind, ids.tolist()) for row, kind, ids, _ in step.opens.lists])
     rig.step()
     assert [[ids for _, _, ids in lists] for lists in seen] == [[[4]]]
     rig.run()

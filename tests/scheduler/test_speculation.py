@@ -185,7 +185,7 @@ def test_the_index_of_a_prediction_is_shared_by_sequences_and_freed_with_them():
     for _ in range(15):
         rig.step()
     speculator = rig.scheduler.speculator
-    (index,) = speculator._predictions.values()
+    (index,) = speculator._sources[0]._indexes.values()
     assert (index.num_users, index.num_indexed) == (4, 40)
     rig.run()
     assert num_indexed(rig) == 0

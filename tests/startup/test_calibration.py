@@ -37,6 +37,8 @@ class Timed:
     slowness(n): factor of the duration of the nth step.
     """
 
+    capabilities = ScriptedRunner.capabilities
+
     def __init__(self, cache, limits, *, fails=lambda step: False, slowness=lambda n: 1):
         self.now = 0.0
         self.steps = []

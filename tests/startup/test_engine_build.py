@@ -53,7 +53,7 @@ def attempt(**options):
         ({"step_seconds": float("inf")}, "step_seconds must be positive and finite"),
         ({"step_seconds": 0.0}, "step_seconds must be positive and finite"),
         ({"watermark": 1.0}, "watermark must be at least 0 and below 1"),
-        ({"steps_in_flight": 3}, "steps_in_flight must be 1 or 2"),
+        ({"steps_in_flight": 3}, "steps_in_flight 3 is more than the 2 that this runner takes"),
         ({"kernels": "trition"}, "there are no kernels 'trition'"),
         ({"block_size": 24}, "block_size 24 is not a multiple of 16. Use such a block_size; --kernels reference"),
         ({"kernels": "flashinfer"}, "quire has no kernels of flashinfer"),

@@ -33,7 +33,6 @@ class PretendEngine:
         self.aborted, self.finished, self.threads = [], [], set()
         self.steps = self.failed_in_a_row = 0
         self.fail_at = None
-        self.on_launch = None
         self.last_step_positions = []
         self.num_counted = {}
         self.predicted_seconds = 0.001
@@ -76,10 +75,10 @@ class PretendEngine:
     def close(self):
         self.closed = True
 
-    def step(self):
+    def step(self, on_launch):
         self.threads.add(threading.get_ident())
         self.last_step_positions = [(request_id, self.steps) for request_id in self.left]
-        self.on_launch(None)
+        on_launch(None)
         while not self.gate.wait(0.01):
             self.is_held = True
         self.is_held = False

@@ -236,9 +236,9 @@ class DeadlyAdd(PretendEngine):
             raise Death
         super().add(request)
 
-    def step(self):
+    def step(self, on_launch):
         time.sleep(0.01)
-        return super().step()
+        return super().step(on_launch)
 
 
 def test_a_new_request_that_crashes_the_engine_while_it_is_added_fails_alone_beside_others():
@@ -300,11 +300,11 @@ def test_a_constraint_that_crashes_the_engine_while_it_is_compiled_is_found_besi
             else:
                 super().add(request)
 
-        def step(self):
+        def step(self, on_launch):
             time.sleep(0.005)
             if self.dies_at is not None and time.monotonic() > self.dies_at:
                 raise Death
-            return super().step()
+            return super().step(on_launch)
 
     class DeadlyHost(Host):
         engine_class = DeadlyCompilation

@@ -46,8 +46,8 @@ class WideEngine(PretendEngine):
     def explain(self, request_id):
         raise KeyError(request_id)
 
-    def step(self):
-        return [structs.replace(output, logprobs=ROWS) for output in super().step()]
+    def step(self, on_launch):
+        return [structs.replace(output, logprobs=ROWS) for output in super().step(on_launch)]
 
 
 class WideHost(Host):

@@ -12,9 +12,10 @@ In a group with a window, a match ends where the blocks that its next query atte
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from types import MappingProxyType
 from typing import NamedTuple
 
 from quire.cache.block_pool import BlockPool
@@ -40,7 +41,7 @@ from quire.cache.prefix.index import (
 from quire.cache.prefix.radix_node import Clock, Node
 from quire.cache.prefix.radix_tree import RadixTrees, RootKey, node_of
 from quire.cache.prefix.retention_marks import LeavesByTenant, RetentionMarks
-from quire.config import CacheConfig
+from quire.config import CacheConfig, Eviction
 from quire.core.block_keys import BYTES_PER_TOKEN, token_key
 from quire.core.explanation import Miss, MissReason
 from quire.core.request import Namespace
@@ -256,13 +257,15 @@ def climb(position: TreePosition, depth: int) -> TreePosition:
     return TreePosition(node, depth)
 
 
-def new_leaves(config: CacheConfig, clock: Clock, seconds: RecomputeSeconds) -> EvictableLeaves:
-    """An empty collection of leaves in the order of `config.eviction`. seconds: prediction for the policy "cost"."""
-    if config.eviction == "priority":
-        return OrderedLeaves(PriorityPolicy(clock))
-    if config.eviction == "cost":
-        return LeavesByTenant(CostPolicy(clock, seconds, config.block_size), clock)
-    return LeavesByTenant(LFUPolicy(clock) if config.eviction == "lfu" else LRUPolicy(clock), clock)
+# An empty collection of leaves in the order of each policy. seconds: prediction for the policy "cost".
+EVICTION: Mapping[Eviction, Callable[[Clock, RecomputeSeconds, int], EvictableLeaves]] = MappingProxyType(
+    {
+        "lru": lambda clock, _seconds, _block_size: LeavesByTenant(LRUPolicy(clock), clock),
+        "lfu": lambda clock, _seconds, _block_size: LeavesByTenant(LFUPolicy(clock), clock),
+        "priority": lambda clock, _seconds, _block_size: OrderedLeaves(PriorityPolicy(clock)),
+        "cost": lambda clock, seconds, block_size: LeavesByTenant(CostPolicy(clock, seconds, block_size), clock),
+    }
+)
 
 
 class RadixIndex:
@@ -285,7 +288,9 @@ class RadixIndex:
         self._size = config.block_size * BYTES_PER_TOKEN  # bytes of a block's key
         self._public = PublicPrefixes(config.public_prefixes, self._size)
         clock = Clock()
-        self.trees = RadixTrees(pools, config.dropping, self._size, clock, new_leaves(config, clock, seconds))
+        self.trees = RadixTrees(
+            pools, config.dropping, self._size, clock, EVICTION[config.eviction](clock, seconds, config.block_size)
+        )
         self._search = RadixSearch(config, self.trees, self._public, planned_writes)
 
     @property

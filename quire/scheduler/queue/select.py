@@ -1,7 +1,10 @@
 """Selection of the waiting queue by policy."""
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
 from quire.cache.manager import KVCacheManager
-from quire.config import SchedulerConfig
+from quire.config import Policy, SchedulerConfig
 from quire.scheduler.queue.fair import FairQueue
 from quire.scheduler.queue.fcfs import RankedQueue
 from quire.scheduler.queue.prefix_aware import PrefixAwareQueue
@@ -14,11 +17,23 @@ _STEPS_OF_CREDIT = 8
 
 def new_queue(config: SchedulerConfig, cache: KVCacheManager) -> Queue:
     """An empty queue."""
-    if config.policy == "fair":
-        return FairQueue(_STEPS_OF_CREDIT * config.max_num_batched_tokens)
-    if config.policy in ("fcfs", "priority") or cache.config.prefix_index == "none":  # no matches to order by
-        return RankedQueue()
-    return PrefixAwareQueue(cache, config.wait_weight if config.policy == "cache-aware" else 0.0)
+    return QUEUES[config.policy](config, cache)
+
+
+def _prefix_aware(cache: KVCacheManager, wait_weight: float) -> Queue:
+    """A queue by prefix matches; without an index there are none to order by."""
+    return RankedQueue() if cache.config.prefix_index == "none" else PrefixAwareQueue(cache, wait_weight)
+
+
+QUEUES: Mapping[Policy, Callable[[SchedulerConfig, KVCacheManager], Queue]] = MappingProxyType(
+    {
+        "fcfs": lambda _config, _cache: RankedQueue(),
+        "priority": lambda _config, _cache: RankedQueue(),
+        "fair": lambda config, _cache: FairQueue(_STEPS_OF_CREDIT * config.max_num_batched_tokens),
+        "lpm": lambda _config, cache: _prefix_aware(cache, 0.0),
+        "cache-aware": lambda config, cache: _prefix_aware(cache, config.wait_weight),
+    }
+)
 
 
 def priority_class(config: SchedulerConfig, priority: int) -> int:

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from quire.config import CacheConfig, Drafter
+from quire.config import CacheConfig, DrafterName
 from quire.core.explanation import DraftCounts
 from quire.engine.engine import STEP_SIZE_BUCKETS, EngineStats
 from quire.engine.outputs import RequestMetrics
@@ -133,7 +133,7 @@ class EngineCollector(Collector):
         """Drafts by drafter, and accepted ones by their place in the chain, since the engine's start."""
         verified = CounterMetricFamily("spec_decode_draft_tokens_by_drafter", "Verified drafts.", labels=_BY_DRAFTER)
         accepted = CounterMetricFamily("spec_decode_accepted_tokens_by_drafter", "Accepted drafts.", labels=_BY_DRAFTER)
-        for drafter in get_args(Drafter):
+        for drafter in dict.fromkeys((*get_args(DrafterName), *stats.drafts)):
             counts = stats.drafts.get(drafter, DraftCounts())
             verified.add_metric((*self._label_values, drafter), counts.num_drafts)
             accepted.add_metric((*self._label_values, drafter), counts.num_accepted)

@@ -1,8 +1,10 @@
 """Eviction policies: each against a scan of all leaves, the effect of retention, and the time per eviction."""
 
+from dataclasses import replace
 from math import log2
 from random import Random
 from time import thread_time
+from typing import get_args
 
 import pytest
 from eviction_memory import POLICIES, Memory
@@ -17,9 +19,10 @@ from quire.cache.prefix.eviction import (
     default_recompute_seconds,
 )
 from quire.cache.prefix.index import EvictionCause
+from quire.cache.prefix.radix_index import EVICTION
 from quire.cache.prefix.radix_node import Clock
 from quire.cache.retention import DEFAULT_PRIORITY, NO_RETENTION, SequenceRetention
-from quire.config import CacheConfig
+from quire.config import CacheConfig, Eviction
 from quire.core.scheduling_params import Retention
 from quire.errors import ConfigError
 
@@ -281,3 +284,10 @@ def churn(model: Model, rng: Random, num_operations: int) -> None:
         seq.table.retention = NO_RETENTION
     model.cache.index.retention.end_pins()
     model.wind_up()
+
+
+def test_an_unknown_order_of_eviction_is_refused_by_name():
+    config = radix_config(4, 4)
+    with pytest.raises(ConfigError, match="there is no eviction 'fifo'; known: lru, lfu, priority, cost"):
+        replace(config, eviction="fifo")
+    assert set(EVICTION) == set(get_args(Eviction))

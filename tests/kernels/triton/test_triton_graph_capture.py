@@ -15,7 +15,8 @@ from quire.models.description import describe
 from quire.startup.memory_demand import memory_profile, shape_of
 
 pytest.importorskip("triton")
-from quire.kernels.triton import kernels, step_capture
+from quire.kernels.triton import step_capture
+from quire.kernels.triton.kernels import TRITON as kernels
 
 
 @given(

@@ -12,8 +12,9 @@ from triton_kernel_pairs import Pair, group_of
 from quire.kernels import reference
 from quire.kernels.contract import Batch
 from quire.kernels.triton import attention as module
-from quire.kernels.triton import blocks, kernels
+from quire.kernels.triton import blocks
 from quire.kernels.triton.deterministic import TRITON_DETERMINISTIC as deterministic
+from quire.kernels.triton.kernels import TRITON as kernels
 
 # head_dim, heads per KV head, tokens per block. Each head size and each ratio occurs with both block sizes.
 HEADS = [(64, 1, 16), (64, 8, 32), (80, 4, 16), (80, 1, 32), (96, 8, 16), (96, 4, 32), (128, 4, 16), (128, 8, 32)]

@@ -16,7 +16,7 @@ from quire.startup.build import prepare
 pytest.importorskip("triton")
 import triton_models
 
-from quire.kernels.triton import kernels as kernels_module
+from quire.kernels.triton.kernels import TRITON as kernels_module
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from quire.kernels.contract import INT4, INT8, NotCapturable, Requirements, Sche
 pytest.importorskip("triton")
 import triton_models
 
-from quire.kernels.triton import kernels as kernels_module
 from quire.kernels.triton import step_capture
+from quire.kernels.triton.kernels import TRITON as kernels_module
 
 FAMILIES = ("qwen3-gqa", "gemma2", "gpt2", "qwen3-moe", "mistral-window")
 PINNED = SamplingParams(temperature=0.8, top_k=50, seed=11, deterministic=True)
