@@ -6,7 +6,8 @@ control plane (`quire.core`, `quire.scheduler`, ...) and `quire --help` import t
 """
 
 import os
-from importlib import import_module
+
+from quire.preload import import_late, import_with_torch
 
 __version__ = "0.1.0"
 
@@ -39,6 +40,7 @@ _HOMES = {
     "examine": "quire.startup.doctor",
     "plan": "quire.planner.report",
     "quantize": "quire.startup.quantize",
+    "replay_journal": "quire.scheduler.journal",
     "reproduce": "quire.planner.reproduce.run",
     "run_batch": "quire.server.batch.run",
     "serve": "quire.server.serve",
@@ -61,9 +63,4 @@ def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'quire' has no attribute {name!r}")
     home = _HOMES[name]
-    from quire.preload import gc_disabled, import_with_torch  # noqa: PLC0415  (`quire --help` does not need it)
-
-    if home in _WITH_TORCH:
-        return getattr(import_with_torch(home), name)
-    with gc_disabled():
-        return getattr(import_module(home), name)
+    return getattr(import_with_torch(home) if home in _WITH_TORCH else import_late(home), name)

@@ -18,6 +18,7 @@ from quire.params import StructuredOutputsParams as StructuredOutputsParams
 from quire.planner.report import plan as plan
 from quire.planner.reproduce.run import reproduce as reproduce
 from quire.planner.simulate import simulate as simulate
+from quire.scheduler.journal import replay_journal as replay_journal
 from quire.server.batch.run import run_batch as run_batch
 from quire.server.replay import show_journal as show_journal
 from quire.server.serve import serve as serve

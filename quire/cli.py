@@ -426,13 +426,11 @@ def replay(
     port: Annotated[int, typer.Option(help="port of the page; 0 takes a free one", min=0, max=65535)] = 8000,
 ) -> None:
     """Replay a journal and compare every step of the scheduler. Exit code 1 if one differs."""
-    from quire.scheduler.journal import replay_file  # noqa: PLC0415  (the scheduler takes a tenth of a second to import)
-
     try:
         if page:
             quire.show_journal(file, host, port, report=_say, advance=CountBar("bytes"))
             return
-        report = replay_file(file)
+        report = quire.replay_journal(file)
     except OSError as error:
         typer.secho(f"quire: {file} cannot be read: {error.strerror}", fg="red", err=True)
         raise typer.Exit(1) from error

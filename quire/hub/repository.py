@@ -29,7 +29,7 @@ from huggingface_hub.errors import (
 
 from quire.errors import ModelError, nearest
 from quire.hub.download import TIMEOUT, fetch
-from quire.hub.names import HubName
+from quire.hub.names import HubName, NoNetwork
 from quire.models.sentence_transformers import MODULES, module_folders
 from quire.weights.checkpoint import INDEX_FILE, WEIGHTS_FILE
 from quire.weights.json_file import read_json_object
@@ -40,10 +40,6 @@ _SHARD = re.compile(r"-\d{5}-of-(\d{5})(?=\.gguf$)")
 
 
 _CONFIG = "config.json"
-
-
-class NoNetwork(Exception):
-    """The Hub did not answer. For use inside this package only."""
 
 
 def gguf_files(name: HubName, names: Iterable[str]) -> list[str]:

@@ -1,6 +1,6 @@
 """The journal: every input of the scheduler in call order, with every planned Step.
 
-The scheduler is pure, so the same inputs give the same Steps, byte for byte. `replay_file` runs the inputs again
+The scheduler is pure, so the same inputs give the same Steps, byte for byte. `replay_journal` runs the inputs again
 without a model and reports the first difference. A journal is data only: msgpack records, each behind its length and
 its CRC-32 in 4 bytes each. Its file can be read by its owner only, because it has the tokens of prompts and outputs.
 
@@ -490,7 +490,7 @@ def replay(records: Iterator[Record]) -> ReplayReport:
     return ReplayReport(num_steps, "")
 
 
-def replay_file(path: Path) -> ReplayReport:
+def replay_journal(path: Path) -> ReplayReport:
     """`replay` of a file. Raises JournalError, OSError."""
     with path.open("rb") as file:
         return replay(read_records(file))

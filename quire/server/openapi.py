@@ -25,8 +25,8 @@ from quire.params import (
     NUMBERS,
 )
 from quire.server.api.openai.schema import NO_LIMIT
-from quire.server.api.request_params import NEUTRAL
 from quire.server.middleware.auth import OPEN_PATHS
+from quire.server.request_params import NEUTRAL
 from quire.server.service import Service
 
 Keywords = Mapping[str, object]  # of JSON Schema

@@ -20,7 +20,6 @@ from quire.engine.output_text import RequestOutputProcessor
 from quire.errors import ContextLengthExceeded, RequestError
 from quire.monitor.update import Watcher
 from quire.params import MAX_LOGPROBS, SamplingParams
-from quire.server.api.request_params import MAX_PROMPTS, RequestBody
 from quire.server.errors import Busy, UnknownModel
 from quire.server.middleware.auth import caller_of
 from quire.server.observability.metrics import Metrics
@@ -28,6 +27,7 @@ from quire.server.observability.request_record import RequestIds
 from quire.server.options import UnknownFields
 from quire.server.reply import Reply
 from quire.server.request_body import RequestBodies
+from quire.server.request_params import MAX_PROMPTS, RequestBody
 from quire.server.thread_pool import ThreadPool
 from quire.startup.model_info import ModelInfo
 from quire.structured_outputs.grammar_cache import CompilerOverloaded, front_end_cache

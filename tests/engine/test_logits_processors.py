@@ -8,7 +8,7 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.errors import RequestError
-from quire.scheduler.journal import replay_file
+from quire.scheduler.journal import replay_journal
 
 PROMPT = "One Tuesday Mira went to the"
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
@@ -98,7 +98,7 @@ def test_a_processor_that_fails_ends_its_own_request_only(llm, processor, messag
 def test_a_journal_has_no_processors_and_is_replayed_without_them(tmp_path):
     with closing(LLM(memory="256MiB", journal=str(tmp_path / "journal"), max_model_len=512)) as llm:
         llm.generate(PROMPT, SamplingParams(**GREEDY, logits_processors=only(65)), use_tqdm=False)
-    report = replay_file(tmp_path / "journal")
+    report = replay_journal(tmp_path / "journal")
     assert report.difference == "" and report.num_steps >= 12
 
 

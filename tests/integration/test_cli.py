@@ -278,7 +278,7 @@ def test_generate_and_replay(tmp_path):
 
 def test_replay_of_another_schedule(monkeypatch, tmp_path):
     report = type("Report", (), {"num_steps": 3, "difference": "step 2: one more chunk"})
-    monkeypatch.setattr("quire.scheduler.journal.replay_file", lambda path: report)
+    monkeypatch.setattr("quire.scheduler.journal.replay_journal", lambda path: report)
     result = CliRunner().invoke(app, ["replay", str(tmp_path)])
     assert result.exit_code == 1
     assert "one more chunk" in result.output

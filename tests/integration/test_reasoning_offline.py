@@ -9,7 +9,7 @@ from quire import LLM, ReasoningParams, SamplingParams
 from quire.config import EngineOptions
 from quire.core.request import KnownOutput, Request
 from quire.hub import embedded
-from quire.scheduler.journal import replay_file
+from quire.scheduler.journal import replay_journal
 from quire.startup.build import build
 from quire.tokenizer.tokenizer import Tokenizer
 
@@ -158,5 +158,5 @@ def test_a_lost_engine_changes_nothing_of_a_reasoning_that_has_begun():
 def test_a_replay_of_the_journal_plans_the_same_steps(tmp_path):
     tokens = run(journal=str(tmp_path / "journal"))
     assert tokens == run()
-    report = replay_file(tmp_path / "journal")
+    report = replay_journal(tmp_path / "journal")
     assert report.difference == "" and report.num_steps > 30

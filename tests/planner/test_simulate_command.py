@@ -10,7 +10,7 @@ from quire.config import EngineOptions
 from quire.errors import ConfigError
 from quire.planner.options import WorkloadOptions
 from quire.planner.simulate import simulate
-from quire.scheduler.journal import replay_file
+from quire.scheduler.journal import replay_journal
 
 
 def run(*arguments):
@@ -29,7 +29,7 @@ def test_a_simulation_is_reported_and_its_journal_replays(tmp_path):
     found = json.loads(figures.read_text())
     assert found["requests"] == 40
     assert 0 < found["ttft_p50"] < found["ttft_p99"]
-    report = replay_file(journal)
+    report = replay_journal(journal)
     assert (report.difference, report.num_steps) == ("", found["steps"])
 
 

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.errors import RequestError
-from quire.scheduler.journal import replay_file
+from quire.scheduler.journal import replay_journal
 from quire.startup.perplexity import token_logprobs
 
 QUESTIONS = (
@@ -104,7 +104,7 @@ def test_preempted_requests_end_as_undisturbed_and_their_journal_replays(served_
     llm.close()
     assert preemptions > 0
     assert found == expected
-    report = replay_file(journal)
+    report = replay_journal(journal)
     assert (report.difference, report.num_steps) == ("", steps)
 
 

@@ -19,11 +19,11 @@ ROOT = Path(__file__).resolve().parents[2]
 # too.
 ORDER = (
     # control plane
-    *("errors", "control_characters", "core.kv_groups", "config", "params", "core", "cost"),
+    *("preload", "errors", "control_characters", "core.kv_groups", "config", "params", "core", "cost"),
     *("cache.retention", "cache.block_pool", "cache.block_table", "cache.prefix", "cache"),
     *("speculation", "scheduler.sequence", "scheduler.step_builder", "scheduler.queue", "scheduler", "monitor"),
     # execution
-    *("preload", "kernels.contract", "kernels.exact", "kernels.reference", "kernels.deterministic"),
+    *("kernels.contract", "kernels.exact", "kernels.reference", "kernels.deterministic"),
     *("kernels.cpu", "kernels.triton", "kernels"),
     *("weights.json_file", "weights.gguf.tensor_types", "weights.gguf.reader", "weights.gguf.special_tokens"),
     *("weights", "layers", "models", "models.transformers", "sampling", "kv_store", "runner"),
@@ -58,7 +58,7 @@ ORDER = (
         "server.observability.request_record",
         "server.errors",
     ),
-    *("server.observability", "server.api.request_params", "server.middleware", "server.thread_pool"),
+    *("server.observability", "server.request_params", "server.middleware", "server.thread_pool"),
     *("server.held_answer", "server.sse", "server.json_pieces"),
     *("server.store_database", "server.store", "server.multipart", "server.request_body"),
     *("server.reply", "server.service"),
@@ -84,18 +84,13 @@ TORCH_FREE |= {
 
 # Imports that may be inside of a function: (file, function) -> reason.
 LAZY = {
-    ("quire/__init__.py", "__getattr__"): "importing quire for its version or its scheduler must not import torch",
     ("quire/preload.py", "import_with_torch"): "what is imported, and in which order, is what it is for",
+    ("quire/preload.py", "import_late"): "the same",
     (
         "quire/startup/model_loading.py",
         "_transformers_backend",
     ): "transformers is an optional extra, and slow to import",
-    ("quire/command.py", "main"): "the engine process starts before the command line is imported",
-    ("quire/cli.py", "replay"): "the scheduler takes a tenth of a second to import, and the commands do not need it",
-    ("quire/hub/locate.py", "locate_config"): "the same",
-    ("quire/hub/locate.py", "locate"): "huggingface_hub takes a tenth of a second, for downloads alone",
     ("quire/kernels/choose.py", "_triton"): "triton is an optional package, and slow to import",
-    ("quire/server/observability/middleware.py", "_tracing"): "OpenTelemetry is an optional extra, and slow to import",
 }
 
 
@@ -210,6 +205,31 @@ def torch_faults(source: str, path: str) -> Iterator[str]:
             yield f"{path}:{line}: {place_of(path)} may not import {target}"
 
 
+def folder_arrows(source: str, path: str) -> Iterator[tuple[str, str]]:
+    """(folder, folder it imports from) of `path`, each the first below what they have in common.
+
+    A file beside the folder that it imports from, or that imports from it, belongs to no other folder.
+    """
+    home = Path(path).parent.parts
+    for target, _, _ in imports(source, path):
+        parts = tuple(target.split("."))
+        length = next((n for n in range(len(parts), 0, -1) if (ROOT / Path(*parts[:n])).is_dir()), 0)
+        folder = parts[:length]
+        common = next((n for n, (a, b) in enumerate(zip(home, folder, strict=False)) if a != b), None)
+        if length and common:
+            yield "/".join(home[: common + 1]), "/".join(folder[: common + 1])
+
+
+def circles(arrows: set[tuple[str, str]]) -> list[tuple[str, ...]]:
+    """The groups of folders that import from each other, directly or through others."""
+    reached = {start: {end for begin, end in arrows if begin == start} for start, _ in arrows}
+    for _ in reached:
+        for ends in reached.values():
+            ends |= {further for end in ends for further in reached.get(end, ())}
+    inside = [sorted(other for other in ends if start in reached.get(other, ())) for start, ends in reached.items()]
+    return sorted({tuple(group) for group in inside if group})
+
+
 def sources() -> Iterator[tuple[str, str]]:
     """(source, path relative to the root) of every module of quire."""
     for path in sorted((ROOT / "quire").rglob("*.py")):
@@ -222,9 +242,36 @@ def test_quire_keeps_the_rule(rule):
     assert not faults, "\n".join(faults)
 
 
+def test_at_most_five_imports_are_hidden():
+    assert len(LAZY) <= 5
+
+
 def test_every_exception_is_still_needed():
     hidden = {(path, found.inside) for source, path in sources() for found in imports(source, path) if found.inside}
     assert not set(LAZY) - hidden
+
+
+def test_no_folders_import_from_each_other():
+    assert circles({arrow for source, path in sources() for arrow in folder_arrows(source, path)}) == []
+
+
+def test_circles_are_found_through_other_folders_and_between_siblings():
+    def of(**files):
+        return circles({arrow for path, source in files.items() for arrow in folder_arrows(source, path)})
+
+    down = {
+        "quire/server/app.py": "from quire.cache import kv_cache",
+        "quire/cache/kv_cache.py": "import quire.core.step",
+    }
+    assert of(**down) == []
+    up = {"quire/core/step.py": "from quire.server import app"}
+    assert of(**down, **up) == [("quire/cache", "quire/core", "quire/server")]
+    siblings = {
+        "quire/server/api/a.py": "from quire.server.middleware.b import x",
+        "quire/server/middleware/b.py": "from quire.server.api.c import y",
+        "quire/server/app.py": "from quire.server.api import a",
+    }
+    assert of(**siblings) == [("quire/server/api", "quire/server/middleware")]
 
 
 def test_importing_the_whole_first_floor_does_not_import_torch():
@@ -299,8 +346,8 @@ def test_hidden_faults_sees_an_import_that_is_not_at_the_top(source):
 def test_hidden_faults_lets_open_and_listed_imports_pass():
     optional = "try:\n    import triton\nexcept ImportError:\n    triton = None"
     assert list(hidden_faults(optional, "quire/kernels/triton.py")) == []
-    lazy = "def __getattr__(name):\n    from quire.engine import llm"
-    assert list(hidden_faults(lazy, "quire/__init__.py")) == []
+    lazy = "def _triton():\n    from quire.kernels.triton import kernels"
+    assert list(hidden_faults(lazy, "quire/kernels/choose.py")) == []
     assert len(list(hidden_faults(lazy, "quire/cli.py"))) == 1
 
 

@@ -85,7 +85,7 @@ def test_a_changed_journal_gives_a_report_or_a_journal_error(records, tmp_path, 
         path.write_bytes(written(mutated(rng, records)))
         try:
             if read == "replay":
-                journal.replay_file(path)
+                journal.replay_journal(path)
             elif read == "page":
                 record_file(path, lambda done, total: None)
             else:

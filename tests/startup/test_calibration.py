@@ -216,7 +216,7 @@ def test_the_embedded_model_answers_the_same_and_its_journal_replays(tmp_path):
             [result.outputs[0].token_ids for result in llm.generate(["One Tuesday Mira", "The lamp"], params)]
         )
         llm.close()
-        assert journal.replay_file(path).difference == ""
+        assert journal.replay_journal(path).difference == ""
         assert any(line.startswith("costs ") for line in lines) == bool(seconds)
     assert answers[0] == answers[1]
     assert "a token" in next(line for line in lines if line.startswith("costs "))

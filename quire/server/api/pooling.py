@@ -19,7 +19,12 @@ from quire.engine.outputs import RequestMetrics
 from quire.errors import EngineStopped, RequestError
 from quire.params import SamplingParams
 from quire.server.api.limits import num_prompt_tokens
-from quire.server.api.request_params import (
+from quire.server.errors import DeadlineMissed
+from quire.server.middleware.auth import caller_of
+from quire.server.observability.metrics import FinishedRequestStats
+from quire.server.observability.request_record import RequestStats, record_of
+from quire.server.request_body import release_body
+from quire.server.request_params import (
     MAX_PROMPTS,
     Prompts,
     Salt,
@@ -27,11 +32,6 @@ from quire.server.api.request_params import (
     ignored_field,
     optional_field,
 )
-from quire.server.errors import DeadlineMissed
-from quire.server.middleware.auth import caller_of
-from quire.server.observability.metrics import FinishedRequestStats
-from quire.server.observability.request_record import RequestStats, record_of
-from quire.server.request_body import release_body
 from quire.server.service import Service
 from quire.server.sse import TimeLimit, while_connected
 

@@ -10,8 +10,8 @@ from time import monotonic_ns
 
 from starlette.requests import Request
 
-from quire.server.api.request_params import CONSTRAINT_FIELDS
 from quire.server.middleware.quota import Bucket
+from quire.server.request_params import CONSTRAINT_FIELDS
 
 FREE_BYTES_PER_MINUTE = 2**20  # bytes of rejected bodies per tenant and minute without a delay
 UNKNOWN_LENGTH_BYTES = 2**24  # bytes, for a body without content-length: the maximum of request_body.py

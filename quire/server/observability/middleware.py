@@ -6,13 +6,13 @@ It is the outermost middleware, so that every response has a request id and ever
 import logging
 import time
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from types import ModuleType
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.errors import ConfigError
+from quire.preload import import_late
 from quire.server.errors import response_to
 from quire.server.observability.access_log import AccessLog, check_path
 from quire.server.observability.metrics import Metrics
@@ -124,7 +124,7 @@ def check_observers(options: ServerOptions) -> None:
 def _tracing() -> ModuleType:
     """The module `tracing`. Raises ConfigError if its extra is not installed."""
     try:
-        return import_module("quire.server.observability.tracing")
+        return import_late("quire.server.observability.tracing")
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "opentelemetry":
             raise

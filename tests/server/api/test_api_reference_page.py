@@ -26,10 +26,10 @@ from quire.server.api.openai.schema import (
     SamplingBody,
     StreamOptions,
 )
-from quire.server.api.request_params import JsonSchema, ProgramBody, ResponseFormat, RetentionBody, StructuredOutputs
 from quire.server.api.sglang.schema import GenerateBody, GenerateParams
 from quire.server.api.vllm.classify import ClassifyBody
 from quire.server.api.vllm.score import DocumentBody, RerankBody, ScoreBody
+from quire.server.request_params import JsonSchema, ProgramBody, ResponseFormat, RetentionBody, StructuredOutputs
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "api.md").read_text()
 SECTIONS = {part.split("\n", 1)[0]: part for part in PAGE.split("\n## ")}

@@ -6,8 +6,8 @@ import httpx
 import pytest
 from embedded_model_server import CHAT, STORY, run_app, service_of, small_engine
 
-from quire.server.api.request_params import with_default_max_tokens
 from quire.server.app import make_app
+from quire.server.request_params import with_default_max_tokens
 
 ROUTES = {
     "/v1/completions": {"prompt": STORY, "ignore_eos": True},

@@ -24,9 +24,9 @@ from quire.server.api.openai.completions import PromptEchoes
 from quire.server.api.openai.embeddings import EmbeddingBody
 from quire.server.api.openai.logprobs import LogprobFormat
 from quire.server.api.openai.schema import ChatBody, CompletionBody
-from quire.server.api.request_params import MAX_PROMPT_TOKENS, MAX_PROMPTS
 from quire.server.api.sglang.schema import GenerateBody
 from quire.server.reply import Reply
+from quire.server.request_params import MAX_PROMPT_TOKENS, MAX_PROMPTS
 from quire.tokenizer.tokenizer import MAX_BAD_TOKENS, bad_word_tokens
 
 MANY = 100_000

@@ -28,10 +28,10 @@ from quire.params import (
 )
 from quire.server.api.limits import MAX_CHOICES, MAX_PROMPT_VALUES
 from quire.server.api.native.explain import MAX_ID
-from quire.server.api.request_params import MAX_PROMPT_TOKENS, MAX_PROMPTS, MAX_SALT, MAX_TIMEOUT
 from quire.server.api.sglang.routes import MAX_RID
 from quire.server.app import make_app
 from quire.server.request_body import MAX_BODY, MAX_NESTING, Structure
+from quire.server.request_params import MAX_PROMPT_TOKENS, MAX_PROMPTS, MAX_SALT, MAX_TIMEOUT
 from quire.server.service import CHARACTERS_PER_TOKEN
 from quire.tokenizer.messages import MAX_DEPTH
 

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from quire.errors import RequestError
 from quire.params import MAX_TOKENS, StructuredOutputsParams
-from quire.server.api.request_params import (
+from quire.server.request_params import (
     Body,
     Listed,
     RequestBody,

@@ -6,8 +6,8 @@ from pydantic import Field
 
 from quire.core.scheduling_params import Program
 from quire.errors import RequestError
-from quire.server.api.request_params import RequestBody, optional_field
 from quire.server.middleware.auth import caller_of
+from quire.server.request_params import RequestBody, optional_field
 from quire.server.service import Service
 
 _PREFIX = "program."  # of field names in Program's errors; this body has the fields at the top

@@ -7,9 +7,9 @@ from pydantic import Field
 from quire.errors import RequestError, out_of_vocabulary
 from quire.server.api.openai.chat import num_unknown_fields, rendering_of, template_messages
 from quire.server.api.openai.schema import Messages, TemplateBody
-from quire.server.api.request_params import RequestBody, TokenIds, optional_field
 from quire.server.held_answer import hold
 from quire.server.middleware.auth import caller_of
+from quire.server.request_params import RequestBody, TokenIds, optional_field
 from quire.server.service import CHARACTERS_PER_TOKEN, Service
 from quire.tenant_memory import LARGE
 

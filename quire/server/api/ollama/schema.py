@@ -10,7 +10,7 @@ from quire.errors import RequestError
 from quire.params import SamplingParams, StructuredOutputsParams
 from quire.server.api.conversation import reasoning_variables
 from quire.server.api.pooling import SaltedBody
-from quire.server.api.request_params import (
+from quire.server.request_params import (
     Body,
     Listed,
     PerPrompt,

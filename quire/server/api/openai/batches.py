@@ -10,13 +10,13 @@ from quire.errors import RequestError
 from quire.server.api.openai.files import MIN_TTL
 from quire.server.api.openai.objects import json_response, page_response
 from quire.server.api.openai.responses_schema import Metadata
-from quire.server.api.request_params import Body, RequestBody, optional_field
 from quire.server.batch.background import Batches
 from quire.server.batch.file_format import Url
 from quire.server.batch.stored_files import TTL
 from quire.server.errors import UnknownObject
 from quire.server.held_answer import answer_in_turn
 from quire.server.middleware.auth import caller_of, same_origin_only
+from quire.server.request_params import Body, RequestBody, optional_field
 from quire.server.service import Service
 from quire.server.store import Store
 

@@ -17,8 +17,8 @@ from quire.server.api.pooling import (
     pool,
     usage_of,
 )
-from quire.server.api.request_params import optional_field
 from quire.server.errors import renamed_fields
+from quire.server.request_params import optional_field
 from quire.server.service import Service
 
 

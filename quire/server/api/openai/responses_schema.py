@@ -11,7 +11,7 @@ from quire.chat.tools import INSTEAD_OF_CUSTOM
 from quire.errors import RequestError
 from quire.params import SamplingParams, StructuredOutputsParams
 from quire.server.api.openai.schema import ThinkingBudget
-from quire.server.api.request_params import (
+from quire.server.request_params import (
     MAX_NAME,
     Biases,
     Body,

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from quire.errors import RequestError
 from quire.params import MAX_TOKENS, SamplingParams
 from quire.server.api.limits import MAX_CHOICES
-from quire.server.api.request_params import (
+from quire.server.request_params import (
     LLAMA_CPP_NAMES,
     BeamSearchBody,
     Biases,

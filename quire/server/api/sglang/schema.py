@@ -6,7 +6,7 @@ from typing import Any
 
 from quire.errors import RequestError
 from quire.params import SamplingParams, StructuredOutputsParams
-from quire.server.api.request_params import (
+from quire.server.request_params import (
     Biases,
     Body,
     Listed,

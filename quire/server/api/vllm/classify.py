@@ -17,9 +17,9 @@ from quire.server.api.pooling import (
     pool,
     usage_of,
 )
-from quire.server.api.request_params import optional_field
 from quire.server.errors import renamed_fields
 from quire.server.observability.request_record import record_of
+from quire.server.request_params import optional_field
 from quire.server.service import Service
 
 

@@ -12,10 +12,10 @@ from quire.errors import RequestError
 from quire.params import SamplingParams
 from quire.server.api.limits import check_choices, num_prompt_tokens
 from quire.server.api.pooling import PoolingBody
-from quire.server.api.request_params import Listed, Prompts, TokenIds, optional_field
 from quire.server.errors import renamed_fields
 from quire.server.middleware.auth import caller_of
 from quire.server.reply import Reply, respond_whole
+from quire.server.request_params import Listed, Prompts, TokenIds, optional_field
 from quire.server.service import Service
 from quire.server.sse import TimeLimit
 

@@ -12,11 +12,11 @@ from quire.engine.embeddings import PooledPrompt
 from quire.engine.scoring import activation_of, pair_texts
 from quire.errors import RequestError
 from quire.server.api.pooling import PoolingBody, PoolingRequest, json_response, on_thread, pool, usage_of
-from quire.server.api.request_params import Body, PerPrompt, optional_field, unsupported_field
 from quire.server.api.vllm.label_scores import LabelScoreBody, score_labels
 from quire.server.errors import renamed_fields
 from quire.server.middleware.auth import caller_of
 from quire.server.observability.request_record import record_of
+from quire.server.request_params import Body, PerPrompt, optional_field, unsupported_field
 from quire.server.service import Service
 
 MAX_CHARACTERS = 2**24  # of all pairs of a request; a text is part of each pair that it is in
