@@ -38,7 +38,7 @@ def git(folder: Path, *arguments: str) -> str:
 
 
 def meaning(name: str, source: str) -> str:
-    """Of Python the syntax tree without comments and docstrings, of other files the text."""
+    """Of Python the syntax tree without comments, docstrings and the modules of imported names, of others the text."""
     if not name.endswith(".py"):
         return source
     tree = ast.parse(source)
@@ -47,6 +47,8 @@ def meaning(name: str, source: str) -> str:
             node
         ):
             del node.body[0]
+        if isinstance(node, ast.ImportFrom):
+            node.module = ""
     return ast.dump(tree)
 
 
