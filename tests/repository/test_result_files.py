@@ -47,9 +47,9 @@ def meaning(name: str, source: str) -> str:
             node
         ):
             del node.body[0]
-        if isinstance(node, ast.ImportFrom):
-            node.module = ""
-    return ast.dump(tree)
+    imported = sorted(ast.dump(one) for node in tree.body if isinstance(node, ast.ImportFrom) for one in node.names)
+    tree.body = [node for node in tree.body if not isinstance(node, ast.ImportFrom)]
+    return f"{imported}\n{ast.dump(tree)}"
 
 
 def changed(folder: Path, commit: str, paths: Sequence[str]) -> list[str]:
