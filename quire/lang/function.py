@@ -166,7 +166,7 @@ class Function:
     def _run(
         self, run: Run, state: ProgramState, args: tuple[object, ...], arguments: Mapping[str, object]
     ) -> ProgramState:
-        run.owner = threading.get_ident()
+        run.begin()
         try:
             state.ret_value = self.func(state, *args, **arguments)
             run.end()

@@ -392,6 +392,10 @@ class Run:
             self._streams.add(stream)
         return stream
 
+    def begin(self) -> None:
+        """Record that this thread runs the function."""
+        self.owner = threading.get_ident()
+
     def end(self) -> None:
         """The function has returned or raised: end all streams."""
         self.owner = None
