@@ -12,7 +12,7 @@ from quire.kernels.reference import REFERENCE
 from quire.models.decoder import Decoder
 from quire.models.description import ModelDescription
 from quire.models.model import Progress
-from quire.weights.placement import Placement, write_weight
+from quire.weights.placement import Placement, ranges_of, write_weight
 from quire.weights.schemes import NO_SCHEMES, Schemes, holds
 from quire.weights.weight_cache import Identity, WeightCache, load_through
 
@@ -49,7 +49,8 @@ def load(
         cache.report(f"weights    not cached, because they are on {device}")
         read()
     else:
-        load_through(cache, model, Identity(description.checkpoint, dtype, kernels.NAME, schemes), read)
+        identity = Identity(description.checkpoint, dtype, kernels.NAME, schemes, ranges_of(places))
+        load_through(cache, model, identity, read)
     return model.requires_grad_(requires_grad=False).eval()
 
 
@@ -93,7 +94,7 @@ def _load_weights(
     total = sum(checkpoint.tensors[name].num_bytes for name in places)
     done = 0
     progress(done, total)
-    ranges = {name: place.ranges for name, place in places.items() if place.ranges}
+    ranges = ranges_of(places)
     rest = [name for name in places if name not in kept]
     plain: Iterator[tuple[str, Tensor | QuantizedRows]] = checkpoint.read(rest, ranges)
     for name, tensor in chain(plain, checkpoint.read_codes(kept, ranges)):

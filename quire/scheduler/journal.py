@@ -371,13 +371,16 @@ def read_records(file: BinaryIO) -> Iterator[Record]:
 
 
 def _upgraded(data: bytes) -> bytes:
-    """A header in this format, from one in this format or the one before."""
+    """A header in this format, from one in this format or the one before. Raises ValueError if it is damaged."""
     header = msgspec.msgpack.decode(data)
     if not isinstance(header, dict) or header.get("format") != _FLAT_KINDS:
         return data
-    for group in header["cache"]["groups"]:
-        fields = {name: group.get(name) for name in ("num_kv_heads", "head_dim", "window")}
-        group["kind"] = {"type": group["kind"], **fields}
+    try:
+        for group in header["cache"]["groups"]:
+            fields = {name: group.get(name) for name in ("num_kv_heads", "head_dim", "window")}
+            group["kind"] = {"type": group["kind"], **fields}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError("its KV groups are damaged") from error
     return codec.encode({**header, "format": FORMAT})
 
 

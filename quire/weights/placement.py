@@ -1,5 +1,6 @@
 """Placement: where the numbers of a checkpoint's tensor go in a parameter of a model."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import itemgetter
 
@@ -27,6 +28,11 @@ class Placement:
     def read_shape(self) -> tuple[int, ...]:
         """The shape of the part that is read, before it is transposed."""
         return tuple(map(len, self.ranges)) or self.shape
+
+
+def ranges_of(places: Mapping[str, Placement]) -> Mapping[str, Ranges]:
+    """The ranges of the tensors that are read in part."""
+    return {name: place.ranges for name, place in places.items() if place.ranges}
 
 
 def write_weight(

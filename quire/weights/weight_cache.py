@@ -20,6 +20,7 @@ import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from operator import itemgetter
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -30,7 +31,7 @@ from torch import Tensor, nn
 from quire.kernels.contract import PackedWeight
 from quire.kernels.cpu import EXTENSION
 from quire.kernels.cpu import kernels as cpu
-from quire.weights.checkpoint import Checkpoint
+from quire.weights.checkpoint import Checkpoint, Ranges
 from quire.weights.file_identity import file_identity, has_recorded_time
 from quire.weights.schemes import Schemes
 
@@ -61,13 +62,18 @@ class Identity:
     dtype: str
     kernels: str  # name of the kernel module
     schemes: Schemes
+    ranges: Mapping[str, Ranges]  # of tensors that are read in part
 
     @property
     def file_name(self) -> str:
         """A name that stays the same when the checkpoint's files or the code change, so that the file is replaced."""
         path = self.checkpoint.path.resolve()
-        digest = hashlib.sha256(repr((str(path), self.dtype, self.kernels, sorted(self.schemes.items()))).encode())
+        digest = hashlib.sha256(repr((str(path), *self._options)).encode())
         return f"{re.sub(r'[^A-Za-z0-9._-]', '_', path.name)}-{digest.hexdigest()[:16]}.weights"
+
+    @property
+    def _options(self) -> tuple[object, ...]:
+        return self.dtype, self.kernels, sorted(self.schemes.items()), sorted(self.ranges.items(), key=itemgetter(0))
 
     @property
     def files(self) -> list[Path]:
@@ -79,8 +85,7 @@ class Identity:
         """A hash (32 bytes) of all that decides the bytes: docs/serving.md has the list. Raises OSError."""
         identities = [file_identity(file) for file in self.files]
         layout = [(name, one.shape, one.dtype) for name, one in tensors.items()]
-        options = (sorted(self.schemes.items()), self.dtype, self.kernels)
-        parts = (identities, stored_layout(self.checkpoint), layout, options, code_digest(), environment())
+        parts = (identities, stored_layout(self.checkpoint), layout, self._options, code_digest(), environment())
         return hashlib.sha256(repr(parts).encode()).digest()
 
 

@@ -20,6 +20,7 @@ from quire.cost.model_shape import ModelShape
 from quire.engine.engine import Engine
 from quire.kernels.choose import choose
 from quire.kernels.contract import Batch, Requirements
+from quire.kernels.deterministic import DETERMINISTIC
 from quire.kernels.reference import REFERENCE
 from quire.layers.attend import PagedAttend, ScoreScaling
 from quire.layers.context import ForwardContext
@@ -125,11 +126,13 @@ def prompts(model):
 def test_outputs_are_those_of_dense_attention(model, prompts, num_blocks, num_host_blocks, index, preemption):
     cache = cache_config(num_blocks, num_host_blocks, index)
     limits = SchedulerConfig(8, 16, 32, 0.5, 0.0, steps_in_flight=2, preemption=preemption)
-    runner = TorchRunner(model, REFERENCE, cache=cache, max_num_seqs=8, max_model_len=32)
+    limited = {"max_num_seqs": 8, "max_model_len": 32}
+    runner = TorchRunner(model, REFERENCE, cache=cache, **limited, deterministic_kernels=DETERMINISTIC)
     engine = Engine(scheduler := Scheduler(limits, KVCache(cache)), runner, vocab_size=VOCAB)
     for turn in range(2):
         for i, (prompt, _) in enumerate(prompts):
-            engine.add(Request(f"{turn} {i}", prompt, SamplingParams(temperature=0.0, max_tokens=12)))
+            params = SamplingParams(temperature=0.0, max_tokens=12, deterministic=i % 4 == 3)
+            engine.add(Request(f"{turn} {i}", prompt, params))
         found = {}
         while engine.has_work:
             for output in engine.step():

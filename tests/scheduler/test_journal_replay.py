@@ -232,3 +232,11 @@ def test_a_journal_of_the_format_before_is_replayed():
     num_steps = sum(isinstance(one, journal.Plan) and bool(one.step) for one in records)
     assert (report.difference, report.num_steps) == ("", num_steps)
     assert {group.kind for group in records[0].cache.groups} == {kv_kind(1, 8), kv_kind(1, 8, 9)}
+
+
+@pytest.mark.parametrize("cache", [None, 3, {}, {"groups": [7]}, {"groups": [{}]}, {"groups": {"a": 1}}, [1]])
+def test_a_damaged_header_of_the_format_before_is_refused(cache):
+    data = msgspec.msgpack.encode({"type": "Header", "format": 9, "scheduler": {}, "cache": cache})
+    file = io.BytesIO(struct.pack("<II", len(data), zlib.crc32(data)) + data)
+    with pytest.raises(journal.JournalError, match="damaged at its begin"):
+        journal.replay(journal.read_records(file))

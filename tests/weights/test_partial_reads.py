@@ -8,6 +8,7 @@ import quantized_checkpoints
 import random_checkpoints
 import torch
 from gguf_writer import write_gguf
+from rank_descriptions import share
 from safetensors.torch import load_file, save_file
 
 from quire.kernels import reference
@@ -109,21 +110,6 @@ def test_columns_in_part_of_a_group_are_refused():
     place = Placement((4, 96), "layers.0.mlp.down.weight", ranges=(range(4), range(16, 64)))
     assert schemes_of_checkpoint({"w": place}, {"w": INT4}) == {}
     assert schemes_of_checkpoint({"w": replace(place, ranges=(range(4), range(32, 64)))}, {"w": INT4})
-
-
-def share(description, rank):
-    """The description of one of two ranks that each have half of the MLPs' inner columns."""
-    config = description.config
-    half = replace(description, config=replace(config, intermediate_size=config.intermediate_size // 2))
-    places = dict(half.weight_map)
-    for name, place in places.items():
-        whole = description.weight_map[name].shape
-        if place.shape != whole:
-            axes = zip(place.shape, whole, strict=True)
-            own = [range(size) if size == full else range(rank * size, (rank + 1) * size) for size, full in axes]
-            places[name] = replace(place, shape=whole, ranges=tuple(own))
-    vars(half)["weight_map"] = places
-    return half
 
 
 @pytest.mark.parametrize("kind", ["llama-mqa-biases", "gpt2"])  # gpt2: transposed

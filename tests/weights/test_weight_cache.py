@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rank_descriptions import share
 
 from quire import LLM, SamplingParams
 from quire.kernels import reference
@@ -335,6 +336,19 @@ def test_tokens_are_those_without_a_cache(tmp_path):
     assert no_lines == []
     assert written == [f"weights    written to the cache {file_of(tmp_path)}"]
     assert mapped == [f"weights    mapped from the cache {file_of(tmp_path)}"]
+
+
+def test_ranks_have_files_of_their_own(saved, tmp_path):
+    description = describe(saved("llama-gqa-tied")[0])
+    lines = []
+    cache = WeightCache(tmp_path, lines.append)
+    for _ in range(2):
+        for rank in range(2):
+            half, alone = (load(share(description, rank), dtype="float32", cache=one) for one in (cache, None))
+            for (name, one), other in zip(half.named_parameters(), alone.parameters(), strict=True):
+                assert torch.equal(one, other), (rank, name)
+    assert len(list(tmp_path.glob("*.weights"))) == 2
+    assert [line.split()[1] for line in lines] == ["written", "written", "mapped", "mapped"]
 
 
 NO_BYTES = {  # folders that loading imports, and why their code does not decide a byte of the weights

@@ -67,6 +67,8 @@ def _zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 def multiplies(scheme: Scheme) -> bool:
     """Whether products have weights in this scheme."""
+    if scheme.grid not in _GRID_CODES:
+        return False
     bits, unit = {"int": (4, 6, 8), "e4m3": (8,)}.get(scheme.grid, (4,)), 16 if scheme.bits == 6 else 8
     if scheme.bits not in bits or scheme.group_size % unit or scheme.scale_dtype not in _SCALE_CODES:
         return False

@@ -105,8 +105,11 @@ def _tensor(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 def write_kv(storage: Storage, layer: int, k: Tensor, v: Tensor, plan: DeterministicPlan) -> None:
-    """Zero the blocks in `plan.new_blocks`, then store keys and values (num_tokens, num_kv_heads, head_dim)."""
-    for blocks, new in zip(storage.data[layer], (k, v), strict=True):
+    """Zero the blocks in `plan.new_blocks`, then store keys and values (num_tokens, num_kv_heads, head_dim).
+
+    With one plane the values are in the keys.
+    """
+    for blocks, new in zip(storage.data[layer], (k, v), strict=False):
         blocks.index_fill_(0, plan.new_blocks, 0)
         blocks.flatten(0, 1).index_copy_(0, plan.slots, to_stored(new, storage.group.dtype))
 
@@ -124,27 +127,27 @@ def rotary_write(
 def attention(
     storage: Storage, layer: int, q: Tensor, plan: DeterministicPlan, scale: float, softcap: float = 0.0
 ) -> Tensor:
-    """Causal attention of q (num_tokens, num_heads, head_dim) -> (num_tokens, num_heads * head_dim)."""
+    """Causal attention of q (num_tokens, num_heads, head_dim) -> (num_tokens, num_heads * value_dim)."""
     num_heads, head_dim = q.shape[1:]
-    num_kv_heads = storage.group.kind.num_kv_heads
-    out = torch.empty_like(q)
+    num_kv_heads, value_dim = storage.group.kind.num_kv_heads, storage.group.kind.value_dim
+    out = q.new_empty(len(q), num_heads, value_dim)
     shared = num_heads // num_kv_heads
     for tiles in (some for every in plan.tiles for some in portions(every, storage.group, shared)):
         tokens = _tensor(tiles.tokens, q.device)
         queries = q[tokens].view(*tokens.shape, num_kv_heads, -1, head_dim).transpose(1, 2).flatten(2, 3)
         queries = queries.float() * scale  # (num_tiles, num_kv_heads, queries * query heads of each, head_dim)
         found = _attend(queries, storage, layer, plan, tiles, softcap)
-        found = found.view(len(tokens), num_kv_heads, tokens.shape[1], -1, head_dim).transpose(1, 2)
-        out[tokens] = found.reshape(*tokens.shape, num_heads, head_dim).to(q.dtype)
+        found = found.view(len(tokens), num_kv_heads, tokens.shape[1], -1, value_dim).transpose(1, 2)
+        out[tokens] = found.reshape(*tokens.shape, num_heads, value_dim).to(q.dtype)
     return out.flatten(1)
 
 
 def _attend(q: Tensor, storage: Storage, layer: int, plan: DeterministicPlan, tiles: Tiles, softcap: float) -> Tensor:
-    """q (num_tiles, num_kv_heads, rows, head_dim) -> the same shape, float64."""
-    group = storage.group
+    """q (num_tiles, num_kv_heads, rows, head_dim) -> (num_tiles, num_kv_heads, rows, value_dim), float64."""
+    group, kind = storage.group, storage.group.kind
     positions = _tensor(tiles.positions, q.device)
     chunks = _tensor(tiles.chunks, q.device)
-    wide = torch.zeros_like(q, dtype=torch.float64)
+    wide = q.new_zeros((*q.shape[:3], kind.value_dim), dtype=torch.float64)
     state = SoftmaxState(q.new_full((*q.shape[:3], 1), _LOWEST), wide[..., :1].clone(), wide)
     shared = q.shape[2] // positions.shape[1]
     for split in range(int(tiles.begins.min()), int(tiles.ends.max())):
@@ -154,10 +157,14 @@ def _attend(q: Tensor, storage: Storage, layer: int, plan: DeterministicPlan, ti
         seeing = slice(None) if which.all() else _tensor(np.flatnonzero(which), q.device)
         stop = min((split + 1) * KEYS, int(tiles.positions[which, -1].max()) + 1)  # no query attends to later keys
         keys = torch.arange(split * KEYS, stop, device=q.device)
-        seen = _attention_mask(keys, positions[seeing], group.kind.span)  # (num seeing, queries, num_keys)
+        seen = _attention_mask(keys, positions[seeing], kind.span)  # (num seeing, queries, num_keys)
         slots = plan.keys[chunks[seeing], split * KEYS : stop]
-        k, v = (_gather(blocks, slots, group.dtype, group.kind.head_dim) for blocks in storage.data[layer])
-        scores = _scores(q[seeing], k)
+        planes = [
+            _gather(blocks, slots, group.dtype, size)
+            for blocks, size in zip(storage.data[layer], kind.planes, strict=True)
+        ]
+        v = planes[-1][..., : kind.value_dim]
+        scores = _scores(q[seeing], planes[0])
         if softcap:
             scores = apply_to_whole_vectors(torch.tanh, scores / softcap) * softcap
         seen = seen.repeat_interleave(shared, 1).unsqueeze(1)  # (num seeing, 1, rows, num_keys)
