@@ -87,6 +87,11 @@ class CacheConfig:
         return self.groups[group].kind.first_attended(position) // self.block_size
 
     @property
+    def shares_partial_blocks(self) -> bool:
+        """Whether a sequence may continue behind a part of another one's block."""
+        return all(group.kind.shares_partial_blocks for group in self.groups)
+
+    @property
     def dropping(self) -> list[int]:
         """The groups in which sequences release blocks before their end."""
         return [index for index, group in enumerate(self.groups) if group.kind.drops_blocks]

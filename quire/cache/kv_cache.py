@@ -178,6 +178,8 @@ class KVCache:
         """See KVCacheManager."""
         parent = self._tables[seq_id]
         whole, rest = divmod(num_tokens, self.block_size)
+        if rest and not self.config.shares_partial_blocks:
+            return None
         for group, pool in enumerate(self.pools):
             if parent.firsts[group] > self.config.first_attended_block(group, num_tokens):
                 return None

@@ -87,6 +87,10 @@ class FullKV(KVKind, frozen=True, tag="full"):
 
     name = "full"
 
+    def first_attended(self, position: int) -> int:
+        del position
+        return 0
+
 
 class WindowKV(KVKind, frozen=True, tag="window"):
     """Keys and values of the last `window` positions."""
@@ -102,6 +106,9 @@ class WindowKV(KVKind, frozen=True, tag="window"):
     @property
     def span(self) -> int:
         return self.window
+
+    def first_attended(self, position: int) -> int:
+        return max(0, position - self.window + 1)
 
 
 StoredKind = FullKV | WindowKV  # the kinds of models that quire loads

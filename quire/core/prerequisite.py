@@ -20,7 +20,10 @@ class Prerequisite(Protocol):
         """Start to prepare it for a request that needs it."""
 
     def finished(self) -> list[tuple[str, str]]:
-        """New results as (request id, error); the error is "" if all is ready. Each result is returned once."""
+        """New results as (request id, error); the error is "" if all is ready. Each result is returned once.
+
+        An error ends the request. Unless the prerequisite is its constraint, clients get it as an error of the server.
+        """
 
     def forget(self, request_id: str) -> None:
         """Release a request whose sequences have begun, or that has ended. An unknown id is ignored."""

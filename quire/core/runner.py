@@ -24,7 +24,8 @@ class RowProcessors(NamedTuple):
 class Runner(Protocol):
     """Executes Steps. Calls per step in this order: launch, sample, collect.
 
-    With two steps in flight: launch(n+1), collect() -> n, sample(n+1). With one: launch, sample, collect.
+    With two steps in flight: launch(n+1), collect() -> n, sample(n+1). With one: launch, sample, collect. With more,
+    several steps may be sampled and not collected; docs/step.md has the order.
     """
 
     @property

@@ -274,7 +274,7 @@ class Engine:
             self._step_sizes.observe(step.num_tokens)
             self._launch(step, on_launch)
         outputs = self._take_ended()
-        if self._in_flight and (step is None or len(self._in_flight) >= self._steps_in_flight - 1):
+        for _ in range(self._num_to_commit(step)):
             outputs += self._commit()
         if step is not None:
             self._sample(step)
@@ -284,7 +284,7 @@ class Engine:
         self._forced_tokens += sum(len(output.forced) for output in outputs)
         if step is None and not outputs and self.scheduler.has_unready:
             for one in self._prerequisites:
-                one.wait(_PREPARE_SECONDS)
+                one.wait(_PREPARE_SECONDS / len(self._prerequisites))
         if not self.scheduler.has_work:
             self.runner.release_workspace()
         if self.scheduler.leaks:
@@ -388,6 +388,15 @@ class Engine:
             for request_id, error in one.finished():
                 if self.scheduler.ready(request_id, one.name, error, self._clock()):
                     self._forget(request_id)
+
+    def _num_to_commit(self, step: Step | None) -> int:
+        """How many in-flight steps are committed before `step` is sampled. Without a step it is the oldest."""
+        number = len(self._in_flight)
+        if step is None:
+            return min(1, number)
+        if self._steps_in_flight > 2 and self.scheduler.samples_need_commits:
+            return number
+        return max(0, number + 2 - max(2, self._steps_in_flight))
 
     def _take_ended(self) -> list[Output]:
         """The outputs of sequences that ended outside of a commit. Requests that waited are forgotten."""

@@ -262,7 +262,8 @@ def unsupported_kind_reason(requirements: Requirements) -> str | None:
     """Why a module that keeps keys and values of one size does not meet the requirements, or None if it does."""
     for kind in requirements.kv_kinds:
         if kind.planes != (kind.head_dim, kind.head_dim):
-            return f"it keeps keys and values of {kind.head_dim} numbers, not {kind} with {kind.planes}"
+            sizes = " and ".join(map(str, kind.planes))
+            return f"it keeps keys and values of {kind.head_dim} numbers each, not KV of the kind {kind} with {sizes}"
     return None
 
 

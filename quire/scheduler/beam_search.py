@@ -235,6 +235,8 @@ def check_search(request: Request, limits: SchedulerConfig, cache: CacheConfig) 
     if request.beams is None:
         return
     width = request.beams.width
+    if not cache.shares_partial_blocks:
+        raise RequestError("the beams of this model cannot share blocks; leave beam search out", "beam_width")
     if width > limits.max_num_seqs:
         raise RequestError(
             f"a beam search of width {width} needs as many rows, and max_num_seqs is {limits.max_num_seqs}; lower the "

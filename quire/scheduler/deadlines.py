@@ -65,16 +65,24 @@ class Deadlines:
     def add_unready(self, state: RequestState) -> None:
         """Track the deadline of a request that waits for prerequisites."""
         deadline = state.request.scheduling_params.deadline
-        if deadline is not None:
-            self._num_unready += 1
-            heappush(self._unready, (state.arrived + deadline, self._num_unready, state))
+        if deadline is None:
+            return
+        self._num_unready += 1
+        heappush(self._unready, (state.arrived + deadline, self._num_unready, state))
+        if len(self._unready) > 2 * self._state.num_unready + 64:
+            self._unready = [one for one in self._unready if self._is_unready(one[2])]
+            heapify(self._unready)
+
+    def _is_unready(self, state: RequestState) -> bool:
+        """Whether a request still waits for prerequisites."""
+        return bool(state.waits_for) and self._state.requests.get(state.request.id) is state
 
     def missed(self, now: float) -> list[RequestState]:
         """Requests without a running sequence that cannot meet their deadline any more. Returns each of them once."""
         missed = []
-        while self._unready and (self._unready[0][0] <= now or not self._unready[0][2].waits_for):
+        while self._unready and self._unready[0][0] <= now:
             _, _, state = heappop(self._unready)
-            if state.waits_for and self._state.requests.get(state.request.id) is state:
+            if self._is_unready(state):
                 missed.append(state)
         return missed + self._missed_queued(now)
 

@@ -386,7 +386,7 @@ def _upgraded(data: bytes) -> bytes:
 
 def _damaged(number: int, why: str) -> str:
     if number == 0:
-        return f"not a quire journal, damaged at its begin, or of a format before {FORMAT}: {why}"
+        return f"not a quire journal, damaged at its begin, or of a format before {_FLAT_KINDS}: {why}"
     return f"record {number} is damaged: {why}"
 
 

@@ -208,8 +208,9 @@ class Scheduler:
         """End a request that waits for prerequisites."""
         request = state.request
         self.state.end_all(request.id, cause, now)
+        indices = range(request.num_sequences if request.beams is None else request.params.n)
         open_ones = [i for i, known in enumerate(request.known_outputs) if not known.finished]
-        for i in open_ones if request.known_outputs else range(request.num_sequences):
+        for i in open_ones if request.known_outputs else indices:
             self._pending_outputs.append(Output(request.id, i, NO_SEQUENCE, [], cause, error=error))
 
     def abort(self, request_id: str, now: float) -> None:
@@ -312,6 +313,12 @@ class Scheduler:
         """
         outputs, self._pending_outputs = self._pending_outputs, []
         return outputs
+
+    @property
+    def samples_need_commits(self) -> bool:
+        """Whether what the step planned last samples depends on the tokens of all steps before it."""
+        scheduled = self.state.in_flight[-1].scheduled
+        return any(chunk.seq.constrained or chunk.seq.request.params.logits_processors for chunk in scheduled)
 
     def sampling_masks(self, step: Step) -> SamplingMasks:
         """The sampling masks of the constrained rows of `step`, which must be the step planned last."""

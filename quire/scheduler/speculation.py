@@ -94,6 +94,7 @@ class Speculator:
         self._structured_outputs = structured_outputs
         self._request_stats = request_stats
         self.governor = Governor(costs.step_curve.seconds)
+        self.keeps_answers = True  # whether sources learn from sequences that have ended
         self.governs = config.governs_speculation  # whether drafts are verified only if they are expected to save time
         self._chances: OrderedDict[str, Chances] = OrderedDict()  # by tenant, least recently used first
         self._sequences: dict[int, _SequenceDrafters] = {}  # by id, of sequences that have decoded
@@ -106,7 +107,7 @@ class Speculator:
 
     def end(self, seq: Sequence) -> None:
         """Forget a sequence that has ended. The sources learn from it."""
-        if seq.is_generation:
+        if seq.is_generation and self.keeps_answers:
             for source in self._sources:
                 source.ended(seq.request, seq.tokens, seq.num_prompt_tokens)
         self._skipping.discard(seq.id)

@@ -54,11 +54,11 @@ class RunnerDrafter(Drafter):
 
     def propose(self, most: int) -> Proposal | None:
         """The rest of them, if the tokens since then are those that were proposed."""
-        new = self._tokens[self._length :]
-        if list(self._proposed[: len(new)]) != list(new):
+        number = len(self._tokens) - self._length
+        if number >= len(self._proposed) or list(self._proposed[:number]) != list(self._tokens[self._length :]):
+            self._proposed = ()
             return None
-        rest = self._proposed[len(new) : len(new) + most]
-        return Proposal("runner", rest, 0) if rest else None
+        return Proposal("runner", self._proposed[number : number + most], 0)
 
 
 class _Follower:

@@ -8,6 +8,7 @@ from scripted_constraints import ScriptedConstraints, ScriptedPrerequisite
 from scripted_engine import VOCAB, Rig
 
 from quire.core.output import EndCause
+from quire.core.request import Beams
 from quire.core.scheduling_params import SchedulingParams
 from quire.engine.engine import Engine
 from quire.errors import RequestError
@@ -16,6 +17,7 @@ from quire.params import StructuredOutputsParams
 
 CONSTRAINED = {"structured_outputs": StructuredOutputsParams(regex="x")}
 LONG = 10**9  # steps
+BEAMS = Beams(width=3, num_candidates=6, length_penalty=1.0, early_stopping=False)
 
 
 class Toys(ScriptedPrerequisite):
@@ -123,6 +125,22 @@ def test_a_request_that_waits_past_its_deadline_ends():
     rig.abort("toy without")
     assert not (toys.left or rig.engine.has_work)
     assert rig.replay().difference == ""
+
+
+def test_a_beam_search_that_waits_has_an_output_for_each_result():
+    rig = make_rig(Toys(1, {"toy": "none is left"}))
+    rig.add("toy", [1, 2, 3], n=2, beams=BEAMS)
+    ended = outputs(rig)
+    assert [(one.index, one.end) for one in ended] == [(0, EndCause.NOT_READY), (1, EndCause.NOT_READY)]
+
+
+def test_requests_that_have_ended_leave_no_deadline_behind():
+    toys = Toys(LONG)
+    rig = make_rig(toys, max_num_seqs=2)
+    for i in range(300):
+        rig.add(f"toy {i}", [1, 2], scheduling_params=SchedulingParams(deadline=1e6 + i))
+        rig.abort(f"toy {i}")
+    assert len(rig.scheduler._deadlines._unready) < 70
 
 
 def test_a_prerequisite_that_cannot_be_submitted_leaves_no_request():

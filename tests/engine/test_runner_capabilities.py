@@ -3,7 +3,9 @@
 from dataclasses import replace
 
 import pytest
+from constrained_rig import ConstrainedRig
 from msgspec import structs
+from scripted_constraints import ScriptedConstraints, expected_output
 from scripted_engine import VOCAB, Rig
 
 from quire.core.capabilities import Capabilities
@@ -11,7 +13,7 @@ from quire.core.request import Namespace, Request
 from quire.core.step import Pooling
 from quire.engine.engine import Engine
 from quire.errors import ConfigError, RequestError
-from quire.params import SamplingParams
+from quire.params import SamplingParams, StructuredOutputsParams
 from quire.runner.scripted_runner import ScriptedRunner, script
 
 DRAFTS = {"speculation": ("suffix",), "num_speculative_tokens": 4, "governs_speculation": False}
@@ -33,6 +35,35 @@ def test_any_number_of_steps_in_flight_gives_the_same_tokens(steps_in_flight, op
     assert rig.tokens == {(str(i), 0): script(prompt, 9 + i, VOCAB) for i, prompt in enumerate(prompts)}
     assert most == steps_in_flight - 1  # between two calls
     assert rig.engine.stats().num_preemptions and not rig.engine.stats().failed_steps
+    assert rig.replay().difference == ""
+
+
+@pytest.mark.parametrize("steps_in_flight", [2, 3, 4])
+@pytest.mark.parametrize("often", [0, 2, 3])
+@pytest.mark.parametrize("drafts", [{}, DRAFTS], ids=["", "drafts"])
+def test_constrained_sequences_get_masks_behind_all_tokens_before_them(steps_in_flight, often, drafts):
+    constraints = ScriptedConstraints(often=often)
+    rig = ConstrainedRig(constraints, num_blocks=64, steps_in_flight=steps_in_flight, **drafts)
+    lengths = []
+    masks = constraints.masks
+
+    def recorded(seq_ids, drafts_of):
+        for seq_id in seq_ids:
+            seq = rig.scheduler.state.sequences[seq_id]
+            lengths.append(len(constraints.outputs[seq_id]) - len(seq.tokens) + len(seq.request.prompt))
+            assert seq.num_pending <= 1, "a token before is not known"
+        return masks(seq_ids, drafts_of)
+
+    constraints.masks = recorded
+    prompts = [[i + 1, 2, 3] for i in range(4)]
+    for i, prompt in enumerate(prompts):
+        params = {"structured_outputs": StructuredOutputsParams(regex="x")} if i % 2 else {}
+        rig.add(str(i), prompt, max_tokens=24, **params)
+    rig.run(500)
+    for i, prompt in enumerate(prompts):
+        expected = expected_output(prompt, constraints, 24)[0] if i % 2 else script(prompt, 24, VOCAB)
+        assert rig.tokens[str(i), 0] == expected
+    assert lengths and not any(lengths)
     assert rig.replay().difference == ""
 
 

@@ -4,6 +4,7 @@ Values are the first numbers of keys, as in latent attention.
 """
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,10 +15,11 @@ from kv_groups import kv_group
 from quire.cache.kv_cache import KVCache
 from quire.config import CacheConfig, EngineOptions, SchedulerConfig
 from quire.core.kv_groups import KVGroup, KVKind
-from quire.core.request import Request
+from quire.core.request import Beams, Request
 from quire.cost.memory_plan import HostPoolPlan, PlanLine, plan_memory
 from quire.cost.model_shape import ModelShape
 from quire.engine.engine import Engine
+from quire.errors import ConfigError, RequestError
 from quire.kernels.choose import choose
 from quire.kernels.contract import Batch, Requirements
 from quire.kernels.deterministic import DETERMINISTIC
@@ -31,6 +33,7 @@ from quire.startup.memory_demand import make_cache_config, memory_profile
 
 HEADS, KEY, VALUE, LAYERS, WIDTH, VOCAB = 3, 12, 8, 2, 16, 40
 SCALE = 0.3
+BEAMS = Beams(width=2, num_candidates=4, length_penalty=1.0, early_stopping=False)
 
 
 class SharedKV(KVKind, frozen=True, tag="shared"):
@@ -146,6 +149,24 @@ def test_outputs_are_those_of_dense_attention(model, prompts, num_blocks, num_ho
     assert stats.prefix_hit_tokens % 4 == 0 and bool(stats.prefix_hit_tokens) == (index == "radix")
 
 
+def test_sequences_of_a_request_share_whole_blocks_only(model):
+    cache = cache_config(60, index="radix")
+    limits = SchedulerConfig(8, 64, 32, 0.5, 0.0, steps_in_flight=2)
+    runner = TorchRunner(model, REFERENCE, cache=cache, max_num_seqs=8, max_model_len=32)
+    engine = Engine(Scheduler(limits, KVCache(cache)), runner, vocab_size=VOCAB)
+    prompt, params = [3, 1, 4, 1, 5, 9], {"temperature": 30.0, "seed": 5, "max_tokens": 9}
+    outputs = {}
+    for name, n in (("three", 3), ("one", 1)):
+        engine.add(Request(name, prompt, SamplingParams(**params, n=n)))
+        while engine.has_work:
+            for output in engine.step():
+                outputs.setdefault((name, output.index), []).extend(output.token_ids)
+    assert outputs["three", 0] == outputs["one", 0] and len(set(map(tuple, outputs.values()))) == 3
+    assert engine.scheduler.cache.num_copied_tokens == 0
+    with pytest.raises(RequestError, match="the beams of this model cannot share blocks"):
+        engine.add(Request("beams", prompt, SamplingParams(max_tokens=4), beams=BEAMS))
+
+
 def test_memory_of_one_plane_is_half_of_that_of_two():
     shape = ModelShape(
         vocab_size=VOCAB,
@@ -192,7 +213,9 @@ def test_kernels_of_two_planes_refuse_it_by_name():
     demands = Requirements(torch.device("cpu"), "float32", "float32", 16, (KEY,), kv_kinds=(KIND,))
     chosen = choose("auto", demands)
     assert chosen.kernels.NAME == "reference"
-    assert "keeps keys and values of 12 numbers, not shared with (12,)" in chosen.reason
+    assert "keeps keys and values of 12 numbers each, not KV of the kind shared with 12" in chosen.reason
+    with pytest.raises(ConfigError, match=r"planes of \(12, 8\) numbers have no canonical layout"):
+        choose("reference", replace(demands, kv_kinds=(Uneven(1, KEY),)))
     with pytest.raises(ValueError, match=r"planes of \(12, 8\) numbers have no canonical layout"):
         REFERENCE.allocate(KVGroup((0,), Uneven(1, KEY), "float32", 2, 1), 4, torch.device("cpu"))
     assert kv_group((0,), 1, KEY, "float32", 2).kind.planes == (KEY, KEY)

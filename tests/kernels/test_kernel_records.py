@@ -1,29 +1,27 @@
 """Kernel modules as records: all have the functions of the contract, and one that lacks a function gets its base's."""
 
 import inspect
+from importlib.util import find_spec
 
 import pytest
 import torch
 
 from quire.kernels.contract import CONTRACT, Kernels, new_kernels, replace_kernels
+from quire.kernels.cpu import EXTENSION
 from quire.kernels.deterministic import DETERMINISTIC
 from quire.kernels.reference import REFERENCE
 
 RECORDS = {"reference": REFERENCE, "deterministic": DETERMINISTIC}
-try:
+if EXTENSION is None:
     from quire.kernels.cpu.deterministic import CPU_DETERMINISTIC
     from quire.kernels.cpu.kernels import CPU
 
     RECORDS |= {"cpu": CPU, "cpu deterministic": CPU_DETERMINISTIC}
-except ImportError:
-    pass
-try:
+if find_spec("triton") is not None:
     from quire.kernels.triton.deterministic import TRITON_DETERMINISTIC
     from quire.kernels.triton.kernels import TRITON
 
     RECORDS |= {"triton": TRITON, "triton deterministic": TRITON_DETERMINISTIC}
-except ImportError:
-    pass
 FUNCTIONS = [name for name in CONTRACT if name not in Kernels.__annotations__]
 
 

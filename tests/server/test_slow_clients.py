@@ -99,8 +99,12 @@ def test_clients_that_never_read_do_not_slow_other_clients(server):
         assert others(url)[1] == texts  # while the engine computes theirs
         wait_until(lambda: is_idle(url))  # all is computed and holds no blocks, though unread
         assert resident() - before < 64 * 2**20
-        runs = (others(url) for _ in range(10))  # one that another program's caches do not slow is enough
-        assert any(again == texts and beside < 1.5 * alone for beside, again in runs)
+        for _ in range(10):  # one run that other programs do not slow is enough
+            beside, again = others(url)
+            assert again == texts
+            if beside < 1.5 * alone:
+                break
+        assert beside < 1.5 * alone
         assert max(app.taken) < MOST
         whole = b"".join(iter(lambda: clients[0].recv(2**20), b""))
         assert len(whole) > 1.5 * MOST

@@ -352,7 +352,7 @@ def test_ranks_have_files_of_their_own(saved, tmp_path):
 
 
 NO_BYTES = {  # folders that loading imports, and why their code does not decide a byte of the weights
-    "core": "requests and steps: `sentence_transformers.py` reads the kind of pooling",
+    "core": "kinds of KV, whose sizes are in the layout that the key has, and the kind of pooling of a request",
     "cost": "sizes and times of a model, predicted from its description",
 }
 

@@ -151,7 +151,7 @@ class HashIndex:
 
     def _keys(self, namespace: Namespace, data: bytes, num_public: int, known: Sequence[bytes] = ()) -> Iterator[bytes]:
         """Keys of the whole blocks of `data`. known: keys of the blocks before them."""
-        public, _ = self._public.root_key(namespace)
+        public = None if known else self._public.root_key(namespace)[0]
         return self._block_keys.chain(data, namespace, public=public, num_public=num_public, known=known)
 
     # Insertion

@@ -80,7 +80,7 @@ class RadixSearch:
         self._num_groups = len(config.groups)
         self._block_size = config.block_size
         self._size = config.block_size * BYTES_PER_TOKEN  # bytes of a block's key
-        self._shares_partial_blocks = all(group.kind.shares_partial_blocks for group in config.groups)
+        self._shares_partial_blocks = config.shares_partial_blocks
         self._dropping = config.dropping
         self._first_attended_block = config.first_attended_block
 

@@ -17,8 +17,10 @@ USES_RESIDENT_TABLES = False
 
 
 def unsupported_reason(requirements: Requirements) -> str | None:
-    """None: plain torch meets all requirements."""
-    del requirements
+    """Plain torch meets all requirements but planes of several sizes, which have no canonical layout."""
+    for kind in requirements.kv_kinds:
+        if len(set(kind.planes)) > 1:
+            return f"planes of {kind.planes} numbers have no canonical layout"
     return None
 
 

@@ -99,7 +99,7 @@ class Pair:
         return slots, slots[slots % self.block_size == 0] // self.block_size
 
     def store(self, layer, k, v, slots, begun):
-        """Store as `reference.write_kv` does."""
+        """Store as `reference.paged.write_kv` does."""
         self.slow.data[layer][:, begun] = 0
         self.slow.data[layer].flatten(1, 2)[:, slots] = to_stored(torch.stack((k, v)), self.group.dtype)
 
