@@ -202,7 +202,7 @@ def compare(before: Path, num_pairs: int, arguments: list[str]) -> dict[str, dic
     for i in track(range(num_pairs), "pairs"):
         found = {}
         for checkout in (ROOT, before) if i % 2 else (before, ROOT):
-            command = [sys.executable, str(Path(__file__).resolve()), "--print-json", *arguments]
+            command = [sys.executable, str(checkout / "benchmarks" / Path(__file__).name), "--print-json", *arguments]
             environment = {**os.environ, "PYTHONPATH": str(checkout), "PYTHONSAFEPATH": "1"}
             done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, check=True)
             found[checkout] = json.loads(done.stdout)
