@@ -23,9 +23,9 @@ class Watched:
     def __getattr__(self, name):
         return getattr(self._engine, name)
 
-    def step(self):
+    def step(self, on_launch):
         time.sleep(self.pause)
-        outputs = self._engine.step()
+        outputs = self._engine.step(on_launch)
         self.seen.append(self._engine.stats())
         return outputs
 

@@ -40,7 +40,7 @@ class Stuck:
         self.has_work = True
         self.num_counted = {}
 
-    def step(self):
+    def step(self, on_launch):
         self.go.wait(60)
         return []
 
@@ -95,8 +95,8 @@ def test_a_deadline_that_is_missed_on_the_way(keyless, monkeypatch, num_before, 
     """The engine aborts a request before or after its first tokens."""
     step = keyless.engine.step
 
-    def missing():
-        outputs = step()
+    def missing(on_launch):
+        outputs = step(on_launch)
         return [_given_up(output, num_before) for output in outputs]
 
     monkeypatch.setattr(keyless.engine, "step", missing, raising=False)

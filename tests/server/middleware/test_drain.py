@@ -340,10 +340,10 @@ def test_health_says_that_it_drains():
     built, probed = small_engine(), threading.Event()
     step = built.engine.step
 
-    def slow():
+    def slow(on_launch):
         """A step that takes long until the server has been probed."""
         probed.wait(0.05)
-        return step()
+        return step(on_launch)
 
     built.engine.step = slow
     with engine(built) as one, socket.create_connection(("127.0.0.1", one.port), timeout=60) as client:

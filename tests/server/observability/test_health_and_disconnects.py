@@ -147,8 +147,8 @@ class Failing:
     def __getattr__(self, name):
         return getattr(self._engine, name)
 
-    def step(self):
-        outputs = self._engine.step()
+    def step(self, on_launch):
+        outputs = self._engine.step(on_launch)
         outcome = self._outcomes.pop(0) if self._outcomes else None
         if isinstance(outcome, Exception):
             raise outcome

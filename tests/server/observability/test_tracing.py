@@ -152,7 +152,7 @@ def test_a_missing_extra_is_named(monkeypatch):
 
 
 def test_without_an_endpoint_the_extra_is_not_needed(monkeypatch):
-    monkeypatch.setattr(middleware, "import_module", lambda name: pytest.fail(f"{name} was imported"))
+    monkeypatch.setattr(middleware, "import_late", lambda name: pytest.fail(f"{name} was imported"))
     check_observers(ServerOptions())
 
 
