@@ -18,7 +18,7 @@ import pytest
 from embedded_model_server import run_app
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse, StreamingResponse
-from waiting import until, wait_until
+from waiting import DEADLINE, until, wait_until
 
 from quire.config import EngineOptions
 from quire.errors import ConfigError
@@ -89,9 +89,13 @@ def bodies_in_time(monkeypatch):
     return lambda: monkeypatch.setattr(request_body, "BODY_SECONDS", SLOW)
 
 
-def connected(url):
+def address(url):
     host, port = url.rsplit("/", 1)[1].split(":")
-    return socket.create_connection((host, int(port)), timeout=60)
+    return host, int(port)
+
+
+def connected(url):
+    return socket.create_connection(address(url), timeout=60)
 
 
 def read_all(client):
@@ -268,19 +272,28 @@ def test_a_head_that_is_too_long_in_one_piece(url):
 def test_near_the_limit_of_descriptors_idle_connections_are_closed(monkeypatch):
     limit = http_protocol.RESERVED_DESCRIPTORS + 4
     monkeypatch.setattr(http_protocol.resource, "getrlimit", lambda _kind: (limit, limit))
-    app, made = echo_app(), []
+    monkeypatch.setattr(http_protocol, "HEAD_SECONDS", 10 * DEADLINE)  # no time closes an idle connection
+    app, ours, made = echo_app(), set(), []
     holds, connection_made = app.state.holds, http_protocol.Connection.connection_made
 
     def record_made(self, transport):
-        connection_made(self, transport)
-        made.append(self)
+        if transport.get_extra_info("peername") in ours:
+            connection_made(self, transport)
+            made.append(self)
+        else:  # a client of another test, which had this port before
+            self.transport = transport
+            transport.abort()
 
     monkeypatch.setattr(http_protocol.Connection, "connection_made", record_made)
 
     def accepted(url):
         """A connection that the server has accepted, and for which it has closed another one."""
         before = len(made)
-        client = stack.enter_context(connected(url))
+        client = stack.enter_context(socket.socket())
+        client.settimeout(DEADLINE)
+        client.bind(("127.0.0.1", 0))
+        ours.add(client.getsockname())
+        client.connect(address(url))
         wait_until(lambda: len(made) > before)
         return client
 
