@@ -1,5 +1,6 @@
 """Attention block of a layer: projections, with norms of queries and keys. The attention function is an argument."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.core.kv_groups import StoredKind
-from quire.kernels.contract import Rotation
+from quire.kernels.contract import Kernels, Rotation, Scheme
 from quire.layers.context import ForwardContext
 from quire.layers.linear import Linear
 from quire.layers.norm import LayerNorm, Norm, NormKind, make_norm
@@ -15,6 +16,8 @@ from quire.layers.norm import LayerNorm, Norm, NormKind, make_norm
 # norms of queries and keys; "head": over each head, with one weight for all; "each": over each head, with a weight per
 # head; "projection": over all heads together
 QKNorm = Literal["none", "head", "each", "projection"]
+# activation of a gate on the outputs of heads, one factor for each number of the output; ":head": one for each head
+Gate = Literal["", "sigmoid", "softplus", "softplus:head"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,8 @@ class AttentionConfig:
     o_bias: bool
     qk_norm: QKNorm
     qk_norm_bias: bool
+    qk_norm_first: bool  # whether queries and keys are normalised before they are rotated, not after
+    gate: Gate
     norm: NormKind
     norm_eps: float
 
@@ -40,6 +45,11 @@ class AttentionConfig:
         """Numbers of a head of queries and keys."""
         return self.kv.head_dim
 
+    @property
+    def num_gate_factors(self) -> int:
+        """Factors of a token's gate."""
+        return self.num_heads if self.gate.endswith(":head") else self.num_heads * self.head_dim
+
 
 class Attention(nn.Module):
     """Query, key and value projections are fused, in this order, into one parameter."""
@@ -50,6 +60,7 @@ class Attention(nn.Module):
         heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.qkv = Linear(hidden, (heads + 2 * kv_heads) * head_dim, bias=config.qkv_bias, dtype=dtype)
         self.o = Linear(heads * head_dim, hidden, bias=config.o_bias, dtype=dtype)
+        self.gate = Linear(hidden, config.num_gate_factors, bias=False, dtype=dtype) if config.gate else None
         if config.qk_norm != "none":
             self.q_norm = self._norm(heads, dtype)
             self.k_norm = self._norm(kv_heads, dtype)
@@ -61,14 +72,39 @@ class Attention(nn.Module):
         size = config.head_dim if config.qk_norm == "head" else heads * config.head_dim
         return make_norm(config.norm, size, config.norm_eps, dtype, bias=config.qk_norm_bias)
 
-    def __call__(self, layer: int, x: Tensor, rotation: Rotation | None, context: ForwardContext) -> Tensor:
-        """x (num_tokens, hidden_size) -> the same shape. rotation: None if the layer has no rotary embedding."""
-        config = self.config
+    def use_kernel_layout(self, kernels: Kernels, schemes: Mapping[str, Scheme], prefix: str) -> None:
+        """Replace the weights, before they are loaded, by weights in the layout of `kernels`: see MLP."""
+        self.qkv.use_kernel_layout(kernels, scheme=schemes.get(f"{prefix}qkv.weight"))
+        self.o.use_kernel_layout(kernels, scheme=schemes.get(f"{prefix}o.weight"))
+        if self.gate is not None:
+            self.gate.use_kernel_layout(kernels)
+
+    def __call__(
+        self,
+        layer: int,
+        x: Tensor,
+        rotation: Rotation | None,
+        context: ForwardContext,
+        query_scales: Tensor | None = None,
+    ) -> Tensor:
+        """x (num_tokens, hidden_size) -> the same shape.
+
+        rotation: None if the layer has no rotary embedding. query_scales: float32 (num_tokens, 1).
+        """
+        config, kernels = self.config, context.kernels
         qkv = self.qkv(x, context).view(x.shape[0], -1, config.head_dim)
         q, k, v = qkv.tensor_split((config.num_heads, config.num_heads + config.num_kv_heads), 1)
+        if rotation is not None and not config.qk_norm_first:
+            q, k, rotation = kernels.rotate(q, rotation), kernels.rotate(k, rotation), None
         if config.qk_norm == "projection":
             q = self.q_norm(q.flatten(1), context).view(q.shape)
             k = self.k_norm(k.flatten(1), context).view(k.shape)
         elif config.qk_norm != "none":
             q, k = self.q_norm(q, context), self.k_norm(k, context)
-        return self.o(context.attend(layer, q, k, v, rotation), context)
+        if query_scales is not None:
+            q = kernels.multiply_add(q.flatten(1), query_scales).view(q.shape)
+        out = context.attend(layer, q, k, v, rotation)
+        if self.gate is not None:
+            factors = kernels.activate(self.gate(x, context), config.gate.removesuffix(":head"))
+            out = kernels.multiply_add(out, factors)
+        return self.o(out, context)

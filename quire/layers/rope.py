@@ -57,6 +57,19 @@ class Rope:
         return frequencies / self.factor
 
 
+@dataclass(frozen=True, slots=True)
+class QueryScaling:
+    """Factors of queries by their positions p, as in Llama 4: 1 + beta log(1 + floor(p / original))."""
+
+    beta: float
+    original_max_positions: int  # positions of the training context
+
+    def factors(self, num_positions: int) -> Tensor:
+        """The factors of all positions, float32 (num_positions, 1)."""
+        turns = torch.arange(num_positions, dtype=torch.float32) // self.original_max_positions
+        return (1 + self.beta * torch.log1p(turns)).unsqueeze(1)
+
+
 def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     lengths = 2 * math.pi / frequencies  # wavelengths in positions

@@ -8,10 +8,10 @@ from typing import Literal
 
 from quire.core.kv_groups import kv_kind
 from quire.layers.attend import ScoreScaling
-from quire.layers.attention import AttentionConfig, QKNorm
+from quire.layers.attention import AttentionConfig, Gate, QKNorm
 from quire.layers.experts import ExpertsConfig
 from quire.layers.norm import NormKind
-from quire.layers.rope import Rope
+from quire.layers.rope import QueryScaling, Rope
 
 # How a layer arranges its norms and its two branches, attention and MLP:
 # pre           h += attention(norm(h)); h += mlp(norm(h))
@@ -68,11 +68,13 @@ class DecoderConfig:
     final_norm: bool = True
     qk_norm: QKNorm = "none"
     qk_norm_bias: bool = False
+    qk_norm_first: bool = True  # whether queries and keys are normalised before they are rotated, not after
+    attention_gate: Gate = ""
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     head_bias: bool = False
-    activation: str  # one of the kernels' ACTIVATIONS
+    activation: str  # one of the kernels' ACTIVATIONS, or "xielu" of an MLP without a gate
     gated: bool = True  # whether the MLP is gated
     experts: ExpertsConfig | None = None  # of the sparse layers
 
@@ -84,21 +86,24 @@ class DecoderConfig:
 
     layers: tuple[LayerConfig, ...] = ()
     ropes: tuple[Rope, ...] = ()
+    query_scaling: QueryScaling | None = None
 
     @property
     def layer_norms(self) -> tuple[str, ...]:
         """Names of the norms of a layer."""
         return _NORMS[self.order]
 
-    def attention(self, window: int) -> AttentionConfig:
-        """The attention block of a layer with this window; 0: none."""
+    def attention(self, window: int, num_heads: int) -> AttentionConfig:
+        """The attention block of a layer with this window (0: none) and this number of query heads."""
         return AttentionConfig(
-            num_heads=self.num_heads,
+            num_heads=num_heads,
             kv=kv_kind(self.num_kv_heads, self.head_dim, window),
             qkv_bias=self.qkv_bias,
             o_bias=self.o_bias,
             qk_norm=self.qk_norm,
             qk_norm_bias=self.qk_norm_bias,
+            qk_norm_first=self.qk_norm_first,
+            gate=self.attention_gate,
             norm=self.norm,
             norm_eps=self.norm_eps,
         )
@@ -109,7 +114,7 @@ class DecoderConfig:
         experts = self.experts
         widest, hidden = self.intermediate_size, 4 * self.hidden_size
         if experts is not None:
-            widest = max(widest, experts.per_token * experts.intermediate_size + experts.shared_size)
+            widest = max(widest, experts.per_token * experts.intermediate_size + experts.shared_intermediate_size)
             hidden += 2 * experts.per_token * self.hidden_size  # a row of x and a result for each expert
         return hidden + 3 * widest + 3 * max(layer.mixer.num_heads * layer.mixer.head_dim for layer in self.layers)
 
@@ -150,17 +155,28 @@ class TensorNames:
     qkv_rows: QKVRows = "plain"
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
+    attention_gate: str = "self_attn.gate_proj"
     o: str = "self_attn.o_proj"
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")  # or one name, fused or of an MLP without a gate
     down: str = "mlp.down_proj"
+    xielu: tuple[str, str, str, str] = ("mlp.act_fn.alpha_p", "mlp.act_fn.alpha_n", "mlp.act_fn.beta", "mlp.act_fn.eps")
 
     router: str = "mlp.gate"
+    router_bias: str = "mlp.gate.e_score_correction_bias"
+    router_bias_axes: int = 1  # of the tensor; all but the last have one number
     expert: str = "mlp.experts.{}."
     expert_up: tuple[str, str] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
+    stacked_up: str = "mlp.experts.gate_up_proj"  # of all experts (expert, gate and up, hidden), where a file has it
+    stacked_down: str = "mlp.experts.down_proj"
+    is_stacked: bool = False  # whether the file has these two in place of tensors of each expert
     shared: str = "mlp.shared_expert."
+    shared_up: tuple[str, ...] = ("gate_proj", "up_proj")  # or one name, fused
+    shared_down: str = "down_proj"
     shared_gate: str = "mlp.shared_expert_gate"
 
     transposed: bool = False  # whether weights of layers are stored as (in, out)
     interleaved: bool = False  # whether rotary pairs are (2 i, 2 i + 1), not (i, i + rotary_dim / 2)
+    extra_layers: int = 0  # layers behind the last that a file has for drafts, which are not read
+    ignored_prefixes: tuple[str, ...] = ()  # of tensors that are not read
     ignored_suffixes: tuple[str, ...] = ("rotary_emb.inv_freq",)  # suffixes of redundant tensors, which are ignored

@@ -9,11 +9,12 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from quire.layers.attend import ScoreScaling
+from quire.layers.experts import ExpertsConfig
 from quire.layers.rope import Rope
 from quire.models.config import DecoderConfig, LayerConfig
 from quire.models.config_fields import Fields, names_read
-from quire.models.family import Family, WindowRule
-from quire.models.rope_config import ContextLengths, Ropes, read_ropes
+from quire.models.family import MAX_PARTS, Family, SparseRule, WindowRule
+from quire.models.rope_config import ContextLengths, RopeRule, Ropes, read_ropes
 
 _MOST_HEAD_DIM = 1024
 
@@ -66,13 +67,14 @@ def decoder_config(family: Family, fields: Fields, longest: int | None) -> Decod
     if family.rope is None:
         if fields.values.get("rope_scaling") or fields.values.get("rope_parameters"):
             raise fields.error("rope_scaling is not supported for this architecture, which has no rotary embedding")
-        return replace(config, layers=_layers(config, family, windows, ropes=None))
+        return replace(config, layers=_layers(config, family, fields, windows, ropes=None))
     ropes = read_ropes(fields, family.rope, config.head_dim, ContextLengths(config.max_positions, longest))
     return replace(
         config,
         max_positions=ropes.max_positions,
-        layers=_layers(config, family, windows, ropes),
+        layers=_layers(config, family, fields, windows, ropes),
         ropes=_distinct_ropes(ropes),
+        query_scaling=ropes.query_scaling,
     )
 
 
@@ -84,6 +86,8 @@ def _with_derived_sizes(config: DecoderConfig, fields: Fields) -> DecoderConfig:
     experts = config.experts
     if experts is not None and experts.per_token > experts.num_experts:
         raise fields.error(f"num_experts_per_tok ({experts.per_token}) is above num_experts ({experts.num_experts})")
+    if experts is not None:
+        _check_groups(experts, fields)
     head_dim = config.head_dim or config.hidden_size // heads
     if not 1 <= head_dim <= _MOST_HEAD_DIM:
         raise fields.error(f"a head must have 1 to {_MOST_HEAD_DIM} dimensions, not {head_dim}")
@@ -97,13 +101,27 @@ def _with_derived_sizes(config: DecoderConfig, fields: Fields) -> DecoderConfig:
     )
 
 
+def _check_groups(experts: ExpertsConfig, fields: Fields) -> None:
+    routing, number = experts.routing, experts.num_experts
+    if routing.num_groups == 1:
+        return
+    size, rest = divmod(number, routing.num_groups)
+    if rest or size < 2 or not routing.top_groups <= routing.num_groups:
+        raise fields.error(
+            f"n_group = {routing.num_groups} and topk_group = {routing.top_groups} do not divide {number} experts "
+            "into groups of at least two"
+        )
+    if experts.per_token > size * routing.top_groups:
+        raise fields.error(f"num_experts_per_tok ({experts.per_token}) is above the experts of topk_group groups")
+
+
 def _windows(fields: Fields, rule: WindowRule, num_layers: int) -> tuple[int, ...]:
     """The window of each layer; 0: none."""
     kinds = fields.optional("layer_types", list, [])
     if kinds:
         slides = _sliding_layers(fields, kinds, num_layers)
     elif rule.kind == "pattern":
-        slides = [bool((layer + 1) % rule.pattern) for layer in range(num_layers)]
+        slides = [rule.pattern > 0 and (layer + 1) % rule.pattern > 0 for layer in range(num_layers)]
     else:
         first = {"all": 0, "always": 0, "upper": rule.first}.get(rule.kind, num_layers)
         slides = [layer >= first for layer in range(num_layers)]
@@ -126,16 +144,60 @@ def _sliding_layers(fields: Fields, kinds: list[object], num_layers: int) -> lis
 
 
 def _layers(
-    config: DecoderConfig, family: Family, windows: tuple[int, ...], ropes: Ropes | None
+    config: DecoderConfig, family: Family, fields: Fields, windows: tuple[int, ...], ropes: Ropes | None
 ) -> tuple[LayerConfig, ...]:
-    experts = config.experts
+    num_layers = config.num_layers
+    rotated = (
+        [False] * num_layers if family.rope is None else _rotated_layers(fields, family.rope, family.windows, windows)
+    )
+    sparse = [False] * num_layers if config.experts is None else _sparse_layers(fields, family.sparse, num_layers)
+    heads = _query_heads(config, fields, family.heads_of_layers)
     layers = []
     for index, window in enumerate(windows):
         scale = (family.scale or config.default_scale) / (index + 1 if family.scale_by_layer else 1)
-        rope = None if ropes is None else _distinct_ropes(ropes).index(ropes.window if window else ropes.full)
-        sparse = experts is not None and index not in experts.dense_layers and (index + 1) % experts.sparse_step == 0
-        layers.append(LayerConfig(config.attention(window), rope, ScoreScaling(scale, family.softcap), sparse))
+        rope = None
+        if ropes is not None and rotated[index]:
+            rope = _distinct_ropes(ropes).index(ropes.window if window else ropes.full)
+        scaling = ScoreScaling(scale, family.softcap)
+        layers.append(LayerConfig(config.attention(window, heads[index]), rope, scaling, sparse[index]))
     return tuple(layers)
+
+
+def _query_heads(config: DecoderConfig, fields: Fields, listed: tuple[int, ...]) -> tuple[int, ...]:
+    """The number of query heads of each layer."""
+    if not listed:
+        return (config.num_heads,) * config.num_layers
+    if len(listed) != config.num_layers or any(not 0 < n <= MAX_PARTS or n % config.num_kv_heads for n in listed):
+        raise fields.error(
+            f"num_attention_heads_per_layer must have a multiple of num_key_value_heads ({config.num_kv_heads}) for "
+            f"each of {config.num_layers} layers, not {list(listed)!r:.80}"
+        )
+    return listed
+
+
+def _rotated_layers(fields: Fields, rope: RopeRule, rule: WindowRule, windows: tuple[int, ...]) -> list[bool]:
+    """Which layers have a rotary embedding."""
+    if rope.layers == "all" or (rope.layers == "window_if_any" and not rule.size):
+        return [True] * len(windows)
+    if rope.layers != "listed":
+        return [window > 0 for window in windows]
+    if not rope.listed:
+        return [(index + 1) % rope.interval > 0 for index in range(len(windows))]
+    if len(rope.listed) != len(windows) or any(value not in (0, 1) for value in rope.listed):
+        raise fields.error(f"no_rope_layers must have 1 (rotary embedding) or 0 for each of {len(windows)} layers")
+    return [value == 1 for value in rope.listed]
+
+
+def _sparse_layers(fields: Fields, rule: SparseRule, num_layers: int) -> list[bool]:
+    """Which layers have experts."""
+    if not rule.kinds:
+        return [
+            rule.first <= index <= rule.last % num_layers and (index + 1) % rule.step == 0 and index not in rule.dense
+            for index in range(num_layers)
+        ]
+    if len(rule.kinds) != num_layers or any(kind not in ("dense", "sparse") for kind in rule.kinds):
+        raise fields.error(f"mlp_layer_types must have one of dense, sparse for each of {num_layers} layers")
+    return [kind == "sparse" for kind in rule.kinds]
 
 
 def _distinct_ropes(ropes: Ropes) -> tuple[Rope, ...]:

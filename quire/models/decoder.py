@@ -3,7 +3,7 @@
 The context of a forward pass has the attention function and the kernels. The decoder has no access to the KV cache.
 """
 
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,13 @@ from quire.layers.mlp import MLP
 from quire.layers.norm import NoNorm, Norm, make_norm
 from quire.models.config import DecoderConfig
 from quire.weights.schemes import NO_SCHEMES, Schemes
+
+
+class Places(NamedTuple):
+    """What the layers of a pass share about the positions of its tokens."""
+
+    rotations: list[Rotation]  # of each rope of the config
+    query_scales: Tensor | None  # float32 (num_tokens, 1), with `query_scaling`
 
 
 class DecoderLayer(nn.Module):
@@ -41,28 +48,29 @@ class DecoderLayer(nn.Module):
         return _norm(config, dtype) if name in config.layer_norms else NoNorm()
 
     def __call__(
-        self, x: Tensor, residual: Tensor, next_norm: Norm, rotations: list[Rotation], context: ForwardContext
+        self, x: Tensor, residual: Tensor, next_norm: Norm, places: Places, context: ForwardContext
     ) -> tuple[Tensor, Tensor]:
         """(x, residual) for the next layer. x is the residual stream normalised by `next_norm`.
 
         x and residual are (num_tokens, hidden_size). Each residual sum is fused with the norm after it.
         """
-        turned = None if self.rope is None else rotations[self.rope]
-        branch = self.attention(self.index, x, turned, context)
+        turned = None if self.rope is None else places.rotations[self.rope]
+        branch = self.attention(self.index, x, turned, context, places.query_scales)
         if self.order.startswith("parallel"):
             y = x if self.order == "parallel" else self.mlp_norm(residual, context)
-            return next_norm.add_and_norm(self._scaled(branch + self.mlp(y, context)), residual, context)
+            both = context.kernels.multiply_add(branch, 1.0, self.mlp(y, context))
+            return next_norm.add_and_norm(self._scaled(both, context), residual, context)
         if self.order == "post":
             x, _ = self.attn_out_norm.add_and_norm(branch, residual, context)
             x, _ = self.mlp_out_norm.add_and_norm(self.mlp(x, context), x, context)
             return x, x
         branch = self.attn_out_norm(branch, context)
-        x, residual = self.mlp_norm.add_and_norm(self._scaled(branch), residual, context)
+        x, residual = self.mlp_norm.add_and_norm(self._scaled(branch, context), residual, context)
         branch = self.mlp_out_norm(self.mlp(x, context), context)
-        return next_norm.add_and_norm(self._scaled(branch), residual, context)
+        return next_norm.add_and_norm(self._scaled(branch, context), residual, context)
 
-    def _scaled(self, branch: Tensor) -> Tensor:
-        return branch if self.residual_scale == 1 else branch * self.residual_scale
+    def _scaled(self, branch: Tensor, context: ForwardContext) -> Tensor:
+        return branch if self.residual_scale == 1 else context.kernels.multiply_add(branch, self.residual_scale)
 
 
 class Decoder(nn.Module):
@@ -88,6 +96,8 @@ class Decoder(nn.Module):
         self.head = None if config.tied else Linear(width, config.vocab_size, bias=config.head_bias, dtype=dtype)
         self.class_head = Linear(hidden, config.num_classes, bias=False, dtype=dtype) if config.num_classes else None
         self.frequencies = [rope.frequencies() for rope in config.ropes]
+        scaling = config.query_scaling
+        self.query_factors = None if scaling is None else scaling.factors(config.max_positions)
 
     @property
     def vocab_size(self) -> int:
@@ -103,8 +113,7 @@ class Decoder(nn.Module):
         """Replace the weights of products, before they are loaded, by weights in the layout of `kernels`."""
         for layer in cast(list[DecoderLayer], list(self.layers)):
             attention, place = layer.attention, f"layers.{layer.index}."
-            attention.qkv.use_kernel_layout(kernels, scheme=schemes.get(f"{place}attention.qkv.weight"))
-            attention.o.use_kernel_layout(kernels, scheme=schemes.get(f"{place}attention.o.weight"))
+            attention.use_kernel_layout(kernels, schemes, f"{place}attention.")
             layer.mlp.use_kernel_layout(kernels, schemes, f"{place}mlp.")
         if self.head is not None:
             self.head.use_kernel_layout(kernels, scheme=schemes.get("head.weight"))
@@ -116,13 +125,13 @@ class Decoder(nn.Module):
 
     def forward(self, token_ids: Tensor, context: ForwardContext) -> Tensor:
         """Hidden states (num_tokens, hidden_size) after the last norm. token_ids: int64 (num_tokens,)."""
-        rotations = self.rotations(context)
+        places = self.places(context)
         layers = cast(list[DecoderLayer], list(self.layers))
         residual = self.embed_tokens(token_ids, context)
         x = layers[0].attn_norm(residual, context)
         afters = [*(layer.attn_norm for layer in layers[1:]), self.norm]
         for layer, after in zip(layers, afters, strict=True):
-            x, residual = layer(x, residual, after, rotations, context)
+            x, residual = layer(x, residual, after, places, context)
         return x
 
     def logits(self, hidden: Tensor, context: ForwardContext) -> Tensor:
@@ -132,17 +141,21 @@ class Decoder(nn.Module):
             hidden = self.project_out(hidden, context)
         logits = kernels.linear(hidden, self.embed.weight) if self.head is None else self.head(hidden, context)
         if config.logit_scale != 1:
-            logits = logits * config.logit_scale
+            logits = kernels.multiply_add(logits, config.logit_scale)
         if config.logit_softcap:
-            logits = kernels.activate(logits / config.logit_softcap, "tanh") * config.logit_softcap
+            capped = kernels.activate(kernels.multiply_add(logits, 1 / config.logit_softcap), "tanh")
+            logits = kernels.multiply_add(capped, config.logit_softcap)
         return logits
 
-    def rotations(self, context: ForwardContext) -> list[Rotation]:
-        """The rotation of each rope of the config."""
-        return [
-            context.kernels.rotation(context.positions, frequencies, rope.magnitude)
+    def places(self, context: ForwardContext) -> Places:
+        """The rotations and scales of queries at the positions of a pass."""
+        kernels, positions = context.kernels, context.positions
+        rotations = [
+            kernels.rotation(positions, frequencies, rope.magnitude)
             for rope, frequencies in zip(self.config.ropes, self.frequencies, strict=True)
         ]
+        scales = None if self.query_factors is None else kernels.embed(positions, self.query_factors)
+        return Places(rotations, scales)
 
     def embed_tokens(self, token_ids: Tensor, context: ForwardContext) -> Tensor:
         """Input of the first layer's norm, (num_tokens, hidden_size). token_ids: int64 (num_tokens,)."""

@@ -18,7 +18,7 @@ from quire.config import Classification
 from quire.core.kv_groups import StoredKind
 from quire.errors import ModelError, RequestError, nearest
 from quire.kernels.contract import DTYPES, Scheme
-from quire.models import gpt_like, llama_like
+from quire.models import gpt_like, llama_like, mixtures
 from quire.models.classification import CLASSIFIERS, is_classifier, read_classification
 from quire.models.config import DecoderConfig, TensorNames
 from quire.models.config_fields import Fields
@@ -43,9 +43,31 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "Phi3ForCausalLM": llama_like.PHI3,
         "Olmo2ForCausalLM": llama_like.OLMO2,
         "GraniteForCausalLM": llama_like.GRANITE,
-        "MixtralForCausalLM": llama_like.MIXTRAL,
-        "Qwen2MoeForCausalLM": llama_like.QWEN2_MOE,
-        "Qwen3MoeForCausalLM": llama_like.QWEN3_MOE,
+        "Olmo3ForCausalLM": llama_like.OLMO3,
+        "Exaone4ForCausalLM": llama_like.EXAONE4,
+        "SmolLM3ForCausalLM": llama_like.SMOLLM3,
+        "SeedOssForCausalLM": llama_like.SEED_OSS,
+        "Ernie4_5ForCausalLM": llama_like.ERNIE4_5,
+        "Glm4ForCausalLM": llama_like.GLM4,
+        "ArceeForCausalLM": llama_like.ARCEE,
+        "Ministral3ForCausalLM": llama_like.MINISTRAL3,
+        "ApertusForCausalLM": llama_like.APERTUS,
+        "HunYuanDenseV1ForCausalLM": llama_like.HUNYUAN,
+        "MixtralForCausalLM": mixtures.MIXTRAL,
+        "Qwen2MoeForCausalLM": mixtures.QWEN2_MOE,
+        "Qwen3MoeForCausalLM": mixtures.QWEN3_MOE,
+        "OlmoeForCausalLM": mixtures.OLMOE,
+        "GraniteMoeForCausalLM": mixtures.GRANITE_MOE,
+        "GraniteMoeSharedForCausalLM": mixtures.GRANITE_MOE_SHARED,
+        "MellumForCausalLM": mixtures.MELLUM,
+        "HunYuanMoEV1ForCausalLM": mixtures.HUNYUAN_MOE,
+        "Ernie4_5_MoeForCausalLM": mixtures.ERNIE4_5_MOE,
+        "Glm4MoeForCausalLM": mixtures.GLM4_MOE,
+        "Dots1ForCausalLM": mixtures.DOTS1,
+        "MiniMaxM2ForCausalLM": mixtures.MINIMAX_M2,
+        "HYV3ForCausalLM": mixtures.HY3,
+        "AfmoeForCausalLM": mixtures.TRINITY,
+        "LagunaForCausalLM": mixtures.LAGUNA,
         "GPT2LMHeadModel": gpt_like.GPT2,
         "OPTForCausalLM": gpt_like.OPT,
         "GPTNeoXForCausalLM": gpt_like.NEOX,
@@ -54,6 +76,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "Starcoder2ForCausalLM": gpt_like.STARCODER2,
         "StableLmForCausalLM": gpt_like.STABLELM,
         "CohereForCausalLM": gpt_like.COHERE,
+        "Cohere2ForCausalLM": gpt_like.COHERE2,
+        "NemotronForCausalLM": gpt_like.NEMOTRON,
     }
 )
 # architecture of a decoder without a head, as embedding models are published -> that of the same decoder with one
@@ -85,6 +109,28 @@ MODEL_TYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "Phi3ForCausalLM": ("phi3",),
         "Olmo2ForCausalLM": ("olmo2",),
         "GraniteForCausalLM": ("granite",),
+        "Olmo3ForCausalLM": ("olmo3",),
+        "Exaone4ForCausalLM": ("exaone4",),
+        "SmolLM3ForCausalLM": ("smollm3",),
+        "SeedOssForCausalLM": ("seed_oss",),
+        "Ernie4_5ForCausalLM": ("ernie4_5",),
+        "Glm4ForCausalLM": ("glm4",),
+        "ArceeForCausalLM": ("arcee",),
+        "Ministral3ForCausalLM": ("ministral3",),
+        "ApertusForCausalLM": ("apertus",),
+        "HunYuanDenseV1ForCausalLM": ("hunyuan_v1_dense",),
+        "HunYuanMoEV1ForCausalLM": ("hunyuan_v1_moe",),
+        "Ernie4_5_MoeForCausalLM": ("ernie4_5_moe",),
+        "Glm4MoeForCausalLM": ("glm4_moe",),
+        "Dots1ForCausalLM": ("dots1",),
+        "MiniMaxM2ForCausalLM": ("minimax_m2",),
+        "HYV3ForCausalLM": ("hy_v3",),
+        "AfmoeForCausalLM": ("afmoe",),
+        "LagunaForCausalLM": ("laguna",),
+        "OlmoeForCausalLM": ("olmoe",),
+        "GraniteMoeForCausalLM": ("granitemoe",),
+        "GraniteMoeSharedForCausalLM": ("granitemoeshared",),
+        "MellumForCausalLM": ("mellum",),
         "MixtralForCausalLM": ("mixtral",),
         "Qwen2MoeForCausalLM": ("qwen2_moe",),
         "Qwen3MoeForCausalLM": ("qwen3_moe",),
@@ -96,6 +142,8 @@ MODEL_TYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "Starcoder2ForCausalLM": ("starcoder2",),
         "StableLmForCausalLM": ("stablelm", "stablelm_epoch"),
         "CohereForCausalLM": ("cohere",),
+        "Cohere2ForCausalLM": ("cohere2",),
+        "NemotronForCausalLM": ("nemotron",),
     }
 )
 
@@ -230,9 +278,10 @@ class ModelDescription:
     def tensor_bytes(place: Placement, dtype: str, scheme: Scheme | None) -> int:
         """Bytes of one tensor of the weight map if it is loaded in `scheme`, or as `dtype` without one."""
         if scheme is not None:
-            rows, columns = reversed(place.read_shape) if place.transposed else place.read_shape
-            return scheme.num_bytes(rows, columns)
-        kept = "float32" if place.offset else dtype
+            *stack, rows, columns = place.read_shape
+            rows, columns = (columns, rows) if place.transposed else (rows, columns)
+            return math.prod(stack) * scheme.num_bytes(rows, columns)
+        kept = "float32" if place.offset or place.is_float32 else dtype
         return math.prod(place.read_shape) * DTYPES[kept].itemsize
 
     @cached_property
@@ -242,7 +291,11 @@ class ModelDescription:
 
     def is_redundant(self, name: str) -> bool:
         """Whether a tensor without a Placement can be ignored, because it is derived from others."""
-        return name.endswith(self.names.ignored_suffixes) or (self.config.tied and name == f"{self.names.head}.weight")
+        names, first = self.names, self.config.num_layers
+        extra = tuple(names.prefix + names.layer.format(first + index) for index in range(names.extra_layers))
+        if name.startswith((*extra, *names.ignored_prefixes)) or name.endswith(names.ignored_suffixes):
+            return True
+        return self.config.tied and name == f"{names.head}.weight"
 
 
 def describe(source: Checkpoint | Path, *, max_model_len: int | None = None) -> ModelDescription:
@@ -268,6 +321,7 @@ def describe(source: Checkpoint | Path, *, max_model_len: int | None = None) -> 
     family = FAMILIES[decoder]
     config, names = decoder_config(family, fields, max_model_len), fields.resolve(family.names)
     names = replace(names, prefix=_prefix(names, checkpoint))
+    names = replace(names, is_stacked=names.is_stacked or _has_stacks(names, checkpoint))
     classification = read_classification(fields) if architecture in CLASSIFIERS else None
     if classification is not None:  # no token is sampled, so that a head over the vocabulary is not needed
         config = replace(config, tied=True, num_classes=len(classification.labels))
@@ -275,7 +329,8 @@ def describe(source: Checkpoint | Path, *, max_model_len: int | None = None) -> 
         config = replace(config, tied=True)
     else:
         config = replace(config, tied=config.tied and not _has_own_head(names, checkpoint))
-    parts = sum(config.experts.num_experts if config.experts and layer.has_experts else 1 for layer in config.layers)
+    per_layer = 1 if config.experts is None or names.is_stacked else config.experts.num_experts
+    parts = sum(per_layer if layer.has_experts else 1 for layer in config.layers)
     if 0 < len(checkpoint.tensors) < parts:  # before the weight map is built, which would be large
         raise fields.error(f"it has {parts} layers and experts, but the weights only {len(checkpoint.tensors)} tensors")
     return ModelDescription(
@@ -327,6 +382,11 @@ def _has_own_head(names: TensorNames, checkpoint: Checkpoint) -> bool:
         return True
     tensors = dict(checkpoint.read([head, embed]))
     return not torch.equal(tensors[head], tensors[embed])
+
+
+def _has_stacks(names: TensorNames, checkpoint: Checkpoint) -> bool:
+    """Whether the experts of a layer are one tensor in the checkpoint."""
+    return any(name.endswith(names.stacked_up) for name in checkpoint.tensors)
 
 
 def _prefix(names: TensorNames, checkpoint: Checkpoint) -> str:

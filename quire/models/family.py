@@ -24,6 +24,17 @@ class WindowRule:
     pattern: int = 0  # "pattern": all layers but every pattern-th
 
 
+@dataclass(frozen=True, slots=True)
+class SparseRule:
+    """Which layers have experts in place of an MLP, in families that have experts."""
+
+    step: int = 1  # every step-th layer, counted from 1,
+    first: int = 0  # from this one, counted from 0,
+    last: int = -1  # to this one; -1: the last of all,
+    dense: tuple[int, ...] = ()  # except these
+    kinds: tuple[str, ...] = ()  # "dense" or "sparse" of each layer, in place of the other fields; empty: by these
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """An architecture. `config` has no layers and ropes; they are derived from the rules in the other fields."""
@@ -32,12 +43,15 @@ class Family:
     names: TensorNames
     rope: RopeRule | None  # None: no rotary embedding
     windows: WindowRule
+    sparse: SparseRule = SparseRule()
+    heads_of_layers: tuple[int, ...] = ()  # query heads of each layer; empty: all have `config.num_heads`
     scale: float = 0.0  # of attention scores; 0: 1 / sqrt(head_dim)
     scale_by_layer: bool = False  # whether the scale is divided by the layer's number, from 1
     softcap: float = 0.0  # of attention scores
     unused: tuple[str, ...] = ()  # fields that its configs have from another family, and that change nothing
 
 
+WINDOW = integer("sliding_window", default=4096, null=0, least=0)  # where a missing one is 4096
 MAX_PARTS = 4096  # layers of a model, heads or experts of a layer
 ACTIVATIONS = {
     "silu": "silu",

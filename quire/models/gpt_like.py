@@ -5,7 +5,7 @@ from typing import Any
 
 from quire.models.config import TensorNames
 from quire.models.config_fields import choice, flag, integer, number
-from quire.models.family import ACTIVATIONS, LLAMA, MAX_PARTS, WindowRule, like
+from quire.models.family import ACTIVATIONS, LLAMA, MAX_PARTS, WINDOW, WindowRule, like
 from quire.models.rope_config import RopeRule
 
 _GPT = like(
@@ -235,4 +235,27 @@ COHERE = like(
     qk_norm=flag("use_qk_norm", value_map={True: "each", False: "none"}),
     tied=flag("tie_word_embeddings", default=True),
     logit_scale=number("logit_scale", default=0.0625),
+)
+
+COHERE2 = like(
+    COHERE,
+    rules={
+        "rope": RopeRule(theta=number("rope_theta", default=1e4), layers="window"),
+        "windows": WindowRule("pattern", WINDOW, pattern=integer("sliding_window_pattern", default=4)),
+    },
+    qk_norm="none",
+)
+
+NEMOTRON = like(
+    _GPT,
+    rules={
+        "names": TensorNames(up=("mlp.up_proj",)),
+        "rope": RopeRule(rotary_fraction=number("partial_rotary_factor", default=0.5), allows_partial=True),
+    },
+    norm="layer_plus_one",
+    norm_eps=number("norm_eps", default=1e-5),
+    activation=choice("hidden_act", default="relu2", value_map=ACTIVATIONS),
+    qkv_bias=flag("attention_bias"),
+    o_bias=flag("attention_bias"),
+    mlp_bias=flag("mlp_bias"),
 )

@@ -83,8 +83,8 @@ def layer_hessians(
             length = len(context.positions)
             blocks = np.arange(-(-length // cache.block_size), dtype=np.int64)[None]
             attend.plan([Batch(np.zeros(1, np.int64), np.array([length]), blocks) for _ in storages])
-            x, turned = layer.attn_norm(residual, context), model.rotations(context)
+            x, places = layer.attn_norm(residual, context), model.places(context)
             recorded = replace(context, kernels=recording.kernels)
-            _, residuals[i] = layer(x, residual, NoNorm(), turned, recorded)
+            _, residuals[i] = layer(x, residual, NoNorm(), places, recorded)
         model.layers[index] = nn.Identity()
         yield recording.hessians

@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from quire.kernels.contract import ACTIVATIONS, FP8, INT4, INT8, MXFP4, Batch, Scheme
+from quire.kernels.contract import ACTIVATIONS, FP8, INT4, INT8, MXFP4, Batch, Routing, Scheme
 from quire.kernels.triton.deterministic import TRITON_DETERMINISTIC as deterministic
 from quire.kernels.triton.kernels import TRITON as ordinary
 
@@ -85,7 +85,7 @@ def rows(kernels, dtype):
         kernels.layer_norm(x, weight, weight, 1e-5)
         kernels.linear(x, torch.zeros(640, HIDDEN, dtype=dtype), weight[:640])
         kernels.embed(torch.arange(number), torch.zeros(1000, HIDDEN, dtype=dtype))
-        ids, _ = kernels.route(torch.zeros(number, 4, dtype=dtype), 2, normalise=True)
+        ids, _ = kernels.route(torch.zeros(number, 4, dtype=dtype), 2, Routing(normalise=True))
         up, down = torch.zeros(4, 2 * INNER, HIDDEN, dtype=dtype), torch.zeros(4, HIDDEN, INNER, dtype=dtype)
         kernels.experts(x, ids, torch.ones(number, 2), up, down, "silu")
     for activation in ACTIVATIONS if kernels is ordinary else ACTIVATIONS[:1]:

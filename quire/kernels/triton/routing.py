@@ -12,9 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.contract import Routing
 from quire.kernels.triton.launch import INTERPRETED, pow2
 from quire.kernels.triton.rounding import rounded
-from quire.kernels.triton.rowwise import BLOCK, load_floats
+from quire.kernels.triton.rowwise import BLOCK, load_floats, sigmoid
 
 TILES = 16  # tiles that one program describes
 PAIRS_PER_STEP = 4096  # pairs that a program reads at once
@@ -33,8 +34,35 @@ class Routes(NamedTuple):
 
 
 @triton.jit
-def _topk_softmax(
+def _ordered(x):
+    """Integers in the order of floats: bits of negative floats are inverted. NaN is the largest."""
+    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
+    return tl.where(x != x, 0x7FFFFFFF, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
+
+
+@triton.jit
+def _in_top_groups(values, experts, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr):
+    """Whether each expert is in one of the groups with the largest sum of two values. The first wins ties."""
+    SIZE: tl.constexpr = EXPERTS // GROUPS
+    sums = tl.zeros_like(values)  # of the expert's own group
+    for group in tl.static_range(GROUPS):
+        inside = (experts // SIZE == group) & (experts < EXPERTS)
+        mine = tl.where(inside, values, float("-inf"))
+        best = tl.max(mine, 0)
+        first = tl.min(tl.where(mine == best, experts, EXPERTS), 0)
+        second = tl.max(tl.where(experts == first, float("-inf"), mine), 0)
+        sums = tl.where(inside, best + second, sums)
+    before = tl.zeros_like(experts)  # groups that are selected before the expert's own
+    for group in tl.static_range(GROUPS):
+        other = tl.max(tl.where(experts == group * SIZE, sums, float("-inf")), 0)
+        before += ((other > sums) | ((other == sums) & (group < experts // SIZE))).to(tl.int32)
+    return before < TOP_GROUPS
+
+
+@triton.jit
+def _select_experts(
     logits_ptr,  # (num_tokens, EXPERTS)
+    bias_ptr,  # (EXPERTS,), or None
     ids_ptr,  # ids and weights: (num_tokens, SLOTS)
     weights_ptr,
     stride,  # of rows of logits
@@ -42,19 +70,31 @@ def _topk_softmax(
     WIDTH: tl.constexpr,  # EXPERTS or more, a power of two
     SLOTS: tl.constexpr,
     PLACES: tl.constexpr,  # SLOTS or more, a power of two
+    scale,  # of the weights
     NORMALISE: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
 ):
-    """The experts of one token. NaN counts as the largest logit, so that each row gets SLOTS different experts."""
+    """The experts of one token. NaN counts as the largest value, so that each row gets SLOTS different experts."""
     token = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, WIDTH)
     x = load_floats(logits_ptr + token * stride + experts, experts < EXPERTS)
     x = tl.where(experts < EXPERTS, x, float("-inf"))
-    exponentials = tl.exp(x - tl.max(x, 0))
-    shares = tl.div_rn(exponentials, tl.sum(exponentials, 0) + tl.zeros_like(exponentials))
-    # integers in the order of the floats: bits of negative floats are inverted; ties are won by the first expert
-    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
-    bits = tl.where(x != x, 0x7FFFFFFF, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
-    keys = (bits.to(tl.int64) << 32) | (WIDTH - 1 - experts)
+    if SIGMOID:
+        shares = sigmoid(x)
+        values = shares
+    else:
+        exponentials = tl.exp(x - tl.max(x, 0))
+        shares = tl.div_rn(exponentials, tl.sum(exponentials, 0) + tl.zeros_like(exponentials))
+        values = x  # in the order of shares
+    if bias_ptr is not None:
+        values = shares + load_floats(bias_ptr + experts, experts < EXPERTS)
+    elif GROUPS > 1:
+        values = shares
+    if GROUPS > 1:
+        values = tl.where(_in_top_groups(values, experts, EXPERTS, GROUPS, TOP_GROUPS), values, float("-inf"))
+    keys = (_ordered(values).to(tl.int64) << 32) | (WIDTH - 1 - experts)  # ties are won by the first expert
     keys = tl.where(experts < EXPERTS, keys, _LEAST)
     slots = tl.arange(0, PLACES)
     ids = tl.zeros_like(slots)
@@ -65,21 +105,22 @@ def _topk_softmax(
         weights = tl.where(slots == slot, tl.sum(tl.where(best, shares, 0.0), 0), weights)
         keys = tl.where(best, _LEAST, keys)
     if NORMALISE:
-        weights = tl.div_rn(weights, tl.sum(weights, 0) + tl.zeros_like(weights))
+        weights = tl.div_rn(weights, tl.sum(weights, 0) + 1e-20 + tl.zeros_like(weights))
     at = token * SLOTS + slots
     tl.store(ids_ptr + at, ids.to(tl.int64), mask=slots < SLOTS)
-    tl.store(weights_ptr + at, weights, mask=slots < SLOTS)
+    tl.store(weights_ptr + at, weights * scale, mask=slots < SLOTS)
 
 
-def route(logits: Tensor, k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
-    """The k experts of each token with the largest logits, and their weights: see Kernels. The first wins ties."""
+def route(logits: Tensor, k: int, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The k experts of each token and their weights: see Kernels. The first wins ties."""
     num_tokens, num_experts = logits.shape
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     ids = torch.empty((num_tokens, k), dtype=torch.int64, device=logits.device)
     weights = torch.empty((num_tokens, k), dtype=torch.float32, device=logits.device)
     if num_tokens:
-        _topk_softmax[(num_tokens,)](
+        _select_experts[(num_tokens,)](
             logits,
+            bias,
             ids,
             weights,
             logits.stride(0),
@@ -87,7 +128,11 @@ def route(logits: Tensor, k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
             WIDTH=pow2(num_experts),
             SLOTS=k,
             PLACES=pow2(k),
-            NORMALISE=normalise,
+            scale=float(routing.scale),
+            NORMALISE=routing.normalise,
+            SIGMOID=routing.score == "sigmoid",
+            GROUPS=routing.num_groups,
+            TOP_GROUPS=routing.top_groups,
             num_warps=1,
         )
     return ids, weights

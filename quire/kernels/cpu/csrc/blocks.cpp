@@ -422,6 +422,21 @@ static void rotary_write_to(const Arg* a, const Team& team) {
 }
 
 template <class T>
+static void rotate_of(const Arg* a, const Team& team) {
+  rotate_heads((const T*)a[0].data, a[8].integer, (T*)a[3].data, (const float*)a[1].data, (const float*)a[2].data,
+               a[9].integer, a[5].integer, a[6].integer, a[7].integer, team);
+}
+
+// x, cos, sin, out, dtype, num_tokens, heads, head_dim, token stride of x, rotary_dim / 2
+// out, which is contiguous: the rotated x.
+void rotate(const Arg* a, const Team& team) {
+  if (a[4].integer)
+    rotate_of<bf16>(a, team);
+  else
+    rotate_of<float>(a, team);
+}
+
+template <class T>
 static void rotary_write_of(const Arg* a, const Team& team) {
   switch ((Stored)a[9].integer) {
     case Stored::float32:
