@@ -61,7 +61,26 @@ def test_bfloat16_from_shards_is_no_further_from_the_truth_than_transformers(tmp
     best = truth.topk(2).values
     wide = best[:, 0] - best[:, 1] > 2 * torch.maximum((rounded - truth).abs().amax(-1), (found - truth).abs().median())
     assert wide.float().mean() > 0.3
-    assert torch.equal(found[wide].argmax(-1), truth[wide].argmax(-1))
+    is_best = found[wide].argmax(-1) == truth[wide].argmax(-1)
+    has_experts = describe(tmp_path).config.experts is not None  # rounding may select another one for a token
+    assert is_best.float().mean() >= (0.95 if has_experts else 1.0)
+
+
+@pytest.mark.parametrize("kind", checkpoints.EVERY)
+def test_attention_matters_in_every_variant(saved, kind):
+    """Otherwise a wrong attention would pass the tests above."""
+    description = describe(saved(kind)[0])
+    config = description.config
+    layers = [
+        replace(layer, score_scaling=replace(layer.score_scaling, scale=1.5 * layer.score_scaling.scale))
+        for layer in config.layers
+    ]
+    steeper = replace(description, config=replace(config, layers=tuple(layers)))
+    prompt = prompt_of(40)
+    usual, moved = (
+        Sequences(one, load(one, dtype="float32"), [40]).logits([(0, 0, prompt)]) for one in (description, steeper)
+    )
+    assert (moved - usual).abs().max() > 0.01 * (usual.max() - usual.min())
 
 
 @pytest.mark.parametrize("kind", ["llama-mqa-biases", "qwen3-tied", "gemma3", "falcon-40b", "qwen2-moe"])

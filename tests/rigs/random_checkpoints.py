@@ -28,8 +28,8 @@ ROPES_BY_KIND = {
 }
 GRANITE = {
     "embedding_multiplier": 12.0,
-    "residual_multiplier": 0.22,
-    "attention_multiplier": 0.1,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.6,
     "logits_scaling": 8.0,
 }
 HALF_SLIDING = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 13}
@@ -412,6 +412,7 @@ EVERY = KINDS | LENGTH_DEPENDENT
 _CONFIGS = {"Gemma3": "Gemma3TextConfig"}
 _MODELS = {"GPT2": "GPT2LMHeadModel"}
 _WITHOUT = {"OPT": ("intermediate_size",), "GPT2": ("intermediate_size",), "Falcon": ("intermediate_size",)}
+_ROUTER_BIASES = ("correction_bias", "expert_bias")  # they select other experts for some tokens
 _ROUTERS = (".gate.weight", ".gate.wg.weight", ".router.layer.weight")
 _RENAMED = {
     "GPT2": {
@@ -456,16 +457,19 @@ def save(
     made.update(config)
     model = getattr(transformers, head(kind))(made).eval()
     with torch.no_grad():
-        for name, bias in model.named_buffers():  # of routers: some move an expert among those of a token
-            if "correction_bias" in name or "expert_bias" in name:
-                bias.copy_(torch.randn_like(bias) * 0.2)
+        for name, bias in model.named_buffers():
+            if name.endswith(_ROUTER_BIASES):
+                bias.normal_()
         for name, parameter in model.named_parameters():
             is_norm = "norm" in name or "ln_" in name
-            if is_norm or parameter.dim() == 1:
+            if name.endswith(_ROUTER_BIASES):
+                parameter.normal_()
+            elif is_norm or parameter.dim() == 1:
                 offset = is_norm and not name.endswith("bias") and not family.startswith("Gemma")
                 parameter.copy_(torch.randn_like(parameter) * 0.3 + offset)
             else:  # attention with large enough scores to find errors, routers with clear decisions
-                parameter.normal_(std=0.5 if name.endswith(_ROUTERS) else 0.08)
+                is_steep = name.endswith(_ROUTERS) or (family == "OPT" and "k_proj" in name)
+                parameter.normal_(std=0.5 if is_steep else 0.08)
     model = model.to(dtype)
     model.save_pretrained(folder, **({} if shard is None else {"max_shard_size": shard}))
     return model
