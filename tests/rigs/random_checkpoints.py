@@ -468,7 +468,9 @@ def save(
                 offset = is_norm and not name.endswith("bias") and not family.startswith("Gemma")
                 parameter.copy_(torch.randn_like(parameter) * 0.3 + offset)
             else:  # attention with large enough scores to find errors, routers with clear decisions
-                is_steep = name.endswith(_ROUTERS) or (family == "OPT" and "k_proj" in name)
+                is_steep = name.endswith(_ROUTERS) or (
+                    family == "OPT" and name.endswith(("q_proj.weight", "k_proj.weight"))
+                )
                 parameter.normal_(std=0.5 if is_steep else 0.08)
     model = model.to(dtype)
     model.save_pretrained(folder, **({} if shard is None else {"max_shard_size": shard}))
