@@ -414,6 +414,7 @@ _MODELS = {"GPT2": "GPT2LMHeadModel"}
 _WITHOUT = {"OPT": ("intermediate_size",), "GPT2": ("intermediate_size",), "Falcon": ("intermediate_size",)}
 _ROUTER_BIASES = ("correction_bias", "expert_bias")  # they select other experts for some tokens
 _ROUTERS = (".gate.weight", ".gate.wg.weight", ".router.layer.weight")
+_STEEP = {"OPT": ("q_proj.weight", "k_proj.weight")}  # whose norms come after attention
 _RENAMED = {
     "GPT2": {
         "hidden_size": "n_embd",
