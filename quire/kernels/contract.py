@@ -425,8 +425,8 @@ class Kernels(Protocol):
     def multiply_add(self, x: Tensor, factors: Tensor | float, addend: Tensor | None = None) -> Tensor:
         """x * factors + addend in float32, rounded once to x's type.
 
-        x and addend (num_rows, n * size). factors: a number, or (num_rows, n) of any float type: each is that of `size`
-        numbers that follow each other.
+        x and addend (num_rows, n * size). factors: a number, or (num_rows, n) or (1, n), the same for all rows, in x's
+        type or float32: each is that of `size` numbers that follow each other.
         """
 
     def widen(self, x: Tensor) -> Tensor:
@@ -460,11 +460,13 @@ class Kernels(Protocol):
     def embed(self, ids: Tensor, weight: Weight, scale: float = 1.0) -> Tensor:
         """Rows of weight (num_rows, size) for ids int64 (num_tokens,), times `scale`."""
 
-    def route(self, logits: Tensor, k: int, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def route(
+        self, logits: Tensor, k: int, routing: Routing, bias: Tensor | None = None, scales: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The k experts of each token by its logits (num_tokens, num_experts), and their weights: see Routing.
 
-        bias: float32 (num_experts,). Returns ids int64 and weights float32 (num_tokens, k), the first selected first.
-        The order of ties is undefined.
+        bias and scales: float32 (num_experts,); scales are factors of the experts' weights. Returns ids int64 and
+        weights float32 (num_tokens, k), the first selected first. The order of ties is undefined.
         """
 
     def experts(self, x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, activation: str) -> Tensor:

@@ -1,6 +1,6 @@
 """Mixture of experts in place of an MLP: a router selects a few gated MLPs per token (Shazeer et al., 2017)."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ from quire.kernels.contract import Kernels, Routing, Scheme, Weight
 from quire.layers.context import ForwardContext
 from quire.layers.linear import Linear, allocate_weight
 from quire.layers.mlp import MLP
+from quire.layers.norm import Norm, RMSNorm
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class ExpertsConfig:
     shared_size: int = 0  # intermediate size of an expert for all tokens; 0: none
     num_shared: int = 1  # of these experts, which are one MLP
     has_shared_gate: bool = True  # whether a gate weights the shared expert
+    is_beside_mlp: bool = False  # whether they are added to an MLP: see MLPAndExperts
 
     @property
     def shared_intermediate_size(self) -> int:
@@ -43,6 +45,7 @@ class Experts(nn.Module):
         router_dtype = torch.float32 if config.is_router_float32 else dtype
         self.router = Linear(hidden, num_experts, bias=False, dtype=router_dtype)
         self.router_bias = nn.Parameter(torch.empty(num_experts)) if config.has_router_bias else None
+        self.scales = nn.Parameter(torch.empty(num_experts)) if config.is_beside_mlp else None
         gates_and_gated = torch.empty(num_experts, 2 * inner, hidden, dtype=dtype)  # gates first, as in MLP
         self.up: Weight = nn.Parameter(gates_and_gated)
         self.down: Weight = nn.Parameter(torch.empty(num_experts, hidden, inner, dtype=dtype))
@@ -61,13 +64,42 @@ class Experts(nn.Module):
             if self.shared_gate is not None:
                 self.shared_gate.use_kernel_layout(kernels)
 
-    def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """x (num_tokens, hidden_size) -> the same shape."""
+    def __call__(self, x: Tensor, context: ForwardContext, routed: Tensor | None = None) -> Tensor:
+        """x (num_tokens, hidden_size) -> the same shape. routed: input of the router; None: x."""
         config, kernels = self.config, context.kernels
-        logits = self.router(kernels.widen(x) if config.is_router_float32 else x, context)
-        ids, weights = kernels.route(logits, config.per_token, config.routing, self.router_bias)
+        routed = x if routed is None else routed
+        logits = self.router(kernels.widen(routed) if config.is_router_float32 else routed, context)
+        ids, weights = kernels.route(logits, config.per_token, config.routing, self.router_bias, self.scales)
         out = kernels.experts(x, ids, weights, self.up, self.down, self.activation)
         if self.shared is None:
             return out
         share = 1.0 if self.shared_gate is None else kernels.activate(self.shared_gate(x, context), "sigmoid")
         return kernels.multiply_add(self.shared(x, context), share, out)
+
+
+class MLPAndExperts(nn.Module):
+    """Gemma 4's sum of an MLP and experts. Each has a norm of its output; the experts have norms of their inputs."""
+
+    def __init__(
+        self, mlp: MLP, experts: Experts, hidden: int, norm: Callable[[], Norm], *, eps: float, dtype: torch.dtype
+    ) -> None:
+        """norm: makes a norm over `hidden` numbers, with a weight."""
+        super().__init__()
+        self.mlp = mlp
+        self.experts = experts
+        self.mlp_out_norm, self.experts_norm, self.experts_out_norm = norm(), norm(), norm()
+        self.router_norm = RMSNorm(hidden, eps, dtype)
+        self.router_scale = hidden**-0.5
+
+    def use_kernel_layout(self, kernels: Kernels, schemes: Mapping[str, Scheme], prefix: str) -> None:
+        """Replace the weights, before they are loaded, by weights in the layout of `kernels`: see MLP."""
+        self.mlp.use_kernel_layout(kernels, schemes, f"{prefix}mlp.")
+        self.experts.use_kernel_layout(kernels, schemes, f"{prefix}experts.")
+
+    def __call__(self, x: Tensor, context: ForwardContext, residual: Tensor) -> Tensor:
+        """x and residual (num_tokens, hidden_size) -> the same shape. x: normalised residual, input of the MLP."""
+        kernels = context.kernels
+        routed = kernels.multiply_add(self.router_norm(residual, context), self.router_scale)
+        chosen = self.experts(self.experts_norm(residual, context), context, routed)
+        dense = self.mlp_out_norm(self.mlp(x, context), context)
+        return kernels.multiply_add(dense, 1.0, self.experts_out_norm(chosen, context))

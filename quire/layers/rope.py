@@ -42,6 +42,7 @@ class Rope:
     factor: float = 1.0  # linear scaling: divisor of all frequencies
     divisors: tuple[float, ...] = ()  # LongRoPE: divisor of each pair's frequency
     magnitude: float = 1.0  # factor of cosines and sines
+    num_pairs: int = 0  # the first pairs, which alone are rotated; 0: all
 
     def frequencies(self) -> Tensor:
         """Radians per position, float32 (dim / 2,). Rounding is that of transformers."""
@@ -54,6 +55,8 @@ class Rope:
         frequencies = 1.0 / waves
         if isinstance(self.scaling, Llama3Scaling):
             return _llama3(frequencies, self.scaling)
+        if self.num_pairs:
+            frequencies[self.num_pairs :] = 0
         return frequencies / self.factor
 
 

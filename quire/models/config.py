@@ -1,12 +1,11 @@
 """Configuration of the shared decoder. Families define it (`family.py`)."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from quire.core.kv_groups import kv_kind
+from quire.core.kv_groups import StoredKind
 from quire.layers.attend import ScoreScaling
 from quire.layers.attention import AttentionConfig, Gate, QKNorm
 from quire.layers.experts import ExpertsConfig
@@ -40,6 +39,8 @@ class LayerConfig:
     """Configuration that may differ between layers."""
 
     mixer: AttentionConfig
+    kv_layer: int  # number of the KV layer to which it attends, of those that layers with own KV are
+    intermediate_size: int  # of its MLP
     rope: int | None  # index into the decoder's ropes; None: no rotary embedding
     score_scaling: ScoreScaling
     has_experts: bool  # whether it has experts instead of an MLP
@@ -70,6 +71,7 @@ class DecoderConfig:
     qk_norm_bias: bool = False
     qk_norm_first: bool = True  # whether queries and keys are normalised before they are rotated, not after
     attention_gate: Gate = ""
+    v_norm: bool = False  # whether each head of values is normalised, without a weight
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -82,6 +84,9 @@ class DecoderConfig:
     residual_scale: float = 1.0  # factor of a branch's output before it is added
     logit_scale: float = 1.0
     logit_softcap: float = 0.0  # l becomes softcap * tanh(l / softcap); 0: none
+    layer_input_size: int = 0  # numbers of a token's own embedding for each layer; 0: no such embeddings
+    layer_input_rows: int = 0  # of their table
+    has_layer_scale: bool = False  # whether a factor multiplies the residual stream behind each layer
     num_classes: int = 0  # of the classification head; 0: a language model
 
     layers: tuple[LayerConfig, ...] = ()
@@ -93,11 +98,16 @@ class DecoderConfig:
         """Names of the norms of a layer."""
         return _NORMS[self.order]
 
-    def attention(self, window: int, num_heads: int) -> AttentionConfig:
-        """The attention block of a layer with this window (0: none) and this number of query heads."""
+    def attention(
+        self, num_heads: int, kv: StoredKind, *, values_are_keys: bool = False, has_own_kv: bool = True
+    ) -> AttentionConfig:
+        """The attention block of a layer with this number of query heads and this kind of KV."""
         return AttentionConfig(
             num_heads=num_heads,
-            kv=kv_kind(self.num_kv_heads, self.head_dim, window),
+            kv=kv,
+            v_norm=self.v_norm,
+            values_are_keys=values_are_keys,
+            has_own_kv=has_own_kv,
             qkv_bias=self.qkv_bias,
             o_bias=self.o_bias,
             qk_norm=self.qk_norm,
@@ -112,16 +122,12 @@ class DecoderConfig:
     def activations_per_token(self) -> int:
         """The most activation numbers that one token needs at the same time within a layer."""
         experts = self.experts
-        widest, hidden = self.intermediate_size, 4 * self.hidden_size
+        widest, hidden = max(layer.intermediate_size for layer in self.layers), 4 * self.hidden_size
+        hidden += 3 * self.num_layers * self.layer_input_size
         if experts is not None:
             widest = max(widest, experts.per_token * experts.intermediate_size + experts.shared_intermediate_size)
             hidden += 2 * experts.per_token * self.hidden_size  # a row of x and a result for each expert
         return hidden + 3 * widest + 3 * max(layer.mixer.num_heads * layer.mixer.head_dim for layer in self.layers)
-
-    @property
-    def default_scale(self) -> float:
-        """Scale of attention scores in families without another rule."""
-        return 1 / math.sqrt(self.head_dim)
 
 
 # order of rows in a fused query, key and value projection; "plain": all queries, all keys, all values; "grouped": per
@@ -155,11 +161,20 @@ class TensorNames:
     qkv_rows: QKVRows = "plain"
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
+    v_norm: str = "self_attn.v_norm"  # a constant in some files
     attention_gate: str = "self_attn.gate_proj"
     o: str = "self_attn.o_proj"
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")  # or one name, fused or of an MLP without a gate
     down: str = "mlp.down_proj"
     xielu: tuple[str, str, str, str] = ("mlp.act_fn.alpha_p", "mlp.act_fn.alpha_n", "mlp.act_fn.beta", "mlp.act_fn.eps")
+
+    layer_inputs: str = "embed_tokens_per_layer"
+    layer_input_projection: str = "per_layer_model_projection"
+    layer_input_norm: str = "per_layer_projection_norm"
+    layer_input_gate: str = "per_layer_input_gate"
+    layer_input_out: str = "per_layer_projection"
+    layer_input_out_norm: str = "post_per_layer_input_norm"
+    layer_scale: str = "layer_scalar"
 
     router: str = "mlp.gate"
     router_bias: str = "mlp.gate.e_score_correction_bias"
@@ -170,6 +185,13 @@ class TensorNames:
     stacked_up: str = "mlp.experts.gate_up_proj"  # of all experts (expert, gate and up, hidden), where a file has it
     stacked_down: str = "mlp.experts.down_proj"
     is_stacked: bool = False  # whether the file has these two in place of tensors of each expert
+    router_norm: str = "router.scale"  # these five: of experts beside an MLP
+    expert_scales: str = "router.per_expert_scale"
+    beside_norms: tuple[str, str, str] = (
+        "post_feedforward_layernorm_1",
+        "pre_feedforward_layernorm_2",
+        "post_feedforward_layernorm_2",
+    )
     shared: str = "mlp.shared_expert."
     shared_up: tuple[str, ...] = ("gate_proj", "up_proj")  # or one name, fused
     shared_down: str = "down_proj"

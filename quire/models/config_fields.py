@@ -74,6 +74,11 @@ def strings(*names: str) -> Any:  # noqa: ANN401
     return ConfigField(names, tuple, [])
 
 
+def mapping(name: str) -> Any:  # noqa: ANN401
+    """An object; empty if it is missing."""
+    return ConfigField((name,), dict, {})
+
+
 def names_read(value: object) -> frozenset[str]:
     """The names of all fields to which a value with ConfigFields refers, also within dataclasses and value maps."""
     if isinstance(value, ConfigField):

@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
+from quire.core.kv_groups import StoredKind, kv_kind
 from quire.layers.attend import ScoreScaling
 from quire.layers.experts import ExpertsConfig
 from quire.layers.rope import Rope
 from quire.models.config import DecoderConfig, LayerConfig
 from quire.models.config_fields import Fields, names_read
-from quire.models.family import MAX_PARTS, Family, SparseRule, WindowRule
-from quire.models.rope_config import ContextLengths, RopeRule, Ropes, read_ropes
+from quire.models.family import MAX_PARTS, Family, FullRule, SharingRule, SparseRule, WindowRule
+from quire.models.rope_config import ContextLengths, HeadDims, RopeRule, Ropes, read_ropes
 
 _MOST_HEAD_DIM = 1024
 
@@ -67,12 +68,18 @@ def decoder_config(family: Family, fields: Fields, longest: int | None) -> Decod
     if family.rope is None:
         if fields.values.get("rope_scaling") or fields.values.get("rope_parameters"):
             raise fields.error("rope_scaling is not supported for this architecture, which has no rotary embedding")
-        return replace(config, layers=_layers(config, family, fields, windows, ropes=None))
-    ropes = read_ropes(fields, family.rope, config.head_dim, ContextLengths(config.max_positions, longest))
+        kinds = _kv_kinds(config, family.full, fields, windows)
+        return replace(config, layers=_layers(config, family, fields, kinds, ropes=None))
+    kinds = _kv_kinds(config, family.full, fields, windows)
+    head_dims = [{kind.head_dim for kind in kinds if bool(kind.span) == is_window} for is_window in (False, True)]
+    if any(len(dims) > 1 for dims in head_dims):
+        raise fields.error("per_layer_config must have one head_dim for all full layers, and one for all window layers")
+    dims = HeadDims(*(max(dims, default=config.head_dim) for dims in head_dims))
+    ropes = read_ropes(fields, family.rope, dims, ContextLengths(config.max_positions, longest))
     return replace(
         config,
         max_positions=ropes.max_positions,
-        layers=_layers(config, family, fields, windows, ropes),
+        layers=_layers(config, family, fields, kinds, ropes),
         ropes=_distinct_ropes(ropes),
         query_scaling=ropes.query_scaling,
     )
@@ -143,24 +150,62 @@ def _sliding_layers(fields: Fields, kinds: list[object], num_layers: int) -> lis
     return [kind == "sliding_attention" for kind in kinds]
 
 
+def _kv_kinds(
+    config: DecoderConfig, rule: FullRule, fields: Fields, windows: tuple[int, ...]
+) -> tuple[StoredKind, ...]:
+    """The kind of KV of each layer."""
+    own = {"head_dim": rule.head_dim, "num_key_value_heads": rule.num_kv_heads if rule.values_are_keys else 0}
+    full = Fields({name: value for name, value in own.items() if value}, fields.path)
+    kinds = []
+    for layer, window in enumerate(windows):
+        of_layer = full if not window else Fields({}, fields.path)
+        if rule.layers:
+            of_layer = Fields(rule.layers, fields.path).within(str(layer))
+            if unknown := of_layer.values.keys() - own.keys():
+                raise fields.error(f"per_layer_config of layer {layer} has {min(unknown)}, which is not supported")
+        head_dim = of_layer.integer("head_dim", default=config.head_dim, most=_MOST_HEAD_DIM)
+        kv_heads = of_layer.integer("num_key_value_heads", default=config.num_kv_heads)
+        if config.num_heads % kv_heads:
+            raise fields.error(f"the KV heads of layer {layer} ({kv_heads}) do not divide {config.num_heads} heads")
+        kinds.append(kv_kind(kv_heads, head_dim, window))
+    return tuple(kinds)
+
+
 def _layers(
-    config: DecoderConfig, family: Family, fields: Fields, windows: tuple[int, ...], ropes: Ropes | None
+    config: DecoderConfig, family: Family, fields: Fields, kinds: tuple[StoredKind, ...], ropes: Ropes | None
 ) -> tuple[LayerConfig, ...]:
-    num_layers = config.num_layers
+    num_layers, windows = config.num_layers, tuple(kind.span for kind in kinds)
     rotated = (
         [False] * num_layers if family.rope is None else _rotated_layers(fields, family.rope, family.windows, windows)
     )
     sparse = [False] * num_layers if config.experts is None else _sparse_layers(fields, family.sparse, num_layers)
     heads = _query_heads(config, fields, family.heads_of_layers)
+    sources = _kv_sources(kinds, family.sharing, fields)
     layers = []
-    for index, window in enumerate(windows):
-        scale = (family.scale or config.default_scale) / (index + 1 if family.scale_by_layer else 1)
+    for index, (kind, source) in enumerate(zip(kinds, sources, strict=True)):
+        scale = (family.scale or 1 / math.sqrt(kind.head_dim)) / (index + 1 if family.scale_by_layer else 1)
         rope = None
         if ropes is not None and rotated[index]:
-            rope = _distinct_ropes(ropes).index(ropes.window if window else ropes.full)
+            rope = _distinct_ropes(ropes).index(ropes.window if kind.span else ropes.full)
+        is_own = source == index
+        values_are_keys = is_own and family.full.values_are_keys and not kind.span
+        mixer = config.attention(heads[index], kind, values_are_keys=values_are_keys, has_own_kv=is_own)
+        factor = 1 if is_own else family.sharing.mlp_factor
         scaling = ScoreScaling(scale, family.softcap)
-        layers.append(LayerConfig(config.attention(window, heads[index]), rope, scaling, sparse[index]))
+        layers.append(LayerConfig(mixer, source, factor * config.intermediate_size, rope, scaling, sparse[index]))
     return tuple(layers)
+
+
+def _kv_sources(kinds: tuple[StoredKind, ...], rule: SharingRule, fields: Fields) -> list[int]:
+    """The KV layer of each layer: its own number, or, in the last layers, that of the last layer of its kind before."""
+    first = len(kinds) - rule.num_layers
+    own = kinds[: max(0, first)]
+    if missing := [kind for kind in kinds if kind not in own]:
+        raise fields.error(
+            f"num_kv_shared_layers = {rule.num_layers} leaves no layer of {len(kinds)} with the KV of the layers with "
+            f"{missing[0]} attention"
+        )
+    return [index if index < first else first - 1 - own[::-1].index(kind) for index, kind in enumerate(kinds)]
 
 
 def _query_heads(config: DecoderConfig, fields: Fields, listed: tuple[int, ...]) -> tuple[int, ...]:

@@ -40,6 +40,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "GemmaForCausalLM": llama_like.GEMMA,
         "Gemma2ForCausalLM": llama_like.GEMMA2,
         "Gemma3ForCausalLM": llama_like.GEMMA3,
+        "Gemma4ForCausalLM": mixtures.GEMMA4,
         "Phi3ForCausalLM": llama_like.PHI3,
         "Olmo2ForCausalLM": llama_like.OLMO2,
         "GraniteForCausalLM": llama_like.GRANITE,
@@ -106,6 +107,7 @@ MODEL_TYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "GemmaForCausalLM": ("gemma",),
         "Gemma2ForCausalLM": ("gemma2",),
         "Gemma3ForCausalLM": ("gemma3_text",),
+        "Gemma4ForCausalLM": ("gemma4_text",),
         "Phi3ForCausalLM": ("phi3",),
         "Olmo2ForCausalLM": ("olmo2",),
         "GraniteForCausalLM": ("granite",),
@@ -252,7 +254,7 @@ class ModelDescription:
     @property
     def kv_layers(self) -> tuple[StoredKind, ...]:
         """See Description."""
-        return tuple(layer.mixer.kv for layer in self.config.layers)
+        return tuple(layer.mixer.kv for layer in self.config.layers if layer.mixer.has_own_kv)
 
     @property
     def num_parameters(self) -> int:
@@ -293,7 +295,13 @@ class ModelDescription:
         """Whether a tensor without a Placement can be ignored, because it is derived from others."""
         names, first = self.names, self.config.num_layers
         extra = tuple(names.prefix + names.layer.format(first + index) for index in range(names.extra_layers))
-        if name.startswith((*extra, *names.ignored_prefixes)) or name.endswith(names.ignored_suffixes):
+        unused = tuple(  # keys and values of layers that attend to those of another layer
+            f"{names.prefix}{names.layer.format(index)}{source}."
+            for index, layer in enumerate(self.config.layers)
+            if not layer.mixer.has_own_kv
+            for source in (*names.qkv[1:], names.k_norm, names.v_norm)
+        )
+        if name.startswith((*extra, *unused, *names.ignored_prefixes)) or name.endswith(names.ignored_suffixes):
             return True
         return self.config.tied and name == f"{names.head}.weight"
 

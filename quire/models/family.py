@@ -4,7 +4,7 @@ Values from config.json are ConfigFields (`config_fields.py`). `config.py` descr
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -35,6 +35,26 @@ class SparseRule:
     kinds: tuple[str, ...] = ()  # "dense" or "sparse" of each layer, in place of the other fields; empty: by these
 
 
+@dataclass(frozen=True, slots=True)
+class FullRule:
+    """How layers without a window differ from the others. A zero: not at all."""
+
+    head_dim: int = 0
+    num_kv_heads: int = 0  # where values are keys
+    values_are_keys: bool = False  # whether values are the keys before their norm
+    layers: Mapping[str, object] = field(
+        default_factory=dict
+    )  # head_dim and num_key_value_heads by layer, in place of these
+
+
+@dataclass(frozen=True, slots=True)
+class SharingRule:
+    """Layers that attend to the KV of the last layer of their kind that has its own."""
+
+    num_layers: int = 0  # the last of all
+    mlp_factor: int = 1  # of their intermediate size
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """An architecture. `config` has no layers and ropes; they are derived from the rules in the other fields."""
@@ -44,6 +64,8 @@ class Family:
     rope: RopeRule | None  # None: no rotary embedding
     windows: WindowRule
     sparse: SparseRule = SparseRule()
+    full: FullRule = FullRule()
+    sharing: SharingRule = SharingRule()
     heads_of_layers: tuple[int, ...] = ()  # query heads of each layer; empty: all have `config.num_heads`
     scale: float = 0.0  # of attention scores; 0: 1 / sqrt(head_dim)
     scale_by_layer: bool = False  # whether the scale is divided by the layer's number, from 1

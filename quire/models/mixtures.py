@@ -6,9 +6,9 @@ from types import MappingProxyType
 from quire.kernels.contract import Routing
 from quire.layers.experts import ExpertsConfig
 from quire.models.config import TensorNames
-from quire.models.config_fields import choice, flag, integer, integers, number, strings
-from quire.models.family import LLAMA, MAX_PARTS, WINDOW, SparseRule, WindowRule, like
-from quire.models.llama_like import ERNIE4_5, GRANITE, HUNYUAN, QWEN2, QWEN3
+from quire.models.config_fields import choice, flag, integer, integers, mapping, number, strings
+from quire.models.family import LLAMA, MAX_PARTS, WINDOW, FullRule, SharingRule, SparseRule, WindowRule, like
+from quire.models.llama_like import ERNIE4_5, GEMMA3, GRANITE, HUNYUAN, QWEN2, QWEN3
 from quire.models.rope_config import RopeRule
 
 MIXTRAL = like(
@@ -344,5 +344,55 @@ LAGUNA = like(
         has_router_bias=True,
         shared_size=integer("shared_expert_intermediate_size", default=512, least=0),
         has_shared_gate=False,
+    ),
+)
+
+_GEMMA4_ROPES = MappingProxyType(
+    {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+)
+GEMMA4 = like(
+    GEMMA3,
+    rules={
+        "names": replace(
+            GEMMA3.names,
+            router="router.proj",
+            stacked_up="experts.gate_up_proj",
+            stacked_down="experts.down_proj",
+            is_stacked=True,
+        ),
+        "scale": 1.0,
+        "rope": RopeRule(theta=1e6, local_theta=1e4, allows_partial=True, missing=_GEMMA4_ROPES),
+        "windows": WindowRule("pattern", integer("sliding_window", default=512, least=0), pattern=6),
+        "full": FullRule(
+            head_dim=integer("global_head_dim", default=512),
+            num_kv_heads=integer("num_global_key_value_heads", default=0),
+            values_are_keys=flag("attention_k_eq_v"),
+            layers=mapping("per_layer_config"),
+        ),
+        "sharing": SharingRule(
+            num_layers=integer("num_kv_shared_layers", default=0, least=0),
+            mlp_factor=flag("use_double_wide_mlp", value_map={True: 2, False: 1}),
+        ),
+    },
+    norm="rms",
+    v_norm=True,
+    layer_input_size=integer("hidden_size_per_layer_input", default=256, null=0, least=0),
+    layer_input_rows=integer("vocab_size_per_layer_input", default=262144),
+    has_layer_scale=True,
+    experts=flag(
+        "enable_moe_block",
+        value_map={
+            True: ExpertsConfig(
+                num_experts=integer("num_experts", most=MAX_PARTS),
+                per_token=integer("top_k_experts"),
+                intermediate_size=integer("moe_intermediate_size"),
+                routing=Routing(normalise=True),
+                is_beside_mlp=True,
+            ),
+            False: None,
+        },
     ),
 )

@@ -71,7 +71,14 @@ class Ropes(NamedTuple):
     query_scaling: QueryScaling | None = None
 
 
-def read_ropes(fields: Fields, rule: RopeRule, head_dim: int, context: ContextLengths) -> Ropes:
+class HeadDims(NamedTuple):
+    """Numbers of a head of queries and keys."""
+
+    full: int  # in full-attention layers
+    window: int  # in window layers
+
+
+def read_ropes(fields: Fields, rule: RopeRule, head_dims: HeadDims, context: ContextLengths) -> Ropes:
     """The rotary embeddings of all layers. Raises ModelError with what is wrong or not supported."""
     new, old = fields.within("rope_parameters"), fields.within("rope_scaling")
     if not new.values and not old.values:
@@ -84,11 +91,11 @@ def read_ropes(fields: Fields, rule: RopeRule, head_dim: int, context: ContextLe
         _refuse_others(new, ("full_attention", "sliding_attention"), "rope_parameters by kind of layer")
     if rule.local_theta:
         both = Fields({**new.within("full_attention").values, **old.values}, fields.path)
-        full = _read(both, fields, rule.theta, rule, head_dim, context)
-        local = _read(new.within("sliding_attention"), fields, rule.local_theta, rule, head_dim, context)
+        full = _read(both, fields, rule.theta, rule, head_dims.full, context)
+        local = _read(new.within("sliding_attention"), fields, rule.local_theta, rule, head_dims.window, context)
         return Ropes(full.rope, local.rope, context.trained)  # its max_position_embeddings includes the scaling
     one = old if old.values else new
-    full = _read(one, fields, rule.theta, rule, head_dim, context)
+    full = _read(one, fields, rule.theta, rule, head_dims.full, context)
     scaling = None
     if "llama_4_scaling_beta" in one.values:
         original = one.integer("original_max_position_embeddings", default=context.trained)
@@ -120,7 +127,8 @@ def _read(
     original = rule.original_max_positions or original
     scaling = ROPE_TYPES[kind]
     _refuse_others(found, (*COMMON_KEYS, *scaling.keys, *rule.keys, *WITHOUT_EFFECT), f"rope_type {kind!r}")
-    stretched = scaling.read(found, Rope(dim, theta), original, context)
+    rope = Rope(head_dim, theta, num_pairs=dim // 2) if kind == "proportional" else Rope(dim, theta)
+    stretched = scaling.read(found, rope, original, context)
     if not 1 <= stretched.max_positions <= _MOST_POSITIONS:
         raise fields.error(
             f"{kind} rotations must cover 1 to {_MOST_POSITIONS} positions, not {stretched.max_positions}"
@@ -142,6 +150,12 @@ def _default(found: Fields, rope: Rope, original: int, context: ContextLengths) 
     if (factor := found.number("factor", default=1.0)) != 1:
         raise found.error(f"factor = {factor} has no meaning in rope_type 'default'; name the type of the scaling")
     return ScaledRope(rope, context.trained)
+
+
+def _proportional(found: Fields, rope: Rope, original: int, context: ContextLengths) -> ScaledRope:
+    """The frequencies are those of a rotation of the whole head, whose last pairs are not rotated."""
+    del original
+    return ScaledRope(replace(rope, factor=found.number("factor", default=1.0)), context.trained)
 
 
 def _linear(found: Fields, rope: Rope, original: int, context: ContextLengths) -> ScaledRope:
@@ -227,6 +241,7 @@ ROPE_TYPES: Mapping[str, _Scaling] = MappingProxyType(
     {
         "default": _Scaling(("factor",), _default),
         "linear": _Scaling(("factor",), _linear),
+        "proportional": _Scaling(("factor",), _proportional),
         "dynamic": _Scaling(("factor",), _dynamic),
         "llama3": _Scaling(("factor", "low_freq_factor", "high_freq_factor"), _llama3),
         "yarn": _Scaling(_YARN_KEYS, _yarn),

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from quire.layers.attention import AttentionConfig
-from quire.models.config import DecoderConfig, TensorNames
+from quire.models.config import DecoderConfig, LayerConfig, TensorNames
 from quire.weights.placement import Placement
 
 Placed = Iterator[tuple[str, Placement]]
@@ -26,7 +26,8 @@ def build_weight_map(config: DecoderConfig, names: TensorNames) -> dict[str, Pla
         source, target = names.prefix + names.layer.format(index), f"layers.{index}."
         rotary_dim = 0 if layer.rope is None else config.ropes[layer.rope].dim
         blocks = [*_norms(config, names), *_attention(config, layer.mixer, names, rotary_dim)]
-        blocks += _experts(config, names) if layer.has_experts else _mlp(config, names)
+        blocks += _mlp_block(replace(config, intermediate_size=layer.intermediate_size), names, layer)
+        blocks += _layer_input(config, names)
         found |= {source + name: replace(place, parameter=target + place.parameter) for name, place in blocks}
     return found
 
@@ -42,6 +43,11 @@ def _model(config: DecoderConfig, names: TensorNames) -> Placed:
         yield from _linear(names.project_out, "project_out", width, hidden, bias=False).items()
     if config.final_norm:
         yield from _norm(names.norm, "norm", config, (hidden,))
+    if size := config.num_layers * config.layer_input_size:
+        yield f"{names.layer_inputs}.weight", Placement((config.layer_input_rows, size), "layer_inputs.weight")
+        source = names.layer_input_projection
+        yield from _linear(source, "layer_input_projection", size, hidden, bias=False).items()
+        yield from _norm(names.layer_input_norm, "layer_input_norm", config, (config.layer_input_size,))
 
 
 def _linear(source: str, target: str, rows: int, columns: int, *, bias: bool) -> dict[str, Placement]:
@@ -65,7 +71,10 @@ def _norms(config: DecoderConfig, names: TensorNames) -> Placed:
 
 def _attention(config: DecoderConfig, mixer: AttentionConfig, names: TensorNames, rotary_dim: int) -> Placed:
     q_size, kv_size = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
-    rows = (q_size, kv_size, kv_size) if len(names.qkv) == 3 else (q_size + 2 * kv_size,)
+    rows = (q_size, *(kv_size,) * mixer.num_projections)
+    sources = names.qkv[: len(rows)]
+    if len(names.qkv) == 1:
+        rows = (sum(rows),)
     orders: tuple[tuple[int, ...], ...] = ((), (), ())
     if names.interleaved:
         orders = (
@@ -75,7 +84,7 @@ def _attention(config: DecoderConfig, mixer: AttentionConfig, names: TensorNames
         )
     if names.qkv_rows == "grouped":
         orders = (_ungrouped_rows(mixer),)
-    yield from _stacked(names.qkv, "attention.qkv", rows, config.hidden_size, names, bias=mixer.qkv_bias, orders=orders)
+    yield from _stacked(sources, "attention.qkv", rows, config.hidden_size, names, bias=mixer.qkv_bias, orders=orders)
     yield from _stacked((names.o,), "attention.o", (config.hidden_size,), q_size, names, bias=mixer.o_bias)
     if mixer.gate:
         yield from _linear(
@@ -84,6 +93,7 @@ def _attention(config: DecoderConfig, mixer: AttentionConfig, names: TensorNames
     if mixer.qk_norm != "none":
         config = replace(config, norm_bias=mixer.qk_norm_bias)
         yield from _qk_norm(names.q_norm, "attention.q_norm", config, mixer, mixer.num_heads, orders[0])
+    if mixer.qk_norm != "none" and mixer.has_own_kv:
         yield from _qk_norm(names.k_norm, "attention.k_norm", config, mixer, mixer.num_kv_heads, orders[1])
 
 
@@ -124,6 +134,34 @@ def _qk_norm(
         yield name, replace(place, row_order=order)
 
 
+def _layer_input(config: DecoderConfig, names: TensorNames) -> Placed:
+    hidden, size = config.hidden_size, config.layer_input_size
+    if size:
+        yield from _linear(names.layer_input_gate, "input.gate", size, hidden, bias=False).items()
+        yield from _linear(names.layer_input_out, "input.out", hidden, size, bias=False).items()
+        yield from _norm(names.layer_input_out_norm, "input.norm", config, (hidden,))
+    if config.has_layer_scale:
+        yield names.layer_scale, Placement((1,), "scale")
+
+
+def _mlp_block(config: DecoderConfig, names: TensorNames, layer: LayerConfig) -> Placed:
+    """The MLP of a layer, its experts, or both."""
+    is_beside = config.experts is not None and config.experts.is_beside_mlp
+    if layer.has_experts and not is_beside:
+        yield from _experts(config, names)
+    elif not layer.has_experts:
+        yield from _mlp(config, names)
+    else:
+        for part, places in (("mlp", _mlp(config, names)), ("experts", _experts(config, names))):
+            for name, place in places:
+                yield name, replace(place, parameter=f"mlp.{part}{place.parameter.removeprefix('mlp')}")
+        yield names.router_norm, Placement((config.hidden_size,), "mlp.router_norm.weight")
+        for source, target in zip(
+            names.beside_norms, ("mlp_out_norm", "experts_norm", "experts_out_norm"), strict=True
+        ):
+            yield from _norm(source, f"mlp.{target}", config, (config.hidden_size,))
+
+
 def _mlp(config: DecoderConfig, names: TensorNames) -> Placed:
     hidden, inner = config.hidden_size, config.intermediate_size
     yield from _stacked(names.up, "mlp.up", _up_rows(config, names.up, inner), hidden, names, bias=config.mlp_bias)
@@ -149,6 +187,8 @@ def _experts(config: DecoderConfig, names: TensorNames) -> Placed:
     if experts.has_router_bias:
         shape = (1,) * (names.router_bias_axes - 1) + (experts.num_experts,)
         yield names.router_bias, Placement(shape, "mlp.router_bias", is_float32=True)
+    if experts.is_beside_mlp:
+        yield names.expert_scales, Placement((experts.num_experts,), "mlp.scales", is_float32=True)
     if names.is_stacked:
         stack = (experts.num_experts, 2 * inner, hidden)
         yield names.stacked_up, Placement(stack, "mlp.up", is_stack=True)

@@ -35,6 +35,13 @@ GRANITE = {
 HALF_SLIDING = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 13}
 NO_WINDOW = {"layer_types": ["full_attention"] * 3, "sliding_window": None}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+GEMMA4 = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 13,
+    "hidden_size_per_layer_input": 0,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+}
 SIGMOID_EXPERTS = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
@@ -381,6 +388,35 @@ KINDS = {
             **EXPERTS,
         },
     ),
+    "gemma4": (
+        "Gemma4",
+        {**GEMMA4, "num_key_value_heads": 2, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    ),
+    "gemma4-moe": (
+        "Gemma4",
+        {
+            **GEMMA4,
+            "num_key_value_heads": 2,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+            "final_logit_softcapping": 20.0,
+        },
+    ),
+    "gemma4-shared-kv": (
+        "Gemma4",
+        {
+            **GEMMA4,
+            "num_key_value_heads": 1,
+            "num_hidden_layers": 6,
+            "layer_types": 2 * HALF_SLIDING["layer_types"][:2] + ["sliding_attention", "full_attention"],
+            "num_kv_shared_layers": 3,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB,
+            "use_double_wide_mlp": True,
+        },
+    ),
     "cohere": ("Cohere", {"num_key_value_heads": 2}),
     "cohere-qk-norm": ("Cohere", {"num_key_value_heads": 2, "use_qk_norm": True, "logit_scale": 0.5}),
 }
@@ -409,7 +445,7 @@ LENGTH_DEPENDENT = {
 
 EVERY = KINDS | LENGTH_DEPENDENT
 
-_CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+_CONFIGS = {"Gemma3": "Gemma3TextConfig", "Gemma4": "Gemma4TextConfig"}
 _MODELS = {"GPT2": "GPT2LMHeadModel"}
 _WITHOUT = {"OPT": ("intermediate_size",), "GPT2": ("intermediate_size",), "Falcon": ("intermediate_size",)}
 _ROUTER_BIASES = ("correction_bias", "expert_bias")  # they select other experts for some tokens
@@ -461,6 +497,8 @@ def save(
         for name, bias in model.named_buffers():
             if name.endswith(_ROUTER_BIASES):
                 bias.normal_()
+            elif name.endswith("layer_scalar"):
+                bias.uniform_(0.5, 1.5)
         for name, parameter in model.named_parameters():
             is_norm = "norm" in name or "ln_" in name
             if name.endswith(_ROUTER_BIASES):

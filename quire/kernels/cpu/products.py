@@ -271,7 +271,9 @@ def _format(scheme: Scheme) -> tuple[int, int, int, int, int]:
     return scheme.bits, scheme.group_size, scales, _GRID_CODES[scheme.grid], scheme.x_group_size
 
 
-def route(logits: Tensor, k: int, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def route(
+    logits: Tensor, k: int, routing: Routing, bias: Tensor | None = None, scales: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The k experts of each token and their weights: see Kernels. Raises ValueError if there are fewer than k."""
     num_tokens, number = logits.shape
     if not 0 < k <= number:
@@ -280,7 +282,7 @@ def route(logits: Tensor, k: int, routing: Routing, bias: Tensor | None = None) 
     ids, weights = empty((num_tokens, k), torch.int64), empty((num_tokens, k), torch.float32)
     sizes = (num_tokens, number, k, logits.stride(0))
     rules = (int(routing.normalise), int(routing.score == "sigmoid"), routing.num_groups, routing.top_groups)
-    _C.route(logits, ids, bias, weights, dtype_code(logits), *sizes, *rules, routing.scale)
+    _C.route(logits, ids, bias, scales, weights, dtype_code(logits), *sizes, *rules, routing.scale)
     return ids, weights
 
 

@@ -106,11 +106,12 @@ def multiply_add(x: Tensor, factors: Tensor | float, addend: Tensor | None = Non
     """x (num_rows, n * size) times factors (num_rows, n), or a number, plus addend."""
     rows = _rows(x, 1)
     parts = factors.shape[-1] if isinstance(factors, Tensor) else 1
-    number, table, kind = 1.0, None, dtype_code(x)
+    number, table, stride, kind = 1.0, None, 0, dtype_code(x)
     if isinstance(factors, Tensor):
         table = factors.contiguous()
         kind += int(table.dtype != x.dtype)
-        if table.shape != (rows.outer, parts) or rows.size % parts or table.dtype not in (x.dtype, torch.float32):
+        stride = parts if len(table) > 1 else 0
+        if len(table) not in (1, rows.outer) or rows.size % parts or table.dtype not in (x.dtype, torch.float32):
             raise ValueError(
                 f"factors {tuple(table.shape)} of {table.dtype} do not match {tuple(x.shape)} of {x.dtype}"
             )
@@ -120,7 +121,7 @@ def multiply_add(x: Tensor, factors: Tensor | float, addend: Tensor | None = Non
         _check_same_shape(x, addend)
         addend = addend.contiguous()
     out = empty(x.shape, x.dtype)
-    sizes = (rows.outer * parts, rows.size // parts, parts, rows.stride)
+    sizes = (rows.outer, parts, rows.size // parts, rows.stride, stride)
     _C.multiply_add(rows.x, table, addend, out, kind, *sizes, number)
     return out
 

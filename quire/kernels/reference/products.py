@@ -39,7 +39,9 @@ def embed(ids: Tensor, weight: Weight, scale: float = 1.0) -> Tensor:
     return rows if scale == 1 else rows * scale
 
 
-def route(logits: Tensor, k: int, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def route(
+    logits: Tensor, k: int, routing: Routing, bias: Tensor | None = None, scales: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The k experts of each token and their weights: see Kernels."""
     wide = logits.float()
     scores = wide.softmax(-1) if routing.score == "softmax" else apply_to_whole_vectors(torch.sigmoid, wide)
@@ -53,7 +55,7 @@ def route(logits: Tensor, k: int, routing: Routing, bias: Tensor | None = None) 
     weights = scores.gather(-1, ids)
     if routing.normalise:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # the scores of sigmoids may all be 0
-    return ids, weights * routing.scale
+    return ids, weights * routing.scale if scales is None else weights * routing.scale * scales[ids]
 
 
 def experts(x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, activation: str) -> Tensor:

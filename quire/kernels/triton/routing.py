@@ -62,7 +62,8 @@ def _in_top_groups(values, experts, EXPERTS: tl.constexpr, GROUPS: tl.constexpr,
 @triton.jit
 def _select_experts(
     logits_ptr,  # (num_tokens, EXPERTS)
-    bias_ptr,  # (EXPERTS,), or None
+    bias_ptr,  # bias and scales: (EXPERTS,), or None
+    scales_ptr,
     ids_ptr,  # ids and weights: (num_tokens, SLOTS)
     weights_ptr,
     stride,  # of rows of logits
@@ -106,12 +107,16 @@ def _select_experts(
         keys = tl.where(best, _LEAST, keys)
     if NORMALISE:
         weights = tl.div_rn(weights, tl.sum(weights, 0) + 1e-20 + tl.zeros_like(weights))
+    if scales_ptr is not None:
+        weights *= load_floats(scales_ptr + ids, slots < SLOTS)
     at = token * SLOTS + slots
     tl.store(ids_ptr + at, ids.to(tl.int64), mask=slots < SLOTS)
     tl.store(weights_ptr + at, weights * scale, mask=slots < SLOTS)
 
 
-def route(logits: Tensor, k: int, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def route(
+    logits: Tensor, k: int, routing: Routing, bias: Tensor | None = None, scales: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The k experts of each token and their weights: see Kernels. The first wins ties."""
     num_tokens, num_experts = logits.shape
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
@@ -121,6 +126,7 @@ def route(logits: Tensor, k: int, routing: Routing, bias: Tensor | None = None) 
         _select_experts[(num_tokens,)](
             logits,
             bias,
+            scales,
             ids,
             weights,
             logits.stride(0),

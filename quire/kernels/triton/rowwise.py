@@ -351,7 +351,7 @@ def xielu(x: Tensor, parameters: Tensor) -> Tensor:
 @triton.jit
 def _multiply_add(
     x_ptr,
-    factors_ptr,  # (rows, PARTS), or None
+    factors_ptr,  # (rows, PARTS), or (1, PARTS) for all rows, or None
     addend_ptr,  # (rows, PARTS * SIZE), or None
     out_ptr,
     factor,  # where there are no factors
@@ -359,6 +359,7 @@ def _multiply_add(
     PARTS: tl.constexpr,
     SIZE: tl.constexpr,
     PIECES: tl.constexpr,  # pieces of a part
+    IS_SHARED: tl.constexpr,  # whether all rows have the same factors
     BLOCK: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
@@ -368,7 +369,7 @@ def _multiply_add(
     inside = columns < SIZE
     y = load_floats(x_ptr + (index // PARTS * stride + index % PARTS * SIZE + columns), inside)
     if factors_ptr is not None:
-        y *= tl.load(factors_ptr + index).to(tl.float32)
+        y *= tl.load(factors_ptr + (index % PARTS if IS_SHARED else index)).to(tl.float32)
     else:
         y *= factor
     if addend_ptr is not None:
@@ -397,6 +398,7 @@ def multiply_add(x: Tensor, factors: Tensor | float, addend: Tensor | None = Non
         PARTS=parts,
         SIZE=size,
         PIECES=pieces,
+        IS_SHARED=table is not None and len(table) == 1,
         BLOCK=block,
         INTERPRET=INTERPRETED,
     )

@@ -13,7 +13,7 @@ struct Router {
   int64_t experts, k, groups, top_groups;
   bool normalise, has_sigmoids;
   float scale;
-  const float* bias;  // or null
+  const float *bias, *scales;  // of experts, or null
 };
 
 // Scores of all experts: sigmoids, or the exponentials of a softmax, whose sum is returned. NaN stays NaN.
@@ -76,23 +76,24 @@ static void route_token(const Router& r, const T* logits, float* values, float* 
   }
   for (int64_t j = 0; j < r.k; j++) chosen += scores[ids[j]] / sum;
   float divisor = r.normalise ? chosen + 1e-20f : 1.0f;  // the scores of sigmoids may all be 0
-  for (int64_t j = 0; j < r.k; j++) weights[j] = scores[ids[j]] / sum / divisor * r.scale;
+  for (int64_t j = 0; j < r.k; j++)
+    weights[j] = scores[ids[j]] / sum / divisor * r.scale * (r.scales ? r.scales[ids[j]] : 1.0f);
 }
 
-// logits (tokens, experts), ids int64 (tokens, k), bias float32 (experts,) or None, weights float32 (tokens, k), dtype,
-// tokens, experts, k, elements from row to row of the logits, whether the weights of a token are divided by their sum,
+// logits (tokens, experts), ids int64 (tokens, k), bias and scales float32 (experts,) or None, weights float32 (tokens, k),
+// dtype, tokens, experts, k, elements from row to row of the logits, whether the weights of a token are divided by their sum,
 // whether scores are sigmoids, groups, top groups, factor of the weights
 void route(const Arg* a, const Team& team) {
-  Router r = {a[6].integer, a[7].integer, a[11].integer, a[12].integer, a[9].integer != 0, a[10].integer != 0,
-              (float)a[13].number, (const float*)a[2].data};
-  int64_t tokens = a[5].integer, stride = a[8].integer, begin, end;
+  Router r = {a[7].integer, a[8].integer, a[12].integer, a[13].integer, a[10].integer != 0, a[11].integer != 0,
+              (float)a[14].number, (const float*)a[2].data, (const float*)a[3].data};
+  int64_t tokens = a[6].integer, stride = a[9].integer, begin, end;
   auto values = (float*)team.scratch((2 * r.experts + r.groups) * sizeof(float));
   team.share(tokens, 1, &begin, &end);
   for (int64_t i = begin; i < end; i++) {
     auto ids = (int64_t*)a[1].data + i * r.k;
-    auto weights = (float*)a[3].data + i * r.k;
+    auto weights = (float*)a[4].data + i * r.k;
     float *scores = values + r.experts, *sums = scores + r.experts;
-    if (a[4].integer)
+    if (a[5].integer)
       route_token(r, (const bf16*)a[0].data + i * stride, values, scores, sums, ids, weights);
     else
       route_token(r, (const float*)a[0].data + i * stride, values, scores, sums, ids, weights);

@@ -211,27 +211,37 @@ void xielu(const Arg* a, const Team& team) {
     xielu_of<float>(a, team);
 }
 
-// Rows of `size` numbers that share a factor.
+// Parts of `size` numbers that share a factor.
 template <class T, class F>
 static void multiply_adds(const Arg* a, const Team& team) {
-  int64_t size = a[6].integer, begin, end;
-  float factor = (float)a[9].number;
-  part_of(team, a[5].integer, size, &begin, &end);
-  for (int64_t index = begin; index < end; index++) {
-    int64_t row = index / a[7].integer, part = index % a[7].integer;
-    auto x = (const T*)a[0].data + row * a[8].integer + part * size;
-    auto addend = a[2].data ? (const T*)a[2].data + index * size : nullptr;
-    auto out = (T*)a[3].data + index * size;
-    if (a[1].data) factor = to_float(((const F*)a[1].data)[index]);
-    each_vector(size, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
-      Vec product = load_some(x + i, n) * factor;
+  int64_t parts = a[6].integer, size = a[7].integer, begin, end;
+  auto factors = (const F*)a[1].data;
+  part_of(team, a[5].integer, parts * size, &begin, &end);
+  for (int64_t row = begin; row < end; row++) {
+    auto x = (const T*)a[0].data + row * a[8].integer;
+    auto addend = a[2].data ? (const T*)a[2].data + row * parts * size : nullptr;
+    auto out = (T*)a[3].data + row * parts * size;
+    auto write = [&](int64_t i, int64_t n, Vec product) __attribute__((always_inline)) {
       store_some(out + i, addend ? product + load_some(addend + i, n) : product, n);
-    });
+    };
+    auto of_row = factors ? factors + row * a[9].integer : nullptr;
+    if (factors && size == 1) {
+      each_vector(parts, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+        write(i, n, load_some(x + i, n) * load_some(of_row + i, n));
+      });
+      continue;
+    }
+    for (int64_t part = 0; part < parts; part++) {
+      float factor = factors ? to_float(of_row[part]) : (float)a[10].number;
+      each_vector(size, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+        write(part * size + i, n, load_some(x + part * size + i, n) * factor);
+      });
+    }
   }
 }
 
-// x, factors (rows, n) or None, addend or None, out, dtypes (0: all float32, 1: all bf16, 2: bf16 and float32 factors),
-// parts (rows * n), size of a part, n, stride of x from row to row, the factor without factors
+// x, factors or None, addend or None, out, dtypes (0: all float32, 1: all bf16, 2: bf16 and float32 factors), rows, parts of a
+// row, size of a part, strides from row to row of x and of factors, the factor without factors
 void multiply_add(const Arg* a, const Team& team) {
   if (a[4].integer == 0)
     multiply_adds<float, float>(a, team);
