@@ -40,7 +40,7 @@ class LayerConfig:
 
     mixer: AttentionConfig
     kv_layer: int  # number of the KV layer to which it attends, of those that layers with own KV are
-    intermediate_size: int  # of its MLP
+    mlp_factor: int  # of the intermediate size of its MLP
     rope: int | None  # index into the decoder's ropes; None: no rotary embedding
     score_scaling: ScoreScaling
     has_experts: bool  # whether it has experts instead of an MLP
@@ -122,7 +122,7 @@ class DecoderConfig:
     def activations_per_token(self) -> int:
         """The most activation numbers that one token needs at the same time within a layer."""
         experts = self.experts
-        widest, hidden = max(layer.intermediate_size for layer in self.layers), 4 * self.hidden_size
+        widest, hidden = self.intermediate_size * max(layer.mlp_factor for layer in self.layers), 4 * self.hidden_size
         hidden += 3 * self.num_layers * self.layer_input_size
         if experts is not None:
             widest = max(widest, experts.per_token * experts.intermediate_size + experts.shared_intermediate_size)

@@ -190,9 +190,9 @@ def _layers(
         is_own = source == index
         values_are_keys = is_own and family.full.values_are_keys and not kind.span
         mixer = config.attention(heads[index], kind, values_are_keys=values_are_keys, has_own_kv=is_own)
-        factor = 1 if is_own else family.sharing.mlp_factor
         scaling = ScoreScaling(scale, family.softcap)
-        layers.append(LayerConfig(mixer, source, factor * config.intermediate_size, rope, scaling, sparse[index]))
+        mlp_factor = 1 if is_own else family.sharing.mlp_factor
+        layers.append(LayerConfig(mixer, source, mlp_factor, rope, scaling, sparse[index]))
     return tuple(layers)
 
 

@@ -88,16 +88,15 @@ class DecoderLayer(nn.Module):
         branch = self.attention(self.kv_layer, x, turned, context, inputs.query_scales)
         if self.order.startswith("parallel"):
             y = x if self.order == "parallel" else self.mlp_norm(residual, context)
-            both = context.kernels.multiply_add(branch, 1.0, self.mlp(y, context))
+            both = context.kernels.multiply_add(branch, 1.0, self._mlp(y, residual, context))
             return next_norm.add_and_norm(self._scaled(both, context), residual, context)
         if self.order == "post":
             x, _ = self.attn_out_norm.add_and_norm(branch, residual, context)
-            x, _ = self.mlp_out_norm.add_and_norm(self.mlp(x, context), x, context)
+            x, _ = self.mlp_out_norm.add_and_norm(self._mlp(x, residual, context), x, context)
             return x, x
         branch = self.attn_out_norm(branch, context)
         x, residual = self.mlp_norm.add_and_norm(self._scaled(branch, context), residual, context)
-        y = self.mlp(x, context, residual) if isinstance(self.mlp, MLPAndExperts) else self.mlp(x, context)
-        branch = self._scaled(self.mlp_out_norm(y, context), context)
+        branch = self._scaled(self.mlp_out_norm(self._mlp(x, residual, context), context), context)
         if self.input is None and self.scale is None:
             return next_norm.add_and_norm(branch, residual, context)
         residual = context.kernels.multiply_add(branch, 1.0, residual)
@@ -106,6 +105,9 @@ class DecoderLayer(nn.Module):
         if self.scale is not None:
             residual = context.kernels.multiply_add(residual, self.scale)
         return next_norm(residual, context), residual
+
+    def _mlp(self, x: Tensor, residual: Tensor, context: ForwardContext) -> Tensor:
+        return self.mlp(x, context, residual) if isinstance(self.mlp, MLPAndExperts) else self.mlp(x, context)
 
     def _scaled(self, branch: Tensor, context: ForwardContext) -> Tensor:
         return branch if self.residual_scale == 1 else context.kernels.multiply_add(branch, self.residual_scale)
@@ -239,7 +241,7 @@ def _mlp(config: DecoderConfig, index: int, dtype: torch.dtype) -> MLP | Experts
             return chosen
     mlp = MLP(
         hidden,
-        layer.intermediate_size,
+        layer.mlp_factor * config.intermediate_size,
         activation=config.activation,
         gated=config.gated,
         bias=config.mlp_bias,

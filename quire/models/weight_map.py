@@ -26,7 +26,9 @@ def build_weight_map(config: DecoderConfig, names: TensorNames) -> dict[str, Pla
         source, target = names.prefix + names.layer.format(index), f"layers.{index}."
         rotary_dim = 0 if layer.rope is None else config.ropes[layer.rope].dim
         blocks = [*_norms(config, names), *_attention(config, layer.mixer, names, rotary_dim)]
-        blocks += _mlp_block(replace(config, intermediate_size=layer.intermediate_size), names, layer)
+        blocks += _mlp_block(
+            replace(config, intermediate_size=layer.mlp_factor * config.intermediate_size), names, layer
+        )
         blocks += _layer_input(config, names)
         found |= {source + name: replace(place, parameter=target + place.parameter) for name, place in blocks}
     return found
@@ -195,8 +197,8 @@ def _experts(config: DecoderConfig, names: TensorNames) -> Placed:
         yield names.stacked_down, Placement((experts.num_experts, hidden, inner), "mlp.down", is_stack=True)
     for expert in range(0 if names.is_stacked else experts.num_experts):
         source = names.expert.format(expert)
-        for index, up in enumerate(names.expert_up):
-            yield f"{source}{up}.weight", Placement((inner, hidden), "mlp.up", index * inner, part=expert)
+        for index, row in enumerate(names.expert_up):
+            yield f"{source}{row}.weight", Placement((inner, hidden), "mlp.up", index * inner, part=expert)
         yield f"{source}{names.expert_down}.weight", Placement((hidden, inner), "mlp.down", part=expert)
     if experts.shared_intermediate_size:
         up = tuple(names.shared + name for name in names.shared_up)

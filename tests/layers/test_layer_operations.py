@@ -130,6 +130,7 @@ ORACLES = {
     "relu2": lambda x: max(x, 0.0) ** 2,
     "sigmoid": lambda x: 1 / (1 + math.exp(-x)),
     "tanh": math.tanh,
+    "softplus": lambda x: math.log1p(math.exp(x)),
 }
 
 
