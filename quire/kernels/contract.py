@@ -252,10 +252,15 @@ class Routing:
     Each expert has a score in float32: the softmax over all logits, or the sigmoid of its logit. The k experts with the
     largest score plus bias are selected. With groups, only experts of the `top_groups` groups are, a group's value
     being the sum of its two largest. The weights of a token's experts are their scores, without bias.
+
+    With "sparsemixer" (Liu et al., 2024) experts are selected by their logits. The weight of one is its share in a
+    softmax over the experts that are not selected before it and whose logits are near its own logit m: (m - x) /
+    max(|x|, m) is at most 2 * jitter.
     """
 
     normalise: bool  # whether the weights of a token are divided by their sum
-    score: Literal["softmax", "sigmoid"] = "softmax"
+    score: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
+    jitter: float = 0.0  # of "sparsemixer"
     scale: float = 1.0  # factor of the weights
     num_groups: int = 1  # of experts that follow each other, each of at least two
     top_groups: int = 1

@@ -32,6 +32,20 @@ MIXTRAL = like(
     ),
 )
 
+PHIMOE = like(
+    MIXTRAL,
+    rules={"rope": RopeRule(theta=number("rope_theta", default=1e6), keys=("short_mscale", "long_mscale"))},
+    norm="layer",
+    norm_bias=True,
+    head_bias=flag("lm_head_bias"),
+    experts=ExpertsConfig(
+        num_experts=integer("num_local_experts", default=16, most=MAX_PARTS),
+        per_token=integer("num_experts_per_tok", default=2, least=2, most=2),
+        intermediate_size=integer("intermediate_size"),
+        routing=Routing(normalise=False, score="sparsemixer", jitter=number("router_jitter_noise", default=0.01)),
+    ),
+)
+
 _QWEN_EXPERTS = ExpertsConfig(
     num_experts=integer("num_experts", "num_local_experts", most=MAX_PARTS),
     per_token=integer("num_experts_per_tok"),

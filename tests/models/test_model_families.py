@@ -122,6 +122,18 @@ def test_longrope_uses_short_factors_up_to_the_context_of_training(saved):
     assert wrong.abs().max() > 0.01  # they differ
 
 
+def test_longrope_of_phi_moe_has_its_own_magnitudes(tmp_path):
+    """Transformers applies short_factor to sequences of any length, so that its long ones need other fields."""
+    short, long = [1.0 + i / 10 for i in range(8)], [1.0, 2.0, 4.0, 6.0, 9.0, 12.0, 14.0, 15.0]
+    kept = {"original_max_position_embeddings": 32, "short_mscale": 1.2, "long_mscale": 1.3, "long_factor": long}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": short, **kept}
+    theirs = checkpoints.save(tmp_path, "phi-moe", rope_parameters=rope)
+    stretched = checkpoints.save(tmp_path / "b", "phi-moe", rope_parameters={**rope, "short_factor": long})
+    few, many = prompt_of(32), prompt_of(60)
+    assert_alike(logits_of(tmp_path, few, max_model_len=32), theirs_of(theirs, few), 1e-5)
+    assert_alike(logits_of(tmp_path, many), theirs_of(stretched, many), 1e-5)
+
+
 @pytest.mark.parametrize("kind", checkpoints.EVERY)
 def test_with_invariant_kernels_logits_have_the_same_bits_in_any_company(saved, kind):
     """`row_invariant`: no operation of the decoder itself depends on other tokens."""

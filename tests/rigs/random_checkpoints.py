@@ -199,6 +199,21 @@ KINDS = {
         "Olmoe",
         {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 48, "norm_topk_prob": True},
     ),
+    "phi-moe": (
+        "Phimoe",
+        {
+            "num_key_value_heads": 2,
+            "num_local_experts": 6,
+            "intermediate_size": 32,
+            "router_jitter_noise": 0.3,
+            "attention_bias": True,
+            "lm_head_bias": True,
+        },
+    ),
+    "phi-moe-window": (
+        "Phimoe",
+        {"num_key_value_heads": 4, "num_local_experts": 4, "intermediate_size": 48, "sliding_window": 19},
+    ),
     "granite-moe": (
         "GraniteMoe",
         {"num_key_value_heads": 2, "num_local_experts": 6, "intermediate_size": 32, **GRANITE},
@@ -449,7 +464,7 @@ _CONFIGS = {"Gemma3": "Gemma3TextConfig", "Gemma4": "Gemma4TextConfig"}
 _MODELS = {"GPT2": "GPT2LMHeadModel"}
 _WITHOUT = {"OPT": ("intermediate_size",), "GPT2": ("intermediate_size",), "Falcon": ("intermediate_size",)}
 _ROUTER_BIASES = ("correction_bias", "expert_bias")  # they select other experts for some tokens
-_ROUTERS = (".gate.weight", ".gate.wg.weight", ".router.layer.weight")
+_ROUTERS = (".gate.weight", ".mlp.router.weight", ".gate.wg.weight", ".router.layer.weight")
 _STEEP = {"OPT": ("q_proj.weight", "k_proj.weight")}  # whose norms come after attention
 _RENAMED = {
     "GPT2": {

@@ -271,6 +271,9 @@ def _format(scheme: Scheme) -> tuple[int, int, int, int, int]:
     return scheme.bits, scheme.group_size, scales, _GRID_CODES[scheme.grid], scheme.x_group_size
 
 
+_SCORES = ("softmax", "sigmoid", "sparsemixer")  # by the numbers of the extension
+
+
 def route(
     logits: Tensor, k: int, routing: Routing, bias: Tensor | None = None, scales: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -281,8 +284,8 @@ def route(
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     ids, weights = empty((num_tokens, k), torch.int64), empty((num_tokens, k), torch.float32)
     sizes = (num_tokens, number, k, logits.stride(0))
-    rules = (int(routing.normalise), int(routing.score == "sigmoid"), routing.num_groups, routing.top_groups)
-    _C.route(logits, ids, bias, scales, weights, dtype_code(logits), *sizes, *rules, routing.scale)
+    rules = (int(routing.normalise), _SCORES.index(routing.score), routing.num_groups, routing.top_groups)
+    _C.route(logits, ids, bias, scales, weights, dtype_code(logits), *sizes, *rules, routing.scale, routing.jitter)
     return ids, weights
 
 

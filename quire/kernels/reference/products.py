@@ -44,6 +44,8 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """The k experts of each token and their weights: see Kernels."""
     wide = logits.float()
+    if routing.score == "sparsemixer":
+        return _mixed(wide, k, routing.jitter)
     scores = wide.softmax(-1) if routing.score == "softmax" else apply_to_whole_vectors(torch.sigmoid, wide)
     values = scores if bias is None else scores + bias
     if routing.num_groups > 1:
@@ -56,6 +58,18 @@ def route(
     if routing.normalise:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # the scores of sigmoids may all be 0
     return ids, weights * routing.scale if scales is None else weights * routing.scale * scales[ids]
+
+
+def _mixed(logits: Tensor, k: int, jitter: float) -> tuple[Tensor, Tensor]:
+    """The experts and weights of "sparsemixer"."""
+    left, ids, weights = logits, [], []
+    for _ in range(k):
+        most, best = left.max(-1, keepdim=True)
+        is_far = (most - logits) / torch.maximum(logits.abs(), most) > 2 * jitter
+        weights.append(left.masked_fill(is_far, -torch.inf).softmax(-1).gather(-1, best))
+        ids.append(best)
+        left = left.scatter(-1, best, -torch.inf)
+    return torch.cat(ids, -1), torch.cat(weights, -1)
 
 
 def experts(x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, activation: str) -> Tensor:

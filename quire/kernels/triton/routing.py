@@ -72,8 +72,10 @@ def _select_experts(
     SLOTS: tl.constexpr,
     PLACES: tl.constexpr,  # SLOTS or more, a power of two
     scale,  # of the weights
+    jitter,
     NORMALISE: tl.constexpr,
     SIGMOID: tl.constexpr,
+    MIXER: tl.constexpr,
     GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
 ):
@@ -103,7 +105,13 @@ def _select_experts(
     for slot in tl.static_range(SLOTS):
         best = keys == tl.max(keys, 0)
         ids = tl.where(slots == slot, tl.sum(tl.where(best, experts, 0), 0), ids)
-        weights = tl.where(slots == slot, tl.sum(tl.where(best, shares, 0.0), 0), weights)
+        if MIXER:
+            most = tl.max(tl.where(best, x, float("-inf")), 0)
+            is_far = (most - x) / tl.maximum(tl.abs(x), most) > 2 * jitter
+            near = tl.where((keys == _LEAST) | is_far, 0.0, tl.exp(x - most))
+            weights = tl.where(slots == slot, 1.0 / tl.sum(near, 0), weights)
+        else:
+            weights = tl.where(slots == slot, tl.sum(tl.where(best, shares, 0.0), 0), weights)
         keys = tl.where(best, _LEAST, keys)
     if NORMALISE:
         weights = tl.div_rn(weights, tl.sum(weights, 0) + 1e-20 + tl.zeros_like(weights))
@@ -135,8 +143,10 @@ def route(
             SLOTS=k,
             PLACES=pow2(k),
             scale=float(routing.scale),
+            jitter=float(routing.jitter),
             NORMALISE=routing.normalise,
             SIGMOID=routing.score == "sigmoid",
+            MIXER=routing.score == "sparsemixer",
             GROUPS=routing.num_groups,
             TOP_GROUPS=routing.top_groups,
             num_warps=1,

@@ -351,30 +351,30 @@ def xielu(x: Tensor, parameters: Tensor) -> Tensor:
 @triton.jit
 def _multiply_add(
     x_ptr,
-    factors_ptr,  # (rows, PARTS), or (1, PARTS) for all rows, or None
-    addend_ptr,  # (rows, PARTS * SIZE), or None
+    factors_ptr,  # (rows, WIDTH / SIZE), or one row for all, or None
+    addend_ptr,  # (rows, WIDTH), or None
     out_ptr,
     factor,  # where there are no factors
     stride,  # elements from one row of x to the next
-    PARTS: tl.constexpr,
-    SIZE: tl.constexpr,
-    PIECES: tl.constexpr,  # pieces of a part
-    IS_SHARED: tl.constexpr,  # whether all rows have the same factors
+    factor_stride,  # the same of factors; 0: one row for all
+    WIDTH: tl.constexpr,  # of a row
+    SIZE: tl.constexpr,  # numbers that share a factor
+    PIECES: tl.constexpr,  # of a row
     BLOCK: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """One piece of the numbers that share a factor."""
-    index = (tl.program_id(0) // PIECES).to(tl.int64)
+    """One piece of a row."""
+    row = (tl.program_id(0) // PIECES).to(tl.int64)
     columns = tl.program_id(0) % PIECES * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < SIZE
-    y = load_floats(x_ptr + (index // PARTS * stride + index % PARTS * SIZE + columns), inside)
+    inside = columns < WIDTH
+    y = load_floats(x_ptr + (row * stride + columns), inside)
     if factors_ptr is not None:
-        y *= tl.load(factors_ptr + (index % PARTS if IS_SHARED else index)).to(tl.float32)
+        y *= load_floats(factors_ptr + (row * factor_stride + columns // SIZE), inside)
     else:
         y *= factor
     if addend_ptr is not None:
-        y += load_floats(addend_ptr + (index * SIZE + columns), inside)
-    tl.store(out_ptr + (index * SIZE + columns), rounded(y, out_ptr.dtype.element_ty, INTERPRET), mask=inside)
+        y += load_floats(addend_ptr + (row * WIDTH + columns), inside)
+    tl.store(out_ptr + (row * WIDTH + columns), rounded(y, out_ptr.dtype.element_ty, INTERPRET), mask=inside)
 
 
 def multiply_add(x: Tensor, factors: Tensor | float, addend: Tensor | None = None) -> Tensor:
@@ -382,23 +382,22 @@ def multiply_add(x: Tensor, factors: Tensor | float, addend: Tensor | None = Non
     x = x if x.stride(-1) == 1 else x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     table = factors.contiguous() if isinstance(factors, Tensor) else None
-    parts = 1 if table is None else table.shape[-1]
-    size = x.shape[-1] // parts
-    block = min(BLOCK, pow2(size))
-    pieces = triton.cdiv(size, block)
+    width, parts = x.shape[-1], 1 if table is None else table.shape[-1]
+    block = min(BLOCK, pow2(width))
+    pieces = triton.cdiv(width, block)
     if not x.numel():
         return out
-    _multiply_add[(len(x) * parts * pieces,)](
+    _multiply_add[(len(x) * pieces,)](
         x,
         table,
         None if addend is None else addend.contiguous(),
         out,
         0.0 if isinstance(factors, Tensor) else float(factors),
         x.stride(0),
-        PARTS=parts,
-        SIZE=size,
+        parts if table is not None and len(table) > 1 else 0,
+        WIDTH=width,
+        SIZE=width // parts,
         PIECES=pieces,
-        IS_SHARED=table is not None and len(table) == 1,
         BLOCK=block,
         INTERPRET=INTERPRETED,
     )

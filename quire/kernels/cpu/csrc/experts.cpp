@@ -11,8 +11,8 @@ namespace quire::ISA {
 // How experts are selected: see Routing in the contract.
 struct Router {
   int64_t experts, k, groups, top_groups;
-  bool normalise, has_sigmoids;
-  float scale;
+  bool normalise, has_sigmoids, is_mixer;
+  float scale, jitter;
   const float *bias, *scales;  // of experts, or null
 };
 
@@ -53,6 +53,23 @@ static void keep_top_groups(const Router& r, float* values, float* sums) {
   }
 }
 
+// The weights of a sparse mixer: shares in softmaxes over the experts that are not selected before and have near logits.
+static void mix_token(const Router& r, const float* logits, const int64_t* ids, float* weights) {
+  for (int64_t j = 0; j < r.k; j++) {
+    float most = logits[ids[j]], sum = 0;
+    for (int64_t i = 0; i < r.experts; i++) {
+      bool taken = false;
+      for (int64_t other = 0; other < j; other++) taken = taken || ids[other] == i;
+      float size = fabsf(logits[i]) > most ? fabsf(logits[i]) : most;
+      if (taken || (most - logits[i]) / size > 2 * r.jitter) continue;
+      alignas(64) float all[LANES];
+      store(all, exp(splat(logits[i] - most)));
+      sum += all[0];
+    }
+    weights[j] = 1 / sum;
+  }
+}
+
 // The k experts of a token, those with the largest values first, and their weights. NaN counts as the smallest logit, and
 // makes all weights of a softmax NaN. values, scores: room for a number of each expert, sums: of each group.
 template <class T>
@@ -74,6 +91,7 @@ static void route_token(const Router& r, const T* logits, float* values, float* 
     }
     ids[j] = best;
   }
+  if (r.is_mixer) return mix_token(r, values, ids, weights);
   for (int64_t j = 0; j < r.k; j++) chosen += scores[ids[j]] / sum;
   float divisor = r.normalise ? chosen + 1e-20f : 1.0f;  // the scores of sigmoids may all be 0
   for (int64_t j = 0; j < r.k; j++)
@@ -82,10 +100,10 @@ static void route_token(const Router& r, const T* logits, float* values, float* 
 
 // logits (tokens, experts), ids int64 (tokens, k), bias and scales float32 (experts,) or None, weights float32 (tokens, k),
 // dtype, tokens, experts, k, elements from row to row of the logits, whether the weights of a token are divided by their sum,
-// whether scores are sigmoids, groups, top groups, factor of the weights
+// kind of scores (0: softmax, 1: sigmoids, 2: a sparse mixer), groups, top groups, factor of the weights, jitter
 void route(const Arg* a, const Team& team) {
-  Router r = {a[7].integer, a[8].integer, a[12].integer, a[13].integer, a[10].integer != 0, a[11].integer != 0,
-              (float)a[14].number, (const float*)a[2].data, (const float*)a[3].data};
+  Router r = {a[7].integer, a[8].integer, a[12].integer, a[13].integer, a[10].integer != 0, a[11].integer == 1, a[11].integer == 2,
+              (float)a[14].number, (float)a[15].number, (const float*)a[2].data, (const float*)a[3].data};
   int64_t tokens = a[6].integer, stride = a[9].integer, begin, end;
   auto values = (float*)team.scratch((2 * r.experts + r.groups) * sizeof(float));
   team.share(tokens, 1, &begin, &end);

@@ -13,7 +13,7 @@ bool has_tiles();  // whether the processor has AMX and the system permits this 
   OP(pack_codes, "ttiiiiiiii") \
   OP(unpack_codes, "ttottiiiiiiiiid") \
   OP(code_linear, "tttootiiiiiiiiiiii") \
-  OP(route, "ttoot" "iiiiiiiiid") \
+  OP(route, "ttoot" "iiiiiiiiidd") \
   OP(experts, "ttttootoottttt" "iiiiiiiiiiiiiiiiiiiiii") \
   OP(rms_norm, "tttiiiiiid") \
   OP(add_rms_norm, "tttttiiiid") \
