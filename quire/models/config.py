@@ -198,6 +198,7 @@ class TensorNames:
     shared_gate: str = "mlp.shared_expert_gate"
 
     transposed: bool = False  # whether weights of layers are stored as (in, out)
+    transposed_stacks: bool = False  # whether stacked weights of experts are stored as (expert, in, out)
     interleaved: bool = False  # whether rotary pairs are (2 i, 2 i + 1), not (i, i + rotary_dim / 2)
     extra_layers: int = 0  # layers behind the last that a file has for drafts, which are not read
     ignored_prefixes: tuple[str, ...] = ()  # of tensors that are not read

@@ -24,7 +24,7 @@ from quire.models.config import DecoderConfig, TensorNames
 from quire.models.config_fields import Fields
 from quire.models.config_reader import decoder_config
 from quire.models.family import LLAMA, Family
-from quire.models.text_part import TEXT_MODELS, TextCheckpoint
+from quire.models.text_part import TEXT_MODELS, UNSUPPORTED_WITHOUT_IMAGES, TextCheckpoint
 from quire.models.weight_map import build_weight_map
 from quire.params import SamplingParams
 from quire.weights.checkpoint import Checkpoint, FolderCheckpoint
@@ -331,6 +331,7 @@ def describe(source: Checkpoint | Path, *, max_model_len: int | None = None) -> 
     family = FAMILIES[decoder]
     config, names = decoder_config(family, fields, max_model_len), fields.resolve(family.names)
     names = replace(names, prefix=_prefix(names, checkpoint))
+    names = replace(names, transposed_stacks=_has_transposed_stacks(names, config, checkpoint))
     names = replace(names, is_stacked=names.is_stacked or _has_stacks(names, checkpoint))
     classification = read_classification(fields) if architecture in CLASSIFIERS else None
     if classification is not None:  # no token is sampled, so that a head over the vocabulary is not needed
@@ -364,6 +365,8 @@ def _architecture(fields: Fields) -> str:
     for name in names:
         if name in FAMILIES or name in TEXT_MODELS or name in CLASSIFIERS or BASE_MODELS.get(name):
             return name
+        if why := UNSUPPORTED_WITHOUT_IMAGES.get(name):
+            raise fields.error(f"architecture {name} is not supported: {why}")
     if is_classifier(names[0]):  # transformers as a backend has no classification heads
         raise fields.error(
             f"the classification head of {names[0]!r:.80} is not supported{nearest(names[0], CLASSIFIERS)}; "
@@ -404,3 +407,16 @@ def _prefix(names: TensorNames, checkpoint: Checkpoint) -> str:
     shorter = names.prefix.partition(".")[2]
     full, cut = (f"{prefix}{names.embed}.weight" in checkpoint.tensors for prefix in (names.prefix, shorter))
     return shorter if cut and not full else names.prefix
+
+
+def _has_transposed_stacks(names: TensorNames, config: DecoderConfig, checkpoint: Checkpoint) -> bool:
+    """Whether the stacked experts are stored as (expert, in, out), which the shape of either kind of stack tells."""
+    if config.experts is None:
+        return False
+    hidden, inner = config.hidden_size, config.experts.intermediate_size
+    shapes = {names.stacked_up: (2 * inner, hidden), names.stacked_down: (hidden, inner)}
+    return any(
+        name.endswith(stack) and stored.shape[1:] == (columns, rows) != (rows, columns)
+        for stack, (rows, columns) in shapes.items()
+        for name, stored in checkpoint.tensors.items()
+    )

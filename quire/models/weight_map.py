@@ -192,9 +192,15 @@ def _experts(config: DecoderConfig, names: TensorNames) -> Placed:
     if experts.is_beside_mlp:
         yield names.expert_scales, Placement((experts.num_experts,), "mlp.scales", is_float32=True)
     if names.is_stacked:
-        stack = (experts.num_experts, 2 * inner, hidden)
-        yield names.stacked_up, Placement(stack, "mlp.up", is_stack=True)
-        yield names.stacked_down, Placement((experts.num_experts, hidden, inner), "mlp.down", is_stack=True)
+        for name, parameter, (rows, columns) in (
+            (names.stacked_up, "mlp.up", (2 * inner, hidden)),
+            (names.stacked_down, "mlp.down", (hidden, inner)),
+        ):
+            shape = (columns, rows) if names.transposed_stacks else (rows, columns)
+            yield (
+                name,
+                Placement((experts.num_experts, *shape), parameter, is_stack=True, transposed=names.transposed_stacks),
+            )
     for expert in range(0 if names.is_stacked else experts.num_experts):
         source = names.expert.format(expert)
         for index, row in enumerate(names.expert_up):

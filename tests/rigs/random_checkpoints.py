@@ -508,24 +508,30 @@ def save(
     made = config_of(kind)
     made.update(config)
     model = getattr(transformers, head(kind))(made).eval()
-    with torch.no_grad():
-        for name, bias in model.named_buffers():
-            if name.endswith(_ROUTER_BIASES):
-                bias.normal_()
-            elif name.endswith("layer_scalar"):
-                bias.uniform_(0.5, 1.5)
-        for name, parameter in model.named_parameters():
-            is_norm = "norm" in name or "ln_" in name
-            if name.endswith(_ROUTER_BIASES):
-                parameter.normal_()
-            elif is_norm or parameter.dim() == 1:
-                offset = is_norm and not name.endswith("bias") and not family.startswith("Gemma")
-                parameter.copy_(torch.randn_like(parameter) * 0.3 + offset)
-            else:  # attention with large enough scores to find errors, routers with clear decisions
-                is_steep = name.endswith(_ROUTERS) or (
-                    family == "OPT" and name.endswith(("q_proj.weight", "k_proj.weight"))
-                )
-                parameter.normal_(std=0.5 if is_steep else 0.08)
+    randomize(model, family)
     model = model.to(dtype)
     model.save_pretrained(folder, **({} if shard is None else {"max_shard_size": shard}))
     return model
+
+
+@torch.no_grad()
+def randomize(model: PreTrainedModel, family: str) -> None:
+    """Make every parameter random, also norms, biases and the biases of routers.
+
+    family: its name in transformers, which decides around what norms are distributed.
+    """
+    for name, bias in model.named_buffers():
+        if name.endswith(_ROUTER_BIASES):
+            bias.normal_()
+        elif name.endswith("layer_scalar"):
+            bias.uniform_(0.5, 1.5)
+    for name, parameter in model.named_parameters():
+        is_norm = "norm" in name or "ln_" in name
+        if name.endswith(_ROUTER_BIASES):
+            parameter.normal_()
+        elif is_norm or parameter.dim() == 1:
+            offset = is_norm and not name.endswith("bias") and not family.startswith("Gemma")
+            parameter.copy_(torch.randn_like(parameter) * 0.3 + offset)
+        else:  # attention with large enough scores to find errors, routers with clear decisions
+            is_steep = name.endswith((*_ROUTERS, *_STEEP.get(family, ())))
+            parameter.normal_(std=0.5 if is_steep else 0.08)

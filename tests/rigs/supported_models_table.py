@@ -5,6 +5,7 @@
 
 from pathlib import Path
 
+import multimodal_checkpoints as multimodal
 import random_checkpoints as checkpoints
 
 from quire.models.description import FAMILIES
@@ -38,7 +39,21 @@ MODELS = {
 }
 SEEING = {
     "Gemma3ForConditionalGeneration": "Gemma 3 4B, 12B, 27B",
-    "Mistral3ForConditionalGeneration": "Mistral Small 3.1, 3.2",
+    "Mistral3ForConditionalGeneration": "Mistral Small 3.1, 3.2, Ministral 3",
+    "Qwen2VLForConditionalGeneration": "Qwen 2 VL",
+    "Qwen2_5_VLForConditionalGeneration": "Qwen 2.5 VL",
+    "Qwen3VLForConditionalGeneration": "Qwen 3 VL 2B, 4B, 8B, 32B",
+    "Qwen3VLMoeForConditionalGeneration": "Qwen 3 VL 30B-A3B, 235B-A22B",
+    "LlavaForConditionalGeneration": "LLaVA 1.5, Pixtral 12B",
+    "LlavaNextForConditionalGeneration": "LLaVA 1.6 (LLaVA-NeXT)",
+    "LlavaOnevisionForConditionalGeneration": "LLaVA-OneVision",
+    "SmolVLMForConditionalGeneration": "SmolVLM2",
+    "Idefics3ForConditionalGeneration": "Idefics 3, SmolVLM",
+    "InternVLForConditionalGeneration": "InternVL 3, 3.5 in transformers' format",
+    "AyaVisionForConditionalGeneration": "Aya Vision 8B",
+    "Glm4vForConditionalGeneration": "GLM-4.1V 9B, GLM-4.6V-Flash",
+    "Glm46VForConditionalGeneration": "GLM-4.6V as transformers saves it",
+    "Glm4vMoeForConditionalGeneration": "GLM-4.5V, GLM-4.6V",
 }
 
 
@@ -49,7 +64,8 @@ def table() -> str:
         kinds = [kind for kind in checkpoints.EVERY if checkpoints.architecture(kind) == architecture]
         rows.append(f"| `{architecture}` | {MODELS[architecture]} | {', '.join(kinds)} |")
     for architecture in TEXT_MODELS:
-        rows.append(f"| `{architecture}` | {SEEING[architecture]} | text part |")
+        kinds = [kind for kind in multimodal.KINDS if multimodal.architecture(kind) == architecture]
+        rows.append(f"| `{architecture}` | {SEEING[architecture]} | text part: {', '.join(kinds)} |")
     return "\n".join(rows) + "\n"
 
 
