@@ -25,7 +25,7 @@ UNSUPPORTED: Mapping[str, Callable[[object], bool]] = MappingProxyType(
         "quantization_config": lambda value: value is not None,
         "alibi": bool,
         "add_cross_attention": bool,
-        "use_bidirectional_attention": bool,
+        "use_bidirectional_attention": lambda value: value not in (None, False, "vision"),  # "vision": of images
         "is_causal": lambda value: value is False,
         "clip_qkv": lambda value: value is not None,
         "layer_norm_elementwise_affine": lambda value: value is False,

@@ -53,6 +53,16 @@ _QWEN3_MOE = {
 }
 _COHERE2 = {"cohere2": _text("Cohere2ForCausalLM", (256000, 8192, 22528, 40, 64, None, 8192))}
 _GEMMA3 = {"gemma3_text": _text("Gemma3ForCausalLM", (262208, 2304, 9216, 26, 8, 4, 131072), head_dim=256)}
+_GEMMA4 = {"gemma4_text": _text("Gemma4ForCausalLM", (262144, 2304, 9216, 30, 8, 4, 131072), head_dim=256)}
+_GEMMA4_UNIFIED = {
+    "gemma4_unified_text": _text(
+        "Gemma4ForCausalLM",
+        (262144, 2304, 9216, 30, 8, 4, 262144),
+        head_dim=256,
+        sliding_window=1024,
+        hidden_size_per_layer_input=0,  # no field in transformers, as it has none
+    )
+}
 _QWEN2_VL = _text(
     "Qwen2ForCausalLM",
     (152064, 8192, 29568, 80, 64, 8, 32768),
@@ -89,6 +99,8 @@ _GLM4V_MOE = {
 TEXT_MODELS: Mapping[str, Mapping[str, TextModel]] = MappingProxyType(
     {
         "Gemma3ForConditionalGeneration": _GEMMA3,
+        "Gemma4ForConditionalGeneration": _GEMMA4,
+        "Gemma4UnifiedForConditionalGeneration": _GEMMA4_UNIFIED,
         "Mistral3ForConditionalGeneration": _MISTRAL | _MINISTRAL3,
         "Qwen2VLForConditionalGeneration": {"qwen2_vl_text": _QWEN2_VL},
         "Qwen2_5_VLForConditionalGeneration": {"qwen2_5_vl_text": _QWEN2_VL},
@@ -121,7 +133,8 @@ _OTHER_NAMES: Mapping[str, str] = MappingProxyType({"num_experts": "num_local_ex
 _TIED = "tie_word_embeddings"
 # architectures that are tied if the outer config does not say
 _TIED_BY_DEFAULT = (
-    *("Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration", "InternVLForConditionalGeneration"),
+    *("Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration"),
+    *("Mistral3ForConditionalGeneration", "InternVLForConditionalGeneration"),
     "AyaVisionForConditionalGeneration",
 )
 # architectures that are tied if either config says so; in others the outer one decides

@@ -112,18 +112,20 @@ def test_fields_that_a_config_leaves_out_are_those_of_transformers(architecture,
     found = described(tmp_path, architecture, least(kind)).config
     theirs = CONFIG_MAPPING[kind](**least(kind))
     heads, rope = theirs.num_attention_heads, theirs.rope_parameters
+    first = theirs.per_layer_config[0] if kind.startswith("gemma4") else theirs  # of a layer with a window
     assert (found.vocab_size, found.hidden_size, found.num_layers, found.num_heads, found.num_kv_heads) == (
         *(theirs.vocab_size, theirs.hidden_size, theirs.num_hidden_layers, heads),
-        theirs.num_key_value_heads,
+        first.num_key_value_heads,
     )
-    assert found.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // heads)
+    assert found.head_dim == (getattr(first, "head_dim", None) or theirs.hidden_size // heads)
     assert found.intermediate_size == theirs.intermediate_size
     assert found.max_positions == theirs.max_position_embeddings
     assert found.norm_eps == (theirs.layer_norm_eps if kind == "cohere2" else theirs.rms_norm_eps)
     assert found.qkv_bias == getattr(theirs, "attention_bias", kind.startswith(("qwen2", "glm4v")))
-    by_kind = rope if kind == "gemma3_text" else {"full_attention": rope}
+    by_kind = rope if kind.startswith("gemma") else {"full_attention": rope}
     assert found.ropes[0].theta == by_kind["full_attention"]["rope_theta"]
-    assert found.ropes[0].dim == found.head_dim * by_kind["full_attention"].get("partial_rotary_factor", 1)
+    turned = (2 * found.ropes[0].num_pairs or found.ropes[0].dim) / found.layers[-1].mixer.head_dim
+    assert turned == by_kind["full_attention"].get("partial_rotary_factor", 1)
     window = getattr(theirs, "sliding_window", None) or 0
     layer_types = getattr(theirs, "layer_types", None) or ["sliding_attention"] * found.num_layers
     assert [layer.mixer.kv.span for layer in found.layers] == [window * (one[0] == "s") for one in layer_types]

@@ -8,7 +8,7 @@ import json
 import random_checkpoints
 import torch
 import transformers
-from random_checkpoints import EXPERTS, HALF_SLIDING, QUERY_SCALING, SHAPE, SIGMOID_EXPERTS
+from random_checkpoints import EXPERTS, HALF_SLIDING, QUERY_SCALING, SHAPE, SIGMOID_EXPERTS, VOCAB
 from safetensors.torch import load_file, save_file
 
 TEXT = SHAPE | {"num_key_value_heads": 2, "head_dim": 32}
@@ -33,6 +33,24 @@ KINDS = {
         {"sliding_window": 16, "sliding_window_pattern": 2, "query_pre_attn_scalar": 32},
         SEEING,
         {"mm_tokens_per_image": 1},
+    ),
+    "gemma4": (
+        "Gemma4",
+        {
+            **random_checkpoints.GEMMA4,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB,
+            "pad_token_id": 0,
+        },
+        TOWER | {"num_key_value_heads": 2, "head_dim": 16, "patch_size": 4},
+        {"audio_config": None},
+    ),
+    "gemma4-unified": (
+        "Gemma4Unified",
+        {"pad_token_id": 0}
+        | {name: value for name, value in random_checkpoints.GEMMA4.items() if not name.endswith("layer_input")},
+        {},
+        {"audio_config": None},
     ),
     "mistral3": ("Mistral3", {"model_type": "mistral", "sliding_window": None}, SEEING, UNTIED),
     "ministral3": ("Mistral3", {"model_type": "ministral3", "rope_parameters": QUERY_SCALING}, SEEING, UNTIED),
