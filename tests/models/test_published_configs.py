@@ -9,7 +9,8 @@ from quire.models.config_fields import Fields
 from quire.models.config_reader import decoder_config
 from quire.models.description import FAMILIES, MODEL_TYPES
 from quire.models.sentence_transformers import read_gguf
-from quire.weights.gguf.config import GgufInfo, check_unread, hf_config
+from quire.weights.gguf.config import check_unread, hf_config
+from quire.weights.gguf.info import GgufInfo
 from quire.weights.gguf.reader import Metadata
 
 PATH = Path("config.json")

@@ -11,7 +11,8 @@ from torch import Tensor
 from quire.errors import ModelError
 from quire.kernels.contract import QuantizedRows, Scheme
 from quire.weights.checkpoint import GENERATION_CONFIG_FILE, WHOLE, Ranges, StoredTensor, part_of
-from quire.weights.gguf.config import GgufInfo, check_unread, hf_config
+from quire.weights.gguf.config import check_unread, hf_config
+from quire.weights.gguf.info import GgufInfo
 from quire.weights.gguf.names import TensorSource, tensor_sources, transposed
 from quire.weights.gguf.quants import dequantize, quantized_rows, scheme_of
 from quire.weights.gguf.reader import Metadata, TensorEntry, read_header
