@@ -92,6 +92,7 @@ _FAMILIES: Mapping[str, Family] = MappingProxyType(
         "glm4moe": ("glm4_moe", "Glm4MoeForCausalLM", mixtures.glm4moe),
         "exaone4": ("exaone4", "Exaone4ForCausalLM", llama_like.exaone4),
         "arcee": ("arcee", "ArceeForCausalLM", llama_like.arcee),
+        "apertus": ("apertus", "ApertusForCausalLM", llama_like.apertus),
         "hunyuan-dense": ("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", llama_like.hunyuan),
         "hunyuan-moe": ("hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM", mixtures.hunyuan_moe),
         "dots1": ("dots1", "Dots1ForCausalLM", mixtures.dots1),

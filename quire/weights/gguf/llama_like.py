@@ -181,6 +181,11 @@ def arcee(facts: GgufInfo) -> ConfigDict:
     return llama(facts) | {"hidden_act": "relu2"}
 
 
+def apertus(facts: GgufInfo) -> ConfigDict:
+    """Fields of Apertus. The parameters of its activation are numbers of the metadata."""
+    return rms_fields(facts) | {"hidden_act": "xielu", "attention_bias": facts.has("attn_q.bias"), "mlp_bias": False}
+
+
 def mistral(facts: GgufInfo) -> ConfigDict:
     """Fields of Mistral Small 3, whose architecture is `mistral3`."""
     return _with_mscale(facts, rms_fields(facts)) | {"sliding_window": None}

@@ -145,7 +145,13 @@ _TABLES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             _NORMS,
         ),
         "granitemoe": _table(
-            _TOP, "model.layers", _ATTENTION, {"ffn_gate_inp": "block_sparse_moe.router.layer"}, _EXPERTS, _NORMS
+            _TOP,
+            "model.layers",
+            _ATTENTION,
+            {"ffn_gate_inp": "block_sparse_moe.router.layer"},
+            _EXPERTS,
+            _shared("shared_mlp") | {"ffn_down_shexp": "shared_mlp.output_linear"},
+            _NORMS,
         ),
         "hunyuan-moe": _table(
             _TOP,
@@ -189,6 +195,14 @@ _TABLES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             _EXPERTS,
             _shared("mlp.shared_experts"),
             _TRINITY_NORMS,
+        ),
+        "apertus": _table(
+            _TOP,
+            "model.layers",
+            _ATTENTION,
+            _QK_NORMS,
+            _MLP,
+            {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"},
         ),
         "phi3": _table(
             _TOP,
@@ -239,6 +253,7 @@ _TABLES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         ),
     }
 )
+_XIELU: Mapping[str, tuple[int, ...]] = MappingProxyType({"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()})
 _PERMUTED = ("llama", "granite", "granitemoe", "mistral3", "smollm3", "arcee")
 _NORMS_PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron")
 _GPT2_LINEAR = ("blk.attn_qkv", "blk.attn_output", "blk.ffn_up", "blk.ffn_down")
@@ -277,6 +292,23 @@ def tensor_sources(facts: GgufInfo, name: str, shape: tuple[int, ...]) -> Iterat
         return
     for index in range(shape[0]):
         yield target.format(layer, index), TensorSource(name, index, change)
+
+
+def numbers_of_metadata(facts: GgufInfo) -> dict[str, Tensor]:
+    """Hugging Face name -> float32 numbers that a checkpoint has as tensors and a file in its metadata.
+
+    Raises ModelError if a list is missing or does not have a number for each layer.
+    """
+    if facts.metadata.architecture != "apertus":
+        return {}
+    found: dict[str, Tensor] = {}
+    for part, shape in _XIELU.items():
+        numbers = facts.metadata.numbers(f"xielu.{part}", float, facts.all_layers)
+        if not numbers:
+            raise facts.metadata.error(f"xielu.{part} is missing; the file is incomplete, get another one")
+        for layer in range(facts.layers):
+            found[f"model.layers.{layer}.mlp.act_fn.{part}"] = torch.tensor(numbers[layer]).reshape(shape)
+    return found
 
 
 def _target(facts: GgufInfo, part: str, suffix: str) -> str | None:
