@@ -53,6 +53,7 @@ ARCHITECTURES = {
     "Dots1ForCausalLM": gguf.MODEL_ARCH.DOTS1,
     "MiniMaxM2ForCausalLM": gguf.MODEL_ARCH.MINIMAXM2,
     "AfmoeForCausalLM": gguf.MODEL_ARCH.AFMOE,
+    "ApertusForCausalLM": gguf.MODEL_ARCH.APERTUS,
 }
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
@@ -60,7 +61,20 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 # architectures whose converter moves rows of queries and keys; those with norms whose weights lack 1
 _MOVED = ("llama", "granite", "granitemoe", "mistral3", "smollm3", "arcee")
 _PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron")
-_WINDOWS = ("gemma2", "gemma3", "phi3", "cohere2", "afmoe")  # whose converter always writes the window
+# whose converter writes the number of dimensions that are rotated; elsewhere it is that of a head
+_ROTARY_COUNT = (
+    *_MOVED,
+    "apertus",
+    "afmoe",
+    "glm4",
+    "glm4moe",
+    "minimax-m2",
+    "cohere2",
+    "nemotron",
+    "phi3",
+    "stablelm",
+    "gptneox",
+)
 
 
 def write_gguf(
@@ -71,7 +85,7 @@ def write_gguf(
     kind: type of the matrices whose rows it fits; all else is F32. K-quants have random numbers. "Q4_K_M" is Q4_K, with
     Q6_K for values and down projections. tensors_in_shard: 0 writes one file. With shards, `path` is NAME.gguf, and the
     first of NAME-00001-of-... is returned. pooling: the value of pooling_type, of an embedding model. architecture:
-    another one than that of config.json, whose tensors have the same names. keys: further integers, or lists of them, by
+    another one than that of config.json, whose tensors have the same names. keys: further numbers, or lists of them, by
     name without the architecture.
     """
     folder, path = Path(folder), Path(path)
@@ -91,6 +105,7 @@ def write_gguf(
     tensors = {}
     for file in sorted(folder.glob("*.safetensors")):
         tensors |= {name: tensor.float().numpy() for name, tensor in load_file(file).items()}
+    _add_activations(writer, config, tensors)
     for name, tensor in convert(config, tensors).items():
         add_tensor(writer, name, tensor, kind)
     finish(writer)
@@ -146,7 +161,7 @@ def add_config(writer, config):
     head_dim = get("head_dim") or hidden // heads
     writer.add_context_length(get("max_position_embeddings", get("n_positions")))
     writer.add_embedding_length(hidden)
-    writer.add_block_count(get("num_hidden_layers", get("n_layer")))
+    writer.add_block_count(_layers(config))
     writer.add_feed_forward_length(inner)
     writer.add_head_count(heads)
     writer.add_head_count_kv(_key_heads(config))
@@ -173,7 +188,6 @@ def add_config(writer, config):
         ("n_shared_experts", writer.add_expert_shared_count),
         ("num_shared_experts", writer.add_expert_shared_count),
         ("moe_num_shared_experts", writer.add_expert_shared_count),
-        ("num_shared_expert", writer.add_expert_shared_count),
         ("first_k_dense_replace", writer.add_leading_dense_block_count),
         ("num_dense_layers", writer.add_leading_dense_block_count),
         ("moe_layer_start_index", writer.add_leading_dense_block_count),
@@ -194,24 +208,47 @@ def add_config(writer, config):
     ):
         if get(name) is not None:
             add(config[name])
+    _add_experts(writer, config, inner)
+    _add_windows(writer, config)
+
+
+def _add_experts(writer, config, inner):
+    """What is not a copy of one field. inner: the size of the MLP."""
     name = _architecture_name(config)
-    if name in ("glm4moe", "dots1"):
-        writer.add_expert_weights_norm(config["norm_topk_prob"])
-    if name == "afmoe":
-        writer.add_expert_weights_norm(True)
-    if name in ("glm4moe", "dots1", "minimax-m2"):
+    if name in ("glm4moe", "dots1", "afmoe"):
+        writer.add_expert_weights_norm(value=config.get("norm_topk_prob", True))
+    if name in ("glm4moe", "dots1", "minimax-m2", "afmoe"):
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-    if name == "minimax-m2":
+    if name in ("minimax-m2", "hunyuan-moe"):
         writer.add_expert_feed_forward_length(inner)
     if name == "hunyuan-moe":
+        writer.add_expert_shared_count(config.get("num_shared_expert", 1))
         writer.add_expert_shared_feed_forward_length(inner)
-        writer.add_expert_feed_forward_length(inner)
     if name == "ernie4_5-moe":
         writer.add_expert_shared_feed_forward_length(inner // _key_heads(config))
-    if name in _WINDOWS or (name in ("olmo2", "exaone4") and get("sliding_window")):
-        writer.add_sliding_window(get("sliding_window") or 0)
-    if name in ("olmo2", "exaone4") and get("sliding_window"):
+    if name == "glm4moe":
+        writer.add_nextn_predict_layers(config["num_nextn_predict_layers"])
+
+
+def _add_windows(writer, config):
+    name, window = _architecture_name(config), config.get("sliding_window") or 0
+    if name in ("gemma2", "gemma3", "phi3", "cohere2", "afmoe"):
+        writer.add_sliding_window(window)
+    if name in ("olmo2", "exaone4") and window:
+        writer.add_sliding_window(window)
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+
+
+def _add_activations(writer, config, tensors):
+    """Move the parameters of Apertus's activation from the tensors to lists with a number for each layer."""
+    for part in ("alpha_p", "alpha_n", "beta", "eps") if _architecture_name(config) == "apertus" else ():
+        names = [f"model.layers.{layer}.mlp.act_fn.{part}" for layer in range(_layers(config))]
+        writer.add_array(f"xielu.{part}", [float(tensors.pop(name).item()) for name in names])
+
+
+def _layers(config):
+    """Number of layers, with those for drafts."""
+    return config.get("num_hidden_layers", config.get("n_layer")) + config.get("num_nextn_predict_layers", 0)
 
 
 def _key_heads(config):
@@ -229,10 +266,15 @@ def _add_rope(writer, config, head_dim):
     if rope["rope_theta"] is None or _architecture_name(config) == "gemma":  # whose converter writes no key of RoPE
         return
     writer.add_rope_freq_base(rope["rope_theta"])
-    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
+    if _architecture_name(config) in _ROTARY_COUNT:
+        writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
     if rope["rope_type"] in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn" and "attention_factor" in rope:
+        writer.add_rope_scaling_yarn_attn_factor(rope["attention_factor"])
+    if _architecture_name(config) in ("cohere2", "command-r", "nemotron"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
     if "llama_4_scaling_beta" in rope:
         writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
@@ -267,8 +309,7 @@ def rope_tensors(config):
 def convert(config, tensors):
     """GGUF name -> array."""
     architecture = ARCHITECTURES[config["architectures"][0]]
-    layers = config.get("num_hidden_layers", config.get("n_layer"))
-    names = gguf.get_tensor_name_map(architecture, layers)
+    names = gguf.get_tensor_name_map(architecture, _layers(config))
     found = rope_tensors(config)
     for name, tensor in _split(_stacked(tensors)).items():
         if name.startswith("lm_head") and config.get("tie_word_embeddings"):
