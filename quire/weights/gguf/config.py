@@ -59,7 +59,7 @@ def check_unread(metadata: Metadata) -> None:
 
 # general.architecture -> (Hugging Face's model_type, its class, its fields)
 Family = tuple[str, str, Callable[[GgufInfo], ConfigDict]]
-_FAMILIES: Mapping[str, Family] = MappingProxyType(
+FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "llama": ("llama", "LlamaForCausalLM", llama_like.llama),
         "qwen2": ("qwen2", "Qwen2ForCausalLM", llama_like.qwen2),
@@ -101,7 +101,7 @@ _FAMILIES: Mapping[str, Family] = MappingProxyType(
     }
 )
 # general.architecture -> (a key, the family of files in which it is not 0)
-_VARIANTS: Mapping[str, tuple[str, Family]] = MappingProxyType(
+VARIANTS: Mapping[str, tuple[str, Family]] = MappingProxyType(
     {
         "llama": (".expert_count", ("mixtral", "MixtralForCausalLM", llama_like.llama)),
         "olmo2": (".attention.sliding_window", ("olmo3", "Olmo3ForCausalLM", llama_like.olmo3)),
@@ -120,12 +120,12 @@ def hf_config(facts: GgufInfo) -> ConfigDict:
     Raises ModelError for an unsupported architecture, and for a missing or unsupported value.
     """
     name = facts.metadata.architecture
-    if name not in _FAMILIES:
+    if name not in FAMILIES:
         raise facts.metadata.error(
-            f"architecture {name!r:.80} is not supported in a GGUF file; supported: {', '.join(_FAMILIES)}"
+            f"architecture {name!r:.80} is not supported in a GGUF file; supported: {', '.join(FAMILIES)}"
         )
-    model_type, hugging_face, fields = _FAMILIES[name]
-    if name in _VARIANTS:
-        key, variant = _VARIANTS[name]
-        model_type, hugging_face, fields = variant if facts.metadata.real(key, 0.0) else _FAMILIES[name]
+    model_type, hugging_face, fields = FAMILIES[name]
+    if name in VARIANTS:
+        key, variant = VARIANTS[name]
+        model_type, hugging_face, fields = variant if facts.metadata.real(key, 0.0) else FAMILIES[name]
     return {"architectures": [hugging_face], "model_type": model_type} | fields(facts)
