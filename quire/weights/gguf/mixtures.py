@@ -48,7 +48,7 @@ def hunyuan_moe(facts: GgufInfo) -> ConfigDict:
     for key in (".expert_feed_forward_length", ".expert_shared_feed_forward_length"):
         _check_size(facts, key, size)
     return hunyuan(facts) | {
-        "num_experts": facts.experts,
+        "num_experts": _number(facts),
         "moe_topk": metadata.number(".expert_used_count"),
         "moe_intermediate_size": size,
         "num_shared_expert": metadata.number(".expert_shared_count", 1),
@@ -59,7 +59,7 @@ def ernie4_5_moe(facts: GgufInfo) -> ConfigDict:
     """Fields of ERNIE 4.5 with experts."""
     metadata = facts.metadata
     return ernie4_5(facts) | {
-        "moe_num_experts": facts.experts,
+        "moe_num_experts": _number(facts),
         "moe_k": metadata.number(".expert_used_count"),
         "moe_num_shared_experts": _shared_experts(facts),
         "moe_intermediate_size": metadata.number(".expert_feed_forward_length"),
@@ -113,11 +113,16 @@ def afmoe(facts: GgufInfo) -> ConfigDict:
     }
 
 
+def _number(facts: GgufInfo) -> int:
+    """Number of experts of a layer."""
+    return facts.metadata.number(".expert_count", least=1)
+
+
 def _experts(facts: GgufInfo) -> ConfigDict:
     """Number of experts, by both names that transformers has for it, and of those for a token."""
     return {
-        "num_experts": facts.experts,
-        "num_local_experts": facts.experts,
+        "num_experts": _number(facts),
+        "num_local_experts": _number(facts),
         "num_experts_per_tok": facts.metadata.number(".expert_used_count"),
     }
 
@@ -130,7 +135,7 @@ def _sigmoid_experts(facts: GgufInfo, default: int | None = None) -> ConfigDict:
     metadata = facts.metadata
     _require_sigmoid(facts, default)
     return {
-        "n_routed_experts": facts.experts,
+        "n_routed_experts": _number(facts),
         "num_experts_per_tok": metadata.number(".expert_used_count"),
         "moe_intermediate_size": metadata.number(".expert_feed_forward_length"),
         "n_shared_experts": _shared_experts(facts),

@@ -32,6 +32,7 @@ AXES = {"rope.dimension_sections": [4, 2, 2, 0], "n_deepstack_layers": 3}
 
 # name -> (architecture of the file, kind of checkpoint, changes of its config, options of write_gguf)
 FILES = {
+    "gptneox-all-rotated": ("gptneox", "gpt-neox-sequential", {}, {}),
     "gemma": ("gemma", "gemma", {}, {}),
     "mistral3": ("mistral3", "mistral", {}, {"architecture": "mistral3"}),
     "mistral3-scaled-queries": ("mistral3", "ministral3", {}, {}),
@@ -136,6 +137,7 @@ def config_of(architecture, keys):
         ("ernie4_5-moe", EXPERTS, "ernie4_5-moe.interleave_moe_layer_step is missing"),
         ("ernie4_5-moe", {**ERNIE, "expert_shared_feed_forward_length": 48}, "shared_feed_forward_length = 48 .* 64"),
         ("hunyuan-moe", EXPERTS, "hunyuan-moe.expert_feed_forward_length = 32 does not fit .* make it 96"),
+        ("qwen3moe", {}, "qwen3moe.expert_count is missing"),
         ("qwen2moe", EXPERTS, "qwen2moe.expert_shared_feed_forward_length is missing"),
         ("cohere2", {"attention.sliding_window": 16}, "cohere2.logit_scale is missing"),
         ("cohere2", {"logit_scale": 0.5}, "cohere2.attention.sliding_window is missing"),
@@ -149,7 +151,7 @@ def config_of(architecture, keys):
         ("smollm3", {"attention.sliding_window": 16}, "smollm3.attention.sliding_window = 16 is not supported"),
         (
             "qwen3moe",
-            {"expert_used_count": 2, "expert_feed_forward_length": 32, "expert_group_count": 4},
+            {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32, "expert_group_count": 4},
             "qwen3moe.expert_group_count = 4 is not supported",
         ),
     ],
