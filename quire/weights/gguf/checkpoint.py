@@ -94,7 +94,10 @@ class GgufCheckpoint:
         return self._tensors
 
     def read(self, names: Iterable[str], ranges: Mapping[str, Ranges] = WHOLE) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) in the order of the file. F16 and BF16 keep their type; all others become float32."""
+        """Yield (name, tensor): numbers of the metadata, then tensors in the order of the file.
+
+        F16 and BF16 keep their type; all others become float32.
+        """
         names = list(names)
         yield from ((name, self._numbers[name]) for name in names if name in self._numbers)
         wanted = [(self._source(name), name) for name in names if name not in self._numbers]

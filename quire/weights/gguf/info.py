@@ -52,9 +52,9 @@ class GgufInfo:
             raise self.metadata.error(f"keys of {size} and values of {value_size} dimensions are not supported")
         return size
 
-    def has(self, *names: str) -> bool:
-        """Whether the first layer has one of these tensors."""
-        return any(f"blk.0.{name}" in self.names for name in names)
+    def has(self, name: str) -> bool:
+        """Whether the first layer has this tensor."""
+        return f"blk.0.{name}" in self.names
 
     @property
     def experts(self) -> int:

@@ -1,7 +1,7 @@
 """GGUF files of many architectures compute what their source computes, or are refused with the key that is wrong.
 
 The rig converts as llama.cpp does. Its keys, names and numbers were compared with the files of llama.cpp's own
-converter, and quire's logits from these files with llama.cpp's.
+converter (that of llama-cpp-python 0.3.36), and quire's logits from these files with llama.cpp's.
 """
 
 import shutil
