@@ -333,6 +333,8 @@ def describe(source: Checkpoint | Path, *, max_model_len: int | None = None) -> 
     names = replace(names, prefix=_prefix(names, checkpoint))
     names = replace(names, transposed_stacks=_has_transposed_stacks(names, config, checkpoint))
     names = replace(names, is_stacked=names.is_stacked or _has_stacks(names, checkpoint))
+    if not _has_fused_shared(names, checkpoint):
+        names = replace(names, shared_up=TensorNames().shared_up)
     classification = read_classification(fields) if architecture in CLASSIFIERS else None
     if classification is not None:  # no token is sampled, so that a head over the vocabulary is not needed
         config = replace(config, tied=True, num_classes=len(classification.labels))
@@ -400,6 +402,12 @@ def _has_own_head(names: TensorNames, checkpoint: Checkpoint) -> bool:
 def _has_stacks(names: TensorNames, checkpoint: Checkpoint) -> bool:
     """Whether the experts of a layer are one tensor in the checkpoint."""
     return any(name.endswith(names.stacked_up) for name in checkpoint.tensors)
+
+
+def _has_fused_shared(names: TensorNames, checkpoint: Checkpoint) -> bool:
+    """Whether gate and up of the shared expert are one tensor in the checkpoint."""
+    fused = f".{names.shared}{names.shared_up[0]}.weight"
+    return len(names.shared_up) == 1 and any(name.endswith(fused) for name in checkpoint.tensors)
 
 
 def _prefix(names: TensorNames, checkpoint: Checkpoint) -> str:

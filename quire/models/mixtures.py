@@ -103,7 +103,6 @@ GRANITE_MOE = like(
             router="block_sparse_moe.router.layer",
             stacked_up="block_sparse_moe.input_linear.weight",
             stacked_down="block_sparse_moe.output_linear.weight",
-            is_stacked=True,
             shared="shared_mlp.",
             shared_up=("input_linear",),
             shared_down="output_linear",

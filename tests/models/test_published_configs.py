@@ -9,7 +9,8 @@ from quire.models.config_fields import Fields
 from quire.models.config_reader import decoder_config
 from quire.models.description import FAMILIES, MODEL_TYPES
 from quire.models.sentence_transformers import read_gguf
-from quire.weights.gguf.config import GgufInfo, check_unread, hf_config
+from quire.weights.gguf.config import check_unread, hf_config
+from quire.weights.gguf.info import GgufInfo
 from quire.weights.gguf.reader import Metadata
 
 PATH = Path("config.json")
@@ -129,6 +130,11 @@ YARN_KEYS = {
 }  # fmt: skip
 HEADS = {"attention.key_length": 64, "attention.value_length": 64}
 ROTARY = {"rope.dimension_count": 64, "vocab_size": 32000}
+MIXED = {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 64, "expert_shared_count": 1}
+SIGMOIDS = {
+    "expert_gating_func": 2, "expert_weights_scale": 1.0, "expert_weights_norm": True, "expert_group_count": 1,
+    "expert_group_used_count": 1,
+}  # fmt: skip
 SCALED = {"rope_factors_long.weight": np.full(32, 2, np.float32), "rope_factors_short.weight": np.ones(32, np.float32)}
 
 # architecture, keys behind its name, tensors of rotary factors
@@ -157,6 +163,30 @@ KEYS = {
     "OLMo 2": ("olmo2", RMS_KEYS, {}),
     "Granite 3": ("granite", {**RMS_KEYS, **ROTARY, "attention.scale": 0.0078125, "embedding_scale": 12.0,
                               "residual_scale": 0.22, "logit_scale": 8.0}, {}),
+    "Gemma": ("gemma", {**SIZES, **HEADS, "attention.head_count_kv": 1, "attention.layer_norm_rms_epsilon": 1e-6}, {}),
+    "GLM-4": ("glm4", {**RMS_KEYS, **HEADS, "rope.dimension_count": 32}, {}),
+    "GLM-4.5": ("glm4moe", {**RMS_KEYS, **HEADS, **MIXED, **SIGMOIDS, "rope.dimension_count": 32, "block_count": 3,
+                            "leading_dense_block_count": 1, "nextn_predict_layers": 1}, {}),
+    "SmolLM 3": ("smollm3", {**RMS_KEYS, **ROTARY}, {}),
+    "OLMo 3": ("olmo2", {**RMS_KEYS, **YARN_KEYS, "rope.scaling.yarn_attn_factor": 1.2079442,
+                         "attention.sliding_window": 4096, "attention.sliding_window_pattern": np.array([1, 0])}, {}),
+    "OLMoE": ("olmoe", {**RMS_KEYS, "expert_count": 8, "expert_used_count": 2}, {}),
+    "ERNIE 4.5": ("ernie4_5-moe", {**RMS_KEYS, **HEADS, **MIXED, "interleave_moe_layer_step": 1,
+                                   "leading_dense_block_count": 1, "expert_shared_feed_forward_length": 64}, {}),
+    "MiniMax M2": ("minimax-m2", {**RMS_KEYS, **HEADS, **MIXED, "expert_shared_count": 0, "expert_gating_func": 2,
+                                  "expert_feed_forward_length": 512, "rope.dimension_count": 32}, {}),
+    "Ministral 3": ("mistral3", {**RMS_KEYS, **HEADS, **ROTARY, **YARN_KEYS, "attention.temperature_scale": 0.1,
+                                 "rope.scaling.yarn_log_multiplier": 1.0}, {}),
+    "Command R7B": ("cohere2", {**LAYER_KEYS, **HEADS, **ROTARY, "attention.head_count_kv": 2, "logit_scale": 0.25,
+                                "attention.sliding_window": 4096, "rope.scaling.type": "none"}, {}),
+    "Qwen 1.5 MoE": ("qwen2moe", {**RMS_KEYS, **MIXED, "expert_shared_count": 0,
+                                  "expert_shared_feed_forward_length": 256}, {}),
+    "Qwen 3 VL": ("qwen3vl", {**RMS_KEYS, **HEADS, "rope.dimension_sections": np.array([24, 20, 20, 0]),
+                              "n_deepstack_layers": 3}, {}),
+    "Granite 3 MoE": ("granitemoe", {**RMS_KEYS, **ROTARY, "expert_count": 8, "expert_used_count": 2,
+                                     "attention.scale": 0.0078125, "embedding_scale": 12.0, "logit_scale": 6.0}, {}),
+    "Nemotron": ("nemotron", {**LAYER_KEYS, "attention.layer_norm_rms_epsilon": 1e-5, "rope.dimension_count": 32,
+                              "rope.scaling.type": "none"}, {}),
     "Pythia": ("gptneox", {**LAYER_KEYS, "rope.dimension_count": 16, "use_parallel_residual": True}, {}),
 }  # fmt: skip
 
@@ -169,7 +199,7 @@ def test_keys_of_published_gguf_files_are_accepted(name):
         "general.size_label": "7B", "quantize.imatrix.file": "a.dat", "quantize.imatrix.chunks_count": 125,
     }  # fmt: skip
     metadata = Metadata(general | {f"{architecture}.{key}": value for key, value in keys.items()}, Path("a.gguf"))
-    names = frozenset({"blk.0", "blk.1", *tensors})
+    names = frozenset({"blk.0", "blk.1", "blk.2", *tensors})
     config = hf_config(GgufInfo(metadata, names, 32000, tensors.get))
     check_unread(metadata)
     assert read_gguf(metadata, 256).size == 256

@@ -84,10 +84,20 @@ def settings(fields: Mapping[str, Use]) -> Iterator[str]:
         yield f"| {code(names)} | {how}{f'; only {values}' if values else ''} |"
 
 
+def gguf_architectures() -> Iterator[str]:
+    """The architectures of GGUF files, with the classes as which they are read."""
+    yield "| `general.architecture` | read as |"
+    yield "|---|---|"
+    for name, (_, hugging_face, _) in gguf_config.FAMILIES.items():
+        key, (_, other, _) = gguf_config.VARIANTS.get(name, ("", ("", "", None)))
+        yield f"| `{name}` | `{hugging_face}`{f', with `{key}` `{other}`' if key else ''} |"
+
+
 def gguf_keys() -> Iterator[str]:
     """The keys of an architecture in a GGUF file."""
-    source = Path(gguf_config.__file__).read_text(encoding="utf-8")
-    asked = set(re.findall(r'(?:number|real|text|flag|has)\(\s*"(\.[a-z_.]+)"', source))
+    folder = Path(gguf_config.__file__).parent
+    sources = [file.read_text(encoding="utf-8") for file in folder.glob("*.py") if file.name != "config.py"]
+    asked = {key for source in sources for key in re.findall(r'"(\.[a-z_]+(?:\.[a-z_]+)*)"', source)}
     yield "| keys after the architecture's name | |"
     yield "|---|---|"
     yield f"| {code(asked)} | applied where the architecture has them, else refused |"
@@ -110,6 +120,7 @@ def text() -> str:
     parts += [f"They are in `quantization_config` of `config.json`, in `compression_config`, or in {files}.\n"]
     for method, title in LAYOUTS.items():
         parts += [f"#### {title}\n", *settings(FIELDS[method]), ""]
+    parts += ["### GGUF architectures\n", *gguf_architectures(), ""]
     parts += ["### Keys of a GGUF file\n", *gguf_keys(), ""]
     return "\n".join(parts)
 
