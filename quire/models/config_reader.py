@@ -18,16 +18,19 @@ from quire.models.rope_config import ContextLengths, RopeRule, Ropes, read_ropes
 
 _MOST_HEAD_DIM = 1024
 
+
+def _is_false(value: object) -> bool:
+    return value is False
+
+
 # unsupported fields that change the output, each with a test of its value
 UNSUPPORTED: Mapping[str, Callable[[object], bool]] = MappingProxyType(
     {
-        "quantization_config": lambda value: value is not None,
-        "alibi": bool,
-        "add_cross_attention": bool,
-        "use_bidirectional_attention": bool,
-        "is_causal": lambda value: value is False,
-        "clip_qkv": lambda value: value is not None,
-        "layer_norm_elementwise_affine": lambda value: value is False,
+        **dict.fromkeys(("quantization_config", "clip_qkv"), lambda value: value is not None),
+        **dict.fromkeys(("alibi", "add_cross_attention", "use_bidirectional_attention", "use_cla"), bool),
+        **dict.fromkeys(("moe_apply_router_weight_on_input", "moe_router_logit_softcapping"), bool),
+        **dict.fromkeys(("swa_attention_sink_enabled", "post_norm"), bool),
+        **dict.fromkeys(("is_causal", "layer_norm_elementwise_affine", "moe_router_use_sigmoid"), _is_false),
     }
 )
 # fields with which some families change numbers, each with its values that change none. A family that does not read
@@ -42,8 +45,37 @@ OTHER_FAMILIES: Mapping[str, tuple[object, ...]] = MappingProxyType(
         **dict.fromkeys(("attn_temperature_tuning", "llama_4_scaling_beta"), (0,)),
         **dict.fromkeys(("no_rope_layers", "global_attn_every_n_layers", "no_rope_layer_interval"), (0, [])),
         **dict.fromkeys(("routed_scaling_factor", "n_group", "topk_group", "rotary_pct", "rope_pct"), (1,)),
+        **dict.fromkeys(("norm_topk_prob", "route_norm"), (True,)),
+        "moe_norm_min": (1e-12,),
         "scoring_func": ("softmax",),
         "position_embedding_type": ("rope", "rotary", "absolute"),
+    }
+)
+# fields of transformers' configs that change no logits in any family, each with the reason. `Family.unused` has those
+# that change some in other families.
+WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            (
+                *("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "hidden_dropout", "dropout"),
+                *("residual_dropout", "embedding_dropout", "classifier_dropout", "layerdrop"),
+                *("initializer_range", "init_std", "router_aux_loss_coef", "router_jitter_noise"),
+            ),
+            "of training",
+        ),
+        **dict.fromkeys(("use_cache", "output_router_logits"), "it chooses what a call of transformers returns"),
+        **dict.fromkeys(("pad_token_id", "eod_token_id", "sep_token_id"), "no token that quire adds or ends with"),
+        **dict.fromkeys(
+            ("pretraining_tp", "enable_moe_fp32_combine", "reorder_and_upcast_attn"),
+            "the order or the precision of sums, not what is added",
+        ),
+        **dict.fromkeys(("mtp_layer_types", "mtp_mlp_layer_types"), "of layers for drafts, which are not read"),
+        **dict.fromkeys(
+            ("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
+            "of a head that only GPT2DoubleHeadsModel has",
+        ),
+        "summary_first_dropout": "of training",
+        "is_decoder": "the architecture is a decoder in any case",
     }
 )
 

@@ -133,7 +133,12 @@ EXAONE4 = like(
 SMOLLM3 = like(
     LLAMA,
     rules={
-        "rope": RopeRule(theta=number("rope_theta", default=2e6), layers="listed", listed=integers("no_rope_layers")),
+        "rope": RopeRule(
+            theta=number("rope_theta", default=2e6),
+            layers="listed",
+            listed=integers("no_rope_layers"),
+            interval=integer("no_rope_layer_interval", default=4),
+        ),
         "windows": WindowRule("listed", integer("sliding_window", default=0, least=0), used=flag("use_sliding_window")),
     },
     tied=flag("tie_word_embeddings", default=True),
