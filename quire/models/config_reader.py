@@ -31,6 +31,7 @@ UNSUPPORTED: Mapping[str, Callable[[object], bool]] = MappingProxyType(
         **dict.fromkeys(("moe_apply_router_weight_on_input", "moe_router_logit_softcapping"), bool),
         **dict.fromkeys(("swa_attention_sink_enabled", "post_norm"), bool),
         **dict.fromkeys(("is_causal", "layer_norm_elementwise_affine", "moe_router_use_sigmoid"), _is_false),
+        **dict.fromkeys(("score_func", "moe_router_score_func"), lambda value: value not in (None, "sigmoid")),
     }
 )
 # fields with which some families change numbers, each with its values that change none. A family that does not read
@@ -44,7 +45,8 @@ OTHER_FAMILIES: Mapping[str, tuple[object, ...]] = MappingProxyType(
         **dict.fromkeys(("scale_emb", "scale_depth", "dim_model_base", "mup_width_scale"), (1,)),
         **dict.fromkeys(("attn_temperature_tuning", "llama_4_scaling_beta"), (0,)),
         **dict.fromkeys(("no_rope_layers", "global_attn_every_n_layers", "no_rope_layer_interval"), (0, [])),
-        **dict.fromkeys(("routed_scaling_factor", "n_group", "topk_group", "rotary_pct", "rope_pct"), (1,)),
+        **dict.fromkeys(("rotary_pct", "rope_pct"), (1,)),
+        **dict.fromkeys(("routed_scaling_factor", "n_group", "topk_group"), (1, False)),
         **dict.fromkeys(("norm_topk_prob", "route_norm"), (True,)),
         "moe_norm_min": (1e-12,),
         "scoring_func": ("softmax",),

@@ -9,16 +9,20 @@ from quire.models.rope_config import RopeRule
 
 MISTRAL = like(LLAMA, rules={"windows": WindowRule("all", WINDOW)})
 
+_UPPER = WindowRule(
+    "upper", WINDOW, used=flag("use_sliding_window"), first=integer("max_window_layers", default=28, least=0)
+)
+
 QWEN2 = like(
     LLAMA,
-    rules={"windows": WindowRule("upper", WINDOW, used=flag("use_sliding_window"))},
+    rules={"windows": _UPPER},
     qkv_bias=True,
     o_bias=False,
 )
 
 QWEN3 = like(
     LLAMA,
-    rules={"windows": WindowRule("upper", WINDOW, used=flag("use_sliding_window"))},
+    rules={"windows": _UPPER},
     qk_norm="head",
     head_dim=integer("head_dim", default=128),
 )

@@ -46,6 +46,7 @@ QWEN2_MOE = like(
     QWEN2,
     rules={
         "windows": WindowRule("listed", WINDOW, used=flag("use_sliding_window")),
+        "unused": ("max_window_layers",),  # windows need `layer_types`
         "sparse": _QWEN_SPARSE,
     },
     qkv_bias=flag("qkv_bias", default=True),

@@ -90,7 +90,7 @@ def read_ropes(fields: Fields, rule: RopeRule, head_dim: int, context: ContextLe
     one = old if old.values else new
     full = _read(one, fields, rule.theta, rule, head_dim, context)
     scaling = None
-    if "llama_4_scaling_beta" in one.values:
+    if one.values.get("llama_4_scaling_beta"):
         original = one.integer("original_max_position_embeddings", default=context.trained)
         scaling = QueryScaling(one.number("llama_4_scaling_beta"), original)
     return Ropes(full.rope, full.rope, full.max_positions, scaling)
