@@ -3,7 +3,7 @@
 A `ConfigField` is a reference to a field. Families are defined with ConfigFields.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -97,6 +97,19 @@ class Fields:
     def error(self, message: str) -> ModelError:
         """A ModelError with the model's path in front."""
         return ModelError(f"{self.path}: {message}")
+
+    def name_of(self, field: object) -> str:
+        """The spelling of a ConfigField that config.json has."""
+        return self._present(field.names) if isinstance(field, ConfigField) else ""
+
+    def kinds_of_layers(self, name: str, kinds: Sequence[object], known: Sequence[str], num_layers: int) -> list[str]:
+        """The kinds of layers that the field `name` lists. Raises ModelError unless each layer has a known one."""
+        found = [kind for kind in kinds if isinstance(kind, str) and kind in known]
+        if len(found) == len(kinds) == num_layers:
+            return found
+        wrong = next((kind for kind in kinds if kind not in known), None)
+        what = f"it has {len(kinds)}" if wrong is None else f"not {wrong!r:.80}{nearest(str(wrong), known)}"
+        raise self.error(f"{name} must have one of {', '.join(known)} for each of {num_layers} layers, {what}")
 
     def within(self, name: str) -> "Fields":
         """The fields of the object `name`; empty if it is missing or null."""

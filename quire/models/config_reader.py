@@ -95,8 +95,10 @@ def decoder_config(family: Family, fields: Fields, longest: int | None) -> Decod
         value = fields.values.get(name)
         if value is not None and value not in OTHER_FAMILIES[name]:
             raise fields.error(f"{name} = {value!r:.80} is not supported for this architecture; it changes results")
-    family = fields.resolve(family)
+    names, family = family, fields.resolve(family)
     config = _with_derived_sizes(family.config, fields)
+    if config.experts is not None and names.config.experts is not None:
+        _check_experts(config.experts, names.config.experts, fields)
     windows = _windows(fields, family.windows, config.num_layers)
     if family.rope is None:
         if fields.values.get("rope_scaling") or fields.values.get("rope_parameters"):
@@ -117,11 +119,6 @@ def _with_derived_sizes(config: DecoderConfig, fields: Fields) -> DecoderConfig:
     heads, kv_heads = config.num_heads, config.num_kv_heads or config.num_heads
     if heads % kv_heads:
         raise fields.error(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})")
-    experts = config.experts
-    if experts is not None and experts.per_token > experts.num_experts:
-        raise fields.error(f"num_experts_per_tok ({experts.per_token}) is above num_experts ({experts.num_experts})")
-    if experts is not None:
-        _check_groups(experts, fields)
     head_dim = config.head_dim or config.hidden_size // heads
     if not 1 <= head_dim <= _MOST_HEAD_DIM:
         raise fields.error(f"a head must have 1 to {_MOST_HEAD_DIM} dimensions, not {head_dim}")
@@ -135,8 +132,12 @@ def _with_derived_sizes(config: DecoderConfig, fields: Fields) -> DecoderConfig:
     )
 
 
-def _check_groups(experts: ExpertsConfig, fields: Fields) -> None:
+def _check_experts(experts: ExpertsConfig, names: ExpertsConfig, fields: Fields) -> None:
+    """Raise ModelError if a token cannot have its number of experts. names: the ConfigFields of `experts`."""
     routing, number = experts.routing, experts.num_experts
+    per_token = f"{fields.name_of(names.per_token)} ({experts.per_token})"
+    if experts.per_token > number:
+        raise fields.error(f"{per_token} is above {fields.name_of(names.num_experts)} ({number})")
     if routing.num_groups == 1:
         return
     size, rest = divmod(number, routing.num_groups)
@@ -146,14 +147,17 @@ def _check_groups(experts: ExpertsConfig, fields: Fields) -> None:
             "into groups of at least two"
         )
     if experts.per_token > size * routing.top_groups:
-        raise fields.error(f"num_experts_per_tok ({experts.per_token}) is above the experts of topk_group groups")
+        raise fields.error(
+            f"{per_token} is above the {size * routing.top_groups} experts of topk_group = {routing.top_groups} groups"
+        )
 
 
 def _windows(fields: Fields, rule: WindowRule, num_layers: int) -> tuple[int, ...]:
     """The window of each layer; 0: none."""
     kinds = fields.optional("layer_types", list, [])
     if kinds:
-        slides = _sliding_layers(fields, kinds, num_layers)
+        known = ("full_attention", "sliding_attention")
+        slides = [kind == known[1] for kind in fields.kinds_of_layers("layer_types", kinds, known, num_layers)]
     elif rule.kind == "pattern":
         slides = [rule.pattern > 0 and (layer + 1) % rule.pattern > 0 for layer in range(num_layers)]
     else:
@@ -168,13 +172,6 @@ def _windows(fields: Fields, rule: WindowRule, num_layers: int) -> tuple[int, ..
     if kinds and any(slides) and rule.used and not rule.size:
         raise fields.error("sliding_window is missing")
     return tuple(rule.size if rule.used and slide else 0 for slide in slides)
-
-
-def _sliding_layers(fields: Fields, kinds: list[object], num_layers: int) -> list[bool]:
-    known = ("full_attention", "sliding_attention")
-    if len(kinds) != num_layers or any(kind not in known for kind in kinds):
-        raise fields.error(f"layer_types must have one of {', '.join(known)} for each of {num_layers} layers")
-    return [kind == "sliding_attention" for kind in kinds]
 
 
 def _layers(
@@ -229,9 +226,8 @@ def _sparse_layers(fields: Fields, rule: SparseRule, num_layers: int) -> list[bo
             rule.first <= index <= rule.last % num_layers and (index + 1) % rule.step == 0 and index not in rule.dense
             for index in range(num_layers)
         ]
-    if len(rule.kinds) != num_layers or any(kind not in ("dense", "sparse") for kind in rule.kinds):
-        raise fields.error(f"mlp_layer_types must have one of dense, sparse for each of {num_layers} layers")
-    return [kind == "sparse" for kind in rule.kinds]
+    known = ("dense", "sparse")
+    return [kind == known[1] for kind in fields.kinds_of_layers("mlp_layer_types", rule.kinds, known, num_layers)]
 
 
 def _distinct_ropes(ropes: Ropes) -> tuple[Rope, ...]:
