@@ -3,12 +3,12 @@
 A `ConfigField` is a reference to a field. Families are defined with ConfigFields.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from quire.errors import ModelError
+from quire.errors import ModelError, nearest
 
 T = TypeVar("T")
 N = TypeVar("N", int, float)
@@ -18,9 +18,9 @@ _MOST_INTEGER = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class ConfigField:
-    """Reference to a field of config.json: the first of `names` that is present, with default and range."""
+    """Reference to a field of config.json by one of its `names`, with default and range."""
 
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # spellings of one field: if several are present, their values must be equal
     kind: type
     default: Any  # None: the field is required
     value_map: Mapping[Any, object] | None = None  # maps the field's value to the result, which may contain Reads
@@ -30,6 +30,7 @@ class ConfigField:
     most: int = _MOST_INTEGER
     is_each: bool = False  # whether an integer may also be a list of it, one for each layer
     letters: str = ""  # two letters if an integer n may also be spelled as n - 1 times the first and the second
+    is_first: bool = False  # whether the first present one of `names` counts, whatever the others are
 
 
 # These functions return a ConfigField in the place of a value, so their return type is Any.
@@ -43,9 +44,12 @@ def integer(
     most: int = _MOST_INTEGER,
     is_each: bool = False,
     letters: str = "",
+    is_first: bool = False,
 ) -> Any:  # noqa: ANN401
     """An integer from `least` to `most`; `is_each`: also [8, 8] for 8; with letters "LG" also "LLLG" for 4."""
-    return ConfigField(names, int, default, null=null, least=least, most=most, is_each=is_each, letters=letters)
+    return ConfigField(
+        names, int, default, null=null, least=least, most=most, is_each=is_each, letters=letters, is_first=is_first
+    )
 
 
 def number(*names: str, default: float | None = None, null: float | None = None, power: float = 1.0) -> Any:  # noqa: ANN401
@@ -98,6 +102,19 @@ class Fields:
     def error(self, message: str) -> ModelError:
         """A ModelError with the model's path in front."""
         return ModelError(f"{self.path}: {message}")
+
+    def name_of(self, field: object) -> str:
+        """The spelling of a ConfigField that config.json has."""
+        return self._present(field.names) if isinstance(field, ConfigField) else ""
+
+    def kinds_of_layers(self, name: str, kinds: Sequence[object], known: Sequence[str], num_layers: int) -> list[str]:
+        """The kinds of layers that the field `name` lists. Raises ModelError unless each layer has a known one."""
+        found = [kind for kind in kinds if isinstance(kind, str) and kind in known]
+        if len(found) == len(kinds) == num_layers:
+            return found
+        wrong = next((kind for kind in kinds if kind not in known), None)
+        what = f"it has {len(kinds)}" if wrong is None else f"not {wrong!r:.80}{nearest(str(wrong), known)}"
+        raise self.error(f"{name} must have one of {', '.join(known)} for each of {num_layers} layers, {what}")
 
     def within(self, name: str) -> "Fields":
         """The fields of the object `name`; empty if it is missing or null."""
@@ -157,6 +174,8 @@ class Fields:
 
     def _read(self, read: ConfigField) -> Any:  # noqa: ANN401
         name = self._present(read.names)
+        if not read.is_first and len(read.names) > 1:
+            self._refuse_differences(read)
         if read.null is not None and name in self.values and self.values[name] is None:
             return read.null
         if read.kind is float:
@@ -177,8 +196,23 @@ class Fields:
         if read.value_map is None:
             return value
         if not isinstance(value, Hashable) or value not in read.value_map:
-            raise self.error(f"{name} = {value!r:.80} is not supported; the results would be wrong")
+            known = [*map(str, read.value_map)]
+            hint = f"{nearest(str(value), known)}; supported: {', '.join(known)}"
+            raise self.error(f"{name} = {value!r:.80} is not supported{hint}")
         return read.value_map[value]
+
+    def _refuse_differences(self, read: ConfigField) -> None:
+        """Raise ModelError if two spellings of a field have different values."""
+        found = {
+            name: self._read(replace(read, names=(name,))) for name in read.names if self.values.get(name) is not None
+        }
+        first = next(iter(found), "")
+        for name, value in found.items():
+            if value != found[first]:
+                raise self.error(
+                    f"{first} = {self.values[first]!r:.80} and {name} = {self.values[name]!r:.80} are two names of one "
+                    "field with different values; remove the wrong one"
+                )
 
     def _length(self, name: str, spelled: str, letters: str) -> int:
         if spelled != letters[0] * (len(spelled) - 1) + letters[1]:

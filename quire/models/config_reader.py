@@ -19,16 +19,21 @@ from quire.models.rope_config import ContextLengths, HeadDims, RopeRule, Ropes, 
 
 _MOST_HEAD_DIM = 1024
 
+
+def _is_false(value: object) -> bool:
+    return value is False
+
+
 # unsupported fields that change the output, each with a test of its value
 UNSUPPORTED: Mapping[str, Callable[[object], bool]] = MappingProxyType(
     {
-        "quantization_config": lambda value: value is not None,
-        "alibi": bool,
-        "add_cross_attention": bool,
+        **dict.fromkeys(("quantization_config", "clip_qkv"), lambda value: value is not None),
+        **dict.fromkeys(("alibi", "add_cross_attention", "use_cla"), bool),
+        **dict.fromkeys(("moe_apply_router_weight_on_input", "moe_router_logit_softcapping"), bool),
+        **dict.fromkeys(("swa_attention_sink_enabled", "post_norm"), bool),
+        **dict.fromkeys(("is_causal", "layer_norm_elementwise_affine", "moe_router_use_sigmoid"), _is_false),
+        **dict.fromkeys(("score_func", "moe_router_score_func"), lambda value: value not in (None, "sigmoid")),
         "use_bidirectional_attention": lambda value: value not in (None, False, "vision"),  # "vision": of images
-        "is_causal": lambda value: value is False,
-        "clip_qkv": lambda value: value is not None,
-        "layer_norm_elementwise_affine": lambda value: value is False,
     }
 )
 # fields with which some families change numbers, each with its values that change none. A family that does not read
@@ -42,9 +47,39 @@ OTHER_FAMILIES: Mapping[str, tuple[object, ...]] = MappingProxyType(
         **dict.fromkeys(("scale_emb", "scale_depth", "dim_model_base", "mup_width_scale"), (1,)),
         **dict.fromkeys(("attn_temperature_tuning", "llama_4_scaling_beta"), (0,)),
         **dict.fromkeys(("no_rope_layers", "global_attn_every_n_layers", "no_rope_layer_interval"), (0, [])),
-        **dict.fromkeys(("routed_scaling_factor", "n_group", "topk_group", "rotary_pct", "rope_pct"), (1,)),
+        **dict.fromkeys(("rotary_pct", "rope_pct"), (1,)),
+        **dict.fromkeys(("routed_scaling_factor", "n_group", "topk_group"), (1, False)),
+        **dict.fromkeys(("norm_topk_prob", "route_norm"), (True,)),
+        "moe_norm_min": (1e-12,),
         "scoring_func": ("softmax",),
         "position_embedding_type": ("rope", "rotary", "absolute"),
+    }
+)
+# fields of transformers' configs that change no logits in any family, each with the reason. `Family.unused` has those
+# that change some in other families.
+WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            (
+                *("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "hidden_dropout", "dropout"),
+                *("residual_dropout", "embedding_dropout", "classifier_dropout", "layerdrop"),
+                *("initializer_range", "init_std", "router_aux_loss_coef", "router_jitter_noise"),
+            ),
+            "of training",
+        ),
+        **dict.fromkeys(("use_cache", "output_router_logits"), "it chooses what a call of transformers returns"),
+        **dict.fromkeys(("pad_token_id", "eod_token_id", "sep_token_id"), "no token that quire adds or ends with"),
+        **dict.fromkeys(
+            ("pretraining_tp", "enable_moe_fp32_combine", "reorder_and_upcast_attn"),
+            "the order or the precision of sums, not what is added",
+        ),
+        **dict.fromkeys(("mtp_layer_types", "mtp_mlp_layer_types"), "of layers for drafts, which are not read"),
+        **dict.fromkeys(
+            ("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
+            "of a head that only GPT2DoubleHeadsModel has",
+        ),
+        "summary_first_dropout": "of training",
+        "is_decoder": "the architecture is a decoder in any case",
     }
 )
 
@@ -62,8 +97,10 @@ def decoder_config(family: Family, fields: Fields, longest: int | None) -> Decod
         value = fields.values.get(name)
         if value is not None and value not in OTHER_FAMILIES[name]:
             raise fields.error(f"{name} = {value!r:.80} is not supported for this architecture; it changes results")
-    family = fields.resolve(family)
+    names, family = family, fields.resolve(family)
     config = _with_derived_sizes(family.config, fields)
+    if config.experts is not None and names.config.experts is not None:
+        _check_experts(config.experts, names.config.experts, fields)
     windows = _windows(fields, family.windows, config.num_layers)
     if family.rope is None:
         if fields.values.get("rope_scaling") or fields.values.get("rope_parameters"):
@@ -90,11 +127,6 @@ def _with_derived_sizes(config: DecoderConfig, fields: Fields) -> DecoderConfig:
     heads, kv_heads = config.num_heads, config.num_kv_heads or config.num_heads
     if heads % kv_heads:
         raise fields.error(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})")
-    experts = config.experts
-    if experts is not None and experts.per_token > experts.num_experts:
-        raise fields.error(f"num_experts_per_tok ({experts.per_token}) is above num_experts ({experts.num_experts})")
-    if experts is not None:
-        _check_groups(experts, fields)
     head_dim = config.head_dim or config.hidden_size // heads
     if not 1 <= head_dim <= _MOST_HEAD_DIM:
         raise fields.error(f"a head must have 1 to {_MOST_HEAD_DIM} dimensions, not {head_dim}")
@@ -108,8 +140,12 @@ def _with_derived_sizes(config: DecoderConfig, fields: Fields) -> DecoderConfig:
     )
 
 
-def _check_groups(experts: ExpertsConfig, fields: Fields) -> None:
+def _check_experts(experts: ExpertsConfig, names: ExpertsConfig, fields: Fields) -> None:
+    """Raise ModelError if a token cannot have its number of experts. names: the ConfigFields of `experts`."""
     routing, number = experts.routing, experts.num_experts
+    per_token = f"{fields.name_of(names.per_token)} ({experts.per_token})"
+    if experts.per_token > number:
+        raise fields.error(f"{per_token} is above {fields.name_of(names.num_experts)} ({number})")
     if routing.num_groups == 1:
         return
     size, rest = divmod(number, routing.num_groups)
@@ -119,14 +155,17 @@ def _check_groups(experts: ExpertsConfig, fields: Fields) -> None:
             "into groups of at least two"
         )
     if experts.per_token > size * routing.top_groups:
-        raise fields.error(f"num_experts_per_tok ({experts.per_token}) is above the experts of topk_group groups")
+        raise fields.error(
+            f"{per_token} is above the {size * routing.top_groups} experts of topk_group = {routing.top_groups} groups"
+        )
 
 
 def _windows(fields: Fields, rule: WindowRule, num_layers: int) -> tuple[int, ...]:
     """The window of each layer; 0: none."""
     kinds = fields.optional("layer_types", list, [])
     if kinds:
-        slides = _sliding_layers(fields, kinds, num_layers)
+        known = ("full_attention", "sliding_attention")
+        slides = [kind == known[1] for kind in fields.kinds_of_layers("layer_types", kinds, known, num_layers)]
     elif rule.kind == "pattern":
         slides = [rule.pattern > 0 and (layer + 1) % rule.pattern > 0 for layer in range(num_layers)]
     else:
@@ -141,13 +180,6 @@ def _windows(fields: Fields, rule: WindowRule, num_layers: int) -> tuple[int, ..
     if kinds and any(slides) and rule.used and not rule.size:
         raise fields.error("sliding_window is missing")
     return tuple(rule.size if rule.used and slide else 0 for slide in slides)
-
-
-def _sliding_layers(fields: Fields, kinds: list[object], num_layers: int) -> list[bool]:
-    known = ("full_attention", "sliding_attention")
-    if len(kinds) != num_layers or any(kind not in known for kind in kinds):
-        raise fields.error(f"layer_types must have one of {', '.join(known)} for each of {num_layers} layers")
-    return [kind == "sliding_attention" for kind in kinds]
 
 
 def _kv_kinds(
@@ -240,9 +272,8 @@ def _sparse_layers(fields: Fields, rule: SparseRule, num_layers: int) -> list[bo
             rule.first <= index <= rule.last % num_layers and (index + 1) % rule.step == 0 and index not in rule.dense
             for index in range(num_layers)
         ]
-    if len(rule.kinds) != num_layers or any(kind not in ("dense", "sparse") for kind in rule.kinds):
-        raise fields.error(f"mlp_layer_types must have one of dense, sparse for each of {num_layers} layers")
-    return [kind == "sparse" for kind in rule.kinds]
+    known = ("dense", "sparse")
+    return [kind == known[1] for kind in fields.kinds_of_layers("mlp_layer_types", rule.kinds, known, num_layers)]
 
 
 def _distinct_ropes(ropes: Ropes) -> tuple[Rope, ...]:

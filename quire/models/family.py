@@ -20,7 +20,7 @@ class WindowRule:
     kind: Literal["none", "listed", "all", "always", "upper", "pattern"] = "none"  # "always": for all layers
     size: int = integer("sliding_window", default=0, least=0)  # positions; 0: all
     used: bool = True
-    first: int = integer("max_window_layers", default=28, least=0)  # "upper": this layer and all after it
+    first: int = 0  # "upper": this layer and all after it
     pattern: int = 0  # "pattern": all layers but every pattern-th
 
 

@@ -42,11 +42,11 @@ GPT2 = like(
         "scale_by_layer": flag("scale_attn_by_inverse_layer_idx"),
     },
     # if a config.json has both names, transformers uses the first
-    hidden_size=integer("hidden_size", "n_embd"),
-    num_layers=integer("num_hidden_layers", "n_layer", most=MAX_PARTS),
-    num_heads=integer("num_attention_heads", "n_head", most=MAX_PARTS),
+    hidden_size=integer("hidden_size", "n_embd", is_first=True),
+    num_layers=integer("num_hidden_layers", "n_layer", most=MAX_PARTS, is_first=True),
+    num_heads=integer("num_attention_heads", "n_head", most=MAX_PARTS, is_first=True),
     num_kv_heads=0,
-    max_positions=integer("max_position_embeddings", "n_positions"),
+    max_positions=integer("max_position_embeddings", "n_positions", is_first=True),
     norm_eps=number("layer_norm_epsilon", default=1e-5),
     intermediate_size=integer("n_inner", default=0),
     position_offset=0,
@@ -228,7 +228,12 @@ STABLELM = like(
 
 COHERE = like(
     LLAMA,
-    rules={"names": TensorNames(interleaved=True), "rope": RopeRule(theta=number("rope_theta", default=5e5))},
+    rules={
+        "names": TensorNames(
+            interleaved=choice("position_embedding_type", default="rope_gptj", value_map={"rope_gptj": True})
+        ),
+        "rope": RopeRule(theta=number("rope_theta", default=5e5)),
+    },
     order="parallel",
     norm="layer",
     norm_eps=number("layer_norm_eps", default=1e-5),

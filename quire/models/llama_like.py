@@ -9,16 +9,20 @@ from quire.models.rope_config import RopeRule
 
 MISTRAL = like(LLAMA, rules={"windows": WindowRule("all", WINDOW)})
 
+_UPPER = WindowRule(
+    "upper", WINDOW, used=flag("use_sliding_window"), first=integer("max_window_layers", default=28, least=0)
+)
+
 QWEN2 = like(
     LLAMA,
-    rules={"windows": WindowRule("upper", WINDOW, used=flag("use_sliding_window"))},
+    rules={"windows": _UPPER},
     qkv_bias=True,
     o_bias=False,
 )
 
 QWEN3 = like(
     LLAMA,
-    rules={"windows": WindowRule("upper", WINDOW, used=flag("use_sliding_window"))},
+    rules={"windows": _UPPER},
     qk_norm="head",
     head_dim=integer("head_dim", default=128),
 )
@@ -133,7 +137,12 @@ EXAONE4 = like(
 SMOLLM3 = like(
     LLAMA,
     rules={
-        "rope": RopeRule(theta=number("rope_theta", default=2e6), layers="listed", listed=integers("no_rope_layers")),
+        "rope": RopeRule(
+            theta=number("rope_theta", default=2e6),
+            layers="listed",
+            listed=integers("no_rope_layers"),
+            interval=integer("no_rope_layer_interval", default=4),
+        ),
         "windows": WindowRule("listed", integer("sliding_window", default=0, least=0), used=flag("use_sliding_window")),
     },
     tied=flag("tie_word_embeddings", default=True),

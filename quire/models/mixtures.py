@@ -11,6 +11,8 @@ from quire.models.family import LLAMA, MAX_PARTS, WINDOW, FullRule, SharingRule,
 from quire.models.llama_like import ERNIE4_5, GEMMA3, GRANITE, HUNYUAN, QWEN2, QWEN3
 from quire.models.rope_config import RopeRule
 
+_NO_LAYER = MAX_PARTS  # no layer has a window but those of `layer_types`
+
 MIXTRAL = like(
     LLAMA,
     rules={
@@ -58,6 +60,7 @@ QWEN2_MOE = like(
     QWEN2,
     rules={
         "windows": WindowRule("listed", WINDOW, used=flag("use_sliding_window")),
+        "unused": ("max_window_layers",),  # windows need `layer_types`
         "sparse": _QWEN_SPARSE,
     },
     qkv_bias=flag("qkv_bias", default=True),
@@ -77,9 +80,11 @@ QWEN3_MOE = like(
 MELLUM = like(
     QWEN3,
     rules={
+        "names": TensorNames(ignored_prefixes=("mtp.",)),  # layers for drafts
         "rope": RopeRule(theta=number("rope_theta", default=5e5), local_theta=1e4),
-        "windows": WindowRule("all", WINDOW),
+        "windows": WindowRule("upper", integer("sliding_window", default=1024, null=0, least=0), first=_NO_LAYER),
         "sparse": SparseRule(kinds=strings("mlp_layer_types")),
+        "unused": ("num_mtp_layers",),
     },
     experts=replace(_QWEN_EXPERTS, routing=Routing(normalise=flag("norm_topk_prob", default=True))),
 )
@@ -135,7 +140,7 @@ HUNYUAN_MOE = like(
     experts=ExpertsConfig(
         num_experts=integer("num_experts", "num_local_experts", most=MAX_PARTS, is_each=True),
         per_token=integer("moe_topk", "num_experts_per_tok", is_each=True),
-        intermediate_size=integer("moe_intermediate_size", "intermediate_size", is_each=True),
+        intermediate_size=integer("moe_intermediate_size", "intermediate_size", is_each=True, is_first=True),
         routing=Routing(normalise=True),
         is_router_float32=True,
         shared_size=integer("intermediate_size"),
@@ -263,7 +268,9 @@ HY3 = like(
             _SHARED_EXPERTS, router="mlp.router.gate", router_bias="mlp.expert_bias", shared="mlp.shared_mlp."
         ),
         "rope": RopeRule(theta=number("rope_theta", default=11158840.0)),
-        "sparse": SparseRule(first=1, kinds=strings("mlp_layer_types")),
+        "sparse": SparseRule(
+            first=integer("first_k_dense_replace", default=1, least=0), kinds=strings("mlp_layer_types")
+        ),
     },
     norm_eps=number("rms_norm_eps", default=1e-5),
     head_dim=integer("head_dim", default=128),
@@ -336,7 +343,7 @@ LAGUNA = like(
             shared="mlp.shared_expert.",
         ),
         "rope": RopeRule(theta=5e5, local_theta=1e4, allows_partial=True, missing=_LAGUNA_ROPES),
-        "windows": WindowRule("listed", integer("sliding_window", default=512, least=0)),
+        "windows": WindowRule("upper", integer("sliding_window", default=512, least=0), first=_NO_LAYER),
         "sparse": SparseRule(first=1, kinds=strings("mlp_layer_types")),
         "heads_of_layers": integers("num_attention_heads_per_layer"),
     },

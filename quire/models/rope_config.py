@@ -39,7 +39,7 @@ class RopeRule:
     rotary_dim: int = 0  # dimensions that are rotated; 0: by `rotary_fraction`
     layers: Literal["all", "listed", "window", "window_if_any"] = "all"  # which have one: see `_rotated_layers`
     listed: tuple[int, ...] = ()  # "listed": 1 for each layer that has one, 0 for others; empty: by `interval`
-    interval: int = integer("no_rope_layer_interval", default=4)  # "listed": every interval-th layer has none
+    interval: int = 1  # "listed": every interval-th layer has none
     local_theta: float = 0.0  # of window layers, which then have their own entry in `rope_parameters`; 0: same
     original_max_positions: int = integer(
         "original_max_position_embeddings", default=0, least=2
@@ -97,7 +97,7 @@ def read_ropes(fields: Fields, rule: RopeRule, head_dims: HeadDims, context: Con
     one = old if old.values else new
     full = _read(one, fields, rule.theta, rule, head_dims.full, context)
     scaling = None
-    if "llama_4_scaling_beta" in one.values:
+    if one.values.get("llama_4_scaling_beta"):
         original = one.integer("original_max_position_embeddings", default=context.trained)
         scaling = QueryScaling(one.number("llama_4_scaling_beta"), original)
     return Ropes(full.rope, full.rope, full.max_positions, scaling)

@@ -63,7 +63,7 @@ def _norm(source: str, target: str, config: DecoderConfig, shape: tuple[int, ...
     plus = 1.0 if config.norm in ("rms_plus_one", "layer_plus_one") else 0.0
     yield f"{source}.weight", Placement(shape, f"{target}.weight", offset=plus)
     if config.norm_bias:
-        yield f"{source}.bias", Placement(shape, f"{target}.bias")
+        yield f"{source}.bias", Placement(shape, f"{target}.bias", is_float32=plus > 0)
 
 
 def _norms(config: DecoderConfig, names: TensorNames) -> Placed:
@@ -207,8 +207,8 @@ def _experts(config: DecoderConfig, names: TensorNames) -> Placed:
             yield f"{source}{row}.weight", Placement((inner, hidden), "mlp.up", index * inner, part=expert)
         yield f"{source}{names.expert_down}.weight", Placement((hidden, inner), "mlp.down", part=expert)
     if experts.shared_intermediate_size:
-        up = tuple(names.shared + name for name in names.shared_up)
-        shared = replace(names, up=up, down=names.shared + names.shared_down)
+        shared_up = tuple(names.shared + name for name in names.shared_up)
+        shared = replace(names, up=shared_up, down=names.shared + names.shared_down)
         sizes = replace(config, intermediate_size=experts.shared_intermediate_size, gated=True, mlp_bias=False)
         for name, place in _mlp(sizes, shared):
             yield name, replace(place, parameter="mlp.shared" + place.parameter[3:])

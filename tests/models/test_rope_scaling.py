@@ -11,6 +11,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from quire.errors import ModelError
 from quire.models.config_fields import Fields
+from quire.models.description import FAMILIES
 from quire.models.rope_config import WITHOUT_EFFECT, ContextLengths, HeadDims, RopeRule, read_ropes
 
 TRAINED = 8192
@@ -149,6 +150,21 @@ def test_kinds_of_layers_without_a_rotation_of_their_own_are_named():
         fields = Fields({"rope_parameters": each | {extra: {}}}, Path("model"))
         with pytest.raises(ModelError, match=f"{extra} = .* is not supported"):
             read_ropes(fields, rule, HeadDims(32, 32), ContextLengths(TRAINED, None))
+
+
+@pytest.mark.parametrize("architecture", [name for name, family in FAMILIES.items() if family.rope is not None])
+@pytest.mark.parametrize("key", ["no_such_key", "llama_4_scaling_beta", "alpha"])
+def test_a_family_refuses_keys_that_it_does_not_read(architecture, key):
+    rule = FAMILIES[architecture].rope
+    if key in rule.keys:
+        return
+    rope = {"rope_type": "default", "rope_theta": 1e4, key: 2.0}
+    kinds = ("full_attention", "sliding_attention") if rule.local_theta else ("",)
+    for kind in kinds:
+        given = {**{one: {"rope_theta": 1e4} for one in kinds}, kind: rope} if kind else rope
+        fields = Fields({"rope_parameters": given}, Path("model"))
+        with pytest.raises(ModelError, match=f"{key} = 2.0 is not supported"):
+            read_ropes(fields, fields.resolve(rule), 2 * HALF, ContextLengths(TRAINED, None))
 
 
 def test_keys_without_effect_and_null_are_read():

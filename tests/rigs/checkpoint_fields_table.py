@@ -4,9 +4,10 @@
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from quire.models import config_reader
 from quire.models.config_fields import names_read
 from quire.models.config_reader import OTHER_FAMILIES, UNSUPPORTED
 from quire.models.description import FAMILIES, MODEL_TYPES, SAMPLING_FIELDS
@@ -19,6 +20,7 @@ from quire.weights.settings import FIELDS, Use
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- made by tests/rigs/checkpoint_fields_table.py -->\n", "<!-- end of fields -->\n"
 
+USUAL = (False, True, "sigmoid")  # values of UNSUPPORTED fields, of which the first that is allowed is shown
 LAYOUTS = {
     "gptq": "GPTQ",
     "awq": "AWQ",
@@ -32,6 +34,17 @@ LAYOUTS = {
 def code(names) -> str:
     """Names as code, in alphabetical order."""
     return ", ".join(f"`{name}`" for name in sorted(names)) or "none"
+
+
+def values(allowed: Iterable[object]) -> str:
+    """The values of a field that are allowed besides null."""
+    return ", ".join(["null", *(f"`{value}`" for value in allowed)])
+
+
+def by_reason(fields: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]:
+    """Each text of the mapping, with the fields that have it."""
+    for text in dict.fromkeys(fields.values()):
+        yield text, [name for name, one in fields.items() if one == text]
 
 
 def families() -> Iterator[str]:
@@ -48,15 +61,20 @@ def families() -> Iterator[str]:
 
 
 def refused_fields() -> Iterator[str]:
-    """Fields that change numbers, and values with which they do not."""
+    """Fields that change numbers, and values with which they do not; then fields without effect."""
     yield "| refused | with other values than |"
     yield "|---|---|"
-    yield f"| {code(set(UNSUPPORTED) - {'quantization_config'})} | null or false (`is_causal`: true) |"
-    by_values: dict[str, list[str]] = {}
-    for name, values in OTHER_FAMILIES.items():
-        by_values.setdefault(", ".join(["null", *(f"`{value}`" for value in values)]), []).append(name)
-    for shown, names in by_values.items():
+    in_any = {name: [value for value in USUAL if not test(value)] for name, test in UNSUPPORTED.items()}
+    del in_any["quantization_config"]
+    for shown, names in by_reason({name: values(allowed[:1]) for name, allowed in in_any.items()}):
+        yield f"| {code(names)} | {shown} |"
+    for shown, names in by_reason({name: values(allowed) for name, allowed in OTHER_FAMILIES.items()}):
         yield f"| {code(names)}, where the architecture does not read it | {shown} |"
+    yield ""
+    yield "| without effect | why |"
+    yield "|---|---|"
+    for why, names in by_reason(config_reader.WITHOUT_EFFECT):
+        yield f"| {code(names)} | {why} |"
 
 
 def rope_keys() -> Iterator[str]:

@@ -496,6 +496,12 @@ def classifier(kind: str) -> str:
     return f"{family}TextForSequenceClassification" if family == "Gemma3" else f"{family}ForSequenceClassification"
 
 
+def num_stored(model: PreTrainedModel) -> int:
+    """Numbers of the parameters and buffers that a checkpoint has: biases of routers and xIELU's are buffers."""
+    buffers = [name for name, _ in model.named_buffers() if name in model.state_dict()]
+    return sum(tensor.numel() for tensor in [*model.parameters(), *map(model.get_buffer, buffers)])
+
+
 def save(
     folder: Path, kind: str = "qwen3-gqa", *, shard: str | None = None, dtype=torch.float32, head=architecture, **config
 ) -> PreTrainedModel:

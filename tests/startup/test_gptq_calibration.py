@@ -73,7 +73,7 @@ def with_tokenizer(folder, copy):
 
 def test_layers_that_share_kv_are_not_calibrated(saved, tmp_path, text):
     folder = with_tokenizer(saved("gemma4-shared-kv")[0], tmp_path / "model")
-    with pytest.raises(ModelError, match="attend to the KV of other layers.*; quantize without calibration"):
+    with pytest.raises(ModelError, match=r"attend to the KV of other layers.*; quantize without calibration"):
         quantize(tmp_path / "out", model=folder, calibrate=text)
     assert not (tmp_path / "out").exists()
 
