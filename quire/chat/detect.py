@@ -17,6 +17,9 @@ _TOOL_MARKERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("kimi_k2", ("tool_declare", "<|im_middle|>")),
     ("minimax_m2", ("<minimax:tool_call>",)),
     ("seed_oss", ("seed:tool_call",)),
+    ("gemma4", ("<|tool_call>",)),
+    ("cohere_command3", ("<|START_ACTION|>",)),
+    ("glm47", ("</arg_key><arg_value>",)),
     ("glm45", ("<arg_key>",)),
     ("qwen3_coder", ("<function=", "<parameter=")),
     ("lfm2", ("<|tool_call_start|>",)),
@@ -30,6 +33,8 @@ _TOOL_MARKERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("granite", ("<|tool_call|>",)),
     ("olmo3", ("<function_calls>",)),
     ("jamba", ("<tool_calls>",)),
+    ("smollm3", ("<tool_call>", "python_tools")),
+    ("exaone4", ("<tool_call>{",)),
     ("hermes", ("<tool_call>",)),
     ("granite-20b-fc", ("<function_call>",)),
     ("llama4_pythonic", ("[func_name1(", "<|header_start|>")),
@@ -40,6 +45,9 @@ _TOOL_MARKERS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 _REASONING_MARKERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("openai_gptoss", ("<|channel|>", "<|message|>")),
+    ("gemma4", ("<|channel>", "<channel|>")),
+    ("cohere_command4", ("<|START_THINKING|>", "<|START_TEXT|>")),
+    ("cohere_command3", ("<|START_THINKING|>",)),
     ("mistral", ("[THINK]",)),
     ("seed_oss", ("seed:think",)),
     ("granite", ("Here is my thought process:",)),
