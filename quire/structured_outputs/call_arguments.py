@@ -30,7 +30,7 @@ _ROOT = {"type", "properties", "required", "additionalProperties", "$defs", "all
 _NUMBER_BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 _BARE_NAME = re.compile(r"[^:,{}\[\]<\"'\n]+")
 _OF_NO_OBJECT = {*_NUMBER_BOUNDS, "minLength", "maxLength", "pattern", "format", "items", "prefixItems"}
-_OF_NO_OBJECT |= {"minItems", "maxItems", "type"}
+_OF_NO_OBJECT |= {"minItems", "maxItems"}
 _CONSTANTS = {True: '"True"', False: '"False"', None: '"None"'}
 # Texts between tags that are read as a value of another type, if the property may have this type.
 _NUMBER = r"\s*[-+]?\.?[0-9][-+0-9a-zA-Z_.]*\s*"
@@ -210,7 +210,7 @@ class _QuotedValues:
         """An object, as alternatives."""
         part = schema if isinstance(schema, Part) else Part("#")
         own = {key: value for key, value in part.items() if key not in _OF_NO_OBJECT}
-        alternatives = _alternatives(Part(part.at, {**own, "type": "object", "$defs": self._definitions}))
+        alternatives = _alternatives(schema and Part(part.at, {**own, "$defs": self._definitions}))
         if alternatives is not None:
             return " | ".join(f'"{{" {self._members(properties)} "}}"' for properties in alternatives)
         if part.keys() & {"allOf", "anyOf", "$ref"}:
@@ -306,19 +306,21 @@ class _QuotedValues:
         if rest is False:
             most = len(first) if most is None else min(most, len(first))
         written = ""
-        if most is None or most > len(first):
+        if first and (most is None or most > len(first)):
+            written = _more(self._rule(rest), least - len(first), most and most - len(first))
+        elif not first and most != 0:
             item = self._rule(rest)
-            num_least, num_most = max(least - len(first), 0), "" if most is None else most - len(first)
-            if first:
-                written = f'("," {item}){{{num_least},{num_most}}}'
-            else:
-                num_more = "" if most is None else most - 1
-                written = f'{item} ("," {item}){{{max(num_least - 1, 0)},{num_more}}}'
-                written = written if num_least else f"({written})?"
+            written = f"{item} {_more(item, least - 1, most and most - 1)}"
+            written = written if least else f"({written})?"
         for place, one in reversed(list(enumerate(first[:most]))):
             written = " ".join(['","'] * bool(place) + [self._rule(one), written])
             written = written if place < least else f"({written})?"
         return written
+
+
+def _more(item: str, least: int, most: int | None) -> str:
+    """Further items of an array. most: None for any number."""
+    return "" if most == 0 else f'("," {item}){{{max(least, 0)},{"" if most is None else most}}}'
 
 
 def written_parts(parts: Sequence[str | int]) -> str:

@@ -93,9 +93,11 @@ def test_names_of_vllm_are_known():
     """Of its parsers for the families that the documentation lists."""
     names = {"hermes", "qwen3_coder", "qwen3_xml", "llama3_json", "llama4_json", "pythonic", "llama4_pythonic", "olmo3"}
     names |= {"mistral", "deepseek_v3", "deepseek_v31", "granite", "granite-20b-fc", "granite4", "phi4_mini_json"}
+    names |= {"gemma4", "cohere_command3", "cohere_command4"}
     names |= {"openai", "glm45", "glm47", "kimi_k2", "minimax_m2", "seed_oss", "jamba", "internlm", "hunyuan_a13b"}
     assert names <= set(TOOL_FORMATS)
     reasoning = {"deepseek_r1", "deepseek_v3", "qwen3", "granite", "mistral", "openai_gptoss", "glm45", "kimi_k2"}
+    reasoning |= {"gemma4", "cohere_command3", "cohere_command4"}
     assert reasoning | {"seed_oss", "minimax_m2", "olmo3", "holo2", "mimo"} <= set(REASONING_FORMATS)
 
 

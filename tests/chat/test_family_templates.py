@@ -6,7 +6,9 @@ from typing import NamedTuple
 import family_templates as templates
 import pytest
 from call_writers import FURTHER_WRITERS, WRITERS
+from grammar_mask_walks import matches
 
+from quire.chat.constraint import call_constraint
 from quire.chat.detect import chat_format
 from quire.chat.formats import REASONING_FORMATS, TOOL_FORMATS
 from quire.chat.output import output_format
@@ -16,8 +18,8 @@ from quire.tokenizer.chat_template import ChatTemplate
 from tools.chat_transcripts import TOOLS
 
 WRITE = WRITERS | FURTHER_WRITERS
-NESTED = {"where": {"lang": "de", "ids": [1, 2.5, None]}, "tags": ["a", 'b "c"']}
-CALLS = [("find", {"q": "Grüße", "exact": True, **NESTED}), ("now", {}), ("note", {"text": "1\n{}"})]
+FIND = {"q": "Grüße", "tags": ["a", 'b "c"'], "where": {"lang": "de", "ids": [1, 2.5, None]}, "exact": True}
+CALLS = [("find", FIND), ("now", {}), ("note", {"text": "1\n{}"})]
 SHUT = {"enable_thinking": False, "reasoning_effort": "none"}
 
 
@@ -102,3 +104,32 @@ def test_reasoning_is_read_as_the_prompt_leaves_it(family):
         shut = format_of(one.template, prompt_of(one.template, [USER], **SHUT))
         assert (shut.begun, shut.may_reason) == (False, False)
         assert shut.read(answer) == Message("Hi.", None, [])
+
+
+@families
+def test_required_and_named_calls_are_written_as_the_template_writes_them(family):
+    one = FAMILIES[family]
+    format = TOOL_FORMATS[one.tools]
+    several = call_constraint(format, toolbox(TOOLS, "required"))
+    named = call_constraint(format, toolbox(TOOLS, {"type": "function", "function": {"name": "now"}}))
+    for calls in ([("now", {})], CALLS[:1], [("note", {"text": ""}), ("now", {})]):
+        text = written(one.tools, calls)
+        assert matches(several, text), text
+        assert matches(named, text) == (calls == [("now", {})]), text
+    for text in ("Hi.", written(one.tools, [("zzz", {})]), written(one.tools, [("note", {"txt": "a"})])):
+        assert not matches(several, text), text
+
+
+@families
+def test_a_call_of_a_strict_tool_has_its_arguments(family):
+    one = FAMILIES[family]
+    note = next(tool["function"] for tool in TOOLS if tool["function"]["name"] == "note")
+    tools = [
+        {"type": "function", "function": {**note, "strict": True}},
+        *(tool for tool in TOOLS if tool["function"] != note),
+    ]
+    auto = call_constraint(TOOL_FORMATS[one.tools], toolbox(tools))
+    valid, free = ("note", {"text": "a"}), ("now", {"x": 1})
+    for text in ("Hi.", written(one.tools, [valid]), f"So: {written(one.tools, [free, valid])} Done."):
+        assert matches(auto, text), text
+    assert not matches(auto, written(one.tools, [free, ("note", {"txt": "a"})]))
