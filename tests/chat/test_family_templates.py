@@ -53,10 +53,6 @@ USER = {"role": "user", "content": "Hello"}
 families = pytest.mark.parametrize("family", FAMILIES)
 
 
-def written(tools, calls):
-    return WRITE[tools if tools in WRITE else "cohere_command3"](calls)
-
-
 def prompt_of(source, messages, **variables):
     return ChatTemplate(source).render(
         {"messages": messages, "tools": TOOLS, "add_generation_prompt": True, **variables}
@@ -79,7 +75,7 @@ def test_a_turn_that_a_template_writes_is_read(family):
     one = FAMILIES[family]
     calls = [{"function": {"name": name, "arguments": arguments}} for name, arguments in CALLS]
     turn = {"role": "assistant", "content": "", "reasoning_content": "So.", "tool_calls": calls}
-    text = f"{one.tags[0]}So.{one.tags[1]}{written(one.tools, CALLS)}"
+    text = f"{one.tags[0]}So.{one.tags[1]}{WRITE[one.tools](CALLS)}"
     assert text in prompt_of(one.template, [USER, turn])
     message = format_of(one.template, "").read(text)
     assert (message.content, message.reasoning) == ("", "So.")
@@ -89,7 +85,7 @@ def test_a_turn_that_a_template_writes_is_read(family):
 @families
 def test_reasoning_is_read_as_the_prompt_leaves_it(family):
     one = FAMILIES[family]
-    answer, calls = ANSWERS.get(family, "Hi."), written(one.tools, CALLS[:2])
+    answer, calls = ANSWERS.get(family, "Hi."), WRITE[one.tools](CALLS[:2])
     format = format_of(one.template, prompt_of(one.template, [USER], enable_thinking=True))
     assert (format.begun, format.may_reason) == (one.begins, True)
     thought = f"{'' if one.begins else one.tags[0]}Why?{one.tags[1]}"
@@ -113,10 +109,10 @@ def test_required_and_named_calls_are_written_as_the_template_writes_them(family
     several = call_constraint(format, toolbox(TOOLS, "required"))
     named = call_constraint(format, toolbox(TOOLS, {"type": "function", "function": {"name": "now"}}))
     for calls in ([("now", {})], CALLS[:1], [("note", {"text": ""}), ("now", {})]):
-        text = written(one.tools, calls)
+        text = WRITE[one.tools](calls)
         assert matches(several, text), text
         assert matches(named, text) == (calls == [("now", {})]), text
-    for text in ("Hi.", written(one.tools, [("zzz", {})]), written(one.tools, [("note", {"txt": "a"})])):
+    for text in ("Hi.", WRITE[one.tools]([("zzz", {})]), WRITE[one.tools]([("note", {"txt": "a"})])):
         assert not matches(several, text), text
 
 
@@ -130,6 +126,6 @@ def test_a_call_of_a_strict_tool_has_its_arguments(family):
     ]
     auto = call_constraint(TOOL_FORMATS[one.tools], toolbox(tools))
     valid, free = ("note", {"text": "a"}), ("now", {"x": 1})
-    for text in ("Hi.", written(one.tools, [valid]), f"So: {written(one.tools, [free, valid])} Done."):
+    for text in ("Hi.", WRITE[one.tools]([valid]), f"So: {WRITE[one.tools]([free, valid])} Done."):
         assert matches(auto, text), text
-    assert not matches(auto, written(one.tools, [free, ("note", {"txt": "a"})]))
+    assert not matches(auto, WRITE[one.tools]([free, ("note", {"txt": "a"})]))

@@ -162,6 +162,7 @@ def _tagged(begin, end, arguments="arguments"):
 
 # The families whose calls differ from those of WRITERS in their tags only.
 FURTHER_WRITERS = {
+    "cohere_command4": cohere_command3,
     "exaone4": _tagged("<tool_call>", "</tool_call>"),
     "smollm3": hermes,
     "glm47": partial(glm45, line_end=""),
