@@ -110,15 +110,15 @@ class ReasoningFormat:
 
     parser: vLLM's name of the parser. tags: pairs of texts before and behind the reasoning; the first pair is the one
     of the templates. dropped: see ToolFormat. turn_begin: text between the end of the reasoning and what follows.
-    prompt_end: text with which a prompt without reasoning ends. answer_begin: text that stands before an answer that is
-    no call.
+    prompt_ends: texts with which a prompt without reasoning ends, if it has answer_begin, a text that stands before an
+    answer that is no call.
     """
 
     parser: str
     tags: tuple[tuple[str, str], ...]
     dropped: tuple[str, ...] = ()
     turn_begin: str = ""
-    prompt_end: str = ""
+    prompt_ends: tuple[str, ...] = ()
     answer_begin: str = ""
 
     @property
@@ -431,7 +431,7 @@ _COHERE3_REASONING = ReasoningFormat(
     parser="cohere_command3",
     tags=(("<|START_THINKING|>", "<|END_THINKING|>"),),
     dropped=_COHERE_ANSWER_TAGS,
-    prompt_end="<|CHATBOT_TOKEN|>",
+    prompt_ends=("<|CHATBOT_TOKEN|>", "<|END_THINKING|>"),
     answer_begin="<|START_RESPONSE|>",
 )
 _COHERE4_REASONING = replace(_COHERE3_REASONING, parser="cohere_command4", answer_begin="<|START_TEXT|>")
@@ -441,7 +441,7 @@ _GPT_OSS_REASONING = ReasoningFormat(
     tags=(("<|channel|>analysis<|message|>", "<|end|>"),),
     dropped=_HARMONY_DROPPED,
     turn_begin=_HARMONY_TURN,
-    prompt_end=_HARMONY_TURN,
+    prompt_ends=(_HARMONY_TURN,),
     answer_begin=_HARMONY_ANSWER,
 )
 

@@ -22,6 +22,7 @@ from quire.chat.formats import (
     ChatFormat,
     JsonCall,
     NamedCall,
+    QuotedArguments,
     ReasoningFormat,
     TaggedArguments,
     ToolFormat,
@@ -264,7 +265,7 @@ class MessageParser:
                 write("{}")
         if is_complete:
             self._parts.end_call()
-        if not (call.arguments == "python" or isinstance(call.arguments, TaggedArguments)):
+        if call.arguments == "json" or isinstance(call.arguments, QuotedArguments):
             yield from self._optional(call.end.strip())
         return True
 

@@ -16,7 +16,15 @@ from typing import Any
 from quire.errors import RequestError
 from quire.structured_outputs.json_schema.bounds import schema_error
 from quire.structured_outputs.json_schema.guidance import strict_pattern
-from quire.structured_outputs.json_schema.logic import TYPES, Part, Schema, type_of
+from quire.structured_outputs.json_schema.logic import (
+    ATOMS,
+    TYPES,
+    Part,
+    Schema,
+    common_types,
+    type_names,
+    type_of,
+)
 from quire.structured_outputs.json_schema.values import FORMATS
 
 _PARAM = "grammar"
@@ -28,9 +36,10 @@ _MAX_ALTERNATIVES = 32  # of the properties of the arguments,
 _MAX_SCHEMAS = 512  # and schemas that these consist of
 _ROOT = {"type", "properties", "required", "additionalProperties", "$defs", "allOf", "anyOf", "$ref"}
 _NUMBER_BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+_COMMA = ' "," '
 _BARE_NAME = re.compile(r"[^:,{}\[\]<\"'\n]+")
-_OF_NO_OBJECT = {*_NUMBER_BOUNDS, "minLength", "maxLength", "pattern", "format", "items", "prefixItems"}
-_OF_NO_OBJECT |= {"minItems", "maxItems"}
+_OF_OTHERS = {*_NUMBER_BOUNDS, "minLength", "maxLength", "pattern", "format"}  # than objects
+_OF_OTHERS |= {"items", "prefixItems", "minItems", "maxItems"}
 _CONSTANTS = {True: '"True"', False: '"False"', None: '"None"'}
 # Texts between tags that are read as a value of another type, if the property may have this type.
 _NUMBER = r"\s*[-+]?\.?[0-9][-+0-9a-zA-Z_.]*\s*"
@@ -129,7 +138,7 @@ class ArgumentGrammars:
         quote: as texts and ids of special tokens.
         """
         definitions = schema.get("$defs", {}) if isinstance(schema, Part) else {}
-        return _QuotedValues(self, quote, definitions).mapping(schema)
+        return _QuotedValues(self, quote, definitions).write(schema)
 
     def _tagged_value(self, one: _Property, tags: Tags) -> str:
         """A value and the tag behind it."""
@@ -178,19 +187,16 @@ class ArgumentGrammars:
         """The name of a rule."""
         return self._defined("argument", expression)
 
-    def new_rule(self, write: Callable[[str], str]) -> str:
-        """The name of a rule. write: returns its expression, which may have its name."""
+    def new_name(self, prefix: str = "argument") -> str:
+        """A name for a rule that the caller adds to the definitions."""
         self._num_names += 1
-        name = f"argument_{self._num_names}"
-        self.definitions.append(f"{name}: {write(name)}")
-        return name
+        return f"{prefix}_{self._num_names}"
 
     def _defined(self, prefix: str, expression: str) -> str:
         """The name of a rule or terminal. Equal ones have one name."""
         if (prefix, expression) not in self._names:
-            self._num_names += 1
-            self._names[prefix, expression] = f"{prefix}_{self._num_names}"
-            self.definitions.append(f"{prefix}_{self._num_names}: {expression}")
+            name = self._names[prefix, expression] = self.new_name(prefix)
+            self.definitions.append(f"{name}: {expression}")
         return self._names[prefix, expression]
 
 
@@ -205,11 +211,25 @@ class _QuotedValues:
         self._quote = written_parts(quote)
         self._end = quote[0] if len(quote) == 1 and isinstance(quote[0], str) else ""  # a quote that is text
         self._references: dict[str, str] = {}  # names of rules; "" is the one of any value
+        self._pending: list[str] = []  # references whose rules are not written
+        self._atoms_of: dict[str, set[str]] = {}  # by reference
 
-    def mapping(self, schema: Schema) -> str:
+    def write(self, schema: Schema) -> str:
+        """An object of the schema. Adds the rules to which it refers."""
+        written = self._mapping(schema)
+        while self._pending:
+            reference = self._pending.pop()
+            expression = self._value(self._target(reference)) if reference else self._of_types(Part("#"))
+            self._grammars.definitions.append(f"{self._references[reference]}: {expression}")
+        return written
+
+    def _target(self, reference: str) -> Schema:
+        return self._definitions[reference.removeprefix("#/$defs/")]
+
+    def _mapping(self, schema: Schema) -> str:
         """An object, as alternatives."""
         part = schema if isinstance(schema, Part) else Part("#")
-        own = {key: value for key, value in part.items() if key not in _OF_NO_OBJECT}
+        own = {key: value for key, value in part.items() if key not in _OF_OTHERS}
         alternatives = _alternatives(schema and Part(part.at, {**own, "$defs": self._definitions}))
         if alternatives is not None:
             return " | ".join(f'"{{" {self._members(properties)} "}}"' for properties in alternatives)
@@ -228,19 +248,13 @@ class _QuotedValues:
 
     def _rule(self, schema: Schema) -> str:
         """The name of the rule of a value."""
-        reference: str = schema.get("$ref", "") if isinstance(schema, Part) else ""
+        reference: str = schema["$ref"] if isinstance(schema, Part) and schema.keys() == {"$ref"} else ""
         if isinstance(schema, Part) and schema and not reference:
             return self._grammars.rule(self._value(schema))
         if reference not in self._references:
-            self._grammars.new_rule(lambda name: self._named(reference, name))
+            self._references[reference] = self._grammars.new_name()
+            self._pending.append(reference)
         return self._references[reference]
-
-    def _named(self, reference: str, name: str) -> str:
-        """The expression of the rule with this name, which may refer to itself."""
-        self._references[reference] = name
-        if not reference:
-            return self._of_types(Part("#"), TYPES)
-        return self._value(self._definitions[reference.removeprefix("#/$defs/")])
 
     def _value(self, schema: Schema) -> str:
         """A value, as alternatives."""
@@ -256,24 +270,41 @@ class _QuotedValues:
                 return self._rule(one)
             case {"anyOf": [*options]} if len(schema) == 1:
                 return " | ".join(map(self._rule, options))
-        return self._of_types(schema, _types(schema, TYPES))
+        return self._of_types(schema)
 
-    def _of_types(self, part: Part, types: Sequence[str]) -> str:
-        return " | ".join(self._of_type(part, name) for name in types)
+    def _of_types(self, part: Part) -> str:
+        written = [self._of_type(part, name) for name in type_names(self._atoms(part))]
+        if not written:
+            raise schema_error(part.at, "in this format no value satisfies the schema", _PARAM)
+        return " | ".join(written)
+
+    def _atoms(self, schema: Schema, depth: int = 0) -> set[str]:
+        """The types that a value may have, as far as the schemas that it consists of name types."""
+        if not isinstance(schema, Part) or depth > _MAX_REFERENCES:
+            return set(ATOMS)
+        parts = [self._atoms(one, depth) for one in schema.get("allOf", ())]
+        if "anyOf" in schema:
+            parts.append(set().union(*(self._atoms(one, depth) for one in schema["anyOf"])))
+        if "$ref" in schema:
+            parts.append(self._atoms_of_target(schema["$ref"], depth + 1))
+        return common_types([schema]).intersection(*parts)
+
+    def _atoms_of_target(self, reference: str, depth: int) -> set[str]:
+        if reference not in self._atoms_of:
+            self._atoms_of[reference] = set(ATOMS)  # for a target that refers to itself
+            self._atoms_of[reference] = self._atoms(self._target(reference), depth)
+        return self._atoms_of[reference]
 
     def _of_type(self, part: Part, name: str) -> str:
         match name:
             case "string":
                 return self._string(list(_conditions(part, part.at)))
-            case "boolean":
-                return '"true" | "false"'
-            case "null":
-                return '"null"'
             case "array":
                 return f'"[" {self._items(part)} "]"'
             case "object":
-                return self.mapping(part)
-        return self._grammars.json(Part(part.at, {**part, "type": name}), self._definitions)
+                return self._mapping(part)
+        definitions = self._definitions if part.keys() & {"allOf", "anyOf", "$ref"} else {}
+        return self._grammars.json(Part(part.at, {**part, "type": name}), definitions)
 
     def _string(self, conditions: list[str]) -> str:
         if not self._end:
@@ -286,18 +317,15 @@ class _QuotedValues:
         if isinstance(value, str):
             return f"{self._quote} {_quoted(value)} {self._quote}"
         if isinstance(value, list):
-            return f'"[" {self._separated(map(self._constant, value))} "]"'
+            return f'"[" {_COMMA.join(map(self._constant, value))} "]"'
         if isinstance(value, dict):
             members = (f"{_quoted(key + ':')} {self._constant(one)}" for key, one in value.items())
-            return f'"{{" {self._separated(members)} "}}"'
+            return f'"{{" {_COMMA.join(members)} "}}"'
         return _quoted(json.dumps(value))
-
-    def _separated(self, items: Iterable[str]) -> str:
-        return ' "," '.join(items)
 
     def _items(self, part: Part) -> str:
         """The items of an array."""
-        other = part.keys() & {"allOf", "anyOf", "not"}
+        other = part.keys() & {"allOf", "anyOf", "not", "$ref"}
         if other:
             why = f"in this format {min(other)!r} beside an array cannot be enforced; leave it out"
             raise schema_error(part.at, why, _PARAM)

@@ -1,5 +1,6 @@
 """Lark's directives for arguments that are not JSON, and for special tokens."""
 
+import contextlib
 import itertools
 import json
 
@@ -100,6 +101,10 @@ def quoted(value, **more):
         ({"type": "integer", "minimum": 5}, ["5", "70"], ["4", "5.5", "$5$"]),
         ({"type": "number"}, ["5", "-1.5"], ["true"]),
         ({"type": "boolean"}, ["true", "false"], ["True", "null"]),
+        ({"type": ["boolean", "integer"], "not": {"enum": [True, 5]}}, ["false", "6"], ["true", "5"]),
+        ({"allOf": [POINT, {"required": ["y"]}]}, ["{x:1,y:$$}"], ["{x:1}", "{}"]),
+        ({"$ref": "#/$defs/n", "required": ["v"]}, ["{v:1}", "{v:1,kids:[{}]}"], ["{}"]),
+        ({"allOf": [{"type": ["integer", "string"]}, {"minimum": 5}]}, ["5", "$a$"], ["4", "null"]),
         ({"anyOf": [{"type": "integer"}, POINT]}, ["5", "{x:1}"], ["{y:$b$}", "null"]),
         (POINT, ["{x:1}", "{x:1,y:$b$}"], ["{}", "{y:$b$,x:1}", "{x:1,z:2}", '{"x":1}', "{x:1,}"]),
         ({"type": "object"}, ["{}", "{b:1,c:[{d:$e$},null,2.5]}"], ["{b c:1}", "[]"]),
@@ -272,8 +277,17 @@ def test_alternatives_of_properties_are_those_of_the_schema(condition):
 def test_schemas_that_refer_to_each_other_many_times_are_refused_at_once():
     schemas = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 10} for i in range(8)}
     for last in (False, {"properties": {"a": {}}}):
-        asked = tagged(STRING, **{"$ref": "#/$defs/d0", "$defs": {**schemas, "d8": last}})
-        with pytest.raises(RequestError):
+        for write in (tagged, quoted):
+            asked = write(STRING, **{"$ref": "#/$defs/d0", "$defs": {**schemas, "d8": last}})
+            with pytest.raises(RequestError):
+                check(asked)
+
+
+def test_references_that_follow_each_other_many_times_are_written_or_refused():
+    for num, write in ((500, lambda to: to), (160, lambda to: {"type": "array", "items": to})):
+        schemas = {f"d{i}": write({"$ref": f"#/$defs/d{i + 1}"}) for i in range(num)}
+        asked = quoted({"$ref": "#/$defs/d0"}, **{"$defs": {**schemas, f"d{num}": STRING}})
+        with contextlib.suppress(RequestError):
             check(asked)
 
 
