@@ -15,6 +15,8 @@ DEMO = Path(__file__).parents[2] / "tools" / "demo_model" / "chat_template.jinja
 TEMPLATES = [
     ("hermes", "qwen3", r"""{{- '\n<tool_call>\n{"name": "' }} '<think>\n' + reasoning_content + '\n</think>\n\n'"""),
     ("hermes", None, r"""{{- '<tool_call>\n{"name": "' }}{{- tool_call.name }}"""),
+    ("hermes", None, r"""{{- '<tool_call>' }}{{ '\n{"name": "' }} <tool_call>{{ tool_call | tojson }}</tool_call>"""),
+    ("exaone4", None, r"""{{- "\n<tool_call>{\"name\": function_1_name, \"arguments\": {...}}</tool_call>" }}"""),
     ("qwen3_coder", None, r"""{{- '\n<tool_call>\n<function=' + tool_call.name + '>\n' }} '<parameter=' + args_name"""),
     ("glm45", "qwen3", "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key> ... '\n<think></think>'"),
     ("llama3_json", None, """{{- "<|python_tag|>" + tool_call.name }} message.role == "ipython\""""),
