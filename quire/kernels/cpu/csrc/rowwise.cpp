@@ -224,8 +224,8 @@ static void multiply_adds(const Arg* a, const Team& team) {
     auto out = (T*)a[3].data + index * size;
     if (a[1].data) factor = to_float(((const F*)a[1].data)[index]);
     each_vector(size, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
-      Vec product = load_some(x + i, n) * factor;
-      store_some(out + i, addend ? product + load_some(addend + i, n) : product, n);
+      Vec v = load_some(x + i, n), factors = splat(factor);
+      store_some(out + i, addend ? fma(v, factors, load_some(addend + i, n)) : v * factors, n);
     });
   }
 }
