@@ -69,7 +69,8 @@ def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 def multiply_add(x: Tensor, factors: Tensor | float, addend: Tensor | None = None) -> Tensor:
     """x * factors + addend: see Kernels."""
     if isinstance(factors, Tensor):
-        out = (x.float().unflatten(-1, (factors.shape[-1], -1)) * factors.float().unsqueeze(-1)).flatten(-2)
+        parts = x.float().reshape(*factors.shape, -1)
+        out = (parts * factors.float().unsqueeze(-1)).flatten(-2)
     else:
         out = x.float() * factors
     return (out if addend is None else out + addend.float()).to(x.dtype)
@@ -82,7 +83,7 @@ def widen(x: Tensor) -> Tensor:
 
 def xielu(x: Tensor, parameters: Tensor) -> Tensor:
     """The activation of Apertus: see Kernels."""
-    a, b, beta, eps = parameters
+    a, b, beta, eps = parameters.unbind()
     positive, negative = F.softplus(a), beta + F.softplus(b)
     wide = x.float()
     below = (apply_to_whole_vectors(torch.expm1, torch.minimum(wide, eps)) - wide) * negative
