@@ -190,14 +190,14 @@ def test_routes_of_all_modes_are_those_of_loops(case):
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("routing", MODES, ids=str)
-def test_tokens_with_nan_have_different_experts_in_all_modes(routing, biased):
-    logits = normal(0, 5, 8)
-    logits[1, 3], logits[2], logits[3, 2:], logits[4] = torch.nan, torch.nan, torch.nan, -torch.inf
-    bias = normal(1, 8) if biased else None
+def test_tokens_with_nan_have_different_experts_and_their_mates_have_their_own(routing, biased):
+    logits = normal(0, 12, 24)
+    logits[8, 3], logits[9], logits[10, 2:], logits[11] = torch.nan, torch.nan, torch.nan, -torch.inf
+    bias = normal(1, 24) / 4 if biased else None
     ids, weights = cpu.route(logits, 3, routing, bias)
-    assert all(len(set(row)) == 3 and set(row) <= set(range(8)) for row in ids.tolist())
-    assert_routes((ids[:1], weights[:1]), logits[:1], 3, routing, bias)
-    assert weights[2].isnan().all()
+    assert all(len(set(row)) == 3 and set(row) <= set(range(24)) for row in ids.tolist())
+    assert_routes((ids[:8], weights[:8]), logits[:8], 3, routing, bias)
+    assert weights[9].isnan().all()
 
 
 def test_a_token_with_nan_has_experts_and_nan_weights():

@@ -69,14 +69,14 @@ def test_routes_of_all_modes_are_those_of_loops(case):
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("rules", MODES, ids=str)
-def test_tokens_with_nan_have_different_experts_in_all_modes(rules):
-    logits, bias = normal(0, 5, 8).cpu(), normal(1, 8).cpu()
-    logits[1, 3], logits[2], logits[3, 2:], logits[4] = torch.nan, torch.nan, torch.nan, -torch.inf
+def test_tokens_with_nan_have_different_experts_and_their_mates_have_their_own(rules):
+    logits, bias = normal(0, 12, 24).cpu(), normal(1, 24).cpu() / 4
+    logits[8, 3], logits[9], logits[10, 2:], logits[11] = torch.nan, torch.nan, torch.nan, -torch.inf
     for some in (None, bias):
         ids, weights = on_device(logits, 3, rules, some)
-        assert all(len(set(row)) == 3 and set(row) <= set(range(8)) for row in ids.tolist())
-        assert_routes((ids[:1], weights[:1]), logits[:1], 3, rules, some)
-        assert weights[2].isnan().all()
+        assert all(len(set(row)) == 3 and set(row) <= set(range(24)) for row in ids.tolist())
+        assert_routes((ids[:8], weights[:8]), logits[:8], 3, rules, some)
+        assert weights[9].isnan().all()
 
 
 def test_of_equal_logits_the_first_are_chosen():
