@@ -45,7 +45,7 @@ from quire.kernels.reference.quantized import QUANTIZED
 NAME = "cpu"
 USES_RESIDENT_TABLES = False
 SCRATCH_BYTES = 2**22  # of each thread
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 DTYPES = ("float32", "bfloat16")
 
 

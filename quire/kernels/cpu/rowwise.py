@@ -140,8 +140,8 @@ def widen(x: Tensor) -> Tensor:
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     """x (num_tokens, num_heads, head_dim) rotated."""
     cos, sin = (part.contiguous() for part in rotation)
-    if len(x) != len(cos) or cos.shape != sin.shape:
-        raise ValueError(f"{len(x)} tokens and cosines of {len(cos)} do not match")
+    if len(x) != len(cos) or cos.shape != sin.shape or 2 * cos.shape[1] > x.shape[2]:
+        raise ValueError(f"heads {tuple(x.shape)} and cosines {tuple(cos.shape)} do not match")
     x = with_contiguous_heads(x)
     out = empty(x.shape, x.dtype)
     _C.rotate(x, cos, sin, out, dtype_code(x), *x.shape, x.stride(0), cos.shape[1])

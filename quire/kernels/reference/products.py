@@ -49,7 +49,7 @@ def route(
     scores = wide.softmax(-1) if routing.score == "softmax" else apply_to_whole_vectors(torch.sigmoid, wide)
     values = scores if bias is None else scores + bias
     if routing.num_groups > 1:
-        groups = values.view(len(values), routing.num_groups, -1)
+        groups = values.reshape(len(values), routing.num_groups, -1)
         best = groups.topk(2, -1).values.sum(-1).topk(routing.top_groups, -1).indices
         kept = torch.zeros(groups.shape[:-1], dtype=torch.bool, device=logits.device).scatter_(-1, best, value=True)
         values = groups.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(-2)

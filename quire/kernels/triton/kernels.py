@@ -29,7 +29,7 @@ from quire.kernels.triton.writing import rotate
 
 NAME = "triton"
 USES_RESIDENT_TABLES = True
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 MIN_FP8_CAPABILITY = (8, 9)  # compute capability
 
 

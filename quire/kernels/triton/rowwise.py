@@ -204,6 +204,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 
 @triton.jit
 def sigmoid(x):
+    """sigmoid(x) of float32 x. A NaN stays one."""
     e = tl.exp(-tl.abs(x))  # at most 1: cannot overflow
     return tl.where(x < 0, e, 1.0) / (1.0 + e)
 

@@ -69,6 +69,8 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     cos, sin = (part.contiguous() for part in rotation)
     x = _with_contiguous_heads(x)
     num_tokens, num_heads, head_dim = x.shape
+    if num_tokens != len(cos) or cos.shape != sin.shape or 2 * cos.shape[1] > head_dim:
+        raise ValueError(f"heads {tuple(x.shape)} and cosines {tuple(cos.shape)} do not match")
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     together = min(MAX_PROGRAM_HEADS, pow2(num_heads))
     _rotate[(num_tokens, -(-num_heads // together))](

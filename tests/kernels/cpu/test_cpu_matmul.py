@@ -5,6 +5,7 @@ import torch
 from cpu_kernel_builds import each_with, in_use
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from routing_oracle import MODES, assert_routes, cases
 
 from quire.kernels import reference
 from quire.kernels.contract import ACTIVATIONS, Routing
@@ -174,6 +175,29 @@ def test_routes_are_those_of_plain_torch(seed, num_tokens, number, dtype, normal
     expected_ids, expected = reference.route(logits, k, Routing(normalise))
     assert torch.equal(ids, expected_ids)
     assert torch.allclose(weights, expected, rtol=1e-5, atol=1e-7)
+
+
+@settings(max_examples=20)
+@given(cases((torch.float32, torch.bfloat16)))
+def test_routes_of_all_modes_are_those_of_loops(case):
+    logits, k, routing, bias = case
+    found = cpu.route(logits, k, routing, bias)
+    assert_routes(found, logits, k, routing, bias)
+    alone = cpu.route(logits[-1:].clone(), k, routing, bias)
+    assert torch.equal(alone[0], found[0][-1:])
+    assert torch.equal(alone[1], found[1][-1:])
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("routing", MODES, ids=str)
+def test_tokens_with_nan_have_different_experts_and_their_mates_have_their_own(routing, biased):
+    logits = normal(0, 12, 24)
+    logits[8, 3], logits[9], logits[10, 2:], logits[11] = torch.nan, torch.nan, torch.nan, -torch.inf
+    bias = normal(1, 24) / 4 if biased else None
+    ids, weights = cpu.route(logits, 3, routing, bias)
+    assert all(len(set(row)) == 3 and set(row) <= set(range(24)) for row in ids.tolist())
+    assert_routes((ids[:8], weights[:8]), logits[:8], 3, routing, bias)
+    assert weights[9].isnan().all()
 
 
 def test_a_token_with_nan_has_experts_and_nan_weights():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from routing_oracle import MODES, assert_routes, cases
 from triton_device import DEVICE
 from triton_random_tensors import DTYPES, ROUNDING, SEEDS, drawn, normal, poisoned_empty, weight_of
 
@@ -49,6 +50,33 @@ def test_chosen_experts_are_the_largest_and_weighed_by_a_softmax(seed, num_token
     assert all(len(set(row)) == k for row in ids.tolist())
     alone = routing.route(logits[-1:], k, Routing(normalise))
     assert torch.equal(alone[0], ids[-1:]) and torch.equal(alone[1], weights[-1:])
+
+
+def on_device(logits, k, rules, bias):
+    ids, weights = routing.route(logits.to(DEVICE), k, rules, None if bias is None else bias.to(DEVICE))
+    return ids.cpu(), weights.cpu()
+
+
+@settings(drawn, max_examples=12)
+@given(cases(tuple(ROUNDING)))
+def test_routes_of_all_modes_are_those_of_loops(case):
+    logits, k, rules, bias = case
+    found = on_device(logits, k, rules, bias)
+    assert_routes(found, logits, k, rules, bias)
+    alone = on_device(logits[-1:].clone(), k, rules, bias)
+    assert torch.equal(alone[0], found[0][-1:]) and torch.equal(alone[1], found[1][-1:])
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("rules", MODES, ids=str)
+def test_tokens_with_nan_have_different_experts_and_their_mates_have_their_own(rules):
+    logits, bias = normal(0, 12, 24).cpu(), normal(1, 24).cpu() / 4
+    logits[8, 3], logits[9], logits[10, 2:], logits[11] = torch.nan, torch.nan, torch.nan, -torch.inf
+    for some in (None, bias):
+        ids, weights = on_device(logits, 3, rules, some)
+        assert all(len(set(row)) == 3 and set(row) <= set(range(24)) for row in ids.tolist())
+        assert_routes((ids[:8], weights[:8]), logits[:8], 3, rules, some)
+        assert weights[9].isnan().all()
 
 
 def test_of_equal_logits_the_first_are_chosen():

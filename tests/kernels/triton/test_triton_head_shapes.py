@@ -18,8 +18,8 @@ from quire.kernels.triton.kernels import TRITON as kernels
 
 # head_dim, heads per KV head, tokens per block. Each head size and each ratio occurs with both block sizes.
 HEADS = [(64, 1, 16), (64, 8, 32), (80, 4, 16), (80, 1, 32), (96, 8, 16), (96, 4, 32), (128, 4, 16), (128, 8, 32)]
-HEADS += [(256, 1, 16), (256, 4, 32)]
-IN_8_BITS = {64: "fp8_e4m3", 128: "int8"}
+HEADS += [(256, 1, 16), (256, 4, 32), (512, 1, 16), (512, 8, 32)]
+IN_8_BITS = {64: "fp8_e4m3", 128: "int8", 512: "fp8_e4m3"}
 
 
 @pytest.fixture(autouse=True)

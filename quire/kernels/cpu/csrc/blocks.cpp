@@ -305,9 +305,7 @@ struct Tokens {
   const float *cos, *sin;
   int64_t half;
 };
-}  // namespace
 
-namespace {
 template <class K>
 struct Scratch {
   K* rows;         // [16][row]
@@ -427,13 +425,9 @@ static void rotate_of(const Arg* a, const Team& team) {
                a[9].integer, a[5].integer, a[6].integer, a[7].integer, team);
 }
 
-// x, cos, sin, out, dtype, num_tokens, heads, head_dim, token stride of x, rotary_dim / 2
-// out, which is contiguous: the rotated x.
+// x, cos, sin, out (contiguous), dtype, num_tokens, heads, head_dim, token stride of x, rotary_dim / 2
 void rotate(const Arg* a, const Team& team) {
-  if (a[4].integer)
-    rotate_of<bf16>(a, team);
-  else
-    rotate_of<float>(a, team);
+  return a[4].integer ? rotate_of<bf16>(a, team) : rotate_of<float>(a, team);
 }
 
 template <class T>

@@ -221,21 +221,20 @@ static void multiply_adds(const Arg* a, const Team& team) {
     auto x = (const T*)a[0].data + row * a[8].integer;
     auto addend = a[2].data ? (const T*)a[2].data + row * parts * size : nullptr;
     auto out = (T*)a[3].data + row * parts * size;
-    auto write = [&](int64_t i, int64_t n, Vec product) __attribute__((always_inline)) {
-      store_some(out + i, addend ? product + load_some(addend + i, n) : product, n);
+    auto write = [&](int64_t i, int64_t n, Vec factor) __attribute__((always_inline)) {
+      Vec v = load_some(x + i, n);
+      store_some(out + i, addend ? fma(v, factor, load_some(addend + i, n)) : v * factor, n);
     };
     auto of_row = factors ? factors + row * a[9].integer : nullptr;
     if (factors && size == 1) {
       each_vector(parts, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
-        write(i, n, load_some(x + i, n) * load_some(of_row + i, n));
+        write(i, n, load_some(of_row + i, n));
       });
       continue;
     }
     for (int64_t part = 0; part < parts; part++) {
-      float factor = factors ? to_float(of_row[part]) : (float)a[10].number;
-      each_vector(size, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
-        write(part * size + i, n, load_some(x + part * size + i, n) * factor);
-      });
+      Vec factor = splat(factors ? to_float(of_row[part]) : (float)a[10].number);
+      each_vector(size, [&](int64_t i, int64_t n) __attribute__((always_inline)) { write(part * size + i, n, factor); });
     }
   }
 }
