@@ -63,7 +63,7 @@ WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType(
             (
                 *("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "hidden_dropout", "dropout"),
                 *("residual_dropout", "embedding_dropout", "classifier_dropout", "layerdrop"),
-                *("initializer_range", "init_std", "router_aux_loss_coef", "router_jitter_noise"),
+                *("initializer_range", "init_std", "router_aux_loss_coef", "input_jitter_noise"),
             ),
             "of training",
         ),
@@ -98,7 +98,8 @@ def decoder_config(family: Family, fields: Fields, longest: int | None) -> Decod
         if value is not None and value not in OTHER_FAMILIES[name]:
             raise fields.error(f"{name} = {value!r:.80} is not supported for this architecture; it changes results")
     names, family = family, fields.resolve(family)
-    config = _with_derived_sizes(family.config, fields)
+    experts = family.config.experts if family.sparse.used else None
+    config = _with_derived_sizes(replace(family.config, experts=experts), fields)
     if config.experts is not None and names.config.experts is not None:
         _check_experts(config.experts, names.config.experts, fields)
     windows = _windows(fields, family.windows, config.num_layers)

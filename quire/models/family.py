@@ -28,6 +28,7 @@ class WindowRule:
 class SparseRule:
     """Which layers have experts in place of an MLP, in families that have experts."""
 
+    used: bool = True
     step: int = 1  # every step-th layer, counted from 1,
     first: int = 0  # from this one, counted from 0,
     last: int = -1  # to this one; -1: the last of all,

@@ -24,6 +24,7 @@ MIXTRAL = like(
         ),
         "rope": RopeRule(theta=number("rope_theta", default=1e6)),
         "windows": WindowRule("always"),
+        "unused": ("router_jitter_noise",),  # of training
     },
     norm_eps=number("rms_norm_eps", default=1e-5),
     experts=ExpertsConfig(
@@ -36,7 +37,10 @@ MIXTRAL = like(
 
 PHIMOE = like(
     MIXTRAL,
-    rules={"rope": RopeRule(theta=number("rope_theta", default=1e6), keys=("short_mscale", "long_mscale"))},
+    rules={
+        "rope": RopeRule(theta=number("rope_theta", default=1e6), keys=("short_mscale", "long_mscale")),
+        "unused": (),
+    },
     norm="layer",
     norm_bias=True,
     head_bias=flag("lm_head_bias"),
@@ -245,6 +249,7 @@ MINIMAX_M2 = like(
             allows_partial=True,
             rotary_dim=integer("rotary_dim", default=0, least=0),
         ),
+        "unused": ("router_jitter_noise",),  # of training
     },
     head_dim=integer("head_dim", default=128),
     qk_norm=flag("use_qk_norm", default=True, value_map={True: "projection"}),
@@ -396,23 +401,18 @@ GEMMA4 = like(
             num_layers=integer("num_kv_shared_layers", default=0, least=0),
             mlp_factor=flag("use_double_wide_mlp", value_map={True: 2, False: 1}),
         ),
+        "sparse": SparseRule(used=flag("enable_moe_block")),
     },
     norm="rms",
     v_norm=True,
     layer_input_size=integer("hidden_size_per_layer_input", default=256, null=0, least=0),
     layer_input_rows=integer("vocab_size_per_layer_input", default=262144),
     has_layer_scale=True,
-    experts=flag(
-        "enable_moe_block",
-        value_map={
-            True: ExpertsConfig(
-                num_experts=integer("num_experts", most=MAX_PARTS),
-                per_token=integer("top_k_experts"),
-                intermediate_size=integer("moe_intermediate_size"),
-                routing=Routing(normalise=True),
-                is_beside_mlp=True,
-            ),
-            False: None,
-        },
+    experts=ExpertsConfig(
+        num_experts=integer("num_experts", default=1, most=MAX_PARTS),
+        per_token=integer("top_k_experts", default=1),
+        intermediate_size=integer("moe_intermediate_size", default=1),
+        routing=Routing(normalise=True),
+        is_beside_mlp=True,
     ),
 )

@@ -49,16 +49,18 @@ def test_transformers_configs_are_understood(saved, kind):
     assert found.num_parameters == checkpoints.num_stored(model)
     assert found.weight_bytes("float32") == 4 * found.num_parameters
     assert (found.vocab_size, found.hidden_size) == (301, 64)
-    assert len(found.kv_layers) == model.config.num_hidden_layers
+    num_shared = getattr(model.config, "num_kv_shared_layers", 0)
+    assert len(found.kv_layers) == model.config.num_hidden_layers - num_shared
     assert found.checkpoint.path == folder
 
 
 DERIVED = {"smollm3-listed"}  # whose `layer_types` transformers derives from other fields, as quire does not
 TWO_THETAS = {"olmo3"}  # for which the older spelling of the architecture has one name
+NEW = {"gemma4", "gemma4-moe", "gemma4-shared-kv"}  # whose config has no older spelling
 OLD_NAMES = {"GPTNeoXForCausalLM": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}}
 
 
-@pytest.mark.parametrize("kind", [kind for kind in checkpoints.EVERY if kind not in TWO_THETAS])
+@pytest.mark.parametrize("kind", [kind for kind in checkpoints.EVERY if kind not in TWO_THETAS | NEW])
 def test_the_spelling_before_transformers_5_means_the_same(saved, tmp_path, kind):
     """`rope_theta` and `rope_scaling` instead of `rope_parameters`, no `layer_types`, `torch_dtype`."""
     folder = Path(shutil.copytree(saved(kind)[0], tmp_path / "model"))
@@ -98,6 +100,7 @@ NEEDED = {
     "smollm3-listed": {"layer_types", "sliding_window"},
     "exaone4-no-window": {"layer_types"},
     "glm4-moe-groups": {"topk_group"},
+    **dict.fromkeys(("gemma4", "gemma4-moe", "gemma4-shared-kv"), {"layer_types"}),
 }
 
 

@@ -164,7 +164,7 @@ def test_a_family_refuses_keys_that_it_does_not_read(architecture, key):
         given = {**{one: {"rope_theta": 1e4} for one in kinds}, kind: rope} if kind else rope
         fields = Fields({"rope_parameters": given}, Path("model"))
         with pytest.raises(ModelError, match=f"{key} = 2.0 is not supported"):
-            read_ropes(fields, fields.resolve(rule), 2 * HALF, ContextLengths(TRAINED, None))
+            read_ropes(fields, fields.resolve(rule), DIMS, ContextLengths(TRAINED, None))
 
 
 def test_keys_without_effect_and_null_are_read():
