@@ -349,6 +349,17 @@ def test_attention_equals_loops(seed, spans, kv_heads, shared, block_size, windo
             np.testing.assert_allclose(out, sequences.naive(*span, softcap), atol=2e-5)
 
 
+@pytest.mark.parametrize(("dim", "window"), [(300, 0), (512, 0), (512, 5)])
+def test_attention_of_the_largest_heads(dim, window):
+    """Heads of more than TERMS numbers, which one exact sum does not hold."""
+    assert dim > TERMS
+    whole, cut = (Sequences(3, [20], kv_heads=1, dim=dim, window=window) for _ in range(2))
+    found = whole.attend([(0, 0, 20)])[0, 0, 20]
+    np.testing.assert_allclose(found, whole.naive(0, 0, 20, 0.0), atol=2e-5)
+    parts = [cut.attend([(0, start, start + 5)])[0, start, start + 5] for start in range(0, 20, 5)]
+    assert torch.equal(torch.cat(parts), found)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("window", "softcap", "dim"), [(0, 0.0, 64), (0, 0.0, 7), (300, 0.0, 24), (7, 5.0, 8)])
 def test_attention_has_the_same_bits_in_any_chunks_and_company(dtype, window, softcap, dim, threads):
