@@ -89,7 +89,13 @@ BASE_MODELS: Mapping[str, str] = MappingProxyType(
         "GPT2Model": "GPT2LMHeadModel",
         "Gemma3Model": "",  # has a vision tower
         "Gemma3TextModel": "Gemma3ForCausalLM",
+        "Gemma4Model": "",
+        "Gemma4TextModel": "Gemma4ForCausalLM",
     }
+)
+# architecture in a published config.json -> its name in transformers
+OTHER_SPELLINGS: Mapping[str, str] = MappingProxyType(
+    {"PhiMoEForCausalLM": "PhimoeForCausalLM", "Ernie4_5_ForCausalLM": "Ernie4_5ForCausalLM"}
 )
 _ENCODERS = (  # first parts of the names of models that attend in both directions
     *("Albert", "Bert", "Camembert", "ConvBert", "Deberta", "DebertaV2", "DistilBert", "Electra", "Ernie", "EuroBert"),
@@ -364,7 +370,8 @@ def _architecture(fields: Fields) -> str:
     supported = ", ".join([*FAMILIES, *TEXT_MODELS])
     if not names:
         raise fields.error(f"architectures is missing; supported: {supported}")
-    for name in names:
+    for spelled in names:
+        name = OTHER_SPELLINGS.get(spelled, spelled)
         if name in FAMILIES or name in TEXT_MODELS or name in CLASSIFIERS or BASE_MODELS.get(name):
             return name
         if why := UNSUPPORTED_WITHOUT_IMAGES.get(name):

@@ -398,6 +398,13 @@ def test_model_types_are_those_of_transformers():
         assert getattr(transformers, architecture).config_class.model_type == first
 
 
+@pytest.mark.parametrize(("kind", "spelled"), [("phi-moe", "PhiMoEForCausalLM"), ("ernie4-5", "Ernie4_5_ForCausalLM")])
+def test_other_spellings_of_an_architecture_are_known(saved, tmp_path, kind, spelled):
+    folder = Path(shutil.copytree(saved(kind)[0], tmp_path / "model"))
+    change(folder, architectures=[spelled])
+    assert describe(folder).architecture == describe(saved(kind)[0]).architecture != spelled
+
+
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_a_model_type_of_another_architecture_is_named(saved, tmp_path, architecture):
     kind = next(kind for kind in checkpoints.EVERY if checkpoints.architecture(kind) == architecture)

@@ -1,5 +1,6 @@
 """Fields of published checkpoints, among them those that quire does not read: they are described as before."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,15 @@ EXPERTS = {"output_router_logits": False, "router_aux_loss_coef": 0.001, "num_ex
 GEMMA = {
     "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 512,
     "cache_implementation": "hybrid",
+}  # fmt: skip
+GEMMA4 = {
+    "final_logit_softcapping": 30.0, "global_head_dim": 512, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "vocab_size": 262144,
+    "vocab_size_per_layer_input": 262144, "use_bidirectional_attention": None,
+    "rope_parameters": {
+        "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
 }  # fmt: skip
 PHI3 = {
     "embd_pdrop": 0.0, "resid_pdrop": 0.0, "original_max_position_embeddings": 4096, "sliding_window": 262144,
@@ -185,6 +195,22 @@ CONFIGS = {
         "rope_theta": 10000.0, "max_position_embeddings": 65536,
         "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 20.0, "mscale": 1.0, "rope_type": "yarn",
                          "original_max_position_embeddings": 4096, "type": "yarn"}}),
+    "Phi-3.5 MoE": ("PhimoeForCausalLM", {
+        **sizes(4096, 6400, 32, 32, 8), "attention_bias": True, "hidden_dropout": 0.0, "input_jitter_noise": 0.01,
+        "lm_head_bias": True, "max_position_embeddings": 131072, "num_local_experts": 16, "num_experts_per_tok": 2,
+        "original_max_position_embeddings": 4096, "output_router_logits": False, "rms_norm_eps": 1e-5,
+        "rope_scaling": {**LONGROPE, "long_mscale": 1.243163121016122, "original_max_position_embeddings": 4096,
+                         "short_mscale": 1.243163121016122, "type": "longrope"},
+        "rope_theta": 10000.0, "router_aux_loss_coef": 0.0, "router_jitter_noise": 0.01, "sliding_window": 131072}),
+    "Gemma 4 E2B, text": ("Gemma4ForCausalLM", {
+        **sizes(1536, 6144, 35, 8, 1), **GEMMA4, "hidden_size_per_layer_input": 256, "num_global_key_value_heads": None,
+        "num_kv_shared_layers": 20, "sliding_window": 512, "use_double_wide_mlp": True,
+        "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7}),
+    "Gemma 4 26B-A4B, text": ("Gemma4ForCausalLM", {
+        **sizes(2816, 2112, 30, 16, 8), **GEMMA4, "attention_k_eq_v": True, "enable_moe_block": True,
+        "hidden_size_per_layer_input": 0, "moe_intermediate_size": 704, "num_experts": 128,
+        "num_global_key_value_heads": 2, "top_k_experts": 8, "sliding_window": 1024, "use_double_wide_mlp": False,
+        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 5}),
     "Ministral 3 8B, text": ("Ministral3ForCausalLM", {
         **sizes(4096, 14336, 34, 32, 8), "rms_norm_eps": 1e-5, "head_dim": 128, "sliding_window": None,
         "max_position_embeddings": 262144, "rope_parameters": {**MINISTRAL, "rope_theta": 1e6}}),
@@ -293,7 +319,8 @@ def test_fields_of_published_checkpoints_are_accepted(name):
 def test_published_configs_mean_what_transformers_reads_in_them(name):
     architecture, config = published(name)
     given = {field: value for field, value in config.items() if field != "rope_scaling" or value is not None}
-    theirs = getattr(transformers, architecture).config_class(**given).to_dict()
+    theirs = getattr(transformers, architecture).config_class(**given)
+    theirs = json.loads(theirs.to_json_string(use_diff=False))
     family = FAMILIES[architecture]
     assert decoder_config(family, Fields(config, PATH), None) == decoder_config(family, Fields(theirs, PATH), None)
 

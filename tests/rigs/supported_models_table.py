@@ -22,6 +22,7 @@ MODELS = {
     "GemmaForCausalLM": "Gemma",
     "Gemma2ForCausalLM": "Gemma 2",
     "Gemma3ForCausalLM": "Gemma 3 (text)",
+    "Gemma4ForCausalLM": "Gemma 4 (text)",
     "Phi3ForCausalLM": "Phi-3, Phi-3.5, Phi-4, Phi-4 mini",
     "Olmo2ForCausalLM": "OLMo 2",
     "GraniteForCausalLM": "Granite 3",
@@ -39,6 +40,7 @@ MODELS = {
     "ApertusForCausalLM": "Apertus 8B, 70B",
     "HunYuanDenseV1ForCausalLM": "Hunyuan 0.5B, 1.8B, 4B, 7B, Hunyuan-MT",
     "OlmoeForCausalLM": "OLMoE 1B-7B",
+    "PhimoeForCausalLM": "Phi-3.5 MoE",
     "GraniteMoeForCausalLM": "Granite 3 1B-A400M, 3B-A800M",
     "GraniteMoeSharedForCausalLM": "Granite MoE with shared experts",
     "MellumForCausalLM": "Mellum 2",
@@ -63,6 +65,8 @@ MODELS = {
 }
 SEEING = {
     "Gemma3ForConditionalGeneration": "Gemma 3 4B, 12B, 27B",
+    "Gemma4ForConditionalGeneration": "Gemma 4 E2B, E4B, 26B-A4B, 31B",
+    "Gemma4UnifiedForConditionalGeneration": "Gemma 4 12B",
     "Mistral3ForConditionalGeneration": "Mistral Small 3.1, 3.2, Ministral 3",
     "Qwen2VLForConditionalGeneration": "Qwen 2 VL",
     "Qwen2_5_VLForConditionalGeneration": "Qwen 2.5 VL",
