@@ -40,8 +40,8 @@ class EngineError(Exception):
 class Engine:
     """How to start an engine: its program, interpreter that has the engine, settings of the driver.
 
-    name: PROGRAM, or PROGRAM:WHAT with a quantization or an option of its own. model: folder of a checkpoint, or a .gguf
-    file. decode_bytes: those of `benchmarks.cpu.decode_bytes`.
+    name: PROGRAM, or PROGRAM:WHAT with a quantization or an option of its own. model: folder of a checkpoint, or a
+    .gguf file. decode_bytes: those of `benchmarks.cpu.decode_bytes`.
     """
 
     name: str
