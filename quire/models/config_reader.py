@@ -189,11 +189,13 @@ def _kv_kinds(
     """The kind of KV of each layer."""
     own = {"head_dim": rule.head_dim, "num_key_value_heads": rule.num_kv_heads if rule.values_are_keys else 0}
     full = Fields({name: value for name, value in own.items() if value}, fields.path)
+    # transformers pads the numbers of layers with zeros
+    listed = Fields({layer.lstrip("0") or "0": differences for layer, differences in rule.layers.items()}, fields.path)
     kinds = []
     for layer, window in enumerate(windows):
         of_layer = full if not window else Fields({}, fields.path)
         if rule.layers:
-            of_layer = Fields(rule.layers, fields.path).within(str(layer))
+            of_layer = listed.within(str(layer))
             if unknown := of_layer.values.keys() - own.keys():
                 raise fields.error(f"per_layer_config of layer {layer} has {min(unknown)}, which is not supported")
         head_dim = of_layer.integer("head_dim", default=config.head_dim, most=_MOST_HEAD_DIM)

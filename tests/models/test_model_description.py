@@ -184,6 +184,15 @@ def test_older_spelling(folder):
     assert (found.config.ropes, found.dtype) == ((Rope(32, 5e5),), "float16")
 
 
+def test_numbers_of_layers_may_have_leading_zeros(saved, tmp_path):
+    folder = Path(shutil.copytree(saved("gemma4")[0], tmp_path / "model"))
+    layers = json.loads((folder / "config.json").read_text())["per_layer_config"]
+    found = describe(folder).kv_layers
+    assert len({kind.head_dim for kind in found}) == 2
+    change(folder, per_layer_config={f"{int(layer):02}": values for layer, values in layers.items()})
+    assert describe(folder).kv_layers == found
+
+
 def test_defaults_of_missing_fields(saved, tmp_path):
     folder = Path(shutil.copytree(saved("llama-mha")[0], tmp_path / "model"))
     change(folder, without=("head_dim", "num_key_value_heads", "dtype", "rms_norm_eps", "rope_parameters"))
