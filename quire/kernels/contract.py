@@ -260,10 +260,10 @@ class Routing:
 
     normalise: bool  # whether the weights of a token are divided by their sum
     score: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
-    jitter: float = 0.0  # of "sparsemixer"
     scale: float = 1.0  # factor of the weights
     num_groups: int = 1  # of experts that follow each other, each of at least two
     top_groups: int = 1
+    jitter: float = 0.0  # of "sparsemixer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -470,8 +470,8 @@ class Kernels(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """The k experts of each token by its logits (num_tokens, num_experts), and their weights: see Routing.
 
-        bias and scales: float32 (num_experts,); scales are factors of the experts' weights. Returns ids int64 and
-        weights float32 (num_tokens, k), the first selected first. The order of ties is undefined.
+        bias and scales: float32 (num_experts,), not with "sparsemixer"; scales are factors of the experts' weights.
+        Returns ids int64 and weights float32 (num_tokens, k), the first selected first. The order of ties is undefined.
         """
 
     def experts(self, x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, activation: str) -> Tensor:

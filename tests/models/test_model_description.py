@@ -100,7 +100,9 @@ NEEDED = {
     "smollm3-listed": {"layer_types", "sliding_window"},
     "exaone4-no-window": {"layer_types"},
     "glm4-moe-groups": {"topk_group"},
-    **dict.fromkeys(("gemma4", "gemma4-moe", "gemma4-shared-kv"), {"layer_types"}),
+    "gemma4": {"layer_types"},
+    "gemma4-moe": {"layer_types"},
+    "gemma4-shared-kv": {"layer_types"},
 }
 
 

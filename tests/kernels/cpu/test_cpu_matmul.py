@@ -180,10 +180,10 @@ def test_routes_are_those_of_plain_torch(seed, num_tokens, number, dtype, normal
 @settings(max_examples=20)
 @given(cases((torch.float32, torch.bfloat16)))
 def test_routes_of_all_modes_are_those_of_loops(case):
-    logits, k, routing, bias = case
-    found = cpu.route(logits, k, routing, bias)
-    assert_routes(found, logits, k, routing, bias)
-    alone = cpu.route(logits[-1:].clone(), k, routing, bias)
+    logits, *rules = case
+    found = cpu.route(*case)
+    assert_routes(found, *case)
+    alone = cpu.route(logits[-1:].clone(), *rules)
     assert torch.equal(alone[0], found[0][-1:])
     assert torch.equal(alone[1], found[1][-1:])
 

@@ -52,18 +52,19 @@ def test_chosen_experts_are_the_largest_and_weighed_by_a_softmax(seed, num_token
     assert torch.equal(alone[0], ids[-1:]) and torch.equal(alone[1], weights[-1:])
 
 
-def on_device(logits, k, rules, bias):
-    ids, weights = routing.route(logits.to(DEVICE), k, rules, None if bias is None else bias.to(DEVICE))
+def on_device(logits, k, rules, *factors):
+    moved = [None if one is None else one.to(DEVICE) for one in factors]
+    ids, weights = routing.route(logits.to(DEVICE), k, rules, *moved)
     return ids.cpu(), weights.cpu()
 
 
 @settings(drawn, max_examples=12)
 @given(cases(tuple(ROUNDING)))
 def test_routes_of_all_modes_are_those_of_loops(case):
-    logits, k, rules, bias = case
-    found = on_device(logits, k, rules, bias)
-    assert_routes(found, logits, k, rules, bias)
-    alone = on_device(logits[-1:].clone(), k, rules, bias)
+    logits, *rules = case
+    found = on_device(*case)
+    assert_routes(found, *case)
+    alone = on_device(logits[-1:].clone(), *rules)
     assert torch.equal(alone[0], found[0][-1:]) and torch.equal(alone[1], found[1][-1:])
 
 
