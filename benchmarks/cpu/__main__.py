@@ -83,7 +83,11 @@ def names_of(known: Sequence[str], text: str) -> list[str]:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The parsed command line."""
     parser = argparse.ArgumentParser(prog="benchmarks.cpu", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--shapes", type=lambda text: names_of([*SHAPES, "embedded"], text))
+    parser.add_argument(
+        "--shapes",
+        type=lambda text: names_of([*SHAPES, "embedded"], text),
+        help="0.5b,1b by default; of the part families those of benchmarks.cpu.families",
+    )
     parser.add_argument("--workloads", type=lambda text: names_of(list(WORKLOADS), text), default="W1,W2,W3,W4")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument(
@@ -108,17 +112,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def measure(args: argparse.Namespace, models: Path, results: dict[str, Any]) -> None:
     """Run all parts one after another and put their figures into `results`. Raises EngineError; finished parts stay."""
-    first, *others = args.shapes or _SHAPES
+    shapes = args.shapes or _SHAPES
     if "workloads" in args.only:
-        for shape in (first, *others):
+        for shape in shapes:
             model = checkpoint(shape, models)
             turns = Turns(_engines(args, model), args.workloads, repeat=args.repeat)
             _take(turns, alone=args.alone)
             results.setdefault("shapes", {})[shape] = {"weight_bytes": weight_bytes(model), **turns.report()}
     if "http" in args.only:
-        turns = http_turns(checkpoint(first, models), args.repeat)
+        turns = http_turns(checkpoint(shapes[0], models), args.repeat)
         _take(turns, alone=args.alone)
-        results["http"] = {"shape": first, **turns.report()}
+        results["http"] = {"shape": shapes[0], **turns.report()}
     if "families" in args.only:
         for shape in args.shapes or FAMILIES:
             turns = family_turns(checkpoint(shape, models), args.repeat)
@@ -126,10 +130,10 @@ def measure(args: argparse.Namespace, models: Path, results: dict[str, Any]) -> 
             part = results.setdefault("families", {"bounds": BOUNDS, "shapes": {}})
             part["shapes"][shape] = family_report(turns)
     if "arrivals" in args.only:
-        engines = [one for one in _engines(args, checkpoint(first, models)) if one.name in SERVERS]
+        engines = [one for one in _engines(args, checkpoint(shapes[0], models)) if one.name in SERVERS]
         with _progress(num_ticks(len(engines), args.repeat)) as tick:
             found = arrivals(engines, count=args.requests, repeat=args.repeat, tick=tick)
-        results["arrivals"] = {"shape": first, **found}
+        results["arrivals"] = {"shape": shapes[0], **found}
 
 
 def _engines(args: argparse.Namespace, model: Path) -> list[Engine]:
