@@ -464,7 +464,7 @@ _CONFIGS = {"Gemma3": "Gemma3TextConfig", "Gemma4": "Gemma4TextConfig"}
 _MODELS = {"GPT2": "GPT2LMHeadModel"}
 _WITHOUT = {"OPT": ("intermediate_size",), "GPT2": ("intermediate_size",), "Falcon": ("intermediate_size",)}
 _ROUTER_BIASES = ("correction_bias", "expert_bias")  # they select other experts for some tokens
-_ROUTERS = (".gate.weight", ".mlp.router.weight", ".gate.wg.weight", ".router.layer.weight")
+_ROUTERS = (".gate.weight", ".mlp.router.weight", ".router.proj.weight", ".gate.wg.weight", ".router.layer.weight")
 _STEEP = {"OPT": ("q_proj.weight", "k_proj.weight")}  # whose norms come after attention
 _RENAMED = {
     "GPT2": {
@@ -535,6 +535,8 @@ def randomize(model: PreTrainedModel, family: str) -> None:
         is_norm = "norm" in name or "ln_" in name
         if name.endswith(_ROUTER_BIASES):
             parameter.normal_()
+        elif name.endswith(".router.scale"):
+            parameter.uniform_(4, 8)
         elif is_norm or parameter.dim() == 1:
             offset = is_norm and not name.endswith("bias") and not family.startswith("Gemma")
             parameter.copy_(torch.randn_like(parameter) * 0.3 + offset)

@@ -27,9 +27,19 @@ rowwise = pytest.importorskip("quire.kernels.cpu.rowwise")
 ROWS = 8
 BLOCK = 16
 RECORDED = ["qwen3-gqa", "llama-gqa-tied", "llama-mqa-biases", "phi3", "mistral-window", "qwen3-moe", "mixtral-window"]
-SPECIAL = [  # with scaled queries or sums, xIELU, groups of experts, gates of heads, heads rotated before their norm
+SPECIAL = [  # with scaled queries or sums, xIELU, groups of experts, gates of heads, shared KV, inputs of layers
     *("ministral3", "apertus", "glm4-moe-groups", "trinity", "laguna", "cohere2", "nemotron", "granite-moe-shared"),
-    *("hunyuan", "gemma2", "qwen2-moe", "falcon-40b", "granite"),
+    *(
+        "hunyuan",
+        "gemma2",
+        "qwen2-moe",
+        "falcon-40b",
+        "granite",
+        "phi-moe",
+        "smollm3",
+        "gemma4-moe",
+        "gemma4-shared-kv",
+    ),
 ]
 COMPUTED = ["gpt2", "opt-post-norm"]  # each is partly plain torch
 
