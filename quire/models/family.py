@@ -43,9 +43,7 @@ class FullRule:
     head_dim: int = 0
     num_kv_heads: int = 0  # where values are keys
     values_are_keys: bool = False  # whether values are the keys before their norm
-    layers: Mapping[str, object] = field(
-        default_factory=dict
-    )  # head_dim and num_key_value_heads by layer, in place of these
+    layers: Mapping[str, object] = field(default_factory=dict)  # differences of single layers, in place of these
 
 
 @dataclass(frozen=True, slots=True)
