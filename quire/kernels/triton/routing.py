@@ -107,8 +107,9 @@ def _select_experts(
         ids = tl.where(slots == slot, tl.sum(tl.where(best, experts, 0), 0), ids)
         if MIXER:
             most = tl.max(tl.where(best, x, float("-inf")), 0)
-            is_far = (most - x) / tl.maximum(tl.abs(x), most) > 2 * jitter
-            near = tl.where((keys == _LEAST) | is_far, 0.0, tl.exp(x - most))
+            others = tl.where(keys == _LEAST, most, x)
+            is_far = most - others > 2 * jitter * tl.maximum(tl.abs(others), most)
+            near = tl.where((keys == _LEAST) | is_far, 0.0, tl.exp(others - most))
             weights = tl.where(slots == slot, 1.0 / tl.sum(near, 0), weights)
         else:
             weights = tl.where(slots == slot, tl.sum(tl.where(best, shares, 0.0), 0), weights)
