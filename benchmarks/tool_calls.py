@@ -24,6 +24,7 @@ from tools.tool_schemas import SCHEMAS
 FORMATS = (
     *("hermes", "qwen3_coder", "llama3_json", "pythonic", "olmo3", "mistral", "mistral_v11", "deepseek_v3"),
     *("deepseek_v31", "granite", "phi4_mini_json", "openai", "glm45", "kimi_k2", "minimax_m2", "generic"),
+    *("glm47", "gemma4", "cohere_command3", "exaone4", "smollm3"),
 )
 
 

@@ -52,6 +52,13 @@ def workload(name: str, *, seed: int = 0, vocab_size: int = 32000) -> Workload:
     return Workload(name, seed, WORKLOADS[name](tokens))
 
 
+def unrelated(name: str, seed: int, count: int, num_prompt: int, num_output: int) -> Workload:
+    """`count` queries of equal lengths without a common prefix. All ids lie within the smallest vocabulary."""
+    rng = Random(f"{name}-{seed}")
+    tokens = range(FIRST_TOKEN, SMALLEST_VOCABULARY)
+    return Workload(name, seed, [Query(rng.choices(tokens, k=num_prompt), num_output) for _ in range(count)])
+
+
 Tokens = Callable[[int], list[int]]
 
 

@@ -1,8 +1,9 @@
 """Comparison of engines on this machine's CPU: the same checkpoints, prompts and lengths, greedy, in bfloat16.
 
-    python -m benchmarks.cpu [--shapes 0.5b,1b] [--workloads W1,W2,W3,W4] [--repeat 3] [--only workloads http arrivals]
-        [--peer vllm=VENV/bin/python] [--peer openvino:int4=...] [--before CHECKOUT] [--alone] [--models FOLDER]
-        [--quantization int8] [--requests 120] [--json FILE] [--table FILE]
+    python -m benchmarks.cpu [--shapes 0.5b,1b] [--workloads W1,W2,W3,W4] [--repeat 3]
+        [--only workloads http families arrivals] [--peer vllm=VENV/bin/python] [--peer openvino:int4=...]
+        [--before CHECKOUT] [--alone] [--models FOLDER] [--quantization int8] [--requests 120] [--json FILE]
+        [--table FILE]
 
 Each engine runs in a process of its own with the given interpreter, and the engines take turns. --before adds another
 version of quire: a checkout in which `python setup.py build_ext --inplace` has run. --alone loads one engine at a
@@ -15,8 +16,9 @@ For one stream, the report has the bytes of weights and KV that decoding a token
 reads them. `benchmarks.read_share` compares it with the rate at which the machine reads.
 
 The part `http` sends 64 streams to `quire serve` and the same queries to an `LLM`. The part `arrivals` sends --requests
-streams with Poisson arrivals to the servers of quire, of the version before, and of vLLM. --shapes tiny runs every part
-at a size whose figures have no meaning.
+streams with Poisson arrivals to the servers of quire, of the version before, and of vLLM. The part `families` compares
+the CPU time of quire's decoder with that of `model_impl="transformers"`, with one thread each; without --shapes it has
+a shape of each of several model families. --shapes tiny runs every part at a size whose figures have no meaning.
 """
 
 import argparse
@@ -36,6 +38,7 @@ from benchmarks.cpu.arrivals import SERVERS, arrivals, num_ticks
 from benchmarks.cpu.checkpoints import SHAPES, checkpoint, weight_bytes
 from benchmarks.cpu.decode_bytes import decode_bytes
 from benchmarks.cpu.engines import BEFORE, DRIVERS, PEERS, QUANTIZATIONS, Engine, EngineError
+from benchmarks.cpu.families import BOUNDS, FAMILIES, family_report, family_turns
 from benchmarks.cpu.gguf_file import gguf_file
 from benchmarks.cpu.machine import describe
 from benchmarks.cpu.over_http import http_turns
@@ -44,7 +47,8 @@ from benchmarks.cpu.turns import Turns
 from benchmarks.result_file import write_result
 from benchmarks.workloads import WORKLOADS
 
-PARTS = ("workloads", "http", "arrivals")
+PARTS = ("workloads", "http", "families", "arrivals")
+_SHAPES = ("0.5b", "1b")
 
 
 def peer(text: str) -> tuple[str, str]:
@@ -79,7 +83,11 @@ def names_of(known: Sequence[str], text: str) -> list[str]:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The parsed command line."""
     parser = argparse.ArgumentParser(prog="benchmarks.cpu", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--shapes", type=lambda text: names_of([*SHAPES, "embedded"], text), default=["0.5b", "1b"])
+    parser.add_argument(
+        "--shapes",
+        type=lambda text: names_of([*SHAPES, "embedded"], text),
+        help="0.5b,1b by default; of the part families those of benchmarks.cpu.families",
+    )
     parser.add_argument("--workloads", type=lambda text: names_of(list(WORKLOADS), text), default="W1,W2,W3,W4")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument(
@@ -104,21 +112,28 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def measure(args: argparse.Namespace, models: Path, results: dict[str, Any]) -> None:
     """Run all parts one after another and put their figures into `results`. Raises EngineError; finished parts stay."""
+    shapes = args.shapes or _SHAPES
     if "workloads" in args.only:
-        for shape in args.shapes:
+        for shape in shapes:
             model = checkpoint(shape, models)
             turns = Turns(_engines(args, model), args.workloads, repeat=args.repeat)
             _take(turns, alone=args.alone)
             results.setdefault("shapes", {})[shape] = {"weight_bytes": weight_bytes(model), **turns.report()}
     if "http" in args.only:
-        turns = http_turns(checkpoint(args.shapes[0], models), args.repeat)
+        turns = http_turns(checkpoint(shapes[0], models), args.repeat)
         _take(turns, alone=args.alone)
-        results["http"] = {"shape": args.shapes[0], **turns.report()}
+        results["http"] = {"shape": shapes[0], **turns.report()}
+    if "families" in args.only:
+        for shape in args.shapes or FAMILIES:
+            turns = family_turns(checkpoint(shape, models), args.repeat)
+            _take(turns, alone=args.alone)
+            part = results.setdefault("families", {"bounds": BOUNDS, "shapes": {}})
+            part["shapes"][shape] = family_report(turns)
     if "arrivals" in args.only:
-        engines = [one for one in _engines(args, checkpoint(args.shapes[0], models)) if one.name in SERVERS]
+        engines = [one for one in _engines(args, checkpoint(shapes[0], models)) if one.name in SERVERS]
         with _progress(num_ticks(len(engines), args.repeat)) as tick:
             found = arrivals(engines, count=args.requests, repeat=args.repeat, tick=tick)
-        results["arrivals"] = {"shape": args.shapes[0], **found}
+        results["arrivals"] = {"shape": shapes[0], **found}
 
 
 def _engines(args: argparse.Namespace, model: Path) -> list[Engine]:

@@ -7,12 +7,15 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma4TextConfig,
     GenerationConfig,
+    Glm4MoeConfig,
     LlamaConfig,
     MixtralConfig,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
 )
 
 from quire.hub import embedded
@@ -104,6 +107,54 @@ def _mixtral_small() -> PretrainedConfig:
     )
 
 
+def _smollm3_half() -> PretrainedConfig:
+    """SmolLM3 in the shape "0.5b"; every fourth layer has no RoPE."""
+    return SmolLM3Config(
+        hidden_size=896,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        intermediate_size=4864,
+        **_COMMON,
+    )
+
+
+def _glm4_moe_small() -> PretrainedConfig:
+    """GLM-4.5 with eight layers of eight experts, of which a token uses two, and a shared one; 0.3 billion weights."""
+    return Glm4MoeConfig(
+        hidden_size=1024,
+        num_hidden_layers=8,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=64,
+        intermediate_size=4096,
+        moe_intermediate_size=1024,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        use_qk_norm=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+        **{**_COMMON, "tie_word_embeddings": False},
+    )
+
+
+def _gemma4_small() -> PretrainedConfig:
+    """Gemma 4 without inputs of each layer; every sixth layer has no window and wider heads; 0.3 billion weights."""
+    return Gemma4TextConfig(
+        hidden_size=896,
+        num_hidden_layers=24,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=128,
+        global_head_dim=256,
+        sliding_window=512,
+        hidden_size_per_layer_input=0,
+        intermediate_size=3584,
+        **_COMMON,
+    )
+
+
 def _tiny() -> PretrainedConfig:
     """A shape for trying every part. Its figures have no meaning."""
     return LlamaConfig(
@@ -124,6 +175,9 @@ SHAPES = {
     "qwen3-0.6b": _qwen3_06b,
     "llama-8b": _llama_8b,
     "mixtral-small": _mixtral_small,
+    "smollm3-0.5b": _smollm3_half,
+    "glm4-moe-small": _glm4_moe_small,
+    "gemma4-small": _gemma4_small,
     "tiny": _tiny,
 }
 
@@ -147,7 +201,9 @@ def checkpoint(shape: str, models: Path, device: str = "cpu") -> Path:
     model.save_pretrained(unfinished, max_shard_size="20GB")
     config = json.loads((unfinished / "config.json").read_text())
     _write_tokenizer(unfinished, config["vocab_size"], config["max_position_embeddings"])
-    config |= {"rope_theta": config["rope_parameters"]["rope_theta"], "torch_dtype": "bfloat16"}  # older names
+    config["torch_dtype"] = "bfloat16"  # older names
+    if "rope_theta" in config["rope_parameters"]:  # not where kinds of layers have one each
+        config["rope_theta"] = config["rope_parameters"]["rope_theta"]
     (unfinished / "config.json").write_text(json.dumps(config, indent=1))
     return unfinished.rename(folder)
 

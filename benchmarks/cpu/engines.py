@@ -40,8 +40,8 @@ class EngineError(Exception):
 class Engine:
     """How to start an engine: its program, interpreter that has the engine, settings of the driver.
 
-    name: PROGRAM or PROGRAM:QUANTIZATION. model: folder of a checkpoint, or a .gguf file. decode_bytes: those of
-    `benchmarks.cpu.decode_bytes`.
+    name: PROGRAM, or PROGRAM:WHAT with a quantization or an option of its own. model: folder of a checkpoint, or a
+    .gguf file. decode_bytes: those of `benchmarks.cpu.decode_bytes`.
     """
 
     name: str
@@ -73,10 +73,14 @@ class Engine:
 
 @dataclass(frozen=True)
 class Answer:
-    """Duration of a workload. ttft: seconds to the first token of a single query; None with one output token."""
+    """Duration of a workload. ttft: seconds to the first token of a single query; None with one output token.
+
+    cpu_seconds: of the driver's process, without its children.
+    """
 
     seconds: float
     ttft: float | None
+    cpu_seconds: float
 
 
 @dataclass
@@ -101,11 +105,12 @@ class Running:
 
     def run(self, work: Workload) -> Answer:
         """Answer all queries at once. Raises EngineError, also if an output has another length than requested."""
-        answer = self._ask({"name": work.name, "queries": _plain(work.queries)}, ("seconds", "ttft", "num_tokens"))
+        question = {"name": work.name, "queries": _plain(work.queries)}
+        answer = self._ask(question, ("seconds", "ttft", "cpu_seconds", "num_tokens"))
         wanted = [query.num_output_tokens for query in work.queries]
         if answer["num_tokens"] != wanted:
             raise self._error(f"{work.name}: outputs have {answer['num_tokens']} tokens, asked for were {wanted}")
-        return Answer(answer["seconds"], answer["ttft"])
+        return Answer(answer["seconds"], answer["ttft"], answer["cpu_seconds"])
 
     def answer(self, queries: Sequence[Mapping[str, Any]]) -> tuple[float, list[int]]:
         """Seconds and output token counts of queries in the drivers' format. Output lengths are not checked."""

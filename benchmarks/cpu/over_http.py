@@ -2,22 +2,18 @@
 
 import sys
 from pathlib import Path
-from random import Random
 
 from benchmarks.cpu.engines import Engine
 from benchmarks.cpu.turns import Turns
-from benchmarks.workloads import FIRST_TOKEN, SMALLEST_VOCABULARY, Query, Workload
+from benchmarks.workloads import Workload, unrelated
 
 NUM_STREAMS = 64
 _NUM_TOKENS = 64  # per prompt and per output
 
 
 def streams(name: str, seed: int) -> Workload:
-    """64 unrelated queries with 64 prompt and 64 output tokens, all ids within the smallest vocabulary."""
-    rng = Random(f"{name}-{seed}")
-    tokens = range(FIRST_TOKEN, SMALLEST_VOCABULARY)
-    prompts = [rng.choices(tokens, k=_NUM_TOKENS) for _ in range(NUM_STREAMS)]
-    return Workload(name, seed, [Query(prompt, _NUM_TOKENS) for prompt in prompts])
+    """64 unrelated queries with 64 prompt and 64 output tokens."""
+    return unrelated(name, seed, NUM_STREAMS, _NUM_TOKENS, _NUM_TOKENS)
 
 
 def http_turns(model: Path, repeat: int) -> Turns:

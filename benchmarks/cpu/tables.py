@@ -47,9 +47,25 @@ def grids(results: dict[str, Any]) -> list[Grid]:
         found += [_speeds(shape, part), _engines(shape, part)]
     if "http" in results:
         found.append(_speeds(f"through HTTP, {results['http']['shape']}", results["http"]))
+    if "families" in results:
+        found.append(_families(results["families"]))
     if "arrivals" in results:
         found += [_latencies(load, results["arrivals"]) for load in results["arrivals"]["runs"]]
     return found
+
+
+def _families(part: dict[str, Any]) -> Grid:
+    """One row per shape and figure, with the bounds of the ratio."""
+    rows = []
+    for shape, found in part["shapes"].items():
+        ours, theirs = found["engines"]
+        for what, bounds in part["bounds"].items():
+            figures = [_span(found["figures"][name][what]) for name in (ours, theirs)]
+            ratio = _span(found["ratios"][theirs][what])
+            rows.append([f"{shape} {what}", *figures, ratio, f"{bounds['goal']:g}", f"{bounds['floor']:g}"])
+    header = ["", ours, theirs, f"{ours} / {theirs}", "goal", "floor"]
+    title = f"CPU time of one thread: median (least to most); of ratios above 1, {ours} is faster"
+    return Grid(title, header, rows)
 
 
 def _latencies(load: str, part: dict[str, Any]) -> Grid:

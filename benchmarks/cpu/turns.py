@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from statistics import median
 from typing import Any
@@ -55,16 +55,24 @@ class Turns:
     """Runs workloads on engines in turns and collects the answers.
 
     repeat: number of rounds; every other round reverses the order of the engines. `alone` starts an engine for each
-    round and stops it before the next one starts, for machines that cannot hold all of them.
+    round and stops it before the next one starts, for machines that cannot hold all of them. cold_starts: how often
+    `side_by_side` starts an engine that starts fast.
     """
 
     def __init__(
-        self, engines: Sequence[Engine], names: Sequence[str], *, repeat: int, make: Make = make_workload
+        self,
+        engines: Sequence[Engine],
+        names: Sequence[str],
+        *,
+        repeat: int,
+        make: Make = make_workload,
+        cold_starts: int = _STARTS,
     ) -> None:
         self.engines = engines
         self.names = names
         self.repeat = repeat
         self.make = make
+        self.cold_starts = cold_starts
         self.facts: dict[str, dict[str, Any]] = {}
         self.answers: dict[str, dict[str, list[Answer]]] = defaultdict(lambda: defaultdict(list))
 
@@ -84,7 +92,7 @@ class Turns:
             for running in loaded.values():
                 self._note(running)
         for engine in self.engines:
-            while len(self.facts[engine.name]["cold_starts"]) < _STARTS and self._starts_fast(engine):
+            while len(self.facts[engine.name]["cold_starts"]) < self.cold_starts and self._starts_fast(engine):
                 with start(engine) as running:
                     self._note_start(running)
 
@@ -132,17 +140,24 @@ class Turns:
             engine.name: [figures(work, answer, engine.decode_bytes) for answer in self.answers[name][engine.name]]
             for engine in self.engines
         }
-        first, *others = by_engine
         return {
             "num_queries": len(work.queries),
             "num_prompt_tokens": work.num_prompt_tokens,
             "num_output_tokens": work.num_output_tokens,
-            "figures": {
-                engine: {what: summary([round_[what] for round_ in rounds]) for what in rounds[0]}
-                for engine, rounds in by_engine.items()
-            },
-            "ratios": {other: _ratios(by_engine[first], by_engine[other]) for other in others},
+            **compared(by_engine),
         }
+
+
+def compared(by_engine: Mapping[str, list[Figures]]) -> dict[str, Any]:
+    """Summaries over rounds: the figures of each engine, and the ratios of the first engine to each other one."""
+    first, *others = by_engine
+    return {
+        "figures": {
+            engine: {what: summary([round_[what] for round_ in rounds]) for what in rounds[0]}
+            for engine, rounds in by_engine.items()
+        },
+        "ratios": {other: _ratios(by_engine[first], by_engine[other]) for other in others},
+    }
 
 
 def _ratios(ours: list[Figures], theirs: list[Figures]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch
 from benchmarks.gpu import clock
 from benchmarks.gpu.part import Part
 from benchmarks.gpu.processes import Settings
+from quire.kernels.contract import Routing
 from quire.kernels.triton import experts as module
 from quire.kernels.triton.kernels import TRITON as kernels
 
@@ -62,11 +63,11 @@ class Layer:
         logits = torch.randn(rows, mixture.num_experts, device=self.device).to(torch.bfloat16)
 
         def compute() -> torch.Tensor:
-            ids, weights = kernels.route(logits, mixture.per_token, normalise=True)
+            ids, weights = kernels.route(logits, mixture.per_token, Routing(normalise=True))
             return kernels.experts(x, ids, weights, self.up, self.down, "silu")
 
         (seconds,) = clock.seconds([compute], self.device)
-        ids, _ = kernels.route(logits, mixture.per_token, normalise=True)
+        ids, _ = kernels.route(logits, mixture.per_token, Routing(normalise=True))
         one = 3 * mixture.inner * mixture.hidden  # weights of one expert
         num_bytes, flops = 2 * one * len(ids.unique()), 2 * one * ids.numel()
         figures = {

@@ -6,11 +6,19 @@ The functions return False where the text ends or is not what they read. What th
 import json
 import re
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from quire.chat.formats import TaggedArguments
 from quire.chat.reader import Markers, Reader, Reading
 
 Write = Callable[[str], object]
+
+
+class _Atom(Protocol):
+    """See `_nested_value`."""
+
+    def __call__(self, reader: Reader, write: Write, *, is_key: bool) -> Reading[bool]: ...
+
 
 MAX_KEY = 1024  # characters
 _MAX_WORD = 512  # characters of a number or a constant
@@ -93,6 +101,8 @@ def json_string(reader: Reader, most: int) -> Reading[str | None]:
 
 _IDENTIFIER = re.compile(r"\w*")
 _PYTHON_WORD = re.compile(r"[-+.\w]*", re.ASCII)
+_BARE_KEY = re.compile(r"[^:,{}\[\]<\"\n]*")
+_BARE_VALUE = re.compile(r"[^,{}\[\]<\"\n]*")
 _CLOSING = {"[": "]", "(": ")", "{": "}"}
 _CONSTANTS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 
@@ -132,6 +142,33 @@ def keyword_arguments(reader: Reader, write: Write) -> Reading[bool]:
 
 def python_value(reader: Reader, write: Write) -> Reading[bool]:
     """Converts a Python literal to JSON: text, number, True, False, None, list, tuple, dict. JSON is taken, too."""
+    return (yield from _nested_value(reader, write, _python_atom))
+
+
+def quoted_value(reader: Reader, quote: str, write: Write) -> Reading[bool]:
+    """Converts a value in which strings stand between two texts `quote`, and keys have no quotes, to JSON.
+
+    A word that is no number and no constant is a string.
+    """
+    end = Markers((quote,))
+
+    def atom(reader: Reader, write: Write, *, is_key: bool) -> Reading[bool]:
+        if (yield from reader.literal(quote)):
+            return (yield from _text_value(reader, end, _TEXT, write))
+        if (yield from reader.peek()) in ("'", '"'):
+            return (yield from _python_atom(reader, write, is_key=is_key))
+        word = (yield from reader.run(_BARE_KEY if is_key else _BARE_VALUE, MAX_KEY)).strip()
+        if not word:
+            return False
+        number = None if is_key else _CONSTANTS.get(word) or _json_number(word)
+        write(number or json.dumps(word, ensure_ascii=False))
+        return True
+
+    return (yield from _nested_value(reader, write, atom))
+
+
+def _nested_value(reader: Reader, write: Write, atom: _Atom) -> Reading[bool]:
+    """Converts a value with lists and dicts. atom: converts a text, a number or a constant, which may be a key."""
     closing: list[str] = []  # of the open brackets
     lead = ""  # a comma before the next item
     is_key = False  # whether the next item is a key of a dict
@@ -149,7 +186,7 @@ def python_value(reader: Reader, write: Write) -> Reading[bool]:
             write(closing.pop().replace(")", "]"))
         else:
             write(lead)
-            if not (yield from _python_atom(reader, write, is_key=is_key)):
+            if not (yield from atom(reader, write, is_key=is_key)):
                 return False
             if is_key:
                 yield from reader.space()

@@ -6,14 +6,15 @@ properties have no others, if the schema does not say more about them.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 
-from quire.chat.formats import SPECIAL_TOKEN, CallForm, JsonCall, TaggedArguments, ToolFormat
-from quire.chat.strict_calls import strict_calls
+from quire.chat.formats import SPECIAL_TOKEN, CallForm, JsonCall, ToolFormat
+from quire.chat.strict_calls import arguments_directive, strict_calls
 from quire.chat.tools import MAX_NAME, Tool, Toolbox
 from quire.errors import RequestError
 from quire.params import MAX_CHARACTERS, StructuredOutputsParams
 
+_NUMBER = "[0-9]{1,3}"  # of a call
 _NUM_LONGEST = 3  # tools that an error names
 _ANY_ARGUMENTS: Mapping[str, object] = {"type": "object"}
 _ANNOTATIONS = frozenset(
@@ -117,16 +118,25 @@ class _Grammar:
     def _calls(self) -> str:
         """One call or several."""
         form = self._form
-        call = form.call
-        head = f'{{"{call.names[0]}": "' if isinstance(call, JsonCall) else call.begin + call.name_prefix
-        group = form.begin + form.open + head
-        end = _text(form.close + form.end)
-        first = f"{_text(group)} tail"
+        group, end = form.begin + form.open, _text(form.close + form.end)
+        first = f"{self._head(group)} tail"
         if not self._is_parallel:
             return f"{first} {end}"
         if form.has_many:
-            return f"{first} ({_text(form.separator + head)} tail)* {end}"
-        return f"{first} {end} ({_text(form.separator + group)} tail {end})*"
+            return f"{first} ({self._head(form.separator)} tail)* {end}"
+        return f"{first} {end} ({self._head(form.separator + group)} tail {end})*"
+
+    def _head(self, before: str) -> str:
+        """A call up to its name. before: text before the call."""
+        call = self._form.call
+        if not isinstance(call, JsonCall):
+            return _text(before + call.begin + call.name_prefix)
+        name = f'{call.names[0]}": "'
+        if not call.id:
+            return _text(f'{before}{{"{name}')
+        number = _text(f'{before}{{"{call.id}": "')
+        behind = _quoted(f'", "{name}')
+        return f"{number} /{_NUMBER}/ {behind}"
 
     def _tail(self, tools: Sequence[tuple[Tool, bool]]) -> str:
         """The rule of a call from its name on."""
@@ -147,15 +157,12 @@ class _Grammar:
         call = self._form.call
         if isinstance(call, JsonCall):
             return _quoted(f'", "{call.arguments[0]}": ')
-        number = "/[0-9]{1,3}/" if call.is_numbered else ""
+        number = f"/{_NUMBER}/" if call.is_numbered else ""
         return f"{_text(call.after_name)} {number} {_text(call.name_end)}"
 
     def _arguments(self, schema: Mapping[str, object]) -> str:
         call = self._form.call
-        style = "json" if isinstance(call, JsonCall) else call.arguments
-        if isinstance(style, TaggedArguments):
-            return f"%tagged {json.dumps({'schema': schema, **asdict(style)})}"
-        return f"{'%json' if style == 'json' else '%keywords'} {json.dumps(schema)}"
+        return arguments_directive("json" if isinstance(call, JsonCall) else call.arguments, schema)
 
 
 def _text(text: str) -> str:

@@ -18,9 +18,11 @@ T = TypeVar("T")
 class JsonCall:
     """A call as a JSON object with its name and arguments: {"name": "f", "arguments": {...}}.
 
-    names, arguments: keys that models use; the first is the one of the templates.
+    id: key of a number in quotes that templates write before the name; "" if there is none. names, arguments: keys
+    that models use; the first is the one of the templates.
     """
 
+    id: str = ""
     names: tuple[str, ...] = ("name",)
     arguments: tuple[str, ...] = ("arguments", "parameters")
 
@@ -36,12 +38,25 @@ class TaggedArguments:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QuotedArguments:
+    """Arguments as an object without white space: {KEY:VALUE,...}, in which keys have no quotes.
+
+    quote: text before and behind a string, which has no escapes. Other values are those of JSON.
+    """
+
+    quote: str
+
+
+ArgumentStyle = Literal["json", "python"] | TaggedArguments | QuotedArguments
+"""How arguments are written. "python": those of a Python call with keywords."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NamedCall:
     """A call as its name with arguments behind it: begin NAME after_name name_end ARGUMENTS end.
 
     name_prefix: text before the name that models may leave out. after_name: text behind the name, with a number behind
-    it if is_numbered; the parser takes any short text there. arguments: "python" are those of a Python call with
-    keywords.
+    it if is_numbered; the parser takes any short text there.
     """
 
     begin: str = ""
@@ -49,7 +64,7 @@ class NamedCall:
     after_name: str = ""
     is_numbered: bool = False
     name_end: str
-    arguments: Literal["json", "python"] | TaggedArguments = "json"
+    arguments: ArgumentStyle = "json"
     end: str = ""
 
 
@@ -59,7 +74,8 @@ class CallForm:
 
     begin, end: the parser takes calls without them if the call has a `begin` of its own. With neither, a call is one at
     the beginning of a line only, and if its name is the name of a tool. has_many: a group may have several calls. Else
-    there are several groups, with the separator between them.
+    there are several groups, with the separator between them. needs_tool: a call is one only if its name is the name of
+    a tool, because text that is no call may have the same markup.
     """
 
     call: JsonCall | NamedCall
@@ -69,6 +85,7 @@ class CallForm:
     close: str = ""
     end: str = ""
     has_many: bool = False
+    needs_tool: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,14 +109,16 @@ class ReasoningFormat:
     """How a model family writes reasoning.
 
     parser: vLLM's name of the parser. tags: pairs of texts before and behind the reasoning; the first pair is the one
-    of the templates. dropped: see ToolFormat. turn_begin: text between the end of the reasoning and what follows, with
-    which a prompt without reasoning ends. answer_begin: text that stands before an answer that is no call.
+    of the templates. dropped: see ToolFormat. turn_begin: text between the end of the reasoning and what follows.
+    prompt_ends: texts with which a prompt without reasoning ends, if it has answer_begin, a text that stands before an
+    answer that is no call.
     """
 
     parser: str
     tags: tuple[tuple[str, str], ...]
     dropped: tuple[str, ...] = ()
     turn_begin: str = ""
+    prompt_ends: tuple[str, ...] = ()
     answer_begin: str = ""
 
     @property
@@ -132,7 +151,7 @@ class ChatFormat:
         return frozenset().union(*(_special_tokens(one) for one in (self.tools, self.reasoning) if one is not None))
 
 
-SPECIAL_TOKEN = re.compile(r"<[^<>\s=\"]+>|\[/?[A-Z_]+\]")  # what a special token of markup looks like
+SPECIAL_TOKEN = re.compile(r"<[^<>\s=\"]+>|<\|\"\|>|\[/?[A-Z_]+\]")  # what a special token of markup looks like
 
 
 @lru_cache
@@ -168,6 +187,16 @@ _QWEN_CALL = NamedCall(
 )
 
 _HERMES = ToolFormat(parser="hermes", forms=(_TOOL_CALL,))
+_EXAONE4 = ToolFormat(parser="exaone4", forms=(_tagged_json("<tool_call>", "</tool_call>"),))
+_SMOLLM3 = ToolFormat(
+    parser="smollm3",
+    forms=(
+        _TOOL_CALL,
+        CallForm(  # of tools that the template gets as `python_tools`
+            begin="<code>\n", call=_PYTHON_CALL, separator="\n", end="\n</code>", has_many=True, needs_tool=True
+        ),
+    ),
+)
 _GRANITE_20B = ToolFormat(parser="granite-20b-fc", forms=(_tagged_json("<function_call> ", ""),))
 _GRANITE = ToolFormat(
     parser="granite",
@@ -198,22 +227,21 @@ _MINIMAX_M2 = ToolFormat(
         ),
     ),
 )
-_GLM45 = ToolFormat(
-    parser="glm45",
-    forms=(
-        CallForm(
-            call=NamedCall(
-                begin="<tool_call>",
-                name_end="\n",
-                arguments=TaggedArguments(
-                    key_begin="<arg_key>", key_end="</arg_key>\n", value_begin="<arg_value>", value_end="</arg_value>\n"
-                ),
-                end="</tool_call>",
-            ),
-            separator="\n",
-        ),
-    ),
-)
+
+
+def _glm(parser: str, line_end: str) -> ToolFormat:
+    """The format of GLM. line_end: text behind the name, the keys, the values and the call."""
+    arguments = TaggedArguments(
+        key_begin="<arg_key>",
+        key_end=f"</arg_key>{line_end}",
+        value_begin="<arg_value>",
+        value_end=f"</arg_value>{line_end}",
+    )
+    call = NamedCall(begin="<tool_call>", name_end=line_end, arguments=arguments, end="</tool_call>")
+    return ToolFormat(parser=parser, forms=(CallForm(call=call, separator=line_end),))
+
+
+_GLM45, _GLM47 = _glm("glm45", "\n"), _glm("glm47", "")
 _LLAMA3 = ToolFormat(
     parser="llama3_json",
     forms=(
@@ -307,6 +335,36 @@ _KIMI_K2 = ToolFormat(
         ),
     ),
 )
+_GEMMA4 = ToolFormat(
+    parser="gemma4",
+    forms=(
+        CallForm(
+            call=NamedCall(
+                begin="<|tool_call>",
+                name_prefix="call:",
+                name_end="",
+                arguments=QuotedArguments(quote='<|"|>'),
+                end="<tool_call|>",
+            )
+        ),
+    ),
+)
+_COHERE_ANSWER_TAGS = ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>")
+_COHERE = ToolFormat(
+    parser="cohere_command3",
+    forms=(
+        CallForm(
+            begin="<|START_ACTION|>",
+            open="[\n    ",
+            call=JsonCall(id="tool_call_id", names=("tool_name", "name"), arguments=("parameters", "arguments")),
+            separator=",\n    ",
+            close="\n]",
+            end="<|END_ACTION|>",
+            has_many=True,
+        ),
+    ),
+    dropped=_COHERE_ANSWER_TAGS,
+)
 _PHI4_FORMS = (_json_list("<|tool_call|>", "<|/tool_call|>"), _json_list("functools"))
 _PHI4 = ToolFormat(parser="phi4_mini_json", forms=_PHI4_FORMS)
 _PHI4_FUNCTOOLS = replace(_PHI4, forms=_PHI4_FORMS[::-1])
@@ -368,12 +426,22 @@ _GRANITE_REASONING = ReasoningFormat(
     dropped=("<response>", "</response>"),
 )
 _MAGISTRAL = ReasoningFormat(parser="mistral", tags=(("[THINK]", "[/THINK]"), _THINK))
+_GEMMA4_REASONING = ReasoningFormat(parser="gemma4", tags=(("<|channel>thought", "<channel|>"),))
+_COHERE3_REASONING = ReasoningFormat(
+    parser="cohere_command3",
+    tags=(("<|START_THINKING|>", "<|END_THINKING|>"),),
+    dropped=_COHERE_ANSWER_TAGS,
+    prompt_ends=("<|CHATBOT_TOKEN|>", "<|END_THINKING|>"),
+    answer_begin="<|START_RESPONSE|>",
+)
+_COHERE4_REASONING = replace(_COHERE3_REASONING, parser="cohere_command4", answer_begin="<|START_TEXT|>")
 _SEED_REASONING = ReasoningFormat(parser="seed_oss", tags=(("<seed:think>", "</seed:think>"),))
 _GPT_OSS_REASONING = ReasoningFormat(
     parser="openai_gptoss",
     tags=(("<|channel|>analysis<|message|>", "<|end|>"),),
     dropped=_HARMONY_DROPPED,
     turn_begin=_HARMONY_TURN,
+    prompt_ends=(_HARMONY_TURN,),
     answer_begin=_HARMONY_ANSWER,
 )
 
@@ -387,6 +455,8 @@ def _named(formats: Mapping[T, str]) -> Mapping[str, T]:
 TOOL_FORMATS = _named(
     {
         _HERMES: "hermes granite4 ernie45 qwen qwen25 qwen3",
+        _EXAONE4: "exaone4",
+        _SMOLLM3: "smollm3",
         _QWEN3_CODER: "qwen3_coder qwen3_xml mimo step3p5",
         _LLAMA3: "llama3_json llama4_json llama3",
         _PYTHONIC: "pythonic",
@@ -402,7 +472,10 @@ TOOL_FORMATS = _named(
         _PHI4: "phi4_mini_json phi4",
         _PHI4_FUNCTOOLS: "phi4_functools",
         _GPT_OSS: "openai gpt-oss gpt_oss",
-        _GLM45: "glm45 glm47 glm",
+        _GLM45: "glm45 glm",
+        _GLM47: "glm47",
+        _GEMMA4: "gemma4",
+        _COHERE: "cohere_command3 cohere_command4",
         _KIMI_K2: "kimi_k2",
         _MINIMAX_M2: "minimax_m2 minimax-m2",
         _SEED_OSS: "seed_oss",
@@ -418,6 +491,9 @@ REASONING_FORMATS = _named(
         _DEEPSEEK_R1: "deepseek_r1 deepseek_v3 deepseek_v31 deepseek-r1 deepseek-v3",
         _GRANITE_REASONING: "granite",
         _MAGISTRAL: "mistral magistral",
+        _GEMMA4_REASONING: "gemma4",
+        _COHERE3_REASONING: "cohere_command3",
+        _COHERE4_REASONING: "cohere_command4",
         _SEED_REASONING: "seed_oss",
         _GPT_OSS_REASONING: "openai_gptoss gpt-oss gpt_oss openai",
     }

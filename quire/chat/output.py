@@ -102,7 +102,7 @@ def output_format(
     begun = reasoning is not None and reasoning.is_begun_by(prompt)
     has_ended = reasoning is not None and prompt.rstrip().endswith(reasoning.end.strip())
     may_reason = begun or (reasoning is not None and reasons and not has_ended)
-    begins_turn = reasoning is not None and (begun or prompt.rstrip().endswith(reasoning.turn_begin.strip()))
+    begins_turn = reasoning is not None and (begun or prompt.rstrip().endswith(reasoning.prompt_ends))
     answer_begin = reasoning.answer_begin if reasoning is not None and begins_turn else ""
     written = own if tools is own.tools else replace(own, tools=tools)
     parsed = written if separate_reasoning else replace(written, reasoning=None)

@@ -13,9 +13,20 @@ from quire.chat.arguments import (
     json_string,
     json_value,
     keyword_arguments,
+    quoted_value,
     tagged_arguments,
 )
-from quire.chat.formats import SPECIAL_TOKEN, CallForm, ChatFormat, JsonCall, NamedCall, ReasoningFormat, ToolFormat
+from quire.chat.formats import (
+    SPECIAL_TOKEN,
+    CallForm,
+    ChatFormat,
+    JsonCall,
+    NamedCall,
+    QuotedArguments,
+    ReasoningFormat,
+    TaggedArguments,
+    ToolFormat,
+)
 from quire.chat.parts import CallArguments, CallBegin, CallEnd, Content, Part, Reasoning
 from quire.chat.reader import MAX_HELD, Markers, Reader, Reading
 from quire.chat.tools import MAX_NAME, Toolbox
@@ -178,14 +189,15 @@ class MessageParser:
         """Reads calls from behind the beginning of a group. Returns False if there is none; the text is then held."""
         reader = self._reader
         yield from reader.space()
-        if form.open and not (yield from reader.literal(form.open)) and not isinstance(form.call, JsonCall):
+        opened = yield from reader.literal(form.open.strip())
+        if not opened and not isinstance(form.call, JsonCall):
             return False
         yield from reader.space()
         if not (yield from self._call(form)):
             return False
         while form.has_many and (yield from self._next_call(form)):
             pass
-        for end in (form.close, form.end.strip()):
+        for end in (form.close.strip(), form.end.strip()):
             yield from self._optional(end)
         return True
 
@@ -219,8 +231,8 @@ class MessageParser:
         return (yield from self._named_call(form, form.call))
 
     def _begin(self, form: CallForm, name: str) -> bool:
-        """Begins a call. Returns False if the text is no call: without any markup, it needs the name of a tool."""
-        if _is_bare(form) and name not in self._schemas:
+        """Begins a call. Returns False if the text is no call, because the form needs the name of a tool."""
+        if (form.needs_tool or _is_bare(form)) and name not in self._schemas:
             return False
         self._reader.release()
         self._content.drop_space()
@@ -241,18 +253,19 @@ class MessageParser:
         write = self._parts.add_arguments
         if call.arguments == "python":
             is_complete = yield from keyword_arguments(reader, write)
-        elif call.arguments == "json":
-            yield from reader.space()
-            has_object = (yield from reader.peek()) == "{"
-            is_complete = (yield from json_value(reader, write)) if has_object else not reader.ended
-            if is_complete and not has_object:
-                write("{}")
-        else:
+        elif isinstance(call.arguments, TaggedArguments):
             ends, schema = _ends(form, call), self._schemas.get(name, {})
             is_complete = yield from tagged_arguments(reader, call.arguments, ends, schema, write)
+        else:
+            yield from reader.space()
+            if (yield from reader.peek()) == "{":
+                quote = "" if call.arguments == "json" else call.arguments.quote
+                is_complete = yield from (quoted_value(reader, quote, write) if quote else json_value(reader, write))
+            elif is_complete := not reader.ended:
+                write("{}")
         if is_complete:
             self._parts.end_call()
-        if call.arguments == "json":
+        if call.arguments == "json" or isinstance(call.arguments, QuotedArguments):
             yield from self._optional(call.end.strip())
         return True
 
@@ -285,7 +298,7 @@ class MessageParser:
             found = yield from begins_keyword_arguments(reader)
             found = found or (reader.ended and reader.at == reader.stop)
         else:
-            begin = "{" if call.arguments == "json" else call.arguments.key_begin
+            begin = call.arguments.key_begin if isinstance(call.arguments, TaggedArguments) else "{"
             found = False
             for text in (begin, *_ends(form, call)):
                 found = found or (yield from reader.literal(text)) or reader.is_cut_within(text)

@@ -12,12 +12,20 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from quire.chat.formats import SPECIAL_TOKEN, CallForm, JsonCall, NamedCall, TaggedArguments, ToolFormat
+from quire.chat.formats import (
+    SPECIAL_TOKEN,
+    ArgumentStyle,
+    CallForm,
+    JsonCall,
+    NamedCall,
+    QuotedArguments,
+    TaggedArguments,
+    ToolFormat,
+)
 
 _ANY = r"(?s:.*)"
-_KEY = (  # of a name: members with texts or words, and OpenAI's form with a function in the call, may stand before it
-    r'(?:"[^"\\]*"\s*:\s*(?:"[^"\\]*"|[^"\s{}\[\],]+)[\s,]*)*'
-    r'(?:"function"\s*:\s*\{\s*)?"(?:name|function)"\s*:\s*"'
+_BEFORE_NAME = (  # members with texts or words, and OpenAI's form with a function in the call
+    r'(?:"[^"\\]*"\s*:\s*(?:"[^"\\]*"|[^"\s{}\[\],]+)[\s,]*)*(?:"function"\s*:\s*\{\s*)?'
 )
 _AFTER_NAME = r"(?:\s*|[^A-Za-z0-9_.{\n-][^{\n]*)"
 _MORE = r"/[^{\n]+/"
@@ -43,7 +51,7 @@ class _Style:
     tokens_rule: str = ""
     before_rule: str = ""
     behind_rule: str
-    arguments: str | TaggedArguments
+    arguments: ArgumentStyle
     close: str = ""
 
     def begins(self, names: str, lead: str) -> Iterator[str]:
@@ -88,13 +96,18 @@ def _between_lists(form: CallForm) -> str:
     return rf"{_pattern(form.close)}\s*{_pattern(form.open)}" if form.close else ""
 
 
+def _name_key(call: JsonCall) -> str:
+    """The pattern of the key of a name, with what may stand before it."""
+    return rf'{_BEFORE_NAME}"(?:{"|".join([*call.names, "function"])})"\s*:\s*"'
+
+
 def _style(form: CallForm, after_names: Sequence[str], *, has_lists: bool) -> _Style:
     """The style of a form. after_names: of all forms. has_lists: whether the format has lists of JSON calls."""
     call = form.call
     if isinstance(call, JsonCall):
         return _Style(
             # A lazy terminal ends at the first brackets that may end a call. The rest between two calls follows.
-            lead=(r"[\s}\],;]*" if has_lists else r"\s*") + r"\[?\s*\{?\s*" + _KEY,
+            lead=(r"[\s}\],;]*" if has_lists else r"\s*") + r"\[?\s*\{?\s*" + _name_key(call),
             end='"',
             before_rule=_ARGUMENTS_KEY,
             behind_rule=r"/\s*\}/",
@@ -112,7 +125,8 @@ def _style(form: CallForm, after_names: Sequence[str], *, has_lists: bool) -> _S
             close=r"\)\s*" if form.has_many else "",
         )
     end, lead = call.name_end.strip(), call.begin.rpartition(_marker(form))[2]
-    first = "{" if call.arguments == "json" else call.arguments.key_begin[0]  # with it, the call's end begins, too
+    # With the first character of a key, the end of the call begins, too.
+    first = call.arguments.key_begin[0] if isinstance(call.arguments, TaggedArguments) else "{"
     token_end, tokens_rule = "", ""
     if SPECIAL_TOKEN.match(end):
         number = "[0-9]{1,3}" if call.is_numbered else ""
@@ -147,7 +161,7 @@ class _Machine:
         self._items: dict[str, tuple[str, str]] = {}  # by state within a list: the state of an item, and what is before
         self._lines: list[str] = []
         self._named: dict[_Style, str] = {}  # by style without its lead: the state directly before a name
-        self._styles: list[str | TaggedArguments] = []  # of arguments whose rules are written
+        self._styles: list[ArgumentStyle] = []  # of arguments whose rules are written
         self._rules: dict[str, str] = {}  # names of rules and terminals by their bodies
 
     def grammar(self, groups: Mapping[tuple[_Style, ...], Sequence[str]]) -> str:
@@ -210,7 +224,7 @@ class _Machine:
         if style.arguments not in self._styles:
             self._styles.append(style.arguments)
             for index, schema in enumerate(self._schemas.values()):
-                self._lines.append(f"{self._arguments(style, index)}: {_arguments(style.arguments, schema)}")
+                self._lines.append(f"{self._arguments(style, index)}: {arguments_directive(style.arguments, schema)}")
         calls = []
         for index, name in enumerate(self._schemas):
             begin = lead + style.prefix + _pattern(name)
@@ -254,9 +268,11 @@ def _before(markers: Sequence[str]) -> str:
     return "|".join([f"{_ANY}(?:{texts})"] * bool(texts) + [line] * ("" in markers))
 
 
-def _arguments(style: str | TaggedArguments, schema: Mapping[str, object]) -> str:
-    if isinstance(style, TaggedArguments):
-        return f"%tagged {json.dumps({'schema': schema, **asdict(style)})}"
+def arguments_directive(style: ArgumentStyle, schema: Mapping[str, object]) -> str:
+    """The directive of Lark for arguments of a schema in this style."""
+    if isinstance(style, TaggedArguments | QuotedArguments):
+        directive = "%tagged" if isinstance(style, TaggedArguments) else "%quoted"
+        return f"{directive} {json.dumps({'schema': schema, **asdict(style)})}"
     return f"{'%json' if style == 'json' else '%keywords'} {json.dumps(schema)}"
 
 

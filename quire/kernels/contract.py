@@ -27,7 +27,7 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 )
 
 # gelu_tanh is the tanh approximation of gelu, relu2 is relu squared
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "tanh")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "tanh", "softplus")
 
 Plan = Any  # what a module's `plan` returns; opaque outside of that module
 Rotation = tuple[Tensor, Tensor]  # cosines and sines, float32 (num_tokens, rotary_dim / 2)
@@ -246,6 +246,27 @@ class SamplingMetadata(msgspec.Struct, frozen=True, eq=False):
 
 
 @dataclass(frozen=True, slots=True)
+class Routing:
+    """How experts are selected from a router's logits, and weighted.
+
+    Each expert has a score in float32: the softmax over all logits, or the sigmoid of its logit. The k experts with the
+    largest score plus bias are selected. With groups, only experts of the `top_groups` groups are, a group's value
+    being the sum of its two largest. The weights of a token's experts are their scores, without bias.
+
+    With "sparsemixer" (Liu et al., 2024) experts are selected by their logits. The weight of one is its share in a
+    softmax over the experts that are not selected before it and whose logits are near its own logit m: (m - x) /
+    max(|x|, m) is at most 2 * jitter.
+    """
+
+    normalise: bool  # whether the weights of a token are divided by their sum
+    score: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
+    scale: float = 1.0  # factor of the weights
+    num_groups: int = 1  # of experts that follow each other, each of at least two
+    top_groups: int = 1
+    jitter: float = 0.0  # of "sparsemixer"
+
+
+@dataclass(frozen=True, slots=True)
 class Requirements:
     """Requirements of a model on a kernel module."""
 
@@ -400,6 +421,25 @@ class Kernels(Protocol):
     def activate(self, x: Tensor, activation: str) -> Tensor:
         """activation(x). activation: one of ACTIVATIONS."""
 
+    def xielu(self, x: Tensor, parameters: Tensor) -> Tensor:
+        """xIELU (Huang and Schlag, 2024) in float32, rounded once. parameters: float32 (4,): a, b, beta and eps.
+
+        softplus(a) x^2 + beta x for x above 0, else (beta + softplus(b)) (expm1(min(x, eps)) - x) + beta x.
+        """
+
+    def multiply_add(self, x: Tensor, factors: Tensor | float, addend: Tensor | None = None) -> Tensor:
+        """x * factors + addend in float32, rounded once to x's type.
+
+        x and addend (num_rows, n * size). factors: a number, or (num_rows, n) or (1, n), the same for all rows, in x's
+        type or float32: each is that of `size` numbers that follow each other.
+        """
+
+    def widen(self, x: Tensor) -> Tensor:
+        """x (num_rows, size) in float32; x itself if it is float32."""
+
+    def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
+        """x (num_tokens, num_heads, head_dim) rotated as by `rotary_write`."""
+
     def allocate_weight(
         self, shape: Sequence[int], dtype: torch.dtype, parts: int = 1, scheme: Scheme | None = None
     ) -> PackedWeight | None:
@@ -425,11 +465,13 @@ class Kernels(Protocol):
     def embed(self, ids: Tensor, weight: Weight, scale: float = 1.0) -> Tensor:
         """Rows of weight (num_rows, size) for ids int64 (num_tokens,), times `scale`."""
 
-    def route(self, logits: Tensor, k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
-        """The k experts of each token with the largest of its logits (num_tokens, num_experts), and their weights.
+    def route(
+        self, logits: Tensor, k: int, routing: Routing, bias: Tensor | None = None, scales: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The k experts of each token by its logits (num_tokens, num_experts), and their weights: see Routing.
 
-        Returns ids int64 and weights float32 (num_tokens, k), the largest first. The order of ties is undefined.
-        A weight is the softmax over all logits in float32; `normalise` divides it by the sum of the token's k weights.
+        bias and scales: float32 (num_experts,), not with "sparsemixer"; scales are factors of the experts' weights.
+        Returns ids int64 and weights float32 (num_tokens, k), the first selected first. The order of ties is undefined.
         """
 
     def experts(self, x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, activation: str) -> Tensor:

@@ -12,9 +12,12 @@ from quire.kernels.contract import Batch, Kernels, Plan, Rotation, Storage
 class Attend(Protocol):
     """The attention function that a model gets as an argument."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, rotation: Rotation | None = None
+    ) -> Tensor:
         """Store k and v (num_tokens, num_kv_heads, head_dim), and attend with q (num_tokens, num_heads, head_dim).
 
+        layer: number of the KV layer; k and v are None if an earlier layer has stored its KV in this step.
         rotation: applied to q and k first. Returns (num_tokens, num_heads * head_dim).
         """
 
@@ -31,7 +34,7 @@ class PagedAttend:
     """Attention over the blocks of all KV groups. One instance serves all steps; `plan` prepares the next one."""
 
     def __init__(self, kernels: Kernels, storages: Sequence[Storage], score_scaling: Sequence[ScoreScaling]) -> None:
-        """score_scaling: one entry per layer of the model."""
+        """score_scaling: one entry per KV layer of the model."""
         self._kernels = kernels
         self._storages = storages
         self._score_scaling = score_scaling
@@ -52,9 +55,14 @@ class PagedAttend:
         """Use given kernel plans for the next step, one per KV group."""
         self._plans = list(plans)
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, rotation: Rotation | None = None
+    ) -> Tensor:
         """See Attend."""
         group, index = self._layer_index[layer]
         storage, plan, scores = self._storages[group], self._plans[group], self._score_scaling[layer]
-        q = self._kernels.rotary_write(storage, index, q, k, v, rotation, plan)
+        if k is not None and v is not None:
+            q = self._kernels.rotary_write(storage, index, q, k, v, rotation, plan)
+        elif rotation is not None:
+            q = self._kernels.rotate(q, rotation)
         return self._kernels.attention(storage, index, q, plan, scores.scale, scores.softcap)

@@ -21,11 +21,14 @@ class MLP(nn.Module):
         self.gated = gated
         self.up = Linear(hidden, 2 * inner if gated else inner, bias=bias, dtype=dtype)
         self.down = Linear(inner, hidden, bias=bias, dtype=dtype)
+        self.xielu = nn.Parameter(torch.empty(4)) if activation == "xielu" else None
 
     def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
         """x (num_tokens, hidden_size) -> the same shape."""
         if self.gated:
             x = context.kernels.gated_linear(x, self.up.weight, self.up.bias, self.activation)
+        elif self.xielu is not None:
+            x = context.kernels.xielu(self.up(x, context), self.xielu)
         else:
             x = context.kernels.activate(self.up(x, context), self.activation)
         return self.down(x, context)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from quire.layers.context import ForwardContext
 
-NormKind = Literal["rms", "rms_plus_one", "layer"]  # rms_plus_one: checkpoints hold the weight minus 1
+NormKind = Literal["rms", "rms_plus_one", "layer", "layer_plus_one"]  # plus_one: checkpoints hold the weight minus 1
 
 
 class RMSNorm(nn.Module):
@@ -42,7 +42,7 @@ class LayerNorm(nn.Module):
 
     def add_and_norm(self, x: Tensor, residual: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
         """(x + residual normalised, x + residual)."""
-        total = x + residual
+        total = context.kernels.multiply_add(x, 1.0, residual)
         return context.kernels.layer_norm(total, self.weight, self.bias, self.eps), total
 
 
@@ -56,8 +56,7 @@ class NoNorm(nn.Module):
 
     def add_and_norm(self, x: Tensor, residual: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
         """(x + residual, x + residual)."""
-        del context
-        total = x + residual
+        total = context.kernels.multiply_add(x, 1.0, residual)
         return total, total
 
 
@@ -67,8 +66,9 @@ Norm = RMSNorm | LayerNorm | NoNorm
 def make_norm(kind: NormKind, size: int, eps: float, dtype: torch.dtype, *, bias: bool) -> Norm:
     """A norm over `size` numbers.
 
-    Weights of "rms_plus_one" stay float32: 1 + w has digits that a 16-bit type would drop.
+    Weights of the kinds "plus_one" stay float32: 1 + w has digits that a 16-bit type would drop.
     """
-    if kind == "layer":
+    dtype = torch.float32 if kind.endswith("plus_one") else dtype
+    if kind.startswith("layer"):
         return LayerNorm((size,), eps, dtype, bias=bias)
-    return RMSNorm(size, eps, torch.float32 if kind == "rms_plus_one" else dtype)
+    return RMSNorm(size, eps, dtype)

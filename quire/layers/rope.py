@@ -42,6 +42,7 @@ class Rope:
     factor: float = 1.0  # linear scaling: divisor of all frequencies
     divisors: tuple[float, ...] = ()  # LongRoPE: divisor of each pair's frequency
     magnitude: float = 1.0  # factor of cosines and sines
+    num_pairs: int = 0  # the first pairs, which alone are rotated; 0: all
 
     def frequencies(self) -> Tensor:
         """Radians per position, float32 (dim / 2,). Rounding is that of transformers."""
@@ -54,7 +55,22 @@ class Rope:
         frequencies = 1.0 / waves
         if isinstance(self.scaling, Llama3Scaling):
             return _llama3(frequencies, self.scaling)
+        if self.num_pairs:
+            frequencies[self.num_pairs :] = 0
         return frequencies / self.factor
+
+
+@dataclass(frozen=True, slots=True)
+class QueryScaling:
+    """Factors of queries by their positions p, as in Llama 4: 1 + beta log(1 + floor(p / original))."""
+
+    beta: float
+    original_max_positions: int  # positions of the training context
+
+    def factors(self, num_positions: int) -> Tensor:
+        """The factors of all positions, float32 (num_positions, 1)."""
+        turns = torch.arange(num_positions, dtype=torch.float32) // self.original_max_positions
+        return (1 + self.beta * torch.log1p(turns)).unsqueeze(1)
 
 
 def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:

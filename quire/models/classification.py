@@ -12,7 +12,8 @@ from quire.models.config_fields import Fields
 _SUFFIX = "ForSequenceClassification"
 _NAMED_ALIKE = (
     *("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Phi3", "Olmo2", "Mixtral", "Qwen2Moe", "Qwen3Moe"),
-    *("GPTNeoX", "Falcon", "Phi", "Starcoder2", "StableLm"),
+    *("Olmo3", "Exaone4", "SmolLM3", "SeedOss", "Glm4", "Arcee", "Ministral3", "HunYuanDenseV1", "HunYuanMoEV1"),
+    *("GPTNeoX", "Falcon", "Phi", "Starcoder2", "StableLm", "Nemotron"),
 )
 # architecture -> the architecture of the same decoder with a head over the vocabulary
 CLASSIFIERS: Mapping[str, str] = MappingProxyType(

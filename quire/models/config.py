@@ -1,17 +1,16 @@
 """Configuration of the shared decoder. Families define it (`family.py`)."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from quire.core.kv_groups import kv_kind
+from quire.core.kv_groups import StoredKind
 from quire.layers.attend import ScoreScaling
-from quire.layers.attention import AttentionConfig, QKNorm
+from quire.layers.attention import AttentionConfig, Gate, QKNorm
 from quire.layers.experts import ExpertsConfig
 from quire.layers.norm import NormKind
-from quire.layers.rope import Rope
+from quire.layers.rope import QueryScaling, Rope
 
 # How a layer arranges its norms and its two branches, attention and MLP:
 # pre           h += attention(norm(h)); h += mlp(norm(h))
@@ -40,6 +39,8 @@ class LayerConfig:
     """Configuration that may differ between layers."""
 
     mixer: AttentionConfig
+    kv_layer: int  # number of the KV layer to which it attends, of those that layers with own KV are
+    mlp_factor: int  # of the intermediate size of its MLP
     rope: int | None  # index into the decoder's ropes; None: no rotary embedding
     score_scaling: ScoreScaling
     has_experts: bool  # whether it has experts instead of an MLP
@@ -68,11 +69,14 @@ class DecoderConfig:
     final_norm: bool = True
     qk_norm: QKNorm = "none"
     qk_norm_bias: bool = False
+    qk_norm_first: bool = True  # whether queries and keys are normalised before they are rotated, not after
+    attention_gate: Gate = ""
+    v_norm: bool = False  # whether each head of values is normalised, without a weight
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     head_bias: bool = False
-    activation: str  # one of the kernels' ACTIVATIONS
+    activation: str  # one of the kernels' ACTIVATIONS, or "xielu" of an MLP without a gate
     gated: bool = True  # whether the MLP is gated
     experts: ExpertsConfig | None = None  # of the sparse layers
 
@@ -80,25 +84,36 @@ class DecoderConfig:
     residual_scale: float = 1.0  # factor of a branch's output before it is added
     logit_scale: float = 1.0
     logit_softcap: float = 0.0  # l becomes softcap * tanh(l / softcap); 0: none
+    layer_input_size: int = 0  # numbers of a token's own embedding for each layer; 0: no such embeddings
+    layer_input_rows: int = 0  # of their table
+    has_layer_scale: bool = False  # whether a factor multiplies the residual stream behind each layer
     num_classes: int = 0  # of the classification head; 0: a language model
 
     layers: tuple[LayerConfig, ...] = ()
     ropes: tuple[Rope, ...] = ()
+    query_scaling: QueryScaling | None = None
 
     @property
     def layer_norms(self) -> tuple[str, ...]:
         """Names of the norms of a layer."""
         return _NORMS[self.order]
 
-    def attention(self, window: int) -> AttentionConfig:
-        """The attention block of a layer with this window; 0: none."""
+    def attention(
+        self, num_heads: int, kv: StoredKind, *, values_are_keys: bool = False, has_own_kv: bool = True
+    ) -> AttentionConfig:
+        """The attention block of a layer with this number of query heads and this kind of KV."""
         return AttentionConfig(
-            num_heads=self.num_heads,
-            kv=kv_kind(self.num_kv_heads, self.head_dim, window),
+            num_heads=num_heads,
+            kv=kv,
+            v_norm=self.v_norm,
+            values_are_keys=values_are_keys,
+            has_own_kv=has_own_kv,
             qkv_bias=self.qkv_bias,
             o_bias=self.o_bias,
             qk_norm=self.qk_norm,
             qk_norm_bias=self.qk_norm_bias,
+            qk_norm_first=self.qk_norm_first,
+            gate=self.attention_gate,
             norm=self.norm,
             norm_eps=self.norm_eps,
         )
@@ -107,16 +122,12 @@ class DecoderConfig:
     def activations_per_token(self) -> int:
         """The most activation numbers that one token needs at the same time within a layer."""
         experts = self.experts
-        widest, hidden = self.intermediate_size, 4 * self.hidden_size
+        widest, hidden = self.intermediate_size * max(layer.mlp_factor for layer in self.layers), 4 * self.hidden_size
+        hidden += 3 * self.num_layers * self.layer_input_size
         if experts is not None:
-            widest = max(widest, experts.per_token * experts.intermediate_size + experts.shared_size)
+            widest = max(widest, experts.per_token * experts.intermediate_size + experts.shared_intermediate_size)
             hidden += 2 * experts.per_token * self.hidden_size  # a row of x and a result for each expert
         return hidden + 3 * widest + 3 * max(layer.mixer.num_heads * layer.mixer.head_dim for layer in self.layers)
-
-    @property
-    def default_scale(self) -> float:
-        """Scale of attention scores in families without another rule."""
-        return 1 / math.sqrt(self.head_dim)
 
 
 # order of rows in a fused query, key and value projection; "plain": all queries, all keys, all values; "grouped": per
@@ -150,17 +161,45 @@ class TensorNames:
     qkv_rows: QKVRows = "plain"
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
+    v_norm: str = "self_attn.v_norm"  # a constant in some files
+    attention_gate: str = "self_attn.gate_proj"
     o: str = "self_attn.o_proj"
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")  # or one name, fused or of an MLP without a gate
     down: str = "mlp.down_proj"
+    xielu: tuple[str, str, str, str] = ("mlp.act_fn.alpha_p", "mlp.act_fn.alpha_n", "mlp.act_fn.beta", "mlp.act_fn.eps")
+
+    layer_inputs: str = "embed_tokens_per_layer"
+    layer_input_projection: str = "per_layer_model_projection"
+    layer_input_norm: str = "per_layer_projection_norm"
+    layer_input_gate: str = "per_layer_input_gate"
+    layer_input_out: str = "per_layer_projection"
+    layer_input_out_norm: str = "post_per_layer_input_norm"
+    layer_scale: str = "layer_scalar"
 
     router: str = "mlp.gate"
+    router_bias: str = "mlp.gate.e_score_correction_bias"
+    router_bias_axes: int = 1  # of the tensor; all but the last have one number
     expert: str = "mlp.experts.{}."
     expert_up: tuple[str, str] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
+    stacked_up: str = "mlp.experts.gate_up_proj"  # of all experts (expert, gate and up, hidden), where a file has it
+    stacked_down: str = "mlp.experts.down_proj"
+    is_stacked: bool = False  # whether the file has these two in place of tensors of each expert
+    router_norm: str = "router.scale"  # these five: of experts beside an MLP
+    expert_scales: str = "router.per_expert_scale"
+    beside_norms: tuple[str, str, str] = (
+        "post_feedforward_layernorm_1",
+        "pre_feedforward_layernorm_2",
+        "post_feedforward_layernorm_2",
+    )
     shared: str = "mlp.shared_expert."
+    shared_up: tuple[str, ...] = ("gate_proj", "up_proj")  # or one name, fused
+    shared_down: str = "down_proj"
     shared_gate: str = "mlp.shared_expert_gate"
 
     transposed: bool = False  # whether weights of layers are stored as (in, out)
+    transposed_stacks: bool = False  # whether stacked weights of experts are stored as (expert, in, out)
     interleaved: bool = False  # whether rotary pairs are (2 i, 2 i + 1), not (i, i + rotary_dim / 2)
+    extra_layers: int = 0  # layers behind the last that a file has for drafts, which are not read
+    ignored_prefixes: tuple[str, ...] = ()  # of tensors that are not read
     ignored_suffixes: tuple[str, ...] = ("rotary_emb.inv_freq",)  # suffixes of redundant tensors, which are ignored

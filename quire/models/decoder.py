@@ -3,7 +3,8 @@
 The context of a forward pass has the attention function and the kernels. The decoder has no access to the KV cache.
 """
 
-from typing import cast
+from functools import partial
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +13,45 @@ from quire.kernels.contract import Kernels, Rotation
 from quire.layers.attend import ScoreScaling
 from quire.layers.attention import Attention
 from quire.layers.context import ForwardContext
-from quire.layers.experts import Experts
+from quire.layers.experts import Experts, MLPAndExperts
 from quire.layers.linear import Embedding, Linear
 from quire.layers.mlp import MLP
 from quire.layers.norm import NoNorm, Norm, make_norm
 from quire.models.config import DecoderConfig
 from quire.weights.schemes import NO_SCHEMES, Schemes
+
+
+class LayerInputs(NamedTuple):
+    """What the layers of a pass share about its tokens."""
+
+    rotations: list[Rotation]  # of each rope of the config
+    query_scales: Tensor | None  # float32 (num_tokens, 1), with `query_scaling`
+    embeddings: Tensor | None  # (num_tokens, num_layers * layer_input_size), with embeddings for each layer
+
+
+class LayerInput(nn.Module):
+    """Branch of a token's embedding for one layer (Gemma 3n): gated by the residual stream, and added to it."""
+
+    def __init__(self, config: DecoderConfig, index: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        hidden, size = config.hidden_size, config.layer_input_size
+        self.columns = slice(index * size, (index + 1) * size)  # of the embeddings for all layers
+        self.activation = config.activation
+        self.gate = Linear(hidden, size, bias=False, dtype=dtype)
+        self.out = Linear(size, hidden, bias=False, dtype=dtype)
+        self.norm = _norm(config, dtype)
+
+    def use_kernel_layout(self, kernels: Kernels) -> None:
+        """Replace the weights, before they are loaded, by weights in the layout of `kernels`."""
+        self.gate.use_kernel_layout(kernels)
+        self.out.use_kernel_layout(kernels)
+
+    def __call__(self, residual: Tensor, embeddings: Tensor, context: ForwardContext) -> Tensor:
+        """residual (num_tokens, hidden_size) -> the same shape. embeddings: those for all layers."""
+        kernels = context.kernels
+        gates = kernels.activate(self.gate(residual, context), self.activation)
+        gated = kernels.multiply_add(embeddings[:, self.columns], gates)
+        return kernels.multiply_add(self.norm(self.out(gated, context), context), 1.0, residual)
 
 
 class DecoderLayer(nn.Module):
@@ -26,6 +60,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: DecoderConfig, index: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.index = index
+        self.kv_layer = config.layers[index].kv_layer
         self.rope = config.layers[index].rope
         self.order = config.order
         self.residual_scale = config.residual_scale
@@ -35,34 +70,47 @@ class DecoderLayer(nn.Module):
         self.attn_out_norm = self._norm("attn_out_norm", config, dtype)
         self.mlp_norm = self._norm("mlp_norm", config, dtype)
         self.mlp_out_norm = self._norm("mlp_out_norm", config, dtype)
+        self.input = LayerInput(config, index, dtype) if config.layer_input_size else None
+        self.scale = nn.Parameter(torch.empty(1, 1, dtype=dtype)) if config.has_layer_scale else None
 
     @staticmethod
     def _norm(name: str, config: DecoderConfig, dtype: torch.dtype) -> Norm:
         return _norm(config, dtype) if name in config.layer_norms else NoNorm()
 
     def __call__(
-        self, x: Tensor, residual: Tensor, next_norm: Norm, rotations: list[Rotation], context: ForwardContext
+        self, x: Tensor, residual: Tensor, next_norm: Norm, inputs: LayerInputs, context: ForwardContext
     ) -> tuple[Tensor, Tensor]:
         """(x, residual) for the next layer. x is the residual stream normalised by `next_norm`.
 
         x and residual are (num_tokens, hidden_size). Each residual sum is fused with the norm after it.
         """
-        turned = None if self.rope is None else rotations[self.rope]
-        branch = self.attention(self.index, x, turned, context)
+        turned = None if self.rope is None else inputs.rotations[self.rope]
+        branch = self.attention(self.kv_layer, x, turned, context, inputs.query_scales)
         if self.order.startswith("parallel"):
             y = x if self.order == "parallel" else self.mlp_norm(residual, context)
-            return next_norm.add_and_norm(self._scaled(branch + self.mlp(y, context)), residual, context)
+            both = context.kernels.multiply_add(branch, 1.0, self._mlp(y, residual, context))
+            return next_norm.add_and_norm(self._scaled(both, context), residual, context)
         if self.order == "post":
             x, _ = self.attn_out_norm.add_and_norm(branch, residual, context)
-            x, _ = self.mlp_out_norm.add_and_norm(self.mlp(x, context), x, context)
+            x, _ = self.mlp_out_norm.add_and_norm(self._mlp(x, residual, context), x, context)
             return x, x
         branch = self.attn_out_norm(branch, context)
-        x, residual = self.mlp_norm.add_and_norm(self._scaled(branch), residual, context)
-        branch = self.mlp_out_norm(self.mlp(x, context), context)
-        return next_norm.add_and_norm(self._scaled(branch), residual, context)
+        x, residual = self.mlp_norm.add_and_norm(self._scaled(branch, context), residual, context)
+        branch = self._scaled(self.mlp_out_norm(self._mlp(x, residual, context), context), context)
+        if self.input is None and self.scale is None:
+            return next_norm.add_and_norm(branch, residual, context)
+        residual = context.kernels.multiply_add(branch, 1.0, residual)
+        if self.input is not None and inputs.embeddings is not None:
+            residual = self.input(residual, inputs.embeddings, context)
+        if self.scale is not None:
+            residual = context.kernels.multiply_add(residual, self.scale)
+        return next_norm(residual, context), residual
 
-    def _scaled(self, branch: Tensor) -> Tensor:
-        return branch if self.residual_scale == 1 else branch * self.residual_scale
+    def _mlp(self, x: Tensor, residual: Tensor, context: ForwardContext) -> Tensor:
+        return self.mlp(x, context, residual) if isinstance(self.mlp, MLPAndExperts) else self.mlp(x, context)
+
+    def _scaled(self, branch: Tensor, context: ForwardContext) -> Tensor:
+        return branch if self.residual_scale == 1 else context.kernels.multiply_add(branch, self.residual_scale)
 
 
 class Decoder(nn.Module):
@@ -83,11 +131,18 @@ class Decoder(nn.Module):
         if config.embed_size:
             self.project_in = Linear(width, hidden, bias=False, dtype=dtype)
             self.project_out = Linear(hidden, width, bias=False, dtype=dtype)
+        if size := config.num_layers * config.layer_input_size:
+            self.layer_inputs = Embedding(config.layer_input_rows, size, dtype)
+            self.layer_input_scale = float(torch.tensor(config.layer_input_size**0.5, dtype=dtype))
+            self.layer_input_projection = Linear(hidden, size, bias=False, dtype=dtype)
+            self.layer_input_norm = make_norm(config.norm, config.layer_input_size, config.norm_eps, dtype, bias=False)
         self.layers = nn.ModuleList(DecoderLayer(config, index, dtype) for index in range(config.num_layers))
         self.norm = _norm(config, dtype) if config.final_norm else NoNorm()
         self.head = None if config.tied else Linear(width, config.vocab_size, bias=config.head_bias, dtype=dtype)
         self.class_head = Linear(hidden, config.num_classes, bias=False, dtype=dtype) if config.num_classes else None
         self.frequencies = [rope.frequencies() for rope in config.ropes]
+        scaling = config.query_scaling
+        self.query_factors = None if scaling is None else scaling.factors(config.max_positions)
 
     @property
     def vocab_size(self) -> int:
@@ -97,15 +152,16 @@ class Decoder(nn.Module):
     @property
     def score_scaling(self) -> tuple[ScoreScaling, ...]:
         """See Model."""
-        return tuple(layer.score_scaling for layer in self.config.layers)
+        return tuple(layer.score_scaling for layer in self.config.layers if layer.mixer.has_own_kv)
 
     def use_kernel_layout(self, kernels: Kernels, schemes: Schemes = NO_SCHEMES) -> None:
         """Replace the weights of products, before they are loaded, by weights in the layout of `kernels`."""
         for layer in cast(list[DecoderLayer], list(self.layers)):
             attention, place = layer.attention, f"layers.{layer.index}."
-            attention.qkv.use_kernel_layout(kernels, scheme=schemes.get(f"{place}attention.qkv.weight"))
-            attention.o.use_kernel_layout(kernels, scheme=schemes.get(f"{place}attention.o.weight"))
+            attention.use_kernel_layout(kernels, schemes, f"{place}attention.")
             layer.mlp.use_kernel_layout(kernels, schemes, f"{place}mlp.")
+            if layer.input is not None:
+                layer.input.use_kernel_layout(kernels)
         if self.head is not None:
             self.head.use_kernel_layout(kernels, scheme=schemes.get("head.weight"))
         if self.head is None or "embed.weight" in schemes:
@@ -113,16 +169,18 @@ class Decoder(nn.Module):
         if self.config.embed_size:
             self.project_in.use_kernel_layout(kernels)
             self.project_out.use_kernel_layout(kernels)
+        if self.config.layer_input_size:
+            self.layer_input_projection.use_kernel_layout(kernels)
 
     def forward(self, token_ids: Tensor, context: ForwardContext) -> Tensor:
         """Hidden states (num_tokens, hidden_size) after the last norm. token_ids: int64 (num_tokens,)."""
-        rotations = self.rotations(context)
         layers = cast(list[DecoderLayer], list(self.layers))
         residual = self.embed_tokens(token_ids, context)
+        inputs = self.inputs(token_ids, residual, context)
         x = layers[0].attn_norm(residual, context)
         afters = [*(layer.attn_norm for layer in layers[1:]), self.norm]
         for layer, after in zip(layers, afters, strict=True):
-            x, residual = layer(x, residual, after, rotations, context)
+            x, residual = layer(x, residual, after, inputs, context)
         return x
 
     def logits(self, hidden: Tensor, context: ForwardContext) -> Tensor:
@@ -132,17 +190,32 @@ class Decoder(nn.Module):
             hidden = self.project_out(hidden, context)
         logits = kernels.linear(hidden, self.embed.weight) if self.head is None else self.head(hidden, context)
         if config.logit_scale != 1:
-            logits = logits * config.logit_scale
+            logits = kernels.multiply_add(logits, config.logit_scale)
         if config.logit_softcap:
-            logits = kernels.activate(logits / config.logit_softcap, "tanh") * config.logit_softcap
+            capped = kernels.activate(kernels.multiply_add(logits, 1 / config.logit_softcap), "tanh")
+            logits = kernels.multiply_add(capped, config.logit_softcap)
         return logits
 
-    def rotations(self, context: ForwardContext) -> list[Rotation]:
-        """The rotation of each rope of the config."""
-        return [
-            context.kernels.rotation(context.positions, frequencies, rope.magnitude)
+    def inputs(self, token_ids: Tensor, embedded: Tensor, context: ForwardContext) -> LayerInputs:
+        """The inputs of all layers. embedded: of `embed_tokens`."""
+        kernels, positions = context.kernels, context.positions
+        rotations = [
+            kernels.rotation(positions, frequencies, rope.magnitude)
             for rope, frequencies in zip(self.config.ropes, self.frequencies, strict=True)
         ]
+        scales = None if self.query_factors is None else kernels.embed(positions, self.query_factors)
+        return LayerInputs(rotations, scales, self._layer_embeddings(token_ids, embedded, context))
+
+    def _layer_embeddings(self, token_ids: Tensor, embedded: Tensor, context: ForwardContext) -> Tensor | None:
+        """The mean of a token's embeddings for each layer and of a projection of its embedding, times sqrt(2)."""
+        config, kernels = self.config, context.kernels
+        if not config.layer_input_size:
+            return None
+        rows = self.layer_inputs(token_ids, context, self.layer_input_scale)
+        projected = kernels.multiply_add(self.layer_input_projection(embedded, context), config.hidden_size**-0.5)
+        by_layer = projected.view(len(projected), config.num_layers, config.layer_input_size)
+        normed = self.layer_input_norm(by_layer, context).view(projected.shape)
+        return kernels.multiply_add(kernels.multiply_add(normed, 1.0, rows), 0.5**0.5)
 
     def embed_tokens(self, token_ids: Tensor, context: ForwardContext) -> Tensor:
         """Input of the first layer's norm, (num_tokens, hidden_size). token_ids: int64 (num_tokens,)."""
@@ -159,14 +232,21 @@ def _norm(config: DecoderConfig, dtype: torch.dtype) -> Norm:
     return make_norm(config.norm, config.hidden_size, config.norm_eps, dtype, bias=config.norm_bias)
 
 
-def _mlp(config: DecoderConfig, index: int, dtype: torch.dtype) -> MLP | Experts:
-    if config.experts is not None and config.layers[index].has_experts:
-        return Experts(config.hidden_size, config.experts, activation=config.activation, dtype=dtype)
-    return MLP(
-        config.hidden_size,
-        config.intermediate_size,
+def _mlp(config: DecoderConfig, index: int, dtype: torch.dtype) -> MLP | Experts | MLPAndExperts:
+    hidden, experts, layer = config.hidden_size, config.experts, config.layers[index]
+    chosen = None
+    if experts is not None and layer.has_experts:
+        chosen = Experts(hidden, experts, activation=config.activation, dtype=dtype)
+        if not experts.is_beside_mlp:
+            return chosen
+    mlp = MLP(
+        hidden,
+        layer.mlp_factor * config.intermediate_size,
         activation=config.activation,
         gated=config.gated,
         bias=config.mlp_bias,
         dtype=dtype,
     )
+    if chosen is None:
+        return mlp
+    return MLPAndExperts(mlp, chosen, hidden, partial(_norm, config, dtype), eps=config.norm_eps, dtype=dtype)

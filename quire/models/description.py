@@ -18,13 +18,13 @@ from quire.config import Classification
 from quire.core.kv_groups import StoredKind
 from quire.errors import ModelError, RequestError, nearest
 from quire.kernels.contract import DTYPES, Scheme
-from quire.models import gpt_like, llama_like
+from quire.models import gpt_like, llama_like, mixtures
 from quire.models.classification import CLASSIFIERS, is_classifier, read_classification
 from quire.models.config import DecoderConfig, TensorNames
 from quire.models.config_fields import Fields
 from quire.models.config_reader import decoder_config
 from quire.models.family import LLAMA, Family
-from quire.models.text_part import TEXT_MODELS, TextCheckpoint
+from quire.models.text_part import TEXT_MODELS, UNSUPPORTED_WITHOUT_IMAGES, TextCheckpoint
 from quire.models.weight_map import build_weight_map
 from quire.params import SamplingParams
 from quire.weights.checkpoint import Checkpoint, FolderCheckpoint
@@ -40,12 +40,36 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "GemmaForCausalLM": llama_like.GEMMA,
         "Gemma2ForCausalLM": llama_like.GEMMA2,
         "Gemma3ForCausalLM": llama_like.GEMMA3,
+        "Gemma4ForCausalLM": mixtures.GEMMA4,
         "Phi3ForCausalLM": llama_like.PHI3,
         "Olmo2ForCausalLM": llama_like.OLMO2,
         "GraniteForCausalLM": llama_like.GRANITE,
-        "MixtralForCausalLM": llama_like.MIXTRAL,
-        "Qwen2MoeForCausalLM": llama_like.QWEN2_MOE,
-        "Qwen3MoeForCausalLM": llama_like.QWEN3_MOE,
+        "Olmo3ForCausalLM": llama_like.OLMO3,
+        "Exaone4ForCausalLM": llama_like.EXAONE4,
+        "SmolLM3ForCausalLM": llama_like.SMOLLM3,
+        "SeedOssForCausalLM": llama_like.SEED_OSS,
+        "Ernie4_5ForCausalLM": llama_like.ERNIE4_5,
+        "Glm4ForCausalLM": llama_like.GLM4,
+        "ArceeForCausalLM": llama_like.ARCEE,
+        "Ministral3ForCausalLM": llama_like.MINISTRAL3,
+        "ApertusForCausalLM": llama_like.APERTUS,
+        "HunYuanDenseV1ForCausalLM": llama_like.HUNYUAN,
+        "MixtralForCausalLM": mixtures.MIXTRAL,
+        "Qwen2MoeForCausalLM": mixtures.QWEN2_MOE,
+        "Qwen3MoeForCausalLM": mixtures.QWEN3_MOE,
+        "OlmoeForCausalLM": mixtures.OLMOE,
+        "PhimoeForCausalLM": mixtures.PHIMOE,
+        "GraniteMoeForCausalLM": mixtures.GRANITE_MOE,
+        "GraniteMoeSharedForCausalLM": mixtures.GRANITE_MOE_SHARED,
+        "MellumForCausalLM": mixtures.MELLUM,
+        "HunYuanMoEV1ForCausalLM": mixtures.HUNYUAN_MOE,
+        "Ernie4_5_MoeForCausalLM": mixtures.ERNIE4_5_MOE,
+        "Glm4MoeForCausalLM": mixtures.GLM4_MOE,
+        "Dots1ForCausalLM": mixtures.DOTS1,
+        "MiniMaxM2ForCausalLM": mixtures.MINIMAX_M2,
+        "HYV3ForCausalLM": mixtures.HY3,
+        "AfmoeForCausalLM": mixtures.TRINITY,
+        "LagunaForCausalLM": mixtures.LAGUNA,
         "GPT2LMHeadModel": gpt_like.GPT2,
         "OPTForCausalLM": gpt_like.OPT,
         "GPTNeoXForCausalLM": gpt_like.NEOX,
@@ -54,6 +78,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "Starcoder2ForCausalLM": gpt_like.STARCODER2,
         "StableLmForCausalLM": gpt_like.STABLELM,
         "CohereForCausalLM": gpt_like.COHERE,
+        "Cohere2ForCausalLM": gpt_like.COHERE2,
+        "NemotronForCausalLM": gpt_like.NEMOTRON,
     }
 )
 # architecture of a decoder without a head, as embedding models are published -> that of the same decoder with one
@@ -63,7 +89,13 @@ BASE_MODELS: Mapping[str, str] = MappingProxyType(
         "GPT2Model": "GPT2LMHeadModel",
         "Gemma3Model": "",  # has a vision tower
         "Gemma3TextModel": "Gemma3ForCausalLM",
+        "Gemma4Model": "",
+        "Gemma4TextModel": "Gemma4ForCausalLM",
     }
+)
+# architecture in a published config.json -> its name in transformers
+OTHER_SPELLINGS: Mapping[str, str] = MappingProxyType(
+    {"PhiMoEForCausalLM": "PhimoeForCausalLM", "Ernie4_5_ForCausalLM": "Ernie4_5ForCausalLM"}
 )
 _ENCODERS = (  # first parts of the names of models that attend in both directions
     *("Albert", "Bert", "Camembert", "ConvBert", "Deberta", "DebertaV2", "DistilBert", "Electra", "Ernie", "EuroBert"),
@@ -82,9 +114,33 @@ MODEL_TYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "GemmaForCausalLM": ("gemma",),
         "Gemma2ForCausalLM": ("gemma2",),
         "Gemma3ForCausalLM": ("gemma3_text",),
+        "Gemma4ForCausalLM": ("gemma4_text",),
         "Phi3ForCausalLM": ("phi3",),
         "Olmo2ForCausalLM": ("olmo2",),
         "GraniteForCausalLM": ("granite",),
+        "Olmo3ForCausalLM": ("olmo3",),
+        "Exaone4ForCausalLM": ("exaone4",),
+        "SmolLM3ForCausalLM": ("smollm3",),
+        "SeedOssForCausalLM": ("seed_oss",),
+        "Ernie4_5ForCausalLM": ("ernie4_5",),
+        "Glm4ForCausalLM": ("glm4",),
+        "ArceeForCausalLM": ("arcee",),
+        "Ministral3ForCausalLM": ("ministral3",),
+        "ApertusForCausalLM": ("apertus",),
+        "HunYuanDenseV1ForCausalLM": ("hunyuan_v1_dense",),
+        "HunYuanMoEV1ForCausalLM": ("hunyuan_v1_moe",),
+        "Ernie4_5_MoeForCausalLM": ("ernie4_5_moe",),
+        "Glm4MoeForCausalLM": ("glm4_moe",),
+        "Dots1ForCausalLM": ("dots1",),
+        "MiniMaxM2ForCausalLM": ("minimax_m2",),
+        "HYV3ForCausalLM": ("hy_v3",),
+        "AfmoeForCausalLM": ("afmoe",),
+        "LagunaForCausalLM": ("laguna",),
+        "OlmoeForCausalLM": ("olmoe",),
+        "PhimoeForCausalLM": ("phimoe",),
+        "GraniteMoeForCausalLM": ("granitemoe",),
+        "GraniteMoeSharedForCausalLM": ("granitemoeshared",),
+        "MellumForCausalLM": ("mellum",),
         "MixtralForCausalLM": ("mixtral",),
         "Qwen2MoeForCausalLM": ("qwen2_moe",),
         "Qwen3MoeForCausalLM": ("qwen3_moe",),
@@ -96,6 +152,8 @@ MODEL_TYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "Starcoder2ForCausalLM": ("starcoder2",),
         "StableLmForCausalLM": ("stablelm", "stablelm_epoch"),
         "CohereForCausalLM": ("cohere",),
+        "Cohere2ForCausalLM": ("cohere2",),
+        "NemotronForCausalLM": ("nemotron",),
     }
 )
 
@@ -204,7 +262,7 @@ class ModelDescription:
     @property
     def kv_layers(self) -> tuple[StoredKind, ...]:
         """See Description."""
-        return tuple(layer.mixer.kv for layer in self.config.layers)
+        return tuple(layer.mixer.kv for layer in self.config.layers if layer.mixer.has_own_kv)
 
     @property
     def num_parameters(self) -> int:
@@ -230,9 +288,10 @@ class ModelDescription:
     def tensor_bytes(place: Placement, dtype: str, scheme: Scheme | None) -> int:
         """Bytes of one tensor of the weight map if it is loaded in `scheme`, or as `dtype` without one."""
         if scheme is not None:
-            rows, columns = reversed(place.read_shape) if place.transposed else place.read_shape
-            return scheme.num_bytes(rows, columns)
-        kept = "float32" if place.offset else dtype
+            *stack, rows, columns = place.read_shape
+            rows, columns = (columns, rows) if place.transposed else (rows, columns)
+            return math.prod(stack) * scheme.num_bytes(rows, columns)
+        kept = "float32" if place.offset or place.is_float32 else dtype
         return math.prod(place.read_shape) * DTYPES[kept].itemsize
 
     @cached_property
@@ -242,7 +301,17 @@ class ModelDescription:
 
     def is_redundant(self, name: str) -> bool:
         """Whether a tensor without a Placement can be ignored, because it is derived from others."""
-        return name.endswith(self.names.ignored_suffixes) or (self.config.tied and name == f"{self.names.head}.weight")
+        names, first = self.names, self.config.num_layers
+        extra = tuple(names.prefix + names.layer.format(first + index) for index in range(names.extra_layers))
+        unused = tuple(  # keys and values of layers that attend to those of another layer
+            f"{names.prefix}{names.layer.format(index)}{source}."
+            for index, layer in enumerate(self.config.layers)
+            if not layer.mixer.has_own_kv
+            for source in (*names.qkv[1:], names.k_norm, names.v_norm)
+        )
+        if name.startswith((*extra, *unused, *names.ignored_prefixes)) or name.endswith(names.ignored_suffixes):
+            return True
+        return self.config.tied and name == f"{names.head}.weight"
 
 
 def describe(source: Checkpoint | Path, *, max_model_len: int | None = None) -> ModelDescription:
@@ -268,6 +337,10 @@ def describe(source: Checkpoint | Path, *, max_model_len: int | None = None) -> 
     family = FAMILIES[decoder]
     config, names = decoder_config(family, fields, max_model_len), fields.resolve(family.names)
     names = replace(names, prefix=_prefix(names, checkpoint))
+    names = replace(names, transposed_stacks=_has_transposed_stacks(names, config, checkpoint))
+    names = replace(names, is_stacked=names.is_stacked or _has_stacks(names, checkpoint))
+    if not _has_fused_shared(names, checkpoint):
+        names = replace(names, shared_up=TensorNames().shared_up)
     classification = read_classification(fields) if architecture in CLASSIFIERS else None
     if classification is not None:  # no token is sampled, so that a head over the vocabulary is not needed
         config = replace(config, tied=True, num_classes=len(classification.labels))
@@ -275,7 +348,8 @@ def describe(source: Checkpoint | Path, *, max_model_len: int | None = None) -> 
         config = replace(config, tied=True)
     else:
         config = replace(config, tied=config.tied and not _has_own_head(names, checkpoint))
-    parts = sum(config.experts.num_experts if config.experts and layer.has_experts else 1 for layer in config.layers)
+    per_layer = 1 if config.experts is None or names.is_stacked else config.experts.num_experts
+    parts = sum(per_layer if layer.has_experts else 1 for layer in config.layers)
     if 0 < len(checkpoint.tensors) < parts:  # before the weight map is built, which would be large
         raise fields.error(f"it has {parts} layers and experts, but the weights only {len(checkpoint.tensors)} tensors")
     return ModelDescription(
@@ -296,9 +370,12 @@ def _architecture(fields: Fields) -> str:
     supported = ", ".join([*FAMILIES, *TEXT_MODELS])
     if not names:
         raise fields.error(f"architectures is missing; supported: {supported}")
-    for name in names:
+    for spelled in names:
+        name = OTHER_SPELLINGS.get(spelled, spelled)
         if name in FAMILIES or name in TEXT_MODELS or name in CLASSIFIERS or BASE_MODELS.get(name):
             return name
+        if why := UNSUPPORTED_WITHOUT_IMAGES.get(name):
+            raise fields.error(f"architecture {name} is not supported: {why}")
     if is_classifier(names[0]):  # transformers as a backend has no classification heads
         raise fields.error(
             f"the classification head of {names[0]!r:.80} is not supported{nearest(names[0], CLASSIFIERS)}; "
@@ -329,8 +406,32 @@ def _has_own_head(names: TensorNames, checkpoint: Checkpoint) -> bool:
     return not torch.equal(tensors[head], tensors[embed])
 
 
+def _has_stacks(names: TensorNames, checkpoint: Checkpoint) -> bool:
+    """Whether the experts of a layer are one tensor in the checkpoint."""
+    return any(name.endswith(names.stacked_up) for name in checkpoint.tensors)
+
+
+def _has_fused_shared(names: TensorNames, checkpoint: Checkpoint) -> bool:
+    """Whether gate and up of the shared expert are one tensor in the checkpoint."""
+    fused = f".{names.shared}{names.shared_up[0]}.weight"
+    return len(names.shared_up) == 1 and any(name.endswith(fused) for name in checkpoint.tensors)
+
+
 def _prefix(names: TensorNames, checkpoint: Checkpoint) -> str:
     """The prefix of tensor names. Checkpoints that were saved without the head lack its first part."""
     shorter = names.prefix.partition(".")[2]
     full, cut = (f"{prefix}{names.embed}.weight" in checkpoint.tensors for prefix in (names.prefix, shorter))
     return shorter if cut and not full else names.prefix
+
+
+def _has_transposed_stacks(names: TensorNames, config: DecoderConfig, checkpoint: Checkpoint) -> bool:
+    """Whether the stacked experts are stored as (expert, in, out), which the shape of either kind of stack tells."""
+    if config.experts is None:
+        return False
+    hidden, inner = config.hidden_size, config.experts.intermediate_size
+    shapes = {names.stacked_up: (2 * inner, hidden), names.stacked_down: (hidden, inner)}
+    return any(
+        name.endswith(stack) and stored.shape[1:] == (columns, rows) != (rows, columns)
+        for stack, (rows, columns) in shapes.items()
+        for name, stored in checkpoint.tensors.items()
+    )

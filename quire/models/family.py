@@ -4,7 +4,7 @@ Values from config.json are ConfigFields (`config_fields.py`). `config.py` descr
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -20,8 +20,38 @@ class WindowRule:
     kind: Literal["none", "listed", "all", "always", "upper", "pattern"] = "none"  # "always": for all layers
     size: int = integer("sliding_window", default=0, least=0)  # positions; 0: all
     used: bool = True
-    first: int = integer("max_window_layers", default=28, least=0)  # "upper": this layer and all after it
+    first: int = 0  # "upper": this layer and all after it
     pattern: int = 0  # "pattern": all layers but every pattern-th
+
+
+@dataclass(frozen=True, slots=True)
+class SparseRule:
+    """Which layers have experts in place of an MLP, in families that have experts."""
+
+    used: bool = True
+    step: int = 1  # every step-th layer, counted from 1,
+    first: int = 0  # from this one, counted from 0,
+    last: int = -1  # to this one; -1: the last of all,
+    dense: tuple[int, ...] = ()  # except these
+    kinds: tuple[str, ...] = ()  # "dense" or "sparse" of each layer, in place of the other fields; empty: by these
+
+
+@dataclass(frozen=True, slots=True)
+class FullRule:
+    """How layers without a window differ from the others. A zero: not at all."""
+
+    head_dim: int = 0
+    num_kv_heads: int = 0  # where values are keys
+    values_are_keys: bool = False  # whether values are the keys before their norm
+    layers: Mapping[str, object] = field(default_factory=dict)  # differences of single layers, in place of these
+
+
+@dataclass(frozen=True, slots=True)
+class SharingRule:
+    """Layers that attend to the KV of the last layer of their kind that has its own."""
+
+    num_layers: int = 0  # the last of all
+    mlp_factor: int = 1  # of their intermediate size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,12 +62,17 @@ class Family:
     names: TensorNames
     rope: RopeRule | None  # None: no rotary embedding
     windows: WindowRule
+    sparse: SparseRule = SparseRule()
+    full: FullRule = FullRule()
+    sharing: SharingRule = SharingRule()
+    heads_of_layers: tuple[int, ...] = ()  # query heads of each layer; empty: all have `config.num_heads`
     scale: float = 0.0  # of attention scores; 0: 1 / sqrt(head_dim)
     scale_by_layer: bool = False  # whether the scale is divided by the layer's number, from 1
     softcap: float = 0.0  # of attention scores
     unused: tuple[str, ...] = ()  # fields that its configs have from another family, and that change nothing
 
 
+WINDOW = integer("sliding_window", default=4096, null=0, least=0)  # where a missing one is 4096
 MAX_PARTS = 4096  # layers of a model, heads or experts of a layer
 ACTIVATIONS = {
     "silu": "silu",

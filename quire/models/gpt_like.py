@@ -5,7 +5,7 @@ from typing import Any
 
 from quire.models.config import TensorNames
 from quire.models.config_fields import choice, flag, integer, number
-from quire.models.family import ACTIVATIONS, LLAMA, MAX_PARTS, WindowRule, like
+from quire.models.family import ACTIVATIONS, LLAMA, MAX_PARTS, WINDOW, WindowRule, like
 from quire.models.rope_config import RopeRule
 
 _GPT = like(
@@ -42,11 +42,11 @@ GPT2 = like(
         "scale_by_layer": flag("scale_attn_by_inverse_layer_idx"),
     },
     # if a config.json has both names, transformers uses the first
-    hidden_size=integer("hidden_size", "n_embd"),
-    num_layers=integer("num_hidden_layers", "n_layer", most=MAX_PARTS),
-    num_heads=integer("num_attention_heads", "n_head", most=MAX_PARTS),
+    hidden_size=integer("hidden_size", "n_embd", is_first=True),
+    num_layers=integer("num_hidden_layers", "n_layer", most=MAX_PARTS, is_first=True),
+    num_heads=integer("num_attention_heads", "n_head", most=MAX_PARTS, is_first=True),
     num_kv_heads=0,
-    max_positions=integer("max_position_embeddings", "n_positions"),
+    max_positions=integer("max_position_embeddings", "n_positions", is_first=True),
     norm_eps=number("layer_norm_epsilon", default=1e-5),
     intermediate_size=integer("n_inner", default=0),
     position_offset=0,
@@ -228,11 +228,39 @@ STABLELM = like(
 
 COHERE = like(
     LLAMA,
-    rules={"names": TensorNames(interleaved=True), "rope": RopeRule(theta=number("rope_theta", default=5e5))},
+    rules={
+        "names": TensorNames(
+            interleaved=choice("position_embedding_type", default="rope_gptj", value_map={"rope_gptj": True})
+        ),
+        "rope": RopeRule(theta=number("rope_theta", default=5e5)),
+    },
     order="parallel",
     norm="layer",
     norm_eps=number("layer_norm_eps", default=1e-5),
     qk_norm=flag("use_qk_norm", value_map={True: "each", False: "none"}),
     tied=flag("tie_word_embeddings", default=True),
     logit_scale=number("logit_scale", default=0.0625),
+)
+
+COHERE2 = like(
+    COHERE,
+    rules={
+        "rope": RopeRule(theta=number("rope_theta", default=1e4), layers="window"),
+        "windows": WindowRule("pattern", WINDOW, pattern=integer("sliding_window_pattern", default=4)),
+    },
+    qk_norm="none",
+)
+
+NEMOTRON = like(
+    _GPT,
+    rules={
+        "names": TensorNames(up=("mlp.up_proj",)),
+        "rope": RopeRule(rotary_fraction=number("partial_rotary_factor", default=0.5), allows_partial=True),
+    },
+    norm="layer_plus_one",
+    norm_eps=number("norm_eps", default=1e-5),
+    activation=choice("hidden_act", default="relu2", value_map=ACTIVATIONS),
+    qkv_bias=flag("attention_bias"),
+    o_bias=flag("attention_bias"),
+    mlp_bias=flag("mlp_bias"),
 )

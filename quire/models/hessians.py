@@ -75,7 +75,8 @@ def layer_hessians(
     storages = [kernels.allocate(group, cache.block_size, model.device) for group in cache.groups]
     attend = PagedAttend(kernels, storages, model.score_scaling)
     contexts = [ForwardContext(kernels, attend, torch.arange(len(ids))) for ids in sequences]
-    residuals = [model.embed_tokens(*pair) for pair in zip(sequences, contexts, strict=True)]
+    embedded = [model.embed_tokens(*pair) for pair in zip(sequences, contexts, strict=True)]
+    residuals = list(embedded)
     for index, layer in enumerate(cast(list[DecoderLayer], list(model.layers))):
         own = [parameter for parameter in parameters if parameter.startswith(f"layers.{index}.")]
         recording = _Recording(kernels, {id(weight_of(model, parameter)): parameter for parameter in own})
@@ -83,8 +84,8 @@ def layer_hessians(
             length = len(context.positions)
             blocks = np.arange(-(-length // cache.block_size), dtype=np.int64)[None]
             attend.plan([Batch(np.zeros(1, np.int64), np.array([length]), blocks) for _ in storages])
-            x, turned = layer.attn_norm(residual, context), model.rotations(context)
+            x, inputs = layer.attn_norm(residual, context), model.inputs(sequences[i], embedded[i], context)
             recorded = replace(context, kernels=recording.kernels)
-            _, residuals[i] = layer(x, residual, NoNorm(), turned, recorded)
+            _, residuals[i] = layer(x, residual, NoNorm(), inputs, recorded)
         model.layers[index] = nn.Identity()
         yield recording.hessians

@@ -54,7 +54,7 @@ class Description(Protocol):
 
     @property
     def kv_layers(self) -> Sequence[StoredKind]:
-        """The kind of KV of each layer."""
+        """The kind of KV of each layer that has its own."""
 
     @property
     def num_parameters(self) -> int:

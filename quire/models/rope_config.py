@@ -8,11 +8,11 @@ for a sequence of that length.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from quire.layers.rope import Llama3Scaling, Rope, YarnScaling
+from quire.layers.rope import Llama3Scaling, QueryScaling, Rope, YarnScaling
 from quire.models.config_fields import Fields, integer, number
 
 _MOST_POSITIONS = 2**31 - 1
@@ -22,6 +22,7 @@ WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType(
         "finetuned": "it says how the model was trained",
         "mrope_section": "it divides the pairs of a head among axes of an image, and text has one position on all axes",
         "mrope_interleaved": "it orders the pairs of `mrope_section`",
+        "max_position_embeddings": "config.json has it in its own place",
     }
 )
 
@@ -35,10 +36,16 @@ class RopeRule:
         "partial_rotary_factor", default=1.0
     )  # share of a head's dimensions that are rotated
     allows_partial: bool = False  # whether `rotary_fraction` may be less than 1
+    rotary_dim: int = 0  # dimensions that are rotated; 0: by `rotary_fraction`
+    layers: Literal["all", "listed", "window", "window_if_any"] = "all"  # which have one: see `_rotated_layers`
+    listed: tuple[int, ...] = ()  # "listed": 1 for each layer that has one, 0 for others; empty: by `interval`
+    interval: int = 1  # "listed": every interval-th layer has none
     local_theta: float = 0.0  # of window layers, which then have their own entry in `rope_parameters`; 0: same
     original_max_positions: int = integer(
         "original_max_position_embeddings", default=0, least=2
     )  # overrides the scaling's; 0: none
+    keys: tuple[str, ...] = ()  # of rope_parameters that only this family has
+    missing: Mapping[str, object] = field(default_factory=dict)  # rope_parameters of a config.json without any
 
 
 class ContextLengths(NamedTuple):
@@ -61,11 +68,21 @@ class Ropes(NamedTuple):
     full: Rope  # of full-attention layers
     window: Rope  # of window layers
     max_positions: int
+    query_scaling: QueryScaling | None = None
 
 
-def read_ropes(fields: Fields, rule: RopeRule, head_dim: int, context: ContextLengths) -> Ropes:
+class HeadDims(NamedTuple):
+    """Numbers of a head of queries and keys."""
+
+    full: int  # in full-attention layers
+    window: int  # in window layers
+
+
+def read_ropes(fields: Fields, rule: RopeRule, head_dims: HeadDims, context: ContextLengths) -> Ropes:
     """The rotary embeddings of all layers. Raises ModelError with what is wrong or not supported."""
     new, old = fields.within("rope_parameters"), fields.within("rope_scaling")
+    if not new.values and not old.values:
+        new = Fields(rule.missing, fields.path)
     by_kind = any(name.endswith("_attention") for name in new.values)
     if new.values and by_kind != bool(rule.local_theta):
         wanted = "full_attention and sliding_attention separately" if rule.local_theta else "all layers alike"
@@ -74,18 +91,24 @@ def read_ropes(fields: Fields, rule: RopeRule, head_dim: int, context: ContextLe
         _refuse_others(new, ("full_attention", "sliding_attention"), "rope_parameters by kind of layer")
     if rule.local_theta:
         both = Fields({**new.within("full_attention").values, **old.values}, fields.path)
-        full = _read(both, fields, rule.theta, rule, head_dim, context)
-        local = _read(new.within("sliding_attention"), fields, rule.local_theta, rule, head_dim, context)
+        full = _read(both, fields, rule.theta, rule, head_dims.full, context)
+        local = _read(new.within("sliding_attention"), fields, rule.local_theta, rule, head_dims.window, context)
         return Ropes(full.rope, local.rope, context.trained)  # its max_position_embeddings includes the scaling
-    full = _read(old if old.values else new, fields, rule.theta, rule, head_dim, context)
-    return Ropes(full.rope, full.rope, full.max_positions)
+    one = old if old.values else new
+    full = _read(one, fields, rule.theta, rule, head_dims.full, context)
+    scaling = None
+    if one.values.get("llama_4_scaling_beta"):
+        original = one.integer("original_max_position_embeddings", default=context.trained)
+        scaling = QueryScaling(one.number("llama_4_scaling_beta"), original)
+    return Ropes(full.rope, full.rope, full.max_positions, scaling)
 
 
 def _read(
     found: Fields, fields: Fields, theta: float, rule: RopeRule, head_dim: int, context: ContextLengths
 ) -> ScaledRope:
     theta = found.number("rope_theta", default=theta)
-    share = found.number("partial_rotary_factor", default=rule.rotary_fraction)
+    fraction = rule.rotary_dim / head_dim if rule.rotary_dim else rule.rotary_fraction
+    share = found.number("partial_rotary_factor", default=fraction)
     if share != 1 and not rule.allows_partial:
         raise fields.error(f"partial_rotary_factor = {share} is not supported for this architecture")
     dim = int(head_dim * share)
@@ -103,8 +126,9 @@ def _read(
     original = found.integer("original_max_position_embeddings", default=context.trained, least=2)
     original = rule.original_max_positions or original
     scaling = ROPE_TYPES[kind]
-    _refuse_others(found, (*COMMON_KEYS, *scaling.keys, *WITHOUT_EFFECT), f"rope_type {kind!r}")
-    stretched = scaling.read(found, Rope(dim, theta), original, context)
+    _refuse_others(found, (*COMMON_KEYS, *scaling.keys, *rule.keys, *WITHOUT_EFFECT), f"rope_type {kind!r}")
+    rope = Rope(head_dim, theta, num_pairs=dim // 2) if kind == "proportional" else Rope(dim, theta)
+    stretched = scaling.read(found, rope, original, context)
     if not 1 <= stretched.max_positions <= _MOST_POSITIONS:
         raise fields.error(
             f"{kind} rotations must cover 1 to {_MOST_POSITIONS} positions, not {stretched.max_positions}"
@@ -128,6 +152,12 @@ def _default(found: Fields, rope: Rope, original: int, context: ContextLengths) 
     return ScaledRope(rope, context.trained)
 
 
+def _proportional(found: Fields, rope: Rope, original: int, context: ContextLengths) -> ScaledRope:
+    """The frequencies are those of a rotation of the whole head, whose last pairs are not rotated."""
+    del original
+    return ScaledRope(replace(rope, factor=found.number("factor", default=1.0)), context.trained)
+
+
 def _linear(found: Fields, rope: Rope, original: int, context: ContextLengths) -> ScaledRope:
     del original
     factor = found.number("factor")
@@ -135,8 +165,14 @@ def _linear(found: Fields, rope: Rope, original: int, context: ContextLengths) -
 
 
 def _dynamic(found: Fields, rope: Rope, original: int, context: ContextLengths) -> ScaledRope:
-    """NTK-aware scaling: a larger theta, with which the slowest pair turns no further than in the training context."""
+    """NTK-aware scaling: a larger theta, with which the slowest pair turns no further than in the training context.
+
+    With `alpha` (Hunyuan) theta grows by it, whatever the length of a sequence.
+    """
     del original
+    if "alpha" in found.values:
+        growth = found.number("alpha") ** (rope.dim / (rope.dim - 2))
+        return ScaledRope(replace(rope, theta=rope.theta * growth), context.trained)
     factor = found.number("factor")
     reach = int(context.trained * factor)
     longest = min(context.longest or reach, reach)
@@ -186,7 +222,7 @@ def _longrope(found: Fields, rope: Rope, original: int, context: ContextLengths)
         raise found.error(f"{name} must have {rope.dim // 2} numbers, one for each rotary pair, not {len(divisors)}")
     factor = found.number("factor", default=context.trained / original)
     default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    magnitude = found.number("attention_factor", default=default)
+    magnitude = found.number(f"{name.removesuffix('_factor')}_mscale", "attention_factor", default=default)
     return ScaledRope(replace(rope, divisors=divisors, magnitude=magnitude), context.trained)
 
 
@@ -205,6 +241,7 @@ ROPE_TYPES: Mapping[str, _Scaling] = MappingProxyType(
     {
         "default": _Scaling(("factor",), _default),
         "linear": _Scaling(("factor",), _linear),
+        "proportional": _Scaling(("factor",), _proportional),
         "dynamic": _Scaling(("factor",), _dynamic),
         "llama3": _Scaling(("factor", "low_freq_factor", "high_freq_factor"), _llama3),
         "yarn": _Scaling(_YARN_KEYS, _yarn),

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from quire.layers.attention import AttentionConfig
-from quire.models.config import DecoderConfig, TensorNames
+from quire.models.config import DecoderConfig, LayerConfig, TensorNames
 from quire.weights.placement import Placement
 
 Placed = Iterator[tuple[str, Placement]]
@@ -24,8 +24,12 @@ def build_weight_map(config: DecoderConfig, names: TensorNames) -> dict[str, Pla
         found |= _linear(names.class_head, "class_head", config.num_classes, config.hidden_size, bias=False)
     for index, layer in enumerate(config.layers):
         source, target = names.prefix + names.layer.format(index), f"layers.{index}."
-        blocks = [*_norms(config, names), *_attention(config, layer.mixer, names)]
-        blocks += _experts(config, names) if layer.has_experts else _mlp(config, names)
+        rotary_dim = 0 if layer.rope is None else config.ropes[layer.rope].dim
+        blocks = [*_norms(config, names), *_attention(config, layer.mixer, names, rotary_dim)]
+        blocks += _mlp_block(
+            replace(config, intermediate_size=layer.mlp_factor * config.intermediate_size), names, layer
+        )
+        blocks += _layer_input(config, names)
         found |= {source + name: replace(place, parameter=target + place.parameter) for name, place in blocks}
     return found
 
@@ -41,6 +45,11 @@ def _model(config: DecoderConfig, names: TensorNames) -> Placed:
         yield from _linear(names.project_out, "project_out", width, hidden, bias=False).items()
     if config.final_norm:
         yield from _norm(names.norm, "norm", config, (hidden,))
+    if size := config.num_layers * config.layer_input_size:
+        yield f"{names.layer_inputs}.weight", Placement((config.layer_input_rows, size), "layer_inputs.weight")
+        source = names.layer_input_projection
+        yield from _linear(source, "layer_input_projection", size, hidden, bias=False).items()
+        yield from _norm(names.layer_input_norm, "layer_input_norm", config, (config.layer_input_size,))
 
 
 def _linear(source: str, target: str, rows: int, columns: int, *, bias: bool) -> dict[str, Placement]:
@@ -51,10 +60,10 @@ def _linear(source: str, target: str, rows: int, columns: int, *, bias: bool) ->
 
 
 def _norm(source: str, target: str, config: DecoderConfig, shape: tuple[int, ...]) -> Placed:
-    plus = 1.0 if config.norm == "rms_plus_one" else 0.0
+    plus = 1.0 if config.norm in ("rms_plus_one", "layer_plus_one") else 0.0
     yield f"{source}.weight", Placement(shape, f"{target}.weight", offset=plus)
     if config.norm_bias:
-        yield f"{source}.bias", Placement(shape, f"{target}.bias")
+        yield f"{source}.bias", Placement(shape, f"{target}.bias", is_float32=plus > 0)
 
 
 def _norms(config: DecoderConfig, names: TensorNames) -> Placed:
@@ -62,23 +71,31 @@ def _norms(config: DecoderConfig, names: TensorNames) -> Placed:
         yield from _norm(getattr(names, norm), norm, config, (config.hidden_size,))
 
 
-def _attention(config: DecoderConfig, mixer: AttentionConfig, names: TensorNames) -> Placed:
+def _attention(config: DecoderConfig, mixer: AttentionConfig, names: TensorNames, rotary_dim: int) -> Placed:
     q_size, kv_size = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
-    rows = (q_size, kv_size, kv_size) if len(names.qkv) == 3 else (q_size + 2 * kv_size,)
+    rows = (q_size, *(kv_size,) * mixer.num_projections)
+    sources = names.qkv[: len(rows)]
+    if len(names.qkv) == 1:
+        rows = (sum(rows),)
     orders: tuple[tuple[int, ...], ...] = ((), (), ())
     if names.interleaved:
         orders = (
-            _deinterleaved_rows(mixer.num_heads, mixer.head_dim),
-            _deinterleaved_rows(mixer.num_kv_heads, mixer.head_dim),
+            _deinterleaved_rows(mixer.num_heads, mixer.head_dim, rotary_dim),
+            _deinterleaved_rows(mixer.num_kv_heads, mixer.head_dim, rotary_dim),
             (),
         )
     if names.qkv_rows == "grouped":
         orders = (_ungrouped_rows(mixer),)
-    yield from _stacked(names.qkv, "attention.qkv", rows, config.hidden_size, names, bias=mixer.qkv_bias, orders=orders)
+    yield from _stacked(sources, "attention.qkv", rows, config.hidden_size, names, bias=mixer.qkv_bias, orders=orders)
     yield from _stacked((names.o,), "attention.o", (config.hidden_size,), q_size, names, bias=mixer.o_bias)
+    if mixer.gate:
+        yield from _linear(
+            names.attention_gate, "attention.gate", mixer.num_gate_factors, config.hidden_size, bias=False
+        ).items()
     if mixer.qk_norm != "none":
         config = replace(config, norm_bias=mixer.qk_norm_bias)
         yield from _qk_norm(names.q_norm, "attention.q_norm", config, mixer, mixer.num_heads, orders[0])
+    if mixer.qk_norm != "none" and mixer.has_own_kv:
         yield from _qk_norm(names.k_norm, "attention.k_norm", config, mixer, mixer.num_kv_heads, orders[1])
 
 
@@ -119,10 +136,41 @@ def _qk_norm(
         yield name, replace(place, row_order=order)
 
 
+def _layer_input(config: DecoderConfig, names: TensorNames) -> Placed:
+    hidden, size = config.hidden_size, config.layer_input_size
+    if size:
+        yield from _linear(names.layer_input_gate, "input.gate", size, hidden, bias=False).items()
+        yield from _linear(names.layer_input_out, "input.out", hidden, size, bias=False).items()
+        yield from _norm(names.layer_input_out_norm, "input.norm", config, (hidden,))
+    if config.has_layer_scale:
+        yield names.layer_scale, Placement((1,), "scale")
+
+
+def _mlp_block(config: DecoderConfig, names: TensorNames, layer: LayerConfig) -> Placed:
+    """The MLP of a layer, its experts, or both."""
+    is_beside = config.experts is not None and config.experts.is_beside_mlp
+    if layer.has_experts and not is_beside:
+        yield from _experts(config, names)
+    elif not layer.has_experts:
+        yield from _mlp(config, names)
+    else:
+        for part, places in (("mlp", _mlp(config, names)), ("experts", _experts(config, names))):
+            for name, place in places:
+                yield name, replace(place, parameter=f"mlp.{part}{place.parameter.removeprefix('mlp')}")
+        yield names.router_norm, Placement((config.hidden_size,), "mlp.router_norm.weight")
+        for source, target in zip(
+            names.beside_norms, ("mlp_out_norm", "experts_norm", "experts_out_norm"), strict=True
+        ):
+            yield from _norm(source, f"mlp.{target}", config, (config.hidden_size,))
+
+
 def _mlp(config: DecoderConfig, names: TensorNames) -> Placed:
     hidden, inner = config.hidden_size, config.intermediate_size
     yield from _stacked(names.up, "mlp.up", _up_rows(config, names.up, inner), hidden, names, bias=config.mlp_bias)
     yield from _stacked((names.down,), "mlp.down", (hidden,), inner, names, bias=config.mlp_bias)
+    if config.activation == "xielu":
+        for index, (name, shape) in enumerate(zip(names.xielu, ((1,), (1,), (), ()), strict=True)):
+            yield name, Placement(shape, "mlp.xielu", index, is_float32=True)
 
 
 def _up_rows(config: DecoderConfig, sources: tuple[str, ...], inner: int) -> tuple[int, ...]:
@@ -136,16 +184,36 @@ def _experts(config: DecoderConfig, names: TensorNames) -> Placed:
     if experts is None:
         raise ValueError("a sparse layer needs experts")
     inner = experts.intermediate_size
-    yield from _linear(names.router, "mlp.router", experts.num_experts, hidden, bias=False).items()
-    for expert in range(experts.num_experts):
+    router = Placement((experts.num_experts, hidden), "mlp.router.weight", is_float32=experts.is_router_float32)
+    yield f"{names.router}.weight", router
+    if experts.has_router_bias:
+        shape = (1,) * (names.router_bias_axes - 1) + (experts.num_experts,)
+        yield names.router_bias, Placement(shape, "mlp.router_bias", is_float32=True)
+    if experts.is_beside_mlp:
+        yield names.expert_scales, Placement((experts.num_experts,), "mlp.scales", is_float32=True)
+    if names.is_stacked:
+        for name, parameter, (rows, columns) in (
+            (names.stacked_up, "mlp.up", (2 * inner, hidden)),
+            (names.stacked_down, "mlp.down", (hidden, inner)),
+        ):
+            shape = (columns, rows) if names.transposed_stacks else (rows, columns)
+            yield (
+                name,
+                Placement((experts.num_experts, *shape), parameter, is_stack=True, transposed=names.transposed_stacks),
+            )
+    for expert in range(0 if names.is_stacked else experts.num_experts):
         source = names.expert.format(expert)
-        for index, up in enumerate(names.expert_up):
-            yield f"{source}{up}.weight", Placement((inner, hidden), "mlp.up", index * inner, part=expert)
+        for index, row in enumerate(names.expert_up):
+            yield f"{source}{row}.weight", Placement((inner, hidden), "mlp.up", index * inner, part=expert)
         yield f"{source}{names.expert_down}.weight", Placement((hidden, inner), "mlp.down", part=expert)
-    if experts.shared_size:
-        for name, place in _mlp(replace(config, intermediate_size=experts.shared_size), names):
-            yield name.replace("mlp.", names.shared, 1), replace(place, parameter="mlp.shared" + place.parameter[3:])
-        yield from _linear(names.shared_gate, "mlp.shared_gate", 1, hidden, bias=False).items()
+    if experts.shared_intermediate_size:
+        shared_up = tuple(names.shared + name for name in names.shared_up)
+        shared = replace(names, up=shared_up, down=names.shared + names.shared_down)
+        sizes = replace(config, intermediate_size=experts.shared_intermediate_size, gated=True, mlp_bias=False)
+        for name, place in _mlp(sizes, shared):
+            yield name, replace(place, parameter="mlp.shared" + place.parameter[3:])
+        if experts.has_shared_gate:
+            yield from _linear(names.shared_gate, "mlp.shared_gate", 1, hidden, bias=False).items()
 
 
 def _ungrouped_rows(mixer: AttentionConfig) -> tuple[int, ...]:
@@ -157,7 +225,7 @@ def _ungrouped_rows(mixer: AttentionConfig) -> tuple[int, ...]:
     return tuple(row for head in heads for row in range(head * mixer.head_dim, (head + 1) * mixer.head_dim))
 
 
-def _deinterleaved_rows(heads: int, head_dim: int) -> tuple[int, ...]:
+def _deinterleaved_rows(heads: int, head_dim: int, rotary_dim: int) -> tuple[int, ...]:
     """Row order from rotary pairs (2 i, 2 i + 1) to halves of a head. Scores do not change: q and k move alike."""
-    pairs = (*range(0, head_dim, 2), *range(1, head_dim, 2))
+    pairs = (*range(0, rotary_dim, 2), *range(1, rotary_dim, 2), *range(rotary_dim, head_dim))
     return tuple(head * head_dim + place for head in range(heads) for place in pairs)

@@ -49,6 +49,11 @@ def calibrated_rows(
     by parameter. progress(done, total): bytes of the weights. Raises ConfigError, ModelError.
     """
     description = describe(checkpoint)
+    if not all(layer.mixer.has_own_kv for layer in description.config.layers):
+        raise ModelError(
+            f"{checkpoint.path} has layers that attend to the KV of other layers, of which calibration keeps that of "
+            "one sequence; quantize without calibration"
+        )
     options = evaluation_options(checkpoint.path, max(map(len, sequences)))
     prepared = prepare(options, report=_ignore, progress=_ignore)
     kernels, cache = prepared.kernels.kernels, prepared.cache

@@ -33,7 +33,7 @@ def shape_of(description: Description, dtype: str, schemes: Schemes = NO_SCHEMES
     )
 
 
-_EXPERTS = (".mlp.up", ".mlp.down")  # stacks of the weights of all experts
+_EXPERTS = (".mlp.up", ".mlp.down", ".experts.up", ".experts.down")  # stacks of the weights of all experts
 _HEAD, _EMBED = "head.weight", "embed.weight"
 
 
@@ -44,7 +44,7 @@ def compute_shape_of(
     parameters, num_bytes = Counter[str](), Counter[str]()
     experts = description.config.experts
     for place in description.weight_map.values():
-        kind = "expert" if place.part is not None and f".{place.parameter}".endswith(_EXPERTS) else place.parameter
+        kind = "expert" if f".{place.parameter}".endswith(_EXPERTS) else place.parameter
         kind = kind if kind in ("expert", _HEAD, _EMBED) else "projection"
         parameters[kind] += prod(place.shape)
         num_bytes[kind] += description.tensor_bytes(place, dtype, schemes.get(place.parameter))
@@ -56,7 +56,7 @@ def compute_shape_of(
     shape = shape_of(description, dtype, schemes)
     mixers = [layer.mixer for layer in description.config.layers]
     return ComputeShape(
-        num_layers=len(shape.layers),
+        num_layers=len(mixers),
         compute_dtype="int8" if rounds_inputs else dtype,
         projection_parameters=parameters["projection"],
         projection_bytes=num_bytes["projection"],
@@ -72,10 +72,10 @@ def compute_shape_of(
             AttentionWork(
                 kind.span,
                 # a score and a weighted value in each head
-                sum(2.0 * mixers[layer].num_heads * (kind.head_dim + kind.value_dim) for layer in layers),
-                _kv_profile(kind, len(layers), kv_dtype).bytes_per_token,
+                sum(2.0 * mixer.num_heads * (kind.head_dim + kind.value_dim) for mixer in mixers if mixer.kv == kind),
+                _kv_profile(kind, sum(mixer.kv == kind for mixer in mixers), kv_dtype).bytes_per_token,
             )
-            for kind, layers in shape.kv_groups.items()
+            for kind in shape.kv_groups
         ),
     )
 

@@ -17,6 +17,7 @@ from quire.models.description import UnknownArchitecture, describe
 from quire.models.loading import load
 from quire.models.model import Description, Model, Progress
 from quire.models.sentence_transformers import EmbeddingConfig, read_folder, read_gguf
+from quire.models.text_part import TextCheckpoint
 from quire.tokenizer.gguf import gguf_tokenizer
 from quire.tokenizer.tokenizer import Tokenizer
 from quire.weights.checkpoint import Checkpoint, FolderCheckpoint
@@ -108,7 +109,10 @@ def _native(
             description, dtype=dtype, device=device, kernels=kernels, schemes=schemes, progress=progress, cache=cache
         )
 
-    return ModelFiles(description, tokenizer, read, "quire's own decoder", _embedding(embedding, description))
+    implementation = "quire's own decoder"
+    if isinstance(description.checkpoint, TextCheckpoint):
+        implementation += f", text only; {description.checkpoint.skipped}"
+    return ModelFiles(description, tokenizer, read, implementation, _embedding(embedding, description))
 
 
 def _transformers_backend(

@@ -137,6 +137,8 @@ def _layers(checkpoint: FolderCheckpoint, description: ModelDescription, scheme:
     for name, place in found.items():
         if name not in tensors:
             raise ModelError(f"{checkpoint.path} is multimodal, which cannot be written; use --quantization")
+        if place.is_stack:
+            raise ModelError(f"{name} has all experts, which compressed-tensors does not have; use --quantization")
         columns = place.shape[0] if place.transposed else place.shape[1]
         if place.transposed:
             raise ModelError(f"{name} is stored transposed, which compressed-tensors does not have; use --quantization")

@@ -1,9 +1,9 @@
-"""Lark grammars of a tool's arguments that are not written as JSON: between tags, or as Python keyword arguments.
+"""Lark grammars of a tool's arguments that are not written as JSON.
 
-They allow a part of what the schema allows: only named properties, in the order of the schema. Alternatives of the
-properties (anyOf) are written one by one. Between tags, a string
-is written without quotes and escapes. A value that may be a string or something else is no list, object or number with
-bounds there.
+They are written between tags, as Python keyword arguments, or as an object with quotes of its own. The grammars allow a
+part of what the schema allows: only named properties, in the order of the schema. Alternatives of the properties
+(anyOf) are written one by one. Between tags, a string is written without quotes and escapes. A value that may be a
+string or something else is no list, object or number with bounds there.
 """
 
 import json
@@ -11,11 +11,20 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 from quire.errors import RequestError
 from quire.structured_outputs.json_schema.bounds import schema_error
 from quire.structured_outputs.json_schema.guidance import strict_pattern
-from quire.structured_outputs.json_schema.logic import TYPES, Part, Schema, type_of
+from quire.structured_outputs.json_schema.logic import (
+    ATOMS,
+    TYPES,
+    Part,
+    Schema,
+    common_types,
+    type_names,
+    type_of,
+)
 from quire.structured_outputs.json_schema.values import FORMATS
 
 _PARAM = "grammar"
@@ -27,6 +36,10 @@ _MAX_ALTERNATIVES = 32  # of the properties of the arguments,
 _MAX_SCHEMAS = 512  # and schemas that these consist of
 _ROOT = {"type", "properties", "required", "additionalProperties", "$defs", "allOf", "anyOf", "$ref"}
 _NUMBER_BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+_COMMA = ' "," '
+_BARE_NAME = re.compile(r"[^:,{}\[\]<\"'\n]+")
+_OF_OTHERS = {*_NUMBER_BOUNDS, "minLength", "maxLength", "pattern", "format"}  # than objects
+_OF_OTHERS |= {"items", "prefixItems", "minItems", "maxItems"}
 _CONSTANTS = {True: '"True"', False: '"False"', None: '"None"'}
 # Texts between tags that are read as a value of another type, if the property may have this type.
 _NUMBER = r"\s*[-+]?\.?[0-9][-+0-9a-zA-Z_.]*\s*"
@@ -81,14 +94,15 @@ class ArgumentGrammars:
     def __init__(self, translate_schema: Callable[[Schema], object]) -> None:
         self._translate_schema = translate_schema
         self._names: dict[tuple[str, str], str] = {}  # of the definitions
+        self._num_names = 0
         self.definitions: list[str] = []
 
     def tagged(self, schema: Schema, tags: Tags) -> str:
         """Arguments between tags."""
         alternatives = _alternatives(schema)
         if alternatives is None:
-            name, key_end = self._terminal(_ANY_NAME), _quoted(tags.key_end + tags.value_begin)
-            return f"({_quoted(tags.key_begin)} {name} {key_end} {self._ended([_text([], tags)], tags)})*"
+            name, key_end = self.terminal(_ANY_NAME), _quoted(tags.key_end + tags.value_begin)
+            return f"({_quoted(tags.key_begin)} {name} {key_end} {self._ended([_text([], tags.value_end)], tags)})*"
         return _either(self._tagged_properties(properties, tags) for properties in alternatives)
 
     def _tagged_properties(self, properties: Sequence[_Property], tags: Tags) -> str:
@@ -105,31 +119,33 @@ class ArgumentGrammars:
         """Keyword arguments of a Python call."""
         alternatives = _alternatives(schema)
         if alternatives is None:
-            value = " | ".join([self._json(Part("#"), {}), *_CONSTANTS.values()])
-            one = f'{self._terminal(_ANY_NAME)} "=" ({value})'
+            value = " | ".join([self.json(Part("#"), {}), *_CONSTANTS.values()])
+            one = f'{self.terminal(_ANY_NAME)} "=" ({value})'
             return f'({one} (", " {one})*)?'
         return _either(map(self._keyword_arguments, alternatives))
 
     def _keyword_arguments(self, properties: Sequence[_Property]) -> str:
-        rules = [(self._python_argument(one), one.is_required) for one in properties]
-        first = next((place for place, (_, is_required) in enumerate(rules) if is_required), None)
-        later = [f'", " {rule}' if is_required else f'(", " {rule})?' for rule, is_required in rules]
-        if first is not None:
-            return " ".join([*(f'({rule} ", ")?' for rule, _ in rules[:first]), rules[first][0], *later[first + 1 :]])
-        firsts = [" ".join([rule, *later[place + 1 :]]) for place, (rule, _) in enumerate(rules[:_MAX_FIRST])]
-        return f"({' | '.join(firsts)})?" if firsts else '""'
+        return _listed([(self._python_argument(one), one.is_required) for one in properties], ", ")
 
     def _python_argument(self, one: _Property) -> str:
         if not one.name.isidentifier():
             raise schema_error(one.at, "in this format a name must be a Python identifier", _PARAM)
-        return self._rule(f"{_quoted(one.name + '=')} ({' | '.join(self._python_values(one))})")
+        return self.rule(f"{_quoted(one.name + '=')} ({' | '.join(self._python_values(one))})")
+
+    def quoted(self, schema: Schema, quote: Sequence[str | int]) -> str:
+        """Arguments as an object in which keys have no quotes, and strings stand between two texts `quote`.
+
+        quote: as texts and ids of special tokens.
+        """
+        definitions = schema.get("$defs", {}) if isinstance(schema, Part) else {}
+        return _QuotedValues(self, quote, definitions).write(schema)
 
     def _tagged_value(self, one: _Property, tags: Tags) -> str:
         """A value and the tag behind it."""
         leaves = one.leaves()
         types = {name for leaf in leaves for name in _types(leaf)}
         if "string" not in types:
-            return f"{self._json(one.schema, one.definitions)} {_quoted(tags.value_end)}"
+            return f"{self.json(one.schema, one.definitions)} {_quoted(tags.value_end)}"
         others = [_READ_AS[name] for name in types if name in _READ_AS]
         written = [text for leaf in leaves for text in _texts(leaf, one.at, tags, others)]
         if not written:
@@ -149,31 +165,206 @@ class ArgumentGrammars:
             if "enum" in keywords:
                 values = [value for value in given if not isinstance(value, bool | None)]
                 if values:
-                    yield self._json(Part(one.at, {"enum": values}), {})
+                    yield self.json(Part(one.at, {"enum": values}), {})
             elif others:
-                yield self._json(Part(one.at, {**keywords, "type": others}), one.definitions)
+                yield self.json(Part(one.at, {**keywords, "type": others}), one.definitions)
 
-    def _json(self, schema: Schema, definitions: Mapping[str, Schema]) -> str:
+    def json(self, schema: Schema, definitions: Mapping[str, Schema]) -> str:
+        """A value in JSON."""
         if isinstance(schema, Part) and definitions:
             schema = Part(schema.at, {**schema, "$defs": definitions})
         return f"%json {json.dumps(self._translate_schema(schema))} "
 
     def _ended(self, texts: list[str], tags: Tags) -> str:
         """One of these texts, and the tag behind it: one terminal, because a terminal takes all text that it can."""
-        return self._terminal(f"({' | '.join(texts)}) {_quoted(tags.value_end)}")
+        return self.terminal(f"({' | '.join(texts)}) {_quoted(tags.value_end)}")
 
-    def _terminal(self, expression: str) -> str:
+    def terminal(self, expression: str) -> str:
+        """The name of a terminal."""
         return self._defined("ARGUMENT", expression)
 
-    def _rule(self, expression: str) -> str:
+    def rule(self, expression: str) -> str:
+        """The name of a rule."""
         return self._defined("argument", expression)
+
+    def new_name(self, prefix: str = "argument") -> str:
+        """A name for a rule that the caller adds to the definitions."""
+        self._num_names += 1
+        return f"{prefix}_{self._num_names}"
 
     def _defined(self, prefix: str, expression: str) -> str:
         """The name of a rule or terminal. Equal ones have one name."""
-        name = self._names.setdefault((prefix, expression), f"{prefix}_{len(self._names)}")
-        if len(self._names) > len(self.definitions):
+        if (prefix, expression) not in self._names:
+            name = self._names[prefix, expression] = self.new_name(prefix)
             self.definitions.append(f"{name}: {expression}")
-        return name
+        return self._names[prefix, expression]
+
+
+class _QuotedValues:
+    """Writes values of `ArgumentGrammars.quoted`. definitions: targets of the references in the schema."""
+
+    def __init__(
+        self, grammars: ArgumentGrammars, quote: Sequence[str | int], definitions: Mapping[str, Schema]
+    ) -> None:
+        self._grammars = grammars
+        self._definitions = definitions
+        self._quote = written_parts(quote)
+        self._end = quote[0] if len(quote) == 1 and isinstance(quote[0], str) else ""  # a quote that is text
+        self._references: dict[str, str] = {}  # names of rules; "" is the one of any value
+        self._pending: list[str] = []  # references whose rules are not written
+        self._atoms_of: dict[str, set[str]] = {}  # by reference
+
+    def write(self, schema: Schema) -> str:
+        """An object of the schema. Adds the rules to which it refers."""
+        written = self._mapping(schema)
+        while self._pending:
+            reference = self._pending.pop()
+            expression = self._value(self._target(reference)) if reference else self._of_types(Part("#"))
+            self._grammars.definitions.append(f"{self._references[reference]}: {expression}")
+        return written
+
+    def _target(self, reference: str) -> Schema:
+        return self._definitions[reference.removeprefix("#/$defs/")]
+
+    def _mapping(self, schema: Schema) -> str:
+        """An object, as alternatives."""
+        part = schema if isinstance(schema, Part) else Part("#")
+        own = {key: value for key, value in part.items() if key not in _OF_OTHERS}
+        alternatives = _alternatives(schema and Part(part.at, {**own, "$defs": self._definitions}))
+        if alternatives is not None:
+            return " | ".join(f'"{{" {self._members(properties)} "}}"' for properties in alternatives)
+        if part.keys() & {"allOf", "anyOf", "$ref"}:
+            why = "in this format objects without named properties cannot be composed; name the properties"
+            raise schema_error(part.at, why, _PARAM)
+        member = f'{self._grammars.terminal(_ANY_NAME)} ":" {self._rule(part.get("additionalProperties", True))}'
+        return f'"{{" ({member} ("," {member})*)? "}}"'
+
+    def _members(self, properties: Sequence[_Property]) -> str:
+        for one in properties:
+            if not _BARE_NAME.fullmatch(one.name) or one.name != one.name.strip():
+                raise schema_error(one.at, "in this format a name cannot have brackets, quotes, ',' or ':'", _PARAM)
+        rules = [(f"{_quoted(one.name + ':')} {self._rule(one.schema)}", one.is_required) for one in properties]
+        return _listed(rules, ",")
+
+    def _rule(self, schema: Schema) -> str:
+        """The name of the rule of a value."""
+        reference: str = schema["$ref"] if isinstance(schema, Part) and schema.keys() == {"$ref"} else ""
+        if isinstance(schema, Part) and schema and not reference:
+            return self._grammars.rule(self._value(schema))
+        if reference not in self._references:
+            self._references[reference] = self._grammars.new_name()
+            self._pending.append(reference)
+        return self._references[reference]
+
+    def _value(self, schema: Schema) -> str:
+        """A value, as alternatives."""
+        if not isinstance(schema, Part):
+            return self._rule(schema)
+        match schema:
+            case {"enum": [*values]}:
+                written = [self._constant(value) for value in values if not self._end or self._end not in str(value)]
+                if not written:
+                    raise schema_error(schema.at, "in this format no text satisfies the schema", _PARAM)
+                return " | ".join(written)
+            case {"allOf": [one]} if len(schema) == 1:
+                return self._rule(one)
+            case {"anyOf": [*options]} if len(schema) == 1:
+                return " | ".join(map(self._rule, options))
+        return self._of_types(schema)
+
+    def _of_types(self, part: Part) -> str:
+        written = [self._of_type(part, name) for name in type_names(self._atoms(part))]
+        if not written:
+            raise schema_error(part.at, "in this format no value satisfies the schema", _PARAM)
+        return " | ".join(written)
+
+    def _atoms(self, schema: Schema, depth: int = 0) -> set[str]:
+        """The types that a value may have, as far as the schemas that it consists of name types."""
+        if not isinstance(schema, Part) or depth > _MAX_REFERENCES:
+            return set(ATOMS)
+        parts = [self._atoms(one, depth) for one in schema.get("allOf", ())]
+        if "anyOf" in schema:
+            parts.append(set().union(*(self._atoms(one, depth) for one in schema["anyOf"])))
+        if "$ref" in schema:
+            parts.append(self._atoms_of_target(schema["$ref"], depth + 1))
+        return common_types([schema]).intersection(*parts)
+
+    def _atoms_of_target(self, reference: str, depth: int) -> set[str]:
+        if reference not in self._atoms_of:
+            self._atoms_of[reference] = set(ATOMS)  # for a target that refers to itself
+            self._atoms_of[reference] = self._atoms(self._target(reference), depth)
+        return self._atoms_of[reference]
+
+    def _of_type(self, part: Part, name: str) -> str:
+        match name:
+            case "string":
+                return self._string(list(_conditions(part, part.at)))
+            case "array":
+                return f'"[" {self._items(part)} "]"'
+            case "object":
+                return self._mapping(part)
+        definitions = self._definitions if part.keys() & {"allOf", "anyOf", "$ref"} else {}
+        return self._grammars.json(Part(part.at, {**part, "type": name}), definitions)
+
+    def _string(self, conditions: list[str]) -> str:
+        if not self._end:
+            text = self._grammars.terminal(" & ".join([_ANY_TEXT, *conditions]))
+            return f"{self._quote} {text} {self._quote}"
+        return f"{self._quote} {self._grammars.terminal(f'{_text(conditions, self._end)} {self._quote}')}"
+
+    def _constant(self, value: Any) -> str:  # noqa: ANN401 (JSON)
+        """A value of an enum."""
+        if isinstance(value, str):
+            return f"{self._quote} {_quoted(value)} {self._quote}"
+        if isinstance(value, list):
+            return f'"[" {_COMMA.join(map(self._constant, value))} "]"'
+        if isinstance(value, dict):
+            members = (f"{_quoted(key + ':')} {self._constant(one)}" for key, one in value.items())
+            return f'"{{" {_COMMA.join(members)} "}}"'
+        return _quoted(json.dumps(value))
+
+    def _items(self, part: Part) -> str:
+        """The items of an array."""
+        other = part.keys() & {"allOf", "anyOf", "not", "$ref"}
+        if other:
+            why = f"in this format {min(other)!r} beside an array cannot be enforced; leave it out"
+            raise schema_error(part.at, why, _PARAM)
+        first, rest = part.get("prefixItems", []), part.get("items", True)
+        least, most = part.get("minItems", 0), part.get("maxItems")
+        if rest is False:
+            most = len(first) if most is None else min(most, len(first))
+        written = ""
+        if first and (most is None or most > len(first)):
+            written = _more(self._rule(rest), least - len(first), most and most - len(first))
+        elif not first and most != 0:
+            item = self._rule(rest)
+            written = f"{item} {_more(item, least - 1, most and most - 1)}"
+            written = written if least else f"({written})?"
+        for place, one in reversed(list(enumerate(first[:most]))):
+            written = " ".join(['","'] * bool(place) + [self._rule(one), written])
+            written = written if place < least else f"({written})?"
+        return written
+
+
+def _more(item: str, least: int, most: int | None) -> str:
+    """Further items of an array. most: None for any number."""
+    return "" if most == 0 else f'("," {item}){{{max(least, 0)},{"" if most is None else most}}}'
+
+
+def written_parts(parts: Sequence[str | int]) -> str:
+    """Texts and ids of special tokens as a part of a rule. Text between special tokens is one terminal."""
+    return " ".join(f"<[{part}]>" if isinstance(part, int) else _quoted(part) for part in parts)
+
+
+def _listed(rules: Sequence[tuple[str, bool]], separator: str) -> str:
+    """Rules in their order with a separator between them. A rule that is not required may be left out."""
+    between = _quoted(separator)
+    first = next((place for place, (_, is_required) in enumerate(rules) if is_required), None)
+    later = [f"{between} {rule}" if is_required else f"({between} {rule})?" for rule, is_required in rules]
+    if first is not None:
+        return " ".join([*(f"({rule} {between})?" for rule, _ in rules[:first]), rules[first][0], *later[first + 1 :]])
+    firsts = [" ".join([rule, *later[place + 1 :]]) for place, (rule, _) in enumerate(rules[:_MAX_FIRST])]
+    return f"({' | '.join(firsts)})?" if firsts else '""'
 
 
 def _alternatives(schema: Schema) -> list[list[_Property]] | None:
@@ -335,7 +526,7 @@ def _texts(leaf: Schema, at: str, tags: Tags, others: list[str]) -> Iterator[str
                 yield _quoted(text)
         return
     if "string" in types:
-        yield _text([*_conditions(leaf, at), *(f"~{_regex(other)}" for other in others)], tags)
+        yield _text([*_conditions(leaf, at), *(f"~{_regex(other)}" for other in others)], tags.value_end)
     if "null" in types:
         yield '"null"'
     if "boolean" in types:
@@ -344,9 +535,9 @@ def _texts(leaf: Schema, at: str, tags: Tags, others: list[str]) -> Iterator[str
         yield "/-?(?:0|[1-9][0-9]{0,14})/" if "number" not in types else r"/-?(?:0|[1-9][0-9]{0,14})(?:\.[0-9]{1,9})?/"
 
 
-def _text(conditions: list[str], tags: Tags) -> str:
-    """A text that meets the conditions and has no end tag."""
-    ended = "~" + _regex(f"(?s:.*){re.escape(tags.value_end.strip())}(?s:.*)")
+def _text(conditions: list[str], end: str) -> str:
+    """A text that meets the conditions and does not have the text `end`."""
+    ended = "~" + _regex(f"(?s:.*){re.escape(end.strip())}(?s:.*)")
     return f"({' & '.join([_ANY_TEXT, *conditions, ended])})"
 
 

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from quire.errors import RequestError
 from quire.params import MAX_LITERAL, StructuredOutputsParams
-from quire.structured_outputs.call_arguments import ArgumentGrammars, Tags
+from quire.structured_outputs.call_arguments import ArgumentGrammars, Tags, written_parts
 from quire.structured_outputs.json_schema.logic import Schema
 from quire.structured_outputs.json_schema.reader import read_schema
 from quire.structured_outputs.vocabulary import SpecialTokens
@@ -23,13 +23,14 @@ MAX_TOTAL_NESTING = 1024  # levels of parentheses, summed over all rules; llguid
 _PARAM = "grammar"
 
 _NO_TOKEN = r"\x01"  # which models do not write
-_WITH_SCHEMAS = frozenset({"%json", "%tagged", "%keywords"})
+_WITH_SCHEMAS = frozenset({"%json", "%tagged", "%quoted", "%keywords"})
 _MAX_SPACE = 256  # characters before the JSON of a directive
 _OPTIONS = frozenset({"no_forcing", "allow_initial_skip", "ignore_once"})
 _NEEDED: Mapping[str, str] = MappingProxyType(  # directive -> its JSON
     {
         "%json": "a schema",
         "%tagged": "an object with a schema",
+        "%quoted": "an object with a schema and the text quote",
         "%keywords": "a schema",
         "%special": f"a text of at most {MAX_LITERAL:,} characters",
         "%tokens": 'texts of special tokens, {"only": [...]} or {"except": [...]}',
@@ -125,7 +126,7 @@ class _Directives:
         try:
             written = self._written(name, value)
         except RequestError as error:
-            schema = value.get("schema") if name == "%tagged" else value
+            schema = value.get("schema") if name in ("%tagged", "%quoted") else value
             about = schema.get("x-name") if isinstance(schema, dict) else None
             raise RequestError(f"{about}: {error}", error.param) if isinstance(about, str) else error from error
         if written is None:
@@ -139,6 +140,8 @@ class _Directives:
                 return f"%json {json.dumps(self._translate_schema(self._schema(value)))} "
             case "%tagged", {"schema": schema, **tags}:
                 return f"({self.arguments.tagged(self._schema(schema), Tags.read(tags))})"
+            case "%quoted", {"schema": schema, "quote": str(quote), **others} if quote and not others:
+                return f"({self.arguments.quoted(self._schema(schema), self._special.split(quote))})"
             case "%keywords", _:
                 return f"({self.arguments.keywords(self._schema(value))})"
             case "%special", str(text) if len(text) <= MAX_LITERAL:
@@ -155,8 +158,7 @@ class _Directives:
 
     def _with_special_tokens(self, text: str) -> str:
         """A text with its special tokens. Text between them is one terminal."""
-        parts = self._special.split(text)
-        return " ".join(f"<[{part}]>" if isinstance(part, int) else json.dumps(part) for part in parts)
+        return written_parts(self._special.split(text))
 
     def _one_token(self, texts: Set[str]) -> str:
         """One of the special tokens with these texts. If the tokenizer has none, a control character stands for it."""

@@ -128,6 +128,10 @@ _WORDS = rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|%s| ?[^\s\p{{L}}\p{{N}
 _THREE_DIGITS = _WORDS % r"\p{N}{1,3}"
 _ONE_DIGIT = _WORDS % r"\p{N}"
 
+_SEED = _ONE_DIGIT.replace(r"[^\s\p{L}\p{N}]+[\r\n]*", r"[^\s\p{L}\p{N}]+")  # symbols without the ends of lines
+_CJK = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+_DEEPSEEK = r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|" + _SPACES
+
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _BEFORE = r"[^\r\n\p{L}\p{N}]?"
 _SYMBOLS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
@@ -137,15 +141,18 @@ _GPT4O = rf"{_CASED % (_CONTRACTION + '?', _CONTRACTION + '?')}|\p{{N}}{{1,3}}|{
 
 _RULES = (
     ("default", SplitRule((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"))),
-    ("gpt-2 phi-2 mpt olmo jais roberta-bpe gigachat", SplitRule((_GPT2,))),
+    ("gpt-2 phi-2 mpt olmo jais roberta-bpe gigachat exaone4", SplitRule((_GPT2,))),
     ("starcoder refact command-r smollm codeshell exaone minerva-7b", SplitRule((r"\p{N}", _GPT2))),
     ("falcon", SplitRule((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"))),
-    ("llama-bpe llama3 llama-v3 falcon3", SplitRule((_THREE_DIGITS,), ignore_merges=True, add_bos=True)),
+    ("llama-bpe llama3 llama-v3 falcon3 pixtral", SplitRule((_THREE_DIGITS,), ignore_merges=True, add_bos=True)),
     ("dbrx smaug-bpe chatglm-bpe", SplitRule((_THREE_DIGITS,))),
+    ("glm4", SplitRule((_THREE_DIGITS,), ignore_merges=True)),
     ("qwen2", SplitRule((_ONE_DIGIT,), nfc=True)),
-    ("stablelm2 megrez deepseek-r1-qwen", SplitRule((_ONE_DIGIT,))),
+    ("stablelm2 megrez deepseek-r1-qwen hunyuan", SplitRule((_ONE_DIGIT,))),
+    ("seed-coder", SplitRule((_SEED,))),
+    ("hunyuan-dense", SplitRule((r"\p{N}{1,3}", _CJK, _DEEPSEEK))),
     ("tekken", SplitRule((_TEKKEN,), ignore_merges=True, add_bos=True)),
-    ("gpt-4o", SplitRule((_GPT4O,))),
+    ("gpt-4o minimax-m2", SplitRule((_GPT4O,))),
 )
 SPLITS: Mapping[str, SplitRule] = MappingProxyType({name: rule for names, rule in _RULES for name in names.split()})
 

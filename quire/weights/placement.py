@@ -1,7 +1,7 @@
 """Placement: where the numbers of a checkpoint's tensor go in a parameter of a model."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 
 from torch import Tensor
@@ -20,8 +20,10 @@ class Placement:
     start: int = 0  # first row in the parameter
     part: int | None = None  # index on the parameter's first axis if that is not rows: an expert, a head
     row_order: tuple[int, ...] = ()  # indices of the rows that are read in the parameter's order; (): unchanged
+    is_stack: bool = False  # whether the first axis of tensor and parameter are parts, all of which it fills
     transposed: bool = False
     offset: float = 0.0  # added to each element
+    is_float32: bool = False  # whether the parameter is float32 in models of any type
     ranges: Ranges = ()  # on each axis of the tensor, what is read; (): the whole
 
     @property
@@ -39,6 +41,11 @@ def write_weight(
     tensor: Tensor | QuantizedRows, weight: Weight, place: Placement, kernels: Kernels = REFERENCE
 ) -> None:
     """Write the part of a checkpoint's tensor that was read into its place in a weight, cast to the weight's type."""
+    if place.is_stack:
+        for part in range(place.shape[0]):
+            one = tensor.map_rows(itemgetter(part)) if isinstance(tensor, QuantizedRows) else tensor[part]
+            write_weight(one, weight, replace(place, is_stack=False, part=part), kernels)
+        return
     if isinstance(tensor, QuantizedRows):
         if not isinstance(weight, PackedWeight):
             raise TypeError(f"{place.parameter} has no scheme for rows of codes")
@@ -55,4 +62,5 @@ def write_weight(
         kernels.write_rows(weight, tensor, place.start, place.part or 0)
         return
     target = weight if place.part is None else weight[place.part]
+    tensor = tensor.flatten() if target.dim() == 1 else tensor
     target.narrow(0, place.start, tensor.shape[0]).copy_(tensor)

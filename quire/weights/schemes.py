@@ -26,7 +26,16 @@ _LAYERS = {"int8": INT8, "int4": INT4, "fp8": FP8, "mxfp4": MXFP4, "nvfp4": NVFP
 # schemes of projections, and of the head
 AT_LOAD: Mapping[str, tuple[Scheme, Scheme]] = MappingProxyType({name: (one, INT8) for name, one in _LAYERS.items()})
 
-_PROJECTIONS = ("qkv.weight", "o.weight", "up.weight", "down.weight", "mlp.up", "mlp.down")
+_PROJECTIONS = (
+    "qkv.weight",
+    "o.weight",
+    "up.weight",
+    "down.weight",
+    "mlp.up",
+    "mlp.down",
+    "experts.up",
+    "experts.down",
+)
 
 
 def schemes_at_load(name: str, parameters: Iterable[str], *, tied: bool) -> Schemes:

@@ -6,16 +6,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from benchmarks.cpu.__main__ import main, parse
 from benchmarks.cpu.arrivals import arrivals, num_ticks
-from benchmarks.cpu.checkpoints import checkpoint
+from benchmarks.cpu.checkpoints import SHAPES, checkpoint
 from benchmarks.cpu.decode_bytes import decode_bytes
 from benchmarks.cpu.engines import BEFORE, Answer, Engine, EngineError, start
+from benchmarks.cpu.families import FAMILIES, family_report, family_turns
 from benchmarks.cpu.gguf_file import gguf_file, types
 from benchmarks.cpu.machine import matmul_rate, read_rate
 from benchmarks.cpu.turns import Turns, figures
 from benchmarks.workloads import Query, Workload, workload
+from quire.models.config_fields import Fields
+from quire.models.config_reader import decoder_config
+from quire.models.description import FAMILIES as ARCHITECTURES
 from quire.models.description import describe
 from quire.startup.model_loading import open_model
 
@@ -30,6 +36,9 @@ def load(settings):
     print("noise of the engine")
     return Driven(lambda queries: [query["out"] for query in queries], "1", 1)
 """
+
+
+STEP = "tiny decode step of 16 rows, CPU s"
 
 
 def fake(folder: Path, source: str, name: str = "fake") -> Engine:
@@ -96,6 +105,39 @@ def test_http_is_measured_beside_the_same_queries_in_process(results):
     assert done["ratios"]["quire"]["output tok/s"]["median"] == pytest.approx(rates["http"] / rates["quire"])
 
 
+def test_both_decoders_of_a_shape_are_measured_with_one_thread(results):
+    part = results["families"]["shapes"]["tiny"]
+    assert [facts["threads"] for facts in part["engines"].values()] == [1, 1]
+    ours, theirs = (part["figures"][name] for name in ("quire", "quire:transformers"))
+    assert set(ours) == set(theirs) == set(results["families"]["bounds"])
+    for what, ratio in part["ratios"]["quire:transformers"].items():
+        assert ours[what]["median"] > 0
+        assert ratio["median"] == pytest.approx(theirs[what]["median"] / ours[what]["median"])
+
+
+def test_a_decode_step_is_the_difference_of_two_runs(tmp_path):
+    turns = family_turns(tmp_path, repeat=2)
+    seconds = {"1 row": 65, "1 row, first token": 1, "16 rows": 130, "16 rows, first token": 2, "prompt": 7}
+    for factor, engine in enumerate(turns.engines, 1):
+        turns.facts[engine.name] = {}
+        for name in turns.names:
+            turns.answers[name][engine.name] = [Answer(0.0, None, factor * seconds[name] * n) for n in (1, 2)]
+    report = family_report(turns)
+    assert [figure["values"] for figure in report["figures"]["quire"].values()] == [[1, 2], [2, 4], [7, 14]]
+    assert [ratio["values"] for ratio in report["ratios"]["quire:transformers"].values()] == [[2, 2]] * 3
+
+
+@pytest.mark.parametrize("shape", FAMILIES)
+def test_quires_decoder_has_the_shapes_of_families(shape):
+    config = SHAPES[shape]()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    fields = Fields(json.loads(config.to_json_string(use_diff=False)), Path("config.json"))
+    decoder = decoder_config(ARCHITECTURES[type(model).__name__], fields, None)
+    assert decoder.num_layers == config.num_hidden_layers
+    assert 2.5e8 < sum(parameter.numel() for parameter in model.parameters()) < 5e8
+
+
 def test_streams_of_a_server_are_measured_while_others_arrive(results):
     part = results["arrivals"]
     assert part["requests per second at capacity"] > 0
@@ -119,7 +161,7 @@ def test_two_servers_take_turns_with_the_same_requests(tmp_path):
 
 
 def test_the_table_has_every_figure(results):
-    for what in ("W1 decode tok/s", "W1 first token s", "W1 decode GB/s", "W3 wall s", "64 streams output tok/s"):
+    for what in ("W1 decode tok/s", "W1 first token s", "W1 decode GB/s", "W3 wall s", "64 streams output tok/s", STEP):
         assert f"| {what} | " in results["table"]
     assert "quire / transformers" in results["table"]
     assert results["machine"]["read_gb_per_second"] > 0 and results["machine"]["bf16_matmul_gflops"] > 0
@@ -127,15 +169,15 @@ def test_the_table_has_every_figure(results):
 
 def test_figures_of_a_stream_leave_the_first_token_out():
     one = Workload("x", 0, [Query([1] * 10, 11)])
-    assert figures(one, Answer(3.0, 1.0)) == {
+    assert figures(one, Answer(3.0, 1.0, 0.0)) == {
         "decode tok/s": 5.0,
         "output tok/s": pytest.approx(11 / 3),
         "first token s": 1.0,
     }
-    assert figures(Workload("x", 0, [Query([1] * 10, 1)]), Answer(2.0, None)) == {"prompt tok/s": 5.0}
-    assert figures(small("x", 0), Answer(3.0, None)) == {"output tok/s": 2.0, "wall s": 3.0}
+    assert figures(Workload("x", 0, [Query([1] * 10, 1)]), Answer(2.0, None, 0.0)) == {"prompt tok/s": 5.0}
+    assert figures(small("x", 0), Answer(3.0, None, 0.0)) == {"output tok/s": 2.0, "wall s": 3.0}
     # 5 tokens a second, each with the weights and the KV of 15.5 tokens
-    assert figures(one, Answer(3.0, 1.0), (10**8, 10**6))["decode GB/s"] == pytest.approx(0.5775)
+    assert figures(one, Answer(3.0, 1.0, 0.0), (10**8, 10**6))["decode GB/s"] == pytest.approx(0.5775)
 
 
 def test_rates_of_the_machine_are_positive():

@@ -63,7 +63,7 @@ def test_the_tool_schemas_are_at_least_60_and_their_valid_arguments_are_valid():
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_call_of_each_schema_is_accepted_if_it_is_valid(format):
     """Every schema in one format of each kind of arguments, and a part of the schemas in the others."""
-    share = 1 if format in ("hermes", "qwen3_coder", "pythonic") else 5
+    share = 1 if format in ("hermes", "qwen3_coder", "pythonic", "gemma4") else 5
     for one in SCHEMAS[FORMATS.index(format) % share :: share]:
         compiled = grammar(format, [one.tool])
         box = toolbox([one.tool])
@@ -204,6 +204,11 @@ def test_with_auto_each_strict_call_of_several_is_valid(format):
         ("openai", '<|channel|>analysis to=functions.echo code<|message|>{"text": "a"}'),
         ("qwen3_coder", "<function=echo><parameter=text>\na\n</parameter>\n</function>"),
         ("pythonic", 'Look:\n  [ echo (text="a")]'),
+        ("gemma4", '<|tool_call>echo{text:<|"|>a<|"|>}<tool_call|>'),
+        ("cohere_command3", '<|START_ACTION|>[{"tool_name": "echo", "parameters": {"text": "a"}}]'),
+        ("cohere_command3", '<|START_ACTION|>[{"name": "echo", "arguments": {"text": "a"}}]'),
+        ("smollm3", '<tool_call>{"name": "echo", "arguments": {"text": "a"}}</tool_call>'),
+        ("smollm3", '<code>\necho(text="a")\n</code>'),
     ],
 )
 def test_with_auto_strict_calls_are_seen_in_each_form_that_the_parser_reads(format, text):
@@ -289,6 +294,7 @@ def test_with_auto_a_strict_tool_that_is_not_called_changes_no_token(transcript)
 
 
 SPECIAL = ("<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>", "[TOOL_CALLS]", "[ARGS]")
+SPECIAL += ("<|tool_call>", "<tool_call|>", '<|"|>', "<|START_ACTION|>", "<|END_ACTION|>")
 END = 256 + len(SPECIAL)
 WITH_SPECIAL = Vocabulary(
     [bytes([i]) for i in range(256)] + [b""] * (len(SPECIAL) + 1),
@@ -310,11 +316,11 @@ def special_tokens(text):
 
 
 def test_markup_that_is_a_special_token_is_written_as_one():
-    for format in ("openai", "mistral", "mistral_v11"):
-        constraint = call_constraint(TOOL_FORMATS[format], toolbox([NOW], "required"))
+    for format in ("openai", "mistral", "mistral_v11", "gemma4", "cohere_command3"):
+        constraint = call_constraint(TOOL_FORMATS[format], toolbox([ECHO], "required"))
         check(constraint)
         compiled = compile(constraint, WITH_SPECIAL)
-        text = WRITERS[format]([("now", {})])
+        text = WRITERS[format]([("echo", {"text": ""})])
         assert accepts(compiled, text, WITH_SPECIAL, special_tokens)
         assert not accepts(compiled, text, WITH_SPECIAL, lambda text: list(text.encode()))
         matcher = compiled.new_matcher(fast_forward=True)
@@ -328,7 +334,7 @@ def test_a_call_of_gpt_oss_may_follow_reasoning():
     assert accepts(compiled, f"<|start|>assistant{text}", WITH_SPECIAL, special_tokens)
 
 
-@pytest.mark.parametrize("format", ["openai", "mistral", "mistral_v11"])
+@pytest.mark.parametrize("format", ["openai", "mistral", "mistral_v11", "gemma4", "cohere_command3"])
 def test_with_auto_any_special_token_may_be_written(format):
     compiled = compile(call_constraint(TOOL_FORMATS[format], toolbox([NOW, STRICT_ECHO])), WITH_SPECIAL)
     write = WRITERS[format]

@@ -15,6 +15,8 @@ DEMO = Path(__file__).parents[2] / "tools" / "demo_model" / "chat_template.jinja
 TEMPLATES = [
     ("hermes", "qwen3", r"""{{- '\n<tool_call>\n{"name": "' }} '<think>\n' + reasoning_content + '\n</think>\n\n'"""),
     ("hermes", None, r"""{{- '<tool_call>\n{"name": "' }}{{- tool_call.name }}"""),
+    ("hermes", None, r"""{{- '<tool_call>' }}{{ '\n{"name": "' }} <tool_call>{{ tool_call | tojson }}</tool_call>"""),
+    ("exaone4", None, r"""{{- "\n<tool_call>{\"name\": function_1_name, \"arguments\": {...}}</tool_call>" }}"""),
     ("qwen3_coder", None, r"""{{- '\n<tool_call>\n<function=' + tool_call.name + '>\n' }} '<parameter=' + args_name"""),
     ("glm45", "qwen3", "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key> ... '\n<think></think>'"),
     ("llama3_json", None, """{{- "<|python_tag|>" + tool_call.name }} message.role == "ipython\""""),
@@ -93,9 +95,11 @@ def test_names_of_vllm_are_known():
     """Of its parsers for the families that the documentation lists."""
     names = {"hermes", "qwen3_coder", "qwen3_xml", "llama3_json", "llama4_json", "pythonic", "llama4_pythonic", "olmo3"}
     names |= {"mistral", "deepseek_v3", "deepseek_v31", "granite", "granite-20b-fc", "granite4", "phi4_mini_json"}
+    names |= {"gemma4", "cohere_command3", "cohere_command4"}
     names |= {"openai", "glm45", "glm47", "kimi_k2", "minimax_m2", "seed_oss", "jamba", "internlm", "hunyuan_a13b"}
     assert names <= set(TOOL_FORMATS)
     reasoning = {"deepseek_r1", "deepseek_v3", "qwen3", "granite", "mistral", "openai_gptoss", "glm45", "kimi_k2"}
+    reasoning |= {"gemma4", "cohere_command3", "cohere_command4"}
     assert reasoning | {"seed_oss", "minimax_m2", "olmo3", "holo2", "mimo"} <= set(REASONING_FORMATS)
 
 

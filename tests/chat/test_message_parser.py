@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.chat.formats import REASONING_FORMATS, TOOL_FORMATS, NamedCall, TaggedArguments
+from quire.chat.formats import REASONING_FORMATS, TOOL_FORMATS, NamedCall, QuotedArguments, TaggedArguments
 from quire.chat.parser import MAX_SPACE, MessageParser
 from quire.chat.parts import Call, CallArguments, CallBegin, CallEnd, Content, Message, Reasoning, message_of
 from quire.chat.reader import MAX_HELD
@@ -78,6 +78,8 @@ def markup(format):
             style = call.arguments
             if isinstance(style, TaggedArguments):
                 found += [style.key_begin, style.key_end, style.value_begin, style.value_end]
+            elif isinstance(style, QuotedArguments):
+                found += [style.quote, f"text:{style.quote}a{style.quote}", "q:"]
         else:
             found += ['{"name": "', '", "arguments": ', "}"]
     return [text for text in [*found, *format.dropped] if text]
@@ -189,6 +191,24 @@ def test_parts_come_as_early_as_they_are_certain():
     assert parser.finish() == []
 
 
+def test_texts_between_quotes_of_gemma_4_come_as_they_are_written():
+    parser = MessageParser(chat_format("gemma4"), TOOLBOX)
+    steps = [
+        ("<|tool_call>call:find", []),
+        ("{", [CallBegin(0, "find"), CallArguments(0, "{")]),
+        ("q", []),
+        (':<|"|>ab', [CallArguments(0, '"q": "ab')]),
+        ("<|", []),
+        ("c", [CallArguments(0, "<|c")]),
+        ('<|"|>,tags:[1', [CallArguments(0, '", "tags": [')]),
+        ("2,", [CallArguments(0, "12")]),
+        ("3]}", [CallArguments(0, ", 3]}"), CallEnd(0)]),
+        ("<tool_call|>", []),
+    ]
+    for text, parts in steps:
+        assert parser.push(text) == parts, text
+
+
 def test_texts_of_arguments_between_tags_come_as_they_are_written():
     parser = MessageParser(chat_format("qwen3_coder"), TOOLBOX)
     steps = [
@@ -256,6 +276,8 @@ def test_the_caller_knows_whether_the_text_is_reasoning():
         ("glm45", "<tool_call>note\n<arg_key>text</arg_key>\n<arg_value>a</arg_value>\n</tool_call>", 0),
         ("pythonic", '[note(text="a")]', 1),
         ("mistral_v11", '[TOOL_CALLS]note[ARGS]{"text": "a"}', 0),
+        ("gemma4", '<|tool_call>call:note{text:<|"|>a<|"|>}<tool_call|>', 12),
+        ("cohere_command3", '<|START_ACTION|>[{"tool_name": "note", "parameters": {"text": "a"}}]<|END_ACTION|>', 16),
     ],
 )
 def test_a_call_is_complete_once_its_arguments_are(format, call, num_behind):
@@ -401,4 +423,6 @@ def test_markup_may_be_special_tokens():
     assert HERMES.special_tokens == {"<tool_call>", "</tool_call>", "<think>", "</think>"}
     assert chat_format("mistral", "mistral").special_tokens >= {"[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"}
     assert "<|channel|>" in chat_format("openai").special_tokens
+    gemma4 = chat_format("gemma4", "gemma4").special_tokens
+    assert gemma4 == {"<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"}
     assert not chat_format("pythonic").special_tokens

@@ -14,8 +14,8 @@ FINAL = "<|channel|>final<|message|>"
 ANY_OBJECT = StructuredOutputsParams(json={"type": "object"})
 
 
-def params_of(prompt, *, tools=None, budget=None, **params):
-    format = output_format(HARMONY, toolbox(tools), prompt, reasons=True, special_texts=frozenset())
+def params_of(prompt, *, own=HARMONY, tools=None, budget=None, **params):
+    format = output_format(own, toolbox(tools), prompt, reasons=True, special_texts=frozenset())
     return constrained_params(format, SamplingParams(**params), budget)
 
 
@@ -30,6 +30,29 @@ def params_of(prompt, *, tools=None, budget=None, **params):
 def test_the_constraint_of_gpt_oss_begins_behind_the_header_of_the_final_channel(prompt, begun, answer_begin):
     found = params_of(prompt, structured_outputs=ANY_OBJECT)
     assert found.reasoning == ReasoningParams(**TAGS, begun=begun, answer_begin=answer_begin)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "begun", "answer_begin"),
+    [
+        ("<|USER_TOKEN|>Hi<|CHATBOT_TOKEN|>", False, "<|START_TEXT|>"),
+        ("<|CHATBOT_TOKEN|><|START_THINKING|>", True, "<|START_TEXT|>"),
+        ('<|CHATBOT_TOKEN|><|START_TEXT|>{"a"', False, ""),  # a message that is continued
+    ],
+)
+def test_the_constraint_of_command_begins_with_the_tag_of_an_answer(prompt, begun, answer_begin):
+    own = chat_format("cohere_command4", "cohere_command4")
+    tags = {"begin": "<|START_THINKING|>", "end": "<|END_THINKING|>"}
+    found = params_of(prompt, own=own, structured_outputs=ANY_OBJECT)
+    assert found.reasoning == ReasoningParams(**tags, begun=begun, answer_begin=answer_begin)
+
+
+def test_beside_tools_the_tag_of_an_answer_of_command_is_in_the_grammar_without_reasoning():
+    prompt = "<|CHATBOT_TOKEN|><|START_THINKING|><|END_THINKING|>"
+    own = chat_format("cohere_command4", "cohere_command4")
+    found = params_of(prompt, own=own, tools=TOOLS, structured_outputs=ANY_OBJECT)
+    assert found.reasoning is None
+    assert '"<|START_TEXT|>" answer' in found.structured_outputs.grammar
 
 
 def test_beside_tools_the_header_is_in_the_grammar():

@@ -130,6 +130,7 @@ ORACLES = {
     "relu2": lambda x: max(x, 0.0) ** 2,
     "sigmoid": lambda x: 1 / (1 + math.exp(-x)),
     "tanh": math.tanh,
+    "softplus": lambda x: math.log1p(math.exp(x)),
 }
 
 
@@ -183,7 +184,7 @@ def cpu():
 
 def test_the_reference_is_chosen_by_its_name_and_for_what_nothing_else_can():
     assert choose("reference", demands()) == (reference, deterministic, "reference (plain torch): asked for by name")
-    for demand in ({"dtype": "float16"}, {"kv_dtype": "bfloat16"}, {"block_size": 8}, {"head_dims": (64, 512)}):
+    for demand in ({"dtype": "float16"}, {"kv_dtype": "bfloat16"}, {"block_size": 8}, {"head_dims": (64, 640)}):
         chosen = choose("auto", demands(**demand))
         assert chosen[:2] == (reference, deterministic)
         assert chosen.reason.startswith("reference (plain torch): the fastest that runs on cpu; not cpu: ")
@@ -206,7 +207,7 @@ def test_the_cpu_kernels_are_chosen_by_name_and_as_the_fastest(cpu):
         ({"dtype": "float16"}, "computes in float32 and bfloat16, not in float16"),
         ({"kv_dtype": "bfloat16"}, "keeps keys and values in float32, fp8_e4m3, int8, int4, not in bfloat16"),
         ({"block_size": 24}, "block_size 24 is not a multiple of 16"),
-        ({"head_dims": (64, 257)}, "heads of 257 are larger than 256"),
+        ({"head_dims": (256, 513)}, "heads of 513 are larger than 512"),
         ({"device": "meta"}, "runs on CPUs, not on meta"),
     ],
 )
@@ -255,7 +256,7 @@ def test_a_gpu_without_triton_gets_the_reference_with_the_reason_and_the_name_is
 
 
 def test_the_name_of_a_module_that_is_asked_for_is_never_that_of_another():
-    all_demands = [{}, {"dtype": "float16"}, {"kv_dtype": "int8"}, {"block_size": 24}, {"head_dims": (64, 512)}]
+    all_demands = [{}, {"dtype": "float16"}, {"kv_dtype": "int8"}, {"block_size": 24}, {"head_dims": (64, 640)}]
     for demand in [*all_demands, {"device": "meta"}]:
         for name in choose_module.MODULES:
             try:

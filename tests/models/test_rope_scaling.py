@@ -11,7 +11,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from quire.errors import ModelError
 from quire.models.config_fields import Fields
-from quire.models.rope_config import WITHOUT_EFFECT, ContextLengths, RopeRule, read_ropes
+from quire.models.description import FAMILIES
+from quire.models.rope_config import WITHOUT_EFFECT, ContextLengths, HeadDims, RopeRule, read_ropes
 
 TRAINED = 8192
 FACTORS = st.floats(1.0, 60.0, allow_nan=False)
@@ -33,18 +34,22 @@ def test_frequencies_are_those_of_transformers(kind, data):
     config = LlamaConfig(head_dim=head_dim, max_position_embeddings=TRAINED, rope_parameters=dict(rope))
     expected, magnitude = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
     fields = Fields({"rope_parameters": rope}, Path("model"))
-    found = read_ropes(fields, fields.resolve(RopeRule()), head_dim, ContextLengths(TRAINED, None)).full
+    found = read_ropes(
+        fields, fields.resolve(RopeRule()), HeadDims(head_dim, head_dim), ContextLengths(TRAINED, None)
+    ).full
     assert torch.equal(found.frequencies(), expected)
     assert found.magnitude == magnitude
 
 
 RULE = Fields({}, Path("model")).resolve(RopeRule(allows_partial=True))
 HALF = 16  # pairs of a head
+DIMS = HeadDims(2 * HALF, 2 * HALF)
 BASE: dict[str, dict[str, object]] = {
     "default": {},
     "linear": {"factor": 2.0},
     "dynamic": {"factor": 2.0},
     "llama3": {"factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512},
+    "proportional": {},
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 512},
     "longrope": {
         "short_factor": [1.0] * HALF,
@@ -70,7 +75,7 @@ OTHER = {
 }
 # keys that models of transformers read beside those of its scalings
 KEYS_OF_MODELS = {"llama_4_scaling_beta", "alpha", "short_mscale", "long_mscale", "mrope_section", "attn_factor"}
-MEASURED_FROM_THE_CONTEXT = ("default", "linear", "dynamic")  # these do not read the original context
+MEASURED_FROM_THE_CONTEXT = ("default", "linear", "dynamic", "proportional")  # these do not read the original context
 
 
 def keys_of_transformers(kind):
@@ -86,14 +91,14 @@ def keys_of_transformers(kind):
 
 def ropes(kind, **changes):
     fields = Fields({"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, **BASE[kind], **changes}}, Path("model"))
-    return [read_ropes(fields, RULE, 2 * HALF, ContextLengths(TRAINED, longest)) for longest in (256, None)]
+    return [read_ropes(fields, RULE, DIMS, ContextLengths(TRAINED, longest)) for longest in (256, None)]
 
 
 def test_every_rope_type_of_transformers_is_read_or_refused():
     for kind in {*ROPE_INIT_FUNCTIONS, "default"} - BASE.keys():
         fields = Fields({"rope_parameters": {"rope_type": kind, "factor": 2.0}}, Path("model"))
         with pytest.raises(ModelError, match=f"rope_type '{kind}' is not supported"):
-            read_ropes(fields, RULE, 2 * HALF, ContextLengths(TRAINED, None))
+            read_ropes(fields, RULE, DIMS, ContextLengths(TRAINED, None))
 
 
 @pytest.mark.parametrize("kind", BASE)
@@ -132,17 +137,34 @@ def test_every_key_of_transformers_changes_the_rotation_or_is_refused(kind):
 def test_keys_that_are_not_read_are_named(values, why):
     fields = Fields(values, Path("model"))
     with pytest.raises(ModelError, match=why):
-        read_ropes(fields, RULE, 2 * HALF, ContextLengths(TRAINED, None))
+        read_ropes(fields, RULE, DIMS, ContextLengths(TRAINED, None))
 
 
 def test_kinds_of_layers_without_a_rotation_of_their_own_are_named():
     rule = Fields({}, Path("model")).resolve(RopeRule(local_theta=1e4))
     each = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
-    assert read_ropes(Fields({"rope_parameters": each}, Path("m")), rule, 32, ContextLengths(TRAINED, None))
+    assert read_ropes(
+        Fields({"rope_parameters": each}, Path("m")), rule, HeadDims(32, 32), ContextLengths(TRAINED, None)
+    )
     for extra in ("chunked_attention", "factor"):
         fields = Fields({"rope_parameters": each | {extra: {}}}, Path("model"))
         with pytest.raises(ModelError, match=f"{extra} = .* is not supported"):
-            read_ropes(fields, rule, 32, ContextLengths(TRAINED, None))
+            read_ropes(fields, rule, HeadDims(32, 32), ContextLengths(TRAINED, None))
+
+
+@pytest.mark.parametrize("architecture", [name for name, family in FAMILIES.items() if family.rope is not None])
+@pytest.mark.parametrize("key", ["no_such_key", "llama_4_scaling_beta", "alpha"])
+def test_a_family_refuses_keys_that_it_does_not_read(architecture, key):
+    rule = FAMILIES[architecture].rope
+    if key in rule.keys:
+        return
+    rope = {"rope_type": "default", "rope_theta": 1e4, key: 2.0}
+    kinds = ("full_attention", "sliding_attention") if rule.local_theta else ("",)
+    for kind in kinds:
+        given = {**{one: {"rope_theta": 1e4} for one in kinds}, kind: rope} if kind else rope
+        fields = Fields({"rope_parameters": given}, Path("model"))
+        with pytest.raises(ModelError, match=f"{key} = 2.0 is not supported"):
+            read_ropes(fields, fields.resolve(rule), DIMS, ContextLengths(TRAINED, None))
 
 
 def test_keys_without_effect_and_null_are_read():

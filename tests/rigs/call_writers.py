@@ -1,6 +1,7 @@
 """Calls as the chat templates of model families write them, one function per family. Independent of quire's formats."""
 
 import json
+from functools import partial
 
 BAR = "\uff5c"
 
@@ -46,14 +47,36 @@ def minimax_m2(calls):
     return "<minimax:tool_call>\n" + "".join(texts) + "</minimax:tool_call>"
 
 
-def glm45(calls):
+def glm45(calls, line_end="\n"):
     texts = []
     for name, arguments in calls:
         pairs = [
-            f"<arg_key>{key}</arg_key>\n<arg_value>{_raw(value)}</arg_value>\n" for key, value in arguments.items()
+            f"<arg_key>{key}</arg_key>{line_end}<arg_value>{_raw(value)}</arg_value>{line_end}"
+            for key, value in arguments.items()
         ]
-        texts.append(f"<tool_call>{name}\n{''.join(pairs)}</tool_call>")
-    return "\n".join(texts)
+        texts.append(f"<tool_call>{name}{line_end}{''.join(pairs)}</tool_call>")
+    return line_end.join(texts)
+
+
+def _quoted(value):
+    """A value as Gemma 4 writes it."""
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{_quoted(one)}' for key, one in value.items())}}}"
+    return f"[{','.join(map(_quoted, value))}]" if isinstance(value, list) else _dumps(value)
+
+
+def gemma4(calls):
+    return "".join(f"<|tool_call>call:{name}{_quoted(arguments)}<tool_call|>" for name, arguments in calls)
+
+
+def cohere_command3(calls):
+    texts = [
+        _dumps({"tool_call_id": str(number), "tool_name": name, "parameters": arguments})
+        for number, (name, arguments) in enumerate(calls)
+    ]
+    return "<|START_ACTION|>[\n    " + ",\n    ".join(texts) + "\n]<|END_ACTION|>"
 
 
 def llama3_json(calls):
@@ -127,7 +150,7 @@ WRITERS = {
     writer.__name__: writer
     for writer in (
         *(hermes, qwen3_coder, minimax_m2, glm45, llama3_json, pythonic, olmo3, mistral, mistral_v11, granite),
-        *(phi4_mini_json, deepseek_v3, deepseek_v31, kimi_k2, openai, generic),
+        *(phi4_mini_json, deepseek_v3, deepseek_v31, kimi_k2, openai, generic, gemma4, cohere_command3),
     )
 }
 
@@ -139,6 +162,10 @@ def _tagged(begin, end, arguments="arguments"):
 
 # The families whose calls differ from those of WRITERS in their tags only.
 FURTHER_WRITERS = {
+    "cohere_command4": cohere_command3,
+    "exaone4": _tagged("<tool_call>", "</tool_call>"),
+    "smollm3": hermes,
+    "glm47": partial(glm45, line_end=""),
     "granite-20b-fc": _tagged("<function_call> ", ""),
     "internlm": _tagged("<|action_start|><|plugin|>\n", "<|action_end|>", "parameters"),
     "longcat": _tagged("<longcat_tool_call>\n", "\n</longcat_tool_call>"),

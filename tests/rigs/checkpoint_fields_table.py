@@ -4,9 +4,10 @@
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from quire.models import config_reader
 from quire.models.config_fields import names_read
 from quire.models.config_reader import OTHER_FAMILIES, UNSUPPORTED
 from quire.models.description import FAMILIES, MODEL_TYPES, SAMPLING_FIELDS
@@ -19,6 +20,7 @@ from quire.weights.settings import FIELDS, Use
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- made by tests/rigs/checkpoint_fields_table.py -->\n", "<!-- end of fields -->\n"
 
+USUAL = (False, True, "sigmoid")  # values of UNSUPPORTED fields, of which the first that is allowed is shown
 LAYOUTS = {
     "gptq": "GPTQ",
     "awq": "AWQ",
@@ -32,6 +34,17 @@ LAYOUTS = {
 def code(names) -> str:
     """Names as code, in alphabetical order."""
     return ", ".join(f"`{name}`" for name in sorted(names)) or "none"
+
+
+def values(allowed: Iterable[object]) -> str:
+    """The values of a field that are allowed besides null."""
+    return ", ".join(["null", *(f"`{value}`" for value in allowed)])
+
+
+def by_reason(fields: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]:
+    """Each text of the mapping, with the fields that have it."""
+    for text in dict.fromkeys(fields.values()):
+        yield text, [name for name, one in fields.items() if one == text]
 
 
 def families() -> Iterator[str]:
@@ -48,15 +61,20 @@ def families() -> Iterator[str]:
 
 
 def refused_fields() -> Iterator[str]:
-    """Fields that change numbers, and values with which they do not."""
+    """Fields that change numbers, and values with which they do not; then fields without effect."""
     yield "| refused | with other values than |"
     yield "|---|---|"
-    yield f"| {code(set(UNSUPPORTED) - {'quantization_config'})} | null or false (`is_causal`: true) |"
-    by_values: dict[str, list[str]] = {}
-    for name, values in OTHER_FAMILIES.items():
-        by_values.setdefault(", ".join(["null", *(f"`{value}`" for value in values)]), []).append(name)
-    for shown, names in by_values.items():
+    in_any = {name: [value for value in USUAL if not test(value)] for name, test in UNSUPPORTED.items()}
+    del in_any["quantization_config"]
+    for shown, names in by_reason({name: values(allowed[:1]) for name, allowed in in_any.items()}):
+        yield f"| {code(names)} | {shown} |"
+    for shown, names in by_reason({name: values(allowed) for name, allowed in OTHER_FAMILIES.items()}):
         yield f"| {code(names)}, where the architecture does not read it | {shown} |"
+    yield ""
+    yield "| without effect | why |"
+    yield "|---|---|"
+    for why, names in by_reason(config_reader.WITHOUT_EFFECT):
+        yield f"| {code(names)} | {why} |"
 
 
 def rope_keys() -> Iterator[str]:
@@ -84,10 +102,20 @@ def settings(fields: Mapping[str, Use]) -> Iterator[str]:
         yield f"| {code(names)} | {how}{f'; only {values}' if values else ''} |"
 
 
+def gguf_architectures() -> Iterator[str]:
+    """The architectures of GGUF files, with the classes as which they are read."""
+    yield "| `general.architecture` | read as |"
+    yield "|---|---|"
+    for name, (_, hugging_face, _) in gguf_config.FAMILIES.items():
+        key, (_, other, _) = gguf_config.VARIANTS.get(name, ("", ("", "", None)))
+        yield f"| `{name}` | `{hugging_face}`{f', with `{key}` `{other}`' if key else ''} |"
+
+
 def gguf_keys() -> Iterator[str]:
     """The keys of an architecture in a GGUF file."""
-    source = Path(gguf_config.__file__).read_text(encoding="utf-8")
-    asked = set(re.findall(r'(?:number|real|text|flag|has)\(\s*"(\.[a-z_.]+)"', source))
+    folder = Path(gguf_config.__file__).parent
+    sources = [file.read_text(encoding="utf-8") for file in folder.glob("*.py") if file.name != "config.py"]
+    asked = {key for source in sources for key in re.findall(r'"(\.[a-z_]+(?:\.[a-z_]+)*)"', source)}
     yield "| keys after the architecture's name | |"
     yield "|---|---|"
     yield f"| {code(asked)} | applied where the architecture has them, else refused |"
@@ -110,6 +138,7 @@ def text() -> str:
     parts += [f"They are in `quantization_config` of `config.json`, in `compression_config`, or in {files}.\n"]
     for method, title in LAYOUTS.items():
         parts += [f"#### {title}\n", *settings(FIELDS[method]), ""]
+    parts += ["### GGUF architectures\n", *gguf_architectures(), ""]
     parts += ["### Keys of a GGUF file\n", *gguf_keys(), ""]
     return "\n".join(parts)
 

@@ -16,6 +16,7 @@ from quire.weights.gguf.tensor_types import TENSOR_TYPES
 
 ARCHITECTURES = {
     "LlamaForCausalLM": gguf.MODEL_ARCH.LLAMA,
+    "MistralForCausalLM": gguf.MODEL_ARCH.LLAMA,
     "MixtralForCausalLM": gguf.MODEL_ARCH.LLAMA,
     "Qwen2ForCausalLM": gguf.MODEL_ARCH.QWEN2,
     "Qwen3ForCausalLM": gguf.MODEL_ARCH.QWEN3,
@@ -29,21 +30,71 @@ ARCHITECTURES = {
     "Olmo2ForCausalLM": gguf.MODEL_ARCH.OLMO2,
     "GraniteForCausalLM": gguf.MODEL_ARCH.GRANITE,
     "GPTNeoXForCausalLM": gguf.MODEL_ARCH.GPTNEOX,
+    "Qwen2MoeForCausalLM": gguf.MODEL_ARCH.QWEN2MOE,
+    "GemmaForCausalLM": gguf.MODEL_ARCH.GEMMA,
+    "Olmo3ForCausalLM": gguf.MODEL_ARCH.OLMO2,
+    "OlmoeForCausalLM": gguf.MODEL_ARCH.OLMOE,
+    "GraniteMoeForCausalLM": gguf.MODEL_ARCH.GRANITE_MOE,
+    "GraniteMoeSharedForCausalLM": gguf.MODEL_ARCH.GRANITE_MOE,
+    "CohereForCausalLM": gguf.MODEL_ARCH.COMMAND_R,
+    "Cohere2ForCausalLM": gguf.MODEL_ARCH.COHERE2,
+    "NemotronForCausalLM": gguf.MODEL_ARCH.NEMOTRON,
+    "Ministral3ForCausalLM": gguf.MODEL_ARCH.MISTRAL3,
+    "SmolLM3ForCausalLM": gguf.MODEL_ARCH.SMOLLM3,
+    "SeedOssForCausalLM": gguf.MODEL_ARCH.SEED_OSS,
+    "Ernie4_5ForCausalLM": gguf.MODEL_ARCH.ERNIE4_5,
+    "Ernie4_5_MoeForCausalLM": gguf.MODEL_ARCH.ERNIE4_5_MOE,
+    "Glm4ForCausalLM": gguf.MODEL_ARCH.GLM4,
+    "Glm4MoeForCausalLM": gguf.MODEL_ARCH.GLM4_MOE,
+    "Exaone4ForCausalLM": gguf.MODEL_ARCH.EXAONE4,
+    "ArceeForCausalLM": gguf.MODEL_ARCH.ARCEE,
+    "HunYuanDenseV1ForCausalLM": gguf.MODEL_ARCH.HUNYUAN_DENSE,
+    "HunYuanMoEV1ForCausalLM": gguf.MODEL_ARCH.HUNYUAN_MOE,
+    "Dots1ForCausalLM": gguf.MODEL_ARCH.DOTS1,
+    "MiniMaxM2ForCausalLM": gguf.MODEL_ARCH.MINIMAXM2,
+    "AfmoeForCausalLM": gguf.MODEL_ARCH.AFMOE,
+    "ApertusForCausalLM": gguf.MODEL_ARCH.APERTUS,
 }
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 
-def write_gguf(folder, path, *, kind="F32", pre="gpt-2", tensors_in_shard=0, pooling=None) -> Path:
+# architectures whose converter moves rows of queries and keys; those with norms whose weights lack 1
+_MOVED = ("llama", "granite", "granitemoe", "mistral3", "smollm3", "arcee")
+_PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron")
+# whose converter writes the number of dimensions that are rotated; elsewhere it is that of a head
+_ROTARY_COUNT = (
+    *_MOVED,
+    "apertus",
+    "afmoe",
+    "glm4",
+    "glm4moe",
+    "minimax-m2",
+    "cohere2",
+    "nemotron",
+    "phi3",
+    "stablelm",
+    "gptneox",
+)
+
+
+def write_gguf(
+    folder, path, *, kind="F32", pre="gpt-2", tensors_in_shard=0, pooling=None, architecture=None, keys=None
+) -> Path:
     """Write the checkpoint in `folder` as GGUF to `path`, with its tokenizer.json, if any, and the pre-tokenizer `pre`.
 
     kind: type of the matrices whose rows it fits; all else is F32. K-quants have random numbers. "Q4_K_M" is Q4_K, with
     Q6_K for values and down projections. tensors_in_shard: 0 writes one file. With shards, `path` is NAME.gguf, and the
-    first of NAME-00001-of-... is returned. pooling: the value of pooling_type, of an embedding model.
+    first of NAME-00001-of-... is returned. pooling: the value of pooling_type, of an embedding model. architecture:
+    another one than that of config.json, whose tensors have the same names. keys: further numbers, or lists of them, by
+    name without the architecture.
     """
     folder, path = Path(folder), Path(path)
     config = json.loads((folder / "config.json").read_text())
-    writer = gguf.GGUFWriter(path, _architecture_name(config), split_max_tensors=tensors_in_shard)
+    name = architecture or _architecture_name(config)
+    writer = gguf.GGUFWriter(path, name, split_max_tensors=tensors_in_shard)
     add_config(writer, config)
+    for key, value in (keys or {}).items():
+        (writer.add_array if isinstance(value, list) else writer.add_uint32)(f"{name}.{key}", value)
     if pooling is not None:
         writer.add_pooling_type(gguf.PoolingType(pooling))
     if (folder / "tokenizer.json").exists():
@@ -54,6 +105,7 @@ def write_gguf(folder, path, *, kind="F32", pre="gpt-2", tensors_in_shard=0, poo
     tensors = {}
     for file in sorted(folder.glob("*.safetensors")):
         tensors |= {name: tensor.float().numpy() for name, tensor in load_file(file).items()}
+    _add_activations(writer, config, tensors)
     for name, tensor in convert(config, tensors).items():
         add_tensor(writer, name, tensor, kind)
     finish(writer)
@@ -109,7 +161,7 @@ def add_config(writer, config):
     head_dim = get("head_dim") or hidden // heads
     writer.add_context_length(get("max_position_embeddings", get("n_positions")))
     writer.add_embedding_length(hidden)
-    writer.add_block_count(get("num_hidden_layers", get("n_layer")))
+    writer.add_block_count(_layers(config))
     writer.add_feed_forward_length(inner)
     writer.add_head_count(heads)
     writer.add_head_count_kv(_key_heads(config))
@@ -125,7 +177,27 @@ def add_config(writer, config):
     for name, add in (
         ("num_experts_per_tok", writer.add_expert_used_count),
         ("num_local_experts", writer.add_expert_count),
+        ("num_experts", writer.add_expert_count),
+        ("n_routed_experts", writer.add_expert_count),
+        ("moe_num_experts", writer.add_expert_count),
+        ("moe_k", writer.add_expert_used_count),
+        ("moe_topk", writer.add_expert_used_count),
         ("moe_intermediate_size", writer.add_expert_feed_forward_length),
+        ("shared_expert_intermediate_size", writer.add_expert_shared_feed_forward_length),
+        ("shared_intermediate_size", writer.add_expert_shared_feed_forward_length),
+        ("n_shared_experts", writer.add_expert_shared_count),
+        ("num_shared_experts", writer.add_expert_shared_count),
+        ("moe_num_shared_experts", writer.add_expert_shared_count),
+        ("first_k_dense_replace", writer.add_leading_dense_block_count),
+        ("num_dense_layers", writer.add_leading_dense_block_count),
+        ("moe_layer_start_index", writer.add_leading_dense_block_count),
+        ("moe_layer_interval", writer.add_interleave_moe_layer_step),
+        ("n_group", writer.add_expert_group_count),
+        ("topk_group", writer.add_expert_group_used_count),
+        ("routed_scaling_factor", writer.add_expert_weights_scale),
+        ("route_scale", writer.add_expert_weights_scale),
+        ("logit_scale", writer.add_logit_scale),
+        ("norm_eps", writer.add_layer_norm_eps),
         ("attn_logit_softcapping", writer.add_attn_logit_softcapping),
         ("final_logit_softcapping", writer.add_final_logit_softcapping),
         ("attention_multiplier", writer.add_attention_scale),
@@ -136,8 +208,47 @@ def add_config(writer, config):
     ):
         if get(name) is not None:
             add(config[name])
-    if _architecture_name(config) in ("gemma2", "gemma3", "phi3"):
-        writer.add_sliding_window(get("sliding_window") or 0)
+    _add_experts(writer, config, inner)
+    _add_windows(writer, config)
+
+
+def _add_experts(writer, config, inner):
+    """What is not a copy of one field. inner: the size of the MLP."""
+    name = _architecture_name(config)
+    if name in ("glm4moe", "dots1", "afmoe"):
+        writer.add_expert_weights_norm(value=config.get("norm_topk_prob", True))
+    if name in ("glm4moe", "dots1", "minimax-m2", "afmoe"):
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if name in ("minimax-m2", "hunyuan-moe"):
+        writer.add_expert_feed_forward_length(inner)
+    if name == "hunyuan-moe":
+        writer.add_expert_shared_count(config.get("num_shared_expert", 1))
+        writer.add_expert_shared_feed_forward_length(inner)
+    if name == "ernie4_5-moe":
+        writer.add_expert_shared_feed_forward_length(inner // _key_heads(config))
+    if name == "glm4moe":
+        writer.add_nextn_predict_layers(config["num_nextn_predict_layers"])
+
+
+def _add_windows(writer, config):
+    name, window = _architecture_name(config), config.get("sliding_window") or 0
+    if name in ("gemma2", "gemma3", "phi3", "cohere2", "afmoe"):
+        writer.add_sliding_window(window)
+    if name in ("olmo2", "exaone4") and window:
+        writer.add_sliding_window(window)
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+
+
+def _add_activations(writer, config, tensors):
+    """Move the parameters of Apertus's activation from the tensors to lists with a number for each layer."""
+    for part in ("alpha_p", "alpha_n", "beta", "eps") if _architecture_name(config) == "apertus" else ():
+        names = [f"model.layers.{layer}.mlp.act_fn.{part}" for layer in range(_layers(config))]
+        writer.add_array(f"xielu.{part}", [float(tensors.pop(name).item()) for name in names])
+
+
+def _layers(config):
+    """Number of layers, with those for drafts."""
+    return config.get("num_hidden_layers", config.get("n_layer")) + config.get("num_nextn_predict_layers", 0)
 
 
 def _key_heads(config):
@@ -149,14 +260,24 @@ def _key_heads(config):
 
 def _add_rope(writer, config, head_dim):
     rope = config.get("rope_parameters") or {"rope_type": "default", "rope_theta": config.get("rope_theta")}
+    if "sliding_attention" in rope:
+        writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
     rope = rope.get("full_attention", rope)
-    if rope["rope_theta"] is None:
+    if rope["rope_theta"] is None or _architecture_name(config) == "gemma":  # whose converter writes no key of RoPE
         return
     writer.add_rope_freq_base(rope["rope_theta"])
-    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
+    if _architecture_name(config) in _ROTARY_COUNT:
+        writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
     if rope["rope_type"] in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn" and "attention_factor" in rope:
+        writer.add_rope_scaling_yarn_attn_factor(rope["attention_factor"])
+    if _architecture_name(config) in ("cohere2", "command-r", "nemotron"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+    if "llama_4_scaling_beta" in rope:
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if "original_max_position_embeddings" in rope and rope["rope_type"] != "llama3":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
 
@@ -188,13 +309,15 @@ def rope_tensors(config):
 def convert(config, tensors):
     """GGUF name -> array."""
     architecture = ARCHITECTURES[config["architectures"][0]]
-    layers = config.get("num_hidden_layers", config.get("n_layer"))
-    names = gguf.get_tensor_name_map(architecture, layers)
+    names = gguf.get_tensor_name_map(architecture, _layers(config))
     found = rope_tensors(config)
-    for name, tensor in _stacked(tensors).items():
+    for name, tensor in _split(_stacked(tensors)).items():
         if name.startswith("lm_head") and config.get("tie_word_embeddings"):
             continue
-        target = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        # biases of routers become names with a suffix
+        named = name.replace("e_score_correction_bias", "e_score_correction.bias")
+        named = f"{named}.bias" if named.endswith(".expert_bias") else named
+        target = names.get_name(named, try_suffixes=(".weight", ".bias"))
         assert target, f"the gguf package has no name for {name}"
         found[target] = _changed(architecture, config, target, name, tensor)
     return found
@@ -215,15 +338,29 @@ def _stacked(tensors):
     return found | {name: np.stack([parts[i] for i in range(len(parts))]) for name, parts in groups.items()}
 
 
+def _split(tensors):
+    """The gates and the other halves of Granite's experts, which a checkpoint has in one tensor."""
+    found = {}
+    for name, tensor in tensors.items():
+        before, dot, after = name.rpartition("input_linear.")
+        if not dot:
+            found[name.replace("shared_mlp.output_linear", "mlp.shared_experts.down_proj")] = tensor
+            continue
+        before = before.replace("block_sparse_moe.", "mlp.experts.").replace("shared_mlp.", "mlp.shared_experts.")
+        gate, up = np.split(tensor, 2, axis=-2)
+        found |= {f"{before}gate_proj.{after}": gate, f"{before}up_proj.{after}": up}
+    return found
+
+
 def _changed(architecture, config, target, name, tensor):
     heads = config.get("num_attention_heads", config.get("n_head"))
     groups = _key_heads(config)
-    if architecture in (gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.GRANITE):
+    if gguf.MODEL_ARCH_NAMES[architecture] in _MOVED:
         if "attn_q." in target:
             return _neighbours(tensor, heads)
         if "attn_k." in target:
             return _neighbours(tensor, groups)
-    if architecture in (gguf.MODEL_ARCH.GEMMA2, gguf.MODEL_ARCH.GEMMA3) and name.endswith("norm.weight"):
+    if gguf.MODEL_ARCH_NAMES[architecture] in _PLUS_ONE and name.endswith("norm.weight"):
         return tensor + np.float32(1)
     if architecture is gguf.MODEL_ARCH.GPT2 and name.endswith(("attn.weight", "proj.weight", "fc.weight")):
         return tensor.T

@@ -37,12 +37,15 @@ def load_model(folder: Path, dtype: str = "float32", kernels: Kernels = referenc
 
 
 def cache_for(model: Decoder, num_blocks: int, block_size: int = 4, num_groups: int = 1) -> CacheConfig:
-    """One KV group with all layers, or layers assigned in turn to several groups."""
-    config = model.config
+    """A KV group without a window for each shape of heads. Its layers may be assigned in turn to several groups."""
     dtype = str(model.embed.dtype).removeprefix("torch.")
-    layers = range(config.num_layers)
+    by_shape = {}
+    for layer in model.config.layers:
+        if layer.mixer.has_own_kv:
+            by_shape.setdefault((layer.mixer.num_kv_heads, layer.mixer.head_dim), []).append(layer.kv_layer)
     groups = [
-        kv_group(tuple(layers[g::num_groups]), config.num_kv_heads, config.head_dim, dtype, num_blocks, 1)
+        kv_group(tuple(layers[g::num_groups]), *shape, dtype, num_blocks, 1)
+        for shape, layers in by_shape.items()
         for g in range(num_groups)
     ]
     return CacheConfig(block_size, tuple(groups))
@@ -65,7 +68,7 @@ class Driver:
             **clock,
         )
         random = np.random.default_rng(0)
-        self.free = [random.permutation(num_blocks).tolist() for _ in range(num_groups)]
+        self.free = [random.permutation(num_blocks).tolist() for _ in self.cache.groups]
         self.tables = {}  # row -> per group, block ids
         self.step_id = 0
 

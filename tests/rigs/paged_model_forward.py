@@ -37,7 +37,7 @@ class Sequences:
             for row, width in enumerate(widths):
                 table[row, :width] = ids[sum(widths[:row]) :][:width]
             self.tables.append(table)
-        self.attend = PagedAttend(kernels, self.storages, [layer.score_scaling for layer in description.config.layers])
+        self.attend = PagedAttend(kernels, self.storages, model.score_scaling)
 
     @staticmethod
     def _group(description, kind, dtype, num_blocks):

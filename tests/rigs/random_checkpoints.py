@@ -22,7 +22,42 @@ SHAPE = {
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
+ROPES_BY_KIND = {
+    "full_attention": {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 128},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+GRANITE = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.6,
+    "logits_scaling": 8.0,
+}
+HALF_SLIDING = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 13}
+NO_WINDOW = {"layer_types": ["full_attention"] * 3, "sliding_window": None}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+GEMMA4 = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 13,
+    "hidden_size_per_layer_input": 0,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+}
+SIGMOID_EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "routed_scaling_factor": 1.5,
+}
+QUERY_SCALING = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+    "max_position_embeddings": 128,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 
 
 def scaled(**rope):
@@ -78,17 +113,7 @@ KINDS = {
     "phi3": ("Phi3", {"num_key_value_heads": 2}),
     "phi3-window": ("Phi3", {"sliding_window": 23}),
     "olmo2": ("Olmo2", {"num_key_value_heads": 2}),
-    "granite": (
-        "Granite",
-        {
-            "num_key_value_heads": 2,
-            "embedding_multiplier": 12.0,
-            "residual_multiplier": 0.22,
-            "attention_multiplier": 0.1,
-            "logits_scaling": 8.0,
-            "tie_word_embeddings": True,
-        },
-    ),
+    "granite": ("Granite", {"num_key_value_heads": 2, "tie_word_embeddings": True, **GRANITE}),
     "mixtral": ("Mixtral", {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "mixtral-window": (
         "Mixtral",
@@ -128,6 +153,285 @@ KINDS = {
         "StableLm",
         {"num_key_value_heads": 2, "use_parallel_residual": True, "qk_layernorm": True},
     ),
+    "olmo3": ("Olmo3", {"num_key_value_heads": 2, "rope_parameters": ROPES_BY_KIND, **HALF_SLIDING}),
+    "olmo3-every-fourth": ("Olmo3", {"num_key_value_heads": 4, "num_hidden_layers": 4, "sliding_window": 21}),
+    "exaone4": ("Exaone4", {"num_key_value_heads": 2, "head_dim": 32, **HALF_SLIDING}),
+    "exaone4-no-window": ("Exaone4", {"num_key_value_heads": 2, "tie_word_embeddings": True, **NO_WINDOW}),
+    "smollm3": ("SmolLM3", {"num_key_value_heads": 2, "num_hidden_layers": 4}),
+    "smollm3-listed": (
+        "SmolLM3",
+        {
+            "num_key_value_heads": 1,
+            "no_rope_layers": [1, 0, 1],
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 17,
+        },
+    ),
+    "seed-oss": ("SeedOss", {"num_key_value_heads": 2, "head_dim": 24}),
+    "seed-oss-biases": (
+        "SeedOss",
+        {"num_key_value_heads": 4, "head_dim": 16, "attention_out_bias": True, "mlp_bias": True},
+    ),
+    "ernie4-5": ("Ernie4_5", {"num_key_value_heads": 2, "head_dim": 32}),
+    "ernie4-5-biases": ("Ernie4_5", {"num_key_value_heads": 1, "use_bias": True, "tie_word_embeddings": False}),
+    "glm4": ("Glm4", {"num_key_value_heads": 2, "head_dim": 32}),
+    "glm4-all-rotated": (
+        "Glm4",
+        {"num_key_value_heads": 4, "head_dim": 16, "attention_bias": False, "partial_rotary_factor": 1.0},
+    ),
+    "arcee": ("Arcee", {"num_key_value_heads": 2}),
+    "arcee-biases": ("Arcee", {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}),
+    "nemotron": ("Nemotron", {"num_key_value_heads": 2}),
+    "nemotron-biases": (
+        "Nemotron",
+        {
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "partial_rotary_factor": 1.0,
+        },
+    ),
+    "olmoe": ("Olmoe", {"num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 32}),
+    "olmoe-normalised": (
+        "Olmoe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 48, "norm_topk_prob": True},
+    ),
+    "phi-moe": (
+        "Phimoe",
+        {
+            "num_key_value_heads": 2,
+            "num_local_experts": 6,
+            "intermediate_size": 32,
+            "router_jitter_noise": 0.3,
+            "attention_bias": True,
+            "lm_head_bias": True,
+        },
+    ),
+    "phi-moe-window": (
+        "Phimoe",
+        {"num_key_value_heads": 4, "num_local_experts": 4, "intermediate_size": 48, "sliding_window": 19},
+    ),
+    "granite-moe": (
+        "GraniteMoe",
+        {"num_key_value_heads": 2, "num_local_experts": 6, "intermediate_size": 32, **GRANITE},
+    ),
+    "granite-moe-shared": (
+        "GraniteMoeShared",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 40, **GRANITE},
+    ),
+    "granite-moe-not-shared": ("GraniteMoeShared", {"num_key_value_heads": 1, "num_local_experts": 5}),
+    "mellum": (
+        "Mellum",
+        {"num_key_value_heads": 2, "head_dim": 32, "rope_parameters": ROPES_BY_KIND, **EXPERTS, **HALF_SLIDING},
+    ),
+    "mellum-dense-layers": (
+        "Mellum",
+        {"num_key_value_heads": 4, "head_dim": 16, "mlp_layer_types": ["dense", "sparse", "dense"], **EXPERTS},
+    ),
+    "cohere2": ("Cohere2", {"num_key_value_heads": 2, **HALF_SLIDING}),
+    "cohere2-every-fourth": ("Cohere2", {"num_key_value_heads": 4, "num_hidden_layers": 4, "sliding_window": 9}),
+    "ministral3": ("Ministral3", {"num_key_value_heads": 2, "head_dim": 32, "rope_parameters": QUERY_SCALING}),
+    "ministral3-window": (
+        "Ministral3",
+        {
+            "num_key_value_heads": 4,
+            "head_dim": 16,
+            "sliding_window": 19,
+            "tie_word_embeddings": True,
+            "rope_parameters": {**QUERY_SCALING, "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 32},
+        },
+    ),
+    "apertus": ("Apertus", {"num_key_value_heads": 2}),
+    "apertus-biases": ("Apertus", {"num_key_value_heads": 4, "attention_bias": True, "tie_word_embeddings": True}),
+    "hunyuan": ("HunYuanDenseV1", {"num_key_value_heads": 2, "head_dim": 32}),
+    "hunyuan-alpha": (
+        "HunYuanDenseV1",
+        {
+            "num_key_value_heads": 4,
+            "head_dim": 16,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0},
+        },
+    ),
+    "hunyuan-moe": (
+        "HunYuanMoEV1",
+        {"num_key_value_heads": 2, "head_dim": 32, "num_experts": 6, "moe_topk": 2},
+    ),
+    "hunyuan-moe-listed": (
+        "HunYuanMoEV1",
+        {"num_key_value_heads": 4, "head_dim": 16, "num_experts": 4, "moe_topk": [2, 2, 2]},
+    ),
+    "ernie4-5-moe": (
+        "Ernie4_5_Moe",
+        {
+            "num_key_value_heads": 2,
+            "moe_num_experts": 6,
+            "moe_k": 2,
+            "moe_intermediate_size": 32,
+            "moe_num_shared_experts": 2,
+            "moe_layer_end_index": 2,
+        },
+    ),
+    "ernie4-5-moe-interval": (
+        "Ernie4_5_Moe",
+        {
+            "num_key_value_heads": 4,
+            "num_hidden_layers": 4,
+            "moe_num_experts": 4,
+            "moe_k": 3,
+            "moe_intermediate_size": 48,
+            "moe_num_shared_experts": 1,
+            "moe_layer_start_index": 0,
+            "moe_layer_end_index": 2,
+            "moe_layer_interval": 2,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "glm4-moe": ("Glm4Moe", {"num_key_value_heads": 2, "head_dim": 32, **SIGMOID_EXPERTS}),
+    "glm4-moe-groups": (
+        "Glm4Moe",
+        {
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 0,
+            "norm_topk_prob": False,
+            **SIGMOID_EXPERTS,
+        },
+    ),
+    "dots1": ("Dots1", {"num_key_value_heads": 2, "head_dim": 16, "n_shared_experts": 2, **SIGMOID_EXPERTS}),
+    "dots1-window": (
+        "Dots1",
+        {
+            "num_key_value_heads": 4,
+            "n_group": 2,
+            "sliding_window": 13,
+            "max_window_layers": 1,
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "attention_bias": True,
+            **SIGMOID_EXPERTS,
+        },
+    ),
+    "minimax-m2": (
+        "MiniMaxM2",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "intermediate_size": 32,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "minimax-m2-all-rotated": (
+        "MiniMaxM2",
+        {
+            "num_key_value_heads": 4,
+            "head_dim": 24,
+            "intermediate_size": 48,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 3,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "hy3": ("HYV3", {"num_key_value_heads": 2, "head_dim": 32, **EXPERTS}),
+    "hy3-listed": (
+        "HYV3",
+        {
+            "num_key_value_heads": 4,
+            "head_dim": 16,
+            "num_shared_experts": 2,
+            "router_scaling_factor": 1.5,
+            "attention_bias": True,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            **EXPERTS,
+        },
+    ),
+    "trinity": (
+        "Afmoe",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "num_hidden_layers": 4,
+            "sliding_window": 17,
+            "mup_enabled": True,
+            "route_scale": 2.5,
+            **EXPERTS,
+        },
+    ),
+    "trinity-every-third": (
+        "Afmoe",
+        {
+            "num_key_value_heads": 4,
+            "head_dim": 16,
+            "global_attn_every_n_layers": 3,
+            "num_dense_layers": 2,
+            "num_shared_experts": 1,
+            **EXPERTS,
+        },
+    ),
+    "laguna": (
+        "Laguna",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "num_attention_heads_per_layer": [4, 6, 4],
+            "shared_expert_intermediate_size": 48,
+            "moe_routed_scaling_factor": 2.5,
+            **HALF_SLIDING,
+            **EXPERTS,
+        },
+    ),
+    "laguna-per-element": (
+        "Laguna",
+        {
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "gating": "per-element",
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "shared_expert_intermediate_size": 32,
+            **EXPERTS,
+        },
+    ),
+    "gemma4": (
+        "Gemma4",
+        {**GEMMA4, "num_key_value_heads": 2, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    ),
+    "gemma4-moe": (
+        "Gemma4",
+        {
+            **GEMMA4,
+            "num_key_value_heads": 2,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+            "final_logit_softcapping": 20.0,
+        },
+    ),
+    "gemma4-shared-kv": (
+        "Gemma4",
+        {
+            **GEMMA4,
+            "num_key_value_heads": 1,
+            "num_hidden_layers": 6,
+            "layer_types": 2 * HALF_SLIDING["layer_types"][:2] + ["sliding_attention", "full_attention"],
+            "num_kv_shared_layers": 3,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB,
+            "use_double_wide_mlp": True,
+        },
+    ),
     "cohere": ("Cohere", {"num_key_value_heads": 2}),
     "cohere-qk-norm": ("Cohere", {"num_key_value_heads": 2, "use_qk_norm": True, "logit_scale": 0.5}),
 }
@@ -156,9 +460,12 @@ LENGTH_DEPENDENT = {
 
 EVERY = KINDS | LENGTH_DEPENDENT
 
-_CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+_CONFIGS = {"Gemma3": "Gemma3TextConfig", "Gemma4": "Gemma4TextConfig"}
 _MODELS = {"GPT2": "GPT2LMHeadModel"}
 _WITHOUT = {"OPT": ("intermediate_size",), "GPT2": ("intermediate_size",), "Falcon": ("intermediate_size",)}
+_ROUTER_BIASES = ("correction_bias", "expert_bias")  # they select other experts for some tokens
+_ROUTERS = (".gate.weight", ".mlp.router.weight", ".router.proj.weight", ".gate.wg.weight", ".router.layer.weight")
+_STEEP = {"OPT": ("q_proj.weight", "k_proj.weight")}  # whose norms come after attention
 _RENAMED = {
     "GPT2": {
         "hidden_size": "n_embd",
@@ -189,6 +496,12 @@ def classifier(kind: str) -> str:
     return f"{family}TextForSequenceClassification" if family == "Gemma3" else f"{family}ForSequenceClassification"
 
 
+def num_stored(model: PreTrainedModel) -> int:
+    """Numbers of the parameters and buffers that a checkpoint has: biases of routers and xIELU's are buffers."""
+    buffers = [name for name, _ in model.named_buffers() if name in model.state_dict()]
+    return sum(tensor.numel() for tensor in [*model.parameters(), *map(model.get_buffer, buffers)])
+
+
 def save(
     folder: Path, kind: str = "qwen3-gqa", *, shard: str | None = None, dtype=torch.float32, head=architecture, **config
 ) -> PreTrainedModel:
@@ -201,14 +514,32 @@ def save(
     made = config_of(kind)
     made.update(config)
     model = getattr(transformers, head(kind))(made).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            is_norm = "norm" in name or "ln_" in name
-            if is_norm or parameter.dim() == 1:
-                offset = is_norm and not name.endswith("bias") and not family.startswith("Gemma")
-                parameter.copy_(torch.randn_like(parameter) * 0.3 + offset)
-            else:  # attention with large enough scores to find errors, routers with clear decisions
-                parameter.normal_(std=0.5 if name.endswith("mlp.gate.weight") else 0.08)
+    randomize(model, family)
     model = model.to(dtype)
     model.save_pretrained(folder, **({} if shard is None else {"max_shard_size": shard}))
     return model
+
+
+@torch.no_grad()
+def randomize(model: PreTrainedModel, family: str) -> None:
+    """Make every parameter random, also norms, biases and the biases of routers.
+
+    family: its name in transformers, which decides around what norms are distributed.
+    """
+    for name, bias in model.named_buffers():
+        if name.endswith(_ROUTER_BIASES):
+            bias.normal_()
+        elif name.endswith("layer_scalar"):
+            bias.uniform_(0.5, 1.5)
+    for name, parameter in model.named_parameters():
+        is_norm = "norm" in name or "ln_" in name
+        if name.endswith(_ROUTER_BIASES):
+            parameter.normal_()
+        elif name.endswith(".router.scale"):
+            parameter.uniform_(4, 8)
+        elif is_norm or parameter.dim() == 1:
+            offset = is_norm and not name.endswith("bias") and not family.startswith("Gemma")
+            parameter.copy_(torch.randn_like(parameter) * 0.3 + offset)
+        else:  # attention with large enough scores to find errors, routers with clear decisions
+            is_steep = name.endswith((*_ROUTERS, *_STEEP.get(family, ())))
+            parameter.normal_(std=0.5 if is_steep else 0.08)

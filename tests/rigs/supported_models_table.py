@@ -5,6 +5,7 @@
 
 from pathlib import Path
 
+import multimodal_checkpoints as multimodal
 import random_checkpoints as checkpoints
 
 from quire.models.description import FAMILIES
@@ -21,12 +22,38 @@ MODELS = {
     "GemmaForCausalLM": "Gemma",
     "Gemma2ForCausalLM": "Gemma 2",
     "Gemma3ForCausalLM": "Gemma 3 (text)",
+    "Gemma4ForCausalLM": "Gemma 4 (text)",
     "Phi3ForCausalLM": "Phi-3, Phi-3.5, Phi-4, Phi-4 mini",
     "Olmo2ForCausalLM": "OLMo 2",
     "GraniteForCausalLM": "Granite 3",
     "MixtralForCausalLM": "Mixtral 8x7B, 8x22B",
     "Qwen2MoeForCausalLM": "Qwen 1.5 MoE, Qwen 2 57B-A14B",
     "Qwen3MoeForCausalLM": "Qwen 3 30B-A3B, 235B-A22B",
+    "Olmo3ForCausalLM": "OLMo 3 7B, 32B",
+    "Exaone4ForCausalLM": "EXAONE 4.0 1.2B, 32B",
+    "SmolLM3ForCausalLM": "SmolLM 3",
+    "SeedOssForCausalLM": "Seed-OSS 36B",
+    "Ernie4_5ForCausalLM": "ERNIE 4.5 0.3B",
+    "Glm4ForCausalLM": "GLM-4 9B, 32B of 0414",
+    "ArceeForCausalLM": "AFM 4.5B",
+    "Ministral3ForCausalLM": "Devstral 2 123B",
+    "ApertusForCausalLM": "Apertus 8B, 70B",
+    "HunYuanDenseV1ForCausalLM": "Hunyuan 0.5B, 1.8B, 4B, 7B, Hunyuan-MT",
+    "OlmoeForCausalLM": "OLMoE 1B-7B",
+    "PhimoeForCausalLM": "Phi-3.5 MoE",
+    "GraniteMoeForCausalLM": "Granite 3 1B-A400M, 3B-A800M",
+    "GraniteMoeSharedForCausalLM": "Granite MoE with shared experts",
+    "MellumForCausalLM": "Mellum 2",
+    "HunYuanMoEV1ForCausalLM": "Hunyuan A13B",
+    "Ernie4_5_MoeForCausalLM": "ERNIE 4.5 21B-A3B, 300B-A47B",
+    "Glm4MoeForCausalLM": "GLM-4.5, GLM-4.5 Air, GLM-4.6",
+    "Dots1ForCausalLM": "dots.llm1",
+    "MiniMaxM2ForCausalLM": "MiniMax M2",
+    "HYV3ForCausalLM": "Hy3",
+    "AfmoeForCausalLM": "Trinity Nano, Mini",
+    "LagunaForCausalLM": "Laguna XS",
+    "Cohere2ForCausalLM": "Command R7B, Command A",
+    "NemotronForCausalLM": "Minitron 4B, 8B, Nemotron 4",
     "GPT2LMHeadModel": "GPT-2, DistilGPT-2",
     "OPTForCausalLM": "OPT, 350M too",
     "GPTNeoXForCausalLM": "Pythia, GPT-NeoX 20B, RedPajama-INCITE",
@@ -38,7 +65,23 @@ MODELS = {
 }
 SEEING = {
     "Gemma3ForConditionalGeneration": "Gemma 3 4B, 12B, 27B",
-    "Mistral3ForConditionalGeneration": "Mistral Small 3.1, 3.2",
+    "Gemma4ForConditionalGeneration": "Gemma 4 E2B, E4B, 26B-A4B, 31B",
+    "Gemma4UnifiedForConditionalGeneration": "Gemma 4 12B",
+    "Mistral3ForConditionalGeneration": "Mistral Small 3.1, 3.2, Ministral 3",
+    "Qwen2VLForConditionalGeneration": "Qwen 2 VL",
+    "Qwen2_5_VLForConditionalGeneration": "Qwen 2.5 VL",
+    "Qwen3VLForConditionalGeneration": "Qwen 3 VL 2B, 4B, 8B, 32B",
+    "Qwen3VLMoeForConditionalGeneration": "Qwen 3 VL 30B-A3B, 235B-A22B",
+    "LlavaForConditionalGeneration": "LLaVA 1.5, Pixtral 12B",
+    "LlavaNextForConditionalGeneration": "LLaVA 1.6 (LLaVA-NeXT)",
+    "LlavaOnevisionForConditionalGeneration": "LLaVA-OneVision",
+    "SmolVLMForConditionalGeneration": "SmolVLM2",
+    "Idefics3ForConditionalGeneration": "Idefics 3, SmolVLM",
+    "InternVLForConditionalGeneration": "InternVL 3, 3.5 in transformers' format",
+    "AyaVisionForConditionalGeneration": "Aya Vision 8B",
+    "Glm4vForConditionalGeneration": "GLM-4.1V 9B, GLM-4.6V-Flash",
+    "Glm46VForConditionalGeneration": "GLM-4.6V as transformers saves it",
+    "Glm4vMoeForConditionalGeneration": "GLM-4.5V, GLM-4.6V",
 }
 
 
@@ -49,7 +92,8 @@ def table() -> str:
         kinds = [kind for kind in checkpoints.EVERY if checkpoints.architecture(kind) == architecture]
         rows.append(f"| `{architecture}` | {MODELS[architecture]} | {', '.join(kinds)} |")
     for architecture in TEXT_MODELS:
-        rows.append(f"| `{architecture}` | {SEEING[architecture]} | text part |")
+        kinds = [kind for kind in multimodal.KINDS if multimodal.architecture(kind) == architecture]
+        rows.append(f"| `{architecture}` | {SEEING[architecture]} | text part: {', '.join(kinds)} |")
     return "\n".join(rows) + "\n"
 
 

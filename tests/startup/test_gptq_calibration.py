@@ -63,10 +63,23 @@ def test_the_checkpoint_has_the_same_tensors_with_other_codes(tmp_path, text, sc
         assert (tensor - weights[name].float()).norm() / weights[name].float().norm() < 0.2
 
 
-def test_experts_are_calibrated_with_their_own_tokens(saved, tmp_path, monkeypatch):
-    folder = shutil.copytree(saved("mixtral")[0], tmp_path / "model")
+def with_tokenizer(folder, copy):
+    """A copy of the checkpoint in `folder`, with the embedded model's tokenizer."""
+    shutil.copytree(folder, copy)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(embedded.folder() / name, folder)
+        shutil.copy(embedded.folder() / name, copy)
+    return copy
+
+
+def test_layers_that_share_kv_are_not_calibrated(saved, tmp_path, text):
+    folder = with_tokenizer(saved("gemma4-shared-kv")[0], tmp_path / "model")
+    with pytest.raises(ModelError, match=r"attend to the KV of other layers.*; quantize without calibration"):
+        quantize(tmp_path / "out", model=folder, calibrate=text)
+    assert not (tmp_path / "out").exists()
+
+
+def test_experts_are_calibrated_with_their_own_tokens(saved, tmp_path, monkeypatch):
+    folder = with_tokenizer(saved("mixtral")[0], tmp_path / "model")
     ids = torch.randint(0, 301, (2, 200), generator=torch.Generator().manual_seed(0))
     monkeypatch.setattr("quire.startup.quantize.read_token_ids", lambda *_: ids.flatten().tolist())
     quantize(tmp_path / "plain", model=folder)

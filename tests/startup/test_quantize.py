@@ -26,7 +26,7 @@ def quantize(model, out, scheme):
 
 
 @pytest.mark.parametrize(("name", "scheme"), [("int8", INT8), ("int4", INT4), ("fp8", FP8), ("mxfp4", MXFP4)])
-@pytest.mark.parametrize("kind", ["qwen2-upper-window", "mixtral-window"])
+@pytest.mark.parametrize("kind", ["qwen2-upper-window", "mixtral-window", "apertus", "glm4-moe", "gemma4-shared-kv"])
 def test_the_weights_of_layers_are_rounded_and_all_others_stay(saved, tmp_path, kind, name, scheme):
     folder = saved(kind)[0]
     (line,) = quantize(folder, tmp_path / "out", name)
@@ -122,6 +122,8 @@ def test_quantize_names_an_unsupported_scheme_model_or_folder(saved, tmp_path):
         quantize(folder, tmp_path / "full", "int8")
     with pytest.raises(ModelError, match="stored transposed"):
         quantize(saved("gpt2")[0], tmp_path / "out", "int8")
+    with pytest.raises(ModelError, match="has all experts, which compressed-tensors does not have; use --quantization"):
+        quantize(saved("granite-moe")[0], tmp_path / "out", "int8")
     quantize(folder, tmp_path / "once", "int8")
     with pytest.raises(ModelError, match="quantization_config"):
         quantize(tmp_path / "once", tmp_path / "twice", "int8")

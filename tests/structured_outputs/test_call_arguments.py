@@ -1,5 +1,6 @@
 """Lark's directives for arguments that are not JSON, and for special tokens."""
 
+import contextlib
 import itertools
 import json
 
@@ -71,6 +72,82 @@ def test_a_value_between_tags(value, good, bad):
         assert matches(asked, f"<a={text}/>"), text
     for text in bad:
         assert not matches(asked, f"<a={text}/>"), text
+
+
+POINT = {"type": "object", "properties": {"x": {"type": "integer"}, "y": STRING}, "required": ["x"]}
+INTEGERS = {"type": "array", "items": {"type": "integer"}}
+PAIR = {"type": "array", "prefixItems": [{"type": "integer"}, STRING]}
+NODE = {
+    "type": "object",
+    "properties": {"v": {"type": "integer"}, "kids": {"type": "array", "items": {"$ref": "#/$defs/n"}}},
+}
+REFUSED_BY_ALL = ["", "'a'", "$a", "[,]", "{x}", "[1, 2]", "{x: 1}"]
+
+
+def quoted(value, **more):
+    schema = {"type": "object", "properties": {"a": value}, "required": ["a"], **more}
+    return Asked(grammar=f"start: %quoted {json.dumps({'schema': schema, 'quote': '$'})}")
+
+
+@pytest.mark.parametrize(
+    ("value", "good", "bad"),
+    [
+        (STRING, ["$$", "$b$", '$"{a:1},\n$', "$日本🎉$"], ['"a"', "a", "5", "$a$b$"]),
+        ({"type": "string", "minLength": 2, "maxLength": 3}, ["$ab$", "$日本🎉$"], ["$a$", "$abcd$", "$$"]),
+        ({"type": "string", "pattern": "^[a-z]+$"}, ["$ab$"], ["$$", "$a1$"]),
+        ({"type": "string", "format": "date"}, ["$2024-02-29$"], ["$2023-02-29$"]),
+        ({"enum": ["b", 5, None, True, [1, "c"], {"d": 1.5}]}, ["$b$", "5", "null", "[1,$c$]", "{d:1.5}"], ["$5$"]),
+        ({"type": ["string", "null"]}, ["$a$", "null"], ["None", "true"]),
+        ({"type": "integer", "minimum": 5}, ["5", "70"], ["4", "5.5", "$5$"]),
+        ({"type": "number"}, ["5", "-1.5"], ["true"]),
+        ({"type": "boolean"}, ["true", "false"], ["True", "null"]),
+        ({"type": ["boolean", "integer"], "not": {"enum": [True, 5]}}, ["false", "6"], ["true", "5"]),
+        ({"allOf": [POINT, {"required": ["y"]}]}, ["{x:1,y:$$}"], ["{x:1}", "{}"]),
+        ({"$ref": "#/$defs/n", "required": ["v"]}, ["{v:1}", "{v:1,kids:[{}]}"], ["{}"]),
+        ({"allOf": [{"type": ["integer", "string"]}, {"minimum": 5}]}, ["5", "$a$"], ["4", "null"]),
+        ({"anyOf": [{"type": "integer"}, POINT]}, ["5", "{x:1}"], ["{y:$b$}", "null"]),
+        (POINT, ["{x:1}", "{x:1,y:$b$}"], ["{}", "{y:$b$,x:1}", "{x:1,z:2}", '{"x":1}', "{x:1,}"]),
+        ({"type": "object"}, ["{}", "{b:1,c:[{d:$e$},null,2.5]}"], ["{b c:1}", "[]"]),
+        ({"type": "object", "additionalProperties": {"type": "integer"}}, ["{}", "{b:1,c:2}"], ["{b:$c$}"]),
+        ({"type": "array", "items": STRING}, ["[]", "[$b$]", "[$b$,$c$,$$]"], ["[1]", "[$b$,]"]),
+        ({**INTEGERS, "minItems": 2, "maxItems": 3}, ["[1,2]", "[1,2,3]"], ["[1]", "[1,2,3,4]"]),
+        ({**INTEGERS, "minItems": 2}, ["[1,2]", "[1,2,3,4,5]"], ["[1]", "[]"]),
+        ({**INTEGERS, "maxItems": 1}, ["[]", "[1]"], ["[1,2]"]),
+        ({"type": "array", "maxItems": 0}, ["[]"], ["[1]"]),
+        (PAIR, ["[]", "[1]", "[1,$b$]", "[1,$b$,null,{}]"], ["[$b$]", "[1,2]"]),
+        ({**PAIR, "items": False, "minItems": 1}, ["[1]", "[1,$b$]"], ["[]", "[1,$b$,2]"]),
+        ({**PAIR, **INTEGERS, "minItems": 3}, ["[1,$b$,3]", "[1,$b$,3,4]"], ["[1,$b$]", "[1,$b$,$c$]"]),
+        ({**PAIR, **INTEGERS, "maxItems": 3}, ["[]", "[1,$b$,3]"], ["[1,$b$,3,4]"]),
+        ({**PAIR, "maxItems": 1}, ["[]", "[1]"], ["[1,$b$]"]),
+        ({}, ["$b$", "5", "null", "[1,[$c$]]", "{d:{}}"], []),
+        ({"$ref": "#/$defs/n"}, ["{}", "{v:1}", "{v:1,kids:[{v:2,kids:[{}]}]}"], ["{kids:[1]}"]),
+    ],
+)  # fmt: skip
+def test_a_value_with_quotes(value, good, bad):
+    asked = quoted(value, **{"$defs": {"n": NODE}})
+    for text in good:
+        assert matches(asked, f"{{a:{text}}}"), text
+    for text in (*bad, *REFUSED_BY_ALL):
+        assert not matches(asked, f"{{a:{text}}}"), text
+
+
+def test_properties_with_quotes_have_the_order_of_the_schema():
+    asked = quoted(STRING, properties={"b": STRING, "a": STRING, "c d": {"type": "integer"}})
+    for text in ("{a:$$}", "{b:$x$,a:$$}", "{a:$$,c d:1}", "{b:$$,a:$$,c d:1}"):
+        assert matches(asked, text), text
+    for text in ("{}", "{b:$$}", "{a:$$,b:$$}", "{a:$$}}", "{a:$$,d:1}"):
+        assert not matches(asked, text), text
+
+
+def test_a_quote_that_is_a_special_token_is_written_as_one():
+    known = Vocabulary([*BYTES.tokens, b""], (END,), frozenset({END, 257}), BYTES.encode, {257: b"$"})
+    compiled = compile(quoted({"type": "string", "maxLength": 2}), known)
+    for text in (b"", b"b", b"bc"):
+        matcher = compiled.new_matcher(fast_forward=False)
+        assert not matcher.advance([*b"{a:", 257, *text, 257, *b"}"]).error
+        assert END in allowed(matcher, known)
+    assert compiled.new_matcher(fast_forward=False).advance([*b"{a:", 257, *b"bcd"]).error
+    assert compiled.new_matcher(fast_forward=False).advance(list(b"{a:$")).error
 
 
 def test_properties_between_tags_have_the_order_of_the_schema():
@@ -200,8 +277,17 @@ def test_alternatives_of_properties_are_those_of_the_schema(condition):
 def test_schemas_that_refer_to_each_other_many_times_are_refused_at_once():
     schemas = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 10} for i in range(8)}
     for last in (False, {"properties": {"a": {}}}):
-        asked = tagged(STRING, **{"$ref": "#/$defs/d0", "$defs": {**schemas, "d8": last}})
-        with pytest.raises(RequestError):
+        for write in (tagged, quoted):
+            asked = write(STRING, **{"$ref": "#/$defs/d0", "$defs": {**schemas, "d8": last}})
+            with pytest.raises(RequestError):
+                check(asked)
+
+
+def test_references_that_follow_each_other_many_times_are_written_or_refused():
+    for num, write in ((500, lambda to: to), (160, lambda to: {"type": "array", "items": to})):
+        schemas = {f"d{i}": write({"$ref": f"#/$defs/d{i + 1}"}) for i in range(num)}
+        asked = quoted({"$ref": "#/$defs/d0"}, **{"$defs": {**schemas, f"d{num}": STRING}})
+        with contextlib.suppress(RequestError):
             check(asked)
 
 
@@ -225,6 +311,15 @@ def test_an_object_without_properties_takes_any_keyword_arguments():
         (tagged({"type": "string", "pattern": "a^b"}), r"schema at #/properties/a/pattern: pattern: in this format \^"),
         (tagged({"type": "string", "pattern": "^a|b$"}), "schema at #/properties/a/pattern"),
         (tagged({"type": "string", "anyOf": [{"enum": ["b"]}]}), "'enum' beside other keywords is not enforced"),
+        (
+            quoted(STRING, properties={"a:b": {}}, required=[]),
+            "schema at #/properties/a:b: in this format a name cannot",
+        ),
+        (quoted({"enum": ["$"]}), "schema at #/properties/a: in this format no text satisfies the schema"),
+        (quoted({"type": "object", "patternProperties": {"b": {}}}), "'patternProperties' beside the properties"),
+        (quoted(STRING, type="array"), "schema at #: no arguments satisfy the schema"),
+        (Asked(grammar='start: %quoted {"schema": false, "quote": "$"}'), "schema at #: no arguments satisfy"),
+        (Asked(grammar='start: %quoted {"schema": {}, "quote": ""}'), "%quoted needs an object with a schema and"),
         (keywords({"a b": {}}), "schema at #/properties/a b: in this format a name must be a Python identifier"),
         (Asked(grammar="start: %keywords false"), "schema at #: no arguments satisfy the schema"),
         (Asked(grammar='start: %keywords {"type": 5, "x-name": "tool g"}'), "tool g: schema at #/type"),

@@ -142,6 +142,23 @@ def test_special_tokens_of_the_file(byte_level):
     assert found.decode(found.encode("<think>a<|im_end|>"), skip_special_tokens=True) == "<think>a"
 
 
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("seed-coder", ["a", "!!", "\r\n", "don", "'t", " b", "1", "2"]),
+        ("hunyuan", ["a", "!!\r\n", "don", "'t", " b", "1", "2"]),
+        ("hunyuan-dense", ["#include", "<y", ">\n", "123", "4", "東京語", "é", " !!"]),
+        ("glm4", ["DON", "'T", " stop", " ", "123", "4"]),
+        ("minimax-m2", ["DON'T", " stop", "Here", " ", "123", "4", "//\n"]),
+        ("exaone4", ["DON", "'", "T", " stop", " 1234"]),
+    ],
+)
+def test_words_of_a_rule(pre, pieces):
+    text = "".join(pieces)
+    found = SPLITS[pre].pre_tokenizer().pre_tokenize_str(text)
+    assert [text[start:end] for _, (start, end) in found] == pieces
+
+
 @pytest.mark.parametrize("pre", SPLITS)
 @given(text=texts)
 def test_every_split_rule_keeps_every_character(pre, text):

@@ -2,6 +2,7 @@
 
 import checkpoint_fields_table as fields_table
 
+from quire.models import config_reader
 from quire.models.config_fields import names_read
 from quire.models.config_reader import OTHER_FAMILIES, UNSUPPORTED
 from quire.models.description import FAMILIES
@@ -21,6 +22,7 @@ def test_every_field_is_in_them():
         *OTHER_FAMILIES,
         *ROPE_TYPES,
         *WITHOUT_EFFECT,
+        *config_reader.WITHOUT_EFFECT,
         *(key for one in FIELDS.values() for key in one),
     }
     names = names.union(*(names_read(family) for family in FAMILIES.values()))

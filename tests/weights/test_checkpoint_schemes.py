@@ -161,13 +161,29 @@ def test_weights_of_a_gguf_file_keep_their_codes(saved, tmp_path, kind, file_typ
     assert schemes or kind == "gpt2"  # whose file has transposed matrices
 
 
-@pytest.mark.parametrize("kind", ["llama-gqa-tied", "qwen3-gqa", "mixtral-window"])
+@pytest.mark.parametrize(
+    ("kind", "file_type", "names"),
+    [
+        ("smollm3", "Q4_0", ("attention.qkv.weight", "attention.o.weight", "mlp.up.weight", "mlp.down.weight")),
+        ("glm4", "Q5_0", ("attention.qkv.weight", "attention.o.weight", "mlp.up.weight", "mlp.down.weight")),
+        ("glm4-moe", "Q8_0", ("attention.qkv.weight", "mlp.up", "mlp.down", "mlp.shared.up.weight")),
+        ("minimax-m2", "Q5_1", ("attention.qkv.weight", "mlp.up", "mlp.down")),
+        ("granite-moe", "MXFP4", ("attention.qkv.weight", "mlp.up", "mlp.down")),
+        ("granite-moe-shared", "Q8_0", ("mlp.up", "mlp.down", "mlp.shared.up.weight")),
+    ],
+)
+def test_weights_of_other_gguf_architectures_keep_their_codes(saved, tmp_path, kind, file_type, names):
+    file = gguf_files.write_gguf(saved(kind)[0], tmp_path / "model.gguf", kind=file_type)
+    assert {f"layers.1.{name}" for name in names} <= assert_codes_are_kept(file).keys()
+
+
+@pytest.mark.parametrize("kind", ["llama-gqa-tied", "qwen3-gqa", "mixtral-window", "olmoe"])
 def test_k_quants_keep_their_factors(tmp_path, kind):
     random_checkpoints.save(tmp_path, kind, hidden_size=256, intermediate_size=512, head_dim=64)
     file = gguf_files.write_gguf(tmp_path, tmp_path / "model.gguf", kind="Q4_K_M")
     schemes = assert_codes_are_kept(file)
     q4_k, q6_k = Scheme(4, 32, HALF, has_offsets=True, has_factors=True), Scheme(6, 16, HALF, has_factors=True)
-    down = "mlp.down" if kind == "mixtral-window" else "mlp.down.weight"
+    down = "mlp.down" if kind in ("mixtral-window", "olmoe") else "mlp.down.weight"
     assert schemes["layers.0.attention.qkv.weight"] == replace(q6_k, has_offsets=True)
     assert (schemes["layers.0.attention.o.weight"], schemes[f"layers.0.{down}"]) == (q4_k, q6_k)
     description = describe(GgufCheckpoint(file))

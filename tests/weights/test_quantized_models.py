@@ -1,6 +1,7 @@
 """Models whose weights are rounded at load: memory, results of both kernel modules, and the effect of the options."""
 
 import pytest
+import random_checkpoints as checkpoints
 import torch
 from paged_model_forward import Sequences
 
@@ -21,6 +22,10 @@ _C = pytest.importorskip("quire.kernels.cpu._C", reason="the CPU kernels are not
 cpu = pytest.importorskip("quire.kernels.cpu.kernels")
 
 KINDS = ["llama-gqa-tied", "qwen2-upper-window", "qwen2-moe", "mixtral-window", "gpt2", "gemma2", "opt-post-norm"]
+OTHERS = [  # with other layouts of weights: fused, stacked, in rotary pairs, with gates and activations of their own
+    *("glm4", "arcee-biases", "nemotron-biases", "apertus", "granite-moe-shared", "ernie4-5-moe", "laguna"),
+]
+INTEGERS = ("int8", "int4")
 PROMPTS = ["The capital of France is", "ENGLISH TO FRENCH: the red house ->"]
 
 
@@ -41,8 +46,9 @@ def logits_of(description, model, kernels, tokens):
     return torch.cat([sequences.logits([(0, start, some)]) for start, some in steps])
 
 
-@pytest.mark.parametrize("name", AT_LOAD)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind in checkpoints.EVERY for name in (AT_LOAD if kind in KINDS else INTEGERS)]
+)
 def test_weights_have_their_schemes_and_the_planned_bytes(saved, kind, name):
     description = describe(saved(kind)[0])
     schemes = description.schemes(name)
@@ -58,8 +64,9 @@ def test_weights_have_their_schemes_and_the_planned_bytes(saved, kind, name):
     assert not any("router" in path or "norm" in path or "gate" in path for path in schemes)
 
 
-@pytest.mark.parametrize("name", AT_LOAD)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind in KINDS for name in AT_LOAD] + [(kind, "int4") for kind in OTHERS]
+)
 def test_logits_of_the_cpu_kernels_are_those_of_plain_torch(saved, kind, name):
     description = describe(saved(kind)[0])
     tokens = [7 * i % description.vocab_size for i in range(40)]

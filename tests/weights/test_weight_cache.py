@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import random_checkpoints as checkpoints
 import torch
 from rank_descriptions import share
 
@@ -97,6 +98,17 @@ def test_weights_of_the_cache_have_the_bits_of_loaded_ones(
     assert second == [f"weights    {way} from the cache {file}"]
     assert file.stat().st_mode & 0o777 == 0o600
     assert not any(tensor.requires_grad for tensor in found.values())
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("kind", checkpoints.EVERY)
+def test_rounded_weights_of_every_variant_have_the_bits_of_loaded_ones(saved, tmp_path, kind, quantization):
+    options = {"quantization": quantization, "dtype": "bfloat16"}
+    expected, _ = loaded(saved(kind)[0], None, **options)
+    _, first = loaded(saved(kind)[0], tmp_path / "cache", **options)
+    found, second = loaded(saved(kind)[0], tmp_path / "cache", **options)
+    assert_equal(found, expected)
+    assert "written to the cache" in first[0] and "mapped from the cache" in second[0]
 
 
 def test_mapped_weights_are_pages_of_the_file_that_a_write_does_not_reach(folder, tmp_path):

@@ -2,9 +2,10 @@
 
 The benchmark starts `python NAME_driver.py SETTINGS` and first sends queries for the warm-up. The driver loads the
 engine and answers {"ready": seconds, ...}. It then answers each {"name": ..., "queries": [{"prompt": ids, "out": n}]}
-with {"seconds": ..., "ttft": ..., "num_tokens": [one per query], "steps": number}, and {"memory": true} with
-{"bytes": ..., "kind": ...}. A query may have a "form", a JSON schema; it then also has a "seed". The driver blocks
-while it reads its next line, and exits at the end of its input. The engine's own output goes to stderr.
+with {"seconds": ..., "cpu_seconds": ..., "ttft": ..., "num_tokens": [one per query], "steps": number}, and
+{"memory": true} with {"bytes": ..., "kind": ...}. "cpu_seconds" are those of the driver's own process. A query may have
+a "form", a JSON schema; it then also has a "seed". The driver blocks while it reads its next line, and exits at the end
+of its input. The engine's own output goes to stderr.
 """
 
 import json
@@ -54,15 +55,16 @@ def _measured(engine: Driven, queries: Queries) -> dict:
 
     The prompt of that run is reversed: equal in length, and without a prefix match. Not all engines report their TTFT.
     """
-    steps, start = engine.steps(), time.perf_counter()
+    steps, start, cpu_start = engine.steps(), time.perf_counter(), time.process_time()
     num_tokens = engine.run(queries)
-    seconds, ttft = time.perf_counter() - start, None
+    seconds, cpu_seconds, ttft = time.perf_counter() - start, time.process_time() - cpu_start, None
     steps = engine.steps() - steps
     if len(queries) == 1 and queries[0]["out"] > 1:
         start = time.perf_counter()
         engine.run([{"prompt": queries[0]["prompt"][::-1], "out": 1}])
         ttft = time.perf_counter() - start
-    return {"seconds": seconds, "ttft": ttft, "num_tokens": num_tokens, "steps": steps}
+    times = {"seconds": seconds, "cpu_seconds": cpu_seconds, "ttft": ttft}
+    return {**times, "num_tokens": num_tokens, "steps": steps}
 
 
 def memory() -> dict:

@@ -26,7 +26,17 @@ from quire.kernels.cpu.products import (
     route,
     write_rows,
 )
-from quire.kernels.cpu.rowwise import activate, add_rms_norm, layer_norm, rms_norm, rotation
+from quire.kernels.cpu.rowwise import (
+    activate,
+    add_rms_norm,
+    layer_norm,
+    multiply_add,
+    rms_norm,
+    rotate,
+    rotation,
+    widen,
+    xielu,
+)
 from quire.kernels.cpu.sampling import sample
 from quire.kernels.cpu.step_capture import CallListCapture
 from quire.kernels.reference import REFERENCE
@@ -35,7 +45,7 @@ from quire.kernels.reference.quantized import QUANTIZED
 NAME = "cpu"
 USES_RESIDENT_TABLES = False
 SCRATCH_BYTES = 2**22  # of each thread
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 DTYPES = ("float32", "bfloat16")
 
 
@@ -100,17 +110,21 @@ CPU = replace_kernels(
     layer_norm=layer_norm,
     linear=linear,
     logprobs=logprobs,
+    multiply_add=multiply_add,
     new_step_capture=new_step_capture,
     pack=pack,
     plan=plan,
     release_workspace=release_workspace,
     rms_norm=rms_norm,
     rotary_write=rotary_write,
+    rotate=rotate,
     rotation=rotation,
     route=route,
     sample=sample,
     unpack=unpack,
     unsupported_reason=unsupported_reason,
     use_threads=use_threads,
+    widen=widen,
     write_rows=write_rows,
+    xielu=xielu,
 )

@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quire.kernels.contract import ACTIVATIONS, FACTOR_COLUMNS, Grid, PackedWeight, QuantizedRows, Scheme, Weight
+from quire.kernels.contract import (
+    ACTIVATIONS,
+    FACTOR_COLUMNS,
+    Grid,
+    PackedWeight,
+    QuantizedRows,
+    Routing,
+    Scheme,
+    Weight,
+)
 from quire.kernels.cpu import _C, rowwise
 from quire.kernels.cpu.memory import empty, pages
 from quire.kernels.cpu.views import dtype_code
@@ -262,15 +271,21 @@ def _format(scheme: Scheme) -> tuple[int, int, int, int, int]:
     return scheme.bits, scheme.group_size, scales, _GRID_CODES[scheme.grid], scheme.x_group_size
 
 
-def route(logits: Tensor, k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
+_SCORES = ("softmax", "sigmoid", "sparsemixer")  # by the numbers of the extension
+
+
+def route(
+    logits: Tensor, k: int, routing: Routing, bias: Tensor | None = None, scales: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The k experts of each token and their weights: see Kernels. Raises ValueError if there are fewer than k."""
     num_tokens, number = logits.shape
     if not 0 < k <= number:
         raise ValueError(f"{k} experts cannot be selected of {number}")
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     ids, weights = empty((num_tokens, k), torch.int64), empty((num_tokens, k), torch.float32)
-    sizes = (num_tokens, number, k, logits.stride(0), int(normalise))
-    _C.route(logits, ids, weights, dtype_code(logits), *sizes)
+    sizes = (num_tokens, number, k, logits.stride(0))
+    rules = (int(routing.normalise), _SCORES.index(routing.score), routing.num_groups, routing.top_groups)
+    _C.route(logits, ids, bias, scales, weights, dtype_code(logits), *sizes, *rules, routing.scale, routing.jitter)
     return ids, weights
 
 

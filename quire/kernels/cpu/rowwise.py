@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.kernels.contract import ACTIVATIONS
+from quire.kernels.contract import ACTIVATIONS, Rotation
 from quire.kernels.cpu import _C
 from quire.kernels.cpu.memory import empty
 from quire.kernels.cpu.views import dtype_code, with_contiguous_heads
@@ -91,6 +91,60 @@ def activate(x: Tensor, activation: str) -> Tensor:
     x = x.contiguous()
     out = empty(x.shape, x.dtype)
     _C.activate(x, out, dtype_code(x), _CODES[activation], 0, 1, x.numel(), 0)
+    return out
+
+
+def xielu(x: Tensor, parameters: Tensor) -> Tensor:
+    """The activation of Apertus. parameters: float32 (4,)."""
+    x = x.contiguous()
+    out = empty(x.shape, x.dtype)
+    _C.xielu(x, parameters, out, dtype_code(x), x.numel())
+    return out
+
+
+def multiply_add(x: Tensor, factors: Tensor | float, addend: Tensor | None = None) -> Tensor:
+    """x (num_rows, n * size) times factors (num_rows, n), or a number, plus addend."""
+    rows = _rows(x, 1)
+    parts = factors.shape[-1] if isinstance(factors, Tensor) else 1
+    number, table, stride, kind = 1.0, None, 0, dtype_code(x)
+    if isinstance(factors, Tensor):
+        table = factors.contiguous()
+        kind += int(table.dtype != x.dtype)
+        stride = parts if len(table) > 1 else 0
+        if len(table) not in (1, rows.outer) or rows.size % parts or table.dtype not in (x.dtype, torch.float32):
+            raise ValueError(
+                f"factors {tuple(table.shape)} of {table.dtype} do not match {tuple(x.shape)} of {x.dtype}"
+            )
+    else:
+        number = float(factors)
+    if addend is not None:
+        _check_same_shape(x, addend)
+        addend = addend.contiguous()
+    out = empty(x.shape, x.dtype)
+    sizes = (rows.outer, parts, rows.size // parts, rows.stride, stride)
+    _C.multiply_add(rows.x, table, addend, out, kind, *sizes, number)
+    return out
+
+
+def widen(x: Tensor) -> Tensor:
+    """x (num_rows, size) in float32."""
+    if x.dtype == torch.float32:
+        return x
+    rows = _rows(x, 1)
+    out = empty(x.shape, torch.float32)
+    dtype_code(x)  # a type that the kernels lack is refused
+    _C.widen(rows.x, out, rows.outer, rows.size, rows.stride)
+    return out
+
+
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """x (num_tokens, num_heads, head_dim) rotated."""
+    cos, sin = (part.contiguous() for part in rotation)
+    if len(x) != len(cos) or cos.shape != sin.shape or 2 * cos.shape[1] > x.shape[2]:
+        raise ValueError(f"heads {tuple(x.shape)} and cosines {tuple(cos.shape)} do not match")
+    x = with_contiguous_heads(x)
+    out = empty(x.shape, x.dtype)
+    _C.rotate(x, cos, sin, out, dtype_code(x), *x.shape, x.stride(0), cos.shape[1])
     return out
 
 

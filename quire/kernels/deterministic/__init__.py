@@ -27,6 +27,7 @@ DETERMINISTIC = replace_kernels(
     add_rms_norm=rowwise.add_rms_norm,
     layer_norm=rowwise.layer_norm,
     rms_norm=rowwise.rms_norm,
+    rotate=rowwise.rotate,
     linear=products.linear,
     gated_linear=products.gated_linear,
     experts=products.experts,

@@ -5,6 +5,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from quire.kernels.contract import Rotation
 from quire.kernels.exact import apply_to_whole_vectors, exact_sum
 from quire.kernels.reference import rowwise as reference
 
@@ -12,6 +13,12 @@ from quire.kernels.reference import rowwise as reference
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotary position embedding with separate products and sums: a fused multiply-add would round differently."""
     return _rotate(q, cos.unsqueeze(1), sin.unsqueeze(1)), _rotate(k, cos.unsqueeze(1), sin.unsqueeze(1))
+
+
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """x (num_tokens, num_heads, head_dim) rotated as by `rotary`."""
+    cos, sin = rotation
+    return _rotate(x, cos.unsqueeze(1), sin.unsqueeze(1))
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -9,7 +9,17 @@ from quire.kernels.reference.likelihood import logprobs
 from quire.kernels.reference.paged import GATHERED_BYTES as SCRATCH_BYTES
 from quire.kernels.reference.paged import attention, plan, rotary_write
 from quire.kernels.reference.products import allocate_weight, embed, experts, gated_linear, linear, route
-from quire.kernels.reference.rowwise import activate, add_rms_norm, layer_norm, rms_norm, rotation
+from quire.kernels.reference.rowwise import (
+    activate,
+    add_rms_norm,
+    layer_norm,
+    multiply_add,
+    rms_norm,
+    rotate,
+    rotation,
+    widen,
+    xielu,
+)
 from quire.kernels.reference.sampling import sample
 
 NAME = "reference"
@@ -54,17 +64,21 @@ REFERENCE = new_kernels(
     layer_norm=layer_norm,
     linear=linear,
     logprobs=logprobs,
+    multiply_add=multiply_add,
     new_step_capture=new_step_capture,
     pack=pack,
     plan=plan,
     release_workspace=release_workspace,
     rms_norm=rms_norm,
     rotary_write=rotary_write,
+    rotate=rotate,
     rotation=rotation,
     route=route,
     sample=sample,
     unpack=unpack,
     unsupported_reason=unsupported_reason,
     use_threads=use_threads,
+    widen=widen,
     write_rows=write_rows,
+    xielu=xielu,
 )

@@ -27,6 +27,7 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
         "relu2": _relu_squared,
         "sigmoid": torch.sigmoid,
         "tanh": torch.tanh,
+        "softplus": F.softplus,
     }
 )
 
@@ -60,6 +61,34 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos).addcmul_(swapped, sin).to(x.dtype)  # float32 cos and sin promote x
 
 
+def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """x (num_tokens, num_heads, head_dim) rotated as by `rotary`."""
+    return rotary(x, x[:, :0], *rotation)[0]
+
+
+def multiply_add(x: Tensor, factors: Tensor | float, addend: Tensor | None = None) -> Tensor:
+    """x * factors + addend: see Kernels."""
+    if isinstance(factors, Tensor):
+        out = (x.float().reshape(len(x), factors.shape[1], -1) * factors.float().unsqueeze(-1)).flatten(-2)
+    else:
+        out = x.float() * factors
+    return (out if addend is None else out + addend.float()).to(x.dtype)
+
+
+def widen(x: Tensor) -> Tensor:
+    """x in float32."""
+    return x.float()
+
+
+def xielu(x: Tensor, parameters: Tensor) -> Tensor:
+    """The activation of Apertus: see Kernels."""
+    a, b, beta, eps = parameters.unbind()
+    positive, negative = F.softplus(a), beta + F.softplus(b)
+    wide = x.float()
+    below = (apply_to_whole_vectors(torch.expm1, torch.minimum(wide, eps)) - wide) * negative
+    return (torch.where(wide > 0, positive * wide * wide, below) + beta * wide).to(x.dtype)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMS norm over the last axis (Zhang and Sennrich, 2019)."""
     if weight.dtype != x.dtype:
@@ -75,7 +104,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """Layer norm over the last axis (Ba et al., 2016)."""
-    if weight.dim() == 1:
+    if weight.dim() == 1 and weight.dtype == x.dtype:
         return F.layer_norm(x, weight.shape, weight, bias, eps)
     normed = F.layer_norm(x.float(), x.shape[-1:], eps=eps) * weight
     return (normed if bias is None else normed + bias).to(x.dtype)

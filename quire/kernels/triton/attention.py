@@ -132,8 +132,12 @@ def _tile_shape(rows: int, shared: int, q: Tensor, *, quantized: bool) -> TileSh
     dim = pow2(max(16, q.shape[2]))
     num_keys = min(max(KEY_BYTES // (dim * q.element_size()), 16), 128)
     if q.dtype == torch.float32:  # tensor cores do not multiply it
-        return TileShape(max(32, pow2(shared)), num_keys, warps=8, stages=3)
-    rows = max(min(rows, 128 if dim <= 128 else 64), MIN_TILE_ROWS, pow2(shared))
+        return TileShape(max(32 if dim <= 256 else 16, pow2(shared)), num_keys, warps=8, stages=3)
+    rows = max(min(rows, 128 if dim <= 128 else 64 if dim <= 256 else 32), MIN_TILE_ROWS, pow2(shared))
+    if dim > 256:  # the output of more rows would not fit into registers
+        if rows < 32:
+            return TileShape(rows, num_keys, warps=4, stages=4)
+        return TileShape(rows, 2 * num_keys if rows == 32 else num_keys, warps=8, stages=3)
     if rows < 64:  # loads through a block table take two stages
         return TileShape(rows, num_keys, warps=2, stages=5 if quantized and dim <= 128 else 4)
     if quantized:  # half the bytes leave room for more keys

@@ -13,13 +13,23 @@ from quire.kernels.triton.likelihood import logprobs
 from quire.kernels.triton.plan import plan
 from quire.kernels.triton.products import allocate_weight, embed, gated_linear, linear
 from quire.kernels.triton.routing import route
-from quire.kernels.triton.rowwise import activate, add_rms_norm, layer_norm, rms_norm, rotation
+from quire.kernels.triton.rowwise import (
+    activate,
+    add_rms_norm,
+    layer_norm,
+    multiply_add,
+    rms_norm,
+    rotation,
+    widen,
+    xielu,
+)
 from quire.kernels.triton.sampling import sample
 from quire.kernels.triton.step_capture import CudaGraphCapture
+from quire.kernels.triton.writing import rotate
 
 NAME = "triton"
 USES_RESIDENT_TABLES = True
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 MIN_FP8_CAPABILITY = (8, 9)  # compute capability
 
 
@@ -81,16 +91,20 @@ TRITON = replace_kernels(
     layer_norm=layer_norm,
     linear=linear,
     logprobs=logprobs,
+    multiply_add=multiply_add,
     new_step_capture=new_step_capture,
     pack=pack,
     plan=plan,
     release_workspace=release_workspace,
     rms_norm=rms_norm,
     rotary_write=rotary_write,
+    rotate=rotate,
     rotation=rotation,
     route=route,
     sample=sample,
     unpack=unpack,
     unsupported_reason=unsupported_reason,
+    widen=widen,
     write_rows=write_rows,
+    xielu=xielu,
 )

@@ -12,9 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.contract import Routing
 from quire.kernels.triton.launch import INTERPRETED, pow2
 from quire.kernels.triton.rounding import rounded
-from quire.kernels.triton.rowwise import BLOCK, load_floats
+from quire.kernels.triton.rowwise import BLOCK, load_floats, sigmoid
 
 TILES = 16  # tiles that one program describes
 PAIRS_PER_STEP = 4096  # pairs that a program reads at once
@@ -33,8 +34,36 @@ class Routes(NamedTuple):
 
 
 @triton.jit
-def _topk_softmax(
+def _ordered(x):
+    """Integers in the order of floats: bits of negative floats are inverted. NaN is the largest."""
+    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
+    return tl.where(x != x, 0x7FFFFFFF, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
+
+
+@triton.jit
+def _in_top_groups(values, experts, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr):
+    """Whether each expert is in one of the groups with the largest sum of two values. The first wins ties."""
+    SIZE: tl.constexpr = EXPERTS // GROUPS
+    sums = tl.zeros_like(values)  # of the expert's own group
+    for group in tl.static_range(GROUPS):
+        inside = (experts // SIZE == group) & (experts < EXPERTS)
+        mine = tl.where(inside, values, float("-inf"))
+        best = tl.max(mine, 0)
+        first = tl.min(tl.where(mine == best, experts, EXPERTS), 0)
+        second = tl.max(tl.where(experts == first, float("-inf"), mine), 0)
+        sums = tl.where(inside, best + second, sums)
+    before = tl.zeros_like(experts)  # groups that are selected before the expert's own
+    for group in tl.static_range(GROUPS):
+        other = tl.max(tl.where(experts == group * SIZE, sums, float("-inf")), 0)
+        before += ((other > sums) | ((other == sums) & (group < experts // SIZE))).to(tl.int32)
+    return before < TOP_GROUPS
+
+
+@triton.jit
+def _select_experts(
     logits_ptr,  # (num_tokens, EXPERTS)
+    bias_ptr,  # bias and scales: (EXPERTS,), or None
+    scales_ptr,
     ids_ptr,  # ids and weights: (num_tokens, SLOTS)
     weights_ptr,
     stride,  # of rows of logits
@@ -42,19 +71,33 @@ def _topk_softmax(
     WIDTH: tl.constexpr,  # EXPERTS or more, a power of two
     SLOTS: tl.constexpr,
     PLACES: tl.constexpr,  # SLOTS or more, a power of two
+    scale,  # of the weights
+    jitter,
     NORMALISE: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    MIXER: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
 ):
-    """The experts of one token. NaN counts as the largest logit, so that each row gets SLOTS different experts."""
+    """The experts of one token. NaN counts as the largest value, so that each row gets SLOTS different experts."""
     token = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, WIDTH)
     x = load_floats(logits_ptr + token * stride + experts, experts < EXPERTS)
     x = tl.where(experts < EXPERTS, x, float("-inf"))
-    exponentials = tl.exp(x - tl.max(x, 0))
-    shares = tl.div_rn(exponentials, tl.sum(exponentials, 0) + tl.zeros_like(exponentials))
-    # integers in the order of the floats: bits of negative floats are inverted; ties are won by the first expert
-    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
-    bits = tl.where(x != x, 0x7FFFFFFF, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
-    keys = (bits.to(tl.int64) << 32) | (WIDTH - 1 - experts)
+    if SIGMOID:
+        shares = sigmoid(x)
+        values = shares
+    else:
+        exponentials = tl.exp(x - tl.max(x, 0))
+        shares = tl.div_rn(exponentials, tl.sum(exponentials, 0) + tl.zeros_like(exponentials))
+        values = x  # in the order of shares
+    if bias_ptr is not None:
+        values = shares + load_floats(bias_ptr + experts, experts < EXPERTS)
+    elif GROUPS > 1:
+        values = shares
+    if GROUPS > 1:
+        values = tl.where(_in_top_groups(values, experts, EXPERTS, GROUPS, TOP_GROUPS), values, float("-inf"))
+    keys = (_ordered(values).to(tl.int64) << 32) | (WIDTH - 1 - experts)  # ties are won by the first expert
     keys = tl.where(experts < EXPERTS, keys, _LEAST)
     slots = tl.arange(0, PLACES)
     ids = tl.zeros_like(slots)
@@ -62,24 +105,37 @@ def _topk_softmax(
     for slot in tl.static_range(SLOTS):
         best = keys == tl.max(keys, 0)
         ids = tl.where(slots == slot, tl.sum(tl.where(best, experts, 0), 0), ids)
-        weights = tl.where(slots == slot, tl.sum(tl.where(best, shares, 0.0), 0), weights)
+        if MIXER:
+            most = tl.max(tl.where(best, x, float("-inf")), 0)
+            others = tl.where(keys == _LEAST, most, x)
+            is_far = most - others > 2 * jitter * tl.maximum(tl.abs(others), most)
+            near = tl.where((keys == _LEAST) | is_far, 0.0, tl.exp(others - most))
+            weights = tl.where(slots == slot, 1.0 / tl.sum(near, 0), weights)
+        else:
+            weights = tl.where(slots == slot, tl.sum(tl.where(best, shares, 0.0), 0), weights)
         keys = tl.where(best, _LEAST, keys)
     if NORMALISE:
-        weights = tl.div_rn(weights, tl.sum(weights, 0) + tl.zeros_like(weights))
+        weights = tl.div_rn(weights, tl.sum(weights, 0) + 1e-20 + tl.zeros_like(weights))
+    if scales_ptr is not None:
+        weights *= load_floats(scales_ptr + ids, slots < SLOTS)
     at = token * SLOTS + slots
     tl.store(ids_ptr + at, ids.to(tl.int64), mask=slots < SLOTS)
-    tl.store(weights_ptr + at, weights, mask=slots < SLOTS)
+    tl.store(weights_ptr + at, weights * scale, mask=slots < SLOTS)
 
 
-def route(logits: Tensor, k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
-    """The k experts of each token with the largest logits, and their weights: see Kernels. The first wins ties."""
+def route(
+    logits: Tensor, k: int, routing: Routing, bias: Tensor | None = None, scales: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The k experts of each token and their weights: see Kernels. The first wins ties."""
     num_tokens, num_experts = logits.shape
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     ids = torch.empty((num_tokens, k), dtype=torch.int64, device=logits.device)
     weights = torch.empty((num_tokens, k), dtype=torch.float32, device=logits.device)
     if num_tokens:
-        _topk_softmax[(num_tokens,)](
+        _select_experts[(num_tokens,)](
             logits,
+            bias,
+            scales,
             ids,
             weights,
             logits.stride(0),
@@ -87,7 +143,13 @@ def route(logits: Tensor, k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
             WIDTH=pow2(num_experts),
             SLOTS=k,
             PLACES=pow2(k),
-            NORMALISE=normalise,
+            scale=float(routing.scale),
+            jitter=float(routing.jitter),
+            NORMALISE=routing.normalise,
+            SIGMOID=routing.score == "sigmoid",
+            MIXER=routing.score == "sparsemixer",
+            GROUPS=routing.num_groups,
+            TOP_GROUPS=routing.top_groups,
             num_warps=1,
         )
     return ids, weights

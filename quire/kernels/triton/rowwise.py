@@ -203,7 +203,8 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 
 
 @triton.jit
-def _sigmoid(x):
+def sigmoid(x):
+    """sigmoid(x) of float32 x. A NaN stays one."""
     e = tl.exp(-tl.abs(x))  # at most 1: cannot overflow
     return tl.where(x < 0, e, 1.0) / (1.0 + e)
 
@@ -220,17 +221,27 @@ def _tanh(x):
 
 
 @triton.jit
+def _softplus(x):
+    """max(x, 0) + log(1 + e^-|x|), whose logarithm is 2 atanh(z / (z + 2)) with z up to 1."""
+    z = tl.exp(-tl.abs(x))
+    s = z / (z + 2.0)
+    t = s * s
+    series = 1.0 + t * (1 / 3 + t * (1 / 5 + t * (1 / 7 + t * (1 / 9 + t * (1 / 11 + t * (1 / 13))))))
+    return tl.where(x < 0, 0.0, x) + 2.0 * s * series
+
+
+@triton.jit
 def _gelu_tanh(x):
     near = tl.minimum(tl.maximum(x, -30.0), 30.0)  # beyond, the result is 0 or x, and the cube could overflow
     # (1 + tanh(y)) / 2 is sigmoid(2 y)
-    return x * _sigmoid(1.5957691216057308 * (near + 0.044715 * near * near * near))
+    return x * sigmoid(1.5957691216057308 * (near + 0.044715 * near * near * near))
 
 
 @triton.jit
 def activated(x, ACTIVATION: tl.constexpr):
     """activation(x) of float32 x. A NaN stays one."""
     if ACTIVATION == "silu":
-        y = x * _sigmoid(x)
+        y = x * sigmoid(x)
     elif ACTIVATION == "gelu":
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif ACTIVATION == "gelu_tanh":
@@ -240,7 +251,9 @@ def activated(x, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "relu2":
         y = tl.where(x < 0, 0.0, x * x)
     elif ACTIVATION == "sigmoid":
-        y = _sigmoid(x)
+        y = sigmoid(x)
+    elif ACTIVATION == "softplus":
+        y = _softplus(x)
     else:
         tl.static_assert(ACTIVATION == "tanh")
         y = _tanh(x)
@@ -303,6 +316,98 @@ def _activated(x: Tensor, size: int, activation: str, *, gated: bool) -> Tensor:
         INTERPRET=INTERPRETED,
     )
     return out
+
+
+@triton.jit(do_not_specialize=["number"])
+def _xielu(
+    x_ptr,
+    parameters_ptr,  # float32: a, b, beta, eps
+    out_ptr,
+    number,
+    BLOCK: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < number
+    x = load_floats(x_ptr + places, inside)
+    beta, eps = tl.load(parameters_ptr + 2), tl.load(parameters_ptr + 3)
+    positive, negative = _softplus(tl.load(parameters_ptr)), beta + _softplus(tl.load(parameters_ptr + 1))
+    low = tl.where(x > eps, eps, x)
+    small = tl.maximum(low, -0.5)  # here e^x - 1 would lose digits
+    series = 0.5 + small * (1 / 6 + small * (1 / 24 + small * (1 / 120 + small * (1 / 720 + small * (1 / 5040)))))
+    less_one = tl.where(low < -0.5, tl.exp(low) - 1.0, small + small * small * series)
+    y = tl.where(x > 0, positive * x * x, (less_one - x) * negative) + beta * x
+    tl.store(out_ptr + places, rounded(y, out_ptr.dtype.element_ty, INTERPRET), mask=inside)
+
+
+def xielu(x: Tensor, parameters: Tensor) -> Tensor:
+    """The activation of Apertus: see Kernels."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    block = min(BLOCK, pow2(x.numel()))
+    _xielu[(triton.cdiv(x.numel(), block),)](x, parameters, out, x.numel(), BLOCK=block, INTERPRET=INTERPRETED)
+    return out
+
+
+@triton.jit
+def _multiply_add(
+    x_ptr,
+    factors_ptr,  # (rows, WIDTH / SIZE), or one row for all, or None
+    addend_ptr,  # (rows, WIDTH), or None
+    out_ptr,
+    factor,  # where there are no factors
+    stride,  # elements from one row of x to the next
+    factor_stride,  # the same of factors; 0: one row for all
+    WIDTH: tl.constexpr,  # of a row
+    SIZE: tl.constexpr,  # numbers that share a factor
+    PIECES: tl.constexpr,  # of a row
+    BLOCK: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """One piece of a row."""
+    row = (tl.program_id(0) // PIECES).to(tl.int64)
+    columns = tl.program_id(0) % PIECES * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    y = load_floats(x_ptr + (row * stride + columns), inside)
+    if factors_ptr is not None:
+        y *= load_floats(factors_ptr + (row * factor_stride + columns // SIZE), inside)
+    else:
+        y *= factor
+    if addend_ptr is not None:
+        y += load_floats(addend_ptr + (row * WIDTH + columns), inside)
+    tl.store(out_ptr + (row * WIDTH + columns), rounded(y, out_ptr.dtype.element_ty, INTERPRET), mask=inside)
+
+
+def multiply_add(x: Tensor, factors: Tensor | float, addend: Tensor | None = None) -> Tensor:
+    """x * factors + addend: see Kernels."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    table = factors.contiguous() if isinstance(factors, Tensor) else None
+    width, parts = x.shape[-1], 1 if table is None else table.shape[-1]
+    block = min(BLOCK, pow2(width))
+    pieces = triton.cdiv(width, block)
+    if not x.numel():
+        return out
+    _multiply_add[(len(x) * pieces,)](
+        x,
+        table,
+        None if addend is None else addend.contiguous(),
+        out,
+        0.0 if isinstance(factors, Tensor) else float(factors),
+        x.stride(0),
+        parts if table is not None and len(table) > 1 else 0,
+        WIDTH=width,
+        SIZE=width // parts,
+        PIECES=pieces,
+        BLOCK=block,
+        INTERPRET=INTERPRETED,
+    )
+    return out
+
+
+def widen(x: Tensor) -> Tensor:
+    """x in float32."""
+    return x.float()
 
 
 # ---- positions ----

@@ -64,6 +64,28 @@ def rotary_write(
     return turned
 
 
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """x (num_tokens, num_heads, head_dim) rotated, contiguous."""
+    cos, sin = (part.contiguous() for part in rotation)
+    x = _with_contiguous_heads(x)
+    num_tokens, num_heads, head_dim = x.shape
+    if num_tokens != len(cos) or cos.shape != sin.shape or 2 * cos.shape[1] > head_dim:
+        raise ValueError(f"heads {tuple(x.shape)} and cosines {tuple(cos.shape)} do not match")
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    together = min(MAX_PROGRAM_HEADS, pow2(num_heads))
+    _rotate[(num_tokens, -(-num_heads // together))](
+        *(x, cos, sin, out, x.stride(0)),
+        HEADS=together,
+        NUM_HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        HALF=cos.shape[1],
+        PADDED=pow2(-(-head_dim // 2)),
+        INTERPRET=INTERPRETED,
+        num_warps=_WARPS,
+    )
+    return out
+
+
 def _check(storage: Storage, layer: int, k: Tensor, v: Tensor, plan: TritonPlan) -> None:
     group, kind = storage.group, storage.group.kind
     if not 0 <= layer < len(group.layers):
@@ -78,6 +100,34 @@ def _with_contiguous_heads(x: Tensor) -> Tensor:
     """x (num_tokens, heads, head_dim), copied unless the heads of each token are contiguous."""
     _, heads, head_dim = x.shape
     return x if x.stride(2) == 1 and (x.stride(1) == head_dim or heads == 1) else x.contiguous()
+
+
+@triton.jit
+def _rotate_token(
+    x_ptr, cos_ptr, sin_ptr, out_ptr, heads,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Write some heads of a token, rotated. The pointers are those of the token."""
+    first, second = _halves(x_ptr, heads, NUM_HEADS, HEAD_DIM, HALF, PADDED)
+    first, second = _rotated(first, second, cos_ptr, sin_ptr, HALF, PADDED, INTERPRET)
+    _store_halves(out_ptr, first, second, heads, NUM_HEADS, HEAD_DIM, HEAD_DIM, HALF, PADDED)
+
+
+@triton.jit
+def _rotate(
+    x_ptr, cos_ptr, sin_ptr, out_ptr, stride,
+    HEADS: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Process HEADS heads of a token. Grid (num_tokens, parts of the heads)."""
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    cos_ptr += token * HALF
+    sin_ptr += token * HALF
+    out_ptr += token * (NUM_HEADS * HEAD_DIM)
+    _rotate_token(
+        x_ptr + token * stride, cos_ptr, sin_ptr, out_ptr, heads, NUM_HEADS, HEAD_DIM, HALF, PADDED, INTERPRET
+    )
 
 
 @triton.jit(do_not_specialize=["width"])
@@ -98,10 +148,10 @@ def _rotary_write(
     sin_ptr += token * HALF
     if part < Q_PARTS:
         heads = part * HEADS + tl.arange(0, HEADS)
-        first, second = _halves(q_ptr + token * q_stride, heads, NUM_HEADS, HEAD_DIM, HALF, PADDED)
-        first, second = _rotated(first, second, cos_ptr, sin_ptr, HALF, PADDED, INTERPRET)
-        turned_ptr += token * (NUM_HEADS * HEAD_DIM)
-        _store_halves(turned_ptr, first, second, heads, NUM_HEADS, HEAD_DIM, HEAD_DIM, HALF, PADDED)
+        _rotate_token(
+            q_ptr + token * q_stride, cos_ptr, sin_ptr, turned_ptr + token * (NUM_HEADS * HEAD_DIM),
+            heads, NUM_HEADS, HEAD_DIM, HALF, PADDED, INTERPRET,
+        )  # fmt: skip
     else:
         chunk = tl.load(chunks_ptr + token)
         position = tl.load(positions_ptr + token)

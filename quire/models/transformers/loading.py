@@ -80,9 +80,13 @@ def check_tokens_independent(model: TransformersModel, max_positions: int, archi
         )
 
 
-def _attend_alone(layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None) -> Tensor:
+def _attend_alone(
+    layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, rotation: Rotation | None = None
+) -> Tensor:
     """Each token's values, weighted by its own queries and keys, so that the output depends on their rotation."""
     del layer, rotation
+    if k is None or v is None:
+        raise ValueError("models of transformers have keys and values in every layer")
     k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
     products = q.float() * k.float()
     weights = torch.tanh(products / products.square().mean((1, 2), keepdim=True).sqrt().clamp(min=1e-20))

@@ -11,8 +11,9 @@ from torch import Tensor
 from quire.errors import ModelError
 from quire.kernels.contract import QuantizedRows, Scheme
 from quire.weights.checkpoint import GENERATION_CONFIG_FILE, WHOLE, Ranges, StoredTensor, part_of
-from quire.weights.gguf.config import GgufInfo, check_unread, hf_config
-from quire.weights.gguf.names import TensorSource, tensor_sources, transposed
+from quire.weights.gguf.config import check_unread, hf_config
+from quire.weights.gguf.info import GgufInfo
+from quire.weights.gguf.names import TensorSource, numbers_of_metadata, tensor_sources, transposed
 from quire.weights.gguf.quants import dequantize, quantized_rows, scheme_of
 from quire.weights.gguf.reader import Metadata, TensorEntry, read_header
 from quire.weights.gguf.special_tokens import eos_token_ids, special_token_ids
@@ -52,8 +53,11 @@ class GgufCheckpoint:
         self._sources: dict[str, TensorSource] = {}
         for name, entry in self._entries.items():
             self._sources |= dict(tensor_sources(facts, name, entry.shape))
+        self._numbers = numbers_of_metadata(facts)
         check_unread(self.metadata)
         self._tensors = {name: self._stored(name) for name in self._sources}
+        for name, numbers in self._numbers.items():
+            self._tensors[name] = StoredTensor(self.path, tuple(numbers.shape), "F32", numbers.nbytes, is_float=True)
 
     @property
     def path(self) -> Path:
@@ -90,8 +94,13 @@ class GgufCheckpoint:
         return self._tensors
 
     def read(self, names: Iterable[str], ranges: Mapping[str, Ranges] = WHOLE) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) in the order of the file. F16 and BF16 keep their type; all others become float32."""
-        wanted = [(self._source(name), name) for name in names]
+        """Yield (name, tensor): numbers of the metadata, then tensors in the order of the file.
+
+        F16 and BF16 keep their type; all others become float32.
+        """
+        names = list(names)
+        yield from ((name, self._numbers[name]) for name in names if name in self._numbers)
+        wanted = [(self._source(name), name) for name in names if name not in self._numbers]
         for origin, name in sorted(wanted, key=lambda pair: self._position(pair[0])):
             numbers, rest = self._decoded(origin, ranges.get(name), dequantize)
             yield name, part_of(origin.transform(numbers) if origin.transform else numbers, rest)

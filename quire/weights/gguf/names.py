@@ -9,7 +9,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from quire.weights.gguf.config import GgufInfo
+from quire.weights.gguf.info import GgufInfo
 
 Transform = Callable[[Tensor], Tensor]
 
@@ -30,8 +30,13 @@ def group_qkv(tensor: Tensor, heads: int, groups: int) -> Tensor:
 
 
 def minus_one(tensor: Tensor) -> Tensor:
-    """The weight minus 1. Gemma's norms multiply by 1 + weight, and the converter added 1."""
+    """The weight minus 1. The norms of Gemma and Nemotron multiply by 1 + weight, and the converter added 1."""
     return tensor.float() - 1
+
+
+def one_row(tensor: Tensor) -> Tensor:
+    """The vector as a matrix of one row."""
+    return tensor.reshape(1, -1)
 
 
 def transposed(tensor: Tensor) -> Tensor:
@@ -56,10 +61,25 @@ _ATTENTION = {
     "attn_output": "self_attn.o_proj",
 }
 _QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-_MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_HUNYUAN_QK_NORMS = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
+_MLP_PARTS = {"ffn_gate": "gate", "ffn_up": "up", "ffn_down": "down"}
+_MLP = {stem: f"mlp.{part}_proj" for stem, part in _MLP_PARTS.items()}
 _NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 _POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _GEMMA_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "pre_feedforward_layernorm", **_POST_NORMS}
+_GLM_NORMS = {
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_self_attn_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+}
+_TRINITY_NORMS = {
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_mlp_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+}
+_LATE_NORMS = {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
 _NEOX_MLP = {"ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h"}
 
 # {} is the layer; a second {} is the expert or head into which a stacked tensor is split
@@ -69,12 +89,24 @@ _MIXTRAL_EXPERTS = {
     "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
     "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
 }
-_QWEN_EXPERTS = {
-    "ffn_gate_inp": "mlp.gate",
+_EXPERTS = {
     "ffn_gate_exps": "mlp.experts.{}.gate_proj",
     "ffn_up_exps": "mlp.experts.{}.up_proj",
     "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
+_QWEN_EXPERTS = {"ffn_gate_inp": "mlp.gate", **_EXPERTS}
+
+
+def _shared(name: str) -> dict[str, str]:
+    """The tensors of the shared experts, which are one MLP."""
+    return {f"{stem}_shexp": f"{name}.{part}_proj" for stem, part in _MLP_PARTS.items()}
+
+
+_GLM_EXPERTS = (
+    _QWEN_EXPERTS,
+    {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"},  # the name with its suffix, as both differ
+    _shared("mlp.shared_experts"),
+)
 
 
 def _table(top: dict[str, str], layers: str, *parts: dict[str, str]) -> Mapping[str, str]:
@@ -82,17 +114,96 @@ def _table(top: dict[str, str], layers: str, *parts: dict[str, str]) -> Mapping[
     return MappingProxyType(top | inside)
 
 
+_PLAIN = _table(_TOP, "model.layers", _ATTENTION, _MLP, _NORMS)
 _LLAMA = _table(_TOP, "model.layers", _ATTENTION, _MLP, _NORMS, _MIXTRAL_EXPERTS)
+_QWEN3 = _table(_TOP, "model.layers", _ATTENTION, _QK_NORMS, _MLP, _NORMS)
+_QWEN3_MOE = _table(_TOP, "model.layers", _ATTENTION, _QK_NORMS, _QWEN_EXPERTS, _NORMS)
+_OLMO2 = _table(_TOP, "model.layers", _ATTENTION, _QK_NORMS, _MLP, _POST_NORMS)
 _TABLES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "llama": _LLAMA,
         "granite": _LLAMA,
-        "qwen2": _table(_TOP, "model.layers", _ATTENTION, _MLP, _NORMS),
-        "qwen3": _table(_TOP, "model.layers", _ATTENTION, _QK_NORMS, _MLP, _NORMS),
-        "qwen3moe": _table(_TOP, "model.layers", _ATTENTION, _QK_NORMS, _QWEN_EXPERTS, _NORMS),
+        "mistral3": _LLAMA,
+        **dict.fromkeys(("qwen2", "gemma", "smollm3", "ernie4_5", "arcee", "cohere2", "nemotron"), _PLAIN),
+        **dict.fromkeys(("qwen3", "qwen3vl", "command-r"), _QWEN3),
+        **dict.fromkeys(("qwen3moe", "qwen3vlmoe", "olmoe"), _QWEN3_MOE),
+        **dict.fromkeys(("olmo2", "exaone4"), _OLMO2),
         "gemma2": _table(_TOP, "model.layers", _ATTENTION, _MLP, _GEMMA_NORMS),
         "gemma3": _table(_TOP, "model.layers", _ATTENTION, _QK_NORMS, _MLP, _GEMMA_NORMS),
-        "olmo2": _table(_TOP, "model.layers", _ATTENTION, _QK_NORMS, _MLP, _POST_NORMS),
+        "seed_oss": _table(_TOP, "model.layers", _ATTENTION, _MLP, _LATE_NORMS),
+        "glm4": _table(
+            _TOP, "model.layers", _ATTENTION, {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}, _GLM_NORMS
+        ),
+        "hunyuan-dense": _table(_TOP, "model.layers", _ATTENTION, _HUNYUAN_QK_NORMS, _MLP, _NORMS),
+        "qwen2moe": _table(
+            _TOP,
+            "model.layers",
+            _ATTENTION,
+            _QWEN_EXPERTS,
+            _shared("mlp.shared_expert"),
+            {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"},
+            _NORMS,
+        ),
+        "granitemoe": _table(
+            _TOP,
+            "model.layers",
+            _ATTENTION,
+            {"ffn_gate_inp": "block_sparse_moe.router.layer"},
+            _EXPERTS,
+            _shared("shared_mlp") | {"ffn_down_shexp": "shared_mlp.output_linear"},
+            _NORMS,
+        ),
+        "hunyuan-moe": _table(
+            _TOP,
+            "model.layers",
+            _ATTENTION,
+            _HUNYUAN_QK_NORMS,
+            {"ffn_gate_inp": "mlp.gate.wg"},
+            _EXPERTS,
+            _shared("mlp.shared_mlp"),
+            _NORMS,
+        ),
+        "ernie4_5-moe": _table(
+            _TOP,
+            "model.layers",
+            _ATTENTION,
+            _MLP,
+            _QWEN_EXPERTS,
+            {"exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias"},
+            _shared("mlp.shared_experts"),
+            _NORMS,
+        ),
+        "glm4moe": _table(_TOP, "model.layers", _ATTENTION, _QK_NORMS, _MLP, *_GLM_EXPERTS, _LATE_NORMS),
+        "dots1": _table(_TOP, "model.layers", _ATTENTION, _QK_NORMS, _MLP, *_GLM_EXPERTS, _NORMS),
+        "minimax-m2": _table(
+            _TOP,
+            "model.layers",
+            _ATTENTION,
+            _QK_NORMS,
+            _MIXTRAL_EXPERTS,
+            {"exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias"},
+            _NORMS,
+        ),
+        "afmoe": _table(
+            _TOP,
+            "model.layers",
+            _ATTENTION,
+            {"attn_gate": "self_attn.gate_proj"},
+            _QK_NORMS,
+            _MLP,
+            {"ffn_gate_inp": "mlp.router.gate", "exp_probs_b.bias": "mlp.expert_bias"},
+            _EXPERTS,
+            _shared("mlp.shared_experts"),
+            _TRINITY_NORMS,
+        ),
+        "apertus": _table(
+            _TOP,
+            "model.layers",
+            _ATTENTION,
+            _QK_NORMS,
+            _MLP,
+            {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"},
+        ),
         "phi3": _table(
             _TOP,
             "model.layers",
@@ -142,6 +253,9 @@ _TABLES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         ),
     }
 )
+_XIELU: Mapping[str, tuple[int, ...]] = MappingProxyType({"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()})
+_PERMUTED = ("llama", "granite", "granitemoe", "mistral3", "smollm3", "arcee")
+_NORMS_PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron")
 _GPT2_LINEAR = ("blk.attn_qkv", "blk.attn_output", "blk.ffn_up", "blk.ffn_down")
 _MAX_PARTS = 4096  # experts, or heads, of a layer
 _ROPE_TENSORS = re.compile(r"rope_freqs|rope_factors_(?:long|short)|blk\.\d+\.attn_rot_embd")
@@ -151,20 +265,22 @@ _LAYER = re.compile(r"blk\.(\d{1,6})\.(.+)")
 def tensor_sources(facts: GgufInfo, name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, TensorSource]]:
     """Yield (Hugging Face name, TensorSource) for one tensor of the file; for a stacked one, once per expert or head.
 
-    Yields nothing for rope tensors that become part of the config. Raises ModelError for a tensor that the architecture
-    does not have.
+    Yields nothing for rope tensors, which become part of the config, and for layers for drafts. Raises ModelError for a
+    tensor that the architecture does not have.
     """
     stem, _, suffix = name.rpartition(".")
     if _ROPE_TENSORS.fullmatch(stem):
         return
     within = _LAYER.fullmatch(stem)
+    layer = int(within[1]) if within else 0
+    if facts.layers <= layer < facts.all_layers:
+        return
     part = f"blk.{within[2]}" if within else stem
-    target = _TABLES[_table_name(facts)].get(part)
-    if target is None or suffix not in ("weight", "bias"):
+    target = _target(facts, part, suffix)
+    if target is None:
         raise facts.metadata.error(
             f"the tensor {name:.80} does not belong to a model of architecture {facts.metadata.architecture!r}"
         )
-    layer = int(within[1]) if within else 0
     is_stacked = target.count("{}") == 2
     change = _inverse_transform(facts, part, suffix)
     if layer >= facts.layers or (is_stacked and shape[0] > _MAX_PARTS):
@@ -172,10 +288,35 @@ def tensor_sources(facts: GgufInfo, name: str, shape: tuple[int, ...]) -> Iterat
             f"the tensor {name:.80} of shape {shape} is outside of the model's layers and experts"
         )
     if not is_stacked:
-        yield f"{target.format(layer)}.{suffix}", TensorSource(name, None, change)
+        yield target.format(layer), TensorSource(name, None, change)
         return
     for index in range(shape[0]):
-        yield f"{target.format(layer, index)}.{suffix}", TensorSource(name, index, change)
+        yield target.format(layer, index), TensorSource(name, index, change)
+
+
+def numbers_of_metadata(facts: GgufInfo) -> dict[str, Tensor]:
+    """Hugging Face name -> float32 numbers that a checkpoint has as tensors and a file in its metadata.
+
+    Raises ModelError if a list is missing or does not have a number for each layer.
+    """
+    if facts.metadata.architecture != "apertus":
+        return {}
+    found: dict[str, Tensor] = {}
+    for part, shape in _XIELU.items():
+        numbers = facts.metadata.numbers(f"xielu.{part}", float, facts.all_layers)
+        if not numbers:
+            raise facts.metadata.error(f"xielu.{part} is missing; the file is incomplete, get another one")
+        for layer in range(facts.layers):
+            found[f"model.layers.{layer}.mlp.act_fn.{part}"] = torch.tensor(numbers[layer]).reshape(shape)
+    return found
+
+
+def _target(facts: GgufInfo, part: str, suffix: str) -> str | None:
+    """Hugging Face's name of a tensor, with braces; None if the architecture has no such tensor."""
+    table = _TABLES[_table_name(facts)]
+    if part in table and suffix in ("weight", "bias"):
+        return f"{table[part]}.{suffix}"
+    return table.get(f"{part}.{suffix}")
 
 
 def _table_name(facts: GgufInfo) -> str:
@@ -186,10 +327,12 @@ def _table_name(facts: GgufInfo) -> str:
 def _inverse_transform(facts: GgufInfo, part: str, suffix: str) -> Transform | None:
     """The inverse of the converter's change to this tensor; None if there was none."""
     name = facts.metadata.architecture
-    if name in ("llama", "granite") and part in ("blk.attn_q", "blk.attn_k"):
+    if name in _PERMUTED and part in ("blk.attn_q", "blk.attn_k"):
         return partial(unpermute_heads, heads=facts.heads if part == "blk.attn_q" else facts.kv_heads)
-    if name in ("gemma2", "gemma3") and part.endswith("norm"):
+    if name in _NORMS_PLUS_ONE and part.endswith("norm") and suffix == "weight":
         return minus_one
+    if part == "blk.ffn_gate_inp_shexp" or (name == "ernie4_5-moe" and part == "blk.exp_probs_b"):
+        return one_row
     if name == "gpt2" and suffix == "weight" and part in _GPT2_LINEAR:
         return transposed
     if part == "blk.attn_qkv" and name in ("falcon", "gptneox"):

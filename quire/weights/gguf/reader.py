@@ -343,6 +343,10 @@ class Metadata:
         """Whether the file has this key."""
         return self._name(key) in self._values
 
+    def has_list(self, key: str) -> bool:
+        """Whether the file has this key, with a list of numbers."""
+        return isinstance(self._values.get(self._name(key)), np.ndarray)
+
     def text(self, key: str, default: str | None = None) -> str:
         """A string."""
         value = self._get(key, default)

@@ -27,7 +27,21 @@ rowwise = pytest.importorskip("quire.kernels.cpu.rowwise")
 ROWS = 8
 BLOCK = 16
 RECORDED = ["qwen3-gqa", "llama-gqa-tied", "llama-mqa-biases", "phi3", "mistral-window", "qwen3-moe", "mixtral-window"]
-COMPUTED = ["gemma2", "gpt2", "opt-post-norm", "qwen2-moe", "falcon-40b", "granite"]  # each is partly plain torch
+SPECIAL = [  # with scaled queries or sums, xIELU, groups of experts, gates of heads, shared KV, inputs of layers
+    *("ministral3", "apertus", "glm4-moe-groups", "trinity", "laguna", "cohere2", "nemotron", "granite-moe-shared"),
+    *(
+        "hunyuan",
+        "gemma2",
+        "qwen2-moe",
+        "falcon-40b",
+        "granite",
+        "phi-moe",
+        "smollm3",
+        "gemma4-moe",
+        "gemma4-shared-kv",
+    ),
+]
+COMPUTED = ["gpt2", "opt-post-norm"]  # each is partly plain torch
 
 
 def watched(*, recorded):
@@ -149,6 +163,17 @@ def test_recorded_steps_have_the_bits_of_others(saved, played, kind, dtype):
     assert Script(expected, 1).run(120) == tokens
     assert_alike(watched.logits, plain.logits)
     assert not played
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_every_operation_of_a_block_is_recorded(saved, played, kind):
+    folder = saved(kind)[0]
+    found, watched = driver_of(folder, recorded=True, dtype="bfloat16")
+    tokens = Script(found, 6).run(30)
+    assert len(played) > 10
+    expected, plain = driver_of(folder, recorded=False, dtype="bfloat16")
+    assert Script(expected, 6).run(30) == tokens
+    assert_alike(watched.logits, plain.logits)
 
 
 @pytest.mark.parametrize("options", [{"block_size": 32}, {"num_groups": 2}, {"max_model_len": 249}])

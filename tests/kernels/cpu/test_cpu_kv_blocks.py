@@ -46,7 +46,7 @@ def test_new_memory_is_poisoned_here():
 def groups(draw):
     """A KV group of one to three layers, and a block size."""
     layers, heads = draw(st.integers(1, 3)), draw(st.integers(1, 4))
-    head_dim = draw(st.sampled_from([2, 8, 20, 64, 80, 96, 128]))
+    head_dim = draw(st.sampled_from([2, 8, 20, 64, 80, 96, 128, 512]))
     dtype = draw(st.sampled_from(STORED))
     return kv_group(tuple(range(layers)), heads, head_dim, dtype, NUM_BLOCKS, 1), draw(st.sampled_from([16, 32, 48]))
 
@@ -142,7 +142,7 @@ def test_tokens_are_stored_as_in_the_reference(group, seed, name):
 
 @each_build
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
-@pytest.mark.parametrize("head_dim", [20, 64, 80])
+@pytest.mark.parametrize("head_dim", [20, 64, 80, 512])
 def test_special_heads_are_stored_as_in_the_reference(dtype, head_dim):
     pair = Pair(kv_group((0,), 1, head_dim, dtype, NUM_BLOCKS, 1), 16, 3)
     k = pair.normal(9, 1, head_dim, dtype=torch.float32)

@@ -5,9 +5,10 @@ import torch
 from cpu_kernel_builds import each_with, in_use
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from routing_oracle import MODES, assert_routes, cases
 
 from quire.kernels import reference
-from quire.kernels.contract import ACTIVATIONS
+from quire.kernels.contract import ACTIVATIONS, Routing
 
 _C = pytest.importorskip("quire.kernels.cpu._C", reason="the CPU kernels are not built", exc_type=ImportError)
 cpu = pytest.importorskip("quire.kernels.cpu.products")
@@ -170,20 +171,43 @@ def test_routes_are_those_of_plain_torch(seed, num_tokens, number, dtype, normal
     k = data.draw(st.integers(1, min(number, 8)))
     logits = 3 * normal(seed, num_tokens, number + 3)[:, :number]  # rows with a stride
     logits = logits.argsort(1).to(dtype) / 8 if number < 64 else logits.float()  # no ties
-    ids, weights = cpu.route(logits, k, normalise=normalise)
-    expected_ids, expected = reference.route(logits, k, normalise=normalise)
+    ids, weights = cpu.route(logits, k, Routing(normalise))
+    expected_ids, expected = reference.route(logits, k, Routing(normalise))
     assert torch.equal(ids, expected_ids)
     assert torch.allclose(weights, expected, rtol=1e-5, atol=1e-7)
 
 
+@settings(max_examples=20)
+@given(cases((torch.float32, torch.bfloat16)))
+def test_routes_of_all_modes_are_those_of_loops(case):
+    logits, *rules = case
+    found = cpu.route(*case)
+    assert_routes(found, *case)
+    alone = cpu.route(logits[-1:].clone(), *rules)
+    assert torch.equal(alone[0], found[0][-1:])
+    assert torch.equal(alone[1], found[1][-1:])
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("routing", MODES, ids=str)
+def test_tokens_with_nan_have_different_experts_and_their_mates_have_their_own(routing, biased):
+    logits = normal(0, 12, 24)
+    logits[8, 3], logits[9], logits[10, 2:], logits[11] = torch.nan, torch.nan, torch.nan, -torch.inf
+    bias = normal(1, 24) / 4 if biased else None
+    ids, weights = cpu.route(logits, 3, routing, bias)
+    assert all(len(set(row)) == 3 and set(row) <= set(range(24)) for row in ids.tolist())
+    assert_routes((ids[:8], weights[:8]), logits[:8], 3, routing, bias)
+    assert weights[9].isnan().all()
+
+
 def test_a_token_with_nan_has_experts_and_nan_weights():
     logits = torch.tensor([[1.0, torch.nan, 3.0], [torch.nan] * 3, [-torch.inf] * 3])
-    ids, weights = cpu.route(logits, 2, normalise=True)
+    ids, weights = cpu.route(logits, 2, Routing(normalise=True))
     assert ids[0].tolist() == [2, 0]
     assert sorted(ids[1].tolist()) == sorted(ids[2].tolist()) == [0, 1]
     assert weights[:3].isnan().all()
     with pytest.raises(ValueError, match="4 experts cannot be selected of 3"):
-        cpu.route(logits, 4, normalise=True)
+        cpu.route(logits, 4, Routing(normalise=True))
 
 
 @drawn

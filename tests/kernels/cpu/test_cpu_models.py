@@ -22,7 +22,8 @@ KINDS = [  # one for each variant of a layer
     *("qwen3-gqa", "qwen3-tied", "gemma", "gemma2", "gemma3", "phi3", "olmo2", "granite", "mixtral-window"),
     *("qwen2-moe", "qwen3-moe-sparse-step", "gpt2", "opt-post-norm", "opt-no-bias", "gpt-neox", "falcon-mqa"),
     *("falcon-11b", "falcon-sequential", "phi-qk-norm", "starcoder2", "stablelm", "stablelm-parallel-qk-norm"),
-    *("cohere-qk-norm", "llama-dynamic", "phi3-longrope"),
+    *("cohere-qk-norm", "llama-dynamic", "phi3-longrope", "apertus", "glm4-moe-groups", "laguna"),
+    *("gemma4-moe", "gemma4-shared-kv"),
 ]
 SERVED = {"llama-dynamic": 96}  # positions depend on the longest sequence
 LENGTHS = (1, 5, 16, 17, 31, 33, 48, 70)

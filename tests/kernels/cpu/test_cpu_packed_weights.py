@@ -59,7 +59,8 @@ def assert_packed_alike(checkpoint, dtype):
 def test_weights_of_every_family_are_those_of_the_plain_model(saved, kind, dtype):
     packed = assert_packed_alike(FolderCheckpoint(saved(kind)[0]), dtype)
     layers = [name for name in packed if ".0.attention" in name]
-    assert sorted(layers) == ["layers.0.attention.o.weight", "layers.0.attention.qkv.weight"]
+    gate = ["gate"] if describe(saved(kind)[0]).config.attention_gate else []
+    assert sorted(layers) == [f"layers.0.attention.{name}.weight" for name in [*gate, "o", "qkv"]]
     assert ("head.weight" in packed) != ("embed.weight" in packed)
 
 

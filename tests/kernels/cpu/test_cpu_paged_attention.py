@@ -203,7 +203,7 @@ shapes = st.fixed_dictionaries(
     {
         "kv_heads": st.sampled_from([1, 2, 3]),
         "shared": st.sampled_from([1, 2, 5, 7]),
-        "dim": st.sampled_from([8, 32, 64, 80, 96, 128, 256]),
+        "dim": st.sampled_from([8, 32, 64, 80, 96, 128, 256, 320, 512]),
         "block_size": st.sampled_from([16, 32, 64]),
         "dtype": st.sampled_from(TYPES),
         "compute": st.sampled_from(["float32", "bfloat16"]),
@@ -238,6 +238,21 @@ def test_long_chunks_beside_decode_rows(build, dtype, window):
     _C.set_threads(2)
     spans = [(0, 300), (1299, 1300), (40, 340), (0, 1), (3071, 3072), (1000, 1100)]
     case_of(1, *spans, dtype=dtype, window=window, shared=7, kv_heads=1, dim=32).check()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("dim", "window"), [(328, 0), (384, 20), (512, 0), (512, 60)])
+def test_the_largest_heads(build, dim, window, dtype, strict):
+    """A prompt, a decoding sequence, and a chunk behind a cached prefix."""
+    spans = [(0, 40), (170, 171), (100, 110)]
+    case_of(20, *spans, dtype=dtype, dim=dim, window=window, strict=strict, shared=4, kv_heads=1).check()
+
+
+def test_layers_of_different_heads_take_turns(build):
+    _C.set_threads(2)
+    for dim in (256, 512, 256):
+        case_of(21, (1200, 1201), (0, 33), dim=dim, kv_heads=512 // dim, shared=2).check()
 
 
 @pytest.mark.parametrize("dtype", TYPES)

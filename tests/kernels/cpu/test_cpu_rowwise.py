@@ -41,6 +41,17 @@ def close(result, expected, atol=1e-6):
     torch.testing.assert_close(result.float(), expected, rtol=rtol, atol=atol)
 
 
+XIELU = [(0.8, 0.8, 0.5, -1e-6), (-1.3, 2.0, 0.25, -0.1), (3.0, -4.0, 0.0, 0.0)]  # a, b, beta and eps
+
+
+def exact_xielu(x, parameters):
+    """xIELU in float64."""
+    a, b, beta, eps = parameters.double()
+    x, softplus = x.double(), torch.nn.functional.softplus
+    below = (beta + softplus(b)) * (torch.expm1(x.minimum(eps)) - x)
+    return torch.where(x > 0, softplus(a) * x**2, below) + beta * x
+
+
 def heads_of_product(x):
     """The same numbers as views of a wider product: (num_tokens, heads, head_dim) with gaps between tokens."""
     wide = torch.full((x.shape[0], x.shape[1] + 3, x.shape[2]), torch.nan, dtype=x.dtype)
@@ -119,6 +130,63 @@ def test_nan_stays_nan(activation, dtype):
 
 
 @drawn
+@given(SEEDS, st.integers(1, 20), WIDTHS, st.sampled_from(DTYPES), st.sampled_from(XIELU))
+def test_xielu_is_that_of_float64(seed, rows, size, dtype, parameters):
+    x, parameters = 3 * normal(seed, rows, size, dtype=dtype), torch.tensor(parameters)
+    found = cpu.xielu(x, parameters)
+    close(found, exact_xielu(x, parameters).float())
+    assert torch.equal(found, cpu.xielu(x.float(), parameters).to(dtype)), "rounded once"
+    assert torch.equal(cpu.xielu(torch.cat((x, x), 1)[:, :size], parameters), found)
+
+
+@pytest.mark.parametrize("parameters", XIELU)
+def test_xielu_is_precise_far_out_and_near_zero(parameters):
+    x = torch.cat((torch.linspace(-30, 12, 4001), torch.logspace(-20, 0, 500), -torch.logspace(-20, 0, 500)))
+    parameters = torch.tensor(parameters)
+    found = cpu.xielu(x, parameters)
+    torch.testing.assert_close(found, exact_xielu(x, parameters).float(), rtol=5e-6, atol=1e-7)
+    assert cpu.xielu(torch.tensor([1.0, torch.nan, -1]), parameters).isnan().tolist() == [False, True, False]
+
+
+@drawn
+@given(SEEDS, st.integers(1, 40), st.sampled_from([1, 2, 5]), WIDTHS, st.sampled_from(DTYPES), st.booleans(), st.data())
+def test_products_with_factors_and_sums_are_rounded_once(seed, rows, parts, size, dtype, wide_factors, data):
+    x, addend = (normal(seed + i, rows, parts * size, dtype=dtype) for i in range(2))
+    table = normal(seed + 2, rows, parts, dtype=torch.float32 if wide_factors else dtype)
+    factors = data.draw(st.sampled_from([table, -0.37, 1.0]))
+    wide = torch.cat((x, addend), 1)  # views of wider rows
+    view, addend_view = wide[:, : parts * size], wide[:, parts * size :]
+    for given_addend, its_view in ((None, None), (addend, addend_view)):
+        found = cpu.multiply_add(view, factors, its_view)
+        wide_addend = None if given_addend is None else given_addend.float()
+        in_floats = factors.float() if isinstance(factors, torch.Tensor) else factors
+        close(found, reference.multiply_add(x.float(), in_floats, wide_addend), atol=3e-6)
+        assert torch.equal(found, cpu.multiply_add(x.float(), in_floats, wide_addend).to(dtype))
+
+
+@drawn
+@given(SEEDS, st.integers(1, 40), WIDTHS, st.sampled_from(DTYPES))
+def test_numbers_are_widened_as_they_are(seed, rows, size, dtype):
+    x = normal(seed, rows, size + 3, dtype=dtype)[:, 1:-2]
+    found = cpu.widen(x)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, x.float())
+
+
+@drawn
+@given(SEEDS, st.integers(1, 20), st.integers(1, 5), st.integers(1, 70), st.sampled_from(DTYPES), st.data())
+def test_heads_are_rotated_as_in_the_reference(seed, rows, heads, size, dtype, data):
+    x = normal(seed, rows, heads, size, dtype=dtype)
+    half = data.draw(st.integers(0, size // 2))
+    angles = 3 * normal(seed + 1, rows, half)
+    rotation = angles.cos(), angles.sin()
+    found = cpu.rotate(heads_of_product(x), rotation)
+    close(found, reference.rotate(x.float(), rotation))
+    assert torch.equal(found, cpu.rotate(x.float(), rotation).to(dtype))
+    assert torch.equal(found[..., 2 * half :], x[..., 2 * half :])
+
+
+@drawn
 @given(SEEDS, st.integers(1, 40), st.integers(1, 70), st.sampled_from([1.0, 1.37]))
 def test_rotations_are_those_of_exact_cosines(seed, rows, half, magnitude):
     random = np.random.default_rng(seed)
@@ -159,6 +227,10 @@ def test_a_row_has_the_same_bits_alone_and_in_company(seed, rows, size, dtype, d
         lambda x: cpu.gate(x, activation),
         lambda x: cpu.activate(x, activation),
         lambda x: cpu.rotation((1e4 * x[:, 0].abs()).long(), weight.float().abs(), 1.0)[0],
+        lambda x: cpu.xielu(x, torch.tensor(XIELU[0])),
+        lambda x: cpu.multiply_add(x, x[:, -2:], x.flip(1)),
+        lambda x: cpu.widen(x),
+        lambda x: cpu.rotate(x.view(len(x), 2, size), (x[:, : size // 2].float(), x.flip(1)[:, : size // 2].float())),
     ]
     for function in functions:
         assert torch.equal(function(x)[one : one + 1], function(x[one : one + 1].clone()))
@@ -170,6 +242,8 @@ def test_a_number_has_the_same_bits_wherever_it_stands(seed, size, before, dtype
     x = 4 * normal(seed, size, dtype=dtype)
     moved = torch.cat((torch.ones(before, dtype=dtype), x))
     assert torch.equal(cpu.activate(moved, activation)[before:], cpu.activate(x, activation))
+    parameters = torch.tensor(XIELU[0])
+    assert torch.equal(cpu.xielu(moved, parameters)[before:], cpu.xielu(x, parameters))
     cos, _ = cpu.rotation(torch.tensor([12345]), moved.float().abs(), 1.0)
     assert torch.equal(cos[:, before:], cpu.rotation(torch.tensor([12345]), x.float().abs(), 1.0)[0])
 
@@ -177,5 +251,21 @@ def test_a_number_has_the_same_bits_wherever_it_stands(seed, size, before, dtype
 def test_shapes_and_types_that_do_not_match_are_refused():
     with pytest.raises(TypeError, match="float16"):
         cpu.activate(torch.zeros(3, dtype=torch.float16), "silu")
-    with pytest.raises(ValueError, match="do not match"):
-        cpu.add_rms_norm(torch.zeros(2, 3), torch.zeros(3, 3), torch.ones(3), 1e-5)
+    x = torch.zeros(2, 6)
+    for call in (
+        lambda: cpu.add_rms_norm(x, torch.zeros(3, 6), torch.ones(6), 1e-5),
+        lambda: cpu.multiply_add(x, torch.zeros(3, 1)),
+        lambda: cpu.multiply_add(x, torch.zeros(2, 4)),
+        lambda: cpu.multiply_add(x, torch.zeros(2, 1, dtype=torch.bfloat16)),
+        lambda: cpu.multiply_add(x, 2.0, torch.zeros(2, 5)),
+        lambda: cpu.multiply_add(x, 2.0, x.bfloat16()),
+        lambda: cpu.rotate(x.view(2, 1, 6), (torch.zeros(3, 2), torch.zeros(3, 2))),
+        lambda: cpu.rotate(x.view(2, 1, 6), (torch.zeros(2, 2), torch.zeros(2, 3))),
+        lambda: cpu.rotate(x.view(2, 1, 6), (torch.zeros(2, 4), torch.zeros(2, 4))),
+    ):
+        with pytest.raises(ValueError, match="do not match"):
+            call()
+    half = torch.zeros(2, 6, dtype=torch.float16)
+    for call in (lambda: cpu.xielu(half, torch.zeros(4)), lambda: cpu.widen(half), lambda: cpu.multiply_add(half, 2.0)):
+        with pytest.raises(TypeError, match="float16"):
+            call()

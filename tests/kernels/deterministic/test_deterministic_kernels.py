@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_groups import kv_group
 
-from quire.kernels.contract import ACTIVATIONS, Batch
+from quire.kernels.contract import ACTIVATIONS, Batch, Routing
 from quire.kernels.deterministic import DETERMINISTIC, tiled
 from quire.kernels.deterministic import rowwise as deterministic_rows
 from quire.kernels.exact import (
@@ -77,11 +77,23 @@ def rowwise(width, dtype):
             kernels.rotary(q, q[:, :1], *(f(x[:, :1].float() * angles) for f in (torch.cos, torch.sin))), 1
         )
 
+    def turned(kernels, x):
+        both = x[:, :1].float() * angles
+        return kernels.rotate(x.view(len(x), 3, -1), (both.cos(), both.sin()))
+
+    def selected(kernels, x):
+        grouped = Routing(normalise=True, score="sigmoid", scale=2.5, num_groups=3, top_groups=2)
+        return torch.cat(kernels.route(x[:, :6].float(), 3, grouped, bias[:6].float()), 1)
+
     functions = {
         "linear": lambda kernels, x: kernels.linear(x, square),
         "linear with bias": lambda kernels, x: kernels.linear(x, square, randn(width + 5, seed=7, dtype=dtype)),
         "experts": routed,
         "rotary": rotated,
+        "rotate": turned,
+        "route": selected,
+        "xielu": lambda kernels, x: kernels.xielu(x, torch.tensor([0.8, 0.8, 0.5, -1e-6])),
+        "multiply_add": lambda kernels, x: kernels.multiply_add(x, x[:, :3], x.flip(-1)),
         "rms_norm": lambda kernels, x: kernels.rms_norm(x, weight, 1e-6),
         "rms_norm in float32": lambda kernels, x: kernels.rms_norm(x, weight.float() + 1, 1e-6),
         "add_rms_norm": lambda kernels, x: torch.cat(kernels.add_rms_norm(x, x.flip(-1), weight, 1e-6), 1),
@@ -335,6 +347,17 @@ def test_attention_equals_loops(seed, spans, kv_heads, shared, block_size, windo
         found = sequences.attend([(row, stop - spans[row][1], stop) for row, stop in enumerate(stops)], softcap)
         for span, out in found.items():
             np.testing.assert_allclose(out, sequences.naive(*span, softcap), atol=2e-5)
+
+
+@pytest.mark.parametrize(("dim", "window"), [(300, 0), (512, 0), (512, 5)])
+def test_attention_of_the_largest_heads(dim, window):
+    """Heads of more than TERMS numbers, which one exact sum does not hold."""
+    assert dim > TERMS
+    whole, cut = (Sequences(3, [20], kv_heads=1, dim=dim, window=window) for _ in range(2))
+    found = whole.attend([(0, 0, 20)])[0, 0, 20]
+    np.testing.assert_allclose(found, whole.naive(0, 0, 20, 0.0), atol=2e-5)
+    parts = [cut.attend([(0, start, start + 5)])[0, start, start + 5] for start in range(0, 20, 5)]
+    assert torch.equal(torch.cat(parts), found)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -36,10 +36,10 @@ def test_the_rounding_error_of_quantized_kv_is_at_most_half_a_step(dtype):
     assert (lost > 0.2 * steps).any(), "so little is lost that this says nothing"
 
 
-SIZES = [2, 16, 32, 48, 64, 80, 96, 128, 224, 256]
+SIZES = [2, 16, 32, 48, 64, 80, 96, 128, 224, 256, 512]
 
 
-@pytest.mark.parametrize("size", [32, 64, 96, 224, 256])
+@pytest.mark.parametrize("size", [32, 64, 96, 224, 256, 512])
 def test_the_rotation_is_a_symmetric_orthogonal_matrix(size):
     matrix = hadamard(torch.eye(size, dtype=torch.float64))
     torch.testing.assert_close(matrix, matrix.T)

@@ -6,11 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from routing_oracle import MODES, assert_routes, cases
 from triton_device import DEVICE
 from triton_random_tensors import DTYPES, ROUNDING, SEEDS, drawn, normal, poisoned_empty, weight_of
 
 from quire.kernels import reference
-from quire.kernels.contract import ACTIVATIONS
+from quire.kernels.contract import ACTIVATIONS, Routing
 
 pytest.importorskip("triton")
 experts = pytest.importorskip("quire.kernels.triton.experts")
@@ -40,27 +41,55 @@ def picks(seed, num_tokens, num_experts, k):
 def test_chosen_experts_are_the_largest_and_weighed_by_a_softmax(seed, num_tokens, num_experts, dtype, normalise, data):
     k = data.draw(st.integers(1, min(8, num_experts)))
     logits = normal(seed, num_tokens, 2 * num_experts, dtype=dtype)[:, :num_experts]
-    ids, weights = routing.route(logits, k, normalise=normalise)
+    ids, weights = routing.route(logits, k, Routing(normalise))
     assert (ids.dtype, weights.dtype, ids.shape) == (torch.int64, torch.float32, (num_tokens, k))
-    expected, shares = reference.route(logits.cpu(), k, normalise=normalise)
+    expected, shares = reference.route(logits.cpu(), k, Routing(normalise))
     torch.testing.assert_close(weights.cpu(), shares, rtol=1e-5, atol=1e-7)
     chosen = logits.gather(1, ids).cpu()
     assert torch.equal(chosen, logits.cpu().gather(1, expected)), "equal logits may stand for one another"
     assert all(len(set(row)) == k for row in ids.tolist())
-    alone = routing.route(logits[-1:], k, normalise=normalise)
+    alone = routing.route(logits[-1:], k, Routing(normalise))
     assert torch.equal(alone[0], ids[-1:]) and torch.equal(alone[1], weights[-1:])
+
+
+def on_device(logits, k, rules, *factors):
+    moved = [None if one is None else one.to(DEVICE) for one in factors]
+    ids, weights = routing.route(logits.to(DEVICE), k, rules, *moved)
+    return ids.cpu(), weights.cpu()
+
+
+@settings(drawn, max_examples=12)
+@given(cases(tuple(ROUNDING)))
+def test_routes_of_all_modes_are_those_of_loops(case):
+    logits, *rules = case
+    found = on_device(*case)
+    assert_routes(found, *case)
+    alone = on_device(logits[-1:].clone(), *rules)
+    assert torch.equal(alone[0], found[0][-1:]) and torch.equal(alone[1], found[1][-1:])
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("rules", MODES, ids=str)
+def test_tokens_with_nan_have_different_experts_and_their_mates_have_their_own(rules):
+    logits, bias = normal(0, 12, 24).cpu(), normal(1, 24).cpu() / 4
+    logits[8, 3], logits[9], logits[10, 2:], logits[11] = torch.nan, torch.nan, torch.nan, -torch.inf
+    for some in (None, bias):
+        ids, weights = on_device(logits, 3, rules, some)
+        assert all(len(set(row)) == 3 and set(row) <= set(range(24)) for row in ids.tolist())
+        assert_routes((ids[:8], weights[:8]), logits[:8], 3, rules, some)
+        assert weights[9].isnan().all()
 
 
 def test_of_equal_logits_the_first_are_chosen():
     logits = torch.tensor([[1.0, 2, 2, 1, 2, 0], [0, -0.0, 0, -0.0, -1, -1]], device=DEVICE)
-    assert routing.route(logits, 4, normalise=False)[0].tolist() == [[1, 2, 4, 0], [0, 1, 2, 3]]
+    assert routing.route(logits, 4, Routing(normalise=False))[0].tolist() == [[1, 2, 4, 0], [0, 1, 2, 3]]
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
 def test_a_row_of_nan_or_infinity_has_experts_and_its_mates_have_their_own():
     nan, inf = torch.nan, torch.inf
     rows = [[1.0, nan, 2, 3], [0.5, 0.25, -1, -2], [-inf] * 4, [inf, 0, inf, 1], [-inf, -3, -inf, -4]]
-    ids, weights = routing.route(torch.tensor(rows, device=DEVICE), 3, normalise=True)
+    ids, weights = routing.route(torch.tensor(rows, device=DEVICE), 3, Routing(normalise=True))
     assert all(len(set(row)) == 3 and set(row) < set(range(4)) for row in ids.tolist())
     assert weights[[0, 2, 3]].isnan().any(1).all()
     torch.testing.assert_close(weights[1].cpu(), torch.tensor([0.5, 0.25, -1]).softmax(0), rtol=1e-5, atol=1e-7)
@@ -144,7 +173,7 @@ def test_numbers_of_experts_of_real_models(num_experts, k, hidden, normalise, st
     up = weight_of(1, num_experts, 2 * inner, hidden, dtype=torch.bfloat16)
     down = weight_of(2, num_experts, hidden, inner, dtype=torch.bfloat16)
     logits = products.linear(x, weight_of(3, num_experts, hidden, dtype=torch.bfloat16), None, deterministic=strict)
-    ids, weights = routing.route(logits, k, normalise=normalise)
+    ids, weights = routing.route(logits, k, Routing(normalise))
     assert_mixed(
         experts.experts(x, ids, weights, up, down, "silu", deterministic=strict), x, ids, weights, up, down, "silu"
     )
@@ -263,4 +292,4 @@ def test_no_tokens_give_no_rows():
     x, none = torch.zeros(0, 64, device=DEVICE), torch.zeros(0, 2, dtype=torch.int64, device=DEVICE)
     up, down = weight_of(1, 3, 40, 64, dtype=torch.float32), weight_of(2, 3, 64, 20, dtype=torch.float32)
     assert experts.experts(x, none, none.float(), up, down, "silu", deterministic=False).shape == (0, 64)
-    assert routing.route(torch.zeros(0, 3, device=DEVICE), 2, normalise=True)[0].shape == (0, 2)
+    assert routing.route(torch.zeros(0, 3, device=DEVICE), 2, Routing(normalise=True))[0].shape == (0, 2)

@@ -10,7 +10,7 @@ from triton_device import DEVICE
 from triton_kernel_pairs import Pair, group_of
 
 from quire.kernels import reference
-from quire.kernels.contract import Batch
+from quire.kernels.contract import Batch, Routing
 from quire.kernels.triton import attention as module
 from quire.kernels.triton import blocks
 from quire.kernels.triton.deterministic import TRITON_DETERMINISTIC as deterministic
@@ -18,8 +18,8 @@ from quire.kernels.triton.kernels import TRITON as kernels
 
 # head_dim, heads per KV head, tokens per block. Each head size and each ratio occurs with both block sizes.
 HEADS = [(64, 1, 16), (64, 8, 32), (80, 4, 16), (80, 1, 32), (96, 8, 16), (96, 4, 32), (128, 4, 16), (128, 8, 32)]
-HEADS += [(256, 1, 16), (256, 4, 32)]
-IN_8_BITS = {64: "fp8_e4m3", 128: "int8"}
+HEADS += [(256, 1, 16), (256, 4, 32), (512, 1, 16), (512, 8, 32)]
+IN_8_BITS = {64: "fp8_e4m3", 128: "int8", 512: "fp8_e4m3"}
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +71,7 @@ def every_kernel(kernels, random):
 
     x, weight, logits = normal(9, 64), normal(64), normal(9, 4)
     up, down = normal(4, 32, 64), normal(4, 64, 16)
-    ids, shares = kernels.route(logits, 2, normalise=True)
+    ids, shares = kernels.route(logits, 2, Routing(normalise=True))
     yield from (ids, shares, kernels.experts(x, ids, shares, up, down, "silu"))
     yield kernels.linear(x, normal(48, 64), normal(48))
     yield kernels.gated_linear(x, normal(48, 64), None, "silu")

@@ -136,7 +136,8 @@ def test_ladder_sizes_hold_what_they_are_asked_for():
             (9, 0),
             "its groups have at most 64 columns of int4, or a multiple of 128, not 96",
         ),
-        ({"head_dims": (64, 512)}, (9, 0), "heads of 512 are larger than 256"),
+        ({"head_dims": (256, 512)}, (9, 0), None),
+        ({"head_dims": (256, 640)}, (9, 0), "heads of 640 are larger than 512"),
     ],
 )
 def test_unsupported_devices_and_types_are_refused_before_weights_are_loaded(monkeypatch, row_params, capability, why):

@@ -74,10 +74,25 @@ def test_every_type_of_keys_and_values(dtype, stored):
     Case(1, [(60, 61), (0, 33), (17, 20)], kv_heads=1, shared=4, dtype=dtype, stored=stored).check()
 
 
-@pytest.mark.parametrize("dim", [20, 64, 80, 128, 256])
+@pytest.mark.parametrize("dim", [20, 64, 80, 128, 256, 320, 512])
 @pytest.mark.parametrize("stored", [None, "fp8_e4m3"])
 def test_every_size_of_heads(dim, stored):
     Case(2, [(40, 41), (20, 39)], kv_heads=2, shared=1, dim=dim, stored=stored).check()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stored", [None, "int8"])
+@pytest.mark.parametrize("window", [0, 30])
+def test_the_largest_heads(window, stored, dtype):
+    """A decoding sequence, and a prompt that is cut into large tiles."""
+    case = Case(15, [(60, 61), (0, 40)], kv_heads=1, shared=4, dim=512, window=window, stored=stored, dtype=dtype)
+    case.check()
+    case.check(strict=True)
+
+
+def test_layers_of_different_heads_take_turns():
+    for dim in (256, 512, 256):
+        Case(16, [(40, 41), (20, 34)], kv_heads=512 // dim, shared=2, dim=dim, dtype="bfloat16").check()
 
 
 @pytest.mark.parametrize("shared", [1, 3, 4, 7, 8, 20])

@@ -15,12 +15,22 @@ from quire.kernels.reference.rowwise import gate
 
 pytest.importorskip("triton")
 rowwise = pytest.importorskip("quire.kernels.triton.rowwise")
+writing = pytest.importorskip("quire.kernels.triton.writing")
 
 ROUNDING = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}  # largest relative error
 DTYPES = st.sampled_from(tuple(ROUNDING))
 SIZES = st.sampled_from([1, 3, 16, 20, 64, 100, 128, 896, 1000])
 SEEDS = st.integers(0, 2**32 - 1)
+XIELU = [(0.8, 0.8, 0.5, -1e-6), (-1.3, 2.0, 0.25, -0.1), (3.0, -4.0, 0.0, 0.0)]  # a, b, beta and eps
 drawn = settings(deadline=None, max_examples=8)
+
+
+def exact_xielu(x, parameters):
+    """xIELU in float64."""
+    a, b, beta, eps = parameters.double()
+    x, softplus = x.double(), torch.nn.functional.softplus
+    below = (beta + softplus(b)) * (torch.expm1(x.minimum(eps)) - x)
+    return torch.where(x > 0, softplus(a) * x**2, below) + beta * x
 
 
 def _poisoned(*args, make=torch.empty, **kwargs):
@@ -172,6 +182,56 @@ def test_nan_stays_nan(activation, dtype):
 
 
 @drawn
+@given(SEEDS, st.integers(1, 12), st.sampled_from([1, 20, 1000, 1500]), DTYPES, st.sampled_from(XIELU))
+def test_xielu_is_that_of_float64(seed, rows, size, dtype, parameters):
+    x, parameters = 3 * normal(seed, rows, size, dtype=dtype), torch.tensor(parameters, device=DEVICE)
+    found = rowwise.xielu(x, parameters)
+    close(found, exact_xielu(x, parameters))
+    assert torch.equal(found, rowwise.xielu(x.float(), parameters).to(dtype)), "rounded once"
+    assert torch.equal(rowwise.xielu(torch.cat((x, x), 1)[:, :size], parameters), found)
+
+
+@pytest.mark.parametrize("parameters", XIELU)
+def test_xielu_is_precise_far_out_and_near_zero(parameters):
+    small = torch.logspace(-20, 0, 500)
+    x, parameters = torch.cat((torch.linspace(-30, 12, 4001), small, -small)).to(DEVICE), torch.tensor(parameters)
+    found = rowwise.xielu(x, parameters.to(DEVICE))
+    torch.testing.assert_close(found.cpu(), exact_xielu(x.cpu(), parameters).float(), rtol=5e-6, atol=1e-7)
+    some = torch.tensor([1.0, torch.nan, -1], device=DEVICE)
+    assert rowwise.xielu(some, parameters.to(DEVICE)).isnan().tolist() == [False, True, False]
+
+
+@drawn
+@given(SEEDS, st.integers(1, 12), st.sampled_from([1, 2, 5]), SIZES, DTYPES, st.booleans(), st.data())
+def test_products_with_factors_and_sums_are_rounded_once(seed, rows, parts, size, dtype, wide_factors, data):
+    x, addend = (normal(seed + i, rows, parts * size, dtype=dtype) for i in range(2))
+    table = normal(seed + 2, rows, parts, dtype=torch.float32 if wide_factors else dtype)
+    factors = data.draw(st.sampled_from([table, -0.37, 1.0]))
+    wide = torch.cat((x, addend), 1)  # views of wider rows
+    view, addend_view = wide[:, : parts * size], wide[:, parts * size :]
+    for given_addend, its_view in ((None, None), (addend, addend_view)):
+        found = rowwise.multiply_add(view, factors, its_view)
+        assert found.dtype == dtype
+        exact_addend = None if given_addend is None else given_addend.float()
+        in_floats = factors.float() if isinstance(factors, torch.Tensor) else factors
+        close(found, reference.multiply_add(x.float(), in_floats, exact_addend), atol=3e-6)
+        assert torch.equal(found, rowwise.multiply_add(x.float(), in_floats, exact_addend).to(dtype))
+
+
+@drawn
+@given(SEEDS, st.integers(1, 9), st.integers(1, 9), st.integers(1, 70), DTYPES, st.data())
+def test_heads_are_rotated_as_in_the_reference(seed, rows, heads, size, dtype, data):
+    x = normal(seed, rows, heads, size, dtype=dtype)
+    half = data.draw(st.integers(0, size // 2))
+    angles = 3 * normal(seed + 1, rows, half)
+    rotation = angles.cos(), angles.sin()
+    found = writing.rotate(heads_of_product(x), rotation)
+    close(found, reference.rotate(x.float(), rotation), atol=2e-6)
+    assert torch.equal(found, writing.rotate(x.float(), rotation).to(dtype))
+    assert torch.equal(found[..., 2 * half :], x[..., 2 * half :])
+
+
+@drawn
 @given(SEEDS, st.integers(1, 40), st.integers(1, 70), st.sampled_from([1.0, 1.37]))
 def test_rotations_are_those_of_exact_cosines(seed, rows, half, magnitude):
     random = np.random.default_rng(seed)
@@ -214,12 +274,31 @@ def test_a_row_has_the_same_bits_alone_and_in_company(seed, rows, size, dtype, d
         assert torch.equal(function(x[one:].clone()), together[one:])
 
 
+@settings(drawn, max_examples=4)
+@given(SEEDS, st.integers(2, 9), SIZES, DTYPES, st.data())
+def test_a_row_of_heads_or_parts_has_the_same_bits_alone_and_in_company(seed, rows, size, dtype, data):
+    x, half = 4 * normal(seed, rows, 2 * size, dtype=dtype), size // 2
+    one = data.draw(st.integers(0, rows - 1))
+    for function in (
+        lambda x: rowwise.xielu(x, torch.tensor(XIELU[0], device=DEVICE)),
+        lambda x: rowwise.multiply_add(x, x[:, -2:], x.flip(1)),
+        lambda x: writing.rotate(x.view(len(x), 2, size), (x[:, :half].float(), x.flip(1)[:, :half].float())),
+    ):
+        together = function(x)
+        assert torch.equal(function(x[one : one + 1].clone()), together[one : one + 1])
+        assert torch.equal(function(x[one:].clone()), together[one:])
+
+
 def test_no_rows_give_no_rows():
     x, weight = torch.zeros(0, 20, device=DEVICE), torch.ones(20, device=DEVICE)
     assert rowwise.rms_norm(x, weight, 1e-5).shape == (0, 20)
     assert rowwise.layer_norm(x, weight, None, 1e-5).shape == (0, 20)
     assert rowwise.gate(x, "silu").shape == (0, 10)
     assert rowwise.activate(x, "silu").shape == (0, 20)
+    assert rowwise.xielu(x, torch.zeros(4, device=DEVICE)).shape == (0, 20)
+    assert rowwise.multiply_add(x, 2.0, x).shape == (0, 20)
+    none = torch.zeros(0, 5, device=DEVICE)
+    assert writing.rotate(x.view(0, 2, 10), (none, none)).shape == (0, 2, 10)
 
 
 def test_shapes_and_types_that_do_not_match_are_refused():
@@ -227,6 +306,9 @@ def test_shapes_and_types_that_do_not_match_are_refused():
     for other in (torch.zeros(3, 4, device=DEVICE), x.half()):
         with pytest.raises(ValueError, match="do not match"):
             rowwise.add_rms_norm(x, other, torch.ones(4, device=DEVICE), 1e-5)
+    for cos, sin in ((3, 2), (3, 2)), ((2, 1), (2, 2)), ((2, 2), (2, 2)):
+        with pytest.raises(ValueError, match="do not match"):
+            writing.rotate(torch.zeros(2, 3, 3), (torch.zeros(cos), torch.zeros(sin)))
     for function in (rowwise.activate, rowwise.gate):
         with pytest.raises(ValueError, match="'swish' is not one of silu, "):
             function(x, "swish")

@@ -37,23 +37,36 @@ REASONING = {
     "granite": ("granite", "<think>", "</think>"),
     "mistral": ("mistral", "[THINK]", "[/THINK]"),
     "mistral_v11": ("mistral", "[THINK]", "[/THINK]"),
+    "gemma4": ("gemma4", "<|channel>thought\n", "<channel|>"),
+    "cohere_command3": ("cohere_command3", "<|START_THINKING|>", "<|END_THINKING|>"),
+    "cohere_command4": ("cohere_command4", "<|START_THINKING|>", "<|END_THINKING|>"),
     "seed_oss": ("seed_oss", "<seed:think>", "</seed:think>"),
     "openai": ("openai_gptoss", "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
 }
 QWEN3 = ("qwen3", "<think>\n", "\n</think>\n\n")
 # Tags of single arguments. They are text in the tokenizers of their families: a constraint writes arguments as text.
 ARGUMENT_TAGS = {"</parameter>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"}
-HEADERS = {  # of gpt-oss, before an answer and around a text before a call
-    "answer": "<|channel|>final<|message|>",
-    "text": ("<|channel|>commentary<|message|>", "<|end|><|start|>assistant"),
+# Texts around an answer, and around a text before a call.
+RESPONSE, TEXT_TAGS = ("<|START_RESPONSE|>", "<|END_RESPONSE|>"), ("<|START_TEXT|>", "<|END_TEXT|>")
+AROUND = {
+    "openai": (("<|channel|>final<|message|>", ""), ("<|channel|>commentary<|message|>", "<|end|><|start|>assistant")),
+    "cohere_command3": (RESPONSE, RESPONSE),
+    "cohere_command4": (TEXT_TAGS, TEXT_TAGS),
 }
+# Each family with tags that are bytes and special tokens. Those that differ from others in tags have special tokens.
+CASES = [
+    (format, tags)
+    for format in sorted(WRITE)
+    for tags in ("bytes", "special")
+    if tags == "special" or format in WRITERS
+]
 
 
 def scripts_of(format):
     """What a model of a family says: reasoning before an answer, before a call, and with both."""
     _, begin, end = REASONING.get(format, QWEN3)
-    before, behind = HEADERS["text"] if format == "openai" else ("", "\n")
-    answer = HEADERS["answer"] + TEXT if format == "openai" else TEXT
+    around, (before, behind) = AROUND.get(format, (("", ""), ("", "\n")))
+    answer = TEXT.join(around)
     call = WRITE[format]([CALL])
     return {
         "answer": Script(f"{begin}{THOUGHT}{end}{answer}"),
@@ -67,8 +80,7 @@ def test_each_format_has_a_writer():
     assert {REASONING.get(name, QWEN3)[0] for name in WRITE} == {one.parser for one in REASONING_FORMATS.values()}
 
 
-@pytest.mark.parametrize("tags", ["bytes", "special"])
-@pytest.mark.parametrize("format", sorted(WRITE))
+@pytest.mark.parametrize(("format", "tags"), CASES)
 def test_reasoning_text_and_calls_come_out_apart(tmp_path, format, tags):
     reasoning, *_ = REASONING.get(format, QWEN3)
     special = chat_format(None, format, reasoning).special_tokens - ARGUMENT_TAGS if tags == "special" else ()

@@ -4,7 +4,7 @@
 
 namespace quire::ISA {
 
-enum class Activation { silu, gelu, gelu_tanh, relu, relu2, sigmoid, tanh };
+enum class Activation { silu, gelu, gelu_tanh, relu, relu2, sigmoid, tanh, softplus };
 
 // x as it would be read back after it was stored as T.
 template <class T>
@@ -46,6 +46,20 @@ INLINE Vec normal_below(Vec x) {
   return select(x > 0.0f, splat(1.0f) - tail, tail);
 }
 
+// log(1 + e^x): max(x, 0) + log(1 + e^-|x|), whose logarithm is 2 atanh(z / (z + 2)) with z up to 1. NaN stays NaN.
+INLINE Vec softplus(Vec x) {
+  Vec z = exp(-vmax(x, -x));
+  Vec s = z / (z + splat(2.0f)), t = s * s;
+  Vec p = splat(1.0f / 13);
+  p = fma(p, t, splat(1.0f / 11));
+  p = fma(p, t, splat(1.0f / 9));
+  p = fma(p, t, splat(1.0f / 7));
+  p = fma(p, t, splat(1.0f / 5));
+  p = fma(p, t, splat(1.0f / 3));
+  p = fma(p, t, splat(1.0f));
+  return fma(s + s, p, vmax(Vec{}, x));
+}
+
 INLINE Vec activate(Activation kind, Vec x) {
   switch (kind) {
     case Activation::silu:
@@ -62,6 +76,8 @@ INLINE Vec activate(Activation kind, Vec x) {
       return select(x == x, sigmoid(x), x);
     case Activation::tanh:
       return hyperbolic_tangent(x);
+    case Activation::softplus:
+      return softplus(x);
   }
   return x;
 }

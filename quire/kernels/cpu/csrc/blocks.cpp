@@ -305,9 +305,7 @@ struct Tokens {
   const float *cos, *sin;
   int64_t half;
 };
-}  // namespace
 
-namespace {
 template <class K>
 struct Scratch {
   K* rows;         // [16][row]
@@ -419,6 +417,17 @@ static void rotary_write_to(const Arg* a, const Team& team) {
   auto q = (const T*)a[0].data;
   if (q) rotate_heads(q, a[14].integer, (T*)a[5].data, all.cos, all.sin, all.half, tokens, heads, layout.dim, team);
   store_step(all, slots, (K*)a[7].data, layer, layout, team);
+}
+
+template <class T>
+static void rotate_of(const Arg* a, const Team& team) {
+  rotate_heads((const T*)a[0].data, a[8].integer, (T*)a[3].data, (const float*)a[1].data, (const float*)a[2].data,
+               a[9].integer, a[5].integer, a[6].integer, a[7].integer, team);
+}
+
+// x, cos, sin, out (contiguous), dtype, num_tokens, heads, head_dim, token stride of x, rotary_dim / 2
+void rotate(const Arg* a, const Team& team) {
+  return a[4].integer ? rotate_of<bf16>(a, team) : rotate_of<float>(a, team);
 }
 
 template <class T>

@@ -8,51 +8,113 @@
 
 namespace quire::ISA {
 
-// The k experts of a token with the largest logits, the largest first, and their softmax over all logits. NaN counts as
-// the smallest, and makes all weights NaN.
-template <class T>
-static void route_token(const T* logits, int64_t experts, int64_t k, bool normalise, float* values, int64_t* ids,
-                        float* weights) {
+// How experts are selected: see Routing in the contract.
+struct Router {
+  int64_t experts, k, groups, top_groups;
+  bool normalise, has_sigmoids, is_mixer;
+  float scale, jitter;
+  const float *bias, *scales;  // of experts, or null
+};
+
+// Scores of all experts: sigmoids, or the exponentials of a softmax, whose sum is returned. NaN stays NaN.
+static float score(const Router& r, const float* logits, float* scores) {
   Vec most = splat(-INFINITY), total{};
-  for (int64_t i = 0; i < experts; i++) values[i] = to_float(logits[i]);
-  for (int64_t i = 0; i < experts; i++) most = vmax(splat(values[i]), most);
-  for (int64_t j = 0; j < k; j++) {
+  for (int64_t i = 0; i < r.experts; i++) most = vmax(splat(logits[i]), most);
+  for (int64_t i = 0; i < r.experts; i++) {
+    alignas(64) float all[LANES];
+    Vec x = splat(logits[i]);
+    Vec e = logits[i] != logits[i] ? x : r.has_sigmoids ? sigmoid(x) : exp(x - most);
+    store(all, e);
+    scores[i] = all[0];
+    total += e;
+  }
+  alignas(64) float sums[LANES];
+  store(sums, total);
+  return r.has_sigmoids ? 1.0f : sums[0];
+}
+
+// Replaces the values of experts outside of the best groups by -infinity. sums: room for a number of each group.
+static void keep_top_groups(const Router& r, float* values, float* sums) {
+  int64_t size = r.experts / r.groups;
+  for (int64_t g = 0; g < r.groups; g++) {
+    float best = -INFINITY, second = -INFINITY;
+    for (int64_t i = g * size; i < (g + 1) * size; i++) {
+      second = values[i] > best ? best : values[i] > second ? values[i] : second;
+      best = values[i] > best ? values[i] : best;
+    }
+    sums[g] = best + second;
+  }
+  for (int64_t g = 0; g < r.groups; g++) {
+    int64_t before = 0;  // groups that are selected before this one
+    for (int64_t other = 0; other < r.groups; other++)
+      before += sums[other] > sums[g] || (sums[other] == sums[g] && other < g);
+    if (before < r.top_groups) continue;
+    for (int64_t i = g * size; i < (g + 1) * size; i++) values[i] = -INFINITY;
+  }
+}
+
+// The weights of a sparse mixer: shares in softmaxes over the experts that are not selected before and have near logits.
+static void mix_token(const Router& r, const float* logits, const int64_t* ids, float* weights) {
+  for (int64_t j = 0; j < r.k; j++) {
+    float most = logits[ids[j]], sum = 0;
+    for (int64_t i = 0; i < r.experts; i++) {
+      bool taken = false;
+      for (int64_t other = 0; other < j; other++) taken = taken || ids[other] == i;
+      float size = fabsf(logits[i]) > most ? fabsf(logits[i]) : most;
+      if (taken || (most - logits[i]) / size > 2 * r.jitter) continue;
+      alignas(64) float all[LANES];
+      store(all, exp(splat(logits[i] - most)));
+      sum += all[0];
+    }
+    weights[j] = 1 / sum;
+  }
+}
+
+// The k experts of a token, those with the largest values first, and their weights. NaN counts as the smallest logit, and
+// makes all weights of a softmax NaN. values, scores: room for a number of each expert, sums: of each group.
+template <class T>
+static void route_token(const Router& r, const T* logits, float* values, float* scores, float* sums, int64_t* ids,
+                        float* weights) {
+  for (int64_t i = 0; i < r.experts; i++) values[i] = to_float(logits[i]);
+  float sum = score(r, values, scores), chosen = 0;
+  if (r.bias)
+    for (int64_t i = 0; i < r.experts; i++) values[i] = scores[i] / sum + r.bias[i];
+  else if (r.has_sigmoids || r.groups > 1)  // without either, scores are in the order of logits
+    for (int64_t i = 0; i < r.experts; i++) values[i] = scores[i] / sum;
+  if (r.groups > 1) keep_top_groups(r, values, sums);
+  for (int64_t j = 0; j < r.k; j++) {
     int64_t best = -1;
-    for (int64_t i = 0; i < experts; i++) {
+    for (int64_t i = 0; i < r.experts; i++) {
       bool taken = false;
       for (int64_t other = 0; other < j; other++) taken = taken || ids[other] == i;
       if (!taken && (best < 0 || values[i] > values[best])) best = i;
     }
     ids[j] = best;
   }
-  for (int64_t i = 0; i < experts; i++) {
-    alignas(64) float all[LANES];
-    Vec e = values[i] == values[i] ? exp(splat(values[i]) - most) : splat(values[i]);
-    store(all, e);
-    values[i] = all[0];
-    total += e;
-  }
-  alignas(64) float sums[LANES];
-  store(sums, total);
-  float sum = sums[0], chosen = 0;
-  for (int64_t j = 0; j < k; j++) chosen += values[ids[j]] / sum;
-  for (int64_t j = 0; j < k; j++) weights[j] = values[ids[j]] / sum / (normalise ? chosen : 1.0f);
+  if (r.is_mixer) return mix_token(r, values, ids, weights);
+  for (int64_t j = 0; j < r.k; j++) chosen += scores[ids[j]] / sum;
+  float divisor = r.normalise ? chosen + 1e-20f : 1.0f;  // the scores of sigmoids may all be 0
+  for (int64_t j = 0; j < r.k; j++)
+    weights[j] = scores[ids[j]] / sum / divisor * r.scale * (r.scales ? r.scales[ids[j]] : 1.0f);
 }
 
-// logits (tokens, experts), ids int64 and weights float32 (tokens, k), dtype, tokens, experts, k, elements from row to row of
-// the logits, whether the weights of a token are scaled to sum 1
+// logits (tokens, experts), ids int64 (tokens, k), bias and scales float32 (experts,) or None, weights float32 (tokens, k),
+// dtype, tokens, experts, k, elements from row to row of the logits, whether the weights of a token are divided by their sum,
+// kind of scores (0: softmax, 1: sigmoids, 2: a sparse mixer), groups, top groups, factor of the weights, jitter
 void route(const Arg* a, const Team& team) {
-  int64_t tokens = a[4].integer, experts = a[5].integer, k = a[6].integer, stride = a[7].integer, begin, end;
-  bool is_bf16 = a[3].integer, normalise = a[8].integer;
-  auto values = (float*)team.scratch(experts * sizeof(float));
+  Router r = {a[7].integer, a[8].integer, a[12].integer, a[13].integer, a[10].integer != 0, a[11].integer == 1, a[11].integer == 2,
+              (float)a[14].number, (float)a[15].number, (const float*)a[2].data, (const float*)a[3].data};
+  int64_t tokens = a[6].integer, stride = a[9].integer, begin, end;
+  auto values = (float*)team.scratch((2 * r.experts + r.groups) * sizeof(float));
   team.share(tokens, 1, &begin, &end);
   for (int64_t i = begin; i < end; i++) {
-    auto ids = (int64_t*)a[1].data + i * k;
-    auto weights = (float*)a[2].data + i * k;
-    if (is_bf16)
-      route_token((const bf16*)a[0].data + i * stride, experts, k, normalise, values, ids, weights);
+    auto ids = (int64_t*)a[1].data + i * r.k;
+    auto weights = (float*)a[4].data + i * r.k;
+    float *scores = values + r.experts, *sums = scores + r.experts;
+    if (a[5].integer)
+      route_token(r, (const bf16*)a[0].data + i * stride, values, scores, sums, ids, weights);
     else
-      route_token((const float*)a[0].data + i * stride, experts, k, normalise, values, ids, weights);
+      route_token(r, (const float*)a[0].data + i * stride, values, scores, sums, ids, weights);
   }
 }
 

@@ -5,7 +5,7 @@
 
 namespace quire::ISA {
 
-constexpr int64_t MAX_HEAD_DIM = 256;
+constexpr int64_t MAX_HEAD_DIM = 512;
 constexpr int64_t INT4_UNIT = 32;  // numbers of a head; it is padded to a multiple
 constexpr int64_t INT4_BYTES = 20;  // of the codes of a unit of a token
 

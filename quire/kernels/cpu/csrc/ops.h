@@ -13,13 +13,17 @@ bool has_tiles();  // whether the processor has AMX and the system permits this 
   OP(pack_codes, "ttiiiiiiii") \
   OP(unpack_codes, "ttottiiiiiiiiid") \
   OP(code_linear, "tttootiiiiiiiiiiii") \
-  OP(route, "tttiiiiii") \
+  OP(route, "ttoot" "iiiiiiiiidd") \
   OP(experts, "ttttootoottttt" "iiiiiiiiiiiiiiiiiiiiii") \
   OP(rms_norm, "tttiiiiiid") \
   OP(add_rms_norm, "tttttiiiid") \
   OP(layer_norm, "ttotiiiiiiid") \
   OP(activate, "ttiiiiii") \
+  OP(xielu, "tttii") \
+  OP(multiply_add, "tootiiiiiid") \
+  OP(widen, "ttiii") \
   OP(rotation, "ttttiid") \
+  OP(rotate, "ttttiiiiii") \
   OP(embed, "tttiiiid") \
   OP(rotary_write, "ottooottiiiiiiiiiiiii") \
   OP(pack_blocks, "tttiiiiiii") \

@@ -159,7 +159,7 @@ static void activate_rows_by(Activation kind, const Arg* a, const Team& team) {
 #define KIND(name) \
   case Activation::name: \
     return activate_rows<T, Activation::name>(a, team);
-    KIND(silu) KIND(gelu) KIND(gelu_tanh) KIND(relu) KIND(relu2) KIND(sigmoid) KIND(tanh)
+    KIND(silu) KIND(gelu) KIND(gelu_tanh) KIND(relu) KIND(relu2) KIND(sigmoid) KIND(tanh) KIND(softplus)
 #undef KIND
   }
 }
@@ -171,6 +171,94 @@ void activate(const Arg* a, const Team& team) {
     activate_rows_by<bf16>((Activation)a[3].integer, a, team);
   else
     activate_rows_by<float>((Activation)a[3].integer, a, team);
+}
+
+// e^x - 1: a polynomial where e^x - 1 would lose digits, to x^7 / 7!.
+INLINE Vec exp_minus_one(Vec x) {
+  Vec p = splat(1.0f / 5040);
+  p = fma(p, x, splat(1.0f / 720));
+  p = fma(p, x, splat(1.0f / 120));
+  p = fma(p, x, splat(1.0f / 24));
+  p = fma(p, x, splat(1.0f / 6));
+  p = fma(p, x, splat(0.5f));
+  p = fma(p * x, x, x);
+  return select(vmax(x, -x) > 0.5f, exp(x) - splat(1.0f), p);
+}
+
+template <class T>
+static void xielu_of(const Arg* a, const Team& team) {
+  int64_t begin, end;
+  auto parameters = (const float*)a[1].data;
+  alignas(64) float sums[2][LANES];
+  for (int i = 0; i < 2; i++) store(sums[i], softplus(splat(parameters[i])));
+  float beta = parameters[2], eps = parameters[3], positive = sums[0][0], negative = beta + sums[1][0];
+  part_of(team, a[4].integer, 1, &begin, &end);
+  auto x = (const T*)a[0].data + begin;
+  auto out = (T*)a[2].data + begin;
+  each_vector(end - begin, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+    Vec v = load_some(x + i, n);
+    Vec low = select(v > eps, splat(eps), v);  // NaN stays NaN
+    Vec below = (exp_minus_one(low) - v) * negative;
+    store_some(out + i, fma(v, splat(beta), select(v > 0.0f, v * v * positive, below)), n);
+  });
+}
+
+// x, parameters float32 (4,), out, dtype, number of x
+void xielu(const Arg* a, const Team& team) {
+  if (a[3].integer)
+    xielu_of<bf16>(a, team);
+  else
+    xielu_of<float>(a, team);
+}
+
+// Parts of `size` numbers that share a factor.
+template <class T, class F>
+static void multiply_adds(const Arg* a, const Team& team) {
+  int64_t parts = a[6].integer, size = a[7].integer, begin, end;
+  auto factors = (const F*)a[1].data;
+  part_of(team, a[5].integer, parts * size, &begin, &end);
+  for (int64_t row = begin; row < end; row++) {
+    auto x = (const T*)a[0].data + row * a[8].integer;
+    auto addend = a[2].data ? (const T*)a[2].data + row * parts * size : nullptr;
+    auto out = (T*)a[3].data + row * parts * size;
+    auto write = [&](int64_t i, int64_t n, Vec factor) __attribute__((always_inline)) {
+      Vec v = load_some(x + i, n);
+      store_some(out + i, addend ? fma(v, factor, load_some(addend + i, n)) : v * factor, n);
+    };
+    auto of_row = factors ? factors + row * a[9].integer : nullptr;
+    if (factors && size == 1) {
+      each_vector(parts, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+        write(i, n, load_some(of_row + i, n));
+      });
+      continue;
+    }
+    for (int64_t part = 0; part < parts; part++) {
+      Vec factor = splat(factors ? to_float(of_row[part]) : (float)a[10].number);
+      each_vector(size, [&](int64_t i, int64_t n) __attribute__((always_inline)) { write(part * size + i, n, factor); });
+    }
+  }
+}
+
+// x, factors or None, addend or None, out, dtypes (0: all float32, 1: all bf16, 2: bf16 and float32 factors), rows, parts of a
+// row, size of a part, strides from row to row of x and of factors, the factor without factors
+void multiply_add(const Arg* a, const Team& team) {
+  if (a[4].integer == 0)
+    multiply_adds<float, float>(a, team);
+  else if (a[4].integer == 1)
+    multiply_adds<bf16, bf16>(a, team);
+  else
+    multiply_adds<bf16, float>(a, team);
+}
+
+// x of bf16, out of float32, rows, size, stride of x from row to row
+void widen(const Arg* a, const Team& team) {
+  int64_t size = a[3].integer, begin, end;
+  part_of(team, a[2].integer, size, &begin, &end);
+  for (int64_t row = begin; row < end; row++) {
+    auto x = (const bf16*)a[0].data + row * a[4].integer;
+    auto out = (float*)a[1].data + row * size;
+    each_vector(size, [&](int64_t i, int64_t n) __attribute__((always_inline)) { store_some(out + i, load_some(x + i, n), n); });
+  }
 }
 
 // ---- positions ----
