@@ -105,6 +105,12 @@ OLMOE = like(
     ),
 )
 
+_GRANITE_EXPERTS = ExpertsConfig(
+    num_experts=integer("num_local_experts", default=8, most=MAX_PARTS),
+    per_token=integer("num_experts_per_tok", default=2),
+    intermediate_size=integer("intermediate_size"),
+    routing=Routing(normalise=True),
+)
 GRANITE_MOE = like(
     GRANITE,
     rules={
@@ -118,23 +124,17 @@ GRANITE_MOE = like(
         ),
     },
     mlp_bias=False,
-    experts=ExpertsConfig(
-        num_experts=integer("num_local_experts", default=8, most=MAX_PARTS),
-        per_token=integer("num_experts_per_tok", default=2),
-        intermediate_size=integer("intermediate_size"),
-        routing=Routing(normalise=True),
-    ),
+    experts=_GRANITE_EXPERTS,
 )
 
-_SHARED = ExpertsConfig(
-    num_experts=integer("num_local_experts", default=8, most=MAX_PARTS),
-    per_token=integer("num_experts_per_tok", default=2),
-    intermediate_size=integer("intermediate_size"),
-    routing=Routing(normalise=True),
-    shared_size=integer("shared_intermediate_size", default=0, least=0),
-    has_shared_gate=False,
+GRANITE_MOE_SHARED = like(
+    GRANITE_MOE,
+    experts=replace(
+        _GRANITE_EXPERTS,
+        shared_size=integer("shared_intermediate_size", default=0, least=0),
+        has_shared_gate=False,
+    ),
 )
-GRANITE_MOE_SHARED = like(GRANITE_MOE, experts=_SHARED)
 
 HUNYUAN_MOE = like(
     HUNYUAN,
@@ -281,16 +281,13 @@ HY3 = like(
     head_dim=integer("head_dim", default=128),
     qk_norm="head",
     mlp_bias=flag("mlp_bias", value_map={False: False}),
-    experts=ExpertsConfig(
+    experts=replace(
+        _SIGMOID_EXPERTS,
         num_experts=integer("num_experts", "num_local_experts", default=192, most=MAX_PARTS),
-        per_token=integer("num_experts_per_tok", default=8),
         intermediate_size=integer("moe_intermediate_size", default=1536),
         routing=Routing(normalise=True, score="sigmoid", scale=number("router_scaling_factor", default=2.826)),
-        is_router_float32=True,
-        has_router_bias=True,
         shared_size=integer("moe_intermediate_size", default=1536),
         num_shared=integer("num_shared_experts", default=1, least=0),
-        has_shared_gate=False,
     ),
 )
 
@@ -320,16 +317,12 @@ TRINITY = like(
     attention_gate="sigmoid",
     mlp_bias=False,
     embed_scale=flag("mup_enabled", value_map={True: 0.0, False: 1.0}),
-    experts=ExpertsConfig(
+    experts=replace(
+        _SIGMOID_EXPERTS,
         num_experts=integer("num_experts", default=64, most=MAX_PARTS),
         per_token=integer("num_experts_per_tok", default=6),
-        intermediate_size=integer("moe_intermediate_size", default=1408),
         routing=Routing(normalise=True, score="sigmoid", scale=number("route_scale", default=1.0)),
-        is_router_float32=True,
-        has_router_bias=True,
-        shared_size=integer("moe_intermediate_size", default=1408),
         num_shared=integer("num_shared_experts", default=2, least=0),
-        has_shared_gate=False,
     ),
 )
 
@@ -360,15 +353,13 @@ LAGUNA = like(
         value_map={True: "softplus:head", "per-head": "softplus:head", "per-element": "softplus"},
     ),
     mlp_bias=False,
-    experts=ExpertsConfig(
+    experts=replace(
+        _SIGMOID_EXPERTS,
         num_experts=integer("num_experts", default=256, most=MAX_PARTS),
-        per_token=integer("num_experts_per_tok", default=8),
         intermediate_size=integer("moe_intermediate_size", default=512),
         routing=Routing(normalise=True, score="sigmoid", scale=number("moe_routed_scaling_factor", default=1.0)),
-        is_router_float32=True,
-        has_router_bias=True,
         shared_size=integer("shared_expert_intermediate_size", default=512, least=0),
-        has_shared_gate=False,
+        num_shared=1,
     ),
 )
 

@@ -148,11 +148,10 @@ def _layer_input(config: DecoderConfig, names: TensorNames) -> Placed:
 
 def _mlp_block(config: DecoderConfig, names: TensorNames, layer: LayerConfig) -> Placed:
     """The MLP of a layer, its experts, or both."""
-    is_beside = config.experts is not None and config.experts.is_beside_mlp
-    if layer.has_experts and not is_beside:
-        yield from _experts(config, names)
-    elif not layer.has_experts:
+    if not layer.has_experts:
         yield from _mlp(config, names)
+    elif config.experts is None or not config.experts.is_beside_mlp:
+        yield from _experts(config, names)
     else:
         for part, places in (("mlp", _mlp(config, names)), ("experts", _experts(config, names))):
             for name, place in places:

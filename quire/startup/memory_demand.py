@@ -35,6 +35,7 @@ def shape_of(description: Description, dtype: str, schemes: Schemes = NO_SCHEMES
 
 _EXPERTS = (".mlp.up", ".mlp.down", ".experts.up", ".experts.down")  # stacks of the weights of all experts
 _HEAD, _EMBED = "head.weight", "embed.weight"
+_LAYER_INPUTS = "layer_inputs.weight"  # a table, of which a token reads one row
 
 
 def compute_shape_of(
@@ -45,7 +46,7 @@ def compute_shape_of(
     experts = description.config.experts
     for place in description.weight_map.values():
         kind = "expert" if f".{place.parameter}".endswith(_EXPERTS) else place.parameter
-        kind = kind if kind in ("expert", _HEAD, _EMBED) else "projection"
+        kind = kind if kind in ("expert", _HEAD, _EMBED, _LAYER_INPUTS) else "projection"
         parameters[kind] += prod(place.shape)
         num_bytes[kind] += description.tensor_bytes(place, dtype, schemes.get(place.parameter))
     head = _EMBED if description.config.tied else _HEAD

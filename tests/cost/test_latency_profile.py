@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import random_checkpoints as checkpoints
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -124,6 +125,20 @@ def test_the_compute_shape_of_a_model_counts_every_parameter_once(saved, kind):
     assert counted == sum(weight.numel() for weight in theirs.parameters())
     assert shape.projection_bytes == 4 * shape.projection_parameters
     assert bool(shape.num_experts) == (kind == "qwen3-moe")
+
+
+def test_layers_that_share_kv_read_it_and_a_table_for_each_layer_is_not_multiplied(saved):
+    folder, theirs = saved("gemma4-shared-kv")
+    description = describe(folder)
+    shape = compute_shape_of(description, "float32", "float32")
+    table = theirs.get_parameter("model.embed_tokens_per_layer.weight").numel()
+    assert shape.projection_parameters + shape.head_parameters + table == checkpoints.num_stored(theirs)
+    assert (shape.num_layers, len(description.kv_layers)) == (6, 3)
+    full, window = sorted(shape.attention, key=lambda work: work.window)
+    assert (full.window, window.window) == (0, 13)
+    # three layers of each kind, with one KV head of 32 or 16 numbers; three of the six read the KV of another
+    assert (full.kv_bytes_per_token, window.kv_bytes_per_token) == (3 * 2 * 32 * 4, 3 * 2 * 16 * 4)
+    assert full.flops_per_pair == 3 * 2 * 4 * (32 + 32)
 
 
 def test_low_bit_weights_take_fewer_bytes_and_are_multiplied_as_int8(saved):
