@@ -152,6 +152,35 @@ class PackedWeight:
 Weight = Tensor | PackedWeight
 
 
+class LowRank(NamedTuple):
+    """The matrices of an adapter (Hu et al., 2021) for rows of a weight: scale * (b (a x) + bias) is added to them."""
+
+    a: Tensor  # (rank, in)
+    b: Tensor  # (n, rank)
+    start: int  # row of the weight to which the first row of b belongs
+    scale: float
+    bias: Tensor | None = None  # (n,)
+
+    @property
+    def terms(self) -> int:
+        """Numbers of the product with `a` that are multiplied with `b`; a bias is one more."""
+        return len(self.a) + (self.bias is not None)
+
+
+def low_rank_bytes(rank: int, rows: int, columns: int, itemsize: int, *, has_bias: bool) -> int:
+    """A bound of the bytes of a LowRank for `rows` rows in the layout of any module.
+
+    Modules pad `rows` to tiles of 16 in each of two parts, and the terms to an even number.
+    """
+    terms = -(-(rank + has_bias) // 2) * 2
+    return itemsize * (rank * columns + (rows + 4 * 16) * terms)
+
+
+AdapterTable = Any  # what a module's `new_adapter_table` returns; opaque outside of that module
+PackedAdapter = Any  # the same of `pack_adapter`
+Addend = Any  # the same of `low_rank`
+
+
 class Purpose(IntEnum):
     """The use of a random number. It is one word of the Philox counter, so that no two uses share a number."""
 
@@ -308,10 +337,11 @@ class StepCapture(Protocol):
         """
 
     def capture_memory(
-        self, max_num_seqs: int, token_bytes: int, logit_bytes: int, scratch_bytes: int
+        self, max_num_seqs: int, token_bytes: int, logit_bytes: int, scratch_bytes: int, variants: int = 1
     ) -> CaptureMemory:
         """The most memory of captured steps of an engine with up to `max_num_seqs` sequences.
 
+        variants: steps that are captured for each number of tokens: 2 with adapters.
         Each token of a step needs `token_bytes` of activations and `logit_bytes` of logits, attention `scratch_bytes`.
         """
 
@@ -456,11 +486,44 @@ class Kernels(Protocol):
         may be written only once. index: of the weight in a stack.
         """
 
-    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        """x (num_rows, in) times weight (out, in), plus bias (out,)."""
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None, addend: Addend | None = None) -> Tensor:
+        """x (num_rows, in) times weight (out, in), plus addend, plus bias (out,), rounded once.
 
-    def gated_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: str) -> Tensor:
-        """activation(first half) * second half of the last axis of linear(x, weight, bias)."""
+        addend: of `low_rank`, for the same x and a table of this weight.
+        """
+
+    def gated_linear(
+        self, x: Tensor, weight: Weight, bias: Tensor | None, activation: str, addend: Addend | None = None
+    ) -> Tensor:
+        """activation(first half) * second half of the last axis of linear(x, weight, bias, addend)."""
+
+    def new_adapter_table(self, weight: Weight, num_slots: int) -> AdapterTable:
+        """The adapters of the products with a weight, by slot: 1 to `num_slots`, none at first. Slot 0 has never one.
+
+        Kernels read it during a step. Its address is fixed.
+        """
+
+    def pack_adapter(self, weight: Weight, matrices: Sequence[LowRank]) -> PackedAdapter:
+        """The matrices of one adapter for a weight in this module's layout, in the type of x, on the weight's device.
+
+        The rows of several may not overlap. Any thread may call it. Raises ValueError for matrices that do not fit.
+        """
+
+    def set_adapter(self, table: AdapterTable, slot: int, packed: PackedAdapter | None) -> None:
+        """Put a packed adapter into a slot, in place of the one before; None: empty it.
+
+        The table refers to `packed` from then on. No launched step may use the slot.
+        """
+
+    def low_rank(self, x: Tensor, table: AdapterTable, slots: Tensor, width: int) -> Addend:
+        """For x (num_rows, in) what the adapters in `slots` (int32, (num_rows,)) add to the product: see LowRank.
+
+        Slot 0 and empty slots add nothing. width: at least the terms of each of these adapters, see `adapter_width`.
+        a x is in float32, times the scale; a module may round it to the type of x. The sums with b are in float32.
+        """
+
+    def adapter_width(self, packed: PackedAdapter) -> int:
+        """The `width` that `low_rank` needs for a packed adapter."""
 
     def embed(self, ids: Tensor, weight: Weight, scale: float = 1.0) -> Tensor:
         """Rows of weight (num_rows, size) for ids int64 (num_tokens,), times `scale`."""

@@ -9,9 +9,18 @@ from quire.layers.attend import Attend
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class AdapterRows:
+    """The adapters of the tokens of a pass."""
+
+    slots: Tensor  # int32 (num_tokens,), 0: none
+    width: int  # see Kernels.low_rank
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class ForwardContext:
-    """The kernels, the attention over the KV of the step, and the positions of its tokens."""
+    """The kernels, the attention over the KV of the step, and the positions and adapters of its tokens."""
 
     kernels: Kernels
     attend: Attend
     positions: Tensor  # int64 (num_tokens,); empty for heads, which need none
+    adapters: AdapterRows | None = None  # None: no token has an adapter

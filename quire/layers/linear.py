@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from quire.kernels.contract import Kernels, Scheme, Weight
+from quire.kernels.contract import AdapterTable, Addend, Kernels, Scheme, Weight
 from quire.layers.context import ForwardContext
 
 
@@ -14,6 +14,7 @@ class Linear(nn.Module):
         super().__init__()
         self.weight: Weight = nn.Parameter(torch.empty(outputs, inputs, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype)) if bias else None
+        self.adapter_table: AdapterTable | None = None  # see `quire.lora.tables`
 
     def use_kernel_layout(self, kernels: Kernels, parts: int = 1, scheme: Scheme | None = None) -> None:
         """Replace the weight, before it is loaded, by one in the layout of `kernels`.
@@ -24,7 +25,14 @@ class Linear(nn.Module):
 
     def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
         """x (num_rows, in) -> (num_rows, out)."""
-        return context.kernels.linear(x, self.weight, self.bias)
+        return context.kernels.linear(x, self.weight, self.bias, self.addend(x, context))
+
+    def addend(self, x: Tensor, context: ForwardContext) -> Addend | None:
+        """What the adapters of the pass add to the product with x (num_rows, in), before bias and activation."""
+        rows = context.adapters
+        if rows is None or self.adapter_table is None:
+            return None
+        return context.kernels.low_rank(x, self.adapter_table, rows.slots, rows.width)
 
 
 class Embedding(nn.Module):

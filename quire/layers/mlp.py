@@ -26,7 +26,8 @@ class MLP(nn.Module):
     def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
         """x (num_tokens, hidden_size) -> the same shape."""
         if self.gated:
-            x = context.kernels.gated_linear(x, self.up.weight, self.up.bias, self.activation)
+            addend = self.up.addend(x, context)
+            x = context.kernels.gated_linear(x, self.up.weight, self.up.bias, self.activation, addend)
         elif self.xielu is not None:
             x = context.kernels.xielu(self.up(x, context), self.xielu)
         else:

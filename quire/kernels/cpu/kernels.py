@@ -14,6 +14,7 @@ from quire.kernels.contract import (
 from quire.kernels.cpu import _C, blocks
 from quire.kernels.cpu.blocks import allocate, copy_blocks, pack, unpack
 from quire.kernels.cpu.likelihood import logprobs
+from quire.kernels.cpu.low_rank import adapter_width, low_rank, new_adapter_table, pack_adapter, set_adapter
 from quire.kernels.cpu.memory import release_workspace
 from quire.kernels.cpu.paged import CpuPlan, attention, plan
 from quire.kernels.cpu.products import (
@@ -99,6 +100,7 @@ CPU = replace_kernels(
     USES_RESIDENT_TABLES=USES_RESIDENT_TABLES,
     SCRATCH_BYTES=SCRATCH_BYTES,
     activate=activate,
+    adapter_width=adapter_width,
     add_rms_norm=add_rms_norm,
     allocate=allocate,
     allocate_weight=allocate_weight,
@@ -110,9 +112,12 @@ CPU = replace_kernels(
     layer_norm=layer_norm,
     linear=linear,
     logprobs=logprobs,
+    low_rank=low_rank,
     multiply_add=multiply_add,
+    new_adapter_table=new_adapter_table,
     new_step_capture=new_step_capture,
     pack=pack,
+    pack_adapter=pack_adapter,
     plan=plan,
     release_workspace=release_workspace,
     rms_norm=rms_norm,
@@ -121,6 +126,7 @@ CPU = replace_kernels(
     rotation=rotation,
     route=route,
     sample=sample,
+    set_adapter=set_adapter,
     unpack=unpack,
     unsupported_reason=unsupported_reason,
     use_threads=use_threads,

@@ -24,13 +24,14 @@ from quire.kernels.contract import (
     Weight,
 )
 from quire.kernels.cpu import _C, rowwise
+from quire.kernels.cpu.low_rank import TILE_ROWS, AnyAddend, kernel_arguments
 from quire.kernels.cpu.memory import empty, pages
 from quire.kernels.cpu.views import dtype_code
 from quire.kernels.reference.codes import quantize_rows as plain_rows
 from quire.kernels.reference.codes import with_offsets
 from quire.kernels.reference.products import experts as plain_experts
+from quire.kernels.reference.products import linear as plain_linear
 
-TILE_ROWS = 16  # rows of a tile of a packed weight
 _VECTOR_BYTES = 64  # of a tile: the next terms of its rows
 _SCALE_CODES: Mapping[torch.dtype, int] = MappingProxyType({torch.float32: 0, torch.bfloat16: 1, torch.float16: 2})
 _FACTORED = 3  # code of scales with factors; 4 with offsets
@@ -182,33 +183,68 @@ def pack_weight(weight: Tensor, parts: int = 1, scheme: Scheme | None = None) ->
     return packed
 
 
-def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, *, deterministic: bool = False) -> Tensor:
-    """x (num_rows, in) times weight (out, in), plus bias (out,)."""
+def linear(
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None = None,
+    addend: AnyAddend | None = None,
+    *,
+    deterministic: bool = False,
+) -> Tensor:
+    """x (num_rows, in) times weight (out, in), plus addend, plus bias (out,)."""
     if isinstance(weight, Tensor):
-        return F.linear(x, weight, bias)
-    if weight.parts != 1:  # each part is a product of its own
-        _check(x, weight, bias)
-        parts = [replace(weight[part], rows=weight.rows // weight.parts, parts=1) for part in range(weight.parts)]
-        biases = [None] * weight.parts if bias is None else list(bias.chunk(weight.parts))
-        pairs = zip(parts, biases, strict=True)
-        return torch.cat([_product(x, part, one, -1, deterministic=deterministic) for part, one in pairs], -1)
-    return _product(x, weight, bias, -1, deterministic=deterministic)
+        return plain_linear(x, weight, bias, _plain(addend))
+    if weight.parts == 1:
+        return _product(x, weight, bias, addend, -1, deterministic=deterministic)
+    _check(x, weight, bias)  # each part is a product of its own
+    size = weight.rows // weight.parts
+    found = []
+    for part in range(weight.parts):
+        one, some = replace(weight[part], rows=size, parts=1), slice(part * size, (part + 1) * size)
+        before = part * weight.data.shape[1]
+        of_part = None if bias is None else bias[some]
+        found.append(_product(x, one, of_part, addend, -1, tiles_before=before, deterministic=deterministic))
+    return torch.cat(found, -1)
 
 
 def gated_linear(
-    x: Tensor, weight: Weight, bias: Tensor | None, activation: str, *, deterministic: bool = False
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None,
+    activation: str,
+    addend: AnyAddend | None = None,
+    *,
+    deterministic: bool = False,
 ) -> Tensor:
     """activation(first half) * second half of the last axis of `linear`. Raises ValueError unless weight.parts is 2."""
     if isinstance(weight, Tensor):
-        return rowwise.gate(F.linear(x, weight, bias), activation)
+        return rowwise.gate(plain_linear(x, weight, bias, _plain(addend)), activation)
     if weight.parts != 2:
         raise ValueError(f"the weight of a gated product has 2 parts, not {weight.parts}")
-    return _product(x, weight, bias, ACTIVATIONS.index(activation), deterministic=deterministic)
+    return _product(x, weight, bias, addend, ACTIVATIONS.index(activation), deterministic=deterministic)
 
 
-def _product(x: Tensor, weight: PackedWeight, bias: Tensor | None, gate: int, *, deterministic: bool) -> Tensor:
+def _plain(addend: AnyAddend | None) -> Tensor | None:
+    if addend is None or isinstance(addend, Tensor):
+        return addend
+    raise TypeError("the adapters are packed, and the weight is a plain tensor")
+
+
+def _product(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    addend: AnyAddend | None,
+    gate: int,
+    *,
+    tiles_before: int = 0,
+    deterministic: bool,
+) -> Tensor:
     _check(x, weight, bias)
     num_rows, columns = x.shape
+    if isinstance(addend, Tensor) or (addend is not None and len(addend.slots) != num_rows):
+        raise ValueError(f"the addend is not one of a packed weight and {num_rows} rows")
+    adapters = kernel_arguments(addend, tiles_before)
     if x.dtype == torch.bfloat16 and weight.scheme is None:  # kernels read pairs of bfloat16
         if columns % 2:
             x, columns = F.pad(x, (0, 1)), columns + 1
@@ -222,9 +258,9 @@ def _product(x: Tensor, weight: PackedWeight, bias: Tensor | None, gate: int, *,
     out = empty((num_rows, width), x.dtype)
     code, sizes = dtype_code(x), (num_rows, width, columns, x.stride(0), width, gate)
     if weight.scheme is None:
-        _C.linear(x, weight.data, bias, out, code, *sizes, int(not deterministic))
+        _C.linear(x, weight.data, bias, out, code, *sizes, int(not deterministic), *adapters)
     else:
-        _C.code_linear(x, *_codes(weight), bias, out, code, *_format(weight.scheme), *sizes)
+        _C.code_linear(x, *_codes(weight), bias, out, code, *_format(weight.scheme), *sizes, *adapters)
     return out
 
 

@@ -40,10 +40,10 @@ class CallListCapture:
         return num_tokens if num_tokens <= MAX_TOKENS else None
 
     def capture_memory(
-        self, max_num_seqs: int, token_bytes: int, logit_bytes: int, scratch_bytes: int
+        self, max_num_seqs: int, token_bytes: int, logit_bytes: int, scratch_bytes: int, variants: int = 1
     ) -> CaptureMemory:
         """Counted as 0 bytes: all captured steps share buffers for at most 64 tokens, and other steps need far more."""
-        del max_num_seqs, token_bytes, logit_bytes, scratch_bytes
+        del max_num_seqs, token_bytes, logit_bytes, scratch_bytes, variants
         return CaptureMemory(0, "")
 
     def plan(self, batch: Batch, storage: Storage, width: int) -> paged.CpuPlan:

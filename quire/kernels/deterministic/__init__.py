@@ -15,9 +15,13 @@ whole vectors alike; and softmax and sums over a row (`route`, `sample`, `logpro
 row alike.
 """
 
+from functools import partial
+
 from quire.kernels.contract import replace_kernels
 from quire.kernels.deterministic import products, rowwise, tiled
+from quire.kernels.exact import product
 from quire.kernels.reference import REFERENCE
+from quire.kernels.reference.low_rank import low_rank
 
 DETERMINISTIC = replace_kernels(
     REFERENCE,
@@ -30,6 +34,7 @@ DETERMINISTIC = replace_kernels(
     rotate=rowwise.rotate,
     linear=products.linear,
     gated_linear=products.gated_linear,
+    low_rank=partial(low_rank, multiply=product),
     experts=products.experts,
     plan=tiled.plan,
     rotary_write=tiled.rotary_write,

@@ -12,16 +12,23 @@ from quire.kernels.exact import product
 from quire.kernels.reference import codes
 
 
-def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """x (num_rows, in) times weight (out, in), plus bias (out,)."""
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, addend: Tensor | None = None) -> Tensor:
+    """x (num_rows, in) times weight (out, in), plus addend, float32 (num_rows, out), plus bias (out,).
+
+    An addend of zeros changes no bit.
+    """
     if isinstance(weight, PackedWeight):
-        return codes.linear(x, weight, bias)
-    return product(x, weight, bias, x.dtype)
+        return codes.linear(x, weight, bias, addend)
+    if addend is None:
+        return product(x, weight, bias, x.dtype)
+    return (product(x, weight, bias) + addend).to(x.dtype)
 
 
-def gated_linear(x: Tensor, weight: Weight, bias: Tensor | None, activation: str) -> Tensor:
+def gated_linear(
+    x: Tensor, weight: Weight, bias: Tensor | None, activation: str, addend: Tensor | None = None
+) -> Tensor:
     """The gated product: see Kernels."""
-    return gate(linear(x, weight, bias), activation)
+    return gate(linear(x, weight, bias, addend), activation)
 
 
 def experts(x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, activation: str) -> Tensor:

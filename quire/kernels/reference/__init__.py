@@ -6,6 +6,7 @@ from quire.kernels.contract import Requirements, StepCapture, new_kernels
 from quire.kernels.reference.blocks import allocate, copy_blocks, pack, unpack
 from quire.kernels.reference.codes import write_rows
 from quire.kernels.reference.likelihood import logprobs
+from quire.kernels.reference.low_rank import adapter_width, low_rank, new_adapter_table, pack_adapter, set_adapter
 from quire.kernels.reference.paged import GATHERED_BYTES as SCRATCH_BYTES
 from quire.kernels.reference.paged import attention, plan, rotary_write
 from quire.kernels.reference.products import allocate_weight, embed, experts, gated_linear, linear, route
@@ -53,6 +54,7 @@ REFERENCE = new_kernels(
     USES_RESIDENT_TABLES=USES_RESIDENT_TABLES,
     SCRATCH_BYTES=SCRATCH_BYTES,
     activate=activate,
+    adapter_width=adapter_width,
     add_rms_norm=add_rms_norm,
     allocate=allocate,
     allocate_weight=allocate_weight,
@@ -64,9 +66,12 @@ REFERENCE = new_kernels(
     layer_norm=layer_norm,
     linear=linear,
     logprobs=logprobs,
+    low_rank=low_rank,
     multiply_add=multiply_add,
+    new_adapter_table=new_adapter_table,
     new_step_capture=new_step_capture,
     pack=pack,
+    pack_adapter=pack_adapter,
     plan=plan,
     release_workspace=release_workspace,
     rms_norm=rms_norm,
@@ -75,6 +80,7 @@ REFERENCE = new_kernels(
     rotation=rotation,
     route=route,
     sample=sample,
+    set_adapter=set_adapter,
     unpack=unpack,
     unsupported_reason=unsupported_reason,
     use_threads=use_threads,

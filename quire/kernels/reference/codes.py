@@ -226,8 +226,8 @@ def require_codes(weight: PackedWeight) -> tuple[Scheme, Tensor]:
     return weight.scheme, weight.scales
 
 
-def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-    """x (num_rows, in) times a low-bit weight (out, in), plus bias (out,), rounded once to x's type."""
+def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, addend: Tensor | None = None) -> Tensor:
+    """x (num_rows, in) times a low-bit weight (out, in), plus addend and bias, rounded once to x's type."""
     rows, (scheme, _) = rows_of(weight), require_codes(weight)
     size = scheme.x_group_size
     if scheme.grid == "e4m3":
@@ -242,6 +242,8 @@ def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
         if rows.offsets is not None:
             sums += codes[:, some].double().sum(1, keepdim=True) * rows.offsets[:, group].double()
         out += sums * scale[:, None]
+    if addend is not None:
+        out += addend
     return (out if bias is None else out + bias).to(x.dtype)
 
 

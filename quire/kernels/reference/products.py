@@ -19,16 +19,20 @@ def allocate_weight(
     return None if scheme is None else codes.allocate(shape, dtype, parts, scheme)
 
 
-def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """x (num_rows, in) times weight (out, in), plus bias (out,)."""
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, addend: Tensor | None = None) -> Tensor:
+    """x (num_rows, in) times weight (out, in), plus addend, float32 (num_rows, out), plus bias (out,)."""
     if isinstance(weight, PackedWeight):
-        return codes.linear(x, weight, bias)
-    return F.linear(x, weight, bias)
+        return codes.linear(x, weight, bias, addend)
+    if addend is None:
+        return F.linear(x, weight, bias)
+    return (F.linear(x.float(), weight.float(), None if bias is None else bias.float()) + addend).to(x.dtype)
 
 
-def gated_linear(x: Tensor, weight: Weight, bias: Tensor | None, activation: str) -> Tensor:
+def gated_linear(
+    x: Tensor, weight: Weight, bias: Tensor | None, activation: str, addend: Tensor | None = None
+) -> Tensor:
     """The gated product: see Kernels."""
-    return gate(linear(x, weight, bias), activation)
+    return gate(linear(x, weight, bias, addend), activation)
 
 
 def embed(ids: Tensor, weight: Weight, scale: float = 1.0) -> Tensor:

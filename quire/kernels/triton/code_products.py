@@ -277,6 +277,7 @@ def _code_linear(
     scales_ptr,
     offsets_ptr,
     bias_ptr,  # (N,), or None
+    addend_ptr,  # float32 (num_rows, N), or None
     out_ptr,  # (num_rows, N)
     num_rows,
     N: tl.constexpr,
@@ -306,10 +307,12 @@ def _code_linear(
         codes_ptr, x_scales_ptr, x_sums_ptr, rows, rows < num_rows, data_ptr, scales_ptr, offsets_ptr, across * COLUMNS,
         N, RUN, HALVES, TILES, STEPS, GROUPED, LOOKUP, FLOATS, PARTS, WHOLE, TERMS, ROWS, COLUMNS, STAGES, INTERPRET,
     )  # fmt: skip
-    if bias_ptr is not None:
-        total += load_floats(bias_ptr + columns, columns < N)[None, :]
     inside = (rows < num_rows)[:, None] & (columns < N)[None, :]
     places = rows.to(tl.int64)[:, None] * N + columns[None, :]
+    if addend_ptr is not None:
+        total += load_floats(addend_ptr + places, inside)
+    if bias_ptr is not None:
+        total += load_floats(bias_ptr + columns, columns < N)[None, :]
     tl.store(out_ptr + places, rounded(total, out_ptr.dtype.element_ty, INTERPRET), mask=inside)
 
 
@@ -349,8 +352,10 @@ def fitting_tile(rows: int, columns: int, stages: int, layout: Layout, item_size
     return columns, max(2, min(stages, _SMALL_TILE_BYTES // ((rows * item_size + columns) * layout.run)))
 
 
-def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, *, deterministic: bool = False) -> Tensor:
-    """x (num_rows, in), with contiguous rows, times a low-bit weight (out, in), plus bias (out,), rounded to x's type.
+def linear(
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, addend: Tensor | None = None, *, deterministic: bool = False
+) -> Tensor:
+    """x (num_rows, in), with contiguous rows, times a low-bit weight (out, in), plus addend and bias, rounded once.
 
     deterministic: float8 weights are multiplied with one tile for any number of rows. Other products are the same.
     Raises ValueError if x or the bias do not match the weight.
@@ -369,6 +374,7 @@ def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, *, deterministi
         weight.scales,
         weight.offsets,
         None if bias is None else bias.contiguous(),
+        addend,
         out,
         num_rows,
         N=weight.rows,

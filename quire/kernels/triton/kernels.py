@@ -10,6 +10,7 @@ from quire.kernels.triton.code_weights import unsupported_scheme_reason, write_r
 from quire.kernels.triton.experts import experts
 from quire.kernels.triton.launch import INTERPRETED
 from quire.kernels.triton.likelihood import logprobs
+from quire.kernels.triton.low_rank import adapter_width, low_rank, new_adapter_table, pack_adapter, set_adapter
 from quire.kernels.triton.plan import plan
 from quire.kernels.triton.products import allocate_weight, embed, gated_linear, linear
 from quire.kernels.triton.routing import route
@@ -80,6 +81,7 @@ TRITON = replace_kernels(
     USES_RESIDENT_TABLES=USES_RESIDENT_TABLES,
     SCRATCH_BYTES=SCRATCH_BYTES,
     activate=activate,
+    adapter_width=adapter_width,
     add_rms_norm=add_rms_norm,
     allocate=allocate,
     allocate_weight=allocate_weight,
@@ -91,9 +93,12 @@ TRITON = replace_kernels(
     layer_norm=layer_norm,
     linear=linear,
     logprobs=logprobs,
+    low_rank=low_rank,
     multiply_add=multiply_add,
+    new_adapter_table=new_adapter_table,
     new_step_capture=new_step_capture,
     pack=pack,
+    pack_adapter=pack_adapter,
     plan=plan,
     release_workspace=release_workspace,
     rms_norm=rms_norm,
@@ -102,6 +107,7 @@ TRITON = replace_kernels(
     rotation=rotation,
     route=route,
     sample=sample,
+    set_adapter=set_adapter,
     unpack=unpack,
     unsupported_reason=unsupported_reason,
     widen=widen,

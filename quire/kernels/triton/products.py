@@ -90,6 +90,7 @@ def _linear(
     x_ptr,  # (num_rows, K)
     weight_ptr,  # (N, K)
     bias_ptr,  # (N,), or None
+    addend_ptr,  # float32 (num_rows, N), or None
     out_ptr,  # (num_rows, N)
     num_rows,
     N: tl.constexpr,
@@ -108,19 +109,33 @@ def _linear(
     rows = down * ROWS + tl.arange(0, ROWS)
     columns = across * COLUMNS + tl.arange(0, COLUMNS)
     total = product(x_ptr, rows, rows < num_rows, weight_ptr, columns, N, K, STRIDE, ROWS, COLUMNS, TERMS, INTERPRET)
-    if bias_ptr is not None:
-        total += load_floats(bias_ptr + columns, columns < N)[None, :]
     inside = (rows < num_rows)[:, None] & (columns < N)[None, :]
     places = rows.to(tl.int64)[:, None] * N + columns[None, :]
+    if addend_ptr is not None:
+        total += load_floats(addend_ptr + places, inside)
+    if bias_ptr is not None:
+        total += load_floats(bias_ptr + columns, columns < N)[None, :]
     tl.store(out_ptr + places, rounded(total, out_ptr.dtype.element_ty, INTERPRET), mask=inside)
 
 
-def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, *, deterministic: bool = False) -> Tensor:
-    """x (num_rows, in) times weight (out, in), plus bias (out,). deterministic: rounded once, after the bias."""
+def linear(
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None = None,
+    addend: Tensor | None = None,
+    *,
+    deterministic: bool = False,
+) -> Tensor:
+    """x (num_rows, in) times weight (out, in), plus addend, float32 (num_rows, out), plus bias (out,).
+
+    Low-bit and deterministic products are rounded once, after the bias. torch's are rounded before an addend, too. An
+    addend of zeros changes no bit.
+    """
     if isinstance(weight, PackedWeight):
-        return code_products.linear(with_contiguous_rows(x), weight, bias, deterministic=deterministic)
+        return code_products.linear(with_contiguous_rows(x), weight, bias, addend, deterministic=deterministic)
     if not deterministic:
-        return F.linear(x, weight, bias)
+        out = F.linear(x, weight, bias)
+        return out if addend is None else out.add_(addend)
     x, (num_rows, columns) = with_contiguous_rows(x), x.shape
     out = torch.empty((num_rows, len(weight)), dtype=x.dtype, device=x.device)
     tile = tile_of(64, 64, x.dtype)
@@ -128,6 +143,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, *, determinist
         x,
         weight.contiguous(),
         None if bias is None else bias.contiguous(),
+        addend,
         out,
         num_rows,
         N=len(weight),
@@ -144,10 +160,16 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, *, determinist
 
 
 def gated_linear(
-    x: Tensor, weight: Weight, bias: Tensor | None, activation: str, *, deterministic: bool = False
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None,
+    activation: str,
+    addend: Tensor | None = None,
+    *,
+    deterministic: bool = False,
 ) -> Tensor:
     """activation(first half) * second half of the last axis of `linear`, whose result is rounded first."""
-    return gate(linear(x, weight, bias, deterministic=deterministic), activation)
+    return gate(linear(x, weight, bias, addend, deterministic=deterministic), activation)
 
 
 # ---- rows of a weight ----

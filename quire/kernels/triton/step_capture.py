@@ -1,4 +1,4 @@
-"""Captured steps on GPUs: CUDA graphs, captured once per number of tokens."""
+"""Captured steps on GPUs: CUDA graphs, captured once per number of tokens, with adapters and without."""
 
 from bisect import bisect_left
 from collections.abc import Callable
@@ -38,11 +38,11 @@ class CudaGraphCapture:
         return next((size for size in _sizes(max_num_seqs) if size >= num_tokens), None)
 
     def capture_memory(
-        self, max_num_seqs: int, token_bytes: int, logit_bytes: int, scratch_bytes: int
+        self, max_num_seqs: int, token_bytes: int, logit_bytes: int, scratch_bytes: int, variants: int = 1
     ) -> CaptureMemory:
         """See StepCapture."""
         sizes = _sizes(max_num_seqs)
-        number, largest = len(sizes), sizes[-1]
+        number, largest = len(sizes) * variants, sizes[-1]
         computed = _MEMORY_FACTOR * (largest * (token_bytes + logit_bytes) + scratch_bytes)
         kept = 2 * pow2(largest) * logit_bytes  # results of this size, half of it, a quarter, ...
         why = (
@@ -75,7 +75,8 @@ class CudaGraphCapture:
         del warm
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._pool):
+            # "thread_local": others may copy to the device meanwhile, for example the one that loads adapters
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 result.copy_(compute())
         except RuntimeError as error:  # for example, an operation waited for the device
             torch.cuda.set_stream(usual)  # torch does not leave the stream of the capture

@@ -10,6 +10,7 @@ import torch
 from changed_kernels import changed
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from low_rank_oracle import CASES, Adapted
 from model_runner_driver import GREEDY, Driver, RowParams, copy_move, load_model
 
 from quire import LLM
@@ -469,6 +470,29 @@ def given_out(monkeypatch):
 
     monkeypatch.setattr(memory.Arena, "empty", counting)
     return buffers
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_products_have_the_adapters_of_the_replay(threads, dtype):
+    kernels, capture = kernels_module.CPU, kernels_module.new_step_capture()
+    adapted = Adapted(kernels, CASES["gated"], dtype)
+    slots = torch.zeros_like(adapted.slots)
+
+    def compute():
+        addend = kernels.low_rank(adapted.x, adapted.table, slots, adapted.width)
+        inner = kernels.gated_linear(adapted.x, adapted.weight, adapted.bias, "silu", addend)
+        return kernels.activate(inner, "relu")
+
+    result, replay = capture.capture(compute)
+    for order in (slice(None), torch.randperm(len(slots), generator=torch.Generator().manual_seed(threads))):
+        slots.copy_(adapted.slots[order])
+        replay()
+        found = result.clone()
+        assert torch.equal(found, compute())
+    kernels.set_adapter(adapted.table, 3, kernels.pack_adapter(adapted.weight, adapted.matrices[1]))
+    replay()
+    assert not torch.equal(result, found)
+    assert torch.equal(result, compute())
 
 
 def test_all_sizes_of_a_step_together_take_little_more_than_the_largest(saved, given_out):

@@ -10,7 +10,7 @@ from built_extension import ROOT, build
 
 _C = pytest.importorskip("quire.kernels.cpu._C", reason="the CPU kernels are not built", exc_type=ImportError)
 
-TESTS = [f"tests/kernels/cpu/test_cpu_{name}.py" for name in ("matmul", "code_products", "paged_attention")]
+TESTS = [f"tests/kernels/cpu/test_cpu_{name}.py" for name in ("matmul", "code_products", "low_rank", "paged_attention")]
 ROW_BY_ROW = "(int6 or factors or fp8)"  # schemes without tile registers
 CODES = f"(products_are_those_of_plain_torch or row_alone or experts_are and int8) and not {ROW_BY_ROW}"
 OTHERS = (

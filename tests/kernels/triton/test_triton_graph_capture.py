@@ -62,7 +62,8 @@ class Device:
                 return "pool"
 
         @contextmanager
-        def capture(graph, pool):
+        def capture(graph, pool, capture_error_mode):
+            assert capture_error_mode == "thread_local", "another thread loads adapters meanwhile"
             device.pools.append(pool)
             if device.failure:
                 raise device.failure
@@ -112,21 +113,26 @@ def test_failed_captures_raise_not_capturable_or_out_of_memory(monkeypatch, fail
     assert device.captured == ["stream set back"]
 
 
+@pytest.mark.parametrize("enable_lora", [False, True])
 @pytest.mark.parametrize("most", [6, 300])
-def test_the_demand_of_a_model_counts_it(saved, most):
+def test_the_demand_of_a_model_counts_it(saved, most, enable_lora):
     description = describe(saved("qwen3-gqa")[0])
     shape = shape_of(description, "float32")
     without, recorded = (
         memory_profile(
-            shape, EngineOptions(max_num_seqs=most), ("float32", "float32"), changed(kernels, new_step_capture=capture)
+            shape,
+            EngineOptions(max_num_seqs=most, enable_lora=enable_lora),
+            ("float32", "float32"),
+            changed(kernels, new_step_capture=capture),
         )
         for capture in (lambda: None, step_capture.CudaGraphCapture)
     )
     assert (without.captured_steps_bytes, without.captured_steps_reason) == (0, "")
     sizes = (description.activations_per_token * 4, description.vocab_size * 4, kernels.SCRATCH_BYTES)
-    expected = step_capture.CudaGraphCapture().capture_memory(most, *sizes)
+    expected = step_capture.CudaGraphCapture().capture_memory(most, *sizes, 1 + enable_lora)
     assert (recorded.captured_steps_bytes, recorded.captured_steps_reason) == expected
     assert (without.staging_bytes, recorded.staging_bytes) == (0, 0)
     beside = memory_profile(shape, EngineOptions(), ("float32",) * 2, kernels, overlaps_swaps=True)
     assert beside.staging_bytes == 2 * STAGING_BYTES
-    assert expected.reason.startswith("6 graphs of up to 16 " if most == 6 else "22 graphs of up to 256 ")
+    number, largest = (6, 16) if most == 6 else (22, 256)
+    assert expected.reason.startswith(f"{number * (1 + enable_lora)} graphs of up to {largest} ")

@@ -94,7 +94,7 @@ struct CodeRows {
 
   template <int MR, int NB>
   __attribute__((noinline)) void multiply(const Panel& panel, int64_t row, Prefetch fetch) const {
-    auto finish = [&](const auto& sums) {
+    auto finish = [&](auto& sums) {
       p.is_bf16 ? finish_all<bf16>(p, panel, first + row, sums) : finish_all<float>(p, panel, first + row, sums);
     };
     if constexpr (MR * NB <= AT_ONCE) {
@@ -406,10 +406,11 @@ void multiply_codes(const CodeProduct& p, const Team& team) {
 }
 
 // x, weight, scales, offsets or null, bias or null, out, dtype of x, bias and out, the numbers of `format_of`, the sizes of
-// `product_of`
+// `product_of`, the numbers of `adapters_of`
 void code_linear(const Arg* a, const Team& team) {
   CodeProduct p;
   (Product&)p = product_of(a, a + 1, a + 4, a + 5, a + 7 + FORMAT_NUMBERS);
+  p.adapters = adapters_of(a + 7 + FORMAT_NUMBERS + 6);
   p.scales = (const char*)a[2].data;
   p.offsets = (const char*)a[3].data;
   p.format = format_of(a + 7, p.k);

@@ -89,7 +89,7 @@ struct CodeBlock {
       int64_t x_group = step / group_steps, group = x_group / parts, begin = (step - part.begin) * TILE_BYTES;
       int64_t end = min(part.bytes(), begin + group_steps * TILE_BYTES);
       bool is_last = (x_group + 1) % parts == 0 || x_group + 1 == f.x_groups;
-      multiply_tiles<true, BOTH>(a, part.bytes(), begin, end, beside, nullptr, integers);
+      multiply_tiles<true, BOTH>(a, part.bytes(), begin, end, beside, nullptr, integers, [] {});
       for (int64_t n = 0; n < 2; n++) {
         int64_t place = (panel.tiles[n] * f.groups + group) * 16;
         Vec scale = load_scales(f.type, p.scales, place);
@@ -116,15 +116,29 @@ struct CodeBlock {
   }
 
   __attribute__((noinline)) void finish_row(Sums& sums) const {
-    int64_t i = sums.done++, row = sums.first + i - first;
+    int64_t i = sums.done++;
+    bool has_adapters = p.adapters.slots != nullptr;
+    if (has_adapters && i % FINISHED_ROWS == 0) p.is_bf16 ? add_adapters<bf16>(sums, i) : add_adapters<float>(sums, i);
     Vec results[2];
-    for (int n = 0; n < 2; n++) {
-      results[n] = load(sums.values[i / 16][n][i % 16]);
-      if (!f.scaled_at_end()) continue;
-      results[n] = opaque(results[n] * sums.scales[n]);
-      if (p.offsets) results[n] = add_offset(results[n], n, row, 0, sums.panel);
-    }
-    p.is_bf16 ? write<bf16>(sums, first + row, results) : write<float>(sums, first + row, results);
+    for (int n = 0; n < 2; n++)
+      results[n] = has_adapters ? load(sums.values[i / 16][n][i % 16]) : result(sums, i, n);
+    p.is_bf16 ? write<bf16>(sums, sums.first + i, results) : write<float>(sums, sums.first + i, results);
+  }
+
+  // The sums of row i and tile n of the panel, times scales.
+  INLINE_MEMBER Vec result(const Sums& sums, int64_t i, int n) const {
+    Vec found = load(sums.values[i / 16][n][i % 16]);
+    if (!f.scaled_at_end()) return found;
+    found = opaque(found * sums.scales[n]);
+    return p.offsets ? add_offset(found, n, sums.first + i - first, 0, sums.panel) : found;
+  }
+
+  // Replaces the sums of rows i, ..., i + FINISHED_ROWS - 1 by results, to which adapters are added.
+  template <class T>
+  void add_adapters(Sums& sums, int64_t i) const {
+    for (int64_t j = i; j < min(i + FINISHED_ROWS, sums.rows); j++)
+      for (int n = 0; n < 2; n++) store(sums.values[j / 16][n][j % 16], result(sums, j, n));
+    add_adapters_to<T>(p, {sums.panel.tiles[0], sums.panel.tiles[1]}, sums, i);
   }
 
   template <class T>

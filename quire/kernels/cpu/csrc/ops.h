@@ -8,11 +8,12 @@ bool has_tiles();  // whether the processor has AMX and the system permits this 
 #define QUIRE_OPS \
   OP(pack_rows, "ttiiii") \
   OP(unpack_rows, "tttiiiid") \
-  OP(linear, "ttotiiiiiiii") \
+  OP(linear, "ttotiiiiiiii" "oooii") \
+  OP(low_rank, "tttt" "iiiiiii") \
   OP(quantize_rows, "tttiiiiii") \
   OP(pack_codes, "ttiiiiiiii") \
   OP(unpack_codes, "ttottiiiiiiiiid") \
-  OP(code_linear, "tttootiiiiiiiiiiii") \
+  OP(code_linear, "tttootiiiiiiiiiiii" "oooii") \
   OP(route, "ttoot" "iiiiiiiiidd") \
   OP(experts, "ttttootoottttt" "iiiiiiiiiiiiiiiiiiiiii") \
   OP(rms_norm, "tttiiiiiid") \

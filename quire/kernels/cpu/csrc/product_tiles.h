@@ -29,6 +29,18 @@ struct TileSums {
   int64_t first, rows, done;
 };
 
+constexpr int64_t FINISHED_ROWS = 8;  // whose adapters are added at once
+
+// Adds what adapters add to the sums of rows i, ..., i + FINISHED_ROWS - 1. tiles: of the panel.
+template <class T>
+static __attribute__((noinline)) void add_adapters_to(const Product& p, const int64_t (&tiles)[2], TileSums& sums, int64_t i) {
+  bool gated = p.gate >= 0;
+  auto at = [&](int64_t row) { return SumsAt{sums.values[row / 16][0][row % 16], 16, 16 * 16}; };
+  if (i + FINISHED_ROWS <= sums.rows)
+    return add_adapters<T, FINISHED_ROWS, 2>(p.adapters, tiles, gated, sums.first + i, at(i));
+  for (; i < sums.rows; i++) add_adapters<T, 1, 2>(p.adapters, tiles, gated, sums.first + i, at(i));
+}
+
 // A kind of products (a Product, perhaps with more fields) has a class Block, a block of rows of x:
 //
 //   Sums                          TileSums, and what finish_row needs
@@ -68,9 +80,10 @@ struct Beside {
 
 // Bytes [begin, end) of the tiles `a` and `a + a_tile` of x (the first alone if not BOTH), times two tiles of the weight,
 // plus the sums `from` unless null, written to `to`: [4][16][16]. CODES: signed times unsigned bytes, otherwise bf16.
-template <bool CODES, bool BOTH, class Beside>
+// add(): adds more to the sums in registers 0 to 3.
+template <bool CODES, bool BOTH, class Beside, class Add>
 INLINE void multiply_tiles(const char* a, int64_t a_tile, int64_t begin, int64_t end, Beside& beside, const float* from,
-                           float* to) {
+                           float* to, Add add) {
 #define DOT(to, a, b) \
   if constexpr (CODES) \
     _tile_dpbsud(to, a, b); \
@@ -106,6 +119,7 @@ INLINE void multiply_tiles(const char* a, int64_t a_tile, int64_t begin, int64_t
     }
     beside.step(at);
   }
+  add();
   _tile_stored(0, to, 64);
   _tile_stored(1, to + 256, 64);
   if (BOTH) {
@@ -114,6 +128,116 @@ INLINE void multiply_tiles(const char* a, int64_t a_tile, int64_t begin, int64_t
   }
 #undef DOT
 }
+
+// The adapters of a block of rows in bf16, if they are few: their matrices are more steps of the tile registers. The numbers h
+// of a row are zeros in the steps of other adapters, whose matrices are finite.
+struct BlockAdapters {
+  static constexpr int64_t MOST_SLOTS = 8;
+  static constexpr int64_t MOST_STEPS = 24;  // each of 32 terms, of all adapters together
+
+  const Adapters& adapters;
+  bool gated;
+  char *b, *h;  // [steps of the panel][2][16][64], [rows / 16][steps][16][64]
+  bool in_use = false;
+  int64_t num_slots = 0, steps = 0, count = 0;  // count: steps of the panel
+  int64_t slots[MOST_SLOTS], starts[MOST_SLOTS];  // starts: the first step of each slot
+  int64_t places[MOST_STEPS];  // of the panel's steps among all
+
+  static int64_t bytes(const Product& p, int64_t rows) {
+    return p.adapters.slots == nullptr ? 0 : (rows / 16 + 2) * MOST_STEPS * TILE_BYTES;
+  }
+
+  BlockAdapters(const Product& p, char* memory)
+      : adapters(p.adapters), gated(p.gate >= 0), b(memory), h(memory + 2 * MOST_STEPS * TILE_BYTES) {}
+
+  // The index of a slot, or `num_slots`.
+  int64_t find(int64_t slot) const {
+    int64_t i = 0;
+    while (i < num_slots && slots[i] != slot) i++;
+    return i;
+  }
+
+  // Returns whether tile registers can have the adapters.
+  bool collect(int64_t row, int64_t rows) {
+    num_slots = steps = 0;
+    for (int64_t i = 0; i < rows; i++) {
+      int64_t slot = adapters.slots[row + i];
+      if (slot == 0 || find(slot) < num_slots) continue;
+      if (num_slots == MOST_SLOTS) return false;
+      slots[num_slots] = slot;
+      starts[num_slots++] = steps;
+      bool is_finite = true;
+      each_low_rank(adapters.table, slot, [&](const LowRank& one) {
+        steps += up_to(one.terms, 32) / 32;
+        is_finite = is_finite && one.is_finite;
+      });
+      if (steps > MOST_STEPS || !is_finite) return false;
+    }
+    return true;
+  }
+
+  void lay_out(int64_t row, int64_t rows) {
+    in_use = adapters.slots != nullptr && collect(row, rows);
+    if (!in_use || steps == 0) return;
+    memset(h, 0, up_to(rows, 16) / 16 * steps * TILE_BYTES);
+    for (int64_t i = 0; i < rows; i++) {
+      int64_t slot = adapters.slots[row + i];
+      if (slot == 0) continue;
+      char* out = h + (i / 16 * steps + starts[find(slot)]) * TILE_BYTES + i % 16 * 64;
+      each_low_rank(adapters.table, slot, [&](const LowRank& one) {
+        auto from = (const bf16*)adapters.h + (row + i) * adapters.width + one.place;
+        for (int64_t term = 0; term < one.terms; term += 32, out += TILE_BYTES)
+          memcpy(out, from + term, min(32, one.terms - term) * sizeof(bf16));
+      });
+    }
+  }
+
+  // Copies the matrices for two tiles of the weight, and prefetches those for the next two.
+  void begin(const Panel& panel) {
+    count = 0;
+    for (int64_t i = 0; i < num_slots; i++) {
+      int64_t place = starts[i];
+      each_low_rank(adapters.table, slots[i], [&](const LowRank& one) {
+        int64_t first = panel.tiles[0] + adapters.before, second = panel.tiles[1] + adapters.before;
+        int64_t size = up_to(one.terms, 32) / 32;
+        for (int64_t s = 0; s < size && (one.has(first) || one.has(second)); s++) {
+          copy(one, first, s, b + count * 2 * TILE_BYTES);
+          copy(one, second, s, b + (count * 2 + 1) * TILE_BYTES);
+          places[count++] = place + s;
+        }
+        place += size;
+      });
+    }
+  }
+
+  INLINE_MEMBER void copy(const LowRank& one, int64_t tile, int64_t step, char* out) const {
+    int64_t bytes = one.has(tile) ? min(32, one.terms - step * 32) * 32 : 0, tile_bytes = one.terms * 32;
+    const char* from = (const char*)one.b + (tile - one.first) * tile_bytes + step * TILE_BYTES;
+    for (int64_t i = 0; i < bytes; i += 64) {
+      store_bits(out + i, load_bits<UVec>(from + i));
+      __builtin_prefetch(from + (gated ? 1 : 2) * tile_bytes + i, 0, 2);
+    }
+    for (int64_t i = bytes; i < TILE_BYTES; i += 64) store_bits(out + i, UVec{});
+  }
+
+  // Adds to registers 0 to 3, for 16 rows or 32. row: the first one, in the block.
+  template <bool BOTH>
+  INLINE_MEMBER void add(int64_t row) const {
+    const char* from = h + row / 16 * steps * TILE_BYTES;
+    for (int64_t i = 0; i < count; i++) {
+      const char* a = from + places[i] * TILE_BYTES;
+      _tile_loadd(4, a, 64);
+      _tile_loadd(6, b + i * 2 * TILE_BYTES, 64);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(7, b + (i * 2 + 1) * TILE_BYTES, 64);
+      _tile_dpbf16ps(1, 4, 7);
+      if (!BOTH) continue;
+      _tile_loadd(5, a + steps * TILE_BYTES, 64);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+};
 
 // Rows [row, row + rows), tiles of columns [begin, end) and a part of k, by one thread.
 template <class Block, class Kind>

@@ -141,20 +141,22 @@ struct FloatRows {
 template <bool GATED>
 struct Bf16Block {
   struct Sums : TileSums {
-    int64_t column;
+    int64_t column, tiles[2];
     Vec bias[2];
     bool alone;  // whether there is no second tile
   };
   static constexpr bool in_place = true;
 
   const Product& p;
+  BlockAdapters adapters;
 
   static int64_t steps(const Product& p) { return up_to(p.k, 32) / 32; }
   static int64_t unit(const Product&) { return 1; }
-  static int64_t memory_bytes(const Product&, int64_t, int64_t) { return 0; }
-  Bf16Block(const Product& p, int64_t, int64_t, char*) : p(p) {}
+  static int64_t memory_bytes(const Product& p, int64_t rows, int64_t) { return BlockAdapters::bytes(p, rows); }
+  Bf16Block(const Product& p, int64_t, int64_t, char* memory) : p(p), adapters(p, memory) {}
 
-  void lay_out(int64_t row, int64_t count, const Part& part, char* a) const {
+  void lay_out(int64_t row, int64_t count, const Part& part, char* a) {
+    if (part.last) adapters.lay_out(row, count);
     for (int64_t i = 0; i < up_to(count, 16); i++) {
       char* out = a + i / 16 * part.bytes() + i % 16 * 64;
       const bf16* x = (const bf16*)p.x + (row + i) * p.x_stride + part.begin * 32;
@@ -175,13 +177,19 @@ struct Bf16Block {
   }
 
   template <bool BOTH>
-  INLINE_MEMBER void multiply(const char* a, int64_t, const Panel&, const Part& part, Beside<Bf16Block>& beside,
-                              const float* from, float* to) const {
-    multiply_tiles<false, BOTH>(a, part.bytes(), 0, part.bytes(), beside, from, to);
+  INLINE_MEMBER void multiply(const char* a, int64_t row, const Panel& panel, const Part& part,
+                              Beside<Bf16Block>& beside, const float* from, float* to) {
+    bool has_adapters = part.last && adapters.in_use;
+    if (has_adapters && row == 0) adapters.begin(panel);
+    auto add = [&] {
+      if (has_adapters) adapters.add<BOTH>(row);
+    };
+    multiply_tiles<false, BOTH>(a, part.bytes(), 0, part.bytes(), beside, from, to, add);
   }
 
   INLINE_MEMBER void begin(Sums& sums, const Panel& panel) const {
     sums.column = panel.columns[0];
+    for (int n = 0; n < 2; n++) sums.tiles[n] = panel.tiles[n];
     sums.alone = panel.columns[1] >= p.n;
     sums.bias[0] = bias_of<bf16>(p, sums.column, 0);
     sums.bias[1] = Vec{};
@@ -192,6 +200,8 @@ struct Bf16Block {
     int64_t i = sums.done++;
     bf16* out = (bf16*)p.out + (sums.first + i) * p.out_stride + sums.column;
     int64_t left = p.n - sums.column;
+    if (p.adapters.slots != nullptr && !adapters.in_use && i % FINISHED_ROWS == 0)
+      add_adapters_to<bf16>(p, sums.tiles, sums, i);
     Vec x = load(sums.values[i / 16][0][i % 16]) + sums.bias[0];
     Vec y = load(sums.values[i / 16][1][i % 16]) + sums.bias[1];
     if (GATED) return store_some(out, activate((Activation)p.gate, rounded<bf16>(x)) * rounded<bf16>(y), left);
@@ -211,9 +221,11 @@ void multiply(const Product& p, bool is_bf16, [[maybe_unused]] bool tiles, const
   is_bf16 ? with_vectors<FloatRows<bf16>>(p, team) : with_vectors<FloatRows<float>>(p, team);
 }
 
-// x, weight, bias, out, dtype, the sizes of `product_of`, whether tile registers may be used
+// x, weight, bias, out, dtype, the sizes of `product_of`, whether tile registers may be used, the numbers of `adapters_of`
 void linear(const Arg* a, const Team& team) {
-  multiply(product_of(a, a + 1, a + 2, a + 3, a + 5), a[4].integer, a[11].integer, team);
+  Product p = product_of(a, a + 1, a + 2, a + 3, a + 5);
+  p.adapters = adapters_of(a + 12);
+  multiply(p, a[4].integer, a[11].integer, team);
 }
 
 }  // namespace quire::ISA

@@ -4,6 +4,7 @@
 // 64 bytes, each with the next terms of the 16 columns.
 #pragma once
 #include "activation.h"
+#include "low_rank.h"
 #include "team.h"
 
 namespace quire::ISA {
@@ -18,6 +19,7 @@ struct Product {
   int64_t rows, n, k;            // n: columns of `out`
   int64_t x_stride, out_stride;  // elements from row to row
   int64_t gate;  // -1, or an Activation: out = activation(x * gate rows) * (x * up rows), n rows each, padded
+  Adapters adapters;
 };
 
 // Computes a product of weights in bf16 or float32. tiles: whether tile registers may be used.
@@ -58,7 +60,12 @@ void multiply_codes(const CodeProduct& p, const Team& team);
 INLINE Product product_of(const Arg* x, const Arg* weight, const Arg* bias, const Arg* out, const Arg* sizes) {
   return {(const char*)x->data,   (const char*)weight->data, (const char*)bias->data, (char*)out->data,
           sizes[0].integer,       sizes[1].integer,          sizes[2].integer,        sizes[3].integer,
-          sizes[4].integer,       sizes[5].integer};
+          sizes[4].integer,       sizes[5].integer,          {}};
+}
+
+// The adapters of a product, behind its sizes: slots int32 (rows,), table, h, all or none; width, before.
+INLINE Adapters adapters_of(const Arg* a) {
+  return {(const int32_t*)a[0].data, (const LowRank*)a[1].data, (const char*)a[2].data, a[3].integer, a[4].integer};
 }
 
 // Columns are computed in panels of up to four tiles. The tiles of a gated product alternate: gate, up, gate, up.
@@ -101,7 +108,12 @@ INLINE void finish(const Product& p, int64_t row, int64_t column, Vec sums, Vec 
 
 // The same for the sums of MR rows from `row` on and NB tiles.
 template <class T, int MR, int NB>
-INLINE void finish_all(const Product& p, const Panel& panel, int64_t row, const float (&sums)[MR][NB][LANES]) {
+INLINE void finish_all(const Product& p, const Panel& panel, int64_t row, float (&sums)[MR][NB][LANES]) {
+  if (p.adapters.slots != nullptr) {
+    int64_t tiles[NB];
+    for (int n = 0; n < NB; n++) tiles[n] = panel.tiles[n];
+    add_adapters<T, MR, NB>(p.adapters, tiles, p.gate >= 0, row, {sums[0][0], NB * LANES, LANES});
+  }
   for (int m = 0; m < MR; m++)
     for (int n = 0; n < NB; n += p.gate < 0 ? 1 : 2)
       finish<T>(p, row + m, panel.columns[n], load(sums[m][n]), load(sums[m][n + 1 < NB ? n + 1 : n]));
