@@ -82,6 +82,10 @@ class ModelError(QuireError):
     """The model's files are missing, damaged, or describe something that quire cannot run."""
 
 
+class AdapterError(ModelError):
+    """An adapter's files are missing or damaged, or it cannot be used with the model."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """The hint ` (did you mean 'x'?)` for an unknown name, or "" if no known name is similar."""
     matches = get_close_matches(name, list(known), n=1, cutoff=0.6)

@@ -1,0 +1,1 @@
+"""LoRA adapters: files, matrices in memory, tables of the products that they change."""
