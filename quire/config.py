@@ -124,6 +124,8 @@ class SchedulerConfig:
     speculation: tuple[DrafterName, ...] = ()  # drafters; empty: no speculative decoding
     num_speculative_tokens: int = 8  # the most drafts of a sequence in one step
     governs_speculation: bool = True  # whether only drafts are verified that are expected to save time
+    max_loras: int = 0  # adapters that can be in memory at the same time; 0: no adapters
+    lora_bytes: int = 0  # of all these adapters
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
@@ -152,6 +154,12 @@ class SchedulerConfig:
             )
         if not 0 <= self.wait_weight < inf:
             raise ConfigError(f"wait_weight must be at least 0 and finite, not {self.wait_weight}")
+        self._check_limits()
+
+    def _check_limits(self) -> None:
+        for name in ("max_loras", "lora_bytes"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must be at least 0, not {getattr(self, name)}")
         for name in ("max_queued_requests", "max_queued_tokens"):
             bound = getattr(self, name)
             if bound is not None and bound < 1:
@@ -181,6 +189,7 @@ class Help:
     rare: bool = False
 
 
+MAX_LORAS = 4096  # adapters in memory at once
 MODEL_HELP = (
     "a name of `quire pull`, Hugging Face id, folder of a checkpoint, or .gguf file [default: quire's own model]"
 )
@@ -410,6 +419,21 @@ class EngineOptions:
             "vLLM's JSON object for the methods ngram and suffix, in place of these two options",
             "beta",
             group="Decoding",
+            rare=True,
+        ),
+    ] = None
+    enable_lora: Annotated[
+        bool, Help("run LoRA adapters; naming some turns it on, too", "beta", group="LoRA adapters", rare=True)
+    ] = False
+    max_loras: Annotated[
+        int, Meta(ge=1, le=MAX_LORAS), Help("most adapters in memory at once", "beta", group="LoRA adapters", rare=True)
+    ] = 256
+    lora_memory: Annotated[
+        str | None,
+        Help(
+            "memory for adapters: bytes, '512MiB', or a share of --memory [default: an eighth of it, at most 1GiB]",
+            "beta",
+            group="LoRA adapters",
             rare=True,
         ),
     ] = None

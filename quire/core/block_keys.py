@@ -3,10 +3,11 @@
 The key of a block identifies its tokens and all before it in their namespace:
 
     key of block i = SHA-256(key of block i - 1, tokens of block i), with a root in place of the key before block 0
-    root           = HMAC-SHA-256(secret, (fingerprint, namespace, key of the last public block))
+    root           = HMAC-SHA-256(secret, (fingerprint, namespace, key of the last block before it))
 
 A prompt that begins with a public prefix has the root that all tenants read, and behind the public blocks a root of its
-own namespace. The keys of engines without the secret are of no use: none follows from the tokens alone.
+own namespace. Whole blocks before the start of an adapter have the root of the model alone, and the blocks behind them
+another one of the namespace. The keys of engines without the secret are of no use: none follows from the tokens alone.
 """
 
 import hmac
@@ -40,7 +41,7 @@ class BlockKeys:
     fingerprint: str = ""
 
     def root(self, namespace: Namespace, before: bytes = b"") -> bytes:
-        """The key that a chain begins with. before: the key of the last public block, or empty."""
+        """The key that a chain begins with. before: the key of the last block under another root, or empty."""
         content = msgspec.json.encode((self.fingerprint, namespace, before), order="deterministic")
         return hmac.digest(self.secret, content, "sha256")
 
@@ -55,14 +56,15 @@ class BlockKeys:
     ) -> Iterator[bytes]:
         """Yield the keys (32 bytes) of the whole blocks of `tokens`, each computed when it is asked for.
 
-        tokens: as `token_key` writes them. public: the namespace of the first `num_public` blocks. known: the keys of
-        the blocks before the tokens.
+        tokens: as `token_key` writes them. public: the namespace of the first `num_public` blocks, which are all before
+        the start of an adapter that does not start at position 0. known: the keys of the blocks before the tokens.
         """
         first, size = len(known), self.block_size * BYTES_PER_TOKEN
+        borders = num_public, namespace.num_model_blocks(self.block_size)
         key = known[-1] if known else b""
         for i in range(len(tokens) // size):
-            if first + i == num_public:
-                key = self.root(namespace, key)
+            if first + i in borders and first + i >= num_public:
+                key = self.root(namespace.of_block(first + i, self.block_size), key)
             elif first + i == 0:
                 key = self.root(namespace if public is None else public)
             key = sha256(key + tokens[i * size : (i + 1) * size]).digest()

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from quire.core.adapter import NO_ADAPTERS
 from quire.core.request import Request
 from quire.core.step import Pooling, Step
 from quire.errors import ConfigError, RequestError
@@ -30,12 +31,17 @@ class Capabilities:
                 f"steps_in_flight {number} is more than the {self.steps_in_flight} that this runner takes; lower it"
             )
 
+    def check_adapters(self) -> None:
+        """Raise RequestError if the runner has no adapters."""
+        if not self.adapters:
+            raise RequestError(NO_ADAPTERS, "adapter")
+
     def check_request(self, request: Request) -> None:
         """Raise RequestError for a request that the runner cannot execute."""
         if request.params.deterministic and not self.deterministic:
             raise RequestError("this model cannot be run deterministically; leave `deterministic` out", "deterministic")
-        if request.adapter and not self.adapters:
-            raise RequestError("this engine has no adapters; leave `adapter` out", "adapter")
+        if request.adapter is not None:
+            self.check_adapters()
         if self.classifies is not (request.pooling is Pooling.CLASS):
             raise RequestError(_ONLY_CLASSIFIES if self.classifies else _NO_CLASSES, "model")
         if not (self.generates or request.pooling):
@@ -44,6 +50,8 @@ class Capabilities:
     def check_step(self, step: Step) -> None:
         """Raise ValueError for a Step that the runner cannot execute."""
         chunks = step.chunks
+        if step.adapters and not self.adapters:
+            raise ValueError("this runner has no adapters")
         if len(step.opens):
             if step.opens.adapters.any() and not self.adapters:
                 raise ValueError("this runner has no adapters")

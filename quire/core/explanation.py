@@ -121,6 +121,8 @@ class Explanation(msgspec.Struct):
     # blocks that are not from the prefix index, each counted once.
     num_blocks_unshared: int = 0
     num_blocks_own: int = 0
+    adapter: str = ""  # name of its adapter; empty for the model alone
+    adapter_digest: str = ""
 
     @property
     def saved(self) -> float:

@@ -5,6 +5,7 @@ from typing import Literal
 
 import msgspec
 
+from quire.core.adapter import ADAPTER, Adapter
 from quire.core.scheduling_params import DEFAULT_SCHEDULING_PARAMS, SchedulingParams
 from quire.core.step import Pooling
 from quire.errors import ContextLengthExceeded, RequestError, out_of_vocabulary
@@ -15,14 +16,29 @@ class Namespace(msgspec.Struct, frozen=True):
     """A root key of the prefix index. KV that was computed under one key is never read under another.
 
     tenant: derived by the server from the credential, never from the body. salt: `cache_salt` of the body, which
-    divides a tenant further. adapter: hash of the adapter's content, empty for the model alone. deterministic:
-    deterministic requests have roots of their own, because their kernels compute other bits.
+    divides a tenant further. adapter: digest of the adapter, empty for the model alone. deterministic: deterministic
+    requests have roots of their own, because their kernels compute other bits. adapter_start: first position at which
+    the adapter applies. Whole blocks before it are in the namespace of the model alone.
     """
 
     tenant: str = ""
     salt: str = ""
     adapter: str = ""
     deterministic: bool = False
+    adapter_start: int = 0
+
+    @property
+    def of_model(self) -> "Namespace":
+        """The same without the adapter."""
+        return msgspec.structs.replace(self, adapter="", adapter_start=0)
+
+    def num_model_blocks(self, block_size: int) -> int:
+        """Leading blocks of `block_size` tokens before an adapter that starts behind them; they are in `of_model`."""
+        return self.adapter_start // block_size
+
+    def of_block(self, index: int, block_size: int) -> "Namespace":
+        """The namespace of a prompt's block, public prefixes aside."""
+        return self.of_model if index < self.num_model_blocks(block_size) else self
 
 
 NO_NAMESPACE = Namespace()  # of the only tenant of a server without keys, and of offline use
@@ -72,11 +88,12 @@ class Request(msgspec.Struct, frozen=True):
     prediction: Sequence[int] = ()  # tokens of `params.prediction`
     num_counted: int = 0  # leading prompt tokens that an earlier engine has counted as found or computed
     prerequisites: tuple[str, ...] = ()  # names of what it waits for before it is queued, besides its constraint
+    adapter: Adapter | None = None  # None: the model alone; `Engine.add` completes the namespace
 
     @property
-    def adapter(self) -> str:
-        """Hash of the adapter's content; empty for the model alone. No engine loads adapters yet."""
-        return self.namespace.adapter
+    def adapter_name(self) -> str:
+        """The name of its adapter; empty for the model alone."""
+        return "" if self.adapter is None else self.adapter.name
 
     @property
     def was_accepted(self) -> bool:
@@ -91,7 +108,8 @@ class Request(msgspec.Struct, frozen=True):
     @property
     def waits_for(self) -> set[str]:
         """Names of all that it waits for before it is queued."""
-        return {*self.prerequisites, CONSTRAINT} if self.is_constrained else set(self.prerequisites)
+        constraint = (CONSTRAINT,) if self.is_constrained else ()
+        return {*self.prerequisites, *constraint, *(() if self.adapter is None else (ADAPTER,))}
 
     @property
     def may_end_early(self) -> bool:

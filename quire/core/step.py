@@ -301,7 +301,8 @@ class NewRows(msgspec.Struct, frozen=True, eq=False):
     repetition_penalties: np.ndarray  # float32, 1: off
     deterministic: np.ndarray  # uint8, 1: outputs may not depend on the other sequences of the step
     poolings: np.ndarray  # uint8, Pooling
-    adapters: np.ndarray  # int32, index of a loaded adapter; 0: the model alone
+    adapters: np.ndarray  # int32, slot of an adapter; 0: the model alone
+    adapter_starts: np.ndarray  # int32, first position at which the adapter applies
     lists: TokenLists
 
     def __len__(self) -> int:
@@ -336,6 +337,7 @@ _COLUMNS: dict[str, tuple[type[np.generic], float]] = {  # dtype and neutral val
     "deterministic": (np.uint8, 0),
     "poolings": (np.uint8, 0),
     "adapters": (np.int32, 0),
+    "adapter_starts": (np.int32, 0),
 }
 
 
@@ -374,7 +376,7 @@ class Move(msgspec.Struct, frozen=True):
 
 
 class Step(msgspec.Struct, frozen=True, eq=False):
-    """What a runner does next, in this order: reset, opens, token writes, block writes, moves, chunks."""
+    """What a runner does next, in this order: reset, adapters, opens, token writes, block writes, moves, chunks."""
 
     id: int
     reset: bool  # clear all rows first
@@ -383,6 +385,7 @@ class Step(msgspec.Struct, frozen=True, eq=False):
     blocks: list[TableUpdates]  # per group: block ids, into a table of rows x table indices
     moves: list[Move]
     chunks: Chunks
+    adapters: list[tuple[int, str]] = []  # (slot, digest) of loaded adapters that slots get; of a reset step: of all
 
     @property
     def num_tokens(self) -> int:
@@ -392,7 +395,9 @@ class Step(msgspec.Struct, frozen=True, eq=False):
     def __str__(self) -> str:
         head = f"step {self.id}: {len(self.chunks)} chunks, {self.num_tokens} tokens"
         lines = [head + (", reset" if self.reset else "")]
-        lines += [f"  open row {row} seq {seq}" for row, seq in zip(self.opens.rows, self.opens.seq_ids, strict=True)]
+        lines += [f"  slot {slot} gets adapter {digest[:12]}" for slot, digest in self.adapters]
+        for row, seq, slot in zip(self.opens.rows, self.opens.seq_ids, self.opens.adapters, strict=True):
+            lines.append(f"  open row {row} seq {seq}" + (f", adapter in slot {slot}" if slot else ""))
         lines += [f"  {move}" for move in self.moves]
         lines += [f"  {chunk}" for chunk in self.chunks]
         return "\n".join(lines)

@@ -41,6 +41,7 @@ class MemoryProfile:
     captured_steps_bytes: int = 0  # that captured steps own
     captured_steps_reason: str = ""
     staging_bytes: int = 0  # buffers of swapping on the device
+    lora_memory: str | None = None  # the option, or DEFAULT_LORA_MEMORY; None: no adapters
 
     @property
     def workspace_bytes(self) -> int:
@@ -85,6 +86,7 @@ class MemoryPlan:
     num_blocks: tuple[int, ...]  # per group
     max_model_len: int
     max_model_len_reason: str
+    lora_bytes: int = 0  # for adapters
 
     def concurrency(self, length: int) -> int:
         """Number of sequences of `length` tokens that fit at the same time."""
@@ -118,17 +120,19 @@ def plan_memory(
     sequence of the set length do not fit.
     """
     budget, budget_reason = _budget(available, default_share, limit)
-    beside = profile.workspace_bytes + profile.captured_steps_bytes + profile.staging_bytes
+    lora_bytes = _lora_bytes(profile.lora_memory, budget)
+    beside = profile.workspace_bytes + profile.captured_steps_bytes + profile.staging_bytes + lora_bytes
     length, length_reason = _max_model_len(profile)
     room = budget - profile.weight_bytes - beside
     if profile.kv_bytes(length) > room:
         if profile.max_model_len is not None or profile.kv_bytes(2) > room:
             need = profile.weight_bytes + beside + profile.kv_bytes(length)
+            adapters = f"adapters {format_bytes(lora_bytes)}, " if lora_bytes else ""
             raise DoesNotFit(
                 f"one sequence of {length} tokens needs {format_bytes(need)} (weights "
-                f"{format_bytes(profile.weight_bytes)}, workspace {format_bytes(beside)}, the rest KV), but the budget "
-                f"is {format_bytes(budget)}, {budget_reason}. Raise memory, or lower "
-                "max_model_len, max_num_batched_tokens or max_num_seqs"
+                f"{format_bytes(profile.weight_bytes)}, workspace {format_bytes(beside - lora_bytes)}, {adapters}"
+                f"the rest KV), but the budget is {format_bytes(budget)}, {budget_reason}. Raise memory, or lower "
+                f"{'lora_memory, ' if lora_bytes else ''}max_model_len, max_num_batched_tokens or max_num_seqs"
             )
         length = _longest_fitting_len(profile, length, room)
         length_reason = f"lowered from {profile.model_max_len}, all that the KV memory can hold"
@@ -147,11 +151,33 @@ def plan_memory(
         )
         name = f"KV pool {kv.kind.span}" if kv.kind.drops_blocks else "KV pool"
         lines.append(PlanLine(name, num * profile.block_size * kv.bytes_per_token, why))
-    return MemoryPlan(profile, (*lines, *_other_lines(profile)), tuple(num_blocks), length, length_reason)
+    lines += _other_lines(profile)
+    if lora_bytes:
+        lines.append(PlanLine("adapters", lora_bytes, _lora_reason(profile.lora_memory)))
+    return MemoryPlan(profile, tuple(lines), tuple(num_blocks), length, length_reason, lora_bytes)
+
+
+DEFAULT_LORA_MEMORY = "default"
+_LORA_SHARE, _MOST_LORA_BYTES = 8, 2**30  # by default an eighth of the budget, at most so many bytes
+
+
+def _lora_bytes(asked: str | None, budget: int) -> int:
+    """Bytes for adapters. Raises ConfigError for text that names no size."""
+    if asked is None:
+        return 0
+    if asked == DEFAULT_LORA_MEMORY:
+        return min(_MOST_LORA_BYTES, budget // _LORA_SHARE)
+    return int(parse_memory(asked, budget, "lora_memory"))
+
+
+def _lora_reason(asked: str | None) -> str:
+    if asked != DEFAULT_LORA_MEMORY:
+        return f"LoRA adapters, lora_memory={asked}"
+    return f"LoRA adapters, at most {format_bytes(_MOST_LORA_BYTES)} (lora_memory not set)"
 
 
 def _other_lines(profile: MemoryProfile) -> list[PlanLine]:
-    """The lines of everything but weights and blocks."""
+    """The lines of workspaces."""
     why = (
         f"{profile.max_num_batched_tokens} tokens a step x {format_bytes(profile.workspace_bytes_per_token)}, "
         f"{profile.max_num_seqs} rows x {format_bytes(profile.workspace_bytes_per_seq)}, "
@@ -199,15 +225,15 @@ def _divide_among_groups(profile: MemoryProfile, length: int, useful: Sequence[i
     return blocks(too_many - 1)
 
 
-def parse_memory(text: str, available: int) -> float:
+def parse_memory(text: str, available: int, option: str = "memory") -> float:
     """Bytes of '4GiB', '500MB' or '123456789'. A number up to 1 without a unit is a share of `available`.
 
-    Raises ConfigError for other text, and for 0.
+    Raises ConfigError for other text, and for 0. option: its name in the error.
     """
     match = _SIZE.fullmatch(text.strip())
     if not match or float(match[1]) == 0:
         raise ConfigError(
-            f"memory must be bytes ('4GiB', '500MB', '123456789') or a share up to 1 ('0.5'), not {text!r}"
+            f"{option} must be bytes ('4GiB', '500MB', '123456789') or a share up to 1 ('0.5'), not {text!r}"
         )
     number, unit = float(match[1]), match[2].lower()
     return number * (available if number <= 1 and not unit else _UNITS[unit])

@@ -281,7 +281,7 @@ class Calibration(msgspec.Struct, frozen=True):
     copies: list[CopySample] = []
 
 
-class CostFigures(msgspec.Struct, frozen=True):
+class CostFigures(msgspec.Struct, frozen=True, tag=True):
     """The current estimates; 0 before any measurement, and None for copies."""
 
     prompt_seconds_per_token: float

@@ -9,6 +9,7 @@ from uuid import uuid4
 import numpy as np
 import safetensors
 
+from quire.core.adapter import Adapter
 from quire.core.output import Output
 from quire.core.request import NO_NAMESPACE, Namespace
 from quire.core.scheduling_params import DEFAULT_SCHEDULING_PARAMS, SchedulingParams
@@ -242,7 +243,10 @@ def _float32(data: bytes, dtype: str) -> np.ndarray:
 
 
 class EmbeddingBatch:
-    """Prompts that are embedded together. `requests` are the requests for the engine. id: of the whole batch."""
+    """Prompts that are embedded together. `requests` are the requests for the engine. id: of the whole batch.
+
+    adapters: one for each prompt; (): the model alone.
+    """
 
     def __init__(
         self,
@@ -251,11 +255,15 @@ class EmbeddingBatch:
         namespace: Namespace = NO_NAMESPACE,
         scheduling_params: SchedulingParams = DEFAULT_SCHEDULING_PARAMS,
         id: str | None = None,
+        adapters: Sequence[Adapter | None] = (),
     ) -> None:
         self.id = id or f"embd-{uuid4().hex}"
+        each = adapters or [None] * len(generations)
         self.requests = [
-            generation.request(prompt_request_id(self.id, i), pooling, namespace, scheduling_params=scheduling_params)
-            for i, generation in enumerate(generations)
+            generation.request(
+                prompt_request_id(self.id, i), pooling, namespace, scheduling_params=scheduling_params, adapter=adapter
+            )
+            for i, (generation, adapter) in enumerate(zip(generations, each, strict=True))
         ]
         self._pooled = {each.id: PooledPrompt(each.id, each.prompt, pooling) for each in self.requests}
 

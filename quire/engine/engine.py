@@ -9,10 +9,12 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import ClassVar, Self
 
 import msgspec
 
+from quire.core.adapter import NO_ADAPTERS, Adapter, AdapterLoader
 from quire.core.explanation import DraftCounts, Explanation
 from quire.core.output import NO_SEQUENCE, Output
 from quire.core.prerequisite import Prerequisite
@@ -69,6 +71,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
             *("last_step_seconds", "kv_blocks_cached", "host_blocks_used", "host_blocks_total"),
             *("num_step_tokens", "step_sizes", "waiting_because"),  # the histogram restarts with each engine
             *("drafts", "accepted_by_place", "prompts"),
+            *("num_adapters", "adapter_bytes", "num_waiting_for_adapters", "adapter_requests"),
         )
     )
 
@@ -103,6 +106,13 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     drafts: dict[str, DraftCounts] = {}  # the same by drafter, since the engine's start
     accepted_by_place: tuple[int, ...] = ()  # accepted drafts by place in their chain, since the engine's start
     prompts: PromptProgress = PromptProgress()  # of running prompts that take more than one step
+    num_adapters: int = 0  # in memory
+    adapter_bytes: int = 0  # of those in memory and those being loaded
+    num_adapter_loads: int = 0  # completed
+    adapter_load_seconds: float = 0.0  # of these loads
+    num_evicted_adapters: int = 0
+    num_waiting_for_adapters: int = 0  # requests whose adapter is not in memory yet
+    adapter_requests: dict[str, tuple[int, int]] = {}  # running and waiting requests by name of the adapter, the most
 
     @classmethod
     def zero(cls) -> Self:
@@ -122,11 +132,12 @@ class Engine:
         eos_token_ids: tuple[int, ...] = (),
         seed: int = 0,
         prerequisites: Sequence[Prerequisite] = (),
+        adapter_loader: AdapterLoader | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """prerequisites: what is prepared for requests before they are queued, such as the grammars of constraints.
 
-        Raises ConfigError for more steps in flight than the runner takes.
+        adapter_loader: None without adapters. Raises ConfigError for more steps in flight than the runner takes.
         """
         runner.capabilities.check_steps_in_flight(scheduler.config.steps_in_flight)
         self.vocab_size = vocab_size
@@ -136,6 +147,9 @@ class Engine:
         self.eos_token_ids = tuple(token for token in eos_token_ids if 0 <= token < vocab_size)
         self._seed = seed
         self._prerequisites = prerequisites
+        self._adapter_loader = adapter_loader
+        self._loading: dict[str, float] = {}  # when the load of an adapter began, by digest
+        self._adapter_load_seconds = 0.0
         self._clock = clock
         self._steps_in_flight = scheduler.config.steps_in_flight
         self._uses_processors = False  # whether a request has had logits processors
@@ -186,11 +200,12 @@ class Engine:
         `bad_words` are the tokens of `params.bad_words` in all their spellings. A pooling request returns pooled hidden
         states instead of tokens; it needs `params.max_tokens` 0 and `params.n` 1. `known_outputs` are the output tokens
         per sequence of a request that another engine has begun; its parameters must be the same, and include the seed.
-        A `resumed` request is not rejected for the queue limit or its deadline.
+        A `resumed` request is not rejected for the queue limit or its deadline. An activated adapter that is not
+        invoked in the prompt is left out.
 
         Raises RequestError for a prompt that is empty, too long or out of range, an id in use, a full queue, a
-        deadline that cannot be met, or an output that the model has no head for. Raises ValueError for parameters that
-        contradict `pooling` or `beams`.
+        deadline that cannot be met, an adapter without room, or an output that the model has no head for. Raises
+        ValueError for parameters that contradict `pooling` or `beams`.
         """
         params = request.params
         if not is_unicode(request.id):
@@ -215,11 +230,19 @@ class Engine:
             max_model_len=self.max_model_len,
             default_seed=nth_seed(self._seed, self._num_requests),
         )
+        start = None if request.adapter is None else request.adapter.start_in(request.prompt)
+        adapter = None if start is None else request.adapter
         request = msgspec.structs.replace(
             request,
             params=params,
             bad_words=self._in_vocabulary(request.bad_words),
-            namespace=msgspec.structs.replace(request.namespace, deterministic=params.deterministic),
+            adapter=adapter,
+            namespace=msgspec.structs.replace(
+                request.namespace,
+                adapter="" if adapter is None else adapter.digest,
+                deterministic=params.deterministic,
+                adapter_start=start or 0,
+            ),
             eos_token_ids=self.eos_token_ids,
         )
         needed = [one for one in self._prerequisites if one.is_needed(request)]
@@ -256,6 +279,24 @@ class Engine:
         """End a sequence at a stop string, after `num_tokens` output tokens. It has no further outputs."""
         self.scheduler.finish(seq_id, num_tokens, self._clock())
 
+    def read_adapter(self, name: str, path: str, when_done: Callable[[Future[Adapter]], None]) -> None:
+        """Read and check the files of an adapter beside the steps. when_done: called with the result, from any thread.
+
+        Raises RequestError without adapters.
+        """
+        self.runner.capabilities.check_adapters()
+        if self._adapter_loader is None:
+            raise RequestError(NO_ADAPTERS, "adapter")
+        self._adapter_loader.read(name, path, when_done)
+
+    def pin_adapter(self, adapter: Adapter, *, pinned: bool) -> None:
+        """Load an adapter and keep it in memory, or let it be evicted again.
+
+        Raises RequestError for one that does not fit beside the other pinned ones. A load that fails ends the pin.
+        """
+        self.runner.capabilities.check_adapters()
+        self.scheduler.pin_adapter(adapter, self._clock(), pinned=pinned)
+
     def end_program(self, tenant: str, program: str, branch: str | None = None) -> None:
         """End a branch of a program (None: all branches): no request will continue from it. Ignores unknown ones."""
         self.scheduler.end_program(tenant, program, branch, self._clock())
@@ -270,6 +311,7 @@ class Engine:
         step = None
         if not self._errors:  # a failed step leaves the runner's rows invalid until it is committed and rolled back
             step = self.scheduler.plan(self._clock())
+            self._start_loads()
         if step is not None:
             self._step_sizes.observe(step.num_tokens)
             self._launch(step, on_launch)
@@ -283,8 +325,7 @@ class Engine:
         self._generation_tokens += sum(len(output.token_ids) for output in outputs)
         self._forced_tokens += sum(len(output.forced) for output in outputs)
         if step is None and not outputs and self.scheduler.has_unready:
-            for one in self._prerequisites:
-                one.wait(_PREPARE_SECONDS / len(self._prerequisites))
+            self._wait()
         if not self.scheduler.has_work:
             self.runner.release_workspace()
         if self.scheduler.leaks:
@@ -293,7 +334,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """The current metrics."""
-        cache, accounts = self.scheduler.cache, self.scheduler.request_stats
+        cache, accounts, adapters = self.scheduler.cache, self.scheduler.request_stats, self.scheduler.state.adapters
         return EngineStats(
             self.scheduler.num_running,
             self.scheduler.num_waiting,
@@ -326,6 +367,13 @@ class Engine:
             dict(accounts.drafts),
             accounts.accepted_by_place,
             self.prompt_progress,
+            len(adapters.resident),
+            adapters.bytes_used,
+            adapters.num_loads,
+            self._adapter_load_seconds,
+            adapters.num_evicted,
+            adapters.num_waiting,
+            adapters.requests_by_name(seq.request for seq in self.scheduler.state.running_queue.running),
         )
 
     def cost_figures(self) -> CostFigures:
@@ -377,10 +425,12 @@ class Engine:
         self._next_check = ended + _IDLE_PER_CHECK * (ended - now)
 
     def close(self) -> None:
-        """Close the scheduler and the prerequisites. No method may be called afterwards."""
+        """Close the scheduler, the prerequisites and the loader. No method may be called afterwards."""
         self.scheduler.close()
         for one in self._prerequisites:
             one.close()
+        if self._adapter_loader is not None:
+            self._adapter_loader.close()
 
     def _process_ready(self) -> None:
         """Report finished prerequisites to the scheduler, which queues the requests or ends them with the error."""
@@ -388,6 +438,40 @@ class Engine:
             for request_id, error in one.finished():
                 if self.scheduler.ready(request_id, one.name, error, self._clock()):
                     self._forget(request_id)
+        for digest, error in () if self._adapter_loader is None else self._adapter_loader.finished():
+            self._adapter_loaded(digest, error)
+
+    def _wait(self) -> None:
+        """Wait until a prerequisite or an adapter is ready, for at most _PREPARE_SECONDS."""
+        waits = [one.wait for one in self._prerequisites]
+        if self._adapter_loader is not None:
+            waits.append(self._adapter_loader.wait)
+        for wait in waits:
+            wait(_PREPARE_SECONDS / len(waits))
+
+    def _adapter_loaded(self, digest: str, error: str) -> None:
+        now = self._clock()
+        began = self._loading.pop(digest, now)
+        if error:
+            log.warning("an adapter was not loaded: %s", error)
+        else:
+            self._adapter_load_seconds += now - began
+        self.scheduler.adapter_loaded(digest, error, now)
+
+    def _start_loads(self) -> None:
+        """Start the loads of adapters that the scheduler has decided, and forget requests that have begun."""
+        for load in self.scheduler.take_adapter_loads():
+            self._loading[load.adapter.digest] = self._clock()
+            try:
+                if self._adapter_loader is None:
+                    raise RuntimeError("the engine has no loader of adapters")
+                self._adapter_loader.start(load)
+            except Exception as error:  # for example no memory for a thread
+                self._adapter_loaded(
+                    load.adapter.digest, f"the adapter {load.adapter.name!r} cannot be loaded: {error}"
+                )
+        for request_id in self.scheduler.take_begun():
+            self._forget(request_id)
 
     def _num_to_commit(self, step: Step | None) -> int:
         """How many in-flight steps are committed before `step` is sampled. Without a step it is the oldest."""

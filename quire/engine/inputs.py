@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, TypedDict, TypeVar
 
 from quire.chat.answer_text import AnswerText
 from quire.config import EngineOptions
+from quire.core.adapter import Adapter
 from quire.core.request import NO_NAMESPACE, Beams, Namespace, Request, check_length
 from quire.core.scheduling_params import DEFAULT_SCHEDULING_PARAMS, Program, Retention, SchedulingParams
 from quire.core.step import Pooling
@@ -125,11 +126,12 @@ class Generation(NamedTuple):
         namespace: Namespace = NO_NAMESPACE,
         beams: Beams | None = None,
         scheduling_params: SchedulingParams = DEFAULT_SCHEDULING_PARAMS,
+        adapter: Adapter | None = None,
     ) -> Request:
         """The engine's request for this prompt. The arguments are fields of Request."""
         prompt, params = self.prompt.ids, self.params
         about = (request_id, prompt, params, self.bad_words, pooling, namespace, beams, scheduling_params)
-        return Request(*about, prediction=self.prediction)
+        return Request(*about, prediction=self.prediction, adapter=adapter)
 
 
 def prompt_request_id(request_id: str, index: int) -> str:

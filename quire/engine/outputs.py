@@ -1,12 +1,15 @@
 """Result types of the public API. Plain data, with vLLM's names."""
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import msgspec
 
 from quire.chat.parts import Message
 from quire.core.explanation import Explanation
 from quire.core.output import EndCause, FinishReason
+
+Row = TypeVar("Row")
 
 
 class Logprob(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -91,6 +94,16 @@ class RequestOutput(msgspec.Struct):
     num_cached_tokens: int  # prompt tokens whose KV was reused
     metrics: RequestMetrics
     prompt_logprobs: Sequence[LogprobRow | None] | None = None  # one per prompt token; None up to prompt_logprobs_start
+
+
+def with_lists(result: RequestOutput) -> RequestOutput:
+    """The result with its rows of logprobs as lists, which programs may change, compare and store."""
+
+    def listed(rows: Sequence[Row] | None) -> list[Row] | None:
+        return None if rows is None else list(rows)
+
+    outputs = [msgspec.structs.replace(output, logprobs=listed(output.logprobs)) for output in result.outputs]
+    return msgspec.structs.replace(result, outputs=outputs, prompt_logprobs=listed(result.prompt_logprobs))
 
 
 class BeamSearchSequence(msgspec.Struct):

@@ -49,6 +49,7 @@ _WAITS: Mapping[str, str] = MappingProxyType(
         "failure": "a step has failed, and its sequences run one by one",
         "prompt": "another sequence of the request computes the prompt",
         "constraint": "the constraint is being compiled",
+        "adapter": "its adapter is not in memory yet",
     }
 )
 
@@ -258,7 +259,7 @@ class Monitor:
             state.arrived,
             reason,
             request.scheduling_params.priority,
-            request.adapter,
+            request.adapter_name,
             seen.owners.number(seq.id),
         )
 
@@ -272,7 +273,7 @@ class Monitor:
             state.arrived,
             _reason(min(state.waits_for)),
             request.scheduling_params.priority,
-            request.adapter,
+            request.adapter_name,
             0,
         )
 

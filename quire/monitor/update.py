@@ -35,7 +35,8 @@ class PoolFigures(msgspec.Struct, frozen=True):
 class SequenceRow(msgspec.Struct, frozen=True, gc=False):
     """One unfinished sequence. seq: -1 for a request that waits for prerequisites.
 
-    num_prompt_done: prompt tokens with KV, found in the prefix cache or computed; 0 for one that does not run.
+    num_prompt_done: prompt tokens with KV, found in the prefix cache or computed; 0 for one that does not run. adapter:
+    the name by which the request named it; empty for the model alone.
     """
 
     id: str

@@ -26,6 +26,7 @@ from quire.cache.kv_cache import KVCache
 from quire.cache.manager import KVCacheManager
 from quire.config import CacheConfig, SchedulerConfig
 from quire.core import codec, step
+from quire.core.adapter import Adapter
 from quire.core.constraint import EMPTY_VERDICT, NO_DRAFTS, AllowedDrafts, Constraints, Verdict
 from quire.core.output import Output
 from quire.core.request import CONSTRAINT, Request
@@ -102,8 +103,7 @@ class ReplayedConstraints:
 
 log = logging.getLogger(__name__)
 
-FORMAT = 10
-_FLAT_KINDS = 9  # the format whose KV groups had the fields of their kinds
+FORMAT = 11
 _MOST_BLOCKS = 2**24  # of a replay, which has 17 bytes for each
 _HEAD = struct.Struct("<II")  # bytes of a record, and their CRC-32
 
@@ -140,6 +140,23 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     request: Request
     now: float
     error: str
+
+
+class AdapterLoaded(msgspec.Struct, frozen=True, tag=True):
+    """`Scheduler.adapter_loaded`, with the verdicts returned during the call."""
+
+    digest: str
+    error: str
+    now: float
+    verdicts: list[Verdict]
+
+
+class PinAdapter(msgspec.Struct, frozen=True, tag=True):
+    """`Scheduler.pin_adapter`."""
+
+    adapter: Adapter
+    now: float
+    pinned: bool
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -183,11 +200,12 @@ class Repair(msgspec.Struct, frozen=True, tag=True):
 
 
 class Plan(msgspec.Struct, frozen=True, tag=True):
-    """`Scheduler.plan`, with the bytes of its Step, empty for None, and the drafts that constraints allowed."""
+    """`Scheduler.plan`, with the bytes of its Step, empty for None, and what constraints returned during the call."""
 
     now: float
     step: bytes
     drafts: list[AllowedDrafts] = []
+    verdicts: list[Verdict] = []
 
 
 class Commit(msgspec.Struct, frozen=True, tag=True, eq=False):
@@ -198,7 +216,8 @@ class Commit(msgspec.Struct, frozen=True, tag=True, eq=False):
     verdicts: list[Verdict] = []
 
 
-Record = Header | Add | Ready | Refused | Abort | Finish | EndProgram | Flush | Calibrate | Repair | Plan | Commit
+Input = Add | Ready | Refused | AdapterLoaded | PinAdapter | Abort | Finish | EndProgram | Flush | Calibrate | Repair
+Record = Header | Input | Plan | Commit
 
 
 class JournalError(QuireError):
@@ -271,6 +290,14 @@ class JournalledScheduler(Scheduler):
         self._write(Ready(request_id, error, now, self._take_verdicts(), what))
         return is_ready
 
+    def adapter_loaded(self, digest: str, error: str, now: float) -> None:
+        super().adapter_loaded(digest, error, now)
+        self._write(AdapterLoaded(digest, error, now, self._take_verdicts()))
+
+    def pin_adapter(self, adapter: Adapter, now: float, *, pinned: bool) -> None:
+        super().pin_adapter(adapter, now, pinned=pinned)
+        self._write(PinAdapter(adapter, now, pinned))
+
     def abort(self, request_id: str, now: float) -> None:
         self._write(Abort(request_id, now))
         super().abort(request_id, now)
@@ -297,7 +324,7 @@ class JournalledScheduler(Scheduler):
 
     def plan(self, now: float) -> Step | None:
         planned = super().plan(now)
-        self._write(Plan(now, _bytes(planned), list(self._new_drafts)))
+        self._write(Plan(now, _bytes(planned), list(self._new_drafts), self._take_verdicts()))
         self._new_drafts.clear()
         if planned is not None:
             self._with_file(lambda file: file.flush())  # the step may crash the process
@@ -365,28 +392,14 @@ def read_records(file: BinaryIO) -> Iterator[Record]:
         if zlib.crc32(data) != checksum:
             raise JournalError(_damaged(number, "its checksum differs"))
         try:
-            yield codec.decode(data if number else _upgraded(data), Record)  # type: ignore[arg-type]
+            yield codec.decode(data, Record)  # type: ignore[arg-type]
         except (msgspec.MsgspecError, ValueError, TypeError) as error:
             raise JournalError(_damaged(number, str(error))) from error
 
 
-def _upgraded(data: bytes) -> bytes:
-    """A header in this format, from one in this format or the one before. Raises ValueError if it is damaged."""
-    header = msgspec.msgpack.decode(data)
-    if not isinstance(header, dict) or header.get("format") != _FLAT_KINDS:
-        return data
-    try:
-        for group in header["cache"]["groups"]:
-            fields = {name: group.get(name) for name in ("num_kv_heads", "head_dim", "window")}
-            group["kind"] = {"type": group["kind"], **fields}
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError("its KV groups are damaged") from error
-    return codec.encode({**header, "format": FORMAT})
-
-
 def _damaged(number: int, why: str) -> str:
     if number == 0:
-        return f"not a quire journal, damaged at its begin, or of a format before {_FLAT_KINDS}: {why}"
+        return f"not a quire journal, damaged at its begin, or of an old format: {why}"
     return f"record {number} is damaged: {why}"
 
 
@@ -429,9 +442,10 @@ def _replayed(
     for record in records:
         if isinstance(record, Plan):
             constraints.drafts.extend(record.drafts)
+            constraints.verdicts.extend(record.verdicts)
             yield scheduler, scheduler.plan(record.now), record.step
             continue
-        if isinstance(record, Ready | Commit):
+        if isinstance(record, Ready | AdapterLoaded | Commit):
             constraints.verdicts.extend(record.verdicts)
         if isinstance(record, Commit):
             on_outputs(scheduler.commit(record.result, record.now))
@@ -446,6 +460,8 @@ def _apply_record(scheduler: Scheduler, record: Record) -> None:
             scheduler.add(request, now)
         case Ready(request_id, error, now, _, what):
             scheduler.ready(request_id, what, error, now)
+        case AdapterLoaded() | PinAdapter():
+            _apply_adapter_record(scheduler, record)
         case Refused():
             _replay_rejection(scheduler, record)
         case Abort(request_id, now):
@@ -462,6 +478,13 @@ def _apply_record(scheduler: Scheduler, record: Record) -> None:
             scheduler.repair()
         case Header():
             raise JournalError("a second header inside a journal")
+
+
+def _apply_adapter_record(scheduler: Scheduler, record: AdapterLoaded | PinAdapter) -> None:
+    if isinstance(record, AdapterLoaded):
+        scheduler.adapter_loaded(record.digest, record.error, record.now)
+    else:
+        scheduler.pin_adapter(record.adapter, record.now, pinned=record.pinned)
 
 
 def _replay_rejection(scheduler: Scheduler, record: Refused) -> None:

@@ -12,10 +12,12 @@ from quire.cache.manager import KVCacheManager
 from quire.cache.prefix.index import EvictionCause
 from quire.cache.retention import SequenceRetention
 from quire.config import Policy, SchedulerConfig
+from quire.core.adapter import ADAPTER
 from quire.core.output import EndCause
 from quire.core.prompt_progress import PromptProgress
 from quire.core.request import Request
 from quire.cost.step_time import CostModel
+from quire.scheduler.adapters import AdapterSlots
 from quire.scheduler.admission_watermark import AdmissionWatermark
 from quire.scheduler.budget_sharing import Flow, flow_of
 from quire.scheduler.preemption import KV_INVALID, NO_KV_LOST, PreemptionDecision, PreemptionPlanner
@@ -173,6 +175,7 @@ class SchedulerState:
         self.running_queue = RunningQueue(config.max_num_seqs, cache)
         self.request_stats = RequestStats(config.policy, self.requests)
         self.in_flight: deque[InFlightStep] = deque()
+        self.adapters = AdapterSlots(config)
         self._swapping_in: list[Sequence] = []  # of committed steps, with Moves in flight
         self.watermark = AdmissionWatermark([pool.num_blocks for pool in cache.pools], config.watermark)
         self._config = config
@@ -204,11 +207,13 @@ class SchedulerState:
         return seq_id in self.sequences and self.sequences[seq_id].swapped
 
     def add(self, request: Request, now: float) -> RequestState:
-        """Add a request that has unfinished sequences. `begin` queues it."""
+        """Add a request that has unfinished sequences. `begin` queues it, once it waits for nothing."""
         state = RequestState(request, now, *self.request_stats.arrived(request, now))
         self.requests[request.id] = state
         self.new_requests.add(request)
-        self.num_unready += bool(state.waits_for)
+        self.num_unready += bool(request.waits_for)
+        if request.adapter is not None and self.adapters.add(request):
+            state.ready(ADAPTER, now)
         return state
 
     def begin(self, state: RequestState, now: float, begin: Callable[[Sequence], None] | None = None) -> list[Sequence]:
@@ -327,7 +332,7 @@ class SchedulerState:
             self._put(queued, now)
         self.request_stats.ended(seq, cause, now, last=not state.sequences)
         if not state.sequences:
-            del self.requests[seq.request.id]
+            self._drop(state)
 
     def end_all(self, request_id: str, cause: EndCause, now: float) -> None:
         """End a request with all its sequences. Ignores an unknown id."""
@@ -338,11 +343,16 @@ class SchedulerState:
             self.num_unready -= 1
             self.new_requests.drop(state)
             self.request_stats.request_ended(state, cause, now)
-            del self.requests[request_id]
+            self._drop(state)
             return
         state.release_held()
         for seq in list(state.sequences):
             self.end(seq, cause, now)
+
+    def _drop(self, state: RequestState) -> None:
+        """Drop a request that has ended, and release its adapter. In-flight steps keep that until they end."""
+        del self.requests[state.request.id]
+        self.adapters.release(state.request, self.in_flight[-1].id if self.in_flight else -1)
 
     def end_program(self, tenant: str, program: str, branch: str | None) -> None:
         """Mark a branch of a program as finished; None: all branches."""

@@ -161,7 +161,14 @@ class RequestStats:
         tenant.num_open += 1
         about = (request.id, request.namespace.tenant, now, len(request.prompt))
         num_done = len(request.prompt) if request.known_outputs else request.num_counted
-        explanation = Explanation(*about, policy=self._policy, place=tenant.num_waiting, num_prompt_done=num_done)
+        explanation = Explanation(
+            *about,
+            policy=self._policy,
+            place=tenant.num_waiting,
+            num_prompt_done=num_done,
+            adapter=request.adapter_name,
+            adapter_digest=request.namespace.adapter,
+        )
         return explanation, tenant.num_admitted
 
     def rejected(self, request: Request, error: DeadlineUnreachable | QueueFull, now: float) -> None:
@@ -180,6 +187,8 @@ class RequestStats:
             place=0 if tenant is None else tenant.num_waiting,
             finished=now,
             refusal=refusal,
+            adapter=request.adapter_name,
+            adapter_digest=request.namespace.adapter,
         )
         self._keep_ended(explanation)
 

@@ -24,6 +24,7 @@ from quire.cache.manager import KVCacheManager
 from quire.cache.prefix.index import EvictionCause
 from quire.cache.swap_planner import bytes_swapped
 from quire.config import SchedulerConfig
+from quire.core.adapter import ADAPTER, Adapter, AdapterLoad
 from quire.core.constraint import Constraints
 from quire.core.explanation import Explanation
 from quire.core.output import NO_SEQUENCE, EndCause, Output
@@ -85,6 +86,7 @@ class Scheduler:
         )
         self.predicted_seconds = 0.0  # of the step planned last; 0 without observations
         self.step_log: StepLog | None = None  # see `log_steps`
+        self._begun: list[str] = []  # see `take_begun`
         self._pending_outputs: list[Output] = []  # outputs of sequences that ended outside of a commit
         self._to_run_alone: deque[Sequence] = deque()
         self._next_step = 0
@@ -116,8 +118,8 @@ class Scheduler:
 
     @property
     def has_unready(self) -> bool:
-        """Whether a request waits for prerequisites."""
-        return self.state.num_unready > 0
+        """Whether a request waits for prerequisites, or an adapter is loaded."""
+        return self.state.num_unready > 0 or self.state.adapters.has_work
 
     @property
     def last_step_positions(self) -> list[tuple[str, int]]:
@@ -126,9 +128,9 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether there are unfinished requests, steps or Moves in flight or planned, or pending outputs."""
+        """Whether there are unfinished requests, loads, steps or Moves in flight or planned, or pending outputs."""
         state, has_moves = self.state, self._waits_for_moves or self.cache.has_urgent_moves
-        return bool(state.requests or state.in_flight or self._pending_outputs or has_moves)
+        return bool(state.requests or state.in_flight or self._pending_outputs or has_moves or state.adapters.has_work)
 
     @property
     def _waits_for_moves(self) -> bool:
@@ -165,13 +167,15 @@ class Scheduler:
     def add(self, request: Request, now: float) -> None:
         """Queue a request. One that waits for prerequisites is queued by `ready`.
 
-        Raises RequestError for an id that is in use, a beam search that cannot fit, or a constraint that is not
-        supported; QueueFull; DeadlineUnreachable. A request whose sequences have all finished before has no outputs.
+        Raises RequestError for an id that is in use, a beam search or an adapter that cannot fit, or a constraint that
+        is not supported; QueueFull; DeadlineUnreachable. A request whose sequences have all finished before has no
+        outputs.
         """
         if request.id in self.state.requests:
             raise RequestError(f"request id {request.id!r} is in use; choose another", "request_id")
         check_search(request, self.config, self.cache.config)
         self._structured_outputs.check(request)
+        self.state.adapters.check_request(request)
         try:
             self._deadlines.check(request)
             self._queue_limit.check(request, now)
@@ -192,6 +196,10 @@ class Scheduler:
         what: the name of a prerequisite. Ignores one for which the request does not wait, and an unknown id. Returns
         whether the request waits no longer.
         """
+        return self._ready(request_id, what, error, now)
+
+    def _ready(self, request_id: str, what: str, error: str, now: float) -> bool:
+        """See `ready`."""
         state = self.state.requests.get(request_id)
         if state is None or what not in state.waits_for:
             return state is None or not state.waits_for
@@ -203,6 +211,49 @@ class Scheduler:
             return False
         self._enqueue(state, now)
         return True
+
+    def take_adapter_loads(self) -> list[AdapterLoad]:
+        """Return and clear the loads to be started. `plan` decides them; their bytes are reserved."""
+        return self.state.adapters.take_loads()
+
+    def adapter_loaded(self, digest: str, error: str, now: float) -> None:
+        """A load has ended: an adapter is in memory, or `error` ends the requests that wait for it.
+
+        Ignores an adapter that is not being loaded.
+        """
+        for request_id in self.state.adapters.loaded(digest, failed=bool(error)):
+            self._adapter_ready(request_id, error, now)
+
+    def pin_adapter(self, adapter: Adapter, now: float, *, pinned: bool) -> None:
+        """Load an adapter and keep it in memory, or let it be evicted again.
+
+        Raises RequestError for one that does not fit beside the other pinned ones.
+        """
+        del now
+        if pinned:
+            self.state.adapters.pin(adapter)
+        else:
+            self.state.adapters.unpin(adapter.digest)
+
+    def take_begun(self) -> list[str]:
+        """Return and clear the ids of requests with other prerequisites too that waited for their adapter last."""
+        begun, self._begun = self._begun, []
+        return begun
+
+    def _adapter_ready(self, request_id: str, error: str, now: float) -> None:
+        request = self.state.requests[request_id].request
+        if self._ready(request_id, ADAPTER, error, now) and len(request.waits_for) > 1:
+            self._begun.append(request_id)
+
+    def _load_adapters(self, now: float) -> None:
+        """Start the loads for which there is room, and queue requests whose adapter is not drained any more."""
+        for request_id in self.state.adapters.advance(self._oldest_step):
+            self._adapter_ready(request_id, "", now)
+
+    @property
+    def _oldest_step(self) -> int | None:
+        """Id of the oldest step in flight."""
+        return self.state.in_flight[0].id if self.state.in_flight else None
 
     def _end_unready(self, state: RequestState, cause: EndCause, error: str, now: float) -> None:
         """End a request that waits for prerequisites."""
@@ -255,9 +306,11 @@ class Scheduler:
     def plan(self, now: float) -> Step | None:
         """The next step, or None if there is nothing to run before the next commit.
 
-        Ends waiting requests that cannot meet their deadline; `take_ended` returns their outputs.
+        Ends waiting requests that cannot meet their deadline; `take_ended` returns their outputs. Decides which
+        adapters are loaded next; `take_adapter_loads` returns them.
         """
         self.cache.advance_clock(now)
+        self._load_adapters(now)
         self._end_past_deadline(now)
         suspect = self._next_to_run_alone()
         alone = self._reset or suspect is not None  # no other step may be in flight
@@ -282,7 +335,7 @@ class Scheduler:
         self._reset = False
         self.state.running_queue.mark_sent()
         self._next_step += 1
-        step = builder.build(self.cache.launched(builder.id))
+        step = builder.build(self.cache.launched(builder.id), self.state.adapters)
         num_tokens = builder.num_tokens
         has_prompts = num_tokens - builder.num_drafts > len(step.chunks)
         num_pairs = step.chunks.num_attention_pairs if has_prompts else 0.0
@@ -382,8 +435,9 @@ class Scheduler:
         return used > 0
 
     def check(self) -> list[str]:
-        """Errors in the block accounting, in tables and host blocks of sequences, and in counts of pending samples."""
+        """Errors in the block accounting, tables and host blocks of sequences, counts of pending samples, adapters."""
         wrong = self.cache.check()
+        wrong += self.state.adapters.check([state.request for state in self.state.requests.values()])
         chunks = Counter(chunk.seq.id for step in self.state.in_flight for chunk in step.scheduled if chunk.is_valid)
         for seq in self.state.sequences.values():
             if seq.num_pending + seq.num_ignored_samples > chunks[seq.id]:

@@ -17,6 +17,7 @@ from quire.core.step import (
     TokenListKind,
     TokenLists,
 )
+from quire.scheduler.adapters import AdapterSlots
 from quire.scheduler.sequence import Sequence
 from quire.speculation.drafters import Proposal
 
@@ -148,23 +149,24 @@ class StepBuilder:
         """Positions that the step computes."""
         return len(self.scheduled) + self._num_beyond
 
-    def build(self, moves: list[Move]) -> Step:
-        """The finished Step with `moves`."""
+    def build(self, moves: list[Move], adapters: AdapterSlots) -> Step:
+        """The finished Step with `moves`, and with the adapters that the runner does not know yet."""
         return Step(
             self.id,
             self.reset,
-            _new_rows(self.new_rows),
+            _new_rows(self.new_rows, adapters),
             TableUpdates.of(self.tokens),
             [TableUpdates.of(spans) for spans in self.blocks],
             moves,
             Chunks.of_values(self.chunks),
+            adapters.take_unsent(every=self.reset),
         )
 
 
 _NO_ROWS = NewRows.of(rows=[])
 
 
-def _new_rows(sequences: list[Sequence]) -> NewRows:
+def _new_rows(sequences: list[Sequence], adapters: AdapterSlots) -> NewRows:
     if not sequences:
         return _NO_ROWS
     params = [seq.request.params for seq in sequences]
@@ -180,6 +182,8 @@ def _new_rows(sequences: list[Sequence]) -> NewRows:
         prompt_lens=[len(seq.request.prompt) for seq in sequences],
         min_lens=[len(seq.request.prompt) + p.min_tokens for seq, p in zip(sequences, params, strict=True)],
         poolings=[seq.request.pooling for seq in sequences],
+        adapters=[adapters.slot_of(seq.request.adapter) for seq in sequences],
+        adapter_starts=[seq.request.namespace.adapter_start for seq in sequences],
         lists=TokenLists.of(lists),
         **{column: [getattr(p, name) for p in params] for column, name in PARAMETER_COLUMNS.items()},
     )

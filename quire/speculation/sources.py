@@ -5,8 +5,10 @@ from types import MappingProxyType
 from typing import Protocol
 from weakref import WeakValueDictionary
 
+import msgspec
+
 from quire.config import DrafterName
-from quire.core.request import Request
+from quire.core.request import Namespace, Request
 from quire.speculation.answers import AnswerStore
 from quire.speculation.drafters import AnswersDrafter, Drafter, PredictionDrafter, PredictionIndex, SuffixDrafter
 
@@ -49,13 +51,18 @@ class AnswersSource(DrafterSource):
         self._store = AnswerStore()
 
     def begin(self, request: Request, tokens: list[int], num_prompt_tokens: int) -> Drafter:
-        return AnswersDrafter(self._store, request.namespace, tokens, num_prompt_tokens)
+        return AnswersDrafter(self._store, _namespace_of(request), tokens, num_prompt_tokens)
 
     def ended(self, request: Request, tokens: Sequence[int], num_prompt_tokens: int) -> None:
-        self._store.add(request.namespace, tokens, num_prompt_tokens)
+        self._store.add(_namespace_of(request), tokens, num_prompt_tokens)
 
     def clear(self) -> None:
         self._store.clear()
+
+
+def _namespace_of(request: Request) -> Namespace:
+    """The namespace of the answers to a request, which is the same wherever its adapter starts."""
+    return msgspec.structs.replace(request.namespace, adapter_start=0)
 
 
 class SuffixSource(DrafterSource):

@@ -9,7 +9,14 @@ from kv_groups import kv_group
 
 from quire.config import CacheConfig
 from quire.core.kv_groups import kv_kind
-from quire.cost.memory_plan import KVProfile, MemoryProfile, format_bytes, parse_memory, plan_memory
+from quire.cost.memory_plan import (
+    DEFAULT_LORA_MEMORY,
+    KVProfile,
+    MemoryProfile,
+    format_bytes,
+    parse_memory,
+    plan_memory,
+)
 from quire.cost.step_time import StepTime
 from quire.errors import ConfigError
 
@@ -81,6 +88,38 @@ def test_captured_steps_are_taken_from_the_pool_and_have_a_line():
     assert (staged.lines[-1].name, staged.lines[-1].bytes) == ("staging", GIB)
     with pytest.raises(ConfigError, match=r"workspace 1\.51 GiB"):
         plan_memory(demand(captured_steps_bytes=GIB, max_num_seqs=1000), available=GIB * 2, default_share=1, limit=None)
+
+
+@pytest.mark.parametrize(
+    ("asked", "limit", "num_bytes", "reason"),
+    [
+        (DEFAULT_LORA_MEMORY, "4GiB", GIB // 2, "LoRA adapters, at most 1.00 GiB (lora_memory not set)"),
+        (DEFAULT_LORA_MEMORY, "32GiB", GIB, "LoRA adapters, at most 1.00 GiB (lora_memory not set)"),
+        ("64MiB", "4GiB", 2**26, "LoRA adapters, lora_memory=64MiB"),
+        ("0.25", "4GiB", GIB, "LoRA adapters, lora_memory=0.25"),
+    ],
+)
+def test_adapters_are_taken_from_the_pool_and_have_a_line(asked, limit, num_bytes, reason):
+    plain, adapted = (
+        plan_memory(demand(lora_memory=some, max_num_seqs=1000), available=64 * GIB, default_share=0.5, limit=limit)
+        for some in (None, asked)
+    )
+    assert (plain.lora_bytes, adapted.lora_bytes) == (0, num_bytes)
+    assert plain.num_blocks[0] - adapted.num_blocks[0] == pytest.approx(num_bytes / (12288 * 16), abs=1)
+    line = adapted.lines[-1]
+    assert (line.name, line.bytes, line.reason) == ("adapters", num_bytes, reason)
+    assert "adapters" not in [line.name for line in plain.lines]
+
+
+@pytest.mark.parametrize("text", ["", "much", "0", "-1"])
+def test_a_bad_memory_of_adapters_is_named(text):
+    with pytest.raises(ConfigError, match="lora_memory must be bytes"):
+        plan_memory(demand(lora_memory=text), available=64 * GIB, default_share=0.5, limit=None)
+
+
+def test_adapters_that_leave_no_room_are_refused():
+    with pytest.raises(ConfigError, match=r"adapters 3.90 GiB, the rest KV.* Raise memory, or lower lora_memory, "):
+        plan_memory(demand(lora_memory="3.9GiB"), available=64 * GIB, default_share=0.5, limit="4GiB")
 
 
 @pytest.mark.parametrize("max_model_len", [0, 1, -5, 8193])

@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 from constrained_rig import ConstrainedRig
 from msgspec import structs
+from scripted_adapters import new_adapter
 from scripted_constraints import ScriptedConstraints, expected_output
 from scripted_engine import VOCAB, Rig
 
 from quire.core.capabilities import Capabilities
-from quire.core.request import Namespace, Request
+from quire.core.request import Request
 from quire.core.step import Pooling
 from quire.engine.engine import Engine
 from quire.errors import ConfigError, RequestError
@@ -142,7 +143,7 @@ ALL = Capabilities(deterministic=True, adapters=True)
     ("lacks", "request_of", "message"),
     [
         ({"deterministic": False}, {"params": SamplingParams(deterministic=True)}, "cannot be run deterministically"),
-        ({"adapters": False}, {"namespace": Namespace(adapter="1f")}, "has no adapters"),
+        ({"adapters": False}, {"adapter": new_adapter("pirate")}, "start it with --enable-lora"),
         ({"classifies": True}, {}, "has a classification head: it generates no text"),
         ({"classifies": False}, {"pooling": Pooling.CLASS}, "has no classification head"),
         ({"generates": False}, {}, "has no head over its vocabulary"),

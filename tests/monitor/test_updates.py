@@ -10,12 +10,14 @@ from scripted_engine import Rig
 from viewer_state import ViewerState, whole
 
 from quire.cache.block_table import ABSENT
-from quire.core.request import Beams, Namespace
+from quire.core.adapter import Adapter
+from quire.core.request import Beams, Namespace, Request
 from quire.core.scheduling_params import Retention, SchedulingParams
 from quire.errors import RequestError
 from quire.monitor import tree
 from quire.monitor.monitor import LOAD_SECONDS, Load, Monitor
 from quire.monitor.update import Watcher
+from quire.params import SamplingParams
 
 EVERYTHING = Watcher("", sees_all=True)
 TENANTS = ("ann", "bob", "eve")
@@ -286,6 +288,25 @@ def test_waiting_requests_say_why():
     rows = Monitor(rig.scheduler, Load()).update(0, EVERYTHING, 0, rig.now, 0.0).requests
     assert [(row.id, row.state) for row in rows] == [("a", "running"), ("b", "waiting"), ("b", "waiting")]
     assert [row.reason.partition(":")[0] for row in rows] == ["", "rows", "prompt"]
+
+
+def test_rows_name_the_adapter_of_their_request():
+    rig = Rig(max_num_seqs=2, max_loras=1, lora_bytes=100)
+    scheduler, adapter = rig.scheduler, Adapter("1f", "poet", "/adapters/poet", 10, 8)
+    rig.engine.add(Request("a", [1, 2, 3], SamplingParams(max_tokens=9), adapter=adapter))
+
+    def rows():
+        found = Monitor(scheduler, Load()).update(0, EVERYTHING, 0, rig.now, 0.0).requests
+        return {row.id: (row.state, row.adapter, row.reason) for row in found}
+
+    assert rows()["a"] == ("waiting", "poet", "adapter: its adapter is not in memory yet")
+    assert scheduler.plan(rig.now) is None
+    (load,) = scheduler.take_adapter_loads()
+    assert load.adapter is adapter
+    scheduler.adapter_loaded("1f", "", rig.now)
+    rig.add("b", [1, 2, 3], max_tokens=9)
+    scheduler.plan(rig.now)
+    assert rows() == {"a": ("running", "poet", ""), "b": ("running", "", "")}
 
 
 def test_an_update_that_was_lost_leads_to_a_full_one():

@@ -8,20 +8,16 @@ import zlib
 import msgspec
 import numpy as np
 import pytest
-from constrained_rig import ConstrainedRig
-from scripted_constraints import ScriptedConstraints
 from scripted_engine import VOCAB, Rig
 
 from quire.cache.kv_cache import KVCache
-from quire.core import codec
 from quire.core import step as steps
 from quire.core.codec import decode
-from quire.core.kv_groups import kv_kind
 from quire.core.output import EndCause
 from quire.core.request import Request
 from quire.core.step import Chunk, ChunkOutput, Chunks, TableUpdates
 from quire.errors import RequestError
-from quire.params import SamplingParams, StructuredOutputsParams
+from quire.params import SamplingParams
 from quire.runner.scripted_runner import script
 from quire.scheduler import journal
 from quire.scheduler.lifecycle import SchedulerState
@@ -207,36 +203,19 @@ def test_writes_land_where_they_say():
     assert len(Chunks.of([])) == 0
 
 
-def test_a_journal_of_the_format_before_is_replayed():
-    """Its KV groups had the fields of their kinds, and the only prerequisite was a constraint."""
-    rig = ConstrainedRig(ScriptedConstraints(), windows=(0, 9), prefix_index="radix", compile_steps=2)
-    for i in range(4):
-        constrained = {"structured_outputs": StructuredOutputsParams(regex="x")} if i % 2 else {}
-        rig.add(str(i), [i + 1, 2, 3], max_tokens=20, **constrained)
+def test_a_journal_of_another_format_is_refused():
+    rig = Rig()
     rig.run()
     rig.file.seek(0)
-    records = list(journal.read_records(rig.file))
-    old = io.BytesIO()
-    for number, record in enumerate(records):
-        fields = msgspec.msgpack.decode(codec.encode(record))
-        if number == 0:
-            fields["format"] = 9
-            for group in fields["cache"]["groups"]:
-                kind = group.pop("kind")
-                group |= {"kind": kind.pop("type"), "window": 0, **kind}
-        fields.pop("what", None)
-        data = msgspec.msgpack.encode(fields)
-        old.write(struct.pack("<II", len(data), zlib.crc32(data)) + data)
-    old.seek(0)
-    report = journal.replay(journal.read_records(old))
-    num_steps = sum(isinstance(one, journal.Plan) and bool(one.step) for one in records)
-    assert (report.difference, report.num_steps) == ("", num_steps)
-    assert {group.kind for group in records[0].cache.groups} == {kv_kind(1, 8), kv_kind(1, 8, 9)}
+    header, *_ = journal.read_records(rig.file)
+    for number in (journal.FORMAT - 1, journal.FORMAT + 1):
+        with pytest.raises(journal.JournalError, match=f"format {number} is not .* reads format {journal.FORMAT}"):
+            journal.replay(iter([msgspec.structs.replace(header, format=number)]))
 
 
 @pytest.mark.parametrize("cache", [None, 3, {}, {"groups": [7]}, {"groups": [{}]}, {"groups": {"a": 1}}, [1]])
-def test_a_damaged_header_of_the_format_before_is_refused(cache):
-    data = msgspec.msgpack.encode({"type": "Header", "format": 9, "scheduler": {}, "cache": cache})
+def test_a_damaged_header_is_refused(cache):
+    data = msgspec.msgpack.encode({"type": "Header", "format": journal.FORMAT, "scheduler": {}, "cache": cache})
     file = io.BytesIO(struct.pack("<II", len(data), zlib.crc32(data)) + data)
     with pytest.raises(journal.JournalError, match="damaged at its begin"):
         journal.replay(journal.read_records(file))

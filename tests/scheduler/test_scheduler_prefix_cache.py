@@ -4,6 +4,7 @@ import random
 
 import numpy as np
 import pytest
+from scripted_adapters import new_adapter
 from scripted_engine import VOCAB, Rig
 
 from quire.core.request import Beams, Namespace
@@ -238,9 +239,9 @@ def test_a_salt_narrows_and_deterministic_requests_share_among_themselves():
     assert reasons == {"plain": "never_seen", "salted": "other_salt"}
 
 
-def test_an_adapter_is_refused_because_none_is_loaded():
-    with pytest.raises(RequestError, match="no adapters"):
-        Rig().add("a", [1], namespace=Namespace(adapter="0f3a"))
+def test_an_adapter_is_refused_without_room_for_adapters():
+    with pytest.raises(RequestError, match="start it with --enable-lora"):
+        Rig().add("a", [1], adapter=new_adapter("pirate"))
 
 
 # Reported figures

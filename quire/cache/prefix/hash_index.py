@@ -89,7 +89,7 @@ class HashIndex:
     def match_prefix(self, namespace: Namespace, tokens: Sequence[int]) -> PrefixMatch:
         """See PrefixIndex."""
         data = token_key(tokens)
-        num_public = self._public.num_blocks(data)
+        num_public = self._public.num_blocks(namespace, data)
         keys: list[bytes] = []
         blocks: list[list[int]] = []
         nothing = [ABSENT] * len(self._pools)
@@ -141,13 +141,17 @@ class HashIndex:
         for table, chain in self._chains.items():
             if len(chain.keys) < depth or chain.keys[depth - 1 : depth] != keys[-1:]:
                 continue
-            if depth < found.num_public:
-                is_readable = self._public.root_key(table.namespace) == self._public.root_key(namespace)
-            else:
-                is_readable = table.namespace == namespace
+            is_readable = self._root_of(table.namespace, depth, found) == self._root_of(namespace, depth, found)
             if is_readable and token_key(table.tokens[found.num_tokens : found.num_tokens + len(rest)]) == wanted:
                 return True
         return False
+
+    def _root_of(self, namespace: Namespace, index: int, found: PrefixMatch) -> Namespace:
+        """The namespace under whose root a request of `namespace` with this match has its block `index`."""
+        num_model, size = namespace.num_model_blocks(self._config.block_size), self._config.block_size
+        if index < found.num_public and (index < num_model or not namespace.adapter_start):
+            return self._public.root_key(namespace)[0]
+        return namespace.of_block(index, size)
 
     def _keys(self, namespace: Namespace, data: bytes, num_public: int, known: Sequence[bytes] = ()) -> Iterator[bytes]:
         """Keys of the whole blocks of `data`. known: keys of the blocks before them."""
@@ -211,7 +215,8 @@ class HashIndex:
         size, first = self._config.block_size, len(chain.keys)
         if first <= table.cursor.num_public:  # its new tokens may extend the match with a public prefix
             whole = token_key(table.tokens[: num_blocks * size])
-            table.cursor.num_public = max(table.cursor.num_public, self._public.num_blocks(whole))
+            num_public = self._public.num_blocks(table.namespace, whole)
+            table.cursor.num_public = max(table.cursor.num_public, num_public)
         data = token_key(table.tokens[first * size : num_blocks * size])
         return self._keys(table.namespace, data, table.cursor.num_public, chain.keys)
 

@@ -23,7 +23,7 @@ class PrefixMatch(NamedTuple):
     blocks: tuple[list[int], ...] = ()  # per group: whole blocks, ABSENT before a window
     num_tokens: int = 0  # of the whole blocks and the partial block
     partial: tuple[int, ...] = ()  # per group: a block whose leading tokens match next; empty if there is none
-    num_public: int = 0  # leading blocks of the prompt that belong to a public prefix, matched or not
+    num_public: int = 0  # leading blocks of the prompt that are public, matched or not: see PublicPrefixes
     handle: IndexHandle | None = None  # where in the index the whole blocks end
 
 
@@ -207,7 +207,11 @@ _TENANT = "\0public"  # no credential maps to this tenant
 
 
 class PublicPrefixes:
-    """The public prefixes. The leading whole blocks of a prompt that match one of them are public."""
+    """The public prefixes. The leading whole blocks of a prompt that match one of them are public.
+
+    Of a prompt with an adapter that starts behind position 0, only blocks before that start are. They are the blocks
+    of the model alone.
+    """
 
     def __init__(self, prefixes: Sequence[Sequence[int]], block_bytes: int) -> None:
         """block_bytes: bytes of a block's key."""
@@ -215,12 +219,16 @@ class PublicPrefixes:
         self._prefixes = [token_key(prefix) for prefix in prefixes]
         self._size = block_bytes
 
-    def num_blocks(self, prompt: bytes) -> int:
+    def num_blocks(self, namespace: Namespace, prompt: bytes) -> int:
         """Leading blocks of a prompt that are public."""
-        return max(
+        number = max(
             (common_prefix_len(prefix, prompt) * BYTES_PER_TOKEN // self._size for prefix in self._prefixes), default=0
         )
+        if number and namespace.adapter_start:
+            return min(number, namespace.num_model_blocks(self._size // BYTES_PER_TOKEN))
+        return number
 
     def root_key(self, namespace: Namespace) -> tuple[Namespace, bytes]:
-        """The key of the public root: one for each adapter and kind of kernels."""
-        return Namespace(_TENANT, "", namespace.adapter, namespace.deterministic), b""
+        """The key of the public root: one for each kind of kernels and each adapter that starts at position 0."""
+        adapter = "" if namespace.adapter_start else namespace.adapter
+        return Namespace(_TENANT, "", adapter, namespace.deterministic), b""

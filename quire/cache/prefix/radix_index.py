@@ -8,6 +8,10 @@ blocks of one token this is the textbook tree.
 Each namespace has a root. The leading blocks of a prompt that match a public prefix are under a root that all tenants
 read. The blocks behind them are under a root for (namespace, those blocks).
 
+An adapter may start behind position 0. Then the whole blocks before its start are where those of the model alone are:
+under the public root and its namespace's. The blocks from the start on are under a root for (namespace, all these
+blocks). So a path has up to three sections, each under a root of its own.
+
 In a group with a window, a match ends where the blocks that its next query attends to are present.
 """
 
@@ -61,7 +65,7 @@ class TreePosition(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MatchedPositions(IndexHandle):
-    """Where a prefix match ends: under the public root and under the root of the namespace."""
+    """Where a prefix match ends: under the root of each section that it reaches."""
 
     positions: list[TreePosition]
     data: bytes  # key of the tokens that could have matched
@@ -87,10 +91,10 @@ class RadixSearch:
     def match_prefix(self, namespace: Namespace, tokens: Sequence[int]) -> PrefixMatch:
         """See PrefixIndex."""
         data = token_key(tokens)
-        num_public = self._public.num_blocks(data)
+        num_public = self._public.num_blocks(namespace, data)
         blocks: tuple[list[int], ...] = tuple([] for _ in range(self._num_groups))
         places = self._walk(namespace, data, num_public, blocks)
-        partial, count = self._best_partial(places, data)
+        partial, count = self._best_partial(namespace, places, data)
         depth = len(blocks[0])
         if self._dropping and not self._has_window_blocks(blocks, depth * self._block_size + count):
             partial, count = (), 0
@@ -116,7 +120,7 @@ class RadixSearch:
             before = data[end * self._size : depth * self._size]
             cause = (
                 self._trees.eviction_cause(root_key, before, rest, position % self._block_size)
-                if end <= depth
+                if end <= depth and _may_read(namespace, root_key[0], position)
                 else None
             )
             if cause is not None:
@@ -134,13 +138,14 @@ class RadixSearch:
         """The reason of a miss of tokens that were not evicted."""
         depth = found.num_tokens // self._block_size
         for place in _positions_of(found):
-            if place.depth == depth and self._is_being_computed(place, data, found.num_tokens):
+            is_readable = place.depth == depth and _may_read(namespace, _key_of(place.node)[0], found.num_tokens)
+            if is_readable and self._is_being_computed(place, data, found.num_tokens):
                 return "being_computed"
         others = (one for one in self._trees.namespaces(namespace.tenant) if one != namespace)
         for other in islice(others, _MOST_ROOTS_SEARCHED):
             blocks: tuple[list[int], ...] = tuple([] for _ in range(self._num_groups))
-            places = self._walk(other, data, found.num_public, blocks)
-            reached = len(blocks[0]) * self._block_size + self._best_partial(places, data)[1]
+            places = self._walk(other, data, self._public.num_blocks(other, data), blocks)
+            reached = len(blocks[0]) * self._block_size + self._best_partial(other, places, data)[1]
             if reached > found.num_tokens:
                 return "other_salt" if other.salt != namespace.salt else "other_adapter"
         return "never_seen"
@@ -159,25 +164,36 @@ class RadixSearch:
 
     def _root_keys(self, namespace: Namespace, data: bytes, num_public: int) -> Iterator[tuple[RootKey, int]]:
         """(root key, index of its first block) of the roots under which a prompt may be matched."""
-        yield (namespace, data[: num_public * self._size]), num_public
+        num_model = namespace.num_model_blocks(self._block_size)
+        for end in sorted({num_public, num_model} if namespace.adapter_start else {num_public}, reverse=True):
+            yield (namespace.of_block(end, self._block_size), data[: end * self._size]), end
         if num_public:
             yield self._public.root_key(namespace), 0
 
     def _walk(
         self, namespace: Namespace, data: bytes, num_public: int, blocks: tuple[list[int], ...]
     ) -> list[TreePosition]:
-        """Collect the whole blocks that match. Returns where they end under the public root and the namespace's root.
+        """Collect the whole blocks that match. Returns where they end under the root of each section.
 
-        If it ends among public blocks, the namespace's root may still have a part of the next block.
+        If it ends among public blocks, the namespace's root may still have a part of the next block. The same holds
+        for the root of the model alone at the start of an adapter.
         """
         places = []
         public = self._trees.roots.get(self._public.root_key(namespace)) if self._public.longest else None
         if public is not None:
             places.append(self.descend(public, data[: num_public * self._size], blocks))
-        depth = len(blocks[0])
-        own = self._trees.roots.get((namespace, data[: depth * self._size]))
-        if own is not None:
-            places.append(self.descend(own, data, blocks) if depth == num_public else TreePosition(own, depth))
+        sections = [(namespace, num_public)]
+        if namespace.adapter_start:
+            sections = [(namespace.of_model, num_public), (namespace, namespace.num_model_blocks(self._block_size))]
+        for i, (owner, begin) in enumerate(sections):
+            depth, end = len(blocks[0]), sections[i + 1][1] if i + 1 < len(sections) else len(data)
+            if i and depth < begin:
+                break  # the section before is not complete
+            own = self._trees.roots.get((owner, data[: depth * self._size]))
+            if own is not None:
+                is_whole = depth == begin
+                found = self.descend(own, data[: end * self._size], blocks) if is_whole else TreePosition(own, depth)
+                places.append(found)
         return places
 
     def descend(self, node: Node, data: bytes, blocks: tuple[list[int], ...]) -> TreePosition:
@@ -203,14 +219,19 @@ class RadixSearch:
             depth = child.end
         return TreePosition(node, depth)
 
-    def _best_partial(self, places: Sequence[TreePosition], data: bytes) -> Partial:
+    def _best_partial(self, namespace: Namespace, places: Sequence[TreePosition], data: bytes) -> Partial:
         """The block with the longest common prefix with the prompt at the end of the match."""
         best: Partial = ((), 0)
         if not self._shares_partial_blocks:
             return best
         for node, depth in places:
-            rest = data[depth * self._size : (depth + 1) * self._size]
-            if depth < places[-1].depth or not rest:
+            if depth < places[-1].depth:
+                continue
+            end = (depth + 1) * self._size
+            if namespace.adapter_start and _key_of(node)[0].adapter != namespace.adapter:
+                end = min(end, namespace.adapter_start * BYTES_PER_TOKEN)
+            rest = data[depth * self._size : end]
+            if not rest:
                 continue
             for candidates in self._candidates(node, depth, rest):
                 for key, blocks in candidates:
@@ -247,6 +268,19 @@ class RadixSearch:
         return all(
             ABSENT not in blocks[group][self._first_attended_block(group, position) : last] for group in self._dropping
         )
+
+
+def _key_of(node: Node) -> RootKey:
+    """The key of the root of a node."""
+    return node.root.root_key  # type: ignore[return-value]  # of a root
+
+
+def _may_read(namespace: Namespace, root: Namespace, position: int) -> bool:
+    """Whether a request of `namespace` may read a position under a root of its path, which has the namespace `root`.
+
+    Blocks of the model alone may continue behind the start of the adapter.
+    """
+    return root.adapter == namespace.adapter or position < namespace.adapter_start
 
 
 def climb(position: TreePosition, depth: int) -> TreePosition:
@@ -322,9 +356,9 @@ class RadixIndex:
         self.trees.clock.tick += 1
         depth = len(found.blocks[0]) if found.blocks else 0
         table.cursor.num_public = self._num_public(table)
-        end = None
+        end, own = None, self._root_key(table, depth)
         for node, at in _positions_of(found):
-            if at == depth and node.public == (depth < table.cursor.num_public):
+            if at == depth and _key_of(node) == own:
                 end = node = self.trees.split_at(node, at)
             self.trees.touch(node, hit=True)
         self.trees.register_table(table, end or self._root(table, depth))
@@ -333,17 +367,19 @@ class RadixIndex:
         """See PrefixIndex."""
         depth = num_indexed
         child.cursor.num_public = min(parent.cursor.num_public, self._num_public(child))
+        if depth == self._begin(child, depth):
+            self.trees.register_table(child, self._root(child, depth))
+            return
         place = climb(TreePosition(node_of(parent), parent.cursor.num_indexed), depth)
-        if place.node.root.end > depth:  # the child's blocks end under the public root
-            place = self._descend_public(parent, depth)
-        at_root = depth == child.cursor.num_public
-        self.trees.register_table(child, self._root(child, depth) if at_root else self.trees.split_at(*place))
+        if place.node.root.end > depth:  # the child's blocks end under the root of an earlier section
+            place = self._descend_section(child, depth)
+        self.trees.register_table(child, self.trees.split_at(*place))
 
     def extend(self, table: BlockTable) -> bool:
         """See PrefixIndex."""
         at, node = table.cursor.num_indexed, node_of(table)
-        if node.public:
-            return False
+        if node.public or at < table.namespace.num_model_blocks(self._block_size):
+            return False  # the table may leave the section
         key = token_key(table.tokens[at * self._block_size : (at + 1) * self._block_size])
         if not self.trees.extend(node, key, [blocks[at] for blocks in table.blocks]):
             return False
@@ -372,9 +408,12 @@ class RadixIndex:
             ends.append(tail)
         self.trees.touch(ends[-1], hit=False)
         if table.retention.params.pin and table.cursor.num_public and not node.public:
-            ends.append(self._descend_public(table, table.cursor.num_public).node)
+            ends.append(self._descend_section(table, table.cursor.num_public).node)
+        leading = self._leading_end(table, node)
+        ends += leading
         self.trees.apply_retention(ends, table.retention)
-        self.trees.tidy(node)
+        for one in (*leading, node):
+            self.trees.tidy(one)
         table.cursor.handle = None
         return added.entered
 
@@ -386,11 +425,13 @@ class RadixIndex:
         """See PrefixIndex."""
         self.trees.invalidate(blocks)
         for table in tables:
-            if table.cursor.num_public and not node_of(table).public:
-                place = self._descend_public(table, table.cursor.num_public)
-                if place.depth < table.cursor.num_public:
-                    self.trees.unregister_table(table)
-                    self.trees.register_table(table, self.trees.split_at(*place))
+            num_model = table.namespace.num_model_blocks(self._block_size)
+            for end in sorted({table.cursor.num_public, num_model}):
+                if 0 < end <= node_of(table).root.end:
+                    place = self._descend_section(table, end)
+                    if place.depth < end:
+                        self.trees.unregister_table(table)
+                        self.trees.register_table(table, self.trees.split_at(*place))
 
     def owners(self, group: int) -> Counter[int]:
         """See PrefixIndex."""
@@ -416,7 +457,8 @@ class RadixIndex:
         first = depth = table.cursor.num_indexed
         data = token_key(table.tokens[first * self._block_size : num_blocks * self._block_size])
         while depth < num_blocks:
-            stop = min(num_blocks, table.cursor.num_public) if node.public else num_blocks
+            end = self._end(table, depth)
+            stop = num_blocks if end is None else min(num_blocks, end)
             rest = data[(depth - first) * self._size : (stop - first) * self._size]
             child = node.child(rest[: self._size])
             if child is None:
@@ -432,9 +474,8 @@ class RadixIndex:
                 if not count:
                     break
                 depth += count
-                crosses = child.public and depth == table.cursor.num_public
-                node = child if crosses else self.trees.split_at(child, depth)
-            if node.public and depth == table.cursor.num_public:
+                node = child if depth == end else self.trees.split_at(child, depth)
+            if depth == end:
                 self.trees.tidy(node)
                 node = self._root(table, depth)
         return node
@@ -491,30 +532,63 @@ class RadixIndex:
             return
         node: Node | None = None
         if depth == table.cursor.num_public:
-            node = self._descend_public(table, depth).node
+            root = self.trees.root(self._public.root_key(table.namespace), 0, public=True)
+            node = self._descend(root, table, depth).node
         elif depth < table.cursor.num_public:
             before = token_key(table.tokens[: depth * self._block_size])
-            node = self.trees.roots.get((table.namespace, before))
+            node = self.trees.roots.get((table.namespace.of_block(depth, self._block_size), before))
         if node is not None:
             key = token_key(table.tokens[depth * self._block_size :][: self._block_size])
             self.trees.drop_tail(node, key, self._size)
             self.trees.tidy(node)
 
     def _num_public(self, table: BlockTable) -> int:
-        return self._public.num_blocks(token_key(table.tokens[: self._public.longest]))
+        return self._public.num_blocks(table.namespace, token_key(table.tokens[: self._public.longest]))
+
+    def _begin(self, table: BlockTable, depth: int) -> int:
+        """Index of the first block of the section of a table's block `depth`."""
+        num_public, num_model = table.cursor.num_public, table.namespace.num_model_blocks(self._block_size)
+        return 0 if depth < num_public else num_public if depth < num_model else max(num_public, num_model)
+
+    def _end(self, table: BlockTable, depth: int) -> int | None:
+        """Index behind the last block of the section of a table's block `depth`; None for the last section."""
+        num_public, num_model = table.cursor.num_public, table.namespace.num_model_blocks(self._block_size)
+        return num_public if depth < num_public else num_model if depth < num_model else None
+
+    def _root_key(self, table: BlockTable, depth: int) -> RootKey:
+        """The key of the root of the section of a table's block `depth`."""
+        if depth < table.cursor.num_public:
+            return self._public.root_key(table.namespace)
+        before = token_key(table.tokens[: self._begin(table, depth) * self._block_size])
+        return table.namespace.of_block(depth, self._block_size), before
 
     def _root(self, table: BlockTable, depth: int) -> Node:
-        """The root of a table's blocks from `depth` on: the public root or the namespace's root."""
-        if depth < table.cursor.num_public:
-            return self.trees.root(self._public.root_key(table.namespace), 0, public=True)
-        before = token_key(table.tokens[: table.cursor.num_public * self._block_size])
-        return self.trees.root((table.namespace, before), table.cursor.num_public, public=False)
+        """The root of the section of a table's block `depth`."""
+        is_public = depth < table.cursor.num_public
+        return self.trees.root(self._root_key(table, depth), self._begin(table, depth), public=is_public)
 
-    def _descend_public(self, table: BlockTable, num_blocks: int) -> TreePosition:
-        """The place where the leading blocks of a table, or those that are present, end under the public root."""
+    def _descend(self, root: Node, table: BlockTable, num_blocks: int) -> TreePosition:
+        """The place where the leading blocks of a table, or those that are present, end under a root."""
         data = token_key(table.tokens[: num_blocks * self._block_size])
-        root = self.trees.root(self._public.root_key(table.namespace), 0, public=True)
         return self._search.descend(root, data, tuple([] for _ in range(self._num_groups)))
+
+    def _descend_section(self, table: BlockTable, num_blocks: int) -> TreePosition:
+        """The same under the root of the last of these blocks."""
+        return self._descend(self._root(table, num_blocks - 1), table, num_blocks)
+
+    def _leading_end(self, table: BlockTable, node: Node) -> list[Node]:
+        """The node where the blocks before the start of a table's adapter end, which are used now.
+
+        Empty if `node`, where the table ends, is before that place, or if these blocks are all public. Without them,
+        the blocks from the start on cannot be found, so that they must not be evicted earlier.
+        """
+        num_model = table.namespace.num_model_blocks(self._block_size)
+        if num_model <= table.cursor.num_public or node.root.end < num_model:
+            return []
+        end = self.trees.split_at(*self._descend_section(table, num_model))
+        self.trees.clock.tick += 1
+        self.trees.touch(end, hit=False)
+        return [end]
 
 
 def _positions_of(match: PrefixMatch) -> list[TreePosition]:

@@ -191,7 +191,8 @@ class PrefixAwareQueue(Queue):
         begin = found.num_tokens // size * size
         one.place = -score(begin, -seq.rank[1], self._wait_weight)
         insort(self._order, (one.place, seq.rank, seq))
-        one.next_block = seq.request.namespace, begin, tuple(seq.tokens[begin : min(begin + size, num_tokens)])
+        namespace = seq.request.namespace.of_block(begin // size, size)
+        one.next_block = namespace, begin, tuple(seq.tokens[begin : min(begin + size, num_tokens)])
         self._by_next_block.setdefault(one.next_block, {})[seq.id] = seq
 
     def _remove_from_order(self, one: _Waiting) -> None:

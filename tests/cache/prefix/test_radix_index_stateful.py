@@ -67,9 +67,9 @@ class PrefixMachine(RuleBasedStateMachine):
 class ExactMachine(PrefixMachine):
     """Without evictions and failures, a sequence begins with the longest prefix that was ever computed."""
 
-    @initialize(block_size=SIZES, public=PUBLIC)
-    def begin(self, block_size: int, public) -> None:
-        self.model = Model(radix_config(4000, block_size, public=public), exact=True)
+    @initialize(block_size=SIZES, public=PUBLIC, activates=st.booleans())
+    def begin(self, block_size: int, public, *, activates: bool) -> None:
+        self.model = Model(radix_config(4000, block_size, public=public), exact=True, activates=activates)
 
 
 class RoughMachine(PrefixMachine):
@@ -82,10 +82,11 @@ class RoughMachine(PrefixMachine):
         public=PUBLIC,
         more=st.integers(0, 10),
         windows=st.sampled_from(((0,), (0,), (6,), (0, 6), (5, 0), (1,), (3, 9))),
+        activates=st.booleans(),
     )
-    def begin(self, block_size: int, public, more: int, windows: tuple[int, ...]) -> None:
+    def begin(self, block_size: int, public, more: int, windows: tuple[int, ...], *, activates: bool) -> None:
         num_blocks = -(-Model.longest // block_size) + 2 + more
-        self.model = Model(radix_config(num_blocks, block_size, windows, public))
+        self.model = Model(radix_config(num_blocks, block_size, windows, public), activates=activates)
 
     @rule(group=st.integers(0, 1), count=st.integers(1, 5))
     def evict(self, group: int, count: int) -> None:
