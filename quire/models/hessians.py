@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.config import CacheConfig
-from quire.kernels.contract import Batch, Kernels, Weight, replace_kernels
+from quire.kernels.contract import Addend, Batch, Kernels, Weight, replace_kernels
 from quire.layers.attend import PagedAttend
 from quire.layers.context import ForwardContext
 from quire.layers.norm import NoNorm
@@ -35,13 +35,15 @@ class _Recording:
             self._kernels, linear=self._linear, gated_linear=self._gated_linear, experts=self._experts
         )
 
-    def _linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    def _linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None, addend: Addend | None = None) -> Tensor:
         self._add(x, weight)
-        return self._kernels.linear(x, weight, bias)
+        return self._kernels.linear(x, weight, bias, addend)
 
-    def _gated_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: str) -> Tensor:
+    def _gated_linear(
+        self, x: Tensor, weight: Weight, bias: Tensor | None, activation: str, addend: Addend | None = None
+    ) -> Tensor:
         self._add(x, weight)
-        return self._kernels.gated_linear(x, weight, bias, activation)
+        return self._kernels.gated_linear(x, weight, bias, activation, addend)
 
     def _experts(self, x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, activation: str) -> Tensor:
         for expert in sorted(set(ids.flatten().tolist())):

@@ -167,7 +167,8 @@ def plan_engine(options: EngineOptions, device: str, model: PlannedModel | None 
         available=_HOST_MEMORY if is_gpu else available_memory("cpu"),
     )
     served = with_queue_limits(options)
-    limits = scheduler_config_of(served, plan.max_model_len, options.steps_in_flight or (2 if is_gpu else 1))
+    steps_in_flight = options.steps_in_flight or (2 if is_gpu else 1)
+    limits = scheduler_config_of(served, plan.max_model_len, steps_in_flight, lora_bytes=plan.lora_bytes)
     cache = make_cache_config(shape, kv_dtype, plan, host)
     if options.enable_prefix_caching:
         cache = replace(cache, prefix_index=options.prefix_index, eviction=options.eviction)

@@ -16,9 +16,10 @@ from quire.core.step import Chunks
 from quire.kernels.contract import Batch, Kernels, Storage
 from quire.kv_store.upload import to_device
 from quire.layers.attend import PagedAttend
-from quire.layers.context import ForwardContext
+from quire.layers.context import AdapterRows, ForwardContext
+from quire.lora.loaded import LoadedAdapters
 from quire.models.model import Model
-from quire.runner.captured_steps import CapturedSteps
+from quire.runner.captured_steps import CapturedSteps, StepAdapters
 from quire.runner.inputs import Inputs
 from quire.runner.rows import Rows
 
@@ -29,6 +30,7 @@ class Hidden:
 
     states: Tensor  # (num_tokens, hidden_size)
     deterministic: np.ndarray  # bool (num_tokens,)
+    adapters: StepAdapters | None
 
 
 class KernelSet:
@@ -38,14 +40,14 @@ class KernelSet:
         self._attend = PagedAttend(kernels, storages, model.score_scaling)
         self.of_heads = ForwardContext(kernels, self._attend, torch.empty(0, dtype=torch.int64, device=model.device))
 
-    def plan(self, positions: Tensor, batches: Sequence[Batch]) -> ForwardContext:
+    def plan(self, positions: Tensor, batches: Sequence[Batch], adapters: AdapterRows | None) -> ForwardContext:
         """Prepare the next pass, and return its context. batches: the chunks of its tokens, one for each KV group."""
         self._attend.plan(batches)
-        return replace(self.of_heads, positions=positions)
+        return replace(self.of_heads, positions=positions, adapters=adapters)
 
 
 class ForwardPasses:
-    """Runs a model. deterministic_kernels: None if there are none."""
+    """Runs a model. deterministic_kernels: None if there are none. adapters: None if the model has none."""
 
     def __init__(
         self,
@@ -56,9 +58,11 @@ class ForwardPasses:
         max_num_seqs: int,
         max_model_len: int,
         inputs: Inputs,
+        adapters: LoadedAdapters | None = None,
     ) -> None:
         self._model = model
         self._inputs = inputs
+        self._adapters = adapters
         self._default = KernelSet(kernels, storages, model)
         self._deterministic = (
             None if deterministic_kernels is None else KernelSet(deterministic_kernels, storages, model)
@@ -68,7 +72,7 @@ class ForwardPasses:
     @property
     def num_captured(self) -> int:
         """Number of steps that were captured so far."""
-        return len(self._captured_steps)
+        return self._captured_steps.num_captured
 
     def captured(self, rows: Rows, chunks: Chunks, sampled: np.ndarray) -> Tensor | None:
         """Logits (len(sampled), vocab_size) at the tokens `sampled` of a step, from a captured step.
@@ -83,7 +87,7 @@ class ForwardPasses:
             or rows.deterministic[chunks.rows].any()
         ):
             return None
-        logits = self._captured_steps.logits(self._inputs, chunks)
+        logits = self._captured_steps.logits(self._inputs, chunks, self._step_adapters(rows, chunks))
         if logits is None or chunks.num_tokens == len(sampled):
             return logits
         return logits[to_device(sampled, logits.device)]
@@ -96,10 +100,10 @@ class ForwardPasses:
         deterministic = rows.deterministic[chunks.rows]
         of_tokens = np.repeat(deterministic, chunks.lengths)
         parts = [
-            self._compute(kernel_set, _select_chunks(chunks, which))
+            self._compute(kernel_set, rows, _select_chunks(chunks, which))
             for kernel_set, which in self._split_by_kernels(deterministic)
         ]
-        return Hidden(_merge(of_tokens, parts), of_tokens)
+        return Hidden(_merge(of_tokens, parts), of_tokens, self._step_adapters(rows, chunks))
 
     def logits(self, hidden: Hidden, tokens: np.ndarray) -> Tensor:
         """Logits (len(tokens), vocab_size) after some tokens of the step, by the kernels of their sequences."""
@@ -116,10 +120,18 @@ class ForwardPasses:
     ) -> Tensor:
         deterministic = hidden.deterministic[tokens]
         parts = [
-            head(hidden.states[to_device(tokens[which], hidden.states.device)], kernel_set.of_heads)
+            self._head_output(head, hidden, tokens[which], kernel_set)
             for kernel_set, which in self._split_by_kernels(deterministic)
         ]
         return _merge(deterministic, parts)
+
+    def _head_output(
+        self, head: Callable[[Tensor, ForwardContext], Tensor], hidden: Hidden, tokens: np.ndarray, kernels: KernelSet
+    ) -> Tensor:
+        adapters, context = hidden.adapters, kernels.of_heads
+        if adapters is not None:
+            context = replace(context, adapters=self._rows_of(adapters.slots[tokens], adapters.width))
+        return head(hidden.states[to_device(tokens, hidden.states.device)], context)
 
     def _split_by_kernels(self, deterministic: np.ndarray) -> list[tuple[KernelSet, np.ndarray]]:
         """The kernel modules that are used, each with a mask of its entries. One if it has all entries."""
@@ -131,9 +143,18 @@ class ForwardPasses:
             return [(self._deterministic, deterministic)]
         return [(self._default, ~deterministic), (self._deterministic, deterministic)]
 
-    def _compute(self, kernel_set: KernelSet, chunks: Chunks) -> Tensor:
+    def _compute(self, kernel_set: KernelSet, rows: Rows, chunks: Chunks) -> Tensor:
         token_ids, positions, batches = self._inputs.forward_inputs(chunks)
-        return self._model.forward(token_ids, kernel_set.plan(positions, batches))
+        adapters = self._step_adapters(rows, chunks)
+        of_pass = None if adapters is None else self._rows_of(*adapters)
+        return self._model.forward(token_ids, kernel_set.plan(positions, batches, of_pass))
+
+    def _step_adapters(self, rows: Rows, chunks: Chunks) -> StepAdapters | None:
+        slots = None if self._adapters is None else rows.adapter_slots(chunks)
+        return None if slots is None or self._adapters is None else StepAdapters(slots, self._adapters.width)
+
+    def _rows_of(self, slots: np.ndarray, width: int) -> AdapterRows:
+        return AdapterRows(to_device(slots, self._model.device), width)
 
 
 def _select_chunks(chunks: Chunks, which: np.ndarray) -> Chunks:

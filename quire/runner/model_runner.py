@@ -22,6 +22,7 @@ from quire.core.step import ChunkOutput, Chunks, Logprobs, Pooling, SamplingMask
 from quire.kernels.contract import Kernels
 from quire.kv_store.device import DeviceStore
 from quire.kv_store.upload import to_device
+from quire.lora.loaded import LoadedAdapters
 from quire.models.model import Model
 from quire.runner.device_inputs import ResidentInputs
 from quire.runner.forward import ForwardPasses, Hidden
@@ -141,11 +142,12 @@ class SampledStep(msgspec.Struct, frozen=True, eq=False):
 class TorchRunner:
     """A Runner of one model, with the blocks of its KV cache.
 
-    deterministic_kernels: for the same blocks and weights as `kernels`; None if there are none. An exception
-    from any call discards that step and leaves the rows undefined: the next step must be a reset step.
+    deterministic_kernels: for the same blocks and weights as `kernels`; None if there are none. adapters: those that
+    are loaded; None if the model runs without adapters. An exception from any call discards that step and leaves the
+    rows undefined: the next step must be a reset step.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # all but the first two are keyword-only
         self,
         model: Model,
         kernels: Kernels,
@@ -155,19 +157,23 @@ class TorchRunner:
         max_model_len: int,
         deterministic_kernels: Kernels | None = None,
         generates: bool = True,
+        adapters: LoadedAdapters | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._kernels = kernels
         self._clock = clock
         self._vocab_size = model.vocab_size
         self._device = model.device
-        self._rows = Rows(cache, max_num_seqs, max_model_len, self._vocab_size)
+        num_slots = 0 if adapters is None else adapters.num_slots
+        self._rows = Rows(cache, max_num_seqs, max_model_len, self._vocab_size, num_slots)
         self._store = DeviceStore(kernels, cache, model.device, clock)
         self.capabilities = Capabilities(
             deterministic=deterministic_kernels is not None and model.batch_invariant,
             classifies=model.class_head is not None,
             generates=generates,
+            adapters=adapters is not None,
         )
+        self._adapters = adapters
         self._inputs: Inputs = (
             ResidentInputs(cache, max_num_seqs, max_model_len, model.device)
             if kernels.USES_RESIDENT_TABLES
@@ -182,6 +188,7 @@ class TorchRunner:
             max_num_seqs,
             max_model_len,
             self._inputs,
+            adapters,
         )
         self._launched: LaunchedStep | None = None
         self._sampled: deque[SampledStep] = deque()
@@ -192,8 +199,9 @@ class TorchRunner:
     def launch(self, step: Step) -> None:
         """Apply the delta, start the Moves, run the forward passes.
 
-        Raises ValueError for what this runner does not support: adapters, Moves between other tiers than device and
-        host, and deterministic sequences without deterministic kernels.
+        Raises ValueError for what this runner does not support: adapters without `adapters`, Moves between other tiers
+        than device and host, and deterministic sequences without deterministic kernels. Also for a step out of bounds,
+        and for adapters that are not in memory.
         """
         began = self._clock()
         self._launched = None
@@ -202,6 +210,9 @@ class TorchRunner:
             self._slowed.clear()
             self._store.wait()
         self.capabilities.check_step(step)
+        if self._adapters is not None:
+            for slot, digest in step.adapters:
+                self._adapters.put(slot, digest)
         self._rows.apply(step)
         self._inputs.apply(step)
         began += self._store.execute(step.id, step.moves)  # swaps are no step time

@@ -12,26 +12,31 @@ _NONE = -1  # no position
 
 
 class Rows:
-    """One row per running sequence."""
+    """One row per running sequence. num_slots: of adapters, without slot 0, which is for none."""
 
-    def __init__(self, cache: CacheConfig, max_num_seqs: int, max_model_len: int, vocab_size: int) -> None:
+    def __init__(
+        self, cache: CacheConfig, max_num_seqs: int, max_model_len: int, vocab_size: int, num_slots: int = 0
+    ) -> None:
         width = -(-max_model_len // cache.block_size)
         self._tokens = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
         self._tables = [np.zeros((max_num_seqs, width), np.int32) for _ in cache.groups]
         self._num_blocks = [group.num_blocks for group in cache.groups]
         self._vocab_size = vocab_size
+        self._num_slots = num_slots
         self._block_size = cache.block_size
         self.sampling = SamplingColumns(max_num_seqs, vocab_size)
         self.deterministic = np.zeros(max_num_seqs, np.bool_)
         self.poolings = np.zeros(max_num_seqs, np.uint8)
+        self._adapters = np.zeros((2, max_num_seqs), np.int32)  # slot, and first position at which the adapter applies
         self._pending_positions = np.full(
             max_num_seqs, _NONE, np.int64
         )  # position of a sampled token that the host lacks
 
     def _check(self, step: Step) -> None:
-        """Raises ValueError for a row, position, token or block out of bounds, which kernels do not check."""
+        """Raises ValueError for a row, slot, position, token or block out of bounds, which kernels do not check."""
         num_rows, num_positions = self._tokens.shape
         _check_range("rows", step.opens.rows, num_rows)
+        _check_range("slots", step.opens.adapters, self._num_slots + 1)
         _check_range("rows", step.chunks.rows, num_rows)
         _check_range("positions", step.chunks.starts, num_positions)
         _check_range("positions", step.chunks.stops, num_positions)
@@ -53,6 +58,7 @@ class Rows:
             self.sampling.set_rows(step.opens)
             self.deterministic[step.opens.rows] = step.opens.deterministic
             self.poolings[step.opens.rows] = step.opens.poolings
+            self._adapters[:, step.opens.rows] = step.opens.adapters, step.opens.adapter_starts
         step.tokens.apply(self._tokens)
         self._clear_pending(step.tokens)
         for writes, table in zip(step.blocks, self._tables, strict=True):
@@ -70,6 +76,15 @@ class Rows:
         """Token ids and positions of all chunks, concatenated, int64."""
         positions = chunks.token_positions
         return self._tokens[chunks.token_rows, positions].astype(np.int64), positions
+
+    def adapter_slots(self, chunks: Chunks) -> np.ndarray | None:
+        """The slot of the adapter of each token, int32, 0 for none; None if no token has one."""
+        slots, starts = self._adapters
+        if not slots[chunks.rows].any():
+            return None
+        rows = chunks.token_rows
+        found: np.ndarray = np.where(chunks.token_positions >= starts[rows], slots[rows], np.int32(0))
+        return found if found.any() else None
 
     def batches(self, chunks: Chunks) -> list[Batch]:
         """The Batch of each KV group."""

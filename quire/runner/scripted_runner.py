@@ -9,6 +9,7 @@ changes the output, as it would with attention.
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 
 import numpy as np
 
@@ -21,9 +22,14 @@ _MODULUS = 2**31 - 1
 _UNSET = -1
 
 
-def key_after(key: int, token: int) -> int:
-    """The KV of a token after a prefix whose last KV is `key` (0 for an empty prefix)."""
-    return (key * 48_271 + token * 7_919 + 12_345) % _MODULUS
+def key_after(key: int, token: int, adapter: int = 0) -> int:
+    """The KV of a token after a prefix whose last KV is `key` (0 for an empty prefix). adapter: of `adapter_key`."""
+    return (key * 48_271 + token * 7_919 + 12_345 + adapter) % _MODULUS
+
+
+def adapter_key(digest: str) -> int:
+    """What an adapter adds to the KV of a token; 0 without one."""
+    return int.from_bytes(sha256(digest.encode()).digest()[:7]) % _MODULUS if digest else 0
 
 
 def attend(keys: np.ndarray) -> int:
@@ -36,15 +42,26 @@ def token_after(seen: int, vocab_size: int) -> int:
     return seen * 40_692 % _MODULUS % vocab_size
 
 
-def script(prompt: list[int], num_tokens: int, vocab_size: int, windows: Sequence[int] = (0,)) -> list[int]:
-    """The output of a ScriptedRunner after `prompt`, computed without blocks or steps. windows: of the KV groups."""
-    tokens, keys = list(prompt), [0]
-    for token in prompt:
-        keys.append(key_after(keys[-1], token))
+def script(
+    prompt: list[int],
+    num_tokens: int,
+    vocab_size: int,
+    windows: Sequence[int] = (0,),
+    *,
+    adapter: str = "",
+    adapter_start: int = 0,
+) -> list[int]:
+    """The output of a ScriptedRunner after `prompt`, computed without blocks or steps. windows: of the KV groups.
+
+    adapter: its digest.
+    """
+    tokens, keys, added = list(prompt), [0], adapter_key(adapter)
+    for position, token in enumerate(prompt):
+        keys.append(key_after(keys[-1], token, added if position >= adapter_start else 0))
     for _ in range(num_tokens):
         every = np.array(keys[1:])
         tokens.append(token_after(sum(attend(every[-window:]) for window in windows), vocab_size))
-        keys.append(key_after(keys[-1], tokens[-1]))
+        keys.append(key_after(keys[-1], tokens[-1], added))
     return tokens[len(prompt) :]
 
 
@@ -110,6 +127,7 @@ class _InFlight:
 class ScriptedRunner:
     """Executes Steps on hashes instead of tensors.
 
+    The adapter of a row changes the KV of its positions from the adapter's start on.
     Logprobs of the next token are a function of the attention output. A prompt token's logprob is minus its position.
     The pooled state of a chunk is the number and the sum of its tokens.
     seconds_of: duration of a step, given its number of tokens. swap_seconds_of: the same of swaps in one direction,
@@ -117,7 +135,7 @@ class ScriptedRunner:
     whether `launch` of a step raises after half of its chunks.
     """
 
-    capabilities = Capabilities(steps_in_flight=4)
+    capabilities = Capabilities(steps_in_flight=4, adapters=True)
 
     def __init__(
         self,
@@ -139,6 +157,8 @@ class ScriptedRunner:
         self._num_logprobs = np.full(max_num_seqs, -1, np.int32)
         width = -(-(max_model_len + 1) // cache.block_size)
         self._tables = [np.full((max_num_seqs, width), _UNSET, np.int32) for _ in cache.groups]
+        self._slots: dict[int, int] = {0: 0}  # what the adapter in a slot adds to KV
+        self._adapters = np.zeros((max_num_seqs, 2), np.int32)  # per row: slot, first position
         self._vocab_size = vocab_size
         self.seconds_of = seconds_of
         self.swap_seconds_of = swap_seconds_of
@@ -149,8 +169,12 @@ class ScriptedRunner:
         self.sampled: deque[_InFlight] = deque()
 
     def launch(self, step: Step) -> None:
-        """Apply the delta, start the Moves, compute the KV of every chunk. Raises ValueError if it reads unset KV."""
+        """Apply the delta, start the Moves, compute the KV of every chunk.
+
+        Raises ValueError if it reads unset KV or an empty slot.
+        """
         if step.reset:
+            self._slots = {0: 0}
             self._tokens[:] = _UNSET
             for table in self._tables:
                 table[:] = _UNSET
@@ -158,6 +182,8 @@ class ScriptedRunner:
             self.sampled.clear()
             for swap in self._swaps.values():
                 swap.end()
+        self._slots.update((slot, adapter_key(digest)) for slot, digest in step.adapters)
+        self._adapters[step.opens.rows] = np.stack([step.opens.adapters, step.opens.adapter_starts], 1)
         for row in step.opens.rows.tolist():
             self._tokens[row] = _UNSET
             for table in self._tables:
@@ -245,9 +271,12 @@ class ScriptedRunner:
 
     def _compute(self, chunk: Chunk) -> None:
         key = int(self._read(chunk.row, np.array([chunk.start - 1]), 0)[0]) if chunk.start else 0
+        slot, adapter_start = self._adapters[chunk.row].tolist()
+        if slot not in self._slots:
+            raise ValueError(f"{chunk}: no adapter was put into slot {slot}")
         for position in range(chunk.start, chunk.stop):
             token = int(self._tokens[chunk.row, position])
-            key = key_after(key, token)
+            key = key_after(key, token, self._slots[slot] if position >= adapter_start else 0)
             for kv, table in zip(self._kv, self._tables, strict=True):
                 block = table[chunk.row, position // self._block_size]
                 if token == _UNSET or block == _UNSET:

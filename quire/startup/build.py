@@ -46,7 +46,11 @@ from quire.hub.locate import locate
 from quire.kernels.choose import Chosen, choose, unsupported_reason, usable_device
 from quire.kernels.contract import Kernels, Requirements, Scheme
 from quire.kernels.reference.quantized import QUANTIZED
-from quire.models.model import Description, Progress
+from quire.lora.loader import AdapterLoader
+from quire.lora.tables import AdapterTables
+from quire.models.decoder import Decoder
+from quire.models.description import ModelDescription
+from quire.models.model import Description, Model, Progress
 from quire.models.sentence_transformers import EmbeddingConfig
 from quire.runner.model_runner import TorchRunner
 from quire.scheduler.journal import JournalledScheduler, open_journal, open_restart_journal
@@ -64,6 +68,7 @@ from quire.weights.checkpoint import Checkpoint
 from quire.weights.schemes import AT_LOAD, Schemes, simpler, summary
 from quire.weights.weight_cache import WeightCache
 
+_NO_ADAPTERS = "enable_lora needs a model of quire's own decoder, and transformers runs this one; leave it out"
 _PREFIX_AWARE_POLICIES = ("lpm", "cache-aware")
 _LONGEST_CALIBRATION = 600.0  # seconds
 _SAME_SPEED = 1.25  # ratio of decode steps up to which the costs of an earlier start are used
@@ -163,6 +168,7 @@ def build(options: EngineOptions, *, report: Report, progress: Progress, is_rest
         model = prepared.files.load(prepared.dtype, prepared.device, kernels, prepared.schemes, progress, weights)
         return_freed_memory()  # loading makes temporary copies
         scheduler = scheduler or _scheduler(prepared, grammars, is_restart=True)
+        adapters = _adapters(prepared, model) if options.enable_lora else None
         runner = TorchRunner(
             model,
             prepared.kernels.kernels,
@@ -171,6 +177,7 @@ def build(options: EngineOptions, *, report: Report, progress: Progress, is_rest
             max_model_len=limits.max_model_len,
             deterministic_kernels=prepared.kernels.deterministic,
             generates=description.generates,
+            adapters=None if adapters is None else adapters.loaded,
         )
         if prepared.options.calibration:
             _calibrate(scheduler, runner, prepared, report)
@@ -184,6 +191,7 @@ def build(options: EngineOptions, *, report: Report, progress: Progress, is_rest
         eos_token_ids=description.eos_token_ids,
         seed=options.seed,
         prerequisites=(grammars,),
+        adapter_loader=adapters,
     )
     return Built(
         engine=engine,
@@ -235,6 +243,8 @@ def prepare_files(options: EngineOptions, opened: OpenFiles, *, report: Report) 
     requirements, dtype_line = _substitute_float16(options, requirements)
     dtype, kv_dtype = requirements.dtype, requirements.kv_dtype
     _check_block_size(options, requirements)
+    if options.enable_lora and not isinstance(description, ModelDescription):
+        raise ConfigError(_NO_ADAPTERS)
     schemes, chosen, schemes_line = _low_bits(options, description, requirements)
     shape = _limited(shape_of(description, dtype, schemes), options, files.embedding)
     threads = _threads(options.threads, shape.weight_bytes)
@@ -274,7 +284,7 @@ def prepare_files(options: EngineOptions, opened: OpenFiles, *, report: Report) 
     # a second step in flight overlaps planning with a device; without one it gains no time and may be discarded
     steps_in_flight = (2 if kind == "cuda" else 1) if options.steps_in_flight is None else options.steps_in_flight
     Capabilities().check_steps_in_flight(steps_in_flight)  # those of the runner, before the weights are loaded
-    limits = scheduler_config_of(options, plan.max_model_len, steps_in_flight)
+    limits = scheduler_config_of(options, plan.max_model_len, steps_in_flight, lora_bytes=plan.lora_bytes)
     cache = _with_prefix_cache(make_cache_config(shape, kv_dtype, plan, host), options, files, limits)
     report(_prefix_cache_line(cache))
     resolved = replace(
@@ -403,7 +413,9 @@ def _check_block_size(options: EngineOptions, requirements: Requirements) -> Non
         )
 
 
-def scheduler_config_of(options: EngineOptions, max_model_len: int, steps_in_flight: int) -> SchedulerConfig:
+def scheduler_config_of(
+    options: EngineOptions, max_model_len: int, steps_in_flight: int, *, lora_bytes: int = 0
+) -> SchedulerConfig:
     """The scheduler's part of the options, with what the memory plan and the device have decided."""
     drafters, num_drafts = speculation_of(options)
     return SchedulerConfig(
@@ -422,6 +434,8 @@ def scheduler_config_of(options: EngineOptions, max_model_len: int, steps_in_fli
         speculation=drafters,
         num_speculative_tokens=num_drafts,
         wait_weight=DEFAULT_WAIT_WEIGHT if options.wait_weight is None else options.wait_weight,
+        max_loras=options.max_loras if options.enable_lora else 0,
+        lora_bytes=lora_bytes,
     )
 
 
@@ -558,6 +572,15 @@ def _grammar_compiler(prepared: Prepared) -> GrammarCompiler:
         backend=prepared.options.grammar_backend,
         fast_forward=prepared.options.fast_forward == "on",
     )
+
+
+def _adapters(prepared: Prepared, model: Model) -> AdapterLoader:
+    """The loader of adapters for a model of quire's decoder, whose products get tables for them."""
+    description = prepared.files.description
+    if not isinstance(description, ModelDescription) or not isinstance(model, Decoder):
+        raise ConfigError(_NO_ADAPTERS)
+    tables = AdapterTables(model, prepared.kernels.kernels, prepared.options.max_loras)
+    return AdapterLoader(description, prepared.dtype, tables, memory=prepared.plan.lora_bytes)
 
 
 def _scheduler(prepared: Prepared, grammars: GrammarCompiler, *, is_restart: bool) -> Scheduler:

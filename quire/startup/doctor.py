@@ -14,7 +14,8 @@ from quire.cost.memory_plan import MemoryPlan, format_bytes
 from quire.errors import QuireError
 from quire.kernels.choose import MODULES, choose, unsupported_reason, usable_device
 from quire.kernels.contract import Requirements
-from quire.models.model import Progress
+from quire.lora.peft import load_adapter, read_adapter
+from quire.models.model import Description, Progress
 from quire.startup.build import OpenFiles, open_files, prepare_files
 from quire.startup.hardware import available_memory, cpu_description, gpu_description, pick_device
 from quire.startup.perplexity import PERPLEXITY_TOKENS, perplexities
@@ -45,12 +46,14 @@ def examine(
     options: EngineOptions,
     progress: Progress = lambda _done, _total: None,
     *,
+    adapter: Path | None = None,
     perplexity: Path | None = None,
     advance: Progress = lambda _done, _total: None,
 ) -> Iterator[Finding]:
     """Findings about versions, hardware, kernels, block sizes, and the model's files and memory plan.
 
     A model that is not on this machine is downloaded. progress(done, total): receives downloaded bytes.
+    adapter: the folder of a LoRA adapter, which is checked against the model.
     perplexity: a text file, whose perplexity under the model is computed. advance(done, total): receives its tokens.
     """
     yield from _versions()
@@ -72,7 +75,7 @@ def examine(
     yield Finding("kernels", f"chosen: {chosen}")
     yield from _block_sizes(options, demands)
     healthy = True
-    for finding in _model(options, progress):
+    for finding in _model(options, progress, adapter):
         healthy = healthy and not finding.problem
         yield finding
     if perplexity is not None and healthy:
@@ -98,7 +101,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _model(options: EngineOptions, progress: Progress) -> Iterator[Finding]:
+def _model(options: EngineOptions, progress: Progress, adapter: Path | None) -> Iterator[Finding]:
     lines: list[str] = []
     opened: OpenFiles | None = None
     try:
@@ -123,6 +126,25 @@ def _model(options: EngineOptions, progress: Progress) -> Iterator[Finding]:
     defaults = ", ".join(f"{name} {value}" for name, value in description.sampling_defaults.items())
     yield Finding("model", f"sampling unless a request says otherwise: {defaults or 'temperature 1'}")
     yield Finding("model", f"{prepared.name} can be served")
+    if adapter is not None:
+        yield from _adapter(adapter, description, prepared.dtype)
+
+
+def _adapter(folder: Path, description: Description, dtype: str) -> Iterator[Finding]:
+    """What an adapter is, from all of its bytes, or why the model cannot have it."""
+    try:
+        found = read_adapter(folder, folder.name, description, dtype)
+        matrices = load_adapter(found, description, dtype)
+    except QuireError as error:
+        yield Finding("adapter", str(error), problem=True)
+        return
+    number = sum(map(len, matrices.values()))
+    yield Finding("adapter", f"{folder} has the digest {found.digest}")
+    yield Finding("adapter", f"rank {found.rank}, {number} adapted weights, {format_bytes(found.num_bytes)} in {dtype}")
+    tokens = ", ".join(map(str, found.invocation_tokens))
+    yield Finding(
+        "adapter", f"invocation tokens {tokens}: it applies from there on" if tokens else "it applies to all tokens"
+    )
 
 
 def _perplexity(options: EngineOptions, text: Path, advance: Progress) -> Iterator[Finding]:

@@ -5,7 +5,7 @@ from math import prod
 
 from quire.config import CacheConfig, EngineOptions
 from quire.core.kv_groups import KVGroup, KVKind
-from quire.cost.memory_plan import HostPoolPlan, KVProfile, MemoryPlan, MemoryProfile
+from quire.cost.memory_plan import DEFAULT_LORA_MEMORY, HostPoolPlan, KVProfile, MemoryPlan, MemoryProfile
 from quire.cost.model_shape import ModelShape
 from quire.cost.step_work import AttentionWork, ComputeShape
 from quire.kernels.contract import DTYPES, CaptureMemory, Kernels
@@ -104,7 +104,10 @@ def memory_profile(
     recorded = CaptureMemory(0, "")
     capture = kernels.new_step_capture()
     if capture is not None:
-        recorded = capture.capture_memory(options.max_num_seqs, token_bytes, logit_bytes, kernels.SCRATCH_BYTES)
+        variants = 2 if options.enable_lora else 1  # with adapters and without
+        recorded = capture.capture_memory(
+            options.max_num_seqs, token_bytes, logit_bytes, kernels.SCRATCH_BYTES, variants
+        )
     return MemoryProfile(
         weight_bytes=shape.weight_bytes,
         weight_reason=f"{shape.num_parameters / 1e6:.2f} M parameters, {shape.weight_types}",
@@ -121,6 +124,7 @@ def memory_profile(
         captured_steps_bytes=recorded.bytes,
         captured_steps_reason=recorded.reason,
         staging_bytes=len(groups) * 2 * STAGING_BYTES if overlaps_swaps else 0,
+        lora_memory=(options.lora_memory or DEFAULT_LORA_MEMORY) if options.enable_lora else None,
     )
 
 

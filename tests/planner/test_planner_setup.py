@@ -25,8 +25,9 @@ def test_configs_that_are_part_of_quire_have_the_sizes_of_their_models(name):
     assert description.num_parameters / 1e9 == pytest.approx(billions[name], abs=0.006)
 
 
-def test_a_plan_from_the_config_equals_that_of_an_engine_with_weights(tmp_path):
-    options = EngineOptions(memory="256MiB", max_model_len=512, dtype="float32", kernels="cpu")
+@pytest.mark.parametrize("adapters", [{}, {"enable_lora": True, "lora_memory": "16MiB", "max_loras": 7}])
+def test_a_plan_from_the_config_equals_that_of_an_engine_with_weights(tmp_path, adapters):
+    options = EngineOptions(memory="256MiB", max_model_len=512, dtype="float32", kernels="cpu", **adapters)
     lines: list[str] = []
     real = prepare(options, report=lines.append, progress=lambda *_: None)
     file = tmp_path / "demo.json"
@@ -34,7 +35,9 @@ def test_a_plan_from_the_config_equals_that_of_an_engine_with_weights(tmp_path):
     planned = plan_engine(options, str(file))
     assert planned.memory.lines == real.plan.lines
     assert planned.setup.cache == real.cache
-    assert planned.setup.scheduler.max_model_len == real.scheduler_config.max_model_len
+    for config in (planned.setup.scheduler, real.scheduler_config):
+        assert config.max_model_len == 512
+        assert (config.max_loras, config.lora_bytes) == ((7, 2**24) if adapters else (0, 0))
     assert any("the profile is that of m" in note for note in planned.notes)
 
 

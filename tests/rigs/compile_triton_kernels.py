@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from quire.kernels.contract import ACTIVATIONS, FP8, INT4, INT8, MXFP4, Batch, Routing, Scheme
+from quire.kernels.contract import ACTIVATIONS, FP8, INT4, INT8, MXFP4, Batch, LowRank, Routing, Scheme
 from quire.kernels.triton.deterministic import TRITON_DETERMINISTIC as deterministic
 from quire.kernels.triton.kernels import MAX_HEAD_DIM
 from quire.kernels.triton.kernels import TRITON as ordinary
@@ -86,7 +86,9 @@ def rows(kernels, dtype):
         kernels.rms_norm(x.view(number, -1, HEAD_DIM), weight[:HEAD_DIM], 1e-6)
         kernels.add_rms_norm(x, x, weight, 1e-6)
         kernels.layer_norm(x, weight, weight, 1e-5)
-        kernels.linear(x, torch.zeros(640, HIDDEN, dtype=dtype), weight[:640])
+        matrix = torch.zeros(640, HIDDEN, dtype=dtype)
+        kernels.linear(x, matrix, weight[:640])
+        kernels.linear(x, matrix, weight[:640], adapters(kernels, x, matrix))
         kernels.embed(torch.arange(number), torch.zeros(1000, HIDDEN, dtype=dtype))
         kernels.multiply_add(x, 0.5, x)
         kernels.multiply_add(x, torch.zeros(number, HEADS, dtype=dtype))
@@ -103,12 +105,23 @@ def rows(kernels, dtype):
         kernels.gated_linear(x[:1], torch.zeros(256, HIDDEN, dtype=dtype), None, activation)
 
 
+def adapters(kernels, x, weight):
+    """The addend of a table with one adapter."""
+    table = kernels.new_adapter_table(weight, 2)
+    matrices = [LowRank(torch.zeros(16, HIDDEN), torch.zeros(640, 16), 0, 1.0)]
+    kernels.set_adapter(table, 1, kernels.pack_adapter(weight, matrices))
+    return kernels.low_rank(x, table, torch.zeros(len(x), dtype=torch.int32), 16)
+
+
 def code_rows(kernels, dtype, schemes, sizes=(1, 16, 60, 300)):
     """Products with low-bit weights, row lookup, experts. sizes: numbers of rows, for each size of tiles."""
     for scheme in schemes:
         weight = kernels.allocate_weight((640, HIDDEN), dtype, scheme=scheme)
         for number in sizes if scheme in (INT8, INT4, FP8) else (1, 300):
-            kernels.linear(torch.zeros(number, HIDDEN, dtype=dtype), weight, torch.zeros(640, dtype=dtype))
+            x, bias = torch.zeros(number, HIDDEN, dtype=dtype), torch.zeros(640, dtype=dtype)
+            kernels.linear(x, weight, bias)
+            if scheme in (INT4, FP8) and number == 60:
+                kernels.linear(x, weight, bias, torch.zeros(number, 640))
         kernels.embed(torch.arange(3), weight)
     for number, scheme in product((1, 300), {INT4, FP8}.intersection(schemes)):
         up, down = (

@@ -15,9 +15,16 @@ class ConstrainedRig(Rig):
         self.forced: dict[tuple[str, int], list[int]] = {}
         scheduler = type(self.scheduler)(self.config, self.cache, self.file_again(), constraints)
         runner = self.engine.runner
-        compiler = ScriptedPrerequisite(compile_steps, dict(errors))
+        self.compiler = ScriptedPrerequisite(compile_steps, dict(errors))
         self.scheduler = scheduler
-        self.engine = Engine(scheduler, runner, vocab_size=VOCAB, prerequisites=[compiler], clock=self.clock)
+        self.engine = Engine(
+            scheduler,
+            runner,
+            vocab_size=VOCAB,
+            prerequisites=[self.compiler],
+            adapter_loader=self.loader,
+            clock=self.clock,
+        )
 
     def file_again(self):
         self.file.seek(0)

@@ -21,6 +21,7 @@ class Asked:
     params: object
     program: object
     messages: tuple = ()
+    adapter: str | None = None
 
 
 @dataclass
@@ -67,8 +68,8 @@ class Pretend(Backend):
         finally:
             self.num_running -= 1
 
-    async def select(self, prompt, choices, method, program):
-        self.asked.append(Asked(prompt.text, choices, program))
+    async def select(self, prompt, choices, method, program, *, adapter=None):
+        self.asked.append(Asked(prompt.text, choices, program, adapter=adapter))
         return ChoicesDecision(max(choices, key=len), {"normalized_prompt_logprobs": [0.0] * len(choices)})
 
     async def role_texts(self, roles):

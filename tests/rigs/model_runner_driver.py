@@ -55,8 +55,9 @@ class Driver:
     """A runner with the state of its rows that a scheduler has. Blocks are scattered and never freed."""
 
     def __init__(self, model, *, rows=8, max_model_len=256, num_blocks=600, block_size=4, num_groups=1, ticks=None,
-                 kernels=reference, strict=deterministic):  # fmt: skip
+                 kernels=reference, strict=deterministic, adapters=None):  # fmt: skip
         self.cache = cache_for(model, num_blocks, block_size, num_groups)
+        self.adapters = adapters
         clock = {} if ticks is None else {"clock": iter(ticks).__next__}
         self.runner = TorchRunner(
             model,
@@ -65,6 +66,7 @@ class Driver:
             max_num_seqs=rows,
             max_model_len=max_model_len,
             deterministic_kernels=strict,
+            adapters=adapters,
             **clock,
         )
         random = np.random.default_rng(0)
@@ -72,14 +74,24 @@ class Driver:
         self.tables = {}  # row -> per group, block ids
         self.step_id = 0
 
-    def step(self, chunks, *, opens=(), tokens=(), moves=(), blocks=None, reset=False) -> Step:
-        """chunks: (row, start, stop) that sample, or full Chunk tuples. opens: (row, SamplingParams or RowParams)."""
+    def step(self, chunks, *, opens=(), tokens=(), moves=(), blocks=None, reset=False, adapters=()) -> Step:
+        """chunks: (row, start, stop) that sample, or full Chunk tuples. opens: (row, SamplingParams or RowParams).
+
+        adapters: (slot, digest).
+        """
         chunks = [c if len(c) == 7 else (c[0], c[0], c[1], c[2], 0, 1, int(ChunkOutput.SAMPLE)) for c in chunks]
         self.step_id += 1
         if blocks is None:
             blocks = [TableUpdates.of(spans) for spans in self._grow(chunks, [row for row, _ in opens])]
         return Step(
-            self.step_id, reset, open_rows(opens), TableUpdates.of(list(tokens)), blocks, list(moves), Chunks.of(chunks)
+            self.step_id,
+            reset,
+            open_rows(opens),
+            TableUpdates.of(list(tokens)),
+            blocks,
+            list(moves),
+            Chunks.of(chunks),
+            list(adapters),
         )
 
     def _grow(self, chunks, opened):
@@ -101,8 +113,11 @@ class Driver:
         self.runner.sample(step.id, SamplingMasks.empty() if late is None else late)
         return self.runner.collect()
 
-    def generate(self, prompts, num_tokens, params=GREEDY, *, cut=10**9, rows=None) -> list[list[int]]:
-        """Prefill in chunks of `cut` tokens, then decode, with all prompts in one batch."""
+    def generate(self, prompts, num_tokens, params=GREEDY, *, cut=10**9, rows=None, adapters=()) -> list[list[int]]:
+        """Prefill in chunks of `cut` tokens, then decode, with all prompts in one batch.
+
+        adapters: of the first step.
+        """
         rows = range(len(prompts)) if rows is None else rows
         params = params if isinstance(params, list) else [params] * len(prompts)
         done = dict.fromkeys(rows, 0)
@@ -111,6 +126,7 @@ class Driver:
         options = {
             "opens": list(zip(rows, params, strict=True)),
             "tokens": [(row, 0, prompt) for row, prompt in known.items()],
+            "adapters": adapters,
         }
         while any(len(output) < num_tokens for output in outputs.values()):
             chunks = []
@@ -137,6 +153,8 @@ class RowParams(NamedTuple):
     eos: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     pooling: Pooling = Pooling.NONE
+    slot: int = 0  # of an adapter
+    adapter_start: int = 0
 
 
 def open_rows(opens) -> NewRows:
@@ -167,6 +185,8 @@ def open_rows(opens) -> NewRows:
         repetition_penalties=[p.repetition_penalty for p in params],
         deterministic=[p.deterministic for p in params],
         poolings=[row_params.pooling for row_params in params_of_rows],
+        adapters=[row_params.slot for row_params in params_of_rows],
+        adapter_starts=[row_params.adapter_start for row_params in params_of_rows],
         lists=TokenLists.of(
             [one for row, row_params in zip(rows, params_of_rows, strict=True) for one in _lists(row, row_params)]
         ),

@@ -7,7 +7,7 @@ from quire.core.kv_groups import KVGroup
 from quire.kernels import reference
 from quire.kernels.contract import Batch
 from quire.layers.attend import PagedAttend
-from quire.layers.context import ForwardContext
+from quire.layers.context import AdapterRows, ForwardContext
 from quire.models.description import describe
 from quire.models.loading import load
 
@@ -38,6 +38,7 @@ class Sequences:
                 table[row, :width] = ids[sum(widths[:row]) :][:width]
             self.tables.append(table)
         self.attend = PagedAttend(kernels, self.storages, model.score_scaling)
+        self.slots, self.width = None, 0  # the adapter of each sequence, and the width of all of them
 
     @staticmethod
     def _group(description, kind, dtype, num_blocks):
@@ -63,7 +64,11 @@ class Sequences:
         self.attend.plan(batches)
         positions = torch.cat([torch.arange(a, b) for a, b in zip(starts, stops, strict=True)])
         ids = torch.tensor([token for some in tokens for token in some])
-        self.context = ForwardContext(self.kernels, self.attend, positions)
+        adapters = None
+        if self.slots is not None:
+            slots = np.repeat([self.slots[row] for row in rows], [len(some) for some in tokens])
+            adapters = AdapterRows(torch.from_numpy(slots.astype(np.int32)), self.width)
+        self.context = ForwardContext(self.kernels, self.attend, positions, adapters)
         return self.model(ids, self.context)
 
 

@@ -58,7 +58,9 @@ class Seq:
 class Model:
     """A KVCache beside a model of the memory. Each operation draws from the Random that it gets."""
 
-    def __init__(self, config: CacheConfig, *, exact: bool = False, budget: int = 12) -> None:
+    def __init__(self, config: CacheConfig, *, exact: bool = False, budget: int = 12, activates: bool = False) -> None:
+        """activates: whether requests use adapters that start behind position 0."""
+        self.activates = activates
         self.cache = KVCache(config)
         self.config = config
         self.bs = config.block_size
@@ -78,7 +80,7 @@ class Model:
         return self._ids.setdefault((before, token), len(self._ids))
 
     def public_root(self, namespace: Namespace) -> object:
-        return ("public", namespace.adapter, namespace.deterministic)
+        return ("public", "" if namespace.adapter_start else namespace.adapter, namespace.deterministic)
 
     def num_common_public(self, tokens) -> int:
         return max((num_common(prefix, tokens) for prefix in self.config.public_prefixes), default=0)
@@ -86,12 +88,16 @@ class Model:
     def stamps(self, namespace: Namespace, tokens) -> list[int]:
         """The stamp of each position."""
         own: object = namespace
+        model: object = namespace.of_model
         public: object = self.public_root(namespace)
-        num_public, out = self.num_common_public(tokens), []
+        num_public, start, out = self.num_common_public(tokens), namespace.adapter_start, []
         for i, token in enumerate(tokens):
-            own = self.stamp(own, token)
+            own, model = self.stamp(own, token), self.stamp(model, token)
             public = self.stamp(public, token) if i < num_public else None
-            out.append(public if i < num_public else own)
+            if start:
+                out.append(own if i >= start else public if i < num_public else model)
+            else:
+                out.append(public if i < num_public else own)
         return out
 
     def restamp(self, seq: Seq) -> None:
@@ -111,8 +117,7 @@ class Model:
                 continue
             common = num_common(wanted, other.tokens)
             if other.namespace != namespace:
-                same = self.public_root(other.namespace) == self.public_root(namespace)
-                common = min(common, self.num_common_public(other.tokens) // self.bs * self.bs) if same else 0
+                common = min(common, self._num_readable(namespace, other))
             there = max(min(common, other.table.num_launched), min(common, other.recorded) // self.bs * self.bs)
             in_index = other.table.cursor.num_indexed * self.bs
             waits = in_index < max(
@@ -124,11 +129,25 @@ class Model:
             low, high = max(low, sure), max(high, there)
         return low, high
 
+    def _num_readable(self, namespace: Namespace, other: Seq) -> int:
+        """How many leading positions of a sequence of another namespace may be read, if the tokens are the same."""
+        theirs, readable = other.namespace, 0
+        end = len(other.tokens)
+        start = theirs.adapter_start or end
+        if self.public_root(theirs) == self.public_root(namespace):
+            readable = min(self.num_common_public(other.tokens), start) // self.bs * self.bs
+        both = (namespace, theirs)
+        if theirs.of_model == namespace.of_model and all(one.adapter_start or not one.adapter for one in both):
+            readable = start // self.bs * self.bs if theirs.adapter else end
+        return min(readable, namespace.adapter_start or end)
+
     def _kept_prefix(self, namespace: Namespace, wanted: list[int]) -> int:
-        own, public, best = namespace, self.public_root(namespace), 0
+        own, model, public, best = namespace, namespace.of_model, self.public_root(namespace), 0
+        start = namespace.adapter_start
         for i, token in enumerate(wanted):
-            own, public = self._ids.get((own, token)), self._ids.get((public, token))
-            if ("own", own) in self.kept or ("public", public) in self.kept:
+            own, model, public = (self._ids.get((one, token)) for one in (own, model, public))
+            of_model = ("own", model) in self.kept or ("public", public) in self.kept
+            if ("own", own) in self.kept or (of_model if i < start else not start and ("public", public) in self.kept):
                 best = i + 1
             else:
                 break
@@ -136,11 +155,13 @@ class Model:
 
     def _keep(self, seq: Seq, num_tokens: int) -> None:
         """Add the stamps that a sequence leaves. Full blocks of a public prefix are public."""
-        own, public = seq.namespace, self.public_root(seq.namespace)
+        own, model, public = seq.namespace, seq.namespace.of_model, self.public_root(seq.namespace)
         num_public = self.num_common_public(seq.tokens) // self.bs * self.bs
+        num_model = seq.namespace.adapter_start // self.bs * self.bs
+        num_public = min(num_public, num_model) if seq.namespace.adapter_start else num_public
         for i, token in enumerate(seq.tokens[:num_tokens]):
-            own, public = self.stamp(own, token), self.stamp(public, token)
-            self.kept.add(("own", own))
+            own, model, public = (self.stamp(one, token) for one in (own, model, public))
+            self.kept.add(("own", model if i < num_model else own))
             if i < num_public:
                 self.kept.add(("public", public))
 
@@ -158,7 +179,11 @@ class Model:
             namespace = rng.choice((namespace, other.namespace))
             tokens = other.tokens[: rng.randint(1, len(other.tokens))]
         tokens = tokens + [rng.choice(GENERATED) for _ in range(rng.randint(not tokens, 2 * self.bs + 2))]
-        return namespace, tokens[: self.longest]
+        tokens = tokens[: self.longest]
+        if self.activates and len(tokens) > 1 and rng.random() < 0.6:
+            start = rng.choice([one for one in (1, self.bs, self.bs + 1, len(tokens) - 1) if one < len(tokens)])
+            namespace = Namespace(namespace.tenant, namespace.salt, rng.choice("xy"), adapter_start=start)
+        return namespace, tokens
 
     longest = 60
 

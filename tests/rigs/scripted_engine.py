@@ -4,10 +4,12 @@ import io
 import random
 from dataclasses import replace
 
+from scripted_adapters import ScriptedLoader
+
 from quire.cache.kv_cache import KVCache
 from quire.config import CacheConfig, SchedulerConfig
 from quire.core.kv_groups import KVGroup, kv_kind
-from quire.core.output import Output
+from quire.core.output import EndCause, Output
 from quire.core.request import Namespace, Request
 from quire.core.scheduling_params import DEFAULT_SCHEDULING_PARAMS
 from quire.core.step import Pooling
@@ -42,12 +44,14 @@ class CheckedScheduler(JournalledScheduler):
     """Checks every step before the runner, because the engine would take an assertion in a runner for its failure."""
 
     sizes: list[int]  # tokens of each step
+    slots: dict[int, str]  # digests of the adapters in slots, as the runner has them
 
     def plan(self, now):
         step = super().plan(now)
         if step is None:
             return None
         self.sizes = [*getattr(self, "sizes", []), step.num_tokens]
+        self._check_slots(step)
         rows = dict(zip(step.chunks.rows.tolist(), step.chunks.seq_ids.tolist(), strict=True))
         assert len(rows) == len(step.chunks), "two chunks in one row"
         written = [step.opens.rows, step.tokens.rows, *(writes.rows for writes in step.blocks), step.chunks.rows]
@@ -59,6 +63,18 @@ class CheckedScheduler(JournalledScheduler):
             assert not seq.is_swapping_in or seq.row not in rows, "it is computed from what is still on its way"
         assert step.num_tokens <= max(self.config.max_num_batched_tokens, len(step.chunks))
         return step
+
+    def _check_slots(self, step) -> None:
+        """The slots of running sequences and of steps in flight keep their adapter."""
+        slots = dict(step.adapters) if step.reset else {**getattr(self, "slots", {}), **dict(step.adapters)}
+        chunks = [chunk.seq for one in self.state.in_flight for chunk in one.scheduled]
+        for seq in (*chunks, *self.state.running_queue.running):
+            adapter = seq.request.adapter
+            if adapter is not None and not seq.finished:
+                assert slots[self.state.adapters.slot_of(adapter)] == adapter.digest, "another adapter is in its slot"
+        in_use = {seq.request.adapter.digest for seq in chunks if seq.request.adapter is not None}
+        assert in_use <= set(slots.values()), "the slot of a step in flight was taken"
+        self.slots = slots
 
 
 class Rig:
@@ -81,6 +97,8 @@ class Rig:
         swap_delay_of=lambda move: 0,
         fails=lambda step: False,
         new_cache=None,
+        load_steps_of=lambda adapter: 1,
+        load_errors=(),
         **scheduler,
     ):
         options = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": num_blocks * block_size}
@@ -106,10 +124,20 @@ class Rig:
             swap_delay_of=swap_delay_of,
             fails=self.failing(fails),
         )
-        self.engine = Engine(self.scheduler, runner, vocab_size=VOCAB, eos_token_ids=(), clock=self.clock)
+        budget = self.config.max_loras, self.config.lora_bytes
+        self.loader = ScriptedLoader(*budget, self.adapters_in_use, steps_of=load_steps_of, errors=load_errors)
+        self.engine = Engine(
+            self.scheduler,
+            runner,
+            vocab_size=VOCAB,
+            eos_token_ids=(),
+            adapter_loader=self.loader,
+            clock=self.clock,
+        )
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.drafted: dict[tuple[str, int], list[int]] = {}  # indices in `tokens` of the accepted drafts
         self.reasons: dict[tuple[str, int], str] = {}
+        self.ends: dict[tuple[str, int], EndCause] = {}
         self.errors: dict[tuple[str, int], str] = {}
         self.scored: dict[str, list[tuple[int, int]]] = {}
         self.pooled: dict[str, tuple[int, int]] = {}
@@ -128,6 +156,12 @@ class Rig:
 
         return counted
 
+    def adapters_in_use(self) -> set[str]:
+        """Digests of the adapters of running sequences and of steps in flight."""
+        state = self.scheduler.state
+        seqs = [*state.running_queue.running, *(chunk.seq for one in state.in_flight for chunk in one.scheduled)]
+        return {seq.request.adapter.digest for seq in seqs if seq.request.adapter is not None}
+
     def clock(self) -> float:
         self.now += self.rng.random() * 1e-3
         return self.now
@@ -142,6 +176,7 @@ class Rig:
         beams=None,
         scheduling_params=DEFAULT_SCHEDULING_PARAMS,
         prediction=(),
+        adapter=None,
         **params,
     ) -> None:
         params = SamplingParams(**({"temperature": 0.0, "max_tokens": 8} | params))
@@ -155,6 +190,7 @@ class Rig:
                 beams=beams,
                 scheduling_params=scheduling_params,
                 prediction=prediction,
+                adapter=adapter,
             )
         )
 
@@ -167,7 +203,7 @@ class Rig:
         assert self.scheduler.check() == []
 
     def step(self) -> list[Output]:
-        outputs = self.engine.step(self.on_launch)
+        outputs = self.engine.step(self._launched)
         for output in outputs:
             key = (output.request_id, output.index)
             assert key not in self.reasons, "output after the end"
@@ -178,9 +214,16 @@ class Rig:
             self.note(output)
             if output.finish_reason:
                 self.reasons[key] = output.finish_reason
+                self.ends[key] = output.end
                 self.errors[key] = output.error
         assert self.scheduler.check() == []
+        assert self.loader.faults == []
         return outputs
+
+    def _launched(self, step) -> None:
+        assert {digest for _, digest in step.adapters} <= self.loader.memory.keys(), "an adapter that is not in memory"
+        if self.on_launch is not None:
+            self.on_launch(step)
 
     def note(self, output: Output) -> None:
         if output.logprobs is not None:

@@ -11,13 +11,15 @@ from quire.runner.rows import Rows
 
 CACHE = CacheConfig(4, (kv_group((0,), 1, 8, "float32", 8, 1),))
 GOOD = {
-    "opens": NewRows.of(rows=[1], seq_ids=[5]),
+    "opens": NewRows.of(rows=[1], seq_ids=[5], adapters=[3]),
     "tokens": TableUpdates.of([(1, 0, [9, 0, 3])]),
     "blocks": [TableUpdates.of([(1, 0, [-1, 7])])],  # -1: absent
     "chunks": Chunks.of([(1, 5, 0, 3, 0, 1, ChunkOutput.SAMPLE)]),
 }
 BAD = [
     ("rows", {"opens": NewRows.of(rows=[2], seq_ids=[5])}),
+    ("slots", {"opens": NewRows.of(rows=[1], seq_ids=[5], adapters=[4])}),
+    ("slots", {"opens": NewRows.of(rows=[1], seq_ids=[5], adapters=[-1])}),
     ("rows", {"chunks": Chunks.of([(-1, 5, 0, 3, 0, 1, ChunkOutput.SAMPLE)])}),
     ("positions", {"chunks": Chunks.of([(1, 5, 0, 18, 0, 1, ChunkOutput.SAMPLE)])}),
     ("positions", {"chunks": Chunks.of([(1, 5, -1, 3, 0, 1, ChunkOutput.SAMPLE)])}),
@@ -33,7 +35,7 @@ BAD = [
 
 @pytest.mark.parametrize(("what", "change"), BAD)
 def test_a_step_out_of_bounds_is_refused(what, change):
-    rows = Rows(CACHE, max_num_seqs=2, max_model_len=16, vocab_size=10)
+    rows = Rows(CACHE, max_num_seqs=2, max_model_len=16, vocab_size=10, num_slots=3)
     good = Step(id=1, reset=False, moves=[], **GOOD)
     rows.apply(good)
     with pytest.raises(ValueError, match=f"some of the step's {what} are not from"):
@@ -41,7 +43,7 @@ def test_a_step_out_of_bounds_is_refused(what, change):
 
 
 def test_a_step_whose_spans_lack_values_is_refused():
-    rows = Rows(CACHE, max_num_seqs=2, max_model_len=16, vocab_size=10)
+    rows = Rows(CACHE, max_num_seqs=2, max_model_len=16, vocab_size=10, num_slots=3)
     spans = msgspec.structs.replace(GOOD["tokens"], values=GOOD["tokens"].values[:2])
     with pytest.raises(ValueError, match="the step's spans have 3 values, not 2"):
         rows.apply(Step(id=1, reset=False, moves=[], **GOOD | {"tokens": spans}))

@@ -39,6 +39,8 @@ row_params_strategy = st.builds(
     prompt_len=st.integers(1, 12),
     eos=st.lists(token, max_size=2).map(tuple),
     bad_words=st.lists(st.lists(few, min_size=1, max_size=4).map(tuple), max_size=5).map(tuple),
+    slot=st.just(0),
+    adapter_start=st.just(0),
 )
 
 

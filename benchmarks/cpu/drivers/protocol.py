@@ -4,8 +4,8 @@ The benchmark starts `python NAME_driver.py SETTINGS` and first sends queries fo
 engine and answers {"ready": seconds, ...}. It then answers each {"name": ..., "queries": [{"prompt": ids, "out": n}]}
 with {"seconds": ..., "cpu_seconds": ..., "ttft": ..., "num_tokens": [one per query], "steps": number}, and
 {"memory": true} with {"bytes": ..., "kind": ...}. "cpu_seconds" are those of the driver's own process. A query may have
-a "form", a JSON schema; it then also has a "seed". The driver blocks while it reads its next line, and exits at the end
-of its input. The engine's own output goes to stderr.
+a "form", a JSON schema; it then also has a "seed". All may have an "adapter", a folder. The driver blocks while it
+reads its next line, and exits at the end of its input. The engine's own output goes to stderr.
 """
 
 import json

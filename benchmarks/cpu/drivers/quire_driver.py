@@ -28,7 +28,8 @@ def load(settings: dict) -> Driven:
 
     def run(queries: Queries) -> list[int]:
         params = [_params(query) for query in queries]
-        outputs = llm.generate([query["prompt"] for query in queries], params, use_tqdm=False)
+        prompts = [query["prompt"] for query in queries]
+        outputs = llm.generate(prompts, params, use_tqdm=False, **_adapters(queries))
         return [len(out.outputs[0].token_ids) for out in outputs]
 
     notes = [
@@ -39,6 +40,13 @@ def load(settings: dict) -> Driven:
         return llm.llm_engine.stats().num_steps
 
     return Driven(run, quire.__version__, torch.get_num_threads(), notes, steps)
+
+
+def _adapters(queries: Queries) -> dict[str, object]:
+    if "adapter" not in queries[0]:
+        return {}
+    folders = [query["adapter"] for query in queries]
+    return {"lora_request": [quire.LoRARequest(one, i + 1, one) for i, one in enumerate(folders)]}
 
 
 def _params(query: dict) -> SamplingParams:

@@ -5,6 +5,7 @@ import os
 import vllm
 from protocol import Driven, Queries, drive
 from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 
 
@@ -22,7 +23,7 @@ def load(settings: dict) -> Driven:
     def run(queries: Queries) -> list[int]:
         params = [_params(query) for query in queries]
         prompts = [{"prompt_token_ids": query["prompt"]} for query in queries]
-        outputs = llm.generate(prompts, params, use_tqdm=False)
+        outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=_adapters(queries))
         return [len(output.outputs[0].token_ids) for output in outputs]
 
     def steps() -> int:
@@ -31,6 +32,16 @@ def load(settings: dict) -> Driven:
         return sum(one.count for one in llm.get_metrics() if one.name == "vllm:iteration_tokens_total")
 
     return Driven(run, vllm.__version__, len(os.sched_getaffinity(0)), ["prefix caching"], steps)
+
+
+_NUMBERS: dict[str, int] = {}  # of adapters, by folder
+
+
+def _adapters(queries: Queries) -> list[LoRARequest] | None:
+    if "adapter" not in queries[0]:
+        return None
+    folders = [query["adapter"] for query in queries]
+    return [LoRARequest(one, _NUMBERS.setdefault(one, len(_NUMBERS) + 1), one) for one in folders]
 
 
 def _params(query: dict) -> SamplingParams:

@@ -1,6 +1,7 @@
 """The transformers backend rejects unsupported models by name, and detects computations other than described."""
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,11 +13,14 @@ import transformers
 from safetensors.torch import load_file, save_file
 from unknown_architecture import UNKNOWN, loaded, prompt_of, save
 
-from quire.errors import ModelError
+from quire.config import EngineOptions
+from quire.errors import ConfigError, ModelError
+from quire.hub import embedded
 from quire.kernels import reference
 from quire.layers.context import ForwardContext
 from quire.models.transformers import describe_transformers, load_transformers
 from quire.models.transformers.loading import check_tokens_independent
+from quire.startup.build import prepare
 from quire.weights.checkpoint import FolderCheckpoint
 
 MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 24}
@@ -268,3 +272,13 @@ def test_transformers_may_print_again_afterwards(tmp_path):
     with pytest.raises(ModelError):
         describe_transformers(OnlyConfig("OlmoForCausalLM", {"model_type": "olmo", "hidden_size": "wide"}))
     assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
+
+
+def test_adapters_are_refused_before_weights_are_read(tmp_path):
+    family, values = UNKNOWN["diffllama"]
+    save(tmp_path, family, **values)
+    shutil.copy(embedded.folder() / "tokenizer.json", tmp_path)
+    options = EngineOptions(model=str(tmp_path), enable_lora=True, memory="64MiB")
+    with pytest.raises(ConfigError, match="enable_lora needs a model of quire's own decoder, and transformers runs"):
+        prepare(options, report=lambda _: None, progress=lambda *_: None)
+    prepare(replace(options, enable_lora=False), report=lambda _: None, progress=lambda *_: None)
