@@ -19,6 +19,7 @@ _HOMES = {
     "LLM": "quire.llm",
     "SamplingParams": "quire.params",
     "BeamSearchParams": "quire.params",
+    "LoRARequest": "quire.params",
     "ReasoningParams": "quire.params",
     "RepetitionDetectionParams": "quire.params",
     "StructuredOutputsParams": "quire.params",

@@ -11,6 +11,7 @@ from quire.engine.outputs import ScoringOutput as ScoringOutput
 from quire.engine.outputs import ScoringRequestOutput as ScoringRequestOutput
 from quire.llm import LLM as LLM
 from quire.params import BeamSearchParams as BeamSearchParams
+from quire.params import LoRARequest as LoRARequest
 from quire.params import ReasoningParams as ReasoningParams
 from quire.params import RepetitionDetectionParams as RepetitionDetectionParams
 from quire.params import SamplingParams as SamplingParams

@@ -65,7 +65,6 @@ _FLAGS_ELSEWHERE = MappingProxyType(
     }
 )
 
-
 _say = visibly(typer.echo)
 
 
@@ -282,12 +281,14 @@ def key(
         int | None,
         typer.Option(help="most prompt and output tokens per minute [default: no limit]", min=1, max=MAX_PER_MINUTE),
     ] = None,
+    adapters: Annotated[str | None, typer.Option(help="names of LoRA adapters, with commas [default: all]")] = None,
     file: Annotated[
         Path | None, typer.Option(help="file to which its hash is added, for `quire serve --api-key-file`")
     ] = None,
 ) -> None:
     """Create an API key and print it once. Only its SHA-256 hash is stored."""
-    secret, entry = new_key(tenant, role, requests_per_minute, tokens_per_minute)
+    names = None if adapters is None else list(filter(None, map(str.strip, adapters.split(","))))
+    secret, entry = new_key(tenant, role, requests_per_minute, tokens_per_minute, names)
     if file is not None:
         add_key(file, entry)
     typer.echo(secret)
@@ -329,13 +330,14 @@ def chat(
         int | None, typer.Option(help="of each answer [default: the model's, else the room in the context]", min=1)
     ] = None,
     system: Annotated[str | None, typer.Option(help="system message")] = None,
+    adapter: Annotated[Path | None, typer.Option(help="folder of a LoRA adapter that answers")] = None,
     options: EngineOptions,
 ) -> None:
     """Chat with a model. /help lists commands, Ctrl-C stops an answer."""
     del model  # of options
-    with closing(_load(options)) as llm:
+    with closing(_load(replace(options, enable_lora=options.enable_lora or adapter is not None))) as llm:
         params = _params(llm, max_tokens=max_tokens, temperature=temperature, top_p=top_p)
-        converse(llm, params, system, VisibleConsole())
+        converse(llm, params, system, VisibleConsole(), adapter)
 
 
 @app.command()
@@ -393,7 +395,7 @@ def bench_latency(
 
 @app.command(cls=_Command)
 @with_flags
-def run_batch(
+def run_batch(  # noqa: PLR0913 (a flag each)
     *,
     model: Annotated[str | None, typer.Argument(help=MODEL_HELP)] = None,
     input_file: Annotated[Path, typer.Option("--input-file", "-i", help="requests, in OpenAI's batch format")],
@@ -401,6 +403,8 @@ def run_batch(
     resume: Annotated[bool, typer.Option("--resume", help="continue from the results in the output file")] = False,
     concurrency: Annotated[int, typer.Option(help="requests in the engine at once", min=1, max=4096)] = 256,
     served_model_name: Annotated[str | None, typer.Option(help="model name in requests")] = None,
+    lora_modules: Annotated[list[str] | None, typer.Option(help="NAME=PATH of an adapter; may be repeated")] = None,
+    lora_dir: Annotated[str | None, typer.Option(help="folder of adapters that requests name")] = None,
     options: EngineOptions,
 ) -> None:
     """Answer a file of requests: chat, completions, embeddings. Results go to another file."""
@@ -411,6 +415,8 @@ def run_batch(
         resume=resume,
         concurrency=concurrency,
         model_name=served_model_name,
+        lora_modules=lora_modules or (),
+        lora_dir=lora_dir,
         report=visibly(lambda line: typer.echo(line, err=True)),
         progress=WeightsBar(),
         advance=CountBar("requests"),
@@ -445,6 +451,7 @@ def replay(
 def doctor(
     *,
     model: Annotated[str | None, typer.Argument(help=MODEL_HELP)] = None,
+    adapter: Annotated[Path | None, typer.Option(help="folder of a LoRA adapter: check it against the model")] = None,
     perplexity: Annotated[
         Path | None,
         typer.Option(help="text file: load the model and compute its perplexity, as served and with exact weights"),
@@ -454,7 +461,9 @@ def doctor(
     """Show what this installation and machine support, and whether a model can run. Exit code 1 on a problem."""
     del model  # of options
     topic, healthy = "", True
-    for finding in quire.examine(options, WeightsBar(), perplexity=perplexity, advance=CountBar("tokens")):
+    for finding in quire.examine(
+        options, WeightsBar(), adapter=adapter, perplexity=perplexity, advance=CountBar("tokens")
+    ):
         if finding.topic != topic:
             topic = finding.topic
             typer.secho(topic, bold=True)

@@ -8,10 +8,9 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from os import PathLike, fspath
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self
 from uuid import uuid4
 
-from msgspec.structs import replace
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -20,6 +19,7 @@ from quire.chat.output import OutputFormat, constrained_params, output_format
 from quire.chat.parts import Part
 from quire.chat.tools import Toolbox, toolbox
 from quire.config import EngineOptions
+from quire.core.adapter import Adapter
 from quire.core.output import Output
 from quire.core.prompt_progress import PromptProgress
 from quire.core.request import NO_NAMESPACE, Beams, Request
@@ -40,6 +40,7 @@ from quire.engine.inputs import (
     template_variables,
     tokenize,
 )
+from quire.engine.lora_requests import LoRARequests, RequestedAdapters
 from quire.engine.output_text import RequestOutputProcessor
 from quire.engine.outputs import (
     BeamSearchOutput,
@@ -53,17 +54,16 @@ from quire.engine.outputs import (
     RequestOutput,
     ScoringOutput,
     ScoringRequestOutput,
+    with_lists,
 )
 from quire.engine.scoring import activation_of, pair_texts, probabilities
 from quire.errors import RequestError
-from quire.params import BeamSearchParams, SamplingParams
+from quire.params import BeamSearchParams, LoRARequest, SamplingParams
 from quire.scheduler.beam_search import plan_beams
 from quire.startup.build import build
 from quire.structured_outputs.backends import check as check_constraint
 from quire.tokenizer.messages import Message
 from quire.tokenizer.tokenizer import Tokenizer
-
-Row = TypeVar("Row")
 
 
 class TokenProgress:
@@ -154,6 +154,7 @@ class LLM:
         self._classification = built.classification
         self._embedder = Embedder(built.embedding)
         self._options = built.options
+        self.adapters = RequestedAdapters(self.llm_engine, is_enabled=built.options.enable_lora)
         self._streaming = False  # whether outputs are being read
 
     def close(self) -> None:
@@ -182,6 +183,7 @@ class LLM:
         deadline: float | Sequence[float | None] | None = None,
         retention: RetentionLike | Sequence[RetentionLike | None] | None = None,
         program: ProgramLike | Sequence[ProgramLike | None] | None = None,
+        lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
         """Complete one prompt or several. Returns the results in the order of the prompts.
 
@@ -191,12 +193,16 @@ class LLM:
         The following are one value for all prompts, or a list with one for each prompt:
         priority: a lower number runs earlier (needs policy="priority"). deadline: seconds after arrival at which the
         last token stops being useful. retention: how long the KV is kept (Retention or a mapping with its fields).
-        program: program hints (Program or a mapping with its fields).
+        program: program hints (Program or a mapping with its fields). lora_request: the adapter; None: the model alone.
         Raises RequestError if any prompt cannot be served. Then no prompt is.
         """
         tokenized = [tokenize(prompt, self._tokenizer) for prompt in as_prompt_list(prompts)]
         scheduling_params = self._scheduling_params(len(tokenized), priority, deadline, retention, program)
-        return self._complete(tokenized, sampling_params, use_tqdm, scheduling_params=scheduling_params)
+        return self._complete(
+            *(tokenized, sampling_params, use_tqdm),
+            scheduling_params=scheduling_params,
+            adapters=self.adapters.each(lora_request, len(tokenized)),
+        )
 
     def end_program(self, program: str, branch: str | None = None) -> None:
         """End a branch of a program: no request will continue from the KV that it left. None: all its branches.
@@ -223,12 +229,13 @@ class LLM:
         deadline: float | Sequence[float | None] | None = None,
         retention: RetentionLike | Sequence[RetentionLike | None] | None = None,
         program: ProgramLike | Sequence[ProgramLike | None] | None = None,
+        lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several. Raises RequestError like `generate`.
 
         Each result has its `message`: content, reasoning and tool calls. tool_choice, parallel_tool_calls: as in
         OpenAI's chat. thinking_token_budget: most tokens of reasoning.
-        priority, deadline, retention, program: as in `generate`, for each conversation.
+        priority, deadline, retention, program, lora_request: as in `generate`, for each conversation.
         continue_final_message: the answer continues the last message.
         add_generation_prompt: begin the assistant's turn; None means yes unless continue_final_message is set.
         """
@@ -254,22 +261,31 @@ class LLM:
         params = [
             constrained_params(format, one, thinking_token_budget) for format, one in zip(formats, each, strict=True)
         ]
-        results = self._complete(tokenized, params, use_tqdm, scheduling_params=scheduling_params, formats=formats)
+        adapters = self.adapters.each(lora_request, len(tokenized))
+        results = self._complete(
+            tokenized, params, use_tqdm, scheduling_params=scheduling_params, formats=formats, adapters=adapters
+        )
         for format, result in zip(formats, results, strict=True):
             for output in result.outputs:
                 output.message = format.read(output.text)
         return results
 
-    def stream_chat(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None) -> Iterator[str]:
+    def stream_chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+    ) -> Iterator[str]:
         """Iterate over the text of an answer as it is generated. Closing the iterator aborts the request.
 
-        Raises RequestError like `chat`, and for best_of above n.
+        lora_request: the adapter. Raises RequestError like `chat`, and for best_of above n.
         """
         text = self._tokenizer.apply_chat_template(messages)
         tokenized = [tokenize(text, self._tokenizer, add_special_tokens=False)]
         (transcript,) = self._output_processors(tokenized, sampling_params)
         transcript.params.check_streamable()
-        with closing(self._deltas([transcript])) as deltas:
+        with closing(self._deltas([transcript], adapters=self.adapters.each(lora_request, 1))) as deltas:
             for delta in deltas:
                 yield delta.text
 
@@ -280,11 +296,13 @@ class LLM:
         *,
         tools: Sequence[Mapping[str, object]] | None = None,
         on_step: Callable[[PromptProgress], None] = lambda _progress: None,
+        lora_request: LoRARequest | None = None,
     ) -> Generator[tuple[list[Part], int]]:
         """Iterate over the parts of an answer as they come, content apart from reasoning and tool calls.
 
         Yields (parts, number of tokens) for each step. Closing the iterator aborts the request. on_step: called after
-        each step, also while the prompt is computed. Raises RequestError as `chat`, and for best_of above n.
+        each step, also while the prompt is computed. lora_request: the adapter. Raises RequestError as `chat`, and for
+        best_of above n.
         """
         text = self._tokenizer.apply_chat_template(messages, tools)
         (params,) = self._params_per_prompt(1, sampling_params)
@@ -294,7 +312,8 @@ class LLM:
         (transcript,) = self._output_processors(tokenized, constrained_params(format, params), [format])
         transcript.params.check_streamable()
         parser = format.new_parser()
-        with closing(self._deltas([transcript], on_step=on_step)) as deltas:
+        adapters = self.adapters.each(lora_request, 1)
+        with closing(self._deltas([transcript], on_step=on_step, adapters=adapters)) as deltas:
             for delta in deltas:
                 parts = parser.push(delta.text)
                 if delta.finish_reason is not None:
@@ -302,22 +321,28 @@ class LLM:
                 yield parts, len(delta.token_ids)
 
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool | None = None,
+        lora_request: LoRARequests = None,
     ) -> list[BeamSearchOutput]:
         """The most likely continuations of one prompt or several, in the order of the prompts.
 
-        prompts and use_tqdm: as in `generate`. Raises RequestError like `generate`, and for a beam_width that is too
-        large for the vocabulary.
+        prompts, use_tqdm, lora_request: as in `generate`. Raises RequestError like `generate`, and for a beam_width
+        that is too large for the vocabulary.
         """
         if not isinstance(params, BeamSearchParams):
             raise RequestError(f"params must be BeamSearchParams(...), not {type(params).__name__}")
         engine = self.llm_engine
         beams = plan_beams(params, vocab_size=engine.vocab_size, num_end_tokens=engine.num_end_tokens)
         tokenized = [tokenize(prompt, self._tokenizer) for prompt in as_prompt_list(prompts)]
-        results = self._complete(tokenized, params.sampling_params(), use_tqdm, beams)
+        adapters = self.adapters.each(lora_request, len(tokenized))
+        results = self._complete(tokenized, params.sampling_params(), use_tqdm, beams, adapters=adapters)
         return [BeamSearchOutput([self._beam(result, one, params) for one in result.outputs]) for result in results]
 
-    def embed(
+    def embed(  # noqa: PLR0913 (how the vectors are made, and vLLM's arguments)
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
@@ -328,13 +353,14 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         truncation_side: str = "left",
         use_tqdm: bool | None = None,
+        lora_request: LoRARequests = None,
     ) -> list[EmbeddingRequestOutput]:
         """One vector per prompt, pooled from the last layer's hidden states after the final norm.
 
         The model's files say how (docs/models.md); pooling and normalize (to length 1) say otherwise. Without such
         files it is the state of the last token ("last"), of length 1. dimensions: numbers that are kept, where the
-        model allows it. prompt_name: of a prompt of the model in front of each text; "": none. Raises RequestError like
-        `generate`, and EmbeddingFailed if the model failed.
+        model allows it. prompt_name: of a prompt of the model in front of each text; "": none. lora_request: as in
+        `generate`. Raises RequestError like `generate`, and EmbeddingFailed if the model failed.
         """
         embedder = self._embedder
         how = embedder.pooling(pooling)
@@ -342,7 +368,7 @@ class LLM:
         texts = embedder.texts(as_prompt_list(prompts), prompt_name)
         tokenized = [tokenize(prompt, self._tokenizer) for prompt in texts]
         params = pooling_params(truncate_prompt_tokens, truncation_side)
-        batch = list(self._pool(tokenized, how, params, "embedding", use_tqdm))
+        batch = list(self._pool(tokenized, how, params, "embedding", use_tqdm, lora_request))
         vectors = embedder.vectors(batch, normalize=normalize, dimensions=dimensions)
         return [
             EmbeddingRequestOutput(
@@ -361,15 +387,16 @@ class LLM:
         use_activation: bool = True,
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool | None = None,
+        lora_request: LoRARequests = None,
     ) -> list[ClassificationRequestOutput]:
         """The probabilities of the classes for each prompt, by the model's classification head.
 
-        use_activation: False returns logits. Raises RequestError like `generate`, and for a model without such a head;
-        EmbeddingFailed if the model failed.
+        use_activation: False returns logits. lora_request: as in `generate`. Raises RequestError like `generate`, and
+        for a model without such a head; EmbeddingFailed if the model failed.
         """
         tokenized = [tokenize(prompt, self._tokenizer) for prompt in as_prompt_list(prompts)]
         params = pooling_params(truncate_prompt_tokens)
-        batch = self._pool(tokenized, Pooling.CLASS, params, "classifying", use_tqdm)
+        batch = self._pool(tokenized, Pooling.CLASS, params, "classifying", use_tqdm, lora_request)
         activation = activation_of(self._classification, used=use_activation)
         return [
             ClassificationRequestOutput(
@@ -390,17 +417,18 @@ class LLM:
         use_activation: bool = True,
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> list[ScoringRequestOutput]:
         """The score of each pair of texts: one of `data_1` with each of `data_2`, or as many of both.
 
         A model with a classification head of one class reads both texts in one prompt. Of other models the score is the
         similarity of two embeddings, by default their cosine. use_activation: False returns the logit of such a head.
-        Raises as `classify`.
+        lora_request: one for all pairs. Raises as `classify`.
         """
         firsts, seconds = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
         pairs = pair_texts(firsts, seconds, self._tokenizer, self._classification, self._embedder)
         params = pooling_params(truncate_prompt_tokens)
-        batch = list(self._pool(pairs.prompts, pairs.pooling, params, "scoring", use_tqdm))
+        batch = list(self._pool(pairs.prompts, pairs.pooling, params, "scoring", use_tqdm, lora_request))
         scores = pairs.scores(batch, self._embedder, activation_of(self._classification, used=use_activation))
         return [
             ScoringRequestOutput(
@@ -419,11 +447,12 @@ class LLM:
         params: SamplingParams,
         work: str,
         shown: bool | None,  # noqa: FBT001 (three states: yes, no, only on a terminal)
+        lora_request: LoRARequests,
     ) -> EmbeddingBatch:
         """Compute the vectors of prompts. params: their truncation. work: label of the progress bar."""
         each = [params] * len(prompts)
         asked = prepare_generations(prompts, each, self._tokenizer, self.max_model_len, keep_begin_and_end=True)
-        batch = EmbeddingBatch(asked, pooling)
+        batch = EmbeddingBatch(asked, pooling, adapters=self.adapters.each(lora_request, len(asked)))
         progress = TokenProgress(work, len(asked), shown=shown)
         outputs = self._outputs(batch.requests, batch.is_open, progress.show_prompts)
         with progress, closing(outputs):
@@ -441,12 +470,13 @@ class LLM:
         beams: Beams | None = None,
         scheduling_params: Sequence[SchedulingParams] = (),
         formats: Sequence[OutputFormat] = (),
+        adapters: Sequence[Adapter | None] = (),
     ) -> list[RequestOutput]:
         transcripts = self._output_processors(prompts, params, formats)
         with TokenProgress("generating", sum(t.params.num_sequences for t in transcripts), shown=shown) as progress:
-            for delta in self._deltas(transcripts, beams, scheduling_params, progress.show_prompts):
+            for delta in self._deltas(transcripts, beams, scheduling_params, progress.show_prompts, adapters):
                 progress.update(len(delta.token_ids), int(delta.finish_reason is not None))
-        return [_with_lists(transcript.result()) for transcript in transcripts]
+        return [with_lists(transcript.result()) for transcript in transcripts]
 
     def _output_format(
         self, prompt: str, params: SamplingParams, box: Toolbox | None, *, reasons: bool
@@ -520,17 +550,19 @@ class LLM:
         beams: Beams | None = None,
         scheduling_params: Sequence[SchedulingParams] = (),
         on_step: Callable[[PromptProgress], None] = lambda _progress: None,
+        adapters: Sequence[Adapter | None] = (),
     ) -> Generator[Delta]:
         """Run the engine until all requests are finished, and yield what each step adds.
 
-        beams: beam search instead of sampling. scheduling_params: scheduling parameters, one for each request. on_step:
-        called after each step.
+        beams: beam search instead of sampling. scheduling_params, adapters: one for each request. on_step: called after
+        each step.
         """
         by_id = {transcript.request_id: transcript for transcript in transcripts}
         each = scheduling_params or [DEFAULT_SCHEDULING_PARAMS] * len(transcripts)
+        own = adapters or [None] * len(transcripts)
         requests = [
-            transcript.generation.request(name, beams=beams, scheduling_params=one)
-            for (name, transcript), one in zip(by_id.items(), each, strict=True)
+            transcript.generation.request(name, beams=beams, scheduling_params=one, adapter=adapter)
+            for (name, transcript), one, adapter in zip(by_id.items(), each, own, strict=True)
         ]
         with closing(self._outputs(requests, lambda name: not by_id[name].finished, on_step)) as outputs:
             for output in outputs:
@@ -564,13 +596,3 @@ class LLM:
             self._streaming = False
             for name in open_ids:  # has no effect on a request that has ended or was never added
                 self.llm_engine.abort(name)
-
-
-def _with_lists(result: RequestOutput) -> RequestOutput:
-    """The result with its rows of logprobs as lists, which programs may change, compare and store."""
-
-    def listed(rows: Sequence[Row] | None) -> list[Row] | None:
-        return None if rows is None else list(rows)
-
-    outputs = [replace(output, logprobs=listed(output.logprobs)) for output in result.outputs]
-    return replace(result, outputs=outputs, prompt_logprobs=listed(result.prompt_logprobs))

@@ -3,6 +3,7 @@
 import json as jsonlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from os import PathLike
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Self
 
@@ -684,3 +685,25 @@ def _check_number(
     if not low <= value <= high:  # also rejects NaN
         bounds = f"{int(low):,} and {int(high):,}"  # all bounds are whole numbers
         raise RequestError(f"{label or name} must be between {bounds}, not {value!r:.80}", name)
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """A LoRA adapter for offline use, with vLLM's names.
+
+    lora_name: for messages. lora_int_id: has no effect, as an adapter is known by its content. lora_path: its folder.
+    load_inplace: the folder is read again, because its files have changed. base_model_name: has no effect.
+    Raises RequestError for an empty name or path.
+    """
+
+    lora_name: str
+    lora_int_id: int = 1
+    lora_path: str | PathLike[str] = ""
+    load_inplace: bool = False
+    base_model_name: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, kinds in (("lora_name", str), ("lora_path", str | PathLike)):
+            value = getattr(self, name)
+            if not isinstance(value, kinds) or not str(value):
+                raise RequestError(f"{name} must be a text that is not empty", name)

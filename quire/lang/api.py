@@ -26,9 +26,9 @@ def gen(
 ) -> Expr:
     """Generate at most `max_tokens` tokens into the variable `name`.
 
-    choices: the same as select(name, choices, temperature, choices_method), without other parameters. dtype (int,
-    float, str, bool), regex, json_schema, ebnf: the constraint of the output, at most one. A parameter that is None has
-    the default of the run. Raises RequestError.
+    choices: the same as select(name, choices, temperature, choices_method, adapter=adapter), without other parameters.
+    dtype (int, float, str, bool), regex, json_schema, ebnf: the constraint of the output, at most one. A parameter that
+    is None has the default of the run. Raises RequestError.
     """
     constraints = {"dtype": dtype, "regex": regex, "json_schema": json_schema, "ebnf": ebnf}
     params = normalize_params({"max_tokens": max_tokens, **sampling, **constraints})
@@ -37,11 +37,11 @@ def gen(
     for constraint in ("regex", "json_schema", "ebnf"):
         if constraint in params:
             raise RequestError(f"choices and {constraint} (or dtype) both constrain the output; give one", constraint)
-    for other in sorted(params.keys() - {"temperature"}):
+    for other in sorted(params.keys() - {"temperature", "adapter"}):
         raise RequestError(
             f"{other} has no effect with choices, of which the best one is returned; leave it out", other
         )
-    return select(name, choices, sampling.get("temperature") or 0.0, choices_method)
+    return select(name, choices, sampling.get("temperature") or 0.0, choices_method, adapter=sampling.get("adapter"))
 
 
 def gen_int(name: str | None = None, max_tokens: int | None = None, **sampling: Unpack[Sampling]) -> Expr:
@@ -59,11 +59,15 @@ def select(
     choices: Several[str] | None = None,
     temperature: float = 0.0,
     choices_method: ChoicesSamplingMethod | None = None,
+    *,
+    adapter: str | None = None,
 ) -> Expr:
     """Append the choice that `choices_method` ranks first, and set the variable `name` to it.
 
-    choices_method: None means token_length_normalized. temperature: must be 0. Raises RequestError.
+    choices_method: None means token_length_normalized. temperature: must be 0. adapter: the name of a LoRA adapter;
+    None: the default of the run. Raises RequestError.
     """
+    normalize_params({"adapter": adapter})  # checks it
     if isinstance(choices, str) or not choices or not all(isinstance(one, str) and one for one in choices):
         raise RequestError("choices must be a list of non-empty strings", "choices")
     if not all(map(is_unicode, choices)):
@@ -73,7 +77,7 @@ def select(
     method = token_length_normalized if choices_method is None else choices_method
     if not callable(method) or not hasattr(method, "requires_unconditional_logprobs"):
         raise RequestError(f"choices_method must be a ChoicesSamplingMethod, not {method!r:.80}", "choices_method")
-    return Select(name, tuple(choices), method)
+    return Select(name, tuple(choices), method, adapter)
 
 
 def image(expr: object) -> Expr:

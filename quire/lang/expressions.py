@@ -63,11 +63,12 @@ class Gen(Expr):
 
 @dataclass(frozen=True, slots=True)
 class Select(Expr):
-    """The choice that `method` ranks first."""
+    """The choice that `method` ranks first. adapter: None: that of the run's defaults."""
 
     name: str | None
     choices: tuple[str, ...]
     method: ChoicesSamplingMethod
+    adapter: str | None = None
 
     @property
     def variables(self) -> tuple[str, ...]:

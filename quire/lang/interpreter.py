@@ -134,7 +134,9 @@ class Executor:
     async def _select(self, op: expressions.Select) -> None:
         if self.chat_turn is not None:
             raise RequestError("select is not possible in a turn that a chat endpoint generates in one call")
-        decision = await self._backend.select(self.state_text.prompt(), op.choices, op.method, self._next_program())
+        adapter = op.adapter or self._setting.defaults.adapter
+        asked = (self.state_text.prompt(), op.choices, op.method, self._next_program())
+        decision = await self._backend.select(*asked, adapter=adapter)
         self.fill(decision.decision)
         self._set_variable(op.name, decision.decision, decision.meta_info)
 

@@ -18,7 +18,8 @@ def Engine(
     """A backend with a model in this process; without a name or folder, the model that ships with quire.
 
     model_path: SGLang's name for `model`. hints: whether requests carry program hints. options: fields of
-    EngineOptions, such as memory and dtype. Raises ConfigError, ModelError.
+    EngineOptions, such as memory and dtype, and SGLang's lora_paths, the folders of adapters by the names that programs
+    use. Raises ConfigError, ModelError.
     """
     module = import_with_torch("quire.lang.backends.engine")
     if model is not None and model_path is not None:

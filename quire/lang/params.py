@@ -44,6 +44,7 @@ class Sampling(TypedDict, total=False):
     ignore_eos: bool | None
     seed: int | None
     prediction: str | None
+    adapter: str | None
     tools: Sequence[Mapping[str, Any]] | None
     tool_choice: str | Mapping[str, Any] | None
     return_logprob: bool | None
@@ -57,9 +58,10 @@ class GenParams:
     """Parameters of one `gen`, or the defaults of a run. The default values are those of SGLang's language.
 
     regex, json_schema, ebnf: the constraint of the output, at most one. prediction: text that the output probably is,
-    in whole or in part; it changes the time, not the output. tools, tool_choice: functions that the model may call, as
-    in OpenAI's chat; the meta info then has the `tool_calls` of the text. return_logprob and the three fields after it
-    select what the meta info of the variable contains.
+    in whole or in part; it changes the time, not the output. adapter: the name of a LoRA adapter; None: the model
+    alone. tools, tool_choice: functions that the model may call, as in OpenAI's chat; the meta info then has the
+    `tool_calls` of the text. return_logprob and the three fields after it select what the meta info of the variable
+    contains.
     """
 
     max_tokens: int = 128
@@ -77,6 +79,7 @@ class GenParams:
     ignore_eos: bool = False
     seed: int | None = None
     prediction: str | None = None
+    adapter: str | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
     tool_choice: str | Mapping[str, Any] | None = None
     return_logprob: bool = False
@@ -130,7 +133,7 @@ _TYPES: Mapping[str, tuple[Any, str]] = {
     **dict.fromkeys(("logprob_start_len", "top_logprobs_num"), _INTEGER),
     **dict.fromkeys(("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty"), _NUMBER),
     **dict.fromkeys(("ignore_eos", "return_logprob", "return_text_in_logprobs"), _BOOL),
-    **dict.fromkeys(("regex", "ebnf", "prediction"), _TEXT),
+    **dict.fromkeys(("regex", "ebnf", "prediction", "adapter"), _TEXT),
 }
 _LISTS: Mapping[str, tuple[Any, str]] = {
     **{"stop": _TEXT, "stop_regex": _TEXT, "stop_token_ids": _INTEGER},

@@ -10,12 +10,13 @@ import secrets
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from quire.core.request import Namespace
+from quire.core.scheduling_params import MAX_NAME_LEN
 from quire.errors import ConfigError
 from quire.server.middleware.quota import UNLIMITED, Quota
 
@@ -26,6 +27,7 @@ MAX_PER_MINUTE = 10**9
 MIN_KEY = 8  # characters of a key that the operator chose
 DEFAULT_TENANT = "default"  # of that key
 MAX_TENANT = 128  # characters
+MAX_KEY_ADAPTERS = 1024  # names that one key is limited to
 _MAX_FILE = 4 * 2**20  # bytes
 _EMPTY_KEY_SHA256 = hashlib.sha256().hexdigest()
 _PREFIX = "qk-"  # makes a key recognizable
@@ -39,11 +41,16 @@ class Caller(msgspec.Struct, frozen=True):
     tenant: str
     role: Role
     quota: Quota = UNLIMITED  # of this key
+    adapters: frozenset[str] | None = None  # the names that this key may use; None: all of the server
 
     @property
     def is_admin(self) -> bool:
         """Whether the role is admin."""
         return self.role == "admin"
+
+    def may_use_adapter(self, name: str) -> bool:
+        """Whether the key may use an adapter of this name, if there is one."""
+        return self.adapters is None or name in self.adapters
 
     def namespace(self, salt: str | None = None) -> Namespace:
         """The namespace of a request. salt: from the body; it can only narrow the namespace."""
@@ -61,6 +68,12 @@ class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     role: Role = "user"
     requests_per_minute: PerMinute | UnsetType = UNSET  # no limit
     tokens_per_minute: PerMinute | UnsetType = UNSET  # of prompts and outputs together
+    adapters: tuple[str, ...] | UnsetType = UNSET  # names of those that it may use; all
+
+    def caller(self) -> Caller:
+        """The caller of the key, with a new Quota."""
+        adapters = None if isinstance(self.adapters, UnsetType) else frozenset(self.adapters)
+        return Caller(self.tenant, self.role, self.quota(), adapters)
 
     def quota(self) -> Quota:
         """A new, unused Quota with the limits of the key; UNLIMITED if it has none."""
@@ -68,9 +81,12 @@ class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return UNLIMITED if limits == (None, None) else Quota(*limits)
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for an invalid tenant and for the hash of an empty key."""
+        """Raises ConfigError for an invalid tenant, invalid adapters, and for the hash of an empty key."""
         if not (1 <= len(self.tenant) <= MAX_TENANT and self.tenant.isprintable() and self.tenant.strip()):
             raise ConfigError(f"a tenant's name must have 1 to {MAX_TENANT} printable characters, not only spaces")
+        names = self.adapters or ()
+        if len(names) > MAX_KEY_ADAPTERS or not all(0 < len(name) <= MAX_NAME_LEN for name in names):
+            raise ConfigError(f"adapters must be at most {MAX_KEY_ADAPTERS:,} names of 1 to {MAX_NAME_LEN} characters")
         if self.sha256.lower() == _EMPTY_KEY_SHA256:
             raise ConfigError("this is the sha256 of an empty key; create a key with `quire key`")
 
@@ -85,9 +101,7 @@ class Keys:
     """The keys that a server accepts."""
 
     def __init__(self, entries: Sequence[KeyEntry]) -> None:
-        self._callers = [
-            (bytes.fromhex(entry.sha256), Caller(entry.tenant, entry.role, entry.quota())) for entry in entries
-        ]
+        self._callers = [(bytes.fromhex(entry.sha256), entry.caller()) for entry in entries]
 
     def caller(self, key: bytes) -> Caller | None:
         """The caller of a key; None for an unknown or empty key. Compares with every entry, in constant time."""
@@ -137,12 +151,21 @@ def single_key(key: str) -> Keys:
 
 
 def new_key(
-    tenant: str, role: Role, requests_per_minute: int | None = None, tokens_per_minute: int | None = None
+    tenant: str,
+    role: Role,
+    requests_per_minute: int | None = None,
+    tokens_per_minute: int | None = None,
+    adapters: Sequence[str] | None = None,
 ) -> tuple[str, KeyEntry]:
-    """A key of 256 random bits and its entry. Raises ConfigError for an invalid tenant."""
+    """A key of 256 random bits and its entry. Raises ConfigError for an invalid tenant.
+
+    adapters: names of those that the key may use; None: all of the server.
+    """
     key = _PREFIX + secrets.token_urlsafe(32)
     limits = {"requests_per_minute": requests_per_minute, "tokens_per_minute": tokens_per_minute}
-    given = {name: limit for name, limit in limits.items() if limit is not None}
+    given: dict[str, Any] = {name: limit for name, limit in limits.items() if limit is not None}
+    if adapters is not None:
+        given["adapters"] = tuple(adapters)
     return key, KeyEntry(hashlib.sha256(key.encode()).hexdigest(), tenant, role, **given)
 
 
@@ -191,7 +214,7 @@ def _parse_entries(path: Path, data: bytes) -> tuple[KeyEntry, ...]:
         raise ConfigError(
             f"the key file {path} is wrong: {error}; it must hold "
             '{"keys": [{"sha256": ..., "tenant": ..., "role": "user" or "admin"}]}, where an entry may have '
-            "requests_per_minute and tokens_per_minute, too"
+            "requests_per_minute, tokens_per_minute and adapters, too"
         ) from error
     places: dict[str, int] = {}
     for place, entry in enumerate(entries):

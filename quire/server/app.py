@@ -26,6 +26,7 @@ from quire.server.api.openai.files import file_routes
 from quire.server.api.openai.responses import response_routes
 from quire.server.api.openai.responses_generation import Responses
 from quire.server.api.sglang.routes import generate_routes
+from quire.server.api.vllm.adapters import adapter_routes
 from quire.server.api.vllm.classify import classify_routes
 from quire.server.api.vllm.score import score_routes
 from quire.server.api_keys import Keys
@@ -73,6 +74,7 @@ def make_app(
     @asynccontextmanager
     async def running(_app: FastAPI) -> AsyncIterator[None]:
         await service.engine.start()
+        await service.adapters.start()
         await responses.recover()
         await batches.start(app)
         try:
@@ -99,7 +101,7 @@ def make_app(
     for routes in (
         *(completion_routes, chat_routes, embedding_routes, score_routes, classify_routes),
         *(message_routes, generation_routes, embed_routes, model_routes),
-        *(token_routes, generate_routes, explain_routes, program_routes),
+        *(token_routes, generate_routes, explain_routes, program_routes, adapter_routes),
     ):
         app.include_router(routes(service))
     app.include_router(response_routes(service, responses))

@@ -55,6 +55,16 @@ class UnknownModel(NotFound):
     code = "model_not_found"
 
 
+class UnknownAdapter(NotFound):
+    """An administrator unloads an adapter that is not loaded."""
+
+    code = "adapter_not_found"
+
+    def __init__(self, name: str | None, number: int | None = None) -> None:
+        named = f"with the id {number}" if name is None else f"{name!r:.200}"
+        super().__init__(f"The lora adapter {named} cannot be found; /lora-adapters lists those that are loaded")
+
+
 class UnknownRequest(NotFound):
     """The request id is unknown, or belongs to another tenant. Both give the same answer."""
 
@@ -105,6 +115,18 @@ class Rejection(HTTPException):
 
     code: ClassVar[str]
     param: ClassVar[str | None] = None
+
+
+class AdapterReadsBusy(Rejection):
+    """A tenant names more new adapters at once than may be read for it."""
+
+    code = "adapter_reads_busy"
+    param = "model"
+
+    def __init__(self) -> None:
+        super().__init__(
+            429, "other adapters are being read for this tenant; try again in a second", {"retry-after": "1"}
+        )
 
 
 class TenantMemoryFull(Rejection):
@@ -186,6 +208,18 @@ class Forbidden(NotAllowed):
 
     def __init__(self) -> None:
         super().__init__(403, "this route is for operators of the server; it needs a key with the role admin")
+
+
+class AdapterPathNotAllowed(NotAllowed):
+    """A path is not below the server's folder of adapters."""
+
+    code = "path_not_allowed"
+    param = "lora_path"
+
+    def __init__(self) -> None:
+        super().__init__(
+            403, "lora_path leads out of the folder of --lora-dir; only adapters below it can be loaded by request"
+        )
 
 
 class CrossSite(NotAllowed):

@@ -102,6 +102,7 @@ _LIMITS_BY_SCHEMA: Mapping[
     "RetentionBody": {"priority": {"integer": {"minimum": 0, "maximum": 100}}},
     "ProgramBody": {"id": _ID, "branch": _BRANCH, "ttl": {"number": {"minimum": 0, "maximum": MAX_PROGRAM_TTL}}},
     "EndProgramBody": {"id": _ID, "branch": _BRANCH},
+    **{name: {"lora_name": _ID} for name in ("LoadAdapterBody", "UnloadAdapterBody")},
     "ResponseBody": {"input": {"string": {}}},
 }
 
@@ -162,6 +163,14 @@ EXAMPLES: Mapping[str, Mapping[str, Mapping[str, object]]] = {
     },
     "/tokenize": {"text": {"value": {"prompt": _STORY}}, "chat": {"value": {"messages": [_HELLO]}}},
     "/detokenize": {"text": {"value": {"tokens": [67, 68, 69]}}},
+    **{
+        path: {"below --lora-dir": {"value": {"lora_name": "poet", "lora_path": "poet"}}}
+        for path in ("/v1/load_lora_adapter", "/load_lora_adapter")
+    },
+    **{
+        path: {"by name": {"value": {"lora_name": "poet"}}}
+        for path in ("/v1/unload_lora_adapter", "/unload_lora_adapter")
+    },
     "/v1/programs/end": {"branch": {"value": {"id": "run-1", "branch": "1"}}, "whole": {"value": {"id": "run-1"}}},
 }
 
@@ -203,7 +212,8 @@ def describe_api(app: FastAPI, service: Service, *, with_keys: bool) -> None:
     """Replace `app.openapi` by one that adds them. with_keys: whether requests need an API key."""
     token: Keywords = {"minimum": 0, "maximum": service.vocab_size - 1}
     tokens: dict[str, Limits] = {name: {**LIMITS.get(name, {}), "integer": token} for name in _TOKENS}
-    limits: Mapping[str, Limits] = {**LIMITS, **tokens, "model": {"string": {"enum": list(service.model_names)}}}
+    named: Keywords = {} if service.adapters.is_enabled else {"enum": list(service.model_names)}
+    limits: Mapping[str, Limits] = {**LIMITS, **tokens, "model": {"string": named}}
     plain = app.openapi
     done: dict[str, Any] = {}
 

@@ -2,8 +2,10 @@
 
 import re
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
 
+import msgspec
 from msgspec import Meta
 
 from quire.config import Help, check_options
@@ -15,6 +17,24 @@ from quire.supervisor.restart_policy import RESTART_TIMEOUT
 _ORIGIN = re.compile(r"https?://[^/?#\s@]+")  # in the form of the Origin header
 Seconds = Annotated[float, Meta(ge=0, le=86_400)]
 UnknownFields = Literal["refuse", "ignore"]
+
+
+ADAPTER_CONFIG = "adapter_config.json"  # of PEFT, in the folder of each adapter
+
+
+class LoraModule(NamedTuple):
+    """An adapter that is read at the start. path: absolute."""
+
+    name: str
+    path: str
+
+
+class _LoraModuleObject(msgspec.Struct, forbid_unknown_fields=True):
+    """vLLM's JSON form of a LoraModule. base_model_name: has no effect, as there is one model."""
+
+    name: str
+    path: str
+    base_model_name: str | None = None
 
 
 @known_arguments_only(ConfigError)
@@ -31,6 +51,22 @@ class ServerOptions:
             group="Server",
         ),
     ] = ()
+    lora_modules: Annotated[
+        tuple[str, ...],
+        Help(
+            'NAME=PATH of an adapter, or {"name": ..., "path": ...}; may be repeated; implies --enable-lora',
+            "beta",
+            group="LoRA adapters",
+        ),
+    ] = ()
+    lora_dir: Annotated[
+        str | None,
+        Help(
+            "folder of adapters, which requests name as NAME or OWNER/NAME below it; implies --enable-lora",
+            "beta",
+            group="LoRA adapters",
+        ),
+    ] = None
     api_key_file: Annotated[str | None, Help("JSON file of API keys and their tenants", group="Keys and TLS")] = None
     api_key: Annotated[
         str | None,
@@ -139,9 +175,50 @@ class ServerOptions:
                 raise ConfigError(
                     f"served_model_name: {name!r:.300} must have 1 to {MAX_NAME_LEN} printable characters"
                 )
+        for module in self.adapters:
+            if module.name in self.served_model_name:
+                raise ConfigError(f"lora_modules: {module.name!r} is a name of the served model, too; choose another")
+        if self.lora_dir is not None and not Path(self.lora_dir).is_dir():
+            raise ConfigError(f"lora_dir: {self.lora_dir} is not a folder; name one that has folders of adapters")
         for origin in self.cors_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ConfigError(
                     f"cors_origins: {origin!r} is not an origin; write scheme and host without a path, such as "
                     "https://chat.example:8443, or * for any"
                 )
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether the options name adapters, which implies enable_lora."""
+        return bool(self.lora_modules) or self.lora_dir is not None
+
+    @property
+    def adapters(self) -> list[LoraModule]:
+        """The adapters of lora_modules. Raises ConfigError for a wrong one, an equal name, and a missing folder."""
+        modules = [_lora_module(text) for text in self.lora_modules]
+        for place, module in enumerate(modules):
+            if module.name in (other.name for other in modules[:place]):
+                raise ConfigError(f"lora_modules: the name {module.name!r} is given twice")
+            if not (Path(module.path) / ADAPTER_CONFIG).is_file():
+                raise ConfigError(
+                    f"lora_modules: there is no {ADAPTER_CONFIG} in {module.path}; name the folder of an adapter, as "
+                    "PEFT writes it (adapters are not downloaded)"
+                )
+        return modules
+
+
+def _lora_module(text: str) -> LoraModule:
+    """An adapter as NAME=PATH or as vLLM's JSON. Raises ConfigError."""
+    if text.lstrip().startswith("{"):
+        try:
+            read = msgspec.json.decode(text, type=_LoraModuleObject)
+        except (msgspec.MsgspecError, UnicodeError) as error:
+            raise ConfigError(f"lora_modules: {text!r:.200} is wrong: {error}") from error
+        name, path = read.name, read.path
+    else:
+        name, _, path = text.partition("=")
+    if not path or not (0 < len(name) <= MAX_NAME_LEN and name.isprintable() and name == name.strip()):
+        raise ConfigError(
+            f"lora_modules: {text!r:.300} must be NAME=PATH, with a name of 1 to {MAX_NAME_LEN} printable characters"
+        )
+    return LoraModule(name, str(Path(path).absolute()))

@@ -5,7 +5,6 @@ from types import MappingProxyType
 
 _TEXT_ONLY = "quire serves text models only"
 _ONE_MODEL = "the model is named when the server starts (`quire serve MODEL`)"
-_ADAPTERS = "adapters cannot be loaded into a running server"
 _STATE = "quire keeps no conversations; send the whole one to /v1/chat/completions, or use /v1/responses with store"
 
 # By path, or by beginning of paths if it ends with a slash.
@@ -31,10 +30,6 @@ HINTS: Mapping[str, str] = MappingProxyType(
         "/v1/complete": "use /v1/messages",
         "/v1/messages/batches/": "use /v1/batches",
         # vLLM, SGLang
-        "/v1/load_lora_adapter": _ADAPTERS,
-        "/v1/unload_lora_adapter": _ADAPTERS,
-        "/load_lora_adapter": _ADAPTERS,
-        "/unload_lora_adapter": _ADAPTERS,
         "/pooling": "use /v1/embeddings or /v1/classify",
         "/encode": "use /v1/embeddings",
         "/reset_prefix_cache": "use /flush_cache",
@@ -55,7 +50,6 @@ HINTS: Mapping[str, str] = MappingProxyType(
         "/props": "use /get_server_info and /tokenizer_info",
         "/slots": "use /health and /v1/requests/ID/explain",
         "/apply-template": "use /tokenize with messages; /tokenizer_info returns the template",
-        "/lora-adapters": _ADAPTERS,
         # Ollama
         **{f"/api/{name}": _ONE_MODEL for name in ("pull", "push", "create", "copy", "delete")},
         "/api/blobs/": _ONE_MODEL,

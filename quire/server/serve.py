@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from quire.config import DEFAULT_POLICY, EngineOptions, Policy, with_queue_limits
-from quire.errors import ConfigError
+from quire.errors import ConfigError, EngineStopped
 from quire.hub import embedded
 from quire.hub.locate import local_path
 from quire.server.api_keys import Keys, read_keys, single_key
@@ -46,6 +46,8 @@ def launched(
     server: its options of the engine process and of the service. spawned: as in EngineProcess. Raises ConfigError,
     ModelError, EngineStopped.
     """
+    if server.has_adapters:
+        options = replace(options, enable_lora=True)
     host = EngineProcess(with_server_defaults(options), report=report, progress=progress, spawned=spawned)
     local = embedded.folder() if options.model is None else local_path(options.model, options.download_dir)
     pool = ThreadPoolExecutor(1)  # a local model's tokenizer is read while the engine loads the weights
@@ -66,6 +68,8 @@ def launched(
             always_reports_usage=server.enable_force_include_usage,
             max_logprobs=server.max_logprobs,
             disable_any_whitespace=server.disable_any_whitespace,
+            lora_modules=server.adapters,
+            lora_dir=server.lora_dir,
         )
     finally:
         host.kill()
@@ -137,8 +141,9 @@ def serve(
 
     spawned: as in EngineProcess. report(line) gets the memory plan, and the URL when requests are accepted. Without
     keys the host must be a loopback address, and every client that can connect is admitted. Raises ConfigError
-    before the model is loaded for unusable keys, certificates, store, host or port, and afterwards if another server
-    listens on the port since then. Raises EngineStopped when the engine ended and no other could be started.
+    before the model is loaded for unusable keys, certificates, store, host, port or folders of adapters, and
+    afterwards for an unusable adapter, and if another server listens on the port since then. Raises EngineStopped when
+    the engine ended and no other could be started.
     """
     server.check()
     check_certificate(server.ssl_certfile, server.ssl_keyfile)
@@ -166,12 +171,16 @@ def serve(
                 gc_policy.collect_if_due(idle=not drain.num_open)
                 activity.update()
 
+            def announce() -> None:
+                if _failure(service) is None:
+                    _announce(report, url, service.model_name, with_key=keys is not None)
+
             http = GracefulServer(
                 config,
                 drain=drain,
                 each_tick=tick,
-                ready=lambda: _announce(report, url, service.model_name, with_key=keys is not None),
-                has_failed=lambda: service.engine.failure is not None,
+                ready=announce,
+                has_failed=lambda: _failure(service) is not None,
                 close=service.close,
                 drain_timeout=server.drain_timeout,
             )
@@ -179,8 +188,14 @@ def serve(
                 http.run(sockets=[listener])
             finally:
                 gc_policy.close()
-            if service.engine.failure is not None:
-                raise service.engine.failure
+            failure = _failure(service)
+            if failure is not None:
+                raise failure
+
+
+def _failure(service: Service) -> ConfigError | EngineStopped | None:
+    """Why the server must not go on; None if it may."""
+    return service.engine.failure or service.adapters.failure
 
 
 def _after(first: Sequence[str], report: Callable[[str], None]) -> Callable[[str], None]:

@@ -6,11 +6,13 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 from fastapi import Request
 
 from quire.chat.detect import chat_format
+from quire.core.adapter import Adapter
 from quire.core.explanation import Explanation
 from quire.core.request import Beams, Namespace, check_length
 from quire.core.scheduling_params import DEFAULT_SCHEDULING_PARAMS, SchedulingParams
@@ -20,11 +22,12 @@ from quire.engine.output_text import RequestOutputProcessor
 from quire.errors import ContextLengthExceeded, RequestError
 from quire.monitor.update import Watcher
 from quire.params import MAX_LOGPROBS, SamplingParams
+from quire.server.adapters import Adapters, ServedModel
 from quire.server.errors import Busy, UnknownModel
 from quire.server.middleware.auth import caller_of
 from quire.server.observability.metrics import Metrics
-from quire.server.observability.request_record import RequestIds
-from quire.server.options import UnknownFields
+from quire.server.observability.request_record import RequestIds, store_model
+from quire.server.options import LoraModule, UnknownFields
 from quire.server.reply import Reply
 from quire.server.request_body import RequestBodies
 from quire.server.request_params import MAX_PROMPTS, RequestBody
@@ -48,11 +51,11 @@ class Service:
 
     model_names: names that requests may use, of which responses have the first; (): the model's own.
     always_reports_usage: whether each chunk of a stream of completions or chat has the usage so far. max_logprobs: most
-    likely tokens that a request may ask for with each token.
+    likely tokens that a request may ask for with each token. lora_modules, lora_dir: adapters, see Adapters.
     disable_any_whitespace: of every constraint without a whitespace_pattern.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (an option each)
         self,
         facts: ModelInfo,
         tokenizer: Tokenizer,
@@ -63,6 +66,8 @@ class Service:
         always_reports_usage: bool = False,
         max_logprobs: int = MAX_LOGPROBS,
         disable_any_whitespace: bool = False,
+        lora_modules: Sequence[LoraModule] = (),
+        lora_dir: str | None = None,
     ) -> None:
         self.model_names = tuple(dict.fromkeys(model_names)) or (facts.model_name,)
         self.model_name = self.model_names[0]  # in responses and metrics
@@ -80,10 +85,22 @@ class Service:
         )
         self.engine = engine
         self.thread_pool = ThreadPool()
+        self.adapters = Adapters(
+            engine,
+            self.thread_pool,
+            model_names=self.model_names,
+            modules=lora_modules,
+            folder=None if lora_dir is None else Path(lora_dir),
+            is_enabled=facts.options.enable_lora,
+        )
         self.memories = engine.memories
         self.request_bodies = RequestBodies(self.max_model_len, self._check_fields, self.memories)
         self.metrics = Metrics(
-            self.model_name, lambda: self.engine.health(), cache=self.cache, max_model_len=self.max_model_len
+            self.model_name,
+            lambda: self.engine.health(),
+            cache=self.cache,
+            max_model_len=self.max_model_len,
+            max_loras=facts.options.max_loras if facts.options.enable_lora else 0,
         )
         self._grammar_checks = front_end_cache(facts.options.grammar_backend, self.metrics.observe_grammar_check)
         self._explaining: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by tenant
@@ -95,11 +112,19 @@ class Service:
         self._max_logprobs = max_logprobs
         self._disable_any_whitespace = disable_any_whitespace
 
-    def check_model(self, name: str | None) -> None:
-        """Raises UnknownModel if `name` is neither None nor a name of the served model."""
-        if name is not None and name not in self.model_names:
+    async def served_model(self, request: Request, name: str | None, param: str = "model") -> ServedModel:
+        """What a request's model name stands for: the served model, or an adapter. Stored in the request's record.
+
+        None: the model. Raises UnknownModel, also for an adapter that the key may not use. See `Adapters.resolve`.
+        """
+        if name is None or name in self.model_names:
+            return ServedModel(self.model_name)
+        adapter = await self.adapters.resolve(name, caller_of(request))
+        if adapter is None:
             served = " and ".join(map(repr, self.model_names))
-            raise UnknownModel(f"the model {name!r:.200} is not served here; this server has {served}", "model")
+            raise UnknownModel(f"the model {name!r:.200} is not served here; this server has {served}", param)
+        store_model(request, name)
+        return ServedModel(name, adapter)
 
     @property
     def ignores_unknown_fields(self) -> bool:
@@ -180,13 +205,16 @@ class Service:
         beams: Beams | None = None,
         scheduling_params: SchedulingParams = DEFAULT_SCHEDULING_PARAMS,
         *,
+        adapters: Sequence[Adapter | None] | Adapter | None = None,
         whole: bool = False,
     ) -> Reply:
         """Check the constraints and queue generations, all or none. The engine's id of the i-th is its `part_id`.
 
-        namespace, beams (None: no beam search), scheduling_params: of every generation. whole: the outputs are kept
-        until all have come; then the reply must be released. Raises RequestError, Busy, EngineStopped.
+        namespace, beams (None: no beam search), scheduling_params: of every generation. adapters: of every generation,
+        or a list with that of each; None: the model alone. whole: the outputs are kept until all have come; then the
+        reply must be released. Raises RequestError, Busy, EngineStopped.
         """
+        each = adapters if isinstance(adapters, Sequence) else [adapters] * len(asked)
         now = time.monotonic()
         for one in asked:
             self._check_logprobs(one.params)
@@ -205,9 +233,13 @@ class Service:
         stream = await self.engine.generate(
             [
                 one.generation.request(
-                    one.request_id, namespace=namespace, beams=beams, scheduling_params=scheduling_params
+                    one.request_id,
+                    namespace=namespace,
+                    beams=beams,
+                    scheduling_params=scheduling_params,
+                    adapter=adapter,
                 )
-                for one in transcripts
+                for one, adapter in zip(transcripts, each, strict=True)
             ],
             whole=whole,
         )

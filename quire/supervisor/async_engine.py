@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from quire.core.adapter import Adapter
 from quire.core.explanation import Explanation
 from quire.core.output import Output
 from quire.core.request import Request, nth_seed
@@ -65,6 +66,7 @@ class AsyncEngine:
         self._pending_calls = PendingCalls()
         self._denylist = Denylist()
         self._num_requests = 0
+        self._pinned: dict[str, Adapter] = {}  # by digest
 
     async def start(self) -> None:
         """Connect to the engine that the engine handle has launched, and supervise it."""
@@ -135,6 +137,22 @@ class AsyncEngine:
         """Evict cached KV that no running request uses. Returns the number of freed blocks. Raises EngineStopped."""
         freed: int = await self._call(protocol.Flush)
         return freed
+
+    async def read_adapter(self, name: str, path: str) -> Adapter:
+        """Read and check the files of an adapter beside the steps. Raises ModelError and EngineStopped."""
+        adapter: Adapter = await self._call(lambda number: protocol.ReadAdapter(number, name, path))
+        return adapter
+
+    async def pin_adapter(self, adapter: Adapter, *, pinned: bool) -> None:
+        """Load an adapter and keep it in memory, also in later engines, or let it leave again.
+
+        Raises RequestError if it does not fit beside others that are pinned, and EngineStopped.
+        """
+        if not pinned:  # at once: an engine that starts before the answer must not pin it again
+            self._pinned.pop(adapter.digest, None)
+        await self._call(lambda number: protocol.PinAdapter(number, adapter, pinned))
+        if pinned:
+            self._pinned[adapter.digest] = adapter
 
     async def monitor_update(self, viewer: int, watcher: Watcher, num_seen: int) -> bytes:
         """The next Update of a viewer as JSON, once the engine has time for it. Raises EngineStopped.
@@ -241,7 +259,11 @@ class AsyncEngine:
     # The current engine: calls of the supervisor
 
     def on_engine_started(self) -> None:
-        """Submit all open requests, and send the pending calls. See RequestOwner."""
+        """Pin adapters, submit all open requests, and send the pending calls. See RequestOwner."""
+        for adapter in self._pinned.values():
+            pin = partial(protocol.PinAdapter, adapter=adapter, pinned=True)
+            _, call = self._pending_calls.add(pin, resend=False)
+            call.answer.add_done_callback(partial(_log_failed_pin, adapter.name))
         self._submit()
 
     def on_batch(self, batch: Batch, committed: list[dict[str, int]]) -> None:
@@ -371,8 +393,8 @@ class AsyncEngine:
         rows, num_gone = steps.at_crash(self._open_requests)
         # a request can also crash the engine while it is added again: until the first step it makes no progress
         rows |= {name: 0 for name in self._resubmitting_ids if name in self._open_requests and name not in rows}
-        # and while its constraint is compiled, beside the steps of other requests
-        rows |= {name: 0 for name in self._compiling_ids() if name not in rows}
+        # and while its constraint is compiled or its adapter is loaded, beside the steps of other requests
+        rows |= {name: 0 for name in self._preparing_ids() if name not in rows}
         if rows:
             log.error("%d requests were in the last step of the engine or were being added", len(rows))
         culprit = self._bisection.record_crash(rows, num_gone)
@@ -386,10 +408,10 @@ class AsyncEngine:
                 call.answer.set_exception(RequestError(_CRASH_MESSAGE))
         return culprit is not None or bool(guilty)
 
-    def _compiling_ids(self) -> list[str]:
-        """Constrained requests that the engine has and that no committed step has computed."""
+    def _preparing_ids(self) -> list[str]:
+        """Requests with a constraint or an adapter that the engine has and that no committed step has computed."""
         new = [name for name in self._submitted_ids - self._stepped_ids if name in self._open_requests]
-        return [name for name in new if self._open_requests.request(name).is_constrained]
+        return [name for name in new if self._open_requests.request(name).waits_for]
 
     def _fail(self, request_id: str, error: str) -> None:
         outputs = self._open_requests.fail(request_id, error)
@@ -401,3 +423,9 @@ class AsyncEngine:
     def _check_running(self) -> None:
         if self._supervisor.error is not None:
             raise self._supervisor.error
+
+
+def _log_failed_pin(name: str, answer: "asyncio.Future[Any]") -> None:
+    error = None if answer.cancelled() else answer.exception()
+    if error is not None:
+        log.error("the adapter %r could not be pinned in the new engine: %s", name, error)

@@ -12,9 +12,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 
 import msgspec
 
+from quire.core.adapter import Adapter
 from quire.core.output import Output
 from quire.core.step import Step
 from quire.engine.engine import Engine
@@ -63,6 +65,7 @@ class EngineLoop:
         self._last_work = time.monotonic()  # when there was something to do but for viewers
         self._monitor_calls: deque[_MonitorCall] = deque()  # not executed yet, oldest first
         self._next_monitor_call = 0.0  # when the next of them may be executed
+        self._adapters_read: deque[tuple[int, Future[Adapter]]] = deque()  # results of ReadAdapter calls, by number
 
     def run(self) -> None:
         """Execute commands and run steps until the end. Closes the socket and the engine."""
@@ -78,7 +81,7 @@ class EngineLoop:
 
     def _turn(self) -> bool:
         with self._wake:
-            if not (self._commands or self._closing or self._engine.has_work):
+            if not (self._commands or self._closing or self._engine.has_work or self._adapters_read):
                 self._wake.wait(self._idle_seconds())
             commands = list(self._commands)
             self._commands.clear()
@@ -92,6 +95,9 @@ class EngineLoop:
             self._gc_policy.collect_if_due(idle=idle)
         for command in commands:
             self._execute(command)
+        while self._adapters_read:
+            number, read = self._adapters_read.popleft()
+            self._answer_call(number, read.result)
         self._call_monitor()
         if self._engine.has_work and not self._closing:
             outputs = self._engine.step(self._launching)  # which sends and clears self._outputs meanwhile
@@ -150,8 +156,29 @@ class EngineLoop:
                     one for one in self._monitor_calls if getattr(one, "viewer", None) != viewer
                 )
                 self._engine.forget_viewer(viewer)
-            case protocol.Add(number) | protocol.Explain(number) | protocol.Flush(number) | protocol.AskCosts(number):
+            case protocol.ReadAdapter(number, name, path):
+                self._read_adapter(number, name, path)
+            case (
+                protocol.Add(number)
+                | protocol.Explain(number)
+                | protocol.Flush(number)
+                | protocol.PinAdapter(number)
+                | protocol.AskCosts(number)
+            ):
                 self._answer_call(number, lambda: self._answer(command))
+
+    def _read_adapter(self, number: int, name: str, path: str) -> None:
+        """Have the engine read an adapter on a thread. A later turn sends the answer."""
+
+        def done(read: "Future[Adapter]") -> None:
+            with self._wake:
+                self._adapters_read.append((number, read))
+                self._wake.notify()
+
+        try:
+            self._engine.read_adapter(name, path, done)
+        except Exception as error:
+            self._answers.append(Answer(number, failure=protocol.encode_error(error)))
 
     def _answer_call(self, number: int, answer: Callable[[], Result]) -> None:
         try:
@@ -169,6 +196,9 @@ class EngineLoop:
                 return [one for one in found if one is not None]
             case protocol.Flush():
                 return self._engine.flush_cache()
+            case protocol.PinAdapter(_, adapter, pinned):
+                self._engine.pin_adapter(adapter, pinned=pinned)
+                return None
         return self._engine.cost_figures()
 
     def _add(self, command: protocol.Add) -> None:

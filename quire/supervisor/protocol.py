@@ -9,6 +9,7 @@ import msgspec
 
 from quire.config import EngineOptions
 from quire.core import codec
+from quire.core.adapter import Adapter
 from quire.core.explanation import Explanation
 from quire.core.output import Output
 from quire.core.request import Request
@@ -136,6 +137,22 @@ class Flush(Command, frozen=True, tag=True):
     number: int
 
 
+class ReadAdapter(Command, frozen=True, tag=True):
+    """Read and check the files of an adapter, beside the steps, and return the Adapter."""
+
+    number: int
+    name: str
+    path: str
+
+
+class PinAdapter(Command, frozen=True, tag=True):
+    """Load an adapter and keep it in memory, or let it leave again."""
+
+    number: int
+    adapter: Adapter
+    pinned: bool
+
+
 class AskCosts(Command, frozen=True, tag=True):
     """Return the figures of the cost model."""
 
@@ -178,7 +195,7 @@ class Failure(msgspec.Struct, frozen=True):
     numbers: list[float] = []
 
 
-Result = int | bytes | CostFigures | list[Explanation] | None
+Result = int | bytes | CostFigures | Adapter | list[Explanation] | None
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -250,6 +267,8 @@ Commands = list[
     | EndProgram
     | Explain
     | Flush
+    | ReadAdapter
+    | PinAdapter
     | AskCosts
     | MonitorUpdate
     | MonitorNode

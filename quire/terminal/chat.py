@@ -17,7 +17,7 @@ from quire.chat.tools import toolbox
 from quire.control_characters import visible, visible_line
 from quire.core.prompt_progress import PromptProgress
 from quire.errors import RequestError
-from quire.params import SamplingParams, StructuredOutputsParams
+from quire.params import LoRARequest, SamplingParams, StructuredOutputsParams
 from quire.terminal.input import TurnReader
 from quire.terminal.wrap import WordWrap
 
@@ -37,6 +37,7 @@ class ChatModel(Protocol):
         *,
         tools: Sequence[Mapping[str, object]] | None = None,
         on_step: Callable[[PromptProgress], None],
+        lora_request: LoRARequest | None = None,
     ) -> Generator[tuple[list[Part], int]]:
         """See LLM.stream_message."""
 
@@ -45,6 +46,7 @@ class Chat:
     """One conversation: its messages, and what the user has set.
 
     console: where answers go. ask: reads a line of the user after a prompt, None to cancel; for results of tools.
+    lora_request: the adapter.
     """
 
     def __init__(
@@ -54,8 +56,10 @@ class Chat:
         system: str | None,
         console: Console,
         ask: Callable[[str], str | None],
+        lora_request: LoRARequest | None = None,
     ) -> None:
         self._llm = llm
+        self._lora_request = lora_request
         self._params = params
         self._system = system
         self._console = console
@@ -98,7 +102,13 @@ class Chat:
         shown = _Shown(self._console)
         began, first, num_tokens = time.monotonic(), None, 0
         messages = [*system, *self._messages]
-        pieces = self._llm.stream_message(messages, params, tools=self._tools or None, on_step=shown.show_prompt)
+        pieces = self._llm.stream_message(
+            messages,
+            params,
+            tools=self._tools or None,
+            on_step=shown.show_prompt,
+            lora_request=self._lora_request,
+        )
         try:
             with closing(pieces):
                 for parts, count in pieces:
@@ -281,10 +291,17 @@ def _json_file(file: str) -> Any:  # noqa: ANN401 (JSON)
         raise RequestError(f"{file} is no JSON: {error}") from error
 
 
-def converse(llm: ChatModel, params: SamplingParams, system: str | None, console: Console) -> None:
-    """Chat until the user ends it."""
+def converse(
+    llm: ChatModel,
+    params: SamplingParams,
+    system: str | None,
+    console: Console,
+    adapter: Path | None = None,
+) -> None:
+    """Chat until the user ends it. adapter: the folder of a LoRA adapter."""
     reader = TurnReader()
-    chat = Chat(llm, params, system, console, reader.read)
+    lora_request = None if adapter is None else LoRARequest(adapter.name or "adapter", lora_path=adapter)
+    chat = Chat(llm, params, system, console, reader.read, lora_request)
     name, length = llm.model_name, llm.max_model_len
     said = f"{visible_line(name)}, context of {length:,} tokens. /help lists commands, /exit ends the chat."
     console.print(said, markup=False, highlight=False)

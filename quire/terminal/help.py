@@ -1,4 +1,4 @@
-"""Help of a command: options under headings, rare ones only with --help-all."""
+"""The class of commands. Their help has options under headings, rare ones only with --help-all."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -15,6 +15,10 @@ class GroupedCommand(TyperCommand):
     """A command whose options have the headings that `helps` names, by option. Other options come first."""
 
     helps: ClassVar[Mapping[str, Help]] = {}
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401 (of typer's own click)
+        """As typer's, for vLLM's several adapters after one flag, too."""
+        return super().parse_args(ctx, _with_each_flag(args))
 
     def format_options(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401 (of typer's own click)
         """Write arguments, options by heading, and how many are left out."""
@@ -36,6 +40,15 @@ class GroupedCommand(TyperCommand):
         if num_rare:
             with formatter.section("More"):
                 formatter.write_text(f"--help-all shows {num_rare} more options.")
+
+
+def _with_each_flag(args: list[str]) -> list[str]:
+    """`--lora-modules A B` as `--lora-modules A --lora-modules B`. B has an `=`, or is JSON."""
+    flag, made = "--lora-modules", list[str]()
+    for one in args:
+        is_module = one.startswith("{") or ("=" in one and not one.startswith("-"))
+        made += [flag, one] if is_module and made[-2:-1] == [flag] else [one]
+    return made
 
 
 def show_all(ctx: typer.Context, wanted: bool) -> None:  # noqa: FBT001 (typer's signature)

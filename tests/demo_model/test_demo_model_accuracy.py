@@ -1,9 +1,16 @@
 """The shipped model is as accurate as when it was released, and its model page has these figures."""
 
+from concurrent.futures import ThreadPoolExecutor
+from random import Random
+
+import httpx
 import pytest
+from embedded_model_server import DEFAULTS, MODEL, run_app, service_of, small_engine
 
 from quire.hub import embedded
-from tools.demo_model import adapters, golden, places
+from quire.server.app import make_app
+from quire.server.options import LoraModule
+from tools.demo_model import adapters, golden, places, world
 from tools.demo_model.score import TASKS, ScoringRun
 
 GOLDEN = golden.load(places.ROOT)
@@ -41,6 +48,55 @@ def test_adapters_are_as_accurate_as_the_table_says(style):
     sampled = golden.styled_answers(places.ROOT, style, CHATS, GOLDEN["seed"])
     assert sampled.keys() == set(golden.ADAPTED_TASKS)
     assert shortfalls(sampled, GOLDEN[style]) == {}
+
+
+@pytest.fixture(scope="module")
+def url():
+    """A server with the shipped adapters."""
+    modules = [LoraModule(style, str(places.ROOT / places.adapter(style))) for style in adapters.STYLES]
+    built = small_engine(enable_lora=True, max_model_len=2048)
+    with run_app(make_app(service_of(built, lora_modules=modules), None, DEFAULTS)) as url:
+        yield url
+
+
+def styled_chats():
+    """(model, task, chat) of the base and the adapters in turn."""
+    for task in golden.ADAPTED_TASKS:
+        rng = Random(f"{GOLDEN['seed']} {task}")
+        for _ in range(4):
+            chat = world.chat(task, rng)
+            yield MODEL, task, chat
+            for name, style in adapters.STYLES.items():
+                yield name, task, adapters.styled(chat, style)
+
+
+def is_answered(url, model, chat):
+    """Whether a model's last answer in a chat is the right one."""
+    body = {"model": model, "messages": chat.messages[:-1], "temperature": 0, "max_tokens": 200}
+    if chat.tools:
+        body["tools"] = chat.tools
+    reply = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120).raise_for_status().json()
+    assert reply["model"] == model
+    return reply["choices"][0]["message"]["content"] == chat.messages[-1]["content"]
+
+
+def test_adapters_and_base_are_as_accurate_as_the_table_says_in_the_same_batches_over_http(url):
+    asked = list(styled_chats())
+    with ThreadPoolExecutor(24) as pool:
+        right = list(pool.map(lambda one: is_answered(url, one[0], one[2]), asked))
+    for model in (MODEL, *adapters.STYLES):
+        sampled = {}
+        for (name, task, _), is_right in zip(asked, right, strict=True):
+            if name == model:
+                number, good = sampled.get(task, (0, 0))
+                sampled[task] = number + 1, good + is_right
+        assert shortfalls(sampled, GOLDEN["base" if model == MODEL else model]) == {}
+
+
+def test_adapters_are_listed_as_models_behind_their_base(url):
+    listed = httpx.get(f"{url}/v1/models").json()["data"]
+    assert [one["id"] for one in listed] == [MODEL, *adapters.STYLES]
+    assert {one["parent"] for one in listed[1:]} == {MODEL}
 
 
 def test_the_draft_model_agrees_with_the_base_as_often_as_the_table_says():

@@ -21,12 +21,20 @@ ORDER = (
     # control plane
     *("preload", "errors", "control_characters", "core.kv_groups", "config", "params", "core", "cost"),
     *("cache.retention", "cache.block_pool", "cache.block_table", "cache.prefix", "cache"),
-    *("speculation", "scheduler.sequence", "scheduler.step_builder", "scheduler.queue", "scheduler", "monitor"),
+    *(
+        "speculation",
+        "scheduler.adapters",
+        "scheduler.sequence",
+        "scheduler.step_builder",
+        "scheduler.queue",
+        "scheduler",
+        "monitor",
+    ),
     # execution
     *("kernels.contract", "kernels.exact", "kernels.reference", "kernels.deterministic"),
     *("kernels.cpu", "kernels.triton", "kernels"),
     *("weights.json_file", "weights.gguf.tensor_types", "weights.gguf.reader", "weights.gguf.special_tokens"),
-    *("weights", "layers", "models", "models.transformers", "sampling", "kv_store", "runner"),
+    *("weights", "layers", "models", "models.transformers", "lora", "sampling", "kv_store", "runner"),
     # front end
     *("tenant_memory", "tenant_queue"),
     *("tokenizer", "chat", "hub", "structured_outputs.vocabulary", "structured_outputs.limits"),
@@ -61,7 +69,7 @@ ORDER = (
     *("server.observability", "server.request_params", "server.middleware", "server.thread_pool"),
     *("server.held_answer", "server.sse", "server.json_pieces"),
     *("server.store_database", "server.store", "server.multipart", "server.request_body"),
-    *("server.reply", "server.service"),
+    *("server.adapters", "server.reply", "server.service"),
     *("server.batch.in_process_client", "server.batch.file_format", "server.batch.stored_files"),
     *("server.batch.sender", "server.batch.background", "server.viewers", "server.api.limits", "server.api"),
     *(

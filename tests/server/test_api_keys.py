@@ -20,7 +20,6 @@ from quire.errors import ConfigError
 from quire.server import api_keys as module
 from quire.server import serve as serving
 from quire.server.api_keys import MAX_KEYS, Caller, Keys, add_key, new_key, read_keys
-from quire.server.middleware.quota import Quota
 from quire.server.options import ServerOptions
 
 
@@ -97,6 +96,10 @@ HASH = "0" * 64
         ({"keys": [entry("")]}, r"empty key.*\$\.keys\[0\]"),
         ({"keys": [{**entry(""), "sha256": entry("")["sha256"].upper()}]}, "empty key"),
         ({"keys": [{"sha256": HASH, "tenant": 3}]}, r"\$\.keys\[0\]\.tenant"),
+        ({"keys": [{"sha256": HASH, "tenant": "a", "adapters": "x"}]}, r"\$\.keys\[0\]\.adapters"),
+        ({"keys": [{"sha256": HASH, "tenant": "a", "adapters": [""]}]}, r"adapters .* 1 to 256 .*\$\.keys\[0\]"),
+        ({"keys": [{"sha256": HASH, "tenant": "a", "adapters": ["x" * 257]}]}, r"adapters .* 1 to 256 "),
+        ({"keys": [{"sha256": HASH, "tenant": "a", "adapters": ["x"] * 1025}]}, r"adapters .* 1,024 "),
         ({"keys": [{"sha256": HASH[1:], "tenant": "a"}]}, r"\$\.keys\[0\]\.sha256"),
         ({"keys": [{"sha256": HASH + "\n", "tenant": "a"}]}, r"\$\.keys\[0\]\.sha256"),
         ({"keys": [{"sha256": "qk-a-key-as-it-is", "tenant": "a"}]}, r"\$\.keys\[0\]\.sha256"),
@@ -139,9 +142,29 @@ def test_links_that_lead_nowhere(tmp_path):
     assert str(read_keys(tmp_path / "new.json")).startswith("1 API keys")
 
 
+def test_a_key_may_be_limited_to_adapters(written, tmp_path):
+    path = written({"keys": [entry("one", adapters=["a", "team/b"]), entry("two", adapters=[]), entry("three")]})
+    one, two, three = map(read_keys(path).caller, (b"one", b"two", b"three"))
+    assert (one.adapters, two.adapters, three.adapters) == ({"a", "team/b"}, set(), None)
+    assert list(map(one.may_use_adapter, ("a", "team/b", "b", "A", ""))) == [True, True, False, False, False]
+    assert not two.may_use_adapter("a")
+    assert three.may_use_adapter("a")
+    made = tmp_path / "made.json"
+    for names, stored in (("a, team/b,", ["a", "team/b"]), ("", [])):
+        done = CliRunner().invoke(app, ["key", "acme", "--adapters", names, "--file", str(made)])
+        assert done.exit_code == 0
+        assert json.loads(made.read_text())["keys"][-1]["adapters"] == stored
+    assert CliRunner().invoke(app, ["key", "acme", "--file", str(made)]).exit_code == 0
+    assert "adapters" not in json.loads(made.read_text())["keys"][-1]
+
+
 def test_an_empty_key_is_nobodys():
     class Entry:
-        sha256, tenant, role, quota = entry("")["sha256"], "acme", "admin", Quota
+        sha256 = entry("")["sha256"]
+
+        @staticmethod
+        def caller():
+            return Caller("acme", "admin")
 
     assert Keys([Entry]).caller(b"") is None
 

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import contextmanager
+from pathlib import Path
 
 import openai
 import pytest
@@ -16,7 +17,7 @@ from quire.server.api_keys import Keys, new_key
 from quire.server.app import make_app
 from quire.server.batch import background
 from quire.server.middleware.drain import Drain
-from quire.server.options import ServerOptions
+from quire.server.options import LoraModule, ServerOptions
 from quire.server.serve import serve
 from quire.server.store import Store
 
@@ -33,8 +34,8 @@ LINES = [
 
 
 @contextmanager
-def server(path, keys=None, key="none", drain=None, **more):
-    app = make_app(service_of(small_engine()), keys, drain=drain, store=Store(path, **more))
+def server(path, keys=None, key="none", drain=None, service=None, **more):
+    app = make_app(service or service_of(small_engine()), keys, drain=drain, store=Store(path, **more))
     with run_app(app) as url, openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
         yield client
 
@@ -89,6 +90,32 @@ def test_after_a_restart_all_is_there_and_a_batch_goes_on(tmp_path, monkeypatch)
         assert client.batches.list().data == []
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(first.id)
+
+
+@pytest.mark.parametrize(("of_first", "of_key", "num_failed"), [(None, ["json"], 1), ([], None, 0)])
+def test_after_a_restart_a_batch_may_use_the_adapters_of_its_key(tmp_path, monkeypatch, of_first, of_key, num_failed):
+    monkeypatch.setattr(background, "FLUSH_SECONDS", 0.0)
+    first, other = (new_key("ann", "user", adapters=names) for names in (of_first, of_key))
+    keys, adapters = Keys([first[1], other[1]]), Path(__file__).parents[1] / "assets"
+    modules = [LoraModule(name, str(adapters / f"demo_{name}")) for name in ("pirate", "json")]
+
+    def service():
+        return service_of(small_engine(enable_lora=True), lora_modules=modules)
+
+    last = [{**LINES[0], "custom_id": name, "body": {**LINES[0]["body"], "model": name}} for name in ("pirate", "json")]
+    with server(tmp_path / "store", keys, other[0], service=service()) as client:
+        data = "\n".join(map(json.dumps, [*LINES, *last])).encode()
+        file = client.files.create(file=("in.jsonl", data), purpose="batch")
+        batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed > 2)
+        assert client.batches.retrieve(batch.id).request_counts.failed == 0
+    with server(tmp_path / "store", keys, first[0], service=service()) as client:
+        assert ({"pirate", "json"} < {model.id for model in client.models.list()}) is (of_first is None)
+        wait_until(lambda: client.batches.retrieve(batch.id).status == "completed")
+        done = client.batches.retrieve(batch.id)
+        assert (done.request_counts.completed, done.request_counts.failed) == (32 - num_failed, num_failed)
+        if num_failed:
+            assert json.loads(client.files.content(done.error_file_id).text)["custom_id"] == "pirate"
 
 
 def test_in_a_drain_requests_in_progress_are_finished_and_no_other_is_sent(tmp_path):

@@ -7,6 +7,7 @@ import time
 
 import pytest
 from fake_engines import Death, Host, PretendEngine, heard, request, run
+from scripted_adapters import new_adapter
 from waiting import until
 
 from quire.core.request import Request
@@ -282,9 +283,10 @@ def test_open_requests_continue_when_the_caller_of_a_suspect_is_cancelled():
     run(scenario, host=SlowHost(lambda *_: ()))
 
 
-def test_a_constraint_that_crashes_the_engine_while_it_is_compiled_is_found_beside_others():
-    class DeadlyCompilation(PretendEngine):
-        """Dies 20 ms after the constrained request is added."""
+@pytest.mark.parametrize("waits_for", ["constraint", "adapter"])
+def test_what_crashes_the_engine_before_its_request_is_queued_is_found_beside_others(waits_for):
+    class DeadlyPreparation(PretendEngine):
+        """Dies 20 ms after the request that waits for something is added."""
 
         def __init__(self, number, acts):
             super().__init__(number, acts)
@@ -295,7 +297,7 @@ def test_a_constraint_that_crashes_the_engine_while_it_is_compiled_is_found_besi
             return bool(self.said) or self.dies_at is not None
 
         def add(self, request):
-            if request.is_constrained:
+            if request.waits_for:
                 self.dies_at = time.monotonic() + 0.02
             else:
                 super().add(request)
@@ -307,17 +309,46 @@ def test_a_constraint_that_crashes_the_engine_while_it_is_compiled_is_found_besi
             return super().step(on_launch)
 
     class DeadlyHost(Host):
-        engine_class = DeadlyCompilation
+        engine_class = DeadlyPreparation
 
     async def scenario(host, engine):
         others = await engine.generate([request("a", 60)])
-        params = SamplingParams(max_tokens=9, structured_outputs=StructuredOutputsParams(regex="a"))
-        deadly = await engine.generate([Request("p", [5, 0], params)])
+        constraint = StructuredOutputsParams(regex="a") if waits_for == "constraint" else None
+        adapter = new_adapter("a") if waits_for == "adapter" else None
+        params = SamplingParams(max_tokens=9, structured_outputs=constraint)
+        deadly = await engine.generate([Request("p", [5, 0], params, adapter=adapter)])
         assert (await heard(deadly, ["p"]))[1] == {"p": "error"}
         assert (await heard(others, ["a"]))[0] == {"a": list(range(1, 61))}
         assert host.num_launched < 15
 
     run(scenario, host=DeadlyHost(lambda *_: ()))
+
+
+def test_a_new_engine_pins_the_adapters_that_are_pinned_and_none_that_is_unpinned_meanwhile(caplog):
+    """The first engine dies while an adapter is unpinned. The second one refuses a pin."""
+    pins = []
+
+    class Pinning(PretendEngine):
+        def pin_adapter(self, adapter, *, pinned):
+            pins.append((self.number, adapter.name, pinned))
+            if self.number == 1 and not pinned:
+                raise Death
+            if self.number == 2 and adapter.name == "b":
+                raise RequestError("no room")
+
+    class PinningHost(Host):
+        engine_class = Pinning
+
+    async def scenario(host, engine):
+        for name in "abc":
+            await engine.pin_adapter(new_adapter(name), pinned=True)
+        await engine.pin_adapter(new_adapter("a"), pinned=False)
+        await until(lambda: len(pins) == 7)
+        assert sorted(pins[4:]) == [(2, "a", False), (2, "b", True), (2, "c", True)]
+        assert (await heard(await engine.generate([request("fine", 3)]), ["fine"]))[1] == {"fine": "length"}
+        assert "'b' could not be pinned in the new engine: no room" in caplog.text
+
+    run(scenario, host=PinningHost(lambda *_: ()))
 
 
 def test_many_requests_that_crash_the_engine_do_not_end_the_server(quick):

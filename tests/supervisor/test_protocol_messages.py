@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kv_groups import kv_group
 
 from quire.config import CacheConfig, Classification, EngineOptions
+from quire.core.adapter import Adapter
 from quire.core.explanation import DraftCounts, Explanation, Miss, Preemption
 from quire.core.output import EndCause, Output
 from quire.core.prompt_progress import PromptProgress
@@ -169,7 +170,9 @@ def new_requests():
         params=params(),
         bad_words=st.lists(IDS, max_size=2),
         pooling=st.sampled_from(Pooling),
-        namespace=one_of_fields(Namespace, tenant=TEXT, salt=TEXT, adapter=TEXT, deterministic=st.booleans()),
+        namespace=one_of_fields(
+            Namespace, tenant=TEXT, salt=TEXT, adapter=TEXT, deterministic=st.booleans(), adapter_start=COUNT
+        ),
         beams=optional(beams),
         scheduling_params=scheduling_params,
         known_outputs=st.lists(known, max_size=2),
@@ -178,7 +181,13 @@ def new_requests():
         prediction=IDS,
         num_counted=COUNT,
         prerequisites=st.lists(TEXT, max_size=2).map(tuple),
+        adapter=optional(adapters()),
     )
+
+
+def adapters():
+    ids = st.lists(COUNT, max_size=3).map(tuple)
+    return one_of_fields(Adapter, digest=TEXT, name=TEXT, path=TEXT, num_bytes=COUNT, rank=COUNT, invocation_tokens=ids)
 
 
 def options():
@@ -199,6 +208,8 @@ def commands():
         one_of_fields(protocol.EndProgram, tenant=TEXT, program=TEXT, branch=optional(TEXT)),
         one_of_fields(protocol.Explain, number=number, request_ids=st.lists(TEXT, max_size=3)),
         one_of_fields(protocol.Flush, number=number),
+        one_of_fields(protocol.ReadAdapter, number=number, name=TEXT, path=TEXT),
+        one_of_fields(protocol.PinAdapter, number=number, adapter=adapters(), pinned=st.booleans()),
         one_of_fields(protocol.AskCosts, number=number),
         one_of_fields(protocol.Close),
     )
@@ -247,6 +258,8 @@ def stats():
             "drafts": st.dictionaries(TEXT, st.builds(DraftCounts, COUNT, COUNT, COUNT), max_size=2),
             "accepted_by_place": st.lists(COUNT, max_size=3).map(tuple),
             "prompts": st.builds(PromptProgress, COUNT, COUNT, COUNT),
+            "adapter_load_seconds": NUMBER,
+            "adapter_requests": st.dictionaries(TEXT, st.tuples(COUNT, COUNT), max_size=2),
         },
     )
 

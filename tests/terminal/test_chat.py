@@ -58,7 +58,7 @@ class SlowPrompt:
 
     model_name, max_model_len = "m", 1000
 
-    def stream_message(self, messages, params=None, *, tools=None, on_step):
+    def stream_message(self, messages, params=None, *, tools=None, on_step, lora_request=None):
         for progress in (PromptProgress(1, 64, 150), PromptProgress(1, 128, 150), PromptProgress()):
             on_step(progress)
         yield [Content("an answer")], 2

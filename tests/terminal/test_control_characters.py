@@ -79,7 +79,7 @@ class Scripted:
     def __init__(self, *turns):
         self.turns = list(turns)
 
-    def stream_message(self, messages, params=None, *, tools=None, on_step=None):
+    def stream_message(self, messages, params=None, *, tools=None, on_step=None, lora_request=None):
         turn = self.turns.pop(0)
         if isinstance(turn, Exception):
             raise turn

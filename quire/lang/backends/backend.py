@@ -107,9 +107,15 @@ class Backend(ABC):  # optional methods have empty bodies
 
     @abstractmethod
     async def select(
-        self, prompt: Prompt, choices: tuple[str, ...], method: ChoicesSamplingMethod, program: Program | None
+        self,
+        prompt: Prompt,
+        choices: tuple[str, ...],
+        method: ChoicesSamplingMethod,
+        program: Program | None,
+        *,
+        adapter: str | None = None,
     ) -> ChoicesDecision:
-        """The choice that `method` ranks first after a prompt."""
+        """The choice that `method` ranks first after a prompt. adapter: the name of a LoRA adapter."""
 
     @abstractmethod
     async def role_texts(self, roles: tuple[str, ...]) -> RoleTexts:

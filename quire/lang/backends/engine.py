@@ -3,7 +3,10 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from os import PathLike
+from os.path import abspath
+from types import MappingProxyType
 from typing import Any
 from uuid import uuid4
 
@@ -12,11 +15,13 @@ from msgspec import to_builtins
 from quire.chat.detect import chat_format
 from quire.chat.output import constrained_params, output_format
 from quire.config import EngineOptions
+from quire.core.adapter import Adapter
 from quire.core.request import NO_NAMESPACE
 from quire.core.scheduling_params import Program, SchedulingParams
 from quire.engine.inputs import TokenizedPrompt, prepare_generations
 from quire.engine.output_text import RequestOutputProcessor
 from quire.engine.outputs import Delta
+from quire.errors import RequestError
 from quire.lang.backends.backend import Backend, Piece, RoleTexts
 from quire.lang.backends.meta import meta_info, token_logprobs
 from quire.lang.backends.roles import TemplateRoles, plain_texts
@@ -35,13 +40,18 @@ from quire.tokenizer.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
+NO_PATHS: Mapping[str, str] = MappingProxyType({})
+
 _LONG_TEXT = 2**14  # characters; longer texts are tokenized on a thread, so that they do not block the event loop
 
 
 class EngineBackend(Backend):
-    """Backend with a built engine, which it closes at its end. hints: whether requests carry program hints."""
+    """Backend with a built engine, which it closes at its end.
 
-    def __init__(self, built: Built, *, hints: bool = True) -> None:
+    hints: whether requests carry program hints. lora_paths: the folders of adapters by their names.
+    """
+
+    def __init__(self, built: Built, *, hints: bool = True, lora_paths: Mapping[str, str] = NO_PATHS) -> None:
         self._host = EngineThread(built.engine, model_info_of(built))
         self._host.launch()
         super().__init__(hints=hints)
@@ -53,6 +63,8 @@ class EngineBackend(Backend):
         self._roles = TemplateRoles(self._render)
         self._grammar_checks = front_end_cache(built.options.grammar_backend)
         self._engine = AsyncEngine(self._host)
+        self._lora_paths = lora_paths
+        self._adapters: dict[str, Adapter] = {}  # those that were read, by name
         try:
             self.loop.run(self._engine.start())
         except BaseException:
@@ -85,7 +97,7 @@ class EngineBackend(Backend):
             await self._grammar_checks.compiled(NO_NAMESPACE, sampling.structured_outputs)
         transcript = self._transcript(await self._encode(prompt.text), sampling)
         texts = [""] * params.n
-        async for delta in self._deltas([transcript], program):
+        async for delta in self._deltas([transcript], program, params.adapter):
             texts[delta.index] += delta.text
             if stream or delta.finish_reason is not None:
                 text, texts[delta.index] = texts[delta.index], ""
@@ -95,17 +107,23 @@ class EngineBackend(Backend):
                 yield Piece(text, meta, delta.index)
 
     async def select(
-        self, prompt: Prompt, choices: tuple[str, ...], method: ChoicesSamplingMethod, program: Program | None
+        self,
+        prompt: Prompt,
+        choices: tuple[str, ...],
+        method: ChoicesSamplingMethod,
+        program: Program | None,
+        *,
+        adapter: str | None = None,
     ) -> ChoicesDecision:
         """See Backend. Raises RequestError, EngineStopped, GenerationFailed."""
         before = await self._encode(prompt.text)
         each = [await self._encode(prompt.text + choice) for choice in choices]
         begins = [common_prefix_len(before, ids) for ids in each]
-        scores = await self._score(each, begins, program)
+        scores = await self._score(each, begins, program, adapter)
         alone = None
         if method.requires_unconditional_logprobs:
             own = [ids[begin:] for ids, begin in zip(each, begins, strict=True)]
-            alone = await self._score(own, [0] * len(own), None)
+            alone = await self._score(own, [0] * len(own), None, adapter)
         return decide(choices, method, scores, alone)
 
     async def role_texts(self, roles: tuple[str, ...]) -> RoleTexts:
@@ -135,7 +153,7 @@ class EngineBackend(Backend):
             self._host.wait()
 
     async def _score(
-        self, prompts: Sequence[list[int]], begins: Sequence[int], program: Program | None
+        self, prompts: Sequence[list[int]], begins: Sequence[int], program: Program | None, adapter: str | None
     ) -> list[list[TokenLogprob]]:
         """The logprobs of each prompt's tokens from index `begins` on. KV of earlier tokens may come from the cache."""
         transcripts = [
@@ -144,7 +162,7 @@ class EngineBackend(Backend):
             )
             for ids, begin in zip(prompts, begins, strict=True)
         ]
-        async for _ in self._deltas(transcripts, program):
+        async for _ in self._deltas(transcripts, program, adapter):
             pass
         return [
             token_logprobs(ids[begin:], (transcript.prompt_logprobs or [])[begin:], self._tokenizer)
@@ -157,14 +175,24 @@ class EngineBackend(Backend):
         )
         return RequestOutputProcessor(uuid4().hex, generation, self._tokenizer, now=time.monotonic())
 
+    async def _adapter(self, name: str | None) -> Adapter | None:
+        """The adapter of this name, which is read at its first use. Raises RequestError, ModelError, EngineStopped."""
+        if name is None or name in self._adapters:
+            return None if name is None else self._adapters[name]
+        if name not in self._lora_paths:
+            known = ", ".join(map(repr, self._lora_paths)) or "none"
+            raise RequestError(f"the engine has no adapter {name!r:.80}; lora_paths names {known}", "adapter")
+        self._adapters[name] = adapter = await self._engine.read_adapter(name, self._lora_paths[name])
+        return adapter
+
     async def _deltas(
-        self, transcripts: Sequence[RequestOutputProcessor], program: Program | None
+        self, transcripts: Sequence[RequestOutputProcessor], program: Program | None, adapter_name: str | None = None
     ) -> AsyncGenerator[Delta]:
         """Submit requests and yield their Deltas until all are finished. Updates the stats."""
         by_id = {transcript.request_id: transcript for transcript in transcripts}
-        params = SchedulingParams(program=program)
+        params, adapter = SchedulingParams(program=program), await self._adapter(adapter_name)
         outputs = await self._engine.generate(
-            [one.generation.request(name, scheduling_params=params) for name, one in by_id.items()]
+            [one.generation.request(name, scheduling_params=params, adapter=adapter) for name, one in by_id.items()]
         )
         self.stats.num_calls += 1
         try:
@@ -195,10 +223,20 @@ class EngineBackend(Backend):
         return self._tokenizer.apply_chat_template(messages, None, add_generation_prompt)
 
 
-def open_engine(*, hints: bool = True, **options: Any) -> EngineBackend:  # noqa: ANN401  (EngineOptions checks them)
-    """Load a model. options: fields of EngineOptions. Raises ConfigError, ModelError."""
+def open_engine(
+    *,
+    hints: bool = True,
+    lora_paths: Mapping[str, str | PathLike[str]] = NO_PATHS,
+    **options: Any,  # noqa: ANN401  (EngineOptions checks them)
+) -> EngineBackend:
+    """Load a model. lora_paths: as in EngineBackend; they turn enable_lora on. options: fields of EngineOptions.
+
+    Raises ConfigError, ModelError.
+    """
+    if lora_paths:
+        options.setdefault("enable_lora", True)
     built = build(EngineOptions(**options), report=log.info, progress=lambda _done, _total: None)
-    return EngineBackend(built, hints=hints)
+    return EngineBackend(built, hints=hints, lora_paths={name: abspath(path) for name, path in lora_paths.items()})
 
 
 def sampling_params(params: GenParams) -> SamplingParams:

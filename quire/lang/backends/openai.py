@@ -109,10 +109,10 @@ def _constraint_fields(params: GenParams, *, extensions: bool) -> dict[str, obje
 class OpenAI(Backend):
     """Backend for an endpoint, such as https://host/v1.
 
-    model_name: None means the first that the endpoint lists. is_chat_model: use chat, which is the default, not
-    completions. extensions: whether the endpoint supports vLLM's fields, as quire, vLLM and SGLang do:
-    structured_outputs, top_k, min_p, stop_token_ids, ignore_eos, min_tokens, and continue_final_message, without which
-    nothing may precede a gen in an assistant's turn. Raises RequestError, GenerationFailed.
+    model_name: None means the first that the endpoint lists; an adapter takes its place. is_chat_model: use chat, which
+    is the default, not completions. extensions: whether the endpoint supports vLLM's fields, as quire, vLLM and SGLang
+    do: structured_outputs, top_k, min_p, stop_token_ids, ignore_eos, min_tokens, and continue_final_message, without
+    which nothing may precede a gen in an assistant's turn. Raises RequestError, GenerationFailed.
     """
 
     def __init__(
@@ -165,7 +165,13 @@ class OpenAI(Backend):
             yield piece
 
     async def select(
-        self, prompt: Prompt, choices: tuple[str, ...], method: ChoicesSamplingMethod, program: Program | None
+        self,
+        prompt: Prompt,
+        choices: tuple[str, ...],
+        method: ChoicesSamplingMethod,
+        program: Program | None,
+        *,
+        adapter: str | None = None,
     ) -> ChoicesDecision:
         """The choice that the method ranks first. Needs an endpoint that echoes prompts with logprobs.
 
@@ -173,9 +179,10 @@ class OpenAI(Backend):
         constraint. Raises RequestError, GenerationFailed.
         """
         if self.is_chat_model:
-            return await self._generate_choice(prompt, choices)
+            return await self._generate_choice(prompt, choices, adapter)
+        model = adapter or self.model_name
         logprobs = await self._echo_logprobs(
-            [prompt.text] if prompt.text else [], [prompt.text + choice for choice in choices]
+            model, [prompt.text] if prompt.text else [], [prompt.text + choice for choice in choices]
         )
         before = [] if not prompt.text else logprobs.pop(0)
         (names,) = _token_texts([before])
@@ -185,7 +192,7 @@ class OpenAI(Backend):
         ]
         alone = None
         if method.requires_unconditional_logprobs:
-            alone = await self._echo_logprobs([], list(choices))
+            alone = await self._echo_logprobs(model, [], list(choices))
             if _token_texts(scores) != _token_texts(alone):
                 raise RequestError(
                     "this endpoint tokenizes a choice alone differently than after the prompt; use another method",
@@ -204,7 +211,7 @@ class OpenAI(Backend):
     def _request(self, prompt: Prompt, params: GenParams) -> tuple[str, dict[str, object]]:
         if params.tools:
             raise RequestError("gen(tools=...) needs a quire engine, or RuntimeEndpoint for a quire server", "tools")
-        body = {"model": self.model_name, **sampling_fields(params, extensions=self._extensions)}
+        body = {"model": params.adapter or self.model_name, **sampling_fields(params, extensions=self._extensions)}
         if params.prediction is not None:
             if not (self.is_chat_model or self._extensions):
                 raise RequestError(
@@ -249,13 +256,13 @@ class OpenAI(Backend):
                 if usage and not pieces:
                     yield Piece("", {**meta, **usage})
 
-    async def _generate_choice(self, prompt: Prompt, choices: Sequence[str]) -> ChoicesDecision:
+    async def _generate_choice(self, prompt: Prompt, choices: Sequence[str], adapter: str | None) -> ChoicesDecision:
         if not self._extensions:
             raise RequestError(
                 "select needs logprobs of prompts, which chat endpoints do not return, or OpenAI(..., extensions=True) "
                 "if the endpoint supports structured_outputs"
             )
-        path, body = self._request(prompt, GenParams(temperature=0.0, max_tokens=256))
+        path, body = self._request(prompt, GenParams(temperature=0.0, max_tokens=256, adapter=adapter))
         self.stats.num_calls += 1
         answer = await self._http.post(path, {**body, "structured_outputs": {"choice": list(choices)}})
         with response_errors():
@@ -265,12 +272,12 @@ class OpenAI(Backend):
             raise RequestError(f"this endpoint ignores structured_outputs: it returned {written!r:.100}")
         return ChoicesDecision(written)
 
-    async def _echo_logprobs(self, before: list[str], texts: list[str]) -> list[list[TokenLogprob]]:
+    async def _echo_logprobs(self, model: str, before: list[str], texts: list[str]) -> list[list[TokenLogprob]]:
         """Entries of each text's tokens, from one completions call with echo. The token ids are -1."""
         asked = {"prompt": [*before, *texts], "echo": True, "logprobs": 0, "max_tokens": 0, "temperature": 0.0}
         self.stats.num_calls += 1
         try:
-            answer = await self._http.post("/completions", {"model": self.model_name, **asked})
+            answer = await self._http.post("/completions", {"model": model, **asked})
         except RequestError as error:
             raise RequestError(
                 f"select needs an endpoint that echoes prompts with logprobs, and this one failed: {error}", "choices"

@@ -1,6 +1,6 @@
 """Backend for a quire server, through SGLang's native route /generate."""
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -61,6 +61,7 @@ class RuntimeEndpoint(Backend):
             **_logprob_fields(params),
             **({"tools": list(params.tools), "tool_choice": params.tool_choice} if params.tools else {}),
             **self._hint(program),
+            **_adapter_field(params.adapter),
         }
         self.stats.num_calls += 1
         if not stream:
@@ -84,16 +85,23 @@ class RuntimeEndpoint(Backend):
             self._count([meta])
 
     async def select(
-        self, prompt: Prompt, choices: tuple[str, ...], method: ChoicesSamplingMethod, program: Program | None
+        self,
+        prompt: Prompt,
+        choices: tuple[str, ...],
+        method: ChoicesSamplingMethod,
+        program: Program | None,
+        *,
+        adapter: str | None = None,
     ) -> ChoicesDecision:
         """See Backend. Raises RequestError, GenerationFailed."""
         text = await self._without_bos(prompt.text)
         before = await self._tokenize({"prompt": text})
-        scores = await self._choice_logprobs(before, [text + choice for choice in choices], _LOOK_BACK, program)
+        texts, more = [text + choice for choice in choices], _adapter_field(adapter)
+        scores = await self._choice_logprobs(before, texts, _LOOK_BACK, {**self._hint(program), **more})
         alone = None
         if method.requires_unconditional_logprobs:
             own = [[entry[1] for entry in entries] for entries in scores]
-            alone = await self._prompt_logprobs({"input_ids": own}, [0] * len(own), None)
+            alone = await self._prompt_logprobs({"input_ids": own}, [0] * len(own), more)
         return decide(choices, method, scores, alone)
 
     async def role_texts(self, roles: tuple[str, ...]) -> RoleTexts:
@@ -119,22 +127,22 @@ class RuntimeEndpoint(Backend):
         await self._http.close()
 
     async def _choice_logprobs(
-        self, before: Sequence[int], texts: Sequence[str], look_back: int, program: Program | None
+        self, before: Sequence[int], texts: Sequence[str], look_back: int, fields: Mapping[str, object]
     ) -> list[list[TokenLogprob]]:
         """Entries of each text's tokens after the prefix that it shares with the tokens `before`.
 
-        The server returns tokens and logprobs from `look_back` tokens before the end of `before`. If a text differs
-        already there, all tokens are requested.
+        fields: further ones of the bodies. The server returns tokens and logprobs from `look_back` tokens before the
+        end of `before`. If a text differs already there, all tokens are requested.
         """
         start = max(len(before) - look_back, 0)
-        logprobs = await self._prompt_logprobs({"text": list(texts)}, [start] * len(texts), program)
+        logprobs = await self._prompt_logprobs({"text": list(texts)}, [start] * len(texts), fields)
         shared = [common_prefix_len(before[start:], [entry[1] for entry in entries]) for entries in logprobs]
         if start and not all(shared):
-            return await self._choice_logprobs(before, texts, len(before), program)
+            return await self._choice_logprobs(before, texts, len(before), fields)
         return [entries[number:] for entries, number in zip(logprobs, shared, strict=True)]
 
     async def _prompt_logprobs(
-        self, prompts: dict[str, object], starts: Sequence[int], program: Program | None
+        self, prompts: dict[str, object], starts: Sequence[int], fields: Mapping[str, object]
     ) -> list[list[TokenLogprob]]:
         """Entries of each prompt's tokens from index `starts` on. The first of them has no logprob."""
         body = {
@@ -143,7 +151,7 @@ class RuntimeEndpoint(Backend):
             "return_logprob": True,
             "return_text_in_logprobs": True,
             "logprob_start_len": list(starts),
-            **self._hint(program),
+            **fields,
         }
         self.stats.num_calls += 1
         answer = await self._http.post("/generate", body)
@@ -212,6 +220,10 @@ def sampling_params(params: GenParams) -> dict[str, object]:
         "ebnf": params.ebnf,
     }
     return {name: value for name, value in asked.items() if value is not None and value != []}
+
+
+def _adapter_field(adapter: str | None) -> dict[str, object]:
+    return {} if adapter is None else {"lora_path": adapter}
 
 
 def _logprob_fields(params: GenParams) -> dict[str, object]:

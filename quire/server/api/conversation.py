@@ -22,6 +22,7 @@ from quire.engine.output_text import RequestOutputProcessor
 from quire.engine.outputs import CompletionOutput, Delta, LogprobRow
 from quire.errors import RequestError
 from quire.params import SamplingParams
+from quire.server.adapters import ServedModel
 from quire.server.api.limits import (
     MAX_ANSWER_VALUES,
     MAX_EVENT_VALUES,
@@ -106,6 +107,7 @@ class ChatRequest:
     repeats: its last events have the logprobs of all events before.
     """
 
+    model: ServedModel
     messages: Sequence[Mapping[str, object]]
     params: SamplingParams
     rendering: Rendering
@@ -293,7 +295,8 @@ async def start_conversations(
         most = MAX_EVENT_VALUES if first.repeats else MAX_ANSWER_VALUES
         asked = bounded_answer(asked, service.max_model_len, most)
     with renamed_fields(_grammar_names(first)), caller.quota.spending(num_prompt_tokens(asked)):
-        reply = await service.start(id, asked, first.namespace, first.beams, first.scheduling_params, whole=first.whole)
+        about = (id, asked, first.namespace, first.beams, first.scheduling_params)
+        reply = await service.start(*about, adapters=first.model.adapter, whole=first.whole)
     return [reader for reader, _ in prepared], reply
 
 

@@ -18,6 +18,7 @@ from quire.engine.inputs import Prompt, pooling_params
 from quire.engine.outputs import RequestMetrics
 from quire.errors import EngineStopped, RequestError
 from quire.params import SamplingParams
+from quire.server.adapters import ServedModel
 from quire.server.api.limits import num_prompt_tokens
 from quire.server.errors import DeadlineMissed
 from quire.server.middleware.auth import caller_of
@@ -75,6 +76,7 @@ class PromptsBody(PoolingBody):
 class PoolingRequest(NamedTuple):
     """Prompts to pool. params: their truncation. add_special_tokens: as in `Service.tokenize`."""
 
+    model: ServedModel
     prompts: Sequence[Prompt]
     pooling: Pooling
     params: SamplingParams
@@ -97,7 +99,8 @@ async def pool(
     release_body(request)
     id = service.request_ids.make(kind, request)
     namespace, scheduling_params = caller.namespace(body.cache_salt), body.scheduling_params(service.options)
-    batch = EmbeddingBatch(tokenized, asked.pooling, namespace, scheduling_params, id)
+    adapters = [asked.model.adapter] * len(tokenized)
+    batch = EmbeddingBatch(tokenized, asked.pooling, namespace, scheduling_params, id, adapters)
     record_of(request).get_stats = partial(_stats, batch)
     work = partial(_run, service, batch, caller.quota.spending(num_prompt_tokens(tokenized)))
     await limit.run(while_connected(request.receive, work))

@@ -46,10 +46,14 @@ _FILES = {"output_file_id": "completed", "error_file_id": "failed"}  # files of 
 
 
 class BatchRecord(msgspec.Struct):
-    """A batch in the store. batch: OpenAI's object. file_ttl: seconds for which files with results are stored."""
+    """A batch in the store. batch: OpenAI's object. file_ttl: seconds for which files with results are stored.
+
+    adapters: names of those that its requests may use; None: all of the server.
+    """
 
     batch: dict[str, Any]
     file_ttl: int
+    adapters: list[str] | None = None
 
 
 class _Failed(QuireError):
@@ -63,7 +67,8 @@ class _Failed(QuireError):
 class Batches:
     """The batches of one app.
 
-    keys: of the server. After a restart, a batch is sent with the first key of its tenant.
+    keys: of the server. After a restart, a batch is sent with the first key of its tenant, and with the adapters of the
+    key that created it.
     """
 
     def __init__(self, service: Service, store: Store, drain: Drain, keys: Keys | None) -> None:
@@ -120,7 +125,8 @@ class Batches:
             "request_counts": {"total": 0, "completed": 0, "failed": 0},
             "metadata": dict(metadata),
         }
-        record = BatchRecord(batch, file_ttl or TTL)
+        adapters = None if caller.adapters is None else sorted(caller.adapters)
+        record = BatchRecord(batch, file_ttl or TTL, adapters)
         data = msgspec.json.encode(record)
         await self._store.create(caller.tenant, "batch", batch["id"], data, expires_at=now + TTL, pinned=True)
         self._begin(caller.tenant, record, caller)
@@ -158,7 +164,11 @@ class Batches:
             if data is not None:
                 keys = self._keys
                 caller = keys.caller_of_tenant(tenant) if keys is not None else None if tenant else KEYLESS_CALLER
-                self._begin(tenant, msgspec.json.decode(data, type=BatchRecord), caller)
+                record = msgspec.json.decode(data, type=BatchRecord)
+                if caller is not None:
+                    adapters = None if record.adapters is None else frozenset(record.adapters)
+                    caller = msgspec.structs.replace(caller, adapters=adapters)
+                self._begin(tenant, record, caller)
 
     async def _resume_later(self) -> None:
         """`_resume`, once the store can be read."""

@@ -8,7 +8,7 @@ import fcntl
 import os
 import signal
 import stat
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
@@ -34,6 +34,7 @@ from quire.server.batch.sender import BatchStopped, send_lines
 from quire.server.observability.activity import ActivityLine
 from quire.server.options import ServerOptions
 from quire.server.serve import launched
+from quire.server.service import Service
 
 _TICK_SECONDS = 0.5  # between checks whether a line of figures is due
 
@@ -109,16 +110,26 @@ def run_batch(  # noqa: PLR0913 (a flag each)
     resume: bool = False,
     concurrency: int = CONCURRENCY,
     model_name: str | None = None,
+    lora_modules: Sequence[str] = (),
+    lora_dir: str | None = None,
     report: Callable[[str], None],
     progress: Callable[[int, int], None],
     advance: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Send all lines of `source`, at most `concurrency` at once, and append results to `target` as they arrive.
 
-    resume: skips lines that have a result in `target`. report(line) gets the memory plan, lines of figures and the
-    summary, progress(done, total) bytes of the model, advance(done, total) lines. Raises ConfigError for unusable
-    files, before the model is loaded; ConfigError, ModelError, EngineStopped for the engine; BatchStopped.
+    resume: skips lines that have a result in `target`. lora_modules, lora_dir: as in ServerOptions. report(line) gets
+    the memory plan, lines of figures and the summary, progress(done, total) bytes of the model, advance(done, total)
+    lines. Raises ConfigError for unusable files and options, before the model is loaded; ConfigError, ModelError,
+    EngineStopped for the engine; BatchStopped.
     """
+    server = ServerOptions(
+        served_model_name=(model_name,) if model_name else (),
+        lora_modules=tuple(lora_modules),
+        lora_dir=lora_dir,
+        watchdog=0.0,
+    )
+    server.check()
     if source.exists() and target.exists() and source.samefile(target):
         raise ConfigError(f"{target} is the input; name another file for the results")
     try:
@@ -131,12 +142,11 @@ def run_batch(  # noqa: PLR0913 (a flag each)
             file.seek(0)
         output = ResultFile(target, resume=resume)
         try:
-            server = ServerOptions(served_model_name=(model_name,) if model_name else (), watchdog=0.0)
             with launched(options, server, report=report, progress=progress) as service:
                 app = make_app(service, with_tarpit=False)
                 batch = Batch(app, output, lambda done: advance(done, max(done, total)))
                 activity = ActivityLine(lambda: service.engine.health().stats, report)
-                asyncio.run(_until_signal(app, batch.run(file, concurrency), activity))
+                asyncio.run(_until_signal(app, _checked(service, batch.run(file, concurrency)), activity))
         except (asyncio.CancelledError, KeyboardInterrupt):
             raise BatchStopped(f"stopped; finished results are in {target}, and --resume continues") from None
         except OSError as error:
@@ -160,6 +170,14 @@ async def _until_signal(app: FastAPI, work: Coroutine[object, object, None], act
             await working
         finally:
             reporting.cancel()
+
+
+async def _checked(service: Service, work: Coroutine[object, object, None]) -> None:
+    """Run `work` in the app that has started. Raises ConfigError for adapters that cannot be used, EngineStopped."""
+    if service.adapters.failure is not None:
+        work.close()
+        raise service.adapters.failure
+    await work
 
 
 async def _report(activity: ActivityLine) -> None:

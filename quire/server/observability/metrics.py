@@ -4,6 +4,7 @@ Each app has its own registries. The prefix of names is added on export.
 """
 
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, get_args
 
@@ -43,6 +44,13 @@ _GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("prompts_running", "Running prompts that take more than one step.", lambda s: s.prompts.num_prompts),
     ("prompts_running_tokens", "Tokens of these prompts.", lambda s: s.prompts.num_tokens),
     ("prompts_running_tokens_done", "Those of them that have KV.", lambda s: s.prompts.num_done),
+    ("adapters_resident", "LoRA adapters in memory.", lambda s: s.num_adapters),
+    ("adapter_memory_bytes", "Bytes of LoRA adapters in memory or being loaded.", lambda s: s.adapter_bytes),
+    (
+        "num_requests_waiting_for_adapters",
+        "Requests whose adapter is not in memory yet.",
+        lambda s: s.num_waiting_for_adapters,
+    ),
 )
 _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("prompt_tokens", "Prompt tokens computed or found in the prefix cache.", lambda s: s.prompt_tokens),
@@ -64,19 +72,25 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("spec_decode_num_drafts", "Verified chains of drafts.", lambda s: s.num_draft_chains),
     ("spec_decode_num_draft_tokens", "Verified drafts.", lambda s: s.num_draft_tokens),
     ("spec_decode_num_accepted_tokens", "Accepted drafts.", lambda s: s.num_accepted_drafts),
+    ("adapter_loads", "LoRA adapters loaded into memory.", lambda s: s.num_adapter_loads),
+    ("adapter_load_seconds", "Seconds of these loads.", lambda s: s.adapter_load_seconds),
+    ("adapters_evicted", "LoRA adapters that left memory for others.", lambda s: s.num_evicted_adapters),
     ("iterations", "Steps run.", lambda s: s.num_steps),
     ("iterations_failed", "Steps that failed.", lambda s: s.failed_steps),
 )
 
 
 class EngineCollector(Collector):
-    """Collector of the metrics of an engine, read from its health."""
+    """Collector of the metrics of an engine, read from its health. max_loras: 0 without adapters."""
 
-    def __init__(self, model_name: str, health: Callable[[], Health], cache: CacheConfig, max_model_len: int) -> None:
+    def __init__(
+        self, model_name: str, health: Callable[[], Health], cache: CacheConfig, max_model_len: int, max_loras: int
+    ) -> None:
         self._label_values = (model_name, ENGINE)
         self._health = health
         self._cache = cache
         self._max_model_len = max_model_len
+        self._max_loras = max_loras
 
     def collect(self) -> Iterator[Metric]:
         """Called by prometheus_client."""
@@ -91,6 +105,8 @@ class EngineCollector(Collector):
         yield self._step_sizes(health.stats)
         yield from self._drafts(health.stats)
         yield self._cache_config()
+        if self._max_loras:
+            yield self._adapters_of_requests(health.stats)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, text, labels=LABELS)
@@ -172,6 +188,21 @@ class EngineCollector(Collector):
         family.add_metric(tuple(labels.values()), 1)
         return family
 
+    def _adapters_of_requests(self, stats: EngineStats) -> Metric:
+        """vLLM's gauge, whose value is the time."""
+        counts = sorted(stats.adapter_requests.items())
+        labels = {
+            "model_name": self._label_values[0],
+            "engine": ENGINE,
+            "max_lora": str(self._max_loras),
+            "waiting_lora_adapters": ",".join(name for name, (_, waiting) in counts if waiting),
+            "running_lora_adapters": ",".join(name for name, (running, _) in counts if running),
+        }
+        text = "Names of the LoRA adapters of running and waiting requests; the value is the time."
+        family = GaugeMetricFamily("lora_requests_info", text, labels=tuple(labels))
+        family.add_metric(tuple(labels.values()), time.time())
+        return family
+
     def _most_longest_sequences(self) -> float:
         """Sequences of max_model_len tokens whose KV fits. A window needs a block more than its own length at most."""
         size, longest = self._cache.block_size, self._max_model_len
@@ -218,7 +249,13 @@ class Metrics:
     """All metrics of one app. Routes update those of requests; those of the engine are read on export."""
 
     def __init__(
-        self, model_name: str, health: Callable[[], Health], *, cache: CacheConfig, max_model_len: int
+        self,
+        model_name: str,
+        health: Callable[[], Health],
+        *,
+        cache: CacheConfig,
+        max_model_len: int,
+        max_loras: int = 0,
     ) -> None:
         self._registry = CollectorRegistry()
         self._http_registry = CollectorRegistry()  # metrics of HTTP, whose names get no prefix
@@ -270,7 +307,7 @@ class Metrics:
             buckets=_WHOLE_REQUEST,
             registry=self._http_registry,
         )
-        self._registry.register(EngineCollector(model_name, health, cache, max_model_len))
+        self._registry.register(EngineCollector(model_name, health, cache, max_model_len, max_loras))
 
     def observe_tokens(self, metrics: RequestMetrics, before: float | None, now: float, num_tokens: int) -> None:
         """Observe new tokens of a sequence. before: time of its previous tokens; None for its first ones."""

@@ -50,7 +50,7 @@ class RequestRecord:
     arrival_time: float  # time of arrival, seconds since 1970
     began: float
     answer_id: str | None = None  # id of the response body; the engine's ids are derived from it
-    model: str | None = None
+    model: str | None = None  # that was used: the served model's name, or that of an adapter
     status: int = 0  # 0 if no response has begun
     num_bytes: int = 0  # of the response body
     first_byte: float | None = None  # time of the first byte of the body
@@ -103,6 +103,11 @@ def find_record(scope: Scope) -> RequestRecord | None:
     """The record of a scope; None if the scope has none."""
     record: RequestRecord | None = scope.get("state", {}).get(_STATE)
     return record
+
+
+def store_model(request: Request, name: str) -> None:
+    """Store the name of the adapter that a request uses in its record, in place of the served model's."""
+    record_of(request).model = name
 
 
 def record_of(request: Request) -> RequestRecord:
@@ -158,7 +163,9 @@ class RequestIds:
     def make(self, kind: str, request: Request) -> str:
         """A new response id, such as cmpl-..., stored in the request's record."""
         record = record_of(request)
-        record.model, record.operation = self._model_name, _OPERATIONS[kind]
+        record.operation = _OPERATIONS[kind]
+        if record.model is None:  # else it is that of an adapter
+            record.model = self._model_name
         if kind == _STORED:
             record.answer_id = f"{kind}_{record.random_id}"
         elif record.client_id is None:

@@ -27,6 +27,7 @@ from quire.server.api.openai.schema import (
     StreamOptions,
 )
 from quire.server.api.sglang.schema import GenerateBody, GenerateParams
+from quire.server.api.vllm.adapters import LoadAdapterBody, UnloadAdapterBody
 from quire.server.api.vllm.classify import ClassifyBody
 from quire.server.api.vllm.score import DocumentBody, RerankBody, ScoreBody
 from quire.server.request_params import JsonSchema, ProgramBody, ResponseFormat, RetentionBody, StructuredOutputs
@@ -66,6 +67,7 @@ BODIES = {
     RetentionBody: [COMMON],
     ProgramBody: [COMMON],
     EndProgramBody: ["`/v1/programs/end`"],
+    **{body: ["Adapters"] for body in (LoadAdapterBody, UnloadAdapterBody)},
 }
 
 

@@ -67,7 +67,7 @@ def test_names_are_checked():
         ("/v1/threads", "/v1/responses"),
         ("/chat/completions", "use /v1/chat/completions"),
         ("/models/", "use /v1/models"),
-        ("/v1/load_lora_adapter", "adapters"),
+        ("/abort_request", "close the connection"),
         ("/completion", "/v1/completions"),
         ("/infill", "not supported"),
         ("/props", "/get_server_info"),

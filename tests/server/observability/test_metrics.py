@@ -1,8 +1,11 @@
 """Metrics: names, types and labels that dashboards for vLLM need, and exact values."""
 
+import time
+
 import httpx
 import pytest
 from kv_groups import kv_group
+from msgspec import structs
 from multi_tenant_server import run_site
 from server_probes import Page
 from waiting import wait_until
@@ -69,6 +72,9 @@ OUR_OWN = {
     **dict.fromkeys(("iterations_failed", "engine_restarts", "access_log_lines_lost"), ("counter", set())),
     **dict.fromkeys(("engine_heartbeat_age_seconds", "engine_healthy"), ("gauge", set())),
     **dict.fromkeys(("prompts_running", "prompts_running_tokens", "prompts_running_tokens_done"), ("gauge", set())),
+    **dict.fromkeys(("adapters_resident", "adapter_memory_bytes"), ("gauge", set())),
+    "num_requests_waiting_for_adapters": ("gauge", set()),
+    **dict.fromkeys(("adapter_loads", "adapter_load_seconds", "adapters_evicted"), ("counter", set())),
     "engine_state": ("gauge", {"state"}),
     "requests_refused": ("counter", {"reason"}),
     "forced_tokens": ("counter", set()),
@@ -221,6 +227,36 @@ def test_cache_config_info_reports_max_concurrency(longest, size, most):
     metrics = Metrics("m", lambda: HEALTH, cache=CacheConfig(16, groups), max_model_len=longest)
     (sample,) = Page(metrics.export("").decode()).families["cache_config_info"].samples
     assert (sample.labels["kv_cache_size_tokens"], sample.labels["kv_cache_max_concurrency"]) == (size, most)
+
+
+def test_adapters_are_named_as_in_vllm():
+    stats = structs.replace(
+        EngineStats.zero(),
+        num_adapters=2,
+        adapter_bytes=4096,
+        num_adapter_loads=5,
+        adapter_load_seconds=1.5,
+        num_evicted_adapters=3,
+        num_waiting_for_adapters=7,
+        adapter_requests={"b": (1, 2), "a": (3, 0), "c": (0, 4)},
+    )
+    health = HEALTH._replace(stats=stats)
+    before = time.time()
+    page = Page(Metrics("m", lambda: health, cache=CACHE, max_model_len=100, max_loras=8).export("").decode())
+    (sample,) = page.families["lora_requests_info"].samples
+    assert sample.labels == {
+        **{"model_name": "m", "engine": "0", "max_lora": "8"},
+        **{"running_lora_adapters": "a,b", "waiting_lora_adapters": "b,c"},
+    }
+    assert before <= sample.value <= time.time()
+    names = ("adapters_resident", "adapter_memory_bytes", "num_requests_waiting_for_adapters")
+    assert [page.value(name) for name in names] == [2, 4096, 7]
+    counters = ("adapter_loads", "adapter_load_seconds", "adapters_evicted")
+    assert [page.value(f"{name}_total") for name in counters] == [5, 1.5, 3]
+
+
+def test_without_adapters_none_are_named(metrics):
+    assert "lora_requests_info" not in Page(metrics.export("").decode()).families
 
 
 def test_the_state_of_the_engine(metrics):

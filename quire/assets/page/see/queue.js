@@ -24,6 +24,7 @@ class Row {
   #cells;
   #id;
   #swatch = h('span', { class: 'swatch owner', 'aria-hidden': 'true' });
+  #adapter = h('span', { class: 'adapter' });
   request = null;
 
   constructor(columns, { explain, point }) {
@@ -31,7 +32,7 @@ class Row {
     const leave = () => point(0);
     this.#id = h('button', { type: 'button', class: 'link mono', onclick: () => explain(this.request), onfocus: enter, onblur: leave });
     this.#cells = columns.map((name) => h('td', { class: name === NOT_ON_PHONES ? 'narrow-out' : null }));
-    this.element = h('tr', { onmouseenter: enter, onmouseleave: leave }, h('td', {}, this.#swatch, this.#id), this.#cells);
+    this.element = h('tr', { onmouseenter: enter, onmouseleave: leave }, h('td', {}, this.#swatch, this.#id, this.#adapter), this.#cells);
   }
 
   draw(request, texts, colour, isHighlighted) {
@@ -39,6 +40,10 @@ class Row {
     if (this.#id.title !== request.id) {
       this.#id.title = request.id;
       this.#id.textContent = shortId(request.id);
+    }
+    if (this.#adapter.textContent !== request.adapter) {
+      this.#adapter.title = request.adapter && `LoRA adapter ${request.adapter}`;
+      this.#adapter.textContent = request.adapter;
     }
     this.#swatch.style.setProperty('background-color', colour);
     this.element.classList.toggle('highlight', isHighlighted);

@@ -10,6 +10,7 @@ from quire.chat.tools import toolbox
 from quire.core.scheduling_params import SchedulingParams
 from quire.engine.inputs import kept_for
 from quire.params import SamplingParams
+from quire.server.adapters import ServedModel
 from quire.server.api.anthropic.content_blocks import ContentBlocks, whole_blocks
 from quire.server.api.anthropic.schema import CountTokensBody, MessagesBody
 from quire.server.api.anthropic.translation import (
@@ -49,7 +50,7 @@ def message_routes(service: Service) -> APIRouter:
     @router.post("/v1/messages/count_tokens", response_model=None)
     async def count_tokens(body: CountTokensBody, request: Request) -> Response:
         """Count the prompt's tokens of a conversation, without an answer."""
-        service.check_model(body.model)
+        await service.served_model(request, body.model)
         number = await service.thread_pool.run(caller_of(request).tenant, lambda: _num_tokens(service, body))
         return Response(msgspec.json.encode({"input_tokens": number}), media_type="application/json")
 
@@ -66,18 +67,19 @@ def _num_tokens(service: Service, body: CountTokensBody) -> int:
 
 
 async def _start(service: Service, body: MessagesBody, request: Request, id: str) -> tuple["MessagesAnswer", Reply]:
-    service.check_model(body.model)
+    model = await service.served_model(request, body.model)
     with renamed_fields(_ENGINE_NAMES):
-        chat = await service.prepare(request, lambda: _chat_request(service, body, request))
+        chat = await service.prepare(request, lambda: _chat_request(service, body, model, request))
         service.metrics.count_unknown_fields("messages", num_unknown_fields(body))
         reader, reply = await start_conversation(service, request, id, chat)
-        return MessagesAnswer(id, service.model_name, body, reader), reply
+        return MessagesAnswer(id, model.name, body, reader), reply
 
 
-def _chat_request(service: Service, body: MessagesBody, request: Request) -> ChatRequest:
+def _chat_request(service: Service, body: MessagesBody, model: ServedModel, request: Request) -> ChatRequest:
     tools, choice = chat_tools(body.tools, skip_others=service.ignores_unknown_fields), body.tool_choice
     is_parallel = None if choice is None else not choice.disable_parallel_tool_use
     return ChatRequest(
+        model=model,
         messages=chat_messages(body),
         params=_sampling_params(service, body),
         rendering=rendering_of(body, tools),

@@ -8,6 +8,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from quire import __version__
+from quire.core.adapter import Adapter
 from quire.errors import EngineStopped, QueueFull
 from quire.params import SamplingParams
 from quire.server.api.limits import num_prompt_tokens
@@ -26,15 +27,17 @@ def health_routes(service: Service, drain: Drain) -> APIRouter:
     router = APIRouter(tags=["Operations"])
 
     @router.get("/v1/models", tags=["OpenAI"])
-    async def models() -> dict[str, object]:
-        """List the names of the served model."""
-        return {"object": "list", "data": [_model(service, name) for name in service.model_names]}
+    async def models(request: Request) -> dict[str, object]:
+        """List the names of the served model, and its adapters that were loaded or used."""
+        data = [_model(service, name) for name in service.model_names]
+        adapters = service.adapters.listed(caller_of(request))
+        data += [_model(service, name, entry.adapter) for name, entry in adapters]
+        return {"object": "list", "data": data}
 
     @router.get("/v1/models/{name:path}", tags=["OpenAI"])
-    async def model(name: str) -> dict[str, object]:
-        """Describe the served model. 404 for another name."""
-        service.check_model(name)
-        return _model(service, name)
+    async def model(name: str, request: Request) -> dict[str, object]:
+        """Describe the served model, or an adapter. 404 for another name."""
+        return _model(service, name, (await service.served_model(request, name)).adapter)
 
     @router.get("/version")
     async def version() -> dict[str, str]:
@@ -121,8 +124,8 @@ async def _generation_problem(service: Service, request: Request) -> str:
     return ""
 
 
-def _model(service: Service, name: str) -> dict[str, object]:
-    """The entry of a name in /v1/models, with vLLM's fields."""
+def _model(service: Service, name: str, adapter: Adapter | None = None) -> dict[str, object]:
+    """The entry of a name in /v1/models, with vLLM's fields. adapter: None for the model itself."""
     permission = {
         "id": f"modelperm-{name}",
         "object": "model_permission",
@@ -137,8 +140,8 @@ def _model(service: Service, name: str) -> dict[str, object]:
         "object": "model",
         "created": service.created,
         "owned_by": "quire",
-        "root": service.model_name,
-        "parent": None,
+        "root": service.model_name if adapter is None else adapter.path,
+        "parent": None if adapter is None else service.model_name,
         "max_model_len": service.max_model_len,
         "permission": [permission],
     }

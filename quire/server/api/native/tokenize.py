@@ -39,7 +39,7 @@ def token_routes(service: Service) -> APIRouter:
     @router.post("/tokenize", response_model=None)
     async def tokenize(body: TokenizeBody, request: Request) -> Response:
         """Return the token ids of a text or a conversation."""
-        service.check_model(body.model)
+        await service.served_model(request, body.model)
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("give either a prompt or messages", "prompt")
         return await service.thread_pool.run(caller_of(request).tenant, lambda: _json(_tokenized(body, service)))
@@ -47,7 +47,7 @@ def token_routes(service: Service) -> APIRouter:
     @router.post("/detokenize", response_model=None)
     async def detokenize(body: DetokenizeBody, request: Request) -> Response:
         """Return the text of token ids, special tokens included."""
-        service.check_model(body.model)
+        await service.served_model(request, body.model)
         num_bytes = CHARACTERS_PER_TOKEN * len(body.tokens)
         if num_bytes > LARGE:  # the text can be much longer than the body
             await hold(request.state.body_bytes, num_bytes)

@@ -17,6 +17,7 @@ from quire.engine.inputs import Generation
 from quire.engine.outputs import LogprobRow
 from quire.errors import RequestError
 from quire.params import SamplingParams
+from quire.server.adapters import ServedModel
 from quire.server.api.conversation import ChatRequest, MessageReader, Rendering, start_conversation
 from quire.server.api.limits import bounded_answer, num_prompt_tokens
 from quire.server.api.ollama.schema import (
@@ -33,12 +34,14 @@ from quire.server.reply import Reply, check_end, respond
 from quire.server.service import Service
 from quire.server.sse import LINES, TimeLimit, line
 
+TAG = ":latest"  # that Ollama's clients add to the name of a model
 _NO_MARKUP = OutputFormat(ChatFormat(None, None, "a raw prompt"), None, None, begun=False, may_reason=False)
 
 
-def check_model(service: Service, name: str | None) -> None:
-    """Raises UnknownModel unless `name` is a name of the served model, to which a client may add the tag :latest."""
-    service.check_model(name if name is None or name in service.model_names else name.removesuffix(":latest"))
+async def served_model(service: Service, request: Request, name: str | None) -> ServedModel:
+    """As `Service.served_model`, for a name to which a client may have added the tag :latest."""
+    is_known = name is None or name in service.model_names or service.adapters.knows(name)
+    return await service.served_model(request, name if is_known else str(name).removesuffix(TAG))
 
 
 def timestamp() -> str:
@@ -53,63 +56,64 @@ def generation_routes(service: Service) -> APIRouter:
     @router.post("/api/chat", response_model=None)
     async def chat(body: OllamaChatBody, request: Request) -> Response:
         """Generate the next message of a conversation."""
-        check_model(service, body.model)
+        model = await served_model(service, request, body.model)
         if not body.messages:
-            return _loaded(service, body, _chat_fields)
+            return _loaded(service, model, body, _chat_fields)
         limit, id = TimeLimit(body.timeout), service.request_ids.make("chat", request)
         with renamed_fields({**ENGINE_NAMES, "prompt": "messages"}):
-            answer, reply = await limit.run(_start_chat(service, body, request, id))
+            answer, reply = await limit.run(_start_chat(service, body, model, request, id))
         return await respond(request, answer, reply, limit, stream=body.stream is not False, stream_format=LINES)
 
     @router.post("/api/generate", response_model=None)
     async def generate(body: OllamaGenerateBody, request: Request) -> Response:
         """Answer a prompt."""
-        check_model(service, body.model)
+        model = await served_model(service, request, body.model)
         if not body.prompt:
-            return _loaded(service, body, _generate_fields)
+            return _loaded(service, model, body, _generate_fields)
         limit, id = TimeLimit(body.timeout), service.request_ids.make("generate", request)
         with renamed_fields({**ENGINE_NAMES, "messages": "prompt"}):
-            answer, reply = await limit.run(_start_generate(service, body, request, id))
+            answer, reply = await limit.run(_start_generate(service, body, model, request, id))
         return await respond(request, answer, reply, limit, stream=body.stream is not False, stream_format=LINES)
 
     return router
 
 
 async def _start_chat(
-    service: Service, body: OllamaChatBody, request: Request, id: str
+    service: Service, body: OllamaChatBody, model: ServedModel, request: Request, id: str
 ) -> tuple["OllamaAnswer", Reply]:
     unknown = sum(len(message.model_extra or ()) for message in body.messages or ())
     service.metrics.count_unknown_fields("messages", unknown)
     rendering = Rendering(tools=body.tools, variables=body.variables)
     chat = await service.prepare(
-        request, lambda: _chat_request(service, body, request, chat_messages(body.messages or ()), rendering)
+        request, lambda: _chat_request(service, body, model, request, chat_messages(body.messages or ()), rendering)
     )
     reader, reply = await start_conversation(service, request, id, chat)
-    return OllamaAnswer(id, service, chat.params, reader, _chat_fields), reply
+    return OllamaAnswer(id, service, model, chat.params, reader, _chat_fields), reply
 
 
 async def _start_generate(
-    service: Service, body: OllamaGenerateBody, request: Request, id: str
+    service: Service, body: OllamaGenerateBody, model: ServedModel, request: Request, id: str
 ) -> tuple["OllamaAnswer", Reply]:
     if body.raw or not service.tokenizer.has_chat_template:
         if body.system:
             raise RequestError("system needs the chat template; leave raw out, or write it into the prompt", "system")
         params = body.sampling_params(service.sampling_defaults)
-        reader, reply = await _continue_text(service, body, request, id, params)
+        reader, reply = await _continue_text(service, body, model, request, id, params)
     else:
         messages: list[dict[str, object]] = [{"role": "user", "content": body.prompt}]
         if body.system:
             messages.insert(0, {"role": "system", "content": body.system})
         rendering = Rendering(variables=body.variables)
-        chat = await service.prepare(request, lambda: _chat_request(service, body, request, messages, rendering))
+        chat = await service.prepare(request, lambda: _chat_request(service, body, model, request, messages, rendering))
         params = chat.params
         reader, reply = await start_conversation(service, request, id, chat)
-    return OllamaAnswer(id, service, params, reader, _generate_fields), reply
+    return OllamaAnswer(id, service, model, params, reader, _generate_fields), reply
 
 
 def _chat_request(
     service: Service,
     body: GenerationBody,
+    model: ServedModel,
     request: Request,
     messages: Sequence[Mapping[str, object]],
     rendering: Rendering,
@@ -117,6 +121,7 @@ def _chat_request(
     if body.think and service.chat_format.reasoning is None:
         raise RequestError("this model has no reasoning that is known; leave think out", "think")
     return ChatRequest(
+        model=model,
         messages=messages,
         params=body.sampling_params(service.sampling_defaults),
         rendering=rendering,
@@ -128,7 +133,7 @@ def _chat_request(
 
 
 async def _continue_text(
-    service: Service, body: OllamaGenerateBody, request: Request, id: str, params: SamplingParams
+    service: Service, body: OllamaGenerateBody, model: ServedModel, request: Request, id: str, params: SamplingParams
 ) -> tuple[MessageReader, Reply]:
     """Queue a prompt as it is, whose output has no markup."""
     caller = caller_of(request)
@@ -138,7 +143,8 @@ async def _continue_text(
         asked = bounded_answer(asked, service.max_model_len)
     namespace, scheduling_params = caller.namespace(body.cache_salt), body.scheduling_params(service.options)
     with caller.quota.spending(num_prompt_tokens(asked)):
-        reply = await service.start(id, asked, namespace, scheduling_params=scheduling_params, whole=whole)
+        about = (id, asked, namespace)
+        reply = await service.start(*about, scheduling_params=scheduling_params, adapters=model.adapter, whole=whole)
     return MessageReader(_NO_MARKUP), reply
 
 
@@ -221,7 +227,7 @@ def _generate_fields(content: str, thinking: str, _calls: Calls) -> dict[str, ob
     return {"response": content, **({"thinking": thinking} if thinking else {})}
 
 
-def _loaded(service: Service, body: GenerationBody, fields: MessageFields) -> Response:
+def _loaded(service: Service, model: ServedModel, body: GenerationBody, fields: MessageFields) -> Response:
     """The answer to a request without a prompt, with which Ollama's clients load or unload a model.
 
     Raises RequestError for fields that a request with a prompt may not have.
@@ -230,7 +236,7 @@ def _loaded(service: Service, body: GenerationBody, fields: MessageFields) -> Re
         body.sampling_params(service.sampling_defaults)
         body.scheduling_params(service.options)
     reason = "unload" if body.keep_alive in (0, "0", "0s") else "load"
-    head = {"model": service.model_name, "created_at": timestamp()}
+    head = {"model": model.name, "created_at": timestamp()}
     content = {**head, **fields("", "", ()), "done": True, "done_reason": reason}
     return Response(msgspec.json.encode(content), media_type="application/json")
 
@@ -272,10 +278,16 @@ class OllamaAnswer:
     """Ollama's objects for one request. fields: makes those with the message."""
 
     def __init__(
-        self, id: str, service: Service, params: SamplingParams, reader: MessageReader, fields: MessageFields
+        self,
+        id: str,
+        service: Service,
+        model: ServedModel,
+        params: SamplingParams,
+        reader: MessageReader,
+        fields: MessageFields,
     ) -> None:
         self.id = id
-        self._model_name = service.model_name
+        self._model_name = model.name
         self._reader = reader
         self._fields = fields
         self._calls = WholeCalls(reader.new_call_id)

@@ -7,7 +7,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from quire.engine.inputs import pooling_params
-from quire.server.api.ollama.chat import check_model
+from quire.server.api.ollama.chat import served_model
 from quire.server.api.ollama.schema import OllamaEmbedBody, OllamaEmbeddingsBody
 from quire.server.api.pooling import PoolingRequest, encoded_vector, json_response, num_values, on_thread, pool
 from quire.server.errors import renamed_fields
@@ -24,11 +24,11 @@ def embed_routes(service: Service) -> APIRouter:
     async def embed(body: OllamaEmbedBody, request: Request) -> Response:
         """Return the vectors of texts, of length 1."""
         began, embedder = time.monotonic(), service.embedder
-        check_model(service, body.model)
+        model = await served_model(service, request, body.model)
         embedder.check_dimensions(body.dimensions)
         texts = embedder.texts([body.input] if isinstance(body.input, str) else body.input)
         params = pooling_params() if body.truncate is False else _FITTING
-        asked = PoolingRequest(texts, embedder.config.pooling, params)
+        asked = PoolingRequest(model, texts, embedder.config.pooling, params)
         with renamed_fields({"prompt": "input"}):
             pooled = await pool(service, request, body, asked, "embd")
         seconds = time.monotonic() - began
@@ -36,7 +36,7 @@ def embed_routes(service: Service) -> APIRouter:
         def answer() -> dict[str, object]:
             vectors = embedder.vectors(pooled, normalize=True, dimensions=body.dimensions)
             return {
-                "model": service.model_name,
+                "model": model.name,
                 "embeddings": list(map(encoded_vector, vectors)),
                 "total_duration": round(seconds * 10**9),
                 "load_duration": 0,
@@ -48,9 +48,9 @@ def embed_routes(service: Service) -> APIRouter:
     @router.post("/api/embeddings", response_model=None)
     async def embeddings(body: OllamaEmbeddingsBody, request: Request) -> Response:
         """Return the vector of a text, as the model computes it."""
-        check_model(service, body.model)
+        model = await served_model(service, request, body.model)
         embedder = service.embedder
-        asked = PoolingRequest(embedder.texts([body.prompt]), embedder.config.pooling, _FITTING)
+        asked = PoolingRequest(model, embedder.texts([body.prompt]), embedder.config.pooling, _FITTING)
         pooled = await pool(service, request, body, asked, "embd")
         (vector,) = await on_thread(service, request, partial(embedder.vectors, pooled, normalize=False))
         answer = {"embedding": vector.tolist()}

@@ -4,16 +4,17 @@ import hashlib
 from datetime import UTC, datetime
 
 import msgspec
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 
-from quire.server.api.ollama.chat import check_model
+from quire.server.adapters import ServedModel
+from quire.server.api.ollama.chat import TAG, served_model
 from quire.server.api.ollama.schema import ShowBody
+from quire.server.middleware.auth import caller_of
 from quire.server.service import Service
 from quire.tokenizer.chat_template import DEFAULT
 
 API_VERSION = "0.12.11"  # of Ollama, whose API these routes have: clients compare it with the one that they need
 _NEVER = "2318-04-04T00:00:00Z"  # far in the future: the model stays loaded
-_TAG = ":latest"
 _PRECISIONS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _UNITS = ((10**9, "B"), (10**6, "M"), (10**3, "K"))
 
@@ -24,17 +25,17 @@ def model_routes(service: Service) -> APIRouter:
     bodies = APIRouter(tags=["Ollama"], route_class=service.request_bodies.route_class())
 
     @router.get("/api/tags")
-    async def tags() -> dict[str, object]:
-        """List the names of the served model."""
-        return {"models": [_listed(service, name) for name in service.model_names]}
+    async def tags(request: Request) -> dict[str, object]:
+        """List the names of the served model, and its adapters."""
+        return {"models": _all(service, request)}
 
     @router.get("/api/ps")
-    async def ps() -> dict[str, object]:
-        """List the names of the loaded model, which is the served one."""
-        size = service.facts.weight_bytes
-        on_device = 0 if service.options.device == "cpu" else size
-        more = {"expires_at": _NEVER, "size_vram": on_device, "context_length": service.max_model_len}
-        return {"models": [{**_listed(service, name), **more} for name in service.model_names]}
+    async def ps(request: Request) -> dict[str, object]:
+        """List the names of the loaded model, which is the served one, and its adapters."""
+        is_on_device = service.options.device != "cpu"
+        more = {"expires_at": _NEVER, "context_length": service.max_model_len}
+        models = _all(service, request)
+        return {"models": [{**one, **more, "size_vram": one["size"] if is_on_device else 0} for one in models]}
 
     @router.get("/api/version")
     async def version() -> dict[str, str]:
@@ -42,28 +43,39 @@ def model_routes(service: Service) -> APIRouter:
         return {"version": API_VERSION}
 
     @bodies.post("/api/show", response_model=None)
-    async def show(body: ShowBody) -> Response:
-        """Describe the served model."""
-        check_model(service, body.model or body.name)
-        return Response(msgspec.json.encode(_shown(service)), media_type="application/json")
+    async def show(body: ShowBody, request: Request) -> Response:
+        """Describe the served model, or an adapter."""
+        model = await served_model(service, request, body.model or body.name)
+        return Response(msgspec.json.encode(_shown(service, model)), media_type="application/json")
 
     router.include_router(bodies)
     return router
 
 
-def _listed(service: Service, name: str) -> dict[str, object]:
-    tagged = name if ":" in name else name + _TAG
+def _all(service: Service, request: Request) -> list[dict[str, object]]:
+    """The entries of the served model and of the adapters that the caller may use."""
+    facts = service.facts
+    of_model = hashlib.sha256(facts.model_name.encode()).hexdigest()
+    models = [_listed(service, name, facts.weight_bytes, of_model) for name in service.model_names]
+    for name, entry in service.adapters.listed(caller_of(request)):
+        adapter = entry.adapter
+        models.append(_listed(service, name, adapter.num_bytes, adapter.digest, service.model_name))
+    return models
+
+
+def _listed(service: Service, name: str, num_bytes: int, digest: str, parent: str = "") -> dict[str, object]:
+    tagged = name if ":" in name else name + TAG
     return {
         "name": tagged,
         "model": tagged,
         "modified_at": _started_at(service),
-        "size": service.facts.weight_bytes,
-        "digest": hashlib.sha256(service.facts.model_name.encode()).hexdigest(),
-        "details": _details(service),
+        "size": num_bytes,
+        "digest": digest,
+        "details": _details(service, parent),
     }
 
 
-def _shown(service: Service) -> dict[str, object]:
+def _shown(service: Service, model: ServedModel) -> dict[str, object]:
     facts, family, tokenizer = service.facts, _family(service), service.tokenizer
     can = {
         "completion": facts.generates,
@@ -73,10 +85,10 @@ def _shown(service: Service) -> dict[str, object]:
     }
     return {
         "license": "",
-        "modelfile": f"FROM {service.model_name}\n",
+        "modelfile": f"FROM {service.model_name}\n" + (f"ADAPTER {model.name}\n" if model.adapter else ""),
         "parameters": "\n".join(f"{name} {value}" for name, value in facts.sampling_defaults.items()),
         "template": tokenizer.chat_templates.get(DEFAULT, ""),
-        "details": _details(service),
+        "details": _details(service, service.model_name if model.adapter else ""),
         "model_info": {
             "general.architecture": family,
             "general.basename": facts.model_name,
@@ -90,10 +102,11 @@ def _shown(service: Service) -> dict[str, object]:
     }
 
 
-def _details(service: Service) -> dict[str, object]:
+def _details(service: Service, parent: str) -> dict[str, object]:
+    """parent: the model of an adapter; empty for the model itself."""
     family, options = _family(service), service.options
     return {
-        "parent_model": "",
+        "parent_model": parent,
         "format": "gguf" if service.facts.path.endswith(".gguf") else "safetensors",
         "family": family,
         "families": [family],

@@ -14,6 +14,7 @@ from quire.chat.tools import toolbox
 from quire.engine.inputs import template_variables
 from quire.engine.output_text import RequestOutputProcessor
 from quire.engine.outputs import CompletionOutput, Delta
+from quire.server.adapters import ServedModel
 from quire.server.api.conversation import (
     RENDERING_FIELDS,
     ChatRequest,
@@ -96,20 +97,25 @@ async def _start(
     service: Service, body: ChatBody, conversations: Sequence[Sequence[ChatMessage]], request: Request, id: str
 ) -> tuple[list["ChatAnswer"], Reply]:
     """Queue the conversations of a body. Returns the answer to each."""
-    service.check_model(body.model)
+    model = await service.served_model(request, body.model)
     with renamed_fields(body.engine_names()):
-        chats = await service.prepare(request, lambda: _chat_requests(service, body, conversations, request))
+        chats = await service.prepare(request, lambda: _chat_requests(service, body, model, conversations, request))
         service.metrics.count_unknown_fields("messages", sum(map(num_unknown_fields, conversations)))
         readers, reply = await start_conversations(service, request, id, chats)
         return [ChatAnswer(id, service, body, chat, reader) for chat, reader in zip(chats, readers, strict=True)], reply
 
 
 def _chat_requests(
-    service: Service, body: ChatBody, conversations: Sequence[Sequence[ChatMessage]], request: Request
+    service: Service,
+    body: ChatBody,
+    model: ServedModel,
+    conversations: Sequence[Sequence[ChatMessage]],
+    request: Request,
 ) -> list[ChatRequest]:
     """The conversations of a body. Raises RequestError."""
     params = body.sampling_params(service.sampling_defaults)
     chat = ChatRequest(
+        model=model,
         messages=(),
         params=params,
         rendering=rendering_of(body),
@@ -150,7 +156,7 @@ class ChatAnswer:
         self._head = {
             "id": self.id,
             "created": int(time.time()),
-            "model": service.model_name,
+            "model": chat.model.name,
             "system_fingerprint": None,
         }
         self._reader = reader

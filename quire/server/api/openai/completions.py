@@ -14,6 +14,7 @@ from quire.engine.inputs import Generation, TokenizedPrompt, as_prompt_list
 from quire.engine.output_text import RequestOutputProcessor
 from quire.engine.outputs import CompletionOutput, Delta
 from quire.params import SamplingParams
+from quire.server.adapters import ServedModel
 from quire.server.api.limits import bounded_answer, check_choices, check_prompt_values, num_prompt_tokens
 from quire.server.api.openai.logprobs import LogprobFormat, UsageFormat, prompt_logprobs_json
 from quire.server.api.openai.schema import CompletionBody
@@ -119,7 +120,7 @@ def completion_routes(service: Service) -> APIRouter:
 
 async def _start(service: Service, body: CompletionBody, request: Request, id: str) -> tuple["CompletionAnswer", Reply]:
     caller = caller_of(request)
-    service.check_model(body.model)
+    model = await service.served_model(request, body.model)
     with renamed_fields({**body.other_names(), **body.beam_names(), **body.constraint_names()}):
         params = await service.prepare(request, lambda: body.sampling_params(service.sampling_defaults))
         beams = body.beams(params, vocab_size=service.vocab_size, num_end_tokens=service.num_end_tokens)
@@ -132,10 +133,11 @@ async def _start(service: Service, body: CompletionBody, request: Request, id: s
         check_prompt_values(asked, ids=bool(body.return_token_ids or body.echo))
         if not body.stream:
             asked = bounded_answer(asked, service.max_model_len)
-        answer = CompletionAnswer(id, service, body, params, await _echoes(service, caller, body, asked))
+        answer = CompletionAnswer(id, service, model, body, params, await _echoes(service, caller, body, asked))
         namespace, scheduling_params = caller.namespace(body.cache_salt), body.scheduling_params(service.options)
         with caller.quota.spending(num_prompt_tokens(asked)):
-            reply = await service.start(answer.id, asked, namespace, beams, scheduling_params, whole=not body.stream)
+            about = (answer.id, asked, namespace, beams, scheduling_params)
+            reply = await service.start(*about, adapters=model.adapter, whole=not body.stream)
             return answer, reply
 
 
@@ -155,14 +157,20 @@ class CompletionAnswer:
     """OpenAI's text_completion objects for one request."""
 
     def __init__(
-        self, id: str, service: Service, body: CompletionBody, params: SamplingParams, echoes: Sequence[Echo] | None
+        self,
+        id: str,
+        service: Service,
+        model: ServedModel,
+        body: CompletionBody,
+        params: SamplingParams,
+        echoes: Sequence[Echo] | None,
     ) -> None:
         self.id = id
         self._head = {
             "id": self.id,
             "object": "text_completion",
             "created": int(time.time()),
-            "model": service.model_name,
+            "model": model.name,
             "system_fingerprint": None,
         }
         self._with_ids = bool(body.return_token_ids)

@@ -47,13 +47,13 @@ def embedding_routes(service: Service) -> APIRouter:
     @router.post("/v1/embeddings", response_model=None)
     async def embeddings(body: EmbeddingBody, request: Request) -> Response:
         """Return the vector of one or several prompts."""
-        service.check_model(body.model)
+        model = await service.served_model(request, body.model)
         embedder = service.embedder
         pooling = embedder.pooling(body.pooling)
         embedder.check_dimensions(body.dimensions)
         with renamed_fields({"prompt": "input"}):
             texts = embedder.texts(as_prompt_list(body.input), body.prompt_name)
-            asked = PoolingRequest(texts, pooling, body.params(), body.add_special_tokens)
+            asked = PoolingRequest(model, texts, pooling, body.params(), body.add_special_tokens)
             pooled = await pool(service, request, body, asked, "embd")
 
         def answer() -> dict[str, object]:
@@ -62,7 +62,7 @@ def embedding_routes(service: Service) -> APIRouter:
             return {
                 "object": "list",
                 "data": [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(written)],
-                "model": service.model_name,
+                "model": model.name,
                 "usage": usage_of(pooled),
             }
 

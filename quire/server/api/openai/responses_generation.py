@@ -392,7 +392,7 @@ class Responses:
         Raises RequestError, UnicodeEncodeError, Busy, EngineStopped, RateLimited, TenantMemoryFull, StoreUnavailable.
         """
         service, caller = self._service, caller_of(request)
-        service.check_model(body.model)
+        model = await service.served_model(request, body.model)
         body.check()
         id = service.request_ids.make("resp", request)
         new_items = await service.prepare(request, lambda: items_of(body, id))
@@ -405,10 +405,10 @@ class Responses:
 
         input = await prepared(partial(new_input, earlier, added))
         with renamed_fields(body.engine_names()):
-            chat = await prepared(partial(chat_request, service, body, items, request))
+            chat = await prepared(partial(chat_request, service, body, model, items, request))
             if body.truncation == "auto":
                 chat = await service.thread_pool.run(caller.tenant, lambda: truncated(service, chat))
-            fields = response_fields(id, service, body, chat.params)
+            fields = response_fields(id, model, body, chat.params)
             num_bytes = len(await prepared(lambda: msgspec.json.encode(fields)))  # or UnicodeEncodeError: not sent back
             reader, reply = await start_conversation(service, request, id, chat)
             reader.transcript(reply).drop_logprobs()

@@ -10,6 +10,7 @@ from quire.chat.tools import Toolbox, toolbox
 from quire.engine.inputs import template_variables
 from quire.errors import ContextLengthExceeded
 from quire.params import SamplingParams
+from quire.server.adapters import ServedModel
 from quire.server.api.conversation import RENDERING_FIELDS, ChatRequest, Rendering, reasoning_variables
 from quire.server.api.openai.responses_output import item_id, now
 from quire.server.api.openai.responses_schema import Item, ResponseBody, chat_messages, chat_tool_choice, chat_tools
@@ -33,12 +34,15 @@ def items_of(body: ResponseBody, response_id: str) -> list[dict[str, Any]]:
     return items
 
 
-def chat_request(service: Service, body: ResponseBody, input: Sequence[Item], request: Request) -> ChatRequest:
+def chat_request(
+    service: Service, body: ResponseBody, model: ServedModel, input: Sequence[Item], request: Request
+) -> ChatRequest:
     """The conversation of a body. input: its items, with those before. Raises RequestError."""
     service.check_size([body.tools, body.tool_choice], "tools")  # which are part of the response
     tools = chat_tools(body.tools or (), skip_others=service.ignores_unknown_fields)
     offered = toolbox(tools, chat_tool_choice(body.tool_choice), body.parallel_tool_calls)
     return ChatRequest(
+        model=model,
         messages=chat_messages(input, body.instructions),
         params=body.sampling_params(service.sampling_defaults),
         rendering=_rendering(body, offered),
@@ -90,7 +94,7 @@ def truncated(service: Service, chat: ChatRequest) -> ChatRequest:
     return shortened(cuts[low])
 
 
-def response_fields(id: str, service: Service, body: ResponseBody, params: SamplingParams) -> dict[str, Any]:
+def response_fields(id: str, model: ServedModel, body: ResponseBody, params: SamplingParams) -> dict[str, Any]:
     """The fields of a response that begins."""
     format = None if body.text is None else body.text.format
     return {
@@ -106,7 +110,7 @@ def response_fields(id: str, service: Service, body: ResponseBody, params: Sampl
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": None,
         "metadata": body.metadata or {},
-        "model": service.model_name,
+        "model": model.name,
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": body.summary},

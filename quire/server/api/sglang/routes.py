@@ -11,6 +11,7 @@ from msgspec import Raw
 
 from quire.chat.output import OutputFormat, constrained_params, grammar_field, output_format
 from quire.chat.tools import toolbox
+from quire.core.adapter import Adapter
 from quire.engine.inputs import Generation, as_prompt_list
 from quire.engine.output_text import RequestOutputProcessor
 from quire.engine.outputs import CompletionOutput
@@ -59,6 +60,7 @@ async def _start(service: Service, body: GenerateBody, request: Request, id: str
     given = body.text if body.input_ids is None else body.input_ids
     with renamed_fields({**ROUTE_NAMES, "prompt": "input_ids" if body.text is None else "text"}):
         prompts = as_prompt_list([] if given is None else given)
+        adapters = await _adapters(service, request, body, len(prompts))
         reports = _reports(body, len(prompts))
         params, formats, constraint = await service.prepare(
             request, lambda: _with_tools(service, body, _params(body, reports, service))
@@ -74,10 +76,20 @@ async def _start(service: Service, body: GenerateBody, request: Request, id: str
             asked = [same for one in asked for same in bounded_answer([one], service.max_model_len, MAX_EVENT_VALUES)]
         namespace, scheduling_params = caller.namespace(body.salt()), body.scheduling_params(service.options)
         with renamed_fields({"grammar": constraint}), caller.quota.spending(num_prompt_tokens(asked)):
+            about = (answer.id, asked, namespace)
             reply = await service.start(
-                answer.id, asked, namespace, scheduling_params=scheduling_params, whole=not body.stream
+                *about, scheduling_params=scheduling_params, adapters=adapters, whole=not body.stream
             )
             return answer, reply
+
+
+async def _adapters(service: Service, request: Request, body: GenerateBody, count: int) -> list[Adapter | None]:
+    """The adapter of each prompt. Raises RequestError, UnknownModel."""
+    if body.lora_path is None:
+        return [None] * count
+    names: list[str | None] = _each("lora_path", body.lora_path, count)
+    models = {name: await service.served_model(request, name, "lora_path") for name in dict.fromkeys(names)}
+    return [models[name].adapter for name in names]
 
 
 def _with_tools(

@@ -131,7 +131,9 @@ class GenerateBody(SchedulingParamsBody):
     extra_key: Salt | None = optional_field("Another name for cache_salt.")
     image_data: Any = unsupported_field()
     input_embeds: Any = unsupported_field()
-    lora_path: Any = unsupported_field()
+    lora_path: str | PerPrompt[str | None] | None = optional_field(
+        "The name of an adapter, or one for each prompt; null: the model alone."
+    )
     return_hidden_states: Any = unsupported_field(False)  # noqa: FBT003 (a value of the field)
 
     def salt(self) -> str | None:

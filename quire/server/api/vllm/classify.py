@@ -37,9 +37,10 @@ def classify_routes(service: Service) -> APIRouter:
     @router.post("/v1/classify", response_model=None)
     async def classify(body: ClassifyBody, request: Request) -> Response:
         """Return the probability of each class, for one or several prompts."""
-        service.check_model(body.model)
+        model = await service.served_model(request, body.model)
         with renamed_fields({"prompt": "input"}):
-            asked = PoolingRequest(as_prompt_list(body.input), Pooling.CLASS, body.params(), body.add_special_tokens)
+            prompts = as_prompt_list(body.input)
+            asked = PoolingRequest(model, prompts, Pooling.CLASS, body.params(), body.add_special_tokens)
             pooled = await pool(service, request, body, asked, "classify")
         classification = service.facts.classification
         assert classification is not None, "the engine refuses to classify without a classification head"
@@ -56,7 +57,7 @@ def classify_routes(service: Service) -> APIRouter:
                 "id": id,
                 "object": "list",
                 "created": int(time.time()),
-                "model": service.model_name,
+                "model": model.name,
                 "data": [described(index, one) for index, one in enumerate(pooled)],
                 "usage": usage_of(pooled),
             }

@@ -10,6 +10,7 @@ from fastapi import Request, Response
 from quire.engine.inputs import Prompt, as_prompt_list
 from quire.errors import RequestError
 from quire.params import SamplingParams
+from quire.server.adapters import ServedModel
 from quire.server.api.limits import check_choices, num_prompt_tokens
 from quire.server.api.pooling import PoolingBody
 from quire.server.errors import renamed_fields
@@ -49,17 +50,17 @@ class LabelScoreBody(PoolingBody):
         raise RequestError("query and items must both be texts, or both token ids", "items")
 
 
-async def score_labels(service: Service, request: Request, body: LabelScoreBody) -> Response:
+async def score_labels(service: Service, request: Request, body: LabelScoreBody, model: ServedModel) -> Response:
     """Respond with the probabilities of the labels behind each item.
 
     Raises RequestError, RateLimited, Busy, DeadlineMissed, SequenceFailed, EngineStopped, TimedOut, ClientGone.
     """
     limit, id = TimeLimit(body.timeout), service.request_ids.make("score", request)
-    reply = await limit.run(_start(service, request, body, id))
-    return await respond_whole(request, partial(_response, service, body, id), reply, limit)
+    reply = await limit.run(_start(service, request, body, model, id))
+    return await respond_whole(request, partial(_response, model, body, id), reply, limit)
 
 
-async def _start(service: Service, request: Request, body: LabelScoreBody, id: str) -> Reply:
+async def _start(service: Service, request: Request, body: LabelScoreBody, model: ServedModel, id: str) -> Reply:
     caller, labels = caller_of(request), tuple(body.label_token_ids or ())
     if not labels:
         raise RequestError("label_token_ids must have at least one token id", "label_token_ids")
@@ -78,10 +79,12 @@ async def _start(service: Service, request: Request, body: LabelScoreBody, id: s
         asked = await service.tokenize(caller.tenant, prompts, each)
         namespace, scheduling_params = caller.namespace(body.cache_salt), body.scheduling_params(service.options)
         with caller.quota.spending(num_prompt_tokens(asked)):
-            return await service.start(id, asked, namespace, scheduling_params=scheduling_params, whole=True)
+            return await service.start(
+                id, asked, namespace, scheduling_params=scheduling_params, adapters=model.adapter, whole=True
+            )
 
 
-def _response(service: Service, body: LabelScoreBody, id: str, reply: Reply) -> dict[str, object]:
+def _response(model: ServedModel, body: LabelScoreBody, id: str, reply: Reply) -> dict[str, object]:
     scores = []
     for transcript in reply.transcripts:
         (output,) = transcript.result().outputs
@@ -89,7 +92,7 @@ def _response(service: Service, body: LabelScoreBody, id: str, reply: Reply) -> 
         (row,) = output.logprobs
         logprobs = [row[label].logprob for label in body.label_token_ids or ()]
         scores.append(_softmax(logprobs) if body.apply_softmax else list(map(math.exp, logprobs)))
-    head = {"id": id, "object": "scoring", "created": int(time.time()), "model": service.model_name}
+    head = {"id": id, "object": "scoring", "created": int(time.time()), "model": model.name}
     return {**head, "scores": scores, "usage": reply.usage()}
 
 

@@ -11,6 +11,7 @@ from pydantic import Field
 from quire.engine.embeddings import PooledPrompt
 from quire.engine.scoring import activation_of, pair_texts
 from quire.errors import RequestError
+from quire.server.adapters import ServedModel
 from quire.server.api.pooling import PoolingBody, PoolingRequest, json_response, on_thread, pool, usage_of
 from quire.server.api.vllm.label_scores import LabelScoreBody, score_labels
 from quire.server.errors import renamed_fields
@@ -102,17 +103,17 @@ def score_routes(service: Service) -> APIRouter:
     @router.post("/v1/score", response_model=None)
     async def score(body: ScoreBody, request: Request) -> Response:
         """Score pairs of texts, or items by the probabilities of next tokens."""
-        service.check_model(body.model)
+        model = await service.served_model(request, body.model)
         if body.check_labels():
-            return await score_labels(service, request, body)
+            return await score_labels(service, request, body, model)
         firsts, seconds, names = body.texts()
         with renamed_fields(names):
-            scores = await _score(service, request, body, firsts, seconds, "score")
+            scores = await _score(service, request, body, model, (firsts, seconds), "score")
         answer = {
             "id": record_of(request).answer_id,
             "object": "list",
             "created": int(time.time()),
-            "model": service.model_name,
+            "model": model.name,
             "data": [{"index": i, "object": "score", "score": value} for i, value in enumerate(scores.values)],
             "usage": usage_of(scores.pooled),
         }
@@ -123,11 +124,12 @@ def score_routes(service: Service) -> APIRouter:
     @router.post("/v2/rerank", response_model=None)
     async def rerank(body: RerankBody, request: Request) -> Response:
         """Rank documents by their score for a query, best first."""
+        model = await service.served_model(request, body.model)
         if body.top_n is not None and body.top_n < 0:
             raise RequestError("top_n must be at least 0, which returns all", "top_n")
         texts = [one if isinstance(one, str) else one.text for one in body.documents]
         with renamed_fields({"data_1": "documents", "prompt": "documents"}):
-            scores = await _score(service, request, body, [body.query], texts, "rerank")
+            scores = await _score(service, request, body, model, ([body.query], texts), "rerank")
         ranked = sorted(enumerate(scores.values), key=lambda pair: (-pair[1], pair[0]))[: body.top_n or None]
         shown = body.return_documents is not False
         id = record_of(request).answer_id
@@ -135,7 +137,7 @@ def score_routes(service: Service) -> APIRouter:
         def answer() -> dict[str, object]:
             return {
                 "id": id,
-                "model": service.model_name,
+                "model": model.name,
                 "results": [
                     {"index": i, **({"document": {"text": texts[i]}} if shown else {}), "relevance_score": value}
                     for i, value in ranked
@@ -149,9 +151,14 @@ def score_routes(service: Service) -> APIRouter:
 
 
 async def _score(
-    service: Service, request: Request, body: PairsBody, firsts: Sequence[str], seconds: Sequence[str], kind: str
+    service: Service,
+    request: Request,
+    body: PairsBody,
+    model: ServedModel,
+    texts: tuple[Sequence[str], Sequence[str]],
+    kind: str,
 ) -> Scores:
-    service.check_model(body.model)
+    firsts, seconds = texts
     for text in (*firsts, *seconds):
         service.check_size(text, "prompt")
     num_characters = sum(map(len, seconds)) + sum(map(len, firsts)) * (len(seconds) if len(firsts) == 1 else 1)
@@ -164,7 +171,7 @@ async def _score(
         caller_of(request).tenant,
         lambda: pair_texts(firsts, seconds, service.tokenizer, service.facts.classification, service.embedder),
     )
-    asked = PoolingRequest([one.ids for one in pairs.prompts], pairs.pooling, body.params())
+    asked = PoolingRequest(model, [one.ids for one in pairs.prompts], pairs.pooling, body.params())
     pooled = await pool(service, request, body, asked, kind)
     activation = activation_of(service.facts.classification, used=body.use_activation is not False)
     scores = await on_thread(service, request, lambda: pairs.scores(pooled, service.embedder, activation))
