@@ -19,6 +19,7 @@ from quire.core.adapter import Adapter
 from quire.cost.memory_plan import format_bytes
 from quire.errors import AdapterError, ModelError
 from quire.kernels.contract import DTYPES, LowRank, low_rank_bytes
+from quire.kernels.reference.low_rank import is_finite
 from quire.lora.peft_config import PeftConfig, read_config
 from quire.lora.peft_modules import Products
 from quire.models.description import ModelDescription
@@ -258,12 +259,12 @@ def _rows_and_columns(place: Placement) -> tuple[int, int]:
 
 def _converted(tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype, file: Path) -> Tensor:
     """A tensor in another type. Raises AdapterError if a number is not finite."""
-    if not tensors[name].isfinite().all():
-        raise AdapterError(f"{file}: {name} has numbers that are NaN or infinite; train the adapter again")
     converted = tensors[name].to(dtype)
-    if not converted.isfinite().all():
+    if is_finite(converted):
+        return converted
+    if is_finite(tensors[name]):
         raise AdapterError(f"{file}: {name} has numbers beyond the range of {dtype}; use --dtype bfloat16")
-    return converted
+    raise AdapterError(f"{file}: {name} has numbers that are NaN or infinite; train the adapter again")
 
 
 def _shape(model: ModelDescription, name: str) -> tuple[int, ...]:

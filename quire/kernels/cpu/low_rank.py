@@ -18,7 +18,7 @@ from quire.kernels.cpu.views import dtype_code
 from quire.kernels.reference.low_rank import PackedMatrices as PlainMatrices
 from quire.kernels.reference.low_rank import SlotTable as PlainTable
 from quire.kernels.reference.low_rank import adapter_width as plain_width
-from quire.kernels.reference.low_rank import check_matrices, check_slot
+from quire.kernels.reference.low_rank import check_matrices, check_slot, is_finite
 from quire.kernels.reference.low_rank import low_rank as plain_low_rank
 from quire.kernels.reference.low_rank import new_adapter_table as new_plain_table
 from quire.kernels.reference.low_rank import pack_adapter as pack_plain
@@ -120,7 +120,7 @@ def _packed(weight: PackedWeight, one: LowRank) -> _Matrices:
     b[places - first * TILE_ROWS, : one.terms] = torch.cat([column.detach().to(weight.dtype) for column in columns], 1)
     b = b.view(end - first, TILE_ROWS, terms // pair, pair).transpose(1, 2).contiguous()
     a = one.a.detach().to(weight.dtype, copy=True, memory_format=torch.contiguous_format)
-    return _Matrices(a, b, first, one.scale, bool(b.isfinite().all()))
+    return _Matrices(a, b, first, one.scale, is_finite(b))
 
 
 def set_adapter(table: AnyTable, slot: int, packed: AnyPacked | None) -> None:

@@ -1,5 +1,6 @@
 """Adapters of products: what low-rank matrices add (Hu et al., LoRA, 2021), one slot and one matrix pair at a time."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,11 @@ class SlotTable:
 
     rows: int
     slots: list[PackedMatrices | None]  # the first has never one
+
+
+def is_finite(numbers: Tensor) -> bool:
+    """Whether all numbers are finite; there is at least one. Several times as fast as `isfinite`."""
+    return all(map(math.isfinite, (float(end) for end in numbers.aminmax())))  # NaN if any number is
 
 
 def new_adapter_table(weight: Weight, num_slots: int) -> SlotTable:
