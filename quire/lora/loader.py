@@ -58,7 +58,7 @@ class AdapterLoader:
             what = str(error) if isinstance(error, AdapterError) else f"{type(error).__name__}: {error}"
             if not isinstance(error, AdapterError):
                 log.error("the adapter %r could not be loaded", adapter.name, exc_info=error)
-            what = what.replace(adapter.path, adapter.name)  # clients get it, and need not know where files are
+            what = what.replace(adapter.path, adapter.name)  # clients get no paths of the server
             results.append((digest, f"the adapter {adapter.name!r:.80} could not be loaded: {what}"))
         return results
 

@@ -1,4 +1,4 @@
-"""Adapters in memory: which are loaded, into which slot, and who waits for one.
+"""The slots and bytes of adapters in memory, and the requests that wait for an adapter.
 
 A request holds its adapter from the moment at which the adapter is resident until its last sequence has ended. An
 adapter is idle if no request holds it and no step in flight may read its slot. Only idle adapters that are not pinned

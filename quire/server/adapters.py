@@ -1,4 +1,4 @@
-"""The names of LoRA adapters that a server knows: which adapter a name stands for, and who may use it.
+"""The names of LoRA adapters that a server knows: which adapter a name stands for, and which keys may use it.
 
 The engine process reads the files, and knows adapters by their content. A request that has begun keeps its adapter,
 whatever its name stands for later.
@@ -193,7 +193,7 @@ class Adapters:
             raise RequestError("this server was started without adapters; start it with --enable-lora", "lora_name")
 
     def _lock(self, name: str) -> asyncio.Lock:
-        """The lock under which an entry changes. It lives as long as somebody has it or waits for it."""
+        """The lock under which an entry changes. It exists while a task holds it or waits for it."""
         lock = self._locks.get(name)
         if lock is None:
             lock = self._locks[name] = asyncio.Lock()
@@ -221,7 +221,7 @@ class Adapters:
         del self._first_reads[name]
         self._num_first_reads -= Counter({tenant: 1})  # without entries of 0
         if not reading.cancelled():
-            reading.exception()  # all who waited for it may have left
+            reading.exception()  # the requests that waited for it may have left
 
     def _remember_failure(self, name: str, error: RequestError | None) -> None:
         self._failures[name] = self._clock() + FAILURE_SECONDS, error

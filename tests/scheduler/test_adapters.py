@@ -157,7 +157,7 @@ def test_an_adapter_that_all_hold_is_drained_so_that_a_new_one_is_served():
     assert rig.loader.loaded == ["a", "c", "a"]
 
 
-def test_requests_for_a_drained_adapter_run_on_if_nobody_waits_for_its_slot_any_more():
+def test_requests_for_a_drained_adapter_run_on_if_no_request_waits_for_its_slot_any_more():
     rig = make_rig(max_loras=1)
     rig.add("long", [1, 2], adapter=A, max_tokens=100)
     for _ in range(3):

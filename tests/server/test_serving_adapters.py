@@ -88,7 +88,7 @@ def test_a_batch_names_adapters(tmp_path, expected):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     lines = [
         {"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": {**GREEDY, "model": name}}
-        for name in (*expected, "nobody")
+        for name in (*expected, "unknown")
     ]
     source.write_text("\n".join(map(json.dumps, lines)))
     options = ["--memory", "256MiB", "--max-model-len", "512", "--dtype", "float32"]
@@ -96,7 +96,7 @@ def test_a_batch_names_adapters(tmp_path, expected):
     done = CliRunner().invoke(cli, ["run-batch", "-i", str(source), "-o", str(target), *options, *adapters])
     assert done.exit_code == 0, done.output
     answers = {one["custom_id"]: one["response"] for one in map(json.loads, target.read_text().splitlines())}
-    assert answers.pop("nobody")["status_code"] == 404
+    assert answers.pop("unknown")["status_code"] == 404
     texts = {name: one["body"]["choices"][0]["message"]["content"] for name, one in answers.items()}
     assert texts == expected
 
