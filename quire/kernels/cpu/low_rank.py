@@ -109,18 +109,30 @@ def pack_adapter(weight: Weight, matrices: Sequence[LowRank]) -> AnyPacked:
 
 
 def _packed(weight: PackedWeight, one: LowRank) -> _Matrices:
-    per_part = weight.rows // weight.parts
-    tiles = -(-per_part // TILE_ROWS)  # of a part
-    rows = torch.arange(one.start, one.start + len(one.b))
-    places = rows // per_part * tiles * TILE_ROWS + rows % per_part  # with the padding of the parts before
-    first, end = int(places[0]) // TILE_ROWS, int(places[-1]) // TILE_ROWS + 1
-    terms, pair = -(-one.terms // 2) * 2, 2 if weight.dtype == torch.bfloat16 else 1
-    b = torch.zeros(((end - first) * TILE_ROWS, terms), dtype=weight.dtype)
-    columns = [one.b] if one.bias is None else [one.b, one.bias.unsqueeze(1)]
-    b[places - first * TILE_ROWS, : one.terms] = torch.cat([column.detach().to(weight.dtype) for column in columns], 1)
-    b = b.view(end - first, TILE_ROWS, terms // pair, pair).transpose(1, 2).contiguous()
+    rows, first = _in_whole_tiles(weight, one)
+    pair = 2 if weight.dtype == torch.bfloat16 else 1
+    pairs = rows.view(torch.int32) if pair == 2 else rows  # of 32 bits, which torch transposes in one pass
+    b = pairs.view(-1, TILE_ROWS, pairs.shape[1]).transpose(1, 2).clone(memory_format=torch.contiguous_format)
+    b = b.view(weight.dtype).view(*b.shape[:2], TILE_ROWS, pair)
     a = one.a.detach().to(weight.dtype, copy=True, memory_format=torch.contiguous_format)
     return _Matrices(a, b, first, one.scale, is_finite(b))
+
+
+def _in_whole_tiles(weight: PackedWeight, one: LowRank) -> tuple[Tensor, int]:
+    """b with the bias as (tiles * 16, terms), zeros where it has none, and the first of the tiles."""
+    per_part, rows, columns = weight.rows // weight.parts, len(one.b), -(-one.terms // 2) * 2
+    b = one.b.detach().to(weight.dtype).contiguous()
+    if b.shape[1] == columns and not any(count % TILE_ROWS for count in (per_part, one.start, rows)):
+        return b, one.start // TILE_ROWS
+    tiles = -(-per_part // TILE_ROWS)  # of a part
+    numbers = torch.arange(one.start, one.start + rows)
+    places = numbers // per_part * tiles * TILE_ROWS + numbers % per_part  # with the padding of the parts before
+    first, end = int(places[0]) // TILE_ROWS, int(places[-1]) // TILE_ROWS + 1
+    whole = torch.zeros(((end - first) * TILE_ROWS, columns), dtype=weight.dtype)
+    if one.bias is not None:
+        b = torch.cat([b, one.bias.detach().to(weight.dtype).unsqueeze(1)], 1)
+    whole[places - first * TILE_ROWS, : one.terms] = b
+    return whole, first
 
 
 def set_adapter(table: AnyTable, slot: int, packed: AnyPacked | None) -> None:
