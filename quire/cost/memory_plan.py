@@ -108,18 +108,24 @@ class MemoryPlan:
 
 
 def plan_memory(
-    profile: MemoryProfile, *, available: int, default_share: float, limit: str | None, fill_budget: bool = False
+    profile: MemoryProfile,
+    *,
+    available: int,
+    default_share: float,
+    limit: str | None,
+    fill_budget: bool = False,
+    num_replicas: int = 1,
 ) -> MemoryPlan:
     """Divide memory between weights, workspace and KV pools.
 
     available: bytes. default_share: share of them to use if `limit` is None. limit: the option `memory`. fill_budget:
     the pool gets all remaining memory, for a prefix cache; otherwise at most the blocks that `max_num_seqs` sequences
-    of `max_model_len` tokens can fill.
+    of `max_model_len` tokens can fill. num_replicas: engines that have as many bytes available each.
 
     Lowers `max_model_len` to what the KV memory can hold, if it was not set. Raises ConfigError if the weights or one
     sequence of the set length do not fit.
     """
-    budget, budget_reason = _budget(available, default_share, limit)
+    budget, budget_reason = _budget(available, default_share, limit, num_replicas)
     lora_bytes = _lora_bytes(profile.lora_memory, budget)
     beside = profile.workspace_bytes + profile.captured_steps_bytes + profile.staging_bytes + lora_bytes
     length, length_reason = _max_model_len(profile)
@@ -132,7 +138,8 @@ def plan_memory(
                 f"one sequence of {length} tokens needs {format_bytes(need)} (weights "
                 f"{format_bytes(profile.weight_bytes)}, workspace {format_bytes(beside - lora_bytes)}, {adapters}"
                 f"the rest KV), but the budget is {format_bytes(budget)}, {budget_reason}. Raise memory, or lower "
-                f"{'lora_memory, ' if lora_bytes else ''}max_model_len, max_num_batched_tokens or max_num_seqs"
+                f"{'data_parallel_size, ' if num_replicas > 1 else ''}{'lora_memory, ' if lora_bytes else ''}"
+                "max_model_len, max_num_batched_tokens or max_num_seqs"
             )
         length = _longest_fitting_len(profile, length, room)
         length_reason = f"lowered from {profile.model_max_len}, all that the KV memory can hold"
@@ -248,15 +255,20 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.2f} TiB"
 
 
-def _budget(available: int, default_share: float, limit: str | None) -> tuple[int, str]:
+def _budget(available: int, default_share: float, limit: str | None, num_replicas: int) -> tuple[int, str]:
+    each = _each_of(num_replicas)
     if limit is None:
-        return int(
-            available * default_share
-        ), f"{default_share:.0%} of the {format_bytes(available)} available (memory not set)"
+        reason = f"{default_share:.0%} of the {format_bytes(available)} available{each} (memory not set)"
+        return int(available * default_share), reason
     asked = parse_memory(limit, available)
     if asked > available:
-        raise ConfigError(f"memory={limit} is more than the {format_bytes(available)} available")
-    return int(asked), f"memory={limit}"
+        fewer = "; lower memory or data_parallel_size" if each else ""
+        raise ConfigError(f"memory={limit} is more than the {format_bytes(available)} available{each}{fewer}")
+    return int(asked), f"memory={limit}{each}"
+
+
+def _each_of(num_replicas: int) -> str:
+    return f" for each of {num_replicas} replicas" if num_replicas > 1 else ""
 
 
 def _max_model_len(profile: MemoryProfile) -> tuple[int, str]:
@@ -299,11 +311,13 @@ def parse_swap_space(text: str) -> int:
         ) from error
 
 
-def plan_host_pool(plan: MemoryPlan, *, asked: str | None, default: int, available: int) -> HostPoolPlan:
+def plan_host_pool(
+    plan: MemoryPlan, *, asked: str | None, default: int, available: int, num_replicas: int = 1
+) -> HostPoolPlan:
     """Divide host memory among the groups in proportion to their device blocks.
 
     asked: the option `swap_space`; None: not set. default: bytes if it is not set, at most a quarter of `available`.
-    available: bytes of host memory that the rest of the plan does not use.
+    available: bytes of host memory that the rest of the plan does not use. num_replicas: as in `plan_memory`.
 
     Raises ConfigError if `asked` exceeds `available` or holds less than one block of each group.
     """
@@ -312,7 +326,11 @@ def plan_host_pool(plan: MemoryPlan, *, asked: str | None, default: int, availab
     if wanted <= 0:
         return nothing
     if wanted > available:
-        raise ConfigError(f"swap_space={asked} is more than the {format_bytes(available)} of host memory available")
+        each = _each_of(num_replicas)
+        fewer = "; lower swap_space or data_parallel_size" if each else ""
+        raise ConfigError(
+            f"swap_space={asked} is more than the {format_bytes(available)} of host memory available{each}{fewer}"
+        )
     block_bytes = [kv.bytes_per_token * plan.profile.block_size for kv in plan.profile.kv]
     num_blocks = _divide_host_bytes(plan.num_blocks, block_bytes, wanted)
     if not all(num_blocks):

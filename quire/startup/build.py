@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple, cast, get_args
+from typing import NamedTuple, cast
 
+import msgspec
 import torch
 
 from quire.cache.kv_cache import KVCache
@@ -23,7 +24,6 @@ from quire.config import (
     DType,
     EngineOptions,
     KVDType,
-    QuantMethod,
     SchedulerConfig,
     check_options,
     speculation_of,
@@ -33,24 +33,26 @@ from quire.cost.memory_plan import (
     DEFAULT_SWAP_SPACE,
     HostPoolPlan,
     MemoryPlan,
+    format_bytes,
     parse_swap_space,
     plan_host_pool,
     plan_memory,
 )
 from quire.cost.model_shape import ModelShape
+from quire.cost.step_time import Calibration
 from quire.engine.engine import Engine
 from quire.engine.shared_prefixes import PrefixLimits, num_public_blocks, read_public_prefixes
 from quire.errors import ConfigError
 from quire.hub import embedded, packaged
 from quire.hub.locate import locate
 from quire.kernels.choose import Chosen, choose, unsupported_reason, usable_device
-from quire.kernels.contract import Kernels, Requirements, Scheme
+from quire.kernels.contract import Requirements
 from quire.kernels.reference.quantized import QUANTIZED
 from quire.lora.loader import AdapterLoader
 from quire.lora.tables import AdapterTables
 from quire.models.decoder import Decoder
 from quire.models.description import ModelDescription
-from quire.models.model import Description, Model, Progress
+from quire.models.model import Model, Progress
 from quire.models.sentence_transformers import EmbeddingConfig
 from quire.runner.model_runner import TorchRunner
 from quire.scheduler.journal import JournalledScheduler, open_journal, open_restart_journal
@@ -59,13 +61,14 @@ from quire.startup.calibration import decode_ratio, measure
 from quire.startup.calibration_cache import calibration_file, read_calibration, write_calibration
 from quire.startup.freed_memory import return_freed_memory
 from quire.startup.hardware import available_memory, num_cores, pick_device
+from quire.startup.low_bits import choose_schemes
 from quire.startup.memory_demand import make_cache_config, memory_profile, shape_of
 from quire.startup.model_info import ModelInfo
 from quire.startup.model_loading import ModelFiles, open_model
+from quire.startup.replica_share import WHOLE, ReplicaShare
 from quire.structured_outputs.grammar_compilation import GrammarCompiler, vocabulary_of
 from quire.tokenizer.tokenizer import Tokenizer
-from quire.weights.checkpoint import Checkpoint
-from quire.weights.schemes import AT_LOAD, Schemes, simpler, summary
+from quire.weights.schemes import Schemes
 from quire.weights.weight_cache import WeightCache
 
 _NO_ADAPTERS = "enable_lora needs a model of quire's own decoder, and transformers runs this one; leave it out"
@@ -120,6 +123,7 @@ class Built(ModelInfo):
 
     engine: Engine
     tokenizer: Tokenizer
+    share: ReplicaShare  # with the available memory and the costs that were found
 
 
 class OpenFiles(NamedTuple):
@@ -145,16 +149,25 @@ class Prepared:
     cache: CacheConfig
     scheduler_config: SchedulerConfig
     options: EngineOptions  # resolved; `memory` is the default share if none was given
+    share: ReplicaShare  # with the available memory
 
 
-def build(options: EngineOptions, *, report: Report, progress: Progress, is_restart: bool = False) -> Built:
+def build(
+    options: EngineOptions,
+    *,
+    report: Report,
+    progress: Progress,
+    is_restart: bool = False,
+    share: ReplicaShare = WHOLE,
+) -> Built:
     """Resolve `options`, report the memory plan, load the weights, and assemble the engine.
 
     report: receives lines. progress(done, total): receives bytes, first of downloaded files, then of loaded weights.
     is_restart: whether the engine replaces one that ended, so that it needs a journal file of its own.
+    share: the part of the machine that the engine may use. Bytes and threads that options name are for each replica.
     Raises ConfigError, ModelError.
     """
-    prepared = prepare(options, report=report, progress=progress)
+    prepared = prepare(options, report=report, progress=progress, share=share)
     limits, cache, description = prepared.scheduler_config, prepared.cache, prepared.files.description
     grammars = _grammar_compiler(prepared)
     with ExitStack() as on_error:
@@ -179,9 +192,8 @@ def build(options: EngineOptions, *, report: Report, progress: Progress, is_rest
             generates=description.generates,
             adapters=None if adapters is None else adapters.loaded,
         )
-        if prepared.options.calibration:
-            _calibrate(scheduler, runner, prepared, report)
-        if prepared.options.calibration or prepared.options.target_tpot_ms is not None:
+        costs = _calibrate(scheduler, runner, prepared, report)
+        if costs is not None or prepared.options.target_tpot_ms is not None:
             report(f"tpot       {_tpot_line(scheduler, prepared.options)}")
         on_error.pop_all()
     engine = Engine(
@@ -196,6 +208,7 @@ def build(options: EngineOptions, *, report: Report, progress: Progress, is_rest
     return Built(
         engine=engine,
         tokenizer=prepared.files.tokenizer,
+        share=msgspec.structs.replace(prepared.share, costs=costs),
         model_name=prepared.name,
         architecture=description.architecture,
         num_parameters=description.num_parameters,
@@ -214,12 +227,28 @@ def build(options: EngineOptions, *, report: Report, progress: Progress, is_rest
     )
 
 
-def prepare(options: EngineOptions, *, report: Report, progress: Progress) -> Prepared:
+def prepare(options: EngineOptions, *, report: Report, progress: Progress, share: ReplicaShare = WHOLE) -> Prepared:
     """Find or download the model's files, choose kernels and dtypes, and plan the memory. Loads no weights.
 
-    report, progress: as in `build`. Raises ConfigError, ModelError.
+    report, progress, share: as in `build`. Raises ConfigError, ModelError.
     """
-    return prepare_files(options, open_files(options, report=report, progress=progress), report=report)
+    _check_replicas(options, share.count)
+    return prepare_files(options, open_files(options, report=report, progress=progress), report=report, share=share)
+
+
+def _check_replicas(options: EngineOptions, count: int) -> None:
+    if count == 1:
+        return
+    if (device := pick_device(options.device)).startswith("cuda"):
+        raise ConfigError(
+            f"data_parallel_size needs CPU engines, and the device is {device!r}: use --device cpu, or leave "
+            "data_parallel_size out"
+        )
+    if count > num_cores():
+        raise ConfigError(
+            f"data_parallel_size: {count} replicas need a core each, and this process may use {num_cores()}; lower "
+            "data_parallel_size"
+        )
 
 
 def open_files(options: EngineOptions, *, report: Report, progress: Progress) -> OpenFiles:
@@ -231,7 +260,9 @@ def open_files(options: EngineOptions, *, report: Report, progress: Progress) ->
     return OpenFiles(name, path, open_model(path, options.model_impl, max_model_len=options.max_model_len))
 
 
-def prepare_files(options: EngineOptions, opened: OpenFiles, *, report: Report) -> Prepared:
+def prepare_files(
+    options: EngineOptions, opened: OpenFiles, *, report: Report, share: ReplicaShare = WHOLE
+) -> Prepared:
     """Choose kernels and dtypes for a model, and plan the memory. Raises ConfigError, ModelError."""
     name, path, files = opened
     description = files.description
@@ -245,9 +276,9 @@ def prepare_files(options: EngineOptions, opened: OpenFiles, *, report: Report) 
     _check_block_size(options, requirements)
     if options.enable_lora and not isinstance(description, ModelDescription):
         raise ConfigError(_NO_ADAPTERS)
-    schemes, chosen, schemes_line = _low_bits(options, description, requirements)
+    schemes, chosen, schemes_line = choose_schemes(options, description, requirements)
     shape = _limited(shape_of(description, dtype, schemes), options, files.embedding)
-    threads = _threads(options.threads, shape.weight_bytes)
+    threads = _threads(options.threads, shape.weight_bytes, share.count)
     chosen.kernels.use_threads(threads)
     kept = "" if kv_dtype == dtype else f", keys and values in {kv_dtype}"
     report(f"{description.architecture} from {path}, {dtype} on {device}{kept}")
@@ -267,18 +298,25 @@ def prepare_files(options: EngineOptions, opened: OpenFiles, *, report: Report) 
     kind = torch.device(device).type
     swaps_beside = kind != "cpu" and options.preemption != "recompute"
     demand = memory_profile(shape, options, (dtype, kv_dtype), chosen.kernels, overlaps_swaps=swaps_beside)
-    share = _DEFAULT_MEMORY_SHARES[kind]
+    default_memory = _DEFAULT_MEMORY_SHARES[kind]
+    of_all = available_memory(device) if share.available is None else share.available
+    available = of_all // share.count
+    if share.count > 1:
+        parts = f"{threads} threads and {format_bytes(available)} of the {format_bytes(of_all)} available"
+        report(f"replicas   {share.count}, each with {parts}")
     plan = plan_memory(
         demand,
-        available=available_memory(device),
-        default_share=share,
+        available=available,
+        default_share=default_memory,
         limit=options.memory,
         # by default an engine on a host leaves memory that it does not need to other programs
         fill_budget=options.enable_prefix_caching and (options.memory is not None or kind == "cuda"),
+        num_replicas=share.count,
     )
     for line in str(plan).splitlines():
         report(line)
-    host = _host_pool(options, plan, kind)
+    host_memory = available - sum(line.bytes for line in plan.lines) if kind == "cpu" else available_memory("cpu")
+    host = _host_pool(options, plan, kind, host_memory, share.count)
     if host.line is not None:
         report(str(host.line))
     # a second step in flight overlaps planning with a device; without one it gains no time and may be discarded
@@ -292,7 +330,7 @@ def prepare_files(options: EngineOptions, opened: OpenFiles, *, report: Report) 
         dtype=cast(DType, dtype),
         kv_cache_dtype=cast(KVDType, kv_dtype),
         max_model_len=limits.max_model_len,
-        memory=options.memory or str(share),
+        memory=options.memory or str(default_memory),
         kernels=chosen.kernels.NAME,
         steps_in_flight=steps_in_flight,
         policy=limits.policy,
@@ -302,7 +340,8 @@ def prepare_files(options: EngineOptions, opened: OpenFiles, *, report: Report) 
         threads=threads,
         device=device,
     )
-    return Prepared(name, path, files, chosen, device, dtype, schemes, plan, cache, limits, resolved)
+    found = msgspec.structs.replace(share, available=of_all)
+    return Prepared(name, path, files, chosen, device, dtype, schemes, plan, cache, limits, resolved, found)
 
 
 def _limited(shape: ModelShape, options: EngineOptions, embedding: EmbeddingConfig) -> ModelShape:
@@ -314,58 +353,6 @@ def _limited(shape: ModelShape, options: EngineOptions, embedding: EmbeddingConf
             "longer texts (max_seq_length of sentence_bert_config.json, or model_max_length of tokenizer_config.json)"
         )
     return replace(shape, max_positions=longest)
-
-
-def _quantization(options: EngineOptions, checkpoint: Checkpoint) -> str | None:
-    """The option, without a name of the layout that the checkpoint has. Raises ConfigError for another layout."""
-    asked, stored = options.quantization, checkpoint.quant_method
-    if asked == stored or (asked, stored) == ("modelopt_fp4", "modelopt"):
-        return None
-    if asked not in get_args(QuantMethod) or (asked in AT_LOAD and stored is None):  # fp8 is both
-        return asked
-    has = f"has the layout {stored!r}" if stored else "is not quantized"
-    raise ConfigError(
-        f"quantization {asked!r} names the layout of a checkpoint, but {checkpoint.path} {has}; leave it out, or "
-        "use int8 or int4 to round weights at load"
-    )
-
-
-def _low_bits(
-    options: EngineOptions, description: Description, requirements: Requirements
-) -> tuple[Schemes, Chosen, str]:
-    """The schemes of low-bit weights, the kernels, and a line about the schemes.
-
-    Codes of a checkpoint are kept if the kernels that would run without them multiply them, and fast. Weights that are
-    rounded at load need kernels that multiply them. Raises ConfigError.
-    """
-    quantization = _quantization(options, description.checkpoint)
-    schemes = description.schemes(quantization)
-    needed = replace(requirements, schemes=tuple(dict.fromkeys(schemes.values())))
-    if quantization not in (None, "none"):
-        return schemes, choose(options.kernels, needed), f"rounded: {summary(schemes)}"
-    chosen = choose(options.kernels, requirements)
-    if not schemes:
-        return schemes, chosen, ""
-    nearest = {  # each scheme itself, or one that holds it
-        scheme: next(
-            (one for one in (scheme, *simpler(scheme)) if not _refusal(chosen.kernels, requirements, one)), None
-        )
-        for scheme in needed.schemes
-    }
-    kept = {parameter: one for parameter, scheme in schemes.items() if (one := nearest[scheme]) is not None}
-    line = [f"as stored: {summary(kept)}; --quantization none expands them"] if kept else []
-    expanded = next((scheme for scheme, one in nearest.items() if one is None), None)
-    if expanded is not None:
-        reason = _refusal(chosen.kernels, requirements, [expanded, *simpler(expanded)][-1])
-        line.append(f"expanded from low bits to {requirements.dtype}: {chosen.kernels.NAME}: {reason}")
-    return kept, chosen, "; ".join(line)
-
-
-def _refusal(kernels: Kernels, requirements: Requirements, scheme: Scheme) -> str | None:
-    """Why codes in a scheme are not kept, or None if they are."""
-    if kernels.NAME == "reference":
-        return "it multiplies codes slowly"
-    return kernels.unsupported_reason(replace(requirements, schemes=(scheme,)))
 
 
 def resolve_dtypes(options: EngineOptions, model_dtype: str) -> tuple[str, str]:
@@ -439,14 +426,16 @@ def scheduler_config_of(
     )
 
 
-def _threads(requested: int | None, weight_bytes: int) -> int:
-    """Number of compute threads on the host. Raises ConfigError.
+def _threads(requested: int | None, weight_bytes: int, num_replicas: int) -> int:
+    """Number of compute threads on the host of each replica. Raises ConfigError.
 
-    The default for a tiny model is 1: it gains little from a second thread, and other programs slow down both.
+    The default for a tiny model is 1: it gains little from a second thread, and other programs slow down both. For
+    other models replicas divide the cores.
     """
     threads = requested
     if threads is None:
-        threads = 1 if weight_bytes < _TINY_WEIGHT_BYTES else min(torch.get_num_threads(), num_cores())
+        cores = min(torch.get_num_threads(), num_cores())
+        threads = 1 if weight_bytes < _TINY_WEIGHT_BYTES else max(1, cores // num_replicas)
     if threads < 1:
         raise ConfigError(f"threads: must be at least 1, not {threads}")
     most = _THREADS_PER_CORE * (os.cpu_count() or 1)
@@ -480,27 +469,35 @@ def _locate_model(options: EngineOptions, report: Report, progress: Progress) ->
     return options.model, path
 
 
-def _host_pool(options: EngineOptions, plan: MemoryPlan, kind: str) -> HostPoolPlan:
+def _host_pool(options: EngineOptions, plan: MemoryPlan, kind: str, available: int, num_replicas: int) -> HostPoolPlan:
     """The host pool. A device that uses host memory has none by default, because swapping gains nothing there.
 
-    Raises ConfigError for preemption "swap" without a host pool.
+    available: bytes of host memory that the plan does not use. Raises ConfigError for preemption "swap" without a host
+    pool.
     """
     if options.preemption == "recompute":
         return plan_host_pool(plan, asked="0", default=0, available=0)
-    used = sum(line.bytes for line in plan.lines) if kind == "cpu" else 0
-    available = available_memory("cpu") - used
     default = DEFAULT_SWAP_SPACE if kind == "cuda" else 0
-    host = plan_host_pool(plan, asked=options.swap_space, default=default, available=available)
+    host = plan_host_pool(
+        plan, asked=options.swap_space, default=default, available=available, num_replicas=num_replicas
+    )
     if options.preemption == "swap" and host.line is None:
         raise ConfigError("preemption 'swap' needs a host pool; give swap_space, such as 4GiB")
     return host
 
 
-def _calibrate(scheduler: Scheduler, runner: TorchRunner, prepared: Prepared, report: Report) -> None:
-    """Measure costs before the first request, or take those of an earlier start if a decode step is as fast as then.
+def _calibrate(scheduler: Scheduler, runner: TorchRunner, prepared: Prepared, report: Report) -> Calibration | None:
+    """Give the scheduler costs before the first request, and return them; None without the option `calibration`.
 
-    Errors are reported only, as the cost model also learns from steps.
+    They are those of the share. Without any they are those of an earlier start if a decode step is as fast as then, or
+    are measured. Errors are reported only, as the cost model also learns from steps.
     """
+    if (given := prepared.share.costs) is not None:
+        scheduler.calibrate(given)
+        report(f"costs      {scheduler.costs}; as the first replica measured them")
+        return given
+    if not prepared.options.calibration:
+        return None
     options, limits, vocab_size = prepared.options, prepared.scheduler_config, prepared.files.description.vocab_size
     checkpoint = prepared.files.description.checkpoint
     file = None if options.weight_cache is None else calibration_file(options.weight_cache, checkpoint, options)
@@ -512,13 +509,14 @@ def _calibrate(scheduler: Scheduler, runner: TorchRunner, prepared: Prepared, re
             report(
                 f"costs      {scheduler.costs}; of an earlier start, whose decode steps took {1 / ratio:.2f} of today's"
             )
-            return
+            return known
     seconds = options.calibration or 0.0
     measured = measure(runner, prepared.cache, limits, vocab_size=vocab_size, seconds=seconds)
     scheduler.calibrate(measured.calibration)
     report(f"costs      {scheduler.costs}; {measured.quality}")
     if file is not None and measured.is_reliable:
         write_calibration(file, measured.calibration)
+    return measured.calibration
 
 
 def _tpot_line(scheduler: Scheduler, options: EngineOptions) -> str:
@@ -587,7 +585,8 @@ def _scheduler(prepared: Prepared, grammars: GrammarCompiler, *, is_restart: boo
     limits, cache, journal = prepared.scheduler_config, prepared.cache, prepared.options.journal
     if journal is None:
         return Scheduler(limits, KVCache(cache), grammars.constraints)
-    file = open_restart_journal(journal) if is_restart else open_journal(journal)
+    path = prepared.share.journal(journal)
+    file = open_restart_journal(path) if is_restart else open_journal(path)
     if file is None:
         return Scheduler(limits, KVCache(cache), grammars.constraints)
     return JournalledScheduler(limits, KVCache(cache), file, grammars.constraints)
