@@ -31,7 +31,7 @@ from quire.planner.files import write_json
 from quire.planner.options import PlanOptions, WorkloadOptions
 from quire.planner.workloads import Failures
 from quire.server.api_keys import MAX_PER_MINUTE, Role, add_key, new_key
-from quire.server.options import ServerOptions
+from quire.server.options import MOST_REPLICAS, ServerOptions
 from quire.supervisor.spawn import Spawned, spawned_engine
 from quire.terminal.bench_options import LatencyBench, ServerBench, ThroughputBench
 from quire.terminal.chat import converse
@@ -42,16 +42,15 @@ from quire.terminal.top import top as show_top
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 
-
 # flags of vLLM, SGLang and llama.cpp that do not exist here -> what the error says
 _FLAGS_ELSEWHERE = MappingProxyType(
     {
         **dict.fromkeys(("--gpu-memory-utilization", "--mem-fraction-static"), "use --memory"),
         **dict.fromkeys(("--max-total-tokens", "--kv-cache-memory-bytes", "--num-gpu-blocks-override"), "use --memory"),
         **dict.fromkeys(("--context-length", "--ctx-size"), "use --max-model-len"),
-        **dict.fromkeys(("--enable-chunked-prefill", "--trust-remote-code"), "leave it out"),
-        **dict.fromkeys(("--tensor-parallel-size", "--tp-size", "--tp"), "quire runs on one device; leave it out"),
-        **dict.fromkeys(("--pipeline-parallel-size", "--data-parallel-size"), "quire runs on one device; leave it out"),
+        **dict.fromkeys(("--enable-chunked-prefill", "--trust-remote-code", "--enforce-eager"), "leave it out"),
+        **dict.fromkeys(("--tensor-parallel-size", "--tp-size", "--tp"), "an engine runs on one device; leave it out"),
+        **dict.fromkeys(("--dp-size", "--dp", "--pipeline-parallel-size"), "use --data-parallel-size"),
         **dict.fromkeys(("--schedule-policy", "--scheduling-policy"), "use --policy"),
         **dict.fromkeys(("--guided-decoding-backend", "--structured-outputs-config"), "use --grammar-backend"),
         "--model-path": "use --model",
@@ -61,7 +60,6 @@ _FLAGS_ELSEWHERE = MappingProxyType(
         "--page-size": "use --block-size",
         "--speculative-model": "use --speculative-config",
         "--n-predict": "use --max-tokens",
-        "--enforce-eager": "leave it out",
     }
 )
 
@@ -401,7 +399,8 @@ def run_batch(  # noqa: PLR0913 (a flag each)
     input_file: Annotated[Path, typer.Option("--input-file", "-i", help="requests, in OpenAI's batch format")],
     output_file: Annotated[Path, typer.Option("--output-file", "-o", help="file to which results are appended")],
     resume: Annotated[bool, typer.Option("--resume", help="continue from the results in the output file")] = False,
-    concurrency: Annotated[int, typer.Option(help="requests in the engine at once", min=1, max=4096)] = 256,
+    concurrency: Annotated[int | None, typer.Option(help="requests at once; 256 an engine", min=1, max=4096)] = None,
+    data_parallel_size: Annotated[int, typer.Option(help="engine processes (replicas)", min=1, max=MOST_REPLICAS)] = 1,
     served_model_name: Annotated[str | None, typer.Option(help="model name in requests")] = None,
     lora_modules: Annotated[list[str] | None, typer.Option(help="NAME=PATH of an adapter; may be repeated")] = None,
     lora_dir: Annotated[str | None, typer.Option(help="folder of adapters that requests name")] = None,
@@ -414,6 +413,7 @@ def run_batch(  # noqa: PLR0913 (a flag each)
         output_file,
         resume=resume,
         concurrency=concurrency,
+        data_parallel_size=data_parallel_size,
         model_name=served_model_name,
         lora_modules=lora_modules or (),
         lora_dir=lora_dir,

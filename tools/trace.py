@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 import quire
 from benchmarks.result_file import write_result
 from quire.config import EngineOptions
+from quire.fleet.fleet import Fleet
 from quire.server.app import make_app
 from quire.server.batch.in_process_client import post
 from quire.server.service import Service
 from quire.startup.build import build
 from quire.startup.model_info import model_info_of
-from quire.supervisor.async_engine import AsyncEngine
 from quire.supervisor.engine_handle import EngineThread
 
 PACKAGE = Path(quire.__file__).parent
@@ -138,7 +138,7 @@ async def http_trace(recorder: Recorder) -> dict[str, Trace]:
     facts = model_info_of(built)
     host = EngineThread(built.engine, facts)
     host.launch()
-    app = make_app(Service(facts, built.tokenizer, AsyncEngine(host)))
+    app = make_app(Service(facts, built.tokenizer, Fleet(host)))
     body = json.dumps({"model": facts.model_name, **CHAT}).encode()
     async with app.router.lifespan_context(app):
         await post(app, "/v1/chat/completions", body)

@@ -83,7 +83,15 @@ class DraftCounts(msgspec.Struct, frozen=True, array_like=True):
 
     def with_chain(self, num_drafts: int, num_accepted: int) -> "DraftCounts":
         """The counts with another verified chain."""
-        return DraftCounts(self.num_chains + 1, self.num_drafts + num_drafts, self.num_accepted + num_accepted)
+        return self.plus(DraftCounts(1, num_drafts, num_accepted))
+
+    def plus(self, other: "DraftCounts") -> "DraftCounts":
+        """The counts of both."""
+        return DraftCounts(
+            self.num_chains + other.num_chains,
+            self.num_drafts + other.num_drafts,
+            self.num_accepted + other.num_accepted,
+        )
 
 
 class Explanation(msgspec.Struct):

@@ -89,6 +89,7 @@ class Request(msgspec.Struct, frozen=True):
     num_counted: int = 0  # leading prompt tokens that an earlier engine has counted as found or computed
     prerequisites: tuple[str, ...] = ()  # names of what it waits for before it is queued, besides its constraint
     adapter: Adapter | None = None  # None: the model alone; `Engine.add` completes the namespace
+    waited: float = 0.0  # seconds since its arrival, for an engine to which it comes later
 
     @property
     def adapter_name(self) -> str:

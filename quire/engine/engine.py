@@ -8,9 +8,10 @@ import logging
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import ClassVar, Self
+from itertools import zip_longest
+from typing import Any, ClassVar, Self
 
 import msgspec
 
@@ -118,6 +119,48 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     def zero(cls) -> Self:
         """Metrics of an engine that has reported none: all zero."""
         return msgspec.convert([0] * (len(cls.__struct_fields__) - len(cls.__struct_defaults__)), cls)
+
+    @classmethod
+    def total(cls, several: Sequence["EngineStats"]) -> "EngineStats":
+        """The metrics of several engines together: sums, but the largest `last_step_seconds` and `failed_in_a_row`.
+
+        `waiting_because` is that of the engine with the most waiting sequences.
+        """
+        first = max(several, key=lambda one: one.num_waiting)
+        changes: dict[str, Any] = {}
+        for name in cls.__struct_fields__:
+            values = [getattr(one, name) for one in several]
+            match values[0]:
+                case str():
+                    continue
+                case dict():
+                    changes[name] = _total_by_key(values)
+                case tuple():
+                    changes[name] = _total_by_place(values)
+                case _ if name in ("last_step_seconds", "failed_in_a_row"):
+                    changes[name] = max(values)
+                case _:
+                    changes[name] = sum(values)
+        return msgspec.structs.replace(first, **changes)
+
+
+def _total_by_key(several: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The sums of values that are tuples or DraftCounts."""
+    found: dict[str, Any] = {}
+    for one in several:
+        for key, value in one.items():
+            if key not in found:
+                found[key] = value
+            elif isinstance(value, DraftCounts):
+                found[key] = found[key].plus(value)
+            else:
+                found[key] = _total_by_place([found[key], value])
+    return found
+
+
+def _total_by_place(several: Sequence[Sequence[int]]) -> Any:  # noqa: ANN401  (of the type of the first)
+    sums = tuple(map(sum, zip_longest(*several, fillvalue=0)))
+    return PromptProgress(*sums) if isinstance(several[0], PromptProgress) else sums
 
 
 class Engine:

@@ -208,7 +208,7 @@ class SchedulerState:
 
     def add(self, request: Request, now: float) -> RequestState:
         """Add a request that has unfinished sequences. `begin` queues it, once it waits for nothing."""
-        state = RequestState(request, now, *self.request_stats.arrived(request, now))
+        state = RequestState(request, now - request.waited, *self.request_stats.arrived(request, now))
         self.requests[request.id] = state
         self.new_requests.add(request)
         self.num_unready += bool(request.waits_for)

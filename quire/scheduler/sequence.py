@@ -28,10 +28,10 @@ class Programs:
     def arrival(self, request: Request, first_id: int, now: float) -> Arrival:
         """The effective arrival of a request that arrives now. first_id: the id of its sequence 0."""
         now = self._now = max(self._now, now)
-        key = program_of(request)
+        key, arrived = program_of(request), now - request.waited
         if key is None:
-            return now, first_id
-        began, number = self._arrivals.setdefault(key, (now, first_id))
+            return arrived, first_id
+        began, number = self._arrivals.setdefault(key, (arrived, first_id))
         self._arrivals.move_to_end(key)
         if len(self._arrivals) > MOST_PROGRAMS:
             self._arrivals.popitem(last=False)

@@ -34,7 +34,7 @@ Source = Literal["option", "request", "folder"]  # --lora-modules, a route, the 
 
 
 class AdapterEngine(Protocol):
-    """What a registry asks of the engine. AsyncEngine is one."""
+    """What a registry asks of the engine. Fleet is one."""
 
     async def read_adapter(self, name: str, path: str) -> Adapter:
         """The adapter of a folder. Raises ModelError, RequestError, EngineStopped."""

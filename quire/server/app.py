@@ -11,6 +11,7 @@ from quire import __version__
 from quire.server.api.anthropic.messages import message_routes
 from quire.server.api.native.admin import admin_routes
 from quire.server.api.native.explain import explain_routes
+from quire.server.api.native.fleet import fleet_routes
 from quire.server.api.native.health import health_routes
 from quire.server.api.native.monitor import monitor_routes
 from quire.server.api.native.programs import program_routes
@@ -101,7 +102,7 @@ def make_app(
     for routes in (
         *(completion_routes, chat_routes, embedding_routes, score_routes, classify_routes),
         *(message_routes, generation_routes, embed_routes, model_routes),
-        *(token_routes, generate_routes, explain_routes, program_routes, adapter_routes),
+        *(token_routes, generate_routes, explain_routes, program_routes, adapter_routes, fleet_routes),
     ):
         app.include_router(routes(service))
     app.include_router(response_routes(service, responses))
@@ -118,7 +119,7 @@ def make_app(
 def _mode(request: Request, service: Service, *, with_keys: bool) -> Mode:
     if request.state.caller is None:  # no valid key, or a host that is not allowed
         return Mode("live", with_keys, version="")
-    return Mode("live", with_keys, service.model_name)
+    return Mode("live", with_keys, service.model_name, replicas=service.engine.num_replicas)
 
 
 async def _client_gone_response(_request: Request, _error: Exception) -> Response:

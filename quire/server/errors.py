@@ -19,6 +19,7 @@ from quire.errors import (
     QueueFull,
     RequestError,
 )
+from quire.fleet.fleet import LastReplica, UnknownReplica
 from quire.server.middleware.quota import RateLimited
 from quire.server.observability.request_record import ErrorAnswer
 from quire.tenant_memory import MAX_TENANT_BYTES
@@ -288,6 +289,10 @@ def _status_and_code(error: RequestError) -> tuple[int, str]:
     match error:
         case NotFound():
             return 404, error.code
+        case UnknownReplica():
+            return 404, "replica_not_found"
+        case LastReplica():
+            return 409, "last_replica"
         case ContextLengthExceeded():
             return 400, "context_length_exceeded"
         case DeadlineUnreachable():

@@ -14,6 +14,7 @@ from quire.errors import ConfigError, known_arguments_only
 from quire.params import MAX_LOGPROBS
 from quire.supervisor.restart_policy import RESTART_TIMEOUT
 
+MOST_REPLICAS = 64
 _ORIGIN = re.compile(r"https?://[^/?#\s@]+")  # in the form of the Origin header
 Seconds = Annotated[float, Meta(ge=0, le=86_400)]
 UnknownFields = Literal["refuse", "ignore"]
@@ -140,6 +141,13 @@ class ServerOptions:
     drain_timeout: Annotated[
         Seconds, Help("seconds that accepted requests have to finish after SIGTERM", group="Server")
     ] = 30.0
+    data_parallel_size: Annotated[
+        int,
+        Meta(ge=1, le=MOST_REPLICAS),
+        Help(
+            "engine processes (replicas), each with the whole model and a part of the machine", "beta", group="Server"
+        ),
+    ] = 1
     watchdog: Annotated[
         Seconds, Help("seconds after which a stalled engine is restarted; 0: never", "beta", group="Server", rare=True)
     ] = 10.0

@@ -34,13 +34,14 @@ _LEAST_GZIPPED = 1024  # bytes
 class Mode(msgspec.Struct, frozen=True):
     """What the page has to know before it can ask for more. keys: whether the server asks for keys.
 
-    Model and version are empty for a caller without a valid key.
+    Model and version are empty for a caller without a valid key. replicas: how many the caller can look at.
     """
 
     mode: Literal["live", "replay"]
     keys: bool
     model: str = ""
     version: str = __version__
+    replicas: int = 1
 
 
 class PageFile:

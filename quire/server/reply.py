@@ -14,6 +14,7 @@ from quire.core.output import EndCause, Output
 from quire.engine.output_text import RequestOutputProcessor
 from quire.engine.outputs import Delta, RequestMetrics
 from quire.errors import EngineStopped, RequestError
+from quire.fleet.stream import Stream
 from quire.params import SamplingParams
 from quire.server.errors import Busy, DeadlineMissed, SequenceFailed
 from quire.server.json_pieces import OnThread, PieceReader, json_bytes, json_pieces
@@ -22,7 +23,6 @@ from quire.server.observability.metrics import FinishedRequestStats, Metrics
 from quire.server.observability.request_record import RequestStats, record_of
 from quire.server.request_body import release_body
 from quire.server.sse import EVENTS, EventStream, PiecewiseResponse, StreamFormat, TimeLimit, while_connected
-from quire.supervisor.stream import Stream
 
 T = TypeVar("T")
 

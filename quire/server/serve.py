@@ -5,12 +5,15 @@ import socket
 import ssl
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from msgspec import structs
+
 from quire.config import DEFAULT_POLICY, EngineOptions, Policy, with_queue_limits
 from quire.errors import ConfigError, EngineStopped
+from quire.fleet.fleet import Fleet
 from quire.hub import embedded
 from quire.hub.locate import local_path
 from quire.server.api_keys import Keys, read_keys, single_key
@@ -23,7 +26,7 @@ from quire.server.options import ServerOptions
 from quire.server.service import Service
 from quire.server.store import Store
 from quire.startup.freed_memory import return_freed_memory
-from quire.supervisor.async_engine import AsyncEngine
+from quire.startup.replica_share import ReplicaShare
 from quire.supervisor.engine_handle import EngineProcess
 from quire.supervisor.gc_policy import GCPolicy
 from quire.supervisor.spawn import Spawned
@@ -48,21 +51,21 @@ def launched(
     """
     if server.has_adapters:
         options = replace(options, enable_lora=True)
-    host = EngineProcess(with_server_defaults(options), report=report, progress=progress, spawned=spawned)
+    options = with_server_defaults(options)
     local = embedded.folder() if options.model is None else local_path(options.model, options.download_dir)
     pool = ThreadPoolExecutor(1)  # a local model's tokenizer is read while the engine loads the weights
     opening = None if local is None else pool.submit(open_tokenizer, local)
     pool.shutdown(wait=False)
-    host.launch()
-    try:
-        path = Path(host.model_info.path)
+    count = server.data_parallel_size
+    with _engines(options, count, spawned=spawned, report=report, progress=progress) as handles:
+        facts = handles[0].model_info
+        path = Path(facts.path)
         tokenizer = opening.result() if opening is not None and path == local else open_tokenizer(path)
         return_freed_memory()  # of its files' content
-        engine = AsyncEngine(host, watchdog=server.watchdog, restart_timeout=server.engine_restart_timeout)
         yield Service(
-            host.model_info,
+            facts,
             tokenizer,
-            engine,
+            Fleet(*handles, watchdog=server.watchdog, restart_timeout=server.engine_restart_timeout),
             server.served_model_name,
             unknown_fields=server.unknown_fields,
             always_reports_usage=server.enable_force_include_usage,
@@ -71,9 +74,49 @@ def launched(
             lora_modules=server.adapters,
             lora_dir=server.lora_dir,
         )
-    finally:
-        host.kill()
-        host.wait()
+
+
+@contextmanager
+def _engines(
+    options: EngineOptions,
+    count: int,
+    *,
+    spawned: Spawned | None,
+    report: Callable[[str], None],
+    progress: Callable[[int, int], None],
+) -> Iterator[list[EngineProcess]]:
+    """Context manager: the ready engine processes of `count` replicas. They are killed on exit.
+
+    The first one measures the memory and the costs of steps for all, before the others use the machine. Raises
+    ConfigError, ModelError, EngineStopped.
+    """
+    with ExitStack() as ends:
+
+        def launch(handle: EngineProcess) -> EngineProcess:
+            handle.launch()
+            ends.callback(handle.wait)
+            ends.callback(handle.kill)
+            return handle
+
+        first = EngineProcess(
+            options, report=report, progress=progress, spawned=spawned, share=ReplicaShare(count=count)
+        )
+        handles = [launch(first)]
+        if count > 1:
+            others = [
+                EngineProcess(
+                    options, report=_ignore, progress=_ignore, share=structs.replace(first.share, index=index)
+                )
+                for index in range(1, count)
+            ]
+            with ThreadPoolExecutor(count - 1) as pool:
+                handles += pool.map(launch, others)
+            report(f"replicas   {count} serve")
+        yield handles
+
+
+def _ignore(*_: object) -> None:
+    """In place of the report and the progress of later replicas, which are those of the first."""
 
 
 def with_server_defaults(options: EngineOptions) -> EngineOptions:

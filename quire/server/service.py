@@ -20,6 +20,7 @@ from quire.engine.embeddings import Embedder
 from quire.engine.inputs import Generation, Prompt, prepare_generations, prompt_request_id, tokenize
 from quire.engine.output_text import RequestOutputProcessor
 from quire.errors import ContextLengthExceeded, RequestError
+from quire.fleet.fleet import Fleet
 from quire.monitor.update import Watcher
 from quire.params import MAX_LOGPROBS, SamplingParams
 from quire.server.adapters import Adapters, ServedModel
@@ -34,7 +35,6 @@ from quire.server.request_params import MAX_PROMPTS, RequestBody
 from quire.server.thread_pool import ThreadPool
 from quire.startup.model_info import ModelInfo
 from quire.structured_outputs.grammar_cache import CompilerOverloaded, front_end_cache
-from quire.supervisor.async_engine import AsyncEngine
 from quire.tokenizer.chat_costs import MAX_SIZE, LimitExceeded, size_of
 from quire.tokenizer.tokenizer import Tokenizer
 
@@ -59,7 +59,7 @@ class Service:
         self,
         facts: ModelInfo,
         tokenizer: Tokenizer,
-        engine: AsyncEngine,
+        engine: Fleet,
         model_names: Sequence[str] = (),
         *,
         unknown_fields: UnknownFields = "refuse",
@@ -97,8 +97,8 @@ class Service:
         self.request_bodies = RequestBodies(self.max_model_len, self._check_fields, self.memories)
         self.metrics = Metrics(
             self.model_name,
-            lambda: self.engine.health(),
-            cache=self.cache,
+            engine.statuses,
+            caches=[handle.model_info.cache for handle in engine.engine_handles],
             max_model_len=self.max_model_len,
             max_loras=facts.options.max_loras if facts.options.enable_lora else 0,
         )
@@ -264,13 +264,13 @@ class Service:
             names = (prompt_request_id(request_id, i) for i in range(MAX_PROMPTS))
             return await self.engine.explain([request_id, *names])
 
-    async def monitor_node(self, watcher: Watcher, node: int) -> bytes:
-        """A node of the radix trees as JSON, or b"null". Of each tenant the engine looks for one at a time.
+    async def monitor_node(self, watcher: Watcher, node: int, replica: int = 0) -> bytes:
+        """A node of a replica's radix trees as JSON, or b"null". Of each tenant one is looked for at a time.
 
-        Raises EngineStopped.
+        Raises UnknownReplica and EngineStopped.
         """
         async with self._node_locks[watcher.tenant]:
-            return await self.engine.node(watcher, node)
+            return await self.engine.node(watcher, node, replica)
 
     async def close(self) -> None:
         """Close the thread pools, the grammar checks and the engine. Open streams fail. Can be called again."""

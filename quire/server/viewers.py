@@ -42,15 +42,16 @@ class Viewers:
         self._numbers = count()
         self._num_by_tenant: Counter[str] = Counter()
 
-    def admit(self, caller: Caller) -> "Viewing":
-        """Admit a viewer, which must be closed. Raises TooManyViewers."""
+    def admit(self, caller: Caller, replica: int = 0) -> "Viewing":
+        """Admit a viewer of a replica, which must be closed. Raises TooManyViewers, and UnknownReplica."""
+        self._service.engine.check_replica(replica)
         if self._num_by_tenant[caller.tenant] >= MOST_PER_TENANT:
             raise TooManyViewers(MOST_PER_TENANT, " with keys of this tenant")
         most = MOST_VIEWERS if caller.is_admin else MOST_VIEWERS - _FOR_ADMINS
         if self._num_by_tenant.total() >= most:
             raise TooManyViewers(most, "")
         self._num_by_tenant[caller.tenant] += 1
-        return Viewing(self._service, next(self._numbers), watcher_of(caller), self._is_ending, self._leave)
+        return Viewing(self._service, next(self._numbers), watcher_of(caller), replica, self._is_ending, self._leave)
 
     def _leave(self, tenant: str) -> None:
         self._num_by_tenant[tenant] -= 1
@@ -66,12 +67,14 @@ class Viewing:
         service: Service,
         number: int,
         watcher: Watcher,
+        replica: int,
         is_ending: Callable[[], bool],
         leave: Callable[[str], None],
     ) -> None:
         self._service = service
         self._number = number
         self._watcher = watcher
+        self._replica = replica
         self._is_ending = is_ending
         self._leave = leave
         self._num_seen = 0
@@ -79,7 +82,8 @@ class Viewing:
 
     async def update(self) -> bytes:
         """The next update as a server-sent event. Raises EngineStopped."""
-        update = await self._service.engine.monitor_update(self._number, self._watcher, self._num_seen)
+        engine = self._service.engine
+        update = await engine.monitor_update(self._number, self._watcher, self._num_seen, self._replica)
         self._num_seen += 1
         return json_event(update)
 
@@ -112,7 +116,7 @@ class Viewing:
         if not self._closed:
             self._closed = True
             self._leave(self._watcher.tenant)
-            self._service.engine.forget_viewer(self._number)
+            self._service.engine.forget_viewer(self._number, self._replica)
 
 
 def watcher_of(caller: Caller) -> Watcher:

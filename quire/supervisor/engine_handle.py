@@ -13,12 +13,14 @@ from contextlib import ExitStack, suppress
 from typing import Protocol
 
 from quire.config import EngineOptions
+from quire.cost.step_time import Calibration
 from quire.engine.engine import Engine
 from quire.errors import EngineStopped
 from quire.startup.model_info import ModelInfo
+from quire.startup.replica_share import WHOLE, ReplicaShare
 from quire.supervisor import protocol
 from quire.supervisor.engine_loop import EngineLoop
-from quire.supervisor.protocol import Begin, EngineMessage, receive_frame
+from quire.supervisor.protocol import Begin, EngineMessage, Ready, receive_frame
 from quire.supervisor.spawn import PROGRAM, Spawned, spawn
 
 log = logging.getLogger(__name__)
@@ -33,6 +35,10 @@ class EngineHandle(Protocol):
     can_restart: bool
     model_info: ModelInfo
     connection: socket.socket
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether another process ended the engine. To be asked after `wait`."""
 
     def launch(self) -> None:
         """Start an engine, and wait until it is ready. Raises ConfigError, ModelError, EngineStopped, OSError."""
@@ -52,10 +58,15 @@ class EngineProcess:
 
     report(line), progress(done, total): called during the first start only. progress is in bytes.
     program: see `spawn`. spawned: the process of the first start; None: `launch` starts one.
+
+    share: the part of the machine that the engine may use. After `launch` that of one of several replicas has the
+    available memory and the costs that the engine found, and further starts use these. An engine that has the machine
+    alone finds them anew at each start.
     """
 
     can_restart = True
     model_info: ModelInfo
+    costs: Calibration | None  # that the running engine was calibrated with
     connection: socket.socket
 
     def __init__(
@@ -66,12 +77,14 @@ class EngineProcess:
         progress: Callable[[int, int], None],
         program: Sequence[str] = PROGRAM,
         spawned: Spawned | None = None,
+        share: ReplicaShare = WHOLE,
     ) -> None:
         self._options = options
         self._report = report
         self._progress = progress
         self.program = program
         self._spawned = spawned
+        self.share = share
         self.process: subprocess.Popen[bytes]
         self._num_starts = 0
 
@@ -83,12 +96,20 @@ class EngineProcess:
             on_error.callback(self.connection.close)
             on_error.callback(self.wait)
             on_error.callback(self.kill)
-            begin = Begin(self._options, is_restart=self._num_starts > 0)
+            begin = Begin(self._options, is_restart=self._num_starts > 0, share=self.share)
             with suppress(ConnectionError):  # the process has died, which _wait_until_ready reports
                 self.connection.sendall(protocol.encode_frame([begin]))
-            self.model_info = self._wait_until_ready()
+            ready = self._wait_until_ready()
             on_error.pop_all()
+        self.model_info, self.costs = ready.facts, ready.share.costs
+        if self.share.count > 1:
+            self.share = ready.share
         self._num_starts += 1
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether it ended by SIGKILL: signals of its own faults have other numbers. To be asked after `wait`."""
+        return self.process.returncode == -signal.SIGKILL
 
     def dump_stacks(self) -> None:
         """Make the engine process write the stacks of its threads to its standard error."""
@@ -103,11 +124,11 @@ class EngineProcess:
         code = self.process.wait()
         return f"by signal {_SIGNALS.get(-code, -code)}" if code < 0 else f"with exit code {code}"
 
-    def _wait_until_ready(self) -> ModelInfo:
+    def _wait_until_ready(self) -> Ready:
         while (message := self._receive()) is not None:
-            facts = self._handle_message(protocol.decode_message(message))
-            if facts is not None:
-                return facts  # later messages are left in the socket for AsyncEngine
+            ready = self._handle_message(protocol.decode_message(message))
+            if ready is not None:
+                return ready  # later messages are left in the socket for the replica
         raise EngineStopped(f"the engine process ended {self.wait()} while it started")
 
     def _receive(self) -> bytes | None:
@@ -116,11 +137,11 @@ class EngineProcess:
         except ConnectionError:
             return None
 
-    def _handle_message(self, message: EngineMessage) -> ModelInfo | None:
-        """Handle a message of a starting engine. Returns the facts of Ready, else None. Raises the error of Refused."""
+    def _handle_message(self, message: EngineMessage) -> Ready | None:
+        """Handle a message of a starting engine. Returns Ready, None for others. Raises the error of Refused."""
         match message:
-            case protocol.Ready(facts):
-                return facts
+            case Ready():
+                return message
             case protocol.Refused(failure):
                 raise protocol.decode_error(failure)
             case protocol.Report(line) if self._num_starts == 0:
@@ -134,6 +155,7 @@ class EngineThread:
     """An engine on a thread of this process. It cannot be killed or restarted."""
 
     can_restart = False
+    was_killed = False
     connection: socket.socket
 
     def __init__(self, engine: Engine, model_info: ModelInfo) -> None:

@@ -141,6 +141,8 @@ class EngineLoop:
     def _execute(self, command: Command) -> None:
         match command:
             case protocol.Abort(request_ids):
+                # the front end may add a request of the same id before these outputs are sent
+                self._outputs = [output for output in self._outputs if output.request_id not in request_ids]
                 for request_id in request_ids:
                     self._engine.abort(request_id)
             case protocol.Finish(seq_id, num_tokens):

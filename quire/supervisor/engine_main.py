@@ -43,12 +43,13 @@ def run(connection: socket.socket, build: Callable[..., Built] = build) -> None:
             report=lambda line: say(Report(line)),
             progress=_LoadingProgress(say),
             is_restart=begin.is_restart,
+            share=begin.share,
         )
     except QuireError as error:
         say(Refused(protocol.encode_error(error)))
         return
     return_freed_memory()  # of the checkpoint's description, which `build` has dropped
-    say(Ready(model_info_of(built)))
+    say(Ready(model_info_of(built), built.share))
     EngineLoop(built.engine, connection, GCPolicy()).run()
 
 

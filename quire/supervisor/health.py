@@ -3,6 +3,7 @@
 Callers pass the time in seconds of a monotonic clock.
 """
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from quire.engine.engine import EngineStats
 
 
 class State(StrEnum):
-    """The state of a supervisor."""
+    """The state of a replica."""
 
     STARTING = "starting"  # the first engine is launched and has not sent a message
     SERVING = "serving"
@@ -42,6 +43,27 @@ class Health(NamedTuple):
     predicted_step_seconds: float | None  # of the current step; 0 without a prediction, None without an engine
     num_restarts: int
     start_error: str
+
+
+def combined(healths: Sequence[Health]) -> Health:
+    """The health of several replicas: they have a problem if all have, and the state of the best one."""
+    if len(healths) == 1:
+        return healths[0]
+    best = min(healths, key=lambda one: (bool(one.problem), _BEST_FIRST.index(one.state)))
+    ages = [one.heartbeat_age for one in healths if one.heartbeat_age is not None]
+    predicted = [one.predicted_step_seconds for one in healths if one.predicted_step_seconds is not None]
+    return Health(
+        best.problem,
+        best.state,
+        EngineStats.total([one.stats for one in healths]),
+        max(ages, default=None),
+        max(predicted, default=None),
+        sum(one.num_restarts for one in healths),
+        next((one.start_error for one in healths if one.start_error), ""),
+    )
+
+
+_BEST_FIRST = (State.SERVING, State.STALLED, State.STARTING, State.RESTARTING, State.FAILED, State.CLOSED)
 
 
 class StallDetector:

@@ -6,10 +6,12 @@ found.
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from quire.core.request import Request
+from quire.errors import EngineStopped
 
 MAX_CRASHES = 3  # crashes with only this call pending and no committed step, after which the call fails
 
@@ -17,18 +19,24 @@ MAX_CRASHES = 3  # crashes with only this call pending and no committed step, af
 class PendingCall:
     """A pending call."""
 
-    def __init__(self, command: Callable[[int], Any], requests: Sequence[Request], *, resend: bool) -> None:
+    def __init__(
+        self, command: Callable[[int], Any], requests: Sequence[Request], *, resend: bool, resumes: str = ""
+    ) -> None:
         self.command = command  # call number -> message
         self.requests = requests  # requests that the call adds
         self.resend = resend  # whether it is sent again to the next engine
+        self.began = time.monotonic()
+        self.resumes = resumes  # id of the open request that it adds again
         self.answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.number = -1  # in the PendingCalls that have it
         self.sent = False  # to the current engine
         self.was_pending_at_crash = False  # whether it was sent and pending when an engine died
         self.num_crashes = 0  # deaths of engines that had no other work
+        self.was_moved = False  # whether another replica had it when it died
 
 
 class PendingCalls:
-    """Pending calls by number."""
+    """The pending calls of one replica by number."""
 
     def __init__(self) -> None:
         self._pending: dict[int, PendingCall] = {}
@@ -42,26 +50,46 @@ class PendingCalls:
         """Whether an unanswered call that adds requests was pending at a crash."""
         return any(call.was_pending_at_crash and not call.answer.done() for call in self._pending.values())
 
+    @property
+    def adding(self) -> list[PendingCall]:
+        """The unanswered calls that add requests."""
+        return [call for call in self._pending.values() if call.requests and not call.answer.done()]
+
     def add(
-        self, command: Callable[[int], Any], requests: Sequence[Request] = (), *, resend: bool = True
-    ) -> tuple[int, PendingCall]:
-        """Add a call. Returns its number and the call. resend: whether it is sent again after a restart."""
-        number, call = self._count, PendingCall(command, requests, resend=resend)
+        self, command: Callable[[int], Any], requests: Sequence[Request] = (), *, resend: bool = True, resumes: str = ""
+    ) -> PendingCall:
+        """Add a call. resend: whether it is sent again after a restart. resumes: as in PendingCall."""
+        call = PendingCall(command, requests, resend=resend, resumes=resumes)
+        self.adopt(call)
+        return call
+
+    def give(self, call: PendingCall, other: "PendingCalls") -> None:
+        """Have the calls of another replica take an unsent call. There it is no suspect."""
+        call.was_moved = call.was_moved or call.was_pending_at_crash
+        call.was_pending_at_crash = False
+        self.remove(call)
+        other.adopt(call)
+
+    def adopt(self, call: PendingCall) -> None:
+        """Add a call that another replica has had, or a new one."""
+        call.number = self._count
+        self._pending[call.number] = call
         self._count += 1
-        self._pending[number] = call
-        return number, call
 
     def pop(self, number: int) -> PendingCall | None:
         """Remove and return a call; None if it is not pending."""
         return self._pending.pop(number, None)
+
+    def remove(self, call: PendingCall) -> bool:
+        """Remove a call. Returns whether it was pending here."""
+        return self._pending.get(call.number) is call and self.pop(call.number) is not None
 
     def to_send(self, *, allow_adds: bool) -> Iterator[tuple[int, PendingCall]]:
         """Unsent calls that may be sent now. The caller must set `sent` before it takes the next one.
 
         allow_adds: whether calls that add requests may be sent.
         """
-        adders = [call for call in self._pending.values() if call.requests and not call.answer.done()]
-        one_by_one = self.has_suspects
+        adders, one_by_one = self.adding, self.has_suspects
         for number, call in list(self._pending.items()):
             if call.sent or call.answer.done():
                 continue
@@ -77,10 +105,14 @@ class PendingCalls:
                 call.answer.set_exception(error)
 
     def mark_unsent(self) -> None:
-        """Mark all calls as unsent after a restart, and remove those that do not last."""
+        """Mark all calls as unsent after the end of an engine. Those that are not sent again fail."""
+        ended = [call for call in self._pending.values() if not call.resend]
         self._pending = {number: call for number, call in self._pending.items() if call.resend}
         for call in self._pending.values():
             call.sent = False
+        for call in ended:
+            if not call.answer.done():
+                call.answer.set_exception(EngineStopped("the engine ended before it answered"))
 
     def record_crash(self, *, has_other_work: bool) -> list[PendingCall]:
         """Record the death of an engine. Returns the calls that have reached MAX_CRASHES.

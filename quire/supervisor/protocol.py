@@ -26,6 +26,7 @@ from quire.errors import (
 )
 from quire.monitor.update import Watcher
 from quire.startup.model_info import ModelInfo
+from quire.startup.replica_share import WHOLE, ReplicaShare
 
 MAX_FRAME = 2**28  # bytes; enough for 2**24 tokens, more than a body of 16 MiB has
 _LENGTH = struct.Struct("<I")
@@ -90,10 +91,14 @@ class Command(msgspec.Struct, frozen=True, tag=True):
 
 
 class Begin(Command, frozen=True, tag=True):
-    """The first command: build an engine with these options. is_restart: whether another engine served before."""
+    """The first command: build an engine with these options, for this part of the machine.
+
+    is_restart: whether another engine served before.
+    """
 
     options: EngineOptions
     is_restart: bool = False
+    share: ReplicaShare = WHOLE
 
 
 class Add(Command, frozen=True, tag=True):
@@ -248,9 +253,10 @@ class Loading(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The engine accepts commands."""
+    """The engine accepts commands. share: that of Begin, with the available memory and the costs that it found."""
 
     facts: ModelInfo
+    share: ReplicaShare = WHOLE
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -1,4 +1,4 @@
-"""When a supervisor starts the next engine, and when it stops to start engines.
+"""When a replica starts the next engine, and when it stops to start engines.
 
 An engine that ends is replaced at once, unless engines end before they have served. A start that failed is repeated
 after a delay that doubles from FIRST_DELAY to MAX_DELAY seconds, until an engine serves or `timeout` seconds have
@@ -44,6 +44,11 @@ class RestartPolicy:
     def is_crash_loop(self) -> bool:
         """Whether more engines crashed with requests than crash bisection needs."""
         return self.num_crashes > MAX_CRASHES
+
+    def record_request(self, now: float) -> None:
+        """Record that an engine ended because a restart was asked for, which begins the outage."""
+        self._outage_began = now
+        self._num_unserved = self._num_failed_starts = 0
 
     def record_failed_start(self) -> None:
         """Record a start that failed."""

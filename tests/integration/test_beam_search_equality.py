@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from quire import LLM, SamplingParams
 from quire.config import EngineOptions
+from quire.fleet.fleet import Fleet
 from quire.hub import embedded
 from quire.params import BeamSearchParams
 from quire.scheduler.beam_search import Rules, Search
@@ -15,7 +16,6 @@ from quire.server.app import make_app
 from quire.server.service import Service
 from quire.startup.build import build
 from quire.startup.model_info import model_info_of
-from quire.supervisor.async_engine import AsyncEngine
 from quire.supervisor.engine_handle import EngineThread
 
 SMALL = {"dtype": "float32", "memory": "400MiB", "max_num_seqs": 16, "max_model_len": 512}
@@ -149,7 +149,7 @@ def http():
     facts = model_info_of(built)
     host = EngineThread(built.engine, facts)
     host.launch()
-    service = Service(facts, built.tokenizer, AsyncEngine(host))
+    service = Service(facts, built.tokenizer, Fleet(host))
     with TestClient(make_app(service), base_url="http://127.0.0.1") as client:
         yield client
 

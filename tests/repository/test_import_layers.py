@@ -46,6 +46,7 @@ ORDER = (
         "startup",
         "llm",
         "supervisor",
+        "fleet",
     ),
     *(
         "planner.files",

@@ -42,7 +42,7 @@ def read_pretended(name: str, path: str) -> Adapter:
 
 
 class PretendedReader:
-    """What a registry needs of AsyncEngine. hold(): reads wait until `release`."""
+    """What a registry needs of Fleet. hold(): reads wait until `release`."""
 
     def __init__(self):
         self.read, self.pins = [], []

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import uvicorn
 
 from quire.config import EngineOptions
+from quire.fleet.fleet import Fleet
 from quire.server.middleware.http_protocol import http_config
 from quire.server.options import ServerOptions
 from quire.server.service import Service
 from quire.startup.build import Built, build
 from quire.startup.model_info import model_info_of
-from quire.supervisor.async_engine import AsyncEngine
 from quire.supervisor.engine_handle import EngineThread
 
 DEFAULTS = ServerOptions()
@@ -34,7 +34,7 @@ def service_of(built: Built, **options) -> Service:
     facts = model_info_of(built)
     host = EngineThread(built.engine, facts)
     host.launch()
-    return Service(facts, built.tokenizer, AsyncEngine(host), **options)
+    return Service(facts, built.tokenizer, Fleet(host), **options)
 
 
 @contextlib.contextmanager

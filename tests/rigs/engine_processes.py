@@ -6,12 +6,14 @@ import signal
 from contextlib import asynccontextmanager
 
 import scripted_engine_process
+from msgspec.structs import replace
 from waiting import until
 
 from quire.config import EngineOptions
 from quire.core.request import Request
+from quire.fleet.fleet import Fleet
 from quire.params import SamplingParams
-from quire.supervisor.async_engine import AsyncEngine
+from quire.startup.replica_share import WHOLE, ReplicaShare
 from quire.supervisor.engine_handle import EngineProcess
 from quire.supervisor.health import State
 from quire.supervisor.spawn import PROGRAM
@@ -27,18 +29,21 @@ def scripted(*kind):
     return (scripted_engine_process.__file__, *map(str, kind))
 
 
-def host_of(program=PROGRAM, **options):
+def host_of(program=PROGRAM, share=WHOLE, **options):
     """The process of an engine, not launched. options: those of OPTIONS that are changed."""
-    options = {name: getattr(OPTIONS, name) for name in OPTIONS.__slots__} | options
-    return EngineProcess(EngineOptions(**options), report=lambda line: None, progress=lambda *_: None, program=program)
+    options = EngineOptions(**{name: getattr(OPTIONS, name) for name in OPTIONS.__slots__} | options)
+    return EngineProcess(options, report=lambda line: None, progress=lambda *_: None, program=program, share=share)
 
 
 @asynccontextmanager
-async def running(program=PROGRAM, watchdog=0.0, restart_timeout=600.0, **options):
-    """Context manager: an engine in a process of its own. program: arguments of the Python interpreter."""
-    host = host_of(program, **options)
-    await asyncio.to_thread(host.launch)
-    engine = AsyncEngine(host, watchdog=watchdog, restart_timeout=restart_timeout)
+async def running(program=PROGRAM, watchdog=0.0, restart_timeout=600.0, replicas=1, **options):
+    """Context manager: engines in processes of their own. program: arguments of the Python interpreter."""
+    hosts = [host_of(program, ReplicaShare(count=replicas), **options)]
+    await asyncio.to_thread(hosts[0].launch)
+    shares = [replace(hosts[0].share, index=index) for index in range(1, replicas)]
+    hosts += [host_of(program, share, **options) for share in shares]
+    await asyncio.gather(*(asyncio.to_thread(host.launch) for host in hosts[1:]))
+    engine = Fleet(*hosts, watchdog=watchdog, restart_timeout=restart_timeout)
     await engine.start()
     try:
         yield engine
@@ -51,9 +56,9 @@ def scenario(work):
     asyncio.run(asyncio.wait_for(work, 120))
 
 
-def pid(engine):
-    """The engine's process id."""
-    return engine.engine_handle.process.pid
+def pid(engine, replica=0):
+    """The process id of a replica's engine."""
+    return engine.engine_handles[replica].process.pid
 
 
 async def kill(engine):

@@ -4,18 +4,22 @@ import asyncio
 import contextlib
 import socket
 import threading
+import time
 
+import waiting
 from kv_groups import kv_group
 from msgspec import structs
 
 from quire.config import CacheConfig, EngineOptions
+from quire.core.explanation import Explanation
 from quire.core.output import EndCause, Output
 from quire.core.request import Request
 from quire.engine.engine import EngineStats
+from quire.errors import EngineStopped
+from quire.fleet.fleet import Fleet
 from quire.models.sentence_transformers import EmbeddingConfig
 from quire.params import SamplingParams
 from quire.startup.model_info import ModelInfo
-from quire.supervisor.async_engine import AsyncEngine
 from quire.supervisor.engine_loop import EngineLoop
 
 FACTS = ModelInfo(
@@ -98,6 +102,7 @@ class Host:
     """An engine handle of fake engines on threads."""
 
     can_restart = True
+    was_killed = False
     model_info = FACTS
     engine_class = PretendEngine
 
@@ -106,8 +111,8 @@ class Host:
 
     def launch(self):
         self.num_launched += 1
-        self.connection, theirs = socket.socketpair()
-        loop = EngineLoop(self.engine_class(self.num_launched, self.acts), theirs)
+        self.connection, self.engine_socket = socket.socketpair()
+        loop = EngineLoop(self.engine_class(self.num_launched, self.acts), self.engine_socket)
 
         def run():
             with contextlib.suppress(Death):
@@ -125,6 +130,109 @@ class Host:
     def wait(self):
         self.thread.join(60)
         return "as pretended"
+
+
+class ControlledEngine(PretendEngine):
+    """Does what its host says. Its sequence ids are 0, 1, ... in the order of adding."""
+
+    predicted_seconds = 0.001
+
+    def __init__(self, number, acts, host):
+        super().__init__(number, acts)
+        self.host, self.killed = host, threading.Event()
+        self.seq_ids, self.arrived = {}, {}
+        self.num_added = 0
+
+    def add(self, request):
+        self.host.asked.append(request)
+        if self.host.refusal is not None:
+            raise self.host.refusal
+        super().add(request)
+        self.seq_ids[request.id], self.num_added = self.num_added, self.num_added + 1
+        self.arrived[request.id] = time.monotonic() - request.waited
+        self.host.added.append(request)
+
+    def abort(self, request_id):
+        if request_id in self.said:
+            self.host.aborted.append(request_id)
+        super().abort(request_id)
+
+    def finish(self, seq_id, num_tokens):
+        self.host.finished.append((seq_id, num_tokens))
+        for name in [name for name in self.said if self.seq_ids[name] == seq_id]:
+            del self.said[name]
+
+    def end_program(self, *program):
+        self.host.ended_programs.append(program)
+
+    def pin_adapter(self, adapter, *, pinned):
+        if pinned and self.host.pin_refusal is not None:
+            raise self.host.pin_refusal
+        self.host.pins.append((adapter.name, pinned))
+
+    def flush_cache(self):
+        return self.host.freed
+
+    def explain(self, request_id):
+        if request_id not in self.arrived:
+            return None
+        arrived, number = self.arrived[request_id], self.host.freed
+        return Explanation(request_id=request_id, tenant="", arrived=arrived, num_prompt_tokens=number)
+
+    def step(self, on_launch):
+        outputs = super().step(on_launch)
+        seq_ids = self.seq_ids
+        return [structs.replace(output, seq_id=seq_ids[output.request_id]) for output in outputs]
+
+
+class ControlledHost(Host):
+    """A host of one replica of several. Its engines wait in a step for `gate`, and in their start for `may_start`.
+
+    refusal, pin_refusal: the errors of all Adds and pins. freed: result of flush_cache, by which it is known.
+    """
+
+    def __init__(self, acts=lambda *_: (), freed=0):
+        super().__init__(acts)
+        self.gate, self.may_start = threading.Event(), threading.Event()
+        self.gate.set()
+        self.may_start.set()
+        self.refusal = self.pin_refusal = None
+        self.freed, self.was_killed, self.is_held = freed, False, False
+        self.asked, self.added, self.aborted, self.finished, self.pins, self.ended_programs = [], [], [], [], [], []
+
+    @property
+    def names(self):
+        """The ids of the requests that its engines have accepted."""
+        return [request.id for request in self.added]
+
+    def launch(self):
+        self.was_killed, self.start_was_killed = False, False
+        while not self.may_start.wait(0.002):
+            if self.start_was_killed:
+                raise EngineStopped("killed while it started")
+        super().launch()
+
+    def engine_class(self, number, acts):
+        def acts_of_step(*step):
+            while not self.gate.wait(0.002):
+                self.is_held = True
+                if engine.killed.is_set():
+                    raise Death
+            self.is_held = False
+            return acts(*step)
+
+        self.engine = engine = ControlledEngine(number, acts_of_step, self)
+        return engine
+
+    def kill(self):
+        self.was_killed = self.start_was_killed = True
+        self.fault()
+
+    def fault(self):
+        """End the engine as if by a fault of its own."""
+        self.engine.killed.set()
+        with contextlib.suppress(OSError):
+            self.engine_socket.shutdown(socket.SHUT_RDWR)
 
 
 def request(name, wanted, deadly=0):
@@ -145,14 +253,23 @@ async def heard(stream, names):
 
 def run(scenario, acts=lambda *_: (), host=None, **options):
     host = host or Host(acts)
+    return run_fleet(lambda engine, _: scenario(host, engine), host, **options)
+
+
+def run_fleet(scenario, *hosts, **options):
+    """Run `scenario(fleet, *hosts)` with a replica for each host."""
 
     async def main():
-        host.launch()
-        engine = AsyncEngine(host, **options)
-        await engine.start()
+        for host in hosts:
+            host.launch()
+        fleet = Fleet(*hosts, **options)
+        await fleet.start()
         try:
-            return await asyncio.wait_for(scenario(host, engine), 60)
+            return await asyncio.wait_for(scenario(fleet, *hosts), waiting.DEADLINE)
         finally:
-            await engine.close()
+            for host in hosts:
+                if isinstance(host, ControlledHost):
+                    host.gate.set()
+            await fleet.close()
 
     return asyncio.run(main())

@@ -24,6 +24,7 @@ from quire.errors import ModelError
 from quire.runner.scripted_runner import ScriptedRunner
 from quire.scheduler.scheduler import Scheduler
 from quire.startup.model_info import ModelInfo
+from quire.startup.replica_share import WHOLE, ReplicaShare
 
 POISON = 2040  # a token id
 SECONDS_PER_STEP = 0.005  # of a "slow" engine
@@ -59,6 +60,7 @@ class Built(ModelInfo):
     """A scripted engine and its model information."""
 
     engine: Engine
+    share: ReplicaShare
 
 
 def builder(kind, *arguments):
@@ -69,7 +71,7 @@ def builder(kind, *arguments):
             KINDS[kind](step, *arguments)
             super().launch(step)
 
-    def build(options, *, report, progress, is_restart=False):
+    def build(options, *, report, progress, is_restart=False, share=WHOLE):
         if options.model is not None and not Path(options.model).exists():
             raise ModelError(f"there is no model {options.model}")
         most = {"max_num_seqs": options.max_num_seqs or 32, "max_model_len": options.max_model_len or 512}
@@ -81,7 +83,8 @@ def builder(kind, *arguments):
         engine = Engine(Scheduler(config, KVCache(cache)), Runner(cache, vocab_size=VOCAB, **most), vocab_size=VOCAB)
         facts = {name: getattr(FACTS, name) for name in ModelInfo.__slots__}
         facts |= {"model_name": "restarted" if is_restart else "first", "options": options, "cache": cache}
-        return Built(engine=engine, **facts | {"max_model_len": most["max_model_len"], "vocab_size": VOCAB})
+        facts |= {"max_model_len": most["max_model_len"], "vocab_size": VOCAB}
+        return Built(engine=engine, share=share, **facts)
 
     return build
 

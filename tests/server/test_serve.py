@@ -99,7 +99,7 @@ def test_the_tokenizer_of_a_local_model_is_read_while_the_engine_starts(model, m
 
     monkeypatch.setattr(serving, "open_tokenizer", open_tokenizer)
     monkeypatch.setattr(serving, "EngineProcess", Handle)
-    monkeypatch.setattr(serving, "AsyncEngine", lambda *_, **__: None)
+    monkeypatch.setattr(serving, "Fleet", lambda *_, **__: None)
     monkeypatch.setattr(serving, "Service", lambda _info, tokenizer, *_, **__: tokenizer)
     options = EngineOptions(model=model)
     with serving.launched(options, ServerOptions(), report=print, progress=print) as tokenizer:

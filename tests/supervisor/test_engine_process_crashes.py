@@ -63,7 +63,7 @@ def test_streams_go_on_however_often_the_engine_is_killed():
             assert kills == engine.health().num_restarts >= 2
             stats = engine.health().stats
             assert (stats.kv_blocks_used, stats.num_running, stats.num_waiting) == (0, 0, 0)
-            assert len(engine._open_requests) == 0
+            assert len(engine.open_requests) == 0
 
     scenario(work())
 
@@ -110,13 +110,13 @@ def test_an_embedding_and_prompt_logprobs_are_returned_once_although_engines_are
 
             undisturbed = await outputs(0)
             assert [len(one) for one in undisturbed] == [1, 399, 3]
-            engine.engine_handle.program = scripted("held", 5)
+            engine.engine_handles[0].program = scripted("held", 5)
             await kill(engine)
             again = asyncio.ensure_future(outputs(1))
             due = engine.health().stats.num_steps + 5
             for program, num_steps in ((scripted("held", 10), 10), (scripted("held", 7), 7), (scripted("steady"), 0)):
                 await until_steps(engine, due)
-                engine.engine_handle.program = program
+                engine.engine_handles[0].program = program
                 await kill(engine)
                 due += num_steps
             assert await again == undisturbed
@@ -129,7 +129,7 @@ def test_an_engine_that_cannot_be_started_again_fails_what_is_open():
         async with running(scripted("slow"), restart_timeout=3.0) as engine:
             open_one = asyncio.ensure_future(answer(engine, "a", [5, 6, 7], max_tokens=400))
             await until_running(engine)
-            engine.engine_handle.program = HOPELESS
+            engine.engine_handles[0].program = HOPELESS
             os.kill(pid(engine), signal.SIGKILL)
             with pytest.raises(EngineStopped, match=r"has served for 3 s"):
                 await open_one
@@ -144,12 +144,12 @@ def test_an_engine_that_cannot_be_started_again_fails_what_is_open():
 def test_each_engine_after_the_first_knows_that_it_is_a_restart():
     async def work():
         async with running(scripted("slow")) as engine:
-            assert engine.engine_handle.model_info.model_name == "first"
+            assert engine.engine_handles[0].model_info.model_name == "first"
             going_on = asyncio.ensure_future(answer(engine, "a", [5, 6, 7]))
             for _ in range(2):
                 await until_running(engine)
                 await kill(engine)
-                assert engine.engine_handle.model_info.model_name == "restarted"
+                assert engine.engine_handles[0].model_info.model_name == "restarted"
             await going_on
 
     scenario(work())
@@ -164,14 +164,14 @@ def test_kills_during_starts_do_not_end_the_server(monkeypatch):
             expected = await answer(engine, "a", [5, 6, 7], seed=1)
             going_on = asyncio.ensure_future(answer(engine, "b", [5, 6, 7], seed=1))
             await until_running(engine)
-            engine.engine_handle.program = STARTS_FOR_EVER
+            engine.engine_handles[0].program = STARTS_FOR_EVER
             killed = {pid(engine)}
             os.kill(pid(engine), signal.SIGKILL)
             for _ in range(6):
                 await until(lambda: pid(engine) not in killed)
                 killed.add(pid(engine))
                 if len(killed) == 7:
-                    engine.engine_handle.program = scripted("slow")
+                    engine.engine_handles[0].program = scripted("slow")
                 os.kill(pid(engine), signal.SIGKILL)
             assert await going_on == expected
             assert (engine.health().state, engine.health().num_restarts) == (State.SERVING, 1)

@@ -14,7 +14,7 @@ from waiting import until
 
 from quire.errors import ConfigError, EngineStopped
 from quire.supervisor.health import STALL_SECONDS, State
-from quire.supervisor.supervisor import WATCHDOG_INTERVAL
+from quire.supervisor.replica import WATCHDOG_INTERVAL
 
 SLOW_MODEL = (misbehaving_engine_process.__file__, "slow")
 

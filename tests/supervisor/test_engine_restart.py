@@ -1,4 +1,4 @@
-"""AsyncEngine with engines that die one after another: no deadlock, and only deadly requests fail."""
+"""Fleet with engines that die one after another: no deadlock, and only deadly requests fail."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""AsyncEngine with engines that do not start, do not end, or die at once: errors are raised, without a deadlock."""
+"""Fleet with engines that do not start, do not end, or die at once: errors are raised, without a deadlock."""
 
 import asyncio
 import socket
@@ -12,8 +12,8 @@ from waiting import until
 
 from quire.core.request import Request
 from quire.errors import EngineStopped, ModelError, RequestError
+from quire.fleet.crash_isolation import CrashBisection
 from quire.params import SamplingParams, StructuredOutputsParams
-from quire.supervisor.crash_isolation import CrashBisection
 from quire.supervisor.health import StallDetector, State
 from quire.supervisor.pending_calls import PendingCalls
 
@@ -154,7 +154,7 @@ def test_an_engine_that_does_not_end_is_killed(monkeypatch, dies_first):
         await engine.close()
         assert host.killed.is_set()
 
-    monkeypatch.setattr("quire.supervisor.supervisor._END_SECONDS", 0.05)
+    monkeypatch.setattr("quire.supervisor.replica._END_SECONDS", 0.05)
     run(scenario, host=Hung(first_dies))
 
 
@@ -429,8 +429,8 @@ def test_the_watchdog_ends_the_engine_that_stalled_and_not_the_next_one(monkeypa
         await asyncio.sleep(0.2)
         assert (host.dumped, host.killed, engine.health().state) == ([1], [], State.SERVING)
 
-    monkeypatch.setattr("quire.supervisor.supervisor.WATCHDOG_INTERVAL", 0.05)
-    monkeypatch.setattr("quire.supervisor.supervisor._STACK_DUMP_SECONDS", 0.1)
+    monkeypatch.setattr("quire.supervisor.replica.WATCHDOG_INTERVAL", 0.05)
+    monkeypatch.setattr("quire.supervisor.replica._STACK_DUMP_SECONDS", 0.1)
     run(scenario, host=Dying(lambda *_: ()), watchdog=1.0)
 
 

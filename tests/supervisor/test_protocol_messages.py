@@ -19,7 +19,7 @@ from quire.core.prompt_progress import PromptProgress
 from quire.core.request import Beams, KnownOutput, Namespace, Request
 from quire.core.scheduling_params import MAX_PROGRAM_TTL, Program, Retention, SchedulingParams
 from quire.core.step import Logprobs, Pooling
-from quire.cost.step_time import CostFigures
+from quire.cost.step_time import Calibration, CopySample, CostFigures, DecodeSample, PrefillSample
 from quire.engine.engine import EngineStats
 from quire.errors import (
     ConfigError,
@@ -35,6 +35,7 @@ from quire.models.description import UnknownArchitecture
 from quire.models.sentence_transformers import Dense, EmbeddingConfig, LayerNorm, Normalize
 from quire.params import NUMBERS, ReasoningParams, RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
 from quire.startup.model_info import ModelInfo
+from quire.startup.replica_share import ReplicaShare
 from quire.supervisor import protocol
 from quire.supervisor import protocol as framing
 from quire.supervisor.protocol import Answer, BadFrame, Batch, Failure, FrameReader, Launched
@@ -182,12 +183,18 @@ def new_requests():
         num_counted=COUNT,
         prerequisites=st.lists(TEXT, max_size=2).map(tuple),
         adapter=optional(adapters()),
+        waited=st.floats(0, 1e6),
     )
 
 
 def adapters():
     ids = st.lists(COUNT, max_size=3).map(tuple)
     return one_of_fields(Adapter, digest=TEXT, name=TEXT, path=TEXT, num_bytes=COUNT, rank=COUNT, invocation_tokens=ids)
+
+
+SHARE = ReplicaShare(
+    1, 2, 2**40, Calibration([PrefillSample(8, 0, 0.25)], [DecodeSample(1, 0.125)], [CopySample(64, 0.5, 0.75)])
+)
 
 
 def options():
@@ -198,10 +205,20 @@ def options():
     return st.sampled_from([EngineOptions(), fixed])
 
 
+def shares():
+    return one_of_fields(
+        ReplicaShare,
+        index=COUNT,
+        count=COUNT,
+        available=optional(COUNT),
+        costs=st.sampled_from([None, Calibration(), SHARE.costs]),
+    )
+
+
 def commands():
     number = st.integers(0, 2**31)
     return st.one_of(
-        one_of_fields(protocol.Begin, options=options(), is_restart=st.booleans()),
+        one_of_fields(protocol.Begin, options=options(), is_restart=st.booleans(), share=shares()),
         one_of_fields(protocol.Add, number=number, requests=st.lists(new_requests(), max_size=2)),
         one_of_fields(protocol.Abort, request_ids=st.lists(TEXT, max_size=3)),
         one_of_fields(protocol.Finish, seq_id=COUNT, num_tokens=COUNT),
@@ -322,7 +339,7 @@ def news():
         one_of_fields(protocol.Pulse, turned=NUMBER),
         one_of_fields(protocol.Report, line=TEXT),
         one_of_fields(protocol.Loading, done=COUNT, total=COUNT),
-        one_of_fields(protocol.Ready, facts=st.just(FACTS)),
+        one_of_fields(protocol.Ready, facts=st.just(FACTS), share=shares()),
         one_of_fields(protocol.Refused, failure=st.just(FAILURE)),
     )
 
@@ -404,12 +421,13 @@ ADD = protocol.Add(
 WHOLE = [
     carried(message)
     for message in (
-        [protocol.Begin(EngineOptions()), protocol.Abort(["a"]), protocol.Finish(1, 2), protocol.Explain(1, ["a"])],
+        [protocol.Begin(EngineOptions(), share=SHARE), protocol.Abort(["a"]), protocol.Finish(1, 2)],
+        [protocol.Explain(1, ["a"])],
         [ADD, protocol.Flush(2), protocol.AskCosts(3), protocol.Close()],
         Batch([OUTPUT], [Answer(1, COSTS), Answer(2, [EXPLANATION], FAILURE)], 3, Launched(["a"], [4], 0.5),
               EngineStats.zero()),
         protocol.Pulse(1.0),
-        protocol.Ready(FACTS),
+        protocol.Ready(FACTS, SHARE),
         protocol.Refused(FAILURE),
         protocol.Loading(1, 2),
         protocol.Report("line"),

@@ -91,3 +91,10 @@ def test_a_crash_whose_culprit_was_found_resets_the_count_of_crashes():
         policy.record_end(1.0, **CRASHED)
     policy.record_end(1.0, **CRASHED, found_culprit=True)
     assert policy.num_crashes == 0
+
+
+def test_a_restart_that_was_asked_for_begins_an_outage_of_its_own():
+    policy = RestartPolicy(600.0, now=0.0)
+    policy.record_failed_start()
+    policy.record_request(5000.0)
+    assert (policy.deadline, policy.delay, policy.is_crash_loop) == (5600.0, 0.0, False)

@@ -22,6 +22,7 @@ from quire.engine.inputs import TokenizedPrompt, prepare_generations
 from quire.engine.output_text import RequestOutputProcessor
 from quire.engine.outputs import Delta
 from quire.errors import RequestError
+from quire.fleet.fleet import Fleet
 from quire.lang.backends.backend import Backend, Piece, RoleTexts
 from quire.lang.backends.meta import meta_info, token_logprobs
 from quire.lang.backends.roles import TemplateRoles, plain_texts
@@ -33,7 +34,6 @@ from quire.params import SamplingParams
 from quire.startup.build import Built, build
 from quire.startup.model_info import model_info_of
 from quire.structured_outputs.grammar_cache import front_end_cache
-from quire.supervisor.async_engine import AsyncEngine
 from quire.supervisor.engine_handle import EngineThread
 from quire.supervisor.health import Health
 from quire.tokenizer.tokenizer import Tokenizer
@@ -62,7 +62,7 @@ class EngineBackend(Backend):
         )
         self._roles = TemplateRoles(self._render)
         self._grammar_checks = front_end_cache(built.options.grammar_backend)
-        self._engine = AsyncEngine(self._host)
+        self._engine = Fleet(self._host)
         self._lora_paths = lora_paths
         self._adapters: dict[str, Adapter] = {}  # those that were read, by name
         try:

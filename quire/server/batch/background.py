@@ -79,7 +79,8 @@ class Batches:
         self._app: ASGIApp
         self._running: dict[tuple[str, str], _Run] = {}  # by tenant and id
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by tenant: one batch at a time
-        self._concurrency = max(1, service.options.max_num_seqs // 2)  # so that rows stay free for other requests
+        num_rows = service.options.max_num_seqs * service.engine.num_replicas
+        self._concurrency = max(1, num_rows // 2)  # so that rows stay free for other requests
         self._slots = asyncio.Semaphore(self._concurrency)  # of the requests of all batches
         self._resuming: asyncio.Task[None] | None = None
 

@@ -99,7 +99,7 @@ class ResultFile:
         self._file.truncate(whole)
 
 
-CONCURRENCY = 256  # twice the default of max_num_seqs, so that some requests wait
+CONCURRENCY = 256  # of each engine: twice the default of max_num_seqs, so that some requests wait
 
 
 def run_batch(  # noqa: PLR0913 (a flag each)
@@ -108,7 +108,8 @@ def run_batch(  # noqa: PLR0913 (a flag each)
     target: Path,
     *,
     resume: bool = False,
-    concurrency: int = CONCURRENCY,
+    concurrency: int | None = None,
+    data_parallel_size: int = 1,
     model_name: str | None = None,
     lora_modules: Sequence[str] = (),
     lora_dir: str | None = None,
@@ -118,15 +119,16 @@ def run_batch(  # noqa: PLR0913 (a flag each)
 ) -> None:
     """Send all lines of `source`, at most `concurrency` at once, and append results to `target` as they arrive.
 
-    resume: skips lines that have a result in `target`. lora_modules, lora_dir: as in ServerOptions. report(line) gets
-    the memory plan, lines of figures and the summary, progress(done, total) bytes of the model, advance(done, total)
-    lines. Raises ConfigError for unusable files and options, before the model is loaded; ConfigError, ModelError,
-    EngineStopped for the engine; BatchStopped.
+    concurrency: None: CONCURRENCY for each of `data_parallel_size` replicas. resume: skips lines that have a result in
+    `target`. lora_modules, lora_dir: as in ServerOptions. report(line) gets the memory plan, lines of figures and the
+    summary, progress(done, total) bytes of the model, advance(done, total) lines. Raises ConfigError for unusable files
+    and options, before the model is loaded; ConfigError, ModelError, EngineStopped for the engine; BatchStopped.
     """
     server = ServerOptions(
         served_model_name=(model_name,) if model_name else (),
         lora_modules=tuple(lora_modules),
         lora_dir=lora_dir,
+        data_parallel_size=data_parallel_size,
         watchdog=0.0,
     )
     server.check()
@@ -146,7 +148,13 @@ def run_batch(  # noqa: PLR0913 (a flag each)
                 app = make_app(service, with_tarpit=False)
                 batch = Batch(app, output, lambda done: advance(done, max(done, total)))
                 activity = ActivityLine(lambda: service.engine.health().stats, report)
-                asyncio.run(_until_signal(app, _checked(service, batch.run(file, concurrency)), activity))
+                asyncio.run(
+                    _until_signal(
+                        app,
+                        _checked(service, batch.run(file, concurrency or CONCURRENCY * data_parallel_size)),
+                        activity,
+                    )
+                )
         except (asyncio.CancelledError, KeyboardInterrupt):
             raise BatchStopped(f"stopped; finished results are in {target}, and --resume continues") from None
         except OSError as error:

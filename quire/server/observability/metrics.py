@@ -5,7 +5,7 @@ Each app has its own registries. The prefix of names is added on export.
 
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -16,13 +16,14 @@ from quire.config import CacheConfig, DrafterName
 from quire.core.explanation import DraftCounts
 from quire.engine.engine import STEP_SIZE_BUCKETS, EngineStats
 from quire.engine.outputs import RequestMetrics
+from quire.fleet.fleet import ReplicaStatus
 from quire.params import SamplingParams
 from quire.server.observability.request_record import RequestRecord
 from quire.supervisor.health import Health, State
 
 LABELS = ("model_name", "engine")
 _BY_DRAFTER = (*LABELS, "drafter")
-ENGINE = "0"  # the index of the only engine
+ENGINE = "0"  # of what the front end measures for all replicas
 _CAPACITY = frozenset({"tokens", "rows", "memory"})  # wait causes that more capacity would end
 
 # name, help, value
@@ -80,102 +81,136 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
 )
 
 
+class _Sampled(NamedTuple):
+    """What a collector reads of one replica. labels: the values of LABELS."""
+
+    labels: tuple[str, str]
+    cache: CacheConfig
+    status: ReplicaStatus
+
+    @property
+    def health(self) -> Health:
+        return self.status.health
+
+    @property
+    def stats(self) -> EngineStats:
+        return self.status.health.stats
+
+
 class EngineCollector(Collector):
-    """Collector of the metrics of an engine, read from its health. max_loras: 0 without adapters."""
+    """Collector of the metrics of engines, read from the statuses of the replicas. The label `engine` is the replica.
+
+    caches: by replica. max_loras: 0 without adapters.
+    """
 
     def __init__(
-        self, model_name: str, health: Callable[[], Health], cache: CacheConfig, max_model_len: int, max_loras: int
+        self,
+        model_name: str,
+        statuses: Callable[[], Sequence[ReplicaStatus]],
+        caches: Sequence[CacheConfig],
+        max_model_len: int,
+        max_loras: int,
     ) -> None:
-        self._label_values = (model_name, ENGINE)
-        self._health = health
-        self._cache = cache
+        self._model_name = model_name
+        self._statuses = statuses
+        self._caches = caches
         self._max_model_len = max_model_len
         self._max_loras = max_loras
 
     def collect(self) -> Iterator[Metric]:
         """Called by prometheus_client."""
-        health = self._health()
+        replicas = [
+            _Sampled((self._model_name, str(number)), cache, status)
+            for number, (cache, status) in enumerate(zip(self._caches, self._statuses(), strict=True))
+        ]
         for name, text, value in _GAUGES:
-            yield self._gauge(name, text, value(health.stats))
+            yield _family(GaugeMetricFamily, name, text, [(one.labels, value(one.stats)) for one in replicas])
         for name, text, value in _COUNTERS:
-            yield self._counter(name, text, value(health.stats))
-        yield from self._health_metrics(health)
-        yield self._waiting_by_reason(health.stats)
-        yield self._prompt_tokens_by_source(health.stats)
-        yield self._step_sizes(health.stats)
-        yield from self._drafts(health.stats)
-        yield self._cache_config()
+            yield _family(CounterMetricFamily, name, text, [(one.labels, value(one.stats)) for one in replicas])
+        yield from self._health_metrics(replicas)
+        yield self._waiting_by_reason(replicas)
+        yield self._prompt_tokens_by_source(replicas)
+        yield self._step_sizes(replicas)
+        yield from self._drafts(replicas)
+        yield self._cache_config(replicas)
         if self._max_loras:
-            yield self._adapters_of_requests(health.stats)
+            yield self._adapters_of_requests(replicas)
 
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=LABELS)
-        family.add_metric(self._label_values, value)
-        return family
-
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, text, labels=LABELS)
-        family.add_metric(self._label_values, value)
-        return family
-
-    def _health_metrics(self, health: Health) -> Iterator[Metric]:
-        yield self._counter("engine_restarts", "Restarts of the engine after a crash.", health.num_restarts)
-        if health.heartbeat_age is not None:
-            yield self._gauge("engine_heartbeat_age_seconds", "Age of the last heartbeat.", health.heartbeat_age)
-        yield self._gauge("engine_healthy", "1 where /health says 200, else 0.", not health.problem)
+    def _health_metrics(self, replicas: Sequence[_Sampled]) -> Iterator[Metric]:
+        restarts = [(one.labels, one.health.num_restarts) for one in replicas]
+        yield _family(CounterMetricFamily, "engine_restarts", "Restarts of the engine after a crash.", restarts)
+        ages = [(one.labels, one.health.heartbeat_age) for one in replicas if one.health.heartbeat_age is not None]
+        if ages:
+            yield _family(GaugeMetricFamily, "engine_heartbeat_age_seconds", "Age of the last heartbeat.", ages)
+        healthy = [(one.labels, not one.health.problem) for one in replicas]
+        yield _family(GaugeMetricFamily, "engine_healthy", "1 where /health says 200, else 0.", healthy)
         states = GaugeMetricFamily("engine_state", "1 for the present state, else 0.", labels=(*LABELS, "state"))
-        for state in State:
-            states.add_metric((*self._label_values, state), state == health.state)
+        for one in replicas:
+            for state in State:
+                states.add_metric((*one.labels, state), state == one.health.state)
         yield states
+        placed = [(one.labels, one.status.num_requests) for one in replicas]
+        yield _family(GaugeMetricFamily, "engine_requests", "Open requests that are placed on the engine.", placed)
+        drained = [(one.labels, one.status.is_drained) for one in replicas]
+        yield _family(
+            GaugeMetricFamily, "engine_drained", "1 while no request is placed on the engine, else 0.", drained
+        )
 
-    def _waiting_by_reason(self, stats: EngineStats) -> Metric:
-        """Waiting sequences by reason. At any time all of them have the same one."""
+    def _waiting_by_reason(self, replicas: Sequence[_Sampled]) -> Metric:
+        """Waiting sequences by reason. At any time all of an engine have the same one."""
         text = "Waiting sequences: for tokens, rows or memory (capacity), or for a step to end (deferred)."
         family = GaugeMetricFamily("num_requests_waiting_by_reason", text, labels=(*LABELS, "reason"))
-        held = "capacity" if stats.waiting_because in _CAPACITY else "deferred"
-        for reason in ("capacity", "deferred"):
-            family.add_metric((*self._label_values, reason), stats.num_waiting if reason == held else 0)
+        for one in replicas:
+            held = "capacity" if one.stats.waiting_because in _CAPACITY else "deferred"
+            for reason in ("capacity", "deferred"):
+                family.add_metric((*one.labels, reason), one.stats.num_waiting if reason == held else 0)
         return family
 
-    def _prompt_tokens_by_source(self, stats: EngineStats) -> Metric:
+    def _prompt_tokens_by_source(self, replicas: Sequence[_Sampled]) -> Metric:
         text = "Prompt tokens by where their KV came from."
         family = CounterMetricFamily("prompt_tokens_by_source", text, labels=(*LABELS, "source"))
-        computed = stats.prompt_tokens - stats.prefix_hit_tokens
-        for source, value in (("local_compute", computed), ("local_cache_hit", stats.prefix_hit_tokens)):
-            family.add_metric((*self._label_values, source), value)
+        for one in replicas:
+            hits = one.stats.prefix_hit_tokens
+            family.add_metric((*one.labels, "local_compute"), one.stats.prompt_tokens - hits)
+            family.add_metric((*one.labels, "local_cache_hit"), hits)
         return family
 
-    def _drafts(self, stats: EngineStats) -> Iterator[Metric]:
+    def _drafts(self, replicas: Sequence[_Sampled]) -> Iterator[Metric]:
         """Drafts by drafter, and accepted ones by their place in the chain, since the engine's start."""
         verified = CounterMetricFamily("spec_decode_draft_tokens_by_drafter", "Verified drafts.", labels=_BY_DRAFTER)
         accepted = CounterMetricFamily("spec_decode_accepted_tokens_by_drafter", "Accepted drafts.", labels=_BY_DRAFTER)
-        for drafter in dict.fromkeys((*get_args(DrafterName), *stats.drafts)):
-            counts = stats.drafts.get(drafter, DraftCounts())
-            verified.add_metric((*self._label_values, drafter), counts.num_drafts)
-            accepted.add_metric((*self._label_values, drafter), counts.num_accepted)
-        yield verified
-        yield accepted
         name, text = "spec_decode_num_accepted_tokens_per_pos", "Accepted drafts by place in their chain."
         by_place = CounterMetricFamily(name, text, labels=(*LABELS, "position"))
-        for place, number in enumerate(stats.accepted_by_place):
-            by_place.add_metric((*self._label_values, str(place)), number)
+        for one in replicas:
+            for drafter in dict.fromkeys((*get_args(DrafterName), *one.stats.drafts)):
+                counts = one.stats.drafts.get(drafter, DraftCounts())
+                verified.add_metric((*one.labels, drafter), counts.num_drafts)
+                accepted.add_metric((*one.labels, drafter), counts.num_accepted)
+            for place, number in enumerate(one.stats.accepted_by_place):
+                by_place.add_metric((*one.labels, str(place)), number)
+        yield verified
+        yield accepted
         yield by_place
 
-    def _step_sizes(self, stats: EngineStats) -> Metric:
+    def _step_sizes(self, replicas: Sequence[_Sampled]) -> Metric:
         """Tokens per step: a histogram, although its name, which is vLLM's, ends in _total."""
         text = "Tokens computed in each step, since the engine's start."
         family = HistogramMetricFamily("iteration_tokens_total", text, labels=LABELS)
-        counts = stats.step_sizes or (0,) * (len(STEP_SIZE_BUCKETS) + 1)
         bounds = [*(f"{bound}.0" for bound in STEP_SIZE_BUCKETS), "+Inf"]
-        buckets = [(bound, float(sum(counts[: i + 1]))) for i, bound in enumerate(bounds)]
-        family.add_metric(self._label_values, buckets=buckets, sum_value=stats.num_step_tokens)
+        for one in replicas:
+            counts = one.stats.step_sizes or (0,) * len(bounds)
+            buckets = [(bound, float(sum(counts[: i + 1]))) for i, bound in enumerate(bounds)]
+            family.add_metric(one.labels, buckets=buckets, sum_value=one.stats.num_step_tokens)
         return family
 
-    def _cache_config(self) -> Metric:
-        cache, most = self._cache, self._most_longest_sequences()
-        labels = {
-            "model_name": self._label_values[0],
-            "engine": ENGINE,
+    def _cache_config(self, replicas: Sequence[_Sampled]) -> Metric:
+        text = "Configuration of the cache; always 1."
+        return _info("cache_config_info", text, [self._cache_labels(one) for one in replicas], 1)
+
+    def _cache_labels(self, replica: _Sampled) -> dict[str, str]:
+        cache, most = replica.cache, self._most_longest_sequences(replica.cache)
+        return {
+            **dict(zip(LABELS, replica.labels, strict=True)),
             "block_size": str(cache.block_size),
             "cache_dtype": ",".join(sorted({group.dtype for group in cache.groups})),
             "enable_prefix_caching": str(cache.prefix_index != "none"),
@@ -184,32 +219,49 @@ class EngineCollector(Collector):
             "kv_cache_size_tokens": str(round(most * self._max_model_len)),
             "kv_cache_max_concurrency": f"{most:.2f}",
         }
-        family = GaugeMetricFamily("cache_config_info", "Configuration of the cache; always 1.", labels=tuple(labels))
-        family.add_metric(tuple(labels.values()), 1)
-        return family
 
-    def _adapters_of_requests(self, stats: EngineStats) -> Metric:
+    def _adapters_of_requests(self, replicas: Sequence[_Sampled]) -> Metric:
         """vLLM's gauge, whose value is the time."""
-        counts = sorted(stats.adapter_requests.items())
-        labels = {
-            "model_name": self._label_values[0],
-            "engine": ENGINE,
+        text = "Names of the LoRA adapters of running and waiting requests; the value is the time."
+        return _info("lora_requests_info", text, [self._adapter_labels(one) for one in replicas], time.time())
+
+    def _adapter_labels(self, replica: _Sampled) -> dict[str, str]:
+        counts = sorted(replica.stats.adapter_requests.items())
+        return {
+            **dict(zip(LABELS, replica.labels, strict=True)),
             "max_lora": str(self._max_loras),
             "waiting_lora_adapters": ",".join(name for name, (_, waiting) in counts if waiting),
             "running_lora_adapters": ",".join(name for name, (running, _) in counts if running),
         }
-        text = "Names of the LoRA adapters of running and waiting requests; the value is the time."
-        family = GaugeMetricFamily("lora_requests_info", text, labels=tuple(labels))
-        family.add_metric(tuple(labels.values()), time.time())
-        return family
 
-    def _most_longest_sequences(self) -> float:
+    def _most_longest_sequences(self, cache: CacheConfig) -> float:
         """Sequences of max_model_len tokens whose KV fits. A window needs a block more than its own length at most."""
-        size, longest = self._cache.block_size, self._max_model_len
+        size, longest = cache.block_size, self._max_model_len
         lengths = [
-            min(longest, group.kind.span + size) if group.kind.drops_blocks else longest for group in self._cache.groups
+            min(longest, group.kind.span + size) if group.kind.drops_blocks else longest for group in cache.groups
         ]
-        return min(group.num_blocks * size / length for group, length in zip(self._cache.groups, lengths, strict=True))
+        return min(group.num_blocks * size / length for group, length in zip(cache.groups, lengths, strict=True))
+
+
+def _family(
+    kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+    name: str,
+    text: str,
+    samples: Iterable[tuple[tuple[str, str], float]],
+) -> Metric:
+    """A family with a sample of each replica: the values of LABELS, and the value."""
+    family = kind(name, text, labels=LABELS)
+    for labels, value in samples:
+        family.add_metric(labels, value)
+    return family
+
+
+def _info(name: str, text: str, samples: Sequence[Mapping[str, str]], value: float) -> Metric:
+    """A gauge whose labels say more than its value. samples: labels of each replica, at least one."""
+    family = GaugeMetricFamily(name, text, labels=tuple(samples[0]))
+    for labels in samples:
+        family.add_metric(tuple(labels.values()), value)
+    return family
 
 
 # Upper bounds of buckets, seconds: vLLM's, and some smaller ones for small models.
@@ -246,14 +298,17 @@ class FinishedRequestStats(NamedTuple):
 
 
 class Metrics:
-    """All metrics of one app. Routes update those of requests; those of the engine are read on export."""
+    """All metrics of one app. Routes update those of requests; those of the engines are read on export.
+
+    statuses: the replicas, by number. caches: theirs. max_loras: 0 without adapters.
+    """
 
     def __init__(
         self,
         model_name: str,
-        health: Callable[[], Health],
+        statuses: Callable[[], Sequence[ReplicaStatus]],
         *,
-        cache: CacheConfig,
+        caches: Sequence[CacheConfig],
         max_model_len: int,
         max_loras: int = 0,
     ) -> None:
@@ -307,7 +362,7 @@ class Metrics:
             buckets=_WHOLE_REQUEST,
             registry=self._http_registry,
         )
-        self._registry.register(EngineCollector(model_name, health, cache, max_model_len, max_loras))
+        self._registry.register(EngineCollector(model_name, statuses, caches, max_model_len, max_loras))
 
     def observe_tokens(self, metrics: RequestMetrics, before: float | None, now: float, num_tokens: int) -> None:
         """Observe new tokens of a sequence. before: time of its previous tokens; None for its first ones."""

@@ -15,8 +15,8 @@ from quire.core.step import Logprobs
 from quire.engine.inputs import Generation, TokenizedPrompt
 from quire.engine.output_text import RequestOutputProcessor
 from quire.errors import RequestError
+from quire.fleet.stream import Stream
 from quire.server.reply import Reply
-from quire.supervisor.stream import Stream
 from quire.tenant_memory import TenantMemory
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"

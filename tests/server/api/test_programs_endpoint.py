@@ -8,8 +8,8 @@ from quire import SamplingParams
 from quire.core.request import Request
 from quire.core.scheduling_params import Program, SchedulingParams
 from quire.errors import RequestError
+from quire.fleet.open_requests import OpenRequests
 from quire.supervisor import protocol
-from quire.supervisor.open_requests import OpenRequests
 from quire.supervisor.protocol import FrameReader
 
 WHOLE = {"id": "run-1", "branch": "a/b", "expects_more": False, "ttl": 5}

@@ -10,9 +10,8 @@ from quire.core.output import EndCause, Output
 from quire.cost.step_time import CostModel
 from quire.engine.engine import EngineStats
 from quire.errors import DeadlineUnreachable
+from quire.fleet.fleet import Fleet
 from quire.startup.model_info import model_info_of
-from quire.supervisor import async_engine
-from quire.supervisor.async_engine import AsyncEngine
 from quire.supervisor.engine_handle import EngineThread
 
 
@@ -56,13 +55,13 @@ class Stuck:
 
 def test_cost_figures_of_an_engine_that_does_not_answer_are_none(monkeypatch, served):
     facts = model_info_of(served.built)
-    monkeypatch.setattr(async_engine, "STALL_SECONDS", 0.05)
+    monkeypatch.setattr("quire.fleet.fleet.STALL_SECONDS", 0.05)
 
     async def main():
         stuck = Stuck()
         host = EngineThread(stuck, facts)
         host.launch()
-        engine = AsyncEngine(host)
+        engine = Fleet(host)
         assert await engine.cost_figures() is None  # not started
         await engine.start()
         assert await engine.cost_figures() is None

@@ -16,7 +16,7 @@ from quire.server.app import make_app
 from quire.server.errors import Unauthenticated
 from quire.server.middleware.auth import OPEN_FOLDER, OPEN_PATHS, AuthMiddleware, admins_only, caller_of
 
-OPERATORS = {"/metrics", "/flush_cache", "/get_server_info", "/load"}
+OPERATORS = {"/metrics", "/flush_cache", "/get_server_info", "/load", "/v1/fleet"}
 
 
 def test_every_route_needs_a_key(site):

@@ -14,6 +14,7 @@ from quire.config import CacheConfig
 from quire.core.explanation import Explanation, Preemption
 from quire.engine.engine import STEP_SIZE_BUCKETS, EngineStats, StepSizes
 from quire.engine.outputs import RequestMetrics
+from quire.fleet.fleet import ReplicaStatus
 from quire.params import SamplingParams
 from quire.server.observability.metrics import FinishedRequestStats, Metrics
 from quire.server.observability.request_record import RequestRecord
@@ -75,6 +76,7 @@ OUR_OWN = {
     **dict.fromkeys(("adapters_resident", "adapter_memory_bytes"), ("gauge", set())),
     "num_requests_waiting_for_adapters": ("gauge", set()),
     **dict.fromkeys(("adapter_loads", "adapter_load_seconds", "adapters_evicted"), ("counter", set())),
+    **dict.fromkeys(("engine_requests", "engine_drained"), ("gauge", set())),
     "engine_state": ("gauge", {"state"}),
     "requests_refused": ("counter", {"reason"}),
     "forced_tokens": ("counter", set()),
@@ -95,7 +97,7 @@ HEALTH = Health("the engine is stalled", State.STALLED, EngineStats.zero(), 2.5,
 
 @pytest.fixture
 def metrics():
-    return Metrics("m", lambda: HEALTH, cache=CACHE, max_model_len=100)
+    return Metrics("m", lambda: [ReplicaStatus(HEALTH, 0, is_drained=False)], caches=[CACHE], max_model_len=100)
 
 
 @pytest.mark.parametrize("prefix", ["quire:", "vllm:"])
@@ -224,7 +226,12 @@ def test_preemptions_of_one_request(metrics):
 )
 def test_cache_config_info_reports_max_concurrency(longest, size, most):
     groups = (kv_group((0,), 1, 8, "float32", 10, 1024), kv_group((1,), 1, 8, "float32", 6, 1024, window=32))
-    metrics = Metrics("m", lambda: HEALTH, cache=CacheConfig(16, groups), max_model_len=longest)
+    metrics = Metrics(
+        "m",
+        lambda: [ReplicaStatus(HEALTH, 0, is_drained=False)],
+        caches=[CacheConfig(16, groups)],
+        max_model_len=longest,
+    )
     (sample,) = Page(metrics.export("").decode()).families["cache_config_info"].samples
     assert (sample.labels["kv_cache_size_tokens"], sample.labels["kv_cache_max_concurrency"]) == (size, most)
 
@@ -240,9 +247,9 @@ def test_adapters_are_named_as_in_vllm():
         num_waiting_for_adapters=7,
         adapter_requests={"b": (1, 2), "a": (3, 0), "c": (0, 4)},
     )
-    health = HEALTH._replace(stats=stats)
+    statuses = [ReplicaStatus(HEALTH._replace(stats=stats), 0, is_drained=False)]
     before = time.time()
-    page = Page(Metrics("m", lambda: health, cache=CACHE, max_model_len=100, max_loras=8).export("").decode())
+    page = Page(Metrics("m", lambda: statuses, caches=[CACHE], max_model_len=100, max_loras=8).export("").decode())
     (sample,) = page.families["lora_requests_info"].samples
     assert sample.labels == {
         **{"model_name": "m", "engine": "0", "max_lora": "8"},

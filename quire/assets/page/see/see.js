@@ -12,6 +12,12 @@ import { TreeView } from './tree.js';
 
 const INTERVALS = [[0.1, '10 a second'], [0.25, '4 a second'], [1, '1 a second'], [5, 'every 5 s']];
 
+/** The number of the engine that is looked at: of the page's address, or the first. */
+const engineOf = (mode) => {
+  const number = Number(new URLSearchParams(location.search).get('engine'));
+  return Number.isInteger(number) && number >= 0 && number < mode.replicas ? number : 0;
+};
+
 export class See {
   #monitor = new Monitor();
   #frame = 0;
@@ -32,9 +38,10 @@ export class See {
       this.blocks.draw(this.#monitor);
     };
     this.queue = new Queue({ explain, point }, mode.mode === 'live' && this.#search(explanations));
-    this.tree = new TreeView(mode, (id) => `monitor/nodes/${id}${this.replay ? `?step=${this.replay.step}` : ''}`);
+    const engine = engineOf(mode);
+    this.tree = new TreeView(mode, (id) => `monitor/nodes/${id}${this.replay ? `?step=${this.replay.step}` : `?engine=${engine}`}`);
     this.steps = new Timeline();
-    const bar = mode.mode === 'live' ? this.#liveBar() : this.#replayBar();
+    const bar = mode.mode === 'live' ? this.#liveBar(engine, mode.replicas) : this.#replayBar();
     this.element = h('div', { class: 'see' }, bar, this.charts.element,
       h('div', { class: 'see-grid' }, this.blocks.element, this.queue.element, this.tree.element, this.steps.element));
     new ResizeObserver(() => this.#draw()).observe(this.element);
@@ -51,8 +58,8 @@ export class See {
     } }, input);
   }
 
-  #liveBar() {
-    this.#source = new LiveSource((updates) => this.#apply(updates), (status, text) => {
+  #liveBar(engine, replicas) {
+    this.#source = new LiveSource(engine, (updates) => this.#apply(updates), (status, text) => {
       this.#status.dataset.status = status;
       if (this.#status.textContent !== text) this.#status.textContent = text;
     });
@@ -65,7 +72,13 @@ export class See {
       pause.replaceChildren(icon(this.#isPaused ? 'play' : 'pause'), this.#isPaused ? 'Go on' : 'Pause');
       this.#run();
     } }, icon('pause'), 'Pause');
-    return h('div', { class: 'see-bar' }, this.#status, h('span', { class: 'grow' }), speed, pause);
+    const tools = [h('span', { class: 'grow' }), speed, pause];
+    if (replicas > 1) {
+      const choice = h('select', { 'aria-label': 'Engine', onchange: () => (location.search = `?engine=${choice.value}`) },
+        Array.from({ length: replicas }, (_, number) => h('option', { value: number, selected: number === engine }, `Engine ${number}`)));
+      tools.splice(1, 0, choice);
+    }
+    return h('div', { class: 'see-bar' }, this.#status, ...tools);
   }
 
   #replayBar() {

@@ -4,13 +4,15 @@ import { getJSON, streamJSON } from '../api.js';
 
 const RETRY_SECONDS = [1, 2, 5, 10];
 
-/** The stream of a server. `onUpdates(list)` gets what arrived together, `onStatus(status, text)` how the stream is. */
+/** The stream of an engine of a server. `onUpdates(list)` gets what arrived together, `onStatus(status, text)` how the stream is. */
 export class LiveSource {
   #abort = null;
+  #engine;
   #onUpdates;
   #onStatus;
 
-  constructor(onUpdates, onStatus) {
+  constructor(engine, onUpdates, onStatus) {
+    this.#engine = engine;
     this.#onUpdates = onUpdates;
     this.#onStatus = onStatus;
   }
@@ -22,7 +24,7 @@ export class LiveSource {
     for (let tries = 0; !abort.signal.aborted; tries += 1) {
       this.#onStatus('connecting', 'Connecting…');
       try {
-        for await (const { events } of streamJSON(`monitor?interval=${interval}`, { signal: abort.signal })) {
+        for await (const { events } of streamJSON(`monitor?interval=${interval}&engine=${this.#engine}`, { signal: abort.signal })) {
           if (abort.signal.aborted) return;
           if (!events.length) continue;
           const failed = events.find((event) => event.error);

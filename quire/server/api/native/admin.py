@@ -1,5 +1,6 @@
 """Admin routes: metrics, server info, cache flush."""
 
+import asyncio
 from dataclasses import asdict
 
 import msgspec
@@ -26,7 +27,11 @@ def admin_routes(service: Service, metrics_prefix: str) -> APIRouter:
     @router.get("/get_server_info", response_model=None)
     async def get_server_info() -> Response:
         """Return version, model, options, KV groups, cache figures, load and measured costs."""
-        info = {**_server_info(service), "costs": await service.engine.cost_figures()}
+        count = service.engine.num_replicas
+        costs = await asyncio.gather(*map(service.engine.cost_figures, range(count)))
+        info = {**_server_info(service), "costs": costs[0]}
+        if count > 1:
+            info |= {"data_parallel_size": count, "costs_of_replicas": costs}
         return Response(msgspec.json.encode(info), media_type="application/json")
 
     @router.get("/load")

@@ -12,6 +12,7 @@ from quire.core.adapter import Adapter
 from quire.errors import EngineStopped, QueueFull
 from quire.params import SamplingParams
 from quire.server.api.limits import num_prompt_tokens
+from quire.server.api.native.fleet import replica_entries
 from quire.server.errors import Busy, SequenceFailed
 from quire.server.middleware.auth import caller_of
 from quire.server.middleware.drain import Drain
@@ -86,7 +87,7 @@ def health_routes(service: Service, drain: Drain) -> APIRouter:
     async def health(request: Request) -> Response:
         """200 if requests can be served, otherwise 503 with the reason in `status`. Admins also get figures."""
         health = service.engine.health()
-        return _status(_problem(health, drain), _figures(health) if caller_of(request).is_admin else {})
+        return _status(_problem(health, drain), _figures(service, health) if caller_of(request).is_admin else {})
 
     @router.get("/health_generate", tags=["SGLang"], response_model=None)
     async def health_generate(request: Request) -> Response:
@@ -151,7 +152,7 @@ def _problem(health: Health, drain: Drain) -> str:
     return health.problem or ("draining" if drain.begun else "")
 
 
-def _figures(health: Health) -> dict[str, object]:
+def _figures(service: Service, health: Health) -> dict[str, object]:
     """Figures for admins only: they cover all tenants, and the heartbeat age shows the load. None: no engine runs."""
     stats = health.stats
     figures: dict[str, object] = {
@@ -171,7 +172,10 @@ def _figures(health: Health) -> dict[str, object]:
         "last_step_seconds": stats.last_step_seconds,
         "predicted_step_seconds": health.predicted_step_seconds,
     }
-    return figures | (dict.fromkeys(of_engine) if age is None else of_engine)
+    figures |= dict.fromkeys(of_engine) if age is None else of_engine
+    if service.engine.num_replicas > 1:
+        figures["replicas"] = replica_entries(service.engine.statuses())
+    return figures
 
 
 def _status(problem: str, figures: Mapping[str, object] = MappingProxyType({})) -> Response:

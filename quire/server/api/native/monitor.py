@@ -6,6 +6,7 @@ import msgspec
 from fastapi import APIRouter, Path, Query, Request, Response
 
 from quire.monitor.update import NodeDetail
+from quire.server.api.native.fleet import MAX_NUMBER
 from quire.server.errors import UnknownObject
 from quire.server.held_answer import in_pieces
 from quire.server.middleware.auth import caller_of
@@ -20,6 +21,7 @@ _UPDATES = StreamFormat("text/event-stream", event)
 
 Interval = Annotated[float, Query(ge=MIN_INTERVAL, le=MAX_INTERVAL, description="Least seconds between two updates.")]
 NodeId = Annotated[int, Path(ge=0, le=_MAX_NODE, description="Id of a node in an update.")]
+EngineNumber = Annotated[int, Query(ge=0, le=MAX_NUMBER, description="Number of the replica that is looked at.")]
 
 
 def monitor_routes(service: Service, viewers: Viewers) -> APIRouter:
@@ -28,11 +30,11 @@ def monitor_routes(service: Service, viewers: Viewers) -> APIRouter:
     decoder = msgspec.json.Decoder(NodeDetail | None)
 
     @router.get("/monitor", response_model=None)
-    async def monitor(request: Request, interval: Interval = MIN_INTERVAL) -> Response:
+    async def monitor(request: Request, interval: Interval = MIN_INTERVAL, engine: EngineNumber = 0) -> Response:
         """Stream requests, blocks, radix trees and steps: first all, then what changes. See docs/page.md."""
         caller = caller_of(request)
         caller.quota.count_request()
-        viewing = viewers.admit(caller)
+        viewing = viewers.admit(caller, engine)
         try:
             first = await while_connected(request.receive, viewing.update)
         except BaseException:  # also when the caller has left
@@ -41,11 +43,11 @@ def monitor_routes(service: Service, viewers: Viewers) -> APIRouter:
         return EventStream(viewing.events(first, interval), viewing.close, _UPDATES)
 
     @router.get("/monitor/nodes/{node}", response_model=None)
-    async def node(node: NodeId, request: Request) -> Response:
+    async def node(node: NodeId, request: Request, engine: EngineNumber = 0) -> Response:
         """Return one node of the radix trees with its tokens and their text."""
         caller = caller_of(request)
         caller.quota.count_request()
-        detail = decoder.decode(await service.monitor_node(watcher_of(caller), node))
+        detail = decoder.decode(await service.monitor_node(watcher_of(caller), node, engine))
         if detail is None:
             raise UnknownObject("node", str(node), "node")
         ids = [token for token in detail.token_ids if token < service.vocab_size]  # others are hashes of other content

@@ -1,18 +1,19 @@
-"""The supervisor of an engine: connects to it, watches it, and starts another one when it ends.
+"""A replica: one engine across restarts. Connects to it, watches it, and starts another one when it ends.
 
     starting, restarting -> serving <-> stalled
     starting, serving, stalled -> restarting
     any state -> failed, closed
 
 `RestartPolicy` decides when the next engine is started. In the states failed and closed no engine is started any more,
-and `error` says why. The requests belong to the `RequestOwner`, which submits them to each new engine.
+and `error` says why. The requests belong to the `ReplicaOwner`, which submits them to each new engine or elsewhere.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -22,9 +23,11 @@ from quire.supervisor import protocol
 from quire.supervisor.connection import Connection
 from quire.supervisor.engine_handle import EngineHandle
 from quire.supervisor.health import FAILED_STEPS, CumulativeStats, Health, StallDetector, State
-from quire.supervisor.open_requests import StepsInFlight
 from quire.supervisor.protocol import Batch, EngineMessage
 from quire.supervisor.restart_policy import RestartPolicy
+from quire.supervisor.steps_in_flight import StepsInFlight
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +45,8 @@ class EndedWork(NamedTuple):
     found_culprit: bool  # whether one of them is found to crash engines, and has failed
 
 
-class RequestOwner(Protocol):
-    """What a supervisor calls, on its event loop."""
+class ReplicaOwner(Protocol):
+    """What a replica calls, on its event loop."""
 
     def on_engine_started(self) -> None:
         """Another engine accepts commands. It has no requests yet."""
@@ -51,14 +54,14 @@ class RequestOwner(Protocol):
     def on_batch(self, batch: Batch, committed: list[dict[str, int]]) -> None:
         """The engine sent a batch. committed: its newly committed steps, oldest first, as in StepsInFlight."""
 
-    def on_engine_ended(self, steps: StepsInFlight) -> EndedWork:
-        """The engine ended, with these steps in flight."""
+    def on_engine_ended(self, steps: StepsInFlight, *, was_killed: bool) -> EndedWork:
+        """The engine ended, with these steps in flight. was_killed: by another process, not by its own work."""
 
     def on_stopped(self, error: EngineStopped) -> None:
         """No engine will be started any more."""
 
 
-class Supervisor:
+class Replica:
     """Keeps one engine serving. All methods must be called on one event loop.
 
     engine_handle: the engine process or thread, already launched. watchdog: seconds that an engine may be stalled
@@ -67,7 +70,7 @@ class Supervisor:
     """
 
     def __init__(
-        self, engine_handle: EngineHandle, owner: RequestOwner, *, watchdog: float, restart_timeout: float
+        self, engine_handle: EngineHandle, owner: ReplicaOwner, *, watchdog: float, restart_timeout: float
     ) -> None:
         self.engine_handle = engine_handle
         # why requests are refused; None: they are accepted
@@ -84,12 +87,26 @@ class Supervisor:
         self._cumulative_stats = CumulativeStats(EngineStats.zero())
         self._num_restarts = 0
         self._start_error = ""  # of the last failed start; empty after a start that succeeded
+        self._restarted: asyncio.Future[None] | None = None  # of a restart that was asked for
         self._tasks: set[asyncio.Task[None]] = set()
+        # of its own: a start and a wait block for long, and the threads of asyncio are few
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-replica")
 
     @property
     def has_engine(self) -> bool:
         """Whether commands reach an engine."""
         return self._connection is not None
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether an engine accepts requests and makes progress."""
+        return self._connection is not None and self._state is State.SERVING
+
+    @property
+    def num_free_blocks(self) -> int:
+        """KV blocks that no running sequence of the engine uses."""
+        stats = self._cumulative_stats.stats
+        return stats.kv_blocks_total - stats.kv_blocks_used
 
     @property
     def failure(self) -> EngineStopped | None:
@@ -143,6 +160,27 @@ class Supervisor:
             self._connection.close()
             self._connection = None
             await self._wait_ended()
+        self._thread.shutdown(wait=False)
+
+    async def restart(self) -> None:
+        """End the engine after its current step, and wait until another one serves. Raises EngineStopped.
+
+        An engine that does not end within _END_SECONDS is killed.
+        """
+        if self.error is not None:
+            raise self.error
+        if self._restarted is None:
+            self._restarted = asyncio.get_running_loop().create_future()
+            self.send(protocol.Close())
+            self._spawn(self._kill_later(self._connection))
+        await asyncio.shield(self._restarted)
+
+    async def _kill_later(self, connection: Connection | None) -> None:
+        """Kill the engine of a connection if that has not ended after _END_SECONDS."""
+        await asyncio.sleep(_END_SECONDS)
+        if connection is not None and connection is self._connection:
+            log.error("the engine does not end after its step and is killed")
+            self.engine_handle.kill()
 
     # The current engine
 
@@ -157,6 +195,7 @@ class Supervisor:
         if connection is self._connection and self.error is None:
             self._state, self._start_error = State.SERVING, ""
             self._owner.on_engine_started()
+            self._end_restart(None)
 
     def _on_message(self, message: EngineMessage) -> None:
         now = time.monotonic()
@@ -202,11 +241,16 @@ class Supervisor:
             self.engine_handle.kill()
         lifetime = time.monotonic() - self._stall_detector.connected_at
         how = await self._wait_ended()
-        log.error("the engine ended %s", how)
+        if self._restarted is None:
+            log.error("the engine ended %s", how)
         if not self.engine_handle.can_restart:
             raise EngineStopped(f"the engine failed: it ended {how}; see its log for the cause")
-        work = self._owner.on_engine_ended(self._steps)
+        was_killed = self._restarted is not None or self.engine_handle.was_killed
+        work = self._owner.on_engine_ended(self._steps, was_killed=was_killed)
         self._cumulative_stats.engine_ended()
+        if self._restarted is not None:
+            self._policy.record_request(time.monotonic())
+            return
         self._policy.record_end(
             time.monotonic(),
             lifetime=lifetime,
@@ -243,7 +287,7 @@ class Supervisor:
     async def _launch(self) -> bool:
         """Launch an engine after the delay of the policy. Returns whether it runs."""
         await asyncio.sleep(self._policy.delay)
-        launching = asyncio.ensure_future(asyncio.to_thread(self.engine_handle.launch))
+        launching = self._on_thread(self.engine_handle.launch)
         try:
             await asyncio.wait({launching})
         except asyncio.CancelledError:
@@ -263,12 +307,15 @@ class Supervisor:
 
     async def _wait_ended(self) -> str:
         """Wait until the engine has ended; kill it after _END_SECONDS. Returns how it ended."""
-        waiting = asyncio.ensure_future(asyncio.to_thread(self.engine_handle.wait))
+        waiting = self._on_thread(self.engine_handle.wait)
         try:
             await asyncio.wait({waiting}, timeout=_END_SECONDS)
         finally:
             await self._kill_until_done(waiting)
         return waiting.result()
+
+    def _on_thread(self, call: Callable[[], T]) -> "asyncio.Future[T]":
+        return asyncio.get_running_loop().run_in_executor(self._thread, call)
 
     async def _kill_until_done(self, call: "asyncio.Future[Any]") -> None:
         """Kill the engine until a call of its handle is done, which runs on a thread and cannot be cancelled.
@@ -312,6 +359,16 @@ class Supervisor:
         if self._state not in (State.FAILED, State.CLOSED):
             self._state, self.error = state, error
             self._owner.on_stopped(error)
+            self._end_restart(error)
+
+    def _end_restart(self, error: EngineStopped | None) -> None:
+        restarted, self._restarted = self._restarted, None
+        if restarted is None:
+            pass
+        elif error is None:
+            restarted.set_result(None)
+        else:
+            restarted.set_exception(error)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.supervisor.crash_isolation import MAX_CRASHES_ALONE, CrashBisection
+from quire.fleet.crash_isolation import MAX_CRASHES_ALONE, CrashBisection, Crashes
 
 PARTS = 8  # into which a group of suspects is split
 MAX_ROWS = 64
@@ -56,7 +56,7 @@ class Running:
 
 @dataclass
 class World:
-    """The front end's part of the protocol, as in AsyncEngine, and its engines."""
+    """The front end's part of the protocol, as in Fleet, and its engines."""
 
     open: dict[str, Asked]
     later: list[Asked]  # requests that arrive while engines run
@@ -67,7 +67,7 @@ class World:
     kill_every: int  # a random kill in one of this many steps; 0: never
     max_kills: int
     ends_early: float  # probability that a stop string or an abort ends a row of a step
-    suspects: CrashBisection = field(default_factory=CrashBisection)
+    suspects: CrashBisection = field(default_factory=lambda: CrashBisection(Crashes()))
     engine: dict[str, Running] = field(default_factory=dict)
     in_flight: deque = field(default_factory=deque)
     blamed: list[str] = field(default_factory=list)
@@ -250,7 +250,7 @@ def test_so_many_deaths_find_one_of_many():
 
 
 def test_one_crash_starts_no_bisection_and_suspicion_ends_with_progress():
-    suspects = CrashBisection()
+    suspects = CrashBisection(Crashes())
     assert suspects.record_crash({"a": 5, "b": 9}) is None
     assert suspects.current_group is None
     assert suspects.has_suspects
@@ -262,14 +262,14 @@ def test_one_crash_starts_no_bisection_and_suspicion_ends_with_progress():
 
 
 def test_a_request_that_runs_alone_fails_after_the_maximum_of_crashes():
-    suspects = CrashBisection()
+    suspects = CrashBisection(Crashes())
     assert [suspects.record_crash({"a": 5}) for _ in range(MAX_CRASHES_ALONE + 1)] == [None] * MAX_CRASHES_ALONE + ["a"]
     assert suspects.current_group is None
     assert not suspects.has_suspects
 
 
 def test_progress_resets_the_crash_count_of_a_request():
-    suspects = CrashBisection()
+    suspects = CrashBisection(Crashes())
     for _ in range(20):
         for _ in range(MAX_CRASHES_ALONE):
             assert suspects.record_crash({"a": 5}) is None
@@ -279,7 +279,7 @@ def test_progress_resets_the_crash_count_of_a_request():
 
 def test_coming_as_far_as_in_a_smaller_step_is_not_enough():
     """The highest position counts: a step that stopped before it does not clear the request."""
-    suspects = CrashBisection()
+    suspects = CrashBisection(Crashes())
     suspects.record_crash({"a": 2048})
     suspects.record_crash({"a": 512})
     suspects.record_progress("a", 512)
@@ -287,13 +287,13 @@ def test_coming_as_far_as_in_a_smaller_step_is_not_enough():
 
 
 def test_deaths_in_company_that_has_ended_since_are_not_deaths_alone():
-    suspects = CrashBisection()
+    suspects = CrashBisection(Crashes())
     assert [suspects.record_crash({"a": 5}, num_ended=1) for _ in range(10)] == [None] * 10
     assert suspects.current_group == ("a",)
 
 
 def test_bisection_groups_run_in_turn_and_a_finished_request_blocks_none():
-    suspects = CrashBisection()
+    suspects = CrashBisection(Crashes())
     names = [f"r{i}" for i in range(16)]
     for _ in range(2):
         suspects.record_crash(dict.fromkeys(names, 5))

@@ -1,4 +1,4 @@
-"""AsyncEngine with a fake engine on a thread: order, cancellation and failures."""
+"""Fleet with a fake engine on a thread: order, cancellation and failures."""
 
 import asyncio
 import threading
@@ -15,12 +15,12 @@ from quire.core.output import EndCause, Output
 from quire.core.request import Request
 from quire.engine.engine import EngineStats
 from quire.errors import EngineStopped, QueueFull, RequestError
+from quire.fleet.fleet import Fleet
+from quire.fleet.stream import Stream
 from quire.params import SamplingParams
 from quire.supervisor import health, protocol
-from quire.supervisor.async_engine import AsyncEngine
 from quire.supervisor.engine_handle import EngineThread
 from quire.supervisor.health import FAILED_STEPS, STALL_SECONDS, State
-from quire.supervisor.stream import Stream
 from quire.tenant_memory import TenantMemory
 
 
@@ -112,7 +112,7 @@ def engine_of(pretend):
     before = set(threading.enumerate())
     host.launch()
     (thread,) = (one for one in threading.enumerate() if one.name == "quire-engine" and one not in before)
-    engine = AsyncEngine(host)
+    engine = Fleet(host)
     engine.thread = thread
     return engine
 
@@ -471,8 +471,9 @@ def test_questions_fail_when_the_engine_stops():
 def test_outputs_of_one_step_cross_in_one_message():
     async def scenario(pretend, engine):
         batches = []
-        take = engine.on_batch
-        engine.on_batch = lambda batch, committed: (batches.append(len(batch.outputs)), take(batch, committed))
+        replica = engine.replicas[0]
+        take = replica.on_batch
+        replica.on_batch = lambda batch, committed: (batches.append(len(batch.outputs)), take(batch, committed))
         pretend.gate.clear()
         stream = await engine.generate([request(f"r{i}", 4) for i in range(8)])
         pretend.gate.set()

@@ -4,8 +4,8 @@ After a restart the engine gets every open request again, with the delivered tok
 repeats are dropped, so that the client's stream continues without a gap.
 """
 
-from collections import deque
-from collections.abc import Container, Iterable, Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 import numpy as np
@@ -13,7 +13,6 @@ import numpy as np
 from quire.core.output import EndCause, Output
 from quire.core.request import KnownOutput, Request
 from quire.core.step import Logprobs
-from quire.supervisor.protocol import Launched
 
 
 class _DeliveredSequence:
@@ -30,8 +29,9 @@ class _DeliveredSequence:
 class _OpenRequest:
     """An open request."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, arrived: float) -> None:
         self.request = request
+        self.arrived = arrived
         searched = request.beams is not None
         self.sequences = [
             _DeliveredSequence() for _ in range(request.params.n if searched else request.params.num_sequences)
@@ -53,7 +53,7 @@ class _OpenRequest:
     @property
     def resubmission(self) -> Request:
         """The request for another engine. Beam search and pooling start over, so they have no known tokens."""
-        request = self.request
+        request = msgspec.structs.replace(self.request, waited=time.monotonic() - self.arrived)
         if not self.has_begun or request.beams is not None or request.pooling:
             return msgspec.structs.replace(request, resumed=True, num_counted=self.num_counted)
         known = tuple(KnownOutput(one.token_ids, one.finished, one.cumulative_logprob) for one in self.sequences)
@@ -76,9 +76,10 @@ class OpenRequests:
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._entries
 
-    def add(self, requests: Iterable[Request]) -> None:
-        """Add accepted requests."""
-        self._entries.update((request.id, _OpenRequest(request)) for request in requests)
+    def add(self, requests: Iterable[Request], began: float | None = None) -> None:
+        """Add accepted requests. began: when they were sent first, in seconds of the monotonic clock; None: now."""
+        began = time.monotonic() if began is None else began
+        self._entries.update((request.id, _OpenRequest(request, began - request.waited)) for request in requests)
 
     def remove(self, request_id: str) -> bool:
         """Remove a request that has ended or was aborted. Returns whether it was open."""
@@ -176,38 +177,3 @@ def _pool(entry: _OpenRequest, output: Output, pooled: np.ndarray) -> Output:
     """Accumulate pooled states. The output has them only when they are complete, as a new engine starts over."""
     entry.pooled = entry.request.pooling.combine(entry.pooled, pooled)
     return msgspec.structs.replace(output, pooled=None if output.end is None else entry.pooled)
-
-
-class StepsInFlight:
-    """Uncommitted steps of one engine, each as request id -> last position over the request's sequences."""
-
-    def __init__(self) -> None:
-        self.num_committed = 0
-        self._steps: deque[dict[str, int]] = deque()
-        self._names: list[str] = []  # request ids of the newest step, by row
-
-    def __len__(self) -> int:
-        return len(self._steps)
-
-    def record_launch(self, step: Launched) -> None:
-        """Record the launch of a step."""
-        self._names = self._names if step.names is None else step.names
-        rows: dict[str, int] = {}
-        for name, position in zip(self._names, step.positions, strict=True):
-            rows[name] = max(position, rows.get(name, 0))
-        self._steps.append(rows)
-
-    def record_commits(self, num_steps: int) -> list[dict[str, int]]:
-        """Record that `num_steps` steps are committed in total. Returns the newly committed ones, oldest first."""
-        new = min(num_steps - self.num_committed, len(self._steps))
-        self.num_committed = num_steps
-        return [self._steps.popleft() for _ in range(new)]
-
-    def at_crash(self, open_ids: Container[str]) -> tuple[dict[str, int], int]:
-        """(positions of the uncommitted steps' requests that are in `open_ids`, number of their other requests)."""
-        rows: dict[str, int] = {}
-        for step in self._steps:
-            for name, position in step.items():
-                rows[name] = max(position, rows.get(name, 0))
-        open_ones = {name: position for name, position in rows.items() if name in open_ids}
-        return open_ones, len(rows) - len(open_ones)

@@ -13,9 +13,9 @@ from waiting import until
 from quire.core.output import Output
 from quire.core.request import Beams, Namespace
 from quire.core.step import Logprobs, Pooling
-from quire.supervisor import async_engine
-from quire.supervisor.open_requests import OpenRequests
-from quire.supervisor.stream import MAX_STREAM_BYTES, Stream, WholeAnswers
+from quire.fleet import replica_requests
+from quire.fleet.open_requests import OpenRequests
+from quire.fleet.stream import MAX_STREAM_BYTES, Stream, WholeAnswers
 from quire.tenant_memory import LARGE, MAX_TENANT_BYTES, TenantMemory
 
 ROWS = Logprobs(np.zeros((1024, 128), np.int32), np.zeros((1024, 128), np.float32), np.zeros(1024, np.int32))  # 1 MiB
@@ -147,8 +147,8 @@ def test_outputs_of_a_step_that_runs_during_a_pause_come_once_however_many_calls
         tokens = []
         while len(tokens) < 3:
             tokens += [token for output in await anext(stream) for token in output.token_ids]
-        monkeypatch.setattr(async_engine, "MAX_PENDING_CALLS", 0)
-        engine._pause(stream)
+        monkeypatch.setattr(replica_requests, "MAX_PENDING_CALLS", 0)
+        engine.replicas[0]._pause(stream)
         for _ in range(10):
             await asyncio.sleep(0)
         ends_step.set()

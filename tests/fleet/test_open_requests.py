@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from quire.core.output import EndCause, Output
 from quire.core.request import Beams, Request
 from quire.core.step import Logprobs, Pooling
+from quire.fleet.open_requests import OpenRequests
 from quire.params import SamplingParams
-from quire.supervisor.open_requests import OpenRequests
 
 HIDDEN = 3
 POOLED = {  # of the states (positions, hidden) of a chunk, or of a prompt
@@ -85,7 +85,7 @@ class PretendEngine:
 
     def add(self, request: Request) -> None:
         name, plan = request.id, self.plans[request.id]
-        new = msgspec.structs.replace(request, params=plan.request.params, known_outputs=(), resumed=False)
+        new = msgspec.structs.replace(request, params=plan.request.params, known_outputs=(), resumed=False, waited=0.0)
         assert new == plan.request
         self.wants[name] = request
         self.num_scored[name] = 1 if request.params.prompt_logprobs is not None else 0
@@ -280,7 +280,9 @@ def test_a_request_that_said_nothing_yet_begins_anew_and_is_never_refused():
     open_requests = OpenRequests()
     asked = Request("a", [1, 2], params_of(prompt_logprobs=0))
     open_requests.add([asked])
-    assert open_requests.resume("a") == msgspec.structs.replace(asked, resumed=True)
+    resumed = open_requests.resume("a")
+    assert 0 < resumed.waited < 60
+    assert resumed == msgspec.structs.replace(asked, resumed=True, waited=resumed.waited)
 
 
 def test_a_resumed_request_without_tokens_has_the_prompt_tokens_that_were_counted():

@@ -1,4 +1,4 @@
-"""Crash bisection and the denylist. `async_engine` restarts the engine.
+"""Crash bisection and the denylist.
 
 A request is a suspect after two crashes in steps that computed it, without progress in between. Suspects then run in
 groups, one group after the other, while all other requests are held. If the engine crashes again, the suspects of that
@@ -20,19 +20,39 @@ _SUSPECT_CRASHES = 2  # crashes that make a request a suspect
 _NUM_PARTS = 8  # parts of a split: an innocent group costs one or two steps, a guilty one costs an engine start
 
 
-class CrashBisection:
-    """State of the crash bisection: from crashes and progress it derives which requests may run."""
+class Crashes:
+    """The crashes of each request without progress in between, whichever replicas it ran on."""
 
     def __init__(self) -> None:
-        self._crash_positions: dict[str, int] = {}  # request id -> position that was being computed at the crash
-        self._num_crashes: dict[str, int] = {}  # request id -> crashes without progress
-        self._num_crashes_alone: dict[str, int] = {}  # request id -> crashes in which it was alone
+        self.positions: dict[str, int] = {}  # request id -> position that was being computed at the crash
+        self.counts: dict[str, int] = {}  # request id -> crashes
+        self.counts_alone: dict[str, int] = {}  # request id -> crashes in which it was alone
+
+    def forget(self, name: str) -> None:
+        """Remove a request that has ended or is cleared."""
+        for notes in (self.positions, self.counts, self.counts_alone):
+            notes.pop(name, None)
+
+
+class CrashBisection:
+    """State of the crash bisection of one replica: from crashes and progress it derives which requests may run.
+
+    crashes: of the fleet.
+    """
+
+    def __init__(self, crashes: Crashes) -> None:
+        self._crashes = crashes
         self._groups: list[list[str]] = []  # groups to try; the first one runs
 
     @property
     def has_suspects(self) -> bool:
         """Whether `record_progress` would change anything."""
-        return bool(self._crash_positions)
+        return bool(self._crashes.positions)
+
+    @property
+    def suspects(self) -> set[str]:
+        """Ids of the requests that are tried in groups."""
+        return {name for group in self._groups for name in group}
 
     @property
     def current_group(self) -> tuple[str, ...] | None:
@@ -45,17 +65,18 @@ class CrashBisection:
         num_ended: number of other requests in these steps that have ended since, and may be the cause.
         Returns the id of the guilty request if it is certain, and forgets it; else None.
         """
+        crashes = self._crashes
         for name, position in rows.items():
-            self._crash_positions[name] = max(position, self._crash_positions.get(name, 0))
-            self._num_crashes[name] = self._num_crashes.get(name, 0) + 1
+            crashes.positions[name] = max(position, crashes.positions.get(name, 0))
+            crashes.counts[name] = crashes.counts.get(name, 0) + 1
         tried = self._groups[0] if self._groups else []
-        hit = [name for name in rows if self._num_crashes[name] >= _SUSPECT_CRASHES]
+        hit = [name for name in rows if crashes.counts[name] >= _SUSPECT_CRASHES]
         if not hit:
             return None
         if len(rows) + num_ended == 1:
             (name,) = hit
-            self._num_crashes_alone[name] = self._num_crashes_alone.get(name, 0) + 1
-            if self._num_crashes_alone[name] >= MAX_CRASHES_ALONE:
+            crashes.counts_alone[name] = crashes.counts_alone.get(name, 0) + 1
+            if crashes.counts_alone[name] >= MAX_CRASHES_ALONE:
                 self.forget(name)
                 return name
         spared = [name for name in tried if name not in rows]
@@ -63,15 +84,19 @@ class CrashBisection:
         self._groups = [group for group in (*_parts(hit), spared, *rest) if group]
         return None
 
-    def record_progress(self, name: str, position: int) -> None:
-        """Record that a step was committed which computed a request up to `position`. Clears it if that is progress."""
-        if name in self._crash_positions and position >= self._crash_positions[name]:
+    def record_progress(self, name: str, position: int) -> bool:
+        """Record that a step was committed which computed a request up to `position`.
+
+        Clears it if that is progress after a crash. Returns whether it did.
+        """
+        is_cleared = name in self._crashes.positions and position >= self._crashes.positions[name]
+        if is_cleared:
             self.forget(name)
+        return is_cleared
 
     def forget(self, name: str) -> None:
         """Remove a request that has ended or is cleared."""
-        for notes in (self._crash_positions, self._num_crashes, self._num_crashes_alone):
-            notes.pop(name, None)
+        self._crashes.forget(name)
         remaining = ([one for one in group if one != name] for group in self._groups)
         self._groups = [group for group in remaining if group]
 
@@ -102,7 +127,7 @@ class Denylist:
 
 
 def _content(request: Request) -> bytes:
-    """SHA-256 of a request without its id, seed, known tokens and `resumed`."""
+    """SHA-256 of a request without its id, seed, known tokens and what else an earlier engine leaves in it."""
     params = request.params.changed(seed=None)
-    content = msgspec.structs.replace(request, id="", params=params, known_outputs=(), resumed=False)
+    content = msgspec.structs.replace(request, id="", params=params, known_outputs=(), resumed=False, waited=0.0)
     return sha256(codec.encode(content)).digest()

@@ -1,0 +1,413 @@
+"""Asyncio client of one or more replicas: streams of requests, and calls.
+
+A request is placed on the replica with the fewest requests. When an engine ends, its requests go on with the tokens
+delivered so far (`OpenRequests`): on other replicas, or on the next engine of their own (`ReplicaRequests`). A request
+that crashes one engine after the other is found by bisection and fails alone (`CrashBisection`). Requests and outputs
+are token ids.
+"""
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import msgspec
+
+from quire.core.adapter import Adapter
+from quire.core.explanation import Explanation
+from quire.core.output import Output
+from quire.core.request import Request, nth_seed
+from quire.cost.step_time import CostFigures
+from quire.errors import DeadlineUnreachable, EngineStopped, QueueFull, RequestError
+from quire.fleet.crash_isolation import Crashes, Denylist
+from quire.fleet.open_requests import OpenRequests
+from quire.fleet.replica_requests import CRASH_MESSAGE, ReplicaRequests
+from quire.fleet.stream import Stream, WholeAnswers
+from quire.monitor.update import Watcher
+from quire.params import is_unicode
+from quire.supervisor import protocol
+from quire.supervisor.engine_handle import EngineHandle
+from quire.supervisor.health import STALL_SECONDS, Health, combined
+from quire.supervisor.restart_policy import RESTART_TIMEOUT
+from quire.tenant_memory import TenantMemories
+
+log = logging.getLogger(__name__)
+
+_SHORT_SECONDS = 0.05  # for which a request may have waited for an engine without a note of it
+_MOVE_SECONDS = 0.05  # between two looks for requests that can move
+
+
+class UnknownReplica(RequestError):
+    """The fleet has no replica of this number."""
+
+
+class LastReplica(RequestError):
+    """A replica cannot be drained, because no other one serves."""
+
+
+class ReplicaStatus(NamedTuple):
+    """A replica as the front end sees it. num_requests: those that are placed on it."""
+
+    health: Health
+    num_requests: int
+    is_drained: bool
+
+
+class Fleet:
+    """The engines of a server, across restarts. All methods must be called on the event loop of `start`.
+
+    engine_handles: of the replicas, each with a launched engine. watchdog, restart_timeout: as in Replica. memories:
+    the bytes that are held for each tenant.
+    """
+
+    def __init__(
+        self, *engine_handles: EngineHandle, watchdog: float = 0.0, restart_timeout: float = RESTART_TIMEOUT
+    ) -> None:
+        self.open_requests = OpenRequests()
+        self.crashes = Crashes()
+        self.denylist = Denylist()
+        self.pinned: dict[str, Adapter] = {}  # by digest
+        self.memories = TenantMemories()
+        self._streams: dict[str, Stream] = {}
+        self._whole_answers: defaultdict[str, WholeAnswers] = defaultdict(WholeAnswers)  # by tenant
+        self.engine_handles = engine_handles
+        self._seed = engine_handles[0].model_info.options.seed
+        self._num_requests = 0
+        self._closing = False
+        self._moving: asyncio.Task[None] | None = None
+        self.replicas = [
+            ReplicaRequests(handle, self, watchdog=watchdog, restart_timeout=restart_timeout)
+            for handle in engine_handles
+        ]
+
+    async def start(self) -> None:
+        """Connect to the engines that the engine handles have launched, and supervise them."""
+        await asyncio.gather(*(one.replica.start() for one in self.replicas))
+        if len(self.replicas) > 1:
+            self._moving = asyncio.ensure_future(self._run_moves())
+
+    async def close(self) -> None:
+        """End the engines after their current steps, or kill those whose step takes long. Open streams fail."""
+        self._closing = True
+        if self._moving is not None:
+            self._moving.cancel()
+        await asyncio.gather(*(one.replica.close() for one in self.replicas))
+        for one in self.replicas:
+            one.close()
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of replicas."""
+        return len(self.replicas)
+
+    def check_replica(self, number: int) -> None:
+        """Raises UnknownReplica for a number that no replica has."""
+        self._replica(number)
+
+    @property
+    def failure(self) -> EngineStopped | None:
+        """Why no engine is started any more; None while one serves or is restarted, and after `close`."""
+        failures = [one.replica.failure for one in self.replicas]
+        return None if None in failures else failures[0]
+
+    def health(self) -> Health:
+        """The health of all replicas together, as seen by the front end."""
+        return combined([one.health for one in self.statuses()])
+
+    def statuses(self) -> list[ReplicaStatus]:
+        """The replicas, by number."""
+        return [ReplicaStatus(one.replica.health(len(one.ids)), len(one.ids), one.is_drained) for one in self.replicas]
+
+    async def generate(self, requests: Sequence[Request], *, whole: bool = False) -> Stream:
+        """Queue requests, all or none, of one tenant. Raises RequestError if one cannot be served, and EngineStopped.
+
+        whole: their outputs are kept until all have come; then the stream must be released.
+        """
+        self._usable()  # raises if there is none
+        ids = [request.id for request in requests]
+        if any(request_id in self._streams for request_id in ids):
+            raise RequestError("a request id is in use; choose another", "request_id")
+        if not all(map(is_unicode, ids)):
+            raise RequestError("a request id must be valid Unicode", "request_id")
+        if any(request.params.logits_processors for request in requests):
+            why = "logits_processors are functions, which cannot be sent to the engine process; use LLM"
+            raise RequestError(why, "logits_processors")
+        if any(request in self.denylist for request in requests):
+            raise RequestError(CRASH_MESSAGE)
+        requests = [self._seeded(request) for request in requests]
+        tenant = requests[0].namespace.tenant
+        answers = self._whole_answers[tenant] if whole else None
+        stream = Stream(self.memories.of(tenant), partial(self._abort, ids), answers, ids)
+        self._streams.update(dict.fromkeys(ids, stream))
+        try:
+            await self._add(requests)
+        except BaseException:  # also when the caller is cancelled
+            stream.release()
+            raise
+        return stream
+
+    async def _add(self, requests: Sequence[Request]) -> None:
+        """Have a replica queue requests. If it refuses them now, the next one is asked that takes requests.
+
+        Raises the refusal of the last one that was asked.
+        """
+        began = time.monotonic()
+
+        def command(number: int) -> protocol.Add:
+            waited = time.monotonic() - began
+            if waited > _SHORT_SECONDS:  # for a restart, or on a replica that ended
+                return protocol.Add(number, [msgspec.structs.replace(one, waited=waited) for one in requests])
+            return protocol.Add(number, list(requests))
+
+        refused: list[ReplicaRequests] = []
+        while True:
+            home = self._choose(refused)
+            try:
+                await home.add(requests, command)
+            except (QueueFull, DeadlineUnreachable):
+                placed = self._home(requests[0].id) or home  # the requests may have moved
+                refused += [home, placed]
+                if not any(one.takes_requests for one in self.replicas if one not in refused):
+                    raise
+                for request in requests:
+                    placed.release_if_ended(request.id)
+            else:
+                return
+
+    def finish(self, request_id: str, index: int, num_tokens: int) -> None:
+        """End a sequence at a stop string, after `num_tokens` output tokens."""
+        home = self._home(request_id)
+        seq_id = self.open_requests.finish(request_id, index, num_tokens)
+        if home is None:
+            return
+        if seq_id is not None:
+            home.finish(request_id, seq_id, num_tokens)
+        elif request_id not in self.open_requests:  # the engine may have the request although it sent no output yet
+            home.send(protocol.Abort([request_id]))
+        home.release_if_ended(request_id)
+
+    def end_program(self, tenant: str, program: str, branch: str | None = None) -> None:
+        """End a branch of a program (None: all branches): no request will continue from it.
+
+        Has no effect on a replica that restarts, because a new engine has no KV.
+        """
+        for one in self.replicas:
+            one.send(protocol.EndProgram(tenant, program, branch))
+
+    async def explain(self, request_ids: Iterable[str]) -> list[Explanation]:
+        """Explanations of requests, without those that are unknown or ended too long ago. Raises EngineStopped.
+
+        Of a request that has moved or was refused, the one of the replica on which it was placed last.
+        """
+        ids = list(request_ids)
+        found: dict[str, tuple[Any, Explanation]] = {}
+        for one, some in await self._ask_all(lambda number: protocol.Explain(number, ids)):
+            for explanation in some:
+                name = explanation.request_id
+                rank = (name in one.ids, explanation.state != "refused", explanation.arrived)
+                if name not in one.given_ids and (name not in found or rank > found[name][0]):
+                    found[name] = rank, explanation
+        return [found[name][1] for name in ids if name in found]
+
+    async def flush_cache(self) -> int:
+        """Evict cached KV that no running request uses. Returns the number of freed blocks. Raises EngineStopped."""
+        return sum(freed for _, freed in await self._ask_all(protocol.Flush))
+
+    async def read_adapter(self, name: str, path: str) -> Adapter:
+        """Read and check the files of an adapter beside the steps. Raises ModelError and EngineStopped."""
+        adapter: Adapter = await self._choose().call(lambda number: protocol.ReadAdapter(number, name, path))
+        return adapter
+
+    async def pin_adapter(self, adapter: Adapter, *, pinned: bool) -> None:
+        """Load an adapter and keep it in memory, also in later engines, or let it leave again.
+
+        Raises RequestError if it does not fit beside others that are pinned, and EngineStopped.
+        """
+        # at once: an engine that starts before the answers must pin it, or not pin it again
+        if pinned:
+            self.pinned[adapter.digest] = adapter
+        else:
+            self.pinned.pop(adapter.digest, None)
+        try:
+            await self._ask_all(lambda number: protocol.PinAdapter(number, adapter, pinned))
+        except RequestError:  # other replicas may have pinned it
+            if self.pinned.pop(adapter.digest, None) is not None:
+                await self._ask_all(lambda number: protocol.PinAdapter(number, adapter, pinned=False))
+            raise
+
+    async def monitor_update(self, viewer: int, watcher: Watcher, num_seen: int, replica: int = 0) -> bytes:
+        """The next Update of a viewer of a replica as JSON, once the engine has time for it. Raises EngineStopped.
+
+        After a restart the engine knows no viewer, and returns the whole state.
+        """
+        update: bytes = await self._replica(replica).call(
+            lambda number: protocol.MonitorUpdate(number, viewer, watcher, num_seen)
+        )
+        return update
+
+    async def node(self, watcher: Watcher, node: int, replica: int = 0) -> bytes:
+        """A node of a replica's radix trees as JSON; b"null" without one. See Engine.node. Raises EngineStopped."""
+        detail: bytes = await self._replica(replica).call(lambda number: protocol.MonitorNode(number, watcher, node))
+        return detail
+
+    def forget_viewer(self, viewer: int, replica: int = 0) -> None:
+        """A viewer has left. Has no effect during a restart, because a new engine knows no viewer."""
+        self._replica(replica).send(protocol.ForgetViewer(viewer))
+
+    async def cost_figures(self, replica: int = 0) -> CostFigures | None:
+        """Figures of a replica's cost model; None if its engine does not answer within STALL_SECONDS."""
+        try:
+            figures: CostFigures = await asyncio.wait_for(self._replica(replica).call(protocol.AskCosts), STALL_SECONDS)
+        except (EngineStopped, TimeoutError):
+            return None
+        return figures
+
+    # Drains and restarts of replicas
+
+    async def drain(self, number: int) -> None:
+        """Move the requests of a replica to others, and place no more on it until it is restarted.
+
+        Raises UnknownReplica, EngineStopped, and LastReplica if no other one serves.
+        """
+        home = self._replica(number)
+        was_drained, home.is_drained = home.is_drained, True
+        while True:
+            self._usable()  # raises if there is none
+            if not any(one.takes_requests for one in self.replicas):
+                home.is_drained = was_drained
+                raise LastReplica(f"replica {number} is the last one that serves; drain it when another one does")
+            self.relocate(home)
+            if not home.ids:
+                return
+            await asyncio.sleep(_MOVE_SECONDS)  # suspects of a crash, and requests whose Add is not answered, stay
+
+    async def restart(self, number: int) -> None:
+        """Drain a replica, replace its engine, and wait until that serves.
+
+        Raises UnknownReplica, LastReplica, and EngineStopped.
+        """
+        await self.drain(number)
+        home = self._replica(number)
+        try:
+            await home.replica.restart()
+        finally:
+            home.is_drained = False
+
+    # Calls of the replicas' requests, see RequestOwner
+
+    def deliver(self, output: Output) -> Stream | None:
+        """See RequestOwner."""
+        stream = self._streams.get(output.request_id)
+        if stream is None:
+            return None
+        stream.put(output)
+        return stream if stream.must_wait else None
+
+    def relocate(self, home: ReplicaRequests) -> None:
+        """See RequestOwner. They stay while no other replica serves."""
+        others = [one for one in self.replicas if one is not home and one.takes_requests]
+        if others and not self._closing:
+            self._move(home, others)
+
+    def on_stopped(self, home: ReplicaRequests, error: EngineStopped) -> None:
+        """See RequestOwner. Requests that may be the cause, and all if this was the last replica, fail."""
+        others = [one for one in self.replicas if one is not home and one.replica.error is None]
+        if not self._closing and others:
+            self._move(home, [one for one in others if one.takes_requests] or others)
+            failed = {self._streams[name] for name in home.ids if name in self._streams}
+        else:
+            failed = set(self._streams.values())
+        for stream in failed:
+            stream.fail(error)
+        home.fail(error)
+
+    async def _run_moves(self) -> None:
+        """Move the requests of replicas that cannot go on with them, as soon as another one serves."""
+        while True:
+            await asyncio.sleep(_MOVE_SECONDS)
+            for one in self.replicas:
+                if one.ids and not one.takes_requests:
+                    self.relocate(one)
+
+    def _move(self, home: ReplicaRequests, others: Sequence[ReplicaRequests]) -> None:
+        """Move what can be moved to other replicas, by load."""
+        names, calls = home.movable, home.movable_adds
+        if not names and not calls:
+            return
+        log.info("%d requests and %d calls of a replica go on elsewhere", len(names), len(calls))
+        for name in names:
+            home.give(name, self._least_loaded(others))
+        for call in calls:
+            home.give_add(call, self._least_loaded(others))
+        for one in others:
+            one.submit()
+
+    # Replicas
+
+    def _usable(self) -> list[ReplicaRequests]:
+        """The replicas that serve or will. Raises EngineStopped if there is none."""
+        usable = [one for one in self.replicas if one.replica.error is None]
+        if not usable:
+            assert self.replicas[0].replica.error is not None
+            raise self.replicas[0].replica.error
+        return usable
+
+    def _choose(self, refused: Collection[ReplicaRequests] = ()) -> ReplicaRequests:
+        """Of the replicas that serve, or else of those that will, the one with the fewest requests.
+
+        refused: replicas that have refused the request. Raises EngineStopped.
+        """
+        candidates = self._candidates(refused) or self._usable()
+        candidates = [one for one in candidates if one.takes_requests] or candidates
+        return self._least_loaded(candidates)
+
+    def _least_loaded(self, replicas: Sequence[ReplicaRequests]) -> ReplicaRequests:
+        return min(replicas, key=lambda one: (len(one.ids), -one.replica.num_free_blocks))
+
+    def _candidates(self, refused: Collection[ReplicaRequests]) -> list[ReplicaRequests]:
+        return [one for one in self._usable() if one not in refused and not one.is_drained]
+
+    def _replica(self, number: int) -> ReplicaRequests:
+        if not 0 <= number < len(self.replicas):
+            raise UnknownReplica(f"there is no replica {number}; the replicas are 0 to {len(self.replicas) - 1}")
+        return self.replicas[number]
+
+    def _home(self, request_id: str) -> ReplicaRequests | None:
+        """The replica on which a request is placed."""
+        return next((one for one in self.replicas if request_id in one.ids), None)
+
+    async def _ask_all(self, command: Callable[[int], Any]) -> list[tuple[ReplicaRequests, Any]]:
+        """The answers of all replicas that serve; without one, of the first that will.
+
+        An engine that ends meanwhile gives none. Raises the first error of the others.
+        """
+        asked = [one for one in self.replicas if one.replica.is_serving]
+        answers = await asyncio.gather(*(one.call(command, resend=False) for one in asked), return_exceptions=True)
+        found = []
+        for one, answer in zip(asked, answers, strict=True):
+            if not isinstance(answer, BaseException):
+                found.append((one, answer))
+            elif not isinstance(answer, EngineStopped):
+                raise answer
+        if not found:
+            one = self._usable()[0]
+            found.append((one, await one.call(command)))
+        return found
+
+    # Requests
+
+    def _seeded(self, request: Request) -> Request:
+        """The request with a seed, because another engine that continues it needs the same seed."""
+        self._num_requests += 1
+        if request.params.seed is not None:
+            return request
+        seed = nth_seed(self._seed, self._num_requests - 1)
+        return msgspec.structs.replace(request, params=request.params.changed(seed=seed))
+
+    def _abort(self, ids: Sequence[str]) -> None:
+        known = [request_id for request_id in ids if self._streams.pop(request_id, None) is not None]
+        for one in self.replicas:
+            one.abort(known)
