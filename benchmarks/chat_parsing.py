@@ -28,6 +28,7 @@ from quire.core.kv_groups import KVGroup, kv_kind
 from quire.core.output import EndCause, Output
 from quire.engine.inputs import Generation, TokenizedPrompt
 from quire.engine.output_text import RequestOutputProcessor
+from quire.fleet.fleet import ReplicaStatus
 from quire.hub import embedded
 from quire.params import SamplingParams
 from quire.server.api.conversation import MessageReader
@@ -35,7 +36,6 @@ from quire.server.api.openai.chat import ChatAnswer
 from quire.server.api.openai.schema import ChatBody
 from quire.server.observability.metrics import Metrics
 from quire.server.reply import Reply
-from quire.supervisor.health import Health
 from quire.tokenizer.load import open_tokenizer
 from quire.tokenizer.tokenizer import Tokenizer
 
@@ -105,9 +105,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the results to this file")
     args = parser.parse_args()
     tokenizer = open_tokenizer(Path(embedded.folder()))
-    no_health = cast(Callable[[], Health], lambda: None)
+    no_statuses = cast(Callable[[], list[ReplicaStatus]], lambda: [])
     cache = CacheConfig(16, (KVGroup((0,), kv_kind(1, 16), "bfloat16", 8, 1024),))
-    metrics = Metrics("quire", no_health, cache=cache, max_model_len=2048)
+    metrics = Metrics("quire", no_statuses, caches=[cache], max_model_len=2048)
     tokens, tools = message(args.tokens, tokenizer), toolbox([_TOOL])
     special = tokenizer.special_texts
     formats = {
