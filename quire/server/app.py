@@ -110,16 +110,17 @@ def make_app(
     app.include_router(batch_routes(service, store, batches))
     app.include_router(health_routes(service, drain))
     app.include_router(monitor_routes(service, Viewers(service, lambda: drain.begun)))
-    app.include_router(page_routes(lambda request: _mode(request, service, with_keys=keys is not None)))
+    known = Mode("live", keys is not None, service.model_name, replicas=service.engine.num_replicas)
+    app.include_router(page_routes(lambda request: _mode(request, known)))
     app.include_router(admin_routes(service, options.metrics_prefix))
     describe_api(app, service, with_keys=keys is not None)
     return app
 
 
-def _mode(request: Request, service: Service, *, with_keys: bool) -> Mode:
+def _mode(request: Request, known: Mode) -> Mode:
     if request.state.caller is None:  # no valid key, or a host that is not allowed
-        return Mode("live", with_keys, version="")
-    return Mode("live", with_keys, service.model_name, replicas=service.engine.num_replicas)
+        return Mode("live", known.keys, version="")
+    return known
 
 
 async def _client_gone_response(_request: Request, _error: Exception) -> Response:

@@ -139,7 +139,7 @@ class ServerOptions:
         ),
     ] = False
     drain_timeout: Annotated[
-        Seconds, Help("seconds that accepted requests have to finish after SIGTERM", group="Server")
+        Seconds, Help("seconds that accepted requests have to finish after SIGTERM", group="Server", rare=True)
     ] = 30.0
     data_parallel_size: Annotated[
         int,

@@ -73,7 +73,7 @@ def test_every_option_of_a_server_is_a_flag(monkeypatch):
         **{"engine_restart_timeout": 9.0, "api_key": "sk-of-docker", "unknown_fields": "ignore"},
         **{"store_path": "store.sqlite", "enable_auto_tool_choice": True, "enable_force_include_usage": True},
         **{"root_path": "/llm", "max_logprobs": 20, "disable_any_whitespace": True},
-        **{"lora_modules": ("a=p", "b=q"), "lora_dir": "adapters"},
+        **{"lora_modules": ("a=p", "b=q"), "lora_dir": "adapters", "data_parallel_size": 2},
         **{"metrics_prefix": "vllm:", "access_log": "-", "log_prompts": True, "otlp_endpoint": "http://localhost:4318"},
     )
     flags = []

@@ -74,7 +74,7 @@ def test_other_paths_below_page_are_a_404(site, name):
 
 def test_mode_json_has_model_and_version_for_authenticated_callers_only(site, keyless):
     unknown = httpx.get(f"{site.url}/page/mode.json").json()
-    assert unknown == {"mode": "live", "keys": True, "model": "", "version": ""}
+    assert unknown == {"mode": "live", "keys": True, "model": "", "version": "", "replicas": 1}
     known = site.ask("ann", "GET", "/page/mode.json").json()
     assert known["model"] == "quire-demo" and known["version"] == httpx.get(f"{keyless.url}/version").json()["version"]
     assert httpx.get(f"{keyless.url}/page/mode.json").json() == {**known, "keys": False}

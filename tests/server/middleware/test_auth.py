@@ -17,6 +17,7 @@ from quire.server.errors import Unauthenticated
 from quire.server.middleware.auth import OPEN_FOLDER, OPEN_PATHS, AuthMiddleware, admins_only, caller_of
 
 OPERATORS = {"/metrics", "/flush_cache", "/get_server_info", "/load", "/v1/fleet"}
+CHANGES = {"/flush_cache", "/v1/fleet/{replica}/drain", "/v1/fleet/{replica}/restart"}
 
 
 def test_every_route_needs_a_key(site):
@@ -122,12 +123,13 @@ def test_figures_of_all_tenants_need_the_role_admin(site, path):
     assert site.ask("root", "GET", path).status_code == 200
 
 
-def test_flushing_needs_an_admin_whatever_the_method(site):
-    refused(site.ask("ann", "POST", "/flush_cache"), 403, "insufficient_permissions")
+@pytest.mark.parametrize("path", sorted(CHANGES))
+def test_changes_of_the_engines_need_an_admin(site, path):
+    refused(site.ask("ann", "POST", path.replace("{replica}", "0")), 403, "insufficient_permissions")
 
 
 def test_other_routes_do_not_ask_for_a_role(site):
-    mine = {path for _, path in routes(site.app)} - OPERATORS
+    mine = {path for _, path in routes(site.app)} - OPERATORS - CHANGES
     assert len(mine) > 12
     for method, path in routes(site.app):
         if path in mine and path != "/monitor":  # which never ends, see test_monitor

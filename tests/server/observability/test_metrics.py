@@ -331,3 +331,25 @@ def test_the_queue_time_is_the_engine_s_own(keyless):
     fields = {name: answer["prompts"][0][name] for name in ("arrived", "admitted")}
     assert set(fields) <= set(Explanation.__struct_fields__)
     assert after - before == pytest.approx(fields["admitted"] - fields["arrived"], abs=1e-9)
+
+
+def test_each_family_has_a_sample_of_each_engine():
+    """Those of the front end's own have one, of engine 0."""
+    stats = structs.replace(EngineStats.zero(), num_running=5, prompt_tokens=7, prefix_hit_tokens=2, num_step_tokens=9)
+    starting = Health("the engine is starting", State.RESTARTING, stats, None, None, 0, "")
+    statuses = [
+        ReplicaStatus(HEALTH, num_requests=4, is_drained=False),
+        ReplicaStatus(starting, num_requests=0, is_drained=True),
+    ]
+    caches = [CACHE, CacheConfig(16, (kv_group((0,), 1, 8, "float32", 30, 1024),))]
+    text = Metrics("m", lambda: statuses, caches=caches, max_model_len=100, max_loras=8).export("").decode()
+    names = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
+    assert len(names) == len(set(names))
+    families = Page(text).families
+    engines = {name: {one.labels["engine"] for one in family.samples} for name, family in families.items()}
+    for name in ("num_requests_running", "cache_config_info", "engine_state", "engine_requests", "engine_drained"):
+        assert engines[name] == {"0", "1"}, name
+    for name in ("request_success", "e2e_request_latency_seconds"):
+        assert engines[name] <= {"0"}, name
+    drained = {one.labels["engine"]: one.value for one in families["engine_drained"].samples}
+    assert drained == {"0": 0, "1": 1}
