@@ -50,7 +50,8 @@ _FLAGS_ELSEWHERE = MappingProxyType(
         **dict.fromkeys(("--context-length", "--ctx-size"), "use --max-model-len"),
         **dict.fromkeys(("--enable-chunked-prefill", "--trust-remote-code", "--enforce-eager"), "leave it out"),
         **dict.fromkeys(("--tensor-parallel-size", "--tp-size", "--tp"), "an engine runs on one device; leave it out"),
-        **dict.fromkeys(("--dp-size", "--dp", "--pipeline-parallel-size"), "use --data-parallel-size"),
+        **dict.fromkeys(("--dp-size", "--dp"), "use --data-parallel-size"),
+        "--pipeline-parallel-size": "an engine runs on one device; leave it out",
         **dict.fromkeys(("--schedule-policy", "--scheduling-policy"), "use --policy"),
         **dict.fromkeys(("--guided-decoding-backend", "--structured-outputs-config"), "use --grammar-backend"),
         "--model-path": "use --model",
@@ -250,9 +251,7 @@ def pull(
     model: Annotated[str | None, typer.Argument(help=_PULL_HELP)] = None,
     *,
     revision: Annotated[str | None, typer.Option(help="branch, tag or commit of an id on the Hub")] = None,
-    download_dir: Annotated[
-        str | None, typer.Option(help="where downloads are kept [default: Hugging Face's cache]")
-    ] = None,
+    download_dir: Annotated[str | None, typer.Option(help="folder of downloads [default: the Hub's cache]")] = None,
     show_list: Annotated[bool, typer.Option("--list", help="list the models that Python packages ship")] = False,
 ) -> None:
     """Download a model, so that later commands find it on this machine."""

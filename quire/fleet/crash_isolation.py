@@ -46,8 +46,8 @@ class CrashBisection:
 
     @property
     def has_suspects(self) -> bool:
-        """Whether `record_progress` would change anything."""
-        return bool(self._crashes.positions)
+        """Whether `record_progress` or `forget` may change anything."""
+        return bool(self._crashes.positions or self._groups)
 
     @property
     def suspects(self) -> set[str]:

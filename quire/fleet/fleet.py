@@ -78,9 +78,10 @@ class Fleet:
         self._num_requests = 0
         self._closing = False
         self._moving: asyncio.Task[None] | None = None
+        numbers = range(len(engine_handles)) if len(engine_handles) > 1 else (None,)
         self.replicas = [
-            ReplicaRequests(handle, self, watchdog=watchdog, restart_timeout=restart_timeout)
-            for handle in engine_handles
+            ReplicaRequests(handle, self, watchdog=watchdog, restart_timeout=restart_timeout, number=number)
+            for number, handle in zip(numbers, engine_handles, strict=True)
         ]
 
     async def start(self) -> None:
@@ -114,12 +115,18 @@ class Fleet:
         return None if None in failures else failures[0]
 
     def health(self) -> Health:
-        """The health of all replicas together, as seen by the front end."""
-        return combined([one.health for one in self.statuses()])
+        """The health of all replicas together, as seen by the front end. The state is that of those not drained."""
+        statuses = self.statuses()
+        whole = combined([one.health for one in statuses])
+        placed = [one.health for one in statuses if not one.is_drained]
+        if len(placed) in (0, len(statuses)):
+            return whole
+        best = combined(placed)
+        return whole._replace(problem=best.problem, state=best.state)
 
     def statuses(self) -> list[ReplicaStatus]:
         """The replicas, by number."""
-        return [ReplicaStatus(one.replica.health(len(one.ids)), len(one.ids), one.is_drained) for one in self.replicas]
+        return [ReplicaStatus(one.replica.health(one.num_open), len(one.ids), one.is_drained) for one in self.replicas]
 
     async def generate(self, requests: Sequence[Request], *, whole: bool = False) -> Stream:
         """Queue requests, all or none, of one tenant. Raises RequestError if one cannot be served, and EngineStopped.
@@ -204,7 +211,8 @@ class Fleet:
         """
         ids = list(request_ids)
         found: dict[str, tuple[Any, Explanation]] = {}
-        for one, some in await self._ask_all(lambda number: protocol.Explain(number, ids)):
+        homes = {home for name in ids if (home := self._home(name)) is not None}
+        for one, some in await self._ask_all(lambda number: protocol.Explain(number, ids), homes):
             for explanation in some:
                 name = explanation.request_id
                 rank = (name in one.ids, explanation.state != "refused", explanation.arrived)
@@ -227,15 +235,23 @@ class Fleet:
         Raises RequestError if it does not fit beside others that are pinned, and EngineStopped.
         """
         # at once: an engine that starts before the answers must pin it, or not pin it again
+        is_new = pinned and adapter.digest not in self.pinned
         if pinned:
             self.pinned[adapter.digest] = adapter
         else:
             self.pinned.pop(adapter.digest, None)
+        for one in self.replicas:
+            if one.replica.has_engine and not one.replica.is_serving:  # stalled: it answers later, or ends
+                one.pin(adapter, pinned=pinned)
         try:
             await self._ask_all(lambda number: protocol.PinAdapter(number, adapter, pinned))
-        except RequestError:  # other replicas may have pinned it
-            if self.pinned.pop(adapter.digest, None) is not None:
-                await self._ask_all(lambda number: protocol.PinAdapter(number, adapter, pinned=False))
+        except BaseException as error:  # also when the caller is cancelled; other replicas may have pinned it
+            if is_new and self.pinned.pop(adapter.digest, None) is not None:
+                if isinstance(error, RequestError):
+                    await self._ask_all(lambda number: protocol.PinAdapter(number, adapter, pinned=False))
+                else:
+                    for one in self.replicas:
+                        one.pin(adapter, pinned=False)
             raise
 
     async def monitor_update(self, viewer: int, watcher: Watcher, num_seen: int, replica: int = 0) -> bytes:
@@ -277,8 +293,10 @@ class Fleet:
         while True:
             self._usable()  # raises if there is none
             if not any(one.takes_requests for one in self.replicas):
-                home.is_drained = was_drained
+                home.is_drained = was_drained and home.is_drained  # another drain of it may have ended so
                 raise LastReplica(f"replica {number} is the last one that serves; drain it when another one does")
+            if not home.is_drained:
+                raise LastReplica(f"replica {number} was the last one that served; drain it again")
             self.relocate(home)
             if not home.ids:
                 return
@@ -330,7 +348,10 @@ class Fleet:
             await asyncio.sleep(_MOVE_SECONDS)
             for one in self.replicas:
                 if one.ids and not one.takes_requests:
-                    self.relocate(one)
+                    try:
+                        self.relocate(one)
+                    except Exception:  # the next look must come, or requests would wait for ever
+                        log.exception("requests of a replica could not be moved")
 
     def _move(self, home: ReplicaRequests, others: Sequence[ReplicaRequests]) -> None:
         """Move what can be moved to other replicas, by load."""
@@ -361,8 +382,10 @@ class Fleet:
         refused: replicas that have refused the request. Raises EngineStopped.
         """
         candidates = self._candidates(refused) or self._usable()
-        candidates = [one for one in candidates if one.takes_requests] or candidates
-        return self._least_loaded(candidates)
+        ready = [one for one in candidates if one.takes_requests]
+        # what waits for an engine can move; what a stalled one was sent cannot
+        waiting = [one for one in candidates if not one.replica.has_engine]
+        return self._least_loaded(ready or waiting or candidates)
 
     def _least_loaded(self, replicas: Sequence[ReplicaRequests]) -> ReplicaRequests:
         return min(replicas, key=lambda one: (len(one.ids), -one.replica.num_free_blocks))
@@ -379,13 +402,17 @@ class Fleet:
         """The replica on which a request is placed."""
         return next((one for one in self.replicas if request_id in one.ids), None)
 
-    async def _ask_all(self, command: Callable[[int], Any]) -> list[tuple[ReplicaRequests, Any]]:
-        """The answers of all replicas that serve; without one, of the first that will.
+    async def _ask_all(
+        self, command: Callable[[int], Any], also: Collection[ReplicaRequests] = ()
+    ) -> list[tuple[ReplicaRequests, Any]]:
+        """The answers of all replicas that serve, and of `also`; without one, of the first that will serve.
 
-        An engine that ends meanwhile gives none. Raises the first error of the others.
+        Those of `also` are waited for, across a restart if need be. Another engine that ends meanwhile gives no answer.
+        Raises the first error of the others.
         """
-        asked = [one for one in self.replicas if one.replica.is_serving]
-        answers = await asyncio.gather(*(one.call(command, resend=False) for one in asked), return_exceptions=True)
+        asked = [one for one in self.replicas if one.replica.is_serving or one in also]
+        calls = (one.call(command, resend=one in also) for one in asked)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
         found = []
         for one, answer in zip(asked, answers, strict=True):
             if not isinstance(answer, BaseException):

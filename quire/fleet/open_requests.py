@@ -94,6 +94,11 @@ class OpenRequests:
         entry = self._entries.get(request_id)
         return entry is not None and entry.request.beams is None and not entry.request.pooling
 
+    def count_from_now(self, request_id: str) -> None:
+        """Count deadline and rank of an open request from now on, because its client did not read in between."""
+        if request_id in self._entries:
+            self._entries[request_id].arrived = time.monotonic()
+
     def resume(self, request_id: str) -> Request:
         """An open request for resubmission to a new engine, with its known tokens."""
         entry = self._entries[request_id]

@@ -23,6 +23,7 @@ from quire.supervisor.steps_in_flight import StepsInFlight
 
 log = logging.getLogger(__name__)
 
+MOST_GIVEN = 4096  # ids that are kept, for explanations
 MAX_PENDING_CALLS = 4096  # the most pending calls
 RETRY_AFTER_SECONDS = 5.0  # Retry-After of requests beyond MAX_PENDING_CALLS
 CRASH_MESSAGE = "the engine crashed each time that it computed this request; it is not tried again"
@@ -54,12 +55,20 @@ class ReplicaRequests:
     """
 
     def __init__(
-        self, engine_handle: EngineHandle, owner: RequestOwner, *, watchdog: float, restart_timeout: float
+        self,
+        engine_handle: EngineHandle,
+        owner: RequestOwner,
+        *,
+        watchdog: float,
+        restart_timeout: float,
+        number: int | None = None,
     ) -> None:
-        self.replica = Replica(engine_handle, self, watchdog=watchdog, restart_timeout=restart_timeout)
+        """number: of the replica, for the log; None for the only one."""
+        self.replica = Replica(engine_handle, self, watchdog=watchdog, restart_timeout=restart_timeout, number=number)
         self.ids: dict[str, None] = {}
         self.is_drained = False
-        self.given_ids: set[str] = set()  # requests that the current engine has had, and another replica has now
+        # requests that the current engine has had and another replica got, the last MOST_GIVEN of them
+        self.given_ids: dict[str, None] = {}
         self._owner = owner
         self._open_requests = owner.open_requests
         self._bisection = CrashBisection(owner.crashes)
@@ -77,6 +86,11 @@ class ReplicaRequests:
         """Whether a new request would be computed now: the engine serves, and searches for no cause of a crash."""
         is_searching = self._bisection.current_group is not None or self._pending_calls.has_suspects
         return not self.is_drained and self.replica.is_serving and not is_searching
+
+    @property
+    def num_open(self) -> int:
+        """Number of the requests that an engine has accepted."""
+        return len(self.ids) - sum(len(call.requests) for call in self._pending_calls.adding)
 
     async def add(self, requests: Sequence[Request], command: Callable[[int], protocol.Add]) -> None:
         """Place requests here, and queue them, all or none. They may move before that.
@@ -142,6 +156,12 @@ class ReplicaRequests:
                 self._resubmit(request_id)
         self._send_pending_calls()
 
+    def pin(self, adapter: Adapter, *, pinned: bool) -> None:
+        """Have the engine pin an adapter, or unpin it, without waiting for its answer. A refusal is logged."""
+        call = self._pending_calls.add(partial(protocol.PinAdapter, adapter=adapter, pinned=pinned), resend=False)
+        call.answer.add_done_callback(partial(_log_failed_pin, adapter.name))
+        self._send_pending_calls()
+
     def close(self) -> None:
         """Stop the tasks of paused requests."""
         for task in self._pausing:
@@ -153,16 +173,13 @@ class ReplicaRequests:
     def movable(self) -> list[str]:
         """The ids of the open requests that the engine does not have, and that need not wait for the next one.
 
-        Of a replica that is drained or stopped, also those that its engine has.
+        Of a replica that is drained or stopped, also those that its engine has. Without a connection the end of the
+        engine is still to be recorded, with the requests of its last steps.
         """
         kept = self._waiting_ids | self._bisection.suspects
-        if not self._moves_all:
+        if self.replica.error is None and not (self.is_drained and self.replica.has_engine):
             kept |= self._submitted_ids | self._paused.keys()
         return [name for name in self.ids if name in self._open_requests and name not in kept]
-
-    @property
-    def _moves_all(self) -> bool:
-        return self.is_drained or self.replica.error is not None
 
     @property
     def movable_adds(self) -> list[PendingCall]:
@@ -181,7 +198,9 @@ class ReplicaRequests:
             self.send(protocol.Abort([name]))
         self._remove(name)
         if self.replica.has_engine:
-            self.given_ids.add(name)
+            self.given_ids[name] = None
+            if len(self.given_ids) > MOST_GIVEN:
+                del self.given_ids[next(iter(self.given_ids))]
         other._place([name])
 
     def give_add(self, call: PendingCall, other: "ReplicaRequests") -> None:
@@ -195,7 +214,7 @@ class ReplicaRequests:
     def _place(self, ids: Iterable[str]) -> None:
         for request_id in ids:
             self.ids[request_id] = None
-            self.given_ids.discard(request_id)
+            self.given_ids.pop(request_id, None)
 
     def fail(self, error: Exception) -> None:
         """Fail all pending calls, because no engine will answer."""
@@ -206,8 +225,7 @@ class ReplicaRequests:
     def on_engine_started(self) -> None:
         """Pin adapters, submit all open requests, and send the pending calls. See ReplicaOwner."""
         for adapter in self._owner.pinned.values():
-            call = self._pending_calls.add(partial(protocol.PinAdapter, adapter=adapter, pinned=True), resend=False)
-            call.answer.add_done_callback(partial(_log_failed_pin, adapter.name))
+            self.pin(adapter, pinned=True)
         self._waiting_ids.clear()
         self.submit()
 
@@ -232,7 +250,8 @@ class ReplicaRequests:
         """
         had_work = bool(self.ids or self._pending_calls)
         rows, found_culprit = self._record_crash(steps)
-        self._waiting_ids = set() if was_killed else set(rows)
+        if not was_killed:  # beside those of an engine before it that sent no message
+            self._waiting_ids |= rows.keys()
         self._submitted_ids.clear()
         self.given_ids.clear()
         self._paused.clear()
@@ -364,6 +383,7 @@ class ReplicaRequests:
         for request_id in ids:
             if self._paused.get(request_id) is pause:
                 del self._paused[request_id]
+                self._open_requests.count_from_now(request_id)
         self.submit()
 
     # Crashes
@@ -373,7 +393,8 @@ class ReplicaRequests:
             self._stepped_ids.update(rows.keys() & self._submitted_ids)
             if not self._bisection.has_suspects:
                 continue
-            if any([self._bisection.record_progress(name, position) for name, position in rows.items()]):
+            here = [(name, position) for name, position in rows.items() if name in self.ids]  # others may have moved
+            if any([self._bisection.record_progress(name, position) for name, position in here]):
                 self.submit()
 
     def _record_crash(self, steps: StepsInFlight) -> tuple[dict[str, int], bool]:
@@ -411,4 +432,4 @@ class ReplicaRequests:
 def _log_failed_pin(name: str, answer: "asyncio.Future[Any]") -> None:
     error = answer.exception()
     if error is not None and not isinstance(error, EngineStopped):
-        log.error("the adapter %r could not be pinned in the new engine: %s", name, error)
+        log.error("the adapter %r could not be pinned or unpinned: %s", name, error)

@@ -35,7 +35,7 @@ class Programs:
         self._arrivals.move_to_end(key)
         if len(self._arrivals) > MOST_PROGRAMS:
             self._arrivals.popitem(last=False)
-        return max(began, now - PROGRAM_LEAD_SECONDS), number
+        return max(began, arrived - PROGRAM_LEAD_SECONDS), number
 
     def end(self, tenant: str, program: str) -> None:
         """Forget a program that has ended. Ignores an unknown one."""

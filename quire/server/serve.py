@@ -29,7 +29,7 @@ from quire.startup.freed_memory import return_freed_memory
 from quire.startup.replica_share import ReplicaShare
 from quire.supervisor.engine_handle import EngineProcess
 from quire.supervisor.gc_policy import GCPolicy
-from quire.supervisor.spawn import Spawned
+from quire.supervisor.spawn import Spawned, spawned_engine
 from quire.tokenizer.load import open_tokenizer
 
 CALIBRATION_SECONDS = 0.3  # maximum; the cost model also learns from the first requests
@@ -103,14 +103,18 @@ def _engines(
         )
         handles = [launch(first)]
         if count > 1:
+            pool = ends.enter_context(ThreadPoolExecutor(count - 1))  # it ends after the kills of what it waits for
             others = [
                 EngineProcess(
-                    options, report=_ignore, progress=_ignore, share=structs.replace(first.share, index=index)
+                    options,
+                    report=_ignore,
+                    progress=_ignore,
+                    share=structs.replace(first.share, index=index),
+                    spawned=ends.enter_context(spawned_engine()),
                 )
                 for index in range(1, count)
             ]
-            with ThreadPoolExecutor(count - 1) as pool:
-                handles += pool.map(launch, others)
+            handles += pool.map(launch, others)
             report(f"replicas   {count} serve")
         yield handles
 

@@ -13,7 +13,6 @@ from contextlib import ExitStack, suppress
 from typing import Protocol
 
 from quire.config import EngineOptions
-from quire.cost.step_time import Calibration
 from quire.engine.engine import Engine
 from quire.errors import EngineStopped
 from quire.startup.model_info import ModelInfo
@@ -66,7 +65,6 @@ class EngineProcess:
 
     can_restart = True
     model_info: ModelInfo
-    costs: Calibration | None  # that the running engine was calibrated with
     connection: socket.socket
 
     def __init__(
@@ -101,7 +99,7 @@ class EngineProcess:
                 self.connection.sendall(protocol.encode_frame([begin]))
             ready = self._wait_until_ready()
             on_error.pop_all()
-        self.model_info, self.costs = ready.facts, ready.share.costs
+        self.model_info = ready.facts
         if self.share.count > 1:
             self.share = ready.share
         self._num_starts += 1

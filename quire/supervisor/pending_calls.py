@@ -41,6 +41,7 @@ class PendingCalls:
     def __init__(self) -> None:
         self._pending: dict[int, PendingCall] = {}
         self._count = 0
+        self._had_crash = False  # False: no call is a suspect
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -48,7 +49,10 @@ class PendingCalls:
     @property
     def has_suspects(self) -> bool:
         """Whether an unanswered call that adds requests was pending at a crash."""
-        return any(call.was_pending_at_crash and not call.answer.done() for call in self._pending.values())
+        if self._had_crash:
+            calls = self._pending.values()
+            self._had_crash = any(call.was_pending_at_crash and not call.answer.done() for call in calls)
+        return self._had_crash
 
     @property
     def adding(self) -> list[PendingCall]:
@@ -121,6 +125,6 @@ class PendingCalls:
         """
         pending = [call for call in self._pending.values() if call.sent and call.requests]
         for call in pending:
-            call.was_pending_at_crash = True
+            call.was_pending_at_crash = self._had_crash = True
             call.num_crashes += len(pending) == 1 and not has_other_work
         return [call for call in pending if call.num_crashes >= MAX_CRASHES]

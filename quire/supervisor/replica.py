@@ -55,7 +55,11 @@ class ReplicaOwner(Protocol):
         """The engine sent a batch. committed: its newly committed steps, oldest first, as in StepsInFlight."""
 
     def on_engine_ended(self, steps: StepsInFlight, *, was_killed: bool) -> EndedWork:
-        """The engine ended, with these steps in flight. was_killed: by another process, not by its own work."""
+        """The engine ended, with these steps in flight.
+
+        was_killed: by SIGKILL, of another process or because it was stalled, or on request. Otherwise its own work may
+        have ended it.
+        """
 
     def on_stopped(self, error: EngineStopped) -> None:
         """No engine will be started any more."""
@@ -66,13 +70,20 @@ class Replica:
 
     engine_handle: the engine process or thread, already launched. watchdog: seconds that an engine may be stalled
     before it is killed and replaced; 0 means no limit. restart_timeout: seconds without a serving engine after which
-    the state is failed; 0 means no limit.
+    the state is failed; 0 means no limit. number: of the replica, for the log; None for the only one.
     """
 
     def __init__(
-        self, engine_handle: EngineHandle, owner: ReplicaOwner, *, watchdog: float, restart_timeout: float
+        self,
+        engine_handle: EngineHandle,
+        owner: ReplicaOwner,
+        *,
+        watchdog: float,
+        restart_timeout: float,
+        number: int | None = None,
     ) -> None:
         self.engine_handle = engine_handle
+        self._name = "the engine" if number is None else f"engine {number}"
         # why requests are refused; None: they are accepted
         self.error: EngineStopped | None = EngineStopped("the engine has not been started")
         self._owner = owner
@@ -87,7 +98,8 @@ class Replica:
         self._cumulative_stats = CumulativeStats(EngineStats.zero())
         self._num_restarts = 0
         self._start_error = ""  # of the last failed start; empty after a start that succeeded
-        self._restarted: asyncio.Future[None] | None = None  # of a restart that was asked for
+        self._restarted: asyncio.Future[None] | None = None  # done when the engine after a requested restart serves
+        self._ends_on_request = False  # whether a restart of the current engine was requested
         self._tasks: set[asyncio.Task[None]] = set()
         # of its own: a start and a wait block for long, and the threads of asyncio are few
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-replica")
@@ -171,6 +183,7 @@ class Replica:
             raise self.error
         if self._restarted is None:
             self._restarted = asyncio.get_running_loop().create_future()
+            self._ends_on_request = self._connection is not None
             self.send(protocol.Close())
             self._spawn(self._kill_later(self._connection))
         await asyncio.shield(self._restarted)
@@ -179,7 +192,7 @@ class Replica:
         """Kill the engine of a connection if that has not ended after _END_SECONDS."""
         await asyncio.sleep(_END_SECONDS)
         if connection is not None and connection is self._connection:
-            log.error("the engine does not end after its step and is killed")
+            log.error("%s does not end after its step and is killed", self._name)
             self.engine_handle.kill()
 
     # The current engine
@@ -231,24 +244,24 @@ class Replica:
                 await self._record_end(await self._connection_ended)
                 await self._restart()
         except EngineStopped as error:
-            log.critical("%s", error)
+            log.critical("%s is not started any more: %s", self._name, error)
             self._stop(State.FAILED, error)
 
     async def _record_end(self, why: Exception | None) -> None:
         """Record that the engine ended. why: the error in its messages, or None. Raises EngineStopped."""
         if why is not None:  # a message could not be read
-            log.error("ending the engine: %s", why)
+            log.error("ending %s: %s", self._name, why)
             self.engine_handle.kill()
         lifetime = time.monotonic() - self._stall_detector.connected_at
         how = await self._wait_ended()
-        if self._restarted is None:
-            log.error("the engine ended %s", how)
+        ends_on_request, self._ends_on_request = self._ends_on_request, False
+        log.log(logging.INFO if ends_on_request else logging.ERROR, "%s ended %s", self._name, how)
         if not self.engine_handle.can_restart:
             raise EngineStopped(f"the engine failed: it ended {how}; see its log for the cause")
-        was_killed = self._restarted is not None or self.engine_handle.was_killed
+        was_killed = ends_on_request or self.engine_handle.was_killed
         work = self._owner.on_engine_ended(self._steps, was_killed=was_killed)
         self._cumulative_stats.engine_ended()
-        if self._restarted is not None:
+        if ends_on_request:
             self._policy.record_request(time.monotonic())
             return
         self._policy.record_end(
@@ -301,7 +314,7 @@ class Replica:
         except Exception as error:  # the cause makes no difference: a refusal, no memory, no thread
             self._policy.record_failed_start()
             self._start_error = str(error)
-            log.error("the engine could not be started: %s; trying again in %.2f s", error, self._policy.delay)
+            log.error("%s could not be started: %s; trying again in %.2f s", self._name, error, self._policy.delay)
             return False
         return True
 
@@ -347,7 +360,7 @@ class Replica:
             if self._state in (State.SERVING, State.STALLED):  # otherwise the engine has sent no message yet
                 self._state = State.STALLED if stalled_seconds else State.SERVING
             if self.engine_handle.can_restart and 0 < self._watchdog < stalled_seconds:
-                log.error("the engine has been stalled for %.1f s and is killed", stalled_seconds)
+                log.error("%s has been stalled for %.1f s and is killed", self._name, stalled_seconds)
                 stalled = self._connection
                 self.engine_handle.dump_stacks()
                 await asyncio.sleep(_STACK_DUMP_SECONDS)

@@ -27,7 +27,7 @@ class Sample(NamedTuple):
     """Metrics at one time, without their prefix. buckets: by histogram, bounds and cumulative counts."""
 
     at: float  # seconds
-    values: Mapping[str, float]  # sums over all series of a name
+    values: Mapping[str, float]  # sums over all series of a name; the mean of a share
     buckets: Mapping[str, tuple[tuple[float, float], ...]]
 
 
@@ -45,6 +45,7 @@ class Figures(NamedTuple):
     latencies: Mapping[str, tuple[float, float] | None]  # by histogram: median and 99th percentile, in seconds
 
 
+_SHARE = "kv_cache_usage_perc"  # of each engine
 LATENCIES = {
     "time_to_first_token_seconds": "first token",
     "inter_token_latency_seconds": "between tokens",
@@ -56,6 +57,7 @@ def read_sample(text: str, at: float) -> Sample:
     """The sample in Prometheus' text format."""
     values: dict[str, float] = {}
     buckets: dict[str, dict[float, float]] = {}
+    num_shares = 0
     for family in text_string_to_metric_families(text):
         for name, labels, value, *_ in family.samples:
             short = name.partition(":")[2] or name
@@ -65,6 +67,9 @@ def read_sample(text: str, at: float) -> Sample:
                 counts[bound] = counts.get(bound, 0.0) + value
             else:
                 values[short] = values.get(short, 0.0) + value
+                num_shares += short == _SHARE
+    if num_shares:
+        values[_SHARE] /= num_shares
     return Sample(at, values, {name: tuple(sorted(counts.items())) for name, counts in buckets.items()})
 
 

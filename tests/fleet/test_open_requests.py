@@ -353,3 +353,16 @@ def test_a_failed_request_ends_each_open_sequence():
 
 def test_output_of_an_unknown_request_is_dropped():
     assert OpenRequests().record_output(Output("a", 0, 7, [4])) == (None, None)
+
+
+def test_a_pause_of_the_client_does_not_count_towards_the_deadline(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("quire.fleet.open_requests.time.monotonic", lambda: now[0])
+    open_requests = OpenRequests()
+    open_requests.add([Request("a", [1, 2], params_of())])
+    now[0] = 105.0
+    assert open_requests.resume("a").waited == 5.0
+    open_requests.count_from_now("a")
+    open_requests.count_from_now("unknown")
+    now[0] = 107.0
+    assert open_requests.resume("a").waited == 2.0

@@ -1,7 +1,10 @@
 """Fleets of fake engines: placing, moves, calls to all replicas, drains and restarts."""
 
 import asyncio
+import logging
 import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 from fake_engines import ControlledHost, Death, heard, request, run_fleet
@@ -16,6 +19,8 @@ from quire.fleet.fleet import LastReplica, UnknownReplica
 from quire.supervisor import health, protocol
 from quire.supervisor import replica as replica_module
 from quire.supervisor.health import State
+from quire.supervisor.restart_policy import FIRST_DELAY
+from quire.supervisor.steps_in_flight import StepsInFlight
 
 LONG = 10**6  # tokens of a request that does not end
 ADAPTER = Adapter("ad", "style", "", 1, 1)
@@ -661,5 +666,140 @@ def test_a_drain_ends_when_the_server_closes():
                 await one
         release(first)
         await closing
+
+    run_fleet(scenario, *hosts())
+
+
+# Faults of several engines at once
+
+
+def test_a_commit_of_a_replica_that_no_longer_has_a_request_clears_no_suspicion():
+    async def scenario(fleet, *_):
+        stream = await open_on(fleet, 1, "a")
+        fleet.crashes.positions["a"] = 5
+        batch = protocol.Batch([], [], 1, None, fleet.statuses()[0].health.stats)
+        fleet.replicas[0].on_batch(batch, [{"a": LONG}])
+        assert fleet.crashes.positions == {"a": 5}
+        fleet.replicas[1].on_batch(batch, [{"a": LONG}])
+        assert not fleet.crashes.positions
+        stream.close()
+
+    run_fleet(scenario, *hosts())
+
+
+def test_requests_that_may_have_ended_an_engine_wait_also_if_the_next_one_dies_before_its_first_message():
+    async def scenario(fleet, first, _second):
+        hold(first)
+        stream = await open_on(fleet, 0, "a")
+        await until(lambda: first.is_held)
+        home, steps = fleet.replicas[0], StepsInFlight()
+        steps.record_launch(protocol.Launched(["a"], [3], 0.0))
+        home.on_engine_ended(steps, was_killed=False)
+        home.on_engine_ended(StepsInFlight(), was_killed=False)
+        assert list(home.ids) == ["a"] and not home.movable
+        stream.close()
+
+    run_fleet(scenario, *hosts())
+
+
+def test_an_engine_that_ends_at_once_after_a_requested_restart_counts_as_one_that_failed(caplog):
+    async def scenario(fleet, first, _second):
+        first.dies_at_once = 2
+        began = time.monotonic()
+        await fleet.restart(0)
+        assert time.monotonic() - began > FIRST_DELAY, "the second of them is no request"
+        assert [one.levelname for one in caplog.records if one.getMessage() == "engine 0 ended as pretended"] == [
+            "INFO",
+            "ERROR",
+            "ERROR",
+        ]
+
+    caplog.set_level(logging.INFO)
+    run_fleet(scenario, *hosts())
+
+
+def test_a_stalled_replica_gets_pins_and_is_asked_for_its_own_requests():
+    async def scenario(fleet, first, second):
+        stream = await open_on(fleet, 1, "a")
+        second_replica = fleet.replicas[1].replica
+        second_replica._state = State.STALLED
+        await fleet.pin_adapter(ADAPTER, pinned=True)
+        second_replica._state = State.STALLED
+        (explanation,) = await fleet.explain(["a"])
+        assert explanation.num_prompt_tokens == second.freed, "of the replica that has it"
+        await until(lambda: (first.pins, second.pins) == ([("style", True)], [("style", True)]))
+        stream.close()
+
+    run_fleet(scenario, *hosts())
+
+
+def test_a_drained_replica_is_none_that_serves():
+    async def scenario(fleet, _first, second):
+        await fleet.drain(0)
+        assert not fleet.health().problem
+        kill(second, restarts=False)
+        await until(lambda: fleet.health().problem)
+        assert fleet.health().state is State.RESTARTING
+        second.may_start.set()
+        await until(lambda: not fleet.health().problem)
+
+    run_fleet(scenario, *hosts())
+
+
+def test_a_pin_that_fails_leaves_an_earlier_pin_of_the_same_bytes():
+    async def scenario(fleet, first, _second):
+        await fleet.pin_adapter(ADAPTER, pinned=True)
+        first.pin_refusal = RequestError("no room")
+        with pytest.raises(RequestError):
+            await fleet.pin_adapter(ADAPTER, pinned=True)
+        assert fleet.pinned == {ADAPTER.digest: ADAPTER}
+        first.pin_refusal = None
+
+    run_fleet(scenario, *hosts())
+
+
+def test_a_pause_of_the_client_does_not_count_as_waiting(monkeypatch):
+    async def scenario(fleet, first):
+        stream = await fleet.generate([request("a", LONG)])
+        await anext(stream)
+        later = SimpleNamespace(monotonic=lambda: time.monotonic() + 1000.0)
+        monkeypatch.setattr("quire.fleet.open_requests.time", later)
+        fleet.replicas[0]._pause(stream)
+        await until(lambda: len(first.added) == 2)
+        assert first.added[1].waited < 500.0
+        stream.close()
+
+    run_fleet(scenario, *hosts(1))
+
+
+def test_a_drain_moves_no_request_of_an_engine_whose_end_is_still_to_be_recorded(monkeypatch):
+    async def scenario(fleet, *_):
+        stream = await open_on(fleet, 0, "a")
+        home = fleet.replicas[0]
+        home.is_drained = True
+        assert home.movable == ["a"]
+        with monkeypatch.context() as lost:
+            lost.setattr(replica_module.Replica, "has_engine", False)
+            assert not home.movable
+        home.is_drained = False
+        stream.close()
+
+    run_fleet(scenario, *hosts())
+
+
+def test_a_request_waits_for_an_engine_that_starts_and_not_for_one_that_is_stalled():
+    async def scenario(fleet, _first, second):
+        kept = await open_on(fleet, 1, "a")
+        kill(second, restarts=False)
+        fleet.replicas[0].is_drained = True  # so that it keeps its request
+        await until(lambda: not fleet.replicas[1].replica.has_engine)
+        fleet.replicas[0].is_drained = False
+        fleet.replicas[0].replica._state = State.STALLED
+        adding = asyncio.ensure_future(fleet.generate([request("b", 3)]))
+        await turns(1)
+        assert "b" in fleet.replicas[1].ids
+        second.may_start.set()
+        assert await tokens_of(await adding, "b") == whole(3)
+        kept.close()
 
     run_fleet(scenario, *hosts())

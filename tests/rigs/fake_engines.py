@@ -189,6 +189,7 @@ class ControlledHost(Host):
     """A host of one replica of several. Its engines wait in a step for `gate`, and in their start for `may_start`.
 
     refusal, pin_refusal: the errors of all Adds and pins. freed: result of flush_cache, by which it is known.
+    dies_at_once: engines after the first that end before their first message.
     """
 
     def __init__(self, acts=lambda *_: (), freed=0):
@@ -197,6 +198,7 @@ class ControlledHost(Host):
         self.gate.set()
         self.may_start.set()
         self.refusal = self.pin_refusal = None
+        self.dies_at_once = 0
         self.freed, self.was_killed, self.is_held = freed, False, False
         self.asked, self.added, self.aborted, self.finished, self.pins, self.ended_programs = [], [], [], [], [], []
 
@@ -210,7 +212,12 @@ class ControlledHost(Host):
         while not self.may_start.wait(0.002):
             if self.start_was_killed:
                 raise EngineStopped("killed while it started")
-        super().launch()
+        if self.num_launched and self.dies_at_once:
+            self.dies_at_once -= 1
+            self.connection, theirs = socket.socketpair()
+            theirs.close()
+        else:
+            super().launch()
 
     def engine_class(self, number, acts):
         def acts_of_step(*step):

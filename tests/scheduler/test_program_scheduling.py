@@ -8,6 +8,7 @@ from example_budget import examples
 from held_items import num_held
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from scripted_engine import VOCAB, Rig
 from small_engines import limits, memory, request, result_of
 
@@ -172,6 +173,14 @@ def test_program_records_are_bounded_and_dropped_when_programs_end():
     programs.end("", "always")
     programs.end("", "never heard of")
     assert programs.arrival(asked("x", "always"), 99999, 5.0) == (5.0, 99999)
+
+
+def test_a_request_that_comes_to_an_engine_later_counts_from_its_arrival():
+    programs = Programs()
+    late = structs.replace(asked("x", "p"), waited=1000.0)
+    assert programs.arrival(structs.replace(asked("a", None), waited=3.0), 1, 5.0) == (2.0, 1)
+    assert programs.arrival(asked("b", "p"), 2, 5.0) == (5.0, 2)
+    assert programs.arrival(late, 3, 2000.0) == (1000.0 - PROGRAM_LEAD_SECONDS, 2)
 
 
 # Eviction order

@@ -346,7 +346,7 @@ def test_a_new_engine_pins_the_adapters_that_are_pinned_and_none_that_is_unpinne
         await until(lambda: len(pins) == 7)
         assert sorted(pins[4:]) == [(2, "a", False), (2, "b", True), (2, "c", True)]
         assert (await heard(await engine.generate([request("fine", 3)]), ["fine"]))[1] == {"fine": "length"}
-        assert "'b' could not be pinned in the new engine: no room" in caplog.text
+        assert "'b' could not be pinned or unpinned: no room" in caplog.text
 
     run(scenario, host=PinningHost(lambda *_: ()))
 

@@ -61,6 +61,9 @@ def test_names_are_read_without_their_prefix_and_summed():
     text = """# TYPE vllm:num_requests_running gauge
 vllm:num_requests_running{engine="0"} 2
 vllm:num_requests_running{engine="1"} 3
+# TYPE vllm:kv_cache_usage_perc gauge
+vllm:kv_cache_usage_perc{engine="0"} 0.5
+vllm:kv_cache_usage_perc{engine="1"} 0.25
 # TYPE vllm:time_to_first_token_seconds histogram
 vllm:time_to_first_token_seconds_bucket{le="0.1"} 1
 vllm:time_to_first_token_seconds_bucket{le="+Inf"} 4
@@ -69,6 +72,7 @@ vllm:time_to_first_token_seconds_sum 9
 """
     found = read_sample(text, 1.0)
     assert found.values["num_requests_running"] == 5
+    assert found.values["kv_cache_usage_perc"] == 0.375, "the mean of a share"
     assert found.buckets[TTFT] == ((0.1, 1.0), (float("inf"), 4.0))
 
 

@@ -138,12 +138,12 @@ class EngineCollector(Collector):
 
     def _health_metrics(self, replicas: Sequence[_Sampled]) -> Iterator[Metric]:
         restarts = [(one.labels, one.health.num_restarts) for one in replicas]
-        yield _family(CounterMetricFamily, "engine_restarts", "Restarts of the engine after a crash.", restarts)
+        yield _family(CounterMetricFamily, "engine_restarts", "Restarts of the engine.", restarts)
         ages = [(one.labels, one.health.heartbeat_age) for one in replicas if one.health.heartbeat_age is not None]
         if ages:
             yield _family(GaugeMetricFamily, "engine_heartbeat_age_seconds", "Age of the last heartbeat.", ages)
         healthy = [(one.labels, not one.health.problem) for one in replicas]
-        yield _family(GaugeMetricFamily, "engine_healthy", "1 where /health says 200, else 0.", healthy)
+        yield _family(GaugeMetricFamily, "engine_healthy", "1 while the engine has no problem, else 0.", healthy)
         states = GaugeMetricFamily("engine_state", "1 for the present state, else 0.", labels=(*LABELS, "state"))
         for one in replicas:
             for state in State:

@@ -45,7 +45,11 @@ def fleet_routes(service: Service) -> APIRouter:
 
 
 def replica_entries(statuses: list[ReplicaStatus]) -> list[dict[str, object]]:
-    """What admins are told of each replica. `requests` are those placed on it; those that run or wait are sequences."""
+    """The entry of each replica for admins.
+
+    `requests` is the number of requests that are placed on the replica. `requests_running` and `requests_waiting` count
+    its sequences.
+    """
     return [_entry(number, status) for number, status in enumerate(statuses)]
 
 
