@@ -718,13 +718,18 @@ def test_an_engine_that_ends_at_once_after_a_requested_restart_counts_as_one_tha
     run_fleet(scenario, *hosts())
 
 
-def test_a_stalled_replica_gets_pins_and_is_asked_for_its_own_requests():
+def stall(monkeypatch, home):
+    """Let a replica count as stalled."""
+    stalled = home.replica
+    serves = property(lambda self: self.has_engine and self is not stalled)
+    monkeypatch.setattr(replica_module.Replica, "is_serving", serves)
+
+
+def test_a_stalled_replica_gets_pins_and_is_asked_for_its_own_requests(monkeypatch):
     async def scenario(fleet, first, second):
         stream = await open_on(fleet, 1, "a")
-        second_replica = fleet.replicas[1].replica
-        second_replica._state = State.STALLED
+        stall(monkeypatch, fleet.replicas[1])
         await fleet.pin_adapter(ADAPTER, pinned=True)
-        second_replica._state = State.STALLED
         (explanation,) = await fleet.explain(["a"])
         assert explanation.num_prompt_tokens == second.freed, "of the replica that has it"
         await until(lambda: (first.pins, second.pins) == ([("style", True)], [("style", True)]))
@@ -764,7 +769,10 @@ def test_a_pause_of_the_client_does_not_count_as_waiting(monkeypatch):
         await anext(stream)
         later = SimpleNamespace(monotonic=lambda: time.monotonic() + 1000.0)
         monkeypatch.setattr("quire.fleet.open_requests.time", later)
-        fleet.replicas[0]._pause(stream)
+        with monkeypatch.context() as full:
+            full.setattr(stream_module.Stream, "must_wait", True)
+            await until(lambda: first.aborted)
+        stream.go_on()
         await until(lambda: len(first.added) == 2)
         assert first.added[1].waited < 500.0
         stream.close()
@@ -787,14 +795,14 @@ def test_a_drain_moves_no_request_of_an_engine_whose_end_is_still_to_be_recorded
     run_fleet(scenario, *hosts())
 
 
-def test_a_request_waits_for_an_engine_that_starts_and_not_for_one_that_is_stalled():
+def test_a_request_waits_for_an_engine_that_starts_and_not_for_one_that_is_stalled(monkeypatch):
     async def scenario(fleet, _first, second):
         kept = await open_on(fleet, 1, "a")
         kill(second, restarts=False)
         fleet.replicas[0].is_drained = True  # so that it keeps its request
         await until(lambda: not fleet.replicas[1].replica.has_engine)
         fleet.replicas[0].is_drained = False
-        fleet.replicas[0].replica._state = State.STALLED
+        stall(monkeypatch, fleet.replicas[0])
         adding = asyncio.ensure_future(fleet.generate([request("b", 3)]))
         await turns(1)
         assert "b" in fleet.replicas[1].ids
