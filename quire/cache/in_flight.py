@@ -39,6 +39,11 @@ class InFlight:
         """Whether no step and no Move from the host is in flight."""
         return not (self._written or self._arriving)
 
+    @property
+    def unwritten(self) -> set[int]:
+        """The indexed blocks of group 0 that the planned step and those in flight write."""
+        return set(self.planned_writes).union(*self._written.values())
+
     def launch(self, step_id: int, moves: Iterable[Move]) -> None:
         """The step that was being planned is launched, with these Moves."""
         for move in moves:

@@ -85,9 +85,8 @@ class KVCache:
 
     def advance_clock(self, now: float) -> None:
         """See KVCacheManager."""
-        retention = self.index.retention
-        if retention is not None:
-            retention.advance_clock(now)
+        if self.index.retention is not None:
+            self.index.retention.advance_clock(now)
 
     def end_program(self, tenant: str, program: str, branch: str | None) -> None:
         """See KVCacheManager."""
@@ -107,15 +106,13 @@ class KVCache:
     def take_pin_events(self) -> list[Event]:
         """See KVCacheManager."""
         retention = self.index.retention
-        if retention is None or not retention.events:
-            return []
-        events, retention.events = retention.events, []
+        events: list[Event] = []
+        if retention is not None and retention.events:
+            events, retention.events = retention.events, events
         return events
 
     def take_evictions(self) -> list[EvictionRecord]:
         """See KVCacheManager."""
-        if not self._evictions:
-            return []
         evictions, self._evictions = self._evictions, {}
         return list(evictions.values())
 
@@ -157,7 +154,8 @@ class KVCache:
             table = BlockTable(len(self.pools), tokens, namespace, retention)  # a failed attempt may have changed it
             admission = self._try_admit(seq_id, table, reusable, limits)
             is_alone = watermark_blocks is None and self._in_flight.is_empty
-            if admission is not None or not is_alone or not self._end_weakest_pin():
+            pins = self.index.retention
+            if admission is not None or not is_alone or pins is None or not pins.end_weakest_pin():
                 return admission
 
     def fork(self, seq_id: int, new_id: int, num_tokens: int, tokens: Sequence[int] = ()) -> BlockTable:
@@ -479,10 +477,6 @@ class KVCache:
             self._evict(group, pool.num_idle, cause)
         return idle - self.pools.num_idle
 
-    def _end_weakest_pin(self) -> bool:
-        """End the weakest pin. Returns False if there is none."""
-        return self.index.retention is not None and self.index.retention.end_weakest_pin()
-
     def _evict_until_free(self, needed: Sequence[int], cause: EvictionCause) -> bool:
         """Evict until `needed` blocks of each group are free, and some blocks more. Returns whether `needed` are."""
         for group, pool in enumerate(self.pools):
@@ -565,6 +559,11 @@ class KVCache:
             for seq_id, table in self._tables.items()
             if table in dependent or any(block in table.blocks[group] for group, block in missed)
         ]
+
+    @property
+    def unwritten_blocks(self) -> set[int]:
+        """See KVCacheManager."""
+        return self._in_flight.unwritten
 
     # Checks
 

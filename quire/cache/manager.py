@@ -217,6 +217,10 @@ class KVCacheManager(Protocol):
         """Blocks of a group that steps, copies and Moves in flight own, beside others that own them."""
 
     @property
+    def unwritten_blocks(self) -> set[int]:
+        """Blocks of group 0 in the prefix index that the planned step and those in flight write."""
+
+    @property
     def has_moves_in_flight(self) -> bool:
         """Whether Moves to the host, or from it, are not done."""
 

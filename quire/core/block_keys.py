@@ -67,5 +67,16 @@ class BlockKeys:
                 key = self.root(namespace.of_block(first + i, self.block_size), key)
             elif first + i == 0:
                 key = self.root(namespace if public is None else public)
-            key = sha256(key + tokens[i * size : (i + 1) * size]).digest()
+            key = _next_key(key, tokens[i * size : (i + 1) * size])
             yield key
+
+    def continued(self, key: bytes, tokens: bytes) -> Iterator[bytes]:
+        """Yield the keys of the whole blocks of `tokens` behind `key`, all under one root."""
+        size = self.block_size * BYTES_PER_TOKEN
+        for i in range(len(tokens) // size):
+            key = _next_key(key, tokens[i * size : (i + 1) * size])
+            yield key
+
+
+def _next_key(key: bytes, tokens: bytes) -> bytes:
+    return sha256(key + tokens).digest()

@@ -14,13 +14,14 @@ import numpy as np
 
 from quire.cache.prefix.radix_node import Node
 from quire.core.block_keys import BYTES_PER_TOKEN
+from quire.core.journal_file import JournalError
 from quire.core.step import to_bytes
 from quire.errors import QuireError
 from quire.monitor.merging import Decoded, MergedUpdates
 from quire.monitor.monitor import Load, Monitor
 from quire.monitor.tree import MOST_TOKENS, path_tokens
 from quire.monitor.update import NodeDetail, NodeRow, Update, Watcher
-from quire.scheduler.journal import JournalError, ReplayMismatch, read_records, replay_steps
+from quire.scheduler.journal import ReplayMismatch, read_records, replay_steps
 
 MOST_STEPS = 20_000
 MOST_BYTES = 2**28  # of compressed updates

@@ -227,13 +227,12 @@ class TreeViews:
     def __init__(self, index: PrefixIndex) -> None:
         self.index = index
         self._views: dict[Watcher, TreeView] = {}
-        if isinstance(index, RadixIndex):
-            index.trees.report_changes(wanted=True)
+        self._changes = index.trees.report_changes(counts_uses=True) if isinstance(index, RadixIndex) else None
 
     def close(self) -> None:
         """Let the trees report no changes any more."""
-        if isinstance(self.index, RadixIndex):
-            self.index.trees.report_changes(wanted=False)
+        if isinstance(self.index, RadixIndex) and self._changes is not None:
+            self.index.trees.end_report(self._changes)
 
     def keep(self, watchers: Iterable[Watcher]) -> None:
         """Forget the views that none of these watchers has."""
@@ -242,9 +241,9 @@ class TreeViews:
 
     def view(self, watcher: Watcher, tables: Iterable[BlockTable]) -> TreeView | None:
         """The view of a watcher, up to date; None if the index has no trees. tables: as in TreeView.refresh."""
-        if not isinstance(self.index, RadixIndex):
+        if not isinstance(self.index, RadixIndex) or self._changes is None:
             return None
-        changed = self.index.trees.take_changes()
+        changed = self._changes.take()
         if changed is None:  # too many: all begin anew
             self._views.clear()
         else:

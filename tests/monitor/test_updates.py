@@ -351,15 +351,15 @@ def test_nothing_is_recorded_without_viewers(monkeypatch):
         rig.run()
 
     run()
-    assert not calls and rig.scheduler.step_log is None and trees._changed is None
+    assert not calls and rig.scheduler.step_log is None and not trees._changes
     rig.engine.monitor_update(1, EVERYTHING, 0)
     monkeypatch.setattr("quire.monitor.monitor.Monitor.num_viewers", 0)
     run()
-    assert {"update", "planned", "committed"} <= set(calls) and trees._changed
+    assert {"update", "planned", "committed"} <= set(calls) and trees._changes
     rig.engine.forget_viewer(1)
     calls.clear()
     run()
-    assert not calls and rig.scheduler.step_log is None and trees._changed is None
+    assert not calls and rig.scheduler.step_log is None and not trees._changes
 
 
 def test_a_full_queue_lists_the_first_sequences(monkeypatch):

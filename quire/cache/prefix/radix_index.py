@@ -138,7 +138,7 @@ class RadixSearch:
         """The reason of a miss of tokens that were not evicted."""
         depth = found.num_tokens // self._block_size
         for place in _positions_of(found):
-            is_readable = place.depth == depth and _may_read(namespace, _key_of(place.node)[0], found.num_tokens)
+            is_readable = place.depth == depth and _may_read(namespace, root_key_of(place.node)[0], found.num_tokens)
             if is_readable and self._is_being_computed(place, data, found.num_tokens):
                 return "being_computed"
         others = (one for one in self._trees.namespaces(namespace.tenant) if one != namespace)
@@ -228,7 +228,7 @@ class RadixSearch:
             if depth < places[-1].depth:
                 continue
             end = (depth + 1) * self._size
-            if namespace.adapter_start and _key_of(node)[0].adapter != namespace.adapter:
+            if namespace.adapter_start and root_key_of(node)[0].adapter != namespace.adapter:
                 end = min(end, namespace.adapter_start * BYTES_PER_TOKEN)
             rest = data[depth * self._size : end]
             if not rest:
@@ -270,7 +270,7 @@ class RadixSearch:
         )
 
 
-def _key_of(node: Node) -> RootKey:
+def root_key_of(node: Node) -> RootKey:
     """The key of the root of a node."""
     return node.root.root_key  # type: ignore[return-value]  # of a root
 
@@ -358,7 +358,7 @@ class RadixIndex:
         table.cursor.num_public = self._num_public(table)
         end, own = None, self._root_key(table, depth)
         for node, at in _positions_of(found):
-            if at == depth and _key_of(node) == own:
+            if at == depth and root_key_of(node) == own:
                 end = node = self.trees.split_at(node, at)
             self.trees.touch(node, hit=True)
         self.trees.register_table(table, end or self._root(table, depth))

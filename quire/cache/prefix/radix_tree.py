@@ -6,7 +6,7 @@ on the path to it.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from quire.cache.block_pool import BlockPool
@@ -103,6 +103,34 @@ RootKey = tuple[Namespace, bytes]
 _BLOCKS_REMEMBERED = 64  # before an evicted block, whose tokens identify it; of earlier ones only the number counts
 
 
+class NodeChanges:
+    """The nodes that have changed, come or gone since `take`. Pins and tables do not count.
+
+    counts_uses: whether nodes that were used count, too.
+    """
+
+    def __init__(self, *, counts_uses: bool) -> None:
+        self.counts_uses = counts_uses
+        self._nodes: set[Node] = set()
+        self._lost = False  # whether there were more than MOST_CHANGES
+
+    def add(self, nodes: Iterable[Node]) -> None:
+        """Add nodes."""
+        self._nodes.update(nodes)
+        if len(self._nodes) > MOST_CHANGES:
+            self._nodes.clear()
+            self._lost = True
+
+    def take(self) -> set[Node] | None:
+        """Return and forget the nodes.
+
+        None if they were more than MOST_CHANGES. Then they are not kept: nodes that have left would fill the memory.
+        """
+        changed, self._nodes = self._nodes, set()
+        lost, self._lost = self._lost, False
+        return None if lost else changed
+
+
 class RadixTrees:
     """The radix trees: one per root key."""
 
@@ -124,23 +152,17 @@ class RadixTrees:
         self._window_nodes = {group: LRUNodes() for group in windowed}  # nodes with blocks of these groups
         self._last_number = 0  # of a node
         self.num_nodes = 0  # in all trees
-        self._changed: set[Node] | None = None  # see `report_changes`; None: they are not collected
-        self._lost_changes = False  # whether there were more than MOST_CHANGES
+        self._changes: tuple[NodeChanges, ...] = ()  # see `report_changes`
 
-    def report_changes(self, *, wanted: bool) -> None:
-        """Start to collect the nodes that change, come or go, for `take_changes`; or stop it."""
-        self._changed = set() if wanted else None
-        self._lost_changes = False
+    def report_changes(self, *, counts_uses: bool) -> NodeChanges:
+        """Start to collect changes for a reader."""
+        changes = NodeChanges(counts_uses=counts_uses)
+        self._changes += (changes,)
+        return changes
 
-    def take_changes(self) -> set[Node] | None:
-        """The nodes that were used, have changed, come or gone since the last call. Pins and tables do not count.
-
-        None if they were more than MOST_CHANGES. Then they are not kept: nodes that have left would fill the memory.
-        """
-        assert self._changed is not None, "changes are reported"
-        changed, self._changed = self._changed, set()
-        lost, self._lost_changes = self._lost_changes, False
-        return None if lost else changed
+    def end_report(self, changes: NodeChanges) -> None:
+        """Collect no changes for a reader any more."""
+        self._changes = tuple(one for one in self._changes if one is not changes)
 
     # Growth
 
@@ -203,8 +225,8 @@ class RadixTrees:
             some.append(block)
         node.end += 1
         node.tick, node.used_at = self.clock.tick, self.clock.now
-        if self._changed is not None:
-            self._changed.add(node)
+        if self._changes:
+            self._report(node)
         return True
 
     def split_at(self, node: Node, depth: int) -> Node:
@@ -238,15 +260,16 @@ class RadixTrees:
 
     def touch(self, node: Node, *, hit: bool) -> None:
         """Mark a node and all above it as used. hit: a sequence begins with it."""
-        above, tick, now, changed = node, self.clock.tick, self.clock.now, self._changed
+        above, tick, now = node, self.clock.tick, self.clock.now
+        readers = [changes for changes in self._changes if changes.counts_uses]
         while above.parent is not None:
             if hit:
                 above.uses.hits += 1
                 above.previous_uses.num_continuation_hits += 1
             above.tick, above.used_at = tick, now
             self.leaves.on_use(above)
-            if changed is not None:
-                changed.add(above)
+            for changes in readers:
+                changes.add((above,))
             above = above.parent
 
     def apply_retention(self, ends: Sequence[Node], retention: SequenceRetention) -> None:
@@ -491,11 +514,8 @@ class RadixTrees:
         return self._last_number
 
     def _report(self, *nodes: Node) -> None:
-        if self._changed is not None:
-            self._changed.update(nodes)
-            if len(self._changed) > MOST_CHANGES:
-                self._changed.clear()
-                self._lost_changes = True
+        for changes in self._changes:
+            changes.add(nodes)
 
     def _forget_root(self, key: RootKey) -> None:
         self.num_nodes -= 1

@@ -1,0 +1,132 @@
+"""The keys of the whole blocks in the radix trees, as a router outside of the engine sees them change.
+
+A key is that of `core/block_keys.py`, with the secret of the fleet. A block counts once the step that writes it is
+committed, and until it is evicted.
+"""
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+import msgspec
+
+from quire.cache.manager import KVCacheManager
+from quire.cache.prefix.index import PrefixIndex, PublicPrefixes
+from quire.cache.prefix.radix_index import RadixIndex, root_key_of
+from quire.cache.prefix.radix_node import Node
+from quire.core.block_keys import BYTES_PER_TOKEN, BlockKeys
+
+
+class KeyChanges(msgspec.Struct, frozen=True, array_like=True):
+    """Keys that came and keys that left."""
+
+    added: list[bytes] = []
+    removed: list[bytes] = []
+
+
+class CachedKeysOf:
+    """The keys of a cache, whose index a repair may replace."""
+
+    def __init__(self, cache: KVCacheManager, block_keys: BlockKeys) -> None:
+        self._cache = cache
+        self._block_keys = block_keys
+        self._public = PublicPrefixes(cache.config.public_prefixes, block_keys.block_size * BYTES_PER_TOKEN)
+        self._report = KeyReport(cache.index, block_keys, self._public)
+
+    def take(self) -> KeyChanges:
+        """The changes since the last call."""
+        before, report = self._report, self._report
+        if self._cache.index is not before.index:
+            report = self._report = KeyReport(self._cache.index, self._block_keys, self._public)
+        changes = report.take(self._cache.unwritten_blocks)
+        if report is before:
+            return changes
+        return KeyChanges(sorted(report.keys - before.keys), sorted(before.keys - report.keys))
+
+
+class _Run(NamedTuple):
+    """The reported blocks at the beginning of a node."""
+
+    before: bytes  # the key before the first
+    edge: bytes  # the key of their tokens, in the tree
+    keys: list[bytes]
+
+
+class KeyReport:
+    """The keys of one index that were reported.
+
+    public: those of the index. An index without trees has no keys.
+    """
+
+    def __init__(self, index: PrefixIndex, block_keys: BlockKeys, public: PublicPrefixes) -> None:
+        self.index = index
+        self._block_keys = block_keys
+        self._size = block_keys.block_size * BYTES_PER_TOKEN
+        self._public = public
+        self._trees = index.trees if isinstance(index, RadixIndex) else None
+        self._changes = None if self._trees is None else self._trees.report_changes(counts_uses=False)
+        self._runs: dict[Node, _Run] = {}
+        self._unwritten: set[Node] = set()  # nodes with blocks of steps that were not committed
+        self._is_new = True
+
+    @property
+    def keys(self) -> set[bytes]:
+        """All keys that were reported."""
+        return {key for run in self._runs.values() for key in run.keys}
+
+    def take(self, unwritten: Collection[int]) -> KeyChanges:
+        """The changes since the last call. unwritten: blocks of group 0 that uncommitted steps write."""
+        if self._trees is None or self._changes is None:
+            return KeyChanges()
+        changed = self._changes.take()
+        if changed is None or self._is_new:
+            changed = {*self._runs, *self._trees.nodes()}
+            self._is_new = False
+        changed |= self._unwritten
+        if not changed:
+            return KeyChanges()
+        self._unwritten = set()
+        old: set[bytes] = set()
+        new: set[bytes] = set()
+        for node in sorted(changed, key=lambda node: node.end):  # a chain continues that of its parent
+            run = self._runs.pop(node, None)
+            if run is not None:
+                old.update(run.keys)
+            if not node.is_removed and node.parent is not None and (now := self._run_of(node, run, unwritten)).keys:
+                self._runs[node] = now
+                new.update(now.keys)
+        return KeyChanges(sorted(new - old), sorted(old - new))
+
+    def _run_of(self, node: Node, known: _Run | None, unwritten: Collection[int]) -> _Run:
+        before = self._key_before(node)
+        if before is None:
+            self._unwritten.add(node)
+            return _Run(b"", b"", [])
+        num_blocks = len(node.edge) // self._size  # of a tail none is whole
+        if unwritten:
+            written = next((i for i, block in enumerate(node.blocks[0]) if block in unwritten), num_blocks)
+            if written < num_blocks:
+                self._unwritten.add(node)
+                num_blocks = written
+        edge, keys = node.edge[: num_blocks * self._size], []
+        if known is not None and known.before == before:
+            keys = known.keys if edge.startswith(known.edge) else []
+            if known.edge.startswith(edge):
+                keys = known.keys[:num_blocks]
+        keys = [*keys, *self._block_keys.continued(keys[-1] if keys else before, edge[len(keys) * self._size :])]
+        return _Run(before, edge, keys)
+
+    def _key_before(self, node: Node) -> bytes | None:
+        """The key before the first block of a node; None if a block before it is not written."""
+        parent = node.parent
+        assert parent is not None, "a root has no blocks"
+        if parent.parent is not None:
+            run = self._runs.get(parent)
+            return run.keys[-1] if run is not None and len(run.keys) == len(parent.blocks[0]) else None
+        namespace, data = root_key_of(parent)
+        if not data:
+            return self._block_keys.root(namespace)
+        public = self._public.root_key(namespace)[0]
+        *_, last = self._block_keys.chain(
+            data, namespace, public=public, num_public=self._public.num_blocks(namespace, data)
+        )
+        return self._block_keys.root(namespace, last)

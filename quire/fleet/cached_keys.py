@@ -1,0 +1,68 @@
+"""Which replicas have which blocks in their prefix cache."""
+
+from collections.abc import Iterable, Mapping
+
+from quire.cache.key_report import KeyChanges
+
+MOST_KEYS = 550_000  # of about 64 MB
+
+
+class CachedKeys:
+    """The replicas of each key. Exact as long as there are at most `most` keys; then the oldest are forgotten."""
+
+    def __init__(self, num_replicas: int, most: int = MOST_KEYS) -> None:
+        self._num_replicas = num_replicas
+        self._most = most
+        self._owners: dict[bytes, int] = {}  # key -> a bit for each replica that has the block, oldest key first
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    def update(self, replica: int, changes: KeyChanges) -> None:
+        """A replica has reported changes."""
+        owners, bit = self._owners, 1 << replica
+        for key in changes.removed:
+            rest = owners.get(key, 0) & ~bit
+            if rest:
+                owners[key] = rest
+            else:
+                owners.pop(key, None)
+        for key in changes.added:
+            owners[key] = owners.get(key, 0) | bit
+        while len(owners) > self._most:
+            del owners[next(iter(owners))]
+
+    def forget(self, replica: int) -> None:
+        """A replica has lost its cache."""
+        bit = 1 << replica
+        kept = ((key, owners & ~bit) for key, owners in self._owners.items())
+        self._owners = {key: rest for key, rest in kept if rest}
+
+    def of(self, replica: int) -> set[bytes]:
+        """The keys of a replica."""
+        return {key for key, owners in self._owners.items() if owners >> replica & 1}
+
+    def num_blocks(self, keys: Iterable[bytes], expected: Mapping[bytes, int]) -> list[int]:
+        """How many leading blocks of a prompt each replica has or will have.
+
+        keys: those of its blocks, asked for as needed. expected: of keys, a bit for each replica that will have the
+        block.
+        """
+        found, depth = [0] * self._num_replicas, 0
+        alive = (1 << self._num_replicas) - 1
+        for key in keys:
+            have = alive & (self._owners.get(key, 0) | expected.get(key, 0))
+            if have != alive:
+                self._end(found, alive ^ have, depth)
+                alive = have
+                if not alive:
+                    break
+            depth += 1
+        self._end(found, alive, depth)
+        return found
+
+    def _end(self, found: list[int], ended: int, depth: int) -> None:
+        """The matches of replicas end behind `depth` blocks."""
+        for replica in range(self._num_replicas):
+            if ended >> replica & 1:
+                found[replica] = depth
