@@ -41,7 +41,7 @@ _HOMES = {
     "examine": "quire.startup.doctor",
     "plan": "quire.planner.report",
     "quantize": "quire.startup.quantize",
-    "replay_journal": "quire.scheduler.journal",
+    "replay_journal": "quire.fleet.routing_journal",
     "reproduce": "quire.planner.reproduce.run",
     "run_batch": "quire.server.batch.run",
     "serve": "quire.server.serve",

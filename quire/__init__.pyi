@@ -9,6 +9,7 @@ from quire.engine.outputs import EmbeddingRequestOutput as EmbeddingRequestOutpu
 from quire.engine.outputs import RequestOutput as RequestOutput
 from quire.engine.outputs import ScoringOutput as ScoringOutput
 from quire.engine.outputs import ScoringRequestOutput as ScoringRequestOutput
+from quire.fleet.routing_journal import replay_journal as replay_journal
 from quire.llm import LLM as LLM
 from quire.params import BeamSearchParams as BeamSearchParams
 from quire.params import LoRARequest as LoRARequest
@@ -19,7 +20,6 @@ from quire.params import StructuredOutputsParams as StructuredOutputsParams
 from quire.planner.report import plan as plan
 from quire.planner.reproduce.run import reproduce as reproduce
 from quire.planner.simulate import simulate as simulate
-from quire.scheduler.journal import replay_journal as replay_journal
 from quire.server.batch.run import run_batch as run_batch
 from quire.server.replay import show_journal as show_journal
 from quire.server.serve import serve as serve

@@ -21,7 +21,7 @@ from msgspec import Meta
 from typer.main import get_command
 
 import quire
-from quire.config import MODEL_HELP, REMOVED_VALUES, EngineOptions, Help
+from quire.config import MODEL_HELP, MOST_REPLICAS, REMOVED_VALUES, EngineOptions, Help
 from quire.control_characters import show_in_logs, visible, visibly
 from quire.errors import QuireError
 from quire.hub.locate import locate
@@ -31,7 +31,7 @@ from quire.planner.files import write_json
 from quire.planner.options import PlanOptions, WorkloadOptions
 from quire.planner.workloads import Failures
 from quire.server.api_keys import MAX_PER_MINUTE, Role, add_key, new_key
-from quire.server.options import MOST_REPLICAS, ServerOptions
+from quire.server.options import ServerOptions
 from quire.supervisor.spawn import Spawned, spawned_engine
 from quire.terminal.bench_options import LatencyBench, ServerBench, ThroughputBench
 from quire.terminal.chat import converse
@@ -430,7 +430,7 @@ def replay(
     host: Annotated[str, typer.Option(help="loopback address of the page")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="port of the page; 0 takes a free one", min=0, max=65535)] = 8000,
 ) -> None:
-    """Replay a journal and compare every step of the scheduler. Exit code 1 if one differs."""
+    """Replay a journal and compare every step or placement. Exit code 1 if one differs."""
     try:
         if page:
             quire.show_journal(file, host, port, report=_say, advance=CountBar("bytes"))
@@ -442,7 +442,7 @@ def replay(
     if report.difference:
         _say(report.difference)
         raise typer.Exit(1)
-    typer.echo(f"{report.num_steps} steps, all the same")
+    typer.echo(f"{report.num_steps} {report.what}, all the same")
 
 
 @app.command(cls=_Command)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from quire.cache.kv_cache import KVCache
 from quire.config import CacheConfig, SchedulerConfig
+from quire.core.journal_file import JournalError
 from quire.core.kv_groups import KVGroup, kv_kind
 from quire.core.request import Request
 from quire.core.step import Step
@@ -157,7 +158,7 @@ def main() -> int:
         record_demo(args.journal)
     try:
         film = read(args.journal, args.steps)
-    except (OSError, journal.JournalError) as error:
+    except (OSError, JournalError) as error:
         print(f"{args.journal}: {error}", file=sys.stderr)
         return 1
     args.out.write_text(draw(film))

@@ -136,6 +136,8 @@ def random_schedule(seed: int) -> Schedule:
                 schedule["events"].append(["preempt", draw.randrange(8)])
             case "pause":
                 schedule["events"].append(["pause", round(draw.uniform(0, 3), 3)])
+        if schedule["config"]["policy"] == "fair" and draw.random() < 0.2:
+            schedule["events"].append(["served_elsewhere", draw.choice(TENANTS), draw.choice([1, 50, 2000])])
         schedule["events"].append(["step", draw.randint(0, 4)])
     return schedule
 
@@ -294,6 +296,8 @@ class Run:
                 self._finish((request_id, index), num_tokens)
             case ["end_program", str(tenant), str(program)]:
                 self._engine.end_program(tenant, program)
+            case ["served_elsewhere", str(tenant), int(tokens)]:
+                self._engine.served_elsewhere({tenant: tokens})
             case ["flush"]:
                 self._engine.flush_cache()
             case ["pause", float(seconds)]:

@@ -94,6 +94,25 @@ class DraftCounts(msgspec.Struct, frozen=True, array_like=True):
         )
 
 
+class RoutingCandidate(msgspec.Struct, frozen=True):
+    """A replica on which a request could be placed. Seconds are predicted."""
+
+    replica: int
+    num_cached_tokens: int  # of the prompt, that it has or computes for a request before this one
+    first_token_seconds: float  # until the first token
+    added_seconds: float  # of waiting, for all requests that are there
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """Why a request is on its replica."""
+
+    replica: int
+    routing: str  # the option
+    candidates: list[RoutingCandidate]
+    predicted_seconds: float  # from its placing to its first token
+    actual_seconds: float | None = None  # None before the first token
+
+
 class Explanation(msgspec.Struct):
     """The explanation of one request. Times are in seconds of the engine's clock.
 
@@ -131,6 +150,7 @@ class Explanation(msgspec.Struct):
     num_blocks_own: int = 0
     adapter: str = ""  # name of its adapter; empty for the model alone
     adapter_digest: str = ""
+    placement: Placement | None = None  # on one of several replicas; the front end knows it
 
     @property
     def saved(self) -> float:

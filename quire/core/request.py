@@ -92,6 +92,19 @@ class Request(msgspec.Struct, frozen=True):
     waited: float = 0.0  # seconds since its arrival, for an engine to which it comes later
 
     @property
+    def located(self) -> "Request":
+        """The request in the namespace of its KV. An activated adapter that the prompt does not invoke is left out."""
+        start = None if self.adapter is None else self.adapter.start_in(self.prompt)
+        adapter = None if start is None else self.adapter
+        namespace = msgspec.structs.replace(
+            self.namespace,
+            adapter="" if adapter is None else adapter.digest,
+            deterministic=self.params.deterministic,
+            adapter_start=start or 0,
+        )
+        return msgspec.structs.replace(self, adapter=adapter, namespace=namespace)
+
+    @property
     def adapter_name(self) -> str:
         """The name of its adapter; empty for the model alone."""
         return "" if self.adapter is None else self.adapter.name

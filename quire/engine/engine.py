@@ -15,7 +15,9 @@ from typing import Any, ClassVar, Self
 
 import msgspec
 
+from quire.cache.key_report import CachedKeysOf, KeyChanges
 from quire.core.adapter import NO_ADAPTERS, Adapter, AdapterLoader
+from quire.core.block_keys import BlockKeys
 from quire.core.explanation import DraftCounts, Explanation
 from quire.core.output import NO_SEQUENCE, Output
 from quire.core.prerequisite import Prerequisite
@@ -205,6 +207,7 @@ class Engine:
         self._last_step_seconds = 0.0
         self._step_sizes = StepSizes()
         self._monitor: Monitor | None = None  # while there are viewers
+        self._cached_keys: CachedKeysOf | None = None
         self._load = Load()  # of all tenants, as viewers may see it
 
     @property
@@ -273,19 +276,10 @@ class Engine:
             max_model_len=self.max_model_len,
             default_seed=nth_seed(self._seed, self._num_requests),
         )
-        start = None if request.adapter is None else request.adapter.start_in(request.prompt)
-        adapter = None if start is None else request.adapter
         request = msgspec.structs.replace(
-            request,
+            request.located,
             params=params,
             bad_words=self._in_vocabulary(request.bad_words),
-            adapter=adapter,
-            namespace=msgspec.structs.replace(
-                request.namespace,
-                adapter="" if adapter is None else adapter.digest,
-                deterministic=params.deterministic,
-                adapter_start=start or 0,
-            ),
             eos_token_ids=self.eos_token_ids,
         )
         needed = [one for one in self._prerequisites if one.is_needed(request)]
@@ -418,6 +412,22 @@ class Engine:
             adapters.num_waiting,
             adapters.requests_by_name(seq.request for seq in self.scheduler.state.running_queue.running),
         )
+
+    def report_keys(self, block_keys: BlockKeys) -> None:
+        """Begin to report the keys of cached blocks, see `take_key_changes`."""
+        self._cached_keys = CachedKeysOf(self.scheduler.cache, block_keys)
+
+    def take_key_changes(self) -> KeyChanges | None:
+        """The keys of cached blocks that came and left since the last call; None if they are not reported."""
+        return None if self._cached_keys is None else self._cached_keys.take()
+
+    def take_service(self) -> dict[str, int]:
+        """The service of each tenant since the last call, in weighted tokens; empty unless `fair` counts it."""
+        return self.scheduler.take_service()
+
+    def served_elsewhere(self, service: Mapping[str, int]) -> None:
+        """Count service that other engines gave: weighted tokens by tenant."""
+        self.scheduler.served_elsewhere(service)
 
     def cost_figures(self) -> CostFigures:
         """Figures of the cost model, fitted to the steps so far."""

@@ -1,6 +1,6 @@
 """Asyncio client of one or more replicas: streams of requests, and calls.
 
-A request is placed on the replica with the fewest requests. When an engine ends, its requests go on with the tokens
+A `Router` places each request on a replica. When an engine ends, its requests go on with the tokens
 delivered so far (`OpenRequests`): on other replicas, or on the next engine of their own (`ReplicaRequests`). A request
 that crashes one engine after the other is found by bisection and fails alone (`CrashBisection`). Requests and outputs
 are token ids.
@@ -10,22 +10,29 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
+from quire.cache.key_report import KeyChanges
+from quire.config import Routing
 from quire.core.adapter import Adapter
 from quire.core.explanation import Explanation
 from quire.core.output import Output
 from quire.core.request import Request, nth_seed
 from quire.cost.step_time import CostFigures
-from quire.errors import DeadlineUnreachable, EngineStopped, QueueFull, RequestError
+from quire.errors import DeadlineUnreachable, EngineStopped, QueueFull, RequestError, refusal_of_all
 from quire.fleet.crash_isolation import Crashes, Denylist
 from quire.fleet.open_requests import OpenRequests
 from quire.fleet.replica_requests import CRASH_MESSAGE, ReplicaRequests
+from quire.fleet.request_keys import RequestKeys
+from quire.fleet.routing import Router, RoutingStats, mean_costs
+from quire.fleet.routing_journal import new_router
+from quire.fleet.shuffle_shards import shard_of
 from quire.fleet.stream import Stream, WholeAnswers
+from quire.fleet.tenant_service import TenantService
 from quire.monitor.update import Watcher
 from quire.params import is_unicode
 from quire.supervisor import protocol
@@ -37,6 +44,7 @@ from quire.tenant_memory import TenantMemories
 log = logging.getLogger(__name__)
 
 _SHORT_SECONDS = 0.05  # for which a request may have waited for an engine without a note of it
+_COSTS_SECONDS = 5.0  # between two looks at the costs of steps
 _MOVE_SECONDS = 0.05  # between two looks for requests that can move
 
 
@@ -49,55 +57,77 @@ class LastReplica(RequestError):
 
 
 class ReplicaStatus(NamedTuple):
-    """A replica as the front end sees it. num_requests: those that are placed on it."""
+    """A replica as the front end sees it. num_requests: those that are placed on it. routed: None for the only one."""
 
     health: Health
     num_requests: int
     is_drained: bool
+    routed: RoutingStats | None
 
 
 class Fleet:
     """The engines of a server, across restarts. All methods must be called on the event loop of `start`.
 
-    engine_handles: of the replicas, each with a launched engine. watchdog, restart_timeout: as in Replica. memories:
-    the bytes that are held for each tenant.
+    engine_handles: of the replicas, each with a launched engine. watchdog, restart_timeout: as in Replica. routing,
+    journal: of the router of several replicas. shard_size: the number of replicas that each tenant uses; None: all.
+    memories: the bytes that are held for each tenant.
     """
 
     def __init__(
-        self, *engine_handles: EngineHandle, watchdog: float = 0.0, restart_timeout: float = RESTART_TIMEOUT
+        self,
+        *engine_handles: EngineHandle,
+        watchdog: float = 0.0,
+        restart_timeout: float = RESTART_TIMEOUT,
+        routing: Routing = "predicted",
+        journal: BinaryIO | None = None,
+        shard_size: int | None = None,
     ) -> None:
         self.open_requests = OpenRequests()
         self.crashes = Crashes()
         self.denylist = Denylist()
         self.pinned: dict[str, Adapter] = {}  # by digest
         self.memories = TenantMemories()
+        self.tenant_service = TenantService()
+        self._shard_size = shard_size
         self._streams: dict[str, Stream] = {}
         self._whole_answers: defaultdict[str, WholeAnswers] = defaultdict(WholeAnswers)  # by tenant
         self.engine_handles = engine_handles
         self._seed = engine_handles[0].model_info.options.seed
         self._num_requests = 0
         self._closing = False
-        self._moving: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._router: Router | None = None
+        if len(engine_handles) > 1:
+            self._router = new_router(routing, engine_handles, journal)
+        self._request_keys = RequestKeys(engine_handles[0].model_info, engine_handles[0].share)
         numbers = range(len(engine_handles)) if len(engine_handles) > 1 else (None,)
         self.replicas = [
             ReplicaRequests(handle, self, watchdog=watchdog, restart_timeout=restart_timeout, number=number)
             for number, handle in zip(numbers, engine_handles, strict=True)
         ]
+        for one in self.replicas:
+            self.tenant_service.register(one)
 
     async def start(self) -> None:
         """Connect to the engines that the engine handles have launched, and supervise them."""
         await asyncio.gather(*(one.replica.start() for one in self.replicas))
-        if len(self.replicas) > 1:
-            self._moving = asyncio.ensure_future(self._run_moves())
+        if self._router is not None:
+            self._tasks = [
+                asyncio.ensure_future(self._run_moves()),
+                asyncio.ensure_future(self._learn_costs(self._router)),
+            ]
 
     async def close(self) -> None:
         """End the engines after their current steps, or kill those whose step takes long. Open streams fail."""
         self._closing = True
-        if self._moving is not None:
-            self._moving.cancel()
+        for task in self._tasks:
+            task.cancel()
+        self.tenant_service.close()
         await asyncio.gather(*(one.replica.close() for one in self.replicas))
         for one in self.replicas:
             one.close()
+        if self._router is not None:
+            self._router.close()
 
     @property
     def num_replicas(self) -> int:
@@ -126,7 +156,11 @@ class Fleet:
 
     def statuses(self) -> list[ReplicaStatus]:
         """The replicas, by number."""
-        return [ReplicaStatus(one.replica.health(one.num_open), len(one.ids), one.is_drained) for one in self.replicas]
+        routed = [None] * len(self.replicas) if self._router is None else self._router.stats
+        return [
+            ReplicaStatus(one.replica.health(one.num_open), len(one.ids), one.is_drained, stats)
+            for one, stats in zip(self.replicas, routed, strict=True)
+        ]
 
     async def generate(self, requests: Sequence[Request], *, whole: bool = False) -> Stream:
         """Queue requests, all or none, of one tenant. Raises RequestError if one cannot be served, and EngineStopped.
@@ -157,11 +191,11 @@ class Fleet:
         return stream
 
     async def _add(self, requests: Sequence[Request]) -> None:
-        """Have a replica queue requests. If it refuses them now, the next one is asked that takes requests.
+        """Have a replica queue requests. If it refuses them now, the tenant's next one is asked that takes requests.
 
-        Raises the refusal of the last one that was asked.
+        Raises the refusals of all that were asked as one.
         """
-        began = time.monotonic()
+        began, tenant = time.monotonic(), requests[0].namespace.tenant
 
         def command(number: int) -> protocol.Add:
             waited = time.monotonic() - began
@@ -170,17 +204,19 @@ class Fleet:
             return protocol.Add(number, list(requests))
 
         refused: list[ReplicaRequests] = []
+        refusals: list[QueueFull | DeadlineUnreachable] = []
         while True:
-            home = self._choose(refused)
+            home = self._choose(requests, refused, tenant)
             try:
                 await home.add(requests, command)
-            except (QueueFull, DeadlineUnreachable):
+            except (QueueFull, DeadlineUnreachable) as error:
                 placed = self._home(requests[0].id) or home  # the requests may have moved
                 refused += [home, placed]
-                if not any(one.takes_requests for one in self.replicas if one not in refused):
-                    raise
+                refusals.append(error)
                 for request in requests:
                     placed.release_if_ended(request.id)
+                if not any(one.takes_requests for one in self._usable(tenant) if one not in refused):
+                    raise refusal_of_all(refusals) from None
             else:
                 return
 
@@ -218,7 +254,11 @@ class Fleet:
                 rank = (name in one.ids, explanation.state != "refused", explanation.arrived)
                 if name not in one.given_ids and (name not in found or rank > found[name][0]):
                     found[name] = rank, explanation
-        return [found[name][1] for name in ids if name in found]
+        explained = [found[name][1] for name in ids if name in found]
+        if self._router is None:
+            return explained
+        placements = self._router.placements
+        return [msgspec.structs.replace(one, placement=placements.get(one.request_id)) for one in explained]
 
     async def flush_cache(self) -> int:
         """Evict cached KV that no running request uses. Returns the number of freed blocks. Raises EngineStopped."""
@@ -321,11 +361,32 @@ class Fleet:
         stream = self._streams.get(output.request_id)
         if stream is None:
             return None
+        if self._router is not None:
+            self._router.record_first_token(output.request_id, time.monotonic())
         stream.put(output)
         return stream if stream.must_wait else None
 
+    def on_turn(self, home: ReplicaRequests, keys: KeyChanges | None, num_counted: Mapping[str, int]) -> None:
+        """See RequestOwner."""
+        if self._router is None:
+            return
+        if keys is not None and (keys.added or keys.removed):
+            self._router.update_keys(home.number, keys)
+        for name, number in num_counted.items():
+            self._router.record_progress(name, number)
+
+    def on_cache_lost(self, home: ReplicaRequests) -> None:
+        """See RequestOwner."""
+        if self._router is not None:
+            self._router.lose_cache(home.number)
+
+    def on_removed(self, home: ReplicaRequests, request_id: str) -> None:
+        """See RequestOwner."""
+        if self._router is not None:
+            self._router.remove(request_id, home.number, time.monotonic())
+
     def relocate(self, home: ReplicaRequests) -> None:
-        """See RequestOwner. They stay while no other replica serves."""
+        """See RequestOwner. They stay while no other replica of their tenant serves."""
         others = [one for one in self.replicas if one is not home and one.takes_requests]
         if others and not self._closing:
             self._move(home, others)
@@ -334,13 +395,29 @@ class Fleet:
         """See RequestOwner. Requests that may be the cause, and all if this was the last replica, fail."""
         others = [one for one in self.replicas if one is not home and one.replica.error is None]
         if not self._closing and others:
-            self._move(home, [one for one in others if one.takes_requests] or others)
+            self._move(home, others)
             failed = {self._streams[name] for name in home.ids if name in self._streams}
         else:
             failed = set(self._streams.values())
         for stream in failed:
             stream.fail(error)
         home.fail(error)
+
+    async def _learn_costs(self, router: Router) -> None:
+        """Give the router the costs of steps that the engines have learned, while they run steps."""
+        known = 0
+        while True:
+            await asyncio.sleep(_COSTS_SECONDS)
+            num_steps = sum(one.replica.num_steps for one in self.replicas)
+            if num_steps == known:
+                continue
+            known = num_steps
+            try:
+                numbers = [one.number for one in self.replicas if one.replica.is_serving]
+                found = await asyncio.gather(*map(self.cost_figures, numbers))
+                router.set_costs(mean_costs([one for one in found if one is not None]))
+            except Exception:  # the router goes on with what it knows
+                log.exception("the costs of the engines could not be learned")
 
     async def _run_moves(self) -> None:
         """Move the requests of replicas that cannot go on with them, as soon as another one serves."""
@@ -354,44 +431,81 @@ class Fleet:
                         log.exception("requests of a replica could not be moved")
 
     def _move(self, home: ReplicaRequests, others: Sequence[ReplicaRequests]) -> None:
-        """Move what can be moved to other replicas, by load."""
-        names, calls = home.movable, home.movable_adds
+        """Move what can be moved to those of `others` that its tenant uses, and to one that serves if any does."""
+
+        def targets(request: Request) -> list[ReplicaRequests]:
+            usable = self._usable(request.namespace.tenant)
+            found = [one for one in others if one in usable]
+            return [one for one in found if one.takes_requests] or found
+
+        names = [name for name in home.movable if targets(self.open_requests.request(name))]
+        calls = [call for call in home.movable_adds if targets(call.requests[0])]
         if not names and not calls:
             return
         log.info("%d requests and %d calls of a replica go on elsewhere", len(names), len(calls))
         for name in names:
-            home.give(name, self._least_loaded(others))
+            request, known = self.open_requests.request(name), self.open_requests.num_known(name)
+            home.give(name, self._route([request], targets(request), known))
         for call in calls:
-            home.give_add(call, self._least_loaded(others))
+            home.give_add(call, self._route(call.requests, targets(call.requests[0])))
         for one in others:
             one.submit()
 
     # Replicas
 
-    def _usable(self) -> list[ReplicaRequests]:
-        """The replicas that serve or will. Raises EngineStopped if there is none."""
+    def _usable(self, tenant: str | None = None) -> list[ReplicaRequests]:
+        """The replicas that serve or will, of a tenant's shard (None: all). Raises EngineStopped if there is none."""
         usable = [one for one in self.replicas if one.replica.error is None]
         if not usable:
             assert self.replicas[0].replica.error is not None
             raise self.replicas[0].replica.error
-        return usable
+        if tenant is None or self._shard_size is None:
+            return usable
+        shard = shard_of(
+            tenant,
+            len(self.replicas),
+            self._shard_size,
+            has_failed=lambda number: self.replicas[number].replica.error is not None,
+            is_drained=lambda number: self.replicas[number].is_drained,
+        )
+        return [self.replicas[number] for number in shard]
 
-    def _choose(self, refused: Collection[ReplicaRequests] = ()) -> ReplicaRequests:
-        """Of the replicas that serve, or else of those that will, the one with the fewest requests.
+    def _choose(
+        self,
+        requests: Sequence[Request] = (),
+        refused: Collection[ReplicaRequests] = (),
+        tenant: str | None = None,
+    ) -> ReplicaRequests:
+        """Of the replicas that serve, or else of those that will, the one on which requests or a call are placed.
 
-        refused: replicas that have refused the request. Raises EngineStopped.
+        refused: replicas that have refused the requests. tenant: whose replicas these are; None: any. Raises
+        EngineStopped.
         """
-        candidates = self._candidates(refused) or self._usable()
+        candidates = self._candidates(refused, tenant) or self._usable(tenant)
         ready = [one for one in candidates if one.takes_requests]
         # what waits for an engine can move; what a stalled one was sent cannot
         waiting = [one for one in candidates if not one.replica.has_engine]
-        return self._least_loaded(ready or waiting or candidates)
+        return self._route(requests, ready or waiting or candidates)
 
-    def _least_loaded(self, replicas: Sequence[ReplicaRequests]) -> ReplicaRequests:
-        return min(replicas, key=lambda one: (len(one.ids), -one.replica.num_free_blocks))
+    def _route(
+        self, requests: Sequence[Request], replicas: Sequence[ReplicaRequests], num_known: int = 0
+    ) -> ReplicaRequests:
+        """The one of the replicas on which the router places requests, all on one. They count there at once.
 
-    def _candidates(self, refused: Collection[ReplicaRequests]) -> list[ReplicaRequests]:
-        return [one for one in self._usable() if one not in refused and not one.is_drained]
+        num_known: output tokens of a request that moves. A call without requests goes to the one with the fewest.
+        """
+        if self._router is None or not requests:
+            return min(replicas, key=lambda one: len(one.ids))
+        allowed, now = list(replicas), time.monotonic()
+        for request in requests:
+            routed = self._request_keys.routed(request, num_known)
+            free = [one.replica.num_free_blocks for one in allowed]
+            placed = self._router.place(routed, [one.number for one in allowed], free, now)
+            allowed = [self.replicas[placed.replica]]
+        return allowed[0]
+
+    def _candidates(self, refused: Collection[ReplicaRequests], tenant: str | None) -> list[ReplicaRequests]:
+        return [one for one in self._usable(tenant) if one not in refused and not one.is_drained]
 
     def _replica(self, number: int) -> ReplicaRequests:
         if not 0 <= number < len(self.replicas):

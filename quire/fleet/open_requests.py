@@ -89,6 +89,10 @@ class OpenRequests:
         """An open request, as it was accepted."""
         return self._entries[request_id].request
 
+    def num_known(self, request_id: str) -> int:
+        """Output tokens of the longest sequence of an open request that were delivered."""
+        return max(len(sequence.token_ids) for sequence in self._entries[request_id].sequences)
+
     def can_pause(self, request_id: str) -> bool:
         """Whether a request is open, and would go on from its known tokens. Beam search and pooling start over."""
         entry = self._entries.get(request_id)

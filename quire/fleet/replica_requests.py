@@ -3,10 +3,11 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+from quire.cache.key_report import KeyChanges
 from quire.core.adapter import Adapter
 from quire.core.output import Output
 from quire.core.request import Request
@@ -14,6 +15,7 @@ from quire.errors import EngineStopped, QueueFull, RequestError
 from quire.fleet.crash_isolation import CrashBisection, Crashes, Denylist
 from quire.fleet.open_requests import OpenRequests
 from quire.fleet.stream import Stream
+from quire.fleet.tenant_service import TenantService
 from quire.supervisor import protocol
 from quire.supervisor.engine_handle import EngineHandle
 from quire.supervisor.pending_calls import PendingCall, PendingCalls
@@ -36,9 +38,19 @@ class RequestOwner(Protocol):
     crashes: Crashes
     denylist: Denylist
     pinned: dict[str, Adapter]  # by digest
+    tenant_service: TenantService
 
     def deliver(self, output: Output) -> Stream | None:
         """Give an output to its stream. Returns the stream if the engine should compute no more for it at present."""
+
+    def on_turn(self, home: "ReplicaRequests", keys: KeyChanges | None, num_counted: Mapping[str, int]) -> None:
+        """An engine may have changed its cache, and has counted prompt tokens of requests that are placed there."""
+
+    def on_cache_lost(self, home: "ReplicaRequests") -> None:
+        """The engine of a replica has ended, and its cache with it."""
+
+    def on_removed(self, home: "ReplicaRequests", request_id: str) -> None:
+        """A request has ended or is no longer placed on a replica."""
 
     def relocate(self, home: "ReplicaRequests") -> None:
         """Move the requests that a replica cannot go on with to others that serve."""
@@ -64,6 +76,7 @@ class ReplicaRequests:
         number: int | None = None,
     ) -> None:
         """number: of the replica, for the log; None for the only one."""
+        self.number = number or 0
         self.replica = Replica(engine_handle, self, watchdog=watchdog, restart_timeout=restart_timeout, number=number)
         self.ids: dict[str, None] = {}
         self.is_drained = False
@@ -86,6 +99,11 @@ class ReplicaRequests:
         """Whether a new request would be computed now: the engine serves, and searches for no cause of a crash."""
         is_searching = self._bisection.current_group is not None or self._pending_calls.has_suspects
         return not self.is_drained and self.replica.is_serving and not is_searching
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether an engine makes progress."""
+        return self.replica.is_serving
 
     @property
     def num_open(self) -> int:
@@ -227,16 +245,18 @@ class ReplicaRequests:
         for adapter in self._owner.pinned.values():
             self.pin(adapter, pinned=True)
         self._waiting_ids.clear()
+        self._owner.tenant_service.forget(self)
         self.submit()
 
     def on_batch(self, batch: Batch, committed: list[dict[str, int]]) -> None:
         """Record progress, and deliver answers and outputs. See ReplicaOwner."""
         self._record_progress(committed)
+        self._owner.tenant_service.add(self, batch.service)
         for answer in batch.answers:
             self._on_answer(answer)
-        self._open_requests.record_prompts(
-            {name: number for name, number in batch.num_counted.items() if name in self.ids}
-        )
+        counted = {name: number for name, number in batch.num_counted.items() if name in self.ids}
+        self._open_requests.record_prompts(counted)
+        self._owner.on_turn(self, batch.keys, counted)
         for output in batch.outputs:
             # before its Add is answered, an output is of an earlier request of the same id, or before a move
             is_open = output.request_id in self.ids and output.request_id in self._open_requests
@@ -259,6 +279,7 @@ class ReplicaRequests:
         self._stepped_ids.clear()
         self._pending_calls.mark_unsent()
         self._was_killed = was_killed
+        self._owner.on_cache_lost(self)
         self._owner.relocate(self)
         return EndedWork(had_work, found_culprit)
 
@@ -281,6 +302,7 @@ class ReplicaRequests:
             self._fail(request_id, str(error))
 
     def _remove(self, request_id: str) -> None:
+        self._owner.on_removed(self, request_id)
         self.ids.pop(request_id, None)
         self._paused.pop(request_id, None)
         self._resubmitting.pop(request_id, None)

@@ -1,21 +1,14 @@
 """The journal: every input of the scheduler in call order, with every planned Step.
 
 The scheduler is pure, so the same inputs give the same Steps, byte for byte. `replay_journal` runs the inputs again
-without a model and reports the first difference. A journal is data only: msgpack records, each behind its length and
-its CRC-32 in 4 bytes each. Its file can be read by its owner only, because it has the tokens of prompts and outputs.
+without a model and reports the first difference.
 
 `JournalledScheduler` is a scheduler that records its calls. The file is flushed before `plan` returns a step, so that a
 step that crashes the process is the last one in it.
 """
 
-import logging
-import os
-import struct
-import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from itertools import count
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -28,11 +21,12 @@ from quire.config import CacheConfig, SchedulerConfig
 from quire.core import codec, step
 from quire.core.adapter import Adapter
 from quire.core.constraint import EMPTY_VERDICT, NO_DRAFTS, AllowedDrafts, Constraints, Verdict
+from quire.core.journal_file import JournalError, JournalFile, ReplayReport, read_journal
 from quire.core.output import Output
 from quire.core.request import CONSTRAINT, Request
 from quire.core.step import Step, StepResult
 from quire.cost.step_time import Calibration
-from quire.errors import ConfigError, QuireError, RequestError
+from quire.errors import QuireError, RequestError
 from quire.scheduler.scheduler import Scheduler
 
 
@@ -101,11 +95,8 @@ class ReplayedConstraints:
         return self.verdicts.popleft() if self.verdicts else EMPTY_VERDICT
 
 
-log = logging.getLogger(__name__)
-
-FORMAT = 11
+FORMAT = 12
 _MOST_BLOCKS = 2**24  # of a replay, which has 17 bytes for each
-_HEAD = struct.Struct("<II")  # bytes of a record, and their CRC-32
 
 
 class Header(msgspec.Struct, frozen=True, tag=True):
@@ -183,6 +174,12 @@ class EndProgram(msgspec.Struct, frozen=True, tag=True):
     now: float
 
 
+class ServedElsewhere(msgspec.Struct, frozen=True, tag=True):
+    """`Scheduler.served_elsewhere`."""
+
+    service: dict[str, int]
+
+
 class Flush(msgspec.Struct, frozen=True, tag=True):
     """`Scheduler.flush`."""
 
@@ -216,47 +213,25 @@ class Commit(msgspec.Struct, frozen=True, tag=True, eq=False):
     verdicts: list[Verdict] = []
 
 
-Input = Add | Ready | Refused | AdapterLoaded | PinAdapter | Abort | Finish | EndProgram | Flush | Calibrate | Repair
+Input = (
+    Add
+    | Ready
+    | Refused
+    | AdapterLoaded
+    | PinAdapter
+    | Abort
+    | Finish
+    | EndProgram
+    | ServedElsewhere
+    | Flush
+    | Calibrate
+    | Repair
+)
 Record = Header | Input | Plan | Commit
-
-
-class JournalError(QuireError):
-    """A file is not a journal, is damaged, or has another format."""
 
 
 class ReplayMismatch(QuireError):
     """A request that was rejected in the record is accepted in the replay, or rejected with another message."""
-
-
-def open_journal(path: str) -> BinaryIO:
-    """Create a journal. Raises ConfigError if the file exists or cannot be written."""
-    try:
-        return open(path, "xb", opener=_for_owner)
-    except FileExistsError as error:
-        raise ConfigError(f"the journal {path!r} exists; name another file, or move it away") from error
-    except OSError as error:
-        raise ConfigError(f"the journal {path!r} cannot be written: {error.strerror}") from error
-
-
-def open_restart_journal(path: str) -> BinaryIO | None:
-    """Create the journal of a restarted engine: the first of `path`.1, `path`.2, ... that does not exist.
-
-    None, with a line in the log, if it cannot be written: a restart is worth more than its journal.
-    """
-    number = 1
-    while True:
-        try:
-            return open(f"{path}.{number}", "xb", opener=_for_owner)
-        except FileExistsError:
-            number += 1
-        except OSError as error:
-            log.error("the engine runs without a journal: %s.%d cannot be written: %s", path, number, error.strerror)
-            return None
-
-
-def _for_owner(path: str, flags: int) -> int:
-    """An opener of files that their owner alone can read."""
-    return os.open(path, flags, 0o600)
 
 
 class JournalledScheduler(Scheduler):
@@ -271,8 +246,7 @@ class JournalledScheduler(Scheduler):
         if constraints is not None:
             recording = RecordingConstraints(constraints, self._new_verdicts, self._new_drafts)
         super().__init__(config, cache, recording)
-        self._file = file
-        self._write_failed = False  # whether a write failed; later records would be useless
+        self._journal = JournalFile(file)
         self._write(Header(FORMAT, config, cache.config, constraints is not None))
 
     def add(self, request: Request, now: float) -> None:
@@ -283,7 +257,7 @@ class JournalledScheduler(Scheduler):
         except RequestError as error:
             self._write(Refused(recorded, now, str(error)))
             raise
-        self._write_bytes(data)
+        self._journal.write(data)
 
     def ready(self, request_id: str, what: str, error: str, now: float) -> bool:
         is_ready = super().ready(request_id, what, error, now)
@@ -310,6 +284,10 @@ class JournalledScheduler(Scheduler):
         self._write(EndProgram(tenant, program, branch, now))
         super().end_program(tenant, program, branch, now)
 
+    def served_elsewhere(self, service: Mapping[str, int]) -> None:
+        super().served_elsewhere(service)
+        self._write(ServedElsewhere(dict(service)))
+
     def flush(self, now: float) -> int:
         self._write(Flush(now))
         return super().flush(now)
@@ -327,7 +305,7 @@ class JournalledScheduler(Scheduler):
         self._write(Plan(now, _bytes(planned), list(self._new_drafts), self._take_verdicts()))
         self._new_drafts.clear()
         if planned is not None:
-            self._with_file(lambda file: file.flush())  # the step may crash the process
+            self._journal.flush()  # the step may crash the process
         return planned
 
     def commit(self, result: StepResult, now: float) -> list[Output]:
@@ -336,8 +314,7 @@ class JournalledScheduler(Scheduler):
         return outputs
 
     def close(self) -> None:
-        with suppress(OSError):  # on a full disk, buffered records are lost
-            self._file.close()
+        self._journal.close()
 
     def _take_verdicts(self) -> list[Verdict]:
         """Return and clear the verdicts since the last record."""
@@ -346,20 +323,7 @@ class JournalledScheduler(Scheduler):
         return heard
 
     def _write(self, record: Record) -> None:
-        self._write_bytes(codec.encode(record))
-
-    def _write_bytes(self, data: bytes) -> None:
-        self._with_file(lambda file: file.write(_HEAD.pack(len(data), zlib.crc32(data)) + data))
-
-    def _with_file(self, action: Callable[[BinaryIO], object]) -> None:
-        """Apply `action` to the file. An OSError ends the journal, not the engine."""
-        if self._write_failed:
-            return
-        try:
-            action(self._file)
-        except OSError as error:
-            self._write_failed = True
-            log.error("the journal cannot be written and ends here: %s", error)
+        self._journal.write(codec.encode(record))
 
 
 def _without_processors(request: Request) -> Request:
@@ -369,38 +333,9 @@ def _without_processors(request: Request) -> Request:
     return msgspec.structs.replace(request, params=request.params.changed(logits_processors=()))
 
 
-class ReplayReport(msgspec.Struct, frozen=True):
-    """The number of equal steps of a replay. `difference` is empty if all steps are equal."""
-
-    num_steps: int
-    difference: str
-
-
 def read_records(file: BinaryIO) -> Iterator[Record]:
-    """The records of a journal. An incomplete last record (the process died) is omitted.
-
-    Raises JournalError for a record that is damaged, with its number: 0 is the header.
-    """
-    for number in count():
-        head = file.read(_HEAD.size)
-        if len(head) < _HEAD.size:
-            return
-        length, checksum = _HEAD.unpack(head)
-        data = file.read(length)
-        if number and len(data) < length:
-            return
-        if zlib.crc32(data) != checksum:
-            raise JournalError(_damaged(number, "its checksum differs"))
-        try:
-            yield codec.decode(data, Record)  # type: ignore[arg-type]
-        except (msgspec.MsgspecError, ValueError, TypeError) as error:
-            raise JournalError(_damaged(number, str(error))) from error
-
-
-def _damaged(number: int, why: str) -> str:
-    if number == 0:
-        return f"not a quire journal, damaged at its begin, or of an old format: {why}"
-    return f"record {number} is damaged: {why}"
+    """The records of a journal, see `read_journal`."""
+    return read_journal(file, Record)  # type: ignore[arg-type]
 
 
 def replay_steps(
@@ -472,12 +407,20 @@ def _apply_record(scheduler: Scheduler, record: Record) -> None:
             scheduler.end_program(tenant, program, branch, now)
         case Flush(now):
             scheduler.flush(now)
+        case ServedElsewhere() | Calibrate() | Repair():
+            _apply_engine_record(scheduler, record)
+        case Header():
+            raise JournalError("a second header inside a journal")
+
+
+def _apply_engine_record(scheduler: Scheduler, record: ServedElsewhere | Calibrate | Repair) -> None:
+    match record:
+        case ServedElsewhere(service):
+            scheduler.served_elsewhere(service)
         case Calibrate(calibration):
             scheduler.calibrate(calibration)
         case Repair():
             scheduler.repair()
-        case Header():
-            raise JournalError("a second header inside a journal")
 
 
 def _apply_adapter_record(scheduler: Scheduler, record: AdapterLoaded | PinAdapter) -> None:

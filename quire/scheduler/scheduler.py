@@ -19,6 +19,7 @@ one per step, and a sequence that fails again alone ends with an error.
 """
 
 from collections import Counter, deque
+from collections.abc import Mapping
 
 from quire.cache.manager import KVCacheManager
 from quire.cache.prefix.index import EvictionCause
@@ -289,6 +290,23 @@ class Scheduler:
         """Mark a branch of a program as finished, or all its branches (None). Ignores unknown ones."""
         self.cache.advance_clock(now)
         self.state.end_program(tenant, program, branch)
+
+    def served_elsewhere(self, service: Mapping[str, int]) -> None:
+        """Count service that other engines of a fleet gave: weighted tokens by tenant. Only `fair` depends on it.
+
+        Raises ValueError for negative service.
+        """
+        if any(tokens < 0 for tokens in service.values()):
+            raise ValueError(f"service cannot be negative: {service}")
+        self.state.queue.served_elsewhere(service)
+
+    def report_service(self) -> None:
+        """Begin to count the service of each tenant for `take_service`, under the policy `fair`."""
+        self.state.queue.report_service()
+
+    def take_service(self) -> dict[str, int]:
+        """Return and clear the service of each tenant, in weighted tokens. See Queue."""
+        return self.state.queue.take_service()
 
     def flush(self, now: float) -> int:
         """Evict all idle blocks, pinned ones included, and forget drafts. Returns the number of freed blocks."""

@@ -8,13 +8,12 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from quire.config import Help, check_options
+from quire.config import MOST_REPLICAS, Help, Routing, check_options
 from quire.core.scheduling_params import MAX_NAME_LEN
 from quire.errors import ConfigError, known_arguments_only
 from quire.params import MAX_LOGPROBS
 from quire.supervisor.restart_policy import RESTART_TIMEOUT
 
-MOST_REPLICAS = 64
 _ORIGIN = re.compile(r"https?://[^/?#\s@]+")  # in the form of the Origin header
 Seconds = Annotated[float, Meta(ge=0, le=86_400)]
 UnknownFields = Literal["refuse", "ignore"]
@@ -148,6 +147,12 @@ class ServerOptions:
             "engine processes (replicas), each with the whole model and a part of the machine", "beta", group="Server"
         ),
     ] = 1
+    routing: Annotated[
+        Routing, Help("how a replica is chosen for a request, see docs/routing.md", "beta", group="Server", rare=True)
+    ] = "predicted"
+    tenant_shuffle_shard: Annotated[
+        int | None, Help("replicas that each tenant uses [default: all]", "beta", group="Server", rare=True)
+    ] = None
     watchdog: Annotated[
         Seconds, Help("seconds after which a stalled engine is restarted; 0: never", "beta", group="Server", rare=True)
     ] = 10.0
@@ -183,6 +188,12 @@ class ServerOptions:
                 raise ConfigError(
                     f"served_model_name: {name!r:.300} must have 1 to {MAX_NAME_LEN} printable characters"
                 )
+        shard, count = self.tenant_shuffle_shard, self.data_parallel_size
+        if shard is not None and not 1 <= shard <= count:
+            raise ConfigError(
+                f"tenant_shuffle_shard: a tenant cannot use {shard} of {count} replicas; choose 1 to {count}, or "
+                "change data_parallel_size"
+            )
         for module in self.adapters:
             if module.name in self.served_model_name:
                 raise ConfigError(f"lora_modules: {module.name!r} is a name of the served model, too; choose another")

@@ -5,13 +5,16 @@ import socket
 import ssl
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from secrets import token_bytes
+from typing import BinaryIO
 
 from msgspec import structs
 
 from quire.config import DEFAULT_POLICY, EngineOptions, Policy, with_queue_limits
+from quire.core.journal_file import open_journal
 from quire.errors import ConfigError, EngineStopped
 from quire.fleet.fleet import Fleet
 from quire.hub import embedded
@@ -26,7 +29,7 @@ from quire.server.options import ServerOptions
 from quire.server.service import Service
 from quire.server.store import Store
 from quire.startup.freed_memory import return_freed_memory
-from quire.startup.replica_share import ReplicaShare
+from quire.startup.replica_share import SECRET_BYTES, ReplicaShare
 from quire.supervisor.engine_handle import EngineProcess
 from quire.supervisor.gc_policy import GCPolicy
 from quire.supervisor.spawn import Spawned, spawned_engine
@@ -57,7 +60,10 @@ def launched(
     opening = None if local is None else pool.submit(open_tokenizer, local)
     pool.shutdown(wait=False)
     count = server.data_parallel_size
-    with _engines(options, count, spawned=spawned, report=report, progress=progress) as handles:
+    with (
+        _routing_journal(options, count) as journal,
+        _engines(options, count, spawned=spawned, report=report, progress=progress) as handles,
+    ):
         facts = handles[0].model_info
         path = Path(facts.path)
         tokenizer = opening.result() if opening is not None and path == local else open_tokenizer(path)
@@ -65,7 +71,14 @@ def launched(
         yield Service(
             facts,
             tokenizer,
-            Fleet(*handles, watchdog=server.watchdog, restart_timeout=server.engine_restart_timeout),
+            Fleet(
+                *handles,
+                watchdog=server.watchdog,
+                restart_timeout=server.engine_restart_timeout,
+                routing=server.routing,
+                journal=journal,
+                shard_size=server.tenant_shuffle_shard,
+            ),
             server.served_model_name,
             unknown_fields=server.unknown_fields,
             always_reports_usage=server.enable_force_include_usage,
@@ -74,6 +87,13 @@ def launched(
             lora_modules=server.adapters,
             lora_dir=server.lora_dir,
         )
+
+
+def _routing_journal(options: EngineOptions, count: int) -> AbstractContextManager[BinaryIO | None]:
+    """The journal of the router of several replicas, beside those of the engines. Raises ConfigError."""
+    if options.journal is None or count == 1:
+        return nullcontext()
+    return open_journal(f"{options.journal}.routing")
 
 
 @contextmanager
@@ -99,7 +119,11 @@ def _engines(
             return handle
 
         first = EngineProcess(
-            options, report=report, progress=progress, spawned=spawned, share=ReplicaShare(count=count)
+            options,
+            report=report,
+            progress=progress,
+            spawned=spawned,
+            share=ReplicaShare(count=count, secret=token_bytes(SECRET_BYTES)),
         )
         handles = [launch(first)]
         if count > 1:

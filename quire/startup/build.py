@@ -29,6 +29,7 @@ from quire.config import (
     speculation_of,
 )
 from quire.core.capabilities import Capabilities
+from quire.core.journal_file import open_journal, open_restart_journal
 from quire.cost.memory_plan import (
     DEFAULT_SWAP_SPACE,
     HostPoolPlan,
@@ -55,7 +56,7 @@ from quire.models.description import ModelDescription
 from quire.models.model import Model, Progress
 from quire.models.sentence_transformers import EmbeddingConfig
 from quire.runner.model_runner import TorchRunner
-from quire.scheduler.journal import JournalledScheduler, open_journal, open_restart_journal
+from quire.scheduler.journal import JournalledScheduler
 from quire.scheduler.scheduler import Scheduler
 from quire.startup.calibration import decode_ratio, measure
 from quire.startup.calibration_cache import calibration_file, read_calibration, write_calibration

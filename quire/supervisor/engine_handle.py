@@ -33,6 +33,7 @@ class EngineHandle(Protocol):
 
     can_restart: bool
     model_info: ModelInfo
+    share: ReplicaShare
     connection: socket.socket
 
     @property
@@ -154,6 +155,7 @@ class EngineThread:
 
     can_restart = False
     was_killed = False
+    share = WHOLE
     connection: socket.socket
 
     def __init__(self, engine: Engine, model_info: ModelInfo) -> None:

@@ -41,7 +41,7 @@ IDLE_SECONDS = 0.5  # the longest wait of an idle engine for commands
 HEARTBEAT_SECONDS = 0.25
 _RECV_BYTES = 2**18  # bytes
 _MonitorCall = protocol.MonitorUpdate | protocol.MonitorNode
-_OF_VIEWERS = (protocol.MonitorUpdate, protocol.MonitorNode, protocol.ForgetViewer)
+_NO_WORK = (protocol.MonitorUpdate, protocol.MonitorNode, protocol.ForgetViewer, protocol.ServedElsewhere)
 _PAUSE_PER_MONITOR_CALL = 100  # pause after a call, times its CPU time: calls take at most 1 % of the time
 
 
@@ -62,7 +62,7 @@ class EngineLoop:
         self._outputs: list[Output] = []  # not sent yet
         self._answers: list[Answer] = []  # not sent yet
         self._sent_batch = False  # whether this turn has sent its message
-        self._last_work = time.monotonic()  # when there was something to do but for viewers
+        self._last_work = time.monotonic()  # when there was something to do for requests
         self._monitor_calls: deque[_MonitorCall] = deque()  # not executed yet, oldest first
         self._next_monitor_call = 0.0  # when the next of them may be executed
         self._adapters_read: deque[tuple[int, Future[Adapter]]] = deque()  # results of ReadAdapter calls, by number
@@ -86,7 +86,7 @@ class EngineLoop:
             commands = list(self._commands)
             self._commands.clear()
         self._turn_began, self._sent_batch = time.monotonic(), False
-        if self._engine.has_work or not all(isinstance(one, _OF_VIEWERS) for one in commands):
+        if self._engine.has_work or not all(isinstance(one, _NO_WORK) for one in commands):
             self._last_work = self._turn_began
         idle = self._turn_began - self._last_work >= IDLE_SECONDS
         if idle:
@@ -149,6 +149,8 @@ class EngineLoop:
                 self._engine.finish(seq_id, num_tokens)
             case protocol.EndProgram(tenant, program, branch):
                 self._engine.end_program(tenant, program, branch)
+            case protocol.ServedElsewhere(service):
+                self._engine.served_elsewhere(service)
             case protocol.Close():
                 self._closing = True
             case protocol.MonitorUpdate() | protocol.MonitorNode():
@@ -219,7 +221,9 @@ class EngineLoop:
         """Send outputs, answers and metrics. begins: with the step that is launched now."""
         stats = self._engine.stats()
         launched = self._launched() if begins else None
-        batch = Batch(self._outputs, self._answers, stats.num_steps, launched, stats, self._engine.num_counted)
+        counted, keys = self._engine.num_counted, self._engine.take_key_changes()
+        service = self._engine.take_service()
+        batch = Batch(self._outputs, self._answers, stats.num_steps, launched, stats, counted, keys, service)
         self._send(batch)
         self._outputs, self._answers, self._sent_batch = [], [], True
 

@@ -13,6 +13,7 @@ from quire.errors import QuireError
 from quire.startup.build import Built, build
 from quire.startup.freed_memory import return_freed_memory
 from quire.startup.model_info import model_info_of
+from quire.startup.replica_share import block_keys
 from quire.supervisor import protocol
 from quire.supervisor.engine_handle import DUMP_SIGNAL
 from quire.supervisor.engine_loop import EngineLoop
@@ -45,10 +46,14 @@ def run(connection: socket.socket, build: Callable[..., Built] = build) -> None:
             is_restart=begin.is_restart,
             share=begin.share,
         )
+        keys = block_keys(built.share, built)
     except QuireError as error:
         say(Refused(protocol.encode_error(error)))
         return
     return_freed_memory()  # of the checkpoint's description, which `build` has dropped
+    if keys is not None:
+        built.engine.report_keys(keys)
+        built.engine.scheduler.report_service()
     say(Ready(model_info_of(built), built.share))
     EngineLoop(built.engine, connection, GCPolicy()).run()
 

@@ -3,10 +3,11 @@
 import socket
 import struct
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
+from quire.cache.key_report import KeyChanges
 from quire.config import EngineOptions
 from quire.core import codec
 from quire.core.adapter import Adapter
@@ -25,10 +26,15 @@ from quire.errors import (
     RequestError,
 )
 from quire.monitor.update import Watcher
+from quire.scheduler.queue.waiting_queue import MOST_REPORTED, MOST_SERVICE
 from quire.startup.model_info import ModelInfo
 from quire.startup.replica_share import WHOLE, ReplicaShare
 
 MAX_FRAME = 2**28  # bytes; enough for 2**24 tokens, more than a body of 16 MiB has
+# weighted tokens by tenant, as the policy `fair` counts them
+Service = Annotated[
+    dict[str, Annotated[int, msgspec.Meta(ge=0, le=MOST_SERVICE)]], msgspec.Meta(max_length=MOST_REPORTED)
+]
 _LENGTH = struct.Struct("<I")
 _AT_ONCE = 2**16
 
@@ -127,6 +133,12 @@ class EndProgram(Command, frozen=True, tag=True):
     tenant: str
     program: str
     branch: str | None
+
+
+class ServedElsewhere(Command, frozen=True, tag=True):
+    """Count service that other replicas have given to tenants."""
+
+    service: Service
 
 
 class Explain(Command, frozen=True, tag=True):
@@ -231,6 +243,8 @@ class Batch(msgspec.Struct, frozen=True, array_like=True, tag=True):
     launched: Launched | None
     stats: EngineStats
     num_counted: dict[str, int] = {}
+    keys: KeyChanges | None = None  # of cached blocks; None if the engine reports none
+    service: Service = {}  # that the engine gave since the message before, if other replicas are to hear of it
 
 
 class Pulse(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -271,6 +285,7 @@ Commands = list[
     | Abort
     | Finish
     | EndProgram
+    | ServedElsewhere
     | Explain
     | Flush
     | ReadAdapter

@@ -116,9 +116,14 @@ class Replica:
 
     @property
     def num_free_blocks(self) -> int:
-        """KV blocks that no running sequence of the engine uses."""
+        """KV blocks that the engine neither uses for a running sequence nor keeps in its prefix cache."""
         stats = self._cumulative_stats.stats
-        return stats.kv_blocks_total - stats.kv_blocks_used
+        return stats.kv_blocks_total - stats.kv_blocks_used - stats.kv_blocks_cached
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of all engines so far."""
+        return self._cumulative_stats.stats.num_steps
 
     @property
     def failure(self) -> EngineStopped | None:

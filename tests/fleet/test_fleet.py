@@ -94,6 +94,12 @@ class PretendEngine:
                 del self.left[request_id]
         return outputs
 
+    def take_key_changes(self):
+        return None
+
+    def take_service(self):
+        return {}
+
     def stats(self):
         return msgspec.structs.replace(
             EngineStats.zero(),

@@ -126,6 +126,31 @@ def test_a_replica_that_refuses_a_request_now_is_not_the_last_that_is_asked(erro
     run_fleet(scenario, *hosts())
 
 
+FULL, FULLER, LATE = QueueFull("full", 3.0, 0.5), QueueFull("fuller", 9.0, 1.0), DeadlineUnreachable(2.0, 1.0)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(
+    ("refusals", "expected"),
+    [
+        ([FULL, FULLER], QueueFull("full", 3.0, 1 / 3)),
+        ([FULLER, LATE], QueueFull("fuller", 9.0, None)),  # the other one may take the tenant's next request
+        ([FULL, QueueFull("a batch is too large", 5.0)], QueueFull("full", 3.0, None)),
+        ([FULL, QueueFull("not measured", 9.0, 0.0)], QueueFull("full", 3.0, 0.0)),
+        ([LATE, DeadlineUnreachable(1.5, 1.0)], DeadlineUnreachable(1.5, 1.0)),
+    ],
+)
+def test_a_refusal_by_all_replicas_says_when_the_first_one_takes_the_request(refusals, expected, turned):
+    async def scenario(fleet, first, second):
+        first.refusal, second.refusal = reversed(refusals) if turned else refusals
+        with pytest.raises(type(expected)) as caught:
+            await fleet.generate([request("a", 9)])
+        assert vars(caught.value) == pytest.approx(vars(expected))
+        assert str(caught.value) == str(expected)
+
+    run_fleet(scenario, *hosts())
+
+
 def test_a_request_that_can_never_be_served_is_refused_by_one_replica():
     async def scenario(fleet, first, second):
         first.refusal = second.refusal = RequestError("wrong")
@@ -590,7 +615,7 @@ def test_a_drain_under_load_waits_for_adds_and_loses_nothing():
         release(first)
         streams["unanswered"] = await adding
         await draining
-        assert fleet.statuses()[0][1:] == (0, True)
+        assert fleet.statuses()[0][1:3] == (0, True)
         for name, stream in streams.items():
             tokens = await tokens_of(stream, name)
             assert tokens == whole(tokens[-1])

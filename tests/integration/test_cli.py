@@ -73,7 +73,8 @@ def test_every_option_of_a_server_is_a_flag(monkeypatch):
         **{"engine_restart_timeout": 9.0, "api_key": "sk-of-docker", "unknown_fields": "ignore"},
         **{"store_path": "store.sqlite", "enable_auto_tool_choice": True, "enable_force_include_usage": True},
         **{"root_path": "/llm", "max_logprobs": 20, "disable_any_whitespace": True},
-        **{"lora_modules": ("a=p", "b=q"), "lora_dir": "adapters", "data_parallel_size": 2},
+        **{"lora_modules": ("a=p", "b=q"), "lora_dir": "adapters", "data_parallel_size": 3},
+        **{"tenant_shuffle_shard": 2, "routing": "cache"},
         **{"metrics_prefix": "vllm:", "access_log": "-", "log_prompts": True, "otlp_endpoint": "http://localhost:4318"},
     )
     flags = []
@@ -280,7 +281,9 @@ def test_generate_and_replay(tmp_path):
 def test_replay_of_another_schedule(monkeypatch, tmp_path):
     report = type("Report", (), {"num_steps": 3, "difference": "step 2: one more chunk"})
     monkeypatch.setattr("quire.scheduler.journal.replay_journal", lambda path: report)
-    result = CliRunner().invoke(app, ["replay", str(tmp_path)])
+    file = tmp_path / "journal"
+    file.write_bytes(b"")
+    result = CliRunner().invoke(app, ["replay", str(file)])
     assert result.exit_code == 1
     assert "one more chunk" in result.output
 

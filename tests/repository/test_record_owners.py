@@ -13,6 +13,10 @@ OTHER_TYPES = {
     ("engine/output_text.py", "result.cumulative_logprob"),
     ("llm.py", "transcript.metrics.explanation"),
     ("engine/output_text.py", "result.finish_reason"),
+    ("planner/simulated_engine.py", "total.num_evicted_blocks"),
+    ("planner/simulation.py", "total.requests"),
+    ("planner/simulation.py", "result.ended"),
+    ("planner/simulation.py", "result.num_cached"),
 }
 
 

@@ -21,6 +21,7 @@ from quire.supervisor.spawn import PROGRAM
 OPTIONS = EngineOptions(
     speculation="off", memory="256MiB", dtype="float32", max_num_seqs=32, max_model_len=512, threads=1
 )
+SECRET = bytes(range(32))  # of a fleet
 HOPELESS = ("-ISc", "raise SystemExit(3)")
 
 
@@ -38,7 +39,7 @@ def host_of(program=PROGRAM, share=WHOLE, **options):
 @asynccontextmanager
 async def running(program=PROGRAM, watchdog=0.0, restart_timeout=600.0, replicas=1, **options):
     """Context manager: engines in processes of their own. program: arguments of the Python interpreter."""
-    hosts = [host_of(program, ReplicaShare(count=replicas), **options)]
+    hosts = [host_of(program, ReplicaShare(count=replicas, secret=SECRET), **options)]
     await asyncio.to_thread(hosts[0].launch)
     shares = [replace(hosts[0].share, index=index) for index in range(1, replicas)]
     hosts += [host_of(program, share, **options) for share in shares]

@@ -14,12 +14,14 @@ from quire.config import CacheConfig, EngineOptions
 from quire.core.explanation import Explanation
 from quire.core.output import EndCause, Output
 from quire.core.request import Request
+from quire.cost.step_time import CostFigures
 from quire.engine.engine import EngineStats
 from quire.errors import EngineStopped
 from quire.fleet.fleet import Fleet
 from quire.models.sentence_transformers import EmbeddingConfig
 from quire.params import SamplingParams
 from quire.startup.model_info import ModelInfo
+from quire.startup.replica_share import WHOLE
 from quire.supervisor.engine_loop import EngineLoop
 
 FACTS = ModelInfo(
@@ -91,11 +93,20 @@ class PretendEngine:
     def stats(self):
         return structs.replace(EngineStats.zero(), num_running=len(self.said), kv_blocks_total=9, num_steps=self.steps)
 
+    def take_key_changes(self):
+        return None
+
+    def take_service(self):
+        return {}
+
     def close(self):
         pass
 
     def check_block_accounting(self):
         pass
+
+    def cost_figures(self):
+        return CostFigures(0.0, 0.0, 0.0, 0.0, None, None)
 
 
 class Host:
@@ -104,6 +115,7 @@ class Host:
     can_restart = True
     was_killed = False
     model_info = FACTS
+    share = WHOLE
     engine_class = PretendEngine
 
     def __init__(self, acts):
@@ -170,6 +182,12 @@ class ControlledEngine(PretendEngine):
             raise self.host.pin_refusal
         self.host.pins.append((adapter.name, pinned))
 
+    def take_service(self):
+        return self.host.given.pop(0) if self.host.given else {}
+
+    def served_elsewhere(self, service):
+        self.host.heard.append(service)
+
     def flush_cache(self):
         return self.host.freed
 
@@ -188,7 +206,8 @@ class ControlledEngine(PretendEngine):
 class ControlledHost(Host):
     """A host of one replica of several. Its engines wait in a step for `gate`, and in their start for `may_start`.
 
-    refusal, pin_refusal: the errors of all Adds and pins. freed: result of flush_cache, by which it is known.
+    refusal, pin_refusal: the errors of all Adds and pins. freed: result of flush_cache, by which it is known. given:
+    the service that the next messages report. heard: that of other replicas.
     dies_at_once: engines after the first that end before their first message.
     """
 
@@ -200,6 +219,7 @@ class ControlledHost(Host):
         self.refusal = self.pin_refusal = None
         self.dies_at_once = 0
         self.freed, self.was_killed, self.is_held = freed, False, False
+        self.given, self.heard = [], []
         self.asked, self.added, self.aborted, self.finished, self.pins, self.ended_programs = [], [], [], [], [], []
 
     @property

@@ -10,11 +10,11 @@ import msgspec
 import pytest
 from scripted_engine import Rig
 
+from quire.core.journal_file import JournalError
 from quire.errors import ConfigError, QuireError
 from quire.monitor.recording import record_file
 from quire.planner.traces import read_trace
 from quire.scheduler import journal
-from quire.scheduler.journal import JournalError
 
 MUTATIONS = 150
 NUMBERS = (-1, 0, 1, 7, 2**31, 2**63 - 1, 0.5, None, "x", [], {})

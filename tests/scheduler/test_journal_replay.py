@@ -13,6 +13,7 @@ from scripted_engine import VOCAB, Rig
 from quire.cache.kv_cache import KVCache
 from quire.core import step as steps
 from quire.core.codec import decode
+from quire.core.journal_file import JournalError, open_journal, open_restart_journal
 from quire.core.output import EndCause
 from quire.core.request import Request
 from quire.core.step import Chunk, ChunkOutput, Chunks, TableUpdates
@@ -60,7 +61,7 @@ def test_a_journal_cut_off_in_the_middle_replays_up_to_there():
 
 @pytest.mark.parametrize("data", [b"", b"\x05\x00\x00\x00hello", b"not a journal at all, but long enough"])
 def test_other_files_are_refused(data):
-    with pytest.raises(journal.JournalError, match="not a quire journal"):
+    with pytest.raises(JournalError, match="not a quire journal"):
         journal.replay(journal.read_records(io.BytesIO(data)))
 
 
@@ -97,7 +98,7 @@ def test_damaged_records_are_named():
         damaged = data[:place] + bytes([data[place] ^ 0xFF]) + data[place + 1 :]
         try:
             report = journal.replay(journal.read_records(io.BytesIO(damaged)))
-        except journal.JournalError as error:
+        except JournalError as error:
             found = re.match(r"record (\d+) is damaged|not a quire journal, damaged", str(error))
             assert found, error
             assert number <= (number := int(found[1] or 0))
@@ -111,14 +112,14 @@ def test_a_damaged_record_that_would_still_be_read_is_refused():
     data = bytearray(recorded().file.getvalue())
     place = data.index(bytes(range(20)))  # the first prompt
     data[place] += 1  # another token id
-    with pytest.raises(journal.JournalError, match="record 1 is damaged: its checksum differs"):
+    with pytest.raises(JournalError, match="record 1 is damaged: its checksum differs"):
         journal.replay(journal.read_records(io.BytesIO(data)))
 
 
 @pytest.mark.parametrize("restarts", [False, True])
 def test_only_the_owner_can_read_a_journal(tmp_path, restarts):
     path = tmp_path / "journal"
-    with (journal.open_restart_journal if restarts else journal.open_journal)(str(path)):
+    with (open_restart_journal if restarts else open_journal)(str(path)):
         (found,) = tmp_path.iterdir()
         assert found.stat().st_mode & 0o777 == 0o600
 
@@ -172,7 +173,7 @@ def test_another_format_is_refused(monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(journal, "FORMAT", 99)
         rig = Rig()
-    with pytest.raises(journal.JournalError, match="format 99 is not supported"):
+    with pytest.raises(JournalError, match="format 99 is not supported"):
         rig.replay()
 
 
@@ -209,7 +210,7 @@ def test_a_journal_of_another_format_is_refused():
     rig.file.seek(0)
     header, *_ = journal.read_records(rig.file)
     for number in (journal.FORMAT - 1, journal.FORMAT + 1):
-        with pytest.raises(journal.JournalError, match=f"format {number} is not .* reads format {journal.FORMAT}"):
+        with pytest.raises(JournalError, match=f"format {number} is not .* reads format {journal.FORMAT}"):
             journal.replay(iter([msgspec.structs.replace(header, format=number)]))
 
 
@@ -217,5 +218,5 @@ def test_a_journal_of_another_format_is_refused():
 def test_a_damaged_header_is_refused(cache):
     data = msgspec.msgpack.encode({"type": "Header", "format": journal.FORMAT, "scheduler": {}, "cache": cache})
     file = io.BytesIO(struct.pack("<II", len(data), zlib.crc32(data)) + data)
-    with pytest.raises(journal.JournalError, match="damaged at its begin"):
+    with pytest.raises(JournalError, match="damaged at its begin"):
         journal.replay(journal.read_records(file))

@@ -263,7 +263,7 @@ def test_retry_after_is_near_the_wait_whichever_resource_is_short(changed, num_b
     """Steps of 10 ms and 0.2 ms per token. 40 requests wait, and 20 clients were rejected before."""
     config = limits(max_num_seqs=16, max_model_len=512, max_queued_requests=40, **changed)
     simulation = simulated(config, memory(num_blocks), 0.01, 0.0002)
-    engine, clock = simulation.engine, simulation.clock
+    engine, clock = simulation.engines[0].engine, simulation.engines[0].clock
     names = (str(i) for i in range(10**6))
 
     def offer() -> float | None:
@@ -280,7 +280,7 @@ def test_retry_after_is_near_the_wait_whichever_resource_is_short(changed, num_b
         while offer() is None:
             pass
         engine.step()
-    expected_retries(simulation.scheduler).clear()
+    expected_retries(simulation.engines[0].scheduler).clear()
     predicted = [offer() for _ in range(21)][-1]
     came, num_accepted = clock.now, 0
     while num_accepted < 21:

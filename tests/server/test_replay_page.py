@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from viewer_state import ViewerState, whole
 
 from quire.cli import app
+from quire.core.journal_file import JournalError
 from quire.core.request import Namespace
 from quire.monitor import recording
 from quire.monitor.monitor import Load, Monitor
@@ -157,7 +158,7 @@ def test_a_damaged_journal_is_an_error(tmp_path, journal_file):
     path = tmp_path / "damaged"
     path.write_bytes(journal_file.read_bytes()[:3000] + b"x" * 3000)
     result = CliRunner().invoke(app, ["replay", str(path), "--page", "--port", "0"])
-    assert result.exit_code == 1 and isinstance(result.exception, journal.JournalError)
+    assert result.exit_code == 1 and isinstance(result.exception, JournalError)
 
 
 def test_only_loopback_addresses_serve_a_journal(journal_file):

@@ -2,7 +2,11 @@
 
 import asyncio
 import json
+import re
+import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -13,6 +17,10 @@ from typer.testing import CliRunner
 from quire.cli import app as cli
 from quire.config import EngineOptions
 from quire.errors import ConfigError
+from quire.fleet.shuffle_shards import replica_order
+from quire.fleet.tenant_service import SEND_SECONDS
+from quire.scheduler.journal import ServedElsewhere, read_records, replay_journal
+from quire.scheduler.queue.fair import OUTPUT_WEIGHT
 from quire.server.app import make_app
 from quire.server.options import ServerOptions
 from quire.server.serve import launched
@@ -21,15 +29,24 @@ SMALL = EngineOptions(max_num_seqs=8, memory="256MiB", max_model_len=512, dtype=
 
 
 @pytest.fixture(scope="module")
-def server():
-    """(client, processes of the replicas)."""
-    options = ServerOptions(data_parallel_size=2)
+def server(tmp_path_factory):
+    """(client, processes of the replicas). At the end its placements are replayed."""
+    options, journal = ServerOptions(data_parallel_size=2), tmp_path_factory.mktemp("journals") / "j"
+    small = replace(SMALL, journal=str(journal))
     with (
-        launched(SMALL, options, report=lambda _line: None, progress=lambda *_: None) as service,
+        launched(small, options, report=lambda _line: None, progress=lambda *_: None) as service,
         run_app(make_app(service)) as url,
         httpx.Client(base_url=url, timeout=60) as client,
     ):
         yield client, lambda: [handle.process.pid for handle in service.engine.engine_handles]
+    replayed = CliRunner().invoke(cli, ["replay", f"{journal}.routing"])
+    assert re.fullmatch(r"(\d+) placements, all the same\n", replayed.output), replayed.output
+    assert int(replayed.output.split()[0]) > 10
+    with (
+        pytest.raises(ConfigError, match=r"routing' exists"),
+        launched(small, options, report=lambda _line: None, progress=lambda *_: None),
+    ):
+        pass
 
 
 def text(client, i):
@@ -61,6 +78,31 @@ def test_requests_are_spread_and_each_engine_has_samples_of_its_own(server):
     assert [one["number"] for one in health["replicas"]] == [0, 1]
     assert health["kv_blocks_total"] == sum(one["kv_blocks_total"] for one in entries)
     assert len(client.get("/get_server_info").json()["costs_of_replicas"]) == 2
+
+
+def test_a_prompt_follows_its_prefix_and_the_explanation_says_why(server):
+    client, _ = server
+    common, found = [7, 11] * 60, []
+    for i in range(6):
+        body = {"prompt": [*common, 20 + i], "max_tokens": 2, "temperature": 0}
+        answer = client.post("/v1/completions", json=body).json()
+        (explained,) = client.get(f"/v1/requests/{answer['id']}/explain").json()["prompts"]
+        found.append((explained["placement"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]))
+    homes = {placement["replica"] for placement, _ in found}
+    assert len(homes) == 1
+    for placement, num_cached in found[1:]:
+        matched = {one["replica"]: one["num_cached_tokens"] for one in placement["candidates"]}
+        assert matched == {one: len(common) // 16 * 16 * (one in homes) for one in range(2)}
+        assert num_cached == len(common), "the engine copies the beginning of a block, too"
+        assert placement["routing"] == "predicted"
+        assert 0 < placement["actual_seconds"] < 60 and placement["predicted_seconds"] >= 0
+    page = Page(client.get("/metrics").text)
+    matched = sum(one.value for one in page.families["quire:routing_matched_tokens"].samples)
+    placed = sum(one.value for one in page.families["quire:routing_requests"].samples)
+    errors = [one for one in page.families["quire:routing_error_seconds"].samples if one.name.endswith("_count")]
+    assert matched >= 5 * 112
+    assert {one.labels["engine"] for one in errors} == {"0", "1"}
+    assert sum(one.value for one in errors) == placed >= 6
 
 
 def test_a_drain_and_a_restart_under_load_lose_nothing_and_change_no_token(server):
@@ -103,6 +145,37 @@ def test_more_replicas_than_cores_are_refused_before_anything_is_loaded():
         launched(SMALL, options, report=lambda _line: None, progress=lambda *_: None),
     ):
         pass
+
+
+@pytest.mark.parametrize("size", [0, 3])
+def test_a_shard_that_is_no_part_of_the_fleet_is_refused(size):
+    options = ServerOptions(data_parallel_size=2, tenant_shuffle_shard=size)
+    with pytest.raises(ConfigError, match=rf"cannot use {size} of 2 replicas; choose 1 to 2, or change data_parallel"):
+        options.check()
+    ServerOptions(data_parallel_size=2, tenant_shuffle_shard=2).check()
+
+
+def test_an_engine_hears_of_the_service_of_a_tenant_that_only_another_one_serves(tmp_path):
+    options = replace(SMALL, policy="fair", journal=str(tmp_path / "journal"))
+    server = ServerOptions(data_parallel_size=2, tenant_shuffle_shard=1)
+    with (
+        launched(options, server, report=lambda _line: None, progress=lambda *_: None) as service,
+        run_app(make_app(service)) as url,
+        httpx.Client(base_url=url, timeout=60) as client,
+    ):
+        for i in range(3):
+            text(client, i)
+        time.sleep(5 * SEND_SECONDS)
+    home, other = replica_order("", 2)
+    served, heard = Counter(), Counter()
+    for number, found in (home, served), (other, heard):
+        path = tmp_path / f"journal.engine-{number}"
+        assert replay_journal(path).difference == ""
+        with path.open("rb") as file:
+            for record in read_records(file):
+                if isinstance(record, ServedElsewhere):
+                    found.update(record.service)
+    assert (served, heard) == (Counter(), Counter({"": 3 * (20 + OUTPUT_WEIGHT * 160)}))
 
 
 def test_a_batch_uses_all_replicas(tmp_path, monkeypatch):

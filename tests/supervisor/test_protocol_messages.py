@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_groups import kv_group
 
+from quire.cache.key_report import KeyChanges
 from quire.config import CacheConfig, Classification, EngineOptions
 from quire.core.adapter import Adapter
 from quire.core.explanation import DraftCounts, Explanation, Miss, Preemption
@@ -34,6 +35,7 @@ from quire.errors import (
 from quire.models.description import UnknownArchitecture
 from quire.models.sentence_transformers import Dense, EmbeddingConfig, LayerNorm, Normalize
 from quire.params import NUMBERS, ReasoningParams, RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
+from quire.scheduler.queue.waiting_queue import MOST_SERVICE
 from quire.startup.model_info import ModelInfo
 from quire.startup.replica_share import ReplicaShare
 from quire.supervisor import protocol
@@ -212,7 +214,12 @@ def shares():
         count=COUNT,
         available=optional(COUNT),
         costs=st.sampled_from([None, Calibration(), SHARE.costs]),
+        secret=st.binary(max_size=32),
     )
+
+
+def services():
+    return st.dictionaries(TEXT, st.integers(0, MOST_SERVICE), max_size=2)
 
 
 def commands():
@@ -223,6 +230,7 @@ def commands():
         one_of_fields(protocol.Abort, request_ids=st.lists(TEXT, max_size=3)),
         one_of_fields(protocol.Finish, seq_id=COUNT, num_tokens=COUNT),
         one_of_fields(protocol.EndProgram, tenant=TEXT, program=TEXT, branch=optional(TEXT)),
+        one_of_fields(protocol.ServedElsewhere, service=services()),
         one_of_fields(protocol.Explain, number=number, request_ids=st.lists(TEXT, max_size=3)),
         one_of_fields(protocol.Flush, number=number),
         one_of_fields(protocol.ReadAdapter, number=number, name=TEXT, path=TEXT),
@@ -320,6 +328,7 @@ FACTS = ModelInfo(
 
 
 def news():
+    keys = st.lists(st.binary(min_size=32, max_size=32), max_size=2)
     result = st.one_of(st.none(), COUNT, st.just(COSTS), st.just([EXPLANATION]))
     answer = one_of_fields(Answer, number=COUNT, result=result, failure=optional(st.just(FAILURE)))
     launched = one_of_fields(
@@ -333,6 +342,8 @@ def news():
         launched=optional(launched),
         stats=stats(),
         num_counted=st.dictionaries(TEXT, COUNT, max_size=2),
+        keys=optional(one_of_fields(KeyChanges, added=keys, removed=keys)),
+        service=services(),
     )
     return st.one_of(
         batch,

@@ -1,11 +1,12 @@
 """Fairness between tenants: virtual token counter (Sheng et al., "Fairness in Serving Large Language Models", 2024)."""
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from heapq import heapify, heappop, heappush, heapreplace
+from itertools import islice
 
 from quire.scheduler.queue.fcfs import RankedQueue
-from quire.scheduler.queue.waiting_queue import Queue
+from quire.scheduler.queue.waiting_queue import MOST_REPORTED, MOST_SERVICE, Queue
 from quire.scheduler.sequence import Rank, Sequence
 from quire.scheduler.step_builder import ScheduledChunk
 
@@ -20,6 +21,9 @@ class FairQueue(Queue):
     An admission adds the prompt tokens outside the prefix match to the tenant's counter, and each generated token adds
     OUTPUT_WEIGHT. Recomputation after a preemption adds nothing. If a tenant without waiting sequences queues one, its
     counter is raised to the lowest counter of the waiting tenants, or of the tenant admitted last, less a credit.
+
+    Service of other engines counts as if it was given here: it adds to the counter, which is raised first if no
+    sequence of the tenant waits here, and the tenant counts as the one admitted last.
     """
 
     def __init__(self, credit: int = 0) -> None:
@@ -32,7 +36,8 @@ class FairQueue(Queue):
         self._heap: list[
             HeapEntry
         ] = []  # at least one entry per waiting tenant; an entry may be too low, never too high
-        self._last_admitted = ""  # the tenant admitted last
+        self._last_admitted = ""  # the tenant admitted last, here or elsewhere
+        self._unreported: dict[str, int] | None = None  # service given here; None: it is not reported
         self._length = 0
 
     @property
@@ -66,9 +71,8 @@ class FairQueue(Queue):
         tenant = seq.request.namespace.tenant
         queue = self._by_tenant.get(tenant)
         if queue is None:
-            least = self.counter(self._last_admitted) if self.head is None else self._heap[0][0]
+            self._raise(tenant, self._least())
             queue = self._by_tenant[tenant] = RankedQueue()
-            self._set_counter(tenant, max(self.counter(tenant), least - self._credit))
         queue.put(seq)
         self._length += 1
         if queue.head is seq:
@@ -99,7 +103,7 @@ class FairQueue(Queue):
         self._last_admitted = seq.request.namespace.tenant
         self._num_turns += 1
         self._last_turns[self._last_admitted] = self._num_turns
-        self._charge(self._last_admitted, PROMPT_WEIGHT * num_new)
+        self._serve(self._last_admitted, PROMPT_WEIGHT * num_new)
 
     def served(self, scheduled: Iterable[ScheduledChunk], counts: Iterable[int]) -> None:
         """See Queue."""
@@ -108,7 +112,45 @@ class FairQueue(Queue):
             tenant = chunk.seq.request.namespace.tenant
             generated[tenant] = generated.get(tenant, 0) + count
         for tenant, count in generated.items():
-            self._charge(tenant, OUTPUT_WEIGHT * count)
+            self._serve(tenant, OUTPUT_WEIGHT * count)
+
+    def served_elsewhere(self, service: Mapping[str, int]) -> None:
+        """See Queue."""
+        least = self._least()
+        for tenant, tokens in service.items():
+            if tenant not in self._by_tenant:
+                self._raise(tenant, least)
+            self._charge(tenant, tokens)
+        if service:
+            self._last_admitted = min(service, key=lambda tenant: (self.counter(tenant), tenant))
+
+    def report_service(self) -> None:
+        """See Queue."""
+        self._unreported = {}
+
+    def take_service(self) -> dict[str, int]:
+        """See Queue. What is above MOST_REPORTED tenants and MOST_SERVICE waits for the next call."""
+        unreported, taken = self._unreported or {}, {}
+        for tenant in list(islice(unreported, MOST_REPORTED)):
+            taken[tenant] = min(unreported[tenant], MOST_SERVICE)
+            unreported[tenant] -= taken[tenant]
+            if not unreported[tenant]:
+                del unreported[tenant]
+        return taken
+
+    def _least(self) -> int:
+        """The lowest counter of the waiting tenants, or that of the tenant admitted last."""
+        return self.counter(self._last_admitted) if self.head is None else self._heap[0][0]
+
+    def _raise(self, tenant: str, least: int) -> None:
+        """Raise the counter of a tenant that begins to wait, here or elsewhere."""
+        self._set_counter(tenant, max(self.counter(tenant), least - self._credit))
+
+    def _serve(self, tenant: str, tokens: int) -> None:
+        """Count service of this engine."""
+        self._charge(tenant, tokens)
+        if self._unreported is not None and tokens:
+            self._unreported[tenant] = self._unreported.get(tenant, 0) + tokens
 
     def _charge(self, tenant: str, tokens: int) -> None:
         """Add to a counter. The heap entry is corrected when it reaches the top."""

@@ -1,6 +1,6 @@
 """Interface of the waiting queue. The policies of `quire/scheduler/queue/` implement it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
 from typing import Protocol
 
@@ -8,6 +8,8 @@ from quire.scheduler.sequence import Sequence
 from quire.scheduler.step_builder import ScheduledChunk
 
 RANK = attrgetter("rank")
+MOST_REPORTED = 1024  # tenants in one report of service
+MOST_SERVICE = 2**32  # of one tenant in one report, in weighted tokens
 
 
 class Queue(Protocol):
@@ -52,3 +54,15 @@ class Queue(Protocol):
     def served(self, scheduled: Iterable[ScheduledChunk], counts: Iterable[int]) -> None:
         """Update the order after a step. counts: sampled tokens per chunk."""
         return
+
+    def served_elsewhere(self, service: Mapping[str, int]) -> None:
+        """Update the order after service of other engines of a fleet: weighted tokens by tenant."""
+        return
+
+    def report_service(self) -> None:
+        """Begin to count the service of each tenant for `take_service`, if the order depends on it."""
+        return
+
+    def take_service(self) -> dict[str, int]:
+        """Return and clear service that this engine gave: weighted tokens by tenant, at most MOST_REPORTED tenants."""
+        return {}

@@ -6,6 +6,7 @@ Each app has its own registries. The prefix of names is added on export.
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -17,6 +18,7 @@ from quire.core.explanation import DraftCounts
 from quire.engine.engine import STEP_SIZE_BUCKETS, EngineStats
 from quire.engine.outputs import RequestMetrics
 from quire.fleet.fleet import ReplicaStatus
+from quire.fleet.routing import ERROR_BUCKETS, RoutingStats
 from quire.params import SamplingParams
 from quire.server.observability.request_record import RequestRecord
 from quire.supervisor.health import Health, State
@@ -135,6 +137,9 @@ class EngineCollector(Collector):
         yield self._cache_config(replicas)
         if self._max_loras:
             yield self._adapters_of_requests(replicas)
+        routed = [(one.labels, one.status.routed) for one in replicas if one.status.routed is not None]
+        if routed:
+            yield from _routing_metrics(routed)
 
     def _health_metrics(self, replicas: Sequence[_Sampled]) -> Iterator[Metric]:
         restarts = [(one.labels, one.health.num_restarts) for one in replicas]
@@ -243,6 +248,18 @@ class EngineCollector(Collector):
         return min(group.num_blocks * size / length for group, length in zip(cache.groups, lengths, strict=True))
 
 
+def _routing_metrics(routed: Sequence[tuple[tuple[str, str], RoutingStats]]) -> Iterator[Metric]:
+    for name, text, value in _ROUTING_COUNTERS:
+        yield _family(CounterMetricFamily, name, text, [(labels, value(stats)) for labels, stats in routed])
+    text = "Difference between the predicted and the actual time from the placing of a request to its first token."
+    family = HistogramMetricFamily("routing_error_seconds", text, labels=LABELS)
+    bounds = [*map(str, ERROR_BUCKETS), "+Inf"]
+    for labels, stats in routed:
+        buckets = list(zip(bounds, map(float, accumulate(stats.errors)), strict=True))
+        family.add_metric(labels, buckets=buckets, sum_value=stats.error_seconds)
+    yield family
+
+
 def _family(
     kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
     name: str,
@@ -263,6 +280,12 @@ def _info(name: str, text: str, samples: Sequence[Mapping[str, str]], value: flo
         family.add_metric(tuple(labels.values()), value)
     return family
 
+
+_ROUTING_COUNTERS: tuple[tuple[str, str, Callable[[RoutingStats], float]], ...] = (
+    ("routing_requests", "Requests placed on the engine, those that moved there included.", lambda s: s.num_placed),
+    ("routing_prompt_tokens", "Tokens of these requests.", lambda s: s.num_tokens),
+    ("routing_matched_tokens", "Those that its prefix cache had as far as was known.", lambda s: s.num_cached_tokens),
+)
 
 # Upper bounds of buckets, seconds: vLLM's, and some smaller ones for small models.
 _FIRST_TOKEN = (

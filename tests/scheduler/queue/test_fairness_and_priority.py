@@ -124,15 +124,15 @@ def tenants_of(queue, state):
 def test_two_tenants_that_always_have_work_are_served_alike(seed):
     """VTC's bound: they differ by less than twice the count of a batch, or of the longest prompt."""
     simulation = simulated(limits("fair", max_num_seqs=6, max_num_batched_tokens=64), memory(400), 0.01)
-    queue, lengths = simulation.scheduler.state.queue, {"a": (20, 5), "b": (100, 40)}
+    queue, lengths = simulation.engines[0].scheduler.state.queue, {"a": (20, 5), "b": (100, 40)}
     for i in range(60):
         tenant = "ab"[(seed >> i % 16) % 2]
         num_prompt, num_output = lengths[tenant]
-        simulation.engine.add(request(f"{i}", [seed % 1000 + i] * num_prompt, num_output, tenant=tenant))
+        simulation.engines[0].engine.add(request(f"{i}", [seed % 1000 + i] * num_prompt, num_output, tenant=tenant))
     most = 2 * max(PROMPT_WEIGHT * 100, OUTPUT_WEIGHT * 6 * 140)
-    while tenants_of(queue, simulation.scheduler.state) == {"a", "b"}:
+    while tenants_of(queue, simulation.engines[0].scheduler.state) == {"a", "b"}:
         assert abs(queue.counter("a") - queue.counter("b")) <= most
-        simulation.engine.step()
+        simulation.engines[0].engine.step()
 
 
 def first_step_of(policy: str, num_tokens: int) -> int:
@@ -434,7 +434,7 @@ def test_arrivals_that_are_refused_leave_no_trace_in_virtual_time():
     assert reasons["rejected"] > 0
     assert reasons["length"] > 20
     assert reasons["abort"] > 20
-    assert simulation.scheduler.check() == []
+    assert simulation.engines[0].scheduler.check() == []
 
 
 def test_sequences_of_a_request_give_way_one_by_one_until_both_tenants_have_as_many_rows():

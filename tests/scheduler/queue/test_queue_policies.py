@@ -104,7 +104,7 @@ def test_policies_that_match_work_with_every_index(prefix_index):
         simulation = simulated(limits(policy, max_num_seqs=2), memory(128, 16, prefix_index), 0.01)
         result = simulation.run([single([i % 3] * 40 + [i]) for i in range(9)])
         assert {one.reason for one in result.requests} == {"length"}
-        assert (simulation.scheduler.request_stats.num_hit_tokens > 0) == (prefix_index == "hash")
+        assert (simulation.engines[0].scheduler.request_stats.num_hit_tokens > 0) == (prefix_index == "hash")
 
 
 # Outputs
@@ -175,7 +175,7 @@ def test_requests_without_a_prefix_match_starve_under_lpm_only():
 def test_an_explanation_has_the_policy_the_queue_place_and_the_number_of_overtakers():
     simulation = simulated(limits("lpm", max_num_seqs=1), memory(128), 0.01)
     simulation.run([single([i % 2] * 32 + [i]) for i in range(6)])
-    explanations = [simulation.scheduler.explain(str(i), simulation.clock.now) for i in range(6)]
+    explanations = [simulation.engines[0].scheduler.explain(str(i), simulation.engines[0].clock.now) for i in range(6)]
     assert {one.policy for one in explanations} == {"lpm"}
     assert [one.place for one in explanations] == list(range(6))
     assert [one.num_passed_by for one in explanations] == [0, 2, 0, 1, 0, 0]  # 0 2 4 share a prefix, so do 1 3 5
@@ -188,10 +188,10 @@ def test_an_explanation_counts_requests_of_its_own_tenant_only():
         sessions += [single([i % 2] * 32 + [i], tenant=tenant) for tenant in ("", "other")]
     simulation.run(sessions)
     names = [name for name, one in simulation.results.items() if not one.tenant]
-    explanations = [simulation.scheduler.explain(name, simulation.clock.now) for name in names]
+    explanations = [simulation.engines[0].scheduler.explain(name, simulation.engines[0].clock.now) for name in names]
     assert [one.place for one in explanations] == list(range(6))
     assert [one.num_passed_by for one in explanations] == [0, 2, 0, 1, 0, 0]
-    assert not waiting_tenants(simulation.scheduler)
+    assert not waiting_tenants(simulation.engines[0].scheduler)
 
 
 @given(data=st.data())

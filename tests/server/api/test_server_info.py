@@ -43,6 +43,12 @@ class Stuck:
         self.go.wait(60)
         return []
 
+    def take_key_changes(self):
+        return None
+
+    def take_service(self):
+        return {}
+
     def stats(self):
         return EngineStats.zero()
 
