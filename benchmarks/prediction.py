@@ -25,9 +25,10 @@ from quire.config import EngineOptions
 from quire.core.request import Namespace, Request
 from quire.engine.engine import Engine
 from quire.params import SamplingParams
+from quire.planner.results import RequestResult
 from quire.planner.setup import PlannedEngine, plan_engine
 from quire.planner.simulate import for_workload
-from quire.planner.simulation import RequestResult, Simulation
+from quire.planner.simulation import Simulation
 from quire.planner.workloads import NO_PARENT, Session, make_workload, num_requests, tokens_of, with_arrivals
 from quire.startup.build import build
 from quire.startup.hardware import cpu_description

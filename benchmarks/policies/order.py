@@ -56,8 +56,8 @@ def served(
     simulation.run(
         [Session(i / rate if rate else 0.0, (Turn((prompt,), num_output_tokens),)) for i, prompt in enumerate(prompts)]
     )
-    accounts = simulation.scheduler.request_stats
-    return Hits(accounts.num_query_tokens, accounts.num_hit_tokens, simulation.clock.now)
+    accounts = simulation.engines[0].scheduler.request_stats
+    return Hits(accounts.num_query_tokens, accounts.num_hit_tokens, simulation.engines[0].clock.now)
 
 
 def best_of_all_orders(prompts: Sequence[Sequence[int]], *, num_blocks: int, block_size: int) -> Hits:

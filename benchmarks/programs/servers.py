@@ -61,8 +61,8 @@ class Virtual:
     def __init__(self, setup: Setup) -> None:
         config = limits(setup.policy, max_num_seqs=setup.num_rows, max_model_len=4096)
         simulation = simulated(config, replace(memory(setup.num_blocks), eviction=setup.eviction), 5e-3, 5e-5)
-        self.engine = simulation.engine
-        self._clock = simulation.clock
+        self.engine = simulation.engines[0].engine
+        self._clock = simulation.engines[0].clock
 
     @property
     def now(self) -> float:

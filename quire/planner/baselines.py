@@ -30,7 +30,7 @@ from quire.config import CacheConfig, SchedulerConfig
 from quire.core.explanation import Miss
 from quire.core.step import Move
 from quire.errors import ConfigError, nearest
-from quire.planner.simulation import EngineSetup, LengthOf, NewCache
+from quire.planner.simulated_engine import EngineSetup, LengthOf, NewCache
 
 
 class BuddyPool(BlockPool):

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from quire.planner.kv_meter import KVMeter
-from quire.planner.simulation import EngineSetup, Simulation
+from quire.planner.simulated_engine import EngineSetup
+from quire.planner.simulation import Simulation
 from quire.planner.workloads import Workload
 
 SIZES = (16, 32, 64, 128, 256)  # the fast kernels take multiples of 16

@@ -10,7 +10,7 @@ from math import inf, sqrt
 
 from quire.cost.latency_profile import LatencyProfile
 from quire.cost.step_work import StepWork
-from quire.planner.simulation import EngineSetup
+from quire.planner.simulated_engine import EngineSetup
 from quire.planner.workloads import Session, context_lengths
 
 _LEAST_RATE, _MOST_RATE = 1e-4, 1e5  # requests per second

@@ -13,7 +13,7 @@ memory (no blocks are shared: the workload has no prefix cache, and one sequence
 from typing import NamedTuple
 
 from quire.planner.baselines import ContiguousCache
-from quire.planner.simulation import Simulation
+from quire.planner.simulated_engine import SimulatedEngine
 
 
 class KVShares(NamedTuple):
@@ -54,10 +54,10 @@ class KVMeter:
         count = max(1, self._num_samples)
         return KVShares(*(total / count for total in self._sums))
 
-    def __call__(self, simulation: Simulation) -> None:
+    def __call__(self, engine: SimulatedEngine) -> None:
         """Sample the memory that the planned step has."""
         self._num_steps += 1
-        scheduler = simulation.scheduler
+        scheduler = engine.scheduler
         waits = scheduler.state.queue.head is not None and scheduler.request_stats.wait_cause == "memory"
         if self._num_steps % self._every or (self._only_waiting and not waits):
             return

@@ -5,13 +5,13 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from quire.config import Help
+from quire.config import MOST_REPLICAS, Help, Routing
 from quire.planner.workloads import WORKLOADS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadOptions:
-    """What arrives at the simulated engine."""
+    """What arrives at the simulated engines, and how many there are."""
 
     workload: Annotated[str, Help(f"kind of requests: {', '.join(WORKLOADS)}", "beta")] = "sharegpt"
     trace: Annotated[
@@ -37,6 +37,12 @@ class WorkloadOptions:
         float | None,
         Help("draw arrivals at random: 1 is Poisson, less is burstier [default: 1, or the trace's own times]", "beta"),
     ] = None
+    data_parallel_size: Annotated[
+        int,
+        Meta(ge=1, le=MOST_REPLICAS),
+        Help("engines (replicas) behind one front end, each with a device and its memory to itself", "beta"),
+    ] = 1
+    routing: Annotated[Routing, Help("how requests are placed on replicas", "beta")] = "predicted"
     num_samples: Annotated[int, Meta(ge=1, le=64), Help("sequences that each request samples", "beta")] = 1
     beam_width: Annotated[
         int, Meta(ge=0, le=64), Help("beams that each request searches with instead [default: it samples]", "beta")
@@ -54,7 +60,7 @@ class PlanOptions:
     allow_lossy: Annotated[bool, Help("recommend also options that change outputs", "beta")] = False
     explain: Annotated[bool, Help("give reasons in sentences", "beta")] = False
     price_per_hour: Annotated[
-        float | None, Help("what the device costs in an hour; the plan has the price per million tokens", "beta")
+        float | None, Help("what a device costs in an hour; the plan has the price per million tokens", "beta")
     ] = None
     json: Annotated[str | None, Help("file for the figures", "beta")] = None
     html: Annotated[str | None, Help("file for a report with charts", "beta")] = None

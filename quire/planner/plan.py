@@ -24,7 +24,7 @@ from quire.planner.setup import (
     named_device,
     plan_engine,
 )
-from quire.planner.simulate import for_workload, with_sequences
+from quire.planner.simulate import as_wanted, for_workload
 from quire.planner.slo import SLO
 from quire.planner.steady import SteadyRun
 from quire.planner.workloads import num_requests
@@ -104,7 +104,7 @@ class Plan:
         result = None if self.sustained.best is None else self.sustained.best.result
         if result is None or not result.token_rate:
             return {}
-        output = 1e6 * per_hour / 3600 / result.token_rate
+        output = 1e6 * self.engine.setup.num_replicas * per_hour / 3600 / result.token_rate
         prompts = sum(one.num_prompt for one in result.complete)
         share = result.token_rate * result.seconds / (prompts + result.token_rate * result.seconds)
         return {"per_million_output_tokens": output, "per_million_tokens": output * share}
@@ -112,7 +112,10 @@ class Plan:
     @property
     def command(self) -> str:
         """The recommended command line."""
-        return serve_command(self.engine.options)
+        setup, parts = self.engine.setup, serve_command(self.engine.options)
+        if setup.num_replicas == 1:
+            return parts
+        return f"{parts} --data-parallel-size {setup.num_replicas} --routing {setup.routing}"
 
     @property
     def notes(self) -> list[str]:
@@ -171,7 +174,8 @@ def make_plan(
             sizes = sorted({*SIZES, plan.engine.memory.profile.block_size})
             tell(f"block sizes {', '.join(map(str, sizes))}")
             sessions = finder.requests.take(_BLOCK_SIZE_REQUESTS, plan.engine.memory.max_model_len)
-            plan.block_sizes = compare_block_sizes(for_workload(plan.engine.setup, sessions), sessions, sizes)
+            alone = replace(for_workload(plan.engine.setup, sessions), num_replicas=1)
+            plan.block_sizes = compare_block_sizes(alone, sessions, sizes)
             runs.count(len(sizes))
         plan.num_simulations = runs.num_done
     advance(plan.num_simulations, plan.num_simulations)
@@ -180,7 +184,7 @@ def make_plan(
 
 def _engine(options: EngineOptions, workload: WorkloadOptions, model: PlannedModel) -> PlannedEngine:
     """The engine of these options. Raises ConfigError if the model does not fit."""
-    return with_sequences(plan_engine(options, options.device, model), workload)
+    return as_wanted(plan_engine(options, options.device, model), workload)
 
 
 def _curve(plan: Plan, finder: Search) -> list[SteadyRun]:

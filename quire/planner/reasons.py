@@ -10,10 +10,10 @@ from quire.errors import ConfigError
 from quire.planner.block_size import block_size_advice
 from quire.planner.estimate import kv_rows
 from quire.planner.plan import FULL, LOSSY, Plan, changed
+from quire.planner.results import Metric, SimulationResult
 from quire.planner.search import NO_HITS
 from quire.planner.setup import PlannedEngine, plan_engine
 from quire.planner.simulate import format_ms
-from quire.planner.simulation import Metric, SimulationResult
 from quire.planner.slo import METRIC_NAMES
 from quire.planner.steady import SteadyRun
 
@@ -66,7 +66,7 @@ def reasons_of(plan: Plan) -> Iterator[str]:
     yield (
         f"At {plan.rate:.2f} requests/s, {result.mean_running:.1f} sequences run on average and hold "
         f"{result.mean_kv_use:.0%} of the KV blocks; {result.num_preemptions} preemptions; steps run "
-        f"{result.busy_seconds / result.seconds:.0%} of the time."
+        f"{result.busy_seconds / result.seconds / result.num_replicas:.0%} of the time."
     )
     yield f"With always enough requests, {plan.capacity:.2f} requests/s are completed, without regard to latency."
     above = next((point for point in plan.curve if point.rate > plan.rate), None)

@@ -147,9 +147,14 @@ def terminal_tables(plan: Plan) -> list[Table]:
 def headline(plan: Plan) -> str:
     """The result in one line."""
     if not plan.rate:
-        return f"{plan.engine.model.name} on {plan.engine.device} meets the SLO at no rate"
+        return f"{plan.engine.model.name} on {_devices(plan)} meets the SLO at no rate"
     estimated = " (estimated)" if plan.engine.is_estimated else ""
-    return f"{plan.engine.model.name} on {plan.engine.device} sustains {plan.rate:.2f} requests/s{estimated}"
+    return f"{plan.engine.model.name} on {_devices(plan)} sustains {plan.rate:.2f} requests/s{estimated}"
+
+
+def _devices(plan: Plan) -> str:
+    number = plan.engine.setup.num_replicas
+    return plan.engine.device if number == 1 else f"{number} x {plan.engine.device}"
 
 
 def price_lines(plan: Plan, per_hour: float | None) -> list[str]:
@@ -224,6 +229,8 @@ def figures(plan: Plan, price_per_hour: float | None = None) -> dict[str, object
     return {
         "model": plan.engine.model.name,
         "device": plan.engine.device,
+        "replicas": plan.engine.setup.num_replicas,
+        "routing": plan.engine.setup.routing,
         "is_estimated": plan.engine.is_estimated,
         "slo": {"share": plan.slo.share, **{f"{name}_seconds": limit for name, limit in plan.slo.limits.items()}},
         "memory": [{"name": line.name, "bytes": line.bytes, "reason": line.reason} for line in memory.lines],

@@ -17,9 +17,11 @@ from typing import Self
 
 from quire.planner.estimate import Demand, demand_of, kv_rows, rate_bound, step_seconds
 from quire.planner.options import WorkloadOptions
+from quire.planner.results import SimulationResult
 from quire.planner.setup import PlannedEngine, PlannedModel
 from quire.planner.simulate import for_workload
-from quire.planner.simulation import EngineSetup, Simulation, SimulationResult
+from quire.planner.simulated_engine import EngineSetup
+from quire.planner.simulation import Simulation
 from quire.planner.slo import SLO
 from quire.planner.steady import RunLength, RunTask, SteadyRun, pauses_of, run, run_length
 from quire.planner.traces import read_trace
@@ -165,7 +167,7 @@ class Search:
 
     def at_once(self, engine: PlannedEngine) -> AtOnce:
         """A few requests at once. What the prefix cache has of them is assumed in estimates of further runs."""
-        sessions = self.requests.take(_FIRST_REQUESTS, engine.memory.max_model_len)
+        sessions = self.requests.take(engine.setup.num_replicas * _FIRST_REQUESTS, engine.memory.max_model_len)
         setup = without_queue_limits(for_workload(engine.setup, sessions))
         result = Simulation(setup).run([_at_once(session) for session in sessions])
         self._runs.count()
@@ -173,8 +175,8 @@ class Search:
         return AtOnce(result, demand_of(sessions, setup, result.hit_rate))
 
     def bound(self, engine: PlannedEngine, at_once: AtOnce) -> float:
-        """Requests per second that the device can compute in steps that the SLO allows."""
-        return rate_bound(engine.setup, at_once.demand, self._slo.limits.get("tpot", inf))
+        """Requests per second that the devices can compute in steps that the SLO allows."""
+        return engine.setup.num_replicas * rate_bound(engine.setup, at_once.demand, self._slo.limits.get("tpot", inf))
 
     def estimate(self, engine: PlannedEngine, at_once: AtOnce) -> float:
         """Requests per second at which a search begins; 0 if no request can be completed."""
@@ -219,11 +221,14 @@ class Search:
         demand = demand_of(sessions, setup, self._cached_share)
         rows = min(setup.scheduler.max_num_seqs, kv_rows(setup, demand.context))
         slowest = setup.profile.decode_seconds(rows, round(demand.context))
-        token_seconds = min(step_seconds(setup, demand, rate), slowest, self._slo.limits.get("tpot", inf))
+        token_seconds = min(
+            step_seconds(setup, demand, rate / setup.num_replicas), slowest, self._slo.limits.get("tpot", inf)
+        )
         longest = demand.longest_seconds(setup.profile, token_seconds)
         num_fill = 0
         if self._cached_share > NO_HITS:
-            num_fill = min(kv_rows(setup, demand.prompt + demand.output), MOST_REQUESTS // 3)
+            rows = setup.num_replicas * kv_rows(setup, demand.prompt + demand.output)
+            num_fill = min(rows, MOST_REQUESTS // 3)
         return run_length(rate, longest, pauses_of(sessions), self._slo.share, num_fill), token_seconds
 
     def short_runs(self, engine: PlannedEngine, rates: Sequence[float], what: str) -> list[SteadyRun]:

@@ -15,7 +15,7 @@ from quire.hub.locate import locate_config
 from quire.kernels.choose import MODULES
 from quire.kernels.contract import Kernels
 from quire.models.description import ModelDescription, describe
-from quire.planner.simulation import EngineSetup
+from quire.planner.simulated_engine import EngineSetup
 from quire.planner.traces import approximate_tokens
 from quire.startup.build import check_policies, resolve_dtypes, scheduler_config_of
 from quire.startup.hardware import available_memory

@@ -7,12 +7,15 @@ from math import inf
 from pathlib import Path
 from typing import get_args
 
-from quire.config import EngineOptions
-from quire.errors import ConfigError
+from quire.config import MOST_REPLICAS, EngineOptions, Routing
+from quire.core.journal_file import open_journal
+from quire.errors import ConfigError, nearest
 from quire.planner.baselines import baseline_setup
 from quire.planner.options import WorkloadOptions
+from quire.planner.results import Metric, SimulationResult
 from quire.planner.setup import PlannedEngine, plan_engine
-from quire.planner.simulation import EngineSetup, Metric, NewCache, Simulation, SimulationResult, paged_cache
+from quire.planner.simulated_engine import EngineSetup, NewCache, paged_cache
+from quire.planner.simulation import Simulation
 from quire.planner.traces import read_trace
 from quire.planner.workloads import (
     Failures,
@@ -24,7 +27,7 @@ from quire.planner.workloads import (
     with_arrivals,
     with_rate,
 )
-from quire.scheduler.journal import open_journal
+from quire.startup.replica_share import ReplicaShare
 
 Advance = Callable[[int, int], None]  # finished requests, all requests
 Report = Callable[[str], None]
@@ -53,10 +56,27 @@ def load_workload(wanted: WorkloadOptions, planned: PlannedEngine) -> list[Sessi
     return with_rate(sessions, wanted.rate)
 
 
-def with_sequences(planned: PlannedEngine, wanted: WorkloadOptions) -> PlannedEngine:
-    """The engine with requests that have several samples or beams."""
-    setup = replace(planned.setup, num_samples=wanted.num_samples, beam_width=wanted.beam_width)
-    return replace(planned, setup=setup)
+def as_wanted(planned: PlannedEngine, wanted: WorkloadOptions) -> PlannedEngine:
+    """The engine with requests that have several samples or beams, or as several replicas.
+
+    Raises ConfigError for a number of replicas or a routing that does not exist.
+    """
+    if not 1 <= wanted.data_parallel_size <= MOST_REPLICAS:
+        raise ConfigError(f"data_parallel_size must be from 1 to {MOST_REPLICAS}, not {wanted.data_parallel_size}")
+    if wanted.routing not in get_args(Routing):
+        hint = nearest(wanted.routing, get_args(Routing))
+        raise ConfigError(f"routing must be one of {', '.join(get_args(Routing))}, not {wanted.routing!r:.60}{hint}")
+    setup = replace(
+        planned.setup,
+        num_samples=wanted.num_samples,
+        beam_width=wanted.beam_width,
+        num_replicas=wanted.data_parallel_size,
+        routing=wanted.routing,
+    )
+    if setup.num_replicas == 1:
+        return replace(planned, setup=setup)
+    note = f"{setup.num_replicas} replicas, each on a device of its own; routing is {setup.routing}"
+    return replace(planned, setup=setup, notes=(*planned.notes, note))
 
 
 def for_workload(setup: EngineSetup, workload: Workload) -> EngineSetup:
@@ -81,7 +101,7 @@ def simulate(
 
     Returns the result, and its figures with the setup for JSON. Raises ConfigError, ModelError.
     """
-    planned = with_sequences(plan_engine(options, options.device), wanted)
+    planned = as_wanted(plan_engine(options, options.device), wanted)
     workload = load_workload(wanted, planned)
     setup = for_workload(planned.setup, workload)
     new_cache: NewCache = paged_cache
@@ -94,11 +114,15 @@ def simulate(
         report(
             "note       speculation is off: the requests have no recorded outputs that drafts could be compared with"
         )
-    journal = None if options.journal is None else open_journal(options.journal)
+    journals = []
+    if options.journal is not None:
+        shares = [ReplicaShare(index, setup.num_replicas) for index in range(setup.num_replicas)]
+        journals = [open_journal(share.journal(options.journal)) for share in shares]
     began = time.perf_counter()
-    simulation = Simulation(setup, new_cache=new_cache, journal=journal, failures=failures)
+    simulation = Simulation(setup, new_cache=new_cache, journals=journals, failures=failures)
     result = simulation.run(workload, advance=advance)
-    simulation.scheduler.close()
+    for engine in simulation.engines:
+        engine.scheduler.close()
     took = time.perf_counter() - began
     for line in summary(result):
         report(line)
@@ -108,8 +132,12 @@ def simulate(
         f"simulated  {num_requests(workload)} requests, {rows} tokens in {took:.1f} s: "
         f"{1e3 * _STEP_SECONDS:.2f} ms a step + {1e6 * per_row:.2f} us a token"
     )
-    about = {"model": planned.model.name, "device": planned.device, "workload": wanted.trace or wanted.workload}
-    about |= {"memory": baseline or "paged"}
+    about: dict[str, object] = {
+        "model": planned.model.name,
+        "device": planned.device,
+        "workload": wanted.trace or wanted.workload,
+    }
+    about |= {"memory": baseline or "paged", "replicas": setup.num_replicas, "routing": setup.routing}
     return result, {**about, "rate": wanted.rate, **result.figures(), "simulation_seconds": took}
 
 

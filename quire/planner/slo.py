@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import get_args
 
 from quire.errors import ConfigError, nearest
-from quire.planner.simulation import Metric, RequestResult, SimulationResult
+from quire.planner.results import Metric, RequestResult, SimulationResult
 
 METRIC_NAMES: Mapping[Metric, str] = MappingProxyType(
     {"ttft": "time to the first token", "tpot": "time per further token", "latency": "time of the whole request"}

@@ -27,15 +27,9 @@ from math import ceil, inf, sqrt
 
 import numpy as np
 
-from quire.planner.simulation import (
-    NUM_BATCHES,
-    EngineSetup,
-    Metric,
-    RequestResult,
-    Simulation,
-    SimulationResult,
-    Window,
-)
+from quire.planner.results import NUM_BATCHES, Metric, RequestResult, SimulationResult, Window
+from quire.planner.simulated_engine import EngineSetup
+from quire.planner.simulation import Simulation
 from quire.planner.slo import SLO
 from quire.planner.workloads import Session, has_times, num_requests, stationary, with_arrivals, with_rate
 

@@ -24,12 +24,13 @@ from zlib import crc32
 
 import msgspec
 
+from quire.core.journal_file import JournalError
 from quire.core.output import Output
 from quire.core.request import Request
 from quire.cost.memory_plan import format_bytes
 from quire.errors import ConfigError
 from quire.planner.workloads import NewTokens, Part, Session, Turn, first_requests
-from quire.scheduler.journal import Add, JournalError, Record, ReplayMismatch, read_records, replay_steps
+from quire.scheduler.journal import Add, Record, ReplayMismatch, read_records, replay_steps
 
 Tokenize = Callable[[str], Sequence[int]]
 MAX_BYTES = 2 * 2**30  # of a file

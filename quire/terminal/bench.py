@@ -22,7 +22,7 @@ from quire.errors import ConfigError, QuireError
 from quire.params import SamplingParams
 from quire.planner.charts import line_chart
 from quire.planner.files import write_json, write_text
-from quire.planner.simulation import Metric, RequestResult, SimulationResult
+from quire.planner.results import Metric, RequestResult, SimulationResult
 from quire.planner.traces import read_trace
 from quire.planner.workloads import (
     NO_PARENT,

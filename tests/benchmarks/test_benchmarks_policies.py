@@ -95,8 +95,8 @@ def test_a_burst_of_a_tenant_that_uses_less_than_its_share_does_not_wait_behind_
     loads = {"quiet": Load(18.0, num_prompt=160, num_output=32), "loud": Load(200.0, num_prompt=160, num_output=32)}
     simulation.run(arrivals(loads, seconds, 1), until=seconds)
     quiet = [name for name, one in simulation.results.items() if one.tenant == "quiet"]
-    now = simulation.clock.now
-    explanations = [simulation.scheduler.explain(name, now) for name in quiet]
+    now = simulation.engines[0].clock.now
+    explanations = [simulation.engines[0].scheduler.explain(name, now) for name in quiet]
     waits = sorted((one.admitted or now) - one.arrived for one in explanations if one is not None)
     assert len(waits) > 60
     assert waits[int(0.99 * len(waits))] < 0.03

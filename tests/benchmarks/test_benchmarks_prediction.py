@@ -4,7 +4,8 @@ import pytest
 
 from benchmarks.prediction import compare, live, short_pauses
 from quire.config import EngineOptions
-from quire.planner.simulation import RequestResult, Simulation
+from quire.planner.results import RequestResult
+from quire.planner.simulation import Simulation
 from quire.planner.workloads import make_workload, with_arrivals
 from quire.startup.build import build
 from tests.planner.test_simulation import setup_of

@@ -14,7 +14,8 @@ from quire.errors import ConfigError
 from quire.params import BeamSearchParams, SamplingParams
 from quire.planner.baselines import BASELINES, BuddyPool, baseline_configs, baseline_setup
 from quire.planner.kv_meter import KVMeter
-from quire.planner.simulation import Simulation, paged_cache
+from quire.planner.simulated_engine import paged_cache
+from quire.planner.simulation import Simulation
 from quire.planner.workloads import Part, Session, Turn, make_workload
 from quire.runner.model_runner import TorchRunner
 from quire.scheduler.beam_search import plan_beams
@@ -60,8 +61,8 @@ def run(name, workload, *, num_samples=1, **changed):
     simulation = Simulation(setup, new_cache=new_cache)
     result = simulation.run(workload)
     assert all(one.is_complete for one in result.requests)
-    assert not simulation.scheduler.check()
-    assert not simulation.scheduler.leaks
+    assert not simulation.engines[0].scheduler.check()
+    assert not simulation.engines[0].scheduler.leaks
     return result
 
 
@@ -104,21 +105,21 @@ def test_beams_have_slabs_of_their_own_and_copy_what_they_continue(name, steps_i
     setup, new_cache = baseline_setup(replace(base, beam_width=4), name)
     most = []
 
-    def count(simulation):
-        cache, by_request = simulation.scheduler.cache, Counter(simulation.scheduler.cache._requests.values())
+    def count(engine):
+        cache, by_request = engine.scheduler.cache, Counter(engine.scheduler.cache._requests.values())
         held = [block for table in cache.tables.values() for block in table.blocks[0]]
         assert len(held) == len(set(held))
         assert all(number + len(cache._spare.get(one, ())) == 4 for one, number in by_request.items())
-        assert not simulation.scheduler.check()
+        assert not engine.scheduler.check()
         most.append(len(by_request))
 
     simulation = Simulation(setup, new_cache=new_cache, on_step=count)
     result = simulation.run(at_once(9, 20, 30))
     assert [(one.reason, one.num_output) for one in result.requests] == [("length", 4 * 30)] * 9
     assert max(most) == {"orca-max": 1, "static": 1, "orca-pow2": 9, "orca-oracle": 9}[name]
-    assert simulation.scheduler.cache.num_copied_tokens > 0
-    assert not simulation.scheduler.check()
-    assert not simulation.scheduler.leaks
+    assert simulation.engines[0].scheduler.cache.num_copied_tokens > 0
+    assert not simulation.engines[0].scheduler.check()
+    assert not simulation.engines[0].scheduler.leaks
 
 
 def test_an_unknown_baseline_is_refused():

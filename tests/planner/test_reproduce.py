@@ -74,9 +74,14 @@ def test_recorded_rows_have_verdicts_that_could_fail_and_state_why_they_differ()
         for one in findings:
             assert one["verdict"] != "differs" or one["note"], f"{row}, {one['what']}: no cause"
             assert (one["kind"] == "arithmetic") == (one["verdict"] == "arithmetic")
-    router = {one["what"]: one["verdict"] for one in rows["R3"]}
-    assert router.pop("hit rate, each in turn") in ("as reported", "close", "differs")
-    assert set(router.values()) == {"", "pending"}  # an oracle is no router
+    router = {one["what"]: one for one in rows["R3"]}
+    for figure in ("hit rate", "throughput"):
+        by_router, by_oracle = (
+            next(one["ours"] for what, one in router.items() if what.startswith(f"{figure}, by {who}"))
+            for who in ("the router", "an oracle")
+        )
+        assert by_router >= 0.97 * by_oracle
+    assert {one["verdict"] for what, one in router.items() if "oracle" in what} == {""}  # an oracle is no router
 
 
 def values(findings):

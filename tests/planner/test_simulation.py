@@ -17,7 +17,9 @@ from quire.engine.engine import Engine
 from quire.errors import ConfigError
 from quire.params import SamplingParams
 from quire.planner.modelled_runner import ModelledRunner, VirtualClock, candidates_at
-from quire.planner.simulation import NUM_BATCHES, EngineSetup, Simulation, Window
+from quire.planner.results import NUM_BATCHES, Window
+from quire.planner.simulated_engine import EngineSetup
+from quire.planner.simulation import Simulation
 from quire.planner.workloads import (
     WORKLOADS,
     Failures,
@@ -86,8 +88,8 @@ def test_every_workload_runs_to_its_end_and_leaks_nothing(name):
     assert [one.reason for one in result.requests] == ["length"] * 60
     wanted = sorted(pair for session in workload for pair in context_lengths(session))
     assert sorted((one.num_prompt, one.num_output) for one in result.requests) == wanted
-    assert not simulation.scheduler.check()
-    assert not simulation.scheduler.leaks
+    assert not simulation.engines[0].scheduler.check()
+    assert not simulation.engines[0].scheduler.leaks
     assert 0 < result.mean_running <= 16
 
 
@@ -127,7 +129,7 @@ def test_rates_are_those_that_were_asked_for():
 def test_a_simulation_writes_a_journal_that_replays_to_the_same_steps(tmp_path):
     file = io.BytesIO()
     failures = Failures(failed_steps=0.02, aborted=0.2, abort_seconds=1.0)
-    result = Simulation(setup_of(num_blocks=96), journal=file, failures=failures).run(
+    result = Simulation(setup_of(num_blocks=96), journals=[file], failures=failures).run(
         with_arrivals(make_workload("chat", 80, max_model_len=1024), rate=50.0)
     )
     assert result.num_preemptions
@@ -145,7 +147,7 @@ def test_aborts_and_failed_steps_lose_no_request_and_no_block():
     assert reasons >= {"abort", "length"}
     assert len(result.requests) == 80
     assert all(one.reason for one in result.requests)
-    assert not simulation.scheduler.check()
+    assert not simulation.engines[0].scheduler.check()
 
 
 def test_swapped_sequences_wait_for_their_copies():
@@ -193,11 +195,11 @@ def test_a_beam_search_is_simulated_by_the_scheduler_and_replays():
     file = io.BytesIO()
     setup = replace(setup_of(), beam_width=4)
     workload = [single(0.0, 40, 24, key) for key in range(6)]
-    simulation = Simulation(setup, journal=file)
+    simulation = Simulation(setup, journals=[file])
     beams = simulation.run(workload)
     assert [(one.reason, one.num_output, one.output_length) for one in beams.requests] == [("length", 96, 24)] * 6
-    assert simulation.scheduler.cache.num_copied_tokens > 0  # beams part and go on in copied blocks
-    assert not simulation.scheduler.check()
+    assert simulation.engines[0].scheduler.cache.num_copied_tokens > 0  # beams part and go on in copied blocks
+    assert not simulation.engines[0].scheduler.check()
     file.seek(0)
     assert replay(read_records(file)).difference == ""
 

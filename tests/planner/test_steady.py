@@ -6,7 +6,7 @@ from math import inf
 import numpy as np
 import pytest
 
-from quire.planner.simulation import NUM_BATCHES, RequestResult, SimulationResult, Window
+from quire.planner.results import NUM_BATCHES, RequestResult, SimulationResult, Window
 from quire.planner.slo import parse_slo
 from quire.planner.steady import MOST_GROWTH, RunTask, SteadyRun, growth_of, kept, run, run_length
 from quire.planner.workloads import (

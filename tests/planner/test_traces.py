@@ -88,7 +88,7 @@ def test_a_journal_has_the_requests_and_the_outputs_of_its_engine(tmp_path):
     path = tmp_path / "journal"
     workload = with_arrivals(make_workload("sharegpt", 20, max_model_len=512), rate=30.0)
     with path.open("wb") as file:
-        result = Simulation(setup_of(), journal=file).run(workload)
+        result = Simulation(setup_of(), journals=[file]).run(workload)
     sessions = read_trace(path)
     assert [context_lengths(one)[0] for one in sessions] == [
         (one.num_prompt, one.num_output) for one in result.requests
@@ -103,7 +103,7 @@ def test_samples_of_a_request_in_a_journal_are_samples_of_the_trace(tmp_path, sa
     path = tmp_path / "journal"
     workload = with_arrivals(make_workload("sharegpt", 12, max_model_len=512), rate=30.0)
     with path.open("wb") as file:
-        result = Simulation(replace(setup_of(), **sampled), journal=file).run(workload)
+        result = Simulation(replace(setup_of(), **sampled), journals=[file]).run(workload)
     sessions = read_trace(path)
     assert [one.turns[0].num_samples for one in sessions] == [4] * 12
     again = Simulation(setup_of()).run(sessions)

@@ -12,7 +12,8 @@ from quire.core.scheduling_params import SchedulingParams
 from quire.core.step import ChunkOutput, Step, StepResult
 from quire.cost.latency_profile import AttentionTime, LatencyProfile
 from quire.params import SamplingParams
-from quire.planner.simulation import EngineSetup, Simulation
+from quire.planner.simulated_engine import EngineSetup
+from quire.planner.simulation import Simulation
 
 VOCAB = 32000
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from quire import LLM
 from quire.cli import app
 from quire.errors import ConfigError, QuireError
-from quire.planner.simulation import RequestResult
+from quire.planner.results import RequestResult
 from quire.planner.workloads import Part, Session, Turn
 from quire.server.app import make_app
 from quire.terminal.bench import (

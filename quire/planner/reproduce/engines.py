@@ -12,8 +12,10 @@ from quire.cost.memory_plan import HostPoolPlan, MemoryPlan
 from quire.kernels.reference import REFERENCE
 from quire.planner.baselines import baseline_setup
 from quire.planner.kv_meter import KVMeter
+from quire.planner.results import SimulationResult
 from quire.planner.setup import find_model
-from quire.planner.simulation import EngineSetup, NewCache, Simulation, SimulationResult, paged_cache
+from quire.planner.simulated_engine import EngineSetup, NewCache, paged_cache
+from quire.planner.simulation import Simulation
 from quire.planner.workloads import Part, Session, Turn, Workload, with_arrivals
 from quire.startup.memory_demand import compute_shape_of, make_cache_config, memory_profile, shape_of
 

@@ -36,6 +36,7 @@ from quire.planner.reproduce.finding import (
 )
 from quire.planner.reproduce.recorded import kernel_by_block_size, prefix_rows
 from quire.planner.setup import plan_engine
+from quire.planner.simulated_engine import SimulatedEngine
 from quire.planner.simulation import Simulation
 from quire.planner.workloads import Part, Session, Turn, make_workload
 from quire.runner.rows import Rows
@@ -218,8 +219,8 @@ def m10(context: Context) -> Findings:
 def _saved_by_sharing(context: Context, num_samples: int, seed: int) -> float:
     counts = [0, 0]
 
-    def count(simulation: Simulation) -> None:
-        tables = [table.blocks[0] for table in simulation.scheduler.cache.tables.values()]
+    def count(engine: SimulatedEngine) -> None:
+        tables = [table.blocks[0] for table in engine.scheduler.cache.tables.values()]
         counts[0] += sum(map(len, tables))
         counts[1] += len({block for blocks in tables for block in blocks})
 
@@ -240,8 +241,8 @@ def m12(context: Context) -> Findings:
     first = Session(0.0, (Turn((Part(7, 1000),), 1),))
     distinct: list[int] = []
 
-    def count(simulation: Simulation) -> None:
-        tables = [table.blocks[0][:63] for table in simulation.scheduler.cache.tables.values()]
+    def count(engine: SimulatedEngine) -> None:
+        tables = [table.blocks[0][:63] for table in engine.scheduler.cache.tables.values()]
         if len(tables) == 100:
             distinct.append(len({block for blocks in tables for block in blocks}))
 

@@ -35,7 +35,8 @@ from quire.planner.reproduce.finding import (
     simulated,
 )
 from quire.planner.reproduce.recorded import hundred_blocks, paged_over_contiguous, short_behind_long
-from quire.planner.simulation import EngineSetup, SimulationResult
+from quire.planner.results import SimulationResult
+from quire.planner.simulated_engine import EngineSetup
 from quire.planner.workloads import Part, Session, Turn, Workload, make_workload, with_arrivals
 
 _RATES = "highest rate with a mean latency of 0.1 s per output token; requests arrive at random"

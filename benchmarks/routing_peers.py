@@ -1,0 +1,109 @@
+"""Rules of other routers, written from their documentation, beside quire's in simulations.
+
+SGLang's router, policy cache_aware, with its default thresholds (documentation of SGLang's gateway):
+
+- If the requests of the busiest worker exceed those of the least busy one by more than 64 and are more than 1.5 times
+  as many, the least busy worker is chosen.
+- Otherwise the worker whose earlier requests share the longest prefix with the request, if that is more than 0.3 of it.
+- Otherwise the worker with the smallest record of earlier requests.
+
+Dynamo's KV router (documentation of its routing concepts), with its default weight 1 and without temperature: the
+worker with the lowest cost, which is weight x (blocks of prompts to compute, of the request and of those before it
+without a first token) + blocks of all open requests, shared ones counted once.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from math import ceil
+
+from quire.core.explanation import Placement, RoutingCandidate
+from quire.fleet.routing import RoutedRequest, Router, RouterConfig
+
+MATCH_THRESHOLD, BALANCE_ABS_THRESHOLD, BALANCE_REL_THRESHOLD = 0.3, 64, 1.5
+OVERLAP_WEIGHT = 1.0
+
+
+class SGLangRouter(Router):
+    """The rule of SGLang's router."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        super().__init__(config)
+        self._records = [set[bytes]() for _ in range(config.num_replicas)]
+
+    def place(self, request: RoutedRequest, allowed: Sequence[int], num_free: Sequence[int], now: float) -> Placement:
+        """See Router. What is placed enters the record of its worker."""
+        placement = super().place(request, allowed, num_free, now)
+        self._records[placement.replica].update(request.keys)
+        return placement
+
+    def _choose(self, request: RoutedRequest, candidates: Sequence[RoutingCandidate], num_free: Sequence[int]) -> int:
+        del num_free
+        places = range(len(candidates))
+        loads = [self._replicas[one.replica].num_requests for one in candidates]
+        least, most = min(loads), max(loads)
+        if most - least > BALANCE_ABS_THRESHOLD and most > BALANCE_REL_THRESHOLD * least:
+            return loads.index(least)
+        records = [self._records[one.replica] for one in candidates]
+        matches = [_num_leading(request.keys, record) for record in records]
+        best = max(places, key=matches.__getitem__)
+        if matches[best] * self.config.block_size > MATCH_THRESHOLD * request.num_tokens:
+            return best
+        return min(places, key=lambda place: len(records[place]))
+
+
+def _num_leading(keys: Sequence[bytes], record: set[bytes]) -> int:
+    return next((i for i, key in enumerate(keys) if key not in record), len(keys))
+
+
+class DynamoRouter(Router):
+    """The rule of Dynamo's KV router."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        super().__init__(config)
+        self._blocks = [Counter[bytes]() for _ in range(config.num_replicas)]  # of open requests
+        self._open: dict[str, tuple[int, list[bytes]]] = {}
+        self._prefills: list[dict[str, int]] = [{} for _ in range(config.num_replicas)]  # blocks, by request
+
+    def place(self, request: RoutedRequest, allowed: Sequence[int], num_free: Sequence[int], now: float) -> Placement:
+        """See Router."""
+        placement = super().place(request, allowed, num_free, now)
+        self._blocks[placement.replica].update(request.keys)
+        self._open[request.id] = placement.replica, request.keys
+        self._prefills[placement.replica][request.id] = self._missing(request)[placement.replica]
+        return placement
+
+    def record_first_token(self, request_id: str, now: float) -> None:
+        """See Router."""
+        if request_id in self._open:
+            self._prefills[self._open[request_id][0]].pop(request_id, None)
+        super().record_first_token(request_id, now)
+
+    def remove(self, request_id: str, replica: int, now: float) -> None:
+        """See Router."""
+        if request_id in self._open:
+            _, keys = self._open.pop(request_id)
+            self._prefills[replica].pop(request_id, None)
+            blocks = self._blocks[replica]
+            blocks.subtract(keys)
+            for key in keys:
+                if not blocks[key]:
+                    del blocks[key]
+        super().remove(request_id, replica, now)
+
+    def _missing(self, request: RoutedRequest) -> list[int]:
+        """The blocks of the prompt that each worker has to compute."""
+        whole = ceil(request.num_tokens / self.config.block_size)
+        return [whole - found for found in self.keys.num_blocks(request.keys, {})]
+
+    def _choose(self, request: RoutedRequest, candidates: Sequence[RoutingCandidate], num_free: Sequence[int]) -> int:
+        del num_free
+        missing = self._missing(request)
+
+        def cost(place: int) -> tuple[float, int]:
+            replica = candidates[place].replica
+            blocks = self._blocks[replica]
+            new = sum(key not in blocks for key in request.keys)
+            prefill = sum(self._prefills[replica].values()) + missing[replica]
+            return OVERLAP_WEIGHT * prefill + len(blocks) + new, self._replicas[replica].num_requests
+
+        return min(range(len(candidates)), key=cost)
