@@ -11,15 +11,17 @@ all wait. Goodput is the share of the requests with a first token within 500 ms 
 of `quire plan`. The first fifth of the time fills the caches and does not count.
 few-shot: the workload of SGLang's paper on 1, 2, 4 and 8 replicas, with so many times the requests, all at once.
 speed: processor time of a simulation of 100,000 requests on 8 replicas.
+decisions: time of one placement of a prompt of 2,000 tokens beside 100,000 cached blocks, and bytes of the router.
 --quick runs everything at sizes whose figures have no meaning.
 """
 
 import argparse
 import time
+import tracemalloc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from types import MappingProxyType
 
 from rich.console import Console
@@ -27,8 +29,12 @@ from rich.progress import track
 
 from benchmarks.result_file import write_result
 from benchmarks.routing_peers import DynamoRouter, SGLangRouter
+from quire.cache.key_report import KeyChanges
 from quire.config import Routing
-from quire.fleet.routing import Router, RouterConfig
+from quire.core.block_keys import BlockKeys, token_key
+from quire.core.request import Namespace
+from quire.fleet.cached_keys import MOST_KEYS
+from quire.fleet.routing import RoutedRequest, Router, RouterConfig
 from quire.planner.reproduce.engines import Engine
 from quire.planner.results import SimulationResult, Window
 from quire.planner.simulated_engine import EngineSetup
@@ -211,8 +217,71 @@ def speed(args: argparse.Namespace) -> list[Row]:
     return [{"requests": count, "cpu_seconds": seconds, "hit_rate": result.hit_rate}]
 
 
+def decisions(_: argparse.Namespace) -> list[Row]:
+    """Times of placements, and memory of keys and of ended requests."""
+    rows: list[Row] = []
+    block_keys = BlockKeys(16, bytes(32), "model")
+    prompt = token_key([7] * 1600)
+    common = list(block_keys.chain(prompt, Namespace()))
+    for number in (8, 64):
+        router, times = _router_with_keys(number, 100_000), []
+        router.update_keys(3, KeyChanges(common[:80]))
+        free, allowed = [5] * number, range(number)
+        for i in range(5000):
+            request = RoutedRequest(str(i), 2000, 1, common + [_key(10**6 + 25 * i + j) for j in range(25)])
+            began = time.perf_counter()
+            router.place(request, allowed, free, i / 100)
+            times.append(time.perf_counter() - began)
+            if i >= 6 * number:
+                _end(router, str(i - 6 * number), i / 100)
+        rows.append({"replicas": number, "median_us": 1e6 * median(times), "p99_us": 1e6 * sorted(times)[4950]})
+        print(f"  {number} replicas: {rows[-1]['median_us']:.0f} us, 99th percentile {rows[-1]['p99_us']:.0f} us")
+    began = time.perf_counter()
+    for _ in range(200):
+        list(block_keys.chain(prompt, Namespace()))
+    key = (time.perf_counter() - began) / 200 / len(common)
+    tracemalloc.start()
+    router = _router_with_keys(8, MOST_KEYS)
+    before, _ = tracemalloc.get_traced_memory()
+    for i in range(100_000):
+        router.place(RoutedRequest(str(i), 33, 1, [_key(i), _key(i + 1)], f"t{i}"), range(8), [5] * 8, float(i))
+        _end(router, str(i), float(i))
+    more = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    print(
+        f"  a key {1e6 * key:.2f} us, {MOST_KEYS} keys {before / 1e6:.1f} MB, 100,000 requests {more / 1e6:.1f} MB more"
+    )
+    rows.append({"key_us": 1e6 * key, "keys_bytes": float(before), "requests_bytes": float(more)})
+    return rows
+
+
+def _key(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def _router_with_keys(num_replicas: int, count: int) -> Router:
+    router = Router(
+        RouterConfig(
+            routing="predicted",
+            num_replicas=num_replicas,
+            block_size=16,
+            num_blocks=20_000,
+            max_num_seqs=64,
+            max_num_batched_tokens=2048,
+        )
+    )
+    for replica in range(num_replicas):
+        router.update_keys(replica, KeyChanges([_key(i) for i in range(replica, count, num_replicas)]))
+    return router
+
+
+def _end(router: Router, request_id: str, now: float) -> None:
+    router.record_first_token(request_id, now)
+    router.remove(request_id, router.placements[request_id].replica, now + 1)
+
+
 PARTS: Mapping[str, Callable[[argparse.Namespace], list[Row]]] = MappingProxyType(
-    {"policies": policies, "few-shot": few_shot, "speed": speed}
+    {"policies": policies, "few-shot": few_shot, "speed": speed, "decisions": decisions}
 )
 
 

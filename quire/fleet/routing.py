@@ -24,7 +24,7 @@ from quire.core.explanation import Placement, RoutingCandidate
 from quire.cost.step_time import CostFigures
 from quire.fleet.cached_keys import MOST_KEYS, CachedKeys
 
-MOST_PLACEMENTS = 4096  # that are kept for explanations
+MOST_CANDIDATES = 2**15  # that are kept for explanations, about 4 MB
 MOST_PROGRAMS = 16_384  # whose replica is remembered
 # A first token may take as long as this many further tokens: 500 and 50 ms are usual limits. So a delay that is spread
 # over n further tokens counts this many n-ths of a delay of a first token.
@@ -148,7 +148,7 @@ class Router:
         self._expected: dict[bytes, int] = {}  # key -> a bit for each replica that computes it for a request
         self._programs: OrderedDict[str, int] = OrderedDict()  # -> replica of the last request
         self._num_placed = 0
-        self._placed_at: float | None = None  # the last request
+        self._arrived_at: float | None = None  # the last request
         self._gap = _Mean(_ARRIVAL_DECAY)  # seconds between requests
         self._prefill = _Mean(_ARRIVAL_DECAY)  # seconds of a request's missing tokens
         self._hold = _Mean(_END_DECAY)  # seconds of a request from its first token to its end
@@ -175,14 +175,16 @@ class Router:
         """
         if request.id in self._requests:
             self._take_off(request.id)
-        found, arrivals = self._match(request), self._arrivals(len(allowed), now)
+        else:
+            self._record_arrival(now)
+        found, arrivals = self._match(request), self._arrivals(len(allowed))
         candidates = [self._candidate(replica, request, found[replica], arrivals) for replica in allowed]
         chosen = candidates[self._choose(request, candidates, num_free)]
         placement = Placement(chosen.replica, self.config.routing, candidates, chosen.first_token_seconds)
         self._record(request, chosen, now)
         self.placements[request.id] = placement
         self.placements.move_to_end(request.id)
-        if len(self.placements) > MOST_PLACEMENTS:
+        if len(self.placements) > max(1, MOST_CANDIDATES // self.config.num_replicas):
             self.placements.popitem(last=False)
         return placement
 
@@ -265,12 +267,13 @@ class Router:
         most, size = request.num_tokens - 1, self.config.block_size  # the last token is always computed
         return [min(most, size * number) for number in self.keys.num_blocks(request.keys, self._expected)]
 
-    def _arrivals(self, num_replicas: int, now: float) -> float:
+    def _record_arrival(self, now: float) -> None:
+        before, self._arrived_at = self._arrived_at, now
+        if before is not None:
+            self._gap.add(max(0.0, now - before))
+
+    def _arrivals(self, num_replicas: int) -> float:
         """Requests per second and replica, at most as many as it can compute."""
-        before, self._placed_at = self._placed_at, now
-        if before is None:
-            return 0.0
-        self._gap.add(max(0.0, now - before))
         least = max(num_replicas * self._gap.value, self._prefill.value)
         return 1 / least if least else 0.0
 

@@ -1,6 +1,8 @@
 """Placements by predicted seconds: matches against queues, ties, programs, simultaneous requests, and replays."""
 
 import io
+import math
+import operator
 from random import Random
 
 import pytest
@@ -221,6 +223,150 @@ def test_costs_of_replicas_are_averaged():
     assert mean_costs([]) == routing.UNMEASURED
 
 
+class Mean:
+    """A mean whose older values have less weight, from all values."""
+
+    def __init__(self, decay):
+        self.decay, self.values = decay, []
+
+    @property
+    def value(self):
+        weights = [self.decay**age for age in range(len(self.values))][::-1]
+        return sum(map(operator.mul, weights, self.values)) / sum(weights) if self.values else 0.0
+
+
+class Plain:
+    """The slow oracle of a router: it adds up all requests at each placement, and keeps a set of keys per replica."""
+
+    def __init__(self, config):
+        self.config, self.costs = config, routing.UNMEASURED
+        self.requests = {}
+        self.caches = [set() for _ in range(config.num_replicas)]
+        self.gap, self.prefill, self.hold = Mean(0.99), Mean(0.99), Mean(0.95)
+        self.arrived_at = None
+
+    def seconds(self, num_missing, num_tokens):
+        pairs = sum(range(num_tokens - num_missing + 1, num_tokens + 1))
+        return self.costs.prompt_seconds_per_token * num_missing + self.costs.prompt_seconds_per_pair * pairs
+
+    def blocks(self, num_missing, num_sequences):
+        return (num_missing + num_sequences * self.num_output) / self.config.block_size
+
+    @property
+    def num_output(self):
+        return self.hold.value / self.costs.step_seconds
+
+    def candidates(self, request, allowed, now):
+        if self.requests.pop(request.id, None) is None:
+            if self.arrived_at is not None:
+                self.gap.values.append(now - self.arrived_at)
+            self.arrived_at = now
+        least = max(len(allowed) * self.gap.value, self.prefill.value)
+        return [self.candidate(replica, request, 1 / least if least else 0.0) for replica in allowed]
+
+    def candidate(self, replica, request, arrivals):
+        costs = self.costs
+        there = [one for one in self.requests.values() if one["replica"] == replica]
+        begun = sum(one["request"].num_sequences for one in there if one["begun"] is not None)
+        rows = sum(one["request"].num_sequences for one in there)
+        has = self.caches[replica].union(*(one["expected"] for one in there if one["begun"] is None))
+        matched = next((i for i, key in enumerate(request.keys) if key not in has), len(request.keys))
+        num_cached = min(request.num_tokens - 1, matched * self.config.block_size)
+        missing = request.num_tokens - num_cached
+        waiting = [one for one in there if one["begun"] is None]
+        queue = sum(one["seconds"] * one["left"] / one["missing"] for one in waiting)
+        prefill = self.seconds(missing, request.num_tokens)
+        num_left = missing + sum(one["left"] for one in waiting)
+        num_steps = math.ceil(num_left / self.config.max_num_batched_tokens)
+        step = costs.step_seconds if begun else costs.prompt_seconds_per_step
+        first = queue + prefill + step * (num_steps + (0.5 if begun else 0))
+        full = max(
+            (rows + request.num_sequences) / self.config.max_num_seqs,
+            (sum(one["blocks"] for one in there) + self.blocks(missing, request.num_sequences))
+            / self.config.num_blocks,
+        )
+        if full > 1 and there:
+            first += (full - 1) * self.hold.value
+        stalls = begun * prefill + rows * request.num_sequences * self.num_output * costs.prompt_seconds_per_token
+        added = arrivals * prefill * (queue + prefill / 2) + min(1, 10 / max(1, self.num_output)) * stalls
+        return replica, num_cached, first, added
+
+    def record(self, request, chosen):
+        replica, num_cached, *_ = chosen
+        missing = request.num_tokens - num_cached
+        seconds = self.seconds(missing, request.num_tokens)
+        waiting = [one for one in self.requests.values() if one["replica"] == replica and one["begun"] is None]
+        others = [one["expected"] for one in waiting]
+        new = set(request.keys[num_cached // self.config.block_size :]).difference(*others)
+        self.prefill.values.append(seconds)
+        self.requests[request.id] = {
+            **{"replica": replica, "request": request, "begun": None, "missing": missing, "left": missing},
+            **{"seconds": seconds, "blocks": self.blocks(missing, request.num_sequences), "expected": new},
+        }
+
+
+class Compared(Router):
+    """A router whose candidates are compared with those of the oracle."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.plain, self.num_compared = Plain(config), 0
+
+    def set_costs(self, costs):
+        super().set_costs(costs)
+        self.plain.costs = costs
+
+    def update_keys(self, replica, changes):
+        super().update_keys(replica, changes)
+        self.plain.caches[replica] -= set(changes.removed)
+        self.plain.caches[replica] |= set(changes.added)
+
+    def lose_cache(self, replica):
+        super().lose_cache(replica)
+        self.plain.caches[replica].clear()
+
+    def place(self, request, allowed, num_free, now):
+        expected = self.plain.candidates(request, allowed, now)
+        placed = super().place(request, allowed, num_free, now)
+        for one, other in zip(placed.candidates, expected, strict=True):
+            found = one.replica, one.num_cached_tokens, one.first_token_seconds, one.added_seconds
+            assert found == pytest.approx(other)
+        chosen = next(one for one in expected if one[0] == placed.replica)
+        if self.config.routing == "predicted":
+            assert chosen[2] + chosen[3] == pytest.approx(min(one[2] + one[3] for one in expected))
+        self.plain.record(request, chosen)
+        self.num_compared += len(expected)
+        return placed
+
+    def record_progress(self, request_id, num_done):
+        super().record_progress(request_id, num_done)
+        one = self.plain.requests[request_id]
+        one["left"] = min(one["left"], max(0, one["request"].num_tokens - num_done))
+
+    def record_first_token(self, request_id, now):
+        one = self.plain.requests[request_id]
+        if super().record_first_token(request_id, now):
+            assert one["begun"] is None
+            one["begun"] = now
+        return True
+
+    def remove(self, request_id, replica, now):
+        one = self.plain.requests.get(request_id)
+        super().remove(request_id, replica, now)
+        if one is not None and one["replica"] == replica:
+            del self.plain.requests[request_id]
+            if one["begun"] is not None:
+                self.plain.hold.values.append(now - one["begun"])
+
+
+@pytest.mark.parametrize("policy", ["predicted", "least-loaded"])
+def test_predictions_are_those_of_plain_sums_over_all_requests(policy):
+    for seed in range(examples(20)):
+        router = Compared(config(1 + seed % 5, policy, max_num_seqs=4, num_blocks=40, max_num_batched_tokens=100))
+        drive(router, Random(seed), 200, 1 + seed % 5)
+        assert router.num_compared > 50
+
+
 def drive(router, rng, num_calls, num_replicas):
     """Random calls. Returns the requests that are open at the end, with their replicas."""
     now, open_ones = 0.0, {}
@@ -318,7 +464,7 @@ def test_what_is_no_journal_of_a_router_is_an_error(tmp_path):
 
 
 def test_programs_and_placements_that_are_kept_are_bounded(monkeypatch):
-    monkeypatch.setattr(routing, "MOST_PLACEMENTS", 5)
+    monkeypatch.setattr(routing, "MOST_CANDIDATES", 10)
     monkeypatch.setattr(routing, "MOST_PROGRAMS", 5)
     front = Front(2)
     for i in range(20):
