@@ -86,6 +86,13 @@ class PacedEngine:
         stats = EngineStats.zero()
         return msgspec.structs.replace(stats, num_steps=self._num_steps, num_running=len(self._done))
 
+    def take_key_changes(self) -> None:
+        """There are no keys."""
+
+    def take_service(self) -> dict[str, int]:
+        """No service is reported."""
+        return {}
+
     def check_block_accounting(self) -> None:
         """There are no blocks."""
 

@@ -11,6 +11,7 @@ all wait. Goodput is the share of the requests with a first token within 500 ms 
 of `quire plan`. The first fifth of the time fills the caches and does not count.
 few-shot: the workload of SGLang's paper on 1, 2, 4 and 8 replicas, with so many times the requests, all at once.
 speed: processor time of a simulation of 100,000 requests on 8 replicas.
+live: hit rates of R3 of docs/reproduction.md on 2 and 4 engine processes whose steps sleep, beside their simulation.
 decisions: time of one placement of a prompt of 2,000 tokens beside 100,000 cached blocks, and bytes of the router.
 --quick runs everything at sizes whose figures have no meaning.
 """
@@ -28,6 +29,7 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks.result_file import write_result
+from benchmarks.routing_live import live
 from benchmarks.routing_peers import DynamoRouter, SGLangRouter
 from quire.cache.key_report import KeyChanges
 from quire.config import Routing
@@ -280,8 +282,18 @@ def _end(router: Router, request_id: str, now: float) -> None:
     router.remove(request_id, router.placements[request_id].replica, now + 1)
 
 
+def live_parts(args: argparse.Namespace) -> list[Row]:
+    """R3 with engine processes."""
+    rows: list[Row] = []
+    for number in (2, 4):
+        for row in live(number, number * args.requests // 25):
+            rows.append(row)
+            print(f"  {number} engines, {row['routing']}: hit rate {row['live']:.3f}, simulated {row['simulated']:.3f}")
+    return rows
+
+
 PARTS: Mapping[str, Callable[[argparse.Namespace], list[Row]]] = MappingProxyType(
-    {"policies": policies, "few-shot": few_shot, "speed": speed, "decisions": decisions}
+    {"policies": policies, "few-shot": few_shot, "speed": speed, "live": live_parts, "decisions": decisions}
 )
 
 

@@ -17,6 +17,7 @@ from quire.core.request import NO_NAMESPACE
 from quire.planner.reproduce.engines import OPT_13B, PAGED, Engine, run
 from quire.planner.reproduce.finding import Context, Findings, computed, measured, over_seeds, simulated
 from quire.planner.reproduce.recorded import origin
+from quire.planner.simulated_engine import EngineSetup
 from quire.planner.simulation import Simulation
 from quire.planner.workloads import Maker, Part, Session, Turn, Workload, few_shot, tokens_of, with_arrivals
 
@@ -67,19 +68,13 @@ def r3(context: Context) -> Findings:
 
     The oracle knows the prefixes. It shows what a router can reach, so that it has no verdict.
     """
-    rng, count = Random(0), context.size(1600, 64)
-    maker = Maker(0, 2048)
-    prefixes = [maker.part(1000) for _ in range(64)]
-    turns = [Turn((rng.choice(prefixes), maker.between(20, 80)), rng.randint(8, 32)) for _ in range(count)]
-    arriving = with_arrivals([Session(0.0, (turn,)) for turn in turns], 200.0)
-    engine = Engine("llama-2-7b", "A100-40GB", 16 * 700, max_num_seqs=32)
-    setup = engine.setup(prefix_index=True)
-    homes = {prefix.key: i % _WORKERS for i, prefix in enumerate(prefixes)}
+    count, setup = context.size(1600, 64), r3_engine()
+    arriving = r3_requests(_WORKERS, count)
 
     def by_prefix(_: int, session: Session) -> int:
         part = session.turns[0].new[0]
         assert isinstance(part, Part), "the prefix is a part"
-        return homes[part.key]
+        return part.key % _WORKERS
 
     def in_turn(number: int, _: Session) -> int:
         return number % _WORKERS
@@ -101,6 +96,19 @@ def r3(context: Context) -> Findings:
         simulated("hit rate, by an oracle", 100 * hits[1], "%", None, note=bound),
         simulated("throughput, by an oracle over in turn", rates[1] / rates[0], "x", None, note=bound),
     ]
+
+
+def r3_engine() -> EngineSetup:
+    """A worker: it keeps 11 prefixes."""
+    return Engine("llama-2-7b", "A100-40GB", 16 * 700, max_num_seqs=32).setup(prefix_index=True)
+
+
+def r3_requests(num_workers: int, count: int) -> list[Session]:
+    """Requests with 8 prefixes of 1,000 tokens and 25 arrivals a second for each worker."""
+    rng, maker = Random(0), Maker(0, 2048)
+    prefixes = [maker.part(1000) for _ in range(8 * num_workers)]
+    turns = [Turn((rng.choice(prefixes), maker.between(20, 80)), rng.randint(8, 32)) for _ in range(count)]
+    return with_arrivals([Session(0.0, (turn,)) for turn in turns], 25.0 * num_workers)
 
 
 _IN_TURN = "64 prefixes in turn to workers that hold 11 each; the document does not say how many prefixes there were"
