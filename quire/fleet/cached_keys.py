@@ -8,12 +8,17 @@ MOST_KEYS = 550_000  # of about 64 MB
 
 
 class CachedKeys:
-    """The replicas of each key. Exact as long as there are at most `most` keys; then the oldest are forgotten."""
+    """The replicas of each key. Exact as long as there are at most `most` keys.
+
+    Beyond that, those are forgotten that were reported longest ago.
+    """
 
     def __init__(self, num_replicas: int, most: int = MOST_KEYS) -> None:
         self._num_replicas = num_replicas
         self._most = most
-        self._owners: dict[bytes, int] = {}  # key -> a bit for each replica that has the block, oldest key first
+        self._owners: dict[
+            bytes, int
+        ] = {}  # key -> a bit for each replica that has the block, reported longest ago first
 
     def __len__(self) -> int:
         return len(self._owners)
@@ -28,7 +33,7 @@ class CachedKeys:
             else:
                 owners.pop(key, None)
         for key in changes.added:
-            owners[key] = owners.get(key, 0) | bit
+            owners[key] = owners.pop(key, 0) | bit  # the latest last
         while len(owners) > self._most:
             del owners[next(iter(owners))]
 

@@ -59,6 +59,10 @@ def test_the_oldest_keys_are_forgotten_beyond_the_most():
     assert keys.of(0) == {key(i) for i in range(20, 30)}
     keys.update(0, KeyChanges([], [key(3)]))  # forgotten before
     assert len(keys) == 10
+    keys.update(1, KeyChanges([key(20)]))
+    keys.update(0, KeyChanges([key(99)]))
+    assert keys.of(1) == {key(20)}, "reported again, so that it stays"
+    assert keys.of(0) == {*(key(i) for i in (20, *range(22, 30))), key(99)}
 
 
 NAMESPACES = [

@@ -14,7 +14,7 @@ from multi_tenant_server import GENERATING, refused
 
 import quire
 from quire.config import EngineOptions
-from quire.core.explanation import Explanation, Miss, Preemption
+from quire.core.explanation import Explanation, Miss, Placement, Preemption, RoutingCandidate
 from quire.server.api_keys import Keys, new_key
 from quire.server.app import make_app
 
@@ -42,6 +42,19 @@ def test_an_explanation(site):
     assert one["preemptions"][0]["num_lost_tokens"] == 4
     assert two["saved_by_sharing"] == 0
     assert site.ask("root", "GET", "/v1/requests/r/explain").json() == answer
+
+
+def test_predicted_seconds_of_replicas_are_shown_to_admins_alone(site):
+    candidates = [RoutingCandidate(0, 16, 0.5, 0.25), RoutingCandidate(1, 0, 0.75, 0.0)]
+    placed = Placement(0, "predicted", candidates, 0.5, 0.625)
+    site.engine.explanations["r"] = explanation("r", "ann", placement=placed)
+    (seen,) = site.ask("root", "GET", "/v1/requests/r/explain").json()["prompts"]
+    assert seen["placement"] == json.loads(msgspec.json.encode(placed))
+    (seen,) = site.ask("ann", "GET", "/v1/requests/r/explain").json()["prompts"]
+    assert seen["placement"] == {
+        **{"replica": 0, "routing": "predicted", "actual_seconds": 0.625},
+        "candidates": [{"replica": 0, "num_cached_tokens": 16}, {"replica": 1, "num_cached_tokens": 0}],
+    }
 
 
 def test_explain_answers_another_tenants_request_as_an_unknown_one(site):

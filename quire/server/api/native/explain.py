@@ -5,7 +5,7 @@ from functools import partial
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from quire.core.explanation import Explanation
+from quire.core.explanation import Explanation, Placement
 from quire.server.api_keys import Caller
 from quire.server.errors import UnknownRequest
 from quire.server.held_answer import answer_in_turn
@@ -41,9 +41,22 @@ async def _explained(service: Service, request: Request, id: str) -> Response:
             "its answer (on OpenAI's routes that is the answer's id, too)",
             "id",
         )
-    prompts = [{**msgspec.structs.asdict(one), "saved_by_sharing": one.saved} for one in explanations]
+    prompts = [
+        {**msgspec.structs.asdict(one), "saved_by_sharing": one.saved, "placement": _visible_placement(one, caller)}
+        for one in explanations
+    ]
     answer = {"id": id, "object": "request.explanation", "prompts": prompts}
     return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+def _visible_placement(explanation: Explanation, caller: Caller) -> Placement | dict[str, object] | None:
+    """The placement. Predicted seconds tell exactly how much other tenants have to compute: only an admin sees them."""
+    placement = explanation.placement
+    if placement is None or caller.is_admin:
+        return placement
+    matched = [{"replica": one.replica, "num_cached_tokens": one.num_cached_tokens} for one in placement.candidates]
+    shown = {"replica": placement.replica, "routing": placement.routing, "actual_seconds": placement.actual_seconds}
+    return {**shown, "candidates": matched}
 
 
 def visible(explanations: list[Explanation], caller: Caller) -> bool:
