@@ -47,10 +47,10 @@ def test_an_explanation(site):
 def test_predicted_seconds_of_replicas_are_shown_to_admins_alone(site):
     candidates = [RoutingCandidate(0, 16, 0.5, 0.25), RoutingCandidate(1, 0, 0.75, 0.0)]
     placed = Placement(0, "predicted", candidates, 0.5, 0.625)
-    site.engine.explanations["r"] = explanation("r", "ann", placement=placed)
-    (seen,) = site.ask("root", "GET", "/v1/requests/r/explain").json()["prompts"]
+    site.engine.explanations["placed"] = explanation("placed", "ann", placement=placed)
+    (seen,) = site.ask("root", "GET", "/v1/requests/placed/explain").json()["prompts"]
     assert seen["placement"] == json.loads(msgspec.json.encode(placed))
-    (seen,) = site.ask("ann", "GET", "/v1/requests/r/explain").json()["prompts"]
+    (seen,) = site.ask("ann", "GET", "/v1/requests/placed/explain").json()["prompts"]
     assert seen["placement"] == {
         **{"replica": 0, "routing": "predicted", "actual_seconds": 0.625},
         "candidates": [{"replica": 0, "num_cached_tokens": 16}, {"replica": 1, "num_cached_tokens": 0}],
