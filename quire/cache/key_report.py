@@ -14,6 +14,9 @@ from quire.cache.prefix.index import PrefixIndex, PublicPrefixes
 from quire.cache.prefix.radix_index import RadixIndex, root_key_of
 from quire.cache.prefix.radix_node import Node
 from quire.core.block_keys import BYTES_PER_TOKEN, BlockKeys
+from quire.core.request import Namespace
+
+_MOST_ROOTS = 1024  # whose keys are kept
 
 
 class KeyChanges(msgspec.Struct, frozen=True, array_like=True):
@@ -67,6 +70,7 @@ class KeyReport:
         self._runs: dict[Node, _Run] = {}
         self._unwritten: set[Node] = set()  # nodes with blocks of steps that were not committed
         self._is_new = True
+        self._root_keys: dict[tuple[Namespace, bytes], bytes] = {}
 
     @property
     def keys(self) -> set[bytes]:
@@ -89,18 +93,23 @@ class KeyReport:
         new: set[bytes] = set()
         for node in sorted(changed, key=lambda node: node.end):  # a chain continues that of its parent
             run = self._runs.pop(node, None)
+            if node.is_removed or node.parent is None:
+                old.update([] if run is None else run.keys)
+                continue
+            now, num_kept = self._run_of(node, run, unwritten)
             if run is not None:
-                old.update(run.keys)
-            if not node.is_removed and node.parent is not None and (now := self._run_of(node, run, unwritten)).keys:
+                old.update(run.keys[num_kept:])
+            if now.keys:
                 self._runs[node] = now
-                new.update(now.keys)
+                new.update(now.keys[num_kept:])
         return KeyChanges(sorted(new - old), sorted(old - new))
 
-    def _run_of(self, node: Node, known: _Run | None, unwritten: Collection[int]) -> _Run:
+    def _run_of(self, node: Node, known: _Run | None, unwritten: Collection[int]) -> tuple[_Run, int]:
+        """The run of a node, and how many of its keys are those of `known`."""
         before = self._key_before(node)
         if before is None:
             self._unwritten.add(node)
-            return _Run(b"", b"", [])
+            return _Run(b"", b"", []), 0
         num_blocks = len(node.edge) // self._size  # of a tail none is whole
         if unwritten:
             written = next((i for i, block in enumerate(node.blocks[0]) if block in unwritten), num_blocks)
@@ -112,8 +121,9 @@ class KeyReport:
             keys = known.keys if edge.startswith(known.edge) else []
             if known.edge.startswith(edge):
                 keys = known.keys[:num_blocks]
-        keys = [*keys, *self._block_keys.continued(keys[-1] if keys else before, edge[len(keys) * self._size :])]
-        return _Run(before, edge, keys)
+        num_kept = len(keys)
+        keys = [*keys, *self._block_keys.continued(keys[-1] if keys else before, edge[num_kept * self._size :])]
+        return _Run(before, edge, keys), num_kept
 
     def _key_before(self, node: Node) -> bytes | None:
         """The key before the first block of a node; None if a block before it is not written."""
@@ -122,7 +132,15 @@ class KeyReport:
         if parent.parent is not None:
             run = self._runs.get(parent)
             return run.keys[-1] if run is not None and len(run.keys) == len(parent.blocks[0]) else None
-        namespace, data = root_key_of(parent)
+        root = root_key_of(parent)
+        if root not in self._root_keys:
+            if len(self._root_keys) >= _MOST_ROOTS:
+                self._root_keys.clear()
+            self._root_keys[root] = self._key_of_root(*root)
+        return self._root_keys[root]
+
+    def _key_of_root(self, namespace: Namespace, data: bytes) -> bytes:
+        """data: the tokens before a root that is not the first one of its prompts."""
         if not data:
             return self._block_keys.root(namespace)
         public = self._public.root_key(namespace)[0]

@@ -1,6 +1,6 @@
 """Which replicas have which blocks in their prefix cache."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from quire.cache.key_report import KeyChanges
 
@@ -10,7 +10,7 @@ MOST_KEYS = 550_000  # of about 64 MB
 class CachedKeys:
     """The replicas of each key. Exact as long as there are at most `most` keys.
 
-    Beyond that, those are forgotten that were reported longest ago.
+    Beyond that, those are forgotten that were reported or asked for longest ago.
     """
 
     def __init__(self, num_replicas: int, most: int = MOST_KEYS) -> None:
@@ -54,6 +54,7 @@ class CachedKeys:
         block.
         """
         found, depth = [0] * self._num_replicas, 0
+        asked = []
         alive = (1 << self._num_replicas) - 1
         for key in keys:
             have = alive & (self._owners.get(key, 0) | expected.get(key, 0))
@@ -62,9 +63,27 @@ class CachedKeys:
                 alive = have
                 if not alive:
                     break
+            asked.append(key)
             depth += 1
         self._end(found, alive, depth)
+        if len(self._owners) > self._most // 2:
+            self._keep(asked)
         return found
+
+    def num_cached(self, replica: int, keys: Iterable[bytes]) -> int:
+        """How many leading blocks of a prompt a replica has."""
+        owners, bit, number = self._owners, 1 << replica, 0
+        for key in keys:
+            if not owners.get(key, 0) & bit:
+                break
+            number += 1
+        return number
+
+    def _keep(self, keys: Sequence[bytes]) -> None:
+        """Make keys the last to be forgotten, and among them the first blocks the very last."""
+        for key in reversed(keys):
+            if key in self._owners:
+                self._owners[key] = self._owners.pop(key)
 
     def _end(self, found: list[int], ended: int, depth: int) -> None:
         """The matches of replicas end behind `depth` blocks."""

@@ -96,9 +96,9 @@ class Fleet:
         self._num_requests = 0
         self._closing = False
         self._tasks: list[asyncio.Task[None]] = []
-        self._router: Router | None = None
+        self.router: Router | None = None  # None for one replica
         if len(engine_handles) > 1:
-            self._router = new_router(routing, engine_handles, journal)
+            self.router = new_router(routing, engine_handles, journal)
         self._request_keys = RequestKeys(engine_handles[0].model_info, engine_handles[0].share)
         numbers = range(len(engine_handles)) if len(engine_handles) > 1 else (None,)
         self.replicas = [
@@ -111,10 +111,10 @@ class Fleet:
     async def start(self) -> None:
         """Connect to the engines that the engine handles have launched, and supervise them."""
         await asyncio.gather(*(one.replica.start() for one in self.replicas))
-        if self._router is not None:
+        if self.router is not None:
             self._tasks = [
                 asyncio.ensure_future(self._run_moves()),
-                asyncio.ensure_future(self._learn_costs(self._router)),
+                asyncio.ensure_future(self._learn_costs(self.router)),
             ]
 
     async def close(self) -> None:
@@ -126,8 +126,8 @@ class Fleet:
         await asyncio.gather(*(one.replica.close() for one in self.replicas))
         for one in self.replicas:
             one.close()
-        if self._router is not None:
-            self._router.close()
+        if self.router is not None:
+            self.router.close()
 
     @property
     def num_replicas(self) -> int:
@@ -156,7 +156,7 @@ class Fleet:
 
     def statuses(self) -> list[ReplicaStatus]:
         """The replicas, by number."""
-        routed = [None] * len(self.replicas) if self._router is None else self._router.stats
+        routed = [None] * len(self.replicas) if self.router is None else self.router.stats
         return [
             ReplicaStatus(one.replica.health(one.num_open), len(one.ids), one.is_drained, stats)
             for one, stats in zip(self.replicas, routed, strict=True)
@@ -255,9 +255,9 @@ class Fleet:
                 if name not in one.given_ids and (name not in found or rank > found[name][0]):
                     found[name] = rank, explanation
         explained = [found[name][1] for name in ids if name in found]
-        if self._router is None:
+        if self.router is None:
             return explained
-        placements = self._router.placements
+        placements = self.router.placements
         return [msgspec.structs.replace(one, placement=placements.get(one.request_id)) for one in explained]
 
     async def flush_cache(self) -> int:
@@ -361,29 +361,29 @@ class Fleet:
         stream = self._streams.get(output.request_id)
         if stream is None:
             return None
-        if self._router is not None:
-            self._router.record_first_token(output.request_id, time.monotonic())
+        if self.router is not None and (output.token_ids or (output.end is not None and not output.error)):
+            self.router.record_first_token(output.request_id, time.monotonic())
         stream.put(output)
         return stream if stream.must_wait else None
 
     def on_turn(self, home: ReplicaRequests, keys: KeyChanges | None, num_counted: Mapping[str, int]) -> None:
         """See RequestOwner."""
-        if self._router is None:
+        if self.router is None:
             return
         if keys is not None and (keys.added or keys.removed):
-            self._router.update_keys(home.number, keys)
+            self.router.update_keys(home.number, keys)
         for name, number in num_counted.items():
-            self._router.record_progress(name, number)
+            self.router.record_progress(name, number)
 
     def on_cache_lost(self, home: ReplicaRequests) -> None:
         """See RequestOwner."""
-        if self._router is not None:
-            self._router.lose_cache(home.number)
+        if self.router is not None:
+            self.router.lose_cache(home.number)
 
     def on_removed(self, home: ReplicaRequests, request_id: str) -> None:
         """See RequestOwner."""
-        if self._router is not None:
-            self._router.remove(request_id, home.number, time.monotonic())
+        if self.router is not None:
+            self.router.remove(request_id, home.number, time.monotonic())
 
     def relocate(self, home: ReplicaRequests) -> None:
         """See RequestOwner. They stay while no other replica of their tenant serves."""
@@ -445,7 +445,7 @@ class Fleet:
         log.info("%d requests and %d calls of a replica go on elsewhere", len(names), len(calls))
         for name in names:
             request, known = self.open_requests.request(name), self.open_requests.num_known(name)
-            home.give(name, self._route([request], targets(request), known))
+            home.give(name, self._route([request], targets(request), num_known=known))
         for call in calls:
             home.give_add(call, self._route(call.requests, targets(call.requests[0])))
         for one in others:
@@ -485,22 +485,27 @@ class Fleet:
         ready = [one for one in candidates if one.takes_requests]
         # what waits for an engine can move; what a stalled one was sent cannot
         waiting = [one for one in candidates if not one.replica.has_engine]
-        return self._route(requests, ready or waiting or candidates)
+        return self._route(requests, ready or waiting or candidates, has_arrived=not refused)
 
     def _route(
-        self, requests: Sequence[Request], replicas: Sequence[ReplicaRequests], num_known: int = 0
+        self,
+        requests: Sequence[Request],
+        replicas: Sequence[ReplicaRequests],
+        *,
+        num_known: int = 0,
+        has_arrived: bool = True,
     ) -> ReplicaRequests:
         """The one of the replicas on which the router places requests, all on one. They count there at once.
 
-        num_known: output tokens of a request that moves. A call without requests goes to the one with the fewest.
+        num_known: output tokens of a request that moves. has_arrived: see Router. A call without requests goes to the
+        one with the fewest.
         """
-        if self._router is None or not requests:
+        if self.router is None or not requests:
             return min(replicas, key=lambda one: len(one.ids))
         allowed, now = list(replicas), time.monotonic()
-        for request in requests:
-            routed = self._request_keys.routed(request, num_known)
+        for routed in [self._request_keys.routed(request, num_known) for request in requests]:
             free = [one.replica.num_free_blocks for one in allowed]
-            placed = self._router.place(routed, [one.number for one in allowed], free, now)
+            placed = self.router.place(routed, [one.number for one in allowed], free, now, has_arrived=has_arrived)
             allowed = [self.replicas[placed.replica]]
         return allowed[0]
 

@@ -40,6 +40,7 @@ class _OpenRequest:
         self.num_repeated_prompt_logprobs = 0  # among them, those that the current engine will repeat
         self.goes_on = False  # whether the current engine got known tokens
         self.num_counted = 0  # prompt tokens that engines have counted as found or computed
+        self.num_counted_before = 0  # by engines before the current one
         self.pooled: np.ndarray | None = None  # partial result; delivered when it is complete
 
     @property
@@ -107,16 +108,24 @@ class OpenRequests:
         """An open request for resubmission to a new engine, with its known tokens."""
         entry = self._entries[request_id]
         entry.goes_on = entry.has_begun
+        entry.num_counted_before = entry.num_counted
         for sequence in entry.sequences:
             sequence.seq_id = None
         entry.num_repeated_prompt_logprobs, entry.pooled = entry.num_delivered_prompt_logprobs, None
         return entry.resubmission
 
-    def record_prompts(self, num_counted: Mapping[str, int]) -> None:
-        """Record how many prompt tokens of requests the engine has counted. Ignores unknown ids."""
+    def record_prompts(self, num_counted: Mapping[str, int]) -> dict[str, int]:
+        """Record how many prompt tokens of open requests the engine has counted.
+
+        Returns those of them that are progress of this engine: what engines before it have counted is computed again.
+        """
+        progress = {}
         for request_id, number in num_counted.items():
-            if request_id in self._entries:
-                self._entries[request_id].num_counted = number
+            entry = self._entries[request_id]
+            entry.num_counted = number
+            if number > entry.num_counted_before:
+                progress[request_id] = number
+        return progress
 
     def record_output(self, output: Output) -> tuple[Output | None, int | None]:
         """Record an output of the engine. Returns (the output to deliver or None, num_tokens or None).

@@ -254,14 +254,16 @@ class ReplicaRequests:
         self._owner.tenant_service.add(self, batch.service)
         for answer in batch.answers:
             self._on_answer(answer)
-        counted = {name: number for name, number in batch.num_counted.items() if name in self.ids}
-        self._open_requests.record_prompts(counted)
-        self._owner.on_turn(self, batch.keys, counted)
+        counted = {name: number for name, number in batch.num_counted.items() if self._has(name)}
+        self._owner.on_turn(self, batch.keys, self._open_requests.record_prompts(counted))
         for output in batch.outputs:
-            # before its Add is answered, an output is of an earlier request of the same id, or before a move
-            is_open = output.request_id in self.ids and output.request_id in self._open_requests
-            if is_open and output.request_id not in self._resubmitting:
+            if self._has(output.request_id):
                 self._deliver(output)
+
+    def _has(self, request_id: str) -> bool:
+        """Whether the engine has an open request: what it sent before the answer to its Add is of an earlier one."""
+        is_open = request_id in self.ids and request_id in self._open_requests
+        return is_open and request_id not in self._resubmitting
 
     def on_engine_ended(self, steps: StepsInFlight, *, was_killed: bool) -> EndedWork:
         """Record the requests in flight as suspects, and fail one that is found guilty. See ReplicaOwner.

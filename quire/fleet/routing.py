@@ -12,9 +12,9 @@ Nothing here reads a clock or draws a number, so that the same calls give the sa
 """
 
 from bisect import bisect_left
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
-from math import ceil
+from math import ceil, inf
 
 import msgspec
 
@@ -29,8 +29,10 @@ MOST_PROGRAMS = 16_384  # whose replica is remembered
 # A first token may take as long as this many further tokens: 500 and 50 ms are usual limits. So a delay that is spread
 # over n further tokens counts this many n-ths of a delay of a first token.
 _FIRST_OVER_FURTHER = 10
-_ARRIVAL_DECAY = 0.99  # weight of the mean gap and prompt when another request is placed
-_END_DECAY = 0.95  # weight of the mean time of a request when another one ends
+_ARRIVAL_SECONDS = 30.0  # in which the weight of an arrival falls to a half, and later less quickly
+_PREFILL_DECAY = 0.99  # weight of the mean prefill when another request is placed
+_HOLD_DECAY = 0.95  # weight of the mean time of a request when another one ends
+_MOST_HOLD = 10.0  # times the mean, for which one request counts at most: it may be one that nobody reads
 # until an engine has measured: what matters is that a token costs something, and a step more
 UNMEASURED = CostFigures(1e-4, 0.0, 1e-3, 1e-2, None, None)
 
@@ -89,6 +91,32 @@ class _Mean:
         self.value = self._total / self._weight
 
 
+class _Rate:
+    """Arrivals per second, of which the older ones count less."""
+
+    def __init__(self, seconds: float) -> None:
+        """seconds: in which the weight of an arrival falls to a half."""
+        self._seconds = seconds
+        self._weight = 0.0
+        self._first = self._last = 0.0
+
+    def add(self, now: float) -> None:
+        if not self._weight:
+            self._first = self._last = now
+        self._weight = self._aged(now) + 1
+        self._last = now
+
+    def at(self, now: float) -> float:
+        """The rate; infinite if all have arrived at once, 0 before the second one."""
+        others, span = self._aged(now) - 1, min(self._seconds, now - self._first)
+        if others <= 0:
+            return 0.0
+        return others / span if span > 0 else inf
+
+    def _aged(self, now: float) -> float:
+        return self._weight / (1 + max(0.0, now - self._last) / self._seconds)
+
+
 class _Placed(msgspec.Struct):
     """A request on a replica."""
 
@@ -97,7 +125,7 @@ class _Placed(msgspec.Struct):
     num_blocks: float
     num_missing: int  # tokens to compute when it was placed
     num_tokens: int
-    expected: list[bytes]  # keys that the replica has once it has computed the prompt
+    expected: list[bytes]  # keys that count as those that its replica computes
     placed_at: float
     predicted_seconds: float  # until its first token
     num_left: int  # of the missing tokens, those that are not computed
@@ -146,12 +174,12 @@ class Router:
         self._replicas = [_Replica() for _ in range(config.num_replicas)]
         self._requests: dict[str, _Placed] = {}
         self._expected: dict[bytes, int] = {}  # key -> a bit for each replica that computes it for a request
+        self._num_expecting = [Counter[bytes]() for _ in range(config.num_replicas)]  # requests that compute a key
         self._programs: OrderedDict[str, int] = OrderedDict()  # -> replica of the last request
         self._num_placed = 0
-        self._arrived_at: float | None = None  # the last request
-        self._gap = _Mean(_ARRIVAL_DECAY)  # seconds between requests
-        self._prefill = _Mean(_ARRIVAL_DECAY)  # seconds of a request's missing tokens
-        self._hold = _Mean(_END_DECAY)  # seconds of a request from its first token to its end
+        self._arrivals = _Rate(_ARRIVAL_SECONDS)
+        self._prefill = _Mean(_PREFILL_DECAY)  # seconds of a request's missing tokens
+        self._hold = _Mean(_HOLD_DECAY)  # seconds of a request from its first token to its end
 
     # Inputs
 
@@ -167,17 +195,25 @@ class Router:
         """The engine of a replica has ended, and its cache with it. Its requests are removed one by one."""
         self.keys.forget(replica)
 
-    def place(self, request: RoutedRequest, allowed: Sequence[int], num_free: Sequence[int], now: float) -> Placement:
+    def place(
+        self,
+        request: RoutedRequest,
+        allowed: Sequence[int],
+        num_free: Sequence[int],
+        now: float,
+        *,
+        has_arrived: bool = True,
+    ) -> Placement:
         """Place a request on one of the replicas `allowed`. It counts there at once.
 
-        num_free: of each allowed replica, the KV blocks that are neither used nor cached. A request that was placed
-        before is moved.
+        num_free: of each allowed replica, the KV blocks that are neither used nor cached. has_arrived: now; False for a
+        request that a replica has refused. A request that is placed already is moved.
         """
         if request.id in self._requests:
             self._take_off(request.id)
-        else:
-            self._record_arrival(now)
-        found, arrivals = self._match(request), self._arrivals(len(allowed))
+        elif has_arrived:
+            self._arrivals.add(now)
+        found, arrivals = self._match(request), self._arrivals_of_each(len(allowed), now)
         candidates = [self._candidate(replica, request, found[replica], arrivals) for replica in allowed]
         chosen = candidates[self._choose(request, candidates, num_free)]
         placement = Placement(chosen.replica, self.config.routing, candidates, chosen.first_token_seconds)
@@ -222,7 +258,8 @@ class Router:
             return
         placed = self._take_off(request_id)
         if placed.first_token_at is not None:
-            self._hold.add(now - placed.first_token_at)
+            seconds = now - placed.first_token_at
+            self._hold.add(min(seconds, _MOST_HOLD * self._hold.value) if self._hold.value else seconds)
 
     @property
     def is_empty(self) -> bool:
@@ -232,7 +269,7 @@ class Router:
             == (0, 0, 0.0, 0, 0, 0.0)
             for of in self._replicas
         )
-        return idle and not self._requests and not self._expected
+        return idle and not self._requests and not self._expected and not any(self._num_expecting)
 
     def close(self) -> None:
         """Does nothing: only a router with a journal has something to close."""
@@ -267,15 +304,10 @@ class Router:
         most, size = request.num_tokens - 1, self.config.block_size  # the last token is always computed
         return [min(most, size * number) for number in self.keys.num_blocks(request.keys, self._expected)]
 
-    def _record_arrival(self, now: float) -> None:
-        before, self._arrived_at = self._arrived_at, now
-        if before is not None:
-            self._gap.add(max(0.0, now - before))
-
-    def _arrivals(self, num_replicas: int) -> float:
+    def _arrivals_of_each(self, num_replicas: int, now: float) -> float:
         """Requests per second and replica, at most as many as it can compute."""
-        least = max(num_replicas * self._gap.value, self._prefill.value)
-        return 1 / least if least else 0.0
+        arriving = self._arrivals.at(now) / num_replicas
+        return min(arriving, 1 / self._prefill.value) if self._prefill.value else 0.0
 
     def _candidate(self, replica: int, request: RoutedRequest, num_cached: int, arrivals: float) -> RoutingCandidate:
         of, costs, config = self._replicas[replica], self._costs, self.config
@@ -319,12 +351,14 @@ class Router:
     def _record(self, request: RoutedRequest, chosen: RoutingCandidate, now: float) -> None:
         self._num_placed += 1
         number, num_missing = chosen.replica, request.num_tokens - chosen.num_cached_tokens
-        bit, expected = 1 << number, []
-        for key in request.keys[chosen.num_cached_tokens // self.config.block_size :]:
-            owners = self._expected.get(key, 0)
-            if not owners & bit:
-                self._expected[key] = owners | bit
-                expected.append(key)
+        missing = request.keys[
+            self.keys.num_cached(number, request.keys) :
+        ]  # also what another one computes: it may end
+        expected = missing if len(self._expected) + len(missing) <= self.config.most_keys else []
+        self._num_expecting[number].update(expected)
+        bit = 1 << number
+        for key in expected:
+            self._expected[key] = self._expected.get(key, 0) | bit
         placed = _Placed(
             number,
             request.num_sequences,
@@ -378,11 +412,15 @@ class Router:
         placed.num_left, placed.left_seconds = num_left, seconds
 
     def _forget_expected(self, placed: _Placed) -> None:
-        bit = 1 << placed.replica
+        bit, counts = 1 << placed.replica, self._num_expecting[placed.replica]
         for key in placed.expected:
-            rest = self._expected.get(key, 0) & ~bit
+            if counts[key] > 1:
+                counts[key] -= 1
+                continue
+            del counts[key]
+            rest = self._expected[key] & ~bit
             if rest:
                 self._expected[key] = rest
             else:
-                self._expected.pop(key, None)
+                del self._expected[key]
         placed.expected = []

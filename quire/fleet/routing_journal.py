@@ -60,6 +60,7 @@ class Place(msgspec.Struct, frozen=True, tag=True):
     now: float
     replica: int
     predicted_seconds: float
+    has_arrived: bool = True
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
@@ -107,10 +108,18 @@ class JournalledRouter(Router):
         self._write(LoseCache(replica))
         super().lose_cache(replica)
 
-    def place(self, request: RoutedRequest, allowed: Sequence[int], num_free: Sequence[int], now: float) -> Placement:
-        placed = super().place(request, allowed, num_free, now)
-        record = Place(request, list(allowed), list(num_free), now, placed.replica, placed.predicted_seconds)
-        self._write(record)
+    def place(
+        self,
+        request: RoutedRequest,
+        allowed: Sequence[int],
+        num_free: Sequence[int],
+        now: float,
+        *,
+        has_arrived: bool = True,
+    ) -> Placement:
+        placed = super().place(request, allowed, num_free, now, has_arrived=has_arrived)
+        chosen = placed.replica, placed.predicted_seconds
+        self._write(Place(request, list(allowed), list(num_free), now, *chosen, has_arrived))
         self._journal.flush()
         return placed
 
@@ -183,7 +192,9 @@ def replay(records: Iterator[Record]) -> ReplayReport:
             if not isinstance(record, Place):
                 _apply(router, record)
                 continue
-            placed = router.place(record.request, record.allowed, record.num_free, record.now)
+            placed = router.place(
+                record.request, record.allowed, record.num_free, record.now, has_arrived=record.has_arrived
+            )
             if (placed.replica, placed.predicted_seconds) != (record.replica, record.predicted_seconds):
                 recorded = f"replica {record.replica}, first token in {record.predicted_seconds!r} s"
                 replayed = f"replica {placed.replica}, first token in {placed.predicted_seconds!r} s"

@@ -71,5 +71,5 @@ class TenantService:
                 for tenant in sent:
                     del unsent[tenant]
                 replica.send(ServedElsewhere(sent))
-        if any(unsent and replica.is_serving for replica, unsent in self._unsent.items()):
+        if any(self._unsent.values()):  # of a replica that is stalled, until it makes progress
             self._start_timer()

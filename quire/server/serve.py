@@ -61,8 +61,8 @@ def launched(
     pool.shutdown(wait=False)
     count = server.data_parallel_size
     with (
-        _routing_journal(options, count) as journal,
         _engines(options, count, spawned=spawned, report=report, progress=progress) as handles,
+        _routing_journal(options, count) as journal,
     ):
         facts = handles[0].model_info
         path = Path(facts.path)

@@ -62,6 +62,7 @@ class EngineLoop:
         self._outputs: list[Output] = []  # not sent yet
         self._answers: list[Answer] = []  # not sent yet
         self._sent_batch = False  # whether this turn has sent its message
+        self._next_check = 0.0  # when the block accounting of an idle engine may be checked
         self._last_work = time.monotonic()  # when there was something to do for requests
         self._monitor_calls: deque[_MonitorCall] = deque()  # not executed yet, oldest first
         self._next_monitor_call = 0.0  # when the next of them may be executed
@@ -89,7 +90,8 @@ class EngineLoop:
         if self._engine.has_work or not all(isinstance(one, _NO_WORK) for one in commands):
             self._last_work = self._turn_began
         idle = self._turn_began - self._last_work >= IDLE_SECONDS
-        if idle:
+        if idle and self._turn_began >= self._next_check:
+            self._next_check = self._turn_began + IDLE_SECONDS
             self._check_block_accounting()
         if self._gc_policy is not None:
             self._gc_policy.collect_if_due(idle=idle)

@@ -85,3 +85,15 @@ def test_equal_prompts_of_two_namespaces_never_match(one, other):
     keys.update(1, KeyChanges(list(block_keys.chain(prompt, one))))
     assert keys.num_blocks(block_keys.chain(prompt, one), {}) == [0, 5]
     assert keys.num_blocks(block_keys.chain(prompt, other), {}) == [0, 0]
+
+
+def test_the_beginning_of_a_prompt_that_is_asked_for_stays():
+    keys, hot = CachedKeys(1, most=10), [key(i) for i in range(5)]
+    keys.update(0, KeyChanges(hot))
+    for i in range(100, 140):
+        keys.update(0, KeyChanges([key(i)]))
+        assert keys.num_blocks(hot, {}) == [5]
+    for i in range(200, 207):
+        keys.update(0, KeyChanges([key(i)]))
+    assert keys.num_blocks(hot, {}) == [3], "the last blocks go first"
+    assert keys.num_cached(0, hot) == 3

@@ -83,6 +83,7 @@ def left(fleet):
     """Requests, calls and notes of replicas, and streams and requests of the fleet, by name."""
     kept = {f"{name} of {i}": number for i, one in enumerate(fleet.replicas) for name, number in held(one).items()}
     kept |= {name: held(fleet)[name] for name in ("_streams", "open_requests")}
+    kept["placements"] = fleet.router is not None and not fleet.router.is_empty
     return {name: number for name, number in kept.items() if number and not name.startswith(("_pausing", "given_ids"))}
 
 
@@ -109,7 +110,64 @@ def test_requests_of_one_turn_are_spread_by_load():
         assert {len(host.added) for host in fleet.engine_handles} == {2}
         await until_empty(fleet)
 
-    run_fleet(scenario, *hosts(3))
+    run_fleet(scenario, *hosts(3), routing="least-loaded")
+
+
+def test_a_router_hears_of_first_tokens_and_of_the_progress_of_the_present_engine():
+    async def scenario(fleet, first, second):
+        heard_of = []
+        fleet.router.record_progress = lambda name, number: heard_of.append((name, number))
+        stream = await open_on(fleet, 0, "r")
+        await until(lambda: fleet.router.placements["r"].actual_seconds is not None)
+        first.engine.num_counted = {"r": 40, "unknown": 7}
+        await until(lambda: heard_of)
+        assert set(heard_of) == {("r", 40)}
+        first.engine.num_counted = {}
+        kill(first, restarts=False)
+        await until(lambda: "r" in second.names)
+        num_tokens = fleet.router.stats[1].num_tokens
+        assert num_tokens > 2 + 1, "the prompt and what was delivered"
+        del heard_of[:]
+        second.engine.num_counted = {"r": 40}
+        await until(lambda: second.engine.steps > 20)
+        assert heard_of == []
+        second.engine.num_counted = {"r": 41}
+        await until(lambda: heard_of)
+        assert set(heard_of) == {("r", 41)}
+        stream.close()
+        first.may_start.set()
+        await until_empty(fleet)
+
+    run_fleet(scenario, *hosts())
+
+
+def test_only_tokens_and_ends_without_an_error_are_first_tokens():
+    async def scenario(fleet, first, _):
+        hold(first)
+        stream = await open_on(fleet, 0, "r")
+        for output in (Output("r", 0, 1, []), Output("r", 0, 1, [], EndCause.DEADLINE, error="late")):
+            fleet.deliver(output)
+            assert fleet.router.placements["r"].actual_seconds is None
+        fleet.deliver(Output("r", 0, 1, [5]))
+        assert fleet.router.placements["r"].actual_seconds > 0
+        stream.close()
+        release(first)
+        await until_empty(fleet)
+
+    run_fleet(scenario, *hosts())
+
+
+def test_a_request_that_was_refused_has_arrived_once():
+    async def scenario(fleet, first, second):
+        placed, place = [], fleet.router.place
+        fleet.router.place = lambda *args, **more: placed.append(more["has_arrived"]) or place(*args, **more)
+        first.refusal = QueueFull("full", 1.0, 0.25)
+        for i in range(4):
+            assert await tokens_of(await fleet.generate([request(f"r{i}", 9)]), f"r{i}") == whole(9)
+        assert placed.count(True) == 4 and placed.count(False) >= 1
+        await until_empty(fleet)
+
+    run_fleet(scenario, *hosts())
 
 
 @pytest.mark.parametrize("error", [QueueFull("full", 1.0, 0.25), DeadlineUnreachable(2.0, 1.0)])

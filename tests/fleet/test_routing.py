@@ -3,6 +3,7 @@
 import io
 import math
 import operator
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -123,9 +124,12 @@ def test_a_common_prefix_of_requests_that_arrive_together_counts_where_the_first
     second = front.place(common + keys_of("b", 1))
     assert second.replica == first.replica
     assert [one.num_cached_tokens for one in second.candidates if one.replica == first.replica] == [128]
-    front.end("r3", first.replica)  # it was aborted: nobody computes the prefix but the second, which found it
-    third = front.place(common + keys_of("c", 1))
-    assert [one.num_cached_tokens for one in third.candidates] == [0, 0, 0]
+    front.end("r3", first.replica)  # it was aborted: the second computes the prefix
+    matches = [128 * (one == first.replica) for one in range(3)]
+    assert [one.num_cached_tokens for one in front.place(common, name="third").candidates] == matches
+    front.end("third", first.replica)
+    front.end("r4", first.replica)
+    assert [one.num_cached_tokens for one in front.place(common).candidates] == [0, 0, 0]
 
 
 def test_requests_of_a_program_stay_together_unless_that_costs_more():
@@ -242,8 +246,8 @@ class Plain:
         self.config, self.costs = config, routing.UNMEASURED
         self.requests = {}
         self.caches = [set() for _ in range(config.num_replicas)]
-        self.gap, self.prefill, self.hold = Mean(0.99), Mean(0.99), Mean(0.95)
-        self.arrived_at = None
+        self.prefill, self.hold = Mean(0.99), Mean(0.95)
+        self.arrivals = []
 
     def seconds(self, num_missing, num_tokens):
         pairs = sum(range(num_tokens - num_missing + 1, num_tokens + 1))
@@ -258,11 +262,15 @@ class Plain:
 
     def candidates(self, request, allowed, now):
         if self.requests.pop(request.id, None) is None:
-            if self.arrived_at is not None:
-                self.gap.values.append(now - self.arrived_at)
-            self.arrived_at = now
-        least = max(len(allowed) * self.gap.value, self.prefill.value)
-        return [self.candidate(replica, request, 1 / least if least else 0.0) for replica in allowed]
+            self.arrivals.append(now)
+        weight = 0.0
+        for before, after in pairwise([self.arrivals[0], *self.arrivals]):
+            weight = weight / (1 + (after - before) / 30) + 1
+        weight = weight / (1 + (now - self.arrivals[-1]) / 30) - 1
+        span = min(30.0, now - self.arrivals[0])
+        rate = 0.0 if weight <= 0 else weight / span if span else math.inf
+        each = min(rate / len(allowed), 1 / self.prefill.value) if self.prefill.value else 0.0
+        return [self.candidate(replica, request, each) for replica in allowed]
 
     def candidate(self, replica, request, arrivals):
         costs = self.costs
@@ -295,9 +303,10 @@ class Plain:
         replica, num_cached, *_ = chosen
         missing = request.num_tokens - num_cached
         seconds = self.seconds(missing, request.num_tokens)
-        waiting = [one for one in self.requests.values() if one["replica"] == replica and one["begun"] is None]
-        others = [one["expected"] for one in waiting]
-        new = set(request.keys[num_cached // self.config.block_size :]).difference(*others)
+        has = self.caches[replica]
+        new = set(request.keys[next((i for i, key in enumerate(request.keys) if key not in has), None) :])
+        if has.issuperset(request.keys):
+            new = set()
         self.prefill.values.append(seconds)
         self.requests[request.id] = {
             **{"replica": replica, "request": request, "begun": None, "missing": missing, "left": missing},
@@ -356,7 +365,8 @@ class Compared(Router):
         if one is not None and one["replica"] == replica:
             del self.plain.requests[request_id]
             if one["begun"] is not None:
-                self.plain.hold.values.append(now - one["begun"])
+                seconds, mean = now - one["begun"], self.plain.hold.value
+                self.plain.hold.values.append(min(seconds, 10 * mean) if mean else seconds)
 
 
 @pytest.mark.parametrize("policy", ["predicted", "least-loaded"])
@@ -496,3 +506,14 @@ def test_a_tenant_learns_nothing_from_its_placements_about_prompts_of_another():
             guesses = [front.place(keys("attacker", guess)) for guess in (secret, other, secret[:80])]
             seen.append(guesses)
         assert seen[0] == seen[1]
+
+
+def test_expected_blocks_are_bounded():
+    front = Front(2, most_keys=20)
+    for i in range(5):
+        front.place(keys_of(f"p{i}", 8), name=f"r{i}", allowed=[0])
+    matches = [front.place(keys_of(f"p{i}", 8), name=f"again{i}").candidates[0].num_cached_tokens for i in range(5)]
+    assert matches == [128, 128, 0, 0, 0]
+    for name, placed in list(front.router.placements.items()):
+        front.end(name, placed.replica)
+    assert front.router.is_empty

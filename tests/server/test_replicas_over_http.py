@@ -43,7 +43,7 @@ def server(tmp_path_factory):
     assert re.fullmatch(r"(\d+) placements, all the same\n", replayed.output), replayed.output
     assert int(replayed.output.split()[0]) > 10
     with (
-        pytest.raises(ConfigError, match=r"routing' exists"),
+        pytest.raises(ConfigError, match=r"j.engine-0' exists"),
         launched(small, options, report=lambda _line: None, progress=lambda *_: None),
     ):
         pass

@@ -98,7 +98,9 @@ class FairFleet:
     STEPS_PER_MESSAGE = 10
 
     def __init__(self, num_replicas, *, policy="fair", informs=True, **options):
-        self.simulations = [simulated(limits(policy, **options), memory(600), 0.01) for _ in range(num_replicas)]
+        self.simulations = [
+            simulated(limits(policy, **options), memory(600), 0.01).engines[0] for _ in range(num_replicas)
+        ]
         self.served = [Counter() for _ in self.simulations]  # by replica: weighted tokens of each tenant
         self.unsent = [Counter() for _ in self.simulations]
         self.informs, self.num_steps = informs, 0
