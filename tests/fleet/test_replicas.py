@@ -11,6 +11,7 @@ from fake_engines import ControlledHost, Death, heard, request, run_fleet
 from held_items import held
 from waiting import turns, until
 
+from quire.cache.key_report import KeyChanges
 from quire.core.adapter import Adapter
 from quire.core.output import EndCause, Output
 from quire.errors import DeadlineUnreachable, EngineStopped, QueueFull, RequestError
@@ -136,6 +137,26 @@ def test_a_router_hears_of_first_tokens_and_of_the_progress_of_the_present_engin
         assert set(heard_of) == {("r", 41)}
         stream.close()
         first.may_start.set()
+        await until_empty(fleet)
+
+    run_fleet(scenario, *hosts())
+
+
+def test_the_keys_of_a_replica_are_those_that_its_present_engine_reports():
+    async def scenario(fleet, first, second):
+        hold(first)
+        stream = await open_on(fleet, 0, "r")
+        for number, host in enumerate((first, second)):
+            host.engine.take_key_changes = lambda number=number: KeyChanges([bytes([number]) * 32])
+        release(first)
+        other = await open_on(fleet, 1, "s")
+        await until(lambda: len(fleet.router.keys) == 2)
+        assert [fleet.router.keys.of(number) for number in range(2)] == [{bytes([number]) * 32} for number in range(2)]
+        kill(first)
+        await until(lambda: not fleet.router.keys.of(0))
+        assert fleet.router.keys.of(1)
+        for one in (stream, other):
+            one.close()
         await until_empty(fleet)
 
     run_fleet(scenario, *hosts())
