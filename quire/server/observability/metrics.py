@@ -282,7 +282,11 @@ def _info(name: str, text: str, samples: Sequence[Mapping[str, str]], value: flo
 
 
 _ROUTING_COUNTERS: tuple[tuple[str, str, Callable[[RoutingStats], float]], ...] = (
-    ("routing_requests", "Requests placed on the engine, those that moved there included.", lambda s: s.num_placed),
+    (
+        "routing_requests",
+        "Requests placed on the engine, with those that moved there and those that it refused.",
+        lambda s: s.num_placed,
+    ),
     ("routing_prompt_tokens", "Tokens of these requests.", lambda s: s.num_tokens),
     ("routing_matched_tokens", "Those that its prefix cache had as far as was known.", lambda s: s.num_cached_tokens),
 )
