@@ -13,7 +13,7 @@ without a first token) + blocks of all open requests, shared ones counted once.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import ceil
 
 from quire.core.explanation import Placement, RoutingCandidate
@@ -38,17 +38,25 @@ class SGLangRouter(Router):
 
     def _choose(self, request: RoutedRequest, candidates: Sequence[RoutingCandidate], num_free: Sequence[int]) -> int:
         del num_free
-        places = range(len(candidates))
-        loads = [self._replicas[one.replica].num_requests for one in candidates]
-        least, most = min(loads), max(loads)
+        replicas = [one.replica for one in candidates]
+        return replicas.index(self.best(request, replicas)[0])
+
+    def best(self, request: RoutedRequest, replicas: Sequence[int]) -> list[int]:
+        """Those of `replicas` that the rule may choose for a request. Several are equal for the rule."""
+        loads = {replica: self._replicas[replica].num_requests for replica in replicas}
+        least, most = min(loads.values()), max(loads.values())
         if most - least > BALANCE_ABS_THRESHOLD and most > BALANCE_REL_THRESHOLD * least:
-            return loads.index(least)
-        records = [self._records[one.replica] for one in candidates]
-        matches = [_num_leading(request.keys, record) for record in records]
-        best = max(places, key=matches.__getitem__)
-        if matches[best] * self.config.block_size > MATCH_THRESHOLD * request.num_tokens:
-            return best
-        return min(places, key=lambda place: len(records[place]))
+            return _least(loads)
+        matches = {replica: _num_leading(request.keys, self._records[replica]) for replica in replicas}
+        if max(matches.values()) * self.config.block_size > MATCH_THRESHOLD * request.num_tokens:
+            return _least({replica: -num_blocks for replica, num_blocks in matches.items()})
+        return _least({replica: len(self._records[replica]) for replica in replicas})
+
+
+def _least(costs: Mapping[int, float]) -> list[int]:
+    """The replicas with the least cost."""
+    least = min(costs.values())
+    return [replica for replica, cost in costs.items() if cost == least]
 
 
 def _num_leading(keys: Sequence[bytes], record: set[bytes]) -> int:
@@ -97,13 +105,18 @@ class DynamoRouter(Router):
 
     def _choose(self, request: RoutedRequest, candidates: Sequence[RoutingCandidate], num_free: Sequence[int]) -> int:
         del num_free
+        best = self.best(request, [one.replica for one in candidates])
+        fewest = min(best, key=lambda replica: self._replicas[replica].num_requests)
+        return next(place for place, one in enumerate(candidates) if one.replica == fewest)
+
+    def best(self, request: RoutedRequest, replicas: Sequence[int]) -> list[int]:
+        """Those of `replicas` that the rule may choose for a request. Several have the same cost."""
         missing = self._missing(request)
 
-        def cost(place: int) -> tuple[float, int]:
-            replica = candidates[place].replica
+        def cost(replica: int) -> float:
             blocks = self._blocks[replica]
             new = sum(key not in blocks for key in request.keys)
             prefill = sum(self._prefills[replica].values()) + missing[replica]
-            return OVERLAP_WEIGHT * prefill + len(blocks) + new, self._replicas[replica].num_requests
+            return OVERLAP_WEIGHT * prefill + len(blocks) + new
 
-        return min(range(len(candidates)), key=cost)
+        return _least({replica: cost(replica) for replica in replicas})
