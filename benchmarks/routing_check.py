@@ -7,10 +7,12 @@ PYTHON: of an environment with `sglang-router==0.3.2`, or with `ai-dynamo-runtim
 The router gets a seeded sequence of requests for 4 workers, and the rule says which of them it would choose. Then the
 rule goes on from what the router chose, so that one difference does not make others. Requests share prefixes, continue
 earlier ones or have nothing in common. In the middle of the sequence most have one prefix and stay open, so that the
-loads differ. Where the rule allows several workers, the request counts as a tie.
+loads differ. Where the rule allows several workers, the request counts as a tie: `tie` if the router chose the one that
+the rule takes, `other_tie` if another one of them.
 
 SGLang's router gets texts with a character for each token, and forwards them to workers that answer when they are told
-to. Dynamo's `select_service` gets tokens, the ends of prompts and requests, and the cached blocks by ZMQ.
+to. It is compared with the rule on blocks of 16 tokens, and of one. Dynamo's `select_service` gets tokens, the ends of
+prompts and requests, and the cached blocks by ZMQ.
 """
 
 import argparse
@@ -42,16 +44,8 @@ from quire.core.request import NO_NAMESPACE
 from quire.fleet.routing import RoutedRequest, RouterConfig
 
 NUM_WORKERS, BLOCK_SIZE = 4, 16
-CONFIG = RouterConfig(
-    routing="cache",
-    num_replicas=NUM_WORKERS,
-    block_size=BLOCK_SIZE,
-    num_blocks=100_000,
-    max_num_seqs=256,
-    max_num_batched_tokens=8192,
-)
-KEYS = BlockKeys(BLOCK_SIZE)
 CODE = ("benchmarks/routing_check.py", "benchmarks/routing_peers.py")
+OUTCOMES = ("same", "other", "tie", "other_tie")
 _FIRST = ord("a")  # the character of token 0
 _TIMEOUT = 20.0  # seconds
 _BURST = 0.3, 0.7  # the part of the sequence whose requests stay open
@@ -66,14 +60,15 @@ class Arrival(NamedTuple):
     first_token_at: int
     end_at: int
 
-    @property
-    def keys(self) -> list[bytes]:
+    def keys(self, block_size: int = BLOCK_SIZE) -> list[bytes]:
         """The keys of the whole blocks."""
-        return list(KEYS.chain(token_key(self.tokens), NO_NAMESPACE))
+        return list(BlockKeys(block_size).chain(token_key(self.tokens), NO_NAMESPACE))
 
 
 class Rule(Protocol):
     """A rule of routing_peers.py."""
+
+    config: RouterConfig
 
     def best(self, request: RoutedRequest, replicas: Sequence[int]) -> list[int]: ...
     def place(self, request: RoutedRequest, allowed: Sequence[int], num_free: Sequence[int], now: float) -> object: ...
@@ -107,7 +102,7 @@ def arrivals(count: int, seed: int) -> list[Arrival]:
     done: list[Arrival] = []
     for number in range(count):
         is_burst = _BURST[0] * count <= number < _BURST[1] * count
-        kind = rng.choices(("hot", "shared", "continued", "unique"), (8 if is_burst else 1, 4, 2, 3))[0]
+        kind = rng.choices(("hot", "shared", "continued", "unique"), (20 if is_burst else 1, 4, 2, 3))[0]
         match kind:
             case "hot":
                 tokens = hot + some(20, 100)
@@ -118,14 +113,14 @@ def arrivals(count: int, seed: int) -> list[Arrival]:
             case _:
                 tokens = some(100, 500)
         before.append(tokens)
-        first = number + rng.randint(1, 4)
+        first = number + rng.randint(1, 12)
         end = round(_BURST[1] * count) + rng.randint(0, 10) if is_burst else first + rng.randint(0, 8)
         done.append(Arrival(f"{kind}-{number}", kind, tokens, first, max(first, end)))
     return done
 
 
-def compare(peer: Peer, rule: Rule, sequence: Sequence[Arrival]) -> dict[str, Any]:
-    """Replay a sequence. Counts of all requests and of each kind: `same`, `tie`, `other`, and the `share` of `same`."""
+def compare(peer: Peer, rule: Rule, sequence: Sequence[Arrival]) -> dict[str, Counter[str]]:
+    """Replay a sequence. The number of requests with each outcome, of all and of each kind."""
     workers: dict[str, int] = {}
     counts: dict[str, Counter[str]] = {"all": Counter()}
     waiting: list[tuple[int, bool, int]] = []  # number of an arrival, whether it is an end, number of the request
@@ -134,17 +129,20 @@ def compare(peer: Peer, rule: Rule, sequence: Sequence[Arrival]) -> dict[str, An
         waiting = [one for one in waiting if one[0] > number]
         for _, is_end, which in due:
             _go_on(peer, rule, sequence[which], workers[sequence[which].id], is_end=is_end)
-        request = RoutedRequest(arrival.id, len(arrival.tokens), 1, arrival.keys)
+        request = RoutedRequest(arrival.id, len(arrival.tokens), 1, arrival.keys(rule.config.block_size))
         best = rule.best(request, range(NUM_WORKERS))
         chosen = workers[arrival.id] = peer.place(arrival)
         rule.place(request, [chosen], [0], float(number))
-        outcome = "other" if chosen not in best else "same" if len(best) == 1 else "tie"
+        if len(best) == 1 or chosen not in best:
+            outcome = "same" if chosen in best else "other"
+        else:
+            outcome = "tie" if chosen == best[0] else "other_tie"
         counts["all"][outcome] += 1
         counts.setdefault(arrival.kind, Counter())[outcome] += 1
         waiting += [(arrival.first_token_at, False, number), (arrival.end_at, True, number)]
     for _, is_end, which in sorted(waiting):
         _go_on(peer, rule, sequence[which], workers[sequence[which].id], is_end=is_end)
-    return {kind: _figures(count) for kind, count in counts.items()}
+    return counts
 
 
 def _go_on(peer: Peer, rule: Rule, arrival: Arrival, worker: int, *, is_end: bool) -> None:
@@ -153,13 +151,14 @@ def _go_on(peer: Peer, rule: Rule, arrival: Arrival, worker: int, *, is_end: boo
         rule.remove(arrival.id, worker, 0.0)
     else:
         peer.record_first_token(arrival, worker)
-        rule.update_keys(worker, KeyChanges(arrival.keys))
+        rule.update_keys(worker, KeyChanges(arrival.keys(rule.config.block_size)))
         rule.record_first_token(arrival.id, 0.0)
 
 
-def _figures(count: Counter[str]) -> dict[str, float]:
+def with_share(count: Mapping[str, int]) -> dict[str, float]:
+    """The outcomes, and the share of `same` among those that are no ties."""
     decided = count["same"] + count["other"]
-    return {**{name: count[name] for name in ("same", "tie", "other")}, "share": count["same"] / max(1, decided)}
+    return {**{outcome: count[outcome] for outcome in OUTCOMES}, "share": count["same"] / max(1, decided)}
 
 
 # Processes and HTTP
@@ -237,7 +236,7 @@ class _Worker(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
 
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002  (its name in the base class)
+    def log_message(self, format: str, *args: object) -> None:
         """Nothing."""
 
 
@@ -286,7 +285,9 @@ def sglang(python: str, count: int) -> Iterator[SGLang]:
         options = ("--policy", "cache_aware", "--prometheus-port", str(metrics), "--worker-startup-check-interval", "1")
         launch = ("-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port))
         stack.enter_context(process(python, *launch, "--worker-urls", *urls, *options))
-        wait_until(lambda: len(call(port, "/workers", method="GET")["workers"]) == NUM_WORKERS, "no router with workers")
+        wait_until(
+            lambda: len(call(port, "/workers", method="GET")["workers"]) == NUM_WORKERS, "no router with workers"
+        )
         yield SGLang(port, received, pool)
 
 
@@ -323,7 +324,7 @@ class Dynamo:
     def record_first_token(self, arrival: Arrival, worker: int) -> None:
         """See Peer. Returns once the service knows the blocks."""
         call(self._port, f"/reservations/{arrival.id}/prefill_complete")
-        keys, known = arrival.keys, self._known[worker]
+        keys, known = arrival.keys(), self._known[worker]
         first = next((i for i, key in enumerate(keys) if key not in known), len(keys))
         if first < len(keys):
             numbers = [int.from_bytes(key[:7], "big") for key in keys]
@@ -365,9 +366,31 @@ def dynamo(python: str, count: int) -> Iterator[Dynamo]:
 
 
 Start = Callable[[str, int], AbstractContextManager[Peer]]
-PEERS: Mapping[str, tuple[Start, Callable[[RouterConfig], Rule]]] = MappingProxyType(
-    {"sglang": (sglang, SGLangRouter), "dynamo": (dynamo, DynamoRouter)}
+PEERS: Mapping[str, tuple[Start, Callable[[RouterConfig], Rule], Sequence[int]]] = MappingProxyType(
+    {"sglang": (sglang, SGLangRouter, (BLOCK_SIZE, 1)), "dynamo": (dynamo, DynamoRouter, (BLOCK_SIZE,))}
 )
+
+
+def config_of(block_size: int) -> RouterConfig:
+    """Of the rules. Only the number of workers and the block size matter to them."""
+    return RouterConfig(
+        routing="cache",
+        num_replicas=NUM_WORKERS,
+        block_size=block_size,
+        num_blocks=100_000,
+        max_num_seqs=256,
+        max_num_batched_tokens=8192,
+    )
+
+
+def _compared(name: str, python: str, block_size: int, args: argparse.Namespace) -> dict[str, Any]:
+    start, new_rule, _ = PEERS[name]
+    total: dict[str, Counter[str]] = {}
+    for seed in range(args.seeds):
+        with start(python, args.requests) as peer:
+            for kind, count in compare(peer, new_rule(config_of(block_size)), arrivals(args.requests, seed)).items():
+                total.setdefault(kind, Counter()).update(count)
+    return {kind: with_share(count) for kind, count in total.items()}
 
 
 def main() -> None:
@@ -376,21 +399,26 @@ def main() -> None:
     for name in PEERS:
         parser.add_argument(f"--{name}-python", metavar="PYTHON", help="of its environment")
     parser.add_argument("--requests", type=int, default=400)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
     rows = []
-    for name, (start, rule) in PEERS.items():
+    for name, (*_, block_sizes) in PEERS.items():
         python = getattr(args, f"{name}_python")
-        for seed in range(args.seeds if python else 0):
-            with start(python, args.requests) as peer:
-                figures = compare(peer, rule(CONFIG), arrivals(args.requests, seed))
-            rows.append({"router": name, "seed": seed} | figures)
+        for block_size in block_sizes if python else ():
+            figures = _compared(name, python, block_size, args)
+            rows.append({"router": name, "version": _version(python, name), "block_size": block_size} | figures)
             for kind, row in figures.items():
-                counts = f"{row['same']} same, {row['tie']} ties, {row['other']} others"
-                print(f"{name}, seed {seed}, {kind}: {100 * row['share']:.1f} % ({counts})")
+                counts = ", ".join(f"{row[outcome]} {outcome}" for outcome in OUTCOMES)
+                print(f"{name}, blocks of {block_size}, {kind}: {100 * row['share']:.1f} % ({counts})")
     if args.json:
         write_result(args.json, {"setting": {"requests": args.requests, "seeds": args.seeds}, "routers": rows}, CODE)
+
+
+def _version(python: str, name: str) -> str:
+    package = {"sglang": "sglang-router", "dynamo": "ai-dynamo-runtime"}[name]
+    program = f"import importlib.metadata as m; print(m.version({package!r}))"
+    return subprocess.run([python, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -1,20 +1,22 @@
-"""Rules of other routers, written from their documentation, beside quire's in simulations.
+"""Rules of other routers, beside quire's in simulations: as documented, and as `routing_check.py` observes them.
 
 SGLang's router, policy cache_aware, with its default thresholds (documentation of SGLang's gateway):
 
 - If the requests of the busiest worker exceed those of the least busy one by more than 64 and are more than 1.5 times
   as many, the least busy worker is chosen.
 - Otherwise the worker whose earlier requests share the longest prefix with the request, if that is more than 0.3 of it.
-- Otherwise the worker with the smallest record of earlier requests.
+  Of several it is mostly the one that had this prefix first (observed). The router compares characters, this rule
+  whole blocks.
+- Otherwise the least busy worker.
 
 Dynamo's KV router (documentation of its routing concepts), with its default weight 1 and without temperature: the
 worker with the lowest cost, which is weight x (blocks of prompts to compute, of the request and of those before it
-without a first token) + blocks of all open requests, shared ones counted once.
+without a first token) + blocks of all open requests, shared ones counted once. The partly filled last block of a prompt
+counts as a part in what is to be computed, and not at all among the blocks of open requests (observed).
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from math import ceil
 
 from quire.core.explanation import Placement, RoutingCandidate
 from quire.fleet.routing import RoutedRequest, Router, RouterConfig
@@ -29,11 +31,14 @@ class SGLangRouter(Router):
     def __init__(self, config: RouterConfig) -> None:
         super().__init__(config)
         self._records = [set[bytes]() for _ in range(config.num_replicas)]
+        self._first: dict[bytes, int] = {}  # the worker that had a block first
 
     def place(self, request: RoutedRequest, allowed: Sequence[int], num_free: Sequence[int], now: float) -> Placement:
         """See Router. What is placed enters the record of its worker."""
         placement = super().place(request, allowed, num_free, now)
         self._records[placement.replica].update(request.keys)
+        for key in request.keys:
+            self._first.setdefault(key, placement.replica)
         return placement
 
     def _choose(self, request: RoutedRequest, candidates: Sequence[RoutingCandidate], num_free: Sequence[int]) -> int:
@@ -42,15 +47,18 @@ class SGLangRouter(Router):
         return replicas.index(self.best(request, replicas)[0])
 
     def best(self, request: RoutedRequest, replicas: Sequence[int]) -> list[int]:
-        """Those of `replicas` that the rule may choose for a request. Several are equal for the rule."""
+        """Those of `replicas` that the rule may choose for a request, first the one that it chooses."""
         loads = {replica: self._replicas[replica].num_requests for replica in replicas}
         least, most = min(loads.values()), max(loads.values())
         if most - least > BALANCE_ABS_THRESHOLD and most > BALANCE_REL_THRESHOLD * least:
             return _least(loads)
         matches = {replica: _num_leading(request.keys, self._records[replica]) for replica in replicas}
-        if max(matches.values()) * self.config.block_size > MATCH_THRESHOLD * request.num_tokens:
-            return _least({replica: -num_blocks for replica, num_blocks in matches.items()})
-        return _least({replica: len(self._records[replica]) for replica in replicas})
+        longest = max(matches.values())
+        if longest * self.config.block_size > MATCH_THRESHOLD * request.num_tokens:
+            first = self._first[request.keys[longest - 1]]
+            best = _least({replica: -num_blocks for replica, num_blocks in matches.items()})
+            return sorted(best, key=lambda replica: replica != first)
+        return _least(loads)
 
 
 def _least(costs: Mapping[int, float]) -> list[int]:
@@ -70,7 +78,7 @@ class DynamoRouter(Router):
         super().__init__(config)
         self._blocks = [Counter[bytes]() for _ in range(config.num_replicas)]  # of open requests
         self._open: dict[str, tuple[int, list[bytes]]] = {}
-        self._prefills: list[dict[str, int]] = [{} for _ in range(config.num_replicas)]  # blocks, by request
+        self._prefills: list[dict[str, float]] = [{} for _ in range(config.num_replicas)]  # blocks, by request
 
     def place(self, request: RoutedRequest, allowed: Sequence[int], num_free: Sequence[int], now: float) -> Placement:
         """See Router."""
@@ -98,19 +106,18 @@ class DynamoRouter(Router):
                     del blocks[key]
         super().remove(request_id, replica, now)
 
-    def _missing(self, request: RoutedRequest) -> list[int]:
-        """The blocks of the prompt that each worker has to compute."""
-        whole = ceil(request.num_tokens / self.config.block_size)
-        return [whole - found for found in self.keys.num_blocks(request.keys, {})]
+    def _missing(self, request: RoutedRequest) -> list[float]:
+        """The blocks of the prompt that each worker has to compute, the last one in part."""
+        num_blocks = request.num_tokens / self.config.block_size
+        return [num_blocks - found for found in self.keys.num_blocks(request.keys, {})]
 
     def _choose(self, request: RoutedRequest, candidates: Sequence[RoutingCandidate], num_free: Sequence[int]) -> int:
         del num_free
-        best = self.best(request, [one.replica for one in candidates])
-        fewest = min(best, key=lambda replica: self._replicas[replica].num_requests)
-        return next(place for place, one in enumerate(candidates) if one.replica == fewest)
+        replicas = [one.replica for one in candidates]
+        return replicas.index(self.best(request, replicas)[0])
 
     def best(self, request: RoutedRequest, replicas: Sequence[int]) -> list[int]:
-        """Those of `replicas` that the rule may choose for a request. Several have the same cost."""
+        """Those of `replicas` that the rule may choose for a request, first the one that it chooses."""
         missing = self._missing(request)
 
         def cost(replica: int) -> float:
@@ -119,4 +126,5 @@ class DynamoRouter(Router):
             prefill = sum(self._prefills[replica].values()) + missing[replica]
             return OVERLAP_WEIGHT * prefill + len(blocks) + new
 
-        return _least({replica: cost(replica) for replica in replicas})
+        best = _least({replica: cost(replica) for replica in replicas})
+        return sorted(best, key=lambda replica: self._replicas[replica].num_requests)
