@@ -7,7 +7,7 @@ SGLang's router, policy cache_aware, with its default thresholds (documentation 
 - Otherwise the worker whose earlier requests share the longest prefix with the request, if that is more than 0.3 of it.
   Of several it is mostly the one that had this prefix first (observed). The router compares characters, this rule
   whole blocks.
-- Otherwise the least busy worker.
+- Otherwise the least busy worker. Of several it is the first in an order that differs between starts (observed).
 
 Dynamo's KV router (documentation of its routing concepts), with its default weight 1 and without temperature: the
 worker with the lowest cost, which is weight x (blocks of prompts to compute, of the request and of those before it
