@@ -30,28 +30,49 @@ def place(router, name, some, num_tokens=None):
 def test_sglangs_rule_follows_the_longest_match_until_the_load_is_unequal():
     router = SGLangRouter(CONFIG)
     home = place(router, "first", keys("a", 10))
-    other = place(router, "second", keys("b", 20))  # the smallest record
+    other = place(router, "second", keys("b", 20))  # the least busy
     assert other != home
     assert place(router, "third", keys("a", 10)) == home
-    assert place(router, "fourth", [*keys("a", 3), *keys("c", 7)], 161) == home  # 3 of 10 blocks; the smaller record
-    assert place(router, "fifth", [*keys("b", 2), *keys("d", 8)], 161) == home  # too little of b
+    # 48 of 161 tokens are too little of a, and one token less is enough
+    assert place(router, "fourth", [*keys("a", 3), *keys("c", 7)], 161) == other
+    assert place(router, "fifth", [*keys("a", 3), *keys("d", 7)], 159) == home
+    assert place(router, "sixth", keys("e", 3)) == other
     number = 0
     while place(router, f"again {number}", keys("b", 20)) == other:
         number += 1
     assert number > routing_peers.BALANCE_ABS_THRESHOLD
 
 
+def test_sglangs_rule_prefers_the_worker_that_had_the_longest_match_first():
+    router = SGLangRouter(CONFIG)
+    request = RoutedRequest("again", 161, 1, keys("a", 10))
+    router.place(request, [1], [0], 0.0)
+    router.place(request, [0], [0], 0.0)
+    assert router.best(request, range(2)) == [1, 0]
+    assert place(router, "third", keys("a", 10)) == 1
+
+
+def test_dynamos_rule_counts_the_last_block_of_a_prompt_in_part():
+    router = DynamoRouter(CONFIG)
+    for name, num_tokens, replica in (("first", 17, 0), ("second", 30, 1)):
+        router.place(RoutedRequest(name, num_tokens, 1, keys(name, 1)), [replica], [0], 0.0)
+    assert router.best(RoutedRequest("third", 10), range(2)) == [0]
+    router.record_first_token("first", 1.0)
+    router.record_first_token("second", 1.0)
+    assert router.best(RoutedRequest("third", 10), range(2)) == [0, 1]
+
+
 def test_dynamos_rule_adds_the_blocks_to_compute_and_the_open_ones():
     router = DynamoRouter(CONFIG)
     router.update_keys(1, KeyChanges(keys("a", 10)))
-    assert place(router, "first", keys("a", 10)) == 1  # 11 - 10 to compute
+    assert place(router, "first", keys("a", 10)) == 1  # the token behind the ten blocks
     assert place(router, "second", keys("b", 4)) == 0
-    # replica 0: 5 + 11 to compute, 4 + 10 open; replica 1: 1 + 1 to compute, 10 open, which it shares
+    # replica 0: over 4 + 10 to compute, 4 + 10 open; replica 1: two tokens to compute, 10 open, which it shares
     assert place(router, "third", keys("a", 10)) == 1
     router.record_first_token("first", 1.0)
     router.record_first_token("third", 1.0)
     router.record_first_token("second", 1.0)
-    # replica 0: 3 to compute, 4 + 2 open; replica 1: 3 and 10 + 2
+    # replica 0: over 2 to compute, 4 + 2 open; replica 1: as many, 10 + 2
     assert place(router, "fourth", keys("c", 2)) == 0
     for name, replica in (("first", 1), ("third", 1)):
         router.remove(name, replica, 2.0)
