@@ -56,7 +56,15 @@ from quire.planner.workloads import (
 NUM_REPLICAS = 4
 LOADS = (0.5, 0.8, 0.95)
 LIMITS = SLO({"ttft": 0.5, "tpot": 0.05})
-CODE = ("quire/fleet/routing.py", "quire/fleet/cached_keys.py", "benchmarks/routing_peers.py")
+CODE = (
+    "quire/fleet/routing.py",
+    "quire/fleet/cached_keys.py",
+    "quire/fleet/request_keys.py",
+    "quire/planner/simulation.py",
+    "quire/planner/simulated_engine.py",
+    "benchmarks/routing.py",
+    "benchmarks/routing_peers.py",
+)
 _LENGTH = 8192
 _PAUSE = 1 / 20  # of the pauses of sessions, so that a run has many turns of each
 _WARM = 0.2
@@ -146,9 +154,9 @@ def saturation(name: str, count: int, policies: Sequence[str]) -> float:
 
 
 def goodput(result: SimulationResult) -> float:
-    """The share of the requests that keep both limits."""
+    """The share of the requests that keep both limits; 0 without requests."""
     kept = [not any(LIMITS.is_late(one, metric) for metric in LIMITS.limits) for one in result.requests]
-    return mean(kept)
+    return mean(kept) if kept else 0.0
 
 
 def at_load(policy: str, name: str, rate: float, count: int, seed: int) -> dict[str, float]:

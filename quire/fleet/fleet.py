@@ -44,7 +44,7 @@ from quire.tenant_memory import TenantMemories
 log = logging.getLogger(__name__)
 
 _SHORT_SECONDS = 0.05  # for which a request may have waited for an engine without a note of it
-_COSTS_SECONDS = 5.0  # between two looks at the costs of steps
+COSTS_SECONDS = 5.0  # between two looks at the costs of steps
 _MOVE_SECONDS = 0.05  # between two looks for requests that can move
 
 
@@ -407,7 +407,7 @@ class Fleet:
         """Give the router the costs of steps that the engines have learned, while they run steps."""
         known = 0
         while True:
-            await asyncio.sleep(_COSTS_SECONDS)
+            await asyncio.sleep(COSTS_SECONDS)
             num_steps = sum(one.replica.num_steps for one in self.replicas)
             if num_steps == known:
                 continue

@@ -1,7 +1,10 @@
 """What a router knows of a request: its size and the keys of its blocks."""
 
+from typing import Self
+
 from quire.cache.prefix.index import PublicPrefixes
-from quire.core.block_keys import BYTES_PER_TOKEN, token_key
+from quire.config import CacheConfig
+from quire.core.block_keys import BYTES_PER_TOKEN, BlockKeys, token_key
 from quire.core.request import Request
 from quire.fleet.routing import RoutedRequest
 from quire.startup.model_info import ModelInfo
@@ -12,8 +15,18 @@ class RequestKeys:
     """Computes the keys that engines report for the blocks of a prompt. Without a share there are none."""
 
     def __init__(self, info: ModelInfo, share: ReplicaShare | None) -> None:
-        self._keys = None if share is None else block_keys(share, info)
-        self._public = PublicPrefixes(info.cache.public_prefixes, info.cache.block_size * BYTES_PER_TOKEN)
+        self._use(info.cache, None if share is None else block_keys(share, info))
+
+    @classmethod
+    def of_cache(cls, cache: CacheConfig, keys: BlockKeys) -> Self:
+        """Those of engines that report `keys` of their caches."""
+        made = cls.__new__(cls)
+        made._use(cache, keys)
+        return made
+
+    def _use(self, cache: CacheConfig, keys: BlockKeys | None) -> None:
+        self._keys = keys
+        self._public = PublicPrefixes(cache.public_prefixes, cache.block_size * BYTES_PER_TOKEN)
 
     def routed(self, request: Request, num_known: int = 0) -> RoutedRequest:
         """The request for a router. num_known: tokens of its output that another engine has generated."""

@@ -1,7 +1,7 @@
 """Messages to each replica about the service that others gave to tenants: `fair` counts that of the whole fleet."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from quire.scheduler.queue.waiting_queue import MOST_REPORTED, MOST_SERVICE
@@ -9,6 +9,9 @@ from quire.supervisor.protocol import ServedElsewhere
 
 SEND_SECONDS = 0.1  # between two messages to a replica
 _MOST_UNSENT = 4096  # tenants whose service is kept for a replica, as many as its scheduler keeps
+
+
+CallLater = Callable[[float, Callable[[], None]], asyncio.TimerHandle | None]
 
 
 class Listener(Protocol):
@@ -22,6 +25,10 @@ class Listener(Protocol):
         """Send a command."""
 
 
+def _on_loop(seconds: float, action: Callable[[], None]) -> asyncio.TimerHandle:
+    return asyncio.get_running_loop().call_later(seconds, action)
+
+
 class TenantService:
     """What is to be sent to each replica: weighted tokens by tenant. All methods must be called on one event loop.
 
@@ -29,8 +36,11 @@ class TenantService:
     because its own counters are empty, too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, call_later: CallLater = _on_loop) -> None:
+        """call_later: calls a function after some seconds; the default uses the running event loop."""
+        self._call_later = call_later
         self._unsent: dict[Listener, dict[str, int]] = {}
+        self._is_planned = False  # whether a call of `_send` comes
         self._timer: asyncio.TimerHandle | None = None
 
     def register(self, replica: Listener) -> None:
@@ -60,11 +70,12 @@ class TenantService:
             self._timer.cancel()
 
     def _start_timer(self) -> None:
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(SEND_SECONDS, self._send)
+        if not self._is_planned:
+            self._is_planned = True
+            self._timer = self._call_later(SEND_SECONDS, self._send)
 
     def _send(self) -> None:
-        self._timer = None
+        self._is_planned = False
         for replica, unsent in self._unsent.items():
             if unsent and replica.is_serving:
                 sent = dict(list(unsent.items())[:MOST_REPORTED])

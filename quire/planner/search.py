@@ -227,8 +227,8 @@ class Search:
         longest = demand.longest_seconds(setup.profile, token_seconds)
         num_fill = 0
         if self._cached_share > NO_HITS:
-            rows = setup.num_replicas * kv_rows(setup, demand.prompt + demand.output)
-            num_fill = min(rows, MOST_REQUESTS // 3)
+            num_cached = setup.num_replicas * kv_rows(setup, demand.prompt + demand.output)
+            num_fill = min(num_cached, MOST_REQUESTS // 3)
         return run_length(rate, longest, pauses_of(sessions), self._slo.share, num_fill), token_seconds
 
     def short_runs(self, engine: PlannedEngine, rates: Sequence[float], what: str) -> list[SteadyRun]:

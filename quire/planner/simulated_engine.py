@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import BinaryIO
 
 from quire.cache.kv_cache import KVCache
@@ -17,6 +18,7 @@ from quire.planner.results import SimulationResult, Window
 from quire.planner.workloads import Turn
 from quire.scheduler.journal import JournalledScheduler
 from quire.scheduler.scheduler import Scheduler
+from quire.supervisor.protocol import ServedElsewhere
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +96,15 @@ class SimulatedEngine:
         """KV blocks that are neither used nor cached."""
         pools = self.scheduler.cache.pools
         return pools.num_available - pools.num_idle
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether it hears of the service of others."""
+        return True
+
+    def send(self, command: ServedElsewhere) -> None:
+        """Count service of others before the next step."""
+        self.inbox.append(partial(self.engine.served_elsewhere, command.service))
 
     def begin(self, when: float) -> None:
         """End the time without work."""

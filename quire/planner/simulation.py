@@ -5,7 +5,7 @@ verifies like those of a server.
 """
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
@@ -15,11 +15,16 @@ from math import inf
 from random import Random
 from typing import BinaryIO
 
-from quire.core.block_keys import BlockKeys, token_key
+from msgspec.structs import replace
+
+from quire.core.block_keys import BlockKeys
 from quire.core.request import Beams, Namespace, Request
 from quire.core.step import Step
-from quire.errors import RequestError
-from quire.fleet.routing import RoutedRequest, Router, RouterConfig, mean_costs
+from quire.errors import DeadlineUnreachable, QueueFull, RequestError
+from quire.fleet.fleet import COSTS_SECONDS
+from quire.fleet.request_keys import RequestKeys
+from quire.fleet.routing import Router, RouterConfig, mean_costs
+from quire.fleet.tenant_service import CallLater, TenantService
 from quire.params import BeamSearchParams, SamplingParams
 from quire.planner.results import RequestResult, SimulationResult, Window
 from quire.planner.simulated_engine import EngineSetup, NewCache, SimulatedEngine, paged_cache
@@ -27,7 +32,6 @@ from quire.planner.workloads import NO_PARENT, Failures, Session, Turn, Workload
 from quire.scheduler.beam_search import plan_beams
 
 _EVERY = 256  # finished requests between reports of progress
-_COSTS_SECONDS = 5.0  # between updates of the router's costs, as in a server
 
 
 class _Rank(IntEnum):
@@ -81,7 +85,8 @@ class Simulation:
             )
             for i in range(setup.num_replicas)
         ]
-        self._routes = _Routes(setup, self.engines, new_router) if setup.num_replicas > 1 else None
+        self._now = 0.0  # time of the event that happens now
+        self._routes = _Routes(setup, self.engines, new_router, self._later) if setup.num_replicas > 1 else None
         self._setup = setup
         self._beams = _beams_of(setup)
         self._events: list[tuple[float, _Rank, int, Callable[[], None]]] = []
@@ -117,9 +122,11 @@ class Simulation:
         reported, events = 0, self._events
         while events and events[0][0] < until and not self._is_stopped:
             when, _, _, action = heappop(events)
+            self._now = when
+            blocked, self._blocked = self._blocked, []
             action()
-            if self._blocked:
-                self._unblock(when)
+            if blocked:
+                self._unblock(blocked, when)
             if self._num_done >= reported + _EVERY:
                 reported = self._num_done
                 advance(min(reported, total), total)
@@ -135,6 +142,9 @@ class Simulation:
     def _at(self, when: float, rank: _Rank, action: Callable[[], None]) -> None:
         heappush(self._events, (when, rank, next(self._order), action))
 
+    def _later(self, seconds: float, action: Callable[[], None]) -> None:
+        self._at(self._now + seconds, _Rank.ACTION, action)
+
     def _send_at(self, when: float, session: "_OpenSession", index: int) -> None:
         self._at(when, _Rank.ACTION, lambda: self._send(when, session, index))
 
@@ -149,12 +159,14 @@ class Simulation:
         engine.has_turn = True
         self._at(engine.clock.now, _Rank.STEP, partial(self._step, engine))
 
-    def _unblock(self, when: float) -> None:
-        """Something has happened, after which blocked engines may go on."""
-        blocked, self._blocked = self._blocked, []
+    def _unblock(self, blocked: Sequence[SimulatedEngine], when: float) -> None:
+        """Plan steps of engines that were blocked before an event, if the event is later or tells them something."""
         for engine in blocked:
-            engine.clock.advance_to(when)
-            self._plan_step(engine)
+            if engine.inbox or engine.clock.now < when:
+                engine.clock.advance_to(when)
+                self._plan_step(engine)
+            else:
+                self._blocked.append(engine)
 
     def _step(self, engine: SimulatedEngine) -> None:
         """The turn of an engine: what it was told, and a step."""
@@ -192,7 +204,6 @@ class Simulation:
             beams=self._beams,
             scheduling_params=turn.scheduling_params,
         )
-        replica = 0 if self._routes is None else self._routes.place(request, when)
         result = RequestResult(
             tenant,
             when,
@@ -200,23 +211,40 @@ class Simulation:
             num_sequences=num_sequences,
             session=session.place,
             turn=index,
-            replica=replica,
         )
-        opened = _OpenTurn(session, index, result, prompt, num_sequences)
-        engine = self.engines[replica]
-        self._tell(engine, when, lambda: self._add(engine, request, number, opened))
+        self._place(request, number, _OpenTurn(session, index, result, prompt, num_sequences), when)
 
-    def _add(self, engine: SimulatedEngine, request: Request, number: int, opened: "_OpenTurn") -> None:
-        """Add a request to an engine."""
+    def _place(
+        self, request: Request, number: int, opened: "_OpenTurn", when: float, refused: tuple[int, ...] = ()
+    ) -> None:
+        """Have an engine add a request that none of `refused` takes."""
+        if self._routes is not None:
+            opened.result.replica = self._routes.place(request, when, refused)
+        engine = self.engines[opened.result.replica]
+        self._tell(engine, when, lambda: self._add(engine, request, number, opened, refused))
+
+    def _add(
+        self,
+        engine: SimulatedEngine,
+        request: Request,
+        number: int,
+        opened: "_OpenTurn",
+        refused: tuple[int, ...],
+    ) -> None:
+        """Add a request to an engine. If it has no room or time for it, the others are tried, as in a server."""
         turn, result = opened.session.session.turns[opened.index], opened.result
         self.results[request.id] = result
         self._lengths[request.id] = result.num_prompt, turn.num_output
         try:
             engine.engine.add(request)
-        except RequestError:
-            result.reason = "rejected"
+        except RequestError as error:
+            now, refused = engine.clock.now, (*refused, result.replica)
             self._forget(request.id, engine)
-            self._judge(result)
+            if isinstance(error, QueueFull | DeadlineUnreachable) and len(refused) < len(self.engines):
+                self._place(replace(request, waited=now - result.arrived), number, opened, now, refused)
+            else:
+                result.reason = "rejected"
+                self._judge(result)
             return
         if turn.output:
             self._outputs[number] = turn.output
@@ -319,10 +347,14 @@ def _beams_of(setup: EngineSetup) -> Beams | None:
 
 
 class _Routes:
-    """What a front end does with its router."""
+    """What a front end does with its router, and with the service that each engine gives to tenants."""
 
     def __init__(
-        self, setup: EngineSetup, engines: Sequence[SimulatedEngine], new_router: Callable[[RouterConfig], Router]
+        self,
+        setup: EngineSetup,
+        engines: Sequence[SimulatedEngine],
+        new_router: Callable[[RouterConfig], Router],
+        call_later: CallLater,
     ) -> None:
         size, limits = setup.cache.block_size, setup.scheduler
         self.router = new_router(
@@ -336,22 +368,25 @@ class _Routes:
             )
         )
         self._engines = engines
-        self._keys = BlockKeys(size)
+        keys = BlockKeys(size)
+        self._request_keys = RequestKeys.of_cache(setup.cache, keys)
+        self._service = TenantService(call_later)
         for engine in engines:
-            engine.engine.report_keys(self._keys)
+            engine.engine.report_keys(keys)
+            engine.scheduler.report_service()
+            self._service.register(engine)
         self._num_free = [engine.num_free for engine in engines]  # at the ends of their last steps
+        self._costs = [engine.engine.cost_figures() for engine in engines]  # then, too
         self._costs_at = 0.0
 
-    def place(self, request: Request, now: float) -> int:
-        """The replica of a request."""
+    def place(self, request: Request, now: float, refused: Collection[int]) -> int:
+        """The replica of a request, which is none of `refused`."""
         if now >= self._costs_at:
-            self._costs_at = now + _COSTS_SECONDS
-            self.router.set_costs(mean_costs([engine.engine.cost_figures() for engine in self._engines]))
-        params, prompt = request.scheduling_params, request.prompt
-        keys = list(self._keys.chain(token_key(prompt), request.namespace))
-        program = "" if params.program is None else f"{request.namespace.tenant} {params.program.id}"
-        routed = RoutedRequest(request.id, len(prompt), request.params.n, keys, program)
-        return self.router.place(routed, range(len(self._engines)), self._num_free, now).replica
+            self._costs_at = now + COSTS_SECONDS
+            self.router.set_costs(mean_costs(self._costs))
+        allowed = [replica for replica in range(len(self._engines)) if replica not in refused]
+        free = [self._num_free[replica] for replica in allowed]
+        return self.router.place(self._request_keys.routed(request), allowed, free, now).replica
 
     def remove(self, request_id: str, replica: int, now: float) -> None:
         """A request has ended."""
@@ -365,7 +400,9 @@ class _Routes:
         self.router.update_keys(replica, changes)
         for request_id, number in engine.engine.num_counted.items():
             self.router.record_progress(request_id, number)
+        self._service.add(engine, engine.engine.take_service())
         self._num_free[replica] = engine.num_free
+        self._costs[replica] = engine.engine.cost_figures()
 
 
 @dataclass(slots=True)
