@@ -351,9 +351,8 @@ class Router:
     def _record(self, request: RoutedRequest, chosen: RoutingCandidate, now: float) -> None:
         self._num_placed += 1
         number, num_missing = chosen.replica, request.num_tokens - chosen.num_cached_tokens
-        missing = request.keys[
-            self.keys.num_cached(number, request.keys) :
-        ]  # also what another one computes: it may end
+        has = self.keys.num_cached(number, request.keys)
+        missing = request.keys[has:]  # also what another request computes, which may be aborted
         expected = missing if len(self._expected) + len(missing) <= self.config.most_keys else []
         self._num_expecting[number].update(expected)
         bit = 1 << number
