@@ -90,7 +90,6 @@ def assert_near_the_oracle(figures):
     assert figures["hit rate, each in turn"] < 0.5 * figures["hit rate, by the router"]
 
 
-@pytest.mark.cpu_seconds(10, reason="the figure of the record has 1600 requests")
 def test_the_router_comes_near_the_oracle_now_as_in_the_record():
     assert_near_the_oracle(values(reuse.r3(Context(quick=True))))
     recorded = json.loads((RESULTS / "reproduction.json").read_text())["rows"]["R3"]
