@@ -111,23 +111,18 @@ class Plan:
 
     @property
     def command(self) -> str:
-        """The recommended command line."""
-        setup, parts = self.engine.setup, serve_command(self.engine.options)
-        if setup.num_replicas == 1:
-            return parts
-        return f"{parts} --data-parallel-size {setup.num_replicas} --routing {setup.routing}"
+        """The recommended command line, of each replica: `quire serve` has no replicas on several devices."""
+        return serve_command(self.engine.options)
 
     @property
     def notes(self) -> list[str]:
         """What the plan does not know, and what its command needs."""
-        name = self.engine.options.model
-        if name is None or name.lower() not in known_configs():
-            return [*self.engine.notes, *self.warnings]
-        return [
-            *self.engine.notes,
-            *self.warnings,
-            f"in place of {name}, give `quire serve` the folder or the id of its checkpoint",
-        ]
+        name, found = self.engine.options.model, [*self.engine.notes, *self.warnings]
+        if self.engine.setup.num_replicas > 1:
+            found.append("the plan assumes one router with such rules before all servers; quire has none for several")
+        if name is not None and name.lower() in known_configs():
+            found.append(f"in place of {name}, give `quire serve` the folder or the id of its checkpoint")
+        return found
 
 
 def make_plan(

@@ -69,7 +69,7 @@ def plan(
     for line in (*run_lines(made), *price_lines(made, wanted.price_per_hour)):
         console.print(line, markup=False, highlight=False)
     console.print(headline(made), style="bold", markup=False, highlight=False)
-    console.print(made.command, markup=False, highlight=False, soft_wrap=True)
+    console.print(command_line(made), markup=False, highlight=False, soft_wrap=True)
     if wanted.json is not None:
         write_json(Path(wanted.json), figures(made, wanted.price_per_hour))
     if wanted.html is not None:
@@ -168,12 +168,18 @@ def price_lines(plan: Plan, per_hour: float | None) -> list[str]:
     ]
 
 
+def command_line(plan: Plan) -> str:
+    """The recommended command, with the number of servers if there are several."""
+    number = plan.engine.setup.num_replicas
+    return plan.command if number == 1 else f"{number} servers of: {plan.command}"
+
+
 def html_page(plan: Plan, price_per_hour: float | None = None) -> str:
     """The report as a page."""
     title = escape(headline(plan))
     memory = {plan.engine.device: {line.name: line.bytes / 2**30 for line in plan.engine.memory.lines}}
     body = [
-        f"<h1>{title}</h1><p>SLO: {escape(str(plan.slo))}.</p><pre>{escape(plan.command)}</pre>",
+        f"<h1>{title}</h1><p>SLO: {escape(str(plan.slo))}.</p><pre>{escape(command_line(plan))}</pre>",
         *(
             f"<p>{escape(line)}</p>"
             for line in (*run_lines(plan), *price_lines(plan, price_per_hour), *reasons_of(plan))

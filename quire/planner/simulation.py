@@ -123,10 +123,9 @@ class Simulation:
         while events and events[0][0] < until and not self._is_stopped:
             when, _, _, action = heappop(events)
             self._now = when
-            blocked, self._blocked = self._blocked, []
             action()
-            if blocked:
-                self._unblock(blocked, when)
+            if self._blocked:
+                self._unblock(when)
             if self._num_done >= reported + _EVERY:
                 reported = self._num_done
                 advance(min(reported, total), total)
@@ -159,8 +158,9 @@ class Simulation:
         engine.has_turn = True
         self._at(engine.clock.now, _Rank.STEP, partial(self._step, engine))
 
-    def _unblock(self, blocked: Sequence[SimulatedEngine], when: float) -> None:
-        """Plan steps of engines that were blocked before an event, if the event is later or tells them something."""
+    def _unblock(self, when: float) -> None:
+        """Plan steps of the blocked engines for which time has passed, or which an event has told something."""
+        blocked, self._blocked = self._blocked, []
         for engine in blocked:
             if engine.inbox or engine.clock.now < when:
                 engine.clock.advance_to(when)

@@ -17,6 +17,7 @@ OTHER_TYPES = {
     ("planner/simulation.py", "total.requests"),
     ("planner/simulation.py", "result.ended"),
     ("planner/simulation.py", "result.num_cached"),
+    ("planner/simulation.py", "opened.result.replica"),
 }
 
 
