@@ -51,22 +51,23 @@ def reproduce(
         if row.upper() not in ROWS:
             raise ConfigError(f"there is no row {row!r:.20}{nearest(row.upper(), ROWS)}; known: {', '.join(ROWS)}")
     wanted = [target for target in TARGETS if not only or target.id in {row.upper() for row in only}]
-    context, found = Context(quick=quick, results=results), _earlier(json_file)
+    context, (found, runs) = Context(quick=quick, results=results), _earlier(json_file)
     began = perf_counter()
     kept = "" if json_file is None else f" --json {json_file}"
     written = "" if document is None else f" --document {document}"
     command, commit = f"quire reproduce{kept}{written}{' --quick' if quick else ''}", _commit(results)
+    run = f"commit {commit}, {cpu_description()}"
     for number, target in enumerate(wanted):
-        found[target.id] = ROWS[target.id](context)
+        found[target.id], runs[target.id] = ROWS[target.id](context), run
         if json_file is not None:  # after each row: a run that is stopped goes on with the others
-            write_json(json_file, _figures(found, commit, command, quick=quick))
+            write_json(json_file, _figures(found, runs, commit, command, quick=quick))
         advance(number + 1, len(wanted))
         for line in _lines(target, found[target.id]):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     seconds = perf_counter() - began
     console.print(f"{len(wanted)} rows in {seconds:.0f} s", highlight=False)
     if document is not None:
-        write_text(document, markdown(found, _write_charts(document, context.charts), command, quick=quick))
+        write_text(document, markdown(found, runs, _write_charts(document, context.charts), command, quick=quick))
     return found
 
 
@@ -86,15 +87,19 @@ class _Recorded(msgspec.Struct):
     """A file of figures."""
 
     quick: bool
+    commit: str
+    machine: str
     rows: dict[str, Findings]
+    runs: dict[str, str] = {}
 
 
-def _earlier(json_file: Path | None) -> dict[str, Findings]:
-    """The rows in a file of an earlier run; none if there is no file."""
+def _earlier(json_file: Path | None) -> tuple[dict[str, Findings], dict[str, str]]:
+    """The rows in a file of an earlier run, and commit and machine of each; none if there is no file."""
     if json_file is None or not json_file.is_file():
-        return {}
+        return {}, {}
     try:
-        return msgspec.json.decode(json_file.read_bytes(), type=_Recorded).rows
+        read = msgspec.json.decode(json_file.read_bytes(), type=_Recorded)
+        return read.rows, dict.fromkeys(read.rows, f"commit {read.commit}, {read.machine}") | read.runs
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{json_file} is not a file that `quire reproduce` wrote: {error}") from error
 
@@ -164,7 +169,9 @@ def _commit(checkout: Path | None) -> str:
     return done.stdout.strip()
 
 
-def _figures(found: Mapping[str, Findings], commit: str, command: str, *, quick: bool) -> dict[str, object]:
+def _figures(
+    found: Mapping[str, Findings], runs: Mapping[str, str], commit: str, command: str, *, quick: bool
+) -> dict[str, object]:
     rows = {
         row: [
             {
@@ -183,7 +190,8 @@ def _figures(found: Mapping[str, Findings], commit: str, command: str, *, quick:
         for row, findings in ((target.id, found[target.id]) for target in TARGETS if target.id in found)
     }
     about = {"commit": commit, "date": datetime.now(UTC).date().isoformat(), "machine": cpu_description()}
-    return {**about, "command": command, "python": platform.python_version(), "quick": quick, "rows": rows}
+    about |= {"command": command, "python": platform.python_version()}
+    return {**about, "quick": quick, "runs": runs, "rows": rows}
 
 
 _HEAD = """# Reproduction
@@ -204,8 +212,10 @@ No constant is tuned to make a row match. The parameters of the workloads are in
 """
 
 
-def markdown(found: Mapping[str, Findings], charts: Sequence[str], command: str, *, quick: bool) -> str:
-    """The document. charts: files in the folder beside it. command: what runs all rows."""
+def markdown(
+    found: Mapping[str, Findings], runs: Mapping[str, str], charts: Sequence[str], command: str, *, quick: bool
+) -> str:
+    """The document. runs: commit and machine of each row. charts: files in its folder. command: what runs all rows."""
     counts = {name: 0 for name in ("as reported", "close", "differs", "arithmetic", "pending")}
     for findings in found.values():
         for one in findings:
@@ -213,7 +223,7 @@ def markdown(found: Mapping[str, Findings], charts: Sequence[str], command: str,
                 counts[verdict(one)] += 1
     parts = [_HEAD]
     parts.append(
-        f"Command: `{command}`, on {cpu_description()}. "
+        f"Command: `{command}`. Each row names the commit and the machine of its run. "
         f"Of the figures with a reported value, {counts['as reported']} are as reported, {counts['close']} close, and "
         f"{counts['differs']} differ; {counts['arithmetic']} are arithmetic, and {counts['pending']} pending.\n"
     )
@@ -223,6 +233,7 @@ def markdown(found: Mapping[str, Findings], charts: Sequence[str], command: str,
         if target.id not in found:
             continue
         parts.append(f"## {target.id}: {target.experiment}\n\nReported: {target.reported} ({target.source}).\n")
+        parts.append(f"Run: {runs[target.id]}.\n")
         parts.append("| figure | reported | ours | unit | ratio | kind | |\n|---|---|---|---|---|---|---|")
         for one in found[target.id]:
             ratio = "" if one.ratio is None else f"{one.ratio:.2f}"
