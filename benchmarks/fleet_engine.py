@@ -22,7 +22,7 @@ from quire.supervisor import protocol
 from quire.supervisor.engine_loop import EngineLoop
 
 STEP_SECONDS = 0.025
-_FACTS = ModelInfo(
+FACTS = ModelInfo(
     model_name="none",
     architecture="NoneForCausalLM",
     num_parameters=0,
@@ -104,7 +104,7 @@ def main() -> None:
     """Serve until the front end closes the socket."""
     with socket.socket(fileno=int(sys.argv[1])) as connection:
         protocol.receive_frame(connection)  # Begin
-        connection.sendall(protocol.encode_frame(protocol.Ready(_FACTS)))
+        connection.sendall(protocol.encode_frame(protocol.Ready(FACTS)))
         EngineLoop(cast(Engine, PacedEngine()), connection).run()
 
 

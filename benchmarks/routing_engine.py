@@ -7,11 +7,12 @@ on the clock of the machine. FD: the socket to the front end.
 import socket
 import sys
 import time
+from dataclasses import replace
 
+from benchmarks.fleet_engine import FACTS
 from quire.cache.kv_cache import KVCache
 from quire.config import EngineOptions
 from quire.engine.engine import Engine
-from quire.models.sentence_transformers import EmbeddingConfig
 from quire.planner.modelled_runner import ModelledRunner, VirtualClock
 from quire.planner.reproduce.reuse import r3_engine
 from quire.planner.simulated_engine import EngineSetup
@@ -46,23 +47,14 @@ class SleepingClock(VirtualClock):
 def facts_of(setup: EngineSetup) -> ModelInfo:
     """What the front end has to know."""
     scheduler = setup.scheduler
-    return ModelInfo(
-        model_name="modelled",
-        architecture="NoneForCausalLM",
-        num_parameters=0,
-        weight_bytes=0,
-        classification=None,
-        generates=True,
-        embedding=EmbeddingConfig(1),
-        path="",
+    options = EngineOptions(
+        max_num_seqs=scheduler.max_num_seqs, max_num_batched_tokens=scheduler.max_num_batched_tokens
+    )
+    return replace(
+        FACTS,
         max_model_len=scheduler.max_model_len,
         vocab_size=setup.vocab_size,
-        num_end_tokens=0,
-        hidden_size=1,
-        sampling_defaults={},
-        options=EngineOptions(
-            max_num_seqs=scheduler.max_num_seqs, max_num_batched_tokens=scheduler.max_num_batched_tokens
-        ),
+        options=options,
         cache=setup.cache,
     )
 
