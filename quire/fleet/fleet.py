@@ -62,7 +62,7 @@ class ReplicaStatus(NamedTuple):
     health: Health
     num_requests: int
     is_drained: bool
-    routed: RoutingStats | None
+    routed: RoutingStats | None = None
 
 
 class Fleet:

@@ -42,7 +42,7 @@ class WorkloadOptions:
         Meta(ge=1, le=MOST_REPLICAS),
         Help("engines (replicas) behind one front end, each with a device and its memory to itself", "beta"),
     ] = 1
-    routing: Annotated[Routing, Help("how requests are placed on replicas", "beta")] = "predicted"
+    routing: Annotated[Routing, Help("how requests are placed on replicas", "beta", rare=True)] = "predicted"
     num_samples: Annotated[int, Meta(ge=1, le=64), Help("sequences that each request samples", "beta")] = 1
     beam_width: Annotated[
         int, Meta(ge=0, le=64), Help("beams that each request searches with instead [default: it samples]", "beta")

@@ -35,6 +35,7 @@ class ContiguousCache:
     """See KVCacheManager. It has room for `num_runs` sequences of `max_model_len` tokens."""
 
     windowed = ()
+    unwritten_blocks: frozenset[int] = frozenset()
     num_evicted = num_copied_tokens = num_swapped_out_blocks = num_swapped_in_blocks = num_pinned = 0
     has_urgent_moves = has_moves_in_flight = False
 
