@@ -10,9 +10,9 @@ earlier ones or have nothing in common. In the middle of the sequence most have 
 loads differ. Where the rule allows several workers, the request counts as a tie: `tie` if the router chose the one that
 the rule takes, `other_tie` if another one of them.
 
-SGLang's router gets texts with a character for each token, and forwards them to workers that answer when they are told
-to. It is compared with the rule on blocks of 16 tokens, and of one. Dynamo's `select_service` gets tokens, the ends of
-prompts and requests, and the cached blocks by ZMQ.
+SGLang's router gets texts with a character for each token, and forwards them to workers. A worker answers when the
+benchmark ends the request. The router is compared with the rule on blocks of 16 tokens, and of one. Dynamo's
+`select_service` gets tokens, the ends of prompts and requests, and the cached blocks by ZMQ.
 """
 
 import argparse

@@ -32,7 +32,7 @@ _FIRST_OVER_FURTHER = 10
 _ARRIVAL_SECONDS = 30.0  # in which the weight of an arrival falls to a half, and later less quickly
 _PREFILL_DECAY = 0.99  # weight of the mean prefill when another request is placed
 _HOLD_DECAY = 0.95  # weight of the mean time of a request when another one ends
-_MOST_HOLD = 10.0  # times the mean, for which one request counts at most: it may be one that nobody reads
+_MOST_HOLD = 10.0  # times the mean, the most for one request: that of a client that does not read takes long
 # until an engine has measured: what matters is that a token costs something, and a step more
 UNMEASURED = CostFigures(1e-4, 0.0, 1e-3, 1e-2, None, None)
 

@@ -119,7 +119,7 @@ class Plan:
         """What the plan does not know, and what its command needs."""
         name, found = self.engine.options.model, [*self.engine.notes, *self.warnings]
         if self.engine.setup.num_replicas > 1:
-            found.append("the plan assumes one router with such rules before all servers; quire has none for several")
+            found.append("the plan assumes a router before all servers; quire has no router across servers")
         if name is not None and name.lower() in known_configs():
             found.append(f"in place of {name}, give `quire serve` the folder or the id of its checkpoint")
         return found

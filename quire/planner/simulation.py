@@ -159,7 +159,7 @@ class Simulation:
         self._at(engine.clock.now, _Rank.STEP, partial(self._step, engine))
 
     def _unblock(self, when: float) -> None:
-        """Plan steps of the blocked engines for which time has passed, or which an event has told something."""
+        """Plan steps of the blocked engines for which time has passed, or that an event has given work."""
         blocked, self._blocked = self._blocked, []
         for engine in blocked:
             if engine.inbox or engine.clock.now < when:
@@ -169,7 +169,7 @@ class Simulation:
                 self._blocked.append(engine)
 
     def _step(self, engine: SimulatedEngine) -> None:
-        """The turn of an engine: what it was told, and a step."""
+        """The turn of an engine: its inbox, and a step."""
         while engine.inbox:
             engine.inbox.popleft()()
         events, now = self._events, engine.clock.now

@@ -10,7 +10,7 @@ from quire.cost.step_time import Calibration
 from quire.errors import ConfigError
 from quire.startup.model_info import ModelInfo
 
-SECRET_BYTES = 32  # of a secret, so that nobody can guess keys of prompts
+SECRET_BYTES = 32  # of a secret: keys of guessed prompts cannot be computed without it
 
 
 class ReplicaShare(msgspec.Struct, frozen=True):
