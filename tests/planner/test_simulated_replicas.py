@@ -401,7 +401,7 @@ def test_a_plan_expects_of_two_replicas_twice_of_one_and_prices_both_devices():
     assert abs(both_busy - busy) <= 3 < busy
     assert command_line(both) == f"2 servers of: {one.command}"
     assert command_line(one) == one.command == both.command
-    assert [any("one router" in note for note in plan.notes) for plan in (one, both)] == [False, True]
+    assert [any("a router before all servers" in note for note in plan.notes) for plan in (one, both)] == [False, True]
     assert escape(command_line(both)) in html_page(both)
     assert headline(both) == "llama-3.1-8b on 2 x L4 sustains 1.00 requests/s (estimated)"
     prices = [plan.price(2.0)["per_million_output_tokens"] for plan in (one, both)]
