@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from quire.core.kv_groups import KVGroup
+from quire.core.states import StateGroup
 from quire.errors import ConfigError, known_arguments_only, nearest
 
 DType = Literal["auto", "float32", "float16", "bfloat16", "float", "half"]
@@ -53,6 +54,8 @@ class CacheConfig:
     prefix_index: PrefixIndexKind = "none"
     public_prefixes: tuple[tuple[int, ...], ...] = ()  # tokens whose KV every tenant may read
     eviction: Eviction = "lru"
+    states: StateGroup | None = None  # of a model with recurrent states; its blocks hold no tokens
+    turn_ends: frozenset[int] = frozenset()  # tokens that end a turn: snapshots of states stand behind them
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
@@ -69,6 +72,8 @@ class CacheConfig:
         for group in self.groups:
             if group.num_blocks < 1:
                 raise ConfigError("a KV group needs at least one block; give it more memory")
+        if self.states is not None and self.states.num_blocks < 1:
+            raise ConfigError("recurrent states need at least one block; give them more memory")
 
     def __str__(self) -> str:
         blocks = " and ".join(str(group.num_blocks) for group in self.groups)

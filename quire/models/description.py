@@ -16,6 +16,7 @@ import torch
 
 from quire.config import Classification
 from quire.core.kv_groups import StoredKind
+from quire.core.states import StateKind
 from quire.errors import ModelError, RequestError, nearest
 from quire.kernels.contract import DTYPES, Scheme
 from quire.models import gpt_like, llama_like, mixtures
@@ -263,6 +264,11 @@ class ModelDescription:
     def kv_layers(self) -> tuple[StoredKind, ...]:
         """See Description."""
         return tuple(layer.mixer.kv for layer in self.config.layers if layer.mixer.has_own_kv)
+
+    @property
+    def state_layers(self) -> tuple[StateKind, ...]:
+        """See Description."""
+        return ()
 
     @property
     def num_parameters(self) -> int:

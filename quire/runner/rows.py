@@ -5,7 +5,8 @@ import numpy as np
 from quire.cache.block_table import ABSENT
 from quire.config import CacheConfig
 from quire.core.step import Chunks, SamplingMasks, Step, TableUpdates
-from quire.kernels.contract import Batch, SamplingMetadata
+from quire.kernels.contract import Batch
+from quire.kernels.sampling_contract import SamplingMetadata
 from quire.sampling.metadata import SamplingColumns
 
 _NONE = -1  # no position

@@ -22,6 +22,7 @@ from quire.kernels.reference.rowwise import (
     xielu,
 )
 from quire.kernels.reference.sampling import sample
+from quire.kernels.reference.states import allocate_states, copy_states, plan_states, recur
 
 NAME = "reference"
 USES_RESIDENT_TABLES = False
@@ -57,9 +58,11 @@ REFERENCE = new_kernels(
     adapter_width=adapter_width,
     add_rms_norm=add_rms_norm,
     allocate=allocate,
+    allocate_states=allocate_states,
     allocate_weight=allocate_weight,
     attention=attention,
     copy_blocks=copy_blocks,
+    copy_states=copy_states,
     embed=embed,
     experts=experts,
     gated_linear=gated_linear,
@@ -73,6 +76,8 @@ REFERENCE = new_kernels(
     pack=pack,
     pack_adapter=pack_adapter,
     plan=plan,
+    plan_states=plan_states,
+    recur=recur,
     release_workspace=release_workspace,
     rms_norm=rms_norm,
     rotary_write=rotary_write,
