@@ -93,6 +93,12 @@ class CacheConfig:
         """Index of the first block that a query at `position` attends to."""
         return self.groups[group].kind.first_attended(position) // self.block_size
 
+    def bytes_per_block(self, group: int) -> int:
+        """Bytes of a block of a group; that of state blocks is behind the KV groups."""
+        if group == len(self.groups) and self.states is not None:
+            return self.states.bytes_per_block
+        return self.groups[group].bytes_per_block
+
     @property
     def shares_partial_blocks(self) -> bool:
         """Whether a sequence may continue behind a part of another one's block."""

@@ -1,6 +1,7 @@
 """The block table of one sequence."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from msgspec import structs
 
@@ -11,6 +12,22 @@ from quire.core.scheduling_params import Retention
 ABSENT = -1  # instead of a block that lies wholly before the window of its group
 
 _NAMESPACE = Namespace()
+
+
+@dataclass(slots=True, eq=False)
+class LiveState:
+    """The live state block of a table: see StateBlocks, which changes it.
+
+    The block stands behind position `settled`, once the steps launched so far are over, and has the inputs of positions
+    up to `stop`. `last_step` is the last step that writes it, or that wrote the snapshot of which it is a copy.
+    """
+
+    block: int
+    settled: int = 0
+    stop: int = 0
+    last_step: int = -1
+    wanted: tuple[int, ...] = ()  # positions, ascending, behind which the sequence is to leave snapshots
+    last_snapshot: int = 0  # position of the snapshot behind which it computes
 
 
 class IndexHandle:
@@ -41,7 +58,8 @@ class BlockTable:
     and no other table sees the write. A fork lowers `capacity` to the first unwritten position of a shared, partly
     filled block, so that the next write there goes through `grow`. `firsts` is, per group, the index of the first block
     that is not ABSENT. The first `num_matched` blocks are from the prefix match. The first `num_launched` positions
-    were written before the step that is being planned, so this step can copy them.
+    were written before the step that is being planned, so this step can copy them. `state` is its live block of
+    recurrent states, of models that have some.
     """
 
     __slots__ = (
@@ -53,6 +71,7 @@ class BlockTable:
         "num_launched",
         "num_matched",
         "retention",
+        "state",
         "tokens",
     )
 
@@ -73,6 +92,13 @@ class BlockTable:
         self.num_matched = 0
         self.num_launched = 0
         self.cursor = IndexCursor()
+        self.state: LiveState | None = None
+
+    def has_block(self, group: int, block: int) -> bool:
+        """Whether it has a block; group: that of a Move, which is behind the KV groups for the block of its state."""
+        if group == len(self.blocks):
+            return self.state is not None and self.state.block == block
+        return block in self.blocks[group]
 
     def __len__(self) -> int:
         """Blocks of the longest list, absent ones included."""

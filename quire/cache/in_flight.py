@@ -75,9 +75,7 @@ class InFlight:
 
     def is_arriving(self, table: BlockTable) -> bool:
         """Whether a Move in flight writes a block of a table."""
-        return bool(self._arriving) and any(
-            (group, block) in self._arriving for group, blocks in enumerate(table.blocks) for block in blocks
-        )
+        return bool(self._arriving) and any(table.has_block(*place) for place in self._arriving)
 
     def end_moves(self, moves: Iterable[Move]) -> None:
         """Moves to or from the host are over."""

@@ -11,8 +11,9 @@ import msgspec
 
 from quire.cache.manager import KVCacheManager
 from quire.cache.prefix.index import PrefixIndex, PublicPrefixes
-from quire.cache.prefix.radix_index import RadixIndex, root_key_of
+from quire.cache.prefix.radix_index import RadixIndex
 from quire.cache.prefix.radix_node import Node
+from quire.cache.prefix.radix_search import root_key_of
 from quire.core.block_keys import BYTES_PER_TOKEN, BlockKeys
 from quire.core.request import Namespace
 

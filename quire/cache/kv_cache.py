@@ -7,6 +7,9 @@ Owners of a block, always by reference count:
   a pin         from `release` until the pin ends, see RetentionMarks
   a copy        for its two blocks, from `admit`, `grow` or `branch` until a step with the Move has succeeded
 
+Blocks of recurrent states belong to StateBlocks, which is None for models that have none. Their Moves have the number
+of KV groups as their group.
+
 Blocks of the host pool have other owners: see HostPool. No bytes are copied here: a copy is a Move in the next Step.
 """
 
@@ -18,21 +21,21 @@ from quire.cache.audit import RefCountAudit, count_shared_blocks
 from quire.cache.block_pool import BlockPool, Pools
 from quire.cache.block_table import BlockTable
 from quire.cache.copies import PendingMoves
+from quire.cache.evictor import Evictor
 from quire.cache.host_pool import HostPool, SwapRecord
 from quire.cache.in_flight import InFlight
 from quire.cache.manager import NO_CAUSE
 from quire.cache.prefix.eviction import RecomputeSeconds, default_recompute_seconds
-from quire.cache.prefix.hash_index import HashIndex
-from quire.cache.prefix.index import NO_MATCH, EvictionCause, EvictionRecord, NoIndex, PrefixIndex, PrefixMatch
-from quire.cache.prefix.radix_index import RadixIndex
+from quire.cache.prefix.index import NO_MATCH, EvictionCause, EvictionRecord, PrefixIndex, PrefixMatch
+from quire.cache.prefix.new_index import new_index
 from quire.cache.retention import NO_RETENTION, SequenceRetention
+from quire.cache.states import Snapshot, StateBlocks
 from quire.cache.swap_planner import SwapPlanner
 from quire.config import CacheConfig
 from quire.core.events import Event
+from quire.core.explanation import Miss
 from quire.core.request import NO_NAMESPACE, Namespace
 from quire.core.step import Move
-
-_EVICTED_AHEAD = 256  # 1/256 of a pool is evicted in addition to what is needed: each eviction has a fixed cost
 
 
 class KVCache:
@@ -43,24 +46,27 @@ class KVCache:
         self.block_size = config.block_size
         self._has_index = config.prefix_index != "none"
         self.windowed = config.dropping
-        self.pools = self._new_pools(config)
+        self.pools = Pools(BlockPool(group.num_blocks) for group in config.groups)
+        pools = [*self.pools, *(BlockPool(group.num_blocks) for group in (config.states,) if group is not None)]
         self._tables: dict[int, BlockTable] = {}  # by sequence id
         self.tables: Mapping[int, BlockTable] = MappingProxyType(self._tables)
-        self._in_flight = InFlight(self.pools)
-        self.copies = PendingMoves(self.pools, self._in_flight.deferred_decr_ref)
+        self._in_flight = InFlight(pools)
+        self.copies = PendingMoves(pools, self._in_flight.deferred_decr_ref)
+        self.states: StateBlocks | None = None
+        if config.states is not None:
+            self.states = StateBlocks(config, pools[-1], self.pools[0], self.copies, self._in_flight, self._predict)
         self._host_pool = HostPool(config)
         self.host_pools = self._host_pool.pools
         self._swap_planner = SwapPlanner(config, self.tables, self._host_pool, self.copies)
-        self._audit = RefCountAudit(self.pools, self._tables, self._in_flight, self.copies)
+        self._audit = RefCountAudit(self.pools, self._tables, self._in_flight, self.copies, self.states)
         self._recompute_seconds: RecomputeSeconds = default_recompute_seconds
         self.index = self._new_index()  # a repair may replace it
-        self._num_evicted_before = 0  # by earlier indexes that were replaced
-        self._evictions: dict[str, EvictionRecord] = {}  # evictions by request id, since they were last taken
+        self._evictor = Evictor(self.pools, self.index)
 
     @property
     def num_evicted(self) -> int:
         """See KVCacheManager."""
-        return self._num_evicted_before + self.index.num_evicted
+        return self._evictor.num_evicted
 
     @property
     def num_copied_tokens(self) -> int:
@@ -113,8 +119,7 @@ class KVCache:
 
     def take_evictions(self) -> list[EvictionRecord]:
         """See KVCacheManager."""
-        evictions, self._evictions = self._evictions, {}
-        return list(evictions.values())
+        return self._evictor.take()
 
     # Creation of tables
 
@@ -178,15 +183,22 @@ class KVCache:
         whole, rest = divmod(num_tokens, self.block_size)
         if rest and not self.config.shares_partial_blocks:
             return None
+        snapshot = None
+        if parent.state is not None and not parent.state.settled <= num_tokens <= parent.state.stop:
+            found, snapshot = self._usable(self.index.match_prefix(parent.namespace, tokens[:num_tokens]), tokens)
+            if found.num_tokens != num_tokens or not self._can_begin_state(snapshot):
+                return None
         for group, pool in enumerate(self.pools):
             if parent.firsts[group] > self.config.first_attended_block(group, num_tokens):
                 return None
             needed = self.config.num_blocks(group, num_tokens, reserve) - whole + watermark_blocks[group]
             if needed > pool.num_available:
                 return None
-        if rest and not self._evict_until_free([1] * len(self.pools), cause):
+        if rest and not self._evictor.until_free([1] * len(self.pools), cause):
             return None
         child = self._share_blocks(seq_id, new_id, whole, num_tokens, tokens)
+        if self.states is not None and child.state is None:
+            self.states.begin(child, num_tokens, snapshot, ())
         if rest:
             sources = [blocks[whole] for blocks in parent.blocks]
             for pool, source in zip(self.pools, sources, strict=True):
@@ -204,24 +216,43 @@ class KVCache:
 
     def _try_admit(self, seq_id: int, table: BlockTable, reusable: int, limits: AdmissionLimits) -> Admission | None:
         """Create a table with the prefix match, or with more KV from the host pool. None without enough blocks."""
-        matched = self.index.match_prefix(table.namespace, table.tokens[:reusable]) if reusable > 0 else NO_MATCH
+        found = self.index.match_prefix(table.namespace, table.tokens[:reusable]) if reusable > 0 else NO_MATCH
+        matched, snapshot = self._usable(found, table.tokens)
         num_swapped = self._swap_planner.num_swapped_tokens(seq_id, reusable)
         if num_swapped > matched.num_tokens:
             return self._admit_swapped(seq_id, table, matched, num_swapped, limits)
         match = fitting_match(self.config, self.pools, matched, limits)
-        if match is None:
+        if match is None or not self._can_begin_state(snapshot):
             return None
         start, num_shared = match.num_tokens, len(match.blocks[0]) if match.blocks else 0
         miss = self.index.explain_miss(table.namespace, table.tokens, match, reusable)
+        if start < found.num_tokens and self.states is not None:
+            miss = Miss(start, table.tokens[start], "no_state")
         self._register(seq_id, table)
         self._share_match(table, match, start)
+        if self.states is not None:
+            wanted = [found.num_tokens, *self.states.positions_of_turns(table.tokens)]
+            self.states.begin(table, start, snapshot if start else None, wanted)
         copied = not match.partial or self._copy_partial(table, match, limits.cause)
         stop = min(limits.limit, start + limits.max_new_positions)
         if not copied or self.grow(table, stop, reserve=limits.num_tokens, cause=limits.cause) is None:
             self.release(seq_id)
             return None
         self._host_pool.drop_record(seq_id)
-        return Admission(table, start, num_shared, start - num_shared * self.block_size, miss)
+        num_copied = start - num_shared * self.block_size
+        return Admission(table, start, num_shared, num_copied, miss, num_kv_tokens=found.num_tokens)
+
+    def match_prefix(self, namespace: Namespace, tokens: Sequence[int]) -> PrefixMatch:
+        """See KVCacheManager."""
+        return self._usable(self.index.match_prefix(namespace, tokens), tokens)[0]
+
+    def _usable(self, found: PrefixMatch, tokens: Sequence[int]) -> tuple[PrefixMatch, Snapshot | None]:
+        """The part of a prefix match of `tokens` that a sequence can continue behind, and the snapshot there."""
+        return (found, None) if self.states is None else self.states.match(found, tokens, self.index)
+
+    def _can_begin_state(self, snapshot: Snapshot | None) -> bool:
+        """Whether a new table can get the block of its state, if the model has states."""
+        return self.states is None or self.states.can_begin(snapshot)
 
     def _admit_swapped(
         self, seq_id: int, table: BlockTable, match: PrefixMatch, num_tokens: int, limits: AdmissionLimits
@@ -232,32 +263,24 @@ class KVCache:
         blocks; then the tables are unchanged.
         """
         num_shared = len(match.blocks[0]) if match.blocks else 0
-        firsts = [self.config.first_attended_block(group, num_tokens) for group in range(len(self.pools))]
-        begins = [max(num_shared, first) for first in firsts]
-        homes = self._swap_planner.shared_blocks(seq_id, begins, num_tokens)
-        needed = [
-            self.config.num_blocks(group, num_tokens + 1, limits.num_tokens) - begins[group] - len(homes[group])
-            for group in range(len(self.pools))
-        ]
-        shared = [
-            [*(match.blocks[group][first:] if match.blocks else ()), *homes[group].values()]
-            for group, first in enumerate(firsts)
-        ]
-        if not has_available_blocks(self.pools, needed, shared, limits.watermark_blocks):
+        firsts, begins, homes, needed, shared = self._swap_planner.needs(seq_id, match, num_tokens, limits.num_tokens)
+        has_blocks = has_available_blocks(self.pools, needed, shared, limits.watermark_blocks)
+        if not has_blocks or not self._can_begin_state(None):
             return None
         self._register(seq_id, table)
         for pool, some in zip(self.pools, homes, strict=True):
             for block in some.values():
                 pool.incr_ref(block)
         self._share_match(table, match._replace(num_tokens=num_shared * self.block_size, partial=()), num_tokens)
-        if not self._evict_until_free(needed, limits.cause):
+        if not self._evictor.until_free(needed, limits.cause):
             for group, some in enumerate(homes):
                 for block in some.values():
                     self._in_flight.deferred_decr_ref(group, block)
             self.release(seq_id)
             return None
         fresh = [pool.allocate_many(count) for pool, count in zip(self.pools, needed, strict=True)]
-        blocks, num_bytes = self._swap_planner.swap_in(seq_id, num_shared, begins, homes, fresh, num_tokens)
+        about = (seq_id, table, num_shared, begins, homes, fresh, num_tokens)
+        blocks, num_bytes = self._swap_planner.swap_in(*about, self.states)
         table.append(blocks, self.block_size)
         for group, first in enumerate(firsts):
             table.trim(group, first)
@@ -283,7 +306,7 @@ class KVCache:
         """Plan the copy of the block in which the match ends. Returns False if there is no block for it."""
         for pool, source in zip(self.pools, match.partial, strict=True):
             pool.incr_ref(source)  # against its eviction
-        if self._evict_until_free([1] * len(self.pools), cause):
+        if self._evictor.until_free([1] * len(self.pools), cause):
             self._append_copies(table, match.partial, match.num_tokens - table.capacity)
             return True
         for group, source in enumerate(match.partial):
@@ -306,6 +329,8 @@ class KVCache:
         parent = self._tables[seq_id]
         child = self._register(new_id, parent.fork(num_blocks, num_tokens, self.block_size, tokens))
         self._incr_refs(child)
+        if self.states is not None:
+            self.states.fork(parent, child, num_tokens)
         self._in_flight.copy_dependencies(parent, child)
         self.index.register_fork(parent, child, min(parent.cursor.num_indexed, num_tokens // self.block_size))
         return child
@@ -345,6 +370,8 @@ class KVCache:
         cause: EvictionCause = NO_CAUSE,
     ) -> list[int] | None:
         """See KVCacheManager."""
+        if self.states is not None and not self.states.own(table):
+            return None
         if num_tokens == table.capacity + 1 and not (reserve or watermark_blocks) and self._append_blocks(table):
             return [len(blocks) - 1 for blocks in table.blocks]
         needed, enough = self.num_needed_blocks(table, num_tokens, reserve), True
@@ -354,7 +381,7 @@ class KVCache:
                 enough = False
                 if wanted > pool.num_available:
                     return None
-        if not enough and not self._evict_until_free(needed, cause):
+        if not enough and not self._evictor.until_free(needed, cause):
             return None
         firsts, fresh = [], []
         index, rest = divmod(table.capacity, self.block_size)
@@ -452,6 +479,8 @@ class KVCache:
             for block in self.copies.cancel(group, blocks):
                 num_tokens = min(num_tokens, blocks.index(block) * self.block_size)
         entered = self.index.unregister(table, num_tokens)
+        if self.states is not None:
+            self.states.release(table, num_tokens, self.index)
         self._in_flight.record_written_by_any([table.blocks[0][i] for i in entered])
         for group, (blocks, first) in enumerate(zip(table.blocks, table.firsts, strict=True)):
             self._in_flight.deferred_decr_refs(group, blocks[first:][::-1])
@@ -474,26 +503,10 @@ class KVCache:
             self.index.retention.end_pins()
         idle = self.pools.num_idle
         for group, pool in enumerate(self.pools):
-            self._evict(group, pool.num_idle, cause)
+            self._evictor.evict(group, pool.num_idle, cause)
+        if self.states is not None:
+            self.states.flush()
         return idle - self.pools.num_idle
-
-    def _evict_until_free(self, needed: Sequence[int], cause: EvictionCause) -> bool:
-        """Evict until `needed` blocks of each group are free, and some blocks more. Returns whether `needed` are."""
-        for group, pool in enumerate(self.pools):
-            if needed[group] > pool.num_free:
-                self._evict(group, needed[group] - pool.num_free + pool.num_blocks // _EVICTED_AHEAD, cause)
-        return all(pool.num_free >= count for pool, count in zip(self.pools, needed, strict=True))
-
-    def _evict(self, group: int, count: int, cause: EvictionCause) -> None:
-        """Evict up to `count` blocks of a group and record the cause."""
-        num_blocks = self.index.evict(group, count, cause)
-        if not num_blocks:
-            return
-        reason, before = self.index.take_reason(), self._evictions.get(cause.request_id)
-        if before is None:
-            self._evictions[cause.request_id] = EvictionRecord(cause, num_blocks, reason)
-        else:
-            self._evictions[cause.request_id] = before._replace(num_blocks=before.num_blocks + num_blocks)
 
     # Steps
 
@@ -506,6 +519,8 @@ class KVCache:
         """See KVCacheManager."""
         moves = self.copies.launched(step_id)
         self._in_flight.launch(step_id, moves)
+        if self.states is not None:
+            self.states.launched(step_id)
         self._host_pool.launched(step_id, moves)
         return moves
 
@@ -554,10 +569,13 @@ class KVCache:
             table = self._tables.get(seq_id)
             if table is not None:
                 table.num_launched = min(table.num_launched, start)
+        void_states = () if self.states is None else self.states.failed(step_id, self._tables)
         return [
             seq_id
             for seq_id, table in self._tables.items()
-            if table in dependent or any(block in table.blocks[group] for group, block in missed)
+            if table in dependent
+            or any(table.has_block(*place) for place in missed)
+            or (seq_id in void_states and seq_id not in starts)
         ]
 
     @property
@@ -573,27 +591,24 @@ class KVCache:
 
     def check(self) -> list[str]:
         """See KVCacheManager."""
-        return self._audit.check(self.index) + self._host_pool.check()
+        wrong = self._audit.check(self.index) + self._host_pool.check()
+        return wrong if self.states is None else wrong + self.states.check(self._tables.values())
 
     def repair(self) -> None:
         """See KVCacheManager."""
         if self._audit.index_errors(self.index):
-            self._num_evicted_before += self.index.num_evicted
             self.index = self._new_index()
+            self._evictor.replace_index(self.index)
+            if self.states is not None:
+                self.states.clear()
             for table in self._tables.values():
                 table.leave_index()
                 self.index.register(table, NO_MATCH)
         self._audit.repair(self.index)
         self._host_pool.repair()
 
-    def _new_pools(self, config: CacheConfig) -> Pools:
-        return Pools(BlockPool(group.num_blocks) for group in config.groups)
-
     def _new_index(self) -> PrefixIndex:
-        if self.config.prefix_index == "none":
-            return NoIndex()
-        if self.config.prefix_index == "hash":
-            return HashIndex(self.config, self.pools, self._in_flight.planned_writes)
-        return RadixIndex(
-            self.config, self.pools, self._in_flight.planned_writes, lambda *counts: self._recompute_seconds(*counts)
-        )
+        return new_index(self.config, self.pools, self._in_flight.planned_writes, self._predict)
+
+    def _predict(self, num_tokens: int, num_before: int) -> float:
+        return self._recompute_seconds(num_tokens, num_before)

@@ -12,6 +12,7 @@ MissReason = Literal[
     "other_adapter",  # computed with another adapter, or other kernels (deterministic), by the same tenant
     "last_token",  # everything matched but the last token, which is computed for its logits
     "recomputed",  # the request needs outputs of its prompt positions (prompt_logprobs, pooling)
+    "no_state",  # keys and values matched further, but there was no snapshot of the recurrent states behind them
     "off",  # no prefix index
 ]
 

@@ -331,4 +331,5 @@ class Speculator:
             firsts = self._cache.grow_free(table)
             if firsts is not None:
                 builder.update_table(chunk.seq, firsts)
-        return table.capacity - chunk.stop
+        count = table.capacity - chunk.stop
+        return count if self._cache.states is None else min(count, self._cache.states.max_pending)

@@ -1,0 +1,394 @@
+"""Blocks of recurrent states: the live block of each running sequence, and snapshots, which sequences start from.
+
+A live block stands behind the last position whose token cannot change any more, and has the inputs of later positions
+beside the state (`kernels/state_contract.py`). So a draft that is rejected, or a sampled token that is replaced, costs
+no copy. A forked table shares the live block of the other until one of them writes.
+
+A snapshot belongs to a prefix in the prefix index: it is anchored at the last whole block before its position, in group
+0, and leaves with this block. A prefix match can be used up to the deepest snapshot within it.
+
+Owners of a block, by reference count: the live state of each table that has it, its snapshot (as the index of the
+pool), the step that writes a snapshot, steps in flight and copies. If the pool has no free block, the snapshot of the
+least value leaves: the seconds that it saves times its uses, plus the value of the last one that left (greedy dual).
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import inf
+
+from quire.cache.block_pool import BlockPool
+from quire.cache.block_table import ABSENT, BlockTable, LiveState
+from quire.cache.copies import PendingMoves
+from quire.cache.in_flight import InFlight
+from quire.cache.prefix.eviction import RecomputeSeconds, default_recompute_seconds
+from quire.cache.prefix.index import NO_MATCH, PrefixIndex, PrefixMatch
+from quire.config import CacheConfig
+from quire.core.common_prefix import common_prefix_len
+from quire.core.step import StateChunks
+
+_NUM_TURN_ENDS = 3  # of a prompt, behind which snapshots are taken, the last ones; and behind the first
+_PLANNED = 2**62  # the step that is being planned
+
+
+@dataclass(slots=True, eq=False)
+class Snapshot:
+    """A state that sequences may start from, behind any position from `settled` to that of its last input."""
+
+    block: int
+    settled: int
+    anchor: int  # block of group 0 in the prefix index
+    rest: tuple[int, ...]  # tokens behind the anchor's, up to the last input of the block
+    seconds: float  # that it saves
+    step: int  # that writes it
+    uses: int = 1
+    value: float = 0.0
+
+
+class StateBlocks:
+    """The pool of state blocks, the live blocks of all tables and the snapshots."""
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        pool: BlockPool,
+        kv_pool: BlockPool,
+        copies: PendingMoves,
+        in_flight: InFlight,
+        seconds: RecomputeSeconds,
+    ) -> None:
+        """kv_pool: that of group 0. seconds: see RadixIndex."""
+        assert config.states is not None, "the model has recurrent states"
+        self.pool = pool
+        self.max_pending = config.states.max_pending
+        self.num_evicted = 0  # snapshots that left for another block
+        self._group = len(config.groups)
+        self._block_size = config.block_size
+        self._has_index = config.prefix_index != "none"
+        self._copies_partial_blocks = config.prefix_index == "radix" and config.shares_partial_blocks
+        self._turn_ends = config.turn_ends
+        self._kv_pool = kv_pool
+        self._copies = copies
+        self._in_flight = in_flight
+        self._seconds = seconds
+        self._anchored: dict[int, list[Snapshot]] = {}  # by anchor
+        self._by_block: dict[int, Snapshot] = {}
+        self._order: list[tuple[float, int, Snapshot]] = []  # a heap by value; entries with another value are stale
+        self._num_ordered = 0
+        self._last_value = 0.0  # of the snapshot that left last
+        self._written: list[LiveState] = []  # by the step that is being planned
+        self._taken: list[Snapshot] = []  # the same
+        self._chunks: list[tuple[int, int, int]] = []  # of the planned step: block, settled, settles
+        self._snapshots: list[tuple[int, int, int]] = []  # of the planned step: chunk, position, block
+        kv_pool.left_index = []
+
+    @property
+    def num_snapshots(self) -> int:
+        """Snapshots that sequences may start from."""
+        self._drop_unanchored()
+        return len(self._by_block)
+
+    # Matches and admission
+
+    def match(
+        self, found: PrefixMatch, tokens: Sequence[int], index: PrefixIndex
+    ) -> tuple[PrefixMatch, Snapshot | None]:
+        """The part of a prefix match of `tokens` up to the deepest snapshot within it, and this snapshot."""
+        self._drop_unanchored()
+        if self._anchored and found.blocks:
+            blocks = found.blocks[0]
+            for i in range(len(blocks) - 1, -1, -1):
+                for snapshot in self._anchored.get(blocks[i], ()):
+                    end = (i + 1) * self._block_size
+                    stop = min(found.num_tokens, end + len(snapshot.rest))
+                    position = end + common_prefix_len(snapshot.rest, tokens[end:stop])
+                    if not self._copies_partial_blocks:
+                        position -= position % self._block_size
+                    if position < snapshot.settled or snapshot.step == _PLANNED:
+                        continue
+                    part = index.truncate(found, position)
+                    if part is not None:
+                        return part, snapshot
+        return NO_MATCH._replace(num_public=found.num_public), None
+
+    def can_begin(self, snapshot: Snapshot | None) -> bool:
+        """Whether a table can get a live block. snapshot: the one that it begins with, which is not evicted for it."""
+        kept = snapshot is not None and self.pool.is_idle(snapshot.block)
+        return self.pool.num_available > kept
+
+    def begin(self, table: BlockTable, position: int, snapshot: Snapshot | None, wanted: Iterable[int]) -> None:
+        """Give a new table a live block, with a copy of the snapshot behind `position`. `can_begin` must be true.
+
+        wanted: positions behind which snapshots are useful.
+        """
+        if snapshot is None:
+            live = LiveState(self._allocate())
+        else:
+            self.pool.incr_ref(snapshot.block)
+            block = self._copies.plan_copy(self._group, snapshot.block, 0, self._allocate())
+            live = LiveState(block, snapshot.settled, position, snapshot.step, last_snapshot=position)
+            snapshot.uses += 1
+            self._enter_order(snapshot)
+        table.state = live
+        for at in wanted:
+            self.want(table, at)
+
+    def want(self, table: BlockTable, position: int) -> None:
+        """Let a table leave a snapshot behind `position` when it gets there, or at the last block end before it."""
+        if not self._copies_partial_blocks:
+            position -= position % self._block_size
+        live = table.state
+        if live is not None and self._has_index and position > max(live.stop, self._block_size):
+            live.wanted = tuple(sorted({*live.wanted, position}))
+
+    def begin_swapped(self, table: BlockTable, settled: int, position: int) -> int:
+        """Give a new table a live block into which a Move from the host copies its state. Returns the block."""
+        table.state = LiveState(self._allocate(), settled, position, last_snapshot=position)
+        return table.state.block
+
+    def positions_of_turns(self, tokens: Sequence[int]) -> list[int]:
+        """Positions behind the first and the last turns of a prompt."""
+        if not self._turn_ends:
+            return []
+        ends = [place + 1 for place, token in enumerate(tokens) if token in self._turn_ends]
+        return ends[:1] + ends[-_NUM_TURN_ENDS:]
+
+    # Forks, writes and release
+
+    def fork(self, parent: BlockTable, child: BlockTable, position: int) -> bool:
+        """Let a forked table share the live block of the other. False if that block does not stand behind `position`.
+
+        Both then get a block of their own by `grow` before they write: their `capacity` ends at `position`.
+        """
+        live = parent.state
+        if live is None or not live.settled <= position <= live.stop:
+            return False
+        self.pool.incr_ref(live.block)
+        child.state = LiveState(live.block, live.settled, position, live.last_step, last_snapshot=live.last_snapshot)
+        parent.capacity, child.capacity = min(parent.capacity, live.stop), min(child.capacity, position)
+        return True
+
+    def own(self, table: BlockTable) -> bool:
+        """Make the live block of a table writable: copy it if it has another owner. False without a block for that."""
+        live = table.state
+        if live is None or self.pool.num_refs(live.block) - self._copies.held_refs(self._group)[live.block] <= 1:
+            return True
+        if not self.pool.num_available:
+            return False
+        live.block = self._copies.plan_copy(self._group, live.block, 0, self._allocate())
+        return True
+
+    def release(self, table: BlockTable, num_tokens: int, index: PrefixIndex) -> None:
+        """Release the live block of a table that has left the index with `num_tokens` valid positions.
+
+        The block becomes a snapshot, without a copy, if it stands behind one of these positions.
+        """
+        live, table.state = table.state, None
+        if live is None:
+            return
+        is_void = bool(self._copies.cancel(self._group, (live.block,)))
+        last = min(live.stop, num_tokens)
+        if not is_void and self._has_index and self._block_size <= live.settled <= last:
+            found = index.match_prefix(table.namespace, table.tokens[:last])
+            blocks, positions = found.blocks[0] if found.blocks else (), (live.settled, last)
+            self._add(blocks, table.tokens, live.last_snapshot, positions, live.block, live.last_step)
+        self._in_flight.deferred_decr_ref(self._group, live.block)
+
+    # Steps
+
+    def schedule(self, table: BlockTable, start: int, stop: int, num_known: int) -> None:
+        """Plan the next chunk of the step, [start, stop) of a table. Tokens from `num_known` on may still change."""
+        live = table.state
+        assert live is not None and live.settled <= start <= live.stop, "the block does not stand behind this position"
+        settles = max(start, min(stop, num_known))
+        assert stop - settles <= self.max_pending, "too many tokens may still change"
+        while live.wanted and live.wanted[0] <= settles:
+            position, *wanted = live.wanted
+            live.wanted = tuple(wanted)
+            if position > start:
+                self._take_snapshot(table, live, position)
+        self._chunks.append((live.block, live.settled, settles))
+        live.settled, live.stop = settles, stop
+        if live.last_step != _PLANNED:
+            live.last_step = _PLANNED
+            self._written.append(live)
+
+    def extend(self, table: BlockTable, count: int) -> None:
+        """Extend the chunk of a table, planned for this step, by `count` drafts."""
+        assert table.state is not None, "it has a chunk"
+        table.state.stop += count
+
+    def take_chunks(self) -> StateChunks:
+        """The state blocks of all chunks of the step, which is complete."""
+        chunks, self._chunks = self._chunks, []
+        snapshots, self._snapshots = self._snapshots, []
+        return StateChunks.of(chunks, snapshots)
+
+    def launched(self, step_id: int) -> None:
+        """The planned step is launched. It owns the snapshots that it writes until it is over."""
+        for live in self._written:
+            live.last_step = step_id
+        self._written.clear()
+        for snapshot in self._taken:
+            snapshot.step = step_id
+            self._in_flight.deferred_decr_ref(self._group, snapshot.block)
+        self._taken.clear()
+
+    def failed(self, step_id: int, tables: Mapping[int, BlockTable]) -> list[int]:
+        """The step has failed: states that it or a later step was to write are void.
+
+        Returns the sequences whose live block is void. It becomes no snapshot.
+        """
+        for snapshot in [one for one in self._by_block.values() if _PLANNED > one.step >= step_id]:
+            self._drop(snapshot)
+        void = []
+        for seq_id, table in tables.items():
+            live = table.state
+            if live is not None and live.last_step >= step_id:
+                live.stop = -1
+                void.append(seq_id)
+        return void
+
+    def flush(self) -> None:
+        """Drop all snapshots that only the index owns."""
+        for snapshot in list(self._by_block.values()):
+            if self.pool.is_idle(snapshot.block):
+                self._drop(snapshot)
+
+    def clear(self) -> None:
+        """Forget all snapshots, because the prefix index is replaced. `repair` frees their blocks."""
+        self._by_block.clear()
+        self._anchored.clear()
+        self._order.clear()
+
+    # Checks
+
+    def owners(self, tables: Iterable[BlockTable]) -> Counter[int]:
+        """References of live blocks, snapshots and the planned step, per block."""
+        owners = Counter(table.state.block for table in tables if table.state is not None)
+        owners.update(self._by_block.keys())
+        owners.update(snapshot.block for snapshot in self._taken)
+        return owners
+
+    def check(self, tables: Iterable[BlockTable]) -> list[str]:
+        """Errors of the snapshots, and tables without a live block; empty if there are none."""
+        self._drop_unanchored()
+        wrong = [
+            f"snapshot in block {block} is anchored at block {snapshot.anchor}, which the prefix index does not have"
+            for block, snapshot in self._by_block.items()
+            if not self._kv_pool.is_indexed(snapshot.anchor)
+        ]
+        anchored = {one.block for some in self._anchored.values() for one in some}
+        if anchored != self._by_block.keys():
+            wrong.append(
+                f"snapshots in blocks {sorted(anchored ^ self._by_block.keys())} are anchored or known, not both"
+            )
+        if any(table.state is None for table in tables):
+            wrong.append("some tables have no state block")
+        return wrong
+
+    @property
+    def snapshot_blocks(self) -> Iterable[int]:
+        """The blocks of all snapshots."""
+        return self._by_block.keys()
+
+    # Snapshots
+
+    def _take_snapshot(self, table: BlockTable, live: LiveState, position: int) -> None:
+        """Let the planned chunk of a table write a snapshot, if its prefix is in the index and a block is available."""
+        whole = position // self._block_size
+        if table.cursor.num_indexed < whole or not self.pool.num_available:
+            return
+        block = self._allocate()
+        snapshot = self._add(table.blocks[0], table.tokens, live.last_snapshot, (position, position), block, _PLANNED)
+        if snapshot is None:
+            self.pool.decr_ref(block)
+            return
+        live.last_snapshot = position
+        self._taken.append(snapshot)
+        self._snapshots.append((len(self._chunks), position, block))
+
+    def _add(
+        self,
+        blocks: Sequence[int],
+        tokens: Sequence[int],
+        base: int,
+        positions: tuple[int, int],
+        block: int,
+        step: int,
+    ) -> Snapshot | None:
+        """Make a block a snapshot for positions of a prefix. None if there is one, or the index lacks the prefix.
+
+        blocks: of group 0, with the prefix. base: the position that a sequence would start from without the snapshot.
+        """
+        self._drop_unanchored()
+        settled, last = positions
+        whole = settled // self._block_size
+        anchor = blocks[whole - 1] if 0 < whole <= len(blocks) else ABSENT
+        if anchor == ABSENT or not self._kv_pool.is_indexed(anchor):
+            return None
+        rest = tuple(tokens[whole * self._block_size : last])
+        there = self._anchored.setdefault(anchor, [])
+        if any(one.rest[: len(rest)] == rest and one.settled <= last for one in there):
+            return None
+        seconds = self._seconds(settled - min(base, settled), min(base, settled))
+        if not 0 < seconds < inf:
+            seconds = default_recompute_seconds(settled - min(base, settled), min(base, settled))
+        snapshot = Snapshot(block, settled, anchor, rest, seconds, step)
+        self.pool.enter_index(block)
+        self._by_block[block] = snapshot
+        there.append(snapshot)
+        self._enter_order(snapshot)
+        return snapshot
+
+    def _enter_order(self, snapshot: Snapshot) -> None:
+        snapshot.value = self._last_value + snapshot.uses * snapshot.seconds
+        self._num_ordered += 1
+        heappush(self._order, (snapshot.value, self._num_ordered, snapshot))
+
+    def _allocate(self) -> int:
+        """A block with one owner. One must be available."""
+        if not self.pool.num_free:
+            self._evict()
+        return self.pool.allocate()
+
+    def _evict(self) -> None:
+        """Drop the snapshot of the least value whose prefix no sequence and no pin has, else of all."""
+        kept, found = [], None
+        while self._order:
+            entry = heappop(self._order)
+            value, _, snapshot = entry
+            if self._by_block.get(snapshot.block) is not snapshot or value != snapshot.value:
+                continue  # a later entry has its value, or it has left
+            if not self.pool.is_idle(snapshot.block):
+                kept.append(entry)
+            elif self._kv_pool.num_refs_without_index(snapshot.anchor):
+                found = found or entry
+                kept.append(entry)
+            else:
+                found = entry
+                break
+        for entry in kept:
+            heappush(self._order, entry)
+        assert found is not None, "a block is available"
+        self._last_value = found[0]
+        self.num_evicted += 1
+        self._drop(found[2])
+
+    def _drop(self, snapshot: Snapshot) -> None:
+        del self._by_block[snapshot.block]
+        there = self._anchored[snapshot.anchor]
+        there.remove(snapshot)
+        if not there:
+            del self._anchored[snapshot.anchor]
+        self.pool.leave_index(snapshot.block)
+
+    def _drop_unanchored(self) -> None:
+        """Drop the snapshots whose prefix has left the index."""
+        left = self._kv_pool.left_index
+        if left:
+            for block in left:
+                for snapshot in list(self._anchored.get(block, ())):
+                    self._drop(snapshot)
+            left.clear()
