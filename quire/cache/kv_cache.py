@@ -186,7 +186,7 @@ class KVCache:
         snapshot = None
         if parent.state is not None and not parent.state.settled <= num_tokens <= parent.state.stop:
             found, snapshot = self._usable(self.index.match_prefix(parent.namespace, tokens[:num_tokens]), tokens)
-            if found.num_tokens != num_tokens or not self._can_begin_state(snapshot):
+            if found.num_tokens != num_tokens or not self._has_state_block:
                 return None
         for group, pool in enumerate(self.pools):
             if parent.firsts[group] > self.config.first_attended_block(group, num_tokens):
@@ -204,6 +204,8 @@ class KVCache:
             for pool, source in zip(self.pools, sources, strict=True):
                 pool.incr_ref(source)
             self._append_copies(child, sources, rest)
+        if child.state is not None:
+            child.capacity = num_tokens  # it may share its state block: see StateBlocks.fork
         self.trim(child, num_tokens)
         return child
 
@@ -222,7 +224,7 @@ class KVCache:
         if num_swapped > matched.num_tokens:
             return self._admit_swapped(seq_id, table, matched, num_swapped, limits)
         match = fitting_match(self.config, self.pools, matched, limits)
-        if match is None or not self._can_begin_state(snapshot):
+        if match is None or not self._has_state_block:
             return None
         start, num_shared = match.num_tokens, len(match.blocks[0]) if match.blocks else 0
         miss = self.index.explain_miss(table.namespace, table.tokens, match, reusable)
@@ -250,9 +252,10 @@ class KVCache:
         """The part of a prefix match of `tokens` that a sequence can continue behind, and the snapshot there."""
         return (found, None) if self.states is None else self.states.match(found, tokens, self.index)
 
-    def _can_begin_state(self, snapshot: Snapshot | None) -> bool:
+    @property
+    def _has_state_block(self) -> bool:
         """Whether a new table can get the block of its state, if the model has states."""
-        return self.states is None or self.states.can_begin(snapshot)
+        return self.states is None or self.states.pool.num_available > 0
 
     def _admit_swapped(
         self, seq_id: int, table: BlockTable, match: PrefixMatch, num_tokens: int, limits: AdmissionLimits
@@ -265,7 +268,7 @@ class KVCache:
         num_shared = len(match.blocks[0]) if match.blocks else 0
         firsts, begins, homes, needed, shared = self._swap_planner.needs(seq_id, match, num_tokens, limits.num_tokens)
         has_blocks = has_available_blocks(self.pools, needed, shared, limits.watermark_blocks)
-        if not has_blocks or not self._can_begin_state(None):
+        if not has_blocks or not self._has_state_block:
             return None
         self._register(seq_id, table)
         for pool, some in zip(self.pools, homes, strict=True):

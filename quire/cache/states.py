@@ -72,6 +72,7 @@ class StateBlocks:
         self._copies = copies
         self._in_flight = in_flight
         self._seconds = seconds
+        self._num_tables: Counter[int] = Counter()  # whose live block it is
         self._anchored: dict[int, list[Snapshot]] = {}  # by anchor
         self._by_block: dict[int, Snapshot] = {}
         self._order: list[tuple[float, int, Snapshot]] = []  # a heap by value; entries with another value are stale
@@ -85,8 +86,7 @@ class StateBlocks:
 
     @property
     def num_snapshots(self) -> int:
-        """Snapshots that sequences may start from."""
-        self._drop_unanchored()
+        """Snapshots, some of which may have lost their prefix since the last match."""
         return len(self._by_block)
 
     # Matches and admission
@@ -112,24 +112,25 @@ class StateBlocks:
                         return part, snapshot
         return NO_MATCH._replace(num_public=found.num_public), None
 
-    def can_begin(self, snapshot: Snapshot | None) -> bool:
-        """Whether a table can get a live block. snapshot: the one that it begins with, which is not evicted for it."""
-        kept = snapshot is not None and self.pool.is_idle(snapshot.block)
-        return self.pool.num_available > kept
-
     def begin(self, table: BlockTable, position: int, snapshot: Snapshot | None, wanted: Iterable[int]) -> None:
-        """Give a new table a live block, with a copy of the snapshot behind `position`. `can_begin` must be true.
+        """Give a new table a live block, with a copy of the snapshot behind `position`. A block must be available.
 
+        If no other block is, the table takes that of the snapshot.
         wanted: positions behind which snapshots are useful.
         """
         if snapshot is None:
             live = LiveState(self._allocate())
         else:
-            self.pool.incr_ref(snapshot.block)
-            block = self._copies.plan_copy(self._group, snapshot.block, 0, self._allocate())
+            block = snapshot.block
+            self.pool.incr_ref(block)
+            if self.pool.num_available:
+                block = self._copies.plan_copy(self._group, block, 0, self._allocate())
+                snapshot.uses += 1
+                self._enter_order(snapshot)
+            else:
+                self._drop(snapshot)
             live = LiveState(block, snapshot.settled, position, snapshot.step, last_snapshot=position)
-            snapshot.uses += 1
-            self._enter_order(snapshot)
+        self._num_tables[live.block] = 1
         table.state = live
         for at in wanted:
             self.want(table, at)
@@ -145,6 +146,7 @@ class StateBlocks:
     def begin_swapped(self, table: BlockTable, settled: int, position: int) -> int:
         """Give a new table a live block into which a Move from the host copies its state. Returns the block."""
         table.state = LiveState(self._allocate(), settled, position, last_snapshot=position)
+        self._num_tables[table.state.block] = 1
         return table.state.block
 
     def positions_of_turns(self, tokens: Sequence[int]) -> list[int]:
@@ -165,6 +167,7 @@ class StateBlocks:
         if live is None or not live.settled <= position <= live.stop:
             return False
         self.pool.incr_ref(live.block)
+        self._num_tables[live.block] += 1
         child.state = LiveState(live.block, live.settled, position, live.last_step, last_snapshot=live.last_snapshot)
         parent.capacity, child.capacity = min(parent.capacity, live.stop), min(child.capacity, position)
         return True
@@ -172,11 +175,13 @@ class StateBlocks:
     def own(self, table: BlockTable) -> bool:
         """Make the live block of a table writable: copy it if it has another owner. False without a block for that."""
         live = table.state
-        if live is None or self.pool.num_refs(live.block) - self._copies.held_refs(self._group)[live.block] <= 1:
+        if live is None or not (self._num_tables[live.block] > 1 or live.block in self._by_block):
             return True
         if not self.pool.num_available:
             return False
+        self._num_tables[live.block] -= 1
         live.block = self._copies.plan_copy(self._group, live.block, 0, self._allocate())
+        self._num_tables[live.block] = 1
         return True
 
     def release(self, table: BlockTable, num_tokens: int, index: PrefixIndex) -> None:
@@ -187,6 +192,7 @@ class StateBlocks:
         live, table.state = table.state, None
         if live is None:
             return
+        self._num_tables[live.block] -= 1
         is_void = bool(self._copies.cancel(self._group, (live.block,)))
         last = min(live.stop, num_tokens)
         if not is_void and self._has_index and self._block_size <= live.settled <= last:
@@ -273,11 +279,11 @@ class StateBlocks:
 
     def check(self, tables: Iterable[BlockTable]) -> list[str]:
         """Errors of the snapshots, and tables without a live block; empty if there are none."""
-        self._drop_unanchored()
+        left = set(self._kv_pool.left_index or ())  # a check changes nothing, so that a journal can be replayed
         wrong = [
             f"snapshot in block {block} is anchored at block {snapshot.anchor}, which the prefix index does not have"
             for block, snapshot in self._by_block.items()
-            if not self._kv_pool.is_indexed(snapshot.anchor)
+            if not self._kv_pool.is_indexed(snapshot.anchor) and snapshot.anchor not in left
         ]
         anchored = {one.block for some in self._anchored.values() for one in some}
         if anchored != self._by_block.keys():
