@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import pytest
+from hybrid_shape import BLOCK_BYTES, state_group
 from hypothesis import given
 from hypothesis import strategies as st
-from hybrid_shape import BLOCK_BYTES, state_group
 
 from quire.core.kv_groups import kv_kind
 from quire.cost.memory_plan import KVProfile, MemoryProfile, format_bytes, plan_host_pool, plan_memory
