@@ -16,6 +16,7 @@ from quire.core.states import StateGroup
 from quire.errors import ConfigError, known_arguments_only, nearest
 
 DType = Literal["auto", "float32", "float16", "bfloat16", "float", "half"]
+StateDType = Literal["float32", "bfloat16"]
 KVDType = Literal["auto", "float32", "float16", "bfloat16", "float", "half", "fp8", "fp8_e4m3", "int8", "int4"]
 ModelImpl = Literal["auto", "quire", "transformers"]
 # layouts of quantized checkpoints
@@ -98,6 +99,11 @@ class CacheConfig:
         if group == len(self.groups) and self.states is not None:
             return self.states.bytes_per_block
         return self.groups[group].bytes_per_block
+
+    @property
+    def pools(self) -> tuple[KVGroup | StateGroup, ...]:
+        """The KV groups, and the state blocks if there are any, in the order of `Move.group`."""
+        return self.groups if self.states is None else (*self.groups, self.states)
 
     @property
     def shares_partial_blocks(self) -> bool:
@@ -236,6 +242,10 @@ class EngineOptions:
             group="KV cache",
         ),
     ] = "auto"
+    state_dtype: Annotated[
+        StateDType,
+        Help("type of recurrent states; bfloat16: half the memory, less exact", "beta", group="KV cache", rare=True),
+    ] = "float32"
     quantization: Annotated[
         Quantization | None,
         Help(

@@ -271,7 +271,10 @@ def prepare_files(
     kinds = tuple(dict.fromkeys(description.kv_layers))
     head_dims = tuple({kind.head_dim for kind in kinds})
     dtype, kv_dtype = resolve_dtypes(options, description.dtype)
-    requirements = Requirements(usable_device(device), dtype, kv_dtype, options.block_size, head_dims, kv_kinds=kinds)
+    state = next(iter(description.state_layers), None)
+    requirements = Requirements(
+        usable_device(device), dtype, kv_dtype, options.block_size, head_dims, kv_kinds=kinds, state_kind=state
+    )
     requirements, dtype_line = _substitute_float16(options, requirements)
     dtype, kv_dtype = requirements.dtype, requirements.kv_dtype
     _check_block_size(options, requirements)

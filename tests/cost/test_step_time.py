@@ -268,9 +268,9 @@ def test_a_host_pool_by_default_takes_a_part_of_the_host_at_most():
     plan = memory_plan(0)
     pool = plan_host_pool(plan, asked=None, default=4 * GIB, available=4 * GIB)
     assert GIB - 12288 * 16 < pool.line.bytes <= GIB
-    assert plan_host_pool(plan, asked=None, default=0, available=4 * GIB) == ((0,), None)
-    assert plan_host_pool(plan, asked=None, default=4 * GIB, available=MIB // 4) == ((0,), None)
-    assert plan_host_pool(plan, asked="0", default=4 * GIB, available=4 * GIB) == ((0,), None)
+    assert plan_host_pool(plan, asked=None, default=0, available=4 * GIB) == ((0,), None, 0)
+    assert plan_host_pool(plan, asked=None, default=4 * GIB, available=MIB // 4) == ((0,), None, 0)
+    assert plan_host_pool(plan, asked="0", default=4 * GIB, available=4 * GIB) == ((0,), None, 0)
 
 
 def test_a_host_pool_that_cannot_be_is_refused():
