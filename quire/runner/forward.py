@@ -15,6 +15,7 @@ from quire.core.runner import MAX_UNUSED_LOGITS
 from quire.core.step import Chunks, StateChunks
 from quire.kernels.contract import Batch, Kernels, Storage
 from quire.kernels.state_contract import StateBatch, StateStorage
+from quire.kv_store.device import DeviceStore
 from quire.kv_store.upload import to_device
 from quire.layers.attend import PagedAttend
 from quire.layers.context import AdapterRows, ForwardContext
@@ -57,20 +58,20 @@ class KernelSet:
 
 
 class ForwardPasses:
-    """Runs a model. Without deterministic kernels, adapters or recurrent states, these arguments are None."""
+    """Runs a model. deterministic_kernels: None if there are none. adapters: None if the model has none."""
 
     def __init__(
         self,
         model: Model,
         kernels: Kernels,
         deterministic_kernels: Kernels | None,
-        storages: Sequence[Storage],
+        store: DeviceStore,
         max_num_seqs: int,
         max_model_len: int,
         inputs: Inputs,
         adapters: LoadedAdapters | None = None,
-        states: StateStorage | None = None,
     ) -> None:
+        storages, states = store.storages, store.states
         self._model = model
         self._inputs = inputs
         self._adapters = adapters

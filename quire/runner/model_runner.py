@@ -184,12 +184,11 @@ class TorchRunner:
             model,
             kernels,
             deterministic_kernels if self.capabilities.deterministic else None,
-            self._store.storages,
+            self._store,
             max_num_seqs,
             max_model_len,
             self._inputs,
             adapters,
-            self._store.states,
         )
         self._launched: LaunchedStep | None = None
         self._sampled: deque[SampledStep] = deque()

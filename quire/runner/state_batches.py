@@ -27,9 +27,15 @@ def select_states(states: StateChunks, which: np.ndarray) -> StateChunks:
 
 def state_batch(chunks: Chunks, states: StateChunks) -> StateBatch:
     """The batch of a step."""
-    columns = (chunks.starts, chunks.stops, states.blocks, states.settled, states.settles)
     snapshots = np.stack([states.snapshot_chunks, states.snapshot_positions, states.snapshot_blocks], 1)
-    return StateBatch(*(column.astype(np.int64) for column in columns), snapshots.astype(np.int64))
+    return StateBatch(
+        chunks.starts.astype(np.int64),
+        chunks.stops.astype(np.int64),
+        states.blocks.astype(np.int64),
+        states.settled.astype(np.int64),
+        states.settles.astype(np.int64),
+        snapshots.astype(np.int64),
+    )
 
 
 def captured_batch(chunks: Chunks, states: StateChunks, size: int) -> StateBatch:
@@ -50,13 +56,9 @@ def check_states(states: StateChunks, chunks: Chunks, num_blocks: int, max_pendi
     """Raise ValueError for a block out of bounds or twice, or positions that do not fit, which kernels do not check."""
     if not len(states.blocks) == len(states.settled) == len(states.settles) == len(chunks):
         raise ValueError(f"the step has state blocks of {len(states.blocks)} chunks, and {len(chunks)} chunks")
-    written = np.concatenate((states.blocks, states.snapshot_blocks))
-    if len(written) and not (
-        written.min() >= 0 and written.max() < num_blocks and len(set(written.tolist())) == len(written)
-    ):
-        raise ValueError(
-            f"the step writes state blocks {written.tolist()!s:.80}, not different ones below {num_blocks}"
-        )
+    blocks = np.concatenate((states.blocks, states.snapshot_blocks)).tolist()
+    if blocks and (min(blocks) < 0 or max(blocks) >= num_blocks or len(set(blocks)) < len(blocks)):
+        raise ValueError(f"the step writes state blocks {blocks!s:.80}, not different ones below {num_blocks}")
     starts, stops = chunks.starts, chunks.stops
     ordered = (states.settled <= starts) & (starts <= states.settles) & (states.settles <= stops)
     if not ordered.all() or (np.maximum(starts - states.settled, stops - states.settles) > max_pending).any():
