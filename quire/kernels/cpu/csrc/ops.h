@@ -34,4 +34,5 @@ bool has_tiles();  // whether the processor has AMX and the system permits this 
   OP(attention, "tttttttiiiiiiiiiiiiiidd") \
   OP(attention_contiguous, "tttttttiiiiiiiiiiiiiidd") \
   OP(sample, "tttiiiiooooo") \
-  OP(logprobs, "ttttttiiiiii")
+  OP(logprobs, "ttttttiiiiii") \
+  OP(recur, "tttttt" "oooo" "iiiiiiiiiiiiiiii" "dd")
