@@ -1,9 +1,9 @@
 """Recurrent states: see `reference.states`. A program has some value columns of one head of a chunk.
 
-It goes through the inputs that its block has beside the state, then through the chunk's tokens. The block's inputs are
-replaced by a second kernel, because programs of several value heads read those of their common key head.
+It goes through the inputs that its block has beside the state, then through the chunk's tokens: one by one, or in
+pieces of prompts. The block's inputs are replaced by a second kernel, because programs of several value heads read
+those of their common key head.
 """
-# ruff: noqa: ANN201 -- values in kernels have no types
 
 from typing import Any
 
@@ -18,83 +18,19 @@ from quire.kernels.state_contract import RecurrenceWeights, StateStorage
 from quire.kernels.triton.launch import INTERPRETED, pow2
 from quire.kernels.triton.products import with_contiguous_rows
 from quire.kernels.triton.rounding import rounded
-from quire.kernels.triton.rowwise import activated, load_floats, sigmoid
+from quire.kernels.triton.rowwise import activated, load_floats
+from quire.kernels.triton.state_inputs import NORM_EPS, convolve, convolved, gates, keep_inputs, load_chunk
+from quire.kernels.triton.state_pieces import recur_pieces
 from quire.kernels.triton.state_plan import StatePlan
 from quire.kernels.triton.upload import to_device
 
 MAX_KEY_DIM = 256
-NORM_EPS = tl.constexpr(1e-6)
-_FIELDS = tl.constexpr(8)  # of a chunk in the table of a plan
 _STATE_TILE = 2048  # numbers of the state in the registers of a warp
+_PIECE_TILE = 2**13  # numbers of the keys of a piece
+_PIECE_COLUMNS = 32  # value columns of a program for pieces
+_LEAST_TILE = 16  # of an axis in a product
 _INPUT_TILE = 4096  # numbers of a program that copies inputs
 _CHANNELS = 256  # of a program that only convolves
-
-
-# ---- reading ----
-
-
-@triton.jit
-def load_chunk(table_ptr, chunk):
-    """Start, stop, settled, settles, block, first token and range of snapshots of a chunk."""
-    table_ptr += chunk * _FIELDS
-    return (
-        tl.load(table_ptr).to(tl.int64),
-        tl.load(table_ptr + 1).to(tl.int64),
-        tl.load(table_ptr + 2).to(tl.int64),
-        tl.load(table_ptr + 3).to(tl.int64),
-        tl.load(table_ptr + 4).to(tl.int64),
-        tl.load(table_ptr + 5).to(tl.int64),
-        tl.load(table_ptr + 6),
-        tl.load(table_ptr + 7),
-    )
-
-
-@triton.jit
-def raw_inputs(kept_ptr, new_ptr, position, start, settled, columns, inside, WIDTH: tl.constexpr, STRIDE: tl.constexpr):
-    """The inputs at `position`, float32: of the block below `start`, else of the step; zeros below position 0.
-
-    kept_ptr: the block's inputs at position `settled`, whose rows have WIDTH numbers. new_ptr: inputs of the token at
-    `start`, STRIDE numbers before the next one. `position`, `columns` and `inside` are broadcast.
-    """
-    old = (position < start) & (position >= 0)
-    kept = load_floats(kept_ptr + ((position - settled) * WIDTH + columns), inside & old)
-    new = load_floats(new_ptr + ((position - start) * STRIDE + columns), inside & (position >= start))
-    return tl.where(position < start, kept, new)
-
-
-@triton.jit
-def convolved(
-    kept_ptr,
-    new_ptr,
-    position,
-    start,
-    settled,
-    channels,
-    inside,
-    weight_ptr,  # (num_channels, CONV)
-    bias_ptr,  # (num_channels,), or None
-    WIDTH: tl.constexpr,
-    STRIDE: tl.constexpr,
-    CONV: tl.constexpr,
-):
-    """The convolution of `channels` at `position`: see `raw_inputs`."""
-    total = 0.0
-    for tap in tl.static_range(CONV):
-        x = raw_inputs(kept_ptr, new_ptr, position + (tap + 1 - CONV), start, settled, channels, inside, WIDTH, STRIDE)
-        total += x * load_floats(weight_ptr + (channels * CONV + tap), inside)
-    if bias_ptr is not None:
-        total += load_floats(bias_ptr + channels, inside)
-    return total
-
-
-@triton.jit
-def limited(x, least, most):
-    """x within limits. A NaN stays one."""
-    x = tl.where(x < least, least, x)
-    return tl.where(x > most, most, x)
-
-
-# ---- token by token ----
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -104,6 +40,7 @@ def _recur_tokens(
     out_ptr,  # (num_tokens, VALUE_HEADS * VALUE_DIM)
     table_ptr,
     snapshots_ptr,
+    order_ptr,
     conv_weight_ptr,
     conv_bias_ptr,
     decay_ptr,
@@ -126,10 +63,11 @@ def _recur_tokens(
     COLUMNS: tl.constexpr,  # value columns of a program
     INTERPRET: tl.constexpr,
 ):
-    """All tokens of a chunk. Grid (num_chunks, VALUE_HEADS * tiles of COLUMNS)."""
+    """The first chunks of the plan's order, token by token. Grid (num_chunks, VALUE_HEADS * tiles of COLUMNS)."""
     TILES: tl.constexpr = (VALUE_DIM + COLUMNS - 1) // COLUMNS
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
-    start, stop, settled, settles, block, first, snapshot, last = load_chunk(table_ptr, tl.program_id(0))
+    chunk = tl.load(order_ptr + tl.program_id(0))
+    start, stop, settled, settles, block, first, snapshot, last = load_chunk(table_ptr, chunk)
     head = tl.program_id(1) // TILES
     keys = tl.arange(0, KEYS)
     columns = tl.program_id(1) % TILES * COLUMNS + tl.arange(0, COLUMNS)
@@ -142,56 +80,33 @@ def _recur_tokens(
     layer_ptr = data_ptr + layer.to(tl.int64) * NUMBERS
     live_ptr = layer_ptr + block * BLOCK_STRIDE
     kept_ptr = live_ptr + (VALUE_HEADS * KEY_DIM * VALUE_DIM + (CONV - 1) * WIDTH)
-    new_ptr = inputs_ptr + first * STRIDE
-    decay, time_bias = tl.load(decay_ptr + head), tl.load(time_bias_ptr + head)
+    source = (kept_ptr, inputs_ptr + first * STRIDE, settled, start)
 
     state = load_floats(live_ptr + places, inside & (start > 0))
     if settles == settled:
         tl.store(live_ptr + places, rounded(state, data_ptr.dtype.element_ty, INTERPRET), mask=inside & (block >= 0))
     for position in range(settled, stop):
-        q = convolved(
-            kept_ptr, new_ptr, position, start, settled, q_channels, are_keys,
-            conv_weight_ptr, conv_bias_ptr, WIDTH, STRIDE, CONV,
-        )  # fmt: skip
-        k = convolved(
-            kept_ptr, new_ptr, position, start, settled, k_channels, are_keys,
-            conv_weight_ptr, conv_bias_ptr, WIDTH, STRIDE, CONV,
-        )  # fmt: skip
-        v = convolved(
-            kept_ptr, new_ptr, position, start, settled, v_channels, are_values,
-            conv_weight_ptr, conv_bias_ptr, WIDTH, STRIDE, CONV,
-        )  # fmt: skip
+        q = convolved(source, position, q_channels, are_keys, conv_weight_ptr, conv_bias_ptr, WIDTH, STRIDE, CONV)
+        k = convolved(source, position, k_channels, are_keys, conv_weight_ptr, conv_bias_ptr, WIDTH, STRIDE, CONV)
+        v = convolved(source, position, v_channels, are_values, conv_weight_ptr, conv_bias_ptr, WIDTH, STRIDE, CONV)
         q, k, v = activated(q, "silu"), activated(k, "silu"), activated(v, "silu")
-        gate = raw_inputs(
-            kept_ptr, new_ptr, position, start, settled, CHANNELS + head, inside=True, WIDTH=WIDTH, STRIDE=STRIDE
-        )
+        log_decay, factor = gates(
+            source, position, position < stop, head, decay_ptr, time_bias_ptr, least_time, most_time,
+            DELTA, CHANNELS, VALUE_HEADS, WIDTH, STRIDE,
+        )  # fmt: skip
+        state *= tl.exp(log_decay)
         if DELTA:
             q *= tl.rsqrt(tl.sum(q * q, 0) + NORM_EPS) * (KEY_DIM**-0.5)
             k *= tl.rsqrt(tl.sum(k * k, 0) + NORM_EPS)
-            time = raw_inputs(
-                kept_ptr,
-                new_ptr,
-                position,
-                start,
-                settled,
-                CHANNELS + VALUE_HEADS + head,
-                inside=True,
-                WIDTH=WIDTH,
-                STRIDE=STRIDE,
-            )
-            state *= tl.exp(decay * activated(time + time_bias, "softplus"))
-            added = (v - tl.sum(state * k[:, None], 0)) * sigmoid(gate)
+            added = (v - tl.sum(state * k[:, None], 0)) * factor
         else:
-            time = limited(activated(gate + time_bias, "softplus"), least_time, most_time)
-            state *= tl.exp(decay * time)
-            added = v * time
+            added = v * factor
         state += k[:, None] * added[None, :]
         y = tl.sum(state * q[:, None], 0)
         if skip_ptr is not None:
             y += tl.load(skip_ptr + head) * v
-        token = first + position - start
         tl.store(
-            out_ptr + (token * (VALUE_HEADS * VALUE_DIM) + head * VALUE_DIM + columns),
+            out_ptr + ((first + position - start) * (VALUE_HEADS * VALUE_DIM) + head * VALUE_DIM + columns),
             rounded(y, out_ptr.dtype.element_ty, INTERPRET),
             mask=are_values & (position >= start),
         )
@@ -202,86 +117,6 @@ def _recur_tokens(
             target = tl.load(snapshots_ptr + 2 * snapshot + 1).to(tl.int64)
             tl.store(layer_ptr + target * BLOCK_STRIDE + places, stored, mask=inside)
             snapshot += 1
-
-
-@triton.jit(do_not_specialize=["layer"])
-def _convolve(
-    data_ptr,  # (num_blocks, num_layers, NUMBERS)
-    inputs_ptr,
-    out_ptr,  # (num_tokens, WIDTH)
-    table_ptr,
-    token_chunks_ptr,
-    conv_weight_ptr,
-    conv_bias_ptr,
-    layer,
-    BLOCK_STRIDE: tl.constexpr,
-    NUMBERS: tl.constexpr,
-    STRIDE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CONV: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    INTERPRET: tl.constexpr,
-):
-    """The rule "convolution". Grid (num_tokens, tiles of COLUMNS)."""
-    chunk = tl.load(token_chunks_ptr + tl.program_id(0))
-    start, _, settled, _, block, first, _, _ = load_chunk(table_ptr, chunk)
-    channels = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    token = tl.program_id(0).to(tl.int64)
-    kept_ptr = data_ptr + (block * BLOCK_STRIDE + layer.to(tl.int64) * NUMBERS + (CONV - 1) * WIDTH)
-    x = convolved(
-        kept_ptr, inputs_ptr + first * STRIDE, start + token - first, start, settled, channels, channels < WIDTH,
-        conv_weight_ptr, conv_bias_ptr, WIDTH, STRIDE, CONV,
-    )  # fmt: skip
-    places = out_ptr + (token * WIDTH + channels)
-    tl.store(places, rounded(x, out_ptr.dtype.element_ty, INTERPRET), mask=channels < WIDTH)
-
-
-# ---- inputs beside the state ----
-
-
-@triton.jit(do_not_specialize=["layer"])
-def _keep_inputs(
-    data_ptr,  # (num_blocks, num_layers, NUMBERS)
-    inputs_ptr,
-    table_ptr,
-    snapshots_ptr,
-    layer,
-    BLOCK_STRIDE: tl.constexpr,
-    NUMBERS: tl.constexpr,
-    RECURRENT: tl.constexpr,
-    STRIDE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CONV: tl.constexpr,
-    INPUTS: tl.constexpr,  # tokens of a block
-    ROWS: tl.constexpr,  # INPUTS or more, a power of two
-    COLUMNS: tl.constexpr,
-    INTERPRET: tl.constexpr,
-):
-    """Write the inputs of a chunk's snapshots and of its live block. Grid (num_chunks, tiles of COLUMNS)."""
-    start, stop, settled, settles, block, first, snapshot, last = load_chunk(table_ptr, tl.program_id(0))
-    rows = tl.arange(0, ROWS)[:, None]
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    inside = (rows < INPUTS) & (columns < WIDTH)
-    places = RECURRENT + rows * WIDTH + columns
-    layer_ptr = data_ptr + layer.to(tl.int64) * NUMBERS
-    live_ptr = layer_ptr + block * BLOCK_STRIDE
-    kept_ptr = live_ptr + (RECURRENT + (CONV - 1) * WIDTH)
-    new_ptr = inputs_ptr + first * STRIDE
-    for i in range(snapshot, last):
-        position = tl.load(snapshots_ptr + 2 * i) - (CONV - 1) + rows
-        known = inside & (position < stop)
-        x = raw_inputs(kept_ptr, new_ptr, position, start, settled, columns, known, WIDTH, STRIDE)
-        target = tl.load(snapshots_ptr + 2 * i + 1).to(tl.int64)
-        x = rounded(x, data_ptr.dtype.element_ty, INTERPRET)
-        tl.store(layer_ptr + target * BLOCK_STRIDE + places, x, mask=known)
-    position = settles - (CONV - 1) + rows
-    known = inside & (position < stop) & (block >= 0)
-    x = raw_inputs(kept_ptr, new_ptr, position, start, settled, columns, known, WIDTH, STRIDE)
-    tl.debug_barrier()  # other threads of the program may still read where this one writes
-    tl.store(live_ptr + places, rounded(x, data_ptr.dtype.element_ty, INTERPRET), mask=known)
-
-
-# ---- functions of the contract ----
 
 
 def unsupported_state_reason(kind: StateKind | None) -> str | None:
@@ -296,10 +131,19 @@ def copy_states(storage: StateStorage, pairs: Tensor) -> None:
     REFERENCE.copy_states(storage, to_device(pairs, storage.data.device))
 
 
-def recur(storage: StateStorage, layer: int, inputs: Tensor, weights: RecurrenceWeights, plan: StatePlan) -> Tensor:
-    """See Kernels."""
+def recur(
+    storage: StateStorage,
+    layer: int,
+    inputs: Tensor,
+    weights: RecurrenceWeights,
+    plan: StatePlan,
+    *,
+    deterministic: bool = False,
+) -> Tensor:
+    """See Kernels. deterministic: all chunks go token by token, because bits of pieces depend on where they end."""
     kind, inputs = storage.group.kind, with_contiguous_rows(inputs)
     out = torch.empty((len(inputs), kind.num_values), dtype=inputs.dtype, device=inputs.device)
+    convolution = weights.conv_weight.contiguous(), weights.conv_bias
     sizes = {
         "BLOCK_STRIDE": storage.data.stride(0),
         "NUMBERS": storage.data.stride(1),
@@ -310,67 +154,60 @@ def recur(storage: StateStorage, layer: int, inputs: Tensor, weights: Recurrence
     }
     if kind.rule == "convolution":
         columns = min(_CHANNELS, pow2(kind.width))
-        _convolve[(len(inputs), triton.cdiv(kind.width, columns))](
-            storage.data,
-            inputs,
-            out,
-            plan.table,
-            plan.token_chunks,
-            weights.conv_weight.contiguous(),
-            weights.conv_bias,
-            layer,
+        convolve[(len(inputs), triton.cdiv(kind.width, columns))](
+            *(storage.data, inputs, out, plan.table, plan.token_chunks, *convolution, layer),
             COLUMNS=columns,
             **sizes,
         )
     else:
-        keys = pow2(kind.key_dim)
-        columns = min(_STATE_TILE // keys, pow2(kind.value_dim))
-        _recur_tokens[(len(plan.table), kind.num_value_heads * triton.cdiv(kind.value_dim, columns))](
-            storage.data,
-            inputs,
-            out,
-            plan.table,
-            plan.snapshots,
-            *_parameters(weights),
-            layer,
-            *weights.time_limits,
-            KEYS=keys,
-            COLUMNS=columns,
-            num_warps=1,
-            **_head_sizes(kind),
-            **sizes,
-        )
-    _keep(storage, layer, inputs, plan, sizes)
+        tensors = (storage.data, inputs, out, plan.table, plan.snapshots, plan.order, *convolution)
+        parameters = (weights.decay, weights.time_bias, weights.skip, layer, *weights.time_limits)
+        _launch_recurrence(kind, (*tensors, *parameters), sizes, len(plan.order), 0 if deterministic else plan.num_long)
+    _keep_inputs(storage, layer, inputs, plan, sizes)
     return out
 
 
-def _parameters(weights: RecurrenceWeights) -> tuple[Tensor | None, ...]:
-    """The tensors of a recurrence in the order of the kernels' arguments."""
-    return weights.conv_weight.contiguous(), weights.conv_bias, weights.decay, weights.time_bias, weights.skip
-
-
-def _head_sizes(kind: StateKind) -> dict[str, Any]:
-    """The compile-time arguments that a recurrence adds to those of a convolution."""
-    return {
+def _launch_recurrence(
+    kind: StateKind, arguments: tuple[Any, ...], sizes: dict[str, Any], num_chunks: int, num_long: int
+) -> None:
+    """Compute the last `num_long` chunks of the plan's order in pieces, and the others token by token."""
+    sizes = sizes | {
         "DELTA": kind.rule == "delta",
         "KEY_HEADS": kind.num_key_heads,
         "VALUE_HEADS": kind.num_value_heads,
         "KEY_DIM": kind.key_dim,
         "VALUE_DIM": kind.value_dim,
     }
+    if num_long < num_chunks:
+        keys = pow2(kind.key_dim)
+        columns = min(_STATE_TILE // keys, pow2(kind.value_dim))
+        _recur_tokens[(num_chunks - num_long, kind.num_value_heads * triton.cdiv(kind.value_dim, columns))](
+            *arguments,
+            KEYS=keys,
+            COLUMNS=columns,
+            num_warps=1,
+            **sizes,
+        )
+    if num_long:
+        keys = max(pow2(kind.key_dim), _LEAST_TILE)
+        columns = max(min(pow2(kind.value_dim), _PIECE_COLUMNS), _LEAST_TILE)
+        recur_pieces[(num_long, kind.num_value_heads * triton.cdiv(kind.value_dim, columns))](
+            *arguments,
+            num_chunks - num_long,
+            KEYS=keys,
+            COLUMNS=columns,
+            PIECE=min(_PIECE_TILE // keys, 64),
+            num_warps=8,
+            **sizes,
+        )
 
 
-def _keep(storage: StateStorage, layer: int, inputs: Tensor, plan: StatePlan, sizes: dict[str, Any]) -> None:
+def _keep_inputs(storage: StateStorage, layer: int, inputs: Tensor, plan: StatePlan, sizes: dict[str, Any]) -> None:
     """Write the inputs of all blocks of a step."""
-    kind = storage.group.kind
     rows = pow2(storage.num_inputs)
-    columns = min(max(_INPUT_TILE // rows, 16), pow2(kind.width))
-    _keep_inputs[(len(plan.table), triton.cdiv(kind.width, columns))](
-        storage.data,
-        inputs,
-        plan.table,
-        plan.snapshots,
-        layer,
+    columns = min(max(_INPUT_TILE // rows, 16), pow2(sizes["WIDTH"]))
+    keep_inputs[(len(plan.table), triton.cdiv(sizes["WIDTH"], columns))](
+        *(storage.data, inputs, plan.table, plan.snapshots, layer),
         RECURRENT=storage.num_recurrent,
         INPUTS=storage.num_inputs,
         ROWS=rows,

@@ -64,7 +64,7 @@ class CudaGraphCapture:
 
     def plan_states(self, batch: StateBatch, storage: StateStorage) -> StatePlan:
         """See StepCapture."""
-        return state_plan.plan_states(batch, storage)
+        return state_plan.plan_states(batch, storage, refilled=True)
 
     def refill_states(self, plan: StatePlan, batch: StateBatch) -> None:
         """See StepCapture."""
