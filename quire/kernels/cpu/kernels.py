@@ -30,6 +30,7 @@ from quire.kernels.cpu.products import (
 from quire.kernels.cpu.rowwise import (
     activate,
     add_rms_norm,
+    concatenate,
     layer_norm,
     multiply_add,
     rms_norm,
@@ -105,6 +106,7 @@ CPU = replace_kernels(
     allocate=allocate,
     allocate_weight=allocate_weight,
     attention=attention,
+    concatenate=concatenate,
     copy_blocks=copy_blocks,
     embed=embed,
     experts=experts,
