@@ -164,6 +164,7 @@ GRANITE_HYBRID = like(
             layers=choice("position_embedding_type", default="nope", value_map={"rope": "all", "nope": "none"})
         ),
         "sparse": SparseRule(used=integer("num_local_experts", default=8, least=0)),
+        "unused": ("mamba_chunk_size",),  # tokens that a kernel takes at once
         "recurrence": RecurrenceRule(
             rule="mamba2",
             conv_width=integer("mamba_d_conv", default=4, least=2, most=_MOST_CONV_WIDTH),
