@@ -453,6 +453,9 @@ class Kernels(Protocol):
         type or float32: each is that of `size` numbers that follow each other.
         """
 
+    def concatenate(self, x: Tensor, y: Tensor) -> Tensor:
+        """x (num_rows, n) and y (num_rows, m) of the same type, side by side: contiguous, (num_rows, n + m)."""
+
     def widen(self, x: Tensor) -> Tensor:
         """x (num_rows, size) in float32; x itself if it is float32."""
 

@@ -10,9 +10,10 @@ from quire.layers.attend import ScoreScaling
 from quire.layers.attention import AttentionConfig, Gate, QKNorm
 from quire.layers.experts import ExpertsConfig
 from quire.layers.norm import NormKind
+from quire.layers.recurrence import RecurrenceConfig
 from quire.layers.rope import QueryScaling, Rope
 
-# How a layer arranges its norms and its two branches, attention and MLP:
+# How a layer arranges its norms and its two branches, attention (or a recurrence in its place) and MLP:
 # pre           h += attention(norm(h)); h += mlp(norm(h))
 # both          h += norm(attention(norm(h))); h += norm(mlp(norm(h)))
 # branch        h += norm(attention(h)); h += norm(mlp(h))
@@ -38,8 +39,9 @@ _NORMS: Mapping[Order, tuple[str, ...]] = MappingProxyType(
 class LayerConfig:
     """Configuration that may differ between layers."""
 
-    mixer: AttentionConfig
-    kv_layer: int  # number of the KV layer to which it attends, of those that layers with own KV are
+    mixer: AttentionConfig | RecurrenceConfig
+    kv_layer: int  # number of the KV layer to which it attends, of those that layers with own KV are; -1: it does not
+    state_layer: int  # number among the layers with a recurrence; -1: it has none
     mlp_factor: int  # of the intermediate size of its MLP
     rope: int | None  # index into the decoder's ropes; None: no rotary embedding
     score_scaling: ScoreScaling
@@ -71,6 +73,7 @@ class DecoderConfig:
     qk_norm_bias: bool = False
     qk_norm_first: bool = True  # whether queries and keys are normalised before they are rotated, not after
     attention_gate: Gate = ""
+    gate_in_queries: bool = False  # whether the gate is part of the query projection: see AttentionConfig
     v_norm: bool = False  # whether each head of values is normalised, without a weight
     qkv_bias: bool = False
     o_bias: bool = False
@@ -114,9 +117,20 @@ class DecoderConfig:
             qk_norm_bias=self.qk_norm_bias,
             qk_norm_first=self.qk_norm_first,
             gate=self.attention_gate,
+            gate_in_queries=self.gate_in_queries,
             norm=self.norm,
             norm_eps=self.norm_eps,
         )
+
+    @property
+    def attentions(self) -> tuple[AttentionConfig, ...]:
+        """The attention blocks of the layers that attend."""
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionConfig))
+
+    @property
+    def recurrences(self) -> tuple[RecurrenceConfig, ...]:
+        """The recurrences of the other layers."""
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, RecurrenceConfig))
 
     @property
     def activations_per_token(self) -> int:
@@ -127,11 +141,11 @@ class DecoderConfig:
         if experts is not None:
             widest = max(widest, experts.per_token * experts.intermediate_size + experts.shared_intermediate_size)
             hidden += 2 * experts.per_token * self.hidden_size  # a row of x and a result for each expert
-        return hidden + 3 * widest + 3 * max(layer.mixer.num_heads * layer.mixer.head_dim for layer in self.layers)
+        return hidden + 3 * widest + max(layer.mixer.activations_per_token for layer in self.layers)
 
 
 # order of rows in a fused query, key and value projection; "plain": all queries, all keys, all values; "grouped": per
-# KV head its queries, its key, its value
+# KV head its queries, its key, its value (of a recurrence: per key head its query, its key, its values, their gates)
 QKVRows = Literal["plain", "grouped"]
 
 
@@ -164,6 +178,16 @@ class TensorNames:
     v_norm: str = "self_attn.v_norm"  # a constant in some files
     attention_gate: str = "self_attn.gate_proj"
     o: str = "self_attn.o_proj"
+    recurrence: str = "linear_attn."  # precedes those of a recurrence
+    recurrence_inputs: tuple[str, ...] = ("in_proj_qkv", "in_proj_z")  # or one name, fused
+    recurrence_gates: tuple[str, ...] = ("in_proj_b", "in_proj_a")  # or one name, fused
+    recurrence_rows: QKVRows = "plain"
+    conv: str = "conv1d"
+    decay: str = "A_log"
+    time_bias: str = "dt_bias"
+    skip: str = "D"
+    recurrence_norm: str = "norm"
+    recurrence_out: str = "out_proj"
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")  # or one name, fused or of an MLP without a gate
     down: str = "mlp.down_proj"
     xielu: tuple[str, str, str, str] = ("mlp.act_fn.alpha_p", "mlp.act_fn.alpha_n", "mlp.act_fn.beta", "mlp.act_fn.eps")

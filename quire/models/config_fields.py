@@ -137,9 +137,12 @@ class Fields:
         return value
 
     def integer(self, *names: str, default: int | None = None, least: int = 1, most: int = _MOST_INTEGER) -> int:
-        """The first present field of `names`, an integer. An error if none is, and there is no default."""
+        """The first present field of `names`, an integer. An error if none is, and there is no default.
+
+        "auto" means the default.
+        """
         name = self._present(names)
-        if self.values.get(name) is None:
+        if self.values.get(name) is None or (self.values[name] == "auto" and default is not None):
             return self._default(name, default)
         value = self.optional(name, int, 0)
         if value < least:

@@ -11,10 +11,12 @@ from types import MappingProxyType
 from quire.core.kv_groups import StoredKind, kv_kind
 from quire.layers.attend import ScoreScaling
 from quire.layers.experts import ExpertsConfig
+from quire.layers.recurrence import RecurrenceConfig
 from quire.layers.rope import Rope
 from quire.models.config import DecoderConfig, LayerConfig
 from quire.models.config_fields import Fields, names_read
-from quire.models.family import MAX_PARTS, Family, FullRule, SharingRule, SparseRule, WindowRule
+from quire.models.family import MAX_PARTS, Family, FullRule, InnerSizeRule, SharingRule, SparseRule, WindowRule
+from quire.models.recurrence_config import read_recurrences
 from quire.models.rope_config import ContextLengths, HeadDims, RopeRule, Ropes, read_ropes
 
 _MOST_HEAD_DIM = 1024
@@ -99,15 +101,20 @@ def decoder_config(family: Family, fields: Fields, longest: int | None) -> Decod
             raise fields.error(f"{name} = {value!r:.80} is not supported for this architecture; it changes results")
     names, family = family, fields.resolve(family)
     experts = family.config.experts if family.sparse.used else None
-    config = _with_derived_sizes(replace(family.config, experts=experts), fields)
+    config = _with_derived_sizes(replace(family.config, experts=experts), family.inner_size, fields)
     if config.experts is not None and names.config.experts is not None:
         _check_experts(config.experts, names.config.experts, fields)
-    windows = _windows(fields, family.windows, config.num_layers)
+    windows: tuple[int, ...] = (0,) * config.num_layers
+    recurrences: tuple[RecurrenceConfig | None, ...] = (None,) * config.num_layers
+    if family.recurrence is None or names.recurrence is None:
+        windows = _windows(fields, family.windows, config.num_layers)
+    else:
+        recurrences = read_recurrences(fields, family.recurrence, names.recurrence, config)
     if family.rope is None:
         if fields.values.get("rope_scaling") or fields.values.get("rope_parameters"):
             raise fields.error("rope_scaling is not supported for this architecture, which has no rotary embedding")
         kinds = _kv_kinds(config, family.full, fields, windows)
-        return replace(config, layers=_layers(config, family, fields, kinds, ropes=None))
+        return replace(config, layers=_layers(config, family, fields, kinds, recurrences, ropes=None))
     kinds = _kv_kinds(config, family.full, fields, windows)
     head_dims = [{kind.head_dim for kind in kinds if bool(kind.span) == is_window} for is_window in (False, True)]
     if any(len(dims) > 1 for dims in head_dims):
@@ -117,13 +124,13 @@ def decoder_config(family: Family, fields: Fields, longest: int | None) -> Decod
     return replace(
         config,
         max_positions=ropes.max_positions,
-        layers=_layers(config, family, fields, kinds, ropes),
+        layers=_layers(config, family, fields, kinds, recurrences, ropes),
         ropes=_distinct_ropes(ropes),
         query_scaling=ropes.query_scaling,
     )
 
 
-def _with_derived_sizes(config: DecoderConfig, fields: Fields) -> DecoderConfig:
+def _with_derived_sizes(config: DecoderConfig, rule: InnerSizeRule, fields: Fields) -> DecoderConfig:
     """The config with sizes that config.json omits derived from others."""
     heads, kv_heads = config.num_heads, config.num_kv_heads or config.num_heads
     if heads % kv_heads:
@@ -131,11 +138,16 @@ def _with_derived_sizes(config: DecoderConfig, fields: Fields) -> DecoderConfig:
     head_dim = config.head_dim or config.hidden_size // heads
     if not 1 <= head_dim <= _MOST_HEAD_DIM:
         raise fields.error(f"a head must have 1 to {_MOST_HEAD_DIM} dimensions, not {head_dim}")
+    inner = config.intermediate_size or 4 * config.hidden_size
+    if rule.used:
+        inner = 2 * inner // 3
+        if rule.multiplier:
+            inner = -(-int(rule.multiplier * inner) // rule.multiple_of) * rule.multiple_of
     return replace(
         config,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate_size=config.intermediate_size or 4 * config.hidden_size,
+        intermediate_size=inner,
         embed_size=0 if config.embed_size == config.hidden_size else config.embed_size,
         embed_scale=config.embed_scale or math.sqrt(config.hidden_size),
     )
@@ -207,7 +219,12 @@ def _kv_kinds(
 
 
 def _layers(
-    config: DecoderConfig, family: Family, fields: Fields, kinds: tuple[StoredKind, ...], ropes: Ropes | None
+    config: DecoderConfig,
+    family: Family,
+    fields: Fields,
+    kinds: tuple[StoredKind, ...],
+    recurrences: tuple[RecurrenceConfig | None, ...],
+    ropes: Ropes | None,
 ) -> tuple[LayerConfig, ...]:
     num_layers, windows = config.num_layers, tuple(kind.span for kind in kinds)
     rotated = (
@@ -222,12 +239,16 @@ def _layers(
         rope = None
         if ropes is not None and rotated[index]:
             rope = _distinct_ropes(ropes).index(ropes.window if kind.span else ropes.full)
+        scaling = ScoreScaling(scale, family.softcap)
+        num_states = sum(one is not None for one in recurrences[:source])
+        if (recurrence := recurrences[index]) is not None:
+            layers.append(LayerConfig(recurrence, -1, num_states, 1, None, scaling, sparse[index]))
+            continue
         is_own = source == index
         values_are_keys = is_own and family.full.values_are_keys and not kind.span
         mixer = config.attention(heads[index], kind, values_are_keys=values_are_keys, has_own_kv=is_own)
-        scaling = ScoreScaling(scale, family.softcap)
         mlp_factor = 1 if is_own else family.sharing.mlp_factor
-        layers.append(LayerConfig(mixer, source, mlp_factor, rope, scaling, sparse[index]))
+        layers.append(LayerConfig(mixer, source - num_states, -1, mlp_factor, rope, scaling, sparse[index]))
     return tuple(layers)
 
 
@@ -259,6 +280,8 @@ def _rotated_layers(fields: Fields, rope: RopeRule, rule: WindowRule, windows: t
     """Which layers have a rotary embedding."""
     if rope.layers == "all" or (rope.layers == "window_if_any" and not rule.size):
         return [True] * len(windows)
+    if rope.layers == "none":
+        return [False] * len(windows)
     if rope.layers != "listed":
         return [window > 0 for window in windows]
     if not rope.listed:

@@ -19,7 +19,8 @@ from quire.core.kv_groups import StoredKind
 from quire.core.states import StateKind
 from quire.errors import ModelError, RequestError, nearest
 from quire.kernels.contract import DTYPES, Scheme
-from quire.models import gpt_like, llama_like, mixtures
+from quire.layers.attention import AttentionConfig
+from quire.models import gpt_like, hybrids, llama_like, mixtures
 from quire.models.classification import CLASSIFIERS, is_classifier, read_classification
 from quire.models.config import DecoderConfig, TensorNames
 from quire.models.config_fields import Fields
@@ -71,6 +72,12 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "HYV3ForCausalLM": mixtures.HY3,
         "AfmoeForCausalLM": mixtures.TRINITY,
         "LagunaForCausalLM": mixtures.LAGUNA,
+        "Qwen3NextForCausalLM": hybrids.QWEN3_NEXT,
+        "Qwen3_5ForCausalLM": hybrids.QWEN3_5,
+        "Qwen3_5MoeForCausalLM": hybrids.QWEN3_5_MOE,
+        "Lfm2ForCausalLM": hybrids.LFM2,
+        "Lfm2MoeForCausalLM": hybrids.LFM2_MOE,
+        "GraniteMoeHybridForCausalLM": hybrids.GRANITE_HYBRID,
         "GPT2LMHeadModel": gpt_like.GPT2,
         "OPTForCausalLM": gpt_like.OPT,
         "GPTNeoXForCausalLM": gpt_like.NEOX,
@@ -92,6 +99,10 @@ BASE_MODELS: Mapping[str, str] = MappingProxyType(
         "Gemma3TextModel": "Gemma3ForCausalLM",
         "Gemma4Model": "",
         "Gemma4TextModel": "Gemma4ForCausalLM",
+        "Qwen3_5Model": "",
+        "Qwen3_5TextModel": "Qwen3_5ForCausalLM",
+        "Qwen3_5MoeModel": "",
+        "Qwen3_5MoeTextModel": "Qwen3_5MoeForCausalLM",
     }
 )
 # architecture in a published config.json -> its name in transformers
@@ -145,6 +156,12 @@ MODEL_TYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "MixtralForCausalLM": ("mixtral",),
         "Qwen2MoeForCausalLM": ("qwen2_moe",),
         "Qwen3MoeForCausalLM": ("qwen3_moe",),
+        "Qwen3NextForCausalLM": ("qwen3_next",),
+        "Qwen3_5ForCausalLM": ("qwen3_5_text",),
+        "Qwen3_5MoeForCausalLM": ("qwen3_5_moe_text",),
+        "Lfm2ForCausalLM": ("lfm2",),
+        "Lfm2MoeForCausalLM": ("lfm2_moe",),
+        "GraniteMoeHybridForCausalLM": ("granitemoehybrid",),
         "GPT2LMHeadModel": ("gpt2",),
         "OPTForCausalLM": ("opt",),
         "GPTNeoXForCausalLM": ("gpt_neox",),
@@ -263,12 +280,12 @@ class ModelDescription:
     @property
     def kv_layers(self) -> tuple[StoredKind, ...]:
         """See Description."""
-        return tuple(layer.mixer.kv for layer in self.config.layers if layer.mixer.has_own_kv)
+        return tuple(mixer.kv for mixer in self.config.attentions if mixer.has_own_kv)
 
     @property
     def state_layers(self) -> tuple[StateKind, ...]:
         """See Description."""
-        return ()
+        return tuple(mixer.kind for mixer in self.config.recurrences)
 
     @property
     def num_parameters(self) -> int:
@@ -312,7 +329,7 @@ class ModelDescription:
         unused = tuple(  # keys and values of layers that attend to those of another layer
             f"{names.prefix}{names.layer.format(index)}{source}."
             for index, layer in enumerate(self.config.layers)
-            if not layer.mixer.has_own_kv
+            if isinstance(layer.mixer, AttentionConfig) and not layer.mixer.has_own_kv
             for source in (*names.qkv[1:], names.k_norm, names.v_norm)
         )
         if name.startswith((*extra, *unused, *names.ignored_prefixes)) or name.endswith(names.ignored_suffixes):

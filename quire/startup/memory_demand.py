@@ -65,9 +65,9 @@ def compute_shape_of(
     grids = Counter(scheme.grid for parameter, scheme in schemes.items() if parameter not in (_HEAD, _EMBED))
     rounds_inputs = bool(grids) and grids.most_common(1)[0][0] != "e4m3"  # float8 weights are multiplied in `dtype`
     shape = shape_of(description, dtype, schemes)
-    mixers = [layer.mixer for layer in description.config.layers]
+    mixers = description.config.attentions
     return ComputeShape(
-        num_layers=len(mixers),
+        num_layers=description.config.num_layers,
         compute_dtype="int8" if rounds_inputs else dtype,
         projection_parameters=parameters["projection"],
         projection_bytes=num_bytes["projection"],

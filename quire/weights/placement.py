@@ -23,6 +23,7 @@ class Placement:
     is_stack: bool = False  # whether the first axis of tensor and parameter are parts, all of which it fills
     transposed: bool = False
     offset: float = 0.0  # added to each element
+    is_log: bool = False  # whether the parameter is -exp(element), and float32
     is_float32: bool = False  # whether the parameter is float32 in models of any type
     ranges: Ranges = ()  # on each axis of the tensor, what is read; (): the whole
 
@@ -58,9 +59,11 @@ def write_weight(
         tensor = tensor.reshape(len(place.row_order), -1)[list(place.row_order)].reshape(tensor.shape)
     if place.offset:
         tensor = tensor.float() + place.offset
+    if place.is_log:
+        tensor = -tensor.float().exp()
     if isinstance(weight, PackedWeight):
         kernels.write_rows(weight, tensor, place.start, place.part or 0)
         return
     target = weight if place.part is None else weight[place.part]
-    tensor = tensor.flatten() if target.dim() == 1 else tensor
+    tensor = tensor.flatten() if target.dim() == 1 else tensor.reshape(-1, *target.shape[1:])
     target.narrow(0, place.start, tensor.shape[0]).copy_(tensor)

@@ -63,7 +63,10 @@ def defaults(architecture):
     cls = config_class(architecture)
     known = {one.name: one for one in fields(cls)}
     found = {name: one.default for name, one in known.items() if one.default is not MISSING}
+    found = {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}  # as in JSON
     sizes = {name: value for name, value in REQUIRED.items() if name in known and found.get(name) is None}
+    if rule := FAMILIES[architecture].recurrence:
+        sizes["layer_types"] = [rule.attending[-1], *[rule.kinds[-1]] * (found["num_hidden_layers"] - 1)]
     base = {"architectures": [architecture], "model_type": cls.model_type, "dtype": "bfloat16", "head_dim": 128}
     return {**base, **{name: value for name, value in found.items() if value is not None}, **sizes}
 

@@ -42,6 +42,14 @@ GEMMA4 = {
     "hidden_size_per_layer_input": 0,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
 }
+DELTA = {
+    "linear_conv_kernel_dim": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 12, "mamba_d_head": 16}
 SIGMOID_EXPERTS = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
@@ -436,6 +444,143 @@ KINDS = {
     "cohere-qk-norm": ("Cohere", {"num_key_value_heads": 2, "use_qk_norm": True, "logit_scale": 0.5}),
 }
 
+# with layers that have a recurrence in place of attention
+HYBRIDS = {
+    "qwen3-next": (
+        "Qwen3Next",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "num_hidden_layers": 4,
+            "shared_expert_intermediate_size": 48,
+            "norm_topk_prob": True,
+            **DELTA,
+            **EXPERTS,
+        },
+    ),
+    "qwen3-next-listed": (
+        "Qwen3Next",
+        {
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "mlp_only_layers": [1],
+            "attention_bias": True,
+            "shared_expert_intermediate_size": 32,
+            "norm_topk_prob": False,
+            **DELTA,
+            **EXPERTS,
+            "linear_num_value_heads": 2,
+        },
+    ),
+    "qwen3-5": ("Qwen3_5", {"num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 4, **DELTA}),
+    "qwen3-5-tied": (
+        "Qwen3_5",
+        {
+            "num_key_value_heads": 4,
+            "head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+            **DELTA,
+            "linear_conv_kernel_dim": 3,
+        },
+    ),
+    "qwen3-5-moe": (
+        "Qwen3_5Moe",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "num_hidden_layers": 4,
+            "shared_expert_intermediate_size": 48,
+            **DELTA,
+            **EXPERTS,
+        },
+    ),
+    "lfm2": (
+        "Lfm2",
+        {
+            "num_key_value_heads": 2,
+            "intermediate_size": 144,
+            "block_multiple_of": 8,
+            "block_ffn_dim_multiplier": 1.1,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "conv_bias": True,
+        },
+    ),
+    "lfm2-indices": (
+        "Lfm2",
+        {
+            "num_key_value_heads": 4,
+            "full_attn_idxs": [1, 3],
+            "num_hidden_layers": 5,
+            "conv_L_cache": 4,
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "lfm2-moe": (
+        "Lfm2Moe",
+        {
+            "num_key_value_heads": 2,
+            "layer_types": ["conv", "conv", "full_attention", "conv"],
+            "num_hidden_layers": 4,
+            "num_dense_layers": 1,
+            "routed_scaling_factor": 1.5,
+            **EXPERTS,
+        },
+    ),
+    "lfm2-moe-no-bias": (
+        "Lfm2Moe",
+        {
+            "num_key_value_heads": 4,
+            "layer_types": ["full_attention", "conv", "conv"],
+            "num_dense_layers": 0,
+            "use_expert_bias": False,
+            "norm_topk_prob": False,
+            "conv_bias": True,
+            "tie_word_embeddings": False,
+            **EXPERTS,
+        },
+    ),
+    "granite-hybrid": (
+        "GraniteMoeHybrid",
+        {
+            "num_key_value_heads": 2,
+            "num_local_experts": 6,
+            "intermediate_size": 32,
+            "shared_intermediate_size": 40,
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+            **MAMBA,
+            **GRANITE,
+        },
+    ),
+    "granite-hybrid-dense": (
+        "GraniteMoeHybrid",
+        {
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "shared_intermediate_size": 96,
+            "position_embedding_type": "rope",
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "tie_word_embeddings": True,
+            **MAMBA,
+            **GRANITE,
+            "mamba_n_groups": 2,
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "mamba_d_conv": 3,
+            "time_step_limit": [0.2, 1.0],
+        },
+    ),
+    "granite-hybrid-no-states": (
+        "GraniteMoeHybrid",
+        {"num_local_experts": 0, "num_experts_per_tok": 0, "layer_types": ["full_attention"] * 3, **MAMBA},
+    ),
+}
+
 # RoPE depends on the longest sequence, in transformers on the longest one so far. Beyond the training context its
 # generated tokens are no oracle; its logits of a whole sequence are.
 LENGTH_DEPENDENT = {
@@ -458,13 +603,15 @@ LENGTH_DEPENDENT = {
     ),
 }
 
-EVERY = KINDS | LENGTH_DEPENDENT
+EVERY = KINDS | HYBRIDS | LENGTH_DEPENDENT
 
-_CONFIGS = {"Gemma3": "Gemma3TextConfig", "Gemma4": "Gemma4TextConfig"}
+_CONFIGS = {name: f"{name}TextConfig" for name in ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe")}
 _MODELS = {"GPT2": "GPT2LMHeadModel"}
 _WITHOUT = {"OPT": ("intermediate_size",), "GPT2": ("intermediate_size",), "Falcon": ("intermediate_size",)}
 _ROUTER_BIASES = ("correction_bias", "expert_bias")  # they select other experts for some tokens
 _ROUTERS = (".gate.weight", ".mlp.router.weight", ".router.proj.weight", ".gate.wg.weight", ".router.layer.weight")
+_PLUS_ONE = ("Gemma", "Qwen3Next", "Qwen3_5")  # families with norms whose weights are stored minus 1
+_CONVOLUTIONS = (".conv1d.weight", ".conv.conv.weight")
 _STEEP = {"OPT": ("q_proj.weight", "k_proj.weight")}  # whose norms come after attention
 _RENAMED = {
     "GPT2": {
@@ -537,9 +684,12 @@ def randomize(model: PreTrainedModel, family: str) -> None:
             parameter.normal_()
         elif name.endswith(".router.scale"):
             parameter.uniform_(4, 8)
+        elif name.endswith("A_log"):
+            parameter.uniform_(-5, 0)  # states that last
         elif is_norm or parameter.dim() == 1:
-            offset = is_norm and not name.endswith("bias") and not family.startswith("Gemma")
+            is_plus_one = family.startswith(_PLUS_ONE) and "linear_attn." not in name
+            offset = is_norm and not name.endswith("bias") and not is_plus_one
             parameter.copy_(torch.randn_like(parameter) * 0.3 + offset)
         else:  # attention with large enough scores to find errors, routers with clear decisions
-            is_steep = name.endswith((*_ROUTERS, *_STEEP.get(family, ())))
+            is_steep = name.endswith((*_ROUTERS, *_CONVOLUTIONS, *_STEEP.get(family, ())))
             parameter.normal_(std=0.5 if is_steep else 0.08)

@@ -30,6 +30,7 @@ from quire.kernels.cpu.products import (
 from quire.kernels.cpu.rowwise import (
     activate,
     add_rms_norm,
+    concatenate,
     layer_norm,
     multiply_add,
     rms_norm,
@@ -107,6 +108,7 @@ CPU = replace_kernels(
     allocate_states=allocate_states,
     allocate_weight=allocate_weight,
     attention=attention,
+    concatenate=concatenate,
     copy_blocks=copy_blocks,
     copy_states=copy_states,
     embed=embed,

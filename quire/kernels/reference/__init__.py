@@ -13,6 +13,7 @@ from quire.kernels.reference.products import allocate_weight, embed, experts, ga
 from quire.kernels.reference.rowwise import (
     activate,
     add_rms_norm,
+    concatenate,
     layer_norm,
     multiply_add,
     rms_norm,
@@ -61,6 +62,7 @@ REFERENCE = new_kernels(
     allocate_states=allocate_states,
     allocate_weight=allocate_weight,
     attention=attention,
+    concatenate=concatenate,
     copy_blocks=copy_blocks,
     copy_states=copy_states,
     embed=embed,

@@ -22,6 +22,7 @@ bool has_tiles();  // whether the processor has AMX and the system permits this 
   OP(activate, "ttiiiiii") \
   OP(xielu, "tttii") \
   OP(multiply_add, "tootiiiiiid") \
+  OP(concatenate, "tttiiiiii") \
   OP(widen, "ttiii") \
   OP(rotation, "ttttiid") \
   OP(rotate, "ttttiiiiii") \

@@ -1,0 +1,99 @@
+"""Recurrences of a config.json: which layers have one in place of attention, and its sizes."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quire.core.states import Rule, StateKind
+from quire.layers.recurrence import RecurrenceConfig
+from quire.models.config import DecoderConfig
+from quire.models.config_fields import Fields
+
+_INFINITY = {"__float__": "Infinity"}  # as transformers writes it
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrenceRule:
+    """Fields of a family's config.json for recurrences."""
+
+    rule: Rule
+    conv_width: int
+    num_value_heads: int = 1
+    value_dim: int = 0  # 0: `expand` times the hidden size, divided by the heads
+    num_key_heads: int = 0
+    key_dim: int = 0
+    expand: int = 0  # values of all heads in hidden sizes; 0: any number of them
+    bias: bool = False
+    conv_bias: bool = False
+    time_limits: str = ""  # name of the field with the limits of time steps; "": there are none
+    kinds: tuple[str, ...] = ("linear_attention",)  # of these layers in `layer_types`
+    attending: tuple[str, ...] = ("full_attention",)  # kinds of the others
+    interval: int = 0  # without `layer_types` every interval-th layer attends; 0: those that `listed` has
+    listed: tuple[int, ...] = ()
+
+
+def read_recurrences(
+    fields: Fields, rule: RecurrenceRule, names: RecurrenceRule, config: DecoderConfig
+) -> tuple[RecurrenceConfig | None, ...]:
+    """The recurrence of each layer; None: it attends. names: the ConfigFields of `rule`.
+
+    Raises ModelError with the name of the wrong field, and if no layer attends.
+    """
+    recurrent = _recurrent_layers(fields, rule, config.num_layers)
+    one = _read(fields, rule, names, config) if any(recurrent) else None
+    return tuple(one if has else None for has in recurrent)
+
+
+def _recurrent_layers(fields: Fields, rule: RecurrenceRule, num_layers: int) -> list[bool]:
+    name = "layers_block_type" if fields.values.get("layers_block_type") else "layer_types"
+    kinds = fields.optional(name, list, [])
+    if kinds:
+        known = (*rule.kinds, *rule.attending)
+        found = [kind in rule.kinds for kind in fields.kinds_of_layers(name, kinds, known, num_layers)]
+    elif rule.interval:
+        found = [(index + 1) % rule.interval > 0 for index in range(num_layers)]
+    elif rule.listed:
+        found = [index not in rule.listed for index in range(num_layers)]
+    else:
+        raise fields.error(f"layer_types is missing; it must say which of the {num_layers} layers attend")
+    if all(found):
+        raise fields.error(
+            f"none of {num_layers} layers attends; quire serves models with recurrences in which a layer has attention"
+        )
+    return found
+
+
+def _read(fields: Fields, rule: RecurrenceRule, names: RecurrenceRule, config: DecoderConfig) -> RecurrenceConfig:
+    heads, key_heads, value_dim, hidden_size = (
+        rule.num_value_heads,
+        rule.num_key_heads,
+        rule.value_dim,
+        config.hidden_size,
+    )
+    if rule.rule == "convolution":
+        value_dim = hidden_size
+    elif rule.expand:
+        total = rule.expand * hidden_size
+        value_dim = value_dim or total // heads
+        if heads * value_dim != total:
+            raise fields.error(
+                f"{fields.name_of(names.num_value_heads)} ({heads}) heads of {value_dim} numbers are not "
+                f"{fields.name_of(names.expand)} ({rule.expand}) times hidden_size ({hidden_size})"
+            )
+    if key_heads and heads % key_heads:
+        raise fields.error(
+            f"{fields.name_of(names.num_value_heads)} ({heads}) must be a multiple of "
+            f"{fields.name_of(names.num_key_heads)} ({key_heads})"
+        )
+    kind = StateKind(rule.rule, heads, value_dim, rule.conv_width, key_heads, rule.key_dim)
+    limits = _time_limits(fields, rule.time_limits)
+    return RecurrenceConfig(kind, rule.bias, rule.conv_bias, config.norm_eps, limits)
+
+
+def _time_limits(fields: Fields, name: str) -> tuple[float, float]:
+    found: Sequence[object] = fields.optional(name, list, []) or [0.0, math.inf]
+    found = [math.inf if value == _INFINITY else value for value in found]
+    limits = [float(value) for value in found if isinstance(value, int | float) and not isinstance(value, bool)]
+    if len(limits) != 2 or len(found) != 2 or not 0 <= limits[0] < limits[1]:
+        raise fields.error(f"{name} must be two numbers, a least and a larger most, not {found!r:.80}")
+    return limits[0], limits[1]
