@@ -54,7 +54,8 @@ class KVCache:
         self.copies = PendingMoves(pools, self._in_flight.deferred_decr_ref)
         self.states: StateBlocks | None = None
         if config.states is not None:
-            self.states = StateBlocks(config, pools[-1], self.pools[0], self.copies, self._in_flight, self._predict)
+            about = (config, pools[-1], self.pools[0], self.copies, self._in_flight)
+            self.states = StateBlocks(*about, lambda: self.index, lambda *counts: self._recompute_seconds(*counts))
         self._host_pool = HostPool(config)
         self.host_pools = self._host_pool.pools
         self._swap_planner = SwapPlanner(config, self.tables, self._host_pool, self.copies)
@@ -99,10 +100,8 @@ class KVCache:
         if self.index.retention is not None:
             self.index.retention.end_program(tenant, program, branch)
         for table in self._tables.values():
-            hints = table.retention.program
-            if hints is None or (table.namespace.tenant, hints.id) != (tenant, program):
-                continue
-            if branch in (None, hints.branch):
+            hints, owner = table.retention.program, table.namespace.tenant
+            if hints is not None and (owner, hints.id) == (tenant, program) and branch in (None, hints.branch):
                 table.end_program()
 
     def set_recompute_seconds(self, recompute_seconds: RecomputeSeconds) -> None:
@@ -111,8 +110,7 @@ class KVCache:
 
     def take_pin_events(self) -> list[Event]:
         """See KVCacheManager."""
-        retention = self.index.retention
-        events: list[Event] = []
+        events, retention = [], self.index.retention
         if retention is not None and retention.events:
             events, retention.events = retention.events, events
         return events
@@ -131,11 +129,7 @@ class KVCache:
         *,
         retention: SequenceRetention = NO_RETENTION,
     ) -> BlockTable:
-        """Create an empty table for a new sequence.
-
-        tokens: its known tokens, a list that grows with it. retention: that of its KV, and of tables forked or
-        branched from it.
-        """
+        """Create an empty table for a new sequence. tokens: its known tokens, a list that grows with it."""
         table = self._register(seq_id, BlockTable(len(self.pools), tokens, namespace, retention))
         self.index.register(table, NO_MATCH)
         return table
@@ -183,11 +177,9 @@ class KVCache:
         whole, rest = divmod(num_tokens, self.block_size)
         if rest and not self.config.shares_partial_blocks:
             return None
-        snapshot = None
-        if parent.state is not None and not parent.state.settled <= num_tokens <= parent.state.stop:
-            found, snapshot = self._usable(self.index.match_prefix(parent.namespace, tokens[:num_tokens]), tokens)
-            if found.num_tokens != num_tokens or not self._has_state_block:
-                return None
+        snapshot = None if self.states is None else self.states.find(parent, num_tokens)
+        if self.states is not None and not self.states.can_branch(parent, num_tokens, snapshot):
+            return None
         for group, pool in enumerate(self.pools):
             if parent.firsts[group] > self.config.first_attended_block(group, num_tokens):
                 return None
@@ -198,7 +190,7 @@ class KVCache:
             return None
         child = self._share_blocks(seq_id, new_id, whole, num_tokens, tokens)
         if self.states is not None and child.state is None:
-            self.states.begin(child, num_tokens, snapshot, ())
+            self.states.begin(child, num_tokens, snapshot)
         if rest:
             sources = [blocks[whole] for blocks in parent.blocks]
             for pool, source in zip(self.pools, sources, strict=True):
@@ -224,7 +216,7 @@ class KVCache:
         if num_swapped > matched.num_tokens:
             return self._admit_swapped(seq_id, table, matched, num_swapped, limits)
         match = fitting_match(self.config, self.pools, matched, limits)
-        if match is None or not self._has_state_block:
+        if match is None or (self.states is not None and not self.states.pool.num_available):
             return None
         start, num_shared = match.num_tokens, len(match.blocks[0]) if match.blocks else 0
         miss = self.index.explain_miss(table.namespace, table.tokens, match, reusable)
@@ -233,8 +225,8 @@ class KVCache:
         self._register(seq_id, table)
         self._share_match(table, match, start)
         if self.states is not None:
-            wanted = [found.num_tokens, *self.states.positions_of_turns(table.tokens)]
-            self.states.begin(table, start, snapshot if start else None, wanted)
+            self.states.begin(table, start, snapshot if start else None)
+            self.states.want(table, found.num_tokens, *self.states.positions_of_turns(table.tokens))
         copied = not match.partial or self._copy_partial(table, match, limits.cause)
         stop = min(limits.limit, start + limits.max_new_positions)
         if not copied or self.grow(table, stop, reserve=limits.num_tokens, cause=limits.cause) is None:
@@ -250,12 +242,7 @@ class KVCache:
 
     def _usable(self, found: PrefixMatch, tokens: Sequence[int]) -> tuple[PrefixMatch, Snapshot | None]:
         """The part of a prefix match of `tokens` that a sequence can continue behind, and the snapshot there."""
-        return (found, None) if self.states is None else self.states.match(found, tokens, self.index)
-
-    @property
-    def _has_state_block(self) -> bool:
-        """Whether a new table can get the block of its state, if the model has states."""
-        return self.states is None or self.states.pool.num_available > 0
+        return (found, None) if self.states is None else self.states.match(found, tokens)
 
     def _admit_swapped(
         self, seq_id: int, table: BlockTable, match: PrefixMatch, num_tokens: int, limits: AdmissionLimits
@@ -268,7 +255,7 @@ class KVCache:
         num_shared = len(match.blocks[0]) if match.blocks else 0
         firsts, begins, homes, needed, shared = self._swap_planner.needs(seq_id, match, num_tokens, limits.num_tokens)
         has_blocks = has_available_blocks(self.pools, needed, shared, limits.watermark_blocks)
-        if not has_blocks or not self._has_state_block:
+        if not has_blocks or (self.states is not None and not self.states.pool.num_available):
             return None
         self._register(seq_id, table)
         for pool, some in zip(self.pools, homes, strict=True):
@@ -282,8 +269,8 @@ class KVCache:
             self.release(seq_id)
             return None
         fresh = [pool.allocate_many(count) for pool, count in zip(self.pools, needed, strict=True)]
-        about = (seq_id, table, num_shared, begins, homes, fresh, num_tokens)
-        blocks, num_bytes = self._swap_planner.swap_in(*about, self.states)
+        about = (num_shared, begins, homes, fresh, num_tokens, self.states)
+        blocks, num_bytes = self._swap_planner.swap_in(seq_id, table, *about)
         table.append(blocks, self.block_size)
         for group, first in enumerate(firsts):
             table.trim(group, first)
@@ -483,7 +470,7 @@ class KVCache:
                 num_tokens = min(num_tokens, blocks.index(block) * self.block_size)
         entered = self.index.unregister(table, num_tokens)
         if self.states is not None:
-            self.states.release(table, num_tokens, self.index)
+            self.states.release(table, num_tokens)
         self._in_flight.record_written_by_any([table.blocks[0][i] for i in entered])
         for group, (blocks, first) in enumerate(zip(table.blocks, table.firsts, strict=True)):
             self._in_flight.deferred_decr_refs(group, blocks[first:][::-1])
@@ -560,9 +547,9 @@ class KVCache:
         """See KVCacheManager."""
         self._host_pool.failed(step_id)
         self._end_moves(self.copies.fail_swaps(step_id))
-        void = self._in_flight.pop_writes(step_id)
-        if void:
-            self.index.invalidate(void, self._tables.values())
+        unwritten = self._in_flight.pop_writes(step_id)
+        if unwritten:
+            self.index.invalidate(unwritten, self._tables.values())
         dependent = self._in_flight.dependent(step_id)
         self._in_flight.end(step_id)
         missed = self.copies.failed(step_id)
@@ -572,13 +559,12 @@ class KVCache:
             table = self._tables.get(seq_id)
             if table is not None:
                 table.num_launched = min(table.num_launched, start)
-        void_states = () if self.states is None else self.states.failed(step_id, self._tables)
+        void, rewound = ([], ()) if self.states is None else (self.states.failed(step_id, self._tables), [*starts])
         return [
             seq_id
             for seq_id, table in self._tables.items()
             if table in dependent
-            or any(table.has_block(*place) for place in missed)
-            or (seq_id in void_states and seq_id not in starts)
+            or (seq_id not in rewound and (seq_id in void or any(table.has_block(*place) for place in missed)))
         ]
 
     @property
@@ -586,16 +572,14 @@ class KVCache:
         """See KVCacheManager."""
         return self._in_flight.unwritten
 
-    # Checks
-
     def sharing(self, seq_ids: Sequence[int]) -> tuple[int, int]:
         """See KVCacheManager."""
         return count_shared_blocks([self._tables[seq_id] for seq_id in seq_ids])
 
     def check(self) -> list[str]:
         """See KVCacheManager."""
-        wrong = self._audit.check(self.index) + self._host_pool.check()
-        return wrong if self.states is None else wrong + self.states.check(self._tables.values())
+        of_states = [] if self.states is None else self.states.check(self._tables.values())
+        return self._audit.check(self.index) + self._host_pool.check() + of_states
 
     def repair(self) -> None:
         """See KVCacheManager."""
@@ -611,7 +595,5 @@ class KVCache:
         self._host_pool.repair()
 
     def _new_index(self) -> PrefixIndex:
-        return new_index(self.config, self.pools, self._in_flight.planned_writes, self._predict)
-
-    def _predict(self, num_tokens: int, num_before: int) -> float:
-        return self._recompute_seconds(num_tokens, num_before)
+        planned = self._in_flight.planned_writes
+        return new_index(self.config, self.pools, planned, lambda *counts: self._recompute_seconds(*counts))

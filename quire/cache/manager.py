@@ -244,7 +244,8 @@ class KVCacheManager(Protocol):
         starts: by sequence, the first position that the step was to write; sequences without a table are ignored. The
         copies of the step go to the next step if their targets still have an owner. KV that it or a later step copied
         to the host is dropped. Returns the sequences that must start again, because their tables depend on KV that was
-        never written or copied.
+        never written or copied. With recurrent states, those of `starts` must be admitted again besides, and may go on
+        from a snapshot.
         """
 
     # Checks

@@ -13,7 +13,7 @@ least value leaves: the seconds that it saves times its uses, plus the value of 
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
@@ -56,9 +56,10 @@ class StateBlocks:
         kv_pool: BlockPool,
         copies: PendingMoves,
         in_flight: InFlight,
+        index: Callable[[], PrefixIndex],
         seconds: RecomputeSeconds,
     ) -> None:
-        """kv_pool: that of group 0. seconds: see RadixIndex."""
+        """kv_pool: that of group 0. index: returns the present one. seconds: see RadixIndex."""
         assert config.states is not None, "the model has recurrent states"
         self.pool = pool
         self.max_pending = config.states.max_pending
@@ -71,6 +72,7 @@ class StateBlocks:
         self._kv_pool = kv_pool
         self._copies = copies
         self._in_flight = in_flight
+        self._index = index
         self._seconds = seconds
         self._num_tables: Counter[int] = Counter()  # whose live block it is
         self._anchored: dict[int, list[Snapshot]] = {}  # by anchor
@@ -91,9 +93,7 @@ class StateBlocks:
 
     # Matches and admission
 
-    def match(
-        self, found: PrefixMatch, tokens: Sequence[int], index: PrefixIndex
-    ) -> tuple[PrefixMatch, Snapshot | None]:
+    def match(self, found: PrefixMatch, tokens: Sequence[int]) -> tuple[PrefixMatch, Snapshot | None]:
         """The part of a prefix match of `tokens` up to the deepest snapshot within it, and this snapshot."""
         self._drop_unanchored()
         if self._anchored and found.blocks:
@@ -107,16 +107,31 @@ class StateBlocks:
                         position -= position % self._block_size
                     if position < snapshot.settled or snapshot.step == _PLANNED:
                         continue
-                    part = index.truncate(found, position)
+                    part = self._index().truncate(found, position)
                     if part is not None:
                         return part, snapshot
         return NO_MATCH._replace(num_public=found.num_public), None
 
-    def begin(self, table: BlockTable, position: int, snapshot: Snapshot | None, wanted: Iterable[int]) -> None:
+    def find(self, table: BlockTable, position: int) -> Snapshot | None:
+        """A snapshot for exactly this position of a table; None if there is none."""
+        self._drop_unanchored()
+        end = position - position % self._block_size
+        for snapshot in self._anchored.get(self._anchor(table, position), ()):
+            rest = tuple(table.tokens[end:position])
+            if snapshot.settled <= position and snapshot.rest[: len(rest)] == rest and snapshot.step != _PLANNED:
+                return snapshot
+        return None
+
+    def can_branch(self, parent: BlockTable, position: int, snapshot: Snapshot | None) -> bool:
+        """Whether a table can begin behind `position` of another one: with its live block, or with the snapshot."""
+        live = parent.state
+        is_there = live is not None and live.settled <= position <= live.stop
+        return is_there or (snapshot is not None and self.pool.num_available > 0)
+
+    def begin(self, table: BlockTable, position: int, snapshot: Snapshot | None) -> None:
         """Give a new table a live block, with a copy of the snapshot behind `position`. A block must be available.
 
         If no other block is, the table takes that of the snapshot.
-        wanted: positions behind which snapshots are useful.
         """
         if snapshot is None:
             live = LiveState(self._allocate())
@@ -132,16 +147,16 @@ class StateBlocks:
             live = LiveState(block, snapshot.settled, position, snapshot.step, last_snapshot=position)
         self._num_tables[live.block] = 1
         table.state = live
-        for at in wanted:
-            self.want(table, at)
 
-    def want(self, table: BlockTable, position: int) -> None:
-        """Let a table leave a snapshot behind `position` when it gets there, or at the last block end before it."""
-        if not self._copies_partial_blocks:
-            position -= position % self._block_size
+    def want(self, table: BlockTable, *positions: int) -> None:
+        """Let a table leave snapshots behind these positions when it gets there, or at the block ends before them."""
         live = table.state
-        if live is not None and self._has_index and position > max(live.stop, self._block_size):
-            live.wanted = tuple(sorted({*live.wanted, position}))
+        if live is None or not self._has_index:
+            return
+        if not self._copies_partial_blocks:
+            positions = tuple(at - at % self._block_size for at in positions)
+        first = max(live.stop + 1, self._block_size)
+        live.wanted = tuple(sorted({*live.wanted, *(at for at in positions if at >= first)}))
 
     def begin_swapped(self, table: BlockTable, settled: int, position: int) -> int:
         """Give a new table a live block into which a Move from the host copies its state. Returns the block."""
@@ -184,7 +199,7 @@ class StateBlocks:
         self._num_tables[live.block] = 1
         return True
 
-    def release(self, table: BlockTable, num_tokens: int, index: PrefixIndex) -> None:
+    def release(self, table: BlockTable, num_tokens: int) -> None:
         """Release the live block of a table that has left the index with `num_tokens` valid positions.
 
         The block becomes a snapshot, without a copy, if it stands behind one of these positions.
@@ -196,9 +211,7 @@ class StateBlocks:
         is_void = bool(self._copies.cancel(self._group, (live.block,)))
         last = min(live.stop, num_tokens)
         if not is_void and self._has_index and self._block_size <= live.settled <= last:
-            found = index.match_prefix(table.namespace, table.tokens[:last])
-            blocks, positions = found.blocks[0] if found.blocks else (), (live.settled, last)
-            self._add(blocks, table.tokens, live.last_snapshot, positions, live.block, live.last_step)
+            self._add(table, live.last_snapshot, (live.settled, last), live.block, live.last_step)
         self._in_flight.deferred_decr_ref(self._group, live.block)
 
     # Steps
@@ -303,11 +316,10 @@ class StateBlocks:
 
     def _take_snapshot(self, table: BlockTable, live: LiveState, position: int) -> None:
         """Let the planned chunk of a table write a snapshot, if its prefix is in the index and a block is available."""
-        whole = position // self._block_size
-        if table.cursor.num_indexed < whole or not self.pool.num_available:
+        if not self.pool.num_available:
             return
         block = self._allocate()
-        snapshot = self._add(table.blocks[0], table.tokens, live.last_snapshot, (position, position), block, _PLANNED)
+        snapshot = self._add(table, live.last_snapshot, (position, position), block, _PLANNED)
         if snapshot is None:
             self.pool.decr_ref(block)
             return
@@ -315,26 +327,17 @@ class StateBlocks:
         self._taken.append(snapshot)
         self._snapshots.append((len(self._chunks), position, block))
 
-    def _add(
-        self,
-        blocks: Sequence[int],
-        tokens: Sequence[int],
-        base: int,
-        positions: tuple[int, int],
-        block: int,
-        step: int,
-    ) -> Snapshot | None:
-        """Make a block a snapshot for positions of a prefix. None if there is one, or the index lacks the prefix.
+    def _add(self, table: BlockTable, base: int, positions: tuple[int, int], block: int, step: int) -> Snapshot | None:
+        """Make a block a snapshot for positions of a table. None if there is one, or the index lacks their prefix.
 
-        blocks: of group 0, with the prefix. base: the position that a sequence would start from without the snapshot.
+        base: the position that a sequence would start from without the snapshot.
         """
         self._drop_unanchored()
         settled, last = positions
-        whole = settled // self._block_size
-        anchor = blocks[whole - 1] if 0 < whole <= len(blocks) else ABSENT
-        if anchor == ABSENT or not self._kv_pool.is_indexed(anchor):
+        anchor = self._anchor(table, settled)
+        if anchor == ABSENT:
             return None
-        rest = tuple(tokens[whole * self._block_size : last])
+        rest = tuple(table.tokens[settled - settled % self._block_size : last])
         there = self._anchored.setdefault(anchor, [])
         if any(one.rest[: len(rest)] == rest and one.settled <= last for one in there):
             return None
@@ -347,6 +350,12 @@ class StateBlocks:
         there.append(snapshot)
         self._enter_order(snapshot)
         return snapshot
+
+    def _anchor(self, table: BlockTable, position: int) -> int:
+        """The block of the index with the last whole block before a position of a table; ABSENT if there is none."""
+        whole = position // self._block_size
+        found = self._index().match_prefix(table.namespace, table.tokens[: whole * self._block_size])
+        return found.blocks[0][-1] if whole and found.blocks and len(found.blocks[0]) == whole else ABSENT
 
     def _enter_order(self, snapshot: Snapshot) -> None:
         snapshot.value = self._last_value + snapshot.uses * snapshot.seconds
