@@ -37,7 +37,7 @@ struct Layer {
   int64_t stride;  // numbers from token to token of the inputs
   T* out;
   S* data;
-  int64_t num_blocks, block_numbers;  // block_numbers: from block to block
+  int64_t num_blocks, block_numbers;  // numbers from block to block
   const Chunk* chunks;
   int64_t num_chunks;
   const Snapshot* snapshots;
@@ -59,41 +59,75 @@ struct Layer {
   S* state(int64_t block) const { return data + block * block_numbers; }
   S* inputs_of(int64_t block) const { return state(block) + num_values() * key_dim; }
 
-  // The inputs [number, number + n) of a position from `settled - conv_width + 1` on.
-  INLINE_MEMBER Vec input(const Chunk& c, int64_t position, int64_t number, int64_t n) const {
-    if (position >= c.start) return load_some(inputs + (c.token + position - c.start) * stride + number, n);
-    if (c.start == 0) return Vec{};
-    return load_some(inputs_of(c.block) + (position - c.settled + conv_width - 1) * width() + number, n);
+  // Where the inputs of a position from `settled - conv_width + 1` on are: of type T from `start` on, else of type S. None: zeros.
+  INLINE_MEMBER const void* row(const Chunk& c, int64_t position) const {
+    if (position >= c.start) return inputs + (c.token + position - c.start) * stride;
+    if (c.start == 0) return nullptr;
+    return inputs_of(c.block) + (position - c.settled + conv_width - 1) * width();
   }
 
   template <class W>
   void read_taps(int64_t channel, int64_t n, float* taps) const {
     auto weight = (const W*)conv_weight + channel * conv_width;
-    auto bias = (const W*)conv_bias;
     memset(taps, 0, (conv_width + 1) * LANES * sizeof(float));
-    for (int64_t i = 0; i < n; i++)
-      for (int64_t w = 0; w < conv_width; w++) taps[w * LANES + i] = to_float(weight[i * conv_width + w]);
-    if (bias) store(taps + conv_width * LANES, load_some(bias + channel, n));
+    if (n == LANES && conv_width == 4) {
+      for (int i = 0; i < LANES; i++)
+        for (int w = 0; w < 4; w++) taps[w * LANES + i] = to_float(weight[i * 4 + w]);
+    } else {
+      for (int64_t i = 0; i < n; i++)
+        for (int64_t w = 0; w < conv_width; w++) taps[w * LANES + i] = to_float(weight[i * conv_width + w]);
+    }
+    if (conv_bias) store(taps + conv_width * LANES, load_some((const W*)conv_bias + channel, n));
   }
   // Writes the weights of n channels, at most 16: those of the oldest token first, then biases.
   void read_taps(int64_t channel, int64_t n, float* taps) const {
     has_short_weights ? read_taps<bf16>(channel, n, taps) : read_taps<float>(channel, n, taps);
   }
+};
 
-  // Calls write(j, x) with the convolved numbers of n channels, at most 16, for tokens position + j. window: memory of
-  // (count + conv_width - 1) vectors.
+// The inputs of some tokens that follow each other, and of the conv_width - 1 before them.
+template <class S, class T>
+struct Window {
+  const void** rows;
+  int64_t tokens, tail, stored;  // stored: rows of type S, which come first
+  float* memory;                 // (rows, 16)
+
+  Window(const Layer<S, T>& layer, const Chunk& chunk, int64_t position, int64_t count, char* begin) {
+    tokens = count, tail = layer.conv_width - 1, stored = max(0, min(tokens + tail, chunk.start - position + tail));
+    memory = (float*)begin, rows = (const void**)(memory + (tokens + tail) * LANES);
+    for (int64_t j = 0; j < tokens + tail; j++) rows[j] = layer.row(chunk, position - tail + j);
+  }
+  static int64_t bytes(int64_t conv_width) { return (TOKENS + conv_width - 1) * (LANES * sizeof(float) + sizeof(void*)); }
+
   template <class F>
-  INLINE_MEMBER void convolve(const Chunk& c, int64_t position, int64_t count, int64_t channel, int64_t n, const float* taps,
-                              float* window, F write) const {
-    for (int64_t j = 0; j < count + conv_width - 1; j++)
-      store(window + j * LANES, input(c, position + j - conv_width + 1, channel, n));
-    for (int64_t j = 0; j < count; j++) {
-      Vec x = load((const float*)taps + conv_width * LANES);
-      for (int64_t w = 0; w < conv_width; w++)
-        x = fma(load((const float*)window + (j + w) * LANES), load(taps + w * LANES), x);
+  INLINE_MEMBER void each_row(int64_t first, int64_t number, int64_t n, F visit) const {
+    int64_t j = first;
+    for (; j < stored; j++) visit(j - first, rows[j] ? load_some((const S*)rows[j] + number, n) : Vec{});
+    for (; j < tokens + tail; j++) visit(j - first, load_some((const T*)rows[j] + number, n));
+  }
+
+  // Calls write(j, x) with the convolved numbers of n channels, at most 16, of each token.
+  template <class F>
+  INLINE_MEMBER void convolve(int64_t channel, int64_t n, const float* taps, F write) const {
+    each_row(0, channel, n, [&](int64_t j, Vec x) __attribute__((always_inline)) { store(memory + j * LANES, x); });
+    for (int64_t j = 0; j < tokens; j++) {
+      Vec x = load(taps + (tail + 1) * LANES);
+      for (int64_t w = 0; w <= tail; w++) x = fma(load((const float*)memory + (j + w) * LANES), load(taps + w * LANES), x);
       write(j, x);
     }
   }
+
+  // Reads one number of each token.
+  void read(int64_t number, float* out) const {
+    for (int64_t j = 0; j < tokens; j++)
+      out[j] = tail + j < stored ? to_float(((const S*)rows[tail + j])[number]) : to_float(((const T*)rows[tail + j])[number]);
+  }
+};
+
+// Some columns of a head's state.
+struct Piece {
+  int64_t head, column, size, vectors;  // size: number of columns
+  float *state, *taps;                  // (key_dim, vectors, 16), and of the values
 };
 
 // What a thread needs for an item: `pieces` pieces of value heads that share a key head.
@@ -101,11 +135,12 @@ struct Memory {
   int64_t keys, columns;  // numbers of a row of k and of v
   float* states;          // (pieces, key_dim, columns)
   float* taps;            // (vectors of q, k and of the pieces, conv_width + 1, 16)
-  float* window;          // (TOKENS + conv_width - 1, 16)
+  char* window;           // see Window
   float *q, *k;           // (TOKENS, keys)
   float* v;               // (TOKENS, columns), then the outputs
   float *products, *decays, *factors;  // (TOKENS,): k . q, decay of the state, and beta or time step
   size_t bytes;
+  const char* ahead = nullptr;  // what is likely to be read next, and is prefetched during passes that begin or end a sweep
 
   template <class S, class T>
   Memory(const Layer<S, T>& layer, int64_t pieces, char* begin) {
@@ -118,7 +153,7 @@ struct Memory {
     };
     states = floats(pieces * layer.key_dim * columns);
     taps = floats((2 * keys + pieces * columns) * (layer.conv_width + 1));
-    window = floats((TOKENS + layer.conv_width - 1) * LANES);
+    window = (char*)floats(Window<S, T>::bytes(layer.conv_width) / sizeof(float));
     q = floats(TOKENS * keys), k = floats(TOKENS * keys), v = floats(TOKENS * columns);
     products = floats(TOKENS), decays = floats(TOKENS), factors = floats(TOKENS);
     bytes = next - begin;
@@ -137,8 +172,9 @@ struct Token {
 // Applies a token to the state (rows, 16 N), if `applies`, then adds S^T k and S^T q to of_k and of_q, if k and q are needed.
 template <int N, bool applies, bool reads_k, bool reads_q>
 INLINE void pass(float* state, int64_t rows, const Token<N>& token, const float* k, const float* q, Vec (&of_k)[N],
-                 Vec (&of_q)[N]) {
-  for (int64_t i = 0; i < rows; i++, state += N * LANES)
+                 Vec (&of_q)[N], const char* ahead = nullptr) {
+  for (int64_t i = 0; i < rows; i++, state += N * LANES) {
+    if (!applies || !reads_q) __builtin_prefetch(ahead + i * 64, 0, 2);
 #pragma GCC unroll 4
     for (int n = 0; n < N; n++) {
       Vec s = load((const float*)state + n * LANES);
@@ -149,11 +185,12 @@ INLINE void pass(float* state, int64_t rows, const Token<N>& token, const float*
       if (reads_k) of_k[n] = fma(splat(k[i]), s, of_k[n]);
       if (reads_q) of_q[n] = fma(splat(q[i]), s, of_q[n]);
     }
+  }
 }
 
 // Applies tokens [begin, end) to a piece; the last of them only if `applies_last`. Their values become their outputs.
 template <int N, bool corrects>
-static void sweep(const Memory& m, float* state, int64_t rows, int64_t begin, int64_t end, bool applies_last, float skip) {
+static void sweep(Memory& m, float* state, int64_t rows, int64_t begin, int64_t end, bool applies_last, float skip) {
   Token<N> token;
   for (int64_t j = begin; j < end; j++) {
     const float *k = m.k + j * m.keys, *q = m.q + j * m.keys;
@@ -162,7 +199,7 @@ static void sweep(const Memory& m, float* state, int64_t rows, int64_t begin, in
     if (j > begin)
       pass<N, true, corrects, true>(state, rows, token, k, q, of_k, of_q);
     else
-      pass<N, false, corrects, true>(state, rows, token, k, q, of_k, of_q);
+      pass<N, false, corrects, true>(state, rows, token, k, q, of_k, of_q, m.ahead), m.ahead += rows * 64;
     token.k = k, token.decay = splat(m.decays[j]);
     Vec factor = splat(m.factors[j]), product = splat(m.products[j]);
 #pragma GCC unroll 4
@@ -174,11 +211,11 @@ static void sweep(const Memory& m, float* state, int64_t rows, int64_t begin, in
     }
   }
   Vec none[N];
-  if (applies_last) pass<N, true, false, false>(state, rows, token, nullptr, nullptr, none, none);
+  if (applies_last) pass<N, true, false, false>(state, rows, token, nullptr, nullptr, none, none, m.ahead), m.ahead += rows * 64;
 }
 
 template <bool corrects>
-static void sweep_by(int64_t vectors, const Memory& m, float* state, int64_t rows, int64_t begin, int64_t end,
+static void sweep_by(int64_t vectors, Memory& m, float* state, int64_t rows, int64_t begin, int64_t end,
                      bool applies_last, float skip) {
   switch (vectors) {
 #define WIDTH(n) \
@@ -194,54 +231,43 @@ static void sweep_by(int64_t vectors, const Memory& m, float* state, int64_t row
 template <class S, class T>
 struct Item {
   const Layer<S, T>& layer;
-  const Chunk& chunk;
-  int64_t index, key_head, first, count;  // index: of the chunk. first: piece among those of the key head
-  const Memory& m;
+  Memory& m;
+  int64_t key_head, first, count;  // first: piece among those of the key head
+  int64_t index;                   // of the chunk
+  Chunk chunk;
 
-  int64_t head(int64_t piece) const {
-    return key_head * (layer.value_heads / layer.key_heads) + (first + piece) / layer.pieces();
+  Piece piece(int64_t number) const {
+    int64_t pieces = layer.pieces(), column = (first + number) % pieces * m.columns, size = min(m.columns, layer.value_dim - column);
+    return {key_head * (layer.value_heads / layer.key_heads) + (first + number) / pieces, column, size, up_to(size, LANES) / LANES,
+            m.states + number * layer.key_dim * m.columns, m.taps + (2 * m.keys + number * m.columns) * (layer.conv_width + 1)};
   }
-  int64_t column(int64_t piece) const { return (first + piece) % layer.pieces() * m.columns; }
-  int64_t num_columns(int64_t piece) const { return min(m.columns, layer.value_dim - column(piece)); }
-  int64_t num_vectors(int64_t piece) const { return (num_columns(piece) + LANES - 1) / LANES; }
-  float* state(int64_t piece) const { return m.states + piece * layer.key_dim * m.columns; }
-  float* taps(int64_t vector) const { return m.taps + vector * (layer.conv_width + 1) * LANES; }
-  S* stored(int64_t block, int64_t piece) const {
-    return layer.state(block) + head(piece) * layer.key_dim * layer.value_dim + column(piece);
-  }
+  int64_t channel(const Piece& p) const { return 2 * layer.num_keys() + p.head * layer.value_dim + p.column; }
+  int64_t key_channel(int64_t part) const { return (part * layer.key_heads + key_head) * layer.key_dim; }
 
-  // Calls visit(vector, channel, n, out) for the vectors of q and k, with the place of the first token in `m`.
-  template <class F>
-  void each_key_vector(F visit) const {
-    int64_t vector = 0;
-    for (int64_t part = 0; part < 2; part++)
-      each_vector(layer.key_dim, [&](int64_t i, int64_t n) {
-        visit(vector++, (part * layer.key_heads + key_head) * layer.key_dim + i, n, (part ? m.k : m.q) + i);
-      });
+  // Reads the weights of `size` channels.
+  void read_taps(int64_t channel, int64_t size, float* taps) const {
+    each_vector(size, [&](int64_t i, int64_t n) { layer.read_taps(channel + i, n, taps + i * (layer.conv_width + 1)); });
   }
-  // The same for the values of a piece.
-  template <class F>
-  void each_value_vector(int64_t piece, F visit) const {
-    int64_t vector = (2 * m.keys + piece * m.columns) / LANES;
-    int64_t channel = 2 * layer.num_keys() + head(piece) * layer.value_dim + column(piece);
-    each_vector(num_columns(piece), [&](int64_t i, int64_t n) { visit(vector++, channel + i, n, m.v + i); });
-  }
-
   void read_taps() const {
-    auto read = [&](int64_t vector, int64_t channel, int64_t n, float*) { layer.read_taps(channel, n, taps(vector)); };
-    each_key_vector(read);
-    for (int64_t piece = 0; piece < count; piece++) each_value_vector(piece, read);
+    for (int64_t part = 0; part < 2; part++)
+      read_taps(key_channel(part), layer.key_dim, m.taps + part * m.keys * (layer.conv_width + 1));
+    for (int64_t number = 0; number < count; number++) {
+      Piece p = piece(number);
+      read_taps(channel(p), p.size, p.taps);
+    }
   }
 
-  void convolve(int64_t position, int64_t tokens, int64_t vector, int64_t channel, int64_t n, float* out, int64_t size) const {
-    layer.convolve(chunk, position, tokens, channel, n, taps(vector), m.window,
-                   [&](int64_t j, Vec x) __attribute__((always_inline)) { store(out + j * size, x * sigmoid(x)); });
-  }
-
-  void read_keys(int64_t position, int64_t tokens) const {
-    each_key_vector([&](int64_t vector, int64_t channel, int64_t n, float* out) {
-      convolve(position, tokens, vector, channel, n, out, m.keys);
+  // Convolves `size` channels of the tokens of a window: out (tokens, row).
+  void convolve(const Window<S, T>& window, int64_t channel, int64_t size, const float* taps, float* out, int64_t row) const {
+    each_vector(size, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+      window.convolve(channel + i, n, taps + i * (layer.conv_width + 1),
+                      [&](int64_t j, Vec x) __attribute__((always_inline)) { store(out + j * row + i, x * sigmoid(x)); });
     });
+  }
+
+  void read_keys(const Window<S, T>& window) const {
+    for (int64_t part = 0; part < 2; part++)
+      convolve(window, key_channel(part), layer.key_dim, m.taps + part * m.keys * (layer.conv_width + 1), part ? m.k : m.q, m.keys);
     auto dot = [&](const float* x, const float* y) {
       return sum_row(m.keys, [&](Vec sum, int64_t i, int64_t) __attribute__((always_inline)) {
         return fma(load(x + i), load(y + i), sum);
@@ -250,7 +276,7 @@ struct Item {
     auto scale = [&](float* x, float factor) {
       for (int64_t i = 0; i < m.keys; i += LANES) store(x + i, load((const float*)x + i) * factor);
     };
-    for (int64_t j = 0; j < tokens; j++) {
+    for (int64_t j = 0; j < window.tokens; j++) {
       float *q = m.q + j * m.keys, *k = m.k + j * m.keys;
       if (layer.rule == Rule::delta) {
         scale(q, 1.0f / __builtin_sqrtf((dot(q, q) + NORM_EPS) * (float)layer.key_dim));
@@ -260,16 +286,12 @@ struct Item {
     }
   }
 
-  void read_gates(int64_t piece, int64_t position, int64_t tokens) const {
-    int64_t of_head = head(piece), number = layer.num_channels() + of_head;
+  void read_gates(const Window<S, T>& window, int64_t head) const {
     bool delta = layer.rule == Rule::delta;
-    auto read = [&](int64_t place, float* out) {
-      for (int64_t j = 0; j < tokens; j++) store_some(out + j, layer.input(chunk, position + j, place, 1), 1);
-    };
-    read(number, m.factors);
-    if (delta) read(number + layer.value_heads, m.decays);
-    Vec rate = splat(layer.decay[of_head]), bias = splat(layer.time_bias[of_head]);
-    for (int64_t j = 0; j < tokens; j += LANES) {
+    window.read(layer.num_channels() + head, m.factors);
+    if (delta) window.read(layer.num_channels() + layer.value_heads + head, m.decays);
+    Vec rate = splat(layer.decay[head]), bias = splat(layer.time_bias[head]);
+    for (int64_t j = 0; j < window.tokens; j += LANES) {
       Vec first = load((const float*)m.factors + j), time = softplus((delta ? load((const float*)m.decays + j) : first) + bias);
       if (!delta) time = vmin(splat(layer.most_time), vmax(splat(layer.least_time), time));  // NaN stays NaN
       store(m.factors + j, delta ? sigmoid(first) : time);
@@ -277,33 +299,42 @@ struct Item {
     }
   }
 
-  void read_state(int64_t piece) const {
-    float* to = state(piece);
-    int64_t size = num_vectors(piece) * LANES;
-    if (chunk.start == 0) return (void)memset(to, 0, layer.key_dim * size * sizeof(float));
-    const S* from = stored(chunk.block, piece);
-    for (int64_t row = 0; row < layer.key_dim; row++)
-      each_vector(num_columns(piece), [&](int64_t i, int64_t n) __attribute__((always_inline)) {
-        store(to + row * size + i, load_some(from + row * layer.value_dim + i, n));
-      });
+  S* stored(int64_t block, const Piece& p) const {
+    return layer.state(block) + p.head * layer.key_dim * layer.value_dim + p.column;
   }
 
-  void write_state(int64_t piece, int64_t block) const {
-    const float* from = state(piece);
-    int64_t size = num_vectors(piece) * LANES;
-    S* to = stored(block, piece);
-    for (int64_t row = 0; row < layer.key_dim; row++)
-      each_vector(num_columns(piece), [&](int64_t i, int64_t n) __attribute__((always_inline)) {
-        store_some(to + row * layer.value_dim + i, load(from + row * size + i), n);
-      });
+  // Reads the states of all pieces, row by row of a head: hardware prefetches what is read in order.
+  void read_states() const {
+    if (chunk.start == 0) return (void)memset(m.states, 0, count * layer.key_dim * m.columns * sizeof(float));
+    for (int64_t number = 0, end; number < count; number = end) {
+      end = min(count, number + layer.pieces() - (first + number) % layer.pieces());
+      Piece p = piece(number);
+      const S* from = stored(chunk.block, p);
+      for (int64_t row = 0; row < layer.key_dim; row++) {
+        const S* next = from + row * layer.value_dim;
+        for (int64_t other = number; other < end; other++) {
+          int64_t left = min(m.columns, layer.value_dim - p.column - (other - number) * m.columns);
+          float* to = p.state + (other - number) * layer.key_dim * m.columns + row * up_to(left, LANES);
+          each_vector(left, [&](int64_t i, int64_t n) __attribute__((always_inline)) { store(to + i, load_some(next + i, n)); });
+          next += m.columns;
+        }
+      }
+    }
+  }
+
+  void write_state(const Piece& p, int64_t block) const {
+    S* to = stored(block, p);
+    const float* from = p.state;
+    for (int64_t row = 0; row < layer.key_dim; row++, to += layer.value_dim, from += p.vectors * LANES)
+      each_vector(p.size, [&](int64_t i, int64_t n) __attribute__((always_inline)) { store_some(to + i, load(from + i), n); });
   }
 
   // Writes the blocks that are to stand behind `position`.
-  void write_states(int64_t piece, int64_t position) const {
-    if (position == chunk.settles && (position != chunk.settled || chunk.start == 0)) write_state(piece, chunk.block);
+  void write_states(const Piece& p, int64_t position) const {
+    if (position == chunk.settles && (position != chunk.settled || chunk.start == 0)) write_state(p, chunk.block);
     for (int64_t i = 0; i < layer.num_snapshots; i++) {
       const Snapshot& one = layer.snapshots[i];
-      if (one.chunk == index && one.position == position) write_state(piece, one.block);
+      if (one.chunk == index && one.position == position) write_state(p, one.block);
     }
   }
 
@@ -317,43 +348,37 @@ struct Item {
     return stop;
   }
 
-  void write_outputs(int64_t piece, int64_t position, int64_t tokens) const {
-    int64_t number = head(piece) * layer.value_dim + column(piece);
+  void write_outputs(const Piece& p, int64_t position, int64_t tokens) const {
     for (int64_t j = max(0, chunk.start - position); j < tokens; j++) {
-      T* out = layer.out + (chunk.token + position + j - chunk.start) * layer.num_values() + number;
-      each_vector(num_columns(piece), [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+      T* out = layer.out + (chunk.token + position + j - chunk.start) * layer.num_values() + p.head * layer.value_dim + p.column;
+      each_vector(p.size, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
         store_some(out + i, load((const float*)m.v + j * m.columns + i), n);
       });
     }
   }
 
-  void compute_piece(int64_t piece, int64_t position, int64_t tokens) const {
-    each_value_vector(piece, [&](int64_t vector, int64_t channel, int64_t n, float* out) {
-      convolve(position, tokens, vector, channel, n, out, m.columns);
-    });
-    read_gates(piece, position, tokens);
-    if (position == chunk.settled) {
-      read_state(piece);
-      write_states(piece, position);
-    }
-    float skip = layer.skip ? layer.skip[head(piece)] : 0;
+  void compute_piece(const Piece& p, int64_t position, const Window<S, T>& window) const {
+    convolve(window, channel(p), p.size, p.taps, m.v, m.columns);
+    read_gates(window, p.head);
+    if (position == chunk.settled) write_states(p, position);
+    float skip = layer.skip ? layer.skip[p.head] : 0;
     auto sweep_here = layer.rule == Rule::delta ? sweep_by<true> : sweep_by<false>;
-    for (int64_t begin = position, stop = position + tokens; begin < stop;) {
+    for (int64_t begin = position, stop = position + window.tokens; begin < stop;) {
       int64_t end = next_written(begin, stop);
       bool is_needed = end < chunk.stop || end == chunk.settles;
-      sweep_here(num_vectors(piece), m, state(piece), layer.key_dim, begin - position, end - position, is_needed, skip);
-      write_states(piece, end);
+      sweep_here(p.vectors, m, p.state, layer.key_dim, begin - position, end - position, is_needed, skip);
+      write_states(p, end);
       begin = end;
     }
-    write_outputs(piece, position, tokens);
+    write_outputs(p, position, window.tokens);
   }
 
   void compute() const {
-    read_taps();
+    read_states();
     for (int64_t position = chunk.settled; position < chunk.stop; position += TOKENS) {
-      int64_t tokens = min(TOKENS, chunk.stop - position);
-      read_keys(position, tokens);
-      for (int64_t piece = 0; piece < count; piece++) compute_piece(piece, position, tokens);
+      Window<S, T> window(layer, chunk, position, min(TOKENS, chunk.stop - position), m.window);
+      read_keys(window);
+      for (int64_t number = 0; number < count; number++) compute_piece(piece(number), position, window);
     }
   }
 };
@@ -365,15 +390,24 @@ static void recur_heads(const Layer<S, T>& layer, const Team& team) {
   // items are as large as possible, because each of them convolves queries and keys
   int64_t parts = min(pieces, max((4 * team.size + computed * layer.key_heads - 1) / max(1, computed * layer.key_heads),
                                   (pieces + MOST_PIECES - 1) / MOST_PIECES));
-  int64_t per_part = (pieces + parts - 1) / parts, items = layer.num_chunks * layer.key_heads * parts;
+  int64_t per_part = (pieces + parts - 1) / parts, items = layer.num_chunks * layer.key_heads * parts, last = -1;
   Memory memory(layer, per_part, (char*)team.scratch(Memory(layer, per_part, nullptr).bytes));
   memset(memory.q, 0, (char*)memory.products - (char*)memory.q);  // padding of rows stays 0
-  for (int64_t item = team.take(); item < items; item = team.take()) {
-    int64_t index = item / parts / layer.key_heads, first = item % parts * per_part;
-    const Chunk& chunk = layer.chunks[index];
-    if (!layer.is_computed(chunk) || first >= pieces) continue;
-    int64_t count = min(per_part, pieces - first);
-    Item<S, T>{layer, chunk, index, item / parts % layer.key_heads, first, count, memory}.compute();
+  auto item_of = [&](int64_t number) {
+    int64_t index = number % layer.num_chunks, part = number / layer.num_chunks, first = part % parts * per_part;
+    return Item<S, T>{layer, memory, part / parts, first, min(per_part, pieces - first), index, layer.chunks[index]};
+  };
+  auto state_of = [&](int64_t number) {  // an item that a thread is likely to take, when all take turns
+    Item<S, T> item = item_of(number);
+    return layer.is_computed(item.chunk) ? (const char*)item.stored(item.chunk.block, item.piece(0)) : memory.ahead;
+  };
+  for (int64_t number = team.take(); number < items; number = team.take()) {
+    Item<S, T> item = item_of(number);
+    if (!layer.is_computed(item.chunk) || item.count <= 0) continue;
+    if (number / layer.num_chunks != last) item.read_taps();  // those of another chunk are the same
+    last = number / layer.num_chunks;
+    if (number + team.size < items) memory.ahead = state_of(number + team.size);
+    item.compute();
   }
 }
 
@@ -381,7 +415,7 @@ static void recur_heads(const Layer<S, T>& layer, const Team& team) {
 template <class S, class T>
 static void recur_channels(const Layer<S, T>& layer, const Team& team) {
   int64_t slices = (layer.num_values() + LANES - 1) / LANES, taps_size = (layer.conv_width + 1) * LANES;
-  auto taps = (float*)team.scratch((taps_size + (TOKENS + layer.conv_width - 1) * LANES) * sizeof(float));
+  auto taps = (float*)team.scratch(taps_size * sizeof(float) + Window<S, T>::bytes(layer.conv_width));
   for (int64_t item = team.take(); item < layer.num_chunks * slices; item = team.take()) {
     const Chunk& chunk = layer.chunks[item / slices];
     int64_t channel = item % slices * LANES, n = min(LANES, layer.num_values() - channel);
@@ -389,8 +423,10 @@ static void recur_channels(const Layer<S, T>& layer, const Team& team) {
     layer.read_taps(channel, n, taps);
     for (int64_t position = chunk.start; position < chunk.stop; position += TOKENS) {
       T* out = layer.out + (chunk.token + position - chunk.start) * layer.num_values() + channel;
-      layer.convolve(chunk, position, min(TOKENS, chunk.stop - position), channel, n, taps, taps + taps_size,
-                     [&](int64_t j, Vec x) __attribute__((always_inline)) { store_some(out + j * layer.num_values(), x, n); });
+      Window<S, T> window(layer, chunk, position, min(TOKENS, chunk.stop - position), (char*)(taps + taps_size));
+      window.convolve(channel, n, taps, [&](int64_t j, Vec x) __attribute__((always_inline)) {
+        store_some(out + j * layer.num_values(), x, n);
+      });
     }
   }
 }
@@ -407,8 +443,11 @@ static void write_inputs(const Layer<S, T>& layer, const Chunk& chunk, int64_t b
   if (stays) row = chunk.start - position + tail;
   for (; row < rows; row++) {
     S* to = layer.inputs_of(block) + row * layer.width() + begin;
+    const void* from = layer.row(chunk, position - tail + row);
+    bool is_new = position - tail + row >= chunk.start;
     each_vector(end - begin, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
-      store_some(to + i, layer.input(chunk, position - tail + row, begin + i, n), n);
+      Vec x = is_new ? load_some((const T*)from + begin + i, n) : from ? load_some((const S*)from + begin + i, n) : Vec{};
+      store_some(to + i, x, n);
     });
   }
 }
