@@ -157,6 +157,8 @@ def _check_experts(experts: ExpertsConfig, names: ExpertsConfig, fields: Fields)
     """Raise ModelError if a token cannot have its number of experts. names: the ConfigFields of `experts`."""
     routing, number = experts.routing, experts.num_experts
     per_token = f"{fields.name_of(names.per_token)} ({experts.per_token})"
+    if experts.per_token < 1:
+        raise fields.error(f"{fields.name_of(names.per_token)} must be at least 1, not {experts.per_token}")
     if experts.per_token > number:
         raise fields.error(f"{per_token} is above {fields.name_of(names.num_experts)} ({number})")
     if routing.num_groups == 1:

@@ -675,7 +675,8 @@ def randomize(model: PreTrainedModel, family: str) -> None:
     """
     for name, bias in model.named_buffers():
         if name.endswith(_ROUTER_BIASES):
-            bias.normal_()
+            # transformers adds 1e-6 to the sum of a token's weights in LFM2, which counts if they are all small
+            bias.normal_(std=0.1 if family == "Lfm2Moe" else 1.0)
         elif name.endswith("layer_scalar"):
             bias.uniform_(0.5, 1.5)
     for name, parameter in model.named_parameters():

@@ -14,7 +14,7 @@ from quire.models.description import describe
 from quire.models.loading import load
 
 _C = pytest.importorskip("quire.kernels.cpu._C", reason="the CPU kernels are not built", exc_type=ImportError)
-ordinary = pytest.importorskip("quire.kernels.cpu.kernels")
+ordinary = pytest.importorskip("quire.kernels.cpu.kernels").CPU
 deterministic = pytest.importorskip("quire.kernels.cpu.deterministic").CPU_DETERMINISTIC
 
 KINDS = [  # one for each variant of a layer
@@ -23,7 +23,7 @@ KINDS = [  # one for each variant of a layer
     *("qwen2-moe", "qwen3-moe-sparse-step", "gpt2", "opt-post-norm", "opt-no-bias", "gpt-neox", "falcon-mqa"),
     *("falcon-11b", "falcon-sequential", "phi-qk-norm", "starcoder2", "stablelm", "stablelm-parallel-qk-norm"),
     *("cohere-qk-norm", "llama-dynamic", "phi3-longrope", "apertus", "glm4-moe-groups", "laguna"),
-    *("gemma4-moe", "gemma4-shared-kv"),
+    *("gemma4-moe", "gemma4-shared-kv", "qwen3-next", "qwen3-5-tied", "lfm2-moe", "granite-hybrid-dense"),
 ]
 SERVED = {"llama-dynamic": 96}  # positions depend on the longest sequence
 LENGTHS = (1, 5, 16, 17, 31, 33, 48, 70)
