@@ -65,7 +65,7 @@ class Scheduler:
             )
         self.config = config
         self.cache = cache
-        self.costs = CostModel()
+        self.costs = CostModel(has_states=cache.config.states is not None)
         cache.set_recompute_seconds(self.costs.recompute_seconds)
         self._structured_outputs = StructuredOutputManager(constraints)
         self.state = SchedulerState(config, cache, self.costs, self._forget)
@@ -435,7 +435,8 @@ class Scheduler:
             self.costs.observe_copies(bytes_out, seconds_out, bytes_in, seconds_in)
         self.state.end_swap_ins(launched.swapped_in)
         if not result.captured:
-            self.costs.observe_step(launched.num_tokens, result.seconds, launched.num_pairs)
+            num_rows = len(launched.scheduled)
+            self.costs.observe_step(launched.num_tokens, result.seconds, launched.num_pairs, num_rows=num_rows)
         if self.speculator is not None:
             self.speculator.observe_step(launched, None if result.captured else result.seconds, now)
         outputs = self._output_processor.process(launched, result, now)
