@@ -94,12 +94,6 @@ class CacheConfig:
         """Index of the first block that a query at `position` attends to."""
         return self.groups[group].kind.first_attended(position) // self.block_size
 
-    def bytes_per_block(self, group: int) -> int:
-        """Bytes of a block of a group; that of state blocks is behind the KV groups."""
-        if group == len(self.groups) and self.states is not None:
-            return self.states.bytes_per_block
-        return self.groups[group].bytes_per_block
-
     @property
     def pools(self) -> tuple[KVGroup | StateGroup, ...]:
         """The KV groups, and the state blocks if there are any, in the order of `Move.group`."""

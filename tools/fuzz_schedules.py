@@ -140,10 +140,16 @@ def random_schedule(seed: int) -> Schedule:
         if schedule["config"]["policy"] == "fair" and draw.random() < 0.2:
             schedule["events"].append(["served_elsewhere", draw.choice(TENANTS), draw.choice([1, 50, 2000])])
         schedule["events"].append(["step", draw.randint(0, 4)])
-    if draw.random() < 0.4:
-        schedule["cache"]["num_states"] = max_num_seqs + draw.choice([-1, 0, 1, 8])
-        schedule["cache"]["turn_ends"] = draw.choice([[], [5], [5, 6, 7]])
+    _add_states(draw, schedule)
     return schedule
+
+
+def _add_states(draw: random.Random, schedule: Schedule) -> None:
+    """Let the model of some schedules have recurrent states."""
+    if draw.random() < 0.4:
+        num_rows = schedule["config"]["max_num_seqs"]
+        schedule["cache"]["num_states"] = num_rows + draw.choice([-1, 0, 1, 8])
+        schedule["cache"]["turn_ends"] = draw.choice([[], [5], [5, 6, 7]])
 
 
 def _random_request(draw: random.Random, number: int, schedule: Schedule) -> dict[str, Any]:

@@ -25,7 +25,11 @@ class BlockPool:
         self._free = list(range(num_blocks))
         self._refs = [0] * num_blocks
         self._indexed = bytearray(num_blocks)
-        self.left_index: list[int] | None = None  # blocks that left the index, for an owner that clears it; None: none
+        self.left_index: list[int] | None = None  # see `watch_index`
+
+    def watch_index(self) -> None:
+        """Collect the blocks that leave the index in `left_index`, which the caller clears."""
+        self.left_index = []
 
     @property
     def num_free(self) -> int:

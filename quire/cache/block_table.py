@@ -127,6 +127,10 @@ class BlockTable:
             ours += some
         self.capacity = max(self.capacity, min(map(len, self.blocks)) * block_size)
 
+    def limit_capacity(self, position: int) -> None:
+        """Let the next write behind `position` go through `grow`, because another table has the same state block."""
+        self.capacity = min(self.capacity, position)
+
     def trim(self, group: int, stop: int) -> list[int]:
         """Make the blocks of a group before table index `stop` absent. Returns them."""
         blocks, first = self.blocks[group], self.firsts[group]

@@ -40,9 +40,7 @@ class HostPool:
     """Records of swapped sequences, and the pools of host blocks."""
 
     def __init__(self, config: CacheConfig) -> None:
-        counts = [group.num_host_blocks for group in config.groups]
-        counts += [] if config.states is None else [config.states.num_host_blocks]
-        self.pools = Pools(BlockPool(count) for count in counts)
+        self.pools = Pools(BlockPool(group.num_host_blocks) for group in config.pools)
         self.num_blocks_out = 0  # copied to the host since the start
         self.num_blocks_in = 0  # copied from the host since the start
         self.records: dict[int, SwapRecord] = {}  # by sequence id; read-only for other classes

@@ -46,8 +46,8 @@ class KVCache:
         self.block_size = config.block_size
         self._has_index = config.prefix_index != "none"
         self.windowed = config.dropping
-        self.pools = Pools(BlockPool(group.num_blocks) for group in config.groups)
-        pools = [*self.pools, *(BlockPool(group.num_blocks) for group in (config.states,) if group is not None)]
+        pools = [BlockPool(group.num_blocks) for group in config.pools]
+        self.pools = Pools(pools[: len(config.groups)])
         self._tables: dict[int, BlockTable] = {}  # by sequence id
         self.tables: Mapping[int, BlockTable] = MappingProxyType(self._tables)
         self._in_flight = InFlight(pools)
@@ -197,7 +197,7 @@ class KVCache:
                 pool.incr_ref(source)
             self._append_copies(child, sources, rest)
         if child.state is not None:
-            child.capacity = num_tokens  # it may share its state block: see StateBlocks.fork
+            child.limit_capacity(num_tokens)  # it may share its state block: see StateBlocks.fork
         self.trim(child, num_tokens)
         return child
 

@@ -84,7 +84,7 @@ class StateBlocks:
         self._taken: list[Snapshot] = []  # the same
         self._chunks: list[tuple[int, int, int]] = []  # of the planned step: block, settled, settles
         self._snapshots: list[tuple[int, int, int]] = []  # of the planned step: chunk, position, block
-        kv_pool.left_index = []
+        kv_pool.watch_index()
 
     @property
     def num_snapshots(self) -> int:
@@ -176,7 +176,7 @@ class StateBlocks:
     def fork(self, parent: BlockTable, child: BlockTable, position: int) -> bool:
         """Let a forked table share the live block of the other. False if that block does not stand behind `position`.
 
-        Both then get a block of their own by `grow` before they write: their `capacity` ends at `position`.
+        Both then get a block of their own by `grow` before they write.
         """
         live = parent.state
         if live is None or not live.settled <= position <= live.stop:
@@ -184,7 +184,8 @@ class StateBlocks:
         self.pool.incr_ref(live.block)
         self._num_tables[live.block] += 1
         child.state = LiveState(live.block, live.settled, position, live.last_step, last_snapshot=live.last_snapshot)
-        parent.capacity, child.capacity = min(parent.capacity, live.stop), min(child.capacity, position)
+        parent.limit_capacity(live.stop)
+        child.limit_capacity(position)
         return True
 
     def own(self, table: BlockTable) -> bool:

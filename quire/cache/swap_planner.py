@@ -54,7 +54,7 @@ class SwapPlanner:
         for seq_id, num_tokens in num_valid.items():
             places = {place for place, _ in self._to_copy(self._tables[seq_id], num_tokens)} - seen
             seen |= places
-            sizes[seq_id] = sum(self._config.bytes_per_block(group) for group, _ in places)
+            sizes[seq_id] = sum(self._config.pools[group].bytes_per_block for group, _ in places)
         return sizes
 
     def swap_out(self, num_valid: Mapping[int, int]) -> bool:
@@ -207,7 +207,7 @@ class SwapPlanner:
             self._plan_moves(group, "host", "device", [((host, block), _WHOLE)])
             copied[group, host] = None
         self._host_pool.swap_in(seq_id, copied)
-        return blocks, sum(self._config.bytes_per_block(group) for group, _ in copied)
+        return blocks, sum(self._config.pools[group].bytes_per_block for group, _ in copied)
 
     def _plan_moves(self, group: int, source: str, target: str, pairs: Sequence[tuple[tuple[int, int], int]]) -> None:
         """Add Moves for these pairs: one Move per number of valid tokens."""
@@ -220,6 +220,6 @@ class SwapPlanner:
 
 def bytes_swapped(moves: Sequence[Move], config: CacheConfig) -> tuple[int, int]:
     """Bytes that Moves copy to the host, and from it."""
-    sizes = [(move.source, move.target, len(move.pairs) * config.bytes_per_block(move.group)) for move in moves]
+    sizes = [(move.source, move.target, len(move.pairs) * config.pools[move.group].bytes_per_block) for move in moves]
     out, back = (sum(size for source, target, size in sizes if (source, target) == way) for way in _DIRECTIONS)
     return out, back

@@ -278,4 +278,5 @@ def climb_all(positions: Sequence[TreePosition], depth: int) -> list[TreePositio
 
 
 def positions_of(match: PrefixMatch) -> list[TreePosition]:
+    """Where a match ends; nowhere without one."""
     return match.handle.positions if isinstance(match.handle, MatchedPositions) else []
