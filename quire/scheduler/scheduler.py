@@ -50,6 +50,7 @@ from quire.scheduler.step_budget import StepBudget
 from quire.scheduler.step_builder import StepBuilder
 from quire.scheduler.step_log import StepLog
 
+_MOST_WITH_STATES = 2  # steps in flight
 _MAX_FAILED_WITH_MOVES = 3  # failed steps in a row after which no sequence waits for Moves any more
 
 
@@ -62,6 +63,11 @@ class Scheduler:
             raise ConfigError(
                 f"{cache.config} cannot hold one sequence of max_model_len ({config.max_model_len}); give the cache "
                 "more memory or lower max_model_len"
+            )
+        if cache.states is not None and config.steps_in_flight > _MOST_WITH_STATES:
+            raise ConfigError(
+                f"steps_in_flight ({config.steps_in_flight}) must be at most {_MOST_WITH_STATES} for a model with "
+                "recurrent states: one sampled token may be replaced behind a state"
             )
         self.config = config
         self.cache = cache
