@@ -64,7 +64,9 @@ class Step:
     batch: StateBatch
     inputs: Tensor  # (num_tokens, width)
     histories: list[Tensor]  # of each chunk: inputs of its sequence up to its stop
-    blocks: list[tuple[int, Tensor, int]]  # each that is written: its number, inputs from 0 on, the position it is behind
+    blocks: list[
+        tuple[int, Tensor, int]
+    ]  # each that is written: its number, inputs from 0 on, the position it is behind
 
 
 @dataclass
