@@ -1,11 +1,13 @@
 """Recurrent states by the CPU kernels: those of the reference, and the same bits in any chunks, batches and threads."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from cpu_kernel_builds import each_with, in_use, with_pairs
 from state_schedules import KINDS, Schedule, batch_of, group_of, weights_of
 
-from quire.core.states import StateGroup, StateKind
+from quire.core.states import StateKind
 from quire.kernels.reference import REFERENCE
 
 _C = pytest.importorskip("quire.kernels.cpu._C", reason="the CPU kernels are not built", exc_type=ImportError)
@@ -231,6 +233,9 @@ def test_what_does_not_fit_is_refused():
     ):
         with pytest.raises(error):
             recur(CPU, storage, batch, inputs, weights, layer)
+    transposed = replace(weights, conv_weight=weights.conv_weight.t().contiguous().t())
+    with pytest.raises(ValueError, match="contiguous convolution"):
+        recur(CPU, storage, batch, torch.zeros(2, kind.width), transposed)
     with pytest.raises(ValueError, match="meta"):
         CPU.allocate_states(group_of(kind), torch.device("meta"))
-    assert isinstance(storage.group, StateGroup) and not storage.data.any()
+    assert not storage.data.any()
