@@ -15,7 +15,8 @@ namespace {
 constexpr int64_t TOKENS = 32;  // that are convolved at once
 constexpr int MOST_VECTORS = REGISTER_BYTES == 64 ? 4 : REGISTER_BYTES == 32 ? 2 : 1;  // columns of a piece, in vectors
 constexpr int64_t MOST_PIECES = 8;   // of an item; they stay in the L2 cache
-constexpr int64_t SLICE = 512;  // numbers of inputs that are one unit of work
+constexpr int64_t CHANNELS = 128;    // of an item that convolves only
+constexpr int64_t SLICE = 512;       // numbers of inputs that are one unit of work
 constexpr float NORM_EPS = 1e-6f;
 
 enum class Rule { delta, mamba2, convolution };
@@ -426,18 +427,23 @@ static void recur_heads(const Layer<S, T>& layer, const Team& team) {
 // "convolution": the convolved numbers are the outputs.
 template <class S, class T>
 static void recur_channels(const Layer<S, T>& layer, const Team& team) {
-  int64_t slices = (layer.num_values() + LANES - 1) / LANES, taps_size = (layer.conv_width + 1) * LANES;
+  int64_t values = layer.num_values(), slices = (values + CHANNELS - 1) / CHANNELS, last = -1;
+  int64_t taps_of_vector = (layer.conv_width + 1) * LANES, taps_size = CHANNELS / LANES * taps_of_vector;
   auto taps = (float*)team.scratch(taps_size * sizeof(float) + Window<S, T>::bytes(layer.conv_width));
   for (int64_t item = team.take(); item < layer.num_chunks * slices; item = team.take()) {
-    const Chunk& chunk = layer.chunks[item / slices];
-    int64_t channel = item % slices * LANES, n = min(LANES, layer.num_values() - channel);
+    const Chunk& chunk = layer.chunks[item % layer.num_chunks];
+    int64_t slice = item / layer.num_chunks, first = slice * CHANNELS, size = min(CHANNELS, values - first);
     if (!layer.is_computed(chunk)) continue;
-    layer.read_taps(channel, n, taps);
+    auto taps_of = [&](int64_t i) { return taps + i / LANES * taps_of_vector; };
+    if (slice != last) each_vector(size, [&](int64_t i, int64_t n) { layer.read_taps(first + i, n, taps_of(i)); });
+    last = slice;
     for (int64_t position = chunk.start; position < chunk.stop; position += TOKENS) {
-      T* out = layer.out + (chunk.token + position - chunk.start) * layer.num_values() + channel;
+      T* out = layer.out + (chunk.token + position - chunk.start) * values + first;
       Window<S, T> window(layer, chunk, position, min(TOKENS, chunk.stop - position), (char*)(taps + taps_size));
-      window.convolve(channel, n, taps, [&](int64_t j, Vec x) __attribute__((always_inline)) {
-        store_some(out + j * layer.num_values(), x, n);
+      each_vector(size, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+        window.convolve(first + i, n, taps_of(i), [&](int64_t j, Vec x) __attribute__((always_inline)) {
+          store_some(out + j * values + i, x, n);
+        });
       });
     }
   }
