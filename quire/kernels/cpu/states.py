@@ -84,17 +84,22 @@ def refill_states(plan: CpuStatePlan, batch: StateBatch) -> None:
 def recur(storage: StateStorage, layer: int, inputs: Tensor, weights: RecurrenceWeights, plan: CpuStatePlan) -> Tensor:
     """The recurrence of a layer: see Kernels. There may be gaps between tokens in memory.
 
-    Raises ValueError for inputs of other shapes, and IndexError for a layer that the blocks do not have.
+    Raises ValueError for inputs or weights that do not fit, and IndexError for a layer that the blocks do not have.
     """
     group, kind = storage.group, storage.group.kind
     if inputs.shape != (plan.num_tokens, kind.width):
         raise ValueError(f"{plan.num_tokens} tokens of {kind.width} inputs are expected, not {tuple(inputs.shape)}")
     if not 0 <= layer < group.num_layers:
         raise IndexError(f"there is no layer {layer} of {group.num_layers} with states")
+    conv_weight = weights.conv_weight
+    if conv_weight.shape != (kind.num_channels, kind.conv_width) or not conv_weight.is_contiguous():
+        raise ValueError(
+            f"a contiguous convolution ({kind.num_channels}, {kind.conv_width}) is expected, not one of"
+            f" {tuple(conv_weight.shape)} with strides {conv_weight.stride()}"
+        )
     if inputs.stride(1) != 1:
         inputs = inputs.contiguous()
     out = empty((plan.num_tokens, kind.num_values), inputs.dtype)
-    conv_weight = weights.conv_weight
     _C.recur(
         *(inputs, out, storage.data, plan.chunks, plan.snapshots, conv_weight, weights.conv_bias),
         *(weights.decay, weights.time_bias, weights.skip),

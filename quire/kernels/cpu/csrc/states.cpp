@@ -15,7 +15,8 @@ namespace {
 constexpr int64_t TOKENS = 32;  // that are convolved at once
 constexpr int MOST_VECTORS = REGISTER_BYTES == 64 ? 4 : REGISTER_BYTES == 32 ? 2 : 1;  // columns of a piece, in vectors
 constexpr int64_t MOST_PIECES = 8;   // of an item; they stay in the L2 cache
-constexpr int64_t SLICE = 512;  // numbers of inputs that are one unit of work
+constexpr int64_t CHANNELS = 128;    // of an item that convolves only
+constexpr int64_t SLICE = 512;       // numbers of inputs that are one unit of work
 constexpr float NORM_EPS = 1e-6f;
 
 enum class Rule { delta, mamba2, convolution };
@@ -59,7 +60,8 @@ struct Layer {
   S* state(int64_t block) const { return data + block * block_numbers; }
   S* inputs_of(int64_t block) const { return state(block) + num_values() * key_dim; }
 
-  // Where the inputs of a position from `settled - conv_width + 1` on are: of type T from `start` on, else of type S. None: zeros.
+  // Where the inputs of a position from `settled - conv_width + 1` on are: of type T from `start` on, else of type S.
+  // nullptr: they are zeros.
   INLINE_MEMBER const void* row(const Chunk& c, int64_t position) const {
     if (position >= c.start) return inputs + (c.token + position - c.start) * stride;
     if (c.start == 0) return nullptr;
@@ -99,17 +101,13 @@ struct Window {
   }
   static int64_t bytes(int64_t conv_width) { return (TOKENS + conv_width - 1) * (LANES * sizeof(float) + sizeof(void*)); }
 
-  template <class F>
-  INLINE_MEMBER void each_row(int64_t first, int64_t number, int64_t n, F visit) const {
-    int64_t j = first;
-    for (; j < stored; j++) visit(j - first, rows[j] ? load_some((const S*)rows[j] + number, n) : Vec{});
-    for (; j < tokens + tail; j++) visit(j - first, load_some((const T*)rows[j] + number, n));
-  }
-
   // Calls write(j, x) with the convolved numbers of n channels, at most 16, of each token.
   template <class F>
   INLINE_MEMBER void convolve(int64_t channel, int64_t n, const float* taps, F write) const {
-    each_row(0, channel, n, [&](int64_t j, Vec x) __attribute__((always_inline)) { store(memory + j * LANES, x); });
+    int64_t row = 0;
+    for (; row < stored; row++)
+      store(memory + row * LANES, rows[row] ? load_some((const S*)rows[row] + channel, n) : Vec{});
+    for (; row < tokens + tail; row++) store(memory + row * LANES, load_some((const T*)rows[row] + channel, n));
     for (int64_t j = 0; j < tokens; j++) {
       Vec x = load(taps + (tail + 1) * LANES);
       for (int64_t w = 0; w <= tail; w++) x = fma(load((const float*)memory + (j + w) * LANES), load(taps + w * LANES), x);
@@ -196,10 +194,12 @@ static void sweep(Memory& m, float* state, int64_t rows, int64_t begin, int64_t 
     const float *k = m.k + j * m.keys, *q = m.q + j * m.keys;
     float* v = m.v + j * m.columns;
     Vec of_k[N] = {}, of_q[N] = {};
-    if (j > begin)
+    if (j > begin) {
       pass<N, true, corrects, true>(state, rows, token, k, q, of_k, of_q);
-    else
-      pass<N, false, corrects, true>(state, rows, token, k, q, of_k, of_q, m.ahead), m.ahead += rows * 64;
+    } else {
+      pass<N, false, corrects, true>(state, rows, token, k, q, of_k, of_q, m.ahead);
+      m.ahead += rows * 64;
+    }
     token.k = k, token.decay = splat(m.decays[j]);
     Vec factor = splat(m.factors[j]), product = splat(m.products[j]);
 #pragma GCC unroll 4
@@ -211,7 +211,10 @@ static void sweep(Memory& m, float* state, int64_t rows, int64_t begin, int64_t 
     }
   }
   Vec none[N];
-  if (applies_last) pass<N, true, false, false>(state, rows, token, nullptr, nullptr, none, none, m.ahead), m.ahead += rows * 64;
+  if (applies_last) {
+    pass<N, true, false, false>(state, rows, token, nullptr, nullptr, none, none, m.ahead);
+    m.ahead += rows * 64;
+  }
 }
 
 template <bool corrects>
@@ -237,9 +240,13 @@ struct Item {
   Chunk chunk;
 
   Piece piece(int64_t number) const {
-    int64_t pieces = layer.pieces(), column = (first + number) % pieces * m.columns, size = min(m.columns, layer.value_dim - column);
-    return {key_head * (layer.value_heads / layer.key_heads) + (first + number) / pieces, column, size, up_to(size, LANES) / LANES,
-            m.states + number * layer.key_dim * m.columns, m.taps + (2 * m.keys + number * m.columns) * (layer.conv_width + 1)};
+    int64_t pieces = layer.pieces(), column = (first + number) % pieces * m.columns;
+    Piece p;
+    p.head = key_head * (layer.value_heads / layer.key_heads) + (first + number) / pieces;
+    p.column = column, p.size = min(m.columns, layer.value_dim - column), p.vectors = up_to(p.size, LANES) / LANES;
+    p.state = m.states + number * layer.key_dim * m.columns;
+    p.taps = m.taps + (2 * m.keys + number * m.columns) * (layer.conv_width + 1);
+    return p;
   }
   int64_t channel(const Piece& p) const { return 2 * layer.num_keys() + p.head * layer.value_dim + p.column; }
   int64_t key_channel(int64_t part) const { return (part * layer.key_heads + key_head) * layer.key_dim; }
@@ -266,8 +273,10 @@ struct Item {
   }
 
   void read_keys(const Window<S, T>& window) const {
-    for (int64_t part = 0; part < 2; part++)
-      convolve(window, key_channel(part), layer.key_dim, m.taps + part * m.keys * (layer.conv_width + 1), part ? m.k : m.q, m.keys);
+    for (int64_t part = 0; part < 2; part++) {
+      const float* taps = m.taps + part * m.keys * (layer.conv_width + 1);
+      convolve(window, key_channel(part), layer.key_dim, taps, part ? m.k : m.q, m.keys);
+    }
     auto dot = [&](const float* x, const float* y) {
       return sum_row(m.keys, [&](Vec sum, int64_t i, int64_t) __attribute__((always_inline)) {
         return fma(load(x + i), load(y + i), sum);
@@ -292,7 +301,8 @@ struct Item {
     if (delta) window.read(layer.num_channels() + layer.value_heads + head, m.decays);
     Vec rate = splat(layer.decay[head]), bias = splat(layer.time_bias[head]);
     for (int64_t j = 0; j < window.tokens; j += LANES) {
-      Vec first = load((const float*)m.factors + j), time = softplus((delta ? load((const float*)m.decays + j) : first) + bias);
+      Vec first = load((const float*)m.factors + j), last = delta ? load((const float*)m.decays + j) : first;
+      Vec time = softplus(last + bias);
       if (!delta) time = vmin(splat(layer.most_time), vmax(splat(layer.least_time), time));  // NaN stays NaN
       store(m.factors + j, delta ? sigmoid(first) : time);
       store(m.decays + j, exp(rate * time));
@@ -315,7 +325,9 @@ struct Item {
         for (int64_t other = number; other < end; other++) {
           int64_t left = min(m.columns, layer.value_dim - p.column - (other - number) * m.columns);
           float* to = p.state + (other - number) * layer.key_dim * m.columns + row * up_to(left, LANES);
-          each_vector(left, [&](int64_t i, int64_t n) __attribute__((always_inline)) { store(to + i, load_some(next + i, n)); });
+          each_vector(left, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+            store(to + i, load_some(next + i, n));
+          });
           next += m.columns;
         }
       }
@@ -350,7 +362,8 @@ struct Item {
 
   void write_outputs(const Piece& p, int64_t position, int64_t tokens) const {
     for (int64_t j = max(0, chunk.start - position); j < tokens; j++) {
-      T* out = layer.out + (chunk.token + position + j - chunk.start) * layer.num_values() + p.head * layer.value_dim + p.column;
+      T* row = layer.out + (chunk.token + position + j - chunk.start) * layer.num_values();
+      T* out = row + p.head * layer.value_dim + p.column;
       each_vector(p.size, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
         store_some(out + i, load((const float*)m.v + j * m.columns + i), n);
       });
@@ -414,18 +427,23 @@ static void recur_heads(const Layer<S, T>& layer, const Team& team) {
 // "convolution": the convolved numbers are the outputs.
 template <class S, class T>
 static void recur_channels(const Layer<S, T>& layer, const Team& team) {
-  int64_t slices = (layer.num_values() + LANES - 1) / LANES, taps_size = (layer.conv_width + 1) * LANES;
+  int64_t values = layer.num_values(), slices = (values + CHANNELS - 1) / CHANNELS, last = -1;
+  int64_t taps_of_vector = (layer.conv_width + 1) * LANES, taps_size = CHANNELS / LANES * taps_of_vector;
   auto taps = (float*)team.scratch(taps_size * sizeof(float) + Window<S, T>::bytes(layer.conv_width));
   for (int64_t item = team.take(); item < layer.num_chunks * slices; item = team.take()) {
-    const Chunk& chunk = layer.chunks[item / slices];
-    int64_t channel = item % slices * LANES, n = min(LANES, layer.num_values() - channel);
+    const Chunk& chunk = layer.chunks[item % layer.num_chunks];
+    int64_t slice = item / layer.num_chunks, first = slice * CHANNELS, size = min(CHANNELS, values - first);
     if (!layer.is_computed(chunk)) continue;
-    layer.read_taps(channel, n, taps);
+    auto taps_of = [&](int64_t i) { return taps + i / LANES * taps_of_vector; };
+    if (slice != last) each_vector(size, [&](int64_t i, int64_t n) { layer.read_taps(first + i, n, taps_of(i)); });
+    last = slice;
     for (int64_t position = chunk.start; position < chunk.stop; position += TOKENS) {
-      T* out = layer.out + (chunk.token + position - chunk.start) * layer.num_values() + channel;
+      T* out = layer.out + (chunk.token + position - chunk.start) * values + first;
       Window<S, T> window(layer, chunk, position, min(TOKENS, chunk.stop - position), (char*)(taps + taps_size));
-      window.convolve(channel, n, taps, [&](int64_t j, Vec x) __attribute__((always_inline)) {
-        store_some(out + j * layer.num_values(), x, n);
+      each_vector(size, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+        window.convolve(first + i, n, taps_of(i), [&](int64_t j, Vec x) __attribute__((always_inline)) {
+          store_some(out + j * values + i, x, n);
+        });
       });
     }
   }
