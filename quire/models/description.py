@@ -322,6 +322,14 @@ class ModelDescription:
         """The weight map: checkpoint name -> Placement."""
         return build_weight_map(self.config, self.names)
 
+    @property
+    def skipped(self) -> str:
+        """What the checkpoint has of other parts, in words; "" if there is nothing."""
+        if isinstance(self.checkpoint, TextCheckpoint):
+            return self.checkpoint.skipped
+        drafts = [name for name in self.checkpoint.tensors if name.startswith(self.names.ignored_prefixes)]
+        return f"{len(drafts)} tensors of layers for drafts are not read" if drafts else ""
+
     def is_redundant(self, name: str) -> bool:
         """Whether a tensor without a Placement can be ignored, because it is derived from others."""
         names, first = self.names, self.config.num_layers

@@ -379,19 +379,21 @@ def _table_name(facts: GgufInfo) -> str:
     return "falcon with two norms" if name == "falcon" and "blk.0.attn_norm_2.weight" in facts.names else name
 
 
+def _both(first: Transform, second: Transform, tensor: Tensor) -> Tensor:
+    return second(first(tensor))
+
+
 def _value_order(facts: GgufInfo, part: str) -> Transform | None:
     """The inverse of the order of value heads that the converter of Qwen 3.5 makes; None for other tensors."""
     if facts.metadata.architecture not in _TILED:
         return None
     number = facts.metadata.number
-    heads = {"heads": number(".ssm.time_step_rank", least=1), "key_heads": number(".ssm.group_count", least=1)}
+    heads, key_heads = number(".ssm.time_step_rank", least=1), number(".ssm.group_count", least=1)
     if part == "blk.ssm_out":
-        return partial(group_value_columns, **heads)
-    if part in ("blk.attn_qkv", "blk.ssm_conv1d"):
-        return partial(group_values, first=2 * heads["key_heads"] * number(".ssm.state_size"), **heads)
-    if part in ("blk.attn_gate", "blk.ssm_beta", "blk.ssm_alpha", "blk.ssm_a", "blk.ssm_dt"):
-        return partial(group_values, first=0, **heads)
-    return None
+        return partial(group_value_columns, heads=heads, key_heads=key_heads)
+    first = dict.fromkeys(("blk.attn_gate", "blk.ssm_beta", "blk.ssm_alpha", "blk.ssm_a", "blk.ssm_dt"), 0)
+    first |= dict.fromkeys(("blk.attn_qkv", "blk.ssm_conv1d"), 2 * key_heads * number(".ssm.state_size"))
+    return partial(group_values, first=first[part], heads=heads, key_heads=key_heads) if part in first else None
 
 
 def _inverse_transform(facts: GgufInfo, part: str, suffix: str) -> Transform | None:
@@ -404,7 +406,7 @@ def _inverse_transform(facts: GgufInfo, part: str, suffix: str) -> Transform | N
     if part in ("blk.shortconv.conv", "blk.ssm_conv1d", "blk.ssm_a") and suffix != "bias":
         change = log_of_decay if part == "blk.ssm_a" else with_channel_axis
         order = _value_order(facts, part)
-        return change if order is None else lambda tensor: change(order(tensor))
+        return change if order is None else partial(_both, order, change)
     if name in _TILED and (order := _value_order(facts, part)):
         return order
     if part == "blk.ffn_gate_inp_shexp" or (name == "ernie4_5-moe" and part == "blk.exp_probs_b"):
