@@ -145,7 +145,7 @@ class DecoderConfig:
 
 
 # order of rows in a fused query, key and value projection; "plain": all queries, all keys, all values; "grouped": per
-# KV head its queries, its key, its value (of a recurrence: per key head its query, its key, its values, their gates)
+# KV head its queries, its key, its value
 QKVRows = Literal["plain", "grouped"]
 
 
@@ -179,9 +179,9 @@ class TensorNames:
     attention_gate: str = "self_attn.gate_proj"
     o: str = "self_attn.o_proj"
     recurrence: str = "linear_attn."  # precedes those of a recurrence
-    recurrence_inputs: tuple[str, ...] = ("in_proj_qkv", "in_proj_z")  # or one name, fused
-    recurrence_gates: tuple[str, ...] = ("in_proj_b", "in_proj_a")  # or one name, fused
-    recurrence_rows: QKVRows = "plain"
+    # of a recurrence that has projections of gates; one name: fused, with the rows of each key head together
+    recurrence_inputs: tuple[str, ...] = ("in_proj_qkv", "in_proj_z")
+    recurrence_gates: tuple[str, ...] = ("in_proj_b", "in_proj_a")
     conv: str = "conv1d"
     decay: str = "A_log"
     time_bias: str = "dt_bias"

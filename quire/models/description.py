@@ -322,6 +322,14 @@ class ModelDescription:
         """The weight map: checkpoint name -> Placement."""
         return build_weight_map(self.config, self.names)
 
+    @property
+    def skipped(self) -> str:
+        """What the checkpoint has of other parts, in words; "" if there is nothing."""
+        if isinstance(self.checkpoint, TextCheckpoint):
+            return self.checkpoint.skipped
+        drafts = [name for name in self.checkpoint.tensors if name.startswith(self.names.ignored_prefixes)]
+        return f"{len(drafts)} tensors of layers for drafts are not read" if drafts else ""
+
     def is_redundant(self, name: str) -> bool:
         """Whether a tensor without a Placement can be ignored, because it is derived from others."""
         names, first = self.names, self.config.num_layers
@@ -362,6 +370,8 @@ def describe(source: Checkpoint | Path, *, max_model_len: int | None = None) -> 
     names = replace(names, prefix=_prefix(names, checkpoint))
     names = replace(names, transposed_stacks=_has_transposed_stacks(names, config, checkpoint))
     names = replace(names, is_stacked=names.is_stacked or _has_stacks(names, checkpoint))
+    if _has_split_inputs(names, checkpoint):
+        names = replace(names, recurrence_inputs=TensorNames().recurrence_inputs)
     if not _has_fused_shared(names, checkpoint):
         names = replace(names, shared_up=TensorNames().shared_up)
     classification = read_classification(fields) if architecture in CLASSIFIERS else None
@@ -432,6 +442,12 @@ def _has_own_head(names: TensorNames, checkpoint: Checkpoint) -> bool:
 def _has_stacks(names: TensorNames, checkpoint: Checkpoint) -> bool:
     """Whether the experts of a layer are one tensor in the checkpoint."""
     return any(name.endswith(names.stacked_up) for name in checkpoint.tensors)
+
+
+def _has_split_inputs(names: TensorNames, checkpoint: Checkpoint) -> bool:
+    """Whether inputs and output gate of a recurrence are two tensors in the checkpoint, as in GGUF files."""
+    split = f".{names.recurrence}{TensorNames().recurrence_inputs[0]}.weight"
+    return any(name.endswith(split) for name in checkpoint.tensors)
 
 
 def _has_fused_shared(names: TensorNames, checkpoint: Checkpoint) -> bool:

@@ -61,7 +61,6 @@ QWEN3_NEXT = like(
             QWEN3_5.names,
             recurrence_inputs=("in_proj_qkvz",),
             recurrence_gates=("in_proj_ba",),
-            recurrence_rows="grouped",
         ),
         "sparse": SparseRule(step=integer("decoder_sparse_step", default=1), dense=integers("mlp_only_layers")),
     },

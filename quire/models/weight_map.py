@@ -150,15 +150,16 @@ def _recurrence_orders(mixer: RecurrenceConfig, names: TensorNames) -> Mapping[s
             "inputs": (_moved((values, values, keys, keys, heads), (3, 2, 1, 4, 0)),),
             "conv": (_moved((values, keys, keys), (2, 1, 0)),),
         }
-    if names.recurrence_rows == "plain":
-        return {"inputs": ((), ()), "gates": ((), ()), "conv": ((),)}
+    found: dict[str, Sequence[tuple[int, ...]]] = {"inputs": ((), ()), "gates": ((), ()), "conv": ((),)}
+    if kind.rule == "convolution":
+        return found
     shared = heads // kind.num_key_heads
-    sizes = (kind.key_dim, kind.key_dim, shared * kind.value_dim, shared * kind.value_dim)
-    return {
-        "inputs": (_ungrouped(sizes, kind.num_key_heads),),
-        "gates": (_ungrouped((shared, shared), kind.num_key_heads),),
-        "conv": ((),),
-    }
+    if len(names.recurrence_inputs) == 1:
+        sizes = (kind.key_dim, kind.key_dim, shared * kind.value_dim, shared * kind.value_dim)
+        found["inputs"] = (_ungrouped(sizes, kind.num_key_heads),)
+    if len(names.recurrence_gates) == 1:
+        found["gates"] = (_ungrouped((shared, shared), kind.num_key_heads),)
+    return found
 
 
 def _stacked(

@@ -396,6 +396,11 @@ YARN_KEYS = {
     "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 2048,
     "rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0, "rope.scaling.yarn_ext_factor": 1.0,
 }  # fmt: skip
+LINEAR_KEYS = {
+    "ssm.conv_kernel": 4, "ssm.state_size": 128, "ssm.group_count": 16, "ssm.time_step_rank": 32,
+    "ssm.inner_size": 4096, "rope.dimension_count": 64,
+}  # fmt: skip
+CONVOLUTION = {"shortconv.l_cache": 3, "attention.head_count_kv": np.array([0, 2]), "vocab_size": 32000}
 HEADS = {"attention.key_length": 64, "attention.value_length": 64}
 ROTARY = {"rope.dimension_count": 64, "vocab_size": 32000}
 MIXED = {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 64, "expert_shared_count": 1}
@@ -455,6 +460,19 @@ KEYS = {
                                      "attention.scale": 0.0078125, "embedding_scale": 12.0, "logit_scale": 6.0}, {}),
     "Nemotron": ("nemotron", {**LAYER_KEYS, "attention.layer_norm_rms_epsilon": 1e-5, "rope.dimension_count": 32,
                               "rope.scaling.type": "none"}, {}),
+    "Qwen3-Next": ("qwen3next", {**RMS_KEYS, **HEADS, **MIXED, **LINEAR_KEYS, "full_attention_interval": 4,
+                                 "expert_shared_count": 0, "expert_shared_feed_forward_length": 256},
+                   {"blk.1.attn_q.weight": None}),
+    "Qwen 3.5": ("qwen35", {**RMS_KEYS, **HEADS, **LINEAR_KEYS, "rope.dimension_sections": np.array([11, 11, 10, 0]),
+                            "block_count": 3, "nextn_predict_layers": 1}, {"blk.1.attn_q.weight": None}),
+    "Qwen 3.5 MoE": ("qwen35moe", {
+        **{name: value for name, value in RMS_KEYS.items() if name != "feed_forward_length"}, **HEADS, **MIXED,
+        **LINEAR_KEYS, "rope.dimension_sections": np.array([11, 11, 10, 0]), "expert_shared_count": 0,
+        "expert_shared_feed_forward_length": 256,
+    }, {"blk.1.attn_q.weight": None}),
+    "LFM2": ("lfm2", {**RMS_KEYS, **CONVOLUTION}, {"blk.1.attn_q.weight": None}),
+    "LFM2 MoE": ("lfm2moe", {**RMS_KEYS, **MIXED, **CONVOLUTION, "expert_gating_func": 2, "expert_shared_count": 0,
+                             "leading_dense_block_count": 1}, {"blk.1.attn_q.weight": None}),
     "Pythia": ("gptneox", {**LAYER_KEYS, "rope.dimension_count": 16, "use_parallel_residual": True}, {}),
 }  # fmt: skip
 
