@@ -14,6 +14,21 @@ from quire.kernels.triton.rowwise import activated, load_floats
 from quire.kernels.triton.state_inputs import NORM_EPS, convolved, gates, load_chunk
 
 
+@triton.jit
+def _store_state(
+    state_ptr, state, keys, columns, INTERPRET: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    for i in tl.static_range(PARTS):
+        rows = i * PART + keys
+        places = state_ptr + (rows * VALUE_DIM + columns)
+        tl.store(
+            places,
+            rounded(state[i], state_ptr.dtype.element_ty, INTERPRET),
+            mask=(rows < KEY_DIM) & (columns < VALUE_DIM),
+        )
+
+
 @triton.jit(do_not_specialize=["layer", "first_chunk"])
 def recur_pieces(
     data_ptr,  # (num_blocks, num_layers, NUMBERS)
@@ -41,7 +56,8 @@ def recur_pieces(
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    KEYS: tl.constexpr,  # KEY_DIM or more, a power of two
+    PART: tl.constexpr,  # keys that are multiplied at once
+    PARTS: tl.constexpr,
     COLUMNS: tl.constexpr,  # value columns of a program
     PIECE: tl.constexpr,  # the most tokens of a piece
     INTERPRET: tl.constexpr,
@@ -55,21 +71,22 @@ def recur_pieces(
     chunk = tl.load(order_ptr + first_chunk + tl.program_id(0))
     start, stop, settled, settles, block, first, snapshot, last = load_chunk(table_ptr, chunk)
     head = tl.program_id(1) // TILES
-    keys = tl.arange(0, KEYS)
-    columns = tl.program_id(1) % TILES * COLUMNS + tl.arange(0, COLUMNS)
-    are_keys, are_values = (keys < KEY_DIM)[None, :], (columns < VALUE_DIM)[None, :]
-    inside = (keys < KEY_DIM)[:, None] & are_values
-    places = (head * KEY_DIM + keys)[:, None] * VALUE_DIM + columns[None, :]
-    q_channels = head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + keys[None, :]
-    k_channels = KEY_HEADS * KEY_DIM + q_channels
-    v_channels = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + columns[None, :]
-    layer_ptr = data_ptr + layer.to(tl.int64) * NUMBERS
-    live_ptr = layer_ptr + block * BLOCK_STRIDE
-    kept_ptr = live_ptr + (VALUE_HEADS * KEY_DIM * VALUE_DIM + (CONV - 1) * WIDTH)
+    keys = tl.arange(0, PART)[:, None]  # of the first part
+    columns = (tl.program_id(1) % TILES * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    are_values = columns < VALUE_DIM
+    q_channel = head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM
+    k_channel = KEY_HEADS * KEY_DIM + q_channel
+    v_channels = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + columns
+    state_ptr = data_ptr + (layer.to(tl.int64) * NUMBERS + head * (KEY_DIM * VALUE_DIM))  # in block 0
+    kept_ptr = data_ptr + (layer.to(tl.int64) * NUMBERS + block * BLOCK_STRIDE)
+    kept_ptr += VALUE_HEADS * KEY_DIM * VALUE_DIM + (CONV - 1) * WIDTH
     source = (kept_ptr, inputs_ptr + first * STRIDE, settled, start)
     rows = tl.arange(0, PIECE)
 
-    state = load_floats(live_ptr + places, inside & (start > 0))
+    state = ()  # parts of (PART, COLUMNS)
+    for i in tl.static_range(PARTS):
+        places = state_ptr + (block * BLOCK_STRIDE + (i * PART + keys) * VALUE_DIM + columns)
+        state += (load_floats(places, (i * PART + keys < KEY_DIM) & are_values & (start > 0)),)
     position = settled
     while position < stop:
         to_snapshot = tl.load(snapshots_ptr + 2 * snapshot, mask=snapshot < last, other=-1).to(tl.int64)
@@ -77,7 +94,7 @@ def recur_pieces(
         end = tl.where(snapshot < last, tl.minimum(end, to_snapshot), end)
         tokens = position + rows
         live = tokens < end
-        at = tokens[:, None]
+        at, inside = tokens[:, None], live[:, None]
         log_decay, factor = gates(
             source, tokens, live, head, decay_ptr, time_bias_ptr, least_time, most_time,
             DELTA, CHANNELS, VALUE_HEADS, WIDTH, STRIDE,
@@ -85,52 +102,74 @@ def recur_pieces(
         factor = tl.where(live, factor, 0.0)
         sums = tl.cumsum(tl.where(live, log_decay, 0.0), 0)
         whole = tl.sum(tl.where(rows == PIECE - 1, sums, 0.0), 0)
-        k = convolved(
-            source, at, k_channels, live[:, None] & are_keys, conv_weight_ptr, conv_bias_ptr, WIDTH, STRIDE, CONV
-        )
-        k = activated(k, "silu")
         v = convolved(
-            source, at, v_channels, live[:, None] & are_values, conv_weight_ptr, conv_bias_ptr, WIDTH, STRIDE, CONV
+            source, at, v_channels, inside & are_values, conv_weight_ptr, conv_bias_ptr, WIDTH, STRIDE, CONV
         )
         v = activated(v, "silu")
+
+        # all products with keys and the state come first, so that operands of products do not stay in registers
+        k = ()  # parts of (PIECE, PART)
+        k_square = tl.full((PIECE,), NORM_EPS, tl.float32)
+        q_square = tl.full((PIECE,), NORM_EPS, tl.float32)
+        pairs = tl.zeros((PIECE, PIECE), tl.float32)  # of the keys of an earlier token and a later one
+        seen = tl.zeros((PIECE, PIECE), tl.float32)  # of a query, and a key at most as late
+        expected = tl.zeros((PIECE, COLUMNS), tl.float32)
+        y = tl.zeros((PIECE, COLUMNS), tl.float32)
+        for i in tl.static_range(PARTS):
+            of_part = i * PART + tl.arange(0, PART)[None, :]
+            mask = inside & (of_part < KEY_DIM)
+            k_part = convolved(
+                source, at, k_channel + of_part, mask, conv_weight_ptr, conv_bias_ptr, WIDTH, STRIDE, CONV
+            )
+            k_part = activated(k_part, "silu")
+            q_part = convolved(
+                source, at, q_channel + of_part, mask, conv_weight_ptr, conv_bias_ptr, WIDTH, STRIDE, CONV
+            )
+            q_part = activated(q_part, "silu")
+            if DELTA:
+                k_square += tl.sum(k_part * k_part, 1)
+                q_square += tl.sum(q_part * q_part, 1)
+                pairs = tl.dot(k_part, tl.trans(k_part), pairs, input_precision="ieee")
+                expected = tl.dot(k_part, state[i], expected, input_precision="ieee")
+            seen = tl.dot(q_part, tl.trans(k_part), seen, input_precision="ieee")
+            y = tl.dot(q_part, state[i], y, input_precision="ieee")
+            k += (k_part,)
         if DELTA:
-            k *= tl.rsqrt(tl.sum(k * k, 1) + NORM_EPS)[:, None]
-            expected = tl.dot(k, state, input_precision="ieee") * tl.exp(sums)[:, None]
-            pairs = tl.dot(k, tl.trans(k), input_precision="ieee")  # of an earlier token, and a later one
-            between = tl.exp(tl.minimum(sums[None, :] - sums[:, None], 0.0)) * factor[None, :]
-            pairs = tl.where(rows[:, None] < rows[None, :], pairs * between, 0.0)
-            added = (v - expected) * factor[:, None]
+            k_norm, q_norm = tl.rsqrt(k_square), tl.rsqrt(q_square) * (KEY_DIM**-0.5)
+        else:
+            k_norm, q_norm = tl.full((PIECE,), 1.0, tl.float32), tl.full((PIECE,), 1.0, tl.float32)
+
+        if DELTA:
+            added = (v - expected * (tl.exp(sums) * k_norm)[:, None]) * factor[:, None]
+            pairs *= tl.exp(tl.minimum(sums[None, :] - sums[:, None], 0.0)) * k_norm[:, None]
+            pairs = tl.where(rows[:, None] < rows[None, :], pairs * (factor * k_norm)[None, :], 0.0)
             for i in range(1, (end - position).to(tl.int32)):
                 weights = tl.sum(tl.where(rows[None, :] == i, pairs, 0.0), 1)
                 known = tl.sum(weights[:, None] * added, 0)
                 added = tl.where(rows[:, None] == i, added - known[None, :], added)
         else:
             added = v * factor[:, None]
-        q = convolved(
-            source, at, q_channels, live[:, None] & are_keys, conv_weight_ptr, conv_bias_ptr, WIDTH, STRIDE, CONV
-        )
-        q = activated(q, "silu")
-        if DELTA:
-            q *= tl.rsqrt(tl.sum(q * q, 1) + NORM_EPS)[:, None] * (KEY_DIM**-0.5)
-        seen = tl.dot(q, tl.trans(k), input_precision="ieee")  # of a token, and one at most as late
-        seen *= tl.exp(tl.minimum(sums[:, None] - sums[None, :], 0.0))
+        seen *= tl.exp(tl.minimum(sums[:, None] - sums[None, :], 0.0)) * k_norm[None, :]
         seen = tl.where(rows[:, None] >= rows[None, :], seen, 0.0)
-        y = tl.dot(q, state, input_precision="ieee") * tl.exp(sums)[:, None]
-        y += tl.dot(seen, added, input_precision="ieee")
+        y = tl.dot(seen, added, y * tl.exp(sums)[:, None], input_precision="ieee") * q_norm[:, None]
         if skip_ptr is not None:
             y += tl.load(skip_ptr + head) * v
         tl.store(
-            out_ptr + ((first + at - start) * (VALUE_HEADS * VALUE_DIM) + head * VALUE_DIM + columns[None, :]),
+            out_ptr + ((first + at - start) * (VALUE_HEADS * VALUE_DIM) + head * VALUE_DIM + columns),
             rounded(y, out_ptr.dtype.element_ty, INTERPRET),
-            mask=live[:, None] & are_values & (at >= start),
+            mask=inside & are_values & (at >= start),
         )
-        added *= tl.exp(whole - sums)[:, None]
-        state = state * tl.exp(whole) + tl.dot(tl.trans(k), added, input_precision="ieee")
-        stored = rounded(state, data_ptr.dtype.element_ty, INTERPRET)
+        added *= (tl.exp(whole - sums) * k_norm)[:, None]
+        before = state
+        state = ()
+        for i in tl.static_range(PARTS):
+            state += (tl.dot(tl.trans(k[i]), added, before[i] * tl.exp(whole), input_precision="ieee"),)
         if end == settles:
-            tl.store(live_ptr + places, stored, mask=inside)
+            live_ptr = state_ptr + block * BLOCK_STRIDE
+            _store_state(live_ptr, state, keys, columns, INTERPRET, KEY_DIM, VALUE_DIM, PART, PARTS)
         if end == to_snapshot:
             target = tl.load(snapshots_ptr + 2 * snapshot + 1).to(tl.int64)
-            tl.store(layer_ptr + target * BLOCK_STRIDE + places, stored, mask=inside)
+            snapshot_ptr = state_ptr + target * BLOCK_STRIDE
+            _store_state(snapshot_ptr, state, keys, columns, INTERPRET, KEY_DIM, VALUE_DIM, PART, PARTS)
             snapshot += 1
         position = end

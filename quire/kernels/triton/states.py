@@ -27,6 +27,7 @@ from quire.kernels.triton.upload import to_device
 MAX_KEY_DIM = 256
 _STATE_TILE = 2048  # numbers of the state in the registers of a warp
 _PIECE_TILE = 2**13  # numbers of the keys of a piece
+_PART = 32  # keys that are multiplied at once in a piece
 _PIECE_COLUMNS = 32  # value columns of a program for pieces
 _LEAST_TILE = 16  # of an axis in a product
 _INPUT_TILE = 4096  # numbers of a program that copies inputs
@@ -194,7 +195,8 @@ def _launch_recurrence(
         recur_pieces[(num_long, kind.num_value_heads * triton.cdiv(kind.value_dim, columns))](
             *arguments,
             num_chunks - num_long,
-            KEYS=keys,
+            PART=min(keys, _PART),
+            PARTS=keys // min(keys, _PART),
             COLUMNS=columns,
             PIECE=min(_PIECE_TILE // keys, 64),
             num_warps=8,
