@@ -239,6 +239,8 @@ class RequestStats:
             explanation.num_cached_tokens = num_cached
             explanation.num_shared_blocks = admission.num_shared_blocks
             explanation.num_copied_tokens = admission.num_copied_tokens
+            explanation.num_kv_tokens = min(admission.num_kv_tokens, len(seq.request.prompt))
+            explanation.state_position = admission.state_position
             explanation.miss = _miss(seq, admission)
             num_queried = 0 if explanation.num_prompt_done else len(seq.request.prompt)
             num_hits = self._count_prompt(state, num_cached)
