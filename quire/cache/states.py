@@ -104,6 +104,14 @@ class StateBlocks:
         """Snapshots, some of which may have lost their prefix since the last match."""
         return len(self._by_block)
 
+    @property
+    def written_anchors(self) -> set[int]:
+        """The anchors of snapshots that no step in flight and no planned one writes."""
+        left, in_flight = self._kv_pool.left_index or (), self._in_flight
+        snapshots = self._by_block.values()
+        over = {one.anchor for one in snapshots if one.step != _PLANNED and not in_flight.has_step(one.step)}
+        return over.difference(left)
+
     def advance_clock(self, now: float) -> None:
         """Advance the clock, of which evictions have their time. Seconds of the engine's clock."""
         self._now = now
