@@ -105,6 +105,12 @@ class StateBlocks:
         return len(self._by_block)
 
     @property
+    def figures(self) -> tuple[int, int, int, int]:
+        """Blocks of running sequences, all blocks, snapshots, and snapshots evicted since the start."""
+        pool = self.pool
+        return pool.num_blocks - pool.num_available, pool.num_blocks, len(self._by_block), self.num_evicted
+
+    @property
     def written_anchors(self) -> set[int]:
         """The anchors of snapshots that no step in flight and no planned one writes."""
         left, in_flight = self._kv_pool.left_index or (), self._in_flight

@@ -44,6 +44,21 @@ def test_an_explanation_names_the_snapshot_and_says_that_none_deeper_was_taken()
     assert figures(run(rig, "third", common + prompt(9, 3))) == (21, 21, 21, 21, "never_seen")
 
 
+def test_statistics_count_snapshots_their_hits_and_the_tokens_computed_without_a_state():
+    rig = rig_of(states=4)
+    common = prompt(21)
+    for i in range(3):
+        run(rig, f"{i}", common + prompt(9, i))
+    stats = rig.engine.stats()
+    assert (stats.state_blocks_used, stats.state_blocks_total, stats.num_snapshots) == (0, 4, 4)
+    assert (stats.num_snapshot_hits, stats.num_stateless_tokens, stats.num_evicted_snapshots) == (1, 21, 0)
+    assert stats.prefix_hit_tokens == 21
+    rig.add("3", common + prompt(9, 3), max_tokens=9)
+    rig.step()
+    stats = rig.engine.stats()
+    assert (stats.state_blocks_used, stats.num_snapshots, stats.num_evicted_snapshots) == (1, 3, 1)
+
+
 def test_an_explanation_has_the_position_of_the_state_when_inputs_beside_it_match_further():
     rig = rig_of(steps_in_flight=2)
     tokens = prompt(13)
