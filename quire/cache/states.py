@@ -369,6 +369,12 @@ class StateBlocks:
         """The blocks of all snapshots."""
         return self._by_block.keys()
 
+    @property
+    def anchors(self) -> dict[int, int]:
+        """The anchors of the snapshots whose prefix is in the index, by block of the snapshot."""
+        left = set(self._kv_pool.left_index or ())
+        return {block: one.anchor for block, one in self._by_block.items() if one.anchor not in left}
+
     # Snapshots
 
     def _take_snapshot(self, table: BlockTable, live: LiveState, position: int) -> None:
