@@ -21,6 +21,7 @@ class Admission(NamedTuple):
     num_swapped_tokens: int = 0  # of `num_tokens`, those that are copied from the host pool
     num_swapped_bytes: int = 0
     num_kv_tokens: int = 0  # leading tokens whose keys and values matched, before the match was cut at a snapshot
+    state_position: int | None = None  # of the snapshot of recurrent states that it starts from; None without one
 
     @property
     def is_swapping_in(self) -> bool:

@@ -39,6 +39,10 @@ class InFlight:
         """Whether no step and no Move from the host is in flight."""
         return not (self._written or self._arriving)
 
+    def has_step(self, step_id: int) -> bool:
+        """Whether a step is in flight."""
+        return step_id in self._written
+
     @property
     def unwritten(self) -> set[int]:
         """The indexed blocks of group 0 that the planned step and those in flight write."""

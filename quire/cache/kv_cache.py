@@ -33,7 +33,6 @@ from quire.cache.states import Snapshot, StateBlocks
 from quire.cache.swap_planner import SwapPlanner
 from quire.config import CacheConfig
 from quire.core.events import Event
-from quire.core.explanation import Miss
 from quire.core.request import NO_NAMESPACE, Namespace
 from quire.core.step import Move
 
@@ -94,6 +93,8 @@ class KVCache:
         """See KVCacheManager."""
         if self.index.retention is not None:
             self.index.retention.advance_clock(now)
+        if self.states is not None:
+            self.states.advance_clock(now)
 
     def end_program(self, tenant: str, program: str, branch: str | None) -> None:
         """See KVCacheManager."""
@@ -219,9 +220,10 @@ class KVCache:
         if match is None or (self.states is not None and not self.states.pool.num_available):
             return None
         start, num_shared = match.num_tokens, len(match.blocks[0]) if match.blocks else 0
-        miss = self.index.explain_miss(table.namespace, table.tokens, match, reusable)
-        if start < found.num_tokens and self.states is not None:
-            miss = Miss(start, table.tokens[start], "no_state")
+        if self.states is not None and start == matched.num_tokens < found.num_tokens:
+            miss = self.states.explain_miss(table, found, start, self._tables.values())
+        else:
+            miss = self.index.explain_miss(table.namespace, table.tokens, match, reusable)
         self._register(seq_id, table)
         self._share_match(table, match, start)
         if self.states is not None:
@@ -234,7 +236,10 @@ class KVCache:
             return None
         self._host_pool.drop_record(seq_id)
         num_copied = start - num_shared * self.block_size
-        return Admission(table, start, num_shared, num_copied, miss, num_kv_tokens=found.num_tokens)
+        settled = snapshot.settled if start and snapshot is not None else None
+        return Admission(
+            table, start, num_shared, num_copied, miss, num_kv_tokens=found.num_tokens, state_position=settled
+        )
 
     def match_prefix(self, namespace: Namespace, tokens: Sequence[int]) -> PrefixMatch:
         """See KVCacheManager."""

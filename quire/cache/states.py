@@ -12,24 +12,27 @@ pool), the step that writes a snapshot, steps in flight and copies. If the pool 
 least value leaves: the seconds that it saves times its uses, plus the value of the last one that left (greedy dual).
 """
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
+from typing import NamedTuple
 
 from quire.cache.block_pool import BlockPool
 from quire.cache.block_table import ABSENT, BlockTable, LiveState
 from quire.cache.copies import PendingMoves
 from quire.cache.in_flight import InFlight
 from quire.cache.prefix.eviction import RecomputeSeconds, default_recompute_seconds
-from quire.cache.prefix.index import NO_MATCH, PrefixIndex, PrefixMatch
+from quire.cache.prefix.index import NO_MATCH, EvictionCause, PrefixIndex, PrefixMatch
 from quire.config import CacheConfig
 from quire.core.common_prefix import common_prefix_len
+from quire.core.explanation import Miss
 from quire.core.step import StateChunks
 
 _NUM_TURN_ENDS = 3  # of a prompt, behind which snapshots are taken, the last ones; and behind the first
 _PLANNED = 2**62  # the step that is being planned
+_MOST_EVICTED = 1024  # snapshots whose eviction is recorded
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +47,14 @@ class Snapshot:
     step: int  # that writes it
     uses: int = 1
     value: float = 0.0
+
+
+class _Evicted(NamedTuple):
+    """An eviction of a snapshot."""
+
+    settled: int
+    rest: tuple[int, ...]
+    cause: EvictionCause
 
 
 class StateBlocks:
@@ -80,6 +91,8 @@ class StateBlocks:
         self._order: list[tuple[float, int, Snapshot]] = []  # a heap by value; entries with another value are stale
         self._num_ordered = 0
         self._last_value = 0.0  # of the snapshot that left last
+        self._now = 0.0  # seconds of the engine's clock
+        self._evicted: OrderedDict[int, _Evicted] = OrderedDict()  # by anchor, its last one; the latest eviction last
         self._written: list[LiveState] = []  # by the step that is being planned
         self._taken: list[Snapshot] = []  # the same
         self._chunks: list[tuple[int, int, int]] = []  # of the planned step: block, settled, settles
@@ -91,6 +104,24 @@ class StateBlocks:
         """Snapshots, some of which may have lost their prefix since the last match."""
         return len(self._by_block)
 
+    @property
+    def figures(self) -> tuple[int, int, int, int]:
+        """Blocks of running sequences, all blocks, snapshots, and snapshots evicted since the start."""
+        pool = self.pool
+        return pool.num_blocks - pool.num_available, pool.num_blocks, len(self._by_block), self.num_evicted
+
+    @property
+    def written_anchors(self) -> set[int]:
+        """The anchors of snapshots that no step in flight and no planned one writes."""
+        left, in_flight = self._kv_pool.left_index or (), self._in_flight
+        snapshots = self._by_block.values()
+        over = {one.anchor for one in snapshots if one.step != _PLANNED and not in_flight.has_step(one.step)}
+        return over.difference(left)
+
+    def advance_clock(self, now: float) -> None:
+        """Advance the clock, of which evictions have their time. Seconds of the engine's clock."""
+        self._now = now
+
     # Matches and admission
 
     def match(self, found: PrefixMatch, tokens: Sequence[int]) -> tuple[PrefixMatch, Snapshot | None]:
@@ -100,17 +131,42 @@ class StateBlocks:
             blocks = found.blocks[0]
             for i in range(len(blocks) - 1, -1, -1):
                 for snapshot in self._anchored.get(blocks[i], ()):
-                    end = (i + 1) * self._block_size
-                    stop = min(found.num_tokens, end + len(snapshot.rest))
-                    position = end + common_prefix_len(snapshot.rest, tokens[end:stop])
-                    if not self._copies_partial_blocks:
-                        position -= position % self._block_size
-                    if position < snapshot.settled or snapshot.step == _PLANNED:
+                    position = self._start_from(snapshot, i, found, tokens)
+                    if not position or snapshot.step == _PLANNED:
                         continue
                     part = self._index().truncate(found, position)
                     if part is not None:
                         return part, snapshot
         return NO_MATCH._replace(num_public=found.num_public), None
+
+    def explain_miss(self, table: BlockTable, found: PrefixMatch, position: int, tables: Iterable[BlockTable]) -> Miss:
+        """Why a new table starts at `position`, although keys and values match further.
+
+        found: the match of keys and values. tables: of the other sequences.
+        """
+        tokens, cause = table.tokens, None
+        for i in range(len(found.blocks[0]) - 1, -1, -1):
+            for snapshot in self._anchored.get(found.blocks[0][i], ()):
+                if snapshot.step == _PLANNED and self._start_from(snapshot, i, found, tokens) > position:
+                    return Miss(position, tokens[position], "state_being_computed")
+            left = self._evicted.get(found.blocks[0][i])
+            if cause is None and left is not None and self._start_from(left, i, found, tokens) > position:
+                cause = left.cause
+        if any(_will_take(other, table, position, found.num_tokens) for other in tables):
+            return Miss(position, tokens[position], "state_being_computed")
+        if cause is None:
+            return Miss(position, tokens[position], "no_state")
+        whom = cause.request_id if cause.tenant == table.namespace.tenant else None
+        return Miss(position, tokens[position], "state_evicted", cause.now, whom)
+
+    def _start_from(self, snapshot: Snapshot | _Evicted, index: int, found: PrefixMatch, tokens: Sequence[int]) -> int:
+        """The last position of a match behind which a snapshot stands, anchored at its block `index`; 0 if none is."""
+        end = (index + 1) * self._block_size
+        stop = min(found.num_tokens, end + len(snapshot.rest))
+        position = end + common_prefix_len(snapshot.rest, tokens[end:stop])
+        if not self._copies_partial_blocks:
+            position -= position % self._block_size
+        return position if position >= snapshot.settled else 0
 
     def find(self, table: BlockTable, position: int) -> Snapshot | None:
         """A snapshot for exactly this position of a table; None if there is none."""
@@ -134,16 +190,16 @@ class StateBlocks:
         If no other block is, the table takes that of the snapshot.
         """
         if snapshot is None:
-            live = LiveState(self._allocate())
+            live = LiveState(self._allocate(table))
         else:
             block = snapshot.block
             self.pool.incr_ref(block)
             if self.pool.num_available:
-                block = self._copies.plan_copy(self._group, block, 0, self._allocate())
+                block = self._copies.plan_copy(self._group, block, 0, self._allocate(table))
                 snapshot.uses += 1
                 self._enter_order(snapshot)
             else:
-                self._drop(snapshot)
+                self._drop_for(table, snapshot)
             live = LiveState(block, snapshot.settled, position, snapshot.step, last_snapshot=position)
         self._num_tables[live.block] = 1
         table.state = live
@@ -160,7 +216,7 @@ class StateBlocks:
 
     def begin_swapped(self, table: BlockTable, settled: int, position: int) -> int:
         """Give a new table a live block into which a Move from the host copies its state. Returns the block."""
-        table.state = LiveState(self._allocate(), settled, position, last_snapshot=position)
+        table.state = LiveState(self._allocate(table), settled, position, last_snapshot=position)
         self._num_tables[table.state.block] = 1
         return table.state.block
 
@@ -196,7 +252,7 @@ class StateBlocks:
         if not self.pool.num_available:
             return False
         self._num_tables[live.block] -= 1
-        live.block = self._copies.plan_copy(self._group, live.block, 0, self._allocate())
+        live.block = self._copies.plan_copy(self._group, live.block, 0, self._allocate(table))
         self._num_tables[live.block] = 1
         return True
 
@@ -281,6 +337,7 @@ class StateBlocks:
         self._by_block.clear()
         self._anchored.clear()
         self._order.clear()
+        self._evicted.clear()
 
     # Checks
 
@@ -313,13 +370,19 @@ class StateBlocks:
         """The blocks of all snapshots."""
         return self._by_block.keys()
 
+    @property
+    def anchors(self) -> dict[int, int]:
+        """The anchors of the snapshots whose prefix is in the index, by block of the snapshot."""
+        left = set(self._kv_pool.left_index or ())
+        return {block: one.anchor for block, one in self._by_block.items() if one.anchor not in left}
+
     # Snapshots
 
     def _take_snapshot(self, table: BlockTable, live: LiveState, position: int) -> None:
         """Let the planned chunk of a table write a snapshot, if its prefix is in the index and a block is available."""
         if not self.pool.num_available:
             return
-        block = self._allocate()
+        block = self._allocate(table)
         snapshot = self._add(table, live.last_snapshot, (position, position), block, _PLANNED)
         if snapshot is None:
             self.pool.decr_ref(block)
@@ -363,14 +426,14 @@ class StateBlocks:
         self._num_ordered += 1
         heappush(self._order, (snapshot.value, self._num_ordered, snapshot))
 
-    def _allocate(self) -> int:
-        """A block with one owner. One must be available."""
+    def _allocate(self, table: BlockTable) -> int:
+        """A block with one owner, on behalf of a table. One must be available."""
         if not self.pool.num_free:
-            self._evict()
+            self._evict(table)
         return self.pool.allocate()
 
-    def _evict(self) -> None:
-        """Drop the snapshot of the least value whose prefix no sequence and no pin has, else of all."""
+    def _evict(self, table: BlockTable) -> None:
+        """Drop for a table the snapshot of the least value whose prefix no sequence and no pin has, else of all."""
         kept, found = [], None
         while self._order:
             entry = heappop(self._order)
@@ -389,8 +452,17 @@ class StateBlocks:
             heappush(self._order, entry)
         assert found is not None, "a block is available"
         self._last_value = found[0]
+        self._drop_for(table, found[2])
+
+    def _drop_for(self, table: BlockTable, snapshot: Snapshot) -> None:
+        """Drop a snapshot because a table needs its block, and record the eviction."""
         self.num_evicted += 1
-        self._drop(found[2])
+        self._evicted.pop(snapshot.anchor, None)
+        cause = EvictionCause(self._now, table.retention.request_id, table.retention.tenant)
+        self._evicted[snapshot.anchor] = _Evicted(snapshot.settled, snapshot.rest, cause)
+        if len(self._evicted) > _MOST_EVICTED:
+            self._evicted.popitem(last=False)
+        self._drop(snapshot)
 
     def _drop(self, snapshot: Snapshot) -> None:
         del self._by_block[snapshot.block]
@@ -405,6 +477,15 @@ class StateBlocks:
         left = self._kv_pool.left_index
         if left:
             for block in left:
+                self._evicted.pop(block, None)
                 for snapshot in list(self._anchored.get(block, ())):
                     self._drop(snapshot)
             left.clear()
+
+
+def _will_take(other: BlockTable, table: BlockTable, after: int, last: int) -> bool:
+    """Whether another table is to leave a snapshot behind a position in (after, last] of the tokens of `table`."""
+    if other.state is None or other.namespace != table.namespace:
+        return False
+    wanted = next((position for position in other.state.wanted if position > after), last + 1)
+    return wanted <= last and common_prefix_len(other.tokens[:wanted], table.tokens[:wanted]) == wanted

@@ -32,7 +32,7 @@ class BatchComposer:
         self._speculator = speculator
         self._sharing = SHARING_RULES.get(config.policy)
         self._most_per_prompt = config.long_prefill_token_threshold or config.max_num_batched_tokens
-        self._prompts = PromptSharing(config.policy, cache.index, self._most_per_prompt)
+        self._prompts = PromptSharing(config.policy, cache, self._most_per_prompt)
         self._blocked = -1  # id of the last waiting sequence that lacked blocks; -1 after an admission
         self._last_victim: Sequence | None = None  # the sequence preempted last for budget sharing
 
