@@ -11,7 +11,7 @@ from quire.models.description import ModelDescription
 from quire.weights.placement import Placement
 
 _OUTER = ("", "model.language_model.", "model.text_model.", "language_model.")  # of the text model in a multimodal one
-_INNER = ("", "model.decoder.", "model.", "decoder.", "transformer.", "gpt_neox.")
+_INNER = ("", "model.decoder.", "model.", "decoder.", "transformer.", "gpt_neox.", "backbone.")
 _HEAD = "lm_head"
 _ROUTERS = ("mlp.gate", "mlp.router")
 _SHARED = ("mlp.shared_experts.", "mlp.shared_expert.")

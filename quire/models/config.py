@@ -20,7 +20,8 @@ from quire.layers.rope import QueryScaling, Rope
 # post          h = norm(h + attention(h)); h = norm(h + mlp(h))
 # parallel      h += attention(n) + mlp(n), n = norm(h)
 # parallel_two  h += attention(norm(h)) + mlp(another norm(h))
-Order = Literal["pre", "both", "branch", "post", "parallel", "parallel_two"]
+# single        h += attention(norm(h)), or h += mlp(norm(h)): a layer has one of the two
+Order = Literal["pre", "both", "branch", "post", "parallel", "parallel_two", "single"]
 
 
 _NORMS: Mapping[Order, tuple[str, ...]] = MappingProxyType(
@@ -31,6 +32,7 @@ _NORMS: Mapping[Order, tuple[str, ...]] = MappingProxyType(
         "post": ("attn_out_norm", "mlp_out_norm"),
         "parallel": ("attn_norm",),
         "parallel_two": ("attn_norm", "mlp_norm"),
+        "single": ("attn_norm",),
     }
 )
 
@@ -39,13 +41,14 @@ _NORMS: Mapping[Order, tuple[str, ...]] = MappingProxyType(
 class LayerConfig:
     """Configuration that may differ between layers."""
 
-    mixer: AttentionConfig | RecurrenceConfig
+    mixer: AttentionConfig | RecurrenceConfig | None
     kv_layer: int  # number of the KV layer to which it attends, of those that layers with own KV are; -1: it does not
     state_layer: int  # number among the layers with a recurrence; -1: it has none
     mlp_factor: int  # of the intermediate size of its MLP
     rope: int | None  # index into the decoder's ropes; None: no rotary embedding
     score_scaling: ScoreScaling
     has_experts: bool  # whether it has experts instead of an MLP
+    has_mlp: bool  # whether it has an MLP or experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +144,8 @@ class DecoderConfig:
         if experts is not None:
             widest = max(widest, experts.per_token * experts.intermediate_size + experts.shared_intermediate_size)
             hidden += 2 * experts.per_token * self.hidden_size  # a row of x and a result for each expert
-        return hidden + 3 * widest + max(layer.mixer.activations_per_token for layer in self.layers)
+        mixers = [layer.mixer.activations_per_token for layer in self.layers if layer.mixer is not None]
+        return hidden + 3 * widest + max(mixers)
 
 
 # order of rows in a fused query, key and value projection; "plain": all queries, all keys, all values; "grouped": per

@@ -11,12 +11,11 @@ from types import MappingProxyType
 from quire.core.kv_groups import StoredKind, kv_kind
 from quire.layers.attend import ScoreScaling
 from quire.layers.experts import ExpertsConfig
-from quire.layers.recurrence import RecurrenceConfig
 from quire.layers.rope import Rope
 from quire.models.config import DecoderConfig, LayerConfig
 from quire.models.config_fields import Fields, names_read
 from quire.models.family import MAX_PARTS, Family, FullRule, InnerSizeRule, SharingRule, SparseRule, WindowRule
-from quire.models.recurrence_config import read_recurrences
+from quire.models.recurrence_config import Mixers, listed_kinds, read_mixers
 from quire.models.rope_config import ContextLengths, HeadDims, RopeRule, Ropes, read_ropes
 
 _MOST_HEAD_DIM = 1024
@@ -35,6 +34,7 @@ UNSUPPORTED: Mapping[str, Callable[[object], bool]] = MappingProxyType(
         **dict.fromkeys(("swa_attention_sink_enabled", "post_norm"), bool),
         **dict.fromkeys(("is_causal", "layer_norm_elementwise_affine", "moe_router_use_sigmoid"), _is_false),
         **dict.fromkeys(("score_func", "moe_router_score_func"), lambda value: value not in (None, "sigmoid")),
+        "mamba_hidden_act": lambda value: value not in (None, "silu", "swish"),  # behind the convolution
         "use_bidirectional_attention": lambda value: value not in (None, False, "vision"),  # "vision": of images
     }
 )
@@ -104,17 +104,17 @@ def decoder_config(family: Family, fields: Fields, longest: int | None) -> Decod
     config = _with_derived_sizes(replace(family.config, experts=experts), family.inner_size, fields)
     if config.experts is not None and names.config.experts is not None:
         _check_experts(config.experts, names.config.experts, fields)
-    windows: tuple[int, ...] = (0,) * config.num_layers
-    recurrences: tuple[RecurrenceConfig | None, ...] = (None,) * config.num_layers
     if family.recurrence is None or names.recurrence is None:
         windows = _windows(fields, family.windows, config.num_layers)
+        mixers = Mixers((True,) * config.num_layers, (None,) * config.num_layers)
     else:
-        recurrences = read_recurrences(fields, family.recurrence, names.recurrence, config)
+        windows = (0,) * config.num_layers
+        mixers = read_mixers(fields, family.recurrence, names.recurrence, config)
     if family.rope is None:
         if fields.values.get("rope_scaling") or fields.values.get("rope_parameters"):
             raise fields.error("rope_scaling is not supported for this architecture, which has no rotary embedding")
         kinds = _kv_kinds(config, family.full, fields, windows)
-        return replace(config, layers=_layers(config, family, fields, kinds, recurrences, ropes=None))
+        return replace(config, layers=_layers(config, family, fields, kinds, mixers, ropes=None))
     kinds = _kv_kinds(config, family.full, fields, windows)
     head_dims = [{kind.head_dim for kind in kinds if bool(kind.span) == is_window} for is_window in (False, True)]
     if any(len(dims) > 1 for dims in head_dims):
@@ -124,7 +124,7 @@ def decoder_config(family: Family, fields: Fields, longest: int | None) -> Decod
     return replace(
         config,
         max_positions=ropes.max_positions,
-        layers=_layers(config, family, fields, kinds, recurrences, ropes),
+        layers=_layers(config, family, fields, kinds, mixers, ropes),
         ropes=_distinct_ropes(ropes),
         query_scaling=ropes.query_scaling,
     )
@@ -145,6 +145,7 @@ def _with_derived_sizes(config: DecoderConfig, rule: InnerSizeRule, fields: Fiel
             inner = -(-int(rule.multiplier * inner) // rule.multiple_of) * rule.multiple_of
     return replace(
         config,
+        num_layers=config.num_layers or len(listed_kinds(fields)[1]),
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         intermediate_size=inner,
@@ -225,7 +226,7 @@ def _layers(
     family: Family,
     fields: Fields,
     kinds: tuple[StoredKind, ...],
-    recurrences: tuple[RecurrenceConfig | None, ...],
+    mixers: Mixers,
     ropes: Ropes | None,
 ) -> tuple[LayerConfig, ...]:
     num_layers, windows = config.num_layers, tuple(kind.span for kind in kinds)
@@ -242,15 +243,18 @@ def _layers(
         if ropes is not None and rotated[index]:
             rope = _distinct_ropes(ropes).index(ropes.window if kind.span else ropes.full)
         scaling = ScoreScaling(scale, family.softcap)
-        num_states = sum(one is not None for one in recurrences[:source])
-        if (recurrence := recurrences[index]) is not None:
-            layers.append(LayerConfig(recurrence, -1, num_states, 1, None, scaling, sparse[index]))
+        has_mlp = config.order != "single" or not (mixers.attends[index] or mixers.recurrences[index])
+        if not mixers.attends[index]:
+            recurrence = mixers.recurrences[index]
+            state = -1 if recurrence is None else sum(one is not None for one in mixers.recurrences[:index])
+            layers.append(LayerConfig(recurrence, -1, state, 1, None, scaling, sparse[index], has_mlp))
             continue
         is_own = source == index
         values_are_keys = is_own and family.full.values_are_keys and not kind.span
         mixer = config.attention(heads[index], kind, values_are_keys=values_are_keys, has_own_kv=is_own)
         mlp_factor = 1 if is_own else family.sharing.mlp_factor
-        layers.append(LayerConfig(mixer, source - num_states, -1, mlp_factor, rope, scaling, sparse[index]))
+        kv_layer = sum(mixers.attends[:source])
+        layers.append(LayerConfig(mixer, kv_layer, -1, mlp_factor, rope, scaling, sparse[index], has_mlp))
     return tuple(layers)
 
 

@@ -71,9 +71,9 @@ class DecoderLayer(nn.Module):
         self.recurrence: Recurrence | None = None
         if isinstance(layer.mixer, AttentionConfig):
             self.attention = Attention(config.hidden_size, layer.mixer, dtype)
-        else:
+        elif layer.mixer is not None:
             self.recurrence = Recurrence(config.hidden_size, layer.mixer, dtype)
-        self.mlp = _mlp(config, index, dtype)
+        self.mlp = _mlp(config, index, dtype) if layer.has_mlp else None
         self.attn_norm = self._norm("attn_norm", config, dtype)
         self.attn_out_norm = self._norm("attn_out_norm", config, dtype)
         self.mlp_norm = self._norm("mlp_norm", config, dtype)
@@ -92,6 +92,9 @@ class DecoderLayer(nn.Module):
 
         x and residual are (num_tokens, hidden_size). Each residual sum is fused with the norm after it.
         """
+        if self.order == "single":
+            branch = self._mixer(x, inputs, context) if self.mlp is None else self._mlp(x, residual, context)
+            return next_norm.add_and_norm(self._scaled(branch, context), residual, context)
         branch = self._mixer(x, inputs, context)
         if self.order.startswith("parallel"):
             y = x if self.order == "parallel" else self.mlp_norm(residual, context)
@@ -121,6 +124,7 @@ class DecoderLayer(nn.Module):
         return self.attention(self.kv_layer, x, turned, context, inputs.query_scales)
 
     def _mlp(self, x: Tensor, residual: Tensor, context: ForwardContext) -> Tensor:
+        assert self.mlp is not None, "a layer of this order has an MLP"
         return self.mlp(x, context, residual) if isinstance(self.mlp, MLPAndExperts) else self.mlp(x, context)
 
     def _scaled(self, branch: Tensor, context: ForwardContext) -> Tensor:
@@ -180,7 +184,8 @@ class Decoder(nn.Module):
                 layer.attention.use_kernel_layout(kernels, schemes, f"{place}attention.")
             if layer.recurrence is not None:
                 layer.recurrence.use_kernel_layout(kernels, schemes, f"{place}recurrence.")
-            layer.mlp.use_kernel_layout(kernels, schemes, f"{place}mlp.")
+            if layer.mlp is not None:
+                layer.mlp.use_kernel_layout(kernels, schemes, f"{place}mlp.")
             if layer.input is not None:
                 layer.input.use_kernel_layout(kernels)
         if self.head is not None:

@@ -6,7 +6,7 @@ from quire.kernels.contract import Routing
 from quire.layers.experts import ExpertsConfig
 from quire.models.config import TensorNames
 from quire.models.config_fields import choice, flag, integer, integers, number
-from quire.models.family import LLAMA, MAX_PARTS, InnerSizeRule, SparseRule, like
+from quire.models.family import ACTIVATIONS, LLAMA, MAX_PARTS, InnerSizeRule, SparseRule, like
 from quire.models.llama_like import GRANITE
 from quire.models.recurrence_config import RecurrenceRule
 from quire.models.rope_config import RopeRule
@@ -15,6 +15,15 @@ _MOST_HEAD_DIM = 1024
 _MOST_CONV_WIDTH = 64
 # also the activation behind the convolution
 _SILU = choice("hidden_act", default="silu", value_map={"silu": "silu", "swish": "silu"})
+
+# fields of Nemotron-H of experts, of training, and of kernels
+_NEMOTRON_UNUSED = (
+    *("n_routed_experts", "n_shared_experts", "moe_intermediate_size", "moe_shared_expert_intermediate_size"),
+    *("moe_latent_size", "moe_shared_expert_overlap", "num_experts_per_tok", "routed_scaling_factor", "n_group"),
+    *("topk_group", "norm_topk_prob", "time_step_max", "time_step_floor", "time_step_limit", "chunk_size"),
+    *("expand", "use_mamba_kernels", "mamba_ssm_cache_dtype", "num_logits_to_keep", "rescale_prenorm_residual"),
+    *("residual_in_fp32", "num_nextn_predict_layers", "mtp_layers_block_type", "mamba_proj_bias", "attention_bias"),
+)
 
 _DELTA = RecurrenceRule(
     rule="delta",
@@ -190,4 +199,47 @@ GRANITE_HYBRID = like(
         shared_size=integer("shared_intermediate_size", default=1024),
         has_shared_gate=False,
     ),
+)
+
+NEMOTRON_H = like(
+    LLAMA,
+    rules={
+        "names": TensorNames(
+            prefix="backbone.",
+            embed="embeddings",
+            norm="norm_f",
+            attn_norm="norm",
+            qkv=("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
+            o="mixer.o_proj",
+            up=("mixer.up_proj",),
+            down="mixer.down_proj",
+            recurrence="mixer.",
+            recurrence_inputs=("in_proj",),
+        ),
+        "rope": None,
+        "recurrence": RecurrenceRule(
+            rule="mamba2",
+            conv_width=integer("conv_kernel", "mamba_d_conv", default=4, least=2, most=_MOST_CONV_WIDTH),
+            num_value_heads=integer("mamba_num_heads", default=128, most=MAX_PARTS),
+            value_dim=integer("mamba_head_dim", default=64, most=_MOST_HEAD_DIM),
+            num_key_heads=integer("n_groups", "mamba_n_groups", default=8, most=MAX_PARTS),
+            key_dim=integer("ssm_state_size", default=128, most=_MOST_HEAD_DIM),
+            bias=flag("use_bias"),
+            conv_bias=flag("use_conv_bias", "mamba_conv_bias", default=True),
+            least_time=number("time_step_min", "mamba_dt_min", default=0.001),
+            kinds=("mamba", "linear_attention"),
+            attending=("attention", "full_attention"),
+            without=("mlp",),
+        ),
+        "unused": _NEMOTRON_UNUSED,
+    },
+    num_layers=integer("num_hidden_layers", default=0, least=0, most=MAX_PARTS),
+    order="single",
+    norm_eps=number("layer_norm_epsilon", "norm_eps", default=1e-5),
+    head_dim=integer("head_dim", "attention_head_dim", default=128),
+    qkv_bias=False,
+    o_bias=False,
+    mlp_bias=flag("mlp_bias"),
+    activation=choice("mlp_hidden_act", default="relu2", value_map=ACTIVATIONS),
+    gated=False,
 )

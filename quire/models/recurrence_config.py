@@ -3,12 +3,15 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from quire.core.states import Rule, StateKind
 from quire.layers.recurrence import RecurrenceConfig
 from quire.models.config import DecoderConfig
 from quire.models.config_fields import Fields
 
+_NAMES = ("layers_block_type", "layer_types", "hybrid_override_pattern")
+_LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # of patterns
 _INFINITY = {"__float__": "Infinity"}  # as transformers writes it
 
 
@@ -25,68 +28,79 @@ class RecurrenceRule:
     expand: int = 0  # values of all heads in hidden sizes; 0: any number of them
     bias: bool = False
     conv_bias: bool = False
-    time_limits: str = ""  # name of the field with the limits of time steps; "": there are none
+    time_limits: str = ""  # name of the field with the limits of time steps; "": there are none, or
+    least_time: float = 0.0  # a least one
     kinds: tuple[str, ...] = ("linear_attention",)  # of these layers in `layer_types`
     attending: tuple[str, ...] = ("full_attention",)  # kinds of the others
+    without: tuple[str, ...] = ()  # of layers that have neither
     interval: int = 0  # without `layer_types` every interval-th layer attends; 0: those that `listed` has
     listed: tuple[int, ...] = ()
 
 
-def read_recurrences(
-    fields: Fields, rule: RecurrenceRule, names: RecurrenceRule, config: DecoderConfig
-) -> tuple[RecurrenceConfig | None, ...]:
-    """The recurrence of each layer; None: it attends. names: the ConfigFields of `rule`.
+class Mixers(NamedTuple):
+    """What each layer has."""
+
+    attends: tuple[bool, ...]
+    recurrences: tuple[RecurrenceConfig | None, ...]
+
+
+def read_mixers(fields: Fields, rule: RecurrenceRule, names: RecurrenceRule, config: DecoderConfig) -> Mixers:
+    """Attention or a recurrence of each layer, or neither. names: the ConfigFields of `rule`.
 
     Raises ModelError with the name of the wrong field, and if no layer attends.
     """
-    recurrent = _recurrent_layers(fields, rule, config.num_layers)
-    one = _read(fields, rule, names, config) if any(recurrent) else None
-    return tuple(one if has else None for has in recurrent)
+    kinds = _kinds(fields, rule, config.num_layers)
+    if not set(kinds) & set(rule.attending):
+        raise fields.error(
+            f"none of {config.num_layers} layers attends; quire serves models with recurrences in which a layer has "
+            "attention"
+        )
+    one = _read(fields, rule, names, config) if set(kinds) & set(rule.kinds) else None
+    return Mixers(
+        tuple(kind in rule.attending for kind in kinds), tuple(one if kind in rule.kinds else None for kind in kinds)
+    )
 
 
-def _recurrent_layers(fields: Fields, rule: RecurrenceRule, num_layers: int) -> list[bool]:
-    name = "layers_block_type" if fields.values.get("layers_block_type") else "layer_types"
-    kinds = fields.optional(name, list, [])
-    if kinds:
-        known = (*rule.kinds, *rule.attending)
-        found = [kind in rule.kinds for kind in fields.kinds_of_layers(name, kinds, known, num_layers)]
-    elif rule.interval:
-        found = [(index + 1) % rule.interval > 0 for index in range(num_layers)]
+def _kinds(fields: Fields, rule: RecurrenceRule, num_layers: int) -> list[str]:
+    """The kind of each layer, one of those that the rule has."""
+    name, listed = listed_kinds(fields)
+    if listed:
+        known = (*rule.kinds, *rule.attending, *rule.without)
+        return fields.kinds_of_layers(name, listed, known, num_layers)
+    if rule.interval:
+        attends = [(index + 1) % rule.interval == 0 for index in range(num_layers)]
     elif rule.listed:
-        found = [index not in rule.listed for index in range(num_layers)]
+        attends = [index in rule.listed for index in range(num_layers)]
     else:
         raise fields.error(f"layer_types is missing; it must say which of the {num_layers} layers attend")
-    if all(found):
-        raise fields.error(
-            f"none of {num_layers} layers attends; quire serves models with recurrences in which a layer has attention"
-        )
-    return found
+    return [rule.attending[0] if does else rule.kinds[0] for does in attends]
+
+
+def listed_kinds(fields: Fields) -> tuple[str, list[object]]:
+    """The field with the kinds of layers, and these, perhaps from the letters of a pattern; empty if there is none."""
+    for name in _NAMES:
+        if isinstance(pattern := fields.values.get(name), str):
+            return name, [_LETTERS.get(letter, letter) for letter in pattern]
+        if listed := fields.optional(name, list, []):
+            return name, list(listed)
+    return "", []
 
 
 def _read(fields: Fields, rule: RecurrenceRule, names: RecurrenceRule, config: DecoderConfig) -> RecurrenceConfig:
-    heads, key_heads, value_dim, hidden_size = (
-        rule.num_value_heads,
-        rule.num_key_heads,
-        rule.value_dim,
-        config.hidden_size,
-    )
-    if rule.rule == "convolution":
-        value_dim = hidden_size
-    elif rule.expand:
-        total = rule.expand * hidden_size
-        value_dim = value_dim or total // heads
-        if heads * value_dim != total:
-            raise fields.error(
-                f"{fields.name_of(names.num_value_heads)} ({heads}) heads of {value_dim} numbers are not "
-                f"{fields.name_of(names.expand)} ({rule.expand}) times hidden_size ({hidden_size})"
-            )
+    heads, key_heads, hidden = rule.num_value_heads, rule.num_key_heads, config.hidden_size
+    value_dim = hidden if rule.rule == "convolution" else rule.value_dim or rule.expand * hidden // heads
+    if rule.expand and heads * value_dim != rule.expand * hidden:
+        raise fields.error(
+            f"{fields.name_of(names.num_value_heads)} ({heads}) heads of {value_dim} numbers are not "
+            f"{fields.name_of(names.expand)} ({rule.expand}) times hidden_size ({hidden})"
+        )
     if key_heads and heads % key_heads:
         raise fields.error(
             f"{fields.name_of(names.num_value_heads)} ({heads}) must be a multiple of "
             f"{fields.name_of(names.num_key_heads)} ({key_heads})"
         )
     kind = StateKind(rule.rule, heads, value_dim, rule.conv_width, key_heads, rule.key_dim)
-    limits = _time_limits(fields, rule.time_limits)
+    limits = (rule.least_time, math.inf) if rule.least_time else _time_limits(fields, rule.time_limits)
     return RecurrenceConfig(kind, rule.bias, rule.conv_bias, config.norm_eps, limits)
 
 

@@ -27,9 +27,9 @@ def build_weight_map(config: DecoderConfig, names: TensorNames) -> dict[str, Pla
     for index, layer in enumerate(config.layers):
         source, target = names.prefix + names.layer.format(index), f"layers.{index}."
         blocks = [*_norms(config, names), *_mixer(config, layer, names)]
-        blocks += _mlp_block(
-            replace(config, intermediate_size=layer.mlp_factor * config.intermediate_size), names, layer
-        )
+        if layer.has_mlp:
+            sizes = replace(config, intermediate_size=layer.mlp_factor * config.intermediate_size)
+            blocks += _mlp_block(sizes, names, layer)
         blocks += _layer_input(config, names)
         found |= {source + name: replace(place, parameter=target + place.parameter) for name, place in blocks}
     return found
@@ -74,9 +74,10 @@ def _norms(config: DecoderConfig, names: TensorNames) -> Placed:
 
 def _mixer(config: DecoderConfig, layer: LayerConfig, names: TensorNames) -> Placed:
     if isinstance(layer.mixer, RecurrenceConfig):
-        return _recurrence(config, layer.mixer, names)
-    rotary_dim = 0 if layer.rope is None else config.ropes[layer.rope].dim
-    return _attention(config, layer.mixer, names, rotary_dim)
+        yield from _recurrence(config, layer.mixer, names)
+    elif layer.mixer is not None:
+        rotary_dim = 0 if layer.rope is None else config.ropes[layer.rope].dim
+        yield from _attention(config, layer.mixer, names, rotary_dim)
 
 
 def _attention(config: DecoderConfig, mixer: AttentionConfig, names: TensorNames, rotary_dim: int) -> Placed:

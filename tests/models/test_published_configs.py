@@ -338,6 +338,15 @@ CONFIGS = {
         "moe_intermediate_size": 1792, "norm_topk_prob": True, "num_dense_layers": 2, "num_experts_per_tok": 4,
         "rope_theta": 1000000.0, "routed_scaling_factor": 1.0, "use_expert_bias": True, "tie_word_embeddings": True,
         "max_position_embeddings": 128000, "vocab_size": 65536}),
+    "Nemotron Nano 2 9B": ("NemotronHForCausalLM", {
+        **sizes(4480, 15680, 56, 40, 8), "attention_bias": False, "attention_head_dim": 128, "chunk_size": 128,
+        "conv_kernel": 4, "expand": 2, "head_dim": 128, "layer_norm_epsilon": 1e-5, "mamba_head_dim": 80,
+        "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-", "mamba_num_heads": 128,
+        "mamba_hidden_act": "silu", "mamba_proj_bias": False, "mlp_bias": False, "mlp_hidden_act": "relu2",
+        "n_groups": 8, "rescale_prenorm_residual": True, "residual_in_fp32": False, "rms_norm_eps": 1e-5,
+        "sliding_window": None, "ssm_state_size": 128, "time_step_floor": 0.0001, "time_step_max": 0.1,
+        "time_step_min": 0.001, "use_bias": False, "use_conv_bias": True, "use_mamba_kernels": True,
+        "num_logits_to_keep": 1, "max_position_embeddings": 131072, "vocab_size": 131072}),
     "Granite 4.0 H Tiny": ("GraniteMoeHybridForCausalLM", {
         **sizes(1536, 512, 40, 12, 4), **GRANITE4, "attention_multiplier": 0.0078125, "logits_scaling": 6.0,
         "num_local_experts": 64, "num_experts_per_tok": 6, "shared_intermediate_size": 1024, "mamba_n_heads": 48}),

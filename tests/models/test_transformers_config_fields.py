@@ -24,6 +24,7 @@ REFUSED = {
     "add_cross_attention": True,
     "clip_qkv": 8.0,
     "layer_norm_elementwise_affine": False,
+    "mamba_hidden_act": "gelu",
     "moe_apply_router_weight_on_input": True,
     "moe_norm_min": 0.1,
     "moe_router_logit_softcapping": 30.0,
@@ -66,7 +67,7 @@ def defaults(architecture):
     found = {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}  # as in JSON
     sizes = {name: value for name, value in REQUIRED.items() if name in known and found.get(name) is None}
     if rule := FAMILIES[architecture].recurrence:
-        sizes["layer_types"] = [rule.attending[-1], *[rule.kinds[-1]] * (found["num_hidden_layers"] - 1)]
+        sizes["layer_types"] = [rule.attending[-1], *[rule.kinds[-1]] * (found.get("num_hidden_layers", 2) - 1)]
     base = {"architectures": [architecture], "model_type": cls.model_type, "dtype": "bfloat16", "head_dim": 128}
     return {**base, **{name: value for name, value in found.items() if value is not None}, **sizes}
 

@@ -123,6 +123,17 @@ def changed(source, folder, values):
             r"time_step_limit must be two numbers, .* not \[0\.5, ",
         ),
         ("granite-hybrid", {"num_experts_per_tok": 0}, "num_experts_per_tok must be at least 1, not 0"),
+        (
+            "nemotron-h",
+            {"layers_block_type": ["mamba", "mlp", "mamba", "attention", "moe"]},
+            "for each of 5 .*not 'moe'",
+        ),
+        (
+            "nemotron-h",
+            {"layers_block_type": None, "hybrid_override_pattern": "M-M*X"},
+            "hybrid_override_pattern must have one of mamba, .* for each of 5 layers, not 'X'",
+        ),
+        ("nemotron-h", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act = 'gelu' is not supported"),
         ("granite-hybrid", {"position_embedding_type": "alibi"}, "position_embedding_type = 'alibi' is not supported"),
         ("glm4-moe", {"n_routed_experts": 0}, "n_routed_experts must be at least 1, not 0"),
         ("glm4-moe", {"n_routed_experts": 5000}, "n_routed_experts must be at most 4096"),

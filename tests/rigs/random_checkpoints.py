@@ -49,6 +49,7 @@ DELTA = {
     "linear_key_head_dim": 12,
     "linear_value_head_dim": 20,
 }
+NEMOTRON_H = {"mamba_num_heads": 4, "mamba_head_dim": 10, "n_groups": 2, "ssm_state_size": 12, "conv_kernel": 3}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 12, "mamba_d_head": 16}
 SIGMOID_EXPERTS = {
     "n_routed_experts": 8,
@@ -573,6 +574,30 @@ HYBRIDS = {
             "mamba_conv_bias": False,
             "mamba_d_conv": 3,
             "time_step_limit": [0.2, 1.0],
+        },
+    ),
+    "nemotron-h": (
+        "NemotronH",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 24,
+            "layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp"],
+            **NEMOTRON_H,
+        },
+    ),
+    "nemotron-h-biases": (
+        "NemotronH",
+        {
+            "num_key_value_heads": 4,
+            "head_dim": 16,
+            "layers_block_type": ["mlp", "full_attention", "linear_attention", "linear_attention"],
+            **NEMOTRON_H,
+            "n_groups": 1,
+            "use_bias": True,
+            "mlp_bias": True,
+            "use_conv_bias": False,
+            "time_step_min": 0.5,
+            "tie_word_embeddings": True,
         },
     ),
     "granite-hybrid-no-states": (
