@@ -178,8 +178,7 @@ class KVCache:
         whole, rest = divmod(num_tokens, self.block_size)
         if rest and not self.config.shares_partial_blocks:
             return None
-        snapshot = None if self.states is None else self.states.find(parent, num_tokens)
-        if self.states is not None and not self.states.can_branch(parent, num_tokens, snapshot):
+        if self.states is not None and not self.states.can_branch(parent, num_tokens):
             return None
         for group, pool in enumerate(self.pools):
             if parent.firsts[group] > self.config.first_attended_block(group, num_tokens):
@@ -191,13 +190,13 @@ class KVCache:
             return None
         child = self._share_blocks(seq_id, new_id, whole, num_tokens, tokens)
         if self.states is not None and child.state is None:
-            self.states.begin(child, num_tokens, snapshot)
+            self.states.begin(child, num_tokens, self.states.find(parent, num_tokens))
         if rest:
             sources = [blocks[whole] for blocks in parent.blocks]
             for pool, source in zip(self.pools, sources, strict=True):
                 pool.incr_ref(source)
             self._append_copies(child, sources, rest)
-        if child.state is not None:
+        if self.states is not None:
             child.limit_capacity(num_tokens)  # it may share its state block: see StateBlocks.fork
         self.trim(child, num_tokens)
         return child
@@ -235,11 +234,9 @@ class KVCache:
             self.release(seq_id)
             return None
         self._host_pool.drop_record(seq_id)
-        num_copied = start - num_shared * self.block_size
         settled = snapshot.settled if start and snapshot is not None else None
-        return Admission(
-            table, start, num_shared, num_copied, miss, num_kv_tokens=found.num_tokens, state_position=settled
-        )
+        about = table, start, num_shared, start - num_shared * self.block_size, miss
+        return Admission(*about, num_kv_tokens=found.num_tokens, state_position=settled)
 
     def match_prefix(self, namespace: Namespace, tokens: Sequence[int]) -> PrefixMatch:
         """See KVCacheManager."""
@@ -274,7 +271,7 @@ class KVCache:
             self.release(seq_id)
             return None
         fresh = [pool.allocate_many(count) for pool, count in zip(self.pools, needed, strict=True)]
-        about = (num_shared, begins, homes, fresh, num_tokens, self.states)
+        about = num_shared, begins, homes, fresh, num_tokens, self.states
         blocks, num_bytes = self._swap_planner.swap_in(seq_id, table, *about)
         table.append(blocks, self.block_size)
         for group, first in enumerate(firsts):
@@ -552,8 +549,7 @@ class KVCache:
         """See KVCacheManager."""
         self._host_pool.failed(step_id)
         self._end_moves(self.copies.fail_swaps(step_id))
-        unwritten = self._in_flight.pop_writes(step_id)
-        if unwritten:
+        if unwritten := self._in_flight.pop_writes(step_id):
             self.index.invalidate(unwritten, self._tables.values())
         dependent = self._in_flight.dependent(step_id)
         self._in_flight.end(step_id)

@@ -15,7 +15,7 @@ least value leaves: the seconds that it saves times its uses, plus the value of 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from math import inf
 from typing import NamedTuple
 
@@ -178,11 +178,11 @@ class StateBlocks:
                 return snapshot
         return None
 
-    def can_branch(self, parent: BlockTable, position: int, snapshot: Snapshot | None) -> bool:
-        """Whether a table can begin behind `position` of another one: with its live block, or with the snapshot."""
+    def can_branch(self, parent: BlockTable, position: int) -> bool:
+        """Whether a table can begin behind `position` of another one: with its live block, or with a snapshot."""
         live = parent.state
         is_there = live is not None and live.settled <= position <= live.stop
-        return is_there or (snapshot is not None and self.pool.num_available > 0)
+        return is_there or (self.pool.num_available > 0 and self.find(parent, position) is not None)
 
     def begin(self, table: BlockTable, position: int, snapshot: Snapshot | None) -> None:
         """Give a new table a live block, with a copy of the snapshot behind `position`. A block must be available.
@@ -425,6 +425,14 @@ class StateBlocks:
         snapshot.value = self._last_value + snapshot.uses * snapshot.seconds
         self._num_ordered += 1
         heappush(self._order, (snapshot.value, self._num_ordered, snapshot))
+        if len(self._order) > 2 * self.pool.num_blocks:
+            self._order = [entry for entry in self._order if self._is_current(entry)]
+            heapify(self._order)
+
+    def _is_current(self, entry: tuple[float, int, Snapshot]) -> bool:
+        """Whether an entry of the heap has the value of a snapshot that is there."""
+        value, _, snapshot = entry
+        return self._by_block.get(snapshot.block) is snapshot and value == snapshot.value
 
     def _allocate(self, table: BlockTable) -> int:
         """A block with one owner, on behalf of a table. One must be available."""
@@ -437,8 +445,8 @@ class StateBlocks:
         kept, found = [], None
         while self._order:
             entry = heappop(self._order)
-            value, _, snapshot = entry
-            if self._by_block.get(snapshot.block) is not snapshot or value != snapshot.value:
+            snapshot = entry[2]
+            if not self._is_current(entry):
                 continue  # a later entry has its value, or it has left
             if not self.pool.is_idle(snapshot.block):
                 kept.append(entry)
