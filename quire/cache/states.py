@@ -28,6 +28,7 @@ from quire.cache.prefix.index import NO_MATCH, EvictionCause, PrefixIndex, Prefi
 from quire.config import CacheConfig
 from quire.core.common_prefix import common_prefix_len
 from quire.core.explanation import Miss
+from quire.core.request import Namespace
 from quire.core.step import StateChunks
 
 _NUM_TURN_ENDS = 3  # of a prompt, behind which snapshots are taken, the last ones; and behind the first
@@ -138,6 +139,18 @@ class StateBlocks:
                     if part is not None:
                         return part, snapshot
         return NO_MATCH._replace(num_public=found.num_public), None
+
+    def is_coming(self, namespace: Namespace, tokens: Sequence[int]) -> bool:
+        """Whether the planned step writes a snapshot for a prefix of `tokens`, a block or more behind all others."""
+        if not self._taken:
+            return False
+        found = self._index().match_prefix(namespace, tokens)
+        least = self.match(found, tokens)[0].num_tokens + self._block_size
+        places = {block: index for index, block in enumerate(found.blocks[0] if found.blocks else ())}
+        return any(
+            one.anchor in places and self._start_from(one, places[one.anchor], found, tokens) >= least
+            for one in self._taken
+        )
 
     def explain_miss(self, table: BlockTable, found: PrefixMatch, position: int, tables: Iterable[BlockTable]) -> Miss:
         """Why a new table starts at `position`, although keys and values match further.

@@ -187,6 +187,9 @@ class BatchComposer:
             if self._state.is_in_flight(seq) or self._cache.is_swapping_out(seq.id):  # preempted just now
                 self._state.request_stats.set_wait_cause("in_flight", now)
                 return token_budget
+            if self._awaits_state(seq):
+                self._state.request_stats.set_wait_cause("state", now)
+                return token_budget
             limit = min(len(seq.tokens), seq.limit)
             admission = self._cache.admit(
                 seq.id,
@@ -217,6 +220,13 @@ class BatchComposer:
             watermark_blocks = self._state.watermark_blocks
         self._state.request_stats.set_wait_cause("step", now)
         return token_budget
+
+    def _awaits_state(self, seq: Sequence) -> bool:
+        """Whether a sequence can start from a state in the next step that this step writes."""
+        states, reusable = self._cache.states, seq.reusable
+        if states is None or reusable <= 0 or seq.swapped:
+            return False
+        return states.is_coming(seq.request.namespace, seq.tokens[:reusable])
 
     def _unblock(self, builder: StepBuilder, token_budget: int, now: float) -> None:
         """Admit the head without watermark, or preempt the last running sequence: idle beams hold the head's blocks."""

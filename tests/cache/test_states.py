@@ -303,3 +303,20 @@ def test_a_branch_starts_from_a_snapshot_that_was_wanted():
     assert move.pairs == [(int(chunks.snapshot_blocks[0]), child.state.block)]
     assert (child.state.settled, child.state.stop) == (9, 9)
     assert steps.cache.branch(1, 51, 7, tokens=list(tokens), reserve=10, watermark_blocks=[0]) is None
+
+
+def test_a_state_that_the_planned_step_writes_is_worth_waiting_for():
+    steps = Steps(new_cache())
+    common = tokens_of(100, 22)
+    steps.run(common + tokens_of(1000, 11))
+    second = steps.admit(common + tokens_of(2000, 11))
+    third = common + tokens_of(3000, 11)
+    assert not steps.cache.states.is_coming(NAMESPACE, third)
+    steps.cache.cache_blocks(second.table, 0, 33)
+    steps.cache.states.schedule(second.table, 0, 33, 33)
+    assert steps.cache.states.is_coming(NAMESPACE, third)
+    assert not steps.cache.states.is_coming(Namespace("b"), third)
+    assert not steps.cache.states.is_coming(NAMESPACE, third[:21]), "the snapshot stands behind it"
+    steps.launch()
+    assert not steps.cache.states.is_coming(NAMESPACE, third), "it is there"
+    assert steps.admit(third).num_tokens == 22
