@@ -94,12 +94,12 @@ def test_a_step_follows_another_one():
 
 
 def run(states, kernels, cuts, pending):
-    """Outputs and final state of 12 tokens in chunks cut at `cuts`. Up to `pending` tokens are not settled."""
-    x, out = states.inputs(12), []
+    """Outputs and final state of 9 tokens in chunks cut at `cuts`. Up to `pending` tokens are not settled."""
+    x, out = states.inputs(9), []
     states.storage.data.zero_()
     settled = 0
-    for start, stop in pairwise((0, *cuts, 12)):
-        settles = 12 if stop == 12 else max(start, stop - pending)
+    for start, stop in pairwise((0, *cuts, 9)):
+        settles = 9 if stop == 9 else max(start, stop - pending)
         plan = kernels.plan_states(batch_of([DECODE, (start, stop, settled, settles)], [4, 3]), states.storage)
         rows = torch.cat((x[:1], x[start:stop]))
         out.append(kernels.recur(states.storage, 0, rows, states.weights, plan)[1:])
@@ -112,7 +112,7 @@ def run(states, kernels, cuts, pending):
 def test_deterministic_kernels_give_the_same_bits_in_any_chunks(kind):
     states = States(kind, input_dtype=torch.bfloat16)
     expected = run(states, TRITON_DETERMINISTIC, (), 0)
-    for cuts, pending in [((5,), 0), ((5, 6, 7), 1), ((2, 6, 9), MAX_PENDING)]:
+    for cuts, pending in [((4, 5), 0), ((2, 5, 7), MAX_PENDING)]:
         for found, wanted in zip(run(states, TRITON_DETERMINISTIC, cuts, pending), expected, strict=True):
             assert torch.equal(found, wanted)
 
