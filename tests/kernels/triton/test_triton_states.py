@@ -1,13 +1,17 @@
 """Recurrent states by the Triton kernels, token by token, against the reference."""
 
+from dataclasses import replace
 from itertools import pairwise
 from unittest.mock import patch
 
 import pytest
 import torch
+from triton_device import DEVICE
 from triton_random_tensors import normal, poisoned_empty
-from triton_state_blocks import CONVOLUTION, DELTA, KINDS, MAMBA2, MAX_PENDING, States, batch_of
+from triton_state_blocks import CONVOLUTION, DELTA, KINDS, MAMBA2, MAX_PENDING, WIDE, States, batch_of
 
+from quire.core.states import StateKind
+from quire.kernels.contract import Requirements
 from quire.kernels.state_contract import RecurrenceWeights
 
 pytest.importorskip("triton")
@@ -133,6 +137,14 @@ def test_a_captured_plan_is_refilled_in_place(kind):
     assert [some.data_ptr() for some in tensors] == addresses
     with pytest.raises(ValueError, match="6 chunks of 6 tokens and 0 snapshots cannot hold 1 chunks of 1 tokens"):
         capture.refill_states(plan, batch_of([DECODE]))
+
+
+def test_keys_of_a_recurrence_may_be_too_long():
+    needed = Requirements(DEVICE, "float32", "float32", 16, (64,), state_kind=WIDE)
+    longer = StateKind("mamba2", num_value_heads=1, value_dim=4, conv_width=4, num_key_heads=1, key_dim=257)
+    assert TRITON.unsupported_reason(needed) is None
+    reason = TRITON.unsupported_reason(replace(needed, state_kind=longer))
+    assert reason == "keys of 257 numbers in a recurrence are longer than 256"
 
 
 @pytest.mark.parametrize("pairs", [[(0, 3)], [(0, 3), (3, 5), (2, 0)]])
