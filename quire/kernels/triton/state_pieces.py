@@ -13,6 +13,10 @@ from quire.kernels.triton.rounding import rounded
 from quire.kernels.triton.rowwise import activated, load_floats
 from quire.kernels.triton.state_inputs import NORM_EPS, convolved, gates, load_chunk
 
+# Three products of TF32 for one of float32, whose error is about that of float32. Products without tensor cores
+# ("ieee") take more registers than a program has.
+_PRECISION = tl.constexpr("tf32x3")
+
 
 @triton.jit
 def _store_state(
@@ -86,7 +90,7 @@ def recur_pieces(
     state = ()  # parts of (PART, COLUMNS)
     for i in tl.static_range(PARTS):
         places = state_ptr + (block * BLOCK_STRIDE + (i * PART + keys) * VALUE_DIM + columns)
-        state += (load_floats(places, (i * PART + keys < KEY_DIM) & are_values & (start > 0)),)
+        state += (load_floats(places, (i * PART + keys < KEY_DIM) & are_values & (start > 0)),)  # type: ignore[assignment]  # a tuple grows
     position = settled
     while position < stop:
         to_snapshot = tl.load(snapshots_ptr + 2 * snapshot, mask=snapshot < last, other=-1).to(tl.int64)
@@ -105,7 +109,7 @@ def recur_pieces(
         v = convolved(source, at, v_channels, inside & are_values, conv_weight_ptr, conv_bias_ptr, WIDTH, STRIDE, CONV)
         v = activated(v, "silu")
 
-        # all products with keys and the state come first, so that operands of products do not stay in registers
+        # all products with keys and the state come first, so that operands do not stay in registers
         k = ()  # parts of (PIECE, PART)
         k_square = tl.full((PIECE,), NORM_EPS, tl.float32)
         q_square = tl.full((PIECE,), NORM_EPS, tl.float32)
@@ -127,29 +131,26 @@ def recur_pieces(
             if DELTA:
                 k_square += tl.sum(k_part * k_part, 1)
                 q_square += tl.sum(q_part * q_part, 1)
-                pairs = tl.dot(k_part, tl.trans(k_part), pairs, input_precision="ieee")
-                expected = tl.dot(k_part, state[i], expected, input_precision="ieee")
-            seen = tl.dot(q_part, tl.trans(k_part), seen, input_precision="ieee")
-            y = tl.dot(q_part, state[i], y, input_precision="ieee")
-            k += (k_part,)
+                pairs = tl.dot(k_part, tl.trans(k_part), pairs, input_precision=_PRECISION)
+                expected = tl.dot(k_part, state[i], expected, input_precision=_PRECISION)
+            seen = tl.dot(q_part, tl.trans(k_part), seen, input_precision=_PRECISION)
+            y = tl.dot(q_part, state[i], y, input_precision=_PRECISION)
+            k += (k_part,)  # type: ignore[assignment]
         if DELTA:
             k_norm, q_norm = tl.rsqrt(k_square), tl.rsqrt(q_square) * (KEY_DIM**-0.5)
-        else:
-            k_norm, q_norm = tl.full((PIECE,), 1.0, tl.float32), tl.full((PIECE,), 1.0, tl.float32)
-
-        if DELTA:
             added = (v - expected * (tl.exp(sums) * k_norm)[:, None]) * factor[:, None]
-            pairs *= tl.exp(tl.minimum(sums[None, :] - sums[:, None], 0.0)) * k_norm[:, None]
-            pairs = tl.where(rows[:, None] < rows[None, :], pairs * (factor * k_norm)[None, :], 0.0)
+            pairs *= tl.exp(tl.minimum(sums[:, None] - sums[None, :], 0.0)) * k_norm[None, :]
+            pairs = tl.where(rows[:, None] > rows[None, :], pairs * (factor * k_norm)[:, None], 0.0)
             for i in range(1, (end - position).to(tl.int32)):
-                weights = tl.sum(tl.where(rows[None, :] == i, pairs, 0.0), 1)
+                weights = tl.sum(tl.where(rows[:, None] == i, pairs, 0.0), 0)
                 known = tl.sum(weights[:, None] * added, 0)
                 added = tl.where(rows[:, None] == i, added - known[None, :], added)
         else:
+            k_norm, q_norm = tl.full((PIECE,), 1.0, tl.float32), tl.full((PIECE,), 1.0, tl.float32)
             added = v * factor[:, None]
         seen *= tl.exp(tl.minimum(sums[:, None] - sums[None, :], 0.0)) * k_norm[None, :]
         seen = tl.where(rows[:, None] >= rows[None, :], seen, 0.0)
-        y = tl.dot(seen, added, y * tl.exp(sums)[:, None], input_precision="ieee") * q_norm[:, None]
+        y = tl.dot(seen, added, y * tl.exp(sums)[:, None], input_precision=_PRECISION) * q_norm[:, None]
         if skip_ptr is not None:
             y += tl.load(skip_ptr + head) * v
         tl.store(
@@ -161,7 +162,7 @@ def recur_pieces(
         before = state
         state = ()
         for i in tl.static_range(PARTS):
-            state += (tl.dot(tl.trans(k[i]), added, before[i] * tl.exp(whole), input_precision="ieee"),)
+            state += (tl.dot(tl.trans(k[i]), added, before[i] * tl.exp(whole), input_precision=_PRECISION),)  # type: ignore[assignment]
         if end == settles:
             live_ptr = state_ptr + block * BLOCK_STRIDE
             _store_state(live_ptr, state, keys, columns, INTERPRET, KEY_DIM, VALUE_DIM, PART, PARTS)

@@ -1,13 +1,17 @@
 """Recurrent states by the Triton kernels, token by token, against the reference."""
 
+from dataclasses import replace
 from itertools import pairwise
 from unittest.mock import patch
 
 import pytest
 import torch
+from triton_device import DEVICE
 from triton_random_tensors import normal, poisoned_empty
-from triton_state_blocks import CONVOLUTION, DELTA, KINDS, MAMBA2, MAX_PENDING, States, batch_of
+from triton_state_blocks import CONVOLUTION, DELTA, KINDS, MAMBA2, MAX_PENDING, WIDE, States, batch_of
 
+from quire.core.states import StateKind
+from quire.kernels.contract import Requirements
 from quire.kernels.state_contract import RecurrenceWeights
 
 pytest.importorskip("triton")
@@ -94,12 +98,12 @@ def test_a_step_follows_another_one():
 
 
 def run(states, kernels, cuts, pending):
-    """Outputs and final state of 12 tokens in chunks cut at `cuts`. Up to `pending` tokens are not settled."""
-    x, out = states.inputs(12), []
+    """Outputs and final state of 9 tokens in chunks cut at `cuts`. Up to `pending` tokens are not settled."""
+    x, out = states.inputs(9), []
     states.storage.data.zero_()
     settled = 0
-    for start, stop in pairwise((0, *cuts, 12)):
-        settles = 12 if stop == 12 else max(start, stop - pending)
+    for start, stop in pairwise((0, *cuts, 9)):
+        settles = 9 if stop == 9 else max(start, stop - pending)
         plan = kernels.plan_states(batch_of([DECODE, (start, stop, settled, settles)], [4, 3]), states.storage)
         rows = torch.cat((x[:1], x[start:stop]))
         out.append(kernels.recur(states.storage, 0, rows, states.weights, plan)[1:])
@@ -112,7 +116,7 @@ def run(states, kernels, cuts, pending):
 def test_deterministic_kernels_give_the_same_bits_in_any_chunks(kind):
     states = States(kind, input_dtype=torch.bfloat16)
     expected = run(states, TRITON_DETERMINISTIC, (), 0)
-    for cuts, pending in [((5,), 0), ((5, 6, 7), 1), ((2, 6, 9), MAX_PENDING)]:
+    for cuts, pending in [((4, 5), 0), ((2, 5, 7), MAX_PENDING)]:
         for found, wanted in zip(run(states, TRITON_DETERMINISTIC, cuts, pending), expected, strict=True):
             assert torch.equal(found, wanted)
 
@@ -133,6 +137,14 @@ def test_a_captured_plan_is_refilled_in_place(kind):
     assert [some.data_ptr() for some in tensors] == addresses
     with pytest.raises(ValueError, match="6 chunks of 6 tokens and 0 snapshots cannot hold 1 chunks of 1 tokens"):
         capture.refill_states(plan, batch_of([DECODE]))
+
+
+def test_keys_of_a_recurrence_may_be_too_long():
+    needed = Requirements(DEVICE, "float32", "float32", 16, (64,), state_kind=WIDE)
+    longer = StateKind("mamba2", num_value_heads=1, value_dim=4, conv_width=4, num_key_heads=1, key_dim=257)
+    assert TRITON.unsupported_reason(needed) is None
+    reason = TRITON.unsupported_reason(replace(needed, state_kind=longer))
+    assert reason == "keys of 257 numbers in a recurrence are longer than 256"
 
 
 @pytest.mark.parametrize("pairs", [[(0, 3)], [(0, 3), (3, 5), (2, 0)]])
