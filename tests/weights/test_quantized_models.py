@@ -19,11 +19,12 @@ from quire.weights.checkpoint import FolderCheckpoint
 from quire.weights.schemes import AT_LOAD
 
 _C = pytest.importorskip("quire.kernels.cpu._C", reason="the CPU kernels are not built", exc_type=ImportError)
-cpu = pytest.importorskip("quire.kernels.cpu.kernels")
+cpu = pytest.importorskip("quire.kernels.cpu.kernels").CPU
 
 KINDS = ["llama-gqa-tied", "qwen2-upper-window", "qwen2-moe", "mixtral-window", "gpt2", "gemma2", "opt-post-norm"]
 OTHERS = [  # with other layouts of weights: fused, stacked, in rotary pairs, with gates and activations of their own
     *("glm4", "arcee-biases", "nemotron-biases", "apertus", "granite-moe-shared", "ernie4-5-moe", "laguna"),
+    *("qwen3-next", "lfm2", "granite-hybrid", "nemotron-h"),
 ]
 INTEGERS = ("int8", "int4")
 PROMPTS = ["The capital of France is", "ENGLISH TO FRENCH: the red house ->"]

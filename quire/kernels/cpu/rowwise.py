@@ -88,13 +88,11 @@ def gate(x: Tensor, activation: str) -> Tensor:
 
 def activate(x: Tensor, activation: str) -> Tensor:
     """activation(x)."""
+    is_slice = x.dim() == 2 and x.stride(1) == 1 and not x.is_contiguous()  # of a wider product
+    x = x if is_slice else x.contiguous()
+    rows, size, stride = (*x.shape, x.stride(0)) if is_slice else (1, x.numel(), 0)
     out = empty(x.shape, x.dtype)
-    if x.is_contiguous():
-        _C.activate(x, out, dtype_code(x), _CODES[activation], 0, 1, x.numel(), 0)
-    else:
-        rows = _rows(x, 1)
-        number, stride = rows.outer * rows.inner, rows.stride if rows.inner == 1 else rows.size
-        _C.activate(rows.x, out, dtype_code(x), _CODES[activation], 0, number, rows.size, stride)
+    _C.activate(x, out, dtype_code(x), _CODES[activation], 0, rows, size, stride)
     return out
 
 

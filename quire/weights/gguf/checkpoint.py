@@ -112,9 +112,11 @@ class GgufCheckpoint:
         for name in sorted(schemes, key=lambda name: self._position(self._source(name))):
             origin, scheme = self._sources[name], schemes[name]
             rows, rest = self._decoded(origin, ranges.get(name), quantized_rows)
+            stored = self._stored(name).scheme or scheme
+            if origin.moved_parts and (own := scheme_of(self._entries[origin.name].type)) is not None:
+                rows = convert(rows, own, stored)
             if origin.transform:
                 rows = rows.map_rows(origin.transform)
-            stored = self._stored(name).scheme or scheme
             yield name, convert(part_of_rows(rows, stored, rest), stored, scheme)
 
     def _decoded(self, origin: TensorSource, ranges: Ranges | None, decode: Decode[T]) -> tuple[T, Ranges | None]:
@@ -148,7 +150,7 @@ class GgufCheckpoint:
                 shape = tuple(origin.transform(torch.empty(shape, device="meta")).shape)
             except RuntimeError as error:
                 raise self.metadata.error(f"{origin.name} of shape {shape} does not fit the number of heads") from error
-        scheme = scheme_of(entry.type) if len(shape) == 2 and not origin.moves_columns else None
+        scheme = origin.scheme(scheme_of(entry.type), shape[1]) if len(shape) == 2 else None
         num_bytes = entry.part_bytes(origin.part)
         return StoredTensor(entry.file.path, shape, entry.type.name, num_bytes, is_float=True, scheme=scheme)
 

@@ -9,8 +9,10 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from quire.kernels.contract import Scheme
 from quire.weights.gguf.hybrids import group_value_columns, group_values, log_of_decay, with_channel_axis
 from quire.weights.gguf.info import GgufInfo
+from quire.weights.schemes import without_factors
 
 Transform = Callable[[Tensor], Tensor]
 
@@ -54,10 +56,23 @@ class TensorSource:
     transform: Transform | None = None
 
     @property
-    def moves_columns(self) -> bool:
-        """Whether the transform changes the columns of a row, so that its codes cannot be kept."""
-        function = self.transform.func if isinstance(self.transform, partial) else self.transform
-        return function in (transposed, group_value_columns)
+    def moved_parts(self) -> int:
+        """Equal parts of a row whose order the transform changes; 0 if it leaves rows as they are."""
+        change = self.transform
+        moves = isinstance(change, partial) and change.func is group_value_columns
+        return int(change.keywords["heads"]) if isinstance(change, partial) and moves else 0
+
+    def scheme(self, stored: Scheme | None, columns: int) -> Scheme | None:
+        """The scheme of the codes behind the transform, of a row of `columns` in the scheme `stored`; None: no codes.
+
+        Groups that share a factor may be torn apart, so that there are no factors.
+        """
+        if stored is None or self.transform is transposed:
+            return None
+        if not self.moved_parts:
+            return stored
+        size = stored.group_size or columns
+        return without_factors(stored) if columns // self.moved_parts % size == 0 else None
 
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}

@@ -113,6 +113,8 @@ def test_activations_and_gates_are_those_of_the_reference(seed, rows, size, dtyp
     strided = torch.cat((x, x), 1)[:, : 2 * size]
     assert torch.equal(cpu.gate(strided, activation), cpu.gate(x, activation))
     assert torch.equal(cpu.activate(strided, activation), cpu.activate(x, activation))
+    heads = x.view(rows, 2, size)
+    assert torch.equal(cpu.activate(heads_of_product(heads), activation), cpu.activate(heads, activation))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
