@@ -75,7 +75,7 @@ class KeyReport:
         self._public = public
         self._states = states
         self._key_of: dict[int, bytes] = {}  # the key of each reported block, for a model with recurrent states
-        self._state_keys: set[bytes] = set()  # reported
+        self._state_key_of: dict[int, bytes] = {}  # the reported key of the snapshot of each block that has one
         self._trees = index.trees if isinstance(index, RadixIndex) else None
         self._changes = None if self._trees is None else self._trees.report_changes(counts_uses=False)
         self._runs: dict[Node, _Run] = {}
@@ -86,21 +86,30 @@ class KeyReport:
     @property
     def keys(self) -> set[bytes]:
         """All keys that were reported."""
-        return self._state_keys.union(*(run.keys for run in self._runs.values()))
+        return {*self._state_key_of.values()}.union(*(run.keys for run in self._runs.values()))
 
     def take(self, unwritten: Collection[int]) -> KeyChanges:
         """The changes since the last call. unwritten: blocks of group 0 that uncommitted steps write."""
-        changes = self._take_blocks(unwritten)
+        changed_blocks: set[int] = set()
+        changes = self._take_blocks(unwritten, changed_blocks)
         if self._states is None:
             return changes
-        before, key_of = self._state_keys, self._key_of
-        now = {state_key(key_of[block]) for block in self._states.written_anchors if block in key_of}
-        self._state_keys = now
-        if now == before:
-            return changes
-        return KeyChanges(changes.added + sorted(now - before), changes.removed + sorted(before - now))
+        old, new = self._take_snapshots(self._states.written_anchors, changed_blocks)
+        return KeyChanges(changes.added + sorted(new - old), changes.removed + sorted(old - new))
 
-    def _take_blocks(self, unwritten: Collection[int]) -> KeyChanges:
+    def _take_snapshots(self, anchors: set[int], changed_blocks: set[int]) -> tuple[set[bytes], set[bytes]]:
+        """The keys of snapshots that left, and those that came; one may be in both."""
+        known, old, new = self._state_key_of, set(), set()
+        for block in (known.keys() ^ anchors) | (known.keys() & changed_blocks):
+            if block in known:
+                old.add(known.pop(block))
+            if block in anchors and block in self._key_of:
+                known[block] = state_key(self._key_of[block])
+                new.add(known[block])
+        return old, new
+
+    def _take_blocks(self, unwritten: Collection[int], changed_blocks: set[int]) -> KeyChanges:
+        """The changes of blocks. Adds to `changed_blocks` those whose key may be another, if there are states."""
         if self._trees is None or self._changes is None:
             return KeyChanges()
         changed = self._changes.take()
@@ -132,6 +141,7 @@ class KeyReport:
         for block in lost:
             self._key_of.pop(block, None)
         self._key_of.update(found)
+        changed_blocks.update(lost, found)
         return KeyChanges(sorted(new - old), sorted(old - new))
 
     def _run_of(self, node: Node, known: _Run | None, unwritten: Collection[int]) -> tuple[_Run, int]:

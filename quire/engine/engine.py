@@ -73,9 +73,8 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
             *("num_running", "num_waiting", "kv_blocks_used", "kv_blocks_total", "failed_in_a_row"),
             *("last_step_seconds", "kv_blocks_cached", "host_blocks_used", "host_blocks_total"),
             *("num_step_tokens", "step_sizes", "waiting_because"),  # the histogram restarts with each engine
-            *("drafts", "accepted_by_place", "prompts"),
+            *("drafts", "accepted_by_place", "prompts", "state_blocks_used", "state_blocks_total", "num_snapshots"),
             *("num_adapters", "adapter_bytes", "num_waiting_for_adapters", "adapter_requests"),
-            *("state_blocks_used", "state_blocks_total", "num_snapshots"),
         )
     )
 
