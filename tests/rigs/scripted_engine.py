@@ -248,6 +248,7 @@ class Rig:
             assert most > 0, "the engine makes no progress"
         assert self.cache.pools.num_available + self.cache.num_pinned == self.cache.pools.num_blocks
         assert self.cache.host_pools.num_free == self.cache.host_pools.num_blocks
+        assert not self.scheduler.leaks
         if self.only_scripted:
             assert self.engine.stats().failed_steps <= self.num_failures, "a step failed that was not meant to"
 
