@@ -1,7 +1,7 @@
 """The block table of one sequence."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from msgspec import structs
 
@@ -12,6 +12,20 @@ from quire.core.scheduling_params import Retention
 ABSENT = -1  # instead of a block that lies wholly before the window of its group
 
 _NAMESPACE = Namespace()
+
+
+@dataclass(slots=True, eq=False)
+class Snapshot:
+    """A state that sequences may start from, behind any position from `settled` to that of its last input."""
+
+    block: int
+    settled: int
+    rest: tuple[int, ...]  # tokens behind the anchor's, up to the last input of the block
+    seconds: float  # that it saves
+    step: int  # that writes it
+    anchor: int = ABSENT  # block of group 0 in the prefix index with the last whole block before `settled`
+    uses: int = 1
+    value: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +42,7 @@ class LiveState:
     last_step: int = -1
     wanted: tuple[int, ...] = ()  # positions, ascending, behind which the sequence is to leave snapshots
     last_snapshot: int = 0  # position of the snapshot behind which it computes
+    unindexed: list[Snapshot] = field(default_factory=list)  # whose prefix the index lacks yet
 
 
 class IndexHandle:

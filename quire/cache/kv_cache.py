@@ -19,7 +19,7 @@ from types import MappingProxyType
 from quire.cache.admission_check import Admission, AdmissionLimits, fitting_match, has_available_blocks
 from quire.cache.audit import RefCountAudit, count_shared_blocks
 from quire.cache.block_pool import BlockPool, Pools
-from quire.cache.block_table import BlockTable
+from quire.cache.block_table import BlockTable, Snapshot
 from quire.cache.copies import PendingMoves
 from quire.cache.evictor import Evictor
 from quire.cache.host_pool import HostPool, SwapRecord
@@ -29,7 +29,7 @@ from quire.cache.prefix.eviction import RecomputeSeconds, default_recompute_seco
 from quire.cache.prefix.index import NO_MATCH, EvictionCause, EvictionRecord, PrefixIndex, PrefixMatch
 from quire.cache.prefix.new_index import new_index
 from quire.cache.retention import NO_RETENTION, SequenceRetention
-from quire.cache.states import Snapshot, StateBlocks
+from quire.cache.states import StateBlocks
 from quire.cache.swap_planner import SwapPlanner
 from quire.config import CacheConfig
 from quire.core.events import Event

@@ -14,13 +14,12 @@ least value leaves: the seconds that it saves times its uses, plus the value of 
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from math import inf
 from typing import NamedTuple
 
 from quire.cache.block_pool import BlockPool
-from quire.cache.block_table import ABSENT, BlockTable, LiveState
+from quire.cache.block_table import ABSENT, BlockTable, LiveState, Snapshot
 from quire.cache.copies import PendingMoves
 from quire.cache.in_flight import InFlight
 from quire.cache.prefix.eviction import RecomputeSeconds, default_recompute_seconds
@@ -34,20 +33,6 @@ from quire.core.step import StateChunks
 _NUM_TURN_ENDS = 3  # of a prompt, behind which snapshots are taken, the last ones; and behind the first
 _PLANNED = 2**62  # the step that is being planned
 _MOST_EVICTED = 1024  # snapshots whose eviction is recorded
-
-
-@dataclass(slots=True, eq=False)
-class Snapshot:
-    """A state that sequences may start from, behind any position from `settled` to that of its last input."""
-
-    block: int
-    settled: int
-    anchor: int  # block of group 0 in the prefix index
-    rest: tuple[int, ...]  # tokens behind the anchor's, up to the last input of the block
-    seconds: float  # that it saves
-    step: int  # that writes it
-    uses: int = 1
-    value: float = 0.0
 
 
 class _Evicted(NamedTuple):
@@ -184,10 +169,13 @@ class StateBlocks:
     def find(self, table: BlockTable, position: int) -> Snapshot | None:
         """A snapshot for exactly this position of a table; None if there is none."""
         self._drop_unanchored()
-        end = position - position % self._block_size
-        for snapshot in self._anchored.get(self._anchor(table, position), ()):
+        end, live = position - position % self._block_size, table.state
+        candidates = list(self._anchored.get(self._anchor(table, position), ()))
+        candidates += live.unindexed if live is not None else []
+        for snapshot in candidates:
             rest = tuple(table.tokens[end:position])
-            if snapshot.settled <= position and snapshot.rest[: len(rest)] == rest and snapshot.step != _PLANNED:
+            is_there = end <= snapshot.settled <= position and snapshot.rest[: len(rest)] == rest
+            if is_there and snapshot.step != _PLANNED:
                 return snapshot
         return None
 
@@ -279,9 +267,12 @@ class StateBlocks:
             return
         self._num_tables[live.block] -= 1
         is_void = bool(self._copies.cancel(self._group, (live.block,)))
+        self._enter_late(table, live)
         last = min(live.stop, num_tokens)
         if not is_void and self._has_index and self._block_size <= live.settled <= last:
-            self._add(table, live.last_snapshot, (live.settled, last), live.block, live.last_step)
+            snapshot = self._new_snapshot(table, live, last, live.last_step)
+            if snapshot.anchor != ABSENT and not self._is_known(snapshot):
+                self._enter(snapshot)
         self._in_flight.deferred_decr_ref(self._group, live.block)
 
     # Steps
@@ -290,6 +281,8 @@ class StateBlocks:
         """Plan the next chunk of the step, [start, stop) of a table. Tokens from `num_known` on may still change."""
         live = table.state
         assert live is not None and live.settled <= start <= live.stop, "the block does not stand behind this position"
+        if live.unindexed:
+            self._enter_late(table, live)
         settles = max(start, min(stop, num_known))
         assert stop - settles <= self.max_pending, "too many tokens may still change"
         while live.wanted and live.wanted[0] <= settles:
@@ -334,9 +327,13 @@ class StateBlocks:
         void = []
         for seq_id, table in tables.items():
             live = table.state
-            if live is not None and live.last_step >= step_id:
-                live.stop = -1
-                void.append(seq_id)
+            if live is None or live.last_step < step_id:
+                continue
+            live.stop = -1
+            void.append(seq_id)
+            for snapshot in [one for one in live.unindexed if one.step >= step_id]:
+                live.unindexed.remove(snapshot)
+                self._in_flight.deferred_decr_ref(self._group, snapshot.block)
         return void
 
     def flush(self) -> None:
@@ -356,7 +353,9 @@ class StateBlocks:
 
     def owners(self, tables: Iterable[BlockTable]) -> Counter[int]:
         """References of live blocks, snapshots and the planned step, per block."""
-        owners = Counter(table.state.block for table in tables if table.state is not None)
+        lives = [table.state for table in tables if table.state is not None]
+        owners = Counter(live.block for live in lives)
+        owners.update(snapshot.block for live in lives for snapshot in live.unindexed)
         owners.update(self._by_block.keys())
         owners.update(snapshot.block for snapshot in self._taken)
         return owners
@@ -392,47 +391,67 @@ class StateBlocks:
     # Snapshots
 
     def _take_snapshot(self, table: BlockTable, live: LiveState, position: int) -> None:
-        """Let the planned chunk of a table write a snapshot, if its prefix is in the index and a block is available."""
-        if not self.pool.num_available:
+        """Let the planned chunk of a table write a snapshot, if there is none and a block is available."""
+        snapshot = self._new_snapshot(table, live, position, _PLANNED)
+        if not self.pool.num_available or self._is_known(snapshot):
             return
-        block = self._allocate(table)
-        snapshot = self._add(table, live.last_snapshot, (position, position), block, _PLANNED)
-        if snapshot is None:
-            self.pool.decr_ref(block)
-            return
+        snapshot.block = self._allocate(table)
+        if snapshot.anchor == ABSENT:
+            self.pool.incr_ref(snapshot.block)
+            live.unindexed.append(snapshot)
+        else:
+            self._enter(snapshot)
         live.last_snapshot = position
         self._taken.append(snapshot)
-        self._snapshots.append((len(self._chunks), position, block))
+        self._snapshots.append((len(self._chunks), position, snapshot.block))
 
-    def _add(self, table: BlockTable, base: int, positions: tuple[int, int], block: int, step: int) -> Snapshot | None:
-        """Make a block a snapshot for positions of a table. None if there is one, or the index lacks their prefix.
-
-        base: the position that a sequence would start from without the snapshot.
-        """
-        self._drop_unanchored()
-        settled, last = positions
-        anchor = self._anchor(table, settled)
-        if anchor == ABSENT:
-            return None
-        rest = tuple(table.tokens[settled - settled % self._block_size : last])
-        there = self._anchored.setdefault(anchor, [])
-        if any(one.rest[: len(rest)] == rest and one.settled <= last for one in there):
-            return None
-        seconds = self._seconds(settled - min(base, settled), min(base, settled))
+    def _new_snapshot(self, table: BlockTable, live: LiveState, last: int, step: int) -> Snapshot:
+        """A snapshot of a live block, for positions up to `last`; a planned one, without a block, stands behind it."""
+        settled = last if step == _PLANNED else live.settled
+        base = min(live.last_snapshot, settled)
+        seconds = self._seconds(settled - base, base)
         if not 0 < seconds < inf:
-            seconds = default_recompute_seconds(settled - min(base, settled), min(base, settled))
-        snapshot = Snapshot(block, settled, anchor, rest, seconds, step)
-        self.pool.enter_index(block)
-        self._by_block[block] = snapshot
-        there.append(snapshot)
+            seconds = default_recompute_seconds(settled - base, base)
+        rest = tuple(table.tokens[settled - settled % self._block_size : last])
+        block = ABSENT if step == _PLANNED else live.block
+        return Snapshot(block, settled, rest, seconds, step, self._anchor(table, settled))
+
+    def _enter_late(self, table: BlockTable, live: LiveState) -> None:
+        """Let snapshots of a table enter the index whose prefix it lacked when they were planned."""
+        late, live.unindexed = live.unindexed, []
+        for snapshot in late:
+            whole = snapshot.settled // self._block_size
+            if table.state is live and table.cursor.num_indexed < whole:
+                live.unindexed.append(snapshot)
+                continue
+            snapshot.anchor = self._anchor(table, snapshot.settled)
+            if snapshot.anchor != ABSENT and not self._is_known(snapshot):
+                self._enter(snapshot)
+            self._in_flight.deferred_decr_ref(self._group, snapshot.block)
+
+    def _is_known(self, snapshot: Snapshot) -> bool:
+        """Whether sequences can start from another snapshot just as well."""
+        rest, last = snapshot.rest, snapshot.settled - snapshot.settled % self._block_size + len(snapshot.rest)
+        there = self._anchored.get(snapshot.anchor, ())
+        return any(one.rest[: len(rest)] == rest and one.settled <= last for one in there)
+
+    def _enter(self, snapshot: Snapshot) -> None:
+        """Let sequences start from a snapshot whose prefix is in the index."""
+        self.pool.enter_index(snapshot.block)
+        self._by_block[snapshot.block] = snapshot
+        self._anchored.setdefault(snapshot.anchor, []).append(snapshot)
         self._enter_order(snapshot)
-        return snapshot
 
     def _anchor(self, table: BlockTable, position: int) -> int:
         """The block of the index with the last whole block before a position of a table; ABSENT if there is none."""
+        self._drop_unanchored()
         whole = position // self._block_size
+        if not whole:
+            return ABSENT
+        if table.state is not None and table.cursor.num_indexed >= whole:
+            return table.blocks[0][whole - 1]
         found = self._index().match_prefix(table.namespace, table.tokens[: whole * self._block_size])
-        return found.blocks[0][-1] if whole and found.blocks and len(found.blocks[0]) == whole else ABSENT
+        return found.blocks[0][-1] if found.blocks and len(found.blocks[0]) == whole else ABSENT
 
     def _enter_order(self, snapshot: Snapshot) -> None:
         snapshot.value = self._last_value + snapshot.uses * snapshot.seconds
