@@ -68,6 +68,7 @@ class ReadNames(FolderCheckpoint):
     [
         ("qwen2-vl", "visual"),
         ("qwen3-vl", "model.visual"),
+        ("qwen3-5", "model.visual"),
         ("llava-next", "image_newline, multi_modal_projector, vision_tower"),
         ("smolvlm", "model.connector, model.vision_model"),
     ],
