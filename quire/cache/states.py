@@ -32,6 +32,7 @@ from quire.core.step import StateChunks
 
 _NUM_TURN_ENDS = 3  # of a prompt, behind which snapshots are taken, the last ones; and behind the first
 _PLANNED = 2**62  # the step that is being planned
+_UNMEASURED = 1e-6  # seconds of a unit of default_recompute_seconds, below those of any measured one
 _MOST_EVICTED = 1024  # snapshots whose eviction is recorded
 
 
@@ -411,7 +412,7 @@ class StateBlocks:
         base = min(live.last_snapshot, settled)
         seconds = self._seconds(settled - base, base)
         if not 0 < seconds < inf:
-            seconds = default_recompute_seconds(settled - base, base)
+            seconds = _UNMEASURED * default_recompute_seconds(settled - base, base)
         rest = tuple(table.tokens[settled - settled % self._block_size : last])
         block = ABSENT if step == _PLANNED else live.block
         return Snapshot(block, settled, rest, seconds, step, self._anchor(table, settled))
