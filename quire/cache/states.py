@@ -354,9 +354,9 @@ class StateBlocks:
 
     def owners(self, tables: Iterable[BlockTable]) -> Counter[int]:
         """References of live blocks, snapshots and the planned step, per block."""
-        lives = [table.state for table in tables if table.state is not None]
-        owners = Counter(live.block for live in lives)
-        owners.update(snapshot.block for live in lives for snapshot in live.unindexed)
+        held = [table.state for table in tables if table.state is not None]
+        owners = Counter(live.block for live in held)
+        owners.update(snapshot.block for live in held for snapshot in live.unindexed)
         owners.update(self._by_block.keys())
         owners.update(snapshot.block for snapshot in self._taken)
         return owners
