@@ -22,6 +22,7 @@ class Snapshot:
     settled: int
     rest: tuple[int, ...]  # tokens behind the anchor's, up to the last input of the block
     seconds: float  # that it saves
+    base: int  # position that a sequence would start from without it
     step: int  # that writes it
     anchor: int = ABSENT  # block of group 0 in the prefix index with the last whole block before `settled`
     uses: int = 1
@@ -42,6 +43,7 @@ class LiveState:
     last_step: int = -1
     wanted: tuple[int, ...] = ()  # positions, ascending, behind which the sequence is to leave snapshots
     last_snapshot: int = 0  # position of the snapshot behind which it computes
+    begun: Snapshot | None = None  # from which it has started
     unindexed: list[Snapshot] = field(default_factory=list)  # whose prefix the index lacks yet
 
 

@@ -33,6 +33,7 @@ from quire.core.step import StateChunks
 _NUM_TURN_ENDS = 3  # of a prompt, behind which snapshots are taken, the last ones; and behind the first
 _PLANNED = 2**62  # the step that is being planned
 _UNMEASURED = 1e-6  # seconds of a unit of default_recompute_seconds, below those of any measured one
+_USED_ONCE = 2  # uses of a snapshot from which one sequence has started
 _MOST_EVICTED = 1024  # snapshots whose eviction is recorded
 
 
@@ -83,6 +84,7 @@ class StateBlocks:
         self._written: list[LiveState] = []  # by the step that is being planned
         self._taken: list[Snapshot] = []  # the same
         self._chunks: list[tuple[int, int, int]] = []  # of the planned step: block, settled, settles
+        self._planned: list[tuple[BlockTable, int]] = []  # of these chunks: the table, and where the chunk starts
         self._snapshots: list[tuple[int, int, int]] = []  # of the planned step: chunk, position, block
         kv_pool.watch_index()
 
@@ -127,12 +129,21 @@ class StateBlocks:
         return NO_MATCH._replace(num_public=found.num_public), None
 
     def is_coming(self, namespace: Namespace, tokens: Sequence[int]) -> bool:
-        """Whether the planned step writes a snapshot for a prefix of `tokens`, a block or more behind all others."""
-        if not self._taken:
+        """Whether the planned step writes a snapshot for a prefix of `tokens`, a block or more behind all others.
+
+        If a chunk of the step computes the end of the match of keys and values, it is made to leave one there.
+        """
+        if not self._chunks:
             return False
         found = self._index().match_prefix(namespace, tokens)
-        least = self.match(found, tokens)[0].num_tokens + self._block_size
-        places = {block: index for index, block in enumerate(found.blocks[0] if found.blocks else ())}
+        blocks = found.blocks[0] if found.blocks else []
+        end, least = len(blocks) * self._block_size, self.match(found, tokens)[0].num_tokens + self._block_size
+        if end < least:
+            return False
+        for chunk, ((table, start), (_, _, settles)) in enumerate(zip(self._planned, self._chunks, strict=True)):
+            if start < end <= settles and table.state is not None and table.blocks[0][len(blocks) - 1] == blocks[-1]:
+                self._take_snapshot(table, table.state, end, chunk)
+        places = {block: index for index, block in enumerate(blocks)}
         return any(
             one.anchor in places and self._start_from(one, places[one.anchor], found, tokens) >= least
             for one in self._taken
@@ -202,7 +213,7 @@ class StateBlocks:
                 self._enter_order(snapshot)
             else:
                 self._drop_for(table, snapshot)
-            live = LiveState(block, snapshot.settled, position, snapshot.step, last_snapshot=position)
+            live = LiveState(block, snapshot.settled, position, snapshot.step, last_snapshot=position, begun=snapshot)
         self._num_tables[live.block] = 1
         table.state = live
 
@@ -290,8 +301,9 @@ class StateBlocks:
             position, *wanted = live.wanted
             live.wanted = tuple(wanted)
             if position > start:
-                self._take_snapshot(table, live, position)
+                self._take_snapshot(table, live, position, len(self._chunks))
         self._chunks.append((live.block, live.settled, settles))
+        self._planned.append((table, start))
         live.settled, live.stop = settles, stop
         if live.last_step != _PLANNED:
             live.last_step = _PLANNED
@@ -305,7 +317,8 @@ class StateBlocks:
     def take_chunks(self) -> StateChunks:
         """The state blocks of all chunks of the step, which is complete."""
         chunks, self._chunks = self._chunks, []
-        snapshots, self._snapshots = self._snapshots, []
+        snapshots, self._snapshots = sorted(self._snapshots), []
+        self._planned.clear()
         return StateChunks.of(chunks, snapshots)
 
     def launched(self, step_id: int) -> None:
@@ -391,8 +404,8 @@ class StateBlocks:
 
     # Snapshots
 
-    def _take_snapshot(self, table: BlockTable, live: LiveState, position: int) -> None:
-        """Let the planned chunk of a table write a snapshot, if there is none and a block is available."""
+    def _take_snapshot(self, table: BlockTable, live: LiveState, position: int, chunk: int) -> None:
+        """Let a planned chunk of a table write a snapshot, if there is none and a block is available."""
         snapshot = self._new_snapshot(table, live, position, _PLANNED)
         if not self.pool.num_available or self._is_known(snapshot):
             return
@@ -402,20 +415,26 @@ class StateBlocks:
             live.unindexed.append(snapshot)
         else:
             self._enter(snapshot)
-        live.last_snapshot = position
+        live.last_snapshot, live.begun = max(live.last_snapshot, position), None
         self._taken.append(snapshot)
-        self._snapshots.append((len(self._chunks), position, snapshot.block))
+        self._snapshots.append((chunk, position, snapshot.block))
 
     def _new_snapshot(self, table: BlockTable, live: LiveState, last: int, step: int) -> Snapshot:
-        """A snapshot of a live block, for positions up to `last`; a planned one, without a block, stands behind it."""
+        """A snapshot of a live block, for positions up to `last`; a planned one, without a block, stands behind it.
+
+        It takes the place of the one that the sequence has started from if no other sequence has done so: it then saves
+        what both save. So of a chat whose turns end in snapshots, the last one stays longest.
+        """
         settled = last if step == _PLANNED else live.settled
-        base = min(live.last_snapshot, settled)
+        base, begun = min(live.last_snapshot, settled), live.begun
+        if begun is not None and begun.uses == _USED_ONCE:
+            base = min(base, begun.base)
         seconds = self._seconds(settled - base, base)
         if not 0 < seconds < inf:
             seconds = _UNMEASURED * default_recompute_seconds(settled - base, base)
         rest = tuple(table.tokens[settled - settled % self._block_size : last])
         block = ABSENT if step == _PLANNED else live.block
-        return Snapshot(block, settled, rest, seconds, step, self._anchor(table, settled))
+        return Snapshot(block, settled, rest, seconds, base, step, self._anchor(table, settled))
 
     def _enter_late(self, table: BlockTable, live: LiveState) -> None:
         """Let snapshots of a table enter the index whose prefix it lacked when they were planned."""
