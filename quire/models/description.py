@@ -78,6 +78,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "Lfm2ForCausalLM": hybrids.LFM2,
         "Lfm2MoeForCausalLM": hybrids.LFM2_MOE,
         "GraniteMoeHybridForCausalLM": hybrids.GRANITE_HYBRID,
+        "KimiLinearForCausalLM": hybrids.KIMI_LINEAR,
         "GPT2LMHeadModel": gpt_like.GPT2,
         "OPTForCausalLM": gpt_like.OPT,
         "GPTNeoXForCausalLM": gpt_like.NEOX,
@@ -162,6 +163,7 @@ MODEL_TYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "Lfm2ForCausalLM": ("lfm2",),
         "Lfm2MoeForCausalLM": ("lfm2_moe",),
         "GraniteMoeHybridForCausalLM": ("granitemoehybrid",),
+        "KimiLinearForCausalLM": ("kimi_linear",),
         "GPT2LMHeadModel": ("gpt2",),
         "OPTForCausalLM": ("opt",),
         "GPTNeoXForCausalLM": ("gpt_neox",),
@@ -315,7 +317,8 @@ class ModelDescription:
             rows, columns = (columns, rows) if place.transposed else (rows, columns)
             return math.prod(stack) * scheme.num_bytes(rows, columns)
         kept = "float32" if place.offset or place.is_float32 else dtype
-        return math.prod(place.read_shape) * DTYPES[kept].itemsize
+        shape = place.read_shape if place.latent is None else place.latent.expanded_shape(place.shape[0])
+        return math.prod(shape) * DTYPES[kept].itemsize
 
     @cached_property
     def weight_map(self) -> Mapping[str, Placement]:

@@ -5,8 +5,8 @@ The inputs of a token go through a causal convolution, depthwise over `conv_widt
 
 delta     q and k are divided by sqrt(sum of squares + 1e-6), and q by sqrt(key_dim). beta = sigmoid(b),
           g = decay * softplus(a + time_bias). S = exp(g) S; S += k (beta (v - S^T k))^T; output S^T q.
-kda       the same with g of each number of a key, which is a factor of its row: g = decay * softplus(a + time_bias) with
-          the decay of the value head, a and time_bias of the number. S = diag(exp(g)) S.
+kda       the same, but a, time_bias and so g are of each number of the key head, and exp(g) has a factor of each row:
+          S = diag(exp(g)) S.
 mamba2    t = softplus(time step + time_bias), limited to `time_limits`. S = exp(decay t) S + k (t v)^T;
           output S^T q + skip v.
 

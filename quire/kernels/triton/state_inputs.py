@@ -109,7 +109,7 @@ def key_gates(
     STRIDE: tl.constexpr,
 ):
     """Of "kda": logarithms of the factors of the rows of a head's state, and beta."""
-    beta = sigmoid(raw_inputs(source, position, CHANNELS + head, True, WIDTH, STRIDE))
+    beta = sigmoid(raw_inputs(source, position, CHANNELS + head, head >= 0, WIDTH, STRIDE))
     a = raw_inputs(source, position, CHANNELS + VALUE_HEADS + keys, inside, WIDTH, STRIDE)
     times = activated(a + tl.load(time_bias_ptr + keys, mask=inside, other=0.0), "softplus")
     return tl.load(decay_ptr + head) * times, beta

@@ -1,8 +1,8 @@
 """Recurrent states: see `reference.states`. A program has some value columns of one head of a chunk.
 
 It goes through the inputs that its block has beside the state, then through the chunk's tokens: one by one, or in
-pieces of prompts, which "kda" does not have. The block's inputs are replaced by a second kernel, because programs of several value heads read
-those of their common key head.
+pieces of prompts, which "kda" does not have. The block's inputs are replaced by a second kernel, because programs of
+several value heads read those of their common key head.
 """
 
 from typing import Any
