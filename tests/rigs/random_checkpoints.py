@@ -1,6 +1,7 @@
 """Random checkpoints, small enough to create in a test, saved by transformers."""
 
 import re
+from math import prod
 from pathlib import Path
 
 import torch
@@ -686,6 +687,12 @@ def num_stored(model: PreTrainedModel) -> int:
     """Numbers of the parameters and buffers that a checkpoint has: biases of routers and xIELU's are buffers."""
     buffers = [name for name, _ in model.named_buffers() if name in model.state_dict()]
     return sum(tensor.numel() for tensor in [*model.parameters(), *map(model.get_buffer, buffers)])
+
+
+def num_expanded(description) -> int:
+    """Numbers that the weights of a description's decoder have beside its parameters: zeros and ones of latent keys."""
+    places = [place for place in description.weight_map.values() if place.latent is not None]
+    return sum(prod(place.latent.expanded_shape(place.shape[0])) - prod(place.shape) for place in places)
 
 
 def save(

@@ -60,6 +60,7 @@ MODELS = {
     "Lfm2ForCausalLM": "LFM2 350M, 700M, 1.2B, 2.6B",
     "Lfm2MoeForCausalLM": "LFM2 8B-A1B",
     "GraniteMoeHybridForCausalLM": "Granite 4.0 H Micro, H Tiny, H Small, Micro",
+    "KimiLinearForCausalLM": "Kimi Linear 48B-A3B",
     "GPT2LMHeadModel": "GPT-2, DistilGPT-2",
     "OPTForCausalLM": "OPT, 350M too",
     "GPTNeoXForCausalLM": "Pythia, GPT-NeoX 20B, RedPajama-INCITE",
