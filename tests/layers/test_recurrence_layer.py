@@ -72,7 +72,7 @@ def test_a_replay_of_captured_kernels_equals_the_reference(name, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @torch.inference_mode()
 def test_latent_attention_is_captured_too(dtype):
-    latent, heads = Latent(rank=20, key_dim=6, shared_dim=4, value_dim=5), 3
+    latent, heads = Latent(rank=20, key_dim=6, shared_dim=4, value_dim=6), 3
     config = AttentionConfig(
         num_heads=heads,
         kv=kv_kind(heads, latent.head_dim),
