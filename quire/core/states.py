@@ -12,9 +12,10 @@ import msgspec
 from quire.errors import ConfigError
 
 # delta         gated delta rule (Yang et al., 2024)
-# mamba2        the same without the correction term: Mamba-2 (Dao and Gu, 2024)
+# kda           gated delta rule with a decay for each number of a key: Kimi delta attention (Kimi Team, 2025)
+# mamba2        "delta" without the correction term: Mamba-2 (Dao and Gu, 2024)
 # convolution   no recurrence but a short causal convolution
-Rule = Literal["delta", "mamba2", "convolution"]
+Rule = Literal["delta", "kda", "mamba2", "convolution"]
 
 
 class StateKind(msgspec.Struct, frozen=True):
@@ -22,8 +23,9 @@ class StateKind(msgspec.Struct, frozen=True):
 
     The inputs of a token are `width` numbers: queries and keys of all key heads, values of all value heads, then gates.
     All but the gates go through a causal convolution. A value head has a state of (key_dim, value_dim) numbers.
-    Consecutive value heads share a key head. The gates of "delta" are b, then a, of each value head; that of "mamba2"
-    is the time step of each value head. "convolution" has values only.
+    Consecutive value heads share a key head. The gates of "delta" are b, then a, of each value head; those of "kda" are
+    b of each value head, then a of each number of all keys; that of "mamba2" is the time step of each value head.
+    "convolution" has values only.
     """
 
     rule: Rule
@@ -47,7 +49,12 @@ class StateKind(msgspec.Struct, frozen=True):
     @property
     def num_channels(self) -> int:
         """Numbers of a token that go through the convolution."""
-        return 2 * self.num_key_heads * self.key_dim + self.num_values
+        return 2 * self.num_keys + self.num_values
+
+    @property
+    def num_keys(self) -> int:
+        """Numbers of the keys of all key heads."""
+        return self.num_key_heads * self.key_dim
 
     @property
     def num_values(self) -> int:
@@ -57,7 +64,13 @@ class StateKind(msgspec.Struct, frozen=True):
     @property
     def num_gates(self) -> int:
         """Gates of a token."""
-        return {"delta": 2, "mamba2": 1, "convolution": 0}[self.rule] * self.num_value_heads
+        heads = self.num_value_heads
+        return {"delta": 2 * heads, "kda": heads + self.num_keys, "mamba2": heads, "convolution": 0}[self.rule]
+
+    @property
+    def num_time_biases(self) -> int:
+        """Biases of the gates that decays follow from."""
+        return self.num_keys if self.rule == "kda" else self.num_value_heads
 
     @property
     def width(self) -> int:

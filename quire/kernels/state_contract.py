@@ -71,6 +71,6 @@ class RecurrenceWeights:
     conv_weight: Tensor  # (num_channels, conv_width), of the model's type; the last column is that of the newest token
     conv_bias: Tensor | None  # (num_channels,), of the model's type
     decay: Tensor | None = None  # (num_value_heads,): -exp(A_log)
-    time_bias: Tensor | None = None  # (num_value_heads,): dt_bias
+    time_bias: Tensor | None = None  # (num_time_biases,): dt_bias
     skip: Tensor | None = None  # (num_value_heads,): D of Mamba-2
     time_limits: tuple[float, float] = (0.0, float("inf"))  # of the time steps of Mamba-2

@@ -12,6 +12,7 @@ from quire.kernels.contract import Kernels, Rotation, Scheme
 from quire.layers.context import ForwardContext
 from quire.layers.linear import Linear
 from quire.layers.norm import LayerNorm, Norm, NormKind, make_norm
+from quire.weights.latent import Latent
 
 # norms of queries and keys; "head": over each head, with one weight for all; "each": over each head, with a weight per
 # head; "projection": over all heads together
@@ -38,6 +39,7 @@ class AttentionConfig:
     has_own_kv: bool  # whether it has keys and values, or attends to those that an earlier layer has stored
     norm: NormKind
     norm_eps: float
+    latent: Latent | None = None  # of latent attention, which has no options but sizes
 
     @property
     def num_kv_heads(self) -> int:
@@ -67,7 +69,10 @@ class AttentionConfig:
     @property
     def activations_per_token(self) -> int:
         """The most activation numbers that one token needs at the same time."""
-        return (5 if self.gate_in_queries else 3) * self.num_heads * self.head_dim
+        size = self.num_heads * self.head_dim
+        if self.latent is not None:
+            return 5 * size + 2 * self.latent.width
+        return (5 if self.gate_in_queries else 3) * size
 
 
 class Attention(nn.Module):

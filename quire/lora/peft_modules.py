@@ -43,6 +43,8 @@ class Products:
         parameter = place.parameter.split(".")[-2]
         if parameter in _EMBEDDINGS:
             raise LookupError("it is an embedding, and quire adapts products only")
+        if place.latent is not None:
+            raise LookupError("quire computes whole keys and values by another weight, which contains it")
         if parameter == _CLASS_HEAD:
             raise LookupError("it is the classification head, which quire does not adapt")
         if parameter.endswith("norm"):

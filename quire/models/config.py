@@ -12,6 +12,7 @@ from quire.layers.experts import ExpertsConfig
 from quire.layers.norm import NormKind
 from quire.layers.recurrence import RecurrenceConfig
 from quire.layers.rope import QueryScaling, Rope
+from quire.weights.latent import Latent
 
 # How a layer arranges its norms and its two branches, attention (or a recurrence in its place) and MLP:
 # pre           h += attention(norm(h)); h += mlp(norm(h))
@@ -77,6 +78,7 @@ class DecoderConfig:
     qk_norm_first: bool = True  # whether queries and keys are normalised before they are rotated, not after
     attention_gate: Gate = ""
     gate_in_queries: bool = False  # whether the gate is part of the query projection: see AttentionConfig
+    latent: Latent | None = None  # sizes of latent attention, which give head_dim
     v_norm: bool = False  # whether each head of values is normalised, without a weight
     qkv_bias: bool = False
     o_bias: bool = False
@@ -123,6 +125,7 @@ class DecoderConfig:
             gate_in_queries=self.gate_in_queries,
             norm=self.norm,
             norm_eps=self.norm_eps,
+            latent=self.latent,
         )
 
     @property
@@ -182,11 +185,16 @@ class TensorNames:
     v_norm: str = "self_attn.v_norm"  # a constant in some files
     attention_gate: str = "self_attn.gate_proj"
     o: str = "self_attn.o_proj"
+    latent: str = "self_attn.kv_a_proj_with_mqa"  # these three: of latent attention
+    latent_norm: str = "self_attn.kv_a_layernorm"
+    latent_expand: str = "self_attn.kv_b_proj"
     recurrence: str = "linear_attn."  # precedes those of a recurrence
     # of a recurrence that has projections of gates; one name: fused, with the rows of each key head together
     recurrence_inputs: tuple[str, ...] = ("in_proj_qkv", "in_proj_z")
     recurrence_gates: tuple[str, ...] = ("in_proj_b", "in_proj_a")
-    conv: str = "conv1d"
+    decay_gates: str = "f_b_proj"
+    output_gates: str = "g_b_proj"
+    convs: tuple[str, ...] = ("conv1d",)  # or three: of queries, keys and values
     decay: str = "A_log"
     time_bias: str = "dt_bias"
     skip: str = "D"

@@ -15,8 +15,9 @@ from quire.layers.rope import Rope
 from quire.models.config import DecoderConfig, LayerConfig
 from quire.models.config_fields import Fields, names_read
 from quire.models.family import MAX_PARTS, Family, FullRule, InnerSizeRule, SharingRule, SparseRule, WindowRule
-from quire.models.recurrence_config import Mixers, listed_kinds, read_mixers
+from quire.models.recurrence_config import Mixers, listed_kinds, read_mixers, with_nested
 from quire.models.rope_config import ContextLengths, HeadDims, RopeRule, Ropes, read_ropes
+from quire.weights.latent import Latent
 
 _MOST_HEAD_DIM = 1024
 
@@ -28,11 +29,13 @@ def _is_false(value: object) -> bool:
 # unsupported fields that change the output, each with a test of its value
 UNSUPPORTED: Mapping[str, Callable[[object], bool]] = MappingProxyType(
     {
-        **dict.fromkeys(("quantization_config", "clip_qkv"), lambda value: value is not None),
+        **dict.fromkeys(("quantization_config", "clip_qkv", "q_lora_rank"), lambda value: value is not None),
         **dict.fromkeys(("alibi", "add_cross_attention", "use_cla"), bool),
         **dict.fromkeys(("moe_apply_router_weight_on_input", "moe_router_logit_softcapping"), bool),
         **dict.fromkeys(("swa_attention_sink_enabled", "post_norm"), bool),
-        **dict.fromkeys(("is_causal", "layer_norm_elementwise_affine", "moe_router_use_sigmoid"), _is_false),
+        **dict.fromkeys(
+            ("is_causal", "layer_norm_elementwise_affine", "moe_router_use_sigmoid", "mla_use_nope"), _is_false
+        ),
         **dict.fromkeys(("score_func", "moe_router_score_func"), lambda value: value not in (None, "sigmoid")),
         "mamba_hidden_act": lambda value: value not in (None, "silu", "swish"),  # behind the convolution
         "use_bidirectional_attention": lambda value: value not in (None, False, "vision"),  # "vision": of images
@@ -91,6 +94,8 @@ def decoder_config(family: Family, fields: Fields, longest: int | None) -> Decod
 
     Raises ModelError with the name of the wrong field.
     """
+    if family.recurrence is not None:
+        fields = with_nested(fields, fields.resolve(family.recurrence.nested))
     for name, changes_output in UNSUPPORTED.items():
         value = fields.values.get(name)
         if changes_output(value):
@@ -136,6 +141,8 @@ def _with_derived_sizes(config: DecoderConfig, rule: InnerSizeRule, fields: Fiel
     if heads % kv_heads:
         raise fields.error(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})")
     head_dim = config.head_dim or config.hidden_size // heads
+    if config.latent is not None:
+        head_dim = _checked_latent(config.latent, heads, kv_heads, fields).head_dim
     if not 1 <= head_dim <= _MOST_HEAD_DIM:
         raise fields.error(f"a head must have 1 to {_MOST_HEAD_DIM} dimensions, not {head_dim}")
     inner = config.intermediate_size or 4 * config.hidden_size
@@ -152,6 +159,20 @@ def _with_derived_sizes(config: DecoderConfig, rule: InnerSizeRule, fields: Fiel
         embed_size=0 if config.embed_size == config.hidden_size else config.embed_size,
         embed_scale=config.embed_scale or math.sqrt(config.hidden_size),
     )
+
+
+def _checked_latent(latent: Latent, heads: int, kv_heads: int, fields: Fields) -> Latent:
+    if kv_heads != heads:
+        raise fields.error(
+            f"num_key_value_heads ({kv_heads}) must be num_attention_heads ({heads}): each head of latent attention "
+            "has keys and values of its own"
+        )
+    if latent.value_dim > latent.head_dim:
+        raise fields.error(
+            f"v_head_dim ({latent.value_dim}) is above the {latent.head_dim} numbers of a key (qk_nope_head_dim and "
+            "qk_rope_head_dim), as which values are kept"
+        )
+    return latent
 
 
 def _check_experts(experts: ExpertsConfig, names: ExpertsConfig, fields: Fields) -> None:

@@ -14,6 +14,7 @@ from quire.layers.attend import ScoreScaling
 from quire.layers.attention import Attention, AttentionConfig
 from quire.layers.context import ForwardContext
 from quire.layers.experts import Experts, MLPAndExperts
+from quire.layers.latent_attention import LatentAttention
 from quire.layers.linear import Embedding, Linear
 from quire.layers.mlp import MLP
 from quire.layers.norm import NoNorm, Norm, make_norm
@@ -67,10 +68,11 @@ class DecoderLayer(nn.Module):
         self.rope = layer.rope
         self.order = config.order
         self.residual_scale = config.residual_scale
-        self.attention: Attention | None = None
+        self.attention: Attention | LatentAttention | None = None
         self.recurrence: Recurrence | None = None
         if isinstance(layer.mixer, AttentionConfig):
-            self.attention = Attention(config.hidden_size, layer.mixer, dtype)
+            kind = Attention if layer.mixer.latent is None else LatentAttention
+            self.attention = kind(config.hidden_size, layer.mixer, dtype)
         elif layer.mixer is not None:
             self.recurrence = Recurrence(config.hidden_size, layer.mixer, dtype)
         self.mlp = _mlp(config, index, dtype) if layer.has_mlp else None

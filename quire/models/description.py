@@ -79,6 +79,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "Lfm2MoeForCausalLM": hybrids.LFM2_MOE,
         "GraniteMoeHybridForCausalLM": hybrids.GRANITE_HYBRID,
         "NemotronHForCausalLM": hybrids.NEMOTRON_H,
+        "KimiLinearForCausalLM": hybrids.KIMI_LINEAR,
         "GPT2LMHeadModel": gpt_like.GPT2,
         "OPTForCausalLM": gpt_like.OPT,
         "GPTNeoXForCausalLM": gpt_like.NEOX,
@@ -164,6 +165,7 @@ MODEL_TYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "Lfm2MoeForCausalLM": ("lfm2_moe",),
         "GraniteMoeHybridForCausalLM": ("granitemoehybrid",),
         "NemotronHForCausalLM": ("nemotron_h",),
+        "KimiLinearForCausalLM": ("kimi_linear",),
         "GPT2LMHeadModel": ("gpt2",),
         "OPTForCausalLM": ("opt",),
         "GPTNeoXForCausalLM": ("gpt_neox",),
@@ -317,7 +319,8 @@ class ModelDescription:
             rows, columns = (columns, rows) if place.transposed else (rows, columns)
             return math.prod(stack) * scheme.num_bytes(rows, columns)
         kept = "float32" if place.offset or place.is_float32 else dtype
-        return math.prod(place.read_shape) * DTYPES[kept].itemsize
+        shape = place.read_shape if place.latent is None else place.latent.expanded_shape(place.shape[0])
+        return math.prod(shape) * DTYPES[kept].itemsize
 
     @cached_property
     def weight_map(self) -> Mapping[str, Placement]:

@@ -1,15 +1,17 @@
-"""Families in which some layers have a recurrence in place of attention: Qwen3-Next, Qwen 3.5, LFM2, Granite 4."""
+"""Families in which some layers have a recurrence in place of attention: Qwen3-Next, Qwen 3.5, LFM2, Granite 4, Kimi
+Linear."""
 
 from dataclasses import replace
 
 from quire.kernels.contract import Routing
 from quire.layers.experts import ExpertsConfig
 from quire.models.config import TensorNames
-from quire.models.config_fields import choice, flag, integer, integers, number
+from quire.models.config_fields import choice, flag, integer, integers, mapping, number, strings
 from quire.models.family import ACTIVATIONS, LLAMA, MAX_PARTS, InnerSizeRule, SparseRule, like
 from quire.models.llama_like import GRANITE
 from quire.models.recurrence_config import RecurrenceRule
 from quire.models.rope_config import RopeRule
+from quire.weights.latent import Latent
 
 _MOST_HEAD_DIM = 1024
 _MOST_CONV_WIDTH = 64
@@ -96,7 +98,7 @@ LFM2 = like(
             down="feed_forward.w2",
             recurrence="conv.",
             recurrence_inputs=("in_proj",),
-            conv="conv",
+            convs=("conv",),
         ),
         "rope": RopeRule(theta=number("rope_theta", "theta", default=1e6)),
         "inner_size": InnerSizeRule(
@@ -242,4 +244,68 @@ NEMOTRON_H = like(
     mlp_bias=flag("mlp_bias"),
     activation=choice("mlp_hidden_act", default="relu2", value_map=ACTIVATIONS),
     gated=False,
+)
+
+KIMI_LINEAR = like(
+    LLAMA,
+    rules={
+        "names": TensorNames(
+            router="block_sparse_moe.gate",
+            router_bias="block_sparse_moe.gate.e_score_correction_bias",
+            expert="block_sparse_moe.experts.{}.",
+            expert_up=("w1", "w3"),
+            expert_down="w2",
+            shared="block_sparse_moe.shared_experts.",
+            recurrence="self_attn.",
+            recurrence_inputs=("q_proj", "k_proj", "v_proj"),
+            recurrence_gates=("b_proj", "f_a_proj", "g_a_proj"),
+            convs=("q_conv1d", "k_conv1d", "v_conv1d"),
+            recurrence_norm="o_norm",
+            recurrence_out="o_proj",
+        ),
+        "rope": None,
+        "sparse": SparseRule(
+            step=choice("moe_layer_freq", default=1, value_map={1: 1}),
+            first=integer("first_k_dense_replace", default=1, least=0),
+            kinds=strings("mlp_layer_types"),
+        ),
+        "recurrence": RecurrenceRule(
+            rule="kda",
+            conv_width=integer("linear_conv_kernel_dim", default=4, least=2, most=_MOST_CONV_WIDTH),
+            num_value_heads=integer("linear_num_heads", default=32, most=MAX_PARTS),
+            value_dim=integer("linear_head_dim", default=128, most=_MOST_HEAD_DIM),
+            num_key_heads=integer("linear_num_heads", default=32, most=MAX_PARTS),
+            key_dim=integer("linear_head_dim", default=128, most=_MOST_HEAD_DIM),
+            nested=mapping("linear_attn_config"),
+        ),
+    },
+    max_positions=integer("model_max_length", "max_position_embeddings", default=1048576),
+    norm_eps=number("rms_norm_eps", default=1e-5),
+    latent=Latent(
+        rank=integer("kv_lora_rank", default=512),
+        key_dim=integer("qk_nope_head_dim", default=128, most=_MOST_HEAD_DIM),
+        shared_dim=integer("qk_rope_head_dim", default=64, most=_MOST_HEAD_DIM),
+        value_dim=integer("v_head_dim", default=128, most=_MOST_HEAD_DIM),
+    ),
+    activation=_SILU,
+    qkv_bias=choice("attention_bias", default=False, value_map={False: False}),
+    o_bias=False,
+    mlp_bias=False,
+    experts=ExpertsConfig(
+        num_experts=integer("num_experts", "num_local_experts", default=256, most=MAX_PARTS),
+        per_token=integer("num_experts_per_token", "num_experts_per_tok", default=8),
+        intermediate_size=integer("moe_intermediate_size", default=1024),
+        routing=Routing(
+            normalise=flag("moe_renormalize", "norm_topk_prob", default=True),
+            score=choice("moe_router_activation_func", default="sigmoid", value_map={"sigmoid": "sigmoid"}),
+            scale=number("routed_scaling_factor", default=2.446),
+            num_groups=integer("num_expert_group", "n_group", default=1),
+            top_groups=integer("topk_group", default=1),
+        ),
+        is_router_float32=True,
+        has_router_bias=True,
+        shared_size=integer("moe_intermediate_size", default=1024),
+        num_shared=integer("num_shared_experts", "n_shared_experts", default=1, least=0),
+        has_shared_gate=False,
+    ),
 )

@@ -1,17 +1,26 @@
 """Recurrences of a config.json: which layers have one in place of attention, and its sizes."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 from quire.core.states import Rule, StateKind
 from quire.layers.recurrence import RecurrenceConfig
 from quire.models.config import DecoderConfig
-from quire.models.config_fields import Fields
+from quire.models.config_fields import Fields, integers
 
 _NAMES = ("layers_block_type", "layer_types", "hybrid_override_pattern")
 _LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # of patterns
+# names in the object `linear_attn_config` of published configs -> as transformers writes them beside the others
+_NESTED: Mapping[str, str] = MappingProxyType(
+    {
+        "head_dim": "linear_head_dim",
+        "num_heads": "linear_num_heads",
+        "short_conv_kernel_size": "linear_conv_kernel_dim",
+    }
+)
 _INFINITY = {"__float__": "Infinity"}  # as transformers writes it
 
 
@@ -35,6 +44,28 @@ class RecurrenceRule:
     without: tuple[str, ...] = ()  # of layers that have neither
     interval: int = 0  # without `layer_types` every interval-th layer attends; 0: those that `listed` has
     listed: tuple[int, ...] = ()
+    nested: Mapping[str, object] = field(default_factory=dict)  # the object that has some fields: see `with_nested`
+
+
+def with_nested(fields: Fields, nested: Mapping[str, object]) -> Fields:
+    """The fields with those that `nested` has, which win. It numbers layers from 1.
+
+    Raises ModelError for a field that it should not have, and unless each layer is in one of its lists.
+    """
+    if not nested:
+        return fields
+    kinds = {"full_attn_layers": "full_attention", "kda_layers": "linear_attention"}
+    if unknown := nested.keys() - _NESTED.keys() - kinds.keys():
+        raise fields.error(f"linear_attn_config has {min(unknown)}, which is not supported")
+    values = {**fields.values, **{_NESTED[name]: value for name, value in nested.items() if name in _NESTED}}
+    if kinds.keys() <= nested.keys() and not fields.values.get("layer_types"):
+        lists = Fields(nested, fields.path)
+        found = {number: kind for name, kind in kinds.items() for number in lists.resolve(integers(name))}
+        numbers = range(1, fields.integer("num_hidden_layers") + 1)
+        if found.keys() != set(numbers) or len(found) < sum(len(lists.optional(name, list, [])) for name in kinds):
+            raise fields.error(f"linear_attn_config must list each of layers 1 to {len(numbers)} once")
+        values["layer_types"] = [found[number] for number in numbers]
+    return Fields(values, fields.path)
 
 
 class Mixers(NamedTuple):

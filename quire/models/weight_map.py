@@ -11,6 +11,7 @@ from itertools import accumulate, pairwise
 from quire.layers.attention import AttentionConfig
 from quire.layers.recurrence import RecurrenceConfig
 from quire.models.config import DecoderConfig, LayerConfig, TensorNames
+from quire.weights.latent import Latent
 from quire.weights.placement import Placement
 
 Placed = Iterator[tuple[str, Placement]]
@@ -75,6 +76,8 @@ def _norms(config: DecoderConfig, names: TensorNames) -> Placed:
 def _mixer(config: DecoderConfig, layer: LayerConfig, names: TensorNames) -> Placed:
     if isinstance(layer.mixer, RecurrenceConfig):
         yield from _recurrence(config, layer.mixer, names)
+    elif layer.mixer is not None and layer.mixer.latent is not None:
+        yield from _latent_attention(config, layer.mixer, layer.mixer.latent, names)
     elif layer.mixer is not None:
         rotary_dim = 0 if layer.rope is None else config.ropes[layer.rope].dim
         yield from _attention(config, layer.mixer, names, rotary_dim)
@@ -113,31 +116,60 @@ def _attention(config: DecoderConfig, mixer: AttentionConfig, names: TensorNames
         yield from _qk_norm(names.k_norm, "attention.k_norm", config, mixer, mixer.num_kv_heads, orders[1])
 
 
+def _latent_attention(config: DecoderConfig, mixer: AttentionConfig, latent: Latent, names: TensorNames) -> Placed:
+    heads, hidden = mixer.num_heads, config.hidden_size
+    rows = (heads * mixer.head_dim, latent.width)
+    yield from _stacked((names.qkv[0], names.latent), "attention.qkv", rows, hidden, names, bias=False)
+    yield f"{names.latent_norm}.weight", Placement((latent.rank,), "attention.latent_norm.weight")
+    shape = (heads * (latent.key_dim + latent.value_dim), latent.rank)
+    yield f"{names.latent_expand}.weight", Placement(shape, "attention.expand.weight", latent=latent)
+    yield from _stacked((names.o,), "attention.o", (hidden,), heads * latent.value_dim, names, bias=False)
+
+
 def _recurrence(config: DecoderConfig, mixer: RecurrenceConfig, names: TensorNames) -> Placed:
     kind, hidden, source = mixer.kind, config.hidden_size, names.recurrence
     orders = _recurrence_orders(mixer, names)
     sources = tuple(source + name for name in names.recurrence_inputs)
     rows: tuple[int, ...] = (mixer.num_projected,)
+    channels = (kind.num_keys, kind.num_keys, kind.num_values)
+    if len(sources) == 3:
+        rows = channels
     if len(sources) == 2:
         rows = (kind.num_channels, kind.num_values)
     yield from _stacked(sources, "recurrence.inputs", rows, hidden, names, bias=mixer.bias, orders=orders["inputs"])
     if mixer.has_gate_projection:
         sources = tuple(source + name for name in names.recurrence_gates)
         rows = (kind.num_gates // len(sources),) * len(sources)
+        if rank := mixer.gate_rank:
+            rows = (kind.num_value_heads, rank, rank)
+            yield from _linear(
+                source + names.decay_gates, "recurrence.decay_gates", kind.num_keys, rank, bias=False
+            ).items()
+            yield from _linear(
+                source + names.output_gates, "recurrence.output_gates", kind.num_values, rank, bias=False
+            ).items()
         yield from _stacked(sources, "recurrence.gates", rows, hidden, names, bias=False, orders=orders["gates"])
-    conv = Placement((kind.num_channels, 1, kind.conv_width), "recurrence.conv_weight", row_order=orders["conv"][0])
-    yield f"{source}{names.conv}.weight", conv
-    if mixer.conv_bias:
-        yield f"{source}{names.conv}.bias", replace(conv, shape=conv.shape[:1], parameter="recurrence.conv_bias")
+    start = 0
+    for name, size in zip(names.convs, channels if len(names.convs) > 1 else (kind.num_channels,), strict=True):
+        conv = Placement((size, 1, kind.conv_width), "recurrence.conv_weight", start, row_order=orders["conv"][0])
+        yield f"{source}{name}.weight", conv
+        if mixer.conv_bias:
+            yield f"{source}{name}.bias", replace(conv, shape=conv.shape[:1], parameter="recurrence.conv_bias")
+        start += size
     yield from _stacked(
         (source + names.recurrence_out,), "recurrence.o", (hidden,), kind.num_values, names, bias=mixer.bias
     )
     if kind.rule != "convolution":
         of_head = Placement((kind.num_value_heads,), "", is_float32=True)
-        yield source + names.decay, replace(of_head, parameter="recurrence.decay", is_log=True)
-        yield source + names.time_bias, replace(of_head, parameter="recurrence.time_bias")
-        size = kind.value_dim if kind.rule == "delta" else kind.num_values
-        yield f"{source}{names.recurrence_norm}.weight", Placement((size,), "recurrence.norm.weight")
+        decay = replace(of_head, parameter="recurrence.decay", is_log=True)
+        if kind.rule == "kda":
+            decay = replace(decay, shape=(1, 1, kind.num_value_heads, 1))
+        yield source + names.decay, decay
+        yield (
+            source + names.time_bias,
+            replace(of_head, shape=(kind.num_time_biases,), parameter="recurrence.time_bias"),
+        )
+        yield f"{source}{names.recurrence_norm}.weight", Placement((mixer.norm_size,), "recurrence.norm.weight")
     if kind.rule == "mamba2":
         yield source + names.skip, replace(of_head, parameter="recurrence.skip")
 
@@ -151,7 +183,8 @@ def _recurrence_orders(mixer: RecurrenceConfig, names: TensorNames) -> Mapping[s
             "inputs": (_moved((values, values, keys, keys, heads), (3, 2, 1, 4, 0)),),
             "conv": (_moved((values, keys, keys), (2, 1, 0)),),
         }
-    found: dict[str, Sequence[tuple[int, ...]]] = {"inputs": ((), ()), "gates": ((), ()), "conv": ((),)}
+    none: tuple[tuple[int, ...], ...] = ((), (), ())
+    found: dict[str, Sequence[tuple[int, ...]]] = {"inputs": none, "gates": none, "conv": none}
     if kind.rule == "convolution":
         return found
     shared = heads // kind.num_key_heads

@@ -9,6 +9,7 @@ from torch import Tensor
 from quire.kernels.contract import Kernels, PackedWeight, QuantizedRows, Weight
 from quire.kernels.reference import REFERENCE
 from quire.weights.checkpoint import Ranges
+from quire.weights.latent import Latent
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class Placement:
     offset: float = 0.0  # added to each element
     is_log: bool = False  # whether the parameter is -exp(element), and float32
     is_float32: bool = False  # whether the parameter is float32 in models of any type
+    latent: Latent | None = None  # of a weight that is expanded: see Latent.expanded
     ranges: Ranges = ()  # on each axis of the tensor, what is read; (): the whole
 
     @property
@@ -55,6 +57,8 @@ def write_weight(
         return
     if place.transposed:
         tensor = tensor.T
+    if place.latent is not None:
+        tensor = place.latent.expanded(tensor)
     if place.row_order:
         tensor = tensor.reshape(len(place.row_order), -1)[list(place.row_order)].reshape(tensor.shape)
     if place.offset:

@@ -14,7 +14,7 @@ from quire.params import SamplingParams
 PROMPTS = prompts([3, 17, 40, 64, 90, 33], VOCAB, seed=5)
 
 
-@pytest.fixture(scope="module", params=["qwen3-5", "lfm2", "granite-hybrid-dense"])
+@pytest.fixture(scope="module", params=["qwen3-5", "lfm2", "granite-hybrid-dense", "kimi-linear"])
 def folder(request, tmp_path_factory):
     made = tmp_path_factory.mktemp(request.param)
     save(made, request.param)

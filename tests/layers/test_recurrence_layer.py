@@ -9,7 +9,9 @@ from quire.core.kv_groups import kv_kind
 from quire.core.states import StateKind
 from quire.layers.attention import Attention, AttentionConfig
 from quire.layers.context import ForwardContext
+from quire.layers.latent_attention import LatentAttention
 from quire.layers.recurrence import Recurrence, RecurrenceConfig
+from quire.weights.latent import Latent
 from quire.weights.placement import Placement, write_weight
 
 _C = pytest.importorskip("quire.kernels.cpu._C", reason="the CPU kernels are not built", exc_type=ImportError)
@@ -19,6 +21,7 @@ REFERENCE = pytest.importorskip("quire.kernels.reference").REFERENCE
 HIDDEN = 24
 KINDS = {
     "delta": StateKind("delta", 4, 10, 4, 2, 6),
+    "kda": StateKind("kda", 4, 10, 4, 2, 6),
     "mamba2": StateKind("mamba2", 4, 10, 4, 1, 6),
     "mamba2-groups": StateKind("mamba2", 4, 10, 4, 2, 6),
     "convolution": StateKind("convolution", 1, HIDDEN, 3),
@@ -64,6 +67,49 @@ def test_a_replay_of_captured_kernels_equals_the_reference(name, dtype):
         replay()
         expected = layer(5, x, context_of(REFERENCE, kind))
         assert (found - expected).abs().max() < DTYPES[dtype] * expected.abs().max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@torch.inference_mode()
+def test_latent_attention_is_captured_too(dtype):
+    latent, heads = Latent(rank=20, key_dim=6, shared_dim=4, value_dim=6), 3
+    config = AttentionConfig(
+        num_heads=heads,
+        kv=kv_kind(heads, latent.head_dim),
+        qkv_bias=False,
+        o_bias=False,
+        qk_norm="none",
+        qk_norm_bias=False,
+        qk_norm_first=True,
+        gate="",
+        gate_in_queries=False,
+        v_norm=False,
+        values_are_keys=False,
+        has_own_kv=True,
+        norm="rms",
+        norm_eps=1e-5,
+        latent=latent,
+    )
+    layer, packed = both_of(lambda: LatentAttention(HIDDEN, config, dtype))
+    x = torch.randn(7, HIDDEN).to(dtype)
+
+    def context(given):
+        def attend(number, q, k, v, rotation):
+            assert (number, q.shape, rotation) == (3, (7, heads, 10), None)
+            total = given.multiply_add(q.flatten(1), 0.5)
+            for some in (k, v):
+                total = given.multiply_add(some.flatten(1), 1.0, total)
+            return total
+
+        return ForwardContext(given, attend, torch.zeros(0))
+
+    captured = context(kernels)
+    capture = kernels.new_step_capture()  # has the memory of the results
+    found, replay = capture.capture(lambda: packed(3, x, None, captured))
+    x.normal_()
+    replay()
+    expected = layer(3, x, None, context(REFERENCE))
+    assert (found - expected).abs().max() < DTYPES[dtype] * expected.abs().max()
 
 
 @torch.inference_mode()

@@ -47,7 +47,7 @@ def test_transformers_configs_are_understood(saved, kind):
     assert found.architecture == type(model).__name__
     assert (found.dtype, found.eos_token_ids) == ("float32", (2,))
     assert found.num_parameters == checkpoints.num_stored(model)
-    assert found.weight_bytes("float32") == 4 * found.num_parameters
+    assert found.weight_bytes("float32") == 4 * (found.num_parameters + checkpoints.num_expanded(found))
     assert (found.vocab_size, found.hidden_size) == (301, 64)
     num_shared = getattr(model.config, "num_kv_shared_layers", 0)
     kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * model.config.num_hidden_layers
@@ -108,6 +108,10 @@ NEEDED = {
     "gemma4-moe": {"layer_types"},
     "gemma4-shared-kv": {"layer_types"},
 } | {kind: {"layer_types", "layers_block_type"} for kind in checkpoints.HYBRIDS}
+NEEDED |= {
+    kind: {"layer_types", "num_experts_per_token", "topk_group", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"}
+    for kind in ("kimi-linear", "kimi-linear-groups")
+}
 
 
 @pytest.mark.parametrize("kind", checkpoints.EVERY)

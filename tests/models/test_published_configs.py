@@ -357,6 +357,18 @@ CONFIGS = {
         **sizes(2560, 8192, 40, 40, 8), **GRANITE4, "attention_multiplier": 0.015625, "logits_scaling": 10.0,
         "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 8192, "mamba_n_heads": 128,
         "layer_types": ["attention"] * 40, "position_embedding_type": "rope", "rope_theta": 10000000}),
+    "Kimi Linear 48B-A3B": ("KimiLinearForCausalLM", {
+        **sizes(2304, 9216, 27, 32, 32), "first_k_dense_replace": 1, "head_dim": 72, "kv_lora_rank": 512,
+        "linear_attn_config": {
+            "full_attn_layers": [4, 8, 12, 16, 20, 24, 27], "head_dim": 128, "num_heads": 32,
+            "kda_layers": [i for i in range(1, 27) if i % 4], "short_conv_kernel_size": 4},
+        "max_position_embeddings": 1048576, "mla_use_nope": True, "model_max_length": 1048576,
+        "moe_intermediate_size": 1024, "moe_layer_freq": 1, "moe_renormalize": True,
+        "moe_router_activation_func": "sigmoid", "num_expert_group": 1, "num_experts": 256,
+        "num_experts_per_token": 8, "num_nextn_predict_layers": 0, "num_shared_experts": 1, "q_lora_rank": None,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+        "routed_scaling_factor": 2.446, "topk_group": 1, "use_grouped_topk": True, "v_head_dim": 128,
+        "vocab_size": 163840}),
 }  # fmt: skip
 
 OLDER = {"Falcon 40B", "Phi-3 128k"}  # spellings that transformers 5 does not read

@@ -23,6 +23,7 @@ REFUSED = {
     "alibi": True,
     "add_cross_attention": True,
     "clip_qkv": 8.0,
+    "q_lora_rank": 8,
     "layer_norm_elementwise_affine": False,
     "mamba_hidden_act": "gelu",
     "moe_apply_router_weight_on_input": True,

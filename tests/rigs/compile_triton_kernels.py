@@ -36,6 +36,7 @@ SCHEMES = [
 ]
 STATE_KINDS = [
     StateKind("delta", 32, 128, 4, num_key_heads=16, key_dim=128),
+    StateKind("kda", 32, 128, 4, num_key_heads=32, key_dim=128),
     StateKind("mamba2", 64, 64, 4, num_key_heads=8, key_dim=128),
     StateKind("convolution", 1, 2048, 3),
 ]

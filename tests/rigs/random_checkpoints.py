@@ -1,9 +1,12 @@
 """Random checkpoints, small enough to create in a test, saved by transformers."""
 
+import re
+from math import prod
 from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 VOCAB = 301  # no multiple of 4 or 32, to test the last words of random numbers and masks
@@ -51,6 +54,16 @@ DELTA = {
 }
 NEMOTRON_H = {"mamba_num_heads": 4, "mamba_head_dim": 10, "n_groups": 2, "ssm_state_size": 12, "conv_kernel": 3}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 12, "mamba_d_head": 16}
+KIMI = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 28,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+}
 SIGMOID_EXPERTS = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
@@ -604,6 +617,33 @@ HYBRIDS = {
         "GraniteMoeHybrid",
         {"num_local_experts": 0, "num_experts_per_tok": 0, "layer_types": ["full_attention"] * 3, **MAMBA},
     ),
+    "kimi-linear": (
+        "KimiLinear",
+        {
+            "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+            "num_hidden_layers": 4,
+            "linear_num_heads": 3,
+            "linear_head_dim": 20,
+            **KIMI,
+        },
+    ),
+    "kimi-linear-groups": (
+        "KimiLinear",
+        {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "linear_num_heads": 2,
+            "linear_head_dim": 12,
+            "linear_conv_kernel_dim": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+            "tie_word_embeddings": True,
+            **KIMI,
+            "v_head_dim": 24,
+        },
+    ),
 }
 
 # RoPE depends on the longest sequence, in transformers on the longest one so far. Beyond the training context its
@@ -674,6 +714,12 @@ def num_stored(model: PreTrainedModel) -> int:
     return sum(tensor.numel() for tensor in [*model.parameters(), *map(model.get_buffer, buffers)])
 
 
+def num_expanded(description) -> int:
+    """Numbers that the weights of a description's decoder have beside its parameters: zeros and ones of latent keys."""
+    places = [place for place in description.weight_map.values() if place.latent is not None]
+    return sum(prod(place.latent.expanded_shape(place.shape[0])) - prod(place.shape) for place in places)
+
+
 def save(
     folder: Path, kind: str = "qwen3-gqa", *, shard: str | None = None, dtype=torch.float32, head=architecture, **config
 ) -> PreTrainedModel:
@@ -689,7 +735,16 @@ def save(
     randomize(model, family)
     model = model.to(dtype)
     model.save_pretrained(folder, **({} if shard is None else {"max_shard_size": shard}))
+    if family == "KimiLinear":
+        rename_dense_layers(folder)
     return model
+
+
+def rename_dense_layers(folder: Path) -> None:
+    """Give MLPs of Kimi Linear their published names: transformers 5.23 saves them with those of mixtures."""
+    names = re.compile(r"block_sparse_moe\.((gate|up|down)_proj\.weight)$")
+    for file in folder.glob("*.safetensors"):
+        save_file({names.sub(r"mlp.\1", name): some for name, some in load_file(file).items()}, file, {"format": "pt"})
 
 
 @torch.no_grad()

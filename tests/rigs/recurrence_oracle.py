@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from transformers.models.kimi_linear.modeling_kimi_linear import recurrent_kimi_delta_attention
 from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn, torch_chunk_gated_delta_rule
 
@@ -24,6 +25,21 @@ def recurrence(kind: StateKind, inputs: Tensor, weights: RecurrenceWeights) -> t
     size = kind.num_key_heads * kind.key_dim
     q, k = (some.reshape(1, num_tokens, kind.num_key_heads, kind.key_dim) for some in x[:, : 2 * size].split(size, 1))
     v = x[:, 2 * size :].reshape(1, num_tokens, heads, kind.value_dim)
+    if kind.rule == "kda":
+        b, a = gates.split((heads, size), 1)
+        shared = heads // kind.num_key_heads
+        # as in its KimiLinearForgetGate and repeated for the value heads of a key head
+        times = torch.nn.functional.softplus(a + weights.time_bias).view(num_tokens, -1, kind.key_dim)
+        q, k, times = (some.repeat_interleave(shared, -2) for some in (q, k, times))
+        out, state = recurrent_kimi_delta_attention(
+            *(q, k, v),
+            g=(weights.decay[:, None] * times)[None],
+            beta=torch.sigmoid(b)[None],
+            initial_state=None,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )
+        return out.reshape(num_tokens, -1), state[0]
     if kind.rule == "delta":
         b, a = gates.split(heads, 1)
         g = weights.decay * torch.nn.functional.softplus(a + weights.time_bias)

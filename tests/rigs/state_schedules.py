@@ -18,6 +18,8 @@ KINDS = {
     "delta, odd sizes": StateKind("delta", 3, 80, 3, num_key_heads=1, key_dim=24),
     "delta, a key head each": StateKind("delta", 3, 21, 2, num_key_heads=3, key_dim=33),
     "delta, 128": StateKind("delta", 2, 128, 4, num_key_heads=1, key_dim=128),
+    "kda": StateKind("kda", 4, 16, 4, num_key_heads=4, key_dim=16),
+    "kda, odd sizes": StateKind("kda", 4, 72, 3, num_key_heads=2, key_dim=21),
     "mamba2": StateKind("mamba2", 6, 64, 4, num_key_heads=2, key_dim=32),
     "mamba2, odd sizes": StateKind("mamba2", 5, 10, 3, num_key_heads=1, key_dim=18),
     "convolution": StateKind("convolution", 1, 70, 3),
@@ -43,8 +45,8 @@ def weights_of(kind: StateKind, dtype: torch.dtype = torch.float32, seed: int = 
     if kind.rule == "convolution":
         return RecurrenceWeights(conv, bias)
     heads = kind.num_value_heads
-    decay, times = -torch.exp(0.5 * normal(heads) - 2), normal(heads)
-    if kind.rule == "delta":
+    decay, times = -torch.exp(0.5 * normal(heads) - 2), normal(kind.num_time_biases)
+    if kind.rule != "mamba2":
         return RecurrenceWeights(conv, bias, decay, times)
     return RecurrenceWeights(conv, bias, decay, times, normal(heads), (0.3, 1.5) if seed % 2 else (0.0, float("inf")))
 

@@ -61,6 +61,7 @@ MODELS = {
     "Lfm2MoeForCausalLM": "LFM2 8B-A1B",
     "GraniteMoeHybridForCausalLM": "Granite 4.0 H Micro, H Tiny, H Small, Micro",
     "NemotronHForCausalLM": "Nemotron-H 8B, 47B, 56B, Nemotron Nano 2 9B, 12B (without experts)",
+    "KimiLinearForCausalLM": "Kimi Linear 48B-A3B",
     "GPT2LMHeadModel": "GPT-2, DistilGPT-2",
     "OPTForCausalLM": "OPT, 350M too",
     "GPTNeoXForCausalLM": "Pythia, GPT-NeoX 20B, RedPajama-INCITE",

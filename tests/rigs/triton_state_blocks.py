@@ -17,9 +17,10 @@ NUM_BLOCKS = 12
 MAX_PENDING = 4
 DELTA = StateKind("delta", num_value_heads=4, value_dim=6, conv_width=4, num_key_heads=2, key_dim=5)
 MAMBA2 = StateKind("mamba2", num_value_heads=4, value_dim=8, conv_width=4, num_key_heads=2, key_dim=16)
+KDA = StateKind("kda", num_value_heads=4, value_dim=6, conv_width=4, num_key_heads=2, key_dim=5)
 WIDE = StateKind("delta", num_value_heads=1, value_dim=20, conv_width=2, num_key_heads=1, key_dim=256)
 CONVOLUTION = StateKind("convolution", num_value_heads=1, value_dim=40, conv_width=3)
-KINDS = {"delta": DELTA, "mamba2": MAMBA2, "wide keys": WIDE, "convolution": CONVOLUTION}
+KINDS = {"delta": DELTA, "kda": KDA, "mamba2": MAMBA2, "wide keys": WIDE, "convolution": CONVOLUTION}
 
 
 class States:
@@ -34,7 +35,7 @@ class States:
         self.weights = RecurrenceWeights(
             normal(1, kind.num_channels, kind.conv_width, dtype=input_dtype),
             normal(2, kind.num_channels, dtype=input_dtype),
-            *() if kind.rule == "convolution" else (-normal(3, heads).exp() / 4, normal(4, heads)),
+            *() if kind.rule == "convolution" else (-normal(3, heads).exp() / 4, normal(4, kind.num_time_biases)),
             **weights,
         )
 

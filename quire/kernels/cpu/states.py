@@ -19,7 +19,7 @@ from quire.kernels.cpu.views import dtype_code
 from quire.kernels.reference import states as reference
 from quire.kernels.state_contract import STATE_DTYPES, RecurrenceWeights, StateBatch, StateStorage
 
-_RULES: Mapping[Rule, int] = MappingProxyType({"delta": 0, "mamba2": 1, "convolution": 2})
+_RULES: Mapping[Rule, int] = MappingProxyType({"delta": 0, "mamba2": 1, "convolution": 2, "kda": 3})
 _HUGE_FROM = 2**19  # bytes of a block; smaller ones would commit much memory of other blocks
 
 

@@ -5,6 +5,8 @@ The inputs of a token go through a causal convolution, depthwise over `conv_widt
 
 delta     q and k are divided by sqrt(sum of squares + 1e-6), and q by sqrt(key_dim). beta = sigmoid(b),
           g = decay * softplus(a + time_bias). S = exp(g) S; S += k (beta (v - S^T k))^T; output S^T q.
+kda       the same, but a, time_bias and so g are of each number of the key head, and exp(g) has a factor of each row:
+          S = diag(exp(g)) S.
 mamba2    t = softplus(time step + time_bias), limited to `time_limits`. S = exp(decay t) S + k (t v)^T;
           output S^T q + skip v.
 
@@ -132,17 +134,19 @@ def step(kind: StateKind, state: Tensor, inputs: Tensor, weights: RecurrenceWeig
     if kind.rule == "convolution":
         return state, x
     x = x * torch.sigmoid(x)
-    size = kind.num_key_heads * kind.key_dim
+    size = kind.num_keys
     shared = kind.num_value_heads // kind.num_key_heads
     q, k = (some.view(-1, kind.key_dim).repeat_interleave(shared, 0) for some in (x[:size], x[size : 2 * size]))
     v = x[2 * size :].view(-1, kind.value_dim)
     gates = inputs[-1, channels:]
     assert weights.decay is not None and weights.time_bias is not None, "a recurrence decays"
-    if kind.rule == "delta":
+    if kind.rule in ("delta", "kda"):
         q, k = (some * torch.rsqrt((some * some).sum(1, keepdim=True) + _NORM_EPS) for some in (q, k))
         q = q * kind.key_dim**-0.5
         beta, a = torch.sigmoid(gates[: kind.num_value_heads]), gates[kind.num_value_heads :]
-        state = state * torch.exp(weights.decay * softplus(a + weights.time_bias))[:, None, None]
+        times = softplus(a + weights.time_bias).view(-1, kind.key_dim if kind.rule == "kda" else 1)
+        times = times.repeat_interleave(kind.num_value_heads // len(times), 0)
+        state = state * torch.exp(weights.decay[:, None] * times)[:, :, None]
         added = (v - (state * k[:, :, None]).sum(1)) * beta[:, None]
     else:
         times = softplus(gates + weights.time_bias).clamp(*weights.time_limits)

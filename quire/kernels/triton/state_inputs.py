@@ -94,6 +94,27 @@ def gates(
     return decay * time, factor
 
 
+@triton.jit
+def key_gates(
+    source,
+    position,
+    head,
+    keys,  # of all key heads
+    inside,
+    decay_ptr,
+    time_bias_ptr,
+    CHANNELS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STRIDE: tl.constexpr,
+):
+    """Of "kda": logarithms of the factors of the rows of a head's state, and beta."""
+    beta = sigmoid(raw_inputs(source, position, CHANNELS + head, head >= 0, WIDTH, STRIDE))
+    a = raw_inputs(source, position, CHANNELS + VALUE_HEADS + keys, inside, WIDTH, STRIDE)
+    times = activated(a + tl.load(time_bias_ptr + keys, mask=inside, other=0.0), "softplus")
+    return tl.load(decay_ptr + head) * times, beta
+
+
 @triton.jit(do_not_specialize=["layer"])
 def convolve(
     data_ptr,  # (num_blocks, num_layers, NUMBERS)

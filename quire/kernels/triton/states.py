@@ -1,8 +1,8 @@
 """Recurrent states: see `reference.states`. A program has some value columns of one head of a chunk.
 
 It goes through the inputs that its block has beside the state, then through the chunk's tokens: one by one, or in
-pieces of prompts. The block's inputs are replaced by a second kernel, because programs of several value heads read
-those of their common key head.
+pieces of prompts, which "kda" does not have. The block's inputs are replaced by a second kernel, because programs of
+several value heads read those of their common key head.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ from quire.kernels.triton.launch import INTERPRETED, pow2
 from quire.kernels.triton.products import with_contiguous_rows
 from quire.kernels.triton.rounding import rounded
 from quire.kernels.triton.rowwise import activated, load_floats
-from quire.kernels.triton.state_inputs import NORM_EPS, convolve, convolved, gates, keep_inputs, load_chunk
+from quire.kernels.triton.state_inputs import NORM_EPS, convolve, convolved, gates, keep_inputs, key_gates, load_chunk
 from quire.kernels.triton.state_pieces import recur_pieces
 from quire.kernels.triton.state_plan import StatePlan
 from quire.kernels.triton.upload import to_device
@@ -56,6 +56,7 @@ def _recur_tokens(
     WIDTH: tl.constexpr,
     CONV: tl.constexpr,
     DELTA: tl.constexpr,
+    KDA: tl.constexpr,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -91,12 +92,19 @@ def _recur_tokens(
         k = convolved(source, position, k_channels, are_keys, conv_weight_ptr, conv_bias_ptr, WIDTH, STRIDE, CONV)
         v = convolved(source, position, v_channels, are_values, conv_weight_ptr, conv_bias_ptr, WIDTH, STRIDE, CONV)
         q, k, v = activated(q, "silu"), activated(k, "silu"), activated(v, "silu")
-        log_decay, factor = gates(
-            source, position, position < stop, head, decay_ptr, time_bias_ptr, least_time, most_time,
-            DELTA, CHANNELS, VALUE_HEADS, WIDTH, STRIDE,
-        )  # fmt: skip
-        state *= tl.exp(log_decay)
-        if DELTA:
+        if KDA:
+            log_decays, factor = key_gates(
+                source, position, head, q_channels, are_keys, decay_ptr, time_bias_ptr,
+                CHANNELS, VALUE_HEADS, WIDTH, STRIDE,
+            )  # fmt: skip
+            state *= tl.exp(log_decays)[:, None]
+        else:
+            log_decay, factor = gates(
+                source, position, position < stop, head, decay_ptr, time_bias_ptr, least_time, most_time,
+                DELTA, CHANNELS, VALUE_HEADS, WIDTH, STRIDE,
+            )  # fmt: skip
+            state *= tl.exp(log_decay)
+        if DELTA or KDA:
             q *= tl.rsqrt(tl.sum(q * q, 0) + NORM_EPS) * (KEY_DIM**-0.5)
             k *= tl.rsqrt(tl.sum(k * k, 0) + NORM_EPS)
             added = (v - tl.sum(state * k[:, None], 0)) * factor
@@ -163,7 +171,8 @@ def recur(
     else:
         tensors = (storage.data, inputs, out, plan.table, plan.snapshots, plan.order, *convolution)
         parameters = (weights.decay, weights.time_bias, weights.skip, layer, *weights.time_limits)
-        _launch_recurrence(kind, (*tensors, *parameters), sizes, len(plan.order), 0 if deterministic else plan.num_long)
+        num_long = 0 if deterministic or kind.rule == "kda" else plan.num_long
+        _launch_recurrence(kind, (*tensors, *parameters), sizes, len(plan.order), num_long)
     _keep_inputs(storage, layer, inputs, plan, sizes)
     return out
 
@@ -184,6 +193,7 @@ def _launch_recurrence(
         columns = min(_STATE_TILE // keys, pow2(kind.value_dim))
         _recur_tokens[(num_chunks - num_long, kind.num_value_heads * triton.cdiv(kind.value_dim, columns))](
             *arguments,
+            KDA=kind.rule == "kda",
             KEYS=keys,
             COLUMNS=columns,
             num_warps=1,

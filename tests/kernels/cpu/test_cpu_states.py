@@ -110,7 +110,7 @@ def test_chunks_without_tokens_or_without_a_block_write_nothing(name):
 
 
 @pytest.mark.usefixtures("build")
-@pytest.mark.parametrize("name", ["delta", "mamba2", "convolution"])
+@pytest.mark.parametrize("name", ["delta", "kda", "mamba2", "convolution"])
 def test_nan_of_a_sequence_stays_in_it(name):
     kind, weights, storage = KINDS[name], weights_of(KINDS[name]), poisoned(CPU, group_of(KINDS[name]))
     inputs = torch.randn(12, kind.width)
@@ -123,7 +123,7 @@ def test_nan_of_a_sequence_stays_in_it(name):
 
 
 @pytest.mark.usefixtures("build")
-@pytest.mark.parametrize("name", ["delta", "mamba2", "convolution"])
+@pytest.mark.parametrize("name", ["delta", "kda", "mamba2", "convolution"])
 def test_inputs_may_have_gaps_and_weights_another_type(name):
     kind, weights, storage = (
         KINDS[name],
@@ -140,7 +140,7 @@ def test_inputs_may_have_gaps_and_weights_another_type(name):
 # ---- captured steps ----
 
 
-@pytest.mark.parametrize("name", ["delta", "mamba2", "convolution"])
+@pytest.mark.parametrize("name", ["delta", "kda", "mamba2", "convolution"])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_a_captured_step_has_the_bits_of_others(name, dtype):
     """Of 6 tokens in up to 6 chunks: decoding rows, drafts that stay pending, and the end of a prompt."""

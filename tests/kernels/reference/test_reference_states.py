@@ -80,7 +80,7 @@ def test_chunks_pending_inputs_and_snapshots_change_no_output(kind):
     assert_run(kind, torch.float32, "float32", 3, tolerance=2e-5)
 
 
-@pytest.mark.parametrize("name", ["delta", "mamba2", "convolution"])
+@pytest.mark.parametrize("name", ["delta", "kda", "mamba2", "convolution"])
 def test_a_storage_in_bfloat16_changes_outputs_by_its_rounding(name):
     assert_run(KINDS[name], torch.bfloat16, "bfloat16", 4, tolerance=0.06)
 
@@ -94,7 +94,7 @@ def test_chunks_without_tokens_or_without_a_block_write_nothing(kind):
     assert storage.data.isnan().all()
 
 
-@pytest.mark.parametrize("name", ["delta", "mamba2"])
+@pytest.mark.parametrize("name", ["delta", "kda", "mamba2"])
 def test_a_kept_token_that_is_replaced_leaves_no_trace(name):
     """A draft is computed and not applied; another token takes its place."""
     kind, weights = KINDS[name], weights_of(KINDS[name])

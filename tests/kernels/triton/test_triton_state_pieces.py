@@ -6,7 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from triton_random_tensors import normal, poisoned_empty
-from triton_state_blocks import CONVOLUTION, DELTA, KINDS, MAMBA2, MAX_PENDING, NUM_BLOCKS, WIDE, States, batch_of
+from triton_state_blocks import CONVOLUTION, DELTA, KDA, KINDS, MAMBA2, MAX_PENDING, NUM_BLOCKS, WIDE, States, batch_of
 
 from quire.core.states import StateKind
 
@@ -17,7 +17,7 @@ from quire.kernels.triton.state_plan import LEAST_SETTLED, plan_states
 from quire.kernels.triton.step_capture import CudaGraphCapture
 
 ONE_HEAD = StateKind("delta", num_value_heads=1, value_dim=6, conv_width=4, num_key_heads=1, key_dim=16)
-RULES = {name: kind for name, kind in KINDS.items() if kind is not CONVOLUTION}
+RULES = {name: kind for name, kind in KINDS.items() if kind not in (CONVOLUTION, KDA)}
 DECODE, PROMPT, REST = (40, 41, 39, 40), (0, 70, 0, 68), (7, 30, 4, 30)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from triton_device import DEVICE
 from triton_random_tensors import normal, poisoned_empty
-from triton_state_blocks import CONVOLUTION, DELTA, KINDS, MAMBA2, MAX_PENDING, WIDE, States, batch_of
+from triton_state_blocks import CONVOLUTION, DELTA, KDA, KINDS, MAMBA2, MAX_PENDING, WIDE, States, batch_of
 
 from quire.core.states import StateKind
 from quire.kernels.contract import Requirements
@@ -112,7 +112,11 @@ def run(states, kernels, cuts, pending):
     return torch.cat(out), recurrent.clone()
 
 
-@each_kind
+def test_kda_takes_a_prompt_token_by_token():
+    States(KDA).check(batch_of([(0, 20, 0, 18), DECODE]))
+
+
+@pytest.mark.parametrize("kind", [DELTA, MAMBA2, CONVOLUTION], ids=str)
 def test_deterministic_kernels_give_the_same_bits_in_any_chunks(kind):
     states = States(kind, input_dtype=torch.bfloat16)
     expected = run(states, TRITON_DETERMINISTIC, (), 0)

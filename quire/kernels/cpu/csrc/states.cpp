@@ -1,9 +1,10 @@
-// Recurrent states: short convolutions, the gated delta rule and Mamba-2, token by token. `reference.states` specifies them.
+// Recurrent states: short convolutions, gated delta rules and Mamba-2, token by token. `reference.states` specifies them.
 //
 // The columns of a head's state are independent of each other, given queries, keys and gates. So the columns are divided
 // into pieces that stay in the L1 cache while all tokens of a block are applied. With the state S before a token, its decay d
 // and the vector u that is added, S' = d S + k u^T, and the output is S'^T q = d S^T q + (k . q) u. So one pass over the state
-// applies a token and computes the products S^T k and S^T q of the next one.
+// applies a token and computes the products S^T k and S^T q of the next one. With decays D of single rows of a state, the
+// products are with D k and D q.
 //
 // Each token takes the same operations in the same order, whichever chunk or block of tokens it is in. So its bits depend
 // neither on chunks, nor on threads, nor on other sequences.
@@ -19,7 +20,7 @@ constexpr int64_t CHANNELS = 128;    // of an item that convolves only
 constexpr int64_t SLICE = 512;       // numbers of inputs that are one unit of work
 constexpr float NORM_EPS = 1e-6f;
 
-enum class Rule { delta, mamba2, convolution };
+enum class Rule { delta, mamba2, convolution, kda };
 
 struct Chunk {
   int64_t start, stop, block, settled, settles;
@@ -51,7 +52,12 @@ struct Layer {
   int64_t num_keys() const { return key_heads * key_dim; }
   int64_t num_values() const { return value_heads * value_dim; }
   int64_t num_channels() const { return 2 * num_keys() + num_values(); }
-  int64_t width() const { return num_channels() + (rule == Rule::delta ? 2 : rule == Rule::mamba2 ? 1 : 0) * value_heads; }
+  int64_t num_gates() const {
+    if (rule == Rule::convolution) return 0;
+    return value_heads + (rule == Rule::delta ? value_heads : rule == Rule::kda ? num_keys() : 0);
+  }
+  int64_t width() const { return num_channels() + num_gates(); }
+  bool corrects() const { return rule != Rule::mamba2; }
   int64_t vectors() const { return up_to(value_dim, LANES) / LANES; }                 // of a row of a state
   int64_t pieces() const { return (vectors() + MOST_VECTORS - 1) / MOST_VECTORS; }   // of a head
   int64_t piece_vectors() const { return (vectors() + pieces() - 1) / pieces(); }
@@ -120,6 +126,11 @@ struct Window {
     for (int64_t j = 0; j < tokens; j++)
       out[j] = tail + j < stored ? to_float(((const S*)rows[tail + j])[number]) : to_float(((const T*)rows[tail + j])[number]);
   }
+  // n numbers of token j from `number` on.
+  INLINE_MEMBER Vec read(int64_t j, int64_t number, int64_t n) const {
+    const void* row = rows[tail + j];
+    return tail + j < stored ? load_some((const S*)row + number, n) : load_some((const T*)row + number, n);
+  }
 };
 
 // Some columns of a head's state.
@@ -137,6 +148,7 @@ struct Memory {
   float *q, *k;           // (TOKENS, keys)
   float* v;               // (TOKENS, columns), then the outputs
   float *products, *decays, *factors;  // (TOKENS,): k . q, decay of the state, and beta or time step
+  float *row_decays, *decayed_q, *decayed_k;  // (TOKENS, keys), of Rule::kda: decays of the state's rows, and their products
   size_t bytes;
   const char* ahead = nullptr;  // what is likely to be read next, and is prefetched during passes that begin or end a sweep
 
@@ -154,6 +166,8 @@ struct Memory {
     window = (char*)floats(Window<S, T>::bytes(layer.conv_width) / sizeof(float));
     q = floats(TOKENS * keys), k = floats(TOKENS * keys), v = floats(TOKENS * columns);
     products = floats(TOKENS), decays = floats(TOKENS), factors = floats(TOKENS);
+    int64_t decayed = layer.rule == Rule::kda ? TOKENS * keys : 0;
+    row_decays = floats(decayed), decayed_q = floats(decayed), decayed_k = floats(decayed);
     bytes = next - begin;
   }
 };
@@ -163,12 +177,12 @@ struct Memory {
 // A token that is not applied yet: S = decay S + k added^T.
 template <int N>
 struct Token {
-  const float* k;
+  const float *k, *decays;  // decays: of the rows, in place of `decay`
   Vec decay, added[N];
 };
 
 // Applies a token to the state (rows, 16 N), if `applies`, then adds S^T k and S^T q to of_k and of_q, if k and q are needed.
-template <int N, bool applies, bool reads_k, bool reads_q>
+template <int N, bool by_row, bool applies, bool reads_k, bool reads_q>
 INLINE void pass(float* state, int64_t rows, const Token<N>& token, const float* k, const float* q, Vec (&of_k)[N],
                  Vec (&of_q)[N], const char* ahead = nullptr) {
   for (int64_t i = 0; i < rows; i++, state += N * LANES) {
@@ -177,7 +191,7 @@ INLINE void pass(float* state, int64_t rows, const Token<N>& token, const float*
     for (int n = 0; n < N; n++) {
       Vec s = load((const float*)state + n * LANES);
       if (applies) {
-        s = fma(splat(token.k[i]), token.added[n], s * token.decay);
+        s = fma(splat(token.k[i]), token.added[n], s * (by_row ? splat(token.decays[i]) : token.decay));
         store(state + n * LANES, s);
       }
       if (reads_k) of_k[n] = fma(splat(k[i]), s, of_k[n]);
@@ -187,43 +201,44 @@ INLINE void pass(float* state, int64_t rows, const Token<N>& token, const float*
 }
 
 // Applies tokens [begin, end) to a piece; the last of them only if `applies_last`. Their values become their outputs.
-template <int N, bool corrects>
+template <int N, bool corrects, bool by_row>
 static void sweep(Memory& m, float* state, int64_t rows, int64_t begin, int64_t end, bool applies_last, float skip) {
   Token<N> token;
   for (int64_t j = begin; j < end; j++) {
-    const float *k = m.k + j * m.keys, *q = m.q + j * m.keys;
+    const float *k = (by_row ? m.decayed_k : m.k) + j * m.keys, *q = (by_row ? m.decayed_q : m.q) + j * m.keys;
     float* v = m.v + j * m.columns;
     Vec of_k[N] = {}, of_q[N] = {};
     if (j > begin) {
-      pass<N, true, corrects, true>(state, rows, token, k, q, of_k, of_q);
+      pass<N, by_row, true, corrects, true>(state, rows, token, k, q, of_k, of_q);
     } else {
-      pass<N, false, corrects, true>(state, rows, token, k, q, of_k, of_q, m.ahead);
+      pass<N, by_row, false, corrects, true>(state, rows, token, k, q, of_k, of_q, m.ahead);
       m.ahead += rows * 64;
     }
-    token.k = k, token.decay = splat(m.decays[j]);
+    token.k = m.k + j * m.keys, token.decays = m.row_decays + j * m.keys, token.decay = splat(m.decays[j]);
+    Vec decay = by_row ? splat(1) : token.decay;
     Vec factor = splat(m.factors[j]), product = splat(m.products[j]);
 #pragma GCC unroll 4
     for (int n = 0; n < N; n++) {
       Vec value = load((const float*)v + n * LANES);
-      token.added[n] = (corrects ? fma(-of_k[n], token.decay, value) : value) * factor;
-      Vec y = fma(product, token.added[n], of_q[n] * token.decay);
+      token.added[n] = (corrects ? fma(-of_k[n], decay, value) : value) * factor;
+      Vec y = fma(product, token.added[n], of_q[n] * decay);
       store(v + n * LANES, corrects ? y : fma(splat(skip), value, y));
     }
   }
   Vec none[N];
   if (applies_last) {
-    pass<N, true, false, false>(state, rows, token, nullptr, nullptr, none, none, m.ahead);
+    pass<N, by_row, true, false, false>(state, rows, token, nullptr, nullptr, none, none, m.ahead);
     m.ahead += rows * 64;
   }
 }
 
-template <bool corrects>
+template <bool corrects, bool by_row>
 static void sweep_by(int64_t vectors, Memory& m, float* state, int64_t rows, int64_t begin, int64_t end,
                      bool applies_last, float skip) {
   switch (vectors) {
 #define WIDTH(n) \
   case n: \
-    if constexpr (n <= MOST_VECTORS) sweep<n, corrects>(m, state, rows, begin, end, applies_last, skip); \
+    if constexpr (n <= MOST_VECTORS) sweep<n, corrects, by_row>(m, state, rows, begin, end, applies_last, skip); \
     return;
     WIDTH(1) WIDTH(2) WIDTH(3) WIDTH(4)
 #undef WIDTH
@@ -287,7 +302,7 @@ struct Item {
     };
     for (int64_t j = 0; j < window.tokens; j++) {
       float *q = m.q + j * m.keys, *k = m.k + j * m.keys;
-      if (layer.rule == Rule::delta) {
+      if (layer.corrects()) {
         scale(q, 1.0f / __builtin_sqrtf((dot(q, q) + NORM_EPS) * (float)layer.key_dim));
         scale(k, 1.0f / __builtin_sqrtf(dot(k, k) + NORM_EPS));
       }
@@ -298,6 +313,7 @@ struct Item {
   void read_gates(const Window<S, T>& window, int64_t head) const {
     bool delta = layer.rule == Rule::delta;
     window.read(layer.num_channels() + head, m.factors);
+    if (layer.rule == Rule::kda) return read_row_gates(window, head);
     if (delta) window.read(layer.num_channels() + layer.value_heads + head, m.decays);
     Vec rate = splat(layer.decay[head]), bias = splat(layer.time_bias[head]);
     for (int64_t j = 0; j < window.tokens; j += LANES) {
@@ -307,6 +323,20 @@ struct Item {
       store(m.factors + j, delta ? sigmoid(first) : time);
       store(m.decays + j, exp(rate * time));
     }
+  }
+
+  void read_row_gates(const Window<S, T>& window, int64_t head) const {
+    int64_t first = key_head * layer.key_dim, gate = layer.num_channels() + layer.value_heads + first;
+    Vec rate = splat(layer.decay[head]);
+    for (int64_t j = 0; j < window.tokens; j += LANES) store(m.factors + j, sigmoid(load((const float*)m.factors + j)));
+    for (int64_t j = 0; j < window.tokens; j++)
+      each_vector(layer.key_dim, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+        Vec decay = exp(rate * softplus(window.read(j, gate + i, n) + load_some(layer.time_bias + first + i, n)));
+        int64_t place = j * m.keys + i;
+        store(m.row_decays + place, decay);
+        store(m.decayed_q + place, load((const float*)m.q + place) * decay);
+        store(m.decayed_k + place, load((const float*)m.k + place) * decay);
+      });
   }
 
   S* stored(int64_t block, const Piece& p) const {
@@ -372,10 +402,10 @@ struct Item {
 
   void compute_piece(const Piece& p, int64_t position, const Window<S, T>& window) const {
     convolve(window, channel(p), p.size, p.taps, m.v, m.columns);
-    read_gates(window, p.head);
     if (position == chunk.settled) write_states(p, position);
     float skip = layer.skip ? layer.skip[p.head] : 0;
-    auto sweep_here = layer.rule == Rule::delta ? sweep_by<true> : sweep_by<false>;
+    auto sweep_here = sweep_by<false, false>;
+    if (layer.corrects()) sweep_here = layer.rule == Rule::kda ? sweep_by<true, true> : sweep_by<true, false>;
     for (int64_t begin = position, stop = position + window.tokens; begin < stop;) {
       int64_t end = next_written(begin, stop);
       bool is_needed = end < chunk.stop || end == chunk.settles;
@@ -391,7 +421,11 @@ struct Item {
     for (int64_t position = chunk.settled; position < chunk.stop; position += TOKENS) {
       Window<S, T> window(layer, chunk, position, min(TOKENS, chunk.stop - position), m.window);
       read_keys(window);
-      for (int64_t number = 0; number < count; number++) compute_piece(piece(number), position, window);
+      for (int64_t number = 0; number < count; number++) {
+        Piece p = piece(number);
+        if (!number || !p.column) read_gates(window, p.head);  // once for the pieces of a head
+        compute_piece(p, position, window);
+      }
     }
   }
 };

@@ -1,0 +1,47 @@
+"""Sizes of latent attention (MLA; DeepSeek-AI, 2024), and its projection to whole keys and values."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """The vector of a token from which the keys and values of all heads are computed.
+
+    A key is `key_dim` numbers of its head, then `shared_dim` numbers that all heads share. Values are kept with the
+    size of keys: zeros follow their `value_dim` numbers.
+    """
+
+    rank: int  # numbers of the vector
+    key_dim: int
+    shared_dim: int
+    value_dim: int  # at most head_dim
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers of a key."""
+        return self.key_dim + self.shared_dim
+
+    @property
+    def width(self) -> int:
+        """Numbers of the vector, then those that all keys share."""
+        return self.rank + self.shared_dim
+
+    def expanded_shape(self, rows: int) -> tuple[int, int]:
+        """The shape of a checkpoint's weight of this many rows that is expanded."""
+        return 2 * rows // (self.key_dim + self.value_dim) * self.head_dim, self.width
+
+    def expanded(self, weight: Tensor) -> Tensor:
+        """A checkpoint's weight for `width` numbers of a token: first the rows of all keys, then those of all values.
+
+        weight (heads * (key_dim + value_dim), rank) -> (2 * heads * head_dim, width). Each key gets the shared numbers
+        by an identity matrix.
+        """
+        rows = weight.view(-1, self.key_dim + self.value_dim, self.rank)
+        found = torch.zeros(2, len(rows), self.head_dim, self.width, dtype=weight.dtype, device=weight.device)
+        found[0, :, : self.key_dim, : self.rank] = rows[:, : self.key_dim]
+        found[0, :, self.key_dim :, self.rank :] = torch.eye(self.shared_dim, dtype=weight.dtype)
+        found[1, :, : self.value_dim, : self.rank] = rows[:, self.key_dim :]
+        return found.view(-1, self.width)
