@@ -102,7 +102,9 @@ def recur_pieces(
         factor = tl.where(live, factor, 0.0)
         sums = tl.cumsum(tl.where(live, log_decay, 0.0), 0)
         whole = tl.sum(tl.where(rows == PIECE - 1, sums, 0.0), 0)
-        v = convolved(source, at, v_channels, inside & are_values, conv_weight_ptr, conv_bias_ptr, WIDTH, STRIDE, CONV)
+        v = convolved(
+            source, at, v_channels, inside & are_values, conv_weight_ptr, conv_bias_ptr, WIDTH, STRIDE, CONV
+        )
         v = activated(v, "silu")
 
         # all products with keys and the state come first, so that operands of products do not stay in registers
