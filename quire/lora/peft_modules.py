@@ -15,6 +15,7 @@ _INNER = ("", "model.decoder.", "model.", "decoder.", "transformer.", "gpt_neox.
 _HEAD = "lm_head"
 _ROUTERS = ("mlp.gate", "mlp.router")
 _SHARED = ("mlp.shared_experts.", "mlp.shared_expert.")
+_DECAYS = (".self_attn.f_", ".self_attn.forget_gate.f_")  # in checkpoints of Kimi Linear, and in transformers
 _EMBEDDINGS = ("embed", "positions", "layer_inputs")  # parameters
 _CLASS_HEAD = "class_head"
 
@@ -43,8 +44,6 @@ class Products:
         parameter = place.parameter.split(".")[-2]
         if parameter in _EMBEDDINGS:
             raise LookupError("it is an embedding, and quire adapts products only")
-        if place.latent is not None:
-            raise LookupError("quire computes whole keys and values by another weight, which contains it")
         if parameter == _CLASS_HEAD:
             raise LookupError("it is the classification head, which quire does not adapt")
         if parameter.endswith("norm"):
@@ -62,6 +61,8 @@ class Products:
             yield from (short.removesuffix(names.router) + router for router in _ROUTERS)
         elif ".shared." in parameter:
             yield from (short.replace(names.shared, shared) for shared in _SHARED)
+        elif ".recurrence." in parameter:
+            yield short.replace(_DECAYS[0], _DECAYS[1])
 
     def _why_unknown(self, module: str) -> str:
         last = module.rpartition(".")[2]

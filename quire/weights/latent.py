@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +35,21 @@ class Latent:
         return 2 * rows // (self.key_dim + self.value_dim) * self.head_dim, self.width
 
     def expanded(self, weight: Tensor) -> Tensor:
-        """A checkpoint's weight for `width` numbers of a token: first the rows of all keys, then those of all values.
+        """A checkpoint's weight as one for `width` numbers of a token: see `whole`.
 
         weight (heads * (key_dim + value_dim), rank) -> (2 * heads * head_dim, width). Each key gets the shared numbers
         by an identity matrix.
         """
-        rows = weight.view(-1, self.key_dim + self.value_dim, self.rank)
-        found = torch.zeros(2, len(rows), self.head_dim, self.width, dtype=weight.dtype, device=weight.device)
-        found[0, :, : self.key_dim, : self.rank] = rows[:, : self.key_dim]
-        found[0, :, self.key_dim :, self.rank :] = torch.eye(self.shared_dim, dtype=weight.dtype)
-        found[1, :, : self.value_dim, : self.rank] = rows[:, self.key_dim :]
-        return found.view(-1, self.width)
+        found = pad(self.whole(weight), (0, self.shared_dim))
+        keys = found[: len(found) // 2].view(-1, self.head_dim, self.width)
+        keys[:, self.key_dim :, self.rank :] = torch.eye(self.shared_dim, dtype=weight.dtype, device=weight.device)
+        return found
+
+    def whole(self, rows: Tensor) -> Tensor:
+        """Rows of the keys and values of all heads in order: first those of all keys, then those of all values.
+
+        rows (heads * (key_dim + value_dim), n) -> (2 * heads * head_dim, n). Added rows are zeros.
+        """
+        by_head = rows.view(-1, self.key_dim + self.value_dim, rows.shape[1])
+        keys, values = by_head.tensor_split((self.key_dim,), 1)
+        return torch.cat([pad(some, (0, 0, 0, self.head_dim - some.shape[1])) for some in (keys, values)]).flatten(0, 1)
