@@ -79,7 +79,12 @@ class InFlight:
 
     def is_arriving(self, table: BlockTable) -> bool:
         """Whether a Move in flight writes a block of a table."""
-        return bool(self._arriving) and any(table.has_block(*place) for place in self._arriving)
+        if not self._arriving:
+            return False
+        state = table.state
+        if state is not None and (len(table.blocks), state.block) in self._arriving:
+            return True
+        return any((group, block) in self._arriving for group, blocks in enumerate(table.blocks) for block in blocks)
 
     def end_moves(self, moves: Iterable[Move]) -> None:
         """Moves to or from the host are over."""

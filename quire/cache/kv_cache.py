@@ -219,7 +219,7 @@ class KVCache:
         if match is None or (self.states is not None and not self.states.pool.num_available):
             return None
         start, num_shared = match.num_tokens, len(match.blocks[0]) if match.blocks else 0
-        if self.states is not None and start == matched.num_tokens < found.num_tokens:
+        if self.states is not None and start == matched.num_tokens < found.num_tokens >= self.block_size:
             miss = self.states.explain_miss(table, found, start, self._tables.values())
         else:
             miss = self.index.explain_miss(table.namespace, table.tokens, match, reusable)
@@ -481,6 +481,8 @@ class KVCache:
         """See KVCacheManager."""
         if self._in_flight.is_empty:
             return False
+        if self.states is not None and self.states.lacks_block(table):
+            return bool(self._in_flight.retired(len(self.pools)))
         needed = self.num_needed_blocks(table, num_tokens)
         for group, pool in enumerate(self.pools):
             retired, held = self._in_flight.retired(group), self.copies.held_refs(group)
@@ -499,8 +501,6 @@ class KVCache:
         if self.states is not None:
             self.states.flush()
         return idle - self.pools.num_idle
-
-    # Steps
 
     @property
     def has_urgent_moves(self) -> bool:

@@ -101,9 +101,10 @@ class KVCacheManager(Protocol):
         """
 
     def match_prefix(self, namespace: Namespace, tokens: Sequence[int]) -> PrefixMatch:
-        """The longest prefix of `tokens` behind which a sequence can continue. Changes nothing.
+        """The longest prefix of `tokens` behind which a sequence can continue.
 
-        Of a model with recurrent states it ends at a snapshot.
+        Of a model with recurrent states it ends at a snapshot. Snapshots without their prefix leave first, so that
+        calls must be replayed with a journal.
         """
 
     def fork(self, seq_id: int, new_id: int, num_tokens: int, tokens: Sequence[int] = ()) -> BlockTable:

@@ -119,31 +119,41 @@ class StateBlocks:
         if self._anchored and found.blocks:
             blocks = found.blocks[0]
             for i in range(len(blocks) - 1, -1, -1):
-                for snapshot in self._anchored.get(blocks[i], ()):
-                    position = self._start_from(snapshot, i, found, tokens)
-                    if not position or snapshot.step == _PLANNED:
-                        continue
-                    part = self._index().truncate(found, position)
+                there = [one for one in self._anchored.get(blocks[i], ()) if one.step != _PLANNED]
+                places = [(self._start_from(one, i, found, tokens), one) for one in there]
+                for position, snapshot in sorted(places, key=lambda place: -place[0]):
+                    part = self._index().truncate(found, position) if position else None
                     if part is not None:
                         return part, snapshot
         return NO_MATCH._replace(num_public=found.num_public), None
 
-    def is_coming(self, namespace: Namespace, tokens: Sequence[int]) -> bool:
+    def leave_snapshot_for(self, namespace: Namespace, tokens: Sequence[int]) -> bool:
         """Whether the planned step writes a snapshot for a prefix of `tokens`, a block or more behind all others.
 
-        If a chunk of the step computes the end of the match of keys and values, it is made to leave one there.
+        If a chunk of the step computes the end of what its sequence has in common with `tokens`, it is made to leave
+        one there.
         """
-        if not self._chunks:
+        prompts = [
+            (chunk, table, start)
+            for chunk, (table, start) in enumerate(self._planned)
+            if self._chunks[chunk][2] - start > 1 and table.namespace == namespace
+        ]
+        if not (prompts or self._taken):
             return False
         found = self._index().match_prefix(namespace, tokens)
         blocks = found.blocks[0] if found.blocks else []
         end, least = len(blocks) * self._block_size, self.match(found, tokens)[0].num_tokens + self._block_size
-        if end < least:
-            return False
-        for chunk, ((table, start), (_, _, settles)) in enumerate(zip(self._planned, self._chunks, strict=True)):
-            if start < end <= settles and table.state is not None and table.blocks[0][len(blocks) - 1] == blocks[-1]:
-                self._take_snapshot(table, table.state, end, chunk)
-        places = {block: index for index, block in enumerate(blocks)}
+        for chunk, table, start in prompts:
+            settles = self._chunks[chunk][2]
+            if not (blocks and start < end <= settles and table.blocks[0][len(blocks) - 1] == blocks[-1]):
+                continue
+            stop = settles + 1
+            position = end + common_prefix_len(table.tokens[end:stop], tokens[end:stop])
+            if not self._copies_partial_blocks:
+                position -= position % self._block_size
+            if table.state is not None and least <= position <= settles:
+                self._take_snapshot(table, table.state, position, chunk)
+        places = {block: index for index, block in enumerate(blocks)} if self._taken else {}
         return any(
             one.anchor in places and self._start_from(one, places[one.anchor], found, tokens) >= least
             for one in self._taken
@@ -207,12 +217,12 @@ class StateBlocks:
         else:
             block = snapshot.block
             self.pool.incr_ref(block)
+            snapshot.uses += 1
             if self.pool.num_available:
                 block = self._copies.plan_copy(self._group, block, 0, self._allocate(table))
-                snapshot.uses += 1
                 self._enter_order(snapshot)
             else:
-                self._drop_for(table, snapshot)
+                self._drop(snapshot)
             live = LiveState(block, snapshot.settled, position, snapshot.step, last_snapshot=position, begun=snapshot)
         self._num_tables[live.block] = 1
         table.state = live
@@ -231,6 +241,7 @@ class StateBlocks:
         """Give a new table a live block into which a Move from the host copies its state. Returns the block."""
         table.state = LiveState(self._allocate(table), settled, position, last_snapshot=position)
         self._num_tables[table.state.block] = 1
+        self.want(table, *self.positions_of_turns(table.tokens))
         return table.state.block
 
     def positions_of_turns(self, tokens: Sequence[int]) -> list[int]:
@@ -253,14 +264,22 @@ class StateBlocks:
         self.pool.incr_ref(live.block)
         self._num_tables[live.block] += 1
         child.state = LiveState(live.block, live.settled, position, live.last_step, last_snapshot=live.last_snapshot)
-        parent.limit_capacity(live.stop)
-        child.limit_capacity(position)
+        parent.limit_capacity(live.settled)
+        child.limit_capacity(live.settled)
         return True
+
+    def lacks_block(self, table: BlockTable) -> bool:
+        """Whether a table needs a block to write its state, and none is available."""
+        return self._is_shared(table) and not self.pool.num_available
+
+    def _is_shared(self, table: BlockTable) -> bool:
+        live = table.state
+        return live is not None and (self._num_tables[live.block] > 1 or live.block in self._by_block)
 
     def own(self, table: BlockTable) -> bool:
         """Make the live block of a table writable: copy it if it has another owner. False without a block for that."""
         live = table.state
-        if live is None or not (self._num_tables[live.block] > 1 or live.block in self._by_block):
+        if live is None or not self._is_shared(table):
             return True
         if not self.pool.num_available:
             return False
@@ -407,7 +426,8 @@ class StateBlocks:
     def _take_snapshot(self, table: BlockTable, live: LiveState, position: int, chunk: int) -> None:
         """Let a planned chunk of a table write a snapshot, if there is none and a block is available."""
         snapshot = self._new_snapshot(table, live, position, _PLANNED)
-        if not self.pool.num_available or self._is_known(snapshot):
+        num_shared = sum(count - 1 for count in self._num_tables.values() if count > 1)  # each needs a block to write
+        if self.pool.num_available <= num_shared or self._is_known(snapshot):
             return
         snapshot.block = self._allocate(table)
         if snapshot.anchor == ABSENT:
@@ -511,7 +531,7 @@ class StateBlocks:
         for entry in kept:
             heappush(self._order, entry)
         assert found is not None, "a block is available"
-        self._last_value = found[0]
+        self._last_value = max(self._last_value, found[0])
         self._drop_for(table, found[2])
 
     def _drop_for(self, table: BlockTable, snapshot: Snapshot) -> None:

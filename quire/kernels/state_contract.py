@@ -61,7 +61,7 @@ class StateBatch(msgspec.Struct, frozen=True, eq=False):
     settled: np.ndarray  # int64 (num_chunks,)
     settles: np.ndarray  # int64 (num_chunks,)
     snapshots: np.ndarray  # int64 (num_snapshots, 3): chunk, position p, block. The block is to stand behind p.
-    # starts < p <= settles of the chunk; the snapshots of a chunk follow each other in the order of their positions.
+    # starts < p <= settles of the chunk. They are sorted by chunk, then by position.
 
 
 @dataclass(frozen=True, slots=True, eq=False)

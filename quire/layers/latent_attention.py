@@ -45,7 +45,10 @@ class LatentAttention(nn.Module):
         context: ForwardContext,
         query_scales: Tensor | None = None,
     ) -> Tensor:
-        """x (num_tokens, hidden_size) -> the same shape. layer: number of the KV layer. The others must be None."""
+        """x (num_tokens, hidden_size) -> the same shape. layer: number of the KV layer.
+
+        rotation and query_scales must be None.
+        """
         if rotation is not None or query_scales is not None:
             raise ValueError("latent attention has no rotary embedding and no scales of queries")
         kernels, latent, heads, head_dim = context.kernels, self.latent, self.config.num_heads, self.config.head_dim

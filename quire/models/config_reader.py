@@ -152,7 +152,7 @@ def _with_derived_sizes(config: DecoderConfig, rule: InnerSizeRule, fields: Fiel
             inner = -(-int(rule.multiplier * inner) // rule.multiple_of) * rule.multiple_of
     return replace(
         config,
-        num_layers=config.num_layers or len(listed_kinds(fields)[1]),
+        num_layers=config.num_layers or _num_listed_layers(fields),
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         intermediate_size=inner,
@@ -173,6 +173,15 @@ def _checked_latent(latent: Latent, heads: int, kv_heads: int, fields: Fields) -
             "qk_rope_head_dim), as which values are kept"
         )
     return latent
+
+
+def _num_listed_layers(fields: Fields) -> int:
+    """The number of layers of a config that only lists their kinds."""
+    name, listed = listed_kinds(fields)
+    if not 0 < len(listed) <= MAX_PARTS:
+        missing = "num_hidden_layers is missing, and so are the kinds of layers"
+        raise fields.error(f"{name} lists {len(listed)} layers, more than {MAX_PARTS}" if listed else missing)
+    return len(listed)
 
 
 def _check_experts(experts: ExpertsConfig, names: ExpertsConfig, fields: Fields) -> None:

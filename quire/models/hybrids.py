@@ -179,7 +179,7 @@ GRANITE_HYBRID = like(
             rule="mamba2",
             conv_width=integer("mamba_d_conv", default=4, least=2, most=_MOST_CONV_WIDTH),
             num_value_heads=integer("mamba_n_heads", default=128, most=MAX_PARTS),
-            value_dim=integer("mamba_d_head", default=0, most=_MOST_HEAD_DIM),
+            value_dim=integer("mamba_d_head", default=0, most=_MOST_HEAD_DIM, allows_auto=True),
             num_key_heads=integer("mamba_n_groups", default=1, most=MAX_PARTS),
             key_dim=integer("mamba_d_state", default=256, most=_MOST_HEAD_DIM),
             expand=integer("mamba_expand", default=2),

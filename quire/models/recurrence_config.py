@@ -61,9 +61,10 @@ def with_nested(fields: Fields, nested: Mapping[str, object]) -> Fields:
     if kinds.keys() <= nested.keys() and not fields.values.get("layer_types"):
         lists = Fields(nested, fields.path)
         found = {number: kind for name, kind in kinds.items() for number in lists.resolve(integers(name))}
-        numbers = range(1, fields.integer("num_hidden_layers") + 1)
-        if found.keys() != set(numbers) or len(found) < sum(len(lists.optional(name, list, [])) for name in kinds):
-            raise fields.error(f"linear_attn_config must list each of layers 1 to {len(numbers)} once")
+        num_layers, numbers = fields.integer("num_hidden_layers"), sorted(found)
+        num_listed = sum(len(lists.optional(name, list, [])) for name in kinds)
+        if numbers[:1] != [1] or not len(found) == num_listed == numbers[-1] == num_layers:
+            raise fields.error(f"linear_attn_config must list each of layers 1 to {num_layers} once")
         values["layer_types"] = [found[number] for number in numbers]
     return Fields(values, fields.path)
 
@@ -97,10 +98,17 @@ def _kinds(fields: Fields, rule: RecurrenceRule, num_layers: int) -> list[str]:
     name, listed = listed_kinds(fields)
     if listed:
         known = (*rule.kinds, *rule.attending, *rule.without)
+        if _LETTERS["E"] in listed and _LETTERS["E"] not in known:
+            at = listed.index(_LETTERS["E"])
+            raise fields.error(
+                f"{name} has experts (E, moe) at layer {at}; they are not supported for this architecture"
+            )
         return fields.kinds_of_layers(name, listed, known, num_layers)
     if rule.interval:
         attends = [(index + 1) % rule.interval == 0 for index in range(num_layers)]
     elif rule.listed:
+        if beyond := [index for index in rule.listed if not 0 <= index < num_layers]:
+            raise fields.error(f"full_attn_idxs has {beyond[0]}, which is none of layers 0 to {num_layers - 1}")
         attends = [index in rule.listed for index in range(num_layers)]
     else:
         raise fields.error(f"layer_types is missing; it must say which of the {num_layers} layers attend")

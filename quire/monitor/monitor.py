@@ -48,7 +48,7 @@ _WAITS: Mapping[str, str] = MappingProxyType(
         "rows": "max_num_seqs sequences run",
         "memory": "KV blocks are short",
         "in_flight": "the first in the queue was preempted, and steps with it are in flight",
-        "state": "the first in the queue starts from a recurrent state that this step computes",
+        "state": "the first in the queue will start from a recurrent state that this step computes",
         "failure": "a step has failed, and its sequences run one by one",
         "prompt": "another sequence of the request computes the prompt",
         "constraint": "the constraint is being compiled",

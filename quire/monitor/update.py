@@ -21,9 +21,10 @@ class Watcher(msgspec.Struct, frozen=True):
 
 
 class PoolFigures(msgspec.Struct, frozen=True):
-    """Blocks of one KV group, or of recurrent states. num_free: for a viewer of its own, all others, free or not.
+    """Blocks of one KV group, or of recurrent states.
 
-    block_size: tokens; 0 for blocks of states. Those that are idle are snapshots.
+    num_free: for a viewer that sees only its own blocks, all others, free or not. block_size: tokens; 0 for blocks of
+    states. Those that are idle are snapshots.
     """
 
     name: str

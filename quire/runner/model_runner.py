@@ -167,8 +167,9 @@ class TorchRunner:
         num_slots = 0 if adapters is None else adapters.num_slots
         self._rows = Rows(cache, max_num_seqs, max_model_len, self._vocab_size, num_slots)
         self._store = DeviceStore(kernels, cache, model.device, clock)
+        rounds_states = cache.states is not None and cache.states.dtype != "float32"  # wherever a chunk ends
         self.capabilities = Capabilities(
-            deterministic=deterministic_kernels is not None and model.batch_invariant,
+            deterministic=deterministic_kernels is not None and model.batch_invariant and not rounds_states,
             classifies=model.class_head is not None,
             generates=generates,
             adapters=adapters is not None,

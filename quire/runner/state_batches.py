@@ -64,5 +64,8 @@ def check_states(states: StateChunks, chunks: Chunks, num_blocks: int, max_pendi
     if not ordered.all() or (np.maximum(starts - states.settled, stops - states.settles) > max_pending).any():
         raise ValueError(f"the step's states do not fit its chunks with {max_pending} pending tokens at most")
     owners, positions = states.snapshot_chunks, states.snapshot_positions
+    places = list(zip(owners.tolist(), positions.tolist(), strict=True))
+    if places != sorted(places) or (places and not 0 <= places[0][0] <= places[-1][0] < len(chunks)):
+        raise ValueError(f"the step's snapshots are not sorted by chunk and position: {places!s:.80}")
     if len(owners) and not ((starts[owners] < positions) & (positions <= states.settles[owners])).all():
         raise ValueError(f"some of the step's snapshots are not within their chunks: {positions.tolist()!s:.80}")

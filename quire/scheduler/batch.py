@@ -222,11 +222,11 @@ class BatchComposer:
         return token_budget
 
     def _awaits_state(self, seq: Sequence) -> bool:
-        """Whether a sequence can start from a state in the next step that this step writes."""
+        """Whether a sequence can start in the next step from a state that this step writes."""
         states, reusable = self._cache.states, seq.reusable
         if states is None or reusable <= 0 or seq.swapped:
             return False
-        return states.is_coming(seq.request.namespace, seq.tokens[:reusable])
+        return states.leave_snapshot_for(seq.request.namespace, seq.tokens[:reusable])
 
     def _unblock(self, builder: StepBuilder, token_budget: int, now: float) -> None:
         """Admit the head without watermark, or preempt the last running sequence: idle beams hold the head's blocks."""

@@ -249,8 +249,7 @@ class SchedulerState:
         self.new_requests.drop(self.requests[seq.request.id])
         num_cached = min(admission.num_tokens, len(seq.request.prompt))
         self.running_queue.allocate_row(seq, admission.table, admission.num_tokens, num_cached)
-        if self._cache.states is not None and seq.num_shared:
-            self._cache.states.want(admission.table, seq.num_shared)
+        self._want_branch_point(seq)
         self.request_stats.admitted(seq, admission, now)
 
     def prompt_computed(self, seq: Sequence, stop: int) -> None:
@@ -308,7 +307,13 @@ class SchedulerState:
             self.requeue(seq, 0, now)
             return
         self.running_queue.allocate_row(seq, admission.table, admission.num_tokens, 0)
+        self._want_branch_point(seq)
         seq.run_alone(until)
+
+    def _want_branch_point(self, seq: Sequence) -> None:
+        """Have a snapshot taken where the other sequences of a request branch, if the model has recurrent states."""
+        if self._cache.states is not None and seq.num_shared and seq.table is not None:
+            self._cache.states.want(seq.table, seq.num_shared)
 
     def restart_swapping(self, now: float) -> None:
         """Restart the sequences whose KV is being copied to or from the host, because the copies may never be done.

@@ -43,7 +43,7 @@ WaitCause = Literal[
     "rows",  # max_num_seqs sequences were running
     "memory",  # KV blocks were short
     "in_flight",  # the head was preempted, and in-flight steps or its swap-out were not over
-    "state",  # the step wrote a recurrent state from which the head can start in the next step
+    "state",  # the head can start in the next step from a recurrent state that the step wrote
     "failure",  # a step had failed, and its sequences ran one by one
     "prompt",  # another sequence of the request computed the prompt
     "constraint",  # the constraint of the request was being compiled

@@ -67,7 +67,7 @@ class Scheduler:
         if cache.states is not None and config.steps_in_flight > _MOST_WITH_STATES:
             raise ConfigError(
                 f"steps_in_flight ({config.steps_in_flight}) must be at most {_MOST_WITH_STATES} for a model with "
-                "recurrent states: one sampled token may be replaced behind a state"
+                "recurrent states, which keep room for one token that may be replaced; lower steps_in_flight"
             )
         self.config = config
         self.cache = cache

@@ -165,8 +165,8 @@ class Sequence:
         self.epoch = 0  # incremented to invalidate its chunks in in-flight steps
         self.queued_at = now  # seconds: when it arrived or was queued last
         self.finished = False
-        self.runs_alone = False  # part of a failed step: it runs alone until a chunk of it succeeds,
-        self.alone_until = 0  # which ends at this position at least
+        self.runs_alone = False  # part of a failed step: it runs alone until a chunk of it succeeds
+        self.alone_until = 0  # position that this chunk has to reach
 
     @property
     def num_generated(self) -> int:

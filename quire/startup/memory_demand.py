@@ -133,6 +133,7 @@ def memory_profile(
         recorded = capture.capture_memory(
             options.max_num_seqs, token_bytes, logit_bytes, kernels.SCRATCH_BYTES, variants
         )
+    states = _state_group(shape.state_layers, options)
     return MemoryProfile(
         weight_bytes=shape.weight_bytes,
         weight_reason=f"{shape.num_parameters / 1e6:.2f} M parameters, {shape.weight_types}",
@@ -148,11 +149,17 @@ def memory_profile(
         scratch_bytes=attention + _SAMPLING_BYTES * sampled,
         captured_steps_bytes=recorded.bytes,
         captured_steps_reason=recorded.reason,
-        staging_bytes=(len(groups) + bool(shape.state_layers)) * 2 * STAGING_BYTES if overlaps_swaps else 0,
+        staging_bytes=_staging_bytes(len(groups), states) if overlaps_swaps else 0,
         lora_memory=(options.lora_memory or DEFAULT_LORA_MEMORY) if options.enable_lora else None,
-        states=_state_group(shape.state_layers, options),
+        states=states,
         has_snapshots=options.enable_prefix_caching,
     )
+
+
+def _staging_bytes(num_groups: int, states: StateGroup | None) -> int:
+    """Buffers of swaps in both directions, for each pool. They hold one block at least."""
+    of_states = 0 if states is None else max(STAGING_BYTES, states.bytes_per_block)
+    return 2 * (num_groups * STAGING_BYTES + of_states)
 
 
 def _state_group(layers: Sequence[StateKind], options: EngineOptions) -> StateGroup | None:

@@ -82,7 +82,9 @@ def test_64_prompts_of_1500_common_and_700_own_tokens(prefix_index, has_turns, s
     common = [*words(rng, 1499), TURN_END] if has_turns else words(rng, 1500)
     cached = ask(rig, [common + words(rng, 700) for _ in range(64)], together=True)
     first = 1 if has_turns else 2
-    assert cached == [*first * [0], *(64 - first) * [1500 if prefix_index == "radix" else 1488]]
+    least = 1500 if prefix_index == "radix" else 1488
+    assert cached[:first] == first * [0]
+    assert all(least <= number < least + 4 for number in cached[first:]), "some own tokens are equal by chance"
 
 
 @INDEXES

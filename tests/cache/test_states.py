@@ -311,12 +311,36 @@ def test_a_state_that_the_planned_step_writes_is_worth_waiting_for():
     steps.run(common + tokens_of(1000, 11))
     second = steps.admit(common + tokens_of(2000, 11))
     third = common + tokens_of(3000, 11)
-    assert not steps.cache.states.is_coming(NAMESPACE, third)
+    assert not steps.cache.states.leave_snapshot_for(NAMESPACE, third)
     steps.cache.cache_blocks(second.table, 0, 33)
     steps.cache.states.schedule(second.table, 0, 33, 33)
-    assert steps.cache.states.is_coming(NAMESPACE, third)
-    assert not steps.cache.states.is_coming(Namespace("b"), third)
-    assert not steps.cache.states.is_coming(NAMESPACE, third[:21]), "the snapshot stands behind it"
+    assert steps.cache.states.leave_snapshot_for(NAMESPACE, third)
+    assert not steps.cache.states.leave_snapshot_for(Namespace("b"), third)
+    assert not steps.cache.states.leave_snapshot_for(NAMESPACE, third[:21]), "the snapshot stands behind it"
     steps.launch()
-    assert not steps.cache.states.is_coming(NAMESPACE, third), "it is there"
+    assert not steps.cache.states.leave_snapshot_for(NAMESPACE, third), "it is there"
     assert steps.admit(third).num_tokens == 22
+
+
+def test_of_several_snapshots_in_one_block_the_deepest_is_used():
+    end = 9
+    steps = Steps(new_cache(turn_ends=[end]))
+    prompt = [*tokens_of(100, 8), end, end, end]
+    steps.compute([*prompt, *tokens_of(500, 3)])
+    assert steps.admit([*prompt, *tokens_of(600, 3)]).num_tokens == 11
+    assert steps.admit([*prompt[:10], *tokens_of(700, 3)]).num_tokens == 10
+
+
+def test_a_long_common_prefix_that_is_computed_in_chunks_keeps_no_other_request_waiting():
+    steps = Steps(new_cache())
+    common = tokens_of(100, 40)
+    first = steps.admit([*common, *tokens_of(500, 4)])
+    other = [*common, *tokens_of(600, 4)]
+    waited = []
+    for start in (0, 16, 32):
+        steps.cache.cache_blocks(first.table, start, min(start + 16, 44))
+        steps.cache.states.schedule(first.table, start, min(start + 16, 44), 44)
+        waited.append(steps.cache.states.leave_snapshot_for(NAMESPACE, other))
+        steps.launch()
+    assert waited == [False, False, True], "only the chunk that computes the end of what both have in common"
+    assert steps.admit(other).num_tokens == 40

@@ -8,6 +8,7 @@ from random_checkpoints import VOCAB, save
 
 from quire.core.request import Beams, Request
 from quire.core.step import Pooling
+from quire.errors import RequestError
 from quire.hub import embedded
 from quire.params import SamplingParams
 
@@ -92,7 +93,7 @@ def test_preempted_sequences_go_on(folder, plain):
         for output in engine.step():
             tokens.setdefault(int(output.request_id), []).extend(output.token_ids)
         steps += 1
-    assert engine.stats().num_preemptions > 3
+    assert engine.stats().num_preemptions > 1
     assert [tokens[i] for i in range(8)] == [plain[i % 6, 0] for i in range(8)]
 
 
@@ -141,5 +142,8 @@ def test_keys_and_values_in_8_bits(folder):
 
 def test_states_in_bfloat16(folder, plain):
     rounded = run(make(folder, state_dtype="bfloat16"))
+    engine = make(folder, state_dtype="bfloat16")
+    with pytest.raises(RequestError, match="state_dtype"):
+        engine.add(Request("0", PROMPTS[0], SamplingParams(deterministic=True)))
     same = sum(one == other for key in plain for one, other in zip(plain[key], rounded[key], strict=True))
     assert same > len(plain) * 10
