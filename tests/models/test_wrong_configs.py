@@ -110,7 +110,11 @@ def changed(source, folder, values):
         ("qwen3-5", {"full_attention_interval": 1, "layer_types": None}, "full_attention_interval must be at least 2"),
         ("lfm2", {"layer_types": ["conv", "linear_attention", "conv"]}, "one of conv, full_attention for each of 3"),
         ("lfm2", {"layer_types": None}, "layer_types is missing; it must say which of the 3 layers attend"),
-        ("lfm2-indices", {"full_attn_idxs": [1, 5]}, "full_attn_idxs has 5, which is none of layers 0 to 4"),
+        (
+            "lfm2-indices",
+            {"layer_types": None, "full_attn_idxs": [1, 5]},
+            "full_attn_idxs has 5, which is none of layers 0 to 4",
+        ),
         ("granite-hybrid", {"num_experts_per_tok": "auto"}, "num_experts_per_tok must be of type int, not 'auto'"),
         ("lfm2-moe", {"num_experts_per_tok": 7}, r"num_experts_per_tok \(7\) is above num_experts \(6\)"),
         (
