@@ -45,8 +45,8 @@ class KVCache:
         self.block_size = config.block_size
         self._has_index = config.prefix_index != "none"
         self.windowed = config.dropping
-        pools = [BlockPool(group.num_blocks) for group in config.pools]
-        self.pools = Pools(pools[: len(config.groups)])
+        self.pools = self._new_pools(config)
+        pools = [*self.pools, *(BlockPool(group.num_blocks) for group in config.pools[len(config.groups) :])]
         self._tables: dict[int, BlockTable] = {}  # by sequence id
         self.tables: Mapping[int, BlockTable] = MappingProxyType(self._tables)
         self._in_flight = InFlight(pools)
@@ -327,8 +327,6 @@ class KVCache:
         self.index.register_fork(parent, child, min(parent.cursor.num_indexed, num_tokens // self.block_size))
         return child
 
-    # Swapping
-
     def swap_out(self, num_valid: Mapping[int, int]) -> bool:
         """See KVCacheManager."""
         return self._swap_planner.swap_out(num_valid)
@@ -349,8 +347,6 @@ class KVCache:
     def drop_swapped(self, seq_id: int) -> None:
         """See KVCacheManager."""
         self._host_pool.drop_record(seq_id)
-
-    # Growth and release
 
     def grow(
         self,
@@ -598,3 +594,6 @@ class KVCache:
     def _new_index(self) -> PrefixIndex:
         planned = self._in_flight.planned_writes
         return new_index(self.config, self.pools, planned, lambda *counts: self._recompute_seconds(*counts))
+
+    def _new_pools(self, config: CacheConfig) -> Pools:
+        return Pools(BlockPool(group.num_blocks) for group in config.groups)

@@ -231,7 +231,7 @@ class ScriptedRunner:
         self._after = []
         for index, chunk in enumerate(chunks[: len(chunks) // 2] if failing else chunks):
             self._compute(chunk)
-            if isinstance(step.states, StateChunks):
+            if self._has_states and isinstance(step.states, StateChunks):
                 self._recur(chunk, step.states, index)
         if failing:
             raise RuntimeError(f"scripted failure of step {step.id}")

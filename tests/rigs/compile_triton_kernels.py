@@ -177,6 +177,7 @@ def main() -> None:
     states(ordinary, torch.bfloat16, "float32", STATE_KINDS[0])
     states(ordinary, torch.float32, "bfloat16", STATE_KINDS[1])
     states(ordinary, torch.bfloat16, "bfloat16", STATE_KINDS[2])
+    states(ordinary, torch.bfloat16, "float32", STATE_KINDS[3])
     code_rows(ordinary, torch.bfloat16, SCHEMES)
     code_rows(ordinary, torch.float32, [FP8])
     code_rows(ordinary, torch.float16, [FP8], sizes=(1, 300))

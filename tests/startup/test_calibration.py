@@ -48,7 +48,7 @@ class Timed:
         self._slowness = slowness
         self._moved = None
         self._runner = ScriptedRunner(
-            cache,
+            replace(cache, states=None),  # whose states are not those of a sequence
             max_num_seqs=limits.max_num_seqs,
             max_model_len=limits.max_model_len,
             vocab_size=VOCAB,
