@@ -130,8 +130,9 @@ class StateBlocks:
     def leave_snapshot_for(self, namespace: Namespace, tokens: Sequence[int]) -> bool:
         """Whether the planned step writes a snapshot for a prefix of `tokens`, a block or more behind all others.
 
-        If a chunk of the step computes the end of what its sequence has in common with `tokens`, it is made to leave
-        one there.
+        If what the sequence of a chunk has in common with `tokens` ends in this chunk, it is made to leave one at the
+        last end of a block before that. A few tokens more are often equal by chance, and a snapshot behind them would
+        serve fewer requests.
         """
         prompts = [
             (chunk, table, start)
@@ -148,11 +149,9 @@ class StateBlocks:
             if not (blocks and start < end <= settles and table.blocks[0][len(blocks) - 1] == blocks[-1]):
                 continue
             stop = settles + 1
-            position = end + common_prefix_len(table.tokens[end:stop], tokens[end:stop])
-            if not self._copies_partial_blocks:
-                position -= position % self._block_size
-            if table.state is not None and least <= position <= settles:
-                self._take_snapshot(table, table.state, position, chunk)
+            ends = table.tokens[end:stop] != tokens[end:stop]  # whether what both have in common ends in the chunk
+            if ends and table.state is not None and least <= end:
+                self._take_snapshot(table, table.state, end, chunk)
         places = {block: index for index, block in enumerate(blocks)} if self._taken else {}
         return any(
             one.anchor in places and self._start_from(one, places[one.anchor], found, tokens) >= least
