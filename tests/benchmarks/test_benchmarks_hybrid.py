@@ -4,9 +4,10 @@ import json
 
 import pytest
 import torch
+from gguf import GGUFReader
 from transformers import AutoModelForCausalLM
 
-from benchmarks import hybrid, prefix_states
+from benchmarks import hybrid, hybrid_peer, prefix_states
 from benchmarks.cpu.checkpoints import SHAPES
 from benchmarks.hybrid import Figure, Seconds, Sizes, Turns
 from benchmarks.prefix_states import FLOOR, WORKLOADS, Row
@@ -110,3 +111,9 @@ def test_the_table_says_what_is_missed(tmp_path, capsys):
     rows = json.loads((tmp_path / "x.json").read_text())["rows"]
     assert len(rows) == capsys.readouterr().out.count("| agents")
     assert rows[0]["ratio"] == rows[0]["hybrid_cached"] / rows[0]["full_cached"]
+
+
+def test_the_file_for_llama_cpp_has_as_many_tokens_as_the_model(models):
+    file = hybrid_peer.gguf_of("hybrid-tiny", models)
+    fields = GGUFReader(file).fields
+    assert len(fields["tokenizer.ggml.tokens"].data) == SHAPES["hybrid-tiny"]().vocab_size
