@@ -23,8 +23,7 @@ KINDS = [  # one for each variant of a layer
     *("qwen2-moe", "qwen3-moe-sparse-step", "gpt2", "opt-post-norm", "opt-no-bias", "gpt-neox", "falcon-mqa"),
     *("falcon-11b", "falcon-sequential", "phi-qk-norm", "starcoder2", "stablelm", "stablelm-parallel-qk-norm"),
     *("cohere-qk-norm", "llama-dynamic", "phi3-longrope", "apertus", "glm4-moe-groups", "laguna"),
-    *("gemma4-moe", "gemma4-shared-kv", "qwen3-next", "qwen3-5-tied", "lfm2-moe", "granite-hybrid-dense"),
-    *("kimi-linear", "kimi-linear-groups"),
+    *("gemma4-moe", "gemma4-shared-kv", "qwen3-5-tied", "lfm2-moe", "granite-hybrid-dense", "kimi-linear"),
 ]
 SERVED = {"llama-dynamic": 96}  # positions depend on the longest sequence
 LENGTHS = (1, 5, 16, 17, 31, 33, 48, 70)
