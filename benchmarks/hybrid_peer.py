@@ -92,8 +92,10 @@ def compare(file: Path, program: str, rounds: int) -> dict[str, tuple[float, flo
 def _figures(url: str, turn: int) -> dict[str, float]:
     figures = {f"{count} streams, tok/s": _streams(url, count, turn) for count in _STREAMS}
     text = gpl()[400 * turn :]
-    first, answer, _ = _first_token(url, text[:_LONG])
-    second, _, _ = _first_token(url, text[:_LONG] + answer + text[_LONG : _LONG + 200])
+    talk = [{"role": "user", "content": text[:_LONG]}]
+    first, answer = _first_token(url, talk)
+    talk += [{"role": "assistant", "content": answer}, {"role": "user", "content": text[_LONG : _LONG + 200]}]
+    second, _ = _first_token(url, talk)
     return figures | {"first token, turn 1, s": first, "first token, turn 2, s": second}
 
 
@@ -105,14 +107,16 @@ def _streams(url: str, count: int, turn: int) -> float:
     return sum(answer.num_tokens for answer in answers) / seconds
 
 
-def _first_token(url: str, prompt: str) -> tuple[float, str, int]:
-    """Seconds until the first text of a completion, its text and its number of tokens."""
-    _, (answer,) = stream_all(url, "/v1/completions", [_body(prompt, 16)])
-    return answer.first, answer.text, answer.num_tokens
+def _first_token(url: str, talk: list[dict[str, str]]) -> tuple[float, str]:
+    """Seconds until the first text of an answer in a chat, and its text."""
+    _, (answer,) = stream_all(url, "/v1/chat/completions", [_body(talk, 16)])
+    return answer.first, answer.text
 
 
-def _body(prompt: str, max_tokens: int) -> dict[str, Any]:
-    return {"model": _NAME, "temperature": 0, "ignore_eos": True, "prompt": prompt, "max_tokens": max_tokens}
+def _body(asked: str | list[dict[str, str]], max_tokens: int) -> dict[str, Any]:
+    """The body of a completion, or of a chat."""
+    what = {"prompt": asked} if isinstance(asked, str) else {"messages": asked}
+    return {"model": _NAME, "temperature": 0, "ignore_eos": True, "max_tokens": max_tokens} | what
 
 
 if __name__ == "__main__":
